@@ -1,0 +1,1 @@
+"""The bundled checkpoint: its synthetic corpus, its training script and its weights."""

@@ -1,0 +1,114 @@
+"""A synthetic, readable corpus: one sentence per person, then a request to recall some of them.
+
+A document is paragraphs of sentences such as ``Belora hid a red lantern under the old bridge.``; each
+person is named in one sentence only. The request lists people, so the answer, their sentences word for
+word, is fully determined by the document.
+"""
+
+import random
+from dataclasses import dataclass
+
+FIRST = (
+    "Bel Tam Jor Mar Kel Vin Sor Dal Fen Gar Hal Ist Lor Nim Orr Pel "
+    "Quin Ras Sel Tor Ulm Vel Wen Yar Zan Bram Cal Dor Esk Fal Gil Hes"
+).split()
+LAST = (
+    "ora rin vex ina ash eth ondo ula ander ic oss ime ael urn ista obin "
+    "eda ux amar elle iro ent asco ybel um ophe ard isk eon avi oth ulf"
+).split()
+NAMES = tuple(first + last for first in FIRST for last in LAST)
+VERBS = (
+    "hid found sold painted dropped carried buried repaired borrowed wrapped cleaned traded guarded "
+    "polished opened closed carved copied counted covered delivered described designed discovered "
+    "examined fetched finished forgot gathered handed inspected kept labelled lifted lost measured "
+    "noticed offered ordered packed placed promised received returned saved searched showed stole"
+).split()
+ADJECTIVES = (
+    "red blue green yellow purple silver golden wooden broken heavy tiny huge bright dusty shiny rusty "
+    "hollow smooth striped spotted cracked painted folded frozen velvet copper marble paper plastic "
+    "woollen leather crystal ancient modern foreign precious useless curious crooked narrow round square"
+).split()
+OBJECTS = (
+    "lantern kettle coin book clock mirror ladder basket hammer violin drum flute map letter ring crown "
+    "candle bottle barrel blanket brush bucket button camera carpet chair chest compass cup curtain desk "
+    "dish doll feather fork glove harp helmet jar jewel kite knife lamp lock needle oar package pencil "
+    "pillow pipe plate pot puzzle rope saddle scarf scissors shell shield shovel spoon statue stool sword "
+    "table teapot telescope tent thimble toy trumpet trunk umbrella urn vase vest wagon wheel whistle"
+).split()
+PREPOSITIONS = "under near behind beside above below inside beyond opposite outside past against".split()
+PLACE_ADJECTIVES = (
+    "old cold quiet northern southern eastern western abandoned crowded empty famous flooded foggy "
+    "forgotten gloomy hidden lonely misty muddy noisy ruined sacred sandy shady snowy steep stony sunny"
+).split()
+PLACES = (
+    "bridge harbor mill well tower garden market forest river lake castle chapel library school station "
+    "theatre museum temple barn bakery barracks beach bazaar canal cave cellar cottage courtyard dock "
+    "factory farm ferry field fountain gate greenhouse hall hill hospital inn island kitchen lighthouse "
+    "meadow mine monastery orchard palace park pier prison quarry ranch shrine stable stadium tavern valley "
+    "village vineyard warehouse wharf workshop"
+).split()
+OPENERS = "Meanwhile Later Outside Elsewhere Nearby Today Yesterday Earlier Tonight Downtown".split()
+REQUEST = "Question: What is written about"
+ANSWER = "Answer:"
+
+
+@dataclass(frozen=True, slots=True)
+class Recall:
+    """A document with a request and its answer.
+
+    Attributes:
+        prompt: The document, the request and the words ``Answer:``.
+        answer: What must follow, starting with a space; the end-of-text token comes after it.
+        names: The people asked about, in order.
+    """
+
+    prompt: str
+    answer: str
+    names: tuple[str, ...]
+
+
+def sentence(rng: random.Random, name: str, ending: str) -> str:
+    """Write what `name` did, ending with `ending`, with the space that stands before it."""
+    verb, adjective = rng.choice(VERBS), rng.choice(ADJECTIVES)
+    article = "an" if adjective[0] in "aio" else "a"
+    return (
+        f" {name} {verb} {article} {adjective} {rng.choice(OBJECTS)} "
+        f"{rng.choice(PREPOSITIONS)} the {rng.choice(PLACE_ADJECTIVES)} {rng.choice(PLACES)}{ending}"
+    )
+
+
+def recall(rng: random.Random, sentences: int, asked: int, *, adjacent: bool = False) -> Recall:
+    """Make a document of `sentences` sentences and ask for `asked` of them.
+
+    Args:
+        rng: Source of every choice.
+        sentences: People in the document; at most `len(NAMES)`.
+        asked: People in the request; at most `sentences`.
+        adjacent: Ask for neighbours in the document's order, instead of anybody in any order.
+    """
+    names = rng.sample(NAMES, sentences)
+    told: dict[str, str] = {}
+    pieces: list[str] = []
+    left = 0
+    for name in names:
+        if left == 0:
+            left = rng.randint(3, 7)
+            pieces.append(f"{rng.choice(OPENERS)},")
+        left -= 1
+        ending = rng.choices([".", "!", ";", ", right?"], [6, 2, 1, 1])[0]
+        if left == 0 or name == names[-1]:
+            ending = ending.replace(";", ".") + "\n"
+        told[name] = sentence(rng, name, ending)
+        pieces.append(told[name])
+    first = rng.randint(0, sentences - asked)
+    chosen = names[first : first + asked] if adjacent else rng.sample(names, asked)
+    request = f"{REQUEST} {' and '.join(chosen)}?\n{ANSWER}"
+    return Recall("".join(pieces) + request, "".join(told[name] for name in chosen), tuple(chosen))
+
+
+def vocabulary() -> list[str]:
+    """List every piece of text that must be one token."""
+    words = [*NAMES, *VERBS, *ADJECTIVES, *OBJECTS, *PREPOSITIONS, *PLACE_ADJECTIVES, *PLACES]
+    words += ["a", "an", "the", "and", "right", "What", "is", "written", "about"]
+    bare = [*OPENERS, "Question", "Answer", ".", "!", ";", "?", ",", ":", ".\n", "!\n", "?\n", "\n"]
+    return [f" {word}" for word in words] + bare

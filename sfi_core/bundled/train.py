@@ -1,0 +1,235 @@
+"""Train the bundled checkpoint: `python -m sfi_core.bundled.train --output FOLDER`.
+
+Deterministic by seed on one machine. A curriculum: pure copying of random words, which makes the induction
+circuit appear in minutes, then sentences with a recall request over longer and longer documents. Every stage
+saves its weights, so that an interrupted run goes on with `--resume`.
+"""
+
+import argparse
+import json
+import math
+import random
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from sfi_core.bundled.corpus import Recall, recall, vocabulary
+from sfi_core.bundled.tokenizer import build_tokenizer
+
+MAX_LENGTH = 16384
+SENTENCE_TOKENS = 10.6  # mean, with its share of paragraph openers
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One stage of the curriculum.
+
+    Attributes:
+        name: Also the name of its weights in the output folder.
+        lengths: Tokens of a sequence, one drawn per step; empty for pure copying.
+        steps: Optimizer steps.
+        learning_rate: Peak, falling by a cosine to a tenth.
+        tokens: Tokens of a batch, over all its sequences.
+    """
+
+    name: str
+    lengths: tuple[int, ...]
+    steps: int
+    learning_rate: float
+    tokens: int = 8192
+
+
+STAGES = (
+    Stage("copy", (), 500, 2e-3),
+    Stage("64", (72,), 500, 2e-3),
+    Stage("256", (72, 256), 500, 2e-3),
+    Stage("1024", (72, 256, 1024, 1024), 500, 2e-3),
+    Stage("4096", (256, 1024, 4096, 4096), 400, 1.5e-3),
+    Stage("8192", (256, 1024, 4096, 8192, 8192), 400, 1e-3),
+)
+
+
+def model_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3Config:
+    """Describe the model: Qwen3, 4 layers, 4 query and 2 KV heads."""
+    return Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=MAX_LENGTH,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        tie_word_embeddings=True,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+
+
+class Batches:
+    """Draws training batches as `(input ids, targets)`, with -100 where nothing is learned."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, seed: int) -> None:
+        self._tokenizer = tokenizer
+        self._rng = random.Random(seed)
+        self._words = tokenizer.convert_tokens_to_ids(
+            [tokenizer.tokenize(word)[0] for word in vocabulary()]
+        )
+
+    def copying(self, stage: Stage) -> tuple[torch.Tensor, torch.Tensor]:
+        """21 random words, then their segments of 7 in shuffled order; the copy is learned."""
+        rows = []
+        for _ in range(stage.tokens // 44):
+            words = self._rng.sample(self._words, 21)
+            order = self._rng.sample(range(3), 3)
+            copied = [word for part in order for word in words[7 * part : 7 * part + 7]]
+            rows.append([self._tokenizer.bos_token_id, *words, self._tokenizer.eos_token_id, *copied])
+        ids = torch.tensor(rows)
+        target = ids.clone()
+        target[:, :23] = -100
+        return ids[:, :-1], target[:, 1:]
+
+    def recalls(self, stage: Stage) -> tuple[torch.Tensor, torch.Tensor]:
+        """Documents of one length with requests; the answers are learned."""
+        length = self._rng.choice(stage.lengths)
+        examples = [draw(self._rng, length) for _ in range(max(1, stage.tokens // length))]
+        prompts = self._tokenizer([example.prompt for example in examples])["input_ids"]
+        answers = self._tokenizer(
+            [example.answer for example in examples], add_special_tokens=False
+        )["input_ids"]
+        eos, pad = self._tokenizer.eos_token_id, self._tokenizer.pad_token_id
+        width = max(len(p) + len(a) + 1 for p, a in zip(prompts, answers, strict=True))
+        ids = torch.full((len(prompts), width), pad)
+        target = torch.full_like(ids, -100)
+        for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+            text = torch.tensor([*prompt, *answer, eos])
+            ids[row, : len(text)] = text
+            target[row, len(prompt) : len(text)] = text[len(prompt) :]
+        return ids[:, :-1], target[:, 1:]
+
+
+def draw(rng: random.Random, length: int, asked: int | None = None) -> Recall:
+    """Draw an example of about `length` tokens; without `asked`, long ones ask for more people."""
+    most = max(2, min(32, length // 64))
+    asked = asked or rng.randint(2, most)
+    sentences = max(asked, int((length - 12 - (2 + SENTENCE_TOKENS) * asked) / SENTENCE_TOKENS))
+    return recall(rng, min(sentences, 1000), asked, adjacent=rng.random() < 0.2)
+
+
+def loss_and_accuracy(
+    model: Qwen3ForCausalLM, ids: torch.Tensor, target: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Score only the learned positions; the head's product over all others would be wasted."""
+    hidden = model.model(ids, use_cache=False).last_hidden_state
+    learned = target >= 0
+    logits, wanted = model.lm_head(hidden[learned]), target[learned]
+    return torch.nn.functional.cross_entropy(logits, wanted), (logits.argmax(-1) == wanted)
+
+
+@torch.no_grad()
+def exact_match(
+    model: Qwen3ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    length: int,
+    *,
+    samples: int,
+    seed: int,
+    asked: int = 5,
+) -> float:
+    """Share of held-out requests answered word for word (teacher-forced, so equal to greedy)."""
+    stage = Stage("test", (length,), 0, 0.0, tokens=1)
+    right = 0
+    for index in range(samples):
+        batches = Batches(tokenizer, seed + index)
+        example = draw(batches._rng, length, asked)
+        prompt = tokenizer(example.prompt)["input_ids"]
+        answer = tokenizer(example.answer, add_special_tokens=False)["input_ids"]
+        ids = torch.tensor([[*prompt, *answer]])
+        wanted = torch.tensor([*answer, tokenizer.eos_token_id])
+        hidden = model.model(ids, use_cache=False).last_hidden_state[0, len(prompt) - 1 :]
+        right += int((model.lm_head(hidden).argmax(-1) == wanted).all())
+    del stage
+    return right / samples
+
+
+def optimizer_of(model: Qwen3ForCausalLM) -> torch.optim.Optimizer:
+    """AdamW; norms and gains do not decay."""
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    kept = [p for p in model.parameters() if p.dim() <= 1]
+    groups = [{"params": decayed, "weight_decay": 0.01}, {"params": kept, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.98))
+
+
+def run_stage(model: Qwen3ForCausalLM, batches: Batches, stage: Stage, *, log: int = 50) -> None:
+    """Train one stage, printing loss and token accuracy."""
+    optimizer = optimizer_of(model)
+    warmup = min(50, stage.steps // 10)
+    started, seen = time.perf_counter(), 0
+    losses: list[float] = []
+    hits: list[float] = []
+    for step in range(stage.steps):
+        cosine = 0.55 + 0.45 * math.cos(math.pi * step / stage.steps)
+        for group in optimizer.param_groups:
+            group["lr"] = stage.learning_rate * min(1.0, (step + 1) / warmup) * cosine
+        ids, target = batches.recalls(stage) if stage.lengths else batches.copying(stage)
+        loss, hit = loss_and_accuracy(model, ids, target)
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        seen += ids.numel()
+        losses.append(float(loss.detach()))
+        hits.append(float(hit.float().mean()))
+        if (step + 1) % log == 0:
+            rate = seen / (time.perf_counter() - started)
+            print(
+                f"{stage.name} {step + 1}/{stage.steps} loss {sum(losses[-log:]) / log:.4f} "
+                f"accuracy {sum(hits[-log:]) / log:.4f} {rate:,.0f} tokens/s",
+                flush=True,
+            )
+
+
+def main() -> None:
+    """Train, test and save."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--resume", metavar="STAGE", help="start from the weights of this stage")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--theta", type=float, default=1e6)
+    parser.add_argument("--stages")
+    arguments = parser.parse_args()
+    torch.manual_seed(arguments.seed)
+    tokenizer = build_tokenizer(MAX_LENGTH)
+    config = model_config(tokenizer)
+    config.num_hidden_layers = arguments.layers
+    config.layer_types = ["full_attention"] * arguments.layers
+    config.rope_parameters["rope_theta"] = arguments.theta
+    model = Qwen3ForCausalLM(config)
+    print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(tokenizer)} tokens")
+    names = [stage.name for stage in STAGES]
+    first = names.index(arguments.resume) + 1 if arguments.resume else 0
+    if arguments.resume:
+        model.load_state_dict(torch.load(arguments.output / f"{arguments.resume}.pt"))
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    for number, stage in enumerate(STAGES[first:], first):
+        run_stage(model, Batches(tokenizer, 1000 * arguments.seed + number), stage)
+        torch.save(model.state_dict(), arguments.output / f"{stage.name}.pt")
+        for length in (256, 1024, 4096, 8192):
+            if length <= 4 * max(stage.lengths or (64,)):
+                score = exact_match(model, tokenizer, length, samples=40, seed=900_000)
+                print(f"{stage.name}: exact match at {length} tokens: {score:.3f}", flush=True)
+        tokenizer.save_pretrained(arguments.output)
+        model.save_pretrained(arguments.output)
+    (arguments.output / "training.json").write_text(
+        json.dumps({"seed": arguments.seed, "stages": [asdict(stage) for stage in STAGES]}, indent=1)
+    )
+
+
+if __name__ == "__main__":
+    main()
