@@ -1,0 +1,30 @@
+# `make` alone prints the targets. Tools come from $(VENV) where it exists, else from the active environment.
+VENV ?= .venv
+BIN := $(if $(wildcard $(VENV)/bin/python),$(VENV)/bin/)
+PYTHON := $(BIN)python3
+
+.DEFAULT_GOAL := help
+.PHONY: help fix check test test-gpu bench
+
+help:  ## Print this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+fix:  ## Format, and mend what ruff can mend
+	$(PYTHON) -m ruff format .
+	$(PYTHON) -m ruff check --fix .
+
+check:  ## What CI runs: format, lint, types, tests
+	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m mypy
+	$(PYTHON) -m pytest
+
+test:  ## Run the tests; those that need a GPU are skipped where there is none
+	$(PYTHON) -m pytest
+
+test-gpu:  ## Run the tests that need a CUDA device
+	$(PYTHON) -m pytest -m gpu
+
+bench:  ## Check and time the kernels, then decoding end to end
+	$(BIN)sfi kernel-bench
+	$(BIN)sfi bench

@@ -1,0 +1,66 @@
+#!/usr/bin/env bash
+# Install sfi and its development tools into a virtual environment, with the PyTorch that suits this machine.
+#
+#   ./install.sh [FOLDER]   FOLDER: the environment, default $VENV, else .venv; used as it is if it exists
+#
+#   PYTHON=python3.12                          the interpreter of a new environment
+#   TORCH_SPEC="torch==2.13.0+cpu"             another PyTorch; one that is already there always stays
+#   TRANSFORMERS_SPEC="transformers==5.17.0"   another transformers
+#
+# Without an NVIDIA driver this asks for torch==2.13.0 and takes the build that pip's own settings lead to. Where
+# that is a CUDA build (Linux, default index), it runs but brings gigabytes that no CPU needs: point
+# PIP_INDEX_URL or PIP_EXTRA_INDEX_URL at PyTorch's index of CPU builds and set TORCH_SPEC as above.
+set -euo pipefail
+
+home=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+venv=${1:-${VENV:-.venv}}
+transformers=${TRANSFORMERS_SPEC:-transformers==5.17.0}
+
+has_nvidia_driver() {
+  nvidia-smi -L >/dev/null 2>&1 || [ -e /proc/driver/nvidia/version ]
+}
+
+if [ ! -x "$venv/bin/python" ]; then
+  interpreter=${PYTHON:-python3}
+  if ! "$interpreter" -c "import sys; sys.exit(sys.version_info < (3, 11))"; then
+    echo "error: Python must be 3.11 or newer, got $("$interpreter" --version); set PYTHON" >&2
+    exit 2
+  fi
+  "$interpreter" -m venv "$venv"
+fi
+python="$venv/bin/python"
+pip_install() { "$python" -m pip install --disable-pip-version-check "$@"; }
+
+# PyTorch first and apart: which build is right depends on the machine, and no dependency can say that.
+if ! "$python" -c "import torch" 2>/dev/null; then
+  if has_nvidia_driver; then torch="torch>=2.8"; else torch="torch==2.13.0"; fi
+  pip_install "${TORCH_SPEC:-$torch}"
+fi
+
+# What follows must not replace that build.
+constraints="$venv/constraints.txt"
+"$python" -c "from importlib.metadata import version; print(f\"torch=={version('torch')}\")" >"$constraints"
+echo "Installing sfi, $transformers and the development tools"
+pip_install -qq --constraint "$constraints" --editable "$home[dev]" "$transformers"
+
+# The interpreter of Triton 3.6 and older, which runs kernels without a GPU, fails with numpy 2.4. Only tests
+# need it, and newer Triton is fine, so this is no upper bound in pyproject.toml.
+if "$python" - <<'END' 2>/dev/null; then
+import importlib.metadata
+import sys
+
+major, minor, *_ = importlib.metadata.version("triton").split(".")
+sys.exit((int(major), int(minor)) > (3, 6))
+END
+  pip_install -qq --constraint "$constraints" "numpy<2.4"
+fi
+
+"$python" - <<'END'
+from importlib.metadata import version
+
+import torch
+
+device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+print(f"sfi {version('sfi-toolkit')}, transformers {version('transformers')}, torch {torch.__version__} on {device}")
+END
+echo "Next: $venv/bin/sfi generate"

@@ -1,0 +1,7 @@
+"""Attention over a request's whole history, and the window logits that the Selector needs."""
+
+from sfi_kernels.dense_attention import reference
+from sfi_kernels.op import Op
+
+dense_attention = Op(reference.dense_attention)
+window_logits = Op(reference.window_logits)

@@ -1,0 +1,44 @@
+"""An operation: one signature, a PyTorch reference, and at times a Triton kernel."""
+
+from collections.abc import Callable
+from functools import cached_property, update_wrapper
+from importlib import import_module
+from typing import Generic, ParamSpec, TypeVar, cast
+
+import torch
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Op(Generic[P, R]):
+    """Calls the Triton kernel when its first tensor is on CUDA, the reference otherwise.
+
+    `op.reference(...)` and `op.triton(...)` name an implementation; neither falls back.
+    """
+
+    def __init__(self, reference: Callable[P, R], *, triton: str | None = None) -> None:
+        """Take the reference, and the module holding a kernel of the same name, if any."""
+        self.reference = reference
+        self._triton_module = triton
+        update_wrapper(self, reference)
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run the implementation that suits the device of the first tensor argument."""
+        values = (*args, *kwargs.values())
+        tensor = next((value for value in values if isinstance(value, torch.Tensor)), None)
+        on_cuda = tensor is not None and tensor.is_cuda
+        return (self.triton if on_cuda and self.has_triton else self.reference)(*args, **kwargs)
+
+    @property
+    def has_triton(self) -> bool:
+        """Whether the op has a Triton kernel at all."""
+        return self._triton_module is not None
+
+    @cached_property
+    def triton(self) -> Callable[P, R]:
+        """The kernel, imported on first use so that references run without Triton."""
+        if self._triton_module is None:
+            raise NotImplementedError(f"{self.reference.__name__} has no Triton kernel")
+        module = import_module(self._triton_module)
+        return cast("Callable[P, R]", getattr(module, self.reference.__name__))

@@ -1,0 +1,6 @@
+"""Reorganization: gather the sink and selected rows into the packed segment."""
+
+from sfi_kernels.op import Op
+from sfi_kernels.pack import reference
+
+pack = Op(reference.pack)

@@ -1,0 +1,110 @@
+"""Attention over one segment of keys, and the exact joining of segments by log-sum-exp."""
+
+import torch
+
+BLOCK_ELEMENTS = 1 << 24  # logits held at once by the explicit path
+
+
+def partial_attention(
+    query_BHGWD: torch.Tensor,
+    key_BHTD: torch.Tensor,
+    value_BHTE: torch.Tensor,
+    *,
+    scale: float,
+    soft_cap: float | None = None,
+    causal: bool = False,
+    visible_BHGWT: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend to one segment of keys.
+
+    Args:
+        query_BHGWD: Queries, grouped by KV head.
+        key_BHTD: The segment's keys.
+        value_BHTE: Its values; E may differ from D.
+        scale: Factor on the products.
+        soft_cap: c of c * tanh(logit / c); None for none.
+        causal: Query w sees keys 0 to w only; then W = T.
+        visible_BHGWT: Which keys a query sees, broadcastable; None for all. A query that sees none gets zeros
+            and a log-sum-exp of -inf.
+
+    Returns:
+        out, [B, H, G, W, E] float32, and the log-sum-exp of the logits, [B, H, G, W] float32.
+    """
+    fused = (
+        query_BHGWD.device.type == "cpu"
+        and soft_cap is None
+        and visible_BHGWT is None
+        and key_BHTD.shape[-1] == value_BHTE.shape[-1]
+    )
+    if fused:
+        return _fused(query_BHGWD, key_BHTD, value_BHTE, scale, causal)
+    if causal:
+        W = query_BHGWD.shape[3]
+        visible_BHGWT = torch.ones(W, W, dtype=torch.bool, device=query_BHGWD.device).tril()
+    return _explicit(query_BHGWD, key_BHTD, value_BHTE, scale, soft_cap, visible_BHGWT)
+
+
+def combine(
+    parts: list[tuple[torch.Tensor, torch.Tensor]], sink_HG: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Join the segments of one softmax.
+
+    Args:
+        parts: What `partial_attention` returned for each segment; the segments do not overlap.
+        sink_HG: Learned sink logits that take part in the softmax without a value (gpt-oss).
+
+    Returns:
+        out, [B, H, G, W, E] float32.
+    """
+    if len(parts) == 1 and sink_HG is None:
+        return parts[0][0]
+    lse = torch.stack([part[1] for part in parts])
+    total = lse.logsumexp(0)
+    if sink_HG is not None:
+        total = torch.logaddexp(total, sink_HG.float()[None, :, :, None].expand_as(total))
+    weight = (lse - total).exp().unsqueeze(-1)
+    return sum((w * part[0] for w, part in zip(weight, parts, strict=True)), torch.zeros(()))
+
+
+def _fused(
+    query_BHGWD: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, causal: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    # PyTorch's CPU flash attention, called below `scaled_dot_product_attention` because that drops the log-sum-exp
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    B, H, G, W, D = query_BHGWD.shape
+    if not causal:  # the group's queries are rows of one product, so that no key is repeated
+        out, lse = flash(query_BHGWD.reshape(B, H, G * W, D), key, value, scale=scale)
+        return out.float().view(B, H, G, W, -1), lse.view(B, H, G, W)
+    parts = [flash(query_BHGWD[:, :, g], key, value, 0.0, True, scale=scale) for g in range(G)]
+    return torch.stack([p[0] for p in parts], 2).float(), torch.stack([p[1] for p in parts], 2)
+
+
+def _explicit(
+    query_BHGWD: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    soft_cap: float | None,
+    visible: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    B, H, G, W, _ = query_BHGWD.shape
+    T = key.shape[2]
+    block = max(1, BLOCK_ELEMENTS // (B * H * G * T))
+    key_BH1DT, value_BH1TE = key.float().mT[:, :, None], value.float()[:, :, None]
+    outs, lses = [], []
+    for first in range(0, W, block):
+        rows = slice(first, first + block)
+        logits = capped(query_BHGWD[:, :, :, rows].float() @ key_BH1DT * scale, soft_cap)
+        if visible is not None:
+            shown = visible[..., rows, :] if visible.shape[-2] > 1 else visible
+            logits = logits.masked_fill(~shown, -torch.inf)
+        lse = logits.logsumexp(-1)
+        weight = (logits - lse.unsqueeze(-1)).exp().nan_to_num(0.0)
+        outs.append(weight @ value_BH1TE)
+        lses.append(lse)
+    return torch.cat(outs, 3), torch.cat(lses, 3)
+
+
+def capped(logits: torch.Tensor, soft_cap: float | None) -> torch.Tensor:
+    """Bend logits smoothly into (-soft_cap, soft_cap), as Gemma 2 does; None leaves them."""
+    return logits if soft_cap is None else soft_cap * torch.tanh(logits / soft_cap)

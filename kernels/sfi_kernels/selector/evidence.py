@@ -1,0 +1,97 @@
+"""Evidence from slow-step logits: Eqs. 6-8."""
+
+from collections.abc import Callable
+
+import torch
+
+from sfi_kernels.selector.numerics import distribution, neighborhood_peak, widened
+
+# What happens to the G query heads of a KV head before the power mean.
+_GROUP_REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "power": lambda probability_BHGWT: probability_BHGWT,
+    "mean": lambda probability_BHGWT: probability_BHGWT.mean(2, keepdim=True),
+    "max": lambda probability_BHGWT: probability_BHGWT.amax(2, keepdim=True),
+}
+
+
+def spread(logits_BHGWT: torch.Tensor, allowed_BT: torch.Tensor, span: int) -> torch.Tensor:
+    """Give each allowed position the best logit nearby, so that a hit brings its neighbors.
+
+    An extension of ours, not in the paper. The softmax is monotone, so that pooling the logits
+    pools each query's evidence, up to its normalization.
+
+    Args:
+        logits_BHGWT: Scaled attention logits. Any float; -inf where a query may not look.
+        allowed_BT: The candidate set J. Positions outside it neither give nor receive.
+        span: Positions pooled on each side. 0 returns the input unchanged.
+
+    Returns:
+        The pooled logits, [B, H, G, W, T], in the input's dtype.
+
+    Raises:
+        ValueError: `span` is negative.
+    """
+    if span < 0:
+        raise ValueError(f"span must be at least 0, got {span}")
+    if span == 0:
+        return logits_BHGWT
+    inside = allowed_BT[:, None, None, None, :]
+    given_BHGWT = logits_BHGWT.masked_fill(~inside, -torch.inf)
+    pooled_NWT = neighborhood_peak(given_BHGWT.flatten(0, 2), span)
+    return torch.where(inside, pooled_NWT.view_as(logits_BHGWT), logits_BHGWT)
+
+
+def attention_probability(logits_BHGWT: torch.Tensor, allowed_BT: torch.Tensor) -> torch.Tensor:
+    """Turn each query's logits into a distribution on the allowed set (Eq. 6).
+
+    Args:
+        logits_BHGWT: Scaled attention logits of the window's queries. Any float; -inf where a
+            query may not look, never NaN or +inf.
+        allowed_BT: The candidate set J; True where a position may be selected.
+
+    Returns:
+        p, [B, H, G, W, T] float32; 0 outside J, and each row sums to 1. A query that sees
+        nothing of J has a row of zeros, and so adds nothing to the evidence.
+    """
+    inside = allowed_BT[:, None, None, None, :]
+    masked_BHGWT = logits_BHGWT.float().masked_fill(~inside, -torch.inf)
+    return masked_BHGWT.softmax(-1).masked_fill(masked_BHGWT == -torch.inf, 0.0)
+
+
+def power_mean(
+    probability_BHGWT: torch.Tensor, alpha: float, group_reduce: str = "power"
+) -> torch.Tensor:
+    """Average the window in the alpha-power domain (Eq. 7).
+
+    Paper gap: Eq. 7 is per KV head and does not say how its G query heads share it.
+
+    Args:
+        probability_BHGWT: p.
+        alpha: The power, in (0, 1].
+        group_reduce: `power` averages G heads and W queries alike, as the released code does;
+            `mean` averages p over G first; `max` takes the largest p of the G heads first.
+
+    Returns:
+        mu, [B, H, T]; not normalized.
+
+    Raises:
+        ValueError: `group_reduce` is none of the three.
+    """
+    if group_reduce not in _GROUP_REDUCTIONS:
+        names = ", ".join(map(repr, _GROUP_REDUCTIONS))
+        raise ValueError(f"group_reduce must be one of {names}, got {group_reduce!r}")
+    row_BHGWT = _GROUP_REDUCTIONS[group_reduce](widened(probability_BHGWT))
+    return row_BHGWT.pow(alpha).mean(dim=(2, 3))
+
+
+def evidence(mean_BHT: torch.Tensor, alpha: float) -> torch.Tensor:
+    """Map the power mean back and normalize it (Eq. 8).
+
+    Returns:
+        f, [B, H, T]; each row sums to 1. With one query per KV head it is Eq. 6's p; a row
+        without any evidence is 0.
+    """
+    mean_BHT = widened(mean_BHT)
+    # the scale of mu cancels in Eq. 8; at 1 it cannot underflow under a large 1 / alpha
+    peak_BH1 = mean_BHT.amax(-1, keepdim=True)
+    return distribution((mean_BHT / peak_BH1.masked_fill(peak_BH1 == 0, 1.0)).pow(1.0 / alpha))

@@ -1,0 +1,24 @@
+"""Arithmetic that the Selector's formulas share."""
+
+import torch
+
+
+def widened(tensor: torch.Tensor) -> torch.Tensor:
+    """Bring half precision to float32; float32 and float64 stay as they are."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def distribution(weight_BHT: torch.Tensor) -> torch.Tensor:
+    """Scale nonnegative weights to sum to 1 over T; a row without any weight stays 0.
+
+    Dividing by the peak first keeps rows of very small or very large weights exact, where an
+    epsilon in the denominator would not.
+    """
+    peak_BH1 = weight_BHT.amax(-1, keepdim=True)
+    relative_BHT = weight_BHT / peak_BH1.masked_fill(peak_BH1 == 0, 1.0)
+    return relative_BHT / relative_BHT.sum(-1, keepdim=True).clamp_min(1.0)
+
+
+def neighborhood_peak(tensor: torch.Tensor, radius: int) -> torch.Tensor:
+    """Take the maximum over `radius` positions on each side, along the last dimension of three."""
+    return torch.nn.functional.max_pool1d(tensor, 2 * radius + 1, stride=1, padding=radius)

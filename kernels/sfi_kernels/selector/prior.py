@@ -1,0 +1,72 @@
+"""Cache-aware prior on allowed positions: Eqs. 9-12."""
+
+import torch
+
+from sfi_kernels.constants import EPS
+from sfi_kernels.selector.numerics import distribution, widened
+
+
+def key_norm_factor(key_norm_BHT: torch.Tensor, gamma: float) -> torch.Tensor:
+    """Penalize unusually long keys (Eq. 9).
+
+    Args:
+        key_norm_BHT: Euclidean norms of the cached keys. Any float.
+        gamma: Strength of the penalty. At least 0. Paper gap: not given.
+
+    Returns:
+        pi_kn, [B, H, T] float32; unnormalized, and finite even for a key of norm 0.
+    """
+    factor_BHT = (key_norm_BHT.float() + EPS).pow(-gamma)
+    return factor_BHT.clamp_max(torch.finfo(torch.float32).max)
+
+
+def normalized_position(allowed_BT: torch.Tensor) -> torch.Tensor:
+    """Place the allowed positions on [0, 1], oldest first (Eq. 10).
+
+    Returns:
+        u, [B, T] float32; 0 for a single allowed position, meaningless but in [0, 1] outside J.
+    """
+    T = allowed_BT.shape[-1]
+    position_T = torch.arange(T, device=allowed_BT.device, dtype=torch.float32)
+    # T and -1 keep u finite for a request that allows nothing
+    first_B1 = position_T.masked_fill(~allowed_BT, T).amin(-1, keepdim=True)
+    last_B1 = position_T.masked_fill(~allowed_BT, -1.0).amax(-1, keepdim=True)
+    return ((position_T - first_B1) / (last_B1 - first_B1 + EPS)).clamp(0.0, 1.0)
+
+
+def position_factor(
+    position_BT: torch.Tensor,
+    beta: float,
+    power: float,
+    eta: float,
+    position_weight: float = 1.0,
+) -> torch.Tensor:
+    """Discount recency globally and brake at the tail (Eq. 11).
+
+    Args:
+        position_BT: u, in [0, 1].
+        beta: Strength of the global decay. At least 0. Paper gap: not given.
+        power: Curvature p of the decay. At least 1. Paper gap: not given.
+        eta: Strength of the tail brake. At least 0. Paper gap: not given.
+        position_weight: Exponent on the whole factor, its weight in log space. Paper gap: Eq. 12
+            multiplies the two factors evenly, which is 1; the released code weights this one 0.7.
+
+    Returns:
+        pi_pos, [B, T]; unnormalized, in [0, 1].
+    """
+    position_BT = widened(position_BT)
+    decay_BT = torch.exp(-beta * position_BT.pow(power))
+    return (decay_BT * (1.0 - position_BT + EPS).pow(eta)).pow(position_weight)
+
+
+def prior(
+    key_norm_factor_BHT: torch.Tensor, position_factor_BT: torch.Tensor, allowed_BT: torch.Tensor
+) -> torch.Tensor:
+    """Multiply the two factors and normalize on the allowed set (Eq. 12).
+
+    Returns:
+        r, [B, H, T]; 0 outside J whatever the factors hold there, and each row sums to 1. A
+        request that allows nothing has rows of zeros.
+    """
+    weight_BHT = widened(key_norm_factor_BHT) * widened(position_factor_BT)[:, None]
+    return distribution(weight_BHT.masked_fill(~allowed_BT[:, None], 0.0))

@@ -1,0 +1,99 @@
+"""Algorithm 2 in plain PyTorch, up to the Top-K."""
+
+import torch
+
+from sfi_kernels.selector.evidence import attention_probability, evidence, power_mean, spread
+from sfi_kernels.selector.fusion import fuse, stable_weight
+from sfi_kernels.selector.prior import (
+    key_norm_factor,
+    normalized_position,
+    position_factor,
+    prior,
+)
+from sfi_kernels.selector.refinement import exclude_across_heads, log_score, soft_nms
+from sfi_kernels.shapes import check_shape
+
+
+def selector(
+    logits_BHGWT: torch.Tensor,
+    key_norm_BHT: torch.Tensor,
+    allowed_BT: torch.Tensor,
+    *,
+    alpha: float,
+    gamma: float,
+    beta: float,
+    power: float,
+    eta: float,
+    lambda_clip: float,
+    alpha_soft: float,
+    radius: int,
+    alpha_cross: float,
+    temperature: float,
+    group_reduce: str = "power",
+    span: int = 0,
+    position_weight: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Score the allowed positions of every KV head (Algorithm 2, lines 2-14).
+
+    Every request has its own J, which may be empty; nothing here waits for the device.
+
+    Args:
+        logits_BHGWT: Scaled attention logits of the window's queries. Any float; -inf where a
+            query may not look, never NaN or +inf.
+        key_norm_BHT: Euclidean norms of the cached keys. Any float; ignored outside J.
+        allowed_BT: The candidate set J, bool.
+        alpha: Power of the window's mean (Eq. 7), in (0, 1].
+        gamma: Penalty on long keys (Eq. 9).
+        beta: Global decay of the position factor (Eq. 11).
+        power: Curvature p of that decay.
+        eta: Tail brake of the position factor.
+        lambda_clip: The largest weight of the prior (Eq. 18), in [0, 1].
+        alpha_soft: Strength of soft-NMS (Eq. 21).
+        radius: Half-width of its neighborhood, in tokens.
+        alpha_cross: Strength of the exclusivity across KV heads (Eq. 23).
+        temperature: The paper's T (Eq. 22). Above 0.
+        group_reduce: How the G query heads share the evidence; see `power_mean`.
+        span: Neighbors a hit brings along; see `spread`. 0 is the paper.
+        position_weight: Exponent on the position factor; see `position_factor`. 1 is the paper.
+
+    Returns:
+        z_adj, [B, H, T] float32, finite, `MASKED_SCORE` or lower outside J; and lambda*, [B, H].
+
+    Raises:
+        ValueError: A shape does not fit, `allowed_BT` is not bool, or an argument is out of range.
+    """
+    _check(logits_BHGWT, key_norm_BHT, allowed_BT, alpha, lambda_clip, temperature)
+    p_BHGWT = attention_probability(spread(logits_BHGWT, allowed_BT, span), allowed_BT)
+    f_BHT = evidence(power_mean(p_BHGWT, alpha, group_reduce), alpha)
+
+    u_BT = normalized_position(allowed_BT)
+    pi_pos_BT = position_factor(u_BT, beta, power, eta, position_weight)
+    r_BHT = prior(key_norm_factor(key_norm_BHT, gamma), pi_pos_BT, allowed_BT)
+
+    lambda_BH = stable_weight(f_BHT, r_BHT, lambda_clip)
+    z_BHT = log_score(fuse(f_BHT, r_BHT, lambda_BH), allowed_BT)
+    z_nms_BHT = soft_nms(z_BHT, alpha_soft, radius)
+    return exclude_across_heads(z_nms_BHT, alpha_cross, temperature), lambda_BH
+
+
+def _check(
+    logits_BHGWT: torch.Tensor,
+    key_norm_BHT: torch.Tensor,
+    allowed_BT: torch.Tensor,
+    alpha: float,
+    lambda_clip: float,
+    temperature: float,
+) -> None:
+    """Raise on what would otherwise give wrong or non-finite scores without a word."""
+    check_shape(logits_BHGWT, "logits", B=None, H=None, G=None, W=None, T=None)
+    B, H, _, _, T = logits_BHGWT.shape
+    check_shape(key_norm_BHT, "key_norm", B=B, H=H, T=T)
+    check_shape(allowed_BT, "allowed", B=B, T=T)
+    if allowed_BT.dtype != torch.bool:
+        raise ValueError(f"allowed must be bool, got {allowed_BT.dtype}")
+    if not 0 < alpha <= 1:
+        raise ValueError(f"alpha must be in (0, 1], got {alpha}")
+    if not 0 <= lambda_clip <= 1:
+        raise ValueError(f"lambda_clip must be in [0, 1], got {lambda_clip}")
+    if temperature <= 0:
+        raise ValueError(f"temperature must be positive, got {temperature}")

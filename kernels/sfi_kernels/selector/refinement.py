@@ -1,0 +1,51 @@
+"""Log-score refinements: Eqs. 19-23."""
+
+import torch
+
+from sfi_kernels.constants import EPS, MASKED_SCORE
+from sfi_kernels.selector.numerics import neighborhood_peak, widened
+
+
+def log_score(score_BHT: torch.Tensor, allowed_BT: torch.Tensor) -> torch.Tensor:
+    """Move to log space (Eq. 19). Returns z, [B, H, T], `MASKED_SCORE` outside J."""
+    return (widened(score_BHT) + EPS).log().masked_fill(~allowed_BT[:, None], MASKED_SCORE)
+
+
+def soft_nms(score_BHT: torch.Tensor, alpha_soft: float, radius: int) -> torch.Tensor:
+    """Lower each score by its gap to the best score nearby (Eqs. 20-21).
+
+    Args:
+        score_BHT: Log scores z, `MASKED_SCORE` outside J.
+        alpha_soft: Strength of the decay. At least 0; 0 returns the scores as they are.
+        radius: Half-width of the neighborhood N(j), in tokens. Paper gap: not given.
+
+    Returns:
+        z_nms, [B, H, T]; `MASKED_SCORE` or lower outside J.
+
+    Raises:
+        ValueError: `radius` is negative.
+    """
+    if radius < 0:
+        raise ValueError(f"radius must be at least 0, got {radius}")
+    score_BHT = widened(score_BHT)
+    return score_BHT - alpha_soft * (neighborhood_peak(score_BHT, radius) - score_BHT)
+
+
+def exclude_across_heads(
+    score_BHT: torch.Tensor, alpha_cross: float, temperature: float
+) -> torch.Tensor:
+    """Make KV heads compete for a position (Eqs. 22-23).
+
+    Args:
+        score_BHT: z_nms, finite.
+        alpha_cross: Strength of the exclusivity. At least 0; 0 returns the scores as they are.
+        temperature: The paper's T; lower is sharper. Above 0. Paper gap: not given.
+
+    Returns:
+        z_adj, [B, H, T]. A single KV head has nobody to compete with and keeps its scores.
+    """
+    score_BHT = widened(score_BHT)
+    # softmax ignores the shift; without it a low temperature takes MASKED_SCORE to -inf
+    lead_BHT = score_BHT - score_BHT.amax(1, keepdim=True)
+    responsibility_BHT = torch.softmax(lead_BHT / temperature, dim=1)
+    return score_BHT + alpha_cross * responsibility_BHT.clamp_min(EPS).log()

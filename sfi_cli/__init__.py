@@ -1,0 +1,1 @@
+"""The `sfi` command line: options in, tables, JSON and exit codes out; no torch at import."""

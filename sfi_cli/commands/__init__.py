@@ -1,0 +1,1 @@
+"""The commands of `sfi`, one file each."""

@@ -1,0 +1,259 @@
+"""Settings and presets. This is the only place a default lives.
+
+The defaults are the `default` preset: the paper's values (Sec. 5.1), `anchored` recents, and our own choice
+where the paper is silent (`Paper gap:`).
+"""
+
+import dataclasses
+import json
+import math
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self, get_type_hints
+
+from sfi_core.errors import ConfigError, InputError
+
+RECENT_MODES = ("anchored", "sliding")
+TRIGGER_POLICIES = ("boundary", "t-max", "stride", "never", "always")
+GROUP_REDUCTIONS = ("power", "mean", "max")
+
+
+def _require(ok: bool, message: str) -> None:
+    if not ok:
+        raise ConfigError(message)
+
+
+def _at_least(config: object, bounds: Mapping[str, float]) -> None:
+    for name, least in bounds.items():
+        value = getattr(config, name)
+        _require(
+            math.isfinite(value) and value >= least, f"{name} must be at least {least}, got {value}"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SelectorConfig:
+    """Hyperparameters of the Selector (Algorithm 2).
+
+    Attributes:
+        alpha: Exponent of the window's power mean, Eq. 7. In (0, 1]. Paper gap: the released code's.
+        gamma: Strength of the key-norm penalty, Eq. 9. Paper gap: the released code's.
+        beta: Strength of the global recency decay, Eq. 11. Paper gap: the released code's.
+        power: Its curvature p, Eq. 11. At least 1. Paper gap: the released code's.
+        eta: Strength of the tail brake, Eq. 11. Paper gap: the released code's.
+        position_weight: Exponent on Eq. 11's whole factor; 1 is the paper.
+        lambda_clip: Upper bound of the prior's weight, Eq. 17. In [0, 1].
+        lambda_clip_rows: The bound where several evidence rows are averaged; None takes `lambda_clip`.
+        alpha_soft: Soft-NMS strength, Eq. 21.
+        radius: Half-width of the neighborhood N(j), in tokens. Paper gap: the released code's.
+        alpha_cross: Cross-head exclusivity strength, Eq. 23.
+        temperature: T of Eq. 22. Paper gap: the released code's.
+    """
+
+    alpha: float = 0.5
+    gamma: float = 0.5
+    beta: float = -math.log(0.6) / 0.9
+    power: float = 1.8
+    eta: float = 0.4
+    position_weight: float = 1.0
+    lambda_clip: float = 0.02
+    lambda_clip_rows: float | None = None
+    alpha_soft: float = 0.5
+    radius: int = 16
+    alpha_cross: float = 0.35
+    temperature: float = 2.0
+
+    def __post_init__(self) -> None:
+        """Reject values outside the paper's ranges."""
+        least = dict.fromkeys(
+            ("gamma", "beta", "eta", "position_weight", "alpha_soft", "radius", "alpha_cross"), 0
+        )
+        _at_least(self, {**least, "power": 1})
+        _require(0 < self.alpha <= 1, f"alpha must be in (0, 1], got {self.alpha}")
+        _require(self.temperature > 0, f"temperature must be positive, got {self.temperature}")
+        for name in ("lambda_clip", "lambda_clip_rows"):
+            value = getattr(self, name)
+            _require(
+                value is None or 0 <= value <= 1, f"{name} must be in [0, 1], got {value}"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SfiConfig:
+    """Settings of a run.
+
+    Attributes:
+        sink: Anchor tokens kept from the start of the prompt.
+        recent: Tokens of the recent window at a slow step.
+        recent_mode: "anchored" freezes the window's start at the last slow step, so that no token is ever
+            unranked and unread; "sliding" is the paper's. Paper gap: with "sliding", what leaves the window
+            between two slow steps is in no set.
+        budget: Selected tokens per KV head, the paper's K.
+        t_max: Largest number of consecutive fast steps; 0 makes every step slow.
+        min_gap: Decoding steps from a slow step before which a trigger does not count.
+        trigger_delay: Steps between the step that Eq. 5 makes slow and the slow step. 0 is Eq. 5 (the
+            boundary token is the query); 1 makes the first token after the boundary the query.
+        span: Evidence is max-pooled over this many positions on each side; 0 is the paper.
+        trigger_policy: What makes a step slow: "boundary" (Eq. 5 and T_max), "t-max", "stride", "never",
+            "always".
+        stride: Steps from one slow step to the next under "stride".
+        triggers: Strings that end a sentence; the tokenizer turns them into token ids.
+        trigger_token_ids: Explicit trigger set; wins over `triggers`.
+        window_decode: Queries whose logits a decoding slow step hands to the Selector, W.
+        window_prefill: The same for the last queries of the prompt.
+        dense_layers: Layers left dense.
+        group_reduce: How the query heads of a KV head share evidence: "power", "mean" or "max".
+        selector: The Selector's hyperparameters.
+    """
+
+    sink: int = 4
+    recent: int = 256
+    recent_mode: str = "anchored"
+    budget: int = 2048
+    t_max: int = 64
+    min_gap: int = 0
+    trigger_delay: int = 1
+    span: int = 0
+    trigger_policy: str = "boundary"
+    stride: int = 16
+    triggers: tuple[str, ...] = (".", "?", "!", ";", "\n")
+    trigger_token_ids: tuple[int, ...] | None = None
+    window_decode: int = 1
+    window_prefill: int = 16
+    dense_layers: tuple[int, ...] = ()
+    group_reduce: str = "power"
+    selector: SelectorConfig = field(default_factory=SelectorConfig)
+
+    def __post_init__(self) -> None:
+        """Reject settings that cannot run."""
+        _require(self.budget > 0, f"budget must be positive, got {self.budget}")
+        _require(self.recent > 0, f"recent must be positive, got {self.recent}")
+        least = dict.fromkeys(("sink", "t_max", "min_gap", "trigger_delay", "span"), 0)
+        _at_least(self, {**least, "stride": 1, "window_decode": 1, "window_prefill": 1})
+        for name, choices in (
+            ("recent_mode", RECENT_MODES),
+            ("trigger_policy", TRIGGER_POLICIES),
+            ("group_reduce", GROUP_REDUCTIONS),
+        ):
+            value = getattr(self, name)
+            _require(value in choices, f"unknown {name} {value!r}; expected one of {choices}")
+        _require(
+            self.window_decode == 1,
+            f"window_decode must be 1 while a step decodes one token, got {self.window_decode}",
+        )
+
+    @classmethod
+    def preset(cls, name: str) -> Self:
+        """Return a named preset: "default", "paper" or "released" (DESIGN.md, 3.7).
+
+        Raises:
+            ConfigError: No such preset.
+        """
+        if name not in PRESETS:
+            raise ConfigError(f"unknown preset {name!r}; expected one of {tuple(PRESETS)}")
+        return cls().replace(**PRESETS[name])
+
+    def replace(self, **changes: Any) -> Self:
+        """Copy with other values; `selector` takes a mapping of the fields to change.
+
+        Raises:
+            ConfigError: An unknown key, a value of the wrong type or out of range.
+        """
+        values = _checked(SfiConfig, changes)
+        if isinstance(values.get("selector"), Mapping):
+            part = _checked(SelectorConfig, values["selector"])
+            values["selector"] = dataclasses.replace(self.selector, **part)
+        return dataclasses.replace(self, **values)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return dataclasses.asdict(self)
+
+    def to_toml(self) -> str:
+        """Write every setting, for `--config`."""
+        values = self.to_dict()
+        part = values.pop("selector")
+        return _toml(values) + "\n[selector]\n" + _toml(part)
+
+    def merge_toml(self, path: Path) -> Self:
+        """Copy with the settings of a TOML file.
+
+        Raises:
+            InputError: The file cannot be read or is no TOML; with file and line.
+            ConfigError: As `replace`, with the file.
+        """
+        try:
+            changes = tomllib.loads(path.read_text())
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"config {path} cannot be read: {_reason(error)}") from error
+        except tomllib.TOMLDecodeError as error:
+            raise InputError(f"config {path} is not valid TOML: {error}") from error
+        changes.pop("provenance", None)
+        try:
+            return self.replace(**changes)
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from error
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error)
+
+
+def _toml(values: Mapping[str, Any]) -> str:
+    # JSON's strings, numbers, booleans and arrays are TOML too
+    return "".join(f"{name} = {json.dumps(v)}\n" for name, v in values.items() if v is not None)
+
+
+def _checked(cls: type, changes: Mapping[str, Any]) -> dict[str, Any]:
+    hints = get_type_hints(cls)
+    values = {}
+    for name, value in changes.items():
+        if name not in hints:
+            raise ConfigError(f"unknown setting {name!r}; expected one of {tuple(hints)}")
+        values[name] = _typed(name, value, hints[name])
+    return values
+
+
+def _typed(name: str, value: Any, hint: Any) -> Any:
+    if isinstance(value, list | tuple) and "tuple" in str(hint):
+        inner = str if "str" in str(hint) else int
+        _require(
+            all(type(item) is inner for item in value),
+            f"{name} must be a list of {inner.__name__}, got {list(value)}",
+        )
+        return tuple(value)
+    if hint is float and type(value) is int:
+        return float(value)
+    if hint is SelectorConfig:
+        _require(
+            isinstance(value, Mapping | SelectorConfig), f"{name} must be a table, got {value!r}"
+        )
+        return value
+    allowed = tuple(kind for kind in (int, float, str) if kind.__name__ in str(hint))
+    fits = (value is None and "None" in str(hint)) or (
+        type(value) in allowed and "tuple" not in str(hint)
+    )
+    wanted = str(getattr(hint, "__name__", hint))
+    _require(fits, f"{name} must be {wanted}, got {value!r}")
+    return value
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "paper": {"recent_mode": "sliding", "trigger_delay": 0},
+    "released": {
+        "recent_mode": "sliding",
+        "budget": 1568,
+        "min_gap": 16,
+        "triggers": (".", "?", "!"),
+        "selector": {
+            "lambda_clip": 0.35,
+            "lambda_clip_rows": 0.25,
+            "alpha_soft": 1.0,
+            "alpha_cross": 0.85,
+            "position_weight": 0.7,
+        },
+    },
+}

@@ -1,0 +1,106 @@
+"""The one interface every decoding policy implements."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from sfi_core.config import SfiConfig
+from sfi_core.sparse_state import SparseState
+from sfi_core.trigger import Trigger
+
+
+@dataclass(frozen=True, slots=True)
+class StepContext:
+    """What a policy may look at before a step: plain numbers, no tensors, no model."""
+
+    requests: Sequence[SparseState]
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """How the next step attends; each request of the batch decides alone.
+
+    Attributes:
+        slow_B: Dense attention over the whole history, instead of the current support.
+        reason_B: Why a request is slow; empty for a fast one.
+    """
+
+    slow_B: tuple[bool, ...]
+    reason_B: tuple[str, ...]
+
+    @classmethod
+    def by_reason(cls, reason_B: Sequence[str]) -> "StepPlan":
+        """Make the requests that have a reason slow."""
+        return cls(tuple(bool(reason) for reason in reason_B), tuple(reason_B))
+
+
+@dataclass(frozen=True, slots=True)
+class LayerContext:
+    """What a policy may look at inside one layer; one request at a time, so B is 1.
+
+    Attributes:
+        layer: Index of the transformer layer.
+        request: Index of the request.
+        allowed_BT: The candidate set J, True where a position may be selected (Eq. 2).
+        key_norm_BHT: L2 norms of the cached keys, float32.
+        logits: Computes the window's attention logits, [B, H, G, W, T] (Eq. 4). In `select_before` the
+            window is the current query.
+    """
+
+    layer: int
+    request: int
+    allowed_BT: torch.Tensor
+    key_norm_BHT: torch.Tensor
+    logits: Callable[[], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The selected memory of one layer and request.
+
+    Attributes:
+        index_BHK: Positions in J by KV head, int32, ascending, padded with -1.
+        diagnostics: Tensors worth tracing, such as the Selector's `lambda_star`.
+    """
+
+    index_BHK: torch.Tensor
+    diagnostics: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+
+class Policy:
+    """Base of the policies. Override what differs; by default nothing is ever selected.
+
+    Sink and recent tokens are always attended and never reach a policy (Eq. 1). A hook returns the new
+    selected memory, or None to keep the one it has (Eq. 3).
+
+    Attributes:
+        config: The run's settings; budgets are tokens per KV head.
+        trigger: Says when a slow step is due.
+        selects_before: Whether `select_before` is to be called on fast steps.
+        selects_after: Whether `select_after` is to be called on slow steps.
+    """
+
+    selects_before = False
+    selects_after = False
+
+    def __init__(self, config: SfiConfig, trigger: Trigger) -> None:
+        self.config = self.adapt(config)
+        self.trigger = trigger
+
+    @classmethod
+    def adapt(cls, config: SfiConfig) -> SfiConfig:
+        """Return the settings the method really runs with."""
+        return config
+
+    def plan(self, context: StepContext) -> StepPlan:
+        """Decide, before the forward pass of step t >= 1, which requests are slow."""
+        raise NotImplementedError
+
+    def select_before(self, context: LayerContext) -> Selection | None:
+        """Select from the current query, before a fast layer attends (Quest, FreeKV)."""
+        return None
+
+    def select_after(self, context: LayerContext) -> Selection | None:
+        """Select once a layer has attended (SFI, SnapKV, SyncKV; FreeKV's next step)."""
+        return None

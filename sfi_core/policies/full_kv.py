@@ -1,0 +1,11 @@
+"""The baseline: dense attention at every step."""
+
+from sfi_core.policies.base import Policy, StepContext, StepPlan
+
+
+class FullKV(Policy):
+    """Every step is slow and nothing is ever selected."""
+
+    def plan(self, context: StepContext) -> StepPlan:
+        """Always attend densely."""
+        return StepPlan.by_reason(["full-kv"] * len(context.requests))

@@ -1,0 +1,35 @@
+"""Slow-Fast Inference (Xie et al., 2026): refresh the selected memory at sentence boundaries."""
+
+import dataclasses
+
+from sfi_core.policies.base import LayerContext, Policy, Selection, StepContext, StepPlan
+from sfi_kernels.selector import selector
+from sfi_kernels.top_k import top_k
+
+
+class SFI(Policy):
+    """Slow at a boundary or after `t_max` fast steps; the Selector refreshes the memory then."""
+
+    selects_after = True
+
+    def plan(self, context: StepContext) -> StepPlan:
+        """Apply the trigger to every request."""
+        return StepPlan.by_reason([self.trigger.reason(state) for state in context.requests])
+
+    def select_after(self, context: LayerContext) -> Selection:
+        """Run the Selector and keep its best positions (Algorithm 2)."""
+        logits = context.logits()
+        settings = dataclasses.asdict(self.config.selector)
+        clip_rows = settings.pop("lambda_clip_rows")
+        # Paper gap: the released code clips elsewhere when it averages several rows; G query heads are rows too
+        if clip_rows is not None and logits.shape[2] * logits.shape[3] > 1:
+            settings["lambda_clip"] = clip_rows
+        score, lambda_star = selector(
+            logits,
+            context.key_norm_BHT,
+            context.allowed_BT,
+            group_reduce=self.config.group_reduce,
+            span=self.config.span,
+            **settings,
+        )
+        return Selection(top_k(score, self.config.budget), {"lambda_star": lambda_star})

@@ -1,0 +1,88 @@
+"""What a run did, in numbers."""
+
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+from sfi_core.run import Run
+from sfi_core.sparse_state import SparseState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestReport:
+    """One request.
+
+    Attributes:
+        prompt_tokens: Tokens of the prompt.
+        token_ids: Generated tokens, a stop token included.
+        finish_reason: "stop", "length" or "interrupted".
+        slow_steps: Steps with g_t = 1, step 0 included.
+        fast_steps: All others.
+        slow_at: The slow steps.
+        reasons: Slow steps by reason.
+        mean_attended_tokens: Tokens read per decoding step, KV head and full-attention layer; step 0, the
+            prefill's last position, is not counted here. 0 when nothing was decoded.
+        read_ratio: Share of the cached tokens read, over the same steps; 1 when nothing was decoded.
+    """
+
+    prompt_tokens: int
+    token_ids: list[int]
+    finish_reason: str
+    slow_steps: int
+    fast_steps: int
+    slow_at: list[int]
+    reasons: dict[str, int]
+    mean_attended_tokens: float
+    read_ratio: float
+
+    @classmethod
+    def of(cls, state: SparseState) -> Self:
+        """Sum a request up."""
+        decoded = max(1, len(state.tokens) - 1)
+        slow_at = [step for step in state.slow_at if step < len(state.tokens)]
+        return cls(
+            prompt_tokens=state.prompt_tokens,
+            token_ids=list(state.tokens),
+            finish_reason="stop" if state.finished else "length",
+            slow_steps=len(slow_at),
+            fast_steps=len(state.tokens) - len(slow_at),
+            slow_at=slow_at,
+            reasons=dict(state.reasons),
+            mean_attended_tokens=state.attended / decoded,
+            read_ratio=state.attended / state.context if state.context else 1.0,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunReport:
+    """One run.
+
+    Attributes:
+        requests: A report for each request.
+        prefill_seconds: Wall time of step 0.
+        decode_seconds: Wall time of the steps from 1 on.
+        decode_tokens_per_second: Tokens of those steps over that time, all requests together.
+        paths: Attention and maintenance calls by what really ran, counted per request, layer and step.
+    """
+
+    requests: list[RequestReport]
+    prefill_seconds: float
+    decode_seconds: float
+    decode_tokens_per_second: float
+    paths: dict[str, int]
+
+    @classmethod
+    def of(cls, run: Run) -> Self:
+        """Sum a run up."""
+        requests = [RequestReport.of(state) for state in run.requests]
+        decoded = sum(max(0, len(request.token_ids) - 1) for request in requests)
+        return cls(
+            requests=requests,
+            prefill_seconds=run.prefill_seconds,
+            decode_seconds=run.decode_seconds,
+            decode_tokens_per_second=decoded / run.decode_seconds if run.decode_seconds else 0.0,
+            paths=dict(run.paths),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return asdict(self)

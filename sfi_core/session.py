@@ -1,0 +1,252 @@
+"""`slow_fast(...)`: run a transformers model with Slow-Fast Inference, whoever drives it."""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from sfi_core.attention_seam import Seam, SfiCache, install, uninstall
+from sfi_core.config import SfiConfig
+from sfi_core.errors import BackendError, ConfigError
+from sfi_core.kv_cache import KVCache
+from sfi_core.observer import NullObserver, Observer, Observers
+from sfi_core.policies import policy_class
+from sfi_core.report import RunReport
+from sfi_core.run import Run
+from sfi_core.trigger import Trigger
+from sfi_core.trigger_set import build_trigger_set
+
+BACKENDS = ("auto", "torch", "triton")
+REFUSED = {
+    "num_beams": "beam search",
+    "assistant_model": "assisted decoding",
+    "prompt_lookup_num_tokens": "prompt-lookup decoding",
+    "penalty_alpha": "contrastive search",
+    "dola_layers": "DoLa decoding",
+    "cache_implementation": "another cache",
+    "custom_generate": "a custom generate",
+}
+UNKNOWN_CAPACITY = 1024
+
+
+class Session:
+    """A model under SFI.
+
+    Attributes:
+        model: The model.
+        config: The settings as asked for; a policy may adapt its own copy.
+        policy_name: The policy.
+        trigger_token_ids: T_trig.
+        report: Report of the last run; None before the first.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        config: SfiConfig,
+        policy: str,
+        observers: Sequence[Observer],
+        page_size: int | None,
+    ) -> None:
+        self.model, self.config, self.policy_name = model, config, policy
+        self.trigger_token_ids = resolve_triggers(tokenizer, config)
+        trigger = Trigger(frozenset(self.trigger_token_ids), config)
+        self._policy = policy_class(policy)(config, trigger)
+        self._observer: Observer = Observers(observers) if observers else NullObserver()
+        self._page_size = page_size
+        self._run: Run | None = None
+        self.seam = Seam()
+
+    @property
+    def report(self) -> RunReport | None:
+        """Counts, reasons, ratios and paths of the last run."""
+        return None if self._run is None else RunReport.of(self._run)
+
+    @property
+    def run(self) -> Run:
+        """The last run's state."""
+        assert self._run is not None, "a run has begun"
+        return self._run
+
+    def cache(
+        self,
+        capacity: int | None = None,
+        prompt_length: int | None = None,
+        stop_ids: frozenset[int] = frozenset(),
+    ) -> SfiCache:
+        """Make the `past_key_values` of one run, for a loop of one's own around `model(...)`.
+
+        Args:
+            capacity: Tokens a request may reach; without it the cache grows by copying.
+            prompt_length: Padded prompt tokens, for a prompt that comes in several pieces.
+            stop_ids: Tokens that end a request.
+        """
+        return SfiCache(self.model, capacity, prompt_length, stop_ids)
+
+    def before_forward(
+        self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Enter a step: transformers calls this before every forward pass of the model."""
+        cache = kwargs.get("past_key_values")
+        self.seam.cache = cache if isinstance(cache, SfiCache) else None
+        if self.seam.cache is None:
+            return
+        ids = kwargs.get("input_ids", args[0] if args else None)
+        tokens = ids if ids is not None else kwargs["inputs_embeds"]
+        batch, new = tokens.shape[:2]
+        if cache.run is None:
+            self._run = self._start(cache, batch, new)
+            cache.attach(self._run)
+        assert cache.run is not None, "the run has just been attached"
+        cache.check_consumed()
+        end = cache.seen + new
+        prompt_length = cache.prompt_length or new
+        if cache.seen == 0 or end <= prompt_length or new > 1:
+            mask = kwargs.get("attention_mask")
+            cache.run.begin_prefill(
+                prompt_tokens(mask, batch, new, cache.seen), final=end >= prompt_length
+            )
+        else:
+            cache.run.begin_decode(ids[:, -1].tolist())
+
+    def wrap(self, generate: Callable[..., Any]) -> Callable[..., Any]:
+        """Make `model.generate` use our cache; everything else stays as it is."""
+
+        def generate_with_sfi(
+            inputs: torch.Tensor | None = None, generation_config: Any = None, **kwargs: Any
+        ) -> Any:
+            settings = copy.deepcopy(generation_config or self.model.generation_config)
+            settings.update(**{k: v for k, v in kwargs.items() if not isinstance(v, torch.Tensor)})
+            refuse_modes(settings, kwargs)
+            prompt = inputs if inputs is not None else kwargs.get("input_ids", kwargs.get("inputs_embeds"))
+            length = 0 if prompt is None else prompt.shape[1]
+            capacity = length + settings.max_new_tokens if settings.max_new_tokens else settings.max_length
+            eos = settings.eos_token_id
+            stop = () if eos is None else (eos,) if isinstance(eos, int) else eos
+            if kwargs.get("past_key_values") is None:
+                kwargs["past_key_values"] = self.cache(capacity, length or None, frozenset(stop))
+            output = generate(inputs, generation_config=generation_config, **kwargs)
+            sequences = output if isinstance(output, torch.Tensor) else output.sequences
+            self.run.record(sequences[:, -1].tolist())
+            return output
+
+        return generate_with_sfi
+
+    def _start(self, cache: SfiCache, batch: int, new: int) -> Run:
+        capacity = cache.capacity or max(new, cache.prompt_length or 0) + UNKNOWN_CAPACITY
+        pages = KVCache(batch, capacity, self._page_size)
+        return Run(self._policy, self._observer, pages, cache.stop_ids)
+
+
+@contextmanager
+def slow_fast(
+    model: Any,
+    tokenizer: Any = None,
+    config: SfiConfig | None = None,
+    *,
+    policy: str = "sfi",
+    observers: Sequence[Observer] = (),
+    backend: str = "auto",
+    page_size: int | None = None,
+) -> Iterator[Session]:
+    """Run a transformers model with SFI: inside, plain `model.generate(...)` is slow-fast.
+
+    Args:
+        model: A decoder-only model of transformers, in evaluation mode.
+        tokenizer: Turns trigger strings into token ids; not needed with `trigger_token_ids`.
+        config: The settings; None is the `default` preset.
+        policy: A name from `sfi_core.policies.POLICIES`.
+        observers: Told of every step, refresh and span.
+        backend: "torch", or "auto".
+        page_size: Tokens of a cache page; None is one page a request.
+
+    Yields:
+        The session; its `report` tells what the last run did. The model is restored on exit.
+
+    Raises:
+        ConfigError: Unknown policy or backend, trigger strings without a tokenizer, or a nested use.
+        UnsupportedModelError: The architecture cannot run under SFI.
+    """
+    check_backend(backend)
+    session = Session(model, tokenizer, config or SfiConfig(), policy, observers, page_size)
+    own = model.__dict__.get("generate")
+    if own is not None and getattr(own, "sfi", False):
+        raise ConfigError("slow_fast must not be nested on one model, got a second one")
+    previous = install(model, session.seam)
+    hook = model.register_forward_pre_hook(session.before_forward, with_kwargs=True)
+    wrapped = session.wrap(model.generate)
+    wrapped.sfi = True  # type: ignore[attr-defined]
+    model.generate = wrapped
+    try:
+        yield session
+    finally:
+        hook.remove()
+        model.__dict__.pop("generate")
+        if own is not None:
+            model.generate = own
+        uninstall(model, previous)
+
+
+def check_backend(backend: str) -> None:
+    """Refuse a backend that is unknown or not there.
+
+    Raises:
+        ConfigError: Unknown.
+        BackendError: Known, but not runnable.
+    """
+    if backend not in BACKENDS:
+        raise ConfigError(f"unknown backend {backend!r}; expected one of {BACKENDS}")
+    if backend == "triton":
+        raise BackendError("backend triton has no decode kernels in this version; use --backend torch")
+
+
+def resolve_triggers(tokenizer: Any, config: SfiConfig) -> tuple[int, ...]:
+    """Return T_trig as token ids, ascending.
+
+    Raises:
+        ConfigError: Trigger strings are needed and there is no tokenizer, or none of them is a token.
+    """
+    if config.trigger_token_ids is not None:
+        return tuple(sorted(config.trigger_token_ids))
+    if config.trigger_policy != "boundary":
+        return ()
+    if tokenizer is None:
+        raise ConfigError("triggers need a tokenizer, got none; pass one or set trigger_token_ids")
+    return tuple(sorted(build_trigger_set(tokenizer, config.triggers).token_ids))
+
+
+def prompt_tokens(mask: Any, batch: int, new: int, seen: int) -> list[int]:
+    """Count each request's own tokens among the `new` ones of a padded batch.
+
+    Raises:
+        ConfigError: The mask is not two-dimensional, or pads elsewhere than on the left.
+    """
+    if mask is None:
+        return [new] * batch
+    if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
+        raise ConfigError("attention_mask must be two-dimensional under sfi")
+    mask = mask[:, : seen + new] != 0
+    if bool((mask[:, :-1] & ~mask[:, 1:]).any()):
+        raise ConfigError("attention_mask must pad on the left, got padding inside or on the right")
+    counts: list[int] = mask[:, seen:].sum(1).tolist()
+    return counts
+
+
+def refuse_modes(settings: Any, kwargs: Mapping[str, Any]) -> None:
+    """Refuse the generation modes that SFI does not run.
+
+    Raises:
+        ConfigError: With the mode's name.
+    """
+    for name, what in REFUSED.items():
+        value = kwargs.get(name, getattr(settings, name, None))
+        if value not in (None, 1):
+            raise ConfigError(f"{what} does not run under sfi, got {name}={value!r}")
+    past = kwargs.get("past_key_values")
+    if past is not None and not isinstance(past, SfiCache):
+        raise ConfigError(f"past_key_values must be an sfi cache, got {type(past).__name__}")
+    if settings.use_cache is False:
+        raise ConfigError("use_cache must be true under sfi, got False")

@@ -1,0 +1,98 @@
+"""The managed sparse state of a request: sink, recent and selected tokens (Eqs. 1-3, 25)."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import torch
+
+
+def allowed_positions(length: int, sink: int, recent_start: int) -> torch.Tensor:
+    """Return the candidate set J: all but the sink and recent tokens (Eq. 2).
+
+    Returns:
+        `[1, length]` bool; all False where sink and recent cover everything.
+    """
+    position = torch.arange(length)
+    return ((position >= sink) & (position < recent_start))[None]
+
+
+def attended_positions(
+    index_BHS: torch.Tensor, recent_start_B: torch.Tensor, length_B: torch.Tensor
+) -> torch.Tensor:
+    """Return what a fast step reads: sink, selected and recent tokens (Eqs. 1, 25).
+
+    Args:
+        index_BHS: Positions of the packed segment, sinks included, padded with -1.
+        recent_start_B: First position of the recent segment.
+        length_B: Cached tokens, the query's own included.
+
+    Returns:
+        `[B, H, T]` bool with T the longest length.
+    """
+    B, H, _ = index_BHS.shape
+    position = torch.arange(int(length_B.max()), device=index_BHS.device)
+    recent_BT = (position >= recent_start_B[:, None]) & (position < length_B[:, None])
+    read = recent_BT[:, None].repeat(1, H, 1)
+    packed = torch.zeros(B, H, len(position) + 1, dtype=torch.bool, device=index_BHS.device)
+    packed.scatter_(2, index_BHS.long() % (len(position) + 1), value=True)  # -1 lands past the end
+    return read | packed[:, :, :-1]
+
+
+@dataclass(slots=True)
+class SparseState:
+    """What the run knows of one request; plain numbers, so that deciding costs no device sync.
+
+    Attributes:
+        prompt_tokens: Tokens of the prompt, padding excluded.
+        length: Tokens in the cache.
+        step: Decoding step t; 0 is the prefill's last position; -1 before it.
+        slow: Whether step t is slow, g_t.
+        reason: Why it is slow.
+        steps_since_slow: Fast steps since the last slow step.
+        recent_start: First position of the recent segment.
+        packed_tokens: Sink and selected tokens per KV head.
+        tokens: Generated ids x_0, x_1, ...
+        finished: Whether a stop token ended the request.
+        slow_at: Steps with g_t = 1.
+        reasons: Slow steps by reason.
+        attended: Tokens read by the decoding steps from step 1 on, per KV head and full-attention layer.
+        context: Tokens that full attention would have read.
+    """
+
+    prompt_tokens: int = 0
+    length: int = 0
+    step: int = -1
+    slow: bool = True
+    reason: str = ""
+    steps_since_slow: int = 0
+    recent_start: int = 0
+    packed_tokens: int = 0
+    tokens: list[int] = field(default_factory=list)
+    finished: bool = False
+    slow_at: list[int] = field(default_factory=list)
+    reasons: Counter[str] = field(default_factory=Counter)
+    attended: int = 0
+    context: int = 0
+
+    def sink(self, sink: int) -> int:
+        """Return how many of `sink` anchor tokens this request has."""
+        return min(sink, self.length)
+
+    def begin(self, *, slow: bool, reason: str, new_tokens: int) -> None:
+        """Enter the next step with `new_tokens` more tokens in the cache."""
+        self.step += 1
+        self.length += new_tokens
+        self.steps_since_slow = 0 if slow else self.steps_since_slow + 1
+        self.slow, self.reason = slow, reason
+        if slow:
+            self.slow_at.append(self.step)
+            self.reasons[reason] += 1
+
+    def move_recent(self, sink: int, recent: int, *, sliding: bool) -> None:
+        """Place the recent segment; a fast step keeps the selected memory as it is (Eq. 3).
+
+        The segment is the last `recent` tokens at a slow step. On a fast step it slides with them, or stays
+        where it starts and grows (`anchored`).
+        """
+        if self.slow or sliding:
+            self.recent_start = max(self.sink(sink), self.length - recent)

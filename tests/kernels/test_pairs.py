@@ -1,0 +1,89 @@
+"""`Op`, and the rule that a Triton kernel has its reference's name and signature."""
+
+import inspect
+import sys
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import sfi_kernels
+from sfi_kernels.op import Op
+
+HOME = Path(sfi_kernels.__path__[0])
+PACKAGES = sorted(path.parent.name for path in HOME.glob("*/reference.py"))
+
+
+def ops(package: str) -> dict[str, Op]:
+    module = import_module(f"sfi_kernels.{package}")
+    return {name: value for name, value in vars(module).items() if isinstance(value, Op)}
+
+
+def double(score: torch.Tensor, times: int = 1) -> torch.Tensor:
+    """Double the score."""
+    return score * 2**times
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_package_with_a_reference_exports_its_ops(package: str):
+    assert ops(package)
+    for name, op in ops(package).items():
+        assert op.reference.__name__ == name
+        assert op.reference.__module__ == f"sfi_kernels.{package}.reference"
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_reference_and_triton_have_one_signature(package: str):
+    pairs = [op for op in ops(package).values() if op.has_triton]
+    assert bool(pairs) == (HOME / package / "triton.py").exists()
+    if pairs:
+        pytest.importorskip("triton")
+    for op in pairs:
+        assert inspect.signature(op.triton) == inspect.signature(op.reference)
+
+
+def test_an_op_shows_the_name_docstring_and_signature_of_its_reference():
+    op = Op(double)
+    assert (op.__name__, op.__doc__) == ("double", "Double the score.")
+    assert inspect.signature(op) == inspect.signature(double)
+
+
+def test_an_op_without_a_kernel_runs_its_reference():
+    assert Op(double)(torch.ones(1)).item() == 2
+
+
+def test_an_op_off_the_gpu_runs_its_reference():
+    assert Op(double, triton="no.such.module")(times=2, score=torch.ones(1)).item() == 4
+
+
+def test_a_tensor_on_cuda_runs_the_kernel_even_when_passed_by_name(monkeypatch):
+    class OnCuda(torch.Tensor):
+        is_cuda = True
+
+    module = SimpleNamespace(double=lambda score, times=1: "kernel")
+    monkeypatch.setitem(sys.modules, "fake_kernels", module)
+    score = torch.ones(1).as_subclass(OnCuda)
+    op = Op(double, triton="fake_kernels")
+    assert (op(score), op(times=2, score=score)) == ("kernel", "kernel")
+    assert op.reference(score).item() == 2
+
+
+def test_asking_for_a_kernel_that_does_not_exist_says_so():
+    assert not Op(double).has_triton
+    with pytest.raises(NotImplementedError, match=r"^double has no Triton kernel$"):
+        _ = Op(double).triton
+
+
+def test_the_kernels_module_is_imported_on_first_use():
+    op = Op(double, triton="no.such.module")
+    assert op(torch.ones(1)).item() == 2
+    with pytest.raises(ModuleNotFoundError):
+        _ = op.triton
+
+
+def test_the_kernel_has_its_references_name(monkeypatch):
+    module = SimpleNamespace(double=lambda score, times=1: score + times)
+    monkeypatch.setitem(sys.modules, "fake_kernels", module)
+    assert Op(double, triton="fake_kernels").triton(1, 4) == 5

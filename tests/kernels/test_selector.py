@@ -1,0 +1,263 @@
+"""Algorithm 2 as a whole: what the paper states, the edges, and a slow oracle."""
+
+import math
+
+import pytest
+import torch
+
+from sfi_kernels.constants import EPS, MASKED_SCORE
+from sfi_kernels.selector import selector
+from sfi_kernels.top_k import top_k
+
+B, H, G, W, T = 2, 3, 2, 4, 50
+DEFAULTS = {
+    "alpha": 0.5, "gamma": 0.5, "beta": 0.57, "power": 1.8, "eta": 0.4, "lambda_clip": 0.02,
+    "alpha_soft": 0.5, "radius": 2, "alpha_cross": 0.35, "temperature": 2.0,
+}  # fmt: skip
+INF = float("inf")
+
+
+@pytest.fixture
+def allowed() -> torch.Tensor:
+    mask_BT = torch.ones(B, T, dtype=torch.bool)
+    mask_BT[:, :4] = False
+    mask_BT[0, -10:] = False
+    mask_BT[1, -21:] = False
+    return mask_BT
+
+
+def run(allowed_BT, logits=None, **changes):
+    """Score random inputs of the mask's size."""
+    B, T = allowed_BT.shape
+    logits = 3 * torch.randn(B, H, G, W, T) if logits is None else logits
+    norm = torch.rand(*logits.shape[:2], T) + 1
+    return selector(logits, norm, allowed_BT, **(DEFAULTS | changes))
+
+
+def oracle(logits, norm, allowed, c):
+    """Algorithm 2 for one request, in float64 loops straight from the paper.
+
+    Takes nested lists: logits[h][g][w][j], norm[h][j], allowed[j]. Returns z_adj[h][j] for j in J
+    (a dict) and lambda*[h].
+    """
+    J = [j for j, inside in enumerate(allowed) if inside]
+    z, weights = [], []
+    for logits_h, norm_h in zip(logits, norm, strict=True):
+        p = [[softmax_on(J, pooled(J, row, c["span"])) for row in group] for group in logits_h]
+        if c["group_reduce"] == "power":
+            rows = [row for group in p for row in group]  # all G * W rows alike
+        else:
+            fold = max if c["group_reduce"] == "max" else lambda values: sum(values) / len(values)
+            rows = [{j: fold([row[j] for row in same]) for j in J} for same in zip(*p, strict=True)]
+        mu = {j: sum(row[j] ** c["alpha"] for row in rows) / len(rows) for j in J}  # Eq. 7
+        f = normal({j: mu[j] ** (1 / c["alpha"]) for j in J})  # Eq. 8
+        r = {}
+        for j in J:
+            # Eq. 10; its eps is lost beside the length in float32, where the last u is 1
+            u = torch.tensor((j - J[0]) / (J[-1] - J[0] + EPS), dtype=torch.float32).item()
+            place = math.exp(-c["beta"] * u ** c["power"]) * (1 - u + EPS) ** c["eta"]  # Eq. 11
+            r[j] = (norm_h[j] + EPS) ** -c["gamma"] * place ** c["position_weight"]  # Eqs. 9, 12
+        r = normal(r)
+        ff, fr, rr = (sum(a[j] * b[j] for j in J) for a, b in ((f, f), (f, r), (r, r)))
+        weight = min(max((ff - fr) / (ff - 2 * fr + rr), 0.0), c["lambda_clip"])  # Eq. 18
+        score = {j: math.log((1 - weight) * f[j] + weight * r[j] + EPS) for j in J}  # Eqs. 15, 19
+        peak = {j: max(score[i] for i in J if abs(i - j) <= c["radius"]) for j in J}  # Eq. 20
+        z.append({j: score[j] - c["alpha_soft"] * max(peak[j] - score[j], 0.0) for j in J})
+        weights.append(weight)
+    share = {j: normal({h: math.exp(z[h][j] / c["temperature"]) for h in range(len(z))}) for j in J}
+    adjusted = [
+        {j: z[h][j] + c["alpha_cross"] * math.log(max(share[j][h], EPS)) for j in J}  # Eqs. 22-23
+        for h in range(len(z))
+    ]
+    return adjusted, weights
+
+
+def pooled(J, row, span):
+    return {j: max(row[i] for i in J if abs(i - j) <= span) for j in J}
+
+
+def softmax_on(J, row):
+    return normal({j: math.exp(row[j]) for j in J})  # Eq. 6
+
+
+def normal(weight):
+    total = sum(weight.values())
+    return {key: value / total for key, value in weight.items()}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"lambda_clip": 1.0, "alpha_soft": 1.0, "alpha_cross": 0.85, "radius": 16},
+        {"alpha": 0.2, "gamma": 2.0, "beta": 3.0, "eta": 1.0, "temperature": 0.5},
+        {"group_reduce": "mean", "lambda_clip": 0.5},
+        {"group_reduce": "max", "span": 2},
+        {"position_weight": 0.7, "lambda_clip": 1.0},
+    ],
+    ids=["default", "released", "sharp", "mean", "max-and-span", "position-weight"],
+)
+def test_selector_equals_the_paper_in_slow_loops(allowed, changes):
+    """Algorithm 2 on a ragged batch, W = 4, G = 2, H = 3."""
+    logits, norm = 3 * torch.randn(B, H, G, W, T), torch.rand(B, H, T) + 1
+    allowed[1, 10:13] = False  # J need not be contiguous
+    score, weight = selector(logits, norm, allowed, **(DEFAULTS | changes))
+    constants = DEFAULTS | {"group_reduce": "power", "span": 0, "position_weight": 1.0} | changes
+    for b in range(B):
+        z, weights = oracle(logits[b].tolist(), norm[b].tolist(), allowed[b].tolist(), constants)
+        expected = torch.tensor([[*row.values()] for row in z])
+        torch.testing.assert_close(score[b][:, allowed[b]], expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(weight[b], torch.tensor(weights), rtol=1e-5, atol=1e-6)
+
+
+def test_nothing_outside_the_allowed_set_can_win(allowed):
+    """Eq. 24 ranks positions of J only."""
+    score, weight = run(allowed)
+    outside = ~allowed[:, None].expand_as(score)
+    assert score.isfinite().all()
+    assert (score[outside] <= MASKED_SCORE).all()
+    assert score[~outside].min() > MASKED_SCORE / 2
+    assert ((weight >= 0) & (weight <= DEFAULTS["lambda_clip"])).all()
+
+
+def test_a_request_without_candidates_scores_nothing_beside_one_that_has_some(allowed):
+    allowed[0] = False
+    score, weight = run(allowed)
+    assert score.isfinite().all()
+    assert (score[0] <= MASKED_SCORE / 2).all()
+    assert (weight[0] == 0).all()
+    assert (score[1][:, allowed[1]] > MASKED_SCORE / 2).all()
+
+
+def test_a_request_in_a_batch_scores_as_it_does_alone(allowed):
+    logits, norm = torch.randn(B, H, G, W, T), torch.rand(B, H, T) + 1
+    together, weight = selector(logits, norm, allowed, **DEFAULTS)
+    end = int(allowed[1].nonzero().max()) + 1  # alone, without the padding of the longer one
+    alone, weight_alone = selector(
+        logits[1:, ..., :end], norm[1:, :, :end], allowed[1:, :end], **DEFAULTS
+    )
+    torch.testing.assert_close(together[1:, :, :end], alone)
+    torch.testing.assert_close(weight[1:], weight_alone)
+
+
+def test_what_lies_outside_the_allowed_set_does_not_matter(allowed):
+    """A ragged batch holds garbage there."""
+    logits, norm = torch.randn(B, H, G, W, T), torch.rand(B, H, T) + 1
+    expected = selector(logits, norm, allowed, **DEFAULTS)
+    outside = ~allowed[:, None]
+    dirty_logits = logits.masked_fill(~allowed[:, None, None, None], float("nan"))
+    actual = selector(dirty_logits, norm.masked_fill(outside, float("nan")), allowed, **DEFAULTS)
+    torch.testing.assert_close(actual, expected)
+
+
+def test_a_single_candidate_is_the_only_one_selected(allowed):
+    allowed[0] = torch.arange(T) == 7
+    score, _ = run(allowed)
+    assert top_k(score, 3)[0].tolist() == [[7, -1, -1]] * H
+
+
+def test_fewer_candidates_than_budget_are_all_selected(allowed):
+    score, _ = run(allowed)
+    index = top_k(score, T)
+    for b in range(B):
+        inside = allowed[b].nonzero().flatten().tolist()
+        assert index[b].tolist() == [inside + [-1] * (T - len(inside))] * H
+
+
+def test_evidence_equal_to_the_prior_has_weight_zero(allowed):
+    """Eq. 18 where f = r: both uniform."""
+    _, weight = run(
+        allowed, torch.zeros(B, H, G, W, T), gamma=0.0, beta=0.0, eta=0.0, lambda_clip=1.0
+    )
+    assert (weight == 0).all()
+
+
+def test_no_refinement_leaves_the_log_of_the_evidence(allowed):
+    """alpha_soft, alpha_cross and lambda_clip of 0, one query: z = log(p + eps)."""
+    logits = torch.randn(B, H, 1, 1, T)
+    score, weight = run(allowed, logits, alpha_soft=0.0, alpha_cross=0.0, lambda_clip=0.0)
+    masked = logits[:, :, 0, 0].masked_fill(~allowed[:, None], -INF)
+    inside = allowed[:, None].expand_as(score)
+    torch.testing.assert_close(score[inside], (masked.softmax(-1) + EPS).log()[inside])
+    assert (weight == 0).all()
+
+
+def test_one_kv_head_is_not_touched_by_exclusivity(allowed):
+    logits = torch.randn(B, 1, G, W, T)
+    torch.manual_seed(1)
+    with_it, _ = run(allowed, logits, alpha_cross=0.35)
+    torch.manual_seed(1)
+    without, _ = run(allowed, logits, alpha_cross=0.0)
+    assert torch.equal(with_it, without)
+
+
+def test_a_head_that_sees_nothing_ranks_its_candidates_alike(allowed):
+    """No evidence: every candidate has one finite score, and nothing else is affected."""
+    logits = torch.randn(B, H, G, W, T)
+    logits[0, 1] = -INF
+    score, weight = run(allowed, logits, alpha_cross=0.0)
+    candidates = score[0, 1, allowed[0]]
+    assert (candidates == candidates[0]).all()
+    assert candidates[0] > MASKED_SCORE / 2
+    assert score.isfinite().all()
+    assert weight[0, 1] == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_huge_logits_give_finite_scores(allowed, dtype):
+    logits = (1e4 * torch.randn(B, H, G, W, T)).to(dtype)
+    logits[..., 30] = -INF
+    score, weight = run(allowed, logits, alpha=0.1)
+    assert score.dtype == weight.dtype == torch.float32
+    assert score.isfinite().all()
+    assert weight.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("span", [0, 3])
+def test_half_precision_inputs_are_computed_in_float32(allowed, dtype, span):
+    logits, norm = torch.randn(B, H, G, W, T).to(dtype), torch.rand(B, H, T).to(dtype)
+    actual = selector(logits, norm, allowed, **DEFAULTS, span=span)
+    expected = selector(logits.float(), norm.float(), allowed, **DEFAULTS, span=span)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_cache_of_one_token_works(inside):
+    score, weight = run(torch.tensor([[inside]]), radius=16, span=16)
+    assert ((score > MASKED_SCORE / 2) == inside).all()
+    assert score.isfinite().all()
+    assert (weight == 0).all()
+
+
+def test_the_span_lets_neighbors_of_a_hit_win():
+    logits = torch.zeros(1, 1, 1, 1, T)
+    logits[..., 20] = 10.0
+    everywhere = torch.ones(1, T, dtype=torch.bool)
+    score, _ = run(everywhere, logits, span=2, lambda_clip=0.0)
+    assert top_k(score, 5).flatten().tolist() == [18, 19, 20, 21, 22]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"alpha": 0.0}, r"^alpha must be in \(0, 1\], got 0.0$"),
+        ({"lambda_clip": 1.5}, r"^lambda_clip must be in \[0, 1\], got 1.5$"),
+        ({"temperature": 0.0}, "^temperature must be positive, got 0.0$"),
+        ({"group_reduce": "sum"}, "^group_reduce must be one of .*, got 'sum'$"),
+        ({"span": -1}, "^span must be at least 0, got -1$"),
+    ],
+)
+def test_an_argument_out_of_range_is_named(allowed, changes, message):
+    with pytest.raises(ValueError, match=message):
+        run(allowed, **changes)
+
+
+def test_a_mask_that_is_not_boolean_is_refused(allowed):
+    with pytest.raises(ValueError, match=r"^allowed must be bool, got torch.int64$"):
+        run(allowed.long())
+
+
+def test_a_mask_of_another_length_is_refused(allowed):
+    with pytest.raises(ValueError, match=r"^key_norm must be \[B=2, H=3, T=50\], got \[2, 3, 49\]"):
+        run(allowed[:, :-1], torch.randn(B, H, G, W, T))
