@@ -232,7 +232,13 @@ def _unmanaged(
     causal = mask is None and T > 1
     visible = None if mask is None else mask[:, :, None]
     part = partial_attention(
-        query_BHGTD, key, value, scale=scale, soft_cap=soft_cap, causal=causal, visible_BHGWT=visible
+        query_BHGTD,
+        key,
+        value,
+        scale=scale,
+        soft_cap=soft_cap,
+        causal=causal,
+        visible_BHGWT=visible,
     )
     return combine([part], sink_HG).to(query_BHGTD.dtype)
 
@@ -245,7 +251,9 @@ def _refuse_unknown(module: torch.nn.Module, kwargs: dict[str, Any], *, managed:
             f"{type(module).__name__} passes attention arguments that sfi does not know: {unknown}"
         )
     if kwargs.get("output_attentions"):
-        raise UnsupportedModelError("attention weights do not exist under sfi; drop output_attentions")
+        raise UnsupportedModelError(
+            "attention weights do not exist under sfi; drop output_attentions"
+        )
     if managed and kwargs.get("sliding_window") is not None:
         raise UnsupportedModelError(
             f"{type(module).__name__} attends to a sliding window, but its cache keeps every token"
@@ -265,7 +273,9 @@ def install(model: PreTrainedModel, seam: Seam) -> str:
     """
     check_supported(model)
     AttentionInterface.register(NAME, sfi_attention)
-    AttentionMaskInterface.register(NAME, sdpa_mask)  # without one, padding would be ignored silently
+    AttentionMaskInterface.register(
+        NAME, sdpa_mask
+    )  # without one, padding would be ignored silently
     previous: str = model.config._attn_implementation
     model.set_attn_implementation(NAME)
     if model.config.get_text_config(decoder=True)._attn_implementation != NAME:
@@ -293,7 +303,9 @@ def check_supported(model: PreTrainedModel) -> None:
     """
     name, config = type(model).__name__, model.config
     if config.is_encoder_decoder:
-        raise UnsupportedModelError(f"{name} is an encoder-decoder model; sfi runs decoder-only models")
+        raise UnsupportedModelError(
+            f"{name} is an encoder-decoder model; sfi runs decoder-only models"
+        )
     if not getattr(model, "_supports_attention_backend", False) and not model._supports_sdpa:
         raise UnsupportedModelError(f"{name} does not use transformers' attention interface")
     text = config.get_text_config(decoder=True)
@@ -304,5 +316,9 @@ def check_supported(model: PreTrainedModel) -> None:
     if odd := sorted(kind.__name__ for kind in kinds - {DynamicLayer, DynamicSlidingWindowLayer}):
         raise UnsupportedModelError(f"{name} has layers that sfi does not know, cached as {odd}")
     if DynamicLayer not in kinds:
-        why = "every layer attends to a sliding window" if layers else "its config lists no attention layers"
+        why = (
+            "every layer attends to a sliding window"
+            if layers
+            else "its config lists no attention layers"
+        )
         raise UnsupportedModelError(f"{name} leaves nothing for sfi to do: {why}")

@@ -75,9 +75,7 @@ class SelectorConfig:
         _require(self.temperature > 0, f"temperature must be positive, got {self.temperature}")
         for name in ("lambda_clip", "lambda_clip_rows"):
             value = getattr(self, name)
-            _require(
-                value is None or 0 <= value <= 1, f"{name} must be in [0, 1], got {value}"
-            )
+            _require(value is None or 0 <= value <= 1, f"{name} must be in [0, 1], got {value}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -50,7 +50,12 @@ class KVCache:
         self.layers: dict[int, LayerPages] = {}
 
     def append(
-        self, layer: int, key_BHTD: torch.Tensor, value_BHTE: torch.Tensor, start: list[int], count: list[int]
+        self,
+        layer: int,
+        key_BHTD: torch.Tensor,
+        value_BHTE: torch.Tensor,
+        start: list[int],
+        count: list[int],
     ) -> LayerPages:
         """Write each request's new tokens, the last `count[b]` of T, from position `start[b]` on.
 

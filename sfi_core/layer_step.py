@@ -82,7 +82,11 @@ class LayerStep:
         out = self._dense(row, query)
         if self.forward.final and self.layer not in self.run.policy.config.dense_layers:
             if self.run.policy.selects_after:
-                tail = [self.run.tails[self.layer][row : row + 1]] if self.layer in self.run.tails else []
+                tail = (
+                    [self.run.tails[self.layer][row : row + 1]]
+                    if self.layer in self.run.tails
+                    else []
+                )
                 window = min(self.run.policy.config.window_prefill, self.run.requests[row].length)
                 self._refresh(row, torch.cat([*tail, query], 3)[:, :, :, -window:])
             else:
@@ -90,7 +94,9 @@ class LayerStep:
         return out
 
     def _dense(self, row: int, query: torch.Tensor) -> torch.Tensor:
-        self.run.paths["torch.dense_attention" if self.forward.decode else "torch.prefill_attention"] += 1
+        self.run.paths[
+            "torch.dense_attention" if self.forward.decode else "torch.prefill_attention"
+        ] += 1
         with self.run.observer.span("attention.dense", self.layer):
             return dense_attention.reference(
                 query,
@@ -139,7 +145,9 @@ class LayerStep:
         return LayerContext(
             layer=self.layer,
             request=row,
-            allowed_BT=allowed_positions(state.length, sink, state.recent_start).to(window_query.device),
+            allowed_BT=allowed_positions(state.length, sink, state.recent_start).to(
+                window_query.device
+            ),
             key_norm_BHT=self.run.cache.norms(self.layer, row, state.length),
             logits=partial(
                 window_logits.reference,
@@ -176,7 +184,9 @@ class LayerStep:
         if self.run.policy.selects_after:
             old = [self.run.tails[self.layer]] if self.layer in self.run.tails else []
             window = self.run.policy.config.window_prefill
-            self.run.tails[self.layer] = torch.cat([*old, query_BHGTD], 3)[:, :, :, -window:].clone()
+            self.run.tails[self.layer] = torch.cat([*old, query_BHGTD], 3)[
+                :, :, :, -window:
+            ].clone()
 
     def _table(self, row: int) -> torch.Tensor:
         return self.run.cache.block_table_BP[row : row + 1]

@@ -25,11 +25,18 @@ class PackedSegment:
         self.length_BH = torch.zeros(batch, H, dtype=torch.int32, device=key.device)
 
     def repack(
-        self, row: int, sink: int, index_BHK: torch.Tensor | None, pages: LayerPages, table_BP: torch.Tensor
+        self,
+        row: int,
+        sink: int,
+        index_BHK: torch.Tensor | None,
+        pages: LayerPages,
+        table_BP: torch.Tensor,
     ) -> None:
         """Gather the first `sink` positions and the selected ones of a request (Reorg)."""
         H = self.length_BH.shape[1]
-        anchors = torch.arange(sink, dtype=torch.int32, device=self.length_BH.device).expand(1, H, -1)
+        anchors = torch.arange(sink, dtype=torch.int32, device=self.length_BH.device).expand(
+            1, H, -1
+        )
         index_BHS = anchors if index_BHK is None else torch.cat([anchors, index_BHK], 2)
         S = index_BHS.shape[2]
         one = slice(row, row + 1)

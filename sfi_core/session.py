@@ -11,8 +11,9 @@ from sfi_core.attention_seam import Seam, SfiCache, install, uninstall
 from sfi_core.config import SfiConfig
 from sfi_core.errors import BackendError, ConfigError
 from sfi_core.kv_cache import KVCache
+from sfi_core.memory import Forecast, LayerShape, forecast
 from sfi_core.observer import NullObserver, Observer, Observers
-from sfi_core.policies import policy_class
+from sfi_core.policies import Policy, policy_class
 from sfi_core.report import RunReport
 from sfi_core.run import Run
 from sfi_core.trigger import Trigger
@@ -86,9 +87,23 @@ class Session:
         """
         return SfiCache(self.model, capacity, prompt_length, stop_ids)
 
-    def before_forward(
-        self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def forecast(
+        self, batch: int, prompt_tokens: int, capacity: int, prefill_chunk: int = 0
+    ) -> Forecast:
+        """Say what a run will need, from the shapes that a pass over two tokens shows."""
+        policy = self._policy
+        return forecast(
+            self.model,
+            layer_shapes(self.model, policy),
+            policy.config,
+            selects=policy.selects_before or policy.selects_after,
+            batch=batch,
+            prompt_tokens=prompt_tokens,
+            capacity=capacity,
+            prefill_chunk=prefill_chunk,
+        )
+
+    def before_forward(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Enter a step: transformers calls this before every forward pass of the model."""
         cache = kwargs.get("past_key_values")
         self.seam.cache = cache if isinstance(cache, SfiCache) else None
@@ -121,9 +136,15 @@ class Session:
             settings = copy.deepcopy(generation_config or self.model.generation_config)
             settings.update(**{k: v for k, v in kwargs.items() if not isinstance(v, torch.Tensor)})
             refuse_modes(settings, kwargs)
-            prompt = inputs if inputs is not None else kwargs.get("input_ids", kwargs.get("inputs_embeds"))
+            prompt = (
+                inputs
+                if inputs is not None
+                else kwargs.get("input_ids", kwargs.get("inputs_embeds"))
+            )
             length = 0 if prompt is None else prompt.shape[1]
-            capacity = length + settings.max_new_tokens if settings.max_new_tokens else settings.max_length
+            capacity = (
+                length + settings.max_new_tokens if settings.max_new_tokens else settings.max_length
+            )
             eos = settings.eos_token_id
             stop = () if eos is None else (eos,) if isinstance(eos, int) else eos
             if kwargs.get("past_key_values") is None:
@@ -190,6 +211,30 @@ def slow_fast(
         uninstall(model, previous)
 
 
+@torch.no_grad()
+def layer_shapes(model: Any, policy: Policy) -> list[LayerShape]:
+    """Learn every layer's shapes from a pass over two tokens, whatever the architecture."""
+    cache = SfiCache(model, 2, 2, frozenset())
+    cache.attach(run := Run(policy, NullObserver(), KVCache(1, 2)))
+    model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=model.device), past_key_values=cache)
+    shapes = []
+    for index, layer in enumerate(cache.layers):
+        pages = run.cache.layers.get(index)
+        key, value = (
+            (layer.keys, layer.values) if pages is None else (pages.key_PHND, pages.value_PHNE)
+        )
+        shapes.append(
+            LayerShape(
+                heads=key.shape[1],
+                key_width=key.shape[3],
+                value_width=value.shape[3],
+                itemsize=key.itemsize,
+                window=layer.sliding_window if pages is None else None,
+            )
+        )
+    return shapes
+
+
 def check_backend(backend: str) -> None:
     """Refuse a backend that is unknown or not there.
 
@@ -200,7 +245,9 @@ def check_backend(backend: str) -> None:
     if backend not in BACKENDS:
         raise ConfigError(f"unknown backend {backend!r}; expected one of {BACKENDS}")
     if backend == "triton":
-        raise BackendError("backend triton has no decode kernels in this version; use --backend torch")
+        raise BackendError(
+            "backend triton has no decode kernels in this version; use --backend torch"
+        )
 
 
 def resolve_triggers(tokenizer: Any, config: SfiConfig) -> tuple[int, ...]:

@@ -88,7 +88,9 @@ class Batches:
             words = self._rng.sample(self._words, 21)
             order = self._rng.sample(range(3), 3)
             copied = [word for part in order for word in words[7 * part : 7 * part + 7]]
-            rows.append([self._tokenizer.bos_token_id, *words, self._tokenizer.eos_token_id, *copied])
+            rows.append(
+                [self._tokenizer.bos_token_id, *words, self._tokenizer.eos_token_id, *copied]
+            )
         ids = torch.tensor(rows)
         target = ids.clone()
         target[:, :23] = -100
@@ -227,7 +229,9 @@ def main() -> None:
         tokenizer.save_pretrained(arguments.output)
         model.save_pretrained(arguments.output)
     (arguments.output / "training.json").write_text(
-        json.dumps({"seed": arguments.seed, "stages": [asdict(stage) for stage in STAGES]}, indent=1)
+        json.dumps(
+            {"seed": arguments.seed, "stages": [asdict(stage) for stage in STAGES]}, indent=1
+        )
     )
 
 

@@ -38,7 +38,9 @@ def dense_attention(
     rows = []
     for row, length in enumerate(length_B.tolist()):
         query = query_BHGWD[row : row + 1]
-        spans = [(0, length - W, False), (length - W, length, True)] if W > 1 else [(0, length, False)]
+        spans = (
+            [(0, length - W, False), (length - W, length, True)] if W > 1 else [(0, length, False)]
+        )
         parts = [
             partial_attention(
                 query,

@@ -1,0 +1,192 @@
+"""What a run will need, before it allocates; and what it took."""
+
+import resource
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sfi_core.config import SfiConfig
+from sfi_core.errors import MemoryForecastError
+
+STATUS, CLEAR_REFS, MEMINFO = (
+    Path("/proc") / name for name in ("self/status", "self/clear_refs", "meminfo")
+)
+FLOAT32 = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerShape:
+    """One layer's keys and values: heads, widths, bytes of a number, and the window if it slides."""
+
+    heads: int
+    key_width: int
+    value_width: int
+    itemsize: int
+    window: int | None = None
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one token's key and value over all heads."""
+        return self.heads * (self.key_width + self.value_width) * self.itemsize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """Bytes a run needs.
+
+    Attributes:
+        resident_bytes: In use before the run, weights included.
+        kv_bytes: Pages of the KV cache.
+        norm_bytes: Key norms.
+        packed_bytes: Packed segments.
+        sliding_bytes: transformers' own cache of sliding-window layers.
+        workspace_bytes: The largest transient: the prompt's activations or the Selector's tensors.
+    """
+
+    resident_bytes: int
+    kv_bytes: int
+    norm_bytes: int
+    packed_bytes: int
+    sliding_bytes: int
+    workspace_bytes: int
+
+    @property
+    def needed_bytes(self) -> int:
+        """Bytes on top of what is in use."""
+        return self.total_bytes - self.resident_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        """Peak of the run."""
+        return sum(asdict(self).values())
+
+
+def forecast(
+    model: Any,
+    layers: Sequence[LayerShape],
+    config: SfiConfig,
+    *,
+    selects: bool,
+    batch: int,
+    prompt_tokens: int,
+    capacity: int,
+    prefill_chunk: int = 0,
+) -> Forecast:
+    """Add up a run's bytes.
+
+    Args:
+        model: Gives sizes of its activations, and the device.
+        layers: Every layer's shape.
+        config: The policy's settings.
+        selects: Whether the policy selects at all.
+        batch: Requests.
+        prompt_tokens: Tokens of the longest prompt.
+        capacity: Tokens a request may reach.
+        prefill_chunk: Prompt tokens of one forward pass; 0 for all at once.
+    """
+    managed = [layer for layer in layers if layer.window is None]
+    sliding = [layer for layer in layers if layer.window is not None]
+    rows = config.sink + (min(config.budget, capacity) if selects else 0)
+    chunk = min(prefill_chunk or prompt_tokens, prompt_tokens)
+    return Forecast(
+        resident_bytes=resident_bytes(model.device),
+        kv_bytes=sum(layer.row_bytes for layer in managed) * batch * capacity,
+        norm_bytes=sum(layer.heads for layer in managed) * FLOAT32 * batch * capacity,
+        packed_bytes=sum(layer.row_bytes for layer in managed) * batch * rows,
+        sliding_bytes=sum(layer.row_bytes * min(layer.window or 0, capacity) for layer in sliding)
+        * batch,
+        workspace_bytes=max(
+            _activation_bytes(model, managed, batch, chunk),
+            _selector_bytes(model, managed, config, capacity) if selects else 0,
+        ),
+    )
+
+
+def _activation_bytes(model: Any, layers: Sequence[LayerShape], batch: int, chunk: int) -> int:
+    config = model.config.get_text_config(decoder=True)
+    hidden, itemsize = config.hidden_size, layers[0].itemsize
+    inner = getattr(config, "intermediate_size", None) or 4 * hidden
+    heads = config.num_attention_heads
+    widest = max(layer.key_width for layer in layers), max(layer.value_width for layer in layers)
+    # residual and normed stream beside the gate, up, activated and multiplied rows of the MLP
+    mlp = (3 * hidden + 4 * inner) * itemsize
+    # residual, normed, q with its rotated copy, the output twice, and the segments in float32
+    attention = (2 * hidden + heads * (3 * widest[0] + 2 * widest[1])) * itemsize
+    attention += 2 * heads * widest[1] * FLOAT32
+    logits = 2 * config.vocab_size * FLOAT32 * batch
+    return max(mlp, attention) * batch * chunk + logits
+
+
+def _selector_bytes(
+    model: Any, layers: Sequence[LayerShape], config: SfiConfig, length: int
+) -> int:
+    heads = model.config.get_text_config(decoder=True).num_attention_heads
+    kv_heads = max(layer.heads for layer in layers)
+    # logits, probabilities and their powers; then about a dozen tensors of one number per head and position
+    return (4 * heads * config.window_prefill + 12 * kv_heads) * length * FLOAT32
+
+
+def check_fits(expected: Forecast, device: torch.device) -> None:
+    """Refuse a run that will not fit.
+
+    Raises:
+        MemoryForecastError: With what is needed, what is free, and what to change.
+    """
+    free = free_bytes(device)
+    if free is not None and expected.needed_bytes > free:
+        cache = expected.kv_bytes + expected.norm_bytes
+        way = "the batch or max_new_tokens" if cache > expected.workspace_bytes else "prefill_chunk"
+        raise MemoryForecastError(
+            f"the run must fit {free / 1e9:.2f} GB of free memory, got a forecast of "
+            f"{expected.needed_bytes / 1e9:.2f} GB ({cache / 1e9:.2f} GB KV cache, "
+            f"{expected.packed_bytes / 1e9:.2f} GB packed, {expected.workspace_bytes / 1e9:.2f} GB "
+            f"workspace); lower {way}"
+        )
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Return the free memory of a device; None where the system does not tell."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return _field(MEMINFO, "MemAvailable:")
+
+
+def resident_bytes(device: torch.device) -> int:
+    """Return the bytes in use: of the process on a CPU, of PyTorch's allocator on a GPU."""
+    if device.type == "cuda":
+        return int(torch.cuda.memory_allocated(device))
+    return _field(STATUS, "VmRSS:") or _max_rss()
+
+
+def reset_peak(device: torch.device) -> None:
+    """Start measuring the peak anew, where the system can."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    elif CLEAR_REFS.exists():
+        try:
+            CLEAR_REFS.write_text("5")  # resets VmHWM
+        except OSError:
+            return  # the peak is then the process's, not the run's
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Return the peak since `reset_peak`."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    return _field(STATUS, "VmHWM:") or _max_rss()
+
+
+def _field(path: Path, name: str) -> int | None:
+    if not path.exists():
+        return None
+    for line in path.read_text().splitlines():
+        if line.startswith(name):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def _max_rss() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,68 @@
+"""From prompts to a padded batch of token ids."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from sfi_core.errors import ConfigError, InputError
+
+
+def encode(tokenizer: Any, prompts: Sequence[str] | Sequence[Sequence[int]]) -> list[list[int]]:
+    """Turn prompts into token ids.
+
+    Raises:
+        InputError: There is no prompt, or one has no token.
+        ConfigError: Texts without a tokenizer.
+    """
+    if not prompts:
+        raise InputError("prompts must not be empty, got none")
+    rows = []
+    for number, prompt in enumerate(prompts):
+        if isinstance(prompt, str):
+            if tokenizer is None:
+                raise ConfigError("text prompts need a tokenizer, got none; pass token ids")
+            ids = tokenizer(prompt)["input_ids"] if prompt else []
+        else:
+            ids = list(prompt)
+        if not ids:
+            raise InputError(f"prompt {number} must have at least one token, got none")
+        rows.append(ids)
+    return rows
+
+
+def check_lengths(model: Any, rows: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+    """Refuse prompts that the model's positions cannot hold.
+
+    Raises:
+        InputError: With the prompt, its length and the limit.
+    """
+    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    for number, row in enumerate(rows):
+        if limit and len(row) + max_new_tokens > limit:
+            raise InputError(
+                f"prompt {number} and {max_new_tokens} new tokens must fit the model's {limit} positions, "
+                f"got {len(row)} prompt tokens"
+            )
+
+
+def left_pad(
+    rows: Sequence[Sequence[int]], pad_id: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pad on the left; return ids and mask, [B, T]."""
+    width = max(map(len, rows))
+    ids = torch.tensor([[pad_id] * (width - len(row)) + list(row) for row in rows], device=device)
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device)
+    return ids, mask
+
+
+def model_stop_ids(model: Any) -> tuple[int, ...]:
+    """Return the tokens that end the model's texts, from its generation config."""
+    eos = model.generation_config.eos_token_id
+    return () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
+
+
+def padding_id(model: Any, tokenizer: Any) -> int:
+    """Return a token for padding; which one does not matter, since padding is never attended."""
+    candidates = (getattr(tokenizer, "pad_token_id", None), model.generation_config.pad_token_id)
+    return next((token for token in (*candidates, *model_stop_ids(model)) if token is not None), 0)
