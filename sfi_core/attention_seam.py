@@ -1,8 +1,8 @@
 """The one file that plugs into transformers: an attention function, a mask function and a `Cache`.
 
-A layer calls `Cache.update(keys, values)` and then the attention function with what it made of `update`'s result.
-`SfiLayer.update` hands the new keys straight back; `sfi_attention` puts what arrives there, heads expanded, into
-the run's pages. A layer whose keys never arrive is refused instead of running silently dense.
+A layer calls `Cache.update(keys, values)` and then the attention function with what it made of the result.
+`SfiLayer.update` hands the new keys straight back; `sfi_attention` puts what arrives there, heads expanded,
+into the run's pages. A layer whose keys never arrive is refused instead of running silently dense.
 """
 
 from dataclasses import dataclass
@@ -144,18 +144,20 @@ class SfiCache(Cache):
         return self.managed[0].seen
 
     def attach(self, run: Run) -> Self:
-        """Give the layers their run."""
+        """Give the layers their run, for a forward pass."""
         self.run = run
         for layer in self.managed:
             layer.run = run
         return self
 
-    def check_consumed(self) -> None:
-        """Make sure that the last pass's keys all reached `sfi_attention`.
+    def detach(self) -> None:
+        """Take the run from the layers, which refuse keys until the next pass under a session.
 
         Raises:
-            UnsupportedModelError: A layer attended past it.
+            UnsupportedModelError: Keys of the last pass did not reach `sfi_attention`.
         """
+        for layer in self.managed:
+            layer.run = None
         missed = [layer.index for layer in self.managed if layer.pending]
         if missed:
             raise UnsupportedModelError(
@@ -276,9 +278,10 @@ def install(model: PreTrainedModel, seam: Seam) -> str:
     AttentionMaskInterface.register(
         NAME, sdpa_mask
     )  # without one, padding would be ignored silently
-    previous: str = model.config._attn_implementation
+    previous: str = model.config._attn_implementation  # noqa: SLF001 - nothing public says it
     model.set_attn_implementation(NAME)
-    if model.config.get_text_config(decoder=True)._attn_implementation != NAME:
+    if model.config.get_text_config(decoder=True)._attn_implementation != NAME:  # noqa: SLF001
+        model.set_attn_implementation(previous)
         raise UnsupportedModelError(
             f"{type(model).__name__} does not use transformers' attention interface"
         )
@@ -306,7 +309,7 @@ def check_supported(model: PreTrainedModel) -> None:
         raise UnsupportedModelError(
             f"{name} is an encoder-decoder model; sfi runs decoder-only models"
         )
-    if not getattr(model, "_supports_attention_backend", False) and not model._supports_sdpa:
+    if not (model._supports_attention_backend or model._supports_sdpa):  # noqa: SLF001
         raise UnsupportedModelError(f"{name} does not use transformers' attention interface")
     text = config.get_text_config(decoder=True)
     if "chunked_attention" in (getattr(text, "layer_types", None) or ()):
@@ -322,3 +325,7 @@ def check_supported(model: PreTrainedModel) -> None:
             else "its config lists no attention layers"
         )
         raise UnsupportedModelError(f"{name} leaves nothing for sfi to do: {why}")
+    if shared := text.num_hidden_layers - len(layers):
+        raise UnsupportedModelError(
+            f"{name} has {shared} layers that read another layer's keys, which sfi does not know"
+        )

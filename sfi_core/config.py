@@ -11,7 +11,8 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, Self, get_args, get_origin, get_type_hints
 
 from sfi_core.errors import ConfigError, InputError
 
@@ -66,13 +67,17 @@ class SelectorConfig:
     temperature: float = 2.0
 
     def __post_init__(self) -> None:
-        """Reject values outside the paper's ranges."""
+        """Reject values of another type or outside the paper's ranges."""
+        _check_types(self)
         least = dict.fromkeys(
             ("gamma", "beta", "eta", "position_weight", "alpha_soft", "radius", "alpha_cross"), 0
         )
         _at_least(self, {**least, "power": 1})
         _require(0 < self.alpha <= 1, f"alpha must be in (0, 1], got {self.alpha}")
-        _require(self.temperature > 0, f"temperature must be positive, got {self.temperature}")
+        _require(
+            0 < self.temperature < math.inf,
+            f"temperature must be positive and finite, got {self.temperature}",
+        )
         for name in ("lambda_clip", "lambda_clip_rows"):
             value = getattr(self, name)
             _require(value is None or 0 <= value <= 1, f"{name} must be in [0, 1], got {value}")
@@ -126,10 +131,16 @@ class SfiConfig:
 
     def __post_init__(self) -> None:
         """Reject settings that cannot run."""
+        _check_types(self)
         _require(self.budget > 0, f"budget must be positive, got {self.budget}")
         _require(self.recent > 0, f"recent must be positive, got {self.recent}")
         least = dict.fromkeys(("sink", "t_max", "min_gap", "trigger_delay", "span"), 0)
         _at_least(self, {**least, "stride": 1, "window_decode": 1, "window_prefill": 1})
+        for name in ("dense_layers", "trigger_token_ids"):
+            values = getattr(self, name) or ()
+            _require(
+                min(values, default=0) >= 0, f"{name} must be at least 0 each, got {list(values)}"
+            )
         for name, choices in (
             ("recent_mode", RECENT_MODES),
             ("trigger_policy", TRIGGER_POLICIES),
@@ -153,17 +164,17 @@ class SfiConfig:
             raise ConfigError(f"unknown preset {name!r}; expected one of {tuple(PRESETS)}")
         return cls().replace(**PRESETS[name])
 
-    def replace(self, **changes: Any) -> Self:
+    def replace(self, /, **changes: Any) -> Self:
         """Copy with other values; `selector` takes a mapping of the fields to change.
 
         Raises:
             ConfigError: An unknown key, a value of the wrong type or out of range.
         """
-        values = _checked(SfiConfig, changes)
-        if isinstance(values.get("selector"), Mapping):
-            part = _checked(SelectorConfig, values["selector"])
-            values["selector"] = dataclasses.replace(self.selector, **part)
-        return dataclasses.replace(self, **values)
+        _check_names(SfiConfig, changes)
+        if isinstance(part := changes.get("selector"), Mapping):
+            _check_names(SelectorConfig, part)
+            changes["selector"] = dataclasses.replace(self.selector, **part)
+        return dataclasses.replace(self, **changes)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -183,7 +194,7 @@ class SfiConfig:
             ConfigError: As `replace`, with the file.
         """
         try:
-            changes = tomllib.loads(path.read_text())
+            changes = tomllib.loads(path.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:
             raise InputError(f"config {path} cannot be read: {_reason(error)}") from error
         except tomllib.TOMLDecodeError as error:
@@ -200,41 +211,37 @@ def _reason(error: Exception) -> str:
 
 
 def _toml(values: Mapping[str, Any]) -> str:
-    # JSON's strings, numbers, booleans and arrays are TOML too
-    return "".join(f"{name} = {json.dumps(v)}\n" for name, v in values.items() if v is not None)
+    # JSON's strings, numbers, booleans and arrays are TOML too, but for escaped surrogates and a bare DEL
+    texts = {n: json.dumps(v, ensure_ascii=False) for n, v in values.items() if v is not None}
+    return "".join(f"{n} = {text}\n".replace("\x7f", "\\u007f") for n, text in texts.items())
 
 
-def _checked(cls: type, changes: Mapping[str, Any]) -> dict[str, Any]:
-    hints = get_type_hints(cls)
-    values = {}
-    for name, value in changes.items():
-        if name not in hints:
-            raise ConfigError(f"unknown setting {name!r}; expected one of {tuple(hints)}")
-        values[name] = _typed(name, value, hints[name])
-    return values
+def _check_names(cls: type, changes: Mapping[str, Any]) -> None:
+    known = tuple(get_type_hints(cls))
+    for name in changes:
+        _require(name in known, f"unknown setting {name!r}; expected one of {known}")
+
+
+def _check_types(config: object) -> None:
+    for name, hint in get_type_hints(type(config)).items():
+        object.__setattr__(config, name, _typed(name, getattr(config, name), hint))
 
 
 def _typed(name: str, value: Any, hint: Any) -> Any:
-    if isinstance(value, list | tuple) and "tuple" in str(hint):
-        inner = str if "str" in str(hint) else int
-        _require(
-            all(type(item) is inner for item in value),
-            f"{name} must be a list of {inner.__name__}, got {list(value)}",
-        )
+    """Return the value as its field holds it: a float for an int, a tuple for a list."""
+    kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+    if value is None and NoneType in kinds:
+        return None
+    kind = kinds[0]
+    if get_origin(kind) is tuple:
+        item = get_args(kind)[0]
+        fits = isinstance(value, list | tuple) and all(type(v) is item for v in value)
+        _require(fits, f"{name} must be a list of {item.__name__}, got {value!r}")
         return tuple(value)
-    if hint is float and type(value) is int:
+    if kind is float and type(value) is int:
         return float(value)
-    if hint is SelectorConfig:
-        _require(
-            isinstance(value, Mapping | SelectorConfig), f"{name} must be a table, got {value!r}"
-        )
-        return value
-    allowed = tuple(kind for kind in (int, float, str) if kind.__name__ in str(hint))
-    fits = (value is None and "None" in str(hint)) or (
-        type(value) in allowed and "tuple" not in str(hint)
-    )
-    wanted = str(getattr(hint, "__name__", hint))
-    _require(fits, f"{name} must be {wanted}, got {value!r}")
+    wanted = "a table" if kind is SelectorConfig else kind.__name__
+    _require(type(value) is kind, f"{name} must be {wanted}, got {value!r}")
     return value
 
 

@@ -41,6 +41,10 @@ class Result:
     interrupted: bool = False
 
 
+def nothing_to_tell(read: int, total: int) -> None:
+    """Ignore progress."""
+
+
 @dataclass(slots=True)
 class HostedModel:
     """A transformers model under a session, as `decode` drives it.
@@ -53,7 +57,7 @@ class HostedModel:
         capacity: Tokens a request may reach.
         stop_ids: Tokens that end a request.
         chunk: Prompt tokens of one forward pass; 0 for all at once.
-        on_prefill: Told of the prompt tokens read so far.
+        on_prefill: Told of the prompt tokens read so far and in all.
     """
 
     model: Any
@@ -63,7 +67,7 @@ class HostedModel:
     capacity: int
     stop_ids: frozenset[int]
     chunk: int = 0
-    on_prefill: Callable[[int], None] = lambda read: None
+    on_prefill: Callable[[int, int], None] = nothing_to_tell
     cache: Any = None
     _options: dict[str, Any] = field(init=False)
     _ragged: bool = field(init=False)
@@ -82,12 +86,11 @@ class HostedModel:
         for start in range(0, T, self.chunk or T):
             stop = min(T, start + (self.chunk or T))
             logits = self._forward(self.ids_BT[:, start:stop], start)
-            self.on_prefill(stop)
+            self.on_prefill(stop, T)
         return logits
 
     def step(self, token_B: list[int]) -> torch.Tensor:
         """Decode one token of every request."""
-        start = self.mask_BT.shape[1]
         if self._ragged:
             self.mask_BT = torch.nn.functional.pad(self.mask_BT, (0, 1), value=1)
         return self._forward(
@@ -137,7 +140,7 @@ def generate(
     backend: str = "auto",
     page_size: int | None = None,
     on_token: Callable[[list[int]], None] | None = None,
-    on_prefill: Callable[[int], None] | None = None,
+    on_prefill: Callable[[int, int], None] | None = None,
 ) -> Result:
     """Complete prompts with slow-fast decoding.
 
@@ -156,7 +159,7 @@ def generate(
         backend: "auto", "torch" or "triton".
         page_size: Tokens of a cache page; None is one page a request.
         on_token: Called with the tokens of each step, a finished request's being padding.
-        on_prefill: Called with the prompt tokens read so far.
+        on_prefill: Called with the prompt tokens read so far and in all.
 
     Returns:
         The result; a Ctrl-C or broken logits end it early with what was generated, and say so.
@@ -176,7 +179,7 @@ def generate(
     check_lengths(model, rows, max_new_tokens)
     stop = frozenset(model_stop_ids(model) if stop_token_ids is None else stop_token_ids)
     pad_id = padding_id(model, tokenizer)
-    ids_BT, mask_BT = left_pad(rows, pad_id, model.device)
+    ids_BT, mask_BT = left_pad(rows, model.device)
     capacity = ids_BT.shape[1] + max_new_tokens
     reset_peak(model.device)
     with (

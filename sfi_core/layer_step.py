@@ -81,17 +81,17 @@ class LayerStep:
     def _prefill(self, row: int, query: torch.Tensor) -> torch.Tensor:
         out = self._dense(row, query)
         if self.forward.final and self.layer not in self.run.policy.config.dense_layers:
-            if self.run.policy.selects_after:
-                tail = (
-                    [self.run.tails[self.layer][row : row + 1]]
-                    if self.layer in self.run.tails
-                    else []
-                )
-                window = min(self.run.policy.config.window_prefill, self.run.requests[row].length)
-                self._refresh(row, torch.cat([*tail, query], 3)[:, :, :, -window:])
-            else:
-                self._apply(row, self._nothing(query))
+            tail = [self.run.tails[self.layer][row : row + 1]] if self.layer in self.run.tails else []
+            self.select_first(row, torch.cat([*tail, query], 3))
         return out
+
+    def select_first(self, row: int, query_BHGWD: torch.Tensor) -> None:
+        """Make the first selection from the prompt's last queries, the last `window_prefill` of W."""
+        if self.run.policy.selects_after:
+            window = min(self.run.policy.config.window_prefill, self.run.requests[row].length)
+            self._refresh(row, query_BHGWD[:, :, :, -window:])
+        else:
+            self._apply(row, self._nothing(query_BHGWD))
 
     def _dense(self, row: int, query: torch.Tensor) -> torch.Tensor:
         self.run.paths[

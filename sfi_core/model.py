@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -57,19 +58,46 @@ def load(
             raise UnsupportedModelError(
                 f"{source} is an encoder-decoder model ({config.model_type}); sfi runs decoder-only models"
             )
-        if type(config) not in AutoModelForCausalLM._model_mapping and not trust_remote_code:
+        known = AutoModelForCausalLM._model_mapping  # noqa: SLF001 - nothing public says it
+        if type(config) not in known and not trust_remote_code:
             raise UnsupportedModelError(
                 f"{source} ({config.model_type}) is no causal language model"
             )
         loaded, info = AutoModelForCausalLM.from_pretrained(
-            source, config=config, dtype=kind, output_loading_info=True, **common
+            source,
+            config=config,
+            dtype=kind,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # refused below, with the weight's name
+            **common,
         )
         tokenizer = AutoTokenizer.from_pretrained(source, **common)
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, SafetensorError, StrictDataclassError) as error:
         raise InputError(f"model {source} cannot be loaded: {first_line(error)}") from error
     if missing := sorted(info["missing_keys"]):
         raise InputError(f"model {source} lacks {len(missing)} weights, among them {missing[0]}")
+    if odd := sorted(info["mismatched_keys"]):
+        name, got, wanted = odd[0]
+        raise InputError(
+            f"model {source} has {len(odd)} weights of another shape than its config says, "
+            f"among them {name}, which must be {list(wanted)}, got {list(got)}"
+        )
     return loaded.to(where).eval(), tokenizer
+
+
+def load_tokenizer(model: str | None = None) -> Any:
+    """Load a model's tokenizer alone.
+
+    Raises:
+        InputError: It is missing or damaged.
+    """
+    quiet()
+    source = str(BUNDLED if model is None else model)
+    _check_folder(source)
+    try:
+        return AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError, KeyError) as error:
+        raise InputError(f"tokenizer of {source} cannot be loaded: {first_line(error)}") from error
 
 
 def _check_folder(source: str) -> None:
@@ -95,9 +123,9 @@ def _check_folder(source: str) -> None:
 
 
 def first_line(error: Exception) -> str:
-    """Return an error's first line, without its final stop."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0].rstrip(".")
+    """Return an error's first line, without its final stop; two lines where a colon ends the first."""
+    lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
+    return " ".join(lines[: 2 if lines[0].endswith(":") else 1]).rstrip(".")
 
 
 def quiet() -> None:
@@ -128,8 +156,10 @@ def resolve_device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"unknown device {name!r}; expected 'auto', 'cpu' or 'cuda'") from error
+    except RuntimeError:
+        device = torch.device("meta")  # refused like the kinds that sfi does not run on
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"unknown device {name!r}; expected one of ('auto', 'cpu', 'cuda')")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device.type == "cuda" and (device.index or 0) >= count:
         raise BackendError(

@@ -17,7 +17,7 @@ class PackedSegment:
     """
 
     def __init__(self, batch: int, rows: int, pages: LayerPages) -> None:
-        """Allocate `rows` rows for every request."""
+        """Allocate `rows` rows for every request; `repack` makes room for more where it has to."""
         H, key, value = pages.key_PHND.shape[1], pages.key_PHND, pages.value_PHNE
         self.key_BHSD = key.new_empty(batch, H, rows, key.shape[3])
         self.value_BHSE = value.new_empty(batch, H, rows, value.shape[3])
@@ -39,9 +39,20 @@ class PackedSegment:
         )
         index_BHS = anchors if index_BHK is None else torch.cat([anchors, index_BHK], 2)
         S = index_BHS.shape[2]
+        if self.index_BHS.shape[2] < S:  # the cache grew past what the run was planned for
+            self._grow(S)
         one = slice(row, row + 1)
         self.index_BHS[one].fill_(-1)[:, :, :S] = index_BHS
         self.length_BH[one] = (index_BHS >= 0).sum(2, dtype=torch.int32)
         if S:
             pack(pages.key_PHND, table_BP[one], index_BHS, self.key_BHSD[one])
             pack(pages.value_PHNE, table_BP[one], index_BHS, self.value_BHSE[one])
+
+    def _grow(self, rows: int) -> None:
+        B, H, old, _ = self.key_BHSD.shape
+        for name in ("key_BHSD", "value_BHSE", "index_BHS"):
+            small = getattr(self, name)
+            large = small.new_empty(B, H, rows, *small.shape[3:])
+            large[:, :, :old] = small
+            setattr(self, name, large)
+        self.index_BHS[:, :, old:] = -1

@@ -47,11 +47,14 @@ def check_lengths(model: Any, rows: Sequence[Sequence[int]], max_new_tokens: int
 
 
 def left_pad(
-    rows: Sequence[Sequence[int]], pad_id: int, device: torch.device
+    rows: Sequence[Sequence[int]], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pad on the left; return ids and mask, [B, T]."""
+    """Pad on the left; return ids and mask, [B, T].
+
+    Padding repeats a row's first token, so that a repetition penalty sees none that the row has not.
+    """
     width = max(map(len, rows))
-    ids = torch.tensor([[pad_id] * (width - len(row)) + list(row) for row in rows], device=device)
+    ids = torch.tensor([[row[0]] * (width - len(row)) + list(row) for row in rows], device=device)
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device)
     return ids, mask
 
@@ -63,6 +66,6 @@ def model_stop_ids(model: Any) -> tuple[int, ...]:
 
 
 def padding_id(model: Any, tokenizer: Any) -> int:
-    """Return a token for padding; which one does not matter, since padding is never attended."""
+    """Return the token that stands for a finished request; which one does not matter."""
     candidates = (getattr(tokenizer, "pad_token_id", None), model.generation_config.pad_token_id)
     return next((token for token in (*candidates, *model_stop_ids(model)) if token is not None), 0)

@@ -9,7 +9,7 @@ import torch
 
 from sfi_core.attention_seam import Seam, SfiCache, install, uninstall
 from sfi_core.config import SfiConfig
-from sfi_core.errors import BackendError, ConfigError
+from sfi_core.errors import BackendError, ConfigError, InputError
 from sfi_core.kv_cache import KVCache
 from sfi_core.memory import Forecast, LayerShape, forecast
 from sfi_core.observer import NullObserver, Observer, Observers
@@ -20,14 +20,21 @@ from sfi_core.trigger import Trigger
 from sfi_core.trigger_set import build_trigger_set
 
 BACKENDS = ("auto", "torch", "triton")
-REFUSED = {
-    "num_beams": "beam search",
-    "assistant_model": "assisted decoding",
-    "prompt_lookup_num_tokens": "prompt-lookup decoding",
-    "penalty_alpha": "contrastive search",
-    "dola_layers": "DoLa decoding",
-    "cache_implementation": "another cache",
-    "custom_generate": "a custom generate",
+# by setting: what it asks for, and the values that ask for nothing
+REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "num_beams": ("beam search", (None, 1)),
+    "constraints": ("constrained beam search", (None,)),
+    "force_words_ids": ("constrained beam search", (None,)),
+    "assistant_model": ("assisted decoding", (None,)),
+    "assistant_early_exit": ("assisted decoding", (None,)),
+    "use_mtp": ("multi-token prediction", (None, False)),
+    "prompt_lookup_num_tokens": ("prompt-lookup decoding", (None,)),
+    "penalty_alpha": ("contrastive search", (None, 0)),
+    "dola_layers": ("DoLa decoding", (None,)),
+    "guidance_scale": ("classifier-free guidance", (None, 1)),
+    "cache_implementation": ("another cache", (None, "hybrid")),  # transformers drops "hybrid" too
+    "custom_generate": ("a custom generate", (None,)),
+    "output_attentions": ("reading attention weights", (None, False)),
 }
 UNKNOWN_CAPACITY = 1024
 
@@ -38,7 +45,8 @@ class Session:
     Attributes:
         model: The model.
         config: The settings as asked for; a policy may adapt its own copy.
-        policy_name: The policy.
+        policy: The policy; its `config` is what it runs with.
+        policy_name: Its name.
         trigger_token_ids: T_trig.
         report: Report of the last run; None before the first.
     """
@@ -55,7 +63,7 @@ class Session:
         self.model, self.config, self.policy_name = model, config, policy
         self.trigger_token_ids = resolve_triggers(tokenizer, config)
         trigger = Trigger(frozenset(self.trigger_token_ids), config)
-        self._policy = policy_class(policy)(config, trigger)
+        self.policy = policy_class(policy)(config, trigger)
         self._observer: Observer = Observers(observers) if observers else NullObserver()
         self._page_size = page_size
         self._run: Run | None = None
@@ -91,7 +99,7 @@ class Session:
         self, batch: int, prompt_tokens: int, capacity: int, prefill_chunk: int = 0
     ) -> Forecast:
         """Say what a run will need, from the shapes that a pass over two tokens shows."""
-        policy = self._policy
+        policy = self.policy
         return forecast(
             self.model,
             layer_shapes(self.model, policy),
@@ -106,26 +114,28 @@ class Session:
     def before_forward(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Enter a step: transformers calls this before every forward pass of the model."""
         cache = kwargs.get("past_key_values")
-        self.seam.cache = cache if isinstance(cache, SfiCache) else None
-        if self.seam.cache is None:
+        check_cache(cache)
+        self.seam.cache = cache
+        if cache is None:
             return
         ids = kwargs.get("input_ids", args[0] if args else None)
         tokens = ids if ids is not None else kwargs["inputs_embeds"]
         batch, new = tokens.shape[:2]
-        if cache.run is None:
-            self._run = self._start(cache, batch, new)
-            cache.attach(self._run)
-        assert cache.run is not None, "the run has just been attached"
-        cache.check_consumed()
+        cache.attach(cache.run or self.start(cache, batch, new))
         end = cache.seen + new
         prompt_length = cache.prompt_length or new
         if cache.seen == 0 or end <= prompt_length or new > 1:
-            mask = kwargs.get("attention_mask")
-            cache.run.begin_prefill(
-                prompt_tokens(mask, batch, new, cache.seen), final=end >= prompt_length
-            )
+            mask, final = kwargs.get("attention_mask"), end >= prompt_length
+            count = prompt_tokens(mask, batch, new, cache.seen, final=final)
+            cache.run.begin_prefill(count, final=final)
         else:
             cache.run.begin_decode(ids[:, -1].tolist())
+
+    def after_forward(self, model: Any, args: tuple[Any, ...], output: Any) -> None:
+        """Leave a step: transformers calls this after every forward pass of the model."""
+        if self.seam.cache is not None:
+            self.seam.cache.detach()
+            self.seam.cache = None
 
     def wrap(self, generate: Callable[..., Any]) -> Callable[..., Any]:
         """Make `model.generate` use our cache; everything else stays as it is."""
@@ -133,7 +143,9 @@ class Session:
         def generate_with_sfi(
             inputs: torch.Tensor | None = None, generation_config: Any = None, **kwargs: Any
         ) -> Any:
-            settings = copy.deepcopy(generation_config or self.model.generation_config)
+            own = self.model.generation_config
+            settings = copy.deepcopy(generation_config or own)
+            settings.update(**own.to_dict(), defaults_only=True)  # as transformers does
             settings.update(**{k: v for k, v in kwargs.items() if not isinstance(v, torch.Tensor)})
             refuse_modes(settings, kwargs)
             prompt = (
@@ -147,8 +159,12 @@ class Session:
             )
             eos = settings.eos_token_id
             stop = () if eos is None else (eos,) if isinstance(eos, int) else eos
-            if kwargs.get("past_key_values") is None:
-                kwargs["past_key_values"] = self.cache(capacity, length or None, frozenset(stop))
+            cache = kwargs.get("past_key_values")
+            check_cache(cache, fresh=True)
+            if cache is None:
+                cache = self.cache(capacity)
+            cache.prompt_length, cache.stop_ids = length or None, frozenset(stop)
+            kwargs["past_key_values"] = cache
             output = generate(inputs, generation_config=generation_config, **kwargs)
             sequences = output if isinstance(output, torch.Tensor) else output.sequences
             self.run.record(sequences[:, -1].tolist())
@@ -156,10 +172,13 @@ class Session:
 
         return generate_with_sfi
 
-    def _start(self, cache: SfiCache, batch: int, new: int) -> Run:
+    def start(self, cache: SfiCache, batch: int, new: int) -> Run:
+        """Make the run of a cache, for `batch` requests whose first pass brings `new` tokens."""
         capacity = cache.capacity or max(new, cache.prompt_length or 0) + UNKNOWN_CAPACITY
         pages = KVCache(batch, capacity, self._page_size)
-        return Run(self._policy, self._observer, pages, cache.stop_ids)
+        self._run = Run(self.policy, self._observer, pages, cache.stop_ids)
+        cache.attach(self._run)
+        return self._run
 
 
 @contextmanager
@@ -197,14 +216,18 @@ def slow_fast(
     if own is not None and getattr(own, "sfi", False):
         raise ConfigError("slow_fast must not be nested on one model, got a second one")
     previous = install(model, session.seam)
-    hook = model.register_forward_pre_hook(session.before_forward, with_kwargs=True)
+    hooks = [
+        model.register_forward_pre_hook(session.before_forward, with_kwargs=True),
+        model.register_forward_hook(session.after_forward),
+    ]
     wrapped = session.wrap(model.generate)
     wrapped.sfi = True  # type: ignore[attr-defined]
     model.generate = wrapped
     try:
         yield session
     finally:
-        hook.remove()
+        for hook in hooks:
+            hook.remove()
         model.__dict__.pop("generate")
         if own is not None:
             model.generate = own
@@ -265,21 +288,39 @@ def resolve_triggers(tokenizer: Any, config: SfiConfig) -> tuple[int, ...]:
     return tuple(sorted(build_trigger_set(tokenizer, config.triggers).token_ids))
 
 
-def prompt_tokens(mask: Any, batch: int, new: int, seen: int) -> list[int]:
+def prompt_tokens(mask: Any, batch: int, new: int, seen: int, *, final: bool) -> list[int]:
     """Count each request's own tokens among the `new` ones of a padded batch.
 
     Raises:
         ConfigError: The mask is not two-dimensional, or pads elsewhere than on the left.
+        InputError: A prompt is over and was padding only.
     """
     if mask is None:
         return [new] * batch
-    if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
+    if not isinstance(mask, torch.Tensor) or mask.dim() != 2:  # noqa: PLR2004
         raise ConfigError("attention_mask must be two-dimensional under sfi")
     mask = mask[:, : seen + new] != 0
     if bool((mask[:, :-1] & ~mask[:, 1:]).any()):
         raise ConfigError("attention_mask must pad on the left, got padding inside or on the right")
+    if final and not bool(mask[:, -1].all()):
+        row = mask[:, -1].tolist().index(False)
+        raise InputError(f"prompt {row} must have at least one token, got none")
     counts: list[int] = mask[:, seen:].sum(1).tolist()
     return counts
+
+
+def check_cache(cache: Any, *, fresh: bool = False) -> None:
+    """Refuse a cache that SFI would not act on; no cache is fine.
+
+    Raises:
+        ConfigError: It is not an sfi cache, or not a fresh one where it has to be.
+    """
+    if cache is None:
+        return
+    if not isinstance(cache, SfiCache):
+        raise ConfigError(f"past_key_values must be an sfi cache, got {type(cache).__name__}")
+    if fresh and cache.seen:
+        raise ConfigError(f"past_key_values must be fresh, got one with {cache.seen} tokens")
 
 
 def refuse_modes(settings: Any, kwargs: Mapping[str, Any]) -> None:
@@ -288,12 +329,10 @@ def refuse_modes(settings: Any, kwargs: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: With the mode's name.
     """
-    for name, what in REFUSED.items():
+    for name, (what, harmless) in REFUSED.items():
         value = kwargs.get(name, getattr(settings, name, None))
-        if value not in (None, 1):
-            raise ConfigError(f"{what} does not run under sfi, got {name}={value!r}")
-    past = kwargs.get("past_key_values")
-    if past is not None and not isinstance(past, SfiCache):
-        raise ConfigError(f"past_key_values must be an sfi cache, got {type(past).__name__}")
+        if not any(value is ok or value == ok for ok in harmless):
+            shown = type(value).__name__ if hasattr(value, "forward") else repr(value)
+            raise ConfigError(f"{what} does not run under sfi, got {name}={shown}")
     if settings.use_cache is False:
         raise ConfigError("use_cache must be true under sfi, got False")

@@ -43,7 +43,7 @@ class SparseState:
     """What the run knows of one request; plain numbers, so that deciding costs no device sync.
 
     Attributes:
-        prompt_tokens: Tokens of the prompt, padding excluded.
+        prompt_tokens: Tokens of the prompt, padding excluded; known once it is read.
         length: Tokens in the cache.
         step: Decoding step t; 0 is the prefill's last position; -1 before it.
         slow: Whether step t is slow, g_t.
@@ -75,8 +75,8 @@ class SparseState:
     context: int = 0
 
     def sink(self, sink: int) -> int:
-        """Return how many of `sink` anchor tokens this request has."""
-        return min(sink, self.length)
+        """Return how many of `sink` anchor tokens the request has: those of its prompt, all run long."""
+        return min(sink, self.prompt_tokens)
 
     def begin(self, *, slow: bool, reason: str, new_tokens: int) -> None:
         """Enter the next step with `new_tokens` more tokens in the cache."""

@@ -23,7 +23,7 @@ def partial_attention(
         value_BHTE: Its values; E may differ from D.
         scale: Factor on the products.
         soft_cap: c of c * tanh(logit / c); None for none.
-        causal: Query w sees keys 0 to w only; then W = T.
+        causal: Query w sees keys 0 to w only; then W = T, and `visible_BHGWT` is None.
         visible_BHGWT: Which keys a query sees, broadcastable; None for all. A query that sees none gets zeros
             and a log-sum-exp of -inf.
 
@@ -54,7 +54,7 @@ def combine(
         sink_HG: Learned sink logits that take part in the softmax without a value (gpt-oss).
 
     Returns:
-        out, [B, H, G, W, E] float32.
+        out, [B, H, G, W, E] float32; zeros where no segment shows a key.
     """
     if len(parts) == 1 and sink_HG is None:
         return parts[0][0]
@@ -62,15 +62,15 @@ def combine(
     total = lse.logsumexp(0)
     if sink_HG is not None:
         total = torch.logaddexp(total, sink_HG.float()[None, :, :, None].expand_as(total))
-    weight = (lse - total).exp().unsqueeze(-1)
+    weight = (lse - _finite(total)).exp().unsqueeze(-1)
     return sum((w * part[0] for w, part in zip(weight, parts, strict=True)), torch.zeros(()))
 
 
 def _fused(
     query_BHGWD: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    # PyTorch's CPU flash attention, called below `scaled_dot_product_attention` because that drops the log-sum-exp
-    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    # PyTorch's CPU flash attention itself: `scaled_dot_product_attention` drops the log-sum-exp
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001
     B, H, G, W, D = query_BHGWD.shape
     if not causal:  # the group's queries are rows of one product, so that no key is repeated
         out, lse = flash(query_BHGWD.reshape(B, H, G * W, D), key, value, scale=scale)
@@ -99,10 +99,14 @@ def _explicit(
             shown = visible[..., rows, :] if visible.shape[-2] > 1 else visible
             logits = logits.masked_fill(~shown, -torch.inf)
         lse = logits.logsumexp(-1)
-        weight = (logits - lse.unsqueeze(-1)).exp().nan_to_num(0.0)
-        outs.append(weight @ value_BH1TE)
+        outs.append((logits - _finite(lse).unsqueeze(-1)).exp() @ value_BH1TE)
         lses.append(lse)
     return torch.cat(outs, 3), torch.cat(lses, 3)
+
+
+def _finite(lse: torch.Tensor) -> torch.Tensor:
+    # so that a row that sees nothing gets weights exp(-inf) = 0, while NaN stays NaN
+    return lse.masked_fill(lse == -torch.inf, 0.0)
 
 
 def capped(logits: torch.Tensor, soft_cap: float | None) -> torch.Tensor:

@@ -21,7 +21,7 @@ class SFI(Policy):
         logits = context.logits()
         settings = dataclasses.asdict(self.config.selector)
         clip_rows = settings.pop("lambda_clip_rows")
-        # Paper gap: the released code clips elsewhere when it averages several rows; G query heads are rows too
+        # Paper gap: the released code has another clip for several rows; G query heads are rows too
         if clip_rows is not None and logits.shape[2] * logits.shape[3] > 1:
             settings["lambda_clip"] = clip_rows
         score, lambda_star = selector(

@@ -25,7 +25,8 @@ def sparse_attention(
 
     Args:
         query_BHGD: The step's queries, grouped by KV head.
-        packed_key_BHSD: Keys of the packed segment; row s counts where s < packed_length.
+        packed_key_BHSD: Keys of the packed segment; row s counts where s < packed_length; the others
+            may hold anything.
         packed_value_BHSE: Its values.
         packed_length_BH: Tokens of the packed segment by KV head, int32.
         key_PHND: Pages of keys.
@@ -47,16 +48,21 @@ def sparse_attention(
         most, least = max(packed[row]), min(packed[row])
         parts = []
         if most:
-            position = torch.arange(most, device=query.device)
-            counts = position < packed_length_BH[row : row + 1, :, None]
+            packed_value, counts = packed_value_BHSE[row : row + 1, :, :most], None
+            if least < most:
+                position = torch.arange(most, device=query.device)
+                counts = position < packed_length_BH[row : row + 1, :, None]
+                # a row that does not count may hold anything, and 0 times NaN is NaN
+                packed_value = packed_value.masked_fill(~counts[..., None], 0.0)
+                counts = counts[:, :, None, None]
             parts.append(
                 partial_attention(
                     query,
                     packed_key_BHSD[row : row + 1, :, :most],
-                    packed_value_BHSE[row : row + 1, :, :most],
+                    packed_value,
                     scale=scale,
                     soft_cap=soft_cap,
-                    visible_BHGWT=None if least == most else counts[:, :, None, None],
+                    visible_BHGWT=counts,
                 )
             )
         recent_key = read_pages(key_PHND, block_table_BP[row], start, length)

@@ -1,0 +1,34 @@
+"""Whether Triton really runs here: `python -m sfi_kernels.triton_check` launches one small kernel.
+
+In a process of its own, since Triton's interpreter is chosen once for all.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+SIZE = 64
+
+
+@triton.jit
+def _double_kernel(source, target, SIZE: tl.constexpr):  # noqa: ANN001, ANN202 - not typed Python
+    offset = tl.arange(0, SIZE)
+    tl.store(target + offset, tl.load(source + offset) * 2)
+
+
+def main() -> None:
+    """Launch the kernel and compare.
+
+    Raises:
+        RuntimeError: It ran and gave something else.
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    source = torch.arange(SIZE, dtype=torch.float32, device=device)
+    target = torch.full_like(source, torch.nan)
+    _double_kernel[(1,)](source, target, SIZE=SIZE)
+    if not torch.equal(target, source * 2):
+        raise RuntimeError(f"a Triton kernel gave {target[:4].tolist()}")
+
+
+if __name__ == "__main__":
+    main()

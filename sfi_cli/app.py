@@ -1,0 +1,60 @@
+"""The `sfi` command line: assembles the commands and turns errors into exit codes."""
+
+import sys
+from typing import Annotated
+
+import typer
+
+from sfi_cli.commands import doctor, generate
+from sfi_cli.output import message
+
+INTERRUPTED = 130
+HELP = "Slow-Fast Inference: decode long contexts and see what the model reads."
+
+app = typer.Typer(
+    help=HELP,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command()(generate.generate)
+app.command()(doctor.doctor)
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False,
+    debug: Annotated[  # noqa: ARG001 - `main` takes it out of the arguments
+        bool, typer.Option("--debug", help="Show the traceback of an error; stands anywhere.")
+    ] = False,
+) -> None:
+    """Slow-Fast Inference: decode long contexts and see what the model reads."""
+    if version:
+        from sfi_core import __version__
+
+        typer.echo(f"sfi {__version__}")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+def main() -> None:
+    """Run the app; a user's mistake prints one line, a bug keeps its traceback."""
+    from sfi_core.errors import SfiError
+
+    debug = "--debug" in sys.argv
+    sys.argv = [word for word in sys.argv if word != "--debug"]
+    try:
+        app()
+    except SfiError as error:
+        if debug:
+            raise
+        message(f"error: {error}")
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        message("interrupted")
+        sys.exit(INTERRUPTED)
+    except BrokenPipeError:
+        sys.stderr.close()  # the reader of a pipe has gone; nobody is left to tell
+        sys.exit(1)

@@ -1,0 +1,156 @@
+"""What `sfi generate` does between its options and its output."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import typer
+
+from sfi_cli.output import Output, message
+from sfi_cli.progress import PrefillProgress
+from sfi_cli.prompts import Entry, Prompts
+from sfi_cli.views import report_lines
+from sfi_core.config import SfiConfig
+from sfi_core.errors import InputError
+
+INTERRUPTED = 130
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateJob:
+    """Everything the options said."""
+
+    prompts: Prompts
+    chat: bool
+    model: str | None
+    loading: dict[str, Any]
+    backend: str
+    policy: str
+    preset: str
+    config: SfiConfig
+    sampling: dict[str, Any]
+    seed: int
+    max_new_tokens: int
+    prefill_chunk: int
+    compare: bool
+    json: bool
+    quiet: bool
+
+    def run(self, output: Output) -> None:
+        """Load, decode, write the text or the document, and report.
+
+        Raises:
+            SfiError: What the user can mend.
+            typer.Exit: With 130 after Ctrl-C.
+        """
+        try:
+            self._run(output)
+        except BaseException:
+            output.discard()
+            raise
+
+    def _run(self, output: Output) -> None:
+        from sfi_core.model import load
+        from sfi_core.policies import policy_class
+        from sfi_core.sampling import Sampling
+        from sfi_core.session import check_backend
+
+        policy_class(self.policy)  # mistakes in settings show before a large model loads
+        check_backend(self.backend)
+        Sampling(**self.sampling)
+        model, tokenizer = load(self.model, **self.loading)
+        texts = [self._text(entry, tokenizer) for entry in self.prompts.entries]
+        shows = output.streams and not self.json and len(texts) == 1
+        result = self._decode(model, tokenizer, texts, self.policy, output if shows else None)
+        other = None
+        if self.compare and not result.interrupted and result.error is None:
+            other = self._decode(model, tokenizer, texts, "full-kv", None)
+        document = self._document(result, other, str(model.device))
+        if self.json:
+            output.document(document)
+        elif shows:
+            output.stream("" if result.texts[0].endswith("\n") else "\n")
+        else:
+            output.text("".join(_block(i, text, len(texts)) for i, text in enumerate(result.texts)))
+        if not self.quiet:
+            for line in report_lines(document):
+                message(line)
+        if result.error is not None:
+            raise result.error
+        if result.interrupted:
+            raise typer.Exit(INTERRUPTED)
+
+    def _decode(
+        self, model: Any, tokenizer: Any, texts: list[str], policy: str, stream: Output | None
+    ) -> Any:
+        from sfi_core.generation import generate
+        from sfi_core.sampling import Sampling
+        from sfi_core.streaming import TextStream
+
+        shown = TextStream(tokenizer)
+        on_token: Callable[[list[int]], None] | None = None
+        if stream is not None:
+
+            def on_token(tokens: list[int]) -> None:
+                stream.stream(shown.push(tokens[0]))
+
+        with PrefillProgress(quiet=self.quiet, label=policy) as progress:
+            return generate(
+                model,
+                tokenizer,
+                texts,
+                self.config,
+                policy=policy,
+                max_new_tokens=self.max_new_tokens,
+                sampling=Sampling(**self.sampling),
+                seed=self.seed,
+                prefill_chunk=self.prefill_chunk,
+                backend=self.backend,
+                on_token=on_token,
+                on_prefill=progress.update,
+            )
+
+    def _text(self, entry: Entry, tokenizer: Any) -> str:
+        if isinstance(entry, str) and not self.chat:
+            return entry
+        messages = [{"role": "user", "content": entry}] if isinstance(entry, str) else entry
+        if not getattr(tokenizer, "chat_template", None):
+            raise InputError(
+                "the model's tokenizer must have a chat template for --chat and messages"
+            )
+        text: str = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
+        )
+        return text
+
+    def _document(self, result: Any, other: Any, device: str) -> dict[str, Any]:
+        from sfi_core.versions import versions
+
+        document = {
+            "model": "bundled" if self.model is None else self.model,
+            "policy": self.policy,
+            "preset": self.preset,
+            "config": self.config.to_dict(),
+            "trigger_token_ids": list(result.trigger_token_ids),
+            **_measured(result),
+            "forecast_bytes": result.forecast.total_bytes,
+            "versions": versions(),
+            "device": device,
+        }
+        if self.prompts.expected is not None:
+            document["expected"] = self.prompts.expected
+            document["exact_match"] = result.texts[0] == self.prompts.expected
+        if other is not None:
+            document["comparison"] = {"policy": "full-kv", **_measured(other)}
+        return document
+
+
+def _measured(result: Any) -> dict[str, Any]:
+    data: dict[str, Any] = result.report.to_dict()
+    for request, text in zip(data["requests"], result.texts, strict=True):
+        request["text"] = text
+    return {**data, "peak_memory_bytes": result.peak_memory_bytes}
+
+
+def _block(index: int, text: str, count: int) -> str:
+    return f"{text}\n" if count == 1 else f"[{index}]{text}\n"

@@ -1,0 +1,124 @@
+"""Options that several commands share, each declared once. Defaults come from the config."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sfi_core.config import GROUP_REDUCTIONS, PRESETS, RECENT_MODES, TRIGGER_POLICIES, SfiConfig
+
+DEFAULTS = SfiConfig()
+MODEL, METHOD, SAMPLING, OUTPUT = "Model", "Slow-fast decoding", "Sampling", "Output"
+
+
+def _names(names: tuple[str, ...] | dict[str, object]) -> str:
+    return ", ".join(names)
+
+
+def _setting(help_text: str, default: object) -> typer.models.OptionInfo:
+    return typer.Option(help=help_text, show_default=str(default), rich_help_panel=METHOD)
+
+
+Model = Annotated[
+    str | None,
+    typer.Option(
+        "--model", "-m", envvar="SFI_MODEL", help="Hub id or folder.",
+        show_default="the bundled checkpoint", rich_help_panel=MODEL,
+    ),
+]  # fmt: skip
+Revision = Annotated[
+    str | None, typer.Option(help="Branch, tag or commit on the hub.", rich_help_panel=MODEL)
+]
+Dtype = Annotated[
+    str, typer.Option(help="auto, bfloat16, float16 or float32.", rich_help_panel=MODEL)
+]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...", rich_help_panel=MODEL)]
+Backend = Annotated[str, typer.Option(help="auto, torch or triton.", rich_help_panel=MODEL)]
+TrustRemoteCode = Annotated[
+    bool,
+    typer.Option(
+        "--trust-remote-code", help="Run code from the checkpoint.", rich_help_panel=MODEL
+    ),
+]
+Policy = Annotated[
+    str,
+    typer.Option(help="full-kv, sfi, streaming-llm or oracle-top-k.", rich_help_panel=METHOD),
+]
+Preset = Annotated[
+    str | None,
+    typer.Option(help=f"{_names(PRESETS)}.", show_default="default", rich_help_panel=METHOD),
+]
+Config = Annotated[
+    Path | None,
+    typer.Option(
+        "--config", help="TOML file with settings; options win over it.", rich_help_panel=METHOD
+    ),
+]
+Sink = Annotated[int | None, _setting("Anchor tokens kept from the start.", DEFAULTS.sink)]
+Recent = Annotated[int | None, _setting("Tokens of the recent window.", DEFAULTS.recent)]
+RecentMode = Annotated[str | None, _setting(f"{_names(RECENT_MODES)}.", DEFAULTS.recent_mode)]
+Budget = Annotated[int | None, _setting("Selected tokens per KV head (K).", DEFAULTS.budget)]
+TMax = Annotated[int | None, _setting("Most fast steps in a row; 0 for none.", DEFAULTS.t_max)]
+MinGap = Annotated[
+    int | None,
+    _setting("Steps after a slow step in which triggers do not count.", DEFAULTS.min_gap),
+]
+TriggerDelay = Annotated[
+    int | None,
+    _setting("Steps from a boundary to its slow step; 0 is Eq. 5.", DEFAULTS.trigger_delay),
+]
+Span = Annotated[
+    int | None, _setting("Positions on each side that a hit brings along.", DEFAULTS.span)
+]
+TriggerPolicy = Annotated[
+    str | None, _setting(f"{_names(TRIGGER_POLICIES)}.", DEFAULTS.trigger_policy)
+]
+Stride = Annotated[int | None, _setting("Steps between slow steps under stride.", DEFAULTS.stride)]
+Triggers = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--trigger", help="A string that ends a sentence; repeat for more. \\n is a newline.",
+        show_default=" ".join(DEFAULTS.triggers).replace("\n", "\\n"), rich_help_panel=METHOD,
+    ),
+]  # fmt: skip
+Window = Annotated[
+    int | None,
+    typer.Option(
+        "--window", help="Prompt queries that make the first selection (W).",
+        show_default=str(DEFAULTS.window_prefill), rich_help_panel=METHOD,
+    ),
+]  # fmt: skip
+DenseLayers = Annotated[
+    list[int] | None,
+    typer.Option(
+        "--dense-layer", help="A layer left dense; repeat for more.", rich_help_panel=METHOD
+    ),
+]
+GroupReduce = Annotated[str | None, _setting(f"{_names(GROUP_REDUCTIONS)}.", DEFAULTS.group_reduce)]
+Seed = Annotated[int, typer.Option(help="Seed of sampling.", rich_help_panel=SAMPLING)]
+Json = Annotated[
+    bool, typer.Option("--json", help="One JSON document on stdout.", rich_help_panel=OUTPUT)
+]
+Quiet = Annotated[
+    bool, typer.Option("--quiet", "-q", help="Nothing but data and errors.", rich_help_panel=OUTPUT)
+]
+OutputPath = Annotated[
+    Path | None,
+    typer.Option("--output", "-o", help="Write the data there instead.", rich_help_panel=OUTPUT),
+]
+Force = Annotated[
+    bool, typer.Option("--force", help="Overwrite the output.", rich_help_panel=OUTPUT)
+]
+
+
+def build_config(
+    base: SfiConfig, preset: str | None, config: Path | None, changes: dict[str, object]
+) -> SfiConfig:
+    """Lay a config file over a preset and given options over both; `base` stands where no preset is named."""
+    settings = base if preset is None else SfiConfig.preset(preset)
+    if config is not None:
+        settings = settings.merge_toml(config)
+    given = {name: value for name, value in changes.items() if value is not None}
+    if "triggers" in given:
+        given["triggers"] = [word.replace("\\n", "\n") for word in given["triggers"]]  # type: ignore[attr-defined]
+    return settings.replace(**given)

@@ -1,0 +1,49 @@
+"""What a person reads at the end of a command, from plain data."""
+
+from typing import Any
+
+
+def report_lines(document: dict[str, Any]) -> list[str]:
+    """Sum a generation up: steps, reasons, what was read, speed, memory."""
+    lines = [""]
+    if "exact_match" in document:
+        verdict = "correct, word for word" if document["exact_match"] else "not the expected one"
+        lines.append(f"answer       {verdict}")
+    for index, request in enumerate(document["requests"]):
+        lines += _request_lines(
+            request, f"request {index}  " if len(document["requests"]) > 1 else ""
+        )
+    lines += _speed_lines(document)
+    return lines
+
+
+def _request_lines(request: dict[str, Any], prefix: str) -> list[str]:
+    slow, fast = request["slow_steps"], request["fast_steps"]
+    reasons = ", ".join(f"{count} {name}" for name, count in request["reasons"].items())
+    steps = " ".join(str(step) for step in request["slow_at"][:16])
+    more = " ..." if slow > 16 else ""  # noqa: PLR2004
+    context = request["prompt_tokens"] + len(request["token_ids"])
+    return [
+        f"{prefix}tokens       {request['prompt_tokens']:,} prompt, {len(request['token_ids']):,} generated, "
+        f"ended by {request['finish_reason']}",
+        f"{prefix}slow steps   {slow} of {slow + fast} ({reasons}), at {steps}{more}",
+        f"{prefix}cache read   {request['mean_attended_tokens']:,.0f} of {context:,} tokens a step "
+        f"({request['read_ratio']:.1%} over all decoding steps)",
+    ]
+
+
+def _speed_lines(document: dict[str, Any]) -> list[str]:
+    rows = [(document["policy"], document)]
+    if "comparison" in document:
+        rows.append((document["comparison"]["policy"], document["comparison"]))
+    lines = [
+        f"{name:<12} prefill {data['prefill_seconds']:.2f} s, decode {data['decode_seconds']:.2f} s, "
+        f"{data['decode_tokens_per_second']:,.1f} tokens/s, peak memory {data['peak_memory_bytes'] / 1e6:,.0f} MB"
+        for name, data in rows
+    ]
+    if "comparison" in document:
+        same = [r["token_ids"] for r in document["requests"]] == [
+            r["token_ids"] for r in document["comparison"]["requests"]
+        ]
+        lines.append(f"same tokens  {'yes' if same else 'no'}")
+    return lines

@@ -1,0 +1,371 @@
+"""The architectures that sfi is tested with, and those it refuses and why.
+
+`tests/core/test_architectures.py` runs the list; `docs/architectures.md` is written from it:
+
+    python tests/architectures.py --write
+"""
+
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+PAGE = Path(__file__).parent.parent / "docs" / "architectures.md"
+VOCABULARY = 300
+COMMON = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "tie_word_embeddings": False,  # a tied random model says its last token again and again
+}
+MIXED = {"sliding_window": 12, "layer_types": ["sliding_attention", "full_attention"]}
+EXPERTS = {
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """One architecture of transformers, as a tiny random model.
+
+    Attributes:
+        name: What people call it.
+        model_type: transformers' name of its config.
+        note: What is special about it, for the page.
+        settings: Settings of the tiny config, besides those of `COMMON` that it shares.
+        drop: Settings of `COMMON` that its config does not take.
+        eager: Whether only transformers' eager attention computes it right: SDPA drops soft caps and sinks.
+        encoder_decoder: Whether it has an encoder.
+        refusal: The message that refuses it; empty where it works.
+    """
+
+    name: str
+    model_type: str
+    note: str = ""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    drop: tuple[str, ...] = ()
+    eager: bool = False
+    encoder_decoder: bool = False
+    refusal: str = ""
+
+    @property
+    def label(self) -> str:
+        """A name for a test's id."""
+        return self.name.lower().replace(" ", "-")
+
+    def build(self) -> Any:
+        """Make the model, float32, the same every time."""
+        common = {name: value for name, value in COMMON.items() if name not in self.drop}
+        config = CONFIG_MAPPING[self.model_type](**{**common, **self.settings})
+        factory = AutoModelForSeq2SeqLM if self.encoder_decoder else AutoModelForCausalLM
+        torch.manual_seed(0)
+        model = factory.from_config(config, dtype=torch.float32).eval()
+        if self.eager:
+            model.set_attn_implementation("eager")
+        return _spread(model)
+
+
+@torch.no_grad()
+def _spread(model: Any) -> Any:
+    # fresh weights are so small that every layer adds next to nothing and all logits are nearly tied
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1:
+            parameter.normal_(0.0, 1.5 / math.sqrt(parameter.shape[-1]))
+        elif name.endswith("sinks"):
+            parameter.normal_(1.0, 1.0)
+    model.get_input_embeddings().weight.normal_(0.0, 0.3)
+    return model
+
+
+NOT_ROUTED = "{} does not use transformers' attention interface"
+ENCODER_DECODER = "{} is an encoder-decoder model; sfi runs decoder-only models"
+
+WORKS = (
+    Architecture(name="Qwen2", model_type="qwen2"),
+    Architecture(name="Qwen3", model_type="qwen3"),
+    Architecture(
+        name="Qwen3-MoE",
+        model_type="qwen3_moe",
+        note="mixture of experts",
+        settings={**EXPERTS, "decoder_sparse_step": 1},
+    ),
+    Architecture(name="Llama", model_type="llama", note="Llama 2 and 3"),
+    Architecture(
+        name="Mistral",
+        model_type="mistral",
+        note="with `sliding_window=None`, as Mistral Nemo and Mistral Small",
+        settings={"sliding_window": None},
+    ),
+    Architecture(
+        name="Mixtral",
+        model_type="mixtral",
+        note="mixture of experts; with `sliding_window=None`",
+        settings={**EXPERTS, "sliding_window": None},
+    ),
+    Architecture(
+        name="Phi-3", model_type="phi3", note="fused projections", settings={"sliding_window": None}
+    ),
+    Architecture(
+        name="Gemma 2",
+        model_type="gemma2",
+        note="soft-capped logits; its sliding-window layers keep their own window",
+        # low caps, so that a dropped one shows
+        settings={**MIXED, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 20.0},
+        eager=True,
+    ),
+    Architecture(
+        name="Gemma 3",
+        model_type="gemma3_text",
+        note="text only; its sliding-window layers keep their own window",
+        settings=MIXED,
+    ),
+    Architecture(name="OLMo 2", model_type="olmo2"),
+    Architecture(
+        name="OLMo 3",
+        model_type="olmo3",
+        note="its sliding-window layers keep their own window",
+        settings=MIXED,
+    ),
+    Architecture(
+        name="GPT-OSS",
+        model_type="gpt_oss",
+        note="learned attention sinks; mixture of experts; its sliding-window layers keep their own window",
+        settings={**EXPERTS, **MIXED},
+        eager=True,
+    ),
+    Architecture(
+        name="Granite",
+        model_type="granite",
+        note="own scale of the logits",
+        settings={"attention_multiplier": 0.5},
+    ),
+    Architecture(
+        name="Cohere 2",
+        model_type="cohere2",
+        note="its sliding-window layers keep their own window",
+        settings=MIXED,
+    ),
+    Architecture(
+        name="DeepSeek-V3",
+        model_type="deepseek_v3",
+        note="multi-head latent attention: the cache holds the expanded keys and values, not the latents",
+        settings={
+            **EXPERTS,
+            "num_key_value_heads": 4,
+            "q_lora_rank": 16,
+            "kv_lora_rank": 16,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 16,
+            "v_head_dim": 20,
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+        },
+        drop=("head_dim",),
+    ),
+    Architecture(name="GLM-4", model_type="glm4", note="rotates half of a head's numbers"),
+    Architecture(
+        name="SmolLM3",
+        model_type="smollm3",
+        note="some layers without positions",
+        settings={"no_rope_layers": [0, 1]},
+    ),
+    Architecture(
+        name="GPT-2",
+        model_type="gpt2",
+        note="learned positions",
+        settings={"n_embd": 64, "n_head": 4, "n_layer": 2, "n_positions": 512},
+    ),
+    Architecture(name="GPT-NeoX", model_type="gpt_neox", note="Pythia"),
+    Architecture(
+        name="OPT",
+        model_type="opt",
+        note="learned positions",
+        settings={"ffn_dim": 64, "word_embed_proj_dim": 64},
+    ),
+)
+
+REFUSED = (
+    Architecture(
+        name="Mistral 7B v0.1",
+        model_type="mistral",
+        note="every layer slides; use a checkpoint with `sliding_window: null`",
+        settings={"sliding_window": 4096},
+        refusal="MistralForCausalLM leaves nothing for sfi to do: every layer attends to a sliding window",
+    ),
+    Architecture(
+        name="Bloom",
+        model_type="bloom",
+        note="computes ALiBi attention itself",
+        settings={"n_head": 4, "n_layer": 2},
+        refusal=NOT_ROUTED.format("BloomForCausalLM"),
+    ),
+    Architecture(
+        name="Falcon",
+        model_type="falcon",
+        note="computes attention itself",
+        drop=("head_dim",),
+        refusal=NOT_ROUTED.format("FalconForCausalLM"),
+    ),
+    Architecture(
+        name="Qwen3-Next",
+        model_type="qwen3_next",
+        note="linear attention in three layers of four",
+        settings={
+            **EXPERTS,
+            "linear_num_value_heads": 4,
+            "linear_num_key_heads": 2,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+            "shared_expert_intermediate_size": 32,
+            "layer_types": ["linear_attention", "full_attention"],
+        },
+        refusal="Qwen3NextForCausalLM has layers that sfi does not know, "
+        "cached as ['LinearAttentionLayer']",
+    ),
+    Architecture(
+        name="Llama 4",
+        model_type="llama4_text",
+        note="chunked attention in three layers of four",
+        settings={**EXPERTS, "intermediate_size_mlp": 64, "num_hidden_layers": 4},
+        refusal="Llama4ForCausalLM has chunked attention layers, which sfi does not know",
+    ),
+    Architecture(
+        name="Gemma 3n",
+        model_type="gemma3n_text",
+        note="text only; its last layers read another layer's keys and values",
+        settings={
+            "num_hidden_layers": 4,
+            "intermediate_size": [64] * 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "sliding_window": 12,
+            "num_kv_shared_layers": 2,
+            "vocab_size_per_layer_input": VOCABULARY,
+            "hidden_size_per_layer_input": 8,
+            "laurel_rank": 4,
+            "activation_sparsity_pattern": [0.0] * 4,
+            "altup_num_inputs": 2,
+        },
+        refusal="Gemma3nForCausalLM has 2 layers that read another layer's keys, "
+        "which sfi does not know",
+    ),
+    Architecture(
+        name="Mamba",
+        model_type="mamba",
+        note="a state space, no attention",
+        refusal=NOT_ROUTED.format("MambaForCausalLM"),
+    ),
+    Architecture(
+        name="T5",
+        model_type="t5",
+        settings={"d_model": 64, "d_ff": 64, "d_kv": 16, "num_layers": 2, "num_heads": 4},
+        note="encoder and decoder",
+        encoder_decoder=True,
+        refusal=ENCODER_DECODER.format("T5ForConditionalGeneration"),
+    ),
+    Architecture(
+        name="BART",
+        model_type="bart",
+        settings={
+            "d_model": 64,
+            "encoder_layers": 1,
+            "decoder_layers": 1,
+            "encoder_ffn_dim": 64,
+            "decoder_ffn_dim": 64,
+            "encoder_attention_heads": 4,
+            "decoder_attention_heads": 4,
+        },
+        note="encoder and decoder",
+        encoder_decoder=True,
+        refusal=ENCODER_DECODER.format("BartForConditionalGeneration"),
+    ),
+)
+
+BY_LABEL = {architecture.label: architecture for architecture in (*WORKS, *REFUSED)}
+
+
+@cache
+def tiny(label: str) -> Any:
+    """Build an architecture's model once for all tests; whoever changes it changes it back."""
+    return BY_LABEL[label].build()
+
+
+def prompts(*lengths: int) -> list[list[int]]:
+    """Make random prompts, none of whose tokens is padding."""
+    generator = torch.Generator().manual_seed(sum(lengths))
+    return [
+        torch.randint(2, VOCABULARY, (length,), generator=generator).tolist() for length in lengths
+    ]
+
+
+def padded(rows: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
+    """Pad prompts on the left, as `model.generate` takes them."""
+    width = max(map(len, rows))
+    return {
+        "input_ids": torch.tensor([[0] * (width - len(row)) + list(row) for row in rows]),
+        "attention_mask": torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows]),
+    }
+
+
+PAGE_TEXT = """\
+# Architectures
+
+Written by `python tests/architectures.py --write` from the list that
+`tests/core/test_architectures.py` runs; do not edit it by hand.
+
+sfi takes decoder-only models of transformers as they are, if their layers go through transformers'
+attention interface. Sliding-window layers keep their own window; sfi acts on the full-attention layers.
+
+## Tested
+
+As tiny random models in float32: with a budget of all positions sfi gives full attention's greedy tokens
+exactly, in ragged batches too. Other architectures that meet the conditions above are expected to work,
+but nobody has checked.
+
+| Architecture | `model_type` | Note |
+|---|---|---|
+{works}
+
+## Refused
+
+sfi stops with this message rather than run densely without a word.
+
+| Architecture | `model_type` | Why | Message |
+|---|---|---|---|
+{refused}
+"""
+
+
+def page() -> str:
+    """Write the documentation page."""
+    return PAGE_TEXT.format(
+        works="\n".join(f"| {a.name} | `{a.model_type}` | {a.note} |" for a in WORKS),
+        refused="\n".join(
+            f"| {a.name} | `{a.model_type}` | {a.note} | `{a.refusal}` |" for a in REFUSED
+        ),
+    )
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] != ["--write"]:
+        sys.exit("usage: python tests/architectures.py --write")
+    PAGE.write_text(page(), encoding="utf-8")

@@ -1,0 +1,38 @@
+"""Running `sfi` in a process of its own."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="session")
+def command() -> list[str]:
+    """The command line, from this checkout, installed or not."""
+    return [sys.executable, "-c", "from sfi_cli.app import main; main()"]
+
+
+@pytest.fixture(scope="session")
+def environment() -> dict[str, str]:
+    """An environment that finds this checkout, stays off the network and has a wide terminal."""
+    paths = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "traces")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
+
+
+@pytest.fixture(scope="session")
+def run(
+    command: list[str], environment: dict[str, str]
+) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run `sfi` with arguments."""
+
+    def call(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*command, *arguments], capture_output=True, text=True, env=environment, check=False
+        )
+
+    return call

@@ -1,0 +1,67 @@
+"""The command line as a whole: help, version, doctor."""
+
+import json
+import re
+import resource
+import shlex
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from sfi_cli import app as cli
+
+HELP_CPU_SECONDS = 0.5
+
+
+def test_help_takes_less_than_half_a_second_of_cpu(command, environment):
+    """Stated in the issue as a limit; the best of three, since other processes share the machine."""
+    best = 10.0
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([*command, "--help"], capture_output=True, env=environment, check=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        best = min(best, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    assert best < HELP_CPU_SECONDS
+
+
+def test_help_imports_neither_torch_nor_transformers(environment):
+    code = (
+        "import sys\n"
+        "from sfi_cli.app import app\n"
+        "try:\n    app(['generate', '--help'])\nexcept SystemExit:\n    pass\n"
+        "assert not {'torch', 'transformers', 'pyarrow'} & set(sys.modules), 'heavy import'\n"
+    )
+    subprocess.run([sys.executable, "-c", code], capture_output=True, env=environment, check=True)
+
+
+def test_version_is_printed(run):
+    result = run("--version")
+    assert (result.returncode, result.stdout) == (0, "sfi 0.1.0\n")
+
+
+@pytest.mark.parametrize("command", ["generate", "doctor"])
+def test_every_documented_example_parses(command):
+    """Examples in a command's help use options that exist."""
+    text = CliRunner().invoke(cli.app, [command, "--help"], env={"COLUMNS": "200"}).stdout
+    examples = re.findall(r"^\s*(sfi .*?)\s*$", text, re.MULTILINE)
+    assert examples
+    for example in examples:
+        words = [word for word in shlex.split(example)[1:] if word.startswith("-")]
+        assert all(word in text for word in words), example
+
+
+def test_doctor_tries_the_backends(run):
+    result = run("doctor", "--json")
+    document = json.loads(result.stdout)
+    checks = {check["name"]: check["ok"] for check in document["checks"]}
+    assert result.returncode == 0
+    assert checks["backend torch"] is True
+    assert {"machine", "versions", "triggers"} <= set(document)
+    assert {row["trigger"] for row in document["triggers"]} == {"'.'", "'?'", "'!'", "';'", r"'\n'"}
+
+
+def test_doctor_reads_well(run):
+    result = run("doctor")
+    assert "backend torch   ok" in result.stdout

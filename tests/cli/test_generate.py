@@ -1,0 +1,254 @@
+"""`sfi generate` from the outside: what it prints, and how it says no."""
+
+import json
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from sfi_cli import app as cli
+from sfi_core.errors import SfiError
+
+KEYS = {
+    "model", "policy", "preset", "config", "trigger_token_ids", "requests", "prefill_seconds", "decode_seconds",
+    "decode_tokens_per_second", "peak_memory_bytes", "paths", "versions", "device",
+}  # fmt: skip
+REQUEST_KEYS = {
+    "prompt_tokens", "token_ids", "text", "finish_reason", "slow_steps", "fast_steps", "slow_at", "reasons",
+    "mean_attended_tokens", "read_ratio",
+}  # fmt: skip
+PROMPT = "Later, Belora hid a red lantern under the old bridge.\nQuestion: What is written about Belora?\nAnswer:"
+
+
+def inside(*arguments: str, text: str = "") -> tuple[int, str, str]:
+    """Run in this process, which has torch loaded; errors end as `main` ends them."""
+    result = CliRunner().invoke(cli.app, list(arguments), input=text)
+    if isinstance(result.exception, SfiError):
+        return result.exception.exit_code, result.stdout, f"error: {result.exception}\n"
+    return result.exit_code, result.stdout, result.stderr
+
+
+@pytest.fixture(scope="module")
+def example() -> dict:
+    code, stdout, _ = inside("generate", "--json")
+    assert code == 0
+    return json.loads(stdout)
+
+
+def test_the_first_command_answers_the_bundled_question_word_for_word(run):
+    result = run("generate")
+    assert result.returncode == 0
+    assert "correct, word for word" in result.stderr
+    assert "full-kv" in result.stderr
+    assert "same tokens  yes" in result.stderr
+    assert result.stdout.startswith(" ")
+
+
+def test_the_document_has_the_keys_that_scripts_rely_on(example):
+    assert set(example) >= KEYS
+    assert set(example["requests"][0]) >= REQUEST_KEYS
+
+
+def test_sfi_finds_the_answer_reading_at_most_a_tenth_of_the_context(example):
+    """At least 2K tokens of document, a budget of at most 10 % of them."""
+    request = example["requests"][0]
+    assert request["prompt_tokens"] >= 2048
+    assert example["config"]["budget"] <= request["prompt_tokens"] / 10
+    assert example["exact_match"]
+    assert request["text"] == example["expected"]
+    assert example["comparison"]["requests"][0]["text"] == example["expected"]
+
+
+def test_the_slow_steps_are_those_of_eq_5_and_t_max(example):
+    config, request = example["config"], example["requests"][0]
+    triggers, delay = set(example["trigger_token_ids"]), config["trigger_delay"]
+    tokens, expected, since = request["token_ids"], [0], 0
+    for step in range(1, len(tokens)):
+        boundary = step - 1 - delay >= 0 and tokens[step - 1 - delay] in triggers
+        slow = (boundary and since + 1 >= config["min_gap"]) or since >= config["t_max"]
+        since = 0 if slow else since + 1
+        if slow:
+            expected.append(step)
+    assert expected == request["slow_at"]
+    assert len(expected) > 2
+
+
+def test_streaming_llm_fails_the_same_question_with_as_many_tokens(example):
+    code, stdout, _ = inside("generate", "--policy", "streaming-llm", "--no-compare", "--json")
+    document = json.loads(stdout)
+    assert code == 0
+    assert not document["exact_match"]
+    read = document["requests"][0]["mean_attended_tokens"]
+    assert read >= example["config"]["budget"]
+
+
+def test_full_kv_finds_the_answer():
+    _, stdout, _ = inside("generate", "--policy", "full-kv", "--json")
+    assert json.loads(stdout)["exact_match"]
+
+
+def test_a_prompt_may_come_from_stdin():
+    code, stdout, _ = inside("generate", "-", "-n", "4", "--quiet", "--policy", "full-kv", text=PROMPT)
+    assert (code, stdout.strip() != "") == (0, True)
+
+
+def test_the_same_seed_samples_the_same_text():
+    arguments = ("generate", PROMPT, "-n", "12", "--temperature", "1.5", "--seed", "3", "--quiet")
+    assert inside(*arguments) == inside(*arguments)
+
+
+def test_a_batch_gives_a_request_for_every_line(tmp_path):
+    lines = [json.dumps({"prompt": PROMPT}), json.dumps({"prompt": "Later, " + PROMPT})]
+    file = tmp_path / "batch.jsonl"
+    file.write_text("\n".join(lines))
+    _, stdout, _ = inside("generate", "--batch", str(file), "-n", "6", "--json")
+    assert len(json.loads(stdout)["requests"]) == 2
+
+
+def test_output_goes_to_a_file_which_is_not_overwritten(tmp_path):
+    file = tmp_path / "out.json"
+    arguments = ("generate", PROMPT, "-n", "3", "--json", "--quiet", "-o", str(file))
+    assert inside(*arguments)[:2] == (0, "")
+    first = file.read_text()
+    assert json.loads(first)["policy"] == "sfi"
+    code, _, error = inside(*arguments)
+    assert (code, error) == (2, f"error: output {file} exists; add --force to overwrite it\n")
+    assert file.read_text() == first
+    assert inside(*arguments, "--force")[0] == 0
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_options_win_over_the_config_file_and_that_over_the_preset(tmp_path):
+    file = tmp_path / "settings.toml"
+    file.write_text("budget = 32\nrecent = 16\n[selector]\nalpha_soft = 0.0\n")
+    arguments = ("--preset", "paper", "--config", str(file), "--budget", "48", "-n", "2", "--json")
+    config = json.loads(inside("generate", PROMPT, *arguments)[1])["config"]
+    assert (config["budget"], config["recent"], config["selector"]["alpha_soft"]) == (48, 16, 0.0)
+    assert (config["recent_mode"], config["trigger_delay"]) == ("sliding", 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (("--budget", "0"), 2, "budget must be positive, got 0"),
+        (("--budget", "-5"), 2, "budget must be positive, got -5"),
+        (("--t-max", "-1"), 2, "t_max must be at least 0, got -1"),
+        (("--policy", "sfl"), 2, "unknown policy 'sfl'; expected one of ('full-kv', 'sfi', "),
+        (("--preset", "papers"), 2, "unknown preset 'papers'; expected one of ('default', 'paper', 'released')"),
+        (("--recent-mode", "x"), 2, "unknown recent_mode 'x'; expected one of ('anchored', 'sliding')"),
+        (("--backend", "cuda"), 2, "unknown backend 'cuda'; expected one of ('auto', 'torch', 'triton')"),
+        (("--dtype", "int8"), 2, "unknown dtype 'int8'; expected one of "),
+        (("--trigger", "qqqq"), 2, "qqqq"),
+        (("-n", "0"), 2, "max_new_tokens must be positive, got 0"),
+        (("--temperature", "0"), 2, "temperature must be positive, got 0.0"),
+        (("--model", "./no/such/folder"), 3, "model folder ./no/such/folder does not exist"),
+        (("--prompt-file", "no-such-file"), 3, "prompt"),
+        (("--config", "no-such.toml"), 3, "config no-such.toml cannot be read: No such file or directory"),
+        (("--backend", "triton"), 4, "backend triton has no decode kernels in this version"),
+        (("--chat",), 3, "the model's tokenizer must have a chat template"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_line_and_an_exit_code(arguments, code, words):
+    prompt = () if "--prompt-file" in arguments else (PROMPT,)
+    got, stdout, stderr = inside("generate", *prompt, *arguments)
+    assert (got, stdout) == (code, "")
+    assert words in stderr
+    assert stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("budgett = 3\n", "unknown setting 'budgett'; expected one of ("),
+        ("[selector]\nalfa = 1\n", "unknown setting 'alfa'; expected one of ('alpha', "),
+        ("budget = \n", "not valid TOML"),
+        ('budget = "many"\n', "budget must be int, got 'many'"),
+    ],
+)
+def test_a_wrong_config_names_file_and_setting(tmp_path, content, words):
+    file = tmp_path / "wrong.toml"
+    file.write_text("\n" + content)
+    code, _, error = inside("generate", PROMPT, "--config", str(file))
+    assert code in {2, 3}
+    assert str(file) in error
+    assert words in error
+
+
+@pytest.mark.parametrize("line", ["{", '"text"', '{"prompt": ""}', '{"messages": []}', '{"text": "x"}'])
+def test_a_malformed_batch_names_file_and_line(tmp_path, line):
+    file = tmp_path / "batch.jsonl"
+    file.write_text(json.dumps({"prompt": "x"}) + "\n\n" + line + "\n")
+    code, _, error = inside("generate", "--batch", str(file))
+    assert code == 3
+    assert f"{file}, line 3: " in error
+
+
+def test_an_empty_prompt_is_refused():
+    assert inside("generate", "")[::2] == (3, "error: prompt must not be empty, got an empty text\n")
+
+
+def test_a_prompt_longer_than_the_positions_is_refused():
+    code, _, error = inside("generate", " and" * 17000)
+    assert code == 3
+    assert "must fit the model's 16384 positions" in error
+
+
+def test_an_unwritable_output_is_refused_before_the_model_loads(tmp_path):
+    code, _, error = inside("generate", PROMPT, "-o", str(tmp_path / "none" / "out.txt"))
+    assert code == 1
+    assert "cannot be written: No such file or directory" in error
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")
+def test_a_full_disk_is_one_line(command, environment):
+    with Path("/dev/full").open("w") as full:
+        result = subprocess.run(
+            [*command, "generate", PROMPT, "-n", "3", "--json", "--quiet"],
+            stdout=full, stderr=subprocess.PIPE, text=True, env=environment, check=False,
+        )  # fmt: skip
+    assert (result.returncode, result.stderr) == (
+        1,
+        "error: output stdout cannot be written: No space left on device\n",
+    )
+
+
+def test_ctrl_c_keeps_the_text_and_exits_130(command, environment):
+    with subprocess.Popen(
+        [*command, "generate", PROMPT, "-n", "16000", "--policy", "full-kv", "--do-sample"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**environment, "PYTHONUNBUFFERED": "1"},
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        first = process.stdout.read(1)
+        time.sleep(0.2)
+        process.send_signal(signal.SIGINT)
+        rest, error = process.communicate(timeout=60)
+    assert first + rest
+    if "ended by stop" not in error:  # the model may end its text before the signal comes
+        assert process.returncode == 130
+        assert "interrupted" in error
+        assert "Traceback" not in error
+
+
+def test_debug_shows_the_traceback(run):
+    result = run("--debug", "generate", PROMPT, "--budget", "0")
+    assert result.returncode == 1
+    assert "Traceback" in result.stderr
+
+
+def test_without_debug_there_is_none(run):
+    result = run("generate", PROMPT, "--budget", "0")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == "error: budget must be positive, got 0\n"
+
+
+def test_cuda_without_a_gpu_exits_4():
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("this machine has CUDA")
+    code, _, error = inside("generate", PROMPT, "--device", "cuda")
+    assert code == 4
+    assert error.startswith("error: device cuda is not on this machine")

@@ -1,0 +1,48 @@
+"""What the core's tests share: a tiny random model, the bundled tokenizer, and poisoned memory."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from sfi_core.bundled.tokenizer import build_tokenizer
+
+TINY = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 1024,
+}
+
+
+def tiny_qwen3(vocab_size: int = 96) -> Any:
+    """Make a random model whose attention is peaked enough to make selection matter."""
+    torch.manual_seed(0)
+    config = Qwen3Config(vocab_size=vocab_size, initializer_range=0.3, **TINY)
+    return Qwen3ForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="session")
+def tiny_model() -> Any:
+    return tiny_qwen3()
+
+
+@pytest.fixture(scope="session")
+def tiny_tokenizer() -> Any:
+    return build_tokenizer(TINY["max_position_embeddings"])
+
+
+@pytest.fixture
+def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fill what `Tensor.new_empty` returns with NaN, so that reading unwritten rows shows."""
+    allocate = torch.Tensor.new_empty
+
+    def poisoned(tensor: torch.Tensor, *size: Any, **options: Any) -> torch.Tensor:
+        out = allocate(tensor, *size, **options)
+        return out.fill_(torch.nan if out.is_floating_point() else -(2**30))
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)

@@ -1,0 +1,158 @@
+"""The paged KV cache: what is appended is found again, for every request, page size and dtype."""
+
+import pytest
+import torch
+
+from sfi_core.kv_cache import GROWTH, KVCache
+from sfi_kernels.pages import read_pages
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+B, H, D, E = 3, 2, 4, 6
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+class Written:
+    """A cache and, beside it, plain lists of what was appended to each request."""
+
+    def __init__(self, capacity: int, page_size: int | None = None, dtype=torch.float32):
+        self.cache = KVCache(B, capacity, page_size)
+        self.dtype = dtype
+        self.keys = [torch.empty(H, 0, D, dtype=dtype) for _ in range(B)]
+        self.values = [torch.empty(H, 0, E, dtype=dtype) for _ in range(B)]
+
+    def append(self, *count: int, layer: int = 0) -> None:
+        """Append `count[b]` tokens to request b, left-padded with NaN to a common length."""
+        key = torch.full((B, H, max(count), D), torch.nan, dtype=self.dtype)
+        value = torch.full((B, H, max(count), E), torch.nan, dtype=self.dtype)
+        start = [rows.shape[1] for rows in self.keys]
+        for row, new in enumerate(count):
+            own = slice(max(count) - new, None)
+            key[row, :, own] = torch.randn(H, new, D).to(self.dtype)
+            value[row, :, own] = torch.randn(H, new, E).to(self.dtype)
+            self.keys[row] = torch.cat([self.keys[row], key[row, :, own]], 1)
+            self.values[row] = torch.cat([self.values[row], value[row, :, own]], 1)
+        self.cache.append(layer, key, value, start, list(count))
+
+    def assert_found(self, layer: int = 0) -> None:
+        """Compare every cached token, and its key's norm, with what was appended."""
+        pages, table = self.cache.layers[layer], self.cache.block_table_BP
+        for row, (key, value) in enumerate(zip(self.keys, self.values, strict=True)):
+            length = key.shape[1]
+            assert torch.equal(read_pages(pages.key_PHND, table[row], 0, length)[0], key)
+            assert torch.equal(read_pages(pages.value_PHNE, table[row], 0, length)[0], value)
+            expected = key.double().pow(2).sum(-1).sqrt()
+            norms = self.cache.norms(layer, row, length)[0]
+            torch.testing.assert_close(norms.double(), expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("page_size", [None, 1, 5, 16, 64])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tokens_are_found_again_across_page_borders(page_size: int | None, dtype: torch.dtype):
+    written = Written(40, page_size, dtype)
+    for count in ((17, 17, 17), (1, 1, 1), (15, 15, 15), (7, 7, 7)):
+        written.append(*count)
+        written.assert_found()
+
+
+@pytest.mark.parametrize("page_size", [None, 1, 5, 16])
+def test_left_padding_is_dropped_on_the_way_in(page_size: int | None):
+    """Position j is the j-th token of the request's own prompt."""
+    written = Written(40, page_size)
+    written.append(12, 1, 7)
+    written.append(1, 1, 1)
+    written.append(5, 20, 0)
+    written.assert_found()
+
+
+def test_a_finished_request_gets_no_token():
+    written = Written(20)
+    written.append(4, 4, 4)
+    written.append(1, 0, 1)
+    assert [key.shape[1] for key in written.keys] == [5, 4, 5]
+    written.assert_found()
+
+
+def test_nothing_is_written_beyond_a_request_s_tokens():
+    written = Written(20, 5)
+    written.append(12, 1, 7)
+    written.append(1, 1, 1)
+    pages, table = written.cache.layers[0], written.cache.block_table_BP
+    for row, key in enumerate(written.keys):
+        rest = read_pages(pages.key_PHND, table[row], key.shape[1], 20)
+        assert rest.isnan().all()
+
+
+def test_layers_do_not_share_pages():
+    first = Written(20)
+    first.append(5, 3, 4)
+    second = Written(20)
+    second.cache = first.cache
+    second.append(5, 3, 4, layer=1)
+    first.assert_found(0)
+    second.assert_found(1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_norms_are_computed_in_float32(dtype: torch.dtype):
+    """A float16 norm of these keys would overflow, a bfloat16 one round to 3 digits."""
+    cache = KVCache(1, 4)
+    key = torch.tensor([40000.0, 30000.0, 1000.0, 40000.0]).to(dtype).expand(1, 1, 1, D)
+    cache.append(0, key, key, [0], [1])
+    norm = cache.norms(0, 0, 1)
+    assert norm.dtype == torch.float32
+    expected = torch.linalg.vector_norm(key[0, 0, 0].double())
+    torch.testing.assert_close(norm.double().item(), expected.item(), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(("capacity", "page_size", "room"), [(10, None, 10), (10, 4, 12)])
+def test_one_token_too_many_is_refused(capacity: int, page_size: int | None, room: int):
+    """Several pages round the room up to whole pages."""
+    written = Written(capacity, page_size)
+    written.append(room, 1, 1)
+    written.assert_found()
+    with pytest.raises(ValueError, match=f"^cache holds {room} tokens a request, got {room + 1}$"):
+        written.append(1, 1, 1)
+
+
+@pytest.mark.parametrize("wanted", [11, 30, 2000])
+def test_a_grown_cache_keeps_what_it_held(wanted: int):
+    written = Written(10)
+    written.append(10, 4, 7)
+    written.cache.grow(wanted)
+    assert written.cache.capacity >= wanted + min(GROWTH, wanted)
+    written.assert_found()
+    written.append(1, 7, 4)
+    written.assert_found()
+
+
+def test_growing_to_what_fits_does_nothing():
+    written = Written(10)
+    written.append(10, 10, 10)
+    before = written.cache.layers[0].key_PHND
+    written.cache.grow(10)
+    assert written.cache.layers[0].key_PHND is before
+    assert written.cache.capacity == 10
+
+
+def test_a_cache_of_several_pages_refuses_to_grow():
+    written = Written(10, 5)
+    with pytest.raises(ValueError, match=r"^a cache of 2 pages a request cannot grow$"):
+        written.cache.grow(11)
+
+
+def test_one_page_per_request_is_a_contiguous_tensor():
+    """PyTorch's SDPA reads it without a copy (DESIGN 3.4)."""
+    written = Written(20)
+    written.append(6, 6, 6)
+    pages = written.cache.layers[0]
+    assert pages.key_PHND.shape == (B, H, 20, D)
+    assert pages.value_PHNE.shape == (B, H, 20, E)
+    assert pages.key_PHND.is_contiguous()
+    assert torch.equal(pages.key_PHND[:, :, :6], torch.stack(written.keys))
+
+
+def test_the_block_table_gives_every_request_pages_of_its_own():
+    cache = KVCache(3, 33, 16)
+    assert cache.block_table_BP.shape == (3, 3)
+    assert sorted(cache.block_table_BP.flatten().tolist()) == list(range(9))
+    assert cache.block_table_BP.dtype == torch.int32

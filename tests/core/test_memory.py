@@ -1,0 +1,214 @@
+"""The forecast of a run's memory: hand arithmetic, and what is really allocated."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import sfi_core
+from sfi_core import memory
+from sfi_core.config import SfiConfig
+from sfi_core.errors import MemoryForecastError
+from sfi_core.memory import Forecast, LayerShape, check_fits, forecast
+
+CPU = torch.device("cpu")
+CONFIG = SfiConfig(sink=3, recent=6, budget=5, trigger_token_ids=(1,))
+# the tiny model's: 2 KV heads, keys and values of 8 numbers of 4 bytes
+FULL = LayerShape(heads=2, key_width=8, value_width=8, itemsize=4)
+SLIDING = LayerShape(heads=2, key_width=8, value_width=8, itemsize=4, window=10)
+
+
+def expect(model: Any, layers: list[LayerShape], config: SfiConfig = CONFIG, **changes: Any):
+    sizes = {"selects": True, "batch": 3, "prompt_tokens": 30, "capacity": 40, **changes}
+    return forecast(model, layers, config, **sizes)
+
+
+def test_a_layer_s_row_is_a_key_and_a_value_of_every_head():
+    assert FULL.row_bytes == 2 * (8 + 8) * 4
+    wide = LayerShape(heads=1, key_width=192, value_width=128, itemsize=2)
+    assert wide.row_bytes == 640
+
+
+def test_the_forecast_of_a_known_model_equals_hand_arithmetic(tiny_model: Any):
+    expected = expect(tiny_model, [FULL, FULL])
+    assert expected.kv_bytes == 2 * 128 * 3 * 40  # layers x row x requests x tokens
+    assert expected.norm_bytes == 2 * 2 * 4 * 3 * 40
+    assert expected.packed_bytes == 2 * 128 * 3 * (3 + 5)
+    assert expected.sliding_bytes == 0
+    # the MLP's (3 x 32 + 4 x 64) numbers by 90 prompt tokens, and two copies of 96 logits by 3 requests
+    assert expected.workspace_bytes == 1408 * 90 + 768 * 3
+
+
+def test_sliding_layers_keep_their_window_only(tiny_model: Any):
+    expected = expect(tiny_model, [FULL, SLIDING])
+    assert expected.kv_bytes == 128 * 3 * 40
+    assert expected.norm_bytes == 2 * 4 * 3 * 40
+    assert expected.packed_bytes == 128 * 3 * 8
+    assert expected.sliding_bytes == 128 * 3 * 10
+    assert expect(tiny_model, [FULL, SLIDING], capacity=7).sliding_bytes == 128 * 3 * 7
+
+
+def test_a_budget_beyond_the_capacity_packs_no_more_than_the_capacity(tiny_model: Any):
+    expected = expect(tiny_model, [FULL], CONFIG.replace(budget=1000))
+    assert expected.packed_bytes == 128 * 3 * (3 + 40)
+
+
+def test_a_policy_that_selects_nothing_packs_the_sinks_only(tiny_model: Any):
+    expected = expect(tiny_model, [FULL], selects=False)
+    assert expected.packed_bytes == 128 * 3 * 3
+
+
+def test_the_selector_s_tensors_count_where_they_are_the_largest(tiny_model: Any):
+    """4 numbers for each of 4 query heads x 16 queries and 12 for each of 2 KV heads, by position."""
+    expected = expect(tiny_model, [FULL], capacity=1000, prefill_chunk=8)
+    assert expected.workspace_bytes == (4 * 4 * 16 + 12 * 2) * 1000 * 4
+    lighter = expect(tiny_model, [FULL], capacity=1000, prefill_chunk=8, selects=False)
+    assert lighter.workspace_bytes == 1408 * 3 * 8 + 768 * 3
+
+
+def test_reading_the_prompt_in_pieces_needs_less(tiny_model: Any):
+    sizes = [
+        expect(tiny_model, [FULL], prompt_tokens=900, capacity=1000, prefill_chunk=chunk)
+        for chunk in (0, 2000, 900, 450)
+    ]
+    whole, longer, same, half = (size.workspace_bytes for size in sizes)
+    assert whole == longer == same > half
+
+
+def test_the_total_is_the_sum_and_the_need_leaves_out_what_is_in_use():
+    numbers = {
+        "resident_bytes": 100000,
+        "kv_bytes": 20000,
+        "norm_bytes": 3000,
+        "packed_bytes": 400,
+        "sliding_bytes": 50,
+        "workspace_bytes": 6,
+    }
+    assert Forecast(**numbers).total_bytes == 123456
+    assert Forecast(**numbers).needed_bytes == 23456
+
+
+@pytest.mark.parametrize("policy", ["sfi", "streaming-llm", "oracle-top-k", "full-kv"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_forecast_is_what_a_run_allocates(tiny_model: Any, policy: str, dtype: torch.dtype):
+    def size(*tensors: torch.Tensor) -> int:
+        return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+
+    model = copy.deepcopy(tiny_model).to(dtype)
+    with sfi_core.slow_fast(model, None, CONFIG, policy=policy) as session:
+        expected = session.forecast(3, 30, 40)
+        model.generate(
+            torch.arange(90).view(3, 30),
+            attention_mask=torch.ones(3, 30, dtype=torch.long),
+            max_new_tokens=10,
+            do_sample=False,
+            pad_token_id=0,
+            eos_token_id=None,
+        )
+        pages, segments = session.run.cache.layers.values(), session.run.segments.values()
+    assert expected.kv_bytes == sum(size(p.key_PHND, p.value_PHNE) for p in pages)
+    assert expected.norm_bytes == sum(size(p.norm_PHN) for p in pages)
+    assert expected.packed_bytes == sum(size(s.key_BHSD, s.value_BHSE) for s in segments)
+
+
+def fake_free(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kilobytes: int) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text(f"MemTotal: 99999999 kB\nMemAvailable: {kilobytes} kB\n")
+    monkeypatch.setattr(memory, "MEMINFO", meminfo)
+
+
+def need(**numbers: int) -> Forecast:
+    parts = ["resident", "kv", "norm", "packed", "sliding", "workspace"]
+    return Forecast(**{f"{part}_bytes": numbers.get(part, 0) for part in parts})
+
+
+def test_a_run_that_does_not_fit_is_refused_with_the_numbers(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    fake_free(monkeypatch, tmp_path, 3_000_000)
+    expected = need(
+        resident=9_000_000_000,
+        kv=2_000_000_000,
+        norm=500_000_000,
+        packed=250_000_000,
+        workspace=1_000_000_000,
+    )
+    with pytest.raises(MemoryForecastError) as caught:
+        check_fits(expected, CPU)
+    assert str(caught.value) == (
+        "the run must fit 3.07 GB of free memory, got a forecast of 3.75 GB (2.50 GB KV cache, "
+        "0.25 GB packed, 1.00 GB workspace); lower the batch or max_new_tokens"
+    )
+
+
+def test_the_advice_is_what_would_help_most(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    fake_free(monkeypatch, tmp_path, 1)
+    with pytest.raises(MemoryForecastError, match=r"; lower prefill_chunk$"):
+        check_fits(need(kv=1000, workspace=2000), CPU)
+    with pytest.raises(MemoryForecastError, match=r"; lower the batch or max_new_tokens$"):
+        check_fits(need(kv=2000, workspace=1000), CPU)
+
+
+def test_what_is_in_use_already_need_not_be_free(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    fake_free(monkeypatch, tmp_path, 1)
+    check_fits(need(resident=10**9, kv=1024), CPU)
+    with pytest.raises(MemoryForecastError):
+        check_fits(need(resident=10**9, kv=1025), CPU)
+
+
+def test_a_system_that_does_not_tell_its_free_memory_refuses_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.setattr(memory, "MEMINFO", tmp_path / "absent")
+    assert memory.free_bytes(CPU) is None
+    check_fits(need(kv=10**15), CPU)
+
+
+def test_generate_refuses_before_it_allocates(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_model: Any
+):
+    fake_free(monkeypatch, tmp_path, 1)
+    told = []
+    with pytest.raises(MemoryForecastError, match=r"^the run must fit 0\.00 GB of free memory"):
+        sfi_core.generate(tiny_model, None, [[1, 2]], CONFIG, on_token=told.append)
+    assert told == []
+
+
+def test_the_peak_covers_what_was_in_use_and_what_came_and_went():
+    size = 64 * 2**20
+    memory.reset_peak(CPU)
+    before = memory.resident_bytes(CPU)
+    block = torch.ones(size, dtype=torch.uint8)
+    assert memory.resident_bytes(CPU) >= before + 0.9 * size
+    del block
+    assert memory.peak_bytes(CPU) >= before + 0.9 * size
+
+
+def test_resetting_the_peak_forgets_what_came_and_went():
+    block = torch.ones(64 * 2**20, dtype=torch.uint8)
+    del block
+    high = memory.peak_bytes(CPU)
+    try:
+        memory.CLEAR_REFS.write_text("5")
+    except OSError:
+        pytest.skip("this system does not let a process reset its peak")
+    memory.reset_peak(CPU)
+    assert memory.resident_bytes(CPU) <= memory.peak_bytes(CPU) < high
+
+
+def test_a_peak_that_cannot_be_reset_is_the_process_s(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.setattr(memory, "CLEAR_REFS", tmp_path)  # writing to a folder is an OSError
+    memory.reset_peak(CPU)
+    assert memory.peak_bytes(CPU) >= memory.resident_bytes(CPU)
+
+
+def test_a_system_without_proc_still_knows_its_peak(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.setattr(memory, "STATUS", tmp_path / "absent")
+    assert memory.peak_bytes(CPU) > 2**20
+    assert memory.resident_bytes(CPU) > 2**20

@@ -1,0 +1,92 @@
+"""The packed segment: refreshed in place, shrinking and growing."""
+
+import pytest
+import torch
+
+from sfi_core.kv_cache import KVCache
+from sfi_core.packed_segment import PackedSegment
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+B, H, D, E, SINK, T = 2, 2, 3, 5, 2, 30
+
+
+class Packed:
+    """A segment over a filled cache."""
+
+    def __init__(self, rows: int, page_size: int | None = 8) -> None:
+        self.key, self.value = torch.randn(B, H, T, D), torch.randn(B, H, T, E)
+        self.cache = KVCache(B, T, page_size)
+        self.pages = self.cache.append(0, self.key, self.value, [0] * B, [T] * B)
+        self.segment = PackedSegment(B, rows, self.pages)
+
+    def repack(self, row: int, index: list[list[int]] | None, sink: int = SINK) -> None:
+        index_BHK = None if index is None else torch.tensor([index], dtype=torch.int32)
+        self.segment.repack(row, sink, index_BHK, self.pages, self.cache.block_table_BP)
+
+    def assert_holds(self, row: int, *heads: list[int]) -> None:
+        """Compare positions, keys and values of a request with what it should hold."""
+        for h, positions in enumerate(heads):
+            n = len(positions)
+            index = self.segment.index_BHS[row, h].tolist()
+            assert index == positions + [-1] * (len(index) - n)
+            assert self.segment.length_BH[row, h] == n
+            assert torch.equal(self.segment.key_BHSD[row, h, :n], self.key[row, h, positions])
+            assert torch.equal(self.segment.value_BHSE[row, h, :n], self.value[row, h, positions])
+
+
+@pytest.mark.parametrize("page_size", [None, 1, 8, 64])
+def test_sinks_come_first_then_the_selected_of_each_head(page_size: int | None):
+    packed = Packed(6, page_size)
+    packed.repack(0, [[5, 9, 20], [2, 3, 29]])
+    packed.assert_holds(0, [0, 1, 5, 9, 20], [0, 1, 2, 3, 29])
+
+
+def test_a_smaller_selection_forgets_the_larger_one():
+    packed = Packed(6)
+    packed.repack(0, [[5, 9, 20, 21], [2, 3, 28, 29]])
+    packed.repack(0, [[7], [8]])
+    packed.assert_holds(0, [0, 1, 7], [0, 1, 8])
+    packed.repack(0, [[5, 9, 20, 22], [2, 3, 27, 29]])
+    packed.assert_holds(0, [0, 1, 5, 9, 20, 22], [0, 1, 2, 3, 27, 29])
+
+
+def test_padding_counts_for_its_own_head_only():
+    packed = Packed(6)
+    packed.repack(0, [[5, -1, -1], [2, 3, 29]])
+    packed.assert_holds(0, [0, 1, 5], [0, 1, 2, 3, 29])
+
+
+def test_refreshing_a_request_leaves_the_others_alone():
+    packed = Packed(6)
+    packed.repack(0, [[5, 9], [2, 3]])
+    packed.repack(1, [[4], [6]])
+    packed.assert_holds(0, [0, 1, 5, 9], [0, 1, 2, 3])
+    packed.assert_holds(1, [0, 1, 4], [0, 1, 6])
+
+
+@pytest.mark.parametrize("index", [None, [[], []]])
+def test_without_a_selection_only_the_sinks_are_packed(index: list[list[int]] | None):
+    packed = Packed(6)
+    packed.repack(0, [[5, 9], [2, 3]])
+    packed.repack(0, index)
+    packed.assert_holds(0, [0, 1], [0, 1])
+
+
+def test_nothing_at_all_may_be_packed():
+    packed = Packed(6)
+    packed.repack(0, None, sink=0)
+    packed.assert_holds(0, [], [])
+
+
+def test_a_new_segment_is_empty():
+    assert Packed(6).segment.length_BH.tolist() == [[0, 0], [0, 0]]
+    assert (Packed(6).segment.index_BHS == -1).all()
+
+
+def test_a_segment_grows_with_a_cache_that_grew():
+    """A run of unknown length plans its rows before it knows them; the other requests stay as they are."""
+    packed = Packed(4)
+    packed.repack(1, [[4, 6], [5, 7]])
+    packed.repack(0, [[5, 9, 20, 21], [2, 3, 28, -1]])
+    packed.assert_holds(0, [0, 1, 5, 9, 20, 21], [0, 1, 2, 3, 28])
+    packed.assert_holds(1, [0, 1, 4, 6], [0, 1, 5, 7])

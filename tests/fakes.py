@@ -1,0 +1,138 @@
+"""Stand-ins for the parts a test does not want, and the plain computations that tests compare with."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from sfi_core.observer import SelectionEvent, StepEvent
+
+
+class ScriptedModel:
+    """A model for `decode` whose next tokens are written down: token t of request b is `script[b][t]`."""
+
+    def __init__(self, script: Sequence[Sequence[int]], stop: int | None = None, vocab: int = 100):
+        self.script, self.stop, self.vocab = script, stop, vocab
+        self.calls: list[object] = []
+        self.finished = [False] * len(script)
+        self.t = 0
+
+    def prefill(self) -> torch.Tensor:
+        self.calls.append("prefill")
+        return self._logits()
+
+    def step(self, token_B: list[int]) -> torch.Tensor:
+        self.calls.append(list(token_B))
+        self.t += 1
+        return self._logits()
+
+    def record(self, token_B: list[int]) -> bool:
+        self.calls.append(("record", list(token_B)))
+        self.finished = [
+            done or token == self.stop for done, token in zip(self.finished, token_B, strict=True)
+        ]
+        return all(self.finished)
+
+    def _logits(self) -> torch.Tensor:
+        ids = torch.tensor([row[self.t] for row in self.script])
+        return torch.nn.functional.one_hot(ids, self.vocab).float()
+
+
+class RecordingObserver:
+    """Keeps every event and span, in order."""
+
+    def __init__(self) -> None:
+        self.steps: list[StepEvent] = []
+        self.selections: list[SelectionEvent] = []
+        self.spans: list[tuple[str, int | None]] = []
+        self.open = 0
+
+    def on_step(self, event: StepEvent) -> None:
+        self.steps.append(event)
+
+    def on_selection(self, event: SelectionEvent) -> None:
+        self.selections.append(event)
+
+    @contextmanager
+    def span(self, name: str, layer: int | None = None) -> Iterator[None]:
+        self.spans.append((name, layer))
+        self.open += 1
+        try:
+            yield
+        finally:
+            self.open -= 1
+
+
+def plain_attention(
+    query_BHGWD: torch.Tensor,
+    key_BHTD: torch.Tensor,
+    value_BHTE: torch.Tensor,
+    scale: float,
+    *,
+    visible: torch.Tensor | None = None,
+    soft_cap: float | None = None,
+    sink_HG: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend in float64, the textbook's way; `visible` broadcasts to [B, H, G, W, T].
+
+    Returns:
+        out, [B, H, G, W, E], zeros where a query sees nothing, and the log-sum-exp of the logits.
+    """
+    query, key, value = query_BHGWD.double(), key_BHTD.double(), value_BHTE.double()
+    logits = torch.einsum("bhgwd,bhtd->bhgwt", query, key) * scale
+    if soft_cap is not None:
+        logits = soft_cap * torch.tanh(logits / soft_cap)
+    weight = logits.exp()
+    if visible is not None:
+        weight = weight * visible
+    total = weight.sum(-1)
+    whole = total if sink_HG is None else total + sink_HG.double().exp()[:, :, None]
+    share = torch.where(whole > 0, 1 / whole, 0.0).unsqueeze(-1) * weight
+    return torch.einsum("bhgwt,bhte->bhgwe", share, value), total.log()
+
+
+def causal_mask(W: int, T: int) -> torch.Tensor:
+    """Say which of T keys each of the last W queries sees, [W, T]."""
+    return torch.arange(T) <= torch.arange(T - W, T)[:, None]
+
+
+def error_bound(
+    query_BHGWD: torch.Tensor, key_BHTD: torch.Tensor, value_BHTE: torch.Tensor, scale: float
+) -> tuple[float, float]:
+    """Bound the error of attention on these very inputs: of the output, and of the log-sum-exp.
+
+    A float32 dot product of D terms is off by at most D + 2 roundings of the sum of its terms' sizes, and a
+    softmax weight by twice what its logits are. The output is a mean of values, so it is off by no more
+    than the weights' relative error times the largest value, plus two roundings in the inputs' own precision:
+    one of the weights, which a low-precision product takes, one of the result. The log-sum-exp of
+    low-precision inputs may be off by a rounding of theirs: PyTorch's kernel takes a short exponential there,
+    and what it weighs is rounded anyway.
+    """
+    sizes = torch.einsum("bhgwd,bhtd->bhgwt", query_BHGWD.double().abs(), key_BHTD.double().abs())
+    rounding = torch.finfo(torch.float32).eps
+    logit = float(sizes.max()) * scale * (key_BHTD.shape[-1] + 2) * rounding
+    own = torch.finfo(query_BHGWD.dtype).eps
+    lse = logit + 8 * rounding * (1 + float(sizes.max()) * scale)
+    out = float(value_BHTE.double().abs().max()) * (2 * logit + 2 * own + 8 * rounding)
+    return out, lse if own == rounding else lse + own
+
+
+def paged(
+    rows: Sequence[torch.Tensor], page_size: int, spare_pages: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Store `[H, T, ...]` tensors of different T in pages, shuffled; what is not written is NaN.
+
+    Returns:
+        The pages, `[P, H, N, ...]`, and the block table, `[B, pages of a request]` int32.
+    """
+    per_request = max(-(-row.shape[1] // page_size) for row in rows) + spare_pages
+    H, *rest = rows[0].shape[0], *rows[0].shape[2:]
+    count = per_request * len(rows)
+    pages = torch.full((count, H, page_size, *rest), torch.nan, dtype=rows[0].dtype)
+    table = torch.randperm(count, generator=torch.Generator().manual_seed(count)).int()
+    table_BP = table.view(len(rows), per_request)
+    for row, own in zip(rows, table_BP.tolist(), strict=True):
+        for slot, start in enumerate(range(0, row.shape[1], page_size)):
+            part = row[:, start : start + page_size]
+            pages[own[slot], :, : part.shape[1]] = part
+    return pages, table_BP

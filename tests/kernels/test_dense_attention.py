@@ -1,0 +1,135 @@
+"""Dense attention and the window's logits (Eq. 4), over pages, against float64."""
+
+import pytest
+import torch
+
+from sfi_kernels.dense_attention import dense_attention, reference, window_logits
+from tests.fakes import causal_mask, error_bound, paged, plain_attention
+
+H, G, D = 2, 2, 16
+SCALE = 0.3
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+PAGE_SIZES = [16, 64, 1000]  # several pages, a page that is not full, one page for all
+LENGTHS = [65, 9, 130]
+
+
+class History:
+    """Requests of different lengths, their last W tokens' queries, and the same keys in pages."""
+
+    def __init__(self, page_size: int, W: int, lengths=LENGTHS, E: int = D, dtype=torch.float32):
+        self.query = torch.randn(len(lengths), H, G, W, D).to(dtype)
+        self.keys = [torch.randn(H, T, D).to(dtype) for T in lengths]
+        self.values = [torch.randn(H, T, E).to(dtype) for T in lengths]
+        self.length_B = torch.tensor(lengths, dtype=torch.int32)
+        self.key_PHND, self.table_BP = paged(self.keys, page_size)
+        self.value_PHNE, _ = paged(self.values, page_size)
+
+    def attend(self, **options) -> torch.Tensor:
+        pages = (self.key_PHND, self.value_PHNE, self.table_BP, self.length_B)
+        return dense_attention.reference(self.query, *pages, scale=SCALE, **options)
+
+    def logits(self, **options) -> torch.Tensor:
+        pages = (self.key_PHND, self.table_BP, self.length_B)
+        return window_logits.reference(self.query, *pages, scale=SCALE, **options)
+
+    def assert_plain(self, **options):
+        """Compare each request with float64 attention over its own tokens."""
+        out = self.attend(**options)
+        assert out.dtype == self.query.dtype
+        W = self.query.shape[3]
+        for row, (key, value) in enumerate(zip(self.keys, self.values, strict=True)):
+            segment = self.query[row : row + 1], key[None], value[None]
+            visible = causal_mask(W, key.shape[1])
+            expected, _ = plain_attention(*segment, SCALE, visible=visible, **options)
+            atol, _ = error_bound(*segment, SCALE)
+            torch.testing.assert_close(
+                out[row : row + 1].double(), expected, rtol=torch.finfo(out.dtype).eps, atol=atol
+            )
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize("W", [1, 2, 9])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_queries_attend_causally_to_their_own_request(page_size: int, W: int, dtype: torch.dtype):
+    History(page_size, W, dtype=dtype).assert_plain()
+
+
+@pytest.mark.parametrize("T", [1, 63, 64, 65, 1000])
+def test_a_whole_prompt_attends_to_itself(T: int):
+    History(64, W=T, lengths=[T]).assert_plain()
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize("W", [1, 9])
+def test_values_may_be_wider_than_keys(page_size: int, W: int):
+    History(page_size, W, E=24).assert_plain()
+
+
+@pytest.mark.parametrize("W", [1, 9])
+def test_a_soft_cap_bends_every_logit(W: int):
+    History(16, W).assert_plain(soft_cap=0.5)
+
+
+@pytest.mark.parametrize("W", [1, 9])
+def test_a_learned_sink_takes_its_weight_once(W: int):
+    sink_HG = torch.tensor([[2.0, -1.0], [0.0, 4.0]])
+    History(16, W).assert_plain(sink_HG=sink_HG)
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize("W", [1, 2, 9])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_logit_is_the_scaled_product_and_later_keys_have_none(
+    page_size: int, W: int, dtype: torch.dtype
+):
+    """Eq. 4."""
+    history = History(page_size, W, dtype=dtype)
+    logits = history.logits()
+    assert (logits.shape, logits.dtype) == ((3, H, G, W, max(LENGTHS)), torch.float32)
+    for row, key in enumerate(history.keys):
+        T = key.shape[1]
+        expected = torch.full((H, G, W, max(LENGTHS)), -torch.inf, dtype=torch.float64)
+        product = torch.einsum("hgwd,htd->hgwt", history.query[row].double(), key.double())
+        expected[..., :T] = (product * SCALE).masked_fill(~causal_mask(W, T), -torch.inf)
+        torch.testing.assert_close(logits[row].double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("T", [1, reference.CHUNK, reference.CHUNK + 1, 2 * reference.CHUNK + 63])
+def test_logits_do_not_depend_on_the_chunks_they_are_computed_in(T: int):
+    history = History(64, W=1, lengths=[T])
+    expected = torch.einsum("bhgwd,htd->bhgwt", history.query, history.keys[0]) * SCALE
+    torch.testing.assert_close(history.logits(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_logits_bend_under_the_soft_cap():
+    history = History(16, W=3)
+    expected = 0.5 * torch.tanh(history.logits() / 0.5)
+    seen = history.logits().isfinite()
+    torch.testing.assert_close(history.logits(soft_cap=0.5)[seen], expected[seen])
+    assert (history.logits(soft_cap=0.5)[~seen] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("W", [1, 9])
+def test_the_softmax_of_the_logits_is_the_attention(W: int):
+    """The Selector ranks by what dense attention reads."""
+    history = History(16, W, lengths=[65])
+    weight = history.logits().softmax(-1)
+    out = torch.einsum("bhgwt,hte->bhgwe", weight, history.values[0])
+    torch.testing.assert_close(history.attend(), out, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_a_request_in_a_batch_computes_what_it_computes_alone(page_size: int):
+    history = History(page_size, W=2)
+    together, logits = history.attend(), history.logits()
+    for row, T in enumerate(LENGTHS):
+        one = slice(row, row + 1)
+        history_pages = (history.table_BP[one], history.length_B[one])
+        alone = dense_attention.reference(
+            history.query[one], history.key_PHND, history.value_PHNE, *history_pages, scale=SCALE
+        )
+        alone_logits = window_logits.reference(
+            history.query[one], history.key_PHND, *history_pages, scale=SCALE
+        )
+        assert torch.equal(together[one], alone)
+        assert torch.equal(logits[one, ..., :T], alone_logits)

@@ -1,0 +1,142 @@
+"""The fast step: two segments in one softmax equal dense attention under Eq. 25's mask."""
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from sfi_core.sparse_state import attended_positions
+from sfi_kernels.pack import pack
+from sfi_kernels.sparse_attention import sparse_attention
+from tests.fakes import error_bound, paged, plain_attention
+
+H, G, D = 2, 2, 16
+SCALE = 0.3
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+# by request and KV head, sinks included: ragged, and heads that hold different numbers of tokens
+PACKED = [
+    [[0, 1, 5, 30], [0, 1, 2, 3, 4, 40, 41]],
+    [[0, 1, 3], [0, 1]],
+    [[0, 1], [0, 1, *range(50, 90)]],
+]
+LENGTHS, STARTS = [65, 9, 130], [50, 5, 100]
+
+
+@dataclass
+class FastStep:
+    """A fast step over a small cache, and the dense computation that it must equal."""
+
+    packed: list[list[list[int]]] = field(default_factory=lambda: PACKED)
+    lengths: list[int] = field(default_factory=lambda: LENGTHS)
+    starts: list[int] = field(default_factory=lambda: STARTS)
+    page_size: int = 16
+    width: int = D
+    dtype: torch.dtype = torch.float32
+    spare: int = 3
+
+    def __post_init__(self) -> None:
+        B = len(self.lengths)
+        S = max(len(head) for row in self.packed for head in row) + self.spare
+        self.query = torch.randn(B, H, G, D).to(self.dtype)
+        self.keys = [torch.randn(H, T, D).to(self.dtype) for T in self.lengths]
+        self.values = [torch.randn(H, T, self.width).to(self.dtype) for T in self.lengths]
+        self.index_BHS = torch.tensor(
+            [[head + [-1] * (S - len(head)) for head in row] for row in self.packed],
+            dtype=torch.int32,
+        )
+        self.length_B = torch.tensor(self.lengths, dtype=torch.int32)
+        self.start_B = torch.tensor(self.starts, dtype=torch.int32)
+        self.key_PHND, self.table_BP = paged(self.keys, self.page_size)
+        self.value_PHNE, _ = paged(self.values, self.page_size)
+
+    def segment(self, pages: torch.Tensor) -> torch.Tensor:
+        """Pack, then spoil every row that does not count."""
+        out = pages.new_zeros(*self.index_BHS.shape, pages.shape[3])
+        pack(pages, self.table_BP, self.index_BHS, out)
+        return out.masked_fill((self.index_BHS < 0)[..., None], torch.nan)
+
+    def attend(self, rows: slice = slice(None), **options) -> torch.Tensor:
+        return sparse_attention.reference(
+            self.query[rows],
+            self.segment(self.key_PHND)[rows],
+            self.segment(self.value_PHNE)[rows],
+            (self.index_BHS >= 0).sum(2, dtype=torch.int32)[rows],
+            self.key_PHND,
+            self.value_PHNE,
+            self.table_BP[rows],
+            self.start_B[rows],
+            self.length_B[rows],
+            scale=SCALE,
+            **options,
+        )
+
+    def assert_plain(self, **options):
+        """Compare with float64 attention under the mask of Eq. 25."""
+        out = self.attend(**options)
+        assert out.dtype == self.dtype
+        mask_BHT = attended_positions(self.index_BHS, self.start_B, self.length_B)
+        for row, (key, value) in enumerate(zip(self.keys, self.values, strict=True)):
+            segment = self.query[row : row + 1, :, :, None], key[None], value[None]
+            visible = mask_BHT[row : row + 1, :, None, None, : key.shape[1]]
+            expected, _ = plain_attention(*segment, SCALE, visible=visible, **options)
+            atol, _ = error_bound(*segment, SCALE)
+            torch.testing.assert_close(
+                out[row : row + 1].double(), expected[:, :, :, 0], rtol=0, atol=atol
+            )
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64, 130])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_two_segments_equal_dense_attention_under_the_mask(page_size: int, dtype: torch.dtype):
+    """Eq. 25; the heads of a request hold different numbers of tokens."""
+    FastStep(page_size=page_size, dtype=dtype).assert_plain()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_heads_that_hold_equally_many_take_the_unmasked_path(dtype: torch.dtype):
+    packed = [[[0, 1, 5], [0, 1, 40]], [[0, 1, 2, 3], [0, 1, 2, 4]], [[0, 99], [1, 98]]]
+    FastStep(packed=packed, dtype=dtype).assert_plain()
+
+
+def test_an_empty_packed_segment_leaves_the_recent_tokens():
+    FastStep(packed=[[[], []]] * 3).assert_plain()
+
+
+def test_one_head_may_hold_nothing():
+    FastStep(packed=[[[], [0, 1]], [[0], []], [[0, 7], [3]]]).assert_plain()
+
+
+def test_a_buffer_without_rows_is_an_empty_segment():
+    FastStep(packed=[[[], []]] * 3, spare=0).assert_plain()
+
+
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_recent_tokens_may_be_the_whole_history(page_size: int):
+    FastStep(packed=[[[], []]] * 3, starts=[0, 0, 0], page_size=page_size).assert_plain()
+
+
+@pytest.mark.parametrize("lengths", [[1, 64, 65], [63, 17, 16]])
+def test_the_recent_segment_may_be_the_query_alone(lengths: list[int]):
+    starts = [T - 1 for T in lengths]
+    FastStep(packed=[[[], []]] * 3, lengths=lengths, starts=starts).assert_plain()
+
+
+def test_values_may_be_wider_than_keys():
+    FastStep(width=24).assert_plain()
+
+
+def test_a_soft_cap_bends_the_logits_of_both_segments():
+    FastStep().assert_plain(soft_cap=0.5)
+
+
+def test_a_learned_sink_takes_part_in_the_one_softmax():
+    sink_HG = torch.tensor([[2.0, -1.0], [0.0, 4.0]])
+    FastStep().assert_plain(sink_HG=sink_HG)
+    FastStep(packed=[[[], []]] * 3).assert_plain(sink_HG=sink_HG)
+
+
+def test_a_request_in_a_batch_computes_what_it_computes_alone():
+    step = FastStep()
+    together = step.attend()
+    for row in range(3):
+        assert torch.equal(together[row : row + 1], step.attend(slice(row, row + 1)))
