@@ -1,9 +1,9 @@
 """Decode at a long context: sfi and full-kv beside transformers' own generate, in one process, interleaved.
 
-    python benchmarks/decode.py --context 16384 --steps 40 --repeats 3 --output benchmarks/results/NAME.json
+    python benchmarks/decode.py --context 16384 --output benchmarks/results/NAME.json
 
-The model has random weights (Qwen3-0.6B's architecture) and every cache is filled with random keys, so nothing
-is prefilled and the tokens mean nothing. Under sfi one step in `--stride` is slow.
+The model has random weights (Qwen3-0.6B's architecture) and every cache is filled with random keys, so
+nothing is prefilled and the tokens mean nothing. Under sfi one step in `--stride` is slow.
 """
 
 import argparse
@@ -62,9 +62,11 @@ class Span:
         self._times, self._name = times, name
 
     def __enter__(self) -> None:
+        """Start the clock."""
         self._began = time.perf_counter()
 
     def __exit__(self, *error: object) -> None:
+        """Stop it."""
         seconds = time.perf_counter() - self._began
         self._times.seconds[self._name] = self._times.seconds.get(self._name, 0.0) + seconds
         self._times.calls[self._name] = self._times.calls.get(self._name, 0) + 1
@@ -84,7 +86,10 @@ def run_sfi(model: Any, policy: str, context: int, steps: int, stride: int) -> d
             began = time.perf_counter()
             position = torch.tensor([[context + step]])
             output = model(
-                input_ids=torch.tensor([[token]]), position_ids=position, past_key_values=cache, use_cache=True
+                input_ids=torch.tensor([[token]]),
+                position_ids=position,
+                past_key_values=cache,
+                use_cache=True,
             )
             token = int(output.logits[0, -1].argmax())
             session.run.record([token])
@@ -98,7 +103,9 @@ def run_sfi(model: Any, policy: str, context: int, steps: int, stride: int) -> d
         "fast_step_seconds": statistics.median(fast) if fast else None,
         "slow_step_seconds": statistics.median(slow) if slow else None,
         "fast_attention_us": 1e6 * times.seconds["attention.fast"] / calls if calls else None,
-        "dense_attention_us": 1e6 * times.seconds.get("attention.dense", 0.0) / times.calls.get("attention.dense", 1),
+        "dense_attention_us": 1e6
+        * times.seconds.get("attention.dense", 0.0)
+        / times.calls.get("attention.dense", 1),
         "selector_us": 1e6 * times.seconds.get("selector", 0.0) / times.calls.get("selector", 1),
         "forecast_bytes": expected,
         "peak_bytes": peak_bytes(model.device),
@@ -127,7 +134,10 @@ def run_transformers(model: Any, context: int, steps: int) -> dict[str, Any]:
     generator = torch.Generator(model.device).manual_seed(0)
     config = model.config
     for layer in range(config.num_hidden_layers):
-        cache.update(*random_keys(model, config.num_key_value_heads, config.head_dim, context, generator), layer)
+        cache.update(
+            *random_keys(model, config.num_key_value_heads, config.head_dim, context, generator),
+            layer,
+        )
     clock = StepClock()
     ids = torch.zeros(1, context + 1, dtype=torch.long)
     model.generate(
@@ -138,7 +148,9 @@ def run_transformers(model: Any, context: int, steps: int) -> dict[str, Any]:
     return {"seconds": clock.at[-1] - clock.at[1]}
 
 
-def measure(model: Any, context: int, steps: int, stride: int, repeats: int) -> list[dict[str, Any]]:
+def measure(
+    model: Any, context: int, steps: int, stride: int, repeats: int
+) -> list[dict[str, Any]]:
     """Interleave the runs; report the median of each."""
     runners = {
         "transformers": lambda: run_transformers(model, context, steps),
@@ -149,7 +161,10 @@ def measure(model: Any, context: int, steps: int, stride: int, repeats: int) -> 
     for _ in range(repeats):
         for name, runner in runners.items():
             results[name].append(runner())
-            print(f"{context:>6} {name:<13} {steps / results[name][-1]['seconds']:.2f} tokens/s", flush=True)
+            print(
+                f"{context:>6} {name:<13} {steps / results[name][-1]['seconds']:.2f} tokens/s",
+                flush=True,
+            )
     base = statistics.median(r["seconds"] for r in results["transformers"])
     rows = []
     for name, runs in results.items():
@@ -170,8 +185,12 @@ def measure(model: Any, context: int, steps: int, stride: int, repeats: int) -> 
 
 def main() -> None:
     """Measure and write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--context", type=lambda text: [int(word) for word in text.split(",")], default=[16384])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument(
+        "--context", type=lambda text: [int(word) for word in text.split(",")], default=[16384]
+    )
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--stride", type=int, default=20)
     parser.add_argument("--repeats", type=int, default=3)

@@ -1,7 +1,7 @@
 """Options that several commands share, each declared once. Defaults come from the config."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -15,7 +15,7 @@ def _names(names: tuple[str, ...] | dict[str, object]) -> str:
     return ", ".join(names)
 
 
-def _setting(help_text: str, default: object) -> typer.models.OptionInfo:
+def _setting(help_text: str, default: object) -> Any:
     return typer.Option(help=help_text, show_default=str(default), rich_help_panel=METHOD)
 
 

@@ -23,12 +23,12 @@ def _request_lines(request: dict[str, Any], prefix: str) -> list[str]:
     steps = " ".join(str(step) for step in request["slow_at"][:16])
     more = " ..." if slow > 16 else ""  # noqa: PLR2004
     context = request["prompt_tokens"] + len(request["token_ids"])
+    counts = f"{request['prompt_tokens']:,} prompt, {len(request['token_ids']):,} generated"
+    read = f"{request['mean_attended_tokens']:,.0f} of {context:,} tokens a step"
     return [
-        f"{prefix}tokens       {request['prompt_tokens']:,} prompt, {len(request['token_ids']):,} generated, "
-        f"ended by {request['finish_reason']}",
+        f"{prefix}tokens       {counts}, ended by {request['finish_reason']}",
         f"{prefix}slow steps   {slow} of {slow + fast} ({reasons}), at {steps}{more}",
-        f"{prefix}cache read   {request['mean_attended_tokens']:,.0f} of {context:,} tokens a step "
-        f"({request['read_ratio']:.1%} over all decoding steps)",
+        f"{prefix}cache read   {read} ({request['read_ratio']:.1%} over all decoding steps)",
     ]
 
 
@@ -38,7 +38,8 @@ def _speed_lines(document: dict[str, Any]) -> list[str]:
         rows.append((document["comparison"]["policy"], document["comparison"]))
     lines = [
         f"{name:<12} prefill {data['prefill_seconds']:.2f} s, decode {data['decode_seconds']:.2f} s, "
-        f"{data['decode_tokens_per_second']:,.1f} tokens/s, peak memory {data['peak_memory_bytes'] / 1e6:,.0f} MB"
+        f"{data['decode_tokens_per_second']:,.1f} tokens/s, "
+        f"peak memory {data['peak_memory_bytes'] / 1e6:,.0f} MB"
         for name, data in rows
     ]
     if "comparison" in document:

@@ -211,10 +211,11 @@ def sfi_attention(
         run = layer.store(key, value)
         out = LayerStep(run, layer.index, scale=scale, **options).attend(query_BHGTD)
     elif options["soft_cap"] is None and sinks is None:
-        return sdpa_attention_forward(
+        plain: tuple[torch.Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling,
             is_causal=kwargs.get("is_causal"),
         )  # fmt: skip
+        return plain
     else:
         out = _unmanaged(query_BHGTD, key, value, attention_mask, scale, **options)
     return out.reshape(B, heads, T, -1).transpose(1, 2).contiguous(), None

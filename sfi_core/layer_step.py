@@ -4,6 +4,7 @@ The reference backend takes a request at a time, so that a request in a batch co
 """
 
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -38,12 +39,8 @@ class LayerStep:
         assert run.forward is not None, "a forward pass has begun"
         self.run, self.layer, self.forward = run, layer, run.forward
         self.pages = run.cache.layers[layer]
-        self.logit_options = {"scale": scale, "soft_cap": soft_cap}
-        self.options = {**self.logit_options, "sink_HG": sink_HG}
-        self.length_B = torch.tensor(self.forward.length, dtype=torch.int32)
-        self.recent_start_B = torch.tensor(
-            [state.recent_start for state in run.requests], dtype=torch.int32
-        )
+        self.logit_options: dict[str, Any] = {"scale": scale, "soft_cap": soft_cap}
+        self.options: dict[str, Any] = {**self.logit_options, "sink_HG": sink_HG}
 
     def attend(self, query_BHGTD: torch.Tensor) -> torch.Tensor:
         """Attend with the pass's queries.
@@ -81,7 +78,9 @@ class LayerStep:
     def _prefill(self, row: int, query: torch.Tensor) -> torch.Tensor:
         out = self._dense(row, query)
         if self.forward.final and self.layer not in self.run.policy.config.dense_layers:
-            tail = [self.run.tails[self.layer][row : row + 1]] if self.layer in self.run.tails else []
+            tail = (
+                [self.run.tails[self.layer][row : row + 1]] if self.layer in self.run.tails else []
+            )
             self.select_first(row, torch.cat([*tail, query], 3))
         return out
 
@@ -103,7 +102,7 @@ class LayerStep:
                 self.pages.key_PHND,
                 self.pages.value_PHNE,
                 self._table(row),
-                self.length_B[row : row + 1],
+                self.run.length_B[row : row + 1],
                 **self.options,
             )
 
@@ -119,8 +118,8 @@ class LayerStep:
                 self.pages.key_PHND,
                 self.pages.value_PHNE,
                 self._table(row),
-                self.recent_start_B[one],
-                self.length_B[one],
+                self.run.recent_start_B[one],
+                self.run.length_B[one],
                 **self.options,
             )
         return out[:, :, :, None]
@@ -154,7 +153,7 @@ class LayerStep:
                 window_query,
                 self.pages.key_PHND,
                 self._table(row),
-                self.length_B[row : row + 1],
+                self.run.length_B[row : row + 1],
                 **self.logit_options,
             ),
         )

@@ -117,7 +117,7 @@ def _activation_bytes(model: Any, layers: Sequence[LayerShape], batch: int, chun
     attention = (2 * hidden + heads * (3 * widest[0] + 2 * widest[1])) * itemsize
     attention += 2 * heads * widest[1] * FLOAT32
     logits = 2 * config.vocab_size * FLOAT32 * batch
-    return max(mlp, attention) * batch * chunk + logits
+    return int(max(mlp, attention) * batch * chunk + logits)
 
 
 def _selector_bytes(
@@ -126,7 +126,7 @@ def _selector_bytes(
     heads = model.config.get_text_config(decoder=True).num_attention_heads
     kv_heads = max(layer.heads for layer in layers)
     # logits, probabilities and their powers; then about a dozen tensors of one number per head and position
-    return (4 * heads * config.window_prefill + 12 * kv_heads) * length * FLOAT32
+    return int((4 * heads * config.window_prefill + 12 * kv_heads) * length * FLOAT32)
 
 
 def check_fits(expected: Forecast, device: torch.device) -> None:

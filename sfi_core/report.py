@@ -38,14 +38,13 @@ class RequestReport:
     def of(cls, state: SparseState) -> Self:
         """Sum a request up."""
         decoded = max(1, len(state.tokens) - 1)
-        slow_at = [step for step in state.slow_at if step < len(state.tokens)]
         return cls(
             prompt_tokens=state.prompt_tokens,
             token_ids=list(state.tokens),
             finish_reason="stop" if state.finished else "length",
-            slow_steps=len(slow_at),
-            fast_steps=len(state.tokens) - len(slow_at),
-            slow_at=slow_at,
+            slow_steps=len(state.slow_at),
+            fast_steps=len(state.tokens) - len(state.slow_at),
+            slow_at=list(state.slow_at),
             reasons=dict(state.reasons),
             mean_attended_tokens=state.attended / decoded,
             read_ratio=state.attended / state.context if state.context else 1.0,

@@ -54,6 +54,10 @@ class Run:
         paths: Attention and maintenance calls by what really ran: requests x layers x steps.
         forward: The forward pass under way.
         layers: Full-attention layers seen.
+        length_B: Cached tokens of each request after the pass, int32; made once for all layers.
+        recent_start_B: First position of each request's recent segment, int32.
+        prefill_seconds: Wall time of step 0.
+        decode_seconds: Wall time of the steps from 1 on.
     """
 
     policy: Policy
@@ -66,6 +70,8 @@ class Run:
     paths: Counter[str] = field(default_factory=Counter)
     forward: Forward | None = None
     layers: set[int] = field(default_factory=set)
+    length_B: torch.Tensor = field(init=False)
+    recent_start_B: torch.Tensor = field(init=False)
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     _began: float = field(default_factory=time.perf_counter)
@@ -94,6 +100,7 @@ class Run:
                 self._move_recent(state)
             else:
                 state.length += new
+        self._describe()
 
     def begin_decode(self, token_B: list[int]) -> None:
         """Enter the step whose input is x_{t-1}, `token_B`, under the policy's plan."""
@@ -107,6 +114,7 @@ class Run:
             if not state.finished:
                 state.begin(slow=plan.slow_B[row], reason=plan.reason_B[row], new_tokens=1)
                 self._move_recent(state)
+        self._describe()
 
     def append(self, layer: int, key_BHTD: torch.Tensor, value_BHTE: torch.Tensor) -> LayerPages:
         """Put the pass's new keys and values of a layer into the cache."""
@@ -126,7 +134,7 @@ class Run:
         for row, (state, token) in enumerate(zip(self.requests, token_B, strict=True)):
             if state.finished:
                 continue
-            state.tokens.append(token)
+            state.finish_step(token)
             state.finished = token in self.stop_ids
             attended = self._attended(state)
             if state.step > 0:
@@ -163,6 +171,11 @@ class Run:
             self._began = time.perf_counter()
         self._recorded = False
         self.forward = forward
+
+    def _describe(self) -> None:
+        starts = [state.recent_start for state in self.requests]
+        self.length_B = torch.tensor([state.length for state in self.requests], dtype=torch.int32)
+        self.recent_start_B = torch.tensor(starts, dtype=torch.int32)
 
     def _move_recent(self, state: SparseState) -> None:
         config = self.policy.config

@@ -118,7 +118,7 @@ class Session:
         self.seam.cache = cache
         if cache is None:
             return
-        ids = kwargs.get("input_ids", args[0] if args else None)
+        ids: Any = kwargs.get("input_ids", args[0] if args else None)
         tokens = ids if ids is not None else kwargs["inputs_embeds"]
         batch, new = tokens.shape[:2]
         cache.attach(cache.run or self.start(cache, batch, new))

@@ -71,7 +71,7 @@ class SparseState:
     finished: bool = False
     slow_at: list[int] = field(default_factory=list)
     reasons: Counter[str] = field(default_factory=Counter)
-    attended: int = 0
+    attended: float = 0.0
     context: int = 0
 
     def sink(self, sink: int) -> int:
@@ -84,9 +84,13 @@ class SparseState:
         self.length += new_tokens
         self.steps_since_slow = 0 if slow else self.steps_since_slow + 1
         self.slow, self.reason = slow, reason
-        if slow:
+
+    def finish_step(self, token_id: int) -> None:
+        """Note the token x_t that the step generated; a step that broke off is not counted."""
+        self.tokens.append(token_id)
+        if self.slow:
             self.slow_at.append(self.step)
-            self.reasons[reason] += 1
+            self.reasons[self.reason] += 1
 
     def move_recent(self, sink: int, recent: int, *, sliding: bool) -> None:
         """Place the recent segment; a fast step keeps the selected memory as it is (Eq. 3).

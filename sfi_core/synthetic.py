@@ -12,8 +12,8 @@ from sfi_core.session import Session, layer_shapes
 def synthetic_cache(session: Session, context: int, capacity: int, *, seed: int = 0) -> SfiCache:
     """Make a batch-1 cache that looks as if `context` tokens had been read.
 
-    Keys and values are standard normal; so are the queries that make the first selection. For timing only: the
-    tokens that follow mean nothing.
+    Keys and values are standard normal; so are the queries that make the first selection. For timing
+    only: the tokens that follow mean nothing.
 
     Args:
         session: The model under SFI; every layer must be a full-attention layer.

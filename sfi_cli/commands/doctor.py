@@ -29,7 +29,7 @@ def doctor(
     from sfi_core.versions import versions
 
     triggers = build_trigger_set(load_tokenizer(model), SfiConfig().triggers)
-    document = {
+    document: dict[str, Any] = {
         "machine": describe(),
         "versions": versions(),
         "checks": [asdict(check) for check in checks()],
@@ -49,10 +49,10 @@ def doctor(
 
 def _lines(document: dict[str, Any]) -> list[str]:
     machine = document["machine"]
+    free, total = machine["free_memory_bytes"] or 0, machine["memory_bytes"] or 0
     lines = [
         f"{machine['processor']}, {machine['threads']} threads, {machine['system']}",
-        f"memory {(machine['free_memory_bytes'] or 0) / 1e9:.1f} GB free "
-        f"of {(machine['memory_bytes'] or 0) / 1e9:.1f} GB",
+        f"memory {free / 1e9:.1f} GB free of {total / 1e9:.1f} GB",
         ", ".join(f"{name} {number or 'missing'}" for name, number in document["versions"].items()),
         "",
     ]

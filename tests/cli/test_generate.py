@@ -7,20 +7,24 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from sfi_cli import app as cli
 from sfi_core.errors import SfiError
 
 KEYS = {
-    "model", "policy", "preset", "config", "trigger_token_ids", "requests", "prefill_seconds", "decode_seconds",
-    "decode_tokens_per_second", "peak_memory_bytes", "paths", "versions", "device",
+    "model", "policy", "preset", "config", "trigger_token_ids", "requests", "prefill_seconds",
+    "decode_seconds", "decode_tokens_per_second", "peak_memory_bytes", "paths", "versions", "device",
 }  # fmt: skip
 REQUEST_KEYS = {
     "prompt_tokens", "token_ids", "text", "finish_reason", "slow_steps", "fast_steps", "slow_at", "reasons",
     "mean_attended_tokens", "read_ratio",
 }  # fmt: skip
-PROMPT = "Later, Belora hid a red lantern under the old bridge.\nQuestion: What is written about Belora?\nAnswer:"
+PROMPT = (
+    "Later, Belora hid a red lantern under the old bridge.\n"
+    "Question: What is written about Belora?\nAnswer:"
+)
 
 
 def inside(*arguments: str, text: str = "") -> tuple[int, str, str]:
@@ -91,7 +95,9 @@ def test_full_kv_finds_the_answer():
 
 
 def test_a_prompt_may_come_from_stdin():
-    code, stdout, _ = inside("generate", "-", "-n", "4", "--quiet", "--policy", "full-kv", text=PROMPT)
+    code, stdout, _ = inside(
+        "generate", "-", "-n", "4", "--quiet", "--policy", "full-kv", text=PROMPT
+    )
     assert (code, stdout.strip() != "") == (0, True)
 
 
@@ -137,7 +143,7 @@ def test_options_win_over_the_config_file_and_that_over_the_preset(tmp_path):
         (("--budget", "-5"), 2, "budget must be positive, got -5"),
         (("--t-max", "-1"), 2, "t_max must be at least 0, got -1"),
         (("--policy", "sfl"), 2, "unknown policy 'sfl'; expected one of ('full-kv', 'sfi', "),
-        (("--preset", "papers"), 2, "unknown preset 'papers'; expected one of ('default', 'paper', 'released')"),
+        (("--preset", "papers"), 2, "unknown preset 'papers'; expected one of ('default', "),
         (("--recent-mode", "x"), 2, "unknown recent_mode 'x'; expected one of ('anchored', 'sliding')"),
         (("--backend", "cuda"), 2, "unknown backend 'cuda'; expected one of ('auto', 'torch', 'triton')"),
         (("--dtype", "int8"), 2, "unknown dtype 'int8'; expected one of "),
@@ -177,7 +183,9 @@ def test_a_wrong_config_names_file_and_setting(tmp_path, content, words):
     assert words in error
 
 
-@pytest.mark.parametrize("line", ["{", '"text"', '{"prompt": ""}', '{"messages": []}', '{"text": "x"}'])
+@pytest.mark.parametrize(
+    "line", ["{", '"text"', '{"prompt": ""}', '{"messages": []}', '{"text": "x"}']
+)
 def test_a_malformed_batch_names_file_and_line(tmp_path, line):
     file = tmp_path / "batch.jsonl"
     file.write_text(json.dumps({"prompt": "x"}) + "\n\n" + line + "\n")
@@ -187,7 +195,10 @@ def test_a_malformed_batch_names_file_and_line(tmp_path, line):
 
 
 def test_an_empty_prompt_is_refused():
-    assert inside("generate", "")[::2] == (3, "error: prompt must not be empty, got an empty text\n")
+    assert inside("generate", "")[::2] == (
+        3,
+        "error: prompt must not be empty, got an empty text\n",
+    )
 
 
 def test_a_prompt_longer_than_the_positions_is_refused():
@@ -218,7 +229,8 @@ def test_a_full_disk_is_one_line(command, environment):
 def test_ctrl_c_keeps_the_text_and_exits_130(command, environment):
     with subprocess.Popen(
         [*command, "generate", PROMPT, "-n", "16000", "--policy", "full-kv", "--do-sample"],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**environment, "PYTHONUNBUFFERED": "1"},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**environment, "PYTHONUNBUFFERED": "1"},
     ) as process:  # fmt: skip
         assert process.stdout is not None
         first = process.stdout.read(1)
@@ -245,8 +257,6 @@ def test_without_debug_there_is_none(run):
 
 
 def test_cuda_without_a_gpu_exits_4():
-    import torch
-
     if torch.cuda.is_available():
         pytest.skip("this machine has CUDA")
     code, _, error = inside("generate", PROMPT, "--device", "cuda")

@@ -210,7 +210,6 @@ def test_nan_logits_of_a_request_that_has_ended_do_no_harm(model, expected, stop
     assert tokens(result) == [until(row, stop) for row in expected]
 
 
-@pytest.mark.xfail(reason="report.py counts the reason of the step that broke off")
 @pytest.mark.parametrize("ended", ["error", "interrupted"])
 def test_reasons_of_a_run_that_breaks_off_add_up_to_its_slow_steps(model, ended):
     shown = []

@@ -193,12 +193,29 @@ def test_candidates_stay_before_the_recent_segment_on_fast_steps():
             assert max(step.candidates, default=-1) < step.state.recent_start
 
 
-def test_beginning_a_step_counts_it():
+def test_beginning_a_step_moves_the_clock():
     state = prefilled(10)
-    assert (state.step, state.length, state.slow_at) == (0, 10, [0])
-    state.begin(slow=False, reason="", new_tokens=1)
-    state.begin(slow=False, reason="", new_tokens=1)
+    assert (state.step, state.length, state.steps_since_slow) == (0, 10, 0)
+    for _ in range(2):
+        state.begin(slow=False, reason="", new_tokens=1)
     assert (state.step, state.length, state.steps_since_slow, state.slow) == (2, 12, 2, False)
     state.begin(slow=True, reason="trigger", new_tokens=1)
-    assert (state.steps_since_slow, state.slow_at) == (0, [0, 3])
-    assert state.reasons == {"first": 1, "trigger": 1}
+    assert (state.steps_since_slow, state.reason) == (0, "trigger")
+
+
+def test_finished_slow_steps_are_counted_with_their_reasons():
+    state = prefilled(10)
+    state.finish_step(7)
+    for reason in ("", "trigger", "", "t_max"):
+        state.begin(slow=bool(reason), reason=reason, new_tokens=1)
+        state.finish_step(8)
+    assert state.tokens == [7, 8, 8, 8, 8]
+    assert state.slow_at == [0, 2, 4]
+    assert state.reasons == {"first": 1, "trigger": 1, "t_max": 1}
+
+
+def test_a_slow_step_that_broke_off_is_not_counted():
+    state = prefilled(10)
+    state.finish_step(7)
+    state.begin(slow=True, reason="trigger", new_tokens=1)
+    assert (state.slow_at, state.reasons) == ([0], {"first": 1})

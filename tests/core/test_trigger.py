@@ -20,7 +20,7 @@ def slow_steps(tokens: list[int], **settings) -> dict[int, str]:
     state.begin(slow=True, reason="first", new_tokens=10)
     slow = {}
     for token in tokens:
-        state.tokens.append(token)
+        state.finish_step(token)
         reason = trigger.reason(state)
         state.begin(slow=bool(reason), reason=reason, new_tokens=1)
         if reason:
