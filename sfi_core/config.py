@@ -98,6 +98,8 @@ class SfiConfig:
         min_gap: Decoding steps from a slow step before which a trigger does not count.
         trigger_delay: Steps between the step that Eq. 5 makes slow and the slow step. 0 is Eq. 5 (the
             boundary token is the query); 1 makes the first token after the boundary the query.
+        slow_start: Steps from step 0 on that are slow. 1 is the paper (g_0 = 1); 2 lets the first generated
+            token, not only the prompt's last queries, make the selection that the first sentence reads.
         span: Evidence is max-pooled over this many positions on each side; 0 is the paper.
         trigger_policy: What makes a step slow: "boundary" (Eq. 5 and T_max), "t-max", "stride", "never",
             "always".
@@ -118,6 +120,7 @@ class SfiConfig:
     t_max: int = 64
     min_gap: int = 0
     trigger_delay: int = 1
+    slow_start: int = 1
     span: int = 0
     trigger_policy: str = "boundary"
     stride: int = 16
@@ -135,7 +138,7 @@ class SfiConfig:
         _require(self.budget > 0, f"budget must be positive, got {self.budget}")
         _require(self.recent > 0, f"recent must be positive, got {self.recent}")
         least = dict.fromkeys(("sink", "t_max", "min_gap", "trigger_delay", "span"), 0)
-        _at_least(self, {**least, "stride": 1, "window_decode": 1, "window_prefill": 1})
+        _at_least(self, {**least, "stride": 1, "slow_start": 1, "window_decode": 1, "window_prefill": 1})
         for name in ("dense_layers", "trigger_token_ids"):
             values = getattr(self, name) or ()
             _require(

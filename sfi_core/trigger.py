@@ -12,7 +12,7 @@ class Trigger:
 
     Attributes:
         token_ids: T_trig.
-        config: Gives `trigger_policy`, `t_max`, `min_gap`, `trigger_delay` and `stride`.
+        config: Gives `trigger_policy`, `t_max`, `min_gap`, `trigger_delay`, `slow_start` and `stride`.
     """
 
     token_ids: frozenset[int]
@@ -25,6 +25,8 @@ class Trigger:
         `trigger_delay` d the boundary token x_{t-1-d} makes step t slow; tokens of the prompt never trigger.
         Step 0 is not asked: it is the prefill's last position, slow by nature (g_0 = 1).
         """
+        if state.step + 1 < self.config.slow_start:
+            return "first"
         policy = self.config.trigger_policy
         if policy == "always":
             return "always"

@@ -62,6 +62,7 @@ def generate(
     trigger_policy: o.TriggerPolicy = None,
     trigger_delay: o.TriggerDelay = None,
     stride: o.Stride = None,
+    slow_start: o.SlowStart = None,
     span: o.Span = None,
     window: o.Window = None,
     dense_layer: o.DenseLayers = None,
@@ -108,7 +109,7 @@ def generate(
         {
             "sink": sink, "recent": recent, "recent_mode": recent_mode, "budget": budget, "t_max": t_max,
             "min_gap": min_gap, "triggers": trigger, "trigger_policy": trigger_policy,
-            "trigger_delay": trigger_delay, "stride": stride, "span": span, "window_prefill": window,
+            "trigger_delay": trigger_delay, "stride": stride, "slow_start": slow_start, "span": span, "window_prefill": window,
             "dense_layers": dense_layer, "group_reduce": group_reduce,
         },
     )  # fmt: skip

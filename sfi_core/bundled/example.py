@@ -1,12 +1,21 @@
-"""The bundled example: a long document, a request, the right answer, and the settings it is run with."""
+"""The bundled example: a long document, a request, the right answer, and the settings it is run with.
+
+`python -m sfi_core.bundled.example` writes `example.json` anew.
+"""
 
 import json
+import random
 from dataclasses import dataclass
 from pathlib import Path
 
+from sfi_core.bundled.corpus import recall
 from sfi_core.config import SfiConfig
 
 FILE = Path(__file__).parent / "example.json"
+SEED, SENTENCES, ASKED = 901_000, 380, 5
+# The last prompt token is the first person's name, so W = 1 is enough; 10 positions on each side hold a sentence;
+# the recent window holds the request and the answer so far.
+SETTINGS = {"budget": 256, "recent": 128, "span": 10, "window_prefill": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,9 +23,9 @@ class Example:
     """A prompt with its answer.
 
     Attributes:
-        prompt: Document and request.
+        prompt: Document, request and the first word of the answer.
         answer: The only right completion.
-        config: Settings under which `sfi` reads at most a tenth of the context.
+        config: Settings under which `sfi` selects less than a tenth of the context.
     """
 
     prompt: str
@@ -28,3 +37,19 @@ def load_example() -> Example:
     """Read the example."""
     data = json.loads(FILE.read_text(encoding="utf-8"))
     return Example(data["prompt"], data["answer"], SfiConfig().replace(**data["config"]))
+
+
+def main() -> None:
+    """Draw the document from its seed and write the example."""
+    drawn = recall(random.Random(SEED), SENTENCES, ASKED)
+    first = f" {drawn.names[0]}"
+    data = {
+        "prompt": drawn.prompt + first,
+        "answer": drawn.answer.removeprefix(first),
+        "config": SETTINGS,
+    }
+    FILE.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
