@@ -68,7 +68,8 @@ TriggerDelay = Annotated[
     _setting("Steps from a boundary to its slow step; 0 is Eq. 5.", DEFAULTS.trigger_delay),
 ]
 SlowStart = Annotated[
-    int | None, _setting("Steps from the first on that are slow; 1 is the paper.", DEFAULTS.slow_start)
+    int | None,
+    _setting("Steps from the first on that are slow; 1 is the paper.", DEFAULTS.slow_start),
 ]
 Span = Annotated[
     int | None, _setting("Positions on each side that a hit brings along.", DEFAULTS.span)

@@ -138,7 +138,9 @@ class SfiConfig:
         _require(self.budget > 0, f"budget must be positive, got {self.budget}")
         _require(self.recent > 0, f"recent must be positive, got {self.recent}")
         least = dict.fromkeys(("sink", "t_max", "min_gap", "trigger_delay", "span"), 0)
-        _at_least(self, {**least, "stride": 1, "slow_start": 1, "window_decode": 1, "window_prefill": 1})
+        _at_least(
+            self, {**least, "stride": 1, "slow_start": 1, "window_decode": 1, "window_prefill": 1}
+        )
         for name in ("dense_layers", "trigger_token_ids"):
             values = getattr(self, name) or ()
             _require(

@@ -15,6 +15,7 @@ STATUS, CLEAR_REFS, MEMINFO = (
     Path("/proc") / name for name in ("self/status", "self/clear_refs", "meminfo")
 )
 FLOAT32 = 4
+CPU_SLACK = 2  # the C library keeps about as much freed memory as the largest transients took
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +102,8 @@ def forecast(
         workspace_bytes=max(
             _activation_bytes(model, managed, batch, chunk),
             _selector_bytes(model, managed, config, capacity) if selects else 0,
-        ),
+        )
+        * (CPU_SLACK if model.device.type == "cpu" else 1),
     )
 
 

@@ -109,8 +109,8 @@ def generate(
         {
             "sink": sink, "recent": recent, "recent_mode": recent_mode, "budget": budget, "t_max": t_max,
             "min_gap": min_gap, "triggers": trigger, "trigger_policy": trigger_policy,
-            "trigger_delay": trigger_delay, "stride": stride, "slow_start": slow_start, "span": span, "window_prefill": window,
-            "dense_layers": dense_layer, "group_reduce": group_reduce,
+            "trigger_delay": trigger_delay, "stride": stride, "slow_start": slow_start, "span": span,
+            "window_prefill": window, "dense_layers": dense_layer, "group_reduce": group_reduce,
         },
     )  # fmt: skip
     warpers = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}

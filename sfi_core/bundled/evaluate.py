@@ -14,14 +14,18 @@ from sfi_core.config import SfiConfig
 from sfi_core.generation import generate
 from sfi_core.model import load
 
-RECENT, ASKED, NEW_TOKENS = 32, 5, 75
-EXAMPLE = {"span": 10}
+RECENT, ASKED, NEW_TOKENS = 128, 5, 75  # the recent window holds the request and the answer so far
+START = {"slow_start": 2}
+SPAN = {**START, "span": 10}
 ROWS: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
     ("`default`", "sfi", "default", {}),
     ("`paper`", "sfi", "paper", {}),
     ("`released`", "sfi", "released", {}),
-    ("`default`, span 10 (the example's settings)", "sfi", "default", EXAMPLE),
-    ("the same, `trigger_delay` 0", "sfi", "default", {**EXAMPLE, "trigger_delay": 0}),
+    ("`default`, span 10", "sfi", "default", {"span": 10}),
+    ("`default`, slow_start 2", "sfi", "default", START),
+    ("`default`, slow_start 2, span 10", "sfi", "default", SPAN),
+    ("the same, trigger_delay 0", "sfi", "default", {**SPAN, "trigger_delay": 0}),
+    ("the same, alpha_soft 0", "sfi", "default", {**SPAN, "selector": {"alpha_soft": 0.0}}),
     ("streaming-llm", "streaming-llm", "default", {}),
     ("oracle-top-k", "oracle-top-k", "default", {}),
 )
@@ -72,8 +76,10 @@ def main() -> None:
         for name, policy, preset, changes in ROWS:
             cells = []
             for share in shares:
-                budget = max(1, int(length * share) - RECENT - SfiConfig().sink)
-                settings = SfiConfig.preset(preset).replace(budget=budget, recent=RECENT, **changes)
+                total = int(length * share)
+                recent = min(RECENT, total // 2)
+                sizes = {"budget": total - recent - SfiConfig().sink, "recent": recent}
+                settings = SfiConfig.preset(preset).replace(**sizes, **changes)
                 exact, right, read = score(model, tokenizer, examples, policy, settings)
                 cells.append(f"{exact:.0%} / {right:.0%} (reads {read:.1%})")
             print(f"| {length} | {name} | " + " | ".join(cells) + " |", flush=True)

@@ -143,7 +143,7 @@ class Refreshed:
 
 def random_runs(*, sliding: bool) -> Iterator[Refreshed]:
     """Yield every step of many runs with random prompts and slow steps, no more than t_max apart."""
-    draw = random.Random(0)  # noqa: S311
+    draw = random.Random(0)
     for _ in range(60):
         t_max = draw.randrange(20)
         state = prefilled(draw.randrange(1, 40))
