@@ -25,6 +25,5 @@ test:  ## Run the tests; those that need a GPU are skipped where there is none
 test-gpu:  ## Run the tests that need a CUDA device
 	$(PYTHON) -m pytest -m gpu
 
-bench:  ## Check and time the kernels, then decoding end to end
-	$(BIN)sfi kernel-bench
-	$(BIN)sfi bench
+bench:  ## Time decoding at a long context, beside transformers
+	$(PYTHON) benchmarks/decode.py

@@ -52,8 +52,8 @@ class GenerateJob:
     def _run(self, output: Output) -> None:
         from sfi_core.model import load
         from sfi_core.policies import policy_class
+        from sfi_core.refusals import check_backend
         from sfi_core.sampling import Sampling
-        from sfi_core.session import check_backend
 
         policy_class(self.policy)  # mistakes in settings show before a large model loads
         check_backend(self.backend)

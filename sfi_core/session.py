@@ -1,41 +1,26 @@
 """`slow_fast(...)`: run a transformers model with Slow-Fast Inference, whoever drives it."""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from sfi_core.attention_seam import Seam, SfiCache, install, uninstall
+from sfi_core.attention_seam import Seam, install, uninstall
+from sfi_core.cache_seam import SfiCache
 from sfi_core.config import SfiConfig
-from sfi_core.errors import BackendError, ConfigError, InputError
+from sfi_core.errors import ConfigError
 from sfi_core.kv_cache import KVCache
-from sfi_core.memory import Forecast, LayerShape, forecast
+from sfi_core.memory import Forecast, LayerShape, check_fits, forecast
 from sfi_core.observer import NullObserver, Observer, Observers
 from sfi_core.policies import Policy, policy_class
+from sfi_core.refusals import check_backend, check_cache, prompt_tokens, refuse_modes
 from sfi_core.report import RunReport
 from sfi_core.run import Run
 from sfi_core.trigger import Trigger
 from sfi_core.trigger_set import build_trigger_set
 
-BACKENDS = ("auto", "torch", "triton")
-# by setting: what it asks for, and the values that ask for nothing
-REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
-    "num_beams": ("beam search", (None, 1)),
-    "constraints": ("constrained beam search", (None,)),
-    "force_words_ids": ("constrained beam search", (None,)),
-    "assistant_model": ("assisted decoding", (None,)),
-    "assistant_early_exit": ("assisted decoding", (None,)),
-    "use_mtp": ("multi-token prediction", (None, False)),
-    "prompt_lookup_num_tokens": ("prompt-lookup decoding", (None,)),
-    "penalty_alpha": ("contrastive search", (None, 0)),
-    "dola_layers": ("DoLa decoding", (None,)),
-    "guidance_scale": ("classifier-free guidance", (None, 1)),
-    "cache_implementation": ("another cache", (None, "hybrid")),  # transformers drops "hybrid" too
-    "custom_generate": ("a custom generate", (None,)),
-    "output_attentions": ("reading attention weights", (None, False)),
-}
 UNKNOWN_CAPACITY = 1024
 
 
@@ -67,6 +52,7 @@ class Session:
         self._observer: Observer = Observers(observers) if observers else NullObserver()
         self._page_size = page_size
         self._run: Run | None = None
+        self._shapes: list[LayerShape] = []
         self.seam = Seam()
 
     @property
@@ -100,9 +86,10 @@ class Session:
     ) -> Forecast:
         """Say what a run will need, from the shapes that a pass over two tokens shows."""
         policy = self.policy
+        self._shapes = self._shapes or layer_shapes(self.model, policy)
         return forecast(
             self.model,
-            layer_shapes(self.model, policy),
+            self._shapes,
             policy.config,
             selects=policy.selects_before or policy.selects_after,
             batch=batch,
@@ -163,6 +150,10 @@ class Session:
             check_cache(cache, fresh=True)
             if cache is None:
                 cache = self.cache(capacity)
+                if prompt is not None and capacity:
+                    batch = prompt.shape[0] * (settings.num_return_sequences or 1)
+                    chunk = settings.prefill_chunk_size or 0
+                    check_fits(self.forecast(batch, length, capacity, chunk), self.model.device)
             cache.prompt_length, cache.stop_ids = length or None, frozenset(stop)
             kwargs["past_key_values"] = cache
             output = generate(inputs, generation_config=generation_config, **kwargs)
@@ -258,21 +249,6 @@ def layer_shapes(model: Any, policy: Policy) -> list[LayerShape]:
     return shapes
 
 
-def check_backend(backend: str) -> None:
-    """Refuse a backend that is unknown or not there.
-
-    Raises:
-        ConfigError: Unknown.
-        BackendError: Known, but not runnable.
-    """
-    if backend not in BACKENDS:
-        raise ConfigError(f"unknown backend {backend!r}; expected one of {BACKENDS}")
-    if backend == "triton":
-        raise BackendError(
-            "backend triton has no decode kernels in this version; use --backend torch"
-        )
-
-
 def resolve_triggers(tokenizer: Any, config: SfiConfig) -> tuple[int, ...]:
     """Return T_trig as token ids, ascending.
 
@@ -286,53 +262,3 @@ def resolve_triggers(tokenizer: Any, config: SfiConfig) -> tuple[int, ...]:
     if tokenizer is None:
         raise ConfigError("triggers need a tokenizer, got none; pass one or set trigger_token_ids")
     return tuple(sorted(build_trigger_set(tokenizer, config.triggers).token_ids))
-
-
-def prompt_tokens(mask: Any, batch: int, new: int, seen: int, *, final: bool) -> list[int]:
-    """Count each request's own tokens among the `new` ones of a padded batch.
-
-    Raises:
-        ConfigError: The mask is not two-dimensional, or pads elsewhere than on the left.
-        InputError: A prompt is over and was padding only.
-    """
-    if mask is None:
-        return [new] * batch
-    if not isinstance(mask, torch.Tensor) or mask.dim() != 2:  # noqa: PLR2004
-        raise ConfigError("attention_mask must be two-dimensional under sfi")
-    mask = mask[:, : seen + new] != 0
-    if bool((mask[:, :-1] & ~mask[:, 1:]).any()):
-        raise ConfigError("attention_mask must pad on the left, got padding inside or on the right")
-    if final and not bool(mask[:, -1].all()):
-        row = mask[:, -1].tolist().index(False)
-        raise InputError(f"prompt {row} must have at least one token, got none")
-    counts: list[int] = mask[:, seen:].sum(1).tolist()
-    return counts
-
-
-def check_cache(cache: Any, *, fresh: bool = False) -> None:
-    """Refuse a cache that SFI would not act on; no cache is fine.
-
-    Raises:
-        ConfigError: It is not an sfi cache, or not a fresh one where it has to be.
-    """
-    if cache is None:
-        return
-    if not isinstance(cache, SfiCache):
-        raise ConfigError(f"past_key_values must be an sfi cache, got {type(cache).__name__}")
-    if fresh and cache.seen:
-        raise ConfigError(f"past_key_values must be fresh, got one with {cache.seen} tokens")
-
-
-def refuse_modes(settings: Any, kwargs: Mapping[str, Any]) -> None:
-    """Refuse the generation modes that SFI does not run.
-
-    Raises:
-        ConfigError: With the mode's name.
-    """
-    for name, (what, harmless) in REFUSED.items():
-        value = kwargs.get(name, getattr(settings, name, None))
-        if not any(value is ok or value == ok for ok in harmless):
-            shown = type(value).__name__ if hasattr(value, "forward") else repr(value)
-            raise ConfigError(f"{what} does not run under sfi, got {name}={shown}")
-    if settings.use_cache is False:
-        raise ConfigError("use_cache must be true under sfi, got False")

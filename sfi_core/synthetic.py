@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from sfi_core.attention_seam import SfiCache
+from sfi_core.cache_seam import SfiCache
 from sfi_core.layer_step import LayerStep
 from sfi_core.session import Session, layer_shapes
 

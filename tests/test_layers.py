@@ -22,6 +22,7 @@ ONLY_IN = {
     "transformers": (
         "sfi_core/model.py",
         "sfi_core/attention_seam.py",
+        "sfi_core/cache_seam.py",
         "sfi_core/sampling.py",
         "sfi_core/bundled/",
     ),
