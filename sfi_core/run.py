@@ -102,10 +102,14 @@ class Run:
                 state.length += new
         self._describe()
 
-    def begin_decode(self, token_B: list[int]) -> None:
-        """Enter the step whose input is x_{t-1}, `token_B`, under the policy's plan."""
-        if not self._recorded:
-            self.record(token_B)
+    @property
+    def recorded(self) -> bool:
+        """Whether the tokens of the last step have been noted already."""
+        return self._recorded
+
+    def begin_decode(self) -> None:
+        """Enter the step whose input is x_{t-1}, noted by `record`, under the policy's plan."""
+        assert self._recorded, "the last step's tokens have been noted"
         plan = self.policy.plan(StepContext(self.requests))
         start = [state.length for state in self.requests]
         count = [0 if state.finished else 1 for state in self.requests]

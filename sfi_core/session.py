@@ -116,7 +116,11 @@ class Session:
             count = prompt_tokens(mask, batch, new, cache.seen, final=final)
             cache.run.begin_prefill(count, final=final)
         else:
-            cache.run.begin_decode(ids[:, -1].tolist())
+            if (
+                not cache.run.recorded
+            ):  # transformers' loop does not tell; ours has, without a second look
+                cache.run.record(ids[:, -1].tolist())
+            cache.run.begin_decode()
 
     def after_forward(self, model: Any, args: tuple[Any, ...], output: Any) -> None:
         """Leave a step: transformers calls this after every forward pass of the model."""
