@@ -115,3 +115,13 @@ def test_a_trigger_set_of_every_token_makes_every_step_slow():
     trigger = Trigger(frozenset(range(10)), SfiConfig(trigger_delay=0))
     state = SparseState(tokens=[3], steps_since_slow=0)
     assert trigger.reason(state) == "trigger"
+
+
+@pytest.mark.parametrize("trigger_policy", ["boundary", "t-max", "stride", "never"])
+def test_the_first_steps_are_slow_under_every_policy_if_asked(trigger_policy: str):
+    settings = {"slow_start": 3, "trigger_policy": trigger_policy}
+    assert slow_steps(text(8), **settings) == {1: "first", 2: "first"}
+
+
+def test_one_slow_start_is_the_paper_s_step_0_alone():
+    assert slow_steps(text(8), slow_start=1) == {}
