@@ -113,7 +113,7 @@ def test_a_stride_is_the_distance_between_slow_steps(stride: int):
 
 def test_a_trigger_set_of_every_token_makes_every_step_slow():
     trigger = Trigger(frozenset(range(10)), SfiConfig(trigger_delay=0))
-    state = SparseState(tokens=[3], steps_since_slow=0)
+    state = SparseState(tokens=[3], step=0, steps_since_slow=0)
     assert trigger.reason(state) == "trigger"
 
 
