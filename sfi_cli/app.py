@@ -56,5 +56,4 @@ def main() -> None:
         message("interrupted")
         sys.exit(INTERRUPTED)
     except BrokenPipeError:
-        sys.stderr.close()  # the reader of a pipe has gone; nobody is left to tell
-        sys.exit(1)
+        sys.exit(1)  # the reader of a pipe has gone

@@ -46,9 +46,21 @@ class Output:
         return self._path is None
 
     def stream(self, text: str) -> None:
-        """Show a piece of text at once."""
-        sys.stdout.write(text)
-        sys.stdout.flush()
+        """Show a piece of text at once.
+
+        Raises:
+            SfiError: The disk behind stdout is full, say.
+            BrokenPipeError: Nobody reads any more.
+        """
+        try:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+        except OSError as error:
+            # what is still in the buffer would fail again when Python exits
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            if isinstance(error, BrokenPipeError):
+                raise
+            raise SfiError(f"output stdout cannot be written: {error.strerror}") from error
 
     def document(self, data: dict[str, Any]) -> None:
         """Write one JSON document."""
@@ -60,22 +72,18 @@ class Output:
         Raises:
             SfiError: The disk is full, say.
         """
+        if self._path is None:
+            self.stream(text)
+            return
         try:
-            if self._path is None:
-                self.stream(text)
-                return
             with self._temporary.open("w") as file:
                 file.write(text)
                 file.flush()
                 os.fsync(file.fileno())
             self._temporary.replace(self._path)
-        except BrokenPipeError:
-            raise
         except OSError as error:
-            where = self._path or "stdout"
-            raise SfiError(f"output {where} cannot be written: {error.strerror}") from error
-        if self._path:
-            message(f"Wrote {self._path}")
+            raise SfiError(f"output {self._path} cannot be written: {error.strerror}") from error
+        message(f"Wrote {self._path}")
 
     def discard(self) -> None:
         """Remove the temporary file of a command that failed."""

@@ -214,10 +214,11 @@ def test_an_unwritable_output_is_refused_before_the_model_loads(tmp_path):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")
-def test_a_full_disk_is_one_line(command, environment):
+@pytest.mark.parametrize("form", [["--json"], []])
+def test_a_full_disk_is_one_line(command, environment, form):
     with Path("/dev/full").open("w") as full:
         result = subprocess.run(
-            [*command, "generate", PROMPT, "-n", "3", "--json", "--quiet"],
+            [*command, "generate", PROMPT, "-n", "3", "--quiet", *form],
             stdout=full, stderr=subprocess.PIPE, text=True, env=environment, check=False,
         )  # fmt: skip
     assert (result.returncode, result.stderr) == (
