@@ -158,7 +158,9 @@ def check_supported(model: PreTrainedModel) -> None:
     text = config.get_text_config(decoder=True)
     if "chunked_attention" in (getattr(text, "layer_types", None) or ()):
         raise UnsupportedModelError(f"{name} has chunked attention layers, which sfi does not know")
-    layers = DynamicCache(config=text).layers
+    # newer releases hold a place for a layer that reads another one's keys, older ones leave it out
+    cached = DynamicCache(config=text).layers
+    layers = [layer for layer in cached if type(layer).__name__ != "DummyLayer"]
     kinds = {type(layer) for layer in layers}
     if odd := sorted(kind.__name__ for kind in kinds - {DynamicLayer, DynamicSlidingWindowLayer}):
         raise UnsupportedModelError(f"{name} has layers that sfi does not know, cached as {odd}")
