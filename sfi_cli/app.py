@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from sfi_cli.commands import doctor, generate
+from sfi_cli.commands import doctor, generate, kernel_bench
 from sfi_cli.output import message
 
 INTERRUPTED = 130
@@ -18,6 +18,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(generate.generate)
+app.command()(kernel_bench.kernel_bench)
 app.command()(doctor.doctor)
 
 

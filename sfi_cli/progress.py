@@ -1,20 +1,20 @@
-"""Progress of the prefill: a rich bar on a terminal, plain lines otherwise."""
+"""Progress of long work: a rich bar on a terminal, plain lines otherwise."""
 
 import sys
 import time
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from sfi_cli.output import message
 
 PATIENCE = 2.0  # seconds between plain lines
 
 
-class PrefillProgress:
-    """Shows how many prompt tokens were read; gone when decoding starts."""
+class Progress:
+    """Shows how far a phase of the work is; gone when the work is done."""
 
-    def __init__(self, *, quiet: bool, label: str) -> None:
-        self._quiet, self._label = quiet, label
+    def __init__(self, *, quiet: bool) -> None:
+        self._quiet = quiet
         self._last = time.monotonic()
         self._bar: object | None = None
 
@@ -31,29 +31,61 @@ class PrefillProgress:
         """Take the bar away, whatever happened."""
         self._stop()
 
-    def update(self, read: int, total: int) -> None:
-        """Show that `read` of `total` prompt tokens were read."""
+    def _show(self, phase: str, done: int, total: int, line: str) -> None:
+        # a bar on a terminal; otherwise `line`, if the last one is a while ago
         if self._quiet:
             return
         if sys.stderr.isatty():
-            self._draw(read, total)
-        elif read < total and time.monotonic() - self._last > PATIENCE:
+            self._draw(phase, done, total)
+        elif time.monotonic() - self._last > PATIENCE:
             self._last = time.monotonic()
-            message(f"{self._label}: read {read:,} of {total:,} prompt tokens")
+            message(line)
 
-    def _draw(self, read: int, total: int) -> None:
+    def _draw(self, phase: str, done: int, total: int) -> None:
         from rich.console import Console
-        from rich.progress import Progress
+        from rich.progress import Progress as Bar
 
-        if not isinstance(self._bar, Progress):
-            self._bar = Progress(console=Console(stderr=True), transient=True)
+        if not isinstance(self._bar, Bar):
+            self._bar = Bar(console=Console(stderr=True), transient=True)
             self._bar.start()
-            self._bar.add_task(f"{self._label}: reading the prompt", total=total)
-        self._bar.update(self._bar.task_ids[0], completed=read)
-        if read >= total:
-            self._stop()
+            self._bar.add_task(phase)
+        task = self._bar.task_ids[0]
+        self._bar.update(task, description=phase, completed=done, total=total or None)
 
     def _stop(self) -> None:
         if self._bar is not None:
             self._bar.stop()  # type: ignore[attr-defined]
             self._bar = None
+
+
+class PrefillProgress(Progress):
+    """Shows how many prompt tokens were read; gone when decoding starts."""
+
+    def __init__(self, *, quiet: bool, label: str) -> None:
+        super().__init__(quiet=quiet)
+        self._label = label
+
+    def update(self, read: int, total: int) -> None:
+        """Show that `read` of `total` prompt tokens were read."""
+        if read >= total:
+            self._stop()
+            return
+        line = f"{self._label}: read {read:,} of {total:,} prompt tokens"
+        self._show(f"{self._label}: reading the prompt", read, total, line)
+
+
+class BenchProgress(Progress):
+    """Shows which phase a benchmark is in, or which kernel was compiled."""
+
+    def __init__(self, *, quiet: bool) -> None:
+        super().__init__(quiet=quiet)
+        self._compiled = 0
+
+    def update(self, phase: str, done: int, total: int) -> None:
+        """Show that `done` of `total` parts of a phase are behind us; a total of 0 is not known."""
+        self._show(phase, done, total, f"{phase}, {done} of {total}" if total else phase)
+
+    def compiled(self, row: dict[str, Any]) -> None:
+        """Show a compiled kernel; nobody knows beforehand how many there are."""
+        self._compiled += 1
+        self.update(f"compiled {self._compiled} kernels, {row['kernel']} on {row['arch']}", 0, 0)

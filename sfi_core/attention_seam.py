@@ -15,7 +15,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from sfi_core.cache_seam import SfiCache, SfiLayer, check_supported
 from sfi_core.errors import UnsupportedModelError
-from sfi_core.layer_step import LayerStep
+from sfi_core.backends import layer_step
 from sfi_kernels.partial_attention import combine, partial_attention
 
 NAME = "sfi"
@@ -76,7 +76,7 @@ def sfi_attention(
     }
     if layer is not None:
         run = layer.store(key, value)
-        out = LayerStep(run, layer.index, scale=scale, **options).attend(query_BHGTD)
+        out = layer_step(run, layer.index, scale=scale, **options).attend(query_BHGTD)
     elif options["soft_cap"] is None and sinks is None:
         plain: tuple[torch.Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling,

@@ -157,7 +157,7 @@ def generate(
         prefill_chunk: Prompt tokens of one forward pass; 0 for all at once.
         observers: Told of every step, refresh and span.
         backend: "auto", "torch" or "triton".
-        page_size: Tokens of a cache page; None is one page a request.
+        page_size: Tokens of a cache page; None is one page a request under torch, 64 tokens under triton.
         on_token: Called with the tokens of each step, a finished request's being padding.
         on_prefill: Called with the prompt tokens read so far and in all.
 

@@ -11,11 +11,12 @@ pages are a plain contiguous [B, H, T, D] tensor. A request keeps its own tokens
 on the way in, so position j is the j-th token of the prompt for every request of a ragged batch.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from sfi_kernels.pages import read_pages
+from sfi_kernels.append import append
 
 GROWTH = 256  # spare tokens when nobody said how long the run will be
 
@@ -39,9 +40,19 @@ class KVCache:
         layers: Pages by layer; allocated when a layer's first keys tell their shape.
     """
 
-    def __init__(self, batch: int, capacity: int, page_size: int | None = None) -> None:
-        """Plan for `capacity` tokens in each of `batch` requests; `page_size` None is one page each."""
-        self.batch = batch
+    def __init__(
+        self, batch: int, capacity: int, page_size: int | None = None, backend: str = "torch"
+    ) -> None:
+        """Plan for `capacity` tokens in each of `batch` requests.
+
+        Args:
+            batch: Requests.
+            capacity: Tokens of a request.
+            page_size: Tokens of a page; None is one page for each request, however large.
+            backend: What appends: "torch" or "triton".
+        """
+        self.batch, self.backend = batch, backend
+        self._one_page = page_size is None
         self.page_size = page_size or capacity
         self.pages_per_request = -(-capacity // self.page_size)
         self.capacity = self.pages_per_request * self.page_size
@@ -54,50 +65,84 @@ class KVCache:
         layer: int,
         key_BHTD: torch.Tensor,
         value_BHTE: torch.Tensor,
-        start: list[int],
-        count: list[int],
+        start_B: torch.Tensor,
+        count_B: torch.Tensor,
+        longest: int,
     ) -> LayerPages:
-        """Write each request's new tokens, the last `count[b]` of T, from position `start[b]` on.
+        """Write each request's new tokens, the last `count` of T, from position `start` on.
+
+        Args:
+            layer: Index of the layer.
+            key_BHTD: New keys; whatever precedes a request's own is padding.
+            value_BHTE: New values.
+            start_B: Cached tokens of each request, int32.
+            count_B: New tokens of each request, int32.
+            longest: The largest sum of the two, so that no one asks the device.
 
         Raises:
             ValueError: More tokens than the cache has room for.
         """
+        if longest > self.capacity:
+            raise ValueError(f"cache holds {self.capacity} tokens a request, got {longest}")
         if layer not in self.layers:
             self.layers[layer] = self._allocate(key_BHTD, value_BHTE)
-        pages, T = self.layers[layer], key_BHTD.shape[2]
-        norm_BHT = torch.linalg.vector_norm(key_BHTD, dim=-1, dtype=torch.float32)
-        for row, (first, new) in enumerate(zip(start, count, strict=True)):
-            if first + new > self.capacity:
-                raise ValueError(f"cache holds {self.capacity} tokens a request, got {first + new}")
-            for source, page, offset, size in self._pieces(row, first, new):
-                part = slice(T - new + source, T - new + source + size)
-                pages.key_PHND[page, :, offset : offset + size] = key_BHTD[row, :, part]
-                pages.value_PHNE[page, :, offset : offset + size] = value_BHTE[row, :, part]
-                pages.norm_PHN[page, :, offset : offset + size] = norm_BHT[row, :, part]
+        pages = self.layers[layer]
+        append.on(self.backend)(
+            key_BHTD,
+            value_BHTE,
+            start_B,
+            count_B,
+            pages.key_PHND,
+            pages.value_PHNE,
+            pages.norm_PHN,
+            self.block_table_BP,
+        )
         return pages
 
     def grow(self, capacity: int) -> None:
         """Make room for `capacity` tokens a request by copying; only for runs of unknown length.
 
-        Raises:
-            ValueError: A request has several pages; such a cache does not grow.
+        A request's one page gets larger. Pages of a given size keep their numbers, and every request gets new
+        ones behind its own.
         """
         if capacity <= self.capacity:
             return
-        if self.pages_per_request > 1:
-            raise ValueError(f"a cache of {self.pages_per_request} pages a request cannot grow")
-        old, self.capacity = self.capacity, max(capacity + GROWTH, 2 * self.capacity)
-        self.page_size = self.capacity
+        capacity = max(capacity + GROWTH, 2 * self.capacity)
+        count, old_page = self.batch * self.pages_per_request, self.page_size
+        if self._one_page:
+            self.page_size = capacity
+        else:
+            more = -(-capacity // self.page_size) - self.pages_per_request
+            self.pages_per_request += more
+            added_BP = torch.arange(count, count + self.batch * more, dtype=torch.int32)
+            added_BP = added_BP.view(self.batch, more).to(self.block_table_BP.device)
+            self.block_table_BP = torch.cat([self.block_table_BP, added_BP], 1)
+        self.capacity = self.pages_per_request * self.page_size
+        total = self.batch * self.pages_per_request
         for pages in self.layers.values():
             for name in ("key_PHND", "value_PHNE", "norm_PHN"):
                 small = getattr(pages, name)
-                large = small.new_empty(*small.shape[:2], self.capacity, *small.shape[3:])
-                large[:, :, :old] = small
+                large = small.new_empty(total, small.shape[1], self.page_size, *small.shape[3:])
+                large[:count, :, :old_page] = small
                 setattr(pages, name, large)
 
-    def norms(self, layer: int, row: int, length: int) -> torch.Tensor:
-        """Return a request's key norms, [1, H, length] float32."""
-        return read_pages(self.layers[layer].norm_PHN, self.block_table_BP[row], 0, length)
+    def norms(self, layer: int, rows: Sequence[int], length: int) -> torch.Tensor:
+        """Return requests' key norms, [len(rows), H, length] float32; undefined beyond a request's tokens.
+
+        A view where every request has one page and the rows follow each other.
+        """
+        norm_PHN = self.layers[layer].norm_PHN
+        if self._one_page:
+            norm_BHT = norm_PHN[:, :, :length]
+            first = rows[0]
+            if list(rows) == list(range(first, first + len(rows))):
+                return norm_BHT[first : first + len(rows)]
+            return torch.stack([norm_BHT[row] for row in rows])
+        # rows taken one by one: a list as an index would wait for the device
+        used = -(-length // self.page_size)
+        page_RP = torch.stack([self.block_table_BP[row, :used] for row in rows])
+        norm_RHPN = norm_PHN[page_RP.long()].transpose(1, 2)
+        return norm_RHPN.flatten(2)[:, :, :length]
 
     def _allocate(self, key: torch.Tensor, value: torch.Tensor) -> LayerPages:
         shape = (self.batch * self.pages_per_request, key.shape[1], self.page_size)
@@ -107,13 +152,3 @@ class KVCache:
             value.new_empty(*shape, value.shape[3]),
             key.new_empty(shape, dtype=torch.float32),
         )
-
-    def _pieces(self, row: int, first: int, new: int) -> list[tuple[int, int, int, int]]:
-        # (offset among the new tokens, page, offset in the page, tokens), one for each page touched
-        pieces, done = [], 0
-        while done < new:
-            slot, offset = divmod(first + done, self.page_size)
-            size = min(new - done, self.page_size - offset)
-            pieces.append((done, row * self.pages_per_request + slot, offset, size))
-            done += size
-        return pieces

@@ -1,8 +1,10 @@
 """One layer of one forward pass: dense or fast attention, then the refresh of the selected memory.
 
-The reference backend takes a request at a time, so that a request in a batch computes what it computes alone.
+`LayerStep` is the reference backend. It takes a request at a time, so that a request in a batch computes what
+it computes alone.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,7 +13,6 @@ import torch
 from sfi_core.observer import SelectionEvent
 from sfi_core.policies.base import LayerContext, Selection
 from sfi_core.run import Run
-from sfi_core.sparse_state import allowed_positions
 from sfi_kernels.dense_attention import dense_attention, window_logits
 from sfi_kernels.sparse_attention import sparse_attention
 
@@ -38,7 +39,9 @@ class LayerStep:
     ) -> None:
         assert run.forward is not None, "a forward pass has begun"
         self.run, self.layer, self.forward = run, layer, run.forward
+        self.backend = run.cache.backend
         self.pages = run.cache.layers[layer]
+        self.left_dense = layer in run.policy.config.dense_layers
         self.logit_options: dict[str, Any] = {"scale": scale, "soft_cap": soft_cap}
         self.options: dict[str, Any] = {**self.logit_options, "sink_HG": sink_HG}
 
@@ -56,41 +59,142 @@ class LayerStep:
         for row, count in enumerate(self.forward.count):
             if count:
                 query = query_BHGTD[row : row + 1, :, :, T - count :]
-                step = self._decode if self.forward.decode else self._prefill
+                step = self._decode if self.forward.decode else self._dense
                 out[row : row + 1, :, :, T - count :] = step(row, query)
-        if not self.forward.decode and not self.forward.final:
-            self._keep_tail(query_BHGTD)
+        if not self.forward.decode:
+            self.end_prefill(query_BHGTD)
         return out
 
+    def end_prefill(self, query_BHGTD: torch.Tensor) -> None:
+        """Make the first selection, or keep the queries that will make it after the prompt's next piece."""
+        if self.left_dense or not (self.forward.final or self.run.policy.selects_after):
+            return
+        tails = self.run.tails
+        old = [tails[self.layer]] if self.layer in tails else []
+        if self.forward.final:
+            self.select_first(torch.cat([*old, query_BHGTD], 3))
+        else:
+            window = self.run.policy.config.window_prefill
+            tails[self.layer] = torch.cat([*old, query_BHGTD], 3)[:, :, :, -window:].clone()
+
+    def select_first(self, query_BHGWD: torch.Tensor) -> None:
+        """Make the first selection from the prompt's last queries, the last `window_prefill` of W."""
+        for row, state in enumerate(self.run.requests):
+            if not self.run.policy.selects_after:
+                self.apply((row,), self._nothing(1, query_BHGWD))
+                continue
+            window = min(self.run.policy.config.window_prefill, state.length)
+            self.refresh((row,), query_BHGWD[row : row + 1, :, :, -window:])
+
+    def refresh(
+        self,
+        rows: tuple[int, ...],
+        query_RHGWD: torch.Tensor,
+        logits: Callable[[], torch.Tensor] | None = None,
+        log_sum_RHGW: torch.Tensor | None = None,
+    ) -> None:
+        """Let the policy select anew for some requests.
+
+        Args:
+            rows: The requests.
+            query_RHGWD: The queries that make the selection.
+            logits: Returns their logits, where the attention has made them already.
+            log_sum_RHGW: The log-sum-exp of those over J.
+        """
+        sink = self.run.policy.config.sink
+        empty = [self.run.requests[row].recent_start == self.run.requests[row].sink(sink) for row in rows]
+        if any(empty):  # nothing to select from
+            self._refresh_some(rows, empty, query_RHGWD)
+            return
+        with self.run.observer.span("selector", self.layer):
+            context = self.context(rows, query_RHGWD, logits, log_sum_RHGW)
+            selection = self.run.policy.select_after(context)
+        self.run.paths[f"{self.backend}.selector"] += len(rows)
+        self.apply(rows, selection)
+
+    def _refresh_some(
+        self, rows: tuple[int, ...], empty: list[bool], query_RHGWD: torch.Tensor
+    ) -> None:
+        for place, row in enumerate(rows):
+            query = query_RHGWD[place : place + 1]
+            if empty[place]:
+                self.apply((row,), self._nothing(1, query))
+            else:
+                self.refresh((row,), query)
+
+    def context(
+        self,
+        rows: tuple[int, ...],
+        query_RHGWD: torch.Tensor,
+        logits: Callable[[], torch.Tensor] | None = None,
+        log_sum_RHGW: torch.Tensor | None = None,
+    ) -> LayerContext:
+        """Gather what a policy may look at; arguments are those of `refresh`."""
+        chosen = self.run.rows(rows)
+        return LayerContext(
+            layer=self.layer,
+            requests=rows,
+            backend=self.backend,
+            allowed_BT=chosen.allowed_RT,
+            key_norm_BHT=self.run.cache.norms(self.layer, rows, chosen.longest),
+            logits=logits
+            or partial(
+                window_logits.on(self.backend),
+                query_RHGWD,
+                self.pages.key_PHND,
+                chosen.table_RP,
+                chosen.length_R,
+                **self.logit_options,
+                longest=chosen.longest,
+            ),
+            log_sum_BHGW=log_sum_RHGW,
+        )
+
+    def apply(self, rows: tuple[int, ...], selection: Selection | None) -> None:
+        """Pack what was selected for some requests, and tell the observer."""
+        if selection is None:
+            return
+        run, chosen = self.run, self.run.rows(rows)
+        with run.observer.span("pack", self.layer):
+            run.segment(self.layer).repack(
+                chosen.request_R,
+                chosen.sink_R,
+                selection.index_BHK,
+                self.pages,
+                run.cache.block_table_BP,
+                chosen.most_sink,
+            )
+        run.paths[f"{self.backend}.pack"] += len(rows)
+        for place, row in enumerate(rows):
+            state = run.requests[row]
+            sink = state.sink(run.policy.config.sink)
+            # Top-K pads only where fewer than K positions are allowed: the count needs no look at the device
+            allowed = state.recent_start - sink
+            state.packed_tokens = sink + min(selection.index_BHK.shape[2], allowed)
+            run.observer.on_selection(
+                SelectionEvent(
+                    request=row,
+                    step=state.step,
+                    layer=self.layer,
+                    index_HK=selection.index_BHK[place],
+                    diagnostics={
+                        name: value[place : place + 1]
+                        for name, value in selection.diagnostics.items()
+                    },
+                )
+            )
+
     def _decode(self, row: int, query: torch.Tensor) -> torch.Tensor:
-        policy, state = self.run.policy, self.run.requests[row]
-        left_dense = self.layer in policy.config.dense_layers
-        if state.slow or left_dense:
+        policy = self.run.policy
+        if self.run.requests[row].slow or self.left_dense:
             out = self._dense(row, query)
-            if policy.selects_after and not left_dense:
-                self._refresh(row, query)
+            if policy.selects_after and not self.left_dense:
+                self.refresh((row,), query)
             return out
         if policy.selects_before:
             with self.run.observer.span("select_before", self.layer):
-                self._apply(row, policy.select_before(self._context(row, query)))
+                self.apply((row,), policy.select_before(self.context((row,), query)))
         return self._fast(row, query)
-
-    def _prefill(self, row: int, query: torch.Tensor) -> torch.Tensor:
-        out = self._dense(row, query)
-        if self.forward.final and self.layer not in self.run.policy.config.dense_layers:
-            tail = (
-                [self.run.tails[self.layer][row : row + 1]] if self.layer in self.run.tails else []
-            )
-            self.select_first(row, torch.cat([*tail, query], 3))
-        return out
-
-    def select_first(self, row: int, query_BHGWD: torch.Tensor) -> None:
-        """Make the first selection from the prompt's last queries, the last `window_prefill` of W."""
-        if self.run.policy.selects_after:
-            window = min(self.run.policy.config.window_prefill, self.run.requests[row].length)
-            self._refresh(row, query_BHGWD[:, :, :, -window:])
-        else:
-            self._apply(row, self._nothing(query_BHGWD))
 
     def _dense(self, row: int, query: torch.Tensor) -> torch.Tensor:
         self.run.paths[
@@ -101,8 +205,8 @@ class LayerStep:
                 query,
                 self.pages.key_PHND,
                 self.pages.value_PHNE,
-                self._table(row),
-                self.run.length_B[row : row + 1],
+                self.run.cache.block_table_BP[row : row + 1],
+                self.run.descriptor.length_B[row : row + 1],
                 **self.options,
             )
 
@@ -117,75 +221,13 @@ class LayerStep:
                 segment.length_BH[one],
                 self.pages.key_PHND,
                 self.pages.value_PHNE,
-                self._table(row),
-                self.run.recent_start_B[one],
-                self.run.length_B[one],
+                self.run.cache.block_table_BP[one],
+                self.run.descriptor.recent_start_B[one],
+                self.run.descriptor.length_B[one],
                 **self.options,
             )
         return out[:, :, :, None]
 
-    def _refresh(self, row: int, window_query: torch.Tensor) -> None:
-        state = self.run.requests[row]
-        if state.recent_start == state.sink(self.run.policy.config.sink):  # J is empty
-            self._apply(row, self._nothing(window_query))
-            return
-        with self.run.observer.span("selector", self.layer):
-            selection = self.run.policy.select_after(self._context(row, window_query))
-        self.run.paths["torch.selector"] += 1
-        self._apply(row, selection)
-
     @staticmethod
-    def _nothing(query: torch.Tensor) -> Selection:
-        return Selection(query.new_empty(1, query.shape[1], 0, dtype=torch.int32))
-
-    def _context(self, row: int, window_query: torch.Tensor) -> LayerContext:
-        state = self.run.requests[row]
-        sink = state.sink(self.run.policy.config.sink)
-        return LayerContext(
-            layer=self.layer,
-            request=row,
-            allowed_BT=allowed_positions(state.length, sink, state.recent_start).to(
-                window_query.device
-            ),
-            key_norm_BHT=self.run.cache.norms(self.layer, row, state.length),
-            logits=partial(
-                window_logits.reference,
-                window_query,
-                self.pages.key_PHND,
-                self._table(row),
-                self.run.length_B[row : row + 1],
-                **self.logit_options,
-            ),
-        )
-
-    def _apply(self, row: int, selection: Selection | None) -> None:
-        if selection is None:
-            return
-        run, state = self.run, self.run.requests[row]
-        sink = state.sink(run.policy.config.sink)
-        with run.observer.span("pack", self.layer):
-            table = run.cache.block_table_BP
-            run.segment(self.layer).repack(row, sink, selection.index_BHK, self.pages, table)
-        # Top-K pads only where fewer than K positions are allowed, so the count needs no look at the device
-        state.packed_tokens = sink + min(selection.index_BHK.shape[2], state.recent_start - sink)
-        run.paths["torch.pack"] += 1
-        run.observer.on_selection(
-            SelectionEvent(
-                request=row,
-                step=state.step,
-                layer=self.layer,
-                index_HK=selection.index_BHK[0],
-                diagnostics=selection.diagnostics,
-            )
-        )
-
-    def _keep_tail(self, query_BHGTD: torch.Tensor) -> None:
-        if self.run.policy.selects_after:
-            old = [self.run.tails[self.layer]] if self.layer in self.run.tails else []
-            window = self.run.policy.config.window_prefill
-            self.run.tails[self.layer] = torch.cat([*old, query_BHGTD], 3)[
-                :, :, :, -window:
-            ].clone()
-
-    def _table(self, row: int) -> torch.Tensor:
-        return self.run.cache.block_table_BP[row : row + 1]
+    def _nothing(count: int, query: torch.Tensor) -> Selection:
+        return Selection(query.new_empty(count, query.shape[1], 0, dtype=torch.int32))

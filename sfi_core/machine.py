@@ -56,7 +56,7 @@ def describe() -> dict[str, Any]:
 
 def checks() -> list[Check]:
     """Try what a run needs, one by one."""
-    return [_cuda(), _torch_backend(), _triton(), _triton_backend(), _nvtx()]
+    return [_cuda(), _backend("torch"), _triton(), _triton_backend(), _nvtx()]
 
 
 def _processor() -> str:
@@ -74,21 +74,22 @@ def _cuda() -> Check:
     return Check("cuda", True, f"{names}, CUDA {torch.version.cuda}")
 
 
-def _torch_backend() -> Check:
+def _backend(backend: str) -> Check:
     try:
         model, tokenizer = load()
         everything = SfiConfig(sink=1, recent=4, budget=64, t_max=4)
         prompt = (
             "Belora hid a red lantern under the old bridge. Question: What is written about Belora?"
         )
-        sfi = generate(model, tokenizer, [prompt], everything, max_new_tokens=12)
-        full = generate(model, tokenizer, [prompt], everything, policy="full-kv", max_new_tokens=12)
+        options: dict[str, Any] = {"max_new_tokens": 12, "backend": backend}
+        sfi = generate(model, tokenizer, [prompt], everything, **options)
+        full = generate(model, tokenizer, [prompt], everything, policy="full-kv", **options)
     except SfiError as error:
-        return Check("backend torch", False, str(error))
+        return Check(f"backend {backend}", False, str(error))
     same = sfi.report.requests[0].token_ids == full.report.requests[0].token_ids
     word = "equals" if same else "differs from"
     return Check(
-        "backend torch",
+        f"backend {backend}",
         same,
         f"sfi with everything selected {word} full attention on {model.device}",
     )
@@ -117,7 +118,9 @@ def _triton() -> Check:
 
 
 def _triton_backend() -> Check:
-    return Check("backend triton", None, "this version has no Triton kernels for decoding yet")
+    if not torch.cuda.is_available():
+        return Check("backend triton", None, "needs a CUDA device")
+    return _backend("triton")
 
 
 def _nvtx() -> Check:

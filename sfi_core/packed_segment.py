@@ -12,47 +12,59 @@ class PackedSegment:
     Attributes:
         key_BHSD: Keys; the first `length_BH` rows count: the sinks, then the selected in ascending order.
         value_BHSE: Values.
-        index_BHS: Their positions, int32, padded with -1.
+        position_BHS: Their positions, int32, padded with -1.
         length_BH: Rows that count, int32.
     """
 
-    def __init__(self, batch: int, rows: int, pages: LayerPages) -> None:
+    def __init__(self, batch: int, rows: int, pages: LayerPages, backend: str = "torch") -> None:
         """Allocate `rows` rows for every request; `repack` makes room for more where it has to."""
         H, key, value = pages.key_PHND.shape[1], pages.key_PHND, pages.value_PHNE
+        self.backend = backend
         self.key_BHSD = key.new_empty(batch, H, rows, key.shape[3])
         self.value_BHSE = value.new_empty(batch, H, rows, value.shape[3])
-        self.index_BHS = torch.full((batch, H, rows), -1, dtype=torch.int32, device=key.device)
+        self.position_BHS = torch.full((batch, H, rows), -1, dtype=torch.int32, device=key.device)
         self.length_BH = torch.zeros(batch, H, dtype=torch.int32, device=key.device)
 
     def repack(
         self,
-        row: int,
-        sink: int,
-        index_BHK: torch.Tensor | None,
+        request_R: torch.Tensor,
+        sink_R: torch.Tensor,
+        index_RHK: torch.Tensor,
         pages: LayerPages,
         table_BP: torch.Tensor,
+        most_sink: int,
     ) -> None:
-        """Gather the first `sink` positions and the selected ones of a request (Reorg)."""
-        H = self.length_BH.shape[1]
-        anchors = torch.arange(sink, dtype=torch.int32, device=self.length_BH.device).expand(
-            1, H, -1
+        """Gather the sinks and the selected positions of some requests (Reorg).
+
+        Args:
+            request_R: The refreshed requests, int32, each once.
+            sink_R: Their sink tokens, int32.
+            index_RHK: Their selected positions, int32, ascending, padded with -1 at the end.
+            pages: The layer's pages.
+            table_BP: Page numbers of every request of the batch.
+            most_sink: The largest of `sink_R`, so that no one asks the device.
+        """
+        rows = most_sink + index_RHK.shape[2]
+        if self.position_BHS.shape[2] < rows:  # the cache grew past what the run was planned for
+            self._grow(rows)
+        pack.on(self.backend)(
+            pages.key_PHND,
+            pages.value_PHNE,
+            table_BP,
+            request_R,
+            index_RHK,
+            sink_R,
+            self.key_BHSD,
+            self.value_BHSE,
+            self.position_BHS,
+            self.length_BH,
         )
-        index_BHS = anchors if index_BHK is None else torch.cat([anchors, index_BHK], 2)
-        S = index_BHS.shape[2]
-        if self.index_BHS.shape[2] < S:  # the cache grew past what the run was planned for
-            self._grow(S)
-        one = slice(row, row + 1)
-        self.index_BHS[one].fill_(-1)[:, :, :S] = index_BHS
-        self.length_BH[one] = (index_BHS >= 0).sum(2, dtype=torch.int32)
-        if S:
-            pack(pages.key_PHND, table_BP[one], index_BHS, self.key_BHSD[one])
-            pack(pages.value_PHNE, table_BP[one], index_BHS, self.value_BHSE[one])
 
     def _grow(self, rows: int) -> None:
         B, H, old, _ = self.key_BHSD.shape
-        for name in ("key_BHSD", "value_BHSE", "index_BHS"):
+        for name in ("key_BHSD", "value_BHSE", "position_BHS"):
             small = getattr(self, name)
             large = small.new_empty(B, H, rows, *small.shape[3:])
             large[:, :, :old] = small
             setattr(self, name, large)
-        self.index_BHS[:, :, old:] = -1
+        self.position_BHS[:, :, old:] = -1

@@ -7,6 +7,7 @@ import torch
 
 from sfi_core.cache_seam import SfiCache
 from sfi_core.errors import BackendError, ConfigError, InputError
+from sfi_kernels.launch import KernelLimitError, check_device
 
 BACKENDS = ("auto", "torch", "triton")
 # by setting: what it asks for, and the values that ask for nothing
@@ -27,19 +28,20 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
 }
 
 
-def check_backend(backend: str) -> None:
-    """Refuse a backend that is unknown or not there.
+def check_backend(backend: str, device: torch.device) -> None:
+    """Refuse a backend that is unknown or cannot run on a device at all.
 
     Raises:
         ConfigError: Unknown.
-        BackendError: Known, but not runnable.
+        BackendError: Known, but not runnable there.
     """
     if backend not in BACKENDS:
         raise ConfigError(f"unknown backend {backend!r}; expected one of {BACKENDS}")
     if backend == "triton":
-        raise BackendError(
-            "backend triton has no decode kernels in this version; use --backend torch"
-        )
+        try:
+            check_device(device)
+        except KernelLimitError as error:
+            raise BackendError(str(error)) from error
 
 
 def prompt_tokens(mask: Any, batch: int, new: int, seen: int, *, final: bool) -> list[int]:

@@ -52,22 +52,57 @@ class RequestReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KernelReport:
+    """One Triton kernel, counted where it was launched.
+
+    Attributes:
+        name: The kernel.
+        launches: How often.
+        steps: Decoding steps, the prefill's step 0 included, in which it ran.
+        layers: Layers in which it ran; 0 for what a step does once for all of them.
+    """
+
+    name: str
+    launches: int
+    steps: int
+    layers: int
+
+    @classmethod
+    def of(cls, run: Run) -> list[Self]:
+        """Sum up every kernel of a run, by name."""
+        found = {name: [key for key in run.kernels if key[0] == name] for name, _, _ in run.kernels}
+        return [
+            cls(
+                name=name,
+                launches=sum(run.kernels[key] for key in keys),
+                steps=len({step for _, step, _ in keys}),
+                layers=len({layer for _, _, layer in keys if layer >= 0}),
+            )
+            for name, keys in sorted(found.items())
+        ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunReport:
     """One run.
 
     Attributes:
+        backend: What ran: "torch" or "triton".
         requests: A report for each request.
         prefill_seconds: Wall time of step 0.
         decode_seconds: Wall time of the steps from 1 on.
         decode_tokens_per_second: Tokens of those steps over that time, all requests together.
         paths: Attention and maintenance calls by what really ran, counted per request, layer and step.
+        kernels: The Triton kernels launched; empty on the torch backend.
     """
 
+    backend: str
     requests: list[RequestReport]
     prefill_seconds: float
     decode_seconds: float
     decode_tokens_per_second: float
     paths: dict[str, int]
+    kernels: list[KernelReport]
 
     @classmethod
     def of(cls, run: Run) -> Self:
@@ -75,11 +110,13 @@ class RunReport:
         requests = [RequestReport.of(state) for state in run.requests]
         decoded = sum(max(0, len(request.token_ids) - 1) for request in requests)
         return cls(
+            backend=run.cache.backend,
             requests=requests,
             prefill_seconds=run.prefill_seconds,
             decode_seconds=run.decode_seconds,
             decode_tokens_per_second=decoded / run.decode_seconds if run.decode_seconds else 0.0,
-            paths=dict(run.paths),
+            paths={name: count for name, count in run.paths.items() if count},
+            kernels=KernelReport.of(run),
         )
 
     def to_dict(self) -> dict[str, Any]:

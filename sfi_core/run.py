@@ -6,37 +6,20 @@ layer's keys, values and queries, and tells which tokens were sampled.
 
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 
+from sfi_core.describe import Forward, Rows, describe_pass
 from sfi_core.kv_cache import KVCache, LayerPages
 from sfi_core.observer import Observer, StepEvent
 from sfi_core.packed_segment import PackedSegment
 from sfi_core.policies.base import Policy, StepContext
 from sfi_core.sparse_state import SparseState
-
-
-@dataclass(frozen=True, slots=True)
-class Forward:
-    """The forward pass under way: the step descriptor of the reference backend.
-
-    Attributes:
-        decode: Whether it decodes one token a request, instead of reading the prompt.
-        final: Whether it reads the last piece of the prompt, step 0.
-        start: Cached tokens of each request before it.
-        count: New tokens of each request; 0 leaves a request out.
-    """
-
-    decode: bool
-    final: bool
-    start: list[int]
-    count: list[int]
-
-    @property
-    def length(self) -> list[int]:
-        """Cached tokens of each request after it."""
-        return [start + count for start, count in zip(self.start, self.count, strict=True)]
+from sfi_kernels.launch import counting
+from sfi_kernels.step_descriptor import StepDescriptor
 
 
 @dataclass(slots=True)
@@ -48,14 +31,16 @@ class Run:
         observer: Told of every step, refresh and span.
         cache: The paged KV cache.
         stop_ids: Tokens that end a request.
+        device: Where the cache is.
         requests: The sparse state of each request.
         segments: The packed segment by layer.
         tails: Last queries of earlier pieces of the prompt by layer, for the prefill's evidence.
         paths: Attention and maintenance calls by what really ran: requests x layers x steps.
+        kernels: Triton kernels launched, by name, step and layer; layer -1 is the step's own.
         forward: The forward pass under way.
         layers: Full-attention layers seen.
-        length_B: Cached tokens of each request after the pass, int32; made once for all layers.
-        recent_start_B: First position of each request's recent segment, int32.
+        descriptor: The pass's step descriptor; made once for all layers.
+        dense_descriptor: The same with every request slow, for the layers left dense; None without such.
         prefill_seconds: Wall time of step 0.
         decode_seconds: Wall time of the steps from 1 on.
     """
@@ -64,18 +49,21 @@ class Run:
     observer: Observer
     cache: KVCache
     stop_ids: frozenset[int] = frozenset()
+    device: torch.device = torch.device("cpu")
     requests: list[SparseState] = field(init=False)
     segments: dict[int, PackedSegment] = field(default_factory=dict)
     tails: dict[int, torch.Tensor] = field(default_factory=dict)
     paths: Counter[str] = field(default_factory=Counter)
+    kernels: Counter[tuple[str, int, int]] = field(default_factory=Counter)
     forward: Forward | None = None
     layers: set[int] = field(default_factory=set)
-    length_B: torch.Tensor = field(init=False)
-    recent_start_B: torch.Tensor = field(init=False)
+    descriptor: StepDescriptor = field(init=False)
+    dense_descriptor: StepDescriptor | None = None
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     _began: float = field(default_factory=time.perf_counter)
     _recorded: bool = True
+    _rows: dict[tuple[int, ...], Rows] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Start with empty requests."""
@@ -125,8 +113,16 @@ class Run:
         assert self.forward is not None, "a forward pass has begun"
         self.cache.grow(max(self.forward.length))
         self.layers.add(layer)
-        start, count = self.forward.start, self.forward.count
-        return self.cache.append(layer, key_BHTD, value_BHTE, start, count)
+        step = self.descriptor
+        with self.counted(layer):
+            return self.cache.append(
+                layer,
+                key_BHTD,
+                value_BHTE,
+                step.append_start_B,
+                step.append_count_B,
+                max(self.forward.length),
+            )
 
     def record(self, token_B: list[int]) -> None:
         """Note the tokens x_t that the step generated, and tell the observer."""
@@ -167,8 +163,25 @@ class Run:
             selects = self.policy.selects_before or self.policy.selects_after
             rows = config.sink + (min(config.budget, self.cache.capacity) if selects else 0)
             pages = self.cache.layers[layer]
-            self.segments[layer] = PackedSegment(self.cache.batch, rows, pages)
+            self.segments[layer] = PackedSegment(self.cache.batch, rows, pages, self.cache.backend)
         return self.segments[layer]
+
+    def rows(self, rows: tuple[int, ...]) -> Rows:
+        """Return what the layers need to refresh some requests; made once for all layers of the pass."""
+        if rows not in self._rows:
+            table, step = self.cache.block_table_BP, self.descriptor
+            self._rows[rows] = Rows.of(rows, self.requests, self.policy.config.sink, step, table)
+        return self._rows[rows]
+
+    @contextmanager
+    def counted(self, layer: int) -> Iterator[None]:
+        """Count the Triton kernels launched inside under the step and a layer."""
+        launched: Counter[str] = Counter()
+        with counting(launched):
+            yield
+        step = max(state.step for state in self.requests)
+        for name, count in launched.items():
+            self.kernels[name, step, layer] += count
 
     def _enter(self, forward: Forward) -> None:
         if self._recorded:  # otherwise an earlier piece of the prompt is still being timed
@@ -177,9 +190,12 @@ class Run:
         self.forward = forward
 
     def _describe(self) -> None:
-        starts = [state.recent_start for state in self.requests]
-        self.length_B = torch.tensor([state.length for state in self.requests], dtype=torch.int32)
-        self.recent_start_B = torch.tensor(starts, dtype=torch.int32)
+        assert self.forward is not None, "a forward pass has begun"
+        self._rows = {}
+        with self.counted(-1):
+            self.descriptor, self.dense_descriptor = describe_pass(
+                self.forward, self.requests, self.policy, self.cache, self.device
+            )
 
     def _move_recent(self, state: SparseState) -> None:
         config = self.policy.config

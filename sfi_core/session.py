@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from sfi_core.attention_seam import Seam, install, uninstall
+from sfi_core.backends import PAGE_SIZE, resolve_backend
 from sfi_core.cache_seam import SfiCache
 from sfi_core.config import SfiConfig
 from sfi_core.errors import ConfigError
@@ -32,6 +33,7 @@ class Session:
         config: The settings as asked for; a policy may adapt its own copy.
         policy: The policy; its `config` is what it runs with.
         policy_name: Its name.
+        backend: What runs: "torch" or "triton".
         trigger_token_ids: T_trig.
         report: Report of the last run; None before the first.
     """
@@ -51,6 +53,7 @@ class Session:
         self.policy = policy_class(policy)(config, trigger)
         self._observer: Observer = Observers(observers) if observers else NullObserver()
         self._page_size = page_size
+        self.backend = "torch"
         self._run: Run | None = None
         self._shapes: list[LayerShape] = []
         self.seam = Seam()
@@ -86,10 +89,9 @@ class Session:
     ) -> Forecast:
         """Say what a run will need, from the shapes that a pass over two tokens shows."""
         policy = self.policy
-        self._shapes = self._shapes or layer_shapes(self.model, policy)
         return forecast(
             self.model,
-            self._shapes,
+            self.shapes(),
             policy.config,
             selects=policy.selects_before or policy.selects_after,
             batch=batch,
@@ -97,6 +99,11 @@ class Session:
             capacity=capacity,
             prefill_chunk=prefill_chunk,
         )
+
+    def shapes(self) -> list[LayerShape]:
+        """Learn the layers' shapes, once."""
+        self._shapes = self._shapes or layer_shapes(self.model, self.policy)
+        return self._shapes
 
     def before_forward(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Enter a step: transformers calls this before every forward pass of the model."""
@@ -170,8 +177,9 @@ class Session:
     def start(self, cache: SfiCache, batch: int, new: int) -> Run:
         """Make the run of a cache, for `batch` requests whose first pass brings `new` tokens."""
         capacity = cache.capacity or max(new, cache.prompt_length or 0) + UNKNOWN_CAPACITY
-        pages = KVCache(batch, capacity, self._page_size)
-        self._run = Run(self.policy, self._observer, pages, cache.stop_ids)
+        page_size = self._page_size or (PAGE_SIZE if self.backend == "triton" else None)
+        pages = KVCache(batch, capacity, page_size, self.backend)
+        self._run = Run(self.policy, self._observer, pages, cache.stop_ids, self.model.device)
         cache.attach(self._run)
         return self._run
 
@@ -195,17 +203,18 @@ def slow_fast(
         config: The settings; None is the `default` preset.
         policy: A name from `sfi_core.policies.POLICIES`.
         observers: Told of every step, refresh and span.
-        backend: "torch", or "auto".
-        page_size: Tokens of a cache page; None is one page a request.
+        backend: "torch", "triton", or "auto", which takes triton on a CUDA device.
+        page_size: Tokens of a cache page; None is one page a request under torch, 64 tokens under triton.
 
     Yields:
         The session; its `report` tells what the last run did. The model is restored on exit.
 
     Raises:
         ConfigError: Unknown policy or backend, trigger strings without a tokenizer, or a nested use.
+        BackendError: The backend cannot run the model here.
         UnsupportedModelError: The architecture cannot run under SFI.
     """
-    check_backend(backend)
+    check_backend(backend, model.device)
     session = Session(model, tokenizer, config or SfiConfig(), policy, observers, page_size)
     own = model.__dict__.get("generate")
     if own is not None and getattr(own, "sfi", False):
@@ -219,6 +228,7 @@ def slow_fast(
     wrapped.sfi = True  # type: ignore[attr-defined]
     model.generate = wrapped
     try:
+        session.backend = resolve_backend(backend, model, session.shapes, page_size)
         yield session
     finally:
         for hook in hooks:
@@ -233,7 +243,8 @@ def slow_fast(
 def layer_shapes(model: Any, policy: Policy) -> list[LayerShape]:
     """Learn every layer's shapes from a pass over two tokens, whatever the architecture."""
     cache = SfiCache(model, 2, 2, frozenset())
-    cache.attach(run := Run(policy, NullObserver(), KVCache(1, 2)))
+    run = Run(policy, NullObserver(), KVCache(1, 2), device=model.device)
+    cache.attach(run)
     model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=model.device), past_key_values=cache)
     shapes = []
     for index, layer in enumerate(cache.layers):

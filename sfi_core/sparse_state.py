@@ -6,14 +6,21 @@ from dataclasses import dataclass, field
 import torch
 
 
-def allowed_positions(length: int, sink: int, recent_start: int) -> torch.Tensor:
-    """Return the candidate set J: all but the sink and recent tokens (Eq. 2).
+def allowed_positions(
+    longest: int, sink_B: torch.Tensor, recent_start_B: torch.Tensor
+) -> torch.Tensor:
+    """Return the candidate sets J: all but the sink and recent tokens (Eq. 2).
+
+    Args:
+        longest: Tokens of the longest request, T.
+        sink_B: Sink tokens.
+        recent_start_B: First position of the recent segment.
 
     Returns:
-        `[1, length]` bool; all False where sink and recent cover everything.
+        `[B, T]` bool; all False where sink and recent cover everything.
     """
-    position = torch.arange(length)
-    return ((position >= sink) & (position < recent_start))[None]
+    position = torch.arange(longest, device=sink_B.device)
+    return (position >= sink_B[:, None]) & (position < recent_start_B[:, None])
 
 
 def attended_positions(

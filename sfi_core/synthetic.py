@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
+from sfi_core.backends import layer_step
 from sfi_core.cache_seam import SfiCache
-from sfi_core.layer_step import LayerStep
 from sfi_core.session import Session, layer_shapes
 
 
@@ -37,7 +37,7 @@ def synthetic_cache(session: Session, context: int, capacity: int, *, seed: int 
             1, shape.heads, heads // shape.heads, window, shape.key_width,
             dtype=key.dtype, device=key.device, generator=generator,
         )  # fmt: skip
-        LayerStep(run, index, scale=shape.key_width**-0.5).select_first(0, query)
+        layer_step(run, index, scale=shape.key_width**-0.5).select_first(query)
     run.record([0])
     return cache
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import pytest
 import torch
 
 from sfi_core.observer import SelectionEvent, StepEvent
@@ -136,3 +137,16 @@ def paged(
             part = row[:, start : start + page_size]
             pages[own[slot], :, : part.shape[1]] = part
     return pages, table_BP
+
+
+def kernel_device(backend: str, dtype: torch.dtype = torch.float32, page_size: int = 16) -> str:
+    """Say where to test a backend's op, and skip what its kernels refuse."""
+    if backend == "torch":
+        return "cpu"
+    if page_size % 16:
+        pytest.skip("the kernels refuse pages that hold no whole tiles")
+    if torch.cuda.is_available():
+        return "cuda"
+    if dtype == torch.bfloat16:
+        pytest.skip("bfloat16 is wrong in Triton's interpreter")
+    return "cpu"

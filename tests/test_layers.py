@@ -29,6 +29,7 @@ ONLY_IN = {
     "tokenizers": ("sfi_core/bundled/",),
     "pyarrow": ("traces/",),
     "nvtx": ("traces/",),
+    "matplotlib": ("traces/",),
     "rich": ("sfi_cli/",),
     "typer": ("sfi_cli/",),
     "click": (),

@@ -30,6 +30,10 @@ class Op(Generic[P, R]):
         on_cuda = tensor is not None and tensor.is_cuda
         return (self.triton if on_cuda and self.has_triton else self.reference)(*args, **kwargs)
 
+    def on(self, backend: str) -> Callable[P, R]:
+        """Return the implementation of a backend, "torch" or "triton", whatever the device."""
+        return {"torch": lambda: self.reference, "triton": lambda: self.triton}[backend]()
+
     @property
     def has_triton(self) -> bool:
         """Whether the op has a Triton kernel at all."""

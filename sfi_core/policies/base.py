@@ -37,22 +37,26 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class LayerContext:
-    """What a policy may look at inside one layer; one request at a time, so B is 1.
+    """What a policy may look at inside one layer, for some requests of the batch.
 
     Attributes:
         layer: Index of the transformer layer.
-        request: Index of the request.
+        requests: Their indices; the torch backend asks for one at a time.
+        backend: Whose ops to use: `op.on(backend)`.
         allowed_BT: The candidate set J, True where a position may be selected (Eq. 2).
         key_norm_BHT: L2 norms of the cached keys, float32.
         logits: Computes the window's attention logits, [B, H, G, W, T] (Eq. 4). In `select_before` the
             window is the current query.
+        log_sum_BHGW: Their log-sum-exp over J, where the attention has made it already.
     """
 
     layer: int
-    request: int
+    requests: tuple[int, ...]
+    backend: str
     allowed_BT: torch.Tensor
     key_norm_BHT: torch.Tensor
     logits: Callable[[], torch.Tensor]
+    log_sum_BHGW: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

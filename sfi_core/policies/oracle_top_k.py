@@ -25,4 +25,4 @@ class OracleTopK(Policy):
         """Rank J by the mean probability over the query heads of a KV head."""
         probability = attention_probability(context.logits(), context.allowed_BT)
         score = probability.mean(dim=(2, 3)).masked_fill(~context.allowed_BT[:, None], MASKED_SCORE)
-        return Selection(top_k(score, self.config.budget))
+        return Selection(top_k.on(context.backend)(score, self.config.budget))

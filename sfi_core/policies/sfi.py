@@ -2,6 +2,8 @@
 
 import dataclasses
 
+import torch
+
 from sfi_core.policies.base import LayerContext, Policy, Selection, StepContext, StepPlan
 from sfi_kernels.selector import selector
 from sfi_kernels.top_k import top_k
@@ -24,12 +26,15 @@ class SFI(Policy):
         # Paper gap: the released code has another clip for several rows; G query heads are rows too
         if clip_rows is not None and logits.shape[2] * logits.shape[3] > 1:
             settings["lambda_clip"] = clip_rows
-        score, lambda_star = selector(
+        diagnostics: dict[str, torch.Tensor] = {}
+        score, diagnostics["lambda_star"] = selector.on(context.backend)(
             logits,
             context.key_norm_BHT,
             context.allowed_BT,
             group_reduce=self.config.group_reduce,
             span=self.config.span,
+            log_sum_BHGW=context.log_sum_BHGW,
+            diagnostics=diagnostics,
             **settings,
         )
-        return Selection(top_k(score, self.config.budget), {"lambda_star": lambda_star})
+        return Selection(top_k.on(context.backend)(score, self.config.budget), diagnostics)

@@ -153,11 +153,12 @@ def test_options_win_over_the_config_file_and_that_over_the_preset(tmp_path):
         (("--model", "./no/such/folder"), 3, "model folder ./no/such/folder does not exist"),
         (("--prompt-file", "no-such-file"), 3, "prompt"),
         (("--config", "no-such.toml"), 3, "config no-such.toml cannot be read: No such file or directory"),
-        (("--backend", "triton"), 4, "backend triton has no decode kernels in this version"),
+        (("--backend", "triton"), 4, "Triton kernels need a CUDA device, got cpu; use the torch backend"),
         (("--chat",), 3, "the model's tokenizer must have a chat template"),
     ],
 )  # fmt: skip
-def test_a_mistake_is_one_line_and_an_exit_code(arguments, code, words):
+def test_a_mistake_is_one_line_and_an_exit_code(arguments, code, words, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     prompt = () if "--prompt-file" in arguments else (PROMPT,)
     got, stdout, stderr = inside("generate", *prompt, *arguments)
     assert (got, stdout) == (code, "")

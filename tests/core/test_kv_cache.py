@@ -1,9 +1,12 @@
 """The paged KV cache: what is appended is found again, for every request, page size and dtype."""
 
+from collections import Counter
+
 import pytest
 import torch
 
 from sfi_core.kv_cache import GROWTH, KVCache
+from sfi_kernels.launch import counting
 from sfi_kernels.pages import read_pages
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -11,11 +14,17 @@ B, H, D, E = 3, 2, 4, 6
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
+def int32(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
 class Written:
     """A cache and, beside it, plain lists of what was appended to each request."""
 
-    def __init__(self, capacity: int, page_size: int | None = None, dtype=torch.float32):
-        self.cache = KVCache(B, capacity, page_size)
+    def __init__(
+        self, capacity: int, page_size: int | None = None, dtype=torch.float32, backend="torch"
+    ):
+        self.cache = KVCache(B, capacity, page_size, backend)
         self.dtype = dtype
         self.keys = [torch.empty(H, 0, D, dtype=dtype) for _ in range(B)]
         self.values = [torch.empty(H, 0, E, dtype=dtype) for _ in range(B)]
@@ -31,7 +40,8 @@ class Written:
             value[row, :, own] = torch.randn(H, new, E).to(self.dtype)
             self.keys[row] = torch.cat([self.keys[row], key[row, :, own]], 1)
             self.values[row] = torch.cat([self.values[row], value[row, :, own]], 1)
-        self.cache.append(layer, key, value, start, list(count))
+        longest = max(first + new for first, new in zip(start, count, strict=True))
+        self.cache.append(layer, key, value, int32(*start), int32(*count), longest)
 
     def assert_found(self, layer: int = 0) -> None:
         """Compare every cached token, and its key's norm, with what was appended."""
@@ -41,7 +51,7 @@ class Written:
             assert torch.equal(read_pages(pages.key_PHND, table[row], 0, length)[0], key)
             assert torch.equal(read_pages(pages.value_PHNE, table[row], 0, length)[0], value)
             expected = key.double().pow(2).sum(-1).sqrt()
-            norms = self.cache.norms(layer, row, length)[0]
+            norms = self.cache.norms(layer, [row], length)[0]
             torch.testing.assert_close(norms.double(), expected, rtol=1e-6, atol=0)
 
 
@@ -52,6 +62,19 @@ def test_tokens_are_found_again_across_page_borders(page_size: int | None, dtype
     for count in ((17, 17, 17), (1, 1, 1), (15, 15, 15), (7, 7, 7)):
         written.append(*count)
         written.assert_found()
+
+
+@pytest.mark.parametrize("page_size", [None, 5])
+def test_the_kernel_appends_what_the_reference_does(page_size: int | None):
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("the tokens of these tests are on the CPU")
+    written = Written(40, page_size, backend="triton")
+    with counting(launches := Counter()):
+        for count in ((17, 3, 9), (1, 0, 1)):
+            written.append(*count)
+            written.assert_found()
+    assert launches == {"append": 2}
 
 
 @pytest.mark.parametrize("page_size", [None, 1, 5, 16])
@@ -97,8 +120,8 @@ def test_norms_are_computed_in_float32(dtype: torch.dtype):
     """A float16 norm of these keys would overflow, a bfloat16 one round to 3 digits."""
     cache = KVCache(1, 4)
     key = torch.tensor([40000.0, 30000.0, 1000.0, 40000.0]).to(dtype).expand(1, 1, 1, D)
-    cache.append(0, key, key, [0], [1])
-    norm = cache.norms(0, 0, 1)
+    cache.append(0, key, key, int32(0), int32(1), 1)
+    norm = cache.norms(0, [0], 1)
     assert norm.dtype == torch.float32
     expected = torch.linalg.vector_norm(key[0, 0, 0].double())
     torch.testing.assert_close(norm.double().item(), expected.item(), rtol=1e-6, atol=0)
@@ -115,14 +138,17 @@ def test_one_token_too_many_is_refused(capacity: int, page_size: int | None, roo
 
 
 @pytest.mark.parametrize("wanted", [11, 30, 2000])
-def test_a_grown_cache_keeps_what_it_held(wanted: int):
-    written = Written(10)
+@pytest.mark.parametrize("page_size", [None, 1, 5])
+def test_a_grown_cache_keeps_what_it_held(wanted: int, page_size: int | None):
+    written, second = Written(10, page_size), Written(10, page_size)
+    second.cache = written.cache
     written.append(10, 4, 7)
+    second.append(5, 3, 4, layer=1)
     written.cache.grow(wanted)
     assert written.cache.capacity >= wanted + min(GROWTH, wanted)
-    written.assert_found()
     written.append(1, 7, 4)
     written.assert_found()
+    second.assert_found(1)
 
 
 def test_growing_to_what_fits_does_nothing():
@@ -134,10 +160,55 @@ def test_growing_to_what_fits_does_nothing():
     assert written.cache.capacity == 10
 
 
-def test_a_cache_of_several_pages_refuses_to_grow():
+def test_growing_adds_pages_behind_each_request_s_own():
+    """The old page numbers stay, so that nothing moves between pages."""
     written = Written(10, 5)
-    with pytest.raises(ValueError, match=r"^a cache of 2 pages a request cannot grow$"):
-        written.cache.grow(11)
+    written.append(10, 4, 7)
+    before = written.cache.block_table_BP
+    written.cache.grow(11)
+    table = written.cache.block_table_BP
+    assert torch.equal(table[:, :2], before)
+    assert table.dtype == torch.int32
+    assert table.shape[1] * 5 == written.cache.capacity
+    assert sorted(table.flatten().tolist()) == list(range(table.numel()))
+    assert written.cache.layers[0].norm_PHN.shape == (table.numel(), H, 5)
+
+
+def test_a_page_of_a_given_size_keeps_it():
+    """Even where one page was enough so far: the kernels are told of the size once."""
+    written = Written(10, 16)
+    written.append(10, 4, 7)
+    written.cache.grow(17)
+    assert written.cache.page_size == 16
+    assert written.cache.layers[0].key_PHND.shape[2] == 16
+
+
+def test_a_cache_grown_before_its_first_token_has_the_room():
+    written = Written(10, 5)
+    written.cache.grow(300)
+    written.append(300, 1, 1)
+    written.assert_found()
+
+
+@pytest.mark.parametrize("page_size", [None, 1, 5, 64])
+@pytest.mark.parametrize("rows", [[0, 1, 2], [1, 2], [2, 0], [1]])
+def test_norms_of_several_requests_come_in_one_tensor(page_size: int | None, rows: list[int]):
+    written = Written(20, page_size)
+    written.append(12, 20, 17)
+    norms = written.cache.norms(0, rows, 12)
+    assert norms.shape == (len(rows), H, 12)
+    for row, norm in zip(rows, norms, strict=True):
+        assert torch.equal(norm, written.cache.norms(0, [row], 12)[0])
+        expected = written.keys[row][:, :12].double().pow(2).sum(-1).sqrt()
+        torch.testing.assert_close(norm.double(), expected, rtol=1e-6, atol=0)
+
+
+def test_norms_of_one_page_are_a_view():
+    written = Written(20)
+    written.append(6, 6, 6)
+    norms = written.cache.norms(0, [1, 2], 6)
+    written.cache.layers[0].norm_PHN[1:] = 3
+    assert (norms == 3).all()
 
 
 def test_one_page_per_request_is_a_contiguous_tensor():

@@ -1,34 +1,47 @@
 """The packed segment: refreshed in place, shrinking and growing."""
 
+from collections import Counter
+
 import pytest
 import torch
 
 from sfi_core.kv_cache import KVCache
 from sfi_core.packed_segment import PackedSegment
+from sfi_kernels.launch import counting
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 B, H, D, E, SINK, T = 2, 2, 3, 5, 2, 30
 
 
+def int32(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
 class Packed:
     """A segment over a filled cache."""
 
-    def __init__(self, rows: int, page_size: int | None = 8) -> None:
+    def __init__(self, rows: int, page_size: int | None = 8, backend: str = "torch") -> None:
         self.key, self.value = torch.randn(B, H, T, D), torch.randn(B, H, T, E)
         self.cache = KVCache(B, T, page_size)
-        self.pages = self.cache.append(0, self.key, self.value, [0] * B, [T] * B)
-        self.segment = PackedSegment(B, rows, self.pages)
+        start, count = int32(*[0] * B), int32(*[T] * B)
+        self.pages = self.cache.append(0, self.key, self.value, start, count, T)
+        self.segment = PackedSegment(B, rows, self.pages, backend)
 
-    def repack(self, row: int, index: list[list[int]] | None, sink: int = SINK) -> None:
-        index_BHK = None if index is None else torch.tensor([index], dtype=torch.int32)
-        self.segment.repack(row, sink, index_BHK, self.pages, self.cache.block_table_BP)
+    def repack(self, row: int, index: list[list[int]], sink: int = SINK) -> None:
+        self.repack_all([row], [index], [sink])
+
+    def repack_all(self, rows: list[int], index: list[list[list[int]]], sinks: list[int]) -> None:
+        table_BP, most_sink = self.cache.block_table_BP, max(sinks)
+        index_RHK = torch.tensor(index, dtype=torch.int32)
+        request_R, sink_R = int32(*rows), int32(*sinks)
+        self.segment.repack(request_R, sink_R, index_RHK, self.pages, table_BP, most_sink)
 
     def assert_holds(self, row: int, *heads: list[int]) -> None:
         """Compare positions, keys and values of a request with what it should hold."""
         for h, positions in enumerate(heads):
             n = len(positions)
-            index = self.segment.index_BHS[row, h].tolist()
-            assert index == positions + [-1] * (len(index) - n)
+            held = self.segment.position_BHS[row, h].tolist()
+            assert held == positions + [-1] * (len(held) - n)
             assert self.segment.length_BH[row, h] == n
             assert torch.equal(self.segment.key_BHSD[row, h, :n], self.key[row, h, positions])
             assert torch.equal(self.segment.value_BHSE[row, h, :n], self.value[row, h, positions])
@@ -64,23 +77,41 @@ def test_refreshing_a_request_leaves_the_others_alone():
     packed.assert_holds(1, [0, 1, 4], [0, 1, 6])
 
 
-@pytest.mark.parametrize("index", [None, [[], []]])
-def test_without_a_selection_only_the_sinks_are_packed(index: list[list[int]] | None):
+def test_requests_of_different_sinks_are_refreshed_together():
+    packed = Packed(6)
+    packed.repack_all([1, 0], [[[4, 6], [6, -1]], [[5, 9], [2, 3]]], [0, 2])
+    packed.assert_holds(0, [0, 1, 5, 9], [0, 1, 2, 3])
+    packed.assert_holds(1, [4, 6], [6])
+
+
+def test_the_kernel_packs_what_the_reference_does():
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("the tokens of these tests are on the CPU")
+    packed = Packed(3, backend="triton")
+    with counting(launches := Counter()):
+        packed.repack_all([1, 0], [[[4, 6], [6, -1]], [[5, 9], [2, 3]]], [0, 2])
+    assert launches == {"pack": 1}
+    packed.assert_holds(0, [0, 1, 5, 9], [0, 1, 2, 3])
+    packed.assert_holds(1, [4, 6], [6])
+
+
+def test_without_a_selection_only_the_sinks_are_packed():
     packed = Packed(6)
     packed.repack(0, [[5, 9], [2, 3]])
-    packed.repack(0, index)
+    packed.repack(0, [[], []])
     packed.assert_holds(0, [0, 1], [0, 1])
 
 
 def test_nothing_at_all_may_be_packed():
     packed = Packed(6)
-    packed.repack(0, None, sink=0)
+    packed.repack(0, [[], []], sink=0)
     packed.assert_holds(0, [], [])
 
 
 def test_a_new_segment_is_empty():
     assert Packed(6).segment.length_BH.tolist() == [[0, 0], [0, 0]]
-    assert (Packed(6).segment.index_BHS == -1).all()
+    assert (Packed(6).segment.position_BHS == -1).all()
 
 
 def test_a_segment_grows_with_a_cache_that_grew():

@@ -164,8 +164,9 @@ def context(logits: torch.Tensor, length: int, budget_start: int = SINK) -> Laye
     """Return what a layer of one request shows a policy."""
     return LayerContext(
         layer=0,
-        request=0,
-        allowed_BT=allowed_positions(length, budget_start, length - RECENT),
+        requests=(0,),
+        backend="torch",
+        allowed_BT=allowed_positions(length, torch.tensor([budget_start]), torch.tensor([length - RECENT])),
         key_norm_BHT=torch.rand(1, logits.shape[1], length) + 0.5,
         logits=lambda: logits,
     )

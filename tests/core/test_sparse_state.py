@@ -22,7 +22,8 @@ def prefilled(prompt: int, sink: int = SINK, recent: int = RECENT) -> SparseStat
 
 
 def allowed(state: SparseState, sink: int = SINK) -> list[int]:
-    mask = allowed_positions(state.length, state.sink(sink), state.recent_start)
+    bounds = torch.tensor([[state.sink(sink)], [state.recent_start]])
+    mask = allowed_positions(state.length, *bounds)
     assert mask.shape == (1, state.length)
     return mask[0].nonzero()[:, 0].tolist()
 

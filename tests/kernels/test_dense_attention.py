@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from sfi_kernels.dense_attention import dense_attention, reference, window_logits
-from tests.fakes import causal_mask, error_bound, paged, plain_attention
+from sfi_kernels.op import Op
+from tests.fakes import causal_mask, error_bound, kernel_device, paged, plain_attention
 
 H, G, D = 2, 2, 16
 SCALE = 0.3
@@ -16,6 +17,8 @@ LENGTHS = [65, 9, 130]
 class History:
     """Requests of different lengths, their last W tokens' queries, and the same keys in pages."""
 
+    backend: str
+
     def __init__(self, page_size: int, W: int, lengths=LENGTHS, E: int = D, dtype=torch.float32):
         self.query = torch.randn(len(lengths), H, G, W, D).to(dtype)
         self.keys = [torch.randn(H, T, D).to(dtype) for T in lengths]
@@ -24,13 +27,17 @@ class History:
         self.key_PHND, self.table_BP = paged(self.keys, page_size)
         self.value_PHNE, _ = paged(self.values, page_size)
 
-    def attend(self, **options) -> torch.Tensor:
-        pages = (self.key_PHND, self.value_PHNE, self.table_BP, self.length_B)
-        return dense_attention.reference(self.query, *pages, scale=SCALE, **options)
+    def run(self, op: Op, rows: slice, *pages: torch.Tensor, **options) -> torch.Tensor:
+        device = kernel_device(self.backend, self.query.dtype, self.key_PHND.shape[2])
+        operands = (self.query[rows], *pages, self.table_BP[rows], self.length_B[rows])
+        options = {k: v.to(device) if torch.is_tensor(v) else v for k, v in options.items()}
+        return op.on(self.backend)(*(t.to(device) for t in operands), scale=SCALE, **options).cpu()
 
-    def logits(self, **options) -> torch.Tensor:
-        pages = (self.key_PHND, self.table_BP, self.length_B)
-        return window_logits.reference(self.query, *pages, scale=SCALE, **options)
+    def attend(self, rows: slice = slice(None), **options) -> torch.Tensor:
+        return self.run(dense_attention, rows, self.key_PHND, self.value_PHNE, **options)
+
+    def logits(self, rows: slice = slice(None), **options) -> torch.Tensor:
+        return self.run(window_logits, rows, self.key_PHND, **options)
 
     def assert_plain(self, **options):
         """Compare each request with float64 attention over its own tokens."""
@@ -47,6 +54,12 @@ class History:
             )
 
 
+@pytest.fixture(params=["torch", "triton"], autouse=True)
+def backend(request: pytest.FixtureRequest) -> str:
+    History.backend = request.param
+    return request.param
+
+
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 @pytest.mark.parametrize("W", [1, 2, 9])
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -54,9 +67,13 @@ def test_queries_attend_causally_to_their_own_request(page_size: int, W: int, dt
     History(page_size, W, dtype=dtype).assert_plain()
 
 
-@pytest.mark.parametrize("T", [1, 63, 64, 65, 1000])
+@pytest.mark.parametrize("T", [1, 63, 64, 65])
 def test_a_whole_prompt_attends_to_itself(T: int):
     History(64, W=T, lengths=[T]).assert_plain()
+
+
+def test_a_piece_of_a_prompt_attends_to_what_was_read_before():
+    History(64, W=70, lengths=[1000, 129]).assert_plain()
 
 
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
@@ -124,12 +141,22 @@ def test_a_request_in_a_batch_computes_what_it_computes_alone(page_size: int):
     together, logits = history.attend(), history.logits()
     for row, T in enumerate(LENGTHS):
         one = slice(row, row + 1)
-        history_pages = (history.table_BP[one], history.length_B[one])
-        alone = dense_attention.reference(
-            history.query[one], history.key_PHND, history.value_PHNE, *history_pages, scale=SCALE
-        )
-        alone_logits = window_logits.reference(
-            history.query[one], history.key_PHND, *history_pages, scale=SCALE
-        )
-        assert torch.equal(together[one], alone)
-        assert torch.equal(logits[one, ..., :T], alone_logits)
+        assert torch.equal(together[one], history.attend(one))
+        assert torch.equal(logits[one, ..., :T], history.logits(one))
+
+
+def test_a_request_shorter_than_the_window_has_its_queries_last():
+    """As in a left-padded batch; what stands before them gives zeros and logits of -inf."""
+    history = History(16, W=9, lengths=[65, 4])
+    out, logits = history.attend(), history.logits()
+    assert (out[1, :, :, :5] == 0).all()
+    assert (logits[1, :, :, :5] == -torch.inf).all()
+    segment = history.query[1:, :, :, 5:], history.keys[1][None], history.values[1][None]
+    expected, _ = plain_attention(*segment, SCALE, visible=causal_mask(4, 4))
+    atol, _ = error_bound(*segment, SCALE)
+    torch.testing.assert_close(out[1:, :, :, 5:].double(), expected, rtol=0, atol=atol)
+
+
+def test_the_longest_length_may_be_told():
+    history = History(16, W=2)
+    assert torch.equal(history.logits(longest=max(LENGTHS)), history.logits())

@@ -87,3 +87,28 @@ def test_the_kernel_has_its_references_name(monkeypatch):
     module = SimpleNamespace(double=lambda score, times=1: score + times)
     monkeypatch.setitem(sys.modules, "fake_kernels", module)
     assert Op(double, triton="fake_kernels").triton(1, 4) == 5
+
+
+def test_a_backend_names_an_implementation_whatever_the_device(monkeypatch):
+    class OnCuda(torch.Tensor):
+        is_cuda = True
+
+    module = SimpleNamespace(double=lambda score, times=1: "kernel")
+    monkeypatch.setitem(sys.modules, "fake_kernels", module)
+    op = Op(double, triton="fake_kernels")
+    assert op.on("triton")(torch.ones(1)) == "kernel"
+    assert op.on("torch")(torch.ones(1).as_subclass(OnCuda)).item() == 2
+
+
+def test_the_torch_backend_is_chosen_without_importing_the_kernel():
+    assert Op(double, triton="no.such.module").on("torch") is double
+
+
+def test_an_op_without_a_kernel_has_no_triton_backend():
+    with pytest.raises(NotImplementedError, match=r"^double has no Triton kernel$"):
+        Op(double).on("triton")
+
+
+def test_another_backend_is_a_mistake():
+    with pytest.raises(KeyError, match="cuda"):
+        Op(double).on("cuda")

@@ -261,3 +261,75 @@ def test_a_mask_that_is_not_boolean_is_refused(allowed):
 def test_a_mask_of_another_length_is_refused(allowed):
     with pytest.raises(ValueError, match=r"^key_norm must be \[B=2, H=3, T=50\], got \[2, 3, 49\]"):
         run(allowed[:, :-1], torch.randn(B, H, G, W, T))
+
+
+@pytest.mark.parametrize("group_reduce", ["power", "mean", "max"])
+def test_a_log_sum_at_hand_changes_nothing(allowed, group_reduce):
+    logits, norm = torch.randn(B, H, G, W, T), torch.rand(B, H, T) + 1
+    logits[0, 1, 0, 2] = -INF  # sees nothing of J, and its log-sum-exp is -inf
+    settings = DEFAULTS | {"group_reduce": group_reduce}
+    log_sum = logits.masked_fill(~allowed[:, None, None, None], -INF).logsumexp(-1)
+    actual = selector(logits, norm, allowed, **settings, log_sum_BHGW=log_sum)
+    torch.testing.assert_close(actual, selector(logits, norm, allowed, **settings))
+
+
+def test_a_log_sum_at_hand_weighs_its_query(allowed):
+    """It is used, not made again: queries that are all off alike change nothing, one that is does."""
+    logits, norm = torch.randn(B, H, G, W, T), torch.rand(B, H, T) + 1
+    log_sum = logits.masked_fill(~allowed[:, None, None, None], -INF).logsumexp(-1)
+    expected, _ = selector(logits, norm, allowed, **DEFAULTS)
+    alike, _ = selector(logits, norm, allowed, **DEFAULTS, log_sum_BHGW=log_sum + 5)
+    torch.testing.assert_close(alike, expected)
+    log_sum[:, :, 0, 0] += 5
+    other, _ = selector(logits, norm, allowed, **DEFAULTS, log_sum_BHGW=log_sum)
+    assert not torch.allclose(other, expected, rtol=1e-3)
+
+
+def test_pooled_logits_have_another_log_sum(allowed):
+    logits, norm = torch.randn(B, H, G, W, T), torch.rand(B, H, T) + 1
+    poison = torch.full((B, H, G, W), torch.nan)
+    actual = selector(logits, norm, allowed, **DEFAULTS, span=2, log_sum_BHGW=poison)
+    torch.testing.assert_close(actual, selector(logits, norm, allowed, **DEFAULTS, span=2))
+
+
+def test_diagnostics_say_what_the_prior_was_weighed_by(allowed):
+    """One query and a flat prior: f is the softmax on J, r is 1 / |J|."""
+    logits = torch.randn(B, H, 1, 1, T)
+    allowed[1] = False
+    facts = {"other": torch.ones(1)}
+    flat = {"gamma": 0.0, "beta": 0.0, "eta": 0.0}
+    run(allowed, logits, **flat, diagnostics=facts)
+    f = logits[0, :, 0, 0, allowed[0]].double().softmax(-1)
+    share = torch.full((H,), 1 / int(allowed[0].sum()), dtype=torch.float64)
+    expected = {
+        "evidence_norm2": f.square().sum(-1),
+        "evidence_dot_prior": share,
+        "prior_norm2": share,
+        "evidence_entropy": torch.distributions.Categorical(f).entropy(),
+    }
+    assert facts.keys() == {"other", *expected}
+    for name, value in expected.items():
+        assert facts[name].dtype == torch.float32
+        torch.testing.assert_close(facts[name][0], value.float())
+        assert (facts[name][1] == 0).all()  # nothing is allowed
+
+
+def test_float64_inputs_are_computed_in_float64(allowed):
+    """As the kernels' tests need it."""
+    logits, norm = torch.randn(B, H, G, W, T).double(), torch.rand(B, H, T).double() + 1
+    score, weight = selector(logits, norm, allowed, **DEFAULTS)
+    assert score.dtype == weight.dtype == torch.float64
+    nudged, _ = selector(logits + 1e-12 * torch.randn_like(logits), norm, allowed, **DEFAULTS)
+    assert 0 < (nudged - score)[allowed[:, None].expand_as(score)].abs().max() < 1e-10
+
+
+@pytest.mark.parametrize(
+    ("log_sum", "message"),
+    [
+        (torch.zeros(B, H, G), r"^log_sum must be \[B=2, H=3, G=2, W=4\], got \[2, 3, 2\]$"),
+        (torch.zeros(B, H, G, W).double(), r"^log_sum must be float32, got torch.float64$"),
+    ],
+)
+def test_a_log_sum_that_does_not_fit_is_refused(allowed, log_sum, message):
+    with pytest.raises(ValueError, match=message):
+        run(allowed, torch.randn(B, H, G, W, T), log_sum_BHGW=log_sum)

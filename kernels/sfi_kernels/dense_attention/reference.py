@@ -4,6 +4,7 @@ import torch
 
 from sfi_kernels.pages import read_pages
 from sfi_kernels.partial_attention import capped, combine, partial_attention
+from sfi_kernels.shapes import check_int32, check_same, check_shape
 
 CHUNK = 512  # keys turned into float32 at once; a chunk stays in the processor's cache
 
@@ -22,22 +23,26 @@ def dense_attention(
     """Attend causally to every cached position; the W queries are the request's last W tokens.
 
     Args:
-        query_BHGWD: Queries, grouped by KV head.
+        query_BHGWD: Queries, grouped by KV head. A request shorter than W has its own in the last places; the
+            others are padding.
         key_PHND: Pages of keys.
         value_PHNE: Pages of values; E may differ from D.
         block_table_BP: Page numbers of each request, int32.
-        length_B: Cached tokens of each request, the queries' own included; at least W. int32.
+        length_B: Cached tokens of each request, the queries' own included, int32.
         scale: Factor on the products.
         soft_cap: Soft cap of the logits; None for none.
         sink_HG: Learned sink logits; None for none.
 
     Returns:
-        out, [B, H, G, W, E], in the query's dtype.
+        out, [B, H, G, W, E], in the query's dtype; zeros for padding.
     """
-    W = query_BHGWD.shape[3]
-    rows = []
+    check(query_BHGWD, key_PHND, block_table_BP, length_B, value_PHNE, sink_HG)
+    out = query_BHGWD.new_zeros(*query_BHGWD.shape[:4], value_PHNE.shape[3])
     for row, length in enumerate(length_B.tolist()):
-        query = query_BHGWD[row : row + 1]
+        W = min(query_BHGWD.shape[3], length)
+        if W == 0:
+            continue
+        query = query_BHGWD[row : row + 1, :, :, -W:]
         spans = (
             [(0, length - W, False), (length - W, length, True)] if W > 1 else [(0, length, False)]
         )
@@ -53,8 +58,8 @@ def dense_attention(
             for start, stop, causal in spans
             if stop > start
         ]
-        rows.append(combine(parts, sink_HG))
-    return torch.cat(rows).to(query_BHGWD.dtype)
+        out[row : row + 1, :, :, -W:] = combine(parts, sink_HG)
+    return out
 
 
 def window_logits(
@@ -65,17 +70,21 @@ def window_logits(
     *,
     scale: float,
     soft_cap: float | None = None,
+    longest: int | None = None,
 ) -> torch.Tensor:
     """Return the attention logits of a request's last W queries (Eq. 4).
 
-    Arguments are those of `dense_attention`.
+    Arguments are those of `dense_attention`, and `longest`, the largest of the lengths: with None it is read
+    from `length_B`, which waits for the device.
 
     Returns:
         l, [B, H, G, W, T] float32 with T the longest length; -inf where a query may not look.
     """
+    check(query_BHGWD, key_PHND, block_table_BP, length_B)
     B, H, G, W, D = query_BHGWD.shape
     lengths = length_B.tolist()
-    logits = query_BHGWD.new_full((B, H, G * W, max(lengths)), -torch.inf, dtype=torch.float32)
+    T = longest or max(lengths)
+    logits = query_BHGWD.new_full((B, H, G * W, T), -torch.inf, dtype=torch.float32)
     for row, length in enumerate(lengths):
         query = query_BHGWD[row].float().reshape(H, G * W, D) * scale
         for start in range(0, length, CHUNK):
@@ -85,5 +94,27 @@ def window_logits(
     out = logits.view(B, H, G, W, -1)
     for row, length in enumerate(lengths):
         for w in range(W - 1):  # the last query sees everything
-            out[row, :, :, w, length - W + w + 1 :] = -torch.inf
+            out[row, :, :, w, max(0, length - W + w + 1) :] = -torch.inf
     return out
+
+
+def check(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    block_table: torch.Tensor,
+    length: torch.Tensor,
+    value: torch.Tensor | None = None,
+    sink: torch.Tensor | None = None,
+) -> None:
+    """Refuse operands that do not fit together."""
+    check_shape(query, "query", B=None, H=None, G=None, W=None, D=None)
+    B, H, G, _, D = query.shape
+    check_shape(key, "key", P=None, H=H, N=None, D=D)
+    check_shape(block_table, "block_table", B=B, P=None)
+    check_shape(length, "length", B=B)
+    check_same(query, "query", key=key)
+    if value is not None:
+        check_shape(value, "value", P=key.shape[0], H=H, N=key.shape[2], E=None)
+        check_same(query, "query", value=value)
+    if sink is not None:
+        check_shape(sink, "sink", H=H, G=G)

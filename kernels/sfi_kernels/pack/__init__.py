@@ -3,4 +3,6 @@
 from sfi_kernels.op import Op
 from sfi_kernels.pack import reference
 
-pack = Op(reference.pack)
+pack = Op(reference.pack, triton="sfi_kernels.pack.triton")
+
+__all__ = ["pack"]

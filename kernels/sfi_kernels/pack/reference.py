@@ -1,25 +1,96 @@
 """Packing in PyTorch (Reorg, Sec. 4)."""
 
 import torch
+from torch.nn.functional import pad
+
+from sfi_kernels.shapes import check_int32, check_same, check_shape
 
 
 def pack(
-    pages_PHND: torch.Tensor,
+    key_PHND: torch.Tensor,
+    value_PHNE: torch.Tensor,
     block_table_BP: torch.Tensor,
-    index_BHS: torch.Tensor,
-    out_BHSD: torch.Tensor,
+    request_R: torch.Tensor,
+    index_RHK: torch.Tensor,
+    sink_R: torch.Tensor,
+    key_BHSD: torch.Tensor,
+    value_BHSE: torch.Tensor,
+    position_BHS: torch.Tensor,
+    length_BH: torch.Tensor,
 ) -> None:
-    """Gather positions of the paged cache into a contiguous buffer, in place.
+    """Refresh the packed segment of some requests, in place: the sinks, then the selected.
+
+    R is the number of refreshed requests here; the others' segments stay as they are.
 
     Args:
-        pages_PHND: Pages of keys or of values.
+        key_PHND: Pages of keys.
+        value_PHNE: Pages of values.
         block_table_BP: Page numbers of each request, int32.
-        index_BHS: Positions by KV head, int32, padded with -1 at the end.
-        out_BHSD: The packed segment; rows beyond an index's padding are left undefined.
+        request_R: The refreshed requests, int32, each once.
+        index_RHK: Positions to pack behind the sinks, int32, padded with -1 at the end.
+        sink_R: Sink tokens, positions 0 to `sink - 1`, int32. At most S - K; what does not fit is cut off.
+        key_BHSD: Packed keys; rows beyond a request's length are left as they are.
+        value_BHSE: Packed values, likewise.
+        position_BHS: The packed rows' positions, int32, padded with -1.
+        length_BH: Rows that count, int32.
+
+    Raises:
+        ValueError: The shapes, dtypes or devices do not fit each other, or a tensor is not contiguous.
     """
-    B, H, S = index_BHS.shape
-    page_size = pages_PHND.shape[2]
-    position = index_BHS.clamp_min(0).long()
-    page = block_table_BP.long().gather(1, (position // page_size).view(B, -1)).view(B, H, S)
-    head = torch.arange(H, device=position.device)[:, None]
-    out_BHSD[:, :, :S] = pages_PHND[page, head, position % page_size]
+    check(
+        key_PHND, value_PHNE, block_table_BP, request_R, index_RHK, sink_R,
+        key_BHSD, value_BHSE, position_BHS, length_BH,
+    )  # fmt: skip
+    (R, H, K), (S, N) = index_RHK.shape, (key_BHSD.shape[2], key_PHND.shape[2])
+    request = request_R.long()
+    slot_S = torch.arange(S, device=index_RHK.device)
+    rank_RS = slot_S - sink_R[:, None]
+    # column K is the padding
+    column_RHS = rank_RS.clamp(0, K)[:, None].expand(R, H, S)
+    selected_RHS = pad(index_RHK, (0, 1), value=-1).gather(2, column_RHS)
+    position_RHS = torch.where(rank_RS[:, None] < 0, slot_S.int(), selected_RHS)
+    packed_RHS = position_RHS >= 0
+    position_BHS[request] = position_RHS
+    length_BH[request] = packed_RHS.sum(2, dtype=torch.int32)
+
+    token = position_RHS.clamp_min(0).long()
+    page = block_table_BP[request].long().gather(1, (token // N).view(R, H * S)).view(R, H, S)
+    head = torch.arange(H, device=index_RHK.device)[:, None]
+    for pages, packed in ((key_PHND, key_BHSD), (value_PHNE, value_BHSE)):
+        rows = pages[page, head, token % N]
+        packed[request] = torch.where(packed_RHS[..., None], rows, packed[request])
+
+
+def check(
+    key_PHND: torch.Tensor,
+    value_PHNE: torch.Tensor,
+    block_table_BP: torch.Tensor,
+    request_R: torch.Tensor,
+    index_RHK: torch.Tensor,
+    sink_R: torch.Tensor,
+    key_BHSD: torch.Tensor,
+    value_BHSE: torch.Tensor,
+    position_BHS: torch.Tensor,
+    length_BH: torch.Tensor,
+) -> None:
+    """Raise where `pack` says so."""
+    check_shape(key_PHND, "key_pages", P=None, H=None, N=None, D=None)
+    check_shape(key_BHSD, "key", B=None, H=key_PHND.shape[1], S=None, D=key_PHND.shape[3])
+    P, H, N, _ = key_PHND.shape
+    B, _, S, _ = key_BHSD.shape
+    check_shape(value_PHNE, "value_pages", P=P, H=H, N=N, E=None)
+    check_shape(value_BHSE, "value", B=B, H=H, S=S, E=value_PHNE.shape[3])
+    check_shape(block_table_BP, "block_table", B=B, P=None)
+    check_shape(request_R, "request", R=None)
+    check_shape(index_RHK, "index", R=len(request_R), H=H, K=None)
+    check_shape(sink_R, "sink", R=len(request_R))
+    check_shape(position_BHS, "position", B=B, H=H, S=S)
+    check_shape(length_BH, "length", B=B, H=H)
+    check_same(key_BHSD, "key", key=key_BHSD, key_pages=key_PHND)
+    check_same(value_BHSE, "value", value=value_BHSE, value_pages=value_PHNE)
+    check_int32(
+        key_PHND.device, block_table=block_table_BP, request=request_R, index=index_RHK,
+        sink=sink_R, position=position_BHS, length=length_BH,
+    )  # fmt: skip
+    if index_RHK.shape[2] > S:
+        raise ValueError(f"index must have at most S={S} positions, got {index_RHK.shape[2]}")

@@ -15,7 +15,7 @@ from sfi_kernels.selector.prior import (
 )
 from sfi_kernels.selector.refinement import exclude_across_heads, log_score, soft_nms
 
-selector = Op(reference.selector)
+selector = Op(reference.selector, triton="sfi_kernels.selector.triton")
 
 __all__ = [
     "attention_probability",

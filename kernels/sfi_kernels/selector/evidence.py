@@ -4,7 +4,12 @@ from collections.abc import Callable
 
 import torch
 
-from sfi_kernels.selector.numerics import distribution, neighborhood_peak, widened
+from sfi_kernels.selector.numerics import (
+    check_not_negative,
+    distribution,
+    neighborhood_peak,
+    widened,
+)
 
 # What happens to the G query heads of a KV head before the power mean.
 _GROUP_REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -31,8 +36,7 @@ def spread(logits_BHGWT: torch.Tensor, allowed_BT: torch.Tensor, span: int) -> t
     Raises:
         ValueError: `span` is negative.
     """
-    if span < 0:
-        raise ValueError(f"span must be at least 0, got {span}")
+    check_not_negative(span, "span")
     if span == 0:
         return logits_BHGWT
     inside = allowed_BT[:, None, None, None, :]
@@ -41,21 +45,37 @@ def spread(logits_BHGWT: torch.Tensor, allowed_BT: torch.Tensor, span: int) -> t
     return torch.where(inside, pooled_NWT.view_as(logits_BHGWT), logits_BHGWT)
 
 
-def attention_probability(logits_BHGWT: torch.Tensor, allowed_BT: torch.Tensor) -> torch.Tensor:
+def attention_probability(
+    logits_BHGWT: torch.Tensor,
+    allowed_BT: torch.Tensor,
+    log_sum_BHGW: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Turn each query's logits into a distribution on the allowed set (Eq. 6).
 
     Args:
         logits_BHGWT: Scaled attention logits of the window's queries. Any float; -inf where a
             query may not look, never NaN or +inf.
         allowed_BT: The candidate set J; True where a position may be selected.
+        log_sum_BHGW: Log-sum-exp of each query's logits over J, where it is known already.
 
     Returns:
-        p, [B, H, G, W, T] float32; 0 outside J, and each row sums to 1. A query that sees
-        nothing of J has a row of zeros, and so adds nothing to the evidence.
+        p, [B, H, G, W, T] in float32, of float64 logits in float64; 0 outside J, and each row sums to 1.
+        A query that sees nothing of J has a row of zeros, and so adds nothing to the evidence.
     """
     inside = allowed_BT[:, None, None, None, :]
-    masked_BHGWT = logits_BHGWT.float().masked_fill(~inside, -torch.inf)
-    return masked_BHGWT.softmax(-1).masked_fill(masked_BHGWT == -torch.inf, 0.0)
+    masked_BHGWT = widened(logits_BHGWT).masked_fill(~inside, -torch.inf)
+    if log_sum_BHGW is None:
+        p_BHGWT = masked_BHGWT.softmax(-1)
+    else:
+        p_BHGWT = (masked_BHGWT - log_sum_BHGW[..., None]).exp()
+    return p_BHGWT.masked_fill(masked_BHGWT == -torch.inf, 0.0)
+
+
+def check_group_reduce(group_reduce: str) -> None:
+    """Raise `ValueError` unless `group_reduce` is one of the three that `power_mean` takes."""
+    if group_reduce not in _GROUP_REDUCTIONS:
+        names = ", ".join(map(repr, _GROUP_REDUCTIONS))
+        raise ValueError(f"group_reduce must be one of {names}, got {group_reduce!r}")
 
 
 def power_mean(
@@ -77,9 +97,7 @@ def power_mean(
     Raises:
         ValueError: `group_reduce` is none of the three.
     """
-    if group_reduce not in _GROUP_REDUCTIONS:
-        names = ", ".join(map(repr, _GROUP_REDUCTIONS))
-        raise ValueError(f"group_reduce must be one of {names}, got {group_reduce!r}")
+    check_group_reduce(group_reduce)
     row_BHGWT = _GROUP_REDUCTIONS[group_reduce](widened(probability_BHGWT))
     return row_BHGWT.pow(alpha).mean(dim=(2, 3))
 

@@ -3,6 +3,12 @@
 import torch
 
 
+def check_not_negative(value: int, name: str) -> None:
+    """Raise `ValueError` if a count is below 0."""
+    if value < 0:
+        raise ValueError(f"{name} must be at least 0, got {value}")
+
+
 def widened(tensor: torch.Tensor) -> torch.Tensor:
     """Bring half precision to float32; float32 and float64 stay as they are."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

@@ -2,8 +2,15 @@
 
 import torch
 
-from sfi_kernels.selector.evidence import attention_probability, evidence, power_mean, spread
+from sfi_kernels.selector.evidence import (
+    attention_probability,
+    check_group_reduce,
+    evidence,
+    power_mean,
+    spread,
+)
 from sfi_kernels.selector.fusion import fuse, stable_weight
+from sfi_kernels.selector.numerics import check_not_negative
 from sfi_kernels.selector.prior import (
     key_norm_factor,
     normalized_position,
@@ -32,6 +39,8 @@ def selector(
     group_reduce: str = "power",
     span: int = 0,
     position_weight: float = 1.0,
+    log_sum_BHGW: torch.Tensor | None = None,
+    diagnostics: dict[str, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Score the allowed positions of every KV head (Algorithm 2, lines 2-14).
 
@@ -55,15 +64,22 @@ def selector(
         group_reduce: How the G query heads share the evidence; see `power_mean`.
         span: Neighbors a hit brings along; see `spread`. 0 is the paper.
         position_weight: Exponent on the position factor; see `position_factor`. 1 is the paper.
+        log_sum_BHGW: Log-sum-exp over J of each query's logits, if attention left it: float32, -inf where a
+            query sees nothing of J. Ignored with a span, whose pooled logits have another sum.
+        diagnostics: Receives `evidence_norm2`, `evidence_dot_prior`, `prior_norm2` (|f|^2, f.r, |r|^2) and
+            `evidence_entropy` (of f, in nats), each [B, H] float32.
 
     Returns:
-        z_adj, [B, H, T] float32, finite, `MASKED_SCORE` or lower outside J; and lambda*, [B, H].
+        z_adj, [B, H, T] float32, finite, `MASKED_SCORE` or lower outside J; and lambda*, [B, H]. Of float64
+        logits and norms both are float64, though Eqs. 10 and 11 are always in float32.
 
     Raises:
         ValueError: A shape does not fit, `allowed_BT` is not bool, or an argument is out of range.
     """
-    _check(logits_BHGWT, key_norm_BHT, allowed_BT, alpha, lambda_clip, temperature)
-    p_BHGWT = attention_probability(spread(logits_BHGWT, allowed_BT, span), allowed_BT)
+    check(logits_BHGWT, key_norm_BHT, allowed_BT, log_sum_BHGW)
+    check_settings(alpha, lambda_clip, temperature, group_reduce, span, radius)
+    pooled_BHGWT = spread(logits_BHGWT, allowed_BT, span)
+    p_BHGWT = attention_probability(pooled_BHGWT, allowed_BT, None if span else log_sum_BHGW)
     f_BHT = evidence(power_mean(p_BHGWT, alpha, group_reduce), alpha)
 
     u_BT = normalized_position(allowed_BT)
@@ -71,29 +87,56 @@ def selector(
     r_BHT = prior(key_norm_factor(key_norm_BHT, gamma), pi_pos_BT, allowed_BT)
 
     lambda_BH = stable_weight(f_BHT, r_BHT, lambda_clip)
+    if diagnostics is not None:
+        diagnostics.update(_diagnose(f_BHT, r_BHT))
     z_BHT = log_score(fuse(f_BHT, r_BHT, lambda_BH), allowed_BT)
     z_nms_BHT = soft_nms(z_BHT, alpha_soft, radius)
     return exclude_across_heads(z_nms_BHT, alpha_cross, temperature), lambda_BH
 
 
-def _check(
+def _diagnose(f_BHT: torch.Tensor, r_BHT: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {
+        "evidence_norm2": f_BHT.square().sum(-1).float(),
+        "evidence_dot_prior": (f_BHT * r_BHT).sum(-1).float(),
+        "prior_norm2": r_BHT.square().sum(-1).float(),
+        "evidence_entropy": -torch.xlogy(f_BHT, f_BHT).sum(-1).float(),
+    }
+
+
+def check(
     logits_BHGWT: torch.Tensor,
     key_norm_BHT: torch.Tensor,
     allowed_BT: torch.Tensor,
-    alpha: float,
-    lambda_clip: float,
-    temperature: float,
+    log_sum_BHGW: torch.Tensor | None,
 ) -> None:
-    """Raise on what would otherwise give wrong or non-finite scores without a word."""
+    """Raise `ValueError` unless the tensors are the Selector's."""
     check_shape(logits_BHGWT, "logits", B=None, H=None, G=None, W=None, T=None)
-    B, H, _, _, T = logits_BHGWT.shape
+    B, H, G, W, T = logits_BHGWT.shape
     check_shape(key_norm_BHT, "key_norm", B=B, H=H, T=T)
     check_shape(allowed_BT, "allowed", B=B, T=T)
     if allowed_BT.dtype != torch.bool:
         raise ValueError(f"allowed must be bool, got {allowed_BT.dtype}")
+    if log_sum_BHGW is not None:
+        check_shape(log_sum_BHGW, "log_sum", B=B, H=H, G=G, W=W)
+        if log_sum_BHGW.dtype != torch.float32:
+            raise ValueError(f"log_sum must be float32, got {log_sum_BHGW.dtype}")
+
+
+def check_settings(
+    alpha: float,
+    lambda_clip: float,
+    temperature: float,
+    group_reduce: str,
+    span: int,
+    radius: int,
+) -> None:
+    """Raise `ValueError` on what would give wrong or non-finite scores without a word."""
     if not 0 < alpha <= 1:
         raise ValueError(f"alpha must be in (0, 1], got {alpha}")
     if not 0 <= lambda_clip <= 1:
         raise ValueError(f"lambda_clip must be in [0, 1], got {lambda_clip}")
     if temperature <= 0:
         raise ValueError(f"temperature must be positive, got {temperature}")
+    check_group_reduce(group_reduce)
+    check_not_negative(span, "span")
+    check_not_negative(radius, "radius")

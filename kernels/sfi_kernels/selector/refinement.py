@@ -3,7 +3,7 @@
 import torch
 
 from sfi_kernels.constants import EPS, MASKED_SCORE
-from sfi_kernels.selector.numerics import neighborhood_peak, widened
+from sfi_kernels.selector.numerics import check_not_negative, neighborhood_peak, widened
 
 
 def log_score(score_BHT: torch.Tensor, allowed_BT: torch.Tensor) -> torch.Tensor:
@@ -25,8 +25,7 @@ def soft_nms(score_BHT: torch.Tensor, alpha_soft: float, radius: int) -> torch.T
     Raises:
         ValueError: `radius` is negative.
     """
-    if radius < 0:
-        raise ValueError(f"radius must be at least 0, got {radius}")
+    check_not_negative(radius, "radius")
     score_BHT = widened(score_BHT)
     return score_BHT - alpha_soft * (neighborhood_peak(score_BHT, radius) - score_BHT)
 

@@ -24,9 +24,7 @@ def top_k(score_BHT: torch.Tensor, budget: int) -> torch.Tensor:
     Raises:
         ValueError: `budget` is not positive, or the scores are not of rank 3.
     """
-    if budget <= 0:
-        raise ValueError(f"budget must be positive, got {budget}")
-    check_shape(score_BHT, "score", B=None, H=None, T=None)
+    check(score_BHT, budget)
     B, H, T = score_BHT.shape
     K = min(budget, T)
     worst_BH1 = score_BHT.topk(K, dim=-1).values[..., -1:]
@@ -41,3 +39,10 @@ def top_k(score_BHT: torch.Tensor, budget: int) -> torch.Tensor:
     position_BHT = torch.arange(T, device=score_BHT.device, dtype=torch.int32).expand(B, H, T)
     index_BHK = position_BHT.new_full((B, H, K + 1), -1)
     return index_BHK.scatter_(-1, slot_BHT, position_BHT)[..., :K].contiguous()
+
+
+def check(score_BHT: torch.Tensor, budget: int) -> None:
+    """Raise where `top_k` says so."""
+    if budget <= 0:
+        raise ValueError(f"budget must be positive, got {budget}")
+    check_shape(score_BHT, "score", B=None, H=None, T=None)

@@ -1,0 +1,89 @@
+"""Appending to the paged KV cache in PyTorch."""
+
+from collections.abc import Iterator
+
+import torch
+
+from sfi_kernels.shapes import check_int32, check_same, check_shape
+
+
+def append(
+    key_BHTD: torch.Tensor,
+    value_BHTE: torch.Tensor,
+    start_B: torch.Tensor,
+    count_B: torch.Tensor,
+    key_PHND: torch.Tensor,
+    value_PHNE: torch.Tensor,
+    norm_PHN: torch.Tensor,
+    block_table_BP: torch.Tensor,
+) -> None:
+    """Write each request's new tokens, in place: keys, values and the keys' L2 norms.
+
+    A request's new tokens are the last `count` of T; what precedes them is padding.
+
+    Args:
+        key_BHTD: New keys, of the pages' dtype. Any strides but the last, which is 1.
+        value_BHTE: New values, likewise.
+        start_B: Position of each request's first new token, int32.
+        count_B: New tokens, int32, at most T; 0 leaves a request as it is.
+        key_PHND: Pages of keys.
+        value_PHNE: Pages of values.
+        norm_PHN: Norms of the keys, float32.
+        block_table_BP: Page numbers of each request, int32, with room for all new tokens.
+
+    Raises:
+        ValueError: The shapes, dtypes, devices or strides do not fit.
+    """
+    check(key_BHTD, value_BHTE, start_B, count_B, key_PHND, value_PHNE, norm_PHN, block_table_BP)
+    T, N = key_BHTD.shape[2], key_PHND.shape[2]
+    norm_BHT = torch.linalg.vector_norm(key_BHTD, dim=-1, dtype=torch.float32)
+    tables = block_table_BP.tolist()
+    for row, (start, count) in enumerate(zip(start_B.tolist(), count_B.tolist(), strict=True)):
+        for source, slot, offset, size in _pieces(start, count, N):
+            page, to = tables[row][slot], slice(offset, offset + size)
+            part = slice(T - count + source, T - count + source + size)
+            key_PHND[page, :, to] = key_BHTD[row, :, part]
+            value_PHNE[page, :, to] = value_BHTE[row, :, part]
+            norm_PHN[page, :, to] = norm_BHT[row, :, part]
+
+
+def _pieces(start: int, count: int, page_size: int) -> Iterator[tuple[int, int, int, int]]:
+    # (offset among the new tokens, slot in the block table, offset in the page, tokens) of each page
+    done = 0
+    while done < count:
+        slot, offset = divmod(start + done, page_size)
+        size = min(count - done, page_size - offset)
+        yield done, slot, offset, size
+        done += size
+
+
+def check(
+    key_BHTD: torch.Tensor,
+    value_BHTE: torch.Tensor,
+    start_B: torch.Tensor,
+    count_B: torch.Tensor,
+    key_PHND: torch.Tensor,
+    value_PHNE: torch.Tensor,
+    norm_PHN: torch.Tensor,
+    block_table_BP: torch.Tensor,
+) -> None:
+    """Raise where `append` says so."""
+    check_shape(key_BHTD, "key", B=None, H=None, T=None, D=None)
+    B, H, T, D = key_BHTD.shape
+    check_shape(value_BHTE, "value", B=B, H=H, T=T, E=None)
+    check_shape(start_B, "start", B=B)
+    check_shape(count_B, "count", B=B)
+    check_shape(key_PHND, "key_pages", P=None, H=H, N=None, D=D)
+    P, _, N, _ = key_PHND.shape
+    check_shape(value_PHNE, "value_pages", P=P, H=H, N=N, E=value_BHTE.shape[3])
+    check_shape(norm_PHN, "norm", P=P, H=H, N=N)
+    check_shape(block_table_BP, "block_table", B=B, P=None)
+    check_same(key_BHTD, "key", key_pages=key_PHND)
+    check_same(value_BHTE, "value", value_pages=value_PHNE)
+    check_int32(key_BHTD.device, start=start_B, count=count_B, block_table=block_table_BP)
+    if norm_PHN.dtype != torch.float32 or not norm_PHN.is_contiguous():
+        got = f"{norm_PHN.dtype} with strides {norm_PHN.stride()}"
+        raise ValueError(f"norm must be contiguous float32, got {got}")
+    for name, new in (("key", key_BHTD), ("value", value_BHTE)):
+        if new.stride(3) != 1:
+            raise ValueError(f"{name} must have a last stride of 1, got {new.stride(3)}")

@@ -1,0 +1,77 @@
+"""Appending to the paged KV cache in Triton: one launch for keys, values and norms."""
+
+import torch
+import triton
+import triton.language as tl
+
+from sfi_kernels.append.reference import check
+from sfi_kernels.launch import KernelLimitError, launch
+
+BLOCK_T = 32
+MAX_WIDTH = 256
+
+
+@triton.jit
+def _move_rows(
+    new_ptr, pages_ptr, token, token_stride, target, own, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+):
+    column = tl.arange(0, BLOCK)[None, :]
+    mask = own[:, None] & (column < WIDTH)
+    rows = tl.load(new_ptr + token[:, None] * token_stride + column, mask=mask, other=0.0)
+    tl.store(pages_ptr + target[:, None] * WIDTH + column, rows, mask=mask)
+    return rows  # [BLOCK_T, BLOCK]
+
+
+@triton.jit(do_not_specialize=["T", "N", "pages"])
+def _append_kernel(
+    key_ptr, value_ptr, start_ptr, count_ptr, key_pages_ptr, value_pages_ptr, norm_ptr,
+    block_table_ptr, H, T, N, pages,
+    key_batch_stride, key_head_stride, key_token_stride,
+    value_batch_stride, value_head_stride, value_token_stride,
+    D: tl.constexpr, E: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    request, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    start, count = tl.load(start_ptr + request), tl.load(count_ptr + request)
+    order = tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)  # among the new tokens
+    own = order < count
+    position = start + order
+    page = tl.load(block_table_ptr + request * pages + position // N, mask=own, other=0)
+    target = (page.to(tl.int64) * H + head) * N + position % N  # [BLOCK_T]
+    token = (T - count + order).to(tl.int64)
+
+    key_ptr += request * key_batch_stride + head * key_head_stride
+    key = _move_rows(key_ptr, key_pages_ptr, token, key_token_stride, target, own, D, BLOCK_D)
+    key = key.to(tl.float32)
+    tl.store(norm_ptr + target, tl.sqrt_rn(tl.sum(key * key, 1)), mask=own)
+    value_ptr += request * value_batch_stride + head * value_head_stride
+    _move_rows(value_ptr, value_pages_ptr, token, value_token_stride, target, own, E, BLOCK_E)
+
+
+def append(
+    key_BHTD: torch.Tensor,
+    value_BHTE: torch.Tensor,
+    start_B: torch.Tensor,
+    count_B: torch.Tensor,
+    key_PHND: torch.Tensor,
+    value_PHNE: torch.Tensor,
+    norm_PHN: torch.Tensor,
+    block_table_BP: torch.Tensor,
+) -> None:
+    """See `reference.append`. D and E up to 256."""
+    fixed = (start_B, count_B, key_PHND, value_PHNE, norm_PHN, block_table_BP)
+    check(key_BHTD, value_BHTE, *fixed)
+    (B, H, T, D), E, N = key_BHTD.shape, value_BHTE.shape[3], key_PHND.shape[2]
+    if max(D, E) > MAX_WIDTH:
+        raise KernelLimitError(
+            f"key and value must be at most {MAX_WIDTH} wide for the kernel, got {D} and {E}; "
+            "use the torch backend"
+        )
+    block = 1 if T == 1 else BLOCK_T
+    launch(
+        _append_kernel, (B, H, triton.cdiv(T, block)), key_BHTD, value_BHTE, *fixed,
+        H, T, N, block_table_BP.shape[1], *key_BHTD.stride()[:3], *value_BHTE.stride()[:3],
+        num_warps=1 if T == 1 else 4,
+        D=D, E=E, BLOCK_T=block,
+        BLOCK_D=triton.next_power_of_2(D), BLOCK_E=triton.next_power_of_2(E),
+    )  # fmt: skip

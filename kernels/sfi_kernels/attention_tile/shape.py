@@ -1,0 +1,86 @@
+"""How the attention kernels cut their work."""
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+import torch
+
+from sfi_kernels.launch import KernelLimitError, Target, check_device
+
+WIDEST = 256  # numbers of a head
+STAGE_BYTES = 32768  # keys and values of a tile: four in flight on each processor cover its memory's latency
+SMALLEST = 16  # tensor cores take no fewer rows
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class TileShape:
+    """Sizes of a tile, padded to powers of two, and how deep the pipeline is.
+
+    Attributes:
+        tokens: Keys of a tile; they lie in one page.
+        key_width: Padded head dimension.
+        value_width: Padded width of the values.
+        stages: Tiles in the pipeline, one of them in use.
+    """
+
+    tokens: int
+    key_width: int
+    value_width: int
+    stages: int
+
+
+def check_limits(
+    key_width: int, value_width: int, page_size: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Refuse a model that the attention kernels cannot run.
+
+    Raises:
+        KernelLimitError: With the limit and what else to do.
+    """
+    if find_spec("triton") is None:
+        raise KernelLimitError("the Triton kernels need the triton package; use the torch backend")
+    if dtype not in DTYPES:
+        names = ", ".join(str(one).removeprefix("torch.") for one in DTYPES)
+        raise KernelLimitError(
+            f"dtype must be one of {names} for the Triton kernels, got {dtype}; use the torch backend"
+        )
+    _check_tile(key_width, value_width, page_size)
+    check_device(device, dtype)
+
+
+def _check_tile(key_width: int, value_width: int, page_size: int) -> None:
+    if max(key_width, value_width) > WIDEST:
+        raise KernelLimitError(
+            f"head dimension must be at most {WIDEST} for the Triton kernels, "
+            f"got {max(key_width, value_width)}; use the torch backend"
+        )
+    if page_size % SMALLEST:
+        raise KernelLimitError(
+            f"page size must be a multiple of {SMALLEST} for the Triton kernels, got {page_size}; "
+            "use the torch backend"
+        )
+
+
+def tile_shape(key: torch.Tensor, value: torch.Tensor, page_size: int, target: Target) -> TileShape:
+    """Choose the tile for pages of keys and values.
+
+    Raises:
+        KernelLimitError: As `check_limits`.
+    """
+    D, E = key.shape[-1], value.shape[-1]
+    _check_tile(D, E, page_size)
+    key_width, value_width = padded(D), padded(E)
+    tokens = 64
+    # float32 products run in registers, which a tile of half the bytes does not overflow
+    most = STAGE_BYTES // (2 if key.dtype == torch.float32 else 1)
+    while tokens > SMALLEST and (
+        page_size % tokens or tokens * (key_width + value_width) * key.itemsize > most
+    ):
+        tokens //= 2
+    return TileShape(tokens, key_width, value_width, 4 if target.capability >= 90 else 3)  # noqa: PLR2004
+
+
+def padded(size: int) -> int:
+    """Round up to a power of two that tensor cores take."""
+    return max(SMALLEST, 1 << (size - 1).bit_length())

@@ -1,0 +1,131 @@
+"""A decoding step's attention in PyTorch."""
+
+from typing import NamedTuple
+
+import torch
+
+from sfi_kernels.dense_attention.reference import dense_attention, window_logits
+from sfi_kernels.shapes import check_int32, check_same, check_shape
+from sfi_kernels.sparse_attention.reference import sparse_attention
+from sfi_kernels.step_descriptor import (
+    ALLOWED_START,
+    ALLOWED_STOP,
+    FAST,
+    LENGTH,
+    MODE,
+    SLOW,
+    START,
+    StepDescriptor,
+)
+
+
+class DecodeAttention(NamedTuple):
+    """What a step's attention gives.
+
+    Attributes:
+        out_BHGE: The attention's output, in the query's dtype; zeros for an idle request.
+        logits_BHGWT: The slow requests' logits in order, W = 1, T the longest's length, float32; -inf beyond
+            a request's length. None without evidence.
+        log_sum_BHGW: Their log-sum-exp over the candidate set J; -inf where J is empty.
+    """
+
+    out_BHGE: torch.Tensor
+    logits_BHGWT: torch.Tensor | None = None
+    log_sum_BHGW: torch.Tensor | None = None
+
+
+def decode_attention(
+    query_BHGD: torch.Tensor,
+    packed_key_BHSD: torch.Tensor,
+    packed_value_BHSE: torch.Tensor,
+    packed_length_BH: torch.Tensor,
+    key_PHND: torch.Tensor,
+    value_PHNE: torch.Tensor,
+    block_table_BP: torch.Tensor,
+    descriptor: StepDescriptor,
+    *,
+    scale: float,
+    soft_cap: float | None = None,
+    sink_HG: torch.Tensor | None = None,
+    evidence: bool = False,
+) -> DecodeAttention:
+    """Attend with one token of every request: fast ones sparsely, slow ones to their whole history.
+
+    Args:
+        query_BHGD: The step's queries, grouped by KV head.
+        packed_key_BHSD: Keys of the packed segments; row s counts where s < packed_length.
+        packed_value_BHSE: Their values; E may differ from D.
+        packed_length_BH: Tokens of the packed segment by KV head, int32.
+        key_PHND: Pages of keys.
+        value_PHNE: Pages of values.
+        block_table_BP: Page numbers of each request, int32.
+        descriptor: Modes, lengths and the split plan.
+        scale: Factor on the products.
+        soft_cap: Soft cap of the logits; None for none.
+        sink_HG: Learned sink logits; None for none.
+        evidence: Whether slow requests hand out their logits (Eq. 4) and log-sum-exp over J.
+
+    Raises:
+        ValueError: A tensor's shape, dtype, layout or device does not fit; with its name.
+    """
+    check(query_BHGD, packed_key_BHSD, packed_value_BHSE, packed_length_BH, key_PHND, value_PHNE,
+          block_table_BP, descriptor, sink_HG)  # fmt: skip
+    words = descriptor.table_BX
+    options = {"scale": scale, "soft_cap": soft_cap}
+    out = query_BHGD.new_zeros(*query_BHGD.shape[:3], value_PHNE.shape[3])
+    for row, mode in enumerate(words[:, MODE].tolist()):
+        one = slice(row, row + 1)
+        query, pages = query_BHGD[one], (key_PHND, value_PHNE, block_table_BP[one])
+        length_B = words[one, LENGTH]
+        if mode == FAST:
+            packed = packed_key_BHSD[one], packed_value_BHSE[one], packed_length_BH[one]
+            out[one] = sparse_attention(
+                query, *packed, *pages, words[one, START], length_B, **options, sink_HG=sink_HG
+            )
+        elif mode == SLOW:
+            dense = dense_attention(
+                query[:, :, :, None], *pages, length_B, **options, sink_HG=sink_HG
+            )
+            out[one] = dense[:, :, :, 0]
+    if not evidence or not descriptor.slow:
+        return DecodeAttention(out)
+    rows = torch.tensor(descriptor.slow)
+    slow = words[rows]
+    logits = window_logits(
+        query_BHGD[rows, :, :, None], key_PHND, block_table_BP[rows], slow[:, LENGTH], **options
+    )
+    position = torch.arange(logits.shape[-1], device=logits.device)
+    allowed_BT = (position >= slow[:, ALLOWED_START, None]) & (
+        position < slow[:, ALLOWED_STOP, None]
+    )
+    in_J = logits.masked_fill(~allowed_BT[:, None, None, None], -torch.inf)
+    return DecodeAttention(out, logits, in_J.logsumexp(-1))
+
+
+def check(
+    query: torch.Tensor,
+    packed_key: torch.Tensor,
+    packed_value: torch.Tensor,
+    packed_length: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    block_table: torch.Tensor,
+    descriptor: StepDescriptor,
+    sink: torch.Tensor | None,
+) -> None:
+    """Refuse operands that do not fit together."""
+    check_shape(query, "query", B=descriptor.batch, H=None, G=None, D=None)
+    B, H, G, D = query.shape
+    check_shape(key, "key", P=None, H=H, N=None, D=D)
+    check_shape(value, "value", P=key.shape[0], H=H, N=key.shape[2], E=None)
+    check_shape(packed_key, "packed_key", B=B, H=H, S=None, D=D)
+    check_shape(packed_value, "packed_value", B=B, H=H, S=packed_key.shape[2], E=value.shape[3])
+    check_shape(packed_length, "packed_length", B=B, H=H)
+    check_shape(block_table, "block_table", B=B, P=None)
+    if sink is not None:
+        check_shape(sink, "sink", H=H, G=G)
+    operands = {"packed_key": packed_key, "packed_value": packed_value, "key": key, "value": value}
+    check_same(query, "query", **operands)
+    check_int32(
+        query.device, packed_length=packed_length, block_table=block_table, descriptor=descriptor.buffer
+    )

@@ -1,0 +1,168 @@
+"""The one place that launches Triton kernels: it counts them, or records them instead of running them."""
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+
+
+class KernelLimitError(ValueError):
+    """A kernel cannot take this shape, dtype or device; the message names the limit and what else to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a kernel's configuration depends on.
+
+    Attributes:
+        capability: Compute capability times ten: 80, 90, 100.
+        processors: Streaming multiprocessors.
+    """
+
+    capability: int
+    processors: int
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A launch that was recorded instead of made.
+
+    Attributes:
+        kernel: The `triton.jit` function.
+        arguments: Its positional arguments.
+        constants: Its constexpr arguments by name.
+        options: Warps of a program, depth of the software pipeline and the like.
+    """
+
+    kernel: Any
+    arguments: tuple[Any, ...]
+    constants: dict[str, Any]
+    options: dict[str, int]
+
+
+@dataclass(slots=True)
+class Recording:
+    """Launches that ops would make on a target, for compiling them without a GPU."""
+
+    target: Target
+    launches: list[Launch] = field(default_factory=list)
+
+
+_recording: ContextVar[Recording | None] = ContextVar("recording", default=None)
+_counter: ContextVar[Counter[str] | None] = ContextVar("counter", default=None)
+# the interpreter has no processors; four make plans that split, at sizes that tests can afford
+INTERPRETED = Target(90, 4)
+
+
+def launch(
+    kernel: Any,
+    grid: tuple[int, ...],
+    *arguments: Any,
+    num_warps: int = 4,
+    num_stages: int = 1,
+    max_registers: int | None = None,
+    **constants: Any,
+) -> None:
+    """Launch a kernel on its first tensor's device.
+
+    Args:
+        kernel: A `triton.jit` function.
+        grid: Programs.
+        *arguments: Its arguments but the constexprs.
+        num_warps: Warps of a program.
+        num_stages: Depth of the software pipeline.
+        max_registers: Registers of a thread; None lets the compiler weigh occupancy against spills.
+        **constants: Its constexpr arguments.
+
+    Raises:
+        KernelLimitError: There is neither a CUDA device nor Triton's interpreter, or the interpreter would
+            compute bfloat16 wrongly.
+    """
+    options = {"num_warps": num_warps, "num_stages": num_stages}
+    if max_registers is not None:
+        options["maxnreg"] = max_registers
+    record = _recording.get()
+    if record is not None:
+        record.launches.append(Launch(kernel, arguments, constants, options))
+        return
+    if 0 in grid:
+        return
+    tensors = [value for value in arguments if isinstance(value, torch.Tensor)]
+    device = tensors[0].device
+    check_device(device, *(tensor.dtype for tensor in tensors))
+    counter = _counter.get()
+    if counter is not None:
+        counter[name_of(kernel)] += 1
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        kernel[grid](*arguments, **options, **constants)
+
+
+def name_of(kernel: Any) -> str:
+    """Return a kernel's name as people read it."""
+    name: str = kernel.__name__
+    return name.strip("_").removesuffix("_kernel")
+
+
+def check_device(device: torch.device, *dtypes: torch.dtype) -> None:
+    """Refuse a device that no kernel runs on, or a dtype that its interpreter gets wrong.
+
+    Raises:
+        KernelLimitError: With the limit and what else to do.
+    """
+    if device.type == "cuda":
+        return
+    if not interpreted():
+        raise KernelLimitError(
+            f"Triton kernels need a CUDA device, got {device.type}; use the torch backend, "
+            "or set TRITON_INTERPRET=1 to test them without a GPU"
+        )
+    if torch.bfloat16 in dtypes:
+        raise KernelLimitError(
+            "bfloat16 comes out wrong in Triton's interpreter; use float32 or float16"
+        )
+
+
+def interpreted() -> bool:
+    """Say whether kernels run in Triton's interpreter, on CPU tensors."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def target(device: torch.device) -> Target:
+    """Say what kernels are configured for on a device."""
+    record = _recording.get()
+    if record is not None:
+        return record.target
+    return _cuda_target(device) if device.type == "cuda" else INTERPRETED
+
+
+@cache
+def _cuda_target(device: torch.device) -> Target:
+    properties = torch.cuda.get_device_properties(device)
+    return Target(10 * properties.major + properties.minor, properties.multi_processor_count)
+
+
+@contextmanager
+def counting(counter: Counter[str]) -> Iterator[None]:
+    """Count the launches inside by the kernel's name; a counter inside another takes them from it."""
+    token = _counter.set(counter)
+    try:
+        yield
+    finally:
+        _counter.reset(token)
+
+
+@contextmanager
+def recording(target: Target) -> Iterator[Recording]:
+    """Record the launches inside instead of making them; what the ops return is then undefined."""
+    record = Recording(target)
+    token = _recording.set(record)
+    try:
+        yield record
+    finally:
+        _recording.reset(token)

@@ -1,0 +1,104 @@
+"""Compiling recorded launches without a GPU: registers, spills and shared memory by architecture.
+
+Triton's interpreter must be off in the process: it is chosen once, when kernels are imported.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from sfi_kernels.launch import Launch, name_of
+from sfi_kernels.specializations import signature, specializations
+
+WARP = 32
+# bytes of shared memory that one program may have (CUDA programming guide, compute capabilities)
+SHARED_LIMIT = {
+    80: 163 << 10,
+    86: 99 << 10,
+    89: 99 << 10,
+    90: 227 << 10,
+    100: 227 << 10,
+    120: 99 << 10,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """What the compiler made of a kernel.
+
+    Attributes:
+        kernel: Its name and what it is specialized for.
+        arch: "sm_90" and the like.
+        registers: Of a thread.
+        spill_bytes: Of a thread, in local memory.
+        shared_bytes: Of a program.
+        async_buffers: Tiles of the largest operand that asynchronous copies fill; 0 without a pipeline.
+        over_limit: Whether the architecture has less shared memory than that.
+    """
+
+    kernel: str
+    arch: str
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+    async_buffers: int
+    over_limit: bool
+
+
+def compile_launch(label: str, launch: Launch, capability: int) -> Compiled:
+    """Compile a recorded launch for a compute capability times ten; `label` says which one it is."""
+    types, constants, attributes = signature(launch)
+    source = ASTSource(fn=launch.kernel, signature=types, constexprs=constants, attrs=attributes)
+    gpu = GPUTarget("cuda", capability, WARP)
+    built = triton.compile(source, target=gpu, options=launch.options)
+    registers, spills = _resources(built.asm["cubin"])
+    shared = int(built.metadata.shared)
+    return Compiled(
+        kernel=f"{name_of(launch.kernel)} [{label}]",
+        arch=f"sm_{capability}",
+        registers=registers,
+        spill_bytes=spills,
+        shared_bytes=shared,
+        async_buffers=_buffers(built.asm["ttgir"]),
+        over_limit=shared > SHARED_LIMIT[capability],
+    )
+
+
+def _resources(cubin: bytes) -> tuple[int, int]:
+    tool = next(Path(triton.__file__).parent.rglob("cuobjdump"))
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(tool), "--dump-resource-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout  # noqa: S603
+    found = dict(re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text))
+    return int(found["REG"]), int(found["STACK"]) + int(found["LOCAL"])
+
+
+def _buffers(ttgir: str) -> int:
+    # a pipelined operand is one allocation with the number of buffers as its first size
+    sizes = re.findall(r"ttg\.local_alloc : \(\) -> !ttg\.memdesc<(\d+)x\d+x\d+x", ttgir)
+    return max(map(int, sizes), default=0)
+
+
+def main() -> None:
+    """Compile part of the specializations; print one JSON object a line: `... sm_80,sm_90 I/N`."""
+    archs, part = sys.argv[1:]
+    place, parts = map(int, part.split("/"))
+    for arch in archs.split(","):
+        capability = int(arch.removeprefix("sm_"))
+        for number, (label, launch) in enumerate(specializations(capability)):
+            if number % parts == place:
+                print(json.dumps(asdict(compile_launch(label, launch, capability))), flush=True)  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()

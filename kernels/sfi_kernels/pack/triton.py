@@ -1,0 +1,97 @@
+"""Packing in Triton: one launch for the keys, values and positions of every refreshed request."""
+
+import torch
+import triton
+import triton.language as tl
+
+from sfi_kernels.launch import KernelLimitError, launch
+from sfi_kernels.pack.reference import check
+
+BLOCK_S = 64
+MAX_WIDTH = 256
+# wider rows are copied by twice the warps, to keep a tile in registers
+WIDE_BYTES = 256
+
+
+@triton.jit
+def _position(index_ptr, slot, sink, K, S):
+    rank = slot - sink
+    selected = tl.load(index_ptr + rank, mask=(rank >= 0) & (rank < K), other=-1)
+    return tl.where(slot < S, tl.where(rank < 0, slot, selected), -1)
+
+
+@triton.jit
+def _copy_rows(
+    pages_ptr, packed_ptr, source, target, packed, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+):
+    column = tl.arange(0, BLOCK)[None, :]
+    mask = packed[:, None] & (column < WIDTH)
+    rows = tl.load(pages_ptr + source[:, None] * WIDTH + column, mask=mask, other=0.0)
+    tl.store(packed_ptr + target[:, None] * WIDTH + column, rows, mask=mask)  # [BLOCK_S, BLOCK]
+
+
+@triton.jit(do_not_specialize=["K", "S", "N", "pages"])
+def _pack_kernel(
+    key_pages_ptr, value_pages_ptr, block_table_ptr, request_ptr, index_ptr, sink_ptr,
+    key_ptr, value_ptr, position_ptr, length_ptr, H, K, S, N, pages,
+    D: tl.constexpr, E: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    refreshed, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    request = tl.load(request_ptr + refreshed).to(tl.int64)
+    sink = tl.load(sink_ptr + refreshed)
+    index_ptr += (refreshed * H + head) * K
+    slot = tl.program_id(2) * BLOCK_S + tl.arange(0, BLOCK_S)  # [BLOCK_S]
+    position = _position(index_ptr, slot, sink, K, S)
+
+    segment = request * H + head
+    tl.store(position_ptr + segment * S + slot, position, mask=slot < S)
+    # the length is one more than the last packed slot, or 0: one slot of one program knows it
+    packed, following = position >= 0, _position(index_ptr, slot + 1, sink, K, S)
+    tl.store(
+        length_ptr + segment + tl.zeros_like(slot),
+        tl.where(packed, slot + 1, 0),
+        mask=(packed & (following < 0)) | ((slot == 0) & ~packed),
+    )
+
+    token = tl.maximum(position, 0)
+    page = tl.load(block_table_ptr + request * pages + token // N, mask=packed, other=0)
+    source = (page.to(tl.int64) * H + head) * N + token % N
+    target = segment * S + slot
+    _copy_rows(key_pages_ptr, key_ptr, source, target, packed, D, BLOCK_D)
+    _copy_rows(value_pages_ptr, value_ptr, source, target, packed, E, BLOCK_E)
+
+
+def pack(
+    key_PHND: torch.Tensor,
+    value_PHNE: torch.Tensor,
+    block_table_BP: torch.Tensor,
+    request_R: torch.Tensor,
+    index_RHK: torch.Tensor,
+    sink_R: torch.Tensor,
+    key_BHSD: torch.Tensor,
+    value_BHSE: torch.Tensor,
+    position_BHS: torch.Tensor,
+    length_BH: torch.Tensor,
+) -> None:
+    """See `reference.pack`. D and E up to 256."""
+    tensors = (
+        key_PHND, value_PHNE, block_table_BP, request_R, index_RHK, sink_R,
+        key_BHSD, value_BHSE, position_BHS, length_BH,
+    )  # fmt: skip
+    check(*tensors)
+    (R, H, K), (S, N) = index_RHK.shape, (key_BHSD.shape[2], key_PHND.shape[2])
+    D, E = key_BHSD.shape[3], value_BHSE.shape[3]
+    if max(D, E) > MAX_WIDTH:
+        raise KernelLimitError(
+            f"key and value must be at most {MAX_WIDTH} wide for the kernel, got {D} and {E}; "
+            "use the torch backend"
+        )
+    # an empty segment still has a length to write
+    grid = (R, H, max(1, triton.cdiv(S, BLOCK_S)))
+    launch(
+        _pack_kernel, grid, *tensors, H, K, S, N, block_table_BP.shape[1],
+        num_warps=8 if max(D, E) * key_BHSD.element_size() > WIDE_BYTES else 4,
+        D=D, E=E, BLOCK_S=BLOCK_S,
+        BLOCK_D=triton.next_power_of_2(D), BLOCK_E=triton.next_power_of_2(E),
+    )  # fmt: skip

@@ -1,0 +1,41 @@
+"""Partial results of the Selector's kernels.
+
+A row of T positions, of one KV head, is cut into chunks, one program each. A program leaves what it
+found in `partial` and `sums`, [quantity, row, chunk], and the next launch merges a row's chunks by one vector
+load. `merged`, [quantity, row], holds what all chunks share.
+"""
+
+import triton
+import triton.language as tl
+
+NOTHING = tl.constexpr(float("-inf"))
+
+# quantities of `partial`, float32; `merged` begins with the same
+EVIDENCE_PEAK, NEGATIVE_FIRST, LAST, PRIOR_PEAK = (tl.constexpr(i) for i in range(4))
+PARTIALS = 4
+# the rest of `merged`, float32; the last four are |f|^2, f.r, |r|^2 and f's entropy
+EVIDENCE_SCALE, PRIOR_SCALE, WEIGHT = (tl.constexpr(i) for i in range(4, 7))
+NORM2, DOT, PRIOR_NORM2, ENTROPY = (tl.constexpr(i) for i in range(7, 11))
+MERGED = 11
+# quantities of `sums`, float64: f, r, f^2, f r, r^2, f log2(f), before normalization
+F, R, FF, FR, RR, F_LOG_F = (tl.constexpr(i) for i in range(6))
+SUMS = 6
+
+
+@triton.jit
+def finite(peak):
+    """Replace the peak of nothing, so that -inf less the peak is -inf and not NaN."""
+    return tl.where(peak == NOTHING, 0.0, peak)
+
+
+@triton.jit
+def load_chunks(values_ptr, chunks, default, CHUNKS: tl.constexpr):
+    """Load what a row's chunks left of one quantity, [CHUNKS]."""
+    chunk = tl.arange(0, CHUNKS)
+    return tl.load(values_ptr + chunk, mask=chunk < chunks, other=default)
+
+
+@triton.jit
+def merge_peak(values_ptr, chunks, CHUNKS: tl.constexpr):
+    """Return the largest of what a row's chunks left."""
+    return tl.max(load_chunks(values_ptr, chunks, NOTHING, CHUNKS), 0)

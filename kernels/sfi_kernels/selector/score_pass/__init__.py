@@ -1,0 +1,1 @@
+"""The Selector's launches after the power mean: the prior's weight, the log score, its refinement."""

@@ -1,0 +1,143 @@
+"""The Selector in Triton: five launches, or seven where the logits' log-sum-exp is not at hand.
+
+For each position and KV head of G * W queries: 4 G W bytes of float32 logits read (twice without the
+log-sum-exp), then 32 bytes of power mean, key norm and score read or written.
+"""
+
+from functools import partial
+
+import torch
+import triton
+
+from sfi_kernels.launch import KernelLimitError, launch
+from sfi_kernels.selector.chunks.triton import (
+    DOT,
+    ENTROPY,
+    MERGED,
+    NORM2,
+    PARTIALS,
+    PRIOR_NORM2,
+    SUMS,
+    WEIGHT,
+)
+from sfi_kernels.selector.logit_pass.triton import (
+    _selector_log_sum_kernel,
+    _selector_mean_kernel,
+    _selector_row_kernel,
+)
+from sfi_kernels.selector.reference import check, check_settings
+from sfi_kernels.selector.score_pass.triton import (
+    _selector_refine_kernel,
+    _selector_score_kernel,
+    _selector_sum_kernel,
+    _selector_weigh_kernel,
+)
+
+BLOCK = 512
+# chunks of a row; one thread of a program merges each
+CHUNKS = 128
+# elements of a refinement tile, all KV heads of some positions
+TILE, MIN_POSITIONS = 1024, 32
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def selector(
+    logits_BHGWT: torch.Tensor,
+    key_norm_BHT: torch.Tensor,
+    allowed_BT: torch.Tensor,
+    *,
+    alpha: float,
+    gamma: float,
+    beta: float,
+    power: float,
+    eta: float,
+    lambda_clip: float,
+    alpha_soft: float,
+    radius: int,
+    alpha_cross: float,
+    temperature: float,
+    group_reduce: str = "power",
+    span: int = 0,
+    position_weight: float = 1.0,
+    log_sum_BHGW: torch.Tensor | None = None,
+    diagnostics: dict[str, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `reference.selector`. T is contiguous in every tensor, and none is float64."""
+    B, H, G, W, T = _check(logits_BHGWT, key_norm_BHT, allowed_BT, log_sum_BHGW)
+    check_settings(alpha, lambda_clip, temperature, group_reduce, span, radius)
+    rows, length = B * H, triton.cdiv(triton.cdiv(T, BLOCK), CHUNKS) * BLOCK
+    chunks = triton.cdiv(T, length)
+    empty = partial(torch.empty, dtype=torch.float32, device=logits_BHGWT.device)
+    z_BHT = empty(B, H, T)
+    partials = empty(PARTIALS, rows, chunks)
+    sums = empty(SUMS, rows, chunks, dtype=torch.float64)
+    merged = empty(MERGED, B, H)
+    z_adj_BHT = empty(B, H, T)
+
+    queries = (*logits_BHGWT.stride()[:4], allowed_BT.stride(0), H, W, T, length)
+    if log_sum_BHGW is None or span > 0:
+        log_sum_BHGW = empty(B, H, G, W)
+        row_sums = empty(2, rows * G * W, chunks)
+        launch(
+            _selector_row_kernel, (rows * G * W, chunks), logits_BHGWT, allowed_BT, row_sums,
+            *queries, G=G, SPAN=span, BLOCK=BLOCK,
+        )  # fmt: skip
+        launch(
+            _selector_log_sum_kernel, (rows * G * W,), row_sums, log_sum_BHGW, chunks, CHUNKS=CHUNKS
+        )
+    launch(
+        _selector_mean_kernel, (rows, chunks), logits_BHGWT, log_sum_BHGW, allowed_BT, z_BHT,
+        partials, *queries, float(alpha), G=G, REDUCE=group_reduce, SPAN=span, BLOCK=BLOCK,
+    )  # fmt: skip
+    sizes = (allowed_BT.stride(0), *key_norm_BHT.stride()[:2], H, T)
+    formula = [float(value) for value in (alpha, gamma, beta, power, eta, position_weight)]
+    launch(
+        _selector_sum_kernel, (rows, chunks), z_BHT, key_norm_BHT, allowed_BT, partials, sums,
+        *sizes, length, *formula, BLOCK=BLOCK, CHUNKS=CHUNKS,
+    )  # fmt: skip
+    launch(
+        _selector_weigh_kernel, (rows,), partials, sums, merged, chunks, float(lambda_clip),
+        CHUNKS=CHUNKS,
+    )  # fmt: skip
+    launch(
+        _selector_score_kernel, (rows, triton.cdiv(T, BLOCK)), z_BHT, key_norm_BHT, allowed_BT,
+        merged, *sizes, *formula, BLOCK=BLOCK,
+    )  # fmt: skip
+    heads = triton.next_power_of_2(H)
+    block = max(MIN_POSITIONS, TILE // heads)
+    launch(
+        _selector_refine_kernel, (B, triton.cdiv(T, block)), z_BHT, z_adj_BHT, H, T, radius,
+        float(alpha_soft), float(alpha_cross), float(temperature), HEADS=heads, BLOCK=block,
+    )  # fmt: skip
+    if diagnostics is not None:
+        diagnostics["evidence_norm2"] = merged[NORM2.value]
+        diagnostics["evidence_dot_prior"] = merged[DOT.value]
+        diagnostics["prior_norm2"] = merged[PRIOR_NORM2.value]
+        diagnostics["evidence_entropy"] = merged[ENTROPY.value]
+    return z_adj_BHT, merged[WEIGHT.value]
+
+
+def _check(
+    logits_BHGWT: torch.Tensor,
+    key_norm_BHT: torch.Tensor,
+    allowed_BT: torch.Tensor,
+    log_sum_BHGW: torch.Tensor | None,
+) -> torch.Size:
+    check(logits_BHGWT, key_norm_BHT, allowed_BT, log_sum_BHGW)
+    named = {"logits": logits_BHGWT, "key_norm": key_norm_BHT, "allowed": allowed_BT}
+    for name, tensor in named.items():
+        if tensor.device != logits_BHGWT.device:
+            raise ValueError(f"{name} must be on {logits_BHGWT.device}, got {tensor.device}")
+        if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+            raise ValueError(f"{name} must be contiguous along T, got strides {tensor.stride()}")
+        if tensor.dtype not in DTYPES and tensor is not allowed_BT:
+            raise KernelLimitError(
+                f"{name} must be float32, float16 or bfloat16 for the kernel, got {tensor.dtype}; "
+                "use the torch backend"
+            )
+    if log_sum_BHGW is not None:
+        if log_sum_BHGW.device != logits_BHGWT.device:
+            raise ValueError(f"log_sum must be on {logits_BHGWT.device}, got {log_sum_BHGW.device}")
+        if not log_sum_BHGW.is_contiguous():
+            raise ValueError(f"log_sum must be contiguous, got strides {log_sum_BHGW.stride()}")
+    return logits_BHGWT.shape

@@ -1,0 +1,171 @@
+"""Every kernel specialization that a model can need, made by driving the ops on recorded launches.
+
+What the ops launch on a GPU is what gets compiled, so that the two cannot differ.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from sfi_kernels.append import append
+from sfi_kernels.decode_attention import decode_attention, slots
+from sfi_kernels.dense_attention import dense_attention, window_logits
+from sfi_kernels.launch import Launch, Target, name_of, recording
+from sfi_kernels.pack import pack
+from sfi_kernels.selector import selector
+from sfi_kernels.split_plan import split_plan, work_items
+from sfi_kernels.step_descriptor import FAST, SLOW, StepRequest, describe_step
+from sfi_kernels.top_k import top_k
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+TYPES = {
+    torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64",
+    torch.int32: "*i32", torch.int64: "*i64", torch.bool: "*i1",
+}  # fmt: skip
+ALIGNMENT = 16  # bytes of a pointer, or what divides a number
+DIVISIBLE = [["tt.divisibility", ALIGNMENT]]
+# (head dimension, width of the values, query heads per KV head, soft cap, learned sinks); groups of 1 to 16
+# query heads share a padded tile, MLA expands to 192 and 128
+HEADS = (
+    (64, 64, 8, False, True),
+    (96, 96, 1, False, False),
+    (128, 128, 4, False, False),
+    (128, 128, 16, False, False),
+    (128, 128, 4, True, False),
+    (192, 128, 1, False, False),
+    (256, 256, 2, True, False),
+)
+H, PAGE, PAGES, S, T, W = 8, 64, 4, 68, 200, 512
+SELECTOR: Any = {
+    "alpha": 0.5, "gamma": 0.5, "beta": 0.5, "power": 1.8, "eta": 0.4, "lambda_clip": 0.02,
+    "alpha_soft": 0.5, "radius": 16, "alpha_cross": 0.35, "temperature": 2.0,
+}  # fmt: skip
+# processors of the architectures' large chips; they bear on plans, not on code
+PROCESSORS = 132
+
+
+def specializations(capability: int) -> Iterator[tuple[str, Launch]]:
+    """Yield every specialization for a compute capability times ten, with a name that says which it is."""
+    seen: set[str] = set()
+    names: Counter[str] = Counter()
+    for label, run in _runs():
+        with recording(Target(capability, PROCESSORS)) as record:
+            run()
+        for launch in record.launches:
+            key = f"{launch.kernel.__name__} {signature(launch)} {launch.options}"
+            if key not in seen:
+                seen.add(key)
+                name = f"{name_of(launch.kernel)} {label}"
+                names[name] += 1
+                yield label + (f", {names[name]}" if names[name] > 1 else ""), launch
+
+
+def signature(launch: Launch) -> tuple[dict[str, str], dict[Any, Any], dict[Any, Any]]:
+    """Return what Triton specializes a launch for: types by name, constants and attributes by place."""
+    types: dict[str, str] = {}
+    constants, attributes = {}, {}
+    values = dict(zip(launch.kernel.arg_names, launch.arguments, strict=False)) | launch.constants
+    for place, parameter in enumerate(launch.kernel.params):
+        name, value = parameter.name, values[parameter.name]
+        number = value.data_ptr() if isinstance(value, torch.Tensor) else value
+        specialize = not parameter.do_not_specialize and isinstance(number, int)
+        if parameter.is_constexpr or (specialize and number == 1):
+            types[name], constants[place,] = "constexpr", value
+            continue
+        if isinstance(value, torch.Tensor):
+            types[name] = TYPES[value.dtype]
+        else:
+            types[name] = "i32" if isinstance(value, int) else "fp32"
+        if specialize and number % ALIGNMENT == 0:
+            attributes[place,] = DIVISIBLE
+    return types, constants, attributes
+
+
+def _runs() -> Iterator[tuple[str, Callable[[], object]]]:
+    yield "any", _plan
+    for name, dtype in DTYPES.items():
+        for D, E, G, capped, sinks in HEADS:
+            label = f"{name}, D={D if D == E else f'{D}/{E}'}, G={G}"
+            label += ", soft cap" * capped + ", sinks" * sinks
+            case = Case(dtype, D, E, G, 30.0 if capped else None, sinks)
+            yield label + ", fast", partial(case.decode, slow=False)
+            yield label + ", mixed", partial(case.decode, slow=True)
+            yield label, case.prompt
+        for D in (64, 96, 128, 256):
+            yield f"{name}, D={D}", Case(dtype, D, D, 4, None, sinks=False).move
+    for heads in (1, 8):
+        for group, window in ((1, 1), (4, 1), (4, 16)):
+            for span in (0, 10):
+                label = f"H={heads}, G={group}, W={window}, span={span}"
+                yield label, partial(_select, heads, group, window, span)
+
+
+class Case:
+    """Operands of one kind, small and never read."""
+
+    def __init__(
+        self, dtype: torch.dtype, D: int, E: int, G: int, soft_cap: float | None, sinks: bool
+    ) -> None:
+        self.query = torch.empty(2, H, G, W, D, dtype=dtype)
+        self.key, self.value = (torch.empty(2 * PAGES, H, PAGE, n, dtype=dtype) for n in (D, E))
+        self.packed_key, self.packed_value = (torch.empty(2, H, S, n, dtype=dtype) for n in (D, E))
+        self.position = torch.empty(2, H, S, dtype=torch.int32)
+        self.length_BH = torch.empty(2, H, dtype=torch.int32)
+        self.table = torch.empty(2, PAGES, dtype=torch.int32)
+        self.length = torch.full((2,), T, dtype=torch.int32)
+        self.options: Any = {"scale": 1.0, "soft_cap": soft_cap}
+        self.sink = torch.empty(H, G) if sinks else None
+
+    def decode(self, *, slow: bool) -> None:
+        """Plan and attend, with one token of each request."""
+        places = slots(self.query.device)
+        numbers: Any = {"length": T, "recent_start": 100, "packed": S, "sink": 4}
+        requests = [StepRequest(mode=mode, **numbers) for mode in (SLOW if slow else FAST, FAST)]
+        step = describe_step(requests, work_items(2, H, places), self.query.device)
+        split_plan.triton(step, H, places)
+        decode_attention.triton(
+            self.query[:, :, :, 0], self.packed_key, self.packed_value, self.length_BH, self.key,
+            self.value, self.table, step, **self.options, sink_HG=self.sink, evidence=slow,
+        )  # fmt: skip
+
+    def prompt(self) -> None:
+        """Attend with a prompt, and compute the logits of its last queries."""
+        dense_attention.triton(
+            self.query, self.key, self.value, self.table, self.length, **self.options,
+            sink_HG=self.sink,
+        )  # fmt: skip
+        window = self.query[:, :, :, -16:]
+        window_logits.triton(window, self.key, self.table, self.length, **self.options, longest=T)
+
+    def move(self) -> None:
+        """Append and pack."""
+        new_key, new_value = self.key[:2, :, :1], self.value[:2, :, :1]
+        append.triton(
+            new_key, new_value, self.length, self.length, self.key, self.value,
+            torch.empty(2 * PAGES, H, PAGE), self.table,
+        )  # fmt: skip
+        index = torch.empty(2, H, S - 4, dtype=torch.int32)
+        pack.triton(
+            self.key, self.value, self.table, self.length, index, self.length, self.packed_key,
+            self.packed_value, self.position, self.length_BH,
+        )  # fmt: skip
+
+
+def _plan() -> None:
+    request = StepRequest(mode=FAST, length=T, recent_start=100, packed=S, sink=4)
+    step = describe_step([request] * 2, work_items(2, H, 264), torch.device("cpu"))
+    split_plan.triton(step, H, 264)
+
+
+def _select(heads: int, group: int, window: int, span: int) -> None:
+    score, _ = selector.triton(
+        torch.empty(2, heads, group, window, T),
+        torch.empty(2, heads, T),
+        torch.empty(2, T, dtype=torch.bool),
+        **SELECTOR,
+        span=span,
+    )
+    top_k.triton(score, 64)

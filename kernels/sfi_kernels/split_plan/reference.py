@@ -1,0 +1,83 @@
+"""The split plan in PyTorch (after FlashAttention-3's and FlashInfer's schedulers)."""
+
+import torch
+
+from sfi_kernels.step_descriptor import (
+    FIRST,
+    IDLE,
+    LENGTH,
+    MODE,
+    PACKED,
+    SLOW,
+    SPLITS,
+    START,
+    UNIT,
+    StepDescriptor,
+)
+
+MIN_UNITS, MAX_SPLITS = 2, 64
+# in hundredths of a unit: what a wave costs beyond its units, and each split to join
+OVERHEAD, JOIN = 200, 22
+CANDIDATES = 8  # sizes of work items that are tried
+
+
+def work_items(batch: int, heads: int, slots: int) -> int:
+    """Return the most work items a plan can have, however long the requests are."""
+    return batch + -(-slots // heads)
+
+
+def split_plan(descriptor: StepDescriptor, heads: int, slots: int) -> None:
+    """Split every request's units into work items of about one size, in place.
+
+    Slow requests come first, so that long work does not start last. The size is the one, among a few above
+    the least that fills the processors, with the lowest cost: waves of work, and partial results to join.
+
+    Args:
+        descriptor: The step; its work list and the words FIRST and SPLITS are written.
+        heads: KV heads, each of which runs every work item.
+        slots: Programs that run at once on the device.
+
+    Raises:
+        ValueError: The descriptor has less room than `work_items` asks for.
+    """
+    check(descriptor, heads, slots)
+    table, work = descriptor.table_BX, descriptor.work_XI
+    words = table.long()
+    units = _units(words)
+    total, most = int(units.sum()), int(units.max())
+    least = max(MIN_UNITS, -(-11 * heads * total // (10 * slots)), -(-most // MAX_SPLITS))
+    costs = []
+    for extra in range(CANDIDATES):
+        size = least + least * extra // CANDIDATES
+        splits = (units + size - 1) // size
+        waves = -(-int(splits.sum()) * heads // slots)
+        costs.append((waves * (size * 100 + OVERHEAD) + JOIN * int(splits.max()), extra, size))
+    size = min(costs)[2]
+    splits = (units + size - 1) // size
+    slow = words[:, MODE] == SLOW
+    first = torch.where(
+        slow,
+        (splits * slow).cumsum(0) - splits,
+        (splits * slow).sum() + (splits * ~slow).cumsum(0) - splits,
+    )
+    table[:, FIRST], table[:, SPLITS] = first.int(), splits.int()
+    work[:] = torch.tensor([-1, 0, 0, 0], dtype=torch.int32, device=work.device)
+    for row in range(descriptor.batch):
+        share = -(-int(units[row]) // max(1, int(splits[row])))
+        for split in range(int(splits[row])):
+            begin = split * share
+            item = [row, begin, min(share, int(units[row]) - begin), 0]
+            work[int(first[row]) + split] = torch.tensor(item, dtype=torch.int32)
+
+
+def check(descriptor: StepDescriptor, heads: int, slots: int) -> None:
+    """Refuse a descriptor that a plan could overflow."""
+    have, need = descriptor.work_XI.shape[0], work_items(descriptor.batch, heads, slots)
+    if have < need:
+        raise ValueError(f"descriptor must have room for {need} work items, got {have}")
+
+
+def _units(words: torch.Tensor) -> torch.Tensor:
+    packed = (words[:, PACKED] + UNIT - 1) // UNIT
+    pages = (words[:, LENGTH] + UNIT - 1) // UNIT - words[:, START] // UNIT
+    return torch.where(words[:, MODE] == IDLE, 0, packed + pages)

@@ -1,0 +1,188 @@
+"""The step descriptor (Sec. 4.2): what every layer of a pass reads, in one int32 buffer sent once.
+
+    lists  [7, ...B]   of the requests: length, start and count of the new tokens; then of the slow requests,
+                       in order: which, their sink tokens, lengths and first recent tokens
+    table  [B, WORDS]  a row for each request, its words named below
+    work   [X, 4]      work items of the split attention: request, first unit, units, unused;
+                       request -1 where there is none
+
+Every list starts at a multiple of 16 bytes, as the table and the work do, so that a kernel is compiled once
+for all sizes of batches.
+
+A decoding request reads its packed segment, then its pages from START on. A slow one has no packed tokens and
+starts at 0, so that attention needs no look at its mode. A unit is 64 tokens of either.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+IDLE, FAST, SLOW = range(3)
+UNIT = 64
+LISTS = 7
+WORDS = 16
+ALIGNED = 4  # int32 numbers of 16 bytes
+(
+    MODE,  # IDLE, FAST or SLOW
+    LENGTH,  # cached tokens, the query's own included
+    START,  # first token read from the pages
+    PACKED,  # tokens read from the packed segment
+    SINK,  # sink tokens
+    ALLOWED_START,  # the candidate set J, from ...
+    ALLOWED_STOP,  # ... up to here, where the recent segment begins
+    EVIDENCE,  # place in the slow list; -1 for a request that is not slow
+    FIRST,  # first work item
+    SPLITS,  # work items
+) = range(10)
+
+
+@dataclass(frozen=True, slots=True)
+class StepDescriptor:
+    """One pass over the batch.
+
+    Attributes:
+        buffer: The buffer, int32.
+        batch: Requests.
+        slow: Requests with g_t = 1, in order.
+        longest: Cached tokens of the longest slow request; 0 without one.
+    """
+
+    buffer: torch.Tensor
+    batch: int
+    slow: tuple[int, ...]
+    longest: int
+
+    @property
+    def length_B(self) -> torch.Tensor:
+        """Cached tokens, the new ones included."""
+        return self._list(0, self.batch)
+
+    @property
+    def append_start_B(self) -> torch.Tensor:
+        """Where the new tokens go."""
+        return self._list(1, self.batch)
+
+    @property
+    def append_count_B(self) -> torch.Tensor:
+        """How many new tokens there are."""
+        return self._list(2, self.batch)
+
+    @property
+    def recent_start_B(self) -> torch.Tensor:
+        """First position of the recent segment."""
+        return self.table_BX[:, ALLOWED_STOP]
+
+    @property
+    def slow_R(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The slow requests: which, their sink tokens, lengths and first recent tokens."""
+        which, sink, length, start = (
+            self._list(place, len(self.slow)) for place in range(3, LISTS)
+        )
+        return which, sink, length, start
+
+    def _list(self, place: int, size: int) -> torch.Tensor:
+        begin = place * list_room(self.batch)
+        return self.buffer[begin : begin + size]
+
+    @property
+    def table_BX(self) -> torch.Tensor:
+        """The requests' words, [B, WORDS]."""
+        begin = LISTS * list_room(self.batch)
+        return self.buffer[begin : begin + self.batch * WORDS].view(self.batch, WORDS)
+
+    @property
+    def work_XI(self) -> torch.Tensor:
+        """The work items, [X, 4]."""
+        begin = LISTS * list_room(self.batch) + WORDS * self.batch
+        return self.buffer[begin:].view(-1, 4)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRequest:
+    """One request of a pass, in plain numbers.
+
+    Attributes:
+        mode: IDLE, FAST or SLOW.
+        length: Cached tokens, the new ones included.
+        recent_start: First token of the recent segment.
+        packed: Tokens of the packed segment; at least as many as any KV head has.
+        sink: Sink tokens.
+        count: New tokens.
+    """
+
+    mode: int
+    length: int
+    recent_start: int
+    packed: int
+    sink: int
+    count: int = 1
+
+
+def describe_step(
+    requests: Sequence[StepRequest], work_items: int, device: torch.device
+) -> StepDescriptor:
+    """Write a descriptor on the host and send it in one copy; `split_plan` fills in the work.
+
+    Args:
+        requests: The batch.
+        work_items: Room for work items, from `split_plan.work_items`; 0 for a pass that decodes nothing.
+        device: Where the kernels run.
+    """
+    slow = tuple(row for row, request in enumerate(requests) if request.mode == SLOW)
+    slow_requests = [requests[row] for row in slow]
+    lists = [
+        [request.length for request in requests],
+        [request.length - request.count for request in requests],
+        [request.count for request in requests],
+        slow,
+        [request.sink for request in slow_requests],
+        [request.length for request in slow_requests],
+        [request.recent_start for request in slow_requests],
+    ]
+    room = list_room(len(requests))
+    numbers = [number for part in lists for number in [*part, *[-1] * (room - len(part))]]
+    for row, request in enumerate(requests):
+        words = [0] * WORDS
+        words[MODE], words[LENGTH], words[SINK] = request.mode, request.length, request.sink
+        words[ALLOWED_START], words[ALLOWED_STOP] = request.sink, request.recent_start
+        if request.mode != SLOW:
+            words[START], words[PACKED] = request.recent_start, request.packed
+        words[EVIDENCE] = slow.index(row) if request.mode == SLOW else -1
+        numbers += words
+    buffer = torch.tensor(numbers + [-1] * (4 * work_items), dtype=torch.int32)
+    longest = max((request.length for request in slow_requests), default=0)
+    return StepDescriptor(sent(buffer, device), len(requests), slow, longest)
+
+
+def list_room(batch: int) -> int:
+    """Return the numbers that each list has room for."""
+    return -(-batch // ALIGNED) * ALIGNED
+
+
+def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Send a host tensor to a device without waiting for it."""
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def uniform_step(
+    mode: int, length_B: torch.Tensor, start_B: torch.Tensor, packed: int, work_items: int
+) -> StepDescriptor:
+    """Write a descriptor of one mode for every request from device tensors, without evidence.
+
+    Args:
+        mode: FAST or SLOW.
+        length_B: Cached tokens, int32.
+        start_B: First token read from the pages, int32.
+        packed: The most tokens of a packed segment.
+        work_items: As in `describe_step`.
+    """
+    B = length_B.shape[0]
+    buffer = length_B.new_zeros(LISTS * list_room(B) + WORDS * B + 4 * work_items)
+    descriptor = StepDescriptor(buffer, B, (), 0)
+    table = descriptor.table_BX
+    table[:, MODE], table[:, PACKED], table[:, EVIDENCE] = mode, packed, -1
+    table[:, LENGTH], table[:, START] = length_B, start_B
+    return descriptor

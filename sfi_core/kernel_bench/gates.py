@@ -1,0 +1,179 @@
+"""The gate before the clock: each op against its formula, written out in higher precision without our code.
+
+A check returns the error as a share of what rounding allows; above 1 the op is wrong. Copies must be exact.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sfi_kernels.constants import EPS
+
+EXACT, WRONG = 0.0, float("inf")
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """An attention's output and how far rounding may take another one from it.
+
+    Attributes:
+        out_BHGD: In a higher precision.
+        bound_BHGD: For products and softmax in float32 and weights rounded to the inputs' precision.
+        loose_BHGD: For logits rounded to the inputs' precision as well, as some rivals do.
+    """
+
+    out_BHGD: torch.Tensor
+    bound_BHGD: torch.Tensor
+    loose_BHGD: torch.Tensor
+
+    def error(self, out_BHGD: torch.Tensor, *, rival: bool = False) -> float:
+        """Return the largest error as a share of what is allowed; NaN counts as infinite."""
+        bound = self.loose_BHGD if rival else self.bound_BHGD
+        return share((out_BHGD.to(self.out_BHGD) - self.out_BHGD).abs(), bound)
+
+
+def share(error: torch.Tensor, bound: torch.Tensor | float) -> float:
+    """Return the largest error over its bound, infinite where it is not a number."""
+    return float((error / bound).nan_to_num(nan=WRONG).max())
+
+
+def same(got: torch.Tensor, expected: torch.Tensor) -> float:
+    """Compare copies."""
+    return EXACT if torch.equal(got, expected) else WRONG
+
+
+def textbook(
+    query_BHGD: torch.Tensor,
+    key_BHTD: torch.Tensor,
+    value_BHTD: torch.Tensor,
+    scale: float,
+    index_BHS: torch.Tensor | None = None,
+) -> Expected:
+    """Attend to the positions `index_BHS`, to all without: softmax of q.k times v.
+
+    In float64 for float32 inputs and in float32 for shorter ones, whose own rounding is far above it.
+
+    A float32 product of D terms is off by D + 2 roundings of the sum of its terms' sizes, a softmax weight by
+    twice what its logits are and a few roundings of its own, and once more by a rounding to the inputs'
+    precision (to a multiple of its smallest number, at least) before it meets its value.
+    """
+    own, single = torch.finfo(query_BHGD.dtype), torch.finfo(torch.float32).eps
+    wide = torch.float64 if query_BHGD.dtype == torch.float32 else torch.float32
+    rows = []
+    for row in range(query_BHGD.shape[0]):
+        query, key, value = (x[row] for x in (query_BHGD, key_BHTD, value_BHTD))
+        if index_BHS is not None:
+            index = index_BHS[row].long()[..., None].expand(-1, -1, key.shape[-1])
+            key, value = key.gather(1, index), value.gather(1, index)
+        query, key, value = query.to(wide), key.to(wide), value.to(wide)
+        weight = (query @ key.mT * scale).softmax(-1)
+        out = weight @ value
+        # the sum of a product's terms' sizes is at most the product of the lengths
+        sizes = float(query.norm(dim=-1).max() * key.norm(dim=-1).max()) * scale
+        logit = sizes * (key.shape[-1] + 2) * single
+        relative = 4 * logit + own.eps + 32 * single
+        value.abs_()
+        mass, total = weight @ value, value.sum(1, keepdim=True)
+        bound = relative * mass + own.eps * out.abs() + own.smallest_normal * own.eps * total
+        rows.append((out, bound, bound + 2 * own.eps * sizes * mass))
+    return Expected(*(torch.stack(parts) for parts in zip(*rows, strict=True)))
+
+
+def logits_error(
+    got: torch.Tensor, expected: torch.Tensor, query: torch.Tensor, key: torch.Tensor, scale: float
+) -> float:
+    """Compare the evidence with float32 logits; both are products of D terms."""
+    sizes = query.float().norm(dim=-1).max() * max(row.float().norm(dim=-1).max() for row in key)
+    bound = 2 * float(sizes) * scale * (key.shape[-1] + 2) * torch.finfo(torch.float32).eps
+    return share((got - expected).abs(), bound)
+
+
+def attended(index_BHK: torch.Tensor, sink: int, recent_start: int, length: int) -> torch.Tensor:
+    """Return the positions of a fast step: sink, selected, recent; [B, H, A]."""
+    B, H, _ = index_BHK.shape
+    ends = [torch.arange(sink), torch.arange(recent_start, length)]
+    first, last = (end.to(index_BHK).expand(B, H, -1) for end in ends)
+    return torch.cat([first, index_BHK, last], 2)
+
+
+def top_k_error(score_BHT: torch.Tensor, index_BHK: torch.Tensor) -> float:
+    """Compare with a stable sort, whose ties go to the lower position."""
+    order = score_BHT.sort(descending=True, stable=True).indices[..., : index_BHK.shape[2]]
+    return same(index_BHK.long(), order.sort().values)
+
+
+def pack_error(
+    segment: tuple[torch.Tensor, ...], key: torch.Tensor, value: torch.Tensor, index: torch.Tensor
+) -> float:
+    """Compare a packed segment with the rows `index`, [B, H, S], of contiguous keys and values."""
+    rows = index.long()[..., None].expand(-1, -1, -1, key.shape[-1])
+    length = torch.full_like(segment[3], index.shape[2])
+    expected = key.gather(2, rows), value.gather(2, rows), index.int(), length
+    return max(same(*pair) for pair in zip(segment, expected, strict=True))
+
+
+def norm_error(norm: torch.Tensor, key: torch.Tensor) -> float:
+    """Compare key norms; a sum of D squares is off by at most D roundings, its root by half as many."""
+    expected = key.double().square().sum(-1).sqrt()
+    allowed = (key.shape[-1] / 2 + 2) * torch.finfo(torch.float32).eps * expected
+    return share((norm.double() - expected).abs(), allowed)
+
+
+def selector_error(
+    result: tuple[torch.Tensor, torch.Tensor],
+    logits: torch.Tensor,
+    norm: torch.Tensor,
+    allowed_BT: torch.Tensor,
+    options: dict[str, Any],
+) -> float:
+    """Compare scores and weights with Algorithm 2.
+
+    A score is a logarithm of about a dozen float32 steps and two differences of such logarithms: each is off
+    by a few roundings of numbers as large as the scores.
+    """
+    worst = EXACT
+    for row in range(logits.shape[0]):
+        inside = allowed_BT[row]
+        z, weight = _algorithm_2(logits[row][..., inside].double(), norm[row][:, inside], **options)
+        bound = 64 * torch.finfo(torch.float32).eps * (1 + float(z.abs().max()))
+        score_error = share((result[0][row][:, inside].double() - z).abs(), bound)
+        outside = result[0][row][:, ~inside]
+        if outside.numel() and not float(outside.max()) < float(z.min()):
+            return WRONG  # a position outside J could win
+        worst = max(worst, score_error, share((result[1][row].double() - weight).abs(), bound))
+    return worst
+
+
+def _algorithm_2(
+    logits_HGWJ: torch.Tensor,
+    norm_HJ: torch.Tensor,
+    *,
+    alpha: float,
+    gamma: float,
+    beta: float,
+    power: float,
+    eta: float,
+    position_weight: float,
+    lambda_clip: float,
+    alpha_soft: float,
+    radius: int,
+    alpha_cross: float,
+    temperature: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    # of one request, on a contiguous J
+    J = norm_HJ.shape[1]
+    mu = logits_HGWJ.softmax(-1).pow(alpha).mean((1, 2))  # Eqs. 6, 7
+    f = mu.pow(1 / alpha)
+    f = f / f.sum(-1, keepdim=True)  # Eq. 8
+    # Eq. 10 in float32, as its definition: 1 - u is small at the end and keeps u's rounding
+    u = (torch.arange(J, device=f.device, dtype=torch.float32) / (J - 1 + EPS)).double()
+    place = ((-beta * u.pow(power)).exp() * (1 - u + EPS).pow(eta)).pow(position_weight)  # Eq. 11
+    r = (norm_HJ.double() + EPS).pow(-gamma) * place
+    r = r / r.sum(-1, keepdim=True)  # Eqs. 9, 12
+    weight = ((f * (f - r)).sum(-1) / (f - r).square().sum(-1)).clamp(0, lambda_clip)  # Eq. 17
+    z = (((1 - weight)[:, None] * f + weight[:, None] * r) + EPS).log()  # Eqs. 15, 19
+    edges = torch.nn.functional.pad(z, (radius, radius), value=-torch.inf)
+    z = z - alpha_soft * (edges.unfold(-1, 2 * radius + 1, 1).amax(-1) - z)  # Eqs. 20, 21
+    responsibility = (z / temperature).softmax(0)
+    return z + alpha_cross * responsibility.clamp_min(EPS).log(), weight  # Eqs. 22, 23

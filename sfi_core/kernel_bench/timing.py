@@ -1,0 +1,138 @@
+"""Clocks: every variant in turn in one process, each call with a cold cache; median and spread.
+
+Before each call a buffer larger than the last-level cache is read (not written: the lines left behind are
+clean, so that the timed call pays for no write-back). On CUDA a call is captured in a graph and its replay is
+timed by events; the read keeps the GPU busy while the host enqueues them. On a CPU the wall clock is read.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+FLUSH_BYTES = 256 << 20
+COPY_BYTES = {"cpu": 256 << 20, "cuda": 2 << 30}
+COPIES, WARM_UP = 7, 2
+
+
+@dataclass(slots=True)
+class Samples:
+    """Times of one variant, in microseconds."""
+
+    times_us: list[float] = field(default_factory=list)
+
+    @property
+    def median_us(self) -> float:
+        """The middle one."""
+        return statistics.median(self.times_us)
+
+    def percentile_us(self, percent: int) -> float:
+        """Return a percentile; with few samples the lowest or highest."""
+        ordered = sorted(self.times_us)
+        return ordered[min(len(ordered) - 1, percent * len(ordered) // 100)]
+
+
+class Clock(Protocol):
+    """Times prepared calls."""
+
+    def prepare(self, call: Callable[[], Any]) -> Callable[[], Any]:
+        """Warm up, and make the call as it will be timed."""
+        ...
+
+    def time(self, calls: list[Callable[[], Any]]) -> Iterator[float]:
+        """Time each call once, in order; microseconds."""
+        ...
+
+
+class CpuClock:
+    """The wall clock."""
+
+    def __init__(self) -> None:
+        self._flush = torch.ones(FLUSH_BYTES // 4)
+
+    def prepare(self, call: Callable[[], Any]) -> Callable[[], Any]:
+        """Warm up."""
+        for _ in range(WARM_UP):
+            call()
+        return call
+
+    def time(self, calls: list[Callable[[], Any]]) -> Iterator[float]:
+        """Time each call once; a time is there before the next call."""
+        for call in calls:
+            self._flush.sum()
+            began = time.perf_counter_ns()
+            call()
+            yield (time.perf_counter_ns() - began) / 1e3
+
+
+class CudaClock:
+    """CUDA events, around graph replays unless the calls wait for the device."""
+
+    def __init__(self, device: torch.device, *, graphs: bool) -> None:
+        self._device, self._graphs = device, graphs
+        self._flush = torch.ones(FLUSH_BYTES // 4, device=device)
+
+    def prepare(self, call: Callable[[], Any]) -> Callable[[], Any]:
+        """Compile and warm up on a side stream, then capture."""
+        if not self._graphs:
+            for _ in range(WARM_UP):
+                call()
+            return call
+        side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(side):
+            for _ in range(WARM_UP):
+                call()
+        torch.cuda.current_stream(self._device).wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            call()
+        return graph.replay
+
+    def time(self, calls: list[Callable[[], Any]]) -> Iterator[float]:
+        """Time each call once; the host never waits between two of them."""
+        pairs = []
+        for call in calls:
+            begin, end = self._event(), self._event()
+            self._flush.sum()
+            begin.record()
+            call()
+            end.record()
+            pairs.append((begin, end))
+        torch.cuda.synchronize(self._device)
+        yield from (1e3 * begin.elapsed_time(end) for begin, end in pairs)
+
+    @staticmethod
+    def _event() -> torch.cuda.Event:
+        return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+def clock_for(device: torch.device, backend: str) -> Clock:
+    """Return the clock of a device; PyTorch's references wait for the device, which no graph captures."""
+    if device.type == "cuda":
+        return CudaClock(device, graphs=backend == "triton")
+    return CpuClock()
+
+
+def copy_gb_per_s(device: torch.device, clock: Clock) -> float:
+    """Measure the copy bandwidth, bytes read plus bytes written, that all shares are shares of."""
+    source = torch.ones(COPY_BYTES[device.type] // 4, device=device)
+    target = torch.zeros_like(source)
+    call = clock.prepare(lambda: target.copy_(source))
+    samples = Samples([*clock.time([call] * COPIES)])
+    return 2 * source.nbytes / samples.median_us / 1e3
+
+
+def floor_us(device: torch.device, clock: Clock) -> float:
+    """Measure a call that does next to nothing: what the clock itself adds to every time."""
+    number = torch.ones(1, device=device)
+    call = clock.prepare(lambda: number.add_(1))
+    return Samples([*clock.time([call] * COPIES)]).median_us
+
+
+def workspace_bytes(device: torch.device) -> int:
+    """Return the memory that the clocks need."""
+    return FLUSH_BYTES + 2 * COPY_BYTES[device.type]

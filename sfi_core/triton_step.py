@@ -1,0 +1,72 @@
+"""One layer of one forward pass on the Triton kernels: the whole batch in each launch."""
+
+import torch
+
+from sfi_core.layer_step import LayerStep
+from sfi_kernels.decode_attention import decode_attention
+from sfi_kernels.dense_attention import dense_attention
+
+
+class TritonStep(LayerStep):
+    """As `LayerStep`; slow and fast requests of a decoding step share a launch."""
+
+    def attend(self, query_BHGTD: torch.Tensor) -> torch.Tensor:
+        """See `LayerStep.attend`."""
+        with self.run.counted(self.layer):
+            if self.forward.decode:
+                return self._decode_all(query_BHGTD)
+            out = self._prefill(query_BHGTD)
+            self.end_prefill(query_BHGTD)
+            return out
+
+    def _decode_all(self, query_BHG1D: torch.Tensor) -> torch.Tensor:
+        run, policy = self.run, self.run.policy
+        step = run.dense_descriptor if self.left_dense else run.descriptor
+        assert step is not None, "the pass has been described"
+        active = tuple(row for row, count in enumerate(self.forward.count) if count)
+        fast = tuple(row for row in active if row not in step.slow)
+        if policy.selects_before and fast:
+            with run.observer.span("select_before", self.layer):
+                context = self.context(fast, self._of(fast, query_BHG1D))
+                self.apply(fast, policy.select_before(context))
+        evidence = policy.selects_after and not self.left_dense
+        segment = run.segment(self.layer)
+        kind = "mixed" if fast and step.slow else "fast" if fast else "dense"
+        with run.observer.span(f"attention.{kind}", self.layer):
+            result = decode_attention.triton(
+                query_BHG1D[:, :, :, 0],
+                segment.key_BHSD,
+                segment.value_BHSE,
+                segment.length_BH,
+                self.pages.key_PHND,
+                self.pages.value_PHNE,
+                run.cache.block_table_BP,
+                step,
+                **self.options,
+                evidence=evidence,
+            )
+        run.paths["triton.dense_attention"] += len(step.slow)
+        run.paths["triton.sparse_attention"] += len(fast)
+        if evidence and step.slow:
+            logits = result.logits_BHGWT
+            assert logits is not None, "evidence was asked for"
+            query = self._of(step.slow, query_BHG1D)
+            self.refresh(step.slow, query, lambda: logits, result.log_sum_BHGW)
+        return result.out_BHGE[:, :, :, None]
+
+    def _prefill(self, query_BHGTD: torch.Tensor) -> torch.Tensor:
+        self.run.paths["triton.prefill_attention"] += len(self.run.descriptor.slow)
+        with self.run.observer.span("attention.dense", self.layer):
+            return dense_attention.triton(
+                query_BHGTD,
+                self.pages.key_PHND,
+                self.pages.value_PHNE,
+                self.run.cache.block_table_BP,
+                self.run.descriptor.length_B,
+                **self.options,
+            )
+
+    def _of(self, rows: tuple[int, ...], query_BHGTD: torch.Tensor) -> torch.Tensor:
+        if len(rows) == query_BHGTD.shape[0]:
+            return query_BHGTD
+        return query_BHGTD[self.run.rows(rows).request_R.long()]

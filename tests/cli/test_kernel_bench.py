@@ -1,0 +1,270 @@
+"""`sfi kernel-bench` from the outside: what it prints and writes, and how it says no."""
+
+import json
+import re
+import shlex
+import sys
+from types import ModuleType
+
+import pytest
+from pyarrow import parquet
+from typer.testing import CliRunner
+
+from sfi_cli import app as cli
+from sfi_cli.commands import kernel_bench as command
+from sfi_core import compile_check, kernel_bench
+from sfi_core.errors import SfiError
+from sfi_core.kernel_bench import BenchSettings, bench, settings, timing, variants
+
+SHAPE = (
+    "--context", "700", "--batch", "2", "--heads", "4", "--kv-heads", "2", "--head-dim", "16",
+    "--repeats", "2", "--device", "cpu",
+)  # fmt: skip
+ROW_KEYS = {  # what scripts rely on
+    "op", "backend", "retention", "context", "batch", "median_us", "bytes", "gb_per_s", "bandwidth_share",
+    "speedup_over_dense", "matches_reference",
+}  # fmt: skip
+COMPILED = {
+    "kernel": "split_attention [bf16]", "arch": "sm_90", "registers": 128, "spill_bytes": 0,
+    "shared_bytes": 106496, "async_buffers": 3, "over_limit": False,
+}  # fmt: skip
+
+
+def inside(*arguments: str) -> tuple[int, str, str]:
+    """Run in this process, which has torch loaded; errors end as `main` ends them."""
+    result = CliRunner().invoke(cli.app, ["kernel-bench", *arguments])
+    if isinstance(result.exception, SfiError):
+        return result.exception.exit_code, result.stdout, f"error: {result.exception}\n"
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.stdout, result.stderr
+
+
+@pytest.fixture(autouse=True)
+def _small_buffers(monkeypatch):
+    monkeypatch.setattr(timing, "FLUSH_BYTES", 1 << 16)
+    monkeypatch.setattr(timing, "COPY_BYTES", {"cpu": 1 << 16})
+
+
+@pytest.fixture
+def compiler(monkeypatch) -> list:
+    """A stand-in for the offline compiler; the rows it gives can be changed."""
+    rows = [dict(COMPILED)]
+    module = ModuleType("sfi_core.compile_check")
+    module.ARCHS, module.is_clean = compile_check.ARCHS, compile_check.is_clean
+    module.compile_kernels = lambda archs, _: [
+        row | {"arch": arch} for arch in archs for row in rows
+    ]
+    module.markdown = lambda rows: "".join(f"| {row['kernel']} | {row['arch']} |\n" for row in rows)
+    monkeypatch.setitem(sys.modules, "sfi_core.compile_check", module)
+    return rows
+
+
+def test_the_document_has_the_keys_that_scripts_rely_on():
+    code, stdout, _ = inside(*SHAPE, "--retention", "0.5", "--json")
+    document = json.loads(stdout)
+    assert code == 0
+    assert set(document) >= {"rows", "compiled", "machine"}
+    ops = {row["op"] for row in document["rows"]}
+    assert ops == {"fast", "dense", "dense.sdpa", "selector", "top_k", "pack", "append"}
+    for row in document["rows"]:
+        assert set(row) >= ROW_KEYS
+        assert row["matches_reference"] is True
+        assert (row["backend"], row["context"], row["batch"]) == ("torch", 700, 2)
+
+
+def test_on_a_cpu_it_says_that_it_times_pytorch():
+    _, stdout, stderr = inside(*SHAPE, "--retention", "0.5", "--op", "dense")
+    assert "benchmarking the torch backend on cpu" in stderr
+    assert "the PyTorch backend on cpu was timed, not the Triton kernels" in stdout
+
+
+def test_the_sweep_shows_table_1_beside_the_bytes_and_ours():
+    code, stdout, _ = inside(*SHAPE, "--sweep", "retention")
+    assert code == 0
+    table = stdout[stdout.index("Table 1") :]
+    assert re.search(r"\s50 +2\.10x +2\.00x +\d+\.\d\dx +\d+\.\d\dx +-\n", table)
+    assert re.search(r"\s100 +1\.00x +1\.00x", table)
+
+
+def test_a_sweep_times_the_two_attentions_at_every_retention():
+    rows = json.loads(inside(*SHAPE, "--sweep", "retention", "--json")[1])["rows"]
+    assert [row["retention"] for row in rows if row["op"] == "fast"] == [
+        0.375,
+        0.5,
+        0.75,
+        0.984,
+        1.0,
+    ]
+    assert {row["op"] for row in rows} == {"fast", "dense", "dense.sdpa"}
+
+
+def test_lists_come_by_comma_or_repeated():
+    arguments = ("--retention", "0.5,0.75", "--retention", "1", "--op", "fast,pack", "--json")
+    rows = json.loads(inside(*SHAPE, *arguments)[1])["rows"]
+    assert {(row["op"], row["retention"]) for row in rows} == {
+        ("dense", 1.0), ("dense.sdpa", 1.0),
+        *((op, retention) for op in ("fast", "pack") for retention in (0.5, 0.75, 1.0)),
+    }  # fmt: skip
+
+
+def test_parquet_json_and_figure_are_written_and_not_overwritten(tmp_path):
+    pytest.importorskip("matplotlib")
+    table, plot = tmp_path / "x.parquet", tmp_path / "x.png"
+    arguments = (*SHAPE, "--retention", "0.5", "-o", str(table), "--plot", str(plot))
+    code, stdout, stderr = inside(*arguments)
+    assert code == 0
+    assert f"Wrote {table}\nWrote {plot}\n" in stderr
+    assert "fast" in stdout
+    assert {row["op"] for row in parquet.read_table(table).to_pylist()} >= {"fast", "dense"}
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    before = table.read_bytes()
+    assert inside(*arguments)[::2] == (
+        2,
+        f"error: output {table} exists; add --force to overwrite it\n",
+    )
+    assert table.read_bytes() == before
+    assert inside(*arguments, "--force")[0] == 0
+    assert sorted(tmp_path.iterdir()) == [table, plot]
+
+
+def test_the_document_can_go_to_a_file_and_to_stdout(tmp_path):
+    file = tmp_path / "x.json"
+    arguments = (*SHAPE, "--op", "dense", "--retention", "0.5", "--json", "-q", "-o", str(file))
+    _, stdout, _ = inside(*arguments)
+    assert json.loads(file.read_text()) == json.loads(stdout)
+
+
+def test_ctrl_c_writes_the_rows_so_far_and_ends_with_130(tmp_path, monkeypatch):
+    class Once(timing.CpuClock):
+        rounds = 0
+
+        def time(self, calls):
+            Once.rounds += len(calls) > timing.COPIES or len(calls) == 3
+            if Once.rounds > 1:
+                raise KeyboardInterrupt
+            return super().time(calls)
+
+    monkeypatch.setattr(timing, "CpuClock", Once)
+    file = tmp_path / "x.json"
+    arguments = (*SHAPE, "--op", "dense", "--retention", "0.5", "-o", str(file))
+    code, stdout, stderr = inside(*arguments)
+    document = json.loads(file.read_text())
+    assert code == 130
+    assert stderr.endswith("interrupted\n")
+    assert document["interrupted"] is True
+    assert {row["repeats"] for row in document["rows"]} == {1}
+    assert "dense" in stdout
+
+
+def test_ctrl_c_before_the_first_time_leaves_no_file(tmp_path, monkeypatch):
+    def stopped(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench, "Variants", stopped)
+    code, stdout, _ = inside(*SHAPE, "--retention", "0.5", "-o", str(tmp_path / "x.json"))
+    assert (code, stdout) == (130, "")
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_wrong_op_ends_with_one_line_and_no_speed(tmp_path, monkeypatch):
+    class Wrong:
+        @staticmethod
+        def reference(query, *_, **__):
+            return query
+
+    monkeypatch.setattr(variants, "sparse_attention", Wrong)
+    code, stdout, stderr = inside(*SHAPE, "--retention", "0.5", "-o", str(tmp_path / "x.json"))
+    assert (code, stdout, stderr.count("\n")) == (1, "", 1)
+    assert "fast at retention 0.5 must equal its formula" in stderr
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (("--backend", "triton", "--device", "cpu"), 4, "backend triton must have a CUDA device"),
+        (("--backend", "cuda"), 2, "unknown backend 'cuda'; expected one of ('auto', 'torch', 'triton')"),
+        (("--device", "tpu"), 2, "unknown device 'tpu'"),
+        (("--device", "cuda:99"), 4, "device cuda:99 is not on this machine"),
+        (("--heads", "7"), 2, "heads must be a multiple of kv_heads, got 7 and 8"),
+        (("--retention", "0"), 2, "retention must be in (0, 1], got 0.0"),
+        (("--retention", "2"), 2, "retention must be in (0, 1], got 2.0"),
+        (("--retention", "half"), 2, "retention must be a number, got 'half'"),
+        (("--retention", "0.001"), 2, "retention must be at least 0.01593"),
+        (("--context", "99"), 2, "context must be at least 261"),
+        (("--op", "dens"), 2, "unknown op 'dens'; expected one of ('fast', "),
+        (("--dtype", "int8"), 2, "unknown dtype 'int8'; expected one of ('auto', "),
+        (("--sweep", "batch"), 2, "unknown sweep 'batch'; expected one of ('retention',)"),
+        (("--sweep", "retention", "--retention", "0.5"), 2, "retention must not be given with --sweep"),
+        (("--compile-only", "--arch", "sm_70"), 2, "unknown arch 'sm_70'; expected one of ('sm_80', "),
+        (("--arch", "sm_90"), 2, "arch must come with --compile-only"),
+        (("--compile-only", "--sweep", "retention"), 2, "compile-only times nothing"),
+        (("--plot", "x.pdf"), 2, "plot must end in one of ('.png', '.svg'), got x.pdf"),
+        (("--plot", "x.png", "--op", "pack"), 2, "op must include fast for --plot"),
+        (("-o", "x.csv"), 2, "output must end in one of ('.json', '.parquet'), got x.csv"),
+        (("-o", "/no/such/folder/x.json"), 1, "cannot be written: No such file or directory"),
+        (("--context", "1000000000"), 4, "the benchmark must fit"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_line_and_an_exit_code(arguments, code, words):
+    got, stdout, stderr = inside(*arguments)
+    assert (got, stdout) == (code, "")
+    assert words in stderr
+    assert stderr.count("\n") == 1
+
+
+def test_the_help_shows_the_defaults_of_the_settings():
+    """The help cannot import them, which would load torch."""
+    defaults = BenchSettings()
+    for name, shown in command.SHOWN.items():
+        value = getattr(defaults, name)
+        expected = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+        assert expected == shown
+    assert ",".join(compile_check.ARCHS) == command.ARCHITECTURES
+    assert settings.REPEATS == {"cpu": 9, "cuda": 100}
+
+
+def test_every_documented_example_parses():
+    text = CliRunner().invoke(cli.app, ["kernel-bench", "--help"], env={"COLUMNS": "200"}).stdout
+    examples = re.findall(r"^\s*(sfi .*?)\s*$", text, re.MULTILINE)
+    assert len(examples) == 3
+    for example in examples:
+        words = [word for word in shlex.split(example)[1:] if word.startswith("-")]
+        assert all(word in text for word in words), example
+
+
+def test_compile_only_shows_every_kernel(compiler):
+    code, stdout, stderr = inside("--compile-only", "--arch", "sm_80,sm_90")
+    assert code == 0
+    assert stderr == "compiling every kernel for sm_80, sm_90; no GPU is needed\n"
+    assert re.search(r"split_attention \[bf16\] +sm_80 +128 +0 +106,496 +3 +ok", stdout)
+    assert "sm_90" in stdout
+
+
+def test_compile_only_gives_the_documents_compiled_rows(compiler):
+    document = json.loads(inside("--compile-only", "--json", "-q")[1])
+    assert document["rows"] == []
+    assert [row["arch"] for row in document["compiled"]] == ["sm_80", "sm_90", "sm_100"]
+    assert set(document["compiled"][0]) >= {
+        "kernel", "arch", "registers", "spill_bytes", "shared_bytes",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", [{"spill_bytes": 8}, {"over_limit": True}])
+def test_a_spill_or_too_much_shared_memory_fails(compiler, fault):
+    compiler[0].update(fault)
+    code, stdout, stderr = inside("--compile-only", "--arch", "sm_90")
+    assert code == 1
+    assert "split_attention [bf16] on sm_90" in stderr
+    assert "ok" not in stdout
+
+
+def test_compile_only_writes_the_table_for_the_docs(compiler, tmp_path):
+    file = tmp_path / "kernels.md"
+    assert inside("--compile-only", "--arch", "sm_90", "-o", str(file))[0] == 0
+    assert file.read_text() == "| split_attention [bf16] | sm_90 |\n"
+
+
+def test_the_public_names_are_there():
+    assert set(kernel_bench.__all__) >= {"BenchSettings", "run_bench", "resolve_backend"}

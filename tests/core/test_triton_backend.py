@@ -1,0 +1,222 @@
+"""The whole decoder on the Triton kernels, in the interpreter where there is no GPU, beside the references."""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+)
+
+import sfi_core
+from sfi_core import SfiConfig, slow_fast
+from sfi_core.errors import BackendError
+from tests.core.conftest import TINY, tiny_qwen3
+from tests.fakes import RecordingObserver
+
+VOCAB, NEW = 96, 8
+PROMPTS = [
+    torch.randint(0, VOCAB, (n,), generator=torch.Generator().manual_seed(n)).tolist()
+    for n in (70, 30, 7)
+]
+CONFIG = SfiConfig(
+    sink=2,
+    recent=8,
+    budget=16,
+    t_max=4,
+    trigger_token_ids=tuple(range(12)),
+    window_prefill=4,
+)
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@cache
+def model() -> Any:
+    return tiny_qwen3().to(DEVICE)
+
+
+def complete(backend: str, prompts: list[list[int]] = PROMPTS, **options: Any) -> Any:
+    options = {"config": CONFIG, "max_new_tokens": NEW, "stop_token_ids": (), **options}
+    return sfi_core.generate(options.pop("model", model()), None, prompts, backend=backend, **options)
+
+
+@cache
+def default_run() -> Any:
+    return complete("triton")
+
+
+def tokens(result: Any) -> list[list[int]]:
+    return [request.token_ids for request in result.report.requests]
+
+
+@pytest.mark.parametrize("policy", ["sfi", "full-kv", "streaming-llm", "oracle-top-k"])
+def test_every_policy_gives_the_tokens_of_the_references(policy: str):
+    """A ragged batch whose requests are slow at different steps; the prompt comes in pieces."""
+    options = {"policy": policy, "prefill_chunk": 40}
+    torch_run, triton_run = complete("torch", **options), complete("triton", **options)
+    assert tokens(triton_run) == tokens(torch_run)
+    assert (torch_run.report.backend, triton_run.report.backend) == ("torch", "triton")
+    counted = {name.removeprefix("triton."): n for name, n in triton_run.report.paths.items()}
+    assert counted == {name.removeprefix("torch."): n for name, n in torch_run.report.paths.items()}
+    assert all(name.startswith("triton.") for name in triton_run.report.paths)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"span": 3, "slow_start": 2},
+        {"recent_mode": "sliding"},
+        {"dense_layers": (1,)},
+        {"group_reduce": "max"},
+        {"sink": 0},
+        {"recent": 200},
+    ],
+    ids=str,
+)
+def test_every_setting_gives_the_tokens_of_the_references(change: dict[str, Any]):
+    config = CONFIG.replace(**change)
+    prompts = PROMPTS[1:]
+    assert tokens(complete("triton", prompts, config=config)) == tokens(
+        complete("torch", prompts, config=config)
+    )
+
+
+def test_with_room_for_everything_it_is_full_attention():
+    """DESIGN 3.5 and 7."""
+    config = CONFIG.replace(budget=200)
+    assert tokens(complete("triton", config=config)) == tokens(complete("torch", policy="full-kv"))
+
+
+def test_a_request_in_a_batch_gets_the_tokens_it_gets_alone():
+    together = tokens(default_run())
+    for prompt, row in zip(PROMPTS[1:], together[1:], strict=True):
+        assert tokens(complete("triton", [prompt])) == [row]
+
+
+def test_a_request_that_ended_leaves_the_others_as_they_are():
+    free = tokens(default_run())
+    stop = free[2][1]
+    ended = tokens(complete("triton", stop_token_ids=(stop,)))
+    for before, after in zip(free, ended, strict=True):
+        cut = before.index(stop) + 1 if stop in before else len(before)
+        assert after == before[:cut]
+
+
+def gemma2() -> Any:
+    """Soft caps and a scale of its own; every second layer slides."""
+    config = Gemma2Config(
+        vocab_size=VOCAB, **TINY, query_pre_attn_scalar=16, sliding_window=64,
+        attn_logit_softcapping=5.0, initializer_range=0.3,
+    )  # fmt: skip
+    return Gemma2ForCausalLM(config)
+
+
+def gpt_oss() -> Any:
+    """Learned sinks."""
+    config = GptOssConfig(
+        vocab_size=VOCAB, **TINY, num_local_experts=2, num_experts_per_tok=1, initializer_range=0.3,
+        sliding_window=16, layer_types=["full_attention", "sliding_attention"],
+    )  # fmt: skip
+    made = GptOssForCausalLM(config)
+    for layer in made.model.layers:
+        torch.nn.init.normal_(layer.self_attn.sinks, 1.0)
+    return made
+
+
+def deepseek_v3() -> Any:
+    """Values of another width than keys, one query head a KV head."""
+    sizes = {name: value for name, value in TINY.items() if name not in ("head_dim", "num_key_value_heads")}
+    config = DeepseekV3Config(
+        vocab_size=VOCAB, **sizes, num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=16,
+        qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8, first_k_dense_replace=2,
+        n_routed_experts=4, num_experts_per_tok=1, n_group=1, topk_group=1, initializer_range=0.3,
+    )  # fmt: skip
+    return DeepseekV3ForCausalLM(config)
+
+
+@pytest.mark.seam
+@pytest.mark.parametrize("make", [gemma2, gpt_oss, deepseek_v3])
+def test_other_architectures_give_the_tokens_of_the_references(make: Callable[[], Any]):
+    torch.manual_seed(1)
+    other = make().eval().to(DEVICE)
+    both = [complete(name, PROMPTS[1:], model=other, max_new_tokens=6) for name in ("torch", "triton")]
+    assert tokens(both[1]) == tokens(both[0])
+
+
+def test_transformers_own_loop_runs_on_the_kernels():
+    ids = torch.tensor([PROMPTS[1]], device=DEVICE)
+    with slow_fast(model(), None, CONFIG, backend="triton") as session:
+        out = model().generate(ids, max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    assert out[0, ids.shape[1] :].tolist() == tokens(complete("torch", [PROMPTS[1]]))[0]
+    assert session.report.backend == "triton"
+
+
+def test_the_report_counts_kernels_by_step_and_layer():
+    result = complete("triton", PROMPTS[:1])
+    kernels = {kernel.name: kernel for kernel in result.report.kernels}
+    attention, plan = kernels["split_attention"], kernels["split_plan"]
+    assert (attention.launches, attention.steps, attention.layers) == (2 * (NEW - 1), NEW - 1, 2)
+    assert (plan.launches, plan.steps, plan.layers) == (NEW - 1, NEW - 1, 0)
+    refreshes = result.report.requests[0].slow_steps
+    assert (kernels["pack"].launches, kernels["pack"].steps) == (2 * refreshes, refreshes)
+    assert kernels["append"].launches == 2 * NEW
+    assert complete("torch", PROMPTS[:1]).report.kernels == []
+
+
+def test_slow_and_fast_requests_share_each_launch():
+    """One attention launch a layer and step, however the batch mixes."""
+    observer = RecordingObserver()
+    result = complete("triton", observers=[observer])
+    attention = next(k for k in result.report.kernels if k.name == "split_attention")
+    assert attention.launches == 2 * (NEW - 1)
+    assert ("attention.mixed", 0) in observer.spans
+    assert ("attention.fast", 1) in observer.spans
+
+
+def test_selections_are_those_of_the_references_with_their_diagnostics():
+    seen = {}
+    for backend in ("torch", "triton"):
+        observer = RecordingObserver()
+        complete(backend, PROMPTS[:2], observers=[observer])
+        seen[backend] = {(e.step, e.layer, e.request): e for e in observer.selections}
+    assert seen["torch"].keys() == seen["triton"].keys()
+    for key, expected in seen["torch"].items():
+        got = seen["triton"][key]
+        assert torch.equal(got.index_HK.cpu(), expected.index_HK.cpu())
+        assert got.diagnostics.keys() == expected.diagnostics.keys()
+        for name, value in expected.diagnostics.items():
+            torch.testing.assert_close(got.diagnostics[name], value, rtol=1e-4, atol=1e-6)
+
+
+def test_auto_takes_triton_on_a_gpu_only():
+    assert complete("auto", PROMPTS[2:], max_new_tokens=1).report.backend == (
+        "triton" if DEVICE == "cuda" else "torch"
+    )
+
+
+def test_a_head_too_wide_is_refused_with_the_alternative():
+    wide = tiny_qwen3()
+    wide.config.head_dim = 320
+    wide = type(wide)(wide.config).eval().to(DEVICE)
+    with pytest.raises(BackendError, match="at most 256 .*, got 320; use the torch backend"):
+        complete("triton", PROMPTS[2:], model=wide)
+    assert complete("auto", PROMPTS[2:], model=wide, max_new_tokens=1).report.backend == "torch"
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="the interpreter's limit")
+def test_bfloat16_in_the_interpreter_is_refused():
+    half = tiny_qwen3().to(torch.bfloat16)
+    with pytest.raises(BackendError, match="bfloat16 comes out wrong in Triton's interpreter"):
+        complete("triton", PROMPTS[2:], model=half)
+
+
+def test_a_page_that_holds_no_whole_tiles_is_refused():
+    with pytest.raises(BackendError, match="page size must be a multiple of 16 .*, got 24"):
+        complete("triton", PROMPTS[2:], page_size=24)

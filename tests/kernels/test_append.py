@@ -1,0 +1,172 @@
+"""Appending to the paged cache: keys, values and norms, in the reference and in the kernel."""
+
+import pytest
+import torch
+
+from sfi_kernels.append import append
+from sfi_kernels.launch import KernelLimitError
+
+H, D, E = 2, 8, 6
+
+
+@pytest.fixture(params=["torch", "triton"])
+def run(request, kernel_device):
+    """Append in each backend."""
+    if request.param == "torch":
+        return append.reference
+    pytest.importorskip("triton")
+
+    def on_device(*tensors: torch.Tensor) -> None:
+        moved = [tensor.to(kernel_device) for tensor in tensors]
+        append.triton(*moved)
+        for tensor, result in zip(tensors[4:], moved[4:], strict=True):
+            tensor.copy_(result)
+
+    return on_device
+
+
+class Cache:
+    """Empty pages, all NaN, in a shuffled block table."""
+
+    def __init__(self, B: int, capacity: int, page_size: int, D=D, E=E, dtype=torch.float32):
+        per_request = -(-capacity // page_size)
+        P = B * per_request
+        self.key_PHND = torch.full((P, H, page_size, D), torch.nan, dtype=dtype)
+        self.value_PHNE = torch.full((P, H, page_size, E), torch.nan, dtype=dtype)
+        self.norm_PHN = torch.full((P, H, page_size), torch.nan)
+        self.table_BP = torch.randperm(P).int().view(B, per_request)
+
+    def append(self, run, key, value, start: list[int], count: list[int]) -> None:
+        words = [torch.tensor(values, dtype=torch.int32) for values in (start, count)]
+        run(key, value, *words, self.key_PHND, self.value_PHNE, self.norm_PHN, self.table_BP)
+
+    def read(self, pages: torch.Tensor, request: int) -> torch.Tensor:
+        """Return a request's pages in order, [H, capacity, ...]."""
+        return pages[self.table_BP[request].long()].transpose(0, 1).flatten(1, 2)
+
+
+def new_tokens(B: int, T: int, count: list[int], D=D, E=E, dtype=torch.float32):
+    """Make keys and values as transformers hands them over, transposed; NaN where padding is."""
+    key, value = torch.randn(B, T, H, D).to(dtype), torch.randn(B, T, H, E).to(dtype)
+    for row, own in enumerate(count):
+        key[row, : T - own], value[row, : T - own] = torch.nan, torch.nan
+    return key.transpose(1, 2), value.transpose(1, 2)
+
+
+def norm_bound(key: torch.Tensor) -> float:
+    """Bound a norm's relative error: D products, D - 1 sums and a root, a float32 rounding each."""
+    return (key.shape[-1] / 2 + 2) * torch.finfo(torch.float32).eps
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64, 300])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_ragged_pieces_land_behind_what_is_cached(run, page_size: int, dtype: torch.dtype):
+    """Whatever the pages' borders; nothing is written before a request's start or behind its end."""
+    start, count, capacity = [5, 0, 63, 17], [70, 3, 2, 0], 100
+    cache = Cache(4, capacity, page_size, dtype=dtype)
+    key, value = new_tokens(4, 70, count, dtype=dtype)
+    cache.append(run, key, value, start, count)
+    for row, (first, own) in enumerate(zip(start, count, strict=True)):
+        part = slice(first, first + own)
+        norm = torch.linalg.vector_norm(key[row, :, 70 - own :].double(), dim=-1)
+        for pages, expected in ((cache.key_PHND, key), (cache.value_PHNE, value)):
+            cached = cache.read(pages, row)
+            assert torch.equal(cached[:, part], expected[row, :, 70 - own :])
+            assert cached[:, : part.start].isnan().all()
+            assert cached[:, part.stop :].isnan().all()
+        cached = cache.read(cache.norm_PHN, row)
+        torch.testing.assert_close(cached[:, part].double(), norm, rtol=norm_bound(key), atol=0)
+        assert cached[:, : part.start].isnan().all()
+        assert cached[:, part.stop :].isnan().all()
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+def test_one_token_a_request_is_a_decoding_step(run, page_size: int):
+    start, count = [63, 64, 5], [1, 1, 0]
+    cache = Cache(3, 80, page_size)
+    key, value = new_tokens(3, 1, count)
+    cache.append(run, key, value, start, count)
+    for row in (0, 1):
+        assert torch.equal(cache.read(cache.key_PHND, row)[:, start[row]], key[row, :, 0])
+        assert torch.equal(cache.read(cache.value_PHNE, row)[:, start[row]], value[row, :, 0])
+    assert int((~cache.key_PHND.isnan()).sum()) == 2 * H * D
+    assert int((~cache.value_PHNE.isnan()).sum()) == 2 * H * E
+    assert int((~cache.norm_PHN.isnan()).sum()) == 2 * H
+
+
+@pytest.mark.parametrize("T", [1, 31, 32, 33, 65])
+def test_pieces_around_the_size_of_a_tile(run, T: int):
+    cache = Cache(1, 70, 16)
+    key, value = new_tokens(1, T, [T])
+    cache.append(run, key, value, [2], [T])
+    assert torch.equal(cache.read(cache.key_PHND, 0)[:, 2 : T + 2], key[0])
+    assert cache.read(cache.norm_PHN, 0)[:, T + 2 :].isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("D", "E", "dtype"),
+    [
+        (64, 64, torch.float16),
+        (80, 96, torch.float16),
+        (1, 7, torch.float32),
+        (192, 128, torch.float32),
+        (256, 256, torch.float16),
+    ],
+)
+@pytest.mark.parametrize("T", [1, 5])
+def test_rows_of_any_width_are_copied_bit_by_bit(run, D: int, E: int, dtype, T: int):
+    cache = Cache(1, 8, 4, D, E, dtype)
+    key, value = new_tokens(1, T, [T], D, E, dtype)
+    cache.append(run, key, value, [1], [T])
+    part = slice(1, T + 1)
+    assert torch.equal(cache.read(cache.key_PHND, 0)[:, part], key[0])
+    assert torch.equal(cache.read(cache.value_PHNE, 0)[:, part], value[0])
+    norm = torch.linalg.vector_norm(key[0].double(), dim=-1)
+    cached = cache.read(cache.norm_PHN, 0)[:, part].double()
+    torch.testing.assert_close(cached, norm, rtol=norm_bound(key), atol=0)
+
+
+def test_norms_of_half_precision_are_computed_in_float32(run):
+    """A float16 norm of these keys would overflow."""
+    cache = Cache(1, 4, 4, dtype=torch.float16)
+    key = torch.full((1, H, 1, D), 40000.0, dtype=torch.float16)
+    cache.append(run, key, key[..., :E], [0], [1])
+    assert torch.equal(cache.norm_PHN[:, :, 0], torch.full((1, H), 40000.0 * D**0.5))
+
+
+def test_views_of_a_fused_projection_are_read_in_place(run):
+    """Keys and values side by side in one buffer; only the last stride is 1."""
+    fused = torch.randn(2, 5, H * (D + E) + 3)
+    key = fused[..., : H * D].view(2, 5, H, D).transpose(1, 2)
+    value = fused[..., H * D : H * (D + E)].view(2, 5, H, E).transpose(1, 2)
+    cache = Cache(2, 9, 4)
+    cache.append(run, key, value, [0, 4], [5, 2])
+    for row, part, own in ((0, slice(0, 5), slice(0, 5)), (1, slice(4, 6), slice(3, 5))):
+        assert torch.equal(cache.read(cache.key_PHND, row)[:, part], key[row, :, own])
+        assert torch.equal(cache.read(cache.value_PHNE, row)[:, part], value[row, :, own])
+
+
+def test_tensors_that_do_not_fit_are_named(run):
+    cache = Cache(2, 9, 4)
+    key, value = new_tokens(2, 3, [3, 3])
+    with pytest.raises(ValueError, match=r"^count must be \[B=2\], got \[1\]$"):
+        cache.append(run, key, value, [0, 0], [3])
+    with pytest.raises(
+        ValueError, match=r"^value must be \[B=2, H=2, T=3, E\], got \[2, 2, 2, 6\]$"
+    ):
+        cache.append(run, key, value[:, :, 1:], [0, 0], [3, 3])
+    with pytest.raises(ValueError, match=r"^key_pages must have the dtype of key, torch.float16"):
+        cache.append(run, key.half(), value, [0, 0], [3, 3])
+    with pytest.raises(ValueError, match=r"^key must have a last stride of 1, got 3$"):
+        cache.append(run, torch.randn(2, H, D, 3).transpose(2, 3), value, [0, 0], [3, 3])
+    cache.norm_PHN = cache.norm_PHN.double()
+    with pytest.raises(ValueError, match=r"^norm must be contiguous float32, got torch.float64"):
+        cache.append(run, key, value, [0, 0], [3, 3])
+
+
+def test_rows_too_wide_for_the_kernel_are_refused():
+    pytest.importorskip("triton")
+    cache = Cache(1, 4, 4, D=257)
+    key, value = new_tokens(1, 1, [1], D=257)
+    with pytest.raises(KernelLimitError, match=r"^key and value must be at most 256 wide"):
+        cache.append(append.triton, key, value, [0], [1])

@@ -1,0 +1,251 @@
+"""A decoding step's attention: fast, slow and idle requests in one launch, against float64."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from sfi_kernels.decode_attention import DecodeAttention, decode_attention, slots
+from sfi_kernels.launch import KernelLimitError
+from sfi_kernels.split_plan import split_plan, work_items
+from sfi_kernels.step_descriptor import (
+    FAST,
+    IDLE,
+    SLOW,
+    SPLITS,
+    StepDescriptor,
+    StepRequest,
+    describe_step,
+)
+from tests.fakes import error_bound, kernel_device, paged, plain_attention
+
+H, SINK, SCALE = 2, 2, 0.3
+# lengths that fill a tile, miss it by one, and need several splits
+LENGTHS = [1000, 65, 64, 63, 130, 1, 300]
+MODES = [SLOW, FAST, SLOW, FAST, IDLE, SLOW, FAST]
+
+
+@dataclass
+class Step:
+    """A step over random pages; the packed segments hold rows of their own, so that a mix-up shows."""
+
+    backend: str
+    lengths: list[int]
+    modes: list[int]
+    G: int = 2
+    D: int = 16
+    E: int = 16
+    page_size: int = 64
+    dtype: torch.dtype = torch.float32
+    recent: int = 20
+    places: int | None = None
+
+    def __post_init__(self) -> None:
+        B = len(self.lengths)
+        self.starts = [max(min(SINK, T), T - self.recent) for T in self.lengths]
+        self.query = torch.randn(B, H, self.G, self.D).to(self.dtype)
+        self.keys = [torch.randn(H, T, self.D).to(self.dtype) for T in self.lengths]
+        self.values = [torch.randn(H, T, self.E).to(self.dtype) for T in self.lengths]
+        self.key_PHND, self.table_BP = paged(self.keys, self.page_size, spare_pages=1)
+        self.value_PHNE, _ = paged(self.values, self.page_size, spare_pages=1)
+        # heads hold different numbers of packed rows, up to more than a tile
+        self.packed_length = torch.tensor([[min(T, 7), min(T, 70)] for T in self.lengths]).int()
+        self.packed = [torch.full((B, H, 73, n), torch.nan, dtype=self.dtype) for n in (self.D, self.E)]
+        for row, head in ((b, h) for b in range(B) for h in range(H)):
+            for part in self.packed:
+                rows = part[row, head, : self.packed_length[row, head]]
+                rows.copy_(torch.randn(rows.shape))
+        self.device = torch.device(kernel_device(self.backend, self.dtype, self.page_size))
+
+    def descriptor(self) -> StepDescriptor:
+        places = self.places or slots(self.device)
+        step = describe_step(
+            [
+                StepRequest(mode=mode, length=T, recent_start=start, packed=70, sink=min(SINK, T))
+                for mode, T, start in zip(self.modes, self.lengths, self.starts, strict=True)
+            ],
+            work_items(len(self.lengths), H, places),
+            self.device,
+        )
+        split_plan.on(self.backend)(step, H, places)
+        return step
+
+    def operands(self) -> dict[str, Any]:
+        tensors = {
+            "query_BHGD": self.query,
+            "packed_key_BHSD": self.packed[0],
+            "packed_value_BHSE": self.packed[1],
+            "packed_length_BH": self.packed_length,
+            "key_PHND": self.key_PHND,
+            "value_PHNE": self.value_PHNE,
+            "block_table_BP": self.table_BP,
+        }
+        return {n: t.to(self.device) for n, t in tensors.items()}
+
+    def attend(self, **options: Any) -> DecodeAttention:
+        options = {k: v.to(self.device) if torch.is_tensor(v) else v for k, v in options.items()}
+        run = decode_attention.on(self.backend)
+        result = run(**self.operands(), descriptor=self.descriptor(), scale=SCALE, **options)
+        return DecodeAttention(*(part if part is None else part.cpu() for part in result))
+
+    def visible_rows(self, row: int, head: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the keys and values that a request's head attends to, [1, 1, T, ...]."""
+        key, value = self.keys[row][head], self.values[row][head]
+        if self.modes[row] == FAST:
+            count = self.packed_length[row, head]
+            recent = slice(self.starts[row], None)
+            key = torch.cat([self.packed[0][row, head, :count], key[recent]])
+            value = torch.cat([self.packed[1][row, head, :count], value[recent]])
+        return key[None, None], value[None, None]
+
+    def assert_plain(self, sink_HG: torch.Tensor | None = None, **options: Any) -> None:
+        """Compare every request and head with float64 attention over what it may read."""
+        extra = {} if sink_HG is None else {"sink_HG": sink_HG}
+        out = self.attend(**options, **extra).out_BHGE
+        assert out.dtype == self.dtype
+        for row, mode in enumerate(self.modes):
+            if mode == IDLE:
+                assert (out[row] == 0).all()
+                continue
+            for head in range(H):
+                query = self.query[row, head][None, None, :, None]
+                segment = query, *self.visible_rows(row, head)
+                sink = {} if sink_HG is None else {"sink_HG": sink_HG[head : head + 1]}
+                expected, _ = plain_attention(*segment, SCALE, **options, **sink)
+                atol, _ = error_bound(*segment, SCALE)
+                got = out[row, head].double()
+                torch.testing.assert_close(got, expected[0, 0, :, 0], rtol=0, atol=atol)
+
+
+@pytest.fixture(params=["torch", "triton"])
+def backend(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_fast_slow_and_idle_requests_share_a_step(backend: str, dtype: torch.dtype):
+    Step(backend, LENGTHS, MODES, dtype=dtype).assert_plain()
+
+
+@pytest.mark.parametrize(
+    ("G", "D", "E"), [(1, 16, 16), (3, 24, 40), (16, 8, 8), (2, 64, 32), (5, 96, 96)]
+)
+def test_heads_and_groups_of_any_size_up_to_the_limits(backend: str, G: int, D: int, E: int):
+    Step(backend, [65, 130], [FAST, SLOW], G=G, D=D, E=E).assert_plain()
+
+
+@pytest.mark.parametrize("page_size", [16, 64, 128])
+def test_a_page_holds_one_tile_or_several(backend: str, page_size: int):
+    Step(backend, [65, 300], [FAST, SLOW], page_size=page_size).assert_plain()
+
+
+@pytest.mark.parametrize("places", [2, 8, 64])
+def test_the_plan_does_not_change_the_result(backend: str, places: int):
+    """One split a request, a few, and as many as there are."""
+    step = Step(backend, [1000, 300, 65], [SLOW, FAST, SLOW], places=places)
+    splits = step.descriptor().table_BX[:, SPLITS].tolist()
+    assert (max(splits) == 1) == (places == 2)
+    step.assert_plain()
+
+
+def test_a_soft_cap_bends_every_logit(backend: str):
+    Step(backend, [65, 300], [FAST, SLOW]).assert_plain(soft_cap=0.5)
+
+
+@pytest.mark.parametrize("places", [2, 64])
+def test_a_learned_sink_takes_its_weight_once_however_often_the_keys_are_split(
+    backend: str, places: int
+):
+    sink_HG = torch.tensor([[2.0, -1.0], [0.0, 4.0]])
+    Step(backend, [300, 1000], [FAST, SLOW], places=places).assert_plain(sink_HG=sink_HG)
+
+
+def test_slow_requests_hand_out_their_logits_in_order(backend: str):
+    """Eq. 4, and the log-sum-exp over J that the Selector normalizes by."""
+    step = Step(backend, LENGTHS, MODES)
+    result = step.attend(evidence=True)
+    slow = [row for row, mode in enumerate(MODES) if mode == SLOW]
+    logits, log_sum = result.logits_BHGWT, result.log_sum_BHGW
+    assert logits.shape == (len(slow), H, 2, 1, 1000)
+    assert (logits.dtype, log_sum.dtype) == (torch.float32, torch.float32)
+    for place, row in enumerate(slow):
+        T = LENGTHS[row]
+        product = torch.einsum("hgd,htd->hgt", step.query[row].double(), step.keys[row].double())
+        _, lse_bound = error_bound(
+            step.query[row : row + 1, :, :, None], step.keys[row][None], step.values[row][None], SCALE
+        )
+        expected = product * SCALE
+        torch.testing.assert_close(logits[place, :, :, 0, :T].double(), expected, rtol=0, atol=lse_bound)
+        assert (logits[place, ..., T:] == -torch.inf).all()
+        in_J = expected[..., min(SINK, T) : step.starts[row]]
+        lse = in_J.logsumexp(-1)
+        torch.testing.assert_close(log_sum[place, :, :, 0].double(), lse, rtol=0, atol=lse_bound)
+
+
+def test_a_request_with_an_empty_candidate_set_has_no_sum(backend: str):
+    result = Step(backend, [15, 64], [SLOW, SLOW]).attend(evidence=True)
+    assert (result.log_sum_BHGW[0] == -torch.inf).all()
+    assert result.log_sum_BHGW[1].isfinite().all()
+
+
+@pytest.mark.parametrize("modes", [[FAST, FAST], [FAST, IDLE]])
+def test_without_a_slow_request_there_is_no_evidence(backend: str, modes: list[int]):
+    result = Step(backend, [65, 30], modes).attend(evidence=True)
+    assert result.logits_BHGWT is None
+    assert result.log_sum_BHGW is None
+
+
+def test_evidence_does_not_change_the_output(backend: str):
+    step = Step(backend, LENGTHS, MODES)
+    assert torch.equal(step.attend(evidence=True).out_BHGE, step.attend().out_BHGE)
+
+
+def test_logits_of_every_size_come_out_right(backend: str):
+    """Softmaxes that underflow and overflow where the running peak is forgotten."""
+    step = Step(backend, [300, 300], [FAST, SLOW])
+    step.query *= 100
+    step.assert_plain()
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("packed_key_BHSD", lambda t: t[:, :, :, :8], r"packed_key must be \[B=2, H=2, S, D=16\]"),
+        ("packed_value_BHSE", lambda t: t[:, :, :3], "packed_value must be"),
+        ("packed_length_BH", lambda t: t.long(), "packed_length must be int32, got torch.int64"),
+        ("key_PHND", lambda t: t.half(), "key must have the dtype of query, torch.float32, got torch.float16"),
+        ("value_PHNE", lambda t: t.mT, "value must be"),
+        ("block_table_BP", lambda t: t[:1], r"block_table must be \[B=2, P\]"),
+        ("query_BHGD", lambda t: t[:1], r"query must be \[B=2, H, G, D\]"),
+        (
+            "value_PHNE",
+            lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
+            "value must be contiguous, got strides",
+        ),
+    ],
+)
+def test_an_operand_that_does_not_fit_is_named(backend: str, name: str, change: Any, message: str):
+    step = Step(backend, [65, 130], [FAST, SLOW])
+    operands = step.operands()
+    operands[name] = change(operands[name])
+    with pytest.raises(ValueError, match=message):
+        decode_attention.on(backend)(**operands, descriptor=step.descriptor(), scale=SCALE)
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ({"D": 257, "E": 16}, "head dimension must be at most 256 .*, got 257; use the torch backend"),
+        ({"E": 300}, "head dimension must be at most 256 .*, got 300; use the torch backend"),
+        ({"page_size": 40}, "page size must be a multiple of 16 .*, got 40; use the torch backend"),
+    ],
+)
+def test_what_the_kernels_cannot_take_is_refused_with_the_limit(
+    shape: dict[str, int], message: str
+):
+    step = Step("torch", [65], [FAST], **shape)
+    with pytest.raises(KernelLimitError, match=message):
+        decode_attention.triton(
+            **step.operands(), descriptor=step.descriptor(), scale=SCALE
+        )

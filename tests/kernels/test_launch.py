@@ -1,0 +1,197 @@
+"""Launching Triton kernels: counted, recorded, or refused with the limit and what else to do."""
+
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from sfi_kernels import launch as module
+from sfi_kernels.launch import (
+    INTERPRETED,
+    KernelLimitError,
+    Target,
+    check_device,
+    counting,
+    interpreted,
+    launch,
+    name_of,
+    recording,
+    target,
+)
+
+CPU = torch.device("cpu")
+SM_80 = Target(80, 108)
+
+
+class Kernel:
+    """A kernel that writes down how it was launched."""
+
+    def __init__(self, name: str = "_double_kernel"):
+        self.__name__ = name
+        self.calls = []
+
+    def __getitem__(self, grid):
+        return lambda *arguments, **options: self.calls.append((grid, arguments, options))
+
+
+@pytest.fixture(autouse=True)
+def _interpreter(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture
+def kernel() -> Kernel:
+    return Kernel()
+
+
+def test_a_kernel_gets_its_grid_arguments_options_and_constants(kernel):
+    score = torch.ones(3)
+    launch(kernel, (2, 3), score, 7, num_warps=8, num_stages=2, max_registers=255, SIZE=64)
+    options = {"num_warps": 8, "num_stages": 2, "maxnreg": 255, "SIZE": 64}
+    assert kernel.calls == [((2, 3), (score, 7), options)]
+
+
+def test_the_compiler_chooses_the_registers_unless_told(kernel):
+    launch(kernel, (1,), torch.ones(1))
+    assert kernel.calls[0][2] == {"num_warps": 4, "num_stages": 1}
+
+
+@pytest.mark.parametrize("grid", [(0,), (3, 0), (0, 2, 1)])
+def test_an_empty_grid_launches_and_counts_nothing(kernel, grid):
+    with counting(counter := Counter()):
+        launch(kernel, grid, torch.ones(1))
+    assert not kernel.calls
+    assert not counter
+
+
+def test_names_are_what_people_read():
+    assert name_of(Kernel("_top_k_count_kernel")) == "top_k_count"
+    assert name_of(Kernel("_pack_kernel")) == "pack"
+
+
+def test_launches_are_counted_by_name():
+    with counting(counter := Counter()):
+        for name in ("_pack_kernel", "_append_kernel", "_pack_kernel"):
+            launch(Kernel(name), (1,), torch.ones(1))
+    launch(Kernel(), (1,), torch.ones(1))
+    assert counter == {"pack": 2, "append": 1}
+
+
+def test_a_counter_inside_another_takes_its_launches_from_it(kernel):
+    with counting(outer := Counter()):
+        launch(kernel, (1,), torch.ones(1))
+        with counting(inner := Counter()):
+            launch(kernel, (1,), torch.ones(1))
+            launch(kernel, (1,), torch.ones(1))
+        launch(kernel, (1,), torch.ones(1))
+    assert (outer["double"], inner["double"]) == (2, 2)
+
+
+def test_counting_ends_with_an_error(kernel):
+    counter = Counter()
+    with pytest.raises(RuntimeError), counting(counter):
+        raise RuntimeError
+    launch(kernel, (1,), torch.ones(1))
+    assert not counter
+
+
+def test_a_recorded_launch_is_not_made_nor_counted(kernel):
+    score = torch.ones(3, dtype=torch.bfloat16)
+    with counting(counter := Counter()), recording(SM_80) as record:
+        launch(kernel, (2,), score, 7, 0.5, num_warps=8, num_stages=3, max_registers=255, SIZE=64)
+    launch(kernel, (1,), torch.ones(1))
+    assert len(kernel.calls) == 1
+    assert not counter
+    (made,) = record.launches
+    assert (made.kernel, made.arguments) == (kernel, (score, 7, 0.5))
+    assert made.constants == {"SIZE": 64}
+    assert made.options == {"num_warps": 8, "num_stages": 3, "maxnreg": 255}
+
+
+def test_recording_needs_neither_a_gpu_nor_the_interpreter(kernel, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET")
+    with recording(SM_80) as record:
+        launch(kernel, (1,), torch.ones(1))
+    assert len(record.launches) == 1
+
+
+def test_a_recording_inside_another_has_its_own_target_and_launches(kernel):
+    with recording(SM_80) as outer:
+        with recording(Target(100, 148)) as inner:
+            assert target(CPU) == Target(100, 148)
+            launch(kernel, (1,), torch.ones(1))
+        assert target(CPU) == SM_80
+    assert target(CPU) == INTERPRETED
+    assert (len(outer.launches), len(inner.launches)) == (0, 1)
+
+
+def test_a_recording_ends_with_an_error(kernel):
+    with pytest.raises(RuntimeError), recording(SM_80) as record:
+        raise RuntimeError
+    launch(kernel, (1,), torch.ones(1))
+    assert not record.launches
+    assert target(CPU) == INTERPRETED
+
+
+def test_what_an_op_launches_is_recorded_and_does_not_run():
+    pytest.importorskip("triton")
+    from sfi_kernels.top_k import top_k  # noqa: PLC0415 - needs Triton
+
+    with recording(SM_80) as record:
+        top_k.triton(torch.full((1, 1, 100), torch.nan), 10)
+    names = Counter(name_of(made.kernel) for made in record.launches)
+    assert names == {"top_k_count": 4, "top_k_write": 1}
+    assert [made.constants["PASS"] for made in record.launches[:4]] == [0, 1, 2, 3]
+    assert all(set(made.options) == {"num_warps", "num_stages"} for made in record.launches)
+    numbers = [value for value in record.launches[0].arguments if isinstance(value, int)]
+    assert numbers == [1, 100, 10, 100, 100]  # H, T, K and strides: as they came
+
+
+def test_a_gpus_target_is_what_its_properties_say(monkeypatch):
+    properties = SimpleNamespace(major=9, minor=0, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    module._cuda_target.cache_clear()  # noqa: SLF001 - no test may see what another one made up
+    try:
+        assert target(torch.device("cuda", 0)) == Target(90, 132)
+    finally:
+        module._cuda_target.cache_clear()  # noqa: SLF001
+
+
+@pytest.mark.parametrize("value", [None, "0"])
+def test_without_a_gpu_or_the_interpreter_a_launch_is_refused(kernel, monkeypatch, value):
+    monkeypatch.delenv("TRITON_INTERPRET")
+    if value is not None:
+        monkeypatch.setenv("TRITON_INTERPRET", value)
+    assert not interpreted()
+    message = (
+        r"^Triton kernels need a CUDA device, got cpu; use the torch backend, "
+        r"or set TRITON_INTERPRET=1 to test them without a GPU$"
+    )
+    with counting(counter := Counter()), pytest.raises(KernelLimitError, match=message):
+        launch(kernel, (1,), torch.ones(1))
+    assert not kernel.calls
+    assert not counter
+
+
+def test_the_interpreter_refuses_bfloat16_in_any_argument(kernel):
+    operands = torch.ones(1), 3, torch.ones(1, dtype=torch.bfloat16)
+    message = r"^bfloat16 comes out wrong in Triton's interpreter; use float32 or float16$"
+    with pytest.raises(KernelLimitError, match=message):
+        launch(kernel, (1,), *operands)
+    assert not kernel.calls
+
+
+def test_a_gpu_takes_every_dtype_whatever_the_environment(monkeypatch):
+    check_device(torch.device("cuda"), torch.bfloat16)
+    monkeypatch.delenv("TRITON_INTERPRET")
+    check_device(torch.device("cuda"), torch.float16, torch.bfloat16)
+
+
+def test_the_interpreter_takes_float32_and_float16():
+    check_device(CPU, torch.float32, torch.float16, torch.int32)
+
+
+def test_a_limit_is_a_value_error():
+    """The session turns every ValueError of an op into a message."""
+    assert issubclass(KernelLimitError, ValueError)

@@ -1,0 +1,237 @@
+"""Compiling recorded launches without a GPU, and which specializations there are."""
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+pytest.importorskip("triton")
+
+from sfi_kernels.launch import Launch  # noqa: E402 - needs Triton
+from sfi_kernels.offline import SHARED_LIMIT, _buffers  # noqa: E402
+from sfi_kernels.specializations import signature  # noqa: E402
+
+DIVISIBLE = [["tt.divisibility", 16]]
+# a kernel of a file, since Triton reads its source
+KERNELS = """
+import json, sys
+from dataclasses import asdict
+import torch, triton
+import triton.language as tl
+from sfi_kernels.launch import Launch
+from sfi_kernels.offline import compile_launch
+
+@triton.jit
+def _product_kernel(left_ptr, right_ptr, out_ptr, SIZE: tl.constexpr):
+    n = tl.arange(0, SIZE)
+    place = n[:, None] * SIZE + n[None, :]
+    out = tl.zeros([SIZE, SIZE], tl.float32)
+    for step in range(8):
+        own = step * SIZE * SIZE + place
+        out = tl.dot(tl.load(left_ptr + own), tl.load(right_ptr + own), out)
+    tl.store(out_ptr + place, out)
+
+half, full = torch.empty(4, dtype=torch.float16), torch.empty(4)
+def report(label, kernel, arguments, options, capability, SIZE):
+    launch = Launch(kernel, arguments, {"SIZE": SIZE}, options)
+    print(json.dumps(asdict(compile_launch(label, launch, capability))))
+
+product = (half, half, full)
+report("small", _product_kernel, product, {"num_warps": 4, "num_stages": 3}, 80, 64)
+# three buffers of two tiles of 32 KB: more than an A100 has, less than an H100 has
+for capability, stages in ((80, 4), (90, 3)):
+    options = {"num_warps": 8, "num_stages": stages}
+    report("large", _product_kernel, product, options, capability, 128)
+report("one stage", _product_kernel, product, {"num_warps": 4, "num_stages": 1}, 80, 64)
+few = {"num_warps": 4, "num_stages": 1, "maxnreg": 32}
+report("spills", _product_kernel, product, few, 80, 64)
+"""
+
+
+def without_interpreter(*command: str) -> subprocess.CompletedProcess:
+    paths = os.pathsep.join(str(ROOT / folder) for folder in (".", "kernels"))
+    environment = os.environ | {"PYTHONPATH": paths}
+    environment.pop("TRITON_INTERPRET", None)
+    return subprocess.run(
+        [sys.executable, *command], check=False, env=environment, capture_output=True, text=True
+    )
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory) -> dict[tuple[str, str], dict]:
+    """Compile kernels made to be good and bad, in a process without the interpreter."""
+    script = tmp_path_factory.mktemp("offline") / "kernels.py"
+    script.write_text(KERNELS)
+    result = without_interpreter(str(script))
+    assert result.returncode == 0, result.stderr
+    rows = map(json.loads, result.stdout.splitlines())
+    return {(row["kernel"], row["arch"]): row for row in rows}
+
+
+def test_a_kernel_that_fits_is_clean(compiled):
+    row = compiled["product [small]", "sm_80"]
+    assert 16 < row["registers"] < 255
+    assert (row["spill_bytes"], row["over_limit"]) == (0, False)
+    assert row["shared_bytes"] >= 2 * 2 * 64 * 64 * 2  # two buffers of two tiles of 16-bit numbers
+
+
+def test_async_buffers_are_the_tiles_in_the_pipeline(compiled):
+    assert compiled["product [small]", "sm_80"]["async_buffers"] in (2, 3)
+    assert compiled["product [one stage]", "sm_80"]["async_buffers"] == 0
+
+
+def test_too_much_shared_memory_is_over_the_limit_of_the_architecture(compiled):
+    on_80, on_90 = (compiled["product [large]", arch] for arch in ("sm_80", "sm_90"))
+    assert on_80["shared_bytes"] > 163 * 1024
+    assert on_80["over_limit"]
+    assert on_90["shared_bytes"] > 163 * 1024
+    assert not on_90["over_limit"]
+
+
+def test_spilled_registers_are_counted(compiled):
+    row = compiled["product [spills]", "sm_80"]
+    assert row["registers"] <= 32
+    assert row["spill_bytes"] > 0
+
+
+def test_a_program_may_have_what_the_programming_guide_says():
+    kilobytes = {capability: limit / 1024 for capability, limit in SHARED_LIMIT.items()}
+    assert kilobytes == {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
+
+
+def test_one_specialization_is_compiled_and_printed(compiled):
+    """The split plan, which comes first."""
+    result = without_interpreter("-m", "sfi_kernels.offline", "sm_80,sm_90", "0/1000")
+    assert result.returncode == 0, result.stderr
+    rows = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [row["kernel"] for row in rows] == ["split_plan [any]"] * 2
+    assert [row["arch"] for row in rows] == ["sm_80", "sm_90"]
+    keys = "arch async_buffers kernel over_limit registers shared_bytes spill_bytes"
+    assert sorted(rows[0]) == keys.split()
+
+
+def test_buffers_are_read_from_the_allocations_of_the_pipeline():
+    lines = (
+        "%1 = ttg.local_alloc : () -> !ttg.memdesc<3x64x128xf16, #shared, #smem, mutable>",
+        "%2 = ttg.local_alloc : () -> !ttg.memdesc<2x64x128xf16, #shared, #smem, mutable>",
+        "%3 = ttg.local_alloc %q : (tensor<64x128xf16>) -> !ttg.memdesc<64x128xf16, #shared, #smem>",
+    )
+    assert _buffers("\n".join(lines)) == 3
+    assert _buffers(lines[2]) == 0
+
+
+def kernel_of(*parameters: str) -> SimpleNamespace:
+    """Make a kernel's signature: capitals are constexprs, a `*` means never specialized."""
+    described = [
+        SimpleNamespace(
+            name=name.strip("*"),
+            is_constexpr=name.isupper(),
+            do_not_specialize=name.startswith("*"),
+        )
+        for name in parameters
+    ]
+    return SimpleNamespace(params=described, arg_names=[one.name for one in described])
+
+
+def types(name: str, value: object) -> str:
+    return signature(Launch(kernel_of(name), (value,), {}, {}))[0][name.strip("*")]
+
+
+def test_the_signature_has_types_constants_and_what_divides():
+    kernel = kernel_of("query", "scale", "length", "SIZE")
+    arguments = torch.empty(4, dtype=torch.bfloat16), 0.5, 48
+    got = signature(Launch(kernel, arguments, {"SIZE": 64}, {}))
+    assert got[0] == {"query": "*bf16", "scale": "fp32", "length": "i32", "SIZE": "constexpr"}
+    assert got[1] == {(3,): 64}
+    assert got[2] == {(0,): DIVISIBLE, (2,): DIVISIBLE}
+
+
+def test_triton_makes_a_constant_of_one_unless_told_not_to():
+    assert [types("heads", value) for value in (1, 2, 1.0)] == ["constexpr", "i32", "fp32"]
+    assert types("*heads", 1) == "i32"
+
+
+def test_a_number_or_address_that_16_does_not_divide_is_specialized_apart():
+    base = torch.empty(64, dtype=torch.int32)
+
+    def divides(name: str, value: object) -> bool:
+        return (0,) in signature(Launch(kernel_of(name), (value,), {}, {}))[2]
+
+    assert [divides("x", value) for value in (16, 24, 0)] == [True, False, True]
+    assert not divides("*x", 16)
+    assert [divides("x", base[first:]) for first in (0, 1, 3, 4)] == [True, False, False, True]
+
+
+LISTING = """
+import json
+from sfi_kernels.launch import name_of
+from sfi_kernels.specializations import signature, specializations
+for capability in (80, 90):
+    for label, launch in specializations(capability):
+        print(json.dumps({
+            "capability": capability, "kernel": name_of(launch.kernel), "label": label,
+            "types": list(signature(launch)[0].values()), "constants": launch.constants,
+            "options": launch.options, "all": str(signature(launch)),
+        }))
+"""
+
+
+@pytest.fixture(scope="module")
+def listed() -> list[dict]:
+    """List the specializations where kernels have parameters: without the interpreter."""
+    result = without_interpreter("-c", LISTING)
+    assert result.returncode == 0, result.stderr
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+@pytest.fixture
+def found(listed) -> list[dict]:
+    return [one for one in listed if one["capability"] == 90]
+
+
+def test_specializations_have_names_of_their_own(found):
+    """A table has a row for each."""
+    names = Counter(f"{one['kernel']} [{one['label']}]" for one in found)
+    assert names.most_common(1)[0][1] == 1
+
+
+def test_no_specialization_is_compiled_twice(found):
+    kinds = Counter(f"{one['kernel']} {one['all']} {one['options']}" for one in found)
+    assert kinds.most_common(1)[0][1] == 1
+
+
+def test_every_pass_of_the_selection_has_its_own_specialization(found):
+    passes = [one["constants"] for one in found if one["kernel"] == "top_k_count"]
+    assert passes == [{"PASS": step} for step in range(4)]
+
+
+@pytest.mark.parametrize("name", ["split_attention", "dense_attention"])
+def test_attention_comes_in_every_dtype_head_dimension_and_kind(found, name: str):
+    made = [one for one in found if one["kernel"] == name]
+    dtypes = {one["types"][0] for one in made}
+    assert dtypes == {"*fp32", "*fp16", "*bf16"}
+    for dtype in dtypes:
+        constants = [one["constants"] for one in made if one["types"][0] == dtype]
+        sizes = {(one["D"], one["E"]) for one in constants}
+        assert sizes == {(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)}
+        for switch in ("CAPPED", "SINKS"):
+            assert {one[switch] for one in constants} == {False, True}
+    if name == "split_attention":
+        assert {one["constants"]["SLOW"] for one in made} == {False, True}
+
+
+@pytest.mark.parametrize(("capability", "stages"), [(80, 3), (90, 4)])
+def test_the_architecture_decides_how_deep_the_pipeline_is(listed, capability: int, stages: int):
+    depths = {
+        one["options"]["num_stages"]
+        for one in listed
+        if one["kernel"] == "split_attention" and one["capability"] == capability
+    }
+    assert depths == {stages}

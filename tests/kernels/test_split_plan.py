@@ -1,0 +1,285 @@
+"""The split plan: every key once, items of about one size, in the room there is, and Triton's the same."""
+
+import random
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+
+import pytest
+import torch
+
+from sfi_kernels.split_plan import split_plan, work_items
+from sfi_kernels.split_plan.reference import MAX_SPLITS, MIN_UNITS
+from sfi_kernels.step_descriptor import (
+    FAST,
+    FIRST,
+    IDLE,
+    SLOW,
+    SPLITS,
+    UNIT,
+    StepDescriptor,
+    StepRequest,
+    describe_step,
+)
+
+CPU = torch.device("cpu")
+UNUSED = [-1, 0, 0, 0]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Requests, KV heads and the programs that run at once."""
+
+    requests: tuple[StepRequest, ...]
+    heads: int = 8
+    slots: int = 264
+
+    @cached_property
+    def units(self) -> list[int]:
+        """Count the units of every request, one token at a time where it could go wrong."""
+        counts = []
+        for request in self.requests:
+            slow = request.mode == SLOW
+            packed, start = (0, 0) if slow else (request.packed, request.recent_start)
+            pages = len({start // UNIT, *range(start // UNIT, (request.length - 1) // UNIT + 1)})
+            counts.append(0 if request.mode == IDLE else -(-packed // UNIT) + pages)
+        return counts
+
+    @cached_property
+    def least(self) -> int:
+        """The least size: a tenth more than fills the processors once, and no more than 64 splits."""
+        units = self.units
+        fill = -(-11 * self.heads * sum(units) // (10 * self.slots))
+        return max(MIN_UNITS, fill, -(-max(units) // MAX_SPLITS))
+
+    def described(self, device: torch.device = CPU, spare: int = 0) -> StepDescriptor:
+        """Describe the batch; what a plan has to write is poisoned."""
+        room = work_items(len(self.requests), self.heads, self.slots) + spare
+        step = describe_step(self.requests, room, device)
+        step.work_XI[:] = -7
+        step.table_BX[:, FIRST], step.table_BX[:, SPLITS] = -7, -7
+        return step
+
+    def planned(self) -> StepDescriptor:
+        """Plan with the reference."""
+        step = self.described()
+        split_plan.reference(step, self.heads, self.slots)
+        return step
+
+
+def request(
+    mode: int = FAST, length: int = 1000, packed: int = 0, recent: int | None = None
+) -> StepRequest:
+    start = max(0, length - 100) if recent is None else length - recent
+    return StepRequest(mode=mode, length=length, recent_start=start, packed=packed, sink=4)
+
+
+def drawn(seed: int, longest: int = 300_000) -> Batch:
+    """Draw a batch; lengths of all magnitudes, and often right beside a multiple of a unit."""
+    draw = random.Random(seed)
+    requests = []
+    for _ in range(draw.choice([1, 2, 3, 7, 8, 20, 64])):
+        length = min(longest, int(2 ** draw.uniform(0, 18.2)))
+        if draw.random() < 0.5:
+            length = max(1, min(longest, length // UNIT * UNIT + draw.choice([-1, 0, 1])))
+        recent = draw.randint(1, length)
+        mode = draw.choice([IDLE, FAST, FAST, SLOW])
+        requests.append(
+            request(mode, length, draw.choice([0, 1, 63, 64, 65, 2048, length]), recent)
+        )
+    return Batch(tuple(requests), draw.randint(1, 16), draw.choice([1, 2, 7, 8, 40, 264, 400]))
+
+
+def items_of(step: StepDescriptor) -> list[list[list[int]]]:
+    """Return each request's work items."""
+    work = step.work_XI.tolist()
+    places = step.table_BX[:, [FIRST, SPLITS]].tolist()
+    return [work[first : first + splits] for first, splits in places]
+
+
+EXTREMES = [
+    Batch((request(SLOW, length),) * count, heads, slots)
+    for length, count in ((1, 1), (1, 64), (300_000, 1), (300_000, 64))
+    for heads in (1, 16)
+    for slots in (1, 40, 400)
+]
+BATCHES = [*map(drawn, range(120)), *EXTREMES]
+
+
+@pytest.fixture(scope="module")
+def plans() -> list[tuple[Batch, StepDescriptor]]:
+    return [(batch, batch.planned()) for batch in BATCHES]
+
+
+def test_every_unit_is_read_once_and_in_order(plans):
+    for batch, step in plans:
+        for row, (units, items) in enumerate(zip(batch.units, items_of(step), strict=True)):
+            reached = 0
+            for item in items:
+                assert item[0] == row
+                assert item[1] == reached
+                assert item[2] > 0
+                reached += item[2]
+            assert reached == units
+
+
+def test_the_items_stand_close_together_and_the_rest_is_unused(plans):
+    for _, step in plans:
+        used = int(step.table_BX[:, SPLITS].sum())
+        work = step.work_XI.tolist()
+        assert all(item[0] >= 0 for item in work[:used])
+        assert work[used:] == [UNUSED] * (len(work) - used)
+
+
+def test_work_items_is_never_exceeded(plans):
+    for batch, step in plans:
+        room = work_items(len(batch.requests), batch.heads, batch.slots)
+        assert step.table_BX[:, SPLITS].sum() <= room == step.work_XI.shape[0]
+
+
+def test_work_items_is_never_exceeded_by_lengths_made_to_round_up():
+    """Each request one unit beyond a multiple of some size."""
+    for size in (2, 3, 5, 8, 13, 64, 300):
+        for count, heads, slots in (
+            (1, 1, 400),
+            (16, 4, 264),
+            (64, 8, 264),
+            (64, 1, 400),
+            (5, 3, 7),
+        ):
+            requests = tuple(
+                request(SLOW, (size * (row % 4 + 1) + 1) * UNIT) for row in range(count)
+            )
+            Batch(requests, heads, slots).planned()  # an IndexError if there were no room
+
+
+def test_a_request_has_at_most_64_items(plans):
+    most = max(int(step.table_BX[:, SPLITS].max()) for _, step in plans)
+    assert most <= MAX_SPLITS == 64
+    alone = Batch((request(SLOW, 300_000),), heads=1, slots=400).planned()
+    assert alone.table_BX[0, SPLITS] > 32
+
+
+def test_idle_requests_have_no_work_and_others_have_some(plans):
+    for batch, step in plans:
+        for one, splits in zip(batch.requests, step.table_BX[:, SPLITS].tolist(), strict=True):
+            assert (splits == 0) == (one.mode == IDLE)
+
+
+def test_slow_requests_come_first_each_kind_in_order(plans):
+    for batch, step in plans:
+        kinds = [batch.requests[item[0]].mode for item in step.work_XI.tolist() if item[0] >= 0]
+        rows = [item[0] for item in step.work_XI.tolist() if item[0] >= 0]
+        assert kinds == sorted(kinds, reverse=True)
+        for (kind, row), (next_kind, next_row) in pairwise(zip(kinds, rows, strict=True)):
+            assert kind != next_kind or row <= next_row
+
+
+def test_items_are_about_one_size(plans):
+    """A request's are all alike but the last, and at most twice and no less than half of the least size."""
+    for batch, step in plans:
+        for items in items_of(step):
+            sizes = [item[2] for item in items]
+            if sizes:
+                assert set(sizes[:-1]) <= {sizes[0]}
+                assert sizes[-1] <= sizes[0] < 2 * batch.least
+            if len(sizes) > 1:
+                assert 2 * sizes[0] > batch.least
+
+
+def test_no_other_size_that_is_tried_costs_less(plans):
+    """In units: waves of an item and two more, and 0.22 for each part that is joined."""
+
+    def cost(batch: Batch, splits: list[int], size: int) -> float:
+        waves = -(-sum(splits) * batch.heads // batch.slots)
+        return waves * (size + 2) + 0.22 * max(splits)
+
+    for batch, step in plans:
+        sizes = [batch.least + batch.least * eighth // 8 for eighth in range(8)]
+        plan = {size: [-(-own // size) for own in batch.units] for size in sizes}
+        costs = {size: cost(batch, splits, size) for size, splits in plan.items()}
+        chosen = [size for size in sizes if plan[size] == step.table_BX[:, SPLITS].tolist()]
+        assert chosen
+        assert min(costs[size] for size in chosen) == pytest.approx(min(costs.values()))
+
+
+def test_one_long_request_fills_the_processors():
+    step = Batch((request(SLOW, 32_768),), heads=8, slots=264).planned()
+    programs = 8 * int(step.table_BX[0, SPLITS])
+    assert 0.8 * 264 < programs <= 264
+
+
+def test_short_requests_are_not_split():
+    step = Batch((request(FAST, 100, packed=20, recent=50),) * 64).planned()
+    assert step.table_BX[:, SPLITS].tolist() == [1] * 64
+    assert step.table_BX[:, FIRST].tolist() == list(range(64))
+
+
+def test_a_fast_request_counts_its_packed_units_and_the_page_its_recent_segment_begins_in():
+    """65 packed tokens are two units; tokens 63 to 128 lie in three."""
+    one = StepRequest(mode=FAST, length=129, recent_start=63, packed=65, sink=4)
+    (items,) = items_of(Batch((one,), slots=1).planned())
+    assert sum(item[2] for item in items) == 5
+
+
+def test_an_idle_batch_has_no_work():
+    step = Batch((request(IDLE), request(IDLE, 1))).planned()
+    assert step.table_BX[:, SPLITS].tolist() == [0, 0]
+    assert step.work_XI.tolist() == [UNUSED] * step.work_XI.shape[0]
+
+
+def test_no_other_word_is_touched():
+    batch = drawn(5)
+    before, after = batch.described(), batch.planned()
+    others = [word for word in range(16) if word not in (FIRST, SPLITS)]
+    assert torch.equal(before.table_BX[:, others], after.table_BX[:, others])
+    begin = before.work_XI.storage_offset() - before.table_BX.numel()
+    assert torch.equal(before.buffer[:begin], after.buffer[:begin])
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_too_little_room_is_refused(backend: str):
+    if backend == "triton":
+        pytest.importorskip("triton")
+    step = describe_step([request()] * 3, 5, CPU)
+    message = r"^descriptor must have room for 6 work items, got 5$"
+    with pytest.raises(ValueError, match=message):
+        split_plan.on(backend)(step, 4, 12)
+
+
+def same_in_triton(batch: Batch, device: str, spare: int = 0) -> bool:
+    home = torch.device(device)
+    reference, kernel = batch.described(spare=spare), batch.described(home, spare)
+    split_plan.reference(reference, batch.heads, batch.slots)
+    split_plan.triton(kernel, batch.heads, batch.slots)
+    return torch.equal(kernel.buffer.cpu(), reference.buffer)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_triton_plans_the_same(kernel_device, seed: int):
+    pytest.importorskip("triton")
+    assert same_in_triton(drawn(seed), kernel_device)
+
+
+@pytest.mark.parametrize("batch", EXTREMES, ids=lambda batch: f"{batch.heads}-{batch.slots}")
+def test_triton_plans_the_same_at_the_extremes(kernel_device, batch: Batch):
+    """Where few programs read many long requests, costs do not fit 32 bits."""
+    pytest.importorskip("triton")
+    assert same_in_triton(batch, kernel_device)
+
+
+@pytest.mark.parametrize("spare", [1, 127, 128, 300])
+def test_triton_marks_all_the_room_it_has_as_unused(kernel_device, spare: int):
+    pytest.importorskip("triton")
+    assert same_in_triton(drawn(3), kernel_device, spare)
+
+
+def test_a_batch_of_any_size_is_planned_the_same(kernel_device):
+    """Not a power of two, and a request beyond the first that is alone in its kind."""
+    pytest.importorskip("triton")
+    for count in (1, 2, 5, 33):
+        requests = [request(FAST, 1000 + 64 * row, packed=68) for row in range(count)]
+        for row in {0, count // 2, count - 1}:
+            mixed = list(requests)
+            mixed[row] = replace(requests[row], mode=SLOW)
+            assert same_in_triton(Batch(tuple(mixed), 2, 8), kernel_device)

@@ -1,0 +1,162 @@
+"""The step descriptor: one buffer that every layer of a pass reads."""
+
+import pytest
+import torch
+
+from sfi_kernels import step_descriptor as module
+from sfi_kernels.step_descriptor import (
+    ALLOWED_START,
+    ALLOWED_STOP,
+    EVIDENCE,
+    FAST,
+    FIRST,
+    IDLE,
+    LENGTH,
+    MODE,
+    PACKED,
+    SINK,
+    SLOW,
+    SPLITS,
+    START,
+    WORDS,
+    StepRequest,
+    describe_step,
+    uniform_step,
+)
+
+CPU = torch.device("cpu")
+RAGGED = (
+    StepRequest(mode=SLOW, length=130, recent_start=101, packed=36, sink=4),
+    StepRequest(mode=IDLE, length=77, recent_start=50, packed=20, sink=3, count=0),
+    StepRequest(mode=FAST, length=1000, recent_start=873, packed=68, sink=5),
+    StepRequest(mode=SLOW, length=2000, recent_start=1900, packed=40, sink=2),
+    StepRequest(mode=FAST, length=9, recent_start=1, packed=1, sink=1),
+)
+
+
+def words(*names: int) -> list[list[int]]:
+    return describe_step(RAGGED, 3, CPU).table_BX[:, list(names)].tolist()
+
+
+def test_the_numbers_of_the_words_are_distinct_and_fit_a_row():
+    named = [
+        MODE,
+        LENGTH,
+        START,
+        PACKED,
+        SINK,
+        ALLOWED_START,
+        ALLOWED_STOP,
+        EVIDENCE,
+        FIRST,
+        SPLITS,
+    ]
+    assert sorted(named) == list(range(10))
+    assert len(named) <= WORDS
+    assert (IDLE, FAST, SLOW) == (0, 1, 2)
+
+
+def test_every_request_has_its_mode_length_and_sink_tokens():
+    assert words(MODE, LENGTH, SINK) == [
+        [SLOW, 130, 4],
+        [IDLE, 77, 3],
+        [FAST, 1000, 5],
+        [SLOW, 2000, 2],
+        [FAST, 9, 1],
+    ]
+
+
+def test_slow_requests_read_no_packed_token_and_every_page():
+    assert words(START, PACKED) == [[0, 0], [50, 20], [873, 68], [0, 0], [1, 1]]
+
+
+def test_the_candidate_set_lies_between_the_sink_and_the_recent_segment():
+    assert words(ALLOWED_START, ALLOWED_STOP) == [[4, 101], [3, 50], [5, 873], [2, 1900], [1, 1]]
+
+
+def test_evidence_has_a_place_for_every_slow_request_in_order():
+    step = describe_step(RAGGED, 3, CPU)
+    assert step.table_BX[:, EVIDENCE].tolist() == [0, -1, -1, 1, -1]
+    assert step.slow == (0, 3)
+
+
+def test_the_lists_hold_lengths_new_tokens_and_recent_starts():
+    prompt = StepRequest(mode=SLOW, length=40, recent_start=30, packed=0, sink=4, count=40)
+    step = describe_step([*RAGGED, prompt], 0, CPU)
+    assert step.length_B.tolist() == [130, 77, 1000, 2000, 9, 40]
+    assert step.append_start_B.tolist() == [129, 77, 999, 1999, 8, 0]
+    assert step.append_count_B.tolist() == [1, 0, 1, 1, 1, 40]
+    assert step.recent_start_B.tolist() == [101, 50, 873, 1900, 1, 30]
+
+
+def test_the_slow_lists_hold_the_slow_requests_alone():
+    lists = [part.tolist() for part in describe_step(RAGGED, 3, CPU).slow_R]
+    assert lists == [[0, 3], [4, 2], [130, 2000], [101, 1900]]
+
+
+def test_the_longest_is_the_longest_slow_request():
+    assert describe_step(RAGGED, 3, CPU).longest == 2000
+    assert describe_step(RAGGED[:3], 3, CPU).longest == 130
+
+
+def test_without_a_slow_request_the_slow_lists_are_empty():
+    step = describe_step([RAGGED[1], RAGGED[2]], 3, CPU)
+    assert (step.slow, step.longest) == ((), 0)
+    assert [part.shape for part in step.slow_R] == [(0,)] * 4
+
+
+@pytest.mark.parametrize("batch", range(1, 10))
+def test_every_view_lies_in_the_one_buffer_apart_and_aligned(batch: int):
+    """Aligned: whether an address divides by 16 is part of what a kernel is compiled for."""
+    requests = [RAGGED[row % 5] for row in range(batch)]
+    step = describe_step(requests, 6, CPU)
+    views = [
+        step.length_B, step.append_start_B, step.append_count_B, *step.slow_R, step.table_BX,
+        step.work_XI,
+    ]  # fmt: skip
+    assert step.buffer.dtype == torch.int32
+    assert step.batch == batch
+    assert (step.table_BX.shape, step.work_XI.shape) == ((batch, WORDS), (6, 4))
+    step.buffer[:] = 0
+    for number, view in enumerate(views, 1):
+        assert view.is_contiguous()
+        assert view.data_ptr() % 16 == 0
+        view.add_(number)  # a view that overlapped another would leave its number in it
+    for number, view in enumerate(views, 1):
+        assert (view == number).all()
+    total = sum(number * view.numel() for number, view in enumerate(views, 1))
+    assert int(step.buffer.sum()) == total  # all of them were the buffer's own memory
+
+
+def test_the_work_begins_unused_and_has_the_room_asked_for():
+    assert describe_step(RAGGED, 3, CPU).work_XI.tolist() == [[-1] * 4] * 3
+    assert describe_step(RAGGED, 0, CPU).work_XI.shape == (0, 4)
+
+
+def test_the_plan_and_unnamed_words_begin_at_zero():
+    assert words(FIRST, SPLITS, *range(10, WORDS)) == [[0] * 8] * 5
+
+
+def test_the_buffer_is_sent_once(monkeypatch):
+    sent = []
+    monkeypatch.setattr(module, "sent", lambda tensor, device: sent.append(device) or tensor)
+    step = describe_step(RAGGED, 3, CPU)
+    assert sent == [CPU]
+    assert step.work_XI.untyped_storage().data_ptr() == step.buffer.untyped_storage().data_ptr()
+
+
+def test_the_device_gets_what_the_host_wrote(kernel_device):
+    step = describe_step(RAGGED, 3, torch.device(kernel_device))
+    assert step.buffer.device.type == kernel_device
+    assert torch.equal(step.buffer.cpu(), describe_step(RAGGED, 3, CPU).buffer)
+
+
+@pytest.mark.parametrize("mode", [FAST, SLOW])
+def test_a_uniform_step_takes_lengths_and_starts_from_tensors(mode: int):
+    length, start = torch.tensor([130, 9, 64]).int(), torch.tensor([100, 0, 63]).int()
+    step = uniform_step(mode, length, start, 68, 5)
+    wanted = [[mode, 130, 100, 68, -1], [mode, 9, 0, 68, -1], [mode, 64, 63, 68, -1]]
+    assert step.table_BX[:, [MODE, LENGTH, START, PACKED, EVIDENCE]].tolist() == wanted
+    assert (step.batch, step.slow, step.longest) == (3, (), 0)
+    assert step.buffer.dtype == torch.int32
+    assert (step.table_BX.shape, step.work_XI.shape) == ((3, WORDS), (5, 4))
