@@ -50,13 +50,13 @@ class GenerateJob:
             raise
 
     def _run(self, output: Output) -> None:
-        from sfi_core.model import load
+        from sfi_core.model import load, resolve_device
         from sfi_core.policies import policy_class
         from sfi_core.refusals import check_backend
         from sfi_core.sampling import Sampling
 
         policy_class(self.policy)  # mistakes in settings show before a large model loads
-        check_backend(self.backend)
+        check_backend(self.backend, resolve_device(self.loading["device"]))
         Sampling(**self.sampling)
         model, tokenizer = load(self.model, **self.loading)
         texts = [self._text(entry, tokenizer) for entry in self.prompts.entries]

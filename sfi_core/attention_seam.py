@@ -13,9 +13,9 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from sfi_core.backends import layer_step
 from sfi_core.cache_seam import SfiCache, SfiLayer, check_supported
 from sfi_core.errors import UnsupportedModelError
-from sfi_core.backends import layer_step
 from sfi_kernels.partial_attention import combine, partial_attention
 
 NAME = "sfi"

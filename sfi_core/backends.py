@@ -3,8 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from sfi_core.errors import BackendError
 from sfi_core.layer_step import LayerStep
 from sfi_core.memory import LayerShape
@@ -57,5 +55,9 @@ def _check(model: Any, shapes: list[LayerShape], page_size: int | None) -> None:
     for shape in shapes:
         if shape.window is None:
             check_limits(
-                shape.key_width, shape.value_width, page_size or PAGE_SIZE, model.dtype, model.device
+                shape.key_width,
+                shape.value_width,
+                page_size or PAGE_SIZE,
+                model.dtype,
+                model.device,
             )

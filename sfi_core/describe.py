@@ -108,7 +108,7 @@ def describe_pass(
 ) -> tuple[StepDescriptor, StepDescriptor | None]:
     """Write the pass's descriptor, and one for the layers left dense, if any.
 
-    The triton backend's lie on `device` and a decoding step's are planned; the torch backend reads on the host.
+    The triton backend's lie on `device`, planned where they decode; the torch backend's stay on the host.
     """
     triton = cache.backend == "triton"
     heads = next((pages.key_PHND.shape[1] for pages in cache.layers.values()), 1)

@@ -102,7 +102,9 @@ class LayerStep:
             log_sum_RHGW: The log-sum-exp of those over J.
         """
         sink = self.run.policy.config.sink
-        empty = [self.run.requests[row].recent_start == self.run.requests[row].sink(sink) for row in rows]
+        empty = [
+            self.run.requests[row].recent_start == self.run.requests[row].sink(sink) for row in rows
+        ]
         if any(empty):  # nothing to select from
             self._refresh_some(rows, empty, query_RHGWD)
             return

@@ -21,6 +21,8 @@ from sfi_core.sparse_state import SparseState
 from sfi_kernels.launch import counting
 from sfi_kernels.step_descriptor import StepDescriptor
 
+CPU = torch.device("cpu")
+
 
 @dataclass(slots=True)
 class Run:
@@ -49,7 +51,7 @@ class Run:
     observer: Observer
     cache: KVCache
     stop_ids: frozenset[int] = frozenset()
-    device: torch.device = torch.device("cpu")
+    device: torch.device = CPU
     requests: list[SparseState] = field(init=False)
     segments: dict[int, PackedSegment] = field(default_factory=dict)
     tails: dict[int, torch.Tensor] = field(default_factory=dict)

@@ -166,7 +166,9 @@ def context(logits: torch.Tensor, length: int, budget_start: int = SINK) -> Laye
         layer=0,
         requests=(0,),
         backend="torch",
-        allowed_BT=allowed_positions(length, torch.tensor([budget_start]), torch.tensor([length - RECENT])),
+        allowed_BT=allowed_positions(
+            length, torch.tensor([budget_start]), torch.tensor([length - RECENT])
+        ),
         key_norm_BHT=torch.rand(1, logits.shape[1], length) + 0.5,
         logits=lambda: logits,
     )

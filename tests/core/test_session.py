@@ -185,9 +185,7 @@ def test_nested_use_on_one_model_is_refused_and_leaves_the_outer_one_working(mod
     ("backend", "error", "message"),
     [("cuda", ConfigError, "unknown backend 'cuda'"), ("triton", BackendError, "need a CUDA dev")],
 )
-def test_backend_that_is_unknown_or_missing_is_refused(
-    model, backend, error, message, monkeypatch
-):
+def test_backend_that_is_unknown_or_missing_is_refused(model, backend, error, message, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     refused = slow_fast(model, None, SMALL, backend=backend)
     with pytest.raises(error, match=message), refused:

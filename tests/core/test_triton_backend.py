@@ -1,4 +1,4 @@
-"""The whole decoder on the Triton kernels, in the interpreter where there is no GPU, beside the references."""
+"""The whole decoder on the Triton kernels, in the interpreter without a GPU, beside the references."""
 
 from collections.abc import Callable
 from functools import cache
@@ -44,7 +44,9 @@ def model() -> Any:
 
 def complete(backend: str, prompts: list[list[int]] = PROMPTS, **options: Any) -> Any:
     options = {"config": CONFIG, "max_new_tokens": NEW, "stop_token_ids": (), **options}
-    return sfi_core.generate(options.pop("model", model()), None, prompts, backend=backend, **options)
+    return sfi_core.generate(
+        options.pop("model", model()), None, prompts, backend=backend, **options
+    )
 
 
 @cache
@@ -132,7 +134,11 @@ def gpt_oss() -> Any:
 
 def deepseek_v3() -> Any:
     """Values of another width than keys, one query head a KV head."""
-    sizes = {name: value for name, value in TINY.items() if name not in ("head_dim", "num_key_value_heads")}
+    sizes = {
+        name: value
+        for name, value in TINY.items()
+        if name not in ("head_dim", "num_key_value_heads")
+    }
     config = DeepseekV3Config(
         vocab_size=VOCAB, **sizes, num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=16,
         qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8, first_k_dense_replace=2,
@@ -146,14 +152,18 @@ def deepseek_v3() -> Any:
 def test_other_architectures_give_the_tokens_of_the_references(make: Callable[[], Any]):
     torch.manual_seed(1)
     other = make().eval().to(DEVICE)
-    both = [complete(name, PROMPTS[1:], model=other, max_new_tokens=6) for name in ("torch", "triton")]
+    both = [
+        complete(name, PROMPTS[1:], model=other, max_new_tokens=6) for name in ("torch", "triton")
+    ]
     assert tokens(both[1]) == tokens(both[0])
 
 
 def test_transformers_own_loop_runs_on_the_kernels():
     ids = torch.tensor([PROMPTS[1]], device=DEVICE)
     with slow_fast(model(), None, CONFIG, backend="triton") as session:
-        out = model().generate(ids, max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0)
+        out = model().generate(
+            ids, max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0
+        )
     assert out[0, ids.shape[1] :].tolist() == tokens(complete("torch", [PROMPTS[1]]))[0]
     assert session.report.backend == "triton"
 
@@ -205,7 +215,7 @@ def test_a_head_too_wide_is_refused_with_the_alternative():
     wide = tiny_qwen3()
     wide.config.head_dim = 320
     wide = type(wide)(wide.config).eval().to(DEVICE)
-    with pytest.raises(BackendError, match="at most 256 .*, got 320; use the torch backend"):
+    with pytest.raises(BackendError, match=r"at most 256 .*, got 320; use the torch backend"):
         complete("triton", PROMPTS[2:], model=wide)
     assert complete("auto", PROMPTS[2:], model=wide, max_new_tokens=1).report.backend == "torch"
 
@@ -218,5 +228,5 @@ def test_bfloat16_in_the_interpreter_is_refused():
 
 
 def test_a_page_that_holds_no_whole_tiles_is_refused():
-    with pytest.raises(BackendError, match="page size must be a multiple of 16 .*, got 24"):
+    with pytest.raises(BackendError, match=r"page size must be a multiple of 16 .*, got 24"):
         complete("triton", PROMPTS[2:], page_size=24)

@@ -8,7 +8,9 @@ import torch
 from sfi_kernels.launch import KernelLimitError, Target, check_device
 
 WIDEST = 256  # numbers of a head
-STAGE_BYTES = 32768  # keys and values of a tile: four in flight on each processor cover its memory's latency
+STAGE_BYTES = (
+    32768  # keys and values of a tile: four in flight on each processor cover its memory's latency
+)
 SMALLEST = 16  # tensor cores take no fewer rows
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 

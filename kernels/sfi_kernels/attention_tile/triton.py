@@ -45,17 +45,24 @@ def add_sum(peak, total, logits):
     """Add a tile to a running log-sum-exp."""
     new_peak = tl.maximum(peak, tl.max(logits, 1))
     base = tl.where(new_peak == float("-inf"), 0.0, new_peak) * LOG2E
-    total = total * tl.exp2(peak * LOG2E - base) + tl.sum(tl.exp2(logits * LOG2E - base[:, None]), 1)
+    total = total * tl.exp2(peak * LOG2E - base) + tl.sum(
+        tl.exp2(logits * LOG2E - base[:, None]), 1
+    )
     return new_peak, total
+
+
+@triton.jit
+def log_sum(peak, total):
+    """Return a running log-sum-exp's value; -inf where nothing was added."""
+    seen = total > 0.0
+    return tl.where(seen, peak + tl.log2(tl.where(seen, total, 1.0)) * LN2, float("-inf"))
 
 
 @triton.jit
 def finish(peak, total, out):
     """Return the softmax's output, zeros where a row saw nothing, and its log-sum-exp."""
-    seen = total > 0.0
-    share = tl.where(seen, 1.0 / tl.where(seen, total, 1.0), 0.0)
-    lse = tl.where(seen, peak + tl.log2(tl.where(seen, total, 1.0)) * LN2, float("-inf"))
-    return out * share[:, None], lse
+    share = tl.where(total > 0.0, 1.0 / tl.where(total > 0.0, total, 1.0), 0.0)
+    return out * share[:, None], log_sum(peak, total)
 
 
 @triton.jit

@@ -1,6 +1,6 @@
 """A decoding step's attention in PyTorch."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -71,7 +71,7 @@ def decode_attention(
     check(query_BHGD, packed_key_BHSD, packed_value_BHSE, packed_length_BH, key_PHND, value_PHNE,
           block_table_BP, descriptor, sink_HG)  # fmt: skip
     words = descriptor.table_BX
-    options = {"scale": scale, "soft_cap": soft_cap}
+    options: dict[str, Any] = {"scale": scale, "soft_cap": soft_cap}
     out = query_BHGD.new_zeros(*query_BHGD.shape[:3], value_PHNE.shape[3])
     for row, mode in enumerate(words[:, MODE].tolist()):
         one = slice(row, row + 1)
@@ -127,5 +127,8 @@ def check(
     operands = {"packed_key": packed_key, "packed_value": packed_value, "key": key, "value": value}
     check_same(query, "query", **operands)
     check_int32(
-        query.device, packed_length=packed_length, block_table=block_table, descriptor=descriptor.buffer
+        query.device,
+        packed_length=packed_length,
+        block_table=block_table,
+        descriptor=descriptor.buffer,
     )

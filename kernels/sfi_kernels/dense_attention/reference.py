@@ -4,7 +4,7 @@ import torch
 
 from sfi_kernels.pages import read_pages
 from sfi_kernels.partial_attention import capped, combine, partial_attention
-from sfi_kernels.shapes import check_int32, check_same, check_shape
+from sfi_kernels.shapes import check_same, check_shape
 
 CHUNK = 512  # keys turned into float32 at once; a chunk stays in the processor's cache
 

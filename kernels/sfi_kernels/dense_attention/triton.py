@@ -21,7 +21,9 @@ CHUNK = 512  # keys of a program that writes logits
 
 
 @triton.jit
-def page_of(block_table_ptr, place, slot, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, pages_per_request):
+def page_of(
+    block_table_ptr, place, slot, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, pages_per_request
+):
     """Load the page numbers of the tiles from `place` on, one for each `slot`."""
     page_slot = (place + slot * BLOCK_N) // PAGE
     return tl.load(block_table_ptr + page_slot, mask=page_slot < pages_per_request, other=0)

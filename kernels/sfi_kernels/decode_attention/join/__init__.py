@@ -1,0 +1,1 @@
+"""Joining the work items of a request."""

@@ -1,0 +1,1 @@
+"""Attention over one work item: some of a request's keys."""
