@@ -4,7 +4,7 @@ BIN := $(if $(wildcard $(VENV)/bin/python),$(VENV)/bin/)
 PYTHON := $(BIN)python3
 
 .DEFAULT_GOAL := help
-.PHONY: help fix check test test-gpu bench
+.PHONY: help fix check test gpu bench
 
 help:  ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -22,8 +22,8 @@ check:  ## What CI runs: format, lint, types, tests
 test:  ## Run the tests; those that need a GPU are skipped where there is none
 	$(PYTHON) -m pytest
 
-test-gpu:  ## Run the tests that need a CUDA device
-	$(PYTHON) -m pytest -m gpu
+gpu:  ## On a CUDA machine: kernel tests, kernel benchmark and a generation; JSON in benchmarks/results
+	PYTHON=$(PYTHON) benchmarks/gpu.sh
 
 bench:  ## Time decoding at a long context, beside transformers
 	$(PYTHON) benchmarks/decode.py

@@ -56,7 +56,7 @@ bench ops-128k-batch-4 --context 131072 --batch 4 --retention 0.01761 # 4 + 2048
 workers=()
 "$python" -c 'import xdist' 2>/dev/null && workers=(-p xdist -n "$(($(nproc) < 8 ? $(nproc) : 8))")
 part tests 270 "$python" -m pytest -q -p no:cacheprovider --tb=short --maxfail=20 "${workers[@]}" \
-  tests/kernels tests/core/test_kernel_bench.py
+  tests/kernels tests/core/test_kernel_bench.py tests/core/test_triton_backend.py
 
 generate() { "$python" -m sfi_cli generate --no-compare --dtype float32 --quiet --json --backend "$1" --force -o "$2"; }
 end_to_end() {

@@ -98,6 +98,7 @@ class Session:
             prompt_tokens=prompt_tokens,
             capacity=capacity,
             prefill_chunk=prefill_chunk,
+            together=batch if self.backend == "triton" else 1,
         )
 
     def shapes(self) -> list[LayerShape]:

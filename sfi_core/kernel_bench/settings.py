@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import torch
 
 from sfi_core.errors import BackendError, ConfigError
+from sfi_core.refusals import BACKENDS
 
 OPS = ("fast", "dense", "selector", "top_k", "pack", "append")
-BACKENDS = ("auto", "torch", "triton")
 SWEEPS = ("retention",)
 DTYPES = {
     "auto": torch.bfloat16,

@@ -68,6 +68,12 @@ def test_the_selector_s_tensors_count_where_they_are_the_largest(tiny_model: Any
     assert lighter.workspace_bytes == CPU_SLACK * (1408 * 3 * 8 + 768 * 3)
 
 
+def test_requests_refreshed_together_need_their_tensors_together(tiny_model: Any):
+    """On the triton backend: one logit for each of 4 query heads, 12 numbers for each of 2 KV heads."""
+    expected = expect(tiny_model, [FULL], capacity=1000, prefill_chunk=8, together=20)
+    assert expected.workspace_bytes == CPU_SLACK * (4 + 12 * 2) * 20 * 1000 * 4
+
+
 def test_reading_the_prompt_in_pieces_needs_less(tiny_model: Any):
     sizes = [
         expect(tiny_model, [FULL], prompt_tokens=900, capacity=1000, prefill_chunk=chunk)
