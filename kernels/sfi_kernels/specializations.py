@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from sfi_kernels.append import append
-from sfi_kernels.decode_attention import decode_attention, slots
+from sfi_kernels.decode_attention import slots
+from sfi_kernels.decode_attention.triton import attend
 from sfi_kernels.dense_attention import dense_attention, window_logits
 from sfi_kernels.launch import Launch, Target, name_of, recording
 from sfi_kernels.pack import pack
@@ -43,6 +44,15 @@ SELECTOR: Any = {
     "alpha": 0.5, "gamma": 0.5, "beta": 0.5, "power": 1.8, "eta": 0.4, "lambda_clip": 0.02,
     "alpha_soft": 0.5, "radius": 16, "alpha_cross": 0.35, "temperature": 2.0,
 }  # fmt: skip
+# KV heads, query heads of each, queries of the window, span, group_reduce
+SELECTIONS = (
+    (1, 1, 1, 0, "power"),
+    (8, 4, 1, 0, "power"),
+    (8, 4, 16, 0, "power"),
+    (8, 4, 16, 10, "power"),
+    (8, 4, 16, 0, "mean"),
+    (8, 4, 16, 0, "max"),
+)
 # processors of the architectures' large chips; they bear on plans, not on code
 PROCESSORS = 132
 
@@ -96,11 +106,12 @@ def _runs() -> Iterator[tuple[str, Callable[[], object]]]:
             yield label, case.prompt
         for D in (64, 96, 128, 256):
             yield f"{name}, D={D}", Case(dtype, D, D, 4, None, sinks=False).move
-    for heads in (1, 8):
-        for group, window in ((1, 1), (4, 1), (4, 16)):
-            for span in (0, 10):
-                label = f"H={heads}, G={group}, W={window}, span={span}"
-                yield label, partial(_select, heads, group, window, span)
+    rival = Case(torch.bfloat16, 128, 128, 4, None, sinks=False)
+    yield "bf16, D=128, G=4, paper-like", partial(rival.decode, slow=False, block_n=16)
+    yield "bf16, D=128, G=4, gather", partial(rival.decode, slow=False, position_BHS=rival.position)
+    for heads, group, window, span, reduce in SELECTIONS:
+        label = f"H={heads}, G={group}, W={window}, span={span}, {reduce}"
+        yield label, partial(_select, heads, group, window, span, reduce)
 
 
 class Case:
@@ -119,16 +130,16 @@ class Case:
         self.options: Any = {"scale": 1.0, "soft_cap": soft_cap}
         self.sink = torch.empty(H, G) if sinks else None
 
-    def decode(self, *, slow: bool) -> None:
-        """Plan and attend, with one token of each request."""
+    def decode(self, *, slow: bool, **variant: Any) -> None:
+        """Plan and attend, with one token of each request; or as a variant of the benchmark."""
         places = slots(self.query.device)
         numbers: Any = {"length": T, "recent_start": 100, "packed": S, "sink": 4}
         requests = [StepRequest(mode=mode, **numbers) for mode in (SLOW if slow else FAST, FAST)]
         step = describe_step(requests, work_items(2, H, places), self.query.device)
         split_plan.triton(step, H, places)
-        decode_attention.triton(
+        attend(
             self.query[:, :, :, 0], self.packed_key, self.packed_value, self.length_BH, self.key,
-            self.value, self.table, step, **self.options, sink_HG=self.sink, evidence=slow,
+            self.value, self.table, step, **self.options, sink_HG=self.sink, evidence=slow, **variant,
         )  # fmt: skip
 
     def prompt(self) -> None:
@@ -141,12 +152,13 @@ class Case:
         window_logits.triton(window, self.key, self.table, self.length, **self.options, longest=T)
 
     def move(self) -> None:
-        """Append and pack."""
-        new_key, new_value = self.key[:2, :, :1], self.value[:2, :, :1]
-        append.triton(
-            new_key, new_value, self.length, self.length, self.key, self.value,
-            torch.empty(2 * PAGES, H, PAGE), self.table,
-        )  # fmt: skip
+        """Append a token and a piece of a prompt, and pack."""
+        norm = torch.empty(2 * PAGES, H, PAGE)
+        for tokens in (1, PAGE):
+            append.triton(
+                self.key[:2, :, :tokens], self.value[:2, :, :tokens], self.length, self.length,
+                self.key, self.value, norm, self.table,
+            )  # fmt: skip
         index = torch.empty(2, H, S - 4, dtype=torch.int32)
         pack.triton(
             self.key, self.value, self.table, self.length, index, self.length, self.packed_key,
@@ -160,12 +172,13 @@ def _plan() -> None:
     split_plan.triton(step, H, 264)
 
 
-def _select(heads: int, group: int, window: int, span: int) -> None:
+def _select(heads: int, group: int, window: int, span: int, reduce: str) -> None:
     score, _ = selector.triton(
         torch.empty(2, heads, group, window, T),
         torch.empty(2, heads, T),
         torch.empty(2, T, dtype=torch.bool),
         **SELECTOR,
         span=span,
+        group_reduce=reduce,
     )
     top_k.triton(score, 64)

@@ -17,7 +17,7 @@ from sfi_core.errors import BackendError, ConfigError
 ROOT = Path(__file__).parents[2]
 HOME = Path(sfi_kernels.__path__[0])
 DOCS = ROOT / "docs" / "kernels.md"
-KERNEL = re.compile(r"@triton\.jit(?:\([^)]*\))?\s+def _(\w+)_kernel\(")
+KERNEL = re.compile(r"^def _(\w+)_kernel\(", re.MULTILINE)
 FLOOR = 150  # specializations, so that a loop that ends early does not pass
 ROW = {
     "kernel": "pack [fp16, D=64]", "arch": "sm_80", "registers": 40, "spill_bytes": 0,
@@ -64,7 +64,9 @@ def test_every_kernel_is_compiled(compiled):
 @pytest.mark.slow
 def test_attention_in_16_bits_copies_the_next_tile_while_it_computes(compiled):
     kind = re.compile(r"(split_attention|dense_attention|window_logits) \[(bf|fp)16")
-    attention = [row for row in compiled if kind.match(row["kernel"])]
+    rows = [row for row in compiled if kind.match(row["kernel"])]
+    # the benchmark's gather looks every row up first, which is what it is there to show
+    attention = [row for row in rows if not row["kernel"].endswith(", gather]")]
     assert len(attention) > 30
     assert [row for row in attention if row["async_buffers"] < 2] == []
 

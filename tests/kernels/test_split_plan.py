@@ -97,13 +97,22 @@ def items_of(step: StepDescriptor) -> list[list[list[int]]]:
     return [work[first : first + splits] for first, splits in places]
 
 
+def uneven(seed: int) -> Batch:
+    """Draw 64 slow requests of all magnitudes, four waves of programs at the least."""
+    draw = random.Random(seed)
+    lengths = [UNIT * int(2 ** draw.uniform(0, 12)) for _ in range(64)]
+    return Batch(tuple(request(SLOW, length) for length in lengths), heads=16)
+
+
 EXTREMES = [
     Batch((request(SLOW, length),) * count, heads, slots)
     for length, count in ((1, 1), (1, 64), (300_000, 1), (300_000, 64))
     for heads in (1, 16)
     for slots in (1, 40, 400)
 ]
-BATCHES = [*map(drawn, range(120)), *EXTREMES]
+# what a wave costs beyond its units decides this one's size
+WAVES = uneven(26)
+BATCHES = [*map(drawn, range(120)), *EXTREMES, WAVES]
 
 
 @pytest.fixture(scope="module")
@@ -261,9 +270,10 @@ def test_triton_plans_the_same(kernel_device, seed: int):
     assert same_in_triton(drawn(seed), kernel_device)
 
 
-@pytest.mark.parametrize("batch", EXTREMES, ids=lambda batch: f"{batch.heads}-{batch.slots}")
+@pytest.mark.parametrize(
+    "batch", [*EXTREMES, WAVES], ids=lambda batch: f"{batch.heads}-{batch.slots}"
+)
 def test_triton_plans_the_same_at_the_extremes(kernel_device, batch: Batch):
-    """Where few programs read many long requests, costs do not fit 32 bits."""
     pytest.importorskip("triton")
     assert same_in_triton(batch, kernel_device)
 

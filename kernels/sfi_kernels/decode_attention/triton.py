@@ -10,8 +10,8 @@ from sfi_kernels.launch import launch, target
 from sfi_kernels.step_descriptor import StepDescriptor
 
 PAGE_IDS = 256  # page numbers a program holds at once
-# of a thread: shared memory allows two programs a processor, which this does too; left alone, the compiler
-# spills for more
+# of a thread: the split kernel's shared memory allows two programs a processor, which this does too; left alone,
+# the compiler spills for more
 REGISTERS = 255
 
 
@@ -107,5 +107,8 @@ def attend(
         num_warps=8 if key_PHND.dtype == torch.float32 else 4, num_stages=tile.stages,
         max_registers=REGISTERS,
     )  # fmt: skip
-    launch(join_splits, (B, H), table, sink, out_BHGE, part, lse, sums, log_sum, **common)
+    launch(
+        join_splits, (B, H), table, sink, out_BHGE, part, lse, sums, log_sum, **common,
+        max_registers=REGISTERS,
+    )  # fmt: skip
     return DecodeAttention(out_BHGE, logits if keeps else None, log_sum if keeps else None)

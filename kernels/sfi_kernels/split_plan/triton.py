@@ -33,15 +33,14 @@ def _split_plan_kernel(
     units = tl.where(mode == IDLE, 0, units)
 
     total = tl.sum(units)
-    # the two products may exceed 32 bits
-    least = tl.cdiv(11 * heads * total.to(tl.int64), 10 * slots).to(tl.int32)
-    least = tl.maximum(tl.maximum(MIN_UNITS, least), tl.cdiv(tl.max(units), MAX_SPLITS))
-    size, cheapest = least, tl.full([], 1 << 62, tl.int64)
+    least = tl.maximum(MIN_UNITS, tl.cdiv(11 * heads * total, 10 * slots))
+    least = tl.maximum(least, tl.cdiv(tl.max(units), MAX_SPLITS))
+    size, cheapest = least, 2147483647
     for extra in tl.static_range(CANDIDATES):
         candidate = least + least * extra // CANDIDATES
         splits = tl.cdiv(units, candidate)
         waves = tl.cdiv(tl.sum(splits) * heads, slots)
-        cost = waves * (candidate.to(tl.int64) * 100 + OVERHEAD) + JOIN * tl.max(splits)
+        cost = waves * (candidate * 100 + OVERHEAD) + JOIN * tl.max(splits)
         size = tl.where(cost < cheapest, candidate, size)
         cheapest = tl.minimum(cost, cheapest)
 
