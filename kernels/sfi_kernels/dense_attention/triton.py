@@ -11,6 +11,7 @@ from sfi_kernels.attention_tile.shape import padded, tile_shape
 from sfi_kernels.attention_tile.triton import add_sink, add_tile, finish, rows, scaled_logits
 from sfi_kernels.dense_attention.reference import check
 from sfi_kernels.launch import launch, target
+from sfi_kernels.shapes import check_int32
 
 ROWS = 64  # of a tile of queries
 FLOAT32_NUMBERS = 4096  # of a tile of queries in float32, whose products run in registers
@@ -122,6 +123,7 @@ def dense_attention(
 ) -> torch.Tensor:
     """See `reference.dense_attention`. Heads of at most 256 numbers, pages of multiples of 16 tokens."""
     check(query_BHGWD, key_PHND, block_table_BP, length_B, value_PHNE, sink_HG)
+    check_int32(query_BHGWD.device, block_table=block_table_BP, length=length_B)
     B, H, G, W, D = query_BHGWD.shape
     page_size, E = key_PHND.shape[2], value_PHNE.shape[3]
     tile = tile_shape(key_PHND, value_PHNE, page_size, target(query_BHGWD.device))
@@ -152,6 +154,7 @@ def window_logits(
 ) -> torch.Tensor:
     """See `reference.window_logits`."""
     check(query_BHGWD, key_PHND, block_table_BP, length_B)
+    check_int32(query_BHGWD.device, block_table=block_table_BP, length=length_B)
     B, H, G, W, D = query_BHGWD.shape
     page_size, T = key_PHND.shape[2], int(length_B.max()) if longest is None else longest
     tile = tile_shape(key_PHND, key_PHND, page_size, target(query_BHGWD.device))
