@@ -184,7 +184,6 @@ def test_slow_requests_hand_out_their_logits_in_order(backend: str):
         torch.testing.assert_close(
             logits[place, :, :, 0, :T].double(), expected, rtol=0, atol=lse_bound
         )
-        assert (logits[place, ..., T:] == -torch.inf).all()
         in_J = expected[..., min(SINK, T) : step.starts[row]]
         lse = in_J.logsumexp(-1)
         torch.testing.assert_close(log_sum[place, :, :, 0].double(), lse, rtol=0, atol=lse_bound)

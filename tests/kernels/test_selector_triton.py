@@ -346,3 +346,13 @@ def test_what_the_kernel_cannot_take_is_refused(run):
         run(logits.mT.contiguous().mT, norm, allowed)
     with pytest.raises(ValueError, match=r"^allowed must be bool, got torch.int64$"):
         run(logits, norm, allowed.long())
+
+
+@pytest.mark.parametrize("span", [0, 3])
+def test_what_stands_outside_the_candidates_is_never_used(run, span):
+    """Attention leaves logits, and the cache norms, undefined beyond a shorter request's tokens."""
+    logits, norm, allowed = inputs(2, 2, 2, 1, 130)
+    expected = run(logits, norm, allowed, span=span)
+    logits = logits.masked_fill(~allowed[:, None, None, None], torch.nan)
+    got = run(logits, norm.masked_fill(~allowed[:, None], torch.nan), allowed, span=span)
+    assert all(torch.equal(*pair) for pair in zip(got[:2], expected[:2], strict=True))

@@ -10,7 +10,7 @@ from sfi_kernels.launch import launch, target
 from sfi_kernels.step_descriptor import StepDescriptor
 
 PAGE_IDS = 256  # page numbers a program holds at once
-# of a thread: the split kernel's shared memory allows two programs a processor, which this does too; left alone,
+# of a thread: shared memory allows two programs of the split kernel a processor, which this does too; left alone,
 # the compiler spills for more
 REGISTERS = 255
 
@@ -85,8 +85,7 @@ def attend(
     sums = torch.empty_like(lse) if keeps else lse
     logits = log_sum = lse
     if keeps:
-        # -inf: what a shorter request than the longest never sees
-        logits = lse.new_full((slow, H, G, 1, descriptor.longest), -torch.inf)
+        logits = lse.new_empty(slow, H, G, 1, descriptor.longest)
         log_sum = lse.new_empty(slow, H, G, 1)
 
     table, sink = descriptor.table_BX, lse if sink_HG is None else sink_HG.float().contiguous()
