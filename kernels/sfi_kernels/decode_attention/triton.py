@@ -10,8 +10,8 @@ from sfi_kernels.launch import launch, target
 from sfi_kernels.step_descriptor import StepDescriptor
 
 PAGE_IDS = 256  # page numbers a program holds at once
-# of a thread: shared memory allows two programs of the split kernel a processor, which this does too; left alone,
-# the compiler spills for more
+# of a thread: two split programs fit a processor with them, as many as its shared memory allows; left alone, the
+# compiler spills for more programs
 REGISTERS = 255
 
 

@@ -29,7 +29,7 @@ def pack(
         request_R: The refreshed requests, int32, each once.
         index_RHK: Positions to pack behind the sinks, int32, padded with -1 at the end.
         sink_R: Sink tokens, positions 0 to `sink - 1`, int32. At most S - K; what does not fit is cut off.
-        key_BHSD: Packed keys; rows beyond a request's length are left as they are.
+        key_BHSD: Packed keys; rows beyond a request's length are undefined.
         value_BHSE: Packed values, likewise.
         position_BHS: The packed rows' positions, int32, padded with -1.
         length_BH: Rows that count, int32.
@@ -56,9 +56,12 @@ def pack(
     token = position_RHS.clamp_min(0).long()
     page = block_table_BP[request].long().gather(1, (token // N).view(R, H * S)).view(R, H, S)
     head = torch.arange(H, device=index_RHK.device)[:, None]
+    row_RX = ((page * H + head) * N + token % N).flatten(1)
     for pages, packed in ((key_PHND, key_BHSD), (value_PHNE, value_BHSE)):
-        rows = pages[page, head, token % N]
-        packed[request] = torch.where(packed_RHS[..., None], rows, packed[request])
+        width = pages.shape[3]
+        # rows of one flat tensor, straight to their place: on a CPU a tenth of an index for each dimension
+        for row_X, place in zip(row_RX, request_R.tolist(), strict=True):
+            torch.index_select(pages.view(-1, width), 0, row_X, out=packed[place].view(-1, width))
 
 
 def check(
