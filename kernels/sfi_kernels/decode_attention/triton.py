@@ -10,7 +10,7 @@ from sfi_kernels.launch import launch, target
 from sfi_kernels.step_descriptor import StepDescriptor
 
 PAGE_IDS = 256  # page numbers a program holds at once
-# of a thread: two split programs fit a processor with them, as many as its shared memory allows; left alone, the
+# of a thread: two split programs fit a processor with them, as many as shared memory allows; left alone, the
 # compiler spills for more programs
 REGISTERS = 255
 
