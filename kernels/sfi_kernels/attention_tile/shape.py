@@ -12,6 +12,8 @@ STAGE_BYTES = (
     32768  # keys and values of a tile: four in flight on each processor cover its memory's latency
 )
 SMALLEST = 16  # tensor cores take no fewer rows
+# compute capabilities times ten: two programs of four stages fit a processor; a wide one of many queries does not
+LARGE_SHARED, SMALL_SHARED = (90, 100, 103), (86, 89, 120, 121)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -23,13 +25,15 @@ class TileShape:
         tokens: Keys of a tile; they lie in one page.
         key_width: Padded head dimension.
         value_width: Padded width of the values.
-        stages: Tiles in the pipeline, one of them in use.
+        stages: Tiles in the pipeline of a decoding step, one of them in use.
+        prompt_stages: The same for tiles of many queries.
     """
 
     tokens: int
     key_width: int
     value_width: int
     stages: int
+    prompt_stages: int
 
 
 def check_limits(
@@ -80,7 +84,14 @@ def tile_shape(key: torch.Tensor, value: torch.Tensor, page_size: int, target: T
         page_size % tokens or tokens * (key_width + value_width) * key.itemsize > most
     ):
         tokens //= 2
-    return TileShape(tokens, key_width, value_width, 4 if target.capability >= 90 else 3)  # noqa: PLR2004
+    wide = max(key_width, value_width) == WIDEST
+    return TileShape(
+        tokens,
+        key_width,
+        value_width,
+        stages=4 if target.capability in LARGE_SHARED else 3,
+        prompt_stages=2 if wide and target.capability in SMALL_SHARED else 3,
+    )
 
 
 def padded(size: int) -> int:

@@ -137,7 +137,7 @@ def dense_attention(
         H=H, G=G, D=D, E=E, PAGE=page_size, BLOCK_M=block_m, BLOCK_N=tile.tokens,
         BLOCK_D=tile.key_width, BLOCK_E=tile.value_width, IDS=PAGE_IDS,
         CAPPED=soft_cap is not None, SINKS=sink_HG is not None,
-        num_warps=WARPS, num_stages=min(3, tile.stages), max_registers=REGISTERS,
+        num_warps=WARPS, num_stages=tile.prompt_stages, max_registers=REGISTERS,
     )  # fmt: skip
     return out_BHGWE
 
@@ -166,7 +166,7 @@ def window_logits(
         scale, soft_cap or 1.0, W, T, block_table_BP.shape[1],
         H=H, G=G, D=D, PAGE=page_size, BLOCK_M=block_m, BLOCK_N=tile.tokens,
         BLOCK_D=tile.key_width, IDS=ids, CAPPED=soft_cap is not None,
-        num_warps=WARPS, num_stages=min(3, tile.stages), max_registers=REGISTERS,
+        num_warps=WARPS, num_stages=tile.prompt_stages, max_registers=REGISTERS,
     )  # fmt: skip
     return logits_BHGWT
 

@@ -45,7 +45,7 @@ def _selector_row_kernel(
     logits_ptr += batch * batch_stride + row // (W * G) % H * head_stride
     logits_ptr += row // W % G * group_stride + row % W * query_stride
     allowed_ptr += batch * allowed_stride
-    peak, total = NOTHING, 0.0
+    peak, total = float("-inf"), 0.0
     for start in range(chunk * length, tl.minimum(chunk * length + length, T), BLOCK):
         t = start + tl.arange(0, BLOCK)
         inside = tl.load(allowed_ptr + t, mask=t < T, other=False)
