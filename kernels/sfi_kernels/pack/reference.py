@@ -58,10 +58,11 @@ def pack(
     head = torch.arange(H, device=index_RHK.device)[:, None]
     row_RX = ((page * H + head) * N + token % N).flatten(1)
     for pages, packed in ((key_PHND, key_BHSD), (value_PHNE, value_BHSE)):
-        width = pages.shape[3]
+        width, source = pages.shape[3], pages.detach()
         # rows of one flat tensor, straight to their place: on a CPU a tenth of an index for each dimension
         for row_X, place in zip(row_RX, request_R.tolist(), strict=True):
-            torch.index_select(pages.view(-1, width), 0, row_X, out=packed[place].view(-1, width))
+            target = packed[place].detach().view(-1, width)
+            torch.index_select(source.view(-1, width), 0, row_X, out=target)
 
 
 def check(

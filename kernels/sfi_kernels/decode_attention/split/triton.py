@@ -34,7 +34,8 @@ def _page_ids(table, place, packed_stop, stop, shift, pages_per_request, PAGE: t
 
 @triton.jit
 def _store_logits(pointer, logits, g, token, stride, kept, G: tl.constexpr):
-    """Hand out a tile's logits (Eq. 4)."""
+    """Hand out a tile's logits."""
+    # Eq. 4
     where = pointer + g[:, None].to(tl.int64) * stride + token[None, :]
     tl.store(where, logits, mask=(g[:, None] < G) & kept[None, :])
 
@@ -87,6 +88,7 @@ def _split_attention_kernel(
     length, start, packed = tl.load(row + LENGTH), tl.load(row + START), tl.load(row + PACKED)
     evidence = tl.load(row + EVIDENCE).to(tl.int64)
     allowed_start, allowed_stop = tl.load(row + ALLOWED_START), tl.load(row + ALLOWED_STOP)
+    evidence_stop = tl.where(evidence >= 0, length, 0)
     logits_to = logits_ptr + (evidence * H + h) * G * logits_stride
     # what follows the packed units are pages, from the one that holds `start`
     packed_stop = tl.cdiv(packed, UNIT) * UNIT
@@ -136,7 +138,7 @@ def _split_attention_kernel(
                 value = rows(value_tile, n, E, valid, E, BLOCK_E)
             logits = scaled_logits(query, key, scale, soft_cap, CAPPED)
             if SLOW:
-                handed_out = valid & (evidence >= 0)
+                handed_out = token < evidence_stop
                 _store_logits(logits_to, logits, g, token, logits_stride, handed_out, G)
                 allowed = (token >= allowed_start) & (token < allowed_stop) & handed_out
                 in_J = tl.where(allowed[None, :], logits, float("-inf"))
