@@ -118,9 +118,8 @@ def _split_attention_kernel(
                 token < tl.where(is_packed, packed, length)
             )
             if GATHER:
-                position = tl.load(
-                    position_ptr + packed_row + token, mask=valid & is_packed, other=0
-                )
+                in_segment = token < tl.where(is_packed, packed, 0)
+                position = tl.load(position_ptr + packed_row + token, mask=in_segment, other=0)
                 own = tl.load(table + position // PAGE)
                 own_row = (own.to(tl.int64) * H + h) * PAGE + position % PAGE
                 source = tl.where(is_packed, own_row, page_row + n)
