@@ -12,7 +12,7 @@ STAGE_BYTES = (
     32768  # keys and values of a tile: four in flight on each processor cover its memory's latency
 )
 SMALLEST = 16  # tensor cores take no fewer rows
-# compute capabilities times ten: two programs of four stages fit a processor; a wide one of many queries does not
+# compute capabilities times ten that fit two programs of four stages, and that do not fit a wide one of three
 LARGE_SHARED, SMALL_SHARED = (90, 100, 103), (86, 89, 120, 121)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
