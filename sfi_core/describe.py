@@ -81,7 +81,7 @@ class Rows:
         chosen = [states[row] for row in requests]
         sinks = [state.sink(sink) for state in chosen]
         longest = max(state.length for state in chosen)
-        if requests == step.slow and step.buffer.device == table_BP.device:
+        if requests == step.slow:
             request_R, sink_R, length_R, start_R = step.slow_R
         else:
             lengths, starts = zip(*((s.length, s.recent_start) for s in chosen), strict=True)
@@ -108,20 +108,18 @@ def describe_pass(
 ) -> tuple[StepDescriptor, StepDescriptor | None]:
     """Write the pass's descriptor, and one for the layers left dense, if any.
 
-    The triton backend's lie on `device`, planned where they decode; the torch backend's stay on the host.
+    On the triton backend a decoding step is planned as well.
     """
-    triton = cache.backend == "triton"
     heads = next((pages.key_PHND.shape[1] for pages in cache.layers.values()), 1)
-    plans = forward.decode and triton
+    plans = forward.decode and cache.backend == "triton"
     room = work_items(cache.batch, heads, slots(device)) if plans else 0
-    home = device if triton else torch.device("cpu")
 
     def describe(*, dense: bool) -> StepDescriptor:
         requests = [
             _request(forward.decode and not dense, count, state, policy)
             for count, state in zip(forward.count, states, strict=True)
         ]
-        descriptor = describe_step(requests, room, home)
+        descriptor = describe_step(requests, room, device)
         if plans:
             split_plan.triton(descriptor, heads, slots(device))
         return descriptor
