@@ -69,13 +69,13 @@ class LayerStep:
         """Make the first selection, or keep the queries that will make it after the prompt's next piece."""
         if self.left_dense or not (self.forward.final or self.run.policy.selects_after):
             return
-        tails = self.run.tails
+        tails, window = self.run.tails, self.run.policy.config.window_prefill
         old = [tails[self.layer]] if self.layer in tails else []
+        last = torch.cat([*old, query_BHGTD[:, :, :, -window:]], 3)[:, :, :, -window:]
         if self.forward.final:
-            self.select_first(torch.cat([*old, query_BHGTD], 3))
+            self.select_first(last)
         else:
-            window = self.run.policy.config.window_prefill
-            tails[self.layer] = torch.cat([*old, query_BHGTD], 3)[:, :, :, -window:].clone()
+            tails[self.layer] = last
 
     def select_first(self, query_BHGWD: torch.Tensor) -> None:
         """Make the first selection from the prompt's last queries, the last `window_prefill` of W."""

@@ -23,15 +23,13 @@ class TritonStep(LayerStep):
         run, policy = self.run, self.run.policy
         step = run.dense_descriptor if self.left_dense else run.descriptor
         assert step is not None, "the pass has been described"
-        active = tuple(row for row, count in enumerate(self.forward.count) if count)
-        fast = tuple(row for row in active if row not in step.slow)
-        if policy.selects_before and fast:
+        if policy.selects_before and step.fast:
             with run.observer.span("select_before", self.layer):
-                context = self.context(fast, self._of(fast, query_BHG1D))
-                self.apply(fast, policy.select_before(context))
+                context = self.context(step.fast, self._of(step.fast, query_BHG1D))
+                self.apply(step.fast, policy.select_before(context))
         evidence = policy.selects_after and not self.left_dense
         segment = run.segment(self.layer)
-        kind = "mixed" if fast and step.slow else "fast" if fast else "dense"
+        kind = "mixed" if step.fast and step.slow else "fast" if step.fast else "dense"
         with run.observer.span(f"attention.{kind}", self.layer):
             result = decode_attention.triton(
                 query_BHG1D[:, :, :, 0],
@@ -46,7 +44,7 @@ class TritonStep(LayerStep):
                 evidence=evidence,
             )
         run.paths["triton.dense_attention"] += len(step.slow)
-        run.paths["triton.sparse_attention"] += len(fast)
+        run.paths["triton.sparse_attention"] += len(step.fast)
         if evidence and step.slow:
             logits = result.logits_BHGWT
             assert logits is not None, "evidence was asked for"

@@ -45,12 +45,14 @@ class StepDescriptor:
         buffer: The buffer, int32.
         batch: Requests.
         slow: Requests with g_t = 1, in order.
+        fast: The other decoding requests, in order.
         longest: Cached tokens of the longest slow request; 0 without one.
     """
 
     buffer: torch.Tensor
     batch: int
     slow: tuple[int, ...]
+    fast: tuple[int, ...]
     longest: int
 
     @property
@@ -152,7 +154,8 @@ def describe_step(
         numbers += words
     buffer = torch.tensor(numbers + [-1] * (4 * work_items), dtype=torch.int32)
     longest = max((request.length for request in slow_requests), default=0)
-    return StepDescriptor(sent(buffer, device), len(requests), slow, longest)
+    fast = tuple(row for row, request in enumerate(requests) if request.mode == FAST)
+    return StepDescriptor(sent(buffer, device), len(requests), slow, fast, longest)
 
 
 def list_room(batch: int) -> int:
@@ -181,7 +184,7 @@ def uniform_step(
     """
     B = length_B.shape[0]
     buffer = length_B.new_zeros(LISTS * list_room(B) + WORDS * B + 4 * work_items)
-    descriptor = StepDescriptor(buffer, B, (), 0)
+    descriptor = StepDescriptor(buffer, B, (), (), 0)
     table = descriptor.table_BX
     table[:, MODE], table[:, PACKED], table[:, EVIDENCE] = mode, packed, -1
     table[:, LENGTH], table[:, START] = length_B, start_B

@@ -5,13 +5,13 @@ from typing import Any
 
 import torch
 
+from sfi_core.backends import PAGE_SIZE
 from sfi_core.config import SelectorConfig
 from sfi_core.kernel_bench.settings import BenchSettings
 from sfi_core.kv_cache import LayerPages
 from sfi_kernels.dense_attention import window_logits
 from sfi_kernels.selector import selector
 
-GPU_PAGE = 64  # tokens of a page on a GPU; on a CPU a request has one page
 # standard deviation of the logits: attention then rests on some thirty tokens of 16K, so that a missing
 # token shows in the output; with queries of unit length it would be a mean over all of them
 PEAKEDNESS = 2.5
@@ -84,7 +84,7 @@ def layer_data(settings: BenchSettings, device: torch.device, *, one_page: bool)
     key = torch.randn(B, H, T, D, generator=generator, **options)
     value = torch.randn(B, H, T, D, generator=generator, **options)
     query = torch.randn(B, H, settings.group, D, generator=generator, **options) * PEAKEDNESS
-    pages, table = _pages(key, value, T if one_page else GPU_PAGE, generator)
+    pages, table = _pages(key, value, T if one_page else PAGE_SIZE, generator)
     whole = torch.full((B,), T, dtype=torch.int32, device=device)
     return LayerData(query, key, value, pages, table, whole, whole - settings.recent)
 
