@@ -114,6 +114,9 @@ Force = Annotated[
     bool, typer.Option("--force", help="Overwrite the output.", rich_help_panel=OUTPUT)
 ]
 
+TraceDir = Annotated[Path, typer.Argument(help="Folder of the trace.", metavar="DIR")]
+RequestIndex = Annotated[int | None, typer.Option("--request", help="Only this request.")]
+
 
 def build_config(
     base: SfiConfig, preset: str | None, config: Path | None, changes: dict[str, object]

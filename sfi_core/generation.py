@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from sfi_core.audit import AuditConfig
 from sfi_core.config import SfiConfig
 from sfi_core.decode import decode
 from sfi_core.errors import ConfigError, NumericsError, SfiError
@@ -139,6 +140,7 @@ def generate(
     observers: Sequence[Observer] = (),
     backend: str = "auto",
     page_size: int | None = None,
+    audit: AuditConfig | None = None,
     on_token: Callable[[list[int]], None] | None = None,
     on_prefill: Callable[[int, int], None] | None = None,
 ) -> Result:
@@ -158,6 +160,7 @@ def generate(
         observers: Told of every step, refresh and span.
         backend: "auto", "torch" or "triton".
         page_size: Tokens of a cache page; None is one page a request under torch, 64 tokens under triton.
+        audit: What to compare with dense attention, for the observers; the tokens stay the same.
         on_token: Called with the tokens of each step, a finished request's being padding.
         on_prefill: Called with the prompt tokens read so far and in all.
 
@@ -192,6 +195,7 @@ def generate(
             observers=observers,
             backend=backend,
             page_size=page_size,
+            audit=audit,
         ) as session,
     ):
         expected = session.forecast(len(rows), ids_BT.shape[1], capacity, prefill_chunk)
@@ -203,7 +207,9 @@ def generate(
         sampler = Sampler(sampling or Sampling(), ids_BT)
 
         def sample(logits_BV: torch.Tensor) -> list[int]:
-            return sampler(logits_BV, [state.finished for state in session.run.requests], pad_id)
+            finished = [state.finished for state in session.run.requests]
+            with session.observer.span("sample"):
+                return sampler(logits_BV, finished, pad_id)
 
         error: SfiError | None = None
         interrupted = False

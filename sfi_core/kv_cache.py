@@ -29,6 +29,12 @@ class LayerPages:
     value_PHNE: torch.Tensor
     norm_PHN: torch.Tensor
 
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one token's key and value over all heads."""
+        _, H, _, D = self.key_PHND.shape
+        return H * (D + self.value_PHNE.shape[3]) * self.key_PHND.itemsize
+
 
 class KVCache:
     """Pages of every layer and the block table they share.

@@ -4,7 +4,7 @@
 it computes alone.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -63,7 +63,22 @@ class LayerStep:
                 out[row : row + 1, :, :, T - count :] = step(row, query)
         if not self.forward.decode:
             self.end_prefill(query_BHGTD)
+        self.audit(query_BHGTD, out)
         return out
+
+    def audit(self, query_BHGTD: torch.Tensor, out_BHGTE: torch.Tensor) -> None:
+        """Let the run's audit, if any, look at a decoding step or the prompt's end."""
+        if self.run.audit is not None and (self.forward.decode or self.forward.final):
+            self.run.audit.look(self, query_BHGTD, out_BHGTE)
+
+    def moved_bytes(self, rows: Sequence[int], *, dense: bool) -> int:
+        """Return the bytes of keys and values that some requests' attention reads."""
+        states = [self.run.requests[row] for row in rows]
+        tokens = sum(
+            state.length if dense else state.packed_tokens + state.length - state.recent_start
+            for state in states
+        )
+        return tokens * self.pages.row_bytes
 
     def end_prefill(self, query_BHGTD: torch.Tensor) -> None:
         """Make the first selection, or keep the queries that will make it after the prompt's next piece."""
@@ -108,9 +123,8 @@ class LayerStep:
         if any(empty):  # nothing to select from
             self._refresh_some(rows, empty, query_RHGWD)
             return
-        with self.run.observer.span("selector", self.layer):
-            context = self.context(rows, query_RHGWD, logits, log_sum_RHGW)
-            selection = self.run.policy.select_after(context)
+        context = self.context(rows, query_RHGWD, logits, log_sum_RHGW)
+        selection = self.run.policy.select_after(context)
         self.run.paths[f"{self.backend}.selector"] += len(rows)
         self.apply(rows, selection)
 
@@ -150,6 +164,7 @@ class LayerStep:
                 longest=chosen.longest,
             ),
             log_sum_BHGW=log_sum_RHGW,
+            span=partial(self.run.observer.span, layer=self.layer),
         )
 
     def apply(self, rows: tuple[int, ...], selection: Selection | None) -> None:
@@ -202,7 +217,9 @@ class LayerStep:
         self.run.paths[
             "torch.dense_attention" if self.forward.decode else "torch.prefill_attention"
         ] += 1
-        with self.run.observer.span("attention.dense", self.layer):
+        with self.run.observer.span(
+            "attention.dense", self.layer, self.moved_bytes((row,), dense=True)
+        ):
             return dense_attention.reference(
                 query,
                 self.pages.key_PHND,
@@ -215,7 +232,9 @@ class LayerStep:
     def _fast(self, row: int, query: torch.Tensor) -> torch.Tensor:
         segment, one = self.run.segments[self.layer], slice(row, row + 1)
         self.run.paths["torch.sparse_attention"] += 1
-        with self.run.observer.span("attention.fast", self.layer):
+        with self.run.observer.span(
+            "attention.fast", self.layer, self.moved_bytes((row,), dense=False)
+        ):
             out = sparse_attention.reference(
                 query[:, :, :, 0],
                 segment.key_BHSD[one],

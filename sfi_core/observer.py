@@ -3,9 +3,69 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunEvent:
+    """A run begins.
+
+    Attributes:
+        batch: Requests.
+        policy: The policy's name.
+        backend: "torch" or "triton".
+        device: Where the model is.
+        config: The policy's settings, plain values.
+        trigger_token_ids: T_trig, ascending.
+        model: What the model is, plain values: see `sfi_core.describe_model.describe_model`.
+        audit: The audit's settings, plain values; None without an audit.
+    """
+
+    batch: int
+    policy: str
+    backend: str
+    device: str
+    config: Mapping[str, Any]
+    trigger_token_ids: tuple[int, ...]
+    model: Mapping[str, Any]
+    audit: Mapping[str, Any] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptEvent:
+    """A piece of the prompts is about to be read.
+
+    Attributes:
+        ids_BT: Token ids, padded on the left; on the model's device.
+        count: How many of T, the last ones, are each request's own.
+    """
+
+    ids_BT: torch.Tensor
+    count: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeginStepEvent:
+    """The batch enters a step, or a piece of the prompt.
+
+    Attributes:
+        step: Decoding step t; 0 is the prompt's last piece, -1 an earlier one.
+        slow: Requests with g_t = 1.
+        fast: The other unfinished requests.
+    """
+
+    step: int
+    slow: tuple[int, ...]
+    fast: tuple[int, ...]
+
+    @property
+    def kind(self) -> str:
+        """Say "prefill", "slow", "fast" or "mixed"."""
+        if self.step <= 0:
+            return "prefill"
+        return "mixed" if self.slow and self.fast else "slow" if self.slow else "fast"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +82,8 @@ class StepEvent:
         steps_since_slow: Fast steps since the last slow step.
         attended_tokens: Tokens read per KV head, the mean over the full-attention layers.
         context_tokens: Tokens that full attention reads.
-        elapsed_us: Wall time of the batch's step, in microseconds.
+        elapsed_us: Wall time of the batch's step, in microseconds; an audited step's includes the audit.
+        audited: Whether the audit looked at the step.
     """
 
     request: int
@@ -35,6 +96,7 @@ class StepEvent:
     attended_tokens: float
     context_tokens: int
     elapsed_us: float
+    audited: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +118,69 @@ class SelectionEvent:
     diagnostics: Mapping[str, torch.Tensor]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuditEvent:
+    """What dense attention would have read in one layer of an audited step, beside what the step read.
+
+    Probabilities are the softmax over all cached tokens, averaged over a KV head's query heads; a learned
+    sink logit takes no share. All tensors are on the device, for the audited KV heads only.
+
+    Attributes:
+        request: Index of the request.
+        step: Decoding step t.
+        layer: Index of the transformer layer.
+        slow: Whether the step was slow, g_t.
+        heads: The audited KV heads.
+        index_HK: Positions of the K highest probabilities, int32, ascending, padded with -1.
+        mass_HK: Their probabilities, float32; 0 where padded.
+        retained_H: Probability of what the step attended; 1 for a slow step.
+        query_cosine_H: Cosine of the query with the previous step's, averaged over the query heads
+            (FreeKV, C_i); NaN where there is none.
+        output_error_H: Norm of the difference between the step's attention output and dense attention's,
+            over the norm of the latter.
+    """
+
+    request: int
+    step: int
+    layer: int
+    slow: bool
+    heads: tuple[int, ...]
+    index_HK: torch.Tensor
+    mass_HK: torch.Tensor
+    retained_H: torch.Tensor
+    query_cosine_H: torch.Tensor
+    output_error_H: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogitsEvent:
+    """Next-token distributions of an audited step that had fast requests, against dense attention's.
+
+    Attributes:
+        requests: The fast requests.
+        step: Decoding step t.
+        kl_R: Kullback-Leibler divergence of the step's distribution from dense attention's, in nats; on the
+            device.
+        agrees_R: Whether both have the same most probable token; on the device.
+    """
+
+    requests: tuple[int, ...]
+    step: int
+    kl_R: torch.Tensor
+    agrees_R: torch.Tensor
+
+
 class Observer(Protocol):
     """Receives events and brackets spans; must not change what the core computes."""
+
+    def on_run(self, event: RunEvent) -> None:
+        """Note that a run begins; an observer may see several, one after the other."""
+
+    def on_prompt(self, event: PromptEvent) -> None:
+        """Record a piece of the prompts."""
+
+    def on_begin_step(self, event: BeginStepEvent) -> None:
+        """Note that a step begins."""
 
     def on_step(self, event: StepEvent) -> None:
         """Record one finished step of one request."""
@@ -65,12 +188,29 @@ class Observer(Protocol):
     def on_selection(self, event: SelectionEvent) -> None:
         """Record one refresh of the selected memory."""
 
-    def span(self, name: str, layer: int | None = None) -> AbstractContextManager[None]:
-        """Bracket a region, for NVTX ranges and timings."""
+    def on_audit(self, event: AuditEvent) -> None:
+        """Record one layer of an audited step."""
+
+    def on_logits(self, event: LogitsEvent) -> None:
+        """Record the next-token distributions of an audited step."""
+
+    def span(
+        self, name: str, layer: int | None = None, moved_bytes: int = 0
+    ) -> AbstractContextManager[None]:
+        """Bracket a region, for NVTX ranges and timings; `moved_bytes` is what it has to move."""
 
 
 class NullObserver:
     """Observes nothing, at no cost; a base for observers that want some events only."""
+
+    def on_run(self, event: RunEvent) -> None:
+        """Drop the event."""
+
+    def on_prompt(self, event: PromptEvent) -> None:
+        """Drop the event."""
+
+    def on_begin_step(self, event: BeginStepEvent) -> None:
+        """Drop the event."""
 
     def on_step(self, event: StepEvent) -> None:
         """Drop the event."""
@@ -78,9 +218,20 @@ class NullObserver:
     def on_selection(self, event: SelectionEvent) -> None:
         """Drop the event."""
 
-    def span(self, name: str, layer: int | None = None) -> AbstractContextManager[None]:
+    def on_audit(self, event: AuditEvent) -> None:
+        """Drop the event."""
+
+    def on_logits(self, event: LogitsEvent) -> None:
+        """Drop the event."""
+
+    def span(
+        self, name: str, layer: int | None = None, moved_bytes: int = 0
+    ) -> AbstractContextManager[None]:
         """Bracket nothing."""
-        return nullcontext()
+        return NOTHING
+
+
+NOTHING = nullcontext()
 
 
 class Observers:
@@ -88,6 +239,21 @@ class Observers:
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         self._observers = tuple(observers)
+
+    def on_run(self, event: RunEvent) -> None:
+        """Forward the event to every observer."""
+        for observer in self._observers:
+            observer.on_run(event)
+
+    def on_prompt(self, event: PromptEvent) -> None:
+        """Forward the event to every observer."""
+        for observer in self._observers:
+            observer.on_prompt(event)
+
+    def on_begin_step(self, event: BeginStepEvent) -> None:
+        """Forward the event to every observer."""
+        for observer in self._observers:
+            observer.on_begin_step(event)
 
     def on_step(self, event: StepEvent) -> None:
         """Forward the event to every observer."""
@@ -99,10 +265,27 @@ class Observers:
         for observer in self._observers:
             observer.on_selection(event)
 
+    def on_audit(self, event: AuditEvent) -> None:
+        """Forward the event to every observer."""
+        for observer in self._observers:
+            observer.on_audit(event)
+
+    def on_logits(self, event: LogitsEvent) -> None:
+        """Forward the event to every observer."""
+        for observer in self._observers:
+            observer.on_logits(event)
+
     @contextmanager
-    def span(self, name: str, layer: int | None = None) -> Iterator[None]:
+    def span(self, name: str, layer: int | None = None, moved_bytes: int = 0) -> Iterator[None]:
         """Nest every observer's span."""
         with ExitStack() as stack:
             for observer in self._observers:
-                stack.enter_context(observer.span(name, layer))
+                stack.enter_context(observer.span(name, layer, moved_bytes))
             yield
+
+
+def together(observers: Sequence[Observer]) -> Observer:
+    """Return an observer that stands for all of them."""
+    if not observers:
+        return NullObserver()
+    return observers[0] if len(observers) == 1 else Observers(observers)

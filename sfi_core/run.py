@@ -4,6 +4,7 @@ Knows nothing of transformers: whoever drives the model says when a forward pass
 layer's keys, values and queries, and tells which tokens were sampled.
 """
 
+import dataclasses
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -12,9 +13,10 @@ from dataclasses import dataclass, field
 
 import torch
 
+from sfi_core.audit import Audit
 from sfi_core.describe import Forward, Rows, describe_pass
 from sfi_core.kv_cache import KVCache, LayerPages
-from sfi_core.observer import Observer, StepEvent
+from sfi_core.observer import BeginStepEvent, NullObserver, Observer, StepEvent
 from sfi_core.packed_segment import PackedSegment
 from sfi_core.policies.base import Policy, StepContext
 from sfi_core.sparse_state import SparseState
@@ -34,6 +36,7 @@ class Run:
         cache: The paged KV cache.
         stop_ids: Tokens that end a request.
         device: Where the cache is.
+        audit: Looks at every layer of the audited steps; None without an audit.
         requests: The sparse state of each request.
         segments: The packed segment by layer.
         tails: Last queries of earlier pieces of the prompt by layer, for the prefill's evidence.
@@ -52,6 +55,7 @@ class Run:
     cache: KVCache
     stop_ids: frozenset[int] = frozenset()
     device: torch.device = CPU
+    audit: Audit | None = None
     requests: list[SparseState] = field(init=False)
     segments: dict[int, PackedSegment] = field(default_factory=dict)
     tails: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -91,6 +95,9 @@ class Run:
             else:
                 state.length += new
         self._describe()
+        step = 0 if final else -1
+        rows = tuple(row for row, new in enumerate(count) if new)
+        self.observer.on_begin_step(BeginStepEvent(step=step, slow=rows, fast=()))
 
     @property
     def recorded(self) -> bool:
@@ -109,6 +116,9 @@ class Run:
                 state.begin(slow=plan.slow_B[row], reason=plan.reason_B[row], new_tokens=1)
                 self._move_recent(state)
         self._describe()
+        step = max(state.step for state in self.requests)
+        slow, fast = self.descriptor.slow, self.descriptor.fast
+        self.observer.on_begin_step(BeginStepEvent(step=step, slow=slow, fast=fast))
 
     def append(self, layer: int, key_BHTD: torch.Tensor, value_BHTE: torch.Tensor) -> LayerPages:
         """Put the pass's new keys and values of a layer into the cache."""
@@ -116,7 +126,7 @@ class Run:
         self.cache.grow(max(self.forward.length))
         self.layers.add(layer)
         step = self.descriptor
-        with self.counted(layer):
+        with self.counted(layer), self.observer.span("append", layer):
             return self.cache.append(
                 layer,
                 key_BHTD,
@@ -154,6 +164,7 @@ class Run:
                     attended_tokens=attended,
                     context_tokens=state.length,
                     elapsed_us=elapsed * 1e6,
+                    audited=self.audit is not None and self.audit.due(state),
                 )
             )
         self._recorded = True
@@ -174,6 +185,19 @@ class Run:
             table, step = self.cache.block_table_BP, self.descriptor
             self._rows[rows] = Rows.of(rows, self.requests, self.policy.config.sink, step, table)
         return self._rows[rows]
+
+    def shadow(self) -> "Run":
+        """Return a run over the same cache whose every request is slow, for the pass under way.
+
+        A forward pass under it writes what the pass itself will overwrite, and nothing else of this run.
+        """
+        assert self.forward is not None, "a forward pass has begun"
+        policy = Policy(self.policy.config, self.policy.trigger)
+        twin = Run(policy, NullObserver(), self.cache, device=self.device)
+        twin.requests = [dataclasses.replace(state, slow=True) for state in self.requests]
+        twin.segments, twin.layers, twin.forward = self.segments, self.layers, self.forward
+        twin._describe()
+        return twin
 
     @contextmanager
     def counted(self, layer: int) -> Iterator[None]:

@@ -2,25 +2,29 @@
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 
 from sfi_core.attention_seam import Seam, install, uninstall
+from sfi_core.audit import Audit, AuditConfig
 from sfi_core.backends import PAGE_SIZE, resolve_backend
 from sfi_core.cache_seam import SfiCache
 from sfi_core.config import SfiConfig
+from sfi_core.describe_model import describe_model
 from sfi_core.errors import ConfigError
 from sfi_core.kv_cache import KVCache
+from sfi_core.layer_shapes import layer_shapes
 from sfi_core.memory import Forecast, LayerShape, check_fits, forecast
-from sfi_core.observer import NullObserver, Observer, Observers
-from sfi_core.policies import Policy, policy_class
+from sfi_core.observer import NullObserver, Observer, PromptEvent, RunEvent, together
+from sfi_core.policies import policy_class
 from sfi_core.refusals import check_backend, check_cache, prompt_tokens, refuse_modes
 from sfi_core.report import RunReport
 from sfi_core.run import Run
+from sfi_core.shadow import Shadow
 from sfi_core.trigger import Trigger
-from sfi_core.trigger_set import build_trigger_set
+from sfi_core.trigger_set import resolve_triggers
 
 UNKNOWN_CAPACITY = 1024
 
@@ -36,6 +40,8 @@ class Session:
         backend: What runs: "torch" or "triton".
         trigger_token_ids: T_trig.
         report: Report of the last run; None before the first.
+        observer: All observers as one.
+        span: The observer's span of the forward pass under way.
     """
 
     def __init__(
@@ -46,12 +52,16 @@ class Session:
         policy: str,
         observers: Sequence[Observer],
         page_size: int | None,
+        audit: AuditConfig | None,
     ) -> None:
         self.model, self.config, self.policy_name = model, config, policy
         self.trigger_token_ids = resolve_triggers(tokenizer, config)
         trigger = Trigger(frozenset(self.trigger_token_ids), config)
         self.policy = policy_class(policy)(config, trigger)
-        self._observer: Observer = Observers(observers) if observers else NullObserver()
+        self.observer = together(observers)
+        self._audit = audit
+        self._shadow = Shadow()
+        self.span = ExitStack()
         self._page_size = page_size
         self.backend = "torch"
         self._run: Run | None = None
@@ -111,7 +121,7 @@ class Session:
         cache = kwargs.get("past_key_values")
         check_cache(cache)
         self.seam.cache = cache
-        if cache is None:
+        if cache is None or self._shadow.under_way:
             return
         ids: Any = kwargs.get("input_ids", args[0] if args else None)
         tokens = ids if ids is not None else kwargs["inputs_embeds"]
@@ -122,19 +132,31 @@ class Session:
         if cache.seen == 0 or end <= prompt_length or new > 1:
             mask, final = kwargs.get("attention_mask"), end >= prompt_length
             count = prompt_tokens(mask, batch, new, cache.seen, final=final)
+            if ids is not None:
+                cache.run.observer.on_prompt(PromptEvent(ids_BT=ids, count=tuple(count)))
             cache.run.begin_prefill(count, final=final)
+            name = "prefill"
         else:
             if (
                 not cache.run.recorded
             ):  # transformers' loop does not tell; ours has, without a second look
                 cache.run.record(ids[:, -1].tolist())
             cache.run.begin_decode()
+            if self._shadow.due(cache.run):
+                self._shadow.run(model, cache, args, kwargs)
+                self.seam.cache = cache
+            name = "forward"
+        self.span.enter_context(cache.run.observer.span(name))
 
     def after_forward(self, model: Any, args: tuple[Any, ...], output: Any) -> None:
         """Leave a step: transformers calls this after every forward pass of the model."""
-        if self.seam.cache is not None:
-            self.seam.cache.detach()
-            self.seam.cache = None
+        cache, self.seam.cache = self.seam.cache, None
+        if cache is None:
+            return
+        cache.detach()
+        if not self._shadow.under_way:
+            self.span.close()
+            self._shadow.compare(cache.run, output.logits[:, -1])
 
     def wrap(self, generate: Callable[..., Any]) -> Callable[..., Any]:
         """Make `model.generate` use our cache; everything else stays as it is."""
@@ -180,9 +202,43 @@ class Session:
         capacity = cache.capacity or max(new, cache.prompt_length or 0) + UNKNOWN_CAPACITY
         page_size = self._page_size or (PAGE_SIZE if self.backend == "triton" else None)
         pages = KVCache(batch, capacity, page_size, self.backend)
-        self._run = Run(self.policy, self._observer, pages, cache.stop_ids, self.model.device)
+        self._run = Run(
+            self.policy,
+            self.observer,
+            pages,
+            cache.stop_ids,
+            self.model.device,
+            Audit.of(self._audit),
+        )
         cache.attach(self._run)
+        if self._shapes:
+            self._tell(batch)
         return self._run
+
+    def observe(self) -> None:
+        """Get ready for the observers and the audit, if there are any.
+
+        Raises:
+            ConfigError: The audit names layers or heads that the model does not have.
+        """
+        if self._audit is not None:
+            self._audit.check(self.shapes())
+        if not isinstance(self.observer, NullObserver):
+            self.shapes()  # now: it takes a forward pass, which cannot be made within another
+
+    def _tell(self, batch: int) -> None:
+        self.observer.on_run(
+            RunEvent(
+                batch=batch,
+                policy=self.policy_name,
+                backend=self.backend,
+                device=str(self.model.device),
+                config=self.policy.config.to_dict(),
+                trigger_token_ids=self.trigger_token_ids,
+                model=describe_model(self.model, self._shapes),
+                audit=None if self._audit is None else self._audit.to_dict(),
+            )
+        )
 
 
 @contextmanager
@@ -195,6 +251,7 @@ def slow_fast(
     observers: Sequence[Observer] = (),
     backend: str = "auto",
     page_size: int | None = None,
+    audit: AuditConfig | None = None,
 ) -> Iterator[Session]:
     """Run a transformers model with SFI: inside, plain `model.generate(...)` is slow-fast.
 
@@ -206,6 +263,7 @@ def slow_fast(
         observers: Told of every step, refresh and span.
         backend: "torch", "triton", or "auto", which takes triton on a CUDA device.
         page_size: Tokens of a cache page; None is one page a request under torch, 64 tokens under triton.
+        audit: What to compare with dense attention, for the observers; the tokens stay the same.
 
     Yields:
         The session; its `report` tells what the last run did. The model is restored on exit.
@@ -216,7 +274,7 @@ def slow_fast(
         UnsupportedModelError: The architecture cannot run under SFI.
     """
     check_backend(backend, model.device)
-    session = Session(model, tokenizer, config or SfiConfig(), policy, observers, page_size)
+    session = Session(model, tokenizer, config or SfiConfig(), policy, observers, page_size, audit)
     own = model.__dict__.get("generate")
     if own is not None and getattr(own, "sfi", False):
         raise ConfigError("slow_fast must not be nested on one model, got a second one")
@@ -230,51 +288,13 @@ def slow_fast(
     model.generate = wrapped
     try:
         session.backend = resolve_backend(backend, model, session.shapes, page_size)
+        session.observe()
         yield session
     finally:
+        session.span.close()
         for hook in hooks:
             hook.remove()
         model.__dict__.pop("generate")
         if own is not None:
             model.generate = own
         uninstall(model, previous)
-
-
-@torch.no_grad()
-def layer_shapes(model: Any, policy: Policy) -> list[LayerShape]:
-    """Learn every layer's shapes from a pass over two tokens, whatever the architecture."""
-    cache = SfiCache(model, 2, 2, frozenset())
-    run = Run(policy, NullObserver(), KVCache(1, 2), device=model.device)
-    cache.attach(run)
-    model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=model.device), past_key_values=cache)
-    shapes = []
-    for index, layer in enumerate(cache.layers):
-        pages = run.cache.layers.get(index)
-        key, value = (
-            (layer.keys, layer.values) if pages is None else (pages.key_PHND, pages.value_PHNE)
-        )
-        shapes.append(
-            LayerShape(
-                heads=key.shape[1],
-                key_width=key.shape[3],
-                value_width=value.shape[3],
-                itemsize=key.itemsize,
-                window=layer.sliding_window if pages is None else None,
-            )
-        )
-    return shapes
-
-
-def resolve_triggers(tokenizer: Any, config: SfiConfig) -> tuple[int, ...]:
-    """Return T_trig as token ids, ascending.
-
-    Raises:
-        ConfigError: Trigger strings are needed and there is no tokenizer, or none of them is a token.
-    """
-    if config.trigger_token_ids is not None:
-        return tuple(sorted(config.trigger_token_ids))
-    if config.trigger_policy != "boundary":
-        return ()
-    if tokenizer is None:
-        raise ConfigError("triggers need a tokenizer, got none; pass one or set trigger_token_ids")
-    return tuple(sorted(build_trigger_set(tokenizer, config.triggers).token_ids))

@@ -6,7 +6,8 @@ import torch
 
 from sfi_core.backends import layer_step
 from sfi_core.cache_seam import SfiCache
-from sfi_core.session import Session, layer_shapes
+from sfi_core.layer_shapes import layer_shapes
+from sfi_core.session import Session
 
 
 def synthetic_cache(session: Session, context: int, capacity: int, *, seed: int = 0) -> SfiCache:

@@ -20,8 +20,9 @@ import unicodedata
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
+from sfi_core.config import SfiConfig
 from sfi_core.errors import ConfigError
 
 # marks of other scripts and the one-character ellipsis are triggers of their own
@@ -148,3 +149,18 @@ def _ends_with(text: str, trigger: str) -> bool:
         return trigger in text[len(text.rstrip()) :]
     closed = TRAILING.replace(trigger, "")
     return text.rstrip(closed).endswith((trigger, *CJK_FORMS.get(trigger, "")))
+
+
+def resolve_triggers(tokenizer: Any, config: SfiConfig) -> tuple[int, ...]:
+    """Return T_trig as token ids, ascending.
+
+    Raises:
+        ConfigError: Trigger strings are needed and there is no tokenizer, or none of them is a token.
+    """
+    if config.trigger_token_ids is not None:
+        return tuple(sorted(config.trigger_token_ids))
+    if config.trigger_policy != "boundary":
+        return ()
+    if tokenizer is None:
+        raise ConfigError("triggers need a tokenizer, got none; pass one or set trigger_token_ids")
+    return tuple(sorted(build_trigger_set(tokenizer, config.triggers).token_ids))

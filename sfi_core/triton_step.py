@@ -14,9 +14,11 @@ class TritonStep(LayerStep):
         """See `LayerStep.attend`."""
         with self.run.counted(self.layer):
             if self.forward.decode:
-                return self._decode_all(query_BHGTD)
-            out = self._prefill(query_BHGTD)
-            self.end_prefill(query_BHGTD)
+                out = self._decode_all(query_BHGTD)
+            else:
+                out = self._prefill(query_BHGTD)
+                self.end_prefill(query_BHGTD)
+            self.audit(query_BHGTD, out)
             return out
 
     def _decode_all(self, query_BHG1D: torch.Tensor) -> torch.Tensor:
@@ -30,7 +32,8 @@ class TritonStep(LayerStep):
         evidence = policy.selects_after and not self.left_dense
         segment = run.segment(self.layer)
         kind = "mixed" if step.fast and step.slow else "fast" if step.fast else "dense"
-        with run.observer.span(f"attention.{kind}", self.layer):
+        moved = self.moved_bytes(step.slow, dense=True) + self.moved_bytes(step.fast, dense=False)
+        with run.observer.span(f"attention.{kind}", self.layer, moved):
             result = decode_attention.triton(
                 query_BHG1D[:, :, :, 0],
                 segment.key_BHSD,
@@ -54,7 +57,8 @@ class TritonStep(LayerStep):
 
     def _prefill(self, query_BHGTD: torch.Tensor) -> torch.Tensor:
         self.run.paths["triton.prefill_attention"] += len(self.run.descriptor.slow)
-        with self.run.observer.span("attention.dense", self.layer):
+        moved = self.moved_bytes(self.run.descriptor.slow, dense=True)
+        with self.run.observer.span("attention.dense", self.layer, moved):
             return dense_attention.triton(
                 query_BHGTD,
                 self.pages.key_PHND,

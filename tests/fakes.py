@@ -6,7 +6,16 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from sfi_core.observer import SelectionEvent, StepEvent
+from sfi_core.observer import (
+    AuditEvent,
+    BeginStepEvent,
+    LogitsEvent,
+    NullObserver,
+    PromptEvent,
+    RunEvent,
+    SelectionEvent,
+    StepEvent,
+)
 
 
 class ScriptedModel:
@@ -39,14 +48,34 @@ class ScriptedModel:
         return torch.nn.functional.one_hot(ids, self.vocab).float()
 
 
-class RecordingObserver:
+class RecordingObserver(NullObserver):
     """Keeps every event and span, in order."""
 
     def __init__(self) -> None:
+        self.runs: list[RunEvent] = []
+        self.prompts: list[PromptEvent] = []
+        self.begun: list[BeginStepEvent] = []
         self.steps: list[StepEvent] = []
         self.selections: list[SelectionEvent] = []
+        self.audits: list[AuditEvent] = []
+        self.logits: list[LogitsEvent] = []
         self.spans: list[tuple[str, int | None]] = []
         self.open = 0
+
+    def on_run(self, event: RunEvent) -> None:
+        self.runs.append(event)
+
+    def on_prompt(self, event: PromptEvent) -> None:
+        self.prompts.append(event)
+
+    def on_begin_step(self, event: BeginStepEvent) -> None:
+        self.begun.append(event)
+
+    def on_audit(self, event: AuditEvent) -> None:
+        self.audits.append(event)
+
+    def on_logits(self, event: LogitsEvent) -> None:
+        self.logits.append(event)
 
     def on_step(self, event: StepEvent) -> None:
         self.steps.append(event)
@@ -55,7 +84,7 @@ class RecordingObserver:
         self.selections.append(event)
 
     @contextmanager
-    def span(self, name: str, layer: int | None = None) -> Iterator[None]:
+    def span(self, name: str, layer: int | None = None, moved_bytes: int = 0) -> Iterator[None]:
         self.spans.append((name, layer))
         self.open += 1
         try:

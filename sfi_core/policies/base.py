@@ -1,6 +1,7 @@
 """The one interface every decoding policy implements."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -35,6 +36,11 @@ class StepPlan:
         return cls(tuple(bool(reason) for reason in reason_B), tuple(reason_B))
 
 
+def no_span(_: str) -> AbstractContextManager[None]:
+    """Bracket nothing."""
+    return nullcontext()
+
+
 @dataclass(frozen=True, slots=True)
 class LayerContext:
     """What a policy may look at inside one layer, for some requests of the batch.
@@ -48,6 +54,7 @@ class LayerContext:
         logits: Computes the window's attention logits, [B, H, G, W, T] (Eq. 4). In `select_before` the
             window is the current query.
         log_sum_BHGW: Their log-sum-exp over J, where the attention has made it already.
+        span: Brackets a phase of the selection, for the observers.
     """
 
     layer: int
@@ -57,6 +64,7 @@ class LayerContext:
     key_norm_BHT: torch.Tensor
     logits: Callable[[], torch.Tensor]
     log_sum_BHGW: torch.Tensor | None = None
+    span: Callable[[str], AbstractContextManager[None]] = no_span
 
 
 @dataclass(frozen=True, slots=True)

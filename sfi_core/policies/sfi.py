@@ -20,21 +20,24 @@ class SFI(Policy):
 
     def select_after(self, context: LayerContext) -> Selection:
         """Run the Selector and keep its best positions (Algorithm 2)."""
-        logits = context.logits()
         settings = dataclasses.asdict(self.config.selector)
         clip_rows = settings.pop("lambda_clip_rows")
-        # Paper gap: the released code has another clip for several rows; G query heads are rows too
-        if clip_rows is not None and logits.shape[2] * logits.shape[3] > 1:
-            settings["lambda_clip"] = clip_rows
         diagnostics: dict[str, torch.Tensor] = {}
-        score, diagnostics["lambda_star"] = selector.on(context.backend)(
-            logits,
-            context.key_norm_BHT,
-            context.allowed_BT,
-            group_reduce=self.config.group_reduce,
-            span=self.config.span,
-            log_sum_BHGW=context.log_sum_BHGW,
-            diagnostics=diagnostics,
-            **settings,
-        )
-        return Selection(top_k.on(context.backend)(score, self.config.budget), diagnostics)
+        with context.span("selector"):
+            logits = context.logits()
+            # Paper gap: the released code has another clip for several rows; G query heads are rows too
+            if clip_rows is not None and logits.shape[2] * logits.shape[3] > 1:
+                settings["lambda_clip"] = clip_rows
+            score, diagnostics["lambda_star"] = selector.on(context.backend)(
+                logits,
+                context.key_norm_BHT,
+                context.allowed_BT,
+                group_reduce=self.config.group_reduce,
+                span=self.config.span,
+                log_sum_BHGW=context.log_sum_BHGW,
+                diagnostics=diagnostics,
+                **settings,
+            )
+        with context.span("top_k"):
+            index = top_k.on(context.backend)(score, self.config.budget)
+        return Selection(index, diagnostics)

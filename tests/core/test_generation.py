@@ -32,9 +32,9 @@ class Recorder(NullObserver):
     def on_selection(self, event):
         self.selections.append(event)
 
-    def span(self, name, layer=None):
+    def span(self, name, layer=None, moved_bytes=0):
         self.spans.append((name, layer))
-        return super().span(name, layer)
+        return super().span(name, layer, moved_bytes)
 
 
 @pytest.fixture
@@ -188,9 +188,9 @@ class FirstSpan(NullObserver):
     def __init__(self, begun):
         self.begun = begun
 
-    def span(self, name, layer=None):
+    def span(self, name, layer=None, moved_bytes=0):
         self.begun.append(name)
-        return super().span(name, layer)
+        return super().span(name, layer, moved_bytes)
 
 
 def test_nan_logits_are_found_when_sampling_too(model):

@@ -53,8 +53,8 @@ def test_spans_close_in_reverse_order():
     order = []
 
     class Ordered(RecordingObserver):
-        def span(self, name, layer=None):
-            outer = super().span(name, layer)
+        def span(self, name, layer=None, moved_bytes=0):
+            outer = super().span(name, layer, moved_bytes)
 
             class Noted:
                 def __enter__(noted):  # noqa: N805

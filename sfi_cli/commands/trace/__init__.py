@@ -1,0 +1,8 @@
+"""`sfi trace ...`: record once, then look at it from every side."""
+
+import typer
+
+app = typer.Typer(
+    help="Record what the model attended to, and look at it.",
+    no_args_is_help=True,
+)

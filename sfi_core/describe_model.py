@@ -1,0 +1,50 @@
+"""A model in numbers, for traces and the byte model."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from sfi_core.memory import LayerShape
+
+
+def describe_model(model: Any, shapes: Sequence[LayerShape]) -> dict[str, Any]:
+    """Say what a model is and what a decoding step of one request has to read.
+
+    Args:
+        model: A model of transformers.
+        shapes: Its layers' keys and values.
+
+    Returns:
+        Plain values. `weight_bytes` is what one token reads: all weights but rows of the input embedding that
+        it does not look up, and of a mixture's experts only as many as are active. `layers` has heads, widths
+        and bytes of a number for each layer, and its window if it slides.
+    """
+    config = model.config.get_text_config(decoder=True)
+    embedding = model.get_input_embeddings().weight
+    head = model.get_output_embeddings()
+    tied = head is not None and head.weight is embedding
+    embedding_bytes = embedding.numel() * embedding.itemsize
+    weights = list(model.named_parameters())  # shared ones come once
+    total = sum(weight.numel() * weight.itemsize for _, weight in weights)
+    routed = sum(w.numel() * w.itemsize for name, w in weights if ".experts." in name)
+    experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
+    experts = experts or getattr(config, "n_routed_experts", None)
+    active = getattr(config, "num_experts_per_tok", None)
+    share = active / experts if experts and active else 1.0
+    return {
+        "name": config._name_or_path or model.config._name_or_path,  # noqa: SLF001 - nothing public says it
+        "architecture": type(model).__name__,
+        "model_type": config.model_type,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "layers": [
+            {
+                "layer": layer, "heads": shape.heads, "key_width": shape.key_width,
+                "value_width": shape.value_width, "itemsize": shape.itemsize, "window": shape.window,
+            }
+            for layer, shape in enumerate(shapes)
+        ],
+        "query_heads": config.num_attention_heads,
+        "weight_bytes": total - (0 if tied else embedding_bytes) - round((1 - share) * routed),
+        "embedding_bytes": embedding_bytes,
+        "max_positions": getattr(config, "max_position_embeddings", None),
+        "vocabulary": config.vocab_size,
+    }  # fmt: skip

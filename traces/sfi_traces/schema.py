@@ -1,0 +1,92 @@
+"""The tables of a trace (DESIGN.md, 6): `manifest.json`, and a folder of Parquet parts for each table.
+
+A row's `request` numbers the requests of all runs that one trace holds, in order. A reader of version N reads
+versions 1 to N; a new column raises no version, a changed or missing one does.
+"""
+
+import pyarrow as pa
+
+SCHEMA_VERSION = 1
+MANIFEST = "manifest.json"
+PART = "part-{number:05d}.parquet"
+
+KEY = [("request", pa.int32()), ("step", pa.int32())]
+HEAD = [("layer", pa.int16()), ("head", pa.int16())]
+POSITIONS = pa.list_(pa.int32())
+
+TABLES: dict[str, pa.Schema] = {
+    # a prompt's token; text and ids are null in a redacted trace, here and in `steps`
+    "prompts": pa.schema(
+        [
+            ("request", pa.int32()),
+            ("position", pa.int32()),
+            ("token_id", pa.int32()),
+            ("token_text", pa.string()),
+        ]
+    ),
+    # a request and step; `position` is the query's, `token_id` the token that the step generated
+    "steps": pa.schema(
+        [
+            *KEY,
+            ("position", pa.int32()),
+            ("token_id", pa.int32()),
+            ("token_text", pa.string()),
+            ("slow", pa.bool_()),
+            ("reason", pa.string()),  # "" for a fast step
+            ("steps_since_slow", pa.int32()),
+            ("sentence", pa.int32()),  # trigger tokens among x_0 ... x_{t-1}
+            ("trigger", pa.bool_()),  # whether the generated token is in T_trig
+            ("attended_tokens", pa.float32()),
+            ("context_tokens", pa.int32()),
+            ("read_ratio", pa.float32()),
+            ("elapsed_us", pa.float64()),
+            ("audited", pa.bool_()),
+        ]
+    ),
+    # a request, refresh, layer and KV head; null where the policy has no Selector or there was none before
+    "selections": pa.schema(
+        [
+            *KEY,
+            *HEAD,
+            ("selected", pa.int32()),
+            ("lambda_star", pa.float32()),
+            ("evidence_norm2", pa.float32()),
+            ("evidence_dot_prior", pa.float32()),
+            ("prior_norm2", pa.float32()),
+            ("evidence_entropy", pa.float32()),
+            ("overlap_previous", pa.float32()),
+            ("jaccard_previous", pa.float32()),
+            ("added", pa.int32()),
+            ("removed", pa.int32()),
+            ("positions", POSITIONS),
+        ]
+    ),
+    # an audited request, step, layer and KV head
+    "supports": pa.schema(
+        [
+            *KEY,
+            *HEAD,
+            ("positions", POSITIONS),
+            ("mass", pa.list_(pa.float32())),
+            ("retained_mass", pa.float32()),
+            ("overlap_previous_step", pa.float32()),  # null unless the step before was audited
+            ("overlap_last_refresh", pa.float32()),  # with the last slow step before this one
+            ("query_cosine", pa.float32()),
+            ("output_error", pa.float32()),
+        ]
+    ),
+    # an audited request and step that was fast
+    "logits": pa.schema([*KEY, ("kl_next_token", pa.float32()), ("argmax_agrees", pa.bool_())]),
+    # a span; `request` is the first of its batch, `begin_us` counts from the trace's beginning
+    "timings": pa.schema(
+        [
+            *KEY,
+            ("layer", pa.int16()),  # null for what is not a layer's
+            ("name", pa.string()),
+            ("stream", pa.string()),
+            ("begin_us", pa.float64()),
+            ("elapsed_us", pa.float64()),
+            ("bytes", pa.int64()),
+        ]
+    ),
+}
