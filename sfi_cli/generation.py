@@ -2,13 +2,15 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import typer
 
 from sfi_cli.output import Output, message
-from sfi_cli.progress import PrefillProgress
+from sfi_cli.progress import DecodeProgress, PrefillProgress
 from sfi_cli.prompts import Entry, Prompts
+from sfi_cli.recording import Recording
 from sfi_cli.views import report_lines
 from sfi_core.config import SfiConfig
 from sfi_core.errors import InputError
@@ -33,6 +35,7 @@ class GenerateJob:
     max_new_tokens: int
     prefill_chunk: int
     compare: bool
+    recording: Recording
     json: bool
     quiet: bool
 
@@ -61,10 +64,17 @@ class GenerateJob:
         model, tokenizer = load(self.model, **self.loading)
         texts = [self._text(entry, tokenizer) for entry in self.prompts.entries]
         shows = output.streams and not self.json and len(texts) == 1
-        result = self._decode(model, tokenizer, texts, self.policy, output if shows else None)
+        decode = partial(self._decode, model, tokenizer, texts)
+        with self.recording.observers(tokenizer, self._provenance(), self.quiet) as (
+            watch,
+            stopped,
+        ):
+            result = decode(self.policy, output if shows else None, watch, self.recording.audit)
+            if result.interrupted or result.error is not None:
+                stopped("interrupted" if result.interrupted else str(result.error))
         other = None
         if self.compare and not result.interrupted and result.error is None:
-            other = self._decode(model, tokenizer, texts, "full-kv", None)
+            other = decode("full-kv", None, [], None)
         document = self._document(result, other, str(model.device))
         if self.json:
             output.document(document)
@@ -81,8 +91,16 @@ class GenerateJob:
             raise typer.Exit(INTERRUPTED)
 
     def _decode(
-        self, model: Any, tokenizer: Any, texts: list[str], policy: str, stream: Output | None
+        self,
+        model: Any,
+        tokenizer: Any,
+        texts: list[str],
+        policy: str,
+        stream: Output | None,
+        observers: list[Any],
+        audit: Any,
     ) -> Any:
+        from sfi_cli.step_progress import ProgressObserver
         from sfi_core.generation import generate
         from sfi_core.sampling import Sampling
         from sfi_core.streaming import TextStream
@@ -94,7 +112,11 @@ class GenerateJob:
             def on_token(tokens: list[int]) -> None:
                 stream.stream(shown.push(tokens[0]))
 
-        with PrefillProgress(quiet=self.quiet, label=policy) as progress:
+        quiet = self.quiet
+        with (
+            PrefillProgress(quiet=quiet, label=policy) as reading,
+            DecodeProgress(quiet=quiet or stream is not None) as decoding,
+        ):
             return generate(
                 model,
                 tokenizer,
@@ -106,9 +128,20 @@ class GenerateJob:
                 seed=self.seed,
                 prefill_chunk=self.prefill_chunk,
                 backend=self.backend,
+                observers=[*observers, ProgressObserver(decoding, self.max_new_tokens)],
+                audit=audit,
                 on_token=on_token,
-                on_prefill=progress.update,
+                on_prefill=reading.update,
             )
+
+    def _provenance(self) -> dict[str, Any]:
+        return {
+            "preset": self.preset,
+            "seed": self.seed,
+            "revision": self.loading["revision"],
+            "sampling": self.sampling,
+            "max_new_tokens": self.max_new_tokens,
+        }
 
     def _text(self, entry: Entry, tokenizer: Any) -> str:
         if isinstance(entry, str) and not self.chat:

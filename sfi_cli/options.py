@@ -5,10 +5,14 @@ from typing import Annotated, Any
 
 import typer
 
+from sfi_core.audit_config import AuditConfig
 from sfi_core.config import GROUP_REDUCTIONS, PRESETS, RECENT_MODES, TRIGGER_POLICIES, SfiConfig
+from sfi_core.errors import ConfigError
 
 DEFAULTS = SfiConfig()
+DEFAULT_AUDIT = AuditConfig()
 MODEL, METHOD, SAMPLING, OUTPUT = "Model", "Slow-fast decoding", "Sampling", "Output"
+TRACE = "Trace"
 
 
 def _names(names: tuple[str, ...] | dict[str, object]) -> str:
@@ -116,6 +120,65 @@ Force = Annotated[
 
 TraceDir = Annotated[Path, typer.Argument(help="Folder of the trace.", metavar="DIR")]
 RequestIndex = Annotated[int | None, typer.Option("--request", help="Only this request.")]
+Audit = Annotated[
+    int | None,
+    typer.Option(
+        "--audit",
+        help="Compare every N-th step with dense attention; the tokens stay the same.",
+        show_default="off",
+        rich_help_panel=TRACE,
+    ),
+]
+AuditTop = Annotated[
+    int, typer.Option(help="Positions of an audited support.", rich_help_panel=TRACE)
+]
+AuditLayers = Annotated[
+    str | None,
+    typer.Option(help="Only these layers: 0,3,8-11.", show_default="all", rich_help_panel=TRACE),
+]
+AuditHeads = Annotated[
+    str | None,
+    typer.Option(help="Only these KV heads: 0,2-3.", show_default="all", rich_help_panel=TRACE),
+]
+Positions = Annotated[
+    bool | None,
+    typer.Option(
+        "--positions/--no-positions", help="Record the positions of every selection.",
+        show_default="while they are few", rich_help_panel=TRACE,
+    ),
+]  # fmt: skip
+RedactText = Annotated[
+    bool,
+    typer.Option(
+        "--redact-text",
+        help="Keep token ids and text out of the trace.",
+        rich_help_panel=TRACE,
+    ),
+]
+Nvtx = Annotated[
+    bool | None,
+    typer.Option(
+        "--nvtx/--no-nvtx", help="Mark steps and phases for Nsight Systems.",
+        show_default="when a profiler is attached", rich_help_panel=TRACE,
+    ),
+]  # fmt: skip
+
+
+def number_list(text: str | None, option: str) -> tuple[int, ...] | None:
+    """Read `0,3,8-11`.
+
+    Raises:
+        ConfigError: It is written otherwise.
+    """
+    if text is None:
+        return None
+    numbers: set[int] = set()
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()):
+            raise ConfigError(f"{option} must be numbers and ranges like 0,3,8-11, got {text}")
+        numbers |= set(range(int(first), int(last or first) + 1))
+    return tuple(sorted(numbers))
 
 
 def build_config(

@@ -74,6 +74,14 @@ class PrefillProgress(Progress):
         self._show(f"{self._label}: reading the prompt", read, total, line)
 
 
+class DecodeProgress(Progress):
+    """Shows how many tokens were decoded, where no text streams."""
+
+    def update(self, done: int, total: int) -> None:
+        """Show that `done` of at most `total` steps are behind us."""
+        self._show("decoding", done, total, f"decoded {done:,} of at most {total:,} tokens")
+
+
 class BenchProgress(Progress):
     """Shows which phase a benchmark is in, or which kernel was compiled."""
 

@@ -1,13 +1,11 @@
 """The audit: what dense attention would have read, beside what a step read; the run stays as it is."""
 
-import dataclasses
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from sfi_core.errors import ConfigError
-from sfi_core.memory import LayerShape
+from sfi_core.audit_config import AuditConfig
 from sfi_core.observer import AuditEvent
 from sfi_kernels.dense_attention import dense_attention, window_logits
 from sfi_kernels.top_k import top_k
@@ -15,48 +13,6 @@ from sfi_kernels.top_k import top_k
 if TYPE_CHECKING:
     from sfi_core.layer_step import LayerStep
     from sfi_core.sparse_state import SparseState
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AuditConfig:
-    """What to audit.
-
-    Attributes:
-        every: Every how many steps. Slow steps are always audited: what follows is compared with them.
-        top: Positions of a support, K.
-        layers: Only these layers; None is all that sfi manages.
-        heads: Only these KV heads; None is all.
-    """
-
-    every: int = 1
-    top: int = 1024
-    layers: tuple[int, ...] | None = None
-    heads: tuple[int, ...] | None = None
-
-    def __post_init__(self) -> None:
-        """Reject what cannot be audited."""
-        for name, option in (("every", "--audit"), ("top", "--audit-top")):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{option} must be positive, got {getattr(self, name)}")
-
-    def check(self, shapes: list[LayerShape]) -> None:
-        """Refuse layers and heads that the model does not have.
-
-        Raises:
-            ConfigError: With those that it has.
-        """
-        managed = [layer for layer, shape in enumerate(shapes) if shape.window is None]
-        odd = sorted(set(self.layers or ()) - set(managed))
-        if odd:
-            raise ConfigError(f"--audit-layers must be among {managed}, got {odd}")
-        fewest = min(shapes[layer].heads for layer in self.layers or managed)
-        wrong = [head for head in self.heads or () if not 0 <= head < fewest]
-        if wrong:
-            raise ConfigError(f"--audit-heads must be in 0 to {fewest - 1}, got {wrong}")
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return dataclasses.asdict(self)
 
 
 @dataclass(slots=True)
@@ -176,5 +132,7 @@ def _error(
         **step.options,
     )
     dense_HX = dense[0, :, :, 0].float().flatten(1)
-    error_H: torch.Tensor = (out_HGE.float().flatten(1) - dense_HX).norm(dim=1) / dense_HX.norm(dim=1)
+    error_H: torch.Tensor = (out_HGE.float().flatten(1) - dense_HX).norm(dim=1) / dense_HX.norm(
+        dim=1
+    )
     return error_H

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from sfi_core.memory import LayerShape
+from sfi_core.model import BUNDLED
 
 
 def describe_model(model: Any, shapes: Sequence[LayerShape]) -> dict[str, Any]:
@@ -19,6 +20,7 @@ def describe_model(model: Any, shapes: Sequence[LayerShape]) -> dict[str, Any]:
         and bytes of a number for each layer, and its window if it slides.
     """
     config = model.config.get_text_config(decoder=True)
+    name = config._name_or_path or model.config._name_or_path  # noqa: SLF001 - nothing public says it
     embedding = model.get_input_embeddings().weight
     head = model.get_output_embeddings()
     tied = head is not None and head.weight is embedding
@@ -31,7 +33,7 @@ def describe_model(model: Any, shapes: Sequence[LayerShape]) -> dict[str, Any]:
     active = getattr(config, "num_experts_per_tok", None)
     share = active / experts if experts and active else 1.0
     return {
-        "name": config._name_or_path or model.config._name_or_path,  # noqa: SLF001 - nothing public says it
+        "name": "bundled" if name == str(BUNDLED) else name,
         "architecture": type(model).__name__,
         "model_type": config.model_type,
         "dtype": str(model.dtype).removeprefix("torch."),

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from sfi_core.audit import AuditConfig
+from sfi_core.audit_config import AuditConfig
 from sfi_core.config import SfiConfig
 from sfi_core.decode import decode
 from sfi_core.errors import ConfigError, NumericsError, SfiError

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from sfi_core.attention_seam import Seam, install, uninstall
-from sfi_core.audit import Audit, AuditConfig
+from sfi_core.audit import Audit
+from sfi_core.audit_config import AuditConfig
 from sfi_core.backends import PAGE_SIZE, resolve_backend
 from sfi_core.cache_seam import SfiCache
 from sfi_core.config import SfiConfig

@@ -6,6 +6,8 @@ from typing import Annotated
 import typer
 
 from sfi_cli import options as o
+from sfi_cli.recording import Recording
+from sfi_core.audit_config import AuditConfig
 
 MAX_NEW_TOKENS = 256
 PREFILL_CHUNK = 4096
@@ -81,6 +83,17 @@ def generate(
     min_p: Annotated[float | None, typer.Option(rich_help_panel=o.SAMPLING)] = None,
     repetition_penalty: Annotated[float | None, typer.Option(rich_help_panel=o.SAMPLING)] = None,
     seed: o.Seed = 0,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="Record a trace into this folder.", rich_help_panel=o.TRACE),
+    ] = None,
+    audit: o.Audit = None,
+    audit_top: o.AuditTop = o.DEFAULT_AUDIT.top,
+    audit_layers: o.AuditLayers = None,
+    audit_heads: o.AuditHeads = None,
+    positions: o.Positions = None,
+    redact_text: o.RedactText = False,
+    nvtx: o.Nvtx = None,
     json: o.Json = False,
     quiet: o.Quiet = False,
     output: o.OutputPath = None,
@@ -98,6 +111,8 @@ def generate(
       sfi generate "Once upon a time" --model ./my-model --budget 1024 -n 200
 
       sfi generate -f long.txt --model Qwen/Qwen3-0.6B --chat --preset paper --json
+
+      sfi generate -f long.txt --model Qwen/Qwen3-0.6B --trace run --audit 16
     """
     from sfi_cli.generation import GenerateJob
     from sfi_cli.output import Output
@@ -132,6 +147,19 @@ def generate(
         max_new_tokens=max_new_tokens,
         prefill_chunk=prefill_chunk,
         compare=prompts.is_example and policy != "full-kv" if compare is None else compare,
+        recording=Recording(
+            folder=trace,
+            force=force,
+            positions=positions,
+            redact_text=redact_text,
+            nvtx=nvtx,
+            audit=None if audit is None else AuditConfig(
+                every=audit,
+                top=audit_top,
+                layers=o.number_list(audit_layers, "--audit-layers"),
+                heads=o.number_list(audit_heads, "--audit-heads"),
+            ),
+        ),
         json=json,
         quiet=quiet,
     )  # fmt: skip

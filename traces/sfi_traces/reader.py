@@ -1,4 +1,4 @@
-"""Reading a trace: its manifest, its tables, and DuckDB views of them."""
+"""Reading a trace: its manifest, its tables, and DuckDB over them."""
 
 import json
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Any, Self
 
 import duckdb
 import pyarrow as pa
-from pyarrow import parquet
+from pyarrow import dataset, parquet
 
 from sfi_core.errors import TraceError
 from sfi_traces.schema import MANIFEST, SCHEMA_VERSION, TABLES
@@ -36,7 +36,7 @@ class Trace:
         try:
             manifest = json.loads(file.read_text(encoding="utf-8"))
             version = manifest["schema_version"]
-        except FileNotFoundError as error:
+        except (FileNotFoundError, NotADirectoryError) as error:
             raise TraceError(f"{path} is not a trace: it has no {MANIFEST}") from error
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise TraceError(f"trace {path} has an unreadable {MANIFEST}: {error}") from error
@@ -60,15 +60,15 @@ class Trace:
         Raises:
             TraceError: A part is damaged.
         """
+        schema = TABLES[name]
         pieces = []
         for part in self.parts(name):
             try:
-                pieces.append(parquet.read_table(part, columns=columns))
+                # an older trace has nulls where the schema has a newer column
+                piece = parquet.read_table(part, columns=columns, schema=schema, partitioning=None)
             except (OSError, pa.ArrowException) as error:
-                raise TraceError(
-                    f"trace part {part} cannot be read; `sfi trace check {self.path}` lists what is sound"
-                ) from error
-        schema = TABLES[name]
+                raise self._damaged(part) from error
+            pieces.append(piece)
         wanted = schema if columns is None else pa.schema([schema.field(c) for c in columns])
         return pa.concat_tables(pieces) if pieces else wanted.empty_table()
 
@@ -87,8 +87,46 @@ class Trace:
             )
 
     def connect(self) -> duckdb.DuckDBPyConnection:
-        """Open DuckDB with a view of each table, by name."""
+        """Open DuckDB on the tables by name, read as a query needs them; it can touch no file.
+
+        Raises:
+            TraceError: A part is truncated.
+        """
         connection = duckdb.connect()
-        for name in TABLES:
-            connection.register(name, self.table(name))
+        for name, schema in TABLES.items():
+            parts = self.parts(name)
+            for part in parts:
+                try:
+                    parquet.read_metadata(part)
+                except (OSError, pa.ArrowException) as error:
+                    raise self._damaged(part) from error
+            # Arrow's reader and not DuckDB's: a file that DuckDB may read, COPY may overwrite
+            files = [str(part) for part in parts]
+            rows = (
+                dataset.dataset(files, schema, format="parquet") if files else schema.empty_table()
+            )
+            connection.register(name, rows)
+        connection.execute("SET enable_external_access = false; SET lock_configuration = true")
         return connection
+
+    def rows(
+        self, connection: duckdb.DuckDBPyConnection, query: str, parameters: list[Any] | None = None
+    ) -> list[dict[str, Any]]:
+        """Return what a query of ours finds in the tables of `connect`.
+
+        Raises:
+            TraceError: A part is damaged in its middle.
+        """
+        try:
+            found = connection.execute(query, parameters)
+            names = [column[0] for column in found.description]
+            return [dict(zip(names, row, strict=True)) for row in found.fetchall()]
+        except duckdb.InvalidInputException as error:  # DuckDB's word for what Arrow could not read
+            raise TraceError(
+                f"trace {self.path} has a damaged part; `sfi trace check {self.path}` names it"
+            ) from error
+
+    def _damaged(self, part: Path) -> TraceError:
+        return TraceError(
+            f"trace part {part} cannot be read; `sfi trace check {self.path}` lists what is sound"
+        )

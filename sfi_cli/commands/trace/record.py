@@ -1,0 +1,59 @@
+"""`sfi trace record`: `sfi generate` that writes a trace."""
+
+import inspect
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from sfi_cli import options as o
+from sfi_cli.commands.generate import generate
+from sfi_cli.recording import default_folder
+
+ELSEWHERE = (
+    "trace",
+    "output",
+    "compare",
+)  # options of `sfi generate` that mean something else here
+Folder = Annotated[
+    Path | None,
+    typer.Option(
+        "--output", "-o", help="Folder of the trace.", show_default="sfi-trace-DATE-TIME",
+        rich_help_panel=o.TRACE,
+    ),
+]  # fmt: skip
+
+
+def record(*, output: Folder = None, **options: Any) -> None:
+    """Continue a prompt as `sfi generate` does, and record what was read and why.
+
+    A trace is a folder of Parquet tables: steps, triggers, selections and lambda*, timings; with --audit N
+    also, for every N-th step, what dense attention would have read. Without a prompt: the bundled example.
+
+    For example:
+
+      sfi trace record -o run
+
+      sfi trace record -f long.txt --model Qwen/Qwen3-0.6B -o run --audit 16
+
+      sfi trace record -o dense --policy full-kv --audit 1
+    """
+    generate(**options, trace=output or default_folder(), output=None, compare=False)
+
+
+def _take_options_of_generate() -> None:
+    # Typer reads the signature: all of generate's options, and the folder in place of its output
+    hints = get_type_hints(generate, include_extras=True)
+    shared = [
+        parameter.replace(annotation=hints[name])
+        for name, parameter in inspect.signature(generate).parameters.items()
+        if name not in ELSEWHERE
+    ]
+    own = inspect.Parameter(
+        "output", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Folder
+    )
+    record.__signature__ = inspect.Signature([*shared, own])  # type: ignore[attr-defined]
+    record.__annotations__ = {p.name: p.annotation for p in (*shared, own)}
+
+
+_take_options_of_generate()

@@ -1,0 +1,103 @@
+"""What a decoding step has to read, in bytes: the limit of a machine whose memory is the bottleneck.
+
+Weights are read once for the whole batch, keys and values once for each request. A slow step reads all of them,
+16 bytes of scores for each position and KV head, and copies the new sink and selected rows. Layers with a
+sliding window read their window at every step. Left out: activations, what the step writes, and time that is
+not spent on memory.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+SCORE_BYTES = 16  # of a position and KV head: evidence, prior and scores of a fused Selector, float32
+COPIED = 2  # a gathered row is read and written
+
+Count = npt.NDArray[Any] | float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ByteModel:
+    """A model's bytes, for each token that a request generates.
+
+    Attributes:
+        weight_bytes: Weights that a step reads, shared by the batch.
+        batch: Requests that share them; slow and fast ones in one launch.
+        row_bytes: A token's keys and values in the layers that SFI acts on.
+        heads: KV heads of those layers, all together.
+        layers: Their number.
+        dense_row_bytes: As `row_bytes`, in full-attention layers that are left dense.
+        dense_layers: The number of those.
+        windows: Window and `row_bytes` of each sliding-window layer.
+    """
+
+    weight_bytes: float
+    batch: int
+    row_bytes: int
+    heads: int
+    layers: int
+    dense_row_bytes: int = 0
+    dense_layers: int = 0
+    windows: tuple[tuple[int, int], ...] = ()
+
+    @classmethod
+    def of(
+        cls, model: Mapping[str, Any], *, dense_layers: Sequence[int] = (), batch: int = 1
+    ) -> Self:
+        """Take the numbers from a manifest's `model`.
+
+        A mixture's `weight_bytes` holds one token's experts; a batch reads more of them than that.
+        """
+        full = [layer for layer in model["layers"] if layer["window"] is None]
+        sparse = [layer for layer in full if layer["layer"] not in dense_layers]
+        dense = [layer for layer in full if layer["layer"] in dense_layers]
+        return cls(
+            weight_bytes=model["weight_bytes"],
+            batch=batch,
+            row_bytes=sum(map(_row_bytes, sparse)),
+            heads=sum(layer["heads"] for layer in sparse),
+            layers=len(sparse),
+            dense_row_bytes=sum(map(_row_bytes, dense)),
+            dense_layers=len(dense),
+            windows=tuple(
+                (layer["window"], _row_bytes(layer))
+                for layer in model["layers"]
+                if layer["window"] is not None
+            ),
+        )
+
+    def dense(self, length: Count) -> Count:
+        """Return a step's bytes under full attention, with `length` tokens in the cache."""
+        return self._shared(length) + self.row_bytes * length
+
+    def fast(self, length: Count, attended: Count) -> Count:
+        """Return a fast step's bytes that reads `attended` tokens for each KV head."""
+        return self._shared(length) + self.row_bytes * attended
+
+    def slow(self, length: Count, packed: Count) -> Count:
+        """Return a slow step's bytes that copies `packed` sink and selected tokens for each KV head."""
+        scores = SCORE_BYTES * self.heads * length
+        return self.dense(length) + scores + COPIED * self.row_bytes * packed
+
+    def mean_attended(self, length: Count, attended: Count) -> Count:
+        """Return the mean over the full-attention layers, as a trace's `attended_tokens`."""
+        layers = max(1, self.layers + self.dense_layers)
+        return (self.layers * attended + self.dense_layers * length) / layers
+
+    def sparse_attended(self, length: Count, mean: Count) -> Count:
+        """Return what the layers that SFI acts on read, from the mean over the full-attention layers."""
+        layers = self.layers + self.dense_layers
+        return (layers * mean - self.dense_layers * length) / max(1, self.layers)
+
+    def _shared(self, length: Count) -> Count:
+        # weights, layers left dense and sliding windows: the same for slow and fast steps
+        windows = sum(row * np.minimum(window, length) for window, row in self.windows)
+        return self.weight_bytes / self.batch + self.dense_row_bytes * length + windows
+
+
+def _row_bytes(layer: Mapping[str, Any]) -> int:
+    width: int = layer["key_width"] + layer["value_width"]
+    return int(layer["heads"] * width * layer["itemsize"])

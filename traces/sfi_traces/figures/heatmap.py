@@ -1,0 +1,38 @@
+"""Support stability (the paper's Figure 1A): overlap of each two steps' supports."""
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from sfi_traces.figures.style import new_figure, title
+from sfi_traces.labels import stability_note, step_ticks, stability_title
+from sfi_traces.stability import color_range
+from sfi_traces.view import View
+
+MOST_LABELS = 64
+
+
+def draw(view: View) -> Figure:
+    """Draw a cell for each two audited steps."""
+    supports = view.supports.thinned()
+    overlap, count = supports.overlap, len(supports.step)
+    figure = new_figure(9.6, 8.8)
+    axes = figure.subplots()
+    low, high = color_range(overlap)
+    image = axes.imshow(overlap, cmap="viridis", vmin=low, vmax=high, interpolation="nearest")
+    sentence = view.steps.sentence[view.steps.rows(supports.step)]
+    edges = np.flatnonzero(np.diff(sentence)) + 0.5
+    width = 1.0 if count <= MOST_LABELS else 0.4
+    for lines in (axes.vlines, axes.hlines):
+        lines(edges, -0.5, count - 0.5, color="white", linewidth=width, alpha=0.85)
+    entries, labels = step_ticks(view.steps, supports.step, MOST_LABELS)
+    size = 7.5 if len(entries) <= MOST_LABELS * 2 // 3 else 6.5
+    axes.set_xticks(entries, labels, rotation=90, fontsize=size, parse_math=False)
+    axes.set_yticks(entries, labels, fontsize=size, parse_math=False)
+    axes.tick_params(length=2, pad=1.5)
+    axes.spines[:].set_visible(False)
+    bar = figure.colorbar(image, ax=axes, shrink=0.6, aspect=30, pad=0.015)
+    bar.set_label("overlap coefficient", fontsize=9)
+    bar.outline.set_visible(False)
+    bar.ax.tick_params(labelsize=8)
+    title(figure, stability_title(view), view, stability_note(view, supports))
+    return figure

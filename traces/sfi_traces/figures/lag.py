@@ -1,0 +1,31 @@
+"""Overlap by lag: how fast supports drift within a sentence, and how far they jump across a boundary."""
+
+from matplotlib.figure import Figure
+
+from sfi_traces.figures.style import new_figure, plain, title
+from sfi_traces.labels import ACROSS, WITHIN, lag_note, lag_title
+from sfi_traces.stability import overlap_by_lag
+from sfi_traces.view import View
+
+
+def draw(view: View) -> Figure:
+    """Draw a line for pairs within a sentence and one for pairs across a boundary, and how many pairs there are."""
+    supports = view.supports
+    lines = overlap_by_lag(supports, view.steps.sentence[view.steps.rows(supports.step)])
+    figure = new_figure(9, 5.6)
+    axes, below = figure.subplots(2, 1, sharex=True, height_ratios=(4, 1))
+    for line, color in zip(lines, (WITHIN, ACROSS), strict=True):
+        label = f"{line.name}, mean {line.overall:.3f} of {line.pairs.sum():,} pairs"
+        axes.fill_between(line.lag, line.low, line.high, color=color, alpha=0.18, linewidth=0)
+        axes.plot(line.lag, line.mean, color=color, linewidth=2, marker="o", markersize=2.5, label=label)
+        below.plot(line.lag, line.pairs, color=color, linewidth=1.2)
+    axes.set_ylim(0, 1)
+    axes.set_ylabel("overlap coefficient")
+    axes.legend(frameon=False, fontsize=9)
+    below.set_ylabel("pairs")
+    below.set_ylim(bottom=0)
+    below.set_xlabel("lag: steps apart")
+    plain(axes)
+    plain(below)
+    title(figure, lag_title(view), view, lag_note())
+    return figure

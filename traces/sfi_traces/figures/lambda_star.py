@@ -1,0 +1,29 @@
+"""The prior's weight lambda* at each refresh."""
+
+from matplotlib.figure import Figure
+
+from sfi_traces.figure_data import lambda_over_time
+from sfi_traces.figures.style import new_figure, plain, title
+from sfi_traces.labels import CLIP, WITHIN, lambda_note, lambda_title
+from sfi_traces.view import View
+
+
+def draw(view: View) -> Figure:
+    """Draw the median and the spread over layers and KV heads, and the clip."""
+    data = lambda_over_time(view)
+    figure = new_figure(9, 4.6)
+    axes = figure.subplots()
+    spread = [data.median - data.low, data.high - data.median]
+    axes.errorbar(
+        data.step, data.median, yerr=spread, fmt="o", color=WITHIN, ecolor=WITHIN, elinewidth=1, markersize=4,
+        label="median, 10 to 90 % of layers and KV heads",
+    )  # fmt: skip
+    for clip in data.clips:
+        axes.axhline(clip, color=CLIP, linestyle="--", linewidth=1.2, label=f"clip at {clip:g}")
+    axes.set_ylim(0, 1.12 * max(*data.clips, data.high.max()))
+    axes.set_xlabel("slow step")
+    axes.set_ylabel("lambda*")
+    axes.legend(frameon=False, fontsize=9, loc="lower right")
+    plain(axes)
+    title(figure, lambda_title(view, data), view, lambda_note(data))
+    return figure

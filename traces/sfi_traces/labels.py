@@ -1,0 +1,73 @@
+"""Words and colors that the figures of `sfi trace plot` and of `sfi trace report` share."""
+
+import numpy as np
+
+from sfi_traces.raster import MISSED, READ, SELECTED
+from sfi_traces.view import Steps
+
+LONGEST = 14  # characters of a label
+SLOW, WITHIN, ACROSS, CLIP = "#d1495b", "#2f7fc1", "#e08a2e", "#8a94a0"
+SEGMENT = "#3aa17e"
+RASTER = {SELECTED: "#f0c38a", READ: "#2f7fc1", MISSED: "#d1495b"}
+PHASES = {  # in the order in which a bar stacks them
+    "attention.fast": "#2f7fc1",
+    "attention.dense": "#d1495b",
+    "attention.mixed": "#8e6bbf",
+    "selector": "#e08a2e",
+    "top_k": "#c9a227",
+    "pack": "#3aa17e",
+    "append": "#2aa5b8",
+    "sample": "#b5739d",
+    "audit": "#6b7785",
+    "rest of the step": "#bcc5cf",
+}
+
+
+def visible(text: str, longest: int = LONGEST) -> str:
+    """Write a token so that a line of a figure shows it: no line break, no lone blank, not too long."""
+    shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+    shown = shown.strip() or "␣" * len(shown)
+    return shown if len(shown) <= longest else shown[: longest - 1] + "…"
+
+
+def step_ticks(steps: Steps, step: np.ndarray, most: int) -> tuple[list[int], list[str]]:
+    """Choose the labels of an axis that has an entry for each of some steps.
+
+    Up to `most` entries are all labeled, each with its step's token. More are labeled where a sentence begins,
+    with its first words, as far as the labels keep their distance; a redacted trace has the numbers of the steps.
+
+    Args:
+        steps: The request's steps.
+        step: Those that the axis has.
+        most: Labels that the axis has room for.
+
+    Returns:
+        Entries of the axis, and their labels.
+    """
+    rows = steps.rows(step)
+    if len(step) <= most:
+        return list(range(len(step))), [_token(steps, row) for row in rows]
+    room = len(step) / most
+    sentence = steps.sentence[rows]
+    begins = np.flatnonzero(np.diff(sentence, prepend=sentence[0] - 1))
+    kept: list[int] = []
+    for entry in begins if any(steps.text) else range(0, len(step), _round(room)):
+        if not kept or entry - kept[-1] >= room:
+            kept.append(int(entry))
+    return kept, [_sentence(steps, rows[entry]) for entry in kept]
+
+
+def _round(room: float) -> int:
+    # the next of 1, 2, 5, 10, 20, 50, ...
+    scale = 10 ** int(np.log10(room))
+    return int(next(scale * digit for digit in (1, 2, 5, 10) if scale * digit >= room))
+
+
+def _token(steps: Steps, row: int) -> str:
+    return visible(steps.text[row]) or str(steps.step[row])
+
+
+def _sentence(steps: Steps, row: int) -> str:
+    end = int(np.searchsorted(steps.sentence, steps.sentence[row], side="right"))
+    words = visible("".join(steps.text[row : min(end, row + LONGEST)]), LONGEST + 6)
+    return f"{steps.step[row]}  {words}".strip()

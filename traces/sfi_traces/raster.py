@@ -1,0 +1,169 @@
+"""The support raster: which positions the support of each step holds, and which of them the step read."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow.compute as pc
+
+from sfi_traces.stability import Place, rows_of, thinning
+from sfi_traces.view import View
+
+# what a cell shows
+NOTHING, SELECTED, READ, MISSED = range(4)
+MEANING = {
+    READ: "in the support",
+    MISSED: "in the support, not read",
+    SELECTED: "selected, not in the support",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Raster:
+    """Supports of one layer and KV head.
+
+    Attributes:
+        place: The layer and KV head.
+        step: Audited steps, ascending.
+        per_step: How far apart they were taken; 1 is all.
+        per_cell: Positions of a cell.
+        cells: `[positions / per_cell, steps]` uint8: `MISSED` where most of the support's positions in a cell
+            were not read, `READ` where they were or where that is not known, else `SELECTED` where the run
+            had selected one, else `NOTHING`.
+        slow: Whether each step was slow.
+        context: Tokens cached at each step.
+        sink: Anchor tokens; 0 for full attention.
+        recent: First position of each step's recent segment; None for full attention.
+        known: Whether the trace has what the run had selected.
+    """
+
+    place: Place
+    step: np.ndarray
+    per_step: int
+    per_cell: int
+    cells: np.ndarray
+    slow: np.ndarray
+    context: np.ndarray
+    sink: int
+    recent: np.ndarray | None
+    known: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Selected:
+    """What the run had selected, in one layer and KV head.
+
+    Attributes:
+        sets: For each of some steps the selected positions; those of consecutive steps are one object.
+        since: For each step which of the different sets it is.
+    """
+
+    sets: list[np.ndarray]
+    since: np.ndarray
+
+
+def rasters(
+    view: View, places: Sequence[Place], *, most_steps: int, most_cells: int
+) -> list[Raster]:
+    """Draw the rasters of some layers and KV heads.
+
+    Args:
+        view: The request.
+        places: Of the audited layers and heads.
+        most_steps: Steps; with more every n-th is taken.
+        most_cells: Cells of a step; with more positions than that a cell stands for several.
+    """
+    per_step = thinning(len(view.supports.step), most_steps)
+    supports = view.supports.thinned(most_steps)
+    rows = view.steps.rows(supports.step)
+    context, slow = view.steps.context[rows], view.steps.slow[rows]
+    per_cell = thinning(int(context.max()), most_cells)
+    sink, recent = _segments(view)
+    selections = _selections(view)
+    drawn = []
+    for place in places:
+        chosen = _in_force(view, selections.get(place, []), supports.step)
+        read_from = None if recent is None else recent[rows]
+        cells = _cells(supports.sets[place], chosen, context, slow, sink, read_from, per_cell)
+        drawn.append(
+            Raster(place, supports.step, per_step, per_cell, cells, slow, context, sink, read_from, chosen is not None)
+        )  # fmt: skip
+    return drawn
+
+
+def _segments(view: View) -> tuple[int, np.ndarray | None]:
+    # as `SparseState.move_recent` places them
+    config, steps = view.trace.manifest["config"], view.steps
+    if steps.slow.all():
+        return 0, None
+    sink = min(config["sink"], int(steps.context[0] - steps.step[0]))
+    start = np.maximum(sink, steps.context - config["recent"])
+    if config["recent_mode"] == "anchored":
+        last = np.maximum.accumulate(np.where(steps.slow, np.arange(len(start)), 0))
+        start = start[last]
+    return sink, start
+
+
+def _selections(view: View) -> dict[Place, list[tuple[int, np.ndarray]]]:
+    # positions by refresh, for each layer and KV head
+    columns = ["request", "step", "layer", "head", "positions"]
+    rows = view.trace.table("selections", columns).filter(rows_of(view.request))
+    rows = rows.filter(pc.is_valid(pc.field("positions"))).sort_by("step")
+    found: dict[Place, list[tuple[int, np.ndarray]]] = {}
+    keys = (rows[name].to_pylist() for name in ("layer", "head", "step"))
+    for layer, head, step, positions in zip(*keys, rows["positions"], strict=True):
+        values = positions.values.to_numpy()
+        found.setdefault((layer, head), []).append((step, values[values >= 0]))
+    return found
+
+
+def _in_force(
+    view: View, refreshes: list[tuple[int, np.ndarray]], step: np.ndarray
+) -> Selected | None:
+    # a slow step's selection serves the steps after it; one that a fast step made, that step too
+    if not refreshes:
+        return None
+    at = np.array([refresh for refresh, _ in refreshes])
+    begin = at + view.steps.slow[view.steps.rows(at)]
+    since = np.searchsorted(begin, step, side="right")  # 0: nothing yet
+    return Selected([np.empty(0, np.int32), *(positions for _, positions in refreshes)], since)
+
+
+def _cells(
+    sets: list[np.ndarray],
+    chosen: Selected | None,
+    context: np.ndarray,
+    slow: np.ndarray,
+    sink: int,
+    recent: np.ndarray | None,
+    per_cell: int,
+) -> np.ndarray:
+    high = -(-int(context.max()) // per_cell)
+    row = np.repeat(np.arange(len(sets)), [len(one) for one in sets])
+    position = np.concatenate(sets)
+    read = np.ones(len(position), bool)
+    held = np.zeros((1, high), bool)
+    since = np.zeros(len(sets), int)
+    if chosen is not None and recent is not None:
+        since = chosen.since
+        read = slow[row] | (position < sink) | (position >= recent[row])
+        read |= _is_in(position, since[row], chosen.sets, int(context.max()))
+        held = np.zeros((len(chosen.sets), high), bool)
+        for refresh, positions in enumerate(chosen.sets):
+            held[refresh, positions // per_cell] = True
+    cell = position // per_cell * len(sets) + row
+    size = high * len(sets)
+    kinds = (np.bincount(cell[kind], minlength=size).reshape(high, -1) for kind in (read, ~read))
+    hits, misses = kinds
+    filled = np.where(misses > hits, MISSED, np.where(hits > 0, READ, SELECTED * held[since].T))
+    return filled.astype(np.uint8)
+
+
+def _is_in(
+    position: np.ndarray, which: np.ndarray, sets: list[np.ndarray], width: int
+) -> np.ndarray:
+    # whether each position is in the set of its own number; sets are ascending, so that their keys are too
+    keys = np.concatenate([number * width + one.astype(np.int64) for number, one in enumerate(sets)])
+    wanted = which * width + position
+    at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
+    return keys[at] == wanted

@@ -1,0 +1,49 @@
+"""Tensors on their way to the host while the device, and who drives it, go on."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+
+
+class Readback:
+    """Copies of some tensors on the host.
+
+    Those on a CUDA device are joined by type, copied to pinned memory without waiting, and there once an event
+    has passed; those on the host are kept as they are, so nobody may write to them.
+
+    Attributes:
+        nbytes: How much there is to copy.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.nbytes = sum(tensor.numel() * tensor.itemsize for tensor in tensors)
+        self._tensors = list(tensors)
+        self._copies: list[tuple[list[int], torch.Tensor]] = []
+        self._events: list[torch.cuda.Event] = []
+        groups: dict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
+        for place, tensor in enumerate(tensors):
+            if tensor.is_cuda:
+                groups[tensor.device, tensor.dtype].append(place)
+        for places in groups.values():
+            self._copies.append((places, _pinned([tensors[place] for place in places])))
+        for device in {device for device, _ in groups}:
+            event = torch.cuda.Event(blocking=True)  # who waits for it sleeps
+            event.record(torch.cuda.current_stream(device))
+            self._events.append(event)
+
+    def wait(self) -> list[torch.Tensor]:
+        """Return the tensors on the host, in order, once they are there."""
+        for event in self._events:
+            event.synchronize()
+        for places, flat in self._copies:
+            pieces = flat.split([self._tensors[place].numel() for place in places])
+            for place, piece in zip(places, pieces, strict=True):
+                self._tensors[place] = piece.view(self._tensors[place].shape)
+        return self._tensors
+
+
+def _pinned(tensors: list[torch.Tensor]) -> torch.Tensor:
+    flat = torch.cat([tensor.flatten() for tensor in tensors])
+    host = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
+    return host.copy_(flat, non_blocking=True)

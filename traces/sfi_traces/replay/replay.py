@@ -1,0 +1,185 @@
+"""What a recorded run would have kept under another setting.
+
+At a fast step the attended set is the sink, the recent segment and what the last slow step s selected: here the
+`budget` most probable positions of J(s) in the recorded dense attention, where a run asks the Selector. What
+the set holds of the step's own recorded probabilities is a lower bound of its retained mass, since positions
+beyond the recorded ones have some too; the upper bound gives it all that they can have.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from sfi_core.errors import TraceError
+from sfi_traces.byte_model import ByteModel
+from sfi_traces.replay.outcome import Outcome, StepMetrics
+from sfi_traces.replay.schedule import schedule
+from sfi_traces.replay.setting import Setting
+from sfi_traces.replay.support import Bools, Floats, Ints, Supports, last_slow, recent_starts
+
+
+def replay(recorded: Sequence[Supports], setting: Setting, *, batch: int = 1) -> Outcome:
+    """Replay a setting over some requests, all their steps taken together.
+
+    Raises:
+        TraceError: The budget is larger than what the audit recorded.
+    """
+    return Outcome.of([replay_request(supports, setting, batch=batch) for supports in recorded])
+
+
+def replay_request(supports: Supports, setting: Setting, *, batch: int = 1) -> StepMetrics:
+    """Replay a setting over one request, step by step.
+
+    Raises:
+        TraceError: The budget is larger than what the audit recorded.
+    """
+    config = setting.config
+    check_budget(supports, config.budget)
+    reasons = schedule(supports, setting)
+    slow_N = np.array([bool(reason) for reason in reasons])
+    sink = min(config.sink, supports.prompt_tokens)
+    start_N = recent_starts(
+        slow_N,
+        supports.length_N,
+        sink=sink,
+        recent=config.recent,
+        sliding=config.recent_mode == "sliding",
+    )
+    refresh_N = last_slow(slow_N)
+    packed_N = sink + np.minimum(config.budget, start_N[refresh_N] - sink)
+    attended_N = np.where(
+        slow_N, supports.length_N, packed_N + supports.length_N - start_N
+    )
+    lower_NU, upper_NU, overlap_NU = _kept(supports, setting, slow_N, start_N, attended_N, sink)
+    model = ByteModel.of(supports.model, dense_layers=config.dense_layers, batch=batch)
+    length_N = supports.length_N
+    return StepMetrics(
+        request=supports.request,
+        layer_U=supports.layer_U,
+        head_U=supports.head_U,
+        reasons=reasons,
+        length_N=length_N,
+        attended_N=np.where(slow_N, length_N, model.mean_attended(length_N, attended_N)),
+        lower_NU=lower_NU,
+        upper_NU=upper_NU,
+        overlap_NU=overlap_NU,
+        bytes_N=np.where(
+            slow_N, model.slow(length_N, packed_N), model.fast(length_N, attended_N)
+        ),
+        dense_bytes_N=np.asarray(model.dense(length_N)),
+    )
+
+
+def check_budget(supports: Supports, budget: int) -> None:
+    """Refuse to select more positions than were recorded.
+
+    Raises:
+        TraceError: Naming the option that records more.
+    """
+    if budget > supports.top and supports.length_N[-1] > supports.top:
+        raise TraceError(
+            f"budget must be at most the audit's {supports.top} positions, got {budget}; "
+            f"record with --audit-top {budget}, or give --budget"
+        )
+
+
+def _kept(
+    supports: Supports,
+    setting: Setting,
+    slow_N: Bools,
+    start_N: Ints,
+    attended_N: Ints,
+    sink: int,
+) -> tuple[Floats, Floats, Floats]:
+    # segment by segment, from a slow step to the next: a table of positions by pair, then one look-up each
+    config = setting.config
+    N, U, _ = supports.position_NUK.shape
+    lower_NU, upper_NU = np.ones((N, U), np.float32), np.ones((N, U), np.float32)
+    overlap_NU = np.full((N, U), np.nan, np.float32)
+    edges = [*np.flatnonzero(slow_N).tolist(), N]
+    for slow, end in zip(edges, edges[1:], strict=False):
+        fast = slice(slow + 1, end)
+        if slow + 1 == end:
+            continue
+        table_UT = _selected(supports, slow, sink, int(start_N[slow]), config.budget, config.span)
+        table_UT[:, :sink] = True
+        hit_NUK = _look_up(table_UT, supports.position_NUK[fast])
+        hit_NUK |= supports.position_NUK[fast] >= start_N[fast, None, None]
+        mass_NUK = supports.mass_NUK[fast]
+        lower_NU[fast] = np.einsum("nuk,nuk->nu", hit_NUK, mass_NUK)
+        unseen_NU = attended_N[fast, None] - hit_NUK.sum(-1)
+        upper_NU[fast] = lower_NU[fast] + _unrecorded(mass_NUK, unseen_NU)
+        overlap_NU[fast] = _overlap(supports, slow, fast)
+    return np.minimum(lower_NU, 1), np.minimum(upper_NU, 1), overlap_NU
+
+
+def _selected(
+    supports: Supports, slow: int, sink: int, start: int, budget: int, span: int
+) -> Bools:
+    """Return the positions selected at a slow step, [U, T + 1]; the last column is the padding's."""
+    position_UK, mass_UK = supports.position_NUK[slow], supports.mass_NUK[slow]
+    U, T = len(position_UK), int(supports.length_N[-1])
+    unit_U1 = np.arange(U)[:, None]
+    table_UT = np.zeros((U, T + 1), np.bool_)
+    if start - sink <= budget:
+        table_UT[:, sink:start] = True
+        return table_UT
+    inside_UK = (position_UK >= sink) & (position_UK < start)
+    score_UK = np.where(inside_UK, mass_UK, 0)
+    if span == 0:
+        chosen_UK = top(score_UK, budget)
+        table_UT[np.broadcast_to(unit_U1, chosen_UK.shape)[chosen_UK], position_UK[chosen_UK]] = True
+    else:
+        score_UT = np.zeros((U, start - sink), np.float32)
+        unit, rank = np.nonzero(inside_UK)
+        score_UT[unit, position_UK[unit, rank] - sink] = mass_UK[unit, rank]
+        table_UT[:, sink:start] = top(spread(score_UT, span), budget)
+    return table_UT
+
+
+def top(score_UT: Floats, budget: int) -> Bools:
+    """Mark the `budget` highest positive scores of each row; the lower index wins ties."""
+    if budget >= score_UT.shape[1]:
+        return score_UT > 0
+    last_U1 = np.partition(score_UT, -budget, axis=1)[:, -budget, None]
+    above, equal = score_UT > last_U1, score_UT == last_U1
+    room_U1 = budget - above.sum(1, keepdims=True)
+    chosen: Bools = above | (equal & (equal.cumsum(1) <= room_U1))
+    return chosen & (score_UT > 0)
+
+
+def spread(score_UT: Floats, span: int) -> Floats:
+    """Give each position the best score within `span` positions on each side; windows double."""
+    out = np.pad(score_UT, ((0, 0), (span, span)))
+    width, wanted = 1, 2 * span + 1
+    while width < wanted:
+        shift = min(width, wanted - width)
+        out = np.maximum(out[:, :-shift], out[:, shift:])
+        width += shift
+    return out
+
+
+def _look_up(table_UT: Bools, position_NUK: np.ndarray) -> Bools:
+    # a padded -1 lands in the column before its row: the last one of the row above, which is False
+    U, width = table_UT.shape
+    row_U1 = (np.arange(U) * width).astype(np.int32 if U * width < 2**31 else np.int64)[:, None]
+    return table_UT.ravel().take(position_NUK + row_U1)
+
+
+def _unrecorded(mass_NUK: Floats, unseen_NU: Ints) -> Floats:
+    """Bound the mass of attended positions that were not recorded: none has more than a recorded one."""
+    left_NU = np.maximum(0, 1 - mass_NUK.sum(-1))
+    most: Floats = np.minimum(left_NU, unseen_NU * mass_NUK.min(-1))
+    return most
+
+
+def _overlap(supports: Supports, slow: int, fast: slice) -> Floats:
+    """Return the overlap coefficient of each fast step's support with that of the slow step before."""
+    old_UK, new_NUK = supports.position_NUK[slow], supports.position_NUK[fast]
+    table_UT = np.zeros((len(old_UK), int(supports.length_N[-1]) + 1), np.bool_)
+    table_UT[np.arange(len(old_UK))[:, None], old_UK] = True
+    table_UT[:, -1] = False
+    both_NU = _look_up(table_UT, new_NUK).sum(-1)
+    least_NU = np.minimum((old_UK >= 0).sum(-1), (new_NUK >= 0).sum(-1))
+    overlap: Floats = both_NU / np.maximum(1, least_NU)
+    return overlap

@@ -1,0 +1,204 @@
+"""Recorded supports as arrays, read once and replayed often.
+
+Dimensions: N steps from step 0 on, U audited pairs of a layer and a KV head, K recorded positions.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from sfi_core.errors import ConfigError, TraceError
+from sfi_traces.reader import Trace
+
+STEPS = ["request", "step", "token_id", "trigger", "context_tokens"]
+SUPPORTS = ["request", "step", "layer", "head", "positions", "mass", "query_cosine"]
+NO_POSITION = -1
+NO_TOKEN = -1  # of a redacted trace, where it did not trigger
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float32]
+Bools = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Supports:
+    """One request's recorded supports.
+
+    Attributes:
+        request: Index of the request.
+        model: The manifest's `model`.
+        top: Positions that the audit recorded at most.
+        tokens: Generated ids x_0, x_1, ...; of a redacted trace the first trigger's id for any trigger.
+        length_N: Cached tokens at each step, the query's own included.
+        layer_U: The audited layers, by pair.
+        head_U: The audited KV heads, by pair.
+        position_NUK: Positions, ascending, padded with -1; int32.
+        mass_NUK: Their probabilities under dense attention; 0 where padded.
+        cosine_NU: Cosine of the query with the one before; NaN where there is none.
+    """
+
+    request: int
+    model: dict[str, Any]
+    top: int
+    tokens: list[int]
+    length_N: Ints
+    layer_U: Ints
+    head_U: Ints
+    position_NUK: npt.NDArray[np.int32]
+    mass_NUK: Floats
+    cosine_NU: Floats
+
+    @classmethod
+    def load(
+        cls,
+        trace: Trace,
+        request: int | None = None,
+        layers: Collection[int] | None = None,
+        heads: Collection[int] | None = None,
+        *,
+        gaps: bool = False,
+    ) -> list[Self]:
+        """Read the supports of one request, or of all.
+
+        Layers that the run left dense are left out. A request counts up to its last step that was recorded
+        whole, which in a killed run is not the last one.
+
+        Args:
+            trace: A trace with an audit.
+            request: Only this one.
+            layers: Only these.
+            heads: Only these KV heads.
+            gaps: Take a trace whose audit skips steps; those have no positions.
+
+        Raises:
+            TraceError: No audit, or one that skips steps.
+            ConfigError: No such request, layer or head.
+        """
+        trace.require_audit(every_step=not gaps)
+        steps = _chosen(trace.table("steps", STEPS), request=request)
+        table = _chosen(trace.table("supports", SUPPORTS), request=request, layer=layers, head=heads)
+        dense = trace.manifest["config"]["dense_layers"]
+        table = table.filter(~pc.field("layer").isin(pa.array(dense, pa.int16())))
+        found = []
+        for index in pc.unique(steps["request"]).sort().to_pylist():
+            own = _chosen(steps, request=index).sort_by("step")
+            rows = _chosen(table, request=index)
+            if rows.num_rows and own.num_rows:
+                found.append(cls._of(trace, index, own, rows, gaps=gaps))
+        if not found:
+            raise TraceError(f"trace {trace.path} has no audited layer that a fast step could change")
+        return found
+
+    @property
+    def steps(self) -> int:
+        """Recorded steps, step 0 included."""
+        return len(self.length_N)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return int(self.length_N[0])
+
+    def first(self, steps: int) -> Self:
+        """Return the first steps only."""
+        return replace(
+            self,
+            tokens=self.tokens[:steps],
+            length_N=self.length_N[:steps],
+            position_NUK=self.position_NUK[:steps],
+            mass_NUK=self.mass_NUK[:steps],
+            cosine_NU=self.cosine_NU[:steps],
+        )
+
+    @classmethod
+    def _of(
+        cls, trace: Trace, request: int, steps: pa.Table, rows: pa.Table, *, gaps: bool
+    ) -> Self:
+        step = rows["step"].to_numpy()
+        pair, unit = np.unique(
+            np.stack([rows["layer"].to_numpy(), rows["head"].to_numpy()]).astype(np.int64),
+            axis=1,
+            return_inverse=True,
+        )
+        N, U = steps.num_rows, pair.shape[1]
+        if not gaps:  # a step whose part was never written ends the request
+            counts = np.bincount(step, minlength=N)[:N]
+            N = int(np.argmax(counts < U)) if (counts < U).any() else N
+        kept = step < N
+        place = (step[kept], unit.ravel()[kept])
+        rows = rows.filter(pa.array(kept))
+        K = int(pc.max(pc.list_value_length(rows["positions"])).as_py() or 0)
+        cosine = np.full((N, U), np.nan, np.float32)
+        cosine[place] = rows["query_cosine"].to_numpy()
+        return cls(
+            request=request,
+            model=trace.manifest["model"],
+            top=trace.manifest["audit"]["top"],
+            tokens=_tokens(trace, steps)[:N],
+            length_N=steps["context_tokens"].to_numpy().astype(np.int64)[:N],
+            layer_U=pair[0],
+            head_U=pair[1],
+            position_NUK=_padded(rows["positions"], place, (N, U, K), NO_POSITION),
+            mass_NUK=_padded(rows["mass"], place, (N, U, K), 0.0),
+            cosine_NU=cosine,
+        )
+
+
+def recent_starts(
+    slow_N: Bools, length_N: Ints, *, sink: int, recent: int, sliding: bool
+) -> Ints:
+    """Return where the recent segment starts at each step; see `SparseState.move_recent`."""
+    fresh_N = np.maximum(sink, length_N - recent)
+    return fresh_N if sliding else fresh_N[last_slow(slow_N)]
+
+
+def last_slow(slow_N: Bools) -> Ints:
+    """Return the last slow step up to each step, itself included; step 0 is slow."""
+    last: Ints = np.maximum.accumulate(np.where(slow_N, np.arange(len(slow_N)), 0))
+    return last
+
+
+def _chosen(table: pa.Table, **wanted: int | Collection[int] | None) -> pa.Table:
+    # rows whose columns have one of the wanted values
+    for column, values in wanted.items():
+        if values is None:
+            continue
+        values = [values] if isinstance(values, int) else sorted(values)
+        known = set(pc.unique(table[column]).to_pylist())
+        for value in values:
+            if value not in known:
+                raise ConfigError(f"{column} must be one of {_ranges(known)}, got {value}")
+        kind = table.schema.field(column).type
+        table = table.filter(pc.field(column).isin(pa.array(values, kind)))
+    return table
+
+
+def _ranges(values: Collection[int]) -> Sequence[int] | str:
+    ordered = sorted(values)
+    whole = bool(ordered) and ordered == list(range(ordered[0], ordered[-1] + 1))
+    return f"{ordered[0]} to {ordered[-1]}" if whole else ordered
+
+
+def _tokens(trace: Trace, steps: pa.Table) -> list[int]:
+    ids = steps["token_id"]
+    if ids.null_count == 0:
+        return list(ids.to_pylist())
+    first = next(iter(trace.manifest["trigger_token_ids"]), NO_TOKEN)
+    return [first if trigger else NO_TOKEN for trigger in steps["trigger"].to_pylist()]
+
+
+def _padded(
+    lists: pa.ChunkedArray, place: tuple[Any, Any], shape: tuple[int, int, int], empty: float
+) -> npt.NDArray[Any]:
+    values = pc.list_flatten(lists).to_numpy()
+    count = pc.fill_null(pc.list_value_length(lists), 0).to_numpy()
+    padded = np.full((len(count), shape[2]), empty, values.dtype)
+    padded[np.arange(shape[2]) < count[:, None]] = values
+    out = np.full(shape, empty, values.dtype)
+    out[place] = padded
+    return out

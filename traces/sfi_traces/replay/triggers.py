@@ -1,0 +1,63 @@
+"""Trigger strings of a trace, which has tokens but no tokenizer."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from itertools import chain
+
+from sfi_core.errors import ConfigError, TraceError
+from sfi_core.trigger_set import build_trigger_set
+from sfi_traces.reader import Trace
+
+
+class RecordedVocabulary:
+    """Stands in for the tokenizer: the generated tokens, the only ones that can make a step slow.
+
+    Special tokens are not known as such; one without a letter or digit would count by its text.
+    """
+
+    all_special_ids: list[int] = []  # noqa: RUF012 - the interface of a tokenizer
+
+    def __init__(self, texts: Mapping[int, str]) -> None:
+        self._texts = texts
+
+    @classmethod
+    def of(cls, traces: Iterable[Trace]) -> "RecordedVocabulary":
+        """Collect the tokens of some traces of one model.
+
+        Raises:
+            TraceError: One is redacted.
+        """
+        texts: dict[int, str] = {}
+        for trace in traces:
+            table = trace.table("steps", ["token_id", "token_text"])
+            if table["token_id"].null_count:
+                raise TraceError(
+                    f"trace {trace.path} is redacted; it can be replayed with its own triggers only"
+                )
+            pairs = zip(table["token_id"].to_pylist(), table["token_text"].to_pylist(), strict=True)
+            texts.update(pairs)
+        return cls(texts)
+
+    def get_vocab(self) -> dict[str, int]:
+        """Return the id of every token; different ones may have one text, so a count follows it."""
+        return {text + "\0" * rank: i for rank, (i, text) in enumerate(self._texts.items())}
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Return the tokens that are the whole text."""
+        return [i for i, own in self._texts.items() if own == text]
+
+    def batch_decode(self, sequences: list[list[int]], /) -> list[str]:
+        """Return the text of each sequence of ids."""
+        return ["".join(self._texts[i] for i in chain(sequence)) for sequence in sequences]
+
+    def trigger_ids(self, triggers: Sequence[str]) -> frozenset[int]:
+        """Return which generated tokens the triggers stand for, by the rules of a run; maybe none.
+
+        Raises:
+            ConfigError: A trigger is empty.
+        """
+        if not all(triggers):
+            raise ConfigError(f"triggers must be non-empty strings, got {list(triggers)}")
+        with suppress(ConfigError):  # none of them was generated
+            return build_trigger_set(self, triggers).token_ids
+        return frozenset()

@@ -1,0 +1,197 @@
+"""Support stability: how much the oracle supports of different steps overlap."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import pyarrow.compute as pc
+
+from sfi_core.errors import TraceError
+from sfi_traces.reader import Trace
+
+MOST_STEPS = 1024  # steps whose pairs are counted at once, so that memory stays bounded
+MOST_LAG = 128
+COLUMNS = 8192  # positions counted at once
+SPREAD = (0.1, 0.9)  # quantiles of a band
+
+Place = tuple[int, int]  # layer, KV head
+
+
+@dataclass(frozen=True)
+class Supports:
+    """The supports of one request, by layer and KV head.
+
+    Attributes:
+        step: Audited steps, ascending; those that lack a support somewhere are left out.
+        sets: For each layer and KV head the positions of each step's support.
+    """
+
+    step: np.ndarray
+    sets: dict[Place, list[np.ndarray]]
+
+    @classmethod
+    def read(
+        cls, trace: Trace, request: int, layer: int | None = None, head: int | None = None
+    ) -> "Supports":
+        """Read the supports of a request, of all its audited layers and heads or of those asked for.
+
+        Raises:
+            TraceError: None was recorded; names the option that records it.
+        """
+        trace.require_audit()
+        columns = ["request", "step", "layer", "head", "positions"]
+        table = trace.table("supports", columns).filter(rows_of(request, layer, head))
+        if not len(table):
+            raise TraceError(_missing(trace, request, layer, head))
+        lists = table["positions"].combine_chunks()
+        ends = np.cumsum(pc.list_value_length(lists).to_numpy(zero_copy_only=False))
+        rows = np.split(lists.flatten().to_numpy(zero_copy_only=False), ends[:-1])
+        found: dict[Place, dict[int, np.ndarray]] = {}
+        keys = (table[name].to_pylist() for name in ("layer", "head", "step"))
+        for row, at_layer, at_head, step in zip(rows, *keys, strict=True):
+            found.setdefault((at_layer, at_head), {})[step] = row
+        common = sorted(set.intersection(*(set(steps) for steps in found.values())))
+        sets = {place: [found[place][step] for step in common] for place in sorted(found)}
+        return cls(np.array(common), sets)
+
+    def at(self, index: slice) -> "Supports":
+        """Keep some of the steps."""
+        chosen = np.arange(len(self.step))[index]
+        if len(chosen) == len(self.step):
+            return self  # with the overlaps that it may have counted already
+        sets = {place: [rows[i] for i in chosen] for place, rows in self.sets.items()}
+        return Supports(self.step[chosen], sets)
+
+    def thinned(self, most: int = MOST_STEPS) -> "Supports":
+        """Keep every n-th step, so that at most `most` are left."""
+        return self.at(slice(None, None, thinning(len(self.step), most)))
+
+    @cached_property
+    def overlap(self) -> np.ndarray:
+        """Overlap coefficient of each two steps, the mean over layers and KV heads (SyncKV, Eq. 1).
+
+        `[S, S]` float32, in the order of `step`.
+        """
+        total = np.zeros((len(self.step), len(self.step)), np.float32)
+        for sets in self.sets.values():
+            size = np.array([max(1, len(one)) for one in sets], np.float32)
+            total += intersections(sets) / np.minimum(size[:, None], size)
+        return total / len(self.sets)
+
+
+def rows_of(request: int, layer: int | None = None, head: int | None = None) -> pc.Expression:
+    """Make a filter for the rows of a request, and of a layer or KV head where one is given."""
+    wanted = pc.field("request") == request
+    for name, value in (("layer", layer), ("head", head)):
+        if value is not None:
+            wanted &= pc.field(name) == value
+    return wanted
+
+
+def thinning(count: int, most: int) -> int:
+    """Say how far apart to take `count` things so that at most `most` are taken."""
+    return max(1, -(-count // most))
+
+
+def _missing(trace: Trace, request: int, layer: int | None, head: int | None) -> str:
+    where = f"request {request}"
+    where += "" if layer is None else f", layer {layer}"
+    where += "" if head is None else f", KV head {head}"
+    options = [
+        f"--audit-{name}s {value}" for name, value in (("layer", layer), ("head", head)) if value is not None
+    ]  # fmt: skip
+    return (
+        f"trace {trace.path} has no supports of {where}; record it with {' '.join(['--audit 1', *options])}"
+    )
+
+
+def intersections(sets: Sequence[np.ndarray]) -> np.ndarray:
+    """Count what each two sets of positions share: the product of their membership matrix with itself.
+
+    Args:
+        sets: Positions, each at most once in a set.
+
+    Returns:
+        `[S, S]` float32; exact, since no count reaches 2 ** 24.
+    """
+    size = [len(one) for one in sets]
+    position = np.concatenate(sets)
+    row = np.repeat(np.arange(len(sets)), size)
+    shared = np.bincount(position) > 1  # what one set alone holds counts for the diagonal only
+    column, kept = np.cumsum(shared) - 1, shared[position]
+    row, column = row[kept], column[position[kept]]
+    counts = np.zeros((len(sets), len(sets)), np.float32)
+    for begin in range(0, int(shared.sum()), COLUMNS):
+        inside = (column >= begin) & (column < begin + COLUMNS)
+        member = np.zeros((len(sets), min(COLUMNS, int(shared.sum()) - begin)), np.float32)
+        member[row[inside], column[inside] - begin] = 1
+        counts += member @ member.T
+    np.fill_diagonal(counts, size)
+    return counts
+
+
+@dataclass(frozen=True, slots=True)
+class LagLine:
+    """Overlap by how many steps apart two steps are.
+
+    Attributes:
+        name: What kind of pairs.
+        lag: Steps apart, ascending; only those that some pair has.
+        mean: Mean overlap of the pairs.
+        low: Their 10 % quantile.
+        high: Their 90 % quantile.
+        pairs: How many there are.
+    """
+
+    name: str
+    lag: np.ndarray
+    mean: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+    pairs: np.ndarray
+
+    @property
+    def overall(self) -> float:
+        """Mean overlap of all pairs; NaN where there is none."""
+        pairs = self.pairs.sum()
+        return float((self.mean * self.pairs).sum() / pairs) if pairs else float("nan")
+
+
+def overlap_by_lag(
+    supports: Supports, sentence: np.ndarray, most: int = MOST_LAG
+) -> tuple[LagLine, LagLine]:
+    """Sort the pairs of steps by lag, those within a sentence apart from those across a boundary.
+
+    Args:
+        supports: Of S steps; a pair's overlap is the mean over their layers and KV heads.
+        sentence: The sentence of each of the steps.
+        most: Largest lag.
+
+    Returns:
+        Within a sentence, across a boundary.
+    """
+    pieces = []
+    # no pair is further apart than `most` steps, so that stretches that overlap by as many hold all of them
+    for begin in range(0, len(supports.step), MOST_STEPS):
+        part = supports.at(slice(begin, begin + MOST_STEPS + most))
+        lag = part.step[None] - part.step[:, None]
+        wanted = (lag > 0) & (lag <= most)
+        wanted[MOST_STEPS:] = False  # their pairs come with the next stretch
+        inside = sentence[begin : begin + MOST_STEPS + most]
+        same = inside[None] == inside[:, None]
+        pieces.append((part.overlap[wanted], lag[wanted], same[wanted]))
+    value, lag, same = (np.concatenate(each) for each in zip(*pieces, strict=True))
+    return (
+        _line("within a sentence", value[same], lag[same]),
+        _line("across a boundary", value[~same], lag[~same]),
+    )
+
+
+def _line(name: str, value: np.ndarray, lag: np.ndarray) -> LagLine:
+    order = np.argsort(lag, kind="stable")
+    value, lag = value[order].astype(np.float64), lag[order]
+    lags, first, pairs = np.unique(lag, return_index=True, return_counts=True)
+    groups = np.split(value, first[1:]) if len(lags) else []
+    low, high = (np.array([np.quantile(group, share) for group in groups]) for share in SPREAD)
+    return LagLine(name, lags, np.array([group.mean() for group in groups]), low, high, pairs)

@@ -1,0 +1,60 @@
+"""The numbers of `sfi trace show`: a trace summed up, as plain values."""
+
+from typing import Any
+
+from sfi_traces.reader import Trace
+from sfi_traces.summary.facts import run_facts, step_facts, trigger_tokens
+from sfi_traces.summary.scope import Scope
+from sfi_traces.summary.supports import (
+    audit_facts,
+    logits_facts,
+    overlap_by_lag,
+    selection_facts,
+    stability,
+)
+from sfi_traces.summary.timing import break_even, latency, phases
+
+MISSING = {  # sections that a trace may lack, and what records them
+    "stability": "overlap of consecutive supports: record with --audit 1",
+    "lags": "overlap by lag since the refresh: record with --audit 1",
+    "audit": "retained mass, output error, query cosine: record with --audit N",
+    "logits": "next-token KL and argmax agreement: record a sparse policy with --audit N",
+    "selections": "lambda* and overlap of selections: record a policy that selects, such as --policy sfi",
+    "phases": "time by phase and break-even: the trace has no timings",
+}
+
+
+def summarize(trace: Trace, request: int | None = None, layer: int | None = None) -> dict[str, Any]:
+    """Sum a trace up, or one request or layer of it.
+
+    A section that the trace has no data for is None, and `missing` says what records it. `layer` leaves
+    aside only what is a layer's: steps, latency and phases stay whole.
+
+    Raises:
+        ConfigError: The trace has no such request or layer.
+        TraceError: No step was recorded, or a part is damaged.
+    """
+    scope = Scope.of(trace, request, layer)
+    sections: dict[str, Any] = {
+        "stability": stability(scope),
+        "lags": overlap_by_lag(scope),
+        "audit": audit_facts(scope),
+        "logits": logits_facts(scope),
+        "selections": selection_facts(scope),
+        "phases": phases(scope),
+    }
+    return {
+        "trace": str(trace.path),
+        "request": request,
+        "layer": layer,
+        "run": run_facts(scope),
+        "steps": step_facts(scope),
+        "triggers": trigger_tokens(scope),
+        **sections,
+        "latency": latency(scope),
+        "break_even": break_even(scope),
+        "missing": [reason for name, reason in MISSING.items() if sections[name] is None],
+    }
+
+
+__all__ = ["Scope", "summarize"]

@@ -1,0 +1,92 @@
+"""What was run, how its steps went and which tokens made them slow."""
+
+from typing import Any
+
+from sfi_core.config import SfiConfig
+from sfi_traces.summary.scope import Scope
+
+
+def run_facts(scope: Scope) -> dict[str, Any]:
+    """Say what was run, from the manifest, and how far it got."""
+    manifest = scope.trace.manifest
+    recorded = {
+        row["request"]: row["steps"]
+        for row in scope.rows("SELECT request, count(*) AS steps FROM chosen_steps GROUP BY 1")
+    }
+    prompts = {prompt["request"]: prompt["tokens"] for prompt in manifest.get("prompts", [])}
+    keys = (
+        "policy",
+        "preset",
+        "backend",
+        "device",
+        "redacted",
+        "created",
+        "finished",
+        "stopped",
+        "audit",
+    )
+    return {
+        "model": manifest["model"]["name"],
+        "architecture": manifest["model"]["architecture"],
+        **{key: manifest.get(key) for key in keys},
+        "settings": changed_settings(manifest["config"]),
+        "requests": [
+            {"request": request, "prompt_tokens": prompts.get(request), "steps": steps}
+            for request, steps in sorted(recorded.items())
+        ],
+    }
+
+
+def changed_settings(config: dict[str, Any]) -> dict[str, Any]:
+    """Pick the settings that differ from the defaults; those of the Selector as `selector.name`."""
+    default = flat_settings(SfiConfig().to_dict())
+    return {
+        name: value for name, value in flat_settings(config).items() if value != default.get(name)
+    }
+
+
+def flat_settings(config: dict[str, Any]) -> dict[str, Any]:
+    """Write nested settings as `selector.name`, and tuples as the lists that JSON has."""
+    flat: dict[str, Any] = {}
+    for name, value in config.items():
+        if isinstance(value, dict):
+            flat |= {f"{name}.{inner}": one for inner, one in flat_settings(value).items()}
+        else:
+            flat[name] = list(value) if isinstance(value, tuple) else value
+    return flat
+
+
+def step_facts(scope: Scope) -> dict[str, Any]:
+    """Count steps by reason, and what they read; shares are of the steps from 1 on.
+
+    `read_ratio` is the sum of the tokens attended over the sum of those in the context.
+    """
+    counts = scope.row(
+        "SELECT count(*) AS steps, count(*) FILTER (slow) AS slow, count(*) FILTER (NOT slow) AS fast,"
+        " avg(slow::INT) FILTER (step > 0) AS slow_share,"
+        " avg(attended_tokens::DOUBLE) FILTER (step > 0) AS mean_attended_tokens,"
+        " sum(attended_tokens::DOUBLE) FILTER (step > 0)"
+        "  / sum(context_tokens) FILTER (step > 0) AS read_ratio,"
+        " sum(attended_tokens::DOUBLE) FILTER (NOT slow)"
+        "  / sum(context_tokens) FILTER (NOT slow) AS fast_read_ratio"
+        " FROM chosen_steps"
+    )
+    reasons = scope.rows(
+        "SELECT reason, count(*) AS steps FROM chosen_steps WHERE slow GROUP BY 1 ORDER BY 2 DESC, 1"
+    )
+    return counts | {"reasons": {row["reason"]: row["steps"] for row in reasons}}
+
+
+def trigger_tokens(scope: Scope) -> list[dict[str, Any]]:
+    """Count the generated tokens of T_trig, and the share of them that a slow step followed.
+
+    The step asked is the one after the token, `trigger_delay` later; a token too near the end has none. All
+    tokens are one in a redacted trace.
+    """
+    delay = scope.trace.manifest["config"]["trigger_delay"]
+    return scope.rows(
+        "SELECT token_id, token_text, count(*) AS count, avg(after::INT) AS slow_after FROM ("
+        " SELECT *, lead(slow, ?) OVER (PARTITION BY request ORDER BY step) AS after FROM chosen_steps)"
+        " WHERE trigger GROUP BY ALL ORDER BY count DESC, token_id",
+        [1 + delay],
+    )

@@ -1,0 +1,91 @@
+"""What of a trace is summed up: all of it, one request, one layer."""
+
+from dataclasses import dataclass
+from typing import Any, Self
+
+import duckdb
+
+from sfi_core.errors import ConfigError, TraceError
+from sfi_traces.reader import Trace
+from sfi_traces.schema import TABLES
+
+QUANTILES = (0.05, 0.5, 0.95)
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """The rows of a trace that are summed up, as views `chosen_steps`, `chosen_supports`, ... in DuckDB.
+
+    Attributes:
+        trace: The trace.
+        connection: DuckDB; the whole tables are there too.
+        request: The request, or None for all.
+        layer: The layer, or None for all.
+    """
+
+    trace: Trace
+    connection: duckdb.DuckDBPyConnection
+    request: int | None
+    layer: int | None
+
+    @classmethod
+    def of(cls, trace: Trace, request: int | None = None, layer: int | None = None) -> Self:
+        """Choose.
+
+        Raises:
+            ConfigError: The trace has no such request, or its model no such layer.
+            TraceError: No step was recorded, or a part is truncated.
+        """
+        scope = cls(trace, trace.connect(), request, layer)
+        requests = [
+            row["request"] for row in scope.rows("SELECT DISTINCT request FROM steps ORDER BY 1")
+        ]
+        if not requests:
+            raise TraceError(f"trace {trace.path} has no finished step")
+        _check("request", request, requests)
+        _check("layer", layer, [place["layer"] for place in trace.manifest["model"]["layers"]])
+        scope._choose()
+        return scope
+
+    def rows(self, query: str, parameters: list[Any] | None = None) -> list[dict[str, Any]]:
+        """Return what a query finds."""
+        return self.trace.rows(self.connection, query, parameters)
+
+    def row(self, query: str, parameters: list[Any] | None = None) -> dict[str, Any]:
+        """Return the only row that a query finds."""
+        (found,) = self.rows(query, parameters)
+        return found
+
+    def _choose(self) -> None:
+        # spans carry the first request of their batch: the last one with spans that is not behind the request
+        self.connection.execute(
+            "CREATE TEMP VIEW batches AS SELECT steps.request, max(spans.request) AS batch"
+            " FROM (SELECT DISTINCT request FROM steps) steps"
+            " JOIN (SELECT DISTINCT request FROM timings) spans ON spans.request <= steps.request"
+            " GROUP BY steps.request"
+        )
+        for name, schema in TABLES.items():
+            conditions = ["true"]
+            if self.request is not None:
+                own = f"(SELECT batch FROM batches WHERE request = {self.request:d})"
+                conditions.append(f"request = {own if name == 'timings' else self.request}")
+            if self.layer is not None and "layer" in schema.names and name != "timings":
+                conditions.append(f"layer = {self.layer:d}")
+            self.connection.execute(
+                f"CREATE TEMP VIEW chosen_{name} AS SELECT * FROM {name} WHERE {' AND '.join(conditions)}"  # noqa: S608 - our names and integers
+            )
+
+
+def spread(column: str) -> str:
+    """Write the SQL of a column's distribution; what is null, or no number, does not count."""
+    value = f"CASE WHEN isfinite({column}) THEN {column}::DOUBLE END"
+    p5, p50, p95 = (f"quantile_cont({value}, {share})" for share in QUANTILES)
+    return (
+        f"{{'n': count({value}), 'mean': avg({value}), 'sd': stddev_samp({value}),"
+        f" 'p5': {p5}, 'p50': {p50}, 'p95': {p95}, 'min': min({value}), 'max': max({value})}}"
+    )
+
+
+def _check(name: str, value: int | None, known: list[int]) -> None:
+    if value is not None and value not in known:
+        raise ConfigError(f"{name} must be one of the trace's {known}, got {value}")

@@ -1,0 +1,147 @@
+"""How stable the supports are, what the fast steps kept of them, and what the Selector made of them."""
+
+from typing import Any
+
+from sfi_traces.summary.scope import Scope, spread
+
+WORST_HEADS = 5
+OVERLAP = "len(list_intersect(this.positions, that.positions)) / least(len(this.positions), len(that.positions))"
+# lags 1, 2, 3-4, 5-8, ...
+FROM_LAG = "CASE WHEN lag <= 2 THEN lag ELSE 2 ** (ceil(log2(lag)) - 1) + 1 END"
+TO_LAG = "CASE WHEN lag <= 2 THEN lag ELSE 2 ** ceil(log2(lag)) END"
+
+
+def stability(scope: Scope) -> dict[str, Any] | None:
+    """Measure the overlap coefficient of consecutive supports, within sentences and across boundaries.
+
+    Two steps are across a boundary if they generate tokens of different sentences: the later one's query is
+    the boundary token. Returns None where no two consecutive steps were audited.
+    """
+    rows = scope.rows(
+        "WITH marked AS (SELECT request, step,"  # noqa: S608 - our own words
+        "  sentence <> lag(sentence) OVER (PARTITION BY request ORDER BY step) AS across FROM chosen_steps)"
+        f" SELECT layer, across, {spread('overlap_previous_step')} AS overlap"
+        " FROM chosen_supports JOIN marked USING (request, step)"
+        " WHERE overlap_previous_step IS NOT NULL"
+        " GROUP BY GROUPING SETS ((across), (layer, across)) ORDER BY layer"
+    )
+    if not rows:
+        return None
+    places = {row["layer"]: {"within": None, "across": None} for row in rows}
+    for row in rows:
+        places[row["layer"]]["across" if row["across"] else "within"] = row["overlap"]
+    overall = places.pop(None)
+    return {**overall, "layers": [{"layer": layer, **found} for layer, found in places.items()]}
+
+
+def overlap_by_lag(scope: Scope) -> dict[str, Any] | None:
+    """Measure the overlap of a step's support with the one at the last refresh, by steps since then.
+
+    A trace without a fast step, such as one under full-kv, has no refresh worth the name. There the support
+    is compared with the one at the last earlier step that Eq. 5 makes slow under the trace's triggers and
+    `trigger_delay` (`t_max` and `min_gap` apart): what a run that reuses supports would have met.
+
+    Returns:
+        `refreshes` is "recorded" or "boundaries". `lags` has an entry for lags 1, 2, 3-4, 5-8, ...: `reuse`
+        at steps that are no refresh themselves, `refresh` at those that are. None without such supports.
+    """
+    recorded = bool(scope.row("SELECT count(*) AS n FROM chosen_steps WHERE NOT slow")["n"])
+    refresh = "slow"
+    if not recorded:
+        back = scope.trace.manifest["config"]["trigger_delay"] + 1
+        refresh = f"step = 0 OR coalesce(lag(trigger, {back:d}) OVER steps_of, false)"
+    overlap = "this.overlap_last_refresh" if recorded else OVERLAP
+    join = "JOIN chosen_supports that ON that.step = last AND (that.request, that.layer, that.head)"
+    rows = scope.rows(
+        f"WITH marked AS (SELECT request, step, {refresh} AS refresh FROM chosen_steps"  # noqa: S608 - our own words
+        "  WINDOW steps_of AS (PARTITION BY request ORDER BY step)),"
+        " placed AS (SELECT *, max(step) FILTER (refresh) OVER (PARTITION BY request ORDER BY step"
+        "  ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING) AS last FROM marked),"
+        f" pairs AS (SELECT refresh, this.step - last AS lag, {overlap} AS overlap"
+        "  FROM chosen_supports this JOIN placed USING (request, step)"
+        f"  {'' if recorded else join + ' = (this.request, this.layer, this.head)'}"
+        "  WHERE last IS NOT NULL)"
+        f" SELECT ({FROM_LAG})::INT AS from_lag, ({TO_LAG})::INT AS to_lag, refresh,"
+        f"  {spread('overlap')} AS overlap FROM pairs WHERE overlap IS NOT NULL GROUP BY ALL ORDER BY 1"
+    )
+    lags: dict[int, dict[str, Any]] = {}
+    for row in rows:
+        edges = {
+            "from_lag": row["from_lag"],
+            "to_lag": row["to_lag"],
+            "reuse": None,
+            "refresh": None,
+        }
+        entry = lags.setdefault(row["from_lag"], edges)
+        entry["refresh" if row["refresh"] else "reuse"] = row["overlap"]
+    return (
+        {"refreshes": "recorded" if recorded else "boundaries", "lags": [*lags.values()]}
+        if lags
+        else None
+    )
+
+
+def audit_facts(scope: Scope) -> dict[str, Any] | None:
+    """Measure what the audited steps kept: retained mass and output error of fast ones, query cosine of all.
+
+    Slow steps read everything: they retain 1 by definition and would flatter. `heads` has every KV head, the
+    one that retains least first.
+    """
+    measures = (
+        f"{spread('CASE WHEN NOT slow THEN retained_mass END')} AS retained_mass,"
+        f" {spread('CASE WHEN NOT slow THEN output_error END')} AS output_error,"
+        f" {spread('query_cosine')} AS query_cosine"
+    )
+    rows = scope.rows(
+        f"SELECT layer, {measures} FROM chosen_supports JOIN chosen_steps USING (request, step)"  # noqa: S608 - our own words
+        " GROUP BY GROUPING SETS ((), (layer)) ORDER BY layer NULLS FIRST"
+    )
+    overall = rows[0]
+    if not overall["query_cosine"]["n"] and not overall["retained_mass"]["n"]:
+        return None
+    heads = scope.rows(
+        f"SELECT layer, head, {spread('retained_mass')} AS retained_mass"  # noqa: S608 - our own words
+        " FROM chosen_supports JOIN chosen_steps USING (request, step)"
+        " WHERE NOT slow GROUP BY layer, head ORDER BY avg(retained_mass), layer, head"
+    )
+    return {**overall, "layers": rows[1:], "heads": heads}
+
+
+def logits_facts(scope: Scope) -> dict[str, Any] | None:
+    """Measure the next-token distributions of audited fast steps against dense attention's."""
+    found = scope.row(
+        f"SELECT {spread('kl_next_token')} AS kl_next_token, avg(argmax_agrees::INT) AS argmax_agreement"  # noqa: S608 - our own words
+        " FROM chosen_logits"
+    )
+    return found if found["kl_next_token"]["n"] else None
+
+
+def selection_facts(scope: Scope) -> dict[str, Any] | None:
+    """Measure the refreshes: how far a selection differs from the one before, and lambda*.
+
+    lambda* is clipped where it equals the clip: `lambda_clip`, or `lambda_clip_rows` where several rows of
+    evidence were averaged (query heads of a KV head x queries of the window). Returns None without refreshes.
+    """
+    manifest = scope.trace.manifest
+    config, model = manifest["config"], manifest["model"]
+    clip = config["selector"]["lambda_clip"]
+    clip_rows = config["selector"].get("lambda_clip_rows")
+    shapes = [(place["layer"], model["query_heads"] // place["heads"]) for place in model["layers"]]
+    groups = ", ".join(f"({layer:d}, {group:d})" for layer, group in shapes)
+    found = scope.row(
+        f"WITH groups (layer, query_heads) AS (VALUES {groups}),"  # noqa: S608 - our own words and numbers
+        " refreshes AS (SELECT chosen_selections.*,"
+        "  query_heads * CASE WHEN step = 0 THEN least(?, context_tokens) ELSE ? END AS evidence_rows"
+        "  FROM chosen_selections JOIN groups USING (layer) LEFT JOIN chosen_steps USING (request, step)),"
+        " clipped AS (SELECT *, CASE WHEN evidence_rows > 1 THEN ?::DOUBLE ELSE ? END AS clip FROM refreshes)"
+        f" SELECT count(*) AS rows, {spread('overlap_previous')} AS overlap_previous,"
+        f" {spread('jaccard_previous')} AS jaccard_previous, {spread('lambda_star')} AS lambda_star,"
+        " avg((abs(lambda_star - clip) <= 1e-6 * clip)::INT) AS clipped_share FROM clipped",
+        [
+            config["window_prefill"],
+            config["window_decode"],
+            clip if clip_rows is None else clip_rows,
+            clip,
+        ],
+    )
+    return found if found["rows"] else None

@@ -1,0 +1,32 @@
+"""The text that each token adds."""
+
+from typing import Any
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+class TokenText:
+    """The text of token ids by a tokenizer, so that the texts of a sequence join to its text.
+
+    A token that holds only some bytes of a character has the tokenizer's own name for it instead.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[int, str] = {}
+
+    def __call__(self, token_id: int) -> str:
+        """Return a token's text."""
+        if token_id not in self._known:
+            self._known[token_id] = self._look_up(token_id)
+        return self._known[token_id]
+
+    def _look_up(self, token_id: int) -> str:
+        alone = self._decode([token_id])
+        if REPLACEMENT in alone:
+            return str(self._tokenizer.convert_ids_to_tokens(token_id))
+        # SentencePiece drops a text's first space, so see what the token adds to a text: itself
+        return self._decode([token_id, token_id])[len(alone) :]
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids, clean_up_tokenization_spaces=False))

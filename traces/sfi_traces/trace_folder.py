@@ -1,0 +1,49 @@
+"""The folder of a trace to be recorded: which one may be taken, and how an old trace makes room."""
+
+import json
+import shutil
+from pathlib import Path
+
+from sfi_core.errors import ConfigError, SfiError
+from sfi_traces.schema import MANIFEST, TABLES
+
+
+def claim(folder: Path, *, force: bool) -> None:
+    """Make the folder, or see that it may be taken; an old trace in it stays until `clear`.
+
+    Raises:
+        ConfigError: It holds a trace and `force` is off, or something else.
+        SfiError: It cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        empty = not any(folder.iterdir())
+    except FileExistsError as error:
+        raise ConfigError(f"trace folder {folder} must be a folder, got a file") from error
+    except OSError as error:
+        raise SfiError(f"trace folder {folder} cannot be made: {error.strerror}") from error
+    if empty:
+        return
+    if not _is_trace(folder):
+        raise ConfigError(f"trace folder {folder} must be new or empty, got one with other files")
+    if not force:
+        raise ConfigError(f"trace folder {folder} exists; add --force to overwrite it")
+
+
+def clear(folder: Path) -> None:
+    """Remove a trace's tables and manifest, and nothing else that may lie beside them."""
+    for table in TABLES:
+        if (folder / table).exists():
+            shutil.rmtree(folder / table)
+    (folder / MANIFEST).unlink(
+        missing_ok=True
+    )  # last: what is half removed is still known as a trace
+
+
+def _is_trace(folder: Path) -> bool:
+    # other programs have a manifest.json too
+    try:
+        document = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(document, dict) and "schema_version" in document

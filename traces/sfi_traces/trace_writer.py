@@ -1,0 +1,172 @@
+"""The background thread that turns events into part files, so that decoding does not wait for the disk."""
+
+import errno
+import json
+import queue
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import torch
+
+from sfi_traces.manifest import now, write_manifest
+from sfi_traces.part_files import PartFiles
+from sfi_traces.readback import Readback
+from sfi_traces.trace_folder import clear
+from sfi_traces.trace_rows import TraceRows
+
+QUEUE_BYTES = 256 << 20
+EVENT_BYTES = 512  # what an event takes besides its tensors, about
+PART_BYTES = 64 << 20
+SOONEST, LATEST, SHARE = 2.0, 60.0, 0.1  # seconds, seconds, of the time so far
+
+Told = tuple[Any, tuple[torch.Tensor, ...]]  # an event and its tensors
+
+
+class TraceWriter:
+    """Writes a trace in a thread of its own.
+
+    All tables get their next part together, `steps` last, so that what belongs to a recorded step is there too:
+    when 64 MiB wait, or when a tenth of the time so far has passed since the last parts, but at least 2 seconds
+    and at most a minute. So a killed run loses no more than that, and one of an hour has about a hundred parts.
+
+    Attributes:
+        failure: Why the disk took no more; the events after that are dropped.
+        closed: Whether the trace is finished.
+    """
+
+    def __init__(self, folder: Path, rows: TraceRows, manifest: dict[str, Any]) -> None:
+        """Begin a trace in a folder that `trace_folder.claim` has allowed.
+
+        Args:
+            folder: Where the trace goes.
+            rows: Makes rows of events; the thread's own from now on.
+            manifest: What is being recorded.
+        """
+        self.failure: OSError | None = None
+        self.closed = False
+        self._error: BaseException | None = None
+        self._folder, self._rows, self._manifest = folder, rows, manifest
+        self._queue = BytesQueue(QUEUE_BYTES)
+        self._began = time.monotonic()
+        kept = {key: value for key, value in manifest.items() if key != "prompts"}
+        version, provenance = str(manifest["schema_version"]), json.dumps(kept)
+        self._parts = PartFiles(folder, {"schema_version": version, "provenance": provenance})
+        # a daemon, so that a crash of the main thread does not wait for it
+        self._thread = Thread(target=self._run, name="sfi-trace", daemon=True)
+        self._thread.start()
+
+    def put(self, told: Sequence[Told]) -> None:
+        """Hand over some events; waits for room, and for nothing else."""
+        if self.failure is None:
+            self._queue.put(Batch(told))
+
+    def close(self, stopped: str | None) -> None:
+        """Write what is left, and the manifest as that of a finished run.
+
+        Args:
+            stopped: Why the run ended early.
+        """
+        self.closed = True
+        self._queue.put(END)
+        self._thread.join()
+        if self.failure is None and self._error is None:
+            self._finish(stopped)
+        elif self.failure is not None:
+            self._finish(stopped or _reason(self.failure))
+        if self._error is not None:
+            raise self._error
+
+    def _finish(self, stopped: str | None) -> None:
+        ended = {"finished": now(), "stopped": stopped, "tables": self._parts.written}
+        try:
+            write_manifest(self._folder, self._manifest | ended)
+        except OSError as error:
+            self.failure = self.failure or error
+
+    def _run(self) -> None:
+        try:
+            self._record()
+        except OSError as error:
+            self.failure = error
+        except BaseException as error:  # noqa: BLE001 - `close` raises it, where somebody sees it
+            self._error = error
+        else:
+            return
+        while self._queue.get() is not END:  # nobody may wait for room for ever
+            pass
+
+    def _record(self) -> None:
+        clear(self._folder)
+        write_manifest(self._folder, self._manifest)
+        due = SOONEST
+        while True:
+            try:
+                batch = self._queue.get(timeout=max(0.0, due - self._elapsed()))
+            except queue.Empty:
+                batch = Batch(())
+            if batch is END:
+                break
+            batch.give(self._rows)
+            if self._elapsed() >= due or self._rows.nbytes >= PART_BYTES:
+                self._flush()
+                due = self._elapsed() + min(max(SOONEST, SHARE * self._elapsed()), LATEST)
+        self._flush()
+
+    def _elapsed(self) -> float:
+        return time.monotonic() - self._began
+
+    def _flush(self) -> None:
+        if self._manifest["prompts"] != self._rows.prompts:
+            self._manifest["prompts"] = [dict(prompt) for prompt in self._rows.prompts]
+            write_manifest(self._folder, self._manifest)
+        for name in sorted(self._rows.tables, key=lambda name: name == "steps"):
+            table = self._rows.tables[name].take()
+            if len(table):
+                self._parts.write(name, table)
+
+
+class Batch:
+    """Events on their way to the thread, with their tensors on their way to the host."""
+
+    def __init__(self, told: Sequence[Told]) -> None:
+        self._told = told
+        self._readback = Readback([tensor for _, tensors in told for tensor in tensors])
+        self.nbytes = self._readback.nbytes + EVENT_BYTES * max(1, len(told))
+
+    def give(self, rows: TraceRows) -> None:
+        """Make rows of the events."""
+        tensors = iter(self._readback.wait())
+        for event, own in self._told:
+            rows.take(event, *[next(tensors) for _ in own])
+
+
+END = Batch(())
+
+
+class BytesQueue(queue.Queue[Batch]):
+    """A queue bounded by the bytes of what is in it; one batch may exceed them."""
+
+    def _init(self, maxsize: int) -> None:
+        self.queue: deque[Batch] = deque()
+        self._bytes = 0
+
+    def _qsize(self) -> int:
+        return self._bytes
+
+    def _put(self, item: Batch) -> None:
+        self._bytes += item.nbytes
+        self.queue.append(item)
+
+    def _get(self) -> Batch:
+        item = self.queue.popleft()
+        self._bytes -= item.nbytes
+        return item
+
+
+def _reason(failure: OSError) -> str:
+    full = failure.errno == errno.ENOSPC
+    return f"disk full: {failure.strerror}" if full else f"write failed: {failure.strerror}"

@@ -1,0 +1,123 @@
+"""What a figure shows: one request of a trace, and optionally one layer or KV head; read once for all figures."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from sfi_core.errors import ConfigError, TraceError
+from sfi_traces.reader import Trace
+from sfi_traces.stability import Place, Supports, rows_of
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """A request's steps, one number or word for each, in order.
+
+    Attributes:
+        step: Decoding step t.
+        text: The generated token; "" in a redacted trace.
+        slow: Whether the step was slow.
+        reason: Why; "" for a fast step.
+        sentence: Which sentence the step belongs to.
+        attended: Tokens read per KV head.
+        context: Tokens that full attention reads.
+        elapsed_us: Wall time.
+        audited: Whether the audit looked at it, which takes time.
+    """
+
+    step: np.ndarray
+    text: list[str]
+    slow: np.ndarray
+    reason: list[str]
+    sentence: np.ndarray
+    attended: np.ndarray
+    context: np.ndarray
+    elapsed_us: np.ndarray
+    audited: np.ndarray
+
+    @classmethod
+    def of(cls, rows: pa.Table) -> "Steps":
+        """Take them from the table `steps`."""
+        rows = rows.sort_by("step")
+        names = ("step", "slow", "sentence", "attended_tokens", "context_tokens", "elapsed_us", "audited")
+        columns = [rows[name].to_numpy() for name in names]
+        step, slow, sentence, attended, context, elapsed_us, audited = columns
+        text = [text or "" for text in rows["token_text"].to_pylist()]
+        reason = rows["reason"].to_pylist()
+        return cls(step, text, slow, reason, sentence, attended, context, elapsed_us, audited)  # fmt: skip
+
+    def rows(self, step: np.ndarray) -> np.ndarray:
+        """Find where some of the steps stand."""
+        return np.searchsorted(self.step, step)
+
+
+class View:
+    """One request of a trace, and optionally one layer or KV head.
+
+    Attributes:
+        trace: The trace.
+        request: The request.
+        requests: All requests that have a step.
+        layer: The layer, or None for all.
+        head: The KV head, or None for all.
+        steps: The request's steps.
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        request: int | None = None,
+        layer: int | None = None,
+        head: int | None = None,
+    ) -> None:
+        """Choose; without a request the first.
+
+        Raises:
+            ConfigError: The trace has no such request, or its model no such layer or KV head.
+            TraceError: No step was recorded.
+        """
+        table = trace.table("steps")
+        if not len(table):
+            raise TraceError(f"trace {trace.path} has no finished step")
+        self.trace, self.layer, self.head = trace, layer, head
+        self.requests: list[int] = sorted(pc.unique(table["request"]).to_pylist())
+        layers = [place for place in trace.manifest["model"]["layers"] if place["window"] is None]
+        _check("request", request, self.requests)
+        _check("layer", layer, [place["layer"] for place in layers])
+        heads = [place["heads"] for place in layers if layer in (None, place["layer"])]
+        _check("head", head, list(range(max(heads, default=0))))
+        self.request: int = self.requests[0] if request is None else request
+        self.steps = Steps.of(table.filter(pc.field("request") == self.request))
+
+    @property
+    def wanted(self) -> pc.Expression:
+        """Make a filter for the rows of the request, layer and head."""
+        return rows_of(self.request, self.layer, self.head)
+
+    @cached_property
+    def supports(self) -> Supports:
+        """Supports of the steps; raises `TraceError` where there are none."""
+        found = Supports.read(self.trace, self.request, self.layer, self.head)
+        # a killed run may have written a step's supports and not yet the step
+        return found.at(slice(0, int(np.searchsorted(found.step, self.steps.step[-1] + 1))))
+
+    def places(self, places: list[Place]) -> str:
+        """Say in a title which layers and KV heads a figure is about."""
+        layers, heads = (sorted(set(each)) for each in zip(*places, strict=True))
+        one, many = [], []
+        for name, values in (("layer", layers), ("KV head", heads)):
+            (one if len(values) == 1 else many).append(
+                f"{name} {values[0]}" if len(values) == 1 else f"{len(values)} {name}s"
+            )
+        return ", ".join(one + ([f"mean over {' x '.join(many)}"] if many else []))
+
+
+def _check(name: str, value: int | None, known: list[int]) -> None:
+    if value is None or value in known:
+        return
+    if len(known) > 1 and known == list(range(known[0], known[-1] + 1)):
+        raise ConfigError(f"{name} must be in {known[0]} to {known[-1]}, got {value}")
+    raise ConfigError(f"{name} must be one of {known}, got {value}")
