@@ -87,11 +87,6 @@ class ByteModel:
         layers = max(1, self.layers + self.dense_layers)
         return (self.layers * attended + self.dense_layers * length) / layers
 
-    def sparse_attended(self, length: Count, mean: Count) -> Count:
-        """Return what the layers that SFI acts on read, from the mean over the full-attention layers."""
-        layers = self.layers + self.dense_layers
-        return (layers * mean - self.dense_layers * length) / max(1, self.layers)
-
     def _shared(self, length: Count) -> Count:
         # weights, layers left dense and sliding windows: the same for slow and fast steps
         windows = sum(row * np.minimum(window, length) for window, row in self.windows)

@@ -7,10 +7,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from sfi_core.errors import TraceError
-from sfi_traces.labels import PHASES
 from sfi_traces.stability import SPREAD, Place, thinning
 from sfi_traces.view import View
 
+PHASES = (  # leaf spans, in the order in which a bar stacks them
+    "attention.fast", "attention.dense", "attention.mixed", "selector", "top_k", "pack", "append", "sample",
+    "audit", "rest of the step",
+)  # fmt: skip
 AUDIT = ("audit", "shadow")  # spans that are there because somebody looks
 MOST_BARS = 1000
 
@@ -49,8 +52,8 @@ def lambda_over_time(view: View) -> Lambda:
     rows = rows.filter(pc.is_valid(pc.field("lambda_star"))).sort_by("step")
     if not len(rows):
         raise TraceError(
-            f"trace {view.trace.path} has no lambda*, which policy {view.trace.manifest['policy']!r} does not "
-            "compute for this request and layer; record it with --policy sfi"
+            f"trace {view.trace.path} has no lambda* of request {view.request}, recorded with policy "
+            f"{view.trace.manifest['policy']}; record it with --policy sfi"
         )
     value = rows["lambda_star"].to_numpy().astype(np.float64)
     step, first = np.unique(rows["step"].to_numpy(), return_index=True)

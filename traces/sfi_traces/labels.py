@@ -1,4 +1,4 @@
-"""Words and colors that the figures of `sfi trace plot` and of `sfi trace report` share."""
+"""Colors and tokens, the same in `sfi trace plot` and in `sfi trace report`."""
 
 import numpy as np
 
@@ -6,10 +6,10 @@ from sfi_traces.raster import MISSED, READ, SELECTED
 from sfi_traces.view import Steps
 
 LONGEST = 14  # characters of a label
-SLOW, WITHIN, ACROSS, CLIP = "#d1495b", "#2f7fc1", "#e08a2e", "#8a94a0"
-SEGMENT = "#3aa17e"
-RASTER = {SELECTED: "#f0c38a", READ: "#2f7fc1", MISSED: "#d1495b"}
-PHASES = {  # in the order in which a bar stacks them
+# colors that stand out from white and from black
+SLOW, WITHIN, ACROSS, CLIP, SEGMENT = "#d1495b", "#2f7fc1", "#e08a2e", "#8a94a0", "#3aa17e"
+RASTER = {SELECTED: "#e8b878", READ: "#2f7fc1", MISSED: "#d1495b"}
+PHASES = {
     "attention.fast": "#2f7fc1",
     "attention.dense": "#d1495b",
     "attention.mixed": "#8e6bbf",

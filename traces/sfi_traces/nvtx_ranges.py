@@ -30,9 +30,9 @@ OTHER = ("other", GREY)
 class NvtxObserver(NullObserver):
     """Tells an attached profiler of steps and spans; does nothing where there is none.
 
-    Steps are start/end ranges, because what drives the model may open a span before a step and close it within;
-    spans are push/pop ranges. A step's message says its kind only, so that a profiler's statistics group by it;
-    the number is in the payload.
+    Steps are start/end ranges, because what drives the model may open a span before a step and close it
+    within; spans are push/pop ranges. A step's message says its kind only, so that a profiler's statistics
+    group by it; the number is in the payload.
     """
 
     def __init__(self) -> None:

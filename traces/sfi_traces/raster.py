@@ -6,16 +6,12 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow.compute as pc
 
+from sfi_traces.figure_data import retained_mass
 from sfi_traces.stability import Place, rows_of, thinning
 from sfi_traces.view import View
 
 # what a cell shows
 NOTHING, SELECTED, READ, MISSED = range(4)
-MEANING = {
-    READ: "in the support",
-    MISSED: "in the support, not read",
-    SELECTED: "selected, not in the support",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +85,35 @@ def rasters(
             Raster(place, supports.step, per_step, per_cell, cells, slow, context, sink, read_from, chosen is not None)
         )  # fmt: skip
     return drawn
+
+
+def choose_place(view: View) -> tuple[Place, str]:
+    """Choose the layer and KV head that tells most of those in the view, and say why.
+
+    With fast steps that is the one that retains the least mass, else the one whose supports hold the most.
+    """
+    found = list(view.supports.sets)
+    if len(found) == 1:
+        return found[0], ""
+    data = retained_mass(view)
+    mass = {
+        (layer, head): data.mass[row, column]
+        for row, layer in enumerate(data.layers)
+        for column, head in enumerate(data.heads)
+    }
+    if data.coverage:
+        return max(found, key=mass.__getitem__), "; it holds more mass than in any other KV head"
+    return min(found, key=mass.__getitem__), "; this KV head retains the least mass"
+
+
+def meaning(raster: Raster) -> dict[int, str]:
+    """Say what each kind of cell means, of those that the raster has."""
+    words = {
+        READ: "in the support, read" if raster.known else "in the support",
+        MISSED: "in the support, not read",
+        SELECTED: "selected, not in the support",
+    }
+    return {kind: text for kind, text in words.items() if (raster.cells == kind).any()}
 
 
 def _segments(view: View) -> tuple[int, np.ndarray | None]:

@@ -9,8 +9,8 @@ import torch
 class Readback:
     """Copies of some tensors on the host.
 
-    Those on a CUDA device are joined by type, copied to pinned memory without waiting, and there once an event
-    has passed; those on the host are kept as they are, so nobody may write to them.
+    Those on a CUDA device are joined by type, copied to pinned memory without waiting, and there once an
+    event has passed; those on the host are kept as they are, so nobody may write to them.
 
     Attributes:
         nbytes: How much there is to copy.
@@ -28,7 +28,7 @@ class Readback:
         for places in groups.values():
             self._copies.append((places, _pinned([tensors[place] for place in places])))
         for device in {device for device, _ in groups}:
-            event = torch.cuda.Event(blocking=True)  # who waits for it sleeps
+            event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             event.record(torch.cuda.current_stream(device))
             self._events.append(event)
 
@@ -37,7 +37,7 @@ class Readback:
         for event in self._events:
             event.synchronize()
         for places, flat in self._copies:
-            pieces = flat.split([self._tensors[place].numel() for place in places])
+            pieces = torch.split(flat, [self._tensors[place].numel() for place in places])
             for place, piece in zip(places, pieces, strict=True):
                 self._tensors[place] = piece.view(self._tensors[place].shape)
         return self._tensors

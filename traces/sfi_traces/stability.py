@@ -106,6 +106,14 @@ def _missing(trace: Trace, request: int, layer: int | None, head: int | None) ->
     )
 
 
+def color_range(overlap: np.ndarray) -> tuple[float, float]:
+    """Choose the ends of a color scale: tenths around all overlaps but those of a step with itself."""
+    others = overlap[~np.eye(len(overlap), dtype=bool)]
+    if not len(others):
+        return 0.0, 1.0
+    return float(np.floor(others.min() * 10) / 10), float(np.ceil(others.max() * 10) / 10)
+
+
 def intersections(sets: Sequence[np.ndarray]) -> np.ndarray:
     """Count what each two sets of positions share: the product of their membership matrix with itself.
 

@@ -122,7 +122,7 @@ class DeviceClock:
     def record(self) -> tuple[torch.cuda.Event, str]:
         """Put an event on the current stream, and return it with the stream's name."""
         stream = torch.cuda.current_stream(self._device)
-        event = torch.cuda.Event(enable_timing=True, blocking=True)  # who waits for it sleeps
+        event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
         event.record(stream)
         name = self._streams.setdefault(stream.cuda_stream, f"stream {len(self._streams)}")
         return event, name
@@ -145,7 +145,8 @@ class Anchor:
         """Return when another event passed; waits for both."""
         self._event.synchronize()
         event.synchronize()
-        return self.at_us() + self._event.elapsed_time(event) * 1e3
+        passed_us: float = self._event.elapsed_time(event) * 1e3
+        return self.at_us() + passed_us
 
 
 class DeviceSpan:

@@ -29,9 +29,10 @@ Told = tuple[Any, tuple[torch.Tensor, ...]]  # an event and its tensors
 class TraceWriter:
     """Writes a trace in a thread of its own.
 
-    All tables get their next part together, `steps` last, so that what belongs to a recorded step is there too:
-    when 64 MiB wait, or when a tenth of the time so far has passed since the last parts, but at least 2 seconds
-    and at most a minute. So a killed run loses no more than that, and one of an hour has about a hundred parts.
+    All tables get their next part together, `steps` last, so that what belongs to a recorded step is there
+    too: when 64 MiB wait, or when a tenth of the time so far has passed since the last parts, but at least 2
+    seconds and at most a minute. So a killed run loses no more than that, and one of an hour has about a
+    hundred parts.
 
     Attributes:
         failure: Why the disk took no more; the events after that are dropped.

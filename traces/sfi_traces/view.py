@@ -9,7 +9,7 @@ import pyarrow.compute as pc
 
 from sfi_core.errors import ConfigError, TraceError
 from sfi_traces.reader import Trace
-from sfi_traces.stability import Place, Supports, rows_of
+from sfi_traces.stability import Supports, rows_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,16 +103,6 @@ class View:
         found = Supports.read(self.trace, self.request, self.layer, self.head)
         # a killed run may have written a step's supports and not yet the step
         return found.at(slice(0, int(np.searchsorted(found.step, self.steps.step[-1] + 1))))
-
-    def places(self, places: list[Place]) -> str:
-        """Say in a title which layers and KV heads a figure is about."""
-        layers, heads = (sorted(set(each)) for each in zip(*places, strict=True))
-        one, many = [], []
-        for name, values in (("layer", layers), ("KV head", heads)):
-            (one if len(values) == 1 else many).append(
-                f"{name} {values[0]}" if len(values) == 1 else f"{len(values)} {name}s"
-            )
-        return ", ".join(one + ([f"mean over {' x '.join(many)}"] if many else []))
 
 
 def _check(name: str, value: int | None, known: list[int]) -> None:

@@ -3,8 +3,9 @@
 import numpy as np
 from matplotlib.figure import Figure
 
+from sfi_traces import captions
 from sfi_traces.figures.style import new_figure, title
-from sfi_traces.labels import stability_note, step_ticks, stability_title
+from sfi_traces.labels import step_ticks
 from sfi_traces.stability import color_range
 from sfi_traces.view import View
 
@@ -34,5 +35,5 @@ def draw(view: View) -> Figure:
     bar.set_label("overlap coefficient", fontsize=9)
     bar.outline.set_visible(False)
     bar.ax.tick_params(labelsize=8)
-    title(figure, stability_title(view), view, stability_note(view, supports))
+    title(figure, captions.stability(view), view)
     return figure

@@ -2,8 +2,9 @@
 
 from matplotlib.figure import Figure
 
+from sfi_traces import captions
 from sfi_traces.figures.style import new_figure, plain, title
-from sfi_traces.labels import ACROSS, WITHIN, lag_note, lag_title
+from sfi_traces.labels import ACROSS, WITHIN
 from sfi_traces.stability import overlap_by_lag
 from sfi_traces.view import View
 
@@ -27,5 +28,5 @@ def draw(view: View) -> Figure:
     below.set_xlabel("lag: steps apart")
     plain(axes)
     plain(below)
-    title(figure, lag_title(view), view, lag_note())
+    title(figure, captions.lag(view), view)
     return figure

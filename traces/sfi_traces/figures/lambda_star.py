@@ -2,9 +2,10 @@
 
 from matplotlib.figure import Figure
 
+from sfi_traces import captions
 from sfi_traces.figure_data import lambda_over_time
 from sfi_traces.figures.style import new_figure, plain, title
-from sfi_traces.labels import CLIP, WITHIN, lambda_note, lambda_title
+from sfi_traces.labels import CLIP, WITHIN
 from sfi_traces.view import View
 
 
@@ -25,5 +26,5 @@ def draw(view: View) -> Figure:
     axes.set_ylabel("lambda*")
     axes.legend(frameon=False, fontsize=9, loc="lower right")
     plain(axes)
-    title(figure, lambda_title(view, data), view, lambda_note(data))
+    title(figure, captions.lambda_star(data), view)
     return figure

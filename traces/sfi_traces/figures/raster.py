@@ -6,8 +6,9 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
+from sfi_traces import captions
 from sfi_traces.figures.style import mark_slow, new_figure, title
-from sfi_traces.labels import RASTER, SEGMENT, raster_note, raster_title
+from sfi_traces.labels import RASTER, SEGMENT, SLOW
 from sfi_traces.raster import choose_place, meaning, rasters
 from sfi_traces.view import View
 
@@ -35,12 +36,12 @@ def draw(view: View) -> Figure:
     axes.step(entry, raster.context, where="mid", color="black", linewidth=0.8)
     if not raster.slow.all():
         mark_slow(axes, entry[raster.slow])
-        marks.append(Line2D([], [], linestyle="", marker="^", color=axes.lines[-1].get_color(), label="slow step"))
+        marks.append(Line2D([], [], linestyle="", marker="^", color=SLOW, label="slow step"))
     ticks = np.unique(np.linspace(0, count - 1, 13).astype(int))
     axes.set_xticks(ticks, [str(raster.step[tick]) for tick in ticks])
     axes.set_xlabel("decoding step")
     axes.set_ylabel("position in the context")
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(handles=marks, loc="outside lower left", ncols=len(marks), fontsize=8, frameon=False)
-    title(figure, raster_title(raster), view, raster_note(raster, why))
+    title(figure, captions.raster(view, raster, why), view)
     return figure

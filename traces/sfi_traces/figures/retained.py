@@ -3,9 +3,9 @@
 import numpy as np
 from matplotlib.figure import Figure
 
+from sfi_traces import captions
 from sfi_traces.figure_data import retained_mass
 from sfi_traces.figures.style import new_figure, title
-from sfi_traces.labels import retained_note, retained_title
 from sfi_traces.view import View
 
 MOST_NUMBERS = 400  # cells with their number written in
@@ -32,5 +32,5 @@ def draw(view: View) -> Figure:
     bar = figure.colorbar(image, ax=axes, aspect=30, pad=0.02)
     bar.outline.set_visible(False)
     bar.ax.tick_params(labelsize=8)
-    title(figure, retained_title(data), view, retained_note(data))
+    title(figure, captions.retained(data), view)
     return figure

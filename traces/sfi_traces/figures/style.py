@@ -1,5 +1,6 @@
 """What the figures have in common."""
 
+import textwrap
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +9,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from sfi_traces.labels import SLOW, subject
+from sfi_traces.captions import Caption, subject
+from sfi_traces.labels import SLOW
 from sfi_traces.view import View
 
 MUTED = "#5b6570"
@@ -19,12 +21,13 @@ def new_figure(width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def title(figure: Figure, text: str, view: View, note: str = "") -> None:
+def title(figure: Figure, caption: Caption, view: View) -> None:
     """Say what a figure shows, and of which run."""
-    figure.suptitle(text, fontsize=12, fontweight="bold", x=0.01, ha="left", parse_math=False)
-    below = subject(view) + (f"\n{note}" if note else "")
+    figure.suptitle(caption.title, fontsize=12, fontweight="bold", x=0.01, ha="left")
+    room = int(figure.get_figwidth() * 14)  # characters of a line
+    lines = [subject(view), *textwrap.wrap(caption.note, room)]
     figure.axes[0].set_title(
-        below, fontsize=8.5, color=MUTED, loc="left", parse_math=False, linespacing=1.4
+        "\n".join(lines), fontsize=8.5, color=MUTED, loc="left", parse_math=False, linespacing=1.4
     )
 
 

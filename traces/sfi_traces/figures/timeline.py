@@ -3,9 +3,10 @@
 import numpy as np
 from matplotlib.figure import Figure
 
+from sfi_traces import captions
 from sfi_traces.figure_data import step_phases
 from sfi_traces.figures.style import mark_slow, new_figure, plain, title
-from sfi_traces.labels import PHASES, timeline_note, timeline_title
+from sfi_traces.labels import PHASES
 from sfi_traces.view import View
 
 
@@ -29,5 +30,5 @@ def draw(view: View) -> Figure:
     plain(axes)
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles[::-1], labels[::-1], loc="outside right upper", fontsize=8, frameon=False)
-    title(figure, timeline_title(data), view, timeline_note(data))
+    title(figure, captions.timeline(data), view)
     return figure

@@ -1,79 +1,203 @@
-"""What a run measured, in the same numbers as a replay's, and the two side by side."""
+"""A replay's prediction beside what a run of the same setting measured."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Self
+from dataclasses import asdict, dataclass, replace
+from itertools import takewhile
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from sfi_core.errors import TraceError
 from sfi_traces.byte_model import ByteModel
 from sfi_traces.reader import Trace
+from sfi_traces.replay.memory import Memory
 from sfi_traces.replay.outcome import Outcome, StepMetrics
 from sfi_traces.replay.replay import replay_request
 from sfi_traces.replay.setting import Setting
-from sfi_traces.replay.support import Supports, last_slow, recent_starts
+from sfi_traces.replay.support import Floats, Supports, chosen
 
-COLUMNS = ["request", "step", "layer", "head", "retained_mass", "overlap_last_refresh"]
 POLICY = "sfi"
+STEPS = ["request", "step", "token_id", "reason", "context_tokens", "attended_tokens"]
+SUPPORTS = ["request", "step", "layer", "head", "retained_mass", "overlap_last_refresh"]
 
 
-def measured(trace: Trace, like: Sequence[Supports], *, batch: int = 1) -> list[StepMetrics]:
-    """Read what a run really kept, for the same requests, steps, layers and heads.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """How many steps of a request had the same tokens before them in both runs.
+
+    Attributes:
+        request: Index of the request.
+        steps: Compared steps, step 0 included.
+        recorded_steps: Steps of the replayed trace.
+        measured_steps: Steps of the other.
+    """
+
+    request: int
+    steps: int
+    recorded_steps: int
+    measured_steps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Prediction and measurement over the same steps, layers and heads.
+
+    Attributes:
+        predicted: From the replayed trace.
+        measured: From the run.
+        same_schedule: Whether the same steps are slow, for the same reasons.
+        mean_difference: Predicted retained mass (at least) less the measured one, the mean over fast steps,
+            layers and heads; None without fast steps.
+        mean_distance: The mean of its absolute value.
+        requests: How far each request was compared.
+    """
+
+    predicted: Outcome
+    measured: Outcome
+    same_schedule: bool
+    mean_difference: float | None
+    mean_distance: float | None
+    requests: list[Compared]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return asdict(self)
+
+
+def compare(
+    recorded: Sequence[Supports], trace: Trace, real: Trace, *, batch: int = 1
+) -> Comparison:
+    """Replay the setting of a real run over another trace, or its own, and set both side by side.
+
+    Once the runs' tokens differ they are different texts: only the steps up to there are compared.
 
     Args:
-        trace: A run with `--policy sfi` and an audit; NaN where the audit skipped a step.
-        like: Whose requests, steps, layers and heads.
+        recorded: Supports of `trace`.
+        trace: What is replayed.
+        real: A run with `--policy sfi` and an audit, of the same model and prompts.
         batch: Requests that share the weights' bytes.
 
     Raises:
-        TraceError: Another policy ran, or without an audit.
+        TraceError: Another model, prompt or policy, or no audit.
     """
-    trace.require_audit()
-    if trace.manifest["policy"] != POLICY:
-        raise TraceError(
-            f"trace {trace.path} must be of --policy {POLICY}, got {trace.manifest['policy']}"
+    _check_pair(recorded, trace, real)
+    setting = Setting.recorded(real)
+    steps = real.table("steps", STEPS)
+    kept = real.table("supports", SUPPORTS)
+    predictions, measurements, compared = [], [], []
+    for supports in recorded:
+        own = chosen(steps, request=supports.request).sort_by("step")
+        common = _common(supports, own)
+        like = supports.first(common).without(setting.config.dense_layers)
+        measurement = _measured(like, setting, own, kept, batch)
+        prediction = replay_request(like, setting, batch=batch)
+        unknown_NU = np.isnan(measurement.lower_NU)
+        predictions.append(
+            replace(
+                prediction,
+                lower_NU=np.where(unknown_NU, np.nan, prediction.lower_NU),
+                upper_NU=np.where(unknown_NU, np.nan, prediction.upper_NU),
+                overlap_NU=np.where(unknown_NU, np.nan, prediction.overlap_NU),
+            )
         )
-    steps = trace.table("steps", ["request", "step", "reason", "context_tokens", "attended_tokens"])
-    supports = trace.table("supports", COLUMNS)
-    setting = Setting.recorded(trace)
-    found = []
-    for one in like:
-        rows = [row for row in steps.to_pylist() if row["request"] == one.request]
-        rows.sort(key=lambda row: row["step"])
-        found.append(_measured(one, setting, rows[: one.steps], supports, batch))
-    return found
+        measurements.append(measurement)
+        compared.append(
+            Compared(
+                request=supports.request,
+                steps=common,
+                recorded_steps=supports.steps,
+                measured_steps=own.num_rows,
+            )
+        )
+    return _comparison(predictions, measurements, compared)
+
+
+def _comparison(
+    predictions: list[StepMetrics], measurements: list[StepMetrics], compared: list[Compared]
+) -> Comparison:
+    pairs = list(zip(predictions, measurements, strict=True))
+    differences = np.concatenate(
+        [(one.lower_NU - other.lower_NU)[~(one.slow_N | other.slow_N)].ravel() for one, other in pairs]
+    )
+    known = differences[~np.isnan(differences)]
+    return Comparison(
+        predicted=Outcome.of(predictions),
+        measured=Outcome.of(measurements),
+        same_schedule=all(one.reasons == other.reasons for one, other in pairs),
+        mean_difference=float(known.mean()) if len(known) else None,
+        mean_distance=float(np.abs(known).mean()) if len(known) else None,
+        requests=compared,
+    )
+
+
+def _check_pair(recorded: Sequence[Supports], trace: Trace, real: Trace) -> None:
+    real.require_audit()
+    if real.manifest["policy"] != POLICY:
+        raise TraceError(
+            f"trace {real.path} must be of --policy {POLICY}, got {real.manifest['policy']}"
+        )
+    if real.path == trace.path:
+        return
+    for name, value in trace.manifest["model"].items():
+        if real.manifest["model"].get(name) != value:
+            raise TraceError(
+                f"traces must be of one model, got another {name} in {real.path} than in {trace.path}"
+            )
+    prompts = [
+        {prompt["request"]: prompt["sha256"] for prompt in one.manifest["prompts"]}
+        for one in (trace, real)
+    ]
+    for supports in recorded:
+        first, second = (shas.get(supports.request) for shas in prompts)
+        if first != second:
+            raise TraceError(
+                f"traces must be of the same prompts, got different ones for request {supports.request} "
+                f"in {trace.path} and {real.path}"
+            )
+    for one in (trace, real):
+        if one.manifest["redacted"]:
+            raise TraceError(f"trace {one.path} is redacted; it can be compared with itself only")
+
+
+def _common(supports: Supports, steps: pa.Table) -> int:
+    """Count the steps whose query, x_{t-1}, and all before it are the same in both."""
+    pairs = zip(supports.tokens, steps["token_id"].to_pylist(), strict=False)
+    equal = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1] or pair[1] is None, pairs))
+    return min(equal + 1, supports.steps, steps.num_rows)
 
 
 def _measured(
-    like: Supports, setting: Setting, rows: list[dict[str, Any]], supports: Any, batch: int
+    like: Supports, setting: Setting, steps: pa.Table, kept: pa.Table, batch: int
 ) -> StepMetrics:
-    config = setting.config
-    reasons = [row["reason"] for row in rows]
+    steps = steps.slice(0, like.steps)
+    reasons = steps["reason"].to_pylist()
     slow_N = np.array([bool(reason) for reason in reasons])
-    length_N = np.array([row["context_tokens"] for row in rows])
-    mean_N = np.array([row["attended_tokens"] for row in rows])
-    sink = min(config.sink, like.prompt_tokens)
-    start_N = recent_starts(
-        slow_N, length_N, sink=sink, recent=config.recent, sliding=config.recent_mode == "sliding"
-    )
-    packed_N = sink + np.minimum(config.budget, start_N[last_slow(slow_N)] - sink)
-    model = ByteModel.of(like.model, dense_layers=config.dense_layers, batch=batch)
-    kept_NU = _column(supports, like, "retained_mass", len(rows))
+    memory = Memory.of(setting.config, slow_N, like.length_N)
+    model = ByteModel.of(like.model, dense_layers=setting.config.dense_layers, batch=batch)
+    own = chosen(kept, request=like.request)
+    kept_NU = _column(own, like, "retained_mass")
     return StepMetrics(
         request=like.request,
         layer_U=like.layer_U,
         head_U=like.head_U,
         reasons=reasons,
-        length_N=length_N,
-        attended_N=mean_N,
+        length_N=like.length_N,
+        attended_N=steps["attended_tokens"].to_numpy(),
         lower_NU=kept_NU,
         upper_NU=kept_NU,
-        overlap_NU=_column(supports, like, "overlap_last_refresh", len(rows)),
-        bytes_N=np.where(
-            slow_N,
-            model.slow(length_N, packed_N),
-            model.fast(length_N, model.sparse_attended(length_N, mean_N)),
-        ),
-        dense_bytes_N=np.asarray(model.dense(length_N)),
+        overlap_NU=_column(own, like, "overlap_last_refresh"),
+        bytes_N=memory.bytes_read(model),
+        dense_bytes_N=np.asarray(model.dense(like.length_N)),
     )
+
+
+def _column(rows: pa.Table, like: Supports, name: str) -> Floats:
+    # [N, U], NaN where there is no row
+    step, layer, head = (rows[key].to_numpy() for key in ("step", "layer", "head"))
+    out_NU = np.full((like.steps, len(like.layer_U)), np.nan, np.float32)
+    values = rows[name].to_numpy()
+    for unit, pair in enumerate(zip(like.layer_U, like.head_U, strict=True)):
+        own = (layer == pair[0]) & (head == pair[1]) & (step < like.steps)
+        out_NU[step[own], unit] = values[own]
+    return out_NU

@@ -119,11 +119,11 @@ class Outcome:
             fast_steps=steps - slow,
             reasons=dict(reasons),
             slow_rate=(slow - len(requests)) / each,
-            retained_mass=_mean(lower, 1.0),
-            retained_mass_upper=_mean(upper, 1.0),
+            retained_mass=_mean(lower),
+            retained_mass_upper=_mean(upper),
             retained_mass_p5=float(np.percentile(lower, LOW)) if len(lower) else 1.0,
             worst=_worst(requests),
-            overlap_at_reuse=_mean(overlap, None),
+            overlap_at_reuse=_mean(overlap) if len(overlap) else None,
             attended_tokens=read / each,
             read_ratio=read / context if context else 1.0,
             bytes_per_token=bytes_ / each,
@@ -153,8 +153,8 @@ def _known(requests: Sequence[StepMetrics], name: str) -> Floats:
     return pooled[~np.isnan(pooled)]
 
 
-def _mean[T](values: Floats, empty: T) -> float | T:
-    return float(values.mean(dtype=np.float64)) if len(values) else empty
+def _mean(values: Floats) -> float:
+    return float(values.mean(dtype=np.float64)) if len(values) else 1.0
 
 
 def _worst(requests: Sequence[StepMetrics]) -> Worst | None:

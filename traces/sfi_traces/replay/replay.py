@@ -7,15 +7,18 @@ beyond the recorded ones have some too; the upper bound gives it all that they c
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 
+from sfi_core.config import SfiConfig
 from sfi_core.errors import TraceError
 from sfi_traces.byte_model import ByteModel
+from sfi_traces.replay.memory import Memory
 from sfi_traces.replay.outcome import Outcome, StepMetrics
 from sfi_traces.replay.schedule import schedule
 from sfi_traces.replay.setting import Setting
-from sfi_traces.replay.support import Bools, Floats, Ints, Supports, last_slow, recent_starts
+from sfi_traces.replay.support import Bools, Floats, Ints, Positions, Supports
 
 
 def replay(recorded: Sequence[Supports], setting: Setting, *, batch: int = 1) -> Outcome:
@@ -33,40 +36,26 @@ def replay_request(supports: Supports, setting: Setting, *, batch: int = 1) -> S
     Raises:
         TraceError: The budget is larger than what the audit recorded.
     """
-    config = setting.config
-    check_budget(supports, config.budget)
+    check_budget(supports, setting.config.budget)
     reasons = schedule(supports, setting)
     slow_N = np.array([bool(reason) for reason in reasons])
-    sink = min(config.sink, supports.prompt_tokens)
-    start_N = recent_starts(
-        slow_N,
-        supports.length_N,
-        sink=sink,
-        recent=config.recent,
-        sliding=config.recent_mode == "sliding",
+    memory = Memory.of(setting.config, slow_N, supports.length_N)
+    lower_NU, upper_NU, overlap_NU = _kept(supports, setting.config, memory)
+    model = ByteModel.of(
+        supports.model, dense_layers=setting.config.dense_layers, batch=batch
     )
-    refresh_N = last_slow(slow_N)
-    packed_N = sink + np.minimum(config.budget, start_N[refresh_N] - sink)
-    attended_N = np.where(
-        slow_N, supports.length_N, packed_N + supports.length_N - start_N
-    )
-    lower_NU, upper_NU, overlap_NU = _kept(supports, setting, slow_N, start_N, attended_N, sink)
-    model = ByteModel.of(supports.model, dense_layers=config.dense_layers, batch=batch)
-    length_N = supports.length_N
     return StepMetrics(
         request=supports.request,
         layer_U=supports.layer_U,
         head_U=supports.head_U,
         reasons=reasons,
-        length_N=length_N,
-        attended_N=np.where(slow_N, length_N, model.mean_attended(length_N, attended_N)),
+        length_N=supports.length_N,
+        attended_N=np.asarray(model.mean_attended(supports.length_N, memory.read_N)),
         lower_NU=lower_NU,
         upper_NU=upper_NU,
         overlap_NU=overlap_NU,
-        bytes_N=np.where(
-            slow_N, model.slow(length_N, packed_N), model.fast(length_N, attended_N)
-        ),
-        dense_bytes_N=np.asarray(model.dense(length_N)),
+        bytes_N=memory.bytes_read(model),
+        dense_bytes_N=np.asarray(model.dense(supports.length_N)),
     )
 
 
@@ -84,56 +73,48 @@ def check_budget(supports: Supports, budget: int) -> None:
 
 
 def _kept(
-    supports: Supports,
-    setting: Setting,
-    slow_N: Bools,
-    start_N: Ints,
-    attended_N: Ints,
-    sink: int,
+    supports: Supports, config: SfiConfig, memory: Memory
 ) -> tuple[Floats, Floats, Floats]:
-    # segment by segment, from a slow step to the next: a table of positions by pair, then one look-up each
-    config = setting.config
+    # from a slow step to the next: one table of positions by pair, one look-up of all recorded ones
     N, U, _ = supports.position_NUK.shape
     lower_NU, upper_NU = np.ones((N, U), np.float32), np.ones((N, U), np.float32)
     overlap_NU = np.full((N, U), np.nan, np.float32)
-    edges = [*np.flatnonzero(slow_N).tolist(), N]
-    for slow, end in zip(edges, edges[1:], strict=False):
-        fast = slice(slow + 1, end)
+    edges = [*np.flatnonzero(memory.slow_N).tolist(), N]
+    for slow, end in pairwise(edges):
         if slow + 1 == end:
             continue
-        table_UT = _selected(supports, slow, sink, int(start_N[slow]), config.budget, config.span)
-        table_UT[:, :sink] = True
-        hit_NUK = _look_up(table_UT, supports.position_NUK[fast])
-        hit_NUK |= supports.position_NUK[fast] >= start_N[fast, None, None]
-        mass_NUK = supports.mass_NUK[fast]
+        fast = slice(slow + 1, end)
+        position_NUK, mass_NUK = supports.position_NUK[fast], supports.mass_NUK[fast]
+        table_UT = _attended(supports, slow, config, memory)
+        hit_NUK = _look_up(table_UT, position_NUK)
+        hit_NUK |= position_NUK >= memory.start_N[fast, None, None]
         lower_NU[fast] = np.einsum("nuk,nuk->nu", hit_NUK, mass_NUK)
-        unseen_NU = attended_N[fast, None] - hit_NUK.sum(-1)
+        unseen_NU = memory.read_N[fast, None] - hit_NUK.sum(-1)
         upper_NU[fast] = lower_NU[fast] + _unrecorded(mass_NUK, unseen_NU)
-        overlap_NU[fast] = _overlap(supports, slow, fast)
+        overlap_NU[fast] = _overlap(supports, slow, position_NUK)
     return np.minimum(lower_NU, 1), np.minimum(upper_NU, 1), overlap_NU
 
 
-def _selected(
-    supports: Supports, slow: int, sink: int, start: int, budget: int, span: int
-) -> Bools:
-    """Return the positions selected at a slow step, [U, T + 1]; the last column is the padding's."""
+def _attended(supports: Supports, slow: int, config: SfiConfig, memory: Memory) -> Bools:
+    """Return sink and selected positions after a slow step, [U, T + 1]; the last column stays False."""
     position_UK, mass_UK = supports.position_NUK[slow], supports.mass_NUK[slow]
-    U, T = len(position_UK), int(supports.length_N[-1])
-    unit_U1 = np.arange(U)[:, None]
-    table_UT = np.zeros((U, T + 1), np.bool_)
-    if start - sink <= budget:
+    sink, start = memory.sink, int(memory.start_N[slow])
+    table_UT = np.zeros((len(position_UK), int(supports.length_N[-1]) + 1), np.bool_)
+    table_UT[:, :sink] = True
+    if start - sink <= config.budget:
         table_UT[:, sink:start] = True
         return table_UT
-    inside_UK = (position_UK >= sink) & (position_UK < start)
-    score_UK = np.where(inside_UK, mass_UK, 0)
-    if span == 0:
-        chosen_UK = top(score_UK, budget)
-        table_UT[np.broadcast_to(unit_U1, chosen_UK.shape)[chosen_UK], position_UK[chosen_UK]] = True
-    else:
-        score_UT = np.zeros((U, start - sink), np.float32)
-        unit, rank = np.nonzero(inside_UK)
-        score_UT[unit, position_UK[unit, rank] - sink] = mass_UK[unit, rank]
-        table_UT[:, sink:start] = top(spread(score_UT, span), budget)
+    unit, rank = np.nonzero((position_UK >= sink) & (position_UK < start))
+    place = (unit, position_UK[unit, rank] - sink)
+    if config.span:
+        score_UT = np.zeros((len(position_UK), start - sink), np.float32)
+        score_UT[place] = mass_UK[unit, rank]
+        table_UT[:, sink:start] = top(spread(score_UT, config.span), config.budget)
+    else:  # the recorded positions are candidates enough
+        score_UK = np.zeros_like(mass_UK)
+        score_UK[unit, rank] = mass_UK[unit, rank]
+        unit, rank = np.nonzero(top(score_UK, config.budget))
+        table_UT[unit, position_UK[unit, rank]] = True
     return table_UT
 
 
@@ -159,7 +140,7 @@ def spread(score_UT: Floats, span: int) -> Floats:
     return out
 
 
-def _look_up(table_UT: Bools, position_NUK: np.ndarray) -> Bools:
+def _look_up(table_UT: Bools, position_NUK: Positions) -> Bools:
     # a padded -1 lands in the column before its row: the last one of the row above, which is False
     U, width = table_UT.shape
     row_U1 = (np.arange(U) * width).astype(np.int32 if U * width < 2**31 else np.int64)[:, None]
@@ -173,9 +154,9 @@ def _unrecorded(mass_NUK: Floats, unseen_NU: Ints) -> Floats:
     return most
 
 
-def _overlap(supports: Supports, slow: int, fast: slice) -> Floats:
+def _overlap(supports: Supports, slow: int, new_NUK: Positions) -> Floats:
     """Return the overlap coefficient of each fast step's support with that of the slow step before."""
-    old_UK, new_NUK = supports.position_NUK[slow], supports.position_NUK[fast]
+    old_UK = supports.position_NUK[slow]
     table_UT = np.zeros((len(old_UK), int(supports.length_N[-1]) + 1), np.bool_)
     table_UT[np.arange(len(old_UK))[:, None], old_UK] = True
     table_UT[:, -1] = False

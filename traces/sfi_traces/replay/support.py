@@ -21,6 +21,7 @@ NO_POSITION = -1
 NO_TOKEN = -1  # of a redacted trace, where it did not trigger
 
 Ints = npt.NDArray[np.int64]
+Positions = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]
 Bools = npt.NDArray[np.bool_]
 
@@ -49,7 +50,7 @@ class Supports:
     length_N: Ints
     layer_U: Ints
     head_U: Ints
-    position_NUK: npt.NDArray[np.int32]
+    position_NUK: Positions
     mass_NUK: Floats
     cosine_NU: Floats
 
@@ -80,14 +81,14 @@ class Supports:
             ConfigError: No such request, layer or head.
         """
         trace.require_audit(every_step=not gaps)
-        steps = _chosen(trace.table("steps", STEPS), request=request)
-        table = _chosen(trace.table("supports", SUPPORTS), request=request, layer=layers, head=heads)
+        steps = chosen(trace.table("steps", STEPS), request=request)
+        table = chosen(trace.table("supports", SUPPORTS), request=request, layer=layers, head=heads)
         dense = trace.manifest["config"]["dense_layers"]
         table = table.filter(~pc.field("layer").isin(pa.array(dense, pa.int16())))
         found = []
         for index in pc.unique(steps["request"]).sort().to_pylist():
-            own = _chosen(steps, request=index).sort_by("step")
-            rows = _chosen(table, request=index)
+            own = chosen(steps, request=index).sort_by("step")
+            rows = chosen(table, request=index)
             if rows.num_rows and own.num_rows:
                 found.append(cls._of(trace, index, own, rows, gaps=gaps))
         if not found:
@@ -103,6 +104,18 @@ class Supports:
     def prompt_tokens(self) -> int:
         """Tokens of the prompt."""
         return int(self.length_N[0])
+
+    def without(self, layers: Collection[int]) -> Self:
+        """Return the supports of other layers only."""
+        kept_U = ~np.isin(self.layer_U, list(layers))
+        return replace(
+            self,
+            layer_U=self.layer_U[kept_U],
+            head_U=self.head_U[kept_U],
+            position_NUK=self.position_NUK[:, kept_U],
+            mass_NUK=self.mass_NUK[:, kept_U],
+            cosine_NU=self.cosine_NU[:, kept_U],
+        )
 
     def first(self, steps: int) -> Self:
         """Return the first steps only."""
@@ -149,21 +162,7 @@ class Supports:
         )
 
 
-def recent_starts(
-    slow_N: Bools, length_N: Ints, *, sink: int, recent: int, sliding: bool
-) -> Ints:
-    """Return where the recent segment starts at each step; see `SparseState.move_recent`."""
-    fresh_N = np.maximum(sink, length_N - recent)
-    return fresh_N if sliding else fresh_N[last_slow(slow_N)]
-
-
-def last_slow(slow_N: Bools) -> Ints:
-    """Return the last slow step up to each step, itself included; step 0 is slow."""
-    last: Ints = np.maximum.accumulate(np.where(slow_N, np.arange(len(slow_N)), 0))
-    return last
-
-
-def _chosen(table: pa.Table, **wanted: int | Collection[int] | None) -> pa.Table:
+def chosen(table: pa.Table, **wanted: int | Collection[int] | None) -> pa.Table:
     # rows whose columns have one of the wanted values
     for column, values in wanted.items():
         if values is None:

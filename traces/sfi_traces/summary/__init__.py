@@ -5,6 +5,7 @@ from typing import Any
 from sfi_traces.reader import Trace
 from sfi_traces.summary.facts import run_facts, step_facts, trigger_tokens
 from sfi_traces.summary.scope import Scope
+from sfi_traces.summary.speed import break_even, latency, phases
 from sfi_traces.summary.supports import (
     audit_facts,
     logits_facts,
@@ -12,7 +13,6 @@ from sfi_traces.summary.supports import (
     selection_facts,
     stability,
 )
-from sfi_traces.summary.timing import break_even, latency, phases
 
 MISSING = {  # sections that a trace may lack, and what records them
     "stability": "overlap of consecutive supports: record with --audit 1",

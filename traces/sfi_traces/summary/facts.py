@@ -61,19 +61,21 @@ def step_facts(scope: Scope) -> dict[str, Any]:
 
     `read_ratio` is the sum of the tokens attended over the sum of those in the context.
     """
-    counts = scope.row(
-        "SELECT count(*) AS steps, count(*) FILTER (slow) AS slow, count(*) FILTER (NOT slow) AS fast,"
-        " avg(slow::INT) FILTER (step > 0) AS slow_share,"
-        " avg(attended_tokens::DOUBLE) FILTER (step > 0) AS mean_attended_tokens,"
-        " sum(attended_tokens::DOUBLE) FILTER (step > 0)"
-        "  / sum(context_tokens) FILTER (step > 0) AS read_ratio,"
-        " sum(attended_tokens::DOUBLE) FILTER (NOT slow)"
-        "  / sum(context_tokens) FILTER (NOT slow) AS fast_read_ratio"
-        " FROM chosen_steps"
-    )
-    reasons = scope.rows(
-        "SELECT reason, count(*) AS steps FROM chosen_steps WHERE slow GROUP BY 1 ORDER BY 2 DESC, 1"
-    )
+    counts = scope.row("""
+        SELECT
+            count(*) AS steps,
+            count(*) FILTER (slow) AS slow,
+            count(*) FILTER (NOT slow) AS fast,
+            avg(slow::INT) FILTER (step > 0) AS slow_share,
+            avg(attended_tokens) FILTER (step > 0) AS mean_attended_tokens,
+            sum(attended_tokens) FILTER (step > 0) / sum(context_tokens) FILTER (step > 0) AS read_ratio,
+            sum(attended_tokens) FILTER (NOT slow) / sum(context_tokens) FILTER (NOT slow) AS fast_read_ratio
+        FROM chosen_steps
+    """)
+    reasons = scope.rows("""
+        SELECT reason, count(*) AS steps FROM chosen_steps WHERE slow
+        GROUP BY reason ORDER BY steps DESC, reason
+    """)
     return counts | {"reasons": {row["reason"]: row["steps"] for row in reasons}}
 
 
@@ -83,10 +85,13 @@ def trigger_tokens(scope: Scope) -> list[dict[str, Any]]:
     The step asked is the one after the token, `trigger_delay` later; a token too near the end has none. All
     tokens are one in a redacted trace.
     """
-    delay = scope.trace.manifest["config"]["trigger_delay"]
-    return scope.rows(
-        "SELECT token_id, token_text, count(*) AS count, avg(after::INT) AS slow_after FROM ("
-        " SELECT *, lead(slow, ?) OVER (PARTITION BY request ORDER BY step) AS after FROM chosen_steps)"
-        " WHERE trigger GROUP BY ALL ORDER BY count DESC, token_id",
-        [1 + delay],
-    )
+    query = """
+        SELECT token_id, token_text, count(*) AS count, avg(after::INT) AS slow_after
+        FROM (
+            SELECT *, lead(slow, ?) OVER (PARTITION BY request ORDER BY step) AS after FROM chosen_steps
+        )
+        WHERE trigger
+        GROUP BY token_id, token_text
+        ORDER BY count DESC, token_id
+    """
+    return scope.rows(query, [1 + scope.trace.manifest["config"]["trigger_delay"]])

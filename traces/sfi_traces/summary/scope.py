@@ -57,22 +57,23 @@ class Scope:
         return found
 
     def _choose(self) -> None:
-        # spans carry the first request of their batch: the last one with spans that is not behind the request
-        self.connection.execute(
-            "CREATE TEMP VIEW batches AS SELECT steps.request, max(spans.request) AS batch"
-            " FROM (SELECT DISTINCT request FROM steps) steps"
-            " JOIN (SELECT DISTINCT request FROM timings) spans ON spans.request <= steps.request"
-            " GROUP BY steps.request"
-        )
+        # a span has the first request of its batch: the last one with spans that is not behind the request
+        self.connection.execute("""
+            CREATE TEMP VIEW batches AS
+            SELECT steps.request, max(spans.request) AS batch
+            FROM (SELECT DISTINCT request FROM steps) steps
+            JOIN (SELECT DISTINCT request FROM timings) spans ON spans.request <= steps.request
+            GROUP BY steps.request
+        """)
         for name, schema in TABLES.items():
-            conditions = ["true"]
+            where = ["true"]
             if self.request is not None:
-                own = f"(SELECT batch FROM batches WHERE request = {self.request:d})"
-                conditions.append(f"request = {own if name == 'timings' else self.request}")
+                batch = f"(SELECT batch FROM batches WHERE request = {self.request:d})"  # noqa: S608 - a number
+                where.append(f"request = {batch if name == 'timings' else self.request}")
             if self.layer is not None and "layer" in schema.names and name != "timings":
-                conditions.append(f"layer = {self.layer:d}")
+                where.append(f"layer = {self.layer:d}")
             self.connection.execute(
-                f"CREATE TEMP VIEW chosen_{name} AS SELECT * FROM {name} WHERE {' AND '.join(conditions)}"  # noqa: S608 - our names and integers
+                f"CREATE TEMP VIEW chosen_{name} AS SELECT * FROM {name} WHERE {' AND '.join(where)}"  # noqa: S608 - our names, numbers
             )
 
 

@@ -4,8 +4,6 @@ from typing import Any
 
 from sfi_traces.summary.scope import Scope, spread
 
-WORST_HEADS = 5
-OVERLAP = "len(list_intersect(this.positions, that.positions)) / least(len(this.positions), len(that.positions))"
 # lags 1, 2, 3-4, 5-8, ...
 FROM_LAG = "CASE WHEN lag <= 2 THEN lag ELSE 2 ** (ceil(log2(lag)) - 1) + 1 END"
 TO_LAG = "CASE WHEN lag <= 2 THEN lag ELSE 2 ** ceil(log2(lag)) END"
@@ -17,14 +15,18 @@ def stability(scope: Scope) -> dict[str, Any] | None:
     Two steps are across a boundary if they generate tokens of different sentences: the later one's query is
     the boundary token. Returns None where no two consecutive steps were audited.
     """
-    rows = scope.rows(
-        "WITH marked AS (SELECT request, step,"  # noqa: S608 - our own words
-        "  sentence <> lag(sentence) OVER (PARTITION BY request ORDER BY step) AS across FROM chosen_steps)"
-        f" SELECT layer, across, {spread('overlap_previous_step')} AS overlap"
-        " FROM chosen_supports JOIN marked USING (request, step)"
-        " WHERE overlap_previous_step IS NOT NULL"
-        " GROUP BY GROUPING SETS ((across), (layer, across)) ORDER BY layer"
-    )
+    rows = scope.rows(f"""
+        WITH marked AS (
+            SELECT request, step,
+                sentence <> lag(sentence) OVER (PARTITION BY request ORDER BY step) AS across
+            FROM chosen_steps
+        )
+        SELECT layer, across, {spread("overlap_previous_step")} AS overlap
+        FROM chosen_supports JOIN marked USING (request, step)
+        WHERE overlap_previous_step IS NOT NULL
+        GROUP BY GROUPING SETS ((across), (layer, across))
+        ORDER BY layer
+    """)  # noqa: S608 - our own words
     if not rows:
         return None
     places = {row["layer"]: {"within": None, "across": None} for row in rows}
@@ -46,24 +48,9 @@ def overlap_by_lag(scope: Scope) -> dict[str, Any] | None:
         at steps that are no refresh themselves, `refresh` at those that are. None without such supports.
     """
     recorded = bool(scope.row("SELECT count(*) AS n FROM chosen_steps WHERE NOT slow")["n"])
-    refresh = "slow"
-    if not recorded:
-        back = scope.trace.manifest["config"]["trigger_delay"] + 1
-        refresh = f"step = 0 OR coalesce(lag(trigger, {back:d}) OVER steps_of, false)"
-    overlap = "this.overlap_last_refresh" if recorded else OVERLAP
-    join = "JOIN chosen_supports that ON that.step = last AND (that.request, that.layer, that.head)"
-    rows = scope.rows(
-        f"WITH marked AS (SELECT request, step, {refresh} AS refresh FROM chosen_steps"  # noqa: S608 - our own words
-        "  WINDOW steps_of AS (PARTITION BY request ORDER BY step)),"
-        " placed AS (SELECT *, max(step) FILTER (refresh) OVER (PARTITION BY request ORDER BY step"
-        "  ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING) AS last FROM marked),"
-        f" pairs AS (SELECT refresh, this.step - last AS lag, {overlap} AS overlap"
-        "  FROM chosen_supports this JOIN placed USING (request, step)"
-        f"  {'' if recorded else join + ' = (this.request, this.layer, this.head)'}"
-        "  WHERE last IS NOT NULL)"
-        f" SELECT ({FROM_LAG})::INT AS from_lag, ({TO_LAG})::INT AS to_lag, refresh,"
-        f"  {spread('overlap')} AS overlap FROM pairs WHERE overlap IS NOT NULL GROUP BY ALL ORDER BY 1"
-    )
+    rows = scope.rows(_recorded_pairs() if recorded else _boundary_pairs(scope))
+    if not rows:
+        return None
     lags: dict[int, dict[str, Any]] = {}
     for row in rows:
         edges = {
@@ -74,45 +61,82 @@ def overlap_by_lag(scope: Scope) -> dict[str, Any] | None:
         }
         entry = lags.setdefault(row["from_lag"], edges)
         entry["refresh" if row["refresh"] else "reuse"] = row["overlap"]
-    return (
-        {"refreshes": "recorded" if recorded else "boundaries", "lags": [*lags.values()]}
-        if lags
-        else None
-    )
+    return {"refreshes": "recorded" if recorded else "boundaries", "lags": [*lags.values()]}
+
+
+def _recorded_pairs() -> str:
+    pairs = """
+        SELECT refresh, step - last AS lag, overlap_last_refresh AS overlap
+        FROM chosen_supports JOIN placed USING (request, step)
+    """
+    return _by_lag("slow", pairs)
+
+
+def _boundary_pairs(scope: Scope) -> str:
+    back = scope.trace.manifest["config"]["trigger_delay"] + 1
+    pairs = """
+        SELECT refresh, this.step - last AS lag, len(list_intersect(this.positions, that.positions))
+            / least(len(this.positions), len(that.positions)) AS overlap
+        FROM chosen_supports this JOIN placed USING (request, step)
+        JOIN chosen_supports that ON that.step = last
+            AND (that.request, that.layer, that.head) = (this.request, this.layer, this.head)
+    """
+    return _by_lag(f"step = 0 OR coalesce(lag(trigger, {back:d}) OVER of_request, false)", pairs)
+
+
+def _by_lag(refresh: str, pairs: str) -> str:
+    return f"""
+        WITH marked AS (
+            SELECT request, step, {refresh} AS refresh FROM chosen_steps
+            WINDOW of_request AS (PARTITION BY request ORDER BY step)
+        ), placed AS (
+            SELECT *, max(step) FILTER (refresh) OVER (
+                PARTITION BY request ORDER BY step ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING
+            ) AS last
+            FROM marked
+        ), pairs AS ({pairs})
+        SELECT ({FROM_LAG})::INT AS from_lag, ({TO_LAG})::INT AS to_lag, refresh,
+            {spread("overlap")} AS overlap
+        FROM pairs WHERE overlap IS NOT NULL
+        GROUP BY ALL
+        ORDER BY from_lag
+    """  # noqa: S608 - our own words
 
 
 def audit_facts(scope: Scope) -> dict[str, Any] | None:
     """Measure what the audited steps kept: retained mass and output error of fast ones, query cosine of all.
 
     Slow steps read everything: they retain 1 by definition and would flatter. `heads` has every KV head, the
-    one that retains least first.
+    one that retains least first. Returns None without supports.
     """
-    measures = (
-        f"{spread('CASE WHEN NOT slow THEN retained_mass END')} AS retained_mass,"
-        f" {spread('CASE WHEN NOT slow THEN output_error END')} AS output_error,"
-        f" {spread('query_cosine')} AS query_cosine"
-    )
-    rows = scope.rows(
-        f"SELECT layer, {measures} FROM chosen_supports JOIN chosen_steps USING (request, step)"  # noqa: S608 - our own words
-        " GROUP BY GROUPING SETS ((), (layer)) ORDER BY layer NULLS FIRST"
-    )
-    overall = rows[0]
-    if not overall["query_cosine"]["n"] and not overall["retained_mass"]["n"]:
+    rows = scope.rows(f"""
+        SELECT layer,
+            {spread("CASE WHEN NOT slow THEN retained_mass END")} AS retained_mass,
+            {spread("CASE WHEN NOT slow THEN output_error END")} AS output_error,
+            {spread("query_cosine")} AS query_cosine
+        FROM chosen_supports JOIN chosen_steps USING (request, step)
+        GROUP BY GROUPING SETS ((), (layer))
+        ORDER BY layer NULLS FIRST
+    """)  # noqa: S608 - our own words
+    if len(rows) == 1:
         return None
-    heads = scope.rows(
-        f"SELECT layer, head, {spread('retained_mass')} AS retained_mass"  # noqa: S608 - our own words
-        " FROM chosen_supports JOIN chosen_steps USING (request, step)"
-        " WHERE NOT slow GROUP BY layer, head ORDER BY avg(retained_mass), layer, head"
-    )
+    heads = scope.rows(f"""
+        SELECT layer, head, {spread("retained_mass")} AS retained_mass
+        FROM chosen_supports JOIN chosen_steps USING (request, step)
+        WHERE NOT slow
+        GROUP BY layer, head
+        ORDER BY avg(retained_mass), layer, head
+    """)  # noqa: S608 - our own words
+    overall = {key: value for key, value in rows[0].items() if key != "layer"}
     return {**overall, "layers": rows[1:], "heads": heads}
 
 
 def logits_facts(scope: Scope) -> dict[str, Any] | None:
     """Measure the next-token distributions of audited fast steps against dense attention's."""
-    found = scope.row(
-        f"SELECT {spread('kl_next_token')} AS kl_next_token, avg(argmax_agrees::INT) AS argmax_agreement"  # noqa: S608 - our own words
-        " FROM chosen_logits"
-    )
+    found = scope.row(f"""
+        SELECT {spread("kl_next_token")} AS kl_next_token, avg(argmax_agrees::INT) AS argmax_agreement
+        FROM chosen_logits
+    """)  # noqa: S608 - our own words
     return found if found["kl_next_token"]["n"] else None
 
 
@@ -126,22 +150,22 @@ def selection_facts(scope: Scope) -> dict[str, Any] | None:
     config, model = manifest["config"], manifest["model"]
     clip = config["selector"]["lambda_clip"]
     clip_rows = config["selector"].get("lambda_clip_rows")
-    shapes = [(place["layer"], model["query_heads"] // place["heads"]) for place in model["layers"]]
+    shapes = ((place["layer"], model["query_heads"] // place["heads"]) for place in model["layers"])
     groups = ", ".join(f"({layer:d}, {group:d})" for layer, group in shapes)
-    found = scope.row(
-        f"WITH groups (layer, query_heads) AS (VALUES {groups}),"  # noqa: S608 - our own words and numbers
-        " refreshes AS (SELECT chosen_selections.*,"
-        "  query_heads * CASE WHEN step = 0 THEN least(?, context_tokens) ELSE ? END AS evidence_rows"
-        "  FROM chosen_selections JOIN groups USING (layer) LEFT JOIN chosen_steps USING (request, step)),"
-        " clipped AS (SELECT *, CASE WHEN evidence_rows > 1 THEN ?::DOUBLE ELSE ? END AS clip FROM refreshes)"
-        f" SELECT count(*) AS rows, {spread('overlap_previous')} AS overlap_previous,"
-        f" {spread('jaccard_previous')} AS jaccard_previous, {spread('lambda_star')} AS lambda_star,"
-        " avg((abs(lambda_star - clip) <= 1e-6 * clip)::INT) AS clipped_share FROM clipped",
-        [
-            config["window_prefill"],
-            config["window_decode"],
-            clip if clip_rows is None else clip_rows,
-            clip,
-        ],
-    )
+    query = f"""
+        WITH groups (layer, query_heads) AS (VALUES {groups}), clipped AS (
+            SELECT chosen_selections.*, CASE
+                WHEN query_heads * CASE WHEN step = 0 THEN least(?, context_tokens) ELSE ? END > 1
+                THEN ?::DOUBLE ELSE ? END AS clip
+            FROM chosen_selections JOIN groups USING (layer) LEFT JOIN chosen_steps USING (request, step)
+        )
+        SELECT count(*) AS rows,
+            {spread("overlap_previous")} AS overlap_previous,
+            {spread("jaccard_previous")} AS jaccard_previous,
+            {spread("lambda_star")} AS lambda_star,
+            avg((abs(lambda_star - clip) <= 1e-6 * clip)::INT) AS clipped_share
+        FROM clipped
+    """  # noqa: S608 - our own words and numbers
+    windows = [config["window_prefill"], config["window_decode"]]
+    found = scope.row(query, [*windows, clip if clip_rows is None else clip_rows, clip])
     return found if found["rows"] else None

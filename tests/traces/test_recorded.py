@@ -1,0 +1,188 @@
+"""A trace of the bundled checkpoint's own run says what happened (DESIGN.md, 7)."""
+
+import math
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import pytest
+import torch
+
+import sfi_core
+from sfi_core import SfiConfig
+from sfi_core.audit_config import AuditConfig
+from sfi_core.bundled.example import load_example
+from sfi_core.model import load
+from sfi_kernels.constants import EPS
+from sfi_traces.parquet_observer import ParquetObserver
+from sfi_traces.reader import Trace
+
+NEW = 40
+# room for everything: the run sees what the plain model sees; no clip: lambda* is Eq. 17's own value
+CONFIG = SfiConfig(
+    budget=5000, recent=32, t_max=9, window_prefill=1, min_gap=3, triggers=(".", "!", "a", "the")
+).replace(selector={"lambda_clip": 1.0})
+
+
+@cache
+def bundled() -> tuple[Any, Any]:
+    return load()
+
+
+@cache
+def prompts() -> list[list[int]]:
+    ids = bundled()[1](load_example().prompt)["input_ids"]
+    return [ids[-300:], ids[-450:]]
+
+
+def complete(config: SfiConfig, **options: Any) -> Any:
+    model, tokenizer = bundled()
+    return sfi_core.generate(
+        model, tokenizer, prompts(), config, max_new_tokens=NEW, stop_token_ids=(), **options
+    )
+
+
+@cache
+def recorded(budget: int) -> tuple[Any, Trace]:
+    folder = Path(mkdtemp()) / "trace"
+    with ParquetObserver(folder, tokenizer=bundled()[1], positions=True) as observer:
+        audit = AuditConfig(every=2, top=64)
+        result = complete(CONFIG.replace(budget=budget), observers=[observer], audit=audit)
+    return result, Trace.open(folder)
+
+
+def rows(budget: int, table: str) -> list[dict[str, Any]]:
+    return recorded(budget)[1].table(table).to_pylist()
+
+
+@pytest.mark.parametrize("budget", [48, 5000])
+def test_tokens_are_the_same_with_and_without_a_trace(budget):
+    plain = complete(CONFIG.replace(budget=budget))
+    watched, _ = recorded(budget)
+    assert [r.token_ids for r in watched.report.requests] == [
+        r.token_ids for r in plain.report.requests
+    ]
+    for request, report in enumerate(watched.report.requests):
+        steps = [row for row in rows(budget, "steps") if row["request"] == request]
+        assert [row["token_id"] for row in steps] == report.token_ids
+        text = "".join(row["token_text"] for row in steps)
+        assert text == bundled()[1].decode(report.token_ids)
+
+
+@pytest.mark.parametrize("budget", [48, 5000])
+def test_slow_steps_are_those_that_eq_5_and_t_max_give_from_the_token_ids(budget):
+    """Written out here, not by the product's own Trigger: delay 1, min_gap 3, T_max 9."""
+    _, trace = recorded(budget)
+    triggers = set(trace.manifest["trigger_token_ids"])
+    for request in range(2):
+        steps = [row for row in rows(budget, "steps") if row["request"] == request]
+        ids = [row["token_id"] for row in steps]
+        last = 0
+        for step, row in enumerate(steps[1:], 1):
+            boundary = step >= 2 and ids[step - 2] in triggers and step - last >= 3
+            overdue = step - last > 9
+            assert row["slow"] == (boundary or overdue), step
+            assert row["reason"] == ("trigger" if boundary else "t_max" if overdue else "")
+            last = step if row["slow"] else last
+    assert {row["reason"] for row in rows(budget, "steps")} == {"first", "trigger", "t_max", ""}
+
+
+def lambda_star(mass_GT: torch.Tensor, norm_T: torch.Tensor, start: int, stop: int) -> float:
+    """Eqs. 6 to 17 in float64, from attention probabilities and key norms, for J = [start, stop)."""
+    c = CONFIG.selector
+    p = mass_GT.double()[:, start:stop]
+    p = p / p.sum(1, keepdim=True)  # the softmax over J
+    f = p.pow(c.alpha).mean(0).pow(1 / c.alpha)
+    f = f / f.sum()
+    u = torch.arange(stop - start, dtype=torch.float64) / (stop - start - 1 + EPS)
+    place = (-c.beta * u**c.power).exp() * (1 - u + EPS) ** c.eta
+    r = (norm_T.double()[start:stop] + EPS) ** -c.gamma * place
+    r = r / r.sum()
+    return float(((f * f).sum() - (f * r).sum()) / ((f - r) ** 2).sum())
+
+
+def test_lambda_star_is_that_of_the_models_own_attention_weights():
+    """From transformers' eager attention and cache; the Selector's last column of Eq. 10 is float32."""
+    result, _ = recorded(5000)
+    model, _ = load()
+    model.set_attn_implementation("eager")
+    seen = 0
+    for request, prompt in enumerate(prompts()):
+        report = result.report.requests[request]
+        for step in report.slow_at:
+            ids = torch.tensor([prompt + report.token_ids[:step]])
+            with torch.no_grad():
+                output = model(ids, output_attentions=True, use_cache=True)
+            length = ids.shape[1]
+            for row in rows(5000, "selections"):
+                if (row["request"], row["step"]) != (request, step):
+                    continue
+                layer, head = row["layer"], row["head"]
+                mass = output.attentions[layer][0, :, -1].unflatten(0, (2, 2))[head]
+                norm = output.past_key_values.layers[layer].keys[0, head].norm(dim=-1)
+                expected = lambda_star(mass, norm, 4, length - 32)
+                assert math.isclose(row["lambda_star"], min(max(expected, 0), 1), abs_tol=1e-4)
+                seen += 1
+    assert seen == sum(len(r.slow_at) for r in result.report.requests) * 4 * 2
+
+
+def overlap(one: list[int], other: list[int]) -> float:
+    return len({*one} & {*other}) / min(len(one), len(other))
+
+
+def test_selection_overlaps_are_those_of_the_position_lists():
+    found = 0
+    for request in range(2):
+        for layer in range(4):
+            for head in range(2):
+                key = {"request": request, "layer": layer, "head": head}
+                chosen = [r for r in rows(48, "selections") if key.items() <= r.items()]
+                assert chosen[0]["overlap_previous"] is None
+                for before, after in pairwise(chosen):
+                    old, new = {*before["positions"]}, {*after["positions"]}
+                    assert after["overlap_previous"] == pytest.approx(overlap([*old], [*new]))
+                    assert after["jaccard_previous"] == pytest.approx(
+                        len(old & new) / len(old | new)
+                    )
+                    assert (after["added"], after["removed"]) == (len(new - old), len(old - new))
+                    found += 1
+    assert found > 40
+
+
+def test_support_overlaps_are_those_of_the_position_lists():
+    steps = {(row["request"], row["step"]): row for row in rows(48, "steps")}
+    supports = {(r["request"], r["step"], r["layer"], r["head"]): r for r in rows(48, "supports")}
+    for (request, step, layer, head), row in supports.items():
+        before = supports.get((request, step - 1, layer, head))
+        if before is None:
+            assert row["overlap_previous_step"] is None
+        else:
+            expected = overlap(before["positions"], row["positions"])
+            assert row["overlap_previous_step"] == pytest.approx(expected)
+        slow = [s for s in range(step) if steps[request, s]["slow"]]
+        if not slow:
+            assert row["overlap_last_refresh"] is None
+        else:
+            last = supports[request, slow[-1], layer, head]
+            expected = overlap(last["positions"], row["positions"])
+            assert row["overlap_last_refresh"] == pytest.approx(expected)
+
+
+def test_every_table_has_what_the_run_had():
+    result, trace = recorded(48)
+    prompt = [row["token_id"] for row in rows(48, "prompts") if row["request"] == 1]
+    assert prompt == prompts()[1]
+    fast = sum(r.fast_steps for r in result.report.requests)
+    audited = [row for row in rows(48, "steps") if row["audited"] and not row["slow"]]
+    assert 0 < len(rows(48, "logits")) == len(audited) < fast
+    names = {row["name"] for row in rows(48, "timings")}
+    assert names == {
+        "prefill", "forward", "append", "attention.dense", "attention.fast", "selector", "top_k", "pack",
+        "sample", "audit", "shadow",
+    }  # fmt: skip
+    dense = [r for r in rows(48, "timings") if r["name"] == "attention.dense"]
+    first = next(r for r in dense if r["request"] == 0 and r["layer"] == 0)
+    assert first["bytes"] == len(prompts()[0]) * 2 * (32 + 32) * 4
+    assert trace.manifest["finished"] is not None

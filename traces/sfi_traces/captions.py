@@ -1,0 +1,127 @@
+"""Titles and notes of the figures, the same in `sfi trace plot` and in `sfi trace report`."""
+
+from typing import NamedTuple
+
+from sfi_traces.figure_data import Lambda, Retained, Timeline
+from sfi_traces.raster import Raster
+from sfi_traces.stability import MOST_LAG, Place, Supports
+from sfi_traces.view import View
+
+
+class Caption(NamedTuple):
+    """What a figure shows, and what one has to know to read it."""
+
+    title: str
+    note: str
+
+
+def subject(view: View) -> str:
+    """Say which run a figure is of."""
+    manifest, steps = view.trace.manifest, view.steps
+    prompt = int(steps.context[0] - steps.step[0])
+    words = [
+        manifest["model"]["name"],
+        f"policy {manifest['policy']}",
+        f"request {view.request}",
+        f"{prompt:,} prompt tokens",
+        f"{len(steps.step):,} steps",
+    ]
+    if manifest["finished"] is None:
+        words.append("killed")
+    return ", ".join(words)
+
+
+def stability(view: View) -> Caption:
+    """Describe the heat map."""
+    whole, shown = view.supports, view.supports.thinned()
+    note = f"Top-{view.trace.manifest['audit']['top']} of dense attention, {places(list(whole.sets))}."
+    if not any(view.steps.text):
+        note += " Axes: steps."
+    else:
+        note += " Axes: the generated text."
+    note += " Lines: sentence boundaries."
+    return Caption("Overlap of the supports of each two steps", note + _left_out(view, whole, shown))
+
+
+def lag(view: View) -> Caption:
+    """Describe the overlap by lag."""
+    note = (
+        f"Pairs of audited steps up to {MOST_LAG} steps apart, {places(list(view.supports.sets))}. "
+        "Bands: 10 to 90 % of the pairs."
+    )
+    return Caption("Overlap by lag, within a sentence and across a boundary", note)
+
+
+def raster(view: View, shown: Raster, why: str = "") -> Caption:
+    """Describe a support raster, and why this layer and KV head."""
+    note = f"Top-{view.trace.manifest['audit']['top']} of dense attention{why}."
+    if shown.per_cell > 1:
+        note += f" A cell stands for {shown.per_cell} positions, and shows what most of them in the support are."
+    return Caption(
+        f"Support of each step in {places([shown.place])}",
+        note + _left_out(view, view.supports, shown),
+    )
+
+
+def lambda_star(data: Lambda) -> Caption:
+    """Describe lambda* over time."""
+    note = f"Weight of the prior at each refresh; median and 10 to 90 % of {_many(data.places)}. "
+    return Caption(
+        "lambda* over time", f"{note}{data.clipped:.0%} of all values stand at the clip."
+    )
+
+
+def retained(data: Retained) -> Caption:
+    """Describe the retained mass, or what stands in for it."""
+    (low_layer, low_head), (high_layer, high_head) = data.extremes
+    worst = f"Least in layer {low_layer}, KV head {low_head}; most in layer {high_layer}, KV head {high_head}."
+    if data.coverage:
+        return Caption(
+            f"Attention mass in the top-{data.top} positions",
+            f"Mean over {data.steps:,} audited steps, all slow: nothing was left out, so there is no retained "
+            f"mass. {worst}",
+        )
+    return Caption(
+        "Retained mass of fast steps",
+        f"Share of dense attention's probability that the step attended, mean over {data.steps:,} fast audited "
+        f"steps. {worst}",
+    )
+
+
+def timeline(data: Timeline) -> Caption:
+    """Describe the timeline."""
+    note = "Sums over layers."
+    if data.prefill_us is not None:
+        note += f" Step 0, the prefill, took {data.prefill_us / 1000:,.1f} ms and is left out."
+    if data.per_bar > 1:
+        note += f" A bar is the mean of {data.per_bar} steps."
+    if data.audited:
+        note += f" {data.audited:.0%} of the steps were audited, which takes time."
+    return Caption("What each step's time went to", note)
+
+
+def places(found: list[Place]) -> str:
+    """Say which layers and KV heads a figure is about."""
+    layers, heads = ({place[axis] for place in found} for axis in (0, 1))
+    one = [
+        f"{name} {next(iter(values))}"
+        for name, values in (("layer", layers), ("KV head", heads))
+        if len(values) == 1
+    ]
+    many = _many(found)
+    return ", ".join(one + ([f"mean over {many}"] if many else []))
+
+
+def _many(found: list[Place]) -> str:
+    layers, heads = (len({place[axis] for place in found}) for axis in (0, 1))
+    counts = ((layers, "layers"), (heads, "KV heads"))
+    return " x ".join(f"{count} {name}" for count, name in counts if count > 1)
+
+
+def _left_out(view: View, whole: Supports, shown: Supports | Raster) -> str:
+    said = ""
+    if len(whole.step) < len(view.steps.step):
+        said += f" {len(whole.step):,} of {len(view.steps.step):,} steps were audited."
+    if len(shown.step) < len(whole.step):
+        said += f" {len(shown.step):,} of {len(whole.step):,} audited steps are drawn, evenly chosen."
+    return said

@@ -1,0 +1,29 @@
+"""Counterfactuals from a recorded run, without the model (docs/replay.md).
+
+    supports = Supports.load(trace)
+    outcome = replay(supports, Setting.recorded(trace))
+"""
+
+from sfi_traces.replay.measured import Comparison, compare
+from sfi_traces.replay.outcome import Outcome, StepMetrics, pareto
+from sfi_traces.replay.replay import replay, replay_request
+from sfi_traces.replay.schedule import schedule
+from sfi_traces.replay.setting import RULES, Setting, grid
+from sfi_traces.replay.support import Supports
+from sfi_traces.replay.triggers import RecordedVocabulary
+
+__all__ = [
+    "RULES",
+    "Comparison",
+    "Outcome",
+    "RecordedVocabulary",
+    "Setting",
+    "StepMetrics",
+    "Supports",
+    "compare",
+    "grid",
+    "pareto",
+    "replay",
+    "replay_request",
+    "schedule",
+]

@@ -1,0 +1,56 @@
+"""How many tokens the managed memory holds at each step, from the steps that are slow."""
+
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from sfi_core.config import SfiConfig
+from sfi_traces.byte_model import ByteModel
+
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Memory:
+    """The sizes of a request's memory; N steps from step 0 on.
+
+    Attributes:
+        slow_N: Which steps are slow; step 0 is.
+        length_N: Cached tokens.
+        sink: Sink tokens.
+        start_N: First position of the recent segment.
+        packed_N: Sink and selected tokens per KV head.
+        read_N: Tokens read per KV head in a layer that SFI acts on.
+    """
+
+    slow_N: Bools
+    length_N: Ints
+    sink: int
+    start_N: Ints
+    packed_N: Ints
+    read_N: Ints
+
+    @classmethod
+    def of(cls, config: SfiConfig, slow_N: Bools, length_N: Ints) -> Self:
+        """Follow `SparseState` over all steps at once; step 0 holds the prompt."""
+        sink = min(config.sink, int(length_N[0]))
+        fresh_N = np.maximum(sink, length_N - config.recent)
+        last_N = np.maximum.accumulate(np.where(slow_N, np.arange(len(slow_N)), 0))
+        start_N = fresh_N if config.recent_mode == "sliding" else fresh_N[last_N]
+        packed_N = sink + np.minimum(config.budget, fresh_N[last_N] - sink)
+        return cls(
+            slow_N=slow_N,
+            length_N=length_N,
+            sink=sink,
+            start_N=start_N,
+            packed_N=packed_N,
+            read_N=np.where(slow_N, length_N, packed_N + length_N - start_N),
+        )
+
+    def bytes_read(self, model: ByteModel) -> npt.NDArray[Any]:
+        """Return the bytes of each step's token."""
+        slow_N = model.slow(self.length_N, self.packed_N)
+        return np.where(self.slow_N, slow_N, model.fast(self.length_N, self.read_N))

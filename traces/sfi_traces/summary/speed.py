@@ -1,0 +1,145 @@
+"""Where the time went: latency of steps, phases, and the context length from which SFI pays."""
+
+from typing import Any
+
+from sfi_traces.summary.scope import Scope
+
+CONTAINERS = ("prefill", "forward")
+KINDS = ("prefill", "slow", "fast", "mixed")
+
+
+def latency(scope: Scope) -> dict[str, Any]:
+    """Measure the time of steps by kind; each step of a batch counts once.
+
+    Step 0 is the whole prefill's. A step is mixed if it is slow for some requests of the batch and fast for
+    others: their rows share one time, to the last bit. An audited step's time has the audit's cost in it, so
+    that a kind's unaudited steps are taken alone where it has any; `audited` says that it has none.
+    `tokens_per_second` is of all steps from 1 on, and its `audited` says that one of them was audited.
+    """
+    rows = scope.rows("""
+        WITH batch_steps AS (
+            SELECT step, elapsed_us, bool_or(audited) AS audited, CASE
+                WHEN step = 0 THEN 'prefill' WHEN bool_and(slow) THEN 'slow' WHEN bool_or(slow) THEN 'mixed'
+                ELSE 'fast' END AS kind
+            FROM steps
+            WHERE (step, elapsed_us) IN (SELECT (step, elapsed_us) FROM chosen_steps)
+            GROUP BY step, elapsed_us
+        )
+        SELECT kind, audited, count(*) AS n, avg(elapsed_us) AS mean_us, sum(elapsed_us) AS total_us,
+            quantile_cont(elapsed_us, 0.5) AS p50_us,
+            quantile_cont(elapsed_us, 0.95) AS p95_us,
+            quantile_cont(elapsed_us, 0.99) AS p99_us
+        FROM batch_steps
+        GROUP BY kind, audited
+        ORDER BY audited DESC
+    """)
+    decoding = [row for row in rows if row["kind"] != "prefill"]
+    seconds = sum(row["total_us"] for row in decoding) / 1e6
+    tokens = scope.row("SELECT count(*) AS n FROM chosen_steps WHERE step > 0")["n"]
+    found = {row["kind"]: row for row in rows}  # an unaudited row comes after the audited one
+    return {
+        "kinds": [found[kind] for kind in KINDS if kind in found],
+        "tokens_per_second": tokens / seconds if seconds else None,
+        "audited": any(row["audited"] for row in decoding),
+    }
+
+
+def phases(scope: Scope) -> dict[str, Any] | None:
+    """Share out the time of the prefill and of decoding over the spans that hold no other.
+
+    The whole is that of the forward passes and of what is no layer's and lies outside them: sampling, shadow
+    passes. "other" is what the forward passes took beyond their layers' spans; a span on another stream may
+    run beside them and counts on top. `step_us` is the mean over the steps that have such a span.
+    """
+    rows = scope.rows("""
+        SELECT step <= 0 AS prefill, stream, name, layer IS NULL AS outside, count(*) AS spans,
+            sum(elapsed_us) AS total_us, count(DISTINCT (request, step)) AS steps
+        FROM chosen_timings
+        GROUP BY ALL
+        ORDER BY total_us DESC
+    """)
+    parts = {
+        part: _shares([row for row in rows if row["prefill"] is prefill])
+        for part, prefill in (("prefill", True), ("decode", False))
+    }
+    return parts if any(parts.values()) else None
+
+
+def _shares(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    passes = [row for row in rows if row["name"] in CONTAINERS]
+    leaves = [row for row in rows if row["name"] not in CONTAINERS]
+    if not passes:
+        return []
+    streams = {row["stream"] for row in passes}
+    outside = sum(row["total_us"] for row in leaves if row["outside"])
+    inside = sum(r["total_us"] for r in leaves if not r["outside"] and r["stream"] in streams)
+    taken = sum(row["total_us"] for row in passes)
+    other = passes[0] | {"name": "other", "spans": None, "total_us": taken - inside}
+    return [
+        {
+            "name": row["name"],
+            "stream": row["stream"],
+            "spans": row["spans"],
+            "total_us": row["total_us"],
+            "step_us": row["total_us"] / row["steps"],
+            "share": row["total_us"] / (taken + outside),
+        }
+        for row in (*leaves, other)
+    ]
+
+
+def break_even(scope: Scope) -> dict[str, Any]:
+    """Find the context length at which a token costs as much under SFI as under full attention.
+
+    What both do alike (projections, feed-forward, sampling) cancels. At a context of C tokens full attention
+    takes b C a token. SFI takes F on a fast step; on a slow one, a share s of the steps from 1 on, it takes
+    b C and refreshes for r C + P. Equal at
+
+        s (b C + r C + P) + (1 - s) F = b C,  so  C = (s P + (1 - s) F) / ((1 - s) b - s r)
+
+    with b the time of `attention.dense` per cached token, F that of `attention.fast` (and `select_before`)
+    per fast step, r that of `selector` and `top_k` per cached token and P that of `pack` per refresh, all of
+    one request's step, summed over the layers that are not left dense. b and r are ratios of sums: within a
+    run the context varies too little to tell apart what does not grow with it. Steps whose batch was slow and
+    fast in one kernel are not measured.
+    """
+    costs = _costs(scope)
+    share = scope.row("SELECT avg(slow::INT) AS share FROM chosen_steps WHERE step > 0")["share"]
+    found = {"context_tokens": None, "slow_share": share, **costs, "reason": None}
+    dense, fast = costs["dense_us_per_token"], costs["fast_us"]
+    if dense is None or fast is None:
+        kind = "slow" if dense is None else "fast"
+        return found | {"reason": f"no {kind} step after step 0 was timed"}
+    select, pack = costs["select_us_per_token"] or 0.0, costs["pack_us"] or 0.0
+    gain = (1 - share) * dense - share * select
+    if gain <= 0:
+        return found | {"reason": "refreshes cost more than fast steps save, at any context length"}
+    return found | {"context_tokens": (share * pack + (1 - share) * fast) / gain}
+
+
+def _costs(scope: Scope) -> dict[str, Any]:
+    # spans are a batch's: their time is divided by what its requests' steps have in all
+    query = """
+        WITH spans AS (
+            SELECT request AS batch, step,
+                sum(elapsed_us) FILTER (name = 'attention.dense') AS dense_us,
+                sum(elapsed_us) FILTER (name IN ('attention.fast', 'select_before')) AS fast_us,
+                sum(elapsed_us) FILTER (name IN ('selector', 'top_k')) AS select_us,
+                sum(elapsed_us) FILTER (name = 'pack') AS pack_us
+            FROM chosen_timings
+            WHERE step > 0 AND layer IS NOT NULL AND NOT list_contains(?::INT[], layer)
+            GROUP BY request, step
+            HAVING NOT bool_or(name = 'attention.mixed')
+        ), contexts AS (
+            SELECT batch, step, count(*) FILTER (slow) AS slow, count(*) FILTER (NOT slow) AS fast,
+                sum(context_tokens) FILTER (slow) AS context
+            FROM steps JOIN batches USING (request)
+            GROUP BY batch, step
+        )
+        SELECT sum(dense_us) / sum(context) FILTER (dense_us > 0) AS dense_us_per_token,
+            sum(fast_us) / sum(fast) FILTER (fast_us > 0) AS fast_us,
+            sum(select_us) / sum(context) FILTER (select_us > 0) AS select_us_per_token,
+            sum(pack_us) / sum(slow) FILTER (pack_us > 0) AS pack_us
+        FROM spans JOIN contexts USING (batch, step)
+    """
+    return scope.row(query, [scope.trace.manifest["config"]["dense_layers"]])
