@@ -175,9 +175,10 @@ def number_list(text: str | None, option: str) -> tuple[int, ...] | None:
     numbers: set[int] = set()
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
-        if not first.isdecimal() or (dash and not last.isdecimal()):
+        last = last if dash else first
+        if not (first.isdecimal() and last.isdecimal() and int(first) <= int(last)):
             raise ConfigError(f"{option} must be numbers and ranges like 0,3,8-11, got {text}")
-        numbers |= set(range(int(first), int(last or first) + 1))
+        numbers |= set(range(int(first), int(last) + 1))
     return tuple(sorted(numbers))
 
 

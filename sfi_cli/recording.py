@@ -49,9 +49,8 @@ class Recording:
         Yields:
             The observers, and a function that takes the reason why the run stopped early.
         """
-        from sfi_traces.parquet_observer import ParquetObserver
-
         from sfi_traces.nvtx_ranges import NvtxObserver
+        from sfi_traces.parquet_observer import ParquetObserver
 
         found: list[Observer] = []
         if self.nvtx if self.nvtx is not None else NvtxObserver.attached():

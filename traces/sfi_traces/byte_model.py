@@ -13,7 +13,9 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-SCORE_BYTES = 16  # of a position and KV head: evidence, prior and scores of a fused Selector, float32
+SCORE_BYTES = (
+    16  # of a position and KV head: evidence, prior and scores of a fused Selector, float32
+)
 COPIED = 2  # a gathered row is read and written
 
 Count = npt.NDArray[Any] | float

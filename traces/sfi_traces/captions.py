@@ -34,13 +34,17 @@ def subject(view: View) -> str:
 def stability(view: View) -> Caption:
     """Describe the heat map."""
     whole, shown = view.supports, view.supports.thinned()
-    note = f"Top-{view.trace.manifest['audit']['top']} of dense attention, {places(list(whole.sets))}."
+    note = (
+        f"Top-{view.trace.manifest['audit']['top']} of dense attention, {places(list(whole.sets))}."
+    )
     if not any(view.steps.text):
         note += " Axes: steps."
     else:
         note += " Axes: the generated text."
     note += " Lines: sentence boundaries."
-    return Caption("Overlap of the supports of each two steps", note + _left_out(view, whole, shown))
+    return Caption(
+        "Overlap of the supports of each two steps", note + _left_out(view, whole, shown)
+    )
 
 
 def lag(view: View) -> Caption:
@@ -56,7 +60,9 @@ def raster(view: View, shown: Raster, why: str = "") -> Caption:
     """Describe a support raster, and why this layer and KV head."""
     note = f"Top-{view.trace.manifest['audit']['top']} of dense attention{why}."
     if shown.per_cell > 1:
-        note += f" A cell stands for {shown.per_cell} positions, and shows what most of them in the support are."
+        note += (
+            f" A cell stands for {shown.per_cell} positions: what most of those in the support are."
+        )
     return Caption(
         f"Support of each step in {places([shown.place])}",
         note + _left_out(view, view.supports, shown),
@@ -73,18 +79,18 @@ def lambda_star(data: Lambda) -> Caption:
 
 def retained(data: Retained) -> Caption:
     """Describe the retained mass, or what stands in for it."""
-    (low_layer, low_head), (high_layer, high_head) = data.extremes
-    worst = f"Least in layer {low_layer}, KV head {low_head}; most in layer {high_layer}, KV head {high_head}."
+    least, most = (places([place]) for place in data.extremes)
+    worst = f"Least in {least}; most in {most}."
     if data.coverage:
         return Caption(
             f"Attention mass in the top-{data.top} positions",
-            f"Mean over {data.steps:,} audited steps, all slow: nothing was left out, so there is no retained "
-            f"mass. {worst}",
+            f"Mean over {data.steps:,} audited steps, all slow: they left nothing out, so there is no "
+            f"retained mass. {worst}",
         )
     return Caption(
         "Retained mass of fast steps",
-        f"Share of dense attention's probability that the step attended, mean over {data.steps:,} fast audited "
-        f"steps. {worst}",
+        f"Share of dense attention's probability that a step attended, mean over {data.steps:,} fast "
+        f"audited steps. {worst}",
     )
 
 
@@ -123,5 +129,7 @@ def _left_out(view: View, whole: Supports, shown: Supports | Raster) -> str:
     if len(whole.step) < len(view.steps.step):
         said += f" {len(whole.step):,} of {len(view.steps.step):,} steps were audited."
     if len(shown.step) < len(whole.step):
-        said += f" {len(shown.step):,} of {len(whole.step):,} audited steps are drawn, evenly chosen."
+        said += (
+            f" {len(shown.step):,} of {len(whole.step):,} audited steps are drawn, evenly chosen."
+        )
     return said

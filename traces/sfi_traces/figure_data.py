@@ -1,4 +1,4 @@
-"""The numbers of the figures that are not about supports' overlap: lambda*, retained mass, phases of a step."""
+"""Numbers of the figures that are not about the overlap of supports: lambda*, retained mass, phases."""
 
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ PHASES = (  # leaf spans, in the order in which a bar stacks them
     "audit", "rest of the step",
 )  # fmt: skip
 AUDIT = ("audit", "shadow")  # spans that are there because somebody looks
-MOST_BARS = 1000
+MOST_BARS = 2000
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,34 +1,59 @@
-"""How much two supports share: measures of sets of sorted positions, for many heads at once.
+"""How much two supports share, for many heads at once.
 
-A set is a row of ascending int32 positions, padded at its end with -1; leading dimensions must agree.
+A set is a row of an int array: its positions in ascending order, then -1 as padding; leading dimensions
+agree.
 """
 
-import torch
+from dataclasses import dataclass
+from typing import Any, Self
 
-BEHIND_ALL = torch.iinfo(torch.int32).max
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.integer[Any]]
+Floats = npt.NDArray[np.floating[Any]]
 
 
-def size(index: torch.Tensor) -> torch.Tensor:
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """Positions of two sets, counted: arrays of one number for each pair.
+
+    Attributes:
+        first: In the first set.
+        second: In the second.
+        both: In both.
+    """
+
+    first: Ints
+    second: Ints
+    both: Ints
+
+    @classmethod
+    def of(cls, first: Ints, second: Ints) -> Self:
+        """Compare [..., K] with [..., M]."""
+        joined = np.concatenate([first, second], -1)
+        joined.sort(
+            axis=-1, kind="stable"
+        )  # merges two ascending runs; what both have lies side by side
+        met = (joined[..., 1:] == joined[..., :-1]) & (joined[..., 1:] >= 0)
+        return cls(size(first), size(second), np.asarray(np.count_nonzero(met, axis=-1)))
+
+    @property
+    def coefficient(self) -> Floats:
+        """The share of the smaller set that is in the other (SyncKV); NaN where one is empty."""
+        return _share(self.both, np.minimum(self.first, self.second))
+
+    @property
+    def jaccard(self) -> Floats:
+        """The share of the union that is in both; NaN where both are empty."""
+        return _share(self.both, self.first + self.second - self.both)
+
+
+def size(index: Ints) -> Ints:
     """Count the positions of each set: [...] of [..., K]."""
-    return (index >= 0).sum(-1)
+    return np.asarray((index >= 0).sum(-1))
 
 
-def intersection_size(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """Count the positions that two sets have in common: [...] of [..., K] and [..., M]."""
-    if not second.shape[-1]:
-        return torch.zeros_like(size(first))
-    second = second.masked_fill(second < 0, BEHIND_ALL).contiguous()
-    place = torch.searchsorted(second, first.contiguous())
-    met = second.gather(-1, place.clamp_max(second.shape[-1] - 1)) == first
-    return met.sum(-1)  # padding of `first` meets nothing: `second` holds no -1 any more
-
-
-def overlap_coefficient(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """Divide what two sets share by the smaller one (SyncKV, Eq. 1); NaN where one is empty."""
-    return intersection_size(first, second) / torch.minimum(size(first), size(second))
-
-
-def jaccard(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """Divide what two sets share by their union; NaN where both are empty."""
-    shared = intersection_size(first, second)
-    return shared / (size(first) + size(second) - shared)
+def _share(part: Ints, whole: Ints) -> Floats:
+    nothing = np.full(part.shape, np.nan, np.float32)
+    return np.divide(part, whole, out=nothing, where=whole > 0)

@@ -1,5 +1,6 @@
 """Recording a run as a trace on disk."""
 
+import time
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
@@ -23,6 +24,7 @@ from sfi_traces.trace_folder import claim
 from sfi_traces.trace_rows import TraceRows
 from sfi_traces.trace_writer import Told, TraceWriter
 
+PATIENCE = 0.05  # seconds of events that go to the thread together: waking it takes a while
 POSITIONS = 1 << 16  # of one refresh, by all layers and heads: with more they are off by default
 
 
@@ -67,6 +69,7 @@ class ParquetObserver(NullObserver):
         self._writer: TraceWriter | None = None
         self._timing: TimingObserver  # the first run brings the device
         self._warned = False
+        self._due = 0.0
 
     def __enter__(self) -> Self:
         """Start."""
@@ -110,8 +113,9 @@ class ParquetObserver(NullObserver):
         self._told.append((event, ()))
 
     def on_begin_step(self, event: BeginStepEvent) -> None:
-        """Hand over the step before."""
-        self._hand_over()
+        """Hand over the steps before, if the last time is a while ago."""
+        if time.monotonic() > self._due:
+            self._hand_over()
         self._timing.on_begin_step(event)
 
     def on_prompt(self, event: PromptEvent) -> None:
@@ -162,6 +166,7 @@ class ParquetObserver(NullObserver):
         if self._told:
             self._writer.put(self._told)
             self._told = []
+        self._due = time.monotonic() + PATIENCE
         self._report()
 
     def _report(self) -> None:

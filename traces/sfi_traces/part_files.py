@@ -6,11 +6,7 @@ import pyarrow as pa
 from pyarrow import parquet
 
 from sfi_traces.atomic_file import write_atomically
-from sfi_traces.schema import PART, TABLES
-
-# per table: what repeats is kept once; all other columns are plain
-REPEATED = ("token_text", "reason", "name", "stream")
-SORTED = "positions.list.element"  # the leaf of a list of ascending positions
+from sfi_traces.schema import PART, POSITIONS, TABLES
 
 
 class PartFiles:
@@ -39,11 +35,23 @@ class PartFiles:
             table.replace_schema_metadata(self._metadata),
             sink,
             compression="zstd",
-            use_dictionary=[column for column in REPEATED if column in table.column_names],
-            column_encoding=(
-                {SORTED: "DELTA_BINARY_PACKED"} if "positions" in table.column_names else None
-            ),
+            use_dictionary=[field.name for field in table.schema if field.type == pa.string()],
+            column_encoding=_encoding(table.schema),
+            store_schema=False,  # the tables' types survive without, and the metadata is kept once
         )
         write_atomically(folder / PART.format(number=self._parts[name]), sink.getvalue())
         self._parts[name] += 1
         self.written[name] += len(table)
+
+
+def _encoding(schema: pa.Schema) -> dict[str, str]:
+    # integers grow from row to row, positions within a list; masses differ least in their exponents
+    encoding = {}
+    for field in schema:
+        if pa.types.is_integer(field.type):
+            encoding[field.name] = "DELTA_BINARY_PACKED"
+        elif field.type == POSITIONS:
+            encoding[f"{field.name}.list.element"] = "DELTA_BINARY_PACKED"
+        elif pa.types.is_list(field.type):
+            encoding[f"{field.name}.list.element"] = "BYTE_STREAM_SPLIT"
+    return encoding

@@ -81,8 +81,9 @@ def rasters(
         chosen = _in_force(view, selections.get(place, []), supports.step)
         read_from = None if recent is None else recent[rows]
         cells = _cells(supports.sets[place], chosen, context, slow, sink, read_from, per_cell)
+        known = chosen is not None
         drawn.append(
-            Raster(place, supports.step, per_step, per_cell, cells, slow, context, sink, read_from, chosen is not None)
+            Raster(place, supports.step, per_step, per_cell, cells, slow, context, sink, read_from, known)
         )  # fmt: skip
     return drawn
 
@@ -188,7 +189,10 @@ def _is_in(
     position: np.ndarray, which: np.ndarray, sets: list[np.ndarray], width: int
 ) -> np.ndarray:
     # whether each position is in the set of its own number; sets are ascending, so that their keys are too
-    keys = np.concatenate([number * width + one.astype(np.int64) for number, one in enumerate(sets)])
+    keys = np.concatenate(
+        [number * width + one.astype(np.int64) for number, one in enumerate(sets)]
+    )
     wanted = which * width + position
-    at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
-    return keys[at] == wanted
+    at = np.searchsorted(keys, wanted)
+    found: np.ndarray = np.append(keys, -1)[at] == wanted
+    return found

@@ -2,7 +2,9 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any
 
+import numpy.typing as npt
 import torch
 
 
@@ -32,15 +34,18 @@ class Readback:
             event.record(torch.cuda.current_stream(device))
             self._events.append(event)
 
-    def wait(self) -> list[torch.Tensor]:
-        """Return the tensors on the host, in order, once they are there."""
+    def wait(self) -> list[npt.NDArray[Any]]:
+        """Return what the tensors hold, in order, once it is on the host; floats as float32."""
         for event in self._events:
             event.synchronize()
         for places, flat in self._copies:
             pieces = torch.split(flat, [self._tensors[place].numel() for place in places])
             for place, piece in zip(places, pieces, strict=True):
                 self._tensors[place] = piece.view(self._tensors[place].shape)
-        return self._tensors
+        return [
+            (tensor.float() if tensor.is_floating_point() else tensor).numpy()
+            for tensor in self._tensors
+        ]
 
 
 def _pinned(tensors: list[torch.Tensor]) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """Reading a trace: its manifest, its tables, and DuckDB over them."""
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -11,6 +12,9 @@ from pyarrow import dataset, parquet
 
 from sfi_core.errors import TraceError
 from sfi_traces.schema import MANIFEST, SCHEMA_VERSION, TABLES
+
+REQUIRED = ("finished", "model", "policy", "config", "trigger_token_ids")  # of a manifest
+FETCHED = 10_000  # rows in memory at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +34,7 @@ class Trace:
         """Open a trace.
 
         Raises:
-            TraceError: No trace, or one of a newer schema.
+            TraceError: No trace, a damaged one, or one of a newer schema.
         """
         file = path / MANIFEST
         try:
@@ -44,6 +48,8 @@ class Trace:
             raise TraceError(
                 f"trace {path} has schema {version}, this sfi reads 1 to {SCHEMA_VERSION}; upgrade sfi"
             )
+        if missing := [key for key in REQUIRED if key not in manifest]:
+            raise TraceError(f"trace {path} has a {MANIFEST} without {', '.join(missing)}")
         return cls(path, manifest)
 
     def parts(self, table: str) -> list[Path]:
@@ -93,26 +99,31 @@ class Trace:
             TraceError: A part is truncated.
         """
         connection = duckdb.connect()
-        for name, schema in TABLES.items():
-            parts = self.parts(name)
-            for part in parts:
-                try:
-                    parquet.read_metadata(part)
-                except (OSError, pa.ArrowException) as error:
-                    raise self._damaged(part) from error
+        for name in TABLES:
             # Arrow's reader and not DuckDB's: a file that DuckDB may read, COPY may overwrite
-            files = [str(part) for part in parts]
-            rows = (
-                dataset.dataset(files, schema, format="parquet") if files else schema.empty_table()
-            )
-            connection.register(name, rows)
+            connection.register(name, self.dataset(name))
         connection.execute("SET enable_external_access = false; SET lock_configuration = true")
         return connection
 
-    def rows(
+    def dataset(self, name: str) -> Any:
+        """Return a table for DuckDB, read as a query needs it; an empty one where the trace has none.
+
+        Raises:
+            TraceError: A part is truncated.
+        """
+        parts = self.parts(name)
+        for part in parts:
+            try:
+                parquet.read_metadata(part)
+            except (OSError, pa.ArrowException) as error:
+                raise self._damaged(part) from error
+        files, schema = [str(part) for part in parts], TABLES[name]
+        return dataset.dataset(files, schema, format="parquet") if files else schema.empty_table()
+
+    def scan(
         self, connection: duckdb.DuckDBPyConnection, query: str, parameters: list[Any] | None = None
-    ) -> list[dict[str, Any]]:
-        """Return what a query of ours finds in the tables of `connect`.
+    ) -> Iterator[dict[str, Any]]:
+        """Yield what a query of ours finds in the tables of `connect`, row by row.
 
         Raises:
             TraceError: A part is damaged in its middle.
@@ -120,7 +131,9 @@ class Trace:
         try:
             found = connection.execute(query, parameters)
             names = [column[0] for column in found.description]
-            return [dict(zip(names, row, strict=True)) for row in found.fetchall()]
+            while rows := found.fetchmany(FETCHED):
+                for row in rows:
+                    yield dict(zip(names, row, strict=True))
         except duckdb.InvalidInputException as error:  # DuckDB's word for what Arrow could not read
             raise TraceError(
                 f"trace {self.path} has a damaged part; `sfi trace check {self.path}` names it"

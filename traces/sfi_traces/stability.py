@@ -95,15 +95,12 @@ def thinning(count: int, most: int) -> int:
 
 
 def _missing(trace: Trace, request: int, layer: int | None, head: int | None) -> str:
-    where = f"request {request}"
-    where += "" if layer is None else f", layer {layer}"
-    where += "" if head is None else f", KV head {head}"
-    options = [
-        f"--audit-{name}s {value}" for name, value in (("layer", layer), ("head", head)) if value is not None
-    ]  # fmt: skip
-    return (
-        f"trace {trace.path} has no supports of {where}; record it with {' '.join(['--audit 1', *options])}"
-    )
+    where, option = f"request {request}", "--audit 1"
+    for name, word, value in (("layer", "layer", layer), ("KV head", "head", head)):
+        if value is not None:
+            where += f", {name} {value}"
+            option += f" --audit-{word}s {value}"
+    return f"trace {trace.path} has no supports of {where}; record it with {option}"
 
 
 def color_range(overlap: np.ndarray) -> tuple[float, float]:

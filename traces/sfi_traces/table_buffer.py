@@ -1,70 +1,86 @@
 """Rows of one table that wait for their part file."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
-import torch
+
+from sfi_traces.overlap import Ints
 
 ROW_BYTES = 512  # what a row of Python values takes, about
 
+Chunk = tuple[int, Mapping[str, Any]]  # how many rows, and their columns
 
-class TableBuffer:
-    """Takes rows one by one, or many as columns, and gives a table.
+
+@dataclass(frozen=True, slots=True)
+class Lists:
+    """A column of lists.
 
     Attributes:
-        rows: Rows taken since the trace began.
-        nbytes: What those that wait take, about.
+        values: Those of all lists, one after the other.
+        sizes: How many belong to each list.
+    """
+
+    values: npt.NDArray[Any]
+    sizes: Ints
+
+    @classmethod
+    def of(cls, values: npt.NDArray[Any], kept: npt.NDArray[np.bool_]) -> Self:
+        """Make a list of each row of [N, K] values, of those that are kept."""
+        return cls(values[kept], kept.sum(1))
+
+    @property
+    def nbytes(self) -> int:
+        """What it takes."""
+        return self.values.nbytes + self.sizes.nbytes
+
+
+class TableBuffer:
+    """Takes rows one by one or many as columns, and gives them as a table; a table has one kind only.
+
+    Attributes:
+        nbytes: What waits, about.
     """
 
     def __init__(self, schema: pa.Schema) -> None:
         self._schema = schema
         self._rows: list[Sequence[Any]] = []
-        self._batches: list[pa.RecordBatch] = []
-        self.rows = self.nbytes = 0
+        self._chunks: list[Chunk] = []
+        self.nbytes = 0
 
-    def add_row(self, *values: Any) -> None:
-        """Take a row, in the schema's order."""
-        self._rows.append(values)
-        self.rows += 1
-        self.nbytes += ROW_BYTES
+    def add_rows(self, rows: Sequence[Sequence[Any]]) -> None:
+        """Take rows, their values in the schema's order."""
+        self._rows += rows
+        self.nbytes += ROW_BYTES * len(rows)
 
-    def add_columns(self, columns: Mapping[str, Any], rows: int) -> None:
-        """Take many rows; a column is an array, a sequence or one value for all; NaN is null."""
-        arrays = [_column(columns[field.name], field.type, rows) for field in self._schema]
-        batch = pa.RecordBatch.from_arrays(arrays, schema=self._schema)
-        self._batches.append(batch)
-        self.rows += rows
-        self.nbytes += batch.nbytes
+    def add_columns(self, rows: int, columns: Mapping[str, Any]) -> None:
+        """Take many rows; a column is an array, in which NaN is null, `Lists`, or one value for all."""
+        self._chunks.append((rows, columns))
+        self.nbytes += sum(getattr(column, "nbytes", 8) for column in columns.values())
 
     def take(self) -> pa.Table:
         """Give away what waits."""
         if self._rows:
             columns = zip(*self._rows, strict=True)
-            arrays = [
-                pa.array(column, field.type)
-                for column, field in zip(columns, self._schema, strict=True)
-            ]
-            self._batches.append(pa.RecordBatch.from_arrays(arrays, schema=self._schema))
-        table = pa.Table.from_batches(self._batches, self._schema).combine_chunks()
-        self._rows, self._batches, self.nbytes = [], [], 0
-        return table
+            arrays = [pa.array(*pair) for pair in zip(columns, self._schema.types, strict=True)]
+        else:
+            arrays = [_joined(self._chunks, field.name, field.type) for field in self._schema]
+        self._rows, self._chunks, self.nbytes = [], [], 0
+        return pa.Table.from_arrays(arrays, schema=self._schema)
 
 
-def list_column(index: torch.Tensor, values: torch.Tensor, kind: pa.DataType) -> pa.ListArray:
-    """Make a list for every row of [N, K] values, of those whose index is no padding."""
-    kept = index >= 0
-    offsets = np.zeros(len(index) + 1, np.int32)
-    np.cumsum(kept.sum(1).numpy(), out=offsets[1:])
-    return pa.ListArray.from_arrays(offsets, pa.array(values[kept].numpy(), kind))
-
-
-def _column(value: Any, kind: pa.DataType, rows: int) -> pa.Array:
-    if isinstance(value, pa.Array):
-        return value
-    if isinstance(value, torch.Tensor):
-        value = value.numpy()
-    if isinstance(value, np.ndarray | list):
-        return pa.array(value, kind, from_pandas=True)
-    return pa.nulls(rows, kind) if value is None else pa.repeat(pa.scalar(value, kind), rows)
+def _joined(chunks: list[Chunk], name: str, kind: pa.DataType) -> pa.Array:
+    columns = [column[name] for _, column in chunks]
+    if columns and isinstance(columns[0], Lists):
+        sizes = np.concatenate([column.sizes for column in columns])
+        values = pa.array(np.concatenate([column.values for column in columns]), kind.value_type)
+        offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
+        return pa.ListArray.from_arrays(offsets, values)
+    arrays = [
+        column if isinstance(column, np.ndarray) else np.full(rows, column)
+        for (rows, _), column in zip(chunks, columns, strict=True)
+    ]
+    return pa.array(np.concatenate(arrays) if arrays else (), kind, from_pandas=True)

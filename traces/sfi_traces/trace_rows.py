@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import torch
+import numpy.typing as npt
 
 from sfi_core.observer import (
     AuditEvent,
@@ -17,12 +16,14 @@ from sfi_core.observer import (
     SelectionEvent,
     StepEvent,
 )
-from sfi_traces.overlap import intersection_size, overlap_coefficient, size
+from sfi_traces.overlap import Overlap, size
 from sfi_traces.schema import TABLES
-from sfi_traces.table_buffer import TableBuffer, list_column
+from sfi_traces.table_buffer import Lists, TableBuffer
 from sfi_traces.timing import Span
 from sfi_traces.token_text import TokenText
 
+Array = npt.NDArray[Any]
+Place = tuple[int, int]  # request, layer
 DIAGNOSTICS = (
     "lambda_star",
     "evidence_norm2",
@@ -62,16 +63,16 @@ class TraceRows:
         """What waits for its part files, about."""
         return sum(table.nbytes for table in self.tables.values())
 
-    def take(self, event: Any, *tensors: torch.Tensor) -> None:
-        """Take an event, or a list of spans, and the event's tensors on the host."""
-        self._takers[type(event)](event, *tensors)
+    def take(self, event: Any, *arrays: Array) -> None:
+        """Take an event, or a list of spans, and what the event's tensors hold."""
+        self._takers[type(event)](event, *arrays)
 
     def _run_state(self) -> None:
         # requests are numbered as the run does; they mean others in the next one
         self._sentence: dict[int, int] = defaultdict(int)
-        self._selected: dict[tuple[int, int], torch.Tensor] = {}
-        self._last: dict[tuple[int, int], tuple[int, torch.Tensor]] = {}
-        self._refreshed: dict[tuple[int, int], torch.Tensor] = {}
+        self._selected: dict[Place, Array] = {}
+        self._last: dict[Place, tuple[int, Array]] = {}
+        self._refreshed: dict[Place, Array] = {}
         self._hashes: dict[int, Any] = {}
 
     def on_run(self, event: RunEvent) -> None:
@@ -85,37 +86,34 @@ class TraceRows:
             for row in range(event.batch)
         ]
 
-    def on_prompt(self, event: PromptEvent, ids_BT: torch.Tensor) -> None:
+    def on_prompt(self, event: PromptEvent, ids_BT: Array) -> None:
         """Take a piece of every request's prompt."""
         for row, count in enumerate(event.count):
-            if not count:
-                continue
-            ids = ids_BT[row, ids_BT.shape[1] - count :].to(torch.int32)
             entry = self.prompts[self._first + row]
             start, entry["tokens"] = entry["tokens"], entry["tokens"] + count
-            if self._redacted:  # neither the hash: that of a short prompt can be guessed
+            if self._redacted or not count:
                 continue
+            ids = ids_BT[row, ids_BT.shape[1] - count :].astype("<i4")
             digest = self._hashes.setdefault(row, hashlib.sha256())
-            digest.update(ids.numpy().astype("<i4").tobytes())
-            entry["sha256"] = digest.hexdigest()
+            digest.update(ids.tobytes())
+            entry["sha256"] = digest.hexdigest()  # not if redacted: a short prompt can be guessed
             columns = {
                 "request": entry["request"],
                 "position": np.arange(start, start + count, dtype=np.int32),
                 "token_id": ids,
                 "token_text": self._texts(ids),
             }
-            self.tables["prompts"].add_columns(columns, count)
+            self.tables["prompts"].add_columns(count, columns)
 
     def on_step(self, event: StepEvent) -> None:
         """Take a step."""
         trigger = event.token_id in self._triggers
-        text = None if self._text is None else self._text(event.token_id)
-        self.tables["steps"].add_row(
+        row = (
             self._first + event.request,
             event.step,
             event.position,
             None if self._redacted else event.token_id,
-            text,
+            None if self._text is None else self._text(event.token_id),
             event.slow,
             event.reason,
             event.steps_since_slow,
@@ -127,37 +125,36 @@ class TraceRows:
             event.elapsed_us,
             event.audited,
         )
+        self.tables["steps"].add_rows([row])
         self._sentence[event.request] += trigger
 
-    def on_selection(
-        self, event: SelectionEvent, index_HK: torch.Tensor, *diagnostics: torch.Tensor
-    ) -> None:
+    def on_selection(self, event: SelectionEvent, index_HK: Array, *diagnostics: Array) -> None:
         """Take a refresh; one that selected nothing, by a policy that never does, has no rows."""
-        selected = size(index_HK)
-        if not diagnostics and not selected.any():
+        kept_HK = index_HK >= 0
+        if not diagnostics and not kept_HK.any():
             return
         H = len(index_HK)
         before = self._selected.get((event.request, event.layer))
         self._selected[event.request, event.layer] = index_HK
-        columns: dict[str, Any] = dict.fromkeys(DIAGNOSTICS)
-        for name, value in zip(event.diagnostics, diagnostics, strict=True):
-            columns[name] = value.reshape(H).float()
-        columns |= _changes(before, index_HK)
-        if self._positions:
-            columns["positions"] = list_column(index_HK, index_HK, pa.int32())
-        else:
-            columns["positions"] = None
-        columns |= {"selected": selected.int(), **self._key(event), "head": np.arange(H)}
-        self.tables["selections"].add_columns(columns, H)
+        named = zip(event.diagnostics, diagnostics, strict=True)
+        columns = {
+            **self._key(event),
+            "head": np.arange(H),
+            **dict.fromkeys(DIAGNOSTICS, np.nan),
+            **{name: value.reshape(H) for name, value in named},
+            **_changes(before, index_HK),
+            "positions": Lists.of(index_HK, kept_HK) if self._positions else None,
+        }
+        self.tables["selections"].add_columns(H, columns)
 
     def on_audit(
         self,
         event: AuditEvent,
-        index_HK: torch.Tensor,
-        mass_HK: torch.Tensor,
-        retained_H: torch.Tensor,
-        query_cosine_H: torch.Tensor,
-        output_error_H: torch.Tensor,
+        index_HK: Array,
+        mass_HK: Array,
+        retained_H: Array,
+        query_cosine_H: Array,
+        output_error_H: Array,
     ) -> None:
         """Take one layer of an audited step."""
         place = (event.request, event.layer)
@@ -166,62 +163,62 @@ class TraceRows:
         self._last[place] = (event.step, index_HK)
         if event.slow:
             self._refreshed[place] = index_HK
+        kept_HK = index_HK >= 0
         columns = {
             **self._key(event),
-            "head": list(event.heads),
-            "positions": list_column(index_HK, index_HK, pa.int32()),
-            "mass": list_column(index_HK, mass_HK.float(), pa.float32()),
-            "retained_mass": retained_H.float(),
+            "head": np.array(event.heads),
+            "positions": Lists.of(index_HK, kept_HK),
+            "mass": Lists.of(mass_HK, kept_HK),
+            "retained_mass": retained_H,
             "overlap_previous_step": _overlap(last if step == event.step - 1 else None, index_HK),
             "overlap_last_refresh": _overlap(refreshed, index_HK),
-            "query_cosine": query_cosine_H.float(),
-            "output_error": output_error_H.float(),
+            "query_cosine": query_cosine_H,
+            "output_error": output_error_H,
         }
-        self.tables["supports"].add_columns(columns, len(event.heads))
+        self.tables["supports"].add_columns(len(index_HK), columns)
 
-    def on_logits(self, event: LogitsEvent, kl_R: torch.Tensor, agrees_R: torch.Tensor) -> None:
+    def on_logits(self, event: LogitsEvent, kl_R: Array, agrees_R: Array) -> None:
         """Take the next-token distributions of an audited step."""
-        for request, kl, agrees in zip(
-            event.requests, kl_R.tolist(), agrees_R.tolist(), strict=True
-        ):
-            self.tables["logits"].add_row(self._first + request, event.step, kl, agrees)
+        requests = [self._first + request for request in event.requests]
+        columns = {
+            "request": np.array(requests),
+            "step": event.step,
+            "kl_next_token": kl_R,
+            "argmax_agrees": agrees_R,
+        }
+        self.tables["logits"].add_columns(len(requests), columns)
 
     def on_spans(self, spans: Sequence[Span]) -> None:
         """Take the spans of a step."""
-        for span in spans:
-            self.tables["timings"].add_row(*span.row())
+        self.tables["timings"].add_rows([span.row() for span in spans])
 
     def _key(self, event: SelectionEvent | AuditEvent) -> dict[str, int]:
         request = self._first + event.request
         return {"request": request, "step": event.step, "layer": event.layer}
 
-    def _texts(self, ids: torch.Tensor) -> pa.Array | None:
-        # the text of each distinct id once, then of all by its place among them
+    def _texts(self, ids: Array) -> Array | None:
+        # of each distinct id once, then of all by its place among them
         if self._text is None:
             return None
-        distinct, place = np.unique(ids.numpy(), return_inverse=True)
-        texts = pa.array([self._text(token_id) for token_id in distinct.tolist()], pa.string())
-        return texts.take(pa.array(place))
+        distinct, place = np.unique(ids, return_inverse=True)
+        texts = [self._text(token_id) for token_id in distinct.tolist()]
+        return np.array(texts, object)[place]
 
 
-def _overlap(first: torch.Tensor | None, second: torch.Tensor) -> torch.Tensor | None:
-    return None if first is None else overlap_coefficient(first, second)
+def _overlap(first: Array | None, second: Array) -> Array | float:
+    return np.nan if first is None else Overlap.of(first, second).coefficient
 
 
-def _changes(before: torch.Tensor | None, after: torch.Tensor) -> dict[str, Any]:
-    # all of them need the intersection, and it costs most: so not by `overlap_coefficient` and `jaccard`
-    new = size(after)
-    if before is None:
-        return {
-            "overlap_previous": None,
-            "jaccard_previous": None,
-            "added": new.int(),
-            "removed": 0,
-        }
-    old, both = size(before), intersection_size(before, after)
+def _changes(before: Array | None, after: Array) -> dict[str, Any]:
+    if before is None:  # all of it is new
+        selected = size(after)
+        nothing = dict.fromkeys(("overlap_previous", "jaccard_previous"), np.nan)
+        return {"selected": selected, **nothing, "added": selected, "removed": 0}
+    change = Overlap.of(before, after)
     return {
-        "overlap_previous": both / torch.minimum(old, new),
-        "jaccard_previous": both / (old + new - both),
-        "added": (new - both).int(),
-        "removed": (old - both).int(),
+        "selected": change.second,
+        "overlap_previous": change.coefficient,
+        "jaccard_previous": change.jaccard,
+        "added": change.second - change.both,
+        "removed": change.first - change.both,
     }

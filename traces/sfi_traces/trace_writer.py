@@ -140,9 +140,9 @@ class Batch:
 
     def give(self, rows: TraceRows) -> None:
         """Make rows of the events."""
-        tensors = iter(self._readback.wait())
-        for event, own in self._told:
-            rows.take(event, *[next(tensors) for _ in own])
+        arrays = iter(self._readback.wait())
+        for event, tensors in self._told:
+            rows.take(event, *[next(arrays) for _ in tensors])
 
 
 END = Batch(())

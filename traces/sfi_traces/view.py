@@ -1,4 +1,4 @@
-"""What a figure shows: one request of a trace, and optionally one layer or KV head; read once for all figures."""
+"""What a figure shows: one request of a trace, and optionally one layer or KV head."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -42,7 +42,15 @@ class Steps:
     def of(cls, rows: pa.Table) -> "Steps":
         """Take them from the table `steps`."""
         rows = rows.sort_by("step")
-        names = ("step", "slow", "sentence", "attended_tokens", "context_tokens", "elapsed_us", "audited")
+        names = (
+            "step",
+            "slow",
+            "sentence",
+            "attended_tokens",
+            "context_tokens",
+            "elapsed_us",
+            "audited",
+        )
         columns = [rows[name].to_numpy() for name in names]
         step, slow, sentence, attended, context, elapsed_us, audited = columns
         text = [text or "" for text in rows["token_text"].to_pylist()]
@@ -55,7 +63,7 @@ class Steps:
 
 
 class View:
-    """One request of a trace, and optionally one layer or KV head.
+    """One request of a trace, and optionally one layer or KV head; read once for all figures.
 
     Attributes:
         trace: The trace.

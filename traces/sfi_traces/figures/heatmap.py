@@ -10,6 +10,7 @@ from sfi_traces.stability import color_range
 from sfi_traces.view import View
 
 MOST_LABELS = 64
+MOST_LINES = 24
 
 
 def draw(view: View) -> Figure:
@@ -22,9 +23,11 @@ def draw(view: View) -> Figure:
     image = axes.imshow(overlap, cmap="viridis", vmin=low, vmax=high, interpolation="nearest")
     sentence = view.steps.sentence[view.steps.rows(supports.step)]
     edges = np.flatnonzero(np.diff(sentence)) + 0.5
-    width = 1.0 if count <= MOST_LABELS else 0.4
+    ends = np.array([-0.5, *edges, count - 0.5])
+    # across the whole map, or if they are many around each sentence
+    begin, end = (-0.5, count - 0.5) if len(edges) <= MOST_LINES else (ends[:-2], ends[2:])
     for lines in (axes.vlines, axes.hlines):
-        lines(edges, -0.5, count - 0.5, color="white", linewidth=width, alpha=0.85)
+        lines(edges, begin, end, color="white", linewidth=1 if count <= MOST_LABELS else 0.6)
     entries, labels = step_ticks(view.steps, supports.step, MOST_LABELS)
     size = 7.5 if len(entries) <= MOST_LABELS * 2 // 3 else 6.5
     axes.set_xticks(entries, labels, rotation=90, fontsize=size, parse_math=False)

@@ -10,7 +10,7 @@ from sfi_traces.view import View
 
 
 def draw(view: View) -> Figure:
-    """Draw a line for pairs within a sentence and one for pairs across a boundary, and how many pairs there are."""
+    """Draw pairs within a sentence and pairs across a boundary, and how many there are."""
     supports = view.supports
     lines = overlap_by_lag(supports, view.steps.sentence[view.steps.rows(supports.step)])
     figure = new_figure(9, 5.6)
@@ -18,9 +18,12 @@ def draw(view: View) -> Figure:
     for line, color in zip(lines, (WITHIN, ACROSS), strict=True):
         label = f"{line.name}, mean {line.overall:.3f} of {line.pairs.sum():,} pairs"
         axes.fill_between(line.lag, line.low, line.high, color=color, alpha=0.18, linewidth=0)
-        axes.plot(line.lag, line.mean, color=color, linewidth=2, marker="o", markersize=2.5, label=label)
+        axes.plot(
+            line.lag, line.mean, color=color, linewidth=2, marker="o", markersize=2.5, label=label
+        )
         below.plot(line.lag, line.pairs, color=color, linewidth=1.2)
     axes.set_ylim(0, 1)
+    axes.set_xlim(left=0)
     axes.set_ylabel("overlap coefficient")
     axes.legend(frameon=False, fontsize=9)
     below.set_ylabel("pairs")

@@ -1,7 +1,7 @@
 """Counterfactuals from a recorded run, without the model (docs/replay.md).
 
-    supports = Supports.load(trace)
-    outcome = replay(supports, Setting.recorded(trace))
+supports = Supports.load(trace)
+outcome = replay(supports, Setting.recorded(trace))
 """
 
 from sfi_traces.replay.measured import Comparison, compare

@@ -118,7 +118,10 @@ def _comparison(
 ) -> Comparison:
     pairs = list(zip(predictions, measurements, strict=True))
     differences = np.concatenate(
-        [(one.lower_NU - other.lower_NU)[~(one.slow_N | other.slow_N)].ravel() for one, other in pairs]
+        [
+            (one.lower_NU - other.lower_NU)[~(one.slow_N | other.slow_N)].ravel()
+            for one, other in pairs
+        ]
     )
     known = differences[~np.isnan(differences)]
     return Comparison(

@@ -50,7 +50,9 @@ class StepMetrics:
 
     def first(self, steps: int) -> Self:
         """Return the first steps only."""
-        names = [name for name in self.__slots__ if name == "reasons" or name.split("_")[-1][0] == "N"]
+        names = [
+            name for name in self.__slots__ if name == "reasons" or name.split("_")[-1][0] == "N"
+        ]
         return replace(self, **{name: getattr(self, name)[:steps] for name in names})
 
 

@@ -41,9 +41,7 @@ def replay_request(supports: Supports, setting: Setting, *, batch: int = 1) -> S
     slow_N = np.array([bool(reason) for reason in reasons])
     memory = Memory.of(setting.config, slow_N, supports.length_N)
     lower_NU, upper_NU, overlap_NU = _kept(supports, setting.config, memory)
-    model = ByteModel.of(
-        supports.model, dense_layers=setting.config.dense_layers, batch=batch
-    )
+    model = ByteModel.of(supports.model, dense_layers=setting.config.dense_layers, batch=batch)
     return StepMetrics(
         request=supports.request,
         layer_U=supports.layer_U,
@@ -72,9 +70,7 @@ def check_budget(supports: Supports, budget: int) -> None:
         )
 
 
-def _kept(
-    supports: Supports, config: SfiConfig, memory: Memory
-) -> tuple[Floats, Floats, Floats]:
+def _kept(supports: Supports, config: SfiConfig, memory: Memory) -> tuple[Floats, Floats, Floats]:
     # from a slow step to the next: one table of positions by pair, one look-up of all recorded ones
     N, U, _ = supports.position_NUK.shape
     lower_NU, upper_NU = np.ones((N, U), np.float32), np.ones((N, U), np.float32)

@@ -71,9 +71,7 @@ class Setting:
             raise TraceError(
                 f"trace {trace.path} has settings this sfi cannot read: {error}"
             ) from error
-        return cls(
-            config=config, trigger_token_ids=frozenset(trace.manifest["trigger_token_ids"])
-        )
+        return cls(config=config, trigger_token_ids=frozenset(trace.manifest["trigger_token_ids"]))
 
     @property
     def policy(self) -> str:
@@ -87,7 +85,9 @@ class Setting:
         used = (*RULES[self.policy], *MEMORY)
         names = dict.fromkeys(name for rules in RULES.values() for name in rules)
         values = {
-            name: getattr(self if hasattr(self, name) else self.config, name) if name in used else None
+            name: getattr(self if hasattr(self, name) else self.config, name)
+            if name in used
+            else None
             for name in (*names, *MEMORY)
         }
         return {"policy": self.policy, **values}

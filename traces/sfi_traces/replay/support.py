@@ -92,7 +92,9 @@ class Supports:
             if rows.num_rows and own.num_rows:
                 found.append(cls._of(trace, index, own, rows, gaps=gaps))
         if not found:
-            raise TraceError(f"trace {trace.path} has no audited layer that a fast step could change")
+            raise TraceError(
+                f"trace {trace.path} has no audited layer that a fast step could change"
+            )
         return found
 
     @property

@@ -49,7 +49,7 @@ class Scope:
 
     def rows(self, query: str, parameters: list[Any] | None = None) -> list[dict[str, Any]]:
         """Return what a query finds."""
-        return self.trace.rows(self.connection, query, parameters)
+        return list(self.trace.scan(self.connection, query, parameters))
 
     def row(self, query: str, parameters: list[Any] | None = None) -> dict[str, Any]:
         """Return the only row that a query finds."""

@@ -1,0 +1,217 @@
+"""`sfi trace record` and `sfi generate --trace` from the outside."""
+
+import json
+import resource
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from sfi_cli import app as cli
+from sfi_cli.options import number_list
+from sfi_core.errors import ConfigError, SfiError
+from sfi_core.model import BUNDLED
+from sfi_traces.reader import Trace
+
+PROMPT = "Later, Belora hid a red lantern under the old bridge.\nBelora"
+SHORT = ("-n", "12", "--budget", "8", "--recent", "4", "--t-max", "4")
+
+
+def inside(*arguments: str) -> tuple[int, str, str]:
+    """Run in this process, which has torch loaded; errors end as `main` ends them."""
+    result = CliRunner().invoke(cli.app, list(arguments))
+    if isinstance(result.exception, SfiError):
+        return result.exception.exit_code, result.stdout, f"error: {result.exception}\n"
+    return result.exit_code, result.stdout, result.stderr
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory) -> tuple[Path, dict]:
+    folder = tmp_path_factory.mktemp("trace") / "run"
+    code, stdout, stderr = inside(
+        "trace", "record", PROMPT, "-o", str(folder), "--audit", "2", "--audit-top", "16", "--json", *SHORT
+    )  # fmt: skip
+    assert code == 0
+    assert f"sfi trace show {folder}" in stderr
+    return folder, json.loads(stdout)
+
+
+def test_the_document_and_the_trace_tell_the_same_run(recorded):
+    folder, document = recorded
+    (request,) = document["requests"]
+    steps = Trace.open(folder).table("steps").to_pylist()
+    assert [row["token_id"] for row in steps] == request["token_ids"]
+    assert [row["step"] for row in steps if row["slow"]] == request["slow_at"]
+    assert "".join(row["token_text"] for row in steps) == request["text"]
+    read = [row["attended_tokens"] for row in steps[1:]]
+    assert sum(read) / len(read) == pytest.approx(request["mean_attended_tokens"])
+
+
+def test_the_manifest_says_where_the_trace_comes_from(recorded):
+    folder, document = recorded
+    manifest = Trace.open(folder).manifest
+    assert manifest["model"]["name"] == "bundled"
+    assert manifest["config"] == document["config"]
+    assert manifest["trigger_token_ids"] == document["trigger_token_ids"]
+    assert (manifest["preset"], manifest["seed"], manifest["max_new_tokens"]) == ("default", 0, 12)
+    assert manifest["audit"] == {"every": 2, "top": 16, "layers": None, "heads": None}
+    assert manifest["stopped"] is None
+
+
+def test_tokens_are_the_same_without_a_trace(recorded):
+    _, document = recorded
+    _, stdout, _ = inside("generate", PROMPT, "--json", *SHORT)
+    assert json.loads(stdout)["requests"][0]["token_ids"] == document["requests"][0]["token_ids"]
+
+
+def test_generate_records_the_same(recorded, tmp_path):
+    folder, _ = recorded
+    options = ["--audit", "2", "--audit-top", "16", "-q", *SHORT]
+    assert inside("generate", PROMPT, "--trace", str(tmp_path / "run"), *options)[0] == 0
+    ours, theirs = Trace.open(tmp_path / "run"), Trace.open(folder)
+    for name in ("prompts", "selections", "supports", "logits"):
+        assert ours.table(name).equals(theirs.table(name))
+
+
+def test_chosen_layers_and_heads_are_audited(tmp_path):
+    options = ["--audit", "4", "--audit-layers", "0,2-3", "--audit-heads", "1", "-q", *SHORT]
+    assert inside("trace", "record", PROMPT, "-o", str(tmp_path / "run"), *options)[0] == 0
+    supports = Trace.open(tmp_path / "run").table("supports", ["layer", "head"]).to_pylist()
+    assert {(row["layer"], row["head"]) for row in supports} == {(0, 1), (2, 1), (3, 1)}
+
+
+def test_a_redacted_trace_holds_no_text(tmp_path):
+    folder = tmp_path / "run"
+    assert (
+        inside("trace", "record", PROMPT, "-o", str(folder), "--redact-text", "-q", *SHORT)[0] == 0
+    )
+    trace = Trace.open(folder)
+    assert trace.table("prompts").num_rows == 0
+    assert trace.table("steps")["token_id"].null_count == 12
+    assert trace.table("steps")["token_text"].null_count == 12
+    assert b"lantern" not in b"".join(p.read_bytes() for p in folder.rglob("*") if p.is_file())
+
+
+def test_a_trace_is_not_overwritten_without_force(recorded):
+    folder, _ = recorded
+    before = (folder / "manifest.json").read_bytes()
+    code, _, stderr = inside("trace", "record", PROMPT, "-o", str(folder), *SHORT)
+    assert (code, stderr) == (
+        2,
+        f"error: trace folder {folder} exists; add --force to overwrite it\n",
+    )
+    assert (folder / "manifest.json").read_bytes() == before
+
+
+def test_force_replaces_a_trace(tmp_path):
+    folder = str(tmp_path / "run")
+    inside("trace", "record", PROMPT, "-o", folder, "-q", *SHORT)
+    assert (
+        inside("trace", "record", PROMPT, "-o", folder, "-q", *SHORT, "--force", "-n", "3")[0] == 0
+    )
+    assert Trace.open(Path(folder)).table("steps").num_rows == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["generate", "x", "--audit", "1"], "--audit needs a trace to write to; add --trace DIR"),
+        (["trace", "record", "x", "-o", "T", "--audit", "0"], "--audit must be positive, got 0"),
+        (
+            ["trace", "record", "x", "-o", "T", "--audit", "1", "--audit-layers", "1-x"],
+            "--audit-layers must be numbers and ranges like 0,3,8-11, got 1-x",
+        ),
+        (
+            ["trace", "record", "x", "-o", "T", "--audit", "1", "--audit-heads", "2"],
+            "--audit-heads must be in 0 to 1, got [2]",
+        ),
+    ],
+)
+def test_a_mistake_is_one_line_and_leaves_no_folder(arguments, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert inside(*arguments) == (2, "", f"error: {message}\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "numbers"), [(None, None), ("3", (3,)), ("0,2-4, 3", (0, 2, 3, 4)), ("7,1", (1, 7))]
+)
+def test_numbers_and_ranges_are_read(text, numbers):
+    assert number_list(text, "--x") == numbers
+
+
+@pytest.mark.parametrize("text", ["", "a", "1-", "-2", "1,,2", "5-3"])
+def test_what_is_no_list_of_numbers_is_refused(text):
+    with pytest.raises(ConfigError, match="--x must be numbers and ranges"):
+        number_list(text, "--x")
+
+
+@pytest.fixture(scope="module")
+def endless(tmp_path_factory) -> list[str]:
+    """A run of thousands of tokens, unless somebody ends it: nothing stops this model."""
+    model = tmp_path_factory.mktemp("model") / "endless"
+    shutil.copytree(BUNDLED, model)
+    for name in ("config.json", "generation_config.json"):
+        settings = json.loads((model / name).read_text()) | {"eos_token_id": None}
+        (model / name).write_text(json.dumps(settings))
+    return ["trace", "record", PROMPT, "--model", str(model), "--audit", "5", *SHORT, "-n", "9000"]
+
+
+def wait_for(folder: Path, process: subprocess.Popen) -> None:
+    while not (folder / "steps" / "part-00000.parquet").exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+
+
+def test_a_killed_run_leaves_a_trace_up_to_its_last_part(
+    command, environment, run, endless, tmp_path
+):
+    folder = tmp_path / "run"
+    with subprocess.Popen(
+        [*command, *endless, "-o", str(folder)], stdout=subprocess.DEVNULL, env=environment
+    ) as process:
+        wait_for(folder, process)
+        process.send_signal(signal.SIGKILL)
+    trace = Trace.open(folder)
+    assert trace.manifest["finished"] is None
+    steps = trace.table("steps").to_pylist()
+    assert [row["step"] for row in steps] == [*range(len(steps))]
+    check = run("trace", "check", str(folder))
+    assert (check.returncode, "not finished" in check.stdout) == (0, True)
+    shown = run("trace", "show", str(folder), "--json")
+    assert shown.returncode == 0
+    assert json.loads(shown.stdout)
+
+
+def test_ctrl_c_finishes_the_trace(command, environment, endless, tmp_path):
+    folder = tmp_path / "run"
+    with subprocess.Popen(
+        [*command, *endless, "-o", str(folder)], stdout=subprocess.DEVNULL, env=environment
+    ) as process:
+        wait_for(folder, process)
+        process.send_signal(signal.SIGINT)
+    assert process.returncode == 130
+    manifest = Trace.open(folder).manifest
+    assert manifest["stopped"] == "interrupted"
+    assert manifest["tables"]["steps"] == Trace.open(folder).table("steps").num_rows
+
+
+def test_a_disk_that_takes_no_more_ends_the_trace_and_not_the_run(command, environment, tmp_path):
+    """A limit on the size of files stands for the full disk."""
+    folder = tmp_path / "run"
+    arguments = ["trace", "record", "-o", str(folder), "--audit", "1", "--json", "-n", "12"]
+    result = subprocess.run(
+        [*command, *arguments], capture_output=True, text=True, env=environment, check=False,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000)),
+    )  # fmt: skip
+    assert result.returncode == 0
+    assert f"trace {folder} ends here, the run goes on: File too large" in result.stderr
+    assert len(json.loads(result.stdout)["requests"][0]["token_ids"]) == 12
+    trace = Trace.open(folder)
+    assert trace.manifest["stopped"] == "write failed: File too large"
+    assert trace.table("steps").num_rows == 0
+    assert not [*folder.rglob(".*.tmp")]

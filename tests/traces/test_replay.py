@@ -1,0 +1,345 @@
+"""What a replay says was kept, against sets and loops."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from pyarrow import parquet
+
+from sfi_core.config import SfiConfig
+from sfi_core.errors import ConfigError, TraceError
+from sfi_traces.reader import Trace
+from sfi_traces.replay import (
+    Outcome,
+    Setting,
+    StepMetrics,
+    Supports,
+    compare,
+    pareto,
+    replay,
+    replay_request,
+    schedule,
+)
+from sfi_traces.replay.replay import spread, top
+from tests.traces.made import CONFIG, MODEL, PROMPT, STOP, TOP, make_trace
+
+RULES = {"sink": 4, "recent": 16, "budget": 20, "t_max": 1000, "trigger_delay": 0}
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory) -> Trace:
+    return Trace.open(make_trace(tmp_path_factory.mktemp("full") / "trace", requests=2, seed=3))
+
+
+@pytest.fixture(scope="module")
+def recorded(trace) -> list[Supports]:
+    return Supports.load(trace)
+
+
+def setting(**changes) -> Setting:
+    return Setting(
+        config=SfiConfig().replace(**{**RULES, **changes}), trigger_token_ids=frozenset({STOP})
+    )
+
+
+def by_sets(trace: Trace, request: int, rules: Setting, slow: list[bool]) -> dict:
+    """Recompute (lower, upper, overlap) by (step, layer, head), with sets and loops only."""
+    config = rules.config
+    rows = [r for r in trace.table("supports").to_pylist() if r["request"] == request]
+    at = {(r["step"], r["layer"], r["head"]): r for r in rows}
+    found, last = {}, 0
+    for step in range(len(slow)):
+        last = step if slow[step] else last
+        if slow[step]:
+            continue
+        for layer in range(2):
+            for head in range(2):
+                old, new = at[last, layer, head], at[step, layer, head]
+                length = PROMPT + last
+                start = max(config.sink, length - config.recent)
+                allowed = set(range(config.sink, start))
+                mass = dict(zip(old["positions"], old["mass"], strict=True))
+                score = {
+                    j: max(
+                        (mass[i] for i in range(j - config.span, j + config.span + 1) if i in mass and i in allowed),
+                        default=0.0,
+                    )
+                    for j in allowed
+                }  # fmt: skip
+                ranked = sorted((j for j in allowed if score[j] > 0), key=lambda j: (-score[j], j))
+                selected = allowed if len(allowed) <= config.budget else set(ranked[: config.budget])
+                now = PROMPT + step
+                begin = max(config.sink, now - config.recent) if config.recent_mode == "sliding" else start
+                attended = set(range(config.sink)) | selected | set(range(begin, now))
+                count = config.sink + min(config.budget, len(allowed)) + now - begin
+                known = dict(zip(new["positions"], new["mass"], strict=True))
+                lower = sum(m for j, m in known.items() if j in attended)
+                unseen = count - len(attended & set(known))
+                least = min(known.values()) if len(known) == TOP else 0.0
+                upper = lower + min(1 - sum(known.values()), unseen * least)
+                shared = set(old["positions"]) & set(new["positions"])
+                overlap = len(shared) / min(len(old["positions"]), len(new["positions"]))
+                found[step, layer, head] = lower, min(1, upper), overlap
+    return found
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"budget": 5},
+        {"budget": 24, "recent": 1, "sink": 0},
+        {"span": 2},
+        {"span": 7, "budget": 12},
+        {"recent_mode": "sliding", "recent": 30},
+        {"recent_mode": "sliding", "span": 3, "t_max": 6},
+        {"recent": 190},
+        {"trigger_delay": 1, "min_gap": 12, "sink": 50},
+        {"trigger_policy": "never"},
+        {"trigger_policy": "stride", "stride": 2},
+    ],
+    ids=str,
+)
+def test_retained_mass_and_overlap_are_those_of_the_sets(trace, recorded, changes):
+    rules = setting(**changes)
+    for supports in recorded:
+        metrics = replay_request(supports, rules)
+        slow = [bool(reason) for reason in schedule(supports, rules)]
+        assert metrics.slow_N.tolist() == slow
+        expected = by_sets(trace, supports.request, rules, slow)
+        assert expected
+        for (step, layer, head), values in expected.items():
+            unit = layer * 2 + head
+            got = [getattr(metrics, n)[step, unit] for n in ("lower_NU", "upper_NU", "overlap_NU")]
+            assert got == pytest.approx(values, abs=2e-6)
+        assert (metrics.lower_NU[slow] == 1).all()
+        assert np.isnan(metrics.overlap_NU[slow]).all()
+
+
+def test_an_outcome_sums_every_fast_step_layer_and_head(trace, recorded):
+    rules = setting(t_max=4)
+    outcome = replay(recorded, rules)
+    kept, read, slow = [], 0, 0
+    for supports in recorded:
+        flags = [bool(reason) for reason in schedule(supports, rules)]
+        slow += sum(flags)
+        values = by_sets(trace, supports.request, rules, flags)
+        kept += [(*value, supports.request, *place) for place, value in values.items()]
+        last = 0
+        for step in range(1, 60):
+            last = step if flags[step] else last
+            read += PROMPT + step if flags[step] else 4 + 20 + 16 + step - last
+    lowest = min(kept)
+    assert outcome.slow_steps == slow
+    assert outcome.fast_steps == 120 - slow
+    assert outcome.slow_rate == pytest.approx((slow - 2) / 118)
+    assert sum(outcome.reasons.values()) == slow
+    assert outcome.reasons["first"] == 2
+    assert outcome.retained_mass == pytest.approx(np.mean([row[0] for row in kept]))
+    assert outcome.retained_mass_upper == pytest.approx(np.mean([row[1] for row in kept]))
+    assert outcome.overlap_at_reuse == pytest.approx(np.mean([row[2] for row in kept]))
+    assert outcome.retained_mass_p5 == pytest.approx(np.percentile([row[0] for row in kept], 5))
+    worst = outcome.worst
+    assert (worst.request, worst.step, worst.layer, worst.head) == lowest[3:]
+    assert worst.retained_mass == pytest.approx(lowest[0])
+    assert outcome.attended_tokens == pytest.approx(read / 118)
+    assert outcome.read_ratio == pytest.approx(read / (2 * sum(PROMPT + t for t in range(1, 60))))
+
+
+def test_more_budget_never_keeps_less(recorded):
+    kept = [replay(recorded, setting(budget=budget)).retained_mass for budget in range(1, TOP + 1)]
+    assert kept == sorted(kept)
+    assert kept[0] < kept[-1]
+
+
+def test_no_slow_step_keeps_less_than_many(recorded):
+    never = replay(recorded, setting(trigger_policy="never"))
+    always = replay(recorded, setting(t_max=0))
+    assert (never.slow_steps, never.slow_rate, never.fast_steps) == (2, 0.0, 118)
+    assert never.retained_mass < replay(recorded, setting()).retained_mass
+    assert (always.slow_rate, always.fast_steps, always.retained_mass) == (1.0, 0, 1.0)
+    assert always.overlap_at_reuse is always.worst is None
+    assert (always.read_ratio, always.reasons) == (1.0, {"first": 2, "trigger": 10, "t_max": 108})
+
+
+def test_selecting_everything_keeps_everything_that_was_recorded(recorded):
+    """The anchored recent segment grows: no token is left out, whatever its probability."""
+    known = replace(recorded[0], top=1000)
+    outcome = replay([known], setting(budget=1000))
+    assert outcome.retained_mass == pytest.approx(0.9)  # of made-up steps 0.9 is recorded
+    assert outcome.retained_mass_upper == pytest.approx(1.0)
+    assert outcome.read_ratio == 1.0
+
+
+def test_layers_left_dense_read_everything_and_keep_everything(tmp_path, recorded):
+    folder = make_trace(
+        tmp_path / "t", policy="sfi", requests=2, seed=3, config={**CONFIG, "dense_layers": [1]}
+    )
+    dense = Trace.open(folder)
+    supports = Supports.load(dense)
+    assert {int(layer) for one in supports for layer in one.layer_U} == {0}
+    outcome = replay(supports, Setting.recorded(dense))
+    plain = replay(recorded, setting())
+    mean_context = PROMPT + 30
+    assert outcome.attended_tokens == pytest.approx((plain.attended_tokens + mean_context) / 2)
+    assert outcome.bytes_per_token > plain.bytes_per_token
+
+
+def test_a_chosen_request_layer_and_head(trace):
+    (one,) = Supports.load(trace, 1, layers=[1], heads=[0])
+    assert (one.request, one.layer_U.tolist(), one.head_U.tolist()) == (1, [1], [0])
+    rows = [
+        row for row in trace.table("supports").to_pylist()
+        if (row["request"], row["layer"], row["head"]) == (1, 1, 0)
+    ]  # fmt: skip
+    assert one.position_NUK[:, 0].tolist() == [row["positions"] for row in rows]
+    assert one.mass_NUK[7, 0].tolist() == pytest.approx(rows[7]["mass"])
+    assert len(one.tokens) == one.steps == 60
+
+
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [
+        ({"request": 5}, "request must be one of 0 to 1, got 5"),
+        ({"layers": [0, 9]}, "layer must be one of 0 to 1, got 9"),
+        ({"heads": [2]}, "head must be one of 0 to 1, got 2"),
+    ],
+)
+def test_what_was_not_recorded_cannot_be_chosen(trace, wanted, message):
+    with pytest.raises(ConfigError, match=message):
+        Supports.load(trace, **wanted)
+
+
+def test_an_audit_that_skips_steps_is_refused(tmp_path):
+    with pytest.raises(TraceError, match="audits every 4 steps; record it with --audit 1"):
+        Supports.load(Trace.open(make_trace(tmp_path / "a", policy="sfi", audit=4)))
+    with pytest.raises(TraceError, match="has no audit; record it with --audit 1"):
+        Supports.load(Trace.open(make_trace(tmp_path / "b", audit=None)))
+
+
+def test_a_killed_run_counts_up_to_its_last_whole_step(tmp_path, recorded):
+    folder = make_trace(tmp_path / "trace", requests=2, seed=3, finished=None)
+    part = folder / "supports" / "part-00000.parquet"
+    table = parquet.read_table(part)
+    parquet.write_table(table.slice(0, len(table) - 4 * 10 - 1), part)  # request 1 ends within step 49
+    first, second = Supports.load(Trace.open(folder))
+    assert (first.steps, second.steps) == (60, 49)
+    assert (second.position_NUK == recorded[1].position_NUK[:49]).all()
+    assert len(second.tokens) == 49
+
+
+def test_a_budget_beyond_the_audit_names_the_option(recorded):
+    message = "budget must be at most the audit's 24 positions, got 25; record with --audit-top 25"
+    with pytest.raises(TraceError, match=message):
+        replay(recorded, setting(budget=25))
+
+
+def test_shorter_supports_are_padded(tmp_path):
+    """A context shorter than the audit's top has fewer positions."""
+    folder = make_trace(tmp_path / "trace", steps=12)
+    part = folder / "supports" / "part-00000.parquet"
+    rows = parquet.read_table(part).to_pylist()
+    for row in rows:
+        row["positions"], row["mass"] = row["positions"][: 5 + row["step"]], row["mass"][: 5 + row["step"]]
+    schema = parquet.read_schema(part)
+    parquet.write_table(type(parquet.read_table(part)).from_pylist(rows, schema=schema), part)
+    (supports,) = Supports.load(Trace.open(folder))
+    assert supports.position_NUK.shape == (12, 4, 16)
+    assert supports.position_NUK[0, 0].tolist() == rows[0]["positions"] + [-1] * 11
+    metrics = replay_request(supports, setting(trigger_policy="never"))
+    new, old = rows[11 * 4], rows[0]
+    shared = len(set(new["positions"]) & set(old["positions"]))
+    assert metrics.overlap_NU[11, 0] == pytest.approx(shared / 5)
+
+
+def test_a_run_is_compared_with_its_own_prediction(tmp_path):
+    real = Trace.open(make_trace(tmp_path / "real", policy="sfi", requests=2, seed=5))
+    found = compare(Supports.load(real), real, real)
+    rows = [row for row in real.table("supports").to_pylist() if row["step"] % 10]
+    steps = [row for row in real.table("steps").to_pylist() if row["step"]]
+    assert found.same_schedule
+    assert [one.steps for one in found.requests] == [60, 60]
+    assert found.measured.retained_mass == pytest.approx(np.mean([r["retained_mass"] for r in rows]))
+    overlap = np.mean([row["overlap_last_refresh"] for row in rows])
+    assert found.measured.overlap_at_reuse == pytest.approx(overlap)
+    assert found.predicted.overlap_at_reuse == pytest.approx(overlap)
+    assert found.measured.attended_tokens == pytest.approx(np.mean([r["attended_tokens"] for r in steps]))
+    assert found.predicted.attended_tokens == pytest.approx(found.measured.attended_tokens)
+    assert found.predicted.bytes_per_token == found.measured.bytes_per_token
+    assert found.mean_difference == pytest.approx(
+        found.predicted.retained_mass - found.measured.retained_mass
+    )
+    assert found.mean_distance >= abs(found.mean_difference)
+
+
+def test_another_run_is_compared_up_to_the_first_other_token(tmp_path):
+    """The step whose token differs still saw the same tokens, so it counts."""
+    full = Trace.open(make_trace(tmp_path / "full", seed=5))
+    folder = make_trace(tmp_path / "real", policy="sfi", seed=6, audit=3)
+    change_token(folder, step=33)
+    real = Trace.open(folder)
+    found = compare(Supports.load(full), full, real)
+    (one,) = found.requests
+    assert (one.steps, one.recorded_steps, one.measured_steps) == (34, 60, 60)
+    audited = [
+        row for row in real.table("supports").to_pylist() if row["step"] % 10 and row["step"] < 34
+    ]
+    assert len(audited) == 4 * 10  # every third step but 0 and 30
+    assert found.measured.retained_mass == pytest.approx(np.mean([r["retained_mass"] for r in audited]))
+    (supports,) = Supports.load(full)
+    metrics = replay_request(supports, Setting.recorded(real))
+    places = sorted({row["step"] for row in audited})
+    assert found.predicted.retained_mass == pytest.approx(metrics.lower_NU[places].mean())
+    assert found.same_schedule
+
+
+def change_token(folder: Path, step: int) -> None:
+    part = folder / "steps" / "part-00000.parquet"
+    table = parquet.read_table(part)
+    rows = table.to_pylist()
+    rows[step]["token_id"] = 77
+    parquet.write_table(type(table).from_pylist(rows, schema=table.schema), part)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"policy": "full-kv"}, "must be of --policy sfi, got full-kv"),
+        ({"model": {**MODEL, "query_heads": 8}}, "of one model, got another query_heads in"),
+        ({"prompts": [{"request": 0, "tokens": 200, "sha256": "1" * 64}]}, "for request 0 in"),
+        ({"redacted": True}, "is redacted; it can be compared with itself only"),
+    ],
+)
+def test_runs_that_cannot_be_compared_are_refused(tmp_path, changes, message):
+    full = Trace.open(make_trace(tmp_path / "full"))
+    real = Trace.open(make_trace(tmp_path / "real", **{"policy": "sfi", **changes}))
+    with pytest.raises(TraceError, match=message):
+        compare(Supports.load(full), full, real)
+
+
+def test_top_takes_the_lower_index_of_a_tie_and_no_zeros():
+    score = np.array([[0.1, 0.5, 0.5, 0.0, 0.5], [0.0, 0.2, 0.0, 0.0, 0.0]], np.float32)
+    assert top(score, 2).tolist() == [[False, True, True, False, False], [False, True, *[False] * 3]]
+    assert top(score, 9).tolist() == (score > 0).tolist()
+
+
+@pytest.mark.parametrize("span", [1, 2, 3, 4, 10])
+def test_spread_is_the_largest_score_within_the_span(span):
+    score = np.random.default_rng(0).random((3, 40)).astype(np.float32)
+    got = spread(score, span)
+    for at in range(40):
+        assert (got[:, at] == score[:, max(0, at - span) : at + span + 1].max(1)).all()
+
+
+def outcome(speedup: float, kept: float) -> Outcome:
+    values = dict.fromkeys(Outcome.__slots__, 0)
+    return Outcome(**values | {"speedup": speedup, "retained_mass": kept})
+
+
+def test_the_front_holds_what_nothing_else_beats():
+    points = [(1.0, 1.0), (2.0, 0.9), (2.0, 0.8), (3.0, 0.7), (2.5, 0.6), (2.0, 0.9), (4.0, 0.1)]
+    assert pareto([outcome(*point) for point in points]) == [
+        True, True, False, True, False, True, True,
+    ]  # fmt: skip
+    assert pareto([]) == []

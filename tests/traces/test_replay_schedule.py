@@ -1,0 +1,203 @@
+"""Which steps a replay calls slow: the product's own rules over the recorded tokens."""
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from sfi_core.config import SfiConfig
+from sfi_core.errors import ConfigError, TraceError
+from sfi_core.sparse_state import SparseState
+from sfi_traces.reader import Trace
+from sfi_traces.replay import RecordedVocabulary, Setting, Supports, grid, schedule
+from sfi_traces.replay.memory import Memory
+from tests.traces.made import PROMPT, STOP, make_trace
+
+STEPS = 60
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory) -> Trace:
+    return Trace.open(make_trace(tmp_path_factory.mktemp("full") / "trace", steps=STEPS))
+
+
+@pytest.fixture(scope="module")
+def supports(trace) -> Supports:
+    return Supports.load(trace)[0]
+
+
+def slow_at(supports: Supports, setting: Setting) -> dict[int, str]:
+    return {step: reason for step, reason in enumerate(schedule(supports, setting)) if reason}
+
+
+def setting(**changes) -> Setting:
+    """A trigger at every tenth token, x_9, x_19, ..."""
+    rules = {"trigger_delay": 0, "t_max": 1000, **changes}
+    return Setting(config=SfiConfig().replace(**rules), trigger_token_ids=frozenset({STOP}))
+
+
+def expected(tokens: list[int], config: SfiConfig) -> dict[int, str]:
+    """Eq. 5 and T_max, written out anew."""
+    slow, last = {0: "first"}, 0
+    for step in range(1, len(tokens)):
+        back = step - 1 - config.trigger_delay
+        if step < config.slow_start:
+            slow[step] = "first"
+        elif back >= 0 and tokens[back] == STOP and step - last >= max(1, config.min_gap):
+            slow[step] = "trigger"
+        elif step - last > config.t_max:
+            slow[step] = "t_max"
+        last = step if step in slow else last
+    return slow
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_boundaries_and_t_max_follow_eq_5(supports, seed):
+    chance = random.Random(seed)
+    tokens = [STOP if chance.random() < 0.15 else 1 for _ in range(STEPS)]
+    changed = replace(supports, tokens=tokens)
+    rules = setting(
+        t_max=chance.choice([0, 3, 8, 100]),
+        min_gap=chance.choice([0, 2, 7]),
+        trigger_delay=chance.choice([0, 1, 3]),
+        slow_start=chance.choice([1, 2, 5]),
+    )
+    assert slow_at(changed, rules) == expected(tokens, rules.config)
+
+
+def test_the_schedule_of_an_sfi_trace_is_its_own(tmp_path):
+    trace = Trace.open(make_trace(tmp_path / "trace", policy="sfi", requests=2))
+    steps = trace.table("steps").to_pylist()
+    for one in Supports.load(trace):
+        own = {r["step"]: r["reason"] for r in steps if r["request"] == one.request and r["slow"]}
+        assert slow_at(one, Setting.recorded(trace)) == own
+
+
+@pytest.mark.parametrize(
+    ("rules", "steps"),
+    [
+        ({"trigger_policy": "never"}, [0]),
+        ({"trigger_policy": "always"}, list(range(STEPS))),
+        ({"t_max": 0}, list(range(STEPS))),
+        ({"trigger_policy": "stride", "stride": 25}, [0, 25, 50]),
+        ({"trigger_policy": "t-max", "t_max": 24}, [0, 25, 50]),
+    ],
+)
+def test_policies_without_boundaries(supports, rules, steps):
+    assert list(slow_at(supports, setting(**rules))) == steps
+
+
+def test_a_low_query_cosine_makes_a_step_slow(supports):
+    """LouisKV, FreeKV: the mean over layers and heads; T_max still applies, and unknown cosines do not count."""
+    cosine = np.full((STEPS, 4), 0.9, np.float32)
+    cosine[20] = [0.2, 0.9, 0.9, 0.2]  # 0.55
+    cosine[30] = [0.2, 0.9, 0.9, 0.9]  # 0.725
+    cosine[40] = [0.5, np.nan, np.nan, 0.5]
+    cosine[0] = np.nan
+    changed = replace(supports, cosine_NU=cosine)
+    base = setting(t_max=17)
+    (rules,) = grid(base, ["cosine"], {}, {"cosine_threshold": [0.6]})
+    assert slow_at(changed, rules) == {
+        0: "first", 18: "t_max", 20: "cosine", 38: "t_max", 40: "cosine", 58: "t_max",
+    }  # fmt: skip
+
+
+def test_random_steps_come_at_their_rate_from_a_seed(supports):
+    def steps(rate, seed=0):
+        (rules,) = grid(setting(), ["random"], {}, {"random_rate": [rate], "seed": [seed]})
+        return slow_at(supports, rules)
+
+    assert list(steps(0.0)) == [0]
+    assert list(steps(1.0)) == list(range(STEPS))
+    assert 8 <= len(steps(0.3)) <= 30
+    assert steps(0.3) == steps(0.3)
+    assert steps(0.3) != steps(0.3, seed=1)
+    assert set(steps(0.3).values()) == {"first", "random"}
+
+
+@pytest.mark.parametrize("mode", ["anchored", "sliding"])
+@pytest.mark.parametrize("recent", [1, 16, 150, 1000])
+def test_sizes_of_the_memory_are_those_of_the_sparse_state(supports, mode, recent):
+    rules = setting(recent_mode=mode, recent=recent, budget=20, t_max=7)
+    reasons = schedule(supports, rules)
+    slow = np.array([bool(reason) for reason in reasons])
+    memory = Memory.of(rules.config, slow, supports.length_N)
+    state = SparseState(prompt_tokens=PROMPT)
+    for step, reason in enumerate(reasons):
+        state.begin(slow=bool(reason), reason=reason, new_tokens=1 if step else PROMPT)
+        state.move_recent(4, recent, sliding=mode == "sliding")
+        if state.slow:
+            state.packed_tokens = 4 + min(20, state.recent_start - 4)
+        assert memory.start_N[step] == state.recent_start
+        read = state.length if state.slow else state.packed_tokens + state.length - state.recent_start
+        assert memory.read_N[step] == read
+
+
+def test_a_grid_holds_each_counterfactual_once():
+    """Under "stride" T_max and the trigger set change nothing, under "boundary" the stride does not."""
+    found = grid(
+        setting(),
+        ["boundary", "stride", "never"],
+        {"stop": frozenset({STOP}), "full stop": frozenset({STOP}), "none": frozenset()},
+        {"t_max": [8, 16], "stride": [4, 5], "budget": [10, 20]},
+    )
+    keys = [(s.policy, s.triggers, s.config.t_max, s.config.stride, s.config.budget) for s in found]
+    assert len(keys) == 2 * (2 * 2) + 2 * 2 + 2
+    assert {k[1] for k in keys if k[0] == "boundary"} == {"stop", "none"}
+    row = found[-1].to_dict()
+    assert (row["policy"], row["t_max"], row["stride"], row["triggers"]) == ("never", None, None, None)
+    assert row["budget"] == 20
+
+
+@pytest.mark.parametrize(
+    ("policy", "axes", "message"),
+    [
+        ("cosine", {}, "trigger-policy cosine must come with --cosine-threshold, got none"),
+        ("random", {}, "trigger-policy random must come with --random-rate, got none"),
+        ("random", {"random_rate": [1.5]}, r"random-rate must be in \[0, 1\], got 1.5"),
+        ("cosine", {"cosine_threshold": [2]}, r"cosine-threshold must be in \[-1, 1\], got 2"),
+        ("often", {}, "unknown trigger-policy 'often'; expected one of"),
+        ("boundary", {"budget": [0]}, "budget must be positive, got 0"),
+    ],
+)
+def test_what_cannot_be_replayed_is_refused(policy, axes, message):
+    with pytest.raises(ConfigError, match=message):
+        grid(setting(), [policy], {}, axes)
+
+
+def test_trigger_strings_match_recorded_tokens_as_a_run_would_match_its_tokenizer():
+    words = {1: ".", 2: " .", 3: "...", 4: '."\n', 5: "Mr.", 6: " Mr.", 7: "\n\n", 8: " the", 9: "。",  # noqa: RUF001
+             10: "!=", 11: "?!", 12: ".", 13: "3."}  # fmt: skip
+    vocabulary = RecordedVocabulary(words)
+    assert vocabulary.trigger_ids(["."]) == {1, 2, 3, 4, 9, 12}
+    assert vocabulary.trigger_ids(["!", "Mr."]) == {5, 6, 11}
+    assert vocabulary.trigger_ids(["\n"]) == {4, 7}
+    assert vocabulary.trigger_ids([";", "</think>"]) == set()
+    with pytest.raises(ConfigError, match="triggers must be non-empty"):
+        vocabulary.trigger_ids(["", "."])
+
+
+def test_a_redacted_trace_replays_its_own_triggers_only(tmp_path, trace):
+    folder = make_trace(tmp_path / "trace", steps=STEPS)
+    redact(folder)
+    redacted = Trace.open(folder)
+    own = Supports.load(redacted)[0]
+    assert slow_at(own, Setting.recorded(redacted)) == slow_at(
+        Supports.load(trace)[0], Setting.recorded(trace)
+    )
+    with pytest.raises(TraceError, match="is redacted; it can be replayed with its own triggers"):
+        RecordedVocabulary.of([redacted])
+
+
+def redact(folder: Path) -> None:
+    part = folder / "steps" / "part-00000.parquet"
+    table = parquet.read_table(part)
+    for name in ("token_id", "token_text"):
+        place = table.schema.get_field_index(name)
+        field = table.schema.field(name)
+        table = table.set_column(place, field, pa.nulls(len(table), field.type))
+    parquet.write_table(table, part)

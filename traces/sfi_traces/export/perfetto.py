@@ -1,0 +1,163 @@
+"""A trace as a timeline for ui.perfetto.dev or chrome://tracing, in Chrome's Trace Event Format.
+
+Tracks: the steps of each request, then the spans of each stream. An arrow leads from a refresh of a layer's
+selected memory to that layer's attention in the first fast step that reads it.
+"""
+
+import heapq
+import json
+from collections.abc import Callable, Iterator
+from itertools import chain, islice
+from typing import Any
+
+from sfi_core.errors import TraceError
+from sfi_traces.reader import Trace
+from sfi_traces.summary.scope import Scope
+
+PID = 1
+PIECE = 1000  # events in one piece of text
+COLORS = {True: "terrible", False: "good"}  # Chrome's names, of a slow step and a fast one
+ABOUT = ("sfi_version", "created", "policy", "preset", "backend", "device", "config", "model")
+# a step lasts from its first span to its last, and not beyond the beginning of the request's next one
+STEPS = """
+    WITH extents AS (
+        SELECT request AS batch, step, min(begin_us) AS begin_us, max(begin_us + elapsed_us) AS end_us
+        FROM timings GROUP BY request, step
+    )
+    SELECT steps.*, extents.begin_us,
+        least(end_us, lead(begin_us) OVER (PARTITION BY steps.request ORDER BY steps.step)) AS end_us
+    FROM steps JOIN batches USING (request) JOIN extents USING (batch, step)
+    ORDER BY begin_us
+"""
+# a span that holds others comes before them
+SPANS = """
+    SELECT request, step, layer, name, stream, begin_us, begin_us + elapsed_us AS end_us, bytes
+    FROM timings ORDER BY begin_us, elapsed_us DESC
+"""
+# from the Selector, or the pack of a policy without one; nobody reads what the next refresh comes before
+FLOWS = """
+    WITH ends AS (
+        SELECT DISTINCT ON (refresh, request, step, layer) name IN ('selector', 'pack') AS refresh,
+            request, step, layer, stream, begin_us + elapsed_us / 2 AS middle_us
+        FROM timings WHERE name IN ('selector', 'pack', 'attention.fast', 'attention.mixed')
+        ORDER BY refresh, request, step, layer, name = 'pack', begin_us
+    ), refreshes AS (
+        SELECT *, lead(step) OVER (PARTITION BY request, layer ORDER BY step) AS next FROM ends WHERE refresh
+    )
+    SELECT refreshes.layer, refreshes.stream AS from_stream, refreshes.middle_us AS from_us,
+        readers.stream AS to_stream, readers.middle_us AS to_us
+    FROM refreshes ASOF JOIN (FROM ends WHERE NOT refresh) readers
+    ON readers.request = refreshes.request AND readers.layer = refreshes.layer
+        AND readers.step > refreshes.step
+    WHERE readers.step <= coalesce(next, readers.step)
+    ORDER BY from_us
+"""
+
+Event = dict[str, Any]
+Track = tuple[str, int | str]  # "request" and its number, or "stream" and its name
+
+
+def perfetto_text(trace: Trace, progress: Callable[[int, int], None]) -> Iterator[str]:
+    """Write the timeline, piece by piece.
+
+    Args:
+        trace: The trace.
+        progress: Told after each piece how many events of how many are written.
+
+    Raises:
+        TraceError: No step was recorded or timed, or a part is damaged.
+    """
+    scope = Scope.of(trace)
+    steps, flows = scope.rows(STEPS), scope.rows(FLOWS)
+    if not steps:
+        raise TraceError(f"trace {trace.path} has no timings, which a timeline is made of")
+    spans = scope.row("SELECT count(*) AS n FROM timings")["n"]
+    tracks = _tracks(scope, steps)
+    events = heapq.merge(
+        _step_events(steps, tracks),
+        _counter_events(steps),
+        _flow_events(flows, tracks),
+        _span_events(scope, tracks),
+        key=lambda event: event["ts"],
+    )
+    named = _names(trace, tracks)
+    total = len(named) + 3 * len(steps) + 2 * len(flows) + spans
+    about = {key: trace.manifest.get(key) for key in ABOUT}
+    head = json.dumps({"displayTimeUnit": "ms", "otherData": about}, ensure_ascii=False)
+    yield head[:-1] + ', "traceEvents": [\n'
+    yield from _lines(chain(named, events), total, progress)
+    yield "\n]}\n"
+
+
+def _lines(
+    events: Iterator[Event], total: int, progress: Callable[[int, int], None]
+) -> Iterator[str]:
+    done = 0
+    while piece := list(islice(events, PIECE)):
+        lines = ",\n".join(json.dumps(event, ensure_ascii=False) for event in piece)
+        yield f",\n{lines}" if done else lines
+        done += len(piece)
+        progress(done, total)
+
+
+def _tracks(scope: Scope, steps: list[Event]) -> dict[Track, int]:
+    streams = scope.rows("SELECT stream FROM timings GROUP BY stream ORDER BY min(begin_us)")
+    tracks: list[Track] = [("request", number) for number in sorted({s["request"] for s in steps})]
+    tracks += [("stream", row["stream"]) for row in streams]
+    return {track: tid for tid, track in enumerate(tracks, 1)}
+
+
+def _names(trace: Trace, tracks: dict[Track, int]) -> list[Event]:
+    process = {"name": f"sfi {trace.manifest['policy']} on {trace.manifest['model']['name']}"}
+    named = [_event("M", "process_name", 0, 0, args=process)]
+    for (kind, which), tid in tracks.items():
+        name = f"steps of request {which}" if kind == "request" else f"stream {which}"
+        named.append(_event("M", "thread_name", tid, 0, args={"name": name}))
+        named.append(_event("M", "thread_sort_index", tid, 0, args={"sort_index": tid}))
+    return named
+
+
+def _step_events(steps: list[Event], tracks: dict[Track, int]) -> Iterator[Event]:
+    shown = ("step", "token_text", "reason", "sentence", "context_tokens", "elapsed_us", "audited")
+    for step in steps:
+        kind, tid = "slow" if step["slow"] else "fast", tracks["request", step["request"]]
+        args = {name: step[name] for name in shown if step[name] not in (None, "")}
+        yield _slice(step, kind, kind, tid, args) | {"cname": COLORS[step["slow"]]}
+
+
+def _counter_events(steps: list[Event]) -> Iterator[Event]:
+    for step in steps:
+        for counter, column in (
+            ("attended tokens", "attended_tokens"),
+            ("read ratio", "read_ratio"),
+        ):
+            name = f"{counter}, request {step['request']}"
+            yield _event("C", name, 0, step["begin_us"], args={counter: step[column]})
+
+
+def _flow_events(flows: list[Event], tracks: dict[Track, int]) -> list[Event]:
+    events = []
+    for number, flow in enumerate(flows):
+        for phase, end in (("s", "from"), ("f", "to")):
+            tid, at_us = tracks["stream", flow[f"{end}_stream"]], flow[f"{end}_us"]
+            event = _event(phase, "selected memory", tid, at_us, cat="refresh", id=number)
+            # an arrow ends at the slice around it, not at the next one
+            events.append(event | {"bp": "e"} if phase == "f" else event)
+    return sorted(events, key=lambda event: event["ts"])
+
+
+def _span_events(scope: Scope, tracks: dict[Track, int]) -> Iterator[Event]:
+    for span in scope.trace.scan(scope.connection, SPANS):
+        args = {name: span[name] for name in ("step", "layer", "bytes") if span[name] is not None}
+        tid = tracks["stream", span["stream"]]
+        yield _slice(span, span["name"], span["name"].partition(".")[0], tid, args)
+
+
+def _slice(row: Event, name: str, category: str, tid: int, args: Event) -> Event:
+    # ends are rounded alike, so that a span within another stays within it
+    event = _event("X", name, tid, row["begin_us"], cat=category, args=args)
+    return event | {"dur": round(round(row["end_us"], 3) - event["ts"], 3)}
+
+
+def _event(phase: str, name: str, tid: int, at_us: float, **more: Any) -> Event:
+    return {"ph": phase, "name": name, "pid": PID, "tid": tid, "ts": round(at_us, 3), **more}

@@ -1,0 +1,87 @@
+"""Rows as CSV or JSON."""
+
+import csv
+import io
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from decimal import Decimal
+from typing import Any
+
+import pyarrow as pa
+
+from sfi_core.errors import TraceError
+from sfi_traces.reader import Trace
+from sfi_traces.schema import TABLES
+
+ROWS = 1000  # in memory at once
+
+Rows = Sequence[Sequence[Any]]
+
+
+def table_text(
+    trace: Trace, name: str, form: str, progress: Callable[[int, int], None]
+) -> Iterator[str]:
+    """Write a table as text, piece by piece.
+
+    Args:
+        trace: The trace.
+        name: The table.
+        form: "csv" or "jsonl".
+        progress: Told after each piece how many rows of how many are written.
+
+    Raises:
+        TraceError: A part is damaged.
+    """
+    write = csv_text if form == "csv" else jsonl_text
+    return write(TABLES[name].names, _table_rows(trace, name, progress))
+
+
+def _table_rows(trace: Trace, name: str, progress: Callable[[int, int], None]) -> Iterator[Rows]:
+    columns, done = TABLES[name].names, 0
+    data = trace.dataset(name)
+    total = data.count_rows() if trace.has(name) else 0
+    try:
+        for batch in data.to_batches(batch_size=ROWS, fragment_readahead=1) if total else ():
+            yield list(zip(*(batch[column].to_pylist() for column in columns), strict=True))
+            done += len(batch)
+            progress(done, total)
+    except (OSError, pa.ArrowException) as error:
+        raise TraceError(
+            f"trace {trace.path} has a damaged part; `sfi trace check {trace.path}` names it"
+        ) from error
+
+
+def csv_text(columns: Sequence[str], batches: Iterable[Rows]) -> Iterator[str]:
+    """Write rows as CSV, a line of names first; a list is its JSON, a null is empty."""
+    yield _csv_lines([columns])
+    for rows in batches:
+        yield _csv_lines([[_cell(value) for value in row] for row in rows])
+
+
+def jsonl_text(columns: Sequence[str], batches: Iterable[Rows]) -> Iterator[str]:
+    """Write a JSON object a line."""
+    for rows in batches:
+        objects = (dict(zip(columns, map(plain, row), strict=True)) for row in rows)
+        yield "".join(f"{json.dumps(one, ensure_ascii=False)}\n" for one in objects)
+
+
+def plain(value: Any) -> Any:
+    """Turn a value of DuckDB's into one that JSON has; a number that is none is null."""
+    if isinstance(value, float | Decimal):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, list | tuple):
+        return [plain(one) for one in value]
+    if isinstance(value, dict):
+        return {str(name): plain(one) for name, one in value.items()}
+    return value if value is None or isinstance(value, str | int) else str(value)
+
+
+def _cell(value: Any) -> Any:
+    return json.dumps(plain(value)) if isinstance(value, list | tuple | dict) else value
+
+
+def _csv_lines(rows: Iterable[Sequence[Any]]) -> str:
+    file = io.StringIO()
+    csv.writer(file, lineterminator="\n").writerows(rows)
+    return file.getvalue()
