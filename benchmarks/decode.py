@@ -23,6 +23,7 @@ from sfi_core.memory import peak_bytes, reset_peak
 from sfi_core.model import quiet
 from sfi_core.synthetic import random_keys, synthetic_cache
 from sfi_core.versions import versions
+from sfi_traces.timing import TimingObserver
 
 QWEN3_06B = {
     "vocab_size": 151936,
@@ -37,45 +38,10 @@ QWEN3_06B = {
 }
 
 
-class SpanTimes:
-    """An observer that adds up the wall time of every span by name."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self.calls: dict[str, int] = {}
-
-    def on_step(self, event: Any) -> None:
-        """Steps are not needed here."""
-
-    def on_selection(self, event: Any) -> None:
-        """Nor are selections."""
-
-    def span(self, name: str, layer: int | None = None) -> "Span":
-        """Time a region."""
-        return Span(self, name)
-
-
-class Span:
-    """One timed region."""
-
-    def __init__(self, times: SpanTimes, name: str) -> None:
-        self._times, self._name = times, name
-
-    def __enter__(self) -> None:
-        """Start the clock."""
-        self._began = time.perf_counter()
-
-    def __exit__(self, *error: object) -> None:
-        """Stop it."""
-        seconds = time.perf_counter() - self._began
-        self._times.seconds[self._name] = self._times.seconds.get(self._name, 0.0) + seconds
-        self._times.calls[self._name] = self._times.calls.get(self._name, 0) + 1
-
-
 @torch.no_grad()
 def run_sfi(model: Any, policy: str, context: int, steps: int, stride: int) -> dict[str, Any]:
     """Decode `steps` tokens with our cache."""
-    times = SpanTimes()
+    times = TimingObserver(model.device)
     config = SfiConfig(trigger_policy="stride", stride=stride)
     with slow_fast(model, None, config, policy=policy, observers=[times]) as session:
         reset_peak(model.device)
@@ -97,16 +63,18 @@ def run_sfi(model: Any, policy: str, context: int, steps: int, stride: int) -> d
         states = session.run.requests[0]
         slow = [step_seconds[t - 1] for t in states.slow_at if t > 0]
         fast = [s for t, s in enumerate(step_seconds, 1) if t not in states.slow_at]
-    calls = times.calls.get("attention.fast", 0)
+    spans: dict[str, list[float]] = {}
+    for _, _, _, name, _, _, elapsed_us, _ in times.rows:
+        spans.setdefault(name, []).append(elapsed_us)
+    means = {name: statistics.fmean(elapsed) for name, elapsed in spans.items()}
     return {
         "seconds": sum(step_seconds),
         "fast_step_seconds": statistics.median(fast) if fast else None,
         "slow_step_seconds": statistics.median(slow) if slow else None,
-        "fast_attention_us": 1e6 * times.seconds["attention.fast"] / calls if calls else None,
-        "dense_attention_us": 1e6
-        * times.seconds.get("attention.dense", 0.0)
-        / times.calls.get("attention.dense", 1),
-        "selector_us": 1e6 * times.seconds.get("selector", 0.0) / times.calls.get("selector", 1),
+        "fast_attention_us": means.get("attention.fast"),
+        "dense_attention_us": means.get("attention.dense"),
+        "selector_us": means.get("selector"),
+        "top_k_us": means.get("top_k"),
         "forecast_bytes": expected,
         "peak_bytes": peak_bytes(model.device),
         "slow_steps": len(slow),

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # All that needs a GPU, in one call of under ten minutes: the kernel tests compiled, the kernel benchmark with
-# Table 1's sweep, and a generation that must give the PyTorch backend's tokens. Needs no network and no install.
+# Table 1's sweep, a generation that must give the PyTorch backend's tokens, and what tracing costs. Needs no
+# network and no install.
 #
 #   benchmarks/gpu.sh [FOLDER]        JSON goes there; benchmarks/results without one
 #
@@ -55,8 +56,9 @@ bench ops-128k-batch-4 --context 131072 --batch 4 --retention 0.01761 # 4 + 2048
 # one process a core compiles the tests' kernels in minutes instead of one after the other
 workers=()
 "$python" -c 'import xdist' 2>/dev/null && workers=(-p xdist -n "$(($(nproc) < 8 ? $(nproc) : 8))")
-part tests 270 "$python" -m pytest -q -p no:cacheprovider --tb=short --maxfail=20 "${workers[@]}" \
-  tests/kernels tests/core/test_kernel_bench.py tests/core/test_triton_backend.py
+part tests 240 "$python" -m pytest -q -p no:cacheprovider --tb=short --maxfail=20 "${workers[@]}" \
+  tests/kernels tests/core/test_kernel_bench.py tests/core/test_triton_backend.py tests/core/test_audit.py \
+  tests/traces/test_timing.py
 
 generate() { "$python" -m sfi_cli generate --no-compare --dtype float32 --quiet --json --backend "$1" --force -o "$2"; }
 end_to_end() {
@@ -75,6 +77,9 @@ PYTHON
 export -f generate end_to_end
 export python stem scratch
 part generate 120 bash -c end_to_end
+part tracing 60 "$python" benchmarks/tracing.py --output "$stem-tracing.json"
+part tracing-0.6b 90 "$python" benchmarks/tracing.py --model qwen3-0.6b --repeats 5 \
+  --output "$stem-tracing-qwen3-0.6b.json"
 
 printf '\n== summary\n'
 worst=0

@@ -118,9 +118,9 @@ def _shades() -> str:
 
 def _measures(frame: Any) -> str:
     named = (
-        ("retained mass", frame.measures["retained_mass"]),
-        ("overlap with the last step", frame.measures["overlap_previous_step"]),
-        ("with the last slow step", frame.measures["overlap_last_refresh"]),
-        ("lambda*", frame.lambda_star),
+        ("retained mass {:.3f}", frame.measures["retained_mass"]),
+        ("overlap {:.3f} with the last step", frame.measures["overlap_previous_step"]),
+        ("{:.3f} with the last slow step", frame.measures["overlap_last_refresh"]),
+        ("lambda* {:.3f}", frame.lambda_star),
     )
-    return "  ".join(f"{name} {value:.3f}" for name, value in named if value is not None)
+    return "  ".join(text.format(value) for text, value in named if value is not None)

@@ -132,6 +132,9 @@ def keys_at_once(descriptor: int) -> Iterator[Any]:
 
     try:
         tty.setcbreak(descriptor)
+        mode = termios.tcgetattr(descriptor)
+        mode[6][termios.VSUSP] = b"\0"  # Ctrl-Z would leave the shell with this screen
+        termios.tcsetattr(descriptor, termios.TCSADRAIN, mode)
         yield keys
     finally:
         termios.tcsetattr(descriptor, termios.TCSADRAIN, before)

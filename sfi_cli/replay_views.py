@@ -1,24 +1,30 @@
 """The tables of `sfi trace replay`, from its document."""
 
 import io
-import shutil
+import textwrap
 from typing import Any
 
-LEAST_WIDTH = 110
+from sfi_cli.tables import number, percent, table
+
+TEXT_WIDTH, TABLE_WIDTH = 110, 400  # a table takes what it needs; text is wrapped
 SETTINGS = {  # heading of a setting's column
     "policy": "trigger policy", "triggers": "triggers", "t_max": "T_max", "min_gap": "gap",
     "trigger_delay": "delay", "slow_start": "slow start", "stride": "stride", "cosine_threshold": "cosine",
     "random_rate": "rate", "seed": "seed", "budget": "budget", "recent": "recent", "recent_mode": "mode",
     "sink": "sink", "span": "span",
 }  # fmt: skip
-OUTCOME = ("slow", "kept", "at most", "p5", "overlap", "read", "MB/token", "speed-up")
+OUTCOME = ("slow", "kept", "at most", "p5", "worst", "overlap", "read", "MB/token", "speed-up")
+KEPT = (
+    "kept: retained mass of fast steps, at least, mean and 5th percentile; worst: with its request, step, "
+    "layer and head."
+)
 
 
 def replay_text(document: dict[str, Any]) -> str:
     """Return the replayed settings, fastest first, and what a real run measured."""
     blocks: list[Any] = [_heading(document)]
     if document["rows"]:
-        blocks += [_rows_table(document), _legend(document)]
+        blocks += [_rows_table(document), *_legend(document), ""]
     if document["validation"] is not None:
         blocks += [_validation_table(document), *_validation_notes(document["validation"])]
     return _rendered(blocks)
@@ -38,46 +44,41 @@ def _heading(document: dict[str, Any]) -> str:
 
 def _rows_table(document: dict[str, Any]) -> Any:
     rows = document["rows"]
-    varied = [name for name in SETTINGS if len({str(row[name]) for row in rows}) > 1]
-    table = _table("Replayed settings", document["batch"])
-    table.add_column("", no_wrap=True)
-    for name in varied:
-        table.add_column(SETTINGS[name], justify="left" if name in ("policy", "triggers") else "right")
-    for heading in OUTCOME:
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("worst", no_wrap=True)
-    for row in rows:
-        mark = ("*" if row["recorded"] else " ") + ("+" if row["pareto"] else "")
-        table.add_row(mark, *(_value(row[name]) for name in varied), *_outcome(row))
-    return table
-
-
-def _legend(document: dict[str, Any]) -> str:
-    rows = document["rows"]
-    same = [
-        f"{SETTINGS[name]} {_value(rows[0][name])}"
-        for name in SETTINGS
-        if len({str(row[name]) for row in rows}) == 1 and rows[0][name] is not None
-    ]
-    lines = [f"In all rows: {', '.join(same)}."] if same else []
-    lines.append(
-        "kept: retained mass of fast steps, at least. + no other row is faster and keeps as much."
+    varied = [name for name in SETTINGS if len(_values(rows, name)) > 1]
+    texts = len({"policy", "triggers"} & set(varied))
+    return table(
+        _title("Replayed settings", document),
+        ["", *(SETTINGS[name] for name in varied), *OUTCOME],
+        [
+            [
+                ("*" if row["recorded"] else " ") + ("+" if row["pareto"] else ""),
+                *(_value(row[name]) for name in varied),
+                *_outcome(row),
+            ]
+            for row in rows
+        ],
+        left=1 + texts,
     )
+
+
+def _legend(document: dict[str, Any]) -> list[str]:
+    rows = document["rows"]
+    values = {name: _values(rows, name) for name in SETTINGS}
+    same = [f"{SETTINGS[name]} {one[0]}" for name, one in values.items() if len(one) == 1]
+    lines = [f"Everywhere: {', '.join(same)}."] if same else []
+    lines += [KEPT, "+ no other row is faster and keeps as much."]
     if any(row["recorded"] for row in rows):
         lines.append("* the trace's own setting.")
-    return "\n".join(lines) + "\n"
+    return lines
 
 
 def _validation_table(document: dict[str, Any]) -> Any:
     run = document["against"] or document["trace"]
-    table = _table(f"The setting of {run}: predicted and measured", document["batch"])
-    table.add_column("")
-    for heading in OUTCOME:
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("worst", no_wrap=True)
-    for name in ("predicted", "measured"):
-        table.add_row(name, *_outcome(document["validation"][name]))
-    return table
+    return table(
+        _title(f"The setting of {run}: predicted and measured", document),
+        ["", *OUTCOME],
+        [[name, *_outcome(document["validation"][name])] for name in ("predicted", "measured")],
+    )
 
 
 def _validation_notes(validation: dict[str, Any]) -> list[str]:
@@ -97,38 +98,33 @@ def _validation_notes(validation: dict[str, Any]) -> list[str]:
 
 
 def _outcome(row: dict[str, Any]) -> list[str]:
-    worst, overlap = row["worst"], row["overlap_at_reuse"]
-    place = "" if worst is None else (
-        f"{worst['retained_mass']:.3f}  request {worst['request']} step {worst['step']} "
-        f"layer {worst['layer']} head {worst['head']}"
-    )  # fmt: skip
+    worst = row["worst"] and (
+        "{retained_mass:.3f} ({request} {step} {layer} {head})".format(**row["worst"])
+    )
     return [
-        f"{row['slow_rate']:.1%}",
-        f"{row['retained_mass']:.3f}",
-        f"{row['retained_mass_upper']:.3f}",
-        f"{row['retained_mass_p5']:.3f}",
-        "-" if overlap is None else f"{overlap:.3f}",
+        percent(row["slow_rate"]),
+        number(row["retained_mass"]),
+        number(row["retained_mass_upper"]),
+        number(row["retained_mass_p5"]),
+        worst or "-",
+        number(row["overlap_at_reuse"]),
         f"{row['attended_tokens']:,.0f} ({row['read_ratio']:.1%})",
-        f"{row['bytes_per_token'] / 1e6:,.1f}",
+        number(row["bytes_per_token"] / 1e6, 1),
         f"{row['speedup']:.2f}x",
-        place or "-",
     ]
+
+
+def _values(rows: list[dict[str, Any]], name: str) -> list[str]:
+    # what a setting is in the rows whose trigger policy looks at it
+    return list(dict.fromkeys(_value(row[name]) for row in rows if row[name] is not None))
 
 
 def _value(value: Any) -> str:
     return "-" if value is None else str(value).replace("\n", "\\n")
 
 
-def _table(title: str, batch: int) -> Any:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    return Table(
-        title=f"{title} (byte model: batch {batch})",
-        title_justify="left",
-        title_style="bold",
-        box=SIMPLE_HEAD,
-    )
+def _title(text: str, document: dict[str, Any]) -> str:
+    return f"{text} (byte model: batch {document['batch']})"
 
 
 def _rendered(blocks: list[Any]) -> str:
@@ -136,13 +132,14 @@ def _rendered(blocks: list[Any]) -> str:
 
     console = Console(
         file=io.StringIO(),
-        width=max(LEAST_WIDTH, shutil.get_terminal_size().columns),
+        width=TABLE_WIDTH,
         color_system=None,
         markup=False,
         emoji=False,
         highlight=False,
     )  # a trigger may look like markup
     for block in blocks:
-        console.print(block)
+        for part in textwrap.wrap(block, TEXT_WIDTH) if isinstance(block, str) else [block]:
+            console.print(part)
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     return "".join(f"{line.rstrip()}\n" for line in lines)

@@ -42,23 +42,21 @@ def stability(view: View) -> Caption:
     else:
         note += " Axes: the generated text."
     note += " Lines: sentence boundaries."
-    return Caption(
-        "Overlap of the supports of each two steps", note + _left_out(view, whole, shown)
-    )
+    return Caption("Support overlap of every two steps", note + _left_out(view, whole, shown))
 
 
 def lag(view: View) -> Caption:
     """Describe the overlap by lag."""
     note = (
-        f"Pairs of audited steps up to {MOST_LAG} steps apart, {places(list(view.supports.sets))}. "
-        "Bands: 10 to 90 % of the pairs."
+        f"Top-{view.k} of dense attention, {places(list(view.supports.sets))}. Pairs of audited steps up to "
+        f"{MOST_LAG} steps apart; bands hold 10 to 90 % of them."
     )
-    return Caption("Overlap by lag, within a sentence and across a boundary", note)
+    return Caption("Support overlap by lag, within a sentence and across a boundary", note)
 
 
 def raster(view: View, shown: Raster, why: str = "") -> Caption:
     """Describe a support raster, and why this layer and KV head."""
-    note = f"Top-{view.trace.manifest['audit']['top']} of dense attention{why}."
+    note = f"Top-{shown.top} of dense attention{why}."
     if shown.per_cell > 1:
         note += (
             f" A cell stands for {shown.per_cell} positions: what most of those in the support are."
@@ -71,19 +69,22 @@ def raster(view: View, shown: Raster, why: str = "") -> Caption:
 
 def lambda_star(data: Lambda) -> Caption:
     """Describe lambda* over time."""
-    note = f"Weight of the prior at each refresh; median and 10 to 90 % of {_many(data.places)}. "
+    where = f"in {places(data.places)}"
+    if many := _many(data.places):
+        where = f"median and 10 to 90 % of {many}"
+    note = f"Weight of the prior at each refresh, {where}."
     return Caption(
-        "lambda* over time", f"{note}{data.clipped:.0%} of all values stand at the clip."
+        "lambda* over time", f"{note} {data.clipped:.0%} of all values stand at the clip."
     )
 
 
-def retained(data: Retained) -> Caption:
+def retained(view: View, data: Retained) -> Caption:
     """Describe the retained mass, or what stands in for it."""
     least, most = (places([place]) for place in data.extremes)
     worst = f"Least in {least}; most in {most}."
     if data.coverage:
         return Caption(
-            f"Attention mass in the top-{data.top} positions",
+            f"Attention mass in the top-{view.k} positions",
             f"Mean over {data.steps:,} audited steps, all slow: they left nothing out, so there is no "
             f"retained mass. {worst}",
         )
@@ -101,8 +102,8 @@ def timeline(data: Timeline) -> Caption:
         note += f" Step 0, the prefill, took {data.prefill_us / 1000:,.1f} ms and is left out."
     if data.per_bar > 1:
         note += f" A bar is the mean of {data.per_bar} steps."
-    if data.audited:
-        note += f" {data.audited:.0%} of the steps were audited, which takes time."
+    if data.audit_us:
+        note += f" The audit's time, {data.audit_us / 1000:,.1f} ms a step, is left out."
     return Caption("What each step's time went to", note)
 
 

@@ -12,9 +12,9 @@ from sfi_traces.view import View
 
 PHASES = (  # leaf spans, in the order in which a bar stacks them
     "attention.fast", "attention.dense", "attention.mixed", "selector", "top_k", "pack", "append", "sample",
-    "audit", "rest of the step",
 )  # fmt: skip
 AUDIT = ("audit", "shadow")  # spans that are there because somebody looks
+REST = "rest of the step"
 MOST_BARS = 2000
 
 
@@ -79,8 +79,7 @@ class Retained:
         mass: `[layers, heads]`; NaN where a layer has no such head.
         steps: Audited steps that a mean is over.
         coverage: False: mass of what fast steps attended. True: there was no audited fast step, and it is the
-            mass of the recorded supports instead.
-        top: Positions of a support, K.
+            mass of the supports instead.
     """
 
     layers: list[int]
@@ -88,7 +87,6 @@ class Retained:
     mass: np.ndarray
     steps: int
     coverage: bool
-    top: int
 
     @property
     def extremes(self) -> tuple[Place, Place]:
@@ -100,35 +98,26 @@ class Retained:
 
 
 def retained_mass(view: View) -> Retained:
-    """Average the retained mass over the fast audited steps, of all layers and KV heads.
+    """Average the retained mass over the fast audited steps.
 
     Raises:
         TraceError: No audit.
     """
     view.trace.require_audit()
     columns = ["request", "step", "layer", "head", "retained_mass"]
-    table = view.trace.table("supports", [*columns, "mass"])
-    table = table.filter(pc.field("request") == view.request)
-    fast = pa.array(view.steps.step[~view.steps.slow])
-    rows = table.filter(pc.is_in(table["step"], fast))
-    coverage = not len(rows)
-    if coverage:
-        rows, value = table, _sums(table["mass"])
+    rows = view.trace.table("supports", columns).filter(view.wanted)
+    rows = rows.filter(pc.is_in(rows["step"], pa.array(view.steps.step[~view.steps.slow])))
+    if len(rows):
+        means = rows.group_by(["layer", "head"]).aggregate([("retained_mass", "mean")])
+        found = {(r["layer"], r["head"]): r["retained_mass_mean"] for r in means.to_pylist()}
+        steps = len(pc.unique(rows["step"]))
     else:
-        value = rows["retained_mass"].to_numpy().astype(np.float64)
-    if not len(rows):
-        raise TraceError(
-            f"trace {view.trace.path} has no supports of request {view.request}; record it with --audit 1"
-        )
-    layers, row = np.unique(rows["layer"].to_numpy(), return_inverse=True)
-    heads, column = np.unique(rows["head"].to_numpy(), return_inverse=True)
-    total, count = np.zeros((2, len(layers), len(heads)))
-    np.add.at(total, (row, column), value)
-    np.add.at(count, (row, column), 1)
-    mean = np.divide(total, count, out=np.full_like(total, np.nan), where=count > 0)
-    steps = len(pc.unique(rows["step"]))
-    top = view.trace.manifest["audit"]["top"]
-    return Retained(layers.tolist(), heads.tolist(), mean, steps, coverage, top)
+        mass = view.supports.mass
+        found = {place: np.mean([each.sum() for each in mass[place]]) for place in mass}
+        steps = len(view.supports.step)
+    layers, heads = (sorted({place[axis] for place in found}) for axis in (0, 1))
+    table = np.array([[found.get((layer, head), np.nan) for head in heads] for layer in layers])
+    return Retained(layers, heads, table, steps, coverage=not len(rows))
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +130,7 @@ class Timeline:
         phases: Microseconds of each phase that took any, by name.
         slow: Slow steps.
         prefill_us: Wall time of step 0; None where it was not recorded.
-        audited: Share of the steps that the audit made longer.
+        audit_us: What the audit took, the mean over the steps; not in `phases`.
     """
 
     step: np.ndarray
@@ -149,32 +138,25 @@ class Timeline:
     phases: dict[str, np.ndarray]
     slow: np.ndarray
     prefill_us: float | None
-    audited: float
+    audit_us: float
 
 
 def step_phases(view: View) -> Timeline:
-    """Sum the leaf spans of each decoding step by phase; the rest is the step's wall time less these.
+    """Sum the leaf spans of each decoding step by phase.
 
-    A batch's spans carry its first request's number.
+    The rest of a step is its wall time less these and the audit's. A batch's spans carry its first request's
+    number.
 
     Raises:
         TraceError: No timings of decoding steps.
     """
-    table = view.trace.table("timings", ["request", "step", "name", "elapsed_us"])
-    firsts = [first for first in pc.unique(table["request"]).to_pylist() if first <= view.request]
-    steps = view.steps
-    later = steps.step >= 1
-    if not firsts or not later.any():
-        raise TraceError(f"trace {view.trace.path} has no timings of decoding steps")
-    table = table.filter((pc.field("request") == max(firsts)) & (pc.field("step") >= 1))
-    step, elapsed_us = steps.step[later], steps.elapsed_us[later]
-    names = np.array(["audit" if n in AUDIT else n for n in table["name"].to_pylist()], object)
-    at, spent_us = table["step"].to_numpy(), table["elapsed_us"].to_numpy()
-    phases = {name: np.zeros(len(step)) for name in PHASES}
-    for name, total in phases.items():
-        chosen = (names == name) & np.isin(at, step)
-        np.add.at(total, np.searchsorted(step, at[chosen]), spent_us[chosen])
-    phases["rest of the step"] = np.maximum(0, elapsed_us - sum(phases.values()))
+    steps, later = view.steps, view.steps.step >= 1
+    step = steps.step[later]
+    spent_us = _spans(view, step)
+    phases = {name: spent_us.get(name, np.zeros(len(step))) for name in PHASES}
+    audit_us = sum((spent_us.get(name, np.zeros(len(step))) for name in AUDIT), np.zeros(len(step)))
+    taken = sum(phases.values()) + audit_us
+    phases[REST] = np.maximum(0, steps.elapsed_us[later] - taken)
     width = thinning(len(step), MOST_BARS)
     edges = np.arange(0, len(step), width)
     counts = np.diff([*edges, len(step)])
@@ -188,17 +170,26 @@ def step_phases(view: View) -> Timeline:
         },
         slow=step[steps.slow[later]],
         prefill_us=None if later.all() else float(steps.elapsed_us[0]),
-        audited=float(steps.audited[later].mean()),
+        audit_us=float(audit_us.mean()),
     )
+
+
+def _spans(view: View, step: np.ndarray) -> dict[str, np.ndarray]:
+    # microseconds of each step's spans, by name
+    table = view.trace.table("timings", ["request", "step", "name", "elapsed_us"])
+    table = table.filter((pc.field("request") <= view.request) & (pc.field("step") >= 1))
+    table = table.filter(pc.is_in(table["step"], pa.array(step)))
+    if not len(table):
+        raise TraceError(f"trace {view.trace.path} has no timings of decoding steps")
+    table = table.filter(pc.field("request") == pc.max(table["request"]))
+    sums = table.group_by(["step", "name"]).aggregate([("elapsed_us", "sum")])
+    found: dict[str, np.ndarray] = {}
+    for row in sums.to_pylist():
+        spent_us = found.setdefault(row["name"], np.zeros(len(step)))
+        spent_us[np.searchsorted(step, row["step"])] = row["elapsed_us_sum"]
+    return found
 
 
 def _places(rows: pa.Table) -> list[Place]:
     pairs = zip(rows["layer"].to_pylist(), rows["head"].to_pylist(), strict=True)
     return sorted(set(pairs))
-
-
-def _sums(lists: pa.ChunkedArray) -> np.ndarray:
-    ends = np.cumsum([0, *pc.list_value_length(lists).to_pylist()])
-    running = np.cumsum([0.0, *pc.list_flatten(lists).to_numpy()])
-    total: np.ndarray = running[ends[1:]] - running[ends[:-1]]
-    return total

@@ -6,6 +6,7 @@ from typing import Final
 
 import numpy as np
 
+from sfi_traces.figure_data import REST
 from sfi_traces.raster import MISSED, READ, SELECTED
 from sfi_traces.view import Steps
 
@@ -23,8 +24,7 @@ PHASES = {
     "pack": "#3aa17e",
     "append": "#2aa5b8",
     "sample": "#b5739d",
-    "audit": "#6b7785",
-    "rest of the step": "#bcc5cf",
+    REST: "#bcc5cf",
 }
 
 

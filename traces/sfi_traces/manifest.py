@@ -20,7 +20,7 @@ def describe_run(
 
     Args:
         event: The first run.
-        provenance: What only the caller knows, such as preset and seed; must not repeat a key.
+        provenance: What only the caller knows, such as preset and seed; our own keys win.
         positions: Whether refreshes have their positions.
         redacted: Whether token ids and text are left out.
     """
@@ -44,6 +44,13 @@ def describe_run(
         "prompts": [],
         "versions": versions(),
     }
+
+
+def file_metadata(document: dict[str, Any]) -> dict[str, str]:
+    """Return what every part file says of the trace: the manifest but for how far it has come."""
+    coming = ("finished", "stopped", "prompts")
+    provenance = {key: value for key, value in document.items() if key not in coming}
+    return {"schema_version": str(SCHEMA_VERSION), "provenance": json.dumps(provenance)}
 
 
 def now() -> str:

@@ -1,4 +1,4 @@
-"""Ranges for Nsight Systems: the domain "sfi", a range for every step of the batch and one for every span."""
+"""Ranges for Nsight Systems, in the domain "sfi": of every run, of every step of its batch, of every span."""
 
 from contextlib import AbstractContextManager
 from types import TracebackType
@@ -9,10 +9,14 @@ import numpy as np
 from sfi_core.observer import NOTHING, BeginStepEvent, NullObserver, RunEvent, StepEvent
 
 DOMAIN = "sfi"
-PAYLOAD = np.dtype([("step", np.int32), ("layer", np.int32)])  # layer -1 for what is not a layer's
+RUN = np.dtype([("batch", np.int32)])
+STEP = np.dtype(
+    [("step", np.int32), ("slow", np.int32), ("fast", np.int32)]
+)  # requests of each kind
+SPAN = np.dtype([("step", np.int32), ("layer", np.int32)])  # layer -1 for what is not a layer's
 GREEN, RED, AMBER, BLUE = 0xFF2E9E5B, 0xFFD1495B, 0xFFEDAE49, 0xFF3A7CA5
 PURPLE, GREY = 0xFF7B5EA7, 0xFF8D99AE
-STEPS = {"prefill": BLUE, "fast": GREEN, "slow": RED, "mixed": AMBER}  # a step's color by its kind
+KINDS = {"prefill": BLUE, "fast": GREEN, "slow": RED, "mixed": AMBER}  # a step's color by its kind
 PHASES = {  # a span's category and color
     "prefill": ("forward", BLUE),
     "forward": ("forward", BLUE),
@@ -28,19 +32,19 @@ OTHER = ("other", GREY)
 
 
 class NvtxObserver(NullObserver):
-    """Tells an attached profiler of steps and spans; does nothing where there is none.
+    """Tells an attached profiler of runs, steps and spans; does nothing where there is none.
 
-    Steps are start/end ranges, because what drives the model may open a span before a step and close it
-    within; spans are push/pop ranges. A step's message says its kind only, so that a profiler's statistics
+    Runs and steps are start/end ranges, because what drives the model may open a span before a step and close
+    it within; spans are push/pop ranges. A step's message says its kind only, so that a profiler's statistics
     group by it; the number is in the payload.
     """
 
     def __init__(self) -> None:
         self._domain = _domain()
         self._attributes: dict[str, Any] = {}
-        self._step = 0
-        self._open: int | None = None
-        self._left = 0
+        self._run: int | None = None
+        self._range: int | None = None
+        self._step = self._left = 0
 
     @staticmethod
     def attached() -> bool:
@@ -57,34 +61,40 @@ class NvtxObserver(NullObserver):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Close the step that an error left open."""
+        """Close what is open."""
         self.close()
 
     def close(self) -> None:
-        """Close the step that is open."""
-        if self._open is not None:
-            self._domain.end_range(self._open)
-            self._open = None
+        """Close the run, and the step that an error left open."""
+        self._end_step()
+        if self._run is not None:
+            self._domain.end_range(self._run)
+            self._run = None
 
     def on_run(self, event: RunEvent) -> None:
-        """Close what an interrupted run left open."""
+        """Close the run before, and open this one."""
         self.close()
+        if self._domain is not None:
+            attributes = self._about(f"run {event.policy}", "run", GREY)
+            attributes.payload = np.array((event.batch,), RUN)
+            self._run = self._domain.start_range(attributes)
 
     def on_begin_step(self, event: BeginStepEvent) -> None:
         """Open the batch's step."""
         if self._domain is None:
             return
-        self.close()
-        self._step, self._left = event.step, len(event.slow) + len(event.fast)
-        attributes = self._attribute(f"{event.kind} step", event.kind, STEPS[event.kind])
-        attributes.payload = np.array((event.step, -1), PAYLOAD)
-        self._open = self._domain.start_range(attributes)
+        self._end_step()
+        slow, fast = len(event.slow), len(event.fast)
+        self._step, self._left = event.step, slow + fast
+        attributes = self._about(f"{event.kind} step", f"{event.kind} steps", KINDS[event.kind])
+        attributes.payload = np.array((event.step, slow, fast), STEP)
+        self._range = self._domain.start_range(attributes)
 
     def on_step(self, event: StepEvent) -> None:
         """Close the batch's step with its last request."""
         self._left -= 1
         if self._left == 0:
-            self.close()
+            self._end_step()
 
     def span(
         self, name: str, layer: int | None = None, moved_bytes: int = 0
@@ -92,10 +102,16 @@ class NvtxObserver(NullObserver):
         """Bracket a region with a range."""
         if self._domain is None:
             return NOTHING
-        attributes = self._attribute(name, *PHASES.get(name, OTHER))
+        attributes = self._about(name, *PHASES.get(name, OTHER))
         return _Range(self._domain, attributes, (self._step, -1 if layer is None else layer))
 
-    def _attribute(self, message: str, category: str, color: int) -> Any:
+    def _end_step(self) -> None:
+        if self._range is not None:
+            self._domain.end_range(self._range)
+            self._range = None
+
+    def _about(self, message: str, category: str, color: int) -> Any:
+        # registered with the profiler once, then only the payload changes
         if message not in self._attributes:
             self._attributes[message] = self._domain.get_event_attributes(message, color, category)
         return self._attributes[message]
@@ -108,7 +124,7 @@ class _Range:
         self._domain, self._attributes, self._payload = domain, attributes, payload
 
     def __enter__(self) -> None:
-        self._attributes.payload = np.array(self._payload, PAYLOAD)
+        self._attributes.payload = np.array(self._payload, SPAN)
         self._domain.push_range(self._attributes)
 
     def __exit__(
@@ -123,7 +139,7 @@ class _Range:
 def _domain() -> Any:
     # the domain, or None where nobody listens
     try:
-        import nvtx  # noqa: PLC0415 - optional
+        import nvtx  # noqa: PLC0415 - a machine without it decodes as well
     except ImportError:
         return None
     if not nvtx.enabled():

@@ -64,7 +64,7 @@ class ParquetObserver(NullObserver):
         claim(folder, force=force)
         self._folder, self._positions, self._redacted = folder, positions, redact_text
         self._tokenizer, self._provenance = tokenizer, provenance or {}
-        self._warn = warn or (lambda text: warnings.warn(text, RuntimeWarning, stacklevel=4))
+        self._warn = warn or (lambda text: warnings.warn(text, RuntimeWarning, stacklevel=2))
         self._told: list[Told] = []
         self._writer: TraceWriter | None = None
         self._timing: TimingObserver  # the first run brings the device
@@ -82,10 +82,12 @@ class ParquetObserver(NullObserver):
         trace: TracebackType | None,
     ) -> None:
         """Finish the trace, whatever happened."""
-        if isinstance(error, KeyboardInterrupt):
+        if error is None:
+            self.close()
+        elif isinstance(error, KeyboardInterrupt):
             self.close("interrupted")
         else:
-            self.close(None if error is None else str(error) or type(error).__name__)
+            self.close(str(error).partition("\n")[0] or type(error).__name__)
 
     def close(self, stopped: str | None = None) -> None:
         """Write what is left and finish the trace; once.
@@ -107,7 +109,8 @@ class ParquetObserver(NullObserver):
     def on_run(self, event: RunEvent) -> None:
         """Begin the trace with the first run."""
         if self._writer is None:
-            self._begin(event)
+            self._writer = self._begin(event)
+        assert not self._writer.closed, "the trace is open"
         self._hand_over()
         self._timing.on_run(event)
         self._told.append((event, ()))
@@ -151,14 +154,14 @@ class ParquetObserver(NullObserver):
         """Time a region."""
         return self._timing.span(name, layer, moved_bytes)
 
-    def _begin(self, event: RunEvent) -> None:
+    def _begin(self, event: RunEvent) -> TraceWriter:
         positions = _few(event) if self._positions is None else self._positions
         manifest = describe_run(
             event, self._provenance, positions=positions, redacted=self._redacted
         )
         rows = TraceRows(self._tokenizer, positions=positions, redact_text=self._redacted)
-        self._writer = TraceWriter(self._folder, rows, manifest)
         self._timing = TimingObserver(event.device, lambda spans: self._told.append((spans, ())))
+        return TraceWriter(self._folder, rows, manifest)
 
     def _hand_over(self) -> None:
         assert self._writer is not None, "a run has begun"
@@ -173,7 +176,7 @@ class ParquetObserver(NullObserver):
         failure = None if self._writer is None else self._writer.failure
         if failure is not None and not self._warned:
             self._warned = True
-            self._warn(f"trace {self._folder} ends here, the run goes on: {failure.strerror}")
+            self._warn(f"trace {self._folder} ends here, the run goes on: {failure}")
 
 
 def _few(event: RunEvent) -> bool:

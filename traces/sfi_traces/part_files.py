@@ -31,14 +31,16 @@ class PartFiles:
         folder = self._folder / name
         folder.mkdir(exist_ok=True)
         sink = pa.BufferOutputStream()
-        parquet.write_table(
-            table.replace_schema_metadata(self._metadata),
+        with parquet.ParquetWriter(
             sink,
+            table.schema,
             compression="zstd",
             use_dictionary=[field.name for field in table.schema if field.type == pa.string()],
             column_encoding=_encoding(table.schema),
-            store_schema=False,  # the tables' types survive without, and the metadata is kept once
-        )
+            store_schema=False,  # the types survive without, and it weighs more than a small part
+        ) as writer:
+            writer.write_table(table)
+            writer.add_key_value_metadata(self._metadata)
         write_atomically(folder / PART.format(number=self._parts[name]), sink.getvalue())
         self._parts[name] += 1
         self.written[name] += len(table)

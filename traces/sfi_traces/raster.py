@@ -14,14 +14,14 @@ from sfi_traces.view import View
 NOTHING, SELECTED, READ, MISSED = range(4)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Raster:
     """Supports of one layer and KV head.
 
     Attributes:
         place: The layer and KV head.
+        top: Positions of a support, K.
         step: Audited steps, ascending.
-        per_step: How far apart they were taken; 1 is all.
         per_cell: Positions of a cell.
         cells: `[positions / per_cell, steps]` uint8: `MISSED` where most of the support's positions in a cell
             were not read, `READ` where they were or where that is not known, else `SELECTED` where the run
@@ -34,8 +34,8 @@ class Raster:
     """
 
     place: Place
+    top: int
     step: np.ndarray
-    per_step: int
     per_cell: int
     cells: np.ndarray
     slow: np.ndarray
@@ -50,8 +50,8 @@ class Selected:
     """What the run had selected, in one layer and KV head.
 
     Attributes:
-        sets: For each of some steps the selected positions; those of consecutive steps are one object.
-        since: For each step which of the different sets it is.
+        sets: Positions; first none, then those of each refresh.
+        since: For each step which of the sets is in force.
     """
 
     sets: list[np.ndarray]
@@ -63,27 +63,32 @@ def rasters(
 ) -> list[Raster]:
     """Draw the rasters of some layers and KV heads.
 
+    Supports have as many positions as the run's budget, if more were recorded and the view does not say how
+    many: only then does what the run left out say something.
+
     Args:
         view: The request.
         places: Of the audited layers and heads.
         most_steps: Steps; with more every n-th is taken.
         most_cells: Cells of a step; with more positions than that a cell stands for several.
     """
-    per_step = thinning(len(view.supports.step), most_steps)
-    supports = view.supports.thinned(most_steps)
+    top = _top(view)
+    supports = view.supports.thinned(most_steps).strongest(top)
     rows = view.steps.rows(supports.step)
     context, slow = view.steps.context[rows], view.steps.slow[rows]
     per_cell = thinning(int(context.max()), most_cells)
-    sink, recent = _segments(view)
+    sink, starts = _segments(view)
+    recent = None if starts is None else starts[rows]
     selections = _selections(view)
     drawn = []
     for place in places:
         chosen = _in_force(view, selections.get(place, []), supports.step)
-        read_from = None if recent is None else recent[rows]
-        cells = _cells(supports.sets[place], chosen, context, slow, sink, read_from, per_cell)
-        known = chosen is not None
+        cells = _cells(supports.sets[place], chosen, context, slow, sink, recent, per_cell)
         drawn.append(
-            Raster(place, supports.step, per_step, per_cell, cells, slow, context, sink, read_from, known)
+            Raster(
+                place=place, top=top, step=supports.step, per_cell=per_cell, cells=cells, slow=slow,
+                context=context, sink=sink, recent=recent, known=chosen is not None,
+            )
         )  # fmt: skip
     return drawn
 
@@ -103,8 +108,8 @@ def choose_place(view: View) -> tuple[Place, str]:
         for column, head in enumerate(data.heads)
     }
     if data.coverage:
-        return max(found, key=mass.__getitem__), "; it holds more mass than in any other KV head"
-    return min(found, key=mass.__getitem__), "; this KV head retains the least mass"
+        return max(found, key=mass.__getitem__), "; the KV head whose supports hold the most mass"
+    return min(found, key=mass.__getitem__), "; the KV head that retains the least mass"
 
 
 def meaning(raster: Raster) -> dict[int, str]:
@@ -115,6 +120,11 @@ def meaning(raster: Raster) -> dict[int, str]:
         SELECTED: "selected, not in the support",
     }
     return {kind: text for kind, text in words.items() if (raster.cells == kind).any()}
+
+
+def _top(view: View) -> int:
+    recorded: int = view.trace.manifest["audit"]["top"]
+    return view.top or min(recorded, view.trace.manifest["config"]["budget"])
 
 
 def _segments(view: View) -> tuple[int, np.ndarray | None]:
@@ -147,6 +157,7 @@ def _in_force(
     view: View, refreshes: list[tuple[int, np.ndarray]], step: np.ndarray
 ) -> Selected | None:
     # a slow step's selection serves the steps after it; one that a fast step made, that step too
+    refreshes = [(at, positions) for at, positions in refreshes if at <= step[-1]]
     if not refreshes:
         return None
     at = np.array([refresh for refresh, _ in refreshes])

@@ -24,11 +24,13 @@ class Supports:
 
     Attributes:
         step: Audited steps, ascending; those that lack a support somewhere are left out.
-        sets: For each layer and KV head the positions of each step's support.
+        sets: For each layer and KV head the positions of each step's support, ascending.
+        mass: Their probabilities.
     """
 
     step: np.ndarray
     sets: dict[Place, list[np.ndarray]]
+    mass: dict[Place, list[np.ndarray]]
 
     @classmethod
     def read(
@@ -40,28 +42,44 @@ class Supports:
             TraceError: None was recorded; names the option that records it.
         """
         trace.require_audit()
-        columns = ["request", "step", "layer", "head", "positions"]
+        columns = ["request", "step", "layer", "head", "positions", "mass"]
         table = trace.table("supports", columns).filter(rows_of(request, layer, head))
         if not len(table):
             raise TraceError(_missing(trace, request, layer, head))
-        lists = table["positions"].combine_chunks()
-        ends = np.cumsum(pc.list_value_length(lists).to_numpy(zero_copy_only=False))
-        rows = np.split(lists.flatten().to_numpy(zero_copy_only=False), ends[:-1])
-        found: dict[Place, dict[int, np.ndarray]] = {}
+        ends = np.cumsum(pc.list_value_length(table["positions"]).to_numpy())[:-1]
+        position, mass = (
+            np.split(pc.list_flatten(table[name]).to_numpy(), ends) for name in columns[-2:]
+        )
+        rows: dict[Place, dict[int, int]] = {}
         keys = (table[name].to_pylist() for name in ("layer", "head", "step"))
-        for row, at_layer, at_head, step in zip(rows, *keys, strict=True):
-            found.setdefault((at_layer, at_head), {})[step] = row
-        common = sorted(set.intersection(*(set(steps) for steps in found.values())))
-        sets = {place: [found[place][step] for step in common] for place in sorted(found)}
-        return cls(np.array(common), sets)
+        for row, (at_layer, at_head, step) in enumerate(zip(*keys, strict=True)):
+            rows.setdefault((at_layer, at_head), {})[step] = row
+        common = sorted(set.intersection(*(set(steps) for steps in rows.values())))
+        places = sorted(rows)
+        return cls(
+            np.array(common),
+            *({p: [each[rows[p][step]] for step in common] for p in places} for each in (position, mass)),
+        )  # fmt: skip
 
     def at(self, index: slice) -> "Supports":
         """Keep some of the steps."""
         chosen = np.arange(len(self.step))[index]
         if len(chosen) == len(self.step):
             return self  # with the overlaps that it may have counted already
-        sets = {place: [rows[i] for i in chosen] for place, rows in self.sets.items()}
-        return Supports(self.step[chosen], sets)
+        return Supports(
+            self.step[chosen],
+            *({p: [rows[i] for i in chosen] for p, rows in each.items()} for each in (self.sets, self.mass)),
+        )  # fmt: skip
+
+    def strongest(self, top: int) -> "Supports":
+        """Keep the most probable positions of each support; of equal ones the first."""
+        sets: dict[Place, list[np.ndarray]] = {}
+        masses: dict[Place, list[np.ndarray]] = {}
+        for place, rows in self.mass.items():
+            kept = [np.sort(np.argsort(-mass, kind="stable")[:top]) for mass in rows]
+            sets[place] = [p[k] for p, k in zip(self.sets[place], kept, strict=True)]
+            masses[place] = [mass[k] for mass, k in zip(rows, kept, strict=True)]
+        return Supports(self.step, sets, masses)
 
     def thinned(self, most: int = MOST_STEPS) -> "Supports":
         """Keep every n-th step, so that at most `most` are left."""

@@ -1,6 +1,7 @@
 """The folder of a trace to be recorded: which one may be taken, and how an old trace makes room."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -13,15 +14,18 @@ def claim(folder: Path, *, force: bool) -> None:
 
     Raises:
         ConfigError: It holds a trace and `force` is off, or something else.
-        SfiError: It cannot be made.
+        SfiError: It cannot be made or written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         empty = not any(folder.iterdir())
+        writable = os.access(folder, os.W_OK)
     except FileExistsError as error:
         raise ConfigError(f"trace folder {folder} must be a folder, got a file") from error
     except OSError as error:
         raise SfiError(f"trace folder {folder} cannot be made: {error.strerror}") from error
+    if not writable:
+        raise SfiError(f"trace folder {folder} cannot be written: permission denied")
     if empty:
         return
     if not _is_trace(folder):

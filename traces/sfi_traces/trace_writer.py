@@ -1,7 +1,6 @@
 """The background thread that turns events into part files, so that decoding does not wait for the disk."""
 
 import errno
-import json
 import queue
 import time
 from collections import deque
@@ -12,7 +11,7 @@ from typing import Any
 
 import torch
 
-from sfi_traces.manifest import now, write_manifest
+from sfi_traces.manifest import file_metadata, now, write_manifest
 from sfi_traces.part_files import PartFiles
 from sfi_traces.readback import Readback
 from sfi_traces.trace_folder import clear
@@ -49,13 +48,12 @@ class TraceWriter:
         """
         self.failure: OSError | None = None
         self.closed = False
+        self._over = False  # whether the thread has seen the end
         self._error: BaseException | None = None
         self._folder, self._rows, self._manifest = folder, rows, manifest
         self._queue = BytesQueue(QUEUE_BYTES)
         self._began = time.monotonic()
-        kept = {key: value for key, value in manifest.items() if key != "prompts"}
-        version, provenance = str(manifest["schema_version"]), json.dumps(kept)
-        self._parts = PartFiles(folder, {"schema_version": version, "provenance": provenance})
+        self._parts = PartFiles(folder, file_metadata(manifest))
         # a daemon, so that a crash of the main thread does not wait for it
         self._thread = Thread(target=self._run, name="sfi-trace", daemon=True)
         self._thread.start()
@@ -74,12 +72,9 @@ class TraceWriter:
         self.closed = True
         self._queue.put(END)
         self._thread.join()
-        if self.failure is None and self._error is None:
-            self._finish(stopped)
-        elif self.failure is not None:
-            self._finish(stopped or _reason(self.failure))
         if self._error is not None:
             raise self._error
+        self._finish(stopped if self.failure is None else _reason(self.failure))
 
     def _finish(self, stopped: str | None) -> None:
         ended = {"finished": now(), "stopped": stopped, "tables": self._parts.written}
@@ -97,24 +92,25 @@ class TraceWriter:
             self._error = error
         else:
             return
-        while self._queue.get() is not END:  # nobody may wait for room for ever
-            pass
+        while not self._over:  # nobody may wait for room for ever
+            self._over = self._queue.get() is END
 
     def _record(self) -> None:
         clear(self._folder)
         write_manifest(self._folder, self._manifest)
-        due = SOONEST
+        due = next_parts(0)
         while True:
             try:
                 batch = self._queue.get(timeout=max(0.0, due - self._elapsed()))
             except queue.Empty:
                 batch = Batch(())
             if batch is END:
+                self._over = True
                 break
             batch.give(self._rows)
             if self._elapsed() >= due or self._rows.nbytes >= PART_BYTES:
                 self._flush()
-                due = self._elapsed() + min(max(SOONEST, SHARE * self._elapsed()), LATEST)
+                due = next_parts(self._elapsed())
         self._flush()
 
     def _elapsed(self) -> float:
@@ -124,8 +120,8 @@ class TraceWriter:
         if self._manifest["prompts"] != self._rows.prompts:
             self._manifest["prompts"] = [dict(prompt) for prompt in self._rows.prompts]
             write_manifest(self._folder, self._manifest)
-        for name in sorted(self._rows.tables, key=lambda name: name == "steps"):
-            table = self._rows.tables[name].take()
+        for name, buffer in sorted(self._rows.tables.items(), key=lambda item: item[0] == "steps"):
+            table = buffer.take()
             if len(table):
                 self._parts.write(name, table)
 
@@ -168,6 +164,10 @@ class BytesQueue(queue.Queue[Batch]):
         return item
 
 
+def next_parts(elapsed: float) -> float:
+    """Return when the next parts are due, in seconds of the run, after those written now."""
+    return elapsed + min(max(SOONEST, SHARE * elapsed), LATEST)
+
+
 def _reason(failure: OSError) -> str:
-    full = failure.errno == errno.ENOSPC
-    return f"disk full: {failure.strerror}" if full else f"write failed: {failure.strerror}"
+    return f"{'disk full' if failure.errno == errno.ENOSPC else 'write failed'}: {failure}"

@@ -71,6 +71,7 @@ class View:
         requests: All requests that have a step.
         layer: The layer, or None for all.
         head: The KV head, or None for all.
+        top: Positions of a support, K; None for all that were recorded.
         steps: The request's steps.
     """
 
@@ -80,23 +81,30 @@ class View:
         request: int | None = None,
         layer: int | None = None,
         head: int | None = None,
+        top: int | None = None,
     ) -> None:
         """Choose; without a request the first.
 
         Raises:
-            ConfigError: The trace has no such request, or its model no such layer or KV head.
+            ConfigError: The trace has no such request or no supports so large, or its model no such layer or
+                KV head.
             TraceError: No step was recorded.
         """
         table = trace.table("steps")
         if not len(table):
             raise TraceError(f"trace {trace.path} has no finished step")
-        self.trace, self.layer, self.head = trace, layer, head
+        self.trace, self.layer, self.head, self.top = trace, layer, head, top
         self.requests: list[int] = sorted(pc.unique(table["request"]).to_pylist())
         layers = [place for place in trace.manifest["model"]["layers"] if place["window"] is None]
         _check("request", request, self.requests)
         _check("layer", layer, [place["layer"] for place in layers])
         heads = [place["heads"] for place in layers if layer in (None, place["layer"])]
         _check("head", head, list(range(max(heads, default=0))))
+        recorded = (trace.manifest["audit"] or {"top": top})["top"]
+        if top is not None and not 1 <= top <= recorded:
+            raise ConfigError(
+                f"top must be in 1 to {recorded}, which the audit recorded, got {top}"
+            )
         self.request: int = self.requests[0] if request is None else request
         self.steps = Steps.of(table.filter(pc.field("request") == self.request))
 
@@ -105,12 +113,18 @@ class View:
         """Make a filter for the rows of the request, layer and head."""
         return rows_of(self.request, self.layer, self.head)
 
+    @property
+    def k(self) -> int:
+        """Positions of a support."""
+        return self.top or int(self.trace.manifest["audit"]["top"])
+
     @cached_property
     def supports(self) -> Supports:
         """Supports of the steps; raises `TraceError` where there are none."""
         found = Supports.read(self.trace, self.request, self.layer, self.head)
         # a killed run may have written a step's supports and not yet the step
-        return found.at(slice(0, int(np.searchsorted(found.step, self.steps.step[-1] + 1))))
+        found = found.at(slice(0, int(np.searchsorted(found.step, self.steps.step[-1] + 1))))
+        return found if self.top is None else found.strongest(self.top)
 
 
 def _check(name: str, value: int | None, known: list[int]) -> None:

@@ -2,10 +2,17 @@
 
 import typer
 
-from sfi_cli.commands.trace import record
+from sfi_cli.commands.trace import check, diff, export, plot, record, replay, show, sql
 
 app = typer.Typer(
     help="Record what the model attended to, and look at it.",
     no_args_is_help=True,
 )
+app.command()(check.check)
+app.command()(diff.diff)
+app.command()(export.export)
+app.command()(plot.plot)
 app.command()(record.record)
+app.command()(replay.replay)
+app.command()(show.show)
+app.command()(sql.sql)

@@ -53,7 +53,7 @@ def _table_rows(trace: Trace, name: str, progress: Callable[[int, int], None]) -
 
 
 def csv_text(columns: Sequence[str], batches: Iterable[Rows]) -> Iterator[str]:
-    """Write rows as CSV, a line of names first; a list is its JSON, a null is empty."""
+    """Write rows as CSV, a line of names first; a null is empty, a list or a boolean its JSON."""
     yield _csv_lines([columns])
     for rows in batches:
         yield _csv_lines([[_cell(value) for value in row] for row in rows])
@@ -62,23 +62,39 @@ def csv_text(columns: Sequence[str], batches: Iterable[Rows]) -> Iterator[str]:
 def jsonl_text(columns: Sequence[str], batches: Iterable[Rows]) -> Iterator[str]:
     """Write a JSON object a line."""
     for rows in batches:
-        objects = (dict(zip(columns, map(plain, row), strict=True)) for row in rows)
-        yield "".join(f"{json.dumps(one, ensure_ascii=False)}\n" for one in objects)
+        yield "".join(f"{one}\n" for one in _objects(columns, rows))
 
 
-def plain(value: Any) -> Any:
+def json_text(columns: Sequence[str], batches: Iterable[Rows]) -> Iterator[str]:
+    """Write one JSON document with the names of the columns, and an object for each row."""
+    yield f'{{"columns": {json.dumps(list(columns), ensure_ascii=False)}, "rows": ['
+    between = "\n"
+    for rows in batches:
+        for one in _objects(columns, rows):
+            yield between + one
+            between = ",\n"
+    yield "\n]}\n"
+
+
+def _objects(columns: Sequence[str], rows: Rows) -> Iterator[str]:
+    for row in rows:
+        values = dict(zip(columns, map(_plain, row), strict=True))
+        yield json.dumps(values, ensure_ascii=False)
+
+
+def _plain(value: Any) -> Any:
     """Turn a value of DuckDB's into one that JSON has; a number that is none is null."""
     if isinstance(value, float | Decimal):
         return float(value) if math.isfinite(value) else None
     if isinstance(value, list | tuple):
-        return [plain(one) for one in value]
+        return [_plain(one) for one in value]
     if isinstance(value, dict):
-        return {str(name): plain(one) for name, one in value.items()}
+        return {str(name): _plain(one) for name, one in value.items()}
     return value if value is None or isinstance(value, str | int) else str(value)
 
 
 def _cell(value: Any) -> Any:
-    return json.dumps(plain(value)) if isinstance(value, list | tuple | dict) else value
+    return json.dumps(_plain(value)) if isinstance(value, bool | list | tuple | dict) else value
 
 
 def _csv_lines(rows: Iterable[Sequence[Any]]) -> str:

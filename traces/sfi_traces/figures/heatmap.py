@@ -34,7 +34,9 @@ def draw(view: View) -> Figure:
     axes.set_yticks(entries, labels, fontsize=size, parse_math=False)
     axes.tick_params(length=2, pad=1.5)
     axes.spines[:].set_visible(False)
-    bar = figure.colorbar(image, ax=axes, shrink=0.6, aspect=30, pad=0.015)
+    bar = figure.colorbar(
+        image, ax=axes, shrink=0.6, aspect=30, pad=0.015, extend="max" if high < 1 else "neither"
+    )
     bar.set_label("overlap coefficient", fontsize=9)
     bar.outline.set_visible(False)
     bar.ax.tick_params(labelsize=8)

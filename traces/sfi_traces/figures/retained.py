@@ -36,5 +36,5 @@ def draw(view: View) -> Figure:
     bar = figure.colorbar(image, ax=axes, aspect=30, pad=0.02)
     bar.outline.set_visible(False)
     bar.ax.tick_params(labelsize=8)
-    title(figure, captions.retained(data), view)
+    title(figure, captions.retained(view, data), view)
     return figure

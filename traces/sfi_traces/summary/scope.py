@@ -10,6 +10,10 @@ from sfi_traces.reader import Trace
 from sfi_traces.schema import TABLES
 
 QUANTILES = (0.05, 0.5, 0.95)
+# the overlap coefficient of two lists of positions (SyncKV, Eq. 1)
+OVERLAP = """
+    len(list_intersect(this.positions, that.positions)) / least(len(this.positions), len(that.positions))
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from sfi_traces.summary.scope import Scope, spread
+from sfi_traces.summary.scope import OVERLAP, Scope, spread
 
 # lags 1, 2, 3-4, 5-8, ...
 FROM_LAG = "CASE WHEN lag <= 2 THEN lag ELSE 2 ** (ceil(log2(lag)) - 1) + 1 END"
@@ -74,13 +74,12 @@ def _recorded_pairs() -> str:
 
 def _boundary_pairs(scope: Scope) -> str:
     back = scope.trace.manifest["config"]["trigger_delay"] + 1
-    pairs = """
-        SELECT refresh, this.step - last AS lag, len(list_intersect(this.positions, that.positions))
-            / least(len(this.positions), len(that.positions)) AS overlap
+    pairs = f"""
+        SELECT refresh, this.step - last AS lag, {OVERLAP} AS overlap
         FROM chosen_supports this JOIN placed USING (request, step)
         JOIN chosen_supports that ON that.step = last
             AND (that.request, that.layer, that.head) = (this.request, this.layer, this.head)
-    """
+    """  # noqa: S608 - our own words
     return _by_lag(f"step = 0 OR coalesce(lag(trigger, {back:d}) OVER of_request, false)", pairs)
 
 

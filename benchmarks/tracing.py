@@ -1,0 +1,138 @@
+"""What tracing costs: decode time and bytes on disk, in one process, interleaved.
+
+    python benchmarks/tracing.py --output benchmarks/results/NAME.json
+
+The bundled example, decoded without observers and under each way of recording, in turns; the ratio is of
+medians of the decode time (steps from 1 on). "off, again" is a second run without observers: what a ratio
+means is no more than what that one differs from 1. With `--model qwen3-0.6b` a model of that size with
+random weights decodes after a random prompt instead.
+"""
+
+import argparse
+import json
+import shutil
+import statistics
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+from decode import QWEN3_06B
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+import sfi_core
+from sfi_core import SfiConfig
+from sfi_core.audit_config import AuditConfig
+from sfi_core.bundled.example import load_example
+from sfi_core.machine import describe
+from sfi_core.model import load, quiet, resolve_device
+from sfi_core.versions import versions
+from sfi_traces.nvtx_ranges import NvtxObserver
+from sfi_traces.parquet_observer import ParquetObserver
+
+OFF = "off"
+WAYS: dict[str, dict[str, Any]] = {
+    OFF: {},
+    "off, again": {},
+    "nvtx, no profiler": {"nvtx": True},
+    "trace": {"trace": {"positions": False}},
+    "trace --positions": {"trace": {"positions": True}},
+    "trace --audit 16": {"trace": {}, "audit": AuditConfig(every=16)},
+    "trace --audit 1": {"trace": {}, "audit": AuditConfig(every=1)},
+}
+PROMPT = 4096  # tokens of the random prompt
+
+
+def subject(name: str, device: Any) -> tuple[Any, Any, Sequence[Any], SfiConfig, dict[str, Any]]:
+    """Return model, tokenizer, prompts, settings and options of a run."""
+    if name == "bundled":
+        example = load_example()
+        model, tokenizer = load(device=str(device))
+        # nothing stops it: more steps, less noise
+        return model, tokenizer, [example.prompt], example.config, {"max_new_tokens": 200}
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(Qwen3Config(**QWEN3_06B)).to(device, torch.bfloat16).eval()
+    ids = torch.randint(0, QWEN3_06B["vocab_size"], (PROMPT,)).tolist()
+    config = SfiConfig(trigger_policy="stride", stride=20)
+    return model, None, [ids], config, {"max_new_tokens": 41}
+
+
+def run_once(run: Callable[..., Any], way: dict[str, Any], folder: Path) -> dict[str, float]:
+    """Decode once; return what it took."""
+    shutil.rmtree(folder, ignore_errors=True)
+    with ExitStack() as stack:
+        observers = [NvtxObserver()] if "nvtx" in way else []
+        if "trace" in way:
+            observers.append(stack.enter_context(ParquetObserver(folder, **way["trace"])))
+        report = run(observers=observers, audit=way.get("audit")).report
+    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    steps = len(report.requests[0].token_ids)
+    return {"seconds": report.decode_seconds / (steps - 1), "bytes": size, "steps": steps}
+
+
+def measure(name: str, device: Any, repeats: int) -> list[dict[str, Any]]:
+    """Interleave all ways; report medians."""
+    model, tokenizer, prompts, config, options = subject(name, device)
+    folder = Path(tempfile.mkdtemp()) / "trace"
+
+    def run(**observed: Any) -> Any:
+        return sfi_core.generate(
+            model, tokenizer, prompts, config, stop_token_ids=(), **options, **observed
+        )
+
+    runs: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
+    for repeat in range(repeats + 1):  # the first is a warm-up
+        for way, settings in WAYS.items():
+            one = run_once(run, settings, folder)
+            runs[way] += [one] if repeat else []
+    base = statistics.median(one["seconds"] for one in runs[OFF])
+    rows = []
+    for way, found in runs.items():
+        seconds = statistics.median(one["seconds"] for one in found)
+        ratios = [
+            one["seconds"] / off["seconds"] for one, off in zip(found, runs[OFF], strict=True)
+        ]
+        written = found[-1]["bytes"]
+        rows.append(
+            {
+                "way": way,
+                "step_ms": 1e3 * seconds,
+                "ratio": seconds / base,
+                "ratio_quartiles": statistics.quantiles(ratios, n=4),
+                "trace_bytes": written,
+                "bytes_per_token": written / found[-1]["steps"],
+            }
+        )
+        print(f"{way:<18} {1e3 * seconds:8.2f} ms a step, {seconds / base:.3f}x, {written:,} bytes")
+    return rows
+
+
+def main() -> None:
+    """Measure and write."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--model", choices=["bundled", "qwen3-0.6b"], default="bundled")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--repeats", type=int, default=11)
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    quiet()
+    rows = measure(arguments.model, resolve_device(arguments.device), arguments.repeats)
+    document = {
+        "date": date.today().isoformat(),  # noqa: DTZ011 - the day on this machine
+        "model": arguments.model,
+        "repeats": arguments.repeats,
+        "rows": rows,
+        "machine": describe(),
+        "versions": versions(),
+    }
+    if arguments.output:
+        arguments.output.write_text(json.dumps(document, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

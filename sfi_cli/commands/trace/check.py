@@ -1,0 +1,32 @@
+"""`sfi trace check`: whether a trace is whole."""
+
+import typer
+
+from sfi_cli import options as o
+
+UNSOUND = 3
+
+
+def check(folder: o.TraceDir, json: o.Json = False) -> None:
+    """Read every part of a trace, and see whether its slow steps follow from its tokens.
+
+    What is left of a run that was killed is sound as long as it can be read. Exits with 3 if a part is
+    damaged, a column is missing or a step breaks a rule.
+
+    For example:
+
+      sfi trace check run
+    """
+    from sfi_cli.check_views import check_text
+    from sfi_cli.output import Output
+    from sfi_traces.check import check as look
+    from sfi_traces.reader import Trace
+
+    document = look(Trace.open(folder))
+    written = Output(None, force=False)
+    if json:
+        written.document(document)
+    else:
+        written.text(check_text(document))
+    if not document["sound"]:
+        raise typer.Exit(UNSOUND)

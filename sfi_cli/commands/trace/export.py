@@ -1,0 +1,39 @@
+"""`sfi trace export`: a trace for other programs."""
+
+from typing import Annotated
+
+import typer
+
+from sfi_cli import options as o
+
+
+def export(
+    folder: o.TraceDir,
+    form: Annotated[
+        str, typer.Option("--format", help="perfetto, csv or jsonl.", rich_help_panel=o.OUTPUT)
+    ],
+    table: Annotated[
+        str | None,
+        typer.Option(
+            help="Only this table, of csv and jsonl.", show_default="all", rich_help_panel=o.OUTPUT
+        ),
+    ] = None,
+    output: o.OutputPath = None,
+    force: o.Force = False,
+    quiet: o.Quiet = False,
+) -> None:
+    """Write a trace as a timeline for ui.perfetto.dev, or its tables as CSV or JSON lines.
+
+    All tables go to a folder, a file for each; a list is written as JSON.
+
+    For example:
+
+      sfi trace export run --format perfetto -o timeline.json
+
+      sfi trace export run --format csv -o tables
+
+      sfi trace export run --format jsonl --table steps
+    """
+    from sfi_cli.exporting import ExportJob
+
+    ExportJob(form=form, table=table, output=output, force=force, quiet=quiet).run(folder)

@@ -1,0 +1,40 @@
+"""`sfi trace show`: a trace in numbers."""
+
+from typing import Annotated
+
+import typer
+
+from sfi_cli import options as o
+
+
+def show(
+    folder: o.TraceDir,
+    request: o.RequestIndex = None,
+    layer: Annotated[int | None, typer.Option(help="Only this layer.")] = None,
+    json: o.Json = False,
+    output: o.OutputPath = None,
+    force: o.Force = False,
+) -> None:
+    """Sum a trace up: steps, triggers, overlap of supports, retained mass, lambda*, latency, break-even.
+
+    For example:
+
+      sfi trace show run
+
+      sfi trace show run --request 0 --layer 3 --json
+    """
+    from sfi_cli.output import Output
+    from sfi_cli.trace_views import show_text
+    from sfi_traces.reader import Trace
+    from sfi_traces.summary import summarize
+
+    trace = Trace.open(folder)
+    written = Output(output, force=force)
+    try:
+        document = summarize(trace, request, layer)
+        if json:
+            written.document(document)
+        else:
+            written.text(show_text(document))
+    finally:
+        written.discard()

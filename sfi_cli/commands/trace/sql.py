@@ -1,0 +1,38 @@
+"""`sfi trace sql`: SQL over a trace's tables."""
+
+from typing import Annotated
+
+import typer
+
+from sfi_cli import options as o
+
+
+def sql(
+    folder: o.TraceDir,
+    query: Annotated[str, typer.Argument(help="A statement of DuckDB's SQL.", metavar="SQL")],
+    form: Annotated[
+        str, typer.Option("--format", help="table, csv or json.", rich_help_panel=o.OUTPUT)
+    ] = "table",
+    json: o.Json = False,
+    output: o.OutputPath = None,
+    force: o.Force = False,
+) -> None:
+    """Query the tables prompts, steps, selections, supports, logits and timings; the trace stays as it is.
+
+    `SHOW TABLES` lists them, `DESCRIBE steps` shows a table's columns.
+
+    For example:
+
+      sfi trace sql run "SELECT reason, count(*) FROM steps GROUP BY reason"
+
+      sfi trace sql run "FROM supports SELECT avg(retained_mass) GROUP BY layer" --format csv -o mass.csv
+    """
+    from sfi_cli.query_views import FORMATS, query_pieces
+    from sfi_cli.text_pieces import write_pieces
+    from sfi_core.errors import ConfigError
+    from sfi_traces.reader import Trace
+
+    form = "json" if json else form
+    if form not in FORMATS:
+        raise ConfigError(f"unknown format {form!r}; expected one of {FORMATS}")
+    write_pieces(query_pieces(Trace.open(folder), query, form), output, force=force)

@@ -1,0 +1,76 @@
+"""Tables for a terminal, as text without colors."""
+
+import io
+import shutil
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+LEAST_WIDTH = 130
+
+
+def table(
+    title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1
+) -> Any:
+    """Lay rows out; the first `left` columns are words, the others numbers."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    grid = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
+    for index, heading in enumerate(columns):
+        grid.add_column(heading, justify="left" if index < left else "right", no_wrap=index >= left)
+    for row in rows:
+        grid.add_row(*row)
+    return grid
+
+
+def pairs(rows: Iterable[tuple[str, str]]) -> Any:
+    """Lay names and what they stand for out."""
+    from rich.table import Table
+
+    grid = Table.grid(padding=(0, 2))
+    for row in rows:
+        grid.add_row(*row)
+    return grid
+
+
+def rendered(parts: Iterable[Any]) -> str:
+    """Return tables and lines as text, as wide as the terminal."""
+    from rich.console import Console
+
+    console = Console(
+        file=io.StringIO(),
+        width=max(LEAST_WIDTH, shutil.get_terminal_size().columns),
+        color_system=None,
+        markup=False,  # a token may look like it
+        emoji=False,
+        highlight=False,
+    )
+    for part in parts:
+        console.print(part)
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    return "".join(f"{line.rstrip()}\n" for line in lines)
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """Write a number with a fixed count of decimals; a dash where there is none."""
+    return "-" if value is None else f"{value:,.{digits}f}"
+
+
+def count(value: int | None) -> str:
+    """Write a whole number; a dash where there is none."""
+    return "-" if value is None else f"{value:,}"
+
+
+def percent(value: float | None) -> str:
+    """Write a share."""
+    return "-" if value is None else f"{value:.1%}"
+
+
+def duration(microseconds: float | None) -> str:
+    """Write a time in the unit that suits it."""
+    if microseconds is None:
+        return "-"
+    for unit, size in (("s", 1e6), ("ms", 1e3)):
+        if abs(microseconds) >= size:
+            return f"{microseconds / size:,.2f} {unit}"
+    return f"{microseconds:,.1f} us"

@@ -1,0 +1,367 @@
+"""`sfi trace replay`: tables, JSON, figures, and playing a run on a terminal."""
+
+import fcntl
+import json
+import os
+import pty
+import select
+import signal
+import struct
+import subprocess
+import termios
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from sfi_cli import app as cli
+from sfi_cli import player as player_module
+from sfi_cli.player import Player, split_keys
+from sfi_core.errors import ConfigError, SfiError, TraceError
+from sfi_traces import replay as engine
+from tests.traces.made import make_trace
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory) -> str:
+    return str(make_trace(tmp_path_factory.mktemp("full") / "trace", requests=2, seed=1))
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("sfi") / "trace"
+    return str(make_trace(folder, requests=2, seed=2, policy="sfi"))
+
+
+def invoke(*arguments: str) -> Result:
+    return CliRunner().invoke(cli.app, ["trace", "replay", *arguments], env={"COLUMNS": "100"})
+
+
+def document(*arguments: str) -> dict:
+    result = invoke(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def refused(*arguments: str) -> SfiError:
+    error = invoke(*arguments).exception
+    assert isinstance(error, SfiError), error
+    return error
+
+
+def test_a_grid_has_a_row_for_each_counterfactual_fastest_first(full):
+    data = document(full, "--t-max", "4,16", "--budget", "5,10,20", "--trigger-policy", "boundary,never")
+    rows = data["rows"]
+    assert len(rows) == 2 * 3 + 3
+    assert [row["speedup"] for row in rows] == sorted((r["speedup"] for r in rows), reverse=True)
+    assert (data["policy"], data["audit_top"], data["heads"], data["layers"]) == ("full-kv", 24, 4, [0, 1])
+    assert [request["steps"] for request in data["requests"]] == [60, 60]
+    assert data["validation"] is None
+    own = [row for row in rows if row["recorded"]]
+    assert [(row["policy"], row["t_max"], row["budget"]) for row in own] == [("boundary", 16, 20)]
+    assert own[0]["trigger_token_ids"] == [90]
+    assert own[0]["reasons"] == {"first": 2, "trigger": 10}
+    never = [row for row in rows if row["policy"] == "never"]
+    assert {row["slow_steps"] for row in never} == {2}
+    assert {row["t_max"] for row in never} == {None}
+    assert rows[0]["pareto"]
+
+
+def test_the_table_shows_the_document(full):
+    arguments = (full, "--budget", "5,20", "--t-max", "4,16")
+    text, data = invoke(*arguments).stdout, document(*arguments)
+    lines = [line for line in text.splitlines() if line.endswith("x")]
+    assert len(lines) == 4
+    for line, row in zip(lines, data["rows"], strict=True):
+        assert ("*" in line[:8]) == row["recorded"]
+        assert ("+" in line[:8]) == row["pareto"]
+        for shown in (
+            f" {row['t_max']} ", f" {row['budget']} ", f"{row['slow_rate']:.1%}",
+            f"{row['retained_mass']:.3f}", f"{row['speedup']:.2f}x",
+        ):  # fmt: skip
+            assert shown in line
+    assert "Everywhere: trigger policy boundary, triggers recorded, gap 0, delay 0" in text
+    assert "* the trace's own setting." in text
+
+
+def test_trigger_sets_are_compared_by_name(full):
+    """Made-up words come every ten steps: " cat" after "the", and so on."""
+    sets = ("--trigger-set", "dots=. \\n", "--trigger-set", "animals=cat dog", "--trigger-set", ";")
+    data = document(full, *sets, "--trigger", ".", "--trigger-id", "1", "--t-max", "1000")
+    found = {row["triggers"]: row for row in data["rows"]}
+    assert found["dots"]["trigger_token_ids"] == [90]
+    assert len(found["animals"]["trigger_token_ids"]) == 12  # "cat" and "dog" have other ids each time
+    assert found["animals"]["slow_steps"] == 2 + 24
+    assert found[";"]["trigger_token_ids"] == []
+    assert found[";"]["slow_steps"] == 2
+    assert found[". 1"]["trigger_token_ids"] == [1, 90]
+    assert "note: no generated token matches the triggers ';'" in invoke(full, *sets).stderr
+
+
+def test_cosine_and_random_triggers(full):
+    data = document(
+        full, "--trigger-policy", "cosine,random", "--cosine-threshold", "0,0.8", "--random-rate", "0.5",
+        "--seed", "1,2",
+    )  # fmt: skip
+    cosine = {r["cosine_threshold"]: r["slow_rate"] for r in data["rows"] if r["policy"] == "cosine"}
+    assert cosine[0.0] < cosine[0.8]
+    assert sorted(row["seed"] for row in data["rows"] if row["policy"] == "random") == [1, 2]
+
+
+def test_an_sfi_trace_shows_what_it_measured(real):
+    data, text = document(real), invoke(real).stdout
+    validation = data["validation"]
+    assert data["rows"][0]["retained_mass"] == validation["predicted"]["retained_mass"]
+    assert validation["same_schedule"]
+    assert 0.7 < validation["measured"]["retained_mass"] < 0.9
+    assert "predicted and measured" in text
+    assert "request 1: 60 of 60 steps compared" in text
+    assert document(real, "--budget", "5")["validation"] is None  # nobody measured that
+
+
+def test_a_prediction_beside_another_run(full, real):
+    data = document(full, "--against", real)
+    assert (data["rows"], data["against"]) == ([], real)
+    assert [one["steps"] for one in data["validation"]["requests"]] == [60, 60]
+    text = invoke(full, "--against", real).stdout
+    assert f"The setting of {real}: predicted and measured" in text
+    measured = data["validation"]["measured"]["retained_mass"]
+    assert f"{measured:.3f}" in next(line for line in text.splitlines() if "measured  " in line)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "message"),
+    [
+        (["--t-max", "x"], ConfigError, "t-max must be whole numbers, got 'x'"),
+        (["--t-max", ","], ConfigError, "t-max must have a value, got ','"),
+        (["--budget", "0"], ConfigError, "budget must be positive, got 0"),
+        (["--budget", "25"], TraceError, "record with --audit-top 25"),
+        (["--stride", "4"], ConfigError, "stride must come with --trigger-policy stride, got boundary"),
+        (["--cosine-threshold", "0.5"], ConfigError, "must come with --trigger-policy cosine"),
+        (["--trigger-policy", "never", "--trigger", "."], ConfigError, "trigger must come with"),
+        (["--trigger-policy", "cosine"], ConfigError, "must come with --cosine-threshold"),
+        (["--trigger-set", "a=.", "--trigger-set", "a=!"], ConfigError, "got 'a' twice"),
+        (["--trigger", ""], ConfigError, "triggers must be non-empty strings"),
+        (["--request", "7"], ConfigError, "request must be one of 0 to 1, got 7"),
+        (["--layers", "5"], ConfigError, "layer must be one of 0 to 1, got 5"),
+        (["--step", "3"], ConfigError, "step must come with --play, got 3"),
+        (["--against", "x", "--t-max", "3"], ConfigError, "must come without others"),
+        (["--plot", "x.pdf"], ConfigError, "plot must end in one of"),
+        (["--play", "--step", "x"], ConfigError, "a range like 12-20, got x"),
+        (["--play", "--step", "5-3"], ConfigError, "an ascending range, got 5-3"),
+        (["--play", "--step", "60"], ConfigError, "step must be one of 0 to 59, got 60"),
+        (["--play", "--budget", "3"], ConfigError, "must come without other settings"),
+    ],
+)
+def test_bad_options_are_refused(full, arguments, kind, message):
+    error = refused(full, *arguments)
+    assert isinstance(error, kind)
+    assert message in str(error)
+
+
+@pytest.mark.parametrize(("kind", "start"), [("png", b"\x89PNG"), ("svg", b"<?xml")])
+def test_the_figure_is_drawn(full, tmp_path, kind, start):
+    path = tmp_path / f"replay.{kind}"
+    result = invoke(full, "--budget", "5,20", "--plot", str(path))
+    assert (result.exit_code, f"Wrote {path}" in result.stderr) == (0, True)
+    assert path.read_bytes().startswith(start)
+    assert "output" in str(refused(full, "--plot", str(path)))  # exists
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_the_data_may_go_to_a_file(full, tmp_path):
+    path = tmp_path / "replay.json"
+    result = invoke(full, "--json", "-o", str(path))
+    assert result.stdout == ""
+    assert json.loads(path.read_text()) == document(full)
+
+
+def test_ctrl_c_keeps_what_was_replayed(full, monkeypatch):
+    whole, calls = engine.replay, []
+
+    def replay(*arguments, **options):
+        calls.append(arguments)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return whole(*arguments, **options)
+
+    monkeypatch.setattr(engine, "replay", replay)
+    result = invoke(full, "--budget", "5,6,7,8", "--json")
+    data = json.loads(result.stdout)
+    assert (result.exit_code, data["interrupted"], len(data["rows"])) == (130, True, 2)
+
+
+def test_frames_are_printed_without_a_terminal(full, real):
+    text = invoke(real, "--play", "--step", "19-20").stdout
+    frames = [part for part in text.split("\n\nstep ") if part]
+    assert len(frames) == 2
+    assert frames[0].startswith("step 19 of 59  fast, 9 since slow  sentence 1  reads 49 of 219 tokens")
+    assert frames[1].startswith("20 of 59  slow (trigger)  sentence 2  reads 220 of 220 tokens")
+    assert ".]" in frames[0]
+    for frame in frames:
+        for line in ("support  ", "changed  ", "memory   s", "retained mass "):
+            assert f"\n{line}" in frame
+    assert "lambda* " not in frames[0]
+    assert "lambda* " in frames[1]
+    whole = invoke(full, "--play", "--request", "1").stdout
+    assert [f"step {step} of 59  slow (full-kv)" in whole for step in (0, 30, 59)] == [True] * 3
+
+
+def test_frames_may_go_to_a_file(real, tmp_path):
+    path = tmp_path / "frames.txt"
+    assert invoke(real, "--play", "--step", "3", "-o", str(path)).stdout == ""
+    assert path.read_text().startswith("step 3 of 59")
+
+
+def test_control_characters_of_a_model_do_not_reach_the_terminal(tmp_path):
+    from pyarrow import parquet
+
+    folder = make_trace(tmp_path / "t")
+    part = folder / "steps" / "part-00000.parquet"
+    table = parquet.read_table(part)
+    rows = table.to_pylist()
+    rows[2]["token_text"] = "\x1b[2Jgone\r"
+    parquet.write_table(type(table).from_pylist(rows, schema=table.schema), part)
+    text = invoke(str(folder), "--play", "--step", "3").stdout
+    assert "\x1b" not in text
+    assert "\r" not in text
+    assert " [2Jgone " in text
+
+
+def keys(*pressed: str, steps: int = 60, **state) -> Player:
+    player = Player(steps=steps, slow_at=[0, 10, 20], speed=4, **state)
+    for key in pressed:
+        player.press(key)
+    return player
+
+
+@pytest.mark.parametrize(
+    ("start", "pressed", "step"),
+    [
+        (5, [" "], 6), (5, ["\x1b[C", "\r"], 7), (5, ["b"], 4), (5, ["\x1b[D", "\x7f"], 3),
+        (0, ["b"], 0), (59, [" "], 59), (5, ["n"], 10), (10, ["n"], 20), (20, ["n"], 20),
+        (10, ["p"], 0), (15, ["p", "x"], 10), (5, [*"g42", "\n"], 42), (5, [*"g999", "\n"], 59),
+        (5, [*"g42", "\x7f", "\n"], 4), (5, ["g", "\n"], 5), (5, [*"g42", "b"], 4),
+    ],
+)  # fmt: skip
+def test_keys_move_through_the_run(start, pressed, step):
+    player = keys(*pressed, step=start)
+    assert player.step == step
+    assert not player.done
+
+
+def test_autoplay_runs_to_the_end_at_its_speed():
+    player = keys("a", "+", "+", "-", steps=3)
+    assert (player.playing, player.speed) == (True, 8)
+    player.tick()
+    assert (player.step, player.playing) == (1, True)
+    player.tick()
+    assert (player.step, player.playing) == (2, False)
+    assert not keys("a", "a").playing
+    assert not keys("a", "b").playing
+    assert [keys(key).done for key in ("q", "", "\x04", "x")] == [True, True, True, False]
+
+
+def test_keys_are_split():
+    assert split_keys(b"a\x1b[C\x1b[Dq") == ["a", "\x1b[C", "\x1b[D", "q"]
+    assert split_keys(b"") == [""]
+
+
+class Terminal:
+    """The player on a terminal of its own."""
+
+    def __init__(self, command: list[str], environment: dict[str, str], trace: str) -> None:
+        self.master, self.slave = pty.openpty()
+        fcntl.ioctl(self.slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
+        self.before = termios.tcgetattr(self.slave)
+        self.process = subprocess.Popen(
+            [*command, "trace", "replay", trace, "--play", "--speed", "50"],
+            stdin=self.slave, stdout=self.slave, stderr=self.slave, start_new_session=True,
+            env={key: value for key, value in environment.items() if key != "COLUMNS"} | {"TERM": "xterm"},
+        )  # fmt: skip
+        self.shown = ""
+
+    def send(self, text: str) -> None:
+        os.write(self.master, text.encode())
+
+    def wait_for(self, text: str) -> None:
+        """Read what is drawn until a text comes."""
+        limit = time.monotonic() + 30
+        while text not in self.shown:
+            left = limit - time.monotonic()
+            assert left > 0, f"no {text!r} in {self.shown[-2000:]!r}"
+            if select.select([self.master], [], [], left)[0]:
+                self.shown += os.read(self.master, 65536).decode(errors="replace")
+        self.shown = self.shown.partition(text)[2]
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self.master)
+        os.close(self.slave)
+
+
+@pytest.fixture
+def terminal(command, environment, real):
+    opened = Terminal(command, environment, real)
+    yield opened
+    opened.close()
+
+
+def test_a_run_is_played_on_a_terminal(terminal):
+    terminal.wait_for("step 0 of 59")
+    terminal.send(" ")
+    terminal.wait_for("step 1 of 59")
+    terminal.send("\x1b[C")
+    terminal.wait_for("step 2 of 59")
+    terminal.send("n")
+    terminal.wait_for("step 10 of 59")
+    terminal.send("g")
+    terminal.wait_for("step: _")
+    terminal.send("33\r")
+    terminal.wait_for("step 33 of 59")
+    terminal.send("a")
+    terminal.wait_for("step 59 of 59")
+    terminal.send("q")
+    terminal.wait_for("\x1b[?1049l")  # back from the alternate screen
+    assert terminal.process.wait(10) == 0
+    assert termios.tcgetattr(terminal.slave) == terminal.before
+
+
+def test_ctrl_c_gives_the_terminal_back(terminal):
+    terminal.wait_for("step 0 of 59")
+    assert termios.tcgetattr(terminal.slave) != terminal.before
+    terminal.process.send_signal(signal.SIGINT)
+    terminal.wait_for("\x1b[?1049l")
+    assert terminal.process.wait(10) == 130
+    assert termios.tcgetattr(terminal.slave) == terminal.before
+
+
+def test_an_exception_gives_the_terminal_back():
+    master, slave = pty.openpty()
+    before = termios.tcgetattr(slave)
+    with pytest.raises(ZeroDivisionError), player_module.keys_at_once(slave):
+        assert termios.tcgetattr(slave) != before
+        raise ZeroDivisionError
+    assert termios.tcgetattr(slave) == before
+    os.close(master)
+    os.close(slave)
+
+
+def test_every_documented_example_parses(full):
+    import re
+    import shlex
+
+    text = CliRunner().invoke(cli.app, ["trace", "replay", "--help"], env={"COLUMNS": "200"}).stdout
+    examples = re.findall(r"^\s*(sfi trace replay .*?)\s*$", text, re.MULTILINE)
+    assert len(examples) == 5
+    for example in examples:
+        options = [word for word in shlex.split(example) if word.startswith("-")]
+        assert all(option in text.partition("Options")[2] for option in options), example
+
+
+def test_the_docs_name_every_option():
+    text = (Path(__file__).parents[2] / "docs" / "replay.md").read_text()
+    for option in ("--trigger-set", "--cosine-threshold", "--against", "--play", "--audit-top"):
+        assert option in text

@@ -1,0 +1,208 @@
+"""A run made up from a seed and told to an observer, with the rows that it must become."""
+
+import math
+import random
+from typing import Any
+
+import torch
+
+from sfi_core.observer import (
+    AuditEvent,
+    BeginStepEvent,
+    LogitsEvent,
+    Observer,
+    PromptEvent,
+    RunEvent,
+    SelectionEvent,
+    StepEvent,
+)
+from tests.traces.made import CONFIG, MODEL, overlap
+
+LAYERS, HEADS, TRIGGERS = 2, 2, (3, 7)
+AUDIT = {"every": 2, "top": 6, "layers": None, "heads": None}
+Rows = dict[str, list[dict[str, Any]]]
+
+
+def run_event(batch: int = 2, **changes: Any) -> RunEvent:
+    event = {
+        "batch": batch, "policy": "sfi", "backend": "torch", "device": "cpu", "config": CONFIG,
+        "trigger_token_ids": TRIGGERS, "model": MODEL, "audit": AUDIT,
+    }  # fmt: skip
+    return RunEvent(**event | changes)
+
+
+def step_event(request: int = 0, step: int = 0, **changes: Any) -> StepEvent:
+    event = {
+        "request": request, "step": step, "position": 9 + step, "token_id": step % 90, "slow": False,
+        "reason": "", "steps_since_slow": 1, "attended_tokens": 5.5, "context_tokens": 10 + step,
+        "elapsed_us": 12.5, "audited": False,
+    }  # fmt: skip
+    return StepEvent(**event | changes)
+
+
+def padded(sets: list[list[int]], width: int) -> torch.Tensor:
+    return torch.tensor([row + [-1] * (width - len(row)) for row in sets], dtype=torch.int32)
+
+
+class Told:
+    """Tells one run of `batch` requests, the later ones longer, and keeps the rows it must become.
+
+    Attributes:
+        rows: By table; `token_text` is left out.
+    """
+
+    def __init__(self, observer: Observer, first: int, batch: int, steps: int, seed: int) -> None:
+        self._observer, self._first = observer, first
+        self._rng = random.Random(seed)
+        self.rows: Rows = {name: [] for name in ("prompts", "steps", "selections", "supports", "logits")}
+        self._triggers = [0] * batch
+        self._since = [0] * batch
+        self._selected: dict[Any, list[int]] = {}
+        self._supports: dict[Any, dict[int, list[int]]] = {}
+        self._refreshes: dict[Any, int] = {}
+        observer.on_run(run_event(batch))
+        self._prompt(batch)
+        for step in range(steps):
+            alive = range(0 if step < steps // 2 else batch - 1, batch)  # only the last one goes on
+            self._step(step, list(alive))
+
+    def _prompt(self, batch: int) -> None:
+        counts = [[3 + row, 8 - row] for row in range(batch)]  # in two pieces
+        for piece, begun in ((0, -1), (1, None)):
+            width = max(count[piece] for count in counts)
+            ids = torch.full((batch, width), 99)
+            for row, count in enumerate(counts):
+                for place in range(count[piece]):
+                    token = self._rng.randrange(90)
+                    ids[row, width - count[piece] + place] = token
+                    position = place + sum(count[:piece])
+                    self.rows["prompts"].append(
+                        {"request": self._first + row, "position": position, "token_id": token}
+                    )
+            self._observer.on_prompt(PromptEvent(ids_BT=ids, count=tuple(c[piece] for c in counts)))
+            if begun is not None:
+                self._observer.on_begin_step(
+                    BeginStepEvent(step=begun, slow=tuple(range(batch)), fast=())
+                )
+
+    def _step(self, step: int, alive: list[int]) -> None:
+        slow = [row for row in alive if step == 0 or self._rng.random() < 0.3]
+        fast = tuple(row for row in alive if row not in slow)
+        self._observer.on_begin_step(BeginStepEvent(step=step, slow=tuple(slow), fast=fast))
+        audited = [row for row in alive if row in slow or step % 2 == 0]
+        with self._observer.span("prefill" if step == 0 else "forward"):
+            for layer in range(LAYERS):
+                with self._observer.span("attention.dense", layer, 100 + layer):
+                    pass
+                for row in alive:
+                    if row in slow:
+                        self._select(row, step, layer)
+                    if row in audited:
+                        self._audit(row, step, layer, slow=row in slow)
+        looked = [row for row in audited if row in fast]
+        if looked:
+            self._logits(step, looked)
+        for row in alive:
+            self._end(row, step, slow=row in slow, audited=row in audited)
+
+    def _key(self, row: int, step: int) -> dict[str, int]:
+        return {"request": self._first + row, "step": step}
+
+    def _number(self) -> float:
+        return float(torch.tensor(self._rng.random()))  # as float32
+
+    def _select(self, row: int, step: int, layer: int) -> None:
+        names = ("lambda_star", "evidence_norm2", "evidence_dot_prior", "prior_norm2", "evidence_entropy")
+        # a policy without a Selector has no diagnostics; a head may find fewer than its budget
+        named = {name: [self._number() for _ in range(HEADS)] for name in names if layer == 0}
+        sets = [sorted(self._rng.sample(range(12), self._rng.choice([5, 6]))) for _ in range(HEADS)]
+        self._observer.on_selection(
+            SelectionEvent(
+                request=row,
+                step=step,
+                layer=layer,
+                index_HK=padded(sets, 6),
+                diagnostics={name: torch.tensor([values]) for name, values in named.items()},
+            )
+        )
+        for head, new in enumerate(sets):
+            old = self._selected.get((row, layer, head))
+            self._selected[row, layer, head] = new
+            both = len(set(new) & set(old or []))
+            self.rows["selections"].append(
+                {
+                    **self._key(row, step), "layer": layer, "head": head, "selected": len(new),
+                    **{name: named[name][head] if named else None for name in names},
+                    "overlap_previous": overlap(old, new) if old else None,
+                    "jaccard_previous": both / len(set(new) | set(old)) if old else None,
+                    "added": len(new) - both, "removed": len(old) - both if old else 0,
+                    "positions": new,
+                }
+            )  # fmt: skip
+
+    def _audit(self, row: int, step: int, layer: int, *, slow: bool) -> None:
+        sets = [sorted(self._rng.sample(range(14), 6)) for _ in range(HEADS)]
+        sets[1] = sets[1][:4]  # not enough tokens yet
+        mass = [[self._number() for _ in positions] for positions in sets]
+        retained, error = self._number(), self._number()
+        cosine = math.nan if step == 0 else self._number()
+        self._observer.on_audit(
+            AuditEvent(
+                request=row,
+                step=step,
+                layer=layer,
+                slow=slow,
+                heads=(0, 5),
+                index_HK=padded(sets, 6),
+                mass_HK=torch.tensor([values + [0.0] * (6 - len(values)) for values in mass]),
+                retained_H=torch.full((HEADS,), retained),
+                query_cosine_H=torch.full((HEADS,), cosine),
+                output_error_H=torch.full((HEADS,), error),
+            )
+        )
+        for place, head in enumerate((0, 5)):
+            seen = self._supports.setdefault((row, layer, head), {})
+            refresh = self._refreshes.get((row, layer, head))
+            self.rows["supports"].append(
+                {
+                    **self._key(row, step), "layer": layer, "head": head, "positions": sets[place],
+                    "mass": mass[place], "retained_mass": retained,
+                    "overlap_previous_step": overlap(seen[step - 1], sets[place]) if step - 1 in seen else None,
+                    "overlap_last_refresh": None if refresh is None else overlap(seen[refresh], sets[place]),
+                    "query_cosine": None if step == 0 else cosine, "output_error": error,
+                }
+            )  # fmt: skip
+            seen[step] = sets[place]
+            if slow:
+                self._refreshes[row, layer, head] = step
+
+    def _logits(self, step: int, rows: list[int]) -> None:
+        kl, agrees = [self._number() for _ in rows], [self._rng.random() < 0.5 for _ in rows]
+        event = LogitsEvent(
+            requests=tuple(rows), step=step, kl_R=torch.tensor(kl), agrees_R=torch.tensor(agrees)
+        )
+        self._observer.on_logits(event)
+        self.rows["logits"] += [
+            {**self._key(row, step), "kl_next_token": a, "argmax_agrees": b}
+            for row, a, b in zip(rows, kl, agrees, strict=True)
+        ]
+
+    def _end(self, row: int, step: int, *, slow: bool, audited: bool) -> None:
+        self._since[row] = 0 if slow else self._since[row] + 1
+        event = step_event(
+            row, step, token_id=self._rng.randrange(10), slow=slow, audited=audited,
+            reason="" if not slow else "first" if step == 0 else "t_max",
+            steps_since_slow=self._since[row], elapsed_us=self._rng.uniform(100, 900),
+        )  # fmt: skip
+        self._observer.on_step(event)
+        trigger = event.token_id in TRIGGERS
+        self.rows["steps"].append(
+            {
+                **self._key(row, step), "position": event.position, "token_id": event.token_id,
+                "slow": slow, "reason": event.reason, "steps_since_slow": event.steps_since_slow,
+                "sentence": self._triggers[row], "trigger": trigger,
+                "attended_tokens": 5.5, "context_tokens": event.context_tokens,
+                "read_ratio": 5.5 / event.context_tokens, "elapsed_us": event.elapsed_us, "audited": audited,
+            }
+        )  # fmt: skip
+        self._triggers[row] += trigger
