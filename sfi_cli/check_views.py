@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from sfi_cli.tables import count, rendered, table
+from sfi_cli.tables import count, plural, rendered, table
 
 MOST_REQUESTS = 8
 
@@ -18,7 +18,7 @@ def check_text(document: dict[str, Any]) -> str:
     ]  # fmt: skip
     columns = ("table", "parts", "rows", "rows told", "damaged or missing")
     lines = [
-        f"request {one['request']}: {one['steps']:,} steps, the last is {one['last_step']:,}"
+        f"request {one['request']}: {plural(one['steps'], 'step')}, the last is {one['last_step']:,}"
         for one in document["recorded"][:MOST_REQUESTS]
     ]
     more = len(document["recorded"]) - len(lines)

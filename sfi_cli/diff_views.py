@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from sfi_cli.tables import count, duration, number, percent, rendered, table
+from sfi_cli.tables import count, duration, number, pairs, percent, rendered, table
 
 MOST_STEPS = 16
 NUMBERS = (  # name, title, how it is written
@@ -32,7 +32,10 @@ def diff_text(document: Row) -> str:
         for name, title in (("supports", "the supports"), ("selections", "the selections"))
         if document[name]
     ]
-    return rendered([_numbers_table(document), *lines, *(["", *tables] if tables else [])])
+    folders = pairs((letter, document[letter.lower()]["trace"]) for letter in "AB")
+    return rendered(
+        [folders, "", _numbers_table(document), *lines, *(["", *tables] if tables else [])]
+    )
 
 
 def _numbers_table(document: Row) -> Any:
@@ -45,11 +48,7 @@ def _numbers_table(document: Row) -> Any:
     rows.append(
         ("audit's cost in times", *("yes" if side["audited"] else "no" for side in sides), "")
     )
-    return table(
-        "",
-        ("", *(f"{k}: {side['trace']}" for k, side in zip("AB", sides, strict=True)), "B / A"),
-        rows,
-    )
+    return table("", ("", "A", "B", "B / A"), rows)
 
 
 def _setting_lines(settings: Row) -> list[str]:

@@ -19,7 +19,7 @@ def screen(playback: Any, player: Any, console: Any) -> Any:
 
     frame = playback.frame(player.step)
     text = max(LEAST_TEXT, console.height - FIXED)
-    lines = _lines(playback, frame, console, text, styled=True)
+    lines = _lines(playback, frame, console, text, _shades(console.encoding), styled=True)
     keys = HELP.format(speed=player.speed) if player.typed is None else f"step: {player.typed}_"
     return Group(*lines, Text(keys, style="dim", no_wrap=True, overflow="ellipsis"))
 
@@ -30,16 +30,24 @@ def plain_frame(playback: Any, step: int) -> str:
 
     width = shutil.get_terminal_size().columns
     console = Console(
-        file=io.StringIO(), width=width, color_system=None, markup=False, emoji=False, highlight=False
+        file=io.StringIO(),
+        width=width,
+        color_system=None,
+        markup=False,
+        emoji=False,
+        highlight=False,
     )
     frame = playback.frame(step)
-    for line in _lines(playback, frame, console, PLAIN_TEXT, styled=False):
+    shades = _shades(sys.stdout.encoding)
+    for line in _lines(playback, frame, console, PLAIN_TEXT, shades, styled=False):
         console.print(line)
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     return "".join(f"{line.rstrip()}\n" for line in shown.splitlines()) + "\n"
 
 
-def _lines(playback: Any, frame: Any, console: Any, text_lines: int, *, styled: bool) -> list[Any]:
+def _lines(
+    playback: Any, frame: Any, console: Any, text_lines: int, shades: str, *, styled: bool
+) -> list[Any]:
     from rich.text import Text
 
     width = max(1, console.width - LABEL - 1)
@@ -50,7 +58,7 @@ def _lines(playback: Any, frame: Any, console: Any, text_lines: int, *, styled: 
         Text(""),
         *body,
         Text(""),
-        *_strips(playback, frame, width),
+        *_strips(playback, frame, width, shades),
         Text(_measures(frame), no_wrap=True, overflow="ellipsis"),
     ]
 
@@ -83,11 +91,10 @@ def _printable(text: str) -> str:
     return "".join(c if c.isprintable() or c == "\n" else " " for c in text)
 
 
-def _strips(playback: Any, frame: Any, width: int) -> list[Any]:
+def _strips(playback: Any, frame: Any, width: int, shades: str) -> list[Any]:
     from rich.text import Text
 
     strip = playback.strip(frame.step, width)
-    shades = _shades()
     most = max(float(strip.mass.max()), 1e-9)
     levels = [round((value / most) ** 0.5 * (len(shades) - 1)) for value in strip.mass.tolist()]
     support = "".join(shades[level] for level in levels) if frame.audited else "not audited"
@@ -108,9 +115,9 @@ def _strips(playback: Any, frame: Any, width: int) -> list[Any]:
     return [Text(f"{name:<{LABEL}}", no_wrap=True).append(row) for name, row in rows]
 
 
-def _shades() -> str:
+def _shades(encoding: str | None) -> str:
     try:
-        BLOCKS.encode(sys.stdout.encoding or "ascii")
+        BLOCKS.encode(encoding or "ascii")
     except UnicodeEncodeError:
         return ASCII
     return BLOCKS

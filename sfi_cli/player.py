@@ -48,14 +48,6 @@ class Player:
         if self.typed is not None and self._type(key):
             return
         match KEYS.get(key):
-            case "next":
-                self._move(self.step + 1)
-            case "back":
-                self._move(self.step - 1)
-            case "next slow":
-                self._move(next((t for t in self.slow_at if t > self.step), self.step))
-            case "previous slow":
-                self._move(next((t for t in reversed(self.slow_at) if t < self.step), self.step))
             case "autoplay":
                 self.playing = not self.playing
             case "faster":
@@ -66,11 +58,20 @@ class Player:
                 self.typed, self.playing = "", False
             case "quit":
                 self.done = True
+            case str(move):
+                self._move(self._target(move))
 
     def tick(self) -> None:
         """Play one step; stop at the end."""
         self.step = min(self.step + 1, self.steps - 1)
         self.playing = self.step < self.steps - 1
+
+    def _target(self, move: str) -> int:
+        if move == "next slow":
+            return next((t for t in self.slow_at if t > self.step), self.step)
+        if move == "previous slow":
+            return next((t for t in reversed(self.slow_at) if t < self.step), self.step)
+        return self.step + (1 if move == "next" else -1)
 
     def _move(self, step: int) -> None:
         self.step, self.playing = max(0, min(step, self.steps - 1)), False

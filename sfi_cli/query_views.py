@@ -48,4 +48,5 @@ def _cell(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.9g}"
     text = "" if value is None else str(value)
+    text = text if text.isprintable() else repr(text)[1:-1]  # a newline token keeps to its line
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."

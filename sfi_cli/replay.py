@@ -118,9 +118,7 @@ class ReplayJob:
         trace = Trace.open(self.choice.trace)
         real = trace if self.against is None else Trace.open(self.against)
         settings = [] if self.against else self.grid.settings(trace, note=self._say)
-        recorded = Supports.load(
-            trace, self.choice.request, self.choice.layers, self.choice.heads
-        )
+        recorded = Supports.load(trace, self.choice.request, self.choice.layers, self.choice.heads)
         own = Setting.recorded(trace)
         rows, interrupted = self._rows(recorded, settings, own)
         ran = trace.manifest["policy"] == "sfi" and any(row["recorded"] for row in rows)

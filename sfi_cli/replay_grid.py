@@ -48,9 +48,7 @@ class Grid:
 
         base = Setting.recorded(trace)
         policies = words([self.policies]) if self.policies else [base.policy]
-        axes = {
-            name: _values(name, text) for name, text in self.axes.items() if text is not None
-        }
+        axes = {name: _values(name, text) for name, text in self.axes.items() if text is not None}
         sets = self._sets(trace, note)
         self._check_effect(policies, {*axes, *(["triggers"] if sets else [])})
         return grid(base, policies, sets, axes)

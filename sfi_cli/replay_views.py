@@ -32,13 +32,15 @@ def replay_text(document: dict[str, Any]) -> str:
 
 def _heading(document: dict[str, Any]) -> str:
     requests = document["requests"]
-    which = f"request {requests[0]['request']}" if len(requests) == 1 else f"{len(requests)} requests"
+    which = (
+        f"request {requests[0]['request']}" if len(requests) == 1 else f"{len(requests)} requests"
+    )
     prompt = max(request["prompt_tokens"] for request in requests)
     steps = sum(request["steps"] for request in requests)
     return (
         f"{document['trace']}: {document['model']}, recorded with {document['policy']}; {which}, up to "
-        f"{prompt:,} prompt tokens, {steps:,} steps, {document['heads']} KV heads of "
-        f"{len(document['layers'])} layers, top {document['audit_top']:,}"
+        f"{prompt:,} prompt tokens, {steps:,} steps, {len(document['layers'])} layers with "
+        f"{document['heads']} KV heads in all, top {document['audit_top']:,}"
     )
 
 

@@ -20,7 +20,8 @@ def stability_table(found: Row) -> Any:
         ]
         for kind, key in (("within a sentence", "within"), ("across a boundary", "across"))
     ]
-    title = "Overlap coefficient of consecutive supports"
+    chance = f"of two random ones {number(found['chance'])}"
+    title = f"Overlap coefficient of consecutive supports ({chance})"
     return table(title, ("layer", "steps", *SPREAD, "n"), rows, left=2)
 
 
@@ -37,7 +38,7 @@ def lag_table(found: Row) -> Any:
         "last refresh" if found["refreshes"] == "recorded" else "last step that Eq. 5 makes slow"
     )
     title = f"Overlap with the support at the {since}, by steps since then"
-    columns = ("steps", "mean", *SPREAD[2:], "n", "at the next one", "n")
+    columns = ("lag", "mean", *SPREAD[2:], "n", "at refreshes", "n")
     return table(title, columns, rows)
 
 
@@ -62,11 +63,13 @@ def audit_table(found: Row) -> Any:
 
 def worst_heads_line(found: Row) -> str:
     """Name the KV heads that retain least."""
+    if not found["heads"]:
+        return "no fast step was audited, so there is neither retained mass nor output error\n"
     heads = (
         f"layer {head['layer']} head {head['head']} {number(head['retained_mass']['mean'])}"
         for head in found["heads"][:WORST_HEADS]
     )
-    return f"least retained by {', '.join(heads) or 'none: no fast step was audited'}\n"
+    return f"least retained by {', '.join(heads)}\n"
 
 
 def logits_line(found: Row) -> str:

@@ -1,11 +1,10 @@
 """Tables for a terminal, as text without colors."""
 
 import io
-import shutil
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-LEAST_WIDTH = 130
+WIDTH = 400  # a table takes what it needs of it
 
 
 def table(
@@ -13,14 +12,15 @@ def table(
 ) -> Any:
     """Lay rows out; the first `left` columns are words, the others numbers."""
     from rich.box import SIMPLE_HEAD
+    from rich.console import Group
     from rich.table import Table
 
-    grid = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
+    grid = Table(box=SIMPLE_HEAD)
     for index, heading in enumerate(columns):
         grid.add_column(heading, justify="left" if index < left else "right", no_wrap=index >= left)
     for row in rows:
         grid.add_row(*row)
-    return grid
+    return Group(title, grid)  # as a title of its own it would be broken at the table's width
 
 
 def pairs(rows: Iterable[tuple[str, str]]) -> Any:
@@ -34,12 +34,12 @@ def pairs(rows: Iterable[tuple[str, str]]) -> Any:
 
 
 def rendered(parts: Iterable[Any]) -> str:
-    """Return tables and lines as text, as wide as the terminal."""
+    """Return tables and lines as text."""
     from rich.console import Console
 
     console = Console(
         file=io.StringIO(),
-        width=max(LEAST_WIDTH, shutil.get_terminal_size().columns),
+        width=WIDTH,
         color_system=None,
         markup=False,  # a token may look like it
         emoji=False,
@@ -48,7 +48,7 @@ def rendered(parts: Iterable[Any]) -> str:
     for part in parts:
         console.print(part)
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
-    return "".join(f"{line.rstrip()}\n" for line in lines)
+    return "\n".join(line.rstrip() for line in lines).strip("\n") + "\n"
 
 
 def number(value: float | None, digits: int = 3) -> str:
@@ -59,6 +59,11 @@ def number(value: float | None, digits: int = 3) -> str:
 def count(value: int | None) -> str:
     """Write a whole number; a dash where there is none."""
     return "-" if value is None else f"{value:,}"
+
+
+def plural(value: int, noun: str) -> str:
+    """Count things."""
+    return f"{value:,} {noun}{'' if value == 1 else 's'}"
 
 
 def percent(value: float | None) -> str:

@@ -99,6 +99,32 @@ class PlotJob:
         return {kinds[0]: output}
 
 
+def write_report(
+    trace: Path, *, request: int | None, top: int | None, output: Path | None, force: bool
+) -> None:
+    """Write the report of a request.
+
+    Raises:
+        ConfigError: A request, top or file that cannot be.
+        TraceError: No trace, or one without a step.
+        BackendError: No Plotly.
+    """
+    from sfi_traces.report import check_report, render
+
+    check_report()
+    view = open_view(trace, request, top=top)
+    file = FileOutput(output or beside(trace, "report.html"), force=force)
+    try:
+        page = render(view).encode()
+        file.save(lambda path: _write(path, page))
+    finally:
+        file.discard()
+
+
+def _write(path: Path, page: bytes) -> None:
+    path.write_bytes(page)
+
+
 def beside(trace: Path, name: str) -> Path:
     """Name a file after a trace, in the folder that the trace lies in."""
     folder = trace.resolve()

@@ -11,7 +11,7 @@ from sfi_cli.support_views import (
     stability_table,
     worst_heads_line,
 )
-from sfi_cli.tables import count, duration, number, pairs, percent, rendered, table
+from sfi_cli.tables import count, duration, number, pairs, percent, plural, rendered, table
 
 MOST_TRIGGERS = 12
 MOST_REQUESTS = 4
@@ -74,7 +74,7 @@ def _setting(value: object) -> str:
 
 def _prompts(requests: Sequence[Row]) -> str:
     shown = [
-        f"request {one['request']}: {count(one['prompt_tokens'])} tokens, {one['steps']:,} steps"
+        f"request {one['request']}: {count(one['prompt_tokens'])} tokens, {plural(one['steps'], 'step')}"
         for one in requests[:MOST_REQUESTS]
     ]
     more = len(requests) - len(shown)

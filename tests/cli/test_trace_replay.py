@@ -4,7 +4,9 @@ import fcntl
 import json
 import os
 import pty
+import re
 import select
+import shlex
 import signal
 import struct
 import subprocess
@@ -13,6 +15,7 @@ import time
 from pathlib import Path
 
 import pytest
+from pyarrow import parquet
 from typer.testing import CliRunner, Result
 
 from sfi_cli import app as cli
@@ -51,11 +54,18 @@ def refused(*arguments: str) -> SfiError:
 
 
 def test_a_grid_has_a_row_for_each_counterfactual_fastest_first(full):
-    data = document(full, "--t-max", "4,16", "--budget", "5,10,20", "--trigger-policy", "boundary,never")
+    data = document(
+        full, "--t-max", "4,16", "--budget", "5,10,20", "--trigger-policy", "boundary,never"
+    )
     rows = data["rows"]
     assert len(rows) == 2 * 3 + 3
     assert [row["speedup"] for row in rows] == sorted((r["speedup"] for r in rows), reverse=True)
-    assert (data["policy"], data["audit_top"], data["heads"], data["layers"]) == ("full-kv", 24, 4, [0, 1])
+    assert (data["policy"], data["audit_top"], data["heads"], data["layers"]) == (
+        "full-kv",
+        24,
+        4,
+        [0, 1],
+    )
     assert [request["steps"] for request in data["requests"]] == [60, 60]
     assert data["validation"] is None
     own = [row for row in rows if row["recorded"]]
@@ -91,7 +101,9 @@ def test_trigger_sets_are_compared_by_name(full):
     data = document(full, *sets, "--trigger", ".", "--trigger-id", "1", "--t-max", "1000")
     found = {row["triggers"]: row for row in data["rows"]}
     assert found["dots"]["trigger_token_ids"] == [90]
-    assert len(found["animals"]["trigger_token_ids"]) == 12  # "cat" and "dog" have other ids each time
+    assert (
+        len(found["animals"]["trigger_token_ids"]) == 12
+    )  # "cat" and "dog" have other ids each time
     assert found["animals"]["slow_steps"] == 2 + 24
     assert found[";"]["trigger_token_ids"] == []
     assert found[";"]["slow_steps"] == 2
@@ -104,7 +116,9 @@ def test_cosine_and_random_triggers(full):
         full, "--trigger-policy", "cosine,random", "--cosine-threshold", "0,0.8", "--random-rate", "0.5",
         "--seed", "1,2",
     )  # fmt: skip
-    cosine = {r["cosine_threshold"]: r["slow_rate"] for r in data["rows"] if r["policy"] == "cosine"}
+    cosine = {
+        r["cosine_threshold"]: r["slow_rate"] for r in data["rows"] if r["policy"] == "cosine"
+    }
     assert cosine[0.0] < cosine[0.8]
     assert sorted(row["seed"] for row in data["rows"] if row["policy"] == "random") == [1, 2]
 
@@ -137,7 +151,11 @@ def test_a_prediction_beside_another_run(full, real):
         (["--t-max", ","], ConfigError, "t-max must have a value, got ','"),
         (["--budget", "0"], ConfigError, "budget must be positive, got 0"),
         (["--budget", "25"], TraceError, "record with --audit-top 25"),
-        (["--stride", "4"], ConfigError, "stride must come with --trigger-policy stride, got boundary"),
+        (
+            ["--stride", "4"],
+            ConfigError,
+            "stride must come with --trigger-policy stride, got boundary",
+        ),
         (["--cosine-threshold", "0.5"], ConfigError, "must come with --trigger-policy cosine"),
         (["--trigger-policy", "never", "--trigger", "."], ConfigError, "trigger must come with"),
         (["--trigger-policy", "cosine"], ConfigError, "must come with --cosine-threshold"),
@@ -196,7 +214,9 @@ def test_frames_are_printed_without_a_terminal(full, real):
     text = invoke(real, "--play", "--step", "19-20").stdout
     frames = [part for part in text.split("\n\nstep ") if part]
     assert len(frames) == 2
-    assert frames[0].startswith("step 19 of 59  fast, 9 since slow  sentence 1  reads 49 of 219 tokens")
+    assert frames[0].startswith(
+        "step 19 of 59  fast, 9 since slow  sentence 1  reads 49 of 219 tokens"
+    )
     assert frames[1].startswith("20 of 59  slow (trigger)  sentence 2  reads 220 of 220 tokens")
     assert ".]" in frames[0]
     for frame in frames:
@@ -215,13 +235,11 @@ def test_frames_may_go_to_a_file(real, tmp_path):
 
 
 def test_control_characters_of_a_model_do_not_reach_the_terminal(tmp_path):
-    from pyarrow import parquet
-
     folder = make_trace(tmp_path / "t")
     part = folder / "steps" / "part-00000.parquet"
     table = parquet.read_table(part)
     rows = table.to_pylist()
-    rows[2]["token_text"] = "\x1b[2Jgone\r"
+    rows[2] |= {"token_text": "\x1b[2Jgone\r"}
     parquet.write_table(type(table).from_pylist(rows, schema=table.schema), part)
     text = invoke(str(folder), "--play", "--step", "3").stdout
     assert "\x1b" not in text
@@ -271,14 +289,15 @@ def test_keys_are_split():
 class Terminal:
     """The player on a terminal of its own."""
 
-    def __init__(self, command: list[str], environment: dict[str, str], trace: str) -> None:
+    def __init__(self, command, environment, trace: str, encoding: str) -> None:
         self.master, self.slave = pty.openpty()
         fcntl.ioctl(self.slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
         self.before = termios.tcgetattr(self.slave)
+        own = {name: value for name, value in environment.items() if name != "COLUMNS"}
         self.process = subprocess.Popen(
             [*command, "trace", "replay", trace, "--play", "--speed", "50"],
             stdin=self.slave, stdout=self.slave, stderr=self.slave, start_new_session=True,
-            env={key: value for key, value in environment.items() if key != "COLUMNS"} | {"TERM": "xterm"},
+            env={**own, "TERM": "xterm", "PYTHONIOENCODING": encoding},
         )  # fmt: skip
         self.shown = ""
 
@@ -303,10 +322,19 @@ class Terminal:
 
 
 @pytest.fixture
-def terminal(command, environment, real):
-    opened = Terminal(command, environment, real)
+def terminal(command, environment, real, request):
+    opened = Terminal(command, environment, real, getattr(request, "param", "utf-8"))
     yield opened
     opened.close()
+
+
+@pytest.mark.parametrize(
+    ("terminal", "darkest"), [("utf-8", "█"), ("ascii", "@")], indirect=["terminal"]
+)
+def test_shades_are_those_that_the_terminal_can_show(terminal, darkest):
+    terminal.wait_for("support  ")
+    terminal.wait_for(darkest)
+    terminal.wait_for("changed  ")
 
 
 def test_a_run_is_played_on_a_terminal(terminal):
@@ -341,18 +369,20 @@ def test_ctrl_c_gives_the_terminal_back(terminal):
 def test_an_exception_gives_the_terminal_back():
     master, slave = pty.openpty()
     before = termios.tcgetattr(slave)
-    with pytest.raises(ZeroDivisionError), player_module.keys_at_once(slave):
-        assert termios.tcgetattr(slave) != before
-        raise ZeroDivisionError
+
+    def fail():
+        with player_module.keys_at_once(slave):
+            assert termios.tcgetattr(slave) != before
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
     assert termios.tcgetattr(slave) == before
     os.close(master)
     os.close(slave)
 
 
 def test_every_documented_example_parses(full):
-    import re
-    import shlex
-
     text = CliRunner().invoke(cli.app, ["trace", "replay", "--help"], env={"COLUMNS": "200"}).stdout
     examples = re.findall(r"^\s*(sfi trace replay .*?)\s*$", text, re.MULTILINE)
     assert len(examples) == 5

@@ -133,9 +133,7 @@ def _request(
         name = "prefill" if step == 0 else "forward"
         kind = "attention.dense" if slow else "attention.fast"
         spans = [(None, name, 0.0, 0.9, 0), (None, "sample", 0.9, 0.05, 0)]
-        spans += [
-            (layer, kind, 0.1 + 0.3 * layer, 0.2, attended * 512) for layer in range(LAYERS)
-        ]
+        spans += [(layer, kind, 0.1 + 0.3 * layer, 0.2, attended * 512) for layer in range(LAYERS)]
         if slow and policy != "full-kv":
             spans += [
                 (layer, span, 0.3 + 0.3 * layer + extra, 0.04, 0)

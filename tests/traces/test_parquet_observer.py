@@ -19,8 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from sfi_core.bundled.tokenizer import build_tokenizer
 from sfi_core.errors import ConfigError, SfiError
-from sfi_core.observer import BeginStepEvent, NullObserver, PromptEvent, SelectionEvent
-from sfi_traces import trace_writer
+from sfi_core.observer import PromptEvent, SelectionEvent
 from sfi_traces.parquet_observer import ParquetObserver
 from sfi_traces.readback import Readback
 from sfi_traces.reader import Trace
@@ -36,6 +35,12 @@ def record(folder, **options) -> Trace:
     with ParquetObserver(folder, **options) as observer:
         Told(observer, 0, 2, 12, seed=1)
     return Trace.open(folder)
+
+
+def stopped_by(error, folder) -> None:
+    with ParquetObserver(folder) as observer:
+        Told(observer, 0, 2, 12, seed=1)
+        raise error
 
 
 def selection(index, **changes) -> SelectionEvent:
@@ -70,7 +75,11 @@ def test_spans_become_timings_of_their_step(tmp_path):
 
     assert {row["step"] for row in rows} == set(range(12))
     last = [(row["name"], row["layer"], row["bytes"]) for row in rows if row["step"] == 11]
-    assert last == [("attention.dense", 0, 100), ("attention.dense", 1, 101), ("forward", None, None)]
+    assert last == [
+        ("attention.dense", 0, 100),
+        ("attention.dense", 1, 101),
+        ("forward", None, None),
+    ]
 
 
 def test_the_manifest_has_the_keys_that_readers_know(tmp_path):
@@ -159,10 +168,10 @@ def test_a_piece_of_a_character_has_the_tokenizer_s_name_for_it():
 
 
 def test_sentencepiece_s_leading_spaces_are_kept():
-    inner = Tokenizer(models.BPE(unk_token="<unk>"))
+    inner = Tokenizer(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.Metaspace()
     inner.decoder = decoders.Metaspace()
-    trainer = trainers.BpeTrainer(special_tokens=["<unk>"], show_progress=False)
+    trainer = trainers.BpeTrainer(show_progress=False)
     inner.train_from_iterator(["the cat sat on the mat"] * 3, trainer)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner)
     ids = tokenizer("the cat sat")["input_ids"]
@@ -245,26 +254,18 @@ def test_an_empty_refresh_of_a_selector_has_its_rows(tmp_path):
 
 
 def test_an_interrupted_run_is_a_whole_trace_that_says_so(tmp_path):
-    with (
-        pytest.raises(KeyboardInterrupt),
-        ParquetObserver(tmp_path / "trace") as observer,
-    ):
-        told = Told(observer, 0, 2, 12, seed=1)
-        raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt):
+        stopped_by(KeyboardInterrupt(), tmp_path / "trace")
 
     trace = Trace.open(tmp_path / "trace")
     assert trace.manifest["stopped"] == "interrupted"
     assert trace.manifest["finished"] is not None
-    assert len(trace.table("steps")) == len(told.rows["steps"])
+    assert len(trace.table("steps")) == trace.manifest["tables"]["steps"] == 18
 
 
 def test_a_failed_run_has_the_error_s_first_line(tmp_path):
-    with (
-        pytest.raises(SfiError),
-        ParquetObserver(tmp_path / "trace") as observer,
-    ):
-        observer.on_run(run_event())
-        raise SfiError("logits must be finite, got NaN\nin layer 3")
+    with pytest.raises(SfiError):
+        stopped_by(SfiError("logits must be finite, got NaN\nin layer 3"), tmp_path / "trace")
 
     assert Trace.open(tmp_path / "trace").manifest["stopped"] == "logits must be finite, got NaN"
 
@@ -287,7 +288,9 @@ def test_an_observer_that_saw_no_run_leaves_no_folder(tmp_path):
 def test_a_trace_is_overwritten_only_by_force(tmp_path):
     record(tmp_path / "trace")
 
-    with pytest.raises(ConfigError, match=r"trace folder .*trace exists; add --force to overwrite it"):
+    with pytest.raises(
+        ConfigError, match=r"trace folder .*trace exists; add --force to overwrite it"
+    ):
         ParquetObserver(tmp_path / "trace")
 
 
@@ -408,9 +411,12 @@ def test_tensors_travel_from_the_device_as_they_are():
     ]
     expected = [tensor.tolist() for tensor in tensors]
     with torch.cuda.stream(torch.cuda.Stream()):
-        torch.cuda._sleep(10**8)
+        busy, done = torch.rand(8192, 8192, device="cuda"), torch.cuda.Event()
+        for _ in range(100):
+            busy = busy @ busy
+        done.record()
         readback = Readback(tensors)
-        waiting = not readback._events[0].query()
+        waiting = not done.query()
 
     assert [array.tolist() for array in readback.wait()] == expected
     assert waiting  # it came back before the device was there

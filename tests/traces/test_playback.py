@@ -63,7 +63,9 @@ def test_measures_are_means_over_layers_and_heads(trace, playback):
         assert frame.measures[name] == pytest.approx(np.mean([row[name] for row in found]))
     assert frame.lambda_star is None
     refresh = rows(trace, "selections", 20)
-    assert playback.frame(20).lambda_star == pytest.approx(np.mean([r["lambda_star"] for r in refresh]))
+    assert playback.frame(20).lambda_star == pytest.approx(
+        np.mean([r["lambda_star"] for r in refresh])
+    )
     assert playback.frame(0).measures["overlap_previous_step"] is None
 
 
@@ -91,7 +93,9 @@ def test_a_strip_bins_the_mass_and_marks_the_memory(trace, playback):
         for marks, positions in (
             (strip.sink, range(4)), (strip.recent, range(start, length)), (strip.selected, selected),
         ):  # fmt: skip
-            assert np.flatnonzero(marks).tolist() == sorted({p * WIDTH // length for p in positions})
+            assert np.flatnonzero(marks).tolist() == sorted(
+                {p * WIDTH // length for p in positions}
+            )
     assert strip.added.any() or strip.removed.any()
 
 

@@ -7,13 +7,18 @@ import numpy as np
 import pytest
 from pyarrow import parquet
 
+import sfi_core
+from sfi_core.audit_config import AuditConfig
+from sfi_core.bundled.example import load_example
 from sfi_core.config import SfiConfig
 from sfi_core.errors import ConfigError, TraceError
+from sfi_core.model import load
+from sfi_traces.parquet_observer import ParquetObserver
 from sfi_traces.reader import Trace
 from sfi_traces.replay import (
     Outcome,
+    RecordedVocabulary,
     Setting,
-    StepMetrics,
     Supports,
     compare,
     pareto,
@@ -21,6 +26,7 @@ from sfi_traces.replay import (
     replay_request,
     schedule,
 )
+from sfi_traces.replay.memory import Memory
 from sfi_traces.replay.replay import spread, top
 from tests.traces.made import CONFIG, MODEL, PROMPT, STOP, TOP, make_trace
 
@@ -43,6 +49,10 @@ def setting(**changes) -> Setting:
     )
 
 
+def near(position: int, span: int) -> range:
+    return range(position - span, position + span + 1)
+
+
 def by_sets(trace: Trace, request: int, rules: Setting, slow: list[bool]) -> dict:
     """Recompute (lower, upper, overlap) by (step, layer, head), with sets and loops only."""
     config = rules.config
@@ -62,15 +72,21 @@ def by_sets(trace: Trace, request: int, rules: Setting, slow: list[bool]) -> dic
                 mass = dict(zip(old["positions"], old["mass"], strict=True))
                 score = {
                     j: max(
-                        (mass[i] for i in range(j - config.span, j + config.span + 1) if i in mass and i in allowed),
+                        (mass[i] for i in near(j, config.span) if i in mass and i in allowed),
                         default=0.0,
                     )
                     for j in allowed
                 }  # fmt: skip
                 ranked = sorted((j for j in allowed if score[j] > 0), key=lambda j: (-score[j], j))
-                selected = allowed if len(allowed) <= config.budget else set(ranked[: config.budget])
+                selected = (
+                    allowed if len(allowed) <= config.budget else set(ranked[: config.budget])
+                )
                 now = PROMPT + step
-                begin = max(config.sink, now - config.recent) if config.recent_mode == "sliding" else start
+                begin = (
+                    max(config.sink, now - config.recent)
+                    if config.recent_mode == "sliding"
+                    else start
+                )
                 attended = set(range(config.sink)) | selected | set(range(begin, now))
                 count = config.sink + min(config.budget, len(allowed)) + now - begin
                 known = dict(zip(new["positions"], new["mass"], strict=True))
@@ -95,6 +111,7 @@ def by_sets(trace: Trace, request: int, rules: Setting, slow: list[bool]) -> dic
         {"recent_mode": "sliding", "recent": 30},
         {"recent_mode": "sliding", "span": 3, "t_max": 6},
         {"recent": 190},
+        {"recent": 190, "recent_mode": "sliding"},
         {"trigger_delay": 1, "min_gap": 12, "sink": 50},
         {"trigger_policy": "never"},
         {"trigger_policy": "stride", "stride": 2},
@@ -186,6 +203,12 @@ def test_layers_left_dense_read_everything_and_keep_everything(tmp_path, recorde
     assert outcome.bytes_per_token > plain.bytes_per_token
 
 
+def test_a_run_left_dense_altogether_cannot_be_replayed(tmp_path):
+    folder = make_trace(tmp_path / "t", config={**CONFIG, "dense_layers": [0, 1]})
+    with pytest.raises(TraceError, match="has no audited step of a layer that fast steps change"):
+        Supports.load(Trace.open(folder))
+
+
 def test_a_chosen_request_layer_and_head(trace):
     (one,) = Supports.load(trace, 1, layers=[1], heads=[0])
     assert (one.request, one.layer_U.tolist(), one.head_U.tolist()) == (1, [1], [0])
@@ -222,11 +245,19 @@ def test_a_killed_run_counts_up_to_its_last_whole_step(tmp_path, recorded):
     folder = make_trace(tmp_path / "trace", requests=2, seed=3, finished=None)
     part = folder / "supports" / "part-00000.parquet"
     table = parquet.read_table(part)
-    parquet.write_table(table.slice(0, len(table) - 4 * 10 - 1), part)  # request 1 ends within step 49
+    parquet.write_table(
+        table.slice(0, len(table) - 4 * 10 - 1), part
+    )  # request 1 ends within step 49
     first, second = Supports.load(Trace.open(folder))
     assert (first.steps, second.steps) == (60, 49)
     assert (second.position_NUK == recorded[1].position_NUK[:49]).all()
     assert len(second.tokens) == 49
+    parquet.write_table(table.slice(0, 4 * 60 + 3), part)  # nothing whole of request 1
+    (only,) = Supports.load(Trace.open(folder))
+    assert only.request == 0
+    parquet.write_table(table.slice(0, 4 * 30), part)  # nothing at all of request 1
+    (only,) = Supports.load(Trace.open(folder))
+    assert (only.request, only.steps) == (0, 30)
 
 
 def test_a_budget_beyond_the_audit_names_the_option(recorded):
@@ -241,7 +272,10 @@ def test_shorter_supports_are_padded(tmp_path):
     part = folder / "supports" / "part-00000.parquet"
     rows = parquet.read_table(part).to_pylist()
     for row in rows:
-        row["positions"], row["mass"] = row["positions"][: 5 + row["step"]], row["mass"][: 5 + row["step"]]
+        row["positions"], row["mass"] = (
+            row["positions"][: 5 + row["step"]],
+            row["mass"][: 5 + row["step"]],
+        )
     schema = parquet.read_schema(part)
     parquet.write_table(type(parquet.read_table(part)).from_pylist(rows, schema=schema), part)
     (supports,) = Supports.load(Trace.open(folder))
@@ -260,11 +294,15 @@ def test_a_run_is_compared_with_its_own_prediction(tmp_path):
     steps = [row for row in real.table("steps").to_pylist() if row["step"]]
     assert found.same_schedule
     assert [one.steps for one in found.requests] == [60, 60]
-    assert found.measured.retained_mass == pytest.approx(np.mean([r["retained_mass"] for r in rows]))
+    assert found.measured.retained_mass == pytest.approx(
+        np.mean([r["retained_mass"] for r in rows])
+    )
     overlap = np.mean([row["overlap_last_refresh"] for row in rows])
     assert found.measured.overlap_at_reuse == pytest.approx(overlap)
     assert found.predicted.overlap_at_reuse == pytest.approx(overlap)
-    assert found.measured.attended_tokens == pytest.approx(np.mean([r["attended_tokens"] for r in steps]))
+    assert found.measured.attended_tokens == pytest.approx(
+        np.mean([r["attended_tokens"] for r in steps])
+    )
     assert found.predicted.attended_tokens == pytest.approx(found.measured.attended_tokens)
     assert found.predicted.bytes_per_token == found.measured.bytes_per_token
     assert found.mean_difference == pytest.approx(
@@ -286,12 +324,26 @@ def test_another_run_is_compared_up_to_the_first_other_token(tmp_path):
         row for row in real.table("supports").to_pylist() if row["step"] % 10 and row["step"] < 34
     ]
     assert len(audited) == 4 * 10  # every third step but 0 and 30
-    assert found.measured.retained_mass == pytest.approx(np.mean([r["retained_mass"] for r in audited]))
+    assert found.measured.retained_mass == pytest.approx(
+        np.mean([r["retained_mass"] for r in audited])
+    )
     (supports,) = Supports.load(full)
     metrics = replay_request(supports, Setting.recorded(real))
     places = sorted({row["step"] for row in audited})
     assert found.predicted.retained_mass == pytest.approx(metrics.lower_NU[places].mean())
     assert found.same_schedule
+
+
+def test_layers_that_the_real_run_left_dense_are_not_compared(tmp_path):
+    full = Trace.open(make_trace(tmp_path / "full"))
+    folder = make_trace(tmp_path / "real", policy="sfi", config={**CONFIG, "dense_layers": [1]})
+    real = Trace.open(folder)
+    rows = [r for r in real.table("supports").to_pylist() if r["step"] % 10 and r["layer"] == 0]
+    found = compare(Supports.load(full), full, real)
+    assert found.measured.retained_mass == pytest.approx(
+        np.mean([r["retained_mass"] for r in rows])
+    )
+    assert found.predicted.worst.layer == found.measured.worst.layer == 0
 
 
 def change_token(folder: Path, step: int) -> None:
@@ -320,7 +372,10 @@ def test_runs_that_cannot_be_compared_are_refused(tmp_path, changes, message):
 
 def test_top_takes_the_lower_index_of_a_tie_and_no_zeros():
     score = np.array([[0.1, 0.5, 0.5, 0.0, 0.5], [0.0, 0.2, 0.0, 0.0, 0.0]], np.float32)
-    assert top(score, 2).tolist() == [[False, True, True, False, False], [False, True, *[False] * 3]]
+    assert top(score, 2).tolist() == [
+        [False, True, True, False, False],
+        [False, True, *[False] * 3],
+    ]
     assert top(score, 9).tolist() == (score > 0).tolist()
 
 
@@ -338,8 +393,79 @@ def outcome(speedup: float, kept: float) -> Outcome:
 
 
 def test_the_front_holds_what_nothing_else_beats():
-    points = [(1.0, 1.0), (2.0, 0.9), (2.0, 0.8), (3.0, 0.7), (2.5, 0.6), (2.0, 0.9), (4.0, 0.1)]
+    points = [
+        (1.0, 1.0),
+        (2.0, 0.9),
+        (2.0, 0.8),
+        (3.0, 0.7),
+        (2.5, 0.6),
+        (2.0, 0.9),
+        (4.0, 0.1),
+        (1.5, 0.9),
+    ]
     assert pareto([outcome(*point) for point in points]) == [
-        True, True, False, True, False, True, True,
+        True, True, False, True, False, True, True, False,
     ]  # fmt: skip
     assert pareto([]) == []
+
+
+@pytest.fixture(scope="module")
+def bundled_runs(tmp_path_factory) -> dict[str, Trace]:
+    """The bundled checkpoint with full attention and with SFI; the audit records every position."""
+    model, tokenizer = load()
+    prompt = tokenizer(load_example().prompt)["input_ids"]
+    traces = {}
+    for policy in ("full-kv", "sfi"):
+        folder = tmp_path_factory.mktemp("bundled") / policy
+        with ParquetObserver(folder, tokenizer=tokenizer, positions=True) as observer:
+            sfi_core.generate(
+                model, tokenizer, [prompt], load_example().config, policy=policy, max_new_tokens=40,
+                observers=[observer], audit=AuditConfig(every=1, top=5000),
+            )  # fmt: skip
+        traces[policy] = Trace.open(folder)
+    return traces
+
+
+@pytest.mark.parametrize("source", ["full-kv", "sfi"])
+def test_a_real_run_measures_what_was_predicted(bundled_runs, source):
+    """All positions are recorded, so that both bounds are one; the Selector picks almost the Top-K."""
+    trace, real = bundled_runs[source], bundled_runs["sfi"]
+    found = compare(Supports.load(trace), trace, real)
+    assert found.same_schedule
+    assert (found.requests[0].steps, found.predicted.fast_steps) == (40, 36)
+    assert found.predicted.retained_mass_upper - found.predicted.retained_mass < 1e-4
+    assert abs(found.mean_difference) < 0.01
+    assert found.mean_distance < 0.02
+    assert found.predicted.attended_tokens == pytest.approx(found.measured.attended_tokens)
+    # every position is in the recorded support of every step
+    assert found.predicted.overlap_at_reuse == found.measured.overlap_at_reuse == 1
+
+
+def test_the_model_of_a_fast_step_is_what_it_read(bundled_runs):
+    """With the positions that the Selector really chose, the attended set has the measured mass exactly."""
+    trace = bundled_runs["sfi"]
+    (supports,) = Supports.load(trace)
+    config = Setting.recorded(trace).config
+    slow = np.array([row["slow"] for row in trace.table("steps", ["slow"]).to_pylist()])
+    memory = Memory.of(config, slow, supports.length_N)
+    selected = {
+        (row["step"], row["layer"], row["head"]): row["positions"]
+        for row in trace.table("selections").to_pylist()
+    }
+    for row in trace.table("supports").to_pylist():
+        step = row["step"]
+        if slow[step]:
+            continue
+        refresh = int(np.flatnonzero(slow[:step])[-1])
+        own = set(selected[refresh, row["layer"], row["head"]]) | set(range(config.sink))
+        own |= set(range(memory.start_N[step], supports.length_N[step]))
+        mass = sum(m for p, m in zip(row["positions"], row["mass"], strict=True) if p in own)
+        assert mass == pytest.approx(row["retained_mass"], abs=1e-4)
+
+
+def test_recorded_tokens_give_the_triggers_that_the_tokenizer_gave(bundled_runs):
+    trace = bundled_runs["full-kv"]
+    (supports,) = Supports.load(trace)
+    found = RecordedVocabulary.of([trace]).trigger_ids(trace.manifest["config"]["triggers"])
+    assert found == set(trace.manifest["trigger_token_ids"]) & set(supports.tokens)
+    assert found

@@ -92,17 +92,19 @@ def test_policies_without_boundaries(supports, rules, steps):
 
 
 def test_a_low_query_cosine_makes_a_step_slow(supports):
-    """LouisKV, FreeKV: the mean over layers and heads; T_max still applies, and unknown cosines do not count."""
+    """The mean over layers and heads counts, without the unknown ones; T_max still applies."""
     cosine = np.full((STEPS, 4), 0.9, np.float32)
     cosine[20] = [0.2, 0.9, 0.9, 0.2]  # 0.55
     cosine[30] = [0.2, 0.9, 0.9, 0.9]  # 0.725
     cosine[40] = [0.5, np.nan, np.nan, 0.5]
-    cosine[0] = np.nan
+    cosine[45] = [0.7, np.nan, np.nan, 0.7]
+    cosine[0] = cosine[50] = np.nan
+    cosine[1] = 0.1  # slow anyway
     changed = replace(supports, cosine_NU=cosine)
-    base = setting(t_max=17)
+    base = setting(t_max=17, slow_start=2)
     (rules,) = grid(base, ["cosine"], {}, {"cosine_threshold": [0.6]})
     assert slow_at(changed, rules) == {
-        0: "first", 18: "t_max", 20: "cosine", 38: "t_max", 40: "cosine", 58: "t_max",
+        0: "first", 1: "first", 19: "t_max", 20: "cosine", 38: "t_max", 40: "cosine", 58: "t_max",
     }  # fmt: skip
 
 
@@ -120,7 +122,7 @@ def test_random_steps_come_at_their_rate_from_a_seed(supports):
 
 
 @pytest.mark.parametrize("mode", ["anchored", "sliding"])
-@pytest.mark.parametrize("recent", [1, 16, 150, 1000])
+@pytest.mark.parametrize("recent", [1, 16, 150, 190, 1000])
 def test_sizes_of_the_memory_are_those_of_the_sparse_state(supports, mode, recent):
     rules = setting(recent_mode=mode, recent=recent, budget=20, t_max=7)
     reasons = schedule(supports, rules)
@@ -133,7 +135,9 @@ def test_sizes_of_the_memory_are_those_of_the_sparse_state(supports, mode, recen
         if state.slow:
             state.packed_tokens = 4 + min(20, state.recent_start - 4)
         assert memory.start_N[step] == state.recent_start
-        read = state.length if state.slow else state.packed_tokens + state.length - state.recent_start
+        read = (
+            state.length if state.slow else state.packed_tokens + state.length - state.recent_start
+        )
         assert memory.read_N[step] == read
 
 
@@ -149,7 +153,12 @@ def test_a_grid_holds_each_counterfactual_once():
     assert len(keys) == 2 * (2 * 2) + 2 * 2 + 2
     assert {k[1] for k in keys if k[0] == "boundary"} == {"stop", "none"}
     row = found[-1].to_dict()
-    assert (row["policy"], row["t_max"], row["stride"], row["triggers"]) == ("never", None, None, None)
+    assert (row["policy"], row["t_max"], row["stride"], row["triggers"]) == (
+        "never",
+        None,
+        None,
+        None,
+    )
     assert row["budget"] == 20
 
 
@@ -170,7 +179,7 @@ def test_what_cannot_be_replayed_is_refused(policy, axes, message):
 
 
 def test_trigger_strings_match_recorded_tokens_as_a_run_would_match_its_tokenizer():
-    words = {1: ".", 2: " .", 3: "...", 4: '."\n', 5: "Mr.", 6: " Mr.", 7: "\n\n", 8: " the", 9: "。",  # noqa: RUF001
+    words = {1: ".", 2: " .", 3: "...", 4: '."\n', 5: "Mr.", 6: " Mr.", 7: "\n\n", 8: " the", 9: "。",
              10: "!=", 11: "?!", 12: ".", 13: "3."}  # fmt: skip
     vocabulary = RecordedVocabulary(words)
     assert vocabulary.trigger_ids(["."]) == {1, 2, 3, 4, 9, 12}

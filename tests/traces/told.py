@@ -54,7 +54,9 @@ class Told:
     def __init__(self, observer: Observer, first: int, batch: int, steps: int, seed: int) -> None:
         self._observer, self._first = observer, first
         self._rng = random.Random(seed)
-        self.rows: Rows = {name: [] for name in ("prompts", "steps", "selections", "supports", "logits")}
+        self.rows: Rows = {
+            name: [] for name in ("prompts", "steps", "selections", "supports", "logits")
+        }
         self._triggers = [0] * batch
         self._since = [0] * batch
         self._selected: dict[Any, list[int]] = {}
@@ -112,7 +114,13 @@ class Told:
         return float(torch.tensor(self._rng.random()))  # as float32
 
     def _select(self, row: int, step: int, layer: int) -> None:
-        names = ("lambda_star", "evidence_norm2", "evidence_dot_prior", "prior_norm2", "evidence_entropy")
+        names = (
+            "lambda_star",
+            "evidence_norm2",
+            "evidence_dot_prior",
+            "prior_norm2",
+            "evidence_entropy",
+        )
         # a policy without a Selector has no diagnostics; a head may find fewer than its budget
         named = {name: [self._number() for _ in range(HEADS)] for name in names if layer == 0}
         sets = [sorted(self._rng.sample(range(12), self._rng.choice([5, 6]))) for _ in range(HEADS)]
@@ -162,13 +170,13 @@ class Told:
         )
         for place, head in enumerate((0, 5)):
             seen = self._supports.setdefault((row, layer, head), {})
-            refresh = self._refreshes.get((row, layer, head))
+            last, refreshed = seen.get(step - 1), seen.get(self._refreshes.get((row, layer, head)))
             self.rows["supports"].append(
                 {
                     **self._key(row, step), "layer": layer, "head": head, "positions": sets[place],
                     "mass": mass[place], "retained_mass": retained,
-                    "overlap_previous_step": overlap(seen[step - 1], sets[place]) if step - 1 in seen else None,
-                    "overlap_last_refresh": None if refresh is None else overlap(seen[refresh], sets[place]),
+                    "overlap_previous_step": overlap(last, sets[place]) if last else None,
+                    "overlap_last_refresh": overlap(refreshed, sets[place]) if refreshed else None,
                     "query_cosine": None if step == 0 else cosine, "output_error": error,
                 }
             )  # fmt: skip

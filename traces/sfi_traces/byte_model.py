@@ -1,9 +1,9 @@
 """What a decoding step has to read, in bytes: the limit of a machine whose memory is the bottleneck.
 
-Weights are read once for the whole batch, keys and values once for each request. A slow step reads all of them,
-16 bytes of scores for each position and KV head, and copies the new sink and selected rows. Layers with a
-sliding window read their window at every step. Left out: activations, what the step writes, and time that is
-not spent on memory.
+Weights are read once for the whole batch, keys and values once for each request. A slow step reads all of
+them and 16 bytes of scores for each position and KV head, and copies the new sink and selected rows. Layers
+with a sliding window read their window at every step. Left out: activations, the new token's keys and values,
+and time that is not spent on memory.
 """
 
 from collections.abc import Mapping, Sequence

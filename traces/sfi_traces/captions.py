@@ -31,12 +31,10 @@ def subject(view: View) -> str:
     return ", ".join(words)
 
 
-def stability(view: View) -> Caption:
-    """Describe the heat map."""
-    whole, shown = view.supports, view.supports.thinned()
-    note = (
-        f"Top-{view.trace.manifest['audit']['top']} of dense attention, {places(list(whole.sets))}."
-    )
+def stability(view: View, shown: Supports) -> Caption:
+    """Describe the heat map of some of the audited steps."""
+    whole = view.supports
+    note = f"Top-{view.k} of dense attention, {places(list(whole.sets))}."
     if not any(view.steps.text):
         note += " Axes: steps."
     else:
@@ -54,9 +52,11 @@ def lag(view: View) -> Caption:
     return Caption("Support overlap by lag, within a sentence and across a boundary", note)
 
 
-def raster(view: View, shown: Raster, why: str = "") -> Caption:
-    """Describe a support raster, and why this layer and KV head."""
-    note = f"Top-{shown.top} of dense attention{why}."
+def raster(view: View, shown: Raster, why: str) -> Caption:
+    """Describe a support raster; `why` says what is special about its layer and KV head, if anything."""
+    note = f"Top-{shown.top} of dense attention."
+    if why:
+        note += f" In {places([shown.place])} {why}."
     if shown.per_cell > 1:
         note += (
             f" A cell stands for {shown.per_cell} positions: what most of those in the support are."

@@ -28,9 +28,14 @@ PHASES = {
 }
 
 
+def printable(text: str) -> str:
+    """Write a line break, and all else that does not print, as Python would."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
 def visible(text: str, longest: int = LONGEST) -> str:
     """Write a token so that a line of a figure shows it: no line break, no lone blank, not too long."""
-    shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+    shown = printable(text)
     shown = shown.strip() or "␣" * len(shown)
     return shown if len(shown) <= longest else shown[: longest - 1] + "…"
 

@@ -5,10 +5,12 @@ from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
+import numpy.typing as npt
 
 from sfi_core.observer import NOTHING, BeginStepEvent, NullObserver, RunEvent, StepEvent
 
 DOMAIN = "sfi"
+Array = npt.NDArray[Any]
 RUN = np.dtype([("batch", np.int32)])
 STEP = np.dtype(
     [("step", np.int32), ("slow", np.int32), ("fast", np.int32)]
@@ -41,7 +43,7 @@ class NvtxObserver(NullObserver):
 
     def __init__(self) -> None:
         self._domain = _domain()
-        self._attributes: dict[str, Any] = {}
+        self._known: dict[str, tuple[Any, Array]] = {}
         self._run: int | None = None
         self._range: int | None = None
         self._step = self._left = 0
@@ -75,8 +77,8 @@ class NvtxObserver(NullObserver):
         """Close the run before, and open this one."""
         self.close()
         if self._domain is not None:
-            attributes = self._about(f"run {event.policy}", "run", GREY)
-            attributes.payload = np.array((event.batch,), RUN)
+            attributes, payload = self._about(f"run {event.policy}", "run", GREY, RUN)
+            payload[()] = (event.batch,)
             self._run = self._domain.start_range(attributes)
 
     def on_begin_step(self, event: BeginStepEvent) -> None:
@@ -86,8 +88,9 @@ class NvtxObserver(NullObserver):
         self._end_step()
         slow, fast = len(event.slow), len(event.fast)
         self._step, self._left = event.step, slow + fast
-        attributes = self._about(f"{event.kind} step", f"{event.kind} steps", KINDS[event.kind])
-        attributes.payload = np.array((event.step, slow, fast), STEP)
+        kind = event.kind
+        attributes, payload = self._about(f"{kind} step", f"{kind} steps", KINDS[kind], STEP)
+        payload[()] = (event.step, slow, fast)
         self._range = self._domain.start_range(attributes)
 
     def on_step(self, event: StepEvent) -> None:
@@ -102,29 +105,40 @@ class NvtxObserver(NullObserver):
         """Bracket a region with a range."""
         if self._domain is None:
             return NOTHING
-        attributes = self._about(name, *PHASES.get(name, OTHER))
-        return _Range(self._domain, attributes, (self._step, -1 if layer is None else layer))
+        attributes, payload = self._about(name, *PHASES.get(name, OTHER), SPAN)
+        place = (self._step, -1 if layer is None else layer)
+        return _Range(self._domain, attributes, payload, place)
 
     def _end_step(self) -> None:
         if self._range is not None:
             self._domain.end_range(self._range)
             self._range = None
 
-    def _about(self, message: str, category: str, color: int) -> Any:
-        # registered with the profiler once, then only the payload changes
-        if message not in self._attributes:
-            self._attributes[message] = self._domain.get_event_attributes(message, color, category)
-        return self._attributes[message]
+    def _about(
+        self, message: str, category: str, color: int, kind: np.dtype[Any]
+    ) -> tuple[Any, Array]:
+        # registered with the profiler once: a payload is read where it lies when a range begins, and setting
+        # one anew would take longer than the rest of a range
+        if message not in self._known:
+            payload = np.zeros((), kind)
+            self._known[message] = (
+                self._domain.get_event_attributes(message, color, category, payload),
+                payload,
+            )
+        return self._known[message]
 
 
 class _Range:
-    __slots__ = ("_attributes", "_domain", "_payload")
+    __slots__ = ("_attributes", "_domain", "_payload", "_place")
 
-    def __init__(self, domain: Any, attributes: Any, payload: tuple[int, int]) -> None:
-        self._domain, self._attributes, self._payload = domain, attributes, payload
+    def __init__(
+        self, domain: Any, attributes: Any, payload: Array, place: tuple[int, int]
+    ) -> None:
+        self._domain, self._attributes = domain, attributes
+        self._payload, self._place = payload, place
 
     def __enter__(self) -> None:
-        self._attributes.payload = np.array(self._payload, SPAN)
+        self._payload[()] = self._place
         self._domain.push_range(self._attributes)
 
     def __exit__(

@@ -176,7 +176,7 @@ class ParquetObserver(NullObserver):
         failure = None if self._writer is None else self._writer.failure
         if failure is not None and not self._warned:
             self._warned = True
-            self._warn(f"trace {self._folder} ends here, the run goes on: {failure}")
+            self._warn(f"trace {self._folder} ends here, the run goes on: {failure.strerror}")
 
 
 def _few(event: RunEvent) -> bool:

@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 from sfi_traces.reader import Trace
 from sfi_traces.replay.memory import Memory
 from sfi_traces.replay.setting import Setting
-from sfi_traces.replay.support import Supports, chosen
+from sfi_traces.replay.support import Supports, of_request
 
 PROMPT_TAIL = 400  # tokens of the prompt before the generated text
 REDACTED = "(the text is redacted)"
@@ -113,7 +113,7 @@ class Playback:
             ConfigError: No such request, layer or head.
         """
         supports = Supports.load(trace, request, layers, heads, gaps=True)[0]
-        own = chosen(trace.table("steps"), request=supports.request).sort_by("step")
+        own = of_request(trace.table("steps"), supports.request).sort_by("step")
         rows = own.to_pylist()
         slow = np.array([row["slow"] for row in rows])
         return cls(

@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow.compute as pc
 
 from sfi_traces.figure_data import retained_mass
-from sfi_traces.stability import Place, rows_of, thinning
+from sfi_traces.stability import Place, thinning
 from sfi_traces.view import View
 
 # what a cell shows
@@ -94,9 +94,9 @@ def rasters(
 
 
 def choose_place(view: View) -> tuple[Place, str]:
-    """Choose the layer and KV head that tells most of those in the view, and say why.
+    """Choose the layer and KV head of the view where fast steps retain the least mass, and say so.
 
-    With fast steps that is the one that retains the least mass, else the one whose supports hold the most.
+    Without fast steps it is the one whose supports hold the most.
     """
     found = list(view.supports.sets)
     if len(found) == 1:
@@ -108,8 +108,8 @@ def choose_place(view: View) -> tuple[Place, str]:
         for column, head in enumerate(data.heads)
     }
     if data.coverage:
-        return max(found, key=mass.__getitem__), "; the KV head whose supports hold the most mass"
-    return min(found, key=mass.__getitem__), "; the KV head that retains the least mass"
+        return max(found, key=mass.__getitem__), "supports hold the most mass"
+    return min(found, key=mass.__getitem__), "fast steps retain the least mass"
 
 
 def meaning(raster: Raster) -> dict[int, str]:
@@ -143,7 +143,7 @@ def _segments(view: View) -> tuple[int, np.ndarray | None]:
 def _selections(view: View) -> dict[Place, list[tuple[int, np.ndarray]]]:
     # positions by refresh, for each layer and KV head
     columns = ["request", "step", "layer", "head", "positions"]
-    rows = view.trace.table("selections", columns).filter(rows_of(view.request))
+    rows = view.trace.table("selections", columns).filter(view.of_request)
     rows = rows.filter(pc.is_valid(pc.field("positions"))).sort_by("step")
     found: dict[Place, list[tuple[int, np.ndarray]]] = {}
     keys = (rows[name].to_pylist() for name in ("layer", "head", "step"))

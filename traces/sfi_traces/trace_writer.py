@@ -90,8 +90,6 @@ class TraceWriter:
             self.failure = error
         except BaseException as error:  # noqa: BLE001 - `close` raises it, where somebody sees it
             self._error = error
-        else:
-            return
         while not self._over:  # nobody may wait for room for ever
             self._over = self._queue.get() is END
 
@@ -170,4 +168,5 @@ def next_parts(elapsed: float) -> float:
 
 
 def _reason(failure: OSError) -> str:
-    return f"{'disk full' if failure.errno == errno.ENOSPC else 'write failed'}: {failure}"
+    what = "disk full" if failure.errno == errno.ENOSPC else "write failed"
+    return f"{what}: {failure.strerror}"

@@ -9,7 +9,7 @@ import pyarrow.compute as pc
 
 from sfi_core.errors import ConfigError, TraceError
 from sfi_traces.reader import Trace
-from sfi_traces.stability import Supports, rows_of
+from sfi_traces.stability import LagLine, Supports, overlap_by_lag, rows_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +100,10 @@ class View:
         _check("layer", layer, [place["layer"] for place in layers])
         heads = [place["heads"] for place in layers if layer in (None, place["layer"])]
         _check("head", head, list(range(max(heads, default=0))))
-        recorded = (trace.manifest["audit"] or {"top": top})["top"]
-        if top is not None and not 1 <= top <= recorded:
+        audit = trace.manifest["audit"]
+        if top is not None and audit is not None and not 1 <= top <= audit["top"]:
             raise ConfigError(
-                f"top must be in 1 to {recorded}, which the audit recorded, got {top}"
+                f"top must be in 1 to {audit['top']}, which the audit recorded, got {top}"
             )
         self.request: int = self.requests[0] if request is None else request
         self.steps = Steps.of(table.filter(pc.field("request") == self.request))
@@ -114,6 +114,21 @@ class View:
         return rows_of(self.request, self.layer, self.head)
 
     @property
+    def of_request(self) -> pc.Expression:
+        """Make a filter for the rows of the request, of all layers and heads."""
+        return rows_of(self.request)
+
+    @cached_property
+    def lags(self) -> tuple[LagLine, LagLine]:
+        """Overlap by lag, within a sentence and across a boundary; raises `TraceError` as `supports`."""
+        step = self.supports.step
+        if len(step) == 1:
+            raise TraceError(
+                f"trace {self.trace.path} has one audited step, too few for an overlap"
+            )
+        return overlap_by_lag(self.supports, self.steps.sentence[self.steps.rows(step)])
+
+    @property
     def k(self) -> int:
         """Positions of a support."""
         return self.top or int(self.trace.manifest["audit"]["top"])
@@ -121,9 +136,9 @@ class View:
     @cached_property
     def supports(self) -> Supports:
         """Supports of the steps; raises `TraceError` where there are none."""
-        found = Supports.read(self.trace, self.request, self.layer, self.head)
         # a killed run may have written a step's supports and not yet the step
-        found = found.at(slice(0, int(np.searchsorted(found.step, self.steps.step[-1] + 1))))
+        last = int(self.steps.step[-1])
+        found = Supports.read(self.trace, self.request, last, self.layer, self.head)
         return found if self.top is None else found.strongest(self.top)
 
 

@@ -2,7 +2,7 @@
 
 import typer
 
-from sfi_cli.commands.trace import check, diff, export, plot, record, replay, show, sql
+from sfi_cli.commands.trace import check, diff, export, plot, record, replay, report, show, sql
 
 app = typer.Typer(
     help="Record what the model attended to, and look at it.",
@@ -14,5 +14,6 @@ app.command()(export.export)
 app.command()(plot.plot)
 app.command()(record.record)
 app.command()(replay.replay)
+app.command()(report.report)
 app.command()(show.show)
 app.command()(sql.sql)

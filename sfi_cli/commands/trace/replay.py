@@ -44,12 +44,8 @@ def replay(
     min_gap: Annotated[
         Values, _grid("Steps after a slow step in which triggers do not count.", SLOW)
     ] = None,
-    trigger_delay: Annotated[
-        Values, _grid("Steps from a boundary to its slow step.", SLOW)
-    ] = None,
-    slow_start: Annotated[
-        Values, _grid("Steps from the first on that are slow.", SLOW)
-    ] = None,
+    trigger_delay: Annotated[Values, _grid("Steps from a boundary to its slow step.", SLOW)] = None,
+    slow_start: Annotated[Values, _grid("Steps from the first on that are slow.", SLOW)] = None,
     stride: Annotated[Values, _grid("Steps between slow steps under stride.", SLOW)] = None,
     cosine_threshold: Annotated[
         Values,
@@ -81,7 +77,9 @@ def replay(
     ] = 1,
     against: Annotated[
         Path | None,
-        typer.Option(help="A real run of --policy sfi: predict its setting, beside what it measured."),
+        typer.Option(
+            help="A real run of --policy sfi: predict its setting, beside what it measured."
+        ),
     ] = None,
     play: Annotated[
         bool, typer.Option("--play", help="Step through the run.", rich_help_panel=PLAY)
@@ -108,7 +106,7 @@ def replay(
     json: o.Json = False,
     quiet: o.Quiet = False,
 ) -> None:
-    """Replay a trace of --audit 1 under other settings, without the model, or watch it with --play.
+    r"""Replay a trace of --audit 1 under other settings, without the model, or watch it with --play.
 
     The recorded tokens and attention are held fixed: how often a step would have been slow, what the reused
     memory would have held of the attention, what that costs. Values with commas between make a grid.
@@ -117,7 +115,7 @@ def replay(
 
       sfi trace replay dense --t-max 16,32,64 --budget 128,256,512 --plot replay.png
 
-      sfi trace replay dense --trigger-set marks=". ? !" --trigger-set lines="\\n" --json
+      sfi trace replay dense --trigger-set marks=". ? !" --trigger-set lines="\n" --json
 
       sfi trace replay dense --trigger-policy boundary,cosine,never --cosine-threshold 0.7,0.8
 
@@ -125,7 +123,8 @@ def replay(
 
       sfi trace replay run --play
     """
-    from sfi_cli.replay import Choice, Files, Grid, PlayJob, ReplayJob
+    from sfi_cli.replay import Choice, Files, PlayJob, ReplayJob
+    from sfi_cli.replay_grid import Grid
 
     grid = Grid(
         policies=trigger_policy, triggers=triggers, trigger_ids=trigger_id, trigger_sets=trigger_set,
@@ -143,6 +142,10 @@ def replay(
     )
     files = Files(output=output, plot=plot, force=force, json=json, quiet=quiet)
     if play:
-        PlayJob(choice=choice, files=files, against=against, grid=grid, step=step, speed=speed).run()
+        PlayJob(
+            choice=choice, files=files, against=against, grid=grid, step=step, speed=speed
+        ).run()
     else:
-        ReplayJob(choice=choice, files=files, against=against, grid=grid, batch=batch, step=step).run()
+        ReplayJob(
+            choice=choice, files=files, against=against, grid=grid, batch=batch, step=step
+        ).run()

@@ -111,7 +111,7 @@ def _names(trace: Trace, tracks: dict[Track, int]) -> list[Event]:
     process = {"name": f"sfi {trace.manifest['policy']} on {trace.manifest['model']['name']}"}
     named = [_event("M", "process_name", 0, 0, args=process)]
     for (kind, which), tid in tracks.items():
-        name = f"steps of request {which}" if kind == "request" else f"stream {which}"
+        name = f"steps of request {which}" if kind == "request" else which
         named.append(_event("M", "thread_name", tid, 0, args={"name": name}))
         named.append(_event("M", "thread_sort_index", tid, 0, args={"sort_index": tid}))
     return named

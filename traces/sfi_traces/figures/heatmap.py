@@ -40,5 +40,5 @@ def draw(view: View) -> Figure:
     bar.set_label("overlap coefficient", fontsize=9)
     bar.outline.set_visible(False)
     bar.ax.tick_params(labelsize=8)
-    title(figure, captions.stability(view), view)
+    title(figure, captions.stability(view, supports), view)
     return figure

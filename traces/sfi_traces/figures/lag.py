@@ -5,14 +5,12 @@ from matplotlib.figure import Figure
 from sfi_traces import captions
 from sfi_traces.figures.style import new_figure, plain, title
 from sfi_traces.labels import ACROSS, WITHIN
-from sfi_traces.stability import overlap_by_lag
 from sfi_traces.view import View
 
 
 def draw(view: View) -> Figure:
     """Draw pairs within a sentence and pairs across a boundary, and how many there are."""
-    supports = view.supports
-    lines = overlap_by_lag(supports, view.steps.sentence[view.steps.rows(supports.step)])
+    lines = view.lags
     figure = new_figure(9, 5.6)
     axes, below = figure.subplots(2, 1, sharex=True, height_ratios=(4, 1))
     for line, color in zip(lines, (WITHIN, ACROSS), strict=True):

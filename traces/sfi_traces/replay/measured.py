@@ -15,7 +15,7 @@ from sfi_traces.replay.memory import Memory
 from sfi_traces.replay.outcome import Outcome, StepMetrics
 from sfi_traces.replay.replay import replay_request
 from sfi_traces.replay.setting import Setting
-from sfi_traces.replay.support import Floats, Supports, chosen
+from sfi_traces.replay.support import Floats, Supports, of_request
 
 POLICY = "sfi"
 STEPS = ["request", "step", "token_id", "reason", "context_tokens", "attended_tokens"]
@@ -87,7 +87,7 @@ def compare(
     kept = real.table("supports", SUPPORTS)
     predictions, measurements, compared = [], [], []
     for supports in recorded:
-        own = chosen(steps, request=supports.request).sort_by("step")
+        own = of_request(steps, supports.request).sort_by("step")
         common = _common(supports, own)
         like = supports.first(common).without(setting.config.dense_layers)
         measurement = _measured(like, setting, own, kept, batch)
@@ -167,7 +167,7 @@ def _common(supports: Supports, steps: pa.Table) -> int:
     """Count the steps whose query, x_{t-1}, and all before it are the same in both."""
     pairs = zip(supports.tokens, steps["token_id"].to_pylist(), strict=False)
     equal = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1] or pair[1] is None, pairs))
-    return min(equal + 1, supports.steps, steps.num_rows)
+    return min(equal + 1, supports.steps, int(steps.num_rows))
 
 
 def _measured(
@@ -178,7 +178,7 @@ def _measured(
     slow_N = np.array([bool(reason) for reason in reasons])
     memory = Memory.of(setting.config, slow_N, like.length_N)
     model = ByteModel.of(like.model, dense_layers=setting.config.dense_layers, batch=batch)
-    own = chosen(kept, request=like.request)
+    own = of_request(kept, like.request)
     kept_NU = _column(own, like, "retained_mass")
     return StepMetrics(
         request=like.request,

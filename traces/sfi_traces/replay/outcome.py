@@ -152,7 +152,8 @@ def pareto(outcomes: Sequence[Outcome]) -> list[bool]:
 def _known(requests: Sequence[StepMetrics], name: str) -> Floats:
     values = [getattr(one, name)[~one.slow_N].ravel() for one in requests]
     pooled = np.concatenate(values)
-    return pooled[~np.isnan(pooled)]
+    known: Floats = pooled[~np.isnan(pooled)]
+    return known
 
 
 def _mean(values: Floats) -> float:

@@ -1,9 +1,9 @@
 """What a recorded run would have kept under another setting.
 
-At a fast step the attended set is the sink, the recent segment and what the last slow step s selected: here the
-`budget` most probable positions of J(s) in the recorded dense attention, where a run asks the Selector. What
-the set holds of the step's own recorded probabilities is a lower bound of its retained mass, since positions
-beyond the recorded ones have some too; the upper bound gives it all that they can have.
+At a fast step the attended set is the sink, the recent segment and what the last slow step s selected: here
+the `budget` most probable positions of J(s) in the recorded dense attention, where a run asks the Selector.
+What the set holds of the step's own recorded probabilities is a lower bound of its retained mass, since
+positions beyond the recorded ones have some too; the upper bound gives it all that they can have.
 """
 
 from collections.abc import Sequence
@@ -122,7 +122,8 @@ def top(score_UT: Floats, budget: int) -> Bools:
     above, equal = score_UT > last_U1, score_UT == last_U1
     room_U1 = budget - above.sum(1, keepdims=True)
     chosen: Bools = above | (equal & (equal.cumsum(1) <= room_U1))
-    return chosen & (score_UT > 0)
+    chosen &= score_UT > 0
+    return chosen
 
 
 def spread(score_UT: Floats, span: int) -> Floats:
@@ -140,7 +141,8 @@ def _look_up(table_UT: Bools, position_NUK: Positions) -> Bools:
     # a padded -1 lands in the column before its row: the last one of the row above, which is False
     U, width = table_UT.shape
     row_U1 = (np.arange(U) * width).astype(np.int32 if U * width < 2**31 else np.int64)[:, None]
-    return table_UT.ravel().take(position_NUK + row_U1)
+    found: Bools = table_UT.ravel().take(position_NUK + row_U1)
+    return found
 
 
 def _unrecorded(mass_NUK: Floats, unseen_NU: Ints) -> Floats:

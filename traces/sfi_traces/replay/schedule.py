@@ -27,7 +27,7 @@ class ExtraTrigger:
         if setting.cosine_threshold is not None:
             known = ~np.isnan(supports.cosine_NU)
             total = np.where(known, supports.cosine_NU, 0).sum(1)
-            low = known.any(1) & (total < setting.cosine_threshold * known.sum(1))
+            low = total < setting.cosine_threshold * known.sum(1)
             return cls("cosine", frozenset(np.flatnonzero(low).tolist()))
         if setting.random_rate is not None:
             chance = random.Random(f"{setting.seed} {supports.request}")  # noqa: S311 - no secret

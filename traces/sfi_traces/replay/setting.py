@@ -34,7 +34,8 @@ class Setting:
             come on top.
         trigger_token_ids: T_trig.
         triggers: What to call it.
-        cosine_threshold: Under "cosine", a step is slow if its query's mean cosine with the last one is lower.
+        cosine_threshold: Under "cosine", a step is slow if its query's mean cosine with the last one is
+            lower.
         random_rate: Under "random", a step's chance to be slow.
         seed: Of that chance.
     """

@@ -81,19 +81,26 @@ class Supports:
             ConfigError: No such request, layer or head.
         """
         trace.require_audit(every_step=not gaps)
-        steps = chosen(trace.table("steps", STEPS), request=request)
-        table = chosen(trace.table("supports", SUPPORTS), request=request, layer=layers, head=heads)
+        steps = _chosen(trace.table("steps", STEPS), request=request)
+        table = _chosen(
+            trace.table("supports", SUPPORTS), request=request, layer=layers, head=heads
+        )
         dense = trace.manifest["config"]["dense_layers"]
         table = table.filter(~pc.field("layer").isin(pa.array(dense, pa.int16())))
+        pair_U, unit = np.unique(
+            np.stack([table[name].to_numpy() for name in ("layer", "head")]).astype(np.int64),
+            axis=1,
+            return_inverse=True,
+        )
+        table = table.append_column("unit", pa.array(unit.ravel()))
         found = []
         for index in pc.unique(steps["request"]).sort().to_pylist():
-            own = chosen(steps, request=index).sort_by("step")
-            rows = chosen(table, request=index)
-            if rows.num_rows and own.num_rows:
-                found.append(cls._of(trace, index, own, rows, gaps=gaps))
+            own, rows = of_request(steps, index).sort_by("step"), of_request(table, index)
+            found.append(cls._of(trace, index, own, rows, pair_U, gaps=gaps))
+        found = [one for one in found if one.steps and len(one.layer_U)]
         if not found:
             raise TraceError(
-                f"trace {trace.path} has no audited layer that a fast step could change"
+                f"trace {trace.path} has no audited step of a layer that fast steps change"
             )
         return found
 
@@ -132,22 +139,24 @@ class Supports:
 
     @classmethod
     def _of(
-        cls, trace: Trace, request: int, steps: pa.Table, rows: pa.Table, *, gaps: bool
+        cls,
+        trace: Trace,
+        request: int,
+        steps: pa.Table,
+        rows: pa.Table,
+        pair_U: Ints,
+        *,
+        gaps: bool,
     ) -> Self:
+        N, U = steps.num_rows, pair_U.shape[1]
         step = rows["step"].to_numpy()
-        pair, unit = np.unique(
-            np.stack([rows["layer"].to_numpy(), rows["head"].to_numpy()]).astype(np.int64),
-            axis=1,
-            return_inverse=True,
-        )
-        N, U = steps.num_rows, pair.shape[1]
         if not gaps:  # a step whose part was never written ends the request
-            counts = np.bincount(step, minlength=N)[:N]
-            N = int(np.argmax(counts < U)) if (counts < U).any() else N
+            short = np.bincount(step, minlength=N)[:N] < U
+            N = int(np.argmax(short)) if short.any() else N
         kept = step < N
-        place = (step[kept], unit.ravel()[kept])
+        place = (step[kept], rows["unit"].to_numpy()[kept])
         rows = rows.filter(pa.array(kept))
-        K = int(pc.max(pc.list_value_length(rows["positions"])).as_py() or 0)
+        K = pc.max(pc.list_value_length(rows["positions"])).as_py() or 0
         cosine = np.full((N, U), np.nan, np.float32)
         cosine[place] = rows["query_cosine"].to_numpy()
         return cls(
@@ -156,20 +165,25 @@ class Supports:
             top=trace.manifest["audit"]["top"],
             tokens=_tokens(trace, steps)[:N],
             length_N=steps["context_tokens"].to_numpy().astype(np.int64)[:N],
-            layer_U=pair[0],
-            head_U=pair[1],
+            layer_U=pair_U[0],
+            head_U=pair_U[1],
             position_NUK=_padded(rows["positions"], place, (N, U, K), NO_POSITION),
             mass_NUK=_padded(rows["mass"], place, (N, U, K), 0.0),
             cosine_NU=cosine,
         )
 
 
-def chosen(table: pa.Table, **wanted: int | Collection[int] | None) -> pa.Table:
-    # rows whose columns have one of the wanted values
-    for column, values in wanted.items():
-        if values is None:
+def of_request(table: pa.Table, request: int) -> pa.Table:
+    """Return a request's rows; maybe none."""
+    return table.filter(pc.field("request") == request)
+
+
+def _chosen(table: pa.Table, **wanted: int | Collection[int] | None) -> pa.Table:
+    # the rows whose columns have one of the wanted values; None wants all
+    for column, one_or_more in wanted.items():
+        if one_or_more is None:
             continue
-        values = [values] if isinstance(values, int) else sorted(values)
+        values = [one_or_more] if isinstance(one_or_more, int) else sorted(one_or_more)
         known = set(pc.unique(table[column]).to_pylist())
         for value in values:
             if value not in known:

@@ -15,12 +15,12 @@ from sfi_traces.summary.supports import (
 )
 
 MISSING = {  # sections that a trace may lack, and what records them
-    "stability": "overlap of consecutive supports: record with --audit 1",
-    "lags": "overlap by lag since the refresh: record with --audit 1",
-    "audit": "retained mass, output error, query cosine: record with --audit N",
-    "logits": "next-token KL and argmax agreement: record a sparse policy with --audit N",
-    "selections": "lambda* and overlap of selections: record a policy that selects, such as --policy sfi",
-    "phases": "time by phase and break-even: the trace has no timings",
+    "stability": "overlap of consecutive supports (record with --audit 1)",
+    "lags": "overlap by lag since the refresh (record with --audit N)",
+    "audit": "retained mass, output error, query cosine (record with --audit N)",
+    "logits": "next-token KL and argmax agreement (record a sparse policy with --audit N)",
+    "selections": "lambda* and overlap of selections (record a policy that selects, such as --policy sfi)",
+    "phases": "time by phase and break-even (the table timings is empty)",
 }
 
 

@@ -56,7 +56,7 @@ def phases(scope: Scope) -> dict[str, Any] | None:
             sum(elapsed_us) AS total_us, count(DISTINCT (request, step)) AS steps
         FROM chosen_timings
         GROUP BY ALL
-        ORDER BY total_us DESC
+        ORDER BY total_us DESC, name
     """)
     parts = {
         part: _shares([row for row in rows if row["prefill"] is prefill])
@@ -107,6 +107,8 @@ def break_even(scope: Scope) -> dict[str, Any]:
     share = scope.row("SELECT avg(slow::INT) AS share FROM chosen_steps WHERE step > 0")["share"]
     found = {"context_tokens": None, "slow_share": share, **costs, "reason": None}
     dense, fast = costs["dense_us_per_token"], costs["fast_us"]
+    if share is None:
+        return found | {"reason": "no step after step 0 was recorded"}
     if dense is None or fast is None:
         kind = "slow" if dense is None else "fast"
         return found | {"reason": f"no {kind} step after step 0 was timed"}

@@ -13,7 +13,8 @@ def stability(scope: Scope) -> dict[str, Any] | None:
     """Measure the overlap coefficient of consecutive supports, within sentences and across boundaries.
 
     Two steps are across a boundary if they generate tokens of different sentences: the later one's query is
-    the boundary token. Returns None where no two consecutive steps were audited.
+    the boundary token. `chance` is the overlap of two random supports: the share of the context that one
+    holds. Returns None where no two consecutive steps were audited.
     """
     rows = scope.rows(f"""
         WITH marked AS (
@@ -33,6 +34,12 @@ def stability(scope: Scope) -> dict[str, Any] | None:
     for row in rows:
         places[row["layer"]]["across" if row["across"] else "within"] = row["overlap"]
     overall = places.pop(None)
+    query = """
+        SELECT avg(least(1, ? / context_tokens)) AS chance
+        FROM chosen_supports JOIN chosen_steps USING (request, step)
+        WHERE overlap_previous_step IS NOT NULL
+    """
+    overall |= scope.row(query, [scope.trace.manifest["audit"]["top"]])
     return {**overall, "layers": [{"layer": layer, **found} for layer, found in places.items()]}
 
 
@@ -77,7 +84,9 @@ def _boundary_pairs(scope: Scope) -> str:
     pairs = f"""
         SELECT refresh, this.step - last AS lag, {OVERLAP} AS overlap
         FROM chosen_supports this JOIN placed USING (request, step)
-        JOIN chosen_supports that ON that.step = last
+        JOIN (
+            FROM chosen_supports SEMI JOIN (FROM marked WHERE refresh) USING (request, step)
+        ) that ON that.step = last
             AND (that.request, that.layer, that.head) = (this.request, this.layer, this.head)
     """  # noqa: S608 - our own words
     return _by_lag(f"step = 0 OR coalesce(lag(trigger, {back:d}) OVER of_request, false)", pairs)

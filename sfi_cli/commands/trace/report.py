@@ -1,0 +1,48 @@
+"""`sfi trace report`: a trace as one HTML file."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sfi_cli import options as o
+
+
+def report(
+    trace: o.TraceDir,
+    request: Annotated[
+        int | None, typer.Option(help="The request.", show_default="the first")
+    ] = None,
+    top: Annotated[
+        int | None,
+        typer.Option(
+            help="Only the most probable positions of each support.",
+            show_default="all that the audit recorded; of the raster, the budget",
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            help="The HTML file.",
+            show_default="DIR-report.html beside the trace",
+            rich_help_panel=o.OUTPUT,
+        ),
+    ] = None,
+    force: o.Force = False,
+) -> None:
+    """Write one HTML file with interactive figures, the summary and the generated text.
+
+    It holds all it needs, works offline and loads nothing. It also holds the prompt, unless the trace was
+    recorded with --redact-text.
+
+    For example:
+
+      sfi trace report run
+
+      sfi trace report run --request 2 -o run.html --force
+    """
+    from sfi_cli.trace_figures import write_report
+
+    write_report(trace, request=request, top=top, output=output, force=force)

@@ -1,0 +1,63 @@
+"""`sfi trace diff` from the outside."""
+
+import json
+
+import pytest
+
+from sfi_traces.reader import Trace
+from tests.cli.trace_commands import trace
+from tests.traces.made import CONFIG, MODEL, make_trace
+from tests.traces.small import change_manifest, rows, write_part
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    return make_trace(tmp_path_factory.mktemp("trace") / "run", steps=30, policy="sfi")
+
+
+@pytest.fixture
+def other(tmp_path):
+    return make_trace(tmp_path / "other", steps=40, seed=3, config=CONFIG | {"budget": 30})
+
+
+def test_diff_shows_what_its_document_says(recorded, other):
+    ended = trace("diff", recorded, other)
+    document = json.loads(trace("diff", recorded, other, "--json").stdout)
+    assert (ended.code, ended.stderr) == (0, "")
+    for words in (
+        f"A  {recorded}\nB  {other}\n",
+        "budget: 20 in A, 30 in B",
+        "policy: sfi in A, full-kv in B",
+        "request 0: 100.0% of the first 30 tokens are equal (30 in A, 40 in B)",
+        "slow in B only, among the first 30 steps: 1 2 3 4 5 6 7 8 9 11 12 13 14 15 16 17 ...",
+        f"{document['ratios']['read_ratio']:.2f}x",
+        f"{document['supports']['overlap']['mean']:.3f}",
+        "Overlap of the supports at equal steps",
+    ):
+        assert words in ended.stdout
+    assert "Overlap of the selections" not in ended.stdout
+
+
+def test_diff_shows_where_the_tokens_part(recorded, other):
+    steps = rows(Trace.open(other), "steps")
+    steps[5] |= {"token_id": 8, "token_text": " elsewhere"}
+    write_part(other, "steps", steps)
+    text = trace("diff", recorded, other).stdout
+    assert "request 0: 96.7% of the first 30 tokens are equal" in text
+    assert "they part at step 5, after ' the cat sat on a': ' mat' in A, ' elsewhere' in B" in text
+
+
+def test_diff_of_other_models_or_prompts_is_refused(recorded, other):
+    change_manifest(other, prompts=[{"request": 0, "tokens": 9, "sha256": "1" * 64}])
+    ended = trace("diff", recorded, other)
+    assert (ended.code, ended.stdout) == (3, "")
+    assert ended.stderr == (
+        "error: traces must have the same prompts, got another for request 0: "
+        f"200 tokens in {recorded} and 9 in {other}\n"
+    )
+    change_manifest(other, model=MODEL | {"name": "else"})
+    ended = trace("diff", recorded, other)
+    assert ended.code == 3
+    assert ended.stderr == (
+        f"error: traces must be of one model, got made-up in {recorded} and else in {other}\n"
+    )

@@ -1,0 +1,150 @@
+"""`sfi trace plot` and `sfi trace report`: which files come, and what is refused."""
+
+import re
+import shlex
+
+import pytest
+from typer.testing import CliRunner
+
+from sfi_cli import app as cli
+from sfi_cli.trace_figures import PlotJob, beside, write_report
+from sfi_core.errors import ConfigError, SfiError, TraceError
+from tests.traces.made import make_trace
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("plotly")
+KINDS = ["heatmap", "lag", "lambda", "raster", "retained", "timeline"]
+NOTHING = {
+    "kinds": (), "request": None, "layer": None, "head": None, "top": None, "form": None, "output": None,
+    "force": False,
+}  # fmt: skip
+
+
+@pytest.fixture
+def trace(tmp_path):
+    return make_trace(tmp_path / "run", steps=15, policy="sfi", sentence=5)
+
+
+def plot(trace, **options) -> None:
+    PlotJob(trace=trace, **NOTHING | options).run()
+
+
+def test_plot_and_report_write_beside_the_trace(run, trace, tmp_path):
+    result = run("trace", "plot", str(trace))
+    assert (result.returncode, result.stdout) == (0, "")
+    assert result.stderr.splitlines() == [
+        f"Wrote {tmp_path}/run-{kind}.png"
+        for kind in ("heatmap", "raster", "lag", "lambda", "retained", "timeline")
+    ]
+    with pytest.raises(ConfigError, match=f"output {tmp_path}/run-heatmap.png exists; add --force"):
+        plot(trace)
+    result = run("trace", "report", str(trace))
+    assert (result.returncode, result.stderr) == (0, f"Wrote {tmp_path}/run-report.html\n")
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == sorted(["run", "run-report.html", *(f"run-{kind}.png" for kind in KINDS)])
+
+
+def test_kinds_go_to_a_folder_in_the_format_asked_for(trace, tmp_path):
+    plot(trace, kinds=("lag", "lambda", "lag"), form="svg", output=tmp_path / "new" / "figures")
+    names = sorted(path.name for path in (tmp_path / "new" / "figures").iterdir())
+    assert names == ["run-lag.svg", "run-lambda.svg"]
+
+
+def test_one_kind_goes_to_a_file_whose_name_is_its_format(trace, tmp_path):
+    plot(trace, kinds=("lag",), output=tmp_path / "x.svg")
+    assert (tmp_path / "x.svg").read_text().startswith("<?xml")
+    plot(trace, kinds=("lambda",), output=tmp_path / "x.svg", force=True)
+    assert "Weight of the prior" in (tmp_path / "x.svg").read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kinds": ("heat",)}, r"unknown kind 'heat'; expected one of \('heatmap', 'raster', "),
+        ({"form": "pdf"}, r"format must be one of \('png', 'svg'\), got pdf"),
+        ({"output": "x.png"}, "output must be a folder for 6 figures, got .*x.png"),
+        ({"kinds": ("lag",), "output": "x.pdf"}, r"output must end in one of \('png', 'svg'\), got x.pdf"),
+        ({"kinds": ("lag",), "output": "x.png", "form": "svg"}, r"must end in one of \('svg',\), got x.png"),
+        ({"request": 1}, r"request must be one of \[0\], got 1"),
+        ({"layer": 5}, "layer must be in 0 to 1, got 5"),
+        ({"head": 2}, "head must be in 0 to 1, got 2"),
+        ({"top": 99}, "top must be in 1 to 24, which the audit recorded, got 99"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused_before_anything_is_written(trace, tmp_path, options, message):
+    if "output" in options:
+        options = options | {"output": tmp_path / options["output"]}
+    with pytest.raises(ConfigError, match=message):
+        plot(trace, **options)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_figures_without_data_are_left_out_unless_asked_for(tmp_path, capsys):
+    trace = make_trace(tmp_path / "run", steps=6, audit=None)
+    plot(trace, output=tmp_path / "figures")
+    assert [path.name for path in (tmp_path / "figures").iterdir()] == ["run-timeline.png"]
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 6
+    assert said[0].startswith("left out heatmap: trace ")
+    assert said[0].endswith("has no audit; record it with --audit 1")
+    with pytest.raises(TraceError, match="record it with --audit 1"):
+        plot(trace, kinds=("timeline", "raster"), output=tmp_path / "other")
+    assert [path.name for path in (tmp_path / "other").iterdir()] == ["run-timeline.png"]
+
+
+def test_a_trace_without_any_figure_is_an_error(tmp_path):
+    trace = make_trace(tmp_path / "run", steps=1, audit=None)
+    with pytest.raises(TraceError, match="has no audit"):
+        plot(trace, output=tmp_path / "figures")
+    assert list((tmp_path / "figures").iterdir()) == []
+
+
+def test_no_trace_is_an_error_of_input(tmp_path):
+    for work in (
+        plot,
+        lambda path: write_report(path, request=None, top=None, output=None, force=False),
+    ):
+        with pytest.raises(TraceError, match="is not a trace"):
+            work(tmp_path)
+
+
+def test_other_requests_are_mentioned(tmp_path, capsys):
+    trace = make_trace(tmp_path / "run", steps=6, requests=3)
+    plot(trace, kinds=("lag",), output=tmp_path / "x.png")
+    said = capsys.readouterr().err.splitlines()
+    assert said == ["showing request 0 of 3; --request chooses another", f"Wrote {tmp_path}/x.png"]
+    plot(trace, kinds=("lag",), output=tmp_path / "y.png", request=2)
+    assert capsys.readouterr().err.splitlines() == [f"Wrote {tmp_path}/y.png"]
+
+
+def test_the_report_overwrites_only_when_told(trace, tmp_path):
+    page = tmp_path / "page.html"
+    page.write_text("mine")
+    with pytest.raises(ConfigError, match="exists; add --force"):
+        write_report(trace, request=None, top=None, output=page, force=False)
+    assert page.read_text() == "mine"
+    write_report(trace, request=0, top=5, output=page, force=True)
+    assert "Top-5 of dense attention" in page.read_text(encoding="utf-8")
+
+
+def test_a_folder_that_cannot_be_made_is_said(trace, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SfiError, match="cannot be made: Not a directory"):
+        plot(trace, output=tmp_path / "file" / "figures")
+
+
+def test_a_file_beside_the_current_folder_has_the_folders_name(trace, monkeypatch):
+    monkeypatch.chdir(trace)
+    assert beside(trace / "..", "x") == trace.parent.parent / f"{trace.parent.name}-x"
+    assert beside(type(trace)(), "lag.png") == trace.parent / "run-lag.png"
+    assert beside(type(trace)("../run"), "lag.png") == type(trace)("../run-lag.png")
+
+
+@pytest.mark.parametrize("command", ["plot", "report"])
+def test_every_documented_example_parses(command):
+    text = CliRunner().invoke(cli.app, ["trace", command, "--help"], env={"COLUMNS": "200"}).stdout
+    examples = re.findall(r"^\s*(sfi trace .*?)\s*$", text, re.MULTILINE)
+    assert len(examples) >= 2
+    for example in examples:
+        words = [word for word in shlex.split(example)[1:] if word.startswith("-")]
+        assert all(word in text for word in words), example

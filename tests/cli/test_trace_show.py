@@ -1,0 +1,170 @@
+"""`sfi trace show` and `sfi trace check` from the outside."""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from sfi_cli import app as cli
+from tests.cli.trace_commands import trace
+from tests.traces.made import make_trace
+from tests.traces.small import change_manifest, redact, spoil
+
+SECTIONS = {
+    "trace", "request", "layer", "run", "steps", "triggers", "stability", "lags", "audit", "logits",
+    "selections", "latency", "phases", "break_even", "missing",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("show") / "run"
+    return make_trace(folder, steps=30, requests=2, policy="sfi")
+
+
+@pytest.mark.parametrize("name", ["show", "check", "diff", "sql", "export"])
+def test_every_documented_example_parses(name):
+    """Examples in a command's help use options that exist."""
+    text = CliRunner().invoke(cli.app, ["trace", name, "--help"], env={"COLUMNS": "200"}).stdout
+    examples = re.findall(rf"^\s*(sfi trace {name} .*?)\s*$", text, re.MULTILINE)
+    assert examples
+    for example in examples:
+        words = [word for word in shlex.split(example) if word.startswith("-")]
+        assert all(word in text for word in words), example
+
+
+def test_the_document_has_every_section(recorded):
+    ended = trace("show", recorded, "--json")
+    assert (ended.code, ended.stderr) == (0, "")
+    document = json.loads(ended.stdout)
+    assert set(document) == SECTIONS
+    assert document["missing"] == []
+
+
+def test_the_tables_have_the_documents_numbers(recorded):
+    text = trace("show", recorded).stdout
+    document = json.loads(trace("show", recorded, "--json").stdout)
+    kept = document["audit"]["heads"][0]
+    kinds = {kind["kind"]: kind for kind in document["latency"]["kinds"]}
+    for words in (
+        "made-up (Qwen3ForCausalLM), torch on cpu",
+        "request 0: 200 tokens, 30 steps; request 1: 200 tokens, 30 steps",
+        "60: 6 slow (4 trigger, 2 first), 54 fast",
+        f"{document['stability']['within']['mean']:.3f}",
+        f"{document['stability']['across']['p95']:.3f}",
+        f"{document['lags']['lags'][2]['reuse']['mean']:.3f}",
+        f"layer {kept['layer']} head {kept['head']} {kept['retained_mass']['mean']:.3f}",
+        f"KL {document['logits']['kl_next_token']['mean']:.4f} nats",
+        f"lambda* is clipped in {document['selections']['clipped_share']:.1%}",
+        f"{kinds['fast']['p99_us']:,.1f} us",
+        f"{document['steps']['read_ratio']:.1%} of the context",
+        f"break-even context length: {document['break_even']['context_tokens']:,.0f} tokens",
+    ):
+        assert words in text
+    assert "not recorded" not in text
+    assert "'.'     90" in text
+
+
+def test_what_is_missing_is_said_with_its_option(tmp_path):
+    text = trace("show", make_trace(tmp_path / "run", steps=12, audit=None)).stdout
+    assert "not recorded: retained mass, output error, query cosine (record with --audit N)" in text
+    assert "break-even context length: unknown, no fast step after step 0 was timed" in text
+    assert "Overlap" not in text
+
+
+def test_killed_and_redacted_traces_are_shown(tmp_path):
+    folder = make_trace(tmp_path / "run", steps=12, policy="sfi")
+    text = trace("show", redact(change_manifest(folder, finished=None))).stdout
+    assert "no: the run was killed, or goes on" in text
+    assert "(left out)" in text
+    stopped = change_manifest(folder, finished="2026-11-21T10:01:00+00:00", stopped="interrupted")
+    assert "2026-11-21T10:01:00+00:00, stopped early: interrupted" in trace("show", stopped).stdout
+
+
+def test_one_request_and_layer_are_shown(recorded):
+    document = json.loads(trace("show", recorded, "--request", 1, "--layer", 0, "--json").stdout)
+    assert document["steps"]["steps"] == 30
+    ended = trace("show", recorded, "--request", 7)
+    assert (ended.code, ended.stdout) == (2, "")
+    assert ended.stderr == "error: request must be one of the trace's [0, 1], got 7\n"
+
+
+def test_the_output_is_not_overwritten(recorded, tmp_path):
+    path = tmp_path / "show.json"
+    assert trace("show", recorded, "--json", "-o", path).stderr == f"Wrote {path}\n"
+    first = path.read_text()
+    ended = trace("show", recorded, "-o", path)
+    assert (ended.code, ended.stderr) == (
+        2,
+        f"error: output {path} exists; add --force to overwrite it\n",
+    )
+    assert path.read_text() == first
+    assert trace("show", recorded, "-o", path, "--force").code == 0
+    assert path.read_text() == trace("show", recorded).stdout
+    assert [p.name for p in tmp_path.iterdir()] == ["show.json"]
+
+
+@pytest.mark.parametrize(
+    "command", [["show"], ["check"], ["sql", "SELECT 1"], ["export", "--format", "csv"]]
+)
+def test_what_is_no_trace_is_refused_in_one_line(tmp_path, command):
+    name, *rest = command
+    if name == "export":
+        rest += ["-o", str(tmp_path / "out")]
+    ended = trace(name, tmp_path / "none", *rest)
+    assert ended == (3, "", f"error: {tmp_path / 'none'} is not a trace: it has no manifest.json\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_show_runs_without_torch(recorded, environment):
+    code = (
+        "import sys\n"
+        "from sfi_cli.app import app\n"
+        f"try:\n    app(['trace', 'show', {str(recorded)!r}])\nexcept SystemExit:\n    pass\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], capture_output=True, env=environment, check=True)
+
+
+def test_a_truncated_part_is_named_and_check_says_what_is_sound(tmp_path, run):
+    """In a process of its own: nothing but the line on stderr."""
+    folder = make_trace(tmp_path / "run", steps=12, policy="sfi")
+    part = spoil(folder / "supports" / "part-00000.parquet")
+    shown = run("trace", "show", str(folder))
+    assert (shown.returncode, shown.stdout) == (3, "")
+    line = (
+        f"error: trace part {part} cannot be read; `sfi trace check {folder}` lists what is sound\n"
+    )
+    assert shown.stderr == line
+    checked = trace("check", folder)
+    assert (checked.code, checked.stderr) == (3, "")
+    assert "problem: supports/part-00000.parquet is damaged or truncated" in checked.stdout
+    assert checked.stdout.endswith("not sound\n")
+
+
+def test_check_of_a_sound_trace(recorded):
+    ended = trace("check", recorded)
+    assert (ended.code, ended.stderr) == (0, "")
+    assert "request 1: 30 steps, the last is 29" in ended.stdout
+    assert "were compared with the token ids" in ended.stdout
+    assert ended.stdout.endswith("\nsound\n")
+    assert json.loads(trace("check", recorded, "--json").stdout)["sound"] is True
+
+
+def test_check_of_a_killed_trace_is_sound_and_not_finished(tmp_path):
+    folder = change_manifest(make_trace(tmp_path / "run", steps=12), finished=None)
+    ended = trace("check", folder)
+    assert ended.code == 0
+    assert "note: not finished: the run was killed, or goes on" in ended.stdout
+
+
+def test_check_ends_with_3_in_json_too(tmp_path):
+    folder = make_trace(tmp_path / "run", steps=12)
+    (folder / "steps" / "part-00000.parquet").rename(folder / "steps" / "part-00001.parquet")
+    ended = trace("check", folder, "--json")
+    assert ended.code == 3
+    assert json.loads(ended.stdout)["problems"] == ["steps/part-00000.parquet is missing"]

@@ -1,0 +1,77 @@
+"""Traces written row by row, for tests that need exact numbers."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from sfi_traces.reader import Trace
+from sfi_traces.schema import MANIFEST, TABLES
+from tests.traces.made import make_trace
+
+STEP = {
+    "position": 0, "token_id": 1, "token_text": "a", "reason": "", "steps_since_slow": 0, "sentence": 0,
+    "trigger": False, "attended_tokens": 10.0, "context_tokens": 100, "read_ratio": 0.1, "elapsed_us": 1.0,
+    "audited": False,
+}  # fmt: skip
+
+
+def write_trace(folder: Path, tables: dict[str, list[dict[str, Any]]], **manifest: Any) -> Path:
+    """Write a trace of given rows; what a row does not name is null, or `STEP`'s in `steps`."""
+    make_trace(folder, **({"steps": 1, "policy": "sfi"} | manifest))
+    for name in TABLES:
+        shutil.rmtree(folder / name, ignore_errors=True)
+    for name, rows in tables.items():
+        write_part(folder, name, [STEP | row if name == "steps" else row for row in rows])
+    return folder
+
+
+def write_part(folder: Path, name: str, rows: list[dict[str, Any]], number: int = 0) -> Path:
+    """Write one part of a table."""
+    (folder / name).mkdir(exist_ok=True)
+    part = folder / name / f"part-{number:05d}.parquet"
+    parquet.write_table(pa.Table.from_pylist(rows, schema=TABLES[name]), part)
+    return part
+
+
+def change_manifest(folder: Path, **changes: Any) -> Path:
+    """Write other values into a trace's manifest."""
+    manifest = json.loads((folder / MANIFEST).read_text())
+    (folder / MANIFEST).write_text(json.dumps(manifest | changes))
+    return folder
+
+
+def redact(folder: Path) -> Path:
+    """Take token ids and text out of a trace."""
+    shutil.rmtree(folder / "prompts", ignore_errors=True)
+    part = folder / "steps" / "part-00000.parquet"
+    rows = parquet.read_table(part).to_pylist()
+    write_part(folder, "steps", [row | {"token_id": None, "token_text": None} for row in rows])
+    prompts = [p | {"sha256": None} for p in json.loads((folder / MANIFEST).read_text())["prompts"]]
+    return change_manifest(folder, redacted=True, prompts=prompts)
+
+
+def spoil(part: Path) -> Path:
+    """Cut a part's end off, as a full disk or a crash does."""
+    part.write_bytes(part.read_bytes()[:-20])
+    return part
+
+
+def rows(trace: Trace, name: str) -> list[dict]:
+    """Read a table as dictionaries."""
+    return trace.table(name).to_pylist()
+
+
+def assert_spread(found: dict, values: list[float]) -> None:
+    """Compare a distribution of the summary with its values."""
+    assert found["n"] == len(values)
+    expected = {
+        "mean": np.mean(values), "sd": np.std(values, ddof=1), "min": min(values), "max": max(values),
+        "p5": np.quantile(values, 0.05), "p50": np.quantile(values, 0.5), "p95": np.quantile(values, 0.95),
+    }  # fmt: skip
+    assert {name: found[name] for name in expected} == pytest.approx(expected, abs=1e-6)

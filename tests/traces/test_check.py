@@ -1,0 +1,231 @@
+"""`sfi trace check` finds what is wrong with a trace, and nothing in a sound one."""
+
+import struct
+
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from sfi_core.config import SfiConfig
+from sfi_core.sparse_state import SparseState
+from sfi_core.trigger import Trigger
+from sfi_traces.check import check
+from sfi_traces.reader import Trace
+from sfi_traces.schema import TABLES
+from tests.traces.made import CONFIG, STOP, make_trace
+from tests.traces.small import change_manifest, redact, spoil, write_part, write_trace
+
+
+def checked(folder) -> dict:
+    return check(Trace.open(folder))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return make_trace(tmp_path / "run", steps=30, requests=2, policy="sfi")
+
+
+@pytest.mark.parametrize("policy", ["sfi", "full-kv", "streaming-llm"])
+def test_a_whole_trace_is_sound(tmp_path, policy):
+    trace = Trace.open(make_trace(tmp_path / "run", steps=30, requests=2, policy=policy))
+    counts = {name: len(trace.table(name)) for name in TABLES}
+    change_manifest(trace.path, tables=counts)
+    document = checked(trace.path)
+    assert (document["sound"], document["problems"], document["notes"]) == (True, [], [])
+    assert document["steps_checked"]
+    assert {one["table"]: one["rows"] for one in document["tables"]} == counts
+    assert {one["table"]: one["expected_rows"] for one in document["tables"]} == counts
+    steps = [{"request": request, "steps": 30, "last_step": 29} for request in range(2)]
+    assert document["recorded"] == steps
+
+
+def test_a_killed_trace_is_sound_and_not_finished(folder):
+    (folder / "supports" / ".part-00001.parquet.tmp").write_bytes(b"PAR1")
+    change_manifest(folder, finished=None)
+    document = checked(folder)
+    assert document["sound"]
+    assert document["temporary"] == ["supports/.part-00001.parquet.tmp"]
+    assert document["notes"] == [
+        "not finished: the run was killed, or goes on",
+        "left over from a write that broke off: supports/.part-00001.parquet.tmp",
+    ]
+
+
+def test_a_run_that_stopped_early_is_sound(folder):
+    assert checked(change_manifest(folder, stopped="interrupted"))["notes"] == [
+        "stopped early: interrupted"
+    ]
+
+
+def test_truncated_and_missing_parts_are_named(folder):
+    supports = parquet.read_table(folder / "supports" / "part-00000.parquet")
+    for number in (1, 3):
+        parquet.write_table(supports, folder / "supports" / f"part-{number:05d}.parquet")
+    spoil(folder / "supports" / "part-00001.parquet")
+    change_manifest(folder, tables={"supports": 4 * len(supports)})
+    document = checked(folder)
+    assert not document["sound"]
+    assert document["problems"] == [
+        "supports/part-00001.parquet is damaged or truncated",
+        "supports/part-00002.parquet is missing",
+    ]
+    assert document["steps_checked"]
+
+
+def test_a_part_damaged_in_its_middle_is_named(folder):
+    part = folder / "supports" / "part-00000.parquet"
+    data = bytearray(part.read_bytes())
+    data[200:1200] = bytes(1000)
+    part.write_bytes(data)
+    assert checked(folder)["problems"] == ["supports/part-00000.parquet is damaged or truncated"]
+
+
+def test_a_page_that_changed_is_found_by_its_checksum(folder):
+    """A changed float is no error of its own."""
+    part = folder / "steps" / "part-00000.parquet"
+    rows = parquet.read_table(part)
+    parquet.write_table(
+        rows, part, compression="none", use_dictionary=False, write_page_checksum=True
+    )
+    data = part.read_bytes()
+    place = data.index(struct.pack("<d", rows["elapsed_us"][7].as_py()))
+    part.write_bytes(data[:place] + b"\0" + data[place + 1 :])
+    assert len(Trace.open(folder).table("steps")) == len(rows)
+    assert checked(folder)["problems"] == ["steps/part-00000.parquet is damaged or truncated"]
+
+
+def test_without_readable_steps_their_rules_are_not_checked(folder):
+    spoil(folder / "steps" / "part-00000.parquet")
+    document = checked(folder)
+    assert (document["recorded"], document["steps_checked"]) == ([], False)
+    assert document["notes"] == ["the table steps cannot be read"]
+
+
+def test_columns_that_are_missing_or_of_another_type_are_named(folder):
+    part = folder / "steps" / "part-00000.parquet"
+    rows = parquet.read_table(part).drop_columns(["reason"])
+    place = rows.schema.get_field_index("step")
+    wider = rows.set_column(place, "step", rows["step"].cast(pa.int64()))
+    parquet.write_table(wider.append_column("novelty", rows["slow"]), part)
+    document = checked(folder)
+    assert document["problems"] == [
+        "steps lacks the column reason",
+        "steps has a column of another type: step (int64, not int32)",
+    ]
+    assert "steps has columns of a newer sfi: novelty" in document["notes"]
+    assert not document["steps_checked"]
+
+
+def test_a_newer_column_alone_is_sound(folder):
+    part = folder / "logits" / "part-00000.parquet"
+    rows = parquet.read_table(part)
+    parquet.write_table(rows.append_column("novelty", rows["step"]), part)
+    assert checked(folder)["sound"]
+
+
+def test_rows_that_the_manifest_knows_of_are_missed(folder):
+    change_manifest(folder, tables={"steps": 61, "logits": 54})
+    assert checked(folder)["problems"] == ["steps must have 61 rows, got 60"]
+    change_manifest(folder, finished=None)
+    assert checked(folder)["sound"]
+
+
+@pytest.mark.parametrize(
+    ("steps", "words"), [([0, 1, 3], "got 3 up to step 3"), ([0, 1, 1, 3], "got 4 up to step 3")]
+)
+def test_steps_are_consecutive(tmp_path, steps, words):
+    rows = [{"request": 4, "step": step, "slow": False} for step in steps]
+    document = checked(write_trace(tmp_path / "run", {"steps": rows}, policy="streaming-llm"))
+    assert document["problems"] == [f"request 4: steps must be consecutive from 0 on, {words}"]
+    assert document["notes"] == ["steps not checked against their tokens: some are missing"]
+
+
+def test_token_ids_that_were_left_out_cannot_be_checked(folder):
+    document = checked(redact(folder))
+    assert document["sound"]
+    assert document["notes"] == [
+        "steps not checked against their tokens: token ids were left out (--redact-text)"
+    ]
+
+
+def test_settings_of_a_newer_sfi_cannot_be_checked(folder):
+    document = checked(change_manifest(folder, config=CONFIG | {"mood": 1}))
+    assert document["sound"]
+    assert "unknown setting 'mood'" in document["notes"][0]
+
+
+SETTINGS = [
+    {},
+    {"t_max": 3},
+    {"t_max": 0},
+    {"trigger_delay": 2, "t_max": 5},
+    {"min_gap": 4, "t_max": 6},
+    {"slow_start": 3},
+    {"trigger_policy": "stride", "stride": 4},
+    {"trigger_policy": "t-max", "t_max": 5},
+    {"trigger_policy": "never"},
+    {"trigger_policy": "always"},
+]
+
+
+def run_of(tokens: list[int], **settings) -> list[dict]:
+    """Steps as the decoder would have taken them."""
+    config = CONFIG | settings
+    trigger = Trigger(frozenset({STOP}), SfiConfig().replace(**config))
+    state, rows = SparseState(), []
+    for step, token in enumerate(tokens):
+        reason = trigger.reason(state) if step else "first"
+        state.begin(slow=bool(reason), reason=reason, new_tokens=1)
+        rows.append(
+            {
+                "request": 0, "step": step, "slow": bool(reason), "reason": reason, "token_id": token,
+                "trigger": token == STOP, "sentence": tokens[:step].count(STOP),
+            }
+        )  # fmt: skip
+        state.finish_step(token)
+    return rows
+
+
+TOKENS = [1, 2, STOP, STOP, 3, 4, 5, 6, 7, 8, STOP, 9, 1, 2, 3, 4, STOP, 5]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_the_slow_steps_are_those_of_the_settings(tmp_path, settings):
+    rows = run_of(TOKENS, **settings)
+    folder = write_trace(tmp_path / "run", {"steps": rows}, config=CONFIG | settings)
+    assert checked(folder)["problems"] == []
+    other = {"trigger_policy": "stride", "stride": 7, "t_max": 2}
+    assert not checked(change_manifest(folder, config=CONFIG | other))["sound"]
+
+
+@pytest.mark.parametrize(
+    ("step", "change", "line"),
+    [
+        (4, {"slow": False, "reason": ""}, "must be slow (trigger), got fast"),
+        (6, {"slow": True, "reason": "t_max"}, "must be fast, got slow (t_max)"),
+        (4, {"reason": "t_max"}, "must be slow (trigger), got slow (t_max)"),
+        (0, {"slow": False, "reason": ""}, "must be slow (first), got fast"),
+        (10, {"trigger": False}, "trigger must be True, got False"),
+        (11, {"sentence": 2}, "sentence must be 3, got 2"),
+    ],
+)
+def test_one_wrong_step_is_one_line(tmp_path, step, change, line):
+    """T_max is far, so that what comes after stays right."""
+    rows = run_of(TOKENS, t_max=64)
+    rows[step] |= change
+    folder = write_trace(tmp_path / "run", {"steps": rows}, config=CONFIG | {"t_max": 64})
+    assert checked(folder)["problems"] == [f"request 0, step {step}: {line}"]
+
+
+def test_only_the_first_of_many_wrong_steps_have_a_line(tmp_path):
+    rows = [row | {"sentence": 99} for row in run_of(TOKENS)]
+    problems = checked(write_trace(tmp_path / "run", {"steps": rows}))["problems"]
+    assert len(problems) == 11
+    assert problems[-1] == f"{len(TOKENS) - 10} more steps break a rule"
+
+
+def test_rows_of_a_step_may_lie_in_any_part(tmp_path):
+    rows = run_of(TOKENS)
+    folder = write_trace(tmp_path / "run", {"steps": rows[9:]})
+    write_part(folder, "steps", rows[:9], number=1)
+    assert checked(folder)["sound"]

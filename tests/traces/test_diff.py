@@ -1,0 +1,203 @@
+"""Two traces side by side, against plain loops over their rows."""
+
+from collections import defaultdict
+
+import numpy as np
+import pytest
+
+from sfi_core.errors import ConfigError, TraceError
+from sfi_traces.diff import compare
+from sfi_traces.reader import Trace
+from sfi_traces.schema import TABLES
+from tests.traces.made import CONFIG, MODEL, make_trace, overlap
+from tests.traces.small import (
+    assert_spread,
+    change_manifest,
+    redact,
+    rows,
+    write_part,
+    write_trace,
+)
+
+
+@pytest.fixture
+def pair(tmp_path) -> tuple[Trace, Trace]:
+    """Equal up to step 24 of request 0 and to the end of request 1, which is longer in the second."""
+    first = make_trace(tmp_path / "a", steps=40, requests=2, policy="full-kv", seed=1)
+    second = make_trace(
+        tmp_path / "b",
+        steps=50,
+        requests=2,
+        policy="sfi",
+        seed=2,
+        audit=2,
+        config=CONFIG | {"t_max": 8},
+    )
+    trace = Trace.open(second)
+    steps = rows(trace, "steps")
+    for row in steps:
+        if row["request"] == 0 and row["step"] in (24, 30):
+            row |= {"token_id": 7, "token_text": " other"}
+    write_part(second, "steps", steps)
+    return Trace.open(first), Trace.open(second)
+
+
+def test_tokens_are_equal_up_to_the_first_that_differs(pair):
+    first, second = compare(*pair)["requests"]
+    assert first["equal_share"] == pytest.approx(38 / 40)
+    assert first["steps"] == {"a": 40, "b": 50}
+    difference = first["first_difference"]
+    assert difference["step"] == 24
+    texts = [row["token_text"] for row in rows(pair[0], "steps") if not row["request"]]
+    assert difference["before"] == "".join(texts[12:24])
+    assert difference["a"] == {"token_id": 24, "token_text": texts[24]}
+    assert difference["b"] == {"token_id": 7, "token_text": " other"}
+    assert first["compared_steps"] == 25  # the query of step 24 is still the same
+    assert (second["equal_share"], second["first_difference"]) == (1.0, None)
+    assert second["compared_steps"] == 40
+
+
+def test_steps_that_are_slow_in_one_only(pair):
+    first, second = compare(*pair)["requests"]
+    assert first["slow_only_a"] == [s for s in range(25) if s % 10]
+    assert second["slow_only_a"] == [s for s in range(40) if s % 10]
+    assert first["slow_only_b"] == second["slow_only_b"] == []
+    swapped = compare(pair[1], pair[0])["requests"][0]
+    assert (swapped["slow_only_a"], swapped["slow_only_b"]) == ([], first["slow_only_a"])
+
+
+@pytest.mark.parametrize("request_only", [None, 0, 1])
+def test_supports_are_compared_at_equal_steps_up_to_the_first_difference(pair, request_only):
+    lists = [
+        {(r["request"], r["step"], r["layer"], r["head"]): r["positions"] for r in rows(t, "supports")}
+        for t in pair
+    ]  # fmt: skip
+    expected = defaultdict(list)
+    for (number, step, layer, head), positions in lists[0].items():
+        key = (number, step, layer, head)
+        wanted = request_only in (None, number) and step < (25, 40)[number]
+        if wanted and key in lists[1]:
+            expected[layer].append(overlap(positions, lists[1][key]))
+    found = compare(*pair, request_only)["supports"]
+    assert_spread(found["overlap"], [value for values in expected.values() for value in values])
+    assert [one["layer"] for one in found["layers"]] == sorted(expected)
+    for one in found["layers"]:
+        assert_spread(one["overlap"], expected[one["layer"]])
+
+
+def test_selections_are_compared_where_both_have_positions(tmp_path):
+    def trace(name: str, chosen: dict[int, list[int] | None]) -> Trace:
+        tables = {
+            "steps": [{"request": 0, "step": step, "slow": True} for step in range(3)],
+            "selections": [
+                {"request": 0, "step": step, "layer": 0, "head": 0, "positions": positions}
+                for step, positions in chosen.items()
+            ],
+        }
+        return Trace.open(write_trace(tmp_path / name, tables))
+
+    first = trace("a", {0: [1, 2, 3, 4], 1: [5, 6], 2: None})
+    second = trace("b", {0: [2, 3], 1: [6, 7], 2: [1]})
+    assert_spread(compare(first, second)["selections"]["overlap"], [1.0, 0.5])
+    assert compare(first, second)["supports"] is None
+
+
+def test_numbers_of_both_and_their_ratios(pair):
+    document = compare(*pair)
+    times = [{True: [], False: []} for _ in pair]
+    for trace, one in zip(pair, times, strict=True):
+        for row in rows(trace, "steps"):
+            if row["step"]:
+                one[row["slow"]].append(row["elapsed_us"])
+    assert document["a"]["slow_p50_us"] == pytest.approx(np.median(times[0][True]))
+    assert document["a"]["fast_p50_us"] is None
+    ratio = np.median(times[1][True]) / np.median(times[0][True])
+    assert document["ratios"]["slow_p50_us"] == pytest.approx(ratio)
+    assert document["ratios"]["fast_p50_us"] is None
+    speeds = [
+        1e6 * sum(len(v) for v in one.values()) / sum(sum(v) for v in one.values()) for one in times
+    ]
+    assert document["ratios"]["tokens_per_second"] == pytest.approx(speeds[1] / speeds[0])
+    fast = {(r["request"], r["step"]) for r in rows(pair[1], "steps") if not r["slow"]}
+    kept = [
+        r["retained_mass"] for r in rows(pair[1], "supports") if (r["request"], r["step"]) in fast
+    ]
+    assert (document["a"]["retained_mass"], document["a"]["lambda_star"]) == (None, None)
+    assert document["b"]["retained_mass"] == pytest.approx(np.mean(kept))
+    assert document["a"]["reasons"] == {"full-kv": 80}
+    assert document["b"]["reasons"] == {"trigger": 8, "first": 2}
+
+
+def test_settings_that_differ_are_named(pair):
+    found = compare(*pair)["settings"]
+    assert found == {"policy": {"a": "full-kv", "b": "sfi"}, "t_max": {"a": 16, "b": 8}}
+    change_manifest(pair[1].path, config=CONFIG | {"selector": {"lambda_clip": 0.3}}, seed=4)
+    found = compare(pair[0], Trace.open(pair[1].path))["settings"]
+    assert found["selector.lambda_clip"] == {"a": 0.02, "b": 0.3}
+    assert found["seed"] == {"a": None, "b": 4}
+
+
+@pytest.mark.parametrize(
+    "model",
+    [{"name": "other"}, {"architecture": "LlamaForCausalLM"}, {"layers": MODEL["layers"][:1]}],
+)
+def test_different_models_are_refused(pair, model):
+    change_manifest(pair[1].path, model=MODEL | model)
+    with pytest.raises(
+        TraceError, match=r"traces must be of one model, got made-up in .*a and .* in .*b"
+    ):
+        compare(pair[0], Trace.open(pair[1].path))
+
+
+def prompts(*tokens: int, sha256: str | None = "0" * 64) -> list[dict]:
+    return [{"request": r, "tokens": n, "sha256": sha256} for r, n in enumerate(tokens)]
+
+
+@pytest.mark.parametrize("other", [prompts(200, 201), prompts(200, 200, sha256="1" * 64)])
+def test_different_prompts_are_refused(pair, other):
+    change_manifest(pair[1].path, prompts=other)
+    with pytest.raises(TraceError, match=r"must have the same prompts, got another for request \d"):
+        compare(pair[0], Trace.open(pair[1].path))
+
+
+def test_one_of_several_requests_may_be_chosen(pair, tmp_path):
+    change_manifest(pair[1].path, prompts=prompts(200, 201))
+    second = Trace.open(pair[1].path)
+    assert [row["request"] for row in compare(pair[0], second, 0)["requests"]] == [0]
+    with pytest.raises(TraceError, match="got another for request 1: 200 tokens in"):
+        compare(pair[0], second, 1)
+    alone = Trace.open(make_trace(tmp_path / "alone", steps=40))
+    with pytest.raises(
+        TraceError, match=r"same requests, got 2 in .* and 1 in .*; choose with --request"
+    ):
+        compare(pair[0], alone)
+    assert compare(pair[0], alone, 0)["requests"][0]["equal_share"] == 1.0
+    with pytest.raises(ConfigError, match=r"request must be one of the trace's \[0\], got 1"):
+        compare(pair[0], alone, 1)
+
+
+def test_redacted_traces_are_compared_in_numbers_only(pair):
+    redact(pair[1].path)
+    document = compare(pair[0], Trace.open(pair[1].path))
+    assert document["requests"][0]["steps"] == {"a": 40, "b": 50}
+    assert document["requests"][0]["compared_steps"] is None
+    assert (document["supports"], document["selections"]) == (None, None)
+    assert document["ratios"]["read_ratio"] < 1
+
+
+def test_a_trace_beside_itself_differs_in_nothing(pair):
+    document = compare(pair[1], pair[1])
+    assert document["settings"] == {}
+    assert {row["equal_share"] for row in document["requests"]} == {1.0}
+    assert document["supports"]["overlap"]["min"] == document["selections"]["overlap"]["min"] == 1.0
+    assert set(document["ratios"].values()) == {1.0}
+
+
+def test_a_killed_trace_may_know_no_prompts(pair):
+    for name in set(TABLES) - {"steps"}:
+        for part in pair[1].parts(name):
+            part.unlink()
+    change_manifest(pair[1].path, finished=None, prompts=[])
+    document = compare(pair[0], Trace.open(pair[1].path))
+    assert document["supports"] is None
+    assert document["requests"][1]["equal_share"] == 1.0

@@ -1,0 +1,210 @@
+"""Figures of a trace: what is on their axes, and that they are drawn."""
+
+import numpy as np
+import pytest
+
+from sfi_core.errors import BackendError, TraceError
+from sfi_traces import figures
+from sfi_traces.figure_data import REST, lambda_over_time, retained_mass, step_phases
+from sfi_traces.figures import KINDS, check_figures, draw, save
+from sfi_traces.labels import number_ticks, step_ticks, visible
+from sfi_traces.reader import Trace
+from sfi_traces.view import View
+from tests.traces.made import TOP, WORDS, make_trace
+from tests.traces.test_stability import rewrite
+
+pytest.importorskip("matplotlib")
+
+
+@pytest.fixture
+def sfi(tmp_path) -> View:
+    return View(Trace.open(make_trace(tmp_path / "sfi", steps=40, policy="sfi")))
+
+
+@pytest.fixture
+def full(tmp_path) -> View:
+    return View(Trace.open(make_trace(tmp_path / "full", steps=30, requests=2)))
+
+
+def texts(figure) -> list[str]:
+    """Words above the axes."""
+    return [text.get_text() for text in figure.texts]
+
+
+def labels(axis) -> list[str]:
+    return [label.get_text() for label in axis.get_ticklabels()]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_is_written_and_says_of_which_run_it_is(sfi, tmp_path, kind):
+    figure = draw(kind, sfi)
+    title, note = texts(figure)
+    assert title
+    assert note.startswith("made-up, policy sfi, request 0, 200 prompt tokens, 40 steps\n")
+    save(figure, tmp_path / "x.tmp", "png")
+    assert (tmp_path / "x.tmp").read_bytes().startswith(b"\x89PNG")
+    save(figure, tmp_path / "x.tmp", "svg")
+    assert (tmp_path / "x.tmp").read_bytes().startswith(b"<?xml")
+
+
+def test_the_heat_map_has_the_overlap_with_the_text_along_its_axes(full):
+    figure = draw("heatmap", full)
+    axes = figure.axes[0]
+    assert (axes.images[0].get_array() == full.supports.overlap).all()
+    words = [WORDS[step % 10] if step % 10 < 9 else "." for step in range(30)]
+    assert labels(axes.xaxis) == labels(axes.yaxis) == words
+    lines = [path.vertices.tolist() for lines in axes.collections for path in lines.get_paths()]
+    assert lines == [[[x, -0.5], [x, 29.5]] for x in (9.5, 19.5)] + [
+        [[-0.5, y], [29.5, y]] for y in (9.5, 19.5)
+    ]
+    assert f"Top-{TOP} of dense attention, mean over 2 layers x 2 KV heads." in texts(figure)[1]
+    low, high = axes.images[0].get_clim()
+    others = full.supports.overlap[~np.eye(30, dtype=bool)]
+    assert others.min() - 0.1 < low <= others.min()
+    assert others.max() <= high < others.max() + 0.1
+
+
+def test_the_heat_map_of_one_head_says_so(full):
+    figure = draw("heatmap", View(full.trace, layer=1, head=0, top=5))
+    assert "Top-5 of dense attention, layer 1, KV head 0." in texts(figure)[1]
+
+
+def test_a_long_heat_map_has_labels_where_sentences_begin(tmp_path):
+    view = View(Trace.open(make_trace(tmp_path / "t", steps=400, sentence=8, audit=2)))
+    rewrite(view.trace.path, "supports", lambda rows: [r for r in rows if r["step"] % 2 == 0])
+    figure = draw("heatmap", View(view.trace))
+    axes = figure.axes[0]
+    assert "200 of 400 steps were audited." in texts(figure)[1].replace("\n", " ")
+    shown = labels(axes.yaxis)
+    assert len(shown) == 50
+    assert shown[1].startswith("8  ran home the cat")
+    edge = axes.collections[0].get_paths()[1].vertices  # a box around each sentence, of 4 steps
+    assert edge.tolist() == [[7.5, 3.5], [7.5, 11.5]]
+
+
+def test_a_redacted_heat_map_has_the_numbers_of_the_steps(full):
+    hide = {"token_id": None, "token_text": None}
+    rewrite(full.trace.path, "steps", lambda rows: [row | hide for row in rows])
+    rewrite(full.trace.path, "prompts", lambda _: [])
+    for kind in set(KINDS) - {"lambda"}:
+        draw(kind, View(full.trace))
+    axes = draw("heatmap", View(full.trace)).axes[0]
+    assert labels(axes.xaxis) == [str(step) for step in range(30)]
+
+
+def test_tokens_that_look_like_markup_or_that_no_font_has_are_drawn_as_they_are(full, tmp_path):
+    odd = ["$\\frac$", "\n", "  ", "漢字", "\x00", "a" * 99, "_{x}$", "<b>"]
+    rewrite(
+        full.trace.path,
+        "steps",
+        lambda rows: [row | {"token_text": odd[row["step"] % 8]} for row in rows],
+    )
+    figure = draw("heatmap", View(full.trace))
+    assert labels(figure.axes[0].xaxis)[:8] == [
+        "$\\frac$", "\\n", "␣␣", "漢字", "\\x00", "a" * 13 + "…", "_{x}$", "<b>",
+    ]  # fmt: skip
+    save(figure, tmp_path / "x.tmp", "svg")
+
+
+def test_the_raster_shows_the_head_that_retains_least_and_marks_slow_steps(sfi):
+    figure = draw("raster", sfi)
+    axes = figure.axes[0]
+    layer, head = retained_mass(sfi).extremes[0]
+    assert texts(figure)[0] == f"Support of each step in layer {layer}, KV head {head}"
+    assert f"In layer {layer}, KV head {head} fast steps retain the least mass." in texts(figure)[1]
+    assert axes.images[0].get_array().shape == (239, 40)  # positions of the last step's context
+    assert axes.images[0].get_extent() == [-0.5, 39.5, -0.5, 238.5]
+    slow = next(line for line in axes.lines if line.get_marker() == "^")
+    assert slow.get_xdata().tolist() == [0, 10, 20, 30]
+    shown = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert shown == [
+        "in the support, read", "in the support, not read", "selected, not in the support",
+        "where the sink ends and the recent tokens begin", "slow step",
+    ]  # fmt: skip
+
+
+def test_the_raster_of_full_attention_has_nothing_but_supports(full):
+    figure = draw("raster", View(full.trace, layer=0, head=1))
+    assert texts(figure)[0] == "Support of each step in layer 0, KV head 1"
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["in the support"]
+
+
+def test_the_lag_figure_has_a_line_and_a_band_for_each_kind_of_pairs(sfi):
+    axes = draw("lag", sfi).axes[0]
+    for line, drawn, band in zip(sfi.lags, axes.lines, axes.collections, strict=True):
+        assert drawn.get_xdata().tolist() == line.lag.tolist()
+        assert drawn.get_ydata().tolist() == line.mean.tolist()
+        assert drawn.get_label().startswith(f"{line.name}, mean {line.overall:.3f} of ")
+        edge = band.get_paths()[0].vertices[:, 1]
+        assert {*line.low, *line.high} <= {*edge}
+
+
+@pytest.mark.parametrize("most", [60, 2])
+def test_the_lambda_figure_has_each_refresh_and_the_clip(sfi, monkeypatch, most):
+    monkeypatch.setattr("sfi_traces.figures.lambda_star.MOST_BARS", most)
+    axes = draw("lambda", sfi).axes[0]
+    drawn = [line.get_ydata() for line in axes.lines]
+    assert lambda_over_time(sfi).median.tolist() in [list(data) for data in drawn]
+    assert [0.02, 0.02] in [list(data) for data in drawn]
+    assert axes.get_ylim()[0] == 0
+
+
+def test_the_map_of_retained_mass_has_its_numbers(sfi, full):
+    figure = draw("retained", sfi)
+    mass = retained_mass(sfi).mass
+    assert [text.get_text() for text in figure.axes[0].texts] == [f"{m:.3f}" for m in mass.ravel()]
+    assert texts(figure)[0] == "Retained mass of fast steps"
+    figure = draw("retained", full)
+    assert texts(figure)[0] == f"Attention mass in the top-{TOP} positions"
+    assert "all slow" in texts(figure)[1]
+
+
+def test_the_timeline_stacks_the_phases(sfi):
+    figure = draw("timeline", sfi)
+    axes = figure.axes[0]
+    data = step_phases(sfi)
+    base = np.zeros(39)
+    for (name, spent_us), patch in zip(data.phases.items(), axes.patches, strict=True):
+        values, edges, baseline = patch.get_data()
+        assert patch.get_label() == name
+        assert (baseline == base).all()
+        assert values == pytest.approx(base + spent_us / 1000)
+        assert edges.tolist() == [step - 0.5 for step in range(1, 41)]
+        base = values
+    assert patch.get_label() == REST
+    assert base == pytest.approx(sfi.steps.elapsed_us[1:] / 1000)
+    assert "Step 0, the prefill, took 0.9 ms and is left out." in texts(figure)[1]
+
+
+def test_what_a_figure_lacks_is_said(full):
+    with pytest.raises(TraceError, match="record it with --policy sfi"):
+        draw("lambda", full)
+
+
+def test_without_matplotlib_the_extra_is_named(monkeypatch):
+    monkeypatch.setattr(figures, "find_spec", lambda _: None)
+    with pytest.raises(BackendError, match=r"pip install 'sfi-toolkit\[plots\]'"):
+        check_figures()
+
+
+def test_number_ticks_are_round_and_fall_on_what_there_is():
+    step = np.array([0, 3, 9, 10, 14, 21, 30])
+    assert number_ticks(step, 4) == ([0, 3, 5, 6], ["0", "10", "21", "30"])
+    assert number_ticks(np.arange(5, 9), 15)[1] == ["5", "6", "7", "8"]
+    assert number_ticks(np.array([7]), 15) == ([0], ["7"])
+    assert number_ticks(np.arange(1300), 15)[1] == [str(step) for step in range(0, 1300, 100)]
+
+
+def test_labels_keep_their_distance(tmp_path):
+    view = View(Trace.open(make_trace(tmp_path / "t", steps=100, sentence=3)))
+    entries, shown = step_ticks(view.steps, view.steps.step, 20)
+    assert min(np.diff(entries)) >= 5
+    assert len(shown) == len(entries) <= 20
+    assert all(entry % 3 == 0 for entry in entries)
+
+
+def test_visible_text_has_one_line_and_is_short():
+    assert visible(" the") == "the"
+    assert visible("a\nb") == "a\\nb"
+    assert visible("") == ""
+    assert visible("x" * 20, 5) == "xxxx…"

@@ -1,0 +1,186 @@
+"""Ranges that reach a profiler."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sfi_core.observer import NOTHING, BeginStepEvent
+from sfi_traces import nvtx_ranges
+from sfi_traces.nvtx_ranges import NvtxObserver
+from tests.traces.told import run_event, step_event
+
+HERE = Path(__file__).parent
+CHILD = """
+from sfi_core.observer import BeginStepEvent
+from sfi_traces.nvtx_ranges import NvtxObserver
+from tests.traces.told import run_event, step_event
+
+assert NvtxObserver.attached()
+with NvtxObserver() as observer:
+    observer.on_run(run_event(3))
+    for step, slow, fast in ((0, (0, 1, 2), ()), (1, (), (0, 2)), (2, (2,), (0,)), (3, (0,), ())):
+        observer.on_begin_step(BeginStepEvent(step=step, slow=slow, fast=fast))
+        with observer.span("forward"), observer.span("attention.mixed", 1, 100):
+            pass
+        for request in (*slow, *fast):
+            observer.on_step(step_event(request, step))
+"""
+# category, color and payload end a line
+HEARD = """\
+category|sfi|1|run
+start|sfi|run sfi|1|ff8d99ae|3
+category|sfi|2|prefill steps
+start|sfi|prefill step|2|ff3a7ca5|0 3 0
+category|sfi|3|forward
+push|sfi|forward|3|ff3a7ca5|0 -1
+category|sfi|4|attention
+push|sfi|attention.mixed|4|ffedae49|0 1
+pop|sfi
+pop|sfi
+end|sfi|2
+category|sfi|5|fast steps
+start|sfi|fast step|5|ff2e9e5b|1 0 2
+push|sfi|forward|3|ff3a7ca5|1 -1
+push|sfi|attention.mixed|4|ffedae49|1 1
+pop|sfi
+pop|sfi
+end|sfi|3
+category|sfi|6|mixed steps
+start|sfi|mixed step|6|ffedae49|2 1 1
+push|sfi|forward|3|ff3a7ca5|2 -1
+push|sfi|attention.mixed|4|ffedae49|2 1
+pop|sfi
+pop|sfi
+end|sfi|4
+category|sfi|7|slow steps
+start|sfi|slow step|7|ffd1495b|3 1 0
+push|sfi|forward|3|ff3a7ca5|3 -1
+push|sfi|attention.mixed|4|ffedae49|3 1
+pop|sfi
+pop|sfi
+end|sfi|5
+end|sfi|1
+"""
+
+
+class Listener:
+    """Stands for the domain that a profiler listens to."""
+
+    def __init__(self) -> None:
+        self.open: list[str] = []
+
+    def get_event_attributes(self, message, color, category, payload):
+        return type("Attributes", (), {"message": message})()
+
+    def start_range(self, attributes):
+        self.open.append(attributes.message)
+        return attributes.message
+
+    def end_range(self, message):
+        self.open.remove(message)
+
+    def push_range(self, attributes):
+        self.open.append(attributes.message)
+
+    def pop_range(self):
+        self.open.pop()
+
+
+@pytest.fixture
+def listener(monkeypatch) -> Listener:
+    domain = Listener()
+    monkeypatch.setattr(nvtx_ranges, "_domain", lambda: domain)
+    return domain
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc to build what listens")
+def test_a_listener_hears_every_run_step_and_span(tmp_path):
+    library, heard = tmp_path / "listener.so", tmp_path / "heard"
+    build = ["gcc", "-shared", "-fPIC", "-o", library, HERE / "nvtx_listener.c"]
+    subprocess.run(build, check=True)
+    paths = [HERE.parents[1], *(HERE.parents[1] / name for name in ("traces", "kernels"))]
+    environment = {
+        "PYTHONPATH": os.pathsep.join(map(str, paths)),
+        "NVTX_INJECTION64_PATH": str(library),
+        "SFI_NVTX_LOG": str(heard),
+    }
+
+    subprocess.run([sys.executable, "-c", CHILD], env=os.environ | environment, check=True)
+
+    assert [line.strip() for line in heard.read_text().splitlines()] == HEARD.splitlines()
+
+
+def test_nothing_is_done_where_nobody_listens():
+    observer = NvtxObserver()
+
+    observer.on_run(run_event())
+    observer.on_begin_step(BeginStepEvent(step=1, slow=(), fast=(0, 1)))
+    assert observer.span("forward") is NOTHING
+    observer.on_step(step_event(0, 1))
+    observer.on_step(step_event(1, 1))
+    observer.close()
+    assert not NvtxObserver.attached()
+
+
+def test_a_machine_without_nvtx_decodes_as_well(monkeypatch):
+    monkeypatch.setitem(sys.modules, "nvtx", None)
+
+    assert not NvtxObserver.attached()
+    assert NvtxObserver().span("forward") is NOTHING
+
+
+def test_a_step_ends_with_its_last_request(listener):
+    observer = NvtxObserver()
+    observer.on_begin_step(BeginStepEvent(step=1, slow=(1,), fast=(0, 2)))
+
+    observer.on_step(step_event(0, 1))
+    observer.on_step(step_event(1, 1))
+    assert listener.open == ["mixed step"]
+    observer.on_step(step_event(2, 1))
+    assert listener.open == []
+
+
+def test_a_piece_of_the_prompt_ends_where_the_next_begins(listener):
+    observer = NvtxObserver()
+    observer.on_begin_step(BeginStepEvent(step=-1, slow=(0,), fast=()))
+    observer.on_begin_step(BeginStepEvent(step=0, slow=(0,), fast=()))
+
+    assert listener.open == ["prefill step"]
+
+
+def test_a_span_around_a_step_s_beginning_ends_as_itself(listener):
+    observer = NvtxObserver()
+    with observer.span("forward"):
+        observer.on_begin_step(BeginStepEvent(step=1, slow=(), fast=(0,)))
+        observer.on_step(step_event(0, 1))
+
+    assert listener.open == []
+
+
+@pytest.mark.parametrize("failure", [ValueError, KeyboardInterrupt])
+def test_what_a_failure_leaves_open_is_closed(listener, failure):
+    def run() -> None:
+        with NvtxObserver() as observer:
+            observer.on_run(run_event())
+            observer.on_begin_step(BeginStepEvent(step=1, slow=(), fast=(0, 1)))
+            with observer.span("forward"), observer.span("pack", 3):
+                assert listener.open == ["run sfi", "fast step", "forward", "pack"]
+                raise failure
+
+    with pytest.raises(failure):
+        run()
+
+    assert listener.open == []
+
+
+def test_the_next_run_closes_the_one_before(listener):
+    observer = NvtxObserver()
+    observer.on_run(run_event())
+    observer.on_begin_step(BeginStepEvent(step=1, slow=(0,), fast=()))
+    observer.on_run(run_event(policy="full-kv"))
+
+    assert listener.open == ["run full-kv"]

@@ -1,0 +1,303 @@
+"""The HTML report: what stands in it, and how it does in a real browser."""
+
+import base64
+import json
+import re
+import shutil
+
+import numpy as np
+import pytest
+
+from sfi_core.errors import BackendError
+from sfi_traces import report
+from sfi_traces.raster import rasters
+from sfi_traces.reader import Trace
+from sfi_traces.report import check_report, render
+from sfi_traces.report.raster_figure import pack
+from sfi_traces.view import View
+from tests.traces.made import WORDS, make_trace
+from tests.traces.test_stability import rewrite
+
+pytest.importorskip("plotly")
+pytest.importorskip("jinja2")
+HOSTILE = (
+    "</script><script>document.title='x'</script><img src=x onerror=\"document.title='x'\"><b>"
+)
+FIGURES = ["heatmap", "lag", "retained", "raster", "timeline", "lambda"]
+
+
+@pytest.fixture
+def sfi(tmp_path) -> View:
+    return View(Trace.open(make_trace(tmp_path / "sfi", steps=40, policy="sfi")))
+
+
+@pytest.fixture
+def full(tmp_path) -> View:
+    return View(Trace.open(make_trace(tmp_path / "full", steps=30, requests=2)), request=1)
+
+
+def data(page: str) -> dict:
+    """What the page's script reads."""
+    return json.loads(
+        re.search(r'<script type="application/json" id="data">(.*?)</script>', page)[1]
+    )
+
+
+def visible(page: str) -> str:
+    """The page without its scripts."""
+    return re.sub(r"<script.*?</script>", "", page, flags=re.DOTALL)
+
+
+def array(value: dict) -> np.ndarray:
+    """An array as Plotly writes it."""
+    flat = np.frombuffer(base64.b64decode(value["bdata"]), value["dtype"])
+    return flat.reshape([int(size) for size in value.get("shape", str(len(flat))).split(",")])
+
+
+def test_the_page_has_the_numbers_of_the_summary(sfi):
+    page = render(sfi)
+    assert sorted(data(page)) == sorted(FIGURES)
+    for words in (
+        "<h1>sfi</h1>", "made-up, policy sfi, request 0, 200 prompt tokens, 40 steps",
+        "Slow steps", "4 of 40: 3 trigger, 1 first", "Retained mass", "Same next token",
+        '<tr><th scope="row">t_max</th><td>16</td></tr>',
+    ):  # fmt: skip
+        assert words in page
+    steps = sfi.steps
+    ratio = steps.attended[1:].sum() / steps.context[1:].sum()
+    assert f'<p class="value">{100 * ratio:.1f} %</p>' in page
+
+
+def test_the_figures_have_the_numbers_of_the_trace(sfi):
+    figures = data(render(sfi))
+    heat = figures["heatmap"]["data"][0]
+    assert (array(heat["z"]) == np.round(100 * sfi.supports.overlap)).all()
+    assert heat["x"][:2] == ["0 the", "1 cat"]
+    mean = figures["lag"]["data"][2]
+    assert array(mean["y"]).tolist() == sfi.lags[0].mean.tolist()
+    assert array(figures["lambda"]["data"][0]["x"]).tolist() == [0, 10, 20, 30]
+
+
+def test_the_raster_has_the_cells_of_every_layer_and_head(sfi):
+    figure = data(render(sfi))["raster"]
+    places = [(choice["layer"], choice["head"]) for choice in figure["choices"]]
+    assert places == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    for raster, choice in zip(
+        rasters(sfi, places, most_steps=600, most_cells=400), figure["choices"], strict=True
+    ):
+        packed = np.frombuffer(base64.b64decode(choice["cells"]), np.uint8)
+        cells = (packed[:, None] >> np.array([0, 2, 4, 6])) & 3
+        high, wide = figure["shape"]
+        assert (cells.ravel()[: high * wide].reshape(high, wide) == raster.cells).all()
+    assert figure["texts"][:2] == WORDS[:2]
+    assert pack(np.array([[1, 2, 3]], np.uint8)) == base64.b64encode(bytes([0b111001])).decode()
+
+
+def test_a_long_trace_is_thinned_out_and_the_page_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr("sfi_traces.report.support_figures.MOST_STEPS", 50)
+    monkeypatch.setattr("sfi_traces.report.raster_figure.ALL_CELLS", 4 * 60 * 40)
+    monkeypatch.setattr("sfi_traces.report.text.MOST_TOKENS", 70)
+    page = render(View(Trace.open(make_trace(tmp_path / "t", steps=100))))
+    assert "50 of 100 audited steps are drawn, evenly chosen." in page
+    assert "A cell stands for 8 positions" in page
+    assert "The last 30 tokens are left out." in page
+    figure = data(page)["raster"]
+    assert figure["shape"] == [38, 50]
+
+
+def test_text_of_the_run_is_text_on_the_page(sfi):
+    rewrite(sfi.trace.path, "steps", lambda rows: [row | {"token_text": HOSTILE} for row in rows])
+    rewrite(sfi.trace.path, "prompts", lambda rows: [row | {"token_text": HOSTILE} for row in rows])
+    page = render(View(sfi.trace))
+    assert "<img" not in visible(page)
+    assert "&lt;/script&gt;" in visible(page)
+    assert "<" not in "".join(
+        data(page)["heatmap"]["data"][0]["x"]
+    )  # Plotly would read it as markup
+
+
+def test_a_redacted_trace_shows_steps_for_tokens(full):
+    hide = {"token_id": None, "token_text": None}
+    rewrite(full.trace.path, "steps", lambda rows: [row | hide for row in rows])
+    rewrite(full.trace.path, "prompts", lambda _: [])
+    page = render(View(full.trace))
+    assert data(page)["heatmap"]["data"][0]["x"] == [str(step) for step in range(30)]
+    assert "<summary>Prompt" not in page
+    assert "> 29 </span>" in page
+    assert data(page)["raster"]["texts"] == []
+
+
+def test_a_trace_of_steps_alone_makes_a_page_that_says_what_records_the_rest(tmp_path):
+    folder = make_trace(tmp_path / "t", steps=3, audit=None, finished=None)
+    shutil.rmtree(folder / "timings")
+    page = render(View(Trace.open(folder)))
+    assert data(page) == {}
+    assert "record it with --audit 1" in page
+    assert "3 steps, killed" in page
+
+
+def test_a_run_that_is_slow_throughout_has_no_marks(full):
+    page = render(full)
+    assert "Marked" not in page
+    assert 'class="slow"' not in page
+    assert sorted(data(page)) == sorted(set(FIGURES) - {"lambda"})
+
+
+@pytest.mark.parametrize(("module", "name"), [("plotly", "Plotly"), ("jinja2", "Jinja2")])
+def test_without_its_libraries_the_extra_is_named(monkeypatch, module, name):
+    found = report.find_spec
+    monkeypatch.setattr(
+        report, "find_spec", lambda wanted: None if wanted == module else found(wanted)
+    )
+    with pytest.raises(BackendError, match=rf"needs {name}.*pip install 'sfi-toolkit\[report\]'"):
+        check_report()
+
+
+# every figure is as wide as its place
+FOLLOWED = """[...document.querySelectorAll('.plot')].every(
+    (plot) => plot.querySelector('.main-svg').width.baseVal.value <= plot.clientWidth + 1)"""
+
+
+def until(page, expression: str) -> None:
+    """Wait; the page's own policy forbids what Playwright would do."""
+    for _ in range(200):
+        if page.evaluate(expression):
+            return
+        page.wait_for_timeout(25)
+    raise AssertionError(f"never came: {expression}")
+
+
+@pytest.fixture
+def browser():
+    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    names = ("chromium", "chromium-browser", "google-chrome")
+    path = next(filter(None, map(shutil.which, names)), None)
+    if path is None:
+        pytest.skip(f"no browser: none of {names} is installed")
+    arguments = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+    with sync_api.sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=path, args=arguments)
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture
+def opened(browser, sfi, tmp_path):
+    """The report in Chromium; whatever it says or asks for beside itself fails the test."""
+    strange = {"token_text": HOSTILE}
+    rewrite(
+        sfi.trace.path,
+        "prompts",
+        lambda rows: [row | strange if row["position"] == 5 else row for row in rows],
+    )
+    rewrite(
+        sfi.trace.path,
+        "steps",
+        lambda rows: [row | strange if row["step"] == 12 else row for row in rows],
+    )
+    file = tmp_path / "report.html"
+    file.write_text(render(View(sfi.trace)), encoding="utf-8")
+    said, asked = [], []
+    page = browser.new_page(viewport={"width": 1366, "height": 768}, color_scheme="light")
+    page.on("console", lambda message: said.append(message.text))
+    page.on("pageerror", lambda error: said.append(str(error)))
+    page.on("request", lambda request: asked.append(request.url))
+    page.goto(file.as_uri())
+    until(page, "document.querySelectorAll('.plot .main-svg').length >= 6")
+    yield page
+    assert said == []
+    assert [url for url in asked if not url.startswith(("data:", "blob:"))] == [file.as_uri()]
+
+
+def test_the_page_works_in_a_browser(opened):
+    """One visit: figures, layer and head, what a pointer shows, dark and light, narrow and wide."""
+    page = opened
+    _every_figure_is_drawn(page)
+    _text_stays_text(page)
+    _another_head_has_other_cells(page)
+    _a_pointer_shows_what_it_is_over(page)
+    _dark_and_light_restyle_the_figures(page)
+    for width, height in ((1366, 768), (480, 900)):
+        page.set_viewport_size({"width": width, "height": height})
+        until(page, FOLLOWED)
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        _every_figure_is_drawn(page)
+
+
+def _every_figure_is_drawn(page) -> None:
+    for name in FIGURES:
+        box = page.locator(f"#{name} .main-svg").first.bounding_box()
+        assert box["width"] > 250, name
+        assert box["height"] >= 200, name
+    traces = (
+        "name => document.querySelectorAll(`#${name} :is(.trace, .hm, .scatterlayer path)`).length"
+    )
+    assert all(page.evaluate(traces, name) for name in FIGURES)
+    images = page.evaluate(
+        "[...document.querySelectorAll('#heatmap image, #raster image')].map(i => i.href.baseVal.length)"
+    )
+    assert len(images) == 2
+    assert min(images) > 200
+
+
+def _text_stays_text(page) -> None:
+    assert page.title() == "sfi: sfi trace report"
+    assert page.locator("main img").count() == 0
+    assert HOSTILE in page.locator("#text").text_content()
+    assert HOSTILE in page.locator("pre").text_content()
+    lines = page.locator("#text li")
+    assert lines.count() == 4
+    assert (
+        lines.nth(0).inner_text().split() == [*WORDS[:9], "."] or lines.nth(0).inner_text().strip()
+    )
+    assert page.locator("#text .slow").count() == 4
+
+
+def _another_head_has_other_cells(page) -> None:
+    image = "document.querySelector('#raster image').href.baseVal"
+    before, title = page.evaluate(image), page.locator(".raster h2").text_content()
+    layer, head = page.locator("#layer").input_value(), page.locator("#head").input_value()
+    other = str(1 - int(head))
+    page.select_option("#head", other)
+    until(page, f"{image} !== {json.dumps(before)}")
+    changed = page.locator(".raster h2").text_content()
+    assert changed == f"Support of each step in layer {layer}, KV head {other}" != title
+    page.select_option("#layer", str(1 - int(layer)))
+    assert page.locator("#head").input_value() == other
+    assert f"layer {1 - int(layer)}, KV head {other}" in page.locator(".raster h2").text_content()
+
+
+def _a_pointer_shows_what_it_is_over(page) -> None:
+    page.locator("#raster").scroll_into_view_if_needed()
+    page.locator("#raster .nsewdrag").hover(position={"x": 300, "y": 200})
+    until(page, "document.getElementById('cell').textContent.startsWith('step ')")
+    assert re.fullmatch(
+        r"step \d+(, slow)?; position \d+: “.*”(; in the support.*|; selected.*)?",
+        page.locator("#cell").text_content(),
+    )
+    page.locator("#text li span").nth(10).hover()
+    tip = page.locator("#tip").text_content()
+    assert tip.startswith("step 10: slow, trigger; attended 210 of 210 tokens; ")
+    page.locator("h1").hover()
+    assert not page.locator("#tip").is_visible()
+
+
+def _dark_and_light_restyle_the_figures(page) -> None:
+    def colors() -> tuple[str, str]:
+        body = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        return body, page.evaluate(
+            "getComputedStyle(document.querySelector('#lag .xtick text, #lag .x2tick text')).fill"
+        )
+
+    light = colors()
+    page.locator("#theme").click()
+    until(page, "document.getElementById('theme').textContent === 'Light mode'")
+    dark = colors()
+    assert dark[0] != light[0]
+    assert dark[1] != light[1]
+    page.locator("#theme").click()
+    assert colors() == light
+    page.evaluate("delete document.documentElement.dataset.theme")
+    page.emulate_media(color_scheme="dark")
+    until(page, "document.getElementById('theme').textContent === 'Light mode'")
+    assert colors() == dark

@@ -1,0 +1,348 @@
+"""The numbers behind the figures, each recomputed from the trace's rows in plain Python."""
+
+import statistics
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from sfi_core.errors import ConfigError, TraceError
+from sfi_traces import stability
+from sfi_traces.figure_data import REST, lambda_over_time, retained_mass, step_phases
+from sfi_traces.raster import MISSED, NOTHING, READ, SELECTED, choose_place, rasters
+from sfi_traces.reader import Trace
+from sfi_traces.schema import TABLES
+from sfi_traces.stability import intersections, overlap_by_lag
+from sfi_traces.view import View
+from tests.traces.made import CONFIG, PROMPT, make_trace, overlap
+
+
+def rows(view: View, table: str) -> list[dict]:
+    """The request's rows of a table."""
+    return [row for row in view.trace.table(table).to_pylist() if row["request"] == view.request]
+
+
+def rewrite(folder, table: str, change) -> None:
+    """Replace a table's rows."""
+    path = folder / table / "part-00000.parquet"
+    changed = change(parquet.read_table(path).to_pylist())
+    parquet.write_table(pa.Table.from_pylist(changed, schema=TABLES[table]), path)
+
+
+def supports(view: View) -> dict[tuple[int, int, int], dict]:
+    """Rows of the supports, by layer, head and step."""
+    return {(row["layer"], row["head"], row["step"]): row for row in rows(view, "supports")}
+
+
+@pytest.fixture
+def full(tmp_path) -> View:
+    return View(Trace.open(make_trace(tmp_path / "full", steps=45, requests=2)), request=1)
+
+
+@pytest.fixture
+def sfi(tmp_path) -> View:
+    return View(Trace.open(make_trace(tmp_path / "sfi", steps=45, policy="sfi")))
+
+
+@pytest.mark.parametrize("columns", [3, 8192])
+def test_intersections_equal_those_of_python_sets(monkeypatch, columns):
+    """Sets of different sizes, one of them empty, and more positions than are counted at once."""
+    monkeypatch.setattr(stability, "COLUMNS", columns)
+    rng = np.random.default_rng(0)
+    sets = [np.sort(rng.choice(60, size, replace=False)) for size in (5, 40, 1, 0, 60, 17)]
+    expected = [[len({*one} & {*other}) for other in sets] for one in sets]
+    assert intersections(sets).tolist() == expected
+
+
+def test_overlap_is_the_mean_of_the_coefficients_of_all_layers_and_heads(full):
+    found = supports(full)
+    places = sorted({key[:2] for key in found})
+    assert len(places) == 4
+    for first, second in ((0, 1), (3, 30), (44, 12), (7, 7)):
+        pairs = [
+            [found[(*place, step)]["positions"] for step in (first, second)] for place in places
+        ]
+        expected = statistics.mean(overlap(*pair) for pair in pairs)
+        assert full.supports.overlap[first, second] == pytest.approx(expected, rel=1e-6)
+
+
+def test_overlap_of_one_layer_and_head_with_the_step_before_is_the_recorded_column(full):
+    view = View(full.trace, 1, layer=1, head=0)
+    matrix = view.supports.overlap
+    recorded = [row["overlap_previous_step"] for row in rows(view, "supports")
+                if (row["layer"], row["head"]) == (1, 0)]  # fmt: skip
+    assert recorded[0] is None
+    assert np.diag(matrix, 1).tolist() == pytest.approx(recorded[1:], rel=1e-6)
+    assert np.diag(matrix).tolist() == [1] * 45
+    assert (matrix == matrix.T).all()
+
+
+def test_lags_sort_the_pairs_by_distance_and_by_whether_a_boundary_lies_between(tmp_path):
+    """With steps that were not audited, so that neighbors in the matrix are not one step apart."""
+    view = View(Trace.open(make_trace(tmp_path / "t", steps=50, policy="sfi", audit=4)))
+    sentence = {row["step"]: row["sentence"] for row in rows(view, "steps")}
+    step, matrix = view.supports.step.tolist(), view.supports.overlap
+    assert step != list(range(0, 50, 4))
+    assert len(step) < 50
+    pairs: dict[tuple[bool, int], list[float]] = {}
+    for i, first in enumerate(step):
+        for j, second in enumerate(step[i + 1 :], i + 1):
+            key = (sentence[first] == sentence[second], second - first)
+            pairs.setdefault(key, []).append(float(matrix[i, j]))
+    for line, same in zip(view.lags, (True, False), strict=True):
+        expected = {lag: values for (kind, lag), values in pairs.items() if kind is same}
+        assert line.lag.tolist() == sorted(expected)
+        for at, lag in enumerate(line.lag.tolist()):
+            values = expected[lag]
+            assert line.pairs[at] == len(values)
+            assert line.mean[at] == pytest.approx(statistics.mean(values))
+            assert line.low[at] == pytest.approx(np.quantile(values, 0.1))
+            assert line.high[at] == pytest.approx(np.quantile(values, 0.9))
+        flat = [value for values in expected.values() for value in values]
+        assert line.overall == pytest.approx(statistics.mean(flat))
+
+
+def test_lags_of_a_long_run_are_counted_stretch_by_stretch(full, monkeypatch):
+    sentence = full.steps.sentence
+    whole = overlap_by_lag(full.supports, sentence, most=6)
+    assert max(line.lag.max() for line in whole) == 6
+    monkeypatch.setattr(stability, "MOST_STEPS", 10)
+    for expected, line in zip(whole, overlap_by_lag(full.supports, sentence, most=6), strict=True):
+        assert line.pairs.tolist() == expected.pairs.tolist()
+        assert line.mean.tolist() == pytest.approx(expected.mean.tolist(), rel=1e-6)
+        assert line.high.tolist() == pytest.approx(expected.high.tolist(), rel=1e-6)
+
+
+def test_thinning_takes_every_nth_step(full):
+    assert full.supports.thinned(20).step.tolist() == list(range(0, 45, 3))
+    assert full.supports.thinned(45) is full.supports
+
+
+def test_top_keeps_the_most_probable_positions(full):
+    view = View(full.trace, 1, top=5)
+    for (layer, head, step), row in supports(full).items():
+        by_mass = sorted(zip(row["mass"], row["positions"], strict=True), key=lambda p: -p[0])
+        expected = sorted(position for _, position in by_mass[:5])
+        assert view.supports.sets[layer, head][step].tolist() == expected
+
+
+def test_retained_mass_is_the_mean_over_fast_steps(sfi):
+    slow = {row["step"] for row in rows(sfi, "steps") if row["slow"]}
+    data = retained_mass(sfi)
+    assert (data.layers, data.heads, data.coverage) == ([0, 1], [0, 1], False)
+    assert data.steps == 45 - len(slow)
+    means = {}
+    for layer in (0, 1):
+        for head in (0, 1):
+            values = [r["retained_mass"] for key, r in supports(sfi).items()
+                      if key[:2] == (layer, head) and key[2] not in slow]  # fmt: skip
+            means[layer, head] = statistics.mean(values)
+            assert data.mass[layer, head] == pytest.approx(means[layer, head])
+    assert data.extremes == (min(means, key=means.get), max(means, key=means.get))
+    assert choose_place(sfi)[0] == min(means, key=means.get)
+
+
+def test_without_a_fast_step_it_is_the_mass_of_the_supports(full):
+    data = retained_mass(View(full.trace, 1, layer=1))
+    assert (data.layers, data.heads, data.coverage, data.steps) == ([1], [0, 1], True, 45)
+    values = [sum(r["mass"]) for key, r in supports(full).items() if key[:2] == (1, 1)]
+    assert data.mass[0, 1] == pytest.approx(statistics.mean(values))
+
+
+def test_lambda_is_the_distribution_over_layers_and_heads_at_each_refresh(sfi):
+    data = lambda_over_time(sfi)
+    by_step: dict[int, list[float]] = {}
+    for row in rows(sfi, "selections"):
+        by_step.setdefault(row["step"], []).append(row["lambda_star"])
+    assert data.step.tolist() == sorted(by_step) == [0, 10, 20, 30, 40]
+    assert data.median.tolist() == pytest.approx([statistics.median(by_step[s]) for s in data.step])
+    assert data.low.tolist() == pytest.approx([np.quantile(by_step[s], 0.1) for s in data.step])
+    assert data.high.tolist() == pytest.approx([np.quantile(by_step[s], 0.9) for s in data.step])
+    values = [value for each in by_step.values() for value in each]
+    clipped = [value for value in values if abs(value - 0.02) < 1e-6]
+    assert 0 < len(clipped) < len(values)
+    assert (data.clips, data.clipped) == ((0.02,), len(clipped) / len(values))
+
+
+def test_phases_of_a_step_add_up_to_its_wall_time(sfi):
+    data = step_phases(sfi)
+    steps = {row["step"]: row for row in rows(sfi, "steps")}
+    assert data.step.tolist() == list(range(1, 45))  # the prefill has a scale of its own
+    assert data.prefill_us == steps[0]["elapsed_us"]
+    assert data.slow.tolist() == [10, 20, 30, 40]
+    assert list(data.phases) == [
+        "attention.fast", "attention.dense", "selector", "top_k", "pack", "sample", REST,
+    ]  # fmt: skip
+    for at, step in enumerate(data.step.tolist()):
+        spans = [r for r in rows(sfi, "timings") if r["step"] == step and r["name"] != "forward"]
+        for name in set(data.phases) - {REST}:
+            expected = sum(span["elapsed_us"] for span in spans if span["name"] == name)
+            assert data.phases[name][at] == pytest.approx(expected)
+        total = sum(float(spent[at]) for spent in data.phases.values())
+        assert total == pytest.approx(steps[step]["elapsed_us"])
+    assert data.audit_us == 0
+
+
+def test_the_audits_time_is_in_no_phase(sfi):
+    def spend(timings):
+        return [row | {"name": "shadow"} if row["name"] == "sample" else row for row in timings]
+
+    before = step_phases(sfi)
+    rewrite(sfi.trace.path, "timings", spend)
+    data = step_phases(sfi)
+    assert "sample" not in data.phases
+    assert data.audit_us == pytest.approx(before.phases["sample"].mean())
+    assert data.phases[REST].tolist() == pytest.approx(before.phases[REST].tolist())
+
+
+def test_a_later_request_of_a_batch_has_the_batchs_timings(full):
+    def first_only(timings):
+        return [row for row in timings if row["request"] == 0]
+
+    expected = step_phases(View(full.trace, 0)).phases["attention.dense"]
+    rewrite(full.trace.path, "timings", first_only)
+    assert step_phases(full).phases["attention.dense"].tolist() == expected.tolist()
+
+
+def test_many_steps_share_a_bar(sfi, monkeypatch):
+    whole = step_phases(sfi).phases["sample"]
+    monkeypatch.setattr("sfi_traces.figure_data.MOST_BARS", 20)
+    data = step_phases(sfi)
+    assert data.per_bar == 3
+    assert data.step.tolist() == list(range(1, 45, 3))
+    assert data.phases["sample"][0] == pytest.approx(whole[:3].mean())
+    assert data.phases["sample"][-1] == pytest.approx(whole[42:].mean())
+
+
+@pytest.mark.parametrize("most_cells", [1000, 40])
+def test_a_rasters_cells_say_what_the_step_read_of_its_support(sfi, most_cells):
+    """Selected before a slow step: still in force there; sink and recent tokens are always read."""
+    place = (1, 0)
+    raster = rasters(sfi, [place], most_steps=1000, most_cells=most_cells)[0]
+    width = raster.per_cell
+    assert (width, raster.top) == ((1, 20) if most_cells == 1000 else (7, 20))
+    steps = {row["step"]: row for row in rows(sfi, "steps")}
+    refreshes = {row["step"]: set(row["positions"]) for row in rows(sfi, "selections")
+                 if (row["layer"], row["head"]) == place}  # fmt: skip
+    start, seen = 0, set()
+    for column, step in enumerate(raster.step.tolist()):
+        context, slow = steps[step]["context_tokens"], steps[step]["slow"]
+        start = context - CONFIG["recent"] if slow else start
+        selected = next(
+            (refreshes[at] for at in sorted(refreshes, reverse=True) if at < step), set()
+        )
+        row = supports(sfi)[(*place, step)]
+        by_mass = sorted(zip(row["mass"], row["positions"], strict=True), key=lambda p: -p[0])
+        support = {position for _, position in by_mass[: CONFIG["budget"]]}
+        read = set(range(context)) if slow else {0, 1, 2, 3} | set(range(start, context)) | selected
+        for cell in range(raster.cells.shape[0]):
+            held = set(range(cell * width, (cell + 1) * width))
+            hits, misses = len(held & support & read), len(held & support - read)
+            kind = (
+                MISSED
+                if misses > hits
+                else READ
+                if hits
+                else SELECTED
+                if held & selected
+                else NOTHING
+            )
+            assert raster.cells[cell, column] == kind
+            seen.add(kind)
+        assert raster.recent[column] == start
+    assert seen == {NOTHING, SELECTED, READ, MISSED}
+    assert raster.known
+
+
+def test_a_raster_without_recorded_selections_shows_supports_only(sfi, full):
+    def forget(selections):
+        return [row | {"positions": None} for row in selections]
+
+    rewrite(sfi.trace.path, "selections", forget)
+    for view in (sfi, full):
+        raster = rasters(view, [(0, 1)], most_steps=1000, most_cells=1000)[0]
+        assert not raster.known
+        assert set(np.unique(raster.cells)) == {NOTHING, READ}
+        top = [len(s) for s in view.supports.strongest(20).sets[0, 1]]
+        assert (raster.cells == READ).sum(0).tolist() == top
+    assert raster.recent is None  # full attention has no segments
+
+
+def test_a_selection_that_a_fast_step_made_is_in_force_at_once(sfi):
+    """As oracle-top-k selects: before it attends, at every step."""
+
+    def each(selections):
+        one = next(row for row in selections if row["step"] == 10)
+        return [one | {"step": 13, "positions": [40, 41]}]
+
+    rewrite(sfi.trace.path, "selections", each)
+    place = tuple(rows(sfi, "selections")[0][name] for name in ("layer", "head"))
+    cells = rasters(sfi, [place], most_steps=1000, most_cells=1000)[0].cells
+    in_support = {p for s in (12, 13) for p in sfi.supports.strongest(20).sets[place][s].tolist()}
+    assert not in_support & {40, 41}
+    assert cells[40, 12] == NOTHING
+    assert cells[40, 13] == SELECTED
+
+
+def test_what_a_killed_run_wrote_beyond_its_last_step_is_left_out(sfi):
+    def stop(steps):
+        return [row for row in steps if row["step"] < 25]
+
+    rewrite(sfi.trace.path, "steps", stop)
+    view = View(sfi.trace)
+    assert view.supports.step.tolist() == list(range(25))
+    assert step_phases(view).step.tolist() == list(range(1, 25))
+    assert rasters(view, [(0, 0)], most_steps=99, most_cells=99)[0].cells.shape[1] == 25
+    assert retained_mass(view).steps == 22
+
+
+def test_a_step_that_lacks_a_support_somewhere_is_left_out(sfi):
+    def lose(supports):
+        return [row for row in supports if (row["step"], row["layer"], row["head"]) != (7, 1, 1)]
+
+    rewrite(sfi.trace.path, "supports", lose)
+    assert View(sfi.trace).supports.step.tolist() == [*range(7), *range(8, 45)]
+    assert 7 in View(sfi.trace, layer=0).supports.step
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        ({"request": 2}, "request must be in 0 to 1, got 2"),
+        ({"layer": 2}, "layer must be in 0 to 1, got 2"),
+        ({"head": -1}, "head must be in 0 to 1, got -1"),
+        ({"top": 25}, "top must be in 1 to 24, which the audit recorded, got 25"),
+        ({"top": 0}, "top must be in 1 to 24, which the audit recorded, got 0"),
+    ],
+)
+def test_what_the_trace_does_not_have_is_refused_with_what_it_has(full, choice, message):
+    with pytest.raises(ConfigError, match=message):
+        View(full.trace, **choice)
+
+
+def test_missing_data_name_the_option_that_records_them(tmp_path, full):
+    trace = Trace.open(make_trace(tmp_path / "plain", steps=5, audit=None))
+    for read in (lambda view: view.supports, retained_mass):
+        with pytest.raises(TraceError, match="has no audit; record it with --audit 1"):
+            read(View(trace))
+    with pytest.raises(TraceError, match=r"no lambda\* of request 1, .*with --policy sfi"):
+        lambda_over_time(full)
+    rewrite(full.trace.path, "supports", lambda rows: [row for row in rows if row["layer"] == 0])
+    with pytest.raises(TraceError, match="layer 1; record it with --audit 1 --audit-layers 1"):
+        _ = View(full.trace, 1, layer=1).supports
+    one = Trace.open(make_trace(tmp_path / "one", steps=1))
+    with pytest.raises(TraceError, match="has one audited step"):
+        _ = View(one).lags
+    with pytest.raises(TraceError, match="has no timings of decoding steps"):
+        step_phases(View(one))
+    rewrite(one.path, "steps", lambda _: [])
+    with pytest.raises(TraceError, match="has no finished step"):
+        View(one)
+
+
+def test_the_recent_window_slides_when_the_run_says_so(tmp_path):
+    config = CONFIG | {"recent_mode": "sliding"}
+    folder = make_trace(tmp_path / "t", steps=20, policy="sfi", config=config)
+    raster = rasters(View(Trace.open(folder)), [(0, 0)], most_steps=99, most_cells=99)[0]
+    assert raster.recent.tolist() == [PROMPT + step - 16 for step in range(20)]

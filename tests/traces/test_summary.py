@@ -1,0 +1,201 @@
+"""The numbers of `sfi trace show`, against plain loops over the rows."""
+
+import statistics
+from collections import Counter, defaultdict
+
+import numpy as np
+import pytest
+
+from sfi_core.errors import ConfigError, TraceError
+from sfi_traces.reader import Trace
+from sfi_traces.summary import summarize
+from tests.traces.made import CONFIG, make_trace
+from tests.traces.small import assert_spread, change_manifest, redact, rows, write_trace
+
+
+@pytest.fixture(scope="module")
+def sparse(tmp_path_factory) -> Trace:
+    folder = tmp_path_factory.mktemp("sparse") / "run"
+    return Trace.open(make_trace(folder, steps=50, requests=2, policy="sfi", sentence=9))
+
+
+def test_steps_by_reason_and_what_they_read(sparse):
+    steps = rows(sparse, "steps")
+    later = [row for row in steps if row["step"]]
+    fast = [row for row in steps if not row["slow"]]
+    found = summarize(sparse)["steps"]
+    assert (found["steps"], found["slow"], found["fast"]) == (100, 100 - len(fast), len(fast))
+    assert found["reasons"] == dict(Counter(row["reason"] for row in steps if row["slow"]))
+    assert found["slow_share"] == pytest.approx(sum(row["slow"] for row in later) / len(later))
+    read = [row["attended_tokens"] for row in later]
+    assert found["mean_attended_tokens"] == pytest.approx(np.mean(read))
+    assert found["read_ratio"] == pytest.approx(
+        sum(read) / sum(row["context_tokens"] for row in later)
+    )
+    assert found["fast_read_ratio"] == pytest.approx(
+        sum(row["attended_tokens"] for row in fast) / sum(row["context_tokens"] for row in fast)
+    )
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_tokens_that_end_a_sentence_and_whether_a_slow_step_followed(tmp_path, delay):
+    """The step asked is the one after the token, the delay later; beyond the end there is none."""
+    tokens = [7, 3, 5, 7, 5, 3, 7]  # 3 and 7 are triggers
+    slow = [True, True, False, True, False, False, True]
+    trace = write_trace(
+        tmp_path / "run",
+        {
+            "steps": [
+                {
+                    "request": request, "step": step, "slow": is_slow, "token_id": token,
+                    "token_text": f"<{token}>", "trigger": token != 5,
+                }
+                for request in range(2)
+                for step, (token, is_slow) in enumerate(zip(tokens, slow, strict=True))
+            ]
+        },
+        config=CONFIG | {"trigger_delay": delay},
+    )  # fmt: skip
+    followed = defaultdict(list)
+    for step, token in enumerate(tokens):
+        if step + 1 + delay < len(slow):
+            followed[token].append(slow[step + 1 + delay])
+    assert summarize(Trace.open(trace))["triggers"] == [
+        {
+            "token_id": 7,
+            "token_text": "<7>",
+            "count": 6,
+            "slow_after": statistics.mean(followed[7]),
+        },
+        {
+            "token_id": 3,
+            "token_text": "<3>",
+            "count": 4,
+            "slow_after": statistics.mean(followed[3]),
+        },
+    ]
+
+
+def test_the_run_is_described_from_the_manifest(sparse):
+    run = summarize(sparse)["run"]
+    assert run["settings"] == {
+        "recent": 16,
+        "budget": 20,
+        "t_max": 16,
+        "trigger_delay": 0,
+        "triggers": ["."],
+    }
+    assert run["requests"] == [{"request": r, "prompt_tokens": 200, "steps": 50} for r in range(2)]
+    assert (run["model"], run["policy"], run["finished"]) == (
+        "made-up",
+        "sfi",
+        "2026-11-21T10:01:00+00:00",
+    )
+
+
+def test_one_request_and_one_layer(sparse):
+    found = summarize(sparse, request=1, layer=0)
+    assert found["steps"]["steps"] == 50
+    assert [one["layer"] for one in found["stability"]["layers"]] == [0]
+    (only,) = found["stability"]["layers"]
+    assert rounded(only["within"]) == rounded(found["stability"]["within"])
+    values = [
+        row["query_cosine"] for row in rows(sparse, "supports")
+        if (row["request"], row["layer"]) == (1, 0) and row["query_cosine"] is not None
+    ]  # fmt: skip
+    assert_spread(found["audit"]["query_cosine"], values)
+    assert found["selections"]["rows"] == sum(
+        (row["request"], row["layer"]) == (1, 0) for row in rows(sparse, "selections")
+    )
+    assert found["logits"]["kl_next_token"]["n"] == sum(
+        r["request"] for r in rows(sparse, "logits")
+    )
+    assert found["run"]["requests"] == [{"request": 1, "prompt_tokens": 200, "steps": 50}]
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"request": 2}, r"request must be one of the trace's \[0, 1\], got 2"),
+        ({"layer": -1}, "layer must be"),
+    ],
+)
+def test_a_request_or_layer_that_is_not_there_is_refused(sparse, asked, words):
+    with pytest.raises(ConfigError, match=words):
+        summarize(sparse, **asked)
+
+
+def rounded(value):
+    """DuckDB's threads add up in any order."""
+    if isinstance(value, dict):
+        return {name: rounded(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [rounded(one) for one in value]
+    return round(value, 6) if isinstance(value, float) else value
+
+
+def test_a_redacted_trace_has_the_same_numbers(tmp_path, sparse):
+    folder = make_trace(tmp_path / "run", steps=50, requests=2, policy="sfi", sentence=9)
+    found, whole = summarize(Trace.open(redact(folder))), summarize(sparse)
+    count = sum(one["count"] for one in whole["triggers"])
+    assert found["triggers"] == [
+        {"token_id": None, "token_text": None, "count": count, "slow_after": 1.0}
+    ]
+    for name in ("stability", "lags", "audit", "logits", "selections", "steps"):
+        assert rounded(found[name]) == rounded(whole[name])
+
+
+def test_what_was_not_recorded_is_named_with_the_option_that_records_it(tmp_path):
+    trace = Trace.open(make_trace(tmp_path / "run", steps=20, audit=None))
+    found = summarize(trace)
+    empty = ("stability", "lags", "audit", "logits", "selections")
+    assert [found[name] for name in empty] == [None] * 5
+    assert [line for line in found["missing"] if "--audit" in line] == found["missing"][:4]
+    assert "--policy sfi" in found["missing"][4]
+    assert found["phases"] is not None
+
+
+def test_an_audit_of_some_steps_only_has_pairs_where_both_were_audited(tmp_path):
+    """Here no writer noted overlaps of consecutive steps; a real one does after a slow step."""
+    found = summarize(Trace.open(make_trace(tmp_path / "run", steps=40, audit=4, policy="sfi")))
+    assert found["stability"] is None
+    assert found["lags"] is not None
+    assert found["missing"] == ["overlap of consecutive supports (record with --audit 1)"]
+
+
+def test_a_killed_trace_is_summed_up_as_far_as_it_goes(tmp_path):
+    folder = make_trace(tmp_path / "run", steps=30, policy="sfi")
+    for name in ("timings", "logits"):
+        for part in Trace.open(folder).parts(name):
+            part.unlink()
+    document = summarize(Trace.open(change_manifest(folder, finished=None, prompts=[])))
+    assert document["run"]["finished"] is None
+    assert document["run"]["requests"] == [{"request": 0, "prompt_tokens": None, "steps": 30}]
+    assert (document["phases"], document["logits"]) == (None, None)
+    assert document["break_even"]["context_tokens"] is None
+    assert document["latency"]["kinds"]
+
+
+def test_supports_of_steps_that_were_not_finished_do_not_count(tmp_path):
+    """Parts of `steps` are written last."""
+    place = {
+        "request": 0,
+        "layer": 0,
+        "head": 0,
+        "positions": [1],
+        "mass": [1.0],
+        "retained_mass": 0.5,
+    }
+    trace = write_trace(
+        tmp_path / "run",
+        {
+            "steps": [{"request": 0, "step": step, "slow": not step} for step in range(3)],
+            "supports": [{**place, "step": step} for step in range(6)],
+        },
+    )
+    assert summarize(Trace.open(trace))["audit"]["retained_mass"]["n"] == 2
+
+
+def test_a_trace_without_a_finished_step_is_refused(tmp_path):
+    with pytest.raises(TraceError, match="has no finished step"):
+        summarize(Trace.open(write_trace(tmp_path / "run", {})))

@@ -1,0 +1,158 @@
+"""How long spans took."""
+
+import time
+from itertools import count
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from sfi_core.observer import BeginStepEvent
+from sfi_traces.timing import TimingObserver
+from tests.traces.told import run_event
+
+
+def begin(observer, step) -> None:
+    observer.on_begin_step(BeginStepEvent(step=step, slow=(), fast=(0,)))
+
+
+def test_a_span_s_row_says_where_it_was_and_how_long_it_took():
+    before = time.perf_counter()
+    observer = TimingObserver("cpu")
+    begin(observer, 4)
+    with observer.span("forward"):
+        with observer.span("attention.fast", 2, 640):
+            time.sleep(0.01)
+        with observer.span("pack", 2):
+            pass
+    wall = 1e6 * (time.perf_counter() - before)
+
+    inner, pack, outer = observer.rows
+    assert [row[:5] for row in (inner, pack, outer)] == [
+        (0, 4, 2, "attention.fast", "main"),
+        (0, 4, 2, "pack", "main"),
+        (0, 4, None, "forward", "main"),
+    ]
+    assert [row[7] for row in (inner, pack, outer)] == [640, None, None]
+    assert 0 <= outer[5] <= inner[5]
+    assert inner[5] + inner[6] <= pack[5]
+    assert pack[5] + pack[6] <= outer[5] + outer[6] <= wall
+    assert 10_000 <= inner[6] <= outer[6]
+
+
+def test_a_span_that_fails_is_timed_and_lets_the_error_through():
+    observer = TimingObserver("cpu")
+
+    with pytest.raises(ValueError, match="broken"), observer.span("selector", 1):
+        raise ValueError("broken")
+
+    assert [row[3] for row in observer.rows] == ["selector"]
+
+
+def test_the_requests_of_a_second_run_are_numbered_on():
+    observer = TimingObserver("cpu")
+    for batch in (3, 2, 1):
+        observer.on_run(run_event(batch))
+        begin(observer, 0)
+        with observer.span("prefill"):
+            pass
+
+    assert [row[0] for row in observer.rows] == [0, 3, 5]
+
+
+def test_a_sink_gets_each_step_s_spans_when_the_next_begins():
+    steps = []
+    observer = TimingObserver("cpu", lambda spans: steps.append([s.row()[1:4] for s in spans]))
+    begin(observer, 1)
+    with observer.span("forward"):
+        pass
+    with observer.span("sample"):
+        begin(observer, 2)
+        assert steps == [[(1, None, "forward")]]
+    observer.flush()
+    observer.flush()
+
+    assert steps == [[(1, None, "forward")], [(1, None, "sample")]]
+    assert observer.rows == []
+
+
+class FakeEvent:
+    """A CUDA event on a device whose clock a test sets; nothing may be asked before it is waited for."""
+
+    now = 0.0
+    waited = 0
+
+    def __init__(self, **options) -> None:
+        assert options == {"enable_timing": True, "blocking": True}
+        self.there = False
+
+    def record(self, stream) -> None:
+        self.at, self.stream = FakeEvent.now, stream
+
+    def synchronize(self) -> None:
+        self.there = True
+        FakeEvent.waited += 1
+
+    def elapsed_time(self, other) -> float:
+        assert self.there
+        assert other.there
+        return float(torch.tensor(other.at - self.at, dtype=torch.float32))
+
+
+@pytest.fixture
+def device(monkeypatch) -> SimpleNamespace:
+    streams = SimpleNamespace(current=0)
+    FakeEvent.now, FakeEvent.waited = 7000.0, 0
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    for name, number in (
+        ("default_stream", lambda: 0),
+        ("current_stream", lambda: streams.current),
+    ):
+        monkeypatch.setattr(
+            torch.cuda, name, lambda _, number=number: SimpleNamespace(cuda_stream=number())
+        )
+    return streams
+
+
+def test_a_device_s_spans_are_read_from_its_events_without_waiting_while_it_runs(device):
+    observer = TimingObserver("cuda:0")
+    begin(observer, 0)
+    FakeEvent.now += 2
+    with observer.span("forward"):
+        FakeEvent.now += 3
+        with observer.span("pack", 1, 64):
+            FakeEvent.now += 0.5
+    assert FakeEvent.waited == 0
+
+    assert observer.rows == [
+        (0, 0, 1, "pack", "main", 5000.0, 500.0, 64),
+        (0, 0, None, "forward", "main", 2000.0, 3500.0, None),
+    ]
+
+
+def test_a_side_stream_has_a_name_of_its_own(device):
+    observer = TimingObserver("cuda")
+    for stream in (0, 9, 4, 9):
+        device.current = stream
+        with observer.span("selector"):
+            pass
+
+    assert [row[4] for row in observer.rows] == ["main", "stream 1", "stream 2", "stream 1"]
+
+
+def test_microseconds_count_after_days(device):
+    """float32 tells apart 16 ms after two days; an event a step keeps the fractions."""
+    rows = []
+    observer = TimingObserver("cuda", lambda spans: rows.extend(span.row() for span in spans))
+    day = 86_400_000.0
+    for step in count():
+        begin(observer, step)
+        if FakeEvent.now > 7000 + 2 * day:
+            break
+        with observer.span("forward"):
+            FakeEvent.now += 60_000.0625
+
+    last = rows[-1]
+    assert len(rows) == 2880
+    assert last[6] == 60_000_062.5
+    assert last[5] == pytest.approx(2879 * 60_000_062.5, abs=0.5)

@@ -1,0 +1,272 @@
+"""The thread that writes a trace."""
+
+import errno
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+
+from sfi_core.observer import BeginStepEvent, SelectionEvent
+from sfi_traces import parquet_observer, trace_writer
+from sfi_traces.manifest import describe_run
+from sfi_traces.parquet_observer import ParquetObserver
+from sfi_traces.part_files import PartFiles
+from sfi_traces.reader import Trace
+from sfi_traces.trace_rows import TraceRows
+from sfi_traces.trace_writer import Batch, BytesQueue, TraceWriter, next_parts
+from tests.traces.told import run_event, step_event
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def _at_once(monkeypatch) -> None:
+    monkeypatch.setattr(parquet_observer, "PATIENCE", 0.0)
+
+
+def tell(observer, steps) -> None:
+    for step in steps:
+        observer.on_begin_step(BeginStepEvent(step=step, slow=(), fast=(0,)))
+        with observer.span("forward"):
+            pass
+        observer.on_step(step_event(0, step))
+
+
+def wait_for(happened, seconds=30.0) -> None:
+    until = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < until, "it happens in time"
+        time.sleep(0.002)
+
+
+def written(folder) -> list[int]:
+    return Trace.open(folder).table("steps")["step"].to_pylist()
+
+
+def leftovers(folder) -> list[str]:
+    return [path.name for path in folder.rglob(".*")]
+
+
+def test_a_table_s_parts_join_to_the_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr(trace_writer, "PART_BYTES", 8 * 512)
+    with ParquetObserver(tmp_path / "trace") as observer:
+        observer.on_run(run_event(1))
+        tell(observer, range(100))
+
+    trace = Trace.open(tmp_path / "trace")
+    names = [part.name for part in trace.parts("steps")]
+    assert len(names) > 5
+    assert names == [f"part-{number:05d}.parquet" for number in range(len(names))]
+    assert trace.table("steps")["step"].to_pylist() == list(range(100))
+    assert trace.table("timings")["step"].to_pylist() == list(range(100))
+    assert trace.manifest["tables"]["steps"] == 100
+    assert leftovers(tmp_path / "trace") == []
+
+
+def test_parts_are_cut_while_nothing_happens(tmp_path, monkeypatch):
+    monkeypatch.setattr(trace_writer, "SOONEST", 0.05)
+    with ParquetObserver(tmp_path / "trace") as observer:
+        observer.on_run(run_event(1))
+        tell(observer, range(5))
+        wait_for(lambda: list((tmp_path / "trace" / "steps").glob("part-*")))
+
+        trace = Trace.open(tmp_path / "trace")
+        assert trace.table("steps")["step"].to_pylist()[:4] == [0, 1, 2, 3]
+        assert trace.manifest["finished"] is None
+        assert [prompt["request"] for prompt in trace.manifest["prompts"]] == [0]
+
+
+def test_a_recorded_step_has_its_other_rows(tmp_path, monkeypatch):
+    monkeypatch.setattr(trace_writer, "PART_BYTES", 512)
+    order, write = [], PartFiles.write
+
+    def noted(self, name, table):
+        order.append(name)
+        write(self, name, table)
+
+    monkeypatch.setattr(PartFiles, "write", noted)
+    with ParquetObserver(tmp_path / "trace") as observer:
+        observer.on_run(run_event(1))
+        tell(observer, range(3))
+
+    assert order[:4] == ["timings", "steps"] * 2
+
+
+@pytest.mark.parametrize(("elapsed", "due"), [(0, 2), (10, 12), (50, 55), (600, 660), (7200, 7260)])
+def test_parts_come_less_and_less_often(elapsed, due):
+    assert next_parts(elapsed) == pytest.approx(due)
+
+
+def test_an_hour_has_about_a_hundred_parts():
+    elapsed, parts = 0.0, 0
+    while elapsed < 3600:
+        elapsed, parts = next_parts(elapsed), parts + 1
+
+    assert 80 < parts < 120
+
+
+def test_a_full_disk_ends_the_trace_and_not_the_run(tmp_path, monkeypatch):
+    """/dev/full takes the part's place: a real ENOSPC from a real write."""
+    monkeypatch.setattr(trace_writer, "PART_BYTES", 512)
+    folder, warnings = tmp_path / "trace", []
+    with ParquetObserver(folder, warn=warnings.append) as observer:
+        observer.on_run(run_event(1))
+        tell(observer, range(3))
+        # the third step is handed over when the fourth begins
+        wait_for(lambda: (folder / "steps").exists() and written(folder) == [0, 1])
+        taken = len(Trace.open(folder).parts("steps"))
+        (folder / "steps" / f".part-{taken:05d}.parquet.tmp").symlink_to("/dev/full")
+        tell(observer, range(3, 60))
+
+    trace = Trace.open(folder)
+    assert written(folder) == [0, 1]
+    assert warnings == [f"trace {folder} ends here, the run goes on: No space left on device"]
+    assert trace.manifest["stopped"] == "disk full: No space left on device"
+    assert trace.manifest["finished"] is not None
+    assert trace.manifest["tables"]["steps"] == 2
+    assert leftovers(folder) == []
+
+
+def test_a_failing_disk_is_a_warning_where_nobody_else_takes_it(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    def run() -> None:
+        with ParquetObserver(tmp_path / "trace") as observer:
+            observer.on_run(run_event(1))
+            tell(observer, range(50))
+
+    monkeypatch.setattr(trace_writer, "write_manifest", full)
+    with pytest.warns(RuntimeWarning, match="the run goes on: .*quota") as caught:
+        run()
+
+    assert len(caught) == 1
+    assert leftovers(tmp_path) == []
+
+
+@pytest.fixture
+def writer(tmp_path, monkeypatch) -> TraceWriter:
+    monkeypatch.setattr(trace_writer, "PART_BYTES", 512)
+    monkeypatch.setattr(trace_writer, "QUEUE_BYTES", 4096)
+    (tmp_path / "trace").mkdir()
+    manifest = describe_run(run_event(1), {}, positions=True, redacted=False)
+    rows = TraceRows(None, positions=True, redact_text=False)
+    return TraceWriter(tmp_path / "trace", rows, manifest)
+
+
+def test_nobody_waits_for_a_disk_that_takes_no_more(writer, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(PartFiles, "write", full)
+    writer.put([(run_event(1), ())])
+    for step in range(500):
+        writer.put([(step_event(0, step), ())])
+    writer.close(None)
+
+    assert str(writer.failure) == "[Errno 28] full"
+    assert Trace.open(tmp_path / "trace").manifest["tables"]["steps"] == 0
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "full"), ZeroDivisionError("a mistake")])
+def test_what_fails_at_the_very_end_ends_the_thread(tmp_path, monkeypatch, error):
+    def failing(*_):
+        raise error
+
+    monkeypatch.setattr(PartFiles, "write", failing)
+    observer = ParquetObserver(tmp_path / "trace", warn=lambda _: None)
+    observer.on_run(run_event(1))
+    tell(observer, range(3))
+
+    def close() -> None:
+        with suppress(ZeroDivisionError):
+            observer.close()
+
+    closing = threading.Thread(target=close, daemon=True)
+    closing.start()
+    closing.join(30)
+
+    assert not closing.is_alive()
+
+
+def test_a_mistake_in_the_thread_is_raised_when_the_trace_is_closed(writer, tmp_path, monkeypatch):
+    def mistaken(*_):
+        raise ZeroDivisionError("a mistake")
+
+    monkeypatch.setattr(PartFiles, "write", mistaken)
+    writer.put([(run_event(1), ())])
+    for step in range(500):  # more than the queue holds: nobody may wait for ever
+        writer.put([(step_event(0, step), ())])
+
+    with pytest.raises(ZeroDivisionError, match="a mistake"):
+        writer.close(None)
+    assert Trace.open(tmp_path / "trace").manifest["finished"] is None
+
+
+def test_a_full_queue_blocks_and_does_not_grow():
+    waiting = BytesQueue(5000)
+    waiting.put(Batch([(None, (torch.zeros(1000),))]))
+    waiting.put(Batch([(None, (torch.zeros(100_000),))]))  # one may exceed the bound
+
+    with pytest.raises(queue.Full):
+        waiting.put(Batch(()), timeout=0.02)
+    assert waiting.get().nbytes == 4000 + trace_writer.EVENT_BYTES
+    with pytest.raises(queue.Full):
+        waiting.put(Batch(()), timeout=0.02)
+    waiting.get()
+    waiting.put(Batch(()), timeout=0.02)
+
+
+def test_decoding_waits_for_a_slow_disk_only_when_the_queue_is_full(tmp_path, monkeypatch):
+    gate, on_selection = threading.Event(), TraceRows.on_selection
+
+    def slow(self, *arguments):
+        gate.wait()
+        on_selection(self, *arguments)
+
+    monkeypatch.setattr(TraceRows, "on_selection", slow)
+    monkeypatch.setattr(trace_writer, "QUEUE_BYTES", 20_000)
+    index = torch.arange(500, dtype=torch.int32)[None]
+    told = []
+
+    def decode() -> None:
+        observer.on_run(run_event(1))
+        for step in range(40):
+            observer.on_selection(
+                SelectionEvent(request=0, step=step, layer=0, index_HK=index, diagnostics={})
+            )
+            tell(observer, [step])
+            told.append(step)
+
+    with ParquetObserver(tmp_path / "trace") as observer:
+        decoder = threading.Thread(target=decode)
+        decoder.start()
+        wait_for(lambda: len(told) > 5)
+        time.sleep(0.1)
+        assert len(told) < 20  # 2,000 bytes each: ten fit
+        gate.set()
+        decoder.join()
+
+    assert len(Trace.open(tmp_path / "trace").table("selections")) == 40
+
+
+def test_a_crash_does_not_wait_for_the_thread(tmp_path):
+    script = (
+        "import sys; from pathlib import Path; from tests.traces.told import run_event\n"
+        "from sfi_traces.parquet_observer import ParquetObserver\n"
+        "ParquetObserver(Path(sys.argv[1])).on_run(run_event())\n"
+        "raise SystemExit(7)"
+    )
+    paths = [REPOSITORY, REPOSITORY / "traces", REPOSITORY / "kernels"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))}
+    command = [sys.executable, "-c", script, str(tmp_path / "trace")]
+    done = subprocess.run(command, env=environment, timeout=60, check=False)
+
+    assert done.returncode == 7

@@ -1,0 +1,80 @@
+"""One request of a trace as one HTML file: figures, summary and text; it loads nothing from anywhere."""
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from sfi_core.errors import BackendError, TraceError
+from sfi_traces.captions import subject
+from sfi_traces.report.facts import cards, tables
+from sfi_traces.report.text import generated, prompt
+from sfi_traces.summary import summarize
+from sfi_traces.view import View
+
+HERE = Path(__file__).parent
+
+
+def check_report() -> None:
+    """Refuse where the report cannot be made.
+
+    Raises:
+        BackendError: Plotly or Jinja2 is not installed.
+    """
+    for module, name in (("plotly", "Plotly"), ("jinja2", "Jinja2")):
+        if find_spec(module) is None:
+            raise BackendError(
+                f"the report needs {name}, which is not installed; pip install 'sfi-toolkit[report]'"
+            )
+
+
+def render(view: View) -> str:
+    """Write the report of a request; where a figure lacks its data, it says what records it."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined  # noqa: PLC0415 - an extra
+    from plotly.offline import get_plotlyjs  # noqa: PLC0415 - an extra
+
+    environment = Environment(
+        loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+    figures, missing = _figures(view)
+    summary = summarize(view.trace, view.request)
+    return environment.get_template("page.html").render(
+        name=view.trace.path.resolve().name,
+        subject=subject(view),
+        cards=cards(summary),
+        tables=tables(summary),
+        captions={name: figure.pop("caption") for name, figure in figures.items()},
+        figures=figures,
+        missing=missing,
+        text=generated(view),
+        prompt=prompt(view),
+        style=(HERE / "page.css").read_text(encoding="utf-8"),
+        script=(HERE / "page.js").read_text(encoding="utf-8"),
+        plotly=get_plotlyjs(),
+    )
+
+
+def _figures(view: View) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    # what each figure's script and section need, by name, and why others are not there
+    from sfi_traces.report import raster_figure, step_figures, support_figures  # noqa: PLC0415
+
+    drawers = {
+        "heatmap": support_figures.heatmap,
+        "lag": support_figures.lag,
+        "retained": step_figures.retained,
+        "raster": raster_figure.raster,
+        "timeline": step_figures.timeline,
+        "lambda": step_figures.lambda_star,
+    }
+    figures, missing = {}, []
+    for name, draw in drawers.items():
+        try:
+            panel = draw(view)
+        except TraceError as error:
+            missing.append(str(error))
+            continue
+        plot = json.loads(panel.figure.to_json())  # arrays as base64, which Plotly reads
+        plot["layout"].pop("template", None)
+        figures[name] = {"caption": panel.caption, **plot, **panel.more}
+    return figures, list(dict.fromkeys(missing))

@@ -1,0 +1,159 @@
+"""The numbers at the top of the page and the tables at its end, from the trace's summary."""
+
+from typing import Any, NamedTuple
+
+Row = dict[str, Any]
+NONE = "-"
+
+
+class Card(NamedTuple):
+    """One number.
+
+    Attributes:
+        name: What it is.
+        value: The number.
+        note: What it is of.
+    """
+
+    name: str
+    value: str
+    note: str
+
+
+class Table(NamedTuple):
+    """A small table.
+
+    Attributes:
+        title: Its caption.
+        head: Names of the columns; empty for a list of names and values.
+        rows: Its cells.
+    """
+
+    title: str
+    head: tuple[str, ...]
+    rows: list[tuple[str, ...]]
+
+
+def cards(summary: Row) -> list[Card]:
+    """Choose the numbers that a reader wants first, of those that the trace has."""
+    steps = summary["steps"]
+    reasons = ", ".join(f"{count:,} {reason}" for reason, count in steps["reasons"].items())
+    found = [
+        Card(
+            "Slow steps",
+            _percent(steps["slow_share"], 1),
+            f"{steps['slow']:,} of {steps['steps']:,}: {reasons}",
+        ),
+        Card(
+            "Cache read",
+            _percent(steps["read_ratio"], 1),
+            f"{_number(steps['mean_attended_tokens'], 0)} tokens a step; "
+            f"fast steps {_percent(steps['fast_read_ratio'], 1)}",
+        ),
+    ]
+    found += [*_support_cards(summary), *_speed_cards(summary["latency"])]
+    return found
+
+
+def _support_cards(summary: Row) -> list[Card]:
+    found, stability, audit = [], summary["stability"], summary["audit"]
+    if stability:
+        within, across = (
+            stability[name] and stability[name]["mean"] for name in ("within", "across")
+        )
+        note = "of consecutive steps, within a sentence | across a boundary"
+        found.append(Card("Support overlap", f"{_number(within, 2)} | {_number(across, 2)}", note))
+    if audit and audit["retained_mass"]["n"]:
+        worst = audit["heads"][0]
+        note = (
+            f"of fast steps; least {_number(worst['retained_mass']['mean'], 3)} in layer {worst['layer']}, "
+            f"KV head {worst['head']}"
+        )
+        found.append(Card("Retained mass", _number(audit["retained_mass"]["mean"], 3), note))
+    if logits := summary["logits"]:
+        note = f"of audited fast steps; KL {_number(logits['kl_next_token']['mean'], 5)} nats on average"
+        found.append(Card("Same next token", _percent(logits["argmax_agreement"], 1), note))
+    selections = summary["selections"]
+    if selections and selections["lambda_star"]["n"]:
+        note = f"on average; {_percent(selections['clipped_share'], 0)} of the values stand at the clip"
+        found.append(Card("lambda*", _number(selections["lambda_star"]["mean"], 4), note))
+    return found
+
+
+def _speed_cards(latency: Row) -> list[Card]:
+    kinds = {kind["kind"]: kind for kind in latency["kinds"]}
+    decoding = [name for name in ("fast", "mixed", "slow") if name in kinds]
+    medians = ", ".join(f"{name} {_milliseconds(kinds[name]['p50_us'])}" for name in decoding)
+    if not medians:
+        return []
+    note = f"median step: {medians}" + ("; the audit's cost included" if latency["audited"] else "")
+    return [Card("Tokens a second", _number(latency["tokens_per_second"], 1), note)]
+
+
+def tables(summary: Row) -> list[Table]:
+    """Write out the run, its settings, its triggers and its times."""
+    run = summary["run"]
+    facts = {
+        "model": f"{run['model']} ({run['architecture']})",
+        "policy": f"{run['policy']}, preset {run['preset'] or 'default'}",
+        "backend": f"{run['backend']} on {run['device']}",
+        "audit": _audit(run["audit"]),
+        "begun": run["created"],
+        "finished": run["finished"] or "no: the run was killed, or goes on",
+        "stopped": run["stopped"],
+    }
+    return [
+        Table("Run", (), [(name, str(value)) for name, value in facts.items() if value]),
+        Table(
+            "Settings that differ from the defaults",
+            (),
+            [(name, _setting(value)) for name, value in run["settings"].items()] or [("none", "")],
+        ),
+        Table(
+            "Time of a step",
+            ("step", "n", "mean", "p50", "p95", "p99"),
+            [
+                (
+                    kind["kind"] + (" (audited)" if kind["audited"] else ""), f"{kind['n']:,}",
+                    *(_milliseconds(kind[f"{name}_us"]) for name in ("mean", "p50", "p95", "p99")),
+                )
+                for kind in summary["latency"]["kinds"]
+            ],
+        ),
+        Table(
+            "Tokens that end a sentence",
+            ("token", "count", "slow after"),
+            [
+                (
+                    NONE if one["token_text"] is None else repr(one["token_text"]), f"{one['count']:,}",
+                    _percent(one["slow_after"], 0),
+                )
+                for one in summary["triggers"][:12]
+            ],
+        ),
+    ]  # fmt: skip
+
+
+def _audit(audit: Row | None) -> str:
+    if audit is None:
+        return "none"
+    often = (
+        "every step" if audit["every"] == 1 else f"every {audit['every']} steps and the slow ones"
+    )
+    return f"{often}, the top {audit['top']:,} positions"
+
+
+def _setting(value: object) -> str:
+    return " ".join(map(repr, value)) if isinstance(value, list) else str(value)
+
+
+def _number(value: float | None, digits: int) -> str:
+    return NONE if value is None else f"{value:,.{digits}f}"
+
+
+def _percent(value: float | None, digits: int) -> str:
+    return NONE if value is None else f"{100 * value:.{digits}f} %"
+
+
+def _milliseconds(value: float) -> str:
+    return f"{value / 1000:,.2f} ms"

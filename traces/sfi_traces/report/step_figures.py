@@ -1,0 +1,83 @@
+"""The report's figures of lambda*, retained mass and time."""
+
+import numpy as np
+import plotly.graph_objects as go
+
+from sfi_traces import captions
+from sfi_traces.figure_data import lambda_over_time, retained_mass, step_phases
+from sfi_traces.labels import CLIP, PHASES, SLOW, WITHIN
+from sfi_traces.report.panel import LEGEND, MARGIN, Panel
+from sfi_traces.view import View
+
+MOST_BARS = 60  # error bars; more would hide each other
+MOST_NUMBERS = 64  # cells with their number written in
+
+
+def retained(view: View) -> Panel:
+    """Draw a cell for each layer and KV head."""
+    data = retained_mass(view)
+    figure = go.Figure(
+        go.Heatmap(
+            z=data.mass, x=[f"head {head}" for head in data.heads],
+            y=[f"layer {layer}" for layer in data.layers], colorscale="Viridis", xgap=1, ygap=1,
+            zmin=min(float(np.nanmin(data.mass)), 0.99), zmax=1, hoverongaps=False,
+            colorbar={"thickness": 12, "outlinewidth": 0, "tickformat": ".2f"},
+            texttemplate="%{z:.3f}" if data.mass.size <= MOST_NUMBERS else None,
+            hovertemplate="%{y}, KV %{x}<br>mass %{z:.4f}<extra></extra>",
+        )
+    )  # fmt: skip
+    axis = {"type": "category", "showgrid": False, "ticks": ""}
+    figure.update_layout(
+        height=min(900, max(200, 90 + 24 * len(data.layers))), margin=MARGIN, xaxis=axis,
+        yaxis={**axis, "autorange": "reversed"},
+    )  # fmt: skip
+    return Panel(captions.retained(view, data), figure)
+
+
+def timeline(view: View) -> Panel:
+    """Draw the phases of each step on top of each other."""
+    data = step_phases(view)
+    figure = go.Figure()
+    # an area that ends with a step: the line of the last one would have no width
+    step = np.append(data.step, data.step[-1] + data.per_bar) - 0.5
+    for name, spent_us in data.phases.items():
+        figure.add_scatter(
+            x=step, y=np.round(np.append(spent_us, spent_us[-1]) / 1000, 4), name=name, stackgroup="phases",
+            line={"width": 0, "shape": "hv"}, fillcolor=PHASES[name],
+            hovertemplate="%{y:.3f} ms",
+        )  # fmt: skip
+    if len(data.slow) < len(data.step) * data.per_bar:
+        figure.add_scatter(
+            x=data.slow, y=np.zeros(len(data.slow)), mode="markers", name="slow step", cliponaxis=False,
+            marker={"symbol": "triangle-up", "size": 8, "color": SLOW}, hoverinfo="skip",
+        )  # fmt: skip
+    figure.update_layout(
+        height=400, margin=MARGIN, hovermode="x unified", legend=LEGEND,
+        xaxis={"title": {"text": "decoding step"}, "showgrid": False, "range": [step[0], step[-1]]},
+        yaxis={"title": {"text": "milliseconds"}, "rangemode": "tozero"},
+    )  # fmt: skip
+    return Panel(captions.timeline(data), figure)
+
+
+def lambda_star(view: View) -> Panel:
+    """Draw the median and the spread over layers and KV heads, and the clip."""
+    data = lambda_over_time(view)
+    few = len(data.step) <= MOST_BARS
+    figure = go.Figure()
+    figure.add_scatter(
+        x=data.step, y=data.median, mode="markers" if few else "lines", name="median, 10 to 90 %",
+        error_y={
+            "array": data.high - data.median, "arrayminus": data.median - data.low, "symmetric": False,
+            "thickness": 1.2, "width": 2,
+        },
+        line={"color": WITHIN}, hovertemplate="step %{x}: %{y:.5f}<extra></extra>",
+    )  # fmt: skip
+    for clip in data.clips:
+        figure.add_hline(
+            clip, line={"dash": "dash", "color": CLIP}, annotation_text=f"clip at {clip:g}"
+        )
+    figure.update_layout(
+        height=300, margin=MARGIN, xaxis={"title": {"text": "decoding step"}},
+        yaxis={"title": {"text": "lambda*"}, "range": [0, 1.15 * max(*data.clips, data.high.max())]},
+    )  # fmt: skip
+    return Panel(captions.lambda_star(data), figure)

@@ -1,0 +1,57 @@
+"""The text of a request, token by token, for the page."""
+
+from typing import Any
+
+from sfi_traces.labels import printable
+from sfi_traces.view import View
+
+MOST_TOKENS = 10_000
+MOST_CHARACTERS = 20_000
+
+
+def generated(view: View) -> dict[str, Any]:
+    """Split the generated tokens into sentences.
+
+    Returns:
+        `sentences`, each with the `step` it begins at and its `tokens`; `marked`, whether slow steps are;
+        `left_out`, how many tokens are.
+    """
+    steps = view.steps
+    sentences: list[dict[str, Any]] = []
+    for row in range(min(len(steps.step), MOST_TOKENS)):
+        if row == 0 or steps.sentence[row] != steps.sentence[row - 1]:
+            sentences.append({"step": int(steps.step[row]), "tokens": []})
+        sentences[-1]["tokens"].append(
+            {
+                "text": printable(steps.text[row]) or f" {steps.step[row]} ",
+                "slow": bool(steps.slow[row]),
+                "about": _about(view, row),
+            }
+        )
+    # a run that is slow throughout has no steps worth a mark
+    return {
+        "sentences": sentences,
+        "marked": not steps.slow.all(),
+        "left_out": max(0, len(steps.step) - MOST_TOKENS),
+    }
+
+
+def _about(view: View, row: int) -> str:
+    steps = view.steps
+    kind = f"slow, {steps.reason[row]}" if steps.slow[row] else "fast"
+    return (
+        f"step {steps.step[row]}: {kind}; attended {steps.attended[row]:,.0f} of {steps.context[row]:,} "
+        f"tokens; {steps.elapsed_us[row] / 1000:,.2f} ms"
+    )
+
+
+def prompt(view: View) -> dict[str, Any]:
+    """Return the prompt's text, its middle left out if it is long."""
+    table = view.trace.table("prompts").filter(view.of_request).sort_by("position")
+    text = "".join(token or "" for token in table["token_text"].to_pylist())
+    left_out = len(text) - MOST_CHARACTERS
+    half = MOST_CHARACTERS // 2
+    begin, end = (text, "") if left_out <= 0 else (text[:half], text[-half:])
+    lines = ("\n".join(printable(line) for line in part.split("\n")) for part in (begin, end))
+    begin, end = lines
+    return {"begin": begin, "end": end, "left_out": max(0, left_out), "tokens": len(table)}
