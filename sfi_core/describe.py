@@ -8,7 +8,8 @@ import torch
 
 from sfi_core.kv_cache import KVCache
 from sfi_core.policies.base import Policy
-from sfi_core.sparse_state import SparseState, allowed_positions
+from sfi_core.position_sets import allowed_positions
+from sfi_core.sparse_state import SparseState
 from sfi_kernels.decode_attention import slots
 from sfi_kernels.split_plan import split_plan, work_items
 from sfi_kernels.step_descriptor import (

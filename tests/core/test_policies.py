@@ -11,7 +11,8 @@ from sfi_core.config import SfiConfig
 from sfi_core.errors import ConfigError
 from sfi_core.observer import SelectionEvent
 from sfi_core.policies import POLICIES, LayerContext, Policy, StepContext, policy_class
-from sfi_core.sparse_state import SparseState, allowed_positions
+from sfi_core.position_sets import allowed_positions
+from sfi_core.sparse_state import SparseState
 from sfi_core.trigger import Trigger
 from sfi_kernels.selector import selector
 from tests.fakes import RecordingObserver

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from sfi_core.sparse_state import SparseState, allowed_positions, attended_positions
+from sfi_core.position_sets import allowed_positions, attended_positions
+from sfi_core.sparse_state import SparseState
 
 SINK, RECENT = 4, 8
 

@@ -45,14 +45,15 @@ def sfi(tmp_path) -> View:
     return View(Trace.open(make_trace(tmp_path / "sfi", steps=45, policy="sfi")))
 
 
-@pytest.mark.parametrize("columns", [3, 8192])
-def test_intersections_equal_those_of_python_sets(monkeypatch, columns):
-    """Sets of different sizes, one of them empty, and more positions than are counted at once."""
-    monkeypatch.setattr(stability, "COLUMNS", columns)
+@pytest.mark.parametrize("block", [1, 4, 128])
+def test_intersections_equal_those_of_python_sets(monkeypatch, block):
+    """Sets of different sizes, one of them empty, in several blocks, the last one smaller, or in one."""
+    monkeypatch.setattr(stability, "BLOCK", block)
     rng = np.random.default_rng(0)
     sets = [np.sort(rng.choice(60, size, replace=False)) for size in (5, 40, 1, 0, 60, 17)]
     expected = [[len({*one} & {*other}) for other in sets] for one in sets]
     assert intersections(sets).tolist() == expected
+    assert intersections([np.array([], int), np.array([], int)]).tolist() == [[0, 0], [0, 0]]
 
 
 def test_overlap_is_the_mean_of_the_coefficients_of_all_layers_and_heads(full):

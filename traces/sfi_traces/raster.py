@@ -73,7 +73,7 @@ def rasters(
         most_cells: Cells of a step; with more positions than that a cell stands for several.
     """
     top = _top(view)
-    supports = view.supports.thinned(most_steps).strongest(top)
+    supports = view.supports.thinned(most_steps)
     rows = view.steps.rows(supports.step)
     context, slow = view.steps.context[rows], view.steps.slow[rows]
     per_cell = thinning(int(context.max()), most_cells)
@@ -83,7 +83,8 @@ def rasters(
     drawn = []
     for place in places:
         chosen = _in_force(view, selections.get(place, []), supports.step)
-        cells = _cells(supports.sets[place], chosen, context, slow, sink, recent, per_cell)
+        sets = supports.of(place).strongest(top).sets[place]
+        cells = _cells(sets, chosen, context, slow, sink, recent, per_cell)
         drawn.append(
             Raster(
                 place=place, top=top, step=supports.step, per_cell=per_cell, cells=cells, slow=slow,

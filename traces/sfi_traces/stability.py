@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import combinations_with_replacement
 
 import numpy as np
 import pyarrow.compute as pc
@@ -12,7 +13,7 @@ from sfi_traces.reader import Trace
 
 MOST_STEPS = 1024  # steps whose pairs are counted at once, so that memory stays bounded
 MOST_LAG = 128
-COLUMNS = 8192  # positions counted at once
+BLOCK = 128  # steps of a block
 SPREAD = (0.1, 0.9)  # quantiles of a band
 
 Place = tuple[int, int]  # layer, KV head
@@ -79,12 +80,16 @@ class Supports:
             *({p: [rows[i] for i in chosen] for p, rows in each.items()} for each in (self.sets, self.mass)),
         )  # fmt: skip
 
+    def of(self, place: Place) -> "Supports":
+        """Keep one layer and KV head."""
+        return Supports(self.step, {place: self.sets[place]}, {place: self.mass[place]})
+
     def strongest(self, top: int) -> "Supports":
         """Keep the most probable positions of each support; of equal ones the first."""
         sets: dict[Place, list[np.ndarray]] = {}
         masses: dict[Place, list[np.ndarray]] = {}
         for place, rows in self.mass.items():
-            kept = [np.sort(np.argsort(-mass, kind="stable")[:top]) for mass in rows]
+            kept = [_strongest(mass, top) for mass in rows]
             sets[place] = [p[k] for p, k in zip(self.sets[place], kept, strict=True)]
             masses[place] = [mass[k] for mass, k in zip(rows, kept, strict=True)]
         return Supports(self.step, sets, masses)
@@ -115,6 +120,12 @@ def rows_of(request: int, layer: int | None = None, head: int | None = None) -> 
     return wanted
 
 
+def _strongest(mass: np.ndarray, top: int) -> np.ndarray | slice:
+    if len(mass) <= top:
+        return slice(None)
+    return np.sort(np.argsort(-mass, kind="stable")[:top])
+
+
 def thinning(count: int, most: int) -> int:
     """Say how far apart to take `count` things so that at most `most` are taken."""
     return max(1, -(-count // most))
@@ -140,26 +151,50 @@ def color_range(overlap: np.ndarray) -> tuple[float, float]:
 def intersections(sets: Sequence[np.ndarray]) -> np.ndarray:
     """Count what each two sets of positions share: the product of their membership matrix with itself.
 
+    Taken block by block, of the positions alone that both blocks' sets hold: supports drift, so that blocks
+    that are far apart share few.
+
     Args:
         sets: Positions, each at most once in a set.
 
     Returns:
         `[S, S]` float32; exact, since no count reaches 2 ** 24.
     """
-    size = [len(one) for one in sets]
-    position = np.concatenate(sets)
-    row = np.repeat(np.arange(len(sets)), size)
-    shared = np.bincount(position) > 1  # what one set alone holds counts for the diagonal only
-    column, kept = np.cumsum(shared) - 1, shared[position]
-    row, column = row[kept], column[position[kept]]
+    end = 1 + max(int(one.max(initial=0)) for one in sets)
+    blocks = [_Block.of(sets[at : at + BLOCK], end) for at in range(0, len(sets), BLOCK)]
     counts = np.zeros((len(sets), len(sets)), np.float32)
-    for begin in range(0, int(shared.sum()), COLUMNS):
-        inside = (column >= begin) & (column < begin + COLUMNS)
-        member = np.zeros((len(sets), min(COLUMNS, int(shared.sum()) - begin)), np.float32)
-        member[row[inside], column[inside] - begin] = 1
-        counts += member @ member.T
-    np.fill_diagonal(counts, size)
+    for first, second in combinations_with_replacement(range(len(blocks)), 2):
+        shared = np.flatnonzero(blocks[first].held & blocks[second].held)
+        column = np.full(end, -1, np.int32)
+        column[shared] = np.arange(len(shared))
+        one, other = (blocks[at].members(column, len(shared)) for at in (first, second))
+        rows, columns = (slice(at * BLOCK, (at + 1) * BLOCK) for at in (first, second))
+        counts[rows, columns] = one @ other.T
+        counts[columns, rows] = counts[rows, columns].T
     return counts
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    # consecutive sets: which set holds each position, flat, and which positions some set holds
+    row: np.ndarray
+    position: np.ndarray
+    held: np.ndarray
+    sets: int
+
+    @classmethod
+    def of(cls, sets: Sequence[np.ndarray], end: int) -> "_Block":
+        position = np.concatenate(sets)
+        row = np.repeat(np.arange(len(sets)), [len(one) for one in sets])
+        return cls(row, position, np.bincount(position, minlength=end) > 0, len(sets))
+
+    def members(self, column: np.ndarray, count: int) -> np.ndarray:
+        # the membership matrix of the positions that have a column
+        place = column[self.position]
+        kept = place >= 0
+        matrix = np.zeros((self.sets, count), np.float32)
+        matrix[self.row[kept], place[kept]] = 1
+        return matrix
 
 
 @dataclass(frozen=True, slots=True)

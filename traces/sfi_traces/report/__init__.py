@@ -7,9 +7,8 @@ from typing import Any
 
 from sfi_core.errors import BackendError, TraceError
 from sfi_traces.captions import subject
-from sfi_traces.report.facts import cards, tables
+from sfi_traces.report.facts import cards, summed, tables
 from sfi_traces.report.text import generated, prompt
-from sfi_traces.summary import summarize
 from sfi_traces.view import View
 
 HERE = Path(__file__).parent
@@ -38,7 +37,7 @@ def render(view: View) -> str:
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
     figures, missing = _figures(view)
-    summary = summarize(view.trace, view.request)
+    summary = summed(view)
     return environment.get_template("page.html").render(
         name=view.trace.path.resolve().name,
         subject=subject(view),

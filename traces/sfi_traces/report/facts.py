@@ -2,6 +2,12 @@
 
 from typing import Any, NamedTuple
 
+from sfi_traces.summary import Scope
+from sfi_traces.summary.facts import run_facts, step_facts, trigger_tokens
+from sfi_traces.summary.speed import latency
+from sfi_traces.summary.supports import audit_facts, logits_facts, selection_facts, stability
+from sfi_traces.view import View
+
 Row = dict[str, Any]
 NONE = "-"
 
@@ -32,6 +38,21 @@ class Table(NamedTuple):
     title: str
     head: tuple[str, ...]
     rows: list[tuple[str, ...]]
+
+
+def summed(view: View) -> Row:
+    """Sum the request up as `sfi trace show` does, without the sections that the page has figures of."""
+    scope = Scope.of(view.trace, view.request)
+    return {
+        "run": run_facts(scope),
+        "steps": step_facts(scope),
+        "triggers": trigger_tokens(scope),
+        "stability": stability(scope),
+        "audit": audit_facts(scope),
+        "logits": logits_facts(scope),
+        "selections": selection_facts(scope),
+        "latency": latency(scope),
+    }
 
 
 def cards(summary: Row) -> list[Card]:
