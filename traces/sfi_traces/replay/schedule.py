@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from sfi_core.sparse_state import SparseState
+from sfi_core.trigger import Trigger
 from sfi_traces.replay.setting import Setting
 from sfi_traces.replay.support import Supports
 
@@ -41,9 +43,6 @@ def schedule(supports: Supports, setting: Setting) -> list[str]:
 
     A step is asked with the run's own rules (`Trigger.reason`), the recorded tokens held fixed.
     """
-    from sfi_core.sparse_state import SparseState  # noqa: PLC0415 - torch, which playing a run does without
-    from sfi_core.trigger import Trigger  # noqa: PLC0415
-
     trigger = Trigger(setting.trigger_token_ids, setting.config)
     extra = ExtraTrigger.of(supports, setting)
     state = SparseState(prompt_tokens=supports.prompt_tokens)
