@@ -1,7 +1,7 @@
 """What watches a run: the trace, NVTX ranges for a profiler, and progress."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -52,24 +52,24 @@ class Recording:
         from sfi_traces.nvtx_ranges import NvtxObserver
         from sfi_traces.parquet_observer import ParquetObserver
 
-        found: list[Observer] = []
-        if self.nvtx if self.nvtx is not None else NvtxObserver.attached():
-            found.append(NvtxObserver())
-        if self.folder is None:
-            yield found, lambda _: None
-            return
-        parquet = ParquetObserver(
-            self.folder,
-            tokenizer=tokenizer,
-            positions=self.positions,
-            redact_text=self.redact_text,
-            provenance=provenance,
-            force=self.force,
-            warn=message,
-        )
-        with parquet:
-            yield [*found, parquet], parquet.close
-        if not quiet:
+        with ExitStack() as stack:
+            found: list[Observer] = []
+            if self.nvtx if self.nvtx is not None else NvtxObserver.attached():
+                found.append(stack.enter_context(NvtxObserver()))
+            if self.folder is None:
+                yield found, lambda _: None
+                return
+            parquet = ParquetObserver(
+                self.folder,
+                tokenizer=tokenizer,
+                positions=self.positions,
+                redact_text=self.redact_text,
+                provenance=provenance,
+                force=self.force,
+                warn=message,
+            )
+            yield [*found, stack.enter_context(parquet)], parquet.close
+        if self.folder.exists() and not quiet:  # gone where the run ended before it began
             message(f"Wrote {self.folder}; look at it with: sfi trace show {self.folder}")
 
 

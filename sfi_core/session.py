@@ -224,7 +224,7 @@ class Session:
         """
         if self._audit is not None:
             self._audit.check(self.shapes())
-        if not isinstance(self.observer, NullObserver):
+        if type(self.observer) is not NullObserver:
             self.shapes()  # now: it takes a forward pass, which cannot be made within another
 
     def _tell(self, batch: int) -> None:

@@ -48,6 +48,15 @@ def test_a_run_says_what_runs(tiny_model):
     assert event.model["architecture"] == "Qwen3ForCausalLM"
 
 
+def test_a_lone_observer_of_a_loop_of_ones_own_is_told(tiny_model):
+    """It inherits from NullObserver, as most do, and nothing else asked for the layers' shapes."""
+    observer = RecordingObserver()
+    with slow_fast(tiny_model, None, CONFIG, observers=[observer]) as session, torch.no_grad():
+        cache = session.cache()
+        tiny_model(torch.tensor([ROWS[0]]), past_key_values=cache)
+    assert len(observer.runs) == 1
+
+
 def test_every_run_of_a_session_is_told_of(tiny_model):
     observer = RecordingObserver()
     with slow_fast(tiny_model, None, CONFIG, observers=[observer]):

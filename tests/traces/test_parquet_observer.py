@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pyarrow as pa
@@ -20,8 +21,8 @@ from transformers import PreTrainedTokenizerFast
 from sfi_core.bundled.tokenizer import build_tokenizer
 from sfi_core.errors import ConfigError, SfiError
 from sfi_core.observer import PromptEvent, SelectionEvent
+from sfi_traces import readback
 from sfi_traces.parquet_observer import ParquetObserver
-from sfi_traces.readback import Readback
 from sfi_traces.reader import Trace
 from sfi_traces.schema import TABLES
 from sfi_traces.token_text import TokenText
@@ -354,8 +355,10 @@ def test_it_watches_without_a_tokenizer_and_changes_nothing_it_is_shown(tmp_path
 CHILD = """
 import sys, time
 from pathlib import Path
+from unittest.mock import Mock
 from sfi_core.observer import BeginStepEvent
 from sfi_traces import trace_writer
+from sfi_traces import readback
 from sfi_traces.parquet_observer import ParquetObserver
 from tests.traces.told import run_event, step_event
 
@@ -400,6 +403,30 @@ def test_a_killed_run_leaves_a_trace_up_to_its_last_parts(tmp_path):
     assert {*steps} <= {*trace.table("timings")["step"].to_pylist()}
 
 
+class OnDevice(torch.Tensor):
+    """A tensor that says it is on a CUDA device."""
+
+    is_cuda = True
+
+
+def test_tensors_of_several_types_come_back_in_order_and_shape(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Event", lambda **_: Mock())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: None)
+    monkeypatch.setattr(readback, "_pinned", lambda some: torch.cat([t.flatten() for t in some]))
+    tensors = [
+        torch.arange(6, dtype=torch.int32).view(2, 3).as_subclass(OnDevice),
+        torch.tensor([0.5, 0.25], dtype=torch.bfloat16).as_subclass(OnDevice),
+        torch.tensor([1, 2]),
+        torch.tensor([[7]], dtype=torch.int32).as_subclass(OnDevice),
+        torch.empty(2, 0, dtype=torch.int32).as_subclass(OnDevice),
+    ]
+
+    found = readback.Readback(tensors)
+
+    assert [array.tolist() for array in found.wait()] == [t.tolist() for t in tensors]
+    assert found.nbytes == 24 + 4 + 16 + 4
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_tensors_travel_from_the_device_as_they_are():
     tensors = [
@@ -415,8 +442,8 @@ def test_tensors_travel_from_the_device_as_they_are():
         for _ in range(100):
             busy = busy @ busy
         done.record()
-        readback = Readback(tensors)
+        found = readback.Readback(tensors)
         waiting = not done.query()
 
-    assert [array.tolist() for array in readback.wait()] == expected
+    assert [array.tolist() for array in found.wait()] == expected
     assert waiting  # it came back before the device was there

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from itertools import count, islice
 from pathlib import Path
 
 import pytest
@@ -123,7 +124,9 @@ def test_a_full_disk_ends_the_trace_and_not_the_run(tmp_path, monkeypatch):
         wait_for(lambda: (folder / "steps").exists() and written(folder) == [0, 1])
         taken = len(Trace.open(folder).parts("steps"))
         (folder / "steps" / f".part-{taken:05d}.parquet.tmp").symlink_to("/dev/full")
-        tell(observer, range(3, 60))
+        later = count(3)
+        wait_for(lambda: tell(observer, [next(later)]) or warnings)
+        tell(observer, islice(later, 20))
 
     trace = Trace.open(folder)
     assert written(folder) == [0, 1]

@@ -59,7 +59,8 @@ def raster(view: View, shown: Raster, why: str) -> Caption:
         note += f" In {places([shown.place])} {why}."
     if shown.per_cell > 1:
         note += (
-            f" A cell stands for {shown.per_cell} positions: what most of those in the support are."
+            f" A cell stands for {shown.per_cell} positions; it has a color if the support is no sparser "
+            "there than on average, that of most of these positions."
         )
     return Caption(
         f"Support of each step in {places([shown.place])}",

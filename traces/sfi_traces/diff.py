@@ -131,7 +131,7 @@ def _overlap(scope: Scope, other: Scope, table: str, until: dict[int, int]) -> R
     steps = ", ".join(f"({request:d}, {count:d})" for request, count in until.items())
     scope.connection.register("others", other.trace.dataset(table))
     rows = scope.rows(f"""
-        WITH compared (request, steps) AS (VALUES {steps}), pairs AS (
+        WITH compared (request, steps) AS (VALUES {steps}), pairs AS MATERIALIZED (
             SELECT this.layer, {OVERLAP} AS overlap
             FROM chosen_{table} this JOIN compared ON compared.request = this.request
             JOIN others that ON (that.request, that.step, that.layer, that.head)

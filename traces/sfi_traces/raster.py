@@ -23,9 +23,9 @@ class Raster:
         top: Positions of a support, K.
         step: Audited steps, ascending.
         per_cell: Positions of a cell.
-        cells: `[positions / per_cell, steps]` uint8: `MISSED` where most of the support's positions in a cell
-            were not read, `READ` where they were or where that is not known, else `SELECTED` where the run
-            had selected one, else `NOTHING`.
+        cells: `[positions / per_cell, steps]` uint8. Where a cell holds positions of the support, no fewer
+            than if they were spread evenly: `MISSED` if most of them were not read, else `READ`, also if that
+            is not known. Elsewhere `SELECTED` if so many were selected, or `NOTHING`.
         slow: Whether each step was slow.
         context: Tokens cached at each step.
         sink: Anchor tokens; 0 for full attention.
@@ -177,24 +177,43 @@ def _cells(
     per_cell: int,
 ) -> np.ndarray:
     high = -(-int(context.max()) // per_cell)
-    row = np.repeat(np.arange(len(sets)), [len(one) for one in sets])
-    position = np.concatenate(sets)
+    selected = np.zeros((high, len(sets)), bool)
+    row, position = _flat(sets)
     read = np.ones(len(position), bool)
-    held = np.zeros((1, high), bool)
-    since = np.zeros(len(sets), int)
     if chosen is not None and recent is not None:
-        since = chosen.since
         read = slow[row] | (position < sink) | (position >= recent[row])
-        read |= _is_in(position, since[row], chosen.sets, int(context.max()))
-        held = np.zeros((len(chosen.sets), high), bool)
-        for refresh, positions in enumerate(chosen.sets):
-            held[refresh, positions // per_cell] = True
-    cell = position // per_cell * len(sets) + row
-    size = high * len(sets)
-    kinds = (np.bincount(cell[kind], minlength=size).reshape(high, -1) for kind in (read, ~read))
-    hits, misses = kinds
-    filled = np.where(misses > hits, MISSED, np.where(hits > 0, READ, SELECTED * held[since].T))
-    return filled.astype(np.uint8)
+        read |= _is_in(position, chosen.since[row], chosen.sets, int(context.max()))
+        taken = [chosen.sets[at] for at in chosen.since]
+        selected = _dense(
+            _count(*_flat(taken), len(sets), high, per_cell), taken, context, per_cell
+        )
+    hits, misses = (
+        _count(row[kind], position[kind], len(sets), high, per_cell) for kind in (read, ~read)
+    )
+    held = _dense(hits + misses, sets, context, per_cell)
+    kinds = np.where(held, np.where(misses > hits, MISSED, READ), selected * SELECTED)
+    return kinds.astype(np.uint8)
+
+
+def _flat(sets: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    return np.repeat(np.arange(len(sets)), [len(one) for one in sets]), np.concatenate(sets)
+
+
+def _count(
+    row: np.ndarray, position: np.ndarray, rows: int, high: int, per_cell: int
+) -> np.ndarray:
+    # how many of each row's positions are in a cell, [high, rows]
+    cell = position // per_cell * rows + row
+    return np.bincount(cell, minlength=high * rows).reshape(high, rows)
+
+
+def _dense(
+    count: np.ndarray, sets: list[np.ndarray], context: np.ndarray, per_cell: int
+) -> np.ndarray:
+    # whether a cell holds as many as it would if they were spread evenly, and one at least
+    size = np.array([len(one) for one in sets])
+    found: np.ndarray = count >= np.maximum(1, size * per_cell / context)
+    return found
 
 
 def _is_in(

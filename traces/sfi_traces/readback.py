@@ -12,7 +12,7 @@ class Readback:
     """Copies of some tensors on the host.
 
     Those on a CUDA device are joined by type, copied to pinned memory without waiting, and there once an
-    event has passed; those on the host are kept as they are, so nobody may write to them.
+    event has passed. All others are kept as they are until somebody waits, so nobody may write to them.
 
     Attributes:
         nbytes: How much there is to copy.
@@ -43,7 +43,7 @@ class Readback:
             for place, piece in zip(places, pieces, strict=True):
                 self._tensors[place] = piece.view(self._tensors[place].shape)
         return [
-            (tensor.float() if tensor.is_floating_point() else tensor).numpy()
+            (tensor.float() if tensor.is_floating_point() else tensor).cpu().numpy()
             for tensor in self._tensors
         ]
 

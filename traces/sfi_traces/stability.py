@@ -13,7 +13,7 @@ from sfi_traces.reader import Trace
 
 MOST_STEPS = 1024  # steps whose pairs are counted at once, so that memory stays bounded
 MOST_LAG = 128
-BLOCK = 128  # steps of a block
+BLOCK = 64  # steps of a block
 SPREAD = (0.1, 0.9)  # quantiles of a band
 
 Place = tuple[int, int]  # layer, KV head
@@ -165,36 +165,33 @@ def intersections(sets: Sequence[np.ndarray]) -> np.ndarray:
     counts = np.zeros((len(sets), len(sets)), np.float32)
     for first, second in combinations_with_replacement(range(len(blocks)), 2):
         shared = np.flatnonzero(blocks[first].held & blocks[second].held)
-        column = np.full(end, -1, np.int32)
-        column[shared] = np.arange(len(shared))
-        one, other = (blocks[at].members(column, len(shared)) for at in (first, second))
+        one, other = (blocks[at].members(shared) for at in (first, second))
         rows, columns = (slice(at * BLOCK, (at + 1) * BLOCK) for at in (first, second))
-        counts[rows, columns] = one @ other.T
+        counts[rows, columns] = one.T @ other
         counts[columns, rows] = counts[rows, columns].T
     return counts
 
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    # consecutive sets: which set holds each position, flat, and which positions some set holds
-    row: np.ndarray
-    position: np.ndarray
-    held: np.ndarray
-    sets: int
+    # consecutive sets
+    held: np.ndarray  # whether some set holds each position
+    row: np.ndarray  # of `member`, for the positions that some set holds
+    member: np.ndarray  # which of the sets hold a position
 
     @classmethod
     def of(cls, sets: Sequence[np.ndarray], end: int) -> "_Block":
         position = np.concatenate(sets)
-        row = np.repeat(np.arange(len(sets)), [len(one) for one in sets])
-        return cls(row, position, np.bincount(position, minlength=end) > 0, len(sets))
+        held = np.zeros(end, bool)
+        held[position] = True
+        row = np.cumsum(held) - 1
+        member = np.zeros((int(held.sum()), len(sets)), bool)
+        member[row[position], np.repeat(np.arange(len(sets)), [len(one) for one in sets])] = True
+        return cls(held, row, member)
 
-    def members(self, column: np.ndarray, count: int) -> np.ndarray:
-        # the membership matrix of the positions that have a column
-        place = column[self.position]
-        kept = place >= 0
-        matrix = np.zeros((self.sets, count), np.float32)
-        matrix[self.row[kept], place[kept]] = 1
-        return matrix
+    def members(self, position: np.ndarray) -> np.ndarray:
+        found: np.ndarray = self.member[self.row[position]].astype(np.float32)
+        return found
 
 
 @dataclass(frozen=True, slots=True)

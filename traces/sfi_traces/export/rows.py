@@ -78,8 +78,14 @@ def json_text(columns: Sequence[str], batches: Iterable[Rows]) -> Iterator[str]:
 
 def _objects(columns: Sequence[str], rows: Rows) -> Iterator[str]:
     for row in rows:
-        values = dict(zip(columns, map(_plain, row), strict=True))
-        yield json.dumps(values, ensure_ascii=False)
+        yield _json(dict(zip(columns, row, strict=True)))
+
+
+def _json(value: Any) -> str:
+    try:  # nearly always: long lists of plain numbers need no look at each
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError):
+        return json.dumps(_plain(value), ensure_ascii=False)
 
 
 def _plain(value: Any) -> Any:
@@ -94,7 +100,7 @@ def _plain(value: Any) -> Any:
 
 
 def _cell(value: Any) -> Any:
-    return json.dumps(_plain(value)) if isinstance(value, bool | list | tuple | dict) else value
+    return _json(value) if isinstance(value, bool | list | tuple | dict) else value
 
 
 def _csv_lines(rows: Iterable[Sequence[Any]]) -> str:

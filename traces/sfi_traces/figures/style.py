@@ -15,7 +15,7 @@ from sfi_traces.labels import SLOW
 from sfi_traces.view import View
 
 MUTED = "#5b6570"
-CHARACTERS_PER_INCH = 14  # of a note
+CHARACTERS_PER_INCH = 16  # of a note
 MARGIN, TITLE, LINE = 0.12, 0.27, 0.165  # inches
 
 

@@ -24,7 +24,7 @@ def stability(scope: Scope) -> dict[str, Any] | None:
         )
         SELECT layer, across, {spread("overlap_previous_step")} AS overlap
         FROM chosen_supports JOIN marked USING (request, step)
-        WHERE overlap_previous_step IS NOT NULL
+        WHERE overlap_previous_step IS NOT NULL AND across IS NOT NULL
         GROUP BY GROUPING SETS ((across), (layer, across))
         ORDER BY layer
     """)  # noqa: S608 - our own words
@@ -102,10 +102,10 @@ def _by_lag(refresh: str, pairs: str) -> str:
                 PARTITION BY request ORDER BY step ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING
             ) AS last
             FROM marked
-        ), pairs AS ({pairs})
+        ), pairs AS MATERIALIZED ({pairs})
         SELECT ({FROM_LAG})::INT AS from_lag, ({TO_LAG})::INT AS to_lag, refresh,
             {spread("overlap")} AS overlap
-        FROM pairs WHERE overlap IS NOT NULL
+        FROM pairs WHERE overlap IS NOT NULL AND lag IS NOT NULL
         GROUP BY ALL
         ORDER BY from_lag
     """  # noqa: S608 - our own words
