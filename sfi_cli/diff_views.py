@@ -33,9 +33,7 @@ def diff_text(document: Row) -> str:
         if document[name]
     ]
     folders = pairs((letter, document[letter.lower()]["trace"]) for letter in "AB")
-    return rendered(
-        [folders, "", _numbers_table(document), *lines, *(["", *tables] if tables else [])]
-    )
+    return rendered([folders, _numbers_table(document), *lines, *(["", *tables] if tables else [])])
 
 
 def _numbers_table(document: Row) -> Any:

@@ -20,7 +20,8 @@ def table(
         grid.add_column(heading, justify="left" if index < left else "right", no_wrap=index >= left)
     for row in rows:
         grid.add_row(*row)
-    return Group(title, grid)  # as a title of its own it would be broken at the table's width
+    # a title of the table's own would be broken at its width
+    return Group(title, grid) if title else grid
 
 
 def pairs(rows: Iterable[tuple[str, str]]) -> Any:

@@ -22,7 +22,7 @@ from tests.traces.small import (
 
 @pytest.fixture
 def pair(tmp_path) -> tuple[Trace, Trace]:
-    """Equal up to step 24 of request 0 and to the end of request 1, which is longer in the second."""
+    """Equal up to step 23 of request 0 and to the end of request 1, which is longer in the second."""
     first = make_trace(tmp_path / "a", steps=40, requests=2, policy="full-kv", seed=1)
     second = make_trace(
         tmp_path / "b",
@@ -36,7 +36,7 @@ def pair(tmp_path) -> tuple[Trace, Trace]:
     trace = Trace.open(second)
     steps = rows(trace, "steps")
     for row in steps:
-        if row["request"] == 0 and row["step"] in (24, 30):
+        if row["request"] == 0 and row["step"] in (23, 30):
             row |= {"token_id": 7, "token_text": " other"}
     write_part(second, "steps", steps)
     return Trace.open(first), Trace.open(second)
@@ -47,19 +47,19 @@ def test_tokens_are_equal_up_to_the_first_that_differs(pair):
     assert first["equal_share"] == pytest.approx(38 / 40)
     assert first["steps"] == {"a": 40, "b": 50}
     difference = first["first_difference"]
-    assert difference["step"] == 24
+    assert difference["step"] == 23
     texts = [row["token_text"] for row in rows(pair[0], "steps") if not row["request"]]
-    assert difference["before"] == "".join(texts[12:24])
-    assert difference["a"] == {"token_id": 24, "token_text": texts[24]}
+    assert difference["before"] == "".join(texts[11:23])
+    assert difference["a"] == {"token_id": 23, "token_text": texts[23]}
     assert difference["b"] == {"token_id": 7, "token_text": " other"}
-    assert first["compared_steps"] == 25  # the query of step 24 is still the same
+    assert first["compared_steps"] == 24  # the query of step 23 is still the same
     assert (second["equal_share"], second["first_difference"]) == (1.0, None)
     assert second["compared_steps"] == 40
 
 
 def test_steps_that_are_slow_in_one_only(pair):
     first, second = compare(*pair)["requests"]
-    assert first["slow_only_a"] == [s for s in range(25) if s % 10]
+    assert first["slow_only_a"] == [s for s in range(24) if s % 10]
     assert second["slow_only_a"] == [s for s in range(40) if s % 10]
     assert first["slow_only_b"] == second["slow_only_b"] == []
     swapped = compare(pair[1], pair[0])["requests"][0]
@@ -75,7 +75,7 @@ def test_supports_are_compared_at_equal_steps_up_to_the_first_difference(pair, r
     expected = defaultdict(list)
     for (number, step, layer, head), positions in lists[0].items():
         key = (number, step, layer, head)
-        wanted = request_only in (None, number) and step < (25, 40)[number]
+        wanted = request_only in (None, number) and step < (24, 40)[number]
         if wanted and key in lists[1]:
             expected[layer].append(overlap(positions, lists[1][key]))
     found = compare(*pair, request_only)["supports"]

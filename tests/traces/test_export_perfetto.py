@@ -44,14 +44,14 @@ def test_every_event_has_what_the_format_asks_for(trace):
 
 
 def test_slices_of_a_track_lie_within_each_other_or_apart(tmp_path):
-    """However their ends round: leaves of thirds of a microsecond fill their step."""
+    """However their ends round: leaves of two thirds of a microsecond fill their step."""
     timings = []
     for step in range(20):
-        begin = step * 7 / 3
+        begin = step * 14 / 3
         whole = {"request": 0, "step": step, "layer": None, "name": "forward", "stream": "main"}
-        timings.append(whole | {"begin_us": begin, "elapsed_us": 7 / 3})
-        leaf = whole | {"layer": 0, "name": "attention.fast", "elapsed_us": 1 / 3}
-        timings += [leaf | {"begin_us": begin + place / 3} for place in range(7)]
+        timings.append(whole | {"begin_us": begin, "elapsed_us": 14 / 3})
+        leaf = whole | {"layer": 0, "name": "attention.fast", "elapsed_us": 2 / 3}
+        timings += [leaf | {"begin_us": begin + place * 2 / 3} for place in range(7)]
     steps = [{"request": 0, "step": step, "slow": False} for step in range(20)]
     trace = Trace.open(write_trace(tmp_path / "run", {"steps": steps, "timings": timings}))
     open_ends: dict[int, list[float]] = defaultdict(list)

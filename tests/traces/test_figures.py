@@ -1,11 +1,13 @@
 """Figures of a trace: what is on their axes, and that they are drawn."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 from sfi_core.errors import BackendError, TraceError
 from sfi_traces import figures
-from sfi_traces.figure_data import REST, lambda_over_time, retained_mass, step_phases
+from sfi_traces.figure_data import REST, Retained, lambda_over_time, retained_mass, step_phases
 from sfi_traces.figures import KINDS, check_figures, draw, save
 from sfi_traces.labels import number_ticks, step_ticks, visible
 from sfi_traces.reader import Trace
@@ -159,6 +161,13 @@ def test_the_map_of_retained_mass_has_its_numbers(sfi, full):
     assert "all slow" in texts(figure)[1]
 
 
+def test_numbers_stand_out_from_their_cells(sfi, monkeypatch):
+    data = Retained([0], [0, 1], np.array([[0.2, 0.9]]), steps=1, coverage=False)
+    monkeypatch.setattr("sfi_traces.figures.retained.retained_mass", lambda _: data)
+    colors = [text.get_color() for text in draw("retained", sfi).axes[0].texts]
+    assert colors == ["white", "black"]
+
+
 def test_the_timeline_stacks_the_phases(sfi):
     figure = draw("timeline", sfi)
     axes = figure.axes[0]
@@ -201,6 +210,8 @@ def test_labels_keep_their_distance(tmp_path):
     assert min(np.diff(entries)) >= 5
     assert len(shown) == len(entries) <= 20
     assert all(entry % 3 == 0 for entry in entries)
+    redacted = dataclasses.replace(view.steps, text=[""] * 100)
+    assert step_ticks(redacted, view.steps.step, 20) == number_ticks(view.steps.step, 20)
 
 
 def test_visible_text_has_one_line_and_is_short():

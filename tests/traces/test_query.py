@@ -53,6 +53,7 @@ def test_a_query_that_fails_is_one_line_of_duckdbs(trace, sql, words):
         found(trace, sql)
     assert str(caught.value).startswith(words)
     assert "\n" not in str(caught.value)
+    assert "LINE 1" not in str(caught.value)
 
 
 def test_a_row_that_fails_on_the_way_is_a_line_too(trace):

@@ -128,6 +128,7 @@ def test_a_column_that_an_older_trace_lacks_is_null_and_a_newer_one_is_left_out(
         "ATTACH '{other}'",
         "EXPORT DATABASE '{other}'",
         "SET enable_external_access = true",
+        "SET memory_limit = '1GB'",
         "INSERT INTO steps (step) VALUES (1)",
         "DELETE FROM steps",
     ],

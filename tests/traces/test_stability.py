@@ -13,7 +13,7 @@ from sfi_traces.figure_data import REST, lambda_over_time, retained_mass, step_p
 from sfi_traces.raster import MISSED, NOTHING, READ, SELECTED, choose_place, rasters
 from sfi_traces.reader import Trace
 from sfi_traces.schema import TABLES
-from sfi_traces.stability import intersections, overlap_by_lag
+from sfi_traces.stability import Supports, intersections, overlap_by_lag
 from sfi_traces.view import View
 from tests.traces.made import CONFIG, PROMPT, make_trace, overlap
 
@@ -66,6 +66,12 @@ def test_overlap_is_the_mean_of_the_coefficients_of_all_layers_and_heads(full):
         ]
         expected = statistics.mean(overlap(*pair) for pair in pairs)
         assert full.supports.overlap[first, second] == pytest.approx(expected, rel=1e-6)
+
+
+def test_overlap_is_of_the_smaller_set():
+    """|A and B| / min(|A|, |B|): early supports are as large as the context."""
+    sets = {(0, 0): [np.array([1, 2]), np.array([1, 2, 3, 4])]}
+    assert Supports(np.arange(2), sets, sets).overlap.tolist() == [[1, 1], [1, 1]]
 
 
 def test_overlap_of_one_layer_and_head_with_the_step_before_is_the_recorded_column(full):
@@ -217,9 +223,9 @@ def test_many_steps_share_a_bar(sfi, monkeypatch):
 
 
 @pytest.mark.parametrize("most_cells", [1000, 8])
-def test_a_rasters_cells_say_what_the_step_read_of_its_support(sfi, most_cells):
+@pytest.mark.parametrize("place", [(0, 0), (0, 1), (1, 0), (1, 1)])
+def test_a_rasters_cells_say_what_the_step_read_of_its_support(sfi, place, most_cells):
     """Selected before a slow step: still in force there; sink and recent tokens are always read."""
-    place = (1, 0)
     raster = rasters(sfi, [place], most_steps=1000, most_cells=most_cells)[0]
     width = raster.per_cell
     assert (width, raster.top) == ((1, 20) if most_cells == 1000 else (31, 20))

@@ -110,6 +110,8 @@ def test_one_request_and_one_layer(sparse):
     assert found["logits"]["kl_next_token"]["n"] == sum(
         r["request"] for r in rows(sparse, "logits")
     )
+    whole = summarize(sparse, request=1)
+    assert rounded(found["phases"]) == rounded(whole["phases"])  # time is not a layer's
     assert found["run"]["requests"] == [{"request": 1, "prompt_tokens": 200, "steps": 50}]
 
 

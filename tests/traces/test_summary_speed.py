@@ -130,7 +130,7 @@ def timed(tmp_path, *, steps: int = 10, layers: int = 2, spans=SLOW, **manifest)
         slow = number % 5 == 0
         rows.append(step(0, number, slow, 1.0, context_tokens=1000 + number))
         for layer in range(layers):
-            of_step = spans if slow else {"attention.fast": 50.0}
+            of_step = spans if slow else {"attention.fast": 40.0, "select_before": 10.0}
             timings += [span(number, name, elapsed, layer) for name, elapsed in of_step.items()]
     return write_trace(tmp_path / "run", {"steps": rows, "timings": timings}, **manifest)
 

@@ -156,12 +156,15 @@ def test_a_first_step_has_no_pair_whatever_its_row_says(tmp_path):
     trace = write_trace(
         tmp_path / "run",
         {
-            "steps": [{"request": 0, "step": step, "slow": step == 5} for step in (5, 6, 7)],
+            "steps": [
+                {"request": 0, "step": step, "slow": step == 5, "sentence": step}
+                for step in (5, 6, 7)
+            ],
             "supports": [{**place, **overlaps, "step": step} for step in (5, 6, 7)],
         },
     )
     found = summarize(Trace.open(trace))
-    assert (found["stability"]["within"]["n"], found["stability"]["across"]) == (2, None)
+    assert (found["stability"]["within"], found["stability"]["across"]["n"]) == (None, 2)
     assert [lag["from_lag"] for lag in found["lags"]["lags"]] == [1, 2]
 
 

@@ -71,7 +71,7 @@ class Trace:
         for part in self.parts(name):
             try:
                 # an older trace has nulls where the schema has a newer column
-                piece = parquet.read_table(part, columns=columns, schema=schema, partitioning=None)
+                piece = parquet.read_table(part, columns=columns, schema=schema)
             except (OSError, pa.ArrowException) as error:
                 raise self._damaged(part) from error
             pieces.append(piece)

@@ -38,7 +38,7 @@ def broken_rules(trace: Trace) -> Iterator[str]:
             if row["sentence"] != sentence:
                 yield f"{where}: sentence must be {sentence}, got {row['sentence']}"
             if rules:
-                reason = trigger.reason(state) if row["step"] else "first"
+                reason = trigger.reason(state)
                 if (bool(reason), reason) != (row["slow"], row["reason"]):
                     yield f"{where}: must be {_kind(reason)}, got {_kind(row['reason'], slow=row['slow'])}"
             state.begin(slow=row["slow"], reason=row["reason"], new_tokens=1)

@@ -2,7 +2,11 @@
 const figures = JSON.parse(document.getElementById("data").textContent);
 const root = document.documentElement;
 const prefersDark = matchMedia("(prefers-color-scheme: dark)");
-const SHOWN = { responsive: true, displaylogo: false, modeBarButtonsToRemove: ["select2d", "lasso2d"] };
+// a trace holds prompts: no button that sends a figure anywhere
+const SHOWN = {
+  responsive: true, displaylogo: false, showSendToCloud: false, plotlyServerURL: "",
+  modeBarButtonsToRemove: ["select2d", "lasso2d"],
+};
 
 // Plotly knows no CSS: it gets the colors that the page has now
 function template() {

@@ -38,22 +38,28 @@ def timeline(view: View) -> Panel:
     """Draw the phases of each step on top of each other."""
     data = step_phases(view)
     figure = go.Figure()
-    # an area that ends with a step: the line of the last one would have no width
-    step = np.append(data.step, data.step[-1] + data.per_bar) - 0.5
+    # areas whose steps lie between two points, with one more point before the first and after the last bar
+    middle = data.step + (data.per_bar - 1) / 2
+    edge = 0.49 * data.per_bar
+    at = np.concatenate([middle[:1] - edge, middle, middle[-1:] + edge])
     for name, spent_us in data.phases.items():
         figure.add_scatter(
-            x=step, y=np.round(np.append(spent_us, spent_us[-1]) / 1000, 4), name=name, stackgroup="phases",
-            line={"width": 0, "shape": "hv"}, fillcolor=PHASES[name],
-            hovertemplate="%{y:.3f} ms",
+            x=at, y=np.round(np.pad(spent_us, 1, mode="edge") / 1000, 4), name=name, stackgroup="phases",
+            line={"width": 0, "shape": "hvh"}, fillcolor=PHASES[name], hovertemplate="%{y:.3f} ms",
         )  # fmt: skip
     if len(data.slow) < len(data.step) * data.per_bar:
+        total = np.sum([*data.phases.values()], axis=0) / 1000
+        above = total[np.searchsorted(data.step, data.slow, side="right") - 1] + 0.03 * total.max()
         figure.add_scatter(
-            x=data.slow, y=np.zeros(len(data.slow)), mode="markers", name="slow step", cliponaxis=False,
-            marker={"symbol": "triangle-up", "size": 8, "color": SLOW}, hoverinfo="skip",
+            x=data.slow, y=above, mode="markers", name="slow step", hoverinfo="skip",
+            marker={"symbol": "triangle-down", "size": 8, "color": SLOW},
         )  # fmt: skip
     figure.update_layout(
         height=400, margin=MARGIN, hovermode="x unified", legend=LEGEND,
-        xaxis={"title": {"text": "decoding step"}, "showgrid": False, "range": [step[0], step[-1]]},
+        xaxis={
+            "title": {"text": "decoding step"}, "showgrid": False, "range": [at[0], at[-1]],
+            "hoverformat": ".0f", "unifiedhovertitle": {"text": "step %{x}"},
+        },
         yaxis={"title": {"text": "milliseconds"}, "rangemode": "tozero"},
     )  # fmt: skip
     return Panel(captions.timeline(data), figure)

@@ -138,10 +138,10 @@ def _costs(scope: Scope) -> dict[str, Any]:
             FROM steps JOIN batches USING (request)
             GROUP BY batch, step
         )
-        SELECT sum(dense_us) / sum(context) FILTER (dense_us > 0) AS dense_us_per_token,
-            sum(fast_us) / sum(fast) FILTER (fast_us > 0) AS fast_us,
-            sum(select_us) / sum(context) FILTER (select_us > 0) AS select_us_per_token,
-            sum(pack_us) / sum(slow) FILTER (pack_us > 0) AS pack_us
+        SELECT sum(dense_us) / sum(context) AS dense_us_per_token,
+            sum(fast_us) / sum(fast) AS fast_us,
+            sum(select_us) / sum(context) AS select_us_per_token,
+            sum(pack_us) / sum(slow) AS pack_us
         FROM spans JOIN contexts USING (batch, step)
     """
     return scope.row(query, [scope.trace.manifest["config"]["dense_layers"]])
