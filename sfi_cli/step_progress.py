@@ -1,7 +1,8 @@
 """Progress as an observer of the run."""
 
 from sfi_cli.progress import DecodeProgress
-from sfi_core.observer import NullObserver, StepEvent
+from sfi_core.events import StepEvent
+from sfi_core.observer import NullObserver
 
 
 class ProgressObserver(NullObserver):

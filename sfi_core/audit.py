@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from sfi_core.audit_config import AuditConfig
-from sfi_core.observer import AuditEvent
+from sfi_core.events import AuditEvent
 from sfi_kernels.dense_attention import dense_attention, window_logits
 from sfi_kernels.top_k import top_k
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from sfi_core.observer import SelectionEvent
+from sfi_core.events import SelectionEvent
 from sfi_core.policies.base import LayerContext, Selection
 from sfi_core.run import Run
 from sfi_kernels.dense_attention import dense_attention, window_logits

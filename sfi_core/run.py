@@ -15,8 +15,9 @@ import torch
 
 from sfi_core.audit import Audit
 from sfi_core.describe import Forward, Rows, describe_pass
+from sfi_core.events import BeginStepEvent, StepEvent
 from sfi_core.kv_cache import KVCache, LayerPages
-from sfi_core.observer import BeginStepEvent, NullObserver, Observer, StepEvent
+from sfi_core.observer import NullObserver, Observer
 from sfi_core.packed_segment import PackedSegment
 from sfi_core.policies.base import Policy, StepContext
 from sfi_core.sparse_state import SparseState

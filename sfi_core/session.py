@@ -15,10 +15,11 @@ from sfi_core.cache_seam import SfiCache
 from sfi_core.config import SfiConfig
 from sfi_core.describe_model import describe_model
 from sfi_core.errors import ConfigError
+from sfi_core.events import PromptEvent, RunEvent
 from sfi_core.kv_cache import KVCache
 from sfi_core.layer_shapes import layer_shapes
 from sfi_core.memory import Forecast, LayerShape, check_fits, forecast
-from sfi_core.observer import NullObserver, Observer, PromptEvent, RunEvent, together
+from sfi_core.observer import NullObserver, Observer, together
 from sfi_core.policies import policy_class
 from sfi_core.refusals import check_backend, check_cache, prompt_tokens, refuse_modes
 from sfi_core.report import RunReport

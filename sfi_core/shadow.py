@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from sfi_core.cache_seam import SfiCache
-from sfi_core.observer import LogitsEvent
+from sfi_core.events import LogitsEvent
 from sfi_core.run import Run
 
 

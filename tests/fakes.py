@@ -6,16 +6,16 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from sfi_core.observer import (
+from sfi_core.events import (
     AuditEvent,
     BeginStepEvent,
     LogitsEvent,
-    NullObserver,
     PromptEvent,
     RunEvent,
     SelectionEvent,
     StepEvent,
 )
+from sfi_core.observer import NullObserver
 
 
 class ScriptedModel:

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from sfi_core.observer import NullObserver, Observers, SelectionEvent, StepEvent
+from sfi_core.events import SelectionEvent, StepEvent
+from sfi_core.observer import NullObserver, Observers
 from tests.fakes import RecordingObserver
 
 STEP = StepEvent(

@@ -9,7 +9,7 @@ import torch
 import sfi_core
 from sfi_core.config import SfiConfig
 from sfi_core.errors import ConfigError
-from sfi_core.observer import SelectionEvent
+from sfi_core.events import SelectionEvent
 from sfi_core.policies import POLICIES, LayerContext, Policy, StepContext, policy_class
 from sfi_core.position_sets import allowed_positions
 from sfi_core.sparse_state import SparseState

@@ -8,14 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from sfi_core.observer import NOTHING, BeginStepEvent
+from sfi_core.events import BeginStepEvent
+from sfi_core.observer import NOTHING
 from sfi_traces import nvtx_ranges
 from sfi_traces.nvtx_ranges import NvtxObserver
 from tests.traces.told import run_event, step_event
 
 HERE = Path(__file__).parent
 CHILD = """
-from sfi_core.observer import BeginStepEvent
+from sfi_core.events import BeginStepEvent
 from sfi_traces.nvtx_ranges import NvtxObserver
 from tests.traces.told import run_event, step_event
 

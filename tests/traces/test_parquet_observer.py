@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 
 from sfi_core.bundled.tokenizer import build_tokenizer
 from sfi_core.errors import ConfigError, SfiError
-from sfi_core.observer import PromptEvent, SelectionEvent
+from sfi_core.events import PromptEvent, SelectionEvent
 from sfi_traces import readback
 from sfi_traces.parquet_observer import ParquetObserver
 from sfi_traces.reader import Trace
@@ -356,7 +356,7 @@ CHILD = """
 import sys, time
 from pathlib import Path
 from unittest.mock import Mock
-from sfi_core.observer import BeginStepEvent
+from sfi_core.events import BeginStepEvent
 from sfi_traces import trace_writer
 from sfi_traces import readback
 from sfi_traces.parquet_observer import ParquetObserver

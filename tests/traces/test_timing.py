@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sfi_core.observer import BeginStepEvent
+from sfi_core.events import BeginStepEvent
 from sfi_traces.timing import TimingObserver
 from tests.traces.told import run_event
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sfi_core.observer import BeginStepEvent, SelectionEvent
+from sfi_core.events import BeginStepEvent, SelectionEvent
 from sfi_traces import parquet_observer, trace_writer
 from sfi_traces.manifest import describe_run
 from sfi_traces.parquet_observer import ParquetObserver

@@ -6,16 +6,16 @@ from typing import Any
 
 import torch
 
-from sfi_core.observer import (
+from sfi_core.events import (
     AuditEvent,
     BeginStepEvent,
     LogitsEvent,
-    Observer,
     PromptEvent,
     RunEvent,
     SelectionEvent,
     StepEvent,
 )
+from sfi_core.observer import Observer
 from tests.traces.made import CONFIG, MODEL, overlap
 
 LAYERS, HEADS, TRIGGERS = 2, 2, (3, 7)

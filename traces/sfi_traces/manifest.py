@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from sfi_core import __version__
-from sfi_core.observer import RunEvent
+from sfi_core.events import RunEvent
 from sfi_core.versions import versions
 from sfi_traces.atomic_file import write_atomically
 from sfi_traces.schema import MANIFEST, SCHEMA_VERSION

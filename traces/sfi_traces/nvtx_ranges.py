@@ -7,7 +7,8 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from sfi_core.observer import NOTHING, BeginStepEvent, NullObserver, RunEvent, StepEvent
+from sfi_core.events import BeginStepEvent, RunEvent, StepEvent
+from sfi_core.observer import NOTHING, NullObserver
 
 DOMAIN = "sfi"
 Array = npt.NDArray[Any]

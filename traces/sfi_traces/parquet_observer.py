@@ -8,16 +8,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from sfi_core.observer import (
+from sfi_core.events import (
     AuditEvent,
     BeginStepEvent,
     LogitsEvent,
-    NullObserver,
     PromptEvent,
     RunEvent,
     SelectionEvent,
     StepEvent,
 )
+from sfi_core.observer import NullObserver
 from sfi_traces.manifest import describe_run
 from sfi_traces.timing import TimingObserver
 from sfi_traces.trace_folder import claim

@@ -7,7 +7,8 @@ from types import TracebackType
 
 import torch
 
-from sfi_core.observer import BeginStepEvent, NullObserver, RunEvent
+from sfi_core.events import BeginStepEvent, RunEvent
+from sfi_core.observer import NullObserver
 
 # a row of the table `timings`: request, step, layer, name, stream, begin_us, elapsed_us, bytes
 Row = tuple[int, int, int | None, str, str, float, float, int | None]

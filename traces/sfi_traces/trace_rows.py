@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sfi_core.observer import (
+from sfi_core.events import (
     AuditEvent,
     LogitsEvent,
     PromptEvent,
