@@ -8,7 +8,7 @@ from sfi_core.errors import TraceError
 from sfi_traces.reader import Trace
 from sfi_traces.summary import summarize
 from sfi_traces.summary.facts import flat_settings
-from sfi_traces.summary.scope import OVERLAP, Scope, spread
+from sfi_traces.summary.scope import Scope, spread
 
 BEFORE = 12  # tokens shown before the first difference
 FACTS = ("policy", "preset", "seed", "backend", "device", "sfi_version")
@@ -130,14 +130,18 @@ def _overlap(scope: Scope, other: Scope, table: str, until: dict[int, int]) -> R
         return None
     steps = ", ".join(f"({request:d}, {count:d})" for request, count in until.items())
     scope.connection.register("others", other.trace.dataset(table))
+    scope.compare(
+        "pairs",
+        f"""
+        WITH compared (request, steps) AS (VALUES {steps})
+        SELECT this.layer, this.positions AS first, that.positions AS second
+        FROM chosen_{table} this JOIN compared ON compared.request = this.request
+        JOIN others that ON (that.request, that.step, that.layer, that.head)
+            = (this.request, this.step, this.layer, this.head)
+        WHERE this.step < steps AND len(this.positions) > 0 AND len(that.positions) > 0
+        """,  # noqa: S608 - our own words and numbers
+    )
     rows = scope.rows(f"""
-        WITH compared (request, steps) AS (VALUES {steps}), pairs AS MATERIALIZED (
-            SELECT this.layer, {OVERLAP} AS overlap
-            FROM chosen_{table} this JOIN compared ON compared.request = this.request
-            JOIN others that ON (that.request, that.step, that.layer, that.head)
-                = (this.request, this.step, this.layer, this.head)
-            WHERE this.step < steps AND len(this.positions) > 0 AND len(that.positions) > 0
-        )
         SELECT layer, {spread("overlap")} AS overlap FROM pairs
         GROUP BY GROUPING SETS ((), (layer)) ORDER BY layer NULLS FIRST
     """)  # noqa: S608 - our own words and numbers

@@ -35,6 +35,7 @@ class PartFiles:
             sink,
             table.schema,
             compression="zstd",
+            write_page_checksum=True,  # `sfi trace check` looks at them
             use_dictionary=[field.name for field in table.schema if field.type == pa.string()],
             column_encoding=_encoding(table.schema),
             store_schema=False,  # the types survive without, and it weighs more than a small part

@@ -135,9 +135,27 @@ class Trace:
                 for row in rows:
                     yield dict(zip(names, row, strict=True))
         except duckdb.InvalidInputException as error:  # DuckDB's word for what Arrow could not read
-            raise TraceError(
-                f"trace {self.path} has a damaged part; `sfi trace check {self.path}` names it"
-            ) from error
+            raise self._unreadable() from error
+
+    def batches(
+        self, connection: duckdb.DuckDBPyConnection, query: str, rows: int
+    ) -> Iterator[pa.RecordBatch]:
+        """Yield what a query of ours finds as Arrow's batches of at most so many rows; one at least.
+
+        Raises:
+            TraceError: A part is damaged in its middle.
+        """
+        try:
+            found: pa.RecordBatchReader = connection.sql(query).to_arrow_reader(rows)
+            yield pa.RecordBatch.from_pylist([], found.schema)
+            yield from found
+        except (duckdb.InvalidInputException, OSError) as error:
+            raise self._unreadable() from error
+
+    def _unreadable(self) -> TraceError:
+        return TraceError(
+            f"trace {self.path} has a damaged part; `sfi trace check {self.path}` names it"
+        )
 
     def _damaged(self, part: Path) -> TraceError:
         return TraceError(

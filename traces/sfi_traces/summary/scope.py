@@ -4,16 +4,17 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import duckdb
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from sfi_core.errors import ConfigError, TraceError
+from sfi_traces.overlap import Overlap
 from sfi_traces.reader import Trace
 from sfi_traces.schema import TABLES
 
 QUANTILES = (0.05, 0.5, 0.95)
-# the overlap coefficient of two lists of positions (SyncKV, Eq. 1)
-OVERLAP = """
-    len(list_intersect(this.positions, that.positions)) / least(len(this.positions), len(that.positions))
-"""
+PAIRS = 4096  # of lists of positions compared at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,19 @@ class Scope:
         (found,) = self.rows(query, parameters)
         return found
 
+    def compare(self, name: str, query: str) -> None:
+        """Make a table of what a query finds, with the `overlap` of its lists `first` and `second`.
+
+        Not in SQL: DuckDB intersects lists with a hash table for each, and a long trace has a million pairs.
+        """
+        pieces = []
+        for batch in self.trace.batches(self.connection, query, PAIRS):
+            first, second = (_padded(batch.column(side)) for side in ("first", "second"))
+            overlap = pa.array(Overlap.of(first, second).coefficient)
+            rest = batch.drop_columns(["first", "second"])
+            pieces.append(rest.append_column("overlap", overlap))
+        self.connection.register(name, pa.Table.from_batches(pieces))
+
     def _choose(self) -> None:
         # a span has the first request of its batch: the last one with spans that is not behind the request
         self.connection.execute("""
@@ -89,6 +103,15 @@ def spread(column: str) -> str:
         f"{{'n': count({value}), 'mean': avg({value}), 'sd': stddev_samp({value}),"
         f" 'p5': {p5}, 'p50': {p50}, 'p95': {p95}, 'min': min({value}), 'max': max({value})}}"
     )
+
+
+def _padded(lists: pa.ListArray) -> np.ndarray:
+    # [rows, longest], the end of a shorter one filled with -1
+    length = np.asarray(pc.list_value_length(lists).fill_null(0))
+    longest = int(length.max(initial=0))
+    array = np.full((len(lists), longest), -1, np.int32)
+    array[np.arange(longest) < length[:, None]] = lists.flatten()
+    return array
 
 
 def _check(name: str, value: int | None, known: list[int]) -> None:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from sfi_traces.summary.scope import OVERLAP, Scope, spread
+from sfi_traces.summary.scope import Scope, spread
 
 # lags 1, 2, 3-4, 5-8, ...
 FROM_LAG = "CASE WHEN lag <= 2 THEN lag ELSE 2 ** (ceil(log2(lag)) - 1) + 1 END"
@@ -55,7 +55,15 @@ def overlap_by_lag(scope: Scope) -> dict[str, Any] | None:
         at steps that are no refresh themselves, `refresh` at those that are. None without such supports.
     """
     recorded = bool(scope.row("SELECT count(*) AS n FROM chosen_steps WHERE NOT slow")["n"])
-    rows = scope.rows(_recorded_pairs() if recorded else _boundary_pairs(scope))
+    pairs = "recorded_pairs" if recorded else "boundary_pairs"
+    (_place_recorded if recorded else _place_boundaries)(scope)
+    rows = scope.rows(f"""
+        SELECT ({FROM_LAG})::INT AS from_lag, ({TO_LAG})::INT AS to_lag, refresh,
+            {spread("overlap")} AS overlap
+        FROM {pairs} WHERE overlap IS NOT NULL AND lag IS NOT NULL
+        GROUP BY ALL
+        ORDER BY from_lag
+    """)  # noqa: S608 - our own words
     if not rows:
         return None
     lags: dict[int, dict[str, Any]] = {}
@@ -71,28 +79,32 @@ def overlap_by_lag(scope: Scope) -> dict[str, Any] | None:
     return {"refreshes": "recorded" if recorded else "boundaries", "lags": [*lags.values()]}
 
 
-def _recorded_pairs() -> str:
-    pairs = """
+def _place_recorded(scope: Scope) -> None:
+    scope.connection.execute(f"""
+        CREATE OR REPLACE TEMP VIEW recorded_pairs AS {_placed("slow")}
         SELECT refresh, step - last AS lag, overlap_last_refresh AS overlap
         FROM chosen_supports JOIN placed USING (request, step)
-    """
-    return _by_lag("slow", pairs)
+    """)  # noqa: S608 - our own words
 
 
-def _boundary_pairs(scope: Scope) -> str:
+def _place_boundaries(scope: Scope) -> None:
     back = scope.trace.manifest["config"]["trigger_delay"] + 1
-    pairs = f"""
-        SELECT refresh, this.step - last AS lag, {OVERLAP} AS overlap
+    refresh = f"step = 0 OR coalesce(lag(trigger, {back:d}) OVER of_request, false)"
+    scope.compare(
+        "boundary_pairs",
+        f"""
+        {_placed(refresh)}
+        SELECT refresh, this.step - last AS lag, this.positions AS first, that.positions AS second
         FROM chosen_supports this JOIN placed USING (request, step)
         JOIN (
             FROM chosen_supports SEMI JOIN (FROM marked WHERE refresh) USING (request, step)
         ) that ON that.step = last
             AND (that.request, that.layer, that.head) = (this.request, this.layer, this.head)
-    """  # noqa: S608 - our own words
-    return _by_lag(f"step = 0 OR coalesce(lag(trigger, {back:d}) OVER of_request, false)", pairs)
+        """,  # noqa: S608 - our own words
+    )
 
 
-def _by_lag(refresh: str, pairs: str) -> str:
+def _placed(refresh: str) -> str:
     return f"""
         WITH marked AS (
             SELECT request, step, {refresh} AS refresh FROM chosen_steps
@@ -102,12 +114,7 @@ def _by_lag(refresh: str, pairs: str) -> str:
                 PARTITION BY request ORDER BY step ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING
             ) AS last
             FROM marked
-        ), pairs AS MATERIALIZED ({pairs})
-        SELECT ({FROM_LAG})::INT AS from_lag, ({TO_LAG})::INT AS to_lag, refresh,
-            {spread("overlap")} AS overlap
-        FROM pairs WHERE overlap IS NOT NULL AND lag IS NOT NULL
-        GROUP BY ALL
-        ORDER BY from_lag
+        )
     """  # noqa: S608 - our own words
 
 
