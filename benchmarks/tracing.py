@@ -2,10 +2,10 @@
 
     python benchmarks/tracing.py --output benchmarks/results/NAME.json
 
-The bundled example, decoded without observers and under each way of recording, in turns; the ratio is of
-medians of the decode time (steps from 1 on). "off, again" is a second run without observers: what a ratio
-means is no more than what that one differs from 1. With `--model qwen3-0.6b` a model of that size with
-random weights decodes after a random prompt instead.
+The bundled example, decoded without observers and under each way of recording, in turns. `ratio` compares the
+mean step, `median_ratio` the median one: the median over the turns of a way's step to that of "off" in the
+same turn. "off, again" is a second run without observers: a ratio means no more than that one differs
+from 1. With `--model qwen3-0.6b` a model of that size with random weights decodes after a random prompt.
 """
 
 import argparse
@@ -13,9 +13,11 @@ import json
 import shutil
 import statistics
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from datetime import date
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -67,10 +69,20 @@ def run_once(run: Callable[..., Any], way: dict[str, Any], folder: Path) -> dict
         observers = [NvtxObserver()] if "nvtx" in way else []
         if "trace" in way:
             observers.append(stack.enter_context(ParquetObserver(folder, **way["trace"])))
-        report = run(observers=observers, audit=way.get("audit")).report
+        at: list[float] = []
+        run(
+            observers=observers,
+            audit=way.get("audit"),
+            on_token=lambda _: at.append(time.perf_counter()),
+        )
+    seconds = [after - before for before, after in pairwise(at)]
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    steps = len(report.requests[0].token_ids)
-    return {"seconds": report.decode_seconds / (steps - 1), "bytes": size, "steps": steps}
+    return {
+        "mean": statistics.fmean(seconds),
+        "median": statistics.median(seconds),
+        "bytes": size,
+        "steps": len(at),
+    }
 
 
 def measure(name: str, device: Any, repeats: int) -> list[dict[str, Any]]:
@@ -88,25 +100,29 @@ def measure(name: str, device: Any, repeats: int) -> list[dict[str, Any]]:
         for way, settings in WAYS.items():
             one = run_once(run, settings, folder)
             runs[way] += [one] if repeat else []
-    base = statistics.median(one["seconds"] for one in runs[OFF])
     rows = []
     for way, found in runs.items():
-        seconds = statistics.median(one["seconds"] for one in found)
-        ratios = [
-            one["seconds"] / off["seconds"] for one, off in zip(found, runs[OFF], strict=True)
-        ]
-        written = found[-1]["bytes"]
-        rows.append(
-            {
-                "way": way,
-                "step_ms": 1e3 * seconds,
-                "ratio": seconds / base,
-                "ratio_quartiles": statistics.quantiles(ratios, n=4),
-                "trace_bytes": written,
-                "bytes_per_token": written / found[-1]["steps"],
-            }
+        ratios = {
+            kind: [one[kind] / off[kind] for one, off in zip(found, runs[OFF], strict=True)]
+            for kind in ("mean", "median")
+        }
+        row = {
+            "way": way,
+            "step_ms": 1e3 * statistics.median(one["mean"] for one in found),
+            "median_step_ms": 1e3 * statistics.median(one["median"] for one in found),
+            "ratio": statistics.median(ratios["mean"]),
+            "ratio_quartiles": statistics.quantiles(ratios["mean"], n=4),
+            "median_ratio": statistics.median(ratios["median"]),
+            "median_ratio_quartiles": statistics.quantiles(ratios["median"], n=4),
+            "trace_bytes": found[-1]["bytes"],
+            "bytes_per_token": found[-1]["bytes"] / found[-1]["steps"],
+        }
+        rows.append(row)
+        print(
+            f"{way:<18} {row['step_ms']:7.2f} ms a step, {row['ratio']:.3f}x; median step "
+            f"{row['median_step_ms']:7.2f} ms, {row['median_ratio']:.3f}x; {row['trace_bytes']:,} bytes",
+            flush=True,
         )
-        print(f"{way:<18} {1e3 * seconds:8.2f} ms a step, {seconds / base:.3f}x, {written:,} bytes")
     return rows
 
 
