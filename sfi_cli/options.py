@@ -13,6 +13,11 @@ DEFAULTS = SfiConfig()
 DEFAULT_AUDIT = AuditConfig()
 MODEL, METHOD, SAMPLING, OUTPUT = "Model", "Slow-fast decoding", "Sampling", "Output"
 TRACE = "Trace"
+# the core's own list comes with torch, which `--help` must not wait for
+POLICIES = (
+    "full-kv", "sfi", "streaming-llm", "snapkv", "h2o", "tova", "quest", "tidaldecode", "refreshkv",
+    "oracle-top-k", "random-k", "prior-only",
+)  # fmt: skip
 
 
 def _names(names: tuple[str, ...] | dict[str, object]) -> str:
@@ -46,7 +51,7 @@ TrustRemoteCode = Annotated[
 ]
 Policy = Annotated[
     str,
-    typer.Option(help="full-kv, sfi, streaming-llm or oracle-top-k.", rich_help_panel=METHOD),
+    typer.Option(help=f"{_names(POLICIES)}.", rich_help_panel=METHOD),
 ]
 Preset = Annotated[
     str | None,
@@ -82,6 +87,17 @@ TriggerPolicy = Annotated[
     str | None, _setting(f"{_names(TRIGGER_POLICIES)}.", DEFAULTS.trigger_policy)
 ]
 Stride = Annotated[int | None, _setting("Steps between slow steps under stride.", DEFAULTS.stride)]
+CosineThreshold = Annotated[
+    float | None,
+    _setting("Under cosine: slow below this query cosine.", DEFAULTS.cosine_threshold),
+]
+EntropyThreshold = Annotated[
+    float | None,
+    _setting("Under entropy: slow above this entropy, in nats.", DEFAULTS.entropy_threshold),
+]
+RandomRate = Annotated[
+    float | None, _setting("Under random: a step's chance to be slow.", DEFAULTS.random_rate)
+]
 Triggers = Annotated[
     list[str] | None,
     typer.Option(

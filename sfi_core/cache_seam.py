@@ -49,6 +49,10 @@ class SfiLayer(CacheLayerMixin):
         self.pending = True
         return key_states, value_states
 
+    def resume(self, seen: int) -> None:
+        """Begin with `seen` padded tokens that are in the run's pages already."""
+        self.seen, self.is_initialized = seen, True
+
     def store(self, key_BHTD: torch.Tensor, value_BHTE: torch.Tensor) -> Run:
         """Put what the layer attends with into the run's pages.
 
@@ -140,6 +144,16 @@ class SfiCache(Cache):
                 f"layers {missed} do not attend through transformers' attention interface; "
                 "sfi would not act on them"
             )
+
+
+def full_attention_layers(model: PreTrainedModel) -> tuple[int, ...]:
+    """Return the layers that SFI acts on.
+
+    Raises:
+        UnsupportedModelError: SFI cannot act on the model.
+    """
+    check_supported(model)
+    return tuple(layer.index for layer in SfiCache(model, None, None, frozenset()).managed)
 
 
 def check_supported(model: PreTrainedModel) -> None:

@@ -17,7 +17,16 @@ from typing import Any, Self, get_args, get_origin, get_type_hints
 from sfi_core.errors import ConfigError, InputError
 
 RECENT_MODES = ("anchored", "sliding")
-TRIGGER_POLICIES = ("boundary", "t-max", "stride", "never", "always")
+TRIGGER_POLICIES = (
+    "boundary",
+    "t-max",
+    "stride",
+    "cosine",
+    "entropy",
+    "random",
+    "never",
+    "always",
+)
 GROUP_REDUCTIONS = ("power", "mean", "max")
 
 
@@ -84,6 +93,33 @@ class SelectorConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BaselineConfig:
+    """Settings of the other methods; `sfi` looks at none of them.
+
+    Attributes:
+        pool: Positions over which SnapKV averages and RefreshKV takes the maximum of a score. Odd.
+        page: Tokens of a page of Quest's.
+        select_layers: Layers of TidalDecode that attend densely and choose for those after them. None is its
+            layer 2 and its correction layer, 13 of 32, at the same share of the model's depth.
+    """
+
+    pool: int = 5
+    page: int = 16
+    select_layers: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        """Reject values of another type or out of range."""
+        _check_types(self)
+        _at_least(self, {"pool": 1, "page": 1})
+        _require(self.pool % 2 == 1, f"pool must be odd, got {self.pool}")
+        layers = self.select_layers
+        _require(
+            layers is None or min(layers, default=-1) >= 0,
+            f"select_layers must be layers from 0 on, at least one, got {list(layers or ())}",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SfiConfig:
     """Settings of a run.
 
@@ -101,9 +137,16 @@ class SfiConfig:
         slow_start: Steps from step 0 on that are slow. 1 is the paper (g_0 = 1); 2 lets the first generated
             token, not only the prompt's last queries, make the selection that the first sentence reads.
         span: Evidence is max-pooled over this many positions on each side; 0 is the paper.
-        trigger_policy: What makes a step slow: "boundary" (Eq. 5 and T_max), "t-max", "stride", "never",
-            "always".
+        trigger_policy: What makes a step slow: "boundary" (Eq. 5 and T_max), "t-max", "stride", "cosine",
+            "entropy", "random", "never", "always". `t_max` holds for all but the strides and the last two,
+            `min_gap` for those that look at the text or at chance.
         stride: Steps from one slow step to the next under "stride".
+        cosine_threshold: Under "cosine" a step is slow if the last step's query had a lower cosine with the
+            query before it, the mean over layers and query heads (LouisKV's and FreeKV's tau).
+        entropy_threshold: Under "entropy" a step is slow if the last step's next-token distribution had a
+            higher entropy, in nats.
+        random_rate: Under "random", a step's chance to be slow.
+        trigger_seed: Seeds that chance.
         triggers: Strings that end a sentence; the tokenizer turns them into token ids.
         trigger_token_ids: Explicit trigger set; wins over `triggers`.
         window_decode: Queries whose logits a decoding slow step hands to the Selector, W.
@@ -111,6 +154,7 @@ class SfiConfig:
         dense_layers: Layers left dense.
         group_reduce: How the query heads of a KV head share evidence: "power", "mean" or "max".
         selector: The Selector's hyperparameters.
+        baseline: Settings of the other methods.
     """
 
     sink: int = 4
@@ -124,6 +168,10 @@ class SfiConfig:
     span: int = 0
     trigger_policy: str = "boundary"
     stride: int = 16
+    cosine_threshold: float = 0.8
+    entropy_threshold: float = 1.0
+    random_rate: float = 0.05
+    trigger_seed: int = 0
     triggers: tuple[str, ...] = (".", "?", "!", ";", "\n")
     trigger_token_ids: tuple[int, ...] | None = None
     window_decode: int = 1
@@ -131,16 +179,22 @@ class SfiConfig:
     dense_layers: tuple[int, ...] = ()
     group_reduce: str = "power"
     selector: SelectorConfig = field(default_factory=SelectorConfig)
+    baseline: BaselineConfig = field(default_factory=BaselineConfig)
 
     def __post_init__(self) -> None:
         """Reject settings that cannot run."""
         _check_types(self)
         _require(self.budget > 0, f"budget must be positive, got {self.budget}")
         _require(self.recent > 0, f"recent must be positive, got {self.recent}")
-        least = dict.fromkeys(("sink", "t_max", "min_gap", "trigger_delay", "span"), 0)
+        least = dict.fromkeys(
+            ("sink", "t_max", "min_gap", "trigger_delay", "span", "entropy_threshold"), 0
+        )
         _at_least(
             self, {**least, "stride": 1, "slow_start": 1, "window_decode": 1, "window_prefill": 1}
         )
+        for name, low in (("cosine_threshold", -1), ("random_rate", 0)):
+            value = getattr(self, name)
+            _require(low <= value <= 1, f"{name} must be in [{low}, 1], got {value}")
         for name in ("dense_layers", "trigger_token_ids"):
             values = getattr(self, name) or ()
             _require(
@@ -170,15 +224,16 @@ class SfiConfig:
         return cls().replace(**PRESETS[name])
 
     def replace(self, /, **changes: Any) -> Self:
-        """Copy with other values; `selector` takes a mapping of the fields to change.
+        """Copy with other values; `selector` and `baseline` take a mapping of the fields to change.
 
         Raises:
             ConfigError: An unknown key, a value of the wrong type or out of range.
         """
         _check_names(SfiConfig, changes)
-        if isinstance(part := changes.get("selector"), Mapping):
-            _check_names(SelectorConfig, part)
-            changes["selector"] = dataclasses.replace(self.selector, **part)
+        for name, kind in PARTS.items():
+            if isinstance(part := changes.get(name), Mapping):
+                _check_names(kind, part)
+                changes[name] = dataclasses.replace(getattr(self, name), **part)
         return dataclasses.replace(self, **changes)
 
     def to_dict(self) -> dict[str, Any]:
@@ -188,8 +243,8 @@ class SfiConfig:
     def to_toml(self) -> str:
         """Write every setting, for `--config`."""
         values = self.to_dict()
-        part = values.pop("selector")
-        return _toml(values) + "\n[selector]\n" + _toml(part)
+        tables = {name: values.pop(name) for name in PARTS}
+        return _toml(values) + "".join(f"\n[{n}]\n{_toml(part)}" for n, part in tables.items())
 
     def merge_toml(self, path: Path) -> Self:
         """Copy with the settings of a TOML file.
@@ -209,6 +264,9 @@ class SfiConfig:
             return self.replace(**changes)
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from error
+
+
+PARTS = {"selector": SelectorConfig, "baseline": BaselineConfig}  # tables of a TOML file
 
 
 def _reason(error: Exception) -> str:
@@ -245,7 +303,7 @@ def _typed(name: str, value: Any, hint: Any) -> Any:
         return tuple(value)
     if kind is float and type(value) is int:
         return float(value)
-    wanted = "a table" if kind is SelectorConfig else kind.__name__
+    wanted = "a table" if kind in PARTS.values() else kind.__name__
     _require(type(value) is kind, f"{name} must be {wanted}, got {value!r}")
     return value
 

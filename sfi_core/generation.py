@@ -1,8 +1,7 @@
 """`sfi_core.generate(...)`: our own loop around a transformers model."""
 
-import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,8 +10,10 @@ from sfi_core.audit_config import AuditConfig
 from sfi_core.config import SfiConfig
 from sfi_core.decode import decode
 from sfi_core.errors import ConfigError, NumericsError, SfiError
+from sfi_core.hosted import HostedModel
 from sfi_core.memory import Forecast, check_fits, peak_bytes, reset_peak
 from sfi_core.observer import Observer
+from sfi_core.prompt_state import SharedPrompt
 from sfi_core.prompts import check_lengths, encode, left_pad, model_stop_ids, padding_id
 from sfi_core.report import RunReport
 from sfi_core.sampling import Sampler, Sampling
@@ -42,89 +43,6 @@ class Result:
     interrupted: bool = False
 
 
-def nothing_to_tell(read: int, total: int) -> None:
-    """Ignore progress."""
-
-
-@dataclass(slots=True)
-class HostedModel:
-    """A transformers model under a session, as `decode` drives it.
-
-    Attributes:
-        model: The model, inside `slow_fast`.
-        session: Its session.
-        ids_BT: Left-padded prompts.
-        mask_BT: 1 where a token counts.
-        capacity: Tokens a request may reach.
-        stop_ids: Tokens that end a request.
-        chunk: Prompt tokens of one forward pass; 0 for all at once.
-        on_prefill: Told of the prompt tokens read so far and in all.
-    """
-
-    model: Any
-    session: Session
-    ids_BT: torch.Tensor
-    mask_BT: torch.Tensor
-    capacity: int
-    stop_ids: frozenset[int]
-    chunk: int = 0
-    on_prefill: Callable[[int, int], None] = nothing_to_tell
-    cache: Any = None
-    _options: dict[str, Any] = field(init=False)
-    _ragged: bool = field(init=False)
-
-    def __post_init__(self) -> None:
-        """See what the model's forward pass takes."""
-        self.cache = self.session.cache(self.capacity, self.ids_BT.shape[1], self.stop_ids)
-        known = inspect.signature(self.model.forward).parameters
-        self._options = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
-        self._ragged = bool((self.mask_BT == 0).any())
-
-    def prefill(self) -> torch.Tensor:
-        """Read the prompt in pieces of `chunk` tokens."""
-        T = self.ids_BT.shape[1]
-        logits = torch.empty(0)
-        for start in range(0, T, self.chunk or T):
-            stop = min(T, start + (self.chunk or T))
-            logits = self._forward(self.ids_BT[:, start:stop], start)
-            self.on_prefill(stop, T)
-        return logits
-
-    def step(self, token_B: list[int]) -> torch.Tensor:
-        """Decode one token of every request."""
-        if self._ragged:
-            self.mask_BT = torch.nn.functional.pad(self.mask_BT, (0, 1), value=1)
-        return self._forward(
-            torch.tensor(token_B, device=self.ids_BT.device)[:, None], self.cache.seen
-        )
-
-    def record(self, token_B: list[int]) -> bool:
-        """Note the tokens; return whether every request is done."""
-        self.session.run.record(token_B)
-        return self.session.run.done
-
-    def _forward(self, ids_BT: torch.Tensor, start: int) -> torch.Tensor:
-        stop = start + ids_BT.shape[1]
-        if self._ragged:
-            mask = self.mask_BT[:, :stop]
-            positions = (mask.cumsum(1) - 1).clamp_min(0)[:, start:]
-        else:
-            mask = None
-            positions = torch.arange(start, stop, device=ids_BT.device)[None].expand(
-                ids_BT.shape[0], -1
-            )
-        output = self.model(
-            input_ids=ids_BT,
-            attention_mask=mask,
-            position_ids=positions,
-            past_key_values=self.cache,
-            use_cache=True,
-            **self._options,
-        )
-        logits: torch.Tensor = output.logits[:, -1]
-        return logits
-
-
 def generate(
     model: Any,
     tokenizer: Any,
@@ -141,6 +59,7 @@ def generate(
     backend: str = "auto",
     page_size: int | None = None,
     audit: AuditConfig | None = None,
+    shared: SharedPrompt | None = None,
     on_token: Callable[[list[int]], None] | None = None,
     on_prefill: Callable[[int, int], None] | None = None,
 ) -> Result:
@@ -161,6 +80,7 @@ def generate(
         backend: "auto", "torch" or "triton".
         page_size: Tokens of a cache page; None is one page a request under torch, 64 tokens under triton.
         audit: What to compare with dense attention, for the observers; the tokens stay the same.
+        shared: The prompts as `read_prompt` read them, to begin with; they are not read again.
         on_token: Called with the tokens of each step, a finished request's being padding.
         on_prefill: Called with the prompt tokens read so far and in all.
 
@@ -168,7 +88,7 @@ def generate(
         The result; a Ctrl-C or broken logits end it early with what was generated, and say so.
 
     Raises:
-        ConfigError: A setting is out of range.
+        ConfigError: A setting is out of range, or `shared` is of other prompts or too small.
         InputError: A prompt is empty or longer than the model's positions.
         UnsupportedModelError: The architecture cannot run under SFI.
         MemoryForecastError: The run would not fit.
@@ -184,6 +104,9 @@ def generate(
     pad_id = padding_id(model, tokenizer)
     ids_BT, mask_BT = left_pad(rows, model.device)
     capacity = ids_BT.shape[1] + max_new_tokens
+    if shared is not None:
+        shared.check(ids_BT, mask_BT, capacity)
+        capacity = shared.capacity
     reset_peak(model.device)
     with (
         torch.no_grad(),
@@ -203,6 +126,7 @@ def generate(
         if seed is not None:
             torch.manual_seed(seed)
         hosted = HostedModel(model, session, ids_BT, mask_BT, capacity, stop, prefill_chunk)
+        hosted.shared = shared
         hosted.on_prefill = on_prefill or hosted.on_prefill
         sampler = Sampler(sampling or Sampling(), ids_BT)
 

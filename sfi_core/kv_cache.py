@@ -11,6 +11,7 @@ pages are a plain contiguous [B, H, T, D] tensor. A request keeps its own tokens
 on the way in, so position j is the j-th token of the prompt for every request of a ragged batch.
 """
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -104,6 +105,15 @@ class KVCache:
             self.block_table_BP,
         )
         return pages
+
+    def copy(self) -> "KVCache":
+        """Return a cache of its own with the same tokens."""
+        other = copy.copy(self)
+        other.layers = {
+            layer: LayerPages(*(pages.clone() for pages in (p.key_PHND, p.value_PHNE, p.norm_PHN)))
+            for layer, p in self.layers.items()
+        }
+        return other
 
     def grow(self, capacity: int) -> None:
         """Make room for `capacity` tokens a request by copying; only for runs of unknown length.

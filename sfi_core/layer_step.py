@@ -5,6 +5,7 @@ it computes alone.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,9 +13,13 @@ import torch
 
 from sfi_core.events import SelectionEvent
 from sfi_core.policies.base import LayerContext, Selection
-from sfi_core.run import Run
+from sfi_core.run import SHARED, Run
 from sfi_kernels.dense_attention import dense_attention, window_logits
+from sfi_kernels.pages import read_pages
+from sfi_kernels.partial_attention import capped
 from sfi_kernels.sparse_attention import sparse_attention
+
+BLOCK = 128  # queries of the prompt whose logits are held at once
 
 
 class LayerStep:
@@ -63,12 +68,17 @@ class LayerStep:
                 out[row : row + 1, :, :, T - count :] = step(row, query)
         if not self.forward.decode:
             self.end_prefill(query_BHGTD)
-        self.audit(query_BHGTD, out)
+        self.look(query_BHGTD, out)
         return out
 
-    def audit(self, query_BHGTD: torch.Tensor, out_BHGTE: torch.Tensor) -> None:
-        """Let the run's audit, if any, look at a decoding step or the prompt's end."""
-        if self.run.audit is not None and (self.forward.decode or self.forward.final):
+    def look(self, query_BHGTD: torch.Tensor, out_BHGTE: torch.Tensor) -> None:
+        """Let the run's signal and audit, if any, look at a decoding step or the prompt's end."""
+        if not (self.forward.decode or self.forward.final):
+            return
+        if self.run.signals is not None:
+            slow = self.run.descriptor.slow
+            self.run.signals.see_query(self.layer, query_BHGTD[:, :, :, -1], slow)
+        if self.run.audit is not None:
             self.run.audit.look(self, query_BHGTD, out_BHGTE)
 
     def moved_bytes(self, rows: Sequence[int], *, dense: bool) -> int:
@@ -82,6 +92,10 @@ class LayerStep:
 
     def end_prefill(self, query_BHGTD: torch.Tensor) -> None:
         """Make the first selection, or keep the queries that will make it after the prompt's next piece."""
+        if self.run.prompt is not None:
+            self.run.prompt.see(self, query_BHGTD)
+        if self.run.policy.observes_prompt:
+            self.observe_prompt(query_BHGTD)
         if self.left_dense or not (self.forward.final or self.run.policy.selects_after):
             return
         tails, window = self.run.tails, self.run.policy.config.window_prefill
@@ -95,7 +109,7 @@ class LayerStep:
     def select_first(self, query_BHGWD: torch.Tensor) -> None:
         """Make the first selection from the prompt's last queries, the last `window_prefill` of W."""
         for row, state in enumerate(self.run.requests):
-            if not self.run.policy.selects_after:
+            if not self.run.policy.selects_in(self.layer):
                 self.apply((row,), self._nothing(1, query_BHGWD))
                 continue
             window = min(self.run.policy.config.window_prefill, state.length)
@@ -146,7 +160,7 @@ class LayerStep:
         log_sum_RHGW: torch.Tensor | None = None,
     ) -> LayerContext:
         """Gather what a policy may look at; arguments are those of `refresh`."""
-        chosen = self.run.rows(rows)
+        chosen, run = self.run.rows(rows), self.run
         return LayerContext(
             layer=self.layer,
             requests=rows,
@@ -164,8 +178,49 @@ class LayerStep:
                 longest=chosen.longest,
             ),
             log_sum_BHGW=log_sum_RHGW,
-            span=partial(self.run.observer.span, layer=self.layer),
+            span=partial(run.observer.span, layer=self.layer),
+            states=tuple(run.requests[row] for row in rows),
+            query_BHGWD=query_RHGWD,
+            keys=lambda place, *span: read_pages(
+                self.pages.key_PHND, run.cache.block_table_BP[rows[place]], *span
+            ),
+            attended=lambda place: self._attended(rows[place], query_RHGWD[place, :, :, -1]),
+            notes=tuple(run.notes[row, self.layer] for row in rows),
+            shared=tuple(run.notes[row, SHARED] for row in rows),
         )
+
+    def _attended(self, row: int, query_HGD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        segment, state = self.run.segments[self.layer], self.run.requests[row]
+        packed, recent = state.packed_tokens, (state.recent_start, state.length)
+        table_P = self.run.cache.block_table_BP[row]
+        recent_HND = read_pages(self.pages.key_PHND, table_P, *recent)[0]
+        key_HSD = torch.cat([segment.key_BHSD[row, :, :packed], recent_HND], 1)
+        recent_N = torch.arange(*recent, device=key_HSD.device).expand(len(key_HSD), -1)
+        position_HS = torch.cat([segment.position_BHS[row, :, :packed].long(), recent_N], 1)
+        scaled_HGD = query_HGD.float() * self.logit_options["scale"]
+        logits_HGS = capped(scaled_HGD @ key_HSD.float().mT, self.logit_options["soft_cap"])
+        return logits_HGS, position_HS
+
+    def observe_prompt(self, query_BHGTD: torch.Tensor) -> None:
+        """Show the policy every query of a piece of the prompt, in blocks."""
+        T = query_BHGTD.shape[3]
+        for row, count in enumerate(self.forward.count):
+            for start in range(0, count, BLOCK):
+                stop = min(start + BLOCK, count)
+                query = query_BHGTD[row : row + 1, :, :, T - count + start : T - count + stop]
+                length = self.forward.start[row] + stop
+                context = self.context((row,), query)
+                length_1 = torch.tensor([length], dtype=torch.int32, device=query.device)
+                logits = partial(
+                    window_logits.on(self.backend),
+                    query,
+                    self.pages.key_PHND,
+                    self.run.cache.block_table_BP[row : row + 1],
+                    length_1,
+                    **self.logit_options,
+                    longest=length,
+                )
+                self.run.policy.observe_prompt(replace(context, logits=logits))
 
     def apply(self, rows: tuple[int, ...], selection: Selection | None) -> None:
         """Pack what was selected for some requests, and tell the observer."""
@@ -205,13 +260,16 @@ class LayerStep:
         policy = self.run.policy
         if self.run.requests[row].slow or self.left_dense:
             out = self._dense(row, query)
-            if policy.selects_after and not self.left_dense:
+            if policy.selects_in(self.layer):
                 self.refresh((row,), query)
             return out
         if policy.selects_before:
             with self.run.observer.span("select_before", self.layer):
                 self.apply((row,), policy.select_before(self.context((row,), query)))
-        return self._fast(row, query)
+        out = self._fast(row, query)
+        if policy.observes_fast:
+            policy.observe_fast(self.context((row,), query))
+        return out
 
     def _dense(self, row: int, query: torch.Tensor) -> torch.Tensor:
         self.run.paths[

@@ -21,7 +21,12 @@ class RequestReport:
         reasons: Slow steps by reason.
         mean_attended_tokens: Tokens read per decoding step, KV head and full-attention layer; step 0, the
             prefill's last position, is not counted here. 0 when nothing was decoded.
-        read_ratio: Share of the cached tokens read, over the same steps; 1 when nothing was decoded.
+        read_ratio: Share of the cached tokens that attention read, over the same steps; 1 when nothing was
+            decoded.
+        selection_ratio: What choosing them read on fast steps, in tokens' worth of keys and values, over the
+            same: a page bound is a token, a key half of one. What a slow step reads is in `read_ratio`.
+        stored_ratio: Share of the tokens that the method has to keep: what it reads, if it evicts the rest.
+            Our cache keeps all of them under every method.
     """
 
     prompt_tokens: int
@@ -33,11 +38,14 @@ class RequestReport:
     reasons: dict[str, int]
     mean_attended_tokens: float
     read_ratio: float
+    selection_ratio: float
+    stored_ratio: float
 
     @classmethod
-    def of(cls, state: SparseState) -> Self:
-        """Sum a request up."""
+    def of(cls, state: SparseState, *, evicts: bool) -> Self:
+        """Sum a request up; `evicts` says what its policy does."""
         decoded = max(1, len(state.tokens) - 1)
+        read_ratio = state.attended / state.context if state.context else 1.0
         return cls(
             prompt_tokens=state.prompt_tokens,
             token_ids=list(state.tokens),
@@ -47,7 +55,9 @@ class RequestReport:
             slow_at=list(state.slow_at),
             reasons=dict(state.reasons),
             mean_attended_tokens=state.attended / decoded,
-            read_ratio=state.attended / state.context if state.context else 1.0,
+            read_ratio=read_ratio,
+            selection_ratio=state.selecting / state.context if state.context else 0.0,
+            stored_ratio=read_ratio if evicts else 1.0,
         )
 
 
@@ -107,7 +117,8 @@ class RunReport:
     @classmethod
     def of(cls, run: Run) -> Self:
         """Sum a run up."""
-        requests = [RequestReport.of(state) for state in run.requests]
+        evicts = run.policy.evicts
+        requests = [RequestReport.of(state, evicts=evicts) for state in run.requests]
         decoded = sum(max(0, len(request.token_ids) - 1) for request in requests)
         return cls(
             backend=run.cache.backend,

@@ -6,10 +6,11 @@ layer's keys, values and queries, and tells which tokens were sampled.
 
 import dataclasses
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,12 +20,17 @@ from sfi_core.events import BeginStepEvent, StepEvent
 from sfi_core.kv_cache import KVCache, LayerPages
 from sfi_core.observer import NullObserver, Observer
 from sfi_core.packed_segment import PackedSegment
-from sfi_core.policies.base import Policy, StepContext
+from sfi_core.policies.base import Notes, Policy, StepContext
+from sfi_core.signals import Signals
 from sfi_core.sparse_state import SparseState
 from sfi_kernels.launch import counting
 from sfi_kernels.step_descriptor import StepDescriptor
 
+if TYPE_CHECKING:
+    from sfi_core.prompt_state import SharedPrompt
+
 CPU = torch.device("cpu")
+SHARED = -1  # of `Run.notes`
 
 
 @dataclass(slots=True)
@@ -47,6 +53,9 @@ class Run:
         layers: Full-attention layers seen.
         descriptor: The pass's step descriptor; made once for all layers.
         dense_descriptor: The same with every request slow, for the layers left dense; None without such.
+        signals: What the policy's plan looks at besides tokens; None for nothing.
+        notes: What the policy keeps, by request and layer; `SHARED` stands for all layers.
+        prompt: Collects the prompt for other runs to begin with; None without such.
         prefill_seconds: Wall time of step 0.
         decode_seconds: Wall time of the steps from 1 on.
     """
@@ -66,6 +75,9 @@ class Run:
     layers: set[int] = field(default_factory=set)
     descriptor: StepDescriptor = field(init=False)
     dense_descriptor: StepDescriptor | None = None
+    signals: Signals | None = field(init=False)
+    notes: dict[tuple[int, int], Notes] = field(default_factory=lambda: defaultdict(dict))
+    prompt: "SharedPrompt | None" = None
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     _began: float = field(default_factory=time.perf_counter)
@@ -75,6 +87,7 @@ class Run:
     def __post_init__(self) -> None:
         """Start with empty requests."""
         self.requests = [SparseState() for _ in range(self.cache.batch)]
+        self.signals = Signals(self.policy.signal) if self.policy.signal else None
 
     @property
     def done(self) -> bool:
@@ -108,6 +121,8 @@ class Run:
     def begin_decode(self) -> None:
         """Enter the step whose input is x_{t-1}, noted by `record`, under the policy's plan."""
         assert self._recorded, "the last step's tokens have been noted"
+        if self.signals is not None:
+            self.signals.settle(self.requests)
         plan = self.policy.plan(StepContext(self.requests))
         start = [state.length for state in self.requests]
         count = [0 if state.finished else 1 for state in self.requests]
@@ -153,6 +168,8 @@ class Run:
             if state.step > 0:
                 state.attended += attended
                 state.context += state.length
+                if not state.slow:
+                    state.selecting += self.policy.selection_tokens(state)
             self.observer.on_step(
                 StepEvent(
                     request=row,

@@ -11,7 +11,7 @@ from sfi_core.attention_seam import Seam, install, uninstall
 from sfi_core.audit import Audit
 from sfi_core.audit_config import AuditConfig
 from sfi_core.backends import PAGE_SIZE, resolve_backend
-from sfi_core.cache_seam import SfiCache
+from sfi_core.cache_seam import SfiCache, full_attention_layers
 from sfi_core.config import SfiConfig
 from sfi_core.describe_model import describe_model
 from sfi_core.errors import ConfigError
@@ -59,7 +59,7 @@ class Session:
         self.model, self.config, self.policy_name = model, config, policy
         self.trigger_token_ids = resolve_triggers(tokenizer, config)
         trigger = Trigger(frozenset(self.trigger_token_ids), config)
-        self.policy = policy_class(policy)(config, trigger)
+        self.policy = policy_class(policy)(config, trigger, full_attention_layers(model))
         self.observer = together(observers)
         self._audit = audit
         self._shadow = Shadow()
@@ -158,7 +158,12 @@ class Session:
         cache.detach()
         if not self._shadow.under_way:
             self.span.close()
-            self._shadow.compare(cache.run, output.logits[:, -1])
+            run = cache.run
+            if run is None:
+                return
+            if run.signals is not None:
+                run.signals.see_logits(output.logits[:, -1])
+            self._shadow.compare(run, output.logits[:, -1])
 
     def wrap(self, generate: Callable[..., Any]) -> Callable[..., Any]:
         """Make `model.generate` use our cache; everything else stays as it is."""

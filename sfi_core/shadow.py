@@ -48,9 +48,9 @@ class Shadow:
                 layer.__dict__.update(values)
             cache.attach(run)
 
-    def compare(self, run: Run | None, logits_BV: torch.Tensor) -> None:
+    def compare(self, run: Run, logits_BV: torch.Tensor) -> None:
         """Tell the observer how far the step's distributions are from its shadow's, if it had one."""
-        if self._dense_BV is None or run is None:
+        if self._dense_BV is None:
             return
         dense_BV, self._dense_BV = self._dense_BV, None
         step = max(state.step for state in run.requests)

@@ -1,5 +1,6 @@
 """The managed sparse state of a request: what the run knows of it, in plain numbers; no torch."""
 
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -22,7 +23,10 @@ class SparseState:
         slow_at: Steps with g_t = 1.
         reasons: Slow steps by reason.
         attended: Tokens read by the decoding steps from step 1 on, per KV head and full-attention layer.
+        selecting: What selecting read on the fast ones of these steps, in tokens' worth of keys and values.
         context: Tokens that full attention would have read.
+        cosine: Mean cosine of the last step's query with an earlier one, where a trigger looks at it.
+        entropy: Entropy of the last step's next-token distribution in nats, where a trigger looks at it.
     """
 
     prompt_tokens: int = 0
@@ -38,7 +42,10 @@ class SparseState:
     slow_at: list[int] = field(default_factory=list)
     reasons: Counter[str] = field(default_factory=Counter)
     attended: float = 0.0
+    selecting: float = 0.0
     context: int = 0
+    cosine: float = math.nan
+    entropy: float = math.nan
 
     def sink(self, sink: int) -> int:
         """Return how many of `sink` anchor tokens the request has: those of its prompt, all run long."""

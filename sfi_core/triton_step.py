@@ -18,7 +18,7 @@ class TritonStep(LayerStep):
             else:
                 out = self._prefill(query_BHGTD)
                 self.end_prefill(query_BHGTD)
-            self.audit(query_BHGTD, out)
+            self.look(query_BHGTD, out)
             return out
 
     def _decode_all(self, query_BHG1D: torch.Tensor) -> torch.Tensor:
@@ -29,7 +29,7 @@ class TritonStep(LayerStep):
             with run.observer.span("select_before", self.layer):
                 context = self.context(step.fast, self._of(step.fast, query_BHG1D))
                 self.apply(step.fast, policy.select_before(context))
-        evidence = policy.selects_after and not self.left_dense
+        evidence = policy.selects_in(self.layer)
         segment = run.segment(self.layer)
         kind = "mixed" if step.fast and step.slow else "fast" if step.fast else "dense"
         moved = self.moved_bytes(step.slow, dense=True) + self.moved_bytes(step.fast, dense=False)
@@ -53,6 +53,9 @@ class TritonStep(LayerStep):
             assert logits is not None, "evidence was asked for"
             query = self._of(step.slow, query_BHG1D)
             self.refresh(step.slow, query, lambda: logits, result.log_sum_BHGW)
+        if policy.observes_fast:
+            for row in step.fast:
+                policy.observe_fast(self.context((row,), query_BHG1D[row : row + 1]))
         return result.out_BHGE[:, :, :, None]
 
     def _prefill(self, query_BHGTD: torch.Tensor) -> torch.Tensor:

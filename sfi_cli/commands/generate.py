@@ -64,6 +64,9 @@ def generate(
     trigger_policy: o.TriggerPolicy = None,
     trigger_delay: o.TriggerDelay = None,
     stride: o.Stride = None,
+    cosine_threshold: o.CosineThreshold = None,
+    entropy_threshold: o.EntropyThreshold = None,
+    random_rate: o.RandomRate = None,
     slow_start: o.SlowStart = None,
     span: o.Span = None,
     window: o.Window = None,
@@ -124,8 +127,9 @@ def generate(
         {
             "sink": sink, "recent": recent, "recent_mode": recent_mode, "budget": budget, "t_max": t_max,
             "min_gap": min_gap, "triggers": trigger, "trigger_policy": trigger_policy,
-            "trigger_delay": trigger_delay, "stride": stride, "slow_start": slow_start, "span": span,
-            "window_prefill": window, "dense_layers": dense_layer, "group_reduce": group_reduce,
+            "trigger_delay": trigger_delay, "stride": stride, "cosine_threshold": cosine_threshold,
+            "entropy_threshold": entropy_threshold, "random_rate": random_rate, "slow_start": slow_start,
+            "span": span, "window_prefill": window, "dense_layers": dense_layer, "group_reduce": group_reduce,
         },
     )  # fmt: skip
     warpers = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -41,6 +42,9 @@ def no_span(_: str) -> AbstractContextManager[None]:
     return nullcontext()
 
 
+Notes = dict[str, Any]
+
+
 @dataclass(frozen=True, slots=True)
 class LayerContext:
     """What a policy may look at inside one layer, for some requests of the batch.
@@ -55,6 +59,14 @@ class LayerContext:
             window is the current query.
         log_sum_BHGW: Their log-sum-exp over J, where the attention has made it already.
         span: Brackets a phase of the selection, for the observers.
+        states: What the run knows of each of them, in plain numbers.
+        query_BHGWD: The window's queries.
+        keys: Returns the cached keys of one of them, by its place here, from a position to before another,
+            [1, H, T, D].
+        attended: Returns, by place, the logits of the current query over what a fast step reads, [H, G, S],
+            and the positions, [H, S] (Eq. 1).
+        notes: What the policy keeps in this layer from step to step, by request.
+        shared: The same for all layers.
     """
 
     layer: int
@@ -65,6 +77,12 @@ class LayerContext:
     logits: Callable[[], torch.Tensor]
     log_sum_BHGW: torch.Tensor | None = None
     span: Callable[[str], AbstractContextManager[None]] = no_span
+    states: tuple[SparseState, ...] = ()
+    query_BHGWD: torch.Tensor | None = None
+    keys: Callable[[int, int, int], torch.Tensor] | None = None
+    attended: Callable[[int], tuple[torch.Tensor, torch.Tensor]] | None = None
+    notes: tuple[Notes, ...] = ()
+    shared: tuple[Notes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,16 +107,26 @@ class Policy:
     Attributes:
         config: The run's settings; budgets are tokens per KV head.
         trigger: Says when a slow step is due.
+        layers: The full-attention layers of the model; empty where nobody said.
         selects_before: Whether `select_before` is to be called on fast steps.
         selects_after: Whether `select_after` is to be called on slow steps.
+        observes_fast: Whether `observe_fast` is to be called.
+        observes_prompt: Whether `observe_prompt` is to be called.
+        evicts: Whether what is not attended is gone for good; such methods also store less.
+        signal: What the plan looks at besides tokens, a name of `sfi_core.signals`; "" for nothing.
     """
 
     selects_before = False
     selects_after = False
+    observes_fast = False
+    observes_prompt = False
+    evicts = False
+    signal = ""
 
-    def __init__(self, config: SfiConfig, trigger: Trigger) -> None:
+    def __init__(self, config: SfiConfig, trigger: Trigger, layers: Sequence[int] = ()) -> None:
         self.config = self.adapt(config)
         self.trigger = trigger
+        self.layers = tuple(layers)
 
     @classmethod
     def adapt(cls, config: SfiConfig) -> SfiConfig:
@@ -109,6 +137,10 @@ class Policy:
         """Decide, before the forward pass of step t >= 1, which requests are slow."""
         raise NotImplementedError
 
+    def selects_in(self, layer: int) -> bool:
+        """Say whether a slow step of a layer calls `select_after`."""
+        return self.selects_after and layer not in self.config.dense_layers
+
     def select_before(self, context: LayerContext) -> Selection | None:
         """Select from the current query, before a fast layer attends (Quest, FreeKV)."""
         return None
@@ -116,3 +148,13 @@ class Policy:
     def select_after(self, context: LayerContext) -> Selection | None:
         """Select once a layer has attended (SFI, SnapKV, SyncKV; FreeKV's next step)."""
         return None
+
+    def observe_fast(self, context: LayerContext) -> None:
+        """Look at the logits of a fast layer's attended set, once it has attended (H2O, TOVA)."""
+
+    def observe_prompt(self, context: LayerContext) -> None:
+        """Look at the logits of some queries of the prompt, every one once, in order (H2O)."""
+
+    def selection_tokens(self, state: SparseState) -> float:
+        """Return what selecting reads in one fast step, in tokens' worth of keys and values of a KV head."""
+        return 0.0

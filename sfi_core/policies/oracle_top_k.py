@@ -2,9 +2,8 @@
 
 from sfi_core.config import SfiConfig
 from sfi_core.policies.base import LayerContext, Policy, Selection, StepContext, StepPlan
-from sfi_kernels.constants import MASKED_SCORE
-from sfi_kernels.selector import attention_probability
-from sfi_kernels.top_k import top_k
+from sfi_core.policies.support import always_fast, best, window_probability
+from sfi_core.sparse_state import SparseState
 
 
 class OracleTopK(Policy):
@@ -19,10 +18,12 @@ class OracleTopK(Policy):
 
     def plan(self, context: StepContext) -> StepPlan:
         """Attend sparsely after the prompt."""
-        return StepPlan.by_reason([""] * len(context.requests))
+        return always_fast(context)
 
     def select_before(self, context: LayerContext) -> Selection:
         """Rank J by the mean probability over the query heads of a KV head."""
-        probability = attention_probability(context.logits(), context.allowed_BT)
-        score = probability.mean(dim=(2, 3)).masked_fill(~context.allowed_BT[:, None], MASKED_SCORE)
-        return Selection(top_k.on(context.backend)(score, self.config.budget))
+        return best(context, window_probability(context), self.config.budget)
+
+    def selection_tokens(self, state: SparseState) -> float:
+        """Every key, which is half of what a token has."""
+        return state.length / 2

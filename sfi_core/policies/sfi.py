@@ -4,19 +4,14 @@ import dataclasses
 
 import torch
 
-from sfi_core.policies.base import LayerContext, Policy, Selection, StepContext, StepPlan
+from sfi_core.policies.base import LayerContext, Selection
+from sfi_core.policies.support import Triggered
 from sfi_kernels.selector import selector
 from sfi_kernels.top_k import top_k
 
 
-class SFI(Policy):
+class SFI(Triggered):
     """Slow at a boundary or after `t_max` fast steps; the Selector refreshes the memory then."""
-
-    selects_after = True
-
-    def plan(self, context: StepContext) -> StepPlan:
-        """Apply the trigger to every request."""
-        return StepPlan.by_reason([self.trigger.reason(state) for state in context.requests])
 
     def select_after(self, context: LayerContext) -> Selection:
         """Run the Selector and keep its best positions (Algorithm 2)."""

@@ -5,10 +5,13 @@ Differs from the paper in that keys keep the positions they had, instead of cach
 
 from sfi_core.config import SfiConfig
 from sfi_core.policies.base import Policy, StepContext, StepPlan
+from sfi_core.policies.support import always_fast
 
 
 class StreamingLLM(Policy):
     """Every step is fast; the budget that others select with goes to a longer recent window."""
+
+    evicts = True
 
     @classmethod
     def adapt(cls, config: SfiConfig) -> SfiConfig:
@@ -17,4 +20,4 @@ class StreamingLLM(Policy):
 
     def plan(self, context: StepContext) -> StepPlan:
         """Never attend densely after the prompt."""
-        return StepPlan.by_reason([""] * len(context.requests))
+        return always_fast(context)

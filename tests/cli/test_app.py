@@ -11,6 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from sfi_cli import app as cli
+from sfi_cli import options
+from sfi_core.policies import POLICIES
 
 HELP_CPU_SECONDS = 0.5
 
@@ -65,3 +67,7 @@ def test_doctor_tries_the_backends(run):
 def test_doctor_reads_well(run):
     result = run("doctor")
     assert "backend torch   ok" in result.stdout
+
+
+def test_the_policies_of_the_help_are_the_core_s():
+    assert tuple(POLICIES) == options.POLICIES

@@ -40,6 +40,15 @@ PAPER = {
     "group_reduce": "power",
 }
 
+# what triggers other than the paper's look at
+ALTERNATIVES = {
+    "stride",
+    "cosine_threshold",
+    "entropy_threshold",
+    "random_rate",
+    "trigger_seed",
+}
+
 
 def mistake(error: type[Exception], message: str):
     return pytest.raises(error, match=f"^{re.escape(message)}$")
@@ -47,7 +56,7 @@ def mistake(error: type[Exception], message: str):
 
 def flat(config: SfiConfig) -> dict[str, object]:
     values = config.to_dict()
-    return {**values.pop("selector"), **values}
+    return {**values.pop("selector"), **values.pop("baseline"), **values}
 
 
 @pytest.mark.parametrize(
@@ -81,7 +90,7 @@ def test_a_preset_has_the_values_of_the_design(preset: str, settings: dict, sele
     wanted = settings | selector
     assert {name: values[name] for name in wanted} == wanted
     assert values["beta"] == pytest.approx(-math.log(0.6) / 0.9)
-    assert set(values) - set(wanted) == {"beta", "stride"}
+    assert set(values) - set(wanted) == {"beta", *ALTERNATIVES, "pool", "page", "select_layers"}
 
 
 def test_the_default_preset_is_the_default():
@@ -164,7 +173,7 @@ def test_an_unknown_setting_is_named_with_the_known_ones(name: str):
     ) as caught:
         SfiConfig().replace(**{name: 3})
     names = ast.literal_eval(str(caught.value).split("expected one of ")[1])
-    assert set(names) == {*PAPER, "stride", "selector"}
+    assert set(names) == {*PAPER, *ALTERNATIVES, "selector", "baseline"}
 
 
 def test_an_unknown_selector_setting_is_named_with_the_selector_s():
@@ -206,7 +215,8 @@ WRONG = [
     (
         "trigger_policy",
         "tmax",
-        "unknown trigger_policy 'tmax'; expected one of ('boundary', 't-max', 'stride', 'never', 'always')",
+        "unknown trigger_policy 'tmax'; expected one of "
+        "('boundary', 't-max', 'stride', 'cosine', 'entropy', 'random', 'never', 'always')",
     ),
     (
         "group_reduce",
@@ -225,6 +235,20 @@ WRONG = [
     ("trigger_token_ids", [True], "trigger_token_ids must be a list of int, got [True]"),
     ("dense_layers", [1.0], "dense_layers must be a list of int, got [1.0]"),
     ("selector", 3, "selector must be a table, got 3"),
+    ("baseline", 3, "baseline must be a table, got 3"),
+    ("cosine_threshold", 1.5, "cosine_threshold must be in [-1, 1], got 1.5"),
+    ("cosine_threshold", math.nan, "cosine_threshold must be in [-1, 1], got nan"),
+    ("random_rate", -0.1, "random_rate must be in [0, 1], got -0.1"),
+    ("entropy_threshold", -1.0, "entropy_threshold must be at least 0, got -1.0"),
+]
+WRONG_BASELINE = [
+    ("pool", 4, "pool must be odd, got 4"),
+    ("pool", 0, "pool must be at least 1, got 0"),
+    ("page", 0, "page must be at least 1, got 0"),
+    ("page", 2.0, "page must be int, got 2.0"),
+    ("select_layers", [], "select_layers must be layers from 0 on, at least one, got []"),
+    ("select_layers", [3, -1], "select_layers must be layers from 0 on, at least one, got [3, -1]"),
+    ("kernel", 3, "unknown setting 'kernel'; expected one of ('pool', 'page', 'select_layers')"),
 ]
 WRONG_SELECTOR = [
     ("alpha", 0.0, "alpha must be in (0, 1], got 0.0"),
@@ -267,6 +291,12 @@ def test_a_wrong_selector_setting_is_refused_however_it_comes(
         SfiConfig().replace(selector={name: value})
     with mistake(ConfigError, message):
         SelectorConfig(**{name: value})
+
+
+@pytest.mark.parametrize(("name", "value", "message"), WRONG_BASELINE)
+def test_a_wrong_setting_of_a_baseline_is_refused(name: str, value: object, message: str):
+    with mistake(ConfigError, message):
+        SfiConfig().replace(baseline={name: value})
 
 
 def test_a_wrong_setting_in_a_file_is_named_with_the_file(tmp_path: Path):

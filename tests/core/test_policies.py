@@ -9,7 +9,7 @@ import torch
 import sfi_core
 from sfi_core.config import SfiConfig
 from sfi_core.errors import ConfigError
-from sfi_core.events import SelectionEvent
+from sfi_core.events import SelectionEvent, StepEvent
 from sfi_core.policies import POLICIES, LayerContext, Policy, StepContext, policy_class
 from sfi_core.position_sets import allowed_positions
 from sfi_core.sparse_state import SparseState
@@ -20,11 +20,14 @@ from tests.fakes import RecordingObserver
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 SINK, RECENT, BUDGET, T_MAX, NEW = 3, 6, 5, 4, 24
 PROMPTS = [list(range(40, 90)), [7, 8], list(range(20))]  # ragged; one is shorter than the sink
+LAYERS = (0, 1)
 CONFIG = SfiConfig(
     sink=SINK,
     recent=RECENT,
     budget=BUDGET,
     t_max=T_MAX,
+    stride=T_MAX + 1,
+    cosine_threshold=1.0,  # refreshkv then refreshes at every stride
     trigger_delay=0,
     trigger_token_ids=tuple(range(0, 96, 5)),
 )
@@ -67,14 +70,18 @@ def candidates(event: SelectionEvent) -> range:
 
 def selects(policy: str, event: SelectionEvent) -> bool:
     """Say whether anything is selected; step 0 is dense and packs the sinks of those who select later."""
-    chosen = POLICIES[policy]
-    return chosen.selects_after or (chosen.selects_before and event.step > 0)
+    chosen = make(policy)
+    return chosen.selects_in(event.layer) or (chosen.selects_before and event.step > 0)
 
 
-def most_tokens(policy: str, mode: str) -> int:
+def most_tokens(policy: str, mode: str, event: StepEvent) -> float:
     """Say how many tokens a fast step may read."""
-    anchored = POLICIES[policy].adapt(CONFIG.replace(recent_mode=mode)).recent_mode == "anchored"
-    return SINK + BUDGET + RECENT + (T_MAX if anchored else 0)
+    config = make(policy, CONFIG.replace(recent_mode=mode)).config
+    sparse = SINK + BUDGET + RECENT
+    if config.recent_mode == "anchored":  # SnapKV keeps what was decoded
+        sparse += event.step if policy == "snapkv" else T_MAX
+    dense = len(config.dense_layers) / len(LAYERS)  # TidalDecode's
+    return (1 - dense) * sparse + dense * event.context_tokens
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -85,7 +92,7 @@ def test_a_fast_step_reads_no_more_than_the_budget(complete: Any, policy: str, m
     fast = [event for event in observer.steps if not event.slow]
     assert bool(fast) == (policy != "full-kv")
     for event in fast:
-        assert event.attended_tokens <= most_tokens(policy, mode)
+        assert event.attended_tokens <= most_tokens(policy, mode, event)
         assert event.attended_tokens <= event.context_tokens
 
 
@@ -142,7 +149,8 @@ def test_the_runs_above_differ_between_policies(complete: Any):
         for policy in POLICIES
         for mode in MODES
     }
-    assert len(tokens) == 5  # sfi in both modes; the others have one
+    # sfi and its two controls in both modes; the others have one
+    assert len(tokens) == len(POLICIES) + 3
 
 
 def test_an_unknown_policy_is_named_with_the_known_ones():
@@ -158,7 +166,9 @@ def test_the_table_holds_classes(policy: str):
 
 
 def make(policy: str, config: SfiConfig = CONFIG) -> Policy:
-    return POLICIES[policy](config, Trigger(frozenset(config.trigger_token_ids or ()), config))
+    return POLICIES[policy](
+        config, Trigger(frozenset(config.trigger_token_ids or ()), config), LAYERS
+    )
 
 
 def context(logits: torch.Tensor, length: int, budget_start: int = SINK) -> LayerContext:
@@ -332,6 +342,13 @@ def test_oracle_top_k_selects_anew_at_every_step(complete: Any):
         ("streaming-llm", (False, False), ("", "")),
         ("oracle-top-k", (False, False), ("", "")),
         ("sfi", (True, False), ("trigger", "")),
+        ("random-k", (True, False), ("trigger", "")),
+        ("prior-only", (True, False), ("trigger", "")),
+        ("snapkv", (False, False), ("", "")),
+        ("h2o", (False, False), ("", "")),
+        ("tova", (False, False), ("", "")),
+        ("quest", (False, False), ("", "")),
+        ("tidaldecode", (False, False), ("", "")),
     ],
 )
 def test_each_request_of_a_batch_decides_alone(policy: str, slow: tuple, reasons: tuple):

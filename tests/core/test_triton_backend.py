@@ -18,6 +18,7 @@ from transformers import (
 import sfi_core
 from sfi_core import SfiConfig, slow_fast
 from sfi_core.errors import BackendError
+from sfi_core.policies import POLICIES
 from tests.core.conftest import TINY, tiny_qwen3
 from tests.fakes import RecordingObserver
 
@@ -62,7 +63,7 @@ def tokens(result: Any) -> list[list[int]]:
     return [request.token_ids for request in result.report.requests]
 
 
-@pytest.mark.parametrize("policy", ["sfi", "full-kv", "streaming-llm", "oracle-top-k"])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_every_policy_gives_the_tokens_of_the_references(policy: str):
     """A ragged batch whose requests are slow at different steps; the prompt comes in pieces."""
     options = {"policy": policy, "prefill_chunk": 40}

@@ -1,0 +1,99 @@
+"""A transformers model under a session, as `decode` drives it."""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from sfi_core.prompt_state import SharedPrompt
+from sfi_core.session import Session
+
+
+def nothing_to_tell(read: int, total: int) -> None:
+    """Ignore progress."""
+
+
+@dataclass(slots=True)
+class HostedModel:
+    """A transformers model under a session, as `decode` drives it.
+
+    Attributes:
+        model: The model, inside `slow_fast`.
+        session: Its session.
+        ids_BT: Left-padded prompts.
+        mask_BT: 1 where a token counts.
+        capacity: Tokens a request may reach.
+        stop_ids: Tokens that end a request.
+        chunk: Prompt tokens of one forward pass; 0 for all at once.
+        on_prefill: Told of the prompt tokens read so far and in all.
+        shared: The prompts, read already.
+        cache: The run's cache.
+    """
+
+    model: Any
+    session: Session
+    ids_BT: torch.Tensor
+    mask_BT: torch.Tensor
+    capacity: int
+    stop_ids: frozenset[int]
+    chunk: int = 0
+    on_prefill: Callable[[int, int], None] = nothing_to_tell
+    shared: SharedPrompt | None = None
+    cache: Any = None
+    _options: dict[str, Any] = field(init=False)
+    _ragged: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        """See what the model's forward pass takes."""
+        self.cache = self.session.cache(self.capacity, self.ids_BT.shape[1], self.stop_ids)
+        known = inspect.signature(self.model.forward).parameters
+        self._options = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
+        self._ragged = bool((self.mask_BT == 0).any())
+
+    def prefill(self) -> torch.Tensor:
+        """Read the prompt in pieces of `chunk` tokens."""
+        if self.shared is not None:
+            return self.shared.resume(self.session, self.cache)
+        T = self.ids_BT.shape[1]
+        logits = torch.empty(0)
+        for start in range(0, T, self.chunk or T):
+            stop = min(T, start + (self.chunk or T))
+            logits = self._forward(self.ids_BT[:, start:stop], start)
+            self.on_prefill(stop, T)
+        return logits
+
+    def step(self, token_B: list[int]) -> torch.Tensor:
+        """Decode one token of every request."""
+        if self._ragged:
+            self.mask_BT = torch.nn.functional.pad(self.mask_BT, (0, 1), value=1)
+        return self._forward(
+            torch.tensor(token_B, device=self.ids_BT.device)[:, None], self.cache.seen
+        )
+
+    def record(self, token_B: list[int]) -> bool:
+        """Note the tokens; return whether every request is done."""
+        self.session.run.record(token_B)
+        return self.session.run.done
+
+    def _forward(self, ids_BT: torch.Tensor, start: int) -> torch.Tensor:
+        stop = start + ids_BT.shape[1]
+        if self._ragged:
+            mask = self.mask_BT[:, :stop]
+            positions = (mask.cumsum(1) - 1).clamp_min(0)[:, start:]
+        else:
+            mask = None
+            positions = torch.arange(start, stop, device=ids_BT.device)[None].expand(
+                ids_BT.shape[0], -1
+            )
+        output = self.model(
+            input_ids=ids_BT,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=self.cache,
+            use_cache=True,
+            **self._options,
+        )
+        logits: torch.Tensor = output.logits[:, -1]
+        return logits

@@ -1,0 +1,23 @@
+"""Control: SFI without evidence, lambda = 1 in Eq. 14: key norms and positions alone choose."""
+
+from sfi_core.policies.base import LayerContext, Selection
+from sfi_core.policies.support import Triggered, best
+from sfi_kernels.selector import key_norm_factor, normalized_position, position_factor, prior
+
+
+class PriorOnly(Triggered):
+    """What the prior is worth by itself. The other end, lambda = 0, is sfi with `lambda_clip` 0."""
+
+    def select_after(self, context: LayerContext) -> Selection:
+        """Take the K positions that the prior prefers."""
+        settings = self.config.selector
+        position_BT = position_factor(
+            normalized_position(context.allowed_BT),
+            settings.beta,
+            settings.power,
+            settings.eta,
+            settings.position_weight,
+        )
+        norm_BHT = key_norm_factor(context.key_norm_BHT, settings.gamma)
+        prior_BHT = prior(norm_BHT, position_BT, context.allowed_BT)
+        return best(context, prior_BHT, self.config.budget)

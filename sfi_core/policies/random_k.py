@@ -1,0 +1,29 @@
+"""Control: at every slow step, K positions by chance."""
+
+import random
+
+import torch
+
+from sfi_core.policies.base import LayerContext, Selection
+from sfi_core.policies.support import Triggered, best
+
+
+class RandomK(Triggered):
+    """What the trigger and the sink and recent tokens are worth without a selector."""
+
+    def select_after(self, context: LayerContext) -> Selection:
+        """Draw by `trigger_seed`, request, step and layer, whatever the request's place in the batch."""
+        _, H, T = context.key_norm_BHT.shape
+        score_BHT = torch.stack(
+            [self._draw(context, place, H, T) for place in range(len(context.requests))]
+        )
+        return best(context, score_BHT, self.config.budget)
+
+    def _draw(self, context: LayerContext, place: int, heads: int, longest: int) -> torch.Tensor:
+        state = context.states[place]
+        seed = f"{self.config.trigger_seed} {state.prompt_tokens} {state.step} {context.layer}"
+        generator = torch.Generator().manual_seed(random.Random(seed).getrandbits(63))  # noqa: S311 - no secret
+        score_TH = torch.rand(
+            longest, heads, generator=generator
+        )  # a longer neighbor changes no draw
+        return score_TH.T.to(context.key_norm_BHT.device)

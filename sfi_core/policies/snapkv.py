@@ -1,0 +1,35 @@
+"""SnapKV: what the prompt's last queries attended, pooled (Li et al., 2024, arXiv:2404.14469).
+
+Differs from the authors' code in that the query heads of a KV head share a set, by their mean, and that sink
+tokens are always kept. Their window is `window_prefill`; every decoded token is kept, as in theirs.
+"""
+
+import torch
+
+from sfi_core.config import SfiConfig
+from sfi_core.policies.base import LayerContext, Policy, Selection, StepContext, StepPlan
+from sfi_core.policies.support import always_fast, best
+
+
+class SnapKV(Policy):
+    """Select once, after the prompt; every later step is fast."""
+
+    selects_after = True
+    evicts = True
+
+    @classmethod
+    def adapt(cls, config: SfiConfig) -> SfiConfig:
+        """Freeze the recent window where the prompt left it."""
+        return config.replace(recent_mode="anchored")
+
+    def plan(self, context: StepContext) -> StepPlan:
+        """Attend sparsely after the prompt."""
+        return always_fast(context)
+
+    def select_after(self, context: LayerContext) -> Selection:
+        """Keep the positions with the most attention of the window, averaged over their neighbors."""
+        mean_BHT = context.logits().softmax(-1).mean(dim=(2, 3))
+        mean_BHT = mean_BHT.masked_fill(~context.allowed_BT[:, None], 0.0)
+        pool = self.config.baseline.pool
+        score_BHT = torch.nn.functional.avg_pool1d(mean_BHT, pool, stride=1, padding=pool // 2)
+        return best(context, score_BHT, self.config.budget)
