@@ -3,7 +3,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from sfi_core.config import SelectorConfig, SfiConfig
+from sfi_core.config import SfiConfig
+from sfi_core.config_parts import SelectorConfig
 
 if TYPE_CHECKING:
     from sfi_core.generation import Result, generate

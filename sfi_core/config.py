@@ -1,4 +1,4 @@
-"""Settings and presets. This is the only place a default lives.
+"""Settings and presets; with `config_parts`, the only place a default lives.
 
 The defaults are the `default` preset: the paper's values (Sec. 5.1), `anchored` recents, and our own choice
 where the paper is silent (`Paper gap:`).
@@ -6,14 +6,20 @@ where the paper is silent (`Paper gap:`).
 
 import dataclasses
 import json
-import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, Self, get_args, get_origin, get_type_hints
+from typing import Any, Self
 
+from sfi_core.config_parts import (
+    BaselineConfig,
+    SelectorConfig,
+    at_least,
+    check_names,
+    check_types,
+    require,
+)
 from sfi_core.errors import ConfigError, InputError
 
 RECENT_MODES = ("anchored", "sliding")
@@ -28,95 +34,6 @@ TRIGGER_POLICIES = (
     "always",
 )
 GROUP_REDUCTIONS = ("power", "mean", "max")
-
-
-def _require(ok: bool, message: str) -> None:
-    if not ok:
-        raise ConfigError(message)
-
-
-def _at_least(config: object, bounds: Mapping[str, float]) -> None:
-    for name, least in bounds.items():
-        value = getattr(config, name)
-        _require(
-            math.isfinite(value) and value >= least, f"{name} must be at least {least}, got {value}"
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SelectorConfig:
-    """Hyperparameters of the Selector (Algorithm 2).
-
-    Attributes:
-        alpha: Exponent of the window's power mean, Eq. 7. In (0, 1]. Paper gap: the released code's.
-        gamma: Strength of the key-norm penalty, Eq. 9. Paper gap: the released code's.
-        beta: Strength of the global recency decay, Eq. 11. Paper gap: the released code's.
-        power: Its curvature p, Eq. 11. At least 1. Paper gap: the released code's.
-        eta: Strength of the tail brake, Eq. 11. Paper gap: the released code's.
-        position_weight: Exponent on Eq. 11's whole factor; 1 is the paper.
-        lambda_clip: Upper bound of the prior's weight, Eq. 17. In [0, 1].
-        lambda_clip_rows: The bound where several evidence rows are averaged; None takes `lambda_clip`.
-        alpha_soft: Soft-NMS strength, Eq. 21.
-        radius: Half-width of the neighborhood N(j), in tokens. Paper gap: the released code's.
-        alpha_cross: Cross-head exclusivity strength, Eq. 23.
-        temperature: T of Eq. 22. Paper gap: the released code's.
-    """
-
-    alpha: float = 0.5
-    gamma: float = 0.5
-    beta: float = -math.log(0.6) / 0.9
-    power: float = 1.8
-    eta: float = 0.4
-    position_weight: float = 1.0
-    lambda_clip: float = 0.02
-    lambda_clip_rows: float | None = None
-    alpha_soft: float = 0.5
-    radius: int = 16
-    alpha_cross: float = 0.35
-    temperature: float = 2.0
-
-    def __post_init__(self) -> None:
-        """Reject values of another type or outside the paper's ranges."""
-        _check_types(self)
-        least = dict.fromkeys(
-            ("gamma", "beta", "eta", "position_weight", "alpha_soft", "radius", "alpha_cross"), 0
-        )
-        _at_least(self, {**least, "power": 1})
-        _require(0 < self.alpha <= 1, f"alpha must be in (0, 1], got {self.alpha}")
-        _require(
-            0 < self.temperature < math.inf,
-            f"temperature must be positive and finite, got {self.temperature}",
-        )
-        for name in ("lambda_clip", "lambda_clip_rows"):
-            value = getattr(self, name)
-            _require(value is None or 0 <= value <= 1, f"{name} must be in [0, 1], got {value}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BaselineConfig:
-    """Settings of the other methods; `sfi` looks at none of them.
-
-    Attributes:
-        pool: Positions over which SnapKV averages and RefreshKV takes the maximum of a score. Odd.
-        page: Tokens of a page of Quest's.
-        select_layers: Layers of TidalDecode that attend densely and choose for those after them. None is its
-            layer 2 and its correction layer, 13 of 32, at the same share of the model's depth.
-    """
-
-    pool: int = 5
-    page: int = 16
-    select_layers: tuple[int, ...] | None = None
-
-    def __post_init__(self) -> None:
-        """Reject values of another type or out of range."""
-        _check_types(self)
-        _at_least(self, {"pool": 1, "page": 1})
-        _require(self.pool % 2 == 1, f"pool must be odd, got {self.pool}")
-        layers = self.select_layers
-        _require(
-            layers is None or min(layers, default=-1) >= 0,
-            f"select_layers must be layers from 0 on, at least one, got {list(layers or ())}",
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,21 +100,21 @@ class SfiConfig:
 
     def __post_init__(self) -> None:
         """Reject settings that cannot run."""
-        _check_types(self)
-        _require(self.budget > 0, f"budget must be positive, got {self.budget}")
-        _require(self.recent > 0, f"recent must be positive, got {self.recent}")
+        check_types(self)
+        require(self.budget > 0, f"budget must be positive, got {self.budget}")
+        require(self.recent > 0, f"recent must be positive, got {self.recent}")
         least = dict.fromkeys(
             ("sink", "t_max", "min_gap", "trigger_delay", "span", "entropy_threshold"), 0
         )
-        _at_least(
+        at_least(
             self, {**least, "stride": 1, "slow_start": 1, "window_decode": 1, "window_prefill": 1}
         )
         for name, low in (("cosine_threshold", -1), ("random_rate", 0)):
             value = getattr(self, name)
-            _require(low <= value <= 1, f"{name} must be in [{low}, 1], got {value}")
+            require(low <= value <= 1, f"{name} must be in [{low}, 1], got {value}")
         for name in ("dense_layers", "trigger_token_ids"):
             values = getattr(self, name) or ()
-            _require(
+            require(
                 min(values, default=0) >= 0, f"{name} must be at least 0 each, got {list(values)}"
             )
         for name, choices in (
@@ -206,8 +123,8 @@ class SfiConfig:
             ("group_reduce", GROUP_REDUCTIONS),
         ):
             value = getattr(self, name)
-            _require(value in choices, f"unknown {name} {value!r}; expected one of {choices}")
-        _require(
+            require(value in choices, f"unknown {name} {value!r}; expected one of {choices}")
+        require(
             self.window_decode == 1,
             f"window_decode must be 1 while a step decodes one token, got {self.window_decode}",
         )
@@ -229,10 +146,10 @@ class SfiConfig:
         Raises:
             ConfigError: An unknown key, a value of the wrong type or out of range.
         """
-        _check_names(SfiConfig, changes)
+        check_names(SfiConfig, changes)
         for name, kind in PARTS.items():
             if isinstance(part := changes.get(name), Mapping):
-                _check_names(kind, part)
+                check_names(kind, part)
                 changes[name] = dataclasses.replace(getattr(self, name), **part)
         return dataclasses.replace(self, **changes)
 
@@ -277,35 +194,6 @@ def _toml(values: Mapping[str, Any]) -> str:
     # JSON's strings, numbers, booleans and arrays are TOML too, but for escaped surrogates and a bare DEL
     texts = {n: json.dumps(v, ensure_ascii=False) for n, v in values.items() if v is not None}
     return "".join(f"{n} = {text}\n".replace("\x7f", "\\u007f") for n, text in texts.items())
-
-
-def _check_names(cls: type, changes: Mapping[str, Any]) -> None:
-    known = tuple(get_type_hints(cls))
-    for name in changes:
-        _require(name in known, f"unknown setting {name!r}; expected one of {known}")
-
-
-def _check_types(config: object) -> None:
-    for name, hint in get_type_hints(type(config)).items():
-        object.__setattr__(config, name, _typed(name, getattr(config, name), hint))
-
-
-def _typed(name: str, value: Any, hint: Any) -> Any:
-    """Return the value as its field holds it: a float for an int, a tuple for a list."""
-    kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
-    if value is None and NoneType in kinds:
-        return None
-    kind = kinds[0]
-    if get_origin(kind) is tuple:
-        item = get_args(kind)[0]
-        fits = isinstance(value, list | tuple) and all(type(v) is item for v in value)
-        _require(fits, f"{name} must be a list of {item.__name__}, got {value!r}")
-        return tuple(value)
-    if kind is float and type(value) is int:
-        return float(value)
-    wanted = "a table" if kind in PARTS.values() else kind.__name__
-    _require(type(value) is kind, f"{name} must be {wanted}, got {value!r}")
-    return value
 
 
 PRESETS: dict[str, dict[str, Any]] = {

@@ -142,6 +142,17 @@ class KVCache:
                 large[:count, :, :old_page] = small
                 setattr(pages, name, large)
 
+    def keys(self, layer: int, row: int, start: int, stop: int) -> torch.Tensor:
+        """Return a request's keys from `start` to before `stop`, [1, H, T, D], without asking the device."""
+        key_PHND = self.layers[layer].key_PHND
+        if self._one_page:
+            return key_PHND[row : row + 1, :, start:stop]
+        first = start // self.page_size
+        page_P = self.block_table_BP[row, first : -(-stop // self.page_size)]
+        key_HTD = key_PHND[page_P.long()].transpose(0, 1).flatten(1, 2)
+        skipped = first * self.page_size
+        return key_HTD[None, :, start - skipped : stop - skipped]
+
     def norms(self, layer: int, rows: Sequence[int], length: int) -> torch.Tensor:
         """Return requests' key norms, [len(rows), H, length] float32; undefined beyond a request's tokens.
 

@@ -5,21 +5,16 @@ it computes alone.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 
 from sfi_core.events import SelectionEvent
 from sfi_core.policies.base import LayerContext, Selection
-from sfi_core.run import SHARED, Run
-from sfi_kernels.dense_attention import dense_attention, window_logits
-from sfi_kernels.pages import read_pages
-from sfi_kernels.partial_attention import capped
+from sfi_core.policy_view import layer_context, prompt_blocks
+from sfi_core.run import Run
+from sfi_kernels.dense_attention import dense_attention
 from sfi_kernels.sparse_attention import sparse_attention
-
-BLOCK = 128  # queries of the prompt whose logits are held at once
 
 
 class LayerStep:
@@ -95,7 +90,8 @@ class LayerStep:
         if self.run.prompt is not None:
             self.run.prompt.see(self, query_BHGTD)
         if self.run.policy.observes_prompt:
-            self.observe_prompt(query_BHGTD)
+            for context in prompt_blocks(self, query_BHGTD):
+                self.run.policy.observe_prompt(context)
         if self.left_dense or not (self.forward.final or self.run.policy.selects_after):
             return
         tails, window = self.run.tails, self.run.policy.config.window_prefill
@@ -160,67 +156,7 @@ class LayerStep:
         log_sum_RHGW: torch.Tensor | None = None,
     ) -> LayerContext:
         """Gather what a policy may look at; arguments are those of `refresh`."""
-        chosen, run = self.run.rows(rows), self.run
-        return LayerContext(
-            layer=self.layer,
-            requests=rows,
-            backend=self.backend,
-            allowed_BT=chosen.allowed_RT,
-            key_norm_BHT=self.run.cache.norms(self.layer, rows, chosen.longest),
-            logits=logits
-            or partial(
-                window_logits.on(self.backend),
-                query_RHGWD,
-                self.pages.key_PHND,
-                chosen.table_RP,
-                chosen.length_R,
-                **self.logit_options,
-                longest=chosen.longest,
-            ),
-            log_sum_BHGW=log_sum_RHGW,
-            span=partial(run.observer.span, layer=self.layer),
-            states=tuple(run.requests[row] for row in rows),
-            query_BHGWD=query_RHGWD,
-            keys=lambda place, *span: read_pages(
-                self.pages.key_PHND, run.cache.block_table_BP[rows[place]], *span
-            ),
-            attended=lambda place: self._attended(rows[place], query_RHGWD[place, :, :, -1]),
-            notes=tuple(run.notes[row, self.layer] for row in rows),
-            shared=tuple(run.notes[row, SHARED] for row in rows),
-        )
-
-    def _attended(self, row: int, query_HGD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        segment, state = self.run.segments[self.layer], self.run.requests[row]
-        packed, recent = state.packed_tokens, (state.recent_start, state.length)
-        table_P = self.run.cache.block_table_BP[row]
-        recent_HND = read_pages(self.pages.key_PHND, table_P, *recent)[0]
-        key_HSD = torch.cat([segment.key_BHSD[row, :, :packed], recent_HND], 1)
-        recent_N = torch.arange(*recent, device=key_HSD.device).expand(len(key_HSD), -1)
-        position_HS = torch.cat([segment.position_BHS[row, :, :packed].long(), recent_N], 1)
-        scaled_HGD = query_HGD.float() * self.logit_options["scale"]
-        logits_HGS = capped(scaled_HGD @ key_HSD.float().mT, self.logit_options["soft_cap"])
-        return logits_HGS, position_HS
-
-    def observe_prompt(self, query_BHGTD: torch.Tensor) -> None:
-        """Show the policy every query of a piece of the prompt, in blocks."""
-        T = query_BHGTD.shape[3]
-        for row, count in enumerate(self.forward.count):
-            for start in range(0, count, BLOCK):
-                stop = min(start + BLOCK, count)
-                query = query_BHGTD[row : row + 1, :, :, T - count + start : T - count + stop]
-                length = self.forward.start[row] + stop
-                context = self.context((row,), query)
-                length_1 = torch.tensor([length], dtype=torch.int32, device=query.device)
-                logits = partial(
-                    window_logits.on(self.backend),
-                    query,
-                    self.pages.key_PHND,
-                    self.run.cache.block_table_BP[row : row + 1],
-                    length_1,
-                    **self.logit_options,
-                    longest=length,
-                )
-                self.run.policy.observe_prompt(replace(context, logits=logits))
+        return layer_context(self, rows, query_RHGWD, logits, log_sum_RHGW)
 
     def apply(self, rows: tuple[int, ...], selection: Selection | None) -> None:
         """Pack what was selected for some requests, and tell the observer."""

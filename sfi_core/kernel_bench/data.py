@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from sfi_core.backends import PAGE_SIZE
-from sfi_core.config import SelectorConfig
+from sfi_core.config_parts import SelectorConfig
 from sfi_core.kernel_bench.settings import BenchSettings
 from sfi_core.kv_cache import LayerPages
 from sfi_kernels.dense_attention import window_logits
