@@ -32,6 +32,8 @@ ONLY_IN = {
     "nvtx": ("traces/",),
     "matplotlib": ("traces/",),
     "plotly": ("traces/",),
+    "optuna": ("traces/",),
+    "lm_eval": ("sfi_core/evaluation/",),
     "rich": ("sfi_cli/",),
     "typer": ("sfi_cli/",),
     "click": (),
