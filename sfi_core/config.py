@@ -52,7 +52,8 @@ class SfiConfig:
         trigger_delay: Steps between the step that Eq. 5 makes slow and the slow step. 0 is Eq. 5 (the
             boundary token is the query); 1 makes the first token after the boundary the query.
         slow_start: Steps from step 0 on that are slow. 1 is the paper (g_0 = 1); 2 lets the first generated
-            token, not only the prompt's last queries, make the selection that the first sentence reads.
+            token, not only the prompt's last queries, make the selection that the first sentence reads
+            (docs/evaluation.md has what that is worth, as for `span` and `trigger_delay`).
         span: Evidence is max-pooled over this many positions on each side; 0 is the paper.
         trigger_policy: What makes a step slow: "boundary" (Eq. 5 and T_max), "t-max", "stride", "cosine",
             "entropy", "random", "never", "always". `t_max` holds for all but the strides and the last two,
@@ -81,8 +82,8 @@ class SfiConfig:
     t_max: int = 64
     min_gap: int = 0
     trigger_delay: int = 1
-    slow_start: int = 1
-    span: int = 0
+    slow_start: int = 2
+    span: int = 10
     trigger_policy: str = "boundary"
     stride: int = 16
     cosine_threshold: float = 0.8
@@ -198,9 +199,11 @@ def _toml(values: Mapping[str, Any]) -> str:
 
 PRESETS: dict[str, dict[str, Any]] = {
     "default": {},
-    "paper": {"recent_mode": "sliding", "trigger_delay": 0},
+    "paper": {"recent_mode": "sliding", "trigger_delay": 0, "slow_start": 1, "span": 0},
     "released": {
         "recent_mode": "sliding",
+        "slow_start": 1,
+        "span": 0,
         "budget": 1568,
         "min_gap": 16,
         "triggers": (".", "?", "!"),

@@ -13,9 +13,9 @@ from sfi_core.config import SfiConfig
 
 FILE = Path(__file__).parent / "example.json"
 SEED, SENTENCES, ASKED = 901_000, 380, 5
-# The prompt's last token is the first person's name, so W = 1 is enough; 10 positions on each side hold a
-# sentence; the recent window holds the request and the answer so far.
-SETTINGS = {"budget": 256, "recent": 128, "span": 10, "window_prefill": 1}
+# The prompt's last token is the first person's name, so that its query alone makes the first selection; the
+# recent window holds the request and the answer so far.
+SETTINGS = {"budget": 256, "recent": 128, "window_prefill": 1, "slow_start": 1}
 
 
 @dataclass(frozen=True, slots=True)

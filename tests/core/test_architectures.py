@@ -20,7 +20,14 @@ LENGTHS = {1: (37,), 2: (9, 37), 3: (24, 37, 9), 4: (37, 9, 16, 24)}
 STEPS = 12
 BOUNDARIES = tuple(range(0, 300, 6))
 WHOLE = SfiConfig(
-    sink=4, recent=6, budget=1000, t_max=4, window_prefill=8, trigger_token_ids=BOUNDARIES
+    slow_start=1,
+    span=0,
+    sink=4,
+    recent=6,
+    budget=1000,
+    t_max=4,
+    window_prefill=8,
+    trigger_token_ids=BOUNDARIES,
 )
 SMALL = WHOLE.replace(sink=2, budget=5)
 EVERY_STEP = {

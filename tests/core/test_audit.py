@@ -21,7 +21,14 @@ ROWS = [
     for n in (40, 17, 6)
 ]
 CONFIG = SfiConfig(
-    sink=2, recent=5, budget=6, t_max=3, window_prefill=4, trigger_token_ids=tuple(range(0, 96, 9))
+    slow_start=1,
+    span=0,
+    sink=2,
+    recent=5,
+    budget=6,
+    t_max=3,
+    window_prefill=4,
+    trigger_token_ids=tuple(range(0, 96, 9)),
 )
 AUDIT = AuditConfig(every=1, top=TOP)
 

@@ -18,7 +18,9 @@ from tests.fakes import RecordingObserver
 
 H, G, D = 2, 2, 8
 SINK, RECENT, BUDGET, PROMPT = 2, 4, 6, 40
-CONFIG = SfiConfig(sink=SINK, recent=RECENT, budget=BUDGET, trigger_policy="never")
+CONFIG = SfiConfig(
+    slow_start=1, span=0, sink=SINK, recent=RECENT, budget=BUDGET, trigger_policy="never"
+)
 
 
 def make(policy: str, config: SfiConfig = CONFIG, layers: tuple[int, ...] = (0, 1)) -> Policy:

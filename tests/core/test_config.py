@@ -64,7 +64,17 @@ def flat(config: SfiConfig) -> dict[str, object]:
     ("preset", "settings", "selector"),
     [
         ("paper", PAPER, PAPER_SELECTOR),
-        ("default", PAPER | {"recent_mode": "anchored", "trigger_delay": 1}, PAPER_SELECTOR),
+        (
+            "default",
+            PAPER
+            | {
+                "recent_mode": "anchored",
+                "trigger_delay": 1,
+                "slow_start": 2,
+                "span": 10,
+            },
+            PAPER_SELECTOR,
+        ),
         (
             "released",
             PAPER

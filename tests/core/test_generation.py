@@ -16,7 +16,14 @@ pytestmark = pytest.mark.seam
 STEPS = 12
 BOUNDARIES = tuple(range(0, 300, 6))
 SMALL = SfiConfig(
-    sink=2, recent=6, budget=5, t_max=4, window_prefill=8, trigger_token_ids=BOUNDARIES
+    slow_start=1,
+    span=0,
+    sink=2,
+    recent=6,
+    budget=5,
+    t_max=4,
+    window_prefill=8,
+    trigger_token_ids=BOUNDARIES,
 )
 ROWS = prompts(37, 9, 24)
 PAD = 0

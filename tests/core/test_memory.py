@@ -14,7 +14,7 @@ from sfi_core.errors import MemoryForecastError
 from sfi_core.memory import CPU_SLACK, Forecast, LayerShape, check_fits, forecast
 
 CPU = torch.device("cpu")
-CONFIG = SfiConfig(sink=3, recent=6, budget=5, trigger_token_ids=(1,))
+CONFIG = SfiConfig(slow_start=1, span=0, sink=3, recent=6, budget=5, trigger_token_ids=(1,))
 # the tiny model's: 2 KV heads, keys and values of 8 numbers of 4 bytes
 FULL = LayerShape(heads=2, key_width=8, value_width=8, itemsize=4)
 SLIDING = LayerShape(heads=2, key_width=8, value_width=8, itemsize=4, window=10)

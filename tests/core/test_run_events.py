@@ -17,6 +17,8 @@ from tests.fakes import RecordingObserver
 
 ROWS = [[*range(5, 25)], [*range(40, 47)]]
 CONFIG = SfiConfig(
+    slow_start=1,
+    span=0,
     sink=2,
     recent=4,
     budget=3,

@@ -12,7 +12,7 @@ def test_decoding_goes_on_from_a_synthetic_cache():
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 8}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     model = Qwen3ForCausalLM(Qwen3Config(vocab_size=50, **sizes, **heads)).eval()
-    config = SfiConfig(trigger_policy="stride", stride=3, budget=16, recent=8)
+    config = SfiConfig(slow_start=1, span=0, trigger_policy="stride", stride=3, budget=16, recent=8)
     with torch.no_grad(), slow_fast(model, None, config) as session:
         cache = synthetic_cache(session, 200, 210)
         for step in range(6):

@@ -7,6 +7,7 @@ from sfi_core.sparse_state import SparseState
 from sfi_core.trigger import Trigger
 
 STOP, WORD = 7, 1  # 7 is in T_trig
+PAPER = SfiConfig.preset("paper")
 
 
 def slow_steps(tokens: list[int], **settings) -> dict[int, str]:
@@ -15,7 +16,7 @@ def slow_steps(tokens: list[int], **settings) -> dict[int, str]:
     `tokens` are told one by one, as decoding does: step t sees x_0 to x_{t-1}.
     """
     settings = {"trigger_delay": 0, "t_max": 1000, **settings}
-    trigger = Trigger(frozenset({STOP}), SfiConfig().replace(**settings))
+    trigger = Trigger(frozenset({STOP}), PAPER.replace(**settings))
     state = SparseState(prompt_tokens=10)
     state.begin(slow=True, reason="first", new_tokens=10)
     slow = {}
@@ -56,7 +57,7 @@ def test_tokens_of_the_prompt_never_trigger(delay: int):
     """Only x_0, x_1, ... are asked, however far the delay looks back."""
     assert slow_steps(text(6), trigger_delay=delay) == {}
     state = SparseState(prompt_tokens=10, length=10, step=0)
-    trigger = Trigger(frozenset({STOP}), SfiConfig(trigger_delay=delay))
+    trigger = Trigger(frozenset({STOP}), PAPER.replace(trigger_delay=delay))
     assert trigger.reason(state) == ""
 
 
@@ -112,7 +113,7 @@ def test_a_stride_is_the_distance_between_slow_steps(stride: int):
 
 
 def test_a_trigger_set_of_every_token_makes_every_step_slow():
-    trigger = Trigger(frozenset(range(10)), SfiConfig(trigger_delay=0))
+    trigger = Trigger(frozenset(range(10)), PAPER.replace(trigger_delay=0))
     state = SparseState(tokens=[3], step=0, steps_since_slow=0)
     assert trigger.reason(state) == "trigger"
 

@@ -28,6 +28,8 @@ PROMPTS = [
     for n in (70, 30, 7)
 ]
 CONFIG = SfiConfig(
+    slow_start=1,
+    span=0,
     sink=2,
     recent=8,
     budget=16,

@@ -1,0 +1,178 @@
+"""What a task is: a prompt of a given length with answers that can be checked exactly."""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from sfi_core.errors import InputError
+
+PROBE = 32  # units of the first guess, from which the tokens of a unit are learned
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One prompt of a task.
+
+    Attributes:
+        task: The task's name.
+        length: Prompt tokens asked for, an upper bound.
+        seed: What the prompt is drawn from.
+        prompt: The text, chat template included.
+        prompt_ids: Its tokens, at most `length`.
+        answers: The strings that the task's score looks for.
+        max_new_tokens: Tokens that a full answer needs, with room to spare.
+    """
+
+    task: str
+    length: int
+    seed: int
+    prompt: str
+    prompt_ids: tuple[int, ...]
+    answers: tuple[str, ...]
+    max_new_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A document with a question, before it is made a prompt.
+
+    Attributes:
+        text: Instruction, document and question: what the user says.
+        lead: First words of the answer; the model goes on from here.
+        answers: What it has to say.
+    """
+
+    text: str
+    lead: str
+    answers: tuple[str, ...]
+
+
+class Task(Protocol):
+    """What `sfi eval` asks of a task."""
+
+    @property
+    def name(self) -> str:
+        """What the user calls it."""
+
+    @property
+    def bundled(self) -> bool:
+        """Whether it is made for the bundled checkpoint only."""
+
+    def sample(self, tokenizer: Any, length: int, seed: int) -> Sample:
+        """Draw a prompt of at most `length` tokens; the same one every time.
+
+        Raises:
+            InputError: No prompt of the task is that short, or there is no tokenizer that can write it.
+        """
+
+    def score(
+        self, sample: Sample, token_ids: Sequence[int], text: str, tokenizer: Any
+    ) -> dict[str, float]:
+        """Judge a completion, given as tokens and as text; "score" is in [0, 1]."""
+
+
+def seeded(name: str, length: int, seed: int) -> random.Random:
+    """Return the one source of a sample's choices."""
+    return random.Random(f"{name} {length} {seed}")  # noqa: S311 - a sample is no secret
+
+
+def depths(seed: int, count: int) -> list[float]:
+    """Return relative depths in [0, 1), evenly apart, that cover the document evenly over the seeds."""
+    first = seed * 0.6180339887498949 % 1  # the golden ratio: any run of seeds is spread evenly
+    return [(first + index / count) % 1 for index in range(count)]
+
+
+def need_tokenizer(name: str, tokenizer: Any) -> None:
+    """Refuse to write a prompt without a tokenizer.
+
+    Raises:
+        InputError: There is none.
+    """
+    if tokenizer is None:
+        raise InputError(f"task {name!r} must have a tokenizer, got none")
+
+
+def write_prompt(tokenizer: Any, question: Question) -> tuple[str, tuple[int, ...]]:
+    """Return a question as text and as tokens, in the tokenizer's chat template where it has one."""
+    if getattr(tokenizer, "chat_template", None):
+        turn = [{"role": "user", "content": question.text}]
+        text = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+        text += question.lead
+        return text, tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+    text = f"{question.text}\n{question.lead}"
+    return text, tuple(tokenizer(text)["input_ids"])
+
+
+def fit(name: str, tokens: Callable[[int], int], length: int, least: int = 0) -> int:
+    """Return the largest number of units, `least` or more, whose prompt has at most `length` tokens.
+
+    Each guess follows from the tokens of the last ones, so that a prompt is tokenized a few times only.
+
+    Raises:
+        InputError: Even `least` units are too long, or more units give no more tokens.
+    """
+    low, low_tokens = least, tokens(least)
+    if low_tokens > length:
+        raise InputError(f"length must be at least {low_tokens} for task {name!r}, got {length}")
+    high, high_tokens = least + PROBE, tokens(least + PROBE)
+    if high_tokens <= low_tokens:
+        raise InputError(f"tokenizer must have tokens for the words of task {name!r}, got none")
+    shortest = low_tokens
+    while high_tokens <= length:
+        low, low_tokens = high, high_tokens
+        per_unit = (high_tokens - shortest) / (high - least)
+        high += 1 + int(1.02 * (length - high_tokens) / per_unit)
+        high_tokens = tokens(high)
+    while high - low > 1:
+        share = (length - low_tokens) / (high_tokens - low_tokens)
+        guess = min(high - 1, max(low + 1, low + int(share * (high - low))))
+        found = tokens(guess)
+        if found <= length:
+            low, low_tokens = guess, found
+        else:
+            high, high_tokens = guess, found
+    return low
+
+
+def fitted(
+    name: str,
+    tokenizer: Any,
+    length: int,
+    seed: int,
+    question: Callable[[int], Question],
+    least: int = 0,
+) -> Sample:
+    """Make the sample whose document has as many units as `length` tokens hold.
+
+    Args:
+        name: The task's name.
+        tokenizer: Writes the prompt.
+        length: Prompt tokens at most.
+        seed: For the record; `question` draws from it.
+        question: Gives the question over a document of so many units, the same every time.
+        least: Units that the question needs.
+
+    Raises:
+        InputError: As `fit`, or there is no tokenizer.
+    """
+    need_tokenizer(name, tokenizer)
+    units = fit(name, lambda n: len(write_prompt(tokenizer, question(n))[1]), length, least)
+    chosen = question(units)
+    text, ids = write_prompt(tokenizer, chosen)
+    expected = tokenizer(", ".join(chosen.answers), add_special_tokens=False)["input_ids"]
+    return Sample(
+        task=name,
+        length=length,
+        seed=seed,
+        prompt=text,
+        prompt_ids=ids,
+        answers=chosen.answers,
+        max_new_tokens=2 * len(expected) + 16,  # an answer in other words, or with words in between
+    )
+
+
+def share_found(sample: Sample, text: str) -> dict[str, float]:
+    """Return the share of the answers that occur in the text, case apart (RULER's string_match_all)."""
+    said = text.lower()
+    return {"score": sum(answer.lower() in said for answer in sample.answers) / len(sample.answers)}

@@ -1,0 +1,369 @@
+"""`sfi eval` on the bundled checkpoint: what it writes, shows, refuses and goes on with."""
+
+import json
+import re
+import shlex
+from collections import Counter
+from importlib.util import find_spec
+
+import pytest
+from typer.testing import CliRunner
+
+from sfi_cli import app as cli
+from sfi_cli import evaluation_request as request
+from sfi_cli.evaluation import EvaluationProgress, clock
+from sfi_core import model as core_model
+from sfi_core.bundled.train import draw
+from sfi_core.errors import ConfigError, InputError, MemoryForecastError, SfiError
+from sfi_core.evaluation import harness_grid, runner
+from sfi_core.evaluation.harness import HarnessRow
+from sfi_core.evaluation.method import Method
+from sfi_core.evaluation.tasks import TASKS
+from sfi_core.policies import POLICIES
+
+SMALL = ["--length", "128", "--samples", "2", "--share", "0.2,0.5", "--task", "bundled-recall-1"]
+METHODS = ["--method", "full-kv", "--method", "wide=sfi:span=4,slow_start=2", "--method", "quest"]
+CLOCKS = ("decode_seconds", "tokens_per_second")
+ROWS = 2 * (1 + 2 * 2)
+
+
+def call(*arguments):
+    """Run in this process; raise what `main` would turn into a line and an exit code."""
+    result = CliRunner().invoke(cli.app, ["eval", *map(str, arguments)])
+    if isinstance(result.exception, SfiError):
+        raise result.exception
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def samples(folder):
+    rows = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    return [{name: row[name] for name in row if name not in CLOCKS} for row in rows]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A small run that nothing has interrupted."""
+    folder = tmp_path_factory.mktemp("eval") / "whole"
+    result = call(*SMALL, *METHODS, "-o", folder, "--json")
+    assert result.exit_code == 0
+    return folder, json.loads(result.stdout)
+
+
+def test_the_folder_has_every_sample_and_the_manifest(whole):
+    folder, document = whole
+    rows = samples(folder)
+    assert Counter((row["method"], row["size"]) for row in rows) == {
+        ("full-kv", "all"): 2, ("wide", "20%"): 2, ("wide", "50%"): 2, ("quest", "20%"): 2,
+        ("quest", "50%"): 2,
+    }  # fmt: skip
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert manifest["finished"] == document["finished"] is not None
+    assert manifest["model"]["name"] == "bundled"
+    assert manifest["machine"]["processor"]
+    assert [method["label"] for method in manifest["methods"]] == ["full-kv", "wide", "quest"]
+    assert (folder / "results.parquet").exists()
+
+
+def test_json_has_the_means_of_the_samples(whole):
+    folder, document = whole
+    assert document["samples"] == str(folder / "samples.jsonl")
+    for row in document["rows"]:
+        own = [
+            one for one in samples(folder) if (one["method"], one["size"]) == (row["method"], row["size"])
+        ]  # fmt: skip
+        assert row["n"] == len(own) == 2
+        for name in ("score", "read_ratio", "selection_ratio", "stored_ratio"):
+            assert row[name] == pytest.approx(sum(one[name] for one in own) / 2)
+
+
+def test_the_table_has_the_numbers_of_the_json(whole):
+    folder, document = whole
+    text = call("-o", folder, "--resume").stdout
+    scores, costs = text.split("tokens/s")
+    for row in document["rows"]:
+        line = next(line for line in costs.splitlines() if line.split()[:1] == [row["method"]])
+        assert f" {row['read']:.1%} " in line
+        assert f" {row['stored_ratio']:.1%} " in line
+        line = next(line for line in scores.splitlines() if line.split()[:1] == [row["method"]])
+        assert f" {row['score']:.2f} ({row['low']:.2f}-{row['high']:.2f}) " in line
+
+
+def test_a_complete_folder_is_shown_again_without_the_model(whole, monkeypatch):
+    folder, document = whole
+    monkeypatch.setattr(core_model, "load", None)
+    before = (folder / "manifest.json").read_bytes()
+    assert json.loads(call("-o", folder, "--resume", "--json").stdout) == document
+    assert (folder / "manifest.json").read_bytes() == before
+
+
+def test_ctrl_c_keeps_what_is_there_and_resume_ends_as_if_nothing_had_been(
+    whole, tmp_path, monkeypatch
+):
+    folder = tmp_path / "cut"
+    run = runner.Grid.run
+
+    def interrupted(*args, **options):
+        for count, row in enumerate(run(*args, **options)):
+            if count == 3:
+                raise KeyboardInterrupt
+            yield row
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runner.Grid, "run", interrupted)
+        result = call(*SMALL, *METHODS, "-o", folder)
+    assert result.exit_code == 130
+    assert f"interrupted; go on with: sfi eval -o {folder} --resume" in result.stderr
+    assert "not complete: interrupted" in result.stdout
+    assert "wide" in result.stdout
+    assert len(samples(folder)) == 3
+    with (folder / "samples.jsonl").open("a") as file:
+        file.write('{"method": "wide", "sco')  # as if the power had gone
+    result = call("-o", folder, "--resume")
+    assert result.exit_code == 0
+    assert samples(folder) == samples(whole[0])
+
+
+def test_what_failed_is_tried_again(whole, tmp_path, monkeypatch):
+    folder = tmp_path / "failed"
+    generate = runner.generate
+
+    def scarce(*args, policy, **options):
+        if policy == "quest":
+            raise MemoryForecastError("the run must fit")
+        return generate(*args, policy=policy, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "generate", scarce)
+        text = call(*SMALL, *METHODS, "-o", folder).stdout
+    assert "failed (2 times): quest at 20%, bundled-recall-1, 128 tokens: the run must fit" in text
+    call("-o", folder, "--resume")
+    rows = samples(folder)
+    assert len(rows) == ROWS
+    order = {runner_key(row): row for row in rows}
+    assert [order[runner_key(row)] for row in samples(whole[0])] == samples(whole[0])
+    document = json.loads(call("-o", folder, "--resume", "--json").stdout)
+    assert [row["failed"] for row in document["rows"]] == [0] * 5
+
+
+def runner_key(row):
+    return row["method"], row["size"], row["task"], row["length"], row["seed"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--samples", "3"], "resume must keep the folder's samples 2, got 3"),
+        (["--share", "0.1"], r"resume must keep the folder's share 0\.2,0\.5, got 0\.1"),
+        (["--model", "other"], "resume must keep the folder's model None, got other"),
+        (["--method", "sfi"], "resume must keep the folder's method full-kv,wide=.*, got sfi"),
+        (["--fidelity", "a.txt"], "resume must keep the folder's fidelity None, got a.txt"),
+    ],
+)
+def test_resume_refuses_another_request(whole, arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        call("-o", whole[0], "--resume", *arguments)
+
+
+@pytest.mark.parametrize(("name", "key"), [("model", "weight_bytes"), ("methods", "config")])
+def test_resume_refuses_another_model_and_other_presets(whole, tmp_path, name, key):
+    folder = tmp_path / "other"
+    folder.mkdir()
+    manifest = json.loads((whole[0] / "manifest.json").read_text()) | {"finished": None}
+    part = manifest[name] if name == "model" else manifest[name][1]
+    part[key] = 7
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(ConfigError, match=f"resume must keep the folder's {name}.*{key}.*7.*got"):
+        call("-o", folder, "--resume")
+
+
+def test_the_same_request_may_be_said_again(whole):
+    assert call(*SMALL, *METHODS, "-o", whole[0], "--resume").exit_code == 0
+
+
+def test_a_folder_that_is_there_is_not_overwritten(whole):
+    with pytest.raises(ConfigError, match="exists; add --resume to go on with it, --force"):
+        call(*SMALL, "-o", whole[0])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--method", "sfl"], "unknown policy 'sfl'; expected one of"),
+        (["--method", "sfi@fast"], "unknown preset 'fast'; expected one of"),
+        (["--task", "spam"], "unknown task 'spam'; expected one of"),
+        (["--share", "lots"], "share must be numbers with commas between, got 'lots'"),
+        (["--length", "1.5"], "length must be whole numbers with commas between, got '1.5'"),
+        (["--share", "2"], r"share must be in \(0, 1\], got 2"),
+        (["--samples", "0"], "sample must be given at least once, got none"),
+        (["--share", "0.1", "--budget", "9"], "share and budget must not come together, got both"),
+        (["--tokens", "9"], "tokens must come with --fidelity, got it alone"),
+        (["--limit", "9"], "limit must come with --harness, got it alone"),
+        (
+            ["--harness", "arc", "--share", "0.1"],
+            "harness takes --budget, since its prompts differ",
+        ),
+        (["--resume"], "resume must come with --output DIR, got none"),
+        (["--plot", "a.png", "--fidelity", "a.txt"], "plot shows scores and must come with --task"),
+        (["--plot", "a.pdf"], r"plot must end in one of \('.png', '.svg'\), got a.pdf"),
+    ],
+)
+def test_mistakes_show_before_the_model_loads(arguments, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(core_model, "load", None)
+    with pytest.raises(ConfigError, match=message):
+        call(*arguments)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--length", "128,20000"], "length must be at most the model's 16384 positions, got 20000"),
+        (["--length", "128", "--fidelity", "{tmp}/none.txt"], r"none\.txt cannot be read: No such file"),
+        (["--length", "900", "--fidelity", "{tmp}/text.txt"], "text must have at least .* tokens"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_read_leaves_no_folder(arguments, message, tmp_path):
+    (tmp_path / "text.txt").write_text("Belora hid a red lantern under the old bridge. " * 20)
+    filled = [word.replace("{tmp}", str(tmp_path)) for word in arguments]
+    with pytest.raises(InputError, match=message):
+        call(*filled, "-o", tmp_path / "results")
+    assert not (tmp_path / "results").exists()
+
+
+def test_fidelity_lies_beside_the_tasks(tmp_path):
+    text = tmp_path / "text.txt"
+    sample = draw_text()
+    text.write_text(sample)
+    folder = tmp_path / "results"
+    arguments = [
+        *SMALL[:2], "--samples", "1", "--share", "0.3", "--task", "bundled-recall-1", "--method", "sfi",
+        "--method", "full-kv", "--fidelity", text, "--tokens", "12", "--windows", "2", "-o", folder,
+    ]  # fmt: skip
+    document = json.loads(call(*arguments, "--json").stdout)
+    assert [row["method"] for row in document["rows"]] == ["sfi", "full-kv"]
+    (row,) = document["fidelity"]
+    assert (row["method"], row["windows"], row["steps"]) == ("sfi", 2, 2 * 11)
+    assert sum(part["steps"] for part in row["by_sentence_position"]) == 22
+    shown = call("-o", folder, "--resume").stdout
+    assert f"{row['kl']:.4f}" in shown
+    assert f"{row['by_sentence_position'][0]['kl']:.4f}" in shown
+    assert "fidelity to full attention, 128 prompt tokens, 2 windows of 12 tokens" in shown
+    text.write_text(sample + " more")
+    with pytest.raises(ConfigError, match="resume must keep the folder's text"):
+        call("-o", folder, "--resume")
+
+
+def draw_text():
+    import random  # noqa: PLC0415 - the only use
+
+    drawn = draw(random.Random(5), 200, 5)
+    return drawn.prompt + drawn.answer
+
+
+def test_harness_rows_say_what_they_are_worth(tmp_path, monkeypatch):
+    """A stand-in for the harness, which is an extra."""
+
+    def evaluate(model, tokenizer, tasks, policy, config, **options):
+        common = {"stderr": float("nan"), "samples": 3, "read_ratio": 0.25, "selection_ratio": 0.125,
+                  "stored_ratio": 1.0}  # fmt: skip
+        return [
+            HarnessRow(task="mmlu", metric="acc", value=0.5, decoding=False, truncated=0, **common),
+            HarnessRow(
+                task="gsm8k", metric="exact", value=0.75, decoding=True, truncated=2, **common
+            ),
+        ]
+
+    monkeypatch.setattr(harness_grid, "check_harness", lambda: None)
+    monkeypatch.setattr(harness_grid, "load_tasks", lambda *_: None)
+    monkeypatch.setattr(harness_grid, "evaluate_harness", evaluate)
+    folder = tmp_path / "results"
+    arguments = ["--harness", "a", "--method", "sfi", "--budget", "9", "-o", folder]
+    document = json.loads(call(*arguments, "--json").stdout)
+    assert [(row["metric"], row["stderr"], row["read"]) for row in document["harness"]] == [
+        ("acc", None, 0.375), ("exact", None, 0.375),
+    ]  # fmt: skip
+    assert (document["rows"], document["fidelity"]) == ([], [])
+    lines = call("-o", folder, "--resume").stdout.splitlines()
+    (first,) = [line for line in lines if "mmlu" in line]
+    (second,) = [line for line in lines if "gsm8k" in line]
+    assert first.endswith(
+        "37.5%   100.0%   settled by the prompt, which every method reads densely"
+    )
+    assert second.split()[:5] == ["gsm8k", "exact", "sfi", "K", "9"]
+    assert second.split()[-5:] == ["37.5%", "100.0%", "2", "contexts", "cut"]
+
+
+def test_without_a_task_fidelity_is_all(tmp_path):
+    given = {"fidelity": "a.txt", "lengths": [64]}
+    assert request.filled(given)["tasks"] == []
+    assert request.filled({})["tasks"] == ["bundled-recall"]
+    ruler = [name for name, task in TASKS.items() if not task.bundled]
+    assert request.filled({"model": "./mine"})["tasks"] == ruler
+
+
+def test_budgets_take_the_place_of_shares():
+    asked = request.filled({"budgets": [16, 32], "recent": 8})
+    sizes = request.sizes_of(asked)
+    assert asked["shares"] is None
+    assert [(size.label, size.recent) for size in sizes] == [("K 16", 8), ("K 32", 8)]
+
+
+def test_the_default_methods_are_all_policies_and_presets_but_the_ablation():
+    methods = [Method.parse(text) for text in request.METHODS]
+    assert {method.policy for method in methods} == set(POLICIES) - {"prior-only"}
+    presets = [method.preset for method in methods if method.policy == "sfi"]
+    assert presets == ["default", "paper", "released"]
+
+
+def test_tasks_are_listed_without_a_model(monkeypatch):
+    monkeypatch.setattr(core_model, "load", None)
+    lines = call("--list-tasks").stdout.splitlines()
+    assert [line.split()[0] for line in lines] == list(TASKS)
+
+
+def test_every_documented_example_parses():
+    text = CliRunner().invoke(cli.app, ["eval", "--help"], env={"COLUMNS": "200"}).stdout
+    examples = re.findall(r"^\s*(sfi .*?)\s*$", text, re.MULTILINE)
+    assert len(examples) == 6
+    for example in examples:
+        words = shlex.split(example)
+        assert all(word in text for word in words if word.startswith("-")), example
+        for method in [words[i + 1] for i, word in enumerate(words) if word == "--method"]:
+            Method.parse(method)
+
+
+@pytest.mark.skipif(find_spec("matplotlib") is None, reason="the plots extra is not installed")
+def test_the_plot_is_drawn_from_a_folder(whole, tmp_path):
+    path = tmp_path / "plot.svg"
+    call("-o", whole[0], "--resume", "--plot", path, "--quiet")
+    assert "<!-- wide -->" in path.read_text()
+    with pytest.raises(ConfigError, match="exists; add --force to overwrite it"):
+        call("-o", whole[0], "--resume", "--plot", path)
+
+
+def test_the_time_left_follows_the_lengths(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    progress = EvaluationProgress("samples", [100, 100, 400, 400], quiet=True)
+    for weight, seconds, left in ((100, 1.0, 9.0), (400, 6.0, 7.0), (100, 3.0, 6.0)):
+        now[0] += seconds
+        progress.update(weight)
+        assert progress.seconds_left == pytest.approx(left)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(59.6, "1 min 00 s"), (5, "0 min 05 s"), (3_725, "1 h 02 min")]
+)
+def test_times_are_written_for_a_person(seconds, text):
+    assert clock(seconds) == text
+
+
+def test_a_mistake_is_one_line_and_an_exit_code(run, tmp_path):
+    result = run("eval", "--resume", "-o", str(tmp_path))
+    assert (result.returncode, result.stdout) == (3, "")
+    assert result.stderr == (
+        f"error: results folder {tmp_path} must hold an evaluation, got none to go on with\n"
+    )

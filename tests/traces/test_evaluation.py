@@ -1,0 +1,306 @@
+"""The folder of an evaluation, what its rows come to, and the figure."""
+
+import errno
+import json
+from importlib.util import find_spec
+
+import pytest
+from pyarrow import parquet
+
+from sfi_core.errors import ConfigError, InputError, SfiError
+from sfi_core.evaluation.statistics import paired_difference, wilson
+from sfi_traces.evaluation.store import ResultsFolder, check_new
+from sfi_traces.evaluation.summary import summarize, summarize_fidelity, summarize_harness
+
+MANIFEST = {"asked": {"samples": 2}, "model": {"name": "made-up"}, "methods": [], "text": None}
+
+
+def row(method="sfi", *, size="10%", seed=0, score=1.0, **changes):
+    values = {
+        "method": method, "policy": method, "preset": "default", "settings": {}, "size": size, "share": 0.1,
+        "budget": 20, "recent": 10, "task": "recall", "length": 512, "seed": seed, "prompt_tokens": 500,
+        "score": score, "scores": {"token_accuracy": score / 2}, "generated": 9, "finish_reason": "stop",
+        "read_ratio": 0.125, "selection_ratio": 0.0625, "stored_ratio": 1.0, "slow_steps": 1, "fast_steps": 3,
+        "decode_seconds": 0.5, "tokens_per_second": 18.0, "text": " a", "expected": [" a"], "error": None,
+    }  # fmt: skip
+    return values | changes
+
+
+def failed(**changes):
+    nothing = dict.fromkeys(
+        ("score", "read_ratio", "selection_ratio", "stored_ratio", "slow_steps", "fast_steps",
+         "decode_seconds", "tokens_per_second", "text", "generated", "finish_reason")
+    )  # fmt: skip
+    return row(**changes) | nothing | {"scores": {}, "error": "no memory"}
+
+
+def window(method="sfi", *, number=0, kl=(0.0, 0.5, 0.25), **changes):
+    steps = {
+        "window": [7] * 3, "step": [0, 1, 2], "in_sentence": [0, 0, 1], "slow": [True, True, False],
+        "kl": list(kl), "agrees": [True, True, False], "nll": [1.0, 2.0, 3.0], "nll_full": [1.0, 1.5, 2.0],
+    }  # fmt: skip
+    report = {
+        "prompt_tokens": 50, "token_ids": [1, 2, 3], "finish_reason": "length", "slow_steps": 2,
+        "fast_steps": 1, "slow_at": [0, 1], "reasons": {"first": 1, "trigger": 1},
+        "mean_attended_tokens": 5.0, "read_ratio": 0.5, "selection_ratio": 0.25, "stored_ratio": 1.0,
+    }  # fmt: skip
+    return {
+        "method": method, "policy": method, "preset": "default", "settings": {}, "size": "10%", "share": 0.1,
+        "budget": 20, "recent": 10, "length": 50, "tokens": 3, "window": number, "steps": steps,
+        "report": report, "error": None,
+    } | changes  # fmt: skip
+
+
+def harness(**changes):
+    metrics = [
+        {"task": "arc", "metric": metric, "value": value, "stderr": stderr, "samples": 4, "decoding": True,
+         "read_ratio": 0.25, "selection_ratio": 0.5, "stored_ratio": 1.0, "truncated": 0}
+        for metric, value, stderr in (("acc", 0.5, 0.1), ("acc_norm", 0.75, None))
+    ]  # fmt: skip
+    return {
+        "method": "sfi", "policy": "sfi", "preset": "default", "settings": {}, "size": "own", "share": None,
+        "budget": 2048, "recent": 256, "asked": "arc", "metrics": metrics, "error": None,
+    } | changes  # fmt: skip
+
+
+def opened(path, rows=()):
+    results = ResultsFolder.create(path, MANIFEST, force=False)
+    for one in rows:
+        results.append("samples", one)
+    return results
+
+
+def test_each_row_is_on_the_disk_at_once(tmp_path):
+    results = opened(tmp_path / "new" / "folder")
+    for seed in range(3):
+        results.append("samples", row(seed=seed))
+        lines = (results.path / "samples.jsonl").read_text().splitlines()
+        assert [json.loads(line)["seed"] for line in lines] == list(range(seed + 1))
+    assert json.loads((results.path / "manifest.json").read_text())["finished"] is None
+
+
+@pytest.mark.parametrize("cut", [1, 20, 400])
+def test_a_folder_resumed_after_a_torn_line_ends_as_an_uninterrupted_one(tmp_path, cut):
+    rows = [row(seed=seed, text=' "é"\n') for seed in range(4)]
+    whole = opened(tmp_path / "whole", rows)
+    torn = opened(tmp_path / "torn", rows[:3])
+    file = torn.path / "samples.jsonl"
+    data = file.read_bytes()
+    file.write_bytes(data[:-cut])
+    resumed = ResultsFolder.resume(torn.path)
+    assert resumed.rows["samples"] == rows[:2]
+    for one in rows[2:]:
+        resumed.append("samples", one)
+    assert file.read_bytes() == (whole.path / "samples.jsonl").read_bytes()
+    assert resumed.rows == whole.rows == ResultsFolder.resume(whole.path).rows
+
+
+def test_a_full_disk_is_one_line(tmp_path, monkeypatch):
+    results = opened(tmp_path / "results", [row()])
+
+    def full(_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    for write in (lambda: results.append("samples", row(seed=1)), results.close):
+        with pytest.raises(SfiError, match="results cannot be written: No space left on device"):
+            write()
+
+
+def test_a_damaged_line_within_the_file_is_named(tmp_path):
+    results = opened(tmp_path / "results", [row()])
+    with (results.path / "samples.jsonl").open("a") as file:
+        file.write("{]\n" + json.dumps(row(seed=1)) + "\n")
+    with pytest.raises(InputError, match=r"samples\.jsonl, line 2: not valid JSON"):
+        ResultsFolder.resume(results.path)
+
+
+def test_failures_can_be_forgotten(tmp_path):
+    results = opened(tmp_path / "results", [row(), failed(seed=1), row(seed=2)])
+    results.forget_failures()
+    results.append("samples", row(seed=1))
+    assert [one["seed"] for one in results.rows["samples"]] == [0, 2, 1]
+    assert ResultsFolder.resume(results.path).rows == results.rows
+
+
+def test_closing_writes_a_parquet_file_of_each_table(tmp_path):
+    results = opened(tmp_path / "results", [row(), failed(seed=1)])
+    results.append("fidelity", window())
+    results.append("harness", harness())
+    results.close()
+    samples = parquet.read_table(results.path / "results.parquet")
+    assert samples.column("seed").to_pylist() == [0, 1]
+    assert samples.column("score").to_pylist() == [1.0, None]
+    assert samples.column("expected").to_pylist() == [[" a"], [" a"]]
+    assert json.loads(samples.column("scores")[0].as_py()) == {"token_accuracy": 0.5}
+    assert json.loads(samples.schema.metadata[b"manifest"])["model"] == {"name": "made-up"}
+    steps = parquet.read_table(results.path / "fidelity.parquet").to_pylist()
+    assert [(one["window"], one["step"], one["kl"]) for one in steps] == [
+        (0, 0, 0.0), (0, 1, 0.5), (0, 2, 0.25),
+    ]  # fmt: skip
+    metrics = parquet.read_table(results.path / "harness.parquet").to_pylist()
+    assert [(one["metric"], one["stderr"]) for one in metrics] == [("acc", 0.1), ("acc_norm", None)]
+    assert json.loads((results.path / "manifest.json").read_text())["finished"]
+
+
+def test_types_do_not_hang_on_what_a_run_has_seen(tmp_path):
+    """A file of failures can be read together with one of scores."""
+    first, second = opened(tmp_path / "a", [row()]), opened(tmp_path / "b", [failed()])
+    schemas = []
+    for results in (first, second):
+        results.close()
+        schemas.append(parquet.read_schema(results.path / "results.parquet"))
+    assert schemas[0].equals(schemas[1], check_metadata=False)
+
+
+def test_a_stopped_run_is_not_finished(tmp_path):
+    results = opened(tmp_path / "results", [row()])
+    results.close("interrupted")
+    manifest = ResultsFolder.resume(results.path).manifest
+    assert (manifest["finished"], manifest["stopped"]) == (None, "interrupted")
+    assert (results.path / "results.parquet").exists()
+
+
+def test_a_folder_is_never_taken_from_others(tmp_path):
+    results = opened(tmp_path / "results", [row()])
+    results.close()
+    with pytest.raises(ConfigError, match="exists; add --resume to go on with it, --force"):
+        check_new(results.path, force=False)
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "manifest.json").write_text('{"schema_version": 1}')
+    for force in (False, True):
+        with pytest.raises(ConfigError, match="must be new or empty, got one with other files"):
+            check_new(other, force=force)
+    with pytest.raises(ConfigError, match="must be a folder, got a file"):
+        check_new(other / "manifest.json", force=True)
+
+
+def test_force_replaces_the_results_and_nothing_else(tmp_path):
+    results = opened(tmp_path / "results", [row()])
+    results.close()
+    (results.path / "notes.txt").write_text("mine")
+    again = ResultsFolder.create(results.path, MANIFEST, force=True)
+    assert again.rows["samples"] == []
+    assert sorted(file.name for file in results.path.iterdir()) == ["manifest.json", "notes.txt"]
+
+
+def test_what_is_no_evaluation_cannot_be_resumed(tmp_path):
+    with pytest.raises(InputError, match="must hold an evaluation, got none to go on with"):
+        ResultsFolder.resume(tmp_path)
+    results = opened(tmp_path / "results")
+    manifest = json.loads((results.path / "manifest.json").read_text()) | {"schema_version": 9}
+    (results.path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(InputError, match="has schema 9, this sfi reads 1"):
+        ResultsFolder.resume(results.path)
+
+
+def test_a_summary_is_the_mean_of_its_samples():
+    scores, reference = [1.0, 0.0, 1.0], [1.0, 1.0, 0.5]
+    rows = [
+        one
+        for seed in range(3)
+        for one in (
+            row("full-kv", size="all", seed=seed, score=reference[seed], read_ratio=1.0),
+            row(seed=seed, score=scores[seed], read_ratio=0.1 * seed),
+        )
+    ]
+    full, sparse = summarize(rows)
+    interval, difference = wilson(scores), paired_difference(scores, reference)
+    assert (full["score"], full["difference"], full["n"]) == (2.5 / 3, 0.0, 3)
+    assert (sparse["score"], sparse["low"], sparse["high"]) == (
+        interval.mean, interval.low, interval.high,
+    )  # fmt: skip
+    assert (sparse["difference"], sparse["difference_low"], sparse["difference_high"]) == (
+        difference.mean, difference.low, difference.high,
+    )  # fmt: skip
+    assert sparse["read_ratio"] == pytest.approx(0.1)
+    assert sparse["read"] == pytest.approx(0.1 + 0.0625)
+    assert sparse["slow_rate"] == 0.25
+    assert sparse["scores"] == {"token_accuracy": pytest.approx(1 / 3)}
+
+
+def test_failures_are_counted_and_in_no_mean():
+    (one,) = summarize([row(score=0.5), failed(seed=1), failed(seed=2)])
+    assert (one["n"], one["failed"], one["error"], one["score"]) == (1, 2, "no memory", 0.5)
+    (nothing,) = summarize([failed()])
+    assert (nothing["n"], nothing["score"], nothing["low"], nothing["read"]) == (
+        0,
+        None,
+        None,
+        None,
+    )
+
+
+def test_a_difference_is_over_the_samples_that_both_have():
+    rows = [
+        row("full-kv", size="all", seed=1, score=0.25),
+        row(seed=0, score=0.0),
+        row(seed=1, score=1.0),
+    ]
+    assert [one["difference"] for one in summarize(rows)] == [0.0, 0.75]
+    assert [one["difference"] for one in summarize(rows[1:])] == [None]
+
+
+def test_lengths_and_tasks_are_kept_apart():
+    rows = [row(length=1), row(length=2), row(task="other", length=1)]
+    found = [(one["task"], one["length"]) for one in summarize(rows)]
+    assert found == [("recall", 1), ("recall", 2), ("other", 1)]
+
+
+def test_fidelity_is_over_all_windows_but_for_their_first_steps():
+    rows = [window(), window(number=1, kl=(0.0, 0.1, 0.75)), window("quest")]
+    rows.append(window(number=2) | {"steps": None, "report": None, "error": "no memory"})
+    ours, quest = summarize_fidelity(rows)
+    assert ours["kl"] == pytest.approx((0.5 + 0.25 + 0.1 + 0.75) / 4)
+    assert (ours["windows"], ours["failed"], ours["error"]) == (2, 1, "no memory")
+    assert (ours["agreement"], ours["steps"], ours["slow_rate"]) == (0.5, 4, 0.5)
+    assert (ours["read_ratio"], ours["read"], ours["stored_ratio"]) == (0.5, 0.75, 1.0)
+    places = [(part["position"], part["kl"]) for part in ours["by_sentence_position"]]
+    assert places == [("0", pytest.approx(0.3)), ("1", pytest.approx(0.5))]
+    assert quest["method"] == "quest"
+
+
+def test_fidelity_without_a_window_has_no_numbers():
+    (one,) = summarize_fidelity([window(steps=None, report=None, error="no memory")])
+    assert (one["windows"], one["kl"], one["by_sentence_position"]) == (0, None, [])
+
+
+def test_harness_metrics_are_rows():
+    found = summarize_harness([harness(), harness(asked="mmlu", metrics=[], error="no memory")])
+    assert [(one["task"], one["metric"], one["value"], one["read"], one["error"]) for one in found] == [
+        ("arc", "acc", 0.5, 0.75, None), ("arc", "acc_norm", 0.75, 0.75, None),
+        ("mmlu", None, None, None, "no memory"),
+    ]  # fmt: skip
+
+
+@pytest.mark.skipif(find_spec("matplotlib") is None, reason="the plots extra is not installed")
+@pytest.mark.parametrize("kind", ["png", "svg"])
+def test_a_figure_has_a_panel_for_each_task_and_length_and_all_methods(tmp_path, kind):
+    from sfi_traces.evaluation.plots import write_plot  # noqa: PLC0415 - an extra
+
+    methods = [f"method {index}" for index in range(14)]
+    rows = [
+        row(method, size=f"{share}%", length=length, read_ratio=share / 100)
+        for length in (512, 1024)
+        for method in methods
+        for share in (5, 10)
+    ]
+    rows += [row("full-kv", size="all", length=512), failed(length=512, seed=5)]
+    path = tmp_path / f"plot.{kind}"
+    write_plot({"model": {"name": "made-up"}, "rows": summarize(rows)}, path, kind=kind)
+    data = path.read_bytes()
+    if kind == "png":
+        assert data.startswith(b"\x89PNG")
+    else:
+        text = data.decode()
+        for words in (*methods, "full-kv", "recall, 512 tokens", "recall, 1,024 tokens"):
+            assert f"<!-- {words} -->" in text
+
+
+@pytest.mark.skipif(find_spec("matplotlib") is None, reason="the plots extra is not installed")
+def test_no_two_of_thirty_methods_look_the_same():
+    from sfi_traces.evaluation.plots import _styles  # noqa: PLC0415 - an extra
+
+    styles = _styles([row(f"method {index}") for index in range(30)])
+    assert len({tuple(style.values()) for style in styles.values()}) == 30
