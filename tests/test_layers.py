@@ -34,6 +34,7 @@ ONLY_IN = {
     "plotly": ("traces/",),
     "optuna": ("traces/",),
     "lm_eval": ("sfi_core/evaluation/",),
+    "datasets": ("sfi_core/evaluation/",),
     "rich": ("sfi_cli/",),
     "typer": ("sfi_cli/",),
     "click": (),

@@ -14,22 +14,12 @@ import torch
 
 from sfi_core.config import SfiConfig
 from sfi_core.evaluation.teacher_forcing import teacher_force
-from sfi_core.evaluation.text_windows import Window, sentence_positions, text_ids, windows
+from sfi_core.evaluation.text_windows import Window, sentence_positions
 from sfi_core.prompt_state import SharedPrompt
 from sfi_core.report import RequestReport
 from sfi_core.shared_prompt import read_prompt
 from sfi_core.trigger_set import resolve_triggers
 
-__all__ = [
-    "Fidelity",
-    "Reference",
-    "Window",
-    "divergence",
-    "fidelity",
-    "reference",
-    "text_ids",
-    "windows",
-]
 FULL = "full-kv"
 EDGES = (0, 1, 2, 4, 8, 16, 32)  # of the groups of positions in a sentence
 DECODED_EDGES = (*EDGES, 64, 128, 256, 512, 1024, 2048)  # and of steps since the prompt

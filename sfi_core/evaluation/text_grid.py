@@ -6,9 +6,10 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar
 
 from sfi_core.errors import ConfigError, InputError
-from sfi_core.evaluation.fidelity import Fidelity, Window, fidelity, reference, text_ids, windows
+from sfi_core.evaluation.fidelity import Fidelity, fidelity, reference
 from sfi_core.evaluation.method import WHOLE, Method, Size, Variant, check_distinct
 from sfi_core.evaluation.runner import FAILURES, Key
+from sfi_core.evaluation.text_windows import Window, text_ids, windows
 from sfi_core.model import first_line
 from sfi_core.prompts import check_lengths
 from sfi_core.report import RequestReport

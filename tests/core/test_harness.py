@@ -4,6 +4,7 @@ import copy
 import json
 import math
 import socket
+import sys
 from importlib.util import find_spec
 
 import pytest
@@ -276,7 +277,7 @@ def test_what_the_harness_prints_does_not_mix_with_data(loaded, folder, monkeypa
     """It prints as soon as a standard error takes bootstrapping."""
 
     def talkative(*args, **kwargs):
-        print("bootstrapping for stddev")
+        sys.stdout.write("bootstrapping for stddev\n")
         return evaluate(*args, **kwargs)
 
     monkeypatch.setattr(lm_eval, "evaluate", talkative)

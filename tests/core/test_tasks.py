@@ -11,7 +11,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 import sfi_core
-from sfi_core.bundled.evaluate import ASKED
 from sfi_core.bundled.train import HELD_OUT, draw
 from sfi_core.errors import ConfigError, InputError
 from sfi_core.evaluation.tasks import TASKS, find_task
@@ -208,7 +207,7 @@ def test_matching_ignores_case(tokenizer):
 
 def test_the_bundled_task_is_the_one_that_the_checkpoint_is_evaluated_with(tokenizer):
     for seed in range(3):
-        drawn = draw(random.Random(HELD_OUT + seed), 2048, ASKED)
+        drawn = draw(random.Random(HELD_OUT + seed), 2048, find_task("bundled-recall").asked)
         sample = find_task("bundled-recall").sample(tokenizer, 2048, seed)
         assert (sample.prompt, sample.answers) == (drawn.prompt, (drawn.answer,))
 

@@ -1,8 +1,7 @@
 """The bundled checkpoint's own task: repeat what a document tells of some people.
 
-Documents are drawn as `sfi_core.bundled.evaluate` does, from seeds that training never used. Score: 1 where
-the answer is right token for token, the end of the text included; "token_accuracy" is the share of right
-tokens.
+Documents are drawn as for training, from seeds that it never used. Score: 1 where the answer is right token
+for token, the end of the text included; "token_accuracy" is the share of right tokens.
 """
 
 from collections.abc import Sequence
