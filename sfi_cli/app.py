@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from sfi_cli.commands import doctor, generate, kernel_bench, trace
+from sfi_cli.commands import doctor, evaluate, generate, kernel_bench, trace, tune
 from sfi_cli.output import message
 
 INTERRUPTED = 130
@@ -18,8 +18,10 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(generate.generate)
+app.command("eval")(evaluate.evaluate)
 app.command()(kernel_bench.kernel_bench)
 app.add_typer(trace.app, name="trace")
+app.command()(tune.tune)
 app.command()(doctor.doctor)
 
 

@@ -9,6 +9,7 @@ from sfi_cli.kernel_bench import words
 from sfi_core.errors import ConfigError
 
 NAMED = re.compile(r"([\w-]+)=(.+)", re.DOTALL)
+OPTIONS = {"triggers": "trigger", "trigger_seed": "seed"}  # called otherwise than the setting
 FLOATS, TEXTS = ("cosine_threshold", "random_rate"), ("recent_mode",)
 
 
@@ -59,19 +60,13 @@ class Grid:
         for name in sorted(given):
             users = [policy for policy, used in RULES.items() if name in used]
             if users and not set(users) & set(policies):
-                option = "trigger" if name == "triggers" else name.replace("_", "-")
                 raise ConfigError(
-                    f"{option} must come with --trigger-policy {' or '.join(users)}, got {','.join(policies)}"
+                    f"{_option(name)} must come with --trigger-policy {' or '.join(users)}, "
+                    f"got {','.join(policies)}"
                 )
 
     def _sets(self, trace: Any, note: Callable[[str], None]) -> dict[str, frozenset[int]]:
-        strings = {}
-        for text in self.trigger_sets or []:
-            named = NAMED.fullmatch(text)
-            name, body = named.groups() if named else (text, text)
-            if name in strings:
-                raise ConfigError(f"trigger-set must have a name of its own, got {name!r} twice")
-            strings[name] = body.split(" ")
+        strings = named_strings(self.trigger_sets or [])
         ids = _values("trigger_id", self.trigger_ids) if self.trigger_ids else []
         if not strings and not self.triggers and not ids:
             return {}
@@ -83,11 +78,31 @@ class Grid:
             name = " ".join([*(self.triggers or []), *map(str, ids)])
             sets[name] = frozenset(ids) | vocabulary.trigger_ids(_unescaped(self.triggers or []))
         for name, body in strings.items():
-            sets[name] = vocabulary.trigger_ids(_unescaped([word for word in body if word]))
+            sets[name] = vocabulary.trigger_ids(body)
         for name, found in sets.items():
             if not found:
                 note(f"note: no generated token matches the triggers {name!r}")
         return sets
+
+
+def named_strings(texts: list[str]) -> dict[str, list[str]]:
+    """Read trigger sets, `NAME=A B C` or only `A B C`.
+
+    Raises:
+        ConfigError: Two have one name.
+    """
+    found: dict[str, list[str]] = {}
+    for text in texts:
+        named = NAMED.fullmatch(text)
+        name, body = named.groups() if named else (text, text)
+        if name in found:
+            raise ConfigError(f"trigger-set must have a name of its own, got {name!r} twice")
+        found[name] = _unescaped([word for word in body.split(" ") if word])
+    return found
+
+
+def _option(name: str) -> str:
+    return OPTIONS.get(name, name.replace("_", "-"))
 
 
 def _unescaped(triggers: list[str]) -> list[str]:
@@ -105,7 +120,7 @@ def _values(name: str, text: str) -> list[Any]:
             found.append(float(word) if name in FLOATS else int(word))
         except ValueError as error:
             kind = "numbers" if name in FLOATS else "whole numbers"
-            raise ConfigError(f"{name.replace('_', '-')} must be {kind}, got {word!r}") from error
+            raise ConfigError(f"{_option(name)} must be {kind}, got {word!r}") from error
     if not found:
-        raise ConfigError(f"{name.replace('_', '-')} must have a value, got {text!r}")
+        raise ConfigError(f"{_option(name)} must have a value, got {text!r}")
     return list(dict.fromkeys(found))

@@ -10,8 +10,8 @@ TEXT_WIDTH, TABLE_WIDTH = 110, 400  # a table takes what it needs; text is wrapp
 SETTINGS = {  # heading of a setting's column
     "policy": "trigger policy", "triggers": "triggers", "t_max": "T_max", "min_gap": "gap",
     "trigger_delay": "delay", "slow_start": "slow start", "stride": "stride", "cosine_threshold": "cosine",
-    "random_rate": "rate", "seed": "seed", "budget": "budget", "recent": "recent", "recent_mode": "mode",
-    "sink": "sink", "span": "span",
+    "entropy_threshold": "entropy", "random_rate": "rate", "trigger_seed": "seed",
+    "budget": "budget", "recent": "recent", "recent_mode": "mode", "sink": "sink", "span": "span",
 }  # fmt: skip
 OUTCOME = ("slow", "kept", "at most", "p5", "worst", "overlap", "read", "MB/token", "speed-up")
 KEPT = (
@@ -27,7 +27,7 @@ def replay_text(document: dict[str, Any]) -> str:
         blocks += [_rows_table(document), *_legend(document), ""]
     if document["validation"] is not None:
         blocks += [_validation_table(document), *_validation_notes(document["validation"])]
-    return _rendered(blocks)
+    return wrapped(blocks)
 
 
 def _heading(document: dict[str, Any]) -> str:
@@ -46,7 +46,7 @@ def _heading(document: dict[str, Any]) -> str:
 
 def _rows_table(document: dict[str, Any]) -> Any:
     rows = document["rows"]
-    varied = [name for name in SETTINGS if len(_values(rows, name)) > 1]
+    varied = [name for name in SETTINGS if len(setting_values(rows, name)) > 1]
     texts = len({"policy", "triggers"} & set(varied))
     return table(
         _title("Replayed settings", document),
@@ -54,8 +54,8 @@ def _rows_table(document: dict[str, Any]) -> Any:
         [
             [
                 ("*" if row["recorded"] else " ") + ("+" if row["pareto"] else ""),
-                *(_value(row[name]) for name in varied),
-                *_outcome(row),
+                *(setting_cell(row[name]) for name in varied),
+                *outcome_cells(row),
             ]
             for row in rows
         ],
@@ -65,7 +65,7 @@ def _rows_table(document: dict[str, Any]) -> Any:
 
 def _legend(document: dict[str, Any]) -> list[str]:
     rows = document["rows"]
-    values = {name: _values(rows, name) for name in SETTINGS}
+    values = {name: setting_values(rows, name) for name in SETTINGS}
     same = [f"{SETTINGS[name]} {one[0]}" for name, one in values.items() if len(one) == 1]
     lines = [f"Everywhere: {', '.join(same)}."] if same else []
     lines += [KEPT, "+ no other row is faster and keeps as much."]
@@ -79,7 +79,10 @@ def _validation_table(document: dict[str, Any]) -> Any:
     return table(
         _title(f"The setting of {run}: predicted and measured", document),
         ["", *OUTCOME],
-        [[name, *_outcome(document["validation"][name])] for name in ("predicted", "measured")],
+        [
+            [name, *outcome_cells(document["validation"][name])]
+            for name in ("predicted", "measured")
+        ],
     )
 
 
@@ -99,7 +102,8 @@ def _validation_notes(validation: dict[str, Any]) -> list[str]:
     return [*lines, text]
 
 
-def _outcome(row: dict[str, Any]) -> list[str]:
+def outcome_cells(row: dict[str, Any]) -> list[str]:
+    """Write an outcome, in the order of `OUTCOME`."""
     worst = row["worst"] and (
         "{retained_mass:.3f} ({request} {step} {layer} {head})".format(**row["worst"])
     )
@@ -116,12 +120,13 @@ def _outcome(row: dict[str, Any]) -> list[str]:
     ]
 
 
-def _values(rows: list[dict[str, Any]], name: str) -> list[str]:
-    # what a setting is in the rows whose trigger policy looks at it
-    return list(dict.fromkeys(_value(row[name]) for row in rows if row[name] is not None))
+def setting_values(rows: list[dict[str, Any]], name: str) -> list[str]:
+    """Return what a setting is in the rows whose trigger policy looks at it, each once."""
+    return list(dict.fromkeys(setting_cell(row[name]) for row in rows if row[name] is not None))
 
 
-def _value(value: Any) -> str:
+def setting_cell(value: Any) -> str:
+    """Write a setting's value; a dash where its trigger policy does not look at it."""
     return "-" if value is None else str(value).replace("\n", "\\n")
 
 
@@ -129,7 +134,8 @@ def _title(text: str, document: dict[str, Any]) -> str:
     return f"{text} (byte model: batch {document['batch']})"
 
 
-def _rendered(blocks: list[Any]) -> str:
+def wrapped(blocks: list[Any]) -> str:
+    """Return tables as they are and lines at a readable width, as text."""
     from rich.console import Console
 
     console = Console(

@@ -120,7 +120,7 @@ def test_cosine_and_random_triggers(full):
         r["cosine_threshold"]: r["slow_rate"] for r in data["rows"] if r["policy"] == "cosine"
     }
     assert cosine[0.0] < cosine[0.8]
-    assert sorted(row["seed"] for row in data["rows"] if row["policy"] == "random") == [1, 2]
+    assert sorted(r["trigger_seed"] for r in data["rows"] if r["policy"] == "random") == [1, 2]
 
 
 def test_an_sfi_trace_shows_what_it_measured(real):
@@ -158,7 +158,8 @@ def test_a_prediction_beside_another_run(full, real):
         ),
         (["--cosine-threshold", "0.5"], ConfigError, "must come with --trigger-policy cosine"),
         (["--trigger-policy", "never", "--trigger", "."], ConfigError, "trigger must come with"),
-        (["--trigger-policy", "cosine"], ConfigError, "must come with --cosine-threshold"),
+        (["--seed", "1"], ConfigError, "seed must come with --trigger-policy random, got boundary"),
+        (["--trigger-policy", "entropy"], ConfigError, "entropy cannot be replayed"),
         (["--trigger-set", "a=.", "--trigger-set", "a=!"], ConfigError, "got 'a' twice"),
         (["--trigger", ""], ConfigError, "triggers must be non-empty strings"),
         (["--request", "7"], ConfigError, "request must be one of 0 to 1, got 7"),

@@ -45,7 +45,8 @@ def recorded(trace) -> list[Supports]:
 
 def setting(**changes) -> Setting:
     return Setting(
-        config=SfiConfig().replace(**{**RULES, **changes}), trigger_token_ids=frozenset({STOP})
+        config=SfiConfig(slow_start=1, span=0).replace(**{**RULES, **changes}),
+        trigger_token_ids=frozenset({STOP}),
     )
 
 
@@ -439,6 +440,27 @@ def test_a_real_run_measures_what_was_predicted(bundled_runs, source):
     assert found.predicted.attended_tokens == pytest.approx(found.measured.attended_tokens)
     # every position is in the recorded support of every step
     assert found.predicted.overlap_at_reuse == found.measured.overlap_at_reuse == 1
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {"trigger_policy": "cosine", "cosine_threshold": 0.4, "min_gap": 3},
+        {"trigger_policy": "random", "random_rate": 0.3, "trigger_seed": 5},
+    ],
+)
+def test_a_run_is_slow_where_its_replay_says(tmp_path, rules):
+    """Both ask one rule, which looks at the recorded queries or draws by prompt and step."""
+    model, tokenizer = load()
+    with ParquetObserver(tmp_path / "run", tokenizer=tokenizer) as observer:
+        sfi_core.generate(
+            model, tokenizer, [load_example().prompt[-4000:]], load_example().config.replace(**rules),
+            max_new_tokens=25, stop_token_ids=[], observers=[observer], audit=AuditConfig(every=1),
+        )  # fmt: skip
+    trace = Trace.open(tmp_path / "run")
+    found = compare(Supports.load(trace), trace, trace)
+    assert found.same_schedule
+    assert 1 < found.measured.reasons[rules["trigger_policy"]] < 22
 
 
 def test_the_model_of_a_fast_step_is_what_it_read(bundled_runs):

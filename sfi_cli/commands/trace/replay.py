@@ -49,19 +49,10 @@ def replay(
     stride: Annotated[Values, _grid("Steps between slow steps under stride.", SLOW)] = None,
     cosine_threshold: Annotated[
         Values,
-        typer.Option(
-            help="Under cosine: slow if the query's mean cosine with the last one is lower.",
-            rich_help_panel=SLOW,
-        ),
+        _grid("Under cosine: slow if the last step's query moved further than this.", SLOW),
     ] = None,
-    random_rate: Annotated[
-        Values,
-        typer.Option(help="Under random: a step's chance to be slow.", rich_help_panel=SLOW),
-    ] = None,
-    seed: Annotated[
-        Values,
-        typer.Option(help="Of that chance.", show_default="0", rich_help_panel=SLOW),
-    ] = None,
+    random_rate: Annotated[Values, _grid("Under random: a step's chance to be slow.", SLOW)] = None,
+    seed: Annotated[Values, _grid("Of that chance.", SLOW)] = None,
     budget: Annotated[Values, _grid("Selected tokens per KV head (K).", MEMORY)] = None,
     recent: Annotated[Values, _grid("Tokens of the recent window.", MEMORY)] = None,
     recent_mode: Annotated[Values, _grid("anchored, sliding.", MEMORY)] = None,
@@ -130,7 +121,8 @@ def replay(
         policies=trigger_policy, triggers=triggers, trigger_ids=trigger_id, trigger_sets=trigger_set,
         axes={
             "t_max": t_max, "min_gap": min_gap, "trigger_delay": trigger_delay, "slow_start": slow_start,
-            "stride": stride, "cosine_threshold": cosine_threshold, "random_rate": random_rate, "seed": seed,
+            "stride": stride, "cosine_threshold": cosine_threshold, "random_rate": random_rate,
+            "trigger_seed": seed,
             "budget": budget, "recent": recent, "recent_mode": recent_mode, "sink": sink, "span": span,
         },
     )  # fmt: skip

@@ -81,6 +81,32 @@ def compare(
     Raises:
         TraceError: Another model, prompt or policy, or no audit.
     """
+    return pooled([compare_steps(recorded, trace, real, batch=batch)])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ComparedSteps:
+    """What was compared of each request of a trace.
+
+    Attributes:
+        predictions: From the replayed trace.
+        measurements: From the run.
+        requests: How far each request was compared.
+    """
+
+    predictions: list[StepMetrics]
+    measurements: list[StepMetrics]
+    requests: list[Compared]
+
+
+def compare_steps(
+    recorded: Sequence[Supports], trace: Trace, real: Trace, *, batch: int = 1
+) -> ComparedSteps:
+    """As `compare`, step by step.
+
+    Raises:
+        TraceError: Another model, prompt or policy, or no audit.
+    """
     _check_pair(recorded, trace, real)
     setting = Setting.recorded(real)
     steps = real.table("steps", STEPS)
@@ -110,12 +136,13 @@ def compare(
                 measured_steps=own.num_rows,
             )
         )
-    return _comparison(predictions, measurements, compared)
+    return ComparedSteps(predictions=predictions, measurements=measurements, requests=compared)
 
 
-def _comparison(
-    predictions: list[StepMetrics], measurements: list[StepMetrics], compared: list[Compared]
-) -> Comparison:
+def pooled(parts: Sequence[ComparedSteps]) -> Comparison:
+    """Sum the requests of some traces up, every step with the same weight."""
+    predictions = [one for part in parts for one in part.predictions]
+    measurements = [one for part in parts for one in part.measurements]
     pairs = list(zip(predictions, measurements, strict=True))
     differences = np.concatenate(
         [
@@ -130,7 +157,7 @@ def _comparison(
         same_schedule=all(one.reasons == other.reasons for one, other in pairs),
         mean_difference=float(known.mean()) if len(known) else None,
         mean_distance=float(np.abs(known).mean()) if len(known) else None,
-        requests=compared,
+        requests=[one for part in parts for one in part.requests],
     )
 
 
@@ -142,11 +169,7 @@ def _check_pair(recorded: Sequence[Supports], trace: Trace, real: Trace) -> None
         )
     if real.path == trace.path:
         return
-    for name, value in trace.manifest["model"].items():
-        if real.manifest["model"].get(name) != value:
-            raise TraceError(
-                f"traces must be of one model, got another {name} in {real.path} than in {trace.path}"
-            )
+    check_one_model(trace, real)
     prompts = [
         {prompt["request"]: prompt["sha256"] for prompt in one.manifest["prompts"]}
         for one in (trace, real)
@@ -161,6 +184,19 @@ def _check_pair(recorded: Sequence[Supports], trace: Trace, real: Trace) -> None
     for one in (trace, real):
         if one.manifest["redacted"]:
             raise TraceError(f"trace {one.path} is redacted; it can be compared with itself only")
+
+
+def check_one_model(trace: Trace, other: Trace) -> None:
+    """Refuse traces of different models.
+
+    Raises:
+        TraceError: With the first fact that differs.
+    """
+    for name, value in trace.manifest["model"].items():
+        if other.manifest["model"].get(name) != value:
+            raise TraceError(
+                f"traces must be of one model, got another {name} in {other.path} than in {trace.path}"
+            )
 
 
 def _common(supports: Supports, steps: pa.Table) -> int:

@@ -87,7 +87,7 @@ def _kept(supports: Supports, config: SfiConfig, memory: Memory) -> tuple[Floats
         lower_NU[fast] = np.einsum("nuk,nuk->nu", hit_NUK, mass_NUK)
         unseen_NU = memory.read_N[fast, None] - hit_NUK.sum(-1)
         upper_NU[fast] = lower_NU[fast] + _unrecorded(mass_NUK, unseen_NU)
-        overlap_NU[fast] = _overlap(supports, slow, position_NUK)
+        overlap_NU[fast] = overlap_after(supports, slow, position_NUK)
     return np.minimum(lower_NU, 1), np.minimum(upper_NU, 1), overlap_NU
 
 
@@ -152,8 +152,8 @@ def _unrecorded(mass_NUK: Floats, unseen_NU: Ints) -> Floats:
     return most
 
 
-def _overlap(supports: Supports, slow: int, new_NUK: Positions) -> Floats:
-    """Return the overlap coefficient of each fast step's support with that of the slow step before."""
+def overlap_after(supports: Supports, slow: int, new_NUK: Positions) -> Floats:
+    """Return the overlap coefficient of later steps' supports with that of a step, [N, U]."""
     old_UK = supports.position_NUK[slow]
     table_UT = np.zeros((len(old_UK), int(supports.length_N[-1]) + 1), np.bool_)
     table_UT[np.arange(len(old_UK))[:, None], old_UK] = True

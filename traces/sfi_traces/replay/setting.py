@@ -14,15 +14,16 @@ RULES: dict[str, tuple[str, ...]] = {
     "boundary": ("triggers", "t_max", "min_gap", "trigger_delay", "slow_start"),
     "t-max": ("t_max", "slow_start"),
     "stride": ("stride", "slow_start"),
-    "cosine": ("cosine_threshold", "t_max", "slow_start"),
-    "random": ("random_rate", "seed", "t_max", "slow_start"),
+    "cosine": ("cosine_threshold", "t_max", "min_gap", "slow_start"),
+    "entropy": ("entropy_threshold", "t_max", "min_gap", "slow_start"),
+    "random": ("random_rate", "trigger_seed", "t_max", "min_gap", "slow_start"),
     "never": ("slow_start",),
     "always": (),
 }
 MEMORY = ("budget", "recent", "recent_mode", "sink", "span")
 RECORDED = "recorded"
 
-assert set(TRIGGER_POLICIES) < set(RULES)
+assert set(TRIGGER_POLICIES) == set(RULES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,34 +31,14 @@ class Setting:
     """One counterfactual.
 
     Attributes:
-        config: The settings; its `trigger_policy` is "t-max" under "cosine" and "random", whose slow steps
-            come on top.
+        config: The settings.
         trigger_token_ids: T_trig.
         triggers: What to call it.
-        cosine_threshold: Under "cosine", a step is slow if its query's mean cosine with the last one is
-            lower.
-        random_rate: Under "random", a step's chance to be slow.
-        seed: Of that chance.
     """
 
     config: SfiConfig
     trigger_token_ids: frozenset[int]
     triggers: str = RECORDED
-    cosine_threshold: float | None = None
-    random_rate: float | None = None
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        """Reject thresholds and rates that are none.
-
-        Raises:
-            ConfigError: Out of range.
-        """
-        cosine, rate = self.cosine_threshold, self.random_rate
-        if cosine is not None and not -1 <= cosine <= 1:
-            raise ConfigError(f"cosine-threshold must be in [-1, 1], got {cosine}")
-        if rate is not None and not 0 <= rate <= 1:
-            raise ConfigError(f"random-rate must be in [0, 1], got {rate}")
 
     @classmethod
     def recorded(cls, trace: Trace) -> Self:
@@ -77,9 +58,7 @@ class Setting:
     @property
     def policy(self) -> str:
         """The trigger policy's name."""
-        if self.cosine_threshold is not None:
-            return "cosine"
-        return self.config.trigger_policy if self.random_rate is None else "random"
+        return self.config.trigger_policy
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values; None for what the trigger policy does not look at."""
@@ -95,9 +74,11 @@ class Setting:
 
     def same_as(self, other: Self) -> bool:
         """Say whether both are one counterfactual, whatever their trigger sets are called."""
-        return self._key() == other._key()
+        return self.key == other.key
 
-    def _key(self) -> tuple[Any, ...]:
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What makes it this counterfactual, hashable."""
         values = self.to_dict()
         if values["triggers"] is not None:
             values["triggers"] = self.trigger_token_ids
@@ -116,10 +97,10 @@ def grid(
         base: Gives what no axis changes.
         policies: Trigger policies.
         trigger_sets: Token ids by name; empty for those of `base`.
-        axes: Values by name: fields of `SfiConfig`, `cosine_threshold`, `random_rate` and `seed`.
+        axes: Values by name: fields of `SfiConfig`.
 
     Raises:
-        ConfigError: An unknown policy, one that lacks its threshold or rate, or a value out of range.
+        ConfigError: An unknown policy, or a value out of range.
     """
     sets = trigger_sets or {base.triggers: base.trigger_token_ids}
     found: dict[tuple[Any, ...], Setting] = {}
@@ -127,26 +108,11 @@ def grid(
         if policy not in RULES:
             raise ConfigError(f"unknown trigger-policy {policy!r}; expected one of {tuple(RULES)}")
         for values in product(*axes.values()):
-            setting = _setting(base, policy, dict(zip(axes, values, strict=True)), name, ids)
-            found.setdefault(setting._key(), setting)  # noqa: SLF001 - our own class
+            changes = dict(zip(axes, values, strict=True))
+            setting = Setting(
+                config=base.config.replace(trigger_policy=policy, **changes),
+                trigger_token_ids=ids,
+                triggers=name,
+            )
+            found.setdefault(setting.key, setting)
     return list(found.values())
-
-
-def _setting(
-    base: Setting, policy: str, values: dict[str, Any], name: str, ids: frozenset[int]
-) -> Setting:
-    threshold, rate = values.pop("cosine_threshold", None), values.pop("random_rate", None)
-    seed = values.pop("seed", base.seed)
-    for wanted, value in (("cosine", threshold), ("random", rate)):
-        if policy == wanted and value is None:
-            option = "cosine-threshold" if wanted == "cosine" else "random-rate"
-            raise ConfigError(f"trigger-policy {wanted} must come with --{option}, got none")
-    plain = "t-max" if policy in ("cosine", "random") else policy
-    return Setting(
-        config=base.config.replace(trigger_policy=plain, **values),
-        trigger_token_ids=ids,
-        triggers=name,
-        cosine_threshold=threshold if policy == "cosine" else None,
-        random_rate=rate if policy == "random" else None,
-        seed=seed,
-    )

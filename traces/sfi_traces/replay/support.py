@@ -137,6 +137,17 @@ class Supports:
             cosine_NU=self.cosine_NU[:steps],
         )
 
+    def since(self, step: int) -> Self:
+        """Return the steps from one on, as if the prompt had ended there."""
+        return replace(
+            self,
+            tokens=self.tokens[step:],
+            length_N=self.length_N[step:],
+            position_NUK=self.position_NUK[step:],
+            mass_NUK=self.mass_NUK[step:],
+            cosine_NU=self.cosine_NU[step:],
+        )
+
     @classmethod
     def _of(
         cls,

@@ -18,7 +18,7 @@ class RecordedVocabulary:
     all_special_ids: list[int] = []  # noqa: RUF012 - the interface of a tokenizer
 
     def __init__(self, texts: Mapping[int, str]) -> None:
-        self._texts = texts
+        self.texts = texts
 
     @classmethod
     def of(cls, traces: Iterable[Trace]) -> "RecordedVocabulary":
@@ -40,15 +40,15 @@ class RecordedVocabulary:
 
     def get_vocab(self) -> dict[str, int]:
         """Return the id of every token; different ones may have one text, so a count follows it."""
-        return {text + "\0" * rank: i for rank, (i, text) in enumerate(self._texts.items())}
+        return {text + "\0" * rank: i for rank, (i, text) in enumerate(self.texts.items())}
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Return the tokens that are the whole text."""
-        return [i for i, own in self._texts.items() if own == text]
+        return [i for i, own in self.texts.items() if own == text]
 
     def batch_decode(self, sequences: list[list[int]], /) -> list[str]:
         """Return the text of each sequence of ids."""
-        return ["".join(self._texts[i] for i in chain(sequence)) for sequence in sequences]
+        return ["".join(self.texts[i] for i in chain(sequence)) for sequence in sequences]
 
     def trigger_ids(self, triggers: Sequence[str]) -> frozenset[int]:
         """Return which generated tokens the triggers stand for, by the rules of a run; maybe none.

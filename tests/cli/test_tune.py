@@ -1,0 +1,278 @@
+"""`sfi tune`: from traces to a file for --config, several processes on one study, and each bad input."""
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import time
+import tomllib
+from pathlib import Path
+
+import optuna
+import pytest
+from typer.testing import CliRunner, Result
+
+from sfi_cli import app as cli
+from sfi_core.config import SfiConfig
+from sfi_core.errors import BackendError, ConfigError, SfiError, TraceError
+from sfi_traces.tune import storage
+from tests.traces.made import MODEL, make_trace
+
+TRIALS = ("--trials", "12")
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory) -> str:
+    return str(make_trace(tmp_path_factory.mktemp("full") / "trace", requests=2, seed=1))
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def invoke(*arguments: str) -> Result:
+    return CliRunner().invoke(cli.app, ["tune", *arguments], env={"COLUMNS": "100"})
+
+
+def document(*arguments: str) -> dict:
+    result = invoke(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def refused(*arguments: str) -> SfiError:
+    error = invoke(*arguments).exception
+    assert isinstance(error, SfiError), error
+    assert "\n" not in str(error)
+    return error
+
+
+def complete(path: Path) -> list[int]:
+    with storage.careful(path):
+        opened = storage.open_storage(path)
+        (study,) = optuna.get_all_study_summaries(opened)
+        trials = optuna.load_study(study_name=study.study_name, storage=opened).get_trials()
+    assert not any(trial.state.name in ("RUNNING", "WAITING") for trial in trials)
+    return [trial.number for trial in trials if trial.state.name == "COMPLETE"]
+
+
+def test_a_search_writes_the_chosen_settings_and_shows_the_front(full, folder):
+    result = invoke(full, *TRIALS)
+    assert result.exit_code == 0, result.output
+    assert {path.name for path in folder.iterdir()} == {"tuned.toml", "tuned.journal"}
+    assert result.stderr.endswith("Wrote tuned.toml\n")
+    data = document(full, *TRIALS, "--resume", "-o", "again.toml", "--study", "tuned.journal")
+    (chosen,) = [row for row in data["front"] if row["chosen"]]
+    config = SfiConfig().merge_toml(folder / "tuned.toml")
+    assert config.budget == chosen["budget"]
+    assert config.to_dict() == SfiConfig().replace(**data["config"]).to_dict()
+    provenance = tomllib.loads((folder / "tuned.toml").read_text())["provenance"]
+    assert provenance["predicted"]["retained_mass"] == chosen["retained_mass"]
+    assert (provenance["trials"], provenance["model"]) == (12, "made-up")
+    assert provenance["versions"]["optuna"] == optuna.__version__
+    assert data["trials"] == 12
+    text = result.stdout
+    assert f"{len(data['front'])}" in text
+    for row in data["front"]:
+        if row["chosen"]:
+            assert f"{row['retained_mass']:.3f}" in next(
+                line for line in text.splitlines() if " > " in line[:12]
+            )
+    assert "Chosen: " in text
+    assert "the knee" in text
+    assert "No mined trigger set beats punctuation" in text
+
+
+def test_the_space_and_the_objectives_are_those_of_the_options(full, folder):
+    data = document(
+        full, *TRIALS, "--trigger-policy", "boundary", "--budget", "5,10", "--t-max", "4:9", "--span", "0",
+        "--trigger-set", "stops=.", "--trigger-set", "words=cat dog", "--no-mine",
+        "--objective", "slow-rate,retained-p5", "--objective", "retained", "--sampler", "nsga2",
+    )  # fmt: skip
+    assert [one["name"] for one in data["objectives"]] == ["slow-rate", "retained-p5", "retained"]
+    assert data["mining"] is None
+    assert [one["name"] for one in data["trigger_sets"]] == ["stops", "words"]
+    for row in data["front"]:
+        assert row["budget"] in (5, 10)
+        assert 4 <= row["t_max"] <= 9
+        assert (row["span"], row["policy"]) == (0, "boundary")
+        assert row["triggers"] in ("stops", "words")
+    config = SfiConfig().merge_toml(folder / "tuned.toml")
+    assert config.triggers in ((".",), ("cat", "dog"))
+
+
+def test_a_limit_takes_the_cheapest(full, folder):
+    data = document(full, "--trials", "30", "--min-retained", "0.2")
+    assert data["front"][0]["chosen"]
+    assert all(row["retained_mass"] >= 0.2 for row in data["front"])
+    assert data["rule"] == "the cheapest that keeps the limits"
+
+
+@pytest.mark.parametrize(("kind", "start"), [("png", b"\x89PNG"), ("svg", b"<?xml")])
+def test_the_front_is_drawn(full, folder, kind, start):
+    names = ("--objective", "slow-rate,bytes,retained,retained-p5")
+    result = invoke(full, *TRIALS, *names, "--plot", f"front.{kind}")
+    assert result.exit_code == 0, result.output
+    assert (folder / f"front.{kind}").read_bytes().startswith(start)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "message"),
+    [
+        (["--t-max", "x"], ConfigError, "t-max must be numbers like 8,16,32 or a range"),
+        (["--budget", "9:4"], ConfigError, "budget must be an ascending range"),
+        (["--budget", "0"], ConfigError, "budget must be positive, got 0"),
+        (["--budget", "25"], TraceError, "record with --audit-top 25"),
+        (["--trigger-policy", "entropy"], ConfigError, "trigger-policy must be one of"),
+        (["--trigger-policy", "never", "--t-max", "3"], ConfigError, "t-max must come with"),
+        (["--trigger-set", "a=.", "--trigger-set", "a=!"], ConfigError, "got 'a' twice"),
+        (["--objective", "speed"], ConfigError, "objective must be one of"),
+        (["--objective", "bytes"], ConfigError, "objective must name a cost"),
+        (["--min-retained", "2"], ConfigError, "min-retained must be in"),
+        (["--sampler", "grid"], ConfigError, "sampler must be one of"),
+        (["--study", "x.txt"], ConfigError, "study must end in one of"),
+        (["--study", "none/x.db"], SfiError, "cannot be written: No such file"),
+        (["-o", "none/x.toml"], SfiError, "cannot be written: No such file"),
+        (["--plot", "x.pdf"], ConfigError, "plot must end in one of"),
+        (["--prompt-file", "x"], ConfigError, "must come with --confirm"),
+        (["--min-retained", "0.999", "--trials", "5"], SfiError, "got none in 5: the closest keeps"),
+        (["--confirm", "1"], TraceError, "must be of the model that --model names"),
+    ],
+)  # fmt: skip
+def test_bad_options_are_refused_in_one_line(full, folder, arguments, kind, message):
+    before = set(folder.iterdir())
+    error = refused(full, *arguments)
+    assert type(error) is kind or (kind is SfiError and isinstance(error, SfiError))
+    assert message in str(error)
+    kept = (
+        {"tuned.journal"} if "--trials" in arguments else set()
+    )  # no feasible trial: the study stays
+    assert {path.name for path in set(folder.iterdir()) - before} == kept
+
+
+def test_bad_traces_are_refused_in_one_line(full, folder):
+    plain = str(make_trace(folder / "plain", audit=None))
+    other = str(make_trace(folder / "other", model={**MODEL, "query_heads": 8}))
+    assert "has no audit; record it with --audit 1" in str(refused(plain))
+    assert "traces must be of one model" in str(refused(full, other))
+    assert "is not a trace" in str(refused(str(folder)))
+
+
+def test_files_are_not_overwritten_unasked(full, folder):
+    (folder / "tuned.toml").write_text("mine")
+    assert "output tuned.toml exists; add --force" in str(refused(full))
+    (folder / "tuned.toml").unlink()
+    (folder / "tuned.journal").write_text("mine")
+    assert "study tuned.journal exists; remove it, or add --resume" in str(refused(full))
+    error = refused(full, "--resume")
+    assert "is damaged, or no journal" in str(error)
+    assert error.exit_code == 3
+    assert (folder / "tuned.journal").read_text() == "mine"
+    assert {path.name for path in folder.iterdir()} == {"tuned.journal"}
+
+
+def test_a_redacted_trace_can_be_tuned_without_its_tokens(folder):
+    trace = str(make_trace(folder / "t", redacted=True))
+    data = document(trace, *TRIALS, "--no-mine")
+    assert [one["name"] for one in data["trigger_sets"]] == ["recorded"]
+
+
+def test_without_optuna_the_extra_is_named(full, folder, monkeypatch):
+    monkeypatch.setattr(storage, "find_spec", lambda name: None)
+    error = refused(full)
+    assert isinstance(error, BackendError)
+    assert "pip install 'sfi-toolkit[tune]'" in str(error)
+
+
+def start(command: list[str], environment: dict[str, str], folder: Path, *arguments: str):
+    return subprocess.Popen(
+        [*command, "tune", *arguments], cwd=folder, env=environment, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("study", ["shared.db", "shared.journal"])
+def test_processes_share_one_study(command, environment, full, folder, study):
+    """Three begin at once on a file that is not there yet; together they make what was asked for."""
+    workers = [
+        start(command, environment, folder, full, "--study", study, "--resume", "--trials", "12", "-o",
+              f"{name}.toml", "--json")
+        for name in "abc"
+    ]  # fmt: skip
+    ended = [worker.communicate(timeout=120) for worker in workers]
+    assert [worker.returncode for worker in workers] == [0, 0, 0], ended
+    assert len(complete(folder / study)) == 12
+    assert {json.loads(out)["trials"] for out, _ in ended} <= set(range(10, 13))
+    for _, stderr in ended:  # nothing of Optuna's
+        assert re.fullmatch(r"(searching, \d+ of 12\n)*Wrote [abc].toml\n", stderr), stderr
+    left = {path.name for path in folder.iterdir()} - {study, "a.toml", "b.toml", "c.toml"}
+    assert left == set()
+
+
+def test_ctrl_c_keeps_the_study_and_says_how_to_go_on(command, environment, full, folder):
+    worker = start(command, environment, folder, full, "--trials", "5000")
+    journal = folder / "tuned.journal"
+    limit = time.monotonic() + 60
+    while time.monotonic() < limit and (
+        not journal.exists() or journal.read_bytes().count(b'"state":1') < 8
+    ):
+        time.sleep(0.05)
+    os.kill(worker.pid, signal.SIGINT)
+    out, err = worker.communicate(timeout=30)
+    assert worker.returncode == 130
+    assert "Pareto front" in out
+    assert "interrupted; the study is kept: go on with the same options and" in err
+    assert "--study tuned.journal --resume" in err
+    assert "Traceback" not in err
+    assert {path.name for path in folder.iterdir()} == {"tuned.journal"}
+    done = len(complete(journal))
+    assert done >= 8
+    assert document(full, "--trials", str(done + 2), "--resume")["trials"] == done + 2
+
+
+def test_a_tuned_file_runs_and_was_measured(folder):
+    """From a trace of the bundled example to `sfi generate --config`, as docs/tune.md does it."""
+    sfi("trace", "record", "-o", "dense", "--policy", "full-kv", "--audit", "1", "-q")
+    data = json.loads(
+        sfi("tune", "dense", "--trials", "10", "--confirm", "2", "--plot", "f.png", "--json")
+    )
+    assert len(data["confirmed"]) == 2
+    (chosen,) = [row for row in data["confirmed"] if data["front"][row["place"]]["chosen"]]
+    assert chosen["exact_match"]
+    assert chosen["within"]
+    assert abs(chosen["error"]) <= chosen["stated_error"]
+    provenance = tomllib.loads(Path("tuned.toml").read_text())["provenance"]
+    assert provenance["confirmed"]["error"] == chosen["error"]
+    assert provenance["confirmed"]["exact_match"]
+    generated = json.loads(sfi("generate", "--config", "tuned.toml", "--json", "--no-compare"))
+    assert generated["exact_match"]
+    assert generated["config"]["budget"] == data["config"]["budget"]
+    assert generated["requests"][0]["slow_steps"] == chosen["measured"]["slow_steps"]
+
+
+def sfi(*arguments: str) -> str:
+    result = CliRunner().invoke(cli.app, arguments)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_every_documented_example_parses():
+    text = CliRunner().invoke(cli.app, ["tune", "--help"], env={"COLUMNS": "200"}).stdout
+    examples = re.findall(r"^\s*(sfi tune .*?)\s*$", text, re.MULTILINE)
+    assert len(examples) == 3
+    for example in examples:
+        options = [word for word in shlex.split(example) if word.startswith("-")]
+        assert all(option in text.partition("Options")[2] for option in options), example
+
+
+def test_the_docs_name_every_option():
+    help_text = CliRunner().invoke(cli.app, ["tune", "--help"], env={"COLUMNS": "200"}).stdout
+    own = set(re.findall(r"--[a-z][a-z-]+", help_text.partition("Search space")[2]))
+    shared = {"--model", "--revision", "--dtype", "--device", "--backend", "--trust-remote-code",
+              "--json", "--quiet", "--help", "--force"}  # fmt: skip
+    text = (Path(__file__).parents[2] / "docs" / "tune.md").read_text()
+    assert {option for option in own - shared if option not in text} == set()

@@ -1,0 +1,208 @@
+"""Tuned settings run for real on the bundled checkpoint: what was predicted, and what was measured."""
+
+from dataclasses import replace
+
+import pytest
+
+import sfi_core
+from sfi_core.audit_config import AuditConfig
+from sfi_core.bundled.example import load_example
+from sfi_core.errors import TraceError
+from sfi_core.model import load
+from sfi_traces.parquet_observer import ParquetObserver
+from sfi_traces.reader import Trace
+from sfi_traces.replay import Comparison, Outcome, Setting, Supports, replay
+from sfi_traces.tune.confirm import Confirmer, Material, check_model
+from sfi_traces.tune.confirmation import Confirmation, stated_errors
+from sfi_traces.tune.found import Found
+from sfi_traces.tune.front import Candidate
+from sfi_traces.tune.objective import Evaluator, Limits, objectives
+from sfi_traces.tune.space import Space
+from sfi_traces.tune.trigger_sets import recorded_set
+from sfi_traces.tune.tuning import Tuning
+from tests.traces.made import make_trace
+
+SETTINGS = ({"budget": 64}, {}, {"budget": 600, "trigger_policy": "stride", "stride": 8})
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    return load()
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory, loaded) -> Trace:
+    model, tokenizer = loaded
+    folder = tmp_path_factory.mktemp("bundled") / "dense"
+    example = load_example()
+    with ParquetObserver(folder, tokenizer=tokenizer) as observer:
+        sfi_core.generate(
+            model, tokenizer, [example.prompt], example.config, policy="full-kv", observers=[observer],
+            audit=AuditConfig(every=1), max_new_tokens=60,
+        )  # fmt: skip
+    return Trace.open(folder)
+
+
+@pytest.fixture(scope="module")
+def recorded(trace) -> list[Supports]:
+    return Supports.load(trace)
+
+
+@pytest.fixture(scope="module")
+def confirmed(loaded, trace, recorded):
+    material = Material.of_trace(trace, recorded, loaded[1])
+    base = Setting.recorded(trace)
+    told: list[tuple[int, int]] = []
+    confirmer = Confirmer(
+        model=loaded[0], tokenizer=loaded[1], on_run=lambda done, total: told.append((done, total))
+    )
+    rows, speed = confirmer([material], [base.config.replace(**changes) for changes in SETTINGS])
+    return rows, speed, told
+
+
+def test_the_error_of_a_prediction_is_within_the_stated_one(confirmed):
+    rows, speed, told = confirmed
+    for row, stated in list(zip(rows, stated_errors(rows), strict=True))[:2]:
+        assert row.comparison.requests[0].steps == 50
+        assert abs(row.error) <= stated < 0.05
+        assert row.comparison.same_schedule
+    assert told == [(0, 4), (1, 4), (2, 4), (3, 4)]
+    assert speed > 0
+
+
+def test_a_prediction_is_the_replay_s(confirmed, trace, recorded):
+    rows, _, _ = confirmed
+    base = Setting.recorded(trace)
+    for row, changes in list(zip(rows, SETTINGS, strict=True))[:2]:
+        own = replay(recorded, replace(base, config=base.config.replace(**changes)))
+        assert row.comparison.predicted == own
+        assert row.error == own.retained_mass - row.comparison.measured.retained_mass
+
+
+def test_right_and_wrong_answers_are_told_apart(confirmed):
+    """A stride of 8 loses the thread, whatever its budget (docs/replay.md)."""
+    rows, _, _ = confirmed
+    assert [row.exact_match for row in rows] == [True, True, False]
+    assert rows[2].comparison.requests[0].steps < 50
+    for row in rows[:2]:
+        assert 0 <= row.kl_next_token < 0.05
+        assert row.argmax_agreement == 1.0
+        assert row.decode_tokens_per_second > 0
+    assert rows[2].kl_next_token > 0.05
+    assert rows[2].argmax_agreement < 1
+
+
+def test_prompts_of_the_user_s_own_are_predicted_from_the_run_s_audit(loaded, trace):
+    model, tokenizer = loaded
+    material = replace(
+        Material.of_texts(["Tonight a. b.", "The quick"], tokenizer), max_new_tokens=8
+    )
+    rows, _ = Confirmer(model=model, tokenizer=tokenizer)(
+        [material], [Setting.recorded(trace).config.replace(budget=8, recent=2, trigger_policy="never")]
+    )  # fmt: skip
+    (row,) = rows
+    assert len(row.comparison.requests) == 2
+    assert all(one.steps == one.recorded_steps for one in row.comparison.requests)
+    assert row.exact_match is None
+    assert row.comparison.measured.fast_steps > 0
+
+
+def test_a_model_that_the_trace_is_not_of_is_refused(loaded, tmp_path, trace):
+    check_model(*loaded, trace)
+    other = Trace.open(make_trace(tmp_path / "t"))
+    with pytest.raises(TraceError, match="got name made-up there and bundled here"):
+        check_model(*loaded, other)
+    layers = {**trace.manifest["model"], "layers": []}
+    with pytest.raises(
+        TraceError, match="must be of the model that --model names, got other layers"
+    ):
+        check_model(*loaded, Trace(trace.path, {**trace.manifest, "model": layers}))
+
+
+def test_a_trace_without_prompts_says_what_to_give(loaded, tmp_path):
+    folder = make_trace(tmp_path / "t")
+    (folder / "prompts" / "part-00000.parquet").unlink()
+    other = Trace.open(folder)
+    with pytest.raises(TraceError, match="has no prompts to run again; give --prompt-file"):
+        Material.of_trace(other, Supports.load(other), loaded[1])
+
+
+def row_of(
+    predicted: float, upper: float, measured: float, *, exact: bool | None = True
+) -> Confirmation:
+    both = (
+        Outcome(**dict.fromkeys(Outcome.__slots__, 0) | {"retained_mass": kept, "retained_mass_upper": most})
+        for kept, most in ((predicted, upper), (measured, measured))
+    )  # fmt: skip
+    names = ("predicted", "measured")
+    comparison = Comparison(
+        **dict(zip(names, both, strict=True)), same_schedule=True, mean_difference=0.0, mean_distance=0.0,
+        requests=[],
+    )  # fmt: skip
+    return Confirmation(
+        comparison=comparison, kl_next_token=0.0, argmax_agreement=1.0, decode_tokens_per_second=1.0,
+        exact_match=exact,
+    )  # fmt: skip
+
+
+def test_the_stated_error_is_what_the_other_rows_show():
+    rows = [row_of(0.5, 0.51, 0.48), row_of(0.6, 0.63, 0.61), row_of(0.7, 0.7, 0.705)]
+    assert stated_errors(rows) == pytest.approx([0.01 + 0.01, 0.03 + 0.02, 0.0 + 0.02])
+    assert stated_errors(rows[:1]) == [None]
+    assert stated_errors([]) == []
+
+
+@pytest.fixture
+def found(trace, recorded) -> Found:
+    """A front of budgets, the middle one chosen."""
+    base = Setting.recorded(trace)
+    evaluate = Evaluator(recorded=recorded)
+    space = Space.of(base, recorded, [recorded_set(base)], {})
+    front = []
+    for budget in (64, 256, 1000):
+        setting = replace(base, config=base.config.replace(budget=budget))
+        front.append(Candidate(setting=setting, outcome=evaluate(setting)))
+    tuning = Tuning(
+        traces=[trace], recorded=[recorded], space=space, objectives=objectives([]), limits=Limits(),
+        evaluate=evaluate, mined=None,
+    )  # fmt: skip
+    return Found(tuning=tuning, search=None, front=front, chosen=1, rule="the knee")
+
+
+def rows_for(*exact: bool | None):
+    return lambda configs: (
+        [row_of(0.5, 0.6, 0.5, exact=one) for one in exact[: len(configs)]],
+        9.0,
+    )
+
+
+def test_a_choice_that_runs_well_stays(found):
+    after = found.confirm(rows_for(True, True, True), 3)
+    assert (after.chosen, after.rule, list(after.confirmed)) == (1, "the knee", [0, 1, 2])
+    assert found.confirm(rows_for(None), 1).chosen == 1
+    assert list(found.confirm(rows_for(None), 1).confirmed) == [1]
+
+
+def test_a_choice_that_answers_wrong_gives_way_to_one_that_held(found):
+    after = found.confirm(rows_for(False, False, True), 3)
+    assert after.chosen == 2
+    assert after.rule.endswith("of the confirmed settings that held when they ran")
+    assert found.confirm(rows_for(False, False, False), 3).rule.endswith(
+        "nor did another that was run"
+    )
+
+
+def test_a_choice_that_misses_a_limit_when_it_runs_gives_way(found):
+    limits = Limits(min_retained=0.55)
+    strict = replace(found, tuning=replace(found.tuning, limits=limits))
+
+    def run(configs):
+        return [row_of(0.6, 0.6, kept) for kept in (0.56, 0.54, 0.6)], 9.0
+
+    after = strict.confirm(run, 3)
+    assert after.chosen == 0  # the cheapest of the two that keep it
+
+
+def test_configs_of_the_front_are_what_is_run(found):
+    assert [found.config(place).budget for place in range(3)] == [64, 256, 1000]
+    assert found.config(0).triggers == (".", "?", "!", ";", "\n")

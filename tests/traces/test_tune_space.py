@@ -1,0 +1,267 @@
+"""What a tuning may try, what it asks for, and what of it is best."""
+
+import tomllib
+from dataclasses import asdict
+
+import numpy as np
+import pytest
+from optuna.trial import FixedTrial
+
+from sfi_core.config import SfiConfig
+from sfi_core.errors import ConfigError, TraceError
+from sfi_traces.reader import Trace
+from sfi_traces.replay import Outcome, Setting, Supports
+from sfi_traces.tune.front import RULES, Candidate, choose, spread
+from sfi_traces.tune.objective import OBJECTIVES, Evaluator, Limits, objectives
+from sfi_traces.tune.space import Axis, Space
+from sfi_traces.tune.trigger_sets import (
+    NamedSet,
+    distinct,
+    given_sets,
+    punctuation_sets,
+    recorded_set,
+)
+from sfi_traces.tune.tuned import tuned_config, tuned_toml
+from tests.traces.made import STOP, make_trace
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory) -> Trace:
+    return Trace.open(make_trace(tmp_path_factory.mktemp("tune") / "trace", requests=2, seed=3))
+
+
+@pytest.fixture(scope="module")
+def recorded(trace) -> list[Supports]:
+    return Supports.load(trace)
+
+
+@pytest.fixture(scope="module")
+def base(trace) -> Setting:
+    return Setting.recorded(trace)
+
+
+def space(base, recorded, sets=None, **given) -> Space:
+    return Space.of(base, recorded, sets or [recorded_set(base)], given)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "values", "is_range"),
+    [
+        ("t_max", "8,16, 32,8", (8, 16, 32), False),
+        ("t_max", "8:64", (8, 64), True),
+        ("t_max", "8:8", (8,), False),
+        ("budget", "20", (20,), False),
+        ("cosine_threshold", "0.5:0.9", (0.5, 0.9), True),
+        ("trigger_policy", "boundary, never", ("boundary", "never"), False),
+    ],
+)
+def test_values_and_ranges_are_read(name, text, values, is_range):
+    axis = Axis.parse(name, text)
+    assert (axis.values, axis.is_range) == (values, is_range)
+    assert all(axis.has(value) for value in values)
+    assert not axis.has(1000) or name == "trigger_policy"
+
+
+@pytest.mark.parametrize("text", ["x", "8:", ":8", "8:x", "1:2:3", "", ",", "64:8", "0.5"])
+def test_what_is_no_value_or_range_is_refused(text):
+    with pytest.raises(ConfigError, match=r"^t-max must be|^t-max must have"):
+        Axis.parse("t_max", text)
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "message"),
+    [
+        ({"budget": "0,8"}, ConfigError, "budget must be positive, got 0"),
+        ({"budget": "8:25"}, TraceError, "record with --audit-top 25"),
+        ({"trigger_policy": "often"}, ConfigError, "trigger-policy must be one of"),
+        ({"trigger_policy": "boundary,entropy"}, ConfigError, "got 'entropy'"),
+        ({"cosine_threshold": "0.5:1.5"}, ConfigError, "cosine_threshold must be in"),
+        ({"trigger_policy": "never", "t_max": "3,4"}, ConfigError, "t-max must come with"),
+        (
+            {"trigger_policy": "never", "budget": "20", "recent": "16", "span": "0", "slow_start": "1"},
+            ConfigError,
+            "search space must have more than one setting",
+        ),
+    ],
+)  # fmt: skip
+def test_a_space_that_cannot_be_searched_is_refused(base, recorded, given, kind, message):
+    with pytest.raises(kind, match=message):
+        space(base, recorded, **given)
+
+
+def test_the_default_space_stays_within_what_was_recorded(base, recorded):
+    axes = space(base, recorded).axes
+    assert max(axes["budget"].values) == 24  # the audit's top
+    cosine = np.concatenate([one.cosine_NU.mean(1) for one in recorded])
+    low, high = axes["cosine_threshold"].values
+    assert np.nanmin(cosine) <= low < high <= np.nanmax(cosine)
+
+
+class Asked:
+    """A trial that takes the first value and notes what it was asked for."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def suggest_categorical(self, name, choices):
+        self.names.append(name)
+        return choices[0]
+
+    def suggest_int(self, name, low, high, *, log=False):
+        return self.suggest_categorical(name, [low])
+
+    suggest_float = suggest_int
+
+
+@pytest.mark.parametrize(
+    ("policy", "asked"),
+    [
+        ("boundary", {"triggers", "t_max", "trigger_delay", "min_gap", "slow_start", "budget", "span"}),
+        ("stride", {"stride", "slow_start", "budget", "span"}),
+        ("cosine", {"cosine_threshold", "t_max", "min_gap", "slow_start", "budget", "span"}),
+        ("never", {"slow_start", "budget", "span"}),
+    ],
+)  # fmt: skip
+def test_a_trial_is_asked_for_what_its_trigger_policy_looks_at(base, recorded, policy, asked):
+    """What the policy ignores would only give one counterfactual many names."""
+    sets = [recorded_set(base), NamedSet(name="one", token_ids=frozenset({1}), strings=("the",))]
+    trial = Asked()
+    found = space(base, recorded, sets, trigger_policy=policy, recent="16").setting(trial)
+    assert set(trial.names) == asked
+    assert found.policy == policy
+
+
+def test_the_trace_s_own_setting_is_a_first_trial_where_it_may_be_tried(base, recorded):
+    within = space(base, recorded, recent="8,16", span="0:4", trigger_delay="0,1")
+    values = within.base_values()
+    assert within.setting(FixedTrial(values)).same_as(base)
+    assert space(base, recorded, recent="8").base_values() is None
+
+
+def test_spaces_have_fingerprints_of_their_own(base, recorded):
+    prints = [
+        space(base, recorded).fingerprint(),
+        space(base, recorded, t_max="8,16").fingerprint(),
+        space(base, recorded, t_max="8:16").fingerprint(),
+        space(base, recorded, [NamedSet(name="recorded", token_ids=frozenset({1}))]).fingerprint(),
+    ]
+    assert len(set(prints)) == 4
+    assert prints[0] == space(base, recorded).fingerprint()
+
+
+def test_trigger_sets_that_no_token_tells_apart_are_one(trace, base):
+    """Of punctuation, only full stops were generated."""
+    found = distinct([recorded_set(base), *punctuation_sets([trace])], {STOP, 1, 2})
+    assert [one.name for one in found] == ["recorded"]
+    words = given_sets([trace], {"words": ["cat", "dog"], "stops": ["."], "none": ["#"]})
+    assert [one.name for one in distinct([recorded_set(base), *words], range(91))] == [
+        "recorded",
+        "words",
+    ]
+    with pytest.raises(ConfigError, match="name of its own, got 'recorded' twice"):
+        distinct([recorded_set(base)] * 2, {STOP})
+
+
+def test_objectives_are_looked_up():
+    assert list(objectives([])) == ["bytes", "retained"]
+    assert list(objectives(["slow-rate", "retained-p5", "retained"])) == [
+        "slow-rate", "retained-p5", "retained",
+    ]  # fmt: skip
+    for wrong, message in (
+        (["speed"], "objective must be one of"),
+        (["bytes"], "must name a cost"),
+        (["retained", "retained-p5"], "must name a cost"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            objectives(wrong)
+
+
+@pytest.mark.parametrize("value", [0, 1.5, -1])
+def test_limits_are_shares(value):
+    with pytest.raises(ConfigError, match=r"max-read must be in \(0, 1\], got"):
+        Limits(max_read=value)
+
+
+def test_an_outcome_is_replayed_once(base, recorded, monkeypatch):
+    calls = []
+    whole = Evaluator.__call__.__globals__["replay"]
+    monkeypatch.setitem(
+        Evaluator.__call__.__globals__, "replay", lambda *a, **k: calls.append(a) or whole(*a, **k)
+    )
+    evaluate = Evaluator(recorded=recorded)
+    named = Setting(config=base.config, trigger_token_ids=base.trigger_token_ids, triggers="other")
+    assert evaluate(base) == evaluate(named)
+    assert len(calls) == 1
+
+
+def outcome(**values) -> Outcome:
+    return Outcome(**dict.fromkeys(Outcome.__slots__, 0) | values)
+
+
+def candidates(*points) -> list[Candidate]:
+    return [
+        Candidate(setting=None, outcome=outcome(bytes_per_token=x, retained_mass=y, read_ratio=x / 10))
+        for x, y in points
+    ]  # fmt: skip
+
+
+def test_the_choice_follows_its_rule():
+    front = candidates((1, 0.1), (2, 0.7), (5, 0.8), (9, 0.9))
+    both = objectives([])
+    assert choose(front, both, Limits()) == (1, RULES["knee"])
+    assert choose(front, both, Limits(min_retained=0.05)) == (0, RULES["min-retained"])
+    assert choose(front, both, Limits(max_read=0.9)) == (3, RULES["max-read"])
+    assert choose(front, both, Limits(min_retained=0.05, max_read=0.9))[0] == 0
+    assert choose(front[2:3], both, Limits())[0] == 0
+
+
+def test_limits_say_by_how_much_they_are_missed():
+    limits = Limits(min_retained=0.9, max_read=0.2)
+    found = limits.violations(outcome(retained_mass=0.8, read_ratio=0.1))
+    assert found == pytest.approx({"min-retained": 0.1, "max-read": -0.1})
+    assert not limits.kept_by(outcome(retained_mass=0.8, read_ratio=0.1))
+    assert limits.kept_by(outcome(retained_mass=0.9, read_ratio=0.2))
+    assert Limits().kept_by(outcome(retained_mass=0.0, read_ratio=1.0))
+
+
+@pytest.mark.parametrize(
+    ("count", "wanted", "included", "places"),
+    [(10, 3, 4, [0, 4, 9]), (10, 3, 1, [1, 4, 9]), (2, 5, 1, [0, 1]), (10, 1, 7, [7]), (10, 0, 7, [])],
+)  # fmt: skip
+def test_what_is_confirmed_is_spread_over_the_front(count, wanted, included, places):
+    assert spread(count, wanted, included) == places
+
+
+def test_a_tuned_file_gives_its_settings_back(tmp_path, base):
+    config = SfiConfig().replace(
+        trigger_token_ids=[3, 7], budget=77, cosine_threshold=0.25, selector={"alpha": 0.25}
+    )
+    provenance = {
+        "texts": ['a"b', "\n", "\x7f"], "nothing": None, "nan": float("nan"), "empty": [],
+        "predicted": {"retained": 0.5, "worst": None}, "confirmed": [{"x": 1, "deep": {"y": 2}}, {"x": 2}],
+    }  # fmt: skip
+    path = tmp_path / "tuned.toml"
+    path.write_text(tuned_toml(config, provenance))
+    assert SfiConfig.preset("paper").merge_toml(path).to_dict() == config.to_dict()
+    written = tomllib.loads(path.read_text())["provenance"]
+    assert written == {
+        "texts": ['a"b', "\n", "\x7f"], "empty": [],
+        "predicted": {"retained": 0.5}, "confirmed": [{"x": 1, "deep": {"y": 2}}, {"x": 2}],
+    }  # fmt: skip
+
+
+def test_sets_are_written_as_a_run_needs_them(base):
+    boundary = Setting(config=base.config, trigger_token_ids=frozenset({7, 3}), triggers="x")
+    strings = NamedSet(name="x", token_ids=frozenset({3}), strings=(".", "!"))
+    mined = NamedSet(name="x", token_ids=frozenset({7, 3}))
+    assert tuned_config(boundary, strings).triggers == (".", "!")
+    assert tuned_config(boundary, strings).trigger_token_ids is None
+    assert tuned_config(boundary, mined).trigger_token_ids == (3, 7)
+    never = Setting(
+        config=base.config.replace(trigger_policy="never"), trigger_token_ids=frozenset({3})
+    )
+    assert asdict(tuned_config(never, mined)) == asdict(never.config)
+
+
+def test_every_objective_is_a_number_of_an_outcome():
+    assert {one.field for one in OBJECTIVES.values()} <= set(Outcome.__slots__)

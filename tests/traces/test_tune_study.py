@@ -1,0 +1,310 @@
+"""The search and its file: shared, resumed, and refused where it was made for something else."""
+
+import signal
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import optuna
+import pytest
+
+from sfi_core.errors import ConfigError, InputError, SfiError
+from sfi_traces.reader import Trace
+from sfi_traces.tune import storage as storage_module
+from sfi_traces.tune.found import Found, find
+from sfi_traces.tune.objective import Limits, costs, objectives
+from sfi_traces.tune.storage import check_optuna
+from sfi_traces.tune.study import Purpose, Search
+from sfi_traces.tune.tuning import Tuning
+from tests.traces.made import CONFIG, MODEL, make_trace
+
+PURPOSE = Purpose(traces="t", space="s", objectives="o")
+DIRECTIONS = ("minimize", "maximize")
+FILES = ("study.db", "study.journal")
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory) -> Trace:
+    return Trace.open(make_trace(tmp_path_factory.mktemp("tune") / "trace", requests=2, seed=3))
+
+
+def tuning(*traces: Trace, limits: Limits | None = None, names=(), **axes) -> Tuning:
+    return Tuning.of(
+        traces, axes=axes, trigger_sets={}, mining=False, objectives=objectives(list(names)),
+        limits=limits or Limits(),
+    )  # fmt: skip
+
+
+def suggest(trial) -> tuple[int, int]:
+    return trial.suggest_int("x", 0, 9), trial.suggest_categorical("y", [1, 2])
+
+
+def measure(setting) -> tuple[list[float], dict[str, float]]:
+    return [setting[0], setting[0] * setting[1]], {"limit": setting[0] - 7}
+
+
+def open_(path: Path, purpose: Purpose = PURPOSE, **options) -> Search:
+    return Search.open(path, purpose, DIRECTIONS, **options)
+
+
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("sampler", ["tpe", "nsga2"])
+def test_a_study_has_the_trials_that_were_asked_for_and_is_gone_on_with(tmp_path, file, sampler):
+    search = open_(tmp_path / file, sampler=sampler)
+    told: list[int] = []
+    assert not search.run(suggest, measure, 12, first={"x": 5, "y": 2}, on_trial=told.append)
+    assert told == list(range(1, 13))
+    assert search.complete()[0].params == {"x": 5, "y": 2}
+    again = open_(tmp_path / file, sampler=sampler, resume=True)
+    assert (search.created, again.created) == (True, False)
+    again.run(suggest, measure, 12, first={"x": 1, "y": 1})
+    assert len(again.complete()) == 12
+    again.run(suggest, measure, 15)
+    assert [trial.number for trial in again.complete()] == list(range(15))
+    assert all(trial.params["x"] <= 7 for trial in again.best())
+
+
+def test_equal_settings_are_measured_once_whoever_tried_them(tmp_path):
+    measured = []
+
+    def noted(setting):
+        measured.append(setting)
+        return measure(setting)
+
+    open_(tmp_path / "s.journal").run(suggest, noted, 30)
+    search = open_(tmp_path / "s.journal", resume=True)
+    search.run(suggest, noted, 60)
+    assert len(measured) == len(set(measured)) <= 20
+    for trial in search.complete():
+        values, constraints = measure((trial.params["x"], trial.params["y"]))
+        assert (trial.values, trial.constraints) == (values, constraints)
+
+
+def test_a_trial_too_many_is_dropped(tmp_path, monkeypatch):
+    """Two workers ask for the last trial at once: the one with the higher number gives up."""
+    search = open_(tmp_path / "s.db")
+    search.run(suggest, measure, 4)
+    ask, faster = search.study.ask, []
+
+    def raced():
+        faster.append(ask())
+        return ask()
+
+    monkeypatch.setattr(search.study, "ask", raced)
+    search.run(suggest, measure, 5)
+    states = [trial.state.name for trial in search.study.get_trials()]
+    assert states == ["COMPLETE"] * 4 + ["RUNNING", "FAIL"]
+    search.run(suggest, measure, 5)  # the last one is under way elsewhere
+    assert len(faster) == 1
+    search.study.tell(faster[0], [1.0, 1.0])
+    assert len(search.complete()) == 5
+
+
+def test_a_timeout_ends_the_search(tmp_path):
+    search = open_(tmp_path / "s.journal")
+    assert not search.run(suggest, measure, 1000, timeout=0.0)
+    assert search.complete() == []
+
+
+def test_ctrl_c_finishes_the_trial_under_way(tmp_path):
+    def interrupted(setting):
+        signal.raise_signal(signal.SIGINT)
+        return measure(setting)
+
+    search = open_(tmp_path / "s.journal")
+    assert search.run(suggest, interrupted, 10)
+    assert len(search.complete()) == 1
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_error_in_a_trial_leaves_none_under_way(tmp_path):
+    search = open_(tmp_path / "s.journal")
+
+    def broken(setting):
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        search.run(suggest, broken, 10)
+    assert [trial.state.name for trial in search.study.get_trials()] == ["FAIL"]
+    search.run(suggest, measure, 3)
+    assert len(search.complete()) == 3
+
+
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize(
+    ("purpose", "message"),
+    [
+        (Purpose(traces="x", space="s", objectives="o"), "with other traces; choose"),
+        (Purpose(traces="t", space="x", objectives="o"), "with other search space; choose"),
+        (Purpose(traces="t", space="x", objectives="x"), "other search space and objectives;"),
+    ],
+)
+def test_a_study_made_for_something_else_is_refused(tmp_path, file, purpose, message):
+    open_(tmp_path / file).run(suggest, measure, 1)
+    with pytest.raises(InputError, match=message):
+        open_(tmp_path / file, purpose, resume=True)
+
+
+def test_another_program_s_study_is_refused(tmp_path):
+    path = tmp_path / "s.db"
+    optuna.create_study(storage=f"sqlite:///{path}", study_name="mine")
+    with pytest.raises(InputError, match="was made by another program; choose another --study"):
+        open_(path, resume=True)
+
+
+def test_a_study_that_is_there_is_not_taken_unasked(tmp_path):
+    path = tmp_path / "s.journal"
+    open_(path)
+    with pytest.raises(ConfigError, match="exists; remove it, or add --resume"):
+        open_(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("s.db", b"no database " * 100, "cannot be used: file is not a database"),
+        ("s.journal", b"hello\n", "is damaged, or no journal"),
+        ("s.journal", b'{"op_code": 0, "worker_id": "a"}\nhello\nworld\n', "is damaged, or no journal"),
+        ("s.log", b"\xff\xfe\n", "is damaged, or no journal"),
+    ],
+)  # fmt: skip
+def test_a_damaged_file_is_refused_in_one_line(tmp_path, name, content, message):
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(InputError, match=message) as caught:
+        open_(path, resume=True)
+    assert "\n" not in str(caught.value)
+    assert path.read_bytes() == content
+
+
+def test_another_database_is_left_alone(tmp_path):
+    path = tmp_path / "own.db"
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("CREATE TABLE mine (x)")
+        connection.commit()
+    with pytest.raises(InputError, match="is a database of something else"):
+        open_(path, resume=True)
+    with closing(sqlite3.connect(path)) as connection:
+        tables = connection.execute("SELECT name FROM sqlite_master").fetchall()
+    assert tables == [("mine",)]
+
+
+def test_a_locked_database_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(storage_module, "PATIENCE", 0.1)
+    path = tmp_path / "s.db"
+    search = open_(path)
+    with closing(sqlite3.connect(path)) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        for locked in (
+            lambda: open_(path, resume=True),
+            lambda: search.run(suggest, measure, 1),
+        ):
+            with pytest.raises(SfiError, match="is locked by another process") as caught:
+                locked()
+            assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_folder_that_is_not_there_is_one_line(tmp_path, file):
+    with pytest.raises(SfiError, match="cannot be written: No such file or directory"):
+        open_(tmp_path / "none" / file)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"sampler": "grid"}, "sampler must be one of"), ({"path": "s.txt"}, "study must end in")],
+)
+def test_unknown_names_are_refused(tmp_path, options, message):
+    path = tmp_path / options.pop("path", "s.db")
+    with pytest.raises(ConfigError, match=message):
+        open_(path, **options)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_optuna_the_extra_is_named(monkeypatch):
+    monkeypatch.setattr(storage_module, "find_spec", lambda name: None)
+    with pytest.raises(SfiError, match=r"pip install 'sfi-toolkit\[tune\]'") as caught:
+        check_optuna()
+    assert caught.value.exit_code == 4
+
+
+def searched(path: Path, own: Tuning, trials: int = 40, **options) -> Found:
+    return find(own, own.open(path, **options), trials)
+
+
+@pytest.mark.parametrize("sampler", ["tpe", "nsga2"])
+def test_nothing_tried_beats_the_front(tmp_path, trace, sampler):
+    own = tuning(trace)
+    found = searched(tmp_path / "s.journal", own, sampler=sampler)
+    data = found.document()
+    assert len(data["points"]) == data["trials"] == 40
+    front = [costs(one.outcome, own.objectives) for one in found.front]
+    assert front == sorted(front)
+    tried = [(bytes_, -kept) for bytes_, kept in data["points"]]
+    for cost, kept in front:
+        assert not any(
+            other[0] <= cost and other[1] <= kept and other != (cost, kept) for other in tried
+        )
+    for point in tried:
+        assert any(cost <= point[0] and kept <= point[1] for cost, kept in front)
+    assert [row["chosen"] for row in data["front"]].index(True) == found.chosen
+
+
+def test_one_worker_and_a_seed_try_the_same_settings(tmp_path, trace):
+    own = tuning(trace)
+    points = [
+        searched(tmp_path / f"{name}.journal", own, 15, seed=seed).document()["points"]
+        for name, seed in (("a", 1), ("b", 1), ("c", 2))
+    ]
+    assert points[0] == points[1] != points[2]
+
+
+def test_every_setting_of_the_front_keeps_the_limits(tmp_path, trace):
+    limits = Limits(min_retained=0.25, max_read=0.6)
+    found = searched(tmp_path / "s.journal", tuning(trace, limits=limits))
+    assert all(limits.kept_by(one.outcome) for one in found.front)
+    assert found.chosen == 0  # the cheapest
+    kept = [point[1] for point in found.document()["points"]]
+    assert min(kept) < 0.25
+
+
+def test_limits_that_nothing_keeps_say_how_close_it_came(tmp_path, trace):
+    own = tuning(trace, limits=Limits(min_retained=0.99, max_read=0.3), trigger_policy="boundary")
+    search = own.open(tmp_path / "s.journal")
+    with pytest.raises(
+        SfiError, match=r"keep at least 0\.99 and read at most 0\.3, got none in 20"
+    ):
+        find(own, search, 20)
+    assert len(search.complete()) == 20
+    with pytest.raises(SfiError, match="no trial was finished; go on with --study"):
+        find(tuning(trace), tuning(trace).open(tmp_path / "t.journal"), 5, timeout=0.0)
+
+
+def test_a_study_of_other_traces_or_objectives_is_refused(tmp_path, trace):
+    path = tmp_path / "s.journal"
+    searched(path, tuning(trace), 2)
+    other = Trace.open(make_trace(tmp_path / "other", created="2026-11-22T10:00:00+00:00"))
+    for own, message in (
+        (tuning(trace, other), "with other traces"),
+        (tuning(trace, names=["slow-rate", "retained"]), "with other objectives"),
+        (tuning(trace, limits=Limits(max_read=0.5)), "with other objectives"),
+        (tuning(trace, t_max="8,16"), "with other search space"),
+    ):
+        with pytest.raises(InputError, match=message):
+            own.open(path, resume=True)
+    assert not tuning(trace).open(path, resume=True).created
+
+
+def test_traces_of_different_models_are_refused(tmp_path, trace):
+    other = Trace.open(make_trace(tmp_path / "other", model={**MODEL, "query_heads": 8}))
+    with pytest.raises(InputError, match="traces must be of one model, got another query_heads"):
+        tuning(trace, other)
+
+
+def test_several_traces_are_searched_as_one(tmp_path, trace):
+    other = Trace.open(make_trace(tmp_path / "other", seed=9, config={**CONFIG, "t_max": 8}))
+    own = tuning(trace, other)
+    assert len(own.evaluate.recorded) == 3
+    data = searched(tmp_path / "s.journal", own, 3).document()
+    assert (data["requests"], data["steps"]) == (3, 180)
+    assert data["recorded"]["t_max"] == 16  # the first trace's

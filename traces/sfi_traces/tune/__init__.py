@@ -1,0 +1,1 @@
+"""Settings searched on recorded runs, and confirmed by real ones (docs/tune.md)."""

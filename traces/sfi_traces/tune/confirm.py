@@ -1,0 +1,233 @@
+"""Tuned settings run for real: what was predicted, and what the run's own audit measured."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pyarrow.compute as pc
+
+from sfi_core.audit_config import AuditConfig
+from sfi_core.bundled.example import load_example
+from sfi_core.config import SfiConfig
+from sfi_core.describe_model import describe_model
+from sfi_core.errors import TraceError
+from sfi_core.generation import generate
+from sfi_core.hosted import nothing_to_tell
+from sfi_core.layer_shapes import layer_shapes
+from sfi_core.prompts import encode
+from sfi_core.sampling import Sampling
+from sfi_core.session import slow_fast
+from sfi_core.shared_prompt import read_prompt
+from sfi_traces.parquet_observer import ParquetObserver
+from sfi_traces.reader import Trace
+from sfi_traces.replay import Supports
+from sfi_traces.replay.measured import ComparedSteps, compare_steps, pooled
+from sfi_traces.tune.confirmation import Confirmation
+
+MAX_NEW_TOKENS = 256  # for prompts that are not a trace's
+
+
+def check_model(model: Any, tokenizer: Any, trace: Trace) -> None:
+    """Refuse a model that the trace was not recorded with.
+
+    Raises:
+        TraceError: With the first fact that differs.
+    """
+    with slow_fast(model, tokenizer, SfiConfig(trigger_policy="never")) as session:
+        facts = describe_model(model, layer_shapes(session.model, session.policy))
+    for name, value in trace.manifest["model"].items():
+        if facts.get(name) != value:
+            told = isinstance(value, str | int)
+            raise TraceError(
+                f"trace {trace.path} must be of the model that --model names, got "
+                + (f"{name} {value} there and {facts.get(name)} here" if told else f"other {name}")
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Material:
+    """What the settings are run on.
+
+    Attributes:
+        trace: Gives predictions; None predicts from each run's own audit.
+        recorded: The trace's supports; None without a trace.
+        rows: Token ids of each request.
+        sampling: How tokens are picked.
+        seed: Of sampling.
+        max_new_tokens: Most tokens of a request.
+        expected: The right answer of the only request; None where nobody knows it.
+    """
+
+    trace: Trace | None
+    recorded: Sequence[Supports] | None
+    rows: list[list[int]]
+    sampling: dict[str, Any] = field(default_factory=dict)
+    seed: int = 0
+    max_new_tokens: int = MAX_NEW_TOKENS
+    expected: str | None = None
+
+    @classmethod
+    def of_texts(cls, texts: Sequence[str], tokenizer: Any) -> "Material":
+        """Take prompts of the user's, greedily decoded."""
+        return cls(trace=None, recorded=None, rows=encode(tokenizer, texts))
+
+    @classmethod
+    def of_trace(cls, trace: Trace, recorded: Sequence[Supports], tokenizer: Any) -> "Material":
+        """Take a trace's own prompts, as it was recorded.
+
+        Raises:
+            TraceError: It has no prompts.
+        """
+        table = trace.table("prompts", ["request", "position", "token_id"]).sort_by(
+            [("request", "ascending"), ("position", "ascending")]
+        )
+        if not len(table) or table["token_id"].null_count:
+            raise TraceError(
+                f"trace {trace.path} has no prompts to run again; give --prompt-file or --batch"
+            )
+        rows = [
+            table.filter(pc.field("request") == request)["token_id"].to_pylist()
+            for request in pc.unique(table["request"]).to_pylist()
+        ]
+        example = load_example()
+        is_example = rows == [tokenizer(example.prompt)["input_ids"]]
+        return cls(
+            trace=trace,
+            recorded=recorded,
+            rows=rows,
+            sampling=trace.manifest.get("sampling") or {},
+            seed=trace.manifest.get("seed") or 0,
+            max_new_tokens=max(one.steps for one in recorded),
+            expected=example.answer if is_example else None,
+        )
+
+
+@dataclass(slots=True)
+class Tally:
+    """What the runs of one setting gave, over all material."""
+
+    steps: list[ComparedSteps] = field(default_factory=list)
+    divergences: list[float] = field(default_factory=list)
+    agreements: list[bool] = field(default_factory=list)
+    tokens: int = 0
+    seconds: float = 0.0
+    exact: list[bool] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Confirmer:
+    """Runs settings for real.
+
+    Attributes:
+        model: A model of transformers.
+        tokenizer: Its tokenizer.
+        backend: "auto", "torch" or "triton".
+        batch: Requests that share the weights, in the byte model.
+        top: Positions of an audited support.
+        prefill_chunk: Prompt tokens of one forward pass.
+        on_run: Told before each run how many are behind us, and of how many.
+    """
+
+    model: Any
+    tokenizer: Any
+    backend: str = "auto"
+    batch: int = 1
+    top: int = AuditConfig().top
+    prefill_chunk: int = 0
+    on_run: Callable[[int, int], None] = nothing_to_tell
+
+    def __call__(
+        self, material: Sequence[Material], configs: Sequence[SfiConfig]
+    ) -> tuple[list[Confirmation], float]:
+        """Run settings, at least one, on some prompts: audited, and once more for the speed.
+
+        Returns:
+            What came of each, and full attention's tokens per second.
+
+        Raises:
+            KeyboardInterrupt: Ctrl-C.
+            SfiError: The run failed.
+        """
+        tallies, dense = [Tally() for _ in configs], Tally()
+        total, done = len(material) * (len(configs) + 1), 0
+        for one in material:
+            shared = read_prompt(
+                self.model,
+                self.tokenizer,
+                one.rows,
+                capacity=max(map(len, one.rows)) + one.max_new_tokens,
+                window=max(config.window_prefill for config in configs),
+                prefill_chunk=self.prefill_chunk,
+                backend=self.backend,
+            )
+            self.on_run(done, total)
+            self._timed(one, configs[0], "full-kv", shared, dense)
+            for config, tally in zip(configs, tallies, strict=True):
+                done += 1
+                self.on_run(done, total)
+                self._audited(one, config, shared, tally)
+                self._timed(one, config, "sfi", shared, tally)
+            done += 1
+        return [_confirmation(tally) for tally in tallies], _rate(dense)
+
+    def _audited(self, one: Material, config: SfiConfig, shared: Any, tally: Tally) -> None:
+        with TemporaryDirectory() as parent:
+            folder = Path(parent) / "run"
+            with ParquetObserver(folder, tokenizer=self.tokenizer) as observer:
+                self._run(
+                    one, config, "sfi", shared, [observer], AuditConfig(every=1, top=self.top)
+                )
+            real = Trace.open(folder)
+            trace, recorded = one.trace, one.recorded
+            if trace is None or recorded is None:
+                trace, recorded = real, Supports.load(real)
+            tally.steps.append(compare_steps(recorded, trace, real, batch=self.batch))
+            logits = real.table("logits", ["kl_next_token", "argmax_agrees"])
+        tally.divergences += logits["kl_next_token"].to_pylist()
+        tally.agreements += logits["argmax_agrees"].to_pylist()
+
+    def _timed(
+        self, one: Material, config: SfiConfig, policy: str, shared: Any, tally: Tally
+    ) -> None:
+        result = self._run(one, config, policy, shared, [], None)
+        tally.tokens += sum(max(0, len(r.token_ids) - 1) for r in result.report.requests)
+        tally.seconds += result.report.decode_seconds
+        if one.expected is not None:
+            tally.exact.append(result.texts == [one.expected])
+
+    def _run(
+        self,
+        one: Material,
+        config: SfiConfig,
+        policy: str,
+        shared: Any,
+        observers: list[Any],
+        audit: AuditConfig | None,
+    ) -> Any:
+        result = generate(
+            self.model, self.tokenizer, one.rows, config, policy=policy, observers=observers, audit=audit,
+            max_new_tokens=one.max_new_tokens, sampling=Sampling(**one.sampling), seed=one.seed,
+            backend=self.backend, shared=shared,
+        )  # fmt: skip
+        if result.interrupted:
+            raise KeyboardInterrupt
+        if result.error is not None:
+            raise result.error
+        return result
+
+
+def _confirmation(tally: Tally) -> Confirmation:
+    known = [value for value in tally.divergences if value is not None]
+    return Confirmation(
+        comparison=pooled(tally.steps),
+        kl_next_token=sum(known) / len(known) if known else None,
+        argmax_agreement=sum(tally.agreements) / len(known) if known else None,
+        decode_tokens_per_second=_rate(tally),
+        exact_match=all(tally.exact) if tally.exact else None,
+    )
+
+
+def _rate(tally: Tally) -> float:
+    return tally.tokens / tally.seconds if tally.seconds else 0.0

@@ -1,0 +1,70 @@
+"""What came of a tuned setting that was run for real, beside its prediction."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from sfi_traces.replay import Comparison
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Confirmation:
+    """A setting's prediction beside its run.
+
+    Attributes:
+        comparison: Over the steps whose tokens before are the trace's.
+        kl_next_token: Mean divergence from dense attention's next-token distribution at fast steps, nats;
+            None without fast steps.
+        argmax_agreement: Share of fast steps with dense attention's most probable token.
+        decode_tokens_per_second: Of the run without the audit.
+        exact_match: Whether the answer is right, word for word; None where nobody knows it.
+    """
+
+    comparison: Comparison
+    kl_next_token: float | None
+    argmax_agreement: float | None
+    decode_tokens_per_second: float
+    exact_match: bool | None
+
+    @property
+    def error(self) -> float:
+        """Predicted retained mass (at least) less the measured one."""
+        found = self.comparison
+        return found.predicted.retained_mass - found.measured.retained_mass
+
+    @property
+    def bounds(self) -> float:
+        """How far apart the replay's own bounds are."""
+        predicted = self.comparison.predicted
+        return predicted.retained_mass_upper - predicted.retained_mass
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        compared = self.comparison
+        return {
+            "predicted": asdict(compared.predicted),
+            "measured": asdict(compared.measured),
+            "steps": sum(one.steps for one in compared.requests),
+            "recorded_steps": sum(one.recorded_steps for one in compared.requests),
+            "same_schedule": compared.same_schedule,
+            "error": self.error,
+            "kl_next_token": self.kl_next_token,
+            "argmax_agreement": self.argmax_agreement,
+            "decode_tokens_per_second": self.decode_tokens_per_second,
+            "exact_match": self.exact_match,
+        }
+
+
+def stated_errors(rows: Sequence[Confirmation]) -> list[float | None]:
+    """Return by how much each prediction may be off, from what the other rows measured.
+
+    The width of the replay's own bounds, for what the audit did not record, and on top the largest error
+    among the *other* rows, for what a replay does not model: a row's own error says nothing of itself. None
+    for a single row.
+    """
+    return [
+        one.bounds + max(abs(other.error) for other in rows if other is not one)
+        if len(rows) > 1
+        else None
+        for one in rows
+    ]

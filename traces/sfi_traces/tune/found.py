@@ -1,0 +1,216 @@
+"""What a search found: the front, the choice, confirmations, and what is written."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from importlib.metadata import version
+from typing import Any, Self
+
+from sfi_core.config import SfiConfig
+from sfi_core.versions import versions
+from sfi_traces.replay import Outcome, Setting
+from sfi_traces.tune.confirmation import Confirmation, stated_errors
+from sfi_traces.tune.front import Candidate, choose, front_of, no_feasible, spread
+from sfi_traces.tune.study import Search
+from sfi_traces.tune.tuned import tuned_config, tuned_toml
+from sfi_traces.tune.tuning import Tuning
+
+SHOWN = ("slow_rate", "retained_mass", "retained_mass_upper", "retained_mass_p5", "read_ratio",
+         "bytes_per_token", "speedup")  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What a search found.
+
+    Attributes:
+        tuning: What was searched.
+        search: Its study.
+        front: The settings that no other trial beats, cheapest first.
+        chosen: The place of the one to take.
+        rule: Why it was chosen.
+        interrupted: Whether Ctrl-C ended it.
+        confirmed: Real runs, by their setting's place.
+        full_kv_tokens_per_second: Full attention's speed beside them.
+    """
+
+    tuning: Tuning
+    search: Search
+    front: Sequence[Candidate]
+    chosen: int
+    rule: str
+    interrupted: bool = False
+    confirmed: Mapping[int, Confirmation] | None = None
+    full_kv_tokens_per_second: float | None = None
+
+    def config(self, place: int) -> SfiConfig:
+        """Return the settings at a place of the front, as a run takes them."""
+        setting = self.front[place].setting
+        return tuned_config(setting, self.tuning.space.sets.get(setting.triggers))
+
+    def confirm(
+        self,
+        run: Callable[[Sequence[SfiConfig]], tuple[list[Confirmation], float]],
+        count: int,
+    ) -> Self:
+        """Run `count` settings for real, spread over the front, the chosen one among them.
+
+        Where the chosen one misses a limit or the right answer when it runs, one that does not is chosen.
+
+        Args:
+            run: Gives what came of each, and full attention's tokens per second: a `Confirmer`.
+            count: How many, at least one.
+        """
+        places = spread(len(self.front), count, self.chosen)
+        rows, speed = run([self.config(place) for place in places])
+        confirmed = dict(zip(places, rows, strict=True))
+        held = [place for place, one in confirmed.items() if self._held(one)]
+        chosen, rule = self.chosen, self.rule
+        if chosen not in held and held:
+            some = [self.front[place] for place in held]
+            index, rule = choose(some, self.tuning.objectives, self.tuning.limits)
+            chosen, rule = held[index], f"{rule}; of the confirmed settings that held when they ran"
+        elif not held:
+            rule = f"{rule}; but it did not hold when it ran, nor did another that was run"
+        return replace(
+            self, chosen=chosen, rule=rule, confirmed=confirmed, full_kv_tokens_per_second=speed
+        )
+
+    def _held(self, one: Confirmation) -> bool:
+        return one.exact_match is not False and self.tuning.limits.kept_by(one.comparison.measured)
+
+    def document(self) -> dict[str, Any]:
+        """Return everything, for JSON, the tables and the figure."""
+        tuning = self.tuning
+        base, trials = tuning.space.base, self.search.complete()
+        mined = tuning.mined
+        return {
+            "traces": [str(trace.path) for trace in tuning.traces],
+            "model": tuning.traces[0].manifest["model"]["name"],
+            "requests": len(tuning.evaluate.recorded),
+            "steps": sum(one.steps for one in tuning.evaluate.recorded),
+            "batch": tuning.evaluate.batch,
+            "space": tuning.space.to_dict(),
+            "trigger_sets": [
+                {
+                    "name": one.name, "token_ids": sorted(one.token_ids),
+                    "strings": one.strings and list(one.strings), "texts": list(one.texts),
+                }
+                for one in tuning.space.sets.values()
+            ],
+            "mining": mined and {
+                "split": mined.split,
+                "tokens": [one.to_dict() for one in mined.tokens],
+                "proposals": [one.to_dict() for one in mined.verdicts],
+            },
+            "objectives": [
+                {"name": name, "direction": one.direction} for name, one in tuning.objectives.items()
+            ],
+            "limits": {"min_retained": tuning.limits.min_retained, "max_read": tuning.limits.max_read},
+            "study": str(self.search.path),
+            "trials": len(trials),
+            "distinct_trials": len({json.dumps(t.params, sort_keys=True) for t in trials}),
+            "points": [list(trial.values) for trial in trials],
+            "recorded": _row(base, tuning.evaluate(base)),
+            "front": [
+                {**_row(one.setting, one.outcome), "chosen": place == self.chosen}
+                for place, one in enumerate(self.front)
+            ],
+            "rule": self.rule,
+            "confirmed": self._confirmations(),
+            "full_kv_tokens_per_second": self.full_kv_tokens_per_second,
+            "config": self.config(self.chosen).to_dict() if self.front else None,
+            "interrupted": self.interrupted,
+        }  # fmt: skip
+
+    def _confirmations(self) -> list[dict[str, Any]]:
+        confirmed = self.confirmed or {}
+        stated = stated_errors(list(confirmed.values()))
+        return [
+            {
+                "place": place,
+                **one.to_dict(),
+                "stated_error": error,
+                "within": None if error is None else abs(one.error) <= error,
+            }
+            for (place, one), error in zip(confirmed.items(), stated, strict=True)
+        ]
+
+    def toml(self) -> str:
+        """Return the chosen settings and where they come from, for `--config`."""
+        document, chosen = self.document(), self.front[self.chosen]
+        ran = next((row for row in document["confirmed"] if row["place"] == self.chosen), None)
+        confirmed = ran and {
+            **{name: ran["measured"][name] for name in SHOWN},
+            **{k: v for k, v in ran.items() if k not in ("place", "predicted", "measured")},
+        }
+        sets = self.tuning.space.sets
+        named = sets.get(chosen.setting.triggers) if chosen.setting.policy == "boundary" else None
+        return tuned_toml(
+            self.config(self.chosen),
+            {
+                "command": "sfi tune",
+                "created": datetime.now(UTC).isoformat(timespec="seconds"),
+                "model": document["model"],
+                "trigger_set": named and named.name,
+                "trigger_texts": list(named.texts) if named and named.texts else None,
+                "trials": document["trials"],
+                "sampler": type(self.search.study.sampler).__name__,
+                "objectives": list(self.tuning.objectives),
+                "rule": self.rule,
+                "limits": {k: v for k, v in document["limits"].items() if v is not None},
+                "versions": {**versions(), "optuna": version("optuna")},
+                "traces": [
+                    {"path": str(t.path), "created": t.manifest["created"], "policy": t.manifest["policy"]}
+                    for t in self.tuning.traces
+                ],
+                "predicted": {name: getattr(chosen.outcome, name) for name in SHOWN},
+                "confirmed": confirmed,
+            },
+        )  # fmt: skip
+
+
+def find(
+    tuning: Tuning,
+    search: Search,
+    trials: int,
+    *,
+    timeout: float | None = None,
+    on_trial: Callable[[int], None] = lambda _: None,
+) -> Found:
+    """Search until the study has so many trials; see `Search.run`.
+
+    Returns:
+        The front, with its chosen setting; an empty one only after Ctrl-C.
+
+    Raises:
+        SfiError: No trial keeps the limits; the study is kept.
+    """
+
+    def measure(setting: Setting) -> tuple[list[float], dict[str, float]]:
+        outcome = tuning.evaluate(setting)
+        values = [one.of(outcome) for one in tuning.objectives.values()]
+        return values, tuning.limits.violations(outcome)
+
+    interrupted = search.run(
+        tuning.space.setting, measure, trials, first=tuning.space.base_values(), timeout=timeout,
+        on_trial=on_trial,
+    )  # fmt: skip
+    front = front_of(search, tuning.space, tuning.evaluate, tuning.objectives)
+    if not front and not interrupted:
+        raise no_feasible(search, tuning.space, tuning.evaluate, tuning.limits)
+    chosen, rule = choose(front, tuning.objectives, tuning.limits) if front else (0, "")
+    return Found(
+        tuning=tuning,
+        search=search,
+        front=front,
+        chosen=chosen,
+        rule=rule,
+        interrupted=interrupted,
+    )
+
+
+def _row(setting: Setting, outcome: Outcome) -> dict[str, Any]:
+    ids = sorted(setting.trigger_token_ids) if setting.policy == "boundary" else []
+    return {**setting.to_dict(), "trigger_token_ids": ids, **outcome.to_dict()}

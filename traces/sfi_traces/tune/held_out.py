@@ -1,0 +1,221 @@
+"""Whether mined trigger sets beat punctuation on what they were not mined from.
+
+A set takes its T_max and gap on the mined part, so that it is slow there no more often than punctuation as
+recorded. On the rest it is set beside punctuation at the same slow rate: the best mixture, by time, of two of
+punctuation's own T_max and gaps, chosen on the rest itself, which is in punctuation's favor. The set beats
+punctuation if it keeps more there, beyond doubt.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from sfi_traces.replay import Setting, StepMetrics, Supports, replay_request
+from sfi_traces.replay.support import Floats
+from sfi_traces.tune.mining import MinedToken, propose, rank
+from sfi_traces.tune.trigger_sets import NamedSet
+
+SHARE = 0.6  # of the requests, or of the steps of the only one, that are mined
+T_MAX, GAPS = (8, 16, 32, 64, 128), (0, 4, 8, 16, 24)
+BLOCK = 16  # steps; what one refresh serves is not independent
+LEAST_BLOCKS = 5
+DRAWS, SEED = 2000, 0
+EDGES = (2.5, 97.5)  # percentiles of the interval
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """A proposed set beside punctuation, on the part that was held out.
+
+    Attributes:
+        name: What it is called.
+        tokens: The texts of its mined tokens.
+        token_ids: Its ids.
+        t_max: Its T_max, chosen on the mined part.
+        min_gap: Its gap, chosen there.
+        slow_rate: Share of slow steps, held out; of punctuation the same, but where it cannot be so slow.
+        difference: Retained mass over all steps, a slow one counting 1, less punctuation's.
+        low: Lower end of the interval of the difference; None where too little was held out.
+        high: Upper end.
+        beats: Whether it keeps more beyond doubt.
+    """
+
+    name: str
+    tokens: tuple[str, ...]
+    token_ids: tuple[int, ...]
+    t_max: int
+    min_gap: int
+    slow_rate: float
+    difference: float
+    low: float | None
+    high: float | None
+    beats: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mined:
+    """What mining found.
+
+    Attributes:
+        tokens: The tokens of the mined part, ranked.
+        verdicts: The proposals; empty where the support moves after no token beyond doubt.
+        better: The sets that beat punctuation.
+        split: What was mined, in words.
+    """
+
+    tokens: list[MinedToken]
+    verdicts: list[Verdict]
+    better: list[NamedSet]
+    split: str
+
+
+def mine(
+    recorded: Sequence[Supports], base: Setting, punctuation: NamedSet, texts: Mapping[int, str]
+) -> Mined:
+    """Mine one part of some requests, and try what it gives on the other.
+
+    Args:
+        recorded: The requests.
+        base: The trace's own setting; its trigger delay says how far to look.
+        punctuation: What to beat.
+        texts: The tokens' texts.
+
+    Raises:
+        TraceError: A trace is redacted.
+    """
+    config = base.config.replace(trigger_policy="boundary")
+    base = replace(base, config=config, trigger_token_ids=punctuation.token_ids)
+    first, rest, split = divide(recorded)
+    tokens = rank(first, texts, lags=config.trigger_delay + 1, budget=config.budget)
+    proposals = propose(tokens, punctuation)
+    verdicts, better = [], []
+    for one in proposals:
+        verdict = _verdict(one, base, first, rest)
+        if verdict is not None:
+            verdicts.append(verdict)
+            better += [one] if verdict.beats else []
+    return Mined(tokens=tokens, verdicts=verdicts, better=better, split=split)
+
+
+def divide(recorded: Sequence[Supports]) -> tuple[list[Supports], list[Supports], str]:
+    """Return what is mined, what is held out, and how it was divided."""
+    if len(recorded) > 1:
+        count = min(len(recorded) - 1, max(1, round(SHARE * len(recorded))))
+        words = f"{count} of {len(recorded)} requests mined, the others held out"
+        return list(recorded[:count]), list(recorded[count:]), words
+    (one,) = recorded
+    count = max(1, round(SHARE * one.steps))
+    words = f"{count} of {one.steps} steps mined, the others held out"
+    return [one.first(count)], [one.since(min(count, one.steps - 1))], words
+
+
+def _verdict(
+    proposal: NamedSet, base: Setting, first: Sequence[Supports], rest: Sequence[Supports]
+) -> Verdict | None:
+    limit = _slow_rate(_replayed(first, base))
+    mined = replace(base, trigger_token_ids=proposal.token_ids, triggers=proposal.name)
+    tuned = max(
+        (
+            (_mean_kept(metrics), setting)
+            for setting in _grid(mined)
+            if _slow_rate(metrics := _replayed(first, setting)) <= limit
+        ),
+        key=lambda pair: pair[0],
+        default=None,
+    )
+    if tuned is None:
+        return None
+    setting = tuned[1]
+    new = _replayed(rest, setting)
+    rivals = [_replayed(rest, one) for one in _grid(base)]
+    differences = [
+        _kept(one) - other for one, other in zip(new, mixture(rivals, _slow_rate(new)), strict=True)
+    ]
+    pooled = np.concatenate(differences)
+    low, high = interval(differences)
+    return Verdict(
+        name=proposal.name,
+        tokens=proposal.texts,
+        token_ids=tuple(sorted(proposal.token_ids)),
+        t_max=setting.config.t_max,
+        min_gap=setting.config.min_gap,
+        slow_rate=_slow_rate(new),
+        difference=float(pooled.mean()) if len(pooled) else 0.0,
+        low=low,
+        high=high,
+        beats=low is not None and low > 0,
+    )
+
+
+def _grid(setting: Setting) -> list[Setting]:
+    # the set with other T_max and gaps, and with no slow step at all
+    config = setting.config
+    pairs = product(sorted({*T_MAX, config.t_max}), sorted({*GAPS, config.min_gap}))
+    configs = [config.replace(t_max=t_max, min_gap=gap) for t_max, gap in pairs]
+    return [
+        replace(setting, config=one) for one in (*configs, config.replace(trigger_policy="never"))
+    ]
+
+
+def mixture(rivals: Sequence[Sequence[StepMetrics]], rate: float) -> list[Floats]:
+    """Mix the two settings that keep most at a slow rate, in the shares that give it; steps by request."""
+    points = [(_slow_rate(one), _mean_kept(one), one) for one in rivals]
+    best: tuple[float, float, Any, Any] | None = None
+    for low, high in product(points, points):
+        if low[0] > rate or (high is not low and high[0] < rate):
+            continue
+        share = (rate - low[0]) / (high[0] - low[0]) if high[0] > low[0] else 0.0
+        kept = (1 - share) * low[1] + share * high[1]
+        if best is None or kept > best[0]:
+            best = kept, share, low[2], high[2]
+    assert best is not None, "without slow steps the rate is 0"
+    _, share, low_metrics, high_metrics = best
+    return [
+        (1 - share) * _kept(one) + share * _kept(other)
+        for one, other in zip(low_metrics, high_metrics, strict=True)
+    ]
+
+
+def _mean_kept(metrics: Sequence[StepMetrics]) -> float:
+    kept_N = np.concatenate([_kept(one) for one in metrics])
+    return float(kept_N.mean()) if len(kept_N) else 1.0
+
+
+def _replayed(recorded: Sequence[Supports], setting: Setting) -> list[StepMetrics]:
+    return [replay_request(one, setting) for one in recorded]
+
+
+def _slow_rate(metrics: Sequence[StepMetrics]) -> float:
+    slow_N = np.concatenate([one.slow_N[1:] for one in metrics])
+    return float(slow_N.mean()) if len(slow_N) else 0.0
+
+
+def _kept(metrics: StepMetrics) -> Floats:
+    # of each decoding step, the mean over layers and heads; 1 where it is slow
+    kept_N: Floats = metrics.lower_NU[1:].mean(1)
+    return kept_N
+
+
+def interval(differences: Sequence[Floats]) -> tuple[float | None, float | None]:
+    """Bootstrap the mean of some requests' steps, in blocks of consecutive ones.
+
+    Returns:
+        Both ends of the interval; None where there are too few blocks.
+    """
+    blocks = [
+        one[start : start + BLOCK] for one in differences for start in range(0, len(one), BLOCK)
+    ]
+    if len(blocks) < LEAST_BLOCKS:
+        return None, None
+    sums, counts = np.array([b.sum() for b in blocks]), np.array([len(b) for b in blocks])
+    drawn = np.random.default_rng(SEED).integers(len(blocks), size=(DRAWS, len(blocks)))
+    means = sums[drawn].sum(1) / counts[drawn].sum(1)
+    low, high = np.percentile(means, EDGES)
+    return float(low), float(high)

@@ -1,0 +1,169 @@
+"""Which tokens the support moves after: candidates for a trigger set, from a recorded run.
+
+The movement after a token is by how much less than usual the support of the steps that follow overlaps with
+that of the step which generated it, the mean over lags, layers and heads. The sample of a token is its
+occurrences; its interval is Student's, at a level that holds for all tokens together (Bonferroni).
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from sfi_core.errors import TraceError
+from sfi_traces.replay import Supports
+from sfi_traces.replay.replay import overlap_after, top
+from sfi_traces.replay.support import NO_TOKEN, Floats
+from sfi_traces.tune.trigger_sets import NamedSet
+
+LEVEL = 0.95
+LEAST = 3  # occurrences, without which there is no interval worth the name
+MOST_RATE = 0.2  # of the steps that a proposed set may make slow
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MinedToken:
+    """A generated token, and how the support moves after it.
+
+    Attributes:
+        token_id: Its id.
+        text: Its text.
+        count: Occurrences that enough steps follow.
+        rate: Their share of the steps.
+        movement: How much less than usual the supports overlap, the mean.
+        low: Lower end of the interval of that mean; None with too few occurrences.
+        high: Upper end.
+    """
+
+    token_id: int
+    text: str
+    count: int
+    rate: float
+    movement: float
+    low: float | None
+    high: float | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return asdict(self)
+
+
+def rank(
+    recorded: Sequence[Supports], texts: Mapping[int, str], *, lags: int, budget: int
+) -> list[MinedToken]:
+    """Rank the generated tokens by the lower end of their movement's interval.
+
+    Args:
+        recorded: The requests to look at.
+        texts: The tokens' texts.
+        lags: Steps after a token to look at; one more than the trigger delay sees the refresh's own step.
+        budget: How many of a step's most probable positions are its support.
+
+    Raises:
+        TraceError: The trace is redacted.
+    """
+    if any(NO_TOKEN in one.tokens for one in recorded):
+        raise TraceError("trigger mining needs the tokens, and a trace is redacted; add --no-mine")
+    overlaps = [_overlaps(one, lags, budget) for one in recorded]
+    usual_L = np.concatenate(overlaps).mean(0) if any(map(len, overlaps)) else np.zeros(lags)
+    samples: dict[int, list[float]] = {}
+    for supports, overlap_NL in zip(recorded, overlaps, strict=True):
+        moved = (usual_L - overlap_NL).mean(1).tolist()
+        for token, movement in zip(
+            supports.tokens, moved, strict=False
+        ):  # the last have no steps after
+            samples.setdefault(token, []).append(movement)
+    steps = sum(map(len, overlaps))
+    tested = max(1, sum(len(values) >= LEAST for values in samples.values()))
+    level = 1 - (1 - LEVEL) / tested
+    found = [
+        _mined(token, texts.get(token, ""), values, steps, level)
+        for token, values in samples.items()
+    ]
+    return sorted(found, key=lambda one: (one.low is None, -(one.low or 0), -one.movement))
+
+
+def propose(
+    tokens: Sequence[MinedToken], recorded: NamedSet, *, most_rate: float = MOST_RATE
+) -> list[NamedSet]:
+    """Make trigger sets of the tokens that the support moves after, beyond doubt.
+
+    Args:
+        tokens: As `rank` orders them.
+        recorded: Punctuation, with which the second proposal is united.
+        most_rate: Share of the steps that a set's tokens may be; the first token is taken in any case.
+
+    Returns:
+        "mined" and "mined+punctuation"; nothing where no token is beyond doubt.
+    """
+    chosen: list[MinedToken] = []
+    for one in tokens:
+        if one.low is None or one.low <= 0:
+            break
+        if not chosen or sum(other.rate for other in chosen) + one.rate <= most_rate:
+            chosen.append(one)
+    if not chosen:
+        return []
+    ids, texts = frozenset(one.token_id for one in chosen), tuple(one.text for one in chosen)
+    mined = NamedSet(name="mined", token_ids=ids, texts=texts)
+    both = replace(mined, name="mined+punctuation", token_ids=ids | recorded.token_ids)
+    return [mined, both] if ids - recorded.token_ids else [mined]
+
+
+def _overlaps(supports: Supports, lags: int, budget: int) -> Floats:
+    # [N - lags, lags]: of each step's support with those of the steps after it
+    strongest = _strongest(supports, budget)
+    found = [
+        overlap_after(strongest, step, strongest.position_NUK[step + 1 : step + 1 + lags]).mean(1)
+        for step in range(supports.steps - lags)
+    ]
+    return np.array(found, np.float32).reshape(-1, lags)
+
+
+def _strongest(supports: Supports, budget: int) -> Supports:
+    N, U, K = supports.position_NUK.shape
+    kept = top(supports.mass_NUK.reshape(N * U, K), budget).reshape(N, U, K)
+    return replace(supports, position_NUK=np.where(kept, supports.position_NUK, np.int32(-1)))
+
+
+def _mined(token: int, text: str, values: list[float], steps: int, level: float) -> MinedToken:
+    n, mean = len(values), float(np.mean(values))
+    half = None
+    if n >= LEAST:
+        half = quantile(level, n - 1) * float(np.std(values, ddof=1)) / math.sqrt(n)
+    return MinedToken(
+        token_id=token,
+        text=text,
+        count=n,
+        rate=n / steps,
+        movement=mean,
+        low=None if half is None else mean - half,
+        high=None if half is None else mean + half,
+    )
+
+
+def quantile(level: float, freedom: int) -> float:
+    """Return t so that Student's |T| stays below it with probability `level`.
+
+    By bisection of the closed form for whole degrees of freedom (Abramowitz and Stegun, 26.7.3 and 26.7.4).
+    """
+    low, high = 0.0, math.pi / 2
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _within(middle, freedom) < level else (low, middle)
+    return math.tan(low) * math.sqrt(freedom)
+
+
+def _within(theta: float, freedom: int) -> float:
+    total = math.sin(theta) * sum(_terms(math.cos(theta), freedom))
+    return total if freedom % 2 == 0 else 2 / math.pi * (theta + total)
+
+
+def _terms(cosine: float, freedom: int) -> Iterator[float]:
+    odd = freedom % 2
+    term = cosine if odd else 1.0
+    for k in range(2 + odd, freedom + 1, 2):
+        yield term
+        term *= cosine * cosine * (k - 1) / k

@@ -1,0 +1,88 @@
+"""A tuning as a figure: every trial, the front, and what was measured."""
+
+from pathlib import Path
+from typing import Any
+
+from sfi_traces.figures import save
+
+ALL, FRONT, CHOSEN, MEASURED = "#9aa5b1", "tab:blue", "tab:red", "tab:orange"
+COSTS = {"bytes": ("MB read for a token, byte model", 1e-6), "slow-rate": ("slow rate", 1.0)}
+KEPT = {"retained": "retained mass of fast steps, mean", "retained-p5": "the same, 5th percentile"}
+FIELDS = {
+    "bytes": "bytes_per_token",
+    "slow-rate": "slow_rate",
+    "retained": "retained_mass",
+    "retained-p5": "retained_mass_p5",
+}
+
+
+def write_plot(document: dict[str, Any], path: Path, *, kind: str) -> None:
+    """Draw what settings keep against what they cost, an axis for each pair of objectives.
+
+    Args:
+        document: The tuning's document, with at least one setting on the front.
+        path: Where to.
+        kind: "png" or "svg"; the path may end in something else.
+    """
+    from sfi_traces.figures.style import MUTED, new_figure, plain  # noqa: PLC0415 - an extra
+
+    names = [one["name"] for one in document["objectives"]]
+    rows = [name for name in names if name in KEPT]
+    columns = [name for name in names if name in COSTS]
+    figure = new_figure(1.5 + 6.0 * len(columns), 0.8 + 4.2 * len(rows))
+    grid = figure.subplots(len(rows), len(columns), squeeze=False)
+    for axes_of_row, kept in zip(grid, rows, strict=True):
+        for axes, cost in zip(axes_of_row, columns, strict=True):
+            _draw(axes, document, cost, kept)
+            plain(axes)
+            axes.set_xlabel(COSTS[cost][0])
+            axes.set_ylabel(KEPT[kept])
+    grid[0][0].legend(frameon=False, fontsize=8)
+    figure.suptitle(
+        f"{document['model']}: {document['trials']:,} trials on {document['steps']:,} recorded steps",
+        fontsize=10, color=MUTED,
+    )  # fmt: skip
+    save(figure, path, kind)
+
+
+def _draw(axes: Any, document: dict[str, Any], cost: str, kept: str) -> None:
+    names = [one["name"] for one in document["objectives"]]
+    scale = COSTS[cost][1]
+    points = [
+        (values[names.index(cost)] * scale, values[names.index(kept)])
+        for values in document["points"]
+    ]
+    axes.scatter(
+        *zip(*points, strict=True), s=9, color=ALL, alpha=0.5, linewidths=0, label="trials"
+    )
+    front = [_place(row, cost, kept) for row in document["front"]]
+    axes.plot(
+        *zip(*front, strict=True),
+        "o-",
+        color=FRONT,
+        markersize=4,
+        linewidth=0.9,
+        label="Pareto front",
+    )
+    recorded = _place(document["recorded"], cost, kept)
+    axes.scatter(
+        *recorded, s=70, marker="*", color="black", label="the trace's own setting", zorder=3
+    )
+    for row in document["front"]:
+        if row["chosen"]:
+            axes.scatter(
+                *_place(row, cost, kept), s=110, facecolors="none", edgecolors=CHOSEN, linewidths=1.6,
+                label="chosen", zorder=4,
+            )  # fmt: skip
+    # a run whose tokens soon differ was measured on a few steps only, which the front's numbers are not of
+    whole = [one for one in document["confirmed"] if one["steps"] == one["recorded_steps"]]
+    measured = [one["measured"] for one in whole]
+    if measured:
+        places = [(row[FIELDS[cost]] * scale, row[FIELDS[kept]]) for row in measured]
+        axes.scatter(
+            *zip(*places, strict=True), s=40, marker="x", color=MEASURED, label="measured", zorder=5
+        )
+
+
+def _place(row: dict[str, Any], cost: str, kept: str) -> tuple[float, float]:
+    return row[FIELDS[cost]] * COSTS[cost][1], row[FIELDS[kept]]

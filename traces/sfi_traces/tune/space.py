@@ -1,0 +1,244 @@
+"""What a tuning searches: settings, each with some values or a range."""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, Self
+
+import numpy as np
+
+from sfi_core.errors import ConfigError
+from sfi_traces.replay import RULES, Setting, Supports
+from sfi_traces.replay.replay import check_budget
+from sfi_traces.replay.schedule import mean_cosine
+from sfi_traces.tune.trigger_sets import NamedSet
+
+POLICIES = ("boundary", "cosine", "stride", "t-max")
+SEARCHED = (  # besides the policy and the trigger sets
+    "t_max", "trigger_delay", "min_gap", "slow_start", "stride", "cosine_threshold",
+    "budget", "recent", "span",
+)  # fmt: skip
+FLOATS = ("cosine_threshold",)
+LOG = 8  # a range of whole numbers whose ends are so far apart is searched by its logarithm
+COSINES = (1, 50)  # percentiles of the recorded query cosines, the default range of the threshold
+
+
+class Trial(Protocol):
+    """What suggests values: a trial of Optuna, or its FixedTrial."""
+
+    def suggest_categorical(self, name: str, choices: Sequence[Any]) -> Any:
+        """Pick one."""
+
+    def suggest_int(self, name: str, low: int, high: int, *, log: bool = False) -> int:
+        """Pick a whole number, both ends included."""
+
+    def suggest_float(self, name: str, low: float, high: float) -> float:
+        """Pick a number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One dimension of the search.
+
+    Attributes:
+        name: A field of `SfiConfig`; "triggers" has the names of trigger sets.
+        values: What to try; of a range its two ends.
+        is_range: Whether everything between the ends may be tried.
+    """
+
+    name: str
+    values: tuple[Any, ...]
+    is_range: bool = False
+
+    @classmethod
+    def parse(cls, name: str, text: str) -> Self:
+        """Read `8,16,32`, `8:64` or one value.
+
+        Raises:
+            ConfigError: No value, one that is none, or a range that does not ascend.
+        """
+        option = name.replace("_", "-")
+        low, colon, high = text.partition(":")
+        if name in ("trigger_policy", "triggers"):
+            words = [word.strip() for word in text.split(",") if word.strip()]
+            values: list[Any] = list(dict.fromkeys(words))
+        else:
+            words = [low, high] if colon else text.split(",")
+            values = [_number(name, option, word.strip(), text) for word in words]
+            if colon and values[0] > values[1]:
+                raise ConfigError(f"{option} must be an ascending range LOW:HIGH, got {text}")
+            values = list(dict.fromkeys(values))
+        if not values:
+            raise ConfigError(f"{option} must have a value, got {text!r}")
+        return cls(name, tuple(values), is_range=bool(colon) and len(values) > 1)
+
+    def suggest(self, trial: Trial) -> Any:
+        """Let a trial pick a value; one that is fixed does not reach it."""
+        if len(self.values) == 1:
+            return self.values[0]
+        if not self.is_range:
+            return trial.suggest_categorical(self.name, self.values)
+        low, high = self.values
+        if self.name in FLOATS:
+            return trial.suggest_float(self.name, low, high)
+        return trial.suggest_int(self.name, low, high, log=low > 0 and high >= LOG * low)
+
+    def has(self, value: Any) -> bool:
+        """Say whether a value may be tried."""
+        if not self.is_range:
+            return value in self.values
+        return bool(self.values[0] <= value <= self.values[1])
+
+
+def _number(name: str, option: str, word: str, text: str) -> float:
+    try:
+        return float(word) if name in FLOATS else int(word)
+    except ValueError as error:
+        raise ConfigError(
+            f"{option} must be numbers like 8,16,32 or a range like 8:64, got {text!r}"
+        ) from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Space:
+    """The settings that a tuning may try.
+
+    Attributes:
+        base: Gives what is not searched.
+        sets: The trigger sets, by name.
+        axes: The dimensions, by name.
+    """
+
+    base: Setting
+    sets: Mapping[str, NamedSet]
+    axes: Mapping[str, Axis]
+
+    @classmethod
+    def of(
+        cls,
+        base: Setting,
+        recorded: Sequence[Supports],
+        sets: Sequence[NamedSet],
+        given: Mapping[str, str | None],
+    ) -> Self:
+        """Take the dimensions that were given, and for the others the default ones.
+
+        Args:
+            base: The trace's own setting.
+            recorded: The traces' supports: the budget can be no larger than what they hold.
+            sets: Trigger sets, the trace's own first.
+            given: Values or a range by name, as `Axis.parse` reads them; None takes the default.
+
+        Raises:
+            ConfigError: A value that cannot run or has no effect, or nothing to choose between.
+            TraceError: A budget beyond the audit's.
+        """
+        texts = {name: text for name, text in given.items() if text is not None}
+        axes = _defaults(recorded, sets)
+        axes |= {name: Axis.parse(name, text) for name, text in texts.items()}
+        _check(base, recorded, axes, set(texts))
+        policies = axes["trigger_policy"].values
+        kept = {n: axis for n, axis in axes.items() if any(_used(n, one) for one in policies)}
+        if all(len(axis.values) == 1 for axis in kept.values()):
+            raise ConfigError(
+                "search space must have more than one setting, got one value for every dimension; "
+                "sfi trace replay shows a single one"
+            )
+        return cls(base=base, sets={one.name: one for one in sets}, axes=kept)
+
+    def setting(self, trial: Trial) -> Setting:
+        """Let a trial pick a setting; it is asked only for what its trigger policy looks at."""
+        policy = self.axes["trigger_policy"].suggest(trial)
+        values = {
+            name: axis.suggest(trial)
+            for name, axis in self.axes.items()
+            if name != "trigger_policy" and _used(name, policy)
+        }
+        chosen = self.sets.get(values.pop("triggers", ""))
+        config = self.base.config.replace(trigger_policy=policy, **values)
+        if chosen is None:
+            return replace(self.base, config=config)
+        return Setting(config=config, trigger_token_ids=chosen.token_ids, triggers=chosen.name)
+
+    def base_values(self) -> dict[str, Any] | None:
+        """Return the values that give the base, for a first trial; None where it lies outside."""
+        config = self.base.config
+        values = {
+            name: self.base.triggers if name == "triggers" else getattr(config, name)
+            for name in self.axes
+            if name == "trigger_policy" or _used(name, config.trigger_policy)
+        }
+        if not all(self.axes[name].has(value) for name, value in values.items()):
+            return None
+        return {n: v for n, v in values.items() if len(self.axes[n].values) > 1}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON; ranges as LOW:HIGH."""
+        return {
+            name: f"{axis.values[0]}:{axis.values[1]}" if axis.is_range else list(axis.values)
+            for name, axis in self.axes.items()
+        }
+
+    def fingerprint(self) -> str:
+        """Return what tells this space from others."""
+        sets = {name: sorted(one.token_ids) for name, one in self.sets.items()}
+        own = {**self.base.config.to_dict(), "ids": sorted(self.base.trigger_token_ids)}
+        text = json.dumps([self.to_dict(), sets, own], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _used(name: str, policy: str) -> bool:
+    rules = [rule for rule, names in RULES.items() if name in names]
+    return not rules or policy in rules
+
+
+def _defaults(recorded: Sequence[Supports], sets: Sequence[NamedSet]) -> dict[str, Axis]:
+    longest = max(int(one.length_N[-1]) for one in recorded)
+    top = min(one.top for one in recorded)
+    most = max(1, min(top, longest // 4))
+    few = max(1, min(most, longest // 64))
+    recent = max(1, min(512, longest // 8))
+    cosine = np.concatenate([mean_cosine(one) for one in recorded])
+    known = cosine[~np.isnan(cosine)]
+    policies = [policy for policy in POLICIES if policy != "cosine" or len(known)]
+    low, high = (
+        (float(round(x, 3)) for x in np.percentile(known, COSINES)) if len(known) else (0, 1)
+    )
+    ranges = {
+        "t_max": (8, 128), "min_gap": (0, 16), "stride": (4, 64), "span": (0, 16),
+        "budget": (few, most), "recent": (min(32, recent), recent), "cosine_threshold": (low, high),
+    }  # fmt: skip
+    found = {
+        "trigger_policy": Axis("trigger_policy", tuple(policies)),
+        "triggers": Axis("triggers", tuple(one.name for one in sets)),
+        "trigger_delay": Axis("trigger_delay", (0, 1, 2)),
+        "slow_start": Axis("slow_start", (1, 2)),
+    }
+    for name, (first, last) in ranges.items():
+        values = (first,) if first == last else (first, last)
+        found[name] = Axis(name, values, is_range=first != last)
+    return {name: found[name] for name in ("trigger_policy", "triggers", *SEARCHED)}
+
+
+def _check(
+    base: Setting, recorded: Sequence[Supports], axes: Mapping[str, Axis], given: set[str]
+) -> None:
+    policies = axes["trigger_policy"].values
+    for policy in policies:
+        if policy not in RULES or policy == "entropy":
+            known = [name for name in RULES if name != "entropy"]
+            raise ConfigError(f"trigger-policy must be one of {known}, got {policy!r}")
+    for name in sorted(given - {"trigger_policy"}):
+        option = "trigger-set" if name == "triggers" else name.replace("_", "-")
+        if not any(_used(name, policy) for policy in policies):
+            users = [rule for rule, names in RULES.items() if name in names]
+            raise ConfigError(
+                f"{option} must come with --trigger-policy {' or '.join(users)}, got {','.join(policies)}"
+            )
+    for name, axis in axes.items():
+        if name != "triggers":
+            for value in axis.values:
+                base.config.replace(**{name: value})
+    for one in recorded:
+        check_budget(one, max(axes["budget"].values))

@@ -1,0 +1,231 @@
+"""The search: an Optuna study on disk, which several processes on several machines may share.
+
+A study's name says what it was made for: traces, space and objectives. Work is counted in the file: a trial
+is one too many if as many as asked for, done or under way, came before it.
+"""
+
+import os
+import random
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from sfi_core.errors import ConfigError, InputError
+from sfi_traces.tune.storage import careful, check_path, open_storage
+
+SAMPLERS = ("tpe", "nsga2")
+PREFIX = "sfi-tune"
+Direction = Literal["minimize", "maximize"]
+Measured = tuple[
+    Sequence[float], Mapping[str, float]
+]  # values, and constraints: at most 0 where kept
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Purpose:
+    """What a study is made for; another study's trials would mean nothing.
+
+    Attributes:
+        traces: Tells the traces from others.
+        space: Tells the search space from others.
+        objectives: Tells the objectives and limits from others.
+    """
+
+    traces: str
+    space: str
+    objectives: str
+
+    @property
+    def name(self) -> str:
+        """The study's name."""
+        return f"{PREFIX}/{self.traces}/{self.space}/{self.objectives}"
+
+    def difference(self, name: str) -> str:
+        """Say in what another study differs."""
+        prefix, *parts = name.split("/")
+        own = {"traces": self.traces, "search space": self.space, "objectives": self.objectives}
+        if prefix != PREFIX or len(parts) != len(own):
+            return "by another program"
+        pairs = zip(own.items(), parts, strict=True)
+        return "with other " + " and ".join(kind for (kind, mine), its in pairs if mine != its)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Search:
+    """A study that is open.
+
+    Attributes:
+        study: Optuna's.
+        path: Its file.
+        created: Whether this process made it.
+    """
+
+    study: Any
+    path: Path
+    created: bool
+
+    @classmethod
+    def open(
+        cls,
+        path: Path,
+        purpose: Purpose,
+        directions: Sequence[Direction],
+        *,
+        sampler: str = "tpe",
+        seed: int = 0,
+        resume: bool = False,
+    ) -> "Search":
+        """Make a study, or go on with one.
+
+        Args:
+            path: Its file: SQLite or a journal, by the suffix.
+            purpose: What it is for.
+            directions: "minimize" or "maximize", for each objective.
+            sampler: "tpe" or "nsga2".
+            seed: Of the sampler; a process that joins a study draws otherwise.
+            resume: Whether a file that is there may be gone on with.
+
+        Raises:
+            ConfigError: An unknown suffix or sampler, or a file that is there without `resume`.
+            InputError: The file is no study, a damaged one, or was made for something else.
+            SfiError: The file is locked or cannot be written.
+        """
+        import optuna  # noqa: PLC0415 - an extra
+
+        check_path(path, resume=resume)
+        if sampler not in SAMPLERS:
+            raise ConfigError(f"sampler must be one of {SAMPLERS}, got {sampler!r}")
+        with careful(path):
+            storage = open_storage(path)
+            names = optuna.get_all_study_names(storage)
+            if names and purpose.name not in names:
+                raise InputError(
+                    f"study {path} was made {purpose.difference(names[0])}; choose another --study"
+                )
+            created = True
+            try:
+                study = optuna.create_study(
+                    storage=storage, study_name=purpose.name, directions=list(directions)
+                )
+            except optuna.exceptions.DuplicatedStudyError:
+                study = optuna.load_study(study_name=purpose.name, storage=storage)
+                created = False
+            kinds = {"tpe": optuna.samplers.TPESampler, "nsga2": optuna.samplers.NSGAIISampler}
+            study.sampler = kinds[sampler](seed=seed if created else _joined_seed(seed, study))
+        return cls(study=study, path=path, created=created)
+
+    def run(
+        self,
+        suggest: Callable[[Any], Any],
+        measure: Callable[[Any], Measured],
+        trials: int,
+        *,
+        first: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
+        on_trial: Callable[[int], None] = lambda _: None,
+    ) -> bool:
+        """Try settings until all workers together have tried so many.
+
+        Args:
+            suggest: Lets a trial pick a setting.
+            measure: Says what a setting gives; asked once for equal ones, whoever tried them.
+            trials: How many the study is to have in all.
+            first: Values to begin with, if this process made the study.
+            timeout: Seconds after which no new trial begins.
+            on_trial: Told how many the study has.
+
+        Returns:
+            Whether Ctrl-C ended it; a trial under way is finished first.
+
+        Raises:
+            SfiError: The file is locked or cannot be written.
+        """
+        end = None if timeout is None else time.monotonic() + timeout
+        with careful(self.path), _interrupts() as interrupted:
+            if first and self.created:
+                self.study.enqueue_trial(dict(first), skip_if_exists=True)
+            while not interrupted() and (end is None or time.monotonic() < end):
+                if len(self._trials("COMPLETE", "RUNNING")) >= trials:
+                    break
+                trial = self.study.ask()
+                try:
+                    before = self._before(trial.number)
+                    if before >= trials:  # another worker was faster
+                        self._drop(trial)
+                        break
+                    self._try(trial, suggest(trial), measure)
+                    on_trial(before + 1)
+                except BaseException:
+                    self._drop(trial)
+                    raise
+            return interrupted()
+
+    def complete(self) -> list[Any]:
+        """Return the trials that have values, by number."""
+        with careful(self.path):
+            return self._trials("COMPLETE")
+
+    def best(self) -> list[Any]:
+        """Return the feasible trials that no other dominates."""
+        with careful(self.path):
+            trials: list[Any] = self.study.best_trials
+            return trials
+
+    def _try(self, trial: Any, setting: Any, measure: Callable[[Any], Measured]) -> None:
+        same = (one for one in self._trials("COMPLETE") if one.params == trial.params)
+        if (known := next(same, None)) is not None:
+            values, constraints = known.values, known.constraints
+        else:
+            values, constraints = measure(setting)
+        for name, value in constraints.items():
+            trial.set_constraint(name, value)
+        self.study.tell(trial, list(values))
+
+    def _trials(self, *states: str) -> list[Any]:
+        from optuna.trial import TrialState  # noqa: PLC0415 - an extra
+
+        wanted = tuple(TrialState[state] for state in states)
+        trials: list[Any] = self.study.get_trials(deepcopy=False, states=wanted)
+        return trials
+
+    def _before(self, number: int) -> int:
+        earlier = self._trials("COMPLETE", "RUNNING", "WAITING")
+        return sum(trial.number < number for trial in earlier)
+
+    def _drop(self, trial: Any) -> None:
+        from optuna.trial import TrialState  # noqa: PLC0415 - an extra
+
+        self.study.tell(trial, state=TrialState.FAIL, skip_if_finished=True)
+
+
+def _joined_seed(seed: int, study: Any) -> int:
+    # workers that draw alike would try the same settings
+    mixed = f"{seed} {len(study.get_trials(deepcopy=False))} {socket.gethostname()} {os.getpid()}"
+    return random.Random(mixed).getrandbits(32)  # noqa: S311 - no secret
+
+
+@contextmanager
+def _interrupts() -> Iterator[Callable[[], bool]]:
+    # a Ctrl-C within a write would leave half a line in a file that others read; a second one is at once
+    asked = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield asked.is_set
+        return
+    before = signal.getsignal(signal.SIGINT)
+
+    def ask(_number: int, _frame: Any) -> None:
+        if asked.is_set():
+            raise KeyboardInterrupt
+        asked.set()
+
+    signal.signal(signal.SIGINT, ask)
+    try:
+        yield asked.is_set
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,120 @@
+"""What is tuned: traces, what was mined from them, the search space, objectives and limits."""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from sfi_traces.reader import Trace
+from sfi_traces.replay import RecordedVocabulary, Setting, Supports
+from sfi_traces.replay.measured import check_one_model
+from sfi_traces.tune.held_out import Mined, mine
+from sfi_traces.tune.objective import Evaluator, Limits, Objective
+from sfi_traces.tune.space import Space
+from sfi_traces.tune.study import Purpose, Search
+from sfi_traces.tune.trigger_sets import (
+    distinct,
+    given_sets,
+    punctuation_sets,
+    recorded_set,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuning:
+    """What is searched, and on what.
+
+    Attributes:
+        traces: The traces, of one model.
+        recorded: The supports of each.
+        space: The settings that may be tried.
+        objectives: What is asked of them.
+        limits: What they have to keep.
+        evaluate: Replays them.
+        mined: What mining found; None where it was not asked for.
+    """
+
+    traces: Sequence[Trace]
+    recorded: Sequence[Sequence[Supports]]
+    space: Space
+    objectives: Mapping[str, Objective]
+    limits: Limits
+    evaluate: Evaluator
+    mined: Mined | None
+
+    @classmethod
+    def of(
+        cls,
+        traces: Sequence[Trace],
+        *,
+        axes: Mapping[str, str | None],
+        trigger_sets: Mapping[str, Sequence[str]],
+        mining: bool,
+        objectives: Mapping[str, Objective],
+        limits: Limits,
+        batch: int = 1,
+    ) -> Self:
+        """Read traces, mine them, and lay the search space out.
+
+        Args:
+            traces: At least one, audited at every step, of one model; the first gives what is not searched.
+            axes: Values or ranges by setting; None takes the default.
+            trigger_sets: Trigger strings by name, in place of the default sets.
+            mining: Whether to mine for further sets.
+            objectives: By name.
+            limits: What is feasible.
+            batch: Requests that share the weights, in the byte model.
+
+        Raises:
+            TraceError: No audit, different models, a redacted trace where its tokens are needed, or a budget
+                beyond the audit's.
+            ConfigError: A setting out of range, or nothing to choose between.
+        """
+        for trace in traces[1:]:
+            check_one_model(traces[0], trace)
+        recorded = [Supports.load(trace) for trace in traces]
+        requests = [one for each in recorded for one in each]
+        base = Setting.recorded(traces[0])
+        own = recorded_set(base)
+        sets = (
+            given_sets(traces, trigger_sets) if trigger_sets else [own, *punctuation_sets(traces)]
+        )
+        mined = None
+        if mining:
+            mined = mine(requests, base, own, _texts(traces))
+            sets = [*sets, *mined.better]
+        generated = {token for one in requests for token in one.tokens}
+        space = Space.of(base, requests, distinct(sets, generated), axes)
+        evaluate = Evaluator(recorded=requests, batch=batch)
+        return cls(
+            traces=traces, recorded=recorded, space=space, objectives=objectives, limits=limits,
+            evaluate=evaluate, mined=mined,
+        )  # fmt: skip
+
+    @property
+    def purpose(self) -> Purpose:
+        """What a study of it is for."""
+        manifests = sorted(json.dumps(trace.manifest, sort_keys=True) for trace in self.traces)
+        limits = [self.limits.min_retained, self.limits.max_read]
+        return Purpose(
+            traces=hashlib.sha256("".join(manifests).encode()).hexdigest()[:16],
+            space=f"{self.space.fingerprint()}-{self.evaluate.batch}",
+            objectives="-".join([*self.objectives, *map(str, limits)]),
+        )
+
+    def open(
+        self, path: Path, *, sampler: str = "tpe", seed: int = 0, resume: bool = False
+    ) -> Search:
+        """Make its study, or go on with it; see `Search.open`."""
+        directions = [one.direction for one in self.objectives.values()]
+        return Search.open(
+            path, self.purpose, directions, sampler=sampler, seed=seed, resume=resume
+        )
+
+
+def _texts(traces: Sequence[Trace]) -> Mapping[int, str]:
+    if any(trace.manifest["redacted"] for trace in traces):
+        return {}  # mining says what is missing
+    return RecordedVocabulary.of(traces).texts
