@@ -6,7 +6,7 @@ occurrences; its interval is Student's, at a level that holds for all tokens tog
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -129,10 +129,12 @@ def _strongest(supports: Supports, budget: int) -> Supports:
 
 
 def _mined(token: int, text: str, values: list[float], steps: int, level: float) -> MinedToken:
+    from scipy.stats import t as student  # noqa: PLC0415 - comes with the extra
+
     n, mean = len(values), float(np.mean(values))
     half = None
     if n >= LEAST:
-        half = quantile(level, n - 1) * float(np.std(values, ddof=1)) / math.sqrt(n)
+        half = float(student.ppf((1 + level) / 2, n - 1) * np.std(values, ddof=1)) / math.sqrt(n)
     return MinedToken(
         token_id=token,
         text=text,
@@ -142,28 +144,3 @@ def _mined(token: int, text: str, values: list[float], steps: int, level: float)
         low=None if half is None else mean - half,
         high=None if half is None else mean + half,
     )
-
-
-def quantile(level: float, freedom: int) -> float:
-    """Return t so that Student's |T| stays below it with probability `level`.
-
-    By bisection of the closed form for whole degrees of freedom (Abramowitz and Stegun, 26.7.3 and 26.7.4).
-    """
-    low, high = 0.0, math.pi / 2
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if _within(middle, freedom) < level else (low, middle)
-    return math.tan(low) * math.sqrt(freedom)
-
-
-def _within(theta: float, freedom: int) -> float:
-    total = math.sin(theta) * sum(_terms(math.cos(theta), freedom))
-    return total if freedom % 2 == 0 else 2 / math.pi * (theta + total)
-
-
-def _terms(cosine: float, freedom: int) -> Iterator[float]:
-    odd = freedom % 2
-    term = cosine if odd else 1.0
-    for k in range(2 + odd, freedom + 1, 2):
-        yield term
-        term *= cosine * cosine * (k - 1) / k

@@ -17,15 +17,16 @@ PATIENCE = 30.0  # seconds that a database may be busy with other workers
 
 
 def check_optuna() -> None:
-    """Refuse to search where Optuna is missing.
+    """Refuse to search where a package of the extra is missing.
 
     Raises:
         BackendError: Naming what to install.
     """
-    if find_spec("optuna") is None:
-        raise BackendError(
-            "tuning needs Optuna, which is not installed; pip install 'sfi-toolkit[tune]'"
-        )
+    for package in ("optuna", "scipy"):
+        if find_spec(package) is None:
+            raise BackendError(
+                f"tuning needs {package}, which is not installed; pip install 'sfi-toolkit[tune]'"
+            )
 
 
 def check_path(path: Path, *, resume: bool) -> None:
