@@ -127,6 +127,8 @@ def setting_values(rows: list[dict[str, Any]], name: str) -> list[str]:
 
 def setting_cell(value: Any) -> str:
     """Write a setting's value; a dash where its trigger policy does not look at it."""
+    if isinstance(value, float):
+        return f"{value:.3g}"
     return "-" if value is None else str(value).replace("\n", "\\n")
 
 

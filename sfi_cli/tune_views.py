@@ -14,7 +14,6 @@ from sfi_cli.tables import number, percent, plural, table
 
 ROWS, TOKENS = 16, 5  # of a front and of mined tokens that a terminal shows
 LEFT_OUT = ("worst", "overlap")  # of the columns of a replay
-MARKS = "* the trace's own setting; > chosen; x run for real."
 CONFIRMED = ("", "slow", "kept, predicted", "may be off by", "measured", "off by", "steps", "KL", "argmax",
              "tokens/s", "answer")  # fmt: skip
 ANSWERS = {True: "right", False: "WRONG", None: "-"}
@@ -87,7 +86,7 @@ def _front(document: dict[str, Any]) -> Any:
         [
             [
                 name + (" >" if row.get("chosen") else "") + (" x" if ran else ""),
-                *(setting_cell(_rounded(row[name])) for name in varied),
+                *(setting_cell(row[name]) for name in varied),
                 *(
                     cell
                     for n, cell in zip(OUTCOME, outcome_cells(row), strict=True)
@@ -98,10 +97,6 @@ def _front(document: dict[str, Any]) -> Any:
         ],
         left=1 + len({"policy", "triggers"} & set(varied)),
     )
-
-
-def _rounded(value: Any) -> Any:
-    return round(value, 3) if isinstance(value, float) else value
 
 
 def _shown(front: list[dict[str, Any]], confirmed: set[int]) -> list[int]:
@@ -118,7 +113,10 @@ def _legend(document: dict[str, Any]) -> list[str]:
         for name in SETTINGS
         if len(values := setting_values(rows, name)) == 1
     ]
-    return [*([f"Everywhere: {', '.join(same)}."] if same else []), MARKS]
+    own, budget = document["recorded_budget"], document["recorded"]["budget"]
+    cut = f", but for its budget of {own:,}: the audit recorded {budget:,}" if budget < own else ""
+    marks = f"* the trace's own setting{cut}; > chosen; x run for real."
+    return [*([f"Everywhere: {', '.join(same)}."] if same else []), marks]
 
 
 def _confirmed(document: dict[str, Any]) -> Any:

@@ -8,6 +8,7 @@ from pathlib import Path
 import optuna
 import pytest
 
+from sfi_cli.tune_views import tune_text
 from sfi_core.errors import ConfigError, InputError, SfiError
 from sfi_traces.reader import Trace
 from sfi_traces.tune import storage as storage_module
@@ -308,3 +309,15 @@ def test_several_traces_are_searched_as_one(tmp_path, trace):
     data = searched(tmp_path / "s.journal", own, 3).document()
     assert (data["requests"], data["steps"]) == (3, 180)
     assert data["recorded"]["t_max"] == 16  # the first trace's
+
+
+def test_a_budget_beyond_the_audit_s_is_cut_to_it_and_the_table_says_so(tmp_path):
+    """The default budget is larger than what an audit records by default."""
+    wide = Trace.open(make_trace(tmp_path / "b", config=CONFIG | {"budget": 2048}))
+    top = wide.manifest["audit"]["top"]
+    tuned = tuning(wide)
+    assert tuned.space.base.config.budget == top
+    found = find(tuned, tuned.open(tmp_path / "s.journal"), 5)
+    assert f"but for its budget of 2,048: the audit recorded {top}; >" in tune_text(
+        found.document()
+    )

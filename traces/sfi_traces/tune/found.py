@@ -113,6 +113,7 @@ class Found:
             "distinct_trials": len({json.dumps(t.params, sort_keys=True) for t in trials}),
             "points": [list(trial.values) for trial in trials],
             "recorded": _row(base, tuning.evaluate(base)),
+            "recorded_budget": tuning.traces[0].manifest["config"]["budget"],
             "front": [
                 {**_row(one.setting, one.outcome), "chosen": place == self.chosen}
                 for place, one in enumerate(self.front)

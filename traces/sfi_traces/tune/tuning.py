@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
@@ -76,7 +76,7 @@ class Tuning:
             check_one_model(traces[0], trace)
         recorded = [Supports.load(trace) for trace in traces]
         requests = [one for each in recorded for one in each]
-        base = Setting.recorded(traces[0])
+        base = replayable(Setting.recorded(traces[0]), requests)
         own = recorded_set(base)
         sets = (
             given_sets(traces, trigger_sets) if trigger_sets else [own, *punctuation_sets(traces)]
@@ -112,6 +112,13 @@ class Tuning:
         return Search.open(
             path, self.purpose, directions, sampler=sampler, seed=seed, resume=resume
         )
+
+
+def replayable(setting: Setting, recorded: Sequence[Supports]) -> Setting:
+    """Cut a trace's own budget to what its audit recorded; more of it cannot be replayed."""
+    tops = [one.top for one in recorded if one.length_N[-1] > one.top]
+    budget = min([setting.config.budget, *tops])
+    return replace(setting, config=setting.config.replace(budget=budget))
 
 
 def _texts(traces: Sequence[Trace]) -> Mapping[int, str]:
