@@ -42,7 +42,7 @@ QWEN3_06B = {
 def run_sfi(model: Any, policy: str, context: int, steps: int, stride: int) -> dict[str, Any]:
     """Decode `steps` tokens with our cache."""
     times = TimingObserver(model.device)
-    config = SfiConfig(trigger_policy="stride", stride=stride)
+    config = SfiConfig(trigger_policy="stride", stride=stride, slow_start=1, span=0)
     with slow_fast(model, None, config, policy=policy, observers=[times]) as session:
         reset_peak(model.device)
         expected = session.forecast(1, 1, context + steps + 1).total_bytes

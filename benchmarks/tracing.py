@@ -58,7 +58,7 @@ def subject(name: str, device: Any) -> tuple[Any, Any, Sequence[Any], SfiConfig,
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(Qwen3Config(**QWEN3_06B)).to(device, torch.bfloat16).eval()
     ids = torch.randint(0, QWEN3_06B["vocab_size"], (PROMPT,)).tolist()
-    config = SfiConfig(trigger_policy="stride", stride=20)
+    config = SfiConfig(trigger_policy="stride", stride=20, slow_start=1, span=0)
     return model, None, [ids], config, {"max_new_tokens": 41}
 
 
