@@ -109,7 +109,7 @@ class EvaluationJob:
         from sfi_traces.kernel_bench import check_plot
 
         check_plot(self.plot)
-        return FileOutput(self.plot, force=self.force)
+        return FileOutput(self.plot, force=self.force, quiet=self.quiet)
 
     def _draw(self, document: dict[str, Any], plot: FileOutput) -> None:
         from sfi_traces.evaluation.plots import write_plot

@@ -4,16 +4,16 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from sfi_cli.output import Output, message
+from sfi_cli.output import Output
 from sfi_core.errors import SfiError
 
 
 class FileOutput(Output):
     """One more file of a command, beside its data."""
 
-    def __init__(self, path: Path, *, force: bool) -> None:
+    def __init__(self, path: Path, *, force: bool, quiet: bool = False) -> None:
         """Check the path before the work starts; see `Output`."""
-        super().__init__(path, force=force)
+        super().__init__(path, force=force, quiet=quiet)
         self.path = path
 
     def save(self, write: Callable[[Path], None]) -> None:
@@ -29,4 +29,4 @@ class FileOutput(Output):
             self._temporary.replace(self.path)
         except OSError as error:
             raise SfiError(f"output {self.path} cannot be written: {error.strerror}") from error
-        message(f"Wrote {self.path}")
+        self._written()

@@ -114,9 +114,9 @@ class BenchFiles:
         files = cls()
         try:
             if output is not None:
-                files.output = FileOutput(output, force=written.force)
+                files.output = FileOutput(output, force=written.force, quiet=written.quiet)
             if plot is not None:
-                files.plot = FileOutput(plot, force=written.force)
+                files.plot = FileOutput(plot, force=written.force, quiet=written.quiet)
         except BaseException:
             files.discard()
             raise

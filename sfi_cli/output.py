@@ -22,14 +22,14 @@ class Output:
     Written to stdout, or with a path to a temporary file that takes the path's name when it is complete.
     """
 
-    def __init__(self, path: Path | None, *, force: bool) -> None:
-        """Check the path before the work starts.
+    def __init__(self, path: Path | None, *, force: bool, quiet: bool = False) -> None:
+        """Check the path before the work starts; `quiet` says nothing of what was written.
 
         Raises:
             ConfigError: The file exists and `force` is off.
             SfiError: The file cannot be written.
         """
-        self._path = path
+        self._path, self._quiet = path, quiet
         if path is None:
             return
         if path.exists() and not force:
@@ -83,7 +83,11 @@ class Output:
             self._temporary.replace(self._path)
         except OSError as error:
             raise SfiError(f"output {self._path} cannot be written: {error.strerror}") from error
-        message(f"Wrote {self._path}")
+        self._written()
+
+    def _written(self) -> None:
+        if not self._quiet:
+            message(f"Wrote {self._path}")
 
     def discard(self) -> None:
         """Remove the temporary file of a command that failed."""

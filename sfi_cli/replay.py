@@ -91,11 +91,11 @@ class ReplayJob:
             from sfi_traces.kernel_bench import check_plot
 
             check_plot(self.files.plot)
-        output = Output(self.files.output, force=self.files.force)
+        output = Output(self.files.output, force=self.files.force, quiet=self.files.quiet)
         plot = None
         try:
             if self.files.plot is not None:
-                plot = FileOutput(self.files.plot, force=self.files.force)
+                plot = FileOutput(self.files.plot, force=self.files.force, quiet=self.files.quiet)
             document = self._document()
             if self.files.json:
                 output.document(document)
@@ -222,7 +222,7 @@ class PlayJob:
         if steps is not None and steps.start >= playback.steps:
             raise ConfigError(f"step must be one of 0 to {playback.steps - 1}, got {self.step}")
         if steps is not None or self.files.output is not None or not play(playback, self.speed):
-            output = Output(self.files.output, force=self.files.force)
+            output = Output(self.files.output, force=self.files.force, quiet=self.files.quiet)
             try:
                 print_frames(playback, steps or range(playback.steps), output)
             finally:

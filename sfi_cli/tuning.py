@@ -134,11 +134,11 @@ class TuneJob:
 
             check_plot(self.files.plot)
         with ExitStack() as stack:
-            output = Output(self.files.output, force=self.files.force)
+            output = Output(self.files.output, force=self.files.force, quiet=self.files.quiet)
             stack.callback(output.discard)
             plot = None
             if self.files.plot is not None:
-                plot = FileOutput(self.files.plot, force=self.files.force)
+                plot = FileOutput(self.files.plot, force=self.files.force, quiet=self.files.quiet)
                 stack.callback(plot.discard)
             self._run(output, plot)
 

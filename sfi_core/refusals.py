@@ -1,6 +1,6 @@
 """What `slow_fast` refuses: backends, caches, padding and generation modes that it cannot run."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,6 +42,18 @@ def check_backend(backend: str, device: torch.device) -> None:
             check_device(device)
         except KernelLimitError as error:
             raise BackendError(str(error)) from error
+
+
+def check_dense_layers(asked: Sequence[int], layers: Sequence[int]) -> None:
+    """Refuse to leave a layer dense that SFI does not act on: it would have no effect.
+
+    Raises:
+        ConfigError: With the layers that there are.
+    """
+    if unknown := sorted(set(asked) - set(layers)):
+        raise ConfigError(
+            f"dense_layers must be among the full-attention layers {list(layers)}, got {unknown}"
+        )
 
 
 def prompt_tokens(mask: Any, batch: int, new: int, seen: int, *, final: bool) -> list[int]:

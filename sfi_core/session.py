@@ -21,7 +21,13 @@ from sfi_core.layer_shapes import layer_shapes
 from sfi_core.memory import Forecast, LayerShape, check_fits, forecast
 from sfi_core.observer import NullObserver, Observer, together
 from sfi_core.policies import policy_class
-from sfi_core.refusals import check_backend, check_cache, prompt_tokens, refuse_modes
+from sfi_core.refusals import (
+    check_backend,
+    check_cache,
+    check_dense_layers,
+    prompt_tokens,
+    refuse_modes,
+)
 from sfi_core.report import RunReport
 from sfi_core.run import Run
 from sfi_core.shadow import Shadow
@@ -59,7 +65,9 @@ class Session:
         self.model, self.config, self.policy_name = model, config, policy
         self.trigger_token_ids = resolve_triggers(tokenizer, config)
         trigger = Trigger(frozenset(self.trigger_token_ids), config)
-        self.policy = policy_class(policy)(config, trigger, full_attention_layers(model))
+        layers = full_attention_layers(model)
+        check_dense_layers(config.dense_layers, layers)
+        self.policy = policy_class(policy)(config, trigger, layers)
         self.observer = together(observers)
         self._audit = audit
         self._shadow = Shadow()

@@ -167,4 +167,4 @@ def generate(
         json=json,
         quiet=quiet,
     )  # fmt: skip
-    job.run(Output(output, force=force))
+    job.run(Output(output, force=force, quiet=quiet))

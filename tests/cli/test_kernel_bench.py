@@ -131,8 +131,9 @@ def test_parquet_json_and_figure_are_written_and_not_overwritten(tmp_path):
 def test_the_document_can_go_to_a_file_and_to_stdout(tmp_path):
     file = tmp_path / "x.json"
     arguments = (*SHAPE, "--op", "dense", "--retention", "0.5", "--json", "-q", "-o", str(file))
-    _, stdout, _ = inside(*arguments)
+    _, stdout, stderr = inside(*arguments)
     assert json.loads(file.read_text()) == json.loads(stdout)
+    assert stderr == ""
 
 
 def test_ctrl_c_writes_the_rows_so_far_and_ends_with_130(tmp_path, monkeypatch):

@@ -199,6 +199,15 @@ def test_unknown_policy_is_refused(model):
         slow_fast(model, None, SMALL, policy="sfy").__enter__()
 
 
+def test_a_dense_layer_that_the_model_does_not_have_is_refused(model):
+    with pytest.raises(ConfigError) as caught:
+        slow_fast(model, None, SMALL.replace(dense_layers=(0, 99))).__enter__()
+    layers = list(range(model.config.num_hidden_layers))
+    assert str(caught.value) == (
+        f"dense_layers must be among the full-attention layers {layers}, got [99]"
+    )
+
+
 def test_attention_argument_that_sfi_does_not_know_is_refused_by_name(model):
     query = torch.zeros(1, 4, 1, 16)
     with pytest.raises(UnsupportedModelError) as refusal:

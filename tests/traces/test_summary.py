@@ -83,6 +83,8 @@ def test_the_run_is_described_from_the_manifest(sparse):
         "budget": 20,
         "t_max": 16,
         "trigger_delay": 0,
+        "slow_start": 1,
+        "span": 0,
         "triggers": ["."],
     }
     assert run["requests"] == [{"request": r, "prompt_tokens": 200, "steps": 50} for r in range(2)]
