@@ -107,7 +107,6 @@ class Policy:
     Attributes:
         config: The run's settings; budgets are tokens per KV head.
         trigger: Says when a slow step is due.
-        layers: The full-attention layers of the model; empty where nobody said.
         selects_before: Whether `select_before` is to be called on fast steps.
         selects_after: Whether `select_after` is to be called on slow steps.
         observes_fast: Whether `observe_fast` is to be called.
@@ -124,9 +123,9 @@ class Policy:
     signal = ""
 
     def __init__(self, config: SfiConfig, trigger: Trigger, layers: Sequence[int] = ()) -> None:
+        """Take the settings; `layers` are the model's full-attention layers, for policies that choose some."""
         self.config = self.adapt(config)
         self.trigger = trigger
-        self.layers = tuple(layers)
 
     @classmethod
     def adapt(cls, config: SfiConfig) -> SfiConfig:
