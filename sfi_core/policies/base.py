@@ -123,7 +123,7 @@ class Policy:
     signal = ""
 
     def __init__(self, config: SfiConfig, trigger: Trigger, layers: Sequence[int] = ()) -> None:
-        """Take the settings; `layers` are the model's full-attention layers, for policies that choose some."""
+        """Take the settings; `layers`, the model's full-attention ones, are for policies that choose some."""
         self.config = self.adapt(config)
         self.trigger = trigger
 
