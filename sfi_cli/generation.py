@@ -13,6 +13,7 @@ from sfi_cli.prompts import Entry, Prompts
 from sfi_cli.recording import Recording
 from sfi_cli.views import report_lines
 from sfi_core.config import SfiConfig
+from sfi_core.engine_options import EngineOptions
 from sfi_core.errors import InputError
 
 INTERRUPTED = 130
@@ -36,6 +37,7 @@ class GenerateJob:
     prefill_chunk: int
     compare: bool
     recording: Recording
+    engine: EngineOptions
     json: bool
     quiet: bool
 
@@ -130,6 +132,7 @@ class GenerateJob:
                 backend=self.backend,
                 observers=[*observers, ProgressObserver(decoding, self.max_new_tokens)],
                 audit=audit,
+                engine=self.engine,
                 on_token=on_token,
                 on_prefill=reading.update,
             )

@@ -12,7 +12,7 @@ from sfi_core.errors import ConfigError
 DEFAULTS = SfiConfig()
 DEFAULT_AUDIT = AuditConfig()
 MODEL, METHOD, SAMPLING, OUTPUT = "Model", "Slow-fast decoding", "Sampling", "Output"
-TRACE = "Trace"
+TRACE, ENGINE = "Trace", "Engine"
 # the core's own list comes with torch, which `--help` must not wait for
 POLICIES = (
     "full-kv", "sfi", "streaming-llm", "snapkv", "h2o", "tova", "quest", "tidaldecode", "refreshkv",
@@ -133,6 +133,28 @@ OutputPath = Annotated[
 Force = Annotated[
     bool, typer.Option("--force", help="Overwrite the output.", rich_help_panel=OUTPUT)
 ]
+
+Overlap = Annotated[
+    bool,
+    typer.Option(
+        "--overlap/--no-overlap", help="Select and pack beside the next layers, on a second stream.",
+        rich_help_panel=ENGINE,
+    ),
+]  # fmt: skip
+Graphs = Annotated[
+    bool | None,
+    typer.Option(
+        "--graphs/--no-graphs", help="Replay whole steps as CUDA graphs.",
+        show_default="where the run allows it", rich_help_panel=ENGINE,
+    ),
+]  # fmt: skip
+Synchronized = Annotated[
+    bool,
+    typer.Option(
+        "--synchronized", help="Make every request slow as soon as one is; for comparisons.",
+        rich_help_panel=ENGINE,
+    ),
+]  # fmt: skip
 
 TraceDir = Annotated[Path, typer.Argument(help="Folder of the trace.", metavar="DIR")]
 RequestIndex = Annotated[int | None, typer.Option("--request", help="Only this request.")]

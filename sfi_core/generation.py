@@ -9,6 +9,7 @@ import torch
 from sfi_core.audit_config import AuditConfig
 from sfi_core.config import SfiConfig
 from sfi_core.decode import decode
+from sfi_core.engine_options import EngineOptions
 from sfi_core.errors import ConfigError, NumericsError, SfiError
 from sfi_core.hosted import HostedModel
 from sfi_core.memory import Forecast, check_fits, peak_bytes, reset_peak
@@ -60,6 +61,7 @@ def generate(
     page_size: int | None = None,
     audit: AuditConfig | None = None,
     shared: SharedPrompt | None = None,
+    engine: EngineOptions | None = None,
     on_token: Callable[[list[int]], None] | None = None,
     on_prefill: Callable[[int, int], None] | None = None,
 ) -> Result:
@@ -81,6 +83,7 @@ def generate(
         page_size: Tokens of a cache page; None is one page a request under torch, 64 tokens under triton.
         audit: What to compare with dense attention, for the observers; the tokens stay the same.
         shared: The prompts as `read_prompt` read them, to begin with; they are not read again.
+        engine: How steps are run; None is `EngineOptions()`.
         on_token: Called with the tokens of each step, a finished request's being padding.
         on_prefill: Called with the prompt tokens read so far and in all.
 
@@ -119,6 +122,7 @@ def generate(
             backend=backend,
             page_size=page_size,
             audit=audit,
+            engine=engine,
         ) as session,
     ):
         expected = session.forecast(len(rows), ids_BT.shape[1], capacity, prefill_chunk)

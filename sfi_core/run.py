@@ -16,6 +16,7 @@ import torch
 
 from sfi_core.audit import Audit
 from sfi_core.describe import Forward, Rows, describe_pass
+from sfi_core.engine_options import DEFAULTS, EngineOptions
 from sfi_core.events import BeginStepEvent, StepEvent
 from sfi_core.kv_cache import KVCache, LayerPages
 from sfi_core.observer import NullObserver, Observer
@@ -44,6 +45,7 @@ class Run:
         stop_ids: Tokens that end a request.
         device: Where the cache is.
         audit: Looks at every layer of the audited steps; None without an audit.
+        engine: How steps are run.
         requests: The sparse state of each request.
         segments: The packed segment by layer.
         tails: Last queries of earlier pieces of the prompt by layer, for the prefill's evidence.
@@ -66,6 +68,7 @@ class Run:
     stop_ids: frozenset[int] = frozenset()
     device: torch.device = CPU
     audit: Audit | None = None
+    engine: EngineOptions = DEFAULTS
     requests: list[SparseState] = field(init=False)
     segments: dict[int, PackedSegment] = field(default_factory=dict)
     tails: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -124,6 +127,8 @@ class Run:
         if self.signals is not None:
             self.signals.settle(self.requests)
         plan = self.policy.plan(StepContext(self.requests))
+        if self.engine.synchronized:
+            plan = plan.synchronized()
         start = [state.length for state in self.requests]
         count = [0 if state.finished else 1 for state in self.requests]
         self._enter(Forward(decode=True, final=False, start=start, count=count))

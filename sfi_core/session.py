@@ -14,6 +14,7 @@ from sfi_core.backends import PAGE_SIZE, resolve_backend
 from sfi_core.cache_seam import SfiCache, full_attention_layers
 from sfi_core.config import SfiConfig
 from sfi_core.describe_model import describe_model
+from sfi_core.engine_options import DEFAULTS, EngineOptions
 from sfi_core.errors import ConfigError
 from sfi_core.events import PromptEvent, RunEvent
 from sfi_core.kv_cache import KVCache
@@ -61,6 +62,7 @@ class Session:
         observers: Sequence[Observer],
         page_size: int | None,
         audit: AuditConfig | None,
+        engine: EngineOptions,
     ) -> None:
         self.model, self.config, self.policy_name = model, config, policy
         self.trigger_token_ids = resolve_triggers(tokenizer, config)
@@ -69,7 +71,7 @@ class Session:
         check_dense_layers(config.dense_layers, layers)
         self.policy = policy_class(policy)(config, trigger, layers)
         self.observer = together(observers)
-        self._audit = audit
+        self._audit, self._engine = audit, engine
         self._shadow = Shadow()
         self.span = ExitStack()
         self._page_size = page_size
@@ -224,6 +226,7 @@ class Session:
             cache.stop_ids,
             self.model.device,
             Audit.of(self._audit),
+            self._engine,
         )
         cache.attach(self._run)
         if self._shapes:
@@ -267,6 +270,7 @@ def slow_fast(
     backend: str = "auto",
     page_size: int | None = None,
     audit: AuditConfig | None = None,
+    engine: EngineOptions | None = None,
 ) -> Iterator[Session]:
     """Run a transformers model with SFI: inside, plain `model.generate(...)` is slow-fast.
 
@@ -279,6 +283,7 @@ def slow_fast(
         backend: "torch", "triton", or "auto", which takes triton on a CUDA device.
         page_size: Tokens of a cache page; None is one page a request under torch, 64 tokens under triton.
         audit: What to compare with dense attention, for the observers; the tokens stay the same.
+        engine: How steps are run; None is `EngineOptions()`.
 
     Yields:
         The session; its `report` tells what the last run did. The model is restored on exit.
@@ -289,7 +294,16 @@ def slow_fast(
         UnsupportedModelError: The architecture cannot run under SFI.
     """
     check_backend(backend, model.device)
-    session = Session(model, tokenizer, config or SfiConfig(), policy, observers, page_size, audit)
+    session = Session(
+        model,
+        tokenizer,
+        config or SfiConfig(),
+        policy,
+        observers,
+        page_size,
+        audit,
+        engine or DEFAULTS,
+    )
     own = model.__dict__.get("generate")
     if own is not None and getattr(own, "sfi", False):
         raise ConfigError("slow_fast must not be nested on one model, got a second one")

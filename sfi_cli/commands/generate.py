@@ -8,6 +8,7 @@ import typer
 from sfi_cli import options as o
 from sfi_cli.recording import Recording
 from sfi_core.audit_config import AuditConfig
+from sfi_core.engine_options import EngineOptions
 
 MAX_NEW_TOKENS = 256
 PREFILL_CHUNK = 4096
@@ -97,6 +98,9 @@ def generate(
     positions: o.Positions = None,
     redact_text: o.RedactText = False,
     nvtx: o.Nvtx = None,
+    overlap: o.Overlap = True,
+    graphs: o.Graphs = None,
+    synchronized: o.Synchronized = False,
     json: o.Json = False,
     quiet: o.Quiet = False,
     output: o.OutputPath = None,
@@ -164,6 +168,7 @@ def generate(
                 heads=o.number_list(audit_heads, "--audit-heads"),
             ),
         ),
+        engine=EngineOptions(overlap=overlap, graphs=graphs, synchronized=synchronized),
         json=json,
         quiet=quiet,
     )  # fmt: skip

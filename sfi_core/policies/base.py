@@ -36,6 +36,12 @@ class StepPlan:
         """Make the requests that have a reason slow."""
         return cls(tuple(bool(reason) for reason in reason_B), tuple(reason_B))
 
+    def synchronized(self) -> "StepPlan":
+        """Make every request slow if one is."""
+        if not any(self.slow_B):
+            return self
+        return StepPlan.by_reason([reason or "batch" for reason in self.reason_B])
+
 
 def no_span(_: str) -> AbstractContextManager[None]:
     """Bracket nothing."""
