@@ -1,10 +1,11 @@
 """One layer of one forward pass: dense or fast attention, then the refresh of the selected memory.
 
-`LayerStep` is the reference backend. It takes a request at a time, so that a request in a batch computes what
-it computes alone.
+`LayerStep` is the reference backend. It takes a request at a time, but for fast ones side by side, which
+share their calls; each still computes what it computes alone.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -56,15 +57,33 @@ class LayerStep:
         """
         B, H, G, T, _ = query_BHGTD.shape
         out = query_BHGTD.new_zeros(B, H, G, T, self.pages.value_PHNE.shape[3])
-        for row, count in enumerate(self.forward.count):
-            if count:
-                query = query_BHGTD[row : row + 1, :, :, T - count :]
-                step = self._decode if self.forward.decode else self._dense
-                out[row : row + 1, :, :, T - count :] = step(row, query)
+        for rows in self._alike():
+            count = self.forward.count[rows.start]
+            query = query_BHGTD[rows, :, :, T - count :]
+            step = self._decode if self.forward.decode else self._dense
+            out[rows, :, :, T - count :] = step(rows, query)
         if not self.forward.decode:
             self.end_prefill(query_BHGTD)
         self.look(query_BHGTD, out)
         return out
+
+    def _alike(self) -> Iterator[slice]:
+        # requests on their own, but for neighbors that only attend sparsely: those share their calls
+        policy, states = self.run.policy, self.run.requests
+        shares = self.forward.decode and not self.left_dense
+        shares = shares and not policy.selects_before and not policy.observes_fast
+        kinds = [
+            "" if not count else "fast" if shares and not state.slow else "alone"
+            for count, state in zip(self.forward.count, states, strict=True)
+        ]
+        first = 0
+        for kind, group in groupby(kinds):
+            stop = first + len(list(group))
+            if kind == "fast":
+                yield slice(first, stop)
+            elif kind:
+                yield from (slice(row, row + 1) for row in range(first, stop))
+            first = stop
 
     def look(self, query_BHGTD: torch.Tensor, out_BHGTE: torch.Tensor) -> None:
         """Let the run's signal and audit, if any, look at a decoding step or the prompt's end."""
@@ -192,53 +211,53 @@ class LayerStep:
                 )
             )
 
-    def _decode(self, row: int, query: torch.Tensor) -> torch.Tensor:
-        policy = self.run.policy
+    def _decode(self, rows: slice, query: torch.Tensor) -> torch.Tensor:
+        policy, row = self.run.policy, rows.start
         if self.run.requests[row].slow or self.left_dense:
-            out = self._dense(row, query)
+            out = self._dense(rows, query)
             if policy.selects_in(self.layer):
                 self.refresh((row,), query)
             return out
         if policy.selects_before:
             with self.run.observer.span("select_before", self.layer):
                 self.apply((row,), policy.select_before(self.context((row,), query)))
-        out = self._fast(row, query)
+        out = self._fast(rows, query)
         if policy.observes_fast:
             policy.observe_fast(self.context((row,), query))
         return out
 
-    def _dense(self, row: int, query: torch.Tensor) -> torch.Tensor:
+    def _dense(self, rows: slice, query: torch.Tensor) -> torch.Tensor:
         self.run.paths[
             "torch.dense_attention" if self.forward.decode else "torch.prefill_attention"
         ] += 1
         with self.run.observer.span(
-            "attention.dense", self.layer, self.moved_bytes((row,), dense=True)
+            "attention.dense", self.layer, self.moved_bytes((rows.start,), dense=True)
         ):
             return dense_attention.reference(
                 query,
                 self.pages.key_PHND,
                 self.pages.value_PHNE,
-                self.run.cache.block_table_BP[row : row + 1],
-                self.run.descriptor.length_B[row : row + 1],
+                self.run.cache.block_table_BP[rows],
+                self.run.descriptor.length_B[rows],
                 **self.options,
             )
 
-    def _fast(self, row: int, query: torch.Tensor) -> torch.Tensor:
-        segment, one = self.run.segments[self.layer], slice(row, row + 1)
-        self.run.paths["torch.sparse_attention"] += 1
+    def _fast(self, rows: slice, query: torch.Tensor) -> torch.Tensor:
+        segment, which = self.run.segments[self.layer], range(rows.start, rows.stop)
+        self.run.paths["torch.sparse_attention"] += len(which)
         with self.run.observer.span(
-            "attention.fast", self.layer, self.moved_bytes((row,), dense=False)
+            "attention.fast", self.layer, self.moved_bytes(which, dense=False)
         ):
             out = sparse_attention.reference(
                 query[:, :, :, 0],
-                segment.key_BHSD[one],
-                segment.value_BHSE[one],
-                segment.length_BH[one],
+                segment.key_BHSD[rows],
+                segment.value_BHSE[rows],
+                segment.length_BH[rows],
                 self.pages.key_PHND,
                 self.pages.value_PHNE,
-                self.run.cache.block_table_BP[one],
-                self.run.descriptor.recent_start_B[one],
-                self.run.descriptor.length_B[one],
+                self.run.cache.block_table_BP[rows],
+                self.run.descriptor.recent_start_B[rows],
+                self.run.descriptor.length_B[rows],
                 **self.options,
             )
         return out[:, :, :, None]

@@ -60,7 +60,15 @@ def layer_context(
         attended=lambda place: _attended(step, rows[place], query_RHGWD[place, :, :, -1]),
         notes=tuple(run.notes[row, layer] for row in rows),
         shared=tuple(run.notes[row, SHARED] for row in rows),
+        interval=_interval(step, rows),
     )
+
+
+def _interval(step: "LayerStep", rows: tuple[int, ...]) -> tuple[int, int] | None:
+    if len(rows) > 1 or step.backend != "torch":
+        return None
+    state = step.run.requests[rows[0]]
+    return state.sink(step.run.policy.config.sink), state.recent_start
 
 
 def prompt_blocks(step: "LayerStep", query_BHGTD: torch.Tensor) -> Iterator[LayerContext]:

@@ -73,6 +73,8 @@ class LayerContext:
             and the positions, [H, S] (Eq. 1).
         notes: What the policy keeps in this layer from step to step, by request.
         shared: The same for all layers.
+        interval: J as its first position and one past its last, where the context is of one request of the
+            torch backend: without the others it needs no masks.
     """
 
     layer: int
@@ -89,6 +91,7 @@ class LayerContext:
     attended: Callable[[int], tuple[torch.Tensor, torch.Tensor]] | None = None
     notes: tuple[Notes, ...] = ()
     shared: tuple[Notes, ...] = ()
+    interval: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,7 @@
 """`sfi_core.generate`: when requests end, which steps are slow, and what a run that breaks off keeps."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -310,11 +312,16 @@ def test_observer_gets_a_selection_per_slow_step_and_layer(model):
     ]
 
 
-def test_observer_gets_a_span_per_fast_attention(model):
+def test_observer_gets_a_span_for_each_group_of_fast_neighbors(model):
     recorder = Recorder()
     result = run(model, observers=[recorder])
-    fast = sum(request.fast_steps for request in result.report.requests)
-    assert recorder.spans.count(("attention.fast", 1)) == fast > 0
+    slow = [set(request.slow_at) for request in result.report.requests]
+    lengths = [len(request.token_ids) for request in result.report.requests]
+    groups = 0
+    for step in range(1, max(lengths)):
+        kinds = [step < n and step not in at for n, at in zip(lengths, slow, strict=True)]
+        groups += sum(fast and not before for before, fast in pairwise([False, *kinds]))
+    assert recorder.spans.count(("attention.fast", 1)) == groups > 0
 
 
 @pytest.mark.parametrize(

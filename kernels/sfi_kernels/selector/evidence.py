@@ -7,6 +7,7 @@ import torch
 from sfi_kernels.selector.numerics import (
     check_not_negative,
     distribution,
+    masked,
     neighborhood_peak,
     widened,
 )
@@ -19,7 +20,7 @@ _GROUP_REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def spread(logits_BHGWT: torch.Tensor, allowed_BT: torch.Tensor, span: int) -> torch.Tensor:
+def spread(logits_BHGWT: torch.Tensor, allowed_BT: torch.Tensor | None, span: int) -> torch.Tensor:
     """Give each allowed position the best logit nearby, so that a hit brings its neighbors.
 
     An extension of ours, not in the paper. The softmax is monotone, so that pooling the logits
@@ -27,7 +28,7 @@ def spread(logits_BHGWT: torch.Tensor, allowed_BT: torch.Tensor, span: int) -> t
 
     Args:
         logits_BHGWT: Scaled attention logits. Any float; -inf where a query may not look.
-        allowed_BT: The candidate set J. Positions outside it neither give nor receive.
+        allowed_BT: The candidate set J. Positions outside it neither give nor receive. None: all allowed.
         span: Positions pooled on each side. 0 returns the input unchanged.
 
     Returns:
@@ -39,15 +40,15 @@ def spread(logits_BHGWT: torch.Tensor, allowed_BT: torch.Tensor, span: int) -> t
     check_not_negative(span, "span")
     if span == 0:
         return logits_BHGWT
-    inside = allowed_BT[:, None, None, None, :]
-    given_BHGWT = logits_BHGWT.masked_fill(~inside, -torch.inf)
-    pooled_NWT = neighborhood_peak(given_BHGWT.flatten(0, 2), span)
-    return torch.where(inside, pooled_NWT.view_as(logits_BHGWT), logits_BHGWT)
+    inside = None if allowed_BT is None else allowed_BT[:, None, None, None, :]
+    given_BHGWT = masked(logits_BHGWT, inside, -torch.inf)
+    pooled_BHGWT = neighborhood_peak(given_BHGWT.flatten(0, 2), span).view_as(logits_BHGWT)
+    return pooled_BHGWT if inside is None else torch.where(inside, pooled_BHGWT, logits_BHGWT)
 
 
 def attention_probability(
     logits_BHGWT: torch.Tensor,
-    allowed_BT: torch.Tensor,
+    allowed_BT: torch.Tensor | None,
     log_sum_BHGW: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Turn each query's logits into a distribution on the allowed set (Eq. 6).
@@ -55,20 +56,20 @@ def attention_probability(
     Args:
         logits_BHGWT: Scaled attention logits of the window's queries. Any float; -inf where a
             query may not look, never NaN or +inf.
-        allowed_BT: The candidate set J; True where a position may be selected.
+        allowed_BT: The candidate set J; True where a position may be selected. None: everywhere.
         log_sum_BHGW: Log-sum-exp of each query's logits over J, where it is known already.
 
     Returns:
         p, [B, H, G, W, T] in float32, of float64 logits in float64; 0 outside J, and each row sums to 1.
         A query that sees nothing of J has a row of zeros, and so adds nothing to the evidence.
     """
-    inside = allowed_BT[:, None, None, None, :]
-    masked_BHGWT = widened(logits_BHGWT).masked_fill(~inside, -torch.inf)
+    inside = None if allowed_BT is None else allowed_BT[:, None, None, None, :]
+    inside_BHGWT = masked(widened(logits_BHGWT), inside, -torch.inf)
     if log_sum_BHGW is None:
-        p_BHGWT = masked_BHGWT.softmax(-1)
+        p_BHGWT = inside_BHGWT.softmax(-1)
     else:
-        p_BHGWT = (masked_BHGWT - log_sum_BHGW[..., None]).exp()
-    return p_BHGWT.masked_fill(masked_BHGWT == -torch.inf, 0.0)
+        p_BHGWT = (inside_BHGWT - log_sum_BHGW[..., None]).exp()
+    return p_BHGWT.nan_to_num(0.0)  # NaN where a query sees nothing
 
 
 def check_group_reduce(group_reduce: str) -> None:

@@ -14,6 +14,11 @@ def widened(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
+def masked(tensor: torch.Tensor, allowed: torch.Tensor | None, value: float) -> torch.Tensor:
+    """Put `value` where `allowed`, which is broadcast, is False; None allows everything."""
+    return tensor if allowed is None else tensor.masked_fill(~allowed, value)
+
+
 def distribution(weight_BHT: torch.Tensor) -> torch.Tensor:
     """Scale nonnegative weights to sum to 1 over T; a row without any weight stays 0.
 

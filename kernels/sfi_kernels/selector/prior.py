@@ -3,7 +3,7 @@
 import torch
 
 from sfi_kernels.constants import EPS
-from sfi_kernels.selector.numerics import distribution, widened
+from sfi_kernels.selector.numerics import distribution, masked, widened
 
 
 def key_norm_factor(key_norm_BHT: torch.Tensor, gamma: float) -> torch.Tensor:
@@ -61,13 +61,17 @@ def position_factor(
 
 
 def prior(
-    key_norm_factor_BHT: torch.Tensor, position_factor_BT: torch.Tensor, allowed_BT: torch.Tensor
+    key_norm_factor_BHT: torch.Tensor,
+    position_factor_BT: torch.Tensor,
+    allowed_BT: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Multiply the two factors and normalize on the allowed set (Eq. 12).
+    """Multiply the two factors and normalize on the allowed set, None for everything (Eq. 12).
 
     Returns:
         r, [B, H, T]; 0 outside J whatever the factors hold there, and each row sums to 1. A
         request that allows nothing has rows of zeros.
     """
     weight_BHT = widened(key_norm_factor_BHT) * widened(position_factor_BT)[:, None]
-    return distribution(weight_BHT.masked_fill(~allowed_BT[:, None], 0.0))
+    return distribution(
+        masked(weight_BHT, None if allowed_BT is None else allowed_BT[:, None], 0.0)
+    )

@@ -24,7 +24,7 @@ from sfi_kernels.shapes import check_shape
 def selector(
     logits_BHGWT: torch.Tensor,
     key_norm_BHT: torch.Tensor,
-    allowed_BT: torch.Tensor,
+    allowed_BT: torch.Tensor | None,
     *,
     alpha: float,
     gamma: float,
@@ -50,7 +50,7 @@ def selector(
         logits_BHGWT: Scaled attention logits of the window's queries. Any float; -inf where a
             query may not look, never NaN or +inf.
         key_norm_BHT: Euclidean norms of the cached keys. Any float; ignored outside J.
-        allowed_BT: The candidate set J, bool.
+        allowed_BT: The candidate set J, bool; None allows every position, at less cost.
         alpha: Power of the window's mean (Eq. 7), in (0, 1].
         gamma: Penalty on long keys (Eq. 9).
         beta: Global decay of the position factor (Eq. 11).
@@ -82,7 +82,7 @@ def selector(
     p_BHGWT = attention_probability(pooled_BHGWT, allowed_BT, None if span else log_sum_BHGW)
     f_BHT = evidence(power_mean(p_BHGWT, alpha, group_reduce), alpha)
 
-    u_BT = normalized_position(allowed_BT)
+    u_BT = normalized_position(_everywhere(logits_BHGWT) if allowed_BT is None else allowed_BT)
     pi_pos_BT = position_factor(u_BT, beta, power, eta, position_weight)
     r_BHT = prior(key_norm_factor(key_norm_BHT, gamma), pi_pos_BT, allowed_BT)
 
@@ -92,6 +92,11 @@ def selector(
     z_BHT = log_score(fuse(f_BHT, r_BHT, lambda_BH), allowed_BT)
     z_nms_BHT = soft_nms(z_BHT, alpha_soft, radius)
     return exclude_across_heads(z_nms_BHT, alpha_cross, temperature), lambda_BH
+
+
+def _everywhere(logits_BHGWT: torch.Tensor) -> torch.Tensor:
+    B, *_, T = logits_BHGWT.shape
+    return torch.ones(B, T, dtype=torch.bool, device=logits_BHGWT.device)
 
 
 def _diagnose(f_BHT: torch.Tensor, r_BHT: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -106,16 +111,17 @@ def _diagnose(f_BHT: torch.Tensor, r_BHT: torch.Tensor) -> dict[str, torch.Tenso
 def check(
     logits_BHGWT: torch.Tensor,
     key_norm_BHT: torch.Tensor,
-    allowed_BT: torch.Tensor,
+    allowed_BT: torch.Tensor | None,
     log_sum_BHGW: torch.Tensor | None,
 ) -> None:
     """Raise `ValueError` unless the tensors are the Selector's."""
     check_shape(logits_BHGWT, "logits", B=None, H=None, G=None, W=None, T=None)
     B, H, G, W, T = logits_BHGWT.shape
     check_shape(key_norm_BHT, "key_norm", B=B, H=H, T=T)
-    check_shape(allowed_BT, "allowed", B=B, T=T)
-    if allowed_BT.dtype != torch.bool:
-        raise ValueError(f"allowed must be bool, got {allowed_BT.dtype}")
+    if allowed_BT is not None:
+        check_shape(allowed_BT, "allowed", B=B, T=T)
+        if allowed_BT.dtype != torch.bool:
+            raise ValueError(f"allowed must be bool, got {allowed_BT.dtype}")
     if log_sum_BHGW is not None:
         check_shape(log_sum_BHGW, "log_sum", B=B, H=H, G=G, W=W)
         if log_sum_BHGW.dtype != torch.float32:

@@ -3,12 +3,13 @@
 import torch
 
 from sfi_kernels.constants import EPS, MASKED_SCORE
-from sfi_kernels.selector.numerics import check_not_negative, neighborhood_peak, widened
+from sfi_kernels.selector.numerics import check_not_negative, masked, neighborhood_peak, widened
 
 
-def log_score(score_BHT: torch.Tensor, allowed_BT: torch.Tensor) -> torch.Tensor:
-    """Move to log space (Eq. 19). Returns z, [B, H, T], `MASKED_SCORE` outside J."""
-    return (widened(score_BHT) + EPS).log().masked_fill(~allowed_BT[:, None], MASKED_SCORE)
+def log_score(score_BHT: torch.Tensor, allowed_BT: torch.Tensor | None) -> torch.Tensor:
+    """Move to log space (Eq. 19). Returns z, [B, H, T], `MASKED_SCORE` outside J; None allows everything."""
+    allowed_B1T = None if allowed_BT is None else allowed_BT[:, None]
+    return masked((widened(score_BHT) + EPS).log(), allowed_B1T, MASKED_SCORE)
 
 
 def soft_nms(score_BHT: torch.Tensor, alpha_soft: float, radius: int) -> torch.Tensor:

@@ -1,5 +1,7 @@
 """Two-segment attention in PyTorch (Sec. 4.2)."""
 
+from typing import Any
+
 import torch
 
 from sfi_kernels.pages import read_pages
@@ -41,34 +43,43 @@ def sparse_attention(
     Returns:
         out, [B, H, G, E], in the query's dtype.
     """
-    rows = []
-    starts, lengths, packed = recent_start_B.tolist(), length_B.tolist(), packed_length_BH.tolist()
-    for row, (start, length) in enumerate(zip(starts, lengths, strict=True)):
-        query = query_BHGD[row : row + 1, :, :, None]
-        most, least = max(packed[row]), min(packed[row])
-        parts = []
-        if most:
-            packed_value, counts = packed_value_BHSE[row : row + 1, :, :most], None
-            if least < most:
-                position = torch.arange(most, device=query.device)
-                counts = position < packed_length_BH[row : row + 1, :, None]
-                # a row that does not count may hold anything, and 0 times NaN is NaN
-                packed_value = packed_value.masked_fill(~counts[..., None], 0.0)
-                counts = counts[:, :, None, None]
-            parts.append(
-                partial_attention(
-                    query,
-                    packed_key_BHSD[row : row + 1, :, :most],
-                    packed_value,
-                    scale=scale,
-                    soft_cap=soft_cap,
-                    visible_BHGWT=counts,
+    packed = packed_length_BH.tolist()
+    if len({length for row in packed for length in row}) > 1 < len(packed):
+        rows = [slice(row, row + 1) for row in range(len(packed))]
+        return torch.cat(
+            [
+                sparse_attention(
+                    query_BHGD[row], packed_key_BHSD[row], packed_value_BHSE[row],
+                    packed_length_BH[row], key_PHND, value_PHNE, block_table_BP[row],
+                    recent_start_B[row], length_B[row],
+                    scale=scale, soft_cap=soft_cap, sink_HG=sink_HG,
                 )
-            )
-        recent_key = read_pages(key_PHND, block_table_BP[row], start, length)
-        recent_value = read_pages(value_PHNE, block_table_BP[row], start, length)
-        parts.append(
-            partial_attention(query, recent_key, recent_value, scale=scale, soft_cap=soft_cap)
+                for row in rows
+            ]
+        )  # fmt: skip
+    query_BHG1D = query_BHGD[:, :, :, None]
+    options: dict[str, Any] = {"scale": scale, "soft_cap": soft_cap}
+    parts = []
+    if most := max(packed[0]):
+        key, value = packed_key_BHSD[:, :, :most], packed_value_BHSE[:, :, :most]
+        counts = None
+        if min(packed[0]) < most:
+            counts = torch.arange(most, device=key.device) < packed_length_BH[:, :, None]
+            # a row that does not count may hold anything, and 0 times NaN is NaN
+            value = value.masked_fill(~counts[..., None], 0.0)
+            counts = counts[:, :, None, None]
+        parts.append(partial_attention(query_BHG1D, key, value, **options, visible_BHGWT=counts))
+    recent = [
+        partial_attention(
+            query_BHG1D[row : row + 1],
+            read_pages(key_PHND, block_table_BP[row], start, length),
+            read_pages(value_PHNE, block_table_BP[row], start, length),
+            **options,
         )
-        rows.append(combine(parts, sink_HG)[:, :, :, 0])
-    return torch.cat(rows).to(query_BHGD.dtype)
+        for row, (start, length) in enumerate(
+            zip(recent_start_B.tolist(), length_B.tolist(), strict=True)
+        )
+    ]
+    outs, log_sums = zip(*recent, strict=True)
+    parts.append((torch.cat(outs), torch.cat(log_sums)))
+    return combine(parts, sink_HG)[:, :, :, 0].to(query_BHGD.dtype)

@@ -1,5 +1,6 @@
 """Top-K with an exact tie rule, in plain PyTorch."""
 
+import numpy as np
 import torch
 
 from sfi_kernels.constants import MASKED_SCORE
@@ -10,7 +11,7 @@ def top_k(score_BHT: torch.Tensor, budget: int) -> torch.Tensor:
     """Select the best positions of every KV head; the lower position wins a tie (Eq. 24).
 
     The result is a function of the scores alone, the same on every device; `torch.topk` breaks
-    ties as it likes. Nothing here waits for the device.
+    ties as it likes. Nothing here waits for a device.
 
     Args:
         score_BHT: Refined log scores, not NaN. Any float; a position at or below
@@ -25,8 +26,12 @@ def top_k(score_BHT: torch.Tensor, budget: int) -> torch.Tensor:
         ValueError: `budget` is not positive, or the scores are not of rank 3.
     """
     check(score_BHT, budget)
+    K = min(budget, score_BHT.shape[2])
+    return _on_cpu(score_BHT, K) if score_BHT.device.type == "cpu" else _without_wait(score_BHT, K)
+
+
+def _without_wait(score_BHT: torch.Tensor, K: int) -> torch.Tensor:
     B, H, T = score_BHT.shape
-    K = min(budget, T)
     worst_BH1 = score_BHT.topk(K, dim=-1).values[..., -1:]
     above_BHT = score_BHT > worst_BH1
     tied_BHT = score_BHT == worst_BH1
@@ -39,6 +44,29 @@ def top_k(score_BHT: torch.Tensor, budget: int) -> torch.Tensor:
     position_BHT = torch.arange(T, device=score_BHT.device, dtype=torch.int32).expand(B, H, T)
     index_BHK = position_BHT.new_full((B, H, K + 1), -1)
     return index_BHK.scatter_(-1, slot_BHT, position_BHT)[..., :K].contiguous()
+
+
+def _on_cpu(score_BHT: torch.Tensor, K: int) -> torch.Tensor:
+    # numpy's partition takes a tenth of topk's time; looking at the counts costs nothing where nobody waits
+    B, H, T = score_BHT.shape
+    wide_BHT = score_BHT.detach().to(torch.promote_types(score_BHT.dtype, torch.float32))
+    ordered_BHT = torch.from_numpy(np.partition(wide_BHT.numpy(), T - K, axis=-1))
+    worst_BH1 = ordered_BHT[..., T - K : T - K + 1]
+    kept_BHT = wide_BHT >= worst_BH1
+    count_BH = kept_BHT.sum(-1)
+    if (count_BH > K).any():
+        above_BHT = wide_BHT > worst_BH1
+        room_BH1 = K - above_BHT.sum(-1, keepdim=True)
+        kept_BHT = above_BHT | (kept_BHT & ((kept_BHT & ~above_BHT).cumsum(-1) <= room_BH1))
+    if (worst_BH1 <= MASKED_SCORE / 2).any():
+        kept_BHT &= wide_BHT > MASKED_SCORE / 2
+    row_X, position_X = kept_BHT.view(B * H, T).nonzero(as_tuple=True)
+    if len(position_X) == B * H * K:
+        return position_X.view(B, H, K).int()
+    index_BHK = torch.full((B * H, K), -1, dtype=torch.int32)
+    slot_X = torch.arange(len(row_X)) - torch.searchsorted(row_X, torch.arange(B * H))[row_X]
+    index_BHK[row_X, slot_X] = position_X.int()
+    return index_BHK.view(B, H, K)
 
 
 def check(score_BHT: torch.Tensor, budget: int) -> None:
