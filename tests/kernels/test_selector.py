@@ -333,3 +333,20 @@ def test_float64_inputs_are_computed_in_float64(allowed):
 def test_a_log_sum_that_does_not_fit_is_refused(allowed, log_sum, message):
     with pytest.raises(ValueError, match=message):
         run(allowed, torch.randn(B, H, G, W, T), log_sum_BHGW=log_sum)
+
+
+@pytest.mark.parametrize("span", [0, 3])
+@pytest.mark.parametrize("window", [1, W])
+def test_a_request_seen_on_its_candidates_alone_scores_the_same(window: int, span: int):
+    """What lies beyond J changes nothing, so J may be cut out; a query may be blind to all of it."""
+    first, stop = 4, 41
+    allowed = torch.zeros(1, T, dtype=torch.bool)
+    allowed[:, first:stop] = True
+    logits, norm = 3 * torch.randn(1, H, G, window, T), torch.rand(1, H, T) + 1
+    logits[0, 1, 0, 0, first:stop] = -INF
+    whole, weight = selector(logits, norm, allowed, span=span, **DEFAULTS)
+    cut, cut_weight = selector(
+        logits[..., first:stop], norm[..., first:stop], None, span=span, **DEFAULTS
+    )
+    assert torch.allclose(cut, whole[..., first:stop], atol=1e-5)
+    assert torch.allclose(cut_weight, weight, atol=1e-6)

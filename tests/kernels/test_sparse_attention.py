@@ -152,9 +152,11 @@ def test_a_learned_sink_takes_part_in_the_one_softmax():
     FastStep(packed=[[[], []]] * 3).assert_plain(sink_HG=sink_HG)
 
 
-def test_a_request_in_a_batch_computes_what_it_computes_alone(backend: str):
-    """The kernels may split its keys otherwise, which rounds otherwise."""
-    step = FastStep()
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+@pytest.mark.parametrize("packed", [PACKED, [[[0, 1, 3, 4], [0, 1, 2, 4]]] * 3])
+def test_a_request_in_a_batch_computes_what_it_computes_alone(backend: str, packed, dtype):
+    """Requests that hold equally many share a call; the kernels may split keys, and round, otherwise."""
+    step = FastStep(packed=packed, dtype=dtype)
     together = step.attend()
     for row in range(3):
         alone = step.attend(slice(row, row + 1))

@@ -5,15 +5,18 @@ import torch
 
 from sfi_kernels.constants import MASKED_SCORE
 from sfi_kernels.launch import KernelLimitError
-from sfi_kernels.top_k import top_k
+from sfi_kernels.top_k import reference, top_k
 
 CHUNK = 4096  # positions of one program
 
 
-@pytest.fixture(params=["torch", "triton"])
+@pytest.fixture(params=["torch", "torch off the CPU", "triton"])
 def select(request, kernel_device, monkeypatch):
     """Top-K of a CPU tensor in each backend; whatever the kernel does not write shows."""
     if request.param == "torch":
+        return top_k.reference
+    if request.param == "torch off the CPU":
+        monkeypatch.setattr(reference, "_on_cpu", reference.without_wait)
         return top_k.reference
     pytest.importorskip("triton")
     allocate = torch.empty

@@ -27,10 +27,11 @@ def top_k(score_BHT: torch.Tensor, budget: int) -> torch.Tensor:
     """
     check(score_BHT, budget)
     K = min(budget, score_BHT.shape[2])
-    return _on_cpu(score_BHT, K) if score_BHT.device.type == "cpu" else _without_wait(score_BHT, K)
+    return _on_cpu(score_BHT, K) if score_BHT.device.type == "cpu" else without_wait(score_BHT, K)
 
 
-def _without_wait(score_BHT: torch.Tensor, K: int) -> torch.Tensor:
+def without_wait(score_BHT: torch.Tensor, K: int) -> torch.Tensor:
+    """Do `top_k`'s work in operations that never wait for a device."""
     B, H, T = score_BHT.shape
     worst_BH1 = score_BHT.topk(K, dim=-1).values[..., -1:]
     above_BHT = score_BHT > worst_BH1
