@@ -2,6 +2,8 @@
 VENV ?= .venv
 BIN := $(if $(wildcard $(VENV)/bin/python),$(VENV)/bin/)
 PYTHON := $(BIN)python3
+# a worker a core, up to eight; a file's tests stay together, since they share what is slow to make
+WORKERS := -n auto --maxprocesses 8 --dist loadfile
 
 .DEFAULT_GOAL := help
 .PHONY: help fix check test gpu bench
@@ -17,10 +19,10 @@ check:  ## What CI runs: format, lint, types, tests
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m mypy
-	$(PYTHON) -m pytest
+	$(PYTHON) -m pytest $(WORKERS)
 
 test:  ## Run the tests; those that need a GPU are skipped where there is none
-	$(PYTHON) -m pytest
+	$(PYTHON) -m pytest $(WORKERS)
 
 gpu:  ## On a CUDA machine: kernel tests, kernel benchmark and a generation; JSON in benchmarks/results
 	PYTHON=$(PYTHON) benchmarks/gpu.sh
