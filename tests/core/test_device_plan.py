@@ -58,13 +58,14 @@ class Script:
 
     def _select(self) -> None:
         """Do to the states what the layers do, last of all `LayerStep.apply`."""
-        config = self.run.policy.config
-        first = not self.run.forward.decode
+        config, first = self.run.policy.config, not self.run.forward.decode
+        dense = [layer in config.dense_layers for layer in self.run.layers]
+        selects = any(map(self.run.policy.selects_in, self.run.layers))
         for state, count in zip(self.run.requests, self.run.forward.count, strict=True):
-            if count and state.slow and (first or self.run.policy.selects_in(0)):
+            if count and state.slow and (selects or (first and not all(dense))):
                 sink = state.sink(config.sink)
-                chosen = min(config.budget, state.recent_start - sink)
-                state.packed_tokens = sink + (chosen if self.run.policy.selects_in(0) else 0)
+                chosen = min(config.budget, state.recent_start - sink) if selects else 0
+                state.packed_tokens = sink + chosen
 
 
 def script(
@@ -170,8 +171,8 @@ def test_all_of_the_rules_are_met_by_those_runs():
     met = Counter()
     for seed in range(6):
         config = SfiConfig(t_max=7, slow_start=3, recent=5, budget=8)
-        made = script(config, 9, seed=seed, stops=(59,), synchronized=seed % 2 > 0)
-        met += follow(made, 400)
+        options = {"stops": (4, 59), "quiet": 0.8, "synchronized": seed % 2 > 0}
+        met += follow(script(config, 9, seed=seed, **options), 400)
     assert set(met) == {"", "first", "trigger", "t_max", "batch", "finished", "done"}
     assert min(met.values()) > 3
 
@@ -217,7 +218,7 @@ def test_a_plan_of_a_policy_s_own_is_left_to_the_host():
 def test_a_run_can_be_taken_over_at_any_step(steps: int, noted: bool):
     """Whether the tokens of the step under way have been noted or not."""
     config = SfiConfig(t_max=7, trigger_delay=2, recent=5, budget=8)
-    made = script(config, 5, stops=(59,), quiet=0.6)
+    made = script(config, 5, quiet=0.5)
     for _ in range(steps):
         made.step()
         made.begin_decode()
@@ -239,10 +240,10 @@ def test_the_words_are_those_of_a_plan_made_anew():
         assert torch.equal(plan.state_BX[:, others], DevicePlan(made.run).state_BX[:, others])
 
 
-def test_another_request_may_take_a_row(poisoned_memory):
+def test_another_request_may_take_a_row():
     """The place of the words stays, as a captured graph needs it."""
     config = SfiConfig(t_max=7, recent=5, budget=8)
-    made, other = script(config, 3), script(config, 3, seed=1)
+    made, other = script(config, 3, quiet=0.5), script(config, 3, seed=1)
     plan = DevicePlan(made.run)
     addresses = plan.state_BX.data_ptr(), plan.summary_2.data_ptr()
     follow(made, 20, plan)
@@ -266,13 +267,12 @@ def test_a_finished_request_makes_no_other_slow():
         assert made.run.descriptor.fast == (1,)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_the_kernels_plan_the_work_as_well(seed: int):
+def test_the_kernels_plan_the_work_as_well():
     """Both launches of a step, and the whole buffer."""
     pytest.importorskip("triton")
-    config = SfiConfig(t_max=7, recent=5, budget=8, dense_layers=(0,))
-    met = follow(script(config, 5, seed=seed, stops=(59,), backend="triton"), 25)
-    assert met["trigger"] + met["t_max"] > 0
+    config = SfiConfig(t_max=2, recent=5, budget=8, dense_layers=(0,))
+    met = follow(script(config, 5, stops=(59,), quiet=0.5, backend="triton"), 8)
+    assert {"", "first", "t_max"} <= set(met)
 
 
 class Compared(NullObserver):
