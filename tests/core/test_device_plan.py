@@ -174,7 +174,8 @@ def test_all_of_the_rules_are_met_by_those_runs():
         options = {"stops": (4, 59), "quiet": 0.8, "synchronized": seed % 2 > 0}
         met += follow(script(config, 9, seed=seed, **options), 400)
     assert set(met) == {"", "first", "trigger", "t_max", "batch", "finished", "done"}
-    assert min(met.values()) > 3
+    assert met.pop("done") > 0
+    assert min(met.values()) > 50
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
@@ -271,7 +272,7 @@ def test_the_kernels_plan_the_work_as_well():
     """Both launches of a step, and the whole buffer."""
     pytest.importorskip("triton")
     config = SfiConfig(t_max=2, recent=5, budget=8, dense_layers=(0,))
-    met = follow(script(config, 5, stops=(59,), quiet=0.5, backend="triton"), 8)
+    met = follow(script(config, 5, stops=(59,), quiet=0.5, backend="triton"), 5)
     assert {"", "first", "t_max"} <= set(met)
 
 

@@ -198,11 +198,13 @@ def test_bitmaps_hold_every_id_and_no_other():
     trigger_ids, stop_ids = {0, 31, 32, 63, 64, 151_000}, {31, -1}
     bitmap_2X = bitmaps(trigger_ids, stop_ids, CPU)
     assert (bitmap_2X.shape, bitmap_2X.dtype) == ((2, 151_000 // 32 + 1), torch.int32)
-    for row, ids in zip(bitmap_2X, (trigger_ids, {31}), strict=True):
-        held = {
-            32 * word + bit for word in range(len(row)) for bit in range(32) if row[word] >> bit & 1
-        }
-        assert held == ids
+    for words, ids in zip(bitmap_2X.tolist(), (trigger_ids, {31}), strict=True):
+        bits = (
+            (32 * place + bit, word >> bit & 1)
+            for place, word in enumerate(words)
+            for bit in range(32)
+        )
+        assert {token for token, held in bits if held} == ids
 
 
 def test_empty_bitmaps_hold_nothing():
@@ -280,7 +282,7 @@ def drawn(seed: int) -> tuple[list[int], list[list[int]], StepRules]:
                 triggers=draw.randrange(2**31),
                 reason=draw.choice([FAST_STEP, FAST_STEP, TRIGGERED, WITH_BATCH]),
                 finished=int(draw.random() < 0.2),
-            )  # fmt: skip
+            )
         )
     tokens = draw.choices([WORD, BOUNDARY, STOP, BOTH, 127, 128, 151_000, -1], k=batch)
     rules = StepRules(
