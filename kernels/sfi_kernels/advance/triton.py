@@ -1,4 +1,4 @@
-"""Advancing a batch by a step in Triton: one program, a lane for each request."""
+"""Advancing a batch by a step in Triton: one program for the batch."""
 
 import torch
 import triton
@@ -14,10 +14,9 @@ from sfi_kernels.step_descriptor import StepDescriptor
 ALIGNED, LISTS, WORDS = (tl.constexpr(n) for n in (words.ALIGNED, words.LISTS, words.WORDS))
 IDLE, FAST = tl.constexpr(words.IDLE), tl.constexpr(words.FAST)
 MODE, LENGTH, START = (tl.constexpr(w) for w in (words.MODE, words.LENGTH, words.START))
-PACKED, SINK = tl.constexpr(words.PACKED), tl.constexpr(words.SINK)
+PACKED, SINK, EVIDENCE = (tl.constexpr(w) for w in (words.PACKED, words.SINK, words.EVIDENCE))
 ALLOWED_START = tl.constexpr(words.ALLOWED_START)
 ALLOWED_STOP = tl.constexpr(words.ALLOWED_STOP)
-EVIDENCE = tl.constexpr(words.EVIDENCE)
 STATE_WORDS = tl.constexpr(numbers.STATE_WORDS)
 OF_STEP, OF_LENGTH = tl.constexpr(numbers.STEP), tl.constexpr(numbers.LENGTH)
 OF_RECENT, OF_PACKED = tl.constexpr(numbers.RECENT_START), tl.constexpr(numbers.PACKED)
@@ -91,6 +90,7 @@ def _advance_kernel(
     triggers = tl.load(state + OF_TRIGGERS, mask=exists, other=0)
     finished = tl.load(state + OF_FINISHED, mask=exists, other=1)
     token = tl.load(token_ptr + request, mask=exists, other=-1)
+    tl.debug_barrier()  # several warps may hold a request: all have read before one writes
 
     # what the step left that generated the tokens
     live = finished == 0
