@@ -128,7 +128,7 @@ class Run:
             self.signals.settle(self.requests)
         plan = self.policy.plan(StepContext(self.requests))
         if self.engine.synchronized:
-            plan = plan.synchronized()
+            plan = plan.synchronized([not state.finished for state in self.requests])
         start = [state.length for state in self.requests]
         count = [0 if state.finished else 1 for state in self.requests]
         self._enter(Forward(decode=True, final=False, start=start, count=count))
