@@ -75,9 +75,19 @@ class SyntheticPrompt:
         cache.detach()
         return logits_BV
 
-    def block(
-        self, model: Any, layer: int, shape: LayerShape
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the filled pages."""
+        if self.cache is None:
+            return 0
+        layers = self.cache.layers.values()
+        return sum(p.key_PHND.nbytes + p.value_PHNE.nbytes + p.norm_PHN.nbytes for p in layers)
+
+    def drop(self) -> None:
+        """Give the pages back; the next run fills new ones with the same numbers."""
+        self.cache = None
+
+    def block(self, model: Any, layer: int, shape: LayerShape) -> tuple[torch.Tensor, torch.Tensor]:
         """Draw keys and values that a layer's cache repeats, [B, H, BLOCK, D] and [B, H, BLOCK, E]."""
         key = self._drawn(model, layer, (shape.heads, BLOCK, shape.key_width), "key")
         return key, self._drawn(model, layer, (shape.heads, BLOCK, shape.value_width), "value")
@@ -111,7 +121,8 @@ class SyntheticPrompt:
         for row in self._rows:
             generator = torch.Generator(model.device)
             generator.manual_seed(
-                ((self._seed * 1009 + row) * 1009 + layer) * 3 + ("key", "value", "query").index(what)
+                ((self._seed * 1009 + row) * 1009 + layer) * 3
+                + ("key", "value", "query").index(what)
             )
             options = {"dtype": model.dtype, "device": model.device, "generator": generator}
             drawn.append(torch.randn(size, **options))
