@@ -14,6 +14,8 @@ from sfi_core.bench.streams import Stream
 from sfi_core.decode import decode
 from sfi_core.hosted import HostedModel
 from sfi_core.memory import peak_bytes, reset_peak
+from sfi_core.policies import policy_class
+from sfi_core.policies.support import Triggered
 from sfi_core.run import Run
 from sfi_core.sampling import Sampler, Sampling
 from sfi_core.session import slow_fast
@@ -41,6 +43,7 @@ def run_ours(
         on_step: Told of the sample after every step.
     """
     sample = Sample(point.batch, settings.warm_up)
+    whole = _period(variant, settings)
     reset_peak(model.device)
     with slow_fast(
         model, None, stream.config,
@@ -68,11 +71,17 @@ def run_ours(
                 if step == settings.warm_up:
                     sample.selecting -= _selecting(run)
                 on_step(sample)
-                if sample.over(settings.time_limit):
+                if sample.over(settings.time_limit) and sample.steps % whole == 0:
                     break
         sample.selecting += _selecting(session.run)
     sample.peak_bytes = peak_bytes(model.device)
     return sample
+
+
+def _period(variant: Variant, settings: BenchSettings) -> int:
+    # a run that stopped between two slow steps would have another rate than the stated one
+    triggered = issubclass(policy_class(variant.policy), Triggered)
+    return settings.slow_rate.denominator if triggered and settings.slow_rate else 1
 
 
 def _read(run: Run) -> StepRead:
