@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from sfi_cli.commands import doctor, evaluate, generate, kernel_bench, trace, tune
+from sfi_cli.commands import bench, doctor, evaluate, generate, kernel_bench, trace, tune
 from sfi_cli.output import message
 
 INTERRUPTED = 130
@@ -19,6 +19,7 @@ app = typer.Typer(
 )
 app.command()(generate.generate)
 app.command("eval")(evaluate.evaluate)
+app.command()(bench.bench)
 app.command()(kernel_bench.kernel_bench)
 app.add_typer(trace.app, name="trace")
 app.command()(tune.tune)

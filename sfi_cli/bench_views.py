@@ -12,12 +12,12 @@ def bench_text(document: dict[str, Any], *, sweep: bool) -> str:
     tables = [_rows_table(document)]
     if sweep:
         tables.append(_sweep_table(document))
-    return _rendered(tables) + "".join(f"* {note}\n" for note in document["notes"])
+    return rendered(tables) + "".join(f"* {note}\n" for note in document["notes"])
 
 
 def compiled_text(compiled: list[dict[str, Any]]) -> str:
     """Return what the compiler made of every kernel."""
-    table = _table("Compiled kernels")
+    table = titled("Compiled kernels")
     for heading in ("kernel", "arch"):
         table.add_column(heading)
     for heading in ("registers", "spills B", "shared B", "async buffers", ""):
@@ -27,7 +27,7 @@ def compiled_text(compiled: list[dict[str, Any]]) -> str:
             row["kernel"], row["arch"], str(row["registers"]), str(row["spill_bytes"]),
             f"{row['shared_bytes']:,}", str(row["async_buffers"]), _verdict(row),
         )  # fmt: skip
-    return _rendered([table])
+    return rendered([table])
 
 
 def _verdict(row: dict[str, Any]) -> str:
@@ -38,7 +38,7 @@ def _verdict(row: dict[str, Any]) -> str:
 
 def _rows_table(document: dict[str, Any]) -> Any:
     machine = document["machine"]
-    table = _table(
+    table = titled(
         f"{document['backend']} backend on {machine.get('gpu') or machine['processor']}, "
         f"copy {machine['copy_gb_per_s']:,.1f} GB/s"
     )
@@ -58,7 +58,7 @@ def _rows_table(document: dict[str, Any]) -> Any:
             f"{row['gb_per_s']:,.1f}",
             f"{row['bandwidth_share']:.0%}",
             *(
-                _ratio(row[f"speedup_over_{name}"] if _is_attention(row) else None)
+                ratio(row[f"speedup_over_{name}"] if _is_attention(row) else None)
                 for name in ("dense", "sdpa", "paper_like")
             ),
         )
@@ -68,7 +68,7 @@ def _rows_table(document: dict[str, Any]) -> Any:
 def _sweep_table(document: dict[str, Any]) -> Any:
     from sfi_core.kernel_bench.settings import TABLE_1
 
-    table = _table("Speed-up of the fast step, beside the paper's Table 1")
+    table = titled("Speed-up of the fast step, beside the paper's Table 1")
     columns = ("read %", "paper", "bytes", "ours, x dense", "ours, x SDPA", "ours, x paper-like")
     for heading in columns:
         table.add_column(heading, justify="right")
@@ -76,11 +76,11 @@ def _sweep_table(document: dict[str, Any]) -> Any:
         if row["op"] == "fast":
             table.add_row(
                 f"{100 * row['retention']:.3g}",
-                _ratio(TABLE_1.get(row["retention"])),
-                _ratio(row["ideal_speedup"]),
-                _ratio(row["speedup_over_dense"]),
-                _ratio(row["speedup_over_sdpa"]),
-                _ratio(row["speedup_over_paper_like"]),
+                ratio(TABLE_1.get(row["retention"])),
+                ratio(row["ideal_speedup"]),
+                ratio(row["speedup_over_dense"]),
+                ratio(row["speedup_over_sdpa"]),
+                ratio(row["speedup_over_paper_like"]),
             )
     return table
 
@@ -89,7 +89,8 @@ def _is_attention(row: dict[str, Any]) -> bool:
     return bool(row["op"].startswith(("fast", "dense")))
 
 
-def _ratio(value: float | None) -> str:
+def ratio(value: float | None) -> str:
+    """Return a factor, or a dash."""
     return "-" if value is None else f"{value:.2f}x"
 
 
@@ -99,17 +100,19 @@ def _time(microseconds: float) -> str:
     return f"{microseconds / 1e3:,.1f} ms"
 
 
-def _table(title: str) -> Any:
+def titled(title: str) -> Any:
+    """Return an empty table."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
     return Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
 
 
-def _rendered(tables: list[Any]) -> str:
+def rendered(tables: list[Any], *, width: int = LEAST_WIDTH) -> str:
+    """Return tables as text, at least `width` columns wide."""
     from rich.console import Console
 
-    width = max(LEAST_WIDTH, shutil.get_terminal_size().columns)
+    width = max(width, shutil.get_terminal_size().columns)
     console = Console(
         file=io.StringIO(),
         width=width,

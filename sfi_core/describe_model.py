@@ -5,6 +5,7 @@ from typing import Any
 
 from sfi_core.memory import LayerShape
 from sfi_core.model import BUNDLED
+from sfi_core.model_weights import ModelWeights
 
 
 def describe_model(model: Any, shapes: Sequence[LayerShape]) -> dict[str, Any]:
@@ -21,17 +22,7 @@ def describe_model(model: Any, shapes: Sequence[LayerShape]) -> dict[str, Any]:
     """
     config = model.config.get_text_config(decoder=True)
     name = config._name_or_path or model.config._name_or_path  # noqa: SLF001 - nothing public says it
-    embedding = model.get_input_embeddings().weight
-    head = model.get_output_embeddings()
-    tied = head is not None and head.weight is embedding
-    embedding_bytes = embedding.numel() * embedding.itemsize
-    weights = list(model.named_parameters())  # shared ones come once
-    total = sum(weight.numel() * weight.itemsize for _, weight in weights)
-    routed = sum(w.numel() * w.itemsize for name, w in weights if ".experts." in name)
-    experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
-    experts = experts or getattr(config, "n_routed_experts", None)
-    active = getattr(config, "num_experts_per_tok", None)
-    share = active / experts if experts and active else 1.0
+    weights = ModelWeights.of(model)
     return {
         "name": "bundled" if name == str(BUNDLED) else name,
         "architecture": type(model).__name__,
@@ -45,8 +36,8 @@ def describe_model(model: Any, shapes: Sequence[LayerShape]) -> dict[str, Any]:
             for layer, shape in enumerate(shapes)
         ],
         "query_heads": config.num_attention_heads,
-        "weight_bytes": total - (0 if tied else embedding_bytes) - round((1 - share) * routed),
-        "embedding_bytes": embedding_bytes,
+        "weight_bytes": weights.read(),
+        "embedding_bytes": weights.embedding_bytes,
         "max_positions": getattr(config, "max_position_embeddings", None),
         "vocabulary": config.vocab_size,
     }  # fmt: skip

@@ -1,52 +1,145 @@
-"""A cache full of random keys and values, so that decoding at a long context needs no prefill."""
+"""Prompts that nobody read: a cache full of random keys and values, to decode from at any context."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from sfi_core.backends import layer_step
 from sfi_core.cache_seam import SfiCache
-from sfi_core.layer_shapes import layer_shapes
+from sfi_core.errors import ConfigError
+from sfi_core.kv_cache import KVCache
+from sfi_core.memory import LayerShape
+from sfi_core.run import Run
 from sfi_core.session import Session
 
+BLOCK = 1024  # tokens that are drawn; a longer context repeats them
 
-def synthetic_cache(session: Session, context: int, capacity: int, *, seed: int = 0) -> SfiCache:
-    """Make a batch-1 cache that looks as if `context` tokens had been read.
 
-    Keys and values are standard normal; so are the queries that make the first selection. For timing
-    only: the tokens that follow mean nothing.
+class SyntheticPrompt:
+    """A batch of prompts that is in the cache already, for `HostedModel.shared`.
 
-    Args:
-        session: The model under SFI; every layer must be a full-attention layer.
-        context: Tokens in the cache.
-        capacity: Tokens it has room for.
-        seed: Seed of the random numbers.
+    Keys, values and the queries that make the first selection are standard normal. For timing only: the
+    tokens that follow mean nothing. The pages are filled for the first run and serve every further one, which
+    overwrites nothing but what the run before it decoded.
+
+    Attributes:
+        contexts: Tokens of each request.
+        capacity: Tokens that a request may reach.
+        cache: The filled pages; None before the first run.
     """
-    shapes = layer_shapes(session.model, session.policy)
-    cache = session.cache(capacity)
-    run = session.start(cache, 1, context)
-    run.begin_prefill([context], final=True)
-    generator = torch.Generator(session.model.device).manual_seed(seed)
-    heads = session.model.config.get_text_config(decoder=True).num_attention_heads
-    for index, (layer, shape) in enumerate(zip(cache.managed, shapes, strict=True)):
-        key, value = random_keys(session.model, shape.heads, shape.key_width, context, generator)
-        run.append(index, key, value)
-        layer.lazy_initialization(key, value)
-        layer.seen = context
-        window = session.policy.config.window_prefill
-        query = torch.randn(
-            1, shape.heads, heads // shape.heads, window, shape.key_width,
-            dtype=key.dtype, device=key.device, generator=generator,
-        )  # fmt: skip
-        layer_step(run, index, scale=shape.key_width**-0.5).select_first(query)
-    run.record([0])
-    return cache
+
+    def __init__(
+        self,
+        contexts: Sequence[int],
+        capacity: int,
+        *,
+        seed: int = 0,
+        rows: Sequence[int] | None = None,
+    ) -> None:
+        """Plan the prompts; `rows` are the numbers that their contents are drawn by, besides the seed."""
+        self.contexts, self.capacity = list(contexts), capacity
+        self.cache: KVCache | None = None
+        self._seed = seed
+        self._rows = list(range(len(self.contexts)) if rows is None else rows)
+
+    def resume(self, session: Session, cache: SfiCache) -> torch.Tensor:
+        """Begin a session's run with the prompts; return zeros as the logits of the next token, [B, V].
+
+        Raises:
+            ConfigError: The policy looks at all of a prompt's queries.
+        """
+        if session.policy.observes_prompt:
+            raise ConfigError(
+                f"policy {session.policy_name} looks at every query of a prompt, which must be read then"
+            )
+        shapes = session.shapes()
+        longest, model = max(self.contexts), session.model
+        run = session.start(cache, len(self.contexts), longest)
+        self._fill(run, model, shapes)
+        run.begin_prefill(self.contexts, final=True)
+        for index, shape in enumerate(shapes):
+            layer = cache.layers[index]
+            if shape.window is None:
+                layer.resume(longest)
+                run.layers.add(index)
+                step = layer_step(run, index, scale=shape.key_width**-0.5)
+                with run.counted(index):
+                    step.end_prefill(self._queries(run, model, index, shape))
+            else:
+                fill_sliding(layer, *self.block(model, index, shape), longest)
+        text = model.config.get_text_config(decoder=True)
+        logits_BV = torch.zeros(len(self.contexts), text.vocab_size, device=model.device)
+        if run.signals is not None:
+            run.signals.see_logits(logits_BV)
+        cache.detach()
+        return logits_BV
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the filled pages."""
+        if self.cache is None:
+            return 0
+        layers = self.cache.layers.values()
+        return sum(p.key_PHND.nbytes + p.value_PHNE.nbytes + p.norm_PHN.nbytes for p in layers)
+
+    def drop(self) -> None:
+        """Give the pages back; the next run fills new ones with the same numbers."""
+        self.cache = None
+
+    def block(self, model: Any, layer: int, shape: LayerShape) -> tuple[torch.Tensor, torch.Tensor]:
+        """Draw keys and values that a layer's cache repeats, [B, H, BLOCK, D] and [B, H, BLOCK, E]."""
+        key = self._drawn(model, layer, (shape.heads, BLOCK, shape.key_width), "key")
+        return key, self._drawn(model, layer, (shape.heads, BLOCK, shape.value_width), "value")
+
+    def _fill(self, run: Run, model: Any, shapes: Sequence[LayerShape]) -> None:
+        if self.cache is not None:
+            run.cache = self.cache
+            return
+        for index, shape in enumerate(shapes):
+            if shape.window is not None:
+                continue
+            key, value = self.block(model, index, shape)
+            for start in range(0, max(self.contexts), BLOCK):
+                count = [max(0, min(BLOCK, length - start)) for length in self.contexts]
+                begin_B, count_B = torch.tensor(
+                    [[start] * len(count), count], dtype=torch.int32, device=model.device
+                )
+                longest = start + max(count)
+                run.cache.append(index, key, value, begin_B, count_B, longest)
+        self.cache = run.cache
+
+    def _queries(self, run: Run, model: Any, layer: int, shape: LayerShape) -> torch.Tensor:
+        heads = model.config.get_text_config(decoder=True).num_attention_heads
+        window = min(run.policy.config.window_prefill, *self.contexts)
+        size = (shape.heads, heads // shape.heads, window, shape.key_width)
+        return self._drawn(model, layer, size, "query")
+
+    def _drawn(self, model: Any, layer: int, size: tuple[int, ...], what: str) -> torch.Tensor:
+        # a request's numbers depend on its own row, not on the batch around it
+        drawn = []
+        for row in self._rows:
+            generator = torch.Generator(model.device)
+            generator.manual_seed(
+                ((self._seed * 1009 + row) * 1009 + layer) * 3
+                + ("key", "value", "query").index(what)
+            )
+            options = {"dtype": model.dtype, "device": model.device, "generator": generator}
+            drawn.append(torch.randn(size, **options))
+        return torch.stack(drawn)
 
 
-def random_keys(
-    model: Any, heads: int, width: int, context: int, generator: torch.Generator
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw a layer's keys and values, [1, heads, context, width] each."""
-    shape = (1, heads, context, width)
-    options = {"dtype": model.dtype, "device": model.device, "generator": generator}
-    return torch.randn(shape, **options), torch.randn(shape, **options)
+def repeated(block: torch.Tensor, length: int) -> torch.Tensor:
+    """Repeat a block [B, H, BLOCK, D] along its tokens until there are `length`."""
+    B, H, T, D = block.shape
+    out = block.new_empty(B, H, length, D)
+    for start in range(0, length, T):
+        out[:, :, start : start + T] = block[:, :, : min(T, length - start)]
+    return out
+
+
+def fill_sliding(layer: Any, key: torch.Tensor, value: torch.Tensor, context: int) -> None:
+    """Make transformers' layer of a sliding window look as if it had read `context` tokens."""
+    held = min(layer.sliding_window, context)
+    layer.cumulative_length = context - held
+    layer.update(repeated(key, held), repeated(value, held))

@@ -6,8 +6,8 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
+from sfi_core.byte_model import ByteModel
 from sfi_core.config import SfiConfig
-from sfi_traces.byte_model import ByteModel
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from sfi_traces.byte_model import ByteModel
+from sfi_core.byte_model import ByteModel
 
 K = 1024
 FAST = 4 + 2048 + 256

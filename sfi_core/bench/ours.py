@@ -1,0 +1,98 @@
+"""A run of one of our policies, as `sfi_core.generate` decodes, with forced tokens."""
+
+import time
+from collections.abc import Callable
+from contextlib import closing
+from typing import Any
+
+import torch
+
+from sfi_core.bench.prompts import Prompts
+from sfi_core.bench.samples import Sample, StepRead
+from sfi_core.bench.settings import BenchSettings, Point, Variant
+from sfi_core.bench.streams import Stream
+from sfi_core.decode import decode
+from sfi_core.hosted import HostedModel
+from sfi_core.memory import peak_bytes, reset_peak
+from sfi_core.policies import policy_class
+from sfi_core.policies.support import Triggered
+from sfi_core.run import Run
+from sfi_core.sampling import Sampler, Sampling
+from sfi_core.session import slow_fast
+
+
+@torch.no_grad()
+def run_ours(
+    model: Any,
+    variant: Variant,
+    point: Point,
+    settings: BenchSettings,
+    prompts: Prompts,
+    stream: Stream,
+    on_step: Callable[[Sample], None],
+) -> Sample:
+    """Decode under a policy; tokens are sampled from the logits, read, and replaced by the stream's.
+
+    Args:
+        model: The model, outside `slow_fast`.
+        variant: The policy and the engine's switches.
+        point: The batch.
+        settings: Steps, warm-up, time limit, backend.
+        prompts: What to begin with.
+        stream: The tokens.
+        on_step: Told of the sample after every step.
+    """
+    sample = Sample(point.batch, settings.warm_up)
+    whole = _period(variant, settings)
+    reset_peak(model.device)
+    with slow_fast(
+        model, None, stream.config,
+        policy=variant.policy, backend=settings.backend, engine=variant.engine,
+    ) as session:  # fmt: skip
+        hosted = HostedModel(
+            model, session, prompts.ids_BT, prompts.mask_BT, settings.capacity(point.context),
+            frozenset(), settings.prefill_chunk,
+        )  # fmt: skip
+        hosted.shared = prompts.made_up
+        greedy, finished = Sampler(Sampling(), prompts.ids_BT), [False] * point.batch
+        tokens = iter(stream.token_SB)
+
+        def pick(logits_BV: torch.Tensor) -> list[int]:
+            greedy(logits_BV, finished, 0)
+            return next(tokens)
+
+        sample.began = time.perf_counter()
+        with closing(decode(hosted, pick, settings.total_steps + 1)) as steps:
+            for step, _ in enumerate(steps):
+                sample.at.append(time.perf_counter())
+                run = session.run
+                if step:
+                    sample.reads.append(_read(run))
+                if step == settings.warm_up:
+                    sample.selecting -= _selecting(run)
+                on_step(sample)
+                if sample.over(settings.time_limit) and sample.steps % whole == 0:
+                    break
+        sample.selecting += _selecting(session.run)
+    sample.peak_bytes = peak_bytes(model.device)
+    return sample
+
+
+def _period(variant: Variant, settings: BenchSettings) -> int:
+    # a run that stopped between two slow steps would have another rate than the stated one
+    triggered = issubclass(policy_class(variant.policy), Triggered)
+    return settings.slow_rate.denominator if triggered and settings.slow_rate else 1
+
+
+def _read(run: Run) -> StepRead:
+    states = run.requests
+    return StepRead(
+        tuple(state.slow for state in states),
+        tuple(state.length for state in states),
+        tuple(state.packed_tokens + state.length - state.recent_start for state in states),
+        tuple(state.packed_tokens for state in states),
+    )
+
+
+def _selecting(run: Run) -> float:
+    return sum(state.selecting for state in run.requests)
