@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from sfi_core.distributed import local, ranks_of
 from sfi_core.memory import LayerShape
 from sfi_core.model import BUNDLED
 
@@ -17,21 +18,23 @@ def describe_model(model: Any, shapes: Sequence[LayerShape]) -> dict[str, Any]:
     Returns:
         Plain values. `weight_bytes` is what one token reads: all weights but rows of the input embedding that
         it does not look up, and of a mixture's experts only as many as are active. `layers` has heads, widths
-        and bytes of a number for each layer, and its window if it slides.
+        and bytes of a number for each layer, and its window if it slides. Heads and bytes are those of this
+        rank where the model is split, and `tensor_parallel` then says which it is.
     """
-    config = model.config.get_text_config(decoder=True)
+    config, ranks = model.config.get_text_config(decoder=True), ranks_of(model)
     name = config._name_or_path or model.config._name_or_path  # noqa: SLF001 - nothing public says it
     embedding = model.get_input_embeddings().weight
     head = model.get_output_embeddings()
     tied = head is not None and head.weight is embedding
-    embedding_bytes = embedding.numel() * embedding.itemsize
+    embedding_bytes = local(embedding).numel() * embedding.itemsize
     weights = list(model.named_parameters())  # shared ones come once
-    total = sum(weight.numel() * weight.itemsize for _, weight in weights)
-    routed = sum(w.numel() * w.itemsize for name, w in weights if ".experts." in name)
+    total = sum(local(weight).numel() * weight.itemsize for _, weight in weights)
+    routed = sum(local(w).numel() * w.itemsize for name, w in weights if ".experts." in name)
     experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
     experts = experts or getattr(config, "n_routed_experts", None)
     active = getattr(config, "num_experts_per_tok", None)
     share = active / experts if experts and active else 1.0
+    parallel = {"rank": ranks.number, "ranks": ranks.size}
     return {
         "name": "bundled" if name == str(BUNDLED) else name,
         "architecture": type(model).__name__,
@@ -44,9 +47,10 @@ def describe_model(model: Any, shapes: Sequence[LayerShape]) -> dict[str, Any]:
             }
             for layer, shape in enumerate(shapes)
         ],
-        "query_heads": config.num_attention_heads,
+        "query_heads": config.num_attention_heads // ranks.size,
         "weight_bytes": total - (0 if tied else embedding_bytes) - round((1 - share) * routed),
         "embedding_bytes": embedding_bytes,
         "max_positions": getattr(config, "max_position_embeddings", None),
         "vocabulary": config.vocab_size,
+        **({"tensor_parallel": parallel} if ranks.size > 1 else {}),
     }  # fmt: skip

@@ -60,6 +60,7 @@ def layer_context(
         attended=lambda place: _attended(step, rows[place], query_RHGWD[place, :, :, -1]),
         notes=tuple(run.notes[row, layer] for row in rows),
         shared=tuple(run.notes[row, SHARED] for row in rows),
+        ranks=run.ranks,
     )
 
 

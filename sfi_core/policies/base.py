@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from sfi_core.config import SfiConfig
+from sfi_core.distributed import ALONE, Ranks
 from sfi_core.sparse_state import SparseState
 from sfi_core.trigger import Trigger
 
@@ -73,6 +74,7 @@ class LayerContext:
             and the positions, [H, S] (Eq. 1).
         notes: What the policy keeps in this layer from step to step, by request.
         shared: The same for all layers.
+        ranks: The processes among which the layer's KV heads are split, for what looks across heads.
     """
 
     layer: int
@@ -89,6 +91,7 @@ class LayerContext:
     attended: Callable[[int], tuple[torch.Tensor, torch.Tensor]] | None = None
     notes: tuple[Notes, ...] = ()
     shared: tuple[Notes, ...] = ()
+    ranks: Ranks = ALONE
 
 
 @dataclass(frozen=True, slots=True)
