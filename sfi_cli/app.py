@@ -7,6 +7,7 @@ import typer
 
 from sfi_cli.commands import bench, doctor, evaluate, generate, kernel_bench, trace, tune
 from sfi_cli.output import message
+from sfi_cli.ranks import check_command, leave, one_voice, tells
 
 INTERRUPTED = 130
 HELP = "Slow-Fast Inference: decode long contexts and see what the model reads."
@@ -51,12 +52,15 @@ def main() -> None:
     debug = "--debug" in sys.argv
     sys.argv = [word for word in sys.argv if word != "--debug"]
     try:
-        app()
+        check_command(sys.argv[1:])
+        with one_voice():
+            app()
     except SfiError as error:
         if debug:
             raise
-        message(f"error: {error}")
-        sys.exit(error.exit_code)
+        if tells(error):
+            message(f"error: {error}")
+        leave(error)
     except KeyboardInterrupt:
         message("interrupted")
         sys.exit(INTERRUPTED)

@@ -12,6 +12,7 @@ from sfi_cli.progress import DecodeProgress, PrefillProgress
 from sfi_cli.prompts import Entry, Prompts
 from sfi_cli.recording import Recording
 from sfi_cli.views import report_lines
+from sfi_core import ranks
 from sfi_core.config import SfiConfig
 from sfi_core.engine_options import EngineOptions
 from sfi_core.errors import InputError
@@ -172,6 +173,7 @@ class GenerateJob:
             "forecast_bytes": result.forecast.total_bytes,
             "versions": versions(),
             "device": device,
+            "ranks": ranks.size(),
         }
         if self.prompts.expected is not None:
             document["expected"] = self.prompts.expected

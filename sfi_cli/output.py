@@ -8,6 +8,7 @@ from typing import Any
 
 import typer
 
+from sfi_core import ranks
 from sfi_core.errors import ConfigError, SfiError
 
 
@@ -34,6 +35,9 @@ class Output:
             return
         if path.exists() and not force:
             raise ConfigError(f"output {path} exists; add --force to overwrite it")
+        if not ranks.first():
+            self._path = None  # one process of several writes
+            return
         self._temporary = path.with_name(f".{path.name}.tmp")
         try:
             self._temporary.write_text("")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sfi_cli.output import message
+from sfi_core import ranks
 from sfi_core.audit_config import AuditConfig
 from sfi_core.errors import ConfigError
 
@@ -56,7 +57,7 @@ class Recording:
             found: list[Observer] = []
             if self.nvtx if self.nvtx is not None else NvtxObserver.attached():
                 found.append(stack.enter_context(NvtxObserver()))
-            if self.folder is None:
+            if self.folder is None or not ranks.first():
                 yield found, lambda _: None
                 return
             parquet = ParquetObserver(

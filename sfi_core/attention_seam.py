@@ -15,6 +15,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from sfi_core.backends import layer_step
 from sfi_core.cache_seam import SfiCache, SfiLayer, check_supported
+from sfi_core.distributed import local
 from sfi_core.errors import UnsupportedModelError
 from sfi_kernels.partial_attention import combine, partial_attention
 
@@ -69,7 +70,7 @@ def sfi_attention(
     H = key.shape[1]
     scale = D**-0.5 if scaling is None else scaling
     query_BHGTD = query.reshape(B, H, heads // H, T, D)
-    sinks = kwargs.get("s_aux")
+    sinks = None if kwargs.get("s_aux") is None else local(kwargs["s_aux"])
     options = {
         "soft_cap": kwargs.get("softcap"),
         "sink_HG": None if sinks is None else sinks.reshape(H, heads // H),

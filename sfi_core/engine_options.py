@@ -1,6 +1,8 @@
 """How the engine runs a step."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from sfi_core.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +20,16 @@ class EngineOptions:
     overlap: bool = True
     graphs: bool | None = None
     synchronized: bool = False
+
+    def on_several_ranks(self) -> "EngineOptions":
+        """Return what a tensor-parallel run takes: its ranks call each other in the order of the layers.
+
+        Raises:
+            ConfigError: Graphs are asked for.
+        """
+        if self.graphs:
+            raise ConfigError("graphs must be off under tensor parallelism, got graphs=True")
+        return replace(self, overlap=False, graphs=False)
 
 
 DEFAULTS = EngineOptions()

@@ -8,6 +8,7 @@
     x UnsupportedModelError  exit code 4; this architecture cannot run under SFI
     x MemoryForecastError    exit code 4; the run would not fit
   x NumericsError     exit code 1; the model produced NaN or infinite logits
+  x RankLostError     exit code 1; another process of a tensor-parallel run died or hangs
 """
 
 
@@ -49,3 +50,7 @@ class MemoryForecastError(BackendError):
 
 class NumericsError(SfiError):
     """The model produced NaN or infinite logits."""
+
+
+class RankLostError(SfiError):
+    """Another process of a tensor-parallel run has died or does not answer."""

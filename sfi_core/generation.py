@@ -126,13 +126,22 @@ def generate(
         ) as session,
     ):
         expected = session.forecast(len(rows), ids_BT.shape[1], capacity, prefill_chunk)
-        check_fits(expected, model.device)
+        with session.ranks.agreed():
+            check_fits(expected, model.device)
+        session.ranks.check_same(
+            {
+                "prompts": rows, "config": config, "policy": policy, "max_new_tokens": max_new_tokens,
+                "sampling": sampling, "seed": seed, "stop_token_ids": sorted(stop),
+                "prefill_chunk": prefill_chunk, "backend": session.backend, "page_size": page_size,
+                "audit": audit, "engine": engine,
+            }
+        )  # fmt: skip
         if seed is not None:
             torch.manual_seed(seed)
         hosted = HostedModel(model, session, ids_BT, mask_BT, capacity, stop, prefill_chunk)
         hosted.shared = shared
         hosted.on_prefill = on_prefill or hosted.on_prefill
-        sampler = Sampler(sampling or Sampling(), ids_BT)
+        sampler = Sampler(sampling or Sampling(), ids_BT, session.ranks)
 
         def sample(logits_BV: torch.Tensor) -> list[int]:
             finished = [state.finished for state in session.run.requests]

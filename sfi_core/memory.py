@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
+from sfi_core import ranks
 from sfi_core.config import SfiConfig
+from sfi_core.distributed import ranks_of
 from sfi_core.errors import MemoryForecastError
 
 STATUS, CLEAR_REFS, MEMINFO = (
@@ -77,7 +79,7 @@ def forecast(
     prefill_chunk: int = 0,
     together: int = 1,
 ) -> Forecast:
-    """Add up a run's bytes.
+    """Add up a run's bytes; of a model that is split over ranks, this rank's.
 
     Args:
         model: Gives sizes of its activations, and the device.
@@ -110,10 +112,10 @@ def forecast(
 
 
 def _activation_bytes(model: Any, layers: Sequence[LayerShape], batch: int, chunk: int) -> int:
-    config = model.config.get_text_config(decoder=True)
+    config, split = model.config.get_text_config(decoder=True), ranks_of(model).size
     hidden, itemsize = config.hidden_size, layers[0].itemsize
-    inner = getattr(config, "intermediate_size", None) or 4 * hidden
-    heads = config.num_attention_heads
+    inner = (getattr(config, "intermediate_size", None) or 4 * hidden) // split
+    heads = config.num_attention_heads // split
     widest = max(layer.key_width for layer in layers), max(layer.value_width for layer in layers)
     # residual and normed stream beside the gate, up, activated and multiplied rows of the MLP
     mlp = (3 * hidden + 4 * inner) * itemsize
@@ -127,7 +129,7 @@ def _activation_bytes(model: Any, layers: Sequence[LayerShape], batch: int, chun
 def _selector_bytes(
     model: Any, layers: Sequence[LayerShape], config: SfiConfig, length: int, together: int
 ) -> int:
-    heads = model.config.get_text_config(decoder=True).num_attention_heads
+    heads = model.config.get_text_config(decoder=True).num_attention_heads // ranks_of(model).size
     kv_heads = max(layer.heads for layer in layers)
     # logits, probabilities and their powers; then about a dozen tensors of one number per head and position
     first = 4 * heads * config.window_prefill + 12 * kv_heads
@@ -141,6 +143,8 @@ def check_fits(expected: Forecast, device: torch.device) -> None:
         MemoryForecastError: With what is needed, what is free, and what to change.
     """
     free = free_bytes(device)
+    if free and device.type == "cpu":
+        free //= ranks.neighbors()  # they take theirs of the same
     if free is not None and expected.needed_bytes > free:
         cache = expected.kv_bytes + expected.norm_bytes
         way = "the batch or max_new_tokens" if cache > expected.workspace_bytes else "prefill_chunk"

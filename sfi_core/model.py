@@ -1,5 +1,7 @@
 """Loading a checkpoint and its tokenizer."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,11 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from sfi_core import ranks
+from sfi_core.checkpoint_digest import checkpoint_digest
+from sfi_core.distributed import join, mesh
 from sfi_core.errors import BackendError, ConfigError, InputError, UnsupportedModelError
+from sfi_core.tensor_parallel import parallel_options
 
 BUNDLED = Path(__file__).parent / "bundled" / "checkpoint"
 DTYPES = {
@@ -30,7 +36,7 @@ def load(
     device: str = "auto",
     trust_remote_code: bool = False,
 ) -> tuple[Any, Any]:
-    """Load a decoder-only model and its tokenizer.
+    """Load a decoder-only model and its tokenizer; under torchrun, split by heads over all ranks.
 
     Args:
         model: Hub id or folder; None is the bundled checkpoint.
@@ -44,25 +50,27 @@ def load(
 
     Raises:
         InputError: The checkpoint is missing, incomplete or damaged.
-        UnsupportedModelError: No decoder-only language model.
+        UnsupportedModelError: No decoder-only language model, or one that torchrun's ranks cannot share.
         BackendError: The device is not there.
+        ConfigError: The ranks have different checkpoints.
+        RankLostError: Another rank has died.
     """
     quiet()
     source = str(BUNDLED if model is None else model)
     where, kind = resolve_device(device), resolve_dtype(dtype)
-    _check_folder(source)
     common = {"revision": revision, "trust_remote_code": trust_remote_code}
-    try:
-        config = AutoConfig.from_pretrained(source, **common)
-        if config.is_encoder_decoder:
-            raise UnsupportedModelError(
-                f"{source} is an encoder-decoder model ({config.model_type}); sfi runs decoder-only models"
-            )
-        known = AutoModelForCausalLM._model_mapping  # noqa: SLF001 - nothing public says it
-        if type(config) not in known and not trust_remote_code:
-            raise UnsupportedModelError(
-                f"{source} ({config.model_type}) is no causal language model"
-            )
+    together = join()
+    with together.agreed(), _readable(source):
+        _check_folder(source)
+        config = _config(source, common)
+        digest = config._commit_hash  # noqa: SLF001 - nothing public says it
+        if together.size > 1 and Path(source).is_dir():
+            digest = checkpoint_digest(Path(source))
+        split = parallel_options(config, together.size, trust_remote_code=trust_remote_code)
+    together.check_same({"model": digest, "dtype": dtype, "device": where.type})
+    if split:
+        split["device_mesh"] = mesh(where)
+    with together.agreed(), _readable(source):
         loaded, info = AutoModelForCausalLM.from_pretrained(
             source,
             config=config,
@@ -70,10 +78,34 @@ def load(
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # refused below, with the weight's name
             **common,
+            **split,
         )
         tokenizer = AutoTokenizer.from_pretrained(source, **common)
+        _check_complete(source, info)
+    return loaded.to(where).eval(), tokenizer
+
+
+@contextmanager
+def _readable(source: str) -> Iterator[None]:
+    try:
+        yield
     except (OSError, ValueError, KeyError, SafetensorError, StrictDataclassError) as error:
         raise InputError(f"model {source} cannot be loaded: {first_line(error)}") from error
+
+
+def _config(source: str, common: dict[str, Any]) -> Any:
+    config = AutoConfig.from_pretrained(source, **common)
+    if config.is_encoder_decoder:
+        raise UnsupportedModelError(
+            f"{source} is an encoder-decoder model ({config.model_type}); sfi runs decoder-only models"
+        )
+    known = AutoModelForCausalLM._model_mapping  # noqa: SLF001 - nothing public says it
+    if type(config) not in known and not common["trust_remote_code"]:
+        raise UnsupportedModelError(f"{source} ({config.model_type}) is no causal language model")
+    return config
+
+
+def _check_complete(source: str, info: dict[str, Any]) -> None:
     if missing := sorted(info["missing_keys"]):
         raise InputError(f"model {source} lacks {len(missing)} weights, among them {missing[0]}")
     if odd := sorted(info["mismatched_keys"]):
@@ -82,7 +114,6 @@ def load(
             f"model {source} has {len(odd)} weights of another shape than its config says, "
             f"among them {name}, which must be {list(wanted)}, got {list(got)}"
         )
-    return loaded.to(where).eval(), tokenizer
 
 
 def load_tokenizer(model: str | None = None) -> Any:
@@ -146,14 +177,18 @@ def resolve_dtype(name: str) -> torch.dtype | str:
 
 
 def resolve_device(name: str) -> torch.device:
-    """Turn a device's name into the device.
+    """Turn a device's name into the device; under torchrun, each rank's own of that kind.
 
     Raises:
-        ConfigError: No such kind of device.
+        ConfigError: No such kind of device, or one device for several ranks.
         BackendError: It is not on this machine.
     """
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if ranks.size() > 1 and name.startswith("cuda"):
+        if name != "cuda":
+            raise ConfigError(f"device must be auto, cpu or cuda under torchrun, got {name}")
+        name = f"cuda:{ranks.local()}"
     try:
         device = torch.device(name)
     except RuntimeError:

@@ -3,10 +3,12 @@
 from dataclasses import dataclass
 from typing import Any, Self
 
+from sfi_core.distributed import local
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelWeights:
-    """A model's weights, sorted by who reads them.
+    """A model's weights, sorted by who reads them; of a split model this rank's part.
 
     Attributes:
         total_bytes: All of them, shared ones once.
@@ -31,14 +33,16 @@ class ModelWeights:
         embedding = model.get_input_embeddings().weight
         head = model.get_output_embeddings()
         tied = head is not None and head.weight is embedding
-        embedding_bytes = embedding.numel() * embedding.itemsize
+        embedding_bytes = local(embedding).numel() * embedding.itemsize
         weights = list(model.named_parameters())  # shared ones come once
         experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
         return cls(
-            total_bytes=sum(weight.numel() * weight.itemsize for _, weight in weights),
+            total_bytes=sum(local(weight).numel() * weight.itemsize for _, weight in weights),
             embedding_bytes=embedding_bytes,
             unread_bytes=0 if tied else embedding_bytes,
-            routed_bytes=sum(w.numel() * w.itemsize for name, w in weights if ".experts." in name),
+            routed_bytes=sum(
+                local(w).numel() * w.itemsize for name, w in weights if ".experts." in name
+            ),
             experts=experts or getattr(config, "n_routed_experts", None) or 0,
             active=getattr(config, "num_experts_per_tok", None) or 0,
         )

@@ -61,6 +61,7 @@ def layer_context(
         notes=tuple(run.notes[row, layer] for row in rows),
         shared=tuple(run.notes[row, SHARED] for row in rows),
         interval=_interval(step, rows),
+        ranks=run.ranks,
     )
 
 

@@ -16,6 +16,7 @@ import torch
 
 from sfi_core.audit import Audit
 from sfi_core.describe import Forward, Rows, describe_pass
+from sfi_core.distributed import ALONE, Ranks
 from sfi_core.engine_options import DEFAULTS, EngineOptions
 from sfi_core.events import BeginStepEvent, StepEvent
 from sfi_core.kv_cache import KVCache, LayerPages
@@ -46,6 +47,7 @@ class Run:
         device: Where the cache is.
         audit: Looks at every layer of the audited steps; None without an audit.
         engine: How steps are run.
+        ranks: The processes among which the model's heads are split.
         requests: The sparse state of each request.
         segments: The packed segment by layer.
         tails: Last queries of earlier pieces of the prompt by layer, for the prefill's evidence.
@@ -69,6 +71,7 @@ class Run:
     device: torch.device = CPU
     audit: Audit | None = None
     engine: EngineOptions = DEFAULTS
+    ranks: Ranks = ALONE
     requests: list[SparseState] = field(init=False)
     segments: dict[int, PackedSegment] = field(default_factory=dict)
     tails: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -90,7 +93,7 @@ class Run:
     def __post_init__(self) -> None:
         """Start with empty requests."""
         self.requests = [SparseState() for _ in range(self.cache.batch)]
-        self.signals = Signals(self.policy.signal) if self.policy.signal else None
+        self.signals = Signals(self.policy.signal, self.ranks) if self.policy.signal else None
 
     @property
     def done(self) -> bool:

@@ -12,6 +12,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from sfi_core.distributed import ALONE, Ranks
 from sfi_core.errors import ConfigError, NumericsError
 
 
@@ -71,8 +72,8 @@ class Sampler:
         ids_BT: The tokens so far, padded prompts included; grown by every call.
     """
 
-    def __init__(self, sampling: Sampling, ids_BT: torch.Tensor) -> None:
-        self.ids_BT = ids_BT
+    def __init__(self, sampling: Sampling, ids_BT: torch.Tensor, ranks: Ranks = ALONE) -> None:
+        self.ids_BT, self._ranks = ids_BT, ranks
         self._sampling = sampling
         self._processors = sampling.processors()
         self.step = 0
@@ -92,7 +93,7 @@ class Sampler:
             token_B = scores_BV.argmax(-1)
         finite_B = logits_BV.amax(-1).isfinite()
         # the one read of the device per step: the tokens, which have to be streamed, and the check with them
-        picked = torch.stack([token_B, finite_B.long()]).tolist()
+        picked = self._ranks.settle(token_B, finite_B).tolist()
         broken = [row for row, ok in enumerate(picked[1]) if not ok and not finished_B[row]]
         if broken:
             raise NumericsError(

@@ -14,6 +14,7 @@ from sfi_core.backends import PAGE_SIZE, resolve_backend
 from sfi_core.cache_seam import SfiCache, full_attention_layers
 from sfi_core.config import SfiConfig
 from sfi_core.describe_model import describe_model
+from sfi_core.distributed import ranks_of
 from sfi_core.engine_options import DEFAULTS, EngineOptions
 from sfi_core.errors import ConfigError
 from sfi_core.events import PromptEvent, RunEvent
@@ -32,6 +33,7 @@ from sfi_core.refusals import (
 from sfi_core.report import RunReport
 from sfi_core.run import Run
 from sfi_core.shadow import Shadow
+from sfi_core.tensor_parallel import check_split
 from sfi_core.trigger import Trigger
 from sfi_core.trigger_set import resolve_triggers
 
@@ -51,6 +53,7 @@ class Session:
         report: Report of the last run; None before the first.
         observer: All observers as one.
         span: The observer's span of the forward pass under way.
+        ranks: The processes among which the model's heads are split.
     """
 
     def __init__(
@@ -65,6 +68,10 @@ class Session:
         engine: EngineOptions,
     ) -> None:
         self.model, self.config, self.policy_name = model, config, policy
+        self.ranks = ranks_of(model)
+        if self.ranks.size > 1:
+            check_split(model.config, model.tp_plan, self.ranks.size)
+            engine = engine.on_several_ranks()
         self.trigger_token_ids = resolve_triggers(tokenizer, config)
         trigger = Trigger(frozenset(self.trigger_token_ids), config)
         layers = full_attention_layers(model)
@@ -152,7 +159,7 @@ class Session:
             if (
                 not cache.run.recorded
             ):  # transformers' loop does not tell; ours has, without a second look
-                cache.run.record(ids[:, -1].tolist())
+                cache.run.record(self.ranks.same_tokens(ids[:, -1]))
             cache.run.begin_decode()
             if self._shadow.due(cache.run):
                 self._shadow.run(model, cache, args, kwargs)
@@ -204,12 +211,18 @@ class Session:
                 if prompt is not None and capacity:
                     batch = prompt.shape[0] * (settings.num_return_sequences or 1)
                     chunk = settings.prefill_chunk_size or 0
-                    check_fits(self.forecast(batch, length, capacity, chunk), self.model.device)
+                    expected = self.forecast(batch, length, capacity, chunk)
+                    with self.ranks.agreed():
+                        check_fits(expected, self.model.device)
+            if self.ranks.size > 1:
+                ids = None if prompt is None else prompt.tolist()
+                self.ranks.check_same({"prompts": ids, "config": self.config, "settings": settings})
+                self.ranks.share_seed(self.model.device)
             cache.prompt_length, cache.stop_ids = length or None, frozenset(stop)
             kwargs["past_key_values"] = cache
             output = generate(inputs, generation_config=generation_config, **kwargs)
             sequences = output if isinstance(output, torch.Tensor) else output.sequences
-            self.run.record(sequences[:, -1].tolist())
+            self.run.record(self.ranks.same_tokens(sequences[:, -1]))
             return output
 
         return generate_with_sfi
@@ -227,6 +240,7 @@ class Session:
             self.model.device,
             Audit.of(self._audit),
             self._engine,
+            self.ranks,
         )
         cache.attach(self._run)
         if self._shapes:
@@ -241,7 +255,7 @@ class Session:
         """
         if self._audit is not None:
             self._audit.check(self.shapes())
-        if type(self.observer) is not NullObserver:
+        if type(self.observer) is not NullObserver or self.ranks.size > 1:  # every rank, or none
             self.shapes()  # now: it takes a forward pass, which cannot be made within another
 
     def _tell(self, batch: int) -> None:
@@ -316,9 +330,10 @@ def slow_fast(
     wrapped.sfi = True  # type: ignore[attr-defined]
     model.generate = wrapped
     try:
-        session.backend = resolve_backend(backend, model, session.shapes, page_size)
-        session.observe()
-        yield session
+        with session.ranks.guarded():
+            session.backend = resolve_backend(backend, model, session.shapes, page_size)
+            session.observe()
+            yield session
     finally:
         session.span.close()
         for hook in hooks:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from sfi_core.distributed import ALONE, Ranks
 from sfi_core.sparse_state import SparseState
 
 COSINE, SLOW_COSINE, ENTROPY = "cosine", "slow-cosine", "entropy"
@@ -19,10 +20,11 @@ class Signals:
     Attributes:
         name: "cosine" (of a step's query with that of the step before), "slow-cosine" (with that of the last
             slow step) or "entropy" (of the next-token distribution).
+        ranks: The processes over whose heads it is the mean.
     """
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, ranks: Ranks = ALONE) -> None:
+        self.name, self.ranks = name, ranks
         self._query: dict[int, torch.Tensor] = {}
         self._sum_B: torch.Tensor | None = None
         self._layers = 0
@@ -60,7 +62,8 @@ class Signals:
         """Hand the step's signal to the requests: the read of the device."""
         if self._sum_B is None:
             return
-        for state, value in zip(requests, (self._sum_B / self._layers).tolist(), strict=True):
+        mean_B = self.ranks.mean(self._sum_B / self._layers)
+        for state, value in zip(requests, mean_B.tolist(), strict=True):
             if self.name == ENTROPY:
                 state.entropy = value
             else:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from sfi_core.config import SfiConfig
+from sfi_core.distributed import ALONE, Ranks
 from sfi_core.sparse_state import SparseState
 from sfi_core.trigger import Trigger
 
@@ -75,6 +76,7 @@ class LayerContext:
         shared: The same for all layers.
         interval: J as its first position and one past its last, where the context is of one request of the
             torch backend: without the others it needs no masks.
+        ranks: The processes among which the layer's KV heads are split, for what looks across heads.
     """
 
     layer: int
@@ -92,6 +94,7 @@ class LayerContext:
     notes: tuple[Notes, ...] = ()
     shared: tuple[Notes, ...] = ()
     interval: tuple[int, int] | None = None
+    ranks: Ranks = ALONE
 
 
 @dataclass(frozen=True, slots=True)

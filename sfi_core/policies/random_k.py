@@ -23,7 +23,8 @@ class RandomK(Triggered):
         state = context.states[place]
         seed = f"{self.config.trigger_seed} {state.prompt_tokens} {state.step} {context.layer}"
         generator = torch.Generator().manual_seed(random.Random(seed).getrandbits(63))  # noqa: S311 - no secret
-        score_TH = torch.rand(
-            longest, heads, generator=generator
-        )  # a longer neighbor changes no draw
-        return score_TH.T.to(context.key_norm_BHT.device)
+        ranks = context.ranks
+        # a longer neighbor changes no draw, nor do heads on other ranks
+        score_TH = torch.rand(longest, heads * ranks.size, generator=generator)
+        ours_TH = score_TH[:, heads * ranks.number : heads * (ranks.number + 1)]
+        return ours_TH.T.to(context.key_norm_BHT.device)

@@ -36,6 +36,7 @@ class SFI(Triggered):
                 span=self.config.span,
                 log_sum_BHGW=context.log_sum_BHGW,
                 diagnostics=diagnostics,
+                gather=context.ranks.gather if context.ranks.size > 1 else None,
                 **settings,
             )
         with context.span("top_k"):

@@ -20,7 +20,7 @@ class Tova(Evicting):
 
     def select_after(self, context: LayerContext) -> Selection:
         """Keep what the prompt's last query attended most."""
-        mean_BT = context.logits().softmax(-1).mean(dim=(1, 2, 3))
+        mean_BT = context.ranks.mean(context.logits().softmax(-1).mean(dim=(1, 2, 3)))
         for note, mean_T in zip(context.notes, mean_BT, strict=True):
             note["score"] = mean_T.expand(context.key_norm_BHT.shape[1], -1)
         return super().select_after(context)
@@ -31,5 +31,6 @@ class Tova(Evicting):
         for place, (note, state) in enumerate(zip(context.notes, context.states, strict=True)):
             logits_HGS, position_HS = context.attended(place)
             score_T: torch.Tensor = logits_HGS.new_zeros(state.length)
-            score_T[position_HS[0]] = logits_HGS.softmax(-1).mean(dim=(0, 1))
+            mean_S = logits_HGS.softmax(-1).mean(dim=(0, 1))
+            score_T[position_HS[0]] = context.ranks.mean(mean_S)
             note["score"] = score_T.expand(len(logits_HGS), -1)

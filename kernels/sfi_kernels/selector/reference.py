@@ -1,5 +1,7 @@
 """Algorithm 2 in plain PyTorch, up to the Top-K."""
 
+from collections.abc import Callable
+
 import torch
 
 from sfi_kernels.selector.evidence import (
@@ -41,6 +43,7 @@ def selector(
     position_weight: float = 1.0,
     log_sum_BHGW: torch.Tensor | None = None,
     diagnostics: dict[str, torch.Tensor] | None = None,
+    gather: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Score the allowed positions of every KV head (Algorithm 2, lines 2-14).
 
@@ -68,6 +71,7 @@ def selector(
             query sees nothing of J. Ignored with a span, whose pooled logits have another sum.
         diagnostics: Receives `evidence_norm2`, `evidence_dot_prior`, `prior_norm2` (|f|^2, f.r, |r|^2) and
             `evidence_entropy` (of f, in nats), each [B, H] float32.
+        gather: Where processes share the layer's KV heads: see `exclude_across_heads`, which calls it once.
 
     Returns:
         z_adj, [B, H, T] float32, finite, `MASKED_SCORE` or lower outside J; and lambda*, [B, H]. Of float64
@@ -91,7 +95,7 @@ def selector(
         diagnostics.update(_diagnose(f_BHT, r_BHT))
     z_BHT = log_score(fuse(f_BHT, r_BHT, lambda_BH), allowed_BT)
     z_nms_BHT = soft_nms(z_BHT, alpha_soft, radius)
-    return exclude_across_heads(z_nms_BHT, alpha_cross, temperature), lambda_BH
+    return exclude_across_heads(z_nms_BHT, alpha_cross, temperature, gather), lambda_BH
 
 
 def _everywhere(logits_BHGWT: torch.Tensor) -> torch.Tensor:

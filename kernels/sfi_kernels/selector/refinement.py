@@ -1,5 +1,7 @@
 """Log-score refinements: Eqs. 19-23."""
 
+from collections.abc import Callable
+
 import torch
 
 from sfi_kernels.constants import EPS, MASKED_SCORE
@@ -32,7 +34,10 @@ def soft_nms(score_BHT: torch.Tensor, alpha_soft: float, radius: int) -> torch.T
 
 
 def exclude_across_heads(
-    score_BHT: torch.Tensor, alpha_cross: float, temperature: float
+    score_BHT: torch.Tensor,
+    alpha_cross: float,
+    temperature: float,
+    gather: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Make KV heads compete for a position (Eqs. 22-23).
 
@@ -40,12 +45,30 @@ def exclude_across_heads(
         score_BHT: z_nms, finite.
         alpha_cross: Strength of the exclusivity. At least 0; 0 returns the scores as they are.
         temperature: The paper's T; lower is sharper. Above 0. Paper gap: not given.
+        gather: Returns every process' tensor, stacked in front, where each has some of the layer's heads.
 
     Returns:
         z_adj, [B, H, T]. A single KV head has nobody to compete with and keeps its scores.
     """
     score_BHT = widened(score_BHT)
     # softmax ignores the shift; without it a low temperature takes MASKED_SCORE to -inf
-    lead_BHT = score_BHT - score_BHT.amax(1, keepdim=True)
-    responsibility_BHT = torch.softmax(lead_BHT / temperature, dim=1)
+    if gather is None:
+        lead_BHT = score_BHT - score_BHT.amax(1, keepdim=True)
+        responsibility_BHT = torch.softmax(lead_BHT / temperature, dim=1)
+    elif alpha_cross == 0:
+        return score_BHT
+    else:
+        responsibility_BHT = _share_of_all_heads(score_BHT, temperature, gather)
     return score_BHT + alpha_cross * responsibility_BHT.clamp_min(EPS).log()
+
+
+def _share_of_all_heads(
+    score_BHT: torch.Tensor, temperature: float, gather: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    # the softmax over heads that lie elsewhere too, from each process' maximum and sum
+    best_BT = score_BHT.amax(1)
+    sum_BT = ((score_BHT - best_BT[:, None]) / temperature).exp().sum(1)
+    best_RBT, sum_RBT = gather(torch.stack([best_BT, sum_BT])).unbind(1)
+    best_BT = best_RBT.amax(0)
+    total_BT = (sum_RBT * ((best_RBT - best_BT) / temperature).exp()).sum(0)
+    return ((score_BHT - best_BT[:, None]) / temperature).exp() / total_BT[:, None]

@@ -4,6 +4,7 @@ For each position and KV head of G * W queries: 4 G W bytes of float32 logits re
 log-sum-exp), then 32 bytes of power mean, key norm and score read or written.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -26,6 +27,7 @@ from sfi_kernels.selector.logit_pass.triton import (
     _selector_row_kernel,
 )
 from sfi_kernels.selector.reference import check, check_settings
+from sfi_kernels.selector.refinement import exclude_across_heads
 from sfi_kernels.selector.score_pass.triton import (
     _selector_refine_kernel,
     _selector_score_kernel,
@@ -61,6 +63,7 @@ def selector(
     position_weight: float = 1.0,
     log_sum_BHGW: torch.Tensor | None = None,
     diagnostics: dict[str, torch.Tensor] | None = None,
+    gather: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `reference.selector`. T is contiguous in every tensor, and none is float64."""
     B, H, G, W, T = _check(logits_BHGWT, key_norm_BHT, allowed_BT, log_sum_BHGW)
@@ -105,10 +108,14 @@ def selector(
     )  # fmt: skip
     heads = triton.next_power_of_2(H)
     block = max(MIN_POSITIONS, TILE // heads)
+    # the kernel sees this process' heads only: with others elsewhere it leaves Eqs. 22-23 to what can ask
+    alone = float(alpha_cross) if gather is None else 0.0
     launch(
         _selector_refine_kernel, (B, triton.cdiv(T, block)), z_BHT, z_adj_BHT, H, T, radius,
-        float(alpha_soft), float(alpha_cross), float(temperature), HEADS=heads, BLOCK=block,
+        float(alpha_soft), alone, float(temperature), HEADS=heads, BLOCK=block,
     )  # fmt: skip
+    if gather is not None:
+        z_adj_BHT = exclude_across_heads(z_adj_BHT, alpha_cross, temperature, gather)
     if diagnostics is not None:
         diagnostics["evidence_norm2"] = merged[NORM2.value]
         diagnostics["evidence_dot_prior"] = merged[DOT.value]
