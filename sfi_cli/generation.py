@@ -11,7 +11,7 @@ from sfi_cli.output import Output, message
 from sfi_cli.progress import DecodeProgress, PrefillProgress
 from sfi_cli.prompts import Entry, Prompts
 from sfi_cli.recording import Recording
-from sfi_cli.views import report_lines
+from sfi_cli.views import plan_line, report_lines
 from sfi_core import ranks
 from sfi_core.config import SfiConfig
 from sfi_core.engine_options import EngineOptions
@@ -35,6 +35,7 @@ class GenerateJob:
     sampling: dict[str, Any]
     seed: int
     max_new_tokens: int
+    max_batch: int | None
     prefill_chunk: int
     compare: bool
     recording: Recording
@@ -108,7 +109,7 @@ class GenerateJob:
         from sfi_core.sampling import Sampling
         from sfi_core.streaming import TextStream
 
-        shown = TextStream(tokenizer)
+        shown, limits = TextStream(tokenizer), self.prompts.limits(self.max_new_tokens)
         on_token: Callable[[list[int]], None] | None = None
         if stream is not None:
 
@@ -126,17 +127,23 @@ class GenerateJob:
                 texts,
                 self.config,
                 policy=policy,
-                max_new_tokens=self.max_new_tokens,
+                max_new_tokens=limits,
+                max_batch=self.max_batch,
                 sampling=Sampling(**self.sampling),
                 seed=self.seed,
                 prefill_chunk=self.prefill_chunk,
                 backend=self.backend,
-                observers=[*observers, ProgressObserver(decoding, self.max_new_tokens)],
+                observers=[*observers, ProgressObserver(decoding, max(limits))],
                 audit=audit,
                 engine=self.engine,
+                on_plan=partial(self._say, policy),
                 on_token=on_token,
                 on_prefill=reading.update,
             )
+
+    def _say(self, policy: str, plan: Any) -> None:
+        if not self.quiet and plan.requests > 1:
+            message(f"{policy}: {plan_line(plan)}")
 
     def _provenance(self) -> dict[str, Any]:
         return {
@@ -187,7 +194,7 @@ def _measured(result: Any) -> dict[str, Any]:
     data: dict[str, Any] = result.report.to_dict()
     for request, text in zip(data["requests"], result.texts, strict=True):
         request["text"] = text
-    return {**data, "peak_memory_bytes": result.peak_memory_bytes}
+    return {**data, "slots": result.slots, "peak_memory_bytes": result.peak_memory_bytes}
 
 
 def _block(index: int, text: str, count: int) -> str:

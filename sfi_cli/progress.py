@@ -81,6 +81,11 @@ class DecodeProgress(Progress):
         """Show that `done` of at most `total` steps are behind us."""
         self._show("decoding", done, total, f"decoded {done:,} of at most {total:,} tokens")
 
+    def requests(self, done: int, running: int, waiting: int) -> None:
+        """Show how many requests are done, running and waiting for one of those to end."""
+        total, state = done + running + waiting, f"{running:,} running, {waiting:,} waiting"
+        self._show(f"requests: {state}", done, total, f"{done:,} of {total:,} requests done, {state}")
+
 
 class BenchProgress(Progress):
     """Shows which phase a benchmark is in, or which kernel was compiled."""

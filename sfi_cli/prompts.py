@@ -19,6 +19,7 @@ class Prompts:
 
     Attributes:
         entries: Texts or chat messages.
+        max_new_tokens: The most new tokens of each, where a line of the file says so; else None. Empty for none.
         config: The settings they are run with when nothing else is said.
         expected: The right answer, for the bundled example.
     """
@@ -26,6 +27,12 @@ class Prompts:
     entries: list[Entry]
     config: SfiConfig
     expected: str | None = None
+    max_new_tokens: tuple[int | None, ...] = ()
+
+    def limits(self, default: int) -> list[int]:
+        """Return the most new tokens of each entry; `default` where its line says nothing."""
+        own = self.max_new_tokens or (None,) * len(self.entries)
+        return [default if limit is None else limit for limit in own]
 
     @property
     def is_example(self) -> bool:
@@ -44,7 +51,9 @@ def read_prompts(argument: str | None, file: Path | None, batch: Path | None) ->
     if len(given) > 1:
         raise ConfigError(f"prompt must have one source, got {len(given)}")
     if batch is not None:
-        return Prompts(_read_batch(batch), SfiConfig())
+        lines = _read_batch(batch)
+        entries, limits = [entry for entry, _ in lines], tuple(limit for _, limit in lines)
+        return Prompts(entries, SfiConfig(), max_new_tokens=limits)
     if not given:
         return _example()
     text = argument
@@ -73,27 +82,33 @@ def _read(path: Path) -> str:
         raise InputError(f"prompt file {path} is not UTF-8: {error.reason}") from error
 
 
-def _read_batch(path: Path) -> list[Entry]:
-    entries = []
+def _read_batch(path: Path) -> list[tuple[Entry, int | None]]:
+    lines = []
     for number, line in enumerate(_read(path).splitlines(), 1):
         if line.strip():
-            entries.append(_entry(line, f"{path}, line {number}"))
-    if not entries:
+            lines.append(_entry(line, f"{path}, line {number}"))
+    if not lines:
         raise InputError(f"batch {path} must have at least one prompt, got none")
-    return entries
+    return lines
 
 
-def _entry(line: str, where: str) -> Entry:
+def _entry(line: str, where: str) -> tuple[Entry, int | None]:
+    # the prompt, and the most new tokens if the line says so
     try:
         data = json.loads(line)
     except json.JSONDecodeError as error:
         raise InputError(f"{where}: not valid JSON: {error.msg} at column {error.colno}") from error
     if isinstance(data, dict):
+        limit = data.get("max_new_tokens")
+        if limit is not None and (type(limit) is not int or limit < 1):
+            raise InputError(
+                f"{where}: max_new_tokens must be a positive number, got {json.dumps(limit)}"
+            )
         if isinstance(data.get("prompt"), str) and data["prompt"]:
-            return str(data["prompt"])
+            return str(data["prompt"]), limit
         messages = data.get("messages")
         if isinstance(messages, list) and messages and all(isinstance(m, dict) for m in messages):
-            return messages
+            return messages, limit
     raise InputError(
         f'{where}: must hold a non-empty "prompt" or "messages", got {line.strip()[:60]}'
     )

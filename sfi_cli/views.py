@@ -3,6 +3,17 @@
 from typing import Any
 
 
+def plan_line(plan: Any) -> str:
+    """Say how many requests will be decoded together, and what that needs."""
+    together = "all together" if plan.slots == plan.requests else f"{plan.slots} at a time"
+    cache = plan.forecast.kv_bytes + plan.forecast.norm_bytes
+    free = "" if plan.free_bytes is None else f" of {plan.free_bytes / 1e9:.2f} GB free"
+    return (
+        f"{plan.requests} requests, {together}; forecast {plan.forecast.needed_bytes / 1e9:.2f} GB{free}, "
+        f"{cache / 1e9:.2f} GB of it KV cache"
+    )
+
+
 def report_lines(document: dict[str, Any]) -> list[str]:
     """Sum a generation up: steps, reasons, what was read, speed, memory."""
     lines = [""]
@@ -25,11 +36,15 @@ def _request_lines(request: dict[str, Any], prefix: str) -> list[str]:
     context = request["prompt_tokens"] + len(request["token_ids"])
     counts = f"{request['prompt_tokens']:,} prompt, {len(request['token_ids']):,} generated"
     read = f"{request['mean_attended_tokens']:,.0f} of {context:,} tokens a step"
-    return [
+    lines = [
         f"{prefix}tokens       {counts}, ended by {request['finish_reason']}",
         f"{prefix}slow steps   {slow} of {slow + fast} ({reasons}), at {steps}{more}",
         f"{prefix}cache read   {read} ({request['read_ratio']:.1%} over all decoding steps)",
     ]
+    if request["queued_seconds"]:
+        times = (f"{name} {request[f'{name}_seconds']:.2f} s" for name in ("prefill", "decode"))
+        lines.append(f"{prefix}time         waited {request['queued_seconds']:.2f} s, {', '.join(times)}")
+    return lines
 
 
 def _speed_lines(document: dict[str, Any]) -> list[str]:

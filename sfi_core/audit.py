@@ -50,10 +50,10 @@ class Audit:
             for row, count in enumerate(step.forward.count):
                 if not count:
                     continue
-                query = query_BHGTD[row : row + 1, :, :, -1]
-                if self.due(step.run.requests[row]):
+                query, state = query_BHGTD[row : row + 1, :, :, -1], step.run.requests[row]
+                if self.due(state):
                     self._look(step, row, query, out_BHGTE[row, :, :, -1])
-                self.queries[row, step.layer] = query.clone()
+                self.queries[state.request, step.layer] = query.clone()
 
     def _look(
         self, step: "LayerStep", row: int, query_1HGD: torch.Tensor, out_HGE: torch.Tensor
@@ -66,14 +66,14 @@ class Audit:
         if not (state.slow or step.left_dense):
             retained_H = _retained(step, row, mass_HT)
             error_H = _error(step, row, query_1HGD, out_HGE)
-        last = self.queries.get((row, step.layer))
+        last = self.queries.get((state.request, step.layer))
         cosine_H = mass_HT.new_full((H,), torch.nan)
         if last is not None:
             cosine_H = torch.cosine_similarity(query_1HGD[0].float(), last[0].float(), -1).mean(1)
         heads = self.config.heads or tuple(range(H))
         step.run.observer.on_audit(
             AuditEvent(
-                request=row,
+                request=state.request,
                 step=state.step,
                 layer=step.layer,
                 slow=state.slow,

@@ -93,6 +93,7 @@ class SfiCache(Cache):
         capacity: Tokens a request may reach, when known; the pages are allocated once for that many.
         prompt_length: Padded prompt tokens, when known; a piece that ends before them is not step 0.
         stop_ids: Tokens that end a request.
+        requests: Requests in all, where some wait for the place of another one; None for those of the batch.
         run: Made at the first forward pass, when the batch is known.
     """
 
@@ -111,6 +112,7 @@ class SfiCache(Cache):
             ]
         )
         self.capacity, self.prompt_length, self.stop_ids = capacity, prompt_length, stop_ids
+        self.requests: int | None = None
         self.run: Run | None = None
 
     @property
@@ -130,6 +132,20 @@ class SfiCache(Cache):
             layer.run = run
         return self
 
+    def seat(self, row: int, other: Self, width: int) -> None:
+        """Let a request that was read alone take a row; from now on the longest has `width` tokens."""
+        for ours, theirs in zip(self.layers, other.layers, strict=True):
+            if isinstance(ours, SfiLayer):
+                ours.seen = width
+                continue
+            kept = min(width, ours.sliding_window - 1)
+            for name in ("keys", "values"):
+                large, one = (_last(getattr(layer, name), kept) for layer in (ours, theirs))
+                large[row] = one[0]
+                setattr(ours, name, large)
+            ours.cumulative_length = width
+        self.prompt_length = width  # so that what comes next is no piece of a prompt
+
     def detach(self) -> None:
         """Take the run from the layers, which refuse keys until the next pass under a session.
 
@@ -144,6 +160,11 @@ class SfiCache(Cache):
                 f"layers {missed} do not attend through transformers' attention interface; "
                 "sfi would not act on them"
             )
+
+
+def _last(rows_BHTD: torch.Tensor, count: int) -> torch.Tensor:
+    # a copy of the last tokens, with zeros before them where there are not as many
+    return torch.nn.functional.pad(rows_BHTD, (0, 0, count - rows_BHTD.shape[2], 0))
 
 
 def full_attention_layers(model: PreTrainedModel) -> tuple[int, ...]:

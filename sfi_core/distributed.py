@@ -52,6 +52,10 @@ class Ranks:
         """Return the mean over the ranks, the same bits on every rank."""
         return tensor if self.size == 1 else self.gather(tensor).mean(0)
 
+    def least(self, number: int) -> int:
+        """Return the smallest of the ranks' numbers."""
+        return min(self._exchange(number)) if self.size > 1 else number
+
     def settle(self, token_B: torch.Tensor, fine_B: torch.Tensor) -> torch.Tensor:
         """Return the first rank's tokens, and where every rank is fine: [2, B], in one collective."""
         told = torch.stack([token_B, fine_B.long()])

@@ -12,7 +12,8 @@ class RunEvent:
     """A run begins.
 
     Attributes:
-        batch: Requests.
+        batch: Requests that are decoded together.
+        requests: Requests in all, those included that wait until another one has ended.
         policy: The policy's name.
         backend: "torch" or "triton".
         device: Where the model is.
@@ -23,6 +24,7 @@ class RunEvent:
     """
 
     batch: int
+    requests: int
     policy: str
     backend: str
     device: str
@@ -37,10 +39,12 @@ class PromptEvent:
     """A piece of the prompts is about to be read.
 
     Attributes:
+        requests: Which requests these are.
         ids_BT: Token ids, padded on the left; on the model's device.
         count: How many of T, the last ones, are each request's own.
     """
 
+    requests: tuple[int, ...]
     ids_BT: torch.Tensor
     count: tuple[int, ...]
 
@@ -50,19 +54,22 @@ class BeginStepEvent:
     """The batch enters a step, or a piece of the prompt.
 
     Attributes:
-        step: Decoding step t; 0 is the prompt's last piece, -1 an earlier one.
+        step: Step of the batch; 0 is the prompts' last piece, -1 an earlier one. A request that begins later,
+            in the place of one that has ended, has its prompt read in a step of the batch of its own.
         slow: Requests with g_t = 1.
         fast: The other unfinished requests.
+        reads_prompt: Whether prompts are read.
     """
 
     step: int
     slow: tuple[int, ...]
     fast: tuple[int, ...]
+    reads_prompt: bool = False
 
     @property
     def kind(self) -> str:
         """Say "prefill", "slow", "fast" or "mixed"."""
-        if self.step <= 0:
+        if self.reads_prompt or self.step <= 0:
             return "prefill"
         return "mixed" if self.slow and self.fast else "slow" if self.slow else "fast"
 
@@ -73,7 +80,8 @@ class StepEvent:
 
     Attributes:
         request: Index of the request.
-        step: Decoding step t; 0 is the prefill's last position.
+        step: Decoding step t of the request; 0 is the prefill's last position.
+        batch_step: The step of the batch that it was part of.
         position: Position of the query token.
         token_id: The token this step generated, x_t.
         slow: Whether the step ran dense attention, g_t.
@@ -87,6 +95,7 @@ class StepEvent:
 
     request: int
     step: int
+    batch_step: int
     position: int
     token_id: int
     slow: bool
@@ -157,13 +166,13 @@ class LogitsEvent:
 
     Attributes:
         requests: The fast requests.
-        step: Decoding step t.
+        steps: Their decoding steps t.
         kl_R: Kullback-Leibler divergence of the step's distribution from dense attention's, in nats; on the
             device.
         agrees_R: Whether both have the same most probable token; on the device.
     """
 
     requests: tuple[int, ...]
-    step: int
+    steps: tuple[int, ...]
     kl_R: torch.Tensor
     agrees_R: torch.Tensor

@@ -7,18 +7,28 @@ from typing import Any
 import torch
 
 from sfi_core.audit_config import AuditConfig
+from sfi_core.batch_plan import BatchPlan, plan_batch
 from sfi_core.config import SfiConfig
 from sfi_core.decode import decode
 from sfi_core.engine_options import EngineOptions
 from sfi_core.errors import ConfigError, NumericsError, SfiError
 from sfi_core.hosted import HostedModel
-from sfi_core.memory import Forecast, check_fits, peak_bytes, reset_peak
+from sfi_core.memory import Forecast, peak_bytes, reset_peak
 from sfi_core.observer import Observer
 from sfi_core.prompt_state import SharedPrompt
-from sfi_core.prompts import check_lengths, encode, left_pad, model_stop_ids, padding_id
+from sfi_core.prompts import (
+    check_lengths,
+    encode,
+    left_pad,
+    model_stop_ids,
+    padding_id,
+    token_limits,
+)
 from sfi_core.report import RunReport
 from sfi_core.sampling import Sampler, Sampling
 from sfi_core.session import Session, slow_fast
+from sfi_core.slots import Slots
+from sfi_core.sparse_state import SparseState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,10 +36,11 @@ class Result:
     """What a run gave.
 
     Attributes:
-        report: Counts, reasons, ratios, times and paths; token ids by request.
+        report: Counts, reasons, ratios, times and paths; token ids by request, in the prompts' order.
         texts: The completions; empty strings without a tokenizer.
         trigger_token_ids: T_trig as used.
         forecast: What the run was expected to need.
+        slots: How many requests were decoded together.
         peak_memory_bytes: Peak memory of the process (CPU) or of the allocator (GPU) during the run.
         error: Why the run stopped early; None when it did not.
         interrupted: Whether Ctrl-C stopped it.
@@ -39,6 +50,7 @@ class Result:
     texts: list[str]
     trigger_token_ids: tuple[int, ...]
     forecast: Forecast
+    slots: int
     peak_memory_bytes: int
     error: SfiError | None = None
     interrupted: bool = False
@@ -51,7 +63,8 @@ def generate(
     config: SfiConfig | None = None,
     *,
     policy: str = "sfi",
-    max_new_tokens: int = 256,
+    max_new_tokens: int | Sequence[int] = 256,
+    max_batch: int | None = None,
     sampling: Sampling | None = None,
     seed: int | None = None,
     stop_token_ids: Sequence[int] | None = None,
@@ -62,10 +75,14 @@ def generate(
     audit: AuditConfig | None = None,
     shared: SharedPrompt | None = None,
     engine: EngineOptions | None = None,
+    on_plan: Callable[[BatchPlan], None] | None = None,
     on_token: Callable[[list[int]], None] | None = None,
     on_prefill: Callable[[int, int], None] | None = None,
 ) -> Result:
     """Complete prompts with slow-fast decoding.
+
+    Where the memory or `max_batch` does not allow all prompts together, the others wait, in order: when a
+    request ends, the next prompt is read in its place.
 
     Args:
         model: A decoder-only model of transformers.
@@ -73,9 +90,11 @@ def generate(
         prompts: Texts or token ids; they may differ in length.
         config: The settings; None is the `default` preset.
         policy: A name from `sfi_core.policies.POLICIES`.
-        max_new_tokens: Upper bound on the generated tokens.
+        max_new_tokens: Upper bound on the generated tokens, of all prompts or of each.
+        max_batch: The most requests decoded together; None for as many as fit into the memory.
         sampling: How tokens are picked; None is greedy.
-        seed: Seeds torch before the run.
+        seed: Of the sampling; with a prompt's index it gives its tokens, whatever is decoded beside it. None
+            draws one from torch.
         stop_token_ids: Tokens that end a request; None takes the model's.
         prefill_chunk: Prompt tokens of one forward pass; 0 for all at once.
         observers: Told of every step, refresh and span.
@@ -84,8 +103,9 @@ def generate(
         audit: What to compare with dense attention, for the observers; the tokens stay the same.
         shared: The prompts as `read_prompt` read them, to begin with; they are not read again.
         engine: How steps are run; None is `EngineOptions()`.
-        on_token: Called with the tokens of each step, a finished request's being padding.
-        on_prefill: Called with the prompt tokens read so far and in all.
+        on_plan: Called before the run with how many requests are decoded together, and what that needs.
+        on_token: Called with the tokens of each step, by prompt; padding for one that has ended or waits.
+        on_prefill: Called with the prompt tokens read so far and in all, of the prompts that are read first.
 
     Returns:
         The result; a Ctrl-C or broken logits end it early with what was generated, and say so.
@@ -94,22 +114,18 @@ def generate(
         ConfigError: A setting is out of range, or `shared` is of other prompts or too small.
         InputError: A prompt is empty or longer than the model's positions.
         UnsupportedModelError: The architecture cannot run under SFI.
-        MemoryForecastError: The run would not fit.
+        MemoryForecastError: The run would not fit; says how many requests would.
     """
-    if max_new_tokens < 1:
-        raise ConfigError(f"max_new_tokens must be positive, got {max_new_tokens}")
     if prefill_chunk < 0:
         raise ConfigError(f"prefill_chunk must be at least 0, got {prefill_chunk}")
-    config = config or SfiConfig()
+    config, sampling = config or SfiConfig(), sampling or Sampling()
     rows = encode(tokenizer, prompts)
-    check_lengths(model, rows, max_new_tokens)
+    limits = token_limits(max_new_tokens, len(rows))
+    check_lengths(model, rows, limits)
     stop = frozenset(model_stop_ids(model) if stop_token_ids is None else stop_token_ids)
     pad_id = padding_id(model, tokenizer)
-    ids_BT, mask_BT = left_pad(rows, model.device)
-    capacity = ids_BT.shape[1] + max_new_tokens
     if shared is not None:
-        shared.check(ids_BT, mask_BT, capacity)
-        capacity = shared.capacity
+        shared.check(*left_pad(rows, model.device), max(map(len, rows)) + max(limits))
     reset_peak(model.device)
     with (
         torch.no_grad(),
@@ -125,60 +141,69 @@ def generate(
             engine=engine,
         ) as session,
     ):
-        expected = session.forecast(len(rows), ids_BT.shape[1], capacity, prefill_chunk)
-        with session.ranks.agreed():
-            check_fits(expected, model.device)
         session.ranks.check_same(
             {
-                "prompts": rows, "config": config, "policy": policy, "max_new_tokens": max_new_tokens,
+                "prompts": rows, "config": config, "policy": policy, "max_new_tokens": limits,
                 "sampling": sampling, "seed": seed, "stop_token_ids": sorted(stop),
-                "prefill_chunk": prefill_chunk, "backend": session.backend, "page_size": page_size,
-                "audit": audit, "engine": engine,
+                "max_batch": max_batch, "prefill_chunk": prefill_chunk, "backend": session.backend,
+                "page_size": page_size, "audit": audit, "engine": engine,
             }
         )  # fmt: skip
-        if seed is not None:
-            torch.manual_seed(seed)
-        hosted = HostedModel(model, session, ids_BT, mask_BT, capacity, stop, prefill_chunk)
-        hosted.shared = shared
+        plan = plan_batch(
+            session, rows, limits, max_batch=max_batch, prefill_chunk=prefill_chunk, shared=shared
+        )
+        if on_plan is not None:
+            on_plan(plan)
+        ids_BT, mask_BT = left_pad(rows[: plan.slots], model.device)
+        hosted = HostedModel(model, session, ids_BT, mask_BT, plan.capacity, stop, prefill_chunk)
+        hosted.shared, hosted.cache.requests = shared, len(rows)
         hosted.on_prefill = on_prefill or hosted.on_prefill
-        sampler = Sampler(sampling or Sampling(), ids_BT, session.ranks)
-
-        def sample(logits_BV: torch.Tensor) -> list[int]:
-            finished = [state.finished for state in session.run.requests]
-            with session.observer.span("sample"):
-                return sampler(logits_BV, finished, pad_id)
-
+        if seed is None:
+            seed = int(torch.randint(2**62, ())) if sampling.do_sample else 0
+        sampler = Sampler(sampling, ids_BT, session.ranks, seed=seed)
+        slots = Slots(hosted, rows, limits, sampler, pad_id, on_token)
         error: SfiError | None = None
         interrupted = False
         try:
-            for token_B in decode(hosted, sample, max_new_tokens):
-                if on_token:
-                    on_token(token_B)
+            for _ in decode(slots, slots.sample):
+                pass
         except NumericsError as problem:
             error = problem
         except KeyboardInterrupt:
             interrupted = True
-        return _result(session, tokenizer, expected, peak_bytes(model.device), error, interrupted)
+        report = _report(session, slots, error, interrupted=interrupted)
+        return _result(report, session, tokenizer, plan, error, interrupted=interrupted)
+
+
+def _report(
+    session: Session, slots: Slots, error: SfiError | None, *, interrupted: bool
+) -> RunReport:
+    # of a run that broke off: what had ended stays as it is, what had not begun has no tokens
+    if session.report is None:
+        raise KeyboardInterrupt
+    session.run.left += [
+        SparseState(request=request, prompt_tokens=len(slots.prompts[request]))
+        for request in slots.waiting
+    ]
+    report = session.report
+    if not (error or interrupted):
+        return report
+    requests = []
+    for request, state in zip(report.requests, session.run.states, strict=True):
+        reason = "interrupted" if interrupted or state.request in slots.waiting else "error"
+        requests.append(request if state.finished else replace(request, finish_reason=reason))
+    return replace(report, requests=requests)
 
 
 def _result(
+    report: RunReport,
     session: Session,
     tokenizer: Any,
-    expected: Forecast,
-    peak: int,
+    plan: BatchPlan,
     error: SfiError | None,
+    *,
     interrupted: bool,
 ) -> Result:
-    report = session.report
-    if report is None:
-        raise KeyboardInterrupt
-    if error or interrupted:
-        reason = "interrupted" if interrupted else "error"
-        requests = [
-            r if r.finish_reason == "stop" else replace(r, finish_reason=reason)
-            for r in report.requests
-        ]
-        report = replace(report, requests=requests)
     texts = [
         tokenizer.decode(r.token_ids, skip_special_tokens=True) if tokenizer else ""
         for r in report.requests
@@ -187,8 +212,9 @@ def _result(
         report=report,
         texts=texts,
         trigger_token_ids=session.trigger_token_ids,
-        forecast=expected,
-        peak_memory_bytes=peak,
+        forecast=plan.forecast,
+        slots=plan.slots,
+        peak_memory_bytes=peak_bytes(session.model.device),
         error=error,
         interrupted=interrupted,
     )

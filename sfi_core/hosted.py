@@ -9,6 +9,7 @@ import torch
 
 from sfi_core.prompt_state import SharedPrompt
 from sfi_core.session import Session
+from sfi_kernels.step_descriptor import sent
 
 
 def nothing_to_tell(read: int, total: int) -> None:
@@ -60,33 +61,42 @@ class HostedModel:
         logits = torch.empty(0)
         for start in range(0, T, self.chunk or T):
             stop = min(T, start + (self.chunk or T))
-            logits = self._forward(self.ids_BT[:, start:stop], start)
+            logits = self._read(start, stop)
             self.on_prefill(stop, T)
         return logits
 
     def step(self, token_B: list[int]) -> torch.Tensor:
         """Decode one token of every request."""
-        if self._ragged:
-            self.mask_BT = torch.nn.functional.pad(self.mask_BT, (0, 1), value=1)
-        return self._forward(
-            torch.tensor(token_B, device=self.ids_BT.device)[:, None], self.cache.seen
-        )
+        length_B = [state.length for state in self.session.run.requests]
+        pair = sent(torch.tensor([token_B, length_B]), self.ids_BT.device)
+        ids_B1, position_B1 = pair[0][:, None], pair[1][:, None]
+        last, mask = self.cache.seen, None
+        # of padding only sliding windows need to know: our own layers keep a request's tokens and no others
+        if any(self.cache.is_sliding) and min(length_B) < last:
+            place_T = torch.arange(last + 1, device=self.ids_BT.device)
+            mask = place_T >= last - position_B1
+        return self._forward(ids_B1, position_B1, mask)
 
-    def record(self, token_B: list[int]) -> bool:
-        """Note the tokens; return whether every request is done."""
+    def record(self, token_B: list[int]) -> None:
+        """Note the tokens."""
         self.session.run.record(token_B)
-        return self.session.run.done
 
-    def _forward(self, ids_BT: torch.Tensor, start: int) -> torch.Tensor:
-        stop = start + ids_BT.shape[1]
+    def admit(self, token_B: list[int]) -> list[int]:
+        """Say whether to go on: there is nobody to admit."""
+        return [] if self.session.run.done else token_B
+
+    def _read(self, start: int, stop: int) -> torch.Tensor:
+        ids_BT, mask = self.ids_BT[:, start:stop], None
         if self._ragged:
             mask = self.mask_BT[:, :stop]
             positions = (mask.cumsum(1) - 1).clamp_min(0)[:, start:]
         else:
-            mask = None
-            positions = torch.arange(start, stop, device=ids_BT.device)[None].expand(
-                ids_BT.shape[0], -1
-            )
+            positions = torch.arange(start, stop, device=ids_BT.device).expand(len(ids_BT), -1)
+        return self._forward(ids_BT, positions, mask)
+
+    def _forward(
+        self, ids_BT: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
         output = self.model(
             input_ids=ids_BT,
             attention_mask=mask,

@@ -115,6 +115,19 @@ class KVCache:
         }
         return other
 
+    def slot(self, row: int) -> "KVCache":
+        """Return one request's part as a cache of batch 1 over the same pages; it must not grow."""
+        first, count = row * self.pages_per_request, self.pages_per_request
+        one = copy.copy(self)
+        one.batch, one.block_table_BP = 1, self.block_table_BP[:1]  # its pages follow each other
+        one.layers = {
+            layer: LayerPages(
+                *(x[first : first + count] for x in (p.key_PHND, p.value_PHNE, p.norm_PHN))
+            )
+            for layer, p in self.layers.items()
+        }
+        return one
+
     def grow(self, capacity: int) -> None:
         """Make room for `capacity` tokens a request by copying; only for runs of unknown length.
 

@@ -200,7 +200,7 @@ class LayerStep:
             state.packed_tokens = sink + min(selection.index_BHK.shape[2], allowed)
             run.observer.on_selection(
                 SelectionEvent(
-                    request=row,
+                    request=state.request,
                     step=state.step,
                     layer=self.layer,
                     index_HK=selection.index_BHK[place],

@@ -1,7 +1,7 @@
 """What a run will need, before it allocates; and what it took."""
 
 import resource
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -78,6 +78,7 @@ def forecast(
     capacity: int,
     prefill_chunk: int = 0,
     together: int = 1,
+    unpacked: Collection[int] = (),
 ) -> Forecast:
     """Add up a run's bytes; of a model that is split over ranks, this rank's.
 
@@ -91,16 +92,20 @@ def forecast(
         capacity: Tokens a request may reach.
         prefill_chunk: Prompt tokens of one forward pass; 0 for all at once.
         together: Requests that one slow step refreshes at once: all on the triton backend.
+        unpacked: Layers that get no packed segment.
     """
     managed = [layer for layer in layers if layer.window is None]
     sliding = [layer for layer in layers if layer.window is not None]
+    packing = [layer for index, layer in enumerate(layers) if index not in unpacked]
     rows = config.sink + (min(config.budget, capacity) if selects else 0)
     chunk = min(prefill_chunk or prompt_tokens, prompt_tokens)
     return Forecast(
         resident_bytes=resident_bytes(model.device),
         kv_bytes=sum(layer.row_bytes for layer in managed) * batch * capacity,
         norm_bytes=sum(layer.heads for layer in managed) * FLOAT32 * batch * capacity,
-        packed_bytes=sum(layer.row_bytes for layer in managed) * batch * rows,
+        packed_bytes=sum(layer.row_bytes for layer in packing if layer.window is None)
+        * batch
+        * rows,
         sliding_bytes=sum(layer.row_bytes * min(layer.window or 0, capacity) for layer in sliding)
         * batch,
         workspace_bytes=max(
@@ -136,8 +141,13 @@ def _selector_bytes(
     return int(max(first, (heads + 12 * kv_heads) * together) * length * FLOAT32)
 
 
-def check_fits(expected: Forecast, device: torch.device) -> None:
+def check_fits(expected: Forecast, device: torch.device, way: str | None = None) -> None:
     """Refuse a run that will not fit.
+
+    Args:
+        expected: What it needs.
+        device: Where.
+        way: What to lower; None for what needs the most.
 
     Raises:
         MemoryForecastError: With what is needed, what is free, and what to change.
@@ -147,7 +157,8 @@ def check_fits(expected: Forecast, device: torch.device) -> None:
         free //= ranks.neighbors()  # they take theirs of the same
     if free is not None and expected.needed_bytes > free:
         cache = expected.kv_bytes + expected.norm_bytes
-        way = "the batch or max_new_tokens" if cache > expected.workspace_bytes else "prefill_chunk"
+        most = "the batch or max_new_tokens"
+        way = way or (most if cache > expected.workspace_bytes else "prefill_chunk")
         raise MemoryForecastError(
             f"the run must fit {free / 1e9:.2f} GB of free memory, got a forecast of "
             f"{expected.needed_bytes / 1e9:.2f} GB ({cache / 1e9:.2f} GB KV cache, "

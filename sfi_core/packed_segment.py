@@ -1,5 +1,7 @@
 """The packed segment: a request's sink and selected keys and values in one contiguous buffer (Sec. 4.2)."""
 
+import copy
+
 import torch
 
 from sfi_core.kv_cache import LayerPages
@@ -59,6 +61,15 @@ class PackedSegment:
             self.position_BHS,
             self.length_BH,
         )
+
+    def slot(self, row: int) -> "PackedSegment":
+        """Return one request's part, emptied, as a segment of batch 1 over the same rows."""
+        one = copy.copy(self)
+        for name in ("key_BHSD", "value_BHSE", "position_BHS", "length_BH"):
+            setattr(one, name, getattr(self, name)[row : row + 1])
+        one.position_BHS.fill_(-1)
+        one.length_BH.zero_()
+        return one
 
     def _grow(self, rows: int) -> None:
         B, H, old, _ = self.key_BHSD.shape

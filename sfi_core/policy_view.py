@@ -58,8 +58,8 @@ def layer_context(
         query_BHGWD=query_RHGWD,
         keys=lambda place, start, stop: run.cache.keys(layer, rows[place], start, stop),
         attended=lambda place: _attended(step, rows[place], query_RHGWD[place, :, :, -1]),
-        notes=tuple(run.notes[row, layer] for row in rows),
-        shared=tuple(run.notes[row, SHARED] for row in rows),
+        notes=tuple(run.notes[request, layer] for request in run.requests_of(rows)),
+        shared=tuple(run.notes[request, SHARED] for request in run.requests_of(rows)),
         interval=_interval(step, rows),
         ranks=run.ranks,
     )

@@ -102,8 +102,12 @@ class SharedPrompt:
         run = session.start(cache, B, T)
         self._check_run(run)
         run.cache, run.prefill_seconds = self.cache.copy(), self.seconds
+        for state in run.requests:
+            state.prefill_seconds = self.seconds
         count = self.mask_BT.sum(1).tolist()
-        run.observer.on_prompt(PromptEvent(ids_BT=self.ids_BT, count=tuple(count)))
+        run.observer.on_prompt(
+            PromptEvent(requests=run.requests_of(range(B)), ids_BT=self.ids_BT, count=tuple(count))
+        )
         run.begin_prefill(count, final=True)
         with run.observer.span("prefill"):
             for index, layer in self.layers.items():

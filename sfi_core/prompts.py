@@ -31,17 +31,36 @@ def encode(tokenizer: Any, prompts: Sequence[str] | Sequence[Sequence[int]]) -> 
     return rows
 
 
-def check_lengths(model: Any, rows: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+def token_limits(max_new_tokens: int | Sequence[int], prompts: int) -> list[int]:
+    """Return the most new tokens of each prompt.
+
+    Raises:
+        ConfigError: One is not positive, or there are not as many as prompts.
+    """
+    limits = [max_new_tokens] * prompts if isinstance(max_new_tokens, int) else list(max_new_tokens)
+    if len(limits) != prompts:
+        raise ConfigError(
+            f"max_new_tokens must be one number or {prompts}, one a prompt, got {len(limits)}"
+        )
+    if limits and min(limits) < 1:
+        raise ConfigError(f"max_new_tokens must be positive, got {min(limits)}")
+    return limits
+
+
+def check_lengths(
+    model: Any, rows: Sequence[Sequence[int]], max_new_tokens: int | Sequence[int]
+) -> None:
     """Refuse prompts that the model's positions cannot hold.
 
     Raises:
         InputError: With the prompt, its length and the limit.
     """
     limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    for number, row in enumerate(rows):
-        if limit and len(row) + max_new_tokens > limit:
+    most = [max_new_tokens] * len(rows) if isinstance(max_new_tokens, int) else max_new_tokens
+    for number, (row, new) in enumerate(zip(rows, most, strict=True)):
+        if limit and len(row) + new > limit:
             raise InputError(
-                f"prompt {number} and {max_new_tokens} new tokens must fit the model's {limit} positions, "
+                f"prompt {number} and {new} new tokens must fit the model's {limit} positions, "
                 f"got {len(row)} prompt tokens"
             )
 

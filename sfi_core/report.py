@@ -1,6 +1,6 @@
 """What a run did, in numbers."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
 from sfi_core.run import Run
@@ -14,7 +14,7 @@ class RequestReport:
     Attributes:
         prompt_tokens: Tokens of the prompt.
         token_ids: Generated tokens, a stop token included.
-        finish_reason: "stop", "length" or "interrupted".
+        finish_reason: "stop", "length", "interrupted" or "error".
         slow_steps: Steps with g_t = 1, step 0 included.
         fast_steps: All others.
         slow_at: The slow steps.
@@ -27,6 +27,9 @@ class RequestReport:
             same: a page bound is a token, a key half of one. What a slow step reads is in `read_ratio`.
         stored_ratio: Share of the tokens that the method has to keep: what it reads, if it evicts the rest.
             Our cache keeps all of them under every method.
+        queued_seconds: Wall time from the run's beginning until its prompt began to be read.
+        prefill_seconds: From then to its first token.
+        decode_seconds: From its first token to its last; other requests' prompts may be read in between.
     """
 
     prompt_tokens: int
@@ -40,16 +43,20 @@ class RequestReport:
     read_ratio: float
     selection_ratio: float
     stored_ratio: float
+    # two requests that did the same are equal, however long it took
+    queued_seconds: float = field(default=0.0, compare=False)
+    prefill_seconds: float = field(default=0.0, compare=False)
+    decode_seconds: float = field(default=0.0, compare=False)
 
     @classmethod
-    def of(cls, state: SparseState, *, evicts: bool) -> Self:
+    def of(cls, state: SparseState, stop_ids: frozenset[int], *, evicts: bool) -> Self:
         """Sum a request up; `evicts` says what its policy does."""
         decoded = max(1, len(state.tokens) - 1)
         read_ratio = state.attended / state.context if state.context else 1.0
         return cls(
             prompt_tokens=state.prompt_tokens,
             token_ids=list(state.tokens),
-            finish_reason="stop" if state.finished else "length",
+            finish_reason="stop" if stop_ids.intersection(state.tokens[-1:]) else "length",
             slow_steps=len(state.slow_at),
             fast_steps=len(state.tokens) - len(state.slow_at),
             slow_at=list(state.slow_at),
@@ -58,6 +65,9 @@ class RequestReport:
             read_ratio=read_ratio,
             selection_ratio=state.selecting / state.context if state.context else 0.0,
             stored_ratio=read_ratio if evicts else 1.0,
+            queued_seconds=state.queued_seconds,
+            prefill_seconds=state.prefill_seconds,
+            decode_seconds=state.decode_seconds,
         )
 
 
@@ -99,8 +109,8 @@ class RunReport:
     Attributes:
         backend: What ran: "torch" or "triton".
         requests: A report for each request.
-        prefill_seconds: Wall time of step 0.
-        decode_seconds: Wall time of the steps from 1 on.
+        prefill_seconds: Wall time of reading prompts, up to their first tokens.
+        decode_seconds: Wall time of the steps from 1 on; no prompt is read in it.
         decode_tokens_per_second: Tokens of those steps over that time, all requests together.
         paths: Attention and maintenance calls by what really ran, counted per request, layer and step.
         kernels: The Triton kernels launched; empty on the torch backend.
@@ -117,8 +127,8 @@ class RunReport:
     @classmethod
     def of(cls, run: Run) -> Self:
         """Sum a run up."""
-        evicts = run.policy.evicts
-        requests = [RequestReport.of(state, evicts=evicts) for state in run.requests]
+        stop_ids, evicts = run.stop_ids, run.policy.evicts
+        requests = [RequestReport.of(state, stop_ids, evicts=evicts) for state in run.states]
         decoded = sum(max(0, len(request.token_ids) - 1) for request in requests)
         return cls(
             backend=run.cache.backend,

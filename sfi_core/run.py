@@ -7,7 +7,7 @@ layer's keys, values and queries, and tells which tokens were sampled.
 import dataclasses
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -48,7 +48,10 @@ class Run:
         audit: Looks at every layer of the audited steps; None without an audit.
         engine: How steps are run.
         ranks: The processes among which the model's heads are split.
-        requests: The sparse state of each request.
+        requests: The sparse state of each row's request.
+        left: That of the requests that have ended and left their row to another one.
+        step: The batch's step; -1 before step 0.
+        born: When the run was made, by the clock of `time.perf_counter`.
         segments: The packed segment by layer.
         tails: Last queries of earlier pieces of the prompt by layer, for the prefill's evidence.
         paths: Attention and maintenance calls by what really ran: requests x layers x steps.
@@ -58,10 +61,10 @@ class Run:
         descriptor: The pass's step descriptor; made once for all layers.
         dense_descriptor: The same with every request slow, for the layers left dense; None without such.
         signals: What the policy's plan looks at besides tokens; None for nothing.
-        notes: What the policy keeps, by request and layer; `SHARED` stands for all layers.
+        notes: What the policy keeps, by request (not row) and layer; `SHARED` stands for all layers.
         prompt: Collects the prompt for other runs to begin with; None without such.
-        prefill_seconds: Wall time of step 0.
-        decode_seconds: Wall time of the steps from 1 on.
+        prefill_seconds: Wall time of reading prompts, step 0 of every request.
+        decode_seconds: Wall time of the other steps.
     """
 
     policy: Policy
@@ -73,6 +76,9 @@ class Run:
     engine: EngineOptions = DEFAULTS
     ranks: Ranks = ALONE
     requests: list[SparseState] = field(init=False)
+    left: list[SparseState] = field(default_factory=list)
+    step: int = -1
+    born: float = field(default_factory=time.perf_counter)
     segments: dict[int, PackedSegment] = field(default_factory=dict)
     tails: dict[int, torch.Tensor] = field(default_factory=dict)
     paths: Counter[str] = field(default_factory=Counter)
@@ -92,13 +98,22 @@ class Run:
 
     def __post_init__(self) -> None:
         """Start with empty requests."""
-        self.requests = [SparseState() for _ in range(self.cache.batch)]
+        self.requests = [SparseState(request=row) for row in range(self.cache.batch)]
         self.signals = Signals(self.policy.signal, self.ranks) if self.policy.signal else None
 
     @property
     def done(self) -> bool:
-        """Whether every request met a stop token."""
+        """Whether the request of every row has ended."""
         return all(state.finished for state in self.requests)
+
+    @property
+    def states(self) -> list[SparseState]:
+        """The states of all requests that have begun, in order."""
+        return sorted([*self.left, *self.requests], key=lambda state: state.request)
+
+    def requests_of(self, rows: Iterable[int]) -> tuple[int, ...]:
+        """Return which requests are in some rows."""
+        return tuple(self.requests[row].request for row in rows)
 
     def begin_prefill(self, count: list[int], *, final: bool) -> None:
         """Enter a forward pass over `count` prompt tokens of each request.
@@ -106,6 +121,9 @@ class Run:
         The last one is step 0: dense by nature, and slow (g_0 = 1).
         """
         start = [state.length for state in self.requests]
+        reading = self.forward is not None and not (self.forward.decode or self.forward.final)
+        if final if self.step < 0 else not reading:  # pieces before step 0 are -1
+            self.step += 1
         self._enter(Forward(decode=False, final=final, start=start, count=count))
         for state, new in zip(self.requests, count, strict=True):
             if final:
@@ -115,9 +133,10 @@ class Run:
             else:
                 state.length += new
         self._describe()
-        step = 0 if final else -1
-        rows = tuple(row for row, new in enumerate(count) if new)
-        self.observer.on_begin_step(BeginStepEvent(step=step, slow=rows, fast=()))
+        slow = self.requests_of(row for row, new in enumerate(count) if new)
+        self.observer.on_begin_step(
+            BeginStepEvent(step=self.step, slow=slow, fast=(), reads_prompt=True)
+        )
 
     @property
     def recorded(self) -> bool:
@@ -132,6 +151,7 @@ class Run:
         plan = self.policy.plan(StepContext(self.requests))
         if self.engine.synchronized:
             plan = plan.synchronized([not state.finished for state in self.requests])
+        self.step += 1
         start = [state.length for state in self.requests]
         count = [0 if state.finished else 1 for state in self.requests]
         self._enter(Forward(decode=True, final=False, start=start, count=count))
@@ -140,9 +160,10 @@ class Run:
                 state.begin(slow=plan.slow_B[row], reason=plan.reason_B[row], new_tokens=1)
                 self._move_recent(state)
         self._describe()
-        step = max(state.step for state in self.requests)
-        slow, fast = self.descriptor.slow, self.descriptor.fast
-        self.observer.on_begin_step(BeginStepEvent(step=step, slow=slow, fast=fast))
+        slow, fast = (
+            self.requests_of(rows) for rows in (self.descriptor.slow, self.descriptor.fast)
+        )
+        self.observer.on_begin_step(BeginStepEvent(step=self.step, slow=slow, fast=fast))
 
     def append(self, layer: int, key_BHTD: torch.Tensor, value_BHTE: torch.Tensor) -> LayerPages:
         """Put the pass's new keys and values of a layer into the cache."""
@@ -162,15 +183,17 @@ class Run:
 
     def record(self, token_B: list[int]) -> None:
         """Note the tokens x_t that the step generated, and tell the observer."""
-        elapsed = time.perf_counter() - self._began
+        now = time.perf_counter()
+        elapsed = now - self._began
         if self.forward is not None and not self.forward.decode:
             self.prefill_seconds += elapsed
         else:
             self.decode_seconds += elapsed
-        for row, (state, token) in enumerate(zip(self.requests, token_B, strict=True)):
+        for state, token in zip(self.requests, token_B, strict=True):
             if state.finished:
                 continue
             state.finish_step(token)
+            state.time_step(self._began, now)
             state.finished = token in self.stop_ids
             attended = self._attended(state)
             if state.step > 0:
@@ -180,8 +203,9 @@ class Run:
                     state.selecting += self.policy.selection_tokens(state)
             self.observer.on_step(
                 StepEvent(
-                    request=row,
+                    request=state.request,
                     step=state.step,
+                    batch_step=self.step,
                     position=state.length - 1,
                     token_id=token,
                     slow=state.slow,
@@ -222,6 +246,7 @@ class Run:
         twin = Run(policy, NullObserver(), self.cache, device=self.device)
         twin.requests = [dataclasses.replace(state, slow=True) for state in self.requests]
         twin.segments, twin.layers, twin.forward = self.segments, self.layers, self.forward
+        twin.step = self.step
         twin._describe()
         return twin
 
@@ -231,9 +256,8 @@ class Run:
         launched: Counter[str] = Counter()
         with counting(launched):
             yield
-        step = max(state.step for state in self.requests)
         for name, count in launched.items():
-            self.kernels[name, step, layer] += count
+            self.kernels[name, self.step, layer] += count
 
     def _enter(self, forward: Forward) -> None:
         if self._recorded:  # otherwise an earlier piece of the prompt is still being timed

@@ -117,7 +117,8 @@ class Session:
         self, batch: int, prompt_tokens: int, capacity: int, prefill_chunk: int = 0
     ) -> Forecast:
         """Say what a run will need, from the shapes that a pass over two tokens shows."""
-        policy = self.policy
+        policy, triton = self.policy, self.backend == "triton"
+        page = self.page_size or 1
         return forecast(
             self.model,
             self.shapes(),
@@ -125,10 +126,16 @@ class Session:
             selects=policy.selects_before or policy.selects_after,
             batch=batch,
             prompt_tokens=prompt_tokens,
-            capacity=capacity,
+            capacity=-(-capacity // page) * page,
             prefill_chunk=prefill_chunk,
-            together=batch if self.backend == "triton" else 1,
+            together=batch if triton else 1,
+            unpacked=() if triton else policy.config.dense_layers,
         )
+
+    @property
+    def page_size(self) -> int | None:
+        """Tokens of a cache page; None for one page a request."""
+        return self._page_size or (PAGE_SIZE if self.backend == "triton" else None)
 
     def shapes(self) -> list[LayerShape]:
         """Learn the layers' shapes, once."""
@@ -152,7 +159,9 @@ class Session:
             mask, final = kwargs.get("attention_mask"), end >= prompt_length
             count = prompt_tokens(mask, batch, new, cache.seen, final=final)
             if ids is not None:
-                cache.run.observer.on_prompt(PromptEvent(ids_BT=ids, count=tuple(count)))
+                requests = cache.run.requests_of(range(batch))
+                prompt = PromptEvent(requests=requests, ids_BT=ids, count=tuple(count))
+                cache.run.observer.on_prompt(prompt)
             cache.run.begin_prefill(count, final=final)
             name = "prefill"
         else:
@@ -230,8 +239,7 @@ class Session:
     def start(self, cache: SfiCache, batch: int, new: int) -> Run:
         """Make the run of a cache, for `batch` requests whose first pass brings `new` tokens."""
         capacity = cache.capacity or max(new, cache.prompt_length or 0) + UNKNOWN_CAPACITY
-        page_size = self._page_size or (PAGE_SIZE if self.backend == "triton" else None)
-        pages = KVCache(batch, capacity, page_size, self.backend)
+        pages = KVCache(batch, capacity, self.page_size, self.backend)
         self._run = Run(
             self.policy,
             self.observer,
@@ -244,7 +252,7 @@ class Session:
         )
         cache.attach(self._run)
         if self._shapes:
-            self._tell(batch)
+            self._tell(batch, cache.requests or batch)
         return self._run
 
     def observe(self) -> None:
@@ -258,10 +266,11 @@ class Session:
         if type(self.observer) is not NullObserver or self.ranks.size > 1:  # every rank, or none
             self.shapes()  # now: it takes a forward pass, which cannot be made within another
 
-    def _tell(self, batch: int) -> None:
+    def _tell(self, batch: int, requests: int) -> None:
         self.observer.on_run(
             RunEvent(
                 batch=batch,
+                requests=requests,
                 policy=self.policy_name,
                 backend=self.backend,
                 device=str(self.model.device),

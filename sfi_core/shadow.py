@@ -53,21 +53,20 @@ class Shadow:
         if self._dense_BV is None:
             return
         dense_BV, self._dense_BV = self._dense_BV, None
-        step = max(state.step for state in run.requests)
-        run.observer.on_logits(compare_logits(logits_BV, dense_BV, run.descriptor.fast, step))
+        rows = run.descriptor.fast
+        kl_R, agrees_R = compare_logits(logits_BV, dense_BV, rows)
+        steps = tuple(run.requests[row].step for row in rows)
+        run.observer.on_logits(
+            LogitsEvent(requests=run.requests_of(rows), steps=steps, kl_R=kl_R, agrees_R=agrees_R)
+        )
 
 
 def compare_logits(
-    logits_BV: torch.Tensor, dense_BV: torch.Tensor, rows: tuple[int, ...], step: int
-) -> LogitsEvent:
-    """Compare the next-token distributions of some requests with dense attention's."""
+    logits_BV: torch.Tensor, dense_BV: torch.Tensor, rows: tuple[int, ...]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compare the next-token distributions of some rows with dense attention's; see `LogitsEvent`."""
     chosen = torch.tensor(rows, device=logits_BV.device)
     ours, dense = (x[chosen].float().log_softmax(-1) for x in (logits_BV, dense_BV))
     weight = dense.exp()
     terms = torch.where(weight > 0, weight * (dense - ours), 0.0)
-    return LogitsEvent(
-        requests=rows,
-        step=step,
-        kl_R=terms.sum(-1),
-        agrees_R=ours.argmax(-1) == dense.argmax(-1),
-    )
+    return terms.sum(-1), ours.argmax(-1) == dense.argmax(-1)

@@ -58,6 +58,11 @@ class Signals:
             log_BV = logits_BV.float().log_softmax(-1)
             self._sum_B, self._layers = -(log_BV.exp() * log_BV).nansum(-1), 1
 
+    def seat(self, row: int, other: "Signals") -> None:
+        """Let a request that was read alone take a row; both have been settled."""
+        for layer, query_BHGD in other._query.items():
+            self._query[layer][row] = query_BHGD[0]
+
     def settle(self, requests: Sequence[SparseState]) -> None:
         """Hand the step's signal to the requests: the read of the device."""
         if self._sum_B is None:

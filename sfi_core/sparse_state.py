@@ -10,6 +10,7 @@ class SparseState:
     """What the run knows of one request; plain numbers, so that deciding costs no device sync.
 
     Attributes:
+        request: Which request of the run this is.
         prompt_tokens: Tokens of the prompt, padding excluded; known once it is read.
         length: Tokens in the cache.
         step: Decoding step t; 0 is the prefill's last position; -1 before it.
@@ -19,7 +20,7 @@ class SparseState:
         recent_start: First position of the recent segment.
         packed_tokens: Sink and selected tokens per KV head.
         tokens: Generated ids x_0, x_1, ...
-        finished: Whether a stop token ended the request.
+        finished: Whether the request has ended: with a stop token, or with as many tokens as it may have.
         slow_at: Steps with g_t = 1.
         reasons: Slow steps by reason.
         attended: Tokens read by the decoding steps from step 1 on, per KV head and full-attention layer.
@@ -27,8 +28,13 @@ class SparseState:
         context: Tokens that full attention would have read.
         cosine: Mean cosine of the last step's query with an earlier one, where a trigger looks at it.
         entropy: Entropy of the last step's next-token distribution in nats, where a trigger looks at it.
+        queued_seconds: From the run's beginning until its prompt began to be read.
+        prefill_seconds: From then to its first token.
+        decode_seconds: From its first token to its last.
+        told_at: When its last token was there, by the clock of `time.perf_counter`.
     """
 
+    request: int = 0
     prompt_tokens: int = 0
     length: int = 0
     step: int = -1
@@ -46,6 +52,10 @@ class SparseState:
     context: int = 0
     cosine: float = math.nan
     entropy: float = math.nan
+    queued_seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    told_at: float = 0.0
 
     def sink(self, sink: int) -> int:
         """Return how many of `sink` anchor tokens the request has: those of its prompt, all run long."""
@@ -64,6 +74,14 @@ class SparseState:
         if self.slow:
             self.slow_at.append(self.step)
             self.reasons[self.reason] += 1
+
+    def time_step(self, began: float, now: float) -> None:
+        """Note that the step that began then is over; a decoding step counts from the token before it."""
+        if self.step > 0:
+            self.decode_seconds += now - self.told_at
+        else:
+            self.prefill_seconds += now - began
+        self.told_at = now
 
     def move_recent(self, sink: int, recent: int, *, sliding: bool) -> None:
         """Place the recent segment; a fast step keeps the selected memory as it is (Eq. 3).

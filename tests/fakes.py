@@ -36,12 +36,14 @@ class ScriptedModel:
         self.t += 1
         return self._logits()
 
-    def record(self, token_B: list[int]) -> bool:
+    def record(self, token_B: list[int]) -> None:
         self.calls.append(("record", list(token_B)))
         self.finished = [
             done or token == self.stop for done, token in zip(self.finished, token_B, strict=True)
         ]
-        return all(self.finished)
+
+    def admit(self, token_B: list[int]) -> list[int]:
+        return [] if all(self.finished) else token_B
 
     def _logits(self) -> torch.Tensor:
         ids = torch.tensor([row[self.t] for row in self.script])

@@ -26,7 +26,15 @@ def generate(
     batch: Annotated[
         Path | None,
         typer.Option(
-            help='JSON Lines: {"prompt": ...} or {"messages": [...]} a line; decoded together.'
+            help='JSON Lines: {"prompt": ...} or {"messages": [...]} a line, with its own '
+            '"max_new_tokens" if it has one.'
+        ),
+    ] = None,
+    max_batch: Annotated[
+        int | None,
+        typer.Option(
+            help="Most prompts decoded together; the next one begins when one has ended.",
+            show_default="as many as fit into memory",
         ),
     ] = None,
     chat: Annotated[
@@ -119,6 +127,8 @@ def generate(
 
       sfi generate -f long.txt --model Qwen/Qwen3-0.6B --chat --preset paper --json
 
+      sfi generate --batch prompts.jsonl --max-batch 8 --json
+
       sfi generate -f long.txt --model Qwen/Qwen3-0.6B --trace run --audit 16
     """
     from sfi_cli.generation import GenerateJob
@@ -153,6 +163,7 @@ def generate(
         | {"do_sample": do_sample or any(value is not None for value in warpers.values())},
         seed=seed,
         max_new_tokens=max_new_tokens,
+        max_batch=max_batch,
         prefill_chunk=prefill_chunk,
         compare=prompts.is_example and policy != "full-kv" if compare is None else compare,
         recording=Recording(

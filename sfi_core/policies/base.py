@@ -37,9 +37,9 @@ class StepPlan:
         """Make the requests that have a reason slow."""
         return cls(tuple(bool(reason) for reason in reason_B), tuple(reason_B))
 
-    def synchronized(self, going_B: Sequence[bool]) -> "StepPlan":
-        """Make every request slow if one is that has not finished."""
-        if not any(slow and going for slow, going in zip(self.slow_B, going_B, strict=True)):
+    def synchronized(self, running_B: Sequence[bool]) -> "StepPlan":
+        """Make every request slow if one that has not ended is."""
+        if not any(slow and running for slow, running in zip(self.slow_B, running_B, strict=True)):
             return self
         return StepPlan.by_reason([reason or "batch" for reason in self.reason_B])
 

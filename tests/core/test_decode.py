@@ -43,6 +43,23 @@ def test_decoding_ends_with_the_token_that_ends_the_last_request():
     assert model.t == 2
 
 
+def test_without_a_bound_it_goes_on_until_all_have_ended():
+    model = ScriptedModel([[5, 6, 0, 3]], stop=0)
+    assert list(decode(model, greedy)) == [[5], [6], [0]]
+
+
+def test_who_is_admitted_is_decoded_next():
+    """A request that begins where another one ended brings its first token."""
+
+    class Admitting(ScriptedModel):
+        def admit(self, token_B: list[int]) -> list[int]:
+            return [token_B[0], 77]
+
+    model = Admitting([[5, 6], [8, 9]])
+    assert list(decode(model, greedy, 2)) == [[5, 8], [6, 9]]
+    assert model.calls[2] == [5, 77]
+
+
 def test_a_token_is_given_out_before_the_next_is_computed():
     """Streaming: the caller has x_t while step t + 1 has not begun, and x_t is recorded."""
     model = ScriptedModel([[5, 6, 7]])

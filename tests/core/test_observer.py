@@ -10,6 +10,7 @@ from tests.fakes import RecordingObserver
 STEP = StepEvent(
     request=0,
     step=3,
+    batch_step=3,
     position=7,
     token_id=5,
     slow=False,

@@ -1,5 +1,7 @@
 """Sampling: transformers' own processors, in its order; broken logits are an error."""
 
+import random
+
 import pytest
 import torch
 from transformers import GenerationConfig
@@ -18,7 +20,7 @@ def ids() -> torch.Tensor:
 
 
 def sampled(sampling: Sampling, logits: torch.Tensor, ids: torch.Tensor) -> list[int]:
-    return Sampler(sampling, ids)(logits, RUNNING, PAD)
+    return Sampler(sampling, ids)(logits, RUNNING[: len(ids)], PAD)
 
 
 SETTINGS = [
@@ -104,11 +106,67 @@ def test_sampling_draws_in_proportion(ids: torch.Tensor):
 def test_sampling_repeats_with_the_seed(ids: torch.Tensor):
     logits, drawn = torch.randn(B, V), []
     for seed in (1, 1, 2):
-        torch.manual_seed(seed)
-        sampler = Sampler(Sampling(do_sample=True), ids)
+        sampler = Sampler(Sampling(do_sample=True), ids, seed=seed)
         drawn.append([sampler(logits, RUNNING, PAD) for _ in range(5)])
     assert drawn[0] == drawn[1]
     assert drawn[0] != drawn[2]
+
+
+def test_requests_draw_for_themselves(ids: torch.Tensor):
+    """The same logits give each its own tokens, and the same ones alone as beside others."""
+    logits, sampling = torch.randn(1, V).expand(B, V), Sampling(do_sample=True)
+    together = Sampler(sampling, ids, seed=4)
+    drawn = list(zip(*(together(logits, RUNNING, PAD) for _ in range(6)), strict=True))
+    assert len(set(drawn)) == B
+    for request, tokens in enumerate(drawn):
+        alone = together.alone(ids[:1], request)
+        assert [alone(logits[:1], [False], PAD)[0] for _ in range(6)] == list(tokens)
+
+
+def test_a_request_that_takes_a_row_draws_on_and_the_others_too(ids: torch.Tensor):
+    logits, sampling = torch.randn(B, V), Sampling(do_sample=True)
+    plain, mixed = Sampler(sampling, ids), Sampler(sampling, ids)
+    expected = [plain(logits, RUNNING, PAD) for _ in range(4)]
+    newcomer = mixed.alone(ids[:1], 9)
+    own = [newcomer(logits[1:2], [False], PAD)[0] for _ in range(5)]
+    newcomer = mixed.alone(ids[:1], 9)
+    got = [mixed(logits, RUNNING, PAD), mixed(logits, [False, True, False], PAD)]
+    newcomer(logits[1:2], [False], PAD)
+    mixed.seat(1, newcomer)
+    got += [mixed(logits, RUNNING, PAD) for _ in range(2)]
+    for step, row in enumerate(got):
+        assert [row[0], row[2]] == [expected[step][0], expected[step][2]]
+    assert [got[0][1], got[1][1]] == [expected[0][1], PAD]
+    assert [got[2][1], got[3][1]] == own[1:3]
+
+
+@pytest.mark.parametrize("length", [2, T, 15])
+def test_the_penalty_of_a_row_that_was_taken_sees_its_new_request_only(length: int):
+    """Whether its prompt is shorter or longer than what is there."""
+    logits = torch.zeros(2, V)
+    logits[:, 7], logits[:, 8], logits[:, 9] = 3.0, 2.9, 2.8
+    sampler = Sampler(Sampling(repetition_penalty=2.0), torch.full((2, T), 7))
+    assert sampler(logits, [False, False], PAD) == [8, 8]
+    newcomer = sampler.alone(torch.full((1, length), 8), 2)
+    assert newcomer(logits[:1], [False], PAD) == [7]
+    sampler.seat(0, newcomer)
+    assert sampler(logits, [False, False], PAD) == [9, 9]
+    assert sampler.ids_BT[0].tolist()[-length - 2 :] == [*[8] * length, 7, 9]
+    assert set(sampler.ids_BT[0, : -length - 2].tolist()) <= {8}
+
+
+def test_the_largest_number_drawn_still_finds_a_token_that_is_allowed(monkeypatch):
+    monkeypatch.setattr(random.Random, "getrandbits", lambda self, bits: 2**bits - 1)
+    logits = torch.full((1, V), -torch.inf)
+    logits[0, 10:13] = 0.0
+    assert sampled(Sampling(do_sample=True), logits, torch.zeros(1, 1).long()) == [12]
+
+
+def test_the_smallest_number_drawn_finds_the_first_token_that_is_allowed(monkeypatch):
+    monkeypatch.setattr(random.Random, "getrandbits", lambda self, bits: 0)
+    logits = torch.full((1, V), -torch.inf)
+    logits[0, 10:13] = 0.0
+    assert sampled(Sampling(do_sample=True), logits, torch.zeros(1, 1).long()) == [10]
 
 
 def test_the_penalty_sees_the_prompt_and_what_was_generated(ids: torch.Tensor):

@@ -150,7 +150,7 @@ def test_texts_join_to_the_prompt(tmp_path):
     ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
     with ParquetObserver(tmp_path / "trace", tokenizer=tokenizer) as observer:
         observer.on_run(run_event(1))
-        observer.on_prompt(PromptEvent(ids_BT=ids, count=(ids.shape[1],)))
+        observer.on_prompt(PromptEvent(requests=(0,), ids_BT=ids, count=(ids.shape[1],)))
         observer.on_step(step_event(token_id=int(ids[0, 2])))
 
     trace = Trace.open(tmp_path / "trace")
@@ -344,7 +344,7 @@ def test_it_watches_without_a_tokenizer_and_changes_nothing_it_is_shown(tmp_path
     ids = torch.tensor([[7, 8]])
     with ParquetObserver(tmp_path / "trace") as observer:
         observer.on_run(run_event(1))
-        observer.on_prompt(PromptEvent(ids_BT=ids, count=(1,)))
+        observer.on_prompt(PromptEvent(requests=(0,), ids_BT=ids, count=(1,)))
         observer.on_selection(selection(index))
 
     assert index.tolist() == [[3, 5, -1]]

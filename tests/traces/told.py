@@ -25,7 +25,7 @@ Rows = dict[str, list[dict[str, Any]]]
 
 def run_event(batch: int = 2, **changes: Any) -> RunEvent:
     event = {
-        "batch": batch, "policy": "sfi", "backend": "torch", "device": "cpu", "config": CONFIG,
+        "batch": batch, "requests": batch, "policy": "sfi", "backend": "torch", "device": "cpu", "config": CONFIG,
         "trigger_token_ids": TRIGGERS, "model": MODEL, "audit": AUDIT,
     }  # fmt: skip
     return RunEvent(**event | changes)
@@ -33,7 +33,7 @@ def run_event(batch: int = 2, **changes: Any) -> RunEvent:
 
 def step_event(request: int = 0, step: int = 0, **changes: Any) -> StepEvent:
     event = {
-        "request": request, "step": step, "position": 9 + step, "token_id": step % 90, "slow": False,
+        "request": request, "step": step, "batch_step": step, "position": 9 + step, "token_id": step % 90, "slow": False,
         "reason": "", "steps_since_slow": 1, "attended_tokens": 5.5, "context_tokens": 10 + step,
         "elapsed_us": 12.5, "audited": False,
     }  # fmt: skip
@@ -81,7 +81,10 @@ class Told:
                     self.rows["prompts"].append(
                         {"request": self._first + row, "position": position, "token_id": token}
                     )
-            self._observer.on_prompt(PromptEvent(ids_BT=ids, count=tuple(c[piece] for c in counts)))
+            count = tuple(c[piece] for c in counts)
+            self._observer.on_prompt(
+                PromptEvent(requests=tuple(range(batch)), ids_BT=ids, count=count)
+            )
             if begun is not None:
                 self._observer.on_begin_step(
                     BeginStepEvent(step=begun, slow=tuple(range(batch)), fast=())
@@ -187,8 +190,9 @@ class Told:
     def _logits(self, step: int, rows: list[int]) -> None:
         kl, agrees = [self._number() for _ in rows], [self._rng.random() < 0.5 for _ in rows]
         event = LogitsEvent(
-            requests=tuple(rows), step=step, kl_R=torch.tensor(kl), agrees_R=torch.tensor(agrees)
-        )
+            requests=tuple(rows), steps=(step,) * len(rows), kl_R=torch.tensor(kl),
+            agrees_R=torch.tensor(agrees),
+        )  # fmt: skip
         self._observer.on_logits(event)
         self.rows["logits"] += [
             {**self._key(row, step), "kl_next_token": a, "argmax_agrees": b}
@@ -211,6 +215,7 @@ class Told:
                 "sentence": self._triggers[row], "trigger": trigger,
                 "attended_tokens": 5.5, "context_tokens": event.context_tokens,
                 "read_ratio": 5.5 / event.context_tokens, "elapsed_us": event.elapsed_us, "audited": audited,
+                "batch_step": step,
             }
         )  # fmt: skip
         self._triggers[row] += trigger

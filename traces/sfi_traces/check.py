@@ -9,7 +9,7 @@ from pyarrow import parquet
 
 from sfi_core.errors import ConfigError
 from sfi_traces.reader import Trace
-from sfi_traces.schema import PART, TABLES
+from sfi_traces.schema import ADDED, PART, TABLES
 from sfi_traces.step_rules import broken_rules
 
 MOST = 10  # lines about steps
@@ -75,8 +75,9 @@ def _check_part(part: Path, schema: pa.Schema, found: dict[str, Any]) -> None:
     with parquet.ParquetFile(part, page_checksum_verification=True) as file:
         own = file.schema_arrow
         found["rows"] += sum(len(batch) for batch in file.iter_batches(ROWS))
+    needed = [name for name in schema.names if name not in ADDED.get(found["table"], ())]
     differ = {
-        "missing": [name for name in schema.names if name not in own.names],
+        "missing": [name for name in needed if name not in own.names],
         "wrong": [
             f"{field.name} ({own.field(field.name).type}, not {field.type})"
             for field in schema

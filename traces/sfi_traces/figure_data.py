@@ -144,15 +144,15 @@ class Timeline:
 def step_phases(view: View) -> Timeline:
     """Sum the leaf spans of each decoding step by phase.
 
-    The rest of a step is its wall time less these and the audit's. A batch's spans carry its first request's
-    number.
+    The rest of a step is its wall time less these and the audit's. A run's spans carry its first request's
+    number, and the batch's steps.
 
     Raises:
         TraceError: No timings of decoding steps.
     """
     steps, later = view.steps, view.steps.step >= 1
     step = steps.step[later]
-    spent_us = _spans(view, step)
+    spent_us = _spans(view, steps.batch_step[later])
     phases = {name: spent_us.get(name, np.zeros(len(step))) for name in PHASES}
     audit_us = sum((spent_us.get(name, np.zeros(len(step))) for name in AUDIT), np.zeros(len(step)))
     taken = sum(phases.values()) + audit_us
@@ -175,7 +175,7 @@ def step_phases(view: View) -> Timeline:
 
 
 def _spans(view: View, step: np.ndarray) -> dict[str, np.ndarray]:
-    # microseconds of each step's spans, by name
+    # microseconds of the spans of each of the batch's steps, by name
     table = view.trace.table("timings", ["request", "step", "name", "elapsed_us"])
     table = table.filter((pc.field("request") <= view.request) & (pc.field("step") >= 1))
     table = table.filter(pc.is_in(table["step"], pa.array(step)))

@@ -7,6 +7,7 @@ versions 1 to N; a new column raises no version, a changed or missing one does.
 import pyarrow as pa
 
 SCHEMA_VERSION = 1
+ADDED = {"steps": ("batch_step",)}  # columns that older traces of this version lack
 MANIFEST = "manifest.json"
 PART = "part-{number:05d}.parquet"
 
@@ -24,7 +25,8 @@ TABLES: dict[str, pa.Schema] = {
             ("token_text", pa.string()),
         ]
     ),
-    # a request and step; `position` is the query's, `token_id` the token that the step generated
+    # a request and step; `position` is the query's, `token_id` the token that the step generated. `batch_step`
+    # is the batch's step that it was part of, another one where the request began later; null is the same one
     "steps": pa.schema(
         [
             *KEY,
@@ -41,6 +43,7 @@ TABLES: dict[str, pa.Schema] = {
             ("read_ratio", pa.float32()),
             ("elapsed_us", pa.float64()),
             ("audited", pa.bool_()),
+            ("batch_step", pa.int32()),
         ]
     ),
     # a request, refresh, layer and KV head; null where the policy has no Selector or there was none before
@@ -77,7 +80,7 @@ TABLES: dict[str, pa.Schema] = {
     ),
     # an audited request and step that was fast
     "logits": pa.schema([*KEY, ("kl_next_token", pa.float32()), ("argmax_agrees", pa.bool_())]),
-    # a span; `request` is the first of its batch, `begin_us` counts from the trace's beginning
+    # a span; `request` is the first of its run, `step` the batch's, `begin_us` counts from the trace's beginning
     "timings": pa.schema(
         [
             *KEY,

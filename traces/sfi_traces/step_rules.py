@@ -19,13 +19,14 @@ COLUMNS = [
     "context_tokens",
 ]
 SIGNALS = ("cosine", "entropy")  # reasons that the tokens do not give
+OTHERS = "batch"  # slow because another request of the batch was
 
 
 def broken_rules(trace: Trace) -> Iterator[str]:
     """Name the steps whose trigger, sentence or, under sfi, slowness is not what the tokens before give.
 
     Each step is judged by the steps before it as recorded, so that one wrong step is one line. A step that a
-    query's cosine or an entropy made slow is taken as it is.
+    query's cosine, an entropy or another request made slow is taken as it is.
 
     Args:
         trace: One with token ids, and each request's steps from 0 on without a gap.
@@ -51,7 +52,10 @@ def broken_rules(trace: Trace) -> Iterator[str]:
                 yield f"{where}: sentence must be {sentence}, got {row['sentence']}"
             if rules:
                 reason = trigger.reason(state)
-                unknown = row["slow"] and row["reason"] == config.trigger_policy in SIGNALS
+                unknown = row["slow"] and (
+                    row["reason"] == config.trigger_policy in SIGNALS
+                    or (row["reason"] == OTHERS and not reason)
+                )
                 if not unknown and (bool(reason), reason) != (row["slow"], row["reason"]):
                     yield f"{where}: must be {_kind(reason)}, got {_kind(row['reason'], slow=row['slow'])}"
             state.begin(slow=row["slow"], reason=row["reason"], new_tokens=1)

@@ -38,7 +38,7 @@ class TimingObserver(NullObserver):
         self._sink = self._gathered.extend if sink is None else sink
         self._clock = time.perf_counter_ns()
         self._device = DeviceClock(torch.device(device)) if _is_cuda(device) else None
-        self._request = self._batch = self._step = 0
+        self._request = self._requests = self._step = 0
 
     @property
     def rows(self) -> list[Row]:
@@ -49,8 +49,8 @@ class TimingObserver(NullObserver):
     def on_run(self, event: RunEvent) -> None:
         """Number the requests of this run after those of the last."""
         self.flush()
-        self._request += self._batch
-        self._batch = event.batch
+        self._request += self._requests
+        self._requests = event.requests
 
     def on_begin_step(self, event: BeginStepEvent) -> None:
         """Hand over the last step's spans."""

@@ -46,7 +46,7 @@ class TraceRows:
         self.prompts: list[dict[str, Any]] = []
         self._text = TokenText(tokenizer) if tokenizer is not None and not redact_text else None
         self._positions, self._redacted = positions, redact_text
-        self._first = self._batch = 0
+        self._first = self._requests = 0
         self._run_state()
         self._takers: dict[type, Callable[..., None]] = {
             RunEvent: self.on_run,
@@ -74,27 +74,26 @@ class TraceRows:
         self._last: dict[Place, tuple[int, Array]] = {}
         self._refreshed: dict[Place, Array] = {}
         self._hashes: dict[int, Any] = {}
+        self._prompts: dict[int, dict[str, Any]] = {}
 
     def on_run(self, event: RunEvent) -> None:
         """Number the requests of this run after those of the last."""
-        self._first += self._batch
-        self._batch = event.batch
+        self._first += self._requests
+        self._requests = event.requests
         self._triggers = frozenset(event.trigger_token_ids)
         self._run_state()
-        self.prompts += [
-            {"request": self._first + row, "tokens": 0, "sha256": None}
-            for row in range(event.batch)
-        ]
+        for request in range(event.batch):
+            self._prompt(request)
 
     def on_prompt(self, event: PromptEvent, ids_BT: Array) -> None:
         """Take a piece of every request's prompt."""
-        for row, count in enumerate(event.count):
-            entry = self.prompts[self._first + row]
+        for row, (request, count) in enumerate(zip(event.requests, event.count, strict=True)):
+            entry = self._prompt(request)
             start, entry["tokens"] = entry["tokens"], entry["tokens"] + count
             if self._redacted or not count:
                 continue
             ids = ids_BT[row, ids_BT.shape[1] - count :].astype("<i4")
-            digest = self._hashes.setdefault(row, hashlib.sha256())
+            digest = self._hashes.setdefault(request, hashlib.sha256())
             digest.update(ids.tobytes())
             entry["sha256"] = digest.hexdigest()  # not if redacted: a short prompt can be guessed
             columns = {
@@ -124,6 +123,7 @@ class TraceRows:
             event.attended_tokens / event.context_tokens,
             event.elapsed_us,
             event.audited,
+            event.batch_step,
         )
         self.tables["steps"].add_rows([row])
         self._sentence[event.request] += trigger
@@ -182,7 +182,7 @@ class TraceRows:
         requests = [self._first + request for request in event.requests]
         columns = {
             "request": np.array(requests),
-            "step": event.step,
+            "step": np.array(event.steps),
             "kl_next_token": kl_R,
             "argmax_agrees": agrees_R,
         }
@@ -191,6 +191,14 @@ class TraceRows:
     def on_spans(self, spans: Sequence[Span]) -> None:
         """Take the spans of a step."""
         self.tables["timings"].add_rows([span.row() for span in spans])
+
+    def _prompt(self, request: int) -> dict[str, Any]:
+        # the manifest's entry; a request that waits gets it when its prompt is read
+        if request not in self._prompts:
+            entry = {"request": self._first + request, "tokens": 0, "sha256": None}
+            self._prompts[request] = entry
+            self.prompts.append(entry)
+        return self._prompts[request]
 
     def _key(self, event: SelectionEvent | AuditEvent) -> dict[str, int]:
         request = self._first + event.request

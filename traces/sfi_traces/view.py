@@ -26,6 +26,7 @@ class Steps:
         context: Tokens that full attention reads.
         elapsed_us: Wall time.
         audited: Whether the audit looked at it, which takes time.
+        batch_step: The batch's step that it was part of.
     """
 
     step: np.ndarray
@@ -37,6 +38,7 @@ class Steps:
     context: np.ndarray
     elapsed_us: np.ndarray
     audited: np.ndarray
+    batch_step: np.ndarray
 
     @classmethod
     def of(cls, rows: pa.Table) -> "Steps":
@@ -55,7 +57,10 @@ class Steps:
         step, slow, sentence, attended, context, elapsed_us, audited = columns
         text = [text or "" for text in rows["token_text"].to_pylist()]
         reason = rows["reason"].to_pylist()
-        return cls(step, text, slow, reason, sentence, attended, context, elapsed_us, audited)  # fmt: skip
+        batch_step = pc.coalesce(rows["batch_step"], rows["step"]).to_numpy()
+        return cls(
+            step, text, slow, reason, sentence, attended, context, elapsed_us, audited, batch_step
+        )  # fmt: skip
 
     def rows(self, step: np.ndarray) -> np.ndarray:
         """Find where some of the steps stand."""

@@ -21,12 +21,13 @@ ABOUT = ("sfi_version", "created", "policy", "preset", "backend", "device", "con
 # a step lasts from its first span to its last, and not beyond the beginning of the request's next one
 STEPS = """
     WITH extents AS (
-        SELECT request AS batch, step, min(begin_us) AS begin_us, max(begin_us + elapsed_us) AS end_us
+        SELECT request AS batch, step AS batch_step, min(begin_us) AS begin_us,
+            max(begin_us + elapsed_us) AS end_us
         FROM timings GROUP BY request, step
     )
-    SELECT steps.*, extents.begin_us,
-        least(end_us, lead(begin_us) OVER (PARTITION BY steps.request ORDER BY steps.step)) AS end_us
-    FROM steps JOIN batches USING (request) JOIN extents USING (batch, step)
+    SELECT timed_steps.*, extents.begin_us,
+        least(end_us, lead(begin_us) OVER (PARTITION BY request ORDER BY step)) AS end_us
+    FROM timed_steps JOIN extents USING (batch, batch_step)
     ORDER BY begin_us
 """
 # a span that holds others comes before them

@@ -75,7 +75,7 @@ class Scope:
         self.connection.register(name, pa.Table.from_batches(pieces))
 
     def _choose(self) -> None:
-        # a span has the first request of its batch: the last one with spans that is not behind the request
+        # a span has the first request of its run: the last one with spans that is not behind the request
         self.connection.execute("""
             CREATE TEMP VIEW batches AS
             SELECT steps.request, max(spans.request) AS batch
@@ -83,11 +83,24 @@ class Scope:
             JOIN (SELECT DISTINCT request FROM timings) spans ON spans.request <= steps.request
             GROUP BY steps.request
         """)
+        self.connection.execute("""
+            CREATE TEMP VIEW timed_steps AS
+            SELECT steps.* REPLACE (coalesce(batch_step, step) AS batch_step), batch
+            FROM steps JOIN batches USING (request)
+        """)
+        # a prompt is read in a step of the batch of its own where its request had to wait
+        self.connection.execute("""
+            CREATE TEMP VIEW prefills AS
+            SELECT DISTINCT request, step FROM timings WHERE step <= 0 OR name = 'prefill'
+        """)
         for name, schema in TABLES.items():
             where = ["true"]
-            if self.request is not None:
-                batch = f"(SELECT batch FROM batches WHERE request = {self.request:d})"  # noqa: S608 - a number
-                where.append(f"request = {batch if name == 'timings' else self.request}")
+            if self.request is not None and name == "timings":
+                mine = f"SELECT batch, batch_step FROM timed_steps WHERE request = {self.request:d}"  # noqa: S608 - a number
+                # the pieces of the first prompts, step -1, belong to their step 0
+                where.append(f"(request, greatest(step, 0)) IN ({mine})")
+            elif self.request is not None:
+                where.append(f"request = {self.request:d}")
             if self.layer is not None and "layer" in schema.names and name != "timings":
                 where.append(f"layer = {self.layer:d}")
             self.connection.execute(

@@ -11,19 +11,20 @@ KINDS = ("prefill", "slow", "fast", "mixed")
 def latency(scope: Scope) -> dict[str, Any]:
     """Measure the time of steps by kind; each step of a batch counts once.
 
-    Step 0 is the whole prefill's. A step is mixed if it is slow for some requests of the batch and fast for
+    Step 0 of a request is the whole prefill's. A step is mixed if it is slow for some requests of the batch and fast for
     others: their rows share one time, to the last bit. An audited step's time has the audit's cost in it, so
     that a kind's unaudited steps are taken alone where it has any; `audited` says that it has none.
     `tokens_per_second` is of all steps from 1 on, and its `audited` says that one of them was audited.
     """
     rows = scope.rows("""
         WITH batch_steps AS (
-            SELECT step, elapsed_us, bool_or(audited) AS audited, CASE
-                WHEN step = 0 THEN 'prefill' WHEN bool_and(slow) THEN 'slow' WHEN bool_or(slow) THEN 'mixed'
-                ELSE 'fast' END AS kind
+            SELECT elapsed_us, bool_or(audited) AS audited, CASE
+                WHEN bool_or(step = 0) THEN 'prefill' WHEN bool_and(slow) THEN 'slow'
+                WHEN bool_or(slow) THEN 'mixed' ELSE 'fast' END AS kind
             FROM steps
-            WHERE (step, elapsed_us) IN (SELECT (step, elapsed_us) FROM chosen_steps)
-            GROUP BY step, elapsed_us
+            WHERE (coalesce(batch_step, step), elapsed_us)
+                IN (SELECT (coalesce(batch_step, step), elapsed_us) FROM chosen_steps)
+            GROUP BY coalesce(batch_step, step), elapsed_us
         )
         SELECT kind, audited, count(*) AS n, avg(elapsed_us) AS mean_us, sum(elapsed_us) AS total_us,
             quantile_cont(elapsed_us, 0.5) AS p50_us,
@@ -52,8 +53,8 @@ def phases(scope: Scope) -> dict[str, Any] | None:
     run beside them and counts on top. `step_us` is the mean over the steps that have such a span.
     """
     rows = scope.rows("""
-        SELECT step <= 0 AS prefill, stream, name, layer IS NULL AS outside, count(*) AS spans,
-            sum(elapsed_us) AS total_us, count(DISTINCT (request, step)) AS steps
+        SELECT (request, step) IN (FROM prefills) AS prefill, stream, name, layer IS NULL AS outside,
+            count(*) AS spans, sum(elapsed_us) AS total_us, count(DISTINCT (request, step)) AS steps
         FROM chosen_timings
         GROUP BY ALL
         ORDER BY total_us DESC, name
@@ -133,10 +134,10 @@ def _costs(scope: Scope) -> dict[str, Any]:
             GROUP BY request, step
             HAVING NOT bool_or(name = 'attention.mixed')
         ), contexts AS (
-            SELECT batch, step, count(*) FILTER (slow) AS slow, count(*) FILTER (NOT slow) AS fast,
-                sum(context_tokens) FILTER (slow) AS context
-            FROM steps JOIN batches USING (request)
-            GROUP BY batch, step
+            SELECT batch, batch_step AS step, count(*) FILTER (slow) AS slow,
+                count(*) FILTER (NOT slow) AS fast, sum(context_tokens) FILTER (slow) AS context
+            FROM timed_steps WHERE step > 0
+            GROUP BY batch, batch_step
         )
         SELECT sum(dense_us) / sum(context) AS dense_us_per_token,
             sum(fast_us) / sum(fast) AS fast_us,
