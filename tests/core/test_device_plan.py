@@ -19,7 +19,7 @@ from sfi_core.policies import POLICIES, policy_class
 from sfi_core.policies.base import StepContext, StepPlan
 from sfi_core.run import Run
 from sfi_core.trigger import Trigger
-from sfi_kernels.advance.state import FASTS, REASON, SLOWS, STATE_WORDS
+from sfi_kernels.advance.state import FASTS, FINISHED, MOST, REASON, SLOWS
 from sfi_kernels.advance.state import PACKED as PACKED_TOKENS
 from sfi_kernels.decode_attention import slots
 from sfi_kernels.split_plan import split_plan
@@ -232,13 +232,27 @@ def test_a_run_can_be_taken_over_at_any_step(steps: int, noted: bool):
 
 
 def test_the_words_are_those_of_a_plan_made_anew():
-    """All but the packed tokens, which a slow step leaves when it ends."""
-    made = script(SfiConfig(t_max=7, trigger_delay=3, recent=5, budget=8), 4, stops=(59,))
-    plan = DevicePlan(made.run)
+    """All but the packed tokens, which a slow step leaves when it ends; a finished request has only ended."""
+    config = SfiConfig(t_max=7, trigger_delay=3, recent=5, budget=8)
+    made = script(config, 6, stops=(59,), quiet=0.5)
+    plan, met = DevicePlan(made.run), Counter()
     for _ in range(80):
-        follow(made, 1, plan)
-        others = [word for word in range(STATE_WORDS) if word != PACKED_TOKENS]
-        assert torch.equal(plan.state_BX[:, others], DevicePlan(made.run).state_BX[:, others])
+        met += follow(made, 1, plan)
+        running, fresh = plan.state_BX.tolist(), DevicePlan(made.run).state_BX.tolist()
+        for words, anew in zip(running, fresh, strict=True):
+            words[PACKED_TOKENS] = anew[PACKED_TOKENS]
+            assert anew[FINISHED] if words[FINISHED] else words == anew
+    assert {"", "trigger", "finished"} < set(met)
+    assert "done" not in met
+
+
+def test_settings_beyond_32_bits_are_as_large_as_can_be():
+    """A setting of that size is never reached."""
+    huge = dict.fromkeys(("t_max", "min_gap", "slow_start", "budget", "recent"), 10**12)
+    made = script(SfiConfig(**huge), 1)
+    rules = DevicePlan(made.run).rules
+    assert {getattr(rules, name) for name in huge} == {MOST}
+    assert follow(made, 5) == {"first": 5}
 
 
 def test_another_request_may_take_a_row():

@@ -62,5 +62,4 @@ def bitmaps(
     bit_2XI = torch.zeros(2, size, BITS, dtype=torch.int64)
     for row, ids in zip(bit_2XI.flatten(1), (trigger_ids, stop_ids), strict=True):
         row[[token for token in ids if token >= 0]] = 1  # no token has a negative id
-    word_2X = (bit_2XI << torch.arange(BITS)).sum(2)
-    return torch.where(word_2X > MOST, word_2X - 2**BITS, word_2X).int().to(device)
+    return (bit_2XI << torch.arange(BITS)).sum(2).int().to(device)  # the last bit is the sign
