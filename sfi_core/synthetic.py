@@ -106,7 +106,9 @@ class SyntheticPrompt:
                     [[start] * len(count), count], dtype=torch.int32, device=model.device
                 )
                 piece = key, value
-                if min(count) < BLOCK:  # `append` takes the last of them, and a prompt ends with the first
+                if (
+                    min(count) < BLOCK
+                ):  # `append` takes the last of them, and a prompt ends with the first
                     piece = _rolled(key, count), _rolled(value, count)
                 run.cache.append(index, *piece, begin_B, count_B, start + max(count))
         self.cache = run.cache

@@ -55,7 +55,9 @@ def bench(
     ] = None,
     time_limit: Annotated[
         float | None,
-        _measure("time_limit", "Seconds after which a run stops early; it measures at least 3 steps."),
+        _measure(
+            "time_limit", "Seconds after which a run stops early; it measures at least 3 steps."
+        ),
     ] = None,
     slow_rate: Annotated[
         str | None,

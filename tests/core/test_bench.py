@@ -204,7 +204,9 @@ def sample(at, kinds, *, warm_up=1, batch=2):
 
 
 def byte_model(**changes):
-    return ByteModel(**{"weight_bytes": 1000, "batch": 2, "row_bytes": 8, "heads": 2, "layers": 1} | changes)
+    return ByteModel(
+        **{"weight_bytes": 1000, "batch": 2, "row_bytes": 8, "heads": 2, "layers": 1} | changes
+    )
 
 
 def test_rows_can_be_recomputed_by_hand():
@@ -259,7 +261,9 @@ def test_a_slow_request_that_selects_nothing_reads_what_dense_attention_reads():
     assert step_bytes(model, read, selects=True) == model.slow(100, 20)
 
 
-@pytest.mark.parametrize(("percent", "expected"), [(0, 1), (50, 2.5), (25, 1.75), (99, 3.97), (100, 4)])
+@pytest.mark.parametrize(
+    ("percent", "expected"), [(0, 1), (50, 2.5), (25, 1.75), (99, 3.97), (100, 4)]
+)
 def test_percentiles_lie_between_neighbors(percent, expected):
     assert percentile([4, 1, 3, 2], percent) == pytest.approx(expected)
 
@@ -320,7 +324,9 @@ def test_what_does_not_fit_is_a_row_of_its_own_with_the_batch_that_fits(tiny_mod
 
 def test_if_nothing_fits_that_is_an_error(tiny_model, monkeypatch):
     monkeypatch.setattr(fits, "free_bytes", lambda _: 1000)
-    with pytest.raises(MemoryForecastError, match=r"must fit 0\.00 GB of free memory.*batch 0 fits"):
+    with pytest.raises(
+        MemoryForecastError, match=r"must fit 0\.00 GB of free memory.*batch 0 fits"
+    ):
         run_bench(tiny_model, settings())
 
 
