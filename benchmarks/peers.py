@@ -35,10 +35,10 @@ SMALL = {  # about 50 million weights
 OURS, THEIRS = "sfi's", "kvpress'"
 SETTLED = 8  # steps after kvpress' first compression that are not measured
 NOTES = (
-    "kvpress' DecodingPress keeps the whole cache until its first compression, after compression_interval steps",
+    "kvpress' DecodingPress keeps the whole cache until its first compression, after compression_interval",
     "it evicts for good: what it drops cannot come back, and the cache grows until the next compression",
     "what is measured starts after the first compression",
-    "sfi keeps the cache, of which a fast step reads sink + budget + recent tokens; one step in stride is slow",
+    "sfi keeps the cache; a fast step reads sink + budget + recent tokens, one step in stride is slow",
     "transformers: greedy model.generate with its dynamic cache, in both environments",
     "weights are random: tokens differ between methods and mean nothing, only the time counts",
 )

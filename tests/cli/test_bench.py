@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from sfi_cli import app as cli
 from sfi_cli.bench import SLOW_RATE
 from sfi_cli.commands import bench as command
-from sfi_core.bench import bench
+from sfi_core.bench import bench, fits
 from sfi_core.bench.settings import BenchSettings
 from sfi_core.errors import SfiError
 from sfi_core.kernel_bench import timing
@@ -215,8 +215,6 @@ def test_mistakes_end_with_one_line(arguments, code, words):
 
 
 def test_a_point_that_does_not_fit_says_what_does(monkeypatch):
-    from sfi_core.bench import fits
-
     free = fits.free_bytes
     monkeypatch.setattr(fits, "free_bytes", lambda device: min(free(device), 100_000_000))
     code, stdout, _ = inside(

@@ -144,7 +144,7 @@ def test_streaming_llm_is_never_slow_and_reads_as_much():
 
 def test_other_policies_have_no_forecast():
     asked = BenchSettings(policies=("quest",))
-    with pytest.raises(ConfigError, match="forecast knows the policies .*, got 'quest'"):
+    with pytest.raises(ConfigError, match=r"forecast knows the policies .*, got 'quest'"):
         forecast_document(meta("qwen3-4b"), asked, CPU)
 
 
@@ -200,7 +200,7 @@ def test_a_config_that_is_none_is_refused(tmp_path):
     (tmp_path / "bad.json").write_text("{")
     with pytest.raises(InputError, match=r"config of .*bad\.json cannot be read"):
         random_config(str(tmp_path / "bad.json"))
-    with pytest.raises(InputError, match="random weights must be one of .* got 'qwen3-5b'"):
+    with pytest.raises(InputError, match=r"random weights must be one of .* got 'qwen3-5b'"):
         random_config("qwen3-5b")
 
 
