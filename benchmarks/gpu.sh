@@ -56,9 +56,6 @@ bench ops
 bench ops-batch-1 --batch 1
 bench ops-128k-batch-4 --context 131072 --batch 4 --retention 0.01761 # 4 + 2048 + 256 tokens
 
-# one process a core compiles the tests' kernels in minutes instead of one after the other
-workers=()
-"$python" -c 'import xdist' 2>/dev/null && workers=(-p xdist -n "$(($(nproc) < 8 ? $(nproc) : 8))")
 decode() { # NAME LIMIT OPTIONS...
   local name=$1 limit=$2
   shift 2
@@ -74,6 +71,9 @@ done
 decode decode-4b-static 60 --random-weights qwen3-4b --baseline transformers-static --context 8K --batch 16
 decode decode-4b-ragged 40 --random-weights qwen3-4b --baseline none --context 32K --batch 8 --ragged --synchronized
 
+# one process a core compiles the tests' kernels in minutes instead of one after the other
+workers=()
+"$python" -c 'import xdist' 2>/dev/null && workers=(-p xdist -n "$(($(nproc) < 8 ? $(nproc) : 8))")
 part tests 240 "$python" -m pytest -q -p no:cacheprovider --tb=short --maxfail=20 "${workers[@]}" \
   tests/kernels tests/core/test_kernel_bench.py tests/core/test_triton_backend.py tests/core/test_audit.py \
   tests/traces/test_timing.py

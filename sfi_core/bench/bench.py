@@ -1,5 +1,6 @@
 """The benchmark's run: at every point all variants in turn, again and again, in one process."""
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -129,6 +130,13 @@ def check_engine(settings: BenchSettings, device: torch.device) -> None:
         raise BackendError(f"graphs must run on a CUDA device, got {device.type}; drop --graphs")
 
 
+def release(device: torch.device) -> None:
+    """Give back what the last run left: caches in reference cycles, and blocks that PyTorch keeps."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
 class Bench:
     """One benchmark under way."""
 
@@ -163,6 +171,7 @@ class Bench:
     def _measure(self, point: Point, variants: list[Variant]) -> None:
         settings = self.settings
         tokens = stream(settings, point.batch, self._vocabulary)
+        release(self.model.device)
         fitting, missed = sort_out(self.model, variants, point, settings, tokens.config)
         self.result.skipped += missed
         self._done += len(missed) * settings.repeats
@@ -196,9 +205,11 @@ class Bench:
     ) -> Sample:
         model, settings, made_up = self.model, self.settings, prompts.made_up
         show(None)
+        release(model.device)
         free = free_bytes(model.device)
         if not variant.policy and made_up and free is not None and needed > free:
             made_up.drop()  # it is filled again for the next run of ours
+            release(model.device)
         resident = resident_bytes(model.device)
         if variant.policy:
             resident -= made_up.held_bytes if made_up else 0  # the forecast counts those pages
