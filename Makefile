@@ -28,4 +28,4 @@ gpu:  ## On a CUDA machine: kernel tests, kernel benchmark and a generation; JSO
 	PYTHON=$(PYTHON) benchmarks/gpu.sh
 
 bench:  ## Time decoding at a long context, beside transformers
-	$(PYTHON) benchmarks/decode.py
+	$(PYTHON) -m sfi_cli bench --random-weights qwen3-0.6b --context 4K,16K --time-limit 20

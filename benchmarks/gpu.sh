@@ -1,13 +1,15 @@
 #!/usr/bin/env bash
 # All that needs a GPU, in one call of under ten minutes: the kernel tests compiled, the kernel benchmark with
-# Table 1's sweep, a generation that must give the PyTorch backend's tokens, and what tracing costs. Needs no
-# network and no install.
+# Table 1's sweep, a generation that must give the PyTorch backend's tokens, decoding throughput of Qwen3's
+# architectures, and what tracing costs. Needs no network and no install.
 #
 #   benchmarks/gpu.sh [FOLDER]        JSON goes there; benchmarks/results without one
 #
 # PYTHON      the interpreter, python3 without one: Python 3.11 or newer with CUDA builds of torch and triton,
 #             transformers 5.x and pytest
 # SFI_WHEELS  a folder of wheels of what it lacks (nvtx, say), put on the path without pip
+#
+# PARTS       a regular expression: only the parts whose names match, such as decode or sweep
 #
 # A part that fails does not stop the others; the last lines give every part's exit code, and the worst is ours.
 set -uo pipefail
@@ -35,8 +37,9 @@ names=() codes=() seconds=()
 part() { # NAME LIMIT COMMAND...
   local name=$1 limit=$2 code begin=$SECONDS
   shift 2
+  [[ $name =~ ${PARTS:-.} ]] || return 0
   printf '\n== %s\n' "$name"
-  timeout --kill-after=10 "$limit" "$@"
+  timeout --signal=INT --kill-after=20 "$limit" "$@" # what measures keeps its finished rows
   code=$?
   names+=("$name") codes+=("$code") seconds+=("$((SECONDS - begin))")
 }
@@ -52,6 +55,21 @@ bench sweep --sweep retention
 bench ops
 bench ops-batch-1 --batch 1
 bench ops-128k-batch-4 --context 131072 --batch 4 --retention 0.01761 # 4 + 2048 + 256 tokens
+
+decode() { # NAME LIMIT OPTIONS...
+  local name=$1 limit=$2
+  shift 2
+  part "$name" "$limit" "$python" -m sfi_cli bench --force --quiet --seed 0 --steps 40 --warm-up 8 --repeats 2 \
+    --time-limit 4 --output "$stem-$name.json" "$@"
+}
+
+# the static cache is compiled anew at every point, which takes longer than all else: it has a part of its own
+for size in 0.6b 4b 8b; do
+  decode "decode-$size" 70 --random-weights "qwen3-$size" --baseline transformers-dynamic \
+    --context 8K,32K,128K --batch 1,4,16
+done
+decode decode-4b-static 60 --random-weights qwen3-4b --baseline transformers-static --context 8K --batch 16
+decode decode-4b-ragged 40 --random-weights qwen3-4b --baseline none --context 32K --batch 8 --ragged --synchronized
 
 # one process a core compiles the tests' kernels in minutes instead of one after the other
 workers=()

@@ -35,11 +35,11 @@ SMALL = {  # about 50 million weights
 OURS, THEIRS = "sfi's", "kvpress'"
 SETTLED = 8  # steps after kvpress' first compression that are not measured
 NOTES = (
-    "kvpress' DecodingPress keeps the whole cache until its first compression, after compression_interval "
-    "decoding steps, and evicts for good: what it drops cannot come back, and the cache grows again until the "
-    "next compression. What is measured starts after the first one",
-    "sfi keeps the cache and reads sink + budget + recent tokens of it at a fast step; one step in stride is slow",
-    "transformers: model.generate with its dynamic cache, greedy, in both environments",
+    "kvpress' DecodingPress keeps the whole cache until its first compression, after compression_interval",
+    "it evicts for good: what it drops cannot come back, and the cache grows until the next compression",
+    "what is measured starts after the first compression",
+    "sfi keeps the cache; a fast step reads sink + budget + recent tokens, one step in stride is slow",
+    "transformers: greedy model.generate with its dynamic cache, in both environments",
     "weights are random: tokens differ between methods and mean nothing, only the time counts",
 )
 
@@ -121,7 +121,8 @@ def row(
 ) -> dict[str, Any]:
     """Return what a method's runs took."""
     rates = [
-        batch * (len(run["at"]) - 1 - warm_up) / (run["at"][-1] - run["at"][warm_up]) for run in runs
+        batch * (len(run["at"]) - 1 - warm_up) / (run["at"][-1] - run["at"][warm_up])
+        for run in runs
     ]
     alls = [batch * (len(run["at"]) - 1) / (run["at"][-1] - run["at"][0]) for run in runs]
     prefills = [run["at"][0] - run["began"] for run in runs]
@@ -143,11 +144,9 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Save the model, start a worker in each environment, and let the methods take turns."""
     python = kvpress_python(arguments.environment, arguments.kvpress)
     torch.manual_seed(arguments.seed)
-    if arguments.architecture is None:
-        path = folder / "small.json"
-        path.write_text(json.dumps(SMALL))
-        arguments.architecture = str(path)
-    config = random_config(arguments.architecture)
+    small = folder / "small.json"
+    small.write_text(json.dumps(SMALL))
+    config = random_config(arguments.architecture or str(small))
     model = random_model(config, torch.device("cpu"), DTYPES[arguments.dtype], arguments.seed)
     model.save_pretrained(folder / "model")
     shape = (arguments.batch, arguments.prompt)
@@ -161,9 +160,8 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         workers = {OURS: ours, THEIRS: theirs}
         for repeat in range(arguments.repeats):
             for name, (environment, request) in asked.items():
-                tokens = warm_up + arguments.steps + 1
-                request = {**request, "prompts": prompts, "tokens": tokens}
-                runs[name].append(workers[environment].ask(request))
+                more = {"prompts": prompts, "tokens": warm_up + arguments.steps + 1}
+                runs[name].append(workers[environment].ask({**request, **more}))
                 rate = row(name, environment, runs[name][-1:], warm_up, arguments.batch)
                 shown = rate["decode_tokens_per_second"]
                 print(f"repeat {repeat + 1}, {name}: {shown:.2f} tokens/s", file=sys.stderr)
@@ -173,12 +171,14 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     for one in rows:
         one["speedup_over_transformers"] = one["decode_tokens_per_second"] / base
     named = vars(arguments) | {"environment": None, "output": None, "warm_up": warm_up}
+    model_config = config.to_dict()
+    model_config.pop("_name_or_path", None)  # a place on this machine
     return {
         "date": datetime.now(UTC).date().isoformat(),
         "rows": rows,
         "settings": {name: value for name, value in named.items() if value is not None},
-        "model": config.to_dict(),
-        "notes": NOTES,
+        "model": model_config,
+        "notes": list(NOTES),
         "machine": describe(),
         "versions": versions,
     }

@@ -22,12 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from decode import QWEN3_06B
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import sfi_core
 from sfi_core import SfiConfig
 from sfi_core.audit_config import AuditConfig
+from sfi_core.bench.architectures import random_config, random_model
 from sfi_core.bundled.example import load_example
 from sfi_core.machine import describe
 from sfi_core.model import load, quiet, resolve_device
@@ -56,8 +55,8 @@ def subject(name: str, device: Any) -> tuple[Any, Any, Sequence[Any], SfiConfig,
         # nothing stops it: more steps, less noise
         return model, tokenizer, [example.prompt], example.config, {"max_new_tokens": 200}
     torch.manual_seed(0)
-    model = Qwen3ForCausalLM(Qwen3Config(**QWEN3_06B)).to(device, torch.bfloat16).eval()
-    ids = torch.randint(0, QWEN3_06B["vocab_size"], (PROMPT,)).tolist()
+    model = random_model(random_config("qwen3-0.6b"), device, torch.bfloat16)
+    ids = torch.randint(0, model.config.vocab_size, (PROMPT,)).tolist()
     config = SfiConfig(trigger_policy="stride", stride=20, slow_start=1, span=0)
     return model, None, [ids], config, {"max_new_tokens": 41}
 

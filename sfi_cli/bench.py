@@ -177,9 +177,8 @@ class BenchJob:
             raise typer.Exit(INTERRUPTED)
 
     def _forecast(self, settings: Any, device: Any, files: DecodeFiles) -> None:
-        from sfi_core.bench.forecast import forecast_document
-
         from sfi_cli.bench_tables import forecast_text
+        from sfi_core.bench.forecast import forecast_document
 
         document = forecast_document(
             self.subject.unloaded(),

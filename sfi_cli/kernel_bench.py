@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import typer
 
@@ -97,7 +97,7 @@ class BenchFiles:
     plot: FileOutput | None = None
 
     @classmethod
-    def opened(cls, written: Written, formats: tuple[str, ...]) -> "BenchFiles":
+    def opened(cls, written: Written, formats: tuple[str, ...]) -> Self:
         """Check the paths before the work starts.
 
         Raises:

@@ -9,6 +9,7 @@ import torch
 
 from sfi_core.prompt_state import SharedPrompt
 from sfi_core.session import Session
+from sfi_core.synthetic import SyntheticPrompt
 from sfi_kernels.step_descriptor import sent
 
 
@@ -29,7 +30,7 @@ class HostedModel:
         stop_ids: Tokens that end a request.
         chunk: Prompt tokens of one forward pass; 0 for all at once.
         on_prefill: Told of the prompt tokens read so far and in all.
-        shared: The prompts, read already.
+        shared: The prompts, read already or made up.
         cache: The run's cache.
     """
 
@@ -41,7 +42,7 @@ class HostedModel:
     stop_ids: frozenset[int]
     chunk: int = 0
     on_prefill: Callable[[int, int], None] = nothing_to_tell
-    shared: SharedPrompt | None = None
+    shared: SharedPrompt | SyntheticPrompt | None = None
     cache: Any = None
     _options: dict[str, Any] = field(init=False)
     _ragged: bool = field(init=False)

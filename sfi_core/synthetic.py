@@ -105,8 +105,12 @@ class SyntheticPrompt:
                 begin_B, count_B = torch.tensor(
                     [[start] * len(count), count], dtype=torch.int32, device=model.device
                 )
-                longest = start + max(count)
-                run.cache.append(index, key, value, begin_B, count_B, longest)
+                piece = key, value
+                if (
+                    min(count) < BLOCK
+                ):  # `append` takes the last of them, and a prompt ends with the first
+                    piece = _rolled(key, count), _rolled(value, count)
+                run.cache.append(index, *piece, begin_B, count_B, start + max(count))
         self.cache = run.cache
 
     def _queries(self, run: Run, model: Any, layer: int, shape: LayerShape) -> torch.Tensor:
@@ -127,6 +131,10 @@ class SyntheticPrompt:
             options = {"dtype": model.dtype, "device": model.device, "generator": generator}
             drawn.append(torch.randn(size, **options))
         return torch.stack(drawn)
+
+
+def _rolled(block: torch.Tensor, count: Sequence[int]) -> torch.Tensor:
+    return torch.stack([row.roll(-n, 1) for row, n in zip(block, count, strict=True)])
 
 
 def repeated(block: torch.Tensor, length: int) -> torch.Tensor:

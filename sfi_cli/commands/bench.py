@@ -55,7 +55,9 @@ def bench(
     ] = None,
     time_limit: Annotated[
         float | None,
-        _measure("time_limit", "Seconds after which a run stops, once it measured 3 steps."),
+        _measure(
+            "time_limit", "Seconds after which a run stops early; it measures at least 3 steps."
+        ),
     ] = None,
     slow_rate: Annotated[
         str | None,
@@ -165,7 +167,7 @@ def bench(
 
       sfi bench --random-weights qwen3-4b --context 32K --batch 8 --ragged --synchronized --baseline none
 
-      sfi bench --forecast --random-weights qwen3-4b --context 8K,32K,128K --batch 1,16 --bandwidth 4300 --memory 149
+      sfi bench --forecast --random-weights qwen3-4b --context 8K,32K,128K --batch 1,16 --bandwidth 4300
     """
     from sfi_cli.bench import BenchJob, Subject
     from sfi_cli.kernel_bench import Written
@@ -184,7 +186,8 @@ def bench(
             model=model,
             random_weights=random_weights,
             loading={
-                "revision": revision, "dtype": dtype, "device": device, "trust_remote_code": trust_remote_code,
+                "revision": revision, "dtype": dtype, "device": device,
+                "trust_remote_code": trust_remote_code,
             },
             seed=seed,
         ),

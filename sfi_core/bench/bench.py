@@ -1,5 +1,6 @@
 """The benchmark's run: at every point all variants in turn, again and again, in one process."""
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -8,13 +9,13 @@ from typing import Any
 
 import torch
 
-from sfi_core.bench.fits import needed_bytes, skipped
+from sfi_core.bench.fits import sort_out
 from sfi_core.bench.ours import run_ours
 from sfi_core.bench.prompts import Prompts
 from sfi_core.bench.rows import point_rows
 from sfi_core.bench.samples import Sample
 from sfi_core.bench.settings import BenchSettings, Point, Variant
-from sfi_core.bench.streams import stream
+from sfi_core.bench.streams import Stream, stream
 from sfi_core.bench.theirs import run_theirs, their_shapes
 from sfi_core.byte_model import ByteModel
 from sfi_core.describe_model import describe_model
@@ -129,6 +130,13 @@ def check_engine(settings: BenchSettings, device: torch.device) -> None:
         raise BackendError(f"graphs must run on a CUDA device, got {device.type}; drop --graphs")
 
 
+def release(device: torch.device) -> None:
+    """Give back what the last run left: caches in reference cycles, and blocks that PyTorch keeps."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
 class Bench:
     """One benchmark under way."""
 
@@ -163,44 +171,52 @@ class Bench:
     def _measure(self, point: Point, variants: list[Variant]) -> None:
         settings = self.settings
         tokens = stream(settings, point.batch, self._vocabulary)
-        fitting, missed = skipped(self.model, variants, point, settings, tokens.config)
+        release(self.model.device)
+        fitting, missed = sort_out(self.model, variants, point, settings, tokens.config)
         self.result.skipped += missed
         self._done += len(missed) * settings.repeats
         if not fitting:
             return
         prompts = Prompts.of(settings, point, self._vocabulary, self.model.device)
         samples: dict[Variant, list[Sample]] = {variant: [] for variant in fitting}
-        models = self._byte_models(fitting, point.batch)
+        models = self._byte_models([*fitting], point.batch)
         before = len(self.result.rows)
         copy = self.result.machine["copy_gb_per_s"]
         try:
             for repeat in range(settings.repeats):
-                for variant in fitting:
+                for variant, needed in fitting.items():
                     label = f"{variant.name}, {point.context:,} tokens x {point.batch}, repeat {repeat + 1}"
                     show = partial(self._show, label)
-                    samples[variant].append(self._run(variant, point, prompts, tokens, show))
+                    samples[variant].append(
+                        self._run(variant, needed, point, prompts, tokens, show)
+                    )
                     self._done += 1
         finally:
             self.result.rows[before:] = point_rows(point, samples, models, copy)
 
     def _run(
-        self, variant: Variant, point: Point, prompts: Prompts, tokens: Any, show: Any
+        self,
+        variant: Variant,
+        needed: int,
+        point: Point,
+        prompts: Prompts,
+        tokens: Stream,
+        show: Callable[[Sample | None], None],
     ) -> Sample:
-        model, settings = self.model, self.settings
-        needed = needed_bytes(model, variant, point, settings, tokens.config)
+        model, settings, made_up = self.model, self.settings, prompts.made_up
         show(None)
-        forecast = resident_bytes(model.device) + needed
+        release(model.device)
+        free = free_bytes(model.device)
+        if not variant.policy and made_up and free is not None and needed > free:
+            made_up.drop()  # it is filled again for the next run of ours
+            release(model.device)
+        resident = resident_bytes(model.device)
         if variant.policy:
-            held = 0 if prompts.made_up is None else prompts.made_up.held_bytes
+            resident -= made_up.held_bytes if made_up else 0  # the forecast counts those pages
             sample = run_ours(model, variant, point, settings, prompts, tokens, show)
-            forecast -= held
         else:
-            free = free_bytes(model.device)
-            if prompts.made_up is not None and free is not None and needed > free:
-                forecast -= prompts.made_up.held_bytes
-                prompts.made_up.drop()  # it is filled again for the next run of ours
             sample = run_theirs(model, variant.name, point, settings, prompts, show)
-        sample.forecast_bytes = forecast
+        sample.forecast_bytes = resident + needed
         sample.prefilled = settings.prefill
         sample.stopped = sample.steps < settings.steps
         return sample

@@ -6,7 +6,7 @@ from typing import Any
 from sfi_core.bench.settings import BenchSettings, Point, Variant
 from sfi_core.bench.theirs import STATIC, their_shapes
 from sfi_core.config import SfiConfig
-from sfi_core.memory import LayerShape, free_bytes
+from sfi_core.memory import Forecast, LayerShape, free_bytes
 from sfi_core.session import slow_fast
 
 LOGITS = (
@@ -34,30 +34,28 @@ def needed_bytes(
     ) as session:
         prompt = point.context if settings.prefill else 1
         chunk = settings.prefill_chunk if settings.prefill else 0
-        return session.forecast(point.batch, prompt, capacity, chunk).needed_bytes
+        expected: Forecast = session.forecast(point.batch, prompt, capacity, chunk)
+        return expected.needed_bytes
 
 
-def skipped(
+def sort_out(
     model: Any,
     variants: Sequence[Variant],
     point: Point,
     settings: BenchSettings,
     config: SfiConfig,
-    *,
-    room: int = 0,
-) -> tuple[list[Variant], list[dict[str, Any]]]:
-    """Sort variants into those that fit a point and rows on those that do not.
+) -> tuple[dict[Variant, int], list[dict[str, Any]]]:
+    """Return the bytes of the variants that fit a point, and rows on those that do not.
 
     Args:
-        model: The model.
+        model: The model, outside `slow_fast`; no cache of it is alive.
         variants: All of them.
         point: The batch.
         settings: Steps, prefill, backend.
         config: The settings that the policies really run with.
-        room: Bytes in use that will be given back before a run.
     """
     free = free_bytes(model.device)
-    fitting: list[Variant] = []
+    fitting: dict[Variant, int] = {}
     rows: list[dict[str, Any]] = []
     for variant in variants:
 
@@ -66,8 +64,8 @@ def skipped(
             return needed_bytes(model, variant, smaller, settings, config)
 
         needed = needs(point.batch)
-        if free is None or needed <= free + room:
-            fitting.append(variant)
+        if free is None or needed <= free:
+            fitting[variant] = needed
             continue
         rows.append(
             {
@@ -75,8 +73,8 @@ def skipped(
                 "context": point.context,
                 "batch": point.batch,
                 "needed_bytes": needed,
-                "free_bytes": free + room,
-                "largest_batch": largest_batch(needs, point.batch - 1, free + room),
+                "free_bytes": free,
+                "largest_batch": largest_batch(needs, point.batch - 1, free),
             }
         )
     return fitting, rows
@@ -107,9 +105,9 @@ def _theirs(
     repeats = largest * group if name == STATIC or point.ragged or settings.prefill else 0
     grown = 0 if name == STATIC else largest
     read = point.context if settings.prefill else 1
-    widest = 4 * (text.hidden_size + (getattr(text, "intermediate_size", 0) or 0))
+    widest: int = 4 * (text.hidden_size + (getattr(text, "intermediate_size", 0) or 0))
     activations = widest * read * model.dtype.itemsize
     # a prompt's logits are made for its last token; its mask is square
     mask = read * capacity * model.dtype.itemsize if settings.prefill else 0
     each = sum(sizes) + repeats + grown + activations + LOGITS * text.vocab_size + mask
-    return round(point.batch * each)
+    return int(point.batch * each)

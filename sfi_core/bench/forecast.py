@@ -113,7 +113,10 @@ class Expectation:
         rate = self.slow_rate(policy)
         together = 1 - (1 - rate) ** batch if policy == "sfi" else rate
         dense = batch * float(bytes_.dense(context))
-        fast, slow = (batch * each for each in step_bytes(bytes_, self._settings.config, policy, context, rate))
+        fast, slow = (
+            batch * each
+            for each in step_bytes(bytes_, self._settings.config, policy, context, rate)
+        )
         mean, synchronized = ((1 - p) * fast + p * slow for p in (rate, together))
         parts = self._memory(policy, context, batch)
         return {
@@ -124,7 +127,9 @@ class Expectation:
             **parts,
             "fits": parts["memory_bytes"] <= memory,
             "largest_batch": largest_batch(
-                lambda count: self._memory(policy, context, count)["memory_bytes"], MOST_REQUESTS, memory
+                lambda count: self._memory(policy, context, count)["memory_bytes"],
+                MOST_REQUESTS,
+                memory,
             ),
             "weight_bytes_per_step": self._weights.read(batch),
             "fast_bytes_per_step": None if policy == "full-kv" else round(fast),

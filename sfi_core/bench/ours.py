@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable
-from contextlib import closing
 from typing import Any
 
 import torch
@@ -62,17 +61,16 @@ def run_ours(
             return next(tokens)
 
         sample.began = time.perf_counter()
-        with closing(decode(hosted, pick, settings.total_steps + 1)) as steps:
-            for step, _ in enumerate(steps):
-                sample.at.append(time.perf_counter())
-                run = session.run
-                if step:
-                    sample.reads.append(_read(run))
-                if step == settings.warm_up:
-                    sample.selecting -= _selecting(run)
-                on_step(sample)
-                if sample.over(settings.time_limit) and sample.steps % whole == 0:
-                    break
+        for step, _ in enumerate(decode(hosted, pick, settings.total_steps + 1)):
+            sample.at.append(time.perf_counter())
+            run = session.run
+            if step:
+                sample.reads.append(_read(run))
+            if step == settings.warm_up:
+                sample.selecting -= _selecting(run)
+            on_step(sample)
+            if sample.over(settings.time_limit) and sample.steps % whole == 0:
+                break
         sample.selecting += _selecting(session.run)
     sample.peak_bytes = peak_bytes(model.device)
     return sample

@@ -32,7 +32,7 @@ def layer_shapes_without_weights(model: Any) -> list[LayerShape]:
         module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, None]:
         seen[module.layer_idx] = key, value
-        B, heads, T, _ = query.shape
+        B, heads, T = query.shape[:3]
         return value.new_empty(B, T, heads, value.shape[3]), None
 
     AttentionInterface.register(NAME, attend)

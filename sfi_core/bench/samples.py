@@ -3,6 +3,7 @@
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from sfi_core.bench.settings import LEAST_STEPS
 
@@ -80,7 +81,7 @@ class Sample:
     def step_seconds(self) -> list[float]:
         """Seconds of each measured step."""
         at = self.at[self.warm_up :]
-        return [after - before for before, after in zip(at[:-1], at[1:], strict=True)]
+        return [after - before for before, after in pairwise(at)]
 
     @property
     def decode_rate(self) -> float:

@@ -97,13 +97,7 @@ class BenchSettings:
 
     def __post_init__(self) -> None:
         """Refuse what cannot be measured."""
-        for policy in self.policies:
-            policy_class(policy)
-        for baseline in self.baselines:
-            if baseline not in BASELINES:
-                raise ConfigError(f"unknown baseline {baseline!r}; expected one of {BASELINES}")
-        if not self.policies and not self.baselines:
-            raise ConfigError("policy must name at least one, got none")
+        self._check_names()
         for name in ("contexts", "batches"):
             values = getattr(self, name)
             if not values or min(values) < 1:
@@ -117,6 +111,18 @@ class BenchSettings:
         if self.time_limit is not None and self.time_limit <= 0:
             raise ConfigError(f"time_limit must be positive, got {self.time_limit}")
         self._check_triggers()
+
+    def _check_names(self) -> None:
+        for policy in self.policies:
+            if policy_class(policy).observes_prompt and not self.prefill:
+                raise ConfigError(
+                    f"policy {policy} must come with prefill: it looks at every query of a prompt"
+                )
+        for baseline in self.baselines:
+            if baseline not in BASELINES:
+                raise ConfigError(f"unknown baseline {baseline!r}; expected one of {BASELINES}")
+        if not self.policies and not self.baselines:
+            raise ConfigError("policy must name at least one, got none")
 
     def _check_triggers(self) -> None:
         if (self.slow_rate is None) == (self.text_ids is None):

@@ -1,0 +1,259 @@
+"""`sfi bench` from the outside: what it prints and writes, and how it says no."""
+
+import json
+import re
+
+import pytest
+from pyarrow import parquet
+from typer.testing import CliRunner
+
+from sfi_cli import app as cli
+from sfi_cli.bench import SLOW_RATE
+from sfi_cli.commands import bench as command
+from sfi_core.bench import bench, fits
+from sfi_core.bench.settings import BenchSettings
+from sfi_core.errors import SfiError
+from sfi_core.kernel_bench import timing
+
+SMALL = (
+    "--context", "300", "--steps", "5", "--repeats", "1", "--budget", "64", "--recent", "32",
+    "--slow-rate", "1/5", "--device", "cpu",
+)  # fmt: skip
+ROW_KEYS = {  # what scripts rely on
+    "policy", "context", "batch", "decode_tokens_per_second", "speedup", "roofline_speedup", "slow_rate",
+    "bytes_per_step",
+}  # fmt: skip
+TINY = {
+    "model_type": "qwen3", "vocab_size": 60, "hidden_size": 32, "intermediate_size": 64,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+}  # fmt: skip
+
+
+def inside(*arguments: str) -> tuple[int, str, str]:
+    """Run in this process, which has torch loaded; errors end as `main` ends them."""
+    result = CliRunner().invoke(cli.app, ["bench", *arguments])
+    if isinstance(result.exception, SfiError):
+        return result.exception.exit_code, result.stdout, f"error: {result.exception}\n"
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.stdout, result.stderr
+
+
+@pytest.fixture(autouse=True)
+def _small_buffers(monkeypatch):
+    monkeypatch.setattr(timing, "FLUSH_BYTES", 1 << 16)
+    monkeypatch.setattr(timing, "COPY_BYTES", {"cpu": 1 << 16})
+
+
+@pytest.fixture
+def tiny(tmp_path) -> str:
+    """A config.json without a checkpoint."""
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(TINY))
+    return str(folder / "config.json")
+
+
+def test_the_help_shows_the_real_defaults():
+    settings = BenchSettings()
+    for name, shown in command.SHOWN.items():
+        value = getattr(settings, name)
+        assert shown == (",".join(map(str, value)) if isinstance(value, tuple) else str(value))
+    assert command.SHOWN["slow_rate"] == SLOW_RATE
+
+
+def test_the_document_has_the_keys_that_scripts_rely_on():
+    code, stdout, stderr = inside(*SMALL, "--batch", "1,2", "--json")
+    document = json.loads(stdout)
+    assert code == 0
+    assert stderr.startswith("loading bundled\n")
+    assert {"rows", "machine"} <= set(document)
+    assert document["model"]["name"] == "bundled"
+    policies = ["sfi", "full-kv", "transformers-dynamic", "transformers-static"]
+    assert [(row["batch"], row["policy"]) for row in document["rows"]] == [
+        (batch, policy) for batch in (1, 2) for policy in policies
+    ]
+    for row in document["rows"]:
+        assert set(row) >= ROW_KEYS
+        assert row["speedup"] is not None
+    assert document["rows"][0]["slow_rate"] == 0.2
+
+
+def test_a_person_reads_a_table_and_the_notes():
+    code, stdout, _ = inside(*SMALL, "--batch", "2", "--synchronized", "-q")
+    assert code == 0
+    for policy in ("sfi", "sfi-synchronized", "full-kv", "transformers-static"):
+        assert re.search(rf"^  {policy} +300 +2 ", stdout, re.MULTILINE)
+    assert re.search(r"^  full-kv .* 1\.00x +1\.00x +100% ", stdout, re.MULTILINE)
+    assert "* transformers: greedy model.generate on the same model" in stdout
+    assert "…" not in stdout
+
+
+def test_random_weights_need_a_config_only_and_a_text_can_decide(tiny, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("Belora hid a red lantern. Tamrin sold a kettle! " * 9)
+    arguments = (
+        "--random-weights", tiny, "--context", "200", "--steps", "30", "--repeats", "1", "--budget", "32",
+        "--recent", "16", "--baseline", "none", "--batch", "2", "--json", "--t-max", "7",
+    )  # fmt: skip
+    code, stdout, _ = inside(*arguments, "--text", str(text))
+    document = json.loads(stdout)
+    assert code == 0
+    assert document["model"]["dtype"] == "bfloat16"
+    assert document["settings"]["slow_rate"] is None
+    rows = {row["policy"]: row for row in document["rows"]}
+    assert 1 / 8 <= rows["sfi"]["slow_rate"] < 1
+    assert inside(*arguments, "--text", "bundled")[0] == 0
+
+
+def test_lists_come_by_comma_or_repeated_and_in_thousands(tiny):
+    arguments = (
+        "--random-weights", tiny, "--context", "64,0.25K", "--steps", "3", "--repeats", "1",
+    )  # fmt: skip
+    assert inside(*arguments)[::2] == (
+        2, "error: contexts must be whole numbers such as 8192 or 8K, got '0.25K'\n",
+    )  # fmt: skip
+    code, stdout, _ = inside(
+        "--random-weights", tiny, "--context", "64", "--context", "1K", "--policy", "full-kv,quest",
+        "--policy", "streaming-llm", "--steps", "3", "--repeats", "1", "--baseline", "none", "--json",
+    )  # fmt: skip
+    assert code == 0
+    rows = json.loads(stdout)["rows"]
+    assert [(row["context"], row["policy"]) for row in rows] == [
+        (context, policy)
+        for context in (64, 1024)
+        for policy in ("full-kv", "quest", "streaming-llm")
+    ]
+    assert rows[-1]["slow_rate"] == 0
+
+
+def test_parquet_json_and_figure_are_written_and_not_overwritten(tmp_path):
+    pytest.importorskip("matplotlib")
+    table, plot, file = (tmp_path / name for name in ("x.parquet", "x.png", "x.json"))
+    arguments = (*SMALL, "--baseline", "none", "-o", str(table), "--plot", str(plot))
+    code, _, stderr = inside(*arguments)
+    assert code == 0
+    assert f"Wrote {table}\nWrote {plot}\n" in stderr
+    assert [row["policy"] for row in parquet.read_table(table).to_pylist()] == ["sfi", "full-kv"]
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    before = table.read_bytes()
+    refusal = (2, f"error: output {table} exists; add --force to overwrite it\n")
+    assert inside(*arguments)[::2] == refusal
+    assert table.read_bytes() == before
+    assert inside(*arguments, "--force")[0] == 0
+    _, stdout, stderr = inside(*SMALL, "--baseline", "none", "--json", "-q", "-o", str(file))
+    assert json.loads(file.read_text()) == json.loads(stdout)
+    assert stderr == ""
+    assert sorted(tmp_path.iterdir()) == [file, table, plot]
+
+
+def test_ctrl_c_writes_the_rows_so_far_and_ends_with_130(tmp_path, monkeypatch):
+    run, calls = bench.run_theirs, []
+
+    def stopped(*arguments):
+        calls.append(arguments)
+        if len(calls) > 1:
+            raise KeyboardInterrupt
+        return run(*arguments)
+
+    monkeypatch.setattr(bench, "run_theirs", stopped)
+    file = tmp_path / "x.json"
+    code, stdout, stderr = inside(*SMALL, "-o", str(file))
+    document = json.loads(file.read_text())
+    assert code == 130
+    assert stderr.endswith("interrupted\n")
+    assert document["interrupted"] is True
+    assert [row["policy"] for row in document["rows"]] == ["sfi", "full-kv", "transformers-dynamic"]
+    assert "transformers-dynamic" in stdout
+
+
+def test_ctrl_c_before_the_first_run_leaves_no_file(tmp_path, monkeypatch):
+    def stopped(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench, "copy_gb_per_s", stopped)
+    code, stdout, _ = inside(*SMALL, "-o", str(tmp_path / "x.json"))
+    assert (code, stdout) == (130, "")
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (("--policy", "sfl"), 2, "unknown policy 'sfl'; expected one of"),
+        (("--policy", "h2o"), 2, "policy h2o must come with prefill"),
+        (("--baseline", "vllm"), 2, "unknown baseline 'vllm'; expected one of"),
+        (("--steps", "0"), 2, "steps must be at least 1, got 0"),
+        (("--context", "x"), 2, "contexts must be whole numbers such as 8192 or 8K, got 'x'"),
+        (("--slow-rate", "often"), 2, "slow_rate must be a share such as 1/20 or 0.05, got 'often'"),
+        (("--slow-rate", "1/0"), 2, "slow_rate must be a share such as 1/20 or 0.05, got '1/0'"),
+        (("--slow-rate", "2"), 2, "slow_rate must be in [0, 1], got 2"),
+        (("--slow-rate", "1/5", "--text", "bundled"), 2, "slow_rate must come without --text"),
+        (("--t-max", "9"), 2, "t_max must come with --text; without one --slow-rate decides"),
+        (("--text", "missing.txt"), 3, "text missing.txt cannot be read: No such file"),
+        (("--random-weights", "qwen9"), 3, "random weights must be one of ('qwen3-0.6b',"),
+        (("--random-weights", "qwen3-4b", "--model", "x"), 2, "random_weights must come without --model"),
+        (("--bandwidth", "10"), 2, "bandwidth must come with --forecast"),
+        (("--forecast", "--memory", "0"), 2, "memory must be positive, got 0.0"),
+        (("--forecast", "--text", "bundled"), 2, "forecast needs a stated --slow-rate"),
+        (("--graphs",), 4, "graphs must run on a CUDA device, got cpu; drop --graphs"),
+        (("--backend", "cuda"), 2, "unknown backend 'cuda'"),
+        (("--device", "cuda:99"), 4, "device cuda:99 is not on this machine"),
+        (("--budget", "0"), 2, "budget must be positive, got 0"),
+        (("--threads", "0"), 2, "threads must be positive, got 0"),
+        (("-o", "x.csv"), 2, "output must end in one of ('.json', '.parquet'), got x.csv"),
+        (("--plot", "x.pdf"), 2, "plot must end in one of ('.png', '.svg'), got x.pdf"),
+    ],
+)  # fmt: skip
+def test_mistakes_end_with_one_line(arguments, code, words):
+    if "--device" not in arguments:
+        arguments = (*arguments, "--device", "cpu")
+    found, stdout, stderr = inside(*arguments)
+    assert (found, stdout) == (code, "")
+    assert words in stderr
+    assert stderr.count("\n") == 1 or stderr.startswith("loading")
+
+
+def test_a_point_that_does_not_fit_says_what_does(monkeypatch):
+    free = fits.free_bytes
+    monkeypatch.setattr(fits, "free_bytes", lambda device: min(free(device), 100_000_000))
+    code, stdout, _ = inside(
+        *SMALL[2:], "--context", "300", "--batch", "1,200", "--baseline", "none", "-q"
+    )
+    assert code == 0
+    assert re.search(r"Did not fit\n(.*\n)+?  sfi +300 +200 +\d+\.\d\d +0\.10 +\d+\n", stdout)
+    code, _, stderr = inside("--context", "100000", "--batch", "8", "--device", "cpu")
+    assert code == 4
+    assert re.search(
+        r"the benchmark must fit 0\.10 GB of free memory, got at least .*batch \d+ fits", stderr
+    )
+
+
+def test_a_forecast_runs_nothing_and_needs_no_weights(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr("sfi_core.bench.bench.run_bench", None)
+    file = tmp_path / "x.json"
+    arguments = (
+        "--forecast",
+        "--bandwidth",
+        "4300",
+        "--memory",
+        "149",
+        "-o",
+        str(file),
+        "--context",
+        "8K,32K",
+    )
+    code, stdout, _ = inside(
+        *arguments, "--random-weights", "qwen3-4b", "--batch", "16", "--preset", "paper"
+    )
+    assert code == 0
+    assert re.search(r"^  sfi +8,192 +16 .* 4,68\d +1\.86x +1\.01x +2,5\d\d$", stdout, re.MULTILINE)
+    rows = json.loads(file.read_text())["rows"]
+    assert [(row["context"], row["policy"]) for row in rows] == [
+        (context, policy) for context in (8192, 32768) for policy in ("sfi", "full-kv")
+    ]
+    folder = str(file.parent / "tiny")
+    code, stdout, _ = inside("--forecast", "--model", folder, "--bandwidth", "1", "--json", "-q")
+    assert code == 0
+    assert json.loads(stdout)["model"]["architecture"] == "Qwen3ForCausalLM"
+    assert inside("--forecast", "--bandwidth", "1", "-q")[0] == 0

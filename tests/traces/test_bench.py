@@ -1,0 +1,101 @@
+"""The decoding benchmark's Parquet table and figure."""
+
+import json
+
+import pytest
+from pyarrow import parquet
+
+from sfi_traces.bench import write_parquet, write_plot
+
+
+def row(policy: str, context: int, batch: int, rate: float | None, **more) -> dict:
+    measured = {} if rate is None else {
+        "decode_tokens_per_second": rate, "decode_tokens_per_second_min": rate - 1,
+        "decode_tokens_per_second_max": rate + 1, "repeat_rates": [rate, rate + 1],
+    }  # fmt: skip
+    return {
+        "policy": policy, "context": context, "batch": batch, **measured, "slow_rate": None,
+        "roofline_tokens_per_second": 50.0, "ragged": False,
+    } | more  # fmt: skip
+
+
+@pytest.fixture
+def document() -> dict:
+    return {
+        "rows": [
+            row(policy, context, batch, 1e4 / context + batch)
+            for context in (4096, 8192)
+            for batch in (1, 4)
+            for policy in ("sfi", "full-kv", "quest", "transformers-static")
+        ],
+        "skipped": [],
+        "notes": ["a note"],
+        "model": {"name": "qwen3-0.6b", "dtype": "bfloat16"},
+        "machine": {"processor": "a processor", "threads": 2, "copy_gb_per_s": 9.0},
+    }
+
+
+def test_the_table_has_the_rows_with_their_types_and_the_rest(tmp_path, document):
+    write_parquet(document, tmp_path / "x.tmp")
+    table = parquet.read_table(tmp_path / "x.tmp")
+    assert table.to_pylist() == document["rows"]
+    types = {field.name: str(field.type) for field in table.schema}
+    assert types["policy"] == "string"
+    assert types["batch"] == "int64"
+    assert types["ragged"] == "bool"
+    assert types["slow_rate"] == "double"
+    assert types["repeat_rates"].startswith("list<")
+    facts = json.loads(table.schema.metadata[b"bench"])
+    assert facts["machine"]["copy_gb_per_s"] == 9.0
+    assert "rows" not in facts
+    assert table.schema.metadata[b"schema_version"] == b"1"
+
+
+@pytest.fixture
+def drawn(monkeypatch) -> list:
+    """The figures that are saved."""
+    figure = pytest.importorskip("matplotlib.figure")
+    saved = []
+    save = figure.Figure.savefig
+
+    def kept(self, *arguments, **options):
+        saved.append(self)
+        return save(self, *arguments, **options)
+
+    monkeypatch.setattr(figure.Figure, "savefig", kept)
+    return saved
+
+
+@pytest.mark.parametrize(("kind", "start"), [("png", b"\x89PNG"), ("svg", b"<?xml")])
+def test_the_figure_has_a_panel_for_each_batch(tmp_path, document, drawn, kind, start):
+    write_plot(document, tmp_path / "x.tmp", kind=kind)
+    assert (tmp_path / "x.tmp").read_bytes().startswith(start)
+    panels = drawn[0].axes
+    assert [axes.get_title() for axes in panels] == ["batch 1", "batch 4"]
+    lines = panels[1].get_lines()
+    solid = {line.get_label(): line for line in lines if line.get_linestyle() == "-"}
+    assert [*solid] == ["sfi", "full-kv", "quest", "transformers-static"]
+    assert [*solid["sfi"].get_xdata()] == [4096, 8192]
+    assert [*solid["sfi"].get_ydata()] == [1e4 / 4096 + 4, 1e4 / 8192 + 4]
+    dashed = [line for line in lines if line.get_linestyle() == "--"]
+    assert [line.get_color() for line in dashed] == [
+        solid[policy].get_color() for policy in ("sfi", "full-kv", "quest")
+    ]
+    assert [*dashed[0].get_ydata()] == [50, 50]
+
+
+def test_a_forecast_is_drawn_dashed(tmp_path, document, drawn):
+    document["rows"] = [row("sfi", context, 1, None) for context in (4096, 8192)]
+    write_plot(document, tmp_path / "x.tmp", kind="png")
+    (line,) = drawn[0].axes[0].get_lines()
+    assert (line.get_label(), line.get_linestyle()) == ("sfi, bytes", "--")
+
+
+def test_a_variant_that_did_not_fit_everywhere_has_a_shorter_line(tmp_path, document, drawn):
+    document["rows"] = [
+        r for r in document["rows"] if (r["policy"], r["context"]) != ("quest", 8192)
+    ]
+    write_plot(document, tmp_path / "x.tmp", kind="png")
+    lines = {line.get_label(): line for line in drawn[0].axes[0].get_lines()}
+    assert [*lines["quest"].get_xdata()] == [4096]
+    assert [*lines["sfi"].get_xdata()] == [4096, 8192]
