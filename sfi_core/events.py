@@ -165,7 +165,7 @@ class LogitsEvent:
     """Next-token distributions of an audited step that had fast requests, against dense attention's.
 
     Attributes:
-        requests: The fast requests.
+        requests: The audited fast requests.
         steps: Their decoding steps t.
         kl_R: Kullback-Leibler divergence of the step's distribution from dense attention's, in nats; on the
             device.

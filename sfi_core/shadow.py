@@ -53,7 +53,9 @@ class Shadow:
         if self._dense_BV is None:
             return
         dense_BV, self._dense_BV = self._dense_BV, None
-        rows = run.descriptor.fast
+        audit = run.audit
+        assert audit is not None, "an audit asked for the shadow"
+        rows = tuple(row for row in run.descriptor.fast if audit.due(run.requests[row]))
         kl_R, agrees_R = compare_logits(logits_BV, dense_BV, rows)
         steps = tuple(run.requests[row].step for row in rows)
         run.observer.on_logits(

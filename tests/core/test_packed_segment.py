@@ -121,3 +121,16 @@ def test_a_segment_grows_with_a_cache_that_grew():
     packed.repack(0, [[5, 9, 20, 21], [2, 3, 28, -1]])
     packed.assert_holds(0, [0, 1, 5, 9, 20, 21], [0, 1, 2, 3, 28])
     packed.assert_holds(1, [0, 1, 4, 6], [0, 1, 5, 7])
+
+
+def test_a_slot_is_one_requests_part_emptied():
+    packed = Packed(6)
+    packed.repack_all([0, 1], [[[5, 9], [2, 3]], [[7, 8], [6, 9]]], [2, 2])
+    slot = packed.segment.slot(1)
+    packed.assert_holds(1, [], [])
+    packed.assert_holds(0, [0, 1, 5, 9], [0, 1, 2, 3])
+    pages, table = packed.cache.slot(1).layers[0], packed.cache.slot(1).block_table_BP
+    index = torch.tensor([[[10, 11], [12, 13]]], dtype=torch.int32)
+    slot.repack(int32(0), int32(2), index, pages, table, 2)
+    packed.assert_holds(1, [0, 1, 10, 11], [0, 1, 12, 13])
+    packed.assert_holds(0, [0, 1, 5, 9], [0, 1, 2, 3])

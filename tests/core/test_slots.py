@@ -219,11 +219,16 @@ def test_a_penalty_sees_the_tokens_of_its_own_request():
 
 @pytest.fixture
 def runs(monkeypatch):
-    """The runs of a test, as they begin."""
-    made, start = [], Session.start
+    """The runs of a test, as they begin, and `caches`, what transformers sees of them."""
 
-    def noted(session, *args):
-        made.append(start(session, *args))
+    class Made(list):
+        caches = []
+
+    made, start = Made(), Session.start
+
+    def noted(session, cache, *args):
+        made.caches.append(cache)
+        made.append(start(session, cache, *args))
         return made[-1]
 
     monkeypatch.setattr(Session, "start", noted)
@@ -252,6 +257,46 @@ def test_memory_is_allocated_once_and_prompts_are_read_into_it(runs):
     assert len(runs) == 1
     assert {seen[1:] for seen in watch.seen} == {(2, 69)}  # 69: the longest prompt and its tokens
     assert len(set(watch.seen)) == 1
+
+
+def test_padding_goes_with_the_request_that_needed_it(runs):
+    """transformers counts in padded tokens; after a long request they would only grow."""
+    watch = Watch(lambda: (runs.caches[-1].seen, max(s.length for s in runs[0].requests)))
+    run("gemma-2", [ROWS[4], *ROWS[:3]], [2, 4, 3, 5], max_batch=1, observers=[watch])
+    assert [seen for seen, _ in watch.seen] == [60, 61, 61, 10, 11, 12, 12, 38, 39, 39, 4, 5, 6, 7]
+
+
+def test_a_window_is_that_of_the_longest_prompt():
+    """The first ones are shorter than the windows of 12 tokens, the newcomer is longer."""
+    rows, limits = prompts(3, 4, 40), [2, 9, 6]
+    for label in ("gemma-2", "gpt-oss"):
+        expected = [
+            reports(label, [row], [limit])[0] for row, limit in zip(rows, limits, strict=True)
+        ]
+        assert reports(label, rows, limits, max_batch=2) == expected
+
+
+@pytest.mark.parametrize("way", ["refreshkv", "cosine", "entropy"])
+def test_what_a_trigger_looks_at_is_the_requests_own(way, runs):
+    def look():
+        return {s.request: (s.step, s.cosine, s.entropy) for s in runs[-1].requests}
+
+    def signals(rows, limits, **options):
+        watch = Watch(look)
+        run("gemma-2", rows, limits, observers=[watch], **options, **WAYS[way])
+        seen = {
+            (request, step): signal
+            for look in reversed(watch.seen)  # of each step what was there when it ended
+            for request, (step, *signal) in look.items()
+            if step > 0
+        }
+        return [[seen[n, t] for t in range(1, limit)] for n, limit in enumerate(limits)]
+
+    expected = [signals([row], [limit])[0] for row, limit in zip(ROWS, LIMITS, strict=True)]
+    got = signals(ROWS, LIMITS, max_batch=2)
+    for ours, theirs in zip(got, expected, strict=True):
+        for one, other in zip(ours, theirs, strict=True):
+            assert one == pytest.approx(other, abs=1e-4, nan_ok=True)
 
 
 def test_a_request_that_leaves_takes_its_notes_along(runs):

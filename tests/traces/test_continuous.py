@@ -1,0 +1,243 @@
+"""Traces of runs in which requests begin where others have ended: as if each had run alone."""
+
+import json
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import pytest
+import torch
+from pyarrow import parquet
+
+import sfi_core
+from sfi_core import SfiConfig
+from sfi_core.audit_config import AuditConfig
+from sfi_core.engine_options import EngineOptions
+from sfi_traces.check import check
+from sfi_traces.diff import compare
+from sfi_traces.export.perfetto import perfetto_text
+from sfi_traces.figure_data import step_phases
+from sfi_traces.parquet_observer import ParquetObserver
+from sfi_traces.reader import Trace
+from sfi_traces.summary import summarize
+from sfi_traces.view import View
+from tests.core.conftest import tiny_qwen3
+
+CONFIG = SfiConfig(
+    slow_start=1,
+    span=0,
+    sink=2,
+    recent=6,
+    budget=5,
+    t_max=4,
+    trigger_token_ids=tuple(range(0, 96, 3)),
+    window_prefill=4,
+)
+ROWS = [
+    torch.randint(0, 96, (n,), generator=torch.Generator().manual_seed(n)).tolist()
+    for n in (9, 30, 4, 17, 40, 6)
+]
+LIMITS = [8, 3, 9, 1, 6, 5]
+ITS_OWN = ("request", "elapsed_us", "batch_step")  # what differs from the request alone
+
+
+@cache
+def model() -> Any:
+    return tiny_qwen3()
+
+
+def record(numbers: list[int], **options: Any) -> Trace:
+    folder = Path(mkdtemp()) / "trace"
+    with ParquetObserver(folder, positions=True) as observer:
+        complete(numbers, observer, **options)
+    return Trace.open(folder)
+
+
+def complete(numbers: list[int], observer: ParquetObserver, **options: Any) -> Any:
+    return sfi_core.generate(
+        model(), None, [ROWS[n] for n in numbers], options.pop("config", CONFIG), stop_token_ids=(),
+        max_new_tokens=[LIMITS[n] for n in numbers], observers=[observer],
+        audit=AuditConfig(every=2, top=6), **options,
+    )  # fmt: skip
+
+
+@cache
+def continuous() -> Trace:
+    return record([*range(6)], max_batch=2, prefill_chunk=16)
+
+
+@cache
+def together() -> Trace:
+    return record([*range(6)])
+
+
+def rows(trace: Trace, table: str, request: int) -> list[dict[str, Any]]:
+    found = [row for row in trace.table(table).to_pylist() if row["request"] == request]
+    return [{key: row[key] for key in row if key not in ITS_OWN} for row in found]
+
+
+@pytest.mark.parametrize("request_number", range(6))
+@pytest.mark.parametrize("table", ["prompts", "steps", "selections", "supports", "logits"])
+def test_a_requests_rows_are_those_of_the_request_alone(table, request_number):
+    alone = record([request_number], prefill_chunk=16)
+    found, expected = rows(continuous(), table, request_number), rows(alone, table, 0)
+    assert len(found) == len(expected)
+    for ours, theirs in zip(found, expected, strict=True):
+        for name, value in theirs.items():
+            number = isinstance(value, float) or name == "mass"  # a batch may round otherwise
+            assert ours[name] == (pytest.approx(value, rel=1e-3, abs=1e-5) if number else value)
+
+
+def test_the_manifest_has_every_prompt_in_order():
+    prompts = continuous().manifest["prompts"]
+    assert [entry["request"] for entry in prompts] == list(range(6))
+    assert prompts == together().manifest["prompts"]
+
+
+def test_it_is_sound():
+    document = check(continuous())
+    assert (document["sound"], document["problems"], document["notes"]) == (True, [], [])
+    assert document["steps_checked"]
+    assert [row["steps"] for row in document["recorded"]] == LIMITS
+
+
+def test_it_differs_from_the_run_of_all_together_in_no_token():
+    found = compare(continuous(), together())
+    assert [row["equal_share"] for row in found["requests"]] == [1] * 6
+    assert found["selections"]["overlap"]["min"] == 1
+    alone = compare(continuous(), together(), 4)
+    assert alone["requests"][0]["steps"] == {"a": 6, "b": 6}
+
+
+def test_every_request_has_a_step_of_the_batch_for_each_of_its_own():
+    steps = continuous().table("steps").to_pylist()
+    for number in range(6):
+        own = [row["batch_step"] for row in steps if row["request"] == number]
+        assert own == sorted(set(own))
+    passes = {row["batch_step"]: row["elapsed_us"] for row in steps}
+    assert sorted(passes) == list(range(len(passes)))
+    for row in steps:
+        assert row["elapsed_us"] == passes[row["batch_step"]]
+
+
+def test_latency_counts_each_prompt_and_each_step_of_the_batch_once():
+    found = summarize(continuous())["latency"]
+    steps = continuous().table("steps").to_pylist()
+    decoding = {row["batch_step"]: row["elapsed_us"] for row in steps if row["step"]}
+    expected = sum(row["step"] > 0 for row in steps) / (sum(decoding.values()) / 1e6)
+    assert found["tokens_per_second"] == pytest.approx(expected)
+    prefill = [kind for kind in found["kinds"] if kind["kind"] == "prefill"]
+    assert [kind["n"] for kind in prefill] == [5]  # 0 and 1 together, then four alone
+
+
+def test_time_of_later_prompts_is_the_prefills():
+    parts = summarize(continuous())["phases"]
+    timings = continuous().table("timings").to_pylist()
+    reading = {row["step"] for row in timings if row["name"] == "prefill"}
+    assert len(reading) == 1 + 1 + 4  # of the first two an earlier piece, -1, and the last
+    for part, wanted in (("prefill", True), ("decode", False)):
+        for phase in parts[part]:
+            spent = [
+                row["elapsed_us"]
+                for row in timings
+                if row["name"] == phase["name"] and (row["step"] in reading) is wanted
+            ]
+            if phase["name"] != "other":
+                assert phase["total_us"] == pytest.approx(sum(spent))
+
+
+@pytest.mark.parametrize("number", [0, 2, 4])
+def test_of_one_request_only_the_steps_it_took_part_in_are_summed_up(number):
+    timings = continuous().table("timings").to_pylist()
+    steps = continuous().table("steps").to_pylist()
+    own = {row["batch_step"] for row in steps if row["request"] == number}
+    decoding = summarize(continuous(), number)["phases"]["decode"]
+    (sampling,) = [phase for phase in decoding if phase["name"] == "sample"]
+    first = min(own)  # its prompt's
+    spent = [
+        row["elapsed_us"] for row in timings if row["name"] == "sample" and row["step"] in own - {first}
+    ]
+    assert (sampling["spans"], len(spent)) == (LIMITS[number] - 1,) * 2
+    assert sampling["total_us"] == pytest.approx(sum(spent))
+
+
+def test_break_even_counts_the_context_of_the_steps_that_were_timed():
+    """Dense attention of the decoding steps only, over the tokens cached in them."""
+    found = summarize(continuous())["break_even"]
+    timings = continuous().table("timings").to_pylist()
+    steps = [row for row in continuous().table("steps").to_pylist() if row["step"]]
+    passes = {row["batch_step"] for row in steps}
+    dense = sum(
+        row["elapsed_us"]
+        for row in timings
+        if row["name"] == "attention.dense" and row["step"] in passes
+    )
+    context = sum(row["context_tokens"] for row in steps if row["slow"])
+    assert found["dense_us_per_token"] == pytest.approx(dense / context)
+
+
+def test_the_timeline_shows_each_step_where_its_spans_are():
+    text = "".join(perfetto_text(continuous(), lambda done, total: None))
+    events = json.loads(text)["traceEvents"]
+    tracks = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    slices = [event for event in events if event["ph"] == "X"]
+    for number in range(6):
+        own = [e for e in slices if tracks[e["tid"]] == f"steps of request {number}"]
+        assert [event["args"]["step"] for event in own] == list(range(LIMITS[number]))
+        for first, second in zip(own, own[1:], strict=False):
+            assert first["ts"] + first["dur"] <= second["ts"] + 0.001
+    began = {
+        number: min(e["ts"] for e in slices if tracks[e["tid"]] == f"steps of request {number}")
+        for number in range(6)
+    }
+    assert began[0] == began[1] < began[2] < began[3] < began[4] < began[5]
+
+
+@pytest.mark.parametrize("number", [0, 4])
+def test_the_figure_of_a_requests_steps_has_its_own_spans(number):
+    timings = continuous().table("timings").to_pylist()
+    steps = continuous().table("steps").to_pylist()
+    own = [r["batch_step"] for r in steps if r["request"] == number and r["step"]]
+    found = step_phases(View(continuous(), number))
+    assert found.step.tolist() == list(range(1, LIMITS[number]))
+    spent = [
+        sum(r["elapsed_us"] for r in timings if r["name"] == "sample" and r["step"] == step)
+        for step in own
+    ]
+    assert found.phases["sample"].tolist() == pytest.approx(spent)
+
+
+def test_runs_one_after_the_other_keep_their_requests_apart():
+    folder = Path(mkdtemp()) / "trace"
+    with ParquetObserver(folder, positions=True) as observer:
+        complete([0, 1, 2], observer, max_batch=1)
+        complete([3, 4, 5], observer, max_batch=2)
+    trace = Trace.open(folder)
+    assert check(trace)["sound"]
+    assert [entry["tokens"] for entry in trace.manifest["prompts"]] == [len(row) for row in ROWS]
+    for number in range(6):
+        assert rows(trace, "steps", number) == rows(continuous(), "steps", number)
+    assert {row["request"] for row in trace.table("timings").to_pylist()} == {0, 3}
+    assert summarize(trace, 4)["phases"]["decode"]
+
+
+def test_a_trace_without_the_column_is_sound_and_reads_as_before(tmp_path):
+    """One of an older sfi, in which all requests begin together."""
+    trace = record([0, 1, 2])
+    (part,) = trace.parts("steps")
+    parquet.write_table(parquet.read_table(part, partitioning=None).drop_columns(["batch_step"]), part)
+    older = Trace.open(trace.path)
+    assert check(older)["sound"]
+    assert summarize(older)["latency"]["tokens_per_second"] > 0
+    assert summarize(older, 2)["phases"]["decode"]
+    assert "".join(perfetto_text(older, lambda done, total: None))
+    assert len(step_phases(View(older, 2)).step) == LIMITS[2] - 1
+
+
+def test_a_run_whose_requests_are_slow_together_is_sound():
+    trace = record([0, 2, 4], engine=EngineOptions(synchronized=True))
+    reasons = {row["reason"] for row in trace.table("steps").to_pylist()}
+    assert "batch" in reasons
+    document = check(trace)
+    assert (document["sound"], document["steps_checked"]) == (True, True)
