@@ -76,6 +76,7 @@ def forecast(
     capacity: int,
     prefill_chunk: int = 0,
     together: int = 1,
+    slots: int = 1,
 ) -> Forecast:
     """Add up a run's bytes.
 
@@ -89,6 +90,7 @@ def forecast(
         capacity: Tokens a request may reach.
         prefill_chunk: Prompt tokens of one forward pass; 0 for all at once.
         together: Requests that one slow step refreshes at once: all on the triton backend.
+        slots: Layers whose evidence is held at once.
     """
     managed = [layer for layer in layers if layer.window is None]
     sliding = [layer for layer in layers if layer.window is not None]
@@ -103,7 +105,7 @@ def forecast(
         * batch,
         workspace_bytes=max(
             _activation_bytes(model, managed, batch, chunk),
-            _selector_bytes(model, managed, config, capacity, together) if selects else 0,
+            _selector_bytes(model, managed, config, capacity, together, slots) if selects else 0,
         )
         * (CPU_SLACK if model.device.type == "cpu" else 1),
     )
@@ -125,13 +127,18 @@ def _activation_bytes(model: Any, layers: Sequence[LayerShape], batch: int, chun
 
 
 def _selector_bytes(
-    model: Any, layers: Sequence[LayerShape], config: SfiConfig, length: int, together: int
+    model: Any,
+    layers: Sequence[LayerShape],
+    config: SfiConfig,
+    length: int,
+    together: int,
+    slots: int,
 ) -> int:
     heads = model.config.get_text_config(decoder=True).num_attention_heads
     kv_heads = max(layer.heads for layer in layers)
     # logits, probabilities and their powers; then about a dozen tensors of one number per head and position
     first = 4 * heads * config.window_prefill + 12 * kv_heads
-    return int(max(first, (heads + 12 * kv_heads) * together) * length * FLOAT32)
+    return int(max(first, (slots * heads + 12 * kv_heads) * together) * length * FLOAT32)
 
 
 def check_fits(expected: Forecast, device: torch.device) -> None:

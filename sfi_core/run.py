@@ -19,6 +19,7 @@ from sfi_core.describe import Forward, Rows, describe_pass
 from sfi_core.engine_options import DEFAULTS, EngineOptions
 from sfi_core.events import BeginStepEvent, StepEvent
 from sfi_core.kv_cache import KVCache, LayerPages
+from sfi_core.maintenance import Maintenance, side_of
 from sfi_core.observer import NullObserver, Observer
 from sfi_core.packed_segment import PackedSegment
 from sfi_core.policies.base import Notes, Policy, StepContext
@@ -57,6 +58,7 @@ class Run:
         dense_descriptor: The same with every request slow, for the layers left dense; None without such.
         signals: What the policy's plan looks at besides tokens; None for nothing.
         notes: What the policy keeps, by request and layer; `SHARED` stands for all layers.
+        maintenance: Selects and packs on slow steps, beside the next layers where it can.
         prompt: Collects the prompt for other runs to begin with; None without such.
         prefill_seconds: Wall time of step 0.
         decode_seconds: Wall time of the steps from 1 on.
@@ -79,6 +81,7 @@ class Run:
     descriptor: StepDescriptor = field(init=False)
     dense_descriptor: StepDescriptor | None = None
     signals: Signals | None = field(init=False)
+    maintenance: Maintenance = field(init=False)
     notes: dict[tuple[int, int], Notes] = field(default_factory=lambda: defaultdict(dict))
     prompt: "SharedPrompt | None" = None
     prefill_seconds: float = 0.0
@@ -91,6 +94,8 @@ class Run:
         """Start with empty requests."""
         self.requests = [SparseState() for _ in range(self.cache.batch)]
         self.signals = Signals(self.policy.signal) if self.policy.signal else None
+        apart = self.engine.overlap and self.policy.selects_apart
+        self.maintenance = Maintenance(side_of(self.device, overlap=apart))
 
     @property
     def done(self) -> bool:
@@ -194,12 +199,13 @@ class Run:
 
     def segment(self, layer: int) -> PackedSegment:
         """Return a layer's packed segment, allocated once for the whole run."""
+        config = self.policy.config
+        selects = self.policy.selects_before or self.policy.selects_after
+        rows = config.sink + (min(config.budget, self.cache.capacity) if selects else 0)
         if layer not in self.segments:
-            config = self.policy.config
-            selects = self.policy.selects_before or self.policy.selects_after
-            rows = config.sink + (min(config.budget, self.cache.capacity) if selects else 0)
             pages = self.cache.layers[layer]
             self.segments[layer] = PackedSegment(self.cache.batch, rows, pages, self.cache.backend)
+        self.segments[layer].reserve(rows)  # the cache may have grown
         return self.segments[layer]
 
     def rows(self, rows: tuple[int, ...]) -> Rows:

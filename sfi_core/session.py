@@ -19,6 +19,7 @@ from sfi_core.errors import ConfigError
 from sfi_core.events import PromptEvent, RunEvent
 from sfi_core.kv_cache import KVCache
 from sfi_core.layer_shapes import layer_shapes
+from sfi_core.maintenance import side_of
 from sfi_core.memory import Forecast, LayerShape, check_fits, forecast
 from sfi_core.observer import NullObserver, Observer, together
 from sfi_core.policies import policy_class
@@ -121,6 +122,7 @@ class Session:
             capacity=capacity,
             prefill_chunk=prefill_chunk,
             together=batch if self.backend == "triton" else 1,
+            slots=side_of(self.model.device, overlap=self._engine.overlap).slots,
         )
 
     def shapes(self) -> list[LayerShape]:
@@ -171,6 +173,7 @@ class Session:
             run = cache.run
             if run is None:
                 return
+            run.maintenance.join()
             if run.signals is not None:
                 run.signals.see_logits(output.logits[:, -1])
             self._shadow.compare(run, output.logits[:, -1])
@@ -232,6 +235,12 @@ class Session:
         if self._shapes:
             self._tell(batch)
         return self._run
+
+    def close(self) -> None:
+        """Leave a step that broke off."""
+        self.span.close()
+        if self._run is not None:
+            self._run.maintenance.join()
 
     def observe(self) -> None:
         """Get ready for the observers and the audit, if there are any.
@@ -320,7 +329,7 @@ def slow_fast(
         session.observe()
         yield session
     finally:
-        session.span.close()
+        session.close()
         for hook in hooks:
             hook.remove()
         model.__dict__.pop("generate")

@@ -1,10 +1,13 @@
 """One layer of one forward pass on the Triton kernels: the whole batch in each launch."""
 
+from functools import partial
+
 import torch
 
 from sfi_core.layer_step import LayerStep
-from sfi_kernels.decode_attention import decode_attention
+from sfi_kernels.decode_attention import DecodeAttention, decode_attention
 from sfi_kernels.dense_attention import dense_attention
+from sfi_kernels.step_descriptor import StepDescriptor
 
 
 class TritonStep(LayerStep):
@@ -30,6 +33,7 @@ class TritonStep(LayerStep):
                 context = self.context(step.fast, self._of(step.fast, query_BHG1D))
                 self.apply(step.fast, policy.select_before(context))
         evidence = policy.selects_in(self.layer)
+        into = self._room(step, query_BHG1D) if evidence and step.slow else None
         segment = run.segment(self.layer)
         kind = "mixed" if step.fast and step.slow else "fast" if step.fast else "dense"
         moved = self.moved_bytes(step.slow, dense=True) + self.moved_bytes(step.fast, dense=False)
@@ -45,18 +49,30 @@ class TritonStep(LayerStep):
                 step,
                 **self.options,
                 evidence=evidence,
+                into=into,
             )
         run.paths["triton.dense_attention"] += len(step.slow)
         run.paths["triton.sparse_attention"] += len(step.fast)
         if evidence and step.slow:
-            logits = result.logits_BHGWT
-            assert logits is not None, "evidence was asked for"
             query = self._of(step.slow, query_BHG1D)
-            self.refresh(step.slow, query, lambda: logits, result.log_sum_BHGW)
+            run.maintenance.submit(partial(self._maintain, step.slow, query, result))
         if policy.observes_fast:
             for row in step.fast:
                 policy.observe_fast(self.context((row,), query_BHG1D[row : row + 1]))
         return result.out_BHGE[:, :, :, None]
+
+    def _room(self, step: StepDescriptor, query_BHG1D: torch.Tensor) -> torch.Tensor:
+        _, H, G, _, _ = query_BHG1D.shape
+        numbers = len(step.slow) * H * G * self.run.cache.capacity
+        return self.run.maintenance.room(numbers, query_BHG1D.device)
+
+    def _maintain(
+        self, rows: tuple[int, ...], query_RHG1D: torch.Tensor, result: DecodeAttention
+    ) -> None:
+        logits = result.logits_BHGWT
+        assert logits is not None, "evidence was asked for"
+        with self.run.counted(self.layer):
+            self.refresh(rows, query_RHG1D, lambda: logits, result.log_sum_BHGW)
 
     def _prefill(self, query_BHGTD: torch.Tensor) -> torch.Tensor:
         self.run.paths["triton.prefill_attention"] += len(self.run.descriptor.slow)
