@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from sfi_core import graphs
+from sfi_core.graphed_steps import GraphedSteps
 from sfi_core.prompt_state import SharedPrompt
 from sfi_core.session import Session
 
@@ -30,6 +32,7 @@ class HostedModel:
         on_prefill: Told of the prompt tokens read so far and in all.
         shared: The prompts, read already.
         cache: The run's cache.
+        recorder: Records decoding steps; None where they run one by one.
     """
 
     model: Any
@@ -42,11 +45,18 @@ class HostedModel:
     on_prefill: Callable[[int, int], None] = nothing_to_tell
     shared: SharedPrompt | None = None
     cache: Any = None
+    recorder: graphs.Recorder | None = None
+    _graphed: GraphedSteps | None = None
     _options: dict[str, Any] = field(init=False)
     _ragged: bool = field(init=False)
+    _wanted: bool = field(init=False)
 
     def __post_init__(self) -> None:
         """See what the model's forward pass takes."""
+        self.recorder = graphs.recorder_of(self.session)
+        self._wanted = (
+            graphs.can_record(self.model.device) and self.session.engine.graphs is not False
+        )
         self.cache = self.session.cache(self.capacity, self.ids_BT.shape[1], self.stop_ids)
         known = inspect.signature(self.model.forward).parameters
         self._options = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
@@ -66,8 +76,13 @@ class HostedModel:
 
     def step(self, token_B: list[int]) -> torch.Tensor:
         """Decode one token of every request."""
+        if self.recorder is not None:
+            return self._replay(self.recorder, token_B)
+        if self._wanted:
+            self.session.run.paths["graph.eager"] += 1
         if self._ragged:
-            self.mask_BT = torch.nn.functional.pad(self.mask_BT, (0, 1), value=1)
+            new = self.cache.seen + 1 - self.mask_BT.shape[1]
+            self.mask_BT = torch.nn.functional.pad(self.mask_BT, (0, new), value=1)
         return self._forward(
             torch.tensor(token_B, device=self.ids_BT.device)[:, None], self.cache.seen
         )
@@ -76,6 +91,16 @@ class HostedModel:
         """Note the tokens; return whether every request is done."""
         self.session.run.record(token_B)
         return self.session.run.done
+
+    def _replay(self, recorder: graphs.Recorder, token_B: list[int]) -> torch.Tensor:
+        if self._graphed is None:
+            self._graphed = GraphedSteps(
+                self.model, self.session, self.cache, recorder, self._options
+            )
+        logits_BV = self._graphed.step(token_B)
+        if self._graphed.given_up:
+            self.recorder = self._graphed = None
+        return logits_BV
 
     def _forward(self, ids_BT: torch.Tensor, start: int) -> torch.Tensor:
         stop = start + ids_BT.shape[1]

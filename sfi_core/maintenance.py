@@ -34,6 +34,9 @@ class Side(Protocol):
     def join(self) -> None:
         """Hold the main stream until all jobs are done."""
 
+    def again(self) -> "Side":
+        """Return one like it, with events of its own, for a graph to hold."""
+
 
 class InOrder:
     """Runs a job at once, on the main stream."""
@@ -50,6 +53,10 @@ class InOrder:
     def join(self) -> None:
         """See `Side`: they are done."""
 
+    def again(self) -> "InOrder":
+        """See `Side`."""
+        return self
+
 
 class SecondStream:
     """Runs jobs on a CUDA stream of the lowest priority.
@@ -59,8 +66,8 @@ class SecondStream:
 
     slots = SLOTS
 
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device, priority=0)  # type: ignore[no-untyped-call]
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
+        self._stream = stream or torch.cuda.Stream(device, priority=0)  # type: ignore[no-untyped-call]
         self._events: list[torch.cuda.Event] = []
         self._done: dict[int, torch.cuda.Event] = {}
 
@@ -83,6 +90,10 @@ class SecondStream:
         if not torch.cuda.is_current_stream_capturing():
             self._events.clear()
 
+    def again(self) -> "SecondStream":
+        """See `Side`."""
+        return SecondStream(self._stream.device, self._stream)
+
     def _passed(self) -> torch.cuda.Event:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._stream.device))
@@ -104,17 +115,21 @@ class Slot:
 
 
 class Maintenance:
-    """The ring of slots, and the side that works through it."""
+    """The ring of slots, and the side that works through it.
+
+    Attributes:
+        side: It.
+    """
 
     def __init__(self, side: Side) -> None:
-        self._side = side
+        self.side = side
         self._ring = [Slot() for _ in range(side.slots)]
         self._place = 0
 
     def room(self, numbers: int, device: torch.device) -> torch.Tensor:
         """Return a buffer of at least `numbers` float32, for the main stream to fill for the next job."""
         slot = self._ring[self._place]
-        self._side.wait(self._place)
+        self.side.wait(self._place)
         slot.job = None
         if slot.buffer is None or slot.buffer.numel() < numbers:
             slot.buffer = torch.empty(numbers, dtype=torch.float32, device=device)
@@ -124,11 +139,15 @@ class Maintenance:
         """Let the side run a job, which reads the buffer that `room` returned last."""
         place, self._place = self._place, (self._place + 1) % len(self._ring)
         self._ring[place].job = job
-        self._side.run(place, job)
+        self.side.run(place, job)
+
+    def again(self) -> "Maintenance":
+        """Return an empty one like it."""
+        return Maintenance(self.side.again())
 
     def join(self) -> None:
         """Let the main stream wait for all jobs."""
-        self._side.join()
+        self.side.join()
         for slot in self._ring:
             slot.job = None
 

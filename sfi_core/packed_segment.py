@@ -37,7 +37,7 @@ class PackedSegment:
         """Gather the sinks and the selected positions of some requests (Reorg).
 
         Args:
-            request_R: The refreshed requests, int32, each once.
+            request_R: The refreshed requests, int32, each once; -1 where a row is of none.
             sink_R: Their sink tokens, int32.
             index_RHK: Their selected positions, int32, ascending, padded with -1 at the end.
             pages: The layer's pages.

@@ -10,14 +10,16 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from sfi_core.audit import Audit
-from sfi_core.describe import Forward, Rows, describe_pass
+from sfi_core.describe import Forward, Rows, describe_again, describe_pass
 from sfi_core.engine_options import DEFAULTS, EngineOptions
 from sfi_core.events import BeginStepEvent, StepEvent
+from sfi_core.fixed_step import FixedStep
 from sfi_core.kv_cache import KVCache, LayerPages
 from sfi_core.maintenance import Maintenance, side_of
 from sfi_core.observer import NullObserver, Observer
@@ -58,6 +60,7 @@ class Run:
         dense_descriptor: The same with every request slow, for the layers left dense; None without such.
         signals: What the policy's plan looks at besides tokens; None for nothing.
         notes: What the policy keeps, by request and layer; `SHARED` stands for all layers.
+        fixed: What decoding steps share, where they run as CUDA graphs; None where they do not.
         maintenance: Selects and packs on slow steps, beside the next layers where it can.
         prompt: Collects the prompt for other runs to begin with; None without such.
         prefill_seconds: Wall time of step 0.
@@ -82,6 +85,7 @@ class Run:
     dense_descriptor: StepDescriptor | None = None
     signals: Signals | None = field(init=False)
     maintenance: Maintenance = field(init=False)
+    fixed: FixedStep | None = None
     notes: dict[tuple[int, int], Notes] = field(default_factory=lambda: defaultdict(dict))
     prompt: "SharedPrompt | None" = None
     prefill_seconds: float = 0.0
@@ -247,6 +251,10 @@ class Run:
     def _describe(self) -> None:
         assert self.forward is not None, "a forward pass has begun"
         self._rows = {}
+        if self.fixed is not None and self.forward.decode:
+            describe = partial(describe_again, self.forward, self.requests, self.policy)
+            self.descriptor, self.dense_descriptor = self.fixed.renew(describe)
+            return
         with self.counted(-1):
             self.descriptor, self.dense_descriptor = describe_pass(
                 self.forward, self.requests, self.policy, self.cache, self.device

@@ -52,6 +52,9 @@ class Session:
         report: Report of the last run; None before the first.
         observer: All observers as one.
         span: The observer's span of the forward pass under way.
+        audit: What to audit; None for nothing.
+        engine: How steps are run.
+        stands_by: Whether somebody else plans the forward pass under way.
     """
 
     def __init__(
@@ -72,7 +75,8 @@ class Session:
         check_dense_layers(config.dense_layers, layers)
         self.policy = policy_class(policy)(config, trigger, layers)
         self.observer = together(observers)
-        self._audit, self._engine = audit, engine
+        self.audit, self.engine = audit, engine
+        self.stands_by = False
         self._shadow = Shadow()
         self.span = ExitStack()
         self._page_size = page_size
@@ -122,7 +126,7 @@ class Session:
             capacity=capacity,
             prefill_chunk=prefill_chunk,
             together=batch if self.backend == "triton" else 1,
-            slots=side_of(self.model.device, overlap=self._engine.overlap).slots,
+            slots=side_of(self.model.device, overlap=self.engine.overlap).slots,
         )
 
     def shapes(self) -> list[LayerShape]:
@@ -135,7 +139,7 @@ class Session:
         cache = kwargs.get("past_key_values")
         check_cache(cache)
         self.seam.cache = cache
-        if cache is None or self._shadow.under_way:
+        if cache is None or self._shadow.under_way or self.stands_by:
             return
         ids: Any = kwargs.get("input_ids", args[0] if args else None)
         tokens = ids if ids is not None else kwargs["inputs_embeds"]
@@ -155,6 +159,10 @@ class Session:
                 not cache.run.recorded
             ):  # transformers' loop does not tell; ours has, without a second look
                 cache.run.record(ids[:, -1].tolist())
+            if self.engine.graphs:
+                raise ConfigError(
+                    "CUDA graphs must be off in model.generate and loops of one's own; sfi's loop has them"
+                )
             cache.run.begin_decode()
             if self._shadow.due(cache.run):
                 self._shadow.run(model, cache, args, kwargs)
@@ -168,7 +176,7 @@ class Session:
         if cache is None:
             return
         cache.detach()
-        if not self._shadow.under_way:
+        if not (self._shadow.under_way or self.stands_by):
             self.span.close()
             run = cache.run
             if run is None:
@@ -228,8 +236,8 @@ class Session:
             pages,
             cache.stop_ids,
             self.model.device,
-            Audit.of(self._audit),
-            self._engine,
+            Audit.of(self.audit),
+            self.engine,
         )
         cache.attach(self._run)
         if self._shapes:
@@ -248,8 +256,8 @@ class Session:
         Raises:
             ConfigError: The audit names layers or heads that the model does not have.
         """
-        if self._audit is not None:
-            self._audit.check(self.shapes())
+        if self.audit is not None:
+            self.audit.check(self.shapes())
         if type(self.observer) is not NullObserver:
             self.shapes()  # now: it takes a forward pass, which cannot be made within another
 
@@ -263,7 +271,7 @@ class Session:
                 config=self.policy.config.to_dict(),
                 trigger_token_ids=self.trigger_token_ids,
                 model=describe_model(self.model, self._shapes),
-                audit=None if self._audit is None else self._audit.to_dict(),
+                audit=None if self.audit is None else self.audit.to_dict(),
             )
         )
 

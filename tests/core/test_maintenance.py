@@ -19,6 +19,9 @@ from sfi_core.maintenance import SLOTS, InOrder, Maintenance, SecondStream, main
 from tests.core.conftest import tiny_qwen3
 from tests.fakes import RecordingObserver, use_references
 
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="on CPU tensors; test_engine_on_a_gpu.py has the real thing"
+)
 LAYERS = SLOTS + 2
 PROMPTS = [list(range(5, 45)), list(range(3, 28)), list(range(50, 57))]
 CONFIG = SfiConfig(

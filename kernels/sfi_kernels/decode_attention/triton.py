@@ -80,7 +80,7 @@ def attend(
     B, H, G, D = query_BHGD.shape
     S, page_size, E = packed_key_BHSD.shape[2], key_PHND.shape[2], value_PHNE.shape[3]
     tile = tile_shape(key_PHND, value_PHNE, page_size, target(query_BHGD.device))
-    items, slow = descriptor.work_XI.shape[0], len(descriptor.slow)
+    items, slow = descriptor.work_XI.shape[0], descriptor.slow_rows
     query_BHGD = query_BHGD.contiguous()
 
     keeps = evidence and slow > 0
