@@ -76,7 +76,7 @@ workers=()
 "$python" -c 'import xdist' 2>/dev/null && workers=(-p xdist -n "$(($(nproc) < 8 ? $(nproc) : 8))")
 part tests 240 "$python" -m pytest -q -p no:cacheprovider --tb=short --maxfail=20 "${workers[@]}" \
   tests/kernels tests/core/test_kernel_bench.py tests/core/test_triton_backend.py tests/core/test_audit.py \
-  tests/traces/test_timing.py
+  tests/core/test_engine_on_a_gpu.py tests/traces/test_timing.py
 
 generate() { "$python" -m sfi_cli generate --no-compare --dtype float32 --quiet --json --backend "$1" --force -o "$2"; }
 end_to_end() {

@@ -7,6 +7,7 @@ from sfi_core.errors import BackendError
 from sfi_core.layer_step import LayerStep
 from sfi_core.memory import LayerShape
 from sfi_core.run import Run
+from sfi_core.static_step import StaticStep
 from sfi_core.triton_step import TritonStep
 from sfi_kernels.attention_tile.shape import check_limits
 from sfi_kernels.launch import KernelLimitError
@@ -17,7 +18,9 @@ STEPS = {"torch": LayerStep, "triton": TritonStep}
 
 def layer_step(run: Run, layer: int, **options: Any) -> LayerStep:
     """Make the layer's step on the run's backend; arguments are `LayerStep`'s."""
-    return STEPS[run.cache.backend](run, layer, **options)
+    fixed = run.fixed is not None and run.forward is not None and run.forward.decode
+    kind = StaticStep if fixed else STEPS[run.cache.backend]
+    return kind(run, layer, **options)
 
 
 def resolve_backend(

@@ -125,6 +125,11 @@ class SfiCache(Cache):
         """Padded tokens so far."""
         return self.managed[0].seen
 
+    def see(self, seen: int) -> None:
+        """Count `seen` padded tokens in every managed layer."""
+        for layer in self.managed:
+            layer.seen = seen
+
     def attach(self, run: Run) -> Self:
         """Give the layers their run, for a forward pass."""
         self.run = run

@@ -1,7 +1,7 @@
 """What a forward pass hands to its layers: the step descriptor, and the rows whose memory is refreshed."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
@@ -51,13 +51,13 @@ class Rows:
 
     Attributes:
         requests: Which.
-        request_R: The same, int32.
+        request_R: The same, int32; -1 for a row of no request.
         sink_R: Their sink tokens, int32.
         length_R: Their cached tokens, int32.
         table_RP: Their page numbers, int32.
         allowed_RT: Their candidate sets J.
-        longest: The most cached tokens, T.
-        most_sink: The most sink tokens.
+        longest: The most cached tokens, T, or a bound on them.
+        most_sink: The most sink tokens, or a bound on them.
     """
 
     requests: tuple[int, ...]
@@ -99,6 +99,24 @@ class Rows:
             most_sink=max(sinks),
         )
 
+    @classmethod
+    def of_slow(cls, sink: int, step: StepDescriptor, table_BP: torch.Tensor) -> Self:
+        """Gather the rows of the slow requests' lists, whoever and however many they are.
+
+        Asks the host for nothing but bounds, so that a CUDA graph may hold it.
+        """
+        request_R, sink_R, length_R, start_R = step.slow_R
+        return cls(
+            requests=(),
+            request_R=request_R,
+            sink_R=sink_R,
+            length_R=length_R,
+            table_RP=table_BP[request_R.clamp_min(0).long()],
+            allowed_RT=allowed_positions(step.longest, sink_R, start_R),
+            longest=step.longest,
+            most_sink=sink,
+        )
+
 
 def describe_pass(
     forward: Forward,
@@ -111,21 +129,62 @@ def describe_pass(
 
     On the triton backend a decoding step is planned as well.
     """
-    heads = next((pages.key_PHND.shape[1] for pages in cache.layers.values()), 1)
     plans = forward.decode and cache.backend == "triton"
-    room = work_items(cache.batch, heads, slots(device)) if plans else 0
 
     def describe(*, dense: bool) -> StepDescriptor:
-        requests = [
-            _request(forward.decode and not dense, count, state, policy)
-            for count, state in zip(forward.count, states, strict=True)
-        ]
-        descriptor = describe_step(requests, room, device)
+        requests = _requests(forward, states, policy, dense=dense)
+        descriptor = describe_step(requests, work_room(cache, device) if plans else 0, device)
         if plans:
-            split_plan.triton(descriptor, heads, slots(device))
+            plan(descriptor, cache, device)
         return descriptor
 
     return describe(dense=False), describe(dense=True) if policy.config.dense_layers else None
+
+
+def describe_again(
+    forward: Forward,
+    states: Sequence[SparseState],
+    policy: Policy,
+    known: StepDescriptor,
+    *,
+    dense: bool,
+) -> StepDescriptor:
+    """Write a decoding step's descriptor over another one's buffer, for a step that fits all; not planned.
+
+    The slow lists have room for a power of two of requests, or all, and T is `known`'s.
+    """
+    requests = _requests(forward, states, policy, dense=dense)
+    step = describe_step(requests, known.work_XI.shape[0], known.buffer.device, known.buffer)
+    padding = bucket(len(step.slow), step.batch) - len(step.slow)
+    return replace(step, longest=known.longest, padding=padding)
+
+
+def bucket(slow: int, batch: int) -> int:
+    """Return the least power of two that `slow` requests fit in, at most the batch."""
+    return min(batch, 1 << (slow - 1).bit_length()) if slow else 0
+
+
+def work_room(cache: KVCache, device: torch.device) -> int:
+    """Return the most work items of a step."""
+    return work_items(cache.batch, _heads(cache), slots(device))
+
+
+def plan(descriptor: StepDescriptor, cache: KVCache, device: torch.device) -> None:
+    """Split a step's keys over the processors."""
+    split_plan.triton(descriptor, _heads(cache), slots(device))
+
+
+def _heads(cache: KVCache) -> int:
+    return next((pages.key_PHND.shape[1] for pages in cache.layers.values()), 1)
+
+
+def _requests(
+    forward: Forward, states: Sequence[SparseState], policy: Policy, *, dense: bool
+) -> list[StepRequest]:
+    return [
+        _request(forward.decode and not dense, count, state, policy)
+        for count, state in zip(forward.count, states, strict=True)
+    ]
 
 
 def _request(may_be_fast: bool, count: int, state: SparseState, policy: Policy) -> StepRequest:

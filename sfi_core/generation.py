@@ -10,9 +10,10 @@ from sfi_core.audit_config import AuditConfig
 from sfi_core.batch_plan import BatchPlan, plan_batch
 from sfi_core.config import SfiConfig
 from sfi_core.decode import decode
-from sfi_core.engine_options import EngineOptions
+from sfi_core.engine_options import DEFAULTS, EngineOptions
 from sfi_core.errors import ConfigError, NumericsError, SfiError
 from sfi_core.hosted import HostedModel
+from sfi_core.maintenance import main_stream
 from sfi_core.memory import Forecast, peak_bytes, reset_peak
 from sfi_core.observer import Observer
 from sfi_core.prompt_state import SharedPrompt
@@ -129,6 +130,7 @@ def generate(
     reset_peak(model.device)
     with (
         torch.no_grad(),
+        main_stream(model.device, overlap=(engine or DEFAULTS).overlap),
         slow_fast(
             model,
             tokenizer,

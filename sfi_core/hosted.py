@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from sfi_core import graphs
+from sfi_core.graphed_steps import GraphedSteps
 from sfi_core.prompt_state import SharedPrompt
 from sfi_core.session import Session
 from sfi_core.synthetic import SyntheticPrompt
@@ -32,6 +34,7 @@ class HostedModel:
         on_prefill: Told of the prompt tokens read so far and in all.
         shared: The prompts, read already or made up.
         cache: The run's cache.
+        recorder: Records decoding steps; None where they run one by one.
     """
 
     model: Any
@@ -44,11 +47,18 @@ class HostedModel:
     on_prefill: Callable[[int, int], None] = nothing_to_tell
     shared: SharedPrompt | SyntheticPrompt | None = None
     cache: Any = None
+    recorder: graphs.Recorder | None = None
+    _graphed: GraphedSteps | None = None
     _options: dict[str, Any] = field(init=False)
     _ragged: bool = field(init=False)
+    _wanted: bool = field(init=False)
 
     def __post_init__(self) -> None:
         """See what the model's forward pass takes."""
+        self.recorder = graphs.recorder_of(self.session)
+        self._wanted = (
+            graphs.can_record(self.model.device) and self.session.engine.graphs is not False
+        )
         self.cache = self.session.cache(self.capacity, self.ids_BT.shape[1], self.stop_ids)
         known = inspect.signature(self.model.forward).parameters
         self._options = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
@@ -68,6 +78,10 @@ class HostedModel:
 
     def step(self, token_B: list[int]) -> torch.Tensor:
         """Decode one token of every request."""
+        if self.recorder is not None:
+            return self._replay(self.recorder, token_B)
+        if self._wanted:
+            self.session.run.paths["graph.eager"] += 1
         length_B = [state.length for state in self.session.run.requests]
         pair = sent(torch.tensor([token_B, length_B]), self.ids_BT.device)
         ids_B1, position_B1 = pair[0][:, None], pair[1][:, None]
@@ -85,6 +99,16 @@ class HostedModel:
     def admit(self, token_B: list[int]) -> list[int]:
         """Say whether to go on: there is nobody to admit."""
         return [] if self.session.run.done else token_B
+
+    def _replay(self, recorder: graphs.Recorder, token_B: list[int]) -> torch.Tensor:
+        if self._graphed is None:
+            self._graphed = GraphedSteps(
+                self.model, self.session, self.cache, recorder, self._options
+            )
+        logits_BV = self._graphed.step(token_B)
+        if self._graphed.given_up:
+            self.recorder = self._graphed = None
+        return logits_BV
 
     def _read(self, start: int, stop: int) -> torch.Tensor:
         ids_BT, mask = self.ids_BT[:, start:stop], None

@@ -184,6 +184,10 @@ class KVCache:
         norm_RHPN = norm_PHN[page_RP.long()].transpose(1, 2)
         return norm_RHPN.flatten(2)[:, :, :length]
 
+    def norms_of(self, layer: int, table_RP: torch.Tensor) -> torch.Tensor:
+        """Return the key norms of requests by their page numbers, [R, H, capacity] float32."""
+        return self.layers[layer].norm_PHN[table_RP.long()].transpose(1, 2).flatten(2)
+
     def _allocate(self, key: torch.Tensor, value: torch.Tensor) -> LayerPages:
         shape = (self.batch * self.pages_per_request, key.shape[1], self.page_size)
         self.block_table_BP = self.block_table_BP.to(key.device)

@@ -193,23 +193,7 @@ class LayerStep:
             )
         run.paths[f"{self.backend}.pack"] += len(rows)
         for place, row in enumerate(rows):
-            state = run.requests[row]
-            sink = state.sink(run.policy.config.sink)
-            # Top-K pads only where fewer than K positions are allowed: the count needs no look at the device
-            allowed = state.recent_start - sink
-            state.packed_tokens = sink + min(selection.index_BHK.shape[2], allowed)
-            run.observer.on_selection(
-                SelectionEvent(
-                    request=state.request,
-                    step=state.step,
-                    layer=self.layer,
-                    index_HK=selection.index_BHK[place],
-                    diagnostics={
-                        name: value[place : place + 1]
-                        for name, value in selection.diagnostics.items()
-                    },
-                )
-            )
+            note_selection(run, self.layer, row, place, selection)
 
     def _decode(self, rows: slice, query: torch.Tensor) -> torch.Tensor:
         policy, row = self.run.policy, rows.start
@@ -265,3 +249,23 @@ class LayerStep:
     @staticmethod
     def _nothing(count: int, query: torch.Tensor) -> Selection:
         return Selection(query.new_empty(count, query.shape[1], 0, dtype=torch.int32))
+
+
+def note_selection(run: Run, layer: int, row: int, place: int, selection: Selection) -> None:
+    """Note what a layer packed for a request, the `place`-th of a selection, and tell the observer."""
+    state = run.requests[row]
+    sink = state.sink(run.policy.config.sink)
+    # Top-K pads only where fewer than K positions are allowed: the count needs no look at the device
+    allowed = state.recent_start - sink
+    state.packed_tokens = sink + min(selection.index_BHK.shape[2], allowed)
+    run.observer.on_selection(
+        SelectionEvent(
+            request=state.request,
+            step=state.step,
+            layer=layer,
+            index_HK=selection.index_BHK[place],
+            diagnostics={
+                name: value[place : place + 1] for name, value in selection.diagnostics.items()
+            },
+        )
+    )

@@ -79,6 +79,7 @@ def forecast(
     prefill_chunk: int = 0,
     together: int = 1,
     unpacked: Collection[int] = (),
+    slots: int = 1,
 ) -> Forecast:
     """Add up a run's bytes; of a model that is split over ranks, this rank's.
 
@@ -93,6 +94,7 @@ def forecast(
         prefill_chunk: Prompt tokens of one forward pass; 0 for all at once.
         together: Requests that one slow step refreshes at once: all on the triton backend.
         unpacked: Layers that get no packed segment.
+        slots: Layers whose evidence is held at once.
     """
     managed = [layer for layer in layers if layer.window is None]
     sliding = [layer for layer in layers if layer.window is not None]
@@ -110,7 +112,7 @@ def forecast(
         * batch,
         workspace_bytes=max(
             _activation_bytes(model, managed, batch, chunk),
-            _selector_bytes(model, managed, config, capacity, together) if selects else 0,
+            _selector_bytes(model, managed, config, capacity, together, slots) if selects else 0,
         )
         * (CPU_SLACK if model.device.type == "cpu" else 1),
     )
@@ -132,13 +134,18 @@ def _activation_bytes(model: Any, layers: Sequence[LayerShape], batch: int, chun
 
 
 def _selector_bytes(
-    model: Any, layers: Sequence[LayerShape], config: SfiConfig, length: int, together: int
+    model: Any,
+    layers: Sequence[LayerShape],
+    config: SfiConfig,
+    length: int,
+    together: int,
+    slots: int,
 ) -> int:
     heads = model.config.get_text_config(decoder=True).num_attention_heads // ranks_of(model).size
     kv_heads = max(layer.heads for layer in layers)
     # logits, probabilities and their powers; then about a dozen tensors of one number per head and position
     first = 4 * heads * config.window_prefill + 12 * kv_heads
-    return int(max(first, (heads + 12 * kv_heads) * together) * length * FLOAT32)
+    return int(max(first, (slots * heads + 12 * kv_heads) * together) * length * FLOAT32)
 
 
 def check_fits(expected: Forecast, device: torch.device, way: str | None = None) -> None:

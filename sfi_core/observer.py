@@ -80,46 +80,50 @@ NOTHING = nullcontext()
 
 
 class Observers:
-    """Several observers as one."""
+    """Several observers as one.
+
+    Attributes:
+        each: They.
+    """
 
     def __init__(self, observers: Sequence[Observer]) -> None:
-        self._observers = tuple(observers)
+        self.each = tuple(observers)
         # a span costs microseconds in every layer of every step: not for who does not look at it
-        self._spanning = [o for o in observers if type(o).span is not NullObserver.span]
+        self._spanning = [o for o in observers if hears(o, "span")]
 
     def on_run(self, event: RunEvent) -> None:
         """Forward the event to every observer."""
-        for observer in self._observers:
+        for observer in self.each:
             observer.on_run(event)
 
     def on_prompt(self, event: PromptEvent) -> None:
         """Forward the event to every observer."""
-        for observer in self._observers:
+        for observer in self.each:
             observer.on_prompt(event)
 
     def on_begin_step(self, event: BeginStepEvent) -> None:
         """Forward the event to every observer."""
-        for observer in self._observers:
+        for observer in self.each:
             observer.on_begin_step(event)
 
     def on_step(self, event: StepEvent) -> None:
         """Forward the event to every observer."""
-        for observer in self._observers:
+        for observer in self.each:
             observer.on_step(event)
 
     def on_selection(self, event: SelectionEvent) -> None:
         """Forward the event to every observer."""
-        for observer in self._observers:
+        for observer in self.each:
             observer.on_selection(event)
 
     def on_audit(self, event: AuditEvent) -> None:
         """Forward the event to every observer."""
-        for observer in self._observers:
+        for observer in self.each:
             observer.on_audit(event)
 
     def on_logits(self, event: LogitsEvent) -> None:
         """Forward the event to every observer."""
-        for observer in self._observers:
+        for observer in self.each:
             observer.on_logits(event)
 
     def span(
@@ -145,3 +149,10 @@ def together(observers: Sequence[Observer]) -> Observer:
     if not observers:
         return NullObserver()
     return observers[0] if len(observers) == 1 else Observers(observers)
+
+
+def hears(observer: Observer, what: str) -> bool:
+    """Say whether an observer does anything with spans or with an event, by the method's name."""
+    if isinstance(observer, Observers):
+        return any(hears(one, what) for one in observer.each)
+    return getattr(type(observer), what) is not getattr(NullObserver, what)

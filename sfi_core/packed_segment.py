@@ -39,16 +39,14 @@ class PackedSegment:
         """Gather the sinks and the selected positions of some requests (Reorg).
 
         Args:
-            request_R: The refreshed requests, int32, each once.
+            request_R: The refreshed requests, int32, each once; -1 where a row is of none.
             sink_R: Their sink tokens, int32.
             index_RHK: Their selected positions, int32, ascending, padded with -1 at the end.
             pages: The layer's pages.
             table_BP: Page numbers of every request of the batch.
             most_sink: The largest of `sink_R`, so that no one asks the device.
         """
-        rows = most_sink + index_RHK.shape[2]
-        if self.position_BHS.shape[2] < rows:  # the cache grew past what the run was planned for
-            self._grow(rows)
+        self.reserve(most_sink + index_RHK.shape[2])
         pack.on(self.backend)(
             pages.key_PHND,
             pages.value_PHNE,
@@ -71,8 +69,11 @@ class PackedSegment:
         one.length_BH.zero_()
         return one
 
-    def _grow(self, rows: int) -> None:
+    def reserve(self, rows: int) -> None:
+        """Make room for `rows` rows of every request, by copying where there is less."""
         B, H, old, _ = self.key_BHSD.shape
+        if rows <= old:
+            return
         for name in ("key_BHSD", "value_BHSE", "position_BHS"):
             small = getattr(self, name)
             large = small.new_empty(B, H, rows, *small.shape[3:])

@@ -10,16 +10,19 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from sfi_core.audit import Audit
-from sfi_core.describe import Forward, Rows, describe_pass
+from sfi_core.describe import Forward, Rows, describe_again, describe_pass
 from sfi_core.distributed import ALONE, Ranks
 from sfi_core.engine_options import DEFAULTS, EngineOptions
 from sfi_core.events import BeginStepEvent, StepEvent
+from sfi_core.fixed_step import FixedStep
 from sfi_core.kv_cache import KVCache, LayerPages
+from sfi_core.maintenance import Maintenance, side_of
 from sfi_core.observer import NullObserver, Observer
 from sfi_core.packed_segment import PackedSegment
 from sfi_core.policies.base import Notes, Policy, StepContext
@@ -62,6 +65,8 @@ class Run:
         dense_descriptor: The same with every request slow, for the layers left dense; None without such.
         signals: What the policy's plan looks at besides tokens; None for nothing.
         notes: What the policy keeps, by request (not row) and layer; `SHARED` stands for all layers.
+        fixed: What decoding steps share, where they run as CUDA graphs; None where they do not.
+        maintenance: Selects and packs on slow steps, beside the next layers where it can.
         prompt: Collects the prompt for other runs to begin with; None without such.
         prefill_seconds: Wall time of reading prompts, step 0 of every request.
         decode_seconds: Wall time of the other steps.
@@ -88,6 +93,8 @@ class Run:
     descriptor: StepDescriptor = field(init=False)
     dense_descriptor: StepDescriptor | None = None
     signals: Signals | None = field(init=False)
+    maintenance: Maintenance = field(init=False)
+    fixed: FixedStep | None = None
     notes: dict[tuple[int, int], Notes] = field(default_factory=lambda: defaultdict(dict))
     prompt: "SharedPrompt | None" = None
     prefill_seconds: float = 0.0
@@ -100,6 +107,9 @@ class Run:
         """Start with empty requests."""
         self.requests = [SparseState(request=row) for row in range(self.cache.batch)]
         self.signals = Signals(self.policy.signal, self.ranks) if self.policy.signal else None
+        # ranks that gather in the Selector do so in the order in which they reduce in the layers
+        apart = self.engine.overlap and self.policy.selects_apart and self.ranks.size == 1
+        self.maintenance = Maintenance(side_of(self.device, overlap=apart))
 
     @property
     def done(self) -> bool:
@@ -221,12 +231,13 @@ class Run:
 
     def segment(self, layer: int) -> PackedSegment:
         """Return a layer's packed segment, allocated once for the whole run."""
+        config = self.policy.config
+        selects = self.policy.selects_before or self.policy.selects_after
+        rows = config.sink + (min(config.budget, self.cache.capacity) if selects else 0)
         if layer not in self.segments:
-            config = self.policy.config
-            selects = self.policy.selects_before or self.policy.selects_after
-            rows = config.sink + (min(config.budget, self.cache.capacity) if selects else 0)
             pages = self.cache.layers[layer]
             self.segments[layer] = PackedSegment(self.cache.batch, rows, pages, self.cache.backend)
+        self.segments[layer].reserve(rows)  # the cache may have grown
         return self.segments[layer]
 
     def rows(self, rows: tuple[int, ...]) -> Rows:
@@ -268,6 +279,10 @@ class Run:
     def _describe(self) -> None:
         assert self.forward is not None, "a forward pass has begun"
         self._rows = {}
+        if self.fixed is not None and self.forward.decode:
+            describe = partial(describe_again, self.forward, self.requests, self.policy)
+            self.descriptor, self.dense_descriptor = self.fixed.renew(describe)
+            return
         with self.counted(-1):
             self.descriptor, self.dense_descriptor = describe_pass(
                 self.forward, self.requests, self.policy, self.cache, self.device

@@ -20,6 +20,7 @@ from sfi_core.errors import ConfigError
 from sfi_core.events import PromptEvent, RunEvent
 from sfi_core.kv_cache import KVCache
 from sfi_core.layer_shapes import layer_shapes
+from sfi_core.maintenance import side_of
 from sfi_core.memory import Forecast, LayerShape, check_fits, forecast
 from sfi_core.observer import NullObserver, Observer, together
 from sfi_core.policies import policy_class
@@ -54,6 +55,9 @@ class Session:
         observer: All observers as one.
         span: The observer's span of the forward pass under way.
         ranks: The processes among which the model's heads are split.
+        audit: What to audit; None for nothing.
+        engine: How steps are run.
+        stands_by: Whether somebody else plans the forward pass under way.
     """
 
     def __init__(
@@ -78,7 +82,8 @@ class Session:
         check_dense_layers(config.dense_layers, layers)
         self.policy = policy_class(policy)(config, trigger, layers)
         self.observer = together(observers)
-        self._audit, self._engine = audit, engine
+        self.audit, self.engine = audit, engine
+        self.stands_by = False
         self._shadow = Shadow()
         self.span = ExitStack()
         self._page_size = page_size
@@ -130,6 +135,7 @@ class Session:
             prefill_chunk=prefill_chunk,
             together=batch if triton else 1,
             unpacked=() if triton else policy.config.dense_layers,
+            slots=side_of(self.model.device, overlap=self.engine.overlap).slots,
         )
 
     @property
@@ -147,7 +153,7 @@ class Session:
         cache = kwargs.get("past_key_values")
         check_cache(cache)
         self.seam.cache = cache
-        if cache is None or self._shadow.under_way:
+        if cache is None or self._shadow.under_way or self.stands_by:
             return
         ids: Any = kwargs.get("input_ids", args[0] if args else None)
         tokens = ids if ids is not None else kwargs["inputs_embeds"]
@@ -169,6 +175,10 @@ class Session:
                 not cache.run.recorded
             ):  # transformers' loop does not tell; ours has, without a second look
                 cache.run.record(self.ranks.same_tokens(ids[:, -1]))
+            if self.engine.graphs:
+                raise ConfigError(
+                    "CUDA graphs must be off in model.generate and loops of one's own; sfi's loop has them"
+                )
             cache.run.begin_decode()
             if self._shadow.due(cache.run):
                 self._shadow.run(model, cache, args, kwargs)
@@ -182,11 +192,12 @@ class Session:
         if cache is None:
             return
         cache.detach()
-        if not self._shadow.under_way:
+        if not (self._shadow.under_way or self.stands_by):
             self.span.close()
             run = cache.run
             if run is None:
                 return
+            run.maintenance.join()
             if run.signals is not None:
                 run.signals.see_logits(output.logits[:, -1])
             self._shadow.compare(run, output.logits[:, -1])
@@ -246,8 +257,8 @@ class Session:
             pages,
             cache.stop_ids,
             self.model.device,
-            Audit.of(self._audit),
-            self._engine,
+            Audit.of(self.audit),
+            self.engine,
             self.ranks,
         )
         cache.attach(self._run)
@@ -255,14 +266,20 @@ class Session:
             self._tell(batch, cache.requests or batch)
         return self._run
 
+    def close(self) -> None:
+        """Leave a step that broke off."""
+        self.span.close()
+        if self._run is not None:
+            self._run.maintenance.join()
+
     def observe(self) -> None:
         """Get ready for the observers and the audit, if there are any.
 
         Raises:
             ConfigError: The audit names layers or heads that the model does not have.
         """
-        if self._audit is not None:
-            self._audit.check(self.shapes())
+        if self.audit is not None:
+            self.audit.check(self.shapes())
         if type(self.observer) is not NullObserver or self.ranks.size > 1:  # every rank, or none
             self.shapes()  # now: it takes a forward pass, which cannot be made within another
 
@@ -277,7 +294,7 @@ class Session:
                 config=self.policy.config.to_dict(),
                 trigger_token_ids=self.trigger_token_ids,
                 model=describe_model(self.model, self._shapes),
-                audit=None if self._audit is None else self._audit.to_dict(),
+                audit=None if self.audit is None else self.audit.to_dict(),
             )
         )
 
@@ -344,7 +361,7 @@ def slow_fast(
             session.observe()
             yield session
     finally:
-        session.span.close()
+        session.close()
         for hook in hooks:
             hook.remove()
         model.__dict__.pop("generate")

@@ -16,6 +16,13 @@ from sfi_core.events import (
     StepEvent,
 )
 from sfi_core.observer import NullObserver
+from sfi_kernels.append import append
+from sfi_kernels.decode_attention import decode_attention
+from sfi_kernels.dense_attention import dense_attention, window_logits
+from sfi_kernels.pack import pack
+from sfi_kernels.selector import selector
+from sfi_kernels.split_plan import split_plan
+from sfi_kernels.top_k import top_k
 
 
 class ScriptedModel:
@@ -181,3 +188,18 @@ def kernel_device(backend: str, dtype: torch.dtype = torch.float32, page_size: i
     if dtype == torch.bfloat16:
         pytest.skip("bfloat16 is wrong in Triton's interpreter")
     return "cpu"
+
+
+def use_references(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the triton backend run the kernels' references."""
+    for op in (
+        append,
+        decode_attention,
+        dense_attention,
+        pack,
+        selector,
+        split_plan,
+        top_k,
+        window_logits,
+    ):
+        monkeypatch.setitem(op.__dict__, "triton", op.reference)

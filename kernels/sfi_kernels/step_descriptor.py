@@ -46,7 +46,8 @@ class StepDescriptor:
         batch: Requests.
         slow: Requests with g_t = 1, in order.
         fast: The other decoding requests, in order.
-        longest: Cached tokens of the longest slow request; 0 without one.
+        longest: Cached tokens of the longest slow request, or a bound on them; 0 without one.
+        padding: Rows behind the slow requests' lists, of no request: -1 in each list.
     """
 
     buffer: torch.Tensor
@@ -54,6 +55,12 @@ class StepDescriptor:
     slow: tuple[int, ...]
     fast: tuple[int, ...]
     longest: int
+    padding: int = 0
+
+    @property
+    def slow_rows(self) -> int:
+        """Rows of the slow requests' lists."""
+        return len(self.slow) + self.padding
 
     @property
     def length_B(self) -> torch.Tensor:
@@ -77,9 +84,9 @@ class StepDescriptor:
 
     @property
     def slow_R(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The slow requests: which, their sink tokens, lengths and first recent tokens."""
+        """The slow requests and padding: which, their sink tokens, lengths and first recent tokens."""
         which, sink, length, start = (
-            self._list(place, len(self.slow)) for place in range(3, LISTS)
+            self._list(place, self.slow_rows) for place in range(3, LISTS)
         )
         return which, sink, length, start
 
@@ -122,7 +129,10 @@ class StepRequest:
 
 
 def describe_step(
-    requests: Sequence[StepRequest], work_items: int, device: torch.device
+    requests: Sequence[StepRequest],
+    work_items: int,
+    device: torch.device,
+    into: torch.Tensor | None = None,
 ) -> StepDescriptor:
     """Write a descriptor on the host and send it in one copy; `split_plan` fills in the work.
 
@@ -130,6 +140,7 @@ def describe_step(
         requests: The batch.
         work_items: Room for work items, from `split_plan.work_items`; 0 for a pass that decodes nothing.
         device: Where the kernels run.
+        into: The buffer of an earlier descriptor of as many requests and work items; None makes one.
     """
     slow = tuple(row for row, request in enumerate(requests) if request.mode == SLOW)
     slow_requests = [requests[row] for row in slow]
@@ -155,7 +166,8 @@ def describe_step(
     buffer = torch.tensor(numbers + [-1] * (4 * work_items), dtype=torch.int32)
     longest = max((request.length for request in slow_requests), default=0)
     fast = tuple(row for row, request in enumerate(requests) if request.mode == FAST)
-    return StepDescriptor(sent(buffer, device), len(requests), slow, fast, longest)
+    buffer = sent(buffer, device, into)
+    return StepDescriptor(buffer, len(requests), slow, fast, longest)
 
 
 def list_room(batch: int) -> int:
@@ -163,11 +175,13 @@ def list_room(batch: int) -> int:
     return -(-batch // ALIGNED) * ALIGNED
 
 
-def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Send a host tensor to a device without waiting for it."""
-    if device.type != "cuda":
-        return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)
+def sent(
+    tensor: torch.Tensor, device: torch.device, into: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Send a host tensor to a device, or into a tensor there, without waiting for it."""
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True) if into is None else into.copy_(tensor, True)
 
 
 def uniform_step(

@@ -123,6 +123,8 @@ class Policy:
         selects_after: Whether `select_after` is to be called on slow steps.
         observes_fast: Whether `observe_fast` is to be called.
         observes_prompt: Whether `observe_prompt` is to be called.
+        selects_apart: Whether `select_after` reads the context's logits, their sums, the norms and J, and
+            nothing else: it can then run beside the next layers, and inside a CUDA graph.
         evicts: Whether what is not attended is gone for good; such methods also store less.
         signal: What the plan looks at besides tokens, a name of `sfi_core.signals`; "" for nothing.
     """
@@ -131,6 +133,7 @@ class Policy:
     selects_after = False
     observes_fast = False
     observes_prompt = False
+    selects_apart = False
     evicts = False
     signal = ""
 

@@ -8,6 +8,8 @@ from sfi_kernels.selector import key_norm_factor, normalized_position, position_
 class PriorOnly(Triggered):
     """What the prior is worth by itself. The other end, lambda = 0, is sfi with `lambda_clip` 0."""
 
+    selects_apart = True
+
     def select_after(self, context: LayerContext) -> Selection:
         """Take the K positions that the prior prefers."""
         settings = self.config.selector

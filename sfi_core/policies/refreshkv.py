@@ -20,6 +20,7 @@ class RefreshKV(Policy):
     """Slow every `stride` steps, unless the query is still like that of the last slow step."""
 
     selects_after = True
+    selects_apart = True
     signal = SLOW_COSINE
 
     @classmethod

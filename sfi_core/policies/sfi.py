@@ -13,6 +13,8 @@ from sfi_kernels.top_k import top_k
 class SFI(Triggered):
     """Slow at a boundary or after `t_max` fast steps; the Selector refreshes the memory then."""
 
+    selects_apart = True
+
     def select_after(self, context: LayerContext) -> Selection:
         """Run the Selector and keep its best positions (Algorithm 2)."""
         settings = dataclasses.asdict(self.config.selector)

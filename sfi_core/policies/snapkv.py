@@ -15,6 +15,7 @@ class SnapKV(Policy):
     """Select once, after the prompt; every later step is fast."""
 
     selects_after = True
+    selects_apart = True
     evicts = True
 
     @classmethod

@@ -19,10 +19,11 @@ TINY = {
 }
 
 
-def tiny_qwen3(vocab_size: int = 96) -> Any:
+def tiny_qwen3(vocab_size: int = 96, layers: int = 2) -> Any:
     """Make a random model whose attention is peaked enough to make selection matter."""
     torch.manual_seed(0)
-    config = Qwen3Config(vocab_size=vocab_size, initializer_range=0.3, **TINY)
+    sizes = {**TINY, "num_hidden_layers": layers}
+    config = Qwen3Config(vocab_size=vocab_size, initializer_range=0.3, **sizes)
     return Qwen3ForCausalLM(config).eval()
 
 

@@ -102,6 +102,17 @@ def test_only_the_refreshed_requests_change_whatever_their_order(run):
     batch.assert_holds(1, [7, 8], [24])
 
 
+def test_rows_of_no_request_change_nothing(run):
+    """A CUDA graph has room for more slow requests than there are."""
+    batch = Batch([20, 20], 6, 8)
+    index = torch.tensor([[[3, 9], [17, -1]], [[5, 6], [7, 8]]], dtype=torch.int32)
+    batch.pack(run, [1, -1], index, [1, -1])
+    batch.assert_holds(1, [0, 3, 9], [0, 17])
+    batch.assert_untouched(0)
+    batch.pack(run, [-1], index[1:], [2])
+    batch.assert_untouched(0)
+
+
 @pytest.mark.parametrize("count", [62, 63, 64, 65, 127, 128, 150])
 @pytest.mark.parametrize("sink", [0, 3])
 def test_lengths_around_the_border_of_a_tile(run, count: int, sink: int):

@@ -139,7 +139,7 @@ def test_the_plan_and_unnamed_words_begin_at_zero():
 
 def test_the_buffer_is_sent_once(monkeypatch):
     sent = []
-    monkeypatch.setattr(module, "sent", lambda tensor, device: sent.append(device) or tensor)
+    monkeypatch.setattr(module, "sent", lambda tensor, device, _: sent.append(device) or tensor)
     step = describe_step(RAGGED, 3, CPU)
     assert sent == [CPU]
     assert step.work_XI.untyped_storage().data_ptr() == step.buffer.untyped_storage().data_ptr()

@@ -137,7 +137,19 @@ def test_a_side_stream_has_a_name_of_its_own(device):
         with observer.span("selector"):
             pass
 
-    assert [row[4] for row in observer.rows] == ["main", "stream 1", "stream 2", "stream 1"]
+    assert [row[4] for row in observer.rows] == ["main", "side", "side 1", "side"]
+
+
+def test_steps_begin_on_the_main_stream_whichever_that_is(device):
+    observer = TimingObserver("cuda")
+    device.current = 5
+    begin(observer, 1)
+    for stream in (5, 9):
+        device.current = stream
+        with observer.span("selector"):
+            pass
+
+    assert [row[4] for row in observer.rows] == ["main", "side"]
 
 
 def test_microseconds_count_after_days(device):

@@ -113,11 +113,12 @@ class DeviceClock:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._origin = time.perf_counter_ns()
-        self._streams = {torch.cuda.default_stream(device).cuda_stream: "main"}
+        self._streams = {torch.cuda.current_stream(device).cuda_stream: "main"}
         self.anchor = Anchor(self.record()[0], None)
 
     def begin_step(self) -> None:
-        """Count from here."""
+        """Count from here; steps begin on the main stream."""
+        self._streams[torch.cuda.current_stream(self._device).cuda_stream] = "main"
         self.anchor = Anchor(self.record()[0], self.anchor)
 
     def record(self) -> tuple[torch.cuda.Event, str]:
@@ -125,8 +126,12 @@ class DeviceClock:
         stream = torch.cuda.current_stream(self._device)
         event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
         event.record(stream)
-        name = self._streams.setdefault(stream.cuda_stream, f"stream {len(self._streams)}")
+        name = self._streams.setdefault(stream.cuda_stream, self._new_name())
         return event, name
+
+    def _new_name(self) -> str:
+        others = sum(name != "main" for name in self._streams.values())
+        return f"side {others}" if others else "side"
 
 
 class Anchor:

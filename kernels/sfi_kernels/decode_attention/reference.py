@@ -48,6 +48,7 @@ def decode_attention(
     soft_cap: float | None = None,
     sink_HG: torch.Tensor | None = None,
     evidence: bool = False,
+    into: torch.Tensor | None = None,
 ) -> DecodeAttention:
     """Attend with one token of every request: fast ones sparsely, slow ones to their whole history.
 
@@ -64,6 +65,7 @@ def decode_attention(
         soft_cap: Soft cap of the logits; None for none.
         sink_HG: Learned sink logits; None for none.
         evidence: Whether slow requests hand out their logits (Eq. 4) and log-sum-exp over J.
+        into: A flat float32 buffer for the logits; None makes one.
 
     Raises:
         ValueError: A tensor's shape, dtype, layout or device does not fit; with its name.
@@ -99,6 +101,8 @@ def decode_attention(
         position < slow[:, ALLOWED_STOP, None]
     )
     in_J = logits.masked_fill(~allowed_BT[:, None, None, None], -torch.inf)
+    if into is not None:
+        logits = into[: logits.numel()].view(logits.shape).copy_(logits)
     return DecodeAttention(out, logits, in_J.logsumexp(-1))
 
 

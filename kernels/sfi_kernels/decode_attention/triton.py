@@ -1,5 +1,7 @@
 """Split-KV decoding attention in Triton: fast and slow requests in one launch, then a join."""
 
+import math
+
 import torch
 
 from sfi_kernels.attention_tile.shape import padded, tile_shape
@@ -29,6 +31,7 @@ def decode_attention(
     soft_cap: float | None = None,
     sink_HG: torch.Tensor | None = None,
     evidence: bool = False,
+    into: torch.Tensor | None = None,
 ) -> DecodeAttention:
     """See `reference.decode_attention`. Heads of at most 256 numbers, pages of multiples of 16 tokens."""
     return attend(
@@ -44,6 +47,7 @@ def decode_attention(
         soft_cap=soft_cap,
         sink_HG=sink_HG,
         evidence=evidence,
+        into=into,
     )
 
 
@@ -61,6 +65,7 @@ def attend(
     soft_cap: float | None = None,
     sink_HG: torch.Tensor | None = None,
     evidence: bool = False,
+    into: torch.Tensor | None = None,
     block_n: int | None = None,
     position_BHS: torch.Tensor | None = None,
 ) -> DecodeAttention:
@@ -75,7 +80,7 @@ def attend(
     B, H, G, D = query_BHGD.shape
     S, page_size, E = packed_key_BHSD.shape[2], key_PHND.shape[2], value_PHNE.shape[3]
     tile = tile_shape(key_PHND, value_PHNE, page_size, target(query_BHGD.device))
-    items, slow = descriptor.work_XI.shape[0], len(descriptor.slow)
+    items, slow = descriptor.work_XI.shape[0], descriptor.slow_rows
     query_BHGD = query_BHGD.contiguous()
 
     keeps = evidence and slow > 0
@@ -85,7 +90,8 @@ def attend(
     sums = torch.empty_like(lse) if keeps else lse
     logits = log_sum = lse
     if keeps:
-        logits = lse.new_empty(slow, H, G, 1, descriptor.longest)
+        shape = (slow, H, G, 1, descriptor.longest)
+        logits = lse.new_empty(shape) if into is None else into[: math.prod(shape)].view(shape)
         log_sum = lse.new_empty(slow, H, G, 1)
 
     table, sink = descriptor.table_BX, lse if sink_HG is None else sink_HG.float().contiguous()

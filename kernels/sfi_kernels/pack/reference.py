@@ -26,7 +26,7 @@ def pack(
         key_PHND: Pages of keys.
         value_PHNE: Pages of values.
         block_table_BP: Page numbers of each request, int32.
-        request_R: The refreshed requests, int32, each once.
+        request_R: The refreshed requests, int32, each once; -1 where a row is of none.
         index_RHK: Positions to pack behind the sinks, int32, padded with -1 at the end.
         sink_R: Sink tokens, positions 0 to `sink - 1`, int32. At most S - K; what does not fit is cut off.
         key_BHSD: Packed keys; rows beyond a request's length are undefined.
@@ -41,6 +41,8 @@ def pack(
         key_PHND, value_PHNE, block_table_BP, request_R, index_RHK, sink_R,
         key_BHSD, value_BHSE, position_BHS, length_BH,
     )  # fmt: skip
+    real_R = request_R >= 0
+    request_R, index_RHK, sink_R = request_R[real_R], index_RHK[real_R], sink_R[real_R]
     (R, H, K), (S, N) = index_RHK.shape, (key_BHSD.shape[2], key_PHND.shape[2])
     request = request_R.long()
     slot_S = torch.arange(S, device=index_RHK.device)

@@ -39,6 +39,8 @@ def _pack_kernel(
 ):  # fmt: skip
     refreshed, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     request = tl.load(request_ptr + refreshed).to(tl.int64)
+    if request < 0:
+        return
     sink = tl.load(sink_ptr + refreshed)
     index_ptr += (refreshed * H + head) * K
     slot = tl.program_id(2) * BLOCK_S + tl.arange(0, BLOCK_S)  # [BLOCK_S]

@@ -1,0 +1,176 @@
+"""Maintenance beside the next layers: Selector, Top-K and pack of a slow step on a second stream (Sec. 4.1).
+
+A layer hands its evidence over in one of a ring of slots. Two rules make that safe: the side reads a slot
+only once the main stream has written it, and the main stream writes a slot again only once the side has read
+it. At the end of the pass the main stream waits for all of it.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+SLOTS = 4  # layers that maintenance may lag behind
+Job = Callable[[], None]
+
+
+class Side(Protocol):
+    """Runs jobs, one after the other.
+
+    Attributes:
+        slots: Jobs that may be under way.
+    """
+
+    slots: int
+
+    def run(self, slot: int, job: Job) -> None:
+        """Run a job once the main stream has done what it was asked to so far."""
+
+    def wait(self, slot: int) -> None:
+        """Hold the main stream until the last job of a slot is done."""
+
+    def join(self) -> None:
+        """Hold the main stream until all jobs are done."""
+
+    def again(self) -> "Side":
+        """Return one like it, with events of its own, for a graph to hold."""
+
+
+class InOrder:
+    """Runs a job at once, on the main stream."""
+
+    slots = 1
+
+    def run(self, slot: int, job: Job) -> None:
+        """See `Side`."""
+        job()
+
+    def wait(self, slot: int) -> None:
+        """See `Side`: it is done."""
+
+    def join(self) -> None:
+        """See `Side`: they are done."""
+
+    def again(self) -> "InOrder":
+        """See `Side`."""
+        return self
+
+
+class SecondStream:
+    """Runs jobs on a CUDA stream of the lowest priority.
+
+    Every event is recorded once, and lives as long as this: one that is part of a captured graph must.
+    """
+
+    slots = SLOTS
+
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
+        self._stream = stream or torch.cuda.Stream(device, priority=0)  # type: ignore[no-untyped-call]
+        self._events: list[torch.cuda.Event] = []
+        self._done: dict[int, torch.cuda.Event] = {}
+
+    def run(self, slot: int, job: Job) -> None:
+        """See `Side`."""
+        self._stream.wait_event(self._passed())
+        with torch.cuda.stream(self._stream):
+            job()
+            self._done[slot] = self._passed()
+
+    def wait(self, slot: int) -> None:
+        """See `Side`."""
+        if slot in self._done:
+            torch.cuda.current_stream(self._stream.device).wait_event(self._done.pop(slot))
+
+    def join(self) -> None:
+        """See `Side`."""
+        for slot in list(self._done):
+            self.wait(slot)
+        if not torch.cuda.is_current_stream_capturing():
+            self._events.clear()
+
+    def again(self) -> "SecondStream":
+        """See `Side`."""
+        return SecondStream(self._stream.device, self._stream)
+
+    def _passed(self) -> torch.cuda.Event:
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._stream.device))
+        self._events.append(event)
+        return event
+
+
+@dataclass(slots=True)
+class Slot:
+    """A place of the ring.
+
+    Attributes:
+        buffer: Evidence logits, float32, flat; grows to what layers ask for.
+        job: What reads it, kept with all its tensors: PyTorch's allocator knows no reader on another stream.
+    """
+
+    buffer: torch.Tensor | None = None
+    job: Job | None = None
+
+
+class Maintenance:
+    """The ring of slots, and the side that works through it.
+
+    Attributes:
+        side: It.
+    """
+
+    def __init__(self, side: Side) -> None:
+        self.side = side
+        self._ring = [Slot() for _ in range(side.slots)]
+        self._place = 0
+
+    def room(self, numbers: int, device: torch.device) -> torch.Tensor:
+        """Return a buffer of at least `numbers` float32, for the main stream to fill for the next job."""
+        slot = self._ring[self._place]
+        self.side.wait(self._place)
+        slot.job = None
+        if slot.buffer is None or slot.buffer.numel() < numbers:
+            slot.buffer = torch.empty(numbers, dtype=torch.float32, device=device)
+        return slot.buffer
+
+    def submit(self, job: Job) -> None:
+        """Let the side run a job, which reads the buffer that `room` returned last."""
+        place, self._place = self._place, (self._place + 1) % len(self._ring)
+        self._ring[place].job = job
+        self.side.run(place, job)
+
+    def again(self) -> "Maintenance":
+        """Return an empty one like it."""
+        return Maintenance(self.side.again())
+
+    def join(self) -> None:
+        """Let the main stream wait for all jobs."""
+        self.side.join()
+        for slot in self._ring:
+            slot.job = None
+
+
+def side_of(device: torch.device, *, overlap: bool) -> Side:
+    """Return a second stream where there is one and it is wanted."""
+    return SecondStream(device) if overlap and device.type == "cuda" else InOrder()
+
+
+@contextmanager
+def main_stream(device: torch.device, *, overlap: bool) -> Iterator[None]:
+    """Run what is inside on a stream of higher priority than the side's, after what came before.
+
+    The default stream's priority is the lowest there is, so that nothing could give way to it.
+    """
+    if not (overlap and device.type == "cuda"):
+        yield
+        return
+    outer = torch.cuda.current_stream(device)
+    inner = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+    inner.wait_stream(outer)
+    try:
+        with torch.cuda.stream(inner):
+            yield
+    finally:
+        outer.wait_stream(inner)

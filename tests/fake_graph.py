@@ -1,0 +1,198 @@
+"""CUDA graphs without CUDA: what a step asks of the device is put on a tape and played again.
+
+A tape holds every aten op and every Triton launch with the very tensors that it had, and playing it writes
+into the same memory. So a number that the step took from the host is on the tape for good, as in a graph,
+and what a graph cannot hold is refused: a look at a tensor's values, and values that come from the host.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+from triton.runtime.interpreter import GridExecutor
+
+from sfi_core import graphs
+from sfi_core.errors import BackendError
+from sfi_kernels.append import append
+from sfi_kernels.decode_attention import DecodeAttention, decode_attention
+from sfi_kernels.dense_attention import dense_attention, window_logits
+from sfi_kernels.selector import selector
+from sfi_kernels.step_descriptor import IDLE, LENGTH, MODE, PACKED, START
+from sfi_kernels.top_k import top_k
+
+aten = torch.ops.aten
+WAITS = {
+    aten._local_scalar_dense.default,  # noqa: SLF001
+    aten.nonzero.default,
+    aten.masked_select.default,
+    aten.equal.default,
+}
+FROM_HOST = {aten.lift_fresh.default}
+LOOKS = ("item", "tolist", "numpy", "cpu")
+
+
+class Tape(TorchDispatchMode):
+    """Ops and launches in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.played: list[Callable[[], None]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
+        kwargs = kwargs or {}
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        masks = func is aten.index.Tensor and any(x.dtype == torch.bool for x in given[1:])
+        if func in WAITS or masks:
+            raise BackendError(f"{func} waits for the device")
+        if func in FROM_HOST:
+            raise BackendError(f"{func} takes values from the host")
+        made = func(*args, **kwargs)
+        outs = [x for x in tree_leaves(made) if isinstance(x, torch.Tensor)]
+        if func._schema.is_mutable:  # noqa: SLF001
+            self.played.append(lambda: func(*args, **kwargs))
+        elif not {memory(x) for x in outs} & {memory(x) for x in given}:  # otherwise a view
+            self.played.append(lambda: again(outs, func(*args, **kwargs)))
+        return made
+
+    def play(self) -> None:
+        """Do it all again."""
+        for one in self.played:
+            one()
+
+
+def memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata  # noqa: SLF001
+
+
+def again(outs: list[torch.Tensor], made: Any) -> None:
+    news = [x for x in tree_leaves(made) if isinstance(x, torch.Tensor)]
+    for out, new in zip(outs, news, strict=True):
+        out.copy_(new)
+
+
+class FakeRecorder:
+    """Does the work once to warm up and once more on a tape.
+
+    Attributes:
+        tapes: How many steps it recorded.
+    """
+
+    def __init__(self) -> None:
+        self.tapes = 0
+        self._tape: Tape | None = None
+
+    def __call__(self, work: Callable[[], None]) -> Callable[[], None]:
+        work()
+        self._tape = tape = Tape()
+        try:
+            with tape, pytest.MonkeyPatch.context() as patch:
+                for name in LOOKS:
+                    patch.setattr(
+                        torch.Tensor, name, self._refusing(getattr(torch.Tensor, name), name)
+                    )
+                work()
+        finally:
+            self._tape = None
+        self.tapes += 1
+        return tape.play
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Record every graph of the test."""
+        monkeypatch.setattr(graphs, "can_record", lambda _: True)
+        monkeypatch.setattr(graphs, "make_recorder", lambda _: self)
+        launched = GridExecutor.__call__
+
+        def launch(executor: Any, *args: Any, **kwargs: Any) -> None:
+            tape = self._tape
+            if tape is None:
+                launched(executor, *args, **kwargs)
+                return
+            tape.played.append(lambda: launched(executor, *args, **kwargs))
+            with self._off():
+                launched(executor, *args, **kwargs)
+
+        monkeypatch.setattr(GridExecutor, "__call__", launch)
+
+    @contextmanager
+    def _off(self) -> Iterator[None]:
+        # the interpreter reads tensors; a GPU would
+        tape, self._tape = self._tape, None
+        with _disable_current_modes():
+            yield
+        self._tape = tape
+
+    def _refusing(self, look: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def refuse(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if self._tape is not None:
+                raise BackendError(f"{name} waits for the device")
+            return look(tensor, *args, **kwargs)
+
+        return refuse
+
+
+def use_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let plain tensor functions that never look at the host stand in for the slow ones of the kernels."""
+    monkeypatch.setitem(decode_attention.__dict__, "triton", whole_attention)
+    monkeypatch.setitem(append.__dict__, "triton", append_one)
+    for op in (dense_attention, selector, top_k, window_logits):
+        monkeypatch.setitem(op.__dict__, "triton", op.reference)
+
+
+def append_one(
+    key_BHTD, value_BHTE, start_B, count_B, key_PHND, value_PHNE, norm_PHN, table_BP
+) -> None:
+    """Append a token of every request that has one."""
+    if key_BHTD.shape[2] > 1:
+        append.reference(
+            key_BHTD, value_BHTE, start_B, count_B, key_PHND, value_PHNE, norm_PHN, table_BP
+        )
+        return
+    N = key_PHND.shape[2]
+    slot = (start_B // N).clamp_max(table_BP.shape[1] - 1).long()[:, None]
+    page, place = table_BP.gather(1, slot)[:, 0].long(), (start_B % N).long()
+    news = (key_BHTD[:, :, 0], value_BHTE[:, :, 0], key_BHTD[:, :, 0].norm(dim=-1))
+    for pages, new in zip((key_PHND, value_PHNE, norm_PHN), news, strict=True):
+        has = (count_B > 0).view(-1, *[1] * (new.dim() - 1))
+        pages[page, :, place] = torch.where(has, new, pages[page, :, place])
+
+
+def whole_attention(
+    query_BHGD, packed_key_BHSD, packed_value_BHSE, packed_length_BH, key_PHND, value_PHNE, table_BP, step,
+    *, scale, soft_cap=None, sink_HG=None, evidence=False, into=None,
+):  # fmt: skip
+    """Attend to every page and packed row, with masks: lengths and modes are read where they lie."""
+    assert soft_cap is None
+    assert sink_HG is None
+    words = step.table_BX
+    key, value = (
+        pages[table_BP.long()].transpose(1, 2).flatten(2, 3) for pages in (key_PHND, value_PHNE)
+    )
+    place_T, place_S = torch.arange(key.shape[2]), torch.arange(packed_key_BHSD.shape[2])
+    live = words[:, MODE, None] != IDLE
+    paged = live & (place_T >= words[:, START, None]) & (place_T < words[:, LENGTH, None])
+    packed = place_S < torch.minimum(packed_length_BH, words[:, PACKED, None])[..., None]
+    paged_BHT = paged[:, None].expand(*packed.shape[:2], -1)
+    seen = torch.cat([packed & live[..., None], paged_BHT], 2)
+    keys, values = torch.cat([packed_key_BHSD, key], 2), torch.cat([packed_value_BHSE, value], 2)
+    keys, values = (torch.where(seen[..., None], x, 0.0) for x in (keys, values))
+    logits = torch.einsum("bhgd,bhtd->bhgt", query_BHGD, keys) * scale
+    share = logits.masked_fill(~seen[:, :, None], -torch.inf).softmax(-1).nan_to_num()
+    out = torch.einsum("bhgt,bhte->bhge", share, values)
+    if not evidence or not step.slow_rows:
+        return DecodeAttention(out)
+    which, sink, length, start = step.slow_R
+    rows = which.clamp_min(0).long()
+    logits_R = torch.einsum("bhgd,bhtd->bhgt", query_BHGD[rows], key[rows])[:, :, :, None] * scale
+    logits_R = logits_R[..., : step.longest]
+    place = torch.arange(logits_R.shape[-1])
+    allowed = (place >= sink[:, None]) & (place < start[:, None])
+    sums = logits_R.masked_fill(~allowed[:, None, None, None], -torch.inf).logsumexp(-1)
+    kept = (place < length[:, None])[:, None, None, None]
+    logits_R = torch.where(kept, logits_R, torch.nan)  # undefined
+    if into is not None:
+        logits_R = into[: logits_R.numel()].view(logits_R.shape).copy_(logits_R)
+    return DecodeAttention(out, logits_R, sums)
