@@ -232,7 +232,7 @@ def test_a_model_that_waits_for_the_device_runs_eagerly(complete, models, record
         ({"audit": AuditConfig()}, "an audit"),
         ({"observers": [RecordingObserver()]}, "spans inside the step, as a trace has"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_cannot_be_replayed_is_refused_with_the_reason(complete, recorder, options, reason):
     options |= {"prompts": PROMPTS[2:3], "max_new_tokens": 2}
