@@ -95,7 +95,9 @@ def plan_batch(
     sizes = (longest, capacity, prefill_chunk)
     fits = largest_batch(session, *sizes, most=wanted)
     slots = wanted
-    if max_batch is None and shared is None and fits < wanted:
+    if shared is None and not fits:
+        slots = 1  # what it says of one request says the most
+    elif shared is None and max_batch is None and fits < wanted:
         slots = max(1, largest_batch(session, *sizes, most=wanted, share=SHARE))
     expected = session.forecast(slots, *sizes)
     if slots > fits:
