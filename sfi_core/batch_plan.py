@@ -9,7 +9,9 @@ from sfi_core.memory import Forecast, check_fits, free_bytes
 from sfi_core.prompt_state import SharedPrompt
 from sfi_core.session import Session
 
-SHARE = 0.9  # of the free memory that is filled where nobody said how many: a forecast is no promise
+SHARE = (
+    0.9  # of the free memory that is filled where nobody said how many: a forecast is no promise
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

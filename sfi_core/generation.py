@@ -104,7 +104,7 @@ def generate(
         shared: The prompts as `read_prompt` read them, to begin with; they are not read again.
         engine: How steps are run; None is `EngineOptions()`.
         on_plan: Called before the run with how many requests are decoded together, and what that needs.
-        on_token: Called with the tokens of each step, by prompt; padding for a request that has ended or waits.
+        on_token: Called with the tokens of each step, by prompt; padding for one that has ended or waits.
         on_prefill: Called with the prompt tokens read so far and in all, of the prompts that are read first.
 
     Returns:
@@ -125,7 +125,8 @@ def generate(
     stop = frozenset(model_stop_ids(model) if stop_token_ids is None else stop_token_ids)
     pad_id = padding_id(model, tokenizer)
     if shared is not None:
-        shared.check(*left_pad(rows, model.device), max(map(len, rows)) + max(limits))
+        capacity = max(len(row) + new for row, new in zip(rows, limits, strict=True))
+        shared.check(*left_pad(rows, model.device), capacity)
     reset_peak(model.device)
     with (
         torch.no_grad(),

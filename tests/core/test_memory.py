@@ -252,7 +252,9 @@ def test_more_together_than_fit_is_refused_with_how_many_do(
         plan(tiny_model, [[1]] * 9, max_batch=5)
     fake_free(monkeypatch, tmp_path, GIGABYTE)
     for options in ({}, {"max_batch": 5}):
-        with pytest.raises(MemoryForecastError, match=r"1\.00 GB .* 2\.00 GB .*; lower prefill_chunk$"):
+        with pytest.raises(
+            MemoryForecastError, match=r"1\.00 GB .* 2\.00 GB .*; lower prefill_chunk$"
+        ):
             plan(tiny_model, [[1]] * 9, **options)
 
 

@@ -88,9 +88,7 @@ def test_it_does_under_every_kind_of_policy_and_trigger(way):
 @pytest.mark.parametrize("order", list(permutations(range(4)))[5::6])
 def test_the_order_of_the_prompts_changes_only_the_order_of_the_results(order):
     expected = alone("gpt-oss", "sfi")
-    found = reports(
-        "gpt-oss", [ROWS[i] for i in order], [LIMITS[i] for i in order], max_batch=2
-    )
+    found = reports("gpt-oss", [ROWS[i] for i in order], [LIMITS[i] for i in order], max_batch=2)
     assert found == [expected[i] for i in order]
 
 
@@ -212,8 +210,7 @@ def test_a_sampled_request_gets_what_it_gets_in_any_batch():
 def test_a_penalty_sees_the_tokens_of_its_own_request():
     hard = {"sampling": Sampling(repetition_penalty=5.0)}
     expected = [
-        reports("qwen3", [row], [limit], **hard)[0]
-        for row, limit in zip(ROWS, LIMITS, strict=True)
+        reports("qwen3", [row], [limit], **hard)[0] for row, limit in zip(ROWS, LIMITS, strict=True)
     ]
     assert reports("qwen3", max_batch=2, **hard) == expected
 
@@ -223,7 +220,8 @@ def runs(monkeypatch):
     """The runs of a test, as they begin, and `caches`, what transformers sees of them."""
 
     class Made(list):
-        caches = []
+        def __init__(self):
+            self.caches = []
 
     made, start = Made(), Session.start
 
@@ -378,9 +376,7 @@ def test_ctrl_c_while_a_prompt_is_read_keeps_the_others(chunk):
             raise KeyboardInterrupt
 
     with break_logits(tiny("qwen3"), stop_in_the_third_prompt):
-        result = run(
-            "qwen3", ROWS, LIMITS, max_batch=2, on_token=shown.append, prefill_chunk=chunk
-        )
+        result = run("qwen3", ROWS, LIMITS, max_batch=2, on_token=shown.append, prefill_chunk=chunk)
     requests = result.report.requests
     assert [len(request.token_ids) for request in requests] == [3, 3, *[0] * 5]
     assert [request.finish_reason for request in requests] == [
@@ -424,7 +420,7 @@ def test_limits_that_make_no_sense_are_refused(limits, message):
 
 
 def test_no_place_at_all_is_refused():
-    with pytest.raises(ConfigError, match="^max_batch must be positive, got 0$"):
+    with pytest.raises(ConfigError, match=r"^max_batch must be positive, got 0$"):
         run("qwen3", ROWS, LIMITS, max_batch=0)
 
 
@@ -434,9 +430,10 @@ def test_a_request_that_ended_makes_no_other_one_slow():
     rows, limits = [ROWS[0], ROWS[1]], [1, 9]
     config = SMALL.replace(trigger_token_ids=(boundary,), t_max=90, trigger_delay=0)
     options = {"config": config, "engine": EngineOptions(synchronized=True)}
-    assert reports("qwen3", rows, limits, **options)[1] == reports(
-        "qwen3", rows[1:], limits[1:], **options
-    )[0]
+    assert (
+        reports("qwen3", rows, limits, **options)[1]
+        == reports("qwen3", rows[1:], limits[1:], **options)[0]
+    )
 
 
 @pytest.mark.parametrize("max_batch", [None, 2])
