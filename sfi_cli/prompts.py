@@ -19,7 +19,7 @@ class Prompts:
 
     Attributes:
         entries: Texts or chat messages.
-        max_new_tokens: The most new tokens of each, where a line of the file says so; else None. Empty for none.
+        max_new_tokens: The most new tokens of each, None where its line says nothing; empty without a file.
         config: The settings they are run with when nothing else is said.
         expected: The right answer, for the bundled example.
     """

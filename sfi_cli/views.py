@@ -43,7 +43,9 @@ def _request_lines(request: dict[str, Any], prefix: str) -> list[str]:
     ]
     if request["queued_seconds"]:
         times = (f"{name} {request[f'{name}_seconds']:.2f} s" for name in ("prefill", "decode"))
-        lines.append(f"{prefix}time         waited {request['queued_seconds']:.2f} s, {', '.join(times)}")
+        lines.append(
+            f"{prefix}time         waited {request['queued_seconds']:.2f} s, {', '.join(times)}"
+        )
     return lines
 
 

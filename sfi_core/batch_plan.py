@@ -9,7 +9,9 @@ from sfi_core.memory import Forecast, check_fits, free_bytes
 from sfi_core.prompt_state import SharedPrompt
 from sfi_core.session import Session
 
-SHARE = 0.9  # of the free memory that is filled where nobody said how many: a forecast is no promise
+SHARE = (
+    0.9  # of the free memory that is filled where nobody said how many: a forecast is no promise
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +97,9 @@ def plan_batch(
     sizes = (longest, capacity, prefill_chunk)
     fits = session.ranks.least(largest_batch(session, *sizes, most=wanted))
     slots = wanted
-    if max_batch is None and shared is None and fits < wanted:
+    if shared is None and not fits:
+        slots = 1  # what it says of one request says the most
+    elif shared is None and max_batch is None and fits < wanted:
         fitting = largest_batch(session, *sizes, most=wanted, share=SHARE)
         slots = max(1, session.ranks.least(fitting))
     expected = session.forecast(slots, *sizes)

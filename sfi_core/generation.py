@@ -126,7 +126,8 @@ def generate(
     stop = frozenset(model_stop_ids(model) if stop_token_ids is None else stop_token_ids)
     pad_id = padding_id(model, tokenizer)
     if shared is not None:
-        shared.check(*left_pad(rows, model.device), max(map(len, rows)) + max(limits))
+        capacity = max(len(row) + new for row, new in zip(rows, limits, strict=True))
+        shared.check(*left_pad(rows, model.device), capacity)
     reset_peak(model.device)
     with (
         torch.no_grad(),

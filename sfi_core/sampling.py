@@ -138,10 +138,8 @@ class Sampler:
         """
         logits_BV = logits_BV.float()
         scores_BV = self._processors(self.ids_BT, logits_BV)
-        if self._sampling.do_sample:
-            token_B = self._draw(scores_BV, finished_B)
-        else:
-            token_B = scores_BV.argmax(-1)
+        sampled = self._sampling.do_sample
+        token_B = self._draw(scores_BV, finished_B) if sampled else scores_BV.argmax(-1)
         finite_B = logits_BV.amax(-1).isfinite()
         # the one read of the device per step: the tokens, which have to be streamed, and the check with them
         picked = self._ranks.settle(token_B, finite_B).tolist()
@@ -164,7 +162,9 @@ class Sampler:
         # where each request's number falls among the sums of the probabilities; broken rows fall anywhere
         safe_BV = scores_BV.nan_to_num(0.0, 0.0, -torch.inf)
         sum_BV = safe_BV.softmax(-1).nan_to_num(1.0).cumsum(-1, dtype=torch.float64)
-        drawn = [0.0 if done else row.draw() for row, done in zip(self.rows, finished_B, strict=True)]
+        drawn = [
+            0.0 if done else row.draw() for row, done in zip(self.rows, finished_B, strict=True)
+        ]
         drawn_B = sent(torch.tensor(drawn, dtype=torch.float64), sum_BV.device)
         return torch.searchsorted(sum_BV, drawn_B[:, None] * sum_BV[:, -1:], right=True)[:, 0]
 

@@ -21,11 +21,12 @@ class Signals:
         name: "cosine" (of a step's query with that of the step before), "slow-cosine" (with that of the last
             slow step) or "entropy" (of the next-token distribution).
         ranks: The processes over whose heads it is the mean.
+        queries: By layer, the queries to compare with.
     """
 
     def __init__(self, name: str, ranks: Ranks = ALONE) -> None:
         self.name, self.ranks = name, ranks
-        self._query: dict[int, torch.Tensor] = {}
+        self.queries: dict[int, torch.Tensor] = {}
         self._sum_B: torch.Tensor | None = None
         self._layers = 0
 
@@ -39,7 +40,7 @@ class Signals:
         """
         if self.name == ENTROPY:
             return
-        query, last = query_BHGD.float().clone(), self._query.get(layer)
+        query, last = query_BHGD.float().clone(), self.queries.get(layer)
         if last is not None:
             cosine_B = torch.cosine_similarity(query, last, -1).flatten(1).mean(1)
             self._sum_B = (
@@ -47,7 +48,7 @@ class Signals:
             )
             self._layers += 1
         if self.name == COSINE or last is None:
-            self._query[layer] = query
+            self.queries[layer] = query
         else:
             for row in slow_rows:
                 last[row] = query[row]
@@ -60,8 +61,8 @@ class Signals:
 
     def seat(self, row: int, other: "Signals") -> None:
         """Let a request that was read alone take a row; both have been settled."""
-        for layer, query_BHGD in other._query.items():
-            self._query[layer][row] = query_BHGD[0]
+        for layer, query_BHGD in other.queries.items():
+            self.queries[layer][row] = query_BHGD[0]
 
     def settle(self, requests: Sequence[SparseState]) -> None:
         """Hand the step's signal to the requests: the read of the device."""

@@ -114,6 +114,67 @@ def test_a_batch_gives_a_request_for_every_line(tmp_path):
     assert len(json.loads(stdout)["requests"]) == 2
 
 
+def batch_file(folder: Path) -> Path:
+    lines = [
+        {"prompt": PROMPT},
+        {"prompt": "Later, " + PROMPT, "max_new_tokens": 2},
+        {"prompt": "Then " + PROMPT, "max_new_tokens": 3},
+    ]
+    file = folder / "batch.jsonl"
+    file.write_text("\n".join(map(json.dumps, lines)))
+    return file
+
+
+def test_two_at_a_time_give_the_requests_of_all_together_in_the_files_order(tmp_path):
+    arguments = ("generate", "--batch", str(batch_file(tmp_path)), "-n", "5", "--json")
+    _, stdout, error = inside(*arguments)
+    _, queued, error_queued = inside(*arguments, "--max-batch", "2")
+    together, document = json.loads(stdout), json.loads(queued)
+    assert (together["slots"], document["slots"]) == (3, 2)
+    for ours, theirs in zip(document["requests"], together["requests"], strict=True):
+        assert ours["token_ids"] == theirs["token_ids"]
+        assert ours["text"] == theirs["text"]
+        assert {"queued_seconds", "prefill_seconds", "decode_seconds"} <= ours.keys()
+    assert len(document["requests"][1]["token_ids"]) <= 2
+    assert len(document["requests"][2]["token_ids"]) <= 3
+    assert [request["queued_seconds"] > 0 for request in document["requests"]] == [0, 0, 1]
+    assert error.startswith("sfi: 3 requests, all together; forecast ")
+    assert error_queued.startswith("sfi: 3 requests, 2 at a time; forecast ")
+    assert "request 2  time         waited " in error_queued
+
+
+def test_quiet_says_nothing_of_the_plan(tmp_path):
+    file = str(batch_file(tmp_path))
+    code, stdout, error = inside("generate", "--batch", file, "-n", "2", "--max-batch", "1", "-q")
+    assert (code, error) == (0, "")
+    assert [line[:3] for line in stdout.splitlines() if line.startswith("[")] == [
+        "[0]",
+        "[1]",
+        "[2]",
+    ]
+
+
+def test_a_trace_of_prompts_that_waited_is_sound(tmp_path):
+    trace = tmp_path / "trace"
+    arguments = ("generate", "--batch", str(batch_file(tmp_path)), "-n", "5", "--max-batch", "1")
+    assert inside(*arguments, "--trace", str(trace), "-q")[0] == 0
+    code, stdout, _ = inside("trace", "check", str(trace), "--json")
+    assert (code, json.loads(stdout)["sound"]) == (0, True)
+    code, stdout, _ = inside("trace", "show", str(trace), "--request", "2", "--json")
+    assert (code, json.loads(stdout)["steps"]["steps"]) == (0, 3)
+
+
+@pytest.mark.parametrize("limit", ["0", "-2", "1.5", '"5"', "true"])
+def test_a_limit_that_is_no_positive_number_names_file_and_line(tmp_path, limit):
+    file = tmp_path / "batch.jsonl"
+    file.write_text('{"prompt": "x"}\n{"prompt": "y", "max_new_tokens": ' + limit + "}\n")
+    code, _, error = inside("generate", "--batch", str(file))
+    assert (code, error) == (
+        3,
+        f"error: {file}, line 2: max_new_tokens must be a positive number, got {limit}\n",
+    )
+
+
 def test_output_goes_to_a_file_which_is_not_overwritten(tmp_path):
     file = tmp_path / "out.json"
     arguments = ("generate", PROMPT, "-n", "3", "--json", "--quiet", "-o", str(file))
@@ -149,6 +210,7 @@ def test_options_win_over_the_config_file_and_that_over_the_preset(tmp_path):
         (("--dtype", "int8"), 2, "unknown dtype 'int8'; expected one of "),
         (("--trigger", "qqqq"), 2, "qqqq"),
         (("-n", "0"), 2, "max_new_tokens must be positive, got 0"),
+        (("--max-batch", "0"), 2, "max_batch must be positive, got 0"),
         (("--temperature", "0"), 2, "temperature must be positive, got 0.0"),
         (("--model", "./no/such/folder"), 3, "model folder ./no/such/folder does not exist"),
         (("--prompt-file", "no-such-file"), 3, "prompt"),

@@ -172,7 +172,7 @@ def test_the_shadows_distribution_is_dense_attentions():
     ours = seen[-1][0].double().softmax(-1)
     (event,) = observer.logits
     expected = float((dense * (dense / ours).log()).sum())
-    assert (event.step, event.requests) == (1, (0,))
+    assert (event.steps, event.requests) == ((1,), (0,))
     assert float(event.kl_R[0]) == pytest.approx(expected, rel=1e-3)
     assert bool(event.agrees_R[0]) == bool(ours.argmax() == dense.argmax())
 

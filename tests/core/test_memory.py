@@ -8,9 +8,11 @@ import pytest
 import torch
 
 import sfi_core
+import sfi_core.shared_prompt
 from sfi_core import memory
+from sfi_core.batch_plan import BatchPlan, largest_batch, plan_batch
 from sfi_core.config import SfiConfig
-from sfi_core.errors import MemoryForecastError
+from sfi_core.errors import ConfigError, MemoryForecastError
 from sfi_core.memory import CPU_SLACK, Forecast, LayerShape, check_fits, forecast
 
 CPU = torch.device("cpu")
@@ -96,14 +98,33 @@ def test_the_total_is_the_sum_and_the_need_leaves_out_what_is_in_use():
     assert Forecast(**numbers).needed_bytes == 23456
 
 
-@pytest.mark.parametrize("policy", ["sfi", "streaming-llm", "oracle-top-k", "full-kv"])
+@pytest.mark.parametrize(
+    ("policy", "options"),
+    [
+        ("sfi", {}),
+        ("streaming-llm", {}),
+        ("oracle-top-k", {}),
+        ("full-kv", {}),
+        ("sfi", {"page_size": 32}),
+        ("sfi", {"config": CONFIG.replace(dense_layers=(0,))}),
+        ("oracle-top-k", {"config": CONFIG.replace(dense_layers=(1,))}),
+        ("tidaldecode", {}),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_forecast_is_what_a_run_allocates(tiny_model: Any, policy: str, dtype: torch.dtype):
+def test_the_forecast_is_what_a_run_allocates(
+    tiny_model: Any, policy: str, options: dict[str, Any], dtype: torch.dtype
+):
+    """With pages of 32 tokens 40 take two; a layer left dense has nothing packed."""
+
     def size(*tensors: torch.Tensor) -> int:
         return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
     model = copy.deepcopy(tiny_model).to(dtype)
-    with sfi_core.slow_fast(model, None, CONFIG, policy=policy) as session:
+    with sfi_core.slow_fast(
+        model, None, **{"config": CONFIG, "policy": policy, **options}
+    ) as session:
         expected = session.forecast(3, 30, 40)
         model.generate(
             torch.arange(90).view(3, 30),
@@ -180,6 +201,104 @@ def test_generate_refuses_before_it_allocates(
     with pytest.raises(MemoryForecastError, match=r"^the run must fit 0\.00 GB of free memory"):
         sfi_core.generate(tiny_model, None, [[1, 2]], CONFIG, on_token=told.append)
     assert told == []
+
+
+class Sized:
+    """A session whose requests need a gigabyte each, and one more for all."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def forecast(self, batch: int, *sizes: int) -> Forecast:
+        return need(kv=10**9 * batch, workspace=10**9)
+
+
+def plan(model: Any, prompts: list[list[int]], **options: Any) -> BatchPlan:
+    return plan_batch(Sized(model), prompts, [4] * len(prompts), **options)
+
+
+GIGABYTE = 976_563  # kilobytes
+
+
+@pytest.mark.parametrize(("gigabytes", "fits"), [(1, 0), (2, 1), (3, 2), (4, 3), (9, 8), (40, 9)])
+def test_the_largest_batch_is_the_last_that_fits(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_model: Any, gigabytes: int, fits: int
+):
+    fake_free(monkeypatch, tmp_path, GIGABYTE * gigabytes)
+    assert largest_batch(Sized(tiny_model), 5, 9, most=9) == fits
+
+
+def test_without_a_word_as_many_run_together_as_fit_with_room_to_spare(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_model: Any
+):
+    prompts = [[1] * length for length in (3, 20, 5, 4)]
+    fake_free(monkeypatch, tmp_path, 4 * GIGABYTE)  # 3 fit; with a tenth left free 2 do
+    made = plan(tiny_model, prompts)
+    assert (made.requests, made.slots, made.capacity) == (4, 2, 24)
+    assert made.free_bytes == 4 * GIGABYTE * 1024
+    assert made.forecast.kv_bytes == 2 * 10**9
+    fake_free(monkeypatch, tmp_path, 5 * GIGABYTE)  # all fit, to the last byte
+    assert plan(tiny_model, prompts).slots == 4
+    fake_free(monkeypatch, tmp_path, 2 * GIGABYTE)  # one does, to the last byte
+    assert plan(tiny_model, prompts).slots == 1
+
+
+def test_more_together_than_fit_is_refused_with_how_many_do(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_model: Any
+):
+    fake_free(monkeypatch, tmp_path, 4 * GIGABYTE)
+    assert plan(tiny_model, [[1]] * 9, max_batch=3).slots == 3
+    with pytest.raises(MemoryForecastError, match=r"6\.00 GB .*; lower max_batch to 3$"):
+        plan(tiny_model, [[1]] * 9, max_batch=5)
+    fake_free(monkeypatch, tmp_path, GIGABYTE)
+    for options in ({}, {"max_batch": 5}):
+        with pytest.raises(
+            MemoryForecastError, match=r"1\.00 GB .* 2\.00 GB .*; lower prefill_chunk$"
+        ):
+            plan(tiny_model, [[1]] * 9, **options)
+
+
+def test_more_together_than_there_are_prompts_is_all(tiny_model: Any):
+    assert plan(tiny_model, [[1]] * 3, max_batch=50).slots == 3
+
+
+def test_where_the_free_memory_is_unknown_all_run_together(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_model: Any
+):
+    monkeypatch.setattr(memory, "MEMINFO", tmp_path / "absent")
+    assert plan(tiny_model, [[1]] * 30).slots == 30
+
+
+def test_prompts_that_do_not_fit_together_are_decoded_a_few_at_a_time(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_model: Any
+):
+    """Decided, and said, before the run; the tokens are those of all together."""
+    prompts = [[*range(1, 9)], [*range(4, 40)], [5, 6], [*range(30, 50)]]
+    with sfi_core.slow_fast(tiny_model, None, CONFIG) as session:
+        three = session.forecast(3, 36, 42).needed_bytes
+    plans = []
+
+    def complete() -> Any:
+        return sfi_core.generate(
+            tiny_model, None, prompts, CONFIG, max_new_tokens=6, on_plan=plans.append
+        )
+
+    whole = complete()
+    fake_free(monkeypatch, tmp_path, int(three / 0.9) // 1024 + 1)
+    fewer = complete()
+    assert [made.slots for made in plans] == [whole.slots, fewer.slots] == [4, 3]
+    assert [r.token_ids for r in fewer.report.requests] == [
+        r.token_ids for r in whole.report.requests
+    ]
+    assert fewer.forecast.kv_bytes == plans[1].forecast.kv_bytes == 2 * 128 * 3 * 42
+
+
+def test_prompts_that_were_read_together_stay_together(tiny_model: Any):
+    shared = sfi_core.shared_prompt.read_prompt(tiny_model, None, [[1, 2], [3]], capacity=9)
+    with pytest.raises(ConfigError, match=r"must be at least the 2 prompts of shared, got 1$"):
+        sfi_core.generate(
+            tiny_model, None, [[1, 2], [3]], CONFIG, max_new_tokens=4, shared=shared, max_batch=1
+        )
 
 
 def test_the_peak_covers_what_was_in_use_and_what_came_and_went():

@@ -8,6 +8,7 @@ import torch
 
 from sfi_core.audit_config import AuditConfig
 from sfi_core.config import SfiConfig
+from sfi_core.engine_options import EngineOptions
 from sfi_core.errors import ConfigError, NumericsError
 from sfi_core.generation import generate
 from sfi_core.observer import NullObserver
@@ -87,9 +88,7 @@ def test_it_does_under_every_kind_of_policy_and_trigger(way):
 @pytest.mark.parametrize("order", list(permutations(range(4)))[5::6])
 def test_the_order_of_the_prompts_changes_only_the_order_of_the_results(order):
     expected = alone("gpt-oss", "sfi")
-    found = reports(
-        "gpt-oss", [ROWS[i] for i in order], [LIMITS[i] for i in order], max_batch=2
-    )
+    found = reports("gpt-oss", [ROWS[i] for i in order], [LIMITS[i] for i in order], max_batch=2)
     assert found == [expected[i] for i in order]
 
 
@@ -211,8 +210,7 @@ def test_a_sampled_request_gets_what_it_gets_in_any_batch():
 def test_a_penalty_sees_the_tokens_of_its_own_request():
     hard = {"sampling": Sampling(repetition_penalty=5.0)}
     expected = [
-        reports("qwen3", [row], [limit], **hard)[0]
-        for row, limit in zip(ROWS, LIMITS, strict=True)
+        reports("qwen3", [row], [limit], **hard)[0] for row, limit in zip(ROWS, LIMITS, strict=True)
     ]
     assert reports("qwen3", max_batch=2, **hard) == expected
 
@@ -222,7 +220,8 @@ def runs(monkeypatch):
     """The runs of a test, as they begin, and `caches`, what transformers sees of them."""
 
     class Made(list):
-        caches = []
+        def __init__(self):
+            self.caches = []
 
     made, start = Made(), Session.start
 
@@ -377,9 +376,7 @@ def test_ctrl_c_while_a_prompt_is_read_keeps_the_others(chunk):
             raise KeyboardInterrupt
 
     with break_logits(tiny("qwen3"), stop_in_the_third_prompt):
-        result = run(
-            "qwen3", ROWS, LIMITS, max_batch=2, on_token=shown.append, prefill_chunk=chunk
-        )
+        result = run("qwen3", ROWS, LIMITS, max_batch=2, on_token=shown.append, prefill_chunk=chunk)
     requests = result.report.requests
     assert [len(request.token_ids) for request in requests] == [3, 3, *[0] * 5]
     assert [request.finish_reason for request in requests] == [
@@ -423,5 +420,44 @@ def test_limits_that_make_no_sense_are_refused(limits, message):
 
 
 def test_no_place_at_all_is_refused():
-    with pytest.raises(ConfigError, match="^max_batch must be positive, got 0$"):
+    with pytest.raises(ConfigError, match=r"^max_batch must be positive, got 0$"):
         run("qwen3", ROWS, LIMITS, max_batch=0)
+
+
+def test_a_request_that_ended_makes_no_other_one_slow():
+    """Its last token may be a boundary for ever."""
+    boundary = alone("qwen3", "sfi")[0].token_ids[0]
+    rows, limits = [ROWS[0], ROWS[1]], [1, 9]
+    config = SMALL.replace(trigger_token_ids=(boundary,), t_max=90, trigger_delay=0)
+    options = {"config": config, "engine": EngineOptions(synchronized=True)}
+    assert (
+        reports("qwen3", rows, limits, **options)[1]
+        == reports("qwen3", rows[1:], limits[1:], **options)[0]
+    )
+
+
+@pytest.mark.parametrize("max_batch", [None, 2])
+def test_slow_steps_of_a_batch_that_goes_slow_as_a_whole(max_batch):
+    observer = RecordingObserver()
+    options = {"engine": EngineOptions(synchronized=True), "max_batch": max_batch}
+    result = run("qwen3", ROWS, LIMITS, observers=[observer], **options)
+    steps = [event for event in observer.steps if event.step]
+    for batch_step in {event.batch_step for event in steps}:
+        assert len({event.slow for event in steps if event.batch_step == batch_step}) == 1
+    reasons = [event.reason for event in steps if event.slow]
+    assert reasons.count("batch") > 0
+    for batch_step in {event.batch_step for event in steps if event.slow}:
+        together = {event.reason for event in steps if event.batch_step == batch_step}
+        assert together & {"trigger", "t_max"}
+    apart = run("qwen3", ROWS, LIMITS, max_batch=max_batch)
+    assert sum(r.slow_steps for r in result.report.requests) > sum(
+        r.slow_steps for r in apart.report.requests
+    )
+
+
+@pytest.mark.parametrize("max_batch", [None, 3])
+def test_with_room_for_everything_a_synchronized_batch_is_full_attention(max_batch):
+    options = {"config": SMALL.replace(budget=200), "engine": EngineOptions(synchronized=True)}
+    result = run("gpt-oss", ROWS, LIMITS, max_batch=max_batch, **options)
+    assert tokens(result) == [request.token_ids for request in alone("gpt-oss", "full-kv")]
+    assert any(request.fast_steps for request in result.report.requests)

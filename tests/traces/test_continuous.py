@@ -2,6 +2,7 @@
 
 import json
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -156,7 +157,9 @@ def test_of_one_request_only_the_steps_it_took_part_in_are_summed_up(number):
     (sampling,) = [phase for phase in decoding if phase["name"] == "sample"]
     first = min(own)  # its prompt's
     spent = [
-        row["elapsed_us"] for row in timings if row["name"] == "sample" and row["step"] in own - {first}
+        row["elapsed_us"]
+        for row in timings
+        if row["name"] == "sample" and row["step"] in own - {first}
     ]
     assert (sampling["spans"], len(spent)) == (LIMITS[number] - 1,) * 2
     assert sampling["total_us"] == pytest.approx(sum(spent))
@@ -185,7 +188,7 @@ def test_the_timeline_shows_each_step_where_its_spans_are():
     for number in range(6):
         own = [e for e in slices if tracks[e["tid"]] == f"steps of request {number}"]
         assert [event["args"]["step"] for event in own] == list(range(LIMITS[number]))
-        for first, second in zip(own, own[1:], strict=False):
+        for first, second in pairwise(own):
             assert first["ts"] + first["dur"] <= second["ts"] + 0.001
     began = {
         number: min(e["ts"] for e in slices if tracks[e["tid"]] == f"steps of request {number}")
@@ -226,7 +229,9 @@ def test_a_trace_without_the_column_is_sound_and_reads_as_before(tmp_path):
     """One of an older sfi, in which all requests begin together."""
     trace = record([0, 1, 2])
     (part,) = trace.parts("steps")
-    parquet.write_table(parquet.read_table(part, partitioning=None).drop_columns(["batch_step"]), part)
+    parquet.write_table(
+        parquet.read_table(part, partitioning=None).drop_columns(["batch_step"]), part
+    )
     older = Trace.open(trace.path)
     assert check(older)["sound"]
     assert summarize(older)["latency"]["tokens_per_second"] > 0

@@ -25,7 +25,8 @@ Rows = dict[str, list[dict[str, Any]]]
 
 def run_event(batch: int = 2, **changes: Any) -> RunEvent:
     event = {
-        "batch": batch, "requests": batch, "policy": "sfi", "backend": "torch", "device": "cpu", "config": CONFIG,
+        "batch": batch, "requests": batch, "policy": "sfi", "backend": "torch", "device": "cpu",
+        "config": CONFIG,
         "trigger_token_ids": TRIGGERS, "model": MODEL, "audit": AUDIT,
     }  # fmt: skip
     return RunEvent(**event | changes)
@@ -33,7 +34,8 @@ def run_event(batch: int = 2, **changes: Any) -> RunEvent:
 
 def step_event(request: int = 0, step: int = 0, **changes: Any) -> StepEvent:
     event = {
-        "request": request, "step": step, "batch_step": step, "position": 9 + step, "token_id": step % 90, "slow": False,
+        "request": request, "step": step, "batch_step": step, "position": 9 + step, "token_id": step % 90,
+        "slow": False,
         "reason": "", "steps_since_slow": 1, "attended_tokens": 5.5, "context_tokens": 10 + step,
         "elapsed_us": 12.5, "audited": False,
     }  # fmt: skip

@@ -25,8 +25,8 @@ TABLES: dict[str, pa.Schema] = {
             ("token_text", pa.string()),
         ]
     ),
-    # a request and step; `position` is the query's, `token_id` the token that the step generated. `batch_step`
-    # is the batch's step that it was part of, another one where the request began later; null is the same one
+    # a request and step; `position` is the query's, `token_id` the token that the step generated,
+    # `batch_step` the step of the batch, another one where the request began later; null is the same one
     "steps": pa.schema(
         [
             *KEY,
@@ -80,7 +80,8 @@ TABLES: dict[str, pa.Schema] = {
     ),
     # an audited request and step that was fast
     "logits": pa.schema([*KEY, ("kl_next_token", pa.float32()), ("argmax_agrees", pa.bool_())]),
-    # a span; `request` is the first of its run, `step` the batch's, `begin_us` counts from the trace's beginning
+    # a span; `request` is the first of its run, `step` the batch's; `begin_us` counts from the trace's
+    # beginning
     "timings": pa.schema(
         [
             *KEY,

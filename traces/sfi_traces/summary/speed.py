@@ -11,9 +11,10 @@ KINDS = ("prefill", "slow", "fast", "mixed")
 def latency(scope: Scope) -> dict[str, Any]:
     """Measure the time of steps by kind; each step of a batch counts once.
 
-    Step 0 of a request is the whole prefill's. A step is mixed if it is slow for some requests of the batch and fast for
-    others: their rows share one time, to the last bit. An audited step's time has the audit's cost in it, so
-    that a kind's unaudited steps are taken alone where it has any; `audited` says that it has none.
+    Step 0 of a request is the whole prefill's. A step is mixed if it is slow for some requests of the batch
+    and fast for others: their rows share one time, to the last bit. An audited step's time has the audit's
+    cost in it, so that a kind's unaudited steps are taken alone where it has any; `audited` says that it has
+    none.
     `tokens_per_second` is of all steps from 1 on, and its `audited` says that one of them was audited.
     """
     rows = scope.rows("""
