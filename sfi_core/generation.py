@@ -135,6 +135,7 @@ def generate(
         hosted.shared = shared
         hosted.on_prefill = on_prefill or hosted.on_prefill
         sampler = Sampler(sampling or Sampling(), ids_BT)
+        sampler.ahead = hosted.ahead
 
         def sample(logits_BV: torch.Tensor) -> list[int]:
             finished = [state.finished for state in session.run.requests]

@@ -87,6 +87,11 @@ class HostedModel:
             torch.tensor(token_B, device=self.ids_BT.device)[:, None], self.cache.seen
         )
 
+    def ahead(self, token_B: torch.Tensor) -> None:
+        """Launch the step that decodes these tokens, which nobody has read yet, where that can be done."""
+        if self._graphed is not None and self.cache.seen + 1 < self.capacity:
+            self._graphed.ahead(token_B)
+
     def record(self, token_B: list[int]) -> bool:
         """Note the tokens; return whether every request is done."""
         self.session.run.record(token_B)

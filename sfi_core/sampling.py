@@ -1,5 +1,6 @@
 """Picking the next token; transformers' own logits processors do the work."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,7 @@ from transformers import (
 )
 
 from sfi_core.errors import ConfigError, NumericsError
+from sfi_kernels.step_descriptor import sent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,10 +71,12 @@ class Sampler:
 
     Attributes:
         ids_BT: The tokens so far, padded prompts included; grown by every call.
+        ahead: Called with the tokens while they are still on the device, and not yet waited for.
     """
 
     def __init__(self, sampling: Sampling, ids_BT: torch.Tensor) -> None:
         self.ids_BT = ids_BT
+        self.ahead: Callable[[torch.Tensor], None] | None = None
         self._sampling = sampling
         self._processors = sampling.processors()
         self.step = 0
@@ -92,7 +96,7 @@ class Sampler:
             token_B = scores_BV.argmax(-1)
         finite_B = logits_BV.amax(-1).isfinite()
         # the one read of the device per step: the tokens, which have to be streamed, and the check with them
-        picked = torch.stack([token_B, finite_B.long()]).tolist()
+        picked = self._read(torch.stack([token_B, finite_B.long()]))
         broken = [row for row, ok in enumerate(picked[1]) if not ok and not finished_B[row]]
         if broken:
             raise NumericsError(
@@ -101,7 +105,22 @@ class Sampler:
         tokens = [
             pad_id if done else token for token, done in zip(picked[0], finished_B, strict=True)
         ]
-        column = torch.tensor(tokens, device=self.ids_BT.device)[:, None]
+        column = sent(torch.tensor(tokens)[:, None], self.ids_BT.device)
         self.ids_BT = torch.cat([self.ids_BT, column], 1)
         self.step += 1
         return tokens
+
+    def _read(self, picked_2B: torch.Tensor) -> list[list[int]]:
+        # what `ahead` asks of the device comes after the copy, so that the wait is not for it
+        host, done = picked_2B, None
+        if picked_2B.is_cuda:
+            host = torch.empty(picked_2B.shape, dtype=picked_2B.dtype, pin_memory=True)
+            host.copy_(picked_2B, non_blocking=True)
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record(torch.cuda.current_stream(picked_2B.device))
+        if self.ahead is not None:
+            self.ahead(picked_2B[0])
+        if done is not None:
+            done.synchronize()
+        read: list[list[int]] = host.tolist()
+        return read
