@@ -132,7 +132,7 @@ def describe_pass(
     plans = forward.decode and cache.backend == "triton"
 
     def describe(*, dense: bool) -> StepDescriptor:
-        requests = _requests(forward, states, policy, dense=dense)
+        requests = step_requests(forward, states, policy, dense=dense)
         descriptor = describe_step(requests, work_room(cache, device) if plans else 0, device)
         if plans:
             plan(descriptor, cache, device)
@@ -141,19 +141,11 @@ def describe_pass(
     return describe(dense=False), describe(dense=True) if policy.config.dense_layers else None
 
 
-def describe_again(
-    forward: Forward,
-    states: Sequence[SparseState],
-    policy: Policy,
-    known: StepDescriptor,
-    *,
-    dense: bool,
-) -> StepDescriptor:
+def describe_again(requests: Sequence[StepRequest], known: StepDescriptor) -> StepDescriptor:
     """Write a decoding step's descriptor over another one's buffer, for a step that fits all; not planned.
 
     The slow lists have room for a power of two of requests, or all, and T is `known`'s.
     """
-    requests = _requests(forward, states, policy, dense=dense)
     step = describe_step(requests, known.work_XI.shape[0], known.buffer.device, known.buffer)
     padding = bucket(len(step.slow), step.batch) - len(step.slow)
     return replace(step, longest=known.longest, padding=padding)
@@ -178,9 +170,10 @@ def _heads(cache: KVCache) -> int:
     return next((pages.key_PHND.shape[1] for pages in cache.layers.values()), 1)
 
 
-def _requests(
+def step_requests(
     forward: Forward, states: Sequence[SparseState], policy: Policy, *, dense: bool
 ) -> list[StepRequest]:
+    """Return what a descriptor says of the requests of a pass; `dense` makes every one slow."""
     return [
         _request(forward.decode and not dense, count, state, policy)
         for count, state in zip(forward.count, states, strict=True)

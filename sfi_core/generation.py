@@ -164,6 +164,7 @@ def generate(
         if seed is None:
             seed = int(torch.randint(2**62, ())) if sampling.do_sample else 0
         sampler = Sampler(sampling, ids_BT, session.ranks, seed=seed)
+        sampler.ahead = hosted.ahead
         slots = Slots(hosted, rows, limits, sampler, pad_id, on_token)
         error: SfiError | None = None
         interrupted = False

@@ -10,6 +10,7 @@ from sfi_core.cache_seam import SfiCache
 from sfi_core.errors import BackendError
 from sfi_core.fixed_step import FixedStep
 from sfi_core.graphs import Recorder, Work
+from sfi_core.lookahead import foresee
 from sfi_core.maintenance import Side
 from sfi_core.observer import hears
 from sfi_core.policies.base import Selection
@@ -75,17 +76,36 @@ class GraphedSteps:
         """
         run = self._run
         run.begin_decode()
-        sent(torch.tensor(token_B)[:, None], run.device, self._token_B1)
         key = self._fixed.refreshes
-        if key not in self._steps:
-            self._steps[key] = self._recorded()
+        if not self._fixed.launched:
+            sent(torch.tensor(token_B)[:, None], run.device, self._token_B1)
+            if key not in self._steps:
+                self._steps[key] = self._recorded()
+            self._steps[key].replay()
         recorded = self._steps[key]
-        recorded.replay()
         self._note(recorded)
+        run.paths["graph.ahead"] += self._fixed.launched
         run.paths["graph.eager" if self.given_up else "graph.replay"] += 1
         if self.given_up:
             run.fixed = None
         return recorded.logits_BV
+
+    def ahead(self, token_B: torch.Tensor) -> None:
+        """Launch the next step before its tokens are read, as far as it can be foreseen.
+
+        Where it turns out to be another one, its row given to a new request, `step` does it again: that
+        writes all that this wrote, the same keys at the same places. Segments are written for slow requests
+        only, and one that was slow ahead is slow, or has left.
+
+        Args:
+            token_B: The tokens, still on the device.
+        """
+        known = None if self.given_up else foresee(self._run)
+        if known is None or self._fixed.key(known(dense=False)) not in self._steps:
+            return
+        self._fixed.write(known, ahead=True)
+        self._token_B1.copy_(token_B[:, None])
+        self._steps[self._fixed.refreshes].replay()
 
     def _recorded(self) -> Recorded:
         run = self._run
@@ -138,7 +158,7 @@ class GraphedSteps:
         for (name, layer), count in recorded.launches.items():
             run.kernels[name, run.step, layer] += count
         kept = {layer: _kept(one, copy=self._wants) for layer, one in recorded.selections.items()}
-        note_step(run, kept)
+        note_step(run, kept, self._fixed.places)
 
 
 def _nothing() -> None:

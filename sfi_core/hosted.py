@@ -92,6 +92,11 @@ class HostedModel:
             mask = place_T >= last - position_B1
         return self._forward(ids_B1, position_B1, mask)
 
+    def ahead(self, token_B: torch.Tensor) -> None:
+        """Launch the step that decodes these tokens, which nobody has read yet, where that can be done."""
+        if self._graphed is not None and self.cache.seen + 1 < self.capacity:
+            self._graphed.ahead(token_B)
+
     def record(self, token_B: list[int]) -> None:
         """Note the tokens."""
         self.session.run.record(token_B)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from sfi_core.audit import Audit
-from sfi_core.describe import Forward, Rows, describe_again, describe_pass
+from sfi_core.describe import Forward, Rows, describe_pass, step_requests
 from sfi_core.distributed import ALONE, Ranks
 from sfi_core.engine_options import DEFAULTS, EngineOptions
 from sfi_core.events import BeginStepEvent, StepEvent
@@ -100,6 +100,7 @@ class Run:
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     _began: float = field(default_factory=time.perf_counter)
+    _ended: float = 0.0
     _recorded: bool = True
     _rows: dict[tuple[int, ...], Rows] = field(default_factory=dict)
 
@@ -139,7 +140,7 @@ class Run:
             if final:
                 state.begin(slow=True, reason="first", new_tokens=new)
                 state.prompt_tokens = state.length - len(state.tokens)
-                self._move_recent(state)
+                self.move_recent(state)
             else:
                 state.length += new
         self._describe()
@@ -168,7 +169,7 @@ class Run:
         for row, state in enumerate(self.requests):
             if not state.finished:
                 state.begin(slow=plan.slow_B[row], reason=plan.reason_B[row], new_tokens=1)
-                self._move_recent(state)
+                self.move_recent(state)
         self._describe()
         slow, fast = (
             self.requests_of(rows) for rows in (self.descriptor.slow, self.descriptor.fast)
@@ -193,7 +194,7 @@ class Run:
 
     def record(self, token_B: list[int]) -> None:
         """Note the tokens x_t that the step generated, and tell the observer."""
-        now = time.perf_counter()
+        now = self._ended = time.perf_counter()
         elapsed = now - self._began
         if self.forward is not None and not self.forward.decode:
             self.prefill_seconds += elapsed
@@ -280,15 +281,18 @@ class Run:
         assert self.forward is not None, "a forward pass has begun"
         self._rows = {}
         if self.fixed is not None and self.forward.decode:
-            describe = partial(describe_again, self.forward, self.requests, self.policy)
-            self.descriptor, self.dense_descriptor = self.fixed.renew(describe)
+            known = partial(step_requests, self.forward, self.requests, self.policy)
+            self.descriptor, self.dense_descriptor = self.fixed.enter(known)
+            if self.fixed.launched:  # since the last one's tokens were read, or before
+                self._began = self._ended
             return
         with self.counted(-1):
             self.descriptor, self.dense_descriptor = describe_pass(
                 self.forward, self.requests, self.policy, self.cache, self.device
             )
 
-    def _move_recent(self, state: SparseState) -> None:
+    def move_recent(self, state: SparseState) -> None:
+        """Place a request's recent segment for the step it has entered."""
         config = self.policy.config
         state.move_recent(config.sink, config.recent, sliding=config.recent_mode == "sliding")
 

@@ -1,6 +1,7 @@
 """Picking the next token; transformers' own logits processors do the work."""
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -101,6 +102,7 @@ class Sampler:
     Attributes:
         ids_BT: The tokens so far, padded prompts included; grown by every call.
         rows: The request of each row.
+        ahead: Called with the tokens while they are still on the device, and not yet waited for.
     """
 
     def __init__(
@@ -115,6 +117,7 @@ class Sampler:
         """Start with the requests from index `first` on."""
         B, T = ids_BT.shape
         self.ids_BT, self._ranks = ids_BT, ranks
+        self.ahead: Callable[[torch.Tensor], None] | None = None
         self.rows = [Row(first + row, seed, T) for row in range(B)]
         self._sampling, self._seed = sampling, seed
         self._processors = sampling.processors()
@@ -142,7 +145,7 @@ class Sampler:
         token_B = self._draw(scores_BV, finished_B) if sampled else scores_BV.argmax(-1)
         finite_B = logits_BV.amax(-1).isfinite()
         # the one read of the device per step: the tokens, which have to be streamed, and the check with them
-        picked = self._ranks.settle(token_B, finite_B).tolist()
+        picked = self._read(self._ranks.settle(token_B, finite_B))
         for row, ok, done in zip(self.rows, picked[1], finished_B, strict=True):
             if not (ok or done):
                 raise NumericsError(
@@ -152,7 +155,7 @@ class Sampler:
         tokens = [
             pad_id if done else token for token, done in zip(picked[0], finished_B, strict=True)
         ]
-        column = torch.tensor(tokens, device=self.ids_BT.device)[:, None]
+        column = sent(torch.tensor(tokens)[:, None], self.ids_BT.device)
         self.ids_BT = torch.cat([self.ids_BT, column], 1)
         for row in self.rows:
             row.step, row.tokens = row.step + 1, row.tokens + 1
@@ -167,6 +170,21 @@ class Sampler:
         ]
         drawn_B = sent(torch.tensor(drawn, dtype=torch.float64), sum_BV.device)
         return torch.searchsorted(sum_BV, drawn_B[:, None] * sum_BV[:, -1:], right=True)[:, 0]
+
+    def _read(self, picked_2B: torch.Tensor) -> list[list[int]]:
+        # what `ahead` asks of the device comes after the copy, so that the wait is not for it
+        host, done = picked_2B, None
+        if picked_2B.is_cuda:
+            host = torch.empty(picked_2B.shape, dtype=picked_2B.dtype, pin_memory=True)
+            host.copy_(picked_2B, non_blocking=True)
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record(torch.cuda.current_stream(picked_2B.device))
+        if self.ahead is not None:
+            self.ahead(picked_2B[0])
+        if done is not None:
+            done.synchronize()
+        read: list[list[int]] = host.tolist()
+        return read
 
 
 def _last(ids_BT: torch.Tensor, width: int) -> torch.Tensor:

@@ -271,6 +271,10 @@ class Session:
         self.span.close()
         if self._run is not None:
             self._run.maintenance.join()
+            if self._run.fixed is not None and self._run.device.type == "cuda":
+                torch.cuda.synchronize(
+                    self._run.device
+                )  # a step launched ahead, whose memory may go now
 
     def observe(self) -> None:
         """Get ready for the observers and the audit, if there are any.

@@ -56,12 +56,13 @@ class StaticStep(TritonStep):
         fixed.selections[self.layer] = selection
 
 
-def note_step(run: Run, selections: dict[int, Selection]) -> None:
+def note_step(run: Run, selections: dict[int, Selection], places: dict[int, int]) -> None:
     """Note on the host what a replayed step did, as its layers would have.
 
     Args:
         run: The run; its step is described.
-        selections: What the layers selected, by layer, a row for each slow request.
+        selections: What the layers selected, by layer.
+        places: The slow requests' rows there.
     """
     sink = run.policy.config.sink
     for layer in sorted(run.layers):
@@ -72,10 +73,10 @@ def note_step(run: Run, selections: dict[int, Selection]) -> None:
         if layer not in selections:
             continue
         run.paths["triton.pack"] += len(step.slow)
-        for place, row in enumerate(step.slow):
+        for row in step.slow:
             state, selection = run.requests[row], selections[layer]
             if state.recent_start == state.sink(sink):  # nothing to select from
                 selection = Selection(selection.index_BHK[:, :, :0])
             else:
                 run.paths["triton.selector"] += 1
-            note_selection(run, layer, row, place, selection)
+            note_selection(run, layer, row, places[row], selection)

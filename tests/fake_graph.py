@@ -21,6 +21,7 @@ from sfi_kernels.append import append
 from sfi_kernels.decode_attention import DecodeAttention, decode_attention
 from sfi_kernels.dense_attention import dense_attention, window_logits
 from sfi_kernels.selector import selector
+from sfi_kernels.split_plan import split_plan
 from sfi_kernels.step_descriptor import IDLE, LENGTH, MODE, PACKED, START
 from sfi_kernels.top_k import top_k
 
@@ -79,10 +80,11 @@ class FakeRecorder:
 
     Attributes:
         tapes: How many steps it recorded.
+        plays: How often one was played.
     """
 
     def __init__(self) -> None:
-        self.tapes = 0
+        self.tapes = self.plays = 0
         self._tape: Tape | None = None
 
     def __call__(self, work: Callable[[], None]) -> Callable[[], None]:
@@ -98,7 +100,12 @@ class FakeRecorder:
         finally:
             self._tape = None
         self.tapes += 1
-        return tape.play
+
+        def play() -> None:
+            self.plays += 1
+            tape.play()
+
+        return play
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Record every graph of the test."""
@@ -138,6 +145,9 @@ def use_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let plain tensor functions that never look at the host stand in for the slow ones of the kernels."""
     monkeypatch.setitem(decode_attention.__dict__, "triton", whole_attention)
     monkeypatch.setitem(append.__dict__, "triton", append_one)
+    monkeypatch.setitem(
+        split_plan.__dict__, "triton", lambda *_: None
+    )  # nobody reads the work then
     for op in (dense_attention, selector, top_k, window_logits):
         monkeypatch.setitem(op.__dict__, "triton", op.reference)
 

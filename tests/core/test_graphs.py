@@ -1,5 +1,6 @@
 """Replayed steps: same tokens, same records, and no number of the host's on the tape."""
 
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -8,13 +9,14 @@ import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import sfi_core
-from sfi_core import SfiConfig, slow_fast
+from sfi_core import SfiConfig, lookahead, slow_fast
 from sfi_core.audit_config import AuditConfig
 from sfi_core.describe import Rows, bucket
 from sfi_core.engine_options import EngineOptions
 from sfi_core.errors import BackendError, ConfigError
 from sfi_core.observer import NullObserver
 from sfi_core.run import Run
+from sfi_core.sampling import Sampling
 from tests.core.conftest import TINY, tiny_qwen3
 from tests.fake_graph import FakeRecorder, use_tensors
 from tests.fakes import RecordingObserver
@@ -58,15 +60,17 @@ def complete(monkeypatch, models, recorder):
     """Run with or without graphs; return all that the run said."""
     use_tensors(monkeypatch)
 
-    def run(graphs: bool | None, name: str = "qwen3", **options: Any) -> tuple[Any, ...]:
+    def run(
+        graphs: bool | None, name: str = "qwen3", *, synchronized: bool = False, **options: Any
+    ) -> tuple[Any, ...]:
         observer = Listener()
         options = {
             "config": CONFIG, "max_new_tokens": NEW, "stop_token_ids": (), "prompts": PROMPTS, **options,
         }  # fmt: skip
         result = sfi_core.generate(
             models[name], None, options.pop("prompts"), backend="triton", page_size=16,
-            observers=[observer, *options.pop("observers", [])], engine=EngineOptions(graphs=graphs),
-            **options,
+            observers=[observer, *options.pop("observers", [])],
+            engine=EngineOptions(graphs=graphs, synchronized=synchronized), **options,
         )  # fmt: skip
         return result.report, observer
 
@@ -95,17 +99,18 @@ def same(graphed: tuple[Any, ...], eager: tuple[Any, ...]) -> None:
         for name, value in theirs.diagnostics.items():
             torch.testing.assert_close(ours.diagnostics[name], value, rtol=1e-4, atol=1e-6)
     replays = report.paths.pop("graph.replay")
+    report.paths.pop("graph.ahead", None)
     assert replays == max(len(r.token_ids) for r in report.requests) - 1
     assert report.paths == wanted.paths
 
 
-@pytest.mark.parametrize("name", ["qwen3", "llama"])
-def test_replayed_steps_are_the_eager_ones(complete, recorder, name):
+@pytest.mark.parametrize(("name", "sizes"), [("qwen3", {0, 1, 2}), ("llama", {1, 2, 3})])
+def test_replayed_steps_are_the_eager_ones(complete, recorder, name, sizes):
     """A ragged batch; requests are slow alone and together: every size of the slow lists is replayed."""
     eager, graphed = complete(False, name), complete(True, name)
     same(graphed, eager)
     slow = [len(event.slow) for event in eager[1].begun[1:]]
-    assert {1, 2, 3} <= set(slow), "three of four slow requests leave a row of padding"
+    assert set(slow) == sizes, "three of four slow requests leave a row of padding"
     assert recorder.tapes == len({bucket(number, 4) for number in slow}) < NEW - 1
 
 
@@ -129,13 +134,71 @@ def test_other_policies_can_be_replayed(complete, recorder, policy):
     assert recorder.tapes == {"prior-only": 2}.get(policy, 1)
 
 
-def test_requests_that_end_leave_the_others_as_they_are(complete):
-    options = {"prompts": PROMPTS[1:], "max_new_tokens": 8}
-    free, _ = complete(False, **options)
-    stops = [request.token_ids[at] for request, at in zip(free.requests[:2], (2, 4), strict=True)]
-    eager, graphed = (complete(one, stop_token_ids=stops, **options) for one in (False, True))
+DELAYED = CONFIG.replace(trigger_delay=1)
+
+
+def test_steps_are_launched_before_their_tokens_are_read(complete, recorder):
+    """With a delayed trigger every step is foreseen, and launched once; none after the last."""
+    options = {"config": DELAYED, "prompts": PROMPTS[1:]}
+    eager, graphed = complete(False, **options), complete(True, **options)
+    ahead = graphed[0].paths["graph.ahead"]
     same(graphed, eager)
-    assert {r.finish_reason for r in graphed[0].requests} == {"stop", "length"}
+    assert ahead == NEW - 1 - recorder.tapes, "all but the first of each kind"
+    assert recorder.plays == NEW - 1
+
+
+def test_without_a_delay_the_tokens_decide(complete):
+    report, _ = complete(True, prompts=PROMPTS[2:3], max_new_tokens=4)
+    assert "graph.ahead" not in report.paths
+
+
+def test_a_step_that_turns_out_otherwise_is_done_again(complete, recorder, monkeypatch):
+    """As if nobody had looked whether the tokens decide: what was launched as fast turns out to be slow."""
+    monkeypatch.setattr(lookahead, "tokens_decide", lambda _: False)
+    config = CONFIG.replace(trigger_token_ids=tuple(range(0, 96, 7)))
+    options = {"config": config, "prompts": PROMPTS[1:], "max_new_tokens": 10}
+    eager, graphed = complete(False, **options), complete(True, **options)
+    assert 0 < graphed[0].paths["graph.ahead"] < 9 - recorder.tapes
+    same(graphed, eager)
+    assert recorder.plays > 9
+
+
+def test_a_request_that_stopped_runs_one_step_too_many_and_nobody_notes_it(complete, recorder):
+    options = {"config": DELAYED, "prompts": PROMPTS[1:], "max_new_tokens": 9}
+    free, _ = complete(False, **options)
+    stops = [request.token_ids[at] for request, at in zip(free.requests[:2], (3, 5), strict=True)]
+    eager, graphed = (complete(one, stop_token_ids=stops, **options) for one in (False, True))
+    assert graphed[0].paths["graph.ahead"] > 0
+    same(graphed, eager)
+    assert len({len(request.token_ids) for request in graphed[0].requests}) > 1
+
+
+def test_a_batch_that_is_slow_together_is_not_foreseen(complete):
+    """The request that made it slow may have stopped."""
+    options = {
+        "config": DELAYED,
+        "prompts": PROMPTS[1:3],
+        "max_new_tokens": 6,
+        "synchronized": True,
+    }
+    eager, graphed = complete(False, **options), complete(True, **options)
+    assert "graph.ahead" not in graphed[0].paths
+    same(graphed, eager)
+
+
+def test_sampled_tokens_are_fed_on_as_well(complete):
+    options = {
+        "config": DELAYED, "prompts": PROMPTS[1:3], "max_new_tokens": 7, "seed": 3,
+        "sampling": Sampling(do_sample=True, repetition_penalty=1.2),
+    }  # fmt: skip
+    same(complete(True, **options), complete(False, **options))
+
+
+def test_time_between_steps_counts_where_the_device_has_begun_the_next(complete):
+    nap = 0.05
+    options = {"config": DELAYED, "prompts": PROMPTS[2:3], "max_new_tokens": 6}
+    report, _ = complete(True, on_token=lambda _: time.sleep(nap), **options)
+    assert report.decode_seconds >= nap * report.paths["graph.ahead"] > 0
 
 
 def test_kernels_are_counted_at_each_replay(complete):
@@ -143,7 +206,9 @@ def test_kernels_are_counted_at_each_replay(complete):
     options = {"prompts": PROMPTS[:2], "max_new_tokens": 6}
     (eager, _), (graphed, _) = complete(False, **options), complete(True, **options)
     assert graphed.kernels == eager.kernels
-    assert {kernel.name for kernel in graphed.kernels} >= {"split_plan", "pack"}
+    assert [kernel.name for kernel in graphed.kernels] == ["pack"], (
+        "the only one that no tensors stand for"
+    )
 
 
 def test_the_kernels_themselves_can_be_replayed(monkeypatch, recorder):
@@ -160,6 +225,7 @@ def test_the_kernels_themselves_can_be_replayed(monkeypatch, recorder):
     assert tokens[0] == tokens[1]
     assert runs[1].requests[0].slow_at == [0, 2, 4]
     assert runs[1].paths["graph.replay"] == 4
+    assert runs[1].kernels == runs[0].kernels
 
 
 def test_a_number_from_the_host_on_the_tape_shows():

@@ -233,3 +233,11 @@ def test_half_precision_logits_are_sampled_in_float32(ids: torch.Tensor):
     logits = (600 * torch.randn(B, V)).half()
     expected = logits.argmax(-1).tolist()
     assert sampled(Sampling(do_sample=True, temperature=0.001), logits, ids) == expected
+
+
+def test_tokens_are_handed_on_before_they_are_read(ids: torch.Tensor):
+    handed = []
+    sampler = Sampler(Sampling(), ids)
+    sampler.ahead = handed.append
+    tokens = sampler(torch.randn(B, V), RUNNING, PAD)
+    assert [one.tolist() for one in handed] == [tokens]
