@@ -24,6 +24,7 @@ from sfi_kernels.selector import selector
 from sfi_kernels.split_plan import split_plan
 from sfi_kernels.step_descriptor import IDLE, LENGTH, MODE, PACKED, START
 from sfi_kernels.top_k import top_k
+from sfi_kernels.top_k.reference import without_wait
 
 aten = torch.ops.aten
 WAITS = {
@@ -148,8 +149,13 @@ def use_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(
         split_plan.__dict__, "triton", lambda *_: None
     )  # nobody reads the work then
-    for op in (dense_attention, selector, top_k, window_logits):
+    for op in (dense_attention, selector, window_logits):
         monkeypatch.setitem(op.__dict__, "triton", op.reference)
+    monkeypatch.setitem(
+        top_k.__dict__,
+        "triton",
+        lambda score, budget: without_wait(score, min(budget, score.shape[2])),
+    )
 
 
 def append_one(
