@@ -58,7 +58,7 @@ def main() -> None:
     except SfiError as error:
         if debug:
             raise
-        if tells(error):
+        if tells():
             message(f"error: {error}")
         leave(error)
     except KeyboardInterrupt:

@@ -28,6 +28,8 @@ def check_command(words: Sequence[str]) -> None:
 @contextmanager
 def one_voice() -> Iterator[None]:
     """Keep all processes but the first from writing to stdout and stderr inside."""
+    if ranks.size() > 1:  # PyTorch's own remarks, before it is imported: each rank would make them
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     with ExitStack() as stack:
         if not ranks.first():
             nowhere = stack.enter_context(Path(os.devnull).open("w"))
@@ -36,8 +38,8 @@ def one_voice() -> Iterator[None]:
         yield
 
 
-def tells(error: SfiError) -> bool:
-    """Say whether this process prints an error that all of them may have met."""
+def tells() -> bool:
+    """Say whether this process prints an error, which all of them may have met."""
     if ranks.size() == 1:
         return True
     from sfi_core.distributed import tells_errors

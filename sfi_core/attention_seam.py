@@ -71,7 +71,7 @@ def sfi_attention(
     scale = D**-0.5 if scaling is None else scaling
     query_BHGTD = query.reshape(B, H, heads // H, T, D)
     sinks = None if kwargs.get("s_aux") is None else local(kwargs["s_aux"])
-    options = {
+    options: dict[str, Any] = {
         "soft_cap": kwargs.get("softcap"),
         "sink_HG": None if sinks is None else sinks.reshape(H, heads // H),
     }

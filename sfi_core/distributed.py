@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.rendezvous import rendezvous
 
 from sfi_core import ranks
 from sfi_core.errors import ConfigError, RankLostError, SfiError
@@ -177,7 +179,7 @@ def join() -> Ranks:
     """Meet the other processes that torchrun has started, once.
 
     Returns:
-        The ranks, for what happens before the model runs: they wait for each other as long as loading may take.
+        The ranks, for what happens before the model runs: they wait as long as loading may take.
 
     Raises:
         RankLostError: Another one does not come.
@@ -195,10 +197,8 @@ def join() -> Ranks:
 
 
 @cache
-def mesh(device: torch.device) -> Any:
-    """Make the device mesh of a tensor-parallel model over all ranks; its calls time out after `timeout()`."""
-    from torch.distributed.device_mesh import DeviceMesh  # not in every build of torch
-
+def mesh(device: torch.device) -> DeviceMesh:
+    """Make the device mesh of a tensor-parallel model over all ranks; calls end after `timeout()`."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     group = dist.new_group(
@@ -230,12 +230,12 @@ def tells_errors() -> bool:
     if ranks.size() == 1 or not dist.is_initialized():
         return ranks.local() == 0
     try:
-        return int(_store().add("told", 1)) == 1
+        return int(_store().add("sfi/told", 1)) == 1
     except dist.DistError:
         return True  # the process that kept the count is gone
 
 
 @cache
 def _store() -> Any:
-    store, _, _ = next(dist.rendezvous("env://", timeout=LOADING))
-    return dist.PrefixStore("sfi", store)
+    store, _, _ = next(rendezvous("env://", timeout=LOADING))
+    return store

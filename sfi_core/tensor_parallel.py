@@ -1,4 +1,4 @@
-"""transformers' tensor parallelism: what it takes to load a model split by heads, and what cannot be split."""
+"""transformers' tensor parallelism: how a model is loaded that is split by heads, and what cannot be."""
 
 from typing import Any
 
@@ -54,6 +54,9 @@ def _plan_with_whole_head(config: Any, *, trust_remote_code: bool) -> dict[str, 
     # the vocabulary does not split evenly, and transformers refuses to split it otherwise
     with torch.device("meta"):
         twin = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    heads = (twin.get_output_embeddings(), twin.get_input_embeddings())  # where tied, they split as one
+    heads = (
+        twin.get_output_embeddings(),
+        twin.get_input_embeddings(),
+    )  # where tied, they split as one
     whole = {name for name, module in twin.named_modules() if module in heads}
     return {module: style for module, style in twin.tp_plan.items() if module not in whole}

@@ -15,6 +15,7 @@ CODES = {
     "UnsupportedModelError": 4,
     "MemoryForecastError": 4,
     "NumericsError": 1,
+    "RankLostError": 1,
 }
 
 

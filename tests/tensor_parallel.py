@@ -1,0 +1,217 @@
+"""Runs that `tests/core/test_tensor_parallel.py` makes in one process and on two ranks.
+
+As a script, it is one of the ranks: `python tests/tensor_parallel.py works|dies|hangs FOLDER`.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from sfi_cli import app
+from sfi_core import Sampling, SfiConfig, generate, load, slow_fast
+from sfi_core.bundled.tokenizer import build_tokenizer
+from sfi_core.distributed import ranks_of
+from sfi_core.engine_options import EngineOptions
+from sfi_core.errors import SfiError
+from sfi_core.run import Run
+from tests.architectures import BY_LABEL, padded, prompts
+from tests.fakes import RecordingObserver
+
+MODELS = ("llama", "qwen3-moe", "gemma-3")
+MORE_HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
+LENGTHS, STEPS = (90, 31, 60), 16
+CONFIG = SfiConfig(
+    sink=2,
+    recent=8,
+    budget=12,
+    t_max=4,
+    span=2,
+    trigger_token_ids=tuple(range(0, 300, 5)),
+    window_prefill=4,
+)
+PAPER = SfiConfig.preset("paper").replace(
+    sink=2, recent=8, budget=12, t_max=4, trigger_token_ids=tuple(range(0, 300, 5))
+)
+COSINE = CONFIG.replace(trigger_policy="cosine", cosine_threshold=0.0, t_max=50)
+ENTROPY = CONFIG.replace(trigger_policy="entropy", entropy_threshold=4.6, t_max=50)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One run: the model's label, the settings, and options of `generate`."""
+
+    model: str
+    config: SfiConfig = CONFIG
+    options: dict[str, Any] = field(default_factory=dict)
+    hosted: bool = False  # by `model.generate` under `slow_fast`
+
+
+CASES = {
+    **{f"{label} default": Case(label) for label in MODELS},
+    **{f"{label} paper": Case(label, PAPER) for label in MODELS},
+    "bundled": Case("", CONFIG.replace(budget=24, t_max=3)),
+    "sampled": Case("llama", options={"sampling": Sampling(temperature=1.5), "seed": 3}),
+    "cosine": Case("llama", COSINE),
+    "entropy": Case("llama", ENTROPY),
+    "chunks": Case("llama", options={"prefill_chunk": 16}),
+    "refreshkv": Case(
+        "llama", CONFIG.replace(stride=3, cosine_threshold=0.1), {"policy": "refreshkv"}
+    ),
+    "hosted": Case("qwen3-moe", hosted=True),
+    "hosted sampled": Case("llama", options={"do_sample": True, "temperature": 1.5}, hosted=True),
+    **{
+        policy: Case("llama", options={"policy": policy})
+        for policy in ("tova", "random-k", "quest", "h2o", "tidaldecode", "full-kv")
+    },
+}
+
+
+def save_models(folder: Path) -> None:
+    """Write the tiny checkpoints that the ranks load."""
+    more = {name: {**MORE_HEADS} for name in MODELS}
+    more["odd"] = {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 48}
+    for label, settings in more.items():
+        shape = BY_LABEL["llama" if label == "odd" else label]
+        model = replace(shape, settings={**shape.settings, **settings}).build()
+        _save(model, folder / label)
+    for label in ("gpt-2", "olmo-2"):
+        _save(BY_LABEL[label].build(), folder / label)
+    twin = AutoModelForCausalLM.from_pretrained(folder / "llama")
+    with torch.no_grad():
+        twin.model.layers[1].self_attn.k_proj.weight.mul_(1.01)
+    _save(twin, folder / "llama-trained-on")
+
+
+def _save(model: Any, folder: Path) -> None:
+    model.save_pretrained(folder)
+    build_tokenizer(512).save_pretrained(folder)
+
+
+def complete(case: Case, model: Any) -> dict[str, Any]:
+    """Run a case; return its tokens, its slow steps and the positions of every selection by KV head."""
+    seen = RecordingObserver()
+    rows = prompts(*LENGTHS)
+    if case.hosted:
+        torch.manual_seed(7 + int(os.environ.get("RANK", "0")))  # the first rank's counts
+        with slow_fast(model, None, case.config, observers=[seen]) as session:
+            model.generate(**padded(rows), max_new_tokens=STEPS, **case.options)
+            report = session.report
+    else:
+        options = {"max_new_tokens": STEPS, "stop_token_ids": (), **case.options}
+        result = generate(model, None, rows, case.config, observers=[seen], **options)
+        report = result.report
+    return {
+        "tokens": [request.token_ids for request in report.requests],
+        "slow_at": [request.slow_at for request in report.requests],
+        "selected": {
+            f"request {event.request} step {event.step} layer {event.layer}": event.index_HK.tolist()
+            for event in seen.selections
+        },
+    }
+
+
+def every_case(folder: Path) -> dict[str, Any]:
+    """Run all cases, each model loaded once."""
+    models: dict[str, Any] = {}
+    found = {}
+    for name, case in CASES.items():
+        if case.model not in models:
+            source = str(folder / case.model) if case.model else None
+            models[case.model] = load(source, device="cpu")[0]
+        found[name] = complete(case, models[case.model])
+    return found
+
+
+def every_refusal(folder: Path) -> dict[str, str]:
+    """Make the mistakes that all ranks must report alike; return the errors."""
+    rank = int(os.environ["RANK"])
+    model, _ = load(str(folder / "llama"), device="cpu")
+
+    def run(
+        rows: Sequence[Sequence[int]] = ((1, 2, 3),), config: SfiConfig = CONFIG, **options: Any
+    ) -> None:
+        generate(model, None, rows, config, stop_token_ids=(), **{"max_new_tokens": 4, **options})
+
+    def broken() -> None:
+        # NaN on the last rank only: nothing but the ranks' agreement tells the first one
+        spoil = model.lm_head.register_forward_hook(
+            lambda *call: call[2] * torch.nan if rank else None
+        )
+        try:
+            result = generate(model, None, [[1, 2, 3]], CONFIG, max_new_tokens=4)
+        finally:
+            spoil.remove()
+        if result.error is not None:
+            raise result.error
+
+    def hosted() -> None:
+        with slow_fast(model, None, CONFIG):
+            model.generate(torch.tensor([[1, 2, 3 + rank]]), max_new_tokens=4)
+
+    mistakes: dict[str, Callable[[], Any]] = {
+        "checkpoints": lambda: load(
+            str(folder / ("llama-trained-on" if rank else "llama")), device="cpu"
+        ),
+        "missing": lambda: load(str(folder / ("nowhere" if rank else "llama")), device="cpu"),
+        "heads": lambda: load(str(folder / "odd"), device="cpu"),
+        "no plan": lambda: load(str(folder / "gpt-2"), device="cpu"),
+        "all heads": lambda: load(str(folder / "olmo-2"), device="cpu"),
+        "device": lambda: load(str(folder / "llama"), device="cuda:0"),
+        "prompts": lambda: run([[1, 2, 3 + rank]]),
+        "config": lambda: run(config=CONFIG.replace(budget=12 + rank)),
+        "seed": lambda: run(seed=rank),
+        "length": lambda: run(max_new_tokens=4 + rank),
+        "graphs": lambda: run(engine=EngineOptions(graphs=True)),
+        "hosted": hosted,
+        "hosted tokens": lambda: ranks_of(model).same_tokens(torch.tensor([5 + rank])),
+        "numerics": broken,
+    }
+    found = {}
+    for name, mistake in mistakes.items():
+        try:
+            mistake()
+            found[name] = "nothing"
+        except SfiError as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    run()  # after all of that, the ranks still work together
+    return found
+
+
+def lose_a_rank(how: str) -> None:
+    """Run `sfi generate` on ranks of which one stops while it decodes: the first dies, or the last hangs."""
+    begin = Run.begin_decode
+
+    def stop(run: Run) -> None:
+        begin(run)
+        if run.requests[0].step == 3:
+            if how == "dies" and os.environ["RANK"] == "0":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if how == "hangs" and os.environ["RANK"] == "1":
+                time.sleep(600)
+
+    Run.begin_decode = stop  # type: ignore[method-assign]
+    sys.argv = ["sfi", "generate", "--no-compare", "-n", "8", "--device", "cpu"]
+    app.main()
+
+
+def main() -> None:
+    """Be a rank."""
+    mode, folder = sys.argv[1], Path(sys.argv[2])
+    if mode in ("dies", "hangs"):
+        lose_a_rank(mode)
+        return
+    found = {"cases": every_case(folder), "refusals": every_refusal(folder)}
+    (folder / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
