@@ -252,8 +252,8 @@ class Bench:
             notes.append("transformers compiles the forward pass with its static cache by itself")
         if not settings.prefill:
             notes.append(
-                "caches are filled with random keys and values; tokens are sampled greedily and then "
-                "replaced by a given stream"
+                "caches are filled with random keys and values; under sfi and our other policies the tokens "
+                "are given"
             )
         limit = self.result.model["max_positions"]
         if limit is not None and max(settings.contexts) + settings.total_steps > limit:

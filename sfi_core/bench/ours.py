@@ -30,7 +30,7 @@ def run_ours(
     stream: Stream,
     on_step: Callable[[Sample], None],
 ) -> Sample:
-    """Decode under a policy; tokens are sampled from the logits, read, and replaced by the stream's.
+    """Decode under a policy; tokens are sampled from the logits, among which the stream's are the largest.
 
     Args:
         model: The model, outside `slow_fast`.
@@ -54,11 +54,12 @@ def run_ours(
         )  # fmt: skip
         hosted.shared = prompts.made_up
         greedy, finished = Sampler(Sampling(), prompts.ids_BT), [False] * point.batch
-        tokens = iter(stream.token_SB)
+        token_SB1 = torch.tensor(stream.token_SB, device=model.device)[:, :, None]
 
         def pick(logits_BV: torch.Tensor) -> list[int]:
-            greedy(logits_BV, finished, 0)
-            return next(tokens)
+            # the given token wins on the device, so that what goes on before the host has read it is right
+            logits_BV.scatter_(1, token_SB1[len(sample.at)], torch.finfo(logits_BV.dtype).max)
+            return greedy(logits_BV, finished, 0)
 
         sample.began = time.perf_counter()
         for step, _ in enumerate(decode(hosted, pick, settings.total_steps + 1)):
