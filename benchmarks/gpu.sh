@@ -10,6 +10,7 @@
 # SFI_WHEELS  a folder of wheels of what it lacks (nvtx, say), put on the path without pip
 #
 # PARTS       a regular expression: only the parts whose names match, such as decode or sweep
+# BUDGET      seconds for all parts, 570 without one; what finds no time left is listed with exit code 124
 #
 # A part that fails does not stop the others; the last lines give every part's exit code, and the worst is ours.
 set -uo pipefail
@@ -35,12 +36,15 @@ stem=$out/$(date -u +%F)-$gpu
 names=() codes=() seconds=()
 
 part() { # NAME LIMIT COMMAND...
-  local name=$1 limit=$2 code begin=$SECONDS
+  local name=$1 limit=$2 code=124 begin=$SECONDS left=$((${BUDGET:-570} - SECONDS))
   shift 2
   [[ $name =~ ${PARTS:-.} ]] || return 0
   printf '\n== %s\n' "$name"
-  timeout --signal=INT --kill-after=20 "$limit" "$@" # what measures keeps its finished rows
-  code=$?
+  ((left > limit)) || limit=$left
+  if ((limit > 10)); then
+    timeout --signal=INT --kill-after=20 "$limit" "$@" # what measures keeps its finished rows
+    code=$?
+  fi
   names+=("$name") codes+=("$code") seconds+=("$((SECONDS - begin))")
 }
 
@@ -50,33 +54,6 @@ bench() { # NAME OPTIONS...
   part "$name" 100 "$python" -m sfi_cli kernel-bench --backend triton --force --quiet \
     --output "$stem-$name.json" "$@"
 }
-
-bench sweep --sweep retention
-bench ops
-bench ops-batch-1 --batch 1
-bench ops-128k-batch-4 --context 131072 --batch 4 --retention 0.01761 # 4 + 2048 + 256 tokens
-
-decode() { # NAME LIMIT OPTIONS...
-  local name=$1 limit=$2
-  shift 2
-  part "$name" "$limit" "$python" -m sfi_cli bench --force --quiet --seed 0 --steps 40 --warm-up 8 --repeats 2 \
-    --time-limit 4 --output "$stem-$name.json" "$@"
-}
-
-# the static cache is compiled anew at every point, which takes longer than all else: it has a part of its own
-for size in 0.6b 4b 8b; do
-  decode "decode-$size" 70 --random-weights "qwen3-$size" --baseline transformers-dynamic \
-    --context 8K,32K,128K --batch 1,4,16
-done
-decode decode-4b-static 60 --random-weights qwen3-4b --baseline transformers-static --context 8K --batch 16
-decode decode-4b-ragged 40 --random-weights qwen3-4b --baseline none --context 32K --batch 8 --ragged --synchronized
-
-# one process a core compiles the tests' kernels in minutes instead of one after the other
-workers=()
-"$python" -c 'import xdist' 2>/dev/null && workers=(-p xdist -n "$(($(nproc) < 8 ? $(nproc) : 8))")
-part tests 240 "$python" -m pytest -q -p no:cacheprovider --tb=short --maxfail=20 "${workers[@]}" \
-  tests/kernels tests/core/test_kernel_bench.py tests/core/test_triton_backend.py tests/core/test_audit.py \
-  tests/core/test_engine_on_a_gpu.py tests/traces/test_timing.py
 
 generate() { "$python" -m sfi_cli generate --no-compare --dtype float32 --quiet --json --backend "$1" --force -o "$2"; }
 end_to_end() {
@@ -95,6 +72,39 @@ PYTHON
 export -f generate end_to_end
 export python stem scratch
 part generate 120 bash -c end_to_end
+# one process a core compiles the tests' kernels in minutes instead of one after the other
+workers=()
+"$python" -c 'import xdist' 2>/dev/null && workers=(-p xdist -n "$(($(nproc) < 8 ? $(nproc) : 8))")
+part tests 240 "$python" -m pytest -q -p no:cacheprovider --tb=short --maxfail=20 "${workers[@]}" \
+  tests/kernels tests/core/test_kernel_bench.py tests/core/test_triton_backend.py tests/core/test_audit.py \
+  tests/core/test_engine_on_a_gpu.py tests/traces/test_timing.py
+
+decode() { # NAME LIMIT OPTIONS...
+  local name=$1 limit=$2
+  shift 2
+  part "$name" "$limit" "$python" -m sfi_cli bench --force --quiet --seed 0 --steps 40 --warm-up 8 --repeats 2 \
+    --time-limit 4 --output "$stem-$name.json" "$@"
+}
+
+# the static cache is compiled anew at every point, which takes longer than all else: it has a part of its own
+for size in 0.6b 4b 8b; do
+  decode "decode-$size" 70 --random-weights "qwen3-$size" --baseline transformers-dynamic \
+    --context 8K,32K,128K --batch 1,4,16
+done
+decode decode-4b-static 60 --random-weights qwen3-4b --baseline transformers-static --context 8K --batch 16
+decode decode-4b-ragged 40 --random-weights qwen3-4b --baseline none --context 32K --batch 8 --ragged --synchronized
+
+bench sweep --sweep retention
+bench ops
+bench ops-batch-1 --batch 1
+bench ops-128k-batch-4 --context 131072 --batch 4 --retention 0.01761 # 4 + 2048 + 256 tokens
+
+overlap() { # the second stream under the first one's layers, for ui.perfetto.dev
+  "$python" -m sfi_cli trace record -o "$scratch/run" --quiet && "$python" -m sfi_cli trace export "$scratch/run" \
+    --format perfetto --force -o "$stem-overlap.json"
+}
+export -f overlap
+part overlap 60 bash -c overlap
 part tracing 60 "$python" benchmarks/tracing.py --output "$stem-tracing.json"
 part tracing-0.6b 90 "$python" benchmarks/tracing.py --model qwen3-0.6b --repeats 5 \
   --output "$stem-tracing-qwen3-0.6b.json"

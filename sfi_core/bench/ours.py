@@ -12,6 +12,7 @@ from sfi_core.bench.settings import BenchSettings, Point, Variant
 from sfi_core.bench.streams import Stream
 from sfi_core.decode import decode
 from sfi_core.hosted import HostedModel
+from sfi_core.maintenance import main_stream
 from sfi_core.memory import peak_bytes, reset_peak
 from sfi_core.policies import policy_class
 from sfi_core.policies.support import Triggered
@@ -44,16 +45,20 @@ def run_ours(
     sample = Sample(point.batch, settings.warm_up)
     whole = _period(variant, settings)
     reset_peak(model.device)
-    with slow_fast(
-        model, None, stream.config,
-        policy=variant.policy, backend=settings.backend, engine=variant.engine,
-    ) as session:  # fmt: skip
+    with (
+        main_stream(model.device, overlap=variant.engine.overlap),
+        slow_fast(
+            model, None, stream.config,
+            policy=variant.policy, backend=settings.backend, engine=variant.engine,
+        ) as session,
+    ):  # fmt: skip
         hosted = HostedModel(
             model, session, prompts.ids_BT, prompts.mask_BT, settings.capacity(point.context),
             frozenset(), settings.prefill_chunk,
         )  # fmt: skip
         hosted.shared = prompts.made_up
         greedy, finished = Sampler(Sampling(), prompts.ids_BT), [False] * point.batch
+        greedy.ahead = hosted.ahead
         token_SB1 = torch.tensor(stream.token_SB, device=model.device)[:, :, None]
 
         def pick(logits_BV: torch.Tensor) -> list[int]:
