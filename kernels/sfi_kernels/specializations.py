@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 
-from sfi_kernels.advance import StepRules, advance, bitmaps
-from sfi_kernels.advance.state import STATE_WORDS
 from sfi_kernels.append import append
 from sfi_kernels.decode_attention import slots
 from sfi_kernels.decode_attention.triton import attend
@@ -98,8 +96,6 @@ def signature(launch: Launch) -> tuple[dict[str, str], dict[Any, Any], dict[Any,
 
 def _runs() -> Iterator[tuple[str, Callable[[], object]]]:
     yield "any", _plan
-    yield "any", partial(_advance, dense=False)
-    yield "any, dense layers", partial(_advance, dense=True)
     for name, dtype in DTYPES.items():
         for D, E, G, capped, sinks in HEADS:
             label = f"{name}, D={D if D == E else f'{D}/{E}'}, G={G}"
@@ -174,23 +170,6 @@ def _plan() -> None:
     request = StepRequest(mode=FAST, length=T, recent_start=100, packed=S, sink=4)
     step = describe_step([request] * 2, work_items(2, H, 264), torch.device("cpu"))
     split_plan.triton(step, H, 264)
-
-
-def _advance(*, dense: bool) -> None:
-    request = StepRequest(mode=FAST, length=T, recent_start=100, packed=S, sink=4)
-    step = describe_step([request] * 2, 0, torch.device("cpu"))
-    advance.triton(
-        torch.zeros(2, dtype=torch.int64),
-        bitmaps((7,), (), step.buffer.device),
-        torch.zeros(2, STATE_WORDS, dtype=torch.int32),
-        torch.zeros(2, dtype=torch.int32),
-        step,
-        step if dense else None,
-        StepRules(
-            slow_start=2, min_gap=0, t_max=64, delay=1, budget=64, recent=100, sliding=False,
-            synchronized=False,
-        ),
-    )  # fmt: skip
 
 
 def _select(heads: int, group: int, window: int, span: int, reduce: str) -> None:
