@@ -24,6 +24,7 @@ ONLY_IN = {
         "sfi_core/attention_seam.py",
         "sfi_core/cache_seam.py",
         "sfi_core/sampling.py",
+        "sfi_core/tensor_parallel.py",
         "sfi_core/bundled/",
     ),
     "tokenizers": ("sfi_core/bundled/",),
