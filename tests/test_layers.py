@@ -25,6 +25,7 @@ ONLY_IN = {
         "sfi_core/cache_seam.py",
         "sfi_core/sampling.py",
         "sfi_core/bench/",
+        "sfi_core/tensor_parallel.py",
         "sfi_core/bundled/",
     ),
     "tokenizers": ("sfi_core/bundled/",),
