@@ -8,9 +8,10 @@ from sfi_core.config_parts import SelectorConfig
 
 if TYPE_CHECKING:
     from sfi_core.generation import Result, generate
+    from sfi_core.hosting import slow_fast
     from sfi_core.model import load
     from sfi_core.sampling import Sampling
-    from sfi_core.session import Session, slow_fast
+    from sfi_core.session import Session
 
 __version__ = "0.1.0"
 __all__ = [
@@ -30,7 +31,7 @@ _LAZY = {
     "load": "model",
     "Sampling": "sampling",
     "Session": "session",
-    "slow_fast": "session",
+    "slow_fast": "hosting",
 }
 
 

@@ -13,6 +13,7 @@ from sfi_core.decode import decode
 from sfi_core.engine_options import DEFAULTS, EngineOptions
 from sfi_core.errors import ConfigError, NumericsError, SfiError
 from sfi_core.hosted import HostedModel
+from sfi_core.hosting import slow_fast
 from sfi_core.maintenance import main_stream
 from sfi_core.memory import Forecast, peak_bytes, reset_peak
 from sfi_core.observer import Observer
@@ -27,7 +28,7 @@ from sfi_core.prompts import (
 )
 from sfi_core.report import RunReport
 from sfi_core.sampling import Sampler, Sampling
-from sfi_core.session import Session, slow_fast
+from sfi_core.session import Session
 from sfi_core.slots import Slots
 from sfi_core.sparse_state import SparseState
 

@@ -122,7 +122,6 @@ def _refusal(session: "Session") -> SfiError | None:
         ),
         f"a trigger that looks at the {policy.signal}": bool(policy.signal),
         "an audit": session.audit is not None,
-        "a model that is split over several ranks": session.ranks.size > 1,
         "layers of sliding windows, whose cache moves": any(
             shape.window is not None for shape in session.shapes()
         ),

@@ -108,8 +108,7 @@ class Run:
         """Start with empty requests."""
         self.requests = [SparseState(request=row) for row in range(self.cache.batch)]
         self.signals = Signals(self.policy.signal, self.ranks) if self.policy.signal else None
-        # ranks that gather in the Selector do so in the order in which they reduce in the layers
-        apart = self.engine.overlap and self.policy.selects_apart and self.ranks.size == 1
+        apart = self.engine.overlap and self.policy.selects_apart
         self.maintenance = Maintenance(side_of(self.device, overlap=apart))
 
     @property

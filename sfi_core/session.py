@@ -1,36 +1,29 @@
-"""`slow_fast(...)`: run a transformers model with Slow-Fast Inference, whoever drives it."""
+"""A model under SFI: what its forward passes do, and the runs that come of them."""
 
-import copy
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 
-from sfi_core.attention_seam import Seam, install, uninstall
+from sfi_core.attention_seam import Seam
 from sfi_core.audit import Audit
 from sfi_core.audit_config import AuditConfig
-from sfi_core.backends import PAGE_SIZE, resolve_backend
+from sfi_core.backends import PAGE_SIZE
 from sfi_core.cache_seam import SfiCache, full_attention_layers
 from sfi_core.config import SfiConfig
 from sfi_core.describe_model import describe_model
 from sfi_core.distributed import ranks_of
-from sfi_core.engine_options import DEFAULTS, EngineOptions
+from sfi_core.engine_options import EngineOptions
 from sfi_core.errors import ConfigError
 from sfi_core.events import PromptEvent, RunEvent
 from sfi_core.kv_cache import KVCache
 from sfi_core.layer_shapes import layer_shapes
 from sfi_core.maintenance import side_of
-from sfi_core.memory import Forecast, LayerShape, check_fits, forecast
+from sfi_core.memory import Forecast, LayerShape, forecast
 from sfi_core.observer import NullObserver, Observer, together
 from sfi_core.policies import policy_class
-from sfi_core.refusals import (
-    check_backend,
-    check_cache,
-    check_dense_layers,
-    prompt_tokens,
-    refuse_modes,
-)
+from sfi_core.refusals import check_cache, check_dense_layers, prompt_tokens
 from sfi_core.report import RunReport
 from sfi_core.run import Run
 from sfi_core.shadow import Shadow
@@ -202,51 +195,6 @@ class Session:
                 run.signals.see_logits(output.logits[:, -1])
             self._shadow.compare(run, output.logits[:, -1])
 
-    def wrap(self, generate: Callable[..., Any]) -> Callable[..., Any]:
-        """Make `model.generate` use our cache; everything else stays as it is."""
-
-        def generate_with_sfi(
-            inputs: torch.Tensor | None = None, generation_config: Any = None, **kwargs: Any
-        ) -> Any:
-            own = self.model.generation_config
-            settings = copy.deepcopy(generation_config or own)
-            settings.update(**own.to_dict(), defaults_only=True)  # as transformers does
-            settings.update(**{k: v for k, v in kwargs.items() if not isinstance(v, torch.Tensor)})
-            refuse_modes(settings, kwargs)
-            prompt = (
-                inputs
-                if inputs is not None
-                else kwargs.get("input_ids", kwargs.get("inputs_embeds"))
-            )
-            length = 0 if prompt is None else prompt.shape[1]
-            capacity = (
-                length + settings.max_new_tokens if settings.max_new_tokens else settings.max_length
-            )
-            eos = settings.eos_token_id
-            stop = () if eos is None else (eos,) if isinstance(eos, int) else eos
-            cache = kwargs.get("past_key_values")
-            check_cache(cache, fresh=True)
-            if cache is None:
-                cache = self.cache(capacity)
-                if prompt is not None and capacity:
-                    batch = prompt.shape[0] * (settings.num_return_sequences or 1)
-                    chunk = settings.prefill_chunk_size or 0
-                    expected = self.forecast(batch, length, capacity, chunk)
-                    with self.ranks.agreed():
-                        check_fits(expected, self.model.device)
-            if self.ranks.size > 1:
-                ids = None if prompt is None else prompt.tolist()
-                self.ranks.check_same({"prompts": ids, "config": self.config, "settings": settings})
-                self.ranks.share_seed(self.model.device)
-            cache.prompt_length, cache.stop_ids = length or None, frozenset(stop)
-            kwargs["past_key_values"] = cache
-            output = generate(inputs, generation_config=generation_config, **kwargs)
-            sequences = output if isinstance(output, torch.Tensor) else output.sequences
-            self.run.record(self.ranks.same_tokens(sequences[:, -1]))
-            return output
-
-        return generate_with_sfi
-
     def start(self, cache: SfiCache, batch: int, new: int) -> Run:
         """Make the run of a cache, for `batch` requests whose first pass brings `new` tokens."""
         capacity = cache.capacity or max(new, cache.prompt_length or 0) + UNKNOWN_CAPACITY
@@ -272,9 +220,8 @@ class Session:
         if self._run is not None:
             self._run.maintenance.join()
             if self._run.fixed is not None and self._run.device.type == "cuda":
-                torch.cuda.synchronize(
-                    self._run.device
-                )  # a step launched ahead, whose memory may go now
+                # for a step launched ahead, whose memory may go now
+                torch.cuda.synchronize(self._run.device)
 
     def observe(self) -> None:
         """Get ready for the observers and the audit, if there are any.
@@ -301,74 +248,3 @@ class Session:
                 audit=None if self.audit is None else self.audit.to_dict(),
             )
         )
-
-
-@contextmanager
-def slow_fast(
-    model: Any,
-    tokenizer: Any = None,
-    config: SfiConfig | None = None,
-    *,
-    policy: str = "sfi",
-    observers: Sequence[Observer] = (),
-    backend: str = "auto",
-    page_size: int | None = None,
-    audit: AuditConfig | None = None,
-    engine: EngineOptions | None = None,
-) -> Iterator[Session]:
-    """Run a transformers model with SFI: inside, plain `model.generate(...)` is slow-fast.
-
-    Args:
-        model: A decoder-only model of transformers, in evaluation mode.
-        tokenizer: Turns trigger strings into token ids; not needed with `trigger_token_ids`.
-        config: The settings; None is the `default` preset.
-        policy: A name from `sfi_core.policies.POLICIES`.
-        observers: Told of every step, refresh and span.
-        backend: "torch", "triton", or "auto", which takes triton on a CUDA device.
-        page_size: Tokens of a cache page; None is one page a request under torch, 64 tokens under triton.
-        audit: What to compare with dense attention, for the observers; the tokens stay the same.
-        engine: How steps are run; None is `EngineOptions()`.
-
-    Yields:
-        The session; its `report` tells what the last run did. The model is restored on exit.
-
-    Raises:
-        ConfigError: Unknown policy or backend, trigger strings without a tokenizer, or a nested use.
-        BackendError: The backend cannot run the model here.
-        UnsupportedModelError: The architecture cannot run under SFI.
-    """
-    check_backend(backend, model.device)
-    session = Session(
-        model,
-        tokenizer,
-        config or SfiConfig(),
-        policy,
-        observers,
-        page_size,
-        audit,
-        engine or DEFAULTS,
-    )
-    own = model.__dict__.get("generate")
-    if own is not None and getattr(own, "sfi", False):
-        raise ConfigError("slow_fast must not be nested on one model, got a second one")
-    previous = install(model, session.seam)
-    hooks = [
-        model.register_forward_pre_hook(session.before_forward, with_kwargs=True),
-        model.register_forward_hook(session.after_forward),
-    ]
-    wrapped = session.wrap(model.generate)
-    wrapped.sfi = True  # type: ignore[attr-defined]
-    model.generate = wrapped
-    try:
-        with session.ranks.guarded():
-            session.backend = resolve_backend(backend, model, session.shapes, page_size)
-            session.observe()
-            yield session
-    finally:
-        session.close()
-        for hook in hooks:
-            hook.remove()
-        model.__dict__.pop("generate")
-        if own is not None:
-            model.generate = own
-        uninstall(model, previous)

@@ -8,10 +8,10 @@ import torch
 
 from sfi_core.config import SfiConfig
 from sfi_core.hosted import HostedModel
+from sfi_core.hosting import slow_fast
 from sfi_core.memory import check_fits
 from sfi_core.prompt_state import SharedPrompt
 from sfi_core.prompts import check_lengths, encode, left_pad
-from sfi_core.session import slow_fast
 
 
 @torch.no_grad()

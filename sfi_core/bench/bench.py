@@ -20,11 +20,11 @@ from sfi_core.bench.theirs import run_theirs, their_shapes
 from sfi_core.byte_model import ByteModel
 from sfi_core.describe_model import describe_model
 from sfi_core.errors import BackendError, MemoryForecastError
+from sfi_core.hosting import slow_fast
 from sfi_core.kernel_bench.machine import describe_machine
 from sfi_core.kernel_bench.timing import clock_for, copy_gb_per_s
 from sfi_core.memory import LayerShape, free_bytes, resident_bytes
 from sfi_core.model_weights import ModelWeights
-from sfi_core.session import slow_fast
 from sfi_core.versions import versions
 
 Progress = Callable[[str, int, int], None]

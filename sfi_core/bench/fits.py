@@ -6,8 +6,8 @@ from typing import Any
 from sfi_core.bench.settings import BenchSettings, Point, Variant
 from sfi_core.bench.theirs import STATIC, their_shapes
 from sfi_core.config import SfiConfig
+from sfi_core.hosting import slow_fast
 from sfi_core.memory import Forecast, LayerShape, free_bytes
-from sfi_core.session import slow_fast
 
 LOGITS = (
     3 * 4

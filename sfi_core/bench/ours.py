@@ -12,13 +12,13 @@ from sfi_core.bench.settings import BenchSettings, Point, Variant
 from sfi_core.bench.streams import Stream
 from sfi_core.decode import decode
 from sfi_core.hosted import HostedModel
+from sfi_core.hosting import slow_fast
 from sfi_core.maintenance import main_stream
 from sfi_core.memory import peak_bytes, reset_peak
 from sfi_core.policies import policy_class
 from sfi_core.policies.support import Triggered
 from sfi_core.run import Run
 from sfi_core.sampling import Sampler, Sampling
-from sfi_core.session import slow_fast
 
 
 @torch.no_grad()

@@ -18,9 +18,9 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from sfi_core.config import SfiConfig
 from sfi_core.errors import InputError
 from sfi_core.evaluation.teacher_forcing import teacher_force
+from sfi_core.hosting import slow_fast
 from sfi_core.prompt_state import SharedPrompt
 from sfi_core.report import RunReport
-from sfi_core.session import slow_fast
 from sfi_core.shared_prompt import read_prompt
 from sfi_core.trigger_set import resolve_triggers
 

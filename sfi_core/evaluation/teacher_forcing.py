@@ -9,11 +9,11 @@ from sfi_core.config import SfiConfig
 from sfi_core.decode import decode
 from sfi_core.errors import ConfigError, NumericsError
 from sfi_core.hosted import HostedModel
+from sfi_core.hosting import slow_fast
 from sfi_core.memory import check_fits
 from sfi_core.prompt_state import SharedPrompt
 from sfi_core.prompts import check_lengths, left_pad
 from sfi_core.report import RunReport
-from sfi_core.session import slow_fast
 
 OnLogits = Callable[[int, torch.Tensor], None]
 

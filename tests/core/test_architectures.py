@@ -8,7 +8,7 @@ import torch
 from sfi_core.config import SfiConfig
 from sfi_core.errors import UnsupportedModelError
 from sfi_core.generation import generate
-from sfi_core.session import slow_fast
+from sfi_core.hosting import slow_fast
 from tests.architectures import BY_LABEL, PAGE, REFUSED, WORKS, padded, page, prompts, tiny
 
 pytestmark = pytest.mark.seam

@@ -16,7 +16,7 @@ from sfi_core.attention_seam import sfi_attention
 from sfi_core.bundled.tokenizer import build_tokenizer
 from sfi_core.config import SfiConfig
 from sfi_core.errors import BackendError, ConfigError, InputError, UnsupportedModelError
-from sfi_core.session import slow_fast
+from sfi_core.hosting import slow_fast
 from sfi_core.trigger_set import build_trigger_set
 from tests.architectures import padded, prompts, tiny
 

@@ -15,10 +15,10 @@ from sfi_core.describe_model import describe_model
 from sfi_core.errors import TraceError
 from sfi_core.generation import generate
 from sfi_core.hosted import nothing_to_tell
+from sfi_core.hosting import slow_fast
 from sfi_core.layer_shapes import layer_shapes
 from sfi_core.prompts import encode
 from sfi_core.sampling import Sampling
-from sfi_core.session import slow_fast
 from sfi_core.shared_prompt import read_prompt
 from sfi_traces.parquet_observer import ParquetObserver
 from sfi_traces.reader import Trace
