@@ -12,6 +12,7 @@ import sfi_core.shared_prompt
 from sfi_core import memory
 from sfi_core.batch_plan import BatchPlan, largest_batch, plan_batch
 from sfi_core.config import SfiConfig
+from sfi_core.distributed import ALONE
 from sfi_core.errors import ConfigError, MemoryForecastError
 from sfi_core.memory import CPU_SLACK, Forecast, LayerShape, check_fits, forecast
 
@@ -205,6 +206,8 @@ def test_generate_refuses_before_it_allocates(
 
 class Sized:
     """A session whose requests need a gigabyte each, and one more for all."""
+
+    ranks = ALONE
 
     def __init__(self, model: Any) -> None:
         self.model = model

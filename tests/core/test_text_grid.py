@@ -54,8 +54,10 @@ def test_a_window_is_compared_as_on_its_own(loaded):
 
 def test_windows_that_are_done_are_not_done_again(loaded):
     grid = text_grid_of("sfi", lengths=(40,))
-    whole = list(grid.run(*loaded))
-    assert list(grid.run(*loaded, set(grid.keys[:3]))) == whole[3:]
+    whole, rest = list(grid.run(*loaded)), list(grid.run(*loaded, set(grid.keys[:3])))
+    for row in (*whole, *rest):  # times differ
+        row["report"] = {k: v for k, v in row["report"].items() if not k.endswith("_seconds")}
+    assert rest == whole[3:]
     assert list(grid.run(*loaded, set(grid.keys))) == []
 
 

@@ -86,7 +86,7 @@ def selector(
     p_BHGWT = attention_probability(pooled_BHGWT, allowed_BT, None if span else log_sum_BHGW)
     f_BHT = evidence(power_mean(p_BHGWT, alpha, group_reduce), alpha)
 
-    u_BT = normalized_position(_everywhere(logits_BHGWT) if allowed_BT is None else allowed_BT)
+    u_BT = normalized_position(everywhere(logits_BHGWT) if allowed_BT is None else allowed_BT)
     pi_pos_BT = position_factor(u_BT, beta, power, eta, position_weight)
     r_BHT = prior(key_norm_factor(key_norm_BHT, gamma), pi_pos_BT, allowed_BT)
 
@@ -98,7 +98,8 @@ def selector(
     return exclude_across_heads(z_nms_BHT, alpha_cross, temperature, gather), lambda_BH
 
 
-def _everywhere(logits_BHGWT: torch.Tensor) -> torch.Tensor:
+def everywhere(logits_BHGWT: torch.Tensor) -> torch.Tensor:
+    """Return the candidate set that allows every position, [B, T]."""
     B, *_, T = logits_BHGWT.shape
     return torch.ones(B, T, dtype=torch.bool, device=logits_BHGWT.device)
 

@@ -26,7 +26,7 @@ from sfi_kernels.selector.logit_pass.triton import (
     _selector_mean_kernel,
     _selector_row_kernel,
 )
-from sfi_kernels.selector.reference import check, check_settings
+from sfi_kernels.selector.reference import check, check_settings, everywhere
 from sfi_kernels.selector.refinement import exclude_across_heads
 from sfi_kernels.selector.score_pass.triton import (
     _selector_refine_kernel,
@@ -46,7 +46,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 def selector(
     logits_BHGWT: torch.Tensor,
     key_norm_BHT: torch.Tensor,
-    allowed_BT: torch.Tensor,
+    allowed_BT: torch.Tensor | None,
     *,
     alpha: float,
     gamma: float,
@@ -66,6 +66,7 @@ def selector(
     gather: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `reference.selector`. T is contiguous in every tensor, and none is float64."""
+    allowed_BT = everywhere(logits_BHGWT) if allowed_BT is None else allowed_BT
     B, H, G, W, T = _check(logits_BHGWT, key_norm_BHT, allowed_BT, log_sum_BHGW)
     check_settings(alpha, lambda_clip, temperature, group_reduce, span, radius)
     rows, length = B * H, triton.cdiv(triton.cdiv(T, BLOCK), CHUNKS) * BLOCK
