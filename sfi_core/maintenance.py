@@ -154,7 +154,16 @@ class Maintenance:
 
 def side_of(device: torch.device, *, overlap: bool) -> Side:
     """Return a second stream where there is one and it is wanted."""
-    return SecondStream(device) if overlap and device.type == "cuda" else InOrder()
+    return SecondStream(device) if _apart(device, overlap=overlap) else InOrder()
+
+
+def slots_of(device: torch.device, *, overlap: bool) -> int:
+    """Return the slots of `side_of`'s side, without making one."""
+    return (SecondStream if _apart(device, overlap=overlap) else InOrder).slots
+
+
+def _apart(device: torch.device, *, overlap: bool) -> bool:
+    return overlap and device.type == "cuda"
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from sfi_core.errors import ConfigError
 from sfi_core.events import PromptEvent, RunEvent
 from sfi_core.kv_cache import KVCache
 from sfi_core.layer_shapes import layer_shapes
-from sfi_core.maintenance import side_of
+from sfi_core.maintenance import slots_of
 from sfi_core.memory import Forecast, LayerShape, forecast
 from sfi_core.observer import NullObserver, Observer, together
 from sfi_core.policies import policy_class
@@ -128,7 +128,7 @@ class Session:
             prefill_chunk=prefill_chunk,
             together=batch if triton else 1,
             unpacked=() if triton else policy.config.dense_layers,
-            slots=side_of(self.model.device, overlap=self.engine.overlap).slots,
+            slots=slots_of(self.model.device, overlap=self.engine.overlap),
         )
 
     @property
