@@ -9,6 +9,7 @@ import typer
 
 from sfi_cli.kernel_bench import FORMATS, INTERRUPTED, BenchFiles, Written, words
 from sfi_cli.output import message
+from sfi_cli.packing import check_packing, pack
 from sfi_cli.progress import BenchProgress
 from sfi_core.errors import ConfigError, InputError
 
@@ -24,12 +25,14 @@ class Subject:
         model: Hub id or folder; None is the bundled checkpoint.
         random_weights: A config file or a known architecture, instead of a checkpoint; None for none.
         loading: `load`'s options.
+        pack_weights: Whether to pack its weights.
         seed: Seed of random weights.
     """
 
     model: str | None
     random_weights: str | None
     loading: dict[str, Any]
+    pack_weights: bool
     seed: int
 
     @property
@@ -38,15 +41,18 @@ class Subject:
         return self.random_weights or self.model or "bundled"
 
     def check(self) -> None:
-        """Refuse a checkpoint and random weights at once.
+        """Refuse what cannot be measured.
 
         Raises:
-            ConfigError: Both are given.
+            ConfigError: A checkpoint and random weights are given.
+            BackendError: The weights cannot be packed.
         """
         if self.model is not None and self.random_weights is not None:
             raise ConfigError(
                 f"random_weights must come without --model, got {self.random_weights} and {self.model}"
             )
+        if self.pack_weights:
+            check_packing(self.loading)
 
     def loaded(self) -> tuple[Any, Any]:
         """Return the model and a tokenizer, for random weights the bundled one's."""
@@ -164,11 +170,14 @@ class BenchJob:
 
         self.written.say(f"loading {self.subject.name}")
         model, tokenizer = self.subject.loaded()
+        if self.subject.pack_weights:
+            pack(model, quiet=self.written.quiet)
         settings = self._settings((model, tokenizer))
         with BenchProgress(quiet=self.written.quiet) as progress:
             result = run_bench(model, settings, progress.update)
         document = result.document()
         document["model"]["name"] = self.subject.name
+        document["model"]["packed_weights"] = self.subject.pack_weights
         if document["rows"]:
             self.written.show(document, bench_text(document))
             files.save(document)

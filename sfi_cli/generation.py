@@ -8,6 +8,7 @@ from typing import Any
 import typer
 
 from sfi_cli.output import Output, message
+from sfi_cli.packing import check_packing, pack
 from sfi_cli.progress import DecodeProgress, PrefillProgress
 from sfi_cli.prompts import Entry, Prompts
 from sfi_cli.recording import Recording
@@ -28,6 +29,7 @@ class GenerateJob:
     chat: bool
     model: str | None
     loading: dict[str, Any]
+    pack_weights: bool
     backend: str
     policy: str
     preset: str
@@ -57,7 +59,7 @@ class GenerateJob:
             raise
 
     def _run(self, output: Output) -> None:
-        from sfi_core.model import load, resolve_device
+        from sfi_core.model import resolve_device
         from sfi_core.policies import policy_class
         from sfi_core.refusals import check_backend
         from sfi_core.sampling import Sampling
@@ -65,7 +67,7 @@ class GenerateJob:
         policy_class(self.policy)  # mistakes in settings show before a large model loads
         check_backend(self.backend, resolve_device(self.loading["device"]))
         Sampling(**self.sampling)
-        model, tokenizer = load(self.model, **self.loading)
+        model, tokenizer = self._loaded()
         texts = [self._text(entry, tokenizer) for entry in self.prompts.entries]
         shows = output.streams and not self.json and len(texts) == 1
         decode = partial(self._decode, model, tokenizer, texts)
@@ -93,6 +95,16 @@ class GenerateJob:
             raise result.error
         if result.interrupted:
             raise typer.Exit(INTERRUPTED)
+
+    def _loaded(self) -> tuple[Any, Any]:
+        from sfi_core.model import load
+
+        if not self.pack_weights:
+            return load(self.model, **self.loading)
+        check_packing(self.loading)
+        model, tokenizer = load(self.model, **self.loading)
+        pack(model, quiet=self.quiet)
+        return model, tokenizer
 
     def _decode(
         self,

@@ -134,6 +134,14 @@ Force = Annotated[
     bool, typer.Option("--force", help="Overwrite the output.", rich_help_panel=OUTPUT)
 ]
 
+PackWeights = Annotated[
+    bool,
+    typer.Option(
+        "--pack-weights",
+        help="Lay bfloat16 or float16 weights out for decoding on a CPU without such arithmetic.",
+        rich_help_panel=ENGINE,
+    ),
+]
 Overlap = Annotated[
     bool,
     typer.Option(

@@ -7,6 +7,7 @@ from sfi_core.config import SfiConfig
 from sfi_core.config_parts import SelectorConfig
 
 if TYPE_CHECKING:
+    from sfi_core.cpu_linear import pack_weights
     from sfi_core.generation import Result, generate
     from sfi_core.hosting import slow_fast
     from sfi_core.model import load
@@ -22,6 +23,7 @@ __all__ = [
     "SfiConfig",
     "generate",
     "load",
+    "pack_weights",
     "slow_fast",
 ]
 # these import torch or transformers, which `sfi --help` must not
@@ -29,6 +31,7 @@ _LAZY = {
     "Result": "generation",
     "generate": "generation",
     "load": "model",
+    "pack_weights": "cpu_linear",
     "Sampling": "sampling",
     "Session": "session",
     "slow_fast": "hosting",

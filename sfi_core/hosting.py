@@ -11,6 +11,7 @@ from sfi_core.attention_seam import install, uninstall
 from sfi_core.audit_config import AuditConfig
 from sfi_core.backends import resolve_backend
 from sfi_core.config import SfiConfig
+from sfi_core.cpu_linear import wide_linears
 from sfi_core.engine_options import DEFAULTS, EngineOptions
 from sfi_core.errors import ConfigError
 from sfi_core.memory import check_fits
@@ -76,7 +77,7 @@ def slow_fast(
     wrapped.sfi = True  # type: ignore[attr-defined]
     model.generate = wrapped
     try:
-        with session.ranks.guarded():
+        with session.ranks.guarded(), wide_linears(model):
             session.backend = resolve_backend(backend, model, session.shapes, page_size)
             session.observe()
             yield session

@@ -10,6 +10,7 @@ import torch
 
 from sfi_core import ranks
 from sfi_core.config import SfiConfig
+from sfi_core.cpu_linear import crawls
 from sfi_core.distributed import ranks_of
 from sfi_core.errors import MemoryForecastError
 
@@ -130,7 +131,8 @@ def _activation_bytes(model: Any, layers: Sequence[LayerShape], batch: int, chun
     attention = (2 * hidden + heads * (3 * widest[0] + 2 * widest[1])) * itemsize
     attention += 2 * heads * widest[1] * FLOAT32
     logits = 2 * config.vocab_size * FLOAT32 * batch
-    return int(max(mlp, attention) * batch * chunk + logits)
+    wide = hidden * inner * FLOAT32 if model.device.type == "cpu" and crawls(model.dtype) else 0
+    return int(max(mlp, attention) * batch * chunk + logits + wide)
 
 
 def _selector_bytes(

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Self
 
+from sfi_core.cpu_linear import PackedLinear
 from sfi_core.distributed import local
 
 
@@ -32,17 +33,23 @@ class ModelWeights:
         config = model.config.get_text_config(decoder=True)
         embedding = model.get_input_embeddings().weight
         head = model.get_output_embeddings()
-        tied = head is not None and head.weight is embedding
+        packed = {
+            f"{name}.weight": module.packed_bytes
+            for name, module in model.named_modules()
+            if isinstance(module, PackedLinear)
+        }
+        tied = head is not None and not isinstance(head, PackedLinear) and head.weight is embedding
         embedding_bytes = local(embedding).numel() * embedding.itemsize
-        weights = list(model.named_parameters())  # shared ones come once
+        weights = packed | {  # shared parameters come once
+            name: local(weight).numel() * weight.itemsize
+            for name, weight in model.named_parameters()
+        }
         experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
         return cls(
-            total_bytes=sum(local(weight).numel() * weight.itemsize for _, weight in weights),
+            total_bytes=sum(weights.values()),
             embedding_bytes=embedding_bytes,
             unread_bytes=0 if tied else embedding_bytes,
-            routed_bytes=sum(
-                local(w).numel() * w.itemsize for name, w in weights if ".experts." in name
-            ),
+            routed_bytes=sum(size for name, size in weights.items() if ".experts." in name),
             experts=experts or getattr(config, "n_routed_experts", None) or 0,
             active=getattr(config, "num_experts_per_tok", None) or 0,
         )

@@ -135,6 +135,7 @@ def bench(
     window: o.Window = None,
     dense_layer: o.DenseLayers = None,
     group_reduce: o.GroupReduce = None,
+    pack_weights: o.PackWeights = False,
     overlap: o.Overlap = True,
     graphs: o.Graphs = None,
     plot: Annotated[
@@ -189,6 +190,7 @@ def bench(
                 "revision": revision, "dtype": dtype, "device": device,
                 "trust_remote_code": trust_remote_code,
             },
+            pack_weights=pack_weights,
             seed=seed,
         ),
         lists={"policies": policy, "contexts": context, "batches": batch, "baselines": baseline},

@@ -106,6 +106,7 @@ def generate(
     positions: o.Positions = None,
     redact_text: o.RedactText = False,
     nvtx: o.Nvtx = None,
+    pack_weights: o.PackWeights = False,
     overlap: o.Overlap = True,
     graphs: o.Graphs = None,
     synchronized: o.Synchronized = False,
@@ -155,6 +156,7 @@ def generate(
         loading={
             "revision": revision, "dtype": dtype, "device": device, "trust_remote_code": trust_remote_code,
         },
+        pack_weights=pack_weights,
         backend=backend,
         policy=policy,
         preset=preset or ("example" if prompts.is_example and config is None else "default"),
