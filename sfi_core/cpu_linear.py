@@ -39,8 +39,8 @@ class WideLinear(torch.nn.Linear):
 class PackedLinear(torch.nn.Linear):
     """A `Linear` whose weights lie in FBGEMM's layout: for a few rows, and for running a model only.
 
-    A bfloat16 weight below 2^-14 in size may change by up to 2^-25, what float16 can tell apart there; the others
-    stay what they are.
+    A bfloat16 weight below 2^-14 in size may change by up to 2^-25, what float16 can tell apart there. All
+    others stay what they are.
     """
 
     _packed: Any
