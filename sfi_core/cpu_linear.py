@@ -22,6 +22,7 @@ from sfi_core.errors import BackendError
 
 WIDE_ROWS = 32  # from here on widening the matrix once pays; measured on AVX2
 HALVES = (torch.bfloat16, torch.float16)
+ENGINES = ("x86", "fbgemm")
 LARGEST = torch.finfo(torch.float16).max
 
 
@@ -130,7 +131,7 @@ def check_packing(device: torch.device, dtype: torch.dtype) -> None:
     if device.type != "cpu" or dtype not in HALVES:
         got = f"{str(dtype).removeprefix('torch.')} on {device.type}"
         raise BackendError(f"packed weights must be bfloat16 or float16 on a CPU, got {got}")
-    if torch.backends.quantized.engine not in ("x86", "fbgemm"):
+    if torch.backends.quantized.engine not in ENGINES:
         raise BackendError("packed weights need FBGEMM, which PyTorch has on x86 processors only")
 
 

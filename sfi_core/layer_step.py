@@ -6,7 +6,7 @@ share their calls; each still computes what it computes alone.
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -15,7 +15,10 @@ from sfi_core.policies.base import LayerContext, Selection
 from sfi_core.policy_view import layer_context, prompt_blocks
 from sfi_core.run import Run
 from sfi_kernels.dense_attention import dense_attention
+from sfi_kernels.dense_attention.reference import dense_attention_with_logits
 from sfi_kernels.sparse_attention import sparse_attention
+
+R = TypeVar("R")
 
 
 class LayerStep:
@@ -198,9 +201,11 @@ class LayerStep:
     def _decode(self, rows: slice, query: torch.Tensor) -> torch.Tensor:
         policy, row = self.run.policy, rows.start
         if self.run.requests[row].slow or self.left_dense:
-            out = self._dense(rows, query)
-            if policy.selects_in(self.layer):
-                self.refresh((row,), query)
+            if not policy.selects_in(self.layer):
+                return self._dense(rows, query)
+            # the evidence's logits come with it: a pass over the keys less
+            out, logits = self._whole(rows, query, dense_attention_with_logits)
+            self.refresh((row,), query, lambda: logits)
             return out
         if policy.selects_before:
             with self.run.observer.span("select_before", self.layer):
@@ -211,13 +216,16 @@ class LayerStep:
         return out
 
     def _dense(self, rows: slice, query: torch.Tensor) -> torch.Tensor:
+        return self._whole(rows, query, dense_attention.reference)
+
+    def _whole(self, rows: slice, query: torch.Tensor, attention: Callable[..., R]) -> R:
         self.run.paths[
             "torch.dense_attention" if self.forward.decode else "torch.prefill_attention"
         ] += 1
         with self.run.observer.span(
             "attention.dense", self.layer, self.moved_bytes((rows.start,), dense=True)
         ):
-            return dense_attention.reference(
+            return attention(
                 query,
                 self.pages.key_PHND,
                 self.pages.value_PHNE,

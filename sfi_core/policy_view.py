@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from sfi_core.observer import hears
 from sfi_core.policies.base import LayerContext
 from sfi_core.run import SHARED
 from sfi_kernels.dense_attention import window_logits
@@ -54,6 +55,7 @@ def layer_context(
         logits=logits or make_logits,
         log_sum_BHGW=log_sum_RHGW,
         span=partial(run.observer.span, layer=layer),
+        heard=hears(run.observer, "on_selection"),
         states=tuple(run.requests[row] for row in rows),
         query_BHGWD=query_RHGWD,
         keys=lambda place, start, stop: run.cache.keys(layer, rows[place], start, stop),

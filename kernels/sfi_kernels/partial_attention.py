@@ -67,7 +67,7 @@ def combine(
     total = lse.logsumexp(0)
     if sink_HG is not None:
         total = torch.logaddexp(total, sink_HG.float()[None, :, :, None].expand_as(total))
-    weight = (lse - _finite(total)).exp().unsqueeze(-1)
+    weight = (lse - finite(total)).exp().unsqueeze(-1)
     return sum((w * part[0] for w, part in zip(weight, parts, strict=True)), torch.zeros(()))
 
 
@@ -104,13 +104,13 @@ def _explicit(
             shown = visible[..., rows, :] if visible.shape[-2] > 1 else visible
             logits = logits.masked_fill(~shown, -torch.inf)
         lse = logits.logsumexp(-1)
-        outs.append((logits - _finite(lse).unsqueeze(-1)).exp() @ value_BH1TE)
+        outs.append((logits - finite(lse).unsqueeze(-1)).exp() @ value_BH1TE)
         lses.append(lse)
     return torch.cat(outs, 3), torch.cat(lses, 3)
 
 
-def _finite(lse: torch.Tensor) -> torch.Tensor:
-    # so that a row that sees nothing gets weights exp(-inf) = 0, while NaN stays NaN
+def finite(lse: torch.Tensor) -> torch.Tensor:
+    """Put 0 for -inf, so that a row that sees nothing gets weights exp(-inf) = 0, while NaN stays NaN."""
     return lse.masked_fill(lse == -torch.inf, 0.0)
 
 

@@ -66,6 +66,7 @@ class LayerContext:
             window is the current query.
         log_sum_BHGW: Their log-sum-exp over J, where the attention has made it already.
         span: Brackets a phase of the selection, for the observers.
+        heard: Whether anybody looks at a selection's diagnostics.
         states: What the run knows of each of them, in plain numbers.
         query_BHGWD: The window's queries.
         keys: Returns the cached keys of one of them, by its place here, from a position to before another,
@@ -87,6 +88,7 @@ class LayerContext:
     logits: Callable[[], torch.Tensor]
     log_sum_BHGW: torch.Tensor | None = None
     span: Callable[[str], AbstractContextManager[None]] = no_span
+    heard: bool = True
     states: tuple[SparseState, ...] = ()
     query_BHGWD: torch.Tensor | None = None
     keys: Callable[[int, int, int], torch.Tensor] | None = None

@@ -37,7 +37,7 @@ class SFI(Triggered):
                 group_reduce=self.config.group_reduce,
                 span=self.config.span,
                 log_sum_BHGW=context.log_sum_BHGW,
-                diagnostics=diagnostics,
+                diagnostics=diagnostics if context.heard else None,
                 gather=context.ranks.gather if context.ranks.size > 1 else None,
                 **settings,
             )

@@ -4,6 +4,7 @@ import json
 import re
 
 import pytest
+import torch
 from pyarrow import parquet
 from typer.testing import CliRunner
 
@@ -12,6 +13,7 @@ from sfi_cli.bench import SLOW_RATE
 from sfi_cli.commands import bench as command
 from sfi_core.bench import bench, fits
 from sfi_core.bench.settings import BenchSettings
+from sfi_core.cpu_linear import ENGINES
 from sfi_core.errors import SfiError
 from sfi_core.kernel_bench import timing
 
@@ -106,6 +108,16 @@ def test_random_weights_need_a_config_only_and_a_text_can_decide(tiny, tmp_path)
     assert inside(*arguments, "--text", "bundled")[0] == 0
 
 
+@pytest.mark.skipif(
+    torch.backends.quantized.engine not in ENGINES, reason="no FBGEMM on this machine"
+)
+def test_packed_weights_are_measured_and_said(tiny):
+    code, stdout, _ = inside("--random-weights", tiny, *SMALL, "--pack-weights", "--json")
+    document = json.loads(stdout)
+    assert (code, document["model"]["packed_weights"]) == (0, True)
+    assert len(document["rows"]) == 4
+
+
 def test_lists_come_by_comma_or_repeated_and_in_thousands(tiny):
     arguments = (
         "--random-weights", tiny, "--context", "64,0.25K", "--steps", "3", "--repeats", "1",
@@ -196,6 +208,7 @@ def test_ctrl_c_before_the_first_run_leaves_no_file(tmp_path, monkeypatch):
         (("--bandwidth", "10"), 2, "bandwidth must come with --forecast"),
         (("--forecast", "--memory", "0"), 2, "memory must be positive, got 0.0"),
         (("--forecast", "--text", "bundled"), 2, "forecast needs a stated --slow-rate"),
+        (("--pack-weights", "--dtype", "float32"), 4, "packed weights must be bfloat16 or float16 on a CPU"),
         (("--graphs",), 4, "graphs must run on a CUDA device, got cpu; drop --graphs"),
         (("--backend", "cuda"), 2, "unknown backend 'cuda'"),
         (("--device", "cuda:99"), 4, "device cuda:99 is not on this machine"),

@@ -11,6 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from sfi_cli import app as cli
+from sfi_core.cpu_linear import ENGINES
 from sfi_core.errors import SfiError
 
 KEYS = {
@@ -49,6 +50,25 @@ def test_the_first_command_answers_the_bundled_question_word_for_word(run):
     assert "full-kv" in result.stderr
     assert "same tokens  yes" in result.stderr
     assert result.stdout.startswith(" ")
+
+
+@pytest.mark.skipif(
+    torch.backends.quantized.engine not in ENGINES, reason="no FBGEMM on this machine"
+)
+def test_packed_weights_answer_too():
+    code, stdout, _ = inside(
+        "generate", "--dtype", "bfloat16", "--device", "cpu", "--pack-weights", "--no-compare", "--json"
+    )  # fmt: skip
+    assert code == 0
+    assert json.loads(stdout)["exact_match"]
+
+
+def test_weights_that_cannot_be_packed_end_with_one_line():
+    code, stdout, stderr = inside("generate", "--pack-weights", "--dtype", "float32")
+    assert (code, stdout) == (4, "")
+    assert stderr.startswith(
+        "error: packed weights must be bfloat16 or float16 on a CPU, got float32"
+    )
 
 
 def test_the_document_has_the_keys_that_scripts_rely_on(example):

@@ -1,5 +1,6 @@
 """Every policy of the table on a tiny random model, and what sets each of them apart."""
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -294,6 +295,29 @@ def test_sfi_selects_the_best_scores_of_the_selector():
     })  # fmt: skip
     best = score.argsort(-1, descending=True)[..., :BUDGET].sort(-1).values
     assert torch.equal(make("sfi").select_after(layer).index_BHK.long(), best)
+
+
+def test_sfi_spares_itself_the_diagnostics_that_nobody_hears():
+    layer = context(torch.randn(1, 2, 2, 1, 30), 30)
+    told, silent = (
+        make("sfi").select_after(replace(layer, heard=heard)) for heard in (True, False)
+    )
+    assert set(silent.diagnostics) == {"lambda_star"} < set(told.diagnostics)
+    assert torch.equal(told.index_BHK, silent.index_BHK)
+
+
+@pytest.mark.parametrize("observed", [True, False])
+def test_who_listens_to_selections_gets_their_diagnostics(
+    tiny_model: Any, monkeypatch: pytest.MonkeyPatch, *, observed: bool
+):
+    heard = set()
+    select_after = POLICIES["sfi"].select_after
+    monkeypatch.setattr(
+        POLICIES["sfi"], "select_after", lambda self, c: heard.add(c.heard) or select_after(self, c)
+    )
+    watch = [RecordingObserver()] if observed else []
+    sfi_core.generate(tiny_model, None, PROMPTS, CONFIG, max_new_tokens=2, observers=watch)
+    assert heard == {observed}
 
 
 @pytest.mark.parametrize(("setting", "value"), [("span", 3), ("group_reduce", "max")])

@@ -5,6 +5,7 @@ import torch
 
 from sfi_kernels.constants import EPS, MASKED_SCORE
 from sfi_kernels.selector import exclude_across_heads, log_score, soft_nms
+from sfi_kernels.selector.numerics import neighborhood_peak
 
 B, H, T = 2, 3, 50
 
@@ -120,3 +121,12 @@ def test_refinements_of_half_precision_are_float32(dtype: torch.dtype):
     assert torch.equal(soft_nms(score, 0.5, 2), soft_nms(score.float(), 0.5, 2))
     actual, expected = (exclude_across_heads(z, 0.3, 1.0) for z in (score, score.float()))
     assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("radius", [0, 1, 2, 3, 4, 10, 63, 64, 200])
+def test_the_peak_of_a_neighborhood_is_what_pooling_finds(radius: int):
+    score = torch.randn(3, 64).masked_fill(torch.rand(3, 64) < 0.2, -torch.inf)
+    peak = neighborhood_peak(score, radius)
+    for position in range(64):
+        near = score[:, max(0, position - radius) : position + radius + 1]
+        assert torch.equal(peak[:, position], near.amax(-1))

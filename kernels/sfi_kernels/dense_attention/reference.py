@@ -1,12 +1,14 @@
 """Dense attention in PyTorch, over paged keys and values."""
 
+from collections.abc import Iterator
+
 import torch
 
 from sfi_kernels.pages import read_pages
-from sfi_kernels.partial_attention import capped, combine, partial_attention
+from sfi_kernels.partial_attention import capped, combine, finite, partial_attention
 from sfi_kernels.shapes import check_same, check_shape
 
-CHUNK = 512  # keys turned into float32 at once; a chunk stays in the processor's cache
+CHUNK = 1024  # tokens turned into float32 at once; a chunk stays in the processor's cache
 
 
 def dense_attention(
@@ -87,15 +89,63 @@ def window_logits(
     logits = query_BHGWD.new_full((B, H, G * W, T), -torch.inf, dtype=torch.float32)
     for row, length in enumerate(lengths):
         query = query_BHGWD[row].float().reshape(H, G * W, D) * scale
-        for start in range(0, length, CHUNK):
-            stop = min(start + CHUNK, length)
-            key = read_pages(key_PHND, block_table_BP[row], start, stop)[0]
-            logits[row, :, :, start:stop] = capped(query @ key.float().mT, soft_cap)
+        for chunk, key in _wide_chunks(key_PHND, block_table_BP[row], length):
+            logits[row, :, :, chunk] = capped(query @ key.mT, soft_cap)
     out = logits.view(B, H, G, W, -1)
     for row, length in enumerate(lengths):
         for w in range(W - 1):  # the last query sees everything
             out[row, :, :, w, max(0, length - W + w + 1) :] = -torch.inf
     return out
+
+
+def dense_attention_with_logits(
+    query_BHGWD: torch.Tensor,
+    key_PHND: torch.Tensor,
+    value_PHNE: torch.Tensor,
+    block_table_BP: torch.Tensor,
+    length_B: torch.Tensor,
+    *,
+    scale: float,
+    soft_cap: float | None = None,
+    sink_HG: torch.Tensor | None = None,
+    longest: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend as `dense_attention` does, and hand out the logits, in one pass over keys and values.
+
+    Arguments are those of `dense_attention`, and `longest` of `window_logits`. PyTorch's fused attention does
+    not hand them out, so that the evidence would read the keys a second time.
+
+    Returns:
+        What `dense_attention` and `window_logits` return.
+    """
+    check(query_BHGWD, key_PHND, block_table_BP, length_B, value_PHNE, sink_HG)
+    logits = window_logits(
+        query_BHGWD, key_PHND, block_table_BP, length_B,
+        scale=scale, soft_cap=soft_cap, longest=longest,
+    )  # fmt: skip
+    log_sum = logits.logsumexp(-1)
+    if sink_HG is not None:
+        log_sum = torch.logaddexp(log_sum, sink_HG.float()[None, :, :, None])
+    weight = (logits - finite(log_sum).unsqueeze(-1)).exp_().flatten(2, 3)
+    B, H, X, _ = weight.shape
+    out = weight.new_zeros(B, H, X, value_PHNE.shape[3])
+    for row, length in enumerate(length_B.tolist()):
+        for chunk, value in _wide_chunks(value_PHNE, block_table_BP[row], length):
+            out[row].baddbmm_(weight[row, :, :, chunk], value)
+    return out.view(*query_BHGWD.shape[:4], -1).to(query_BHGWD.dtype), logits
+
+
+def _wide_chunks(
+    pages_PHND: torch.Tensor, block_table_P: torch.Tensor, length: int
+) -> Iterator[tuple[slice, torch.Tensor]]:
+    # [H, CHUNK, D] float32, always in one buffer: to make a new one takes longer than to fill it
+    rows_HND = read_pages(pages_PHND, block_table_P, 0, length)[0]
+    H, _, D = rows_HND.shape
+    buffer = rows_HND.new_empty(H, min(CHUNK, length), D, dtype=torch.float32)
+    for start in range(0, length, CHUNK):
+        chunk = rows_HND[:, start : start + CHUNK]
+        wide = chunk if chunk.dtype == torch.float32 else buffer[:, : chunk.shape[1]].copy_(chunk)
+        yield slice(start, start + wide.shape[1]), wide
 
 
 def check(

@@ -1,0 +1,51 @@
+"""Dense attention that hands out its logits, in one pass: equal to the two ops that it stands for."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from sfi_kernels.dense_attention import reference
+from tests.fakes import causal_mask, error_bound, paged, plain_attention
+
+H, G, D, SCALE = 2, 2, 16, 0.3
+LENGTHS = [
+    reference.CHUNK + 65,
+    9,
+    2 * reference.CHUNK,
+]  # a part of a chunk, less than one, whole ones
+OPTIONS = [{}, {"soft_cap": 0.5}, {"sink_HG": torch.tensor([[2.0, -1.0], [0.0, 4.0]])}]
+
+
+@pytest.mark.parametrize("page_size", [64, 3000])
+@pytest.mark.parametrize("W", [1, 3, 12])
+@pytest.mark.parametrize("options", OPTIONS, ids=["plain", "soft_cap", "sink"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_output_and_logits_come_in_one_pass(
+    page_size: int, W: int, options: dict[str, Any], dtype: torch.dtype
+):
+    query = torch.randn(len(LENGTHS), H, G, W, D).to(dtype)
+    keys = [torch.randn(H, T, D).to(dtype) for T in LENGTHS]
+    values = [torch.randn(H, T, D + 8).to(dtype) for T in LENGTHS]
+    (key_PHND, table_BP), (value_PHNE, _) = paged(keys, page_size), paged(values, page_size)
+    length_B = torch.tensor(LENGTHS, dtype=torch.int32)
+    out, logits = reference.dense_attention_with_logits(
+        query, key_PHND, value_PHNE, table_BP, length_B, scale=SCALE, **options
+    )
+    cap = options.get("soft_cap")
+    alone = reference.window_logits(query, key_PHND, table_BP, length_B, scale=SCALE, soft_cap=cap)
+    assert torch.equal(logits, alone)
+    assert out.dtype == dtype
+    for row, (key, value) in enumerate(zip(keys, values, strict=True)):
+        own = min(W, key.shape[1])  # queries before the request's first token are padding
+        segment = query[row : row + 1, :, :, -own:], key[None], value[None]
+        visible = causal_mask(own, key.shape[1])
+        expected, _ = plain_attention(*segment, SCALE, visible=visible, **options)
+        atol, _ = error_bound(*segment, SCALE)
+        torch.testing.assert_close(
+            out[row : row + 1, :, :, -own:].double(),
+            expected,
+            rtol=torch.finfo(dtype).eps,
+            atol=atol,
+        )
+        assert not out[row, :, :, : W - own].any()
