@@ -8,7 +8,7 @@ from sfi_kernels.pages import read_pages
 from sfi_kernels.partial_attention import capped, combine, finite, partial_attention
 from sfi_kernels.shapes import check_same, check_shape
 
-CHUNK = 1024  # tokens turned into float32 at once; a chunk stays in the processor's cache
+CHUNK = 2048  # tokens turned into float32 at once; a chunk stays in the processor's cache
 
 
 def dense_attention(
