@@ -108,21 +108,19 @@ def dense_attention_with_logits(
     scale: float,
     soft_cap: float | None = None,
     sink_HG: torch.Tensor | None = None,
-    longest: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend as `dense_attention` does, and hand out the logits, in one pass over keys and values.
 
-    Arguments are those of `dense_attention`, and `longest` of `window_logits`. PyTorch's fused attention does
-    not hand them out, so that the evidence would read the keys a second time.
+    Arguments are those of `dense_attention`. PyTorch's fused attention does not hand the logits out, so that the
+    evidence would read the keys a second time.
 
     Returns:
         What `dense_attention` and `window_logits` return.
     """
     check(query_BHGWD, key_PHND, block_table_BP, length_B, value_PHNE, sink_HG)
     logits = window_logits(
-        query_BHGWD, key_PHND, block_table_BP, length_B,
-        scale=scale, soft_cap=soft_cap, longest=longest,
-    )  # fmt: skip
+        query_BHGWD, key_PHND, block_table_BP, length_B, scale=scale, soft_cap=soft_cap
+    )
     log_sum = logits.logsumexp(-1)
     if sink_HG is not None:
         log_sum = torch.logaddexp(log_sum, sink_HG.float()[None, :, :, None])
