@@ -111,8 +111,8 @@ def dense_attention_with_logits(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend as `dense_attention` does, and hand out the logits, in one pass over keys and values.
 
-    Arguments are those of `dense_attention`. PyTorch's fused attention does not hand the logits out, so that the
-    evidence would read the keys a second time.
+    Arguments are those of `dense_attention`. PyTorch's fused attention does not hand the logits out: the
+    evidence would have to read the keys a second time.
 
     Returns:
         What `dense_attention` and `window_logits` return.
