@@ -76,8 +76,8 @@ part generate 120 bash -c end_to_end
 workers=()
 "$python" -c 'import xdist' 2>/dev/null && workers=(-p xdist -n "$(($(nproc) < 8 ? $(nproc) : 8))")
 part tests 240 "$python" -m pytest -q -p no:cacheprovider --tb=short --maxfail=20 "${workers[@]}" \
-  tests/kernels tests/core/test_kernel_bench.py tests/core/test_triton_backend.py tests/core/test_audit.py \
-  tests/core/test_engine_on_a_gpu.py tests/traces/test_timing.py
+  tests/kernels tests/core/measure/test_kernel_bench.py tests/core/engine/test_triton_backend.py tests/core/engine/test_audit.py \
+  tests/core/engine/test_on_a_gpu.py tests/traces/test_timing.py
 
 decode() { # NAME LIMIT OPTIONS...
   local name=$1 limit=$2
@@ -117,7 +117,7 @@ for i in "${!names[@]}"; do
 done
 "$python" - "$stem-summary.json" "${names[*]}" "${codes[*]}" "${seconds[*]}" <<'PYTHON'
 import json, sys, torch
-from sfi_core.kernel_bench.machine import describe_machine
+from sfi_core.measure.kernel_bench.machine import describe_machine
 path, *columns = sys.argv[1:]
 names, codes, seconds = (column.split() for column in columns)
 parts = {n: {"exit_code": int(c), "seconds": int(s)} for n, c, s in zip(names, codes, seconds)}

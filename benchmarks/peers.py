@@ -21,10 +21,10 @@ from typing import Any, Self
 
 import torch
 
-from sfi_core.bench.architectures import random_config, random_model
-from sfi_core.config import SfiConfig
-from sfi_core.machine import describe
-from sfi_core.model import DTYPES
+from sfi_core.machine.describe import describe
+from sfi_core.measure.bench.architectures import random_config, random_model
+from sfi_core.models.load import DTYPES
+from sfi_core.settings.config import SfiConfig
 
 WORKER = Path(__file__).with_name("peer_worker.py")
 SMALL = {  # about 50 million weights

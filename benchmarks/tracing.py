@@ -25,14 +25,14 @@ import torch
 
 import sfi_core
 from sfi_core import SfiConfig
-from sfi_core.audit_config import AuditConfig
-from sfi_core.bench.architectures import random_config, random_model
 from sfi_core.bundled.example import load_example
-from sfi_core.machine import describe
-from sfi_core.model import load, quiet, resolve_device
-from sfi_core.versions import versions
-from sfi_traces.nvtx_ranges import NvtxObserver
-from sfi_traces.parquet_observer import ParquetObserver
+from sfi_core.machine.describe import describe
+from sfi_core.machine.versions import versions
+from sfi_core.measure.bench.architectures import random_config, random_model
+from sfi_core.models.load import load, quiet, resolve_device
+from sfi_core.settings.audit import AuditConfig
+from sfi_traces.record.nvtx import NvtxObserver
+from sfi_traces.record.parquet import ParquetObserver
 
 OFF = "off"
 WAYS: dict[str, dict[str, Any]] = {

@@ -5,9 +5,15 @@ from typing import Annotated
 
 import typer
 
-from sfi_cli.commands import bench, doctor, evaluate, generate, kernel_bench, trace, tune
-from sfi_cli.output import message
-from sfi_cli.ranks import check_command, leave, one_voice, tells
+from sfi_cli.commands import trace
+from sfi_cli.commands.bench.command import bench
+from sfi_cli.commands.doctor import doctor
+from sfi_cli.commands.evaluate.command import evaluate
+from sfi_cli.commands.generate.command import generate
+from sfi_cli.commands.kernel_bench.command import kernel_bench
+from sfi_cli.commands.tune.command import tune
+from sfi_cli.terminal.output import message
+from sfi_cli.terminal.torchrun import check_command, leave, one_voice, tells
 
 INTERRUPTED = 130
 HELP = "Slow-Fast Inference: decode long contexts and see what the model reads."
@@ -18,13 +24,13 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(generate.generate)
-app.command("eval")(evaluate.evaluate)
-app.command()(bench.bench)
-app.command()(kernel_bench.kernel_bench)
+app.command()(generate)
+app.command("eval")(evaluate)
+app.command()(bench)
+app.command()(kernel_bench)
 app.add_typer(trace.app, name="trace")
-app.command()(tune.tune)
-app.command()(doctor.doctor)
+app.command()(tune)
+app.command()(doctor)
 
 
 @app.callback(invoke_without_command=True)

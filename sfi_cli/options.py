@@ -5,9 +5,15 @@ from typing import Annotated, Any
 
 import typer
 
-from sfi_core.audit_config import AuditConfig
-from sfi_core.config import GROUP_REDUCTIONS, PRESETS, RECENT_MODES, TRIGGER_POLICIES, SfiConfig
 from sfi_core.errors import ConfigError
+from sfi_core.settings.audit import AuditConfig
+from sfi_core.settings.config import (
+    GROUP_REDUCTIONS,
+    PRESETS,
+    RECENT_MODES,
+    TRIGGER_POLICIES,
+    SfiConfig,
+)
 
 DEFAULTS = SfiConfig()
 DEFAULT_AUDIT = AuditConfig()

@@ -3,16 +3,16 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from sfi_core.config import SfiConfig
-from sfi_core.config_parts import SelectorConfig
+from sfi_core.settings.config import SfiConfig
+from sfi_core.settings.parts import SelectorConfig
 
 if TYPE_CHECKING:
-    from sfi_core.cpu_linear import pack_weights
-    from sfi_core.generation import Result, generate
-    from sfi_core.hosting import slow_fast
-    from sfi_core.model import load
-    from sfi_core.sampling import Sampling
-    from sfi_core.session import Session
+    from sfi_core.generation.generate import Result, generate
+    from sfi_core.generation.sampling import Sampling
+    from sfi_core.hosts.transformers.session import Session
+    from sfi_core.hosts.transformers.slow_fast import slow_fast
+    from sfi_core.models.linear import pack_weights
+    from sfi_core.models.load import load
 
 __version__ = "0.1.0"
 __all__ = [
@@ -28,13 +28,13 @@ __all__ = [
 ]
 # these import torch or transformers, which `sfi --help` must not
 _LAZY = {
-    "Result": "generation",
-    "generate": "generation",
-    "load": "model",
-    "pack_weights": "cpu_linear",
-    "Sampling": "sampling",
-    "Session": "session",
-    "slow_fast": "hosting",
+    "Result": "generation.generate",
+    "generate": "generation.generate",
+    "load": "models.load",
+    "pack_weights": "models.linear",
+    "Sampling": "generation.sampling",
+    "Session": "hosts.transformers.session",
+    "slow_fast": "hosts.transformers.slow_fast",
 }
 
 

@@ -1,6 +1,6 @@
 """The architectures that sfi is tested with, and those it refuses and why.
 
-`tests/core/test_architectures.py` runs the list; `docs/architectures.md` is written from it:
+`tests/core/hosts/test_architectures.py` runs the list; `docs/architectures.md` is written from it:
 
     python tests/architectures.py --write
 """
@@ -330,7 +330,7 @@ PAGE_TEXT = """\
 # Architectures
 
 Written by `python tests/architectures.py --write` from the list that
-`tests/core/test_architectures.py` runs; do not edit it by hand.
+`tests/core/hosts/test_architectures.py` runs; do not edit it by hand.
 
 sfi takes decoder-only models of transformers as they are, if their layers go through transformers'
 attention interface. Sliding-window layers keep their own window; sfi acts on the full-attention layers.

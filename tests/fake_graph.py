@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import GridExecutor
 
-from sfi_core import graphs
+from sfi_core.engine.graphs import recorder
 from sfi_core.errors import BackendError
 from sfi_kernels.append import append
 from sfi_kernels.decode_attention import DecodeAttention, decode_attention
@@ -110,8 +110,8 @@ class FakeRecorder:
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Record every graph of the test."""
-        monkeypatch.setattr(graphs, "can_record", lambda _: True)
-        monkeypatch.setattr(graphs, "make_recorder", lambda _: self)
+        monkeypatch.setattr(recorder, "can_record", lambda _: True)
+        monkeypatch.setattr(recorder, "make_recorder", lambda _: self)
         launched = GridExecutor.__call__
 
         def launch(executor: Any, *args: Any, **kwargs: Any) -> None:

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from sfi_core.events import (
+from sfi_core.observers.events import (
     AuditEvent,
     BeginStepEvent,
     LogitsEvent,
@@ -15,7 +15,7 @@ from sfi_core.events import (
     SelectionEvent,
     StepEvent,
 )
-from sfi_core.observer import NullObserver
+from sfi_core.observers.observer import NullObserver
 from sfi_kernels.append import append
 from sfi_kernels.decode_attention import decode_attention
 from sfi_kernels.dense_attention import dense_attention, window_logits

@@ -1,4 +1,4 @@
-"""Runs that `tests/core/test_tensor_parallel.py` makes in one process and on two ranks.
+"""Runs that `tests/core/distributed/test_tensor_parallel.py` makes in one process and on two ranks.
 
 As a script, it is one of the ranks: `python tests/tensor_parallel.py works|dies|hangs FOLDER`.
 """
@@ -19,10 +19,10 @@ from transformers import AutoModelForCausalLM
 from sfi_cli import app
 from sfi_core import Sampling, SfiConfig, generate, load, slow_fast
 from sfi_core.bundled.tokenizer import build_tokenizer
-from sfi_core.distributed import ranks_of
-from sfi_core.engine_options import EngineOptions
+from sfi_core.distributed.ranks import ranks_of
+from sfi_core.engine.run import Run
 from sfi_core.errors import SfiError
-from sfi_core.run import Run
+from sfi_core.settings.engine import EngineOptions
 from tests.architectures import BY_LABEL, padded, prompts
 from tests.fakes import RecordingObserver
 

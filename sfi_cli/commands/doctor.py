@@ -21,12 +21,12 @@ def doctor(
     """
     from dataclasses import asdict
 
-    from sfi_cli.output import Output
-    from sfi_core.config import SfiConfig
-    from sfi_core.machine import checks, describe
-    from sfi_core.model import load_tokenizer
-    from sfi_core.trigger_set import build_trigger_set
-    from sfi_core.versions import versions
+    from sfi_cli.terminal.output import Output
+    from sfi_core.machine.describe import checks, describe
+    from sfi_core.machine.versions import versions
+    from sfi_core.models.load import load_tokenizer
+    from sfi_core.settings.config import SfiConfig
+    from sfi_core.triggers.trigger_set import build_trigger_set
 
     triggers = build_trigger_set(load_tokenizer(model), SfiConfig().triggers)
     document: dict[str, Any] = {

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sfi_core.bundled.corpus import recall
-from sfi_core.config import SfiConfig
+from sfi_core.settings.config import SfiConfig
 
 FILE = Path(__file__).parent / "example.json"
 SEED, SENTENCES, ASKED = 901_000, 380, 5

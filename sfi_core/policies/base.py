@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from sfi_core.config import SfiConfig
-from sfi_core.distributed import ALONE, Ranks
-from sfi_core.sparse_state import SparseState
-from sfi_core.trigger import Trigger
+from sfi_core.distributed.ranks import ALONE, Ranks
+from sfi_core.settings.config import SfiConfig
+from sfi_core.state.request import SparseState
+from sfi_core.triggers.trigger import Trigger
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ class Policy:
         selects_apart: Whether `select_after` reads the context's logits, their sums, the norms and J, and
             nothing else: it can then run beside the next layers, and inside a CUDA graph.
         evicts: Whether what is not attended is gone for good; such methods also store less.
-        signal: What the plan looks at besides tokens, a name of `sfi_core.signals`; "" for nothing.
+        signal: What the plan looks at besides tokens, a name of `sfi_core.triggers.signals`; "" for nothing.
     """
 
     selects_before = False

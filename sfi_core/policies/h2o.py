@@ -7,7 +7,7 @@ its own sums, and sink tokens are always kept.
 import torch
 
 from sfi_core.policies.base import LayerContext, Notes
-from sfi_core.policies.support import Evicting, padded
+from sfi_core.policies.shared import Evicting, padded
 
 ROOM = 256  # positions by which the sums grow
 

@@ -1,9 +1,9 @@
 """Control: at every step, the K positions with the most attention of this very step."""
 
-from sfi_core.config import SfiConfig
 from sfi_core.policies.base import LayerContext, Policy, Selection, StepContext, StepPlan
-from sfi_core.policies.support import always_fast, best, window_probability
-from sfi_core.sparse_state import SparseState
+from sfi_core.policies.shared import always_fast, best, window_probability
+from sfi_core.settings.config import SfiConfig
+from sfi_core.state.request import SparseState
 
 
 class OracleTopK(Policy):

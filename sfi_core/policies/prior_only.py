@@ -1,7 +1,7 @@
 """Control: SFI without evidence, lambda = 1 in Eq. 14: key norms and positions alone choose."""
 
 from sfi_core.policies.base import LayerContext, Selection
-from sfi_core.policies.support import Triggered, best
+from sfi_core.policies.shared import Triggered, best
 from sfi_kernels.selector import key_norm_factor, normalized_position, position_factor, prior
 
 

@@ -7,10 +7,10 @@ tokens read. A page may be cut short where the budget ends.
 
 import torch
 
-from sfi_core.config import SfiConfig
 from sfi_core.policies.base import LayerContext, Notes, Policy, Selection, StepContext, StepPlan
-from sfi_core.policies.support import always_fast, best, padded
-from sfi_core.sparse_state import SparseState
+from sfi_core.policies.shared import always_fast, best, padded
+from sfi_core.settings.config import SfiConfig
+from sfi_core.state.request import SparseState
 
 
 class Quest(Policy):

@@ -5,7 +5,7 @@ import random
 import torch
 
 from sfi_core.policies.base import LayerContext, Selection
-from sfi_core.policies.support import Triggered, best
+from sfi_core.policies.shared import Triggered, best
 
 
 class RandomK(Triggered):

@@ -8,11 +8,11 @@ published; `cosine_threshold` is it, and `stride` the steps between two looks.
 
 import torch
 
-from sfi_core.config import SfiConfig
 from sfi_core.policies.base import LayerContext, Policy, Selection, StepContext, StepPlan
-from sfi_core.policies.support import best
-from sfi_core.signals import SLOW_COSINE
-from sfi_core.sparse_state import SparseState
+from sfi_core.policies.shared import best
+from sfi_core.settings.config import SfiConfig
+from sfi_core.state.request import SparseState
+from sfi_core.triggers.signals import SLOW_COSINE
 from sfi_kernels.selector import attention_probability
 
 

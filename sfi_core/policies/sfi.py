@@ -5,7 +5,7 @@ import dataclasses
 import torch
 
 from sfi_core.policies.base import LayerContext, Selection
-from sfi_core.policies.support import Triggered
+from sfi_core.policies.shared import Triggered
 from sfi_kernels.selector import selector
 from sfi_kernels.top_k import top_k
 

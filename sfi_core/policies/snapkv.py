@@ -6,9 +6,9 @@ tokens are always kept. Their window is `window_prefill`; every decoded token is
 
 import torch
 
-from sfi_core.config import SfiConfig
 from sfi_core.policies.base import LayerContext, Policy, Selection, StepContext, StepPlan
-from sfi_core.policies.support import always_fast, best
+from sfi_core.policies.shared import always_fast, best
+from sfi_core.settings.config import SfiConfig
 
 
 class SnapKV(Policy):

@@ -3,9 +3,9 @@
 Differs from the paper in that keys keep the positions they had, instead of cache-relative ones.
 """
 
-from sfi_core.config import SfiConfig
 from sfi_core.policies.base import Policy, StepContext, StepPlan
-from sfi_core.policies.support import always_fast
+from sfi_core.policies.shared import always_fast
+from sfi_core.settings.config import SfiConfig
 
 
 class StreamingLLM(Policy):

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 
 import torch
 
-from sfi_core.config import SfiConfig
 from sfi_core.errors import ConfigError
 from sfi_core.policies.base import LayerContext, Policy, Selection, StepContext, StepPlan
-from sfi_core.policies.support import always_fast, best, padded, window_probability
-from sfi_core.trigger import Trigger
+from sfi_core.policies.shared import always_fast, best, padded, window_probability
+from sfi_core.settings.config import SfiConfig
+from sfi_core.triggers.trigger import Trigger
 
 FIRST, CORRECTION, DEPTH = 2, 13, 32
 

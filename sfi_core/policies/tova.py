@@ -5,9 +5,9 @@ Differs from the paper in that sink and recent tokens are always kept; TOVA prot
 
 import torch
 
-from sfi_core.config import SfiConfig
 from sfi_core.policies.base import LayerContext, Selection
-from sfi_core.policies.support import Evicting
+from sfi_core.policies.shared import Evicting
+from sfi_core.settings.config import SfiConfig
 
 
 class Tova(Evicting):

@@ -9,13 +9,13 @@ from pyarrow import parquet
 from typer.testing import CliRunner
 
 from sfi_cli import app as cli
-from sfi_cli.bench import SLOW_RATE
-from sfi_cli.commands import bench as command
-from sfi_core.bench import bench, fits
-from sfi_core.bench.settings import BenchSettings
-from sfi_core.cpu_linear import ENGINES
+from sfi_cli.commands.bench import command
+from sfi_cli.commands.bench.job import SLOW_RATE
 from sfi_core.errors import SfiError
-from sfi_core.kernel_bench import timing
+from sfi_core.measure.bench import bench, fits
+from sfi_core.measure.bench.settings import BenchSettings
+from sfi_core.measure.kernel_bench import timing
+from sfi_core.models.linear import ENGINES
 
 SMALL = (
     "--context", "300", "--steps", "5", "--repeats", "1", "--budget", "64", "--recent", "32",
@@ -243,7 +243,7 @@ def test_a_point_that_does_not_fit_says_what_does(monkeypatch):
 
 
 def test_a_forecast_runs_nothing_and_needs_no_weights(tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr("sfi_core.bench.bench.run_bench", None)
+    monkeypatch.setattr("sfi_core.measure.bench.bench.run_bench", None)
     file = tmp_path / "x.json"
     arguments = (
         "--forecast",

@@ -10,15 +10,15 @@ import pytest
 from typer.testing import CliRunner
 
 from sfi_cli import app as cli
-from sfi_cli import evaluation_request as request
-from sfi_cli.evaluation import EvaluationProgress, clock
-from sfi_core import model as core_model
+from sfi_cli.commands.evaluate import request
+from sfi_cli.commands.evaluate.job import EvaluationProgress, clock
 from sfi_core.bundled.train import draw
 from sfi_core.errors import ConfigError, InputError, MemoryForecastError, SfiError
-from sfi_core.evaluation import harness_grid, runner
-from sfi_core.evaluation.harness import HarnessRow
-from sfi_core.evaluation.method import Method
-from sfi_core.evaluation.tasks import TASKS
+from sfi_core.measure.evaluation import harness_grid, runner
+from sfi_core.measure.evaluation.harness import HarnessRow
+from sfi_core.measure.evaluation.method import Method
+from sfi_core.measure.evaluation.tasks import TASKS
+from sfi_core.models import load as core_model
 from sfi_core.policies import POLICIES
 
 SMALL = ["--length", "128", "--samples", "2", "--share", "0.2,0.5", "--task", "bundled-recall-1"]

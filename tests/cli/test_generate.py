@@ -11,8 +11,8 @@ import torch
 from typer.testing import CliRunner
 
 from sfi_cli import app as cli
-from sfi_core.cpu_linear import ENGINES
 from sfi_core.errors import SfiError
+from sfi_core.models.linear import ENGINES
 
 KEYS = {
     "model", "policy", "preset", "config", "trigger_token_ids", "requests", "prefill_seconds",

@@ -11,10 +11,17 @@ from pyarrow import parquet
 from typer.testing import CliRunner
 
 from sfi_cli import app as cli
-from sfi_cli.commands import kernel_bench as command
-from sfi_core import compile_check, kernel_bench
+from sfi_cli.commands.kernel_bench import command
 from sfi_core.errors import SfiError
-from sfi_core.kernel_bench import BenchSettings, bench, settings, timing, variants
+from sfi_core.measure import kernel_bench
+from sfi_core.measure.kernel_bench import (
+    BenchSettings,
+    bench,
+    compile_check,
+    settings,
+    timing,
+    variants,
+)
 
 SHAPE = (
     "--context", "700", "--batch", "2", "--heads", "4", "--kv-heads", "2", "--head-dim", "16",
@@ -50,13 +57,13 @@ def _small_buffers(monkeypatch):
 def compiler(monkeypatch) -> list:
     """A stand-in for the offline compiler; the rows it gives can be changed."""
     rows = [dict(COMPILED)]
-    module = ModuleType("sfi_core.compile_check")
+    module = ModuleType("sfi_core.measure.kernel_bench.compile_check")
     module.ARCHS, module.is_clean = compile_check.ARCHS, compile_check.is_clean
     module.compile_kernels = lambda archs, _: [
         row | {"arch": arch} for arch in archs for row in rows
     ]
     module.markdown = lambda rows: "".join(f"| {row['kernel']} | {row['arch']} |\n" for row in rows)
-    monkeypatch.setitem(sys.modules, "sfi_core.compile_check", module)
+    monkeypatch.setitem(sys.modules, "sfi_core.measure.kernel_bench.compile_check", module)
     return rows
 
 

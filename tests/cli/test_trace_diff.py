@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from sfi_traces.reader import Trace
+from sfi_traces.read.reader import Trace
 from tests.cli.trace_commands import trace
 from tests.traces.made import CONFIG, MODEL, make_trace
 from tests.traces.small import change_manifest, rows, write_part

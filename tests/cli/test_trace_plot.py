@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from sfi_cli import app as cli
-from sfi_cli.trace_figures import PlotJob, beside, write_report
+from sfi_cli.commands.trace.figure_jobs import PlotJob, beside, write_report
 from sfi_core.errors import ConfigError, SfiError, TraceError
 from tests.traces.made import make_trace
 

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 from sfi_cli import app as cli
 from sfi_cli.options import number_list
 from sfi_core.errors import ConfigError, SfiError
-from sfi_core.model import BUNDLED
-from sfi_traces.reader import Trace
+from sfi_core.models.load import BUNDLED
+from sfi_traces.read.reader import Trace
 
 PROMPT = "Later, Belora hid a red lantern under the old bridge.\nBelora"
 SHORT = ("-n", "12", "--budget", "8", "--recent", "4", "--t-max", "4")

@@ -19,8 +19,8 @@ from pyarrow import parquet
 from typer.testing import CliRunner, Result
 
 from sfi_cli import app as cli
-from sfi_cli import player as player_module
-from sfi_cli.player import Player, split_keys
+from sfi_cli.commands.trace.replay import player as player_module
+from sfi_cli.commands.trace.replay.player import Player, split_keys
 from sfi_core.errors import ConfigError, SfiError, TraceError
 from sfi_traces import replay as engine
 from tests.traces.made import make_trace

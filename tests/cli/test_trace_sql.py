@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from sfi_cli import query_views
+from sfi_cli.commands.trace import sql_views
 from sfi_traces.schema import TABLES
 from tests.cli.trace_commands import trace
 from tests.traces.made import make_trace
@@ -55,7 +55,7 @@ def test_tables_can_be_described(recorded):
 
 
 def test_a_long_table_is_cut_and_says_so(recorded, monkeypatch):
-    monkeypatch.setattr(query_views, "MOST_ROWS", 3)
+    monkeypatch.setattr(sql_views, "MOST_ROWS", 3)
     ended = trace("sql", recorded, "SELECT step FROM steps")
     assert len(ended.stdout.split()[2:]) == 3
     assert ended.stderr == "only the first 3 rows; --format csv or json writes all\n"

@@ -15,8 +15,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from sfi_cli import app as cli
-from sfi_core.config import SfiConfig
 from sfi_core.errors import BackendError, ConfigError, SfiError, TraceError
+from sfi_core.settings.config import SfiConfig
 from sfi_traces.tune import storage
 from tests.traces.made import MODEL, make_trace
 

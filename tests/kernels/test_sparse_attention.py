@@ -6,7 +6,7 @@ from typing import ClassVar
 import pytest
 import torch
 
-from sfi_core.position_sets import attended_positions
+from sfi_core.state.position_sets import attended_positions
 from sfi_kernels.pack import pack
 from sfi_kernels.sparse_attention import sparse_attention
 from tests.fakes import error_bound, kernel_device, paged, plain_attention

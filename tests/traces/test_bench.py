@@ -5,7 +5,7 @@ import json
 import pytest
 from pyarrow import parquet
 
-from sfi_traces.bench import write_parquet, write_plot
+from sfi_traces.results.bench import write_parquet, write_plot
 
 
 def row(policy: str, context: int, batch: int, rate: float | None, **more) -> dict:

@@ -13,16 +13,16 @@ from pyarrow import parquet
 
 import sfi_core
 from sfi_core import SfiConfig
-from sfi_core.audit_config import AuditConfig
-from sfi_core.engine_options import EngineOptions
-from sfi_traces.check import check
-from sfi_traces.diff import compare
+from sfi_core.settings.audit import AuditConfig
+from sfi_core.settings.engine import EngineOptions
 from sfi_traces.export.perfetto import perfetto_text
-from sfi_traces.figure_data import step_phases
-from sfi_traces.parquet_observer import ParquetObserver
-from sfi_traces.reader import Trace
+from sfi_traces.read.check import check
+from sfi_traces.read.reader import Trace
+from sfi_traces.record.parquet import ParquetObserver
 from sfi_traces.summary import summarize
-from sfi_traces.view import View
+from sfi_traces.summary.diff import compare
+from sfi_traces.views.figure_data import step_phases
+from sfi_traces.views.view import View
 from tests.core.conftest import tiny_qwen3
 
 CONFIG = SfiConfig(

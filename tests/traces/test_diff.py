@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from sfi_core.errors import ConfigError, TraceError
-from sfi_traces.diff import compare
-from sfi_traces.reader import Trace
+from sfi_traces.read.reader import Trace
 from sfi_traces.schema import TABLES
+from sfi_traces.summary.diff import compare
 from tests.traces.made import CONFIG, MODEL, make_trace, overlap
 from tests.traces.small import (
     assert_spread,

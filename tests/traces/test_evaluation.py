@@ -8,9 +8,9 @@ import pytest
 from pyarrow import parquet
 
 from sfi_core.errors import ConfigError, InputError, SfiError
-from sfi_core.evaluation.statistics import paired_difference, wilson
-from sfi_traces.evaluation.store import ResultsFolder, check_new
-from sfi_traces.evaluation.summary import summarize, summarize_fidelity, summarize_harness
+from sfi_core.measure.evaluation.statistics import paired_difference, wilson
+from sfi_traces.results.evaluation.store import ResultsFolder, check_new
+from sfi_traces.results.evaluation.summary import summarize, summarize_fidelity, summarize_harness
 
 MANIFEST = {"asked": {"samples": 2}, "model": {"name": "made-up"}, "methods": [], "text": None}
 
@@ -277,7 +277,7 @@ def test_harness_metrics_are_rows():
 @pytest.mark.skipif(find_spec("matplotlib") is None, reason="the plots extra is not installed")
 @pytest.mark.parametrize("kind", ["png", "svg"])
 def test_a_figure_has_a_panel_for_each_task_and_length_and_all_methods(tmp_path, kind):
-    from sfi_traces.evaluation.plots import write_plot  # noqa: PLC0415 - an extra
+    from sfi_traces.results.evaluation.plots import write_plot  # noqa: PLC0415 - an extra
 
     methods = [f"method {index}" for index in range(14)]
     rows = [
@@ -300,7 +300,7 @@ def test_a_figure_has_a_panel_for_each_task_and_length_and_all_methods(tmp_path,
 
 @pytest.mark.skipif(find_spec("matplotlib") is None, reason="the plots extra is not installed")
 def test_no_two_of_thirty_methods_look_the_same():
-    from sfi_traces.evaluation.plots import _styles  # noqa: PLC0415 - an extra
+    from sfi_traces.results.evaluation.plots import _styles  # noqa: PLC0415 - an extra
 
     styles = _styles([row(f"method {index}") for index in range(30)])
     assert len({tuple(style.values()) for style in styles.values()}) == 30

@@ -7,7 +7,7 @@ import pytest
 
 from sfi_core.errors import TraceError
 from sfi_traces.export.rows import csv_text, json_text, jsonl_text, table_text
-from sfi_traces.reader import Trace
+from sfi_traces.read.reader import Trace
 from sfi_traces.schema import TABLES
 from tests.traces.made import make_trace
 from tests.traces.small import redact, rows, spoil

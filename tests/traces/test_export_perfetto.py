@@ -7,7 +7,7 @@ import pytest
 
 from sfi_core.errors import TraceError
 from sfi_traces.export.perfetto import perfetto_text
-from sfi_traces.reader import Trace
+from sfi_traces.read.reader import Trace
 from tests.traces.made import LAYERS, make_trace
 from tests.traces.small import redact, rows, write_trace
 

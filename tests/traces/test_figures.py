@@ -7,11 +7,17 @@ import pytest
 
 from sfi_core.errors import BackendError, TraceError
 from sfi_traces import figures
-from sfi_traces.figure_data import REST, Retained, lambda_over_time, retained_mass, step_phases
 from sfi_traces.figures import KINDS, check_figures, draw, save
-from sfi_traces.labels import number_ticks, step_ticks, visible
-from sfi_traces.reader import Trace
-from sfi_traces.view import View
+from sfi_traces.read.reader import Trace
+from sfi_traces.views.figure_data import (
+    REST,
+    Retained,
+    lambda_over_time,
+    retained_mass,
+    step_phases,
+)
+from sfi_traces.views.labels import number_ticks, step_ticks, visible
+from sfi_traces.views.view import View
 from tests.traces.made import TOP, WORDS, make_trace
 from tests.traces.test_stability import rewrite
 

@@ -6,8 +6,8 @@ import pytest
 from pyarrow import parquet
 
 from sfi_core.errors import BackendError, ConfigError
-from sfi_traces import kernel_bench
-from sfi_traces.kernel_bench import check_plot, write_parquet, write_plot
+from sfi_traces.results import kernel_bench
+from sfi_traces.results.kernel_bench import check_plot, write_parquet, write_plot
 
 
 def row(op: str, retention: float | None, median: float, **more) -> dict:

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from sfi_core.events import BeginStepEvent
-from sfi_core.observer import NOTHING
-from sfi_traces import nvtx_ranges
-from sfi_traces.nvtx_ranges import NvtxObserver
+from sfi_core.observers.events import BeginStepEvent
+from sfi_core.observers.observer import NOTHING
+from sfi_traces.record import nvtx
+from sfi_traces.record.nvtx import NvtxObserver
 from tests.traces.told import run_event, step_event
 
 HERE = Path(__file__).parent
 CHILD = """
-from sfi_core.events import BeginStepEvent
-from sfi_traces.nvtx_ranges import NvtxObserver
+from sfi_core.observers.events import BeginStepEvent
+from sfi_traces.record.nvtx import NvtxObserver
 from tests.traces.told import run_event, step_event
 
 assert NvtxObserver.attached()
@@ -94,7 +94,7 @@ class Listener:
 @pytest.fixture
 def listener(monkeypatch) -> Listener:
     domain = Listener()
-    monkeypatch.setattr(nvtx_ranges, "_domain", lambda: domain)
+    monkeypatch.setattr(nvtx, "_domain", lambda: domain)
     return domain
 
 

@@ -20,12 +20,12 @@ from transformers import PreTrainedTokenizerFast
 
 from sfi_core.bundled.tokenizer import build_tokenizer
 from sfi_core.errors import ConfigError, SfiError
-from sfi_core.events import PromptEvent, SelectionEvent
-from sfi_traces import readback
-from sfi_traces.parquet_observer import ParquetObserver
-from sfi_traces.reader import Trace
+from sfi_core.observers.events import PromptEvent, SelectionEvent
+from sfi_traces.read.reader import Trace
+from sfi_traces.record import readback
+from sfi_traces.record.parquet import ParquetObserver
+from sfi_traces.record.token_text import TokenText
 from sfi_traces.schema import TABLES
-from sfi_traces.token_text import TokenText
 from tests.traces.made import MODEL, make_trace
 from tests.traces.told import AUDIT, Told, run_event, step_event
 
@@ -356,10 +356,10 @@ CHILD = """
 import sys, time
 from pathlib import Path
 from unittest.mock import Mock
-from sfi_core.events import BeginStepEvent
+from sfi_core.observers.events import BeginStepEvent
 from sfi_traces import trace_writer
 from sfi_traces import readback
-from sfi_traces.parquet_observer import ParquetObserver
+from sfi_traces.record.parquet import ParquetObserver
 from tests.traces.told import run_event, step_event
 
 trace_writer.SOONEST = 0.1

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from sfi_core.errors import ConfigError, TraceError
-from sfi_traces.playback import PROMPT_TAIL, REDACTED, Playback
-from sfi_traces.reader import Trace
+from sfi_traces.read.reader import Trace
+from sfi_traces.replay.playback import PROMPT_TAIL, REDACTED, Playback
 from tests.traces.made import PROMPT, WORDS, make_trace, overlap
 from tests.traces.test_replay_schedule import redact
 

@@ -3,8 +3,8 @@
 import pytest
 
 from sfi_core.errors import ConfigError, TraceError
-from sfi_traces.query import ROWS, Query
-from sfi_traces.reader import Trace
+from sfi_traces.read.query import ROWS, Query
+from sfi_traces.read.reader import Trace
 from tests.traces.made import make_trace
 from tests.traces.small import spoil
 

@@ -12,12 +12,12 @@ import torch
 
 import sfi_core
 from sfi_core import SfiConfig
-from sfi_core.audit_config import AuditConfig
 from sfi_core.bundled.example import load_example
-from sfi_core.model import load
+from sfi_core.models.load import load
+from sfi_core.settings.audit import AuditConfig
 from sfi_kernels.constants import EPS
-from sfi_traces.parquet_observer import ParquetObserver
-from sfi_traces.reader import Trace
+from sfi_traces.read.reader import Trace
+from sfi_traces.record.parquet import ParquetObserver
 
 NEW = 40
 # room for everything: the run sees what the plain model sees; no clip: lambda* is Eq. 17's own value

@@ -8,13 +8,13 @@ import pytest
 from pyarrow import parquet
 
 import sfi_core
-from sfi_core.audit_config import AuditConfig
 from sfi_core.bundled.example import load_example
-from sfi_core.config import SfiConfig
 from sfi_core.errors import ConfigError, TraceError
-from sfi_core.model import load
-from sfi_traces.parquet_observer import ParquetObserver
-from sfi_traces.reader import Trace
+from sfi_core.models.load import load
+from sfi_core.settings.audit import AuditConfig
+from sfi_core.settings.config import SfiConfig
+from sfi_traces.read.reader import Trace
+from sfi_traces.record.parquet import ParquetObserver
 from sfi_traces.replay import (
     Outcome,
     RecordedVocabulary,

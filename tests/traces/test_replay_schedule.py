@@ -9,10 +9,10 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from sfi_core.config import SfiConfig
 from sfi_core.errors import ConfigError, TraceError
-from sfi_core.sparse_state import SparseState
-from sfi_traces.reader import Trace
+from sfi_core.settings.config import SfiConfig
+from sfi_core.state.request import SparseState
+from sfi_traces.read.reader import Trace
 from sfi_traces.replay import RecordedVocabulary, Setting, Supports, grid, schedule
 from sfi_traces.replay.memory import Memory
 from tests.traces.made import PROMPT, STOP, make_trace

@@ -10,11 +10,11 @@ import pytest
 
 from sfi_core.errors import BackendError
 from sfi_traces import report
-from sfi_traces.raster import rasters
-from sfi_traces.reader import Trace
+from sfi_traces.read.reader import Trace
 from sfi_traces.report import check_report, render
 from sfi_traces.report.raster_figure import pack
-from sfi_traces.view import View
+from sfi_traces.views.raster import rasters
+from sfi_traces.views.view import View
 from tests.traces.made import WORDS, make_trace
 from tests.traces.test_stability import rewrite
 

@@ -8,13 +8,13 @@ import pytest
 from pyarrow import parquet
 
 from sfi_core.errors import ConfigError, TraceError
-from sfi_traces import stability
-from sfi_traces.figure_data import REST, lambda_over_time, retained_mass, step_phases
-from sfi_traces.raster import MISSED, NOTHING, READ, SELECTED, choose_place, rasters
-from sfi_traces.reader import Trace
+from sfi_traces.read.reader import Trace
 from sfi_traces.schema import TABLES
-from sfi_traces.stability import Supports, intersections, overlap_by_lag
-from sfi_traces.view import View
+from sfi_traces.views import stability
+from sfi_traces.views.figure_data import REST, lambda_over_time, retained_mass, step_phases
+from sfi_traces.views.raster import MISSED, NOTHING, READ, SELECTED, choose_place, rasters
+from sfi_traces.views.stability import Supports, intersections, overlap_by_lag
+from sfi_traces.views.view import View
 from tests.traces.made import CONFIG, PROMPT, make_trace, overlap
 
 
@@ -214,7 +214,7 @@ def test_a_later_request_of_a_batch_has_the_batchs_timings(full):
 
 def test_many_steps_share_a_bar(sfi, monkeypatch):
     whole = step_phases(sfi).phases["sample"]
-    monkeypatch.setattr("sfi_traces.figure_data.MOST_BARS", 20)
+    monkeypatch.setattr("sfi_traces.views.figure_data.MOST_BARS", 20)
     data = step_phases(sfi)
     assert data.per_bar == 3
     assert data.step.tolist() == list(range(1, 45, 3))

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sfi_core.events import BeginStepEvent
-from sfi_traces.timing import TimingObserver
+from sfi_core.observers.events import BeginStepEvent
+from sfi_traces.record.timing import TimingObserver
 from tests.traces.told import run_event
 
 

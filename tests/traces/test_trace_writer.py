@@ -14,14 +14,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from sfi_core.events import BeginStepEvent, SelectionEvent
-from sfi_traces import parquet_observer, trace_writer
-from sfi_traces.manifest import describe_run
-from sfi_traces.parquet_observer import ParquetObserver
-from sfi_traces.part_files import PartFiles
-from sfi_traces.reader import Trace
-from sfi_traces.trace_rows import TraceRows
-from sfi_traces.trace_writer import Batch, BytesQueue, TraceWriter, next_parts
+from sfi_core.observers.events import BeginStepEvent, SelectionEvent
+from sfi_traces.read.reader import Trace
+from sfi_traces.record import parquet
+from sfi_traces.record import writer as trace_writer
+from sfi_traces.record.manifest import describe_run
+from sfi_traces.record.parquet import ParquetObserver
+from sfi_traces.record.part_files import PartFiles
+from sfi_traces.record.rows import TraceRows
+from sfi_traces.record.writer import Batch, BytesQueue, TraceWriter, next_parts
 from tests.traces.told import run_event, step_event
 
 REPOSITORY = Path(__file__).parents[2]
@@ -29,7 +30,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch) -> None:
-    monkeypatch.setattr(parquet_observer, "PATIENCE", 0.0)
+    monkeypatch.setattr(parquet, "PATIENCE", 0.0)
 
 
 def tell(observer, steps) -> None:
@@ -263,7 +264,7 @@ def test_decoding_waits_for_a_slow_disk_only_when_the_queue_is_full(tmp_path, mo
 def test_a_crash_does_not_wait_for_the_thread(tmp_path):
     script = (
         "import sys; from pathlib import Path; from tests.traces.told import run_event\n"
-        "from sfi_traces.parquet_observer import ParquetObserver\n"
+        "from sfi_traces.record.parquet import ParquetObserver\n"
         "ParquetObserver(Path(sys.argv[1])).on_run(run_event())\n"
         "raise SystemExit(7)"
     )

@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 
 import sfi_core
-from sfi_core.audit_config import AuditConfig
 from sfi_core.bundled.example import load_example
 from sfi_core.errors import TraceError
-from sfi_core.model import load
-from sfi_traces.parquet_observer import ParquetObserver
-from sfi_traces.reader import Trace
+from sfi_core.models.load import load
+from sfi_core.settings.audit import AuditConfig
+from sfi_traces.read.reader import Trace
+from sfi_traces.record.parquet import ParquetObserver
 from sfi_traces.replay import Comparison, Outcome, Setting, Supports, replay
 from sfi_traces.tune.confirm import Confirmer, Material, check_model
 from sfi_traces.tune.confirmation import Confirmation, stated_errors

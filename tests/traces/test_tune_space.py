@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from optuna.trial import FixedTrial
 
-from sfi_core.config import SfiConfig
 from sfi_core.errors import ConfigError, TraceError
-from sfi_traces.reader import Trace
+from sfi_core.settings.config import SfiConfig
+from sfi_traces.read.reader import Trace
 from sfi_traces.replay import Outcome, Setting, Supports
 from sfi_traces.tune.front import RULES, Candidate, choose, spread
 from sfi_traces.tune.objective import OBJECTIVES, Evaluator, Limits, objectives

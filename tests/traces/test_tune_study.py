@@ -8,9 +8,9 @@ from pathlib import Path
 import optuna
 import pytest
 
-from sfi_cli.tune_views import tune_text
+from sfi_cli.commands.tune.views import tune_text
 from sfi_core.errors import ConfigError, InputError, SfiError
-from sfi_traces.reader import Trace
+from sfi_traces.read.reader import Trace
 from sfi_traces.tune import storage as storage_module
 from sfi_traces.tune.found import Found, find
 from sfi_traces.tune.objective import Limits, costs, objectives

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from sfi_core.events import (
+from sfi_core.observers.events import (
     AuditEvent,
     BeginStepEvent,
     LogitsEvent,
@@ -15,7 +15,7 @@ from sfi_core.events import (
     SelectionEvent,
     StepEvent,
 )
-from sfi_core.observer import Observer
+from sfi_core.observers.observer import Observer
 from tests.traces.made import CONFIG, MODEL, overlap
 
 LAYERS, HEADS, TRIGGERS = 2, 2, (3, 7)

@@ -2,7 +2,8 @@
 
 import typer
 
-from sfi_cli.commands.trace import check, diff, export, plot, record, replay, report, show, sql
+from sfi_cli.commands.trace import check, diff, export, plot, record, report, show, sql
+from sfi_cli.commands.trace.replay.command import replay
 
 app = typer.Typer(
     help="Record what the model attended to, and look at it.",
@@ -13,7 +14,7 @@ app.command()(diff.diff)
 app.command()(export.export)
 app.command()(plot.plot)
 app.command()(record.record)
-app.command()(replay.replay)
+app.command()(replay)
 app.command()(report.report)
 app.command()(show.show)
 app.command()(sql.sql)

@@ -17,10 +17,10 @@ def check(folder: o.TraceDir, json: o.Json = False) -> None:
 
       sfi trace check run
     """
-    from sfi_cli.check_views import check_text
-    from sfi_cli.output import Output
-    from sfi_traces.check import check as look
-    from sfi_traces.reader import Trace
+    from sfi_cli.commands.trace.check_views import check_text
+    from sfi_cli.terminal.output import Output
+    from sfi_traces.read.check import check as look
+    from sfi_traces.read.reader import Trace
 
     document = look(Trace.open(folder))
     written = Output(None, force=False)

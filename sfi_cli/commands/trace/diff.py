@@ -24,10 +24,10 @@ def diff(
 
       sfi trace diff run other --request 0 --json
     """
-    from sfi_cli.diff_views import diff_text
-    from sfi_cli.output import Output
-    from sfi_traces.diff import compare
-    from sfi_traces.reader import Trace
+    from sfi_cli.commands.trace.diff_views import diff_text
+    from sfi_cli.terminal.output import Output
+    from sfi_traces.read.reader import Trace
+    from sfi_traces.summary.diff import compare
 
     traces = Trace.open(first), Trace.open(second)
     written = Output(output, force=force)

@@ -34,6 +34,6 @@ def export(
 
       sfi trace export run --format jsonl --table steps
     """
-    from sfi_cli.exporting import ExportJob
+    from sfi_cli.commands.trace.export_job import ExportJob
 
     ExportJob(form=form, table=table, output=output, force=force, quiet=quiet).run(folder)

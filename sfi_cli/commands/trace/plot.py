@@ -76,8 +76,8 @@ def plot(
 
       sfi trace plot run --kind raster,lag --layer 3 --head 1
     """
-    from sfi_cli.kernel_bench import words
-    from sfi_cli.trace_figures import PlotJob
+    from sfi_cli.commands.kernel_bench.job import words
+    from sfi_cli.commands.trace.figure_jobs import PlotJob
 
     PlotJob(
         trace=trace, kinds=tuple(words(kind)) if kind else (), request=request, layer=layer, head=head,

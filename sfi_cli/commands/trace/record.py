@@ -7,8 +7,8 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from sfi_cli import options as o
-from sfi_cli.commands.generate import generate
-from sfi_cli.recording import default_folder
+from sfi_cli.commands.generate.command import generate
+from sfi_cli.commands.generate.recording import default_folder
 
 ELSEWHERE = (
     "trace",

@@ -43,6 +43,6 @@ def report(
 
       sfi trace report run --request 2 -o run.html --force
     """
-    from sfi_cli.trace_figures import write_report
+    from sfi_cli.commands.trace.figure_jobs import write_report
 
     write_report(trace, request=request, top=top, output=output, force=force)

@@ -23,9 +23,9 @@ def show(
 
       sfi trace show run --request 0 --layer 3 --json
     """
-    from sfi_cli.output import Output
-    from sfi_cli.trace_views import show_text
-    from sfi_traces.reader import Trace
+    from sfi_cli.commands.trace.show_views import show_text
+    from sfi_cli.terminal.output import Output
+    from sfi_traces.read.reader import Trace
     from sfi_traces.summary import summarize
 
     trace = Trace.open(folder)

@@ -27,10 +27,10 @@ def sql(
 
       sfi trace sql run "FROM supports SELECT avg(retained_mass) GROUP BY layer" --format csv -o mass.csv
     """
-    from sfi_cli.query_views import FORMATS, query_pieces
-    from sfi_cli.text_pieces import write_pieces
+    from sfi_cli.commands.trace.sql_views import FORMATS, query_pieces
+    from sfi_cli.terminal.text_pieces import write_pieces
     from sfi_core.errors import ConfigError
-    from sfi_traces.reader import Trace
+    from sfi_traces.read.reader import Trace
 
     form = "json" if json else form
     if form not in FORMATS:

@@ -11,7 +11,7 @@ from itertools import chain, islice
 from typing import Any
 
 from sfi_core.errors import TraceError
-from sfi_traces.reader import Trace
+from sfi_traces.read.reader import Trace
 from sfi_traces.summary.scope import Scope
 
 PID = 1

@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 
 from sfi_core.errors import TraceError
-from sfi_traces.reader import Trace
+from sfi_traces.read.reader import Trace
 from sfi_traces.schema import TABLES
 
 ROWS = 1000  # in memory at once

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from sfi_core.errors import BackendError
-from sfi_traces.view import View
+from sfi_traces.views.view import View
 
 KINDS = {  # kind: module
     "heatmap": "heatmap",

@@ -2,10 +2,10 @@
 
 from matplotlib.figure import Figure
 
-from sfi_traces import captions
 from sfi_traces.figures.style import new_figure, plain, title
-from sfi_traces.labels import ACROSS, WITHIN
-from sfi_traces.view import View
+from sfi_traces.views import captions
+from sfi_traces.views.labels import ACROSS, WITHIN
+from sfi_traces.views.view import View
 
 
 def draw(view: View) -> Figure:

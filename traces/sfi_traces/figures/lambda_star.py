@@ -2,11 +2,11 @@
 
 from matplotlib.figure import Figure
 
-from sfi_traces import captions
-from sfi_traces.figure_data import lambda_over_time
 from sfi_traces.figures.style import new_figure, plain, title
-from sfi_traces.labels import CLIP, WITHIN
-from sfi_traces.view import View
+from sfi_traces.views import captions
+from sfi_traces.views.figure_data import lambda_over_time
+from sfi_traces.views.labels import CLIP, WITHIN
+from sfi_traces.views.view import View
 
 MOST_BARS = 60  # more would hide each other
 

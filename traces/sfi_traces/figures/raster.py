@@ -7,11 +7,11 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from sfi_traces import captions
 from sfi_traces.figures.style import mark_slow, new_figure, title
-from sfi_traces.labels import RASTER, SEGMENT, SLOW, number_ticks
-from sfi_traces.raster import choose_place, meaning, rasters
-from sfi_traces.view import View
+from sfi_traces.views import captions
+from sfi_traces.views.labels import RASTER, SEGMENT, SLOW, number_ticks
+from sfi_traces.views.raster import choose_place, meaning, rasters
+from sfi_traces.views.view import View
 
 MOST_STEPS, MOST_CELLS = 1200, 800
 MOST_LABELS = 15

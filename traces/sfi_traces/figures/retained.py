@@ -3,10 +3,10 @@
 import numpy as np
 from matplotlib.figure import Figure
 
-from sfi_traces import captions
-from sfi_traces.figure_data import retained_mass
 from sfi_traces.figures.style import new_figure, title
-from sfi_traces.view import View
+from sfi_traces.views import captions
+from sfi_traces.views.figure_data import retained_mass
+from sfi_traces.views.view import View
 
 MOST_NUMBERS = 400  # cells with their number written in
 

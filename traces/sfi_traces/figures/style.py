@@ -10,9 +10,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-from sfi_traces.captions import Caption, subject
-from sfi_traces.labels import SLOW
-from sfi_traces.view import View
+from sfi_traces.views.captions import Caption, subject
+from sfi_traces.views.labels import SLOW
+from sfi_traces.views.view import View
 
 MUTED = "#5b6570"
 CHARACTERS_PER_INCH = 16  # of a note

@@ -3,11 +3,11 @@
 import numpy as np
 from matplotlib.figure import Figure
 
-from sfi_traces import captions
-from sfi_traces.figure_data import step_phases
 from sfi_traces.figures.style import mark_slow, new_figure, plain, title
-from sfi_traces.labels import PHASES
-from sfi_traces.view import View
+from sfi_traces.views import captions
+from sfi_traces.views.figure_data import step_phases
+from sfi_traces.views.labels import PHASES
+from sfi_traces.views.view import View
 
 
 def draw(view: View) -> Figure:

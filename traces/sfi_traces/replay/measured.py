@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from sfi_core.byte_model import ByteModel
 from sfi_core.errors import TraceError
-from sfi_traces.reader import Trace
+from sfi_core.models.byte_model import ByteModel
+from sfi_traces.read.reader import Trace
 from sfi_traces.replay.memory import Memory
 from sfi_traces.replay.outcome import Outcome, StepMetrics
 from sfi_traces.replay.replay import replay_request

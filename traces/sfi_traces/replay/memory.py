@@ -6,8 +6,8 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from sfi_core.byte_model import ByteModel
-from sfi_core.config import SfiConfig
+from sfi_core.models.byte_model import ByteModel
+from sfi_core.settings.config import SfiConfig
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]

@@ -11,9 +11,9 @@ from itertools import pairwise
 
 import numpy as np
 
-from sfi_core.byte_model import ByteModel
-from sfi_core.config import SfiConfig
 from sfi_core.errors import TraceError
+from sfi_core.models.byte_model import ByteModel
+from sfi_core.settings.config import SfiConfig
 from sfi_traces.replay.memory import Memory
 from sfi_traces.replay.outcome import Outcome, StepMetrics
 from sfi_traces.replay.schedule import schedule

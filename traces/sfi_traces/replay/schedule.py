@@ -3,8 +3,8 @@
 import numpy as np
 
 from sfi_core.errors import ConfigError
-from sfi_core.sparse_state import SparseState
-from sfi_core.trigger import Trigger
+from sfi_core.state.request import SparseState
+from sfi_core.triggers.trigger import Trigger
 from sfi_traces.replay.setting import Setting
 from sfi_traces.replay.support import Floats, Supports
 

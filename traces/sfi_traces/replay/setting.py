@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any, Self
 
-from sfi_core.config import TRIGGER_POLICIES, SfiConfig
 from sfi_core.errors import ConfigError, TraceError
-from sfi_traces.reader import Trace
+from sfi_core.settings.config import TRIGGER_POLICIES, SfiConfig
+from sfi_traces.read.reader import Trace
 
 # what each trigger policy looks at; the others would only repeat a row
 RULES: dict[str, tuple[str, ...]] = {

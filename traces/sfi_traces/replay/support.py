@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from sfi_core.errors import ConfigError, TraceError
-from sfi_traces.reader import Trace
+from sfi_traces.read.reader import Trace
 
 STEPS = ["request", "step", "token_id", "trigger", "context_tokens"]
 SUPPORTS = ["request", "step", "layer", "head", "positions", "mass", "query_cosine"]

@@ -5,8 +5,8 @@ from contextlib import suppress
 from itertools import chain
 
 from sfi_core.errors import ConfigError, TraceError
-from sfi_core.trigger_set import build_trigger_set
-from sfi_traces.reader import Trace
+from sfi_core.triggers.trigger_set import build_trigger_set
+from sfi_traces.read.reader import Trace
 
 
 class RecordedVocabulary:

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from sfi_core.errors import BackendError, TraceError
-from sfi_traces.captions import subject
 from sfi_traces.report.facts import cards, summed, tables
 from sfi_traces.report.text import generated, prompt
-from sfi_traces.view import View
+from sfi_traces.views.captions import subject
+from sfi_traces.views.view import View
 
 HERE = Path(__file__).parent
 

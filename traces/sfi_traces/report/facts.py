@@ -6,7 +6,7 @@ from sfi_traces.summary import Scope
 from sfi_traces.summary.facts import run_facts, step_facts, trigger_tokens
 from sfi_traces.summary.speed import latency
 from sfi_traces.summary.supports import audit_facts, logits_facts, selection_facts, stability
-from sfi_traces.view import View
+from sfi_traces.views.view import View
 
 Row = dict[str, Any]
 NONE = "-"

@@ -5,7 +5,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from sfi_traces.captions import Caption
+from sfi_traces.views.captions import Caption
 
 MARGIN = {"l": 8, "r": 8, "t": 8, "b": 8}
 LEGEND = {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "traceorder": "normal"}

@@ -6,11 +6,11 @@ from math import sqrt
 import numpy as np
 import plotly.graph_objects as go
 
-from sfi_traces import captions
-from sfi_traces.labels import RASTER, SEGMENT, SLOW, visible
-from sfi_traces.raster import MISSED, READ, Raster, choose_place, meaning, rasters
 from sfi_traces.report.panel import LEGEND, MARGIN, Panel
-from sfi_traces.view import View
+from sfi_traces.views import captions
+from sfi_traces.views.labels import RASTER, SEGMENT, SLOW, visible
+from sfi_traces.views.raster import MISSED, READ, Raster, choose_place, meaning, rasters
+from sfi_traces.views.view import View
 
 MOST_STEPS, MOST_CELLS = 600, 400
 ALL_CELLS = 24_000_000  # of all layers and heads; four to a byte, they make 8 MB

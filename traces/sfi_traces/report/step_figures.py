@@ -3,11 +3,11 @@
 import numpy as np
 import plotly.graph_objects as go
 
-from sfi_traces import captions
-from sfi_traces.figure_data import lambda_over_time, retained_mass, step_phases
-from sfi_traces.labels import CLIP, PHASES, SLOW, WITHIN
 from sfi_traces.report.panel import LEGEND, MARGIN, Panel
-from sfi_traces.view import View
+from sfi_traces.views import captions
+from sfi_traces.views.figure_data import lambda_over_time, retained_mass, step_phases
+from sfi_traces.views.labels import CLIP, PHASES, SLOW, WITHIN
+from sfi_traces.views.view import View
 
 MOST_BARS = 60  # error bars; more would hide each other
 MOST_NUMBERS = 64  # cells with their number written in

@@ -6,11 +6,11 @@ import numpy as np
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from sfi_traces import captions
-from sfi_traces.labels import ACROSS, WITHIN, visible
 from sfi_traces.report.panel import LEGEND, MARGIN, Panel
-from sfi_traces.stability import color_range
-from sfi_traces.view import View
+from sfi_traces.views import captions
+from sfi_traces.views.labels import ACROSS, WITHIN, visible
+from sfi_traces.views.stability import color_range
+from sfi_traces.views.view import View
 
 MOST_STEPS = 500  # of the heat map
 MOST_LINES = 24

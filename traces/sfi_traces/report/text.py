@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from sfi_traces.labels import printable
-from sfi_traces.view import View
+from sfi_traces.views.labels import printable
+from sfi_traces.views.view import View
 
 MOST_TOKENS = 10_000
 MOST_CHARACTERS = 20_000

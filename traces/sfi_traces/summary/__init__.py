@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from sfi_traces.reader import Trace
+from sfi_traces.read.reader import Trace
 from sfi_traces.summary.facts import run_facts, step_facts, trigger_tokens
 from sfi_traces.summary.scope import Scope
 from sfi_traces.summary.speed import break_even, latency, phases

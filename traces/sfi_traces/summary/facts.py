@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from sfi_core.config import SfiConfig
+from sfi_core.settings.config import SfiConfig
 from sfi_traces.summary.scope import Scope
 
 

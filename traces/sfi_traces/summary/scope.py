@@ -10,7 +10,7 @@ import pyarrow.compute as pc
 
 from sfi_core.errors import ConfigError, TraceError
 from sfi_traces.overlap import Overlap
-from sfi_traces.reader import Trace
+from sfi_traces.read.reader import Trace
 from sfi_traces.schema import TABLES
 
 QUANTILES = (0.05, 0.5, 0.95)

@@ -8,20 +8,20 @@ from typing import Any
 
 import pyarrow.compute as pc
 
-from sfi_core.audit_config import AuditConfig
 from sfi_core.bundled.example import load_example
-from sfi_core.config import SfiConfig
-from sfi_core.describe_model import describe_model
 from sfi_core.errors import TraceError
-from sfi_core.generation import generate
-from sfi_core.hosted import nothing_to_tell
-from sfi_core.hosting import slow_fast
-from sfi_core.layer_shapes import layer_shapes
-from sfi_core.prompts import encode
-from sfi_core.sampling import Sampling
-from sfi_core.shared_prompt import read_prompt
-from sfi_traces.parquet_observer import ParquetObserver
-from sfi_traces.reader import Trace
+from sfi_core.generation.generate import generate
+from sfi_core.generation.prompts import encode
+from sfi_core.generation.read_prompt import read_prompt
+from sfi_core.generation.sampling import Sampling
+from sfi_core.hosts.transformers.decoder import nothing_to_tell
+from sfi_core.hosts.transformers.layer_shapes import layer_shapes
+from sfi_core.hosts.transformers.slow_fast import slow_fast
+from sfi_core.models.describe import describe_model
+from sfi_core.settings.audit import AuditConfig
+from sfi_core.settings.config import SfiConfig
+from sfi_traces.read.reader import Trace
+from sfi_traces.record.parquet import ParquetObserver
 from sfi_traces.replay import Supports
 from sfi_traces.replay.measured import ComparedSteps, compare_steps, pooled
 from sfi_traces.tune.confirmation import Confirmation

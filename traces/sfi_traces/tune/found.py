@@ -7,8 +7,8 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import Any, Self
 
-from sfi_core.config import SfiConfig
-from sfi_core.versions import versions
+from sfi_core.machine.versions import versions
+from sfi_core.settings.config import SfiConfig
 from sfi_traces.replay import Outcome, Setting
 from sfi_traces.tune.confirmation import Confirmation, stated_errors
 from sfi_traces.tune.front import Candidate, choose, front_of, no_feasible, spread

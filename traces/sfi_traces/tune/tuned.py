@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from sfi_core.config import SfiConfig
+from sfi_core.settings.config import SfiConfig
 from sfi_traces.replay import Setting
 from sfi_traces.tune.trigger_sets import NamedSet
 

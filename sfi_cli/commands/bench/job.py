@@ -1,0 +1,287 @@
+"""What `sfi bench` does between its options and its output."""
+
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from sfi_cli.commands.kernel_bench.job import FORMATS, INTERRUPTED, BenchFiles, Written, words
+from sfi_cli.loading import check_packing, pack
+from sfi_cli.terminal.output import message
+from sfi_cli.terminal.progress import BenchProgress
+from sfi_core.errors import ConfigError, InputError
+
+BUNDLED_TEXT, NO_BASELINE, KILO = "bundled", "none", 1024
+SLOW_RATE = "1/20"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """The model that is measured.
+
+    Attributes:
+        model: Hub id or folder; None is the bundled checkpoint.
+        random_weights: A config file or a known architecture, instead of a checkpoint; None for none.
+        loading: `load`'s options.
+        pack_weights: Whether to pack its weights.
+        seed: Seed of random weights.
+    """
+
+    model: str | None
+    random_weights: str | None
+    loading: dict[str, Any]
+    pack_weights: bool
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """What a document calls the model."""
+        return self.random_weights or self.model or "bundled"
+
+    def check(self) -> None:
+        """Refuse what cannot be measured.
+
+        Raises:
+            ConfigError: A checkpoint and random weights are given.
+            BackendError: The weights cannot be packed.
+        """
+        if self.model is not None and self.random_weights is not None:
+            raise ConfigError(
+                f"random_weights must come without --model, got {self.random_weights} and {self.model}"
+            )
+        if self.pack_weights:
+            check_packing(self.loading)
+
+    def loaded(self) -> tuple[Any, Any]:
+        """Return the model and a tokenizer, for random weights the bundled one's."""
+        from sfi_core.measure.bench.architectures import random_config, random_model
+        from sfi_core.models.load import load, load_tokenizer, resolve_device
+
+        if self.random_weights is None:
+            return load(self.model, **self.loading)
+        config, device = random_config(self.random_weights), resolve_device(self.loading["device"])
+        return random_model(config, device, self._dtype(), self.seed), load_tokenizer()
+
+    def unloaded(self) -> Any:
+        """Return the model without weights, on the meta device."""
+        import torch
+
+        from sfi_core.measure.bench.architectures import empty_model, model_config, random_config
+
+        meta = torch.device("meta")
+        if self.random_weights is not None:
+            return empty_model(random_config(self.random_weights), meta, self._dtype())
+        config = model_config(self.model)
+        asked = self._dtype() if self.loading["dtype"] != "auto" else config.dtype
+        return empty_model(config, meta, asked or torch.bfloat16)
+
+    def _dtype(self) -> Any:
+        import torch
+
+        from sfi_core.models.load import resolve_dtype
+
+        dtype = resolve_dtype(self.loading["dtype"])
+        return torch.bfloat16 if dtype == "auto" else dtype
+
+
+class DecodeFiles(BenchFiles):
+    """Where the data of `sfi bench` goes besides stdout."""
+
+    def save(self, document: dict[str, Any]) -> None:
+        """Write the document, or its rows, and the figure."""
+        from sfi_traces.results.bench import write_parquet, write_plot
+
+        output, plot = self.output, self.plot
+        if output is not None and output.path.suffix == ".parquet":
+            output.save(lambda path: write_parquet(document, path))
+        elif output is not None:
+            output.document(document)
+        if plot is not None:
+            kind = plot.path.suffix.removeprefix(".")
+            plot.save(lambda path: write_plot(document, path, kind=kind))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchJob:
+    """Everything the options said.
+
+    Attributes:
+        subject: The model.
+        lists: Comma lists by field of `BenchSettings`; None stays at its default.
+        settings: Other fields; None stays at the default.
+        trigger_options: Settings of triggers that were given.
+        slow_rate: A share such as 1/20; None for the default, where no text is given.
+        text: A file, or bundled; None for a stated rate.
+        threads: CPU threads; None for PyTorch's own.
+        forecast: Whether to compute instead of measure.
+        bandwidth: GB/s for the forecast; None measures.
+        memory: GB for the forecast; None is the machine's.
+        written: The output options.
+    """
+
+    subject: Subject
+    lists: dict[str, list[str] | None]
+    settings: dict[str, Any]
+    trigger_options: list[str]
+    slow_rate: str | None
+    text: str | None
+    threads: int | None
+    forecast: bool
+    bandwidth: float | None
+    memory: float | None
+    written: Written
+
+    def run(self) -> None:
+        """Load, measure or compute, write and show.
+
+        Raises:
+            SfiError: What the user can mend.
+            typer.Exit: With 130 after Ctrl-C.
+        """
+        import torch
+
+        from sfi_core.hosts.transformers.checks import check_backend
+        from sfi_core.measure.bench.bench import check_engine
+        from sfi_core.models.load import resolve_device
+
+        self._check_options()
+        if self.threads is not None:
+            torch.set_num_threads(self.threads)
+        device = resolve_device(self.subject.loading["device"])
+        settings = self._settings(None)  # mistakes show before a large model loads
+        check_backend(settings.backend, device)
+        check_engine(settings, device)
+        if self.text is not None:
+            _read_text(self.text)
+        files = DecodeFiles.opened(self.written, FORMATS)
+        try:
+            if self.forecast:
+                self._forecast(settings, device, files)
+            else:
+                self._measure(files)
+        finally:
+            files.discard()
+
+    def _measure(self, files: DecodeFiles) -> None:
+        from sfi_cli.commands.bench.views import bench_text
+        from sfi_core.measure.bench.bench import run_bench
+
+        self.written.say(f"loading {self.subject.name}")
+        model, tokenizer = self.subject.loaded()
+        if self.subject.pack_weights:
+            pack(model, quiet=self.written.quiet)
+        settings = self._settings((model, tokenizer))
+        with BenchProgress(quiet=self.written.quiet) as progress:
+            result = run_bench(model, settings, progress.update)
+        document = result.document()
+        document["model"]["name"] = self.subject.name
+        document["model"]["packed_weights"] = self.subject.pack_weights
+        if document["rows"]:
+            self.written.show(document, bench_text(document))
+            files.save(document)
+        if result.interrupted:
+            message("interrupted")
+            raise typer.Exit(INTERRUPTED)
+
+    def _forecast(self, settings: Any, device: Any, files: DecodeFiles) -> None:
+        from sfi_cli.commands.bench.views import forecast_text
+        from sfi_core.measure.bench.forecast import forecast_document
+
+        document = forecast_document(
+            self.subject.unloaded(),
+            settings,
+            device,
+            bandwidth_gb_per_s=self.bandwidth,
+            memory_bytes=None if self.memory is None else self.memory * 1e9,
+        )
+        document["model"]["name"] = self.subject.name
+        self.written.show(document, forecast_text(document))
+        files.save(document)
+
+    def _check_options(self) -> None:
+        self.subject.check()
+        if self.text is not None and self.slow_rate is not None:
+            raise ConfigError("slow_rate must come without --text, whose tokens decide")
+        if self.text is None and self.trigger_options:
+            raise ConfigError(
+                f"{self.trigger_options[0]} must come with --text; without one --slow-rate decides"
+            )
+        if not self.forecast:
+            for name in ("bandwidth", "memory"):
+                if getattr(self, name) is not None:
+                    raise ConfigError(f"{name} must come with --forecast, got --{name} alone")
+        elif self.text is not None:
+            raise ConfigError("forecast needs a stated --slow-rate, got --text")
+        for name in ("bandwidth", "memory", "threads"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ConfigError(f"{name} must be positive, got {value}")
+
+    def _settings(self, loaded: tuple[Any, Any] | None) -> Any:
+        from sfi_core.measure.bench.settings import BenchSettings
+
+        given = {name: value for name, value in self.settings.items() if value is not None}
+        for name, values in self.lists.items():
+            if values:
+                given[name] = _read_list(name, words(values))
+        if self.text is None or loaded is None:
+            given["slow_rate"] = _rate(self.slow_rate or SLOW_RATE)
+            return BenchSettings(**given)
+        return BenchSettings(**_with_text(given, self.text, *loaded))
+
+
+def _read_list(name: str, values: list[str]) -> tuple[Any, ...]:
+    if name == "baselines" and values == [NO_BASELINE]:
+        return ()
+    if name in ("policies", "baselines"):
+        return tuple(values)
+    return tuple(_count(name, value) for value in values)
+
+
+def _count(name: str, value: str) -> int:
+    digits = value.lower().removesuffix("k")
+    if not digits.isdecimal():
+        raise ConfigError(f"{name} must be whole numbers such as 8192 or 8K, got {value!r}")
+    return int(digits) * (KILO if digits != value else 1)
+
+
+def _rate(value: str) -> Fraction:
+    try:
+        return Fraction(value)
+    except (ValueError, ZeroDivisionError) as error:
+        raise ConfigError(
+            f"slow_rate must be a share such as 1/20 or 0.05, got {value!r}"
+        ) from error
+
+
+def _with_text(given: dict[str, Any], source: str, model: Any, tokenizer: Any) -> dict[str, Any]:
+    from sfi_core.triggers.trigger_set import resolve_triggers
+
+    # random weights have no tokenizer: the bundled one's ids stand in, folded into their vocabulary
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    ids = tokenizer(_read_text(source), add_special_tokens=False)["input_ids"]
+    if not ids:
+        raise InputError(f"text {source} must have at least one token, got none")
+    config = given["config"]
+    triggers = sorted({token % vocabulary for token in resolve_triggers(tokenizer, config)})
+    text_ids = tuple(token % vocabulary for token in ids)
+    return {
+        **given,
+        "slow_rate": None,
+        "text_ids": text_ids,
+        "config": config.replace(trigger_token_ids=tuple(triggers)),
+    }
+
+
+def _read_text(source: str) -> str:
+    from sfi_core.bundled.example import load_example
+
+    if source == BUNDLED_TEXT:
+        return load_example().prompt
+    try:
+        return Path(source).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise InputError(f"text {source} cannot be read: {reason}") from error

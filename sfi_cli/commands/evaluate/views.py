@@ -1,0 +1,191 @@
+"""The tables of `sfi eval`, from its document."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from sfi_cli.terminal.tables import number, percent, plural, rendered, table
+
+ANY_SIZE = ("all", "own")  # what is the same at all sizes: full attention, a method with its own
+Row = dict[str, Any]
+NOTES = (
+    "score: mean and 95 % Wilson interval; against full-kv: paired difference, 95 % bootstrap interval.",
+    "read: what attention and selection read over the context, with slow steps; stored: what has to be kept.",
+)
+POSITIONS = "steps since the token that ended a sentence"
+
+
+def evaluation_text(document: dict[str, Any]) -> str:
+    """Return tables of the tasks, of the text and of the harness, what failed, and what columns mean."""
+    parts: list[Any] = [_heading(document), ""]
+    rows = document["rows"]
+    for place, own in _groups(rows, ("task", "length")):
+        samples = max(row["n"] + row["failed"] for row in own)
+        title = f"{place[0]}, {place[1]:,} tokens, {plural(samples, 'sample')}"
+        parts += [_scores(title, own), _costs(own)]
+    parts += NOTES if rows else ()
+    for (length,), own in _groups(document["fidelity"], ("length",)):
+        parts += [_fidelity(length, own), _by_position(own)]
+    if document["harness"]:
+        parts.append(_harness(document["harness"]))
+    parts += [
+        _failure(row) for name in ("rows", "fidelity") for row in document[name] if row["failed"]
+    ]
+    parts += [_failure(row) for row in document["harness"] if row["error"]]
+    return rendered(parts)
+
+
+def _heading(document: dict[str, Any]) -> str:
+    machine = document["machine"]
+    where = machine["processor"]
+    if document["device"].startswith("cuda"):
+        where = ", ".join(dict.fromkeys(machine["gpus"]))
+    done = "" if document["finished"] else f"; not complete: {document['stopped'] or 'running'}"
+    return f"{document['results']}: {document['model']['name']} on {where}{done}"
+
+
+def _groups(rows: Iterable[Row], names: Sequence[str]) -> list[tuple[tuple[Any, ...], list[Row]]]:
+    found: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        found.setdefault(tuple(row[name] for name in names), []).append(row)
+    return list(found.items())
+
+
+def _scores(title: str, rows: list[Row]) -> Any:
+    sizes = _sizes(rows)
+    last = "" if len(sizes) == 1 else f" at {sizes[-1]}"
+    columns = [f"score at {size}" for size in sizes]
+    return table(
+        title,
+        ["method", *columns, f"against full-kv{last}"],
+        [
+            [method, *(_cell(row, _score) for row in own), _cell(own[-1], _difference)]
+            for method, own in _lines(rows, sizes)
+        ],
+    )
+
+
+def _costs(rows: list[Row]) -> Any:
+    sizes = _sizes(rows)
+    further = list(dict.fromkeys(name for row in rows for name in row["scores"]))
+    names = [*further, "read", "stored"]
+
+    def value(row: Row, name: str) -> str:
+        if name in further:
+            return number(row["scores"].get(name), 2)
+        return percent(row["read" if name == "read" else "stored_ratio"])
+
+    return table(
+        "",
+        ["method", *(f"{_words(name)} at {size}" for name in names for size in sizes), "tokens/s"],
+        [
+            [
+                method,
+                *(_cell(row, value, name) for name in names for row in own),
+                _cell(own[-1], lambda row: number(row["tokens_per_second"], 1)),
+            ]
+            for method, own in _lines(rows, sizes)
+        ],
+    )
+
+
+def _fidelity(length: int, rows: list[Row]) -> Any:
+    first = rows[0]
+    return table(
+        f"fidelity to full attention, {length:,} prompt tokens, {plural(first['windows'], 'window')} of "
+        f"{first['tokens']:,} tokens",
+        ["method", "size", "KL", "KL p95", "agreement", "perplexity", "full-kv's", "slow", "read", "stored"],
+        [
+            [
+                row["method"], row["size"], number(row["kl"], 4), number(row["kl_p95"], 4),
+                percent(row["agreement"]), number(row["perplexity"], 2), number(row["perplexity_full"], 2),
+                percent(row["slow_rate"]), percent(row["read"]), percent(row["stored_ratio"]),
+            ]
+            for row in rows
+        ],
+        left=2,
+    )  # fmt: skip
+
+
+def _by_position(rows: list[Row]) -> Any:
+    places = {
+        part["first"]: part["position"] for row in rows for part in row["by_sentence_position"]
+    }
+
+    def value(row: Row, first: int) -> str:
+        found = [part for part in row["by_sentence_position"] if part["first"] == first]
+        return f"{found[0]['kl']:.4f} ({found[0]['agreement']:.1%})" if found else "-"
+
+    return table(
+        f"KL (agreement) by {POSITIONS}",
+        ["method", "size", *(places[first] for first in sorted(places))],
+        [
+            [row["method"], row["size"], *(value(row, first) for first in sorted(places))]
+            for row in rows
+        ],
+        left=2,
+    )
+
+
+def _harness(rows: list[Row]) -> Any:
+    return table(
+        "lm-evaluation-harness",
+        ["task", "metric", "method", "size", "value", "stderr", "documents", "read", "stored", ""],
+        [
+            [
+                row["task"], row["metric"], row["method"], row["size"], number(row["value"]),
+                number(row["stderr"]), str(row["samples"]), percent(row["read"]),
+                percent(row["stored_ratio"]), _remark(row),
+            ]
+            for row in rows
+            if not row["error"]
+        ],
+        left=4,
+    )  # fmt: skip
+
+
+def _remark(row: Row) -> str:
+    if not row["decoding"]:
+        return "settled by the prompt, which every method reads densely"
+    return f"{row['truncated']:,} contexts cut" if row["truncated"] else ""
+
+
+def _sizes(rows: Iterable[Row]) -> list[str]:
+    found = list(dict.fromkeys(row["size"] for row in rows))
+    return [size for size in found if size not in ANY_SIZE] or [found[-1]]
+
+
+def _lines(rows: list[Row], sizes: list[str]) -> list[tuple[str, list[Row | None]]]:
+    # a method's rows by size; what has one for all sizes is shown at each
+    lines = []
+    for (method,), own in _groups(rows, ("method",)):
+        by_size = {row["size"]: row for row in own}
+        always = next((row for row in own if row["size"] in ANY_SIZE), None)
+        lines.append((method, [by_size.get(size, always) for size in sizes]))
+    return lines
+
+
+def _cell(row: Row | None, write: Callable[..., str], *arguments: Any) -> str:
+    return "-" if row is None or row["score"] is None else write(row, *arguments)
+
+
+def _score(row: Row) -> str:
+    return f"{row['score']:.2f} ({row['low']:.2f}-{row['high']:.2f})"
+
+
+def _difference(row: Row) -> str:
+    if row["difference"] is None:
+        return "-"
+    return (
+        f"{row['difference']:+.2f} ({row['difference_low']:+.2f} to {row['difference_high']:+.2f})"
+    )
+
+
+def _words(name: str) -> str:
+    return name.replace("_", " ")
+
+
+def _failure(row: Row) -> str:
+    where = row.get("task", "fidelity")
+    length = f", {row['length']:,} tokens" if "length" in row else ""
+    count = f" ({row['failed']} times)" if row.get("failed", 0) > 1 else ""
+    return f"failed{count}: {row['method']} at {row['size']}, {where}{length}: {row['error']}"

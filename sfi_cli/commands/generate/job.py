@@ -1,0 +1,213 @@
+"""What `sfi generate` does between its options and its output."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import typer
+
+from sfi_cli.commands.generate.prompts import Entry, Prompts
+from sfi_cli.commands.generate.recording import Recording
+from sfi_cli.commands.generate.views import plan_line, report_lines
+from sfi_cli.loading import check_packing, pack
+from sfi_cli.terminal.output import Output, message
+from sfi_cli.terminal.progress import DecodeProgress, PrefillProgress
+from sfi_core.distributed import torchrun
+from sfi_core.errors import InputError
+from sfi_core.settings.config import SfiConfig
+from sfi_core.settings.engine import EngineOptions
+
+INTERRUPTED = 130
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateJob:
+    """Everything the options said."""
+
+    prompts: Prompts
+    chat: bool
+    model: str | None
+    loading: dict[str, Any]
+    pack_weights: bool
+    backend: str
+    policy: str
+    preset: str
+    config: SfiConfig
+    sampling: dict[str, Any]
+    seed: int
+    max_new_tokens: int
+    max_batch: int | None
+    prefill_chunk: int
+    compare: bool
+    recording: Recording
+    engine: EngineOptions
+    json: bool
+    quiet: bool
+
+    def run(self, output: Output) -> None:
+        """Load, decode, write the text or the document, and report.
+
+        Raises:
+            SfiError: What the user can mend.
+            typer.Exit: With 130 after Ctrl-C.
+        """
+        try:
+            self._run(output)
+        except BaseException:
+            output.discard()
+            raise
+
+    def _run(self, output: Output) -> None:
+        from sfi_core.generation.sampling import Sampling
+        from sfi_core.hosts.transformers.checks import check_backend
+        from sfi_core.models.load import resolve_device
+        from sfi_core.policies import policy_class
+
+        policy_class(self.policy)  # mistakes in settings show before a large model loads
+        check_backend(self.backend, resolve_device(self.loading["device"]))
+        Sampling(**self.sampling)
+        model, tokenizer = self._loaded()
+        texts = [self._text(entry, tokenizer) for entry in self.prompts.entries]
+        shows = output.streams and not self.json and len(texts) == 1
+        decode = partial(self._decode, model, tokenizer, texts)
+        with self.recording.observers(tokenizer, self._provenance(), self.quiet) as (
+            watch,
+            stopped,
+        ):
+            result = decode(self.policy, output if shows else None, watch, self.recording.audit)
+            if result.interrupted or result.error is not None:
+                stopped("interrupted" if result.interrupted else str(result.error))
+        other = None
+        if self.compare and not result.interrupted and result.error is None:
+            other = decode("full-kv", None, [], None)
+        document = self._document(result, other, str(model.device))
+        if self.json:
+            output.document(document)
+        elif shows:
+            output.stream("" if result.texts[0].endswith("\n") else "\n")
+        else:
+            output.text("".join(_block(i, text, len(texts)) for i, text in enumerate(result.texts)))
+        if not self.quiet:
+            for line in report_lines(document):
+                message(line)
+        if result.error is not None:
+            raise result.error
+        if result.interrupted:
+            raise typer.Exit(INTERRUPTED)
+
+    def _loaded(self) -> tuple[Any, Any]:
+        from sfi_core.models.load import load
+
+        if not self.pack_weights:
+            return load(self.model, **self.loading)
+        check_packing(self.loading)
+        model, tokenizer = load(self.model, **self.loading)
+        pack(model, quiet=self.quiet)
+        return model, tokenizer
+
+    def _decode(
+        self,
+        model: Any,
+        tokenizer: Any,
+        texts: list[str],
+        policy: str,
+        stream: Output | None,
+        observers: list[Any],
+        audit: Any,
+    ) -> Any:
+        from sfi_cli.terminal.step_progress import ProgressObserver
+        from sfi_core.generation.generate import generate
+        from sfi_core.generation.sampling import Sampling
+        from sfi_core.generation.text_stream import TextStream
+
+        shown, limits = TextStream(tokenizer), self.prompts.limits(self.max_new_tokens)
+        on_token: Callable[[list[int]], None] | None = None
+        if stream is not None:
+
+            def on_token(tokens: list[int]) -> None:
+                stream.stream(shown.push(tokens[0]))
+
+        quiet = self.quiet
+        with (
+            PrefillProgress(quiet=quiet, label=policy) as reading,
+            DecodeProgress(quiet=quiet or stream is not None) as decoding,
+        ):
+            return generate(
+                model,
+                tokenizer,
+                texts,
+                self.config,
+                policy=policy,
+                max_new_tokens=limits,
+                max_batch=self.max_batch,
+                sampling=Sampling(**self.sampling),
+                seed=self.seed,
+                prefill_chunk=self.prefill_chunk,
+                backend=self.backend,
+                observers=[*observers, ProgressObserver(decoding, max(limits))],
+                audit=audit,
+                engine=self.engine,
+                on_plan=partial(self._say, policy),
+                on_token=on_token,
+                on_prefill=reading.update,
+            )
+
+    def _say(self, policy: str, plan: Any) -> None:
+        if not self.quiet and plan.requests > 1:
+            message(f"{policy}: {plan_line(plan)}")
+
+    def _provenance(self) -> dict[str, Any]:
+        return {
+            "preset": self.preset,
+            "seed": self.seed,
+            "revision": self.loading["revision"],
+            "sampling": self.sampling,
+            "max_new_tokens": self.max_new_tokens,
+        }
+
+    def _text(self, entry: Entry, tokenizer: Any) -> str:
+        if isinstance(entry, str) and not self.chat:
+            return entry
+        messages = [{"role": "user", "content": entry}] if isinstance(entry, str) else entry
+        if not getattr(tokenizer, "chat_template", None):
+            raise InputError(
+                "the model's tokenizer must have a chat template for --chat and messages"
+            )
+        text: str = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
+        )
+        return text
+
+    def _document(self, result: Any, other: Any, device: str) -> dict[str, Any]:
+        from sfi_core.machine.versions import versions
+
+        document = {
+            "model": "bundled" if self.model is None else self.model,
+            "policy": self.policy,
+            "preset": self.preset,
+            "config": self.config.to_dict(),
+            "trigger_token_ids": list(result.trigger_token_ids),
+            **_measured(result),
+            "forecast_bytes": result.forecast.total_bytes,
+            "versions": versions(),
+            "device": device,
+            "ranks": torchrun.size(),
+        }
+        if self.prompts.expected is not None:
+            document["expected"] = self.prompts.expected
+            document["exact_match"] = result.texts[0] == self.prompts.expected
+        if other is not None:
+            document["comparison"] = {"policy": "full-kv", **_measured(other)}
+        return document
+
+
+def _measured(result: Any) -> dict[str, Any]:
+    data: dict[str, Any] = result.report.to_dict()
+    for request, text in zip(data["requests"], result.texts, strict=True):
+        request["text"] = text
+    return {**data, "slots": result.slots, "peak_memory_bytes": result.peak_memory_bytes}
+
+
+def _block(index: int, text: str, count: int) -> str:
+    return f"{text}\n" if count == 1 else f"[{index}]{text}\n"

@@ -1,0 +1,79 @@
+"""What watches a run: the trace, NVTX ranges for a profiler, and progress."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sfi_cli.terminal.output import message
+from sfi_core.distributed import torchrun
+from sfi_core.errors import ConfigError
+from sfi_core.settings.audit import AuditConfig
+
+if TYPE_CHECKING:
+    from sfi_core.observers.observer import Observer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recording:
+    """What the options of the trace said.
+
+    Attributes:
+        folder: Where the trace goes; None for no trace.
+        force: Whether a trace that is there may be replaced.
+        positions: Whether to record selected positions; None while they are few.
+        redact_text: Whether to keep token ids and text out.
+        nvtx: Whether to mark ranges for a profiler; None when one is attached.
+        audit: The audit; None without one.
+    """
+
+    folder: Path | None
+    force: bool
+    positions: bool | None
+    redact_text: bool
+    nvtx: bool | None
+    audit: AuditConfig | None
+
+    def __post_init__(self) -> None:
+        """Refuse an audit that is written nowhere."""
+        if self.audit is not None and self.folder is None:
+            raise ConfigError("--audit needs a trace to write to; add --trace DIR")
+
+    @contextmanager
+    def observers(
+        self, tokenizer: Any, provenance: dict[str, Any], quiet: bool
+    ) -> Iterator[tuple[list["Observer"], Callable[[str | None], None]]]:
+        """Open what watches the run, and close it whatever happens.
+
+        Yields:
+            The observers, and a function that takes the reason why the run stopped early.
+        """
+        from sfi_traces.record.nvtx import NvtxObserver
+        from sfi_traces.record.parquet import ParquetObserver
+
+        with ExitStack() as stack:
+            found: list[Observer] = []
+            if self.nvtx if self.nvtx is not None else NvtxObserver.attached():
+                found.append(stack.enter_context(NvtxObserver()))
+            if self.folder is None or not torchrun.first():
+                yield found, lambda _: None
+                return
+            parquet = ParquetObserver(
+                self.folder,
+                tokenizer=tokenizer,
+                positions=self.positions,
+                redact_text=self.redact_text,
+                provenance=provenance,
+                force=self.force,
+                warn=message,
+            )
+            yield [*found, stack.enter_context(parquet)], parquet.close
+        if self.folder.exists() and not quiet:  # gone where the run ended before it began
+            message(f"Wrote {self.folder}; look at it with: sfi trace show {self.folder}")
+
+
+def default_folder() -> Path:
+    """Name a trace after the time."""
+    return Path(f"sfi-trace-{datetime.now(UTC).astimezone():%Y%m%d-%H%M%S}")

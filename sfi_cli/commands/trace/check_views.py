@@ -1,0 +1,31 @@
+"""What `sfi trace check` prints."""
+
+from typing import Any
+
+from sfi_cli.terminal.tables import count, plural, rendered, table
+
+MOST_REQUESTS = 8
+
+
+def check_text(document: dict[str, Any]) -> str:
+    """Return what each table holds, how far the steps go, and what is wrong."""
+    rows = [
+        (
+            one["table"], count(one["parts"]), count(one["rows"]), count(one["expected_rows"]),
+            count(len(one["damaged"]) + len(one["absent"])),
+        )
+        for one in document["tables"]
+    ]  # fmt: skip
+    columns = ("table", "parts", "rows", "rows told", "damaged or missing")
+    lines = [
+        f"request {one['request']}: {plural(one['steps'], 'step')}, the last is {one['last_step']:,}"
+        for one in document["recorded"][:MOST_REQUESTS]
+    ]
+    more = len(document["recorded"]) - len(lines)
+    lines += [f"and {more:,} more requests"] if more else []
+    if document["steps_checked"]:
+        lines.append("every step's slowness, sentence and trigger were compared with the token ids")
+    lines += [f"note: {line}" for line in document["notes"]]
+    lines += [f"problem: {line}" for line in document["problems"]]
+    lines.append("sound" if document["sound"] else "not sound")
+    return rendered([table(document["trace"], columns, rows), *lines])

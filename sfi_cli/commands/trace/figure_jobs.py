@@ -1,0 +1,165 @@
+"""What `sfi trace plot` and `sfi trace report` do between their options and their files."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sfi_cli.terminal.file_output import FileOutput
+from sfi_cli.terminal.output import message
+from sfi_core.errors import ConfigError, SfiError, TraceError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlotJob:
+    """Everything the options of `sfi trace plot` said.
+
+    Attributes:
+        trace: The trace's folder.
+        kinds: What to draw; empty for all that the trace has data for.
+        request: The request, or None for the first.
+        layer: The layer, or None.
+        head: The KV head, or None.
+        top: Positions of a support, or None.
+        form: "png", "svg" or None.
+        output: A folder, a file, or None.
+        force: Whether files may be overwritten.
+    """
+
+    trace: Path
+    kinds: tuple[str, ...]
+    request: int | None
+    layer: int | None
+    head: int | None
+    top: int | None
+    form: str | None
+    output: Path | None
+    force: bool
+
+    def run(self) -> None:
+        """Draw each figure into its file.
+
+        Raises:
+            ConfigError: A kind, format, request, layer, head or file that cannot be.
+            TraceError: A figure that was asked for lacks its data, or all do.
+            BackendError: No matplotlib.
+        """
+        from sfi_traces.figures import check_figures
+
+        check_figures()
+        paths = self._paths()
+        view = open_view(self.trace, self.request, self.layer, self.head, self.top)
+        files: dict[str, FileOutput] = {}
+        try:
+            for kind, path in paths.items():
+                files[kind] = FileOutput(path, force=self.force)
+            self._draw(view, files)
+        finally:
+            for file in files.values():
+                file.discard()
+
+    def _draw(self, view: Any, files: dict[str, FileOutput]) -> None:
+        from sfi_traces.figures import draw, save
+
+        lacking = []
+        for kind, file in files.items():
+            try:
+                figure = draw(kind, view)
+            except TraceError as error:
+                if self.kinds:
+                    raise
+                message(f"left out {kind}: {error}")
+                lacking.append(error)
+                continue
+            form = file.path.suffix.removeprefix(".")
+            file.save(lambda path, figure=figure, form=form: save(figure, path, form))  # type: ignore[misc]
+        if len(lacking) == len(files):
+            raise lacking[0]
+
+    def _paths(self) -> dict[str, Path]:
+        from sfi_traces.figures import FORMATS, KINDS
+
+        kinds = tuple(dict.fromkeys(self.kinds)) or tuple(KINDS)
+        for kind in kinds:
+            if kind not in KINDS:
+                raise ConfigError(f"unknown kind {kind!r}; expected one of {tuple(KINDS)}")
+        if self.form not in (None, *FORMATS):
+            raise ConfigError(f"format must be one of {FORMATS}, got {self.form}")
+        output = self.output
+        if output is None:
+            return {kind: beside(self.trace, f"{kind}.{self.form or 'png'}") for kind in kinds}
+        if not output.suffix or output.is_dir():
+            _make(output)
+            name = self.trace.resolve().name
+            return {kind: output / f"{name}-{kind}.{self.form or 'png'}" for kind in kinds}
+        if len(kinds) > 1:
+            raise ConfigError(f"output must be a folder for {len(kinds)} figures, got {output}")
+        wanted = FORMATS if self.form is None else (self.form,)
+        if output.suffix.removeprefix(".") not in wanted:
+            raise ConfigError(f"output must end in one of {wanted}, got {output.name}")
+        return {kinds[0]: output}
+
+
+def write_report(
+    trace: Path, *, request: int | None, top: int | None, output: Path | None, force: bool
+) -> None:
+    """Write the report of a request.
+
+    Raises:
+        ConfigError: A request, top or file that cannot be.
+        TraceError: No trace, or one without a step.
+        BackendError: No Plotly.
+    """
+    from sfi_traces.report import check_report, render
+
+    check_report()
+    view = open_view(trace, request, top=top)
+    file = FileOutput(output or beside(trace, "report.html"), force=force)
+    try:
+        page = render(view).encode()
+        file.save(lambda path: _write(path, page))
+    finally:
+        file.discard()
+
+
+def _write(path: Path, page: bytes) -> None:
+    path.write_bytes(page)
+
+
+def beside(trace: Path, name: str) -> Path:
+    """Name a file after a trace, in the folder that the trace lies in."""
+    folder = trace.resolve()
+    place = (
+        trace.parent if trace.name == folder.name else folder.parent
+    )  # the name of `.` says nothing
+    return place / f"{folder.name}-{name}"
+
+
+def open_view(
+    trace: Path,
+    request: int | None,
+    layer: int | None = None,
+    head: int | None = None,
+    top: int | None = None,
+) -> Any:
+    """Open a trace and choose what to show of it; say so if there are other requests.
+
+    Raises:
+        ConfigError: The trace has no such request, layer, head or support.
+        TraceError: No trace, or one without a step.
+    """
+    from sfi_traces.read.reader import Trace
+    from sfi_traces.views.view import View
+
+    view = View(Trace.open(trace), request, layer, head, top)
+    if request is None and len(view.requests) > 1:
+        message(
+            f"showing request {view.request} of {len(view.requests)}; --request chooses another"
+        )
+    return view
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SfiError(f"output {folder} cannot be made: {error.strerror}") from error

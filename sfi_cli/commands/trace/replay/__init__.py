@@ -1,0 +1,1 @@
+"""`sfi trace replay`."""

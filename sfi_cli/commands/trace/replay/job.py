@@ -1,0 +1,242 @@
+"""What `sfi trace replay` does between its options and its output."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from sfi_cli.commands.kernel_bench.job import INTERRUPTED
+from sfi_cli.commands.trace.replay.grid import Grid
+from sfi_cli.commands.trace.replay.views import replay_text
+from sfi_cli.terminal.file_output import FileOutput
+from sfi_cli.terminal.output import Output, message
+from sfi_cli.terminal.progress import BenchProgress
+from sfi_core.errors import ConfigError
+
+RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """Which part of a trace.
+
+    Attributes:
+        trace: Its folder.
+        request: One request; None for all.
+        layers: Some layers; None for all.
+        heads: Some KV heads; None for all.
+    """
+
+    trace: Path
+    request: int | None
+    layers: tuple[int, ...] | None
+    heads: tuple[int, ...] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Files:
+    """What the output options said.
+
+    Attributes:
+        output: Where the data goes; None for stdout.
+        plot: The figure; None for none.
+        force: Whether files may be overwritten.
+        json: Whether the data is the document.
+        quiet: Whether stderr stays empty.
+    """
+
+    output: Path | None
+    plot: Path | None
+    force: bool
+    json: bool
+    quiet: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayJob:
+    """Everything the options of a replay said.
+
+    Attributes:
+        choice: Which part of which trace.
+        files: The output options.
+        against: A real run to predict; None for none.
+        grid: The settings.
+        batch: Requests that share the weights.
+        step: What only `--play` takes.
+    """
+
+    choice: Choice
+    files: Files
+    against: Path | None
+    grid: Grid
+    batch: int
+    step: str | None
+
+    def run(self) -> None:
+        """Load, replay, write and show.
+
+        Raises:
+            SfiError: What the user can mend.
+            typer.Exit: With 130 after Ctrl-C.
+        """
+        if self.step is not None:
+            raise ConfigError(f"step must come with --play, got {self.step}")
+        if self.against is not None and (self.grid.given or self.files.plot is not None):
+            raise ConfigError(
+                "against replays the other trace's setting and must come without others, or a plot"
+            )
+        if self.files.plot is not None:
+            from sfi_traces.results.kernel_bench import check_plot
+
+            check_plot(self.files.plot)
+        output = Output(self.files.output, force=self.files.force, quiet=self.files.quiet)
+        plot = None
+        try:
+            if self.files.plot is not None:
+                plot = FileOutput(self.files.plot, force=self.files.force, quiet=self.files.quiet)
+            document = self._document()
+            if self.files.json:
+                output.document(document)
+            else:
+                output.text(replay_text(document))
+            if plot is not None:
+                self._draw(document, plot)
+        finally:
+            output.discard()
+            if plot is not None:
+                plot.discard()
+        if document["interrupted"]:
+            message("interrupted")
+            raise typer.Exit(INTERRUPTED)
+
+    def _document(self) -> dict[str, Any]:
+        from sfi_traces.read.reader import Trace
+        from sfi_traces.replay import Setting, Supports, compare
+
+        trace = Trace.open(self.choice.trace)
+        real = trace if self.against is None else Trace.open(self.against)
+        settings = [] if self.against else self.grid.settings(trace, note=self._say)
+        recorded = Supports.load(trace, self.choice.request, self.choice.layers, self.choice.heads)
+        own = Setting.recorded(trace)
+        rows, interrupted = self._rows(recorded, settings, own)
+        ran = trace.manifest["policy"] == "sfi" and any(row["recorded"] for row in rows)
+        validation = None
+        if self.against is not None or ran:
+            validation = compare(recorded, trace, real, batch=self.batch).to_dict()
+        return {
+            "trace": str(self.choice.trace),
+            "model": trace.manifest["model"]["name"],
+            "policy": trace.manifest["policy"],
+            "audit_top": recorded[0].top,
+            "batch": self.batch,
+            "requests": [
+                {"request": one.request, "prompt_tokens": one.prompt_tokens, "steps": one.steps}
+                for one in recorded
+            ],
+            "layers": sorted(set(recorded[0].layer_U.tolist())),
+            "heads": len(recorded[0].layer_U),
+            "rows": rows,
+            "against": None if self.against is None else str(self.against),
+            "validation": validation,
+            "interrupted": interrupted,
+        }
+
+    def _rows(
+        self, recorded: list[Any], settings: list[Any], own: Any
+    ) -> tuple[list[dict[str, Any]], bool]:
+        # the replayed settings, fastest first; those before Ctrl-C where it came
+        from sfi_traces.replay import pareto, replay
+
+        found: list[tuple[Any, Any]] = []
+        interrupted = False
+        try:
+            with BenchProgress(quiet=self.files.quiet) as progress:
+                for setting in settings:
+                    progress.update("replaying settings", len(found), len(settings))
+                    found.append((setting, replay(recorded, setting, batch=self.batch)))
+        except KeyboardInterrupt:
+            interrupted = True
+        found.sort(key=lambda pair: (-pair[1].speedup, -pair[1].retained_mass))
+        front = pareto([outcome for _, outcome in found])
+        rows = [
+            {
+                **setting.to_dict(),
+                "trigger_token_ids": sorted(setting.trigger_token_ids),
+                **outcome.to_dict(),
+                "pareto": best,
+                "recorded": setting.same_as(own),
+            }
+            for (setting, outcome), best in zip(found, front, strict=True)
+        ]
+        return rows, interrupted
+
+    def _draw(self, document: dict[str, Any], plot: FileOutput) -> None:
+        from sfi_traces.replay.plot import write_plot
+
+        if document["rows"]:
+            kind = plot.path.suffix.removeprefix(".")
+            plot.save(lambda path: write_plot(document, path, kind=kind))
+
+    def _say(self, text: str) -> None:
+        if not self.files.quiet:
+            message(text)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlayJob:
+    """Everything the options of `--play` said.
+
+    Attributes:
+        choice: Which part of which trace; the first request where none was chosen.
+        files: The output options; it has no data but its frames.
+        against: Must be None.
+        grid: Must be empty.
+        step: Steps to print, `12` or `12-20`; None to play.
+        speed: Steps a second.
+    """
+
+    choice: Choice
+    files: Files
+    against: Path | None
+    grid: Grid
+    step: str | None
+    speed: float
+
+    def run(self) -> None:
+        """Play on a terminal, print the steps elsewhere.
+
+        Raises:
+            SfiError: What the user can mend.
+        """
+        from sfi_cli.commands.trace.replay.player import play, print_frames
+        from sfi_traces.read.reader import Trace
+        from sfi_traces.replay.playback import Playback
+
+        if self.grid.given or any((self.against, self.files.plot, self.files.json)):
+            raise ConfigError("play shows the run as it was and must come without other settings")
+        steps = _steps(self.step)
+        trace = Trace.open(self.choice.trace)
+        playback = Playback.load(trace, self.choice.request, self.choice.layers, self.choice.heads)
+        if steps is not None and steps.start >= playback.steps:
+            raise ConfigError(f"step must be one of 0 to {playback.steps - 1}, got {self.step}")
+        if steps is not None or self.files.output is not None or not play(playback, self.speed):
+            output = Output(self.files.output, force=self.files.force, quiet=self.files.quiet)
+            try:
+                print_frames(playback, steps or range(playback.steps), output)
+            finally:
+                output.discard()
+
+
+def _steps(text: str | None) -> range | None:
+    if text is None:
+        return None
+    match = RANGE.fullmatch(text)
+    if match is None:
+        raise ConfigError(f"step must be a number or a range like 12-20, got {text}")
+    first = int(match[1])
+    last = int(match[2] or first)
+    if last < first:
+        raise ConfigError(f"step must be an ascending range, got {text}")
+    return range(first, last + 1)

@@ -1,0 +1,109 @@
+"""The tables of `sfi trace show` about supports, retained mass and selections."""
+
+from typing import Any
+
+from sfi_cli.terminal.tables import count, number, percent, table
+
+WORST_HEADS = 5
+SPREAD = ("mean", "sd", "p5", "p50", "p95")
+
+Row = dict[str, Any]
+
+
+def stability_table(found: Row) -> Any:
+    """Set the overlap of consecutive supports within sentences beside that across boundaries."""
+    rows = [
+        (place, kind, *_spread(values[key]))
+        for place, values in [
+            ("all", found),
+            *((str(one["layer"]), one) for one in found["layers"]),
+        ]
+        for kind, key in (("within a sentence", "within"), ("across a boundary", "across"))
+    ]
+    chance = f"of two random ones {number(found['chance'])}"
+    title = f"Overlap coefficient of consecutive supports ({chance})"
+    return table(title, ("layer", "steps", *SPREAD, "n"), rows, left=2)
+
+
+def lag_table(found: Row) -> Any:
+    """Show how the overlap falls with the steps since the last refresh."""
+    rows = []
+    for lag in found["lags"]:
+        first, last = lag["from_lag"], lag["to_lag"]
+        where = f"{first}" if first == last else f"{first}-{last}"
+        mean, _, *quantiles, n = _spread(lag["reuse"])
+        refresh = _spread(lag["refresh"])
+        rows.append((where, mean, *quantiles, n, refresh[0], refresh[-1]))
+    since = (
+        "last refresh" if found["refreshes"] == "recorded" else "last step that Eq. 5 makes slow"
+    )
+    title = f"Overlap with the support at the {since}, by steps since then"
+    columns = ("lag", "mean", *SPREAD[2:], "n", "at refreshes", "n")
+    return table(title, columns, rows)
+
+
+def audit_table(found: Row) -> Any:
+    """Show by layer what fast steps kept, their error and how far queries turn."""
+    rows = []
+    for place, one in [("all", found), *((str(one["layer"]), one) for one in found["layers"])]:
+        kept, error, cosine = (
+            one[name] for name in ("retained_mass", "output_error", "query_cosine")
+        )
+        rows.append(
+            (
+                place, *(number(kept[name]) for name in ("mean", "p5", "min")), count(kept["n"]),
+                *(number(error[name]) for name in ("mean", "p95")),
+                *(number(cosine[name]) for name in ("mean", "p5")),
+            )
+        )  # fmt: skip
+    title = "Audited steps: mass that fast ones retained and their error, query cosine of all"
+    columns = ("layer", "retained", "p5", "min", "n", "output error", "p95", "query cosine", "p5")
+    return table(title, columns, rows)
+
+
+def worst_heads_line(found: Row) -> str:
+    """Name the KV heads that retain least."""
+    if not found["heads"]:
+        return "no fast step was audited, so there is neither retained mass nor output error\n"
+    heads = (
+        f"layer {head['layer']} head {head['head']} {number(head['retained_mass']['mean'])}"
+        for head in found["heads"][:WORST_HEADS]
+    )
+    return f"least retained by {', '.join(heads)}\n"
+
+
+def logits_line(found: Row) -> str:
+    """Say how far the next token's distribution is from dense attention's."""
+    kl = found["kl_next_token"]
+    return (
+        f"next token: KL {number(kl['mean'], 4)} nats on average, p95 {number(kl['p95'], 4)}, at most "
+        f"{number(kl['max'], 4)}; same most probable token in {percent(found['argmax_agreement'])} of "
+        f"{count(kl['n'])} fast steps\n"
+    )
+
+
+def selection_table(found: Row) -> Any:
+    """Show how far a selection is from the one before, and lambda*."""
+    names = {
+        "overlap_previous": "overlap with the one before",
+        "jaccard_previous": "Jaccard index with it",
+        "lambda_star": "lambda*",
+    }
+    rows = [
+        (title, *_spread(found[name], 4 if name == "lambda_star" else 3))
+        for name, title in names.items()
+        if found[name]["n"]
+    ]
+    clipped = found["clipped_share"]
+    title = (
+        "Selections"
+        if clipped is None
+        else f"Selections; lambda* is clipped in {percent(clipped)} of them"
+    )
+    return table(title, ("", *SPREAD, "n"), rows)
+
+
+def _spread(values: Row | None, digits: int = 3) -> list[str]:
+    if values is None:
+        return ["-"] * len(SPREAD) + ["0"]
+    return [*(number(values[name], digits) for name in SPREAD), count(values["n"])]

@@ -1,0 +1,247 @@
+"""What `sfi tune` does between its options and its output."""
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from sfi_cli.commands.generate.prompts import read_prompts
+from sfi_cli.commands.kernel_bench.job import INTERRUPTED, words
+from sfi_cli.commands.trace.replay.grid import named_strings
+from sfi_cli.terminal.file_output import FileOutput
+from sfi_cli.terminal.output import Output, message
+from sfi_cli.terminal.progress import BenchProgress
+from sfi_core.errors import ConfigError, InputError
+
+PREFILL_CHUNK = 4096  # tokens of one forward pass over a prompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Searching:
+    """What the options of the search said.
+
+    Attributes:
+        objectives: Their names; empty for the default ones.
+        min_retained: Least mean retained mass.
+        max_read: Largest share read.
+        trials: Trials of the study in all.
+        timeout: Seconds after which no new trial begins.
+        sampler: tpe or nsga2.
+        seed: Of the sampler.
+        study: Its file.
+        resume: Whether to go on with one that is there.
+        batch_size: Requests that share the weights in the byte model.
+    """
+
+    objectives: list[str]
+    min_retained: float | None
+    max_read: float | None
+    trials: int
+    timeout: float | None
+    sampler: str
+    seed: int
+    study: Path
+    resume: bool
+    batch_size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Confirming:
+    """What the options of the confirmation said.
+
+    Attributes:
+        count: Settings to run for real.
+        prompt_file: A prompt of the user's; None for the traces' own.
+        batch: Several of them.
+        model: A hub id or folder; None for the bundled checkpoint.
+        backend: auto, torch or triton.
+        loading: How to load the model.
+    """
+
+    count: int
+    prompt_file: Path | None
+    batch: Path | None
+    model: str | None
+    backend: str
+    loading: dict[str, Any]
+
+    @property
+    def has_prompts(self) -> bool:
+        """Whether there are prompts of the user's."""
+        return self.prompt_file is not None or self.batch is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuneFiles:
+    """What the output options said.
+
+    Attributes:
+        output: The settings.
+        plot: The figure; None for none.
+        force: Whether files may be overwritten.
+        json: Whether the data is the document.
+        quiet: Whether stderr stays empty.
+    """
+
+    output: Path
+    plot: Path | None
+    force: bool
+    json: bool
+    quiet: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuneJob:
+    """Everything the options said.
+
+    Attributes:
+        traces: Their folders.
+        axes: Values or ranges by setting; None where the option was not given.
+        trigger_sets: `NAME=A B C`.
+        mine: Whether to mine trigger sets.
+        searching: The search.
+        confirming: The confirmation.
+        files: The output.
+    """
+
+    traces: Sequence[Path]
+    axes: dict[str, str | None]
+    trigger_sets: list[str]
+    mine: bool
+    searching: Searching
+    confirming: Confirming
+    files: TuneFiles
+
+    def run(self) -> None:
+        """Search, confirm, show and write.
+
+        Raises:
+            SfiError: What the user can mend.
+            typer.Exit: With 130 after Ctrl-C; the study is kept.
+        """
+        from sfi_traces.tune.storage import check_optuna, check_path
+
+        check_optuna()
+        check_path(self.searching.study, resume=self.searching.resume)
+        if self.confirming.has_prompts and not self.confirming.count:
+            raise ConfigError("prompt-file and batch must come with --confirm, got none")
+        if self.files.plot is not None:
+            from sfi_traces.results.kernel_bench import check_plot
+
+            check_plot(self.files.plot)
+        with ExitStack() as stack:
+            output = Output(self.files.output, force=self.files.force, quiet=self.files.quiet)
+            stack.callback(output.discard)
+            plot = None
+            if self.files.plot is not None:
+                plot = FileOutput(self.files.plot, force=self.files.force, quiet=self.files.quiet)
+                stack.callback(plot.discard)
+            self._run(output, plot)
+
+    def _run(self, output: Output, plot: FileOutput | None) -> None:
+        from sfi_traces.tune.found import find
+
+        tuning = self._tuning()
+        confirm = self._confirmer(tuning) if self.confirming.count else None
+        search = tuning.open(
+            self.searching.study, sampler=self.searching.sampler, seed=self.searching.seed,
+            resume=self.searching.resume,
+        )  # fmt: skip
+        trials = self.searching.trials
+        with BenchProgress(quiet=self.files.quiet) as progress:
+            found = find(
+                tuning,
+                search,
+                trials,
+                timeout=self.searching.timeout,
+                on_trial=lambda done: progress.update("searching", done, trials),
+            )
+        if confirm is not None and not found.interrupted:
+            found = confirm(found)
+        document = found.document()
+        if found.front:
+            self._show(document)
+        if found.interrupted:
+            again = f"--study {self.searching.study} --resume"
+            message(f"interrupted; the study is kept: go on with the same options and {again}")
+            raise typer.Exit(INTERRUPTED)
+        if plot is not None:
+            self._draw(document, plot)
+        output.text(found.toml())
+
+    def _tuning(self) -> Any:
+        from sfi_traces.read.reader import Trace
+        from sfi_traces.tune.objective import Limits, objectives
+        from sfi_traces.tune.tuning import Tuning
+
+        limits = Limits(min_retained=self.searching.min_retained, max_read=self.searching.max_read)
+        return Tuning.of(
+            [Trace.open(path) for path in self.traces],
+            axes=self.axes,
+            trigger_sets=named_strings(self.trigger_sets),
+            mining=self.mine,
+            objectives=objectives(words(self.searching.objectives)),
+            limits=limits,
+            batch=self.searching.batch_size,
+        )
+
+    def _confirmer(self, tuning: Any) -> Callable[[Any], Any]:
+        # loads the model before the search: a mistake shows before the work
+        from sfi_core.hosts.transformers.checks import check_backend
+        from sfi_core.models.load import load, resolve_device
+        from sfi_traces.tune.confirm import Confirmer, Material, check_model
+
+        own = self.confirming
+        check_backend(own.backend, resolve_device(own.loading["device"]))
+        model, tokenizer = load(own.model, **own.loading)
+        for trace in tuning.traces:
+            check_model(model, tokenizer, trace)
+        if own.has_prompts:
+            material = [Material.of_texts(self._texts(), tokenizer)]
+        else:
+            pairs = zip(tuning.traces, tuning.recorded, strict=True)
+            material = [Material.of_trace(trace, each, tokenizer) for trace, each in pairs]
+
+        def confirm(found: Any) -> Any:
+            with BenchProgress(quiet=self.files.quiet) as progress:
+                confirmer = Confirmer(
+                    model=model,
+                    tokenizer=tokenizer,
+                    backend=own.backend,
+                    batch=self.searching.batch_size,
+                    top=min(one.top for one in tuning.evaluate.recorded),
+                    prefill_chunk=PREFILL_CHUNK,
+                    on_run=lambda done, total: progress.update("confirming", done, total),
+                )
+                try:
+                    return found.confirm(partial(confirmer, material), own.count)
+                except KeyboardInterrupt:
+                    return replace(found, interrupted=True)
+
+        return confirm
+
+    def _texts(self) -> list[str]:
+        entries = read_prompts(None, self.confirming.prompt_file, self.confirming.batch).entries
+        texts = [entry for entry in entries if isinstance(entry, str)]
+        if len(texts) < len(entries):
+            raise InputError(f"batch {self.confirming.batch} must hold prompts, got messages")
+        return texts
+
+    def _show(self, document: dict[str, Any]) -> None:
+        from sfi_cli.commands.tune.views import tune_text
+
+        shown = Output(None, force=False)
+        if self.files.json:
+            shown.document(document)
+        else:
+            shown.text(tune_text(document))
+
+    def _draw(self, document: dict[str, Any], plot: FileOutput) -> None:
+        from sfi_traces.tune.plot import write_plot
+
+        kind = plot.path.suffix.removeprefix(".")
+        plot.save(lambda path: write_plot(document, path, kind=kind))

@@ -1,0 +1,1 @@
+"""What every command shares: one way to write results, progress, tables and errors."""

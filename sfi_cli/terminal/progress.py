@@ -1,0 +1,106 @@
+"""Progress of long work: a rich bar on a terminal, plain lines otherwise."""
+
+import sys
+import time
+from types import TracebackType
+from typing import Any, Self
+
+from sfi_cli.terminal.output import message
+
+PATIENCE = 2.0  # seconds between plain lines
+
+
+class Progress:
+    """Shows how far a phase of the work is; gone when the work is done."""
+
+    def __init__(self, *, quiet: bool) -> None:
+        self._quiet = quiet
+        self._last = time.monotonic()
+        self._bar: object | None = None
+
+    def __enter__(self) -> Self:
+        """Start."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Take the bar away, whatever happened."""
+        self._stop()
+
+    def _show(self, phase: str, done: int, total: int, line: str) -> None:
+        # a bar on a terminal; otherwise `line`, if the last one is a while ago
+        if self._quiet:
+            return
+        if sys.stderr.isatty():
+            self._draw(phase, done, total)
+        elif time.monotonic() - self._last > PATIENCE:
+            self._last = time.monotonic()
+            message(line)
+
+    def _draw(self, phase: str, done: int, total: int) -> None:
+        from rich.console import Console
+        from rich.progress import Progress as Bar
+
+        if not isinstance(self._bar, Bar):
+            self._bar = Bar(console=Console(stderr=True), transient=True)
+            self._bar.start()
+            self._bar.add_task(phase)
+        task = self._bar.task_ids[0]
+        self._bar.update(task, description=phase, completed=done, total=total or None)
+
+    def _stop(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()  # type: ignore[attr-defined]
+            self._bar = None
+
+
+class PrefillProgress(Progress):
+    """Shows how many prompt tokens were read; gone when decoding starts."""
+
+    def __init__(self, *, quiet: bool, label: str) -> None:
+        super().__init__(quiet=quiet)
+        self._label = label
+
+    def update(self, read: int, total: int) -> None:
+        """Show that `read` of `total` prompt tokens were read."""
+        if read >= total:
+            self._stop()
+            return
+        line = f"{self._label}: read {read:,} of {total:,} prompt tokens"
+        self._show(f"{self._label}: reading the prompt", read, total, line)
+
+
+class DecodeProgress(Progress):
+    """Shows how many tokens were decoded, where no text streams."""
+
+    def update(self, done: int, total: int) -> None:
+        """Show that `done` of at most `total` steps are behind us."""
+        self._show("decoding", done, total, f"decoded {done:,} of at most {total:,} tokens")
+
+    def requests(self, done: int, running: int, waiting: int) -> None:
+        """Show how many requests are done, running and waiting for one of those to end."""
+        total, state = done + running + waiting, f"{running:,} running, {waiting:,} waiting"
+        self._show(
+            f"requests: {state}", done, total, f"{done:,} of {total:,} requests done, {state}"
+        )
+
+
+class BenchProgress(Progress):
+    """Shows which phase a benchmark is in, or which kernel was compiled."""
+
+    def __init__(self, *, quiet: bool) -> None:
+        super().__init__(quiet=quiet)
+        self._compiled = 0
+
+    def update(self, phase: str, done: int, total: int) -> None:
+        """Show that `done` of `total` parts of a phase are behind us; a total of 0 is not known."""
+        self._show(phase, done, total, f"{phase}, {done} of {total}" if total else phase)
+
+    def compiled(self, row: dict[str, Any]) -> None:
+        """Show a compiled kernel; nobody knows beforehand how many there are."""
+        self._compiled += 1
+        self.update(f"compiled {self._compiled} kernels, {row['kernel']} on {row['arch']}", 0, 0)

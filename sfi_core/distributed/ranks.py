@@ -1,0 +1,241 @@
+"""Processes that run one model together, one for each device, and what they tell each other.
+
+`Ranks` is handed to whatever must agree or see more than its own heads. A model that one process runs has
+`ALONE`, whose methods give back what they were given. Every rank must make the same calls in the same order;
+what decides about a call must therefore be the same on every rank.
+"""
+
+import hashlib
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.rendezvous import rendezvous
+
+from sfi_core.distributed import torchrun
+from sfi_core.errors import ConfigError, RankLostError, SfiError
+
+TIMEOUT, DEFAULT_TIMEOUT = "SFI_TIMEOUT", 300.0
+LOADING = timedelta(minutes=30)  # ranks may read a large checkpoint at very different speeds
+GLOO = "gloo/transport"  # its errors have no type of their own
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """The processes that run one model, seen from one of them.
+
+    Attributes:
+        number: Which of them this is; rank r holds the KV heads from `r * H` on.
+        size: How many there are.
+        group: Their process group; None for the default one.
+    """
+
+    number: int = 0
+    size: int = 1
+    group: Any = None
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return every rank's tensor, stacked in front: [size, ...], the same on every rank."""
+        if self.size == 1:
+            return tensor[None]
+        parts = [torch.empty_like(tensor) for _ in range(self.size)]
+        dist.all_gather(parts, tensor.contiguous(), group=self.group)
+        return torch.stack(parts)
+
+    def mean(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the mean over the ranks, the same bits on every rank."""
+        return tensor if self.size == 1 else self.gather(tensor).mean(0)
+
+    def least(self, number: int) -> int:
+        """Return the smallest of the ranks' numbers."""
+        return min(self._exchange(number)) if self.size > 1 else number
+
+    def settle(self, token_B: torch.Tensor, fine_B: torch.Tensor) -> torch.Tensor:
+        """Return the first rank's tokens, and where every rank is fine: [2, B], in one collective."""
+        told = torch.stack([token_B, fine_B.long()])
+        if self.size == 1:
+            return told
+        if self.number:
+            told[0] = 0
+        dist.all_reduce(told, group=self.group)
+        told[1] = told[1] == self.size
+        return told
+
+    def same_tokens(self, token_B: torch.Tensor) -> list[int]:
+        """Return a step's tokens, which others than us have sampled on every rank.
+
+        Raises:
+            SfiError: The ranks have sampled different ones.
+        """
+        rows: list[list[int]] = self.gather(token_B).tolist()
+        if any(row != rows[0] for row in rows):
+            raise SfiError(f"every rank must sample the same tokens, got {rows}; seed them alike")
+        return rows[0]
+
+    def share_seed(self, device: torch.device) -> None:
+        """Give every rank the first one's random state, so that they sample alike."""
+        state = torch.get_rng_state().to(device)
+        torch.set_rng_state(self.gather(state)[0].cpu())
+        if device.type == "cuda":
+            state = torch.cuda.get_rng_state(device).to(device)
+            torch.cuda.set_rng_state(self.gather(state)[0].cpu(), device)
+
+    def check_same(self, facts: dict[str, Any]) -> None:
+        """Refuse a run whose facts differ between the ranks.
+
+        Args:
+            facts: By name; compared by what `repr` says of them.
+
+        Raises:
+            ConfigError: On every rank, with the first name whose facts differ.
+        """
+        if self.size == 1:
+            return
+        ours = {name: hashlib.sha256(repr(fact).encode()).digest() for name, fact in facts.items()}
+        told = self._exchange(ours)
+        for name in ours:
+            if odd := [rank for rank, theirs in enumerate(told) if theirs[name] != told[0][name]]:
+                raise ConfigError(
+                    f"{name} must be the same on every rank, got another on rank {odd[0]} than on 0"
+                )
+
+    @contextmanager
+    def agreed(self) -> Iterator[None]:
+        """Raise on every rank what one of them raised inside, where no rank may call another.
+
+        Raises:
+            SfiError: The error of the first rank that has one, which it names unless all have the same.
+        """
+        error: SfiError | None = None
+        try:
+            yield
+        except SfiError as mine:
+            if self.size == 1:
+                raise
+            error = mine
+        told = self._exchange(error) if self.size > 1 else []
+        found = [(rank, theirs) for rank, theirs in enumerate(told) if theirs is not None]
+        if not found:
+            return
+        rank, first = found[0]
+        if error is not None and [str(theirs) for theirs in told] == [str(first)] * self.size:
+            raise error
+        raise type(first)(f"rank {rank}: {first}") from error
+
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Turn the failure of a collective into one error, where other ranks are called inside.
+
+        Raises:
+            RankLostError: Another rank has died, or has not answered in time.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            if self.size == 1 or not (isinstance(error, dist.DistError) or GLOO in str(error)):
+                raise
+            late = "imed out" in str(error)
+            got = f"no answer in time; one of them hangs ({TIMEOUT} says how long to wait)"
+            raise RankLostError(
+                f"rank {self.number} of {self.size} must hear from every other, "
+                f"got {got if late else 'a closed connection; one of them has died'}"
+            ) from error
+
+    def _exchange(self, fact: Any) -> list[Any]:
+        told: list[Any] = [None] * self.size
+        with self.guarded():
+            dist.all_gather_object(told, fact, group=self.group)
+        return told
+
+
+ALONE = Ranks()
+
+
+def timeout() -> float:
+    """Return the seconds after which a rank that does not answer is given up.
+
+    Raises:
+        ConfigError: The environment says something else than a positive number.
+    """
+    text = os.environ.get(TIMEOUT, str(DEFAULT_TIMEOUT))
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise ConfigError(f"{TIMEOUT} must be a positive number of seconds, got {text}")
+    return seconds
+
+
+def join() -> Ranks:
+    """Meet the other processes that torchrun has started, once.
+
+    Returns:
+        The ranks, for what happens before the model runs: they wait as long as loading may take.
+
+    Raises:
+        RankLostError: Another one does not come.
+    """
+    if torchrun.size() == 1:
+        return ALONE
+    timeout()  # a mistake in it shows now
+    them = Ranks(torchrun.number(), torchrun.size())
+    if not dist.is_initialized():
+        with them.guarded():
+            # gloo, on every device: these ranks tell each other words, not tensors
+            dist.init_process_group("gloo", store=_store(), rank=them.number, world_size=them.size,
+                                    timeout=LOADING)  # fmt: skip
+    return them
+
+
+@cache
+def mesh(device: torch.device) -> DeviceMesh:
+    """Make the device mesh of a tensor-parallel model over all ranks; calls end after `timeout()`."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    group = dist.new_group(
+        backend="nccl" if device.type == "cuda" else "gloo",
+        timeout=timedelta(seconds=timeout()),
+        device_id=device if device.type == "cuda" else None,
+    )
+    return DeviceMesh.from_group(group, device.type)
+
+
+def ranks_of(model: Any) -> Ranks:
+    """Return the ranks over which transformers has split a model; `ALONE` for any other."""
+    settings = getattr(model.config, "distributed_config", None)
+    if settings is None or (settings.tp_size or 1) == 1:
+        return ALONE
+    whole = model._device_mesh  # noqa: SLF001 - nothing public says it
+    split = whole["tp"] if whole.ndim > 1 else whole
+    return Ranks(split.get_local_rank(), split.size(), split.get_group())
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the part of a parameter that this rank holds."""
+    part: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part
+
+
+def tells_errors() -> bool:
+    """Say whether this process is to tell of an error: the first one that asks does."""
+    if torchrun.size() == 1 or not dist.is_initialized():
+        return torchrun.local() == 0
+    try:
+        return int(_store().add("sfi/told", 1)) == 1
+    except dist.DistError:
+        return True  # the process that kept the count is gone
+
+
+@cache
+def _store() -> Any:
+    store, _, _ = next(rendezvous("env://", timeout=LOADING))
+    return store

@@ -1,0 +1,1 @@
+"""How a layer attends: in PyTorch, or with Triton kernels."""

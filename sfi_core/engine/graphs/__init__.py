@@ -1,0 +1,1 @@
+"""Whole decoding steps recorded once and replayed, as CUDA graphs."""

@@ -1,0 +1,145 @@
+"""What a run did, in numbers."""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, Self
+
+from sfi_core.engine.run import Run
+from sfi_core.state.request import SparseState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestReport:
+    """One request.
+
+    Attributes:
+        prompt_tokens: Tokens of the prompt.
+        token_ids: Generated tokens, a stop token included.
+        finish_reason: "stop", "length", "interrupted" or "error".
+        slow_steps: Steps with g_t = 1, step 0 included.
+        fast_steps: All others.
+        slow_at: The slow steps.
+        reasons: Slow steps by reason.
+        mean_attended_tokens: Tokens read per decoding step, KV head and full-attention layer; step 0, the
+            prefill's last position, is not counted here. 0 when nothing was decoded.
+        read_ratio: Share of the cached tokens that attention read, over the same steps; 1 when nothing was
+            decoded.
+        selection_ratio: What choosing them read on fast steps, in tokens' worth of keys and values, over the
+            same: a page bound is a token, a key half of one. What a slow step reads is in `read_ratio`.
+        stored_ratio: Share of the tokens that the method has to keep: what it reads, if it evicts the rest.
+            Our cache keeps all of them under every method.
+        queued_seconds: Wall time from the run's beginning until its prompt began to be read.
+        prefill_seconds: From then to its first token.
+        decode_seconds: From its first token to its last; other requests' prompts may be read in between.
+    """
+
+    prompt_tokens: int
+    token_ids: list[int]
+    finish_reason: str
+    slow_steps: int
+    fast_steps: int
+    slow_at: list[int]
+    reasons: dict[str, int]
+    mean_attended_tokens: float
+    read_ratio: float
+    selection_ratio: float
+    stored_ratio: float
+    # two requests that did the same are equal, however long it took
+    queued_seconds: float = field(default=0.0, compare=False)
+    prefill_seconds: float = field(default=0.0, compare=False)
+    decode_seconds: float = field(default=0.0, compare=False)
+
+    @classmethod
+    def of(cls, state: SparseState, stop_ids: frozenset[int], *, evicts: bool) -> Self:
+        """Sum a request up; `evicts` says what its policy does."""
+        decoded = max(1, len(state.tokens) - 1)
+        read_ratio = state.attended / state.context if state.context else 1.0
+        return cls(
+            prompt_tokens=state.prompt_tokens,
+            token_ids=list(state.tokens),
+            finish_reason="stop" if stop_ids.intersection(state.tokens[-1:]) else "length",
+            slow_steps=len(state.slow_at),
+            fast_steps=len(state.tokens) - len(state.slow_at),
+            slow_at=list(state.slow_at),
+            reasons=dict(state.reasons),
+            mean_attended_tokens=state.attended / decoded,
+            read_ratio=read_ratio,
+            selection_ratio=state.selecting / state.context if state.context else 0.0,
+            stored_ratio=read_ratio if evicts else 1.0,
+            queued_seconds=state.queued_seconds,
+            prefill_seconds=state.prefill_seconds,
+            decode_seconds=state.decode_seconds,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelReport:
+    """One Triton kernel, counted where it was launched.
+
+    Attributes:
+        name: The kernel.
+        launches: How often.
+        steps: Decoding steps, the prefill's step 0 included, in which it ran.
+        layers: Layers in which it ran; 0 for what a step does once for all of them.
+    """
+
+    name: str
+    launches: int
+    steps: int
+    layers: int
+
+    @classmethod
+    def of(cls, run: Run) -> list[Self]:
+        """Sum up every kernel of a run, by name."""
+        found = {name: [key for key in run.kernels if key[0] == name] for name, _, _ in run.kernels}
+        return [
+            cls(
+                name=name,
+                launches=sum(run.kernels[key] for key in keys),
+                steps=len({step for _, step, _ in keys}),
+                layers=len({layer for _, _, layer in keys if layer >= 0}),
+            )
+            for name, keys in sorted(found.items())
+        ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunReport:
+    """One run.
+
+    Attributes:
+        backend: What ran: "torch" or "triton".
+        requests: A report for each request.
+        prefill_seconds: Wall time of reading prompts, up to their first tokens.
+        decode_seconds: Wall time of the steps from 1 on; no prompt is read in it.
+        decode_tokens_per_second: Tokens of those steps over that time, all requests together.
+        paths: Attention and maintenance calls by what really ran, counted per request, layer and step.
+        kernels: The Triton kernels launched; empty on the torch backend.
+    """
+
+    backend: str
+    requests: list[RequestReport]
+    prefill_seconds: float
+    decode_seconds: float
+    decode_tokens_per_second: float
+    paths: dict[str, int]
+    kernels: list[KernelReport]
+
+    @classmethod
+    def of(cls, run: Run) -> Self:
+        """Sum a run up."""
+        stop_ids, evicts = run.stop_ids, run.policy.evicts
+        requests = [RequestReport.of(state, stop_ids, evicts=evicts) for state in run.states]
+        decoded = sum(max(0, len(request.token_ids) - 1) for request in requests)
+        return cls(
+            backend=run.cache.backend,
+            requests=requests,
+            prefill_seconds=run.prefill_seconds,
+            decode_seconds=run.decode_seconds,
+            decode_tokens_per_second=decoded / run.decode_seconds if run.decode_seconds else 0.0,
+            paths={name: count for name, count in run.paths.items() if count},
+            kernels=KernelReport.of(run),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return asdict(self)

@@ -1,0 +1,226 @@
+"""`sfi_core.generate(...)`: our own loop around a transformers model."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from sfi_core.engine.maintenance import main_stream
+from sfi_core.engine.report import RunReport
+from sfi_core.engine.shared_prompt import SharedPrompt
+from sfi_core.errors import ConfigError, NumericsError, SfiError
+from sfi_core.generation.batch_plan import BatchPlan, plan_batch
+from sfi_core.generation.decode import decode
+from sfi_core.generation.prompts import (
+    check_lengths,
+    encode,
+    left_pad,
+    model_stop_ids,
+    padding_id,
+    token_limits,
+)
+from sfi_core.generation.sampling import Sampler, Sampling
+from sfi_core.generation.scheduler import Slots
+from sfi_core.hosts.transformers.decoder import HostedModel
+from sfi_core.hosts.transformers.session import Session
+from sfi_core.hosts.transformers.slow_fast import slow_fast
+from sfi_core.machine.memory import peak_bytes, reset_peak
+from sfi_core.models.forecast import Forecast
+from sfi_core.observers.observer import Observer
+from sfi_core.settings.audit import AuditConfig
+from sfi_core.settings.config import SfiConfig
+from sfi_core.settings.engine import DEFAULTS, EngineOptions
+from sfi_core.state.request import SparseState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What a run gave.
+
+    Attributes:
+        report: Counts, reasons, ratios, times and paths; token ids by request, in the prompts' order.
+        texts: The completions; empty strings without a tokenizer.
+        trigger_token_ids: T_trig as used.
+        forecast: What the run was expected to need.
+        slots: How many requests were decoded together.
+        peak_memory_bytes: Peak memory of the process (CPU) or of the allocator (GPU) during the run.
+        error: Why the run stopped early; None when it did not.
+        interrupted: Whether Ctrl-C stopped it.
+    """
+
+    report: RunReport
+    texts: list[str]
+    trigger_token_ids: tuple[int, ...]
+    forecast: Forecast
+    slots: int
+    peak_memory_bytes: int
+    error: SfiError | None = None
+    interrupted: bool = False
+
+
+def generate(
+    model: Any,
+    tokenizer: Any,
+    prompts: Sequence[str] | Sequence[Sequence[int]],
+    config: SfiConfig | None = None,
+    *,
+    policy: str = "sfi",
+    max_new_tokens: int | Sequence[int] = 256,
+    max_batch: int | None = None,
+    sampling: Sampling | None = None,
+    seed: int | None = None,
+    stop_token_ids: Sequence[int] | None = None,
+    prefill_chunk: int = 0,
+    observers: Sequence[Observer] = (),
+    backend: str = "auto",
+    page_size: int | None = None,
+    audit: AuditConfig | None = None,
+    shared: SharedPrompt | None = None,
+    engine: EngineOptions | None = None,
+    on_plan: Callable[[BatchPlan], None] | None = None,
+    on_token: Callable[[list[int]], None] | None = None,
+    on_prefill: Callable[[int, int], None] | None = None,
+) -> Result:
+    """Complete prompts with slow-fast decoding.
+
+    Where the memory or `max_batch` does not allow all prompts together, the others wait, in order: when a
+    request ends, the next prompt is read in its place.
+
+    Args:
+        model: A decoder-only model of transformers.
+        tokenizer: Its tokenizer; may be None when prompts are token ids and triggers are token ids.
+        prompts: Texts or token ids; they may differ in length.
+        config: The settings; None is the `default` preset.
+        policy: A name from `sfi_core.policies.POLICIES`.
+        max_new_tokens: Upper bound on the generated tokens, of all prompts or of each.
+        max_batch: The most requests decoded together; None for as many as fit into the memory.
+        sampling: How tokens are picked; None is greedy.
+        seed: Of the sampling; with a prompt's index it gives its tokens, whatever is decoded beside it. None
+            draws one from torch.
+        stop_token_ids: Tokens that end a request; None takes the model's.
+        prefill_chunk: Prompt tokens of one forward pass; 0 for all at once.
+        observers: Told of every step, refresh and span.
+        backend: "auto", "torch" or "triton".
+        page_size: Tokens of a cache page; None is one page a request under torch, 64 tokens under triton.
+        audit: What to compare with dense attention, for the observers; the tokens stay the same.
+        shared: The prompts as `read_prompt` read them, to begin with; they are not read again.
+        engine: How steps are run; None is `EngineOptions()`.
+        on_plan: Called before the run with how many requests are decoded together, and what that needs.
+        on_token: Called with the tokens of each step, by prompt; padding for one that has ended or waits.
+        on_prefill: Called with the prompt tokens read so far and in all, of the prompts that are read first.
+
+    Returns:
+        The result; a Ctrl-C or broken logits end it early with what was generated, and say so.
+
+    Raises:
+        ConfigError: A setting is out of range, or `shared` is of other prompts or too small.
+        InputError: A prompt is empty or longer than the model's positions.
+        UnsupportedModelError: The architecture cannot run under SFI.
+        MemoryForecastError: The run would not fit; says how many requests would.
+    """
+    if prefill_chunk < 0:
+        raise ConfigError(f"prefill_chunk must be at least 0, got {prefill_chunk}")
+    config, sampling = config or SfiConfig(), sampling or Sampling()
+    rows = encode(tokenizer, prompts)
+    limits = token_limits(max_new_tokens, len(rows))
+    check_lengths(model, rows, limits)
+    stop = frozenset(model_stop_ids(model) if stop_token_ids is None else stop_token_ids)
+    pad_id = padding_id(model, tokenizer)
+    if shared is not None:
+        capacity = max(len(row) + new for row, new in zip(rows, limits, strict=True))
+        shared.check(*left_pad(rows, model.device), capacity)
+    reset_peak(model.device)
+    with (
+        torch.no_grad(),
+        main_stream(model.device, overlap=(engine or DEFAULTS).overlap),
+        slow_fast(
+            model,
+            tokenizer,
+            config,
+            policy=policy,
+            observers=observers,
+            backend=backend,
+            page_size=page_size,
+            audit=audit,
+            engine=engine,
+        ) as session,
+    ):
+        session.ranks.check_same(
+            {
+                "prompts": rows, "config": config, "policy": policy, "max_new_tokens": limits,
+                "sampling": sampling, "seed": seed, "stop_token_ids": sorted(stop),
+                "max_batch": max_batch, "prefill_chunk": prefill_chunk, "backend": session.backend,
+                "page_size": page_size, "audit": audit, "engine": engine,
+            }
+        )  # fmt: skip
+        plan = plan_batch(
+            session, rows, limits, max_batch=max_batch, prefill_chunk=prefill_chunk, shared=shared
+        )
+        if on_plan is not None:
+            on_plan(plan)
+        ids_BT, mask_BT = left_pad(rows[: plan.slots], model.device)
+        hosted = HostedModel(model, session, ids_BT, mask_BT, plan.capacity, stop, prefill_chunk)
+        hosted.shared, hosted.cache.requests = shared, len(rows)
+        hosted.on_prefill = on_prefill or hosted.on_prefill
+        if seed is None:
+            seed = int(torch.randint(2**62, ())) if sampling.do_sample else 0
+        sampler = Sampler(sampling, ids_BT, session.ranks, seed=seed)
+        sampler.ahead = hosted.ahead
+        slots = Slots(hosted, rows, limits, sampler, pad_id, on_token)
+        error: SfiError | None = None
+        interrupted = False
+        try:
+            for _ in decode(slots, slots.sample):
+                pass
+        except NumericsError as problem:
+            error = problem
+        except KeyboardInterrupt:
+            interrupted = True
+        report = _report(session, slots, error, interrupted=interrupted)
+        return _result(report, session, tokenizer, plan, error, interrupted=interrupted)
+
+
+def _report(
+    session: Session, slots: Slots, error: SfiError | None, *, interrupted: bool
+) -> RunReport:
+    # of a run that broke off: what had ended stays as it is, what had not begun has no tokens
+    if session.report is None:
+        raise KeyboardInterrupt
+    session.run.left += [
+        SparseState(request=request, prompt_tokens=len(slots.prompts[request]))
+        for request in slots.waiting
+    ]
+    report = session.report
+    if not (error or interrupted):
+        return report
+    requests = []
+    for request, state in zip(report.requests, session.run.states, strict=True):
+        reason = "interrupted" if interrupted or state.request in slots.waiting else "error"
+        requests.append(request if state.finished else replace(request, finish_reason=reason))
+    return replace(report, requests=requests)
+
+
+def _result(
+    report: RunReport,
+    session: Session,
+    tokenizer: Any,
+    plan: BatchPlan,
+    error: SfiError | None,
+    *,
+    interrupted: bool,
+) -> Result:
+    texts = [
+        tokenizer.decode(r.token_ids, skip_special_tokens=True) if tokenizer else ""
+        for r in report.requests
+    ]
+    return Result(
+        report=report,
+        texts=texts,
+        trigger_token_ids=session.trigger_token_ids,
+        forecast=plan.forecast,
+        slots=plan.slots,
+        peak_memory_bytes=peak_bytes(session.model.device),
+        error=error,
+        interrupted=interrupted,
+    )

@@ -1,0 +1,68 @@
+"""`read_prompt(...)`: the dense pass over a prompt, once for many runs."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from sfi_core.engine.shared_prompt import SharedPrompt
+from sfi_core.generation.prompts import check_lengths, encode, left_pad
+from sfi_core.hosts.transformers.decoder import HostedModel
+from sfi_core.hosts.transformers.slow_fast import slow_fast
+from sfi_core.models.forecast import check_fits
+from sfi_core.settings.config import SfiConfig
+
+
+@torch.no_grad()
+def read_prompt(
+    model: Any,
+    tokenizer: Any,
+    prompts: Sequence[str] | Sequence[Sequence[int]],
+    *,
+    capacity: int,
+    window: int | None = None,
+    prefill_chunk: int = 0,
+    backend: str = "auto",
+    page_size: int | None = None,
+    on_prefill: Callable[[int, int], None] | None = None,
+) -> SharedPrompt:
+    """Read prompts densely, for `generate(..., shared=...)` to decode from under any policy.
+
+    Args:
+        model: A decoder-only model of transformers.
+        tokenizer: Its tokenizer; may be None when prompts are token ids.
+        prompts: Texts or token ids; they may differ in length.
+        capacity: Tokens that a request may reach in a run from here, its prompt included.
+        window: Queries of the prompt to keep, from its end; None keeps all, which h2o needs.
+        prefill_chunk: Prompt tokens of one forward pass; 0 for all at once.
+        backend: "auto", "torch" or "triton"; the runs' own.
+        page_size: Tokens of a cache page; the runs' own.
+        on_prefill: Called with the prompt tokens read so far and in all.
+
+    Raises:
+        InputError: A prompt is empty or longer than the model's positions.
+        UnsupportedModelError: The architecture cannot run under SFI.
+        MemoryForecastError: It would not fit.
+    """
+    rows = encode(tokenizer, prompts)
+    check_lengths(model, rows, capacity - max(map(len, rows), default=0))
+    ids_BT, mask_BT = left_pad(rows, model.device)
+    B, T = ids_BT.shape
+    shared = SharedPrompt(ids_BT, mask_BT, capacity, window)
+    config = SfiConfig(trigger_policy="never")
+    with slow_fast(
+        model, tokenizer, config, policy="full-kv", backend=backend, page_size=page_size
+    ) as session:
+        check_fits(session.forecast(B, T, shared.capacity, prefill_chunk), model.device)
+        hosted = HostedModel(
+            model, session, ids_BT, mask_BT, shared.capacity, frozenset(), prefill_chunk
+        )
+        hosted.on_prefill = on_prefill or hosted.on_prefill
+        run = session.start(hosted.cache, B, T)
+        run.prompt = shared
+        began = time.perf_counter()
+        logits_BV = hosted.prefill()
+        shared.finish(run, hosted.cache, logits_BV)
+        shared.seconds = time.perf_counter() - began
+    return shared

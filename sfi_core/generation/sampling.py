@@ -1,0 +1,195 @@
+"""Picking the next token; transformers' own logits processors do the work."""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from sfi_core.distributed.ranks import ALONE, Ranks
+from sfi_core.errors import ConfigError, NumericsError
+from sfi_kernels.step_descriptor import sent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How tokens are picked; names and meanings are those of transformers' generation config.
+
+    Attributes:
+        do_sample: Sample instead of taking the most likely token.
+        temperature: Divides the logits. Positive.
+        top_k: Keep the k most likely tokens; 0 keeps all.
+        top_p: Keep the smallest set of tokens with this probability; 1 keeps all.
+        min_p: Keep tokens at least this share as likely as the best; 0 keeps all.
+        repetition_penalty: Above 1 makes repeated tokens less likely; 1 does nothing.
+    """
+
+    do_sample: bool = False
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Reject values out of range."""
+        for name, ok, rule in (
+            ("temperature", self.temperature > 0, "positive"),
+            ("top_k", self.top_k >= 0, "at least 0"),
+            ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
+            ("min_p", 0 <= self.min_p <= 1, "in [0, 1]"),
+            ("repetition_penalty", self.repetition_penalty > 0, "positive"),
+        ):
+            if not ok:
+                raise ConfigError(f"{name} must be {rule}, got {getattr(self, name)}")
+
+    def processors(self) -> LogitsProcessorList:
+        """Build transformers' processors, in the order `model.generate` applies them."""
+        chosen = LogitsProcessorList()
+        if self.repetition_penalty != 1:
+            chosen.append(RepetitionPenaltyLogitsProcessor(self.repetition_penalty))
+        if self.do_sample:
+            if self.temperature != 1:
+                chosen.append(TemperatureLogitsWarper(self.temperature))
+            if self.top_k:
+                chosen.append(TopKLogitsWarper(self.top_k))
+            if self.top_p < 1:
+                chosen.append(TopPLogitsWarper(self.top_p))
+            if self.min_p:
+                chosen.append(MinPLogitsWarper(self.min_p))
+        return chosen
+
+
+@dataclass(slots=True)
+class Row:
+    """One request of a sampler.
+
+    Attributes:
+        request: Its index.
+        seed: Of all requests; with the index it makes the numbers that the request draws with.
+        tokens: What it has at most in the sampler's `ids_BT`.
+        step: Its next decoding step.
+    """
+
+    request: int
+    seed: int
+    tokens: int
+    step: int = 0
+    _random: random.Random = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Make a generator of its own, so that no other request moves it."""
+        self._random = random.Random(f"{self.seed} {self.request}")  # noqa: S311 - no secret
+
+    def draw(self) -> float:
+        """Return a number in [0, 1) that stays below 1 in any arithmetic of the sampler's."""
+        return self._random.getrandbits(32) / 2**32
+
+
+class Sampler:
+    """Turns a step's logits into tokens.
+
+    What a request draws depends on the seed and its index, not on what it is decoded with.
+
+    Attributes:
+        ids_BT: The tokens so far, padded prompts included; grown by every call.
+        rows: The request of each row.
+        ahead: Called with the tokens while they are still on the device, and not yet waited for.
+    """
+
+    def __init__(
+        self,
+        sampling: Sampling,
+        ids_BT: torch.Tensor,
+        ranks: Ranks = ALONE,
+        *,
+        seed: int = 0,
+        first: int = 0,
+    ) -> None:
+        """Start with the requests from index `first` on."""
+        B, T = ids_BT.shape
+        self.ids_BT, self._ranks = ids_BT, ranks
+        self.ahead: Callable[[torch.Tensor], None] | None = None
+        self.rows = [Row(first + row, seed, T) for row in range(B)]
+        self._sampling, self._seed = sampling, seed
+        self._processors = sampling.processors()
+
+    def alone(self, ids_1T: torch.Tensor, request: int) -> "Sampler":
+        """Make a sampler of one more request, with the same settings."""
+        return Sampler(self._sampling, ids_1T, self._ranks, seed=self._seed, first=request)
+
+    def seat(self, row: int, other: "Sampler") -> None:
+        """Let a request that was sampled alone take a row."""
+        (self.rows[row],) = other.rows
+        width = max(one.tokens for one in self.rows)
+        self.ids_BT = _last(self.ids_BT, width).clone()
+        self.ids_BT[row] = _last(other.ids_BT, width)[0]
+
+    def __call__(self, logits_BV: torch.Tensor, finished_B: list[bool], pad_id: int) -> list[int]:
+        """Pick a token for every request; a finished one gets the padding token.
+
+        Raises:
+            NumericsError: A running request's logits hold NaN or +inf, or nothing finite.
+        """
+        logits_BV = logits_BV.float()
+        scores_BV = self._processors(self.ids_BT, logits_BV)
+        sampled = self._sampling.do_sample
+        token_B = self._draw(scores_BV, finished_B) if sampled else scores_BV.argmax(-1)
+        finite_B = logits_BV.amax(-1).isfinite()
+        # the one read of the device per step: the tokens, which have to be streamed, and the check with them
+        picked = self._read(self._ranks.settle(token_B, finite_B))
+        for row, ok, done in zip(self.rows, picked[1], finished_B, strict=True):
+            if not (ok or done):
+                raise NumericsError(
+                    f"logits must be finite, got NaN or infinity at step {row.step} "
+                    f"in request {row.request}"
+                )
+        tokens = [
+            pad_id if done else token for token, done in zip(picked[0], finished_B, strict=True)
+        ]
+        column = sent(torch.tensor(tokens)[:, None], self.ids_BT.device)
+        self.ids_BT = torch.cat([self.ids_BT, column], 1)
+        for row in self.rows:
+            row.step, row.tokens = row.step + 1, row.tokens + 1
+        return tokens
+
+    def _draw(self, scores_BV: torch.Tensor, finished_B: list[bool]) -> torch.Tensor:
+        # where each request's number falls among the sums of the probabilities; broken rows fall anywhere
+        safe_BV = scores_BV.nan_to_num(0.0, 0.0, -torch.inf)
+        sum_BV = safe_BV.softmax(-1).nan_to_num(1.0).cumsum(-1, dtype=torch.float64)
+        drawn = [
+            0.0 if done else row.draw() for row, done in zip(self.rows, finished_B, strict=True)
+        ]
+        drawn_B = sent(torch.tensor(drawn, dtype=torch.float64), sum_BV.device)
+        return torch.searchsorted(sum_BV, drawn_B[:, None] * sum_BV[:, -1:], right=True)[:, 0]
+
+    def _read(self, picked_2B: torch.Tensor) -> list[list[int]]:
+        # what `ahead` asks of the device comes after the copy, so that the wait is not for it
+        host, done = picked_2B, None
+        if picked_2B.is_cuda:
+            host = torch.empty(picked_2B.shape, dtype=picked_2B.dtype, pin_memory=True)
+            host.copy_(picked_2B, non_blocking=True)
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record(torch.cuda.current_stream(picked_2B.device))
+        if self.ahead is not None:
+            self.ahead(picked_2B[0])
+        if done is not None:
+            done.synchronize()
+        read: list[list[int]] = host.tolist()
+        return read
+
+
+def _last(ids_BT: torch.Tensor, width: int) -> torch.Tensor:
+    # the last tokens, with each row's first repeated before them where there are not as many, as `left_pad`
+    missing = width - ids_BT.shape[1]
+    if missing <= 0:
+        return ids_BT[:, -missing:]
+    return torch.cat([ids_BT[:, :1].expand(-1, missing), ids_BT], 1)

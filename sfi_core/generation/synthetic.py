@@ -1,0 +1,153 @@
+"""Prompts that nobody read: a cache full of random keys and values, to decode from at any context."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from sfi_core.engine.run import Run
+from sfi_core.errors import ConfigError
+from sfi_core.hosts.transformers.backend import layer_step
+from sfi_core.hosts.transformers.cache import SfiCache
+from sfi_core.hosts.transformers.session import Session
+from sfi_core.state.kv_cache import KVCache
+from sfi_core.state.layer_shape import LayerShape
+
+BLOCK = 1024  # tokens that are drawn; a longer context repeats them
+
+
+class SyntheticPrompt:
+    """A batch of prompts that is in the cache already, for `HostedModel.shared`.
+
+    Keys, values and the queries that make the first selection are standard normal. For timing only: the
+    tokens that follow mean nothing. The pages are filled for the first run and serve every further one, which
+    overwrites nothing but what the run before it decoded.
+
+    Attributes:
+        contexts: Tokens of each request.
+        capacity: Tokens that a request may reach.
+        cache: The filled pages; None before the first run.
+    """
+
+    def __init__(
+        self,
+        contexts: Sequence[int],
+        capacity: int,
+        *,
+        seed: int = 0,
+        rows: Sequence[int] | None = None,
+    ) -> None:
+        """Plan the prompts; `rows` are the numbers that their contents are drawn by, besides the seed."""
+        self.contexts, self.capacity = list(contexts), capacity
+        self.cache: KVCache | None = None
+        self._seed = seed
+        self._rows = list(range(len(self.contexts)) if rows is None else rows)
+
+    def resume(self, session: Session, cache: SfiCache) -> torch.Tensor:
+        """Begin a session's run with the prompts; return zeros as the logits of the next token, [B, V].
+
+        Raises:
+            ConfigError: The policy looks at all of a prompt's queries.
+        """
+        if session.policy.observes_prompt:
+            raise ConfigError(
+                f"policy {session.policy_name} looks at every query of a prompt, which must be read then"
+            )
+        shapes = session.shapes()
+        longest, model = max(self.contexts), session.model
+        run = session.start(cache, len(self.contexts), longest)
+        self._fill(run, model, shapes)
+        run.begin_prefill(self.contexts, final=True)
+        for index, shape in enumerate(shapes):
+            layer = cache.layers[index]
+            if shape.window is None:
+                layer.resume(longest)
+                run.layers.add(index)
+                step = layer_step(run, index, scale=shape.key_width**-0.5)
+                with run.counted(index):
+                    step.end_prefill(self._queries(run, model, index, shape))
+            else:
+                fill_sliding(layer, *self.block(model, index, shape), longest)
+        text = model.config.get_text_config(decoder=True)
+        logits_BV = torch.zeros(len(self.contexts), text.vocab_size, device=model.device)
+        if run.signals is not None:
+            run.signals.see_logits(logits_BV)
+        cache.detach()
+        return logits_BV
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the filled pages."""
+        if self.cache is None:
+            return 0
+        layers = self.cache.layers.values()
+        return sum(p.key_PHND.nbytes + p.value_PHNE.nbytes + p.norm_PHN.nbytes for p in layers)
+
+    def drop(self) -> None:
+        """Give the pages back; the next run fills new ones with the same numbers."""
+        self.cache = None
+
+    def block(self, model: Any, layer: int, shape: LayerShape) -> tuple[torch.Tensor, torch.Tensor]:
+        """Draw keys and values that a layer's cache repeats, [B, H, BLOCK, D] and [B, H, BLOCK, E]."""
+        key = self._drawn(model, layer, (shape.heads, BLOCK, shape.key_width), "key")
+        return key, self._drawn(model, layer, (shape.heads, BLOCK, shape.value_width), "value")
+
+    def _fill(self, run: Run, model: Any, shapes: Sequence[LayerShape]) -> None:
+        if self.cache is not None:
+            run.cache = self.cache
+            return
+        for index, shape in enumerate(shapes):
+            if shape.window is not None:
+                continue
+            key, value = self.block(model, index, shape)
+            for start in range(0, max(self.contexts), BLOCK):
+                count = [max(0, min(BLOCK, length - start)) for length in self.contexts]
+                begin_B, count_B = torch.tensor(
+                    [[start] * len(count), count], dtype=torch.int32, device=model.device
+                )
+                piece = key, value
+                if (
+                    min(count) < BLOCK
+                ):  # `append` takes the last of them, and a prompt ends with the first
+                    piece = _rolled(key, count), _rolled(value, count)
+                run.cache.append(index, *piece, begin_B, count_B, start + max(count))
+        self.cache = run.cache
+
+    def _queries(self, run: Run, model: Any, layer: int, shape: LayerShape) -> torch.Tensor:
+        heads = model.config.get_text_config(decoder=True).num_attention_heads
+        window = min(run.policy.config.window_prefill, *self.contexts)
+        size = (shape.heads, heads // shape.heads, window, shape.key_width)
+        return self._drawn(model, layer, size, "query")
+
+    def _drawn(self, model: Any, layer: int, size: tuple[int, ...], what: str) -> torch.Tensor:
+        # a request's numbers depend on its own row, not on the batch around it
+        drawn = []
+        for row in self._rows:
+            generator = torch.Generator(model.device)
+            generator.manual_seed(
+                ((self._seed * 1009 + row) * 1009 + layer) * 3
+                + ("key", "value", "query").index(what)
+            )
+            options = {"dtype": model.dtype, "device": model.device, "generator": generator}
+            drawn.append(torch.randn(size, **options))
+        return torch.stack(drawn)
+
+
+def _rolled(block: torch.Tensor, count: Sequence[int]) -> torch.Tensor:
+    return torch.stack([row.roll(-n, 1) for row, n in zip(block, count, strict=True)])
+
+
+def repeated(block: torch.Tensor, length: int) -> torch.Tensor:
+    """Repeat a block [B, H, BLOCK, D] along its tokens until there are `length`."""
+    B, H, T, D = block.shape
+    out = block.new_empty(B, H, length, D)
+    for start in range(0, length, T):
+        out[:, :, start : start + T] = block[:, :, : min(T, length - start)]
+    return out
+
+
+def fill_sliding(layer: Any, key: torch.Tensor, value: torch.Tensor, context: int) -> None:
+    """Make transformers' layer of a sliding window look as if it had read `context` tokens."""
+    held = min(layer.sliding_window, context)
+    layer.cumulative_length = context - held
+    layer.update(repeated(key, held), repeated(value, held))

@@ -1,0 +1,1 @@
+"""The engines of other libraries that run a model's forward passes."""

@@ -1,0 +1,1 @@
+"""The first host: transformers runs the model, sfi its attention and its cache."""

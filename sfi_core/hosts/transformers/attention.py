@@ -1,0 +1,166 @@
+"""Where sfi plugs into transformers: an attention function, a mask function, and `cache_seam`'s `Cache`.
+
+A layer calls `Cache.update(keys, values)` and then the attention function with what it made of the result.
+`SfiLayer.update` hands the new keys straight back; `sfi_attention` puts what arrives there, heads expanded,
+into the run's pages. A layer whose keys never arrive is refused instead of running silently dense.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from sfi_core.distributed.ranks import local
+from sfi_core.errors import UnsupportedModelError
+from sfi_core.hosts.transformers.backend import layer_step
+from sfi_core.hosts.transformers.cache import SfiCache, SfiLayer, check_supported
+from sfi_kernels.partial_attention import combine, partial_attention
+
+NAME = "sfi"
+# what models pass along that does not change the attention of a decoder, besides `HANDLED`
+HARMLESS = {
+    "position_ids",
+    "cache_position",
+    "use_cache",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "return_dict",
+    "logits_to_keep",
+}
+HANDLED = {"softcap", "s_aux", "sliding_window", "is_causal"}
+
+
+@dataclass(slots=True)
+class Seam:
+    """What a model's attention modules hold while it is installed.
+
+    Attributes:
+        cache: The sfi cache of the forward pass under way; None when it runs without one.
+    """
+
+    cache: SfiCache | None = None
+
+
+def sfi_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attend under the run's plan; layers and calls outside a run attend as they always do.
+
+    Args are transformers': query [B, H*G, T, D], key and value as `Cache.update` returned them.
+
+    Returns:
+        out, [B, T, H*G, E], and no weights.
+    """
+    cache: SfiCache | None = getattr(module, "sfi_seam", Seam()).cache
+    layer = cache.layers[module.layer_idx] if cache is not None else None
+    layer = layer if isinstance(layer, SfiLayer) else None
+    _refuse_unknown(module, kwargs, managed=layer is not None)
+    B, heads, T, D = query.shape
+    H = key.shape[1]
+    scale = D**-0.5 if scaling is None else scaling
+    query_BHGTD = query.reshape(B, H, heads // H, T, D)
+    sinks = None if kwargs.get("s_aux") is None else local(kwargs["s_aux"])
+    options: dict[str, Any] = {
+        "soft_cap": kwargs.get("softcap"),
+        "sink_HG": None if sinks is None else sinks.reshape(H, heads // H),
+    }
+    if layer is not None:
+        run = layer.store(key, value)
+        out = layer_step(run, layer.index, scale=scale, **options).attend(query_BHGTD)
+    elif options["soft_cap"] is None and sinks is None:
+        plain: tuple[torch.Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling,
+            is_causal=kwargs.get("is_causal"),
+        )  # fmt: skip
+        return plain
+    else:
+        out = _unmanaged(query_BHGTD, key, value, attention_mask, scale, **options)
+    return out.reshape(B, heads, T, -1).transpose(1, 2).contiguous(), None
+
+
+def _unmanaged(
+    query_BHGTD: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    soft_cap: float | None,
+    sink_HG: torch.Tensor | None,
+) -> torch.Tensor:
+    # PyTorch's SDPA knows neither soft caps nor learned sinks, and transformers drops them without a word
+    T = query_BHGTD.shape[3]
+    causal = mask is None and T > 1
+    visible = None if mask is None else mask[:, :, None]
+    part = partial_attention(
+        query_BHGTD,
+        key,
+        value,
+        scale=scale,
+        soft_cap=soft_cap,
+        causal=causal,
+        visible_BHGWT=visible,
+    )
+    return combine([part], sink_HG).to(query_BHGTD.dtype)
+
+
+def _refuse_unknown(module: torch.nn.Module, kwargs: dict[str, Any], *, managed: bool) -> None:
+    given = {name for name, value in kwargs.items() if value is not None}
+    unknown = sorted(given - HARMLESS - HANDLED)
+    if unknown:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} passes attention arguments that sfi does not know: {unknown}"
+        )
+    if kwargs.get("output_attentions"):
+        raise UnsupportedModelError(
+            "attention weights do not exist under sfi; drop output_attentions"
+        )
+    if managed and kwargs.get("sliding_window") is not None:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} attends to a sliding window, but its cache keeps every token"
+        )
+    if kwargs.get("is_causal") is False:
+        raise UnsupportedModelError(f"{type(module).__name__} attends in both directions")
+
+
+def install(model: PreTrainedModel, seam: Seam) -> str:
+    """Route a model's attention through sfi.
+
+    Returns:
+        The attention implementation it had, for `uninstall`.
+
+    Raises:
+        UnsupportedModelError: The architecture cannot run under SFI.
+    """
+    check_supported(model)
+    AttentionInterface.register(NAME, sfi_attention)
+    # without a mask function padding would be ignored silently
+    AttentionMaskInterface.register(NAME, sdpa_mask)
+    previous: str = model.config._attn_implementation  # noqa: SLF001 - nothing public says it
+    model.set_attn_implementation(NAME)
+    if model.config.get_text_config(decoder=True)._attn_implementation != NAME:  # noqa: SLF001
+        model.set_attn_implementation(previous)
+        raise UnsupportedModelError(
+            f"{type(model).__name__} does not use transformers' attention interface"
+        )
+    for module in model.modules():
+        if hasattr(module, "layer_idx"):
+            module.sfi_seam = seam
+    return previous
+
+
+def uninstall(model: PreTrainedModel, previous: str) -> None:
+    """Give a model its own attention back."""
+    for module in model.modules():
+        module.__dict__.pop("sfi_seam", None)
+    model.set_attn_implementation(previous)

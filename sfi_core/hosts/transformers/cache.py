@@ -1,0 +1,217 @@
+"""transformers' view of a run: its `Cache`, and which models can have one."""
+
+from typing import Any, Self
+
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+)
+
+from sfi_core.engine.run import Run
+from sfi_core.errors import UnsupportedModelError
+
+
+class SfiLayer(CacheLayerMixin):
+    """A full-attention layer's place in the cache; the keys themselves live in the run's pages."""
+
+    is_compileable = False
+    is_croppable = False
+    is_sliding = False
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.index = index
+        self.seen = 0
+        self.run: Run | None = None
+        self.pending = False
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Note dtype and device, as transformers expects of a layer."""
+        self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hand the new keys back, to be stored when they arrive at `sfi_attention`.
+
+        Multi-head latent attention passes its latents here and expands them afterwards.
+        """
+        if self.run is None:
+            raise UnsupportedModelError("an sfi cache works inside slow_fast(...) only")
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.seen += key_states.shape[2]
+        self.pending = True
+        return key_states, value_states
+
+    def resume(self, seen: int) -> None:
+        """Begin with `seen` padded tokens that are in the run's pages already."""
+        self.seen, self.is_initialized = seen, True
+
+    def store(self, key_BHTD: torch.Tensor, value_BHTE: torch.Tensor) -> Run:
+        """Put what the layer attends with into the run's pages.
+
+        Raises:
+            UnsupportedModelError: The layer did not go through `update` first.
+        """
+        if self.run is None or not self.pending:
+            raise UnsupportedModelError(f"layer {self.index} attends without updating its cache")
+        self.pending = False
+        self.run.append(self.index, key_BHTD, value_BHTE)
+        return self.run
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return the padded length after the update, and no offset."""
+        return self.seen + query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Return the padded length, which transformers counts in."""
+        return self.seen
+
+    def get_max_length(self) -> int:
+        """Return that there is no maximum."""
+        return -1
+
+    def reset(self) -> None:
+        """Refuse: a run has one prompt."""
+        raise UnsupportedModelError("an sfi cache cannot be reset; make a new one")
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Refuse: beam search would move a request's state."""
+        raise UnsupportedModelError("beam search does not run under sfi; use num_beams=1")
+
+
+class SfiCache(Cache):
+    """transformers' view of a run: `SfiLayer` for full attention, transformers' own for sliding windows.
+
+    Attributes:
+        capacity: Tokens a request may reach, when known; the pages are allocated once for that many.
+        prompt_length: Padded prompt tokens, when known; a piece that ends before them is not step 0.
+        stop_ids: Tokens that end a request.
+        requests: Requests in all, where some wait for the place of another one; None for those of the batch.
+        run: Made at the first forward pass, when the batch is known.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        capacity: int | None,
+        prompt_length: int | None,
+        stop_ids: frozenset[int],
+    ) -> None:
+        base = DynamicCache(config=model.config.get_text_config(decoder=True))
+        super().__init__(
+            layers=[
+                SfiLayer(index) if type(layer) is DynamicLayer else layer
+                for index, layer in enumerate(base.layers)
+            ]
+        )
+        self.capacity, self.prompt_length, self.stop_ids = capacity, prompt_length, stop_ids
+        self.requests: int | None = None
+        self.run: Run | None = None
+
+    @property
+    def managed(self) -> list[SfiLayer]:
+        """The full-attention layers."""
+        return [layer for layer in self.layers if isinstance(layer, SfiLayer)]
+
+    @property
+    def seen(self) -> int:
+        """Padded tokens so far."""
+        return self.managed[0].seen
+
+    def see(self, seen: int) -> None:
+        """Count `seen` padded tokens in every managed layer."""
+        for layer in self.managed:
+            layer.seen = seen
+
+    def attach(self, run: Run) -> Self:
+        """Give the layers their run, for a forward pass."""
+        self.run = run
+        for layer in self.managed:
+            layer.run = run
+        return self
+
+    def seat(self, row: int, other: Self, width: int) -> None:
+        """Let a request that was read alone take a row; from now on the longest has `width` tokens."""
+        for ours, theirs in zip(self.layers, other.layers, strict=True):
+            if isinstance(ours, SfiLayer):
+                ours.seen = width
+                continue
+            kept = min(width, ours.sliding_window - 1)
+            for name in ("keys", "values"):
+                large, one = (_last(getattr(layer, name), kept) for layer in (ours, theirs))
+                large[row] = one[0]
+                setattr(ours, name, large)
+            ours.cumulative_length = width
+        self.prompt_length = width  # so that what comes next is no piece of a prompt
+
+    def detach(self) -> None:
+        """Take the run from the layers, which refuse keys until the next pass under a session.
+
+        Raises:
+            UnsupportedModelError: Keys of the last pass did not reach `sfi_attention`.
+        """
+        for layer in self.managed:
+            layer.run = None
+        missed = [layer.index for layer in self.managed if layer.pending]
+        if missed:
+            raise UnsupportedModelError(
+                f"layers {missed} do not attend through transformers' attention interface; "
+                "sfi would not act on them"
+            )
+
+
+def _last(rows_BHTD: torch.Tensor, count: int) -> torch.Tensor:
+    # a copy of the last tokens, with zeros before them where there are not as many
+    return torch.nn.functional.pad(rows_BHTD, (0, 0, count - rows_BHTD.shape[2], 0))
+
+
+def full_attention_layers(model: PreTrainedModel) -> tuple[int, ...]:
+    """Return the layers that SFI acts on.
+
+    Raises:
+        UnsupportedModelError: SFI cannot act on the model.
+    """
+    check_supported(model)
+    return tuple(layer.index for layer in SfiCache(model, None, None, frozenset()).managed)
+
+
+def check_supported(model: PreTrainedModel) -> None:
+    """Refuse what SFI cannot act on.
+
+    Raises:
+        UnsupportedModelError: With the architecture's name and the reason.
+    """
+    name, config = type(model).__name__, model.config
+    if config.is_encoder_decoder:
+        raise UnsupportedModelError(
+            f"{name} is an encoder-decoder model; sfi runs decoder-only models"
+        )
+    if not (model._supports_attention_backend or model._supports_sdpa):  # noqa: SLF001
+        raise UnsupportedModelError(f"{name} does not use transformers' attention interface")
+    text = config.get_text_config(decoder=True)
+    if "chunked_attention" in (getattr(text, "layer_types", None) or ()):
+        raise UnsupportedModelError(f"{name} has chunked attention layers, which sfi does not know")
+    # newer releases hold a place for a layer that reads another one's keys, older ones leave it out
+    cached = DynamicCache(config=text).layers
+    layers = [layer for layer in cached if type(layer).__name__ != "DummyLayer"]
+    kinds = {type(layer) for layer in layers}
+    if odd := sorted(kind.__name__ for kind in kinds - {DynamicLayer, DynamicSlidingWindowLayer}):
+        raise UnsupportedModelError(f"{name} has layers that sfi does not know, cached as {odd}")
+    if DynamicLayer not in kinds:
+        why = (
+            "every layer attends to a sliding window"
+            if layers
+            else "its config lists no attention layers"
+        )
+        raise UnsupportedModelError(f"{name} leaves nothing for sfi to do: {why}")
+    if shared := text.num_hidden_layers - len(layers):
+        raise UnsupportedModelError(
+            f"{name} has {shared} layers that read another layer's keys, which sfi does not know"
+        )

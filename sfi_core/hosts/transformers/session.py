@@ -1,0 +1,251 @@
+"""A model under SFI: what its forward passes do, and the runs that come of them."""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from sfi_core.distributed.ranks import ranks_of
+from sfi_core.engine.audit import Audit
+from sfi_core.engine.maintenance import slots_of
+from sfi_core.engine.report import RunReport
+from sfi_core.engine.run import Run
+from sfi_core.errors import ConfigError
+from sfi_core.hosts.transformers.attention import Seam
+from sfi_core.hosts.transformers.backend import PAGE_SIZE
+from sfi_core.hosts.transformers.cache import SfiCache, full_attention_layers
+from sfi_core.hosts.transformers.checks import check_cache, check_dense_layers, prompt_tokens
+from sfi_core.hosts.transformers.layer_shapes import layer_shapes
+from sfi_core.hosts.transformers.shadow import Shadow
+from sfi_core.models.describe import describe_model
+from sfi_core.models.forecast import Forecast, forecast
+from sfi_core.models.tensor_parallel import check_split
+from sfi_core.observers.events import PromptEvent, RunEvent
+from sfi_core.observers.observer import NullObserver, Observer, together
+from sfi_core.policies import policy_class
+from sfi_core.settings.audit import AuditConfig
+from sfi_core.settings.config import SfiConfig
+from sfi_core.settings.engine import EngineOptions
+from sfi_core.state.kv_cache import KVCache
+from sfi_core.state.layer_shape import LayerShape
+from sfi_core.triggers.trigger import Trigger
+from sfi_core.triggers.trigger_set import resolve_triggers
+
+UNKNOWN_CAPACITY = 1024
+
+
+class Session:
+    """A model under SFI.
+
+    Attributes:
+        model: The model.
+        config: The settings as asked for; a policy may adapt its own copy.
+        policy: The policy; its `config` is what it runs with.
+        policy_name: Its name.
+        backend: What runs: "torch" or "triton".
+        trigger_token_ids: T_trig.
+        report: Report of the last run; None before the first.
+        observer: All observers as one.
+        span: The observer's span of the forward pass under way.
+        ranks: The processes among which the model's heads are split.
+        audit: What to audit; None for nothing.
+        engine: How steps are run.
+        stands_by: Whether somebody else plans the forward pass under way.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        config: SfiConfig,
+        policy: str,
+        observers: Sequence[Observer],
+        page_size: int | None,
+        audit: AuditConfig | None,
+        engine: EngineOptions,
+    ) -> None:
+        self.model, self.config, self.policy_name = model, config, policy
+        self.ranks = ranks_of(model)
+        if self.ranks.size > 1:
+            check_split(model.config, model.tp_plan, self.ranks.size)
+            engine = engine.on_several_ranks()
+        self.trigger_token_ids = resolve_triggers(tokenizer, config)
+        trigger = Trigger(frozenset(self.trigger_token_ids), config)
+        layers = full_attention_layers(model)
+        check_dense_layers(config.dense_layers, layers)
+        self.policy = policy_class(policy)(config, trigger, layers)
+        self.observer = together(observers)
+        self.audit, self.engine = audit, engine
+        self.stands_by = False
+        self._shadow = Shadow()
+        self.span = ExitStack()
+        self._page_size = page_size
+        self.backend = "torch"
+        self._run: Run | None = None
+        self._shapes: list[LayerShape] = []
+        self.seam = Seam()
+
+    @property
+    def report(self) -> RunReport | None:
+        """Counts, reasons, ratios and paths of the last run."""
+        return None if self._run is None else RunReport.of(self._run)
+
+    @property
+    def run(self) -> Run:
+        """The last run's state."""
+        assert self._run is not None, "a run has begun"
+        return self._run
+
+    def cache(
+        self,
+        capacity: int | None = None,
+        prompt_length: int | None = None,
+        stop_ids: frozenset[int] = frozenset(),
+    ) -> SfiCache:
+        """Make the `past_key_values` of one run, for a loop of one's own around `model(...)`.
+
+        Args:
+            capacity: Tokens a request may reach; without it the cache grows by copying.
+            prompt_length: Padded prompt tokens, for a prompt that comes in several pieces.
+            stop_ids: Tokens that end a request.
+        """
+        return SfiCache(self.model, capacity, prompt_length, stop_ids)
+
+    def forecast(
+        self, batch: int, prompt_tokens: int, capacity: int, prefill_chunk: int = 0
+    ) -> Forecast:
+        """Say what a run will need, from the shapes that a pass over two tokens shows."""
+        policy, triton = self.policy, self.backend == "triton"
+        page = self.page_size or 1
+        return forecast(
+            self.model,
+            self.shapes(),
+            policy.config,
+            selects=policy.selects_before or policy.selects_after,
+            batch=batch,
+            prompt_tokens=prompt_tokens,
+            capacity=-(-capacity // page) * page,
+            prefill_chunk=prefill_chunk,
+            together=batch if triton else 1,
+            unpacked=() if triton else policy.config.dense_layers,
+            slots=slots_of(self.model.device, overlap=self.engine.overlap),
+        )
+
+    @property
+    def page_size(self) -> int | None:
+        """Tokens of a cache page; None for one page a request."""
+        return self._page_size or (PAGE_SIZE if self.backend == "triton" else None)
+
+    def shapes(self) -> list[LayerShape]:
+        """Learn the layers' shapes, once."""
+        self._shapes = self._shapes or layer_shapes(self.model, self.policy)
+        return self._shapes
+
+    def before_forward(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Enter a step: transformers calls this before every forward pass of the model."""
+        cache = kwargs.get("past_key_values")
+        check_cache(cache)
+        self.seam.cache = cache
+        if cache is None or self._shadow.under_way or self.stands_by:
+            return
+        ids: Any = kwargs.get("input_ids", args[0] if args else None)
+        tokens = ids if ids is not None else kwargs["inputs_embeds"]
+        batch, new = tokens.shape[:2]
+        cache.attach(cache.run or self.start(cache, batch, new))
+        end = cache.seen + new
+        prompt_length = cache.prompt_length or new
+        if cache.seen == 0 or end <= prompt_length or new > 1:
+            mask, final = kwargs.get("attention_mask"), end >= prompt_length
+            count = prompt_tokens(mask, batch, new, cache.seen, final=final)
+            if ids is not None:
+                requests = cache.run.requests_of(range(batch))
+                prompt = PromptEvent(requests=requests, ids_BT=ids, count=tuple(count))
+                cache.run.observer.on_prompt(prompt)
+            cache.run.begin_prefill(count, final=final)
+            name = "prefill"
+        else:
+            if (
+                not cache.run.recorded
+            ):  # transformers' loop does not tell; ours has, without a second look
+                cache.run.record(self.ranks.same_tokens(ids[:, -1]))
+            if self.engine.graphs:
+                raise ConfigError(
+                    "CUDA graphs must be off in model.generate and loops of one's own; sfi's loop has them"
+                )
+            cache.run.begin_decode()
+            if self._shadow.due(cache.run):
+                self._shadow.run(model, cache, args, kwargs)
+                self.seam.cache = cache
+            name = "forward"
+        self.span.enter_context(cache.run.observer.span(name))
+
+    def after_forward(self, model: Any, args: tuple[Any, ...], output: Any) -> None:
+        """Leave a step: transformers calls this after every forward pass of the model."""
+        cache, self.seam.cache = self.seam.cache, None
+        if cache is None:
+            return
+        cache.detach()
+        if not (self._shadow.under_way or self.stands_by):
+            self.span.close()
+            run = cache.run
+            if run is None:
+                return
+            run.maintenance.join()
+            if run.signals is not None:
+                run.signals.see_logits(output.logits[:, -1])
+            self._shadow.compare(run, output.logits[:, -1])
+
+    def start(self, cache: SfiCache, batch: int, new: int) -> Run:
+        """Make the run of a cache, for `batch` requests whose first pass brings `new` tokens."""
+        capacity = cache.capacity or max(new, cache.prompt_length or 0) + UNKNOWN_CAPACITY
+        pages = KVCache(batch, capacity, self.page_size, self.backend)
+        self._run = Run(
+            self.policy,
+            self.observer,
+            pages,
+            cache.stop_ids,
+            self.model.device,
+            Audit.of(self.audit),
+            self.engine,
+            self.ranks,
+        )
+        cache.attach(self._run)
+        if self._shapes:
+            self._tell(batch, cache.requests or batch)
+        return self._run
+
+    def close(self) -> None:
+        """Leave a step that broke off."""
+        self.span.close()
+        if self._run is not None:
+            self._run.maintenance.join()
+            if self._run.fixed is not None and self._run.device.type == "cuda":
+                # for a step launched ahead, whose memory may go now
+                torch.cuda.synchronize(self._run.device)
+
+    def observe(self) -> None:
+        """Get ready for the observers and the audit, if there are any.
+
+        Raises:
+            ConfigError: The audit names layers or heads that the model does not have.
+        """
+        if self.audit is not None:
+            self.audit.check(self.shapes())
+        if type(self.observer) is not NullObserver or self.ranks.size > 1:  # every rank, or none
+            self.shapes()  # now: it takes a forward pass, which cannot be made within another
+
+    def _tell(self, batch: int, requests: int) -> None:
+        self.observer.on_run(
+            RunEvent(
+                batch=batch,
+                requests=requests,
+                policy=self.policy_name,
+                backend=self.backend,
+                device=str(self.model.device),
+                config=self.policy.config.to_dict(),
+                trigger_token_ids=self.trigger_token_ids,
+                model=describe_model(self.model, self._shapes),
+                audit=None if self.audit is None else self.audit.to_dict(),
+            )
+        )

@@ -1,0 +1,74 @@
+"""The shadow pass: an audited step run densely first, for the next-token distribution it would have had."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from sfi_core.engine.run import Run
+from sfi_core.hosts.transformers.cache import SfiCache
+from sfi_core.observers.events import LogitsEvent
+
+
+class Shadow:
+    """Runs an audited step twice, so that the second time finds nothing changed.
+
+    Attributes:
+        under_way: Whether the forward pass that runs is a shadow.
+    """
+
+    def __init__(self) -> None:
+        self.under_way = False
+        self._dense_BV: torch.Tensor | None = None
+
+    @staticmethod
+    def due(run: Run) -> bool:
+        """Say whether the step that has begun is audited and not dense by itself."""
+        audit, fast = run.audit, run.descriptor.fast
+        return audit is not None and any(audit.due(run.requests[row]) for row in fast)
+
+    def run(
+        self, model: Any, cache: SfiCache, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        """Run the model's step densely, and take back what it did to the cache.
+
+        What it writes for the step's own token, the step overwrites.
+        """
+        run = cache.run
+        assert run is not None, "a run has begun"
+        kept = [dict(layer.__dict__) for layer in cache.layers]
+        self.under_way = True
+        cache.attach(run.shadow())
+        try:
+            with run.observer.span("shadow"):
+                self._dense_BV = model(*args, **kwargs).logits[:, -1]
+        finally:
+            self.under_way = False
+            for layer, values in zip(cache.layers, kept, strict=True):
+                layer.__dict__.update(values)
+            cache.attach(run)
+
+    def compare(self, run: Run, logits_BV: torch.Tensor) -> None:
+        """Tell the observer how far the step's distributions are from its shadow's, if it had one."""
+        if self._dense_BV is None:
+            return
+        dense_BV, self._dense_BV = self._dense_BV, None
+        audit = run.audit
+        assert audit is not None, "an audit asked for the shadow"
+        rows = tuple(row for row in run.descriptor.fast if audit.due(run.requests[row]))
+        kl_R, agrees_R = compare_logits(logits_BV, dense_BV, rows)
+        steps = tuple(run.requests[row].step for row in rows)
+        run.observer.on_logits(
+            LogitsEvent(requests=run.requests_of(rows), steps=steps, kl_R=kl_R, agrees_R=agrees_R)
+        )
+
+
+def compare_logits(
+    logits_BV: torch.Tensor, dense_BV: torch.Tensor, rows: tuple[int, ...]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compare the next-token distributions of some rows with dense attention's; see `LogitsEvent`."""
+    chosen = torch.tensor(rows, device=logits_BV.device)
+    ours, dense = (x[chosen].float().log_softmax(-1) for x in (logits_BV, dense_BV))
+    weight = dense.exp()
+    terms = torch.where(weight > 0, weight * (dense - ours), 0.0)
+    return terms.sum(-1), ours.argmax(-1) == dense.argmax(-1)

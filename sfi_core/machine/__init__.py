@@ -1,0 +1,1 @@
+"""This machine: its memory, its description, the versions of what is installed."""

@@ -1,0 +1,121 @@
+"""Models without weights: an architecture from its config, filled with numbers that keep logits finite."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.initialization import no_init_weights
+
+from sfi_core.errors import InputError, UnsupportedModelError
+from sfi_core.models.load import BUNDLED, first_line, quiet
+
+QWEN3: dict[str, Any] = {
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "head_dim": 128,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 40960,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
+    "tie_word_embeddings": True,
+}
+QWEN3_8B = {
+    **QWEN3, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
+    "num_attention_heads": 32, "tie_word_embeddings": False,
+}  # fmt: skip
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "qwen3-0.6b": {
+        **QWEN3, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+    },
+    "qwen3-4b": {
+        **QWEN3, "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+    },
+    "qwen3-8b": QWEN3_8B,
+    "qwen3-30b-a3b": {
+        **QWEN3_8B, "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144,
+        "num_hidden_layers": 48, "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768, "norm_topk_prob": True,
+    },
+}  # fmt: skip
+SPREAD = (
+    0.035  # uniform in +-SPREAD: the standard deviation of 0.02 that models are initialized with
+)
+BLOCK = (1 << 20) - 3  # numbers drawn and repeated; odd, so that rows of a matrix differ
+
+
+def random_config(source: str) -> Any:
+    """Return an architecture's config: a name of `ARCHITECTURES`, or a config.json.
+
+    Raises:
+        InputError: Neither, or the file is no model's config.
+    """
+    quiet()
+    known = ARCHITECTURES.get(source.lower())
+    if known is not None:
+        return AutoConfig.for_model(**known)
+    if not Path(source).is_file():
+        raise InputError(
+            f"random weights must be one of {tuple(ARCHITECTURES)} or a config file, got {source!r}"
+        )
+    return model_config(source)
+
+
+def model_config(source: str | None) -> Any:
+    """Return the config of a model that is not loaded; None is the bundled one.
+
+    Raises:
+        InputError: There is none, or it is damaged.
+    """
+    quiet()
+    path = str(BUNDLED if source is None else source)
+    try:
+        return AutoConfig.from_pretrained(path)
+    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
+        raise InputError(f"config of {path} cannot be read: {first_line(error)}") from error
+
+
+def empty_model(config: Any, device: torch.device, dtype: torch.dtype) -> Any:
+    """Make a model whose weights are not set; on the meta device they take no memory.
+
+    Raises:
+        UnsupportedModelError: The config is no causal language model's.
+    """
+    try:
+        with no_init_weights(), device:
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    except ValueError as error:
+        raise UnsupportedModelError(
+            f"{config.model_type} cannot be made without weights: {first_line(error)}"
+        ) from error
+    model.tie_weights()
+    return model.eval()
+
+
+@torch.no_grad()
+def random_model(config: Any, device: torch.device, dtype: torch.dtype, seed: int = 0) -> Any:
+    """Make a model with random weights, in about the time that writing them takes.
+
+    A block of uniform numbers is drawn once and repeated; norms scale by 1, biases are 0.
+
+    Raises:
+        UnsupportedModelError: The config is no causal language model's.
+    """
+    model = empty_model(config, device, dtype)
+    generator = torch.Generator(device).manual_seed(seed)
+    drawn = torch.rand(BLOCK, generator=generator, device=device)
+    block = ((2 * drawn - 1) * SPREAD).to(dtype)
+    for name, weight in model.named_parameters():
+        if weight.dim() > 1:
+            _repeat(block, weight.view(-1))
+        else:
+            weight.fill_(0.0 if name.endswith(("bias", "sinks")) else 1.0)
+    return model
+
+
+def _repeat(block: torch.Tensor, flat: torch.Tensor) -> None:
+    whole = flat.numel() // len(block) * len(block)
+    flat[:whole].view(-1, len(block)).copy_(block)
+    flat[whole:].copy_(block[: flat.numel() - whole])

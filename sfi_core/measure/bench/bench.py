@@ -1,0 +1,262 @@
+"""The benchmark's run: at every point all variants in turn, again and again, in one process."""
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from functools import partial
+from typing import Any
+
+import torch
+
+from sfi_core.errors import BackendError, MemoryForecastError
+from sfi_core.hosts.transformers.slow_fast import slow_fast
+from sfi_core.machine.memory import free_bytes, resident_bytes
+from sfi_core.machine.versions import versions
+from sfi_core.measure.bench.fits import sort_out
+from sfi_core.measure.bench.ours import run_ours
+from sfi_core.measure.bench.prompts import Prompts
+from sfi_core.measure.bench.rows import point_rows
+from sfi_core.measure.bench.samples import Sample
+from sfi_core.measure.bench.settings import BenchSettings, Point, Variant
+from sfi_core.measure.bench.streams import Stream, stream
+from sfi_core.measure.bench.theirs import run_theirs, their_shapes
+from sfi_core.measure.kernel_bench.machine import describe_machine
+from sfi_core.measure.kernel_bench.timing import clock_for, copy_gb_per_s
+from sfi_core.models.byte_model import ByteModel
+from sfi_core.models.describe import describe_model
+from sfi_core.models.weights import ModelWeights
+from sfi_core.state.layer_shape import LayerShape
+
+Progress = Callable[[str, int, int], None]
+
+
+def nothing_to_show(phase: str, done: int, total: int) -> None:
+    """Ignore progress."""
+
+
+@dataclass(slots=True)
+class BenchResult:
+    """What was measured so far.
+
+    Attributes:
+        settings: What was asked for.
+        model: The model in numbers.
+        machine: The machine and its copy bandwidth.
+        rows: A row for each variant and point.
+        skipped: What did not fit.
+        notes: What a reader must know.
+        interrupted: Whether Ctrl-C ended it early.
+    """
+
+    settings: BenchSettings
+    model: dict[str, Any] = field(default_factory=dict)
+    machine: dict[str, Any] = field(default_factory=dict)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    skipped: list[dict[str, Any]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    interrupted: bool = False
+
+    def document(self) -> dict[str, Any]:
+        """Return the JSON document."""
+        asked = self.settings
+        return {
+            "rows": self.rows,
+            "skipped": self.skipped,
+            "interrupted": self.interrupted,
+            "notes": self.notes,
+            "model": self.model,
+            "settings": {
+                "steps": asked.steps,
+                "warm_up": asked.warm_up,
+                "repeats": asked.repeats,
+                "time_limit_seconds": asked.time_limit,
+                "slow_rate": None if asked.slow_rate is None else str(asked.slow_rate),
+                "ragged": asked.ragged,
+                "prefill": asked.prefill,
+                "seed": asked.seed,
+                "backend": asked.backend,
+                "overlap": asked.engine.overlap,
+                "graphs": asked.engine.graphs,
+                "config": asked.config.to_dict(),
+            },
+            "date": datetime.now(UTC).date().isoformat(),
+            "machine": self.machine,
+            "versions": versions(),
+        }
+
+
+def run_bench(
+    model: Any, settings: BenchSettings, progress: Progress = nothing_to_show
+) -> BenchResult:
+    """Measure every point.
+
+    Args:
+        model: A decoder-only model of transformers, outside `slow_fast`.
+        settings: What to measure.
+        progress: Told the phase, how many runs are done, and of how many.
+
+    Returns:
+        The result; after Ctrl-C with what was measured until then.
+
+    Raises:
+        MemoryForecastError: Nothing fits.
+        BackendError: The backend or the engine's switches cannot run here.
+        UnsupportedModelError: The architecture cannot run under SFI.
+        NumericsError: The model's logits are not finite.
+    """
+    check_engine(settings, model.device)
+    bench = Bench(model, settings, progress)
+    try:
+        bench.run()
+    except KeyboardInterrupt:
+        bench.result.interrupted = True
+    if not bench.result.rows and bench.result.skipped and not bench.result.interrupted:
+        least = min(bench.result.skipped, key=lambda row: row["needed_bytes"])
+        raise MemoryForecastError(
+            f"the benchmark must fit {least['free_bytes'] / 1e9:.2f} GB of free memory, got at least "
+            f"{least['needed_bytes'] / 1e9:.2f} GB ({least['policy']}, context {least['context']}, batch "
+            f"{least['batch']}; batch {least['largest_batch']} fits); lower --context or --batch"
+        )
+    return bench.result
+
+
+def check_engine(settings: BenchSettings, device: torch.device) -> None:
+    """Refuse switches that this machine does not have.
+
+    Raises:
+        BackendError: CUDA graphs without CUDA.
+    """
+    if settings.engine.graphs and device.type != "cuda":
+        raise BackendError(f"graphs must run on a CUDA device, got {device.type}; drop --graphs")
+
+
+def release(device: torch.device) -> None:
+    """Give back what the last run left: caches in reference cycles, and blocks that PyTorch keeps."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+class Bench:
+    """One benchmark under way."""
+
+    def __init__(self, model: Any, settings: BenchSettings, progress: Progress) -> None:
+        self.model, self.settings, self.progress = model, settings, progress
+        self.result = BenchResult(settings)
+        self._vocabulary = model.config.get_text_config(decoder=True).vocab_size
+        self._shapes: list[LayerShape] = []
+        self._done, self._total = 0, 0
+
+    def run(self) -> None:
+        """Measure the machine, then point after point."""
+        model, result = self.model, self.result
+        self.progress("measuring the copy bandwidth", 0, 0)
+        copy = copy_gb_per_s(model.device, clock_for(model.device, "torch"))
+        result.machine = {**describe_machine(model.device), "copy_gb_per_s": copy}
+        with slow_fast(
+            model, None, replace(self.settings.config, trigger_policy="never")
+        ) as session:
+            self._shapes = session.shapes()
+        weights = ModelWeights.of(model)
+        result.model = {
+            **describe_model(model, self._shapes),
+            "total_weight_bytes": weights.total_bytes,
+        }
+        result.notes += self._notes()
+        points, variants = self.settings.points(), self.settings.variants()
+        self._total = len(points) * len(variants) * self.settings.repeats
+        for point in points:
+            self._measure(point, variants)
+
+    def _measure(self, point: Point, variants: list[Variant]) -> None:
+        settings = self.settings
+        tokens = stream(settings, point.batch, self._vocabulary)
+        release(self.model.device)
+        fitting, missed = sort_out(self.model, variants, point, settings, tokens.config)
+        self.result.skipped += missed
+        self._done += len(missed) * settings.repeats
+        if not fitting:
+            return
+        prompts = Prompts.of(settings, point, self._vocabulary, self.model.device)
+        samples: dict[Variant, list[Sample]] = {variant: [] for variant in fitting}
+        models = self._byte_models([*fitting], point.batch)
+        before = len(self.result.rows)
+        copy = self.result.machine["copy_gb_per_s"]
+        try:
+            for repeat in range(settings.repeats):
+                for variant, needed in fitting.items():
+                    label = f"{variant.name}, {point.context:,} tokens x {point.batch}, repeat {repeat + 1}"
+                    show = partial(self._show, label)
+                    samples[variant].append(
+                        self._run(variant, needed, point, prompts, tokens, show)
+                    )
+                    self._done += 1
+        finally:
+            self.result.rows[before:] = point_rows(point, samples, models, copy)
+
+    def _run(
+        self,
+        variant: Variant,
+        needed: int,
+        point: Point,
+        prompts: Prompts,
+        tokens: Stream,
+        show: Callable[[Sample | None], None],
+    ) -> Sample:
+        model, settings, made_up = self.model, self.settings, prompts.made_up
+        show(None)
+        release(model.device)
+        free = free_bytes(model.device)
+        if not variant.policy and made_up and free is not None and needed > free:
+            made_up.drop()  # it is filled again for the next run of ours
+            release(model.device)
+        resident = resident_bytes(model.device)
+        if variant.policy:
+            resident -= made_up.held_bytes if made_up else 0  # the forecast counts those pages
+            sample = run_ours(model, variant, point, settings, prompts, tokens, show)
+        else:
+            sample = run_theirs(model, variant.name, point, settings, prompts, show)
+        sample.forecast_bytes = resident + needed
+        sample.prefilled = settings.prefill
+        sample.stopped = sample.steps < settings.steps
+        return sample
+
+    def _show(self, label: str, sample: Sample | None) -> None:
+        rate = f": {sample.decode_rate:,.2f} tokens/s" if sample and sample.steps else ""
+        self.progress(label + rate, self._done, self._total)
+
+    def _byte_models(self, variants: list[Variant], batch: int) -> dict[str, ByteModel]:
+        weights = ModelWeights.of(self.model).read(batch)
+        dense_layers = self.settings.config.dense_layers
+        ours = ByteModel.of(
+            {**describe_model(self.model, self._shapes), "weight_bytes": weights},
+            dense_layers=dense_layers,
+            batch=batch,
+        )
+        theirs = ours
+        if any(not variant.policy for variant in variants):
+            shapes = their_shapes(self.model)
+            description = describe_model(self.model, shapes)
+            theirs = ByteModel.of({**description, "weight_bytes": weights}, batch=batch)
+        return {variant.name: ours if variant.policy else theirs for variant in variants}
+
+    def _notes(self) -> list[str]:
+        settings, device = self.settings, self.model.device.type
+        notes = []
+        if settings.baselines:
+            notes.append(
+                "transformers: greedy model.generate on the same model with an attention implementation of "
+                f"its own choice ({self.model.config._attn_implementation})"  # noqa: SLF001
+            )
+        if device == "cuda" and "transformers-static" in settings.baselines:
+            notes.append("transformers compiles the forward pass with its static cache by itself")
+        if not settings.prefill:
+            notes.append(
+                "caches are filled with random keys and values; under sfi and our other policies the tokens "
+                "are given"
+            )
+        limit = self.result.model["max_positions"]
+        if limit is not None and max(settings.contexts) + settings.total_steps > limit:
+            notes.append(f"contexts exceed the model's {limit:,} positions: for timing only")
+        return notes

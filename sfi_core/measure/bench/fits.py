@@ -1,0 +1,115 @@
+"""What a variant needs at a point, before anything is allocated."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from sfi_core.hosts.transformers.slow_fast import slow_fast
+from sfi_core.machine.memory import free_bytes
+from sfi_core.measure.bench.settings import BenchSettings, Point, Variant
+from sfi_core.measure.bench.theirs import STATIC, their_shapes
+from sfi_core.models.forecast import Forecast
+from sfi_core.settings.config import SfiConfig
+from sfi_core.state.layer_shape import LayerShape
+
+LOGITS = (
+    3 * 4
+)  # bytes of a token of the vocabulary: logits and scores in float32, and a copy of them
+
+
+def needed_bytes(
+    model: Any, variant: Variant, point: Point, settings: BenchSettings, config: SfiConfig
+) -> int:
+    """Return the bytes that a variant needs on top of the model.
+
+    Args:
+        model: The model, outside `slow_fast`.
+        variant: The policy or baseline.
+        point: The batch.
+        settings: Steps, prefill, backend.
+        config: The settings that the policies really run with.
+    """
+    capacity = settings.capacity(point.context)
+    if not variant.policy:
+        return _theirs(model, variant.name, their_shapes(model), point, capacity, settings)
+    with slow_fast(
+        model, None, config, policy=variant.policy, backend=settings.backend, engine=variant.engine
+    ) as session:
+        prompt = point.context if settings.prefill else 1
+        chunk = settings.prefill_chunk if settings.prefill else 0
+        expected: Forecast = session.forecast(point.batch, prompt, capacity, chunk)
+        return expected.needed_bytes
+
+
+def sort_out(
+    model: Any,
+    variants: Sequence[Variant],
+    point: Point,
+    settings: BenchSettings,
+    config: SfiConfig,
+) -> tuple[dict[Variant, int], list[dict[str, Any]]]:
+    """Return the bytes of the variants that fit a point, and rows on those that do not.
+
+    Args:
+        model: The model, outside `slow_fast`; no cache of it is alive.
+        variants: All of them.
+        point: The batch.
+        settings: Steps, prefill, backend.
+        config: The settings that the policies really run with.
+    """
+    free = free_bytes(model.device)
+    fitting: dict[Variant, int] = {}
+    rows: list[dict[str, Any]] = []
+    for variant in variants:
+
+        def needs(batch: int, variant: Variant = variant) -> int:
+            smaller = Point(point.context, batch, point.ragged)
+            return needed_bytes(model, variant, smaller, settings, config)
+
+        needed = needs(point.batch)
+        if free is None or needed <= free:
+            fitting[variant] = needed
+            continue
+        rows.append(
+            {
+                "policy": variant.name,
+                "context": point.context,
+                "batch": point.batch,
+                "needed_bytes": needed,
+                "free_bytes": free,
+                "largest_batch": largest_batch(needs, point.batch - 1, free),
+            }
+        )
+    return fitting, rows
+
+
+def largest_batch(needs: Callable[[int], int], most: int, free: int) -> int:
+    """Return the largest batch of at most `most` whose bytes fit; 0 for none. Bytes grow with the batch."""
+    low, high = 0, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if needs(middle) <= free else (low, middle - 1)
+    return low
+
+
+def _theirs(
+    model: Any,
+    name: str,
+    shapes: Sequence[LayerShape],
+    point: Point,
+    capacity: int,
+    settings: BenchSettings,
+) -> int:
+    text = model.config.get_text_config(decoder=True)
+    sizes = [shape.row_bytes * min(shape.window or capacity, capacity) for shape in shapes]
+    largest = max(sizes)
+    group = text.num_attention_heads / min(shape.heads for shape in shapes)
+    # a masked step repeats the keys and values of a layer for its query heads; growing copies a layer
+    repeats = largest * group if name == STATIC or point.ragged or settings.prefill else 0
+    grown = 0 if name == STATIC else largest
+    read = point.context if settings.prefill else 1
+    widest: int = 4 * (text.hidden_size + (getattr(text, "intermediate_size", 0) or 0))
+    activations = widest * read * model.dtype.itemsize
+    # a prompt's logits are made for its last token; its mask is square
+    mask = read * capacity * model.dtype.itemsize if settings.prefill else 0
+    each = sum(sizes) + repeats + grown + activations + LOGITS * text.vocab_size + mask
+    return int(point.batch * each)

@@ -1,0 +1,221 @@
+"""What to expect of a model and a machine, from bytes alone: nothing is loaded and nothing runs."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from typing import Any
+
+import torch
+
+from sfi_core.errors import ConfigError
+from sfi_core.hosts.transformers.shapes import layer_shapes_without_weights
+from sfi_core.machine.versions import versions
+from sfi_core.measure.bench.fits import largest_batch
+from sfi_core.measure.bench.settings import BenchSettings
+from sfi_core.measure.kernel_bench.machine import describe_machine
+from sfi_core.measure.kernel_bench.timing import clock_for, copy_gb_per_s
+from sfi_core.models.byte_model import ByteModel
+from sfi_core.models.describe import describe_model
+from sfi_core.models.forecast import CPU_SLACK, forecast
+from sfi_core.models.weights import ModelWeights
+from sfi_core.policies import policy_class
+from sfi_core.settings.config import SfiConfig
+from sfi_core.state.layer_shape import LayerShape
+
+POLICIES = ("full-kv", "sfi", "streaming-llm")
+MOST_REQUESTS = 1 << 16
+LONGEST = 1 << 24  # tokens, where the search for the break-even ends
+
+
+def forecast_document(
+    model: Any,
+    settings: BenchSettings,
+    device: torch.device,
+    *,
+    bandwidth_gb_per_s: float | None = None,
+    memory_bytes: float | None = None,
+) -> dict[str, Any]:
+    """Compute memory, bytes and the speed that they allow, for every policy and point.
+
+    Args:
+        model: A model on the meta device; see `empty_model`.
+        settings: Policies, contexts, batches, slow rate, and what the policies run with.
+        device: Whose bandwidth and memory count where none are given.
+        bandwidth_gb_per_s: GB/s; None measures the device's copy bandwidth.
+        memory_bytes: None is the device's.
+
+    Raises:
+        ConfigError: A policy whose steps depend on more than their number.
+        UnsupportedModelError: The model does not show its shapes without weights.
+    """
+    for policy in settings.policies:
+        if policy not in POLICIES:
+            raise ConfigError(f"forecast knows the policies {POLICIES}, got {policy!r}")
+    if bandwidth_gb_per_s is None:
+        bandwidth_gb_per_s = copy_gb_per_s(device, clock_for(device, "torch"))
+    memory = device_memory(device) if memory_bytes is None else int(memory_bytes)
+    shapes, weights = layer_shapes_without_weights(model), ModelWeights.of(model)
+    expected = Expectation(model, shapes, weights, settings, device)
+    return {
+        "rows": [
+            expected.row(policy, context, batch, bandwidth_gb_per_s, memory)
+            for context in sorted(set(settings.contexts))
+            for batch in sorted(set(settings.batches))
+            for policy in dict.fromkeys(settings.policies)
+        ],
+        "forecast": True,
+        "notes": [
+            "nothing was run: tokens/s is bandwidth over bytes, which no implementation exceeds",
+            "synchronized: every request is slow as soon as one is, and each is slow at random",
+        ],
+        "model": {**describe_model(model, shapes), "total_weight_bytes": weights.total_bytes},
+        "settings": {
+            "slow_rate": str(settings.slow_rate),
+            "config": settings.config.to_dict(),
+        },
+        "machine": {
+            **describe_machine(device),
+            "bandwidth_gb_per_s": bandwidth_gb_per_s,
+            "memory_bytes": memory,
+        },
+        "versions": versions(),
+    }
+
+
+def device_memory(device: torch.device) -> int:
+    """Return the memory of a device, whatever of it is in use."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return int(describe_machine()["memory_bytes"] or 0)
+
+
+class Expectation:
+    """A model in bytes, under the settings of a benchmark."""
+
+    def __init__(
+        self,
+        model: Any,
+        shapes: Sequence[LayerShape],
+        weights: ModelWeights,
+        settings: BenchSettings,
+        device: torch.device,
+    ) -> None:
+        assert settings.slow_rate is not None, "a forecast has a stated rate"
+        self._model, self._shapes, self._weights = model, shapes, weights
+        self._settings, self._device = settings, device
+        self._rate: Fraction = settings.slow_rate
+        self._description = describe_model(model, shapes)
+
+    def row(
+        self, policy: str, context: int, batch: int, bandwidth_gb_per_s: float, memory: int
+    ) -> dict[str, Any]:
+        """Return what to expect of a policy at a point."""
+        bytes_ = self._bytes(batch)
+        rate = self.slow_rate(policy)
+        together = 1 - (1 - rate) ** batch if policy == "sfi" else rate
+        dense = batch * float(bytes_.dense(context))
+        fast, slow = (
+            batch * each
+            for each in step_bytes(bytes_, self._settings.config, policy, context, rate)
+        )
+        mean, synchronized = ((1 - p) * fast + p * slow for p in (rate, together))
+        parts = self._memory(policy, context, batch)
+        return {
+            "policy": policy,
+            "context": context,
+            "batch": batch,
+            "slow_rate": rate,
+            **parts,
+            "fits": parts["memory_bytes"] <= memory,
+            "largest_batch": largest_batch(
+                lambda count: self._memory(policy, context, count)["memory_bytes"],
+                MOST_REQUESTS,
+                memory,
+            ),
+            "weight_bytes_per_step": self._weights.read(batch),
+            "fast_bytes_per_step": None if policy == "full-kv" else round(fast),
+            "slow_bytes_per_step": None if policy == "streaming-llm" else round(slow),
+            "bytes_per_step": round(mean),
+            "roofline_tokens_per_second": bandwidth_gb_per_s * 1e9 * batch / mean,
+            "roofline_speedup": dense / mean,
+            "synchronized_roofline_speedup": dense / synchronized,
+            "break_even_context": self._break_even(policy),
+        }
+
+    def slow_rate(self, policy: str) -> float:
+        """Return the share of slow steps."""
+        return {"full-kv": 1.0, "streaming-llm": 0.0}.get(policy, float(self._rate))
+
+    def _bytes(self, batch: int) -> ByteModel:
+        description = {**self._description, "weight_bytes": self._weights.read(batch)}
+        return ByteModel.of(
+            description, dense_layers=self._settings.config.dense_layers, batch=batch
+        )
+
+    def _memory(self, policy: str, context: int, batch: int) -> dict[str, int]:
+        settings = self._settings
+        expected = forecast(
+            self._model,
+            self._shapes,
+            settings.config,
+            selects=policy == "sfi",
+            batch=batch,
+            prompt_tokens=1,
+            capacity=settings.capacity(context),
+            together=batch if self._device.type == "cuda" else 1,
+        )
+        slack = CPU_SLACK if self._device.type == "cpu" else 1
+        expected = replace(
+            expected,
+            resident_bytes=self._weights.total_bytes,
+            workspace_bytes=expected.workspace_bytes * slack,
+        )
+        return {
+            "memory_bytes": expected.total_bytes,
+            "kv_bytes": expected.kv_bytes + expected.norm_bytes + expected.sliding_bytes,
+            "packed_bytes": expected.packed_bytes,
+            "workspace_bytes": expected.workspace_bytes,
+        }
+
+    def _break_even(self, policy: str) -> int | None:
+        if policy == "full-kv":
+            return None
+        bytes_, rate = self._bytes(1), self.slow_rate(policy)
+
+        def gains(context: int) -> bool:
+            fast, slow = step_bytes(bytes_, self._settings.config, policy, context, rate)
+            return (1 - rate) * fast + rate * slow < float(bytes_.dense(context))
+
+        return first_true(gains, LONGEST)
+
+
+def step_bytes(
+    model: ByteModel, config: SfiConfig, policy: str, context: int, rate: float
+) -> tuple[float, float]:
+    """Return the bytes of a fast and of a slow step of one request, its share of the weights included.
+
+    Args:
+        model: Bytes of a token.
+        config: Sink, budget and recents.
+        policy: A name of `POLICIES`.
+        context: Cached tokens.
+        rate: Share of slow steps, which says how far anchored recents grow: by half the steps in between.
+    """
+    adapted = policy_class(policy).adapt(config)
+    selected = config.budget if policy == "sfi" else 0
+    grown = 0.5 / rate if adapted.recent_mode == "anchored" and rate else 0.0
+    packed = min(context, config.sink + selected)
+    read = min(context, config.sink + selected + adapted.recent + grown)
+    slow = model.slow(context, packed) if policy == "sfi" else model.dense(context)
+    return float(model.fast(context, read)), float(slow)
+
+
+def first_true(holds: Callable[[int], bool], last: int) -> int | None:
+    """Return the smallest number up to `last` from which on a condition holds; None for none."""
+    if not holds(last):
+        return None
+    low, high = 1, last
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if holds(middle) else (middle + 1, high)
+    return low

@@ -1,0 +1,102 @@
+"""A run of one of our policies, as `sfi_core.generate` decodes, with forced tokens."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from sfi_core.engine.maintenance import main_stream
+from sfi_core.engine.run import Run
+from sfi_core.generation.decode import decode
+from sfi_core.generation.sampling import Sampler, Sampling
+from sfi_core.hosts.transformers.decoder import HostedModel
+from sfi_core.hosts.transformers.slow_fast import slow_fast
+from sfi_core.machine.memory import peak_bytes, reset_peak
+from sfi_core.measure.bench.prompts import Prompts
+from sfi_core.measure.bench.samples import Sample, StepRead
+from sfi_core.measure.bench.settings import BenchSettings, Point, Variant
+from sfi_core.measure.bench.streams import Stream
+from sfi_core.policies import policy_class
+from sfi_core.policies.shared import Triggered
+
+
+@torch.no_grad()
+def run_ours(
+    model: Any,
+    variant: Variant,
+    point: Point,
+    settings: BenchSettings,
+    prompts: Prompts,
+    stream: Stream,
+    on_step: Callable[[Sample], None],
+) -> Sample:
+    """Decode under a policy; tokens are sampled from the logits, among which the stream's are the largest.
+
+    Args:
+        model: The model, outside `slow_fast`.
+        variant: The policy and the engine's switches.
+        point: The batch.
+        settings: Steps, warm-up, time limit, backend.
+        prompts: What to begin with.
+        stream: The tokens.
+        on_step: Told of the sample after every step.
+    """
+    sample = Sample(point.batch, settings.warm_up)
+    whole = _period(variant, settings)
+    reset_peak(model.device)
+    with (
+        main_stream(model.device, overlap=variant.engine.overlap),
+        slow_fast(
+            model, None, stream.config,
+            policy=variant.policy, backend=settings.backend, engine=variant.engine,
+        ) as session,
+    ):  # fmt: skip
+        hosted = HostedModel(
+            model, session, prompts.ids_BT, prompts.mask_BT, settings.capacity(point.context),
+            frozenset(), settings.prefill_chunk,
+        )  # fmt: skip
+        hosted.shared = prompts.made_up
+        greedy, finished = Sampler(Sampling(), prompts.ids_BT), [False] * point.batch
+        greedy.ahead = hosted.ahead
+        token_SB1 = torch.tensor(stream.token_SB, device=model.device)[:, :, None]
+
+        def pick(logits_BV: torch.Tensor) -> list[int]:
+            # the given token wins on the device, so that what goes on before the host has read it is right
+            logits_BV.scatter_(1, token_SB1[len(sample.at)], torch.finfo(logits_BV.dtype).max)
+            return greedy(logits_BV, finished, 0)
+
+        sample.began = time.perf_counter()
+        for step, _ in enumerate(decode(hosted, pick, settings.total_steps + 1)):
+            sample.at.append(time.perf_counter())
+            run = session.run
+            if step:
+                sample.reads.append(_read(run))
+            if step == settings.warm_up:
+                sample.selecting -= _selecting(run)
+            on_step(sample)
+            if sample.over(settings.time_limit) and sample.steps % whole == 0:
+                break
+        sample.selecting += _selecting(session.run)
+    sample.peak_bytes = peak_bytes(model.device)
+    return sample
+
+
+def _period(variant: Variant, settings: BenchSettings) -> int:
+    # a run that stopped between two slow steps would have another rate than the stated one
+    triggered = issubclass(policy_class(variant.policy), Triggered)
+    return settings.slow_rate.denominator if triggered and settings.slow_rate else 1
+
+
+def _read(run: Run) -> StepRead:
+    states = run.requests
+    return StepRead(
+        tuple(state.slow for state in states),
+        tuple(state.length for state in states),
+        tuple(state.packed_tokens + state.length - state.recent_start for state in states),
+        tuple(state.packed_tokens for state in states),
+    )
+
+
+def _selecting(run: Run) -> float:
+    return sum(state.selecting for state in run.requests)

@@ -1,0 +1,40 @@
+"""A point's prompts: made up once for all runs that can share them, or read by each."""
+
+from dataclasses import dataclass
+
+import torch
+
+from sfi_core.generation.synthetic import SyntheticPrompt
+from sfi_core.measure.bench.settings import BenchSettings, Point
+
+
+@dataclass(slots=True)
+class Prompts:
+    """The prompts of a point.
+
+    Attributes:
+        ids_BT: Left-padded tokens; read only where the settings ask for a prefill.
+        mask_BT: 1 where a token counts.
+        made_up: What stands in the cache instead of a prefill; None where the prompts are read.
+    """
+
+    ids_BT: torch.Tensor
+    mask_BT: torch.Tensor
+    made_up: SyntheticPrompt | None
+
+    @classmethod
+    def of(
+        cls, settings: BenchSettings, point: Point, vocabulary: int, device: torch.device
+    ) -> "Prompts":
+        """Make them; the cache of made-up ones is filled by the first run."""
+        generator = torch.Generator(device).manual_seed(settings.seed)
+        shape = (point.batch, point.context)
+        ids_BT = torch.randint(1, vocabulary, shape, generator=generator, device=device)
+        lengths_B = torch.tensor(point.contexts, device=device)
+        place_T = torch.arange(point.context, device=device)
+        mask_BT = (place_T >= point.context - lengths_B[:, None]).long()
+        made_up = None
+        if not settings.prefill:
+            capacity = settings.capacity(point.context)
+            made_up = SyntheticPrompt(point.contexts, capacity, seed=settings.seed)
+        return cls(ids_BT, mask_BT, made_up)

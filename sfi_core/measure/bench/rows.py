@@ -1,0 +1,129 @@
+"""Samples into rows."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sfi_core.measure.bench.samples import KINDS, Sample, StepRead, percentile
+from sfi_core.measure.bench.settings import BASELINES, Point, Variant
+from sfi_core.models.byte_model import ByteModel
+from sfi_core.policies import policy_class
+
+PERCENTILES = (50, 95, 99)
+
+
+def point_rows(
+    point: Point,
+    samples: Mapping[Variant, Sequence[Sample]],
+    models: Mapping[str, ByteModel],
+    copy_gb_per_s: float,
+) -> list[dict[str, Any]]:
+    """Return a row for each variant that has samples, with its speed-ups over the others of the point.
+
+    Args:
+        point: The batch.
+        samples: The runs of each variant.
+        models: Bytes of a step, by variant.
+        copy_gb_per_s: The machine's.
+    """
+    rows = [
+        {
+            **_row(variant, point, runs),
+            **_bytes(variant, runs, models[variant.name], copy_gb_per_s),
+        }
+        for variant, runs in samples.items()
+        if runs
+    ]
+    rates = {row["policy"]: row["decode_tokens_per_second"] for row in rows}
+    theirs = max((rates[name] for name in BASELINES if name in rates), default=None)
+    full = rates.get("full-kv")
+    for row in rows:
+        rate = row["decode_tokens_per_second"]
+        row["speedup"] = None if full is None else rate / full
+        row["speedup_over_transformers"] = None if theirs is None else rate / theirs
+        row["roofline_share"] = None if full is None else row["speedup"] / row["roofline_speedup"]
+    return rows
+
+
+def _row(variant: Variant, point: Point, runs: Sequence[Sample]) -> dict[str, Any]:
+    rates = [run.decode_rate for run in runs]
+    prefills = [run.prefill_seconds for run in runs] if runs[0].prefilled else []
+    prefill = statistics.median(prefills) if prefills else None
+    tokens = sum(point.contexts)
+    return {
+        "policy": variant.name,
+        "context": point.context,
+        "batch": point.batch,
+        "ragged": point.ragged,
+        "synchronized": variant.engine.synchronized,
+        "decode_tokens_per_second": statistics.median(rates),
+        "decode_tokens_per_second_q1": percentile(rates, 25),
+        "decode_tokens_per_second_q3": percentile(rates, 75),
+        "decode_tokens_per_second_min": min(rates),
+        "decode_tokens_per_second_max": max(rates),
+        "repeat_rates": rates,
+        "all_decode_tokens_per_second": statistics.median(run.all_decode_rate for run in runs),
+        "prefill_seconds": prefill,
+        "prefill_tokens_per_second": None if prefill is None else tokens / prefill,
+        "repeats": len(runs),
+        "steps": min(run.steps for run in runs),
+        "warm_up": min(run.warm_up for run in runs),
+        "tokens_measured": sum(run.batch * run.steps for run in runs),
+        "stopped_early": any(run.stopped for run in runs),
+        "slow_rate": None if not variant.policy else _mean([run.slow_rate for run in runs]),
+        **_latencies(runs),
+        "peak_memory_bytes": max(run.peak_bytes for run in runs),
+        "forecast_memory_bytes": runs[0].forecast_bytes,
+    }
+
+
+def _latencies(runs: Sequence[Sample]) -> dict[str, Any]:
+    found: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    for run in runs:
+        for read, seconds in zip(run.measured, run.step_seconds, strict=True):
+            found[read.kind].append(1e3 * seconds)
+    row: dict[str, Any] = {}
+    for kind, times_ms in found.items():
+        row[f"{kind}_steps"] = len(times_ms)
+        for percent in PERCENTILES:
+            row[f"{kind}_p{percent}_ms"] = percentile(times_ms, percent) if times_ms else None
+    return row
+
+
+def _bytes(
+    variant: Variant, runs: Sequence[Sample], model: ByteModel, copy_gb_per_s: float
+) -> dict[str, Any]:
+    selects = bool(variant.policy) and policy_class(variant.policy).selects_after
+    reads = [read for run in runs for read in run.measured]
+    selecting = sum(run.selecting for run in runs) * model.row_bytes / len(reads)
+    needed = _mean([step_bytes(model, read, selects=selects) for read in reads]) + selecting
+    dense = _mean([sum(map(float, map(model.dense, read.length_B))) for read in reads])
+    rate = statistics.median(run.decode_rate for run in runs)
+    gb_per_s = needed * rate / runs[0].batch / 1e9
+    return {
+        "bytes_per_step": round(needed),
+        "dense_bytes_per_step": round(dense),
+        "gb_per_s": gb_per_s,
+        "bandwidth_share": gb_per_s / copy_gb_per_s,
+        "roofline_tokens_per_second": copy_gb_per_s * 1e9 * runs[0].batch / needed,
+        "roofline_speedup": dense / needed,
+    }
+
+
+def step_bytes(model: ByteModel, read: StepRead, *, selects: bool) -> float:
+    """Return the bytes that a step of a batch must read; `selects` where slow requests select anew."""
+    total = 0.0
+    for slow, length, tokens, packed in zip(
+        read.slow_B, read.length_B, read.read_B, read.packed_B, strict=True
+    ):
+        if not slow:
+            total += float(model.fast(length, tokens))
+        elif selects:
+            total += float(model.slow(length, packed))
+        else:
+            total += float(model.dense(length))
+    return total
+
+
+def _mean(values: Sequence[float]) -> float:
+    return statistics.fmean(values)

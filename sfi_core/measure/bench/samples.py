@@ -1,0 +1,125 @@
+"""What one run of one variant took."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from sfi_core.measure.bench.settings import LEAST_STEPS
+
+FAST, MIXED, SLOW = "fast", "mixed", "slow"
+KINDS = (FAST, MIXED, SLOW)
+
+
+@dataclass(frozen=True, slots=True)
+class StepRead:
+    """What a decoding step read.
+
+    Attributes:
+        slow_B: Whether each request was slow.
+        length_B: Its cached tokens.
+        read_B: Tokens that a fast step reads for each KV head.
+        packed_B: Sink and selected tokens.
+    """
+
+    slow_B: tuple[bool, ...]
+    length_B: tuple[int, ...]
+    read_B: tuple[int, ...]
+    packed_B: tuple[int, ...]
+
+    @classmethod
+    def dense(cls, contexts: Sequence[int], step: int) -> "StepRead":
+        """Make step t >= 1 of full attention."""
+        length = tuple(context + step for context in contexts)
+        return cls((True,) * len(length), length, length, (0,) * len(length))
+
+    @property
+    def kind(self) -> str:
+        """All requests fast, all slow, or mixed."""
+        return SLOW if all(self.slow_B) else MIXED if any(self.slow_B) else FAST
+
+
+@dataclass(slots=True)
+class Sample:
+    """One run: the times at which each step's tokens were there.
+
+    Attributes:
+        batch: Requests.
+        warm_up: Decoding steps that are not measured.
+        began: When the prefill began.
+        at: When the tokens of step 0, 1, ... were there; step 0 is the prefill's.
+        reads: What the steps from 1 on read.
+        selecting: What selecting read in the measured steps, in tokens' worth of a layer's keys and values.
+        peak_bytes: Peak memory during the run.
+        forecast_bytes: What was expected.
+        prefilled: Whether the prompts were read, not made up.
+        stopped: Whether the time limit ended the run.
+    """
+
+    batch: int
+    warm_up: int
+    began: float = 0.0
+    at: list[float] = field(default_factory=list)
+    reads: list[StepRead] = field(default_factory=list)
+    selecting: float = 0.0
+    peak_bytes: int = 0
+    forecast_bytes: int = 0
+    prefilled: bool = False
+    stopped: bool = False
+
+    @property
+    def steps(self) -> int:
+        """Decoding steps measured."""
+        return max(0, len(self.at) - 1 - self.warm_up)
+
+    @property
+    def measured(self) -> list[StepRead]:
+        """What the measured steps read."""
+        return self.reads[self.warm_up : self.warm_up + self.steps]
+
+    @property
+    def step_seconds(self) -> list[float]:
+        """Seconds of each measured step."""
+        at = self.at[self.warm_up :]
+        return [after - before for before, after in pairwise(at)]
+
+    @property
+    def decode_rate(self) -> float:
+        """Tokens a second of the steps after the warm-up."""
+        return self.batch * self.steps / (self.at[-1] - self.at[self.warm_up])
+
+    @property
+    def all_decode_rate(self) -> float:
+        """Tokens a second of all steps after the prefill, warm-up and graph capture included."""
+        return self.batch * (len(self.at) - 1) / (self.at[-1] - self.at[0])
+
+    @property
+    def prefill_seconds(self) -> float:
+        """Seconds until the first token."""
+        return self.at[0] - self.began
+
+    @property
+    def slow_rate(self) -> float:
+        """Slow requests of the measured steps over all of them."""
+        return statistics.fmean(slow for step in self.measured for slow in step.slow_B)
+
+    def shorten_warm_up(self, limit: float | None) -> None:
+        """End the warm-up with the last step, if it has lasted for longer than `limit` seconds."""
+        warmed = len(self.at) - 1
+        if limit is not None and 0 < warmed < self.warm_up and self.at[-1] - self.at[0] > limit:
+            self.warm_up = warmed
+
+    def over(self, limit: float | None) -> bool:
+        """Say whether the run has measured enough, and for longer than `limit` seconds."""
+        if limit is None or self.steps < LEAST_STEPS:
+            return False
+        return self.at[-1] - self.at[self.warm_up] > limit
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """Return a percentile of sorted or unsorted values, linear between neighbors."""
+    ordered = sorted(values)
+    place = percent / 100 * (len(ordered) - 1)
+    below = int(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (place - below) * (ordered[above] - ordered[below])

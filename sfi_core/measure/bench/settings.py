@@ -1,0 +1,163 @@
+"""What the benchmark measures."""
+
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+
+from sfi_core.errors import ConfigError
+from sfi_core.policies import policy_class
+from sfi_core.settings.config import SfiConfig
+from sfi_core.settings.engine import EngineOptions
+
+BASELINES = ("transformers-dynamic", "transformers-static")
+SYNCHRONIZED = "sfi-synchronized"
+LEAST_STEPS = 3  # that a run measures, however slow it is
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One way to decode.
+
+    Attributes:
+        name: As rows call it.
+        policy: Our policy; empty for a baseline.
+        engine: How our engine runs a step.
+    """
+
+    name: str
+    policy: str = ""
+    engine: EngineOptions = field(default_factory=EngineOptions)
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A context length and a batch.
+
+    Attributes:
+        context: Cached tokens of a request; the most of any in a ragged batch.
+        batch: Requests.
+        ragged: Whether contexts fall evenly from `context` to half of it.
+    """
+
+    context: int
+    batch: int
+    ragged: bool = False
+
+    @property
+    def contexts(self) -> list[int]:
+        """Cached tokens of each request."""
+        if not self.ragged or self.batch == 1:
+            return [self.context] * self.batch
+        step = self.context / 2 / (self.batch - 1)
+        return [round(self.context - row * step) for row in range(self.batch)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchSettings:
+    """One run of the benchmark.
+
+    Attributes:
+        policies: Names from `sfi_core.policies.POLICIES`.
+        contexts: Cached tokens of a request.
+        batches: Requests that are decoded together.
+        baselines: Some of `BASELINES`.
+        steps: Decoding steps measured in each run.
+        warm_up: Decoding steps before them.
+        repeats: Runs of each variant; in each repeat every variant takes its turn.
+        time_limit: Seconds after which a run stops early, once it measured `LEAST_STEPS`; None for none.
+        slow_rate: Share of steps at which a request is slow; None where `text_ids` decide.
+        text_ids: Tokens that decide the slow steps under the config; None for a stated rate.
+        ragged: Whether contexts of a batch fall evenly from the context to half of it.
+        synchronized: Whether sfi with batch-synchronized slow steps is measured too.
+        prefill: Whether prompts are read instead of made up.
+        prefill_chunk: Prompt tokens of one forward pass, where they are read; 0 for all at once.
+        seed: Seed of keys, values and tokens.
+        config: The policies' settings.
+        engine: How our engine runs a step.
+        backend: "auto", "torch" or "triton".
+    """
+
+    policies: tuple[str, ...] = ("sfi", "full-kv")
+    contexts: tuple[int, ...] = (4096,)
+    batches: tuple[int, ...] = (1,)
+    baselines: tuple[str, ...] = BASELINES
+    steps: int = 40
+    warm_up: int = 4
+    repeats: int = 3
+    time_limit: float | None = None
+    slow_rate: Fraction | None = Fraction(1, 20)
+    text_ids: tuple[int, ...] | None = None
+    ragged: bool = False
+    synchronized: bool = False
+    prefill: bool = False
+    prefill_chunk: int = 4096
+    seed: int = 0
+    config: SfiConfig = field(default_factory=SfiConfig)
+    engine: EngineOptions = field(default_factory=EngineOptions)
+    backend: str = "auto"
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be measured."""
+        self._check_names()
+        for name in ("contexts", "batches"):
+            values = getattr(self, name)
+            if not values or min(values) < 1:
+                raise ConfigError(f"{name} must be positive, got {values}")
+        if min(self.contexts) < 2:  # noqa: PLR2004 - half of a ragged context is a token still
+            raise ConfigError(f"contexts must be at least 2, got {self.contexts}")
+        for name, least in (("steps", 1), ("warm_up", 0), ("repeats", 1), ("prefill_chunk", 0)):
+            value = getattr(self, name)
+            if value < least:
+                raise ConfigError(f"{name} must be at least {least}, got {value}")
+        if self.time_limit is not None and self.time_limit <= 0:
+            raise ConfigError(f"time_limit must be positive, got {self.time_limit}")
+        self._check_triggers()
+
+    def _check_names(self) -> None:
+        for policy in self.policies:
+            if policy_class(policy).observes_prompt and not self.prefill:
+                raise ConfigError(
+                    f"policy {policy} must come with prefill: it looks at every query of a prompt"
+                )
+        for baseline in self.baselines:
+            if baseline not in BASELINES:
+                raise ConfigError(f"unknown baseline {baseline!r}; expected one of {BASELINES}")
+        if not self.policies and not self.baselines:
+            raise ConfigError("policy must name at least one, got none")
+
+    def _check_triggers(self) -> None:
+        if (self.slow_rate is None) == (self.text_ids is None):
+            raise ConfigError("either slow_rate or text_ids must be given, got both or neither")
+        if self.slow_rate is not None and not 0 <= self.slow_rate <= 1:
+            raise ConfigError(f"slow_rate must be in [0, 1], got {float(self.slow_rate):g}")
+        if self.slow_rate is not None and self.warm_up < self.config.trigger_delay:
+            raise ConfigError(
+                f"warm_up must be at least trigger_delay ({self.config.trigger_delay}), got {self.warm_up}"
+            )
+        if self.synchronized and "sfi" not in self.policies:
+            raise ConfigError(f"synchronized needs policy sfi, got {self.policies}")
+
+    @property
+    def total_steps(self) -> int:
+        """Decoding steps of a run."""
+        return self.warm_up + self.steps
+
+    def capacity(self, context: int) -> int:
+        """Return the tokens that a request may reach; the last token's keys are not needed."""
+        return context + self.total_steps
+
+    def points(self) -> list[Point]:
+        """Return the points, short contexts and small batches first."""
+        return [
+            Point(context, batch, self.ragged)
+            for context in sorted(set(self.contexts))
+            for batch in sorted(set(self.batches))
+        ]
+
+    def variants(self) -> list[Variant]:
+        """Return what takes turns at every point."""
+        ours = [Variant(policy, policy, self.engine) for policy in dict.fromkeys(self.policies)]
+        if self.synchronized:
+            after = next(i for i, one in enumerate(ours) if one.policy == "sfi") + 1
+            engine = replace(self.engine, synchronized=True)
+            ours.insert(after, Variant(SYNCHRONIZED, "sfi", engine))
+        return ours + [Variant(name) for name in dict.fromkeys(self.baselines)]

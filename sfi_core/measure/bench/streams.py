@@ -1,0 +1,72 @@
+"""Which tokens a benchmark's requests generate: they are forced, so that random weights decide no trigger."""
+
+import math
+import random
+from dataclasses import dataclass
+from fractions import Fraction
+
+from sfi_core.measure.bench.settings import BenchSettings
+from sfi_core.settings.config import SfiConfig
+
+TRIGGER = 0  # the token id that makes a step slow under a stated rate
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """The tokens of a batch.
+
+    Attributes:
+        config: The settings under which they decide the slow steps.
+        token_SB: Token x_t of each request by step, from step 0 to the last.
+    """
+
+    config: SfiConfig
+    token_SB: list[list[int]]
+
+
+def stream(settings: BenchSettings, batch: int, vocabulary: int) -> Stream:
+    """Make the tokens of `batch` requests under the settings' text or slow rate."""
+    if settings.text_ids is not None:
+        return _from_text(settings, batch, settings.text_ids)
+    assert settings.slow_rate is not None, "the settings have one of the two"
+    return _at_rate(settings, batch, settings.slow_rate, vocabulary)
+
+
+def slow_steps(rate: Fraction, row: int, batch: int, first: int, last: int) -> list[int]:
+    """Return the steps from `first` to before `last` at which a request is slow, 0 being the first measured.
+
+    Evenly apart, and staggered: with one in n, request r is slow at r n / batch and every n steps from there.
+    """
+    if rate == 0:
+        return []
+    offset = math.floor(row / (rate * batch))
+    return [
+        step
+        for step in range(first, last)
+        if math.ceil((step - offset + 1) * rate) > math.ceil((step - offset) * rate)
+    ]
+
+
+def _at_rate(settings: BenchSettings, batch: int, rate: Fraction, vocabulary: int) -> Stream:
+    delay, total, warm_up = settings.config.trigger_delay, settings.total_steps, settings.warm_up
+    config = settings.config.replace(
+        trigger_policy="boundary", trigger_token_ids=(TRIGGER,), slow_start=1, min_gap=0, t_max=total + 1,
+    )  # fmt: skip
+    rows = []
+    for row in range(batch):
+        rng = random.Random(f"{settings.seed} {row}")  # noqa: S311 - no secret
+        tokens = [rng.randrange(TRIGGER + 1, vocabulary) for _ in range(total + 1)]
+        slow = [1 + warm_up + step for step in slow_steps(rate, row, batch, 0, settings.steps)]
+        if rate > 0:  # the warm-up meets every kind of step: all slow, one slow, all fast
+            slow += [1 + delay, *([2 + delay] if row == 0 else [])][: max(0, warm_up - delay)]
+        for step in slow:
+            tokens[step - 1 - delay] = TRIGGER
+        rows.append(tokens)
+    return Stream(config, [list(step) for step in zip(*rows, strict=True)])
+
+
+def _from_text(settings: BenchSettings, batch: int, ids: tuple[int, ...]) -> Stream:
+    starts = [row * len(ids) // batch for row in range(batch)]
+    steps = range(settings.total_steps + 1)
+    token_SB = [[ids[(start + step) % len(ids)] for start in starts] for step in steps]
+    return Stream(settings.config, token_SB)

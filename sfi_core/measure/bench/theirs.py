@@ -1,0 +1,151 @@
+"""A run of transformers' own `generate`, with its dynamic or its static cache."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import DynamicCache, GenerationConfig, StaticCache
+
+from sfi_core.generation.synthetic import SyntheticPrompt, fill_sliding, repeated
+from sfi_core.machine.memory import peak_bytes, reset_peak
+from sfi_core.measure.bench.prompts import Prompts
+from sfi_core.measure.bench.samples import Sample, StepRead
+from sfi_core.measure.bench.settings import BenchSettings, Point
+from sfi_core.state.layer_shape import LayerShape
+
+STATIC = "transformers-static"
+
+
+class StepClock:
+    """A streamer that notes when each step's tokens arrive."""
+
+    def __init__(
+        self,
+        sample: Sample,
+        contexts: Sequence[int],
+        limit: float | None,
+        on_step: Callable[[Sample], None],
+    ) -> None:
+        self._sample, self._contexts, self._on_step = sample, contexts, on_step
+        self._limit = limit
+        self._began = False
+
+    def put(self, value: torch.Tensor) -> None:
+        """Note tokens; the prompt comes first, when the prefill begins."""
+        now, sample = time.perf_counter(), self._sample
+        if not self._began:
+            self._began, sample.began = True, now
+            return
+        if sample.at:
+            sample.reads.append(StepRead.dense(self._contexts, len(sample.at)))
+        sample.at.append(now)
+        sample.shorten_warm_up(self._limit)
+        self._on_step(sample)
+
+    def end(self) -> None:
+        """Nothing to finish."""
+
+
+@torch.no_grad()
+def run_theirs(
+    model: Any,
+    name: str,
+    point: Point,
+    settings: BenchSettings,
+    prompts: Prompts,
+    on_step: Callable[[Sample], None],
+) -> Sample:
+    """Decode greedily with `model.generate`, which attends and compiles as it does by itself.
+
+    Args:
+        model: The model, outside `slow_fast`.
+        name: A name of `BASELINES`.
+        point: The batch.
+        settings: Steps, warm-up, time limit.
+        prompts: What to begin with.
+        on_step: Told of the sample after every step.
+    """
+    sample = Sample(point.batch, settings.warm_up)
+    reset_peak(model.device)
+    capacity = settings.capacity(point.context)
+    cache = _cache(model, name, capacity)
+    if prompts.made_up is not None:
+        # all but the last token: reading that one is step 0, as ours ends with the prompt's last token
+        _fill(model, cache, prompts.made_up, point.context - 1)
+
+    def late(ids_BT: torch.Tensor, _: Any) -> torch.Tensor:
+        return torch.full((len(ids_BT),), sample.over(settings.time_limit), device=ids_BT.device)
+
+    with _plain_settings(model):
+        model.generate(
+            prompts.ids_BT,
+            attention_mask=prompts.mask_BT,
+            past_key_values=cache,
+            max_new_tokens=settings.total_steps + 1,
+            streamer=StepClock(sample, point.contexts, settings.time_limit, on_step),
+            stopping_criteria=[late],
+        )
+    sample.peak_bytes = peak_bytes(model.device)
+    return sample
+
+
+def their_shapes(model: Any) -> list[LayerShape]:
+    """Learn what transformers' own cache keeps of a token, layer by layer."""
+    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    with torch.no_grad():
+        ids_BT = torch.zeros(1, 2, dtype=torch.long, device=model.device)
+        model(input_ids=ids_BT, past_key_values=cache, use_cache=True)
+    return cache_shapes(cache)
+
+
+def cache_shapes(cache: Any) -> list[LayerShape]:
+    """Return what a cache of transformers keeps of a token, layer by layer."""
+    return [
+        LayerShape(
+            heads=layer.keys.shape[1],
+            key_width=layer.keys.shape[3],
+            value_width=layer.values.shape[3],
+            itemsize=layer.keys.itemsize,
+            window=layer.sliding_window if layer.is_sliding else None,
+        )
+        for layer in cache.layers
+    ]
+
+
+@contextmanager
+def _plain_settings(model: Any) -> Iterator[None]:
+    """Take a checkpoint's own sampling and stop tokens out of the way."""
+    own = model.generation_config
+    model.generation_config = GenerationConfig(do_sample=False, pad_token_id=0, eos_token_id=None)
+    try:
+        yield
+    finally:
+        model.generation_config = own
+
+
+def _cache(model: Any, name: str, capacity: int) -> Any:
+    config = model.config.get_text_config(decoder=True)
+    if name == STATIC:
+        return StaticCache(config=config, max_cache_len=capacity)
+    return DynamicCache(config=config)
+
+
+def _fill(model: Any, cache: Any, made_up: SyntheticPrompt, context: int) -> None:
+    for index, shape in enumerate(their_shapes(model)):
+        layer = cache.layers[index]
+        key, value = made_up.block(model, index, shape)
+        if isinstance(cache, DynamicCache):
+            if shape.window is not None:
+                fill_sliding(layer, key, value, context)
+            else:
+                layer.lazy_initialization(key, value)
+                layer.keys, layer.values = repeated(key, context), repeated(value, context)
+            continue
+        held = min(context, layer.max_cache_len)
+        for start in range(0, held, key.shape[2]):
+            size = min(key.shape[2], held - start)
+            layer.update(key[:, :, :size], value[:, :, :size])
+        if shape.window is not None:
+            layer.cumulative_length_int = context

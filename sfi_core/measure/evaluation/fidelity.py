@@ -1,0 +1,231 @@
+"""How far a policy's next-token distributions are from full attention's, on any text.
+
+A window of the text is read as a prompt and a continuation. The continuation is decoded twice with its own
+tokens, under full attention and under the policy, so that both predict the same token from the same history.
+"""
+
+import math
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, Self
+
+import torch
+
+from sfi_core.engine.report import RequestReport
+from sfi_core.engine.shared_prompt import SharedPrompt
+from sfi_core.generation.read_prompt import read_prompt
+from sfi_core.measure.evaluation.teacher_forcing import teacher_force
+from sfi_core.measure.evaluation.text_windows import Window, sentence_positions
+from sfi_core.settings.config import SfiConfig
+from sfi_core.triggers.trigger_set import resolve_triggers
+
+FULL = "full-kv"
+EDGES = (0, 1, 2, 4, 8, 16, 32)  # of the groups of positions in a sentence
+DECODED_EDGES = (*EDGES, 64, 128, 256, 512, 1024, 2048)  # and of steps since the prompt
+
+
+@dataclass(slots=True, kw_only=True)
+class Fidelity:
+    """What the steps of some windows showed; plain lists, an entry per step.
+
+    Attributes:
+        window: The window's start.
+        step: Decoding step; 0 is the prompt's last position, the same under every policy.
+        in_sentence: Steps since the one whose input token ended a sentence; 0 is that step, the one that
+            Eq. 5 makes slow. Without such a token so far it counts from the window's first.
+        slow: Whether the step was slow.
+        kl: KL(full attention || policy) of the next token, nats.
+        agrees: Whether both find the same token most likely.
+        nll: Negative log-likelihood of the text's token under the policy, nats.
+        nll_full: The same under full attention.
+        reports: The policy's report of each window.
+    """
+
+    window: list[int] = field(default_factory=list)
+    step: list[int] = field(default_factory=list)
+    in_sentence: list[int] = field(default_factory=list)
+    slow: list[bool] = field(default_factory=list)
+    kl: list[float] = field(default_factory=list)
+    agrees: list[bool] = field(default_factory=list)
+    nll: list[float] = field(default_factory=list)
+    nll_full: list[float] = field(default_factory=list)
+    reports: list[RequestReport] = field(default_factory=list)
+
+    @classmethod
+    def join(cls, parts: Iterable[Self]) -> Self:
+        """Put the steps of several windows together."""
+        whole = cls()
+        for part in parts:
+            for name in cls.__slots__:
+                getattr(whole, name).extend(getattr(part, name))
+        return whole
+
+    def summary(self) -> dict[str, float]:
+        """Sum all steps up, step 0 of each window aside, which is dense under every policy.
+
+        Returns:
+            `windows`, `steps`, `slow_rate`, `kl` (mean, nats), `kl_p95`, `agreement`, `perplexity`,
+            `perplexity_full`, and the windows' mean `read_ratio`, `selection_ratio` and `stored_ratio`.
+        """
+        decoded = [index for index, step in enumerate(self.step) if step > 0]
+        reports = self.reports
+        return {
+            "windows": len(reports),
+            **self._over(decoded),
+            "kl_p95": _percentile([self.kl[index] for index in decoded], 0.95),
+            "read_ratio": _mean(report.read_ratio for report in reports),
+            "selection_ratio": _mean(report.selection_ratio for report in reports),
+            "stored_ratio": _mean(report.stored_ratio for report in reports),
+        }
+
+    def by_sentence_position(self) -> list[dict[str, Any]]:
+        """Sum up by position in the sentence: 0, 1, 2-3, 4-7, 8-15, 16-31, 32+."""
+        return self._grouped(self.in_sentence, EDGES)
+
+    def by_step(self) -> list[dict[str, Any]]:
+        """Sum up by steps since the prompt: 1, 2-3, 4-7 and so on; step 0 is full attention's anyway."""
+        return self._grouped(self.step, DECODED_EDGES)
+
+    def _grouped(self, values: Sequence[int], edges: Sequence[int]) -> list[dict[str, Any]]:
+        rows = []
+        for low, high in pairwise((*edges, math.inf)):
+            chosen = [
+                i for i, value in enumerate(values) if low <= value < high and self.step[i] > 0
+            ]
+            if chosen:
+                rows.append({"position": _label(low, high), "first": low, **self._over(chosen)})
+        return rows
+
+    def _over(self, chosen: Collection[int]) -> dict[str, float]:
+        return {
+            "steps": len(chosen),
+            "slow_rate": _mean(self.slow[i] for i in chosen),
+            "kl": _mean(self.kl[i] for i in chosen),
+            "agreement": _mean(self.agrees[i] for i in chosen),
+            "perplexity": math.exp(_mean(self.nll[i] for i in chosen)),
+            "perplexity_full": math.exp(_mean(self.nll_full[i] for i in chosen)),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """Full attention's account of a window.
+
+    Attributes:
+        window: The window.
+        log_SV: Its next-token log-probabilities, [S, V] float32.
+        shared: Its prompt, read once for all policies.
+    """
+
+    window: Window
+    log_SV: torch.Tensor
+    shared: SharedPrompt
+
+
+def reference(
+    model: Any, tokenizer: Any, window: Window, *, prefill_chunk: int = 0, backend: str = "auto"
+) -> Reference:
+    """Read a window's prompt and decode its continuation under full attention.
+
+    Raises:
+        SfiError: As `read_prompt` and `teacher_force`.
+    """
+    shared = read_prompt(
+        model,
+        tokenizer,
+        [window.ids[: window.prompt_tokens]],
+        capacity=len(window.ids),
+        prefill_chunk=prefill_chunk,
+        backend=backend,
+    )
+    rows: list[torch.Tensor] = []
+    teacher_force(
+        model,
+        tokenizer,
+        window.ids,
+        window.prompt_tokens,
+        lambda _, logits_V: rows.append(logits_V.log_softmax(-1)),
+        SfiConfig(trigger_policy="always"),
+        policy=FULL,
+        backend=backend,
+        shared=shared,
+    )
+    return Reference(window, torch.stack(rows), shared)
+
+
+def fidelity(
+    model: Any,
+    tokenizer: Any,
+    full: Reference,
+    config: SfiConfig | None = None,
+    *,
+    policy: str = "sfi",
+    backend: str = "auto",
+) -> Fidelity:
+    """Compare a policy with full attention on one window.
+
+    Args:
+        model: A decoder-only model of transformers.
+        tokenizer: Turns trigger strings into token ids; they are also where sentences end.
+        full: Full attention's account of the window.
+        config: The settings; None is the `default` preset.
+        policy: A name from `sfi_core.policies.POLICIES`.
+        backend: "auto", "torch" or "triton"; the reference's own.
+
+    Raises:
+        SfiError: As `teacher_force`.
+    """
+    config, window = config or SfiConfig(), full.window
+    given = window.ids[window.prompt_tokens :]
+    found = Fidelity()
+
+    def compare(step: int, logits_V: torch.Tensor) -> None:
+        log_V, full_V, token = logits_V.log_softmax(-1), full.log_SV[step], given[step]
+        found.step.append(step)
+        found.kl.append(divergence(full_V, log_V))
+        found.agrees.append(bool(log_V.argmax() == full_V.argmax()))
+        found.nll.append(-float(log_V[token]))
+        found.nll_full.append(-float(full_V[token]))
+
+    report = teacher_force(
+        model,
+        tokenizer,
+        window.ids,
+        window.prompt_tokens,
+        compare,
+        config,
+        policy=policy,
+        backend=backend,
+        shared=full.shared,
+    ).requests[0]
+    slow = set(report.slow_at)
+    found.slow = [step in slow for step in found.step]
+    ends = resolve_triggers(tokenizer, config.replace(trigger_policy="boundary"))
+    found.in_sentence = sentence_positions(window, frozenset(ends))
+    found.window = [window.start] * len(given)
+    found.reports = [report]
+    return found
+
+
+def divergence(log_p_V: torch.Tensor, log_q_V: torch.Tensor) -> float:
+    """Return KL(p || q) in nats of two rows of log-probabilities; exactly 0 for equal ones."""
+    p, q = log_p_V.double(), log_q_V.double()
+    # rounding may leave a sum just below zero
+    return max(0.0, float((p.exp() * (p - q)).nansum()))
+
+
+def _label(low: float, high: float) -> str:
+    if high == math.inf:
+        return f"{low:.0f}+"
+    return f"{low:.0f}" if high == low + 1 else f"{low:.0f}-{high - 1:.0f}"
+
+
+def _mean(values: Iterable[float]) -> float:
+    listed = list(values)
+    return sum(listed) / len(listed) if listed else math.nan
+
+
+def _percentile(values: Sequence[float], share: float) -> float:
+    # the smallest value that at least this share of them do not exceed
+    return sorted(values)[math.ceil(share * len(values)) - 1] if values else math.nan

@@ -1,0 +1,245 @@
+"""A method under evaluation: a policy, a preset, and what is set otherwise."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+from sfi_core.errors import ConfigError
+from sfi_core.policies import policy_class
+from sfi_core.settings.config import SfiConfig
+from sfi_core.triggers.trigger_set import resolve_triggers
+
+WHOLE = "full-kv"  # reads and stores everything, whatever its sizes
+EVERYTHING, OWN = "all", "own"  # the sizes of full attention, and of a method that keeps its own
+RECENT = 128  # tokens of the recent window where nobody says otherwise
+WRITTEN = re.compile(
+    r"(?:(?P<label>[^=:]+)=)?(?P<policy>[^@:=]+)(?:@(?P<preset>[^:=]+))?(?::(?P<settings>.+))?",
+    re.DOTALL,
+)
+KEY = re.compile(r"\s*([\w.]+)\s*=\s*")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Method:
+    """What decodes a sample, but for its sizes.
+
+    Attributes:
+        label: Its name in tables.
+        policy: A name from `sfi_core.policies.POLICIES`.
+        preset: The preset that it starts from.
+        settings: What differs from the preset, as `SfiConfig.replace` takes it.
+        config: The preset with these settings.
+        sized: Whether the evaluation sets its sizes; not so for full attention, which has none, and where
+            the method has a budget of its own.
+    """
+
+    label: str
+    policy: str
+    preset: str
+    settings: Mapping[str, Any]
+    config: SfiConfig
+    sized: bool
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read `[LABEL=]POLICY[@PRESET][:key=value,...]`; values are JSON or bare words.
+
+        A preset that ends in `.toml` is a file of settings, such as `sfi tune` writes, and keeps its sizes.
+
+        Raises:
+            ConfigError: It is written otherwise, or names a policy, preset or setting that is none.
+            InputError: The file cannot be read.
+        """
+        match = WRITTEN.fullmatch(text.strip())
+        if match is None:
+            raise ConfigError(f"method must be POLICY[@PRESET][:key=value,...], got {text!r}")
+        policy, preset = match["policy"], match["preset"] or "default"
+        try:
+            policy_class(policy)
+            settings = _settings(match["settings"] or "")
+            base, own = _base(preset)
+            config = base.replace(**settings)
+        except ConfigError as error:
+            raise ConfigError(f"method {text}: {error}") from error
+        return cls(
+            label=match["label"] or text.strip(),
+            policy=policy,
+            preset=preset,
+            settings=settings,
+            config=config,
+            sized=policy != WHOLE and not own and "budget" not in settings,
+        )
+
+    def resolved(self, tokenizer: Any) -> "Method":
+        """Turn its triggers into token ids, once: a large vocabulary takes a while.
+
+        Raises:
+            ConfigError: None of them is a token.
+        """
+        ids = resolve_triggers(tokenizer, self.config)
+        return replace(self, config=self.config.replace(trigger_token_ids=ids))
+
+    def variants(self, sizes: Sequence["Size"]) -> list["Variant"]:
+        """Combine it with sizes; once where it has its own."""
+        return [Variant(self, size) for size in (sizes if self.sized else (None,))]
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A method at a size.
+
+    Attributes:
+        method: The method.
+        size: How much a fast step may read; None for the method's own.
+    """
+
+    method: Method
+    size: "Size | None"
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """What tells it from others."""
+        if self.size is not None:
+            return self.method.label, self.size.label
+        return self.method.label, EVERYTHING if self.method.policy == WHOLE else OWN
+
+    def config(self, context: int) -> SfiConfig:
+        """Return the settings that decode a prompt of `context` tokens.
+
+        Raises:
+            ConfigError: The size leaves no selected token.
+        """
+        size, config = self.size, self.method.config
+        if size is None:
+            return config
+        recent = config.recent if "recent" in self.method.settings else size.recent
+        if size.share is None:
+            return config.replace(budget=size.budget, recent=recent)
+        return at_share(config.replace(recent=recent), context, size.share)
+
+    def columns(self, context: int) -> dict[str, Any]:
+        """Describe it in plain values, for the rows of results."""
+        method, size, config = self.method, self.size, self.config(context)
+        whole = method.policy == WHOLE
+        return {
+            "method": method.label,
+            "policy": method.policy,
+            "preset": method.preset,
+            "settings": dict(method.settings),
+            "size": self.key[1],
+            "share": None if size is None else size.share,
+            "budget": None if whole else config.budget,
+            "recent": None if whole else config.recent,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """How much a fast step may read: a share of the context, or a number of selected tokens.
+
+    Attributes:
+        share: Sink, selected and recent tokens over the tokens of the prompt. In (0, 1].
+        budget: Selected tokens of a KV head; None with a share.
+        recent: Tokens of the recent window; with a share the most of it.
+    """
+
+    share: float | None = None
+    budget: int | None = None
+    recent: int = RECENT
+
+    def __post_init__(self) -> None:
+        """Reject sizes that are none.
+
+        Raises:
+            ConfigError: Both or neither of share and budget, or one out of range.
+        """
+        if (self.share is None) == (self.budget is None):
+            raise ConfigError(
+                f"size must be a share or a budget, got {self.share} and {self.budget}"
+            )
+        if self.share is not None and not 0 < self.share <= 1:
+            raise ConfigError(f"share must be in (0, 1], got {self.share:g}")
+        for name in ("budget", "recent"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be positive, got {value}")
+
+    @property
+    def label(self) -> str:
+        """A short name for tables."""
+        return f"{100 * self.share:g}%" if self.share else f"K {self.budget}"
+
+
+def check_distinct(values: Mapping[str, Sequence[Any]]) -> None:
+    """Refuse a grid with nothing in it, or with two methods or sizes of one name.
+
+    Args:
+        values: By what they are, in the singular.
+
+    Raises:
+        ConfigError: So it is.
+    """
+    for name, given in values.items():
+        if not given:
+            raise ConfigError(f"{name} must be given at least once, got none")
+        if len(set(given)) < len(given):
+            raise ConfigError(f"each {name} must differ, got {', '.join(map(str, given))}")
+
+
+def at_share(config: SfiConfig, context: int, share: float) -> SfiConfig:
+    """Split a share of the context into recent and selected tokens, beside the sink.
+
+    The recent window takes `config.recent` tokens, but no more than half of the whole; the selected
+    tokens take what is left. So every method reads the same number of tokens in a fast step.
+
+    Raises:
+        ConfigError: Nothing is left to select.
+    """
+    total = int(share * context)
+    recent = min(config.recent, total // 2)
+    budget = total - recent - config.sink
+    if recent < 1 or budget < 1:
+        raise ConfigError(
+            f"share must leave a selected token beside a sink of {config.sink}, "
+            f"got {share:g} of {context} tokens"
+        )
+    return config.replace(budget=budget, recent=recent)
+
+
+def _base(preset: str) -> tuple[SfiConfig, bool]:
+    # the settings to start from, and whether their sizes are to be kept
+    if preset.endswith(".toml"):
+        return SfiConfig().merge_toml(Path(preset)), True
+    return SfiConfig.preset(preset), False
+
+
+def _settings(text: str) -> dict[str, Any]:
+    # key=value,key=value; a dot leads into a table such as `selector`
+    found: dict[str, Any] = {}
+    at = 0
+    while at < len(text):
+        match = KEY.match(text, at)
+        if match is None:
+            raise ConfigError(f"setting must be key=value, got {text[at:]!r}")
+        value, at = _value(text, match.end())
+        table, _, name = match[1].rpartition(".")
+        place = found.setdefault(table, {}) if table else found
+        if not isinstance(place, dict) or name in place:
+            raise ConfigError(f"setting {match[1]} must be given once, got it twice")
+        place[name] = value
+    return found
+
+
+def _value(text: str, start: int) -> tuple[Any, int]:
+    # a JSON value, or a bare word up to the next comma; and where the next setting starts
+    try:
+        value, end = json.JSONDecoder().raw_decode(text, start)
+    except json.JSONDecodeError:
+        end = -1
+    if end == len(text) or text[end : end + 1] == ",":
+        return value, end + 1
+    word, comma, _ = text[start:].partition(",")
+    return word.strip(), start + len(word) + len(comma)

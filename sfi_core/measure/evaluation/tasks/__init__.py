@@ -1,0 +1,35 @@
+"""Built-in tasks: generated prompts of any length with answers that can be checked exactly."""
+
+from sfi_core.errors import ConfigError
+from sfi_core.measure.evaluation.tasks.base import Sample, Task
+from sfi_core.measure.evaluation.tasks.bundled import BundledRecall
+from sfi_core.measure.evaluation.tasks.common_words import CommonWords
+from sfi_core.measure.evaluation.tasks.needles import Needles
+from sfi_core.measure.evaluation.tasks.sentences import SentenceRecall
+from sfi_core.measure.evaluation.tasks.variables import VariableTracking
+
+TASKS: dict[str, Task] = {
+    "niah-single": Needles("niah-single"),
+    "niah-multi-key": Needles("niah-multi-key", decoys=True),
+    "niah-multi-value": Needles("niah-multi-value", values=4),
+    "niah-multi-query": Needles("niah-multi-query", keys=4),
+    "variable-tracking": VariableTracking(),
+    "common-words": CommonWords(),
+    "sentence-recall": SentenceRecall(),
+    "bundled-recall": BundledRecall(),
+    "bundled-recall-1": BundledRecall("bundled-recall-1", asked=1),
+}
+
+
+def find_task(name: str) -> Task:
+    """Look a task up.
+
+    Raises:
+        ConfigError: No such task.
+    """
+    if name not in TASKS:
+        raise ConfigError(f"unknown task {name!r}; expected one of {tuple(TASKS)}")
+    return TASKS[name]
+
+
+__all__ = ["TASKS", "Sample", "Task", "find_task"]

@@ -1,0 +1,74 @@
+"""The bundled checkpoint's own task: repeat what a document tells of some people.
+
+Documents are drawn as for training, from seeds that it never used. Score: 1 where the answer is right token
+for token, the end of the text included; "token_accuracy" is the share of right tokens.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sfi_core.errors import InputError
+from sfi_core.measure.evaluation.tasks.base import Sample, need_tokenizer
+
+ROOM = 5  # tokens beyond the right answer's, so that going on is seen
+SENTENCE = 11  # tokens; a document is cut by whole sentences
+LONGEST = 10_600  # tokens; a document has a thousand people at most
+
+
+@dataclass(frozen=True, slots=True)
+class BundledRecall:
+    """Recall of `asked` sentences, in the order asked."""
+
+    name: str = "bundled-recall"
+    asked: int = 5
+    bundled: bool = True
+
+    def sample(self, tokenizer: Any, length: int, seed: int) -> Sample:
+        """Draw the document of held-out seed `seed`."""
+        # torch is theirs, and tasks can be listed without it
+        import random  # noqa: PLC0415
+
+        from sfi_core.bundled.train import HELD_OUT, draw  # noqa: PLC0415
+
+        need_tokenizer(self.name, tokenizer)
+        if length > LONGEST:
+            raise InputError(
+                f"length must be at most {LONGEST} for task {self.name!r}, got {length}"
+            )
+        size = length
+        while True:
+            drawn = draw(random.Random(HELD_OUT + seed), size, self.asked)  # noqa: S311
+            ids = tuple(tokenizer(drawn.prompt)["input_ids"])
+            if len(ids) <= length:
+                break
+            if size <= 0:
+                raise InputError(
+                    f"length must be at least {len(ids)} for task {self.name!r}, got {length}"
+                )
+            size -= max(len(ids) - length, SENTENCE)
+        return Sample(
+            task=self.name,
+            length=length,
+            seed=seed,
+            prompt=drawn.prompt,
+            prompt_ids=ids,
+            answers=(drawn.answer,),
+            max_new_tokens=len(self._wanted(drawn.answer, tokenizer)) + ROOM,
+        )
+
+    def score(
+        self, sample: Sample, token_ids: Sequence[int], text: str, tokenizer: Any
+    ) -> dict[str, float]:
+        """Compare with the right tokens, position by position."""
+        wanted = self._wanted(sample.answers[0], tokenizer)
+        right = sum(a == b for a, b in zip(token_ids, wanted, strict=False))
+        return {
+            "score": float(list(token_ids) == wanted),
+            "token_accuracy": right / len(wanted),
+        }
+
+    @staticmethod
+    def _wanted(answer: str, tokenizer: Any) -> list[int]:
+        ids: list[int] = tokenizer(answer, add_special_tokens=False)["input_ids"]
+        return ids if tokenizer.eos_token_id is None else [*ids, tokenizer.eos_token_id]

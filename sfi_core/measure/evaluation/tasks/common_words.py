@@ -1,0 +1,59 @@
+"""Common words: name the ten words that a long list repeats most (after RULER, 2404.06654).
+
+The ten occur at least ten times as often as any other word. Score: the share of them in the answer.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sfi_core.bundled.corpus import ADJECTIVES, OBJECTS, PLACE_ADJECTIVES, PLACES, VERBS
+from sfi_core.measure.evaluation.tasks.base import Question, Sample, fitted, seeded, share_found
+
+ASKED, RATIO = 10, 10
+INSTRUCTION = (
+    "Below is a numbered list of words. Some words stand in it far more often than the others. "
+    "Keep count of them; a question about them follows the list."
+)
+_ALL = sorted({*ADJECTIVES, *OBJECTS, *PLACE_ADJECTIVES, *PLACES, *VERBS})
+# none is part of another, which the score would mistake for it
+WORDS = tuple(word for word in _ALL if sum(word in other for other in _ALL) == 1)
+
+
+@dataclass(frozen=True, slots=True)
+class CommonWords:
+    """A list in which ten words are frequent and all others rare."""
+
+    name: str = "common-words"
+    bundled: bool = False
+
+    def sample(self, tokenizer: Any, length: int, seed: int) -> Sample:
+        """Draw a list of as many entries as fit; all words get more frequent with its length."""
+        return fitted(
+            self.name,
+            tokenizer,
+            length,
+            seed,
+            lambda units: self._question(length, seed, units),
+            least=ASKED * RATIO + ASKED,
+        )
+
+    def score(
+        self, sample: Sample, token_ids: Sequence[int], text: str, tokenizer: Any
+    ) -> dict[str, float]:
+        """Return the share of the frequent words that the text holds."""
+        return share_found(sample, text)
+
+    def _question(self, length: int, seed: int, units: int) -> Question:
+        rng = seeded(self.name, length, seed)
+        words = rng.sample(WORDS, len(WORDS))
+        common, rare = words[:ASKED], words[ASKED:]
+        times = -(-units // (ASKED * RATIO + len(rare)))  # how often the rare words occur at most
+        entries = common * (RATIO * times)
+        left = units - len(entries)
+        entries += (rare * times)[:left]
+        rng.shuffle(entries)
+        listed = " ".join(f"{number}. {word}" for number, word in enumerate(entries, 1))
+        ask = f"Which {ASKED} words stand most often in the list above?"
+        lead = f"The {ASKED} words that stand most often in the list are"
+        return Question(f"{INSTRUCTION}\n\n{listed}\n\n{ask}", lead, tuple(common))

@@ -1,0 +1,88 @@
+"""Needles in a haystack: numbers told in a long text, one or several asked for (after RULER, 2404.06654).
+
+``The secret number of Belora Tamvex is 1234567.`` Score: the share of the expected numbers in the answer.
+"""
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sfi_core.measure.evaluation.tasks.base import (
+    Question,
+    Sample,
+    depths,
+    fitted,
+    seeded,
+    share_found,
+)
+from sfi_core.measure.evaluation.tasks.words import filler, full_names, hide, take
+
+INSTRUCTION = (
+    "The text below mentions secret numbers of some people. Read it with care and keep the numbers "
+    "in mind; a question about them follows the text."
+)
+NUMBERS = range(1_000_000, 10_000_000)  # all of seven digits, so that none is part of another
+DECOY_EVERY = 4  # sentences of the haystack per decoy, where there are decoys
+
+
+@dataclass(frozen=True, slots=True)
+class Needles:
+    """A family of needle tasks.
+
+    Attributes:
+        name: The task's name.
+        keys: People asked about.
+        values: Numbers told of each of them, in sentences of their own.
+        decoys: Whether the haystack tells numbers of many other people.
+        bundled: Made for the bundled checkpoint only.
+    """
+
+    name: str
+    keys: int = 1
+    values: int = 1
+    decoys: bool = False
+    bundled: bool = False
+
+    def sample(self, tokenizer: Any, length: int, seed: int) -> Sample:
+        """Draw a haystack with its needles, the first at a depth that walks evenly with the seed."""
+        return fitted(
+            self.name, tokenizer, length, seed, lambda units: self._question(length, seed, units)
+        )
+
+    def score(
+        self, sample: Sample, token_ids: Sequence[int], text: str, tokenizer: Any
+    ) -> dict[str, float]:
+        """Return the share of the numbers that the text holds."""
+        return share_found(sample, text)
+
+    def _question(self, length: int, seed: int, units: int) -> Question:
+        rng = seeded(self.name, length, seed)
+        count = self.keys * self.values
+        drawn = rng.sample(NUMBERS, count)
+        names = full_names(rng, self.keys)
+        needles = [tell(names[index % self.keys], value) for index, value in enumerate(drawn)]
+        hay = self._with_decoys(rng, set(names)) if self.decoys else filler(rng)
+        text = hide(needles, take(hay, units), depths(seed, count))
+        who = ", ".join(names)
+        ask = (
+            f"What is the secret number of {who}, as the text above tells it?"
+            if count == 1
+            else f"What are all the secret numbers of {who}, as the text above tells them?"
+        )
+        lead = f"The secret number{'s' * (count > 1)} of {who} {'are' if count > 1 else 'is'}"
+        answers = tuple(str(value) for value in drawn)
+        return Question(f"{INSTRUCTION}\n\n{text}\n\n{ask}", lead, answers)
+
+    def _with_decoys(self, rng: random.Random, taken: set[str]) -> Iterator[str]:
+        plain = filler(rng)
+        while True:
+            yield from take(plain, DECOY_EVERY - 1)
+            (name,) = full_names(rng, 1)
+            if name not in taken:
+                yield tell(name, rng.choice(NUMBERS))
+
+
+def tell(name: str, value: int) -> str:
+    """Write a needle."""
+    return f"The secret number of {name} is {value}."

@@ -1,0 +1,65 @@
+"""Sentence recall: repeat eight sentences of a long text word for word.
+
+Every sentence of the text is about another person. The answer has many sentence boundaries, each followed by
+a jump to another place of the text. Score: the share of the asked sentences that stand in the answer exactly,
+white space apart; "exact" is 1 where all of them do.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sfi_core.bundled.corpus import sentence
+from sfi_core.measure.evaluation.tasks.base import Question, Sample, fitted, seeded
+from sfi_core.measure.evaluation.tasks.words import full_names, paragraphs
+
+INSTRUCTION = (
+    "Each sentence of the text below is about another person. You will be asked to repeat some of "
+    "the sentences word for word."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SentenceRecall:
+    """A text of one sentence per person, `asked` of them to be repeated in the order asked."""
+
+    name: str = "sentence-recall"
+    asked: int = 8
+    bundled: bool = False
+
+    def sample(self, tokenizer: Any, length: int, seed: int) -> Sample:
+        """Draw a text and the people asked about, who stand anywhere in it."""
+        return fitted(
+            self.name,
+            tokenizer,
+            length,
+            seed,
+            lambda units: self._question(length, seed, units),
+            least=self.asked,
+        )
+
+    def score(
+        self, sample: Sample, token_ids: Sequence[int], text: str, tokenizer: Any
+    ) -> dict[str, float]:
+        """Return the share of the sentences that the text holds word for word."""
+        said = " ".join(text.split())
+        right = sum(answer in said for answer in sample.answers)
+        return {
+            "score": right / len(sample.answers),
+            "exact": float(right == len(sample.answers)),
+        }
+
+    def _question(self, length: int, seed: int, units: int) -> Question:
+        rng = seeded(self.name, length, seed)
+        names = full_names(rng, units)
+        told = {name: sentence(rng, name, ".").strip() for name in names}
+        chosen = rng.sample(names, self.asked)
+        text = paragraphs(list(told.values()))
+        ask = (
+            "Repeat word for word, one after the other, the sentences of the text above about "
+            f"{', '.join(chosen)}."
+        )
+        lead = "The sentences are:"
+        return Question(
+            f"{INSTRUCTION}\n\n{text}\n\n{ask}", lead, tuple(told[name] for name in chosen)
+        )

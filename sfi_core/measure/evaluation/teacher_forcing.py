@@ -1,0 +1,94 @@
+"""Decode a given text under a policy, and hand out what the model would have said at each step."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from sfi_core.engine.report import RunReport
+from sfi_core.engine.shared_prompt import SharedPrompt
+from sfi_core.errors import ConfigError, NumericsError
+from sfi_core.generation.decode import decode
+from sfi_core.generation.prompts import check_lengths, left_pad
+from sfi_core.hosts.transformers.decoder import HostedModel
+from sfi_core.hosts.transformers.slow_fast import slow_fast
+from sfi_core.models.forecast import check_fits
+from sfi_core.settings.config import SfiConfig
+
+OnLogits = Callable[[int, torch.Tensor], None]
+
+
+def teacher_force(
+    model: Any,
+    tokenizer: Any,
+    ids: Sequence[int],
+    prompt_tokens: int,
+    on_logits: OnLogits,
+    config: SfiConfig | None = None,
+    *,
+    policy: str = "sfi",
+    prefill_chunk: int = 0,
+    backend: str = "auto",
+    shared: SharedPrompt | None = None,
+) -> RunReport:
+    """Read the first tokens as a prompt, then decode the others one by one, whatever the model says.
+
+    Step t predicts `ids[prompt_tokens + t]` and reads the token before it, as in `generate`. Step 0 is the
+    prompt's last position: dense under every policy. Stop tokens of the text do not end the run.
+
+    Args:
+        model: A decoder-only model of transformers.
+        tokenizer: Turns trigger strings into token ids.
+        ids: The text.
+        prompt_tokens: Tokens of the prompt; what follows is decoded.
+        on_logits: Called with each step and its logits, `[V]` float32. A callback, not an iterator, since
+            the model belongs to the run until the run ends.
+        config: The settings; None is the `default` preset.
+        policy: A name from `sfi_core.policies.POLICIES`.
+        prefill_chunk: Prompt tokens of one forward pass; 0 for all at once.
+        backend: "auto", "torch" or "triton".
+        shared: The prompt as `read_prompt` read it, to begin with; it is not read again.
+
+    Returns:
+        The run's report, with its slow steps and read ratio.
+
+    Raises:
+        ConfigError: A setting is out of range, the prompt leaves no token, or `shared` is another prompt.
+        InputError: The text is longer than the model's positions.
+        NumericsError: Logits hold NaN or infinity.
+        MemoryForecastError: The run would not fit.
+    """
+    if not 0 < prompt_tokens < len(ids):
+        raise ConfigError(
+            f"prompt_tokens must be positive and below the text's {len(ids)}, got {prompt_tokens}"
+        )
+    capacity = len(ids) - 1  # the last token is predicted, never read
+    check_lengths(model, [ids[:capacity]], 0)
+    prompt, given = ids[:prompt_tokens], ids[prompt_tokens:]
+    ids_BT, mask_BT = left_pad([prompt], model.device)
+    if shared is not None:
+        shared.check(ids_BT, mask_BT, capacity)
+        capacity = shared.capacity
+    step = 0
+
+    def next_token(logits_BV: torch.Tensor) -> list[int]:
+        nonlocal step
+        logits_V = logits_BV[0].float()
+        if not bool(logits_V.amax().isfinite()):
+            raise NumericsError(f"logits must be finite, got NaN or infinity at step {step}")
+        on_logits(step, logits_V)
+        step += 1
+        return [given[step - 1]]
+
+    with (
+        torch.no_grad(),
+        slow_fast(model, tokenizer, config, policy=policy, backend=backend) as session,
+    ):
+        check_fits(session.forecast(1, prompt_tokens, capacity, prefill_chunk), model.device)
+        hosted = HostedModel(model, session, ids_BT, mask_BT, capacity, frozenset(), prefill_chunk)
+        hosted.shared = shared
+        for _ in decode(hosted, next_token, len(given)):
+            pass
+        report = session.report
+    assert report is not None, "a run has begun"
+    return report

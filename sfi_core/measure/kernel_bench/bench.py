@@ -1,0 +1,216 @@
+"""The benchmark's run: check everything, then time everything, then make the rows."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from sfi_core.errors import BackendError, MemoryForecastError, NumericsError
+from sfi_core.machine.memory import free_bytes
+from sfi_core.machine.versions import versions
+from sfi_core.measure.kernel_bench.bytes_moved import forecast_bytes
+from sfi_core.measure.kernel_bench.machine import describe_machine
+from sfi_core.measure.kernel_bench.settings import REPEATS, BenchSettings
+from sfi_core.measure.kernel_bench.timing import (
+    Samples,
+    clock_for,
+    copy_gb_per_s,
+    floor_us,
+    workspace_bytes,
+)
+from sfi_core.measure.kernel_bench.variants import Variant, Variants
+from sfi_kernels.launch import KernelLimitError
+
+SPEEDUPS = {
+    "speedup_over_dense": "dense",
+    "speedup_over_sdpa": "dense.sdpa",
+    "speedup_over_paper_like": "dense.paper_like",
+    "speedup_over_flashinfer": "dense.flashinfer",
+    "speedup_over_flash_attn": "dense.flash_attn",
+}
+Progress = Callable[[str, int, int], None]
+
+
+class WrongResultError(NumericsError):
+    """An op differs from its formula by more than rounding; nothing was timed."""
+
+
+@dataclass(slots=True)
+class Measurement:
+    """A variant, how far it was from its formula, and its times."""
+
+    variant: Variant
+    error: float
+    samples: Samples = field(default_factory=Samples)
+
+
+@dataclass(slots=True)
+class BenchResult:
+    """What a run measured so far.
+
+    Attributes:
+        settings: What was asked for.
+        backend: "torch" or "triton".
+        measurements: Every variant.
+        machine: The machine, its copy bandwidth and what the clock adds.
+        notes: What a reader must know.
+        interrupted: Whether Ctrl-C ended it early.
+    """
+
+    settings: BenchSettings
+    backend: str
+    measurements: list[Measurement] = field(default_factory=list)
+    machine: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    interrupted: bool = False
+
+    def document(self) -> dict[str, Any]:
+        """Return the JSON document."""
+        return {
+            "rows": self.rows(),
+            "compiled": [],
+            "backend": self.backend,
+            "interrupted": self.interrupted,
+            "notes": self.notes,
+            "machine": self.machine,
+            "versions": versions(),
+        }
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return a row for every variant that was timed; of PyTorch's SDPA the faster form."""
+        timed: dict[tuple[str, float | None], Measurement] = {}
+        for one in self.measurements:
+            key = one.variant.name, one.variant.retention
+            if one.samples.times_us and (
+                key not in timed or one.samples.median_us < timed[key].samples.median_us
+            ):
+                timed[key] = one
+        medians = {key: one.samples.median_us for key, one in timed.items()}
+        return [self._row(one, medians) for one in timed.values()]
+
+    def _row(
+        self, one: Measurement, medians: dict[tuple[str, float | None], float]
+    ) -> dict[str, Any]:
+        variant, median = one.variant, one.samples.median_us
+        gb_per_s = variant.bytes / median / 1e3
+        row = {
+            "op": variant.name,
+            "backend": self.backend,
+            "retention": variant.retention,
+            **self.settings.shown(),
+            "form": variant.form,
+            "median_us": median,
+            "p10_us": one.samples.percentile_us(10),
+            "p90_us": one.samples.percentile_us(90),
+            "repeats": len(one.samples.times_us),
+            "bytes": variant.bytes,
+            "gb_per_s": gb_per_s,
+            "bandwidth_share": gb_per_s / self.machine["copy_gb_per_s"],
+        }
+        for name, op in SPEEDUPS.items():
+            dense = medians.get((op, 1.0))
+            row[name] = None if dense is None else dense / median
+        is_fast = variant.name.startswith("fast")
+        attended = self.settings.attended(variant.retention or 1.0) if is_fast else None
+        row["attended_tokens"] = attended
+        row["ideal_speedup"] = self.settings.context / attended if attended else None
+        row["gather_us"] = (
+            medians.get(("fast.gather", variant.retention)) if variant.name == "fast" else None
+        )
+        row["error_share"] = one.error
+        row["matches_reference"] = one.error <= 1
+        return row
+
+
+def run_bench(
+    settings: BenchSettings,
+    backend: str,
+    device: torch.device,
+    progress: Progress = lambda *_: None,
+) -> BenchResult:
+    """Check every variant, then time all of them in turn.
+
+    Args:
+        settings: What to measure.
+        backend: "torch" or "triton"; see `resolve_backend`.
+        device: Where.
+        progress: Told the phase, how much of it is done, and of how much.
+
+    Raises:
+        MemoryForecastError: It would not fit.
+        BackendError: A kernel does not take this shape.
+        WrongResultError: A variant differs from its formula; nothing was timed.
+    """
+    _check_fits(settings, backend, device)
+    result = BenchResult(settings, backend)
+    try:
+        _run(result, device, progress)
+    except KeyboardInterrupt:
+        result.interrupted = True
+    except KernelLimitError as error:
+        raise BackendError(str(error)) from error
+    return result
+
+
+def _run(result: BenchResult, device: torch.device, progress: Progress) -> None:
+    clock = clock_for(device, result.backend)
+    progress("measuring the copy bandwidth", 0, 1)
+    result.machine = {
+        **describe_machine(device),
+        "copy_gb_per_s": copy_gb_per_s(device, clock),
+        "clock_floor_us": floor_us(device, clock),
+    }
+    variants = Variants(result.settings, result.backend, device)
+    result.notes += _notes(result, device)
+    for variant in variants.build():
+        progress(f"checking {_name(variant)}", len(result.measurements), 0)
+        error = variant.error()
+        if not error <= 1:
+            raise WrongResultError(
+                f"{_name(variant)} must equal its formula up to rounding, got {error:.3g} times the "
+                "error that rounding allows; nothing was timed"
+            )
+        result.measurements.append(Measurement(variant, error))
+    result.notes += variants.notes
+    calls: list[Callable[[], Any]] = []
+    for one in result.measurements:
+        progress(f"warming up {_name(one.variant)}", len(calls), len(result.measurements))
+        calls.append(clock.prepare(one.variant.call))
+    repeats = result.settings.repeats or REPEATS[device.type]
+    for repeat in range(repeats):
+        progress("timing", repeat, repeats)
+        for one, time_us in zip(result.measurements, clock.time(calls), strict=True):
+            one.samples.times_us.append(time_us)
+    progress("timing", repeats, repeats)
+
+
+def _name(variant: Variant) -> str:
+    at = "" if variant.retention is None else f" at retention {variant.retention:g}"
+    return f"{variant.name}{at}"
+
+
+def _notes(result: BenchResult, device: torch.device) -> list[str]:
+    notes = []
+    if result.backend == "torch":
+        notes += [
+            f"the PyTorch backend on {device.type} was timed, not the Triton kernels",
+            "dense.paper_like, dense.evidence and fast.gather are Triton kernels and need a CUDA device",
+        ]
+    else:
+        notes.append("dense.paper_like: one split a request, tiles of 16 tokens, no evidence")
+    if result.settings.sweep:
+        notes.append(
+            "the paper's Table 1 is over its own dense kernel, on a B200: 16K tokens, batch 16, bfloat16"
+        )
+    return notes
+
+
+def _check_fits(settings: BenchSettings, backend: str, device: torch.device) -> None:
+    needed = forecast_bytes(settings, backend) + workspace_bytes(device)
+    free = free_bytes(device)
+    if free is not None and needed > free:
+        raise MemoryForecastError(
+            f"the benchmark must fit {free / 1e9:.2f} GB of free memory, got a forecast of "
+            f"{needed / 1e9:.2f} GB; lower --batch or --context"
+        )

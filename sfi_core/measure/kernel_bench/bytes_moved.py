@@ -1,0 +1,74 @@
+"""The bytes an op cannot avoid: every input that counts read once, every output written once.
+
+    attention over A tokens   B H A (D + E) s of keys and values, 2 B H G D s of query and output
+      with evidence           and 4 B H G T of logits
+      gathering in place      and 4 B H S of positions
+    selector                  4 B H G T of logits, 4 B H T of key norms, B T of J in; 4 B H T of scores out
+    top_k                     4 B H T of scores in, 4 B H K of positions out
+    pack                      B H S (D + E) s in and as much out, 4 B H S of positions out
+    append, one token         B H (D + E) s in and as much out, 4 B H of norms out
+
+s is the bytes of a number, E = D here, S = sink + K. Work lists, lengths, block tables and the log-sum-exp,
+which a slow step hands to the Selector with the logits, are left out.
+"""
+
+from sfi_core.measure.kernel_bench.settings import BenchSettings
+
+INT32 = FLOAT32 = 4
+
+
+def attention_bytes(
+    settings: BenchSettings, tokens: int, *, evidence: bool = False, gathered: int = 0
+) -> int:
+    """Return the bytes of attention over `tokens` tokens of every request."""
+    rows = settings.batch * settings.heads
+    queries = 2 * rows * settings.head_dim * settings.torch_dtype.itemsize
+    logits = rows * settings.context * FLOAT32 if evidence else 0
+    positions = settings.batch * settings.kv_heads * gathered * INT32
+    return tokens * _row_bytes(settings) + queries + logits + positions
+
+
+def selector_bytes(settings: BenchSettings) -> int:
+    """Return the bytes of the Selector's scores from one query per head."""
+    positions = settings.batch * settings.context
+    return positions * (settings.heads + 2 * settings.kv_heads) * FLOAT32 + positions
+
+
+def top_k_bytes(settings: BenchSettings, budget: int) -> int:
+    """Return the bytes of Top-K."""
+    rows = settings.batch * settings.kv_heads
+    return rows * (settings.context * FLOAT32 + budget * INT32)
+
+
+def pack_bytes(settings: BenchSettings, rows: int) -> int:
+    """Return the bytes of packing `rows` rows, sinks included, of every request."""
+    positions = settings.batch * settings.kv_heads * rows
+    return 2 * rows * _row_bytes(settings) + positions * INT32
+
+
+def append_bytes(settings: BenchSettings) -> int:
+    """Return the bytes of appending one token to every request."""
+    return 2 * _row_bytes(settings) + settings.batch * settings.kv_heads * FLOAT32
+
+
+def _row_bytes(settings: BenchSettings) -> int:
+    # a key and a value in every request and KV head
+    numbers = settings.batch * settings.kv_heads * 2 * settings.head_dim
+    return numbers * settings.torch_dtype.itemsize
+
+
+def forecast_bytes(settings: BenchSettings, backend: str) -> int:
+    """Return the memory that the inputs and their checks need."""
+    history = settings.context * _row_bytes(settings)
+    total = history * (2 if backend == "triton" else 1)  # contiguous for SDPA, and in pages
+    packed = [s + settings.sink for s in map(settings.budget, settings.retentions)]
+    if {"fast", "pack"} & set(settings.ops):
+        total += sum(packed) * _row_bytes(settings)
+    if {"selector", "top_k"} & set(settings.ops):
+        positions = settings.batch * settings.context * FLOAT32
+        # the reference's transients: four tensors like the logits, a dozen like the scores
+        total += positions * (5 * settings.heads + 12 * settings.kv_heads)
+    # the check takes a request at a time: keys and values in twice their precision, logits and weights
+    wide = 2 * settings.torch_dtype.itemsize
+    request = settings.context * (3 * settings.kv_heads * settings.head_dim + 4 * settings.heads)
+    return total + wide * request

@@ -1,0 +1,166 @@
+"""The random inputs of the benchmark: one layer of a decoding step, never zeros."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from sfi_core.hosts.transformers.backend import PAGE_SIZE
+from sfi_core.measure.kernel_bench.settings import BenchSettings
+from sfi_core.settings.parts import SelectorConfig
+from sfi_core.state.kv_cache import LayerPages
+from sfi_kernels.dense_attention import window_logits
+from sfi_kernels.selector import selector
+
+# standard deviation of the logits: attention then rests on some thirty tokens of 16K, so that a missing
+# token shows in the output; with queries of unit length it would be a mean over all of them
+PEAKEDNESS = 2.5
+
+
+@dataclass(frozen=True, slots=True)
+class LayerData:
+    """A layer's cache and one step's query for every request.
+
+    Attributes:
+        query_BHGD: The step's queries.
+        key_BHTD: Keys, contiguous, as SDPA reads them.
+        value_BHTD: Values.
+        pages: The same rows in pages, in a shuffled order where a request has several.
+        block_table_BP: Page numbers.
+        length_B: Cached tokens, int32.
+        recent_start_B: First token of the recent segment, int32.
+    """
+
+    query_BHGD: torch.Tensor
+    key_BHTD: torch.Tensor
+    value_BHTD: torch.Tensor
+    pages: LayerPages
+    block_table_BP: torch.Tensor
+    length_B: torch.Tensor
+    recent_start_B: torch.Tensor
+
+    @property
+    def paged(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Keys, values and block table, as the ops take them."""
+        return self.pages.key_PHND, self.pages.value_PHNE, self.block_table_BP
+
+
+@dataclass(frozen=True, slots=True)
+class Selected:
+    """What one retention selects: random positions of J, and room for their rows.
+
+    Attributes:
+        index_BHK: The selected positions, ascending, int32.
+        key_BHSD: Packed keys; poison until `pack` has run, as is all below.
+        value_BHSD: Packed values.
+        position_BHS: Positions of the packed rows, int32.
+        length_BH: Rows that count, int32.
+    """
+
+    index_BHK: torch.Tensor
+    key_BHSD: torch.Tensor
+    value_BHSD: torch.Tensor
+    position_BHS: torch.Tensor
+    length_BH: torch.Tensor
+
+    @property
+    def segment(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The packed segment, as `pack` takes it."""
+        return self.key_BHSD, self.value_BHSD, self.position_BHS, self.length_BH
+
+    def poison(self) -> None:
+        """Make rows show that were not packed."""
+        self.key_BHSD.fill_(torch.nan)
+        self.value_BHSD.fill_(torch.nan)
+        self.position_BHS.fill_(-7)
+        self.length_BH.zero_()
+
+
+def layer_data(settings: BenchSettings, device: torch.device, *, one_page: bool) -> LayerData:
+    """Draw a layer's cache."""
+    generator = torch.Generator(device).manual_seed(settings.seed)
+    options: dict[str, Any] = {"dtype": settings.torch_dtype, "device": device}
+    B, H, T, D = settings.batch, settings.kv_heads, settings.context, settings.head_dim
+    key = torch.randn(B, H, T, D, generator=generator, **options)
+    value = torch.randn(B, H, T, D, generator=generator, **options)
+    query = torch.randn(B, H, settings.group, D, generator=generator, **options) * PEAKEDNESS
+    pages, table = _pages(key, value, T if one_page else PAGE_SIZE, generator)
+    whole = torch.full((B,), T, dtype=torch.int32, device=device)
+    return LayerData(query, key, value, pages, table, whole, whole - settings.recent)
+
+
+def _pages(
+    key: torch.Tensor, value: torch.Tensor, page_size: int, generator: torch.Generator
+) -> tuple[LayerPages, torch.Tensor]:
+    B, H, T, _ = key.shape
+    norm = torch.stack([torch.linalg.vector_norm(row.float(), dim=-1) for row in key])
+    per_request = -(-T // page_size)
+    if per_request == 1 and page_size == T:  # the contiguous cache is its own page
+        table = torch.arange(B, dtype=torch.int32, device=key.device).view(B, 1)
+        return LayerPages(key, value, norm), table
+    order = torch.randperm(B * per_request, generator=generator, device=key.device)
+    table = order.view(B, per_request)
+    paged = []
+    for rows in (key, value, norm):
+        pages = rows.new_empty(B * per_request, H, page_size, *rows.shape[3:])
+        for first in range(0, per_request * page_size, page_size):
+            part = rows[:, :, first : first + page_size]
+            pages[table[:, first // page_size], :, : part.shape[2]] = part
+        paged.append(pages)
+    return LayerPages(*paged), table.int()
+
+
+def select(settings: BenchSettings, data: LayerData, retention: float) -> Selected:
+    """Draw the selected positions of a retention."""
+    K, device = settings.budget(retention), data.query_BHGD.device
+    B, H, T = settings.batch, settings.kv_heads, settings.context
+    generator = torch.Generator(device).manual_seed(settings.seed + 1)
+    draw = torch.rand(B, H, T - settings.recent - settings.sink, device=device, generator=generator)
+    index = draw.topk(K, sorted=False).indices.sort().values + settings.sink
+    S, D = settings.sink + K, settings.head_dim
+    key, value = data.key_BHTD.new_empty(B, H, S, D), data.value_BHTD.new_empty(B, H, S, D)
+    position, length = index.new_empty(B, H, S, dtype=torch.int32), index.new_empty(B, H).int()
+    selected = Selected(index.int(), key, value, position, length)
+    selected.poison()
+    return selected
+
+
+def evidence_logits(settings: BenchSettings, data: LayerData) -> torch.Tensor:
+    """Return the step's logits, [B, H, G, 1, T] float32, which a slow step hands to the Selector."""
+    query = data.query_BHGD[:, :, :, None]
+    key, _, table = data.paged
+    return window_logits.reference(query, key, table, data.length_B, scale=settings.scale)
+
+
+def allowed(settings: BenchSettings, data: LayerData) -> torch.Tensor:
+    """Return the candidate set J, [B, T] bool."""
+    position = torch.arange(settings.context, device=data.length_B.device)
+    inside = (position >= settings.sink) & (position < settings.context - settings.recent)
+    return inside.expand(settings.batch, -1).contiguous()
+
+
+def selector_options() -> dict[str, Any]:
+    """Return the Selector's default settings, as its keyword arguments."""
+    options = asdict(SelectorConfig())
+    del options["lambda_clip_rows"]
+    return options
+
+
+def scores(settings: BenchSettings, data: LayerData, logits: torch.Tensor) -> torch.Tensor:
+    """Return the reference's scores, for Top-K."""
+    options = selector_options()
+    rows = []
+    for row in range(settings.batch):  # a request at a time, to keep the transients small
+        one = slice(row, row + 1)
+        norm = norms(settings, data)[one]
+        rows.append(
+            selector.reference(logits[one], norm, allowed(settings, data)[one], **options)[0]
+        )
+    return torch.cat(rows)
+
+
+def norms(settings: BenchSettings, data: LayerData) -> torch.Tensor:
+    """Return the key norms, [B, H, T] float32."""
+    if data.pages.norm_PHN.shape[2] == settings.context:
+        return data.pages.norm_PHN
+    return torch.stack([torch.linalg.vector_norm(row.float(), dim=-1) for row in data.key_BHTD])

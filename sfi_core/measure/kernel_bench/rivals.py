@@ -1,0 +1,93 @@
+"""Dense attention by others, each in its best form."""
+
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from importlib.util import find_spec
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from sfi_core.measure.kernel_bench.data import LayerData
+from sfi_core.measure.kernel_bench.settings import BenchSettings
+
+FLASHINFER_WORKSPACE = 256 << 20  # bytes
+Rival = tuple[str, str | None, Callable[[], torch.Tensor]]
+
+
+def rivals(settings: BenchSettings, data: LayerData, notes: list[str]) -> Iterator[Rival]:
+    """Yield the row's name, the form and the call, which returns [B, H, G, D]; say in `notes` who is missing.
+
+    PyTorch's SDPA comes in two forms on contiguous keys and values, with `enable_gqa` and with the group's
+    query heads as rows; the faster counts.
+    """
+    query_BHGD, key, value = data.query_BHGD, data.key_BHTD, data.value_BHTD
+    B, H, G, D = query_BHGD.shape
+    heads = query_BHGD.reshape(B, H * G, 1, D)
+
+    def with_gqa() -> torch.Tensor:
+        out = scaled_dot_product_attention(heads, key, value, scale=settings.scale, enable_gqa=True)
+        return out.view(B, H, G, D)
+
+    def folded() -> torch.Tensor:
+        return scaled_dot_product_attention(query_BHGD, key, value, scale=settings.scale)
+
+    yield "dense.sdpa", "enable_gqa", with_gqa
+    yield "dense.sdpa", "group as rows", folded
+    for package, make in (("flashinfer", _flashinfer), ("flash_attn", _flash_attn)):
+        if query_BHGD.device.type != "cuda":
+            notes.append(f"dense.{package} needs a CUDA device")
+        elif find_spec(package) is None:
+            notes.append(f"dense.{package} is not installed")
+        else:
+            yield from _working(f"dense.{package}", make, settings, data, notes)
+
+
+def _working(
+    name: str,
+    make: Callable[[BenchSettings, LayerData], Callable[[], torch.Tensor]],
+    settings: BenchSettings,
+    data: LayerData,
+    notes: list[str],
+) -> Iterator[Rival]:
+    # another project's limits must not end our benchmark; the note says what it said
+    try:
+        call = make(settings, data)
+        call()
+    except (RuntimeError, ValueError, TypeError, ImportError) as error:
+        notes.append(f"{name} does not run here: {str(error).splitlines()[0]}")
+        return
+    yield name, None, call
+
+
+def _flash_attn(settings: BenchSettings, data: LayerData) -> Callable[[], torch.Tensor]:
+    attend = import_module("flash_attn").flash_attn_with_kvcache
+    B, H, G, D = data.query_BHGD.shape
+    query = data.query_BHGD.reshape(B, 1, H * G, D)
+    key, value = (x.transpose(1, 2).contiguous() for x in (data.key_BHTD, data.value_BHTD))
+
+    def call() -> torch.Tensor:
+        out: torch.Tensor = attend(query, key, value, softmax_scale=settings.scale)
+        return out.view(B, H, G, D)
+
+    return call
+
+
+def _flashinfer(settings: BenchSettings, data: LayerData) -> Callable[[], torch.Tensor]:
+    flashinfer = import_module("flashinfer")
+    B, H, G, D = data.query_BHGD.shape
+    query, (keys, values, table) = data.query_BHGD.reshape(B, H * G, D), data.paged
+    workspace = torch.empty(FLASHINFER_WORKSPACE, dtype=torch.uint8, device=query.device)
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "HND", use_tensor_cores=True)
+    pages, page_size = table.shape[1], keys.shape[2]
+    first = torch.arange(B + 1, dtype=torch.int32, device=query.device) * pages
+    last_page = torch.full_like(first[1:], settings.context - (pages - 1) * page_size)
+    wrapper.plan(
+        first, table.flatten(), last_page, H * G, H, D, page_size,
+        q_data_type=query.dtype, kv_data_type=keys.dtype, sm_scale=settings.scale,
+    )  # fmt: skip
+
+    def call() -> torch.Tensor:
+        out: torch.Tensor = wrapper.run(query, (keys, values))
+        return out.view(B, H, G, D)
+
+    return call

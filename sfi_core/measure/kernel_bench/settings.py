@@ -1,0 +1,167 @@
+"""What the kernel benchmark measures, and at which shape."""
+
+from dataclasses import dataclass
+
+import torch
+
+from sfi_core.errors import BackendError, ConfigError
+from sfi_core.hosts.transformers.checks import BACKENDS
+
+OPS = ("fast", "dense", "selector", "top_k", "pack", "append")
+SWEEPS = ("retention",)
+DTYPES = {
+    "auto": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+}
+# the paper's Table 1: retention, speed-up over its dense attention at 16K tokens, batch 16, bf16, B200
+TABLE_1 = {
+    0.016: 10.67,
+    0.063: 9.56,
+    0.125: 7.15,
+    0.25: 3.96,
+    0.375: 2.75,
+    0.5: 2.10,
+    0.75: 1.43,
+    0.984: 1.10,
+    1.0: 1.00,
+}
+REPEATS = {"cpu": 9, "cuda": 100}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchSettings:
+    """One run of the benchmark. The shape's defaults are a layer of Qwen3-4B under the paper's Table 1.
+
+    Attributes:
+        ops: What to measure, some of `OPS`.
+        retentions: Shares of the context that the fast step reads, each in (0, 1].
+        sweep: Whether the retentions are Table 1's row; those that the context is too short for are left out.
+        heads: Query heads.
+        kv_heads: KV heads.
+        head_dim: Numbers of a head.
+        context: Cached tokens of a request.
+        batch: Requests.
+        dtype: A name in `DTYPES`.
+        sink: Sink tokens.
+        recent: Tokens of the recent segment.
+        repeats: Timed calls of each variant; None for `REPEATS`.
+        seed: Seed of the random inputs.
+    """
+
+    ops: tuple[str, ...] = OPS
+    retentions: tuple[float, ...] = (0.125,)
+    sweep: bool = False
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    context: int = 16384
+    batch: int = 16
+    dtype: str = "auto"
+    sink: int = 4
+    recent: int = 256
+    repeats: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be measured."""
+        for op in self.ops:
+            if op not in OPS:
+                raise ConfigError(f"unknown op {op!r}; expected one of {OPS}")
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"unknown dtype {self.dtype!r}; expected one of {tuple(DTYPES)}")
+        for name in ("heads", "kv_heads", "head_dim", "context", "batch", "repeats"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ConfigError(f"{name} must be positive, got {value}")
+        if self.heads % self.kv_heads:
+            raise ConfigError(
+                f"heads must be a multiple of kv_heads, got {self.heads} and {self.kv_heads}"
+            )
+        least = self.sink + self.recent + 1
+        if self.context < least:
+            raise ConfigError(
+                f"context must be at least {least} ({self.sink} sink, {self.recent} recent and "
+                f"1 selected token), got {self.context}"
+            )
+        self._check_retentions(least)
+
+    def _check_retentions(self, least: int) -> None:
+        for retention in self.retentions:
+            if not 0 < retention <= 1:
+                raise ConfigError(f"retention must be in (0, 1], got {retention}")
+            if self.attended(retention) < least:
+                raise ConfigError(
+                    f"retention must be at least {least / self.context:.4g} at a context of "
+                    f"{self.context} ({self.sink} sink, {self.recent} recent and 1 selected token), "
+                    f"got {retention}"
+                )
+
+    @classmethod
+    def for_sweep(cls, sweep: str, ops: tuple[str, ...] | None, **shape: object) -> "BenchSettings":
+        """Make the settings of a sweep: Table 1's retentions, of the two attentions unless told otherwise.
+
+        Raises:
+            ConfigError: Unknown sweep, or as the constructor.
+        """
+        if sweep not in SWEEPS:
+            raise ConfigError(f"unknown sweep {sweep!r}; expected one of {SWEEPS}")
+        whole = cls(**{**shape, "retentions": (1.0,)})  # type: ignore[arg-type]
+        least = whole.sink + whole.recent + 1
+        reachable = tuple(share for share in TABLE_1 if whole.attended(share) >= least)
+        chosen = {"ops": ops or ("fast", "dense"), "retentions": reachable, "sweep": True}
+        return cls(**{**shape, **chosen})  # type: ignore[arg-type]
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype of queries, keys and values."""
+        return DTYPES[self.dtype]
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def scale(self) -> float:
+        """Factor on the logits."""
+        return float(self.head_dim**-0.5)
+
+    def attended(self, retention: float) -> int:
+        """Return the tokens that the fast step reads."""
+        return round(retention * self.context)
+
+    def budget(self, retention: float) -> int:
+        """Return the selected tokens per KV head (K)."""
+        return self.attended(retention) - self.sink - self.recent
+
+    def shown(self) -> dict[str, object]:
+        """Return what every row says of the shape."""
+        return {
+            "context": self.context,
+            "batch": self.batch,
+            "dtype": str(self.torch_dtype).removeprefix("torch."),
+            "heads": self.heads,
+            "kv_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+        }
+
+
+def resolve_backend(name: str, device: torch.device) -> str:
+    """Pick the backend: Triton on CUDA, PyTorch elsewhere.
+
+    Raises:
+        ConfigError: Unknown.
+        BackendError: Triton without a CUDA device.
+    """
+    if name not in BACKENDS:
+        raise ConfigError(f"unknown backend {name!r}; expected one of {BACKENDS}")
+    if name == "auto":
+        return "triton" if device.type == "cuda" else "torch"
+    if name == "triton" and device.type != "cuda":
+        raise BackendError(
+            f"backend triton must have a CUDA device to be timed, got {device.type}; time the PyTorch "
+            "code with --backend torch, or check the kernels without a GPU with --compile-only"
+        )
+    return name

@@ -1,0 +1,264 @@
+"""What the benchmark runs: the ops on one backend, and what they are compared with."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from sfi_core.measure.kernel_bench import bytes_moved, gates
+from sfi_core.measure.kernel_bench.data import (
+    Selected,
+    allowed,
+    evidence_logits,
+    layer_data,
+    norms,
+    scores,
+    select,
+    selector_options,
+)
+from sfi_core.measure.kernel_bench.rivals import rivals
+from sfi_core.measure.kernel_bench.settings import BenchSettings
+from sfi_kernels.append import append
+from sfi_kernels.decode_attention import DecodeAttention, decode_attention, slots
+from sfi_kernels.dense_attention import dense_attention
+from sfi_kernels.pack import pack
+from sfi_kernels.selector import selector
+from sfi_kernels.sparse_attention import sparse_attention
+from sfi_kernels.split_plan import split_plan, work_items
+from sfi_kernels.step_descriptor import FAST, SLOW, StepDescriptor, StepRequest, describe_step
+from sfi_kernels.top_k import top_k
+
+PAPER_TILE = 16  # tokens of a tile in the kernel that the paper was compared with
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One thing that is checked and timed.
+
+    Attributes:
+        name: The row's op.
+        retention: The share of the context it works on; None where that does not apply.
+        call: Runs it.
+        bytes: What it must move.
+        error: Runs it and compares; above 1 it is wrong.
+        form: How it was called, where there are several ways.
+    """
+
+    name: str
+    retention: float | None
+    call: Callable[[], Any]
+    bytes: int
+    error: Callable[[], float]
+    form: str | None = None
+
+
+class Variants:
+    """Builds the variants of one backend on one device."""
+
+    def __init__(self, settings: BenchSettings, backend: str, device: torch.device) -> None:
+        """Draw the inputs; nothing is timed or checked yet."""
+        self.settings, self.backend, self.device = settings, backend, device
+        self.notes: list[str] = []
+        self.data = layer_data(settings, device, one_page=backend == "torch")
+        row = self.data.key_BHTD[:, :, :1].contiguous()  # a slow step reads no packed rows
+        self.nothing = row, row, self.data.length_B.new_zeros(row.shape[:2])
+        self.selected: dict[float, Selected] = {}
+        if {"fast", "pack"} & set(settings.ops):
+            self.selected = {r: select(settings, self.data, r) for r in settings.retentions}
+
+    def build(self) -> Iterator[Variant]:
+        """Yield what the settings ask for, and the dense attention that all is compared with.
+
+        A variant must be checked before the next is asked for: `pack` fills what `fast` reads.
+        """
+        ops = self.settings.ops
+        yield from self._dense()
+        for retention, selected in self.selected.items():
+            packing = self._pack(retention, selected)
+            if "pack" in ops:
+                yield packing
+            else:
+                packing.call()
+            if "fast" in ops:
+                yield from self._fast(retention, selected)
+        if {"selector", "top_k"} & set(ops):
+            yield from self._selection()
+        if "append" in ops:
+            yield self._append()
+
+    def _dense(self) -> Iterator[Variant]:
+        settings, data = self.settings, self.data
+        expected = gates.textbook(data.query_BHGD, data.key_BHTD, data.value_BHTD, settings.scale)
+        moved = bytes_moved.attention_bytes(settings, settings.context)
+
+        def variant(name: str, call: Callable[[], Any]) -> Variant:
+            return Variant(name, 1.0, call, moved, lambda: expected.error(call()))
+
+        if self.backend == "torch":
+            yield variant("dense", self._dense_in_torch)
+        else:
+            plan = self._plan(SLOW, slots(self.device))
+            yield variant("dense", partial(self._attend, plan))
+            yield self._with_evidence(plan, expected)
+            one_split = self._plan(SLOW, settings.kv_heads)
+            yield variant("dense.paper_like", partial(self._attend, one_split, block_n=PAPER_TILE))
+        if not {"fast", "dense"} & set(settings.ops):
+            return
+        for name, form, call in rivals(settings, data, self.notes):
+            yield Variant(
+                name, 1.0, call, moved, partial(_rival_error, expected, call), form
+            )  # fmt: skip
+
+    def _with_evidence(self, plan: StepDescriptor, expected: gates.Expected) -> Variant:
+        settings, data = self.settings, self.data
+        call = partial(self._attend_whole, plan, evidence=True)
+        moved = bytes_moved.attention_bytes(settings, settings.context, evidence=True)
+
+        def error() -> float:
+            result = call()
+            assert result.logits_BHGWT is not None, "evidence was asked for"
+            logits = evidence_logits(settings, data)
+            differs = gates.logits_error(
+                result.logits_BHGWT, logits, data.query_BHGD, data.key_BHTD, settings.scale
+            )
+            return max(expected.error(result.out_BHGE), differs)
+
+        return Variant("dense.evidence", 1.0, call, moved, error)
+
+    def _fast(self, retention: float, selected: Selected) -> Iterator[Variant]:
+        settings, data = self.settings, self.data
+        start, length = settings.context - settings.recent, settings.context
+        index = gates.attended(selected.index_BHK, settings.sink, start, length)
+        expected = gates.textbook(
+            data.query_BHGD, data.key_BHTD, data.value_BHTD, settings.scale, index
+        )
+        tokens = settings.attended(retention)
+
+        def variant(name: str, call: Callable[[], Any], gathered: int = 0) -> Variant:
+            moved = bytes_moved.attention_bytes(settings, tokens, gathered=gathered)
+            return Variant(name, retention, call, moved, lambda: expected.error(call()))
+
+        if self.backend == "torch":
+            yield variant("fast", partial(self._fast_in_torch, selected))
+            return
+        packed = settings.sink + settings.budget(retention)
+        plan = self._plan(FAST, slots(self.device), packed)
+        yield variant("fast", partial(self._attend, plan, selected))
+        in_place = partial(self._attend, plan, selected, position_BHS=selected.position_BHS)
+        yield variant("fast.gather", in_place, packed)
+
+    def _dense_in_torch(self) -> torch.Tensor:
+        data = self.data
+        query = data.query_BHGD[:, :, :, None]
+        return dense_attention.reference(
+            query, *data.paged, data.length_B, scale=self.settings.scale
+        )[:, :, :, 0]
+
+    def _fast_in_torch(self, selected: Selected) -> torch.Tensor:
+        data = self.data
+        return sparse_attention.reference(
+            data.query_BHGD, selected.key_BHSD, selected.value_BHSD, selected.length_BH, *data.paged,
+            data.recent_start_B, data.length_B, scale=self.settings.scale,
+        )  # fmt: skip
+
+    def _plan(self, mode: int, programs: int, packed: int = 0) -> StepDescriptor:
+        # once per step and for all layers, so it is not timed
+        settings, B = self.settings, self.settings.batch
+        length, start = settings.context, settings.context - settings.recent
+        request = StepRequest(
+            mode=mode, length=length, recent_start=start, packed=packed, sink=settings.sink
+        )
+        room = work_items(B, settings.kv_heads, programs)
+        descriptor = describe_step([request] * B, room, self.device)
+        split_plan.on(self.backend)(descriptor, settings.kv_heads, programs)
+        return descriptor
+
+    def _attend(self, plan: StepDescriptor, *selected: Selected, **options: Any) -> torch.Tensor:
+        return self._attend_whole(plan, *selected, **options).out_BHGE
+
+    def _attend_whole(
+        self, plan: StepDescriptor, selected: Selected | None = None, **options: Any
+    ) -> DecodeAttention:
+        data = self.data
+        packed = self.nothing
+        if selected is not None:
+            packed = selected.key_BHSD, selected.value_BHSD, selected.length_BH
+        attend: Callable[..., DecodeAttention] = decode_attention.triton
+        if {"block_n", "position_BHS"} & set(options):
+            attend = import_module("sfi_kernels.decode_attention.triton").attend
+        return attend(
+            data.query_BHGD, *packed, *data.paged, plan, scale=self.settings.scale, **options
+        )  # fmt: skip
+
+    def _pack(self, retention: float, selected: Selected) -> Variant:
+        settings, data = self.settings, self.data
+        rows = settings.sink + settings.budget(retention)
+        request = torch.arange(settings.batch, dtype=torch.int32, device=self.device)
+        sink = torch.full_like(request, settings.sink)
+        call = partial(
+            pack.on(self.backend), *data.paged, request, selected.index_BHK, sink, *selected.segment
+        )
+        index = gates.attended(selected.index_BHK, settings.sink, 0, 0)
+
+        def error() -> float:
+            selected.poison()
+            call()
+            return gates.pack_error(selected.segment, data.key_BHTD, data.value_BHTD, index)
+
+        return Variant("pack", retention, call, bytes_moved.pack_bytes(settings, rows), error)
+
+    def _selection(self) -> Iterator[Variant]:
+        settings, data, ops = self.settings, self.data, self.settings.ops
+        logits, options = evidence_logits(settings, data), selector_options()
+        norm, inside = norms(settings, data), allowed(settings, data)
+        if "selector" in ops:
+            log_sum = logits.masked_fill(~inside[:, None, None, None], -torch.inf).logsumexp(-1)
+            call = partial(
+                selector.on(self.backend), logits, norm, inside, log_sum_BHGW=log_sum, **options
+            )
+            moved = bytes_moved.selector_bytes(settings)
+
+            def error() -> float:
+                return gates.selector_error(call(), logits, norm, inside, options)
+
+            yield Variant("selector", None, call, moved, error)
+        if "top_k" in ops:
+            score = scores(settings, data, logits)
+            for retention in settings.retentions:
+                yield self._top_k(retention, score)
+
+    def _top_k(self, retention: float, score: torch.Tensor) -> Variant:
+        K = self.settings.budget(retention)
+        call = partial(top_k.on(self.backend), score, K)
+        moved = bytes_moved.top_k_bytes(self.settings, K)
+        return Variant("top_k", retention, call, moved, lambda: gates.top_k_error(score, call()))
+
+    def _append(self) -> Variant:
+        # the last token once more, so that the cache stays as it was
+        settings, data = self.settings, self.data
+        key, value = (x[:, :, -1:].clone() for x in (data.key_BHTD, data.value_BHTD))
+        count = torch.ones_like(data.length_B)
+        pages = data.pages
+        call = partial(
+            append.on(self.backend), key, value, data.length_B - 1, count,
+            pages.key_PHND, pages.value_PHNE, pages.norm_PHN, data.block_table_BP,
+        )  # fmt: skip
+        page_size = pages.key_PHND.shape[2]
+        last, offset = data.block_table_BP[:, -1].long(), (settings.context - 1) % page_size
+
+        def error() -> float:
+            for stored in (pages.key_PHND, pages.value_PHNE, pages.norm_PHN):
+                stored[last, :, offset] = torch.nan
+            call()
+            copies = ((pages.key_PHND, key), (pages.value_PHNE, value))
+            wrong = max(gates.same(to[last, :, offset], new[:, :, 0]) for to, new in copies)
+            return max(wrong, gates.norm_error(pages.norm_PHN[last, :, offset], key[:, :, 0]))
+
+        return Variant("append", None, call, bytes_moved.append_bytes(settings), error)
+
+
+def _rival_error(expected: gates.Expected, call: Callable[[], torch.Tensor]) -> float:
+    return expected.error(call(), rival=True)

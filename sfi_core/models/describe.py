@@ -1,0 +1,47 @@
+"""A model in numbers, for traces and the byte model."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from sfi_core.distributed.ranks import ranks_of
+from sfi_core.models.load import BUNDLED
+from sfi_core.models.weights import ModelWeights
+from sfi_core.state.layer_shape import LayerShape
+
+
+def describe_model(model: Any, shapes: Sequence[LayerShape]) -> dict[str, Any]:
+    """Say what a model is and what a decoding step of one request has to read.
+
+    Args:
+        model: A model of transformers.
+        shapes: Its layers' keys and values.
+
+    Returns:
+        Plain values. `weight_bytes` is what one token reads: all weights but rows of the input embedding that
+        it does not look up, and of a mixture's experts only as many as are active. `layers` has heads, widths
+        and bytes of a number for each layer, and its window if it slides. Heads and bytes are those of this
+        rank where the model is split, and `tensor_parallel` then says which it is.
+    """
+    config, ranks = model.config.get_text_config(decoder=True), ranks_of(model)
+    name = config._name_or_path or model.config._name_or_path  # noqa: SLF001 - nothing public says it
+    weights = ModelWeights.of(model)
+    parallel = {"rank": ranks.number, "ranks": ranks.size}
+    return {
+        "name": "bundled" if name == str(BUNDLED) else name,
+        "architecture": type(model).__name__,
+        "model_type": config.model_type,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "layers": [
+            {
+                "layer": layer, "heads": shape.heads, "key_width": shape.key_width,
+                "value_width": shape.value_width, "itemsize": shape.itemsize, "window": shape.window,
+            }
+            for layer, shape in enumerate(shapes)
+        ],
+        "query_heads": config.num_attention_heads // ranks.size,
+        "weight_bytes": weights.read(),
+        "embedding_bytes": weights.embedding_bytes,
+        "max_positions": getattr(config, "max_position_embeddings", None),
+        "vocabulary": config.vocab_size,
+        **({"tensor_parallel": parallel} if ranks.size > 1 else {}),
+    }  # fmt: skip

@@ -1,0 +1,157 @@
+"""What a run will need, before it allocates."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from sfi_core.distributed import torchrun
+from sfi_core.distributed.ranks import ranks_of
+from sfi_core.errors import MemoryForecastError
+from sfi_core.machine.memory import free_bytes, resident_bytes
+from sfi_core.models.linear import crawls
+from sfi_core.settings.config import SfiConfig
+from sfi_core.state.layer_shape import LayerShape
+
+FLOAT32 = 4
+CPU_SLACK = 2  # the C library keeps about as much freed memory as the largest transients took
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """Bytes a run needs.
+
+    Attributes:
+        resident_bytes: In use before the run, weights included.
+        kv_bytes: Pages of the KV cache.
+        norm_bytes: Key norms.
+        packed_bytes: Packed segments.
+        sliding_bytes: transformers' own cache of sliding-window layers.
+        workspace_bytes: The largest transient: the prompt's activations or the Selector's tensors.
+    """
+
+    resident_bytes: int
+    kv_bytes: int
+    norm_bytes: int
+    packed_bytes: int
+    sliding_bytes: int
+    workspace_bytes: int
+
+    @property
+    def needed_bytes(self) -> int:
+        """Bytes on top of what is in use."""
+        return self.total_bytes - self.resident_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        """Peak of the run."""
+        return sum(asdict(self).values())
+
+
+def forecast(
+    model: Any,
+    layers: Sequence[LayerShape],
+    config: SfiConfig,
+    *,
+    selects: bool,
+    batch: int,
+    prompt_tokens: int,
+    capacity: int,
+    prefill_chunk: int = 0,
+    together: int = 1,
+    unpacked: Collection[int] = (),
+    slots: int = 1,
+) -> Forecast:
+    """Add up a run's bytes; of a model that is split over ranks, this rank's.
+
+    Args:
+        model: Gives sizes of its activations, and the device.
+        layers: Every layer's shape.
+        config: The policy's settings.
+        selects: Whether the policy selects at all.
+        batch: Requests.
+        prompt_tokens: Tokens of the longest prompt.
+        capacity: Tokens a request may reach.
+        prefill_chunk: Prompt tokens of one forward pass; 0 for all at once.
+        together: Requests that one slow step refreshes at once: all on the triton backend.
+        unpacked: Layers that get no packed segment.
+        slots: Layers whose evidence is held at once.
+    """
+    managed = [layer for layer in layers if layer.window is None]
+    sliding = [layer for layer in layers if layer.window is not None]
+    packing = [layer for index, layer in enumerate(layers) if index not in unpacked]
+    rows = config.sink + (min(config.budget, capacity) if selects else 0)
+    chunk = min(prefill_chunk or prompt_tokens, prompt_tokens)
+    return Forecast(
+        resident_bytes=resident_bytes(model.device),
+        kv_bytes=sum(layer.row_bytes for layer in managed) * batch * capacity,
+        norm_bytes=sum(layer.heads for layer in managed) * FLOAT32 * batch * capacity,
+        packed_bytes=sum(layer.row_bytes for layer in packing if layer.window is None)
+        * batch
+        * rows,
+        sliding_bytes=sum(layer.row_bytes * min(layer.window or 0, capacity) for layer in sliding)
+        * batch,
+        workspace_bytes=max(
+            _activation_bytes(model, managed, batch, chunk),
+            _selector_bytes(model, managed, config, capacity, together, slots) if selects else 0,
+        )
+        * (CPU_SLACK if model.device.type == "cpu" else 1),
+    )
+
+
+def _activation_bytes(model: Any, layers: Sequence[LayerShape], batch: int, chunk: int) -> int:
+    config, split = model.config.get_text_config(decoder=True), ranks_of(model).size
+    hidden, itemsize = config.hidden_size, layers[0].itemsize
+    inner = (getattr(config, "intermediate_size", None) or 4 * hidden) // split
+    heads = config.num_attention_heads // split
+    widest = max(layer.key_width for layer in layers), max(layer.value_width for layer in layers)
+    # residual and normed stream beside the gate, up, activated and multiplied rows of the MLP
+    mlp = (3 * hidden + 4 * inner) * itemsize
+    # residual, normed, q with its rotated copy, the output twice, and the segments in float32
+    attention = (2 * hidden + heads * (3 * widest[0] + 2 * widest[1])) * itemsize
+    attention += 2 * heads * widest[1] * FLOAT32
+    logits = 2 * config.vocab_size * FLOAT32 * batch
+    wide = hidden * inner * FLOAT32 if model.device.type == "cpu" and crawls(model.dtype) else 0
+    return int(max(mlp, attention) * batch * chunk + logits + wide)
+
+
+def _selector_bytes(
+    model: Any,
+    layers: Sequence[LayerShape],
+    config: SfiConfig,
+    length: int,
+    together: int,
+    slots: int,
+) -> int:
+    heads = model.config.get_text_config(decoder=True).num_attention_heads // ranks_of(model).size
+    kv_heads = max(layer.heads for layer in layers)
+    # logits, probabilities and their powers; then about a dozen tensors of one number per head and position
+    first = 4 * heads * config.window_prefill + 12 * kv_heads
+    return int(max(first, (slots * heads + 12 * kv_heads) * together) * length * FLOAT32)
+
+
+def check_fits(expected: Forecast, device: torch.device, way: str | None = None) -> None:
+    """Refuse a run that will not fit.
+
+    Args:
+        expected: What it needs.
+        device: Where.
+        way: What to lower; None for what needs the most.
+
+    Raises:
+        MemoryForecastError: With what is needed, what is free, and what to change.
+    """
+    free = free_bytes(device)
+    if free and device.type == "cpu":
+        free //= torchrun.neighbors()  # they take theirs of the same
+    if free is not None and expected.needed_bytes > free:
+        cache = expected.kv_bytes + expected.norm_bytes
+        most = "the batch or max_new_tokens"
+        way = way or (most if cache > expected.workspace_bytes else "prefill_chunk")
+        raise MemoryForecastError(
+            f"the run must fit {free / 1e9:.2f} GB of free memory, got a forecast of "
+            f"{expected.needed_bytes / 1e9:.2f} GB ({cache / 1e9:.2f} GB KV cache, "
+            f"{expected.packed_bytes / 1e9:.2f} GB packed, {expected.workspace_bytes / 1e9:.2f} GB "
+            f"workspace); lower {way}"
+        )

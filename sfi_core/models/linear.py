@@ -1,0 +1,143 @@
+"""Weight matrices on a CPU without arithmetic of their dtype, where PyTorch's own product crawls.
+
+On such a CPU, any x86 without AVX-512, every number of a bfloat16 or float16 matrix is widened anew for each
+row that it is multiplied with. Two other ways lead to the same products, summed in float32:
+
+- `wide_linears`: many rows, as a prompt has them, in float32 by the library that multiplies float32 matrices.
+- `pack_weights`: few rows, as a decoding step has them, by FBGEMM, which ships with PyTorch. It keeps the
+  weights as float16 in tiles, in as many bytes.
+"""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from platform import machine
+from typing import Any
+
+import torch
+from torch.nn.functional import linear
+
+from sfi_core.distributed.ranks import ranks_of
+from sfi_core.errors import BackendError
+
+WIDE_ROWS = 32  # from here on widening the matrix once pays; measured on AVX2
+HALVES = (torch.bfloat16, torch.float16)
+ENGINES = ("x86", "fbgemm")
+LARGEST = torch.finfo(torch.float16).max
+
+
+class WideLinear(torch.nn.Linear):
+    """A `Linear` that multiplies many rows in float32."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - the base's name
+        """Return `input` @ weight.T + bias, [..., N], in the input's dtype."""
+        if input.numel() < WIDE_ROWS * self.in_features:
+            return super().forward(input)
+        bias = None if self.bias is None else self.bias.float()
+        return linear(input.float(), self.weight.float(), bias).to(input.dtype)
+
+
+class PackedLinear(torch.nn.Linear):
+    """A `Linear` whose weights lie in FBGEMM's layout: for a few rows, and for running a model only.
+
+    A bfloat16 weight below 2^-14 in size may change by up to 2^-25, what float16 can tell apart there. All
+    others stay what they are.
+    """
+
+    _packed: Any
+    _dtype: torch.dtype
+
+    def pack(self) -> None:
+        """Become one, in place, from a `Linear`."""
+        bias = None if self.bias is None else self.bias.detach().float()
+        packed = torch.ops.quantized.linear_prepack_fp16(self.weight.detach().float(), bias)
+        self._packed, self._dtype = packed, self.weight.dtype
+        self.__class__ = PackedLinear
+        del self._parameters["weight"]
+        self._parameters["bias"] = None
+
+    @property
+    def weight(self) -> torch.Tensor:  # type: ignore[override]
+        """The weights, unpacked anew each time, [N, K]."""
+        return torch.ops.quantized.linear_unpack_fp16(self._packed)[0].to(self._dtype)  # type: ignore[no-any-return]
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes of the packed weights."""
+        return self.in_features * self.out_features * self._dtype.itemsize
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - the base's name
+        """Return `input` @ weight.T + bias, [..., N], in the input's dtype."""
+        out = torch.ops.quantized.linear_dynamic_fp16(input.float(), self._packed)
+        return out.to(input.dtype)  # type: ignore[no-any-return]
+
+
+def crawls(dtype: torch.dtype) -> bool:
+    """Say whether PyTorch multiplies matrices of a dtype on this CPU without a library made for it."""
+    if machine() not in ("x86_64", "AMD64") or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    supported = {
+        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,  # noqa: SLF001 - nothing public says it
+        torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,  # noqa: SLF001
+    }
+    return dtype in supported and not supported[dtype]()
+
+
+@contextmanager
+def wide_linears(model: Any) -> Iterator[None]:
+    """Inside, let a model's `Linear` layers multiply many rows in float32 where that is faster."""
+    changed = [] if ranks_of(model).size > 1 else [m for m in _linears(model) if _gains(m)]
+    for module in changed:
+        module.__class__ = WideLinear
+    try:
+        yield
+    finally:
+        for module in changed:
+            module.__class__ = torch.nn.Linear
+
+
+def pack_weights(model: Any, progress: Callable[[int, int], None] | None = None) -> None:
+    """Pack the weights of a model's `Linear` layers in place, for good.
+
+    It pays from a few rows on: on an AVX2 processor four rows take a quarter of the time, one row takes three
+    quarters. Packing itself is slow, about 20 ns a weight and core. An output matrix that is the input
+    embedding too is kept twice. A layer with a weight beyond float16 stays as it is.
+
+    Args:
+        model: A model of transformers, in bfloat16 or float16 on a CPU.
+        progress: Told how many layers are packed, and of how many.
+
+    Raises:
+        BackendError: There is nothing to pack, no FBGEMM on this machine, or the model is split over ranks.
+    """
+    check_packing(model.device, model.dtype)
+    if ranks_of(model).size > 1:
+        raise BackendError("weights of a model that is split over ranks cannot be packed")
+    layers = [
+        m for m in _linears(model) if m.weight.dtype in HALVES and m.weight.abs().max() <= LARGEST
+    ]
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        for done, _ in enumerate(pool.map(PackedLinear.pack, layers), 1):
+            if progress is not None:
+                progress(done, len(layers))
+
+
+def check_packing(device: torch.device, dtype: torch.dtype) -> None:
+    """Refuse what cannot be packed.
+
+    Raises:
+        BackendError: It is on no CPU, not in bfloat16 or float16, or there is no FBGEMM.
+    """
+    if device.type != "cpu" or dtype not in HALVES:
+        got = f"{str(dtype).removeprefix('torch.')} on {device.type}"
+        raise BackendError(f"packed weights must be bfloat16 or float16 on a CPU, got {got}")
+    if torch.backends.quantized.engine not in ENGINES:
+        raise BackendError("packed weights need FBGEMM, which PyTorch has on x86 processors only")
+
+
+def _linears(model: Any) -> list[torch.nn.Linear]:
+    return [module for module in model.modules() if type(module) is torch.nn.Linear]
+
+
+def _gains(module: torch.nn.Linear) -> bool:
+    return module.weight.device.type == "cpu" and crawls(module.weight.dtype)

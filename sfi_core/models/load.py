@@ -1,0 +1,203 @@
+"""Loading a checkpoint and its tokenizer."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from sfi_core.distributed import torchrun
+from sfi_core.distributed.ranks import join, mesh
+from sfi_core.errors import BackendError, ConfigError, InputError, UnsupportedModelError
+from sfi_core.models.digest import checkpoint_digest
+from sfi_core.models.tensor_parallel import parallel_options
+
+BUNDLED = Path(__file__).parents[1] / "bundled" / "checkpoint"
+DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp16": torch.float16,
+    "float32": torch.float32,
+    "fp32": torch.float32,
+}
+
+
+def load(
+    model: str | None = None,
+    *,
+    revision: str | None = None,
+    dtype: str = "auto",
+    device: str = "auto",
+    trust_remote_code: bool = False,
+) -> tuple[Any, Any]:
+    """Load a decoder-only model and its tokenizer; under torchrun, split by heads over all ranks.
+
+    Args:
+        model: Hub id or folder; None is the bundled checkpoint.
+        revision: Branch, tag or commit on the hub.
+        dtype: "auto" (the checkpoint's), "bfloat16", "float16" or "float32".
+        device: "auto" (CUDA where there is one), "cpu", "cuda", "cuda:1", ...
+        trust_remote_code: Run code that comes with the checkpoint.
+
+    Returns:
+        The model in evaluation mode, and the tokenizer.
+
+    Raises:
+        InputError: The checkpoint is missing, incomplete or damaged.
+        UnsupportedModelError: No decoder-only language model, or one that torchrun's ranks cannot share.
+        BackendError: The device is not there.
+        ConfigError: The ranks have different checkpoints.
+        RankLostError: Another rank has died.
+    """
+    quiet()
+    source = str(BUNDLED if model is None else model)
+    where, kind = resolve_device(device), resolve_dtype(dtype)
+    common = {"revision": revision, "trust_remote_code": trust_remote_code}
+    together = join()
+    with together.agreed(), _readable(source):
+        _check_folder(source)
+        config = _config(source, common)
+        digest = config._commit_hash  # noqa: SLF001 - nothing public says it
+        if together.size > 1 and Path(source).is_dir():
+            digest = checkpoint_digest(Path(source))
+        split = parallel_options(config, together.size, trust_remote_code=trust_remote_code)
+    together.check_same({"model": digest, "dtype": dtype, "device": where.type})
+    if split:
+        split["device_mesh"] = mesh(where)
+    with together.agreed(), _readable(source):
+        loaded, info = AutoModelForCausalLM.from_pretrained(
+            source,
+            config=config,
+            dtype=kind,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # refused below, with the weight's name
+            **common,
+            **split,
+        )
+        tokenizer = AutoTokenizer.from_pretrained(source, **common)
+        _check_complete(source, info)
+    return loaded.to(where).eval(), tokenizer
+
+
+@contextmanager
+def _readable(source: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, KeyError, SafetensorError, StrictDataclassError) as error:
+        raise InputError(f"model {source} cannot be loaded: {first_line(error)}") from error
+
+
+def _config(source: str, common: dict[str, Any]) -> Any:
+    config = AutoConfig.from_pretrained(source, **common)
+    if config.is_encoder_decoder:
+        raise UnsupportedModelError(
+            f"{source} is an encoder-decoder model ({config.model_type}); sfi runs decoder-only models"
+        )
+    known = AutoModelForCausalLM._model_mapping  # noqa: SLF001 - nothing public says it
+    if type(config) not in known and not common["trust_remote_code"]:
+        raise UnsupportedModelError(f"{source} ({config.model_type}) is no causal language model")
+    return config
+
+
+def _check_complete(source: str, info: dict[str, Any]) -> None:
+    if missing := sorted(info["missing_keys"]):
+        raise InputError(f"model {source} lacks {len(missing)} weights, among them {missing[0]}")
+    if odd := sorted(info["mismatched_keys"]):
+        name, got, wanted = odd[0]
+        raise InputError(
+            f"model {source} has {len(odd)} weights of another shape than its config says, "
+            f"among them {name}, which must be {list(wanted)}, got {list(got)}"
+        )
+
+
+def load_tokenizer(model: str | None = None) -> Any:
+    """Load a model's tokenizer alone.
+
+    Raises:
+        InputError: It is missing or damaged.
+    """
+    quiet()
+    source = str(BUNDLED if model is None else model)
+    _check_folder(source)
+    try:
+        return AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError, KeyError) as error:
+        raise InputError(f"tokenizer of {source} cannot be loaded: {first_line(error)}") from error
+
+
+def _check_folder(source: str) -> None:
+    folder = Path(source)
+    if not folder.is_dir():
+        if folder.exists():
+            raise InputError(f"model must be a folder or a hub id, got the file {source}")
+        if source.startswith((".", "~")) or folder.is_absolute() or source.count("/") > 1:
+            raise InputError(f"model folder {source} does not exist")
+        return
+    if not (folder / "config.json").exists():
+        raise InputError(f"model folder {source} has no config.json")
+    tokenizers = (
+        "tokenizer.json",
+        "tokenizer.model",
+        "vocab.json",
+        "tekken.json",
+        "vocab.txt",
+        "spiece.model",
+    )
+    if not any((folder / name).exists() for name in tokenizers):
+        raise InputError(f"model folder {source} has no tokenizer; save one there")
+
+
+def first_line(error: Exception) -> str:
+    """Return an error's first line, without its final stop; two lines where a colon ends the first."""
+    lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
+    return " ".join(lines[: 2 if lines[0].endswith(":") else 1]).rstrip(".")
+
+
+def quiet() -> None:
+    """Keep transformers' own bars and warnings off the terminal."""
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+
+
+def resolve_dtype(name: str) -> torch.dtype | str:
+    """Turn a dtype's name into the dtype.
+
+    Raises:
+        ConfigError: Unknown.
+    """
+    if name != "auto" and name not in DTYPES:
+        raise ConfigError(f"unknown dtype {name!r}; expected one of {('auto', *DTYPES)}")
+    return DTYPES.get(name, "auto")
+
+
+def resolve_device(name: str) -> torch.device:
+    """Turn a device's name into the device; under torchrun, each rank's own of that kind.
+
+    Raises:
+        ConfigError: No such kind of device, or one device for several ranks.
+        BackendError: It is not on this machine.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if torchrun.size() > 1 and name.startswith("cuda"):
+        if name != "cuda":
+            raise ConfigError(f"device must be auto, cpu or cuda under torchrun, got {name}")
+        name = f"cuda:{torchrun.local()}"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = torch.device("meta")  # refused like the kinds that sfi does not run on
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"unknown device {name!r}; expected one of ('auto', 'cpu', 'cuda')")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise BackendError(
+            f"device {name} is not on this machine, which has {count} CUDA devices; use cpu"
+        )
+    return device

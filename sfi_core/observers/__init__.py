@@ -1,0 +1,1 @@
+"""What a run tells: events, and the protocol of who listens."""

@@ -1,0 +1,178 @@
+"""What happens in a run, as observers are told of it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunEvent:
+    """A run begins.
+
+    Attributes:
+        batch: Requests that are decoded together.
+        requests: Requests in all, those included that wait until another one has ended.
+        policy: The policy's name.
+        backend: "torch" or "triton".
+        device: Where the model is.
+        config: The policy's settings, plain values.
+        trigger_token_ids: T_trig, ascending.
+        model: What the model is, plain values: see `sfi_core.models.describe.describe_model`.
+        audit: The audit's settings, plain values; None without an audit.
+    """
+
+    batch: int
+    requests: int
+    policy: str
+    backend: str
+    device: str
+    config: Mapping[str, Any]
+    trigger_token_ids: tuple[int, ...]
+    model: Mapping[str, Any]
+    audit: Mapping[str, Any] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptEvent:
+    """A piece of the prompts is about to be read.
+
+    Attributes:
+        requests: Which requests these are.
+        ids_BT: Token ids, padded on the left; on the model's device.
+        count: How many of T, the last ones, are each request's own.
+    """
+
+    requests: tuple[int, ...]
+    ids_BT: torch.Tensor
+    count: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeginStepEvent:
+    """The batch enters a step, or a piece of the prompt.
+
+    Attributes:
+        step: Step of the batch; 0 is the prompts' last piece, -1 an earlier one. A request that begins later,
+            in the place of one that has ended, has its prompt read in a step of the batch of its own.
+        slow: Requests with g_t = 1.
+        fast: The other unfinished requests.
+        reads_prompt: Whether prompts are read.
+    """
+
+    step: int
+    slow: tuple[int, ...]
+    fast: tuple[int, ...]
+    reads_prompt: bool = False
+
+    @property
+    def kind(self) -> str:
+        """Say "prefill", "slow", "fast" or "mixed"."""
+        if self.reads_prompt or self.step <= 0:
+            return "prefill"
+        return "mixed" if self.slow and self.fast else "slow" if self.slow else "fast"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepEvent:
+    """One finished decoding step of one request.
+
+    Attributes:
+        request: Index of the request.
+        step: Decoding step t of the request; 0 is the prefill's last position.
+        batch_step: The step of the batch that it was part of.
+        position: Position of the query token.
+        token_id: The token this step generated, x_t.
+        slow: Whether the step ran dense attention, g_t.
+        reason: Why it was slow: "first", "trigger", "t_max", ...; empty for a fast step.
+        steps_since_slow: Fast steps since the last slow step.
+        attended_tokens: Tokens read per KV head, the mean over the full-attention layers.
+        context_tokens: Tokens that full attention reads.
+        elapsed_us: Wall time of the batch's step, in microseconds; an audited step's includes the audit.
+        audited: Whether the audit looked at the step.
+    """
+
+    request: int
+    step: int
+    batch_step: int
+    position: int
+    token_id: int
+    slow: bool
+    reason: str
+    steps_since_slow: int
+    attended_tokens: float
+    context_tokens: int
+    elapsed_us: float
+    audited: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SelectionEvent:
+    """The selected memory of one request and layer was refreshed.
+
+    Attributes:
+        request: Index of the request.
+        step: Decoding step t.
+        layer: Index of the transformer layer.
+        index_HK: Selected positions by KV head, int32, padded with -1; on the device.
+        diagnostics: The policy's tensors, such as `lambda_star`; on the device.
+    """
+
+    request: int
+    step: int
+    layer: int
+    index_HK: torch.Tensor
+    diagnostics: Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuditEvent:
+    """What dense attention would have read in one layer of an audited step, beside what the step read.
+
+    Probabilities are the softmax over all cached tokens, averaged over a KV head's query heads; a learned
+    sink logit takes no share. All tensors are on the device, for the audited KV heads only.
+
+    Attributes:
+        request: Index of the request.
+        step: Decoding step t.
+        layer: Index of the transformer layer.
+        slow: Whether the step was slow, g_t.
+        heads: The audited KV heads.
+        index_HK: Positions of the K highest probabilities, int32, ascending, padded with -1.
+        mass_HK: Their probabilities, float32; 0 where padded.
+        retained_H: Probability of what the step attended; 1 for a slow step.
+        query_cosine_H: Cosine of the query with the previous step's, averaged over the query heads
+            (FreeKV, C_i); NaN where there is none.
+        output_error_H: Norm of the difference between the step's attention output and dense attention's,
+            over the norm of the latter.
+    """
+
+    request: int
+    step: int
+    layer: int
+    slow: bool
+    heads: tuple[int, ...]
+    index_HK: torch.Tensor
+    mass_HK: torch.Tensor
+    retained_H: torch.Tensor
+    query_cosine_H: torch.Tensor
+    output_error_H: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogitsEvent:
+    """Next-token distributions of an audited step that had fast requests, against dense attention's.
+
+    Attributes:
+        requests: The audited fast requests.
+        steps: Their decoding steps t.
+        kl_R: Kullback-Leibler divergence of the step's distribution from dense attention's, in nats; on the
+            device.
+        agrees_R: Whether both have the same most probable token; on the device.
+    """
+
+    requests: tuple[int, ...]
+    steps: tuple[int, ...]
+    kl_R: torch.Tensor
+    agrees_R: torch.Tensor

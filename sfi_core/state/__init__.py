@@ -1,0 +1,1 @@
+"""What a request has: the numbers that decide, its keys and values, its packed segment."""

@@ -1,0 +1,317 @@
+"""Two ranks under gloo do what one process does; what cannot be shared is refused by all of them."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer
+
+from sfi_cli.commands.generate.prompts import read_prompts
+from sfi_cli.terminal.output import Output, message
+from sfi_cli.terminal.torchrun import check_command, one_voice
+from sfi_core import generate, load
+from sfi_core.distributed import ranks as ranks_module
+from sfi_core.distributed.ranks import ALONE, Ranks
+from sfi_core.errors import ConfigError, InputError, MemoryForecastError, RankLostError
+from sfi_core.models.digest import checkpoint_digest
+from sfi_core.models.forecast import Forecast, check_fits
+from sfi_core.policies import POLICIES
+from sfi_core.policies.base import LayerContext, Selection
+from sfi_core.policies.sfi import SFI
+from sfi_core.settings.engine import EngineOptions
+from tests import tensor_parallel
+from tests.tensor_parallel import CASES
+
+ROOT = Path(__file__).parents[3]
+SCRIPT = str(ROOT / "tests" / "tensor_parallel.py")
+WAIT = 240  # seconds until a launch counts as stuck, on a busy machine
+
+
+def start(*arguments: str, **variables: str) -> list[subprocess.Popen[str]]:
+    """Start two ranks of a script, as torchrun would."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    paths = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "traces")]
+    shared = {
+        **os.environ, "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
+        "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # as the command line sets it before it imports torch
+        **variables,
+    }  # fmt: skip
+    return [
+        subprocess.Popen(
+            [sys.executable, *arguments], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in (0, 1)
+    ]  # fmt: skip
+
+
+def finish(ranks: list[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
+    """Wait for the ranks; return each one's exit code, stdout and stderr."""
+    try:
+        said = [rank.communicate(timeout=WAIT) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return [(rank.returncode, *words) for rank, words in zip(ranks, said, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    found: Path = tmp_path_factory.mktemp("ranks")
+    tensor_parallel.save_models(found)
+    return found
+
+
+@pytest.fixture(scope="module")
+def one(folder) -> dict[str, Any]:
+    return tensor_parallel.every_case(folder)
+
+
+@pytest.fixture(scope="module")
+def ranks(folder) -> list[dict[str, Any]]:
+    for code, _, error in finish(start(SCRIPT, "works", str(folder))):
+        assert code == 0, error
+    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
+
+
+@pytest.fixture(scope="module")
+def two(ranks) -> list[dict[str, Any]]:
+    return [rank["cases"] for rank in ranks]
+
+
+@pytest.fixture(scope="module")
+def refusals(ranks) -> list[dict[str, str]]:
+    return [rank["refusals"] for rank in ranks]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks_choose_the_tokens_and_slow_steps_of_one_process(name, one, two):
+    for rank in two:
+        assert rank[name]["tokens"] == one[name]["tokens"]
+        assert rank[name]["slow_at"] == one[name]["slow_at"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks_select_in_each_kv_head_what_one_process_selects(name, one, two):
+    first, second = (rank[name]["selected"] for rank in two)
+    assert first.keys() == second.keys() == one[name]["selected"].keys()
+    for where, index_HK in one[name]["selected"].items():
+        assert first[where] + second[where] == index_HK, where
+
+
+@pytest.mark.parametrize("name", ["llama default", "llama paper", "cosine", "entropy", "refreshkv"])
+def test_cases_have_several_slow_steps_that_differ_between_requests(name, one):
+    """Otherwise they would prove little."""
+    slow_at = one[name]["slow_at"]
+    assert len({tuple(steps) for steps in slow_at}) > 1
+    assert all(1 < len(steps) < tensor_parallel.STEPS for steps in slow_at)
+
+
+def test_hosted_ranks_sample_with_the_first_ones_seed(one, two):
+    """Each rank seeded differently; `one` is the first one's."""
+    tokens = one["hosted sampled"]["tokens"]
+    assert tokens == two[0]["hosted sampled"]["tokens"] != one["llama default"]["tokens"]
+
+
+REFUSED = {
+    "checkpoints": "ConfigError: model must be the same on every rank, got another on rank 1 than on 0",
+    "missing": "InputError: rank 1: model folder FOLDER/nowhere does not exist",
+    "heads": "UnsupportedModelError: num_attention_heads must be a multiple of the 2 ranks, got 3",
+    "no plan": "UnsupportedModelError: gpt2 must have a tensor-parallel plan in transformers to run on 2 "
+    "ranks, got none",
+    "all heads": "UnsupportedModelError: olmo2 must split its attention by heads to run on 2 ranks; its "
+    "tensor-parallel plan shows every rank all of them",
+    "device": "ConfigError: device must be auto, cpu or cuda under torchrun, got cuda:0",
+    "prompts": "ConfigError: prompts must be the same on every rank, got another on rank 1 than on 0",
+    "config": "ConfigError: config must be the same on every rank, got another on rank 1 than on 0",
+    "seed": "ConfigError: seed must be the same on every rank, got another on rank 1 than on 0",
+    "length": "ConfigError: max_new_tokens must be the same on every rank, got another on rank 1 than on 0",
+    "graphs": "ConfigError: graphs must be off under tensor parallelism, got graphs=True",
+    "hosted": "ConfigError: prompts must be the same on every rank, got another on rank 1 than on 0",
+    "hosted tokens": "SfiError: every rank must sample the same tokens, got [[5], [6]]; seed them alike",
+    "numerics": "NumericsError: logits must be finite, got NaN or infinity at step 0 in request 0",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_mistake_gets_the_same_line_on_every_rank(name, folder, refusals):
+    wanted = REFUSED[name].replace("FOLDER", str(folder))
+    assert [rank[name] for rank in refusals] == [wanted, wanted]
+
+
+def test_a_rank_that_dies_ends_the_others_with_one_line():
+    (_, _, _), (code, data, words) = finish(start(SCRIPT, "dies", "."))
+    assert (code, data) == (1, "")
+    assert words == (
+        "error: rank 1 of 2 must hear from every other, got a closed connection; one of them has died\n"
+    )
+
+
+def test_a_rank_that_hangs_ends_the_others_within_the_timeout():
+    ranks = start(SCRIPT, "hangs", ".", SFI_TIMEOUT="4")
+    try:
+        _, words = ranks[0].communicate(timeout=WAIT)
+        assert ranks[1].poll() is None
+    finally:
+        ranks[1].kill()
+        ranks[1].communicate()
+    assert ranks[0].returncode == 1
+    assert words.startswith("error: rank 0 of 2 must hear from every other, got no answer in time")
+    assert words.count("\n") == 1
+
+
+def test_torchrun_writes_one_document_and_a_trace_of_the_first_ranks_heads(tmp_path):
+    """What `sfi generate` says it does under torchrun, through `sfi trace record`, which is that and more."""
+    paths = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "traces")]
+    ran = subprocess.run(
+        [
+            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+            "-m", "sfi_cli", "trace", "record", "-o", str(tmp_path / "run"), "--json", "-n", "6",
+            "--device", "cpu", "--audit", "4", "--quiet",
+        ],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, check=False, timeout=WAIT,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    document = json.loads(ran.stdout)
+    model, tokenizer = load(device="cpu")
+    example = read_prompts(None, None, None)
+    alone = generate(model, tokenizer, example.entries, example.config, max_new_tokens=6)
+    assert document["ranks"] == 2
+    assert document["requests"][0]["token_ids"] == alone.report.requests[0].token_ids
+    about = json.loads((tmp_path / "run" / "manifest.json").read_text())["model"]
+    assert about["tensor_parallel"] == {"rank": 0, "ranks": 2}
+    assert (about["query_heads"], {layer["heads"] for layer in about["layers"]}) == (2, {1})
+
+
+def test_a_command_that_ranks_cannot_share_is_refused(monkeypatch):
+    check_command(["doctor"])
+    for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(value))
+    check_command(["generate", "--json"])
+    check_command(["trace", "record", "-n", "3"])
+    wanted = (
+        "^under torchrun the command must be sfi generate and sfi trace record, got sfi trace show$"
+    )
+    with pytest.raises(ConfigError, match=wanted):
+        check_command(["trace", "show", "run"])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_only_the_first_rank_writes(monkeypatch, capsys, tmp_path, rank):
+    for name, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")
+    with one_voice():
+        typer.echo("data")
+        message("a remark")
+        Output(tmp_path / "out", force=False, quiet=True).text("data")
+    assert capsys.readouterr() == (("data\n", "a remark\n") if rank == 0 else ("", ""))
+    assert (tmp_path / "out").exists() == (rank == 0)
+
+
+class Compared(SFI):
+    """SFI that also selects as it would if each KV head were alone on its rank, and counts the difference."""
+
+    other = total = 0
+
+    def select_after(self, context: LayerContext) -> Selection:
+        whole = super().select_after(context)
+        logits_BHGWT = context.logits()
+        for head, index_BK in enumerate(whole.index_BHK.unbind(1)):
+            own = slice(head, head + 1)
+            local = replace(
+                context,
+                logits=partial(lambda own: logits_BHGWT[:, own], own),
+                key_norm_BHT=context.key_norm_BHT[:, own],
+                log_sum_BHGW=None,
+            )
+            chosen = set(super().select_after(local).index_BHK.flatten().tolist())
+            Compared.other += len(set(index_BK.flatten().tolist()) - chosen)
+            Compared.total += index_BK.numel()
+        return whole
+
+
+def test_heads_that_do_not_see_each_other_would_select_otherwise(monkeypatch):
+    """The number of docs/tensor_parallel.md: what asking the other ranks is for."""
+    monkeypatch.setitem(POLICIES, "compared", Compared)
+    example = read_prompts(None, None, None)
+    model, tokenizer = load(device="cpu")
+    generate(
+        model, tokenizer, example.entries, example.config, policy="compared", max_new_tokens=60
+    )
+    assert Compared.total == 10_240  # 5 refreshes, 4 layers, 2 KV heads, 256 positions
+    assert 0.04 < Compared.other / Compared.total < 0.06
+
+
+def test_a_digest_tells_checkpoints_of_one_shape_apart(folder, tmp_path):
+    ours, theirs = folder / "llama", folder / "llama-trained-on"
+    assert {path.name: path.stat().st_size for path in ours.iterdir()} == {
+        path.name: path.stat().st_size for path in theirs.iterdir()
+    }
+    assert checkpoint_digest(ours) == checkpoint_digest(ours) != checkpoint_digest(theirs)
+
+
+def test_a_digest_samples_weights_of_any_format(tmp_path):
+    weights = tmp_path / "pytorch_model.bin"
+    weights.write_bytes(b"0" * 100_000)
+    before = checkpoint_digest(tmp_path)
+    weights.write_bytes(b"0" * 50_000 + b"1" + b"0" * 49_999)
+    assert checkpoint_digest(tmp_path) != before
+
+
+def test_one_process_asks_nobody():
+    """A process group would be missed: none has been made."""
+    tensor = torch.rand(2, 3)
+    assert ALONE.gather(tensor).shape == (1, 2, 3)
+    assert ALONE.mean(tensor) is tensor
+    ALONE.check_same({"prompts": [1]})
+    with pytest.raises(InputError, match="mine"), ALONE.agreed():
+        raise InputError("mine")
+    with pytest.raises(RuntimeError, match="gloo/transport"), ALONE.guarded():
+        raise RuntimeError("gloo/transport")
+
+
+def test_a_mistake_of_ours_is_not_taken_for_a_lost_rank():
+    with pytest.raises(RuntimeError, match="shapes differ"), Ranks(0, 2).guarded():
+        raise RuntimeError("shapes differ")
+    with pytest.raises(RankLostError), Ranks(0, 2).guarded():
+        raise RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer")
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "soon", "nan", "inf"])
+def test_a_timeout_that_is_no_time_is_refused(monkeypatch, text):
+    monkeypatch.setenv("SFI_TIMEOUT", text)
+    with pytest.raises(
+        ConfigError, match=r"^SFI_TIMEOUT must be a positive number of seconds, got"
+    ):
+        ranks_module.timeout()
+
+
+def test_graphs_and_overlap_are_off_among_ranks():
+    assert EngineOptions(synchronized=True).on_several_ranks() == EngineOptions(
+        overlap=False, graphs=False, synchronized=True
+    )
+
+
+def test_memory_of_a_machine_is_shared_by_its_ranks(monkeypatch):
+    expected = Forecast(
+        resident_bytes=0, kv_bytes=600, norm_bytes=0, packed_bytes=0, sliding_bytes=0, workspace_bytes=0
+    )  # fmt: skip
+    monkeypatch.setattr("sfi_core.models.forecast.free_bytes", lambda _: 1000)
+    check_fits(expected, torch.device("cpu"))
+    for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(MemoryForecastError):
+        check_fits(expected, torch.device("cpu"))

@@ -1,0 +1,358 @@
+"""Replayed steps: same tokens, same records, and no number of the host's on the tape."""
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
+
+import sfi_core
+from sfi_core import SfiConfig, slow_fast
+from sfi_core.engine.forward import Rows, bucket
+from sfi_core.engine.graphs import lookahead
+from sfi_core.engine.run import Run
+from sfi_core.errors import BackendError, ConfigError
+from sfi_core.generation.sampling import Sampling
+from sfi_core.observers.observer import NullObserver
+from sfi_core.settings.audit import AuditConfig
+from sfi_core.settings.engine import EngineOptions
+from tests.core.conftest import TINY, tiny_qwen3
+from tests.fake_graph import FakeRecorder, use_tensors
+from tests.fakes import RecordingObserver
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="on CPU tensors; test_engine_on_a_gpu.py has the real thing"
+)
+PROMPTS = [list(range(5, 45)), list(range(3, 28)), list(range(50, 57)), list(range(9, 50))]
+CONFIG = SfiConfig(
+    slow_start=1, span=0, sink=2, recent=8, budget=6, t_max=4, window_prefill=4,
+    trigger_token_ids=tuple(range(0, 96, 3)), trigger_delay=0,
+)  # fmt: skip
+NEW = 12
+
+
+class Listener(RecordingObserver):
+    """Hears events, but no spans, which a replay has none of."""
+
+    span = NullObserver.span
+
+
+def tiny_llama() -> Any:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(vocab_size=96, initializer_range=0.3, **TINY)).eval()
+
+
+@pytest.fixture(scope="module")
+def models() -> dict[str, Any]:
+    return {"qwen3": tiny_qwen3(), "llama": tiny_llama()}
+
+
+@pytest.fixture
+def recorder(monkeypatch) -> FakeRecorder:
+    made = FakeRecorder()
+    made.install(monkeypatch)
+    return made
+
+
+@pytest.fixture
+def complete(monkeypatch, models, recorder):
+    """Run with or without graphs; return all that the run said."""
+    use_tensors(monkeypatch)
+
+    def run(
+        graphs: bool | None, name: str = "qwen3", *, synchronized: bool = False, **options: Any
+    ) -> tuple[Any, ...]:
+        observer = Listener()
+        options = {
+            "config": CONFIG, "max_new_tokens": NEW, "stop_token_ids": (), "prompts": PROMPTS, **options,
+        }  # fmt: skip
+        result = sfi_core.generate(
+            models[name], None, options.pop("prompts"), backend="triton", page_size=16,
+            observers=[observer, *options.pop("observers", [])],
+            engine=EngineOptions(graphs=graphs, synchronized=synchronized), **options,
+        )  # fmt: skip
+        return result.report, observer
+
+    return run
+
+
+def told(observer: Listener) -> tuple[Any, ...]:
+    """Return what the observer heard, without the padding of positions, diagnostics and times."""
+    chosen = {
+        (e.step, e.layer, e.request): [[p for p in head if p >= 0] for head in e.index_HK.tolist()]
+        for e in observer.selections
+    }
+    steps = [
+        (e.step, e.request, e.position, e.token_id, e.reason, e.attended_tokens, e.context_tokens)
+        for e in observer.steps
+    ]
+    return steps, [(e.step, e.slow, e.fast) for e in observer.begun], chosen
+
+
+def same(graphed: tuple[Any, ...], eager: tuple[Any, ...]) -> None:
+    (report, heard), (wanted, expected) = graphed, eager
+    assert [r.token_ids for r in report.requests] == [r.token_ids for r in wanted.requests]
+    assert told(heard) == told(expected)
+    for ours, theirs in zip(heard.selections, expected.selections, strict=True):
+        assert ours.diagnostics.keys() == theirs.diagnostics.keys()
+        for name, value in theirs.diagnostics.items():
+            torch.testing.assert_close(ours.diagnostics[name], value, rtol=1e-4, atol=1e-6)
+    replays = report.paths.pop("graph.replay")
+    report.paths.pop("graph.ahead", None)
+    assert replays == max(len(r.token_ids) for r in report.requests) - 1
+    assert report.paths == wanted.paths
+
+
+@pytest.mark.parametrize(("name", "sizes"), [("qwen3", {0, 1, 2}), ("llama", {1, 2, 3})])
+def test_replayed_steps_are_the_eager_ones(complete, recorder, name, sizes):
+    """A ragged batch; requests are slow alone and together: every size of the slow lists is replayed."""
+    eager, graphed = complete(False, name), complete(True, name)
+    same(graphed, eager)
+    slow = [len(event.slow) for event in eager[1].begun[1:]]
+    assert set(slow) == sizes, "three of four slow requests leave a row of padding"
+    assert recorder.tapes == len({bucket(number, 4) for number in slow}) < NEW - 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"recent_mode": "sliding", "dense_layers": (1,)},
+        {"sink": 0, "recent": 25, "budget": 60, "group_reduce": "mean"},
+    ],
+    ids=str,
+)
+def test_every_setting_can_be_replayed(complete, change):
+    options = {"config": CONFIG.replace(**change), "max_new_tokens": 7}
+    same(complete(True, **options), complete(False, **options))
+
+
+@pytest.mark.parametrize("policy", ["full-kv", "streaming-llm", "snapkv", "prior-only"])
+def test_other_policies_can_be_replayed(complete, recorder, policy):
+    options = {"policy": policy, "max_new_tokens": 6, "prompts": PROMPTS[1:3]}
+    same(complete(True, **options), complete(False, **options))
+    assert recorder.tapes == {"prior-only": 2}.get(policy, 1)
+
+
+DELAYED = CONFIG.replace(trigger_delay=1)
+
+
+def test_steps_are_launched_before_their_tokens_are_read(complete, recorder):
+    """With a delayed trigger every step is foreseen, and launched once; none after the last."""
+    options = {"config": DELAYED, "prompts": PROMPTS[1:]}
+    eager, graphed = complete(False, **options), complete(True, **options)
+    ahead = graphed[0].paths["graph.ahead"]
+    same(graphed, eager)
+    assert ahead == NEW - 1 - recorder.tapes, "all but the first of each kind"
+    assert recorder.plays == NEW - 1
+
+
+def test_without_a_delay_the_tokens_decide(complete):
+    report, _ = complete(True, prompts=PROMPTS[2:3], max_new_tokens=4)
+    assert "graph.ahead" not in report.paths
+
+
+def test_a_step_that_turns_out_otherwise_is_done_again(complete, recorder, monkeypatch):
+    """As if nobody had looked whether the tokens decide: what was launched as fast turns out to be slow."""
+    monkeypatch.setattr(lookahead, "tokens_decide", lambda _: False)
+    config = CONFIG.replace(trigger_token_ids=tuple(range(0, 96, 7)))
+    options = {"config": config, "prompts": PROMPTS[1:], "max_new_tokens": 10}
+    eager, graphed = complete(False, **options), complete(True, **options)
+    assert 0 < graphed[0].paths["graph.ahead"] < 9 - recorder.tapes
+    same(graphed, eager)
+    assert recorder.plays > 9
+
+
+def test_a_request_that_stopped_runs_one_step_too_many_and_nobody_notes_it(complete, recorder):
+    options = {"config": DELAYED, "prompts": PROMPTS[1:], "max_new_tokens": 9}
+    free, _ = complete(False, **options)
+    stops = [request.token_ids[at] for request, at in zip(free.requests[:2], (3, 5), strict=True)]
+    eager, graphed = (complete(one, stop_token_ids=stops, **options) for one in (False, True))
+    assert graphed[0].paths["graph.ahead"] > 0
+    same(graphed, eager)
+    assert len({len(request.token_ids) for request in graphed[0].requests}) > 1
+
+
+def test_a_batch_that_is_slow_together_is_not_foreseen(complete):
+    """The request that made it slow may have stopped."""
+    options = {
+        "config": DELAYED,
+        "prompts": PROMPTS[1:3],
+        "max_new_tokens": 6,
+        "synchronized": True,
+    }
+    eager, graphed = complete(False, **options), complete(True, **options)
+    assert "graph.ahead" not in graphed[0].paths
+    same(graphed, eager)
+
+
+def test_sampled_tokens_are_fed_on_as_well(complete):
+    options = {
+        "config": DELAYED, "prompts": PROMPTS[1:3], "max_new_tokens": 7, "seed": 3,
+        "sampling": Sampling(do_sample=True, repetition_penalty=1.2),
+    }  # fmt: skip
+    same(complete(True, **options), complete(False, **options))
+
+
+def test_time_between_steps_counts_where_the_device_has_begun_the_next(complete):
+    nap = 0.05
+    options = {"config": DELAYED, "prompts": PROMPTS[2:3], "max_new_tokens": 6}
+    report, _ = complete(True, on_token=lambda _: time.sleep(nap), **options)
+    assert report.decode_seconds >= nap * report.paths["graph.ahead"] > 0
+
+
+def test_kernels_are_counted_at_each_replay(complete):
+    """Without a request that has nothing to select from, which eager steps treat apart."""
+    options = {"prompts": PROMPTS[:2], "max_new_tokens": 6}
+    (eager, _), (graphed, _) = complete(False, **options), complete(True, **options)
+    assert graphed.kernels == eager.kernels
+    assert [kernel.name for kernel in graphed.kernels] == ["pack"], (
+        "the only one that no tensors stand for"
+    )
+
+
+def test_the_kernels_themselves_can_be_replayed(monkeypatch, recorder):
+    model = tiny_qwen3(layers=1)
+    config = CONFIG.replace(trigger_token_ids=(), t_max=1)
+    runs = [
+        sfi_core.generate(
+            model, None, PROMPTS[1:2], config, backend="triton", max_new_tokens=5,
+            stop_token_ids=(), engine=EngineOptions(graphs=graphs),
+        ).report
+        for graphs in (False, True)
+    ]  # fmt: skip
+    tokens = [[request.token_ids for request in run.requests] for run in runs]
+    assert tokens[0] == tokens[1]
+    assert runs[1].requests[0].slow_at == [0, 2, 4]
+    assert runs[1].paths["graph.replay"] == 4
+    assert runs[1].kernels == runs[0].kernels
+
+
+def test_a_number_from_the_host_on_the_tape_shows():
+    """The fake replays what it was told, as a CUDA graph does."""
+    held, number = torch.zeros(3), 1
+
+    def work() -> None:
+        held.copy_(torch.arange(3) + number)
+
+    replay = FakeRecorder()(work)
+    number = 10
+    held.zero_()
+    replay()
+    assert held.tolist() == [1, 2, 3]
+
+
+def test_a_request_of_the_recorded_step_gives_other_records(complete, monkeypatch):
+    """Or the tests above would not find one."""
+    of_slow, runs = Rows.of_slow.__func__, []
+
+    def of_the_first(cls: Any, sink: int, step: Any, table_BP: torch.Tensor) -> Rows:
+        rows = of_slow(cls, sink, step, table_BP)
+        slow = [*runs[-1].descriptor.slow, *[-1] * step.padding]
+        return replace(rows, request_R=torch.stack([rows.sink_R.new_full((), n) for n in slow]))
+
+    begin = Run.begin_decode
+    monkeypatch.setattr(Run, "begin_decode", lambda run: runs.append(run) or begin(run))
+    monkeypatch.setattr(Rows, "of_slow", classmethod(of_the_first))
+    options = {"prompts": PROMPTS[1:], "max_new_tokens": 8}
+    eager, graphed = complete(False, **options), complete(True, **options)
+    slow = {event.slow for event in eager[1].begun}
+    assert len(slow) > len({bucket(len(rows), 3) for rows in slow})
+    assert told(graphed[1]) != told(eager[1])
+
+
+@pytest.mark.parametrize("look", ["item", "tolist", "nonzero", "tensor"])
+def test_a_model_that_waits_for_the_device_runs_eagerly(complete, models, recorder, look):
+    """Its logits are those of every step; asked for graphs, it is refused instead."""
+    looks = {
+        "item": lambda x: x.sum().item(),
+        "tolist": lambda x: x[0, 0].tolist(),
+        "nonzero": lambda x: x.nonzero(),
+        "tensor": lambda x: x + torch.tensor([1.0]),
+    }
+    hook = models["qwen3"].model.norm.register_forward_pre_hook(
+        lambda _, args: (looks[look](args[0]), None)[1]
+    )
+    try:
+        options = {"prompts": PROMPTS[1:3], "max_new_tokens": 4}
+        (eager, heard), (graphed, listened) = complete(False, **options), complete(None, **options)
+        assert told(listened) == told(heard)
+        assert graphed.paths == eager.paths | {"graph.eager": 3}
+        assert recorder.tapes == 0
+        with pytest.raises(BackendError, match=r"waits for the device|values from the host"):
+            complete(True, **options)
+    finally:
+        hook.remove()
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"policy": "quest"}, "policy quest, which selects at fast steps"),
+        ({"policy": "random-k"}, "policy random-k, which selects with more than the evidence"),
+        ({"policy": "refreshkv"}, "a trigger that looks at the slow-cosine"),
+        (
+            {"config": CONFIG.replace(trigger_policy="entropy")},
+            "a trigger that looks at the entropy",
+        ),
+        ({"audit": AuditConfig()}, "an audit"),
+        ({"observers": [RecordingObserver()]}, "spans inside the step, as a trace has"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_cannot_be_replayed_is_refused_with_the_reason(complete, recorder, options, reason):
+    options |= {"prompts": PROMPTS[2:3], "max_new_tokens": 2}
+    with pytest.raises(
+        ConfigError, match=f"^CUDA graphs must be off with {reason}; use --no-graphs$"
+    ):
+        complete(True, **options)
+    report, _ = complete(None, **options)
+    assert report.paths["graph.eager"] == 1
+    assert recorder.tapes == 0
+
+
+def test_a_sliding_window_cannot_be_replayed(models, recorder):
+    torch.manual_seed(0)
+    config = Gemma2Config(vocab_size=96, **TINY, sliding_window=64, query_pre_attn_scalar=8)
+    with pytest.raises(ConfigError, match="must be off with layers of sliding windows"):
+        sfi_core.generate(
+            Gemma2ForCausalLM(config).eval(), None, PROMPTS[2:3], CONFIG, backend="triton",
+            engine=EngineOptions(graphs=True),
+        )  # fmt: skip
+
+
+def test_graphs_on_a_cpu_are_refused(models):
+    options = {"max_new_tokens": 2, "stop_token_ids": ()}
+    with pytest.raises(
+        BackendError, match=r"^CUDA graphs need a CUDA device, got cpu; use --no-graphs$"
+    ):
+        sfi_core.generate(
+            models["qwen3"],
+            None,
+            PROMPTS[2:3],
+            CONFIG,
+            engine=EngineOptions(graphs=True),
+            **options,
+        )
+    report = sfi_core.generate(models["qwen3"], None, PROMPTS[2:3], CONFIG, **options).report
+    assert not any(name.startswith("graph") for name in report.paths)
+
+
+def test_graphs_need_the_triton_backend(models, recorder):
+    with pytest.raises(BackendError, match=r"^CUDA graphs need the triton backend, got torch"):
+        sfi_core.generate(
+            models["qwen3"], None, PROMPTS[2:3], CONFIG, engine=EngineOptions(graphs=True)
+        )
+
+
+def test_another_loop_than_ours_cannot_replay(models, recorder):
+    ids = torch.tensor(PROMPTS[2:3])
+    engine = EngineOptions(graphs=True)
+    with (
+        slow_fast(models["qwen3"], None, CONFIG, backend="triton", engine=engine),
+        pytest.raises(ConfigError, match=r"must be off in model.generate"),
+    ):
+        models["qwen3"].generate(
+            ids, max_new_tokens=3, do_sample=False, eos_token_id=-1, pad_token_id=0
+        )

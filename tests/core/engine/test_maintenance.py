@@ -1,0 +1,301 @@
+"""The second stream: schedules that it allows give what the order of the code gives, and no edge is missing.
+
+The kernels' references stand in for the kernels, so that a run of six layers takes no minutes.
+"""
+
+import gc
+import random
+import weakref
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+import sfi_core
+from sfi_core import SfiConfig
+from sfi_core.engine.maintenance import SLOTS, InOrder, Maintenance, SecondStream, main_stream
+from sfi_core.settings.engine import EngineOptions
+from tests.core.conftest import tiny_qwen3
+from tests.fakes import RecordingObserver, use_references
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="on CPU tensors; test_engine_on_a_gpu.py has the real thing"
+)
+LAYERS = SLOTS + 2
+PROMPTS = [list(range(5, 45)), list(range(3, 28)), list(range(50, 57))]
+CONFIG = SfiConfig(
+    slow_start=1, span=0, sink=2, recent=8, budget=6, t_max=3, window_prefill=4,
+    trigger_token_ids=tuple(range(0, 96, 3)), dense_layers=(1,),
+)  # fmt: skip
+
+
+class Lazy:
+    """The laziest schedule: a job runs once somebody waits for it."""
+
+    slots = SLOTS
+
+    def __init__(self) -> None:
+        self.pending: list[tuple[int, Any]] = []
+        self.most = 0
+
+    def run(self, slot: int, job: Any) -> None:
+        self.pending.append((slot, job))
+        self.most = max(self.most, len(self.pending))
+
+    def wait(self, slot: int) -> None:
+        while any(place == slot for place, _ in self.pending):
+            self.one()
+
+    def join(self) -> None:
+        while self.pending:
+            self.one()
+
+    def one(self) -> None:
+        _, job = self.pending.pop(0)
+        job()
+
+
+class AnyTime(Lazy):
+    """A schedule that the second stream may choose: it looks up at every span of the main stream."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.chance = random.Random(seed)
+        self.busy = False
+
+    def look(self) -> None:
+        if self.pending and not self.busy and self.chance.random() < 0.3:
+            self.one()
+
+    def one(self) -> None:
+        self.busy = True
+        super().one()
+        self.busy = False
+
+
+class Watching(RecordingObserver):
+    """Lets the side look up whenever the main stream does something."""
+
+    def __init__(self, side: Any) -> None:
+        super().__init__()
+        self.side = side
+
+    @contextmanager
+    def span(self, name: str, layer: int | None = None, moved_bytes: int = 0):
+        if isinstance(self.side, AnyTime):
+            self.side.look()
+        with super().span(name, layer, moved_bytes):
+            yield
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny_qwen3(layers=LAYERS)
+
+
+@pytest.fixture
+def complete(monkeypatch, model):
+    """Run on the triton backend with a side of one's own; return all that the run said."""
+
+    def run(side: Any, **options: Any) -> tuple[Any, ...]:
+        monkeypatch.setattr(
+            "sfi_core.engine.run.side_of", lambda *_, overlap: side if overlap else InOrder()
+        )
+        observer = Watching(side)
+        options = {"config": CONFIG, "max_new_tokens": 12, "stop_token_ids": (), **options}
+        result = sfi_core.generate(
+            model, None, options.pop("prompts", PROMPTS), backend="triton", page_size=16,
+            observers=[observer], **options,
+        )  # fmt: skip
+        chosen = {
+            (e.step, e.layer, e.request): (
+                e.index_HK.tolist(),
+                {k: v.tolist() for k, v in e.diagnostics.items()},
+            )
+            for e in observer.selections
+        }
+        steps = [
+            (e.step, e.request, e.token_id, e.reason, e.attended_tokens) for e in observer.steps
+        ]
+        return steps, chosen, result.report.paths
+
+    return run
+
+
+@pytest.fixture
+def references(monkeypatch):
+    use_references(monkeypatch)
+
+
+@pytest.fixture
+def in_order(references, complete):
+    found = complete(InOrder())
+    slow = [(step, request) for step, request, _, reason, _ in found[0] if reason and step]
+    assert len(slow) > len({step for step, _ in slow}) > 1, "several requests share a slow step"
+    return found
+
+
+@pytest.mark.parametrize("side", [Lazy, *(lambda seed=seed: AnyTime(seed) for seed in range(3))])
+def test_every_legal_schedule_gives_what_the_code_s_order_gives(complete, in_order, side):
+    made = side()
+    assert complete(made) == in_order
+    assert made.most > 1, "jobs were late"
+
+
+def test_without_overlap_nothing_is_late(complete, in_order):
+    side = Lazy()
+    assert complete(side, engine=EngineOptions(overlap=False)) == in_order
+    assert side.most == 0
+
+
+@pytest.mark.parametrize("policy", ["refreshkv", "snapkv", "prior-only"])
+def test_other_policies_may_select_late(references, complete, policy):
+    assert complete(Lazy(), policy=policy) == complete(InOrder(), policy=policy)
+
+
+@pytest.mark.parametrize("policy", ["tidaldecode", "h2o", "random-k"])
+def test_policies_that_look_further_stay_in_order(references, complete, policy):
+    side = Lazy()
+    complete(side, policy=policy, max_new_tokens=3)
+    assert side.most == 0
+
+
+@pytest.mark.parametrize("edge", ["wait", "join"])
+def test_a_missing_edge_shows(complete, in_order, edge):
+    """Or the schedules above would not find fault with code that waits nowhere."""
+    side = Lazy()
+    setattr(side, edge, lambda *_: None)
+    with pytest.raises((AssertionError, ValueError)):  # wrong, or of shapes that do not fit
+        assert complete(side) == in_order
+
+
+class Device:
+    """CUDA streams and events as vector clocks: who is known to have come before whom."""
+
+    def __init__(self) -> None:
+        self.device = "cuda:0"
+        self.dropped: tuple[str, ...] = ()
+        self.main, self.made = Stream(self, "main"), 0
+        self.now = [self.main]
+        self.accesses: list[tuple[int, str, bool, int, dict[str, int]]] = []
+
+    def install(self, monkeypatch) -> None:
+        for name, value in {
+            "Stream": lambda *_, priority: Stream(self, "side"),
+            "Event": Event,
+            "current_stream": lambda _: self.now[-1],
+            "stream": self.inside,
+            "is_current_stream_capturing": lambda: False,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+
+    @contextmanager
+    def inside(self, stream):
+        self.now.append(stream)
+        yield
+        self.now.pop()
+
+    def touch(self, place: int, *, write: bool) -> None:
+        stream = self.now[-1]
+        stream.clock[stream.name] = stream.clock.get(stream.name, 0) + 1
+        count = stream.clock[stream.name]
+        self.accesses.append((place, stream.name, write, count, dict(stream.clock)))
+
+    def races(self) -> list[tuple[str, str]]:
+        """Return pairs of accesses to a place, one of them a write, that nothing orders."""
+        found = []
+        for number, (place, stream, write, count, _) in enumerate(self.accesses):
+            for other, later, rewrite, _, clock in self.accesses[number + 1 :]:
+                if place == other and (write or rewrite) and clock.get(stream, 0) < count:
+                    found.append((stream, later))
+        return found
+
+
+class Stream:
+    def __init__(self, device: Device, name: str) -> None:
+        self.device, self.name, self.clock = device, name, {}
+
+    def wait_event(self, event: "Event") -> None:
+        if self.name not in self.device.dropped:
+            for name, count in event.clock.items():
+                self.clock[name] = max(count, self.clock.get(name, 0))
+
+
+class Event:
+    def record(self, stream: Stream) -> None:
+        self.clock = dict(stream.clock)
+
+
+def decode_two_steps(device: Device) -> None:
+    """Two slow steps; the side reads a layer's evidence and writes its segment, which the next step reads."""
+    maintenance = Maintenance(SecondStream(torch.device("cuda:0")))
+    buffers: dict[int, int] = {}
+    for _ in range(2):
+        for layer in range(LAYERS):
+            device.touch(1000 + layer, write=False)  # the packed segment
+            room = maintenance.room(8, torch.device("cpu"))
+            slot = buffers.setdefault(id(room), len(buffers))
+            device.touch(slot, write=True)
+
+            def job(slot: int = slot, layer: int = layer) -> None:
+                device.touch(slot, write=False)
+                device.touch(1000 + layer, write=True)
+
+            maintenance.submit(job)
+        maintenance.join()
+    assert len(buffers) == SLOTS
+
+
+def test_events_order_every_use_of_a_slot_and_of_a_segment(monkeypatch):
+    device = Device()
+    device.install(monkeypatch)
+    decode_two_steps(device)
+    assert device.races() == []
+
+
+@pytest.mark.parametrize(
+    ("stream", "race"), [("side", ("main", "side")), ("main", ("side", "main"))]
+)
+def test_an_event_that_a_stream_does_not_wait_for_is_a_race(monkeypatch, stream, race):
+    device = Device()
+    device.dropped = (stream,)
+    device.install(monkeypatch)
+    decode_two_steps(device)
+    assert race in device.races()
+
+
+def test_what_a_job_reads_lives_until_the_main_stream_has_waited_for_it():
+    """PyTorch's allocator would hand the memory to the main stream's next layer."""
+
+    class Silent(Lazy):
+        def one(self) -> None:
+            self.pending.pop(0)
+
+    maintenance = Maintenance(Silent())
+    evidence = torch.zeros(3)
+    alive = weakref.ref(evidence)
+    maintenance.room(1, torch.device("cpu"))
+    maintenance.submit(lambda held=evidence: held)
+    del evidence
+    for _ in range(SLOTS - 1):
+        maintenance.room(1, torch.device("cpu"))
+        maintenance.submit(lambda: None)
+    gc.collect()
+    assert alive() is not None
+    maintenance.room(1, torch.device("cpu"))
+    gc.collect()
+    assert alive() is None
+
+
+def test_a_slot_grows_to_what_a_layer_asks_for():
+    maintenance = Maintenance(InOrder())
+    small = maintenance.room(4, torch.device("cpu"))
+    assert maintenance.room(3, torch.device("cpu")) is small
+    assert maintenance.room(5, torch.device("cpu")).numel() == 5
+
+
+def test_the_main_stream_is_only_another_one_where_there_is_a_side():
+    for device, overlap in (("cpu", True), ("cuda", False)):
+        with main_stream(torch.device(device), overlap=overlap):
+            pass  # a CUDA stream could not be made here

@@ -1,0 +1,95 @@
+"""The second stream and CUDA graphs on a device: the tokens of the plain engine, and what ran where."""
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+import sfi_core
+from sfi_core import SfiConfig
+from sfi_core.engine.maintenance import SLOTS
+from sfi_core.settings.engine import EngineOptions
+from sfi_traces.record.timing import TimingObserver
+from tests.core.conftest import tiny_qwen3
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+PROMPTS = [
+    [(7 * place + row) % 96 for place in range(n)] for row, n in enumerate((300, 90, 7, 150))
+]
+CONFIG = SfiConfig(
+    slow_start=1, span=0, sink=2, recent=16, budget=32, t_max=5, window_prefill=4,
+    trigger_token_ids=tuple(range(0, 96, 5)),
+)  # fmt: skip
+PLAIN = EngineOptions(overlap=False, graphs=False)
+
+
+@cache
+def model() -> Any:
+    return tiny_qwen3(layers=SLOTS + 3).cuda()
+
+
+def complete(engine: EngineOptions, **options: Any) -> Any:
+    options = {"config": CONFIG, "max_new_tokens": 64, "stop_token_ids": (), **options}
+    return sfi_core.generate(
+        model(), None, PROMPTS, backend="triton", engine=engine, **options
+    ).report
+
+
+def tokens(report: Any) -> list[list[int]]:
+    return [request.token_ids for request in report.requests]
+
+
+@cache
+def plain(**options: Any) -> Any:
+    return complete(PLAIN, **options)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("policy", ["sfi", "full-kv", "streaming-llm", "snapkv", "prior-only"])
+def test_no_switch_changes_a_token(overlap: bool, graphs: bool, policy: str):
+    report = complete(EngineOptions(overlap=overlap, graphs=graphs), policy=policy)
+    assert tokens(report) == tokens(plain(policy=policy))
+    assert report.paths.get("graph.replay", 0) == (63 if graphs else 0)
+
+
+def test_the_switches_change_nothing_however_often_it_is_run():
+    """A race may hide once."""
+    expected = tokens(plain())
+    for _ in range(20):
+        assert tokens(complete(EngineOptions(overlap=True, graphs=False))) == expected
+        assert tokens(complete(EngineOptions(overlap=True, graphs=True))) == expected
+
+
+def test_graphs_are_the_default():
+    assert complete(EngineOptions()).paths["graph.replay"] == 63
+
+
+def test_requests_that_end_and_dense_layers_change_nothing():
+    free = tokens(plain())
+    options = {
+        "stop_token_ids": (free[0][9], free[1][20]),
+        "config": CONFIG.replace(dense_layers=(0, 3)),
+    }
+    assert tokens(complete(EngineOptions(), **options)) == tokens(complete(PLAIN, **options))
+
+
+def test_maintenance_runs_on_the_side():
+    observer = TimingObserver("cuda")
+    complete(EngineOptions(graphs=False), observers=[observer])
+    streams = {(row[3], row[4]) for row in observer.rows if row[1] > 0}
+    assert {name for name, stream in streams if stream == "side"} == {"selector", "top_k", "pack"}
+    assert all(stream in ("main", "side") for _, stream in streams)
+
+
+def test_a_model_that_waits_for_the_device_runs_eagerly():
+    hook = model().model.norm.register_forward_pre_hook(
+        lambda _, args: (args[0].sum().item(), None)[1]
+    )
+    try:
+        report = complete(EngineOptions())
+    finally:
+        hook.remove()
+    assert tokens(report) == tokens(plain())
+    assert report.paths["graph.eager"] == 63

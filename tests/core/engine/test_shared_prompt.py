@@ -1,0 +1,119 @@
+"""A prompt read once gives every policy what it would have read itself."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import sfi_core
+from sfi_core.errors import ConfigError
+from sfi_core.generation.read_prompt import read_prompt
+from sfi_core.policies import POLICIES
+from sfi_core.settings.audit import AuditConfig
+from sfi_core.settings.config import SfiConfig
+from tests.architectures import tiny
+from tests.fakes import RecordingObserver
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+PROMPTS = [list(range(40, 90)), [7, 8], list(range(20))]
+NEW = 20
+CONFIG = SfiConfig(
+    slow_start=1, span=0,
+    sink=3, recent=6, budget=5, t_max=4, stride=5, cosine_threshold=0.9, window_prefill=4,
+    trigger_token_ids=tuple(range(0, 96, 5)),
+)  # fmt: skip
+CAPACITY = 50 + NEW
+
+
+def complete(model: Any, policy: str, shared: Any = None, **options: Any) -> Any:
+    return sfi_core.generate(
+        model, None, options.pop("prompts", PROMPTS), options.pop("config", CONFIG), policy=policy,
+        max_new_tokens=NEW, stop_token_ids=(), shared=shared, **options,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def shared(tiny_model: Any) -> Any:
+    return read_prompt(tiny_model, None, PROMPTS, capacity=CAPACITY, prefill_chunk=16)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_runs_as_if_it_had_read_the_prompt(tiny_model: Any, shared: Any, policy: str):
+    """Twice, so that a run that spoils the prompt for the next would show."""
+    own = complete(tiny_model, policy, prefill_chunk=16).report.requests
+    for _ in range(2):
+        assert complete(tiny_model, policy, shared).report.requests == own
+
+
+@pytest.mark.parametrize("policy", ["cosine", "entropy"])
+def test_signals_go_on_from_the_prompt(tiny_model: Any, shared: Any, policy: str):
+    config = CONFIG.replace(trigger_policy=policy, t_max=50, entropy_threshold=2.0)
+    own = complete(tiny_model, "sfi", config=config).report.requests
+    assert {len(request.slow_at) for request in own} != {1}
+    assert complete(tiny_model, "sfi", shared, config=config).report.requests == own
+
+
+def test_the_observers_and_the_audit_see_the_same_run(tiny_model: Any, shared: Any):
+    seen = []
+    for begin in (None, shared):
+        observer = RecordingObserver()
+        complete(tiny_model, "sfi", begin, observers=[observer], audit=AuditConfig(every=1, top=8))
+        assert [event.step for event in observer.audits][:1] == [0]
+        seen.append(observer)
+    one, other = seen
+    assert [event.token_id for event in one.steps] == [event.token_id for event in other.steps]
+    assert len(one.audits) == len(other.audits)
+    for left, right in zip(one.audits, other.audits, strict=True):
+        assert torch.equal(left.index_HK, right.index_HK)
+    for left, right in zip(one.selections, other.selections, strict=True):
+        assert torch.equal(left.index_HK, right.index_HK)
+
+
+@pytest.mark.parametrize("label", ["gemma-2", "deepseek-v3", "gpt-oss"])
+def test_sliding_layers_soft_caps_sinks_and_latents_come_along(label: str):
+    model = tiny(label)
+    rows = [list(range(5, 45)), list(range(9))]
+    prompt = read_prompt(model, None, rows, capacity=40 + NEW)
+    for policy in ("sfi", "h2o"):
+        own = complete(model, policy, prompts=rows).report.requests
+        assert complete(model, policy, prompt, prompts=rows).report.requests == own
+
+
+def test_the_time_of_the_dense_pass_counts(tiny_model: Any, shared: Any):
+    report = complete(tiny_model, "sfi", shared).report
+    assert report.prefill_seconds > shared.seconds > 0
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "message"),
+    [
+        ([[1, 2, 3]], {}, "shared must be of the same prompts, got others"),
+        (
+            PROMPTS,
+            {"max_new_tokens": 21},
+            "shared must be read with a capacity of 71 tokens, got 70",
+        ),
+        (
+            PROMPTS,
+            {"page_size": 16},
+            "shared must be read with backend torch and pages of 16 tokens",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(tiny_model: Any, shared: Any, prompts, options, message):
+    arguments = {"max_new_tokens": NEW, "stop_token_ids": (), **options}
+    with pytest.raises(ConfigError) as caught:
+        sfi_core.generate(tiny_model, None, prompts, CONFIG, shared=shared, **arguments)
+    assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize(("policy", "wanted"), [("h2o", "all"), ("sfi", "4")])
+def test_queries_that_were_not_kept_are_missed(tiny_model: Any, policy: str, wanted: str):
+    short = read_prompt(tiny_model, None, PROMPTS, capacity=CAPACITY, window=3)
+    with pytest.raises(
+        ConfigError, match=f"window must keep {wanted} queries of the prompt, got 3"
+    ):
+        complete(tiny_model, policy, short)
+    own = complete(tiny_model, "snapkv", config=CONFIG.replace(window_prefill=3)).report.requests
+    config = CONFIG.replace(window_prefill=3)
+    assert complete(tiny_model, "snapkv", short, config=config).report.requests == own

@@ -1,0 +1,412 @@
+"""`sfi_core.generate`: when requests end, which steps are slow, and what a run that breaks off keeps."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from sfi_core.bundled.tokenizer import build_tokenizer
+from sfi_core.errors import ConfigError, InputError, NumericsError
+from sfi_core.generation.generate import generate
+from sfi_core.generation.sampling import Sampling
+from sfi_core.observers.observer import NullObserver
+from sfi_core.settings.config import SfiConfig
+from tests.architectures import padded, prompts, tiny
+
+pytestmark = pytest.mark.seam
+
+STEPS = 12
+BOUNDARIES = tuple(range(0, 300, 6))
+SMALL = SfiConfig(
+    slow_start=1,
+    span=0,
+    sink=2,
+    recent=6,
+    budget=5,
+    t_max=4,
+    window_prefill=8,
+    trigger_token_ids=BOUNDARIES,
+)
+ROWS = prompts(37, 9, 24)
+PAD = 0
+
+
+class Recorder(NullObserver):
+    def __init__(self):
+        self.steps, self.selections, self.spans = [], [], []
+
+    def on_step(self, event):
+        self.steps.append(event)
+
+    def on_selection(self, event):
+        self.selections.append(event)
+
+    def span(self, name, layer=None, moved_bytes=0):
+        self.spans.append((name, layer))
+        return super().span(name, layer, moved_bytes)
+
+
+@pytest.fixture
+def model():
+    return tiny("qwen3")
+
+
+def run(model, rows=ROWS, config=SMALL, **options):
+    return generate(model, None, rows, config, **{"max_new_tokens": STEPS, **options})
+
+
+def tokens(result):
+    return [request.token_ids for request in result.report.requests]
+
+
+@pytest.fixture
+def expected(model):
+    return tokens(run(model))
+
+
+@pytest.fixture
+def stop(expected):
+    """A token that the second request generates at step 3 for the first time."""
+    assert expected[1].index(expected[1][3]) == 3
+    return expected[1][3]
+
+
+def until(row, stop):
+    return row[: row.index(stop) + 1] if stop in row else row
+
+
+def test_stop_token_ends_its_request_and_the_others_go_on(model, expected, stop):
+    assert tokens(run(model, stop_token_ids=[stop])) == [until(row, stop) for row in expected]
+
+
+def test_finish_reason_says_whether_a_stop_token_ended_the_request(model, expected, stop):
+    reasons = [r.finish_reason for r in run(model, stop_token_ids=[stop]).report.requests]
+    assert reasons == ["stop" if stop in row else "length" for row in expected]
+    assert set(reasons) == {"stop", "length"}
+
+
+def test_finished_request_is_shown_as_padding(model, expected, stop):
+    shown = []
+    run(model, stop_token_ids=[stop], on_token=shown.append)
+    assert [row[1] for row in shown] == [*expected[1][:4], *[PAD] * (STEPS - 4)]
+
+
+def test_finished_request_counts_no_more_steps_or_attended_tokens(model, stop):
+    ended = run(model, stop_token_ids=[stop]).report.requests[1]
+    short = run(model, ROWS[1:2], max_new_tokens=4).report.requests[0]
+    assert (ended.finish_reason, short.finish_reason) == ("stop", "length")
+    for name in ("slow_at", "fast_steps", "reasons", "mean_attended_tokens", "read_ratio"):
+        assert getattr(ended, name) == getattr(short, name)
+
+
+def test_run_ends_when_every_request_has_ended(model, expected):
+    shown = []
+    run(model, stop_token_ids=[row[2] for row in expected], on_token=shown.append)
+    assert len(shown) == 3
+
+
+def test_stop_tokens_of_the_model_are_the_default(model, expected, stop, monkeypatch):
+    monkeypatch.setattr(model.generation_config, "eos_token_id", [stop])
+    assert tokens(run(model)) == [until(row, stop) for row in expected]
+
+
+def test_empty_stop_token_ids_turn_the_models_off(model, expected, stop, monkeypatch):
+    monkeypatch.setattr(model.generation_config, "eos_token_id", stop)
+    assert tokens(run(model, stop_token_ids=())) == expected
+
+
+def test_one_new_token_needs_no_decoding_step(model, expected):
+    result = run(model, max_new_tokens=1)
+    assert tokens(result) == [row[:1] for row in expected]
+    assert [(r.slow_at, r.fast_steps, r.read_ratio) for r in result.report.requests] == [
+        ([0], 0, 1.0)
+    ] * 3
+
+
+def due(generated, config):
+    """Say which steps Eq. 5, T_max and the gap make slow, from the token ids alone."""
+    slow = {0: "first"}
+    for step in range(1, len(generated)):
+        past = step - max(slow)  # steps from the last slow one
+        boundary = step - 1 - config.trigger_delay
+        if boundary >= 0 and generated[boundary] in BOUNDARIES and past >= config.min_gap:
+            slow[step] = "trigger"
+        elif past > config.t_max:
+            slow[step] = "t_max"
+    return slow
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize(("t_max", "min_gap"), [(4, 0), (3, 3), (0, 0), (90, 5)])
+def test_slow_steps_are_those_of_eq_5_and_t_max(model, t_max, min_gap, delay, seed):
+    """Eq. 5, recomputed from the reported token ids of a ragged batch."""
+    config = SMALL.replace(t_max=t_max, min_gap=min_gap, trigger_delay=delay)
+    rows = prompts(37 - 9 * seed, 5, 20 + seed)
+    result = run(
+        model, rows, config, max_new_tokens=30, seed=seed, sampling=Sampling(do_sample=True)
+    )
+    for request in result.report.requests:
+        slow = due(request.token_ids, config)
+        assert request.slow_at == list(slow)
+        assert request.reasons == {why: [*slow.values()].count(why) for why in slow.values()}
+        assert request.fast_steps == 30 - len(slow)
+
+
+def test_slow_steps_of_the_requests_of_a_batch_differ(model):
+    """So that the test above is about requests that decide alone."""
+    assert len({tuple(r.slow_at) for r in run(model).report.requests}) == 3
+
+
+def break_logits(model, when, row=slice(None)):
+    """Make the logits NaN for as long as `when()` holds."""
+
+    def replace(module, args, output):
+        if when():
+            output = output.clone()
+            output[row] = torch.nan
+        return output
+
+    return model.lm_head.register_forward_hook(replace)
+
+
+def test_nan_logits_end_the_run_with_the_step_and_keep_the_tokens_so_far(model, expected):
+    shown = []
+    with break_logits(model, lambda: len(shown) == 5, row=1):
+        result = run(model, on_token=shown.append)
+    assert isinstance(result.error, NumericsError)
+    assert str(result.error) == (
+        "logits must be finite, got NaN or infinity at step 5 in request 1"
+    )
+    assert tokens(result) == [row[:5] for row in expected]
+    assert [request.finish_reason for request in result.report.requests] == ["error"] * 3
+    assert not result.interrupted
+
+
+def test_nan_logits_at_step_0_leave_no_tokens(model):
+    begun = []
+    with break_logits(model, lambda: begun):
+        result = run(model, on_prefill=lambda read, total: None, observers=[FirstSpan(begun)])
+    assert "at step 0 in request 0" in str(result.error)
+    assert tokens(result) == [[], [], []]
+
+
+class FirstSpan(NullObserver):
+    """Notes that the prompt is being read; the memory forecast's pass is not observed."""
+
+    def __init__(self, begun):
+        self.begun = begun
+
+    def span(self, name, layer=None, moved_bytes=0):
+        self.begun.append(name)
+        return super().span(name, layer, moved_bytes)
+
+
+def test_nan_logits_are_found_when_sampling_too(model):
+    shown = []
+    with break_logits(model, lambda: len(shown) == 2):
+        result = run(
+            model, on_token=shown.append, sampling=Sampling(do_sample=True, top_k=5, top_p=0.9)
+        )
+    assert "at step 2 in request 0" in str(result.error)
+
+
+def test_nan_logits_of_a_request_that_has_ended_do_no_harm(model, expected, stop):
+    shown = []
+    with break_logits(model, lambda: len(shown) >= 4, row=1):
+        result = run(model, on_token=shown.append, stop_token_ids=[stop])
+    assert result.error is None
+    assert tokens(result) == [until(row, stop) for row in expected]
+
+
+@pytest.mark.parametrize("ended", ["error", "interrupted"])
+def test_reasons_of_a_run_that_breaks_off_add_up_to_its_slow_steps(model, ended):
+    shown = []
+
+    def broken():
+        if len(shown) == 3 and ended == "interrupted":
+            raise KeyboardInterrupt
+        return len(shown) == 3
+
+    with break_logits(model, broken):
+        result = run(model, config=SMALL.replace(t_max=0), on_token=shown.append)
+    for request in result.report.requests:
+        assert (request.slow_steps, request.finish_reason) == (3, ended)
+        assert sum(request.reasons.values()) == 3
+
+
+def test_request_that_had_ended_before_the_error_keeps_its_finish_reason(model, stop):
+    shown = []
+    with break_logits(model, lambda: len(shown) == 6):
+        result = run(model, on_token=shown.append, stop_token_ids=[stop])
+    assert [r.finish_reason for r in result.report.requests] == ["error", "stop", "error"]
+
+
+def interrupt_after(count):
+    shown = []
+
+    def on_token(token_B):
+        shown.append(token_B)
+        if len(shown) == count:
+            raise KeyboardInterrupt
+
+    return on_token
+
+
+def test_interrupt_keeps_the_tokens_so_far(model, expected):
+    result = run(model, on_token=interrupt_after(4))
+    assert (result.interrupted, result.error) == (True, None)
+    assert tokens(result) == [row[:4] for row in expected]
+    assert [r.finish_reason for r in result.report.requests] == ["interrupted"] * 3
+
+
+def test_interrupt_leaves_the_model_as_it_was(model):
+    run(model, on_token=interrupt_after(2))
+    assert "generate" not in model.__dict__
+    assert model.config._attn_implementation == "sdpa"  # noqa: SLF001
+
+
+def test_same_seed_gives_the_same_tokens_and_another_seed_others(model):
+    hot = {"sampling": Sampling(do_sample=True, temperature=1.5)}
+    first = tokens(run(model, seed=1, **hot))
+    assert tokens(run(model, seed=1, **hot)) == first
+    assert tokens(run(model, seed=2, **hot)) != first
+
+
+def test_seed_does_not_matter_when_greedy(model, expected):
+    assert tokens(run(model, seed=5)) == expected
+
+
+@pytest.mark.parametrize(
+    "sampling", [Sampling(), Sampling(do_sample=True, top_k=9)], ids=["greedy", "sampling"]
+)
+def test_observer_does_not_change_a_token(model, sampling):
+    plain = run(model, seed=3, sampling=sampling)
+    watched = run(model, seed=3, sampling=sampling, observers=[Recorder(), NullObserver()])
+    assert watched.report.requests == plain.report.requests
+
+
+def test_observer_gets_one_event_per_request_and_step_with_the_reported_reasons(model, stop):
+    recorder = Recorder()
+    result = run(model, observers=[recorder], stop_token_ids=[stop])
+    for number, request in enumerate(result.report.requests):
+        events = [event for event in recorder.steps if event.request == number]
+        assert [event.step for event in events] == list(range(len(request.token_ids)))
+        assert [event.token_id for event in events] == request.token_ids
+        assert [event.step for event in events if event.slow] == request.slow_at
+        reasons = [event.reason for event in events if event.reason]
+        assert {reason: reasons.count(reason) for reason in reasons} == request.reasons
+        assert all(bool(event.reason) == event.slow for event in events)
+        assert events[0].position == request.prompt_tokens - 1
+
+
+def test_observer_gets_a_selection_per_slow_step_and_layer(model):
+    recorder = Recorder()
+    result = run(model, observers=[recorder])
+    seen = [(event.request, event.step, event.layer) for event in recorder.selections]
+    assert sorted(seen) == [
+        (number, step, layer)
+        for number, request in enumerate(result.report.requests)
+        for step in request.slow_at
+        for layer in (0, 1)
+    ]
+
+
+def test_observer_gets_a_span_for_each_group_of_fast_neighbors(model):
+    recorder = Recorder()
+    result = run(model, observers=[recorder])
+    slow = [set(request.slow_at) for request in result.report.requests]
+    lengths = [len(request.token_ids) for request in result.report.requests]
+    groups = 0
+    for step in range(1, max(lengths)):
+        kinds = [step < n and step not in at for n, at in zip(lengths, slow, strict=True)]
+        groups += sum(fast and not before for before, fast in pairwise([False, *kinds]))
+    assert recorder.spans.count(("attention.fast", 1)) == groups > 0
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([], "prompts must not be empty, got none"),
+        ([[5], []], "prompt 1 must have at least one token, got none"),
+        ([""], "prompt 0 must have at least one token, got none"),
+        (
+            [[5], [5] * 501],
+            "prompt 1 and 12 new tokens must fit the model's 512 positions, got 501 prompt tokens",
+        ),
+    ],
+    ids=["no prompt", "no ids", "no text", "too long"],
+)
+def test_prompt_that_cannot_be_read_is_refused(model, rows, message):
+    tokenizer = build_tokenizer(512)
+    with pytest.raises(InputError) as refusal:
+        generate(model, tokenizer, rows, SMALL, max_new_tokens=12)
+    assert str(refusal.value) == message
+
+
+def test_longest_prompt_that_fits_runs(model):
+    [request] = run(model, [[5] * 500]).report.requests
+    assert (request.prompt_tokens, len(request.token_ids)) == (500, STEPS)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens must be positive, got 0"),
+        ({"prefill_chunk": -1}, "prefill_chunk must be at least 0, got -1"),
+    ],
+)
+def test_setting_out_of_range_is_refused(model, options, message):
+    with pytest.raises(ConfigError) as refusal:
+        run(model, **options)
+    assert str(refusal.value) == message
+
+
+def test_text_prompt_without_a_tokenizer_is_refused(model):
+    with pytest.raises(ConfigError, match="text prompts need a tokenizer, got none"):
+        run(model, ["Hello."])
+
+
+def test_one_token_prompt_runs_alone_and_beside_a_long_one(model):
+    alone, beside = run(model, [[7]]), run(model, [ROWS[0], [7]])
+    assert alone.report.requests[0] == beside.report.requests[1]
+
+
+def test_progress_of_the_prompt_comes_piece_by_piece(model):
+    told = []
+    run(model, prefill_chunk=16, on_prefill=lambda *progress: told.append(progress))
+    assert told == [(16, 37), (32, 37), (37, 37)]
+
+
+def test_repetition_penalty_of_a_row_does_not_see_its_padding(model):
+    """Padding is often the stop token, which must not become less likely in longer batches."""
+    penalty = {"sampling": Sampling(repetition_penalty=5.0)}
+    favored = torch.zeros(300)
+    favored[PAD] = 6.0
+
+    def favor_padding(module, args, output):
+        return output + favored
+
+    with model.lm_head.register_forward_hook(favor_padding):
+        together = run(model, **penalty)
+        alone = [tokens(run(model, [row], **penalty))[0] for row in ROWS]
+    assert tokens(together) == alone
+
+
+def test_repetition_penalty_equals_transformers(model):
+    plain, rows = run(model), ROWS[:1]
+    output = model.generate(
+        **padded(rows), max_new_tokens=STEPS, do_sample=False, repetition_penalty=1.5
+    )
+    full = run(model, rows, policy="full-kv", sampling=Sampling(repetition_penalty=1.5))
+    assert tokens(full) == output[:, 37:].tolist()
+    assert tokens(full)[0] != tokens(plain)[0]
+
+
+def test_completions_come_as_text_too():
+    tokenizer = build_tokenizer(512)
+    result = generate(tiny("qwen3"), tokenizer, ROWS, SMALL, max_new_tokens=4)
+    assert result.texts == [
+        tokenizer.decode(row, skip_special_tokens=True) for row in tokens(result)
+    ]
+    assert all(result.texts)

@@ -1,0 +1,243 @@
+"""Sampling: transformers' own processors, in its order; broken logits are an error."""
+
+import random
+
+import pytest
+import torch
+from transformers import GenerationConfig
+
+from sfi_core.errors import ConfigError, NumericsError
+from sfi_core.generation.sampling import Sampler, Sampling
+
+B, V, T = 3, 50, 6
+PAD = 49
+RUNNING = [False] * B
+
+
+@pytest.fixture
+def ids() -> torch.Tensor:
+    return torch.randint(V, (B, T))
+
+
+def sampled(sampling: Sampling, logits: torch.Tensor, ids: torch.Tensor) -> list[int]:
+    return Sampler(sampling, ids)(logits, RUNNING[: len(ids)], PAD)
+
+
+SETTINGS = [
+    {},
+    {"repetition_penalty": 1.7},
+    {"do_sample": True},
+    {"do_sample": True, "temperature": 0.3},
+    {"do_sample": True, "top_k": 4},
+    {"do_sample": True, "top_p": 0.4},
+    {"do_sample": True, "min_p": 0.2},
+    {
+        "do_sample": True,
+        "temperature": 1.8,
+        "top_k": 20,
+        "top_p": 0.8,
+        "min_p": 0.05,
+        "repetition_penalty": 1.3,
+    },
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_processors_are_those_transformers_generates_with(
+    settings: dict, ids: torch.Tensor, tiny_model
+):
+    """Same classes in the same order, and the same scores."""
+    config = GenerationConfig(**{"top_k": 0, **settings})
+    theirs = tiny_model._get_logits_processor(config, T)  # noqa: SLF001
+    ours = Sampling(**settings).processors()
+    assert [type(one) for one in ours] == [type(one) for one in theirs]
+    logits = 3 * torch.randn(B, V)
+    assert torch.equal(ours(ids, logits.clone()), theirs(ids, logits.clone()))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "rule"),
+    [
+        ("temperature", 0.0, "positive"),
+        ("temperature", -1.0, "positive"),
+        ("temperature", float("nan"), "positive"),
+        ("top_k", -1, "at least 0"),
+        ("top_p", 0.0, "in (0, 1]"),
+        ("top_p", 1.1, "in (0, 1]"),
+        ("min_p", -0.1, "in [0, 1]"),
+        ("min_p", 1.1, "in [0, 1]"),
+        ("repetition_penalty", 0.0, "positive"),
+    ],
+)
+def test_values_out_of_range_are_refused(name: str, value: float, rule: str):
+    with pytest.raises(ConfigError) as caught:
+        Sampling(**{name: value})
+    assert str(caught.value) == f"{name} must be {rule}, got {value}"
+
+
+@pytest.mark.parametrize(
+    "settings", [{"top_p": 1.0}, {"min_p": 0.0}, {"min_p": 1.0}, {"top_k": 0}, {"top_p": 1e-3}]
+)
+def test_the_ends_of_the_ranges_are_allowed(settings: dict):
+    Sampling(do_sample=True, **settings)
+
+
+def test_greedy_takes_the_most_likely_token(ids: torch.Tensor):
+    logits = torch.randn(B, V)
+    assert sampled(Sampling(), logits, ids) == logits.argmax(-1).tolist()
+
+
+def test_greedy_ignores_the_settings_of_sampling(ids: torch.Tensor):
+    """As transformers does with do_sample=False."""
+    logits = torch.randn(B, V)
+    settings = Sampling(temperature=0.1, top_k=2, top_p=0.1, min_p=0.5)
+    assert sampled(settings, logits, ids) == logits.argmax(-1).tolist()
+
+
+def test_sampling_draws_in_proportion(ids: torch.Tensor):
+    logits = torch.full((1, V), -torch.inf)
+    logits[0, [3, 8]] = torch.tensor([0.8, 0.2]).log()
+    drawn = Sampler(Sampling(do_sample=True), ids[:1].expand(2000, T))
+    tokens = drawn(logits.expand(2000, V), [False] * 2000, PAD)
+    assert set(tokens) == {3, 8}
+    assert tokens.count(3) == pytest.approx(1600, abs=80)  # 4 standard deviations are 72
+
+
+def test_sampling_repeats_with_the_seed(ids: torch.Tensor):
+    logits, drawn = torch.randn(B, V), []
+    for seed in (1, 1, 2):
+        sampler = Sampler(Sampling(do_sample=True), ids, seed=seed)
+        drawn.append([sampler(logits, RUNNING, PAD) for _ in range(5)])
+    assert drawn[0] == drawn[1]
+    assert drawn[0] != drawn[2]
+
+
+def test_requests_draw_for_themselves(ids: torch.Tensor):
+    """The same logits give each its own tokens, and the same ones alone as beside others."""
+    logits, sampling = torch.randn(1, V).expand(B, V), Sampling(do_sample=True)
+    together = Sampler(sampling, ids, seed=4)
+    drawn = list(zip(*(together(logits, RUNNING, PAD) for _ in range(6)), strict=True))
+    assert len(set(drawn)) == B
+    for request, tokens in enumerate(drawn):
+        alone = together.alone(ids[:1], request)
+        assert [alone(logits[:1], [False], PAD)[0] for _ in range(6)] == list(tokens)
+
+
+def test_a_request_that_takes_a_row_draws_on_and_the_others_too(ids: torch.Tensor):
+    logits, sampling = torch.randn(B, V), Sampling(do_sample=True)
+    plain, mixed = Sampler(sampling, ids), Sampler(sampling, ids)
+    expected = [plain(logits, RUNNING, PAD) for _ in range(4)]
+    newcomer = mixed.alone(ids[:1], 9)
+    own = [newcomer(logits[1:2], [False], PAD)[0] for _ in range(5)]
+    newcomer = mixed.alone(ids[:1], 9)
+    got = [mixed(logits, RUNNING, PAD), mixed(logits, [False, True, False], PAD)]
+    newcomer(logits[1:2], [False], PAD)
+    mixed.seat(1, newcomer)
+    got += [mixed(logits, RUNNING, PAD) for _ in range(2)]
+    for step, row in enumerate(got):
+        assert [row[0], row[2]] == [expected[step][0], expected[step][2]]
+    assert [got[0][1], got[1][1]] == [expected[0][1], PAD]
+    assert [got[2][1], got[3][1]] == own[1:3]
+
+
+@pytest.mark.parametrize("length", [2, T, 15])
+def test_the_penalty_of_a_row_that_was_taken_sees_its_new_request_only(length: int):
+    """Whether its prompt is shorter or longer than what is there."""
+    logits = torch.zeros(2, V)
+    logits[:, 7], logits[:, 8], logits[:, 9] = 3.0, 2.9, 2.8
+    sampler = Sampler(Sampling(repetition_penalty=2.0), torch.full((2, T), 7))
+    assert sampler(logits, [False, False], PAD) == [8, 8]
+    newcomer = sampler.alone(torch.full((1, length), 8), 2)
+    assert newcomer(logits[:1], [False], PAD) == [7]
+    sampler.seat(0, newcomer)
+    assert sampler(logits, [False, False], PAD) == [9, 9]
+    assert sampler.ids_BT[0].tolist()[-length - 2 :] == [*[8] * length, 7, 9]
+    assert set(sampler.ids_BT[0, : -length - 2].tolist()) <= {8}
+
+
+def test_the_largest_number_drawn_still_finds_a_token_that_is_allowed(monkeypatch):
+    monkeypatch.setattr(random.Random, "getrandbits", lambda self, bits: 2**bits - 1)
+    logits = torch.full((1, V), -torch.inf)
+    logits[0, 10:13] = 0.0
+    assert sampled(Sampling(do_sample=True), logits, torch.zeros(1, 1).long()) == [12]
+
+
+def test_the_smallest_number_drawn_finds_the_first_token_that_is_allowed(monkeypatch):
+    monkeypatch.setattr(random.Random, "getrandbits", lambda self, bits: 0)
+    logits = torch.full((1, V), -torch.inf)
+    logits[0, 10:13] = 0.0
+    assert sampled(Sampling(do_sample=True), logits, torch.zeros(1, 1).long()) == [10]
+
+
+def test_the_penalty_sees_the_prompt_and_what_was_generated(ids: torch.Tensor):
+    logits = torch.zeros(B, V)
+    logits[:, 7], logits[:, 8], logits[:, 9] = 3.0, 2.9, 2.8
+    sampler = Sampler(Sampling(repetition_penalty=2.0), torch.full((B, T), 7))
+    assert [sampler(logits, RUNNING, PAD) for _ in range(2)] == [[8] * B, [9] * B]
+    assert sampler.ids_BT[:, T:].tolist() == [[8, 9]] * B
+
+
+def test_a_finished_request_gets_padding(ids: torch.Tensor):
+    logits = torch.randn(B, V)
+    sampler = Sampler(Sampling(), ids)
+    expected = logits.argmax(-1).tolist()
+    expected[1] = PAD
+    assert sampler(logits, [False, True, False], PAD) == expected
+    assert sampler.ids_BT[:, -1].tolist() == expected
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_broken_logits_are_named_with_step_and_request(
+    ids: torch.Tensor, bad: float, do_sample: bool
+):
+    sampler = Sampler(Sampling(do_sample=do_sample), ids)
+    logits = torch.randn(B, V)
+    sampler(logits, RUNNING, PAD)
+    logits[2, 5] = bad
+    with pytest.raises(NumericsError) as caught:
+        sampler(logits, RUNNING, PAD)
+    assert str(caught.value) == (
+        "logits must be finite, got NaN or infinity at step 1 in request 2"
+    )
+    assert sampler.ids_BT.shape == (B, T + 1)
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_logits_without_any_token_are_broken(ids: torch.Tensor, do_sample: bool):
+    logits = torch.randn(B, V)
+    logits[0] = -torch.inf
+    with pytest.raises(NumericsError, match=r"at step 0 in request 0$"):
+        sampled(Sampling(do_sample=do_sample), logits, ids)
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_forbidden_tokens_are_fine_and_never_drawn(ids: torch.Tensor, do_sample: bool):
+    """Some models give -inf to tokens that they never say."""
+    logits = torch.full((B, V), -torch.inf)
+    logits[:, 11] = 0.0
+    assert sampled(Sampling(do_sample=do_sample), logits, ids) == [11] * B
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_a_finished_request_may_hold_anything(ids: torch.Tensor, bad: float, do_sample: bool):
+    logits = torch.randn(B, V)
+    logits[1] = bad
+    tokens = Sampler(Sampling(do_sample=do_sample), ids)(logits, [False, True, False], PAD)
+    assert tokens[1] == PAD
+
+
+def test_half_precision_logits_are_sampled_in_float32(ids: torch.Tensor):
+    """A temperature of 0.01 would overflow float16."""
+    logits = (600 * torch.randn(B, V)).half()
+    expected = logits.argmax(-1).tolist()
+    assert sampled(Sampling(do_sample=True, temperature=0.001), logits, ids) == expected
+
+
+def test_tokens_are_handed_on_before_they_are_read(ids: torch.Tensor):
+    handed = []
+    sampler = Sampler(Sampling(), ids)
+    sampler.ahead = handed.append
+    tokens = sampler(torch.randn(B, V), RUNNING, PAD)
+    assert [one.tolist() for one in handed] == [tokens]

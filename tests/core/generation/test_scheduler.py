@@ -1,0 +1,463 @@
+"""Continuous batching: requests that wait take the place of those that ended, and get what they get alone."""
+
+from functools import cache
+from itertools import permutations
+
+import pytest
+import torch
+
+from sfi_core.errors import ConfigError, NumericsError
+from sfi_core.generation.generate import generate
+from sfi_core.generation.sampling import Sampling
+from sfi_core.hosts.transformers.session import Session
+from sfi_core.observers.observer import NullObserver
+from sfi_core.settings.audit import AuditConfig
+from sfi_core.settings.config import SfiConfig
+from sfi_core.settings.engine import EngineOptions
+from tests.architectures import prompts, tiny
+from tests.fakes import RecordingObserver
+
+pytestmark = pytest.mark.seam
+
+BOUNDARIES = tuple(range(0, 300, 6))
+SMALL = SfiConfig(
+    slow_start=1,
+    span=0,
+    sink=2,
+    recent=6,
+    budget=5,
+    t_max=4,
+    stride=3,
+    window_prefill=8,
+    cosine_threshold=0.3,
+    entropy_threshold=4.9,
+    trigger_token_ids=BOUNDARIES,
+)
+# shorter and longer than the windows of 12 tokens of Gemma 2 and GPT-OSS; the fifth is the longest by far
+ROWS = prompts(9, 37, 3, 24, 60, 5, 16)
+LIMITS = [7, 3, 12, 1, 9, 14, 5]
+WAYS = {
+    "sfi": {},
+    "full-kv": {"policy": "full-kv"},
+    "snapkv": {"policy": "snapkv"},
+    "h2o": {"policy": "h2o"},
+    "quest": {"policy": "quest"},
+    "tidaldecode": {"policy": "tidaldecode"},
+    "refreshkv": {"policy": "refreshkv"},
+    "cosine": {"config": SMALL.replace(trigger_policy="cosine")},
+    "entropy": {"config": SMALL.replace(trigger_policy="entropy")},
+    "sliding": {"config": SMALL.replace(recent_mode="sliding")},
+}
+
+
+def run(label, rows, limits, **options):
+    settings = {"config": SMALL, "stop_token_ids": (), **options}
+    return generate(tiny(label), None, rows, max_new_tokens=limits, **settings)
+
+
+def reports(label, rows=ROWS, limits=LIMITS, **options):
+    return run(label, rows, limits, **options).report.requests
+
+
+@cache
+def alone(label, way):
+    return [
+        reports(label, [row], [limit], **WAYS[way])[0]
+        for row, limit in zip(ROWS, LIMITS, strict=True)
+    ]
+
+
+def tokens(result):
+    return [request.token_ids for request in result.report.requests]
+
+
+@pytest.mark.parametrize("max_batch", [1, 2, 3, None])
+@pytest.mark.parametrize("label", ["llama", "qwen3", "gemma-2", "gpt-oss", "gpt-2", "deepseek-v3"])
+def test_a_request_gets_what_it_gets_alone(label, max_batch):
+    """Tokens, slow steps, reasons and what was read; the third row of `LIMITS` ends with its first token."""
+    assert reports(label, max_batch=max_batch) == alone(label, "sfi")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_it_does_under_every_kind_of_policy_and_trigger(way):
+    expected = alone("gemma-2", way)
+    assert reports("gemma-2", max_batch=2, prefill_chunk=10, **WAYS[way]) == expected
+    assert reports("gemma-2", max_batch=3, page_size=16, **WAYS[way]) == expected
+
+
+@pytest.mark.parametrize("order", list(permutations(range(4)))[5::6])
+def test_the_order_of_the_prompts_changes_only_the_order_of_the_results(order):
+    expected = alone("gpt-oss", "sfi")
+    found = reports("gpt-oss", [ROWS[i] for i in order], [LIMITS[i] for i in order], max_batch=2)
+    assert found == [expected[i] for i in order]
+
+
+def test_the_slow_steps_of_those_requests_differ():
+    """So that the tests above are about requests that decide alone."""
+    assert len({tuple(request.slow_at) for request in alone("gemma-2", "sfi")}) > 3
+    for way in ("refreshkv", "cosine", "entropy"):
+        slow, fast = (
+            sum(getattr(request, kind) for request in alone("gemma-2", way))
+            for kind in ("slow_steps", "fast_steps")
+        )
+        assert (slow > len(ROWS), fast > 0) == (True, True), way
+
+
+def test_the_triton_backend_gives_the_same_requests():
+    options = {"backend": "triton", "page_size": 16, "config": SMALL.replace(dense_layers=(1,))}
+    rows, limits = prompts(5, 3, 18), [3, 1, 2]
+    together = reports("qwen3", rows, limits, max_batch=2, **options)
+    assert together == [
+        reports("qwen3", [row], [limit], **options)[0]
+        for row, limit in zip(rows, limits, strict=True)
+    ]
+    assert {request.fast_steps > 0 for request in together} == {True, False}
+
+
+def test_a_stop_token_gives_its_place_away():
+    stop = alone("qwen3", "sfi")[2].token_ids[2]
+    expected = [
+        reports("qwen3", [row], [limit], stop_token_ids=[stop])[0]
+        for row, limit in zip(ROWS, LIMITS, strict=True)
+    ]
+    assert {request.finish_reason for request in expected} == {"stop", "length"}
+    assert reports("qwen3", max_batch=2, stop_token_ids=[stop]) == expected
+
+
+def test_every_request_may_end_with_its_first_token():
+    result = run("qwen3", ROWS, 1, max_batch=2)
+    assert tokens(result) == [request.token_ids[:1] for request in alone("qwen3", "sfi")]
+    assert result.report.decode_seconds == 0
+
+
+@pytest.mark.parametrize(("max_batch", "slots"), [(None, 7), (3, 3), (7, 7), (100, 7)])
+def test_no_more_run_together_than_asked_for(max_batch, slots):
+    observer = RecordingObserver()
+    result = run("qwen3", ROWS, LIMITS, max_batch=max_batch, observers=[observer])
+    assert result.slots == slots
+    assert (observer.runs[0].batch, observer.runs[0].requests) == (slots, 7)
+    assert max(len(event.slow) + len(event.fast) for event in observer.begun) == slots
+
+
+def test_a_place_is_taken_as_soon_as_it_is_free():
+    """Two places: 0 and 1 begin; 1 ends after 3 tokens, 2 takes its place, ..."""
+    observer = RecordingObserver()
+    run("qwen3", ROWS, LIMITS, max_batch=2, observers=[observer])
+    running = [{*event.slow, *event.fast} for event in observer.begun if not event.reads_prompt]
+    expected, left, waiting = [], dict(zip((0, 1), LIMITS, strict=False)), [*range(2, 7)]
+    left = {request: limit - 1 for request, limit in left.items()}
+    while left:
+        expected.append(set(left))
+        left = {request: limit - 1 for request, limit in left.items() if limit > 1}
+        while len(left) < 2 and waiting:
+            request = waiting.pop(0)
+            if LIMITS[request] > 1:
+                left[request] = LIMITS[request] - 1
+    assert running == expected
+
+
+def test_events_carry_the_request_and_its_own_step():
+    observer = RecordingObserver()
+    result = run("qwen3", ROWS, LIMITS, max_batch=2, observers=[observer])
+    for number, request in enumerate(result.report.requests):
+        events = [event for event in observer.steps if event.request == number]
+        assert [event.step for event in events] == list(range(LIMITS[number]))
+        assert [event.token_id for event in events] == request.token_ids
+        assert [event.step for event in events if event.slow] == request.slow_at
+        chosen = {event.step for event in observer.selections if event.request == number}
+        assert sorted(chosen) == request.slow_at
+        read = [
+            token
+            for event in observer.prompts
+            for row, owner in enumerate(event.requests)
+            if owner == number
+            for token in event.ids_BT[row, event.ids_BT.shape[1] - event.count[row] :].tolist()
+        ]
+        assert read == ROWS[number]
+
+
+def test_every_pass_is_a_step_of_the_batch():
+    observer = RecordingObserver()
+    run("qwen3", ROWS, LIMITS, max_batch=2, prefill_chunk=16, observers=[observer])
+    steps = [event.step for event in observer.begun]
+    assert steps[:4] == [-1, -1, 0, 1]
+    assert steps == sorted(steps)
+    for begun in observer.begun:
+        stepped = {e.request for e in observer.steps if e.batch_step == begun.step}
+        assert begun.step < 0 or stepped == {*begun.slow, *begun.fast}
+        first = {e.step == 0 for e in observer.steps if e.batch_step == begun.step}
+        assert begun.step < 0 or first == {begun.reads_prompt}
+
+
+def test_tokens_are_shown_by_prompt_as_they_come():
+    shown = []
+    result = run("qwen3", ROWS, LIMITS, max_batch=2, on_token=shown.append)
+    assert {len(row) for row in shown} == {7}
+    for number, request in enumerate(result.report.requests):
+        column = [row[number] for row in shown]
+        assert [token for token in column if token] == [t for t in request.token_ids if t]
+
+
+def test_a_sampled_request_gets_what_it_gets_in_any_batch():
+    hot = {"sampling": Sampling(do_sample=True, temperature=1.5, repetition_penalty=1.3), "seed": 5}
+    together = reports("qwen3", **hot)
+    for max_batch in (1, 2, 3):
+        assert reports("qwen3", max_batch=max_batch, **hot) == together
+    assert reports("qwen3", **{**hot, "seed": 6}) != together
+    assert [r.token_ids for r in together] != [r.token_ids for r in alone("qwen3", "sfi")]
+
+
+def test_a_penalty_sees_the_tokens_of_its_own_request():
+    hard = {"sampling": Sampling(repetition_penalty=5.0)}
+    expected = [
+        reports("qwen3", [row], [limit], **hard)[0] for row, limit in zip(ROWS, LIMITS, strict=True)
+    ]
+    assert reports("qwen3", max_batch=2, **hard) == expected
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """The runs of a test, as they begin, and `caches`, what transformers sees of them."""
+
+    class Made(list):
+        def __init__(self):
+            self.caches = []
+
+    made, start = Made(), Session.start
+
+    def noted(session, cache, *args):
+        made.caches.append(cache)
+        made.append(start(session, cache, *args))
+        return made[-1]
+
+    monkeypatch.setattr(Session, "start", noted)
+    return made
+
+
+class Watch(NullObserver):
+    """Looks at something whenever a step has been made."""
+
+    def __init__(self, look):
+        self.seen, self._look = [], look
+
+    def on_step(self, event):
+        self.seen.append(self._look())
+
+
+def test_memory_is_allocated_once_and_prompts_are_read_into_it(runs):
+    """Nothing is copied: the pages are the run's all along."""
+
+    def pages():
+        key_PHND = runs[0].cache.layers[0].key_PHND
+        return key_PHND.data_ptr(), key_PHND.shape[0], key_PHND.shape[2]
+
+    watch = Watch(pages)
+    run("qwen3", ROWS, LIMITS, max_batch=2, observers=[watch])
+    assert len(runs) == 1
+    assert {seen[1:] for seen in watch.seen} == {(2, 69)}  # 69: the longest prompt and its tokens
+    assert len(set(watch.seen)) == 1
+
+
+def test_padding_goes_with_the_request_that_needed_it(runs):
+    """transformers counts in padded tokens; after a long request they would only grow."""
+    watch = Watch(lambda: (runs.caches[-1].seen, max(s.length for s in runs[0].requests)))
+    run("gemma-2", [ROWS[4], *ROWS[:3]], [2, 4, 3, 5], max_batch=1, observers=[watch])
+    assert [seen for seen, _ in watch.seen] == [60, 61, 61, 10, 11, 12, 12, 38, 39, 39, 4, 5, 6, 7]
+
+
+def test_a_window_is_that_of_the_longest_prompt():
+    """The first ones are shorter than the windows of 12 tokens, the newcomer is longer."""
+    rows, limits = prompts(3, 4, 40), [2, 9, 6]
+    for label in ("gemma-2", "gpt-oss"):
+        expected = [
+            reports(label, [row], [limit])[0] for row, limit in zip(rows, limits, strict=True)
+        ]
+        assert reports(label, rows, limits, max_batch=2) == expected
+
+
+@pytest.mark.parametrize("way", ["refreshkv", "cosine", "entropy"])
+def test_what_a_trigger_looks_at_is_the_requests_own(way, runs):
+    def look():
+        return {s.request: (s.step, s.cosine, s.entropy) for s in runs[-1].requests}
+
+    def signals(rows, limits, **options):
+        watch = Watch(look)
+        run("gemma-2", rows, limits, observers=[watch], **options, **WAYS[way])
+        seen = {
+            (request, step): signal
+            for look in reversed(watch.seen)  # of each step what was there when it ended
+            for request, (step, *signal) in look.items()
+            if step > 0
+        }
+        return [[seen[n, t] for t in range(1, limit)] for n, limit in enumerate(limits)]
+
+    expected = [signals([row], [limit])[0] for row, limit in zip(ROWS, LIMITS, strict=True)]
+    got = signals(ROWS, LIMITS, max_batch=2)
+    for ours, theirs in zip(got, expected, strict=True):
+        for one, other in zip(ours, theirs, strict=True):
+            assert one == pytest.approx(other, abs=1e-4, nan_ok=True)
+
+
+def test_a_request_that_leaves_takes_its_notes_along(runs):
+    """A file of any length needs the memory of its slots."""
+    watch = Watch(lambda: {request for request, _ in runs[0].notes})
+    run("qwen3", ROWS, LIMITS, max_batch=2, policy="h2o", observers=[watch])
+    assert max(map(len, watch.seen)) == 2
+    assert set().union(*watch.seen) == set(range(7))
+
+
+def test_a_request_that_leaves_takes_its_audited_queries_along(runs):
+    watch = Watch(lambda: {request for request, _ in runs[0].audit.queries})
+    audit = AuditConfig(every=2, top=4)
+    run("qwen3", ROWS, LIMITS, max_batch=2, observers=[watch], audit=audit)
+    assert max(map(len, watch.seen)) == 2
+    assert set().union(*watch.seen) == set(range(7))
+
+
+def test_times_add_up_to_each_requests_wait():
+    result = run("qwen3", ROWS, LIMITS, max_batch=2)
+    requests = result.report.requests
+    assert [request.queued_seconds > 0 for request in requests] == [False] * 2 + [True] * 5
+    assert all(request.prefill_seconds > 0 for request in requests)
+    assert [request.decode_seconds > 0 for request in requests] == [limit > 1 for limit in LIMITS]
+    ends = [r.queued_seconds + r.prefill_seconds + r.decode_seconds for r in requests]
+    report = result.report
+    assert max(ends) >= 0.99 * (report.prefill_seconds + report.decode_seconds)
+    first = requests[0].prefill_seconds  # 0 and 1 are read together
+    later = sum(request.prefill_seconds for request in requests[2:])
+    assert report.prefill_seconds == pytest.approx(first + later)
+    decoded = sum(limit - 1 for limit in LIMITS)
+    assert report.decode_tokens_per_second == pytest.approx(decoded / report.decode_seconds)
+
+
+def interrupt_after(count):
+    shown = []
+
+    def on_token(token_B):
+        shown.append(token_B)
+        if len(shown) == count:
+            raise KeyboardInterrupt
+
+    return on_token
+
+
+def test_ctrl_c_keeps_what_ended_and_lists_what_never_began():
+    result = run("qwen3", ROWS, LIMITS, max_batch=2, on_token=interrupt_after(6))
+    requests = result.report.requests
+    # after 3 steps 1 has ended and 2 begun, whose first token is shown by itself; 3 more steps
+    assert [len(request.token_ids) for request in requests] == [5, 3, 3, 0, 0, 0, 0]
+    assert [request.finish_reason for request in requests] == [
+        "interrupted",
+        "length",
+        *["interrupted"] * 5,
+    ]
+    assert [request.prompt_tokens for request in requests] == [len(row) for row in ROWS]
+    assert [request.token_ids for request in requests] == [
+        whole.token_ids[: len(request.token_ids)]
+        for whole, request in zip(alone("qwen3", "sfi"), requests, strict=True)
+    ]
+    assert result.interrupted
+    assert result.texts == [""] * 7
+
+
+def break_logits(model, when):
+    def replace(module, args, output):
+        return torch.full_like(output, torch.nan) if when() else output
+
+    return model.lm_head.register_forward_hook(replace)
+
+
+@pytest.mark.parametrize("chunk", [0, 2])
+def test_ctrl_c_while_a_prompt_is_read_keeps_the_others(chunk):
+    shown = []
+
+    def stop_in_the_third_prompt():
+        if len(shown) == 3:
+            raise KeyboardInterrupt
+
+    with break_logits(tiny("qwen3"), stop_in_the_third_prompt):
+        result = run("qwen3", ROWS, LIMITS, max_batch=2, on_token=shown.append, prefill_chunk=chunk)
+    requests = result.report.requests
+    assert [len(request.token_ids) for request in requests] == [3, 3, *[0] * 5]
+    assert [request.finish_reason for request in requests] == [
+        "interrupted",
+        "length",
+        *["interrupted"] * 5,
+    ]
+    assert [request.prompt_tokens for request in requests] == [len(row) for row in ROWS]
+
+
+def test_broken_logits_name_the_request_and_its_own_step():
+    shown = []
+    with break_logits(tiny("qwen3"), lambda: len(shown) == 6):
+        result = run("qwen3", ROWS, LIMITS, max_batch=2, on_token=shown.append)
+    assert isinstance(result.error, NumericsError)
+    assert str(result.error).endswith("at step 5 in request 0")
+    reasons = [request.finish_reason for request in result.report.requests]
+    assert reasons == ["error", "length", "error", *["interrupted"] * 4]
+
+
+def test_broken_logits_of_a_newcomers_prompt_name_it():
+    shown = []
+    with break_logits(tiny("qwen3"), lambda: len(shown) == 3):
+        result = run("qwen3", ROWS, LIMITS, max_batch=2, on_token=shown.append)
+    assert str(result.error).endswith("at step 0 in request 2")
+    reasons = [request.finish_reason for request in result.report.requests]
+    assert reasons == ["error", "length", "error", *["interrupted"] * 4]
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ([3, 3], "max_new_tokens must be one number or 7, one a prompt, got 2"),
+        ([3, 3, 3, 0, 3, 3, 3], "max_new_tokens must be positive, got 0"),
+    ],
+)
+def test_limits_that_make_no_sense_are_refused(limits, message):
+    with pytest.raises(ConfigError) as refusal:
+        run("qwen3", ROWS, limits)
+    assert str(refusal.value) == message
+
+
+def test_no_place_at_all_is_refused():
+    with pytest.raises(ConfigError, match=r"^max_batch must be positive, got 0$"):
+        run("qwen3", ROWS, LIMITS, max_batch=0)
+
+
+def test_a_request_that_ended_makes_no_other_one_slow():
+    """Its last token may be a boundary for ever."""
+    boundary = alone("qwen3", "sfi")[0].token_ids[0]
+    rows, limits = [ROWS[0], ROWS[1]], [1, 9]
+    config = SMALL.replace(trigger_token_ids=(boundary,), t_max=90, trigger_delay=0)
+    options = {"config": config, "engine": EngineOptions(synchronized=True)}
+    assert (
+        reports("qwen3", rows, limits, **options)[1]
+        == reports("qwen3", rows[1:], limits[1:], **options)[0]
+    )
+
+
+@pytest.mark.parametrize("max_batch", [None, 2])
+def test_slow_steps_of_a_batch_that_goes_slow_as_a_whole(max_batch):
+    observer = RecordingObserver()
+    options = {"engine": EngineOptions(synchronized=True), "max_batch": max_batch}
+    result = run("qwen3", ROWS, LIMITS, observers=[observer], **options)
+    steps = [event for event in observer.steps if event.step]
+    for batch_step in {event.batch_step for event in steps}:
+        assert len({event.slow for event in steps if event.batch_step == batch_step}) == 1
+    reasons = [event.reason for event in steps if event.slow]
+    assert reasons.count("batch") > 0
+    for batch_step in {event.batch_step for event in steps if event.slow}:
+        together = {event.reason for event in steps if event.batch_step == batch_step}
+        assert together & {"trigger", "t_max"}
+    apart = run("qwen3", ROWS, LIMITS, max_batch=max_batch)
+    assert sum(r.slow_steps for r in result.report.requests) > sum(
+        r.slow_steps for r in apart.report.requests
+    )
+
+
+@pytest.mark.parametrize("max_batch", [None, 3])
+def test_with_room_for_everything_a_synchronized_batch_is_full_attention(max_batch):
+    options = {"config": SMALL.replace(budget=200), "engine": EngineOptions(synchronized=True)}
+    result = run("gpt-oss", ROWS, LIMITS, max_batch=max_batch, **options)
+    assert tokens(result) == [request.token_ids for request in alone("gpt-oss", "full-kv")]
+    assert any(request.fast_steps for request in result.report.requests)

@@ -1,0 +1,83 @@
+"""A cache full of random keys stands in for a long prompt."""
+
+import pytest
+import torch
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+from sfi_core import SfiConfig, slow_fast
+from sfi_core.errors import ConfigError
+from sfi_core.generation.synthetic import BLOCK, SyntheticPrompt
+from sfi_core.hosts.transformers.decoder import HostedModel
+
+CONFIG = SfiConfig(slow_start=1, span=0, trigger_policy="stride", stride=3, budget=16, recent=8)
+
+
+def decode(model, prompt, config=CONFIG, steps=6, **options):
+    """Return each step's logits, [steps, B, V], and the report."""
+    batch, longest = len(prompt.contexts), max(prompt.contexts)
+    ids_BT = torch.zeros(batch, longest, dtype=torch.long)
+    padding = [longest - context for context in prompt.contexts]
+    mask_BT = (torch.arange(longest) >= torch.tensor(padding)[:, None]).long()
+    with torch.no_grad(), slow_fast(model, None, config, **options) as session:
+        hosted = HostedModel(model, session, ids_BT, mask_BT, prompt.capacity, frozenset())
+        hosted.shared = prompt
+        hosted.prefill()
+        hosted.record([1] * batch)
+        found = []
+        for step in range(steps):
+            found.append(hosted.step([step + 1] * batch))
+            hosted.record([step + 2] * batch)
+        return torch.stack(found), session.report
+
+
+def test_decoding_goes_on_from_a_synthetic_cache(tiny_model):
+    _, report = decode(tiny_model, SyntheticPrompt([200], 210))
+    request = report.requests[0]
+    assert request.slow_at == [0, 3, 6]
+    assert report.paths["torch.sparse_attention"] == 4 * 2
+    assert 0.1 < request.read_ratio < 0.5
+
+
+def test_a_request_of_a_ragged_batch_decodes_as_it_does_alone(tiny_model):
+    contexts = [200, BLOCK + 77, 90]
+    together, _ = decode(tiny_model, SyntheticPrompt(contexts, BLOCK + 90, seed=5))
+    for row, context in enumerate(contexts):
+        alone, _ = decode(tiny_model, SyntheticPrompt([context], context + 10, seed=5, rows=[row]))
+        torch.testing.assert_close(together[:, row], alone[:, 0])
+    assert not torch.allclose(together[:, 0], together[:, 2])
+
+
+def test_runs_that_share_the_pages_start_from_the_same_state(tiny_model):
+    prompt = SyntheticPrompt([150, 60], 170)
+    first, _ = decode(tiny_model, prompt)
+    pages = prompt.cache
+    dense, _ = decode(tiny_model, prompt, policy="full-kv")
+    again, _ = decode(tiny_model, prompt)
+    assert prompt.cache is pages
+    torch.testing.assert_close(first, again, rtol=0, atol=0)
+    assert not torch.allclose(first, dense)
+    fresh, _ = decode(tiny_model, SyntheticPrompt([150, 60], 170), policy="full-kv")
+    torch.testing.assert_close(dense, fresh, rtol=0, atol=0)
+
+
+def test_sliding_windows_are_filled_as_if_the_context_had_been_read():
+    config = Gemma3TextConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, head_dim=8,
+        num_attention_heads=4, num_key_value_heads=2, sliding_window=16,
+        layer_types=["sliding_attention", "full_attention"],
+    )  # fmt: skip
+    model = Gemma3ForCausalLM(config).eval()
+    prompt = SyntheticPrompt([100, 40], 110)
+    together, _ = decode(model, prompt)
+    alone, _ = decode(model, SyntheticPrompt([100], 110))
+    torch.testing.assert_close(together[:, 0], alone[:, 0])
+
+
+def test_a_policy_that_looks_at_the_whole_prompt_is_refused(tiny_model):
+    with pytest.raises(ConfigError, match="policy h2o looks at every query"):
+        decode(tiny_model, SyntheticPrompt([64], 80), policy="h2o")
+
+
+def test_requests_of_one_length_hold_different_keys(tiny_model):
+    together, _ = decode(tiny_model, SyntheticPrompt([100, 100], 110))
+    assert not torch.allclose(together[:, 0], together[:, 1])

@@ -1,0 +1,221 @@
+"""The contract with transformers, over the architectures of `tests/architectures.py` (DESIGN.md, 7)."""
+
+from functools import cache
+
+import pytest
+import torch
+
+from sfi_core.errors import UnsupportedModelError
+from sfi_core.generation.generate import generate
+from sfi_core.hosts.transformers.slow_fast import slow_fast
+from sfi_core.settings.config import SfiConfig
+from tests.architectures import BY_LABEL, PAGE, REFUSED, WORKS, padded, page, prompts, tiny
+
+pytestmark = pytest.mark.seam
+
+WORKING = [architecture.label for architecture in WORKS]
+HANDFUL = ["qwen3", "gemma-2", "gpt-oss", "deepseek-v3", "llama"]
+LENGTHS = {1: (37,), 2: (9, 37), 3: (24, 37, 9), 4: (37, 9, 16, 24)}
+STEPS = 12
+BOUNDARIES = tuple(range(0, 300, 6))
+WHOLE = SfiConfig(
+    slow_start=1,
+    span=0,
+    sink=4,
+    recent=6,
+    budget=1000,
+    t_max=4,
+    window_prefill=8,
+    trigger_token_ids=BOUNDARIES,
+)
+SMALL = WHOLE.replace(sink=2, budget=5)
+EVERY_STEP = {
+    "policy always": WHOLE.replace(budget=1, trigger_policy="always"),
+    "t_max 0": WHOLE.replace(budget=1, t_max=0, trigger_token_ids=()),
+    "whole vocabulary": WHOLE.replace(
+        budget=1, trigger_delay=0, trigger_token_ids=tuple(range(300))
+    ),
+}
+
+
+def complete(model, rows, **options):
+    """Run transformers' own `generate`; return the new tokens of each row."""
+    greedy = {"do_sample": False, "max_new_tokens": STEPS}
+    batch = padded(rows)
+    output = model.generate(**batch, **{**greedy, **options})
+    return output[:, batch["input_ids"].shape[1] :].tolist()
+
+
+@cache
+def reference(label, batch):
+    """Full attention's greedy tokens, and the smallest lead of a token over the next best."""
+    rows = padded(prompts(*LENGTHS[batch]))
+    output = tiny(label).generate(
+        **rows, max_new_tokens=STEPS, do_sample=False, output_logits=True,
+        return_dict_in_generate=True,
+    )  # fmt: skip
+    best = torch.stack(output.logits).topk(2).values
+    tokens = output.sequences[:, rows["input_ids"].shape[1] :].tolist()
+    return tokens, (best[..., 0] - best[..., 1]).min().item()
+
+
+def under_sfi(label, rows, config, *, policy="sfi", page_size=None, **options):
+    model = tiny(label)
+    with slow_fast(model, None, config, policy=policy, page_size=page_size) as session:
+        tokens = complete(model, rows, **options)
+    return tokens, session.report
+
+
+def own_loop(label, rows, config, **options):
+    """Run `sfi_core.generate`; return the tokens of each request."""
+    result = generate(
+        tiny(label), None, rows, config, stop_token_ids=(), **{"max_new_tokens": STEPS, **options}
+    )
+    return [request.token_ids for request in result.report.requests], result.report
+
+
+@pytest.mark.parametrize("batch", LENGTHS)
+@pytest.mark.parametrize("label", WORKING)
+def test_reference_tokens_vary_and_none_is_nearly_tied(label, batch):
+    """Otherwise the tests below could pass, or fail, for no reason."""
+    tokens, lead = reference(label, batch)
+    assert lead > 1e-4
+    assert len({token for row in tokens for token in row}) > STEPS // 2
+
+
+@pytest.mark.parametrize("batch", LENGTHS)
+@pytest.mark.parametrize("label", WORKING)
+def test_anchored_budget_over_all_positions_gives_full_attentions_tokens(label, batch):
+    rows = prompts(*LENGTHS[batch])
+    tokens, report = under_sfi(label, rows, WHOLE)
+    assert tokens == reference(label, batch)[0] == [r.token_ids for r in report.requests]
+    assert [r.prompt_tokens for r in report.requests] == [len(row) for row in rows]
+    assert all(r.slow_steps > 1 and r.fast_steps > 0 for r in report.requests)
+    assert report.paths["torch.sparse_attention"] > 0
+
+
+@pytest.mark.parametrize("rule", EVERY_STEP)
+@pytest.mark.parametrize("label", WORKING)
+def test_slow_step_every_time_gives_full_attentions_tokens(label, rule):
+    tokens, report = under_sfi(label, prompts(*LENGTHS[3]), EVERY_STEP[rule])
+    assert tokens == reference(label, 3)[0]
+    assert "torch.sparse_attention" not in report.paths
+    assert [r.fast_steps for r in report.requests] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("label", WORKING)
+def test_full_kv_gives_full_attentions_tokens(label):
+    tokens, report = under_sfi(label, prompts(*LENGTHS[3]), SMALL, policy="full-kv")
+    assert tokens == reference(label, 3)[0]
+    assert [r.read_ratio for r in report.requests] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("label", WORKING)
+def test_small_budget_reads_less_and_moves_the_logits(label):
+    """So that the other tests with a small budget compare sparse runs."""
+    batch = padded(prompts(37))
+    options = {"output_logits": True, "return_dict_in_generate": True, "max_new_tokens": 2}
+    dense = tiny(label).generate(**batch, **options).logits[1]
+    with slow_fast(tiny(label), None, SMALL) as session:
+        sparse = tiny(label).generate(**batch, **options).logits[1]
+    assert session.report.requests[0].read_ratio < 0.5
+    assert (dense - sparse).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("label", HANDFUL)
+def test_own_loop_equals_transformers_generate_when_greedy(label):
+    rows = prompts(*LENGTHS[4])
+    assert own_loop(label, rows, SMALL)[0] == under_sfi(label, rows, SMALL)[0]
+
+
+@pytest.mark.parametrize("label", HANDFUL)
+def test_own_loop_reports_the_slow_steps_that_transformers_generate_has(label):
+    rows = prompts(*LENGTHS[4])
+    ours, theirs = own_loop(label, rows, SMALL)[1], under_sfi(label, rows, SMALL)[1]
+    assert ours.requests == theirs.requests
+    assert ours.paths == theirs.paths
+
+
+@pytest.mark.parametrize("label", HANDFUL)
+def test_row_in_a_ragged_batch_equals_the_row_alone(label):
+    rows = prompts(*LENGTHS[4])
+    _, together = own_loop(label, rows, SMALL)
+    alone = [own_loop(label, [row], SMALL)[1].requests[0] for row in rows]
+    assert together.requests == alone
+
+
+@pytest.mark.parametrize("chunk", [5, 12, 16, 64])
+@pytest.mark.parametrize("label", HANDFUL)
+def test_prompt_in_pieces_gives_the_tokens_of_one_piece(label, chunk):
+    """With 37 tokens and a window of 8 queries the last piece is 2, 1, 5 or 37 tokens long."""
+    rows = prompts(*LENGTHS[3])
+    whole, pieces = (
+        own_loop(label, rows, SMALL)[1],
+        own_loop(label, rows, SMALL, prefill_chunk=chunk)[1],
+    )
+    assert pieces.requests == whole.requests
+
+
+@pytest.mark.parametrize("chunk", [5, 12, 16])
+@pytest.mark.parametrize("label", HANDFUL)
+def test_transformers_prefill_chunks_give_the_tokens_of_one_piece(label, chunk):
+    rows = prompts(*LENGTHS[3])
+    _, whole = under_sfi(label, rows, SMALL)
+    _, pieces = under_sfi(label, rows, SMALL, prefill_chunk_size=chunk)
+    assert pieces.requests == whole.requests
+
+
+@pytest.mark.parametrize("label", HANDFUL)
+def test_paged_cache_gives_the_tokens_of_one_page(label):
+    rows = prompts(*LENGTHS[4])
+    one, paged = own_loop(label, rows, SMALL)[1], own_loop(label, rows, SMALL, page_size=16)[1]
+    assert paged.requests == one.requests
+
+
+def traces_of_sfi(model):
+    """List what `slow_fast` puts on a model."""
+    modules = [name for name, module in model.named_modules() if hasattr(module, "sfi_seam")]
+    hooks = [*model._forward_pre_hooks, *model._forward_hooks]  # noqa: SLF001
+    own = ["generate"] if "generate" in model.__dict__ else []
+    return model.config._attn_implementation, [*modules, *hooks, *own]  # noqa: SLF001
+
+
+@pytest.mark.parametrize("label", HANDFUL)
+def test_model_is_restored_on_exit(label):
+    model = tiny(label)
+    with slow_fast(model, None, SMALL):
+        name, left = traces_of_sfi(model)
+        assert (name, len(left) > 3) == ("sfi", True)
+        complete(model, prompts(*LENGTHS[2]))
+    assert traces_of_sfi(model) == ("eager" if BY_LABEL[label].eager else "sdpa", [])
+    assert complete(model, prompts(*LENGTHS[2])) == reference(label, 2)[0]
+
+
+@pytest.mark.parametrize("label", HANDFUL)
+def test_model_is_restored_after_an_exception(label):
+    model = tiny(label)
+    before = traces_of_sfi(model)
+
+    def break_the_second_layer(module, args):
+        raise ZeroDivisionError
+
+    hook = model.model.layers[1].register_forward_pre_hook(break_the_second_layer)
+    with hook, pytest.raises(ZeroDivisionError), slow_fast(model, None, SMALL):
+        complete(model, prompts(9))
+    assert traces_of_sfi(model) == before
+    assert complete(model, prompts(*LENGTHS[2])) == reference(label, 2)[0]
+
+
+@pytest.mark.parametrize("architecture", REFUSED, ids=lambda a: a.label)
+def test_architecture_is_refused_with_its_name_and_the_reason(architecture):
+    model = architecture.build()
+    before = traces_of_sfi(model)
+    with pytest.raises(UnsupportedModelError) as refusal, slow_fast(model, None, SMALL):
+        pass
+    assert str(refusal.value) == architecture.refusal
+    assert traces_of_sfi(model) == before
+
+
+def test_page_lists_the_architectures():
+    """`python tests/architectures.py --write` writes it anew."""
+    assert PAGE.read_text(encoding="utf-8") == page()

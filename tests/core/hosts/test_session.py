@@ -1,0 +1,435 @@
+"""`slow_fast`: what transformers' own `generate` may be asked under it, and what it refuses."""
+
+from threading import Thread
+
+import pytest
+import torch
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    LogitsProcessor,
+    StoppingCriteria,
+    TextIteratorStreamer,
+)
+
+from sfi_core.bundled.tokenizer import build_tokenizer
+from sfi_core.errors import BackendError, ConfigError, InputError, UnsupportedModelError
+from sfi_core.hosts.transformers.attention import sfi_attention
+from sfi_core.hosts.transformers.slow_fast import slow_fast
+from sfi_core.settings.config import SfiConfig
+from sfi_core.triggers.trigger_set import build_trigger_set
+from tests.architectures import padded, prompts, tiny
+
+pytestmark = pytest.mark.seam
+
+STEPS = 10
+SMALL = SfiConfig(
+    slow_start=1,
+    span=0,
+    sink=2,
+    recent=6,
+    budget=5,
+    t_max=4,
+    window_prefill=8,
+    trigger_token_ids=tuple(range(0, 300, 6)),
+)
+ROWS = prompts(37, 9, 24)
+
+
+@pytest.fixture
+def model():
+    return tiny("qwen3")
+
+
+def complete(model, rows=ROWS, **options):
+    """Run `model.generate`; return the new tokens of each row."""
+    batch = padded(rows)
+    output = model.generate(**batch, **{"max_new_tokens": STEPS, **options})
+    return output[:, batch["input_ids"].shape[1] :].tolist()
+
+
+@pytest.fixture
+def expected(model):
+    with slow_fast(model, None, SMALL):
+        return complete(model)
+
+
+class Numbers:
+    """A tokenizer for streamers: a token's text is its number."""
+
+    def decode(self, token_ids, **options):
+        return "".join(f"{token} " for token in token_ids)
+
+
+class StopAfter(StoppingCriteria):
+    def __init__(self, length):
+        self.length = length
+
+    def __call__(self, input_ids, scores, **options):
+        return torch.full((len(input_ids),), input_ids.shape[1] >= self.length)
+
+
+class Only(LogitsProcessor):
+    """Allow some tokens."""
+
+    def __init__(self, tokens):
+        self.tokens = tokens
+
+    def __call__(self, input_ids, scores):
+        allowed = torch.zeros_like(scores, dtype=torch.bool)
+        allowed[:, self.tokens] = True
+        return scores.masked_fill(~allowed, -torch.inf)
+
+
+MODES = {
+    "num_beams": (2, "beam search does not run under sfi, got num_beams=2"),
+    "assistant_model": (
+        torch.nn.Identity(),
+        "assisted decoding does not run under sfi, got assistant_model=Identity",
+    ),
+    "prompt_lookup_num_tokens": (
+        1,
+        "prompt-lookup decoding does not run under sfi, got prompt_lookup_num_tokens=1",
+    ),
+    "penalty_alpha": (1.0, "contrastive search does not run under sfi, got penalty_alpha=1.0"),
+    "dola_layers": ("low", "DoLa decoding does not run under sfi, got dola_layers='low'"),
+    "guidance_scale": (
+        1.5,
+        "classifier-free guidance does not run under sfi, got guidance_scale=1.5",
+    ),
+    "cache_implementation": (
+        "static",
+        "another cache does not run under sfi, got cache_implementation='static'",
+    ),
+    "custom_generate": (
+        "user/repo",
+        "a custom generate does not run under sfi, got custom_generate='user/repo'",
+    ),
+    "use_cache": (False, "use_cache must be true under sfi, got False"),
+    "output_attentions": (
+        True,
+        "reading attention weights does not run under sfi, got output_attentions=True",
+    ),
+    "past_key_values": (
+        DynamicCache(),
+        "past_key_values must be an sfi cache, got DynamicCache",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_generation_mode_is_refused_in_one_line(model, name):
+    value, message = MODES[name]
+    with slow_fast(model, None, SMALL), pytest.raises(ConfigError) as refusal:
+        complete(model, **{name: value})
+    assert str(refusal.value) == message
+
+
+def test_mode_in_a_generation_config_is_refused(model):
+    with slow_fast(model, None, SMALL), pytest.raises(ConfigError, match="got num_beams=2"):
+        complete(model, generation_config=GenerationConfig(num_beams=2))
+
+
+def test_mode_in_the_models_own_generation_config_is_refused(model, monkeypatch):
+    monkeypatch.setattr(model.generation_config, "num_beams", 2)
+    with slow_fast(model, None, SMALL), pytest.raises(ConfigError, match="got num_beams=2"):
+        complete(model)
+
+
+def test_hybrid_cache_that_older_checkpoints_ask_for_is_dropped_as_transformers_does(
+    model, expected, monkeypatch
+):
+    """Gemma 2's generation config on the hub names it."""
+    monkeypatch.setattr(model.generation_config, "cache_implementation", "hybrid")
+    with slow_fast(model, None, SMALL):
+        assert complete(model) == expected
+
+
+def test_padding_on_the_right_is_refused(model):
+    batch = padded(ROWS)
+    mask = batch["attention_mask"].flip(1)
+    with slow_fast(model, None, SMALL), pytest.raises(ConfigError, match="must pad on the left"):
+        model.generate(batch["input_ids"].flip(1), attention_mask=mask, max_new_tokens=2)
+
+
+def test_padding_inside_a_prompt_is_refused(model):
+    mask = torch.ones(1, 9, dtype=torch.long)
+    mask[0, 4] = 0
+    with slow_fast(model, None, SMALL), pytest.raises(ConfigError, match="got padding inside"):
+        model.generate(torch.ones(1, 9).long(), attention_mask=mask, max_new_tokens=2)
+
+
+def test_row_of_nothing_but_padding_is_refused(model):
+    batch = padded(ROWS)
+    batch["attention_mask"][1] = 0  # transformers only warns
+    with slow_fast(model, None, SMALL), pytest.raises(InputError) as refusal:
+        model.generate(**batch, max_new_tokens=2)
+    assert str(refusal.value) == "prompt 1 must have at least one token, got none"
+
+
+def test_mask_of_four_dimensions_is_refused(model):
+    with slow_fast(model, None, SMALL) as session, pytest.raises(ConfigError, match="two-dimens"):
+        model(
+            input_ids=torch.ones(1, 4).long(),
+            attention_mask=torch.ones(1, 1, 4, 4),
+            past_key_values=session.cache(),
+        )
+
+
+def test_nested_use_on_one_model_is_refused_and_leaves_the_outer_one_working(model, expected):
+    with slow_fast(model, None, SMALL):
+        with pytest.raises(ConfigError, match="must not be nested"), slow_fast(model, None, SMALL):
+            pass
+        assert complete(model) == expected
+
+
+@pytest.mark.parametrize(
+    ("backend", "error", "message"),
+    [("cuda", ConfigError, "unknown backend 'cuda'"), ("triton", BackendError, "need a CUDA dev")],
+)
+def test_backend_that_is_unknown_or_missing_is_refused(model, backend, error, message, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    refused = slow_fast(model, None, SMALL, backend=backend)
+    with pytest.raises(error, match=message), refused:
+        pass
+
+
+def test_unknown_policy_is_refused(model):
+    with pytest.raises(ConfigError, match="unknown policy 'sfy'"):
+        slow_fast(model, None, SMALL, policy="sfy").__enter__()
+
+
+def test_a_dense_layer_that_the_model_does_not_have_is_refused(model):
+    with pytest.raises(ConfigError) as caught:
+        slow_fast(model, None, SMALL.replace(dense_layers=(0, 99))).__enter__()
+    layers = list(range(model.config.num_hidden_layers))
+    assert str(caught.value) == (
+        f"dense_layers must be among the full-attention layers {layers}, got [99]"
+    )
+
+
+def test_attention_argument_that_sfi_does_not_know_is_refused_by_name(model):
+    query = torch.zeros(1, 4, 1, 16)
+    with pytest.raises(UnsupportedModelError) as refusal:
+        sfi_attention(
+            model.model.layers[0].self_attn, query, query, query, None, position_bias=query
+        )
+    assert str(refusal.value) == (
+        "Qwen3Attention passes attention arguments that sfi does not know: ['position_bias']"
+    )
+
+
+def test_attention_argument_that_is_none_is_no_argument(model):
+    attention, query = model.model.layers[0].self_attn, torch.zeros(1, 4, 1, 16)
+    out, weights = sfi_attention(attention, query, query, query, None, position_bias=None)
+    assert (out.shape, weights) == ((1, 1, 4, 16), None)
+
+
+def test_attention_in_both_directions_is_refused(model):
+    attention, query = model.model.layers[0].self_attn, torch.zeros(1, 4, 1, 16)
+    with pytest.raises(UnsupportedModelError, match="attends in both directions"):
+        sfi_attention(attention, query, query, query, None, is_causal=False)
+
+
+def test_layer_that_does_not_route_is_refused_at_once(model, monkeypatch):
+    """A model may look as if it routed, and still have a layer of its own."""
+    layer = model.model.layers[1].self_attn
+
+    def attend_alone(hidden_states, past_key_values, **options):
+        key = torch.zeros(len(hidden_states), 2, hidden_states.shape[1], 16)
+        past_key_values.update(key, key, layer.layer_idx)
+        return hidden_states, None
+
+    monkeypatch.setattr(layer, "forward", attend_alone)
+    with slow_fast(model, None, SMALL), pytest.raises(UnsupportedModelError) as refusal:
+        complete(model, max_new_tokens=1)
+    assert str(refusal.value) == (
+        "layers [1] do not attend through transformers' attention interface; "
+        "sfi would not act on them"
+    )
+
+
+def test_layer_that_does_not_update_its_cache_is_refused(model, monkeypatch):
+    monkeypatch.setattr(
+        "sfi_core.hosts.transformers.attention.SfiLayer.update",
+        lambda self, key, value, *rest: (key, value),
+    )
+    with (
+        slow_fast(model, None, SMALL),
+        pytest.raises(UnsupportedModelError, match="layer 0 attends without updating its cache"),
+    ):
+        complete(model)
+
+
+def test_generate_taken_before_the_session_is_refused_and_does_not_run_densely(model):
+    taken = model.generate
+    with slow_fast(model, None, SMALL), pytest.raises(ConfigError, match="got DynamicCache"):
+        taken(torch.ones(1, 9).long(), max_new_tokens=3)
+
+
+def test_forward_pass_without_a_cache_stays_full_attention(model):
+    batch = padded(ROWS)
+    dense = model(**batch, use_cache=False).logits
+    with slow_fast(model, None, SMALL) as session:
+        inside = model(**batch, use_cache=False).logits
+    real = batch["attention_mask"].bool()
+    torch.testing.assert_close(inside[real], dense[real])
+    assert session.report is None
+
+
+def test_cache_of_an_ended_session_is_refused(model):
+    with slow_fast(model, None, SMALL) as session:
+        cache = session.cache()
+        model(input_ids=torch.ones(1, 9).long(), past_key_values=cache)
+    with pytest.raises(UnsupportedModelError, match=r"works inside slow_fast\(\.\.\.\) only"):
+        model(input_ids=torch.ones(1, 1).long(), past_key_values=cache)
+
+
+def test_cache_with_tokens_is_refused_by_generate(model):
+    with slow_fast(model, None, SMALL) as session:
+        cache = session.cache()
+        complete(model, past_key_values=cache)
+        with pytest.raises(ConfigError, match="must be fresh, got one with 46 tokens"):
+            complete(model, past_key_values=cache)
+
+
+def test_streamer_gets_the_tokens_of_a_run_without_one(model):
+    with slow_fast(model, None, SMALL):
+        plain = complete(model, ROWS[:1])
+        streamer = TextIteratorStreamer(Numbers(), skip_prompt=True)
+        thread = Thread(target=complete, args=(model, ROWS[:1]), kwargs={"streamer": streamer})
+        thread.start()
+        text = "".join(streamer)
+        thread.join()
+    assert [int(number) for number in text.split()] == plain[0]
+
+
+def test_stopping_criterion_ends_the_run(model, expected):
+    with slow_fast(model, None, SMALL) as session:
+        tokens = complete(model, stopping_criteria=[StopAfter(37 + 4)])
+    assert tokens == [row[:4] for row in expected]
+    assert [request.token_ids for request in session.report.requests] == tokens
+
+
+def test_logits_processor_decides_what_is_picked_and_what_triggers(model):
+    config = SMALL.replace(trigger_token_ids=(11,), trigger_delay=0, t_max=90)
+    with slow_fast(model, None, config) as session:
+        tokens = complete(model, logits_processor=[Only([11, 12, 13])])
+    for row, request in zip(tokens, session.report.requests, strict=True):
+        assert set(row) <= {11, 12, 13}
+        assert request.slow_at == [0, *(t + 1 for t, token in enumerate(row[:-1]) if token == 11)]
+    assert any(11 in row for row in tokens)
+
+
+def test_several_return_sequences_are_requests_of_their_own(model):
+    with slow_fast(model, None, SMALL) as session:
+        tokens = complete(model, ROWS[:2], do_sample=True, num_return_sequences=2)
+    requests = session.report.requests
+    assert [request.prompt_tokens for request in requests] == [37, 37, 9, 9]
+    assert [request.token_ids for request in requests] == tokens
+    assert tokens[0] != tokens[1]
+
+
+def test_row_that_stops_early_is_left_out_of_the_report(model, expected):
+    stop = expected[1][3]
+    with slow_fast(model, None, SMALL) as session:
+        complete(model, eos_token_id=stop, pad_token_id=0)
+    [request] = [r for r in session.report.requests if r.prompt_tokens == 9]
+    assert request.token_ids == expected[1][: expected[1].index(stop) + 1]
+    assert request.finish_reason == "stop"
+
+
+def test_stop_token_of_the_models_generation_config_counts_beside_a_config_of_ones_own(
+    model, expected, monkeypatch
+):
+    """transformers fills what the given config leaves out from the model's."""
+    monkeypatch.setattr(model.generation_config, "eos_token_id", expected[1][3])
+    with slow_fast(model, None, SMALL) as session:
+        model.generate(**padded(ROWS), generation_config=GenerationConfig(max_new_tokens=STEPS))
+    assert session.report.requests[1].finish_reason == "stop"
+
+
+def test_later_prompt_token_does_not_change_earlier_logits(model):
+    ids = torch.tensor(prompts(24))
+    changed = ids.clone()
+    changed[0, 20] += 1
+    with slow_fast(model, None, SMALL) as session:
+        one, other = (
+            model(input_ids=i, past_key_values=session.cache()).logits[0] for i in (ids, changed)
+        )
+    assert torch.equal(one[:20], other[:20])
+    assert not torch.equal(one[20:], other[20:])
+
+
+@pytest.mark.parametrize("label", ["qwen3", "gemma-2", "gpt-oss"])
+def test_content_of_the_padding_does_not_matter(label):
+    model, batch = tiny(label), padded(ROWS)
+    other = torch.where(batch["attention_mask"] == 1, batch["input_ids"], 77)
+    with slow_fast(model, None, SMALL):
+        first = model.generate(**batch, max_new_tokens=STEPS)
+        second = model.generate(other, attention_mask=batch["attention_mask"], max_new_tokens=STEPS)
+    assert torch.equal(first[:, 37:], second[:, 37:])
+
+
+def test_runs_of_one_session_do_not_know_of_each_other(model, expected):
+    with slow_fast(model, None, SMALL) as session:
+        complete(model, prompts(30), max_new_tokens=3)
+        assert complete(model) == expected
+        first = session.report
+        assert complete(model) == expected
+        assert session.report.requests == first.requests
+        assert session.report is not first
+
+
+def test_sessions_after_each_other_do_not_know_of_each_other(model, expected):
+    with slow_fast(model, None, SMALL.replace(budget=1, sink=0)):
+        assert complete(model) != expected
+    with slow_fast(model, None, SMALL):
+        assert complete(model) == expected
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_loop_of_ones_own_around_the_model_equals_generate(model, expected, grad):
+    batch = padded(ROWS)
+    mask, ids = batch["attention_mask"], batch["input_ids"]
+    tokens = []
+    with slow_fast(model, None, SMALL) as session, torch.set_grad_enabled(grad):
+        cache = session.cache()
+        for _ in range(STEPS):
+            positions = (mask.cumsum(1) - 1).clamp_min(0)[:, -ids.shape[1] :]
+            logits = model(
+                input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache
+            ).logits
+            ids = logits[:, -1:].argmax(-1)
+            tokens.append(ids)
+            mask = torch.nn.functional.pad(mask, (0, 1), value=1)
+        session.run.record(ids[:, 0].tolist())
+    assert torch.cat(tokens, 1).tolist() == expected
+    assert [request.token_ids for request in session.report.requests] == expected
+
+
+def test_loop_that_passes_its_cache_by_position_is_refused_and_does_not_run_densely(model):
+    ids = torch.ones(1, 9).long()
+    with slow_fast(model, None, SMALL) as session, pytest.raises(UnsupportedModelError):
+        model(ids, None, None, session.cache())
+
+
+def test_trigger_strings_without_a_tokenizer_are_refused(model):
+    with pytest.raises(ConfigError, match="triggers need a tokenizer, got none"):
+        slow_fast(model, None, SfiConfig()).__enter__()
+
+
+def test_trigger_strings_become_the_tokenizers_ids(model):
+    tokenizer = build_tokenizer(512)
+    with slow_fast(model, tokenizer, SfiConfig()) as session:
+        expected = build_trigger_set(tokenizer, SfiConfig().triggers).sorted_token_ids
+        assert session.trigger_token_ids == expected != ()
+
+
+@pytest.mark.parametrize("policy", ["t-max", "stride", "never", "always"])
+def test_other_trigger_policies_need_no_tokenizer(model, policy):
+    config = SfiConfig(trigger_policy=policy, t_max=3, stride=4, slow_start=1)
+    with slow_fast(model, None, config) as session:
+        complete(model, ROWS[:1])
+    slow = {"t-max": [0, 4, 8], "stride": [0, 4, 8], "never": [0], "always": list(range(STEPS))}
+    assert session.report.requests[0].slow_at == slow[policy]

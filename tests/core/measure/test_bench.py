@@ -1,0 +1,401 @@
+"""The decoding benchmark: what it forces, in which order it runs, and what its rows say."""
+
+import dataclasses
+import statistics
+from fractions import Fraction
+
+import pytest
+import torch
+
+from sfi_core.errors import BackendError, ConfigError, MemoryForecastError
+from sfi_core.measure.bench import bench, fits
+from sfi_core.measure.bench.bench import run_bench
+from sfi_core.measure.bench.ours import run_ours
+from sfi_core.measure.bench.prompts import Prompts
+from sfi_core.measure.bench.rows import point_rows, step_bytes
+from sfi_core.measure.bench.samples import Sample, StepRead, percentile
+from sfi_core.measure.bench.settings import BASELINES, BenchSettings, Point, Variant
+from sfi_core.measure.bench.streams import slow_steps, stream
+from sfi_core.measure.bench.theirs import run_theirs
+from sfi_core.measure.kernel_bench import timing
+from sfi_core.models.byte_model import ByteModel
+from sfi_core.settings.config import SfiConfig
+from sfi_core.settings.engine import EngineOptions
+
+SMALL = SfiConfig(budget=32, recent=16, sink=2)
+
+
+@pytest.fixture(autouse=True)
+def _small_buffers(monkeypatch):
+    monkeypatch.setattr(timing, "FLUSH_BYTES", 1 << 16)
+    monkeypatch.setattr(timing, "COPY_BYTES", {"cpu": 1 << 16})
+
+
+def settings(**changes) -> BenchSettings:
+    small = {
+        "contexts": (128,), "batches": (2,), "steps": 10, "warm_up": 4, "repeats": 2, "config": SMALL,
+        "slow_rate": Fraction(1, 5),
+    }  # fmt: skip
+    return BenchSettings(**{**small, **changes})
+
+
+def ours(model, asked, *, policy="sfi", engine=None, batch=2, on_step=lambda _: None):
+    point = Point(asked.contexts[0], batch, asked.ragged)
+    vocabulary = model.config.vocab_size
+    prompts = Prompts.of(asked, point, vocabulary, model.device)
+    tokens = stream(asked, batch, vocabulary)
+    variant = Variant(policy, policy, engine or EngineOptions())
+    return run_ours(model, variant, point, asked, prompts, tokens, on_step)
+
+
+# which steps are slow
+
+
+@pytest.mark.parametrize(
+    ("rate", "row", "batch", "expected"),
+    [
+        (Fraction(1, 5), 0, 1, [0, 5, 10]),
+        (Fraction(1, 5), 1, 2, [2, 7, 12]),
+        (Fraction(1, 8), 3, 4, [6, 14]),
+        (Fraction(2, 5), 0, 1, [0, 2, 5, 7, 10, 12]),
+        (Fraction(0), 0, 1, []),
+        (Fraction(1), 1, 2, list(range(15))),
+    ],
+)
+def test_slow_steps_are_evenly_apart_and_staggered(rate, row, batch, expected):
+    assert slow_steps(rate, row, batch, 0, 15) == expected
+
+
+@pytest.mark.parametrize("rate", [Fraction(1, 20), Fraction(1, 8), Fraction(3, 7), Fraction(1, 64)])
+@pytest.mark.parametrize("batch", [1, 3, 8])
+def test_a_period_has_the_stated_number_of_slow_steps_for_every_request(rate, batch):
+    for row in range(batch):
+        assert len(slow_steps(rate, row, batch, 0, 3 * rate.denominator)) == 3 * rate.numerator
+
+
+@pytest.mark.parametrize("delay", [0, 1, 2])
+def test_the_forced_tokens_make_exactly_the_stated_steps_slow(tiny_model, delay):
+    asked = settings(steps=20, config=SMALL.replace(trigger_delay=delay, t_max=2, min_gap=9))
+    sample = ours(tiny_model, asked)
+    slow = [[t for t, read in enumerate(sample.measured) if read.slow_B[row]] for row in (0, 1)]
+    assert slow == [[0, 5, 10, 15], [2, 7, 12, 17]]
+    assert sample.slow_rate == 0.2
+    warm = [read.kind for read in sample.reads[:4]]
+    assert warm == [*["fast"] * delay, "slow", "mixed", "fast", "fast"][:4]
+
+
+def test_synchronized_steps_are_slow_for_all_as_soon_as_one_is(tiny_model):
+    sample = ours(tiny_model, settings(), engine=EngineOptions(synchronized=True))
+    assert [read.kind == "slow" for read in sample.measured] == [t % 5 in (0, 2) for t in range(10)]
+    assert sample.slow_rate == 0.4
+
+
+def test_the_tokens_of_a_text_decide_under_the_config(tiny_model):
+    text = tuple([7] * 5 + [9] + [7] * 6)
+    config = SMALL.replace(trigger_token_ids=(9,), trigger_delay=0, slow_start=1, t_max=100)
+    asked = settings(slow_rate=None, text_ids=text, config=config, steps=8, warm_up=0)
+    sample = ours(tiny_model, asked)
+    # request 1 begins in the middle of the text, where the trigger's successors are
+    assert [read.slow_B for read in sample.measured] == [
+        (t == 6, t - 1 + 6 == 12 + 5) for t in range(1, 9)
+    ]
+    tokens = stream(asked, 2, 96).token_SB
+    assert [step[0] for step in tokens] == list(text[:9])
+    assert [step[1] for step in tokens] == [*text[6:], *text[:3]]
+
+
+# runs
+
+
+def test_step_t_has_the_contexts_and_t_more_tokens(tiny_model):
+    asked = settings(contexts=(101,), ragged=True, steps=5)
+    sample = ours(tiny_model, asked, batch=3)
+    assert [read.length_B for read in sample.reads[:2]] == [(102, 77, 51), (103, 78, 52)]
+    prompts = Prompts.of(asked, Point(101, 3, ragged=True), 96, tiny_model.device)
+    theirs = run_theirs(
+        tiny_model, BASELINES[0], Point(101, 3, ragged=True), asked, prompts, lambda _: None
+    )
+    assert [read.length_B for read in theirs.reads] == [read.length_B for read in sample.reads]
+    assert len(theirs.at) == len(sample.at) == 1 + 4 + 5
+
+
+@pytest.mark.parametrize("name", BASELINES)
+def test_transformers_decodes_from_the_same_keys_as_ours(tiny_model, name, monkeypatch):
+    """Its caches are filled with what ours holds, so that full attention gives the same tokens."""
+    asked = settings(contexts=(1500,), steps=6, prefill=False)
+    point = Point(1500, 2)
+    prompts = Prompts.of(asked, point, 96, tiny_model.device)
+    seen = {}
+    update = tiny_model.generate
+
+    def generate(ids, **options):
+        seen["cache"] = options["past_key_values"]
+        return update(ids, **options)
+
+    monkeypatch.setattr(tiny_model, "generate", generate)
+    run_theirs(tiny_model, name, point, asked, prompts, lambda _: None)
+    monkeypatch.undo()
+    run_ours(
+        tiny_model, Variant("full-kv", "full-kv"), point, asked, prompts, stream(asked, 2, 96), lambda _: None
+    )  # fmt: skip
+    pages = prompts.made_up.cache.layers
+    for layer, held in enumerate(seen["cache"].layers):
+        torch.testing.assert_close(held.keys[:, :, :1499], pages[layer].key_PHND[:, :, :1499])
+        torch.testing.assert_close(held.values[:, :, :1499], pages[layer].value_PHNE[:, :, :1499])
+
+
+def test_transformers_meets_no_stop_token_and_keeps_its_settings(tiny_model):
+    asked = settings(steps=5)
+    prompts = Prompts.of(asked, Point(128, 2), 96, tiny_model.device)
+    own = tiny_model.generation_config
+    sample = run_theirs(tiny_model, BASELINES[0], Point(128, 2), asked, prompts, lambda _: None)
+    assert sample.steps == 5
+    assert tiny_model.generation_config is own
+
+
+def test_a_time_limit_ends_a_run_after_three_steps_or_a_whole_period(tiny_model):
+    asked = settings(steps=12, time_limit=1e-9)
+    assert ours(tiny_model, asked, policy="full-kv").steps == 3
+    triggered = ours(tiny_model, asked)
+    assert (triggered.steps, triggered.slow_rate) == (5, 0.2)
+    prompts = Prompts.of(asked, Point(128, 2), 96, tiny_model.device)
+    theirs = run_theirs(tiny_model, BASELINES[0], Point(128, 2), asked, prompts, lambda _: None)
+    # transformers asks whether to stop before it hands the step's tokens over
+    assert (theirs.steps, theirs.warm_up, len(theirs.at)) == (4, 1, 6)
+
+
+def test_a_prefill_is_read_where_it_is_asked_for(tiny_model):
+    rows = run_bench(tiny_model, settings(prefill=True, prefill_chunk=50, repeats=1)).rows
+    assert [row["policy"] for row in rows] == ["sfi", "full-kv", *BASELINES]
+    for row in rows:
+        assert row["prefill_seconds"] > 0
+        assert row["prefill_tokens_per_second"] == pytest.approx(256 / row["prefill_seconds"])
+    made_up = run_bench(tiny_model, settings(repeats=1, baselines=())).rows
+    assert {row["prefill_seconds"] for row in made_up} == {None}
+
+
+def test_all_variants_take_their_turn_in_every_repeat(tiny_model, monkeypatch):
+    order = []
+
+    def note(original, name_of):
+        def wrapped(*arguments):
+            order.append(name_of(arguments))
+            return original(*arguments)
+
+        return wrapped
+
+    monkeypatch.setattr(bench, "run_ours", note(bench.run_ours, lambda a: a[1].name))
+    monkeypatch.setattr(bench, "run_theirs", note(bench.run_theirs, lambda a: a[1]))
+    result = run_bench(tiny_model, settings(synchronized=True, steps=5))
+    turn = ["sfi", "sfi-synchronized", "full-kv", *BASELINES]
+    assert order == turn * 2
+    assert [row["policy"] for row in result.rows] == turn
+    assert {row["repeats"] for row in result.rows} == {2}
+    assert result.rows[1]["slow_rate"] == 2 * result.rows[0]["slow_rate"]
+
+
+# rows
+
+
+def sample(at, kinds, *, warm_up=1, batch=2):
+    slow = {"fast": (False, False), "mixed": (True, False), "slow": (True, True)}
+    reads = [StepRead(slow[kind], (100, 60), (40, 30), (20, 20)) for kind in ["fast", *kinds]]
+    return Sample(batch, warm_up, at=at, reads=reads)
+
+
+def byte_model(**changes):
+    return ByteModel(
+        **{"weight_bytes": 1000, "batch": 2, "row_bytes": 8, "heads": 2, "layers": 1} | changes
+    )
+
+
+def test_rows_can_be_recomputed_by_hand():
+    point, full, sfi = Point(100, 2), Variant("full-kv", "full-kv"), Variant("sfi", "sfi")
+    runs = {
+        sfi: [
+            sample([0, 5, 6, 7, 10], ["fast", "mixed", "slow"]),
+            sample([0, 1, 2, 3, 4], ["fast", "mixed", "slow"]),
+        ],
+        full: [sample([0, 2, 4, 6, 8], ["slow"] * 3)],
+        Variant(BASELINES[0]): [sample([0, 4, 8, 12, 16], ["slow"] * 3)],
+        Variant(BASELINES[1]): [sample([0, 3, 6, 9, 12], ["slow"] * 3)],
+    }
+    models = {variant.name: byte_model() for variant in runs}
+    rows = {row["policy"]: row for row in point_rows(point, runs, models, copy_gb_per_s=1e-6)}
+    row = rows["sfi"]
+    assert row["repeat_rates"] == [6 / 5, 6 / 3]
+    assert row["decode_tokens_per_second"] == 1.6
+    assert row["all_decode_tokens_per_second"] == statistics.median([8 / 10, 8 / 4])
+    assert (row["decode_tokens_per_second_q1"], row["decode_tokens_per_second_max"]) == (1.4, 2.0)
+    assert row["slow_rate"] == 0.5
+    assert (row["fast_steps"], row["mixed_steps"], row["slow_steps"]) == (2, 2, 2)
+    assert (row["slow_p50_ms"], row["fast_p99_ms"]) == (2000, 1000)
+    fast = [500 + 8 * 40, 500 + 8 * 30]
+    slow = [500 + 8 * n + 16 * 2 * n + 2 * 8 * 20 for n in (100, 60)]
+    needed = (sum(fast) + slow[0] + fast[1] + sum(slow)) / 3
+    assert row["bytes_per_step"] == round(needed)
+    assert row["dense_bytes_per_step"] == 1000 + 8 * 160
+    assert row["roofline_speedup"] == pytest.approx(2280 / needed)
+    assert row["roofline_tokens_per_second"] == pytest.approx(1e3 * 2 / needed)
+    assert row["gb_per_s"] == pytest.approx(needed * 0.8 / 1e9)
+    assert row["bandwidth_share"] == pytest.approx(row["gb_per_s"] / 1e-6)
+    assert row["speedup"] == 1.6 / 1.0
+    assert row["roofline_share"] == pytest.approx(1.6 / row["roofline_speedup"])
+    assert row["speedup_over_transformers"] == pytest.approx(1.6 / (2 / 3))
+    assert rows["full-kv"]["roofline_speedup"] == 1
+    assert rows["full-kv"]["bytes_per_step"] == 2280
+    assert rows[BASELINES[0]]["slow_rate"] is None
+
+
+def test_without_full_kv_and_transformers_there_is_nothing_to_compare_with():
+    runs = {Variant("sfi", "sfi"): [sample([0, 1, 2], ["fast"])]}
+    (row,) = point_rows(Point(100, 2), runs, {"sfi": byte_model()}, 1.0)
+    assert row["speedup"] is row["speedup_over_transformers"] is row["roofline_share"] is None
+    assert row["roofline_speedup"] > 1
+
+
+def test_a_slow_request_that_selects_nothing_reads_what_dense_attention_reads():
+    read = StepRead((True,), (100,), (40,), (20,))
+    model = byte_model(batch=1)
+    assert step_bytes(model, read, selects=False) == model.dense(100)
+    assert step_bytes(model, read, selects=True) == model.slow(100, 20)
+
+
+@pytest.mark.parametrize(
+    ("percent", "expected"), [(0, 1), (50, 2.5), (25, 1.75), (99, 3.97), (100, 4)]
+)
+def test_percentiles_lie_between_neighbors(percent, expected):
+    assert percentile([4, 1, 3, 2], percent) == pytest.approx(expected)
+
+
+def test_measured_bytes_are_the_byte_models(tiny_model):
+    """2 layers of 2 KV heads of 8 numbers in float32: 256 bytes a token."""
+    result = run_bench(tiny_model, settings(baselines=(), repeats=1, steps=5))
+    rows = {row["policy"]: row for row in result.rows}
+    weights = result.model["weight_bytes"]
+    lengths = [128 + t for t in range(5, 10)]
+    assert rows["full-kv"]["bytes_per_step"] == weights + 2 * 256 * statistics.fmean(lengths)
+    # budget 32, sink 2, recents of 16 that have grown since the last slow step; one slow step each in five
+    assert rows["sfi"]["slow_rate"] == 0.2
+    asked = settings(baselines=(), repeats=1, steps=5)
+    reads = ours(tiny_model, asked).measured
+    model = ByteModel.of({**result.model, "weight_bytes": weights}, batch=2)
+    mean = statistics.fmean(step_bytes(model, read, selects=True) for read in reads)
+    assert rows["sfi"]["bytes_per_step"] == round(mean)
+    assert {read.packed_B for read in reads} == {(34, 34)}
+    assert reads[0].read_B[0] == 34 + 16
+
+
+def test_the_document_is_plain_and_names_all_that_a_reader_needs(tiny_model):
+    document = run_bench(tiny_model, settings(repeats=1, contexts=(1100,))).document()
+    assert {"rows", "skipped", "machine", "versions", "settings", "notes", "date"} <= set(document)
+    assert document["settings"]["seed"] == 0
+    assert document["settings"]["slow_rate"] == "1/5"
+    assert document["machine"]["copy_gb_per_s"] > 0
+    assert any("exceed the model's 1,024 positions" in note for note in document["notes"])
+    for row in document["rows"]:
+        assert row["peak_memory_bytes"] > 0
+        assert row["forecast_memory_bytes"] > 0
+        assert row["steps"] == 10
+
+
+# what does not fit, and what is refused
+
+
+def test_what_does_not_fit_is_a_row_of_its_own_with_the_batch_that_fits(tiny_model, monkeypatch):
+    def needed(model, variant, point, *_):
+        return point.batch * (100 if variant.policy else 1000)
+
+    monkeypatch.setattr(fits, "needed_bytes", needed)
+    monkeypatch.setattr(fits, "free_bytes", lambda _: 5500)
+    result = run_bench(tiny_model, settings(batches=(2, 8), repeats=1, steps=5))
+    assert [(row["batch"], row["policy"]) for row in result.rows] == [
+        *((2, name) for name in ("sfi", "full-kv", *BASELINES)),
+        *((8, name) for name in ("sfi", "full-kv")),
+    ]
+    assert result.skipped == [
+        {
+            "policy": name, "context": 128, "batch": 8, "needed_bytes": 8000, "free_bytes": 5500,
+            "largest_batch": 5,
+        }
+        for name in BASELINES
+    ]  # fmt: skip
+
+
+def test_if_nothing_fits_that_is_an_error(tiny_model, monkeypatch):
+    monkeypatch.setattr(fits, "free_bytes", lambda _: 1000)
+    with pytest.raises(
+        MemoryForecastError, match=r"must fit 0\.00 GB of free memory.*batch 0 fits"
+    ):
+        run_bench(tiny_model, settings())
+
+
+def test_the_forecast_of_a_run_is_about_its_caches(tiny_model):
+    asked = settings(contexts=(1000,))
+    config = stream(asked, 2, 96).config
+    needs = {
+        variant.name: fits.needed_bytes(tiny_model, variant, Point(1000, 2), asked, config)
+        for variant in asked.variants()
+    }
+    pages = 256 * 1014 * 2
+    assert all(value > pages for value in needs.values())
+    assert needs["sfi"] > needs["full-kv"]
+    assert needs[BASELINES[1]] - needs[BASELINES[0]] == pages // 2 * 2 - pages // 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"policies": ("sfl",)}, "unknown policy 'sfl'"),
+        ({"policies": (), "baselines": ()}, "policy must name at least one"),
+        ({"policies": ("h2o",)}, "policy h2o must come with prefill"),
+        ({"baselines": ("vllm",)}, "unknown baseline 'vllm'"),
+        ({"steps": 0}, "steps must be at least 1, got 0"),
+        ({"repeats": 0}, "repeats must be at least 1, got 0"),
+        ({"warm_up": 0}, r"warm_up must be at least trigger_delay \(1\), got 0"),
+        ({"time_limit": 0.0}, "time_limit must be positive"),
+        ({"slow_rate": Fraction(3, 2)}, r"slow_rate must be in \[0, 1\], got 1.5"),
+        ({"slow_rate": None}, "either slow_rate or text_ids"),
+        ({"contexts": (0,)}, "contexts must be positive"),
+        ({"contexts": (1,)}, "contexts must be at least 2"),
+        ({"batches": ()}, "batches must be positive"),
+        ({"policies": ("full-kv",), "synchronized": True}, "synchronized needs policy sfi"),
+    ],
+)
+def test_bad_settings_are_refused(changes, words):
+    with pytest.raises(ConfigError, match=words):
+        settings(**changes)
+
+
+def test_graphs_are_refused_on_a_cpu(tiny_model):
+    with pytest.raises(BackendError, match="graphs must run on a CUDA device, got cpu"):
+        run_bench(tiny_model, settings(engine=EngineOptions(graphs=True)))
+
+
+def test_ctrl_c_keeps_the_rows_of_finished_runs(tiny_model, monkeypatch):
+    runs = []
+
+    def stopped(*arguments):
+        runs.append(arguments[1].name)
+        if len(runs) == 4:
+            raise KeyboardInterrupt
+        return run_ours(*arguments)
+
+    monkeypatch.setattr(bench, "run_ours", stopped)
+    result = run_bench(tiny_model, settings(baselines=(), batches=(1, 2), repeats=2, steps=5))
+    assert result.interrupted
+    assert [(row["policy"], row["repeats"]) for row in result.rows] == [("sfi", 2), ("full-kv", 1)]
+
+
+def test_ragged_contexts_fall_evenly_to_half():
+    assert Point(100, 5, ragged=True).contexts == [100, 88, 75, 62, 50]
+    assert Point(100, 1, ragged=True).contexts == [100]
+    assert Point(100, 3).contexts == [100] * 3
+
+
+def test_the_order_of_points_and_variants_is_stable():
+    asked = settings(contexts=(64, 32), batches=(4, 1), policies=("full-kv", "sfi", "sfi"))
+    assert [dataclasses.astuple(point)[:2] for point in asked.points()] == [
+        (32, 1), (32, 4), (64, 1), (64, 4),
+    ]  # fmt: skip
+    assert [variant.name for variant in asked.variants()] == ["full-kv", "sfi", *BASELINES]

@@ -1,0 +1,209 @@
+"""Models without weights, and what their bytes promise: against the project's performance notes."""
+
+import copy
+import json
+from fractions import Fraction
+from functools import cache
+
+import pytest
+import torch
+
+from sfi_core import SfiConfig, slow_fast
+from sfi_core.errors import ConfigError, InputError, UnsupportedModelError
+from sfi_core.hosts.transformers.shapes import layer_shapes_without_weights
+from sfi_core.measure.bench import forecast as module
+from sfi_core.measure.bench.architectures import empty_model, random_config, random_model
+from sfi_core.measure.bench.forecast import first_true, forecast_document
+from sfi_core.measure.bench.settings import BenchSettings
+from sfi_core.models.weights import ModelWeights
+from tests.architectures import WORKS, tiny
+
+META, CPU = torch.device("meta"), torch.device("cpu")
+GIB = 2**30
+# layers, KV heads, billions of weights, GB of them, KV bytes a token: T1
+T1 = {
+    "qwen3-0.6b": (28, 8, 0.60, 1.19, 114_688),
+    "qwen3-4b": (36, 8, 4.02, 8.04, 147_456),
+    "qwen3-8b": (36, 8, 8.19, 16.38, 147_456),
+    "qwen3-30b-a3b": (48, 4, 30.53, 61.06, 98_304),
+}
+T2 = {  # GB of weights that a step reads at batch 1, 4, 16, 32
+    "qwen3-0.6b": (1.19, 1.19, 1.19, 1.19),
+    "qwen3-4b": (8.04, 8.04, 8.04, 8.04),
+    "qwen3-8b": (15.14, 15.14, 15.14, 15.14),
+    "qwen3-30b-a3b": (6.08, 15.65, 39.80, 53.09),
+}
+T4 = [  # context, batch: GB dense and fast, tokens/s at 4.3 TB/s dense and at 1/20, speed-up, synchronized
+    ("qwen3-0.6b", 8, 1, 2.13, 1.46, 2017, 2837, 1.41, 1.41),
+    ("qwen3-0.6b", 32, 4, 16.22, 2.25, 1060, 5607, 5.29, 3.07),
+    ("qwen3-0.6b", 32, 16, 61.32, 5.43, 1122, 7913, 7.05, 1.46),
+    ("qwen3-4b", 8, 16, 27.37, 13.49, 2513, 4680, 1.86, 1.01),
+    ("qwen3-4b", 128, 4, 85.35, 9.41, 202, 1279, 6.35, 3.50),
+    ("qwen3-8b", 32, 16, 92.45, 20.58, 744, 2775, 3.73, 1.37),
+    ("qwen3-30b-a3b", 8, 4, 18.87, 16.56, 911, 1026, 1.13, 1.09),
+    ("qwen3-30b-a3b", 128, 16, 245.96, 43.43, 280, 1269, 4.54, 1.50),
+]
+T3 = [("qwen3-4b", 32, 25), ("qwen3-4b", 128, 6), ("qwen3-0.6b", 8, 101)]
+
+
+@cache
+def meta(name):
+    return empty_model(random_config(name), META, torch.bfloat16)
+
+
+def forecast(name, context, batch, *, config=None, memory=150e9, **changes):
+    asked = BenchSettings(
+        contexts=(context,), batches=(batch,), config=config or SfiConfig.preset("paper"),
+        policies=("full-kv", "sfi"), warm_up=4, **changes,
+    )  # fmt: skip
+    return forecast_document(
+        meta(name), asked, CPU, bandwidth_gb_per_s=4300, memory_bytes=memory
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", T1)
+def test_named_architectures_are_those_of_the_notes(name):
+    layers, heads, billions, total, row = T1[name]
+    shapes = layer_shapes_without_weights(meta(name))
+    weights = ModelWeights.of(meta(name))
+    assert (len(shapes), shapes[0].heads) == (layers, heads)
+    assert weights.total_bytes / 2e9 == pytest.approx(billions, abs=0.006)
+    assert weights.total_bytes / 1e9 == pytest.approx(total, abs=0.006)
+    assert sum(shape.row_bytes for shape in shapes) == row
+
+
+@pytest.mark.parametrize("name", T2)
+def test_weights_that_a_step_reads_grow_with_the_batch_of_a_mixture_only(name):
+    weights = ModelWeights.of(meta(name))
+    for batch, expected in zip((1, 4, 16, 32), T2[name], strict=True):
+        assert weights.read(batch) / 1e9 == pytest.approx(expected, abs=0.006)
+
+
+@pytest.mark.parametrize(
+    ("name", "context", "batch", "dense", "fast", "dense_rate", "rate", "speedup", "synchronized"),
+    T4,
+)
+def test_forecasts_are_those_of_the_notes(
+    name, context, batch, dense, fast, dense_rate, rate, speedup, synchronized
+):
+    full, sfi = forecast(name, context * 1024, batch)["rows"]
+    assert full["bytes_per_step"] / 1e9 == pytest.approx(dense, abs=0.011)
+    assert sfi["fast_bytes_per_step"] / 1e9 == pytest.approx(fast, abs=0.006)
+    assert full["roofline_tokens_per_second"] == pytest.approx(dense_rate, rel=1e-3, abs=0.6)
+    assert sfi["roofline_tokens_per_second"] == pytest.approx(rate, rel=1e-3, abs=0.6)
+    assert sfi["roofline_speedup"] == pytest.approx(speedup, abs=0.006)
+    assert sfi["synchronized_roofline_speedup"] == pytest.approx(synchronized, abs=0.006)
+    assert full["roofline_speedup"] == full["synchronized_roofline_speedup"] == 1
+
+
+@pytest.mark.parametrize(("name", "context", "batch"), T3)
+def test_the_largest_batch_is_about_that_of_the_notes(name, context, batch):
+    """The notes reserve 4 GiB and 2048 tokens; the forecast counts norms and a workspace."""
+    _, sfi = forecast(name, context * 1024 + 2048, 1, memory=139 * GIB - 4 * GIB)["rows"]
+    assert sfi["largest_batch"] == pytest.approx(batch, rel=0.05, abs=1)
+    assert sfi["fits"]
+
+
+def test_the_largest_batch_fits_and_one_more_does_not():
+    _, sfi = forecast("qwen3-4b", 32768, 1, memory=60e9)["rows"]
+    most = sfi["largest_batch"]
+    for batch, fits in ((most, True), (most + 1, False)):
+        row = forecast("qwen3-4b", 32768, batch, memory=60e9)["rows"][1]
+        assert row["fits"] is fits
+        assert (row["memory_bytes"] <= 60e9) is fits
+    assert forecast("qwen3-4b", 32768, 1, memory=1e9)["rows"][1]["largest_batch"] == 0
+
+
+def test_break_even_is_the_context_from_which_sfi_reads_less():
+    _, sfi = forecast("qwen3-4b", 8192, 1)["rows"]
+    context = sfi["break_even_context"]
+    assert 4 + 2048 + 256 < context < 3000
+    for tokens, gains in ((context - 1, False), (context, True)):
+        speedup = forecast("qwen3-4b", tokens, 1)["rows"][1]["roofline_speedup"]
+        assert (speedup > 1) is gains
+    assert forecast("qwen3-4b", 8192, 16)["rows"][1]["break_even_context"] == context
+    always = forecast("qwen3-4b", 8192, 1, slow_rate=Fraction(1))["rows"][1]
+    assert always["break_even_context"] is None
+    assert always["roofline_speedup"] < 1
+
+
+def test_anchored_recents_grow_by_half_the_steps_between_slow_ones():
+    sliding = forecast("qwen3-4b", 32768, 1)["rows"][1]["fast_bytes_per_step"]
+    anchored = forecast("qwen3-4b", 32768, 1, config=SfiConfig())["rows"][1]["fast_bytes_per_step"]
+    assert anchored - sliding == 10 * 147_456
+
+
+def test_streaming_llm_is_never_slow_and_reads_as_much():
+    asked = BenchSettings(contexts=(32768,), policies=("streaming-llm",), config=SfiConfig())
+    (row,) = forecast_document(
+        meta("qwen3-4b"), asked, CPU, bandwidth_gb_per_s=1.0, memory_bytes=1e12
+    )["rows"]
+    assert (row["slow_rate"], row["slow_bytes_per_step"]) == (0, None)
+    assert row["bytes_per_step"] == 8_044_936_192 + 147_456 * (4 + 2048 + 256)
+
+
+def test_other_policies_have_no_forecast():
+    asked = BenchSettings(policies=("quest",))
+    with pytest.raises(ConfigError, match=r"forecast knows the policies .*, got 'quest'"):
+        forecast_document(meta("qwen3-4b"), asked, CPU)
+
+
+def test_the_machine_is_measured_where_nothing_is_given(monkeypatch):
+    monkeypatch.setattr(module, "copy_gb_per_s", lambda *_: 12.5)
+    document = forecast_document(meta("qwen3-0.6b"), BenchSettings(), CPU)
+    assert document["machine"]["bandwidth_gb_per_s"] == 12.5
+    assert document["machine"]["memory_bytes"] == document["machine"]["memory_bytes"] > 0
+    json.dumps(document)
+
+
+@pytest.mark.parametrize("label", [works.label for works in WORKS])
+def test_shapes_without_weights_are_those_of_a_run(label):
+    model = tiny(label)
+    empty = empty_model(copy.deepcopy(model.config), META, torch.float32)
+    if label in ("gpt-2", "opt"):  # they look at their input for padding
+        with pytest.raises(UnsupportedModelError, match="its forward pass depends on data"):
+            layer_shapes_without_weights(empty)
+        return
+    with slow_fast(model, None, SfiConfig(trigger_policy="never")) as session:
+        assert layer_shapes_without_weights(empty) == session.shapes()
+
+
+@pytest.mark.parametrize("label", ["qwen3", "gpt-oss", "deepseek-v3", "gemma-2", "gpt-neox"])
+def test_random_weights_of_any_architecture_give_finite_logits(label, tmp_path):
+    tiny(label).config.to_json_file(tmp_path / "config.json")
+    config = random_config(str(tmp_path / "config.json"))
+    model = random_model(config, CPU, torch.bfloat16, seed=3)
+    assert {weight.dtype for weight in model.parameters()} == {torch.bfloat16}
+    with torch.no_grad():
+        logits = model(input_ids=torch.arange(2, 40)[None]).logits.float()
+    assert logits.isfinite().all()
+    assert logits.std() > 0
+    assert not any(weight.isnan().any() for weight in model.parameters())
+
+
+def test_random_weights_are_the_seeds_and_share_what_is_tied(tmp_path):
+    tiny("qwen3").config.to_json_file(tmp_path / "config.json")
+    config = random_config(str(tmp_path / "config.json"))
+    config.tie_word_embeddings = True
+    one, same, other = (random_model(config, CPU, torch.float32, seed) for seed in (1, 1, 2))
+    assert one.lm_head.weight is one.model.embed_tokens.weight
+    assert all(map(torch.equal, one.parameters(), same.parameters()))
+    assert not torch.equal(one.lm_head.weight, other.lm_head.weight)
+    matrix = one.model.layers[0].mlp.up_proj.weight.detach()
+    assert matrix.abs().max() <= 0.035
+    assert matrix.std().item() == pytest.approx(0.02, rel=0.1)
+    assert not torch.equal(matrix[0], matrix[1])
+    assert torch.equal(one.model.norm.weight, torch.ones_like(one.model.norm.weight))
+
+
+def test_a_config_that_is_none_is_refused(tmp_path):
+    (tmp_path / "bad.json").write_text("{")
+    with pytest.raises(InputError, match=r"config of .*bad\.json cannot be read"):
+        random_config(str(tmp_path / "bad.json"))
+    with pytest.raises(InputError, match=r"random weights must be one of .* got 'qwen3-5b'"):
+        random_config("qwen3-5b")
+
+
+@pytest.mark.parametrize(("last", "expected"), [(100, 38), (37, None), (38, 38)])
+def test_first_true_finds_where_a_condition_begins(last, expected):
+    assert first_true(lambda number: number >= 38, last) == expected

@@ -1,0 +1,190 @@
+"""Compiling every Triton kernel without a GPU: no spill, nothing over a limit, nothing left out."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import sfi_kernels
+from sfi_core.errors import BackendError, ConfigError
+from sfi_core.measure.kernel_bench import compile_check
+from sfi_core.measure.kernel_bench.compile_check import ARCHS, compile_kernels, is_clean, markdown
+
+ROOT = Path(__file__).parents[3]
+HOME = Path(sfi_kernels.__path__[0])
+DOCS = ROOT / "docs" / "kernels.md"
+KERNEL = re.compile(r"^def _(\w+)_kernel\(", re.MULTILINE)
+FLOOR = 150  # specializations, so that a loop that ends early does not pass
+ROW = {
+    "kernel": "pack [fp16, D=64]", "arch": "sm_80", "registers": 40, "spill_bytes": 0,
+    "shared_bytes": 2048, "async_buffers": 0, "over_limit": False,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def _paths():
+    """Let a process of its own find the packages without an install."""
+    with pytest.MonkeyPatch.context() as patch:
+        paths = [str(ROOT / folder) for folder in (".", "kernels")]
+        patch.setenv("PYTHONPATH", os.pathsep.join(paths))
+        yield
+
+
+@pytest.fixture(scope="module", params=ARCHS)
+def compiled(request, _paths) -> list[dict]:
+    """Compile everything for an architecture; a minute on two cores."""
+    pytest.importorskip("triton")
+    return compile_kernels([request.param])
+
+
+def names(rows: list[dict]) -> set[str]:
+    return {row["kernel"].split(" [")[0] for row in rows}
+
+
+@pytest.mark.slow
+def test_no_kernel_spills_or_needs_more_shared_memory_than_there_is(compiled):
+    assert [row for row in compiled if not is_clean(row)] == []
+
+
+@pytest.mark.slow
+def test_every_kernel_is_compiled(compiled):
+    """Every kernel in the source is launched by an op that the specializations drive."""
+    sources = [path for path in HOME.rglob("triton*.py") if path.name != "triton_check.py"]
+    written = {name for path in sources for name in KERNEL.findall(path.read_text())}
+    assert len(written) >= 16
+    assert names(compiled) == written
+    assert len(compiled) >= FLOOR
+    assert len({row["kernel"] for row in compiled}) == len(compiled)
+
+
+@pytest.mark.slow
+def test_attention_in_16_bits_copies_the_next_tile_while_it_computes(compiled):
+    kind = re.compile(r"(split_attention|dense_attention|window_logits) \[(bf|fp)16")
+    rows = [row for row in compiled if kind.match(row["kernel"])]
+    # the benchmark's gather looks every row up first, which is what it is there to show
+    attention = [row for row in rows if not row["kernel"].endswith(", gather]")]
+    assert len(attention) > 30
+    assert [row for row in attention if row["async_buffers"] < 2] == []
+
+
+@pytest.mark.usefixtures("_paths")
+def test_the_documentation_lists_every_specialization():
+    """Rewrite it with `sfi kernel-bench --compile-only --output docs/kernels.md --force`."""
+    pytest.importorskip("triton")
+    script = (
+        "from sfi_kernels.launch import name_of\n"
+        "from sfi_kernels.specializations import specializations\n"
+        "for label, launch in specializations(90):\n"
+        "    print(f'{name_of(launch.kernel)} [{label}]')"
+    )
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    result = subprocess.run(
+        [sys.executable, "-c", script],
+        check=True,
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    listed = re.findall(r"^\| `(.*?)` \|", DOCS.read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(result.stdout.splitlines())
+
+
+@pytest.fixture
+def child(monkeypatch, tmp_path):
+    """Put a script in the compiler's place; it sees the arguments of `python -m sfi_kernels.offline`."""
+
+    def put(script: str, parts: int = 2) -> None:
+        file = tmp_path / "python"
+        file.write_text(f"#!{sys.executable}\nimport json, os, sys\n{script}")
+        file.chmod(0o755)
+        monkeypatch.setattr(sys, "executable", str(file))
+        monkeypatch.setattr(compile_check.os, "cpu_count", lambda: parts)
+
+    return put
+
+
+PRINT_ROWS = f"""
+row = {ROW!r}
+archs, part = sys.argv[3].split(","), sys.argv[4]
+for arch in archs:
+    print(json.dumps(row | {{"arch": arch, "kernel": f"part {{part}}"}}))
+"""
+
+
+@pytest.mark.parametrize(
+    ("archs", "got"), [(["sm_90", "sm_70"], r"\['sm_70'\]"), ([], "none"), (["90"], r"\['90'\]")]
+)
+def test_an_unknown_architecture_is_refused_before_anything_starts(child, archs, got):
+    child("sys.exit('started')")
+    message = rf"^arch must be from \('sm_80', 'sm_90', 'sm_100'\), got {got}$"
+    with pytest.raises(ConfigError, match=message):
+        compile_kernels(archs)
+
+
+def test_a_compiler_that_fails_is_quoted_with_its_last_line(child):
+    child("print('at line 3', file=sys.stderr)\nsys.exit('CompilationError: no such dtype\\n')")
+    message = r"^Triton kernels do not compile for sm_90: CompilationError: no such dtype$"
+    with pytest.raises(BackendError, match=message):
+        compile_kernels(["sm_90"])
+
+
+def test_a_compiler_that_dies_without_a_word_is_an_error(child):
+    child("os._exit(9)")
+    message = r"^Triton kernels do not compile for sm_80, sm_100: no message$"
+    with pytest.raises(BackendError, match=message):
+        compile_kernels(["sm_80", "sm_100"])
+
+
+def test_one_part_that_fails_late_is_enough(child):
+    child(PRINT_ROWS + "sys.exit('killed' if part == '2/3' else 0)", parts=3)
+    with pytest.raises(BackendError, match=r"killed$"):
+        compile_kernels(["sm_90"])
+
+
+def test_warnings_of_a_compiler_that_succeeds_are_no_error(child):
+    """More of them than a pipe holds."""
+    child("sys.stderr.write('warning\\n' * 100_000)\n" + PRINT_ROWS)
+    assert len(compile_kernels(["sm_90"])) == 2
+
+
+def test_the_parts_come_together_in_the_order_of_architectures_and_names(child):
+    child(PRINT_ROWS, parts=3)
+    seen = []
+    rows = compile_kernels(["sm_90", "sm_80"], seen.append)
+    wanted = [(arch, f"part {part}/3") for arch in ("sm_90", "sm_80") for part in range(3)]
+    assert [(row["arch"], row["kernel"]) for row in rows] == wanted
+    assert sorted(map(json.dumps, seen)) == sorted(map(json.dumps, rows))
+
+
+def test_the_compiler_runs_without_the_interpreter(child, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    child("sys.exit('interpreter' if 'TRITON_INTERPRET' in os.environ else 0)\n")
+    assert compile_kernels(["sm_90"]) == []
+
+
+def test_clean_means_neither_spills_nor_too_much_shared_memory():
+    assert is_clean(ROW)
+    assert not is_clean(ROW | {"spill_bytes": 4})
+    assert not is_clean(ROW | {"over_limit": True})
+
+
+def test_the_table_has_a_row_for_each_kernel_and_a_column_for_each_architecture():
+    rows = [
+        ROW,
+        ROW | {"arch": "sm_90", "registers": 255, "spill_bytes": 16, "shared_bytes": 1536},
+        ROW | {"kernel": "append [D=8]", "arch": "sm_90", "async_buffers": 3, "over_limit": True},
+    ]
+    text = markdown(rows)
+    assert text.startswith("# What the compiler makes of the kernels\n")
+    assert "--compile-only --arch sm_80,sm_90 --output docs/kernels.md" in text
+    assert text.endswith("\n")
+    assert text.splitlines()[-4:] == [
+        "| kernel | sm_80 | sm_90 |",
+        "|---|---|---|",
+        "| `pack [fp16, D=64]` | 40 / 2.0 KB / 0 | 255 / 1.5 KB / 0, **spills 16 B** |",
+        "| `append [D=8]` | - | 40 / 2.0 KB / 3, **over the limit** |",
+    ]

@@ -1,0 +1,300 @@
+"""Teacher forcing, and how far a policy's predictions are from full attention's."""
+
+import copy
+import math
+
+import pytest
+import torch
+from tokenizers import processors
+from transformers import AutoTokenizer
+
+from sfi_core import SfiConfig
+from sfi_core.engine.report import RequestReport
+from sfi_core.errors import ConfigError, InputError, NumericsError
+from sfi_core.generation.read_prompt import read_prompt
+from sfi_core.measure.evaluation.fidelity import Fidelity, divergence, fidelity, reference
+from sfi_core.measure.evaluation.teacher_forcing import teacher_force
+from sfi_core.measure.evaluation.text_windows import Window, sentence_positions, text_ids, windows
+from sfi_core.models.load import BUNDLED
+
+PROMPT, NEW = 40, 25
+DOT = 5  # ends a sentence
+SMALL = SfiConfig(
+    slow_start=1,
+    span=0,
+    sink=2,
+    recent=4,
+    budget=4,
+    window_prefill=4,
+    t_max=6,
+    min_gap=2,
+    trigger_token_ids=(DOT,),
+)
+
+
+@pytest.fixture(scope="module")
+def window():
+    ids = torch.randint(10, 96, (PROMPT + NEW,), generator=torch.Generator().manual_seed(3))
+    for place in (7, 30, PROMPT + 4, PROMPT + 13):
+        ids[place] = DOT
+    return Window(start=11, prompt_tokens=PROMPT, ids=tuple(ids.tolist()))
+
+
+@pytest.fixture(scope="module")
+def full(tiny_model, window):
+    return reference(tiny_model, None, window)
+
+
+def forced(model, window, config=SMALL, **options):
+    """Decode a window; return its logits, [S, V], and the report."""
+    rows = []
+    report = teacher_force(
+        model,
+        None,
+        window.ids,
+        window.prompt_tokens,
+        lambda step, logits_V: rows.append((step, logits_V)),
+        config,
+        **options,
+    )
+    assert [step for step, _ in rows] == list(range(NEW))
+    return torch.stack([logits for _, logits in rows]), report
+
+
+def test_forced_logits_under_full_attention_are_the_plain_models(tiny_model, window):
+    found, _ = forced(tiny_model, window, policy="full-kv")
+    with torch.no_grad():
+        plain = tiny_model(torch.tensor([window.ids])).logits[0, PROMPT - 1 : -1]
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, plain, atol=1e-4, rtol=1e-4)
+
+
+def test_the_given_tokens_are_read_whatever_the_model_says(tiny_model, window):
+    _, report = forced(tiny_model, window, policy="full-kv")
+    assert report.requests[0].token_ids == list(window.ids[PROMPT:])
+    assert report.requests[0].prompt_tokens == PROMPT
+
+
+def test_a_stop_token_in_the_text_does_not_end_it(tiny_model, window, monkeypatch):
+    monkeypatch.setattr(tiny_model.generation_config, "eos_token_id", window.ids[PROMPT + 2])
+    found, _ = forced(tiny_model, window)
+    assert len(found) == NEW
+
+
+def test_a_shared_prompt_is_not_read_again_and_changes_nothing(tiny_model, window):
+    shared = read_prompt(tiny_model, None, [window.ids[:PROMPT]], capacity=PROMPT + NEW)
+    alone, report = forced(tiny_model, window)
+    passes = []
+    with tiny_model.model.embed_tokens.register_forward_hook(
+        lambda _, args, out: passes.append(args[0].shape[1])
+    ):
+        found, again = forced(tiny_model, window, shared=shared)
+    torch.testing.assert_close(found, alone, atol=0, rtol=0)
+    assert again.requests == report.requests
+    assert passes.count(1) == NEW - 1
+    assert PROMPT not in passes
+
+
+def test_a_shared_prompt_of_another_text_is_refused(tiny_model, window):
+    shared = read_prompt(tiny_model, None, [[9] * PROMPT], capacity=PROMPT + NEW)
+    with pytest.raises(ConfigError, match="shared must be of the same prompts"):
+        forced(tiny_model, window, shared=shared)
+
+
+def test_the_model_is_itself_again_after_broken_logits(tiny_model, window):
+    broken = copy.deepcopy(tiny_model)
+    broken.lm_head.weight.data.fill_(torch.nan)
+    with pytest.raises(NumericsError, match="logits must be finite, got NaN or infinity at step 0"):
+        forced(broken, window)
+    assert not any("sfi_seam" in module.__dict__ for module in broken.modules())
+
+
+@pytest.mark.parametrize("prompt_tokens", [0, 65, 70])
+def test_a_prompt_that_leaves_nothing_to_decode_is_refused(tiny_model, window, prompt_tokens):
+    with pytest.raises(ConfigError, match=f"prompt_tokens must be .* got {prompt_tokens}"):
+        teacher_force(tiny_model, None, window.ids, prompt_tokens, print, SMALL)
+
+
+def test_a_text_longer_than_the_models_positions_is_refused(tiny_model):
+    with pytest.raises(InputError, match="must fit the model's 1024 positions, got 1025"):
+        teacher_force(tiny_model, None, [7] * 1026, 4, print, SMALL)
+
+
+def test_the_last_token_takes_no_position(tiny_model):
+    steps = []
+    ids = [7] * 1025
+    teacher_force(tiny_model, None, ids, 1022, lambda step, _: steps.append(step), SMALL)
+    assert steps == [0, 1, 2]
+
+
+def test_full_attention_is_exactly_as_far_from_itself_as_nothing(tiny_model, full):
+    found = fidelity(tiny_model, None, full, SMALL, policy="full-kv")
+    assert found.kl == [0.0] * NEW
+    assert found.agrees == [True] * NEW
+    assert found.nll == found.nll_full
+    summary = found.summary()
+    assert summary["perplexity"] == summary["perplexity_full"]
+    assert summary["read_ratio"] == summary["slow_rate"] == 1
+
+
+def test_a_policy_whose_every_step_is_slow_is_full_attention(tiny_model, full):
+    found = fidelity(tiny_model, None, full, SMALL.replace(trigger_policy="always"))
+    # where a step selects, its attention sums in another order
+    assert found.kl == pytest.approx([0.0] * NEW, abs=1e-6)
+    assert found.agrees == [True] * NEW
+    assert all(found.slow)
+
+
+def test_a_small_budget_moves_every_step_but_the_first(tiny_model, full):
+    found = fidelity(tiny_model, None, full, SMALL, policy="streaming-llm")
+    assert found.kl[0] == 0
+    assert min(found.kl[1:]) > 0
+    assert found.summary()["read_ratio"] < 0.3
+
+
+def test_slow_steps_are_full_attentions_only_where_history_does_not_tell(tiny_model, full):
+    """A slow step reads every key, but those of earlier fast steps were made from their layer's output."""
+    found = fidelity(tiny_model, None, full, SMALL)
+    report = found.reports[0]
+    assert [step for step, slow in enumerate(found.slow) if slow] == report.slow_at
+    assert 1 < len(report.slow_at) < NEW
+    assert len(found.kl) == len(found.step) == len(found.in_sentence) == NEW
+
+
+def test_the_divergence_of_two_coins():
+    p, q = torch.tensor([0.5, 0.5]).log(), torch.tensor([0.9, 0.1]).log()
+    by_hand = 0.5 * math.log(0.5 / 0.9) + 0.5 * math.log(0.5 / 0.1)
+    assert divergence(p, q) == pytest.approx(by_hand, rel=1e-6)
+    assert divergence(p, p) == 0
+    never = torch.tensor([1.0, 0.0]).log()
+    assert divergence(never, p) == pytest.approx(math.log(2))
+    assert divergence(p, never) == math.inf
+
+
+def test_divergence_and_likelihood_are_those_of_the_logits(tiny_model, window, full):
+    """By float64 softmax of the two runs' logits."""
+    logits, _ = forced(tiny_model, window, policy="streaming-llm")
+    plain, _ = forced(tiny_model, window, policy="full-kv")
+    q, p = logits.double().softmax(-1), plain.double().softmax(-1)
+    found = fidelity(tiny_model, None, full, SMALL, policy="streaming-llm")
+    assert found.kl == pytest.approx((p * (p / q).log()).sum(-1).tolist(), abs=1e-5)
+    given = torch.tensor(window.ids[PROMPT:])[:, None]
+    assert found.nll == pytest.approx((-q.gather(1, given).log())[:, 0].tolist(), abs=1e-4)
+    assert found.nll_full == pytest.approx((-p.gather(1, given).log())[:, 0].tolist(), abs=1e-4)
+    assert found.agrees == (p.argmax(-1) == q.argmax(-1)).tolist()
+    assert found.window == [11] * NEW
+
+
+def test_positions_count_from_the_step_that_reads_a_boundary(window):
+    """Eq. 5 makes that step slow: its input token ended a sentence."""
+    positions = sentence_positions(window, {DOT})
+    first = PROMPT - 1 - 30  # since the prompt's last boundary
+    assert positions == [*range(first, first + 5), *range(9), *range(11)]
+    assert sentence_positions(window, ()) == list(range(PROMPT - 1, PROMPT + NEW - 1))
+
+
+def report_of(read_ratio):
+    return RequestReport(
+        prompt_tokens=1,
+        token_ids=[],
+        finish_reason="length",
+        slow_steps=0,
+        fast_steps=0,
+        slow_at=[],
+        reasons={},
+        mean_attended_tokens=0.0,
+        read_ratio=read_ratio,
+        selection_ratio=0.0,
+        stored_ratio=1.0,
+    )
+
+
+def made(read_ratio=0.5, kl=(9.0, 1.0, 3.0, 5.0)):
+    return Fidelity(
+        window=[0] * 4,
+        step=[0, 1, 2, 3],
+        in_sentence=[40, 0, 2, 3],
+        slow=[True, True, False, False],
+        kl=list(kl),
+        agrees=[True, True, False, True],
+        nll=[9.0, 1.0, 2.0, 3.0],
+        nll_full=[9.0, 1.0, 1.0, 1.0],
+        reports=[report_of(read_ratio)],
+    )
+
+
+def test_a_summary_leaves_out_step_0_which_no_policy_touches():
+    found = Fidelity.join([made(0.2), made(0.4)])
+    assert found.summary() == {
+        "windows": 2,
+        "steps": 6,
+        "slow_rate": pytest.approx(1 / 3),
+        "kl": 3.0,
+        "agreement": pytest.approx(2 / 3),
+        "perplexity": pytest.approx(math.e**2),
+        "perplexity_full": pytest.approx(math.e),
+        "kl_p95": 5.0,
+        "read_ratio": pytest.approx(0.3),
+        "selection_ratio": 0.0,
+        "stored_ratio": 1.0,
+    }
+
+
+def test_steps_are_grouped_by_their_place_in_the_sentence_and_since_the_prompt():
+    rows = made().by_sentence_position()
+    assert [(row["position"], row["steps"], row["kl"]) for row in rows] == [
+        ("0", 1, 1.0),
+        ("2-3", 2, 4.0),
+    ]
+    assert [row["slow_rate"] for row in rows] == [1.0, 0.0]
+    assert [(row["position"], row["kl"]) for row in made().by_step()] == [("1", 1.0), ("2-3", 4.0)]
+    late = made()
+    late.in_sentence = [0, 31, 32, 500]
+    assert [row["position"] for row in late.by_sentence_position()] == ["16-31", "32+"]
+
+
+def test_windows_are_spread_over_the_whole_text():
+    found = windows(range(100), 10, 5, 4)
+    assert [window.start for window in found] == [0, 28, 57, 85]
+    assert found[-1].ids == tuple(range(85, 100))
+    assert {window.prompt_tokens for window in found} == {10}
+    assert windows(range(15), 10, 5, 1)[0].ids == tuple(range(15))
+
+
+def test_every_window_starts_as_the_tokenizer_starts_a_text():
+    first, second = windows(range(10, 22), 6, 4, 2, prefix=[1])
+    assert first.ids == (1, *range(10, 19))
+    assert second.ids == (1, *range(13, 22))
+
+
+def test_a_text_that_is_too_short_is_refused_with_what_it_needs():
+    with pytest.raises(InputError, match=r"at least 18 tokens for 4 windows .* got 17"):
+        windows(range(17), 10, 5, 4)
+    assert len(windows(range(18), 10, 5, 4)) == 4
+    with pytest.raises(InputError, match="text must have"):
+        windows([], 10, 5, 1)
+
+
+def test_the_start_token_is_told_from_the_text(tiny_tokenizer):
+    own, prefix = text_ids(tiny_tokenizer, "Belora hid it. Tamvex")
+    assert prefix == [tiny_tokenizer.bos_token_id]
+    assert [*prefix, *own] == tiny_tokenizer("Belora hid it. Tamvex")["input_ids"]
+
+
+def test_a_start_token_that_the_tokenizer_does_not_write_is_not_made_up(tiny_tokenizer):
+    bare = copy.deepcopy(tiny_tokenizer)
+    bare.backend_tokenizer.post_processor = processors.Sequence([])
+    assert bare.bos_token_id is not None
+    assert text_ids(bare, "Belora hid it.") == (bare("Belora hid it.")["input_ids"], [])
+
+
+def test_sentences_end_at_the_settings_triggers_whatever_the_policy_does(tiny_model):
+    """The tokenizer's dots, though a stride ignores them."""
+    tokenizer = AutoTokenizer.from_pretrained(BUNDLED)
+    dot = tokenizer(".", add_special_tokens=False)["input_ids"][0]
+    assert dot < 96
+    ids = [dot + 1, dot + 2] * 10 + [dot, dot + 1, dot + 2, dot, dot + 1]
+    full = reference(tiny_model, tokenizer, Window(start=0, prompt_tokens=20, ids=tuple(ids)))
+    config = SMALL.replace(trigger_token_ids=None, trigger_policy="stride", stride=2)
+    found = fidelity(tiny_model, tokenizer, full, config)
+    assert found.in_sentence == [19, 0, 1, 2, 0]

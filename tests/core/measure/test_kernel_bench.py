@@ -1,0 +1,449 @@
+"""The kernel benchmark's core: settings, bytes, the gate before the clock, the clock's order, the rows."""
+
+import pytest
+import torch
+
+from sfi_core.errors import BackendError, ConfigError, MemoryForecastError
+from sfi_core.measure.kernel_bench import (
+    TABLE_1,
+    BenchSettings,
+    WrongResultError,
+    bench,
+    bytes_moved,
+    gates,
+    resolve_backend,
+    run_bench,
+    timing,
+    variants,
+)
+from sfi_core.measure.kernel_bench.data import (
+    allowed,
+    evidence_logits,
+    layer_data,
+    norms,
+    scores,
+    select,
+    selector_options,
+)
+from sfi_core.measure.kernel_bench.timing import CpuClock, Samples
+from sfi_core.measure.kernel_bench.variants import Variants
+from sfi_kernels.selector import selector
+from sfi_kernels.sparse_attention import sparse_attention
+from sfi_kernels.top_k import top_k
+from tests.fakes import plain_attention
+
+TINY = {"heads": 4, "kv_heads": 2, "head_dim": 16, "context": 150, "batch": 2, "recent": 20}
+CPU = torch.device("cpu")
+KEYS = {  # what scripts rely on
+    "op", "backend", "retention", "context", "batch", "median_us", "bytes", "gb_per_s", "bandwidth_share",
+    "speedup_over_dense", "matches_reference",
+}  # fmt: skip
+
+
+def tiny(**changes) -> BenchSettings:
+    return BenchSettings(**{**TINY, "dtype": "float32", "retentions": (0.5,), **changes})
+
+
+class FakeClock:
+    """A clock that says how long each call took, and in which order they ran; `stop_at` is Ctrl-C."""
+
+    def __init__(self, times=lambda number: 100.0, stop_at=None):
+        self.times, self.stop_at = times, stop_at
+        self.prepared, self.order = [], []
+
+    def prepare(self, call):
+        self.prepared.append(call)
+        return len(self.prepared) - 1
+
+    def time(self, calls):
+        for number in calls:
+            if len(self.order) == self.stop_at:
+                raise KeyboardInterrupt
+            self.order.append(number)
+            yield self.times(number)
+
+
+@pytest.fixture(autouse=True)
+def _small_buffers(monkeypatch):
+    monkeypatch.setattr(timing, "FLUSH_BYTES", 1 << 16)
+    monkeypatch.setattr(timing, "COPY_BYTES", {"cpu": 1 << 16, "cuda": 1 << 16})
+
+
+@pytest.fixture
+def clock(monkeypatch) -> FakeClock:
+    fake = FakeClock()
+    monkeypatch.setattr(bench, "clock_for", lambda *_: fake)
+    monkeypatch.setattr(bench, "copy_gb_per_s", lambda *_: 10.0)
+    monkeypatch.setattr(bench, "floor_us", lambda *_: 1.0)
+    return fake
+
+
+# --- settings ---
+
+
+def test_the_defaults_are_a_layer_of_qwen3_4b_under_table_1():
+    settings = BenchSettings()
+    assert (settings.heads, settings.kv_heads, settings.head_dim) == (32, 8, 128)
+    assert (settings.context, settings.batch) == (16384, 16)
+    assert settings.torch_dtype == torch.bfloat16
+
+
+def test_the_smallest_retention_of_table_1_is_262_tokens():
+    """1.6 % of 16,384: 256 recent, 4 sink, 2 selected."""
+    settings = BenchSettings(retentions=(0.016,))
+    assert (settings.attended(0.016), settings.budget(0.016)) == (262, 2)
+    assert settings.attended(0.984) == 16122  # to the nearest token
+
+
+def test_the_sweep_is_table_1s_row():
+    sweep = BenchSettings.for_sweep("retention", None)
+    assert sweep.retentions == tuple(TABLE_1)
+    assert sweep.ops == ("fast", "dense")
+    assert (TABLE_1[0.016], TABLE_1[0.125], TABLE_1[1.0]) == (10.67, 7.15, 1.0)
+
+
+def test_a_sweep_of_a_short_context_leaves_out_what_cannot_be():
+    sweep = BenchSettings.for_sweep("retention", ("fast",), context=1024)
+    assert sweep.retentions == (0.375, 0.5, 0.75, 0.984, 1.0)
+    assert sweep.ops == ("fast",)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"heads": 7}, "heads must be a multiple of kv_heads, got 7 and 8"),
+        ({"retentions": (0.0,)}, "retention must be in (0, 1], got 0.0"),
+        ({"retentions": (1.01,)}, "retention must be in (0, 1], got 1.01"),
+        ({"retentions": (float("nan"),)}, "retention must be in (0, 1], got nan"),
+        ({"retentions": (0.0158,)}, "retention must be at least 0.01593 at a context of 16384"),
+        (
+            {"context": 260},
+            "context must be at least 261 (4 sink, 256 recent and 1 selected token)",
+        ),
+        ({"ops": ("fsat",)}, "unknown op 'fsat'; expected one of ('fast', "),
+        ({"dtype": "int8"}, "unknown dtype 'int8'; expected one of ('auto', "),
+        ({"batch": 0}, "batch must be positive, got 0"),
+        ({"repeats": -1}, "repeats must be positive, got -1"),
+    ],
+)
+def test_a_wrong_setting_is_named(changes, words):
+    with pytest.raises(ConfigError) as caught:
+        BenchSettings(**changes)
+    assert str(caught.value).startswith(words)
+
+
+def test_the_backend_follows_the_device():
+    assert resolve_backend("auto", CPU) == "torch"
+    assert resolve_backend("auto", torch.device("cuda")) == "triton"
+    with pytest.raises(BackendError, match="--backend torch"):
+        resolve_backend("triton", CPU)
+    with pytest.raises(ConfigError, match="unknown backend 'x'"):
+        resolve_backend("x", CPU)
+
+
+# --- bytes ---
+
+
+def test_the_dense_bytes_of_table_1_are_those_of_the_performance_notes():
+    """A layer's 1.074 GB of keys and values; the fast step's 151 MB at 2,308 tokens."""
+    settings = BenchSettings()
+    queries = 2 * 16 * 32 * 128 * 2
+    assert bytes_moved.attention_bytes(settings, 16384) == 1_073_741_824 + queries
+    assert bytes_moved.attention_bytes(settings, 2308) == 151_257_088 + queries
+
+
+def test_bytes_by_op():
+    """By hand: B 2, H 2, G 2, D 16, float32, T 150."""
+    settings = tiny()
+    kv_row = 2 * 2 * 2 * 16 * 4
+    assert bytes_moved.attention_bytes(settings, 10, gathered=7) == (
+        10 * kv_row + 2 * 2 * 4 * 16 * 4 + 2 * 2 * 7 * 4
+    )
+    whole = bytes_moved.attention_bytes(settings, 150)
+    assert bytes_moved.attention_bytes(settings, 150, evidence=True) == whole + 2 * 2 * 2 * 150 * 4
+    assert bytes_moved.selector_bytes(settings) == 2 * 150 * (4 * 4 + 2 * 4 + 2 * 4 + 1)
+    assert bytes_moved.top_k_bytes(settings, 9) == 2 * 2 * (150 + 9) * 4
+    assert bytes_moved.pack_bytes(settings, 13) == 2 * 13 * kv_row + 2 * 2 * 13 * 4
+    assert bytes_moved.append_bytes(settings) == 2 * kv_row + 2 * 2 * 4
+
+
+def test_the_forecast_covers_the_tensors_that_are_made():
+    settings = tiny(retentions=(0.5, 1.0))
+    made = Variants(settings, "torch", CPU)
+    kept = [made.data.key_BHTD, made.data.value_BHTD]
+    for selected in made.selected.values():
+        kept += [selected.key_BHSD, selected.value_BHSD]
+    assert sum(tensor.nbytes for tensor in kept) <= bytes_moved.forecast_bytes(settings, "torch")
+
+
+def test_a_run_that_does_not_fit_is_refused_before_anything_is_made(monkeypatch):
+    monkeypatch.setattr(bench, "free_bytes", lambda _: 1000)
+    monkeypatch.setattr(bench, "Variants", None)
+    with pytest.raises(MemoryForecastError, match=r"must fit 0\.00 GB .* lower --batch or"):
+        run_bench(tiny(), "torch", CPU)
+
+
+# --- inputs ---
+
+
+def test_inputs_are_random_and_repeat_with_the_seed():
+    one, same, other = (layer_data(tiny(seed=s), CPU, one_page=True) for s in (1, 1, 2))
+    assert torch.equal(one.key_BHTD, same.key_BHTD)
+    assert not torch.equal(one.key_BHTD, other.key_BHTD)
+    assert one.value_BHTD.std() > 0.9
+
+
+def test_pages_hold_the_contiguous_rows():
+    settings = tiny()
+    data = layer_data(settings, CPU, one_page=False)
+    assert data.pages.key_PHND.shape[2] == 64
+    for row in range(2):
+        pages = data.block_table_BP[row].long()
+        stored = data.pages.key_PHND[pages].transpose(0, 1).reshape(2, -1, 16)[:, :150]
+        assert torch.equal(stored, data.key_BHTD[row])
+    assert data.block_table_BP.flatten().tolist() != sorted(data.block_table_BP.flatten().tolist())
+
+
+def test_the_selection_is_ascending_distinct_and_inside_the_allowed_set():
+    settings = tiny()
+    index = select(settings, layer_data(settings, CPU, one_page=True), 0.5).index_BHK
+    assert index.shape == (2, 2, settings.budget(0.5))
+    assert (index.diff(dim=-1) > 0).all()
+    assert (index.min(), index.max()) >= (settings.sink, 0)
+    assert index.max() < settings.context - settings.recent
+
+
+# --- gates ---
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_the_textbook_equals_float64_far_within_the_bound(dtype):
+    settings = tiny(dtype=dtype)
+    data = layer_data(settings, CPU, one_page=True)
+    expected = gates.textbook(data.query_BHGD, data.key_BHTD, data.value_BHTD, settings.scale)
+    query = data.query_BHGD[:, :, :, None]
+    out, _ = plain_attention(query, data.key_BHTD, data.value_BHTD, settings.scale)
+    assert expected.error(out[:, :, :, 0]) < 0.1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("missing", ["last", "sink", "selected"])
+def test_attention_that_misses_a_token_is_red(dtype, missing):
+    """In bfloat16, where rounding hides one token in a hundred, four of them."""
+    n = 4 if dtype == "bfloat16" else 1
+    settings = tiny(dtype=dtype)
+    data = layer_data(settings, CPU, one_page=True)
+    index = select(settings, data, 0.5).index_BHK
+    whole = gates.attended(index, 4, 130, 150)
+    expected = gates.textbook(
+        data.query_BHGD, data.key_BHTD, data.value_BHTD, settings.scale, whole
+    )
+    part = {"last": whole[..., :-n], "sink": whole[..., n:]}.get(
+        missing, torch.cat([whole[..., :10], whole[..., 10 + n :]], -1)
+    )
+    wrong = gates.textbook(data.query_BHGD, data.key_BHTD, data.value_BHTD, settings.scale, part)
+    right = expected.out_BHGD.to(settings.torch_dtype)
+    assert expected.error(right) <= 1 < expected.error(wrong.out_BHGD)
+
+
+def test_one_number_that_is_nan_is_red():
+    settings = tiny()
+    data = layer_data(settings, CPU, one_page=True)
+    expected = gates.textbook(data.query_BHGD, data.key_BHTD, data.value_BHTD, settings.scale)
+    out = expected.out_BHGD.float()
+    out[1, 1, 1, 3] = torch.nan
+    assert expected.error(out) == float("inf")
+
+
+def test_a_tie_that_the_higher_position_wins_is_red():
+    score = torch.tensor([[[1.0, 2.0, 2.0, 0.0]]])
+    assert gates.top_k_error(score, top_k(score, 1)) == 0
+    assert gates.top_k_error(score, torch.tensor([[[2]]], dtype=torch.int32)) > 1
+
+
+def test_a_scores_error_of_a_thousandth_is_red():
+    settings = tiny()
+    data = layer_data(settings, CPU, one_page=True)
+    logits, inside = evidence_logits(settings, data), allowed(settings, data)
+    norm, options = norms(settings, data), selector_options()
+    score, weight = selector.reference(logits, norm, inside, **options)
+
+    def error(score, weight):
+        return gates.selector_error((score, weight), logits, norm, inside, options)
+
+    assert error(score, weight) <= 1
+    off = score.clone()
+    off[1, 0, 77] += 1e-3
+    assert error(off, weight) > 1
+    assert error(score, weight + 1e-2) > 1
+    outside = score.clone()
+    outside[0, 0, 149] = 0.0
+    assert error(outside, weight) > 1
+    assert torch.equal(score, scores(settings, data, logits))
+
+
+def test_a_packed_row_a_position_or_a_count_that_is_wrong_is_red():
+    settings = tiny(ops=("pack",))
+    made = Variants(settings, "torch", CPU)
+    packing = next(one for one in made.build() if one.name == "pack")
+    assert packing.error() == 0
+    selected = made.selected[0.5]
+    index = gates.attended(selected.index_BHK, settings.sink, 0, 0)
+    data = made.data
+    for tensor in selected.segment:
+        kept = tensor.clone()
+        tensor.view(-1)[-1] += 1
+        assert gates.pack_error(selected.segment, data.key_BHTD, data.value_BHTD, index) > 1
+        tensor.copy_(kept)
+    assert gates.pack_error(selected.segment, data.key_BHTD, data.value_BHTD, index) == 0
+
+
+def test_a_row_that_is_never_appended_is_red(monkeypatch):
+    made = Variants(tiny(ops=("append",)), "torch", CPU)
+    before = made.data.key_BHTD.clone()
+    assert next(one for one in made.build() if one.name == "append").error() <= 1
+    assert torch.equal(before, made.data.key_BHTD)
+
+    class Nothing:
+        def on(self, backend):
+            return lambda *_: None
+
+    monkeypatch.setattr(variants, "append", Nothing())
+    assert next(one for one in made.build() if one.name == "append").error() > 1
+
+
+# --- runs ---
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_run_checks_and_times_every_op(dtype):
+    rows = run_bench(tiny(dtype=dtype, repeats=2), "torch", CPU).rows()
+    assert {row["op"] for row in rows} == {
+        "fast", "dense", "dense.sdpa", "selector", "top_k", "pack", "append",
+    }  # fmt: skip
+    for row in rows:
+        assert set(row) >= KEYS
+        assert row["matches_reference"]
+        assert row["error_share"] <= 1
+        assert row["median_us"] > 0
+        assert row["repeats"] == 2
+    fast = next(row for row in rows if row["op"] == "fast")
+    assert (fast["attended_tokens"], fast["ideal_speedup"]) == (75, 2.0)
+
+
+def test_variants_take_turns(clock):
+    """So that a slow minute of the machine slows all of them."""
+    run_bench(tiny(repeats=3), "torch", CPU)
+    count = len(clock.prepared)
+    assert clock.order == [*range(count)] * 3
+
+
+def test_rows_are_arithmetic_on_medians(clock):
+    settings = tiny(ops=("fast", "dense"), repeats=3)
+    clock.times = lambda number: {0: 400.0, 1: 300.0, 2: 250.0, 3: 100.0}[number] + len(clock.order)
+    rows = {row["op"]: row for row in run_bench(settings, "torch", CPU).rows()}
+    dense, fast = rows["dense"], rows["fast"]
+    assert (dense["median_us"], fast["median_us"]) == (405.0, 108.0)
+    assert dense["speedup_over_dense"] == 1
+    assert fast["speedup_over_dense"] == 405 / 108
+    assert fast["speedup_over_sdpa"] == rows["dense.sdpa"]["median_us"] / 108
+    assert fast["gb_per_s"] == pytest.approx(fast["bytes"] / 108e-6 / 1e9)
+    assert fast["bandwidth_share"] == pytest.approx(fast["gb_per_s"] / 10)
+    assert fast["speedup_over_flashinfer"] is None
+
+
+def test_the_faster_form_of_sdpa_counts(clock):
+    settings = tiny(ops=("dense",), repeats=1)
+    clock.times = lambda number: {0: 9.0, 1: 5.0, 2: 7.0}[number]
+    rows = run_bench(settings, "torch", CPU).rows()
+    assert [(row["op"], row["form"], row["median_us"]) for row in rows] == [
+        ("dense", None, 9.0),
+        ("dense.sdpa", "enable_gqa", 5.0),
+    ]
+
+
+def test_nothing_is_timed_when_an_op_is_wrong(clock, monkeypatch):
+    """A speed-up is never reported on a red gate."""
+
+    class Short:
+        @staticmethod
+        def reference(query, key, value, length, *rest, **options):
+            return sparse_attention.reference(query, key, value, length - 1, *rest, **options)
+
+    monkeypatch.setattr(variants, "sparse_attention", Short)
+    with pytest.raises(WrongResultError) as caught:
+        run_bench(tiny(), "torch", CPU)
+    assert str(caught.value).startswith("fast at retention 0.5 must equal its formula")
+    assert caught.value.exit_code == 1
+    assert not clock.prepared
+
+
+def test_ctrl_c_keeps_the_times_so_far(clock):
+    settings = tiny(ops=("fast", "dense"))
+    clock.stop_at = 4 + 2
+    result = run_bench(settings, "torch", CPU)
+    assert result.interrupted
+    assert {row["op"]: row["repeats"] for row in result.rows()} == {
+        "dense": 2, "dense.sdpa": 2, "fast": 1,
+    }  # fmt: skip
+    clock.order, clock.stop_at = [], 0
+    assert run_bench(settings, "torch", CPU).rows() == []
+
+
+def test_the_document_says_what_was_measured_and_what_was_not():
+    document = run_bench(tiny(ops=("dense",), repeats=1), "torch", CPU).document()
+    assert set(document) >= {"rows", "compiled", "machine", "versions", "backend", "notes"}
+    assert (document["backend"], document["compiled"]) == ("torch", [])
+    assert document["machine"]["copy_gb_per_s"] > 0
+    assert {"driver", "torch", "triton", "processor"} <= set(document["machine"])
+    notes = " ".join(document["notes"])
+    for missing in ("not the Triton kernels", "paper_like", "flashinfer", "flash_attn"):
+        assert missing in notes
+
+
+def test_the_wall_clock_measures_the_call_and_not_the_flush(monkeypatch):
+    monkeypatch.setattr(timing, "FLUSH_BYTES", 1 << 26)
+    clock = CpuClock()
+    times = [*clock.time([lambda: None] * 5)]
+    assert len(times) == 5
+    assert min(times) < 100
+
+
+def test_percentiles_are_taken_from_the_samples():
+    samples = Samples([float(number) for number in range(100, 0, -1)])
+    assert (samples.percentile_us(10), samples.median_us, samples.percentile_us(90)) == (
+        11,
+        50.5,
+        91,
+    )
+    assert Samples([3.0]).percentile_us(90) == 3
+
+
+# --- the kernels, under the interpreter where there is no GPU ---
+
+
+INTERPRETER_WARNING = "ignore:Conversion of an array with ndim > 0"  # triton 3.6 with numpy 2
+
+
+@pytest.mark.filterwarnings(INTERPRETER_WARNING)
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_every_kernel_variant_runs_and_equals_its_formula(dtype, kernel_device):
+    made = Variants(tiny(dtype=dtype), "triton", torch.device(kernel_device))
+    errors = {(one.name, one.form): one.error() for one in made.build()}
+    assert {name for name, _ in errors} == {
+        "dense", "dense.evidence", "dense.paper_like", "dense.sdpa", "fast", "fast.gather", "pack",
+        "selector", "top_k", "append",
+    }  # fmt: skip
+    assert max(errors.values()) <= 1, errors
+
+
+@pytest.mark.filterwarnings(INTERPRETER_WARNING)
+def test_gathering_in_place_does_not_read_the_packed_rows(kernel_device):
+    made = Variants(tiny(), "triton", torch.device(kernel_device))
+    built = {}
+    for one in made.build():
+        one.call()  # `pack` fills what the others read
+        built[one.name] = one
+    for tensor in made.selected[0.5].segment[:2]:
+        tensor.fill_(torch.nan)
+    assert built["fast.gather"].error() <= 1 < built["fast"].error()

@@ -1,0 +1,155 @@
+"""How a method is written, and what it reads at a size."""
+
+import pytest
+
+from sfi_core.errors import ConfigError, InputError
+from sfi_core.measure.evaluation.method import Method, Size, at_share
+from sfi_core.policies import POLICIES
+from sfi_core.settings.config import SfiConfig
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_is_a_method(policy):
+    method = Method.parse(policy)
+    assert (method.label, method.policy, method.preset) == (policy, policy, "default")
+    assert method.config == SfiConfig()
+
+
+@pytest.mark.parametrize("preset", ["paper", "released"])
+def test_a_preset_follows_an_at_sign(preset):
+    assert Method.parse(f"sfi@{preset}").config == SfiConfig.preset(preset)
+
+
+@pytest.mark.parametrize(
+    ("text", "changes"),
+    [
+        ("sfi:span=10,slow_start=2", {"span": 10, "slow_start": 2}),
+        ("sfi:selector.lambda_clip=0", {"selector": {"lambda_clip": 0}}),
+        (
+            "sfi:selector.alpha_soft=0,selector.alpha_cross=0.5",
+            {"selector": {"alpha_soft": 0, "alpha_cross": 0.5}},
+        ),
+        (
+            "sfi:trigger_policy=cosine,cosine_threshold=0.7",
+            {"trigger_policy": "cosine", "cosine_threshold": 0.7},
+        ),
+        ("sfi:trigger_policy=t-max , t_max=8", {"trigger_policy": "t-max", "t_max": 8}),
+        (
+            'sfi:triggers=[".", ",]\\n"],dense_layers=[0,1],span=1',
+            {"triggers": (".", ",]\n"), "dense_layers": (0, 1), "span": 1},
+        ),
+        ("quest:baseline.page=32", {"baseline": {"page": 32}}),
+        ("sfi:selector.lambda_clip_rows=null", {"selector": {"lambda_clip_rows": None}}),
+    ],
+)
+def test_settings_follow_a_colon(text, changes):
+    method = Method.parse(text)
+    assert method.label == text
+    assert method.config == SfiConfig().replace(**changes)
+
+
+def test_settings_lie_over_the_preset():
+    method = Method.parse("wide=sfi@released:span=10")
+    assert method.label == "wide"
+    assert method.config == SfiConfig.preset("released").replace(span=10)
+
+
+def test_a_file_is_a_preset_that_keeps_its_sizes(tmp_path):
+    file = tmp_path / "tuned.toml"
+    file.write_text(SfiConfig().replace(t_max=8, budget=77).to_toml())
+    method = Method.parse(f"tuned=sfi@{file}")
+    (variant,) = method.variants([Size(share=0.1), Size(share=0.2)])
+    assert variant.key == ("tuned", "own")
+    assert variant.config(1000) == SfiConfig().replace(t_max=8, budget=77)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("sfl", "method sfl: unknown policy 'sfl'; expected one of ('full-kv', 'sfi'"),
+        ("sfi@fast", "method sfi@fast: unknown preset 'fast'; expected one of ('default'"),
+        ("sfi:spam=1", "method sfi:spam=1: unknown setting 'spam'; expected one of"),
+        ("sfi:span=wide", "method sfi:span=wide: span must be int, got 'wide'"),
+        ("sfi:span=10x", "method sfi:span=10x: span must be int, got '10x'"),
+        ("sfi:span=", "method sfi:span=: span must be int, got ''"),
+        ("sfi:span=-1", "method sfi:span=-1: span must be at least 0, got -1"),
+        ("sfi:span", "method sfi:span: setting must be key=value, got 'span'"),
+        ("sfi:span=1,span=2", "method sfi:span=1,span=2: setting span must be given once"),
+        ("sfi:selector.alpha=0", "method sfi:selector.alpha=0: alpha must be in (0, 1], got 0.0"),
+        ("", "method must be POLICY[@PRESET][:key=value,...], got ''"),
+        ("sfi:", "method must be POLICY[@PRESET][:key=value,...], got 'sfi:'"),
+    ],
+)
+def test_mistakes_are_named(text, message):
+    with pytest.raises(ConfigError) as caught:
+        Method.parse(text)
+    assert str(caught.value).startswith(message)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(InputError, match=r"nothing\.toml cannot be read"):
+        Method.parse(f"sfi@{tmp_path}/nothing.toml")
+
+
+@pytest.mark.parametrize(
+    ("share", "context", "sizes"),
+    [(0.1, 4096, (4, 277, 128)), (0.05, 1024, (4, 22, 25)), (1.0, 4096, (4, 3964, 128))],
+)
+def test_a_share_is_sink_and_recent_and_selected_tokens(share, context, sizes):
+    found = at_share(SfiConfig().replace(recent=128), context, share)
+    assert (found.sink, found.budget, found.recent) == sizes
+    assert sum(sizes) == int(share * context)
+
+
+def test_every_method_reads_the_same_number_at_a_share():
+    texts = ["sfi", "sfi@paper", "sfi@released:recent=40,sink=0", "quest", "streaming-llm"]
+    for text in texts:
+        (variant,) = Method.parse(text).variants([Size(share=0.25)])
+        config = variant.config(1024)
+        assert config.sink + config.budget + config.recent == 256
+
+
+def test_a_method_may_have_a_recent_window_of_its_own():
+    (own,) = Method.parse("sfi:recent=40").variants([Size(share=0.25)])
+    (other,) = Method.parse("sfi@paper").variants([Size(share=0.25, recent=60)])
+    assert (own.config(1024).recent, other.config(1024).recent) == (40, 60)
+
+
+def test_a_budget_is_taken_as_it_is():
+    (variant,) = Method.parse("sfi@paper").variants([Size(budget=99, recent=33)])
+    assert variant.key == ("sfi@paper", "K 99")
+    assert (variant.config(10**6).budget, variant.config(10**6).recent) == (99, 33)
+
+
+@pytest.mark.parametrize(("text", "size"), [("full-kv", "all"), ("sfi:budget=7", "own")])
+def test_what_no_share_changes_runs_once(text, size):
+    (variant,) = Method.parse(text).variants([Size(share=0.1), Size(share=0.2)])
+    assert variant.key == (text, size)
+    assert variant.config(1000) == Method.parse(text).config
+
+
+def test_a_share_that_selects_nothing_is_refused():
+    with pytest.raises(ConfigError, match=r"share must leave .* got 0\.01 of 500 tokens"):
+        at_share(SfiConfig(), 500, 0.01)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [{"share": 0.0}, {"share": 1.5}, {"budget": 0}, {"share": 0.1, "recent": 0}, {}],
+)
+def test_sizes_that_are_none_are_refused(sizes):
+    with pytest.raises(ConfigError):
+        Size(**sizes)
+
+
+@pytest.mark.parametrize(("share", "label"), [(0.05, "5%"), (0.125, "12.5%"), (0.07, "7%")])
+def test_a_share_is_called_by_its_percent(share, label):
+    assert Size(share=share).label == label
+
+
+def test_columns_are_plain():
+    (variant,) = Method.parse("wide=sfi:span=3").variants([Size(share=0.1)])
+    assert variant.columns(1000) == {
+        "method": "wide", "policy": "sfi", "preset": "default", "settings": {"span": 3}, "size": "10%",
+        "share": 0.1, "budget": 46, "recent": 50,
+    }  # fmt: skip

@@ -1,0 +1,310 @@
+"""The built-in tasks: prompts of the length asked for, answers that are in them, exact scores."""
+
+import random
+import re
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+import sfi_core
+from sfi_core.bundled.train import HELD_OUT, draw
+from sfi_core.errors import ConfigError, InputError
+from sfi_core.measure.evaluation.tasks import TASKS, find_task
+from sfi_core.measure.evaluation.tasks.base import depths, fit
+from sfi_core.measure.evaluation.tasks.common_words import WORDS
+from sfi_core.models.load import load_tokenizer
+
+RULER = [name for name, task in TASKS.items() if not task.bundled]
+SLACK = {"bundled-recall": 120, "bundled-recall-1": 80}  # drawn for prompt and answer together
+START, END = "<s>", "</s>"
+CHAT = (
+    "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}[end]{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+def byte_tokenizer(**options):
+    """A token per byte, and a start token as many checkpoints have it."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {piece: index for index, piece in enumerate([START, END, *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{START} $A", special_tokens=[(START, 0)]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=START, eos_token=END, **options
+    )
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer()
+
+
+class Counting:
+    """A tokenizer that counts the texts it is given."""
+
+    def __init__(self, tokenizer):
+        self.inner, self.calls = tokenizer, 0
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    def __call__(self, *args, **kwargs):
+        self.calls += 1
+        return self.inner(*args, **kwargs)
+
+
+@pytest.mark.parametrize("length", [1024, 4096])
+@pytest.mark.parametrize("name", TASKS)
+def test_a_prompt_is_as_near_below_the_length_as_its_units_allow(tokenizer, name, length):
+    for seed in range(8):
+        sample = find_task(name).sample(tokenizer, length, seed)
+        assert length - SLACK.get(name, 25) <= len(sample.prompt_ids) <= length
+        assert sample.prompt_ids == tuple(tokenizer(sample.prompt)["input_ids"])
+
+
+@pytest.mark.parametrize("waver", [0, 5, 20])
+def test_the_largest_number_of_units_that_fits_is_found(waver):
+    """Also where a longer document is drawn anew, and may take fewer tokens than a shorter one."""
+
+    def tokens(units):
+        return 10 + 7 * units + units * 37 % (waver + 1)
+
+    for length in range(10, 4000, 3):
+        units = fit("x", tokens, length)
+        assert tokens(units) <= length < tokens(units + 1)
+
+
+@pytest.mark.parametrize("name", RULER)
+def test_a_tokenizer_of_single_bytes_will_do(name):
+    sample = find_task(name).sample(byte_tokenizer(), 4000, 0)
+    assert 3900 <= len(sample.prompt_ids) <= 4000
+    assert sample.prompt_ids[0] == 0
+    assert all(answer in sample.prompt for answer in sample.answers)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_a_sample_is_drawn_from_its_name_length_and_seed_alone(tokenizer, name):
+    task = find_task(name)
+    first = task.sample(tokenizer, 1024, 5)
+    random.seed(1)
+    assert task.sample(tokenizer, 1024, 5) == first
+    assert (first.task, first.length, first.seed) == (name, 1024, 5)
+    others = [task.sample(tokenizer, 1024, 6), task.sample(tokenizer, 2048, 5)]
+    assert not {first.answers} & {other.answers for other in others} or task.bundled
+    assert first.prompt not in [other.prompt for other in others]
+
+
+@pytest.mark.parametrize("name", RULER)
+def test_the_length_is_found_in_a_few_tokenizations(tokenizer, name):
+    counting = Counting(tokenizer)
+    find_task(name).sample(counting, 8192, 1)
+    assert counting.calls <= 12
+
+
+@pytest.mark.parametrize("name", RULER)
+def test_the_score_is_the_share_of_the_answers_that_the_text_holds(tokenizer, name):
+    task = find_task(name)
+    sample = task.sample(tokenizer, 2048, 0)
+    some = sample.answers[: len(sample.answers) // 2]
+    for said in (sample.answers, some, ()):
+        text = "They are:\n" + ",\n and ".join(said)
+        found = task.score(sample, [], text, tokenizer)["score"]
+        assert found == len(said) / len(sample.answers)
+
+
+@pytest.mark.parametrize("name", RULER)
+def test_the_answers_stand_in_the_document_and_not_in_the_question(tokenizer, name):
+    """What is asked for comes after the last blank line, where no answer may stand."""
+    sample = find_task(name).sample(tokenizer, 2048, 2)
+    document, question = sample.prompt.rsplit("\n\n", 1)
+    assert all(answer in document.replace("\n", " ") for answer in sample.answers)
+    assert not any(answer in question for answer in sample.answers)
+    assert len(set(sample.answers)) == len(sample.answers)
+
+
+@pytest.mark.parametrize("name", RULER)
+def test_an_answer_has_room_in_the_new_tokens(tokenizer, name):
+    sample = find_task(name).sample(tokenizer, 2048, 0)
+    for text in (" ".join(sample.answers), ", ".join(sample.answers)):
+        needed = len(tokenizer(text, add_special_tokens=False)["input_ids"])
+        assert needed < sample.max_new_tokens
+    assert sample.max_new_tokens < 3 * needed + 20
+
+
+def test_needles_lie_at_all_depths_over_the_seeds(tokenizer):
+    places = [
+        sample.prompt.index(sample.answers[0]) / len(sample.prompt)
+        for sample in (find_task("niah-single").sample(tokenizer, 1024, s) for s in range(40))
+    ]
+    quarters = Counter(int(4 * place) for place in places)
+    assert all(8 <= quarters[quarter] <= 12 for quarter in range(4)), quarters
+    assert max(depths(3, 4)) - min(depths(3, 4)) == pytest.approx(0.75)
+
+
+def test_decoys_tell_other_numbers_of_other_people(tokenizer):
+    sample = find_task("niah-multi-key").sample(tokenizer, 4096, 1)
+    told = re.findall(r"The secret number of (\S+ \S+) is (\d{7})\.", sample.prompt)
+    names = [name for name, _ in told]
+    asked = re.search(r"What is the secret number of (\S+ \S+),", sample.prompt)[1]
+    assert len(told) > 50
+    assert dict(told)[asked] == sample.answers[0]
+    assert names.count(asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "told"), [("niah-multi-value", 1, 4), ("niah-multi-query", 4, 4)]
+)
+def test_several_needles_are_told_each_once(tokenizer, name, keys, told):
+    sample = find_task(name).sample(tokenizer, 2048, 1)
+    found = re.findall(r"The secret number of (\S+ \S+) is (\d{7})\.", sample.prompt)
+    assert len(found) == told
+    assert len({person for person, _ in found}) == keys
+    assert {number for _, number in found} == set(sample.answers)
+
+
+def test_a_chain_of_variables_leads_to_its_value(tokenizer):
+    sample = find_task("variable-tracking").sample(tokenizer, 2048, 3)
+    value = re.search(r"have the value (\d+),", sample.prompt)[1]
+    reached = {value}
+    for name, source in re.findall(r"VAR (\w+) = (?:VAR )?(\w+)\.", sample.prompt):
+        if source in reached:  # a chain's assignments stand in order
+            reached.add(name)
+    assert reached == {value, *sample.answers}
+    assert len(re.findall(r"VAR \w+ = ", sample.prompt)) == 10
+
+
+@pytest.mark.parametrize("length", [700, 2048, 8192])
+def test_common_words_are_ten_times_as_frequent_as_any_other(tokenizer, length):
+    sample = find_task("common-words").sample(tokenizer, length, 1)
+    counts = Counter(re.findall(r"\d+\. (\w+)", sample.prompt))
+    rare = max(count for word, count in counts.items() if word not in sample.answers)
+    assert min(counts[word] for word in sample.answers) >= 10 * rare
+    assert not any(one != other and one in other for one in WORDS for other in WORDS)
+
+
+def test_a_recalled_sentence_counts_only_word_for_word(tokenizer):
+    task = find_task("sentence-recall")
+    sample = task.sample(tokenizer, 2048, 0)
+    right = "\n".join(sample.answers).replace(" the ", "\n the ")  # broken into lines of its own
+    assert task.score(sample, [], right, tokenizer) == {"score": 1.0, "exact": 1.0}
+    wrong = right.replace(" the ", " a ", 1)
+    assert task.score(sample, [], wrong, tokenizer) == {"score": 7 / 8, "exact": 0.0}
+
+
+def test_matching_ignores_case(tokenizer):
+    task = find_task("variable-tracking")
+    sample = task.sample(tokenizer, 1024, 0)
+    assert task.score(sample, [], " ".join(sample.answers).lower(), tokenizer)["score"] == 1
+
+
+def test_the_bundled_task_is_the_one_that_the_checkpoint_is_evaluated_with(tokenizer):
+    for seed in range(3):
+        drawn = draw(random.Random(HELD_OUT + seed), 2048, find_task("bundled-recall").asked)
+        sample = find_task("bundled-recall").sample(tokenizer, 2048, seed)
+        assert (sample.prompt, sample.answers) == (drawn.prompt, (drawn.answer,))
+
+
+def test_a_bundled_document_a_little_too_long_loses_a_sentence_only(tokenizer):
+    task, cut = find_task("bundled-recall-1"), 0
+    for seed in range(40):
+        drawn = draw(random.Random(HELD_OUT + seed), 1024, 1)
+        found = len(task.sample(tokenizer, 1024, seed).prompt_ids)
+        cut += len(tokenizer(drawn.prompt)["input_ids"]) > 1024
+        assert 1024 - SLACK["bundled-recall-1"] <= found <= 1024
+    assert cut > 0
+
+
+def test_the_bundled_task_is_right_when_every_token_is(tokenizer):
+    task = find_task("bundled-recall")
+    sample = task.sample(tokenizer, 1024, 0)
+    answer = tokenizer(sample.answers[0], add_special_tokens=False)["input_ids"]
+    right = [*answer, tokenizer.eos_token_id]
+    assert len(right) < sample.max_new_tokens
+    assert task.score(sample, right, "", tokenizer) == {"score": 1.0, "token_accuracy": 1.0}
+    wrong = [right[0] + 1, *right[1:]]
+    accuracy = (len(right) - 1) / len(right)
+    assert task.score(sample, wrong, "", tokenizer) == {"score": 0.0, "token_accuracy": accuracy}
+    assert task.score(sample, answer, "", tokenizer)["score"] == 0  # it does not stop
+
+
+def test_a_chat_template_is_part_of_the_prompt_and_of_its_length():
+    tokenizer = byte_tokenizer(chat_template=CHAT)
+    sample = find_task("niah-single").sample(tokenizer, 3000, 0)
+    assert sample.prompt.startswith("<s>[user]")
+    assert "[end][assistant]The secret number of" in sample.prompt
+    assert sample.prompt_ids.count(0) == 1
+    assert 2900 < len(sample.prompt_ids) <= 3000
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_a_length_too_short_for_the_task_is_refused_with_the_shortest(tokenizer, name):
+    with pytest.raises(InputError, match=rf"length must be at least \d+ for task '{name}', got 20"):
+        find_task(name).sample(tokenizer, 20, 0)
+
+
+def test_the_shortest_length_named_is_one_that_works(tokenizer):
+    for name in RULER:
+        with pytest.raises(InputError) as caught:
+            find_task(name).sample(tokenizer, 20, 0)
+        least = int(re.search(r"at least (\d+)", str(caught.value))[1])
+        assert len(find_task(name).sample(tokenizer, least + 20, 0).prompt_ids) <= least + 20
+
+
+def test_a_bundled_document_cannot_have_more_than_its_people(tokenizer):
+    with pytest.raises(InputError, match=r"length must be at most 10600 .* got 12000"):
+        find_task("bundled-recall").sample(tokenizer, 12_000, 0)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_a_task_without_a_tokenizer_is_refused(name):
+    with pytest.raises(InputError, match="must have a tokenizer, got none"):
+        find_task(name).sample(None, 1024, 0)
+
+
+def test_a_tokenizer_that_drops_every_word_is_refused():
+    bare = Tokenizer(models.BPE(vocab={"\u2603": 0}, merges=[]))  # a snowman and nothing else
+    with pytest.raises(InputError, match="must have tokens for the words of task 'niah-single'"):
+        find_task("niah-single").sample(PreTrainedTokenizerFast(tokenizer_object=bare), 1024, 0)
+
+
+def test_an_unknown_task_is_refused_with_the_known_ones():
+    with pytest.raises(
+        ConfigError, match=r"unknown task 'niah'; expected one of \('niah-single', "
+    ):
+        find_task("niah")
+
+
+def test_a_task_knows_its_own_name():
+    assert {name: task.name for name, task in TASKS.items()} == {name: name for name in TASKS}
+    assert [name for name, task in TASKS.items() if task.bundled] == list(SLACK)
+
+
+def test_tasks_are_listed_without_torch():
+    script = "import sys, sfi_core.measure.evaluation.tasks; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
+def test_the_checkpoint_answers_its_task_under_full_attention():
+    model, tokenizer = sfi_core.load(device="cpu")
+    task = find_task("bundled-recall")
+    right = 0.0
+    for seed in range(6):
+        sample = task.sample(tokenizer, 1024, seed)
+        result = sfi_core.generate(
+            model,
+            tokenizer,
+            [sample.prompt_ids],
+            policy="full-kv",
+            max_new_tokens=sample.max_new_tokens,
+        )
+        ids = result.report.requests[0].token_ids
+        right += task.score(sample, ids, result.texts[0], tokenizer)["score"]
+    assert right >= 4

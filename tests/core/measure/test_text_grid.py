@@ -1,0 +1,161 @@
+"""The grids of text windows and of harness tasks."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from sfi_core.errors import ConfigError, InputError, NumericsError
+from sfi_core.measure.evaluation import harness_grid, text_grid
+from sfi_core.measure.evaluation.fidelity import Fidelity, fidelity, reference
+from sfi_core.measure.evaluation.harness import HarnessRow
+from sfi_core.measure.evaluation.harness_grid import HarnessGrid
+from sfi_core.measure.evaluation.method import Method, Size
+from sfi_core.measure.evaluation.text_grid import TextGrid, from_rows, read_text
+from tests.core.conftest import TINY
+
+TEXT = (
+    "Belora hid a red lantern under the old bridge. Tamvex stole a blue kettle near the mill. " * 8
+)
+
+
+@pytest.fixture(scope="module")
+def loaded(tiny_tokenizer):
+    torch.manual_seed(1)
+    config = Qwen3Config(vocab_size=len(tiny_tokenizer), initializer_range=0.3, **TINY)
+    return Qwen3ForCausalLM(config).eval(), tiny_tokenizer
+
+
+def text_grid_of(*methods, **changes):
+    values = {
+        "methods": tuple(map(Method.parse, methods)), "sizes": (Size(share=0.3), Size(share=0.5)),
+        "text": TEXT, "lengths": (40, 60), "tokens": 12, "count": 2,
+    }  # fmt: skip
+    return TextGrid(**values | changes)
+
+
+def test_a_window_is_compared_as_on_its_own(loaded):
+    grid = text_grid_of("full-kv", "sfi", "streaming-llm")
+    grid.check(*loaded)
+    rows = list(grid.run(*loaded))
+    assert [grid.key(row) for row in rows] == grid.keys
+    assert len(rows) == 2 * 2 * 2 * 2  # windows, lengths, methods but full attention, shares
+    assert [grid.weight(key) for key in grid.keys[::4]] == [40, 60, 40, 60]
+    for row, variant in zip(rows[:4], grid.variants, strict=True):
+        window = grid.windows(loaded[1], 40)[0]
+        full = reference(*loaded, window)
+        own = fidelity(*loaded, full, variant.config(40), policy=variant.method.policy)
+        assert from_rows([row]) == own
+    joined = from_rows(rows[::4])
+    assert joined == Fidelity.join(from_rows([row]) for row in rows[::4])
+
+
+def test_windows_that_are_done_are_not_done_again(loaded):
+    grid = text_grid_of("sfi", lengths=(40,))
+    whole, rest = list(grid.run(*loaded)), list(grid.run(*loaded, set(grid.keys[:3])))
+    for row in (*whole, *rest):  # times differ
+        row["report"] = {k: v for k, v in row["report"].items() if not k.endswith("_seconds")}
+    assert rest == whole[3:]
+    assert list(grid.run(*loaded, set(grid.keys))) == []
+
+
+def test_a_method_that_fails_on_a_window_does_not_stop_the_others(loaded, monkeypatch):
+    compare = text_grid.fidelity
+
+    def broken(*args, policy, **options):
+        if policy == "quest":
+            raise NumericsError("logits must be finite")
+        return compare(*args, policy=policy, **options)
+
+    monkeypatch.setattr(text_grid, "fidelity", broken)
+    grid = text_grid_of("quest", "streaming-llm", lengths=(40,), count=1)
+    rows = list(grid.run(*loaded))
+    assert [row["error"] for row in rows] == ["logits must be finite"] * 2 + [None] * 2
+    assert {tuple(row) for row in rows} == {tuple(rows[0])}
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"methods": ("full-kv",)}, ConfigError, "fidelity must have a method besides full-kv, got none"),
+        ({"tokens": 1}, ConfigError, "tokens must be at least 2, got 1"),
+        ({"count": 0}, ConfigError, "windows must be at least 1, got 0"),
+        ({"methods": ("a=sfi", "a=quest")}, ConfigError, "each method must differ, got a, a"),
+        ({"lengths": (400,)}, InputError, "text must have at least"),
+        ({"lengths": (1020,), "text": TEXT * 20}, InputError, "must fit the model's 1024 positions"),
+        ({"sizes": (Size(share=0.1),)}, ConfigError, "share must leave a selected token"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_compared_is_refused_at_once(loaded, changes, error, message):
+    methods = changes.pop("methods", ("sfi",))
+    with pytest.raises(error, match=message):
+        text_grid_of(*methods, **changes).check(*loaded)
+
+
+def test_a_text_that_is_none_is_named(tmp_path):
+    file = tmp_path / "text.txt"
+    file.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(InputError, match=r"text\.txt is not UTF-8"):
+        read_text(file)
+
+
+@pytest.fixture
+def harness(monkeypatch):
+    """The harness without lm-eval: a metric that says what it was asked."""
+    asked = []
+
+    def evaluate(model, tokenizer, tasks, policy, config, **options):
+        asked.append((tasks, policy, config, options))
+        metric = HarnessRow(
+            task=tasks[0], metric="acc", value=0.5, stderr=math.nan, samples=3, decoding=True,
+            read_ratio=0.2, selection_ratio=0.1, stored_ratio=1.0, truncated=0,
+        )  # fmt: skip
+        return [metric, replace(metric, metric="other")]
+
+    monkeypatch.setattr(harness_grid, "check_harness", lambda: None)
+    monkeypatch.setattr(harness_grid, "evaluate_harness", evaluate)
+    return asked
+
+
+def harness_grid_of(**changes):
+    values = {
+        "methods": tuple(map(Method.parse, ("full-kv", "sfi@paper"))), "sizes": (), "tasks": ("a", "b"),
+        "include_path": None, "limit": 3,
+    }  # fmt: skip
+    return HarnessGrid(**values | changes)
+
+
+def test_harness_methods_keep_their_sizes_without_a_budget(harness):
+    grid = harness_grid_of()
+    rows = list(grid.run(None, None))
+    assert [grid.key(row) for row in rows] == grid.keys
+    assert [row["size"] for row in rows] == ["all", "own"] * 2
+    tasks, policy, config, options = harness[1]
+    assert (tasks, policy, config) == (["a"], "sfi", Method.parse("sfi@paper").config)
+    assert (options["limit"], options["chat"]) == (3, False)
+    assert [(one["metric"], one["stderr"]) for one in rows[0]["metrics"]] == [
+        ("acc", None), ("other", None),
+    ]  # fmt: skip
+
+
+def test_harness_methods_take_a_budget(harness):
+    grid = harness_grid_of(sizes=(Size(budget=9, recent=5), Size(budget=19, recent=5)))
+    rows = list(grid.run(None, None, set(grid.keys[3:])))
+    assert [row["size"] for row in rows] == ["all", "K 9", "K 19"]
+    assert [(config.budget, config.recent) for *_, config, _ in harness[1:]] == [(9, 5), (19, 5)]
+
+
+def test_a_harness_run_that_fails_does_not_stop_the_others(harness, monkeypatch):
+    def fail(*_, **__):
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(harness_grid, "evaluate_harness", fail)
+    rows = list(harness_grid_of().run(None, None))
+    assert [(row["error"], row["metrics"]) for row in rows] == [("no memory", [])] * 4
+
+
+def test_a_limit_of_none_is_refused(harness):
+    with pytest.raises(ConfigError, match="limit must be positive, got 0"):
+        harness_grid_of(limit=0)

@@ -1,0 +1,346 @@
+"""The forecast of a run's memory: hand arithmetic, and what is really allocated."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import sfi_core
+import sfi_core.generation.read_prompt
+from sfi_core.distributed.ranks import ALONE
+from sfi_core.errors import ConfigError, MemoryForecastError
+from sfi_core.generation.batch_plan import BatchPlan, largest_batch, plan_batch
+from sfi_core.machine import memory
+from sfi_core.models.forecast import CPU_SLACK, Forecast, check_fits, forecast
+from sfi_core.settings.config import SfiConfig
+from sfi_core.state.layer_shape import LayerShape
+
+CPU = torch.device("cpu")
+CONFIG = SfiConfig(slow_start=1, span=0, sink=3, recent=6, budget=5, trigger_token_ids=(1,))
+# the tiny model's: 2 KV heads, keys and values of 8 numbers of 4 bytes
+FULL = LayerShape(heads=2, key_width=8, value_width=8, itemsize=4)
+SLIDING = LayerShape(heads=2, key_width=8, value_width=8, itemsize=4, window=10)
+
+
+def expect(model: Any, layers: list[LayerShape], config: SfiConfig = CONFIG, **changes: Any):
+    sizes = {"selects": True, "batch": 3, "prompt_tokens": 30, "capacity": 40, **changes}
+    return forecast(model, layers, config, **sizes)
+
+
+def test_a_layer_s_row_is_a_key_and_a_value_of_every_head():
+    assert FULL.row_bytes == 2 * (8 + 8) * 4
+    wide = LayerShape(heads=1, key_width=192, value_width=128, itemsize=2)
+    assert wide.row_bytes == 640
+
+
+def test_the_forecast_of_a_known_model_equals_hand_arithmetic(tiny_model: Any):
+    expected = expect(tiny_model, [FULL, FULL])
+    assert expected.kv_bytes == 2 * 128 * 3 * 40  # layers x row x requests x tokens
+    assert expected.norm_bytes == 2 * 2 * 4 * 3 * 40
+    assert expected.packed_bytes == 2 * 128 * 3 * (3 + 5)
+    assert expected.sliding_bytes == 0
+    # the MLP's (3 x 32 + 4 x 64) numbers by 90 prompt tokens, and two copies of 96 logits by 3 requests
+    assert expected.workspace_bytes == CPU_SLACK * (1408 * 90 + 768 * 3)
+
+
+def test_sliding_layers_keep_their_window_only(tiny_model: Any):
+    expected = expect(tiny_model, [FULL, SLIDING])
+    assert expected.kv_bytes == 128 * 3 * 40
+    assert expected.norm_bytes == 2 * 4 * 3 * 40
+    assert expected.packed_bytes == 128 * 3 * 8
+    assert expected.sliding_bytes == 128 * 3 * 10
+    assert expect(tiny_model, [FULL, SLIDING], capacity=7).sliding_bytes == 128 * 3 * 7
+
+
+def test_a_budget_beyond_the_capacity_packs_no_more_than_the_capacity(tiny_model: Any):
+    expected = expect(tiny_model, [FULL], CONFIG.replace(budget=1000))
+    assert expected.packed_bytes == 128 * 3 * (3 + 40)
+
+
+def test_a_policy_that_selects_nothing_packs_the_sinks_only(tiny_model: Any):
+    expected = expect(tiny_model, [FULL], selects=False)
+    assert expected.packed_bytes == 128 * 3 * 3
+
+
+def test_the_selector_s_tensors_count_where_they_are_the_largest(tiny_model: Any):
+    """4 numbers for each of 4 query heads x 16 queries and 12 for each of 2 KV heads, by position."""
+    expected = expect(tiny_model, [FULL], capacity=1000, prefill_chunk=8)
+    assert expected.workspace_bytes == CPU_SLACK * (4 * 4 * 16 + 12 * 2) * 1000 * 4
+    lighter = expect(tiny_model, [FULL], capacity=1000, prefill_chunk=8, selects=False)
+    assert lighter.workspace_bytes == CPU_SLACK * (1408 * 3 * 8 + 768 * 3)
+
+
+def test_requests_refreshed_together_need_their_tensors_together(tiny_model: Any):
+    """On the triton backend: one logit for each of 4 query heads, 12 numbers for each of 2 KV heads."""
+    expected = expect(tiny_model, [FULL], capacity=1000, prefill_chunk=8, together=20)
+    assert expected.workspace_bytes == CPU_SLACK * (4 + 12 * 2) * 20 * 1000 * 4
+
+
+def test_reading_the_prompt_in_pieces_needs_less(tiny_model: Any):
+    sizes = [
+        expect(tiny_model, [FULL], prompt_tokens=900, capacity=1000, prefill_chunk=chunk)
+        for chunk in (0, 2000, 900, 450)
+    ]
+    whole, longer, same, half = (size.workspace_bytes for size in sizes)
+    assert whole == longer == same > half
+
+
+def test_the_total_is_the_sum_and_the_need_leaves_out_what_is_in_use():
+    numbers = {
+        "resident_bytes": 100000,
+        "kv_bytes": 20000,
+        "norm_bytes": 3000,
+        "packed_bytes": 400,
+        "sliding_bytes": 50,
+        "workspace_bytes": 6,
+    }
+    assert Forecast(**numbers).total_bytes == 123456
+    assert Forecast(**numbers).needed_bytes == 23456
+
+
+@pytest.mark.parametrize(
+    ("policy", "options"),
+    [
+        ("sfi", {}),
+        ("streaming-llm", {}),
+        ("oracle-top-k", {}),
+        ("full-kv", {}),
+        ("sfi", {"page_size": 32}),
+        ("sfi", {"config": CONFIG.replace(dense_layers=(0,))}),
+        ("oracle-top-k", {"config": CONFIG.replace(dense_layers=(1,))}),
+        ("tidaldecode", {}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_forecast_is_what_a_run_allocates(
+    tiny_model: Any, policy: str, options: dict[str, Any], dtype: torch.dtype
+):
+    """With pages of 32 tokens 40 take two; a layer left dense has nothing packed."""
+
+    def size(*tensors: torch.Tensor) -> int:
+        return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+
+    model = copy.deepcopy(tiny_model).to(dtype)
+    with sfi_core.slow_fast(
+        model, None, **{"config": CONFIG, "policy": policy, **options}
+    ) as session:
+        expected = session.forecast(3, 30, 40)
+        model.generate(
+            torch.arange(90).view(3, 30),
+            attention_mask=torch.ones(3, 30, dtype=torch.long),
+            max_new_tokens=10,
+            do_sample=False,
+            pad_token_id=0,
+            eos_token_id=None,
+        )
+        pages, segments = session.run.cache.layers.values(), session.run.segments.values()
+    assert expected.kv_bytes == sum(size(p.key_PHND, p.value_PHNE) for p in pages)
+    assert expected.norm_bytes == sum(size(p.norm_PHN) for p in pages)
+    assert expected.packed_bytes == sum(size(s.key_BHSD, s.value_BHSE) for s in segments)
+
+
+def fake_free(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kilobytes: int) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text(f"MemTotal: 99999999 kB\nMemAvailable: {kilobytes} kB\n")
+    monkeypatch.setattr(memory, "MEMINFO", meminfo)
+
+
+def need(**numbers: int) -> Forecast:
+    parts = ["resident", "kv", "norm", "packed", "sliding", "workspace"]
+    return Forecast(**{f"{part}_bytes": numbers.get(part, 0) for part in parts})
+
+
+def test_a_run_that_does_not_fit_is_refused_with_the_numbers(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    fake_free(monkeypatch, tmp_path, 3_000_000)
+    expected = need(
+        resident=9_000_000_000,
+        kv=2_000_000_000,
+        norm=500_000_000,
+        packed=250_000_000,
+        workspace=1_000_000_000,
+    )
+    with pytest.raises(MemoryForecastError) as caught:
+        check_fits(expected, CPU)
+    assert str(caught.value) == (
+        "the run must fit 3.07 GB of free memory, got a forecast of 3.75 GB (2.50 GB KV cache, "
+        "0.25 GB packed, 1.00 GB workspace); lower the batch or max_new_tokens"
+    )
+
+
+def test_the_advice_is_what_would_help_most(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    fake_free(monkeypatch, tmp_path, 1)
+    with pytest.raises(MemoryForecastError, match=r"; lower prefill_chunk$"):
+        check_fits(need(kv=1000, workspace=2000), CPU)
+    with pytest.raises(MemoryForecastError, match=r"; lower the batch or max_new_tokens$"):
+        check_fits(need(kv=2000, workspace=1000), CPU)
+
+
+def test_what_is_in_use_already_need_not_be_free(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    fake_free(monkeypatch, tmp_path, 1)
+    check_fits(need(resident=10**9, kv=1024), CPU)
+    with pytest.raises(MemoryForecastError):
+        check_fits(need(resident=10**9, kv=1025), CPU)
+
+
+def test_a_system_that_does_not_tell_its_free_memory_refuses_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.setattr(memory, "MEMINFO", tmp_path / "absent")
+    assert memory.free_bytes(CPU) is None
+    check_fits(need(kv=10**15), CPU)
+
+
+def test_generate_refuses_before_it_allocates(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_model: Any
+):
+    fake_free(monkeypatch, tmp_path, 1)
+    told = []
+    with pytest.raises(MemoryForecastError, match=r"^the run must fit 0\.00 GB of free memory"):
+        sfi_core.generate(tiny_model, None, [[1, 2]], CONFIG, on_token=told.append)
+    assert told == []
+
+
+class Sized:
+    """A session whose requests need a gigabyte each, and one more for all."""
+
+    ranks = ALONE
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def forecast(self, batch: int, *sizes: int) -> Forecast:
+        return need(kv=10**9 * batch, workspace=10**9)
+
+
+def plan(model: Any, prompts: list[list[int]], **options: Any) -> BatchPlan:
+    return plan_batch(Sized(model), prompts, [4] * len(prompts), **options)
+
+
+GIGABYTE = 976_563  # kilobytes
+
+
+@pytest.mark.parametrize(("gigabytes", "fits"), [(1, 0), (2, 1), (3, 2), (4, 3), (9, 8), (40, 9)])
+def test_the_largest_batch_is_the_last_that_fits(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_model: Any, gigabytes: int, fits: int
+):
+    fake_free(monkeypatch, tmp_path, GIGABYTE * gigabytes)
+    assert largest_batch(Sized(tiny_model), 5, 9, most=9) == fits
+
+
+def test_without_a_word_as_many_run_together_as_fit_with_room_to_spare(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_model: Any
+):
+    prompts = [[1] * length for length in (3, 20, 5, 4)]
+    fake_free(monkeypatch, tmp_path, 4 * GIGABYTE)  # 3 fit; with a tenth left free 2 do
+    made = plan(tiny_model, prompts)
+    assert (made.requests, made.slots, made.capacity) == (4, 2, 24)
+    assert made.free_bytes == 4 * GIGABYTE * 1024
+    assert made.forecast.kv_bytes == 2 * 10**9
+    fake_free(monkeypatch, tmp_path, 5 * GIGABYTE)  # all fit, to the last byte
+    assert plan(tiny_model, prompts).slots == 4
+    fake_free(monkeypatch, tmp_path, 2 * GIGABYTE)  # one does, to the last byte
+    assert plan(tiny_model, prompts).slots == 1
+
+
+def test_more_together_than_fit_is_refused_with_how_many_do(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_model: Any
+):
+    fake_free(monkeypatch, tmp_path, 4 * GIGABYTE)
+    assert plan(tiny_model, [[1]] * 9, max_batch=3).slots == 3
+    with pytest.raises(MemoryForecastError, match=r"6\.00 GB .*; lower max_batch to 3$"):
+        plan(tiny_model, [[1]] * 9, max_batch=5)
+    fake_free(monkeypatch, tmp_path, GIGABYTE)
+    for options in ({}, {"max_batch": 5}):
+        with pytest.raises(
+            MemoryForecastError, match=r"1\.00 GB .* 2\.00 GB .*; lower prefill_chunk$"
+        ):
+            plan(tiny_model, [[1]] * 9, **options)
+
+
+def test_more_together_than_there_are_prompts_is_all(tiny_model: Any):
+    assert plan(tiny_model, [[1]] * 3, max_batch=50).slots == 3
+
+
+def test_where_the_free_memory_is_unknown_all_run_together(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_model: Any
+):
+    monkeypatch.setattr(memory, "MEMINFO", tmp_path / "absent")
+    assert plan(tiny_model, [[1]] * 30).slots == 30
+
+
+def test_prompts_that_do_not_fit_together_are_decoded_a_few_at_a_time(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_model: Any
+):
+    """Decided, and said, before the run; the tokens are those of all together."""
+    prompts = [[*range(1, 9)], [*range(4, 40)], [5, 6], [*range(30, 50)]]
+    with sfi_core.slow_fast(tiny_model, None, CONFIG) as session:
+        three = session.forecast(3, 36, 42).needed_bytes
+    plans = []
+
+    def complete() -> Any:
+        return sfi_core.generate(
+            tiny_model, None, prompts, CONFIG, max_new_tokens=6, on_plan=plans.append
+        )
+
+    whole = complete()
+    fake_free(monkeypatch, tmp_path, int(three / 0.9) // 1024 + 1)
+    fewer = complete()
+    assert [made.slots for made in plans] == [whole.slots, fewer.slots] == [4, 3]
+    assert [r.token_ids for r in fewer.report.requests] == [
+        r.token_ids for r in whole.report.requests
+    ]
+    assert fewer.forecast.kv_bytes == plans[1].forecast.kv_bytes == 2 * 128 * 3 * 42
+
+
+def test_prompts_that_were_read_together_stay_together(tiny_model: Any):
+    shared = sfi_core.generation.read_prompt.read_prompt(
+        tiny_model, None, [[1, 2], [3]], capacity=9
+    )
+    with pytest.raises(ConfigError, match=r"must be at least the 2 prompts of shared, got 1$"):
+        sfi_core.generate(
+            tiny_model, None, [[1, 2], [3]], CONFIG, max_new_tokens=4, shared=shared, max_batch=1
+        )
+
+
+def test_the_peak_covers_what_was_in_use_and_what_came_and_went():
+    size = 64 * 2**20
+    memory.reset_peak(CPU)
+    before = memory.resident_bytes(CPU)
+    block = torch.ones(size, dtype=torch.uint8)
+    assert memory.resident_bytes(CPU) >= before + 0.9 * size
+    del block
+    assert memory.peak_bytes(CPU) >= before + 0.9 * size
+
+
+def test_resetting_the_peak_forgets_what_came_and_went():
+    block = torch.ones(64 * 2**20, dtype=torch.uint8)
+    del block
+    high = memory.peak_bytes(CPU)
+    memory.reset_peak(CPU)
+    low = memory.peak_bytes(CPU)
+    try:
+        memory.CLEAR_REFS.write_text("5")
+    except OSError:
+        pytest.skip("this system does not let a process reset its peak")
+    assert low < high
+
+
+def test_a_peak_that_cannot_be_reset_is_the_process_s(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.setattr(memory, "CLEAR_REFS", tmp_path)  # writing to a folder is an OSError
+    memory.reset_peak(CPU)
+    assert memory.peak_bytes(CPU) >= memory.resident_bytes(CPU)
+
+
+def test_a_system_without_proc_still_knows_its_peak(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.setattr(memory, "STATUS", tmp_path / "absent")
+    assert memory.peak_bytes(CPU) > 2**20
+    assert memory.resident_bytes(CPU) > 2**20

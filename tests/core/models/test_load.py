@@ -1,0 +1,243 @@
+"""Loading a checkpoint: what works, and one line for everything that does not."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub.constants
+import pytest
+import torch
+from transformers import T5Config, ViTConfig
+
+from sfi_core.errors import (
+    BackendError,
+    ConfigError,
+    InputError,
+    SfiError,
+    UnsupportedModelError,
+)
+from sfi_core.models.load import first_line, load, load_tokenizer, resolve_device, resolve_dtype
+from tests.core.conftest import tiny_qwen3
+
+no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="asks for a GPU that is not there")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoint")
+    tiny_qwen3(len(tiny_tokenizer)).save_pretrained(folder)
+    tiny_tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(saved: Path, tmp_path: Path) -> Path:
+    """Return a copy of the checkpoint to damage."""
+    return Path(shutil.copytree(saved, tmp_path / "model"))
+
+
+@pytest.fixture
+def _offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+
+
+def refusal(error: type[SfiError], source: str, **options: Any) -> str:
+    with pytest.raises(error) as caught:
+        load(source, **options)
+    assert type(caught.value) is error
+    message = str(caught.value)
+    assert "\n" not in message
+    assert not message.endswith(".")
+    return message
+
+
+def edit(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_a_folder_loads_in_evaluation_mode(saved: Path, tiny_tokenizer: Any):
+    model, tokenizer = load(str(saved), device="cpu")
+    assert not model.training
+    assert tokenizer.get_vocab() == tiny_tokenizer.get_vocab()
+    expected = tiny_qwen3(len(tiny_tokenizer))
+    ids = torch.arange(5)[None]
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, expected(ids).logits)
+
+
+def test_the_tokenizer_loads_alone(saved: Path, tiny_tokenizer: Any):
+    assert load_tokenizer(str(saved)).get_vocab() == tiny_tokenizer.get_vocab()
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("auto", torch.float32),
+        ("float32", torch.float32),
+        ("bf16", torch.bfloat16),
+        ("bfloat16", torch.bfloat16),
+        ("fp16", torch.float16),
+    ],
+)
+def test_weights_have_the_dtype_asked_for(saved: Path, name: str, dtype: torch.dtype):
+    """The checkpoint is float32."""
+    assert load(str(saved), dtype=name, device="cpu")[0].dtype == dtype
+
+
+def test_auto_takes_the_checkpoint_s_dtype(tmp_path: Path, tiny_tokenizer: Any):
+    tiny_qwen3(len(tiny_tokenizer)).bfloat16().save_pretrained(tmp_path)
+    tiny_tokenizer.save_pretrained(tmp_path)
+    assert load(str(tmp_path), device="cpu")[0].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    "source", ["/no/such/folder", "./absent", "../absent", "~/absent", "a/b/c"]
+)
+def test_a_missing_folder_is_named(source: str):
+    assert refusal(InputError, source) == f"model folder {source} does not exist"
+
+
+def test_a_file_is_no_model(folder: Path):
+    path = str(folder / "config.json")
+    assert refusal(InputError, path) == f"model must be a folder or a hub id, got the file {path}"
+
+
+def test_a_folder_without_config_is_refused(folder: Path):
+    (folder / "config.json").unlink()
+    assert refusal(InputError, str(folder)) == f"model folder {folder} has no config.json"
+
+
+def test_a_folder_without_tokenizer_is_refused(folder: Path):
+    (folder / "tokenizer.json").unlink()
+    message = f"model folder {folder} has no tokenizer; save one there"
+    assert refusal(InputError, str(folder)) == message
+
+
+def test_a_folder_without_weights_is_refused(folder: Path):
+    (folder / "model.safetensors").unlink()
+    message = refusal(InputError, str(folder))
+    assert message.startswith(f"model {folder} cannot be loaded: Error no file named ")
+
+
+@pytest.mark.usefixtures("_offline")
+@pytest.mark.parametrize("name", ["no-such-owner/no-such-model", "no-such-model"])
+def test_a_hub_id_that_cannot_be_had_is_named(name: str):
+    assert os.environ["HF_HUB_OFFLINE"] == "1"
+    assert refusal(InputError, name).startswith(f"model {name} cannot be loaded: ")
+
+
+@pytest.mark.usefixtures("_offline")
+def test_a_name_that_is_no_hub_id_is_named():
+    message = refusal(InputError, "no model at all!")
+    assert message.startswith("model no model at all! cannot be loaded: ")
+
+
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json"]
+)
+def test_a_truncated_file_is_refused(folder: Path, name: str):
+    data = (folder / name).read_bytes()
+    (folder / name).write_bytes(data[: len(data) // 2])
+    message = refusal(InputError, str(folder))
+    assert message.startswith(f"model {folder} cannot be loaded: ")
+
+
+@pytest.mark.parametrize("data", [b"", b"\xff" * 100])
+def test_weights_that_are_none_are_refused(folder: Path, data: bytes):
+    (folder / "model.safetensors").write_bytes(data)
+    message = refusal(InputError, str(folder))
+    assert message.startswith(f"model {folder} cannot be loaded: Error while deserializing header")
+
+
+def test_missing_weights_are_counted_and_named(folder: Path):
+    """transformers would draw them at random."""
+    edit(folder, num_hidden_layers=3, layer_types=["full_attention"] * 3)
+    assert refusal(InputError, str(folder)) == (
+        f"model {folder} lacks 11 weights, among them model.layers.2.input_layernorm.weight"
+    )
+
+
+def test_weights_of_another_shape_are_named(folder: Path, tiny_tokenizer: Any):
+    edit(folder, head_dim=16)
+    assert refusal(InputError, str(folder)) == (
+        f"model {folder} has 12 weights of another shape than its config says, among them "
+        "model.layers.0.self_attn.k_norm.weight, which must be [16], got [8]"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"model_type": "nonesuch"}, "model type `nonesuch`"),
+        ({"hidden_size": "x"}, "'hidden_size' expected int, got str"),
+    ],
+)
+def test_a_config_that_transformers_refuses_is_refused(folder: Path, changes: dict, reason: str):
+    edit(folder, **changes)
+    assert reason in refusal(InputError, str(folder))
+
+
+def test_an_encoder_decoder_is_unsupported(folder: Path):
+    T5Config().save_pretrained(folder)
+    assert refusal(UnsupportedModelError, str(folder)) == (
+        f"{folder} is an encoder-decoder model (t5); sfi runs decoder-only models"
+    )
+
+
+def test_a_model_of_something_else_is_unsupported(folder: Path):
+    ViTConfig().save_pretrained(folder)
+    message = f"{folder} (vit) is no causal language model"
+    assert refusal(UnsupportedModelError, str(folder)) == message
+
+
+def test_an_unknown_dtype_is_named_with_the_known_ones(saved: Path):
+    assert refusal(ConfigError, str(saved), dtype="int8") == (
+        "unknown dtype 'int8'; expected one of "
+        "('auto', 'bfloat16', 'bf16', 'float16', 'fp16', 'float32', 'fp32')"
+    )
+
+
+@pytest.mark.parametrize("name", ["gpu", "", "meta", "mps", "cuda:x", "cuda:-1"])
+def test_an_unknown_device_is_named_with_the_known_ones(saved: Path, name: str):
+    """PyTorch knows more kinds, which sfi does not run on."""
+    message = f"unknown device {name!r}; expected one of ('auto', 'cpu', 'cuda')"
+    assert refusal(ConfigError, str(saved), device=name) == message
+
+
+@no_cuda
+@pytest.mark.parametrize("name", ["cuda", "cuda:0", "cuda:3"])
+def test_a_gpu_that_is_not_there_is_a_machine_s_limit(saved: Path, name: str):
+    assert refusal(BackendError, str(saved), device=name) == (
+        f"device {name} is not on this machine, which has 0 CUDA devices; use cpu"
+    )
+
+
+def test_a_gpu_beyond_the_last_is_a_machine_s_limit(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert resolve_device("cuda:1") == torch.device("cuda:1")
+    assert resolve_device("auto") == torch.device("cuda")
+    with pytest.raises(BackendError, match=r"^device cuda:2 is not on this machine, which has 2 "):
+        resolve_device("cuda:2")
+
+
+@no_cuda
+def test_auto_takes_the_cpu_where_there_is_no_gpu():
+    assert resolve_device("auto") == torch.device("cpu")
+    assert resolve_dtype("auto") == "auto"
+
+
+def test_settings_are_checked_before_the_model_is_looked_for():
+    assert refusal(ConfigError, "/no/such/folder", dtype="int8").startswith("unknown dtype")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("One.\nTwo.", "One"), ("Bad field:\n  not an int", "Bad field: not an int"), ("", "OSError")],
+)
+def test_a_message_of_many_lines_becomes_one(text: str, expected: str):
+    assert first_line(OSError(text)) == expected

@@ -1,0 +1,90 @@
+"""Observers: several act as one, and none costs nothing."""
+
+import pytest
+import torch
+
+from sfi_core.observers.events import SelectionEvent, StepEvent
+from sfi_core.observers.observer import NullObserver, Observers
+from tests.fakes import RecordingObserver
+
+STEP = StepEvent(
+    request=0,
+    step=3,
+    batch_step=3,
+    position=7,
+    token_id=5,
+    slow=False,
+    reason="",
+    steps_since_slow=2,
+    attended_tokens=4.0,
+    context_tokens=8,
+    elapsed_us=1.0,
+)
+SELECTION = SelectionEvent(
+    request=0, step=3, layer=1, index_HK=torch.zeros(2, 3, dtype=torch.int32), diagnostics={}
+)
+
+
+def test_every_observer_gets_every_event():
+    first, second = RecordingObserver(), RecordingObserver()
+    observers = Observers([first, second])
+    observers.on_step(STEP)
+    observers.on_selection(SELECTION)
+    for one in (first, second):
+        assert one.steps == [STEP]
+        assert one.selections[0] is SELECTION
+
+
+def test_every_observer_brackets_the_same_region():
+    first, second = RecordingObserver(), RecordingObserver()
+    with Observers([first, second]).span("attention.dense", 3):
+        assert (first.open, second.open) == (1, 1)
+    for one in (first, second):
+        assert (one.open, one.spans) == (0, [("attention.dense", 3)])
+
+
+def test_spans_close_when_the_region_fails():
+    first, second = RecordingObserver(), RecordingObserver()
+    with pytest.raises(KeyError), Observers([first, second]).span("sample"):
+        raise KeyError
+    assert (first.open, second.open) == (0, 0)
+
+
+def test_spans_close_in_reverse_order():
+    """NVTX ranges nest."""
+    order = []
+
+    class Ordered(RecordingObserver):
+        def span(self, name, layer=None, moved_bytes=0):
+            outer = super().span(name, layer, moved_bytes)
+
+            class Noted:
+                def __enter__(noted):  # noqa: N805
+                    order.append(("open", self))
+                    return outer.__enter__()
+
+                def __exit__(noted, *problem):  # noqa: N805
+                    order.append(("close", self))
+                    return outer.__exit__(*problem)
+
+            return Noted()
+
+    first, second = Ordered(), Ordered()
+    with Observers([first, second]).span("pack"):
+        pass
+    assert order == [("open", first), ("open", second), ("close", second), ("close", first)]
+
+
+def test_an_observer_of_one_thing_inherits_the_rest():
+    class Counting(NullObserver):
+        count = 0
+
+        def on_step(self, event: StepEvent) -> None:
+            self.count += 1
+
+    observer = Counting()
+    observer.on_step(STEP)
+    observer.on_selection(SELECTION)
+    with observer.span("sample"):
+        pass
+    assert observer.count == 1

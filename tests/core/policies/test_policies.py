@@ -1,0 +1,389 @@
+"""Every policy of the table on a tiny random model, and what sets each of them apart."""
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+import sfi_core
+from sfi_core.errors import ConfigError
+from sfi_core.observers.events import SelectionEvent, StepEvent
+from sfi_core.policies import POLICIES, LayerContext, Policy, StepContext, policy_class
+from sfi_core.settings.config import SfiConfig
+from sfi_core.state.position_sets import allowed_positions
+from sfi_core.state.request import SparseState
+from sfi_core.triggers.trigger import Trigger
+from sfi_kernels.selector import selector
+from tests.fakes import RecordingObserver
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+SINK, RECENT, BUDGET, T_MAX, NEW = 3, 6, 5, 4, 24
+PROMPTS = [list(range(40, 90)), [7, 8], list(range(20))]  # ragged; one is shorter than the sink
+LAYERS = (0, 1)
+CONFIG = SfiConfig(
+    slow_start=1,
+    span=0,
+    sink=SINK,
+    recent=RECENT,
+    budget=BUDGET,
+    t_max=T_MAX,
+    stride=T_MAX + 1,
+    cosine_threshold=1.0,  # refreshkv then refreshes at every stride
+    trigger_delay=0,
+    trigger_token_ids=tuple(range(0, 96, 5)),
+)
+MODES = ["anchored", "sliding"]
+
+
+@pytest.fixture(scope="module")
+def complete(tiny_model: Any) -> Any:
+    """Run a policy once per module and setting; return the report and what was observed."""
+
+    @cache
+    def run(policy: str, mode: str = "anchored", only: int | None = None) -> Any:
+        prompts = PROMPTS if only is None else [PROMPTS[only]]
+        observer = RecordingObserver()
+        result = sfi_core.generate(
+            tiny_model,
+            None,
+            prompts,
+            CONFIG.replace(recent_mode=mode),
+            policy=policy,
+            max_new_tokens=NEW,
+            stop_token_ids=(),
+            observers=[observer],
+        )
+        return result.report, observer
+
+    return run
+
+
+def sink_of(request: int) -> int:
+    return min(SINK, len(PROMPTS[request]))
+
+
+def candidates(event: SelectionEvent) -> range:
+    """J at a refresh, from the prompt's length alone: sliding or slow, it ends `recent` tokens ago."""
+    length = len(PROMPTS[event.request]) + event.step
+    sink = sink_of(event.request)
+    return range(sink, max(sink, length - RECENT))
+
+
+def selects(policy: str, event: SelectionEvent) -> bool:
+    """Say whether anything is selected; step 0 is dense and packs the sinks of those who select later."""
+    chosen = make(policy)
+    return chosen.selects_in(event.layer) or (chosen.selects_before and event.step > 0)
+
+
+def most_tokens(policy: str, mode: str, event: StepEvent) -> float:
+    """Say how many tokens a fast step may read."""
+    config = make(policy, CONFIG.replace(recent_mode=mode)).config
+    sparse = SINK + BUDGET + RECENT
+    if config.recent_mode == "anchored":  # SnapKV keeps what was decoded
+        sparse += event.step if policy == "snapkv" else T_MAX
+    dense = len(config.dense_layers) / len(LAYERS)  # TidalDecode's
+    return (1 - dense) * sparse + dense * event.context_tokens
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_fast_step_reads_no_more_than_the_budget(complete: Any, policy: str, mode: str):
+    """Sink, recent and selected tokens; an anchored window grows by up to t_max."""
+    _, observer = complete(policy, mode)
+    fast = [event for event in observer.steps if not event.slow]
+    assert bool(fast) == (policy != "full-kv")
+    for event in fast:
+        assert event.attended_tokens <= most_tokens(policy, mode, event)
+        assert event.attended_tokens <= event.context_tokens
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_selected_positions_are_candidates_ascending_and_unique(
+    complete: Any, policy: str, mode: str
+):
+    _, observer = complete(policy, mode)
+    for event in observer.selections:
+        allowed = candidates(event)
+        index = event.index_HK.tolist()
+        if not selects(policy, event):
+            assert index == [[], []]
+            continue
+        for head in index:
+            chosen = [position for position in head if position >= 0]
+            assert head == chosen + [-1] * (len(head) - len(chosen))
+            assert chosen == sorted(set(chosen))
+            assert set(chosen) <= set(allowed)
+            assert len(chosen) == min(BUDGET, len(allowed))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_policy_repeats_itself(complete: Any, tiny_model: Any, policy: str, mode: str):
+    report, _ = complete(policy, mode)
+    again = sfi_core.generate(
+        tiny_model,
+        None,
+        PROMPTS,
+        CONFIG.replace(recent_mode=mode),
+        policy=policy,
+        max_new_tokens=NEW,
+        stop_token_ids=(),
+    )
+    assert [r.token_ids for r in again.report.requests] == [r.token_ids for r in report.requests]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_row_of_a_ragged_batch_equals_the_row_alone(complete: Any, policy: str, mode: str):
+    """DESIGN 7."""
+    together, _ = complete(policy, mode)
+    for row, request in enumerate(together.requests):
+        alone, _ = complete(policy, mode, row)
+        assert request == alone.requests[0]
+
+
+def test_the_runs_above_differ_between_policies(complete: Any):
+    """Otherwise they would show little."""
+    tokens = {
+        str([r.token_ids for r in complete(policy, mode)[0].requests])
+        for policy in POLICIES
+        for mode in MODES
+    }
+    # sfi and its two controls in both modes; the others have one
+    assert len(tokens) == len(POLICIES) + 3
+
+
+def test_an_unknown_policy_is_named_with_the_known_ones():
+    with pytest.raises(ConfigError) as caught:
+        policy_class("sfl")
+    assert str(caught.value) == f"unknown policy 'sfl'; expected one of {tuple(POLICIES)}"
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_table_holds_classes(policy: str):
+    """A run makes its own instance, so that no run changes another's settings."""
+    assert issubclass(policy_class(policy), Policy)
+
+
+def make(policy: str, config: SfiConfig = CONFIG) -> Policy:
+    return POLICIES[policy](
+        config, Trigger(frozenset(config.trigger_token_ids or ()), config), LAYERS
+    )
+
+
+def context(logits: torch.Tensor, length: int, budget_start: int = SINK) -> LayerContext:
+    """Return what a layer of one request shows a policy."""
+    return LayerContext(
+        layer=0,
+        requests=(0,),
+        backend="torch",
+        allowed_BT=allowed_positions(
+            length, torch.tensor([budget_start]), torch.tensor([length - RECENT])
+        ),
+        key_norm_BHT=torch.rand(1, logits.shape[1], length) + 0.5,
+        logits=lambda: logits,
+    )
+
+
+# full-kv ------------------------------------------------------------------------------------------
+
+
+def plain_tokens(model: Any, prompt: list[int], mask_row: Any = None) -> list[int]:
+    """Complete greedily without a cache; `mask_row` says which positions a decoded query reads."""
+    ids = list(prompt)
+    for _ in range(NEW):
+        T = len(ids)
+        visible = torch.ones(T, T, dtype=torch.bool).tril()
+        for query in range(len(prompt), T):
+            if mask_row is not None:
+                visible[query] &= mask_row(query)[:T]
+        mask = torch.zeros(1, 1, T, T).masked_fill(~visible, -torch.inf)
+        with torch.no_grad():
+            logits = model(torch.tensor([ids]), attention_mask=mask).logits
+        ids.append(int(logits[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+def test_full_kv_is_the_plain_model(complete: Any, tiny_model: Any):
+    report, _ = complete("full-kv")
+    for prompt, request in zip(PROMPTS, report.requests, strict=True):
+        assert request.token_ids == plain_tokens(tiny_model, prompt)
+        assert request.reasons == {"first": 1, "full-kv": NEW - 1}
+        assert request.read_ratio == 1
+
+
+# streaming-llm ------------------------------------------------------------------------------------
+
+
+def test_streaming_llm_reads_sink_and_last_tokens_and_nothing_else(complete: Any, tiny_model: Any):
+    """The plain model under that mask says the same tokens; the budget widens the window."""
+    report, _ = complete("streaming-llm")
+    for row, (prompt, request) in enumerate(zip(PROMPTS, report.requests, strict=True)):
+
+        def read(query: int, sink: int = sink_of(row)) -> torch.Tensor:
+            position = torch.arange(200)
+            return (position < sink) | (position > query - RECENT - BUDGET)
+
+        assert request.token_ids == plain_tokens(tiny_model, prompt, read)
+        assert request.slow_at == [0]
+    attended = complete("streaming-llm")[1].steps[-len(PROMPTS)].attended_tokens
+    assert attended == SINK + RECENT + BUDGET
+
+
+# sfi ----------------------------------------------------------------------------------------------
+
+
+def test_sfi_is_slow_where_the_trigger_says_so_for_each_request_alone(complete: Any):
+    """Eq. 5 and T_max, recomputed from the tokens."""
+    report, _ = complete("sfi")
+    for request in report.requests:
+        expected = [0]
+        for step in range(1, NEW):
+            boundary = request.token_ids[step - 1] in CONFIG.trigger_token_ids
+            if boundary or step - expected[-1] > T_MAX:
+                expected.append(step)
+        assert request.slow_at == expected
+    assert len({tuple(request.slow_at) for request in report.requests}) == len(PROMPTS)
+
+
+def test_sfi_refreshes_every_layer_on_slow_steps_and_never_on_fast_ones(complete: Any):
+    report, observer = complete("sfi")
+    for row, request in enumerate(report.requests):
+        refreshed = [(e.step, e.layer) for e in observer.selections if e.request == row]
+        assert refreshed == [(step, layer) for step in request.slow_at for layer in (0, 1)]
+
+
+def test_sfi_with_room_for_everything_is_full_attention(complete: Any, tiny_model: Any):
+    """DESIGN 3.5 and 7: anchored, and budget >= allowed positions."""
+    config = CONFIG.replace(budget=100)
+    result = sfi_core.generate(
+        tiny_model, None, PROMPTS, config, max_new_tokens=NEW, stop_token_ids=()
+    )
+    for ours, dense in zip(result.report.requests, complete("full-kv")[0].requests, strict=True):
+        assert ours.token_ids == dense.token_ids
+        assert ours.fast_steps > 0
+
+
+@pytest.mark.parametrize(
+    ("groups", "window", "rows", "expected"),
+    [(1, 1, 0.25, 0.35), (2, 1, 0.25, 0.25), (1, 3, 0.25, 0.25), (2, 1, None, 0.35)],
+)
+def test_several_evidence_rows_have_a_clip_of_their_own(
+    groups: int, window: int, rows: float | None, expected: float
+):
+    """The `released` preset; one token takes all attention, so that lambda* lies beyond both bounds."""
+    config = SfiConfig.preset("released").replace(
+        budget=BUDGET, sink=SINK, selector={"lambda_clip_rows": rows}
+    )
+    logits = torch.zeros(1, 2, groups, window, 30)
+    logits[..., 10] = 50.0
+    selection = make("sfi", config.replace(trigger_token_ids=())).select_after(context(logits, 30))
+    expected_BH = torch.full((1, 2), expected)
+    torch.testing.assert_close(selection.diagnostics["lambda_star"], expected_BH)
+
+
+def test_sfi_selects_the_best_scores_of_the_selector():
+    logits = torch.randn(1, 2, 2, 1, 30)
+    layer = context(logits, 30)
+    score, _ = selector(logits, layer.key_norm_BHT, layer.allowed_BT, **{
+        name: value
+        for name, value in CONFIG.to_dict()["selector"].items()
+        if name != "lambda_clip_rows"
+    })  # fmt: skip
+    best = score.argsort(-1, descending=True)[..., :BUDGET].sort(-1).values
+    assert torch.equal(make("sfi").select_after(layer).index_BHK.long(), best)
+
+
+def test_sfi_spares_itself_the_diagnostics_that_nobody_hears():
+    layer = context(torch.randn(1, 2, 2, 1, 30), 30)
+    told, silent = (
+        make("sfi").select_after(replace(layer, heard=heard)) for heard in (True, False)
+    )
+    assert set(silent.diagnostics) == {"lambda_star"} < set(told.diagnostics)
+    assert torch.equal(told.index_BHK, silent.index_BHK)
+
+
+@pytest.mark.parametrize("observed", [True, False])
+def test_who_listens_to_selections_gets_their_diagnostics(
+    tiny_model: Any, monkeypatch: pytest.MonkeyPatch, *, observed: bool
+):
+    heard = set()
+    select_after = POLICIES["sfi"].select_after
+    monkeypatch.setattr(
+        POLICIES["sfi"], "select_after", lambda self, c: heard.add(c.heard) or select_after(self, c)
+    )
+    watch = [RecordingObserver()] if observed else []
+    sfi_core.generate(tiny_model, None, PROMPTS, CONFIG, max_new_tokens=2, observers=watch)
+    assert heard == {observed}
+
+
+@pytest.mark.parametrize(("setting", "value"), [("span", 3), ("group_reduce", "max")])
+def test_sfi_hands_its_settings_to_the_selector(setting: str, value: Any):
+    logits = 3 * torch.randn(1, 2, 4, 2, 200)
+    layer = context(logits, 200)
+    changed = make("sfi", CONFIG.replace(budget=20, **{setting: value})).select_after(layer)
+    same = make("sfi", CONFIG.replace(budget=20)).select_after(layer)
+    assert not torch.equal(changed.index_BHK, same.index_BHK)
+
+
+# oracle-top-k -------------------------------------------------------------------------------------
+
+
+def test_oracle_top_k_picks_the_positions_with_most_attention():
+    """Recomputed from its own logits: the mean over a KV head's queries, within J."""
+    logits = 3 * torch.randn(1, 2, 4, 1, 40)
+    index = make("oracle-top-k").select_before(context(logits, 40)).index_BHK
+    within = logits.double()[..., SINK : 40 - RECENT]
+    probability = within.softmax(-1).mean(dim=(2, 3))
+    best = probability.topk(BUDGET).indices.sort(-1).values + SINK
+    assert torch.equal(index.long(), best)
+
+
+def test_oracle_top_k_prefers_what_all_query_heads_read_to_what_one_does():
+    share = torch.full((1, 2, 2, 1, 40), 1e-4)
+    share[..., 20] = 0.4
+    share[:, :, 0, :, 10] = share[:, :, 1, :, 11] = 0.6
+    one = make("oracle-top-k", CONFIG.replace(budget=1))
+    assert one.select_before(context(share.log(), 40)).index_BHK.tolist() == [[[20], [20]]]
+
+
+def test_oracle_top_k_selects_anew_at_every_step(complete: Any):
+    _, observer = complete("oracle-top-k")
+    steps = [
+        e.step for e in observer.selections if (e.request, e.layer) == (0, 1) and e.index_HK.numel()
+    ]
+    assert steps == list(range(1, NEW))
+
+
+# plans --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("policy", "slow", "reasons"),
+    [
+        ("full-kv", (True, True), ("full-kv", "full-kv")),
+        ("streaming-llm", (False, False), ("", "")),
+        ("oracle-top-k", (False, False), ("", "")),
+        ("sfi", (True, False), ("trigger", "")),
+        ("random-k", (True, False), ("trigger", "")),
+        ("prior-only", (True, False), ("trigger", "")),
+        ("snapkv", (False, False), ("", "")),
+        ("h2o", (False, False), ("", "")),
+        ("tova", (False, False), ("", "")),
+        ("quest", (False, False), ("", "")),
+        ("tidaldecode", (False, False), ("", "")),
+    ],
+)
+def test_each_request_of_a_batch_decides_alone(policy: str, slow: tuple, reasons: tuple):
+    requests = [SparseState(step=3, tokens=[5]), SparseState(step=3, tokens=[6])]
+    plan = make(policy).plan(StepContext(requests))
+    assert (plan.slow_B, plan.reason_B) == (slow, reasons)
+
+
+def test_a_policy_s_own_settings_leave_the_caller_s_alone():
+    adapted = make("streaming-llm").config
+    assert (adapted.recent, adapted.recent_mode) == (RECENT + BUDGET, "sliding")
+    assert (CONFIG.recent, CONFIG.recent_mode) == (RECENT, "anchored")

@@ -1,0 +1,352 @@
+"""Settings: presets, TOML and JSON round trips, and one line for every mistake."""
+
+import ast
+import dataclasses
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+
+from sfi_core.errors import ConfigError, InputError
+from sfi_core.settings.config import PRESETS, TRIGGER_POLICIES, SfiConfig
+from sfi_core.settings.parts import SelectorConfig
+
+# DESIGN 3.7; what the paper leaves open is the released code's in every preset
+OPEN = {"alpha": 0.5, "gamma": 0.5, "power": 1.8, "eta": 0.4, "radius": 16, "temperature": 2.0}
+PAPER_SELECTOR = OPEN | {
+    "lambda_clip": 0.02,
+    "lambda_clip_rows": None,
+    "alpha_soft": 0.5,
+    "alpha_cross": 0.35,
+    "position_weight": 1.0,
+}
+PAPER = {
+    "sink": 4,
+    "recent": 256,
+    "recent_mode": "sliding",
+    "budget": 2048,
+    "t_max": 64,
+    "min_gap": 0,
+    "trigger_delay": 0,
+    "slow_start": 1,
+    "span": 0,
+    "trigger_policy": "boundary",
+    "triggers": (".", "?", "!", ";", "\n"),
+    "trigger_token_ids": None,
+    "window_decode": 1,
+    "window_prefill": 16,
+    "dense_layers": (),
+    "group_reduce": "power",
+}
+
+# what triggers other than the paper's look at
+ALTERNATIVES = {
+    "stride",
+    "cosine_threshold",
+    "entropy_threshold",
+    "random_rate",
+    "trigger_seed",
+}
+
+
+def mistake(error: type[Exception], message: str):
+    return pytest.raises(error, match=f"^{re.escape(message)}$")
+
+
+def flat(config: SfiConfig) -> dict[str, object]:
+    values = config.to_dict()
+    return {**values.pop("selector"), **values.pop("baseline"), **values}
+
+
+@pytest.mark.parametrize(
+    ("preset", "settings", "selector"),
+    [
+        ("paper", PAPER, PAPER_SELECTOR),
+        (
+            "default",
+            PAPER
+            | {
+                "recent_mode": "anchored",
+                "trigger_delay": 1,
+                "slow_start": 2,
+                "span": 10,
+            },
+            PAPER_SELECTOR,
+        ),
+        (
+            "released",
+            PAPER
+            | {
+                "budget": 1568,
+                "min_gap": 16,
+                "trigger_delay": 1,
+                "triggers": (".", "?", "!"),
+            },
+            OPEN
+            | {
+                "lambda_clip": 0.35,
+                "lambda_clip_rows": 0.25,
+                "alpha_soft": 1.0,
+                "alpha_cross": 0.85,
+                "position_weight": 0.7,
+            },
+        ),
+    ],
+)
+def test_a_preset_has_the_values_of_the_design(preset: str, settings: dict, selector: dict):
+    """DESIGN 3.7."""
+    values = flat(SfiConfig.preset(preset))
+    wanted = settings | selector
+    assert {name: values[name] for name in wanted} == wanted
+    assert values["beta"] == pytest.approx(-math.log(0.6) / 0.9)
+    assert set(values) - set(wanted) == {"beta", *ALTERNATIVES, "pool", "page", "select_layers"}
+
+
+def test_the_default_preset_is_the_default():
+    assert SfiConfig.preset("default") == SfiConfig()
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_config_survives_toml(preset: str, tmp_path: Path):
+    path = tmp_path / "settings.toml"
+    config = SfiConfig.preset(preset)
+    path.write_text(config.to_toml(), encoding="utf-8")
+    assert SfiConfig().merge_toml(path) == config
+
+
+@pytest.mark.parametrize(
+    "trigger", ['"', "\\", "\n\t\r", "。", "😀", "\x7f", "\x00", "\u2028", "é"]
+)
+def test_every_trigger_survives_toml(trigger: str, tmp_path: Path):
+    path = tmp_path / "settings.toml"
+    config = SfiConfig(triggers=(trigger, "."), trigger_token_ids=(3, 1), dense_layers=(0, 2))
+    path.write_text(config.to_toml(), encoding="utf-8", newline="")
+    assert SfiConfig().merge_toml(path) == config
+
+
+def test_a_file_changes_only_what_it_names(tmp_path: Path):
+    path = tmp_path / "settings.toml"
+    path.write_text("budget = 7\n[selector]\nalpha = 1\n[provenance]\ntrial = 3\n")
+    base = SfiConfig.preset("released")
+    merged = base.merge_toml(path)
+    assert merged == base.replace(budget=7, selector={"alpha": 1.0})
+    assert merged.selector.lambda_clip == 0.35
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_config_survives_json(preset: str):
+    config = SfiConfig.preset(preset)
+    values = json.loads(json.dumps(config.to_dict()))
+    assert SfiConfig().replace(**values) == config
+
+
+def test_replacing_part_of_the_selector_keeps_the_rest():
+    config = SfiConfig.preset("released").replace(selector={"alpha": 0.25})
+    assert config.selector == dataclasses.replace(SfiConfig.preset("released").selector, alpha=0.25)
+
+
+def test_a_whole_selector_may_be_given():
+    selector = SelectorConfig(alpha=0.25)
+    assert SfiConfig().replace(selector=selector).selector is selector
+
+
+def test_replacing_leaves_the_original_alone():
+    config = SfiConfig()
+    config.replace(budget=1, selector={"alpha": 1.0})
+    assert config == SfiConfig()
+
+
+def test_a_config_cannot_be_changed_in_place():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        SfiConfig().budget = 3
+
+
+def test_lists_become_tuples_so_that_a_config_can_be_hashed():
+    config = SfiConfig().replace(triggers=["."], trigger_token_ids=[1, 2], dense_layers=[0])
+    assert (config.triggers, config.trigger_token_ids) == ((".",), (1, 2))
+    assert hash(config) == hash(
+        SfiConfig(triggers=(".",), trigger_token_ids=(1, 2), dense_layers=(0,))
+    )
+
+
+@pytest.mark.parametrize("name", ["lambda_clip", "lambda_clip_rows", "gamma"])
+def test_a_whole_number_is_fine_for_a_fraction(name: str):
+    value = getattr(SfiConfig().replace(selector={name: 1}).selector, name)
+    assert (value, type(value)) == (1.0, float)
+
+
+@pytest.mark.parametrize("name", ["bugdet", "self", "alpha"])
+def test_an_unknown_setting_is_named_with_the_known_ones(name: str):
+    with pytest.raises(
+        ConfigError, match=rf"^unknown setting '{name}'; expected one of "
+    ) as caught:
+        SfiConfig().replace(**{name: 3})
+    names = ast.literal_eval(str(caught.value).split("expected one of ")[1])
+    assert set(names) == {*PAPER, *ALTERNATIVES, "selector", "baseline"}
+
+
+def test_an_unknown_selector_setting_is_named_with_the_selector_s():
+    with pytest.raises(ConfigError, match=r"^unknown setting 'sink'; expected one of \('alpha', "):
+        SfiConfig().replace(selector={"sink": 3})
+
+
+@pytest.mark.parametrize(
+    ("preset", "message"),
+    [
+        ("papr", "unknown preset 'papr'; expected one of ('default', 'paper', 'released')"),
+        ("", "unknown preset ''; expected one of ('default', 'paper', 'released')"),
+    ],
+)
+def test_an_unknown_preset_is_named_with_the_known_ones(preset: str, message: str):
+    with mistake(ConfigError, message):
+        SfiConfig.preset(preset)
+
+
+WRONG = [
+    ("budget", 0, "budget must be positive, got 0"),
+    ("recent", 0, "recent must be positive, got 0"),
+    ("sink", -1, "sink must be at least 0, got -1"),
+    ("t_max", -1, "t_max must be at least 0, got -1"),
+    ("min_gap", -1, "min_gap must be at least 0, got -1"),
+    ("trigger_delay", -1, "trigger_delay must be at least 0, got -1"),
+    ("span", -1, "span must be at least 0, got -1"),
+    ("stride", 0, "stride must be at least 1, got 0"),
+    ("slow_start", 0, "slow_start must be at least 1, got 0"),
+    ("window_prefill", 0, "window_prefill must be at least 1, got 0"),
+    ("window_decode", 2, "window_decode must be 1 while a step decodes one token, got 2"),
+    ("dense_layers", (-1,), "dense_layers must be at least 0 each, got [-1]"),
+    ("trigger_token_ids", (3, -1), "trigger_token_ids must be at least 0 each, got [3, -1]"),
+    (
+        "recent_mode",
+        "frozen",
+        "unknown recent_mode 'frozen'; expected one of ('anchored', 'sliding')",
+    ),
+    (
+        "trigger_policy",
+        "tmax",
+        f"unknown trigger_policy 'tmax'; expected one of {TRIGGER_POLICIES}",
+    ),
+    (
+        "group_reduce",
+        "min",
+        "unknown group_reduce 'min'; expected one of ('power', 'mean', 'max')",
+    ),
+    ("budget", True, "budget must be int, got True"),
+    ("budget", 2.0, "budget must be int, got 2.0"),
+    ("budget", "2", "budget must be int, got '2'"),
+    ("budget", None, "budget must be int, got None"),
+    ("recent_mode", 1, "recent_mode must be str, got 1"),
+    ("triggers", ".", "triggers must be a list of str, got '.'"),
+    ("triggers", [1], "triggers must be a list of str, got [1]"),
+    ("triggers", None, "triggers must be a list of str, got None"),
+    ("trigger_token_ids", 3, "trigger_token_ids must be a list of int, got 3"),
+    ("trigger_token_ids", [True], "trigger_token_ids must be a list of int, got [True]"),
+    ("dense_layers", [1.0], "dense_layers must be a list of int, got [1.0]"),
+    ("selector", 3, "selector must be a table, got 3"),
+    ("baseline", 3, "baseline must be a table, got 3"),
+    ("cosine_threshold", 1.5, "cosine_threshold must be in [-1, 1], got 1.5"),
+    ("cosine_threshold", math.nan, "cosine_threshold must be in [-1, 1], got nan"),
+    ("random_rate", -0.1, "random_rate must be in [0, 1], got -0.1"),
+    ("entropy_threshold", -1.0, "entropy_threshold must be at least 0, got -1.0"),
+]
+WRONG_BASELINE = [
+    ("pool", 4, "pool must be odd, got 4"),
+    ("pool", 0, "pool must be at least 1, got 0"),
+    ("page", 0, "page must be at least 1, got 0"),
+    ("page", 2.0, "page must be int, got 2.0"),
+    ("select_layers", [], "select_layers must be layers from 0 on, at least one, got []"),
+    ("select_layers", [3, -1], "select_layers must be layers from 0 on, at least one, got [3, -1]"),
+    ("kernel", 3, "unknown setting 'kernel'; expected one of ('pool', 'page', 'select_layers')"),
+]
+WRONG_SELECTOR = [
+    ("alpha", 0.0, "alpha must be in (0, 1], got 0.0"),
+    ("alpha", 1.1, "alpha must be in (0, 1], got 1.1"),
+    ("alpha", math.nan, "alpha must be in (0, 1], got nan"),
+    ("alpha", True, "alpha must be float, got True"),
+    ("alpha", "1", "alpha must be float, got '1'"),
+    ("gamma", -0.1, "gamma must be at least 0, got -0.1"),
+    ("beta", math.inf, "beta must be at least 0, got inf"),
+    ("power", 0.9, "power must be at least 1, got 0.9"),
+    ("eta", -1.0, "eta must be at least 0, got -1.0"),
+    ("position_weight", -1.0, "position_weight must be at least 0, got -1.0"),
+    ("alpha_soft", -1.0, "alpha_soft must be at least 0, got -1.0"),
+    ("alpha_cross", math.nan, "alpha_cross must be at least 0, got nan"),
+    ("radius", -1, "radius must be at least 0, got -1"),
+    ("radius", 1.0, "radius must be int, got 1.0"),
+    ("temperature", 0.0, "temperature must be positive and finite, got 0.0"),
+    ("temperature", math.inf, "temperature must be positive and finite, got inf"),
+    ("lambda_clip", 1.5, "lambda_clip must be in [0, 1], got 1.5"),
+    ("lambda_clip", math.nan, "lambda_clip must be in [0, 1], got nan"),
+    ("lambda_clip", None, "lambda_clip must be float, got None"),
+    ("lambda_clip_rows", -0.1, "lambda_clip_rows must be in [0, 1], got -0.1"),
+    ("lambda_clip_rows", False, "lambda_clip_rows must be float, got False"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "message"), WRONG)
+def test_a_wrong_setting_is_refused_however_it_comes(name: str, value: object, message: str):
+    with mistake(ConfigError, message):
+        SfiConfig().replace(**{name: value})
+    with mistake(ConfigError, message):
+        SfiConfig(**{name: value})
+
+
+@pytest.mark.parametrize(("name", "value", "message"), WRONG_SELECTOR)
+def test_a_wrong_selector_setting_is_refused_however_it_comes(
+    name: str, value: object, message: str
+):
+    with mistake(ConfigError, message):
+        SfiConfig().replace(selector={name: value})
+    with mistake(ConfigError, message):
+        SelectorConfig(**{name: value})
+
+
+@pytest.mark.parametrize(("name", "value", "message"), WRONG_BASELINE)
+def test_a_wrong_setting_of_a_baseline_is_refused(name: str, value: object, message: str):
+    with mistake(ConfigError, message):
+        SfiConfig().replace(baseline={name: value})
+
+
+def test_a_wrong_setting_in_a_file_is_named_with_the_file(tmp_path: Path):
+    path = tmp_path / "settings.toml"
+    path.write_text("budget = true\n")
+    with mistake(ConfigError, f"{path}: budget must be int, got True"):
+        SfiConfig().merge_toml(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "line"), [("budget 3\n", 1), ("budget = 3\n\nsink = \n", 3), ("[selector\n", 1)]
+)
+def test_malformed_toml_is_named_with_file_and_line(text: str, line: int, tmp_path: Path):
+    path = tmp_path / "settings.toml"
+    path.write_text(text)
+    with pytest.raises(InputError) as caught:
+        SfiConfig().merge_toml(path)
+    assert str(caught.value).startswith(f"config {path} is not valid TOML: ")
+    assert f"(at line {line}, " in str(caught.value)
+
+
+def test_a_missing_file_is_named(tmp_path: Path):
+    path = tmp_path / "absent.toml"
+    with mistake(InputError, f"config {path} cannot be read: No such file or directory"):
+        SfiConfig().merge_toml(path)
+
+
+def test_a_folder_is_no_file(tmp_path: Path):
+    with mistake(InputError, f"config {tmp_path} cannot be read: Is a directory"):
+        SfiConfig().merge_toml(tmp_path)
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path: Path):
+    path = tmp_path / "settings.toml"
+    path.write_bytes(b"triggers = ['\xff']\n")
+    with pytest.raises(InputError, match=r"cannot be read: 'utf-8' codec can't decode byte 0xff"):
+        SfiConfig().merge_toml(path)
+
+
+def test_a_config_error_is_a_usage_error():
+    assert ConfigError.exit_code == 2
+    assert InputError.exit_code == 3
+    assert issubclass(ConfigError, ValueError)

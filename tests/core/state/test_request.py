@@ -1,0 +1,223 @@
+"""Eqs. 1-3 and 25: which tokens may be selected, which are read, and how the recent segment moves."""
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from sfi_core.state.position_sets import allowed_positions, attended_positions
+from sfi_core.state.request import SparseState
+
+SINK, RECENT = 4, 8
+
+
+def prefilled(prompt: int, sink: int = SINK, recent: int = RECENT) -> SparseState:
+    """Return a request after its prompt, as `Run.begin_prefill` leaves it."""
+    state = SparseState()
+    state.begin(slow=True, reason="first", new_tokens=prompt)
+    state.prompt_tokens = prompt
+    state.move_recent(sink, recent, sliding=False)
+    return state
+
+
+def allowed(state: SparseState, sink: int = SINK) -> list[int]:
+    bounds = torch.tensor([[state.sink(sink)], [state.recent_start]])
+    mask = allowed_positions(state.length, *bounds)
+    assert mask.shape == (1, state.length)
+    return mask[0].nonzero()[:, 0].tolist()
+
+
+def attended(index: list, start: list[int], length: list[int]) -> list:
+    mask = attended_positions(
+        torch.tensor(index, dtype=torch.int32),
+        torch.tensor(start, dtype=torch.int32),
+        torch.tensor(length, dtype=torch.int32),
+    )
+    return [[head.nonzero()[:, 0].tolist() for head in row] for row in mask]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        (1, []),
+        (SINK - 1, []),
+        (SINK, []),
+        (SINK + RECENT - 1, []),
+        (SINK + RECENT, []),
+        (SINK + RECENT + 1, [4]),
+        (SINK + RECENT + 4, [4, 5, 6, 7]),
+    ],
+)
+def test_candidates_are_all_but_sink_and_recent(prompt: int, expected: list[int]):
+    """Eq. 2."""
+    assert allowed(prefilled(prompt)) == expected
+
+
+def test_without_a_sink_the_first_token_is_a_candidate():
+    assert allowed(prefilled(RECENT + 2, sink=0), sink=0) == [0, 1]
+
+
+@pytest.mark.parametrize("prompt", [1, 3, 4, 7, 12, 13, 50])
+def test_sink_recent_and_candidates_are_the_history_without_overlap(prompt: int):
+    """Eq. 2: J = {1..L} without sink and recent."""
+    state = prefilled(prompt)
+    sink = list(range(state.sink(SINK)))
+    recent = list(range(state.recent_start, state.length))
+    assert sink + allowed(state) + recent == list(range(prompt))
+
+
+def test_a_fast_step_reads_sink_selected_and_recent_tokens_of_each_head():
+    """Eqs. 1 and 25."""
+    index = [[[0, 1, 5, -1], [0, 1, 3, 6]]]
+    assert attended(index, [8], [11]) == [[[0, 1, 5, 8, 9, 10], [0, 1, 3, 6, 8, 9, 10]]]
+
+
+def test_each_request_of_a_ragged_batch_reads_its_own_tokens():
+    index = [[[0, 2, -1]], [[0, -1, -1]]]
+    assert attended(index, [4, 1], [6, 3]) == [[[0, 2, 4, 5]], [[0, 1, 2]]]
+
+
+def test_padding_reads_neither_the_last_token_nor_one_past_it():
+    """Index -1 would be the last position; only the recent segment may read that."""
+    assert attended([[[-1, -1]]], [3], [3]) == [[[]]]
+    assert attended([[[-1, 0]], [[-1, -1]]], [5, 2], [6, 2]) == [[[0, 5]], [[]]]
+
+
+def test_the_last_token_is_read_when_it_is_packed():
+    assert attended([[[2, -1]]], [3], [3]) == [[[2]]]
+
+
+@pytest.mark.parametrize("sliding", [False, True])
+@pytest.mark.parametrize("prompt", [1, 4, 12, 13, 40])
+def test_a_slow_step_puts_the_segment_over_the_last_recent_tokens(prompt: int, sliding: bool):
+    state = prefilled(prompt)
+    state.begin(slow=True, reason="trigger", new_tokens=1)
+    state.move_recent(SINK, RECENT, sliding=sliding)
+    expected = max(min(SINK, prompt), prompt + 1 - RECENT)
+    assert state.recent_start == expected
+
+
+def test_an_anchored_segment_grows_on_fast_steps():
+    """Eq. 3, with our anchor."""
+    state = prefilled(40)
+    for step in range(1, 6):
+        state.begin(slow=False, reason="", new_tokens=1)
+        state.move_recent(SINK, RECENT, sliding=False)
+        assert (state.recent_start, state.length) == (32, 40 + step)
+
+
+def test_a_sliding_segment_keeps_its_width_on_fast_steps():
+    """Eq. 3, as the paper has it."""
+    state = prefilled(40)
+    for step in range(1, 6):
+        state.begin(slow=False, reason="", new_tokens=1)
+        state.move_recent(SINK, RECENT, sliding=True)
+        assert (state.recent_start, state.length) == (32 + step, 40 + step)
+
+
+@pytest.mark.parametrize("sliding", [False, True])
+@pytest.mark.parametrize("prompt", [1, 2, 3])
+def test_the_query_is_read_however_short_the_prompt(prompt: int, sliding: bool):
+    """The prompt has fewer tokens than the sink: a token decoded later is no sink, but recent."""
+    state = prefilled(prompt)
+    for _ in range(6):
+        state.begin(slow=False, reason="", new_tokens=1)
+        state.move_recent(SINK, RECENT, sliding=sliding)
+        assert state.sink(SINK) == prompt
+        assert state.sink(SINK) <= state.recent_start < state.length
+
+
+@dataclass
+class Refreshed:
+    """A request at some step of a random run, with what its last slow step knew."""
+
+    state: SparseState
+    candidates: set[int]
+    t_max: int
+
+    @property
+    def unread_and_unranked(self) -> set[int]:
+        read = {*range(self.state.sink(SINK)), *range(self.state.recent_start, self.state.length)}
+        return set(range(self.state.length)) - read - self.candidates
+
+
+def random_runs(*, sliding: bool) -> Iterator[Refreshed]:
+    """Yield every step of many runs with random prompts and slow steps, no more than t_max apart."""
+    draw = random.Random(0)
+    for _ in range(60):
+        t_max = draw.randrange(20)
+        state = prefilled(draw.randrange(1, 40))
+        candidates = set(allowed(state))
+        for _ in range(60):
+            slow = state.steps_since_slow >= t_max or draw.random() < 0.1
+            state.begin(slow=slow, reason="t_max" if slow else "", new_tokens=1)
+            state.move_recent(SINK, RECENT, sliding=sliding)
+            if slow:
+                candidates = set(allowed(state))
+            yield Refreshed(state, candidates, t_max)
+
+
+def test_with_anchored_recents_no_token_is_ever_unread_and_unranked():
+    """DESIGN 3.5: between two slow steps every token is a sink, was ranked, or is recent."""
+    gaps = [step.unread_and_unranked for step in random_runs(sliding=False)]
+    assert len(gaps) == 3600
+    assert not any(gaps)
+
+
+def test_with_sliding_recents_what_leaves_the_window_is_in_no_set():
+    """The paper's gap: as many tokens as fast steps have pushed out of the window."""
+    widest = 0
+    for step in random_runs(sliding=True):
+        gap, state = step.unread_and_unranked, step.state
+        assert gap == set(range(state.recent_start - len(gap), state.recent_start))
+        assert len(gap) <= state.steps_since_slow
+        if state.length - state.steps_since_slow >= SINK + RECENT:  # the window was full
+            assert len(gap) == state.steps_since_slow
+        widest = max(widest, len(gap))
+    assert widest == 19
+
+
+def test_t_max_bounds_the_growth_of_an_anchored_segment():
+    grown = []
+    for step in random_runs(sliding=False):
+        recent = step.state.length - step.state.recent_start
+        assert recent <= RECENT + step.t_max
+        grown.append(recent - RECENT - step.t_max)
+    assert max(grown) == 0
+
+
+def test_candidates_stay_before_the_recent_segment_on_fast_steps():
+    """What is selected is never read twice."""
+    for sliding in (False, True):
+        for step in random_runs(sliding=sliding):
+            assert max(step.candidates, default=-1) < step.state.recent_start
+
+
+def test_beginning_a_step_moves_the_clock():
+    state = prefilled(10)
+    assert (state.step, state.length, state.steps_since_slow) == (0, 10, 0)
+    for _ in range(2):
+        state.begin(slow=False, reason="", new_tokens=1)
+    assert (state.step, state.length, state.steps_since_slow, state.slow) == (2, 12, 2, False)
+    state.begin(slow=True, reason="trigger", new_tokens=1)
+    assert (state.steps_since_slow, state.reason) == (0, "trigger")
+
+
+def test_finished_slow_steps_are_counted_with_their_reasons():
+    state = prefilled(10)
+    state.finish_step(7)
+    for reason in ("", "trigger", "", "t_max"):
+        state.begin(slow=bool(reason), reason=reason, new_tokens=1)
+        state.finish_step(8)
+    assert state.tokens == [7, 8, 8, 8, 8]
+    assert state.slow_at == [0, 2, 4]
+    assert state.reasons == {"first": 1, "trigger": 1, "t_max": 1}
+
+
+def test_a_slow_step_that_broke_off_is_not_counted():
+    state = prefilled(10)
+    state.finish_step(7)
+    state.begin(slow=True, reason="trigger", new_tokens=1)
+    assert (state.slow_at, state.reasons) == ([0], {"first": 1})

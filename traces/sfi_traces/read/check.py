@@ -1,0 +1,133 @@
+"""Whether a trace is whole: its files, its columns, its steps."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+from pyarrow import parquet
+
+from sfi_core.errors import ConfigError
+from sfi_traces.read.reader import Trace
+from sfi_traces.read.step_rules import broken_rules
+from sfi_traces.schema import ADDED, PART, TABLES
+
+MOST = 10  # lines about steps
+ROWS = 10_000  # in memory at once
+
+
+def check(trace: Trace) -> dict[str, Any]:
+    """Read every part of a trace, and see whether its steps follow from its tokens.
+
+    Returns:
+        `problems` has a line for each thing that is wrong; `sound` says that there is none. `notes` are about
+        what is left of a run that was killed, which is sound, and about what could not be checked.
+    """
+    tables = [_check_table(trace, name) for name in TABLES]
+    problems = [line for table in tables for line in _table_problems(table)]
+    recorded: list[dict[str, int]] = []
+    unchecked: str | None = "the table steps cannot be read"
+    (steps,) = (table for table in tables if table["table"] == "steps")
+    if not (steps["damaged"] or steps["missing"] or steps["wrong"]):
+        recorded = _recorded(trace)
+        gaps = [
+            f"request {row['request']}: steps must be consecutive from 0 on, got {row['steps']} up to step "
+            f"{row['last_step']}"
+            for row in recorded
+            if not row["steps"] == row.pop("distinct") == row["last_step"] + 1
+        ]
+        broken, unchecked = _check_steps(trace, whole=not gaps)
+        problems += gaps + broken
+    temporary = sorted(str(path.relative_to(trace.path)) for path in trace.path.rglob(".*.tmp"))
+    return {
+        "trace": str(trace.path),
+        "sound": not problems,
+        "finished": trace.manifest["finished"],
+        "stopped": trace.manifest.get("stopped"),
+        "tables": tables,
+        "temporary": temporary,
+        "recorded": recorded,
+        "steps_checked": unchecked is None,
+        "problems": problems,
+        "notes": [*_notes(trace, tables, temporary), *([unchecked] if unchecked else [])],
+    }
+
+
+def _check_table(trace: Trace, name: str) -> dict[str, Any]:
+    parts = trace.parts(name)
+    expected = trace.manifest.get("tables", {}).get(name) if trace.manifest["finished"] else None
+    found: dict[str, Any] = {
+        "table": name, "parts": len(parts), "rows": 0, "expected_rows": expected,
+        "damaged": [], "absent": [], "missing": [], "wrong": [], "extra": [],
+    }  # fmt: skip
+    for part in parts:
+        try:
+            _check_part(part, TABLES[name], found)
+        except (OSError, pa.ArrowException):
+            found["damaged"].append(f"{name}/{part.name}")
+    numbers = [int(n) for part in parts if (n := part.stem.removeprefix("part-")).isdecimal()]
+    absent = sorted(set(range(max(numbers, default=0))) - set(numbers))
+    found["absent"] = [f"{name}/{PART.format(number=number)}" for number in absent]
+    return found
+
+
+def _check_part(part: Path, schema: pa.Schema, found: dict[str, Any]) -> None:
+    with parquet.ParquetFile(part, page_checksum_verification=True) as file:
+        own = file.schema_arrow
+        found["rows"] += sum(len(batch) for batch in file.iter_batches(ROWS))
+    needed = [name for name in schema.names if name not in ADDED.get(found["table"], ())]
+    differ = {
+        "missing": [name for name in needed if name not in own.names],
+        "wrong": [
+            f"{field.name} ({own.field(field.name).type}, not {field.type})"
+            for field in schema
+            if field.name in own.names and own.field(field.name).type != field.type
+        ],
+        "extra": [name for name in own.names if name not in schema.names],
+    }
+    for kind, names in differ.items():
+        found[kind] += [name for name in names if name not in found[kind]]
+
+
+def _table_problems(table: dict[str, Any]) -> Iterator[str]:
+    name, expected = table["table"], table["expected_rows"]
+    yield from (f"{part} is damaged or truncated" for part in table["damaged"])
+    yield from (f"{part} is missing" for part in table["absent"])
+    yield from (f"{name} lacks the column {column}" for column in table["missing"])
+    yield from (f"{name} has a column of another type: {column}" for column in table["wrong"])
+    whole = not (table["damaged"] or table["absent"])
+    if whole and expected is not None and expected != table["rows"]:
+        yield f"{name} must have {expected:,} rows, got {table['rows']:,}"
+
+
+def _recorded(trace: Trace) -> list[dict[str, int]]:
+    steps = trace.table("steps", ["request", "step"]).group_by("request")
+    counted = steps.aggregate([("step", "count"), ("step", "max"), ("step", "count_distinct")])
+    names = ["request", "steps", "last_step", "distinct"]
+    return counted.rename_columns(names).sort_by("request").to_pylist()  # type: ignore[no-any-return]
+
+
+def _check_steps(trace: Trace, *, whole: bool) -> tuple[list[str], str | None]:
+    # the lines about steps that break a rule, and why they were not looked at
+    if not whole:
+        return [], "steps not checked against their tokens: some are missing"
+    if trace.manifest.get("redacted"):
+        return [], "steps not checked against their tokens: token ids were left out (--redact-text)"
+    try:
+        lines = list(broken_rules(trace))
+    except ConfigError as error:
+        return [], f"steps not checked against their tokens: {error}"
+    more = [f"{len(lines) - MOST:,} more steps break a rule"] if len(lines) > MOST else []
+    return lines[:MOST] + more, None
+
+
+def _notes(trace: Trace, tables: list[dict[str, Any]], temporary: list[str]) -> Iterator[str]:
+    if trace.manifest["finished"] is None:
+        yield "not finished: the run was killed, or goes on"
+    elif trace.manifest.get("stopped"):
+        yield f"stopped early: {trace.manifest['stopped']}"
+    for table in tables:
+        if table["extra"]:
+            yield f"{table['table']} has columns of a newer sfi: {', '.join(table['extra'])}"
+    if temporary:
+        yield f"left over from a write that broke off: {', '.join(temporary)}"

@@ -1,0 +1,1 @@
+"""Writing a trace while a model runs."""

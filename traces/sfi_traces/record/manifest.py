@@ -1,0 +1,68 @@
+"""The manifest of a trace that is being recorded."""
+
+import json
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from sfi_core import __version__
+from sfi_core.machine.versions import versions
+from sfi_core.observers.events import RunEvent
+from sfi_traces.atomic_file import write_atomically
+from sfi_traces.schema import MANIFEST, SCHEMA_VERSION
+
+
+def describe_run(
+    event: RunEvent, provenance: Mapping[str, Any], *, positions: bool, redacted: bool
+) -> dict[str, Any]:
+    """Say what is being recorded, in plain values.
+
+    Args:
+        event: The first run.
+        provenance: What only the caller knows, such as preset and seed; our own keys win.
+        positions: Whether refreshes have their positions.
+        redacted: Whether token ids and text are left out.
+    """
+    return {
+        "preset": None,
+        **provenance,
+        "schema_version": SCHEMA_VERSION,
+        "sfi_version": __version__,
+        "created": now(),
+        "finished": None,
+        "stopped": None,
+        "redacted": redacted,
+        "positions": positions,
+        "audit": None if event.audit is None else dict(event.audit),
+        "model": dict(event.model),
+        "policy": event.policy,
+        "backend": event.backend,
+        "device": event.device,
+        "config": dict(event.config),
+        "trigger_token_ids": list(event.trigger_token_ids),
+        "prompts": [],
+        "versions": versions(),
+    }
+
+
+def file_metadata(document: dict[str, Any]) -> dict[str, str]:
+    """Return what every part file says of the trace: the manifest but for how far it has come."""
+    coming = ("finished", "stopped", "prompts")
+    provenance = {key: value for key, value in document.items() if key not in coming}
+    return {"schema_version": str(SCHEMA_VERSION), "provenance": json.dumps(provenance)}
+
+
+def now() -> str:
+    """Return the time in UTC, to the second."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def write_manifest(folder: Path, document: dict[str, Any]) -> None:
+    """Write or replace the manifest of a trace.
+
+    Raises:
+        OSError: The disk is full, say; an old manifest stays.
+    """
+    text = json.dumps(document, ensure_ascii=False, indent=2) + "\n"
+    write_atomically(folder / MANIFEST, text.encode())

@@ -1,0 +1,163 @@
+"""Ranges for Nsight Systems, in the domain "sfi": of every run, of every step of its batch, of every span."""
+
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from sfi_core.observers.events import BeginStepEvent, RunEvent, StepEvent
+from sfi_core.observers.observer import NOTHING, NullObserver
+
+DOMAIN = "sfi"
+Array = npt.NDArray[Any]
+RUN = np.dtype([("batch", np.int32)])
+STEP = np.dtype(
+    [("step", np.int32), ("slow", np.int32), ("fast", np.int32)]
+)  # requests of each kind
+SPAN = np.dtype([("step", np.int32), ("layer", np.int32)])  # layer -1 for what is not a layer's
+GREEN, RED, AMBER, BLUE = 0xFF2E9E5B, 0xFFD1495B, 0xFFEDAE49, 0xFF3A7CA5
+PURPLE, GREY = 0xFF7B5EA7, 0xFF8D99AE
+KINDS = {"prefill": BLUE, "fast": GREEN, "slow": RED, "mixed": AMBER}  # a step's color by its kind
+PHASES = {  # a span's category and color
+    "prefill": ("forward", BLUE),
+    "forward": ("forward", BLUE),
+    "attention.fast": ("attention", GREEN),
+    "attention.dense": ("attention", RED),
+    "attention.mixed": ("attention", AMBER),
+    "select_before": ("refresh", PURPLE),
+    "selector": ("refresh", PURPLE),
+    "top_k": ("refresh", PURPLE),
+    "pack": ("refresh", PURPLE),
+}
+OTHER = ("other", GREY)
+
+
+class NvtxObserver(NullObserver):
+    """Tells an attached profiler of runs, steps and spans; does nothing where there is none.
+
+    Runs and steps are start/end ranges, because what drives the model may open a span before a step and close
+    it within; spans are push/pop ranges. A step's message says its kind only, so that a profiler's statistics
+    group by it; the number is in the payload.
+    """
+
+    def __init__(self) -> None:
+        self._domain = _domain()
+        self._known: dict[str, tuple[Any, Array]] = {}
+        self._run: int | None = None
+        self._range: int | None = None
+        self._step = self._left = 0
+
+    @staticmethod
+    def attached() -> bool:
+        """Say whether a profiler listens."""
+        return _domain() is not None
+
+    def __enter__(self) -> Self:
+        """Start."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close what is open."""
+        self.close()
+
+    def close(self) -> None:
+        """Close the run, and the step that an error left open."""
+        self._end_step()
+        if self._run is not None:
+            self._domain.end_range(self._run)
+            self._run = None
+
+    def on_run(self, event: RunEvent) -> None:
+        """Close the run before, and open this one."""
+        self.close()
+        if self._domain is not None:
+            attributes, payload = self._about(f"run {event.policy}", "run", GREY, RUN)
+            payload[()] = (event.batch,)
+            self._run = self._domain.start_range(attributes)
+
+    def on_begin_step(self, event: BeginStepEvent) -> None:
+        """Open the batch's step."""
+        if self._domain is None:
+            return
+        self._end_step()
+        slow, fast = len(event.slow), len(event.fast)
+        self._step, self._left = event.step, slow + fast
+        kind = event.kind
+        attributes, payload = self._about(f"{kind} step", f"{kind} steps", KINDS[kind], STEP)
+        payload[()] = (event.step, slow, fast)
+        self._range = self._domain.start_range(attributes)
+
+    def on_step(self, event: StepEvent) -> None:
+        """Close the batch's step with its last request."""
+        self._left -= 1
+        if self._left == 0:
+            self._end_step()
+
+    def span(
+        self, name: str, layer: int | None = None, moved_bytes: int = 0
+    ) -> AbstractContextManager[None]:
+        """Bracket a region with a range."""
+        if self._domain is None:
+            return NOTHING
+        attributes, payload = self._about(name, *PHASES.get(name, OTHER), SPAN)
+        place = (self._step, -1 if layer is None else layer)
+        return _Range(self._domain, attributes, payload, place)
+
+    def _end_step(self) -> None:
+        if self._range is not None:
+            self._domain.end_range(self._range)
+            self._range = None
+
+    def _about(
+        self, message: str, category: str, color: int, kind: np.dtype[Any]
+    ) -> tuple[Any, Array]:
+        # registered with the profiler once: a payload is read where it lies when a range begins, and setting
+        # one anew would take longer than the rest of a range
+        if message not in self._known:
+            payload = np.zeros((), kind)
+            self._known[message] = (
+                self._domain.get_event_attributes(message, color, category, payload),
+                payload,
+            )
+        return self._known[message]
+
+
+class _Range:
+    __slots__ = ("_attributes", "_domain", "_payload", "_place")
+
+    def __init__(
+        self, domain: Any, attributes: Any, payload: Array, place: tuple[int, int]
+    ) -> None:
+        self._domain, self._attributes = domain, attributes
+        self._payload, self._place = payload, place
+
+    def __enter__(self) -> None:
+        self._payload[()] = self._place
+        self._domain.push_range(self._attributes)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._domain.pop_range()
+
+
+def _domain() -> Any:
+    # the domain, or None where nobody listens
+    try:
+        import nvtx  # noqa: PLC0415 - a machine without it decodes as well
+    except ImportError:
+        return None
+    if not nvtx.enabled():
+        return None
+    domain = nvtx.get_domain(DOMAIN)
+    return domain if isinstance(domain, nvtx.Domain) else None

@@ -1,0 +1,190 @@
+"""Recording a run as a trace on disk."""
+
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from sfi_core.observers.events import (
+    AuditEvent,
+    BeginStepEvent,
+    LogitsEvent,
+    PromptEvent,
+    RunEvent,
+    SelectionEvent,
+    StepEvent,
+)
+from sfi_core.observers.observer import NullObserver
+from sfi_traces.record.folder import claim
+from sfi_traces.record.manifest import describe_run
+from sfi_traces.record.rows import TraceRows
+from sfi_traces.record.timing import TimingObserver
+from sfi_traces.record.writer import Told, TraceWriter
+
+PATIENCE = 0.05  # seconds of events that go to the thread together: waking it takes a while
+POSITIONS = 1 << 16  # of one refresh, by all layers and heads: with more they are off by default
+
+
+class ParquetObserver(NullObserver):
+    """Records the runs it sees, one after the other, as one trace.
+
+    Changes no token and waits for no device: tensors travel to the host on their own, and a background thread
+    does the rest. Decoding waits only when 256 MiB of events are before the disk.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        tokenizer: Any = None,
+        positions: bool | None = None,
+        redact_text: bool = False,
+        provenance: Mapping[str, Any] | None = None,
+        force: bool = False,
+        warn: Callable[[str], None] | None = None,
+    ) -> None:
+        """Take the folder; an old trace in it stays until the first run begins.
+
+        Args:
+            folder: Where the trace goes; must not exist, be empty, or hold a trace that `force` gives up.
+            tokenizer: Gives the tokens' text; None records token ids only.
+            positions: Whether a refresh has its positions; None says yes while they are at most 65,536.
+            redact_text: Leave out token ids, their text and the prompts' hashes.
+            provenance: What only the caller knows, such as preset and seed, in plain values.
+            force: Whether to overwrite a trace.
+            warn: Told once, in one line, when the disk takes no more; None is a RuntimeWarning.
+
+        Raises:
+            ConfigError: The folder holds something that may not be overwritten.
+            SfiError: The folder cannot be made.
+        """
+        claim(folder, force=force)
+        self._folder, self._positions, self._redacted = folder, positions, redact_text
+        self._tokenizer, self._provenance = tokenizer, provenance or {}
+        self._warn = warn or (lambda text: warnings.warn(text, RuntimeWarning, stacklevel=2))
+        self._told: list[Told] = []
+        self._writer: TraceWriter | None = None
+        self._timing: TimingObserver  # the first run brings the device
+        self._warned = False
+        self._due = 0.0
+
+    def __enter__(self) -> Self:
+        """Start."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Finish the trace, whatever happened."""
+        if error is None:
+            self.close()
+        elif isinstance(error, KeyboardInterrupt):
+            self.close("interrupted")
+        else:
+            self.close(str(error).partition("\n")[0] or type(error).__name__)
+
+    def close(self, stopped: str | None = None) -> None:
+        """Write what is left and finish the trace; once.
+
+        Args:
+            stopped: Why the run ended early: "interrupted" or an error's line.
+        """
+        writer = self._writer
+        if writer is None:
+            with suppress(OSError):  # not empty: an old trace whose place no run has taken
+                self._folder.rmdir()
+        elif not writer.closed:
+            self._hand_over()
+            try:
+                writer.close(stopped)
+            finally:
+                self._report()
+
+    def on_run(self, event: RunEvent) -> None:
+        """Begin the trace with the first run."""
+        if self._writer is None:
+            self._writer = self._begin(event)
+        assert not self._writer.closed, "the trace is open"
+        self._hand_over()
+        self._timing.on_run(event)
+        self._told.append((event, ()))
+
+    def on_begin_step(self, event: BeginStepEvent) -> None:
+        """Hand over the steps before, if the last time is a while ago."""
+        if time.monotonic() > self._due:
+            self._hand_over()
+        self._timing.on_begin_step(event)
+
+    def on_prompt(self, event: PromptEvent) -> None:
+        """Record a piece of the prompts."""
+        self._told.append((event, (event.ids_BT,)))
+
+    def on_step(self, event: StepEvent) -> None:
+        """Record one finished step of one request."""
+        self._told.append((event, ()))
+
+    def on_selection(self, event: SelectionEvent) -> None:
+        """Record one refresh of the selected memory."""
+        self._told.append((event, (event.index_HK, *event.diagnostics.values())))
+
+    def on_audit(self, event: AuditEvent) -> None:
+        """Record one layer of an audited step."""
+        tensors = (
+            event.index_HK,
+            event.mass_HK,
+            event.retained_H,
+            event.query_cosine_H,
+            event.output_error_H,
+        )
+        self._told.append((event, tensors))
+
+    def on_logits(self, event: LogitsEvent) -> None:
+        """Record the next-token distributions of an audited step."""
+        self._told.append((event, (event.kl_R, event.agrees_R)))
+
+    def span(
+        self, name: str, layer: int | None = None, moved_bytes: int = 0
+    ) -> AbstractContextManager[None]:
+        """Time a region."""
+        return self._timing.span(name, layer, moved_bytes)
+
+    def _begin(self, event: RunEvent) -> TraceWriter:
+        positions = _few(event) if self._positions is None else self._positions
+        manifest = describe_run(
+            event, self._provenance, positions=positions, redacted=self._redacted
+        )
+        rows = TraceRows(self._tokenizer, positions=positions, redact_text=self._redacted)
+        self._timing = TimingObserver(event.device, lambda spans: self._told.append((spans, ())))
+        return TraceWriter(self._folder, rows, manifest)
+
+    def _hand_over(self) -> None:
+        assert self._writer is not None, "a run has begun"
+        self._timing.flush()
+        if self._told:
+            self._writer.put(self._told)
+            self._told = []
+        self._due = time.monotonic() + PATIENCE
+        self._report()
+
+    def _report(self) -> None:
+        failure = None if self._writer is None else self._writer.failure
+        if failure is not None and not self._warned:
+            self._warned = True
+            self._warn(f"trace {self._folder} ends here, the run goes on: {failure.strerror}")
+
+
+def _few(event: RunEvent) -> bool:
+    # sliding layers and those left dense select nothing
+    dense, budget = event.config.get("dense_layers", ()), event.config.get("budget", 0)
+    heads = sum(
+        layer["heads"]
+        for layer in event.model["layers"]
+        if layer["window"] is None and layer["layer"] not in dense
+    )
+    return bool(heads * budget <= POSITIONS)

@@ -1,0 +1,232 @@
+"""From events to rows: what the background thread works out while decoding goes on."""
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sfi_core.observers.events import (
+    AuditEvent,
+    LogitsEvent,
+    PromptEvent,
+    RunEvent,
+    SelectionEvent,
+    StepEvent,
+)
+from sfi_traces.overlap import Overlap, size
+from sfi_traces.record.table_buffer import Lists, TableBuffer
+from sfi_traces.record.timing import Span
+from sfi_traces.record.token_text import TokenText
+from sfi_traces.schema import TABLES
+
+Array = npt.NDArray[Any]
+Place = tuple[int, int]  # request, layer
+DIAGNOSTICS = (
+    "lambda_star",
+    "evidence_norm2",
+    "evidence_dot_prior",
+    "prior_norm2",
+    "evidence_entropy",
+)
+
+
+class TraceRows:
+    """The tables of a trace as they grow.
+
+    Attributes:
+        tables: Rows that wait for their part file.
+        prompts: The manifest's list of prompts.
+    """
+
+    def __init__(self, tokenizer: Any, *, positions: bool, redact_text: bool) -> None:
+        self.tables = {name: TableBuffer(schema) for name, schema in TABLES.items()}
+        self.prompts: list[dict[str, Any]] = []
+        self._text = TokenText(tokenizer) if tokenizer is not None and not redact_text else None
+        self._positions, self._redacted = positions, redact_text
+        self._first = self._requests = 0
+        self._run_state()
+        self._takers: dict[type, Callable[..., None]] = {
+            RunEvent: self.on_run,
+            PromptEvent: self.on_prompt,
+            StepEvent: self.on_step,
+            SelectionEvent: self.on_selection,
+            AuditEvent: self.on_audit,
+            LogitsEvent: self.on_logits,
+            list: self.on_spans,
+        }
+
+    @property
+    def nbytes(self) -> int:
+        """What waits for its part files, about."""
+        return sum(table.nbytes for table in self.tables.values())
+
+    def take(self, event: Any, *arrays: Array) -> None:
+        """Take an event, or a list of spans, and what the event's tensors hold."""
+        self._takers[type(event)](event, *arrays)
+
+    def _run_state(self) -> None:
+        # requests are numbered as the run does; they mean others in the next one
+        self._sentence: dict[int, int] = defaultdict(int)
+        self._selected: dict[Place, Array] = {}
+        self._last: dict[Place, tuple[int, Array]] = {}
+        self._refreshed: dict[Place, Array] = {}
+        self._hashes: dict[int, Any] = {}
+        self._prompts: dict[int, dict[str, Any]] = {}
+
+    def on_run(self, event: RunEvent) -> None:
+        """Number the requests of this run after those of the last."""
+        self._first += self._requests
+        self._requests = event.requests
+        self._triggers = frozenset(event.trigger_token_ids)
+        self._run_state()
+        for request in range(event.batch):
+            self._prompt(request)
+
+    def on_prompt(self, event: PromptEvent, ids_BT: Array) -> None:
+        """Take a piece of every request's prompt."""
+        for row, (request, count) in enumerate(zip(event.requests, event.count, strict=True)):
+            entry = self._prompt(request)
+            start, entry["tokens"] = entry["tokens"], entry["tokens"] + count
+            if self._redacted or not count:
+                continue
+            ids = ids_BT[row, ids_BT.shape[1] - count :].astype("<i4")
+            digest = self._hashes.setdefault(request, hashlib.sha256())
+            digest.update(ids.tobytes())
+            entry["sha256"] = digest.hexdigest()  # not if redacted: a short prompt can be guessed
+            columns = {
+                "request": entry["request"],
+                "position": np.arange(start, start + count, dtype=np.int32),
+                "token_id": ids,
+                "token_text": self._texts(ids),
+            }
+            self.tables["prompts"].add_columns(count, columns)
+
+    def on_step(self, event: StepEvent) -> None:
+        """Take a step."""
+        trigger = event.token_id in self._triggers
+        row = (
+            self._first + event.request,
+            event.step,
+            event.position,
+            None if self._redacted else event.token_id,
+            None if self._text is None else self._text(event.token_id),
+            event.slow,
+            event.reason,
+            event.steps_since_slow,
+            self._sentence[event.request],
+            trigger,
+            event.attended_tokens,
+            event.context_tokens,
+            event.attended_tokens / event.context_tokens,
+            event.elapsed_us,
+            event.audited,
+            event.batch_step,
+        )
+        self.tables["steps"].add_rows([row])
+        self._sentence[event.request] += trigger
+
+    def on_selection(self, event: SelectionEvent, index_HK: Array, *diagnostics: Array) -> None:
+        """Take a refresh; one that selected nothing, by a policy that never does, has no rows."""
+        kept_HK = index_HK >= 0
+        if not diagnostics and not kept_HK.any():
+            return
+        H = len(index_HK)
+        before = self._selected.get((event.request, event.layer))
+        self._selected[event.request, event.layer] = index_HK
+        named = zip(event.diagnostics, diagnostics, strict=True)
+        columns = {
+            **self._key(event),
+            "head": np.arange(H),
+            **dict.fromkeys(DIAGNOSTICS, np.nan),
+            **{name: value.reshape(H) for name, value in named},
+            **_changes(before, index_HK),
+            "positions": Lists.of(index_HK, kept_HK) if self._positions else None,
+        }
+        self.tables["selections"].add_columns(H, columns)
+
+    def on_audit(
+        self,
+        event: AuditEvent,
+        index_HK: Array,
+        mass_HK: Array,
+        retained_H: Array,
+        query_cosine_H: Array,
+        output_error_H: Array,
+    ) -> None:
+        """Take one layer of an audited step."""
+        place = (event.request, event.layer)
+        step, last = self._last.get(place, (-1, None))
+        refreshed = self._refreshed.get(place)
+        self._last[place] = (event.step, index_HK)
+        if event.slow:
+            self._refreshed[place] = index_HK
+        kept_HK = index_HK >= 0
+        columns = {
+            **self._key(event),
+            "head": np.array(event.heads),
+            "positions": Lists.of(index_HK, kept_HK),
+            "mass": Lists.of(mass_HK, kept_HK),
+            "retained_mass": retained_H,
+            "overlap_previous_step": _overlap(last if step == event.step - 1 else None, index_HK),
+            "overlap_last_refresh": _overlap(refreshed, index_HK),
+            "query_cosine": query_cosine_H,
+            "output_error": output_error_H,
+        }
+        self.tables["supports"].add_columns(len(index_HK), columns)
+
+    def on_logits(self, event: LogitsEvent, kl_R: Array, agrees_R: Array) -> None:
+        """Take the next-token distributions of an audited step."""
+        requests = [self._first + request for request in event.requests]
+        columns = {
+            "request": np.array(requests),
+            "step": np.array(event.steps),
+            "kl_next_token": kl_R,
+            "argmax_agrees": agrees_R,
+        }
+        self.tables["logits"].add_columns(len(requests), columns)
+
+    def on_spans(self, spans: Sequence[Span]) -> None:
+        """Take the spans of a step."""
+        self.tables["timings"].add_rows([span.row() for span in spans])
+
+    def _prompt(self, request: int) -> dict[str, Any]:
+        # the manifest's entry; a request that waits gets it when its prompt is read
+        if request not in self._prompts:
+            entry = {"request": self._first + request, "tokens": 0, "sha256": None}
+            self._prompts[request] = entry
+            self.prompts.append(entry)
+        return self._prompts[request]
+
+    def _key(self, event: SelectionEvent | AuditEvent) -> dict[str, int]:
+        request = self._first + event.request
+        return {"request": request, "step": event.step, "layer": event.layer}
+
+    def _texts(self, ids: Array) -> Array | None:
+        # of each distinct id once, then of all by its place among them
+        if self._text is None:
+            return None
+        distinct, place = np.unique(ids, return_inverse=True)
+        texts = [self._text(token_id) for token_id in distinct.tolist()]
+        return np.array(texts, object)[place]
+
+
+def _overlap(first: Array | None, second: Array) -> Array | float:
+    return np.nan if first is None else Overlap.of(first, second).coefficient
+
+
+def _changes(before: Array | None, after: Array) -> dict[str, Any]:
+    if before is None:  # all of it is new
+        selected = size(after)
+        nothing = dict.fromkeys(("overlap_previous", "jaccard_previous"), np.nan)
+        return {"selected": selected, **nothing, "added": selected, "removed": 0}
+    change = Overlap.of(before, after)
+    return {
+        "selected": change.second,
+        "overlap_previous": change.coefficient,
+        "jaccard_previous": change.jaccard,
+        "added": change.second - change.both,
+        "removed": change.first - change.both,
+    }

@@ -1,0 +1,193 @@
+"""How long each span took: CUDA events on a CUDA device, the monotonic clock elsewhere."""
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from types import TracebackType
+
+import torch
+
+from sfi_core.observers.events import BeginStepEvent, RunEvent
+from sfi_core.observers.observer import NullObserver
+
+# a row of the table `timings`: request, step, layer, name, stream, begin_us, elapsed_us, bytes
+Row = tuple[int, int, int | None, str, str, float, float, int | None]
+Key = tuple[int, int, int | None, str]
+
+
+class TimingObserver(NullObserver):
+    """Times every span, one that fails too.
+
+    On a CUDA device a span lasts from when the device reaches its beginning to when it reaches its end, and
+    nothing waits for the device until somebody asks for the rows.
+    """
+
+    def __init__(
+        self,
+        device: torch.device | str,
+        sink: Callable[[Sequence["Span"]], None] | None = None,
+    ) -> None:
+        """Start the clock.
+
+        Args:
+            device: Where the model runs.
+            sink: Takes the spans of each step when the next one begins; without it they gather for `rows`.
+        """
+        self.ended: list[Span] = []
+        self._gathered: list[Span] = []
+        self._sink = self._gathered.extend if sink is None else sink
+        self._clock = time.perf_counter_ns()
+        self._device = DeviceClock(torch.device(device)) if _is_cuda(device) else None
+        self._request = self._requests = self._step = 0
+
+    @property
+    def rows(self) -> list[Row]:
+        """Rows of all spans so far, without a sink; waits for the device."""
+        self.flush()
+        return [span.row() for span in self._gathered]
+
+    def on_run(self, event: RunEvent) -> None:
+        """Number the requests of this run after those of the last."""
+        self.flush()
+        self._request += self._requests
+        self._requests = event.requests
+
+    def on_begin_step(self, event: BeginStepEvent) -> None:
+        """Hand over the last step's spans."""
+        self.flush()
+        self._step = event.step
+        if self._device is not None:
+            self._device.begin_step()
+
+    def flush(self) -> None:
+        """Hand over the spans that have ended."""
+        if self.ended:
+            self._sink(self.ended)
+            self.ended = []
+
+    def span(
+        self, name: str, layer: int | None = None, moved_bytes: int = 0
+    ) -> AbstractContextManager[None]:
+        """Time a region."""
+        key = (self._request, self._step, layer, name)
+        if self._device is None:
+            return HostSpan(self, key, moved_bytes, self._clock)
+        return DeviceSpan(self, key, moved_bytes, self._device)
+
+
+class HostSpan:
+    """A region timed by the host's clock."""
+
+    __slots__ = ("_begin", "_bytes", "_end", "_key", "_observer", "_origin")
+
+    def __init__(self, observer: TimingObserver, key: Key, moved_bytes: int, origin: int) -> None:
+        self._observer, self._key, self._bytes, self._origin = observer, key, moved_bytes, origin
+
+    def __enter__(self) -> None:
+        """Note when it begins."""
+        self._begin = time.perf_counter_ns()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Note when it ends."""
+        self._end = time.perf_counter_ns()
+        self._observer.ended.append(self)
+
+    def row(self) -> Row:
+        """Return the span's row."""
+        begin_us, elapsed_us = (self._begin - self._origin) / 1e3, (self._end - self._begin) / 1e3
+        return (*self._key, "main", begin_us, elapsed_us, self._bytes or None)
+
+
+class DeviceClock:
+    """Tells when CUDA events passed, counted in microseconds from when the clock was made.
+
+    The runtime gives the time between two events in float32, too coarse over a long run; so every step has an
+    event of its own to count from.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._origin = time.perf_counter_ns()
+        self._streams = {torch.cuda.current_stream(device).cuda_stream: "main"}
+        self.anchor = Anchor(self.record()[0], None)
+
+    def begin_step(self) -> None:
+        """Count from here; steps begin on the main stream."""
+        self._streams[torch.cuda.current_stream(self._device).cuda_stream] = "main"
+        self.anchor = Anchor(self.record()[0], self.anchor)
+
+    def record(self) -> tuple[torch.cuda.Event, str]:
+        """Put an event on the current stream, and return it with the stream's name."""
+        stream = torch.cuda.current_stream(self._device)
+        event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
+        event.record(stream)
+        name = self._streams.setdefault(stream.cuda_stream, self._new_name())
+        return event, name
+
+    def _new_name(self) -> str:
+        others = sum(name != "main" for name in self._streams.values())
+        return f"side {others}" if others else "side"
+
+
+class Anchor:
+    """An event to count from."""
+
+    def __init__(self, event: torch.cuda.Event, before: "Anchor | None") -> None:
+        self._event, self._before = event, before
+        self._at_us = 0.0
+
+    def at_us(self) -> float:
+        """Return when it passed; waits for it."""
+        if self._before is not None:
+            self._at_us, self._before = self._before.until_us(self._event), None
+        return self._at_us
+
+    def until_us(self, event: torch.cuda.Event) -> float:
+        """Return when another event passed; waits for both."""
+        self._event.synchronize()
+        event.synchronize()
+        passed_us: float = self._event.elapsed_time(event) * 1e3
+        return self.at_us() + passed_us
+
+
+class DeviceSpan:
+    """A region timed by the device, between two events on a stream."""
+
+    __slots__ = ("_anchor", "_begin", "_bytes", "_clock", "_end", "_key", "_observer", "_stream")
+
+    def __init__(
+        self, observer: TimingObserver, key: Key, moved_bytes: int, clock: DeviceClock
+    ) -> None:
+        self._observer, self._key, self._bytes, self._clock = observer, key, moved_bytes, clock
+
+    def __enter__(self) -> None:
+        """Mark where it begins."""
+        self._anchor = self._clock.anchor
+        self._begin, self._stream = self._clock.record()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Mark where it ends."""
+        self._end, _ = self._clock.record()
+        self._observer.ended.append(self)
+
+    def row(self) -> Row:
+        """Return the span's row; waits for the device."""
+        begin_us, end_us = self._anchor.until_us(self._begin), self._anchor.until_us(self._end)
+        return (*self._key, self._stream, begin_us, end_us - begin_us, self._bytes or None)
+
+
+Span = HostSpan | DeviceSpan
+
+
+def _is_cuda(device: torch.device | str) -> bool:
+    return torch.device(device).type == "cuda"

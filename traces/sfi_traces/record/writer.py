@@ -1,0 +1,172 @@
+"""The background thread that turns events into part files, so that decoding does not wait for the disk."""
+
+import errno
+import queue
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import torch
+
+from sfi_traces.record.folder import clear
+from sfi_traces.record.manifest import file_metadata, now, write_manifest
+from sfi_traces.record.part_files import PartFiles
+from sfi_traces.record.readback import Readback
+from sfi_traces.record.rows import TraceRows
+
+QUEUE_BYTES = 256 << 20
+EVENT_BYTES = 512  # what an event takes besides its tensors, about
+PART_BYTES = 64 << 20
+SOONEST, LATEST, SHARE = 2.0, 60.0, 0.1  # seconds, seconds, of the time so far
+
+Told = tuple[Any, tuple[torch.Tensor, ...]]  # an event and its tensors
+
+
+class TraceWriter:
+    """Writes a trace in a thread of its own.
+
+    All tables get their next part together, `steps` last, so that what belongs to a recorded step is there
+    too: when 64 MiB wait, or when a tenth of the time so far has passed since the last parts, but at least 2
+    seconds and at most a minute. So a killed run loses no more than that, and one of an hour has about a
+    hundred parts.
+
+    Attributes:
+        failure: Why the disk took no more; the events after that are dropped.
+        closed: Whether the trace is finished.
+    """
+
+    def __init__(self, folder: Path, rows: TraceRows, manifest: dict[str, Any]) -> None:
+        """Begin a trace in a folder that `trace_folder.claim` has allowed.
+
+        Args:
+            folder: Where the trace goes.
+            rows: Makes rows of events; the thread's own from now on.
+            manifest: What is being recorded.
+        """
+        self.failure: OSError | None = None
+        self.closed = False
+        self._over = False  # whether the thread has seen the end
+        self._error: BaseException | None = None
+        self._folder, self._rows, self._manifest = folder, rows, manifest
+        self._queue = BytesQueue(QUEUE_BYTES)
+        self._began = time.monotonic()
+        self._parts = PartFiles(folder, file_metadata(manifest))
+        # a daemon, so that a crash of the main thread does not wait for it
+        self._thread = Thread(target=self._run, name="sfi-trace", daemon=True)
+        self._thread.start()
+
+    def put(self, told: Sequence[Told]) -> None:
+        """Hand over some events; waits for room, and for nothing else."""
+        if self.failure is None:
+            self._queue.put(Batch(told))
+
+    def close(self, stopped: str | None) -> None:
+        """Write what is left, and the manifest as that of a finished run.
+
+        Args:
+            stopped: Why the run ended early.
+        """
+        self.closed = True
+        self._queue.put(END)
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        self._finish(stopped if self.failure is None else _reason(self.failure))
+
+    def _finish(self, stopped: str | None) -> None:
+        ended = {"finished": now(), "stopped": stopped, "tables": self._parts.written}
+        try:
+            write_manifest(self._folder, self._manifest | ended)
+        except OSError as error:
+            self.failure = self.failure or error
+
+    def _run(self) -> None:
+        try:
+            self._record()
+        except OSError as error:
+            self.failure = error
+        except BaseException as error:  # noqa: BLE001 - `close` raises it, where somebody sees it
+            self._error = error
+        while not self._over:  # nobody may wait for room for ever
+            self._over = self._queue.get() is END
+
+    def _record(self) -> None:
+        clear(self._folder)
+        write_manifest(self._folder, self._manifest)
+        due = next_parts(0)
+        while True:
+            try:
+                batch = self._queue.get(timeout=max(0.0, due - self._elapsed()))
+            except queue.Empty:
+                batch = Batch(())
+            if batch is END:
+                self._over = True
+                break
+            batch.give(self._rows)
+            if self._elapsed() >= due or self._rows.nbytes >= PART_BYTES:
+                self._flush()
+                due = next_parts(self._elapsed())
+        self._flush()
+
+    def _elapsed(self) -> float:
+        return time.monotonic() - self._began
+
+    def _flush(self) -> None:
+        if self._manifest["prompts"] != self._rows.prompts:
+            self._manifest["prompts"] = [dict(prompt) for prompt in self._rows.prompts]
+            write_manifest(self._folder, self._manifest)
+        for name, buffer in sorted(self._rows.tables.items(), key=lambda item: item[0] == "steps"):
+            table = buffer.take()
+            if len(table):
+                self._parts.write(name, table)
+
+
+class Batch:
+    """Events on their way to the thread, with their tensors on their way to the host."""
+
+    def __init__(self, told: Sequence[Told]) -> None:
+        self._told = told
+        self._readback = Readback([tensor for _, tensors in told for tensor in tensors])
+        self.nbytes = self._readback.nbytes + EVENT_BYTES * max(1, len(told))
+
+    def give(self, rows: TraceRows) -> None:
+        """Make rows of the events."""
+        arrays = iter(self._readback.wait())
+        for event, tensors in self._told:
+            rows.take(event, *[next(arrays) for _ in tensors])
+
+
+END = Batch(())
+
+
+class BytesQueue(queue.Queue[Batch]):
+    """A queue bounded by the bytes of what is in it; one batch may exceed them."""
+
+    def _init(self, maxsize: int) -> None:
+        self.queue: deque[Batch] = deque()
+        self._bytes = 0
+
+    def _qsize(self) -> int:
+        return self._bytes
+
+    def _put(self, item: Batch) -> None:
+        self._bytes += item.nbytes
+        self.queue.append(item)
+
+    def _get(self) -> Batch:
+        item = self.queue.popleft()
+        self._bytes -= item.nbytes
+        return item
+
+
+def next_parts(elapsed: float) -> float:
+    """Return when the next parts are due, in seconds of the run, after those written now."""
+    return elapsed + min(max(SOONEST, SHARE * elapsed), LATEST)
+
+
+def _reason(failure: OSError) -> str:
+    what = "disk full" if failure.errno == errno.ENOSPC else "write failed"
+    return f"{what}: {failure.strerror}"

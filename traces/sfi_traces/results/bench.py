@@ -1,0 +1,101 @@
+"""The decoding benchmark's document as a Parquet table and as a figure: throughput against context."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from sfi_core.measure.kernel_bench.machine import name
+
+SCHEMA_VERSION = 1
+INCHES_A_PANEL, DPI = (5.6, 4.4), 150
+COLORS = {
+    "sfi": "tab:blue",
+    "sfi-synchronized": "tab:cyan",
+    "full-kv": "tab:orange",
+    "transformers-dynamic": "tab:red",
+    "transformers-static": "tab:brown",
+}
+OTHER_COLORS = ("tab:green", "tab:purple", "tab:olive", "tab:pink", "tab:gray")
+LISTS = ("repeat_rates",)
+
+
+def write_parquet(document: dict[str, Any], path: Path) -> None:
+    """Write the rows as one table; the rest of the document goes into the file's metadata."""
+    import pyarrow as pa  # noqa: PLC0415 - commands that do not write Parquet need not load it
+    from pyarrow import parquet  # noqa: PLC0415
+
+    rows = document["rows"]
+    schema = pa.schema([pa.field(column, _arrow_type(pa, column, rows)) for column in rows[0]])
+    facts = {key: value for key, value in document.items() if key != "rows"}
+    metadata = {"schema_version": str(SCHEMA_VERSION), "bench": json.dumps(facts)}
+    table = pa.Table.from_pylist(rows, schema=schema.with_metadata(metadata))
+    parquet.write_table(table, path, compression="zstd")
+
+
+def _arrow_type(pa: Any, column: str, rows: list[dict[str, Any]]) -> Any:
+    # a column of nulls keeps a type, so that files of different runs can be read together
+    if column in LISTS:
+        return pa.list_(pa.float64())
+    kinds = {type(row[column]) for row in rows} - {type(None)}
+    types = {str: pa.string(), bool: pa.bool_(), int: pa.int64(), float: pa.float64()}
+    return types[kinds.pop()] if len(kinds) == 1 else pa.float64()
+
+
+def write_plot(document: dict[str, Any], path: Path, *, kind: str) -> None:
+    """Draw tokens a second against context, a panel for each batch: measured solid, what bytes allow dashed.
+
+    Args:
+        document: The benchmark's or the forecast's document, with at least one row.
+        path: Where to.
+        kind: "png" or "svg"; the path may end in something else.
+    """
+    from matplotlib.figure import Figure  # noqa: PLC0415 - an extra
+
+    rows = document["rows"]
+    batches = sorted({row["batch"] for row in rows})
+    width, height = INCHES_A_PANEL
+    figure = Figure(figsize=(width * len(batches), height), layout="constrained")
+    colors = _colors([row["policy"] for row in rows])
+    for axes, batch in zip(
+        figure.subplots(1, len(batches), squeeze=False)[0], batches, strict=True
+    ):
+        _draw(axes, [row for row in rows if row["batch"] == batch], colors)
+        axes.set_title(f"batch {batch}", fontsize=10)
+    figure.suptitle(
+        f"{document['model']['name']}, {document['model']['dtype']}, {name(document['machine'])}: "
+        "measured solid, what bytes allow dashed",
+        fontsize=10,
+    )
+    figure.savefig(path, format=kind, dpi=DPI)
+
+
+def _colors(policies: list[str]) -> dict[str, str]:
+    others = [policy for policy in dict.fromkeys(policies) if policy not in COLORS]
+    rest = {policy: OTHER_COLORS[i % len(OTHER_COLORS)] for i, policy in enumerate(others)}
+    return COLORS | rest
+
+
+def _draw(axes: Any, rows: list[dict[str, Any]], colors: dict[str, str]) -> None:
+    contexts = sorted({row["context"] for row in rows})
+    for policy in dict.fromkeys(row["policy"] for row in rows):
+        line = sorted((r for r in rows if r["policy"] == policy), key=lambda row: row["context"])
+        at, color = [row["context"] for row in line], colors[policy]
+        measured = [row.get("decode_tokens_per_second") for row in line]
+        if None not in measured:
+            low, high = (
+                [row[f"decode_tokens_per_second_{end}"] for row in line] for end in ("min", "max")
+            )
+            axes.fill_between(at, low, high, color=color, alpha=0.15, linewidth=0)
+            axes.plot(at, measured, "-o", color=color, label=policy)
+        if not policy.startswith("transformers"):  # its bytes are full-kv's
+            label = f"{policy}, bytes" if None in measured else None
+            bound = [row["roofline_tokens_per_second"] for row in line]
+            axes.plot(at, bound, "--", color=color, label=label)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(contexts, [f"{context / 1024:g}K" for context in contexts])
+    axes.minorticks_off()
+    axes.set_xlabel("context, tokens")
+    axes.set_ylabel("decoded tokens/s, all requests")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)

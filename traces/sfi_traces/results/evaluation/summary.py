@@ -1,0 +1,146 @@
+"""What the rows of an evaluation come to: one for each task, length, method and size."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from sfi_core.measure.evaluation.statistics import Interval, paired_difference, wilson
+
+REFERENCE = "full-kv"
+PLACE = ("task", "length")
+VARIANT = ("method", "size")
+NAMES = ("method", "policy", "preset", "settings", "size", "share")
+RATIOS = ("read_ratio", "selection_ratio", "stored_ratio")
+FIDELITY = (
+    "steps", "slow_rate", "kl", "kl_p95", "agreement", "perplexity", "perplexity_full", *RATIOS,
+)  # fmt: skip
+HARNESS = ("metric", "value", "stderr", "samples", "decoding", *RATIOS, "truncated")
+Row = Mapping[str, Any]
+
+
+def summarize(rows: Iterable[Row]) -> list[dict[str, Any]]:
+    """Average the samples of each task, length, method and size, in the order in which they came.
+
+    Returns:
+        Plain rows. `score`, `low` and `high` are the mean and its Wilson interval; `difference` is the
+        paired one to full attention on the same samples, None without it; `read` is what attention and
+        selection read together; `n` counts scored samples and `failed` those without a score, which no
+        mean holds.
+    """
+    found = _grouped(rows, (*PLACE, *VARIANT))
+    references: dict[tuple[Any, ...], dict[int, float]] = {}
+    for group in found.values():
+        if group[0]["policy"] == REFERENCE:
+            place = tuple(group[0][name] for name in PLACE)
+            references.setdefault(place, {row["seed"]: row["score"] for row in _scored(group)})
+    return [_summary(group, references.get(key[: len(PLACE)], {})) for key, group in found.items()]
+
+
+def summarize_fidelity(rows: Iterable[Row]) -> list[dict[str, Any]]:
+    """Sum the windows of each length, method and size up.
+
+    Returns:
+        Plain rows: KL, agreement and perplexities over all steps but a window's first, which is full
+        attention's; the same by position in the sentence and by step; ratios, the mean over windows.
+    """
+    from sfi_core.measure.evaluation.text_grid import from_rows  # noqa: PLC0415 - torch, for those who need it
+
+    summaries = []
+    for group in _grouped(rows, ("length", *VARIANT)).values():
+        known = [row for row in group if row["error"] is None]
+        found = from_rows(known)
+        whole = found.summary() if known else dict.fromkeys(FIDELITY)
+        summaries.append(
+            {
+                **{name: group[0][name] for name in ("length", *NAMES)},
+                "windows": len(known),
+                "tokens": group[0]["tokens"],
+                "failed": len(group) - len(known),
+                "error": next((row["error"] for row in group if row["error"]), None),
+                **{name: whole[name] for name in FIDELITY},
+                "read": _read(whole),
+                "by_sentence_position": found.by_sentence_position(),
+                "by_step": found.by_step(),
+            }
+        )
+    return summaries
+
+
+def summarize_harness(rows: Iterable[Row]) -> list[dict[str, Any]]:
+    """Give every metric of every task a row of its own."""
+    nothing = dict.fromkeys(HARNESS)
+    return [
+        {
+            **{name: row[name] for name in NAMES},
+            "task": row["asked"],
+            "error": row["error"],
+            **metric,
+            "read": _read(metric),
+        }
+        for row in rows
+        for metric in row["metrics"] or [nothing]
+    ]
+
+
+def _read(ratios: Row) -> float | None:
+    # what attention and selection read together
+    if ratios["read_ratio"] is None:
+        return None
+    return float(ratios["read_ratio"] + ratios["selection_ratio"])
+
+
+def _grouped(rows: Iterable[Row], names: Sequence[str]) -> dict[tuple[Any, ...], list[Row]]:
+    found: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        found.setdefault(tuple(row[name] for name in names), []).append(row)
+    return found
+
+
+def _summary(group: Sequence[Row], reference: Mapping[int, float]) -> dict[str, Any]:
+    scored = _scored(group)
+    first = group[0]
+    pairs = [(row["score"], reference[row["seed"]]) for row in scored if row["seed"] in reference]
+    difference = paired_difference(*zip(*pairs, strict=True)) if pairs else None
+    score = wilson([row["score"] for row in scored]) if scored else None
+    means = {
+        name: _mean(row[name] for row in scored)
+        for name in (*RATIOS, "generated", "tokens_per_second")
+    }
+    steps = sum(row["slow_steps"] + row["fast_steps"] for row in scored)
+    return {
+        **{name: first[name] for name in (*PLACE, *NAMES)},
+        "n": len(scored),
+        "failed": len(group) - len(scored),
+        "error": next((row["error"] for row in group if row["error"]), None),
+        **_interval(score, "score"),
+        **_interval(difference, "difference"),
+        "scores": _further(scored),
+        **means,
+        "read": _read(means),
+        "slow_rate": sum(row["slow_steps"] for row in scored) / steps if steps else None,
+    }
+
+
+def _interval(interval: Interval | None, name: str) -> dict[str, float | None]:
+    ends = ("low", "high") if name == "score" else (f"{name}_low", f"{name}_high")
+    if interval is None:
+        return dict.fromkeys((name, *ends))
+    return {name: interval.mean, ends[0]: interval.low, ends[1]: interval.high}
+
+
+def _scored(group: Sequence[Row]) -> list[Row]:
+    return [row for row in group if row["score"] is not None]
+
+
+def _further(scored: Sequence[Row]) -> dict[str, float]:
+    # what else the task measures, such as the share of right tokens, where it is a number everywhere
+    names = dict.fromkeys(name for row in scored for name in row["scores"])
+    return {
+        name: sum(row["scores"][name] for row in scored) / len(scored)
+        for name in names
+        if all(isinstance(row["scores"].get(name), int | float) for row in scored)
+    }
+
+
+def _mean(values: Iterable[float]) -> float | None:
+    found = list(values)
+    return sum(found) / len(found) if found else None

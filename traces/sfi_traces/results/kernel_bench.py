@@ -1,0 +1,137 @@
+"""The kernel benchmark's document as a Parquet table and as a figure."""
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from sfi_core.errors import BackendError, ConfigError
+from sfi_core.measure.kernel_bench.machine import name
+from sfi_core.measure.kernel_bench.settings import TABLE_1
+
+SCHEMA_VERSION = 1
+FORMATS = (".png", ".svg")
+INCHES, DPI = (11.0, 4.6), 150
+LINES = (  # column, label, color, marker
+    ("speedup_over_dense", "over our dense", "tab:blue", "o"),
+    ("speedup_over_sdpa", "over PyTorch SDPA", "tab:orange", "s"),
+    ("speedup_over_paper_like", "over paper-like dense", "tab:green", "^"),
+)
+
+
+def write_parquet(document: dict[str, Any], path: Path) -> None:
+    """Write the rows as one table; machine, versions and notes go into the file's metadata."""
+    import pyarrow as pa  # noqa: PLC0415 - commands that do not write Parquet need not load it
+    from pyarrow import parquet  # noqa: PLC0415
+
+    schema = pa.schema(
+        [pa.field(name, _arrow_type(pa, name, document["rows"])) for name in document["rows"][0]]
+    )
+    facts = {
+        key: document[key] for key in ("backend", "interrupted", "notes", "machine", "versions")
+    }
+    metadata = {"schema_version": str(SCHEMA_VERSION), "kernel_bench": json.dumps(facts)}
+    table = pa.Table.from_pylist(document["rows"], schema=schema.with_metadata(metadata))
+    parquet.write_table(table, path, compression="zstd")
+
+
+def _arrow_type(pa: Any, name: str, rows: list[dict[str, Any]]) -> Any:
+    # a column of nulls keeps a type, so that files of different machines can be read together
+    kinds = {type(row[name]) for row in rows} - {type(None)}
+    types = {str: pa.string(), bool: pa.bool_(), int: pa.int64(), float: pa.float64()}
+    if name == "form" or kinds == {str}:
+        return pa.string()
+    return types[kinds.pop()] if len(kinds) == 1 else pa.float64()
+
+
+def check_plot(path: Path) -> None:
+    """Refuse a figure that cannot be drawn, before the benchmark runs.
+
+    Raises:
+        ConfigError: Neither PNG nor SVG.
+        BackendError: matplotlib is not installed.
+    """
+    if path.suffix not in FORMATS:
+        raise ConfigError(f"plot must end in one of {FORMATS}, got {path.name}")
+    if find_spec("matplotlib") is None:
+        raise BackendError(
+            "plots need matplotlib, which is not installed; pip install 'sfi-toolkit[plots]'"
+        )
+
+
+def write_plot(document: dict[str, Any], path: Path, *, kind: str) -> None:
+    """Draw the fast step's speed-up and bandwidth against retention.
+
+    Args:
+        document: The benchmark's document, with at least one row of op fast.
+        path: Where to.
+        kind: "png" or "svg"; the path may end in something else.
+    """
+    from matplotlib.figure import Figure  # noqa: PLC0415 - an extra
+
+    rows = [row for row in document["rows"] if row["op"] == "fast"]
+    rows.sort(key=lambda row: row["retention"])
+    figure = Figure(figsize=INCHES, layout="constrained")
+    left, right = figure.subplots(1, 2)
+    _draw_speedups(left, rows)
+    _draw_bandwidth(right, document)
+    for axes in (left, right):
+        axes.set_xlabel("tokens read, % of the context")
+        axes.set_xscale("log")
+        ticks = _apart(sorted({100 * row["retention"] for row in rows}))
+        axes.set_xticks(ticks, [f"{tick:.3g}" for tick in ticks], rotation=60, fontsize=8)
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+    shape = rows[0]
+    figure.suptitle(
+        f"{name(document['machine'])}: {document['backend']} backend, {shape['context']:,} tokens, "
+        f"batch {shape['batch']}, {shape['heads']}/{shape['kv_heads']} heads of {shape['head_dim']}, "
+        f"{shape['dtype']}",
+        fontsize=10,
+    )
+    figure.savefig(path, format=kind, dpi=DPI)
+
+
+def _apart(ticks: list[float]) -> list[float]:
+    # labels closer than a tenth would lie on each other; the last one stays
+    following = [*ticks[1:], float("inf")]
+    return [tick for tick, after in zip(ticks, following, strict=True) if after > 1.1 * tick]
+
+
+def _draw_speedups(axes: Any, rows: list[dict[str, Any]]) -> None:
+    for column, label, color, marker in LINES:
+        points = [(100 * row["retention"], row[column]) for row in rows if row[column] is not None]
+        if points:
+            axes.plot(*zip(*points, strict=True), marker=marker, color=color, label=label)
+    least, most = rows[0]["retention"], rows[-1]["retention"]
+    paper = [(100 * r, x) for r, x in TABLE_1.items() if least <= r <= most]
+    if paper:
+        label = "paper, Table 1 (B200, its own dense)"
+        axes.plot(*zip(*paper, strict=True), "--", color="gray", marker=".", label=label)
+    ideal = [(100 * row["retention"], row["ideal_speedup"]) for row in rows]
+    axes.plot(*zip(*ideal, strict=True), ":", color="black", label="bytes (context / tokens read)")
+    axes.set_yscale("log", base=2)
+    axes.yaxis.set_major_formatter("{x:g}x")
+    axes.set_ylabel("speed-up of the fast step")
+
+
+def _draw_bandwidth(axes: Any, document: dict[str, Any]) -> None:
+    for op, label, color in (
+        ("fast", "fast", "tab:blue"),
+        ("fast.gather", "fast, gathered in place", "tab:purple"),
+    ):
+        points = sorted(
+            (100 * row["retention"], row["gb_per_s"]) for row in document["rows"] if row["op"] == op
+        )
+        if points:
+            axes.plot(*zip(*points, strict=True), marker="o", color=color, label=label)
+    for row in document["rows"]:
+        if row["op"] in ("dense", "dense.sdpa"):
+            label, style = row["op"].replace("dense.sdpa", "PyTorch SDPA"), "--"
+            color = "tab:orange" if row["op"] == "dense.sdpa" else "tab:cyan"
+            axes.axhline(row["gb_per_s"], linestyle=style, color=color, label=label)
+    copy = document["machine"]["copy_gb_per_s"]
+    axes.axhline(copy, linestyle=":", color="black", label="copy, measured")
+    axes.set_ylim(bottom=0)
+    axes.set_ylabel("GB/s of the bytes that must move")

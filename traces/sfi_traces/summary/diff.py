@@ -1,0 +1,186 @@
+"""Two traces of one model and the same prompts, beside each other."""
+
+from itertools import groupby
+from operator import itemgetter
+from typing import Any
+
+from sfi_core.errors import TraceError
+from sfi_traces.read.reader import Trace
+from sfi_traces.summary import summarize
+from sfi_traces.summary.facts import flat_settings
+from sfi_traces.summary.scope import Scope, spread
+
+BEFORE = 12  # tokens shown before the first difference
+FACTS = ("policy", "preset", "seed", "backend", "device", "sfi_version")
+MODEL = ("name", "architecture", "query_heads", "vocabulary")
+LAYER = ("layer", "heads", "key_width", "value_width", "window")
+COMPARED = ("equal_share", "first_difference", "compared_steps", "slow_only_a", "slow_only_b")
+UNKNOWN = dict.fromkeys(COMPARED)  # of a redacted trace
+
+Row = dict[str, Any]
+
+
+def compare(first: Trace, second: Trace, request: int | None = None) -> Row:
+    """Compare two traces, or one request of both.
+
+    Supports and selections are compared at equal steps up to the first whose token differs; the tokens before
+    that one's query are still the same. In a redacted trace nobody knows which step that is.
+
+    Returns:
+        Each trace's own numbers under `a` and `b`, ratios of b to a, and what takes both.
+
+    Raises:
+        TraceError: They are of different models or prompts, or a part is damaged.
+        ConfigError: One has no such request.
+    """
+    _check_model(first, second)
+    scope, other = Scope.of(first, request), Scope.of(second, request)
+    _check_prompts(scope, other)
+    requests = _compare_steps(scope, other)
+    sides = [_numbers(trace, request) for trace in (first, second)]
+    until = {row["request"]: row["compared_steps"] for row in requests if row["compared_steps"]}
+    return {
+        "a": sides[0],
+        "b": sides[1],
+        "request": request,
+        "settings": _changed(first.manifest, second.manifest),
+        "requests": requests,
+        "supports": _overlap(scope, other, "supports", until),
+        "selections": _overlap(scope, other, "selections", until),
+        "ratios": {
+            name: _ratio(sides[0][name], sides[1][name])
+            for name in ("slow_p50_us", "fast_p50_us", "tokens_per_second", "read_ratio")
+        },
+    }
+
+
+def _check_model(first: Trace, second: Trace) -> None:
+    one, two = (
+        [trace.manifest["model"].get(key) for key in MODEL]
+        + [[layer[key] for key in LAYER] for layer in trace.manifest["model"]["layers"]]
+        for trace in (first, second)
+    )
+    if one != two:
+        names = [f"{trace.manifest['model']['name']} in {trace.path}" for trace in (first, second)]
+        raise TraceError(f"traces must be of one model, got {names[0]} and {names[1]}")
+
+
+def _check_prompts(scope: Scope, other: Scope) -> None:
+    one, two = (_prompts(each) for each in (scope, other))
+    if one.keys() != two.keys():
+        counts = f"{len(one)} in {scope.trace.path} and {len(two)} in {other.trace.path}"
+        raise TraceError(f"traces must have the same requests, got {counts}; choose with --request")
+    for request, prompt in one.items():
+        # a redacted trace has no hashes, one killed early no prompts
+        if any(a != b for a, b in zip(prompt, two[request], strict=True) if None not in (a, b)):
+            counts = f"{prompt[0]} tokens in {scope.trace.path} and {two[request][0]} in {other.trace.path}"
+            raise TraceError(
+                f"traces must have the same prompts, got another for request {request}: {counts}"
+            )
+
+
+def _prompts(scope: Scope) -> dict[int, tuple[int | None, str | None]]:
+    known = {
+        p["request"]: (p["tokens"], p["sha256"]) for p in scope.trace.manifest.get("prompts", [])
+    }
+    rows = scope.rows("SELECT DISTINCT request FROM chosen_steps ORDER BY request")
+    return {row["request"]: known.get(row["request"], (None, None)) for row in rows}
+
+
+def _compare_steps(scope: Scope, other: Scope) -> list[Row]:
+    query = (
+        "SELECT request, step, token_id, token_text, slow FROM chosen_steps ORDER BY request, step"
+    )
+    one, two = (
+        {request: list(rows) for request, rows in groupby(each.rows(query), itemgetter("request"))}
+        for each in (scope, other)
+    )
+    redacted = any(each.trace.manifest.get("redacted") for each in (scope, other))
+    return [
+        {
+            "request": request,
+            "steps": {"a": len(one[request]), "b": len(two[request])},
+            **(UNKNOWN if redacted else _compare_tokens(one[request], two[request])),
+        }
+        for request in one
+    ]
+
+
+def _compare_tokens(one: list[Row], two: list[Row]) -> Row:
+    equal = [a["token_id"] == b["token_id"] for a, b in zip(one, two, strict=False)]
+    at = equal.index(False) if False in equal else None
+    compared = len(equal) if at is None else at + 1
+    slow = [{row["step"] for row in rows[:compared] if row["slow"]} for rows in (one, two)]
+    difference = None
+    if at is not None:
+        token = [{key: row[at][key] for key in ("token_id", "token_text")} for row in (one, two)]
+        before = "".join(row["token_text"] or "" for row in one[max(0, at - BEFORE) : at])
+        difference = {"step": one[at]["step"], "before": before, "a": token[0], "b": token[1]}
+    return {
+        "equal_share": sum(equal) / len(equal),
+        "first_difference": difference,
+        "compared_steps": compared,
+        "slow_only_a": sorted(slow[0] - slow[1]),
+        "slow_only_b": sorted(slow[1] - slow[0]),
+    }
+
+
+def _overlap(scope: Scope, other: Scope, table: str, until: dict[int, int]) -> Row | None:
+    if not until:
+        return None
+    steps = ", ".join(f"({request:d}, {count:d})" for request, count in until.items())
+    scope.connection.register("others", other.trace.dataset(table))
+    scope.compare(
+        "pairs",
+        f"""
+        WITH compared (request, steps) AS (VALUES {steps})
+        SELECT this.layer, this.positions AS first, that.positions AS second
+        FROM chosen_{table} this JOIN compared ON compared.request = this.request
+        JOIN others that ON (that.request, that.step, that.layer, that.head)
+            = (this.request, this.step, this.layer, this.head)
+        WHERE this.step < steps AND len(this.positions) > 0 AND len(that.positions) > 0
+        """,  # noqa: S608 - our own words and numbers
+    )
+    rows = scope.rows(f"""
+        SELECT layer, {spread("overlap")} AS overlap FROM pairs
+        GROUP BY GROUPING SETS ((), (layer)) ORDER BY layer NULLS FIRST
+    """)  # noqa: S608 - our own words and numbers
+    return {"overlap": rows[0]["overlap"], "layers": rows[1:]} if len(rows) > 1 else None
+
+
+def _numbers(trace: Trace, request: int | None) -> Row:
+    document = summarize(trace, request)
+    steps, selections = document["steps"], document["selections"]
+    kinds = {kind["kind"]: kind for kind in document["latency"]["kinds"]}
+    audit = document["audit"] or {}
+    return {
+        "trace": document["trace"],
+        "policy": trace.manifest["policy"],
+        **{key: steps[key] for key in ("steps", "slow", "slow_share", "reasons", "read_ratio")},
+        "retained_mass": audit["retained_mass"]["mean"] if audit else None,
+        "lambda_star": selections["lambda_star"]["mean"] if selections else None,
+        **{
+            f"{kind}_p50_us": kinds[kind]["p50_us"] if kind in kinds else None
+            for kind in ("prefill", "slow", "fast")
+        },
+        "tokens_per_second": document["latency"]["tokens_per_second"],
+        "audited": document["latency"]["audited"],
+    }
+
+
+def _ratio(one: float | None, two: float | None) -> float | None:
+    return None if one is None or two is None or not one else two / one
+
+
+def _changed(first: Row, second: Row) -> Row:
+    one, two = (
+        {name: manifest.get(name) for name in FACTS}
+        | {"dtype": manifest["model"].get("dtype")}
+        | flat_settings(manifest["config"])
+        for manifest in (first, second)
+    )
+    return {
+        name: {"a": one.get(name), "b": two.get(name)}
+        for name in one | two
+        if one.get(name) != two.get(name)
+    }

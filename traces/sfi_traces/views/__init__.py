@@ -1,0 +1,1 @@
+"""What figures and reports show of a trace, as plain numbers and words."""

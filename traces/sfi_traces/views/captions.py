@@ -1,0 +1,137 @@
+"""Titles and notes of the figures, the same in `sfi trace plot` and in `sfi trace report`."""
+
+from typing import NamedTuple
+
+from sfi_traces.views.figure_data import Lambda, Retained, Timeline
+from sfi_traces.views.raster import Raster
+from sfi_traces.views.stability import MOST_LAG, Place, Supports
+from sfi_traces.views.view import View
+
+
+class Caption(NamedTuple):
+    """What a figure shows, and what one has to know to read it."""
+
+    title: str
+    note: str
+
+
+def subject(view: View) -> str:
+    """Say which run a figure is of."""
+    manifest, steps = view.trace.manifest, view.steps
+    prompt = int(steps.context[0] - steps.step[0])
+    words = [
+        manifest["model"]["name"],
+        f"policy {manifest['policy']}",
+        f"request {view.request}",
+        f"{prompt:,} prompt tokens",
+        f"{len(steps.step):,} steps",
+    ]
+    if manifest["finished"] is None:
+        words.append("killed")
+    return ", ".join(words)
+
+
+def stability(view: View, shown: Supports) -> Caption:
+    """Describe the heat map of some of the audited steps."""
+    whole = view.supports
+    note = f"Top-{view.k} of dense attention, {places(list(whole.sets))}."
+    if not any(view.steps.text):
+        note += " Axes: steps."
+    else:
+        note += " Axes: the generated text."
+    note += " Lines: sentence boundaries."
+    return Caption("Support overlap of every two steps", note + _left_out(view, whole, shown))
+
+
+def lag(view: View) -> Caption:
+    """Describe the overlap by lag."""
+    note = (
+        f"Top-{view.k} of dense attention, {places(list(view.supports.sets))}. Pairs of audited steps up to "
+        f"{MOST_LAG} steps apart; bands hold 10 to 90 % of them."
+    )
+    return Caption("Support overlap by lag, within a sentence and across a boundary", note)
+
+
+def raster(view: View, shown: Raster, why: str) -> Caption:
+    """Describe a support raster; `why` says what is special about its layer and KV head, if anything."""
+    note = f"Top-{shown.top} of dense attention."
+    if why:
+        note += f" In {places([shown.place])} {why}."
+    if shown.per_cell > 1:
+        note += (
+            f" A cell stands for {shown.per_cell} positions; it has a color if the support is no sparser "
+            "there than on average, that of most of these positions."
+        )
+    return Caption(
+        f"Support of each step in {places([shown.place])}",
+        note + _left_out(view, view.supports, shown),
+    )
+
+
+def lambda_star(data: Lambda) -> Caption:
+    """Describe lambda* over time."""
+    where = f"in {places(data.places)}"
+    if many := _many(data.places):
+        where = f"median and 10 to 90 % of {many}"
+    note = f"Weight of the prior at each refresh, {where}."
+    return Caption(
+        "lambda* over time", f"{note} {data.clipped:.0%} of all values stand at the clip."
+    )
+
+
+def retained(view: View, data: Retained) -> Caption:
+    """Describe the retained mass, or what stands in for it."""
+    least, most = (places([place]) for place in data.extremes)
+    worst = f"Least in {least}; most in {most}."
+    if data.coverage:
+        return Caption(
+            f"Attention mass in the top-{view.k} positions",
+            f"Mean over {data.steps:,} audited steps, all slow: they left nothing out, so there is no "
+            f"retained mass. {worst}",
+        )
+    return Caption(
+        "Retained mass of fast steps",
+        f"Share of dense attention's probability that a step attended, mean over {data.steps:,} fast "
+        f"audited steps. {worst}",
+    )
+
+
+def timeline(data: Timeline) -> Caption:
+    """Describe the timeline."""
+    note = "Sums over layers."
+    if data.prefill_us is not None:
+        note += f" Step 0, the prefill, took {data.prefill_us / 1000:,.1f} ms and is left out."
+    if data.per_bar > 1:
+        note += f" A bar is the mean of {data.per_bar} steps."
+    if data.audit_us:
+        note += f" The audit's time, {data.audit_us / 1000:,.1f} ms a step, is left out."
+    return Caption("What each step's time went to", note)
+
+
+def places(found: list[Place]) -> str:
+    """Say which layers and KV heads a figure is about."""
+    layers, heads = ({place[axis] for place in found} for axis in (0, 1))
+    one = [
+        f"{name} {next(iter(values))}"
+        for name, values in (("layer", layers), ("KV head", heads))
+        if len(values) == 1
+    ]
+    many = _many(found)
+    return ", ".join(one + ([f"mean over {many}"] if many else []))
+
+
+def _many(found: list[Place]) -> str:
+    layers, heads = (len({place[axis] for place in found}) for axis in (0, 1))
+    counts = ((layers, "layers"), (heads, "KV heads"))
+    return " x ".join(f"{count} {name}" for count, name in counts if count > 1)
+
+
+def _left_out(view: View, whole: Supports, shown: Supports | Raster) -> str:
+    said = ""
+    if len(whole.step) < len(view.steps.step):
+        said += f" {len(whole.step):,} of {len(view.steps.step):,} steps were audited."
+    if len(shown.step) < len(whole.step):
+        said += (
+            f" {len(shown.step):,} of {len(whole.step):,} audited steps are drawn, evenly chosen."
+        )
+    return said

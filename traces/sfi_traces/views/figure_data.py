@@ -1,0 +1,195 @@
+"""Numbers of the figures that are not about the overlap of supports: lambda*, retained mass, phases."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from sfi_core.errors import TraceError
+from sfi_traces.views.stability import SPREAD, Place, thinning
+from sfi_traces.views.view import View
+
+PHASES = (  # leaf spans, in the order in which a bar stacks them
+    "attention.fast", "attention.dense", "attention.mixed", "selector", "top_k", "pack", "append", "sample",
+)  # fmt: skip
+AUDIT = ("audit", "shadow")  # spans that are there because somebody looks
+REST = "rest of the step"
+MOST_BARS = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class Lambda:
+    """The prior's weight lambda* over time.
+
+    Attributes:
+        step: Slow steps at which the memory was refreshed.
+        median: Median over layers and KV heads.
+        low: 10 % quantile.
+        high: 90 % quantile.
+        clips: Upper bounds that the run's config sets.
+        clipped: Share of all values that stand at a bound.
+        places: The layers and KV heads.
+    """
+
+    step: np.ndarray
+    median: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+    clips: tuple[float, ...]
+    clipped: float
+    places: list[Place]
+
+
+def lambda_over_time(view: View) -> Lambda:
+    """Read lambda* at each refresh.
+
+    Raises:
+        TraceError: The run had no Selector.
+    """
+    columns = ["request", "step", "layer", "head", "lambda_star"]
+    rows = view.trace.table("selections", columns).filter(view.wanted)
+    rows = rows.filter(pc.is_valid(pc.field("lambda_star"))).sort_by("step")
+    if not len(rows):
+        raise TraceError(
+            f"trace {view.trace.path} has no lambda* of request {view.request}, recorded with policy "
+            f"{view.trace.manifest['policy']}; record it with --policy sfi"
+        )
+    value = rows["lambda_star"].to_numpy().astype(np.float64)
+    step, first = np.unique(rows["step"].to_numpy(), return_index=True)
+    groups = np.split(value, first[1:])
+    low, median, high = (
+        np.array([np.quantile(group, share) for group in groups])
+        for share in (SPREAD[0], 0.5, SPREAD[1])
+    )
+    settings = view.trace.manifest["config"]["selector"]
+    both = {settings["lambda_clip"], settings.get("lambda_clip_rows")} - {None}
+    clips = tuple(sorted(both))
+    clipped = np.isclose(value[:, None], clips, rtol=1e-4).any(1).mean()
+    return Lambda(step, median, low, high, clips, float(clipped), _places(rows))
+
+
+@dataclass(frozen=True, slots=True)
+class Retained:
+    """Retained mass by layer and KV head.
+
+    Attributes:
+        layers: Rows of the map.
+        heads: Columns.
+        mass: `[layers, heads]`; NaN where a layer has no such head.
+        steps: Audited steps that a mean is over.
+        coverage: False: mass of what fast steps attended. True: there was no audited fast step, and it is the
+            mass of the supports instead.
+    """
+
+    layers: list[int]
+    heads: list[int]
+    mass: np.ndarray
+    steps: int
+    coverage: bool
+
+    @property
+    def extremes(self) -> tuple[Place, Place]:
+        """Return the layers and heads with the least and the most mass."""
+        least, most = np.nanargmin(self.mass), np.nanargmax(self.mass)
+        ends = [np.unravel_index(at, self.mass.shape) for at in (least, most)]
+        low, high = ((self.layers[row], self.heads[column]) for row, column in ends)
+        return low, high
+
+
+def retained_mass(view: View) -> Retained:
+    """Average the retained mass over the fast audited steps.
+
+    Raises:
+        TraceError: No audit.
+    """
+    view.trace.require_audit()
+    columns = ["request", "step", "layer", "head", "retained_mass"]
+    rows = view.trace.table("supports", columns).filter(view.wanted)
+    rows = rows.filter(pc.is_in(rows["step"], pa.array(view.steps.step[~view.steps.slow])))
+    if len(rows):
+        means = rows.group_by(["layer", "head"]).aggregate([("retained_mass", "mean")])
+        found = {(r["layer"], r["head"]): r["retained_mass_mean"] for r in means.to_pylist()}
+        steps = len(pc.unique(rows["step"]))
+    else:
+        mass = view.supports.mass
+        found = {place: np.mean([each.sum() for each in mass[place]]) for place in mass}
+        steps = len(view.supports.step)
+    layers, heads = (sorted({place[axis] for place in found}) for axis in (0, 1))
+    table = np.array([[found.get((layer, head), np.nan) for head in heads] for layer in layers])
+    return Retained(layers, heads, table, steps, coverage=not len(rows))
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """What the time of each decoding step went to.
+
+    Attributes:
+        step: First step of each bar; step 0, the prefill, is left out.
+        per_bar: Steps that a bar averages; 1 unless there are many.
+        phases: Microseconds of each phase that took any, by name.
+        slow: Slow steps.
+        prefill_us: Wall time of step 0; None where it was not recorded.
+        audit_us: What the audit took, the mean over the steps; not in `phases`.
+    """
+
+    step: np.ndarray
+    per_bar: int
+    phases: dict[str, np.ndarray]
+    slow: np.ndarray
+    prefill_us: float | None
+    audit_us: float
+
+
+def step_phases(view: View) -> Timeline:
+    """Sum the leaf spans of each decoding step by phase.
+
+    The rest of a step is its wall time less these and the audit's. A run's spans carry its first request's
+    number, and the batch's steps.
+
+    Raises:
+        TraceError: No timings of decoding steps.
+    """
+    steps, later = view.steps, view.steps.step >= 1
+    step = steps.step[later]
+    spent_us = _spans(view, steps.batch_step[later])
+    phases = {name: spent_us.get(name, np.zeros(len(step))) for name in PHASES}
+    audit_us = sum((spent_us.get(name, np.zeros(len(step))) for name in AUDIT), np.zeros(len(step)))
+    taken = sum(phases.values()) + audit_us
+    phases[REST] = np.maximum(0, steps.elapsed_us[later] - taken)
+    width = thinning(len(step), MOST_BARS)
+    edges = np.arange(0, len(step), width)
+    counts = np.diff([*edges, len(step)])
+    return Timeline(
+        step=step[edges],
+        per_bar=width,
+        phases={
+            name: np.add.reduceat(total, edges) / counts
+            for name, total in phases.items()
+            if total.any()
+        },
+        slow=step[steps.slow[later]],
+        prefill_us=None if later.all() else float(steps.elapsed_us[0]),
+        audit_us=float(audit_us.mean()),
+    )
+
+
+def _spans(view: View, step: np.ndarray) -> dict[str, np.ndarray]:
+    # microseconds of the spans of each of the batch's steps, by name
+    table = view.trace.table("timings", ["request", "step", "name", "elapsed_us"])
+    table = table.filter((pc.field("request") <= view.request) & (pc.field("step") >= 1))
+    table = table.filter(pc.is_in(table["step"], pa.array(step)))
+    if not len(table):
+        raise TraceError(f"trace {view.trace.path} has no timings of decoding steps")
+    table = table.filter(pc.field("request") == pc.max(table["request"]))
+    sums = table.group_by(["step", "name"]).aggregate([("elapsed_us", "sum")])
+    found: dict[str, np.ndarray] = {}
+    for row in sums.to_pylist():
+        spent_us = found.setdefault(row["name"], np.zeros(len(step)))
+        spent_us[np.searchsorted(step, row["step"])] = row["elapsed_us_sum"]
+    return found
+
+
+def _places(rows: pa.Table) -> list[Place]:
+    pairs = zip(rows["layer"].to_pylist(), rows["head"].to_pylist(), strict=True)
+    return sorted(set(pairs))

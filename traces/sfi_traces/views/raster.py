@@ -1,0 +1,229 @@
+"""The support raster: which positions the support of each step holds, and which of them the step read."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow.compute as pc
+
+from sfi_traces.views.figure_data import retained_mass
+from sfi_traces.views.stability import Place, thinning
+from sfi_traces.views.view import View
+
+# what a cell shows
+NOTHING, SELECTED, READ, MISSED = range(4)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Raster:
+    """Supports of one layer and KV head.
+
+    Attributes:
+        place: The layer and KV head.
+        top: Positions of a support, K.
+        step: Audited steps, ascending.
+        per_cell: Positions of a cell.
+        cells: `[positions / per_cell, steps]` uint8. Where a cell holds positions of the support, no fewer
+            than if they were spread evenly: `MISSED` if most of them were not read, else `READ`, also if that
+            is not known. Elsewhere `SELECTED` if so many were selected, or `NOTHING`.
+        slow: Whether each step was slow.
+        context: Tokens cached at each step.
+        sink: Anchor tokens; 0 for full attention.
+        recent: First position of each step's recent segment; None for full attention.
+        known: Whether the trace has what the run had selected.
+    """
+
+    place: Place
+    top: int
+    step: np.ndarray
+    per_cell: int
+    cells: np.ndarray
+    slow: np.ndarray
+    context: np.ndarray
+    sink: int
+    recent: np.ndarray | None
+    known: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Selected:
+    """What the run had selected, in one layer and KV head.
+
+    Attributes:
+        sets: Positions; first none, then those of each refresh.
+        since: For each step which of the sets is in force.
+    """
+
+    sets: list[np.ndarray]
+    since: np.ndarray
+
+
+def rasters(
+    view: View, places: Sequence[Place], *, most_steps: int, most_cells: int
+) -> list[Raster]:
+    """Draw the rasters of some layers and KV heads.
+
+    Supports have as many positions as the run's budget, if more were recorded and the view does not say how
+    many: only then does what the run left out say something.
+
+    Args:
+        view: The request.
+        places: Of the audited layers and heads.
+        most_steps: Steps; with more every n-th is taken.
+        most_cells: Cells of a step; with more positions than that a cell stands for several.
+    """
+    top = _top(view)
+    supports = view.supports.thinned(most_steps)
+    rows = view.steps.rows(supports.step)
+    context, slow = view.steps.context[rows], view.steps.slow[rows]
+    per_cell = thinning(int(context.max()), most_cells)
+    sink, starts = _segments(view)
+    recent = None if starts is None else starts[rows]
+    selections = _selections(view)
+    drawn = []
+    for place in places:
+        chosen = _in_force(view, selections.get(place, []), supports.step)
+        sets = supports.of(place).strongest(top).sets[place]
+        cells = _cells(sets, chosen, context, slow, sink, recent, per_cell)
+        drawn.append(
+            Raster(
+                place=place, top=top, step=supports.step, per_cell=per_cell, cells=cells, slow=slow,
+                context=context, sink=sink, recent=recent, known=chosen is not None,
+            )
+        )  # fmt: skip
+    return drawn
+
+
+def choose_place(view: View) -> tuple[Place, str]:
+    """Choose the layer and KV head of the view where fast steps retain the least mass, and say so.
+
+    Without fast steps it is the one whose supports hold the most.
+    """
+    found = list(view.supports.sets)
+    if len(found) == 1:
+        return found[0], ""
+    data = retained_mass(view)
+    mass = {
+        (layer, head): data.mass[row, column]
+        for row, layer in enumerate(data.layers)
+        for column, head in enumerate(data.heads)
+    }
+    if data.coverage:
+        return max(found, key=mass.__getitem__), "supports hold the most mass"
+    return min(found, key=mass.__getitem__), "fast steps retain the least mass"
+
+
+def meaning(raster: Raster) -> dict[int, str]:
+    """Say what each kind of cell means, of those that the raster has."""
+    words = {
+        READ: "in the support, read" if raster.known else "in the support",
+        MISSED: "in the support, not read",
+        SELECTED: "selected, not in the support",
+    }
+    return {kind: text for kind, text in words.items() if (raster.cells == kind).any()}
+
+
+def _top(view: View) -> int:
+    recorded: int = view.trace.manifest["audit"]["top"]
+    return view.top or min(recorded, view.trace.manifest["config"]["budget"])
+
+
+def _segments(view: View) -> tuple[int, np.ndarray | None]:
+    # as `SparseState.move_recent` places them
+    config, steps = view.trace.manifest["config"], view.steps
+    if steps.slow.all():
+        return 0, None
+    sink = min(config["sink"], int(steps.context[0] - steps.step[0]))
+    start = np.maximum(sink, steps.context - config["recent"])
+    if config["recent_mode"] == "anchored":
+        last = np.maximum.accumulate(np.where(steps.slow, np.arange(len(start)), 0))
+        start = start[last]
+    return sink, start
+
+
+def _selections(view: View) -> dict[Place, list[tuple[int, np.ndarray]]]:
+    # positions by refresh, for each layer and KV head
+    columns = ["request", "step", "layer", "head", "positions"]
+    rows = view.trace.table("selections", columns).filter(view.of_request)
+    rows = rows.filter(pc.is_valid(pc.field("positions"))).sort_by("step")
+    found: dict[Place, list[tuple[int, np.ndarray]]] = {}
+    keys = (rows[name].to_pylist() for name in ("layer", "head", "step"))
+    for layer, head, step, positions in zip(*keys, rows["positions"], strict=True):
+        values = positions.values.to_numpy()
+        found.setdefault((layer, head), []).append((step, values[values >= 0]))
+    return found
+
+
+def _in_force(
+    view: View, refreshes: list[tuple[int, np.ndarray]], step: np.ndarray
+) -> Selected | None:
+    # a slow step's selection serves the steps after it; one that a fast step made, that step too
+    refreshes = [(at, positions) for at, positions in refreshes if at <= step[-1]]
+    if not refreshes:
+        return None
+    at = np.array([refresh for refresh, _ in refreshes])
+    begin = at + view.steps.slow[view.steps.rows(at)]
+    since = np.searchsorted(begin, step, side="right")  # 0: nothing yet
+    return Selected([np.empty(0, np.int32), *(positions for _, positions in refreshes)], since)
+
+
+def _cells(
+    sets: list[np.ndarray],
+    chosen: Selected | None,
+    context: np.ndarray,
+    slow: np.ndarray,
+    sink: int,
+    recent: np.ndarray | None,
+    per_cell: int,
+) -> np.ndarray:
+    high = -(-int(context.max()) // per_cell)
+    selected = np.zeros((high, len(sets)), bool)
+    row, position = _flat(sets)
+    read = np.ones(len(position), bool)
+    if chosen is not None and recent is not None:
+        read = slow[row] | (position < sink) | (position >= recent[row])
+        read |= _is_in(position, chosen.since[row], chosen.sets, int(context.max()))
+        taken = [chosen.sets[at] for at in chosen.since]
+        selected = _dense(
+            _count(*_flat(taken), len(sets), high, per_cell), taken, context, per_cell
+        )
+    hits, misses = (
+        _count(row[kind], position[kind], len(sets), high, per_cell) for kind in (read, ~read)
+    )
+    held = _dense(hits + misses, sets, context, per_cell)
+    kinds = np.where(held, np.where(misses > hits, MISSED, READ), selected * SELECTED)
+    return kinds.astype(np.uint8)
+
+
+def _flat(sets: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    return np.repeat(np.arange(len(sets)), [len(one) for one in sets]), np.concatenate(sets)
+
+
+def _count(
+    row: np.ndarray, position: np.ndarray, rows: int, high: int, per_cell: int
+) -> np.ndarray:
+    # how many of each row's positions are in a cell, [high, rows]
+    cell = position // per_cell * rows + row
+    return np.bincount(cell, minlength=high * rows).reshape(high, rows)
+
+
+def _dense(
+    count: np.ndarray, sets: list[np.ndarray], context: np.ndarray, per_cell: int
+) -> np.ndarray:
+    # whether a cell holds as many as it would if they were spread evenly, and one at least
+    size = np.array([len(one) for one in sets])
+    found: np.ndarray = count >= np.maximum(1, size * per_cell / context)
+    return found
+
+
+def _is_in(
+    position: np.ndarray, which: np.ndarray, sets: list[np.ndarray], width: int
+) -> np.ndarray:
+    # whether each position is in the set of its own number; sets are ascending, so that their keys are too
+    keys = np.concatenate(
+        [number * width + one.astype(np.int64) for number, one in enumerate(sets)]
+    )
+    wanted = which * width + position
+    at = np.searchsorted(keys, wanted)
+    found: np.ndarray = np.append(keys, -1)[at] == wanted
+    return found

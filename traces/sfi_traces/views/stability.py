@@ -1,0 +1,260 @@
+"""Support stability: how much the oracle supports of different steps overlap."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import combinations_with_replacement
+
+import numpy as np
+import pyarrow.compute as pc
+
+from sfi_core.errors import TraceError
+from sfi_traces.read.reader import Trace
+
+MOST_STEPS = 1024  # steps whose pairs are counted at once, so that memory stays bounded
+MOST_LAG = 128
+BLOCK = 64  # steps of a block
+SPREAD = (0.1, 0.9)  # quantiles of a band
+
+Place = tuple[int, int]  # layer, KV head
+
+
+@dataclass(frozen=True)
+class Supports:
+    """The supports of one request, by layer and KV head.
+
+    Attributes:
+        step: Audited steps, ascending; those that lack a support somewhere are left out.
+        sets: For each layer and KV head the positions of each step's support, ascending.
+        mass: Their probabilities.
+    """
+
+    step: np.ndarray
+    sets: dict[Place, list[np.ndarray]]
+    mass: dict[Place, list[np.ndarray]]
+
+    @classmethod
+    def read(
+        cls,
+        trace: Trace,
+        request: int,
+        last_step: int,
+        layer: int | None = None,
+        head: int | None = None,
+    ) -> "Supports":
+        """Read the supports of a request, of all its audited layers and heads or of those asked for.
+
+        Takes 8 bytes of memory for each recorded position, and twice that for a moment.
+
+        Raises:
+            TraceError: None was recorded; names the option that records it.
+        """
+        trace.require_audit()
+        columns = ["request", "step", "layer", "head", "positions", "mass"]
+        wanted = rows_of(request, layer, head) & (pc.field("step") <= last_step)
+        table = trace.table("supports", columns).filter(wanted)
+        if not len(table):
+            raise TraceError(_missing(trace, request, layer, head))
+        ends = np.cumsum(pc.list_value_length(table["positions"]).to_numpy())[:-1]
+        position, mass = (
+            np.split(pc.list_flatten(table[name]).to_numpy(), ends) for name in columns[-2:]
+        )
+        rows: dict[Place, dict[int, int]] = {}
+        keys = (table[name].to_pylist() for name in ("layer", "head", "step"))
+        for row, (at_layer, at_head, step) in enumerate(zip(*keys, strict=True)):
+            rows.setdefault((at_layer, at_head), {})[step] = row
+        common = sorted(set.intersection(*(set(steps) for steps in rows.values())))
+        places = sorted(rows)
+        return cls(
+            np.array(common),
+            *({p: [each[rows[p][step]] for step in common] for p in places} for each in (position, mass)),
+        )  # fmt: skip
+
+    def at(self, index: slice) -> "Supports":
+        """Keep some of the steps."""
+        chosen = np.arange(len(self.step))[index]
+        if len(chosen) == len(self.step):
+            return self  # with the overlaps that it may have counted already
+        return Supports(
+            self.step[chosen],
+            *({p: [rows[i] for i in chosen] for p, rows in each.items()} for each in (self.sets, self.mass)),
+        )  # fmt: skip
+
+    def of(self, place: Place) -> "Supports":
+        """Keep one layer and KV head."""
+        return Supports(self.step, {place: self.sets[place]}, {place: self.mass[place]})
+
+    def strongest(self, top: int) -> "Supports":
+        """Keep the most probable positions of each support; of equal ones the first."""
+        sets: dict[Place, list[np.ndarray]] = {}
+        masses: dict[Place, list[np.ndarray]] = {}
+        for place, rows in self.mass.items():
+            kept = [_strongest(mass, top) for mass in rows]
+            sets[place] = [p[k] for p, k in zip(self.sets[place], kept, strict=True)]
+            masses[place] = [mass[k] for mass, k in zip(rows, kept, strict=True)]
+        return Supports(self.step, sets, masses)
+
+    def thinned(self, most: int = MOST_STEPS) -> "Supports":
+        """Keep every n-th step, so that at most `most` are left."""
+        return self.at(slice(None, None, thinning(len(self.step), most)))
+
+    @cached_property
+    def overlap(self) -> np.ndarray:
+        """Overlap coefficient of each two steps, the mean over layers and KV heads (SyncKV, Eq. 1).
+
+        `[S, S]` float32, in the order of `step`.
+        """
+        total = np.zeros((len(self.step), len(self.step)), np.float32)
+        for sets in self.sets.values():
+            size = np.array([max(1, len(one)) for one in sets], np.float32)
+            total += intersections(sets) / np.minimum(size[:, None], size)
+        return total / len(self.sets)
+
+
+def rows_of(request: int, layer: int | None = None, head: int | None = None) -> pc.Expression:
+    """Make a filter for the rows of a request, and of a layer or KV head where one is given."""
+    wanted = pc.field("request") == request
+    for name, value in (("layer", layer), ("head", head)):
+        if value is not None:
+            wanted &= pc.field(name) == value
+    return wanted
+
+
+def _strongest(mass: np.ndarray, top: int) -> np.ndarray | slice:
+    if len(mass) <= top:
+        return slice(None)
+    return np.sort(np.argsort(-mass, kind="stable")[:top])
+
+
+def thinning(count: int, most: int) -> int:
+    """Say how far apart to take `count` things so that at most `most` are taken."""
+    return max(1, -(-count // most))
+
+
+def _missing(trace: Trace, request: int, layer: int | None, head: int | None) -> str:
+    where, option = f"request {request}", "--audit 1"
+    for name, word, value in (("layer", "layer", layer), ("KV head", "head", head)):
+        if value is not None:
+            where += f", {name} {value}"
+            option += f" --audit-{word}s {value}"
+    return f"trace {trace.path} has no supports of {where}; record it with {option}"
+
+
+def color_range(overlap: np.ndarray) -> tuple[float, float]:
+    """Choose the ends of a color scale: tenths around all overlaps but those of a step with itself."""
+    others = overlap[~np.eye(len(overlap), dtype=bool)]
+    if not len(others):
+        return 0.0, 1.0
+    return float(np.floor(others.min() * 10) / 10), float(np.ceil(others.max() * 10) / 10)
+
+
+def intersections(sets: Sequence[np.ndarray]) -> np.ndarray:
+    """Count what each two sets of positions share: the product of their membership matrix with itself.
+
+    Taken block by block, of the positions alone that both blocks' sets hold: supports drift, so that blocks
+    that are far apart share few.
+
+    Args:
+        sets: Positions, each at most once in a set.
+
+    Returns:
+        `[S, S]` float32; exact, since no count reaches 2 ** 24.
+    """
+    end = 1 + max(int(one.max(initial=0)) for one in sets)
+    blocks = [_Block.of(sets[at : at + BLOCK], end) for at in range(0, len(sets), BLOCK)]
+    counts = np.zeros((len(sets), len(sets)), np.float32)
+    for first, second in combinations_with_replacement(range(len(blocks)), 2):
+        shared = np.flatnonzero(blocks[first].held & blocks[second].held)
+        one, other = (blocks[at].members(shared) for at in (first, second))
+        rows, columns = (slice(at * BLOCK, (at + 1) * BLOCK) for at in (first, second))
+        counts[rows, columns] = one.T @ other
+        counts[columns, rows] = counts[rows, columns].T
+    return counts
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    # consecutive sets
+    held: np.ndarray  # whether some set holds each position
+    row: np.ndarray  # of `member`, for the positions that some set holds
+    member: np.ndarray  # which of the sets hold a position
+
+    @classmethod
+    def of(cls, sets: Sequence[np.ndarray], end: int) -> "_Block":
+        position = np.concatenate(sets)
+        held = np.zeros(end, bool)
+        held[position] = True
+        row = np.cumsum(held) - 1
+        member = np.zeros((int(held.sum()), len(sets)), bool)
+        member[row[position], np.repeat(np.arange(len(sets)), [len(one) for one in sets])] = True
+        return cls(held, row, member)
+
+    def members(self, position: np.ndarray) -> np.ndarray:
+        found: np.ndarray = self.member[self.row[position]].astype(np.float32)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class LagLine:
+    """Overlap by how many steps apart two steps are.
+
+    Attributes:
+        name: What kind of pairs.
+        lag: Steps apart, ascending; only those that some pair has.
+        mean: Mean overlap of the pairs.
+        low: Their 10 % quantile.
+        high: Their 90 % quantile.
+        pairs: How many there are.
+    """
+
+    name: str
+    lag: np.ndarray
+    mean: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+    pairs: np.ndarray
+
+    @property
+    def overall(self) -> float:
+        """Mean overlap of all pairs; NaN where there is none."""
+        pairs = self.pairs.sum()
+        return float((self.mean * self.pairs).sum() / pairs) if pairs else float("nan")
+
+
+def overlap_by_lag(
+    supports: Supports, sentence: np.ndarray, most: int = MOST_LAG
+) -> tuple[LagLine, LagLine]:
+    """Sort the pairs of steps by lag, those within a sentence apart from those across a boundary.
+
+    Args:
+        supports: Of S steps; a pair's overlap is the mean over their layers and KV heads.
+        sentence: The sentence of each of the steps.
+        most: Largest lag.
+
+    Returns:
+        Within a sentence, across a boundary.
+    """
+    pieces = []
+    # no pair is further apart than `most` steps, so that stretches that overlap by as many hold all of them
+    for begin in range(0, len(supports.step), MOST_STEPS):
+        part = supports.at(slice(begin, begin + MOST_STEPS + most))
+        lag = part.step[None] - part.step[:, None]
+        wanted = (lag > 0) & (lag <= most)
+        wanted[MOST_STEPS:] = False  # their pairs come with the next stretch
+        inside = sentence[begin : begin + MOST_STEPS + most]
+        same = inside[None] == inside[:, None]
+        pieces.append((part.overlap[wanted], lag[wanted], same[wanted]))
+    value, lag, same = (np.concatenate(each) for each in zip(*pieces, strict=True))
+    return (
+        _line("within a sentence", value[same], lag[same]),
+        _line("across a boundary", value[~same], lag[~same]),
+    )
+
+
+def _line(name: str, value: np.ndarray, lag: np.ndarray) -> LagLine:
+    order = np.argsort(lag, kind="stable")
+    value, lag = value[order].astype(np.float64), lag[order]
+    lags, first, pairs = np.unique(lag, return_index=True, return_counts=True)
+    groups = np.split(value, first[1:]) if len(lags) else []
+    low, high = (np.array([np.quantile(group, share) for group in groups]) for share in SPREAD)
+    return LagLine(name, lags, np.array([group.mean() for group in groups]), low, high, pairs)

@@ -1,0 +1,155 @@
+"""What a figure shows: one request of a trace, and optionally one layer or KV head."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from sfi_core.errors import ConfigError, TraceError
+from sfi_traces.read.reader import Trace
+from sfi_traces.views.stability import LagLine, Supports, overlap_by_lag, rows_of
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """A request's steps, one number or word for each, in order.
+
+    Attributes:
+        step: Decoding step t.
+        text: The generated token; "" in a redacted trace.
+        slow: Whether the step was slow.
+        reason: Why; "" for a fast step.
+        sentence: Which sentence the step belongs to.
+        attended: Tokens read per KV head.
+        context: Tokens that full attention reads.
+        elapsed_us: Wall time.
+        audited: Whether the audit looked at it, which takes time.
+        batch_step: The batch's step that it was part of.
+    """
+
+    step: np.ndarray
+    text: list[str]
+    slow: np.ndarray
+    reason: list[str]
+    sentence: np.ndarray
+    attended: np.ndarray
+    context: np.ndarray
+    elapsed_us: np.ndarray
+    audited: np.ndarray
+    batch_step: np.ndarray
+
+    @classmethod
+    def of(cls, rows: pa.Table) -> "Steps":
+        """Take them from the table `steps`."""
+        rows = rows.sort_by("step")
+        names = (
+            "step",
+            "slow",
+            "sentence",
+            "attended_tokens",
+            "context_tokens",
+            "elapsed_us",
+            "audited",
+        )
+        columns = [rows[name].to_numpy() for name in names]
+        step, slow, sentence, attended, context, elapsed_us, audited = columns
+        text = [text or "" for text in rows["token_text"].to_pylist()]
+        reason = rows["reason"].to_pylist()
+        batch_step = pc.coalesce(rows["batch_step"], rows["step"]).to_numpy()
+        return cls(
+            step, text, slow, reason, sentence, attended, context, elapsed_us, audited, batch_step
+        )  # fmt: skip
+
+    def rows(self, step: np.ndarray) -> np.ndarray:
+        """Find where some of the steps stand."""
+        return np.searchsorted(self.step, step)
+
+
+class View:
+    """One request of a trace, and optionally one layer or KV head; read once for all figures.
+
+    Attributes:
+        trace: The trace.
+        request: The request.
+        requests: All requests that have a step.
+        layer: The layer, or None for all.
+        head: The KV head, or None for all.
+        top: Positions of a support, K; None for all that were recorded.
+        steps: The request's steps.
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        request: int | None = None,
+        layer: int | None = None,
+        head: int | None = None,
+        top: int | None = None,
+    ) -> None:
+        """Choose; without a request the first.
+
+        Raises:
+            ConfigError: The trace has no such request or no supports so large, or its model no such layer or
+                KV head.
+            TraceError: No step was recorded.
+        """
+        table = trace.table("steps")
+        if not len(table):
+            raise TraceError(f"trace {trace.path} has no finished step")
+        self.trace, self.layer, self.head, self.top = trace, layer, head, top
+        self.requests: list[int] = sorted(pc.unique(table["request"]).to_pylist())
+        layers = [place for place in trace.manifest["model"]["layers"] if place["window"] is None]
+        _check("request", request, self.requests)
+        _check("layer", layer, [place["layer"] for place in layers])
+        heads = [place["heads"] for place in layers if layer in (None, place["layer"])]
+        _check("head", head, list(range(max(heads, default=0))))
+        audit = trace.manifest["audit"]
+        if top is not None and audit is not None and not 1 <= top <= audit["top"]:
+            raise ConfigError(
+                f"top must be in 1 to {audit['top']}, which the audit recorded, got {top}"
+            )
+        self.request: int = self.requests[0] if request is None else request
+        self.steps = Steps.of(table.filter(pc.field("request") == self.request))
+
+    @property
+    def wanted(self) -> pc.Expression:
+        """Make a filter for the rows of the request, layer and head."""
+        return rows_of(self.request, self.layer, self.head)
+
+    @property
+    def of_request(self) -> pc.Expression:
+        """Make a filter for the rows of the request, of all layers and heads."""
+        return rows_of(self.request)
+
+    @cached_property
+    def lags(self) -> tuple[LagLine, LagLine]:
+        """Overlap by lag, within a sentence and across a boundary; raises `TraceError` as `supports`."""
+        step = self.supports.step
+        if len(step) == 1:
+            raise TraceError(
+                f"trace {self.trace.path} has one audited step, too few for an overlap"
+            )
+        return overlap_by_lag(self.supports, self.steps.sentence[self.steps.rows(step)])
+
+    @property
+    def k(self) -> int:
+        """Positions of a support."""
+        return self.top or int(self.trace.manifest["audit"]["top"])
+
+    @cached_property
+    def supports(self) -> Supports:
+        """Supports of the steps; raises `TraceError` where there are none."""
+        # a killed run may have written a step's supports and not yet the step
+        last = int(self.steps.step[-1])
+        found = Supports.read(self.trace, self.request, last, self.layer, self.head)
+        return found if self.top is None else found.strongest(self.top)
+
+
+def _check(name: str, value: int | None, known: list[int]) -> None:
+    if value is None or value in known:
+        return
+    if len(known) > 1 and known == list(range(known[0], known[-1] + 1)):
+        raise ConfigError(f"{name} must be in {known[0]} to {known[-1]}, got {value}")
+    raise ConfigError(f"{name} must be one of {known}, got {value}")
