@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from sfi_core.observers.events import (
     StepEvent,
 )
 from sfi_core.observers.observer import NullObserver
+from sfi_core.policies.context import LayerContext
+from sfi_core.state.request import RequestState
 from sfi_kernels.append import append
 from sfi_kernels.decode_attention import decode_attention
 from sfi_kernels.dense_attention import dense_attention, window_logits
@@ -55,6 +58,22 @@ class ScriptedModel:
     def _logits(self) -> torch.Tensor:
         ids = torch.tensor([row[self.t] for row in self.script])
         return torch.nn.functional.one_hot(ids, self.vocab).float()
+
+
+def layer_context(logits: torch.Tensor, **fields: Any) -> LayerContext:
+    """Return what a layer shows a policy; what a test does not name is empty or fails when asked for."""
+    shape = (1, logits.shape[1], logits.shape[-1])
+    empty = torch.empty(0)
+
+    def unexpected(*_: Any) -> Any:
+        raise AssertionError("the policy looks at what the test does not show")
+
+    shown = {
+        "layer": 0, "backend": "torch", "key_norm_BHT": torch.ones(shape), "logits": lambda: logits,
+        "states": (RequestState(),), "query_BHGWD": empty, "keys": unexpected, "attended": unexpected,
+        "notes": ({},), "shared": ({},),
+    }  # fmt: skip
+    return LayerContext(**{**shown, **fields})
 
 
 class RecordingObserver(NullObserver):

@@ -1,9 +1,11 @@
-"""The packages import one way: sfi_cli -> sfi_traces -> sfi_core -> sfi_kernels."""
+"""What may import what: the packages, the rooms of the core, and who owns a third-party package."""
 
 import ast
 import os
 import subprocess
 import sys
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -16,19 +18,32 @@ MAY_IMPORT = {
     "sfi_cli": {"sfi_traces", "sfi_core", "sfi_kernels"},
 }
 FOLDER = {"sfi_kernels": "kernels/sfi_kernels", "sfi_traces": "traces/sfi_traces"}
+# the rooms of the core: each imports only from rows below its own
+ROOMS = (
+    {"measure", "bundled"},
+    {"generation"},
+    {"hosts"},
+    {"engine"},
+    {"policies"},
+    {"triggers", "models"},
+    {"distributed", "settings"},
+    {"observers", "state", "machine"},
+    {"errors"},
+)
+NO_MODELS = {"engine", "policies", "triggers", "state"}  # they know no checkpoint and no host
+AT_ROOT = {"sfi_core": 2, "sfi_cli": 6, "sfi_traces": 4}
+LONGEST_CHAIN = 17
 # third-party packages that only these files may import
 ONLY_IN = {
     "triton": ("kernels/sfi_kernels/",),
     "transformers": (
-        "sfi_core/models/load.py",
-        "sfi_core/hosts/transformers/attention.py",
-        "sfi_core/hosts/transformers/cache.py",
+        "sfi_core/hosts/transformers/",
+        "sfi_core/models/",
         "sfi_core/generation/sampling.py",
         "sfi_core/measure/bench/",
-        "sfi_core/models/tensor_parallel.py",
         "sfi_core/bundled/",
     ),
-    "tokenizers": ("sfi_core/bundled/",),
+    "tokenizers": ("sfi_core/bundled/", "sfi_core/generation/text_stream.py"),
     "pyarrow": ("traces/",),
     "duckdb": ("traces/",),
     "nvtx": ("traces/",),
@@ -41,6 +56,38 @@ ONLY_IN = {
     "typer": ("sfi_cli/",),
     "click": (),
 }
+
+
+def modules() -> dict[str, Path]:
+    """List the product's files by module name."""
+    found = {}
+    for package in MAY_IMPORT:
+        folder = ROOT / FOLDER.get(package, package)
+        for path in sources(package):
+            parts = (package, *path.relative_to(folder).with_suffix("").parts)
+            found[".".join(parts).removesuffix(".__init__")] = path
+    return found
+
+
+@cache
+def graph() -> dict[str, set[str]]:
+    """Map each module to those it imports; imports in functions and for type checkers count."""
+    known, found = modules(), {}
+    for module, path in known.items():
+        names = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                assert not node.level, f"{path} must not import by a relative name"
+                full = {f"{node.module}.{alias.name}" for alias in node.names}
+                names |= (full & known.keys()) or {node.module}
+        found[module] = (names & known.keys()) - {module}
+    return found
+
+
+def room(module: str) -> str:
+    return module.split(".")[1]
 
 
 def sources(package: str) -> list[Path]:
@@ -79,6 +126,52 @@ def test_package_imports_only_what_lies_below_it(package: str):
     for path in sources(package):
         upward = (imported(path) & set(MAY_IMPORT)) - MAY_IMPORT[package] - {package}
         assert not upward, f"{path.relative_to(ROOT)} must not import {upward}"
+
+
+def test_no_files_import_each_other_in_a_circle():
+    """Imports within functions and under TYPE_CHECKING count: they hide a circle, they do not break it."""
+    try:
+        TopologicalSorter(graph()).prepare()
+    except CycleError as error:
+        pytest.fail(f"files import each other: {' -> '.join(error.args[1])}")
+
+
+def test_rooms_of_the_core_import_only_from_rows_below():
+    row = {name: number for number, names in enumerate(ROOMS) for name in names}
+    for module, names in graph().items():
+        for name in names:
+            if not (module.startswith("sfi_core.") and name.startswith("sfi_core")):
+                continue
+            assert name != "sfi_core", f"{module} must not import the core's public names"
+            down = room(module) == room(name) or row[room(module)] < row[room(name)]
+            assert down, f"{module} must not import {name}"
+
+
+@pytest.mark.parametrize("name", sorted(NO_MODELS))
+def test_what_a_host_drives_knows_neither_host_nor_checkpoint(name: str):
+    """A second host, vLLM for one, brings its own model and cache."""
+    paths = sorted((ROOT / "sfi_core" / name).rglob("*.py"))
+    assert paths
+    for path in [*paths, *sources("sfi_kernels")]:
+        assert not imported(path) & {"transformers", "vllm"}, path
+        text = path.read_text()
+        assert "sfi_core.hosts" not in text, path
+        assert "sfi_core.models" not in text, path
+
+
+def test_imports_of_the_core_do_not_run_deep():
+    depth: dict[str, int] = {}
+    for module in TopologicalSorter(graph()).static_order():
+        below = [depth[name] for name in graph()[module] if name.startswith("sfi_core.")]
+        depth[module] = 1 + max(below, default=0)
+    assert max(depth[module] for module in depth if module.startswith("sfi_core.")) <= LONGEST_CHAIN
+
+
+@pytest.mark.parametrize("package", AT_ROOT)
+def test_a_package_s_root_stays_small(package: str):
+    files = list((ROOT / FOLDER.get(package, package)).glob("*.py"))
+    names = {path.name for path in files} - {"__main__.py"}
+    assert len(names) <= AT_ROOT[package], sorted(names)
 
 
 @pytest.mark.parametrize("package", MAY_IMPORT)
@@ -120,4 +213,25 @@ for path in Path(sfi_kernels.__path__[0]).glob("*/reference.py"):
     import_module(f"sfi_kernels.{path.parent.name}")
 from sfi_kernels.top_k import top_k
 assert top_k(torch.zeros(1, 2, 8), 3).shape == (1, 2, 3)
+""")
+
+
+def test_the_public_names_are_where_they_were():
+    run_fresh("""
+import sfi_core
+names = {
+    "Result", "Sampling", "SelectorConfig", "Session", "SfiConfig", "generate", "load",
+    "pack_weights", "slow_fast",
+}
+assert names <= set(sfi_core.__all__), names - set(sfi_core.__all__)
+assert all(getattr(sfi_core, name).__module__.startswith("sfi_core.") for name in sfi_core.__all__)
+assert sfi_core.__version__
+""")
+
+
+def test_a_host_named_transformers_does_not_hide_the_library():
+    run_fresh("""
+import sfi_core.hosts.transformers.slow_fast, transformers
+assert hasattr(transformers, "AutoModelForCausalLM"), transformers
+assert "sfi_core" not in transformers.__file__
 """)

@@ -10,7 +10,8 @@ Every list starts at a multiple of 16 bytes, as the table and the work do, so th
 for all sizes of batches.
 
 A decoding request reads its packed segment, then its pages from START on. A slow one has no packed tokens and
-starts at 0, so that attention needs no look at its mode. A unit is 64 tokens of either.
+starts at 0, so that attention needs no look at its mode. A unit is 64 tokens of either. A request that reads
+its prompt has no work here: the prompt's own kernel attends for it.
 """
 
 from collections.abc import Sequence
@@ -18,13 +19,13 @@ from dataclasses import dataclass
 
 import torch
 
-IDLE, FAST, SLOW = range(3)
+IDLE, PROMPT, FAST, SLOW = range(4)  # the first two have no work in the decoding kernel
 UNIT = 64
 LISTS = 7
 WORDS = 16
 ALIGNED = 4  # int32 numbers of 16 bytes
 (
-    MODE,  # IDLE, FAST or SLOW
+    MODE,  # IDLE, PROMPT, FAST or SLOW
     LENGTH,  # cached tokens, the query's own included
     START,  # first token read from the pages
     PACKED,  # tokens read from the packed segment
@@ -112,7 +113,7 @@ class StepRequest:
     """One request of a pass, in plain numbers.
 
     Attributes:
-        mode: IDLE, FAST or SLOW.
+        mode: IDLE, PROMPT, FAST or SLOW.
         length: Cached tokens, the new ones included.
         recent_start: First token of the recent segment.
         packed: Tokens of the packed segment; at least as many as any KV head has.

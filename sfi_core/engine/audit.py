@@ -1,23 +1,23 @@
 """The audit: what dense attention would have read, beside what a step read; the run stays as it is."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any
 
 import torch
 
+from sfi_core.engine.layer import Layer
+from sfi_core.errors import ConfigError
 from sfi_core.observers.events import AuditEvent
 from sfi_core.settings.audit import AuditConfig
+from sfi_core.state.layer_shape import LayerShape
 from sfi_kernels.dense_attention import dense_attention, window_logits
 from sfi_kernels.top_k import top_k
-
-if TYPE_CHECKING:
-    from sfi_core.engine.layer import LayerStep
-    from sfi_core.state.request import SparseState
 
 
 @dataclass(slots=True)
 class Audit:
-    """The audit of one run.
+    """The audit of one run; a `Watcher`.
 
     Attributes:
         config: What to audit.
@@ -27,55 +27,53 @@ class Audit:
     config: AuditConfig
     queries: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
 
-    @classmethod
-    def of(cls, config: AuditConfig | None) -> Self | None:
-        """Make a run's audit, if it is to have one."""
-        return None if config is None else cls(config)
-
-    def due(self, state: "SparseState") -> bool:
-        """Say whether a request's current step is audited."""
-        return state.slow or state.step % self.config.every == 0
-
-    def look(self, step: "LayerStep", query_BHGTD: torch.Tensor, out_BHGTE: torch.Tensor) -> None:
-        """Look at every request of a layer that has just attended.
+    def see(self, layer: Layer, query_BHGTD: torch.Tensor, out_BHGTE: torch.Tensor) -> None:
+        """Look at every request of a layer that has just attended, but for prompts that go on.
 
         Args:
-            step: The layer's step.
+            layer: The layer.
             query_BHGTD: Its queries; the last of T is looked at.
             out_BHGTE: What they read.
         """
-        if self.config.layers is not None and step.layer not in self.config.layers:
+        forward, run = layer.forward, layer.run
+        unaudited = self.config.layers is not None and layer.index not in self.config.layers
+        if unaudited or not forward.generates:
             return
-        with step.run.observer.span("audit", step.layer):
-            for row, count in enumerate(step.forward.count):
-                if not count:
+        with run.observer.span("audit", layer.index):
+            for row, one in enumerate(forward.passes):
+                if not one.generates:
                     continue
-                query, state = query_BHGTD[row : row + 1, :, :, -1], step.run.requests[row]
-                if self.due(state):
-                    self._look(step, row, query, out_BHGTE[row, :, :, -1])
-                self.queries[state.request, step.layer] = query.clone()
+                query, state = query_BHGTD[row : row + 1, :, :, -1], run.requests[row]
+                if self.config.due(state.step, slow=state.slow):
+                    self._look(layer, row, query, out_BHGTE[row, :, :, -1])
+                self.queries[state.request, layer.index] = query.clone()
+
+    def forget(self, request: int) -> None:
+        """Drop the queries of a request that has left."""
+        for key in [key for key in self.queries if key[0] == request]:
+            del self.queries[key]
 
     def _look(
-        self, step: "LayerStep", row: int, query_1HGD: torch.Tensor, out_HGE: torch.Tensor
+        self, layer: Layer, row: int, query_1HGD: torch.Tensor, out_HGE: torch.Tensor
     ) -> None:
-        state = step.run.requests[row]
-        mass_HT = _mass(step, row, query_1HGD)
+        state = layer.run.requests[row]
+        mass_HT = _mass(layer, row, query_1HGD)
         H = mass_HT.shape[0]
-        index_HK = top_k.on(step.backend)(mass_HT[None], self.config.top)[0]
+        index_HK = top_k.on(layer.backend)(mass_HT[None], self.config.top)[0]
         retained_H, error_H = mass_HT.new_ones(H), mass_HT.new_zeros(H)
-        if not (state.slow or step.left_dense):
-            retained_H = _retained(step, row, mass_HT)
-            error_H = _error(step, row, query_1HGD, out_HGE)
-        last = self.queries.get((state.request, step.layer))
+        if not (state.slow or layer.left_dense):
+            retained_H = _retained(layer, row, mass_HT)
+            error_H = _error(layer, row, query_1HGD, out_HGE)
+        last = self.queries.get((state.request, layer.index))
         cosine_H = mass_HT.new_full((H,), torch.nan)
         if last is not None:
             cosine_H = torch.cosine_similarity(query_1HGD[0].float(), last[0].float(), -1).mean(1)
         heads = self.config.heads or tuple(range(H))
-        step.run.observer.on_audit(
+        layer.run.observer.on(
             AuditEvent(
                 request=state.request,
                 step=state.step,
-                layer=step.layer,
+                layer=layer.index,
                 slow=state.slow,
                 heads=heads,
                 index_HK=_of(heads, index_HK),
@@ -87,20 +85,36 @@ class Audit:
         )
 
 
-def _paging(step: "LayerStep", row: int) -> dict[str, Any]:
+def check_audit(config: AuditConfig, shapes: Sequence[LayerShape]) -> None:
+    """Refuse layers and heads that the model does not have.
+
+    Raises:
+        ConfigError: With those that it has.
+    """
+    managed = [layer for layer, shape in enumerate(shapes) if shape.window is None]
+    odd = sorted(set(config.layers or ()) - set(managed))
+    if odd:
+        raise ConfigError(f"--audit-layers must be among {managed}, got {odd}")
+    fewest = min(shapes[layer].heads for layer in config.layers or managed)
+    wrong = [head for head in config.heads or () if not 0 <= head < fewest]
+    if wrong:
+        raise ConfigError(f"--audit-heads must be in 0 to {fewest - 1}, got {wrong}")
+
+
+def _paging(layer: Layer, row: int) -> dict[str, Any]:
     return {
-        "block_table_BP": step.run.cache.block_table_BP[row : row + 1],
-        "length_B": step.run.descriptor.length_B[row : row + 1],
+        "block_table_BP": layer.run.store.block_table_BP[row : row + 1],
+        "length_B": layer.forward.descriptor.length_B[row : row + 1],
     }
 
 
-def _mass(step: "LayerStep", row: int, query_1HGD: torch.Tensor) -> torch.Tensor:
-    logits = window_logits.on(step.backend)(
+def _mass(layer: Layer, row: int, query_1HGD: torch.Tensor) -> torch.Tensor:
+    logits = window_logits.on(layer.backend)(
         query_1HGD[:, :, :, None],
-        step.pages.key_PHND,
-        **_paging(step, row),
-        **step.logit_options,
-        longest=step.run.requests[row].length,
+        layer.pages.key_PHND,
+        **_paging(layer, row),
+        **layer.logit_options,
+        longest=layer.run.requests[row].length,
     )
     mass_HT: torch.Tensor = logits[0, :, :, 0].softmax(-1).mean(1)
     return mass_HT
@@ -115,24 +129,21 @@ def _of(heads: tuple[int, ...], value: torch.Tensor) -> torch.Tensor:
     return value if len(heads) == len(value) else torch.stack([value[head] for head in heads])
 
 
-def _retained(step: "LayerStep", row: int, mass_HT: torch.Tensor) -> torch.Tensor:
+def _retained(layer: Layer, row: int, mass_HT: torch.Tensor) -> torch.Tensor:
     # the packed segment (sinks and selected) and the recent segment do not overlap
-    packed_HS = _at(mass_HT, step.run.segments[step.layer].position_BHS[row])
-    return packed_HS.sum(1) + mass_HT[:, step.run.requests[row].recent_start :].sum(1)
+    packed_HS = _at(mass_HT, layer.run.segments[layer.index].position_BHS[row])
+    return packed_HS.sum(1) + mass_HT[:, layer.run.requests[row].recent_start :].sum(1)
 
 
-def _error(
-    step: "LayerStep", row: int, query_1HGD: torch.Tensor, out_HGE: torch.Tensor
-) -> torch.Tensor:
-    dense = dense_attention.on(step.backend)(
+def _error(layer: Layer, row: int, query_1HGD: torch.Tensor, out_HGE: torch.Tensor) -> torch.Tensor:
+    dense = dense_attention.on(layer.backend)(
         query_1HGD[:, :, :, None],
-        step.pages.key_PHND,
-        step.pages.value_PHNE,
-        **_paging(step, row),
-        **step.options,
+        layer.pages.key_PHND,
+        layer.pages.value_PHNE,
+        **_paging(layer, row),
+        **layer.options,
     )
     dense_HX = dense[0, :, :, 0].float().flatten(1)
-    error_H: torch.Tensor = (out_HGE.float().flatten(1) - dense_HX).norm(dim=1) / dense_HX.norm(
-        dim=1
-    )
+    difference_HX = out_HGE.float().flatten(1) - dense_HX
+    error_H: torch.Tensor = difference_HX.norm(dim=1) / dense_HX.norm(dim=1)
     return error_H

@@ -1,20 +1,22 @@
-"""What a forward pass hands to its layers: the step descriptor, and the rows whose memory is refreshed."""
+"""The forward pass under way: what each request does in it, and what the pass hands to its layers."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Self
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol, Self
 
 import torch
 
 from sfi_core.policies.base import Policy
-from sfi_core.state.kv_cache import KVCache
+from sfi_core.state.kv_store import KVStore
 from sfi_core.state.position_sets import allowed_positions
-from sfi_core.state.request import SparseState
+from sfi_core.state.request import RequestState
 from sfi_kernels.decode_attention import slots
 from sfi_kernels.split_plan import split_plan, work_items
 from sfi_kernels.step_descriptor import (
     FAST,
     IDLE,
+    PROMPT,
     SLOW,
     StepDescriptor,
     StepRequest,
@@ -24,25 +26,35 @@ from sfi_kernels.step_descriptor import (
 
 
 @dataclass(frozen=True, slots=True)
-class Forward:
-    """The forward pass under way.
+class RequestPass:
+    """What one request does in a forward pass; a batch may mix all kinds.
 
     Attributes:
-        decode: Whether it decodes one token a request, instead of reading the prompt.
-        final: Whether it reads the last piece of the prompt, step 0.
-        start: Cached tokens of each request before it.
-        count: New tokens of each request; 0 leaves a request out.
+        kind: IDLE (rests), PROMPT (reads a piece of its prompt), FAST or SLOW (decodes).
+        count: Its new tokens; 0 for a request that rests.
+        reason: Why it is slow.
+        ends_prompt: Whether the piece is the prompt's last: step 0, which is slow (g_0 = 1).
     """
 
-    decode: bool
-    final: bool
-    start: list[int]
-    count: list[int]
+    kind: int = IDLE
+    count: int = 0
+    reason: str = ""
+    ends_prompt: bool = False
 
     @property
-    def length(self) -> list[int]:
-        """Cached tokens of each request after it."""
-        return [start + count for start, count in zip(self.start, self.count, strict=True)]
+    def generates(self) -> bool:
+        """Whether the request has a next token after the pass."""
+        return self.ends_prompt or self.kind in (FAST, SLOW)
+
+    @classmethod
+    def prompt(cls, count: int, *, ends: bool) -> Self:
+        """Read `count` tokens of the prompt; a request without any rests."""
+        return cls(PROMPT, count, "first", ends) if count else cls()
+
+    @classmethod
+    def decode(cls, *, slow: bool, reason: str) -> Self:
+        """Decode one token."""
+        return cls(SLOW if slow else FAST, 1, reason)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +62,7 @@ class Rows:
     """Some requests of the batch whose selected memory is refreshed, on the cache's device.
 
     Attributes:
-        requests: Which.
+        requests: Their rows in the batch; empty where only the device knows them.
         request_R: The same, int32; -1 for a row of no request.
         sink_R: Their sink tokens, int32.
         length_R: Their cached tokens, int32.
@@ -73,7 +85,7 @@ class Rows:
     def of(
         cls,
         requests: tuple[int, ...],
-        states: Sequence[SparseState],
+        states: Sequence[RequestState],
         sink: int,
         step: StepDescriptor,
         table_BP: torch.Tensor,
@@ -101,7 +113,7 @@ class Rows:
 
     @classmethod
     def of_slow(cls, sink: int, step: StepDescriptor, table_BP: torch.Tensor) -> Self:
-        """Gather the rows of the slow requests' lists, whoever and however many they are.
+        """Gather the rows of the slow requests' lists, however many requests these hold.
 
         Asks the host for nothing but bounds, so that a CUDA graph may hold it.
         """
@@ -118,78 +130,144 @@ class Rows:
         )
 
 
-def describe_pass(
-    forward: Forward,
-    states: Sequence[SparseState],
-    policy: Policy,
-    cache: KVCache,
-    device: torch.device,
-) -> tuple[StepDescriptor, StepDescriptor | None]:
-    """Write the pass's descriptor, and one for the layers left dense, if any.
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """The forward pass under way; made new for each pass, then only read.
 
-    On the triton backend a decoding step is planned as well.
+    Attributes:
+        passes: What each request does.
+        start: Cached tokens of each request before it.
+        descriptor: What the layers read of the requests.
+        dense_descriptor: The same with every decoding request slow, for the layers left dense; None without
+            such.
+        count: New tokens of each request; 0 for one that rests.
+        longest: The most cached tokens of a request after it.
+        prompts: Rows that read a piece of their prompt.
+        ended: Rows whose prompt ends with it.
+        decodes: Whether any request decodes.
+        chosen: Rows that layers have asked for, by request: made once for all layers.
     """
-    plans = forward.decode and cache.backend == "triton"
 
-    def describe(*, dense: bool) -> StepDescriptor:
-        requests = step_requests(forward, states, policy, dense=dense)
-        descriptor = describe_step(requests, work_room(cache, device) if plans else 0, device)
+    passes: tuple[RequestPass, ...]
+    start: tuple[int, ...]
+    descriptor: StepDescriptor
+    dense_descriptor: StepDescriptor | None
+    count: tuple[int, ...]
+    longest: int
+    prompts: tuple[int, ...]
+    ended: tuple[int, ...]
+    decodes: bool
+    chosen: dict[tuple[int, ...], Rows] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        passes: Sequence[RequestPass],
+        start: Sequence[int],
+        descriptor: StepDescriptor,
+        dense_descriptor: StepDescriptor | None,
+    ) -> Self:
+        """Derive what layers ask for, once."""
+        return cls(
+            passes=tuple(passes),
+            start=tuple(start),
+            descriptor=descriptor,
+            dense_descriptor=dense_descriptor,
+            count=tuple(one.count for one in passes),
+            longest=max(before + one.count for before, one in zip(start, passes, strict=True)),
+            prompts=tuple(row for row, one in enumerate(passes) if one.kind == PROMPT),
+            ended=tuple(row for row, one in enumerate(passes) if one.ends_prompt),
+            decodes=any(one.kind in (FAST, SLOW) for one in passes),
+        )
+
+    @property
+    def generates(self) -> bool:
+        """Whether any request has a next token after the pass."""
+        return self.decodes or bool(self.ended)
+
+
+class Requests(Protocol):
+    """Says what a descriptor has to say of the requests of a pass."""
+
+    def __call__(self, *, dense: bool) -> list[StepRequest]:
+        """Return it; `dense` makes every decoding request slow."""
+
+
+class Descriptors(Protocol):
+    """Writes the descriptors of a pass.
+
+    Attributes:
+        launched: Whether the device has begun the pass under way before it was described.
+    """
+
+    launched: bool
+
+    def describe(self, known: Requests) -> tuple[StepDescriptor, StepDescriptor | None]:
+        """Return a pass's descriptor, and the one for the layers left dense, if any."""
+
+
+@dataclass(slots=True)
+class FreshDescriptors:
+    """Writes each pass's descriptors into new buffers; on the triton backend their work is planned too."""
+
+    policy: Policy
+    store: KVStore
+    device: torch.device
+    launched: bool = False
+
+    def describe(self, known: Requests) -> tuple[StepDescriptor, StepDescriptor | None]:
+        """See `Descriptors`."""
+        descriptor = self._describe(known(dense=False))
+        leaves_dense = bool(self.policy.config.dense_layers)
+        return descriptor, self._describe(known(dense=True)) if leaves_dense else None
+
+    def _describe(self, requests: Sequence[StepRequest]) -> StepDescriptor:
+        decodes = any(request.mode in (FAST, SLOW) for request in requests)
+        plans = decodes and self.store.backend == "triton"
+        room = work_room(self.store, self.device) if plans else 0
+        descriptor = describe_step(requests, room, self.device)
         if plans:
-            plan(descriptor, cache, device)
+            plan(descriptor, self.store, self.device)
         return descriptor
 
-    return describe(dense=False), describe(dense=True) if policy.config.dense_layers else None
 
-
-def describe_again(requests: Sequence[StepRequest], known: StepDescriptor) -> StepDescriptor:
-    """Write a decoding step's descriptor over another one's buffer, for a step that fits all; not planned.
-
-    The slow lists have room for a power of two of requests, or all, and T is `known`'s.
-    """
-    step = describe_step(requests, known.work_XI.shape[0], known.buffer.device, known.buffer)
-    padding = bucket(len(step.slow), step.batch) - len(step.slow)
-    return replace(step, longest=known.longest, padding=padding)
-
-
-def bucket(slow: int, batch: int) -> int:
-    """Return the least power of two that `slow` requests fit in, at most the batch."""
-    return min(batch, 1 << (slow - 1).bit_length()) if slow else 0
-
-
-def work_room(cache: KVCache, device: torch.device) -> int:
+def work_room(store: KVStore, device: torch.device) -> int:
     """Return the most work items of a step."""
-    return work_items(cache.batch, _heads(cache), slots(device))
+    return work_items(store.batch, store.heads, slots(device))
 
 
-def plan(descriptor: StepDescriptor, cache: KVCache, device: torch.device) -> None:
+def plan(descriptor: StepDescriptor, store: KVStore, device: torch.device) -> None:
     """Split a step's keys over the processors."""
-    split_plan.triton(descriptor, _heads(cache), slots(device))
+    split_plan.triton(descriptor, store.heads, slots(device))
 
 
-def _heads(cache: KVCache) -> int:
-    return next((pages.key_PHND.shape[1] for pages in cache.layers.values()), 1)
+def known_requests(
+    passes: Sequence[RequestPass], states: Sequence[RequestState], policy: Policy
+) -> Requests:
+    """Return what descriptors say of the requests of a pass that has begun."""
+    return partial(_step_requests, passes, states, policy)
 
 
-def step_requests(
-    forward: Forward, states: Sequence[SparseState], policy: Policy, *, dense: bool
+def _step_requests(
+    passes: Sequence[RequestPass], states: Sequence[RequestState], policy: Policy, *, dense: bool
 ) -> list[StepRequest]:
-    """Return what a descriptor says of the requests of a pass; `dense` makes every one slow."""
     return [
-        _request(forward.decode and not dense, count, state, policy)
-        for count, state in zip(forward.count, states, strict=True)
+        _step_request(one, state, policy, dense=dense)
+        for one, state in zip(passes, states, strict=True)
     ]
 
 
-def _request(may_be_fast: bool, count: int, state: SparseState, policy: Policy) -> StepRequest:
+def _step_request(
+    one: RequestPass, state: RequestState, policy: Policy, *, dense: bool
+) -> StepRequest:
     sink, packed = state.sink(policy.config.sink), state.packed_tokens
     if policy.selects_before:  # this step's selection may be larger than the last one's
         packed = sink + min(policy.config.budget, max(0, state.recent_start - sink))
-    mode = FAST if may_be_fast and not state.slow else SLOW
     return StepRequest(
-        mode=mode if count else IDLE,
+        mode=SLOW if dense and one.kind == FAST else one.kind,
         length=state.length,
         recent_start=state.recent_start,
         packed=packed,
         sink=sink,
-        count=count,
+        count=one.count,
     )

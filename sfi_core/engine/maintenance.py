@@ -1,8 +1,8 @@
 """Maintenance beside the next layers: Selector, Top-K and pack of a slow step on a second stream (Sec. 4.1).
 
-A layer hands its evidence over in one of a ring of slots. Two rules make that safe: the side reads a slot
-only once the main stream has written it, and the main stream writes a slot again only once the side has read
-it. At the end of the pass the main stream waits for all of it.
+A layer hands its evidence over in one of a ring of places. Two rules make that safe: the side reads a place
+only once the main stream has written it, and the main stream writes a place again only once the side has read
+it. At the end of the pass the main stream waits for all jobs.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-SLOTS = 4  # layers that maintenance may lag behind
+RING_PLACES = 4  # layers that maintenance may lag behind
 Job = Callable[[], None]
 
 
@@ -20,16 +20,16 @@ class Side(Protocol):
     """Runs jobs, one after the other.
 
     Attributes:
-        slots: Jobs that may be under way.
+        places: Jobs that may be under way.
     """
 
-    slots: int
+    places: int
 
-    def run(self, slot: int, job: Job) -> None:
+    def run(self, place: int, job: Job) -> None:
         """Run a job once the main stream has done what it was asked to so far."""
 
-    def wait(self, slot: int) -> None:
-        """Hold the main stream until the last job of a slot is done."""
+    def wait(self, place: int) -> None:
+        """Hold the main stream until the last job of a place is done."""
 
     def join(self) -> None:
         """Hold the main stream until all jobs are done."""
@@ -41,13 +41,13 @@ class Side(Protocol):
 class InOrder:
     """Runs a job at once, on the main stream."""
 
-    slots = 1
+    places = 1
 
-    def run(self, slot: int, job: Job) -> None:
+    def run(self, place: int, job: Job) -> None:
         """See `Side`."""
         job()
 
-    def wait(self, slot: int) -> None:
+    def wait(self, place: int) -> None:
         """See `Side`: it is done."""
 
     def join(self) -> None:
@@ -64,29 +64,29 @@ class SecondStream:
     Every event is recorded once, and lives as long as this: one that is part of a captured graph must.
     """
 
-    slots = SLOTS
+    places = RING_PLACES
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
         self._stream = stream or torch.cuda.Stream(device, priority=0)  # type: ignore[no-untyped-call]
         self._events: list[torch.cuda.Event] = []
         self._done: dict[int, torch.cuda.Event] = {}
 
-    def run(self, slot: int, job: Job) -> None:
+    def run(self, place: int, job: Job) -> None:
         """See `Side`."""
         self._stream.wait_event(self._passed())
         with torch.cuda.stream(self._stream):
             job()
-            self._done[slot] = self._passed()
+            self._done[place] = self._passed()
 
-    def wait(self, slot: int) -> None:
+    def wait(self, place: int) -> None:
         """See `Side`."""
-        if slot in self._done:
-            torch.cuda.current_stream(self._stream.device).wait_event(self._done.pop(slot))
+        if place in self._done:
+            torch.cuda.current_stream(self._stream.device).wait_event(self._done.pop(place))
 
     def join(self) -> None:
         """See `Side`."""
-        for slot in list(self._done):
-            self.wait(slot)
+        for place in list(self._done):
+            self.wait(place)
         if not torch.cuda.is_current_stream_capturing():
             self._events.clear()
 
@@ -102,7 +102,7 @@ class SecondStream:
 
 
 @dataclass(slots=True)
-class Slot:
+class RingPlace:
     """A place of the ring.
 
     Attributes:
@@ -115,29 +115,29 @@ class Slot:
 
 
 class Maintenance:
-    """The ring of slots, and the side that works through it.
+    """The ring of places, and the side that works through it.
 
     Attributes:
-        side: It.
+        side: Runs the jobs.
     """
 
     def __init__(self, side: Side) -> None:
         self.side = side
-        self._ring = [Slot() for _ in range(side.slots)]
-        self._place = 0
+        self._ring = [RingPlace() for _ in range(side.places)]
+        self._next = 0
 
     def room(self, numbers: int, device: torch.device) -> torch.Tensor:
         """Return a buffer of at least `numbers` float32, for the main stream to fill for the next job."""
-        slot = self._ring[self._place]
-        self.side.wait(self._place)
-        slot.job = None
-        if slot.buffer is None or slot.buffer.numel() < numbers:
-            slot.buffer = torch.empty(numbers, dtype=torch.float32, device=device)
-        return slot.buffer
+        place = self._ring[self._next]
+        self.side.wait(self._next)
+        place.job = None
+        if place.buffer is None or place.buffer.numel() < numbers:
+            place.buffer = torch.empty(numbers, dtype=torch.float32, device=device)
+        return place.buffer
 
     def submit(self, job: Job) -> None:
         """Let the side run a job, which reads the buffer that `room` returned last."""
-        place, self._place = self._place, (self._place + 1) % len(self._ring)
+        place, self._next = self._next, (self._next + 1) % len(self._ring)
         self._ring[place].job = job
         self.side.run(place, job)
 
@@ -148,21 +148,22 @@ class Maintenance:
     def join(self) -> None:
         """Let the main stream wait for all jobs."""
         self.side.join()
-        for slot in self._ring:
-            slot.job = None
+        for place in self._ring:
+            place.job = None
 
 
 def side_of(device: torch.device, *, overlap: bool) -> Side:
     """Return a second stream where there is one and it is wanted."""
-    return SecondStream(device) if _apart(device, overlap=overlap) else InOrder()
+    return SecondStream(device) if has_side_stream(device, overlap=overlap) else InOrder()
 
 
-def slots_of(device: torch.device, *, overlap: bool) -> int:
-    """Return the slots of `side_of`'s side, without making one."""
-    return (SecondStream if _apart(device, overlap=overlap) else InOrder).slots
+def ring_places(device: torch.device, *, overlap: bool) -> int:
+    """Return the places of `side_of`'s side, without making one."""
+    return (SecondStream if has_side_stream(device, overlap=overlap) else InOrder).places
 
 
-def _apart(device: torch.device, *, overlap: bool) -> bool:
+def has_side_stream(device: torch.device, *, overlap: bool) -> bool:
+    """Say whether maintenance runs on a stream of its own."""
     return overlap and device.type == "cuda"
 
 
@@ -172,7 +173,7 @@ def main_stream(device: torch.device, *, overlap: bool) -> Iterator[None]:
 
     The default stream's priority is the lowest there is, so that nothing could give way to it.
     """
-    if not (overlap and device.type == "cuda"):
+    if not has_side_stream(device, overlap=overlap):
         yield
         return
     outer = torch.cuda.current_stream(device)

@@ -1,10 +1,11 @@
 """What a run did, in numbers."""
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
 from sfi_core.engine.run import Run
-from sfi_core.state.request import SparseState
+from sfi_core.state.request import RequestState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,25 +50,25 @@ class RequestReport:
     decode_seconds: float = field(default=0.0, compare=False)
 
     @classmethod
-    def of(cls, state: SparseState, stop_ids: frozenset[int], *, evicts: bool) -> Self:
+    def of(cls, state: RequestState, stop_ids: frozenset[int], *, evicts: bool) -> Self:
         """Sum a request up; `evicts` says what its policy does."""
-        decoded = max(1, len(state.tokens) - 1)
-        read_ratio = state.attended / state.context if state.context else 1.0
+        tally, decoded = state.tally, max(1, len(state.tokens) - 1)
+        read_ratio = tally.attended / tally.context if tally.context else 1.0
         return cls(
             prompt_tokens=state.prompt_tokens,
             token_ids=list(state.tokens),
             finish_reason="stop" if stop_ids.intersection(state.tokens[-1:]) else "length",
-            slow_steps=len(state.slow_at),
-            fast_steps=len(state.tokens) - len(state.slow_at),
-            slow_at=list(state.slow_at),
-            reasons=dict(state.reasons),
-            mean_attended_tokens=state.attended / decoded,
+            slow_steps=len(tally.slow_at),
+            fast_steps=len(state.tokens) - len(tally.slow_at),
+            slow_at=list(tally.slow_at),
+            reasons=dict(tally.reasons),
+            mean_attended_tokens=tally.attended / decoded,
             read_ratio=read_ratio,
-            selection_ratio=state.selecting / state.context if state.context else 0.0,
+            selection_ratio=tally.selecting / tally.context if tally.context else 0.0,
             stored_ratio=read_ratio if evicts else 1.0,
-            queued_seconds=state.queued_seconds,
-            prefill_seconds=state.prefill_seconds,
-            decode_seconds=state.decode_seconds,
+            queued_seconds=tally.queued_seconds,
+            prefill_seconds=tally.prefill_seconds,
+            decode_seconds=tally.decode_seconds,
         )
 
 
@@ -88,13 +89,13 @@ class KernelReport:
     layers: int
 
     @classmethod
-    def of(cls, run: Run) -> list[Self]:
-        """Sum up every kernel of a run, by name."""
-        found = {name: [key for key in run.kernels if key[0] == name] for name, _, _ in run.kernels}
+    def of(cls, kernels: Mapping[tuple[str, int, int], int]) -> list[Self]:
+        """Sum up launches by name, step and layer for every kernel, by name."""
+        found = {name: [key for key in kernels if key[0] == name] for name, _, _ in kernels}
         return [
             cls(
                 name=name,
-                launches=sum(run.kernels[key] for key in keys),
+                launches=sum(kernels[key] for key in keys),
                 steps=len({step for _, step, _ in keys}),
                 layers=len({layer for _, _, layer in keys if layer >= 0}),
             )
@@ -127,17 +128,19 @@ class RunReport:
     @classmethod
     def of(cls, run: Run) -> Self:
         """Sum a run up."""
-        stop_ids, evicts = run.stop_ids, run.policy.evicts
+        meter, stop_ids, evicts = run.meter, run.stop_ids, run.policy.evicts
         requests = [RequestReport.of(state, stop_ids, evicts=evicts) for state in run.states]
         decoded = sum(max(0, len(request.token_ids) - 1) for request in requests)
         return cls(
-            backend=run.cache.backend,
+            backend=run.store.backend,
             requests=requests,
-            prefill_seconds=run.prefill_seconds,
-            decode_seconds=run.decode_seconds,
-            decode_tokens_per_second=decoded / run.decode_seconds if run.decode_seconds else 0.0,
-            paths={name: count for name, count in run.paths.items() if count},
-            kernels=KernelReport.of(run),
+            prefill_seconds=meter.prefill_seconds,
+            decode_seconds=meter.decode_seconds,
+            decode_tokens_per_second=decoded / meter.decode_seconds
+            if meter.decode_seconds
+            else 0.0,
+            paths={name: count for name, count in meter.paths.items() if count},
+            kernels=KernelReport.of(meter.kernels),
         )
 
     def to_dict(self) -> dict[str, Any]:

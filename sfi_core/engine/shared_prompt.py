@@ -2,79 +2,53 @@
 
 Evaluation compares methods on one prompt, which every method reads densely. `read_prompt` does that once; a
 run that begins with it makes its own first selection, and says what a run says that read the prompt itself.
+Benchmarks make such a prompt by chance.
 """
 
-import copy
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from sfi_core.engine.layer import Layer
+from sfi_core.engine.prompt_queries import PromptLayer
+from sfi_core.engine.refresh import end_prompt
 from sfi_core.engine.run import Run
 from sfi_core.errors import ConfigError
-from sfi_core.hosts.transformers.backend import layer_step
-from sfi_core.hosts.transformers.cache import SfiCache
 from sfi_core.observers.events import PromptEvent
-from sfi_core.state.kv_cache import KVCache
-
-if TYPE_CHECKING:
-    from sfi_core.engine.layer import LayerStep
-    from sfi_core.hosts.transformers.session import Session
+from sfi_core.policies.base import Policy
+from sfi_core.state.kv_store import KVStore
 
 
-@dataclass(slots=True)
-class PromptLayer:
-    """What a full-attention layer's first selection needs.
-
-    Attributes:
-        options: The attention's scale, soft cap and sinks.
-        query_BHGTD: The prompt's queries, or the last of them.
-    """
-
-    options: dict[str, Any]
-    query_BHGTD: torch.Tensor
-
-
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SharedPrompt:
     """A batch of prompts after their dense pass.
 
     Attributes:
-        ids_BT: The left-padded prompts.
-        mask_BT: 1 where a token counts.
+        count: Tokens of each prompt.
         capacity: Tokens that a run from here may reach.
-        window: Queries kept, from the end; None for all, which H2O needs and which take as much memory as the
-            keys of as many heads.
-        layers: The full-attention layers.
-        others: transformers' own layers, of sliding windows.
-        cache: Their keys and values; a run gets a copy.
+        store: The keys and values of the full-attention layers.
+        layers: What their first selections need.
+        others: The host's own layers, of sliding windows.
         logits_BV: The logits of the next token.
+        ids_BT: The left-padded prompts; None where they were made by chance.
+        window: Queries kept, from the end; None for all.
         seconds: What the pass took.
+        copied: Whether each run gets a copy of the store. Without one, a run overwrites what the run before
+            it decoded, and nothing of the prompts.
     """
 
-    ids_BT: torch.Tensor
-    mask_BT: torch.Tensor
+    count: Sequence[int]
     capacity: int
-    window: int | None
-    layers: dict[int, PromptLayer] = field(default_factory=dict)
-    others: dict[int, Any] = field(default_factory=dict)
-    cache: KVCache | None = None
-    logits_BV: torch.Tensor | None = None
+    store: KVStore
+    layers: Mapping[int, PromptLayer]
+    others: Mapping[int, Any] = field(default_factory=dict)
+    logits_BV: torch.Tensor
+    ids_BT: torch.Tensor | None = None
+    window: int | None = None
     seconds: float = 0.0
-
-    def see(self, step: "LayerStep", query_BHGTD: torch.Tensor) -> None:
-        """Keep the queries of a piece of the prompt."""
-        known = self.layers.get(step.layer)
-        query = query_BHGTD if known is None else torch.cat([known.query_BHGTD, query_BHGTD], 3)
-        kept = query if self.window is None else query[:, :, :, -self.window :]
-        self.layers[step.layer] = PromptLayer(step.options, kept.clone())
-
-    def finish(self, run: Run, cache: SfiCache, logits_BV: torch.Tensor) -> None:
-        """Keep what the pass left."""
-        self.cache, self.logits_BV = run.cache, logits_BV
-        self.others = {
-            index: layer for index, layer in enumerate(cache.layers) if index not in self.layers
-        }
+    copied: bool = True
 
     def check(self, ids_BT: torch.Tensor, mask_BT: torch.Tensor, capacity: int) -> None:
         """Refuse other prompts and longer runs.
@@ -82,57 +56,61 @@ class SharedPrompt:
         Raises:
             ConfigError: They are.
         """
-        same = ids_BT.shape == self.ids_BT.shape and torch.equal(mask_BT, self.mask_BT)
-        if not same or not torch.equal(ids_BT * mask_BT, self.ids_BT * self.mask_BT):
+        own_BT, count = self.ids_BT, mask_BT.sum(1).tolist()
+        same = own_BT is not None and ids_BT.shape == own_BT.shape and count == list(self.count)
+        if own_BT is None or not same or not torch.equal(ids_BT * mask_BT, own_BT * mask_BT):
             raise ConfigError("shared must be of the same prompts, got others")
         if capacity > self.capacity:
             raise ConfigError(
                 f"shared must be read with a capacity of {capacity} tokens, got {self.capacity}"
             )
 
-    def resume(self, session: "Session", cache: SfiCache) -> torch.Tensor:
-        """Begin a session's run with the prompts; return the logits of the next token, [B, V].
+    def check_run(self, policy: Policy, backend: str, page_size: int | None) -> None:
+        """Refuse a run that cannot begin with the prompts.
+
+        Args:
+            policy: The run's policy.
+            backend: Its backend.
+            page_size: Tokens of its pages; None for one page a request.
 
         Raises:
             ConfigError: The policy looks at queries that were not kept, or the pages are another backend's.
         """
-        assert self.cache is not None, "the prompt has been read"
-        assert self.logits_BV is not None, "the prompt has been read"
-        B, T = self.ids_BT.shape
-        run = session.start(cache, B, T)
-        self._check_run(run)
-        run.cache, run.prefill_seconds = self.cache.copy(), self.seconds
-        for state in run.requests:
-            state.prefill_seconds = self.seconds
-        count = self.mask_BT.sum(1).tolist()
-        run.observer.on_prompt(
-            PromptEvent(requests=run.requests_of(range(B)), ids_BT=self.ids_BT, count=tuple(count))
+        needed = policy.config.window_prefill
+        if self.window is not None and (policy.observes_prompt or needed > self.window):
+            wanted = "all" if policy.observes_prompt else needed
+            raise ConfigError(f"window must keep {wanted} queries of the prompt, got {self.window}")
+        ours, theirs = (
+            (self.store.backend, self.store.page_size),
+            (backend, page_size or self.capacity),
         )
-        run.begin_prefill(count, final=True)
+        if ours != theirs:
+            raise ConfigError(
+                f"shared must be read with backend {theirs[0]} and pages of {theirs[1]} tokens, "
+                f"got {ours[0]} and {ours[1]}"
+            )
+
+    def store_for_a_run(self) -> KVStore:
+        """Return the store that a run begins with."""
+        return self.store.copy() if self.copied else self.store
+
+    def begin(self, run: Run) -> None:
+        """Let a run over `store_for_a_run`, which has not begun, start where the prompts end."""
+        run.meter.prefill_seconds = self.seconds
+        for state in run.requests:
+            state.tally.prefill_seconds = self.seconds
+        if self.ids_BT is not None:
+            requests = run.requests_of(range(len(self.count)))
+            run.observer.on(
+                PromptEvent(requests=requests, ids_BT=self.ids_BT, count=tuple(self.count))
+            )
+        run.begin_prefill(self.count, final=True)
         with run.observer.span("prefill"):
-            for index, layer in self.layers.items():
-                cache.layers[index].resume(T)
+            for index, kept in self.layers.items():
                 run.layers.add(index)
-                step = layer_step(run, index, **layer.options)
-                with run.counted(index):
-                    step.end_prefill(layer.query_BHGTD)
-                    step.look(layer.query_BHGTD, layer.query_BHGTD[..., :1])
-        for index, other in self.others.items():
-            cache.layers[index] = copy.deepcopy(other)
+                layer = Layer(run, index, **kept.options)
+                with run.launches(index):
+                    end_prompt(layer, kept.query_BHGTD)
+                    run.tell(layer, kept.query_BHGTD, kept.query_BHGTD[..., :1])
         if run.signals is not None:
             run.signals.see_logits(self.logits_BV)
-        cache.detach()
-        return self.logits_BV
-
-    def _check_run(self, run: Run) -> None:
-        assert self.cache is not None, "the prompt has been read"
-        needed = run.policy.config.window_prefill
-        if self.window is not None and (run.policy.observes_prompt or needed > self.window):
-            wanted = "all" if run.policy.observes_prompt else needed
-            raise ConfigError(f"window must keep {wanted} queries of the prompt, got {self.window}")
-        ours, theirs = self.cache, run.cache
-        if (ours.backend, ours.page_size) != (theirs.backend, theirs.page_size):
-            raise ConfigError(
-                f"shared must be read with backend {theirs.backend} and pages of {theirs.page_size} "
-                f"tokens, got {ours.backend} and {ours.page_size}"
-            )

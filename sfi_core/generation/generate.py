@@ -21,8 +21,8 @@ from sfi_core.generation.prompts import (
     token_limits,
 )
 from sfi_core.generation.sampling import Sampler, Sampling
-from sfi_core.generation.scheduler import Slots
-from sfi_core.hosts.transformers.decoder import HostedModel
+from sfi_core.generation.scheduler import Scheduler
+from sfi_core.hosts.transformers.decoder import Decoder, nothing_to_tell
 from sfi_core.hosts.transformers.session import Session
 from sfi_core.hosts.transformers.slow_fast import slow_fast
 from sfi_core.machine.memory import peak_bytes, reset_peak
@@ -31,7 +31,7 @@ from sfi_core.observers.observer import Observer
 from sfi_core.settings.audit import AuditConfig
 from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.engine import DEFAULTS, EngineOptions
-from sfi_core.state.request import SparseState
+from sfi_core.state.request import RequestState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,43 +160,44 @@ def generate(
         if on_plan is not None:
             on_plan(plan)
         ids_BT, mask_BT = left_pad(rows[: plan.slots], model.device)
-        hosted = HostedModel(model, session, ids_BT, mask_BT, plan.capacity, stop, prefill_chunk)
-        hosted.shared, hosted.cache.requests = shared, len(rows)
-        hosted.on_prefill = on_prefill or hosted.on_prefill
+        decoder = Decoder(
+            session=session, ids_BT=ids_BT, mask_BT=mask_BT, capacity=plan.capacity, stop_ids=stop,
+            chunk=prefill_chunk, requests=len(rows), shared=shared,
+            on_prefill=on_prefill or nothing_to_tell,
+        )  # fmt: skip
         if seed is None:
             seed = int(torch.randint(2**62, ())) if sampling.do_sample else 0
-        sampler = Sampler(sampling, ids_BT, session.ranks, seed=seed)
-        sampler.ahead = hosted.ahead
-        slots = Slots(hosted, rows, limits, sampler, pad_id, on_token)
+        sampler = Sampler(sampling, ids_BT, session.ranks, seed=seed, ahead=decoder.ahead)
+        scheduler = Scheduler(decoder, rows, limits, sampler, pad_id, on_token)
         error: SfiError | None = None
         interrupted = False
         try:
-            for _ in decode(slots, slots.sample):
+            for _ in decode(scheduler, scheduler.sample):
                 pass
         except NumericsError as problem:
             error = problem
         except KeyboardInterrupt:
             interrupted = True
-        report = _report(session, slots, error, interrupted=interrupted)
+        report = _report(session, scheduler, error, interrupted=interrupted)
         return _result(report, session, tokenizer, plan, error, interrupted=interrupted)
 
 
 def _report(
-    session: Session, slots: Slots, error: SfiError | None, *, interrupted: bool
+    session: Session, scheduler: Scheduler, error: SfiError | None, *, interrupted: bool
 ) -> RunReport:
     # of a run that broke off: what had ended stays as it is, what had not begun has no tokens
     if session.report is None:
         raise KeyboardInterrupt
     session.run.left += [
-        SparseState(request=request, prompt_tokens=len(slots.prompts[request]))
-        for request in slots.waiting
+        RequestState(request=request, prompt_tokens=len(scheduler.prompts[request]))
+        for request in scheduler.waiting
     ]
     report = session.report
     if not (error or interrupted):
         return report
     requests = []
     for request, state in zip(report.requests, session.run.states, strict=True):
-        reason = "interrupted" if interrupted or state.request in slots.waiting else "error"
+        reason = "interrupted" if interrupted or state.request in scheduler.waiting else "error"
         requests.append(request if state.finished else replace(request, finish_reason=reason))
     return replace(report, requests=requests)
 

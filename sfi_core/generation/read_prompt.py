@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
+from sfi_core.engine.prompt_queries import PromptQueries
 from sfi_core.engine.shared_prompt import SharedPrompt
 from sfi_core.generation.prompts import check_lengths, encode, left_pad
-from sfi_core.hosts.transformers.decoder import HostedModel
+from sfi_core.hosts.transformers.decoder import Decoder, nothing_to_tell
 from sfi_core.hosts.transformers.slow_fast import slow_fast
 from sfi_core.models.forecast import check_fits
 from sfi_core.settings.config import SfiConfig
@@ -49,20 +50,33 @@ def read_prompt(
     check_lengths(model, rows, capacity - max(map(len, rows), default=0))
     ids_BT, mask_BT = left_pad(rows, model.device)
     B, T = ids_BT.shape
-    shared = SharedPrompt(ids_BT, mask_BT, capacity, window)
+    keeper = PromptQueries(window)
     config = SfiConfig(trigger_policy="never")
     with slow_fast(
         model, tokenizer, config, policy="full-kv", backend=backend, page_size=page_size
     ) as session:
-        check_fits(session.forecast(B, T, shared.capacity, prefill_chunk), model.device)
-        hosted = HostedModel(
-            model, session, ids_BT, mask_BT, shared.capacity, frozenset(), prefill_chunk
+        check_fits(session.forecast(B, T, capacity, prefill_chunk), model.device)
+        decoder = Decoder(
+            session=session,
+            ids_BT=ids_BT,
+            mask_BT=mask_BT,
+            capacity=capacity,
+            chunk=prefill_chunk,
+            watchers=(keeper,),
+            on_prefill=on_prefill or nothing_to_tell,
         )
-        hosted.on_prefill = on_prefill or hosted.on_prefill
-        run = session.start(hosted.cache, B, T)
-        run.prompt = shared
         began = time.perf_counter()
-        logits_BV = hosted.prefill()
-        shared.finish(run, hosted.cache, logits_BV)
-        shared.seconds = time.perf_counter() - began
-    return shared
+        logits_BV = decoder.prefill()
+        seconds = time.perf_counter() - began
+        others = enumerate(decoder.cache.layers)
+        return SharedPrompt(
+            count=mask_BT.sum(1).tolist(),
+            capacity=capacity,
+            store=session.run.store,
+            layers=keeper.layers,
+            others={index: layer for index, layer in others if index not in keeper.layers},
+            logits_BV=logits_BV,
+            ids_BT=ids_BT,
+            window=window,
+            seconds=seconds,
+        )

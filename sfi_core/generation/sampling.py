@@ -102,7 +102,7 @@ class Sampler:
     Attributes:
         ids_BT: The tokens so far, padded prompts included; grown by every call.
         rows: The request of each row.
-        ahead: Called with the tokens while they are still on the device, and not yet waited for.
+        ahead: Called with the tokens while they are still on the device, before the host waits for them.
     """
 
     def __init__(
@@ -113,11 +113,12 @@ class Sampler:
         *,
         seed: int = 0,
         first: int = 0,
+        ahead: Callable[[torch.Tensor], None] | None = None,
     ) -> None:
         """Start with the requests from index `first` on."""
         B, T = ids_BT.shape
         self.ids_BT, self._ranks = ids_BT, ranks
-        self.ahead: Callable[[torch.Tensor], None] | None = None
+        self.ahead = ahead
         self.rows = [Row(first + row, seed, T) for row in range(B)]
         self._sampling, self._seed = sampling, seed
         self._processors = sampling.processors()

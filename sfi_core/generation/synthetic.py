@@ -5,10 +5,9 @@ from typing import Any
 
 import torch
 
-from sfi_core.engine.run import Run
+from sfi_core.engine.prompt_queries import PromptLayer
+from sfi_core.engine.shared_prompt import SharedPrompt
 from sfi_core.errors import ConfigError
-from sfi_core.hosts.transformers.backend import layer_step
-from sfi_core.hosts.transformers.cache import SfiCache
 from sfi_core.hosts.transformers.session import Session
 from sfi_core.state.kv_cache import KVCache
 from sfi_core.state.layer_shape import LayerShape
@@ -17,7 +16,7 @@ BLOCK = 1024  # tokens that are drawn; a longer context repeats them
 
 
 class SyntheticPrompt:
-    """A batch of prompts that is in the cache already, for `HostedModel.shared`.
+    """A batch of prompts made by chance, which `shared` hands out as if they had been read.
 
     Keys, values and the queries that make the first selection are standard normal. For timing only: the
     tokens that follow mean nothing. The pages are filled for the first run and serve every further one, which
@@ -43,8 +42,8 @@ class SyntheticPrompt:
         self._seed = seed
         self._rows = list(range(len(self.contexts)) if rows is None else rows)
 
-    def resume(self, session: Session, cache: SfiCache) -> torch.Tensor:
-        """Begin a session's run with the prompts; return zeros as the logits of the next token, [B, V].
+    def shared(self, session: Session) -> SharedPrompt:
+        """Return the prompts for a run of a session; the first call fills the pages.
 
         Raises:
             ConfigError: The policy looks at all of a prompt's queries.
@@ -53,27 +52,29 @@ class SyntheticPrompt:
             raise ConfigError(
                 f"policy {session.policy_name} looks at every query of a prompt, which must be read then"
             )
-        shapes = session.shapes()
-        longest, model = max(self.contexts), session.model
-        run = session.start(cache, len(self.contexts), longest)
-        self._fill(run, model, shapes)
-        run.begin_prefill(self.contexts, final=True)
+        shapes, model = session.shapes(), session.model
+        if self.cache is None:
+            self.cache = self._filled(session, shapes)
+        layers, others = {}, {}
+        hosted = session.cache().layers
         for index, shape in enumerate(shapes):
-            layer = cache.layers[index]
             if shape.window is None:
-                layer.resume(longest)
-                run.layers.add(index)
-                step = layer_step(run, index, scale=shape.key_width**-0.5)
-                with run.counted(index):
-                    step.end_prefill(self._queries(run, model, index, shape))
+                query = self._queries(session, index, shape)
+                layers[index] = PromptLayer({"scale": shape.key_width**-0.5}, query)
             else:
-                fill_sliding(layer, *self.block(model, index, shape), longest)
+                others[index] = hosted[index]
+                fill_sliding(hosted[index], *self.block(model, index, shape), max(self.contexts))
         text = model.config.get_text_config(decoder=True)
         logits_BV = torch.zeros(len(self.contexts), text.vocab_size, device=model.device)
-        if run.signals is not None:
-            run.signals.see_logits(logits_BV)
-        cache.detach()
-        return logits_BV
+        return SharedPrompt(
+            count=self.contexts,
+            capacity=self.capacity,
+            store=self.cache,
+            layers=layers,
+            others=others,
+            logits_BV=logits_BV,
+            copied=False,
+        )
 
     @property
     def held_bytes(self) -> int:
@@ -92,32 +93,30 @@ class SyntheticPrompt:
         key = self._drawn(model, layer, (shape.heads, BLOCK, shape.key_width), "key")
         return key, self._drawn(model, layer, (shape.heads, BLOCK, shape.value_width), "value")
 
-    def _fill(self, run: Run, model: Any, shapes: Sequence[LayerShape]) -> None:
-        if self.cache is not None:
-            run.cache = self.cache
-            return
+    def _filled(self, session: Session, shapes: Sequence[LayerShape]) -> KVCache:
+        cache = KVCache(len(self.contexts), self.capacity, session.page_size, session.backend)
+        device = session.model.device
         for index, shape in enumerate(shapes):
             if shape.window is not None:
                 continue
-            key, value = self.block(model, index, shape)
+            key, value = self.block(session.model, index, shape)
             for start in range(0, max(self.contexts), BLOCK):
                 count = [max(0, min(BLOCK, length - start)) for length in self.contexts]
                 begin_B, count_B = torch.tensor(
-                    [[start] * len(count), count], dtype=torch.int32, device=model.device
+                    [[start] * len(count), count], dtype=torch.int32, device=device
                 )
                 piece = key, value
-                if (
-                    min(count) < BLOCK
-                ):  # `append` takes the last of them, and a prompt ends with the first
+                if min(count) < BLOCK:
+                    # `append` takes the last of them, and a prompt ends with the first
                     piece = _rolled(key, count), _rolled(value, count)
-                run.cache.append(index, *piece, begin_B, count_B, start + max(count))
-        self.cache = run.cache
+                cache.append(index, *piece, begin_B, count_B, start + max(count))
+        return cache
 
-    def _queries(self, run: Run, model: Any, layer: int, shape: LayerShape) -> torch.Tensor:
-        heads = model.config.get_text_config(decoder=True).num_attention_heads
-        window = min(run.policy.config.window_prefill, *self.contexts)
-        size = (shape.heads, heads // shape.heads, window, shape.key_width)
-        return self._drawn(model, layer, size, "query")
+    def _queries(self, session: Session, layer: int, shape: LayerShape) -> torch.Tensor:
+        text = session.model.config.get_text_config(decoder=True)
+        window = min(session.policy.config.window_prefill, *self.contexts)
+        size = (shape.heads, text.num_attention_heads // shape.heads, window, shape.key_width)
+        return self._drawn(session.model, layer, size, "query")
 
     def _drawn(self, model: Any, layer: int, size: tuple[int, ...], what: str) -> torch.Tensor:
         # a request's numbers depend on its own row, not on the batch around it

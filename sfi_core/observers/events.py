@@ -176,3 +176,8 @@ class LogitsEvent:
     steps: tuple[int, ...]
     kl_R: torch.Tensor
     agrees_R: torch.Tensor
+
+
+Event = (
+    RunEvent | PromptEvent | BeginStepEvent | StepEvent | SelectionEvent | AuditEvent | LogitsEvent
+)

@@ -7,6 +7,7 @@ from typing import Protocol
 from sfi_core.observers.events import (
     AuditEvent,
     BeginStepEvent,
+    Event,
     LogitsEvent,
     PromptEvent,
     RunEvent,
@@ -14,30 +15,23 @@ from sfi_core.observers.events import (
     StepEvent,
 )
 
+NOTHING = nullcontext()
+HANDLERS: dict[type[Event], str] = {
+    RunEvent: "on_run",
+    PromptEvent: "on_prompt",
+    BeginStepEvent: "on_begin_step",
+    StepEvent: "on_step",
+    SelectionEvent: "on_selection",
+    AuditEvent: "on_audit",
+    LogitsEvent: "on_logits",
+}
+
 
 class Observer(Protocol):
     """Receives events and brackets spans; must not change what the core computes."""
 
-    def on_run(self, event: RunEvent) -> None:
-        """Note that a run begins; an observer may see several, one after the other."""
-
-    def on_prompt(self, event: PromptEvent) -> None:
-        """Record a piece of the prompts."""
-
-    def on_begin_step(self, event: BeginStepEvent) -> None:
-        """Note that a step begins."""
-
-    def on_step(self, event: StepEvent) -> None:
-        """Record one finished step of one request."""
-
-    def on_selection(self, event: SelectionEvent) -> None:
-        """Record one refresh of the selected memory."""
-
-    def on_audit(self, event: AuditEvent) -> None:
-        """Record one layer of an audited step."""
-
-    def on_logits(self, event: LogitsEvent) -> None:
-        """Record the next-token distributions of an audited step."""
+    def on(self, event: Event) -> None:
+        """Take note of an event; an observer may see several runs, one after the other."""
 
     def span(
         self, name: str, layer: int | None = None, moved_bytes: int = 0
@@ -46,28 +40,35 @@ class Observer(Protocol):
 
 
 class NullObserver:
-    """Observes nothing, at no cost; a base for observers that want some events only."""
+    """Observes nothing, at no cost; a base for observers that want some events only.
+
+    An observer overrides the methods of the events that it wants, or `on` for all of them.
+    """
+
+    def on(self, event: Event) -> None:
+        """Hand the event to its own method."""
+        getattr(self, HANDLERS[type(event)])(event)
 
     def on_run(self, event: RunEvent) -> None:
-        """Drop the event."""
+        """A run begins."""
 
     def on_prompt(self, event: PromptEvent) -> None:
-        """Drop the event."""
+        """A piece of the prompts is about to be read."""
 
     def on_begin_step(self, event: BeginStepEvent) -> None:
-        """Drop the event."""
+        """A step begins."""
 
     def on_step(self, event: StepEvent) -> None:
-        """Drop the event."""
+        """One step of one request is over."""
 
     def on_selection(self, event: SelectionEvent) -> None:
-        """Drop the event."""
+        """The selected memory of one request and layer was refreshed."""
 
     def on_audit(self, event: AuditEvent) -> None:
-        """Drop the event."""
+        """One layer of an audited step has attended."""
 
     def on_logits(self, event: LogitsEvent) -> None:
-        """Drop the event."""
+        """The next-token distributions of an audited step are known."""
 
     def span(
         self, name: str, layer: int | None = None, moved_bytes: int = 0
@@ -76,55 +77,22 @@ class NullObserver:
         return NOTHING
 
 
-NOTHING = nullcontext()
-
-
 class Observers:
     """Several observers as one.
 
     Attributes:
-        each: They.
+        each: The observers.
     """
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         self.each = tuple(observers)
-        # a span costs microseconds in every layer of every step: not for who does not look at it
-        self._spanning = [o for o in observers if hears(o, "span")]
+        # a span costs microseconds in every layer of every step: only observers that want spans pay
+        self._spanning = [observer for observer in observers if wants_spans(observer)]
 
-    def on_run(self, event: RunEvent) -> None:
+    def on(self, event: Event) -> None:
         """Forward the event to every observer."""
         for observer in self.each:
-            observer.on_run(event)
-
-    def on_prompt(self, event: PromptEvent) -> None:
-        """Forward the event to every observer."""
-        for observer in self.each:
-            observer.on_prompt(event)
-
-    def on_begin_step(self, event: BeginStepEvent) -> None:
-        """Forward the event to every observer."""
-        for observer in self.each:
-            observer.on_begin_step(event)
-
-    def on_step(self, event: StepEvent) -> None:
-        """Forward the event to every observer."""
-        for observer in self.each:
-            observer.on_step(event)
-
-    def on_selection(self, event: SelectionEvent) -> None:
-        """Forward the event to every observer."""
-        for observer in self.each:
-            observer.on_selection(event)
-
-    def on_audit(self, event: AuditEvent) -> None:
-        """Forward the event to every observer."""
-        for observer in self.each:
-            observer.on_audit(event)
-
-    def on_logits(self, event: LogitsEvent) -> None:
-        """Forward the event to every observer."""
-        for observer in self.each:
-            observer.on_logits(event)
+            observer.on(event)
 
     def span(
         self, name: str, layer: int | None = None, moved_bytes: int = 0
@@ -144,15 +112,27 @@ class Observers:
             yield
 
 
-def together(observers: Sequence[Observer]) -> Observer:
+def as_one(observers: Sequence[Observer]) -> Observer:
     """Return an observer that stands for all of them."""
     if not observers:
         return NullObserver()
     return observers[0] if len(observers) == 1 else Observers(observers)
 
 
-def hears(observer: Observer, what: str) -> bool:
-    """Say whether an observer does anything with spans or with an event, by the method's name."""
+def wants(observer: Observer, event: type[Event]) -> bool:
+    """Say whether an observer does anything with an event."""
     if isinstance(observer, Observers):
-        return any(hears(one, what) for one in observer.each)
-    return getattr(type(observer), what) is not getattr(NullObserver, what)
+        return any(wants(one, event) for one in observer.each)
+    return any(_overrides(observer, name) for name in ("on", HANDLERS[event]))
+
+
+def wants_spans(observer: Observer) -> bool:
+    """Say whether an observer does anything with spans."""
+    if isinstance(observer, Observers):
+        return any(wants_spans(one) for one in observer.each)
+    return _overrides(observer, "span")
+
+
+def _overrides(observer: Observer, method: str) -> bool:
+    base = getattr(NullObserver, method)
+    return getattr(type(observer), method, base) is not base

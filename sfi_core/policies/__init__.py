@@ -1,7 +1,8 @@
 """Decoding policies: which past tokens each KV head reads, and when that is decided anew."""
 
 from sfi_core.errors import ConfigError
-from sfi_core.policies.base import LayerContext, Policy, Selection, StepContext, StepPlan
+from sfi_core.policies.base import Policy, Selection, StepPlan
+from sfi_core.policies.context import LayerContext, StepContext
 from sfi_core.policies.full_kv import FullKV
 from sfi_core.policies.h2o import H2O
 from sfi_core.policies.oracle_top_k import OracleTopK

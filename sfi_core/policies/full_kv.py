@@ -1,6 +1,7 @@
 """The baseline: dense attention at every step."""
 
-from sfi_core.policies.base import Policy, StepContext, StepPlan
+from sfi_core.policies.base import Policy, StepPlan
+from sfi_core.policies.context import StepContext
 
 
 class FullKV(Policy):

@@ -6,7 +6,7 @@ its own sums, and sink tokens are always kept.
 
 import torch
 
-from sfi_core.policies.base import LayerContext, Notes
+from sfi_core.policies.context import LayerContext, Notes
 from sfi_core.policies.shared import Evicting, padded
 
 ROOM = 256  # positions by which the sums grow
@@ -25,7 +25,6 @@ class H2O(Evicting):
 
     def observe_fast(self, context: LayerContext) -> None:
         """Add the step's attention over what it read."""
-        assert context.attended is not None, "a fast step has attended"
         for place, (note, state) in enumerate(zip(context.notes, context.states, strict=True)):
             logits_HGS, position_HS = context.attended(place)
             padding_HT = logits_HGS.new_empty(len(logits_HGS), state.length)

@@ -1,9 +1,10 @@
 """Control: at every step, the K positions with the most attention of this very step."""
 
-from sfi_core.policies.base import LayerContext, Policy, Selection, StepContext, StepPlan
+from sfi_core.policies.base import Policy, Selection, StepPlan
+from sfi_core.policies.context import LayerContext, StepContext
 from sfi_core.policies.shared import always_fast, best, window_probability
 from sfi_core.settings.config import SfiConfig
-from sfi_core.state.request import SparseState
+from sfi_core.state.request import RequestState
 
 
 class OracleTopK(Policy):
@@ -24,6 +25,6 @@ class OracleTopK(Policy):
         """Rank J by the mean probability over the query heads of a KV head."""
         return best(context, window_probability(context), self.config.budget)
 
-    def selection_tokens(self, state: SparseState) -> float:
+    def selection_tokens(self, state: RequestState) -> float:
         """Every key, which is half of what a token has."""
         return state.length / 2

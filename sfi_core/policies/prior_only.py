@@ -1,16 +1,15 @@
 """Control: SFI without evidence, lambda = 1 in Eq. 14: key norms and positions alone choose."""
 
-from sfi_core.policies.base import LayerContext, Selection
+from sfi_core.policies.base import EvidencePolicy, Selection
+from sfi_core.policies.context import Evidence
 from sfi_core.policies.shared import Triggered, best
 from sfi_kernels.selector import key_norm_factor, normalized_position, position_factor, prior
 
 
-class PriorOnly(Triggered):
+class PriorOnly(EvidencePolicy, Triggered):
     """What the prior is worth by itself. The other end, lambda = 0, is sfi with `lambda_clip` 0."""
 
-    selects_apart = True
-
-    def select_after(self, context: LayerContext) -> Selection:
+    def select_after(self, context: Evidence) -> Selection:
         """Take the K positions that the prior prefers."""
         settings = self.config.selector
         position_BT = position_factor(

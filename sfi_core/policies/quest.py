@@ -7,10 +7,11 @@ tokens read. A page may be cut short where the budget ends.
 
 import torch
 
-from sfi_core.policies.base import LayerContext, Notes, Policy, Selection, StepContext, StepPlan
+from sfi_core.policies.base import Policy, Selection, StepPlan
+from sfi_core.policies.context import LayerContext, Notes, StepContext
 from sfi_core.policies.shared import always_fast, best, padded
 from sfi_core.settings.config import SfiConfig
-from sfi_core.state.request import SparseState
+from sfi_core.state.request import RequestState
 
 
 class Quest(Policy):
@@ -29,10 +30,9 @@ class Quest(Policy):
 
     def select_before(self, context: LayerContext) -> Selection:
         """Take the tokens of the pages with the highest bounds."""
-        assert context.query_BHGWD is not None, "a layer has a query"
         page, T = self.config.baseline.page, context.allowed_BT.shape[1]
         scores = []
-        for place in range(len(context.requests)):
+        for place in range(len(context.states)):
             low_HPD, high_HPD = self._extremes(context, place)
             query_HGD = context.query_BHGWD[place, :, :, -1].float()
             positive, negative = query_HGD.clamp_min(0), query_HGD.clamp_max(0)
@@ -40,13 +40,12 @@ class Quest(Policy):
             scores.append(padded(bound_HGP.amax(1).repeat_interleave(page, 1), T))
         return best(context, torch.stack(scores), self.config.budget)
 
-    def selection_tokens(self, state: SparseState) -> float:
+    def selection_tokens(self, state: RequestState) -> float:
         """Two vectors a page, as large as a token's key and value."""
         return state.length / self.config.baseline.page
 
     def _extremes(self, context: LayerContext, place: int) -> tuple[torch.Tensor, torch.Tensor]:
         # lowest and highest of each channel, [H, P, D]; full pages are looked at once
-        assert context.keys is not None, "a layer has keys"
         note, page, length = (
             context.notes[place],
             self.config.baseline.page,

@@ -4,7 +4,8 @@ import random
 
 import torch
 
-from sfi_core.policies.base import LayerContext, Selection
+from sfi_core.policies.base import Selection
+from sfi_core.policies.context import LayerContext
 from sfi_core.policies.shared import Triggered, best
 
 
@@ -15,7 +16,7 @@ class RandomK(Triggered):
         """Draw by `trigger_seed`, request, step and layer, whatever the request's place in the batch."""
         _, H, T = context.key_norm_BHT.shape
         score_BHT = torch.stack(
-            [self._draw(context, place, H, T) for place in range(len(context.requests))]
+            [self._draw(context, place, H, T) for place in range(len(context.states))]
         )
         return best(context, score_BHT, self.config.budget)
 

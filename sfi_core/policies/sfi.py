@@ -4,18 +4,17 @@ import dataclasses
 
 import torch
 
-from sfi_core.policies.base import LayerContext, Selection
+from sfi_core.policies.base import EvidencePolicy, Selection
+from sfi_core.policies.context import Evidence
 from sfi_core.policies.shared import Triggered
 from sfi_kernels.selector import selector
 from sfi_kernels.top_k import top_k
 
 
-class SFI(Triggered):
+class SFI(EvidencePolicy, Triggered):
     """Slow at a boundary or after `t_max` fast steps; the Selector refreshes the memory then."""
 
-    selects_apart = True
-
-    def select_after(self, context: LayerContext) -> Selection:
+    def select_after(self, context: Evidence) -> Selection:
         """Run the Selector and keep its best positions (Algorithm 2)."""
         settings = dataclasses.asdict(self.config.selector)
         clip_rows = settings.pop("lambda_clip_rows")
@@ -37,7 +36,7 @@ class SFI(Triggered):
                 group_reduce=self.config.group_reduce,
                 span=self.config.span,
                 log_sum_BHGW=context.log_sum_BHGW,
-                diagnostics=diagnostics if context.heard else None,
+                diagnostics=diagnostics if context.wants_diagnostics else None,
                 gather=context.ranks.gather if context.ranks.size > 1 else None,
                 **settings,
             )

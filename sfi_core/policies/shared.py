@@ -2,7 +2,8 @@
 
 import torch
 
-from sfi_core.policies.base import LayerContext, Policy, Selection, StepContext, StepPlan
+from sfi_core.policies.base import Policy, Selection, StepPlan
+from sfi_core.policies.context import Evidence, LayerContext, StepContext
 from sfi_core.settings.config import SfiConfig
 from sfi_core.triggers.signals import COSINE, ENTROPY
 from sfi_kernels.constants import MASKED_SCORE
@@ -15,12 +16,12 @@ def always_fast(context: StepContext) -> StepPlan:
     return StepPlan.by_reason([""] * len(context.requests))
 
 
-def window_probability(context: LayerContext) -> torch.Tensor:
+def window_probability(context: Evidence) -> torch.Tensor:
     """Return the probabilities within J, the mean over the window and a KV head's queries, [B, H, T]."""
     return attention_probability(context.logits(), context.allowed_BT).mean(dim=(2, 3))
 
 
-def best(context: LayerContext, score_BHT: torch.Tensor, budget: int) -> Selection:
+def best(context: Evidence, score_BHT: torch.Tensor, budget: int) -> Selection:
     """Select the `budget` highest scores within J."""
     score_BHT = score_BHT.masked_fill(~context.allowed_BT[:, None], MASKED_SCORE)
     return Selection(top_k.on(context.backend)(score_BHT, budget))

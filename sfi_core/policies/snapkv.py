@@ -6,16 +6,15 @@ tokens are always kept. Their window is `window_prefill`; every decoded token is
 
 import torch
 
-from sfi_core.policies.base import LayerContext, Policy, Selection, StepContext, StepPlan
+from sfi_core.policies.base import EvidencePolicy, Selection, StepPlan
+from sfi_core.policies.context import Evidence, StepContext
 from sfi_core.policies.shared import always_fast, best
 from sfi_core.settings.config import SfiConfig
 
 
-class SnapKV(Policy):
+class SnapKV(EvidencePolicy):
     """Select once, after the prompt; every later step is fast."""
 
-    selects_after = True
-    selects_apart = True
     evicts = True
 
     @classmethod
@@ -27,7 +26,7 @@ class SnapKV(Policy):
         """Attend sparsely after the prompt."""
         return always_fast(context)
 
-    def select_after(self, context: LayerContext) -> Selection:
+    def select_after(self, context: Evidence) -> Selection:
         """Keep the positions with the most attention of the window, averaged over their neighbors."""
         mean_BHT = context.logits().softmax(-1).mean(dim=(2, 3))
         mean_BHT = mean_BHT.masked_fill(~context.allowed_BT[:, None], 0.0)

@@ -3,7 +3,8 @@
 Differs from the paper in that keys keep the positions they had, instead of cache-relative ones.
 """
 
-from sfi_core.policies.base import Policy, StepContext, StepPlan
+from sfi_core.policies.base import Policy, StepPlan
+from sfi_core.policies.context import StepContext
 from sfi_core.policies.shared import always_fast
 from sfi_core.settings.config import SfiConfig
 

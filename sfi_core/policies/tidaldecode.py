@@ -10,7 +10,8 @@ from collections.abc import Sequence
 import torch
 
 from sfi_core.errors import ConfigError
-from sfi_core.policies.base import LayerContext, Policy, Selection, StepContext, StepPlan
+from sfi_core.policies.base import Policy, Selection, StepPlan
+from sfi_core.policies.context import LayerContext, StepContext
 from sfi_core.policies.shared import always_fast, best, padded, window_probability
 from sfi_core.settings.config import SfiConfig
 from sfi_core.triggers.trigger import Trigger

@@ -5,7 +5,8 @@ Differs from the paper in that sink and recent tokens are always kept; TOVA prot
 
 import torch
 
-from sfi_core.policies.base import LayerContext, Selection
+from sfi_core.policies.base import Selection
+from sfi_core.policies.context import LayerContext
 from sfi_core.policies.shared import Evicting
 from sfi_core.settings.config import SfiConfig
 
@@ -27,7 +28,6 @@ class Tova(Evicting):
 
     def observe_fast(self, context: LayerContext) -> None:
         """Note the step's attention over what it read; every head read the same positions."""
-        assert context.attended is not None, "a fast step has attended"
         for place, (note, state) in enumerate(zip(context.notes, context.states, strict=True)):
             logits_HGS, position_HS = context.attended(place)
             score_T: torch.Tensor = logits_HGS.new_zeros(state.length)

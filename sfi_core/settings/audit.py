@@ -1,14 +1,10 @@
 """Settings of the audit; the command line reads its defaults here, so no torch."""
 
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sfi_core.errors import ConfigError
-
-if TYPE_CHECKING:
-    from sfi_core.state.layer_shape import LayerShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,20 +29,9 @@ class AuditConfig:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{option} must be positive, got {getattr(self, name)}")
 
-    def check(self, shapes: "Sequence[LayerShape]") -> None:
-        """Refuse layers and heads that the model does not have.
-
-        Raises:
-            ConfigError: With those that it has.
-        """
-        managed = [layer for layer, shape in enumerate(shapes) if shape.window is None]
-        odd = sorted(set(self.layers or ()) - set(managed))
-        if odd:
-            raise ConfigError(f"--audit-layers must be among {managed}, got {odd}")
-        fewest = min(shapes[layer].heads for layer in self.layers or managed)
-        wrong = [head for head in self.heads or () if not 0 <= head < fewest]
-        if wrong:
-            raise ConfigError(f"--audit-heads must be in 0 to {fewest - 1}, got {wrong}")
+    def due(self, step: int, *, slow: bool) -> bool:
+        """Say whether a request's step is audited."""
+        return slow or step % self.every == 0
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""

@@ -13,28 +13,15 @@ on the way in, so position j is the j-th token of the prompt for every request o
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
+from sfi_core.state.layer_pages import LayerPages
+from sfi_core.state.packed_segment import PackedSegment
 from sfi_kernels.append import append
+from sfi_kernels.pack import pack
 
 GROWTH = 256  # spare tokens when nobody said how long the run will be
-
-
-@dataclass(slots=True)
-class LayerPages:
-    """One layer's pages."""
-
-    key_PHND: torch.Tensor
-    value_PHNE: torch.Tensor
-    norm_PHN: torch.Tensor
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one token's key and value over all heads."""
-        _, H, _, D = self.key_PHND.shape
-        return H * (D + self.value_PHNE.shape[3]) * self.key_PHND.itemsize
 
 
 class KVCache:
@@ -84,7 +71,7 @@ class KVCache:
             value_BHTE: New values.
             start_B: Cached tokens of each request, int32.
             count_B: New tokens of each request, int32.
-            longest: The largest sum of the two, so that no one asks the device.
+            longest: The largest sum of the two, so that the device is not asked.
 
         Raises:
             ValueError: More tokens than the cache has room for.
@@ -106,25 +93,57 @@ class KVCache:
         )
         return pages
 
+    def pages(self, layer: int) -> LayerPages:
+        """See `KVStore`."""
+        return self.layers[layer]
+
+    @property
+    def heads(self) -> int:
+        """See `KVStore`."""
+        return next((pages.key_PHND.shape[1] for pages in self.layers.values()), 1)
+
+    def pack_into(
+        self,
+        segment: PackedSegment,
+        layer: int,
+        request_R: torch.Tensor,
+        sink_R: torch.Tensor,
+        index_RHK: torch.Tensor,
+        most_sink: int,
+    ) -> None:
+        """See `KVStore`: one kernel gathers the rows from the pages (Reorg)."""
+        segment.reserve(most_sink + index_RHK.shape[2])
+        pages = self.layers[layer]
+        pack.on(self.backend)(
+            pages.key_PHND,
+            pages.value_PHNE,
+            self.block_table_BP,
+            request_R,
+            index_RHK,
+            sink_R,
+            segment.key_BHSD,
+            segment.value_BHSE,
+            segment.position_BHS,
+            segment.length_BH,
+        )
+
     def copy(self) -> "KVCache":
         """Return a cache of its own with the same tokens."""
         other = copy.copy(self)
         other.layers = {
-            layer: LayerPages(*(pages.clone() for pages in (p.key_PHND, p.value_PHNE, p.norm_PHN)))
-            for layer, p in self.layers.items()
+            layer: LayerPages(*(tensor.clone() for tensor in pages.tensors))
+            for layer, pages in self.layers.items()
         }
         return other
 
-    def slot(self, row: int) -> "KVCache":
-        """Return one request's part as a cache of batch 1 over the same pages; it must not grow."""
+    def row(self, row: int) -> "KVCache":
+        """See `KVStore`: a cache of batch 1 over the same pages."""
         first, count = row * self.pages_per_request, self.pages_per_request
         one = copy.copy(self)
         one.batch, one.block_table_BP = 1, self.block_table_BP[:1]  # its pages follow each other
         one.layers = {
-            layer: LayerPages(
-                *(x[first : first + count] for x in (p.key_PHND, p.value_PHNE, p.norm_PHN))
-            )
-            for layer, p in self.layers.items()
+            layer: LayerPages(*(tensor[first : first + count] for tensor in pages.tensors))
+            for layer, pages in self.layers.items()
         }
         return one
 

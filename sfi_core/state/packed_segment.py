@@ -4,8 +4,7 @@ import copy
 
 import torch
 
-from sfi_core.state.kv_cache import LayerPages
-from sfi_kernels.pack import pack
+from sfi_core.state.layer_pages import LayerPages
 
 
 class PackedSegment:
@@ -18,49 +17,15 @@ class PackedSegment:
         length_BH: Rows that count, int32.
     """
 
-    def __init__(self, batch: int, rows: int, pages: LayerPages, backend: str = "torch") -> None:
-        """Allocate `rows` rows for every request; `repack` makes room for more where it has to."""
+    def __init__(self, batch: int, rows: int, pages: LayerPages) -> None:
+        """Allocate `rows` rows for every request of a batch, as wide as a layer's pages."""
         H, key, value = pages.key_PHND.shape[1], pages.key_PHND, pages.value_PHNE
-        self.backend = backend
         self.key_BHSD = key.new_empty(batch, H, rows, key.shape[3])
         self.value_BHSE = value.new_empty(batch, H, rows, value.shape[3])
         self.position_BHS = torch.full((batch, H, rows), -1, dtype=torch.int32, device=key.device)
         self.length_BH = torch.zeros(batch, H, dtype=torch.int32, device=key.device)
 
-    def repack(
-        self,
-        request_R: torch.Tensor,
-        sink_R: torch.Tensor,
-        index_RHK: torch.Tensor,
-        pages: LayerPages,
-        table_BP: torch.Tensor,
-        most_sink: int,
-    ) -> None:
-        """Gather the sinks and the selected positions of some requests (Reorg).
-
-        Args:
-            request_R: The refreshed requests, int32, each once; -1 where a row is of none.
-            sink_R: Their sink tokens, int32.
-            index_RHK: Their selected positions, int32, ascending, padded with -1 at the end.
-            pages: The layer's pages.
-            table_BP: Page numbers of every request of the batch.
-            most_sink: The largest of `sink_R`, so that no one asks the device.
-        """
-        self.reserve(most_sink + index_RHK.shape[2])
-        pack.on(self.backend)(
-            pages.key_PHND,
-            pages.value_PHNE,
-            table_BP,
-            request_R,
-            index_RHK,
-            sink_R,
-            self.key_BHSD,
-            self.value_BHSE,
-            self.position_BHS,
-            self.length_BH,
-        )
-
-    def slot(self, row: int) -> "PackedSegment":
+    def row(self, row: int) -> "PackedSegment":
         """Return one request's part, emptied, as a segment of batch 1 over the same rows."""
         one = copy.copy(self)
         for name in ("key_BHSD", "value_BHSE", "position_BHS", "length_BH"):

@@ -1,13 +1,14 @@
-"""The managed sparse state of a request: what the run knows of it, in plain numbers; no torch."""
+"""The managed sparse state of a request: the plain numbers that decide what its next step does; no torch."""
 
 import math
-from collections import Counter
 from dataclasses import dataclass, field
+
+from sfi_core.state.tally import Tally
 
 
 @dataclass(slots=True)
-class SparseState:
-    """What the run knows of one request; plain numbers, so that deciding costs no device sync.
+class RequestState:
+    """What decides about one request; plain numbers, so that deciding costs no device sync.
 
     Attributes:
         request: Which request of the run this is.
@@ -21,17 +22,9 @@ class SparseState:
         packed_tokens: Sink and selected tokens per KV head.
         tokens: Generated ids x_0, x_1, ...
         finished: Whether the request has ended: with a stop token, or with as many tokens as it may have.
-        slow_at: Steps with g_t = 1.
-        reasons: Slow steps by reason.
-        attended: Tokens read by the decoding steps from step 1 on, per KV head and full-attention layer.
-        selecting: What selecting read on the fast ones of these steps, in tokens' worth of keys and values.
-        context: Tokens that full attention would have read.
         cosine: Mean cosine of the last step's query with an earlier one, where a trigger looks at it.
         entropy: Entropy of the last step's next-token distribution in nats, where a trigger looks at it.
-        queued_seconds: From the run's beginning until its prompt began to be read.
-        prefill_seconds: From then to its first token.
-        decode_seconds: From its first token to its last.
-        told_at: When its last token was there, by the clock of `time.perf_counter`.
+        tally: What is counted and decides nothing.
     """
 
     request: int = 0
@@ -45,17 +38,14 @@ class SparseState:
     packed_tokens: int = 0
     tokens: list[int] = field(default_factory=list)
     finished: bool = False
-    slow_at: list[int] = field(default_factory=list)
-    reasons: Counter[str] = field(default_factory=Counter)
-    attended: float = 0.0
-    selecting: float = 0.0
-    context: int = 0
     cosine: float = math.nan
     entropy: float = math.nan
-    queued_seconds: float = 0.0
-    prefill_seconds: float = 0.0
-    decode_seconds: float = 0.0
-    told_at: float = 0.0
+    tally: Tally = field(default_factory=Tally)
+
+    @property
+    def fast_tokens(self) -> int:
+        """Tokens that a fast step reads per KV head: sink, selected and recent (Eq. 1)."""
+        return self.packed_tokens + self.length - self.recent_start
 
     def sink(self, sink: int) -> int:
         """Return how many of `sink` anchor tokens the request has: those of its prompt, all run long."""
@@ -72,16 +62,7 @@ class SparseState:
         """Note the token x_t that the step generated; a step that broke off is not counted."""
         self.tokens.append(token_id)
         if self.slow:
-            self.slow_at.append(self.step)
-            self.reasons[self.reason] += 1
-
-    def time_step(self, began: float, now: float) -> None:
-        """Note that the step that began then is over; a decoding step counts from the token before it."""
-        if self.step > 0:
-            self.decode_seconds += now - self.told_at
-        else:
-            self.prefill_seconds += now - began
-        self.told_at = now
+            self.tally.count_slow(self.step, self.reason)
 
     def move_recent(self, sink: int, recent: int, *, sliding: bool) -> None:
         """Place the recent segment; a fast step keeps the selected memory as it is (Eq. 3).
@@ -91,3 +72,23 @@ class SparseState:
         """
         if self.slow or sliding:
             self.recent_start = max(self.sink(sink), self.length - recent)
+
+    def note_packed(self, sink: int, selected: int) -> None:
+        """Note that a layer packed the sinks and up to `selected` positions of J.
+
+        Top-K pads only where J has fewer positions, so that the count needs no look at the device.
+        """
+        sink = self.sink(sink)
+        self.packed_tokens = sink + min(selected, self.recent_start - sink)
+
+    def attended(self, layers: int, dense_layers: int) -> float:
+        """Return the tokens that the step reads per KV head, the mean over the full-attention layers.
+
+        Args:
+            layers: Full-attention layers.
+            dense_layers: Those of them that are dense at every step.
+        """
+        if self.slow:
+            return self.length
+        sparse = (layers - dense_layers) * self.fast_tokens
+        return (dense_layers * self.length + sparse) / max(1, layers)

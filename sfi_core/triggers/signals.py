@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from sfi_core.distributed.ranks import ALONE, Ranks
-from sfi_core.state.request import SparseState
+from sfi_core.state.request import RequestState
 
 COSINE, SLOW_COSINE, ENTROPY = "cosine", "slow-cosine", "entropy"
 
@@ -64,7 +64,7 @@ class Signals:
         for layer, query_BHGD in other.queries.items():
             self.queries[layer][row] = query_BHGD[0]
 
-    def settle(self, requests: Sequence[SparseState]) -> None:
+    def settle(self, requests: Sequence[RequestState]) -> None:
         """Hand the step's signal to the requests: the read of the device."""
         if self._sum_B is None:
             return

@@ -4,7 +4,7 @@ import random
 from dataclasses import dataclass
 
 from sfi_core.settings.config import SfiConfig
-from sfi_core.state.request import SparseState
+from sfi_core.state.request import RequestState
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class Trigger:
     token_ids: frozenset[int]
     config: SfiConfig
 
-    def reason(self, state: SparseState) -> str:
+    def reason(self, state: RequestState) -> str:
         """Say why the step after `state.step` must be slow; empty if it may be fast (Eq. 5).
 
         Paper gap: a trigger within `min_gap` steps of the last slow step is dropped, not put off; with
@@ -39,11 +39,11 @@ class Trigger:
         due = policy != "never" and state.steps_since_slow >= config.t_max
         return "t_max" if due else ""
 
-    def _fires(self, state: SparseState) -> bool:
+    def _fires(self, state: RequestState) -> bool:
         config, policy = self.config, self.config.trigger_policy
         if policy == "boundary":
-            back = config.trigger_delay + 1
-            return len(state.tokens) >= back and state.tokens[-back] in self.token_ids
+            boundary = state.step - config.trigger_delay  # x_{t-1-d}, for the step t to come
+            return 0 <= boundary < len(state.tokens) and state.tokens[boundary] in self.token_ids
         # Paper gap: FreeKV and LouisKV look at a step's own query; deciding before it saves a wait within
         if policy == "cosine":
             return state.cosine < config.cosine_threshold

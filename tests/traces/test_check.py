@@ -7,7 +7,7 @@ import pytest
 from pyarrow import parquet
 
 from sfi_core.settings.config import SfiConfig
-from sfi_core.state.request import SparseState
+from sfi_core.state.request import RequestState
 from sfi_core.triggers.trigger import Trigger
 from sfi_traces.read.check import check
 from sfi_traces.read.reader import Trace
@@ -172,7 +172,7 @@ def run_of(tokens: list[int], **settings) -> list[dict]:
     """Steps as the decoder would have taken them."""
     config = CONFIG | settings
     trigger = Trigger(frozenset({STOP}), SfiConfig(slow_start=1, span=0).replace(**config))
-    state, rows = SparseState(), []
+    state, rows = RequestState(), []
     for step, token in enumerate(tokens):
         reason = trigger.reason(state) if step else "first"
         state.begin(slow=bool(reason), reason=reason, new_tokens=1)

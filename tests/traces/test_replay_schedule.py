@@ -11,7 +11,7 @@ from pyarrow import parquet
 
 from sfi_core.errors import ConfigError, TraceError
 from sfi_core.settings.config import SfiConfig
-from sfi_core.state.request import SparseState
+from sfi_core.state.request import RequestState
 from sfi_traces.read.reader import Trace
 from sfi_traces.replay import RecordedVocabulary, Setting, Supports, grid, schedule
 from sfi_traces.replay.memory import Memory
@@ -142,7 +142,7 @@ def test_sizes_of_the_memory_are_those_of_the_sparse_state(supports, mode, recen
     reasons = schedule(supports, rules)
     slow = np.array([bool(reason) for reason in reasons])
     memory = Memory.of(rules.config, slow, supports.length_N)
-    state = SparseState(prompt_tokens=PROMPT)
+    state = RequestState(prompt_tokens=PROMPT)
     for step, reason in enumerate(reasons):
         state.begin(slow=bool(reason), reason=reason, new_tokens=1 if step else PROMPT)
         state.move_recent(4, recent, sliding=mode == "sliding")

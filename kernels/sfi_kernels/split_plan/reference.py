@@ -3,8 +3,8 @@
 import torch
 
 from sfi_kernels.step_descriptor import (
+    FAST,
     FIRST,
-    IDLE,
     LENGTH,
     MODE,
     PACKED,
@@ -80,4 +80,4 @@ def check(descriptor: StepDescriptor, heads: int, slots: int) -> None:
 def _units(words: torch.Tensor) -> torch.Tensor:
     packed = (words[:, PACKED] + UNIT - 1) // UNIT
     pages = (words[:, LENGTH] + UNIT - 1) // UNIT - words[:, START] // UNIT
-    return torch.where(words[:, MODE] == IDLE, 0, packed + pages)
+    return torch.where(words[:, MODE] < FAST, 0, packed + pages)

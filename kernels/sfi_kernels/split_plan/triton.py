@@ -12,7 +12,7 @@ WORDS = tl.constexpr(words.WORDS)
 UNIT = tl.constexpr(words.UNIT)
 MODE, LENGTH, START = (tl.constexpr(w) for w in (words.MODE, words.LENGTH, words.START))
 PACKED, FIRST, SPLITS = (tl.constexpr(w) for w in (words.PACKED, words.FIRST, words.SPLITS))
-IDLE, SLOW = tl.constexpr(words.IDLE), tl.constexpr(words.SLOW)
+IDLE, FAST, SLOW = (tl.constexpr(mode) for mode in (words.IDLE, words.FAST, words.SLOW))
 MIN_UNITS, MAX_SPLITS = tl.constexpr(numbers.MIN_UNITS), tl.constexpr(numbers.MAX_SPLITS)
 OVERHEAD, JOIN = tl.constexpr(numbers.OVERHEAD), tl.constexpr(numbers.JOIN)
 CANDIDATES = tl.constexpr(numbers.CANDIDATES)
@@ -30,7 +30,7 @@ def _split_plan_kernel(
     start = tl.load(row + START, mask=exists, other=0)
     packed = tl.load(row + PACKED, mask=exists, other=0)
     units = tl.cdiv(packed, UNIT) + tl.cdiv(length, UNIT) - start // UNIT
-    units = tl.where(mode == IDLE, 0, units)
+    units = tl.where(mode < FAST, 0, units)
 
     total = tl.sum(units)
     least = tl.maximum(MIN_UNITS, tl.cdiv(11 * heads * total, 10 * slots))

@@ -142,7 +142,7 @@ class BenchJob:
         """
         import torch
 
-        from sfi_core.hosts.transformers.checks import check_backend
+        from sfi_core.engine.backends.registry import check_backend
         from sfi_core.measure.bench.bench import check_engine
         from sfi_core.models.load import resolve_device
 

@@ -155,7 +155,7 @@ class EvaluationJob:
         return results
 
     def _loaded(self, asked: Mapping[str, Any]) -> tuple[Any, Any]:
-        from sfi_core.hosts.transformers.checks import check_backend
+        from sfi_core.engine.backends.registry import check_backend
         from sfi_core.models.load import load, resolve_device
 
         check_backend(asked["backend"], resolve_device(self.loading["device"]))

@@ -59,8 +59,8 @@ class GenerateJob:
             raise
 
     def _run(self, output: Output) -> None:
+        from sfi_core.engine.backends.registry import check_backend
         from sfi_core.generation.sampling import Sampling
-        from sfi_core.hosts.transformers.checks import check_backend
         from sfi_core.models.load import resolve_device
         from sfi_core.policies import policy_class
 

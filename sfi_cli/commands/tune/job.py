@@ -191,7 +191,7 @@ class TuneJob:
 
     def _confirmer(self, tuning: Any) -> Callable[[Any], Any]:
         # loads the model before the search: a mistake shows before the work
-        from sfi_core.hosts.transformers.checks import check_backend
+        from sfi_core.engine.backends.registry import check_backend
         from sfi_core.models.load import load, resolve_device
         from sfi_traces.tune.confirm import Confirmer, Material, check_model
 

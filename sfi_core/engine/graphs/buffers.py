@@ -1,29 +1,25 @@
 """What the decoding steps of a run share when they run as CUDA graphs: buffers that stay where they are."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol, Self
+from typing import Self
 
 import torch
 
-from sfi_core.engine.forward import Rows, bucket, describe_again, plan, work_room
+from sfi_core.engine.forward import Requests, Rows, plan, work_room
 from sfi_core.policies.base import Policy, Selection
-from sfi_core.state.kv_cache import KVCache
+from sfi_core.state.kv_store import KVStore
 from sfi_kernels.step_descriptor import IDLE, SLOW, StepDescriptor, StepRequest, describe_step
 
 
-class Requests(Protocol):
-    """Says what a descriptor has to say of the requests of a step."""
-
-    def __call__(self, *, dense: bool) -> list[StepRequest]:
-        """Return it; `dense` makes every request slow."""
-
-
 @dataclass(slots=True)
-class FixedStep:
+class StepBuffers:
     """Descriptors whose buffers every step writes anew, and what the step's layers leave.
 
+    Takes the place of `FreshDescriptors` in a run.
+
     Attributes:
-        cache: The run's cache; its pages are allocated for all the run.
+        store: The run's store; its pages are allocated for all the run.
         policy: The run's policy.
         device: Where they are.
         descriptor: The last step.
@@ -33,7 +29,7 @@ class FixedStep:
         selections: What the layers selected, by layer.
     """
 
-    cache: KVCache
+    store: KVStore
     policy: Policy
     device: torch.device
     descriptor: StepDescriptor
@@ -45,15 +41,15 @@ class FixedStep:
     _ahead: bool = False
 
     @classmethod
-    def of(cls, cache: KVCache, policy: Policy, device: torch.device) -> Self:
+    def of(cls, store: KVStore, policy: Policy, device: torch.device) -> Self:
         """Allocate the descriptors."""
         idle = StepRequest(mode=IDLE, length=0, recent_start=0, packed=0, sink=0, count=0)
 
         def empty() -> StepDescriptor:
-            made = describe_step([idle] * cache.batch, work_room(cache, device), device)
-            return StepDescriptor(made.buffer, cache.batch, (), (), cache.capacity)
+            made = describe_step([idle] * store.batch, work_room(store, device), device)
+            return StepDescriptor(made.buffer, store.batch, (), (), store.capacity)
 
-        return cls(cache, policy, device, empty(), empty() if policy.config.dense_layers else None)
+        return cls(store, policy, device, empty(), empty() if policy.config.dense_layers else None)
 
     @property
     def refreshes(self) -> int:
@@ -70,10 +66,10 @@ class FixedStep:
         slow = sum(request.mode == SLOW for request in requests)
         return bucket(slow, self.descriptor.batch) if self.policy.selects_after else 0
 
-    def enter(self, known: Requests) -> tuple[StepDescriptor, StepDescriptor | None]:
+    def describe(self, known: Requests) -> tuple[StepDescriptor, StepDescriptor | None]:
         """Describe the step that begins, unless it was described ahead, as it turned out to be.
 
-        A request that has stopped since then runs along, and nobody looks.
+        A request that stopped after the step was launched is computed once more; its result is discarded.
         """
         requests = known(dense=False)
         self.launched = self._ahead and all(
@@ -97,15 +93,30 @@ class FixedStep:
         self.selections = {}
         for step in (self.descriptor, self.dense):
             if step is not None:
-                plan(step, self.cache, self.device)
+                plan(step, self.store, self.device)
         self.rows = None
         if self.refreshes:
-            sink, table_BP = self.policy.config.sink, self.cache.block_table_BP
+            sink, table_BP = self.policy.config.sink, self.store.block_table_BP
             self.rows = Rows.of_slow(sink, self.descriptor, table_BP)
 
 
+def describe_again(requests: Sequence[StepRequest], known: StepDescriptor) -> StepDescriptor:
+    """Write a decoding step's descriptor over another one's buffer, for a step that fits all; not planned.
+
+    The slow lists have room for a power of two of requests, or all, and T is `known`'s.
+    """
+    step = describe_step(requests, known.work_XI.shape[0], known.buffer.device, known.buffer)
+    padding = bucket(len(step.slow), step.batch) - len(step.slow)
+    return replace(step, longest=known.longest, padding=padding)
+
+
+def bucket(slow: int, batch: int) -> int:
+    """Return the least power of two that `slow` requests fit in, at most the batch."""
+    return min(batch, 1 << (slow - 1).bit_length()) if slow else 0
+
+
 def _narrowed(step: StepDescriptor, requests: list[StepRequest]) -> StepDescriptor:
-    # without those who have stopped since
+    # without the requests that have stopped since the step was described
     slow, fast = (
         tuple(row for row in rows if requests[row].mode != IDLE) for rows in (step.slow, step.fast)
     )

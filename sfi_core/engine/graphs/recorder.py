@@ -1,17 +1,13 @@
-"""Whole decoding steps as CUDA graphs: how one is recorded, and which runs can."""
+"""How a piece of work is recorded as a CUDA graph, and which devices can."""
 
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 
-from sfi_core.errors import BackendError, ConfigError, SfiError
-from sfi_core.observers.observer import hears
-
-if TYPE_CHECKING:
-    from sfi_core.hosts.transformers.session import Session
+from sfi_core.errors import BackendError
 
 Work = Callable[[], None]
 
@@ -78,24 +74,6 @@ def refuse_waiting() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode(before)
 
 
-def recorder_of(session: "Session") -> Recorder | None:
-    """Return what records the decoding steps of a session's runs; None where they run one by one.
-
-    Raises:
-        BackendError: Graphs were asked for and the device or the backend has none.
-        ConfigError: Graphs were asked for and the run asks for something that they cannot do.
-    """
-    wanted = session.engine.graphs
-    if wanted is False:
-        return None
-    refusal = _refusal(session)
-    if refusal is None:
-        return make_recorder(session.model.device)
-    if wanted:
-        raise refusal
-    return None
-
-
 def make_recorder(device: torch.device) -> Recorder:
     """Return a recorder for a device."""
     return CudaRecorder(device)
@@ -104,30 +82,3 @@ def make_recorder(device: torch.device) -> Recorder:
 def can_record(device: torch.device) -> bool:
     """Say whether a device has graphs."""
     return device.type == "cuda"
-
-
-def _refusal(session: "Session") -> SfiError | None:
-    device, policy = session.model.device, session.policy
-    if not can_record(device):
-        return BackendError(f"CUDA graphs need a CUDA device, got {device.type}; use --no-graphs")
-    if session.backend != "triton":
-        return BackendError(
-            f"CUDA graphs need the triton backend, got {session.backend}; use --no-graphs"
-        )
-    reasons = {
-        f"policy {session.policy_name}, which selects at fast steps": policy.selects_before
-        or policy.observes_fast,
-        f"policy {session.policy_name}, which selects with more than the evidence": (
-            policy.selects_after and not policy.selects_apart
-        ),
-        f"a trigger that looks at the {policy.signal}": bool(policy.signal),
-        "an audit": session.audit is not None,
-        "layers of sliding windows, whose cache moves": any(
-            shape.window is not None for shape in session.shapes()
-        ),
-        "spans inside the step, as a trace has": hears(session.observer, "span"),
-    }
-    for reason, holds in reasons.items():
-        if holds:
-            return ConfigError(f"CUDA graphs must be off with {reason}; use --no-graphs")
-    return None

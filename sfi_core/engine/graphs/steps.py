@@ -1,26 +1,32 @@
 """Decoding steps that are replayed: the device's work as a CUDA graph, the host's bookkeeping beside it."""
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
 
 import torch
 
-from sfi_core.engine.graphs.buffers import FixedStep
-from sfi_core.engine.graphs.layer import note_step
+from sfi_core.engine.forward import FreshDescriptors
+from sfi_core.engine.graphs.buffers import StepBuffers
+from sfi_core.engine.graphs.layer import attend_replayed, note_step
 from sfi_core.engine.graphs.lookahead import foresee
 from sfi_core.engine.graphs.recorder import Recorder, Work
 from sfi_core.engine.maintenance import Side
+from sfi_core.engine.meter import WHOLE_STEP
+from sfi_core.engine.run import Run
 from sfi_core.errors import BackendError
-from sfi_core.hosts.transformers.cache import SfiCache
-from sfi_core.hosts.transformers.session import Session
-from sfi_core.observers.observer import hears
+from sfi_core.observers.events import SelectionEvent
+from sfi_core.observers.observer import wants
 from sfi_core.policies.base import Selection
 from sfi_kernels.step_descriptor import sent
 
+# runs the model on tokens and positions, [B, 1] each, and returns the logits, [B, V]; counts no token
+ForwardPass = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
 
 @dataclass(frozen=True, slots=True)
-class Recorded:
+class StepGraph:
     """A step that was recorded.
 
     Attributes:
@@ -38,7 +44,7 @@ class Recorded:
     side: Side
 
 
-class GraphedSteps:
+class StepGraphs:
     """The decoding steps of one run, recorded once for each number of slow requests, rounded up.
 
     A step has two parts. The device's reads and writes buffers that stay where they are, the same kernels in
@@ -50,115 +56,100 @@ class GraphedSteps:
     """
 
     def __init__(
-        self,
-        model: Any,
-        session: Session,
-        cache: SfiCache,
-        recorder: Recorder,
-        options: dict[str, Any],
+        self, run: Run, forward: ForwardPass, recorder: Recorder, *, required: bool
     ) -> None:
-        run = session.run
-        self._model, self._session, self._cache = model, session, cache
-        self._run, self._record, self._options = run, recorder, options
+        """Take over a run's decoding steps.
+
+        Args:
+            run: The run, after its prefill.
+            forward: The host's forward pass.
+            recorder: Records the device's work.
+            required: Whether a model that waits for the device is an error.
+        """
+        self._run, self._forward, self._record, self._required = run, forward, recorder, required
         self.given_up = False
-        self._fixed = run.fixed = FixedStep.of(run.cache, run.policy, run.device)
-        self._token_B1 = torch.zeros(run.cache.batch, 1, dtype=torch.long, device=run.device)
+        self._buffers = StepBuffers.of(run.store, run.policy, run.device)
+        run.descriptors, run.attend = self._buffers, partial(attend_replayed, self._buffers)
+        self._token_B1 = torch.zeros(run.store.batch, 1, dtype=torch.long, device=run.device)
         self._logits_BV = torch.empty(0)
         self._launches: Counter[tuple[str, int]] = Counter()
-        self._steps: dict[int, Recorded] = {}
-        self._wants = hears(run.observer, "on_selection")
+        self._graphs: dict[int, StepGraph] = {}
+        self._wants = wants(run.observer, SelectionEvent)
 
     def step(self, token_B: list[int]) -> torch.Tensor:
         """Decode one token of every request; return the logits, [B, V], which the next step overwrites.
 
         Raises:
-            BackendError: The model waits for the device within a step, and graphs were asked for.
+            BackendError: The model waits for the device within a step, and graphs are required.
         """
-        run = self._run
+        run, buffers = self._run, self._buffers
         run.begin_decode()
-        key = self._fixed.refreshes
-        if not self._fixed.launched:
+        key = buffers.refreshes
+        if not buffers.launched:
             sent(torch.tensor(token_B)[:, None], run.device, self._token_B1)
-            if key not in self._steps:
-                self._steps[key] = self._recorded()
-            self._steps[key].replay()
-        recorded = self._steps[key]
-        self._note(recorded)
-        run.paths["graph.ahead"] += self._fixed.launched
-        run.paths["graph.eager" if self.given_up else "graph.replay"] += 1
+            if key not in self._graphs:
+                self._graphs[key] = self._recorded()
+            self._graphs[key].replay()
+        graph = self._graphs[key]
+        self._note(graph)
+        run.meter.count("graph.ahead", buffers.launched)
+        run.meter.count("graph.eager" if self.given_up else "graph.replay")
         if self.given_up:
-            run.fixed = None
-        return recorded.logits_BV
+            run.descriptors = FreshDescriptors(run.policy, run.store, run.device)
+            run.attend = None
+        return graph.logits_BV
 
     def ahead(self, token_B: torch.Tensor) -> None:
         """Launch the next step before its tokens are read, as far as it can be foreseen.
 
-        Where it turns out to be another one, its row given to a new request, `step` does it again: that
-        writes all that this wrote, the same keys at the same places. Segments are written for slow requests
-        only, and one that was slow ahead is slow, or has left.
+        Where it turns out to be another one, its row given to a new request, `step` does it again. That
+        writes all that this wrote: the same keys at the same places. Only slow requests write their segments,
+        and a request that was slow ahead either is slow in the step itself, or has left.
 
         Args:
             token_B: The tokens, still on the device.
         """
         known = None if self.given_up else foresee(self._run)
-        if known is None or self._fixed.key(known(dense=False)) not in self._steps:
+        if known is None or self._buffers.key(known(dense=False)) not in self._graphs:
             return
-        self._fixed.write(known, ahead=True)
+        self._buffers.write(known, ahead=True)
         self._token_B1.copy_(token_B[:, None])
-        self._steps[self._fixed.refreshes].replay()
+        self._graphs[self._buffers.refreshes].replay()
 
-    def _recorded(self) -> Recorded:
+    def _recorded(self) -> StepGraph:
         run = self._run
-        kernels, maintenance = run.kernels, run.maintenance
+        kernels, maintenance = run.meter.kernels, run.maintenance
         try:
             try:
                 replay = self._record(self._work)
             except BackendError:
-                if self._session.engine.graphs:
+                if self._required:
                     raise
                 self._work()
                 replay, self.given_up = _nothing, True
-            return Recorded(
-                replay,
-                self._logits_BV,
-                self._fixed.selections,
-                self._launches,
-                run.maintenance.side,
-            )
+            selections, side = self._buffers.selections, run.maintenance.side
+            return StepGraph(replay, self._logits_BV, selections, self._launches, side)
         finally:
-            run.kernels, run.maintenance = kernels, maintenance
+            run.meter.kernels, run.maintenance = kernels, maintenance
 
     def _work(self) -> None:
-        run, fixed, seen = self._run, self._fixed, self._cache.seen
-        run.kernels, run.maintenance = Counter(), run.maintenance.again()
-        with run.counted(-1):
-            fixed.begin()
-        self._cache.attach(run)
-        self._session.stands_by = True
-        try:
-            output = self._model(
-                input_ids=self._token_B1,
-                position_ids=(fixed.descriptor.length_B - 1).clamp_min(0).long()[:, None],
-                past_key_values=self._cache,
-                use_cache=True,
-                **self._options,
-            )
-        finally:
-            self._session.stands_by = False
-            self._cache.see(seen)  # `update` has counted the token, as it does each time
+        run, buffers = self._run, self._buffers
+        run.meter.kernels, run.maintenance = Counter(), run.maintenance.again()
+        with run.launches(WHOLE_STEP):
+            buffers.begin()
+        position_B1 = (buffers.descriptor.length_B - 1).clamp_min(0).long()[:, None]
+        self._logits_BV = self._forward(self._token_B1, position_B1)
         run.maintenance.join()
-        self._logits_BV = output.logits[:, -1]
         self._launches = Counter()
-        for (name, _, layer), count in run.kernels.items():
+        for (name, _, layer), count in run.meter.kernels.items():
             self._launches[name, layer] += count
 
-    def _note(self, recorded: Recorded) -> None:
+    def _note(self, graph: StepGraph) -> None:
         run = self._run
-        self._cache.see(self._cache.seen + 1)
-        for (name, layer), count in recorded.launches.items():
-            run.kernels[name, run.step, layer] += count
-        kept = {layer: _kept(one, copy=self._wants) for layer, one in recorded.selections.items()}
-        note_step(run, kept, self._fixed.places)
+        for (name, layer), count in graph.launches.items():
+            run.meter.kernels[name, run.step, layer] += count
+        kept = {layer: _kept(one, copy=self._wants) for layer, one in graph.selections.items()}
+        note_step(run, kept, self._buffers.places)
 
 
 def _nothing() -> None:

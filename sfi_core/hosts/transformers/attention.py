@@ -1,4 +1,4 @@
-"""Where sfi plugs into transformers: an attention function, a mask function, and `cache_seam`'s `Cache`.
+"""Where sfi plugs into transformers: an attention function, a mask function, and a `Cache`.
 
 A layer calls `Cache.update(keys, values)` and then the attention function with what it made of the result.
 `SfiLayer.update` hands the new keys straight back; `sfi_attention` puts what arrives there, heads expanded,
@@ -14,9 +14,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from sfi_core.distributed.ranks import local
+from sfi_core.engine.backends.registry import attend
 from sfi_core.errors import UnsupportedModelError
-from sfi_core.hosts.transformers.backend import layer_step
-from sfi_core.hosts.transformers.cache import SfiCache, SfiLayer, check_supported
+from sfi_core.hosts.transformers.cache import SfiCache, SfiLayer
+from sfi_core.hosts.transformers.checks import check_supported
 from sfi_kernels.partial_attention import combine, partial_attention
 
 NAME = "sfi"
@@ -77,7 +78,7 @@ def sfi_attention(
     }
     if layer is not None:
         run = layer.store(key, value)
-        out = layer_step(run, layer.index, scale=scale, **options).attend(query_BHGTD)
+        out = attend(run, layer.index, query_BHGTD, scale=scale, **options)
     elif options["soft_cap"] is None and sinks is None:
         plain: tuple[torch.Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling,

@@ -9,7 +9,6 @@ from transformers.cache_utils import (
     CacheLayerMixin,
     DynamicCache,
     DynamicLayer,
-    DynamicSlidingWindowLayer,
 )
 
 from sfi_core.engine.run import Run
@@ -170,48 +169,3 @@ class SfiCache(Cache):
 def _last(rows_BHTD: torch.Tensor, count: int) -> torch.Tensor:
     # a copy of the last tokens, with zeros before them where there are not as many
     return torch.nn.functional.pad(rows_BHTD, (0, 0, count - rows_BHTD.shape[2], 0))
-
-
-def full_attention_layers(model: PreTrainedModel) -> tuple[int, ...]:
-    """Return the layers that SFI acts on.
-
-    Raises:
-        UnsupportedModelError: SFI cannot act on the model.
-    """
-    check_supported(model)
-    return tuple(layer.index for layer in SfiCache(model, None, None, frozenset()).managed)
-
-
-def check_supported(model: PreTrainedModel) -> None:
-    """Refuse what SFI cannot act on.
-
-    Raises:
-        UnsupportedModelError: With the architecture's name and the reason.
-    """
-    name, config = type(model).__name__, model.config
-    if config.is_encoder_decoder:
-        raise UnsupportedModelError(
-            f"{name} is an encoder-decoder model; sfi runs decoder-only models"
-        )
-    if not (model._supports_attention_backend or model._supports_sdpa):  # noqa: SLF001
-        raise UnsupportedModelError(f"{name} does not use transformers' attention interface")
-    text = config.get_text_config(decoder=True)
-    if "chunked_attention" in (getattr(text, "layer_types", None) or ()):
-        raise UnsupportedModelError(f"{name} has chunked attention layers, which sfi does not know")
-    # newer releases hold a place for a layer that reads another one's keys, older ones leave it out
-    cached = DynamicCache(config=text).layers
-    layers = [layer for layer in cached if type(layer).__name__ != "DummyLayer"]
-    kinds = {type(layer) for layer in layers}
-    if odd := sorted(kind.__name__ for kind in kinds - {DynamicLayer, DynamicSlidingWindowLayer}):
-        raise UnsupportedModelError(f"{name} has layers that sfi does not know, cached as {odd}")
-    if DynamicLayer not in kinds:
-        why = (
-            "every layer attends to a sliding window"
-            if layers
-            else "its config lists no attention layers"
-        )
-        raise UnsupportedModelError(f"{name} leaves nothing for sfi to do: {why}")
-    if shared := text.num_hidden_layers - len(layers):
-        raise UnsupportedModelError(
-            f"{name} has {shared} layers that read another layer's keys, which sfi does not know"
-        )

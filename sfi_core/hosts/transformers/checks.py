@@ -1,15 +1,15 @@
-"""What `slow_fast` refuses: backends, caches, padding and generation modes that it cannot run."""
+"""What `slow_fast` refuses: models, caches, padding and generation modes that it cannot run."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from sfi_core.errors import BackendError, ConfigError, InputError
+from sfi_core.errors import ConfigError, InputError, UnsupportedModelError
 from sfi_core.hosts.transformers.cache import SfiCache
-from sfi_kernels.launch import KernelLimitError, check_device
 
-BACKENDS = ("auto", "torch", "triton")
 # by setting: what it asks for, and the values that ask for nothing
 REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "num_beams": ("beam search", (None, 1)),
@@ -26,22 +26,6 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "custom_generate": ("a custom generate", (None,)),
     "output_attentions": ("reading attention weights", (None, False)),
 }
-
-
-def check_backend(backend: str, device: torch.device) -> None:
-    """Refuse a backend that is unknown or cannot run on a device at all.
-
-    Raises:
-        ConfigError: Unknown.
-        BackendError: Known, but not runnable there.
-    """
-    if backend not in BACKENDS:
-        raise ConfigError(f"unknown backend {backend!r}; expected one of {BACKENDS}")
-    if backend == "triton":
-        try:
-            check_device(device)
-        except KernelLimitError as error:
-            raise BackendError(str(error)) from error
 
 
 def check_dense_layers(asked: Sequence[int], layers: Sequence[int]) -> None:
@@ -104,3 +88,48 @@ def refuse_modes(settings: Any, kwargs: Mapping[str, Any]) -> None:
             raise ConfigError(f"{what} does not run under sfi, got {name}={shown}")
     if settings.use_cache is False:
         raise ConfigError("use_cache must be true under sfi, got False")
+
+
+def full_attention_layers(model: PreTrainedModel) -> tuple[int, ...]:
+    """Return the layers that SFI acts on.
+
+    Raises:
+        UnsupportedModelError: SFI cannot act on the model.
+    """
+    check_supported(model)
+    return tuple(layer.index for layer in SfiCache(model, None, None, frozenset()).managed)
+
+
+def check_supported(model: PreTrainedModel) -> None:
+    """Refuse what SFI cannot act on.
+
+    Raises:
+        UnsupportedModelError: With the architecture's name and the reason.
+    """
+    name, config = type(model).__name__, model.config
+    if config.is_encoder_decoder:
+        raise UnsupportedModelError(
+            f"{name} is an encoder-decoder model; sfi runs decoder-only models"
+        )
+    if not (model._supports_attention_backend or model._supports_sdpa):  # noqa: SLF001
+        raise UnsupportedModelError(f"{name} does not use transformers' attention interface")
+    text = config.get_text_config(decoder=True)
+    if "chunked_attention" in (getattr(text, "layer_types", None) or ()):
+        raise UnsupportedModelError(f"{name} has chunked attention layers, which sfi does not know")
+    # newer releases hold a place for a layer that reads another one's keys, older ones leave it out
+    cached = DynamicCache(config=text).layers
+    layers = [layer for layer in cached if type(layer).__name__ != "DummyLayer"]
+    kinds = {type(layer) for layer in layers}
+    if odd := sorted(kind.__name__ for kind in kinds - {DynamicLayer, DynamicSlidingWindowLayer}):
+        raise UnsupportedModelError(f"{name} has layers that sfi does not know, cached as {odd}")
+    if DynamicLayer not in kinds:
+        why = (
+            "every layer attends to a sliding window"
+            if layers
+            else "its config lists no attention layers"
+        )
+        raise UnsupportedModelError(f"{name} leaves nothing for sfi to do: {why}")
+    if shared := text.num_hidden_layers - len(layers):
+        raise UnsupportedModelError(
+            f"{name} has {shared} layers that read another layer's keys, which sfi does not know"
+        )

@@ -1,17 +1,21 @@
-"""A transformers model under a session, as `decode` drives it."""
+"""A transformers model under a session, as `decode` drives it: one batch of prompts."""
 
+import copy
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 
-from sfi_core.engine.graphs.recorder import Recorder, can_record, recorder_of
-from sfi_core.engine.graphs.steps import GraphedSteps
+from sfi_core.engine.graphs import recorder
+from sfi_core.engine.graphs.steps import StepGraphs
+from sfi_core.engine.run import Run, Watcher
 from sfi_core.engine.shared_prompt import SharedPrompt
-from sfi_core.generation.synthetic import SyntheticPrompt
+from sfi_core.errors import BackendError, ConfigError, SfiError
+from sfi_core.hosts.transformers.cache import SfiCache
 from sfi_core.hosts.transformers.session import Session
+from sfi_core.observers.observer import wants_spans
 from sfi_kernels.step_descriptor import sent
 
 
@@ -19,54 +23,59 @@ def nothing_to_tell(read: int, total: int) -> None:
     """Ignore progress."""
 
 
-@dataclass(slots=True)
-class HostedModel:
+@dataclass(slots=True, kw_only=True)
+class Decoder:
     """A transformers model under a session, as `decode` drives it.
 
     Attributes:
-        model: The model, inside `slow_fast`.
-        session: Its session.
+        session: The session, whose model is inside `slow_fast`.
         ids_BT: Left-padded prompts.
         mask_BT: 1 where a token counts.
         capacity: Tokens a request may reach.
         stop_ids: Tokens that end a request.
         chunk: Prompt tokens of one forward pass; 0 for all at once.
+        requests: Requests in all, where some wait for the row of another one; None for those of the batch.
+        shared: The prompts, read already or made up; None reads them.
+        watchers: Look at every layer of the run.
         on_prefill: Told of the prompt tokens read so far and in all.
-        shared: The prompts, read already or made up.
-        cache: The run's cache.
-        recorder: Records decoding steps; None where they run one by one.
+        cache: The run's cache, as transformers sees it.
     """
 
-    model: Any
     session: Session
     ids_BT: torch.Tensor
     mask_BT: torch.Tensor
     capacity: int
-    stop_ids: frozenset[int]
+    stop_ids: frozenset[int] = frozenset()
     chunk: int = 0
+    requests: int | None = None
+    shared: SharedPrompt | None = None
+    watchers: tuple[Watcher, ...] = ()
     on_prefill: Callable[[int, int], None] = nothing_to_tell
-    shared: SharedPrompt | SyntheticPrompt | None = None
-    cache: Any = None
-    recorder: Recorder | None = None
-    _graphed: GraphedSteps | None = None
+    cache: SfiCache = field(init=False)
+    _graphs: StepGraphs | None = field(init=False, default=None)
+    _records: bool = field(init=False)
+    _wanted: bool = field(init=False)
     _options: dict[str, Any] = field(init=False)
     _ragged: bool = field(init=False)
-    _wanted: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        """See what the model's forward pass takes."""
-        self.recorder = recorder_of(self.session)
-        self._wanted = can_record(self.model.device) and self.session.engine.graphs is not False
-        self.cache = self.session.cache(self.capacity, self.ids_BT.shape[1], self.stop_ids)
-        known = inspect.signature(self.model.forward).parameters
+        """See what the model's forward pass takes, and whether its steps can be recorded."""
+        session, model = self.session, self.session.model
+        self._records = records_steps(session)
+        self._wanted = recorder.can_record(model.device) and session.engine.graphs is not False
+        self.cache = session.cache(self.capacity, self.ids_BT.shape[1], self.stop_ids)
+        self.cache.requests = self.requests
+        known = inspect.signature(model.forward).parameters
         self._options = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
         self._ragged = bool((self.mask_BT == 0).any())
 
     def prefill(self) -> torch.Tensor:
-        """Read the prompt in pieces of `chunk` tokens."""
+        """Read the prompt in pieces of `chunk` tokens; return the next token's logits, [B, V]."""
         if self.shared is not None:
-            return self.shared.resume(self.session, self.cache)
-        T = self.ids_BT.shape[1]
+            return self._begin_with(self.shared)
+        B, T = self.ids_BT.shape
+        if self.cache.run is None:
+            self.session.start(self.cache, B, T, watchers=self.watchers)
         logits = torch.empty(0)
         for start in range(0, T, self.chunk or T):
             stop = min(T, start + (self.chunk or T))
@@ -76,42 +85,81 @@ class HostedModel:
 
     def step(self, token_B: list[int]) -> torch.Tensor:
         """Decode one token of every request."""
-        if self.recorder is not None:
-            return self._replay(self.recorder, token_B)
+        run = self.session.run
+        if self._records:
+            return self._replay(run, token_B)
         if self._wanted:
-            self.session.run.paths["graph.eager"] += 1
-        length_B = [state.length for state in self.session.run.requests]
+            run.meter.count("graph.eager")
+        length_B = [state.length for state in run.requests]
         pair = sent(torch.tensor([token_B, length_B]), self.ids_BT.device)
         ids_B1, position_B1 = pair[0][:, None], pair[1][:, None]
         last, mask = self.cache.seen, None
-        # of padding only sliding windows need to know: our own layers keep a request's tokens and no others
+        # only sliding windows need to know of padding: our own layers keep a request's tokens and no others
         if any(self.cache.is_sliding) and min(length_B) < last:
             place_T = torch.arange(last + 1, device=self.ids_BT.device)
             mask = place_T >= last - position_B1
         return self._forward(ids_B1, position_B1, mask)
 
     def ahead(self, token_B: torch.Tensor) -> None:
-        """Launch the step that decodes these tokens, which nobody has read yet, where that can be done."""
-        if self._graphed is not None and self.cache.seen + 1 < self.capacity:
-            self._graphed.ahead(token_B)
+        """Launch the step that decodes these tokens before the host has read them, where that can be done."""
+        if self._graphs is not None and self.cache.seen + 1 < self.capacity:
+            self._graphs.ahead(token_B)
 
     def record(self, token_B: list[int]) -> None:
         """Note the tokens."""
         self.session.run.record(token_B)
 
     def admit(self, token_B: list[int]) -> list[int]:
-        """Say whether to go on: there is nobody to admit."""
+        """Say whether to go on: no request waits."""
         return [] if self.session.run.done else token_B
 
-    def _replay(self, recorder: Recorder, token_B: list[int]) -> torch.Tensor:
-        if self._graphed is None:
-            self._graphed = GraphedSteps(
-                self.model, self.session, self.cache, recorder, self._options
-            )
-        logits_BV = self._graphed.step(token_B)
-        if self._graphed.given_up:
-            self.recorder = self._graphed = None
+    def alone(self, ids_1T: torch.Tensor, mask_1T: torch.Tensor, run: Run) -> Self:
+        """Return a decoder that reads one more prompt, into the row that a run of its own has."""
+        one = type(self)(
+            session=self.session,
+            ids_BT=ids_1T,
+            mask_BT=mask_1T,
+            capacity=self.capacity,
+            stop_ids=self.stop_ids,
+            chunk=self.chunk,
+        )
+        one.cache.attach(run)
+        return one
+
+    def _begin_with(self, shared: SharedPrompt) -> torch.Tensor:
+        session, cache = self.session, self.cache
+        shared.check_run(session.policy, session.backend, session.page_size)
+        run = session.start(
+            cache, *self.ids_BT.shape, watchers=self.watchers, store=shared.store_for_a_run()
+        )
+        shared.begin(run)
+        for index in shared.layers:
+            cache.layers[index].resume(self.ids_BT.shape[1])
+        for index, other in shared.others.items():
+            cache.layers[index] = copy.deepcopy(other)
+        cache.detach()
+        return shared.logits_BV
+
+    def _replay(self, run: Run, token_B: list[int]) -> torch.Tensor:
+        if self._graphs is None:
+            made = recorder.make_recorder(run.device)
+            required = bool(self.session.engine.graphs)
+            self._graphs = StepGraphs(run, self._recorded_pass, made, required=required)
+        logits_BV = self._graphs.step(token_B)
+        self.cache.see(self.cache.seen + 1)
+        if self._graphs.given_up:
+            self._graphs, self._records = None, False
         return logits_BV
+
+    def _recorded_pass(self, token_B1: torch.Tensor, position_B1: torch.Tensor) -> torch.Tensor:
+        # a step that the engine has planned; `update` counts its token each time that it is recorded
+        seen = self.cache.seen
+        self.cache.attach(self.session.run)
+        try:
+            with self.session.planned():
+                return self._forward(token_B1, position_B1, None)
+        finally:
+            self.cache.see(seen)
 
     def _read(self, start: int, stop: int) -> torch.Tensor:
         ids_BT, mask = self.ids_BT[:, start:stop], None
@@ -125,7 +173,7 @@ class HostedModel:
     def _forward(
         self, ids_BT: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
-        output = self.model(
+        output = self.session.model(
             input_ids=ids_BT,
             attention_mask=mask,
             position_ids=positions,
@@ -135,3 +183,46 @@ class HostedModel:
         )
         logits: torch.Tensor = output.logits[:, -1]
         return logits
+
+
+def records_steps(session: Session) -> bool:
+    """Say whether the decoding steps of a session's runs are recorded as graphs.
+
+    Raises:
+        BackendError: Graphs were asked for and the device or the backend has none.
+        ConfigError: Graphs were asked for and the run asks for something that they cannot do.
+    """
+    wanted = session.engine.graphs
+    if wanted is False:
+        return False
+    refusal = _refusal(session)
+    if wanted and refusal is not None:
+        raise refusal
+    return refusal is None
+
+
+def _refusal(session: Session) -> SfiError | None:
+    device, policy = session.model.device, session.policy
+    if not recorder.can_record(device):
+        return BackendError(f"CUDA graphs need a CUDA device, got {device.type}; use --no-graphs")
+    if session.backend != "triton":
+        return BackendError(
+            f"CUDA graphs need the triton backend, got {session.backend}; use --no-graphs"
+        )
+    reasons = {
+        f"policy {session.policy_name}, which selects at fast steps": policy.selects_before
+        or policy.observes_fast,
+        f"policy {session.policy_name}, which selects with more than the evidence": (
+            policy.selects_after and not policy.needs_only_evidence
+        ),
+        f"a trigger that looks at the {policy.signal}": bool(policy.signal),
+        "an audit": session.audit is not None,
+        "layers of sliding windows, whose cache moves": any(
+            shape.window is not None for shape in session.shapes()
+        ),
+        "spans inside the step, as a trace has": wants_spans(session.observer),
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            return ConfigError(f"CUDA graphs must be off with {reason}; use --no-graphs")
+    return None

@@ -1,33 +1,39 @@
 """A model under SFI: what its forward passes do, and the runs that come of them."""
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 
 from sfi_core.distributed.ranks import ranks_of
-from sfi_core.engine.audit import Audit
-from sfi_core.engine.maintenance import slots_of
+from sfi_core.engine.audit import Audit, check_audit
+from sfi_core.engine.backends.registry import PAGE_SIZE
+from sfi_core.engine.maintenance import ring_places
 from sfi_core.engine.report import RunReport
-from sfi_core.engine.run import Run
+from sfi_core.engine.run import Run, Watcher
 from sfi_core.errors import ConfigError
 from sfi_core.hosts.transformers.attention import Seam
-from sfi_core.hosts.transformers.backend import PAGE_SIZE
-from sfi_core.hosts.transformers.cache import SfiCache, full_attention_layers
-from sfi_core.hosts.transformers.checks import check_cache, check_dense_layers, prompt_tokens
-from sfi_core.hosts.transformers.layer_shapes import layer_shapes
+from sfi_core.hosts.transformers.cache import SfiCache
+from sfi_core.hosts.transformers.checks import (
+    check_cache,
+    check_dense_layers,
+    full_attention_layers,
+    prompt_tokens,
+)
 from sfi_core.hosts.transformers.shadow import Shadow
+from sfi_core.hosts.transformers.shapes import layer_shapes
 from sfi_core.models.describe import describe_model
 from sfi_core.models.forecast import Forecast, forecast
 from sfi_core.models.tensor_parallel import check_split
 from sfi_core.observers.events import PromptEvent, RunEvent
-from sfi_core.observers.observer import NullObserver, Observer, together
+from sfi_core.observers.observer import NullObserver, Observer, as_one
 from sfi_core.policies import policy_class
 from sfi_core.settings.audit import AuditConfig
 from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.engine import EngineOptions
 from sfi_core.state.kv_cache import KVCache
+from sfi_core.state.kv_store import KVStore
 from sfi_core.state.layer_shape import LayerShape
 from sfi_core.triggers.trigger import Trigger
 from sfi_core.triggers.trigger_set import resolve_triggers
@@ -51,7 +57,6 @@ class Session:
         ranks: The processes among which the model's heads are split.
         audit: What to audit; None for nothing.
         engine: How steps are run.
-        stands_by: Whether somebody else plans the forward pass under way.
     """
 
     def __init__(
@@ -75,9 +80,9 @@ class Session:
         layers = full_attention_layers(model)
         check_dense_layers(config.dense_layers, layers)
         self.policy = policy_class(policy)(config, trigger, layers)
-        self.observer = together(observers)
+        self.observer = as_one(observers)
         self.audit, self.engine = audit, engine
-        self.stands_by = False
+        self._planned = False
         self._shadow = Shadow()
         self.span = ExitStack()
         self._page_size = page_size
@@ -129,7 +134,7 @@ class Session:
             prefill_chunk=prefill_chunk,
             together=batch if triton else 1,
             unpacked=() if triton else policy.config.dense_layers,
-            slots=slots_of(self.model.device, overlap=self.engine.overlap),
+            slots=ring_places(self.model.device, overlap=self.engine.overlap),
         )
 
     @property
@@ -139,15 +144,27 @@ class Session:
 
     def shapes(self) -> list[LayerShape]:
         """Learn the layers' shapes, once."""
-        self._shapes = self._shapes or layer_shapes(self.model, self.policy)
+        if not self._shapes:
+            with self.planned():
+                self._shapes = layer_shapes(self.model)
         return self._shapes
+
+    @contextmanager
+    def planned(self) -> Iterator[None]:
+        """Let the model's forward passes inside begin no step: the engine has planned them already."""
+        self._planned = True
+        try:
+            yield
+        finally:
+            self._planned = False
 
     def before_forward(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Enter a step: transformers calls this before every forward pass of the model."""
         cache = kwargs.get("past_key_values")
-        check_cache(cache)
-        self.seam.cache = cache
-        if cache is None or self._shadow.under_way or self.stands_by:
+        if not self._planned:
+            check_cache(cache)
+        self.seam.cache = cache if isinstance(cache, SfiCache) else None
+        if cache is None or self._shadow.under_way or self._planned:
             return
         ids: Any = kwargs.get("input_ids", args[0] if args else None)
         tokens = ids if ids is not None else kwargs["inputs_embeds"]
@@ -161,7 +178,7 @@ class Session:
             if ids is not None:
                 requests = cache.run.requests_of(range(batch))
                 prompt = PromptEvent(requests=requests, ids_BT=ids, count=tuple(count))
-                cache.run.observer.on_prompt(prompt)
+                cache.run.observer.on(prompt)
             cache.run.begin_prefill(count, final=final)
             name = "prefill"
         else:
@@ -186,7 +203,7 @@ class Session:
         if cache is None:
             return
         cache.detach()
-        if not (self._shadow.under_way or self.stands_by):
+        if not (self._shadow.under_way or self._planned):
             self.span.close()
             run = cache.run
             if run is None:
@@ -196,19 +213,38 @@ class Session:
                 run.signals.see_logits(output.logits[:, -1])
             self._shadow.compare(run, output.logits[:, -1])
 
-    def start(self, cache: SfiCache, batch: int, new: int) -> Run:
-        """Make the run of a cache, for `batch` requests whose first pass brings `new` tokens."""
-        capacity = cache.capacity or max(new, cache.prompt_length or 0) + UNKNOWN_CAPACITY
-        pages = KVCache(batch, capacity, self.page_size, self.backend)
+    def start(
+        self,
+        cache: SfiCache,
+        batch: int,
+        new: int,
+        *,
+        store: KVStore | None = None,
+        watchers: tuple[Watcher, ...] = (),
+    ) -> Run:
+        """Make the run of a cache.
+
+        Args:
+            cache: The cache; it has no run.
+            batch: Requests.
+            new: Padded tokens that the first pass brings.
+            store: Where keys and values go; None makes an empty one.
+            watchers: Look at every layer, before the audit.
+        """
+        if store is None:
+            capacity = cache.capacity or max(new, cache.prompt_length or 0) + UNKNOWN_CAPACITY
+            store = KVCache(batch, capacity, self.page_size, self.backend)
+        audit = () if self.audit is None else (Audit(self.audit),)
         self._run = Run(
             self.policy,
             self.observer,
-            pages,
+            store,
             cache.stop_ids,
             self.model.device,
-            Audit.of(self.audit),
             self.engine,
             self.ranks,
+            self.audit,
+            (*watchers, *audit),
         )
         cache.attach(self._run)
         if self._shapes:
@@ -220,8 +256,8 @@ class Session:
         self.span.close()
         if self._run is not None:
             self._run.maintenance.join()
-            if self._run.fixed is not None and self._run.device.type == "cuda":
-                # for a step launched ahead, whose memory may go now
+            if self._run.attend is not None and self._run.device.type == "cuda":
+                # a step launched ahead may still run, and its memory may go now
                 torch.cuda.synchronize(self._run.device)
 
     def observe(self) -> None:
@@ -231,12 +267,12 @@ class Session:
             ConfigError: The audit names layers or heads that the model does not have.
         """
         if self.audit is not None:
-            self.audit.check(self.shapes())
+            check_audit(self.audit, self.shapes())
         if type(self.observer) is not NullObserver or self.ranks.size > 1:  # every rank, or none
             self.shapes()  # now: it takes a forward pass, which cannot be made within another
 
     def _tell(self, batch: int, requests: int) -> None:
-        self.observer.on_run(
+        self.observer.on(
             RunEvent(
                 batch=batch,
                 requests=requests,

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from sfi_core.engine.parts import dense_twin
 from sfi_core.engine.run import Run
 from sfi_core.hosts.transformers.cache import SfiCache
 from sfi_core.observers.events import LogitsEvent
@@ -24,8 +25,7 @@ class Shadow:
     @staticmethod
     def due(run: Run) -> bool:
         """Say whether the step that has begun is audited and not dense by itself."""
-        audit, fast = run.audit, run.descriptor.fast
-        return audit is not None and any(audit.due(run.requests[row]) for row in fast)
+        return bool(audited_rows(run))
 
     def run(
         self, model: Any, cache: SfiCache, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -38,7 +38,7 @@ class Shadow:
         assert run is not None, "a run has begun"
         kept = [dict(layer.__dict__) for layer in cache.layers]
         self.under_way = True
-        cache.attach(run.shadow())
+        cache.attach(dense_twin(run))
         try:
             with run.observer.span("shadow"):
                 self._dense_BV = model(*args, **kwargs).logits[:, -1]
@@ -53,14 +53,21 @@ class Shadow:
         if self._dense_BV is None:
             return
         dense_BV, self._dense_BV = self._dense_BV, None
-        audit = run.audit
-        assert audit is not None, "an audit asked for the shadow"
-        rows = tuple(row for row in run.descriptor.fast if audit.due(run.requests[row]))
+        rows = audited_rows(run)
         kl_R, agrees_R = compare_logits(logits_BV, dense_BV, rows)
         steps = tuple(run.requests[row].step for row in rows)
-        run.observer.on_logits(
+        run.observer.on(
             LogitsEvent(requests=run.requests_of(rows), steps=steps, kl_R=kl_R, agrees_R=agrees_R)
         )
+
+
+def audited_rows(run: Run) -> tuple[int, ...]:
+    """Return the rows of the audited requests whose step is fast."""
+    audit, states = run.audit, run.requests
+    if audit is None:
+        return ()
+    fast = run.forward.descriptor.fast
+    return tuple(row for row in fast if audit.due(states[row].step, slow=states[row].slow))
 
 
 def compare_logits(

@@ -1,7 +1,7 @@
-"""The shapes of a model's keys and values, without its weights."""
+"""The shapes of a model's keys and values, learned from a pass over two tokens."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -9,59 +9,82 @@ from transformers import AttentionInterface, DynamicCache
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from sfi_core.errors import UnsupportedModelError
-from sfi_core.hosts.transformers.cache import check_supported
+from sfi_core.hosts.transformers.checks import check_supported
 from sfi_core.state.layer_shape import LayerShape
 
 NAME = "sfi-probe"
+KeyValue = tuple[torch.Tensor, torch.Tensor]
+
+
+def layer_shapes(model: Any) -> list[LayerShape]:
+    """Learn what every layer attends with; a model on the meta device computes nothing.
+
+    What counts is what arrives at the attention, expanded from latents where the model keeps those.
+
+    Raises:
+        UnsupportedModelError: SFI cannot act on the model, or without weights its pass depends on data.
+    """
+    arrived, cache = _probe(model)
+    windows = [layer.sliding_window if layer.is_sliding else None for layer in cache.layers]
+    return [_shape(*arrived[index], windows[index]) for index in sorted(arrived)]
+
+
+def cached_shapes(model: Any) -> list[LayerShape]:
+    """Learn what transformers' own cache keeps of a token, layer by layer."""
+    _, cache = _probe(model)
+    return [
+        _shape(layer.keys, layer.values, layer.sliding_window if layer.is_sliding else None)
+        for layer in cache.layers
+    ]
 
 
 @torch.no_grad()
-def layer_shapes_without_weights(model: Any) -> list[LayerShape]:
-    """Learn every layer's shapes from a pass over two tokens on the meta device, where nothing is computed.
-
-    What counts is what arrives at the attention, expanded from latents where the model keeps those. Experts
-    are left out: which ones a token goes to would be data.
-
-    Raises:
-        UnsupportedModelError: SFI cannot act on the model, or its pass depends on data.
-    """
+def _probe(model: Any) -> tuple[dict[int, KeyValue], Any]:
+    # run the model with an attention that only looks at what arrives
     check_supported(model)
-    seen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    arrived: dict[int, KeyValue] = {}
 
-    def attend(
+    def look(
         module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, None]:
-        seen[module.layer_idx] = key, value
+        arrived[module.layer_idx] = key, value
         B, heads, T = query.shape[:3]
-        return value.new_empty(B, T, heads, value.shape[3]), None
+        return value.new_zeros(B, T, heads, value.shape[3]), None
 
-    AttentionInterface.register(NAME, attend)
+    AttentionInterface.register(NAME, look)
     AttentionMaskInterface.register(NAME, sdpa_mask)
-    model.set_attn_implementation(NAME)
+    previous = model.config._attn_implementation  # noqa: SLF001 - nothing public says it
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     ids_BT = torch.zeros(1, 2, dtype=torch.long, device=model.device)
+    weightless = model.device.type == "meta"
+    model.set_attn_implementation(NAME)
     try:
-        with _without_experts(model):
+        with _without_experts(model) if weightless else nullcontext():
             model(input_ids=ids_BT, past_key_values=cache, use_cache=True)
     except (RuntimeError, NotImplementedError) as error:
+        if not weightless:
+            raise
         raise UnsupportedModelError(
             f"{type(model).__name__} must show its shapes without weights; its forward pass depends on data"
         ) from error
-    windows = [layer.sliding_window if layer.is_sliding else None for layer in cache.layers]
-    return [
-        LayerShape(
-            heads=key.shape[1],
-            key_width=key.shape[3],
-            value_width=value.shape[3],
-            itemsize=key.itemsize,
-            window=windows[index],
-        )
-        for index, (key, value) in sorted(seen.items())
-    ]
+    finally:
+        model.set_attn_implementation(previous)
+    return arrived, cache
+
+
+def _shape(key: torch.Tensor, value: torch.Tensor, window: int | None) -> LayerShape:
+    return LayerShape(
+        heads=key.shape[1],
+        key_width=key.shape[3],
+        value_width=value.shape[3],
+        itemsize=key.itemsize,
+        window=window,
+    )
 
 
 @contextmanager
 def _without_experts(model: Any) -> Iterator[None]:
+    # to which experts a token goes would be data
     experts = [module for name, module in model.named_modules() if name.endswith(".experts")]
     for module in experts:
         module.forward = lambda hidden, *_, **__: hidden

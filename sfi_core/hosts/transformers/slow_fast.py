@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
+from sfi_core.engine.backends.registry import check_backend
 from sfi_core.errors import ConfigError
 from sfi_core.hosts.transformers.attention import install, uninstall
 from sfi_core.hosts.transformers.backend import resolve_backend
-from sfi_core.hosts.transformers.checks import check_backend, check_cache, refuse_modes
+from sfi_core.hosts.transformers.checks import check_cache, refuse_modes
 from sfi_core.hosts.transformers.session import Session
 from sfi_core.models.forecast import check_fits
 from sfi_core.models.linear import wide_linears

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from sfi_core.errors import BackendError, MemoryForecastError
+from sfi_core.hosts.transformers.shapes import cached_shapes
 from sfi_core.hosts.transformers.slow_fast import slow_fast
 from sfi_core.machine.memory import free_bytes, resident_bytes
 from sfi_core.machine.versions import versions
@@ -20,7 +21,7 @@ from sfi_core.measure.bench.rows import point_rows
 from sfi_core.measure.bench.samples import Sample
 from sfi_core.measure.bench.settings import BenchSettings, Point, Variant
 from sfi_core.measure.bench.streams import Stream, stream
-from sfi_core.measure.bench.theirs import run_theirs, their_shapes
+from sfi_core.measure.bench.theirs import run_theirs
 from sfi_core.measure.kernel_bench.machine import describe_machine
 from sfi_core.measure.kernel_bench.timing import clock_for, copy_gb_per_s
 from sfi_core.models.byte_model import ByteModel
@@ -236,7 +237,7 @@ class Bench:
         )
         theirs = ours
         if any(not variant.policy for variant in variants):
-            shapes = their_shapes(self.model)
+            shapes = cached_shapes(self.model)
             description = describe_model(self.model, shapes)
             theirs = ByteModel.of({**description, "weight_bytes": weights}, batch=batch)
         return {variant.name: ours if variant.policy else theirs for variant in variants}

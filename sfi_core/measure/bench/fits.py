@@ -3,10 +3,11 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from sfi_core.hosts.transformers.shapes import cached_shapes
 from sfi_core.hosts.transformers.slow_fast import slow_fast
 from sfi_core.machine.memory import free_bytes
 from sfi_core.measure.bench.settings import BenchSettings, Point, Variant
-from sfi_core.measure.bench.theirs import STATIC, their_shapes
+from sfi_core.measure.bench.theirs import STATIC
 from sfi_core.models.forecast import Forecast
 from sfi_core.settings.config import SfiConfig
 from sfi_core.state.layer_shape import LayerShape
@@ -30,7 +31,7 @@ def needed_bytes(
     """
     capacity = settings.capacity(point.context)
     if not variant.policy:
-        return _theirs(model, variant.name, their_shapes(model), point, capacity, settings)
+        return _theirs(model, variant.name, cached_shapes(model), point, capacity, settings)
     with slow_fast(
         model, None, config, policy=variant.policy, backend=settings.backend, engine=variant.engine
     ) as session:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from sfi_core.errors import ConfigError
-from sfi_core.hosts.transformers.shapes import layer_shapes_without_weights
+from sfi_core.hosts.transformers.shapes import layer_shapes
 from sfi_core.machine.versions import versions
 from sfi_core.measure.bench.fits import largest_batch
 from sfi_core.measure.bench.settings import BenchSettings
@@ -54,7 +54,7 @@ def forecast_document(
     if bandwidth_gb_per_s is None:
         bandwidth_gb_per_s = copy_gb_per_s(device, clock_for(device, "torch"))
     memory = device_memory(device) if memory_bytes is None else int(memory_bytes)
-    shapes, weights = layer_shapes_without_weights(model), ModelWeights.of(model)
+    shapes, weights = layer_shapes(model), ModelWeights.of(model)
     expected = Expectation(model, shapes, weights, settings, device)
     return {
         "rows": [

@@ -10,7 +10,7 @@ from sfi_core.engine.maintenance import main_stream
 from sfi_core.engine.run import Run
 from sfi_core.generation.decode import decode
 from sfi_core.generation.sampling import Sampler, Sampling
-from sfi_core.hosts.transformers.decoder import HostedModel
+from sfi_core.hosts.transformers.decoder import Decoder
 from sfi_core.hosts.transformers.slow_fast import slow_fast
 from sfi_core.machine.memory import peak_bytes, reset_peak
 from sfi_core.measure.bench.prompts import Prompts
@@ -52,13 +52,13 @@ def run_ours(
             policy=variant.policy, backend=settings.backend, engine=variant.engine,
         ) as session,
     ):  # fmt: skip
-        hosted = HostedModel(
-            model, session, prompts.ids_BT, prompts.mask_BT, settings.capacity(point.context),
-            frozenset(), settings.prefill_chunk,
+        decoder = Decoder(
+            session=session, ids_BT=prompts.ids_BT, mask_BT=prompts.mask_BT,
+            capacity=settings.capacity(point.context), chunk=settings.prefill_chunk,
+            shared=None if prompts.made_up is None else prompts.made_up.shared(session),
         )  # fmt: skip
-        hosted.shared = prompts.made_up
-        greedy, finished = Sampler(Sampling(), prompts.ids_BT), [False] * point.batch
-        greedy.ahead = hosted.ahead
+        greedy = Sampler(Sampling(), prompts.ids_BT, ahead=decoder.ahead)
+        finished = [False] * point.batch
         token_SB1 = torch.tensor(stream.token_SB, device=model.device)[:, :, None]
 
         def pick(logits_BV: torch.Tensor) -> list[int]:
@@ -67,7 +67,7 @@ def run_ours(
             return greedy(logits_BV, finished, 0)
 
         sample.began = time.perf_counter()
-        for step, _ in enumerate(decode(hosted, pick, settings.total_steps + 1)):
+        for step, _ in enumerate(decode(decoder, pick, settings.total_steps + 1)):
             sample.at.append(time.perf_counter())
             run = session.run
             if step:
@@ -93,10 +93,10 @@ def _read(run: Run) -> StepRead:
     return StepRead(
         tuple(state.slow for state in states),
         tuple(state.length for state in states),
-        tuple(state.packed_tokens + state.length - state.recent_start for state in states),
+        tuple(state.fast_tokens for state in states),
         tuple(state.packed_tokens for state in states),
     )
 
 
 def _selecting(run: Run) -> float:
-    return sum(state.selecting for state in run.requests)
+    return sum(state.tally.selecting for state in run.requests)

@@ -9,11 +9,11 @@ import torch
 from transformers import DynamicCache, GenerationConfig, StaticCache
 
 from sfi_core.generation.synthetic import SyntheticPrompt, fill_sliding, repeated
+from sfi_core.hosts.transformers.shapes import cached_shapes
 from sfi_core.machine.memory import peak_bytes, reset_peak
 from sfi_core.measure.bench.prompts import Prompts
 from sfi_core.measure.bench.samples import Sample, StepRead
 from sfi_core.measure.bench.settings import BenchSettings, Point
-from sfi_core.state.layer_shape import LayerShape
 
 STATIC = "transformers-static"
 
@@ -91,29 +91,6 @@ def run_theirs(
     return sample
 
 
-def their_shapes(model: Any) -> list[LayerShape]:
-    """Learn what transformers' own cache keeps of a token, layer by layer."""
-    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-    with torch.no_grad():
-        ids_BT = torch.zeros(1, 2, dtype=torch.long, device=model.device)
-        model(input_ids=ids_BT, past_key_values=cache, use_cache=True)
-    return cache_shapes(cache)
-
-
-def cache_shapes(cache: Any) -> list[LayerShape]:
-    """Return what a cache of transformers keeps of a token, layer by layer."""
-    return [
-        LayerShape(
-            heads=layer.keys.shape[1],
-            key_width=layer.keys.shape[3],
-            value_width=layer.values.shape[3],
-            itemsize=layer.keys.itemsize,
-            window=layer.sliding_window if layer.is_sliding else None,
-        )
-        for layer in cache.layers
-    ]
-
-
 @contextmanager
 def _plain_settings(model: Any) -> Iterator[None]:
     """Take a checkpoint's own sampling and stop tokens out of the way."""
@@ -133,7 +110,7 @@ def _cache(model: Any, name: str, capacity: int) -> Any:
 
 
 def _fill(model: Any, cache: Any, made_up: SyntheticPrompt, context: int) -> None:
-    for index, shape in enumerate(their_shapes(model)):
+    for index, shape in enumerate(cached_shapes(model)):
         layer = cache.layers[index]
         key, value = made_up.block(model, index, shape)
         if isinstance(cache, DynamicCache):

@@ -10,7 +10,7 @@ from sfi_core.engine.shared_prompt import SharedPrompt
 from sfi_core.errors import ConfigError, NumericsError
 from sfi_core.generation.decode import decode
 from sfi_core.generation.prompts import check_lengths, left_pad
-from sfi_core.hosts.transformers.decoder import HostedModel
+from sfi_core.hosts.transformers.decoder import Decoder
 from sfi_core.hosts.transformers.slow_fast import slow_fast
 from sfi_core.models.forecast import check_fits
 from sfi_core.settings.config import SfiConfig
@@ -85,9 +85,11 @@ def teacher_force(
         slow_fast(model, tokenizer, config, policy=policy, backend=backend) as session,
     ):
         check_fits(session.forecast(1, prompt_tokens, capacity, prefill_chunk), model.device)
-        hosted = HostedModel(model, session, ids_BT, mask_BT, capacity, frozenset(), prefill_chunk)
-        hosted.shared = shared
-        for _ in decode(hosted, next_token, len(given)):
+        decoder = Decoder(
+            session=session, ids_BT=ids_BT, mask_BT=mask_BT, capacity=capacity, chunk=prefill_chunk,
+            shared=shared,
+        )  # fmt: skip
+        for _ in decode(decoder, next_token, len(given)):
             pass
         report = session.report
     assert report is not None, "a run has begun"

@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 
-from sfi_core.hosts.transformers.backend import PAGE_SIZE
+from sfi_core.engine.backends.registry import PAGE_SIZE
 from sfi_core.measure.kernel_bench.settings import BenchSettings
 from sfi_core.settings.parts import SelectorConfig
-from sfi_core.state.kv_cache import LayerPages
+from sfi_core.state.layer_pages import LayerPages
 from sfi_kernels.dense_attention import window_logits
 from sfi_kernels.selector import selector
 

@@ -24,7 +24,8 @@ from sfi_core.errors import ConfigError, InputError, MemoryForecastError, RankLo
 from sfi_core.models.digest import checkpoint_digest
 from sfi_core.models.forecast import Forecast, check_fits
 from sfi_core.policies import POLICIES
-from sfi_core.policies.base import LayerContext, Selection
+from sfi_core.policies.base import Selection
+from sfi_core.policies.context import LayerContext
 from sfi_core.policies.sfi import SFI
 from sfi_core.settings.engine import EngineOptions
 from tests import tensor_parallel

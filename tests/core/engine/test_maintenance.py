@@ -14,7 +14,7 @@ import torch
 
 import sfi_core
 from sfi_core import SfiConfig
-from sfi_core.engine.maintenance import SLOTS, InOrder, Maintenance, SecondStream, main_stream
+from sfi_core.engine.maintenance import RING_PLACES, InOrder, Maintenance, SecondStream, main_stream
 from sfi_core.settings.engine import EngineOptions
 from tests.core.conftest import tiny_qwen3
 from tests.fakes import RecordingObserver, use_references
@@ -22,7 +22,7 @@ from tests.fakes import RecordingObserver, use_references
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="on CPU tensors; test_engine_on_a_gpu.py has the real thing"
 )
-LAYERS = SLOTS + 2
+LAYERS = RING_PLACES + 2
 PROMPTS = [list(range(5, 45)), list(range(3, 28)), list(range(50, 57))]
 CONFIG = SfiConfig(
     slow_start=1, span=0, sink=2, recent=8, budget=6, t_max=3, window_prefill=4,
@@ -33,7 +33,7 @@ CONFIG = SfiConfig(
 class Lazy:
     """The laziest schedule: a job runs once somebody waits for it."""
 
-    slots = SLOTS
+    places = RING_PLACES
 
     def __init__(self) -> None:
         self.pending: list[tuple[int, Any]] = []
@@ -244,7 +244,7 @@ def decode_two_steps(device: Device) -> None:
 
             maintenance.submit(job)
         maintenance.join()
-    assert len(buffers) == SLOTS
+    assert len(buffers) == RING_PLACES
 
 
 def test_events_order_every_use_of_a_slot_and_of_a_segment(monkeypatch):
@@ -278,7 +278,7 @@ def test_what_a_job_reads_lives_until_the_main_stream_has_waited_for_it():
     maintenance.room(1, torch.device("cpu"))
     maintenance.submit(lambda held=evidence: held)
     del evidence
-    for _ in range(SLOTS - 1):
+    for _ in range(RING_PLACES - 1):
         maintenance.room(1, torch.device("cpu"))
         maintenance.submit(lambda: None)
     gc.collect()

@@ -8,7 +8,7 @@ import torch
 
 import sfi_core
 from sfi_core import SfiConfig
-from sfi_core.engine.maintenance import SLOTS
+from sfi_core.engine.maintenance import RING_PLACES
 from sfi_core.settings.engine import EngineOptions
 from sfi_traces.record.timing import TimingObserver
 from tests.core.conftest import tiny_qwen3
@@ -26,7 +26,7 @@ PLAIN = EngineOptions(overlap=False, graphs=False)
 
 @cache
 def model() -> Any:
-    return tiny_qwen3(layers=SLOTS + 3).cuda()
+    return tiny_qwen3(layers=RING_PLACES + 3).cuda()
 
 
 def complete(engine: EngineOptions, **options: Any) -> Any:

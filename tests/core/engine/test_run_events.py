@@ -7,10 +7,7 @@ import torch
 
 import sfi_core
 from sfi_core import SfiConfig, slow_fast
-from sfi_core.hosts.transformers.layer_shapes import layer_shapes
 from sfi_core.models.describe import describe_model
-from sfi_core.policies import policy_class
-from sfi_core.triggers.trigger import Trigger
 from tests.architectures import padded, tiny
 from tests.core.conftest import tiny_qwen3
 from tests.fakes import RecordingObserver
@@ -119,9 +116,8 @@ def test_a_pass_that_breaks_off_ends_its_span(tiny_model):
 
 
 def description(model: Any) -> dict[str, Any]:
-    policy = policy_class("full-kv")(CONFIG, Trigger(frozenset(), CONFIG))
     with slow_fast(model, None, CONFIG) as session:
-        return describe_model(model, layer_shapes(session.model, policy))
+        return describe_model(model, session.shapes())
 
 
 def weight_bytes(model: Any) -> int:

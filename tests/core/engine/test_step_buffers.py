@@ -6,16 +6,16 @@ import pytest
 import torch
 
 from sfi_core import SfiConfig
-from sfi_core.engine.graphs.buffers import FixedStep
+from sfi_core.engine.graphs.buffers import StepBuffers
 from sfi_core.engine.graphs.layer import note_step
 from sfi_core.engine.run import Run
-from sfi_core.policies import SFI, Selection
+from sfi_core.policies import SFI, Selection, StepPlan
 from sfi_core.state.kv_cache import KVCache
 from sfi_core.triggers.trigger import Trigger
 from sfi_kernels.step_descriptor import FAST, IDLE, SLOW, StepRequest
 from tests.fakes import RecordingObserver
 
-CONFIG = SfiConfig(trigger_token_ids=(1,), sink=2)
+CONFIG = SfiConfig(trigger_token_ids=(1,), sink=2, recent=10)
 POLICY = SFI(CONFIG, Trigger(frozenset({1}), CONFIG))
 
 
@@ -34,49 +34,52 @@ def requests(*modes: int, length: int = 30, dense: bool = False) -> list[StepReq
 
 
 @pytest.fixture
-def fixed() -> FixedStep:
-    return FixedStep.of(KVCache(3, 64, 16, "triton"), POLICY, torch.device("cpu"))
+def buffers() -> StepBuffers:
+    return StepBuffers.of(KVCache(3, 64, 16, "triton"), POLICY, torch.device("cpu"))
 
 
-def test_every_step_is_written_to_one_buffer_with_padded_lists(fixed):
-    where = fixed.descriptor.buffer.data_ptr()
-    step, dense = fixed.enter(partial(requests, SLOW, SLOW, SLOW))
+def test_every_step_is_written_to_one_buffer_with_padded_lists(buffers):
+    where = buffers.descriptor.buffer.data_ptr()
+    step, dense = buffers.describe(partial(requests, SLOW, SLOW, SLOW))
     assert (step.slow_rows, step.longest, dense) == (3, 64, None)
-    fixed.enter(partial(requests, SLOW, FAST, IDLE))
-    assert fixed.descriptor.buffer.data_ptr() == where
-    assert fixed.descriptor.slow_R[0].tolist() == [0]
-    assert [fixed.key(requests(*[SLOW] * n, *[FAST] * (3 - n))) for n in range(4)] == [0, 1, 2, 3]
+    buffers.describe(partial(requests, SLOW, FAST, IDLE))
+    assert buffers.descriptor.buffer.data_ptr() == where
+    assert buffers.descriptor.slow_R[0].tolist() == [0]
+    assert [buffers.key(requests(*[SLOW] * n, *[FAST] * (3 - n))) for n in range(4)] == [0, 1, 2, 3]
 
 
-def test_a_request_that_stopped_leaves_a_step_described_ahead_as_it_is(fixed):
-    fixed.write(partial(requests, SLOW, SLOW, FAST), ahead=True)
-    before = fixed.descriptor.buffer.clone()
-    step, _ = fixed.enter(partial(requests, IDLE, SLOW, FAST))
-    assert fixed.launched
+def test_a_request_that_stopped_leaves_a_step_described_ahead_as_it_is(buffers):
+    buffers.write(partial(requests, SLOW, SLOW, FAST), ahead=True)
+    before = buffers.descriptor.buffer.clone()
+    step, _ = buffers.describe(partial(requests, IDLE, SLOW, FAST))
+    assert buffers.launched
     assert (step.slow, step.fast) == ((1,), (2,))
-    assert fixed.places == {0: 0, 1: 1}, "as it was launched"
-    assert torch.equal(fixed.descriptor.buffer, before)
+    assert buffers.places == {0: 0, 1: 1}, "as it was launched"
+    assert torch.equal(buffers.descriptor.buffer, before)
 
 
 @pytest.mark.parametrize("change", [{"length": 31}, {}], ids=["another length", "another mode"])
-def test_a_step_that_turns_out_otherwise_is_described_anew(fixed, change):
-    fixed.write(partial(requests, FAST, SLOW, FAST), ahead=True)
+def test_a_step_that_turns_out_otherwise_is_described_anew(buffers, change):
+    buffers.write(partial(requests, FAST, SLOW, FAST), ahead=True)
     real = (FAST, SLOW, FAST) if change else (SLOW, SLOW, FAST)
-    fixed.enter(partial(requests, *real, **change))
-    assert not fixed.launched
-    assert fixed.descriptor.length_B.tolist() == [change.get("length", 30)] * 3
-    fixed.enter(partial(requests, *real, **change))
-    assert not fixed.launched, "described, not ahead"
+    buffers.describe(partial(requests, *real, **change))
+    assert not buffers.launched
+    assert buffers.descriptor.length_B.tolist() == [change.get("length", 30)] * 3
+    buffers.describe(partial(requests, *real, **change))
+    assert not buffers.launched, "described, not ahead"
 
 
-def test_a_selection_is_the_request_s_own_though_one_before_it_stopped(fixed):
+def test_a_selection_is_the_request_s_own_though_one_before_it_stopped(buffers):
     observer = RecordingObserver()
-    run = Run(POLICY, observer, fixed.cache)
+    run = Run(POLICY, observer, buffers.store)
     run.layers = {0}
     for state in run.requests:
-        state.prompt_tokens, state.length, state.recent_start = 30, 30, 20
-    fixed.write(partial(requests, SLOW, SLOW, FAST), ahead=True)
-    run.descriptor, run.dense_descriptor = fixed.enter(partial(requests, IDLE, SLOW, FAST))
+        state.prompt_tokens, state.length, state.recent_start, state.packed_tokens = 29, 29, 20, 4
+    buffers.write(partial(requests, SLOW, SLOW, FAST), ahead=True)
+    run.descriptors = buffers
+    run.requests[0].finished = True
+    run.begin_decode(StepPlan((True, True, False), ("trigger", "trigger", "")))
+    assert buffers.launched
     index = torch.tensor([[[5, 6]], [[7, 8]]], dtype=torch.int32)
-    note_step(run, {0: Selection(index)}, fixed.places)
+    note_step(run, {0: Selection(index)}, buffers.places)
     assert [(e.request, e.index_HK.tolist()) for e in observer.selections] == [(1, [[7, 8]])]

@@ -225,9 +225,9 @@ def runs(monkeypatch):
 
     made, start = Made(), Session.start
 
-    def noted(session, cache, *args):
+    def noted(session, cache, *args, **options):
         made.caches.append(cache)
-        made.append(start(session, cache, *args))
+        made.append(start(session, cache, *args, **options))
         return made[-1]
 
     monkeypatch.setattr(Session, "start", noted)
@@ -248,7 +248,7 @@ def test_memory_is_allocated_once_and_prompts_are_read_into_it(runs):
     """Nothing is copied: the pages are the run's all along."""
 
     def pages():
-        key_PHND = runs[0].cache.layers[0].key_PHND
+        key_PHND = runs[0].store.layers[0].key_PHND
         return key_PHND.data_ptr(), key_PHND.shape[0], key_PHND.shape[2]
 
     watch = Watch(pages)

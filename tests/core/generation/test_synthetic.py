@@ -7,7 +7,7 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 from sfi_core import SfiConfig, slow_fast
 from sfi_core.errors import ConfigError
 from sfi_core.generation.synthetic import BLOCK, SyntheticPrompt
-from sfi_core.hosts.transformers.decoder import HostedModel
+from sfi_core.hosts.transformers.decoder import Decoder
 
 CONFIG = SfiConfig(slow_start=1, span=0, trigger_policy="stride", stride=3, budget=16, recent=8)
 
@@ -19,14 +19,19 @@ def decode(model, prompt, config=CONFIG, steps=6, **options):
     padding = [longest - context for context in prompt.contexts]
     mask_BT = (torch.arange(longest) >= torch.tensor(padding)[:, None]).long()
     with torch.no_grad(), slow_fast(model, None, config, **options) as session:
-        hosted = HostedModel(model, session, ids_BT, mask_BT, prompt.capacity, frozenset())
-        hosted.shared = prompt
-        hosted.prefill()
-        hosted.record([1] * batch)
+        decoder = Decoder(
+            session=session,
+            ids_BT=ids_BT,
+            mask_BT=mask_BT,
+            capacity=prompt.capacity,
+            shared=prompt.shared(session),
+        )
+        decoder.prefill()
+        decoder.record([1] * batch)
         found = []
         for step in range(steps):
-            found.append(hosted.step([step + 1] * batch))
-            hosted.record([step + 2] * batch)
+            found.append(decoder.step([step + 1] * batch))
+            decoder.record([step + 2] * batch)
         return torch.stack(found), session.report
 
 

@@ -10,7 +10,7 @@ import torch
 
 from sfi_core import SfiConfig, slow_fast
 from sfi_core.errors import ConfigError, InputError, UnsupportedModelError
-from sfi_core.hosts.transformers.shapes import layer_shapes_without_weights
+from sfi_core.hosts.transformers.shapes import layer_shapes
 from sfi_core.measure.bench import forecast as module
 from sfi_core.measure.bench.architectures import empty_model, random_config, random_model
 from sfi_core.measure.bench.forecast import first_true, forecast_document
@@ -64,7 +64,7 @@ def forecast(name, context, batch, *, config=None, memory=150e9, **changes):
 @pytest.mark.parametrize("name", T1)
 def test_named_architectures_are_those_of_the_notes(name):
     layers, heads, billions, total, row = T1[name]
-    shapes = layer_shapes_without_weights(meta(name))
+    shapes = layer_shapes(meta(name))
     weights = ModelWeights.of(meta(name))
     assert (len(shapes), shapes[0].heads) == (layers, heads)
     assert weights.total_bytes / 2e9 == pytest.approx(billions, abs=0.006)
@@ -162,10 +162,10 @@ def test_shapes_without_weights_are_those_of_a_run(label):
     empty = empty_model(copy.deepcopy(model.config), META, torch.float32)
     if label in ("gpt-2", "opt"):  # they look at their input for padding
         with pytest.raises(UnsupportedModelError, match="its forward pass depends on data"):
-            layer_shapes_without_weights(empty)
+            layer_shapes(empty)
         return
     with slow_fast(model, None, SfiConfig(trigger_policy="never")) as session:
-        assert layer_shapes_without_weights(empty) == session.shapes()
+        assert layer_shapes(empty) == session.shapes()
 
 
 @pytest.mark.parametrize("label", ["qwen3", "gpt-oss", "deepseek-v3", "gemma-2", "gpt-neox"])

@@ -136,7 +136,7 @@ def test_the_forecast_is_what_a_run_allocates(
             pad_token_id=0,
             eos_token_id=None,
         )
-        pages, segments = session.run.cache.layers.values(), session.run.segments.values()
+        pages, segments = session.run.store.layers.values(), session.run.segments.values()
     assert expected.kv_bytes == sum(size(p.key_PHND, p.value_PHNE) for p in pages)
     assert expected.norm_bytes == sum(size(p.norm_PHN) for p in pages)
     assert expected.packed_bytes == sum(size(s.key_BHSD, s.value_BHSE) for s in segments)

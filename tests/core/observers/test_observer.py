@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from sfi_core.observers.events import SelectionEvent, StepEvent
-from sfi_core.observers.observer import NullObserver, Observers
+from sfi_core.observers.observer import NullObserver, Observers, wants, wants_spans
 from tests.fakes import RecordingObserver
 
 STEP = StepEvent(
@@ -28,8 +28,8 @@ SELECTION = SelectionEvent(
 def test_every_observer_gets_every_event():
     first, second = RecordingObserver(), RecordingObserver()
     observers = Observers([first, second])
-    observers.on_step(STEP)
-    observers.on_selection(SELECTION)
+    observers.on(STEP)
+    observers.on(SELECTION)
     for one in (first, second):
         assert one.steps == [STEP]
         assert one.selections[0] is SELECTION
@@ -83,8 +83,26 @@ def test_an_observer_of_one_thing_inherits_the_rest():
             self.count += 1
 
     observer = Counting()
-    observer.on_step(STEP)
-    observer.on_selection(SELECTION)
+    observer.on(STEP)
+    observer.on(SELECTION)
     with observer.span("sample"):
         pass
     assert observer.count == 1
+
+
+class Everything(NullObserver):
+    """Wants every event."""
+
+    def on(self, event) -> None:
+        """Take it."""
+
+
+@pytest.mark.parametrize(
+    ("observer", "wanted"),
+    [(NullObserver(), False), (RecordingObserver(), True), (Everything(), True)],
+)
+def test_what_an_observer_overrides_is_what_it_wants(observer: NullObserver, wanted: bool):
+    assert wants(observer, SelectionEvent) is wanted
+    assert wants(Observers([NullObserver(), observer]), SelectionEvent) is wanted
+    spans = isinstance(observer, RecordingObserver)
+    assert wants_spans(observer) is wants_spans(Observers([observer])) is spans

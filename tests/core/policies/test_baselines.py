@@ -12,9 +12,9 @@ from sfi_core.errors import ConfigError
 from sfi_core.policies import POLICIES, LayerContext, Policy
 from sfi_core.settings.config import SfiConfig
 from sfi_core.state.position_sets import allowed_positions
-from sfi_core.state.request import SparseState
+from sfi_core.state.request import RequestState
 from sfi_core.triggers.trigger import Trigger
-from tests.fakes import RecordingObserver
+from tests.fakes import RecordingObserver, layer_context
 
 H, G, D = 2, 2, 8
 SINK, RECENT, BUDGET, PROMPT = 2, 4, 6, 40
@@ -30,16 +30,13 @@ def make(policy: str, config: SfiConfig = CONFIG, layers: tuple[int, ...] = (0, 
 def shown(logits: torch.Tensor, **fields: Any) -> LayerContext:
     """Return what a layer of one request shows a policy at a step whose cache holds T tokens."""
     T = logits.shape[-1]
-    state = fields.pop("state", None) or SparseState(
+    state = fields.pop("state", None) or RequestState(
         prompt_tokens=PROMPT, length=T, recent_start=max(SINK, T - RECENT), step=T - PROMPT
     )
-    return LayerContext(
-        layer=fields.pop("layer", 0),
-        requests=(0,),
-        backend="torch",
+    return layer_context(
+        logits,
         allowed_BT=allowed_positions(T, torch.tensor([SINK]), torch.tensor([state.recent_start])),
         key_norm_BHT=fields.pop("norms", torch.ones(1, H, T)),
-        logits=lambda: logits,
         states=(state,),
         **fields,
     )
@@ -178,7 +175,7 @@ def test_quest_takes_the_pages_with_the_highest_bounds(length: int):
     generator = torch.Generator().manual_seed(length)
     key = torch.randn(1, H, length, D, generator=generator)
     query = torch.randn(1, H, G, 1, D, generator=generator)
-    state = SparseState(length=length, recent_start=length - RECENT, prompt_tokens=9, step=1)
+    state = RequestState(length=length, recent_start=length - RECENT, prompt_tokens=9, step=1)
     layer = shown(
         torch.zeros(1, H, G, 1, length), state=state, query_BHGWD=query, notes=({},),
         keys=lambda _, start, stop: key[:, :, start:stop],

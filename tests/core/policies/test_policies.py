@@ -13,10 +13,10 @@ from sfi_core.observers.events import SelectionEvent, StepEvent
 from sfi_core.policies import POLICIES, LayerContext, Policy, StepContext, policy_class
 from sfi_core.settings.config import SfiConfig
 from sfi_core.state.position_sets import allowed_positions
-from sfi_core.state.request import SparseState
+from sfi_core.state.request import RequestState
 from sfi_core.triggers.trigger import Trigger
 from sfi_kernels.selector import selector
-from tests.fakes import RecordingObserver
+from tests.fakes import RecordingObserver, layer_context
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 SINK, RECENT, BUDGET, T_MAX, NEW = 3, 6, 5, 4, 24
@@ -176,15 +176,12 @@ def make(policy: str, config: SfiConfig = CONFIG) -> Policy:
 
 def context(logits: torch.Tensor, length: int, budget_start: int = SINK) -> LayerContext:
     """Return what a layer of one request shows a policy."""
-    return LayerContext(
-        layer=0,
-        requests=(0,),
-        backend="torch",
+    return layer_context(
+        logits,
         allowed_BT=allowed_positions(
             length, torch.tensor([budget_start]), torch.tensor([length - RECENT])
         ),
         key_norm_BHT=torch.rand(1, logits.shape[1], length) + 0.5,
-        logits=lambda: logits,
     )
 
 
@@ -300,7 +297,7 @@ def test_sfi_selects_the_best_scores_of_the_selector():
 def test_sfi_spares_itself_the_diagnostics_that_nobody_hears():
     layer = context(torch.randn(1, 2, 2, 1, 30), 30)
     told, silent = (
-        make("sfi").select_after(replace(layer, heard=heard)) for heard in (True, False)
+        make("sfi").select_after(replace(layer, wants_diagnostics=heard)) for heard in (True, False)
     )
     assert set(silent.diagnostics) == {"lambda_star"} < set(told.diagnostics)
     assert torch.equal(told.index_BHK, silent.index_BHK)
@@ -378,7 +375,7 @@ def test_oracle_top_k_selects_anew_at_every_step(complete: Any):
     ],
 )
 def test_each_request_of_a_batch_decides_alone(policy: str, slow: tuple, reasons: tuple):
-    requests = [SparseState(step=3, tokens=[5]), SparseState(step=3, tokens=[6])]
+    requests = [RequestState(step=0, tokens=[5]), RequestState(step=0, tokens=[6])]
     plan = make(policy).plan(StepContext(requests))
     assert (plan.slow_B, plan.reason_B) == (slow, reasons)
 

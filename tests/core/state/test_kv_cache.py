@@ -254,14 +254,14 @@ def test_a_copy_of_a_cache_is_its_own():
 
 
 @pytest.mark.parametrize("page_size", [None, 5, 16])
-def test_a_slot_is_one_requests_part_of_the_same_memory(page_size: int | None):
+def test_a_row_is_one_requests_part_of_the_same_memory(page_size: int | None):
     written = Written(20, page_size)
     written.append(4, 12, 9)
-    slot = written.cache.slot(1)
-    assert (slot.batch, slot.capacity) == (1, written.cache.capacity)
-    assert torch.equal(slot.keys(0, 0, 2, 12)[0], written.keys[1][:, 2:])
+    row = written.cache.row(1)
+    assert (row.batch, row.capacity) == (1, written.cache.capacity)
+    assert torch.equal(row.keys(0, 0, 2, 12)[0], written.keys[1][:, 2:])
     key, value = torch.randn(1, H, 7, D), torch.randn(1, H, 7, E)
-    slot.append(0, key, value, int32(0), int32(7), 7)
+    row.append(0, key, value, int32(0), int32(7), 7)
     written.keys[1], written.values[1] = key[0], value[0]
     written.assert_found()
-    torch.testing.assert_close(slot.norms(0, [0], 7)[0], key[0].norm(dim=-1))
+    torch.testing.assert_close(row.norms(0, [0], 7)[0], key[0].norm(dim=-1))

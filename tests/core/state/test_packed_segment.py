@@ -22,19 +22,18 @@ class Packed:
 
     def __init__(self, rows: int, page_size: int | None = 8, backend: str = "torch") -> None:
         self.key, self.value = torch.randn(B, H, T, D), torch.randn(B, H, T, E)
-        self.cache = KVCache(B, T, page_size)
+        self.cache = KVCache(B, T, page_size, backend)
         start, count = int32(*[0] * B), int32(*[T] * B)
         self.pages = self.cache.append(0, self.key, self.value, start, count, T)
-        self.segment = PackedSegment(B, rows, self.pages, backend)
+        self.segment = PackedSegment(B, rows, self.pages)
 
     def repack(self, row: int, index: list[list[int]], sink: int = SINK) -> None:
         self.repack_all([row], [index], [sink])
 
     def repack_all(self, rows: list[int], index: list[list[list[int]]], sinks: list[int]) -> None:
-        table_BP, most_sink = self.cache.block_table_BP, max(sinks)
         index_RHK = torch.tensor(index, dtype=torch.int32)
         request_R, sink_R = int32(*rows), int32(*sinks)
-        self.segment.repack(request_R, sink_R, index_RHK, self.pages, table_BP, most_sink)
+        self.cache.pack_into(self.segment, 0, request_R, sink_R, index_RHK, max(sinks))
 
     def assert_holds(self, row: int, *heads: list[int]) -> None:
         """Compare positions, keys and values of a request with what it should hold."""
@@ -123,14 +122,13 @@ def test_a_segment_grows_with_a_cache_that_grew():
     packed.assert_holds(1, [0, 1, 4, 6], [0, 1, 5, 7])
 
 
-def test_a_slot_is_one_requests_part_emptied():
+def test_a_row_is_one_requests_part_emptied():
     packed = Packed(6)
     packed.repack_all([0, 1], [[[5, 9], [2, 3]], [[7, 8], [6, 9]]], [2, 2])
-    slot = packed.segment.slot(1)
+    row = packed.segment.row(1)
     packed.assert_holds(1, [], [])
     packed.assert_holds(0, [0, 1, 5, 9], [0, 1, 2, 3])
-    pages, table = packed.cache.slot(1).layers[0], packed.cache.slot(1).block_table_BP
     index = torch.tensor([[[10, 11], [12, 13]]], dtype=torch.int32)
-    slot.repack(int32(0), int32(2), index, pages, table, 2)
+    packed.cache.row(1).pack_into(row, 0, int32(0), int32(2), index, 2)
     packed.assert_holds(1, [0, 1, 10, 11], [0, 1, 12, 13])
     packed.assert_holds(0, [0, 1, 5, 9], [0, 1, 2, 3])

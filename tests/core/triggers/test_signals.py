@@ -9,7 +9,7 @@ import sfi_core
 from sfi_core import slow_fast
 from sfi_core.settings.audit import AuditConfig
 from sfi_core.settings.config import SfiConfig
-from sfi_core.state.request import SparseState
+from sfi_core.state.request import RequestState
 from sfi_core.triggers.trigger import Trigger
 from tests.fakes import RecordingObserver
 
@@ -72,8 +72,8 @@ def test_a_row_of_a_batch_is_slow_where_it_is_alone(tiny_model: Any, policy: str
         assert complete(tiny_model, config, [prompt])[0] == together[row]
 
 
-def state(**fields: Any) -> SparseState:
-    return SparseState(
+def state(**fields: Any) -> RequestState:
+    return RequestState(
         **{"step": 9, "steps_since_slow": 9, "prompt_tokens": 50, "tokens": [1], **fields}
     )
 

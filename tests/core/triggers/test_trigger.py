@@ -3,7 +3,7 @@
 import pytest
 
 from sfi_core.settings.config import SfiConfig
-from sfi_core.state.request import SparseState
+from sfi_core.state.request import RequestState
 from sfi_core.triggers.trigger import Trigger
 
 STOP, WORD = 7, 1  # 7 is in T_trig
@@ -17,7 +17,7 @@ def slow_steps(tokens: list[int], **settings) -> dict[int, str]:
     """
     settings = {"trigger_delay": 0, "t_max": 1000, **settings}
     trigger = Trigger(frozenset({STOP}), PAPER.replace(**settings))
-    state = SparseState(prompt_tokens=10)
+    state = RequestState(prompt_tokens=10)
     state.begin(slow=True, reason="first", new_tokens=10)
     slow = {}
     for token in tokens:
@@ -56,7 +56,7 @@ def test_a_delay_puts_the_slow_step_off_by_that_many_steps(delay: int):
 def test_tokens_of_the_prompt_never_trigger(delay: int):
     """Only x_0, x_1, ... are asked, however far the delay looks back."""
     assert slow_steps(text(6), trigger_delay=delay) == {}
-    state = SparseState(prompt_tokens=10, length=10, step=0)
+    state = RequestState(prompt_tokens=10, length=10, step=0)
     trigger = Trigger(frozenset({STOP}), PAPER.replace(trigger_delay=delay))
     assert trigger.reason(state) == ""
 
@@ -114,7 +114,7 @@ def test_a_stride_is_the_distance_between_slow_steps(stride: int):
 
 def test_a_trigger_set_of_every_token_makes_every_step_slow():
     trigger = Trigger(frozenset(range(10)), PAPER.replace(trigger_delay=0))
-    state = SparseState(tokens=[3], step=0, steps_since_slow=0)
+    state = RequestState(tokens=[3], step=0, steps_since_slow=0)
     assert trigger.reason(state) == "trigger"
 
 

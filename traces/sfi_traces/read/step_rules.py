@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from itertools import groupby
 
 from sfi_core.settings.config import SfiConfig
-from sfi_core.state.request import SparseState
+from sfi_core.state.request import RequestState
 from sfi_core.triggers.trigger import Trigger
 from sfi_traces.read.reader import Trace
 
@@ -41,7 +41,7 @@ def broken_rules(trace: Trace) -> Iterator[str]:
         trace.table("steps", COLUMNS).to_pylist(), key=lambda row: (row["request"], row["step"])
     )
     for _, steps in groupby(rows, key=lambda row: row["request"]):
-        state, sentence = SparseState(), 0
+        state, sentence = RequestState(), 0
         for row in steps:
             state.prompt_tokens = state.prompt_tokens or row["context_tokens"]
             where = f"request {row['request']}, step {row['step']}"

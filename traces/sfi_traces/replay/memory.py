@@ -35,7 +35,7 @@ class Memory:
 
     @classmethod
     def of(cls, config: SfiConfig, slow_N: Bools, length_N: Ints) -> Self:
-        """Follow `SparseState` over all steps at once; step 0 holds the prompt."""
+        """Follow `RequestState` over all steps at once; step 0 holds the prompt."""
         sink = min(config.sink, int(length_N[0]))
         fresh_N = np.maximum(sink, length_N - config.recent)
         last_N = np.maximum.accumulate(np.where(slow_N, np.arange(len(slow_N)), 0))

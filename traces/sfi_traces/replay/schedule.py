@@ -3,7 +3,7 @@
 import numpy as np
 
 from sfi_core.errors import ConfigError
-from sfi_core.state.request import SparseState
+from sfi_core.state.request import RequestState
 from sfi_core.triggers.trigger import Trigger
 from sfi_traces.replay.setting import Setting
 from sfi_traces.replay.support import Floats, Supports
@@ -22,7 +22,7 @@ def schedule(supports: Supports, setting: Setting) -> list[str]:
             "trigger-policy entropy cannot be replayed: a trace does not record the entropy of the next token"
         )
     trigger = Trigger(setting.trigger_token_ids, setting.config)
-    state = SparseState(prompt_tokens=supports.prompt_tokens)
+    state = RequestState(prompt_tokens=supports.prompt_tokens)
     state.begin(slow=True, reason="first", new_tokens=supports.prompt_tokens)
     reasons = ["first"]
     cosine_N = mean_cosine(supports).tolist()

@@ -15,7 +15,6 @@ from sfi_core.generation.prompts import encode
 from sfi_core.generation.read_prompt import read_prompt
 from sfi_core.generation.sampling import Sampling
 from sfi_core.hosts.transformers.decoder import nothing_to_tell
-from sfi_core.hosts.transformers.layer_shapes import layer_shapes
 from sfi_core.hosts.transformers.slow_fast import slow_fast
 from sfi_core.models.describe import describe_model
 from sfi_core.settings.audit import AuditConfig
@@ -36,7 +35,7 @@ def check_model(model: Any, tokenizer: Any, trace: Trace) -> None:
         TraceError: With the first fact that differs.
     """
     with slow_fast(model, tokenizer, SfiConfig(trigger_policy="never")) as session:
-        facts = describe_model(model, layer_shapes(session.model, session.policy))
+        facts = describe_model(model, session.shapes())
     for name, value in trace.manifest["model"].items():
         if facts.get(name) != value:
             told = isinstance(value, str | int)

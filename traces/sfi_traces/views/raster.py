@@ -129,7 +129,7 @@ def _top(view: View) -> int:
 
 
 def _segments(view: View) -> tuple[int, np.ndarray | None]:
-    # as `SparseState.move_recent` places them
+    # as `RequestState.move_recent` places them
     config, steps = view.trace.manifest["config"], view.steps
     if steps.slow.all():
         return 0, None

@@ -8,21 +8,21 @@ import pytest
 import torch
 
 from sfi_core.state.position_sets import allowed_positions, attended_positions
-from sfi_core.state.request import SparseState
+from sfi_core.state.request import RequestState
 
 SINK, RECENT = 4, 8
 
 
-def prefilled(prompt: int, sink: int = SINK, recent: int = RECENT) -> SparseState:
+def prefilled(prompt: int, sink: int = SINK, recent: int = RECENT) -> RequestState:
     """Return a request after its prompt, as `Run.begin_prefill` leaves it."""
-    state = SparseState()
+    state = RequestState()
     state.begin(slow=True, reason="first", new_tokens=prompt)
     state.prompt_tokens = prompt
     state.move_recent(sink, recent, sliding=False)
     return state
 
 
-def allowed(state: SparseState, sink: int = SINK) -> list[int]:
+def allowed(state: RequestState, sink: int = SINK) -> list[int]:
     bounds = torch.tensor([[state.sink(sink)], [state.recent_start]])
     mask = allowed_positions(state.length, *bounds)
     assert mask.shape == (1, state.length)
@@ -133,7 +133,7 @@ def test_the_query_is_read_however_short_the_prompt(prompt: int, sliding: bool):
 class Refreshed:
     """A request at some step of a random run, with what its last slow step knew."""
 
-    state: SparseState
+    state: RequestState
     candidates: set[int]
     t_max: int
 
@@ -212,12 +212,12 @@ def test_finished_slow_steps_are_counted_with_their_reasons():
         state.begin(slow=bool(reason), reason=reason, new_tokens=1)
         state.finish_step(8)
     assert state.tokens == [7, 8, 8, 8, 8]
-    assert state.slow_at == [0, 2, 4]
-    assert state.reasons == {"first": 1, "trigger": 1, "t_max": 1}
+    assert state.tally.slow_at == [0, 2, 4]
+    assert state.tally.reasons == {"first": 1, "trigger": 1, "t_max": 1}
 
 
 def test_a_slow_step_that_broke_off_is_not_counted():
     state = prefilled(10)
     state.finish_step(7)
     state.begin(slow=True, reason="trigger", new_tokens=1)
-    assert (state.slow_at, state.reasons) == ([0], {"first": 1})
+    assert (state.tally.slow_at, state.tally.reasons) == ([0], {"first": 1})

@@ -1,0 +1,254 @@
+"""Digests of what the engine computes, for changes that must not change it.
+
+    python benchmarks/digests.py --write FILE      before the change
+    python benchmarks/digests.py --compare FILE    after it: prints what differs, exits with 1
+
+Each case digests token ids, slow steps and their reasons, every selection, the paths taken and the order in
+which an observer is told. Floating point differs between machines: compare on the machine that wrote.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is first imported
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT / folder) for folder in (".", "kernels", "traces")]
+
+import torch  # noqa: E402
+
+from sfi_core import Sampling, SfiConfig, generate, load, slow_fast  # noqa: E402
+from tests.architectures import BY_LABEL, WORKS, padded, prompts  # noqa: E402
+
+CONFIG = SfiConfig(
+    sink=2, recent=8, budget=12, t_max=4, span=2, trigger_token_ids=tuple(range(0, 300, 5)),
+    window_prefill=4,
+)  # fmt: skip
+PAPER = SfiConfig.preset("paper").replace(
+    sink=2, recent=8, budget=12, t_max=4, trigger_token_ids=tuple(range(0, 300, 5))
+)
+RAGGED, STEPS = (70, 31, 50), 20
+POLICIES = (
+    "full-kv", "streaming-llm", "snapkv", "h2o", "tova", "quest", "tidaldecode", "refreshkv",
+    "oracle-top-k", "random-k", "prior-only",
+)  # fmt: skip
+
+
+def digest(value: Any) -> str:
+    """Shorten a JSON value."""
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
+
+
+class Listener:
+    """Notes every selection, and the order of events and spans."""
+
+    def __init__(self) -> None:
+        self.selections: list[Any] = []
+        self.told: list[Any] = []
+
+    def on(self, event: Any) -> None:
+        """Note an event."""
+        name = type(event).__name__
+        self.told.append([name, getattr(event, "step", None), getattr(event, "layer", None)])
+        if name == "SelectionEvent":
+            where = [event.request, event.step, event.layer]
+            marks = {k: [round(x, 4) for x in v.flatten().tolist()]
+                     for k, v in event.diagnostics.items()}  # fmt: skip
+            self.selections.append([*where, event.index_HK.tolist(), marks])
+
+    on_run = on_prompt = on_begin_step = on_step = on_selection = on_audit = on_logits = on
+
+    @contextmanager
+    def span(self, name: str, layer: int | None = None, moved_bytes: int = 0) -> Any:
+        """Note a span."""
+        self.told.append([name, layer, moved_bytes])
+        yield
+
+
+def summary(report: Any, seen: Listener) -> dict[str, str]:
+    """Digest a run."""
+    requests = report.requests
+    return {
+        "tokens": digest([r.token_ids for r in requests]),
+        "slow": digest([[r.slow_at, r.reasons, r.finish_reason] for r in requests]),
+        "ratios": digest(
+            [
+                [r.mean_attended_tokens, r.read_ratio, r.selection_ratio, r.stored_ratio]
+                for r in requests
+            ]
+        ),
+        "selections": digest(seen.selections),
+        "paths": digest(sorted(report.paths.items())),
+        "kernels": digest([[k.name, k.launches, k.steps, k.layers] for k in report.kernels]),
+        "told": digest(seen.told),
+    }
+
+
+def own_loop(model: Any, config: SfiConfig = CONFIG, rows: Any = None, **options: Any) -> Any:
+    """Run `generate`."""
+    seen = Listener()
+    rows = rows or prompts(*RAGGED)
+    options = {"max_new_tokens": STEPS, "stop_token_ids": (), **options}
+    result = generate(
+        model, options.pop("tokenizer", None), rows, config, observers=[seen], **options
+    )
+    return summary(result.report, seen)
+
+
+def hosted(model: Any, config: SfiConfig = CONFIG, **options: Any) -> Any:
+    """Run `model.generate` under `slow_fast`."""
+    seen = Listener()
+    torch.manual_seed(0)
+    with slow_fast(model, None, config, observers=[seen]) as session:
+        model.generate(**padded(prompts(*RAGGED)), max_new_tokens=STEPS, **options)
+        return summary(session.report, seen)
+
+
+def audit(**settings: Any) -> Any:
+    """Make audit settings, wherever they live."""
+    try:
+        from sfi_core.settings.audit import AuditConfig  # noqa: PLC0415
+    except ImportError:
+        from sfi_core.audit_config import AuditConfig  # noqa: PLC0415
+    return AuditConfig(**settings)
+
+
+def bundled(**options: Any) -> Any:
+    """Run the bundled example."""
+    prompt = json.loads((ROOT / "sfi_core/bundled/example.json").read_text())["prompt"]
+    model, tokenizer = load()
+    return own_loop(model, SfiConfig.preset(options.pop("preset", "default")), [prompt],
+                    tokenizer=tokenizer, max_new_tokens=40, **options)  # fmt: skip
+
+
+def ranks() -> Any:
+    """Run a tiny model on two ranks."""
+    prompt = "Where is it? The red house. Say more! and more; and more. " * 8
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+        "-m", "sfi_cli", "generate", prompt, "--json", "-n", "24", "--sink", "2", "--recent", "8",
+        "--budget", "12", "--t-max", "4", "--dtype", "float32",
+    ]  # fmt: skip
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(str(ROOT / folder) for folder in (".", "kernels", "traces"))
+    }
+    done = subprocess.run(  # noqa: S603 - our own command line
+        command, check=True, capture_output=True, text=True, env=environment, cwd=ROOT
+    )
+    requests = json.loads(done.stdout)["requests"]
+    keys = ("token_ids", "slow_at", "reasons", "read_ratio")
+    return {key: digest([request[key] for request in requests]) for key in keys}
+
+
+def cases() -> dict[str, Callable[[], Any]]:
+    """List the cases by name."""
+    llama = BY_LABEL["llama"].build
+    some: dict[str, Callable[[], Any]] = {
+        "bundled": bundled,
+        "bundled paper": lambda: bundled(preset="paper"),
+        "bundled full-kv": lambda: bundled(policy="full-kv"),
+    }
+    for one in WORKS:
+        some[f"{one.label} own loop"] = lambda one=one: own_loop(one.build())
+        some[f"{one.label} hosted"] = lambda one=one: hosted(one.build())
+    for name in POLICIES:
+        some[f"policy {name}"] = lambda name=name: own_loop(llama(), policy=name)
+    changes = {
+        "paper": PAPER,
+        "cosine": CONFIG.replace(trigger_policy="cosine", cosine_threshold=0.0, t_max=50),
+        "entropy": CONFIG.replace(trigger_policy="entropy", entropy_threshold=4.6, t_max=50),
+        "stride": CONFIG.replace(trigger_policy="stride", stride=3),
+        "delay 0": CONFIG.replace(trigger_delay=0),
+        "dense layers": CONFIG.replace(dense_layers=(1,)),
+        "never": CONFIG.replace(trigger_policy="never"),
+        "always": CONFIG.replace(trigger_policy="always"),
+    }
+    for name, config in changes.items():
+        some[f"config {name}"] = lambda config=config: own_loop(llama(), config)
+    sampled = {"sampling": Sampling(temperature=1.5, top_k=50), "seed": 3}
+    runs: dict[str, dict[str, Any]] = {
+        "sampled": sampled,
+        "chunks": {"prefill_chunk": 16},
+        "pages": {"page_size": 16},
+        "audit": {"audit": audit(every=3, top=16)},
+        "max batch 2": {
+            "max_batch": 2,
+            "rows": prompts(40, 31, 50, 22, 61),
+            "max_new_tokens": [9, 20, 4, 12, 7],
+        },
+        "max batch 1": {"max_batch": 1, "rows": prompts(40, 31, 50)},
+        "max batch sampled": {"max_batch": 2, "rows": prompts(40, 31, 50, 22), **sampled},
+        "max batch audit": {
+            "max_batch": 2,
+            "rows": prompts(40, 31, 50, 22),
+            "audit": audit(every=2, top=8),
+        },
+    }
+    for name, options in runs.items():
+        some[f"run {name}"] = lambda options=options: own_loop(llama(), **options)
+    some["max batch cosine"] = lambda: own_loop(
+        llama(), changes["cosine"], prompts(40, 31, 50, 22), max_batch=2
+    )
+    some["hosted sampled"] = lambda: hosted(llama(), do_sample=True, temperature=1.5)
+    triton = {"backend": "triton", "page_size": 16, "max_new_tokens": 10}
+    for label in ("llama", "gemma-2", "qwen3"):
+        some[f"triton {label}"] = lambda label=label: own_loop(BY_LABEL[label].build(), **triton)
+    for name in ("paper", "dense layers", "cosine"):
+        some[f"triton {name}"] = lambda name=name: own_loop(llama(), changes[name], **triton)
+    for name in ("quest", "snapkv", "h2o"):
+        some[f"triton {name}"] = lambda name=name: own_loop(llama(), policy=name, **triton)
+    some["triton audit"] = lambda: own_loop(llama(), **triton, audit=audit(every=3, top=8))
+    some["triton max batch"] = lambda: own_loop(
+        llama(),
+        rows=prompts(40, 31, 50, 22),
+        max_batch=2,
+        **{**triton, "max_new_tokens": [9, 5, 4, 6]},
+    )
+    some["two ranks"] = ranks
+    return some
+
+
+def main() -> int:
+    """Write or compare."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--write", type=Path)
+    parser.add_argument("--compare", type=Path)
+    parser.add_argument("--only", default="")
+    options = parser.parse_args()
+    made = {}
+    known = json.loads(options.compare.read_text()) if options.compare else {}
+    differing = 0
+    for name, run in cases().items():
+        if options.only not in name:
+            continue
+        torch.manual_seed(0)
+        try:
+            made[name] = run()
+        except Exception as error:  # noqa: BLE001
+            made[name] = {"error": f"{type(error).__name__}: {error}"}
+        if options.compare:
+            odd = [
+                key for key, value in made[name].items() if known.get(name, {}).get(key) != value
+            ]
+            differing += bool(odd)
+            print(
+                f"{'differs: ' + ', '.join(odd) if odd else 'same':40} {name}",
+                made[name].get("error", ""),
+                flush=True,
+            )
+        else:
+            print(name, made[name], flush=True)
+    if options.write:
+        options.write.write_text(json.dumps(made, indent=1) + "\n")
+    return 1 if differing else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

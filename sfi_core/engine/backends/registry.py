@@ -1,0 +1,64 @@
+"""The backends: which there are, what one cannot take, and the attention of a layer on a run's own."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from sfi_core.engine.backends import torch as torch_backend
+from sfi_core.engine.backends import triton as triton_backend
+from sfi_core.engine.layer import Layer
+from sfi_core.engine.run import Run
+from sfi_core.errors import BackendError, ConfigError
+from sfi_core.state.layer_shape import LayerShape
+from sfi_kernels.attention_tile.shape import check_limits
+from sfi_kernels.launch import KernelLimitError, check_device
+
+BACKENDS = ("auto", "torch", "triton")
+PAGE_SIZE = 64  # tokens of a page under the triton backend: one tile
+ATTEND = {"torch": torch_backend.attend, "triton": triton_backend.attend}
+
+
+def attend(run: Run, index: int, query_BHGTD: torch.Tensor, **options: Any) -> torch.Tensor:
+    """Let a layer attend, on the run's backend or as the run's graphs do.
+
+    Args:
+        run: The run; its store holds the layer's new keys and values already.
+        index: Index of the transformer layer.
+        query_BHGTD: Queries grouped by KV head; a request's own are the last `count` of T.
+        options: `scale`, `soft_cap` and `sink_HG` of `Layer`.
+
+    Returns:
+        out, [B, H, G, T, E].
+    """
+    how = run.attend or ATTEND[run.store.backend]
+    return how(Layer(run, index, **options), query_BHGTD)
+
+
+def check_backend(backend: str, device: torch.device) -> None:
+    """Refuse a backend that is unknown or cannot run on a device at all.
+
+    Raises:
+        ConfigError: Unknown.
+        BackendError: Known, but not runnable there.
+    """
+    if backend not in BACKENDS:
+        raise ConfigError(f"unknown backend {backend!r}; expected one of {BACKENDS}")
+    if backend == "triton":
+        try:
+            check_device(device)
+        except KernelLimitError as error:
+            raise BackendError(str(error)) from error
+
+
+def check_shapes(
+    shapes: Sequence[LayerShape], page_size: int | None, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Refuse layers that the Triton kernels cannot take.
+
+    Raises:
+        KernelLimitError: With the limit.
+    """
+    for shape in shapes:
+        if shape.window is None:
+            check_limits(shape.key_width, shape.value_width, page_size or PAGE_SIZE, dtype, device)

@@ -1,0 +1,128 @@
+"""How a layer attends in PyTorch: the reference backend.
+
+Requests are taken one by one, but for neighbors that decode fast: those share their calls, and each still
+computes what it computes alone.
+"""
+
+from collections.abc import Callable, Iterator
+from itertools import groupby
+from typing import TypeVar
+
+import torch
+
+from sfi_core.engine.layer import Layer
+from sfi_core.engine.policy_view import layer_context
+from sfi_core.engine.refresh import apply, end_prompt, refresh
+from sfi_kernels.dense_attention import dense_attention
+from sfi_kernels.dense_attention.reference import dense_attention_with_logits
+from sfi_kernels.sparse_attention import sparse_attention
+from sfi_kernels.step_descriptor import FAST, PROMPT
+
+R = TypeVar("R")
+
+
+def attend(layer: Layer, query_BHGTD: torch.Tensor) -> torch.Tensor:
+    """Attend with the pass's queries, and refresh the memory of the requests that are slow.
+
+    Args:
+        layer: The layer.
+        query_BHGTD: Queries grouped by KV head; a request's own are the last `count` of T.
+
+    Returns:
+        out, [B, H, G, T, E]; zeros where a request has no token.
+    """
+    B, H, G, T, _ = query_BHGTD.shape
+    out = query_BHGTD.new_zeros(B, H, G, T, layer.pages.value_PHNE.shape[3])
+    for rows in _alike(layer):
+        one = layer.forward.passes[rows.start]
+        query = query_BHGTD[rows, :, :, T - one.count :]
+        if one.kind == PROMPT:
+            attended = _dense(layer, rows, query)
+        elif one.kind == FAST and not layer.left_dense:
+            attended = _fast(layer, rows, query)
+        else:
+            attended = _slow(layer, rows, query)
+        out[rows, :, :, T - one.count :] = attended
+    end_prompt(layer, query_BHGTD)
+    layer.run.tell(layer, query_BHGTD, out)
+    return out
+
+
+def _alike(layer: Layer) -> Iterator[slice]:
+    # requests on their own, but for neighbors that only attend sparsely: those share their calls
+    policy = layer.run.policy
+    shares = not (layer.left_dense or policy.selects_before or policy.observes_fast)
+    kinds = [
+        "" if not one.count else "fast" if shares and one.kind == FAST else "alone"
+        for one in layer.forward.passes
+    ]
+    first = 0
+    for kind, group in groupby(kinds):
+        stop = first + len(list(group))
+        if kind == "fast":
+            yield slice(first, stop)
+        elif kind:
+            yield from (slice(row, row + 1) for row in range(first, stop))
+        first = stop
+
+
+def _slow(layer: Layer, rows: slice, query: torch.Tensor) -> torch.Tensor:
+    if not layer.run.policy.selects_in(layer.index):
+        return _dense(layer, rows, query)
+    # the evidence's logits come with it: a pass over the keys less
+    out, logits = _whole(layer, rows, query, dense_attention_with_logits)
+    last = query[:, :, :, -1:]
+    refresh(layer, (rows.start,), last, lambda: logits[:, :, :, -1:])
+    return out
+
+
+def _dense(layer: Layer, rows: slice, query: torch.Tensor) -> torch.Tensor:
+    return _whole(layer, rows, query, dense_attention.reference)
+
+
+def _whole(layer: Layer, rows: slice, query: torch.Tensor, attention: Callable[..., R]) -> R:
+    run, row = layer.run, rows.start
+    kind = "prefill" if layer.forward.passes[row].kind == PROMPT else "dense"
+    run.meter.count(f"torch.{kind}_attention")
+    moved = layer.moved_bytes((row,), dense=True)
+    with run.observer.span("attention.dense", layer.index, moved):
+        return attention(
+            query,
+            layer.pages.key_PHND,
+            layer.pages.value_PHNE,
+            run.store.block_table_BP[rows],
+            layer.forward.descriptor.length_B[rows],
+            **layer.options,
+        )
+
+
+def _fast(layer: Layer, rows: slice, query: torch.Tensor) -> torch.Tensor:
+    run, policy, row = layer.run, layer.run.policy, (rows.start,)
+    if policy.selects_before:
+        with run.observer.span("select_before", layer.index):
+            apply(layer, row, policy.select_before(layer_context(layer, row, query)))
+    out = _sparse(layer, rows, query)
+    if policy.observes_fast:
+        policy.observe_fast(layer_context(layer, row, query))
+    return out
+
+
+def _sparse(layer: Layer, rows: slice, query: torch.Tensor) -> torch.Tensor:
+    run, which = layer.run, range(rows.start, rows.stop)
+    segment, step = run.segments[layer.index], layer.forward.descriptor
+    run.meter.count("torch.sparse_attention", len(which))
+    moved = layer.moved_bytes(which, dense=False)
+    with run.observer.span("attention.fast", layer.index, moved):
+        out = sparse_attention.reference(
+            query[:, :, :, 0],
+            segment.key_BHSD[rows],
+            segment.value_BHSE[rows],
+            segment.length_BH[rows],
+            layer.pages.key_PHND,
+            layer.pages.value_PHNE,
+            run.store.block_table_BP[rows],
+            step.recent_start_B[rows],
+            step.length_B[rows],
+            **layer.options,
+        )
+    return out[:, :, :, None]

@@ -1,0 +1,65 @@
+"""What really ran in a run, how often, and how long it took."""
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from sfi_kernels.launch import counting
+
+WHOLE_STEP = -1  # the layer of what a step does once for all layers
+
+
+@dataclass(slots=True)
+class Meter:
+    """The counts and the clock of one run.
+
+    Attributes:
+        paths: Attention and maintenance calls by what really ran: requests x layers x steps.
+        kernels: Triton kernels launched, by name, step and layer; `WHOLE_STEP` is no layer.
+        prefill_seconds: Wall time of reading prompts, step 0 of every request.
+        decode_seconds: Wall time of the other steps.
+        born: When the run was made, by the clock of `time.perf_counter`.
+        began: When the step under way began, by the same clock.
+        ended: When the last step was over.
+    """
+
+    paths: Counter[str] = field(default_factory=Counter)
+    kernels: Counter[tuple[str, int, int]] = field(default_factory=Counter)
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    born: float = field(default_factory=time.perf_counter)
+    began: float = field(default_factory=time.perf_counter)
+    ended: float = 0.0
+
+    def count(self, path: str, times: int = 1) -> None:
+        """Count calls of a path."""
+        self.paths[path] += times
+
+    @contextmanager
+    def launches(self, step: int, layer: int) -> Iterator[None]:
+        """Count the Triton kernels launched inside under a step and a layer."""
+        launched: Counter[str] = Counter()
+        with counting(launched):
+            yield
+        for name, count in launched.items():
+            self.kernels[name, step, layer] += count
+
+    def begin(self) -> None:
+        """Start the clock of a step."""
+        self.began = time.perf_counter()
+
+    def begin_with_the_last(self) -> None:
+        """Let the step count from the end of the one before it: the device has worked on it since then."""
+        self.began = self.ended
+
+    def lap(self, *, prefill: bool) -> float:
+        """End the step, and return its seconds."""
+        self.ended = time.perf_counter()
+        seconds = self.ended - self.began
+        if prefill:
+            self.prefill_seconds += seconds
+        else:
+            self.decode_seconds += seconds
+        return seconds

@@ -1,0 +1,66 @@
+"""Runs over a part of another run's memory: one row alone, and the dense twin of a step."""
+
+import time
+from dataclasses import replace
+
+from sfi_core.engine.run import Run
+from sfi_core.observers.observer import NullObserver
+from sfi_core.policies.base import Policy
+from sfi_core.state.request import RequestState
+from sfi_kernels.step_descriptor import FAST, SLOW
+
+
+def open_row(run: Run, row: int, state: RequestState) -> Run:
+    """Give the row of a request that has ended to another one.
+
+    Returns:
+        A run of that one alone, over the row's part of the memory, for reading its prompt.
+    """
+    if run.signals is not None:
+        run.signals.settle(run.requests)  # while the row is still the old request's
+    ended = run.requests[row]
+    run.left.append(ended)
+    for key in [key for key in run.notes if key[0] == ended.request]:
+        del run.notes[key]
+    for watcher in run.watchers:
+        watcher.forget(ended.request)
+    state.tally.queued_seconds = time.perf_counter() - run.meter.born
+    run.requests[row] = state
+    alone = Run(
+        run.policy,
+        run.observer,
+        run.store.row(row),
+        run.stop_ids,
+        run.device,
+        replace(run.engine, overlap=False, graphs=False),  # one prompt: no step to replay
+        run.ranks,
+        run.audit,
+        run.watchers,
+        run.meter,
+    )
+    packed = run.layers.difference(run.policy.config.dense_layers)
+    alone.segments = {layer: run.segment(layer).row(row) for layer in packed}
+    alone.requests, alone.step, alone.layers, alone.notes = [state], run.step, run.layers, run.notes
+    return alone
+
+
+def close_row(run: Run, row: int, alone: Run) -> None:
+    """Go on with a request whose prompt was read by `open_row`'s run."""
+    run.step = alone.step
+    if run.signals is not None and alone.signals is not None:
+        alone.signals.settle(alone.requests)
+        run.signals.seat(row, alone.signals)
+
+
+def dense_twin(run: Run) -> Run:
+    """Return a run over the same store whose every request is slow, for the pass under way.
+
+    A forward pass under it writes what the pass itself will overwrite, and nothing else of the run.
+    """
+    policy = Policy(run.policy.config, run.policy.trigger)
+    twin = Run(policy, NullObserver(), run.store, device=run.device)
+    twin.requests = [replace(state, slow=True) for state in run.requests]
+    twin.segments, twin.layers, twin.step = run.segments, run.layers, run.step
+    passes = [replace(one, kind=SLOW) if one.kind == FAST else one for one in run.forward.passes]
+    twin.describe(passes, run.forward.start)
+    return twin

@@ -1,0 +1,108 @@
+"""The refresh of a layer's selected memory: the policy selects, the store packs, the observer is told."""
+
+from collections.abc import Callable
+
+import torch
+
+from sfi_core.engine.layer import Layer
+from sfi_core.engine.policy_view import layer_context, prompt_blocks
+from sfi_core.engine.run import Run
+from sfi_core.observers.events import SelectionEvent
+from sfi_core.policies.base import Selection
+
+
+def end_prompt(layer: Layer, query_BHGTD: torch.Tensor) -> None:
+    """Show the policy a piece of the prompt; make the first selection of requests whose prompt ends with it.
+
+    Args:
+        layer: The layer; it has attended.
+        query_BHGTD: The piece's queries; the last `window_prefill` of the prompt select.
+    """
+    run, ended = layer.run, layer.forward.ended
+    if not layer.forward.prompts:
+        return
+    if run.policy.observes_prompt:
+        for context in prompt_blocks(layer, query_BHGTD):
+            run.policy.observe_prompt(context)
+    if layer.left_dense or not ended:
+        return
+    last_BHGWD = run.prompt_queries.with_kept(layer.index, query_BHGTD)
+    for row in ended:
+        if run.policy.selects_in(layer.index):
+            window = min(run.policy.config.window_prefill, run.requests[row].length)
+            refresh(layer, (row,), last_BHGWD[row : row + 1, :, :, -window:])
+        else:
+            apply(layer, (row,), _nothing(last_BHGWD))
+
+
+def refresh(
+    layer: Layer,
+    rows: tuple[int, ...],
+    query_RHGWD: torch.Tensor,
+    logits: Callable[[], torch.Tensor] | None = None,
+    log_sum_RHGW: torch.Tensor | None = None,
+) -> None:
+    """Let the policy select anew for some requests.
+
+    Args:
+        layer: The layer.
+        rows: The requests.
+        query_RHGWD: The queries that make the selection.
+        logits: Returns their logits, where the attention has made them already.
+        log_sum_RHGW: The log-sum-exp of those over J.
+    """
+    run = layer.run
+    sink = run.policy.config.sink
+    empty = [run.requests[row].recent_start == run.requests[row].sink(sink) for row in rows]
+    if not any(empty):
+        context = layer_context(layer, rows, query_RHGWD, logits, log_sum_RHGW)
+        selection = run.policy.select_after(context)
+        run.meter.count(f"{layer.backend}.selector", len(rows))
+        apply(layer, rows, selection)
+        return
+    for place, row in enumerate(rows):
+        query = query_RHGWD[place : place + 1]
+        if empty[place]:  # nothing to select from
+            apply(layer, (row,), _nothing(query))
+        else:
+            refresh(layer, (row,), query)
+
+
+def apply(layer: Layer, rows: tuple[int, ...], selection: Selection | None) -> None:
+    """Pack what was selected for some requests, and tell the observer; None keeps the memory as it is."""
+    if selection is None:
+        return
+    run, index, chosen = layer.run, layer.index, layer.run.rows(rows)
+    with run.observer.span("pack", index):
+        run.store.pack_into(
+            run.segment(index),
+            index,
+            chosen.request_R,
+            chosen.sink_R,
+            selection.index_BHK,
+            chosen.most_sink,
+        )
+    run.meter.count(f"{layer.backend}.pack", len(rows))
+    for place, row in enumerate(rows):
+        note_selection(run, index, row, place, selection)
+
+
+def note_selection(run: Run, layer: int, row: int, place: int, selection: Selection) -> None:
+    """Note what a layer packed for a request, the `place`-th of a selection, and tell the observer."""
+    state = run.requests[row]
+    state.note_packed(run.policy.config.sink, selection.index_BHK.shape[2])
+    run.observer.on(
+        SelectionEvent(
+            request=state.request,
+            step=state.step,
+            layer=layer,
+            index_HK=selection.index_BHK[place],
+            diagnostics={
+                name: value[place : place + 1] for name, value in selection.diagnostics.items()
+            },
+        )
+    )
+
+
+def _nothing(query_BHGWD: torch.Tensor) -> Selection:
+    return Selection(query_BHGWD.new_empty(1, query_BHGWD.shape[1], 0, dtype=torch.int32))

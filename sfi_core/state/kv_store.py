@@ -1,0 +1,96 @@
+"""What the engine asks of a KV store, wherever its keys and values lie."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from sfi_core.state.layer_pages import LayerPages
+from sfi_core.state.packed_segment import PackedSegment
+
+
+class KVStore(Protocol):
+    """The keys, values and key norms of a batch of requests, by layer.
+
+    Lengths are not the store's: `RequestState.length` says how many tokens of a request count, and what lies
+    behind them is never read.
+
+    Attributes:
+        batch: Requests.
+        backend: Whose ops run: "torch" or "triton".
+        capacity: Tokens that fit per request.
+        page_size: Tokens of a page.
+        block_table_BP: Page numbers of each request, int32.
+        heads: KV heads of a layer; 1 while no layer is known.
+    """
+
+    batch: int
+    backend: str
+    capacity: int
+    page_size: int
+    block_table_BP: torch.Tensor
+
+    @property
+    def heads(self) -> int:
+        """KV heads of a layer."""
+
+    def grow(self, capacity: int) -> None:
+        """Make room for `capacity` tokens a request, if there is less."""
+
+    def append(
+        self,
+        layer: int,
+        key_BHTD: torch.Tensor,
+        value_BHTE: torch.Tensor,
+        start_B: torch.Tensor,
+        count_B: torch.Tensor,
+        longest: int,
+    ) -> LayerPages:
+        """Write each request's new tokens, the last `count` of T, from position `start` on.
+
+        Args:
+            layer: Index of the layer.
+            key_BHTD: New keys; whatever precedes a request's own is padding.
+            value_BHTE: New values.
+            start_B: Cached tokens of each request, int32.
+            count_B: New tokens of each request, int32.
+            longest: The largest sum of the two, so that the device is not asked.
+        """
+
+    def pages(self, layer: int) -> LayerPages:
+        """Return a layer's pages."""
+
+    def keys(self, layer: int, row: int, start: int, stop: int) -> torch.Tensor:
+        """Return a request's keys from `start` to before `stop`, [1, H, T, D], without asking the device."""
+
+    def norms(self, layer: int, rows: Sequence[int], length: int) -> torch.Tensor:
+        """Return requests' key norms, [len(rows), H, length] float32; undefined beyond a request's tokens."""
+
+    def norms_of(self, layer: int, table_RP: torch.Tensor) -> torch.Tensor:
+        """Return the key norms of requests by their page numbers, [R, H, capacity] float32."""
+
+    def pack_into(
+        self,
+        segment: PackedSegment,
+        layer: int,
+        request_R: torch.Tensor,
+        sink_R: torch.Tensor,
+        index_RHK: torch.Tensor,
+        most_sink: int,
+    ) -> None:
+        """Bring the sinks and the selected positions of some requests into a layer's packed segment.
+
+        Args:
+            segment: The layer's segment; it grows where it has less room.
+            layer: Index of the layer.
+            request_R: The refreshed requests, int32, each once; -1 where a row is of none.
+            sink_R: Their sink tokens, int32.
+            index_RHK: Their selected positions, int32, ascending, padded with -1 at the end.
+            most_sink: The largest of `sink_R`, so that the device is not asked.
+        """
+
+    def copy(self) -> "KVStore":
+        """Return a store of its own with the same tokens."""
+
+    def row(self, row: int) -> "KVStore":
+        """Return one request's part as a store of batch 1 over the same memory; it must not grow."""

@@ -1,0 +1,110 @@
+"""A pass in which each request does its own: one reads its prompt, one decodes fast, one slow."""
+
+import pytest
+import torch
+
+from sfi_core import SfiConfig
+from sfi_core.engine.backends.registry import attend
+from sfi_core.engine.forward import RequestPass
+from sfi_core.engine.run import Run
+from sfi_core.policies import SFI
+from sfi_core.state.kv_cache import KVCache
+from sfi_core.triggers.trigger import Trigger
+from sfi_kernels.step_descriptor import PROMPT, SLOW
+from tests.fakes import RecordingObserver
+
+H, G, D, PAGE, CAPACITY = 2, 2, 16, 16, 64
+CONFIG = SfiConfig(sink=2, recent=4, budget=6, window_prefill=4, span=0, trigger_token_ids=(1,))
+FAST_STEP, SLOW_STEP = (RequestPass.decode(slow=slow, reason="t_max") for slow in (False, True))
+REST = RequestPass()
+
+
+class Driven:
+    """Runs passes over random keys; request r is made of seed r, whatever its row."""
+
+    def __init__(self, *requests: int, backend: str = "torch") -> None:
+        policy = SFI(CONFIG, Trigger(frozenset({1}), CONFIG))
+        store = KVCache(len(requests), CAPACITY, PAGE, backend)
+        self.seen = RecordingObserver()
+        self.run = Run(policy, self.seen, store)
+        self.data = [
+            torch.randn(3, H, G, CAPACITY, D, generator=torch.Generator().manual_seed(request))
+            for request in requests
+        ]
+
+    def go(self, *passes: RequestPass) -> list[torch.Tensor]:
+        """Run a pass and note its tokens; return what each request read, [H, G, count, D]."""
+        T = max(one.count for one in passes)
+        key, value, query = (torch.zeros(len(passes), H, G, T, D) for _ in range(3))
+        for row, one in enumerate(passes):
+            start = self.run.requests[row].length
+            own = self.data[row][:, :, :, start : start + one.count]
+            for target, drawn in zip((key, value, query), own, strict=True):
+                target[row, :, :, T - one.count :] = drawn
+        self.run.begin(passes)
+        self.run.append(0, key[:, :, 0], value[:, :, 0])
+        out = attend(self.run, 0, query, scale=D**-0.5)
+        self.run.maintenance.join()
+        self.run.record([5] * len(passes))
+        return [out[row, :, :, T - one.count :] for row, one in enumerate(passes)]
+
+    def packed(self, row: int) -> list[list[int]]:
+        return self.run.segment(0).position_BHS[row].tolist()
+
+
+def prompt(count: int, *, ends: bool = True) -> RequestPass:
+    return RequestPass.prompt(count, ends=ends)
+
+
+PASSES = (  # of three requests: the third reads the rest of its prompt while the others decode
+    (prompt(20), prompt(33), prompt(12, ends=False)),
+    (FAST_STEP, SLOW_STEP, prompt(11)),
+    (FAST_STEP, FAST_STEP, SLOW_STEP),
+    (SLOW_STEP, REST, FAST_STEP),
+)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_each_request_of_a_mixed_pass_does_what_it_does_alone(backend: str):
+    together = Driven(0, 1, 2, backend=backend)
+    alone = [Driven(request, backend=backend) for request in range(3)]
+    for passes in PASSES:
+        read = together.go(*passes)
+        for row, (driven, one) in enumerate(zip(alone, passes, strict=True)):
+            if one.count:
+                torch.testing.assert_close(read[row], driven.go(one)[0], rtol=1e-5, atol=1e-6)
+                assert together.packed(row) == driven.packed(0)
+    for row, driven in enumerate(alone):
+        ours, theirs = together.run.requests[row], driven.run.requests[0]
+        assert ours.tokens == theirs.tokens
+        assert ours.tally.slow_at == theirs.tally.slow_at
+        assert ours.recent_start == theirs.recent_start
+    assert together.run.meter.paths == sum(
+        (d.run.meter.paths for d in alone), start=type(together.run.meter.paths)()
+    )
+
+
+def test_a_request_that_reads_on_gets_no_token():
+    driven = Driven(0, 1)
+    driven.go(prompt(20), prompt(8, ends=False))
+    assert [state.tokens for state in driven.run.requests] == [[5], []]
+    assert [event.request for event in driven.seen.steps] == [0]
+
+
+def test_a_slow_request_may_bring_several_tokens():
+    """As a verification of drafted tokens does: causal among them, and the last one selects."""
+    several, single = Driven(0), Driven(0)
+    for driven in (several, single):
+        driven.go(prompt(20))
+    out = several.go(RequestPass(SLOW, 3, "t_max"))[0]
+    one_by_one = torch.cat([single.go(SLOW_STEP)[0] for _ in range(3)], 2)
+    torch.testing.assert_close(out, one_by_one, rtol=1e-5, atol=1e-6)
+    assert several.packed(0) == single.packed(0)
+
+
+def test_a_pass_says_what_it_is():
+    assert prompt(3).kind == PROMPT
+    assert prompt(0) == REST
+    assert [one.generates for one in (REST, prompt(3, ends=False), prompt(3), FAST_STEP)] == [
+        False, False, True, True,
+    ]  # fmt: skip
