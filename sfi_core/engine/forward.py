@@ -10,7 +10,7 @@ from sfi_core.policies.base import Policy
 from sfi_core.state.kv_cache import KVCache
 from sfi_core.state.position_sets import allowed_positions
 from sfi_core.state.request import SparseState
-from sfi_kernels.decode_attention import slots
+from sfi_kernels.decode_attention import resident_programs
 from sfi_kernels.split_plan import split_plan, work_items
 from sfi_kernels.step_descriptor import (
     FAST,
@@ -158,12 +158,12 @@ def bucket(slow: int, batch: int) -> int:
 
 def work_room(cache: KVCache, device: torch.device) -> int:
     """Return the most work items of a step."""
-    return work_items(cache.batch, _heads(cache), slots(device))
+    return work_items(cache.batch, _heads(cache), resident_programs(device))
 
 
 def plan(descriptor: StepDescriptor, cache: KVCache, device: torch.device) -> None:
     """Split a step's keys over the processors."""
-    split_plan.triton(descriptor, _heads(cache), slots(device))
+    split_plan.triton(descriptor, _heads(cache), resident_programs(device))
 
 
 def _heads(cache: KVCache) -> int:

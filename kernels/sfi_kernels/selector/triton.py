@@ -11,7 +11,7 @@ import torch
 import triton
 
 from sfi_kernels.launch import KernelLimitError, launch
-from sfi_kernels.selector.chunks.triton import (
+from sfi_kernels.selector.chunks_triton import (
     DOT,
     ENTROPY,
     MERGED,
@@ -21,14 +21,14 @@ from sfi_kernels.selector.chunks.triton import (
     SUMS,
     WEIGHT,
 )
-from sfi_kernels.selector.logit_pass.triton import (
+from sfi_kernels.selector.logit_pass_triton import (
     _selector_log_sum_kernel,
     _selector_mean_kernel,
     _selector_row_kernel,
 )
 from sfi_kernels.selector.reference import check, check_settings, everywhere
 from sfi_kernels.selector.refinement import exclude_across_heads
-from sfi_kernels.selector.score_pass.triton import (
+from sfi_kernels.selector.score_pass_triton import (
     _selector_refine_kernel,
     _selector_score_kernel,
     _selector_sum_kernel,

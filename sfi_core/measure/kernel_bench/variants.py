@@ -22,7 +22,7 @@ from sfi_core.measure.kernel_bench.data import (
 from sfi_core.measure.kernel_bench.rivals import rivals
 from sfi_core.measure.kernel_bench.settings import BenchSettings
 from sfi_kernels.append import append
-from sfi_kernels.decode_attention import DecodeAttention, decode_attention, slots
+from sfi_kernels.decode_attention import DecodeAttention, decode_attention, resident_programs
 from sfi_kernels.dense_attention import dense_attention
 from sfi_kernels.pack import pack
 from sfi_kernels.selector import selector
@@ -100,7 +100,7 @@ class Variants:
         if self.backend == "torch":
             yield variant("dense", self._dense_in_torch)
         else:
-            plan = self._plan(SLOW, slots(self.device))
+            plan = self._plan(SLOW, resident_programs(self.device))
             yield variant("dense", partial(self._attend, plan))
             yield self._with_evidence(plan, expected)
             one_split = self._plan(SLOW, settings.kv_heads)
@@ -145,7 +145,7 @@ class Variants:
             yield variant("fast", partial(self._fast_in_torch, selected))
             return
         packed = settings.sink + settings.budget(retention)
-        plan = self._plan(FAST, slots(self.device), packed)
+        plan = self._plan(FAST, resident_programs(self.device), packed)
         yield variant("fast", partial(self._attend, plan, selected))
         in_place = partial(self._attend, plan, selected, position_BHS=selected.position_BHS)
         yield variant("fast.gather", in_place, packed)
