@@ -234,9 +234,9 @@ class CompileJob:
             raise typer.Exit(1)
 
     def _run(self, files: BenchFiles) -> int:
+        from sfi_core.machine.describe import describe_measured
         from sfi_core.machine.versions import versions
         from sfi_core.measure.kernel_bench.compile_check import compile_kernels, is_clean, markdown
-        from sfi_core.measure.kernel_bench.machine import describe_machine
 
         targets = ", ".join(self.architectures)
         self.written.say(f"compiling every kernel for {targets}; no GPU is needed")
@@ -245,7 +245,7 @@ class CompileJob:
         document = {
             "rows": [],
             "compiled": compiled,
-            "machine": describe_machine(),
+            "machine": describe_measured(),
             "versions": versions(),
         }
         self.written.show(document, compiled_text(compiled))

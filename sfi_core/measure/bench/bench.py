@@ -11,6 +11,7 @@ import torch
 
 from sfi_core.errors import BackendError, MemoryForecastError
 from sfi_core.hosts.transformers.slow_fast import slow_fast
+from sfi_core.machine.describe import describe_measured
 from sfi_core.machine.memory import free_bytes, resident_bytes
 from sfi_core.machine.versions import versions
 from sfi_core.measure.bench.fits import sort_out
@@ -21,7 +22,6 @@ from sfi_core.measure.bench.samples import Sample
 from sfi_core.measure.bench.settings import BenchSettings, Point, Variant
 from sfi_core.measure.bench.streams import Stream, stream
 from sfi_core.measure.bench.theirs import run_theirs, their_shapes
-from sfi_core.measure.kernel_bench.machine import describe_machine
 from sfi_core.measure.kernel_bench.timing import clock_for, copy_gb_per_s
 from sfi_core.models.byte_model import ByteModel
 from sfi_core.models.describe import describe_model
@@ -153,7 +153,7 @@ class Bench:
         model, result = self.model, self.result
         self.progress("measuring the copy bandwidth", 0, 0)
         copy = copy_gb_per_s(model.device, clock_for(model.device, "torch"))
-        result.machine = {**describe_machine(model.device), "copy_gb_per_s": copy}
+        result.machine = {**describe_measured(model.device), "copy_gb_per_s": copy}
         with slow_fast(
             model, None, replace(self.settings.config, trigger_policy="never")
         ) as session:

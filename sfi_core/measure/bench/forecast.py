@@ -9,10 +9,11 @@ import torch
 
 from sfi_core.errors import ConfigError
 from sfi_core.hosts.transformers.shapes import layer_shapes_without_weights
+from sfi_core.machine.describe import describe_measured
+from sfi_core.machine.memory import total_bytes
 from sfi_core.machine.versions import versions
 from sfi_core.measure.bench.fits import largest_batch
 from sfi_core.measure.bench.settings import BenchSettings
-from sfi_core.measure.kernel_bench.machine import describe_machine
 from sfi_core.measure.kernel_bench.timing import clock_for, copy_gb_per_s
 from sfi_core.models.byte_model import ByteModel
 from sfi_core.models.describe import describe_model
@@ -53,7 +54,7 @@ def forecast_document(
             raise ConfigError(f"forecast knows the policies {POLICIES}, got {policy!r}")
     if bandwidth_gb_per_s is None:
         bandwidth_gb_per_s = copy_gb_per_s(device, clock_for(device, "torch"))
-    memory = device_memory(device) if memory_bytes is None else int(memory_bytes)
+    memory = int((total_bytes(device) or 0) if memory_bytes is None else memory_bytes)
     shapes, weights = layer_shapes_without_weights(model), ModelWeights.of(model)
     expected = Expectation(model, shapes, weights, settings, device)
     return {
@@ -74,19 +75,12 @@ def forecast_document(
             "config": settings.config.to_dict(),
         },
         "machine": {
-            **describe_machine(device),
+            **describe_measured(device),
             "bandwidth_gb_per_s": bandwidth_gb_per_s,
             "memory_bytes": memory,
         },
         "versions": versions(),
     }
-
-
-def device_memory(device: torch.device) -> int:
-    """Return the memory of a device, whatever of it is in use."""
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
-    return int(describe_machine()["memory_bytes"] or 0)
 
 
 class Expectation:

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from sfi_core.errors import BackendError, MemoryForecastError, NumericsError
+from sfi_core.machine.describe import describe_measured
 from sfi_core.machine.memory import free_bytes
 from sfi_core.machine.versions import versions
 from sfi_core.measure.kernel_bench.bytes_moved import forecast_bytes
-from sfi_core.measure.kernel_bench.machine import describe_machine
 from sfi_core.measure.kernel_bench.settings import REPEATS, BenchSettings
 from sfi_core.measure.kernel_bench.timing import (
     Samples,
@@ -157,7 +157,7 @@ def _run(result: BenchResult, device: torch.device, progress: Progress) -> None:
     clock = clock_for(device, result.backend)
     progress("measuring the copy bandwidth", 0, 1)
     result.machine = {
-        **describe_machine(device),
+        **describe_measured(device),
         "copy_gb_per_s": copy_gb_per_s(device, clock),
         "clock_floor_us": floor_us(device, clock),
     }
