@@ -1,13 +1,13 @@
 """What a variant needs at a point, before anything is allocated."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from sfi_core.hosts.transformers.slow_fast import slow_fast
 from sfi_core.machine.memory import free_bytes
 from sfi_core.measure.bench.settings import BenchSettings, Point, Variant
 from sfi_core.measure.bench.theirs import STATIC, their_shapes
-from sfi_core.models.forecast import Forecast
+from sfi_core.models.forecast import Forecast, largest_batch
 from sfi_core.settings.config import SfiConfig
 from sfi_core.state.layer_shape import LayerShape
 
@@ -80,15 +80,6 @@ def sort_out(
             }
         )
     return fitting, rows
-
-
-def largest_batch(needs: Callable[[int], int], most: int, free: int) -> int:
-    """Return the largest batch of at most `most` whose bytes fit; 0 for none. Bytes grow with the batch."""
-    low, high = 0, most
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if needs(middle) <= free else (low, middle - 1)
-    return low
 
 
 def _theirs(

@@ -1,5 +1,6 @@
 """What to expect of a model and a machine, from bytes alone: nothing is loaded and nothing runs."""
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fractions import Fraction
@@ -12,12 +13,11 @@ from sfi_core.hosts.transformers.shapes import layer_shapes_without_weights
 from sfi_core.machine.describe import describe_measured
 from sfi_core.machine.memory import total_bytes
 from sfi_core.machine.versions import versions
-from sfi_core.measure.bench.fits import largest_batch
 from sfi_core.measure.bench.settings import BenchSettings
 from sfi_core.measure.kernel_bench.timing import clock_for, copy_gb_per_s
 from sfi_core.models.byte_model import ByteModel
 from sfi_core.models.describe import describe_model
-from sfi_core.models.forecast import CPU_SLACK, forecast
+from sfi_core.models.forecast import CPU_SLACK, forecast, largest_batch
 from sfi_core.models.weights import ModelWeights
 from sfi_core.policies import policy_class
 from sfi_core.settings.config import SfiConfig
@@ -156,7 +156,7 @@ class Expectation:
             batch=batch,
             prompt_tokens=1,
             capacity=settings.capacity(context),
-            together=batch if self._device.type == "cuda" else 1,
+            refreshed_together=batch if self._device.type == "cuda" else 1,
         )
         slack = CPU_SLACK if self._device.type == "cpu" else 1
         expected = replace(
@@ -206,10 +206,5 @@ def step_bytes(
 
 def first_true(holds: Callable[[int], bool], last: int) -> int | None:
     """Return the smallest number up to `last` from which on a condition holds; None for none."""
-    if not holds(last):
-        return None
-    low, high = 1, last
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if holds(middle) else (middle + 1, high)
-    return low
+    first = 1 + bisect_left(range(1, last + 1), True, key=holds)
+    return first if first <= last else None
