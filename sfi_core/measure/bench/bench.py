@@ -18,8 +18,8 @@ from sfi_core.measure.bench.fits import sort_out
 from sfi_core.measure.bench.ours import run_ours
 from sfi_core.measure.bench.prompts import Prompts
 from sfi_core.measure.bench.rows import point_rows
-from sfi_core.measure.bench.samples import Sample
-from sfi_core.measure.bench.settings import BenchSettings, Point, Variant
+from sfi_core.measure.bench.samples import DecodeSample
+from sfi_core.measure.bench.settings import DecodeSettings, DecodeVariant, Point
 from sfi_core.measure.bench.streams import Stream, stream
 from sfi_core.measure.bench.theirs import run_theirs, their_shapes
 from sfi_core.measure.kernel_bench.timing import clock_for, copy_gb_per_s
@@ -31,12 +31,8 @@ from sfi_core.state.layer_shape import LayerShape
 Progress = Callable[[str, int, int], None]
 
 
-def nothing_to_show(phase: str, done: int, total: int) -> None:
-    """Ignore progress."""
-
-
 @dataclass(slots=True)
-class BenchResult:
+class DecodeResult:
     """What was measured so far.
 
     Attributes:
@@ -49,7 +45,7 @@ class BenchResult:
         interrupted: Whether Ctrl-C ended it early.
     """
 
-    settings: BenchSettings
+    settings: DecodeSettings
     model: dict[str, Any] = field(default_factory=dict)
     machine: dict[str, Any] = field(default_factory=dict)
     rows: list[dict[str, Any]] = field(default_factory=list)
@@ -87,8 +83,8 @@ class BenchResult:
 
 
 def run_bench(
-    model: Any, settings: BenchSettings, progress: Progress = nothing_to_show
-) -> BenchResult:
+    model: Any, settings: DecodeSettings, progress: Progress = lambda *_: None
+) -> DecodeResult:
     """Measure every point.
 
     Args:
@@ -121,7 +117,7 @@ def run_bench(
     return bench.result
 
 
-def check_engine(settings: BenchSettings, device: torch.device) -> None:
+def check_engine(settings: DecodeSettings, device: torch.device) -> None:
     """Refuse switches that this machine does not have.
 
     Raises:
@@ -141,9 +137,9 @@ def release(device: torch.device) -> None:
 class Bench:
     """One benchmark under way."""
 
-    def __init__(self, model: Any, settings: BenchSettings, progress: Progress) -> None:
+    def __init__(self, model: Any, settings: DecodeSettings, progress: Progress) -> None:
         self.model, self.settings, self.progress = model, settings, progress
-        self.result = BenchResult(settings)
+        self.result = DecodeResult(settings)
         self._vocabulary = model.config.get_text_config(decoder=True).vocab_size
         self._shapes: list[LayerShape] = []
         self._done, self._total = 0, 0
@@ -169,7 +165,7 @@ class Bench:
         for point in points:
             self._measure(point, variants)
 
-    def _measure(self, point: Point, variants: list[Variant]) -> None:
+    def _measure(self, point: Point, variants: list[DecodeVariant]) -> None:
         settings = self.settings
         tokens = stream(settings, point.batch, self._vocabulary)
         release(self.model.device)
@@ -179,7 +175,7 @@ class Bench:
         if not fitting:
             return
         prompts = Prompts.of(settings, point, self._vocabulary, self.model.device)
-        samples: dict[Variant, list[Sample]] = {variant: [] for variant in fitting}
+        samples: dict[DecodeVariant, list[DecodeSample]] = {variant: [] for variant in fitting}
         models = self._byte_models([*fitting], point.batch)
         before = len(self.result.rows)
         copy = self.result.machine["copy_gb_per_s"]
@@ -197,13 +193,13 @@ class Bench:
 
     def _run(
         self,
-        variant: Variant,
+        variant: DecodeVariant,
         needed: int,
         point: Point,
         prompts: Prompts,
         tokens: Stream,
-        show: Callable[[Sample | None], None],
-    ) -> Sample:
+        show: Callable[[DecodeSample | None], None],
+    ) -> DecodeSample:
         model, settings, made_up = self.model, self.settings, prompts.made_up
         show(None)
         release(model.device)
@@ -222,11 +218,11 @@ class Bench:
         sample.stopped = sample.steps < settings.steps
         return sample
 
-    def _show(self, label: str, sample: Sample | None) -> None:
+    def _show(self, label: str, sample: DecodeSample | None) -> None:
         rate = f": {sample.decode_rate:,.2f} tokens/s" if sample and sample.steps else ""
         self.progress(label + rate, self._done, self._total)
 
-    def _byte_models(self, variants: list[Variant], batch: int) -> dict[str, ByteModel]:
+    def _byte_models(self, variants: list[DecodeVariant], batch: int) -> dict[str, ByteModel]:
         weights = ModelWeights.of(self.model).read(batch)
         dense_layers = self.settings.config.dense_layers
         ours = ByteModel.of(

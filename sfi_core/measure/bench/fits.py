@@ -5,7 +5,7 @@ from typing import Any
 
 from sfi_core.hosts.transformers.slow_fast import slow_fast
 from sfi_core.machine.memory import free_bytes
-from sfi_core.measure.bench.settings import BenchSettings, Point, Variant
+from sfi_core.measure.bench.settings import DecodeSettings, DecodeVariant, Point
 from sfi_core.measure.bench.theirs import STATIC, their_shapes
 from sfi_core.models.forecast import Forecast, largest_batch
 from sfi_core.settings.config import SfiConfig
@@ -17,7 +17,7 @@ LOGITS = (
 
 
 def needed_bytes(
-    model: Any, variant: Variant, point: Point, settings: BenchSettings, config: SfiConfig
+    model: Any, variant: DecodeVariant, point: Point, settings: DecodeSettings, config: SfiConfig
 ) -> int:
     """Return the bytes that a variant needs on top of the model.
 
@@ -42,11 +42,11 @@ def needed_bytes(
 
 def sort_out(
     model: Any,
-    variants: Sequence[Variant],
+    variants: Sequence[DecodeVariant],
     point: Point,
-    settings: BenchSettings,
+    settings: DecodeSettings,
     config: SfiConfig,
-) -> tuple[dict[Variant, int], list[dict[str, Any]]]:
+) -> tuple[dict[DecodeVariant, int], list[dict[str, Any]]]:
     """Return the bytes of the variants that fit a point, and rows on those that do not.
 
     Args:
@@ -57,11 +57,11 @@ def sort_out(
         config: The settings that the policies really run with.
     """
     free = free_bytes(model.device)
-    fitting: dict[Variant, int] = {}
+    fitting: dict[DecodeVariant, int] = {}
     rows: list[dict[str, Any]] = []
     for variant in variants:
 
-        def needs(batch: int, variant: Variant = variant) -> int:
+        def needs(batch: int, variant: DecodeVariant = variant) -> int:
             smaller = Point(point.context, batch, point.ragged)
             return needed_bytes(model, variant, smaller, settings, config)
 
@@ -88,7 +88,7 @@ def _theirs(
     shapes: Sequence[LayerShape],
     point: Point,
     capacity: int,
-    settings: BenchSettings,
+    settings: DecodeSettings,
 ) -> int:
     text = model.config.get_text_config(decoder=True)
     sizes = [shape.row_bytes * min(shape.window or capacity, capacity) for shape in shapes]

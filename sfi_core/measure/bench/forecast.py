@@ -13,7 +13,7 @@ from sfi_core.hosts.transformers.shapes import layer_shapes_without_weights
 from sfi_core.machine.describe import describe_measured
 from sfi_core.machine.memory import total_bytes
 from sfi_core.machine.versions import versions
-from sfi_core.measure.bench.settings import BenchSettings
+from sfi_core.measure.bench.settings import DecodeSettings
 from sfi_core.measure.kernel_bench.timing import clock_for, copy_gb_per_s
 from sfi_core.models.byte_model import ByteModel
 from sfi_core.models.describe import describe_model
@@ -30,7 +30,7 @@ LONGEST = 1 << 24  # tokens, where the search for the break-even ends
 
 def forecast_document(
     model: Any,
-    settings: BenchSettings,
+    settings: DecodeSettings,
     device: torch.device,
     *,
     bandwidth_gb_per_s: float | None = None,
@@ -91,7 +91,7 @@ class Expectation:
         model: Any,
         shapes: Sequence[LayerShape],
         weights: ModelWeights,
-        settings: BenchSettings,
+        settings: DecodeSettings,
         device: torch.device,
     ) -> None:
         assert settings.slow_rate is not None, "a forecast has a stated rate"

@@ -14,8 +14,8 @@ from sfi_core.hosts.transformers.decoder import HostedModel
 from sfi_core.hosts.transformers.slow_fast import slow_fast
 from sfi_core.machine.memory import peak_bytes, reset_peak
 from sfi_core.measure.bench.prompts import Prompts
-from sfi_core.measure.bench.samples import Sample, StepRead
-from sfi_core.measure.bench.settings import BenchSettings, Point, Variant
+from sfi_core.measure.bench.samples import DecodeSample, StepRead
+from sfi_core.measure.bench.settings import DecodeSettings, DecodeVariant, Point
 from sfi_core.measure.bench.streams import Stream
 from sfi_core.policies import policy_class
 from sfi_core.policies.shared import Triggered
@@ -24,13 +24,13 @@ from sfi_core.policies.shared import Triggered
 @torch.no_grad()
 def run_ours(
     model: Any,
-    variant: Variant,
+    variant: DecodeVariant,
     point: Point,
-    settings: BenchSettings,
+    settings: DecodeSettings,
     prompts: Prompts,
     stream: Stream,
-    on_step: Callable[[Sample], None],
-) -> Sample:
+    on_step: Callable[[DecodeSample], None],
+) -> DecodeSample:
     """Decode under a policy; tokens are sampled from the logits, among which the stream's are the largest.
 
     Args:
@@ -42,7 +42,7 @@ def run_ours(
         stream: The tokens.
         on_step: Told of the sample after every step.
     """
-    sample = Sample(point.batch, settings.warm_up)
+    sample = DecodeSample(point.batch, settings.warm_up)
     whole = _period(variant, settings)
     reset_peak(model.device)
     with (
@@ -82,7 +82,7 @@ def run_ours(
     return sample
 
 
-def _period(variant: Variant, settings: BenchSettings) -> int:
+def _period(variant: DecodeVariant, settings: DecodeSettings) -> int:
     # a run that stopped between two slow steps would have another rate than the stated one
     triggered = issubclass(policy_class(variant.policy), Triggered)
     return settings.slow_rate.denominator if triggered and settings.slow_rate else 1

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from sfi_core.generation.synthetic import SyntheticPrompt
-from sfi_core.measure.bench.settings import BenchSettings, Point
+from sfi_core.measure.bench.settings import DecodeSettings, Point
 
 
 @dataclass(slots=True)
@@ -24,7 +24,7 @@ class Prompts:
 
     @classmethod
     def of(
-        cls, settings: BenchSettings, point: Point, vocabulary: int, device: torch.device
+        cls, settings: DecodeSettings, point: Point, vocabulary: int, device: torch.device
     ) -> "Prompts":
         """Make them; the cache of made-up ones is filled by the first run."""
         generator = torch.Generator(device).manual_seed(settings.seed)

@@ -40,7 +40,7 @@ class StepRead:
 
 
 @dataclass(slots=True)
-class Sample:
+class DecodeSample:
     """One run: the times at which each step's tokens were there.
 
     Attributes:

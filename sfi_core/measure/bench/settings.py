@@ -14,7 +14,7 @@ LEAST_STEPS = 3  # that a run measures, however slow it is
 
 
 @dataclass(frozen=True, slots=True)
-class Variant:
+class DecodeVariant:
     """One way to decode.
 
     Attributes:
@@ -52,7 +52,7 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BenchSettings:
+class DecodeSettings:
     """One run of the benchmark.
 
     Attributes:
@@ -153,11 +153,13 @@ class BenchSettings:
             for batch in sorted(set(self.batches))
         ]
 
-    def variants(self) -> list[Variant]:
+    def variants(self) -> list[DecodeVariant]:
         """Return what takes turns at every point."""
-        ours = [Variant(policy, policy, self.engine) for policy in dict.fromkeys(self.policies)]
+        ours = [
+            DecodeVariant(policy, policy, self.engine) for policy in dict.fromkeys(self.policies)
+        ]
         if self.synchronized:
             after = next(i for i, one in enumerate(ours) if one.policy == "sfi") + 1
             engine = replace(self.engine, synchronized=True)
-            ours.insert(after, Variant(SYNCHRONIZED, "sfi", engine))
-        return ours + [Variant(name) for name in dict.fromkeys(self.baselines)]
+            ours.insert(after, DecodeVariant(SYNCHRONIZED, "sfi", engine))
+        return ours + [DecodeVariant(name) for name in dict.fromkeys(self.baselines)]

@@ -5,7 +5,7 @@ import random
 from dataclasses import dataclass
 from fractions import Fraction
 
-from sfi_core.measure.bench.settings import BenchSettings
+from sfi_core.measure.bench.settings import DecodeSettings
 from sfi_core.settings.config import SfiConfig
 
 TRIGGER = 0  # the token id that makes a step slow under a stated rate
@@ -24,7 +24,7 @@ class Stream:
     token_SB: list[list[int]]
 
 
-def stream(settings: BenchSettings, batch: int, vocabulary: int) -> Stream:
+def stream(settings: DecodeSettings, batch: int, vocabulary: int) -> Stream:
     """Make the tokens of `batch` requests under the settings' text or slow rate."""
     if settings.text_ids is not None:
         return _from_text(settings, batch, settings.text_ids)
@@ -47,7 +47,7 @@ def slow_steps(rate: Fraction, row: int, batch: int, first: int, last: int) -> l
     ]
 
 
-def _at_rate(settings: BenchSettings, batch: int, rate: Fraction, vocabulary: int) -> Stream:
+def _at_rate(settings: DecodeSettings, batch: int, rate: Fraction, vocabulary: int) -> Stream:
     delay, total, warm_up = settings.config.trigger_delay, settings.total_steps, settings.warm_up
     config = settings.config.replace(
         trigger_policy="boundary", trigger_token_ids=(TRIGGER,), slow_start=1, min_gap=0, t_max=total + 1,
@@ -65,7 +65,7 @@ def _at_rate(settings: BenchSettings, batch: int, rate: Fraction, vocabulary: in
     return Stream(config, [list(step) for step in zip(*rows, strict=True)])
 
 
-def _from_text(settings: BenchSettings, batch: int, ids: tuple[int, ...]) -> Stream:
+def _from_text(settings: DecodeSettings, batch: int, ids: tuple[int, ...]) -> Stream:
     starts = [row * len(ids) // batch for row in range(batch)]
     steps = range(settings.total_steps + 1)
     token_SB = [[ids[(start + step) % len(ids)] for start in starts] for step in steps]

@@ -11,8 +11,8 @@ from transformers import DynamicCache, GenerationConfig, StaticCache
 from sfi_core.generation.synthetic import SyntheticPrompt, fill_sliding, repeated
 from sfi_core.machine.memory import peak_bytes, reset_peak
 from sfi_core.measure.bench.prompts import Prompts
-from sfi_core.measure.bench.samples import Sample, StepRead
-from sfi_core.measure.bench.settings import BenchSettings, Point
+from sfi_core.measure.bench.samples import DecodeSample, StepRead
+from sfi_core.measure.bench.settings import DecodeSettings, Point
 from sfi_core.state.layer_shape import LayerShape
 
 STATIC = "transformers-static"
@@ -23,10 +23,10 @@ class StepClock:
 
     def __init__(
         self,
-        sample: Sample,
+        sample: DecodeSample,
         contexts: Sequence[int],
         limit: float | None,
-        on_step: Callable[[Sample], None],
+        on_step: Callable[[DecodeSample], None],
     ) -> None:
         self._sample, self._contexts, self._on_step = sample, contexts, on_step
         self._limit = limit
@@ -53,10 +53,10 @@ def run_theirs(
     model: Any,
     name: str,
     point: Point,
-    settings: BenchSettings,
+    settings: DecodeSettings,
     prompts: Prompts,
-    on_step: Callable[[Sample], None],
-) -> Sample:
+    on_step: Callable[[DecodeSample], None],
+) -> DecodeSample:
     """Decode greedily with `model.generate`, which attends and compiles as it does by itself.
 
     Args:
@@ -67,7 +67,7 @@ def run_theirs(
         prompts: What to begin with.
         on_step: Told of the sample after every step.
     """
-    sample = Sample(point.batch, settings.warm_up)
+    sample = DecodeSample(point.batch, settings.warm_up)
     reset_peak(model.device)
     capacity = settings.capacity(point.context)
     cache = _cache(model, name, capacity)

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from sfi_core.errors import ConfigError
 from sfi_core.measure.evaluation.harness import check_harness, evaluate_harness, load_tasks
-from sfi_core.measure.evaluation.method import Method, Size, Variant, check_distinct
+from sfi_core.measure.evaluation.method import Method, MethodVariant, Size, check_distinct
 from sfi_core.measure.evaluation.runner import FAILURES, Key
 from sfi_core.models.load import first_line
 
@@ -46,10 +46,10 @@ class HarnessGrid:
         check_harness()
 
     @property
-    def variants(self) -> list[Variant]:
+    def variants(self) -> list[MethodVariant]:
         """What answers each task."""
         if not self.sizes:
-            return [Variant(method, None) for method in self.methods]
+            return [MethodVariant(method, None) for method in self.methods]
         return [one for method in self.methods for one in method.variants(self.sizes)]
 
     @property
@@ -82,14 +82,10 @@ class HarnessGrid:
         backend: str = "auto",
         prefill_chunk: int = 0,
     ) -> Iterator[dict[str, Any]]:
-        """Run the tasks and yield a plain row for each method, size and task, with its `metrics`.
+        """Run the tasks; the arguments are those of `TaskGrid.run`, of which `prefill_chunk` is not used.
 
-        Args:
-            model: A decoder-only model of transformers.
-            tokenizer: Its tokenizer.
-            done: Keys of rows that are there already and are not made again.
-            backend: "auto", "torch" or "triton".
-            prefill_chunk: Not used; the harness's prompts are read at once.
+        Yields:
+            A plain row for each method, size and task, with its `metrics`, or with an `error`.
         """
         for task in self.tasks:
             for one in self.variants:

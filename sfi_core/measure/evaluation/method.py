@@ -82,13 +82,13 @@ class Method:
         ids = resolve_triggers(tokenizer, self.config)
         return replace(self, config=self.config.replace(trigger_token_ids=ids))
 
-    def variants(self, sizes: Sequence["Size"]) -> list["Variant"]:
+    def variants(self, sizes: Sequence["Size"]) -> list["MethodVariant"]:
         """Combine it with sizes; once where it has its own."""
-        return [Variant(self, size) for size in (sizes if self.sized else (None,))]
+        return [MethodVariant(self, size) for size in (sizes if self.sized else (None,))]
 
 
 @dataclass(frozen=True, slots=True)
-class Variant:
+class MethodVariant:
     """A method at a size.
 
     Attributes:

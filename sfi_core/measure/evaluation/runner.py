@@ -11,8 +11,8 @@ from sfi_core.errors import ConfigError, InputError, MemoryForecastError, Numeri
 from sfi_core.generation.generate import generate
 from sfi_core.generation.prompts import check_lengths
 from sfi_core.generation.read_prompt import read_prompt
-from sfi_core.measure.evaluation.method import Method, Size, Variant, check_distinct
-from sfi_core.measure.evaluation.tasks import Sample, find_task
+from sfi_core.measure.evaluation.method import Method, MethodVariant, Size, check_distinct
+from sfi_core.measure.evaluation.tasks import TaskSample, find_task
 from sfi_core.models.load import first_line
 from sfi_core.policies import policy_class
 
@@ -26,7 +26,7 @@ MEASURED = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Grid:
+class TaskGrid:
     """What is to be run: every method at every size on every sample.
 
     Attributes:
@@ -66,7 +66,7 @@ class Grid:
             find_task(task)
 
     @property
-    def variants(self) -> list[Variant]:
+    def variants(self) -> list[MethodVariant]:
         """What decodes each sample."""
         return [one for method in self.methods for one in method.variants(self.sizes)]
 
@@ -168,8 +168,8 @@ def _window(methods: list[Method]) -> int | None:
 def _decoded(
     model: Any,
     tokenizer: Any,
-    variant: Variant,
-    sample: Sample,
+    variant: MethodVariant,
+    sample: TaskSample,
     options: dict[str, Any],
 ) -> dict[str, Any]:
     # decode one sample by one method and score it
@@ -208,7 +208,7 @@ def _decoded(
     }
 
 
-def _row(variant: Variant, sample: Sample) -> dict[str, Any]:
+def _row(variant: MethodVariant, sample: TaskSample) -> dict[str, Any]:
     # what is known before decoding; every row has these columns in this order
     return {
         **variant.columns(len(sample.prompt_ids)),

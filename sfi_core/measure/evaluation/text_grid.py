@@ -9,7 +9,7 @@ from sfi_core.engine.report import RequestReport
 from sfi_core.errors import ConfigError, InputError
 from sfi_core.generation.prompts import check_lengths
 from sfi_core.measure.evaluation.fidelity import Fidelity, fidelity, reference
-from sfi_core.measure.evaluation.method import WHOLE, Method, Size, Variant, check_distinct
+from sfi_core.measure.evaluation.method import WHOLE, Method, MethodVariant, Size, check_distinct
 from sfi_core.measure.evaluation.runner import FAILURES, Key
 from sfi_core.measure.evaluation.text_windows import Window, text_ids, windows
 from sfi_core.models.load import first_line
@@ -59,7 +59,7 @@ class TextGrid:
                 raise ConfigError(f"{name} must be at least {least}, got {value}")
 
     @property
-    def variants(self) -> list[Variant]:
+    def variants(self) -> list[MethodVariant]:
         """What decodes each window."""
         methods = [method for method in self.methods if method.policy != WHOLE]
         return [one for method in methods for one in method.variants(self.sizes)]
@@ -113,17 +113,10 @@ class TextGrid:
         backend: str = "auto",
         prefill_chunk: int = 0,
     ) -> Iterator[dict[str, Any]]:
-        """Decode each continuation with its own tokens and yield a plain row for each method and window.
-
-        Args:
-            model: A decoder-only model of transformers; `check` it first.
-            tokenizer: Its tokenizer.
-            done: Keys of rows that are there already and are not made again.
-            backend: "auto", "torch" or "triton".
-            prefill_chunk: Prompt tokens of one forward pass; 0 for all at once.
+        """Decode each continuation with its own tokens; the arguments are those of `TaskGrid.run`.
 
         Yields:
-            Rows, with an entry per step in `steps`; with an `error` where there was one.
+            A plain row for each method and window, with an entry per step in `steps`, or with an `error`.
         """
         for number in range(self.count):
             for length in self.lengths:

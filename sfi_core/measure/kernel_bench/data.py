@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from sfi_core.hosts.transformers.backend import PAGE_SIZE
-from sfi_core.measure.kernel_bench.settings import BenchSettings
+from sfi_core.measure.kernel_bench.settings import KernelSettings
 from sfi_core.settings.parts import SelectorConfig
 from sfi_core.state.kv_cache import LayerPages
 from sfi_kernels.dense_attention import window_logits
@@ -76,7 +76,7 @@ class Selected:
         self.length_BH.zero_()
 
 
-def layer_data(settings: BenchSettings, device: torch.device, *, one_page: bool) -> LayerData:
+def layer_data(settings: KernelSettings, device: torch.device, *, one_page: bool) -> LayerData:
     """Draw a layer's cache."""
     generator = torch.Generator(device).manual_seed(settings.seed)
     options: dict[str, Any] = {"dtype": settings.torch_dtype, "device": device}
@@ -110,7 +110,7 @@ def _pages(
     return LayerPages(*paged), table.int()
 
 
-def select(settings: BenchSettings, data: LayerData, retention: float) -> Selected:
+def select(settings: KernelSettings, data: LayerData, retention: float) -> Selected:
     """Draw the selected positions of a retention."""
     K, device = settings.budget(retention), data.query_BHGD.device
     B, H, T = settings.batch, settings.kv_heads, settings.context
@@ -125,14 +125,14 @@ def select(settings: BenchSettings, data: LayerData, retention: float) -> Select
     return selected
 
 
-def evidence_logits(settings: BenchSettings, data: LayerData) -> torch.Tensor:
+def evidence_logits(settings: KernelSettings, data: LayerData) -> torch.Tensor:
     """Return the step's logits, [B, H, G, 1, T] float32, which a slow step hands to the Selector."""
     query = data.query_BHGD[:, :, :, None]
     key, _, table = data.paged
     return window_logits.reference(query, key, table, data.length_B, scale=settings.scale)
 
 
-def allowed(settings: BenchSettings, data: LayerData) -> torch.Tensor:
+def allowed(settings: KernelSettings, data: LayerData) -> torch.Tensor:
     """Return the candidate set J, [B, T] bool."""
     position = torch.arange(settings.context, device=data.length_B.device)
     inside = (position >= settings.sink) & (position < settings.context - settings.recent)
@@ -146,7 +146,7 @@ def selector_options() -> dict[str, Any]:
     return options
 
 
-def scores(settings: BenchSettings, data: LayerData, logits: torch.Tensor) -> torch.Tensor:
+def scores(settings: KernelSettings, data: LayerData, logits: torch.Tensor) -> torch.Tensor:
     """Return the reference's scores, for Top-K."""
     options = selector_options()
     rows = []
@@ -159,7 +159,7 @@ def scores(settings: BenchSettings, data: LayerData, logits: torch.Tensor) -> to
     return torch.cat(rows)
 
 
-def norms(settings: BenchSettings, data: LayerData) -> torch.Tensor:
+def norms(settings: KernelSettings, data: LayerData) -> torch.Tensor:
     """Return the key norms, [B, H, T] float32."""
     if data.pages.norm_PHN.shape[2] == settings.context:
         return data.pages.norm_PHN

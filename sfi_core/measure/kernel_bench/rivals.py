@@ -8,13 +8,13 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from sfi_core.measure.kernel_bench.data import LayerData
-from sfi_core.measure.kernel_bench.settings import BenchSettings
+from sfi_core.measure.kernel_bench.settings import KernelSettings
 
 FLASHINFER_WORKSPACE = 256 << 20  # bytes
 Rival = tuple[str, str | None, Callable[[], torch.Tensor]]
 
 
-def rivals(settings: BenchSettings, data: LayerData, notes: list[str]) -> Iterator[Rival]:
+def rivals(settings: KernelSettings, data: LayerData, notes: list[str]) -> Iterator[Rival]:
     """Yield the row's name, the form and the call, which returns [B, H, G, D]; say in `notes` who is missing.
 
     PyTorch's SDPA comes in two forms on contiguous keys and values, with `enable_gqa` and with the group's
@@ -44,8 +44,8 @@ def rivals(settings: BenchSettings, data: LayerData, notes: list[str]) -> Iterat
 
 def _working(
     name: str,
-    make: Callable[[BenchSettings, LayerData], Callable[[], torch.Tensor]],
-    settings: BenchSettings,
+    make: Callable[[KernelSettings, LayerData], Callable[[], torch.Tensor]],
+    settings: KernelSettings,
     data: LayerData,
     notes: list[str],
 ) -> Iterator[Rival]:
@@ -59,7 +59,7 @@ def _working(
     yield name, None, call
 
 
-def _flash_attn(settings: BenchSettings, data: LayerData) -> Callable[[], torch.Tensor]:
+def _flash_attn(settings: KernelSettings, data: LayerData) -> Callable[[], torch.Tensor]:
     attend = import_module("flash_attn").flash_attn_with_kvcache
     B, H, G, D = data.query_BHGD.shape
     query = data.query_BHGD.reshape(B, 1, H * G, D)
@@ -72,7 +72,7 @@ def _flash_attn(settings: BenchSettings, data: LayerData) -> Callable[[], torch.
     return call
 
 
-def _flashinfer(settings: BenchSettings, data: LayerData) -> Callable[[], torch.Tensor]:
+def _flashinfer(settings: KernelSettings, data: LayerData) -> Callable[[], torch.Tensor]:
     flashinfer = import_module("flashinfer")
     B, H, G, D = data.query_BHGD.shape
     query, (keys, values, table) = data.query_BHGD.reshape(B, H * G, D), data.paged

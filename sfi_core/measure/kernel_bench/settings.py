@@ -31,7 +31,7 @@ REPEATS = {"cpu": 9, "cuda": 100}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BenchSettings:
+class KernelSettings:
     """One run of the benchmark. The shape's defaults are a layer of Qwen3-4B under the paper's Table 1.
 
     Attributes:
@@ -99,7 +99,9 @@ class BenchSettings:
                 )
 
     @classmethod
-    def for_sweep(cls, sweep: str, ops: tuple[str, ...] | None, **shape: object) -> "BenchSettings":
+    def for_sweep(
+        cls, sweep: str, ops: tuple[str, ...] | None, **shape: object
+    ) -> "KernelSettings":
         """Make the settings of a sweep: Table 1's retentions, of the two attentions unless told otherwise.
 
         Raises:

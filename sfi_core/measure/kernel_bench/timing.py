@@ -19,7 +19,7 @@ COPIES, WARM_UP = 7, 2
 
 
 @dataclass(slots=True)
-class Samples:
+class KernelTimes:
     """Times of one variant, in microseconds."""
 
     times_us: list[float] = field(default_factory=list)
@@ -122,7 +122,7 @@ def copy_gb_per_s(device: torch.device, clock: Clock) -> float:
     source = torch.ones(COPY_BYTES[device.type] // 4, device=device)
     target = torch.zeros_like(source)
     call = clock.prepare(lambda: target.copy_(source))
-    samples = Samples([*clock.time([call] * COPIES)])
+    samples = KernelTimes([*clock.time([call] * COPIES)])
     return 2 * source.nbytes / samples.median_us / 1e3
 
 
@@ -130,7 +130,7 @@ def floor_us(device: torch.device, clock: Clock) -> float:
     """Measure a call that does next to nothing: what the clock itself adds to every time."""
     number = torch.ones(1, device=device)
     call = clock.prepare(lambda: number.add_(1))
-    return Samples([*clock.time([call] * COPIES)]).median_us
+    return KernelTimes([*clock.time([call] * COPIES)]).median_us
 
 
 def workspace_bytes(device: torch.device) -> int:

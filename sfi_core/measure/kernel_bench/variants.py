@@ -20,7 +20,7 @@ from sfi_core.measure.kernel_bench.data import (
     selector_options,
 )
 from sfi_core.measure.kernel_bench.rivals import rivals
-from sfi_core.measure.kernel_bench.settings import BenchSettings
+from sfi_core.measure.kernel_bench.settings import KernelSettings
 from sfi_kernels.append import append
 from sfi_kernels.decode_attention import DecodeAttention, decode_attention, resident_programs
 from sfi_kernels.dense_attention import dense_attention
@@ -35,7 +35,7 @@ PAPER_TILE = 16  # tokens of a tile in the kernel that the paper was compared wi
 
 
 @dataclass(frozen=True, slots=True)
-class Variant:
+class KernelVariant:
     """One thing that is checked and timed.
 
     Attributes:
@@ -55,10 +55,10 @@ class Variant:
     form: str | None = None
 
 
-class Variants:
+class KernelVariants:
     """Builds the variants of one backend on one device."""
 
-    def __init__(self, settings: BenchSettings, backend: str, device: torch.device) -> None:
+    def __init__(self, settings: KernelSettings, backend: str, device: torch.device) -> None:
         """Draw the inputs; nothing is timed or checked yet."""
         self.settings, self.backend, self.device = settings, backend, device
         self.notes: list[str] = []
@@ -69,7 +69,7 @@ class Variants:
         if {"fast", "pack"} & set(settings.ops):
             self.selected = {r: select(settings, self.data, r) for r in settings.retentions}
 
-    def build(self) -> Iterator[Variant]:
+    def build(self) -> Iterator[KernelVariant]:
         """Yield what the settings ask for, and the dense attention that all is compared with.
 
         A variant must be checked before the next is asked for: `pack` fills what `fast` reads.
@@ -89,13 +89,13 @@ class Variants:
         if "append" in ops:
             yield self._append()
 
-    def _dense(self) -> Iterator[Variant]:
+    def _dense(self) -> Iterator[KernelVariant]:
         settings, data = self.settings, self.data
         expected = gates.textbook(data.query_BHGD, data.key_BHTD, data.value_BHTD, settings.scale)
         moved = bytes_moved.attention_bytes(settings, settings.context)
 
-        def variant(name: str, call: Callable[[], Any]) -> Variant:
-            return Variant(name, 1.0, call, moved, lambda: expected.error(call()))
+        def variant(name: str, call: Callable[[], Any]) -> KernelVariant:
+            return KernelVariant(name, 1.0, call, moved, lambda: expected.error(call()))
 
         if self.backend == "torch":
             yield variant("dense", self._dense_in_torch)
@@ -108,11 +108,11 @@ class Variants:
         if not {"fast", "dense"} & set(settings.ops):
             return
         for name, form, call in rivals(settings, data, self.notes):
-            yield Variant(
+            yield KernelVariant(
                 name, 1.0, call, moved, partial(_rival_error, expected, call), form
             )  # fmt: skip
 
-    def _with_evidence(self, plan: StepDescriptor, expected: gates.Expected) -> Variant:
+    def _with_evidence(self, plan: StepDescriptor, expected: gates.Expected) -> KernelVariant:
         settings, data = self.settings, self.data
         call = partial(self._attend_whole, plan, evidence=True)
         moved = bytes_moved.attention_bytes(settings, settings.context, evidence=True)
@@ -126,9 +126,9 @@ class Variants:
             )
             return max(expected.error(result.out_BHGE), differs)
 
-        return Variant("dense.evidence", 1.0, call, moved, error)
+        return KernelVariant("dense.evidence", 1.0, call, moved, error)
 
-    def _fast(self, retention: float, selected: Selected) -> Iterator[Variant]:
+    def _fast(self, retention: float, selected: Selected) -> Iterator[KernelVariant]:
         settings, data = self.settings, self.data
         start, length = settings.context - settings.recent, settings.context
         index = gates.attended(selected.index_BHK, settings.sink, start, length)
@@ -137,9 +137,9 @@ class Variants:
         )
         tokens = settings.attended(retention)
 
-        def variant(name: str, call: Callable[[], Any], gathered: int = 0) -> Variant:
+        def variant(name: str, call: Callable[[], Any], gathered: int = 0) -> KernelVariant:
             moved = bytes_moved.attention_bytes(settings, tokens, gathered=gathered)
-            return Variant(name, retention, call, moved, lambda: expected.error(call()))
+            return KernelVariant(name, retention, call, moved, lambda: expected.error(call()))
 
         if self.backend == "torch":
             yield variant("fast", partial(self._fast_in_torch, selected))
@@ -193,7 +193,7 @@ class Variants:
             data.query_BHGD, *packed, *data.paged, plan, scale=self.settings.scale, **options
         )  # fmt: skip
 
-    def _pack(self, retention: float, selected: Selected) -> Variant:
+    def _pack(self, retention: float, selected: Selected) -> KernelVariant:
         settings, data = self.settings, self.data
         rows = settings.sink + settings.budget(retention)
         request = torch.arange(settings.batch, dtype=torch.int32, device=self.device)
@@ -208,9 +208,9 @@ class Variants:
             call()
             return gates.pack_error(selected.segment, data.key_BHTD, data.value_BHTD, index)
 
-        return Variant("pack", retention, call, bytes_moved.pack_bytes(settings, rows), error)
+        return KernelVariant("pack", retention, call, bytes_moved.pack_bytes(settings, rows), error)
 
-    def _selection(self) -> Iterator[Variant]:
+    def _selection(self) -> Iterator[KernelVariant]:
         settings, data, ops = self.settings, self.data, self.settings.ops
         logits, options = evidence_logits(settings, data), selector_options()
         norm, inside = norms(settings, data), allowed(settings, data)
@@ -224,19 +224,21 @@ class Variants:
             def error() -> float:
                 return gates.selector_error(call(), logits, norm, inside, options)
 
-            yield Variant("selector", None, call, moved, error)
+            yield KernelVariant("selector", None, call, moved, error)
         if "top_k" in ops:
             score = scores(settings, data, logits)
             for retention in settings.retentions:
                 yield self._top_k(retention, score)
 
-    def _top_k(self, retention: float, score: torch.Tensor) -> Variant:
+    def _top_k(self, retention: float, score: torch.Tensor) -> KernelVariant:
         K = self.settings.budget(retention)
         call = partial(top_k.on(self.backend), score, K)
         moved = bytes_moved.top_k_bytes(self.settings, K)
-        return Variant("top_k", retention, call, moved, lambda: gates.top_k_error(score, call()))
+        return KernelVariant(
+            "top_k", retention, call, moved, lambda: gates.top_k_error(score, call())
+        )
 
-    def _append(self) -> Variant:
+    def _append(self) -> KernelVariant:
         # the last token once more, so that the cache stays as it was
         settings, data = self.settings, self.data
         key, value = (x[:, :, -1:].clone() for x in (data.key_BHTD, data.value_BHTD))
@@ -257,7 +259,7 @@ class Variants:
             wrong = max(gates.same(to[last, :, offset], new[:, :, 0]) for to, new in copies)
             return max(wrong, gates.norm_error(pages.norm_PHN[last, :, offset], key[:, :, 0]))
 
-        return Variant("append", None, call, bytes_moved.append_bytes(settings), error)
+        return KernelVariant("append", None, call, bytes_moved.append_bytes(settings), error)
 
 
 def _rival_error(expected: gates.Expected, call: Callable[[], torch.Tensor]) -> float:
