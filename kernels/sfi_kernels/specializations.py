@@ -53,7 +53,7 @@ SELECTIONS = (
     (8, 4, 16, 0, "mean"),
     (8, 4, 16, 0, "max"),
 )
-# processors of the architectures' large chips; they bear on plans, not on code
+# processors of the architectures' large chips; plans depend on them, compiled code does not
 PROCESSORS = 132
 
 

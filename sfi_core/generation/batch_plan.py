@@ -1,4 +1,4 @@
-"""How many requests are decoded together: decided before a run, from what it will need and what is free."""
+"""How many requests a run decodes together, decided from its forecast and the free memory."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,20 +9,19 @@ from sfi_core.hosts.transformers.session import Session
 from sfi_core.machine.memory import free_bytes
 from sfi_core.models.forecast import Forecast, check_fits, largest_batch
 
-SHARE = (
-    0.9  # of the free memory that is filled where nobody said how many: a forecast is no promise
-)
+# of the free memory that a run may fill where no batch is asked for: a forecast is no promise
+SHARE = 0.9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPlan:
-    """What a run over a list of prompts will do.
+    """The batch of a run over a list of prompts.
 
     Attributes:
         requests: Prompts in all.
-        slots: How many are decoded together; the others wait until one has ended.
-        capacity: Tokens that any of them may reach.
-        forecast: What the run will need.
+        slots: Requests that are decoded together; each other one waits until a request has ended.
+        capacity: Tokens that a request may reach.
+        forecast: The memory that the run will need.
         free_bytes: Free memory before it; None where the system does not tell.
     """
 
@@ -48,13 +47,14 @@ def plan_batch(
         session: The model under a policy.
         prompts: Token ids.
         limits: The most new tokens of each.
-        max_batch: The most that may be decoded together; None for as many as fit.
+        max_batch: The most requests to decode together; None for as many as fit.
         prefill_chunk: Prompt tokens of one forward pass; 0 for all at once.
-        shared: The prompts, read already; then all of them are decoded together.
+        shared: The prompts as already read; they are then all decoded together.
 
     Raises:
         ConfigError: `max_batch` is not positive, or splits prompts that were read together.
-        MemoryForecastError: `max_batch` requests do not fit, with how many do; or not even one does.
+        MemoryForecastError: `max_batch` requests do not fit, and the message says how many do; or not even
+            one request fits.
     """
     total, device = len(prompts), session.model.device
     if max_batch is not None and max_batch < 1:

@@ -1,4 +1,4 @@
-"""What a run will need, before it allocates."""
+"""The memory that a run will need, known before the run allocates."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Sequence
@@ -24,7 +24,7 @@ class Forecast:
     """Bytes a run needs.
 
     Attributes:
-        resident_bytes: In use before the run, weights included.
+        resident_bytes: Bytes in use before the run, weights included.
         kv_bytes: Pages of the KV cache.
         norm_bytes: Key norms.
         packed_bytes: Packed segments.
@@ -64,11 +64,11 @@ def forecast(
     unpacked: Collection[int] = (),
     evidence_buffers: int = 1,
 ) -> Forecast:
-    """Add up a run's bytes; of a model that is split over ranks, this rank's.
+    """Add up the bytes of a run; for a model that is split over ranks, the bytes of this rank.
 
     Args:
-        model: Gives sizes of its activations, and the device.
-        layers: Every layer's shape.
+        model: Gives the sizes of its activations, and the device.
+        layers: The shape of every layer.
         config: The policy's settings.
         selects: Whether the policy selects at all.
         batch: Requests.
@@ -150,16 +150,16 @@ def check_fits(expected: Forecast, device: torch.device, way: str | None = None)
     """Refuse a run that will not fit.
 
     Args:
-        expected: What it needs.
-        device: Where.
-        way: What to lower; None for what needs the most.
+        expected: The bytes that the run needs.
+        device: The device of the run.
+        way: The setting to lower; None for the one that needs the most.
 
     Raises:
-        MemoryForecastError: With what is needed, what is free, and what to change.
+        MemoryForecastError: The message has the bytes needed, the bytes free, and the setting to lower.
     """
     free = free_bytes(device)
     if free and device.type == "cpu":
-        free //= torchrun.neighbors()  # they take theirs of the same
+        free //= torchrun.neighbors()  # the other processes of this machine use the same memory
     if free is not None and expected.needed_bytes > free:
         cache = expected.kv_bytes + expected.norm_bytes
         most = "the batch or max_new_tokens"

@@ -33,15 +33,15 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(slots=True)
 class DecodeResult:
-    """What was measured so far.
+    """The measurements so far.
 
     Attributes:
-        settings: What was asked for.
+        settings: The settings of the run.
         model: The model in numbers.
         machine: The machine and its copy bandwidth.
         rows: A row for each variant and point.
-        skipped: What did not fit.
-        notes: What a reader must know.
+        skipped: A row for each variant and point that did not fit.
+        notes: What a reader of the rows must know.
         interrupted: Whether Ctrl-C ended it early.
     """
 
@@ -93,7 +93,7 @@ def run_bench(
         progress: Told the phase, how many runs are done, and of how many.
 
     Returns:
-        The result; after Ctrl-C with what was measured until then.
+        The result; after Ctrl-C it holds the rows measured until then.
 
     Raises:
         MemoryForecastError: Nothing fits.
@@ -118,17 +118,17 @@ def run_bench(
 
 
 def check_engine(settings: DecodeSettings, device: torch.device) -> None:
-    """Refuse switches that this machine does not have.
+    """Refuse engine options that this machine cannot run.
 
     Raises:
-        BackendError: CUDA graphs without CUDA.
+        BackendError: CUDA graphs are asked for on another device.
     """
     if settings.engine.graphs and device.type != "cuda":
         raise BackendError(f"graphs must run on a CUDA device, got {device.type}; drop --graphs")
 
 
 def release(device: torch.device) -> None:
-    """Give back what the last run left: caches in reference cycles, and blocks that PyTorch keeps."""
+    """Free the memory of the last run: caches in reference cycles, and blocks that PyTorch keeps."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -145,7 +145,7 @@ class Bench:
         self._done, self._total = 0, 0
 
     def run(self) -> None:
-        """Measure the machine, then point after point."""
+        """Measure the machine, then every point."""
         model, result = self.model, self.result
         self.progress("measuring the copy bandwidth", 0, 0)
         copy = copy_gb_per_s(model.device, clock_for(model.device, "torch"))
@@ -205,11 +205,11 @@ class Bench:
         release(model.device)
         free = free_bytes(model.device)
         if not variant.policy and made_up and free is not None and needed > free:
-            made_up.drop()  # it is filled again for the next run of ours
+            made_up.drop()  # the next run of ours fills the made-up cache again
             release(model.device)
         resident = resident_bytes(model.device)
         if variant.policy:
-            resident -= made_up.held_bytes if made_up else 0  # the forecast counts those pages
+            resident -= made_up.held_bytes if made_up else 0  # the forecast counts these pages
             sample = run_ours(model, variant, point, settings, prompts, tokens, show)
         else:
             sample = run_theirs(model, variant.name, point, settings, prompts, show)

@@ -11,9 +11,8 @@ from sfi_core.models.forecast import Forecast, largest_batch
 from sfi_core.settings.config import SfiConfig
 from sfi_core.state.layer_shape import LayerShape
 
-LOGITS = (
-    3 * 4
-)  # bytes of a token of the vocabulary: logits and scores in float32, and a copy of them
+# bytes for each token of the vocabulary: logits, scores and a copy of the scores, in float32
+LOGITS = 3 * 4
 
 
 def needed_bytes(
@@ -24,9 +23,9 @@ def needed_bytes(
     Args:
         model: The model, outside `slow_fast`.
         variant: The policy or baseline.
-        point: The batch.
-        settings: Steps, prefill, backend.
-        config: The settings that the policies really run with.
+        point: The contexts and the batch.
+        settings: Decides steps, prefill and backend.
+        config: The settings that the policies run with.
     """
     capacity = settings.capacity(point.context)
     if not variant.policy:
@@ -47,14 +46,14 @@ def sort_out(
     settings: DecodeSettings,
     config: SfiConfig,
 ) -> tuple[dict[DecodeVariant, int], list[dict[str, Any]]]:
-    """Return the bytes of the variants that fit a point, and rows on those that do not.
+    """Return the bytes of each variant that fits a point, and a row for each that does not fit.
 
     Args:
         model: The model, outside `slow_fast`; no cache of it is alive.
-        variants: All of them.
-        point: The batch.
-        settings: Steps, prefill, backend.
-        config: The settings that the policies really run with.
+        variants: All variants.
+        point: The contexts and the batch.
+        settings: Decides steps, prefill and backend.
+        config: The settings that the policies run with.
     """
     free = free_bytes(model.device)
     fitting: dict[DecodeVariant, int] = {}
@@ -94,13 +93,13 @@ def _theirs(
     sizes = [shape.row_bytes * min(shape.window or capacity, capacity) for shape in shapes]
     largest = max(sizes)
     group = text.num_attention_heads / min(shape.heads for shape in shapes)
-    # a masked step repeats the keys and values of a layer for its query heads; growing copies a layer
+    # a masked step repeats a layer's keys and values for its query heads; a growing cache copies a layer
     repeats = largest * group if name == STATIC or point.ragged or settings.prefill else 0
     grown = 0 if name == STATIC else largest
     read = point.context if settings.prefill else 1
     widest: int = 4 * (text.hidden_size + (getattr(text, "intermediate_size", 0) or 0))
     activations = widest * read * model.dtype.itemsize
-    # a prompt's logits are made for its last token; its mask is square
+    # a prompt has logits for its last token only; its mask is square
     mask = read * capacity * model.dtype.itemsize if settings.prefill else 0
     each = sum(sizes) + repeats + grown + activations + LOGITS * text.vocab_size + mask
     return int(point.batch * each)

@@ -25,7 +25,7 @@ from sfi_core.state.layer_shape import LayerShape
 
 POLICIES = ("full-kv", "sfi", "streaming-llm")
 MOST_REQUESTS = 1 << 16
-LONGEST = 1 << 24  # tokens, where the search for the break-even ends
+LONGEST = 1 << 24  # tokens; the search for the break-even ends here
 
 
 def forecast_document(
@@ -41,12 +41,12 @@ def forecast_document(
     Args:
         model: A model on the meta device; see `empty_model`.
         settings: Policies, contexts, batches, slow rate, and what the policies run with.
-        device: Whose bandwidth and memory count where none are given.
-        bandwidth_gb_per_s: GB/s; None measures the device's copy bandwidth.
-        memory_bytes: None is the device's.
+        device: The device whose bandwidth and memory count where no others are given.
+        bandwidth_gb_per_s: Bandwidth; None measures the device's copy bandwidth.
+        memory_bytes: Memory; None is the device's.
 
     Raises:
-        ConfigError: A policy whose steps depend on more than their number.
+        ConfigError: The bytes of a policy's steps depend on more than the number of slow steps.
         UnsupportedModelError: The model does not show its shapes without weights.
     """
     for policy in settings.policies:
@@ -186,14 +186,14 @@ class Expectation:
 def step_bytes(
     model: ByteModel, config: SfiConfig, policy: str, context: int, rate: float
 ) -> tuple[float, float]:
-    """Return the bytes of a fast and of a slow step of one request, its share of the weights included.
+    """Return the bytes of a fast and of a slow step of a request, with its share of the weights.
 
     Args:
-        model: Bytes of a token.
-        config: Sink, budget and recents.
+        model: The bytes of a token.
+        config: Sink, budget and recent tokens.
         policy: A name of `POLICIES`.
         context: Cached tokens.
-        rate: Share of slow steps, which says how far anchored recents grow: by half the steps in between.
+        rate: Share of slow steps; anchored recent tokens grow by half the steps between two slow ones.
     """
     adapted = policy_class(policy).adapt(config)
     selected = config.budget if policy == "sfi" else 0
@@ -205,6 +205,6 @@ def step_bytes(
 
 
 def first_true(holds: Callable[[int], bool], last: int) -> int | None:
-    """Return the smallest number up to `last` from which on a condition holds; None for none."""
+    """Return the smallest number from which a condition holds; None if none up to `last` is such."""
     first = 1 + bisect_left(range(1, last + 1), True, key=holds)
     return first if first <= last else None

@@ -31,16 +31,16 @@ def run_ours(
     stream: Stream,
     on_step: Callable[[DecodeSample], None],
 ) -> DecodeSample:
-    """Decode under a policy; tokens are sampled from the logits, among which the stream's are the largest.
+    """Decode under a policy; the sampler takes the stream's tokens, whose logits are made the largest.
 
     Args:
         model: The model, outside `slow_fast`.
         variant: The policy and the engine's switches.
-        point: The batch.
-        settings: Steps, warm-up, time limit, backend.
-        prompts: What to begin with.
-        stream: The tokens.
-        on_step: Told of the sample after every step.
+        point: The contexts and the batch.
+        settings: Decides steps, warm-up, time limit and backend.
+        prompts: The prompts, read or made up.
+        stream: The tokens that are generated.
+        on_step: Called with the sample after every step.
     """
     sample = DecodeSample(point.batch, settings.warm_up)
     whole = _period(variant, settings)
@@ -62,7 +62,7 @@ def run_ours(
         token_SB1 = torch.tensor(stream.token_SB, device=model.device)[:, :, None]
 
         def pick(logits_BV: torch.Tensor) -> list[int]:
-            # the given token wins on the device, so that what goes on before the host has read it is right
+            # the device takes the given token: a step that starts before the host has read it is right too
             logits_BV.scatter_(1, token_SB1[len(sample.at)], torch.finfo(logits_BV.dtype).max)
             return greedy(logits_BV, finished, 0)
 
@@ -83,7 +83,7 @@ def run_ours(
 
 
 def _period(variant: DecodeVariant, settings: DecodeSettings) -> int:
-    # a run that stopped between two slow steps would have another rate than the stated one
+    # a run that stops between two slow steps has another slow rate than the stated one
     triggered = issubclass(policy_class(variant.policy), Triggered)
     return settings.slow_rate.denominator if triggered and settings.slow_rate else 1
 

@@ -1,4 +1,4 @@
-"""Samples into rows."""
+"""Rows of the result, made from samples."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -21,10 +21,10 @@ def point_rows(
     """Return a row for each variant that has samples, with its speed-ups over the others of the point.
 
     Args:
-        point: The batch.
+        point: The contexts and the batch.
         samples: The runs of each variant.
-        models: Bytes of a step, by variant.
-        copy_gb_per_s: The machine's.
+        models: Gives the bytes of a step, by variant.
+        copy_gb_per_s: The copy bandwidth of the machine.
     """
     rows = [
         {
@@ -115,7 +115,7 @@ def _bytes(
 
 
 def step_bytes(model: ByteModel, read: StepRead, *, selects: bool) -> float:
-    """Return the bytes that a step of a batch must read; `selects` where slow requests select anew."""
+    """Return the bytes that a step of a batch must read; `selects` says whether slow requests select anew."""
     total = 0.0
     for slow, length, tokens, packed in zip(
         read.slow_B, read.length_B, read.read_B, read.packed_B, strict=True

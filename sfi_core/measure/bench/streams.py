@@ -1,4 +1,4 @@
-"""Which tokens a benchmark's requests generate: they are forced, so that random weights decide no trigger."""
+"""The tokens that a benchmark's requests generate. They are given: random weights decide no trigger."""
 
 import math
 import random
@@ -16,7 +16,7 @@ class Stream:
     """The tokens of a batch.
 
     Attributes:
-        config: The settings under which they decide the slow steps.
+        config: The settings under which these tokens decide the slow steps.
         token_SB: Token x_t of each request by step, from step 0 to the last.
     """
 
@@ -35,7 +35,8 @@ def stream(settings: DecodeSettings, batch: int, vocabulary: int) -> Stream:
 def slow_steps(rate: Fraction, row: int, batch: int, first: int, last: int) -> list[int]:
     """Return the steps from `first` to before `last` at which a request is slow, 0 being the first measured.
 
-    Evenly apart, and staggered: with one in n, request r is slow at r n / batch and every n steps from there.
+    Slow steps are evenly apart and staggered: at a rate of 1/n, request r is slow at step r n / batch and at
+    every n-th step from there.
     """
     if rate == 0:
         return []

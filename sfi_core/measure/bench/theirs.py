@@ -62,17 +62,17 @@ def run_theirs(
     Args:
         model: The model, outside `slow_fast`.
         name: A name of `BASELINES`.
-        point: The batch.
-        settings: Steps, warm-up, time limit.
-        prompts: What to begin with.
-        on_step: Told of the sample after every step.
+        point: The contexts and the batch.
+        settings: Decides steps, warm-up and time limit.
+        prompts: The prompts, read or made up.
+        on_step: Called with the sample after every step.
     """
     sample = DecodeSample(point.batch, settings.warm_up)
     reset_peak(model.device)
     capacity = settings.capacity(point.context)
     cache = _cache(model, name, capacity)
     if prompts.made_up is not None:
-        # all but the last token: reading that one is step 0, as ours ends with the prompt's last token
+        # all but the last token: step 0 reads the last one, as in a run of ours
         _fill(model, cache, prompts.made_up, point.context - 1)
 
     def late(ids_BT: torch.Tensor, _: Any) -> torch.Tensor:
@@ -116,7 +116,7 @@ def cache_shapes(cache: Any) -> list[LayerShape]:
 
 @contextmanager
 def _plain_settings(model: Any) -> Iterator[None]:
-    """Take a checkpoint's own sampling and stop tokens out of the way."""
+    """Inside, decode greedily and without stop tokens, whatever the checkpoint's own settings say."""
     own = model.generation_config
     model.generation_config = GenerationConfig(do_sample=False, pad_token_id=0, eos_token_id=None)
     try:

@@ -1,4 +1,4 @@
-"""The kernel benchmark: it checks each op against its formula, then times it, beside the honest rivals."""
+"""The kernel benchmark checks each op against its formula, then times the op and its rivals."""
 
 from sfi_core.measure.kernel_bench.bench import KernelResult, WrongResultError, run_bench
 from sfi_core.measure.kernel_bench.settings import OPS, TABLE_1, KernelSettings, resolve_backend

@@ -38,7 +38,7 @@ class WrongResultError(NumericsError):
 
 @dataclass(slots=True)
 class Measurement:
-    """A variant, how far it was from its formula, and its times."""
+    """A variant, its error and its times."""
 
     variant: KernelVariant
     error: float
@@ -47,14 +47,14 @@ class Measurement:
 
 @dataclass(slots=True)
 class KernelResult:
-    """What a run measured so far.
+    """The measurements so far.
 
     Attributes:
-        settings: What was asked for.
+        settings: The settings of the run.
         backend: "torch" or "triton".
-        measurements: Every variant.
+        measurements: The measurement of every variant.
         machine: The machine, its copy bandwidth and what the clock adds.
-        notes: What a reader must know.
+        notes: What a reader of the rows must know.
         interrupted: Whether Ctrl-C ended it early.
     """
 
@@ -78,7 +78,7 @@ class KernelResult:
         }
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return a row for every variant that was timed; of PyTorch's SDPA the faster form."""
+        """Return a row for every variant that was timed; PyTorch's SDPA counts in its faster form."""
         timed: dict[tuple[str, float | None], Measurement] = {}
         for one in self.measurements:
             key = one.variant.name, one.variant.retention
@@ -134,11 +134,11 @@ def run_bench(
     Args:
         settings: What to measure.
         backend: "torch" or "triton"; see `resolve_backend`.
-        device: Where.
-        progress: Told the phase, how much of it is done, and of how much.
+        device: The device that is measured.
+        progress: Called with the phase, how many calls of the phase are done, and of how many.
 
     Raises:
-        MemoryForecastError: It would not fit.
+        MemoryForecastError: The inputs and their checks do not fit.
         BackendError: A kernel does not take this shape.
         WrongResultError: A variant differs from its formula; nothing was timed.
     """

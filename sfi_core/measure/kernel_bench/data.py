@@ -25,7 +25,7 @@ class LayerData:
         query_BHGD: The step's queries.
         key_BHTD: Keys, contiguous, as SDPA reads them.
         value_BHTD: Values.
-        pages: The same rows in pages, in a shuffled order where a request has several.
+        pages: The same rows in pages; several pages of a request are in a shuffled order.
         block_table_BP: Page numbers.
         length_B: Cached tokens, int32.
         recent_start_B: First token of the recent segment, int32.
@@ -51,7 +51,7 @@ class Selected:
 
     Attributes:
         index_BHK: The selected positions, ascending, int32.
-        key_BHSD: Packed keys; poison until `pack` has run, as is all below.
+        key_BHSD: Packed keys. These and the tensors below hold poison until `pack` has run.
         value_BHSD: Packed values.
         position_BHS: Positions of the packed rows, int32.
         length_BH: Rows that count, int32.
@@ -69,7 +69,7 @@ class Selected:
         return self.key_BHSD, self.value_BHSD, self.position_BHS, self.length_BH
 
     def poison(self) -> None:
-        """Make rows show that were not packed."""
+        """Fill the segment with values that no packed row has."""
         self.key_BHSD.fill_(torch.nan)
         self.value_BHSD.fill_(torch.nan)
         self.position_BHS.fill_(-7)

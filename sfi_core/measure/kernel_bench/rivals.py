@@ -1,4 +1,4 @@
-"""Dense attention by others, each in its best form."""
+"""Dense attention of other projects, each in its best form."""
 
 from collections.abc import Callable, Iterator
 from importlib import import_module
@@ -15,7 +15,7 @@ Rival = tuple[str, str | None, Callable[[], torch.Tensor]]
 
 
 def rivals(settings: KernelSettings, data: LayerData, notes: list[str]) -> Iterator[Rival]:
-    """Yield the row's name, the form and the call, which returns [B, H, G, D]; say in `notes` who is missing.
+    """Yield a row's name, form and call, which returns [B, H, G, D]; name absent rivals in `notes`.
 
     PyTorch's SDPA comes in two forms on contiguous keys and values, with `enable_gqa` and with the group's
     query heads as rows; the faster counts.
@@ -49,7 +49,7 @@ def _working(
     data: LayerData,
     notes: list[str],
 ) -> Iterator[Rival]:
-    # another project's limits must not end our benchmark; the note says what it said
+    # another project's limits must not end our benchmark; its message becomes a note
     try:
         call = make(settings, data)
         call()

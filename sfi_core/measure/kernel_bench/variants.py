@@ -1,4 +1,4 @@
-"""What the benchmark runs: the ops on one backend, and what they are compared with."""
+"""The variants that the benchmark runs: the ops on one backend, and their rivals."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -39,12 +39,12 @@ class KernelVariant:
     """One thing that is checked and timed.
 
     Attributes:
-        name: The row's op.
-        retention: The share of the context it works on; None where that does not apply.
-        call: Runs it.
-        bytes: What it must move.
-        error: Runs it and compares; above 1 it is wrong.
-        form: How it was called, where there are several ways.
+        name: The op of the row.
+        retention: The share of the context that the op works on; None where that does not apply.
+        call: Runs the op.
+        bytes: The bytes that the op must move.
+        error: Runs the op and compares; above 1 the result is wrong.
+        form: The form of the call, where there are several.
     """
 
     name: str
@@ -70,9 +70,9 @@ class KernelVariants:
             self.selected = {r: select(settings, self.data, r) for r in settings.retentions}
 
     def build(self) -> Iterator[KernelVariant]:
-        """Yield what the settings ask for, and the dense attention that all is compared with.
+        """Yield the variants that the settings ask for, and the dense attention for comparison.
 
-        A variant must be checked before the next is asked for: `pack` fills what `fast` reads.
+        The caller must check a variant before it asks for the next: `pack` fills what `fast` reads.
         """
         ops = self.settings.ops
         yield from self._dense()
@@ -165,7 +165,7 @@ class KernelVariants:
         )  # fmt: skip
 
     def _plan(self, mode: int, programs: int, packed: int = 0) -> StepDescriptor:
-        # once per step and for all layers, so it is not timed
+        # not timed: a step plans once for all layers
         settings, B = self.settings, self.settings.batch
         length, start = settings.context, settings.context - settings.recent
         request = StepRequest(
@@ -239,7 +239,7 @@ class KernelVariants:
         )
 
     def _append(self) -> KernelVariant:
-        # the last token once more, so that the cache stays as it was
+        # writes the last token once more, so that the cache stays the same
         settings, data = self.settings, self.data
         key, value = (x[:, :, -1:].clone() for x in (data.key_BHTD, data.value_BHTD))
         count = torch.ones_like(data.length_B)

@@ -17,7 +17,7 @@ class TaskSample:
     Attributes:
         task: The task's name.
         length: Prompt tokens asked for, an upper bound.
-        seed: What the prompt is drawn from.
+        seed: The seed that the prompt is drawn from.
         prompt: The text, chat template included.
         prompt_ids: Its tokens, at most `length`.
         answers: The strings that the task's score looks for.
@@ -35,12 +35,12 @@ class TaskSample:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A document with a question, before it is made a prompt.
+    """A document with a question, of which a prompt is made.
 
     Attributes:
         text: Instruction, document and question: what the user says.
         lead: First words of the answer; the model goes on from here.
-        answers: What it has to say.
+        answers: The strings that a right answer holds.
     """
 
     text: str
@@ -53,11 +53,11 @@ class Task(Protocol):
 
     @property
     def name(self) -> str:
-        """What the user calls it."""
+        """The name that a user asks for."""
 
     @property
     def bundled(self) -> bool:
-        """Whether it is made for the bundled checkpoint only."""
+        """Whether the task is made for the bundled checkpoint only."""
 
     def sample(self, tokenizer: Any, length: int, seed: int) -> TaskSample:
         """Draw a prompt of at most `length` tokens; the same one every time.
@@ -73,13 +73,13 @@ class Task(Protocol):
 
 
 def seeded(name: str, length: int, seed: int) -> random.Random:
-    """Return the one source of a sample's choices."""
+    """Return the random numbers that decide all of a sample."""
     return random.Random(f"{name} {length} {seed}")  # noqa: S311 - a sample is no secret
 
 
 def depths(seed: int, count: int) -> list[float]:
     """Return relative depths in [0, 1), evenly apart, that cover the document evenly over the seeds."""
-    first = seed * 0.6180339887498949 % 1  # the golden ratio: any run of seeds is spread evenly
+    first = seed * 0.6180339887498949 % 1  # the golden ratio spreads any row of seeds evenly
     return [(first + index / count) % 1 for index in range(count)]
 
 
@@ -87,7 +87,7 @@ def need_tokenizer(name: str, tokenizer: Any) -> None:
     """Refuse to write a prompt without a tokenizer.
 
     Raises:
-        InputError: There is none.
+        InputError: There is no tokenizer.
     """
     if tokenizer is None:
         raise InputError(f"task {name!r} must have a tokenizer, got none")
@@ -141,7 +141,7 @@ class DocumentTask:
 
     Attributes:
         name: The task's name.
-        bundled: Whether it is made for the bundled checkpoint only.
+        bundled: Whether the task is made for the bundled checkpoint only.
     """
 
     name: str

@@ -14,7 +14,7 @@ INSTRUCTION = (
     "Keep count of them; a question about them follows the list."
 )
 _ALL = sorted({*ADJECTIVES, *OBJECTS, *PLACE_ADJECTIVES, *PLACES, *VERBS})
-# none is part of another, which the score would mistake for it
+# no word is part of another: the score would take the one for the other
 WORDS = tuple(word for word in _ALL if sum(word in other for other in _ALL) == 1)
 
 
@@ -26,7 +26,7 @@ class CommonWords(DocumentTask):
 
     @property
     def least(self) -> int:
-        """The units in which the ten words are as frequent as they must be."""
+        """The fewest entries in which the ten words are ten times as frequent as any other."""
         return ASKED * RATIO + ASKED
 
     def question(self, length: int, seed: int, units: int) -> Question:

@@ -14,8 +14,8 @@ INSTRUCTION = (
     "The text below mentions secret numbers of some people. Read it with care and keep the numbers "
     "in mind; a question about them follows the text."
 )
-NUMBERS = range(1_000_000, 10_000_000)  # all of seven digits, so that none is part of another
-DECOY_EVERY = 4  # sentences of the haystack per decoy, where there are decoys
+NUMBERS = range(1_000_000, 10_000_000)  # seven digits each, so that no number is part of another
+DECOY_EVERY = 4  # sentences of the haystack for each decoy
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Needles(DocumentTask):
 
     Attributes:
         keys: People asked about.
-        values: Numbers told of each of them, in sentences of their own.
+        values: Numbers told of each of these people, one a sentence.
         decoys: Whether the haystack tells numbers of many other people.
     """
 

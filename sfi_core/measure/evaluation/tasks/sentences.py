@@ -28,7 +28,7 @@ class SentenceRecall(DocumentTask):
 
     @property
     def least(self) -> int:
-        """The people asked about."""
+        """One sentence for each person asked about."""
         return self.asked
 
     def score(
