@@ -92,16 +92,11 @@ def run_theirs(
 
 
 def their_shapes(model: Any) -> list[LayerShape]:
-    """Learn what transformers' own cache keeps of a token, layer by layer."""
+    """Return what transformers' own cache keeps of a token, layer by layer, from a pass over two tokens."""
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     with torch.no_grad():
         ids_BT = torch.zeros(1, 2, dtype=torch.long, device=model.device)
         model(input_ids=ids_BT, past_key_values=cache, use_cache=True)
-    return cache_shapes(cache)
-
-
-def cache_shapes(cache: Any) -> list[LayerShape]:
-    """Return what a cache of transformers keeps of a token, layer by layer."""
     return [
         LayerShape(
             heads=layer.keys.shape[1],
