@@ -117,11 +117,11 @@ for i in "${!names[@]}"; do
 done
 "$python" - "$stem-summary.json" "${names[*]}" "${codes[*]}" "${seconds[*]}" <<'PYTHON'
 import json, sys, torch
-from sfi_core.measure.kernel_bench.machine import describe_machine
+from sfi_core.machine.describe import describe_measured
 path, *columns = sys.argv[1:]
 names, codes, seconds = (column.split() for column in columns)
 parts = {n: {"exit_code": int(c), "seconds": int(s)} for n, c, s in zip(names, codes, seconds)}
-document = {"parts": parts, "machine": describe_machine(torch.device("cuda"))}
+document = {"parts": parts, "machine": describe_measured(torch.device("cuda"))}
 open(path, "w").write(json.dumps(document, indent=2) + "\n")
 PYTHON
 ls -1 "$out"

@@ -2,7 +2,7 @@
 
     python benchmarks/peer_worker.py MODEL DTYPE THREADS
 
-Imports what the environment has: kvpress' has no sfi, ours no kvpress.
+The environment of kvpress has no sfi, and ours has no kvpress: imports wait until a request needs them.
 """
 
 import json

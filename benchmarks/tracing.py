@@ -4,8 +4,8 @@
 
 The bundled example, decoded without observers and under each way of recording, in turns. `ratio` compares the
 mean step, `median_ratio` the median one: the median over the turns of a way's step to that of "off" in the
-same turn. "off, again" is a second run without observers: a ratio means no more than that one differs
-from 1. With `--model qwen3-0.6b` a model of that size with random weights decodes after a random prompt.
+same turn. "off, again" is a second run without observers: the distance of its ratio from 1 is the noise
+of the others. With `--model qwen3-0.6b` a model of that size with random weights decodes a random prompt.
 """
 
 import argparse

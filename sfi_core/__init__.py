@@ -3,6 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from sfi_core.machine.versions import __version__
 from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.parts import SelectorConfig
 
@@ -14,13 +15,13 @@ if TYPE_CHECKING:
     from sfi_core.models.linear import pack_weights
     from sfi_core.models.load import load
 
-__version__ = "0.1.0"
 __all__ = [
     "Result",
     "Sampling",
     "SelectorConfig",
     "Session",
     "SfiConfig",
+    "__version__",
     "generate",
     "load",
     "pack_weights",

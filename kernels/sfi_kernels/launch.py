@@ -134,7 +134,7 @@ def interpreted() -> bool:
 
 
 def target(device: torch.device) -> Target:
-    """Say what kernels are configured for on a device."""
+    """Return the target that kernels on a device are configured for."""
     record = _recording.get()
     if record is not None:
         return record.target
@@ -149,7 +149,7 @@ def _cuda_target(device: torch.device) -> Target:
 
 @contextmanager
 def counting(counter: Counter[str]) -> Iterator[None]:
-    """Count the launches inside by the kernel's name; a counter inside another takes them from it."""
+    """Count the launches inside, by the kernel's name, but for those of a counter further inside."""
     token = _counter.set(counter)
     try:
         yield

@@ -60,7 +60,7 @@ def combine(
         return parts[0][0]
     if len(parts) == 2 and sink_HG is None:  # noqa: PLR2004 - the fast step, in few operations
         (first, first_lse), (second, second_lse) = parts
-        # what sees nothing in either gets any share of zeros; a true NaN is in the outputs too
+        # a query that sees no key gets a share of zeros, whatever the share; a true NaN is in the outputs too
         lead = (first_lse - second_lse).nan_to_num(0.0, torch.inf, -torch.inf)
         return torch.lerp(second, first, lead.sigmoid().unsqueeze(-1))
     lse = torch.stack([part[1] for part in parts])

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from sfi_kernels.append import append
-from sfi_kernels.decode_attention import slots
+from sfi_kernels.decode_attention import resident_programs
 from sfi_kernels.decode_attention.triton import attend
 from sfi_kernels.dense_attention import dense_attention, window_logits
 from sfi_kernels.launch import Launch, Target, name_of, recording
@@ -53,7 +53,7 @@ SELECTIONS = (
     (8, 4, 16, 0, "mean"),
     (8, 4, 16, 0, "max"),
 )
-# processors of the architectures' large chips; they bear on plans, not on code
+# processors of the architectures' large chips; plans depend on them, compiled code does not
 PROCESSORS = 132
 
 
@@ -132,7 +132,7 @@ class Case:
 
     def decode(self, *, slow: bool, **variant: Any) -> None:
         """Plan and attend, with one token of each request; or as a variant of the benchmark."""
-        places = slots(self.query.device)
+        places = resident_programs(self.query.device)
         numbers: Any = {"length": T, "recent_start": 100, "packed": S, "sink": 4}
         requests = [StepRequest(mode=mode, **numbers) for mode in (SLOW if slow else FAST, FAST)]
         step = describe_step(requests, work_items(2, H, places), self.query.device)

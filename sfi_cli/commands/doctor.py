@@ -22,8 +22,9 @@ def doctor(
     from dataclasses import asdict
 
     from sfi_cli.terminal.output import Output
-    from sfi_core.machine.describe import checks, describe
+    from sfi_core.machine.describe import describe
     from sfi_core.machine.versions import versions
+    from sfi_core.measure.doctor import checks
     from sfi_core.models.load import load_tokenizer
     from sfi_core.settings.config import SfiConfig
     from sfi_core.triggers.trigger_set import build_trigger_set

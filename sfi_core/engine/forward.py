@@ -11,7 +11,7 @@ from sfi_core.policies.base import Policy
 from sfi_core.state.kv_store import KVStore
 from sfi_core.state.position_sets import allowed_positions
 from sfi_core.state.request import RequestState
-from sfi_kernels.decode_attention import slots
+from sfi_kernels.decode_attention import resident_programs
 from sfi_kernels.split_plan import split_plan, work_items
 from sfi_kernels.step_descriptor import (
     FAST,
@@ -233,12 +233,12 @@ class FreshDescriptors:
 
 def work_room(store: KVStore, device: torch.device) -> int:
     """Return the most work items of a step."""
-    return work_items(store.batch, store.heads, slots(device))
+    return work_items(store.batch, store.heads, resident_programs(device))
 
 
 def plan(descriptor: StepDescriptor, store: KVStore, device: torch.device) -> None:
     """Split a step's keys over the processors."""
-    split_plan.triton(descriptor, store.heads, slots(device))
+    split_plan.triton(descriptor, store.heads, resident_programs(device))
 
 
 def known_requests(

@@ -1,6 +1,5 @@
-"""How many requests are decoded together: decided before a run, from what it will need and what is free."""
+"""How many requests a run decodes together, decided from its forecast and the free memory."""
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -8,22 +7,21 @@ from sfi_core.engine.shared_prompt import SharedPrompt
 from sfi_core.errors import ConfigError
 from sfi_core.hosts.transformers.session import Session
 from sfi_core.machine.memory import free_bytes
-from sfi_core.models.forecast import Forecast, check_fits
+from sfi_core.models.forecast import Forecast, check_fits, largest_batch
 
-SHARE = (
-    0.9  # of the free memory that is filled where nobody said how many: a forecast is no promise
-)
+# of the free memory that a run may fill where no batch is asked for: a forecast is no promise
+SHARE = 0.9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPlan:
-    """What a run over a list of prompts will do.
+    """The batch of a run over a list of prompts.
 
     Attributes:
         requests: Prompts in all.
-        slots: How many are decoded together; the others wait until one has ended.
-        capacity: Tokens that any of them may reach.
-        forecast: What the run will need.
+        slots: Requests that are decoded together; each other one waits until a request has ended.
+        capacity: Tokens that a request may reach.
+        forecast: The memory that the run will need.
         free_bytes: Free memory before it; None where the system does not tell.
     """
 
@@ -32,35 +30,6 @@ class BatchPlan:
     capacity: int
     forecast: Forecast
     free_bytes: int | None
-
-
-def largest_batch(
-    session: Session,
-    prompt_tokens: int,
-    capacity: int,
-    prefill_chunk: int = 0,
-    *,
-    most: int,
-    share: float = 1.0,
-) -> int:
-    """Say how many requests of a session fit into the free memory together, 0 to `most`.
-
-    Args:
-        session: The model under a policy.
-        prompt_tokens: Tokens of the longest prompt.
-        capacity: Tokens a request may reach.
-        prefill_chunk: Prompt tokens of one forward pass; 0 for all at once.
-        most: Where to stop looking.
-        share: The part of the free memory that they may fill.
-    """
-    free = free_bytes(session.model.device)
-    if free is None:
-        return most
-
-    def needed(batch: int) -> int:
-        return session.forecast(batch, prompt_tokens, capacity, prefill_chunk).needed_bytes
-
-    return bisect_right(range(1, most + 1), share * free, key=needed)
 
 
 def plan_batch(
@@ -78,13 +47,14 @@ def plan_batch(
         session: The model under a policy.
         prompts: Token ids.
         limits: The most new tokens of each.
-        max_batch: The most that may be decoded together; None for as many as fit.
+        max_batch: The most requests to decode together; None for as many as fit.
         prefill_chunk: Prompt tokens of one forward pass; 0 for all at once.
-        shared: The prompts, read already; then all of them are decoded together.
+        shared: The prompts as already read; they are then all decoded together.
 
     Raises:
         ConfigError: `max_batch` is not positive, or splits prompts that were read together.
-        MemoryForecastError: `max_batch` requests do not fit, with how many do; or not even one does.
+        MemoryForecastError: `max_batch` requests do not fit, and the message says how many do; or not even
+            one request fits.
     """
     total, device = len(prompts), session.model.device
     if max_batch is not None and max_batch < 1:
@@ -96,13 +66,21 @@ def plan_batch(
     capacity = max(len(prompt) + new for prompt, new in zip(prompts, limits, strict=True))
     capacity = capacity if shared is None else shared.capacity
     sizes = (longest, capacity, prefill_chunk)
-    fits = session.ranks.least(largest_batch(session, *sizes, most=wanted))
+    free = free_bytes(device)
+
+    def fitting(share: float) -> int:
+        if free is None:
+            return wanted
+        return largest_batch(
+            lambda b: session.forecast(b, *sizes).needed_bytes, wanted, share * free
+        )
+
+    fits = session.ranks.least(fitting(1.0))
     slots = wanted
     if shared is None and not fits:
-        slots = 1  # what it says of one request says the most
+        slots = 1  # the message on one request says the most
     elif shared is None and max_batch is None and fits < wanted:
-        fitting = largest_batch(session, *sizes, most=wanted, share=SHARE)
-        slots = max(1, session.ranks.least(fitting))
+        slots = max(1, session.ranks.least(fitting(SHARE)))
     expected = session.forecast(slots, *sizes)
     with session.ranks.agreed():
         if slots > fits:
@@ -112,5 +90,5 @@ def plan_batch(
         slots=slots,
         capacity=capacity,
         forecast=expected,
-        free_bytes=free_bytes(device),
+        free_bytes=free,
     )

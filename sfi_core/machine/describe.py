@@ -1,62 +1,60 @@
-"""What this machine is and what it can run, found out by trying."""
+"""The machine in plain values, for the doctor and for results that are compared with each other."""
 
-import os
 import platform
+import re
 import subprocess
-import sys
-from dataclasses import dataclass
 from pathlib import Path
+from shutil import which
 from typing import Any
 
 import torch
 
-from sfi_core.errors import SfiError
-from sfi_core.generation.generate import generate
-from sfi_core.machine.memory import MEMINFO, free_bytes
-from sfi_core.models.load import load
-from sfi_core.settings.config import SfiConfig
+from sfi_core.machine.memory import free_bytes, total_bytes
+from sfi_core.machine.versions import versions
 
 CPUINFO = Path("/proc/cpuinfo")
-TIMEOUT = 120  # seconds; the first Triton compilation takes a few
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """One thing that was tried.
-
-    Attributes:
-        name: What.
-        ok: Whether it works; None where it is not to be expected here.
-        detail: What was seen.
-    """
-
-    name: str
-    ok: bool | None
-    detail: str
+DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def describe() -> dict[str, Any]:
-    """Name the machine: processor, cores, memory, GPUs."""
-    cuda = torch.cuda.is_available()
-    total = None
-    if MEMINFO.exists():
-        total = int(MEMINFO.read_text().split()[1]) * 1024
+    """Describe the machine: processor, cores, memory, GPUs."""
+    cpu = torch.device("cpu")
     return {
         "system": f"{platform.system()} {platform.machine()}",
         "processor": _processor(),
         "threads": torch.get_num_threads(),
-        "memory_bytes": total,
-        "free_memory_bytes": free_bytes(torch.device("cpu")),
+        "memory_bytes": total_bytes(cpu),
+        "free_memory_bytes": free_bytes(cpu),
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-        if cuda
+        if torch.cuda.is_available()
         else [],
         "cuda": torch.version.cuda,
     }
 
 
-def checks() -> list[Check]:
-    """Try what a run needs, one by one."""
-    return [_cuda(), _backend("torch"), _triton(), _triton_backend(), _nvtx()]
+def describe_measured(device: torch.device | None = None) -> dict[str, Any]:
+    """Describe the machine, the device that was measured, and the software that drives the device."""
+    machine = {
+        **describe(),
+        "device": None if device is None else str(device),
+        "driver": _driver(),
+        "torch": torch.__version__,
+        "triton": versions()["triton"],
+    }
+    if device is not None and device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        machine |= {
+            "gpu": properties.name,
+            "processors": properties.multi_processor_count,
+            "l2_bytes": properties.L2_cache_size,
+            "capability": f"{properties.major}.{properties.minor}",
+        }
+    return machine
+
+
+def name(machine: dict[str, Any]) -> str:
+    """Return the words for a figure's title: the GPU, or the processor and its threads."""
+    return str(machine.get("gpu") or f"{machine['processor']}, {machine['threads']} threads")
 
 
 def _processor() -> str:
@@ -67,69 +65,18 @@ def _processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def _cuda() -> Check:
-    if not torch.cuda.is_available():
-        return Check("cuda", None, "no CUDA device; runs on the CPU")
-    names = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
-    return Check("cuda", True, f"{names}, CUDA {torch.version.cuda}")
-
-
-def _backend(backend: str) -> Check:
-    try:
-        model, tokenizer = load()
-        everything = SfiConfig(sink=1, recent=4, budget=64, t_max=4)
-        prompt = (
-            "Belora hid a red lantern under the old bridge. Question: What is written about Belora?"
-        )
-        options: dict[str, Any] = {"max_new_tokens": 12, "backend": backend}
-        sfi = generate(model, tokenizer, [prompt], everything, **options)
-        full = generate(model, tokenizer, [prompt], everything, policy="full-kv", **options)
-    except SfiError as error:
-        return Check(f"backend {backend}", False, str(error))
-    same = sfi.report.requests[0].token_ids == full.report.requests[0].token_ids
-    word = "equals" if same else "differs from"
-    return Check(
-        f"backend {backend}",
-        same,
-        f"sfi with everything selected {word} full attention on {model.device}",
+def _driver() -> str | None:
+    if DRIVER.exists():
+        found = re.search(r"\b\d{3}\.\d+(\.\d+)?\b", DRIVER.read_text())
+        if found:
+            return found.group()
+    program = which("nvidia-smi")
+    if program is None:
+        return None
+    done = subprocess.run(  # noqa: S603 - found on the path by its own name
+        [program, "--query-gpu=driver_version", "--format=csv,noheader"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
-
-
-def _triton() -> Check:
-    mode = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "sfi_kernels.triton_check"]
-    try:
-        done = subprocess.run(  # noqa: S603 - our own module
-            command,
-            env={**os.environ, **mode},
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return Check("triton", False, f"no answer within {TIMEOUT} s")
-    if done.returncode:
-        lines = done.stderr.strip().splitlines() or ["no message"]
-        return Check("triton", False, lines[-1])
-    return Check(
-        "triton", True, "a kernel ran in the interpreter" if mode else "a kernel ran on the GPU"
-    )
-
-
-def _triton_backend() -> Check:
-    if not torch.cuda.is_available():
-        return Check("backend triton", None, "needs a CUDA device")
-    return _backend("triton")
-
-
-def _nvtx() -> Check:
-    done = subprocess.run(
-        [sys.executable, "-c", "import nvtx; nvtx.push_range('sfi'); nvtx.pop_range()"],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    return Check(
-        "nvtx",
-        done.returncode == 0,
-        "ranges can be pushed" if done.returncode == 0 else "not importable",
-    )
+    return done.stdout.strip().splitlines()[0] if done.stdout.strip() else None

@@ -17,6 +17,13 @@ def free_bytes(device: torch.device) -> int | None:
     return _field(MEMINFO, "MemAvailable:")
 
 
+def total_bytes(device: torch.device) -> int | None:
+    """Return the memory of a device, free or not; None where the system does not tell."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return _field(MEMINFO, "MemTotal:")
+
+
 def resident_bytes(device: torch.device) -> int:
     """Return the bytes in use: of the process on a CPU, of PyTorch's allocator on a GPU."""
     if device.type == "cuda":

@@ -1,10 +1,9 @@
-"""Versions of what a run depends on, for reports."""
+"""The version of sfi, and the versions of what a run depends on, for reports. Nothing here imports torch."""
 
 import platform
 from importlib.metadata import PackageNotFoundError, version
 
-from sfi_core import __version__
-
+__version__ = "0.1.0"
 PACKAGES = ("torch", "triton", "transformers", "tokenizers", "numpy", "pyarrow", "nvtx")
 
 

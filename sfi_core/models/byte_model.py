@@ -1,9 +1,9 @@
-"""What a decoding step has to read, in bytes: the limit of a machine whose memory is the bottleneck.
+"""The bytes that a decoding step has to read: the limit of a machine whose memory is the bottleneck.
 
-Weights are read once for the whole batch, keys and values once for each request. A slow step reads all of
-them and 16 bytes of scores for each position and KV head, and copies the new sink and selected rows. Layers
-with a sliding window read their window at every step. Left out: activations, the new token's keys and values,
-and time that is not spent on memory.
+Weights are read once for the whole batch, keys and values once for each request. A slow step reads all keys
+and values and 16 bytes of scores for each position and KV head, and copies the new sink and selected rows.
+Layers with a sliding window read their window at every step. Left out: activations, the new token's keys and
+values, and time that is not spent on memory.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,9 +13,8 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-SCORE_BYTES = (
-    16  # of a position and KV head: evidence, prior and scores of a fused Selector, float32
-)
+# bytes of a position and KV head: evidence, prior and scores of a fused Selector, in float32
+SCORE_BYTES = 16
 COPIED = 2  # a gathered row is read and written
 
 Count = npt.NDArray[Any] | float
@@ -27,12 +26,12 @@ class ByteModel:
 
     Attributes:
         weight_bytes: Weights that a step reads, shared by the batch.
-        batch: Requests that share them; slow and fast ones in one launch.
+        batch: Requests that share the weights; slow and fast ones run in one launch.
         row_bytes: A token's keys and values in the layers that SFI acts on.
-        heads: KV heads of those layers, all together.
-        layers: Their number.
+        heads: KV heads of all those layers together.
+        layers: The number of those layers.
         dense_row_bytes: As `row_bytes`, in full-attention layers that are left dense.
-        dense_layers: The number of those.
+        dense_layers: The number of layers that are left dense.
         windows: Window and `row_bytes` of each sliding-window layer.
     """
 
@@ -49,9 +48,9 @@ class ByteModel:
     def of(
         cls, model: Mapping[str, Any], *, dense_layers: Sequence[int] = (), batch: int = 1
     ) -> Self:
-        """Take the numbers from a manifest's `model`.
+        """Take the numbers from the `model` of a manifest.
 
-        A mixture's `weight_bytes` holds one token's experts; a batch reads more of them than that.
+        The `weight_bytes` of a mixture count the experts of one token; a batch reads more experts.
         """
         full = [layer for layer in model["layers"] if layer["window"] is None]
         sparse = [layer for layer in full if layer["layer"] not in dense_layers]
@@ -76,11 +75,11 @@ class ByteModel:
         return self._shared(length) + self.row_bytes * length
 
     def fast(self, length: Count, attended: Count) -> Count:
-        """Return a fast step's bytes that reads `attended` tokens for each KV head."""
+        """Return the bytes of a fast step that reads `attended` tokens for each KV head."""
         return self._shared(length) + self.row_bytes * attended
 
     def slow(self, length: Count, packed: Count) -> Count:
-        """Return a slow step's bytes that copies `packed` sink and selected tokens for each KV head."""
+        """Return the bytes of a slow step that copies `packed` sink and selected tokens for each KV head."""
         scores = SCORE_BYTES * self.heads * length
         return self.dense(length) + scores + COPIED * self.row_bytes * packed
 

@@ -17,10 +17,10 @@ def describe_model(model: Any, shapes: Sequence[LayerShape]) -> dict[str, Any]:
         shapes: Its layers' keys and values.
 
     Returns:
-        Plain values. `weight_bytes` is what one token reads: all weights but rows of the input embedding that
-        it does not look up, and of a mixture's experts only as many as are active. `layers` has heads, widths
-        and bytes of a number for each layer, and its window if it slides. Heads and bytes are those of this
-        rank where the model is split, and `tensor_parallel` then says which it is.
+        Plain values. `weight_bytes` are the weights that one token reads: without the rows of the input
+        embedding that belong to other tokens, and with the active experts of a mixture only. `layers` has the
+        heads, widths and bytes of a number of each layer, and the window of a sliding one. Of a model that is
+        split over ranks, heads and bytes are this rank's, and `tensor_parallel` says which rank that is.
     """
     config, ranks = model.config.get_text_config(decoder=True), ranks_of(model)
     name = config._name_or_path or model.config._name_or_path  # noqa: SLF001 - nothing public says it

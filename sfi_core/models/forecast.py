@@ -1,6 +1,7 @@
-"""What a run will need, before it allocates."""
+"""The memory that a run will need, known before the run allocates."""
 
-from collections.abc import Collection, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -23,7 +24,7 @@ class Forecast:
     """Bytes a run needs.
 
     Attributes:
-        resident_bytes: In use before the run, weights included.
+        resident_bytes: Bytes in use before the run, weights included.
         kv_bytes: Pages of the KV cache.
         norm_bytes: Key norms.
         packed_bytes: Packed segments.
@@ -59,24 +60,24 @@ def forecast(
     prompt_tokens: int,
     capacity: int,
     prefill_chunk: int = 0,
-    together: int = 1,
+    refreshed_together: int = 1,
     unpacked: Collection[int] = (),
-    slots: int = 1,
+    evidence_buffers: int = 1,
 ) -> Forecast:
-    """Add up a run's bytes; of a model that is split over ranks, this rank's.
+    """Add up the bytes of a run; for a model that is split over ranks, the bytes of this rank.
 
     Args:
-        model: Gives sizes of its activations, and the device.
-        layers: Every layer's shape.
+        model: Gives the sizes of its activations, and the device.
+        layers: The shape of every layer.
         config: The policy's settings.
         selects: Whether the policy selects at all.
         batch: Requests.
         prompt_tokens: Tokens of the longest prompt.
         capacity: Tokens a request may reach.
         prefill_chunk: Prompt tokens of one forward pass; 0 for all at once.
-        together: Requests that one slow step refreshes at once: all on the triton backend.
+        refreshed_together: Requests whose memory one slow step refreshes at once: all on the triton backend.
         unpacked: Layers that get no packed segment.
-        slots: Layers whose evidence is held at once.
+        evidence_buffers: Layers whose evidence is held at once.
     """
     managed = [layer for layer in layers if layer.window is None]
     sliding = [layer for layer in layers if layer.window is not None]
@@ -94,7 +95,9 @@ def forecast(
         * batch,
         workspace_bytes=max(
             _activation_bytes(model, managed, batch, chunk),
-            _selector_bytes(model, managed, config, capacity, together, slots) if selects else 0,
+            _selector_bytes(model, managed, config, capacity, refreshed_together, evidence_buffers)
+            if selects
+            else 0,
         )
         * (CPU_SLACK if model.device.type == "cpu" else 1),
     )
@@ -121,30 +124,42 @@ def _selector_bytes(
     layers: Sequence[LayerShape],
     config: SfiConfig,
     length: int,
-    together: int,
-    slots: int,
+    refreshed_together: int,
+    evidence_buffers: int,
 ) -> int:
     heads = model.config.get_text_config(decoder=True).num_attention_heads // ranks_of(model).size
     kv_heads = max(layer.heads for layer in layers)
     # logits, probabilities and their powers; then about a dozen tensors of one number per head and position
     first = 4 * heads * config.window_prefill + 12 * kv_heads
-    return int(max(first, (slots * heads + 12 * kv_heads) * together) * length * FLOAT32)
+    later = (evidence_buffers * heads + 12 * kv_heads) * refreshed_together
+    return int(max(first, later) * length * FLOAT32)
+
+
+def largest_batch(needed: Callable[[int], int], most: int, free: float) -> int:
+    """Return the largest batch of at most `most` that fits `free` bytes; 0 where not even one request does.
+
+    Args:
+        needed: Returns the bytes of a batch; a larger batch never needs less.
+        most: Where the search ends.
+        free: Bytes to fill.
+    """
+    return bisect_right(range(1, most + 1), free, key=needed)
 
 
 def check_fits(expected: Forecast, device: torch.device, way: str | None = None) -> None:
     """Refuse a run that will not fit.
 
     Args:
-        expected: What it needs.
-        device: Where.
-        way: What to lower; None for what needs the most.
+        expected: The bytes that the run needs.
+        device: The device of the run.
+        way: The setting to lower; None for the one that needs the most.
 
     Raises:
-        MemoryForecastError: With what is needed, what is free, and what to change.
+        MemoryForecastError: The message has the bytes needed, the bytes free, and the setting to lower.
     """
     free = free_bytes(device)
     if free and device.type == "cpu":
-        free //= torchrun.neighbors()  # they take theirs of the same
+        free //= torchrun.neighbors()  # the other processes of this machine use the same memory
     if free is not None and expected.needed_bytes > free:
         cache = expected.kv_bytes + expected.norm_bytes
         most = "the batch or max_new_tokens"

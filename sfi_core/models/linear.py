@@ -40,15 +40,15 @@ class WideLinear(torch.nn.Linear):
 class PackedLinear(torch.nn.Linear):
     """A `Linear` whose weights lie in FBGEMM's layout: for a few rows, and for running a model only.
 
-    A bfloat16 weight below 2^-14 in size may change by up to 2^-25, what float16 can tell apart there. All
-    others stay what they are.
+    A bfloat16 weight below 2^-14 in size may change by up to 2^-25, the spacing of float16 there. All other
+    weights keep their values.
     """
 
     _packed: Any
     _dtype: torch.dtype
 
     def pack(self) -> None:
-        """Become one, in place, from a `Linear`."""
+        """Turn a `Linear` into a `PackedLinear`, in place."""
         bias = None if self.bias is None else self.bias.detach().float()
         packed = torch.ops.quantized.linear_prepack_fp16(self.weight.detach().float(), bias)
         self._packed, self._dtype = packed, self.weight.dtype
@@ -99,16 +99,16 @@ def wide_linears(model: Any) -> Iterator[None]:
 def pack_weights(model: Any, progress: Callable[[int, int], None] | None = None) -> None:
     """Pack the weights of a model's `Linear` layers in place, for good.
 
-    It pays from a few rows on: on an AVX2 processor four rows take a quarter of the time, one row takes three
-    quarters. Packing itself is slow, about 20 ns a weight and core. An output matrix that is the input
-    embedding too is kept twice. A layer with a weight beyond float16 stays as it is.
+    A product of a few rows gains the most: on an AVX2 processor four rows take a quarter of the time, one row
+    takes three quarters. Packing itself is slow, about 20 ns a weight and core. An output matrix that is also
+    the input embedding is kept twice. A layer with a weight beyond float16's range is not packed.
 
     Args:
         model: A model of transformers, in bfloat16 or float16 on a CPU.
-        progress: Told how many layers are packed, and of how many.
+        progress: Called with how many layers are packed, and of how many.
 
     Raises:
-        BackendError: There is nothing to pack, no FBGEMM on this machine, or the model is split over ranks.
+        BackendError: The dtype or the device cannot be packed, or the model is split over ranks.
     """
     check_packing(model.device, model.dtype)
     if ranks_of(model).size > 1:
@@ -126,7 +126,7 @@ def check_packing(device: torch.device, dtype: torch.dtype) -> None:
     """Refuse what cannot be packed.
 
     Raises:
-        BackendError: It is on no CPU, not in bfloat16 or float16, or there is no FBGEMM.
+        BackendError: The model is not on a CPU or not in bfloat16 or float16, or PyTorch has no FBGEMM.
     """
     if device.type != "cpu" or dtype not in HALVES:
         got = f"{str(dtype).removeprefix('torch.')} on {device.type}"

@@ -1,4 +1,4 @@
-"""What a decoding step reads of a model's weights, in bytes."""
+"""The bytes of a model's weights, and those that a decoding step reads."""
 
 from dataclasses import dataclass
 from typing import Any, Self
@@ -9,15 +9,15 @@ from sfi_core.models.linear import PackedLinear
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelWeights:
-    """A model's weights, sorted by who reads them; of a split model this rank's part.
+    """The bytes of a model's weights, by use; of a model that is split over ranks, this rank's part.
 
     Attributes:
-        total_bytes: All of them, shared ones once.
+        total_bytes: All weights; shared ones count once.
         embedding_bytes: The input embedding.
-        unread_bytes: What of it a step does not read: all, unless the output shares it.
+        unread_bytes: The part of the embedding that a step does not read: all, unless the output shares it.
         routed_bytes: Experts of mixtures, all layers together.
         experts: Routed experts of a layer; 0 without a mixture.
-        active: Those that a token goes through.
+        active: Routed experts that a token goes through.
     """
 
     total_bytes: int
@@ -55,10 +55,10 @@ class ModelWeights:
         )
 
     def read(self, batch: int = 1) -> int:
-        """Return the bytes that a step reads which decodes one token of `batch` requests.
+        """Return the bytes that a step reads to decode one token of each of `batch` requests.
 
-        Of a mixture's E experts with k active ones that is the expected number of distinct ones,
-        E (1 - (1 - k/E)^B), as if every token went to k of them at random.
+        Of E experts with k active ones, B tokens read E (1 - (1 - k/E)^B) distinct experts, the expected
+        number where every token goes to k experts at random.
         """
         share = 1.0
         if self.experts and self.active:

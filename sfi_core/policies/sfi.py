@@ -20,27 +20,22 @@ class SFI(EvidencePolicy, Triggered):
         clip_rows = settings.pop("lambda_clip_rows")
         diagnostics: dict[str, torch.Tensor] = {}
         with context.span("selector"):
-            logits, norms = context.logits(), context.key_norm_BHT
-            allowed: torch.Tensor | None = context.allowed_BT
-            first = 0
-            if context.interval is not None:
-                first, stop = context.interval
-                logits, norms, allowed = logits[..., first:stop], norms[..., first:stop], None
+            logits = context.logits()
             # Paper gap: the released code has another clip for several rows; G query heads are rows too
             if clip_rows is not None and logits.shape[2] * logits.shape[3] > 1:
                 settings["lambda_clip"] = clip_rows
             score, diagnostics["lambda_star"] = selector.on(context.backend)(
                 logits,
-                norms,
-                allowed,
+                context.key_norm_BHT,
+                context.allowed_BT,
                 group_reduce=self.config.group_reduce,
                 span=self.config.span,
                 log_sum_BHGW=context.log_sum_BHGW,
                 diagnostics=diagnostics if context.wants_diagnostics else None,
                 gather=context.ranks.gather if context.ranks.size > 1 else None,
+                interval=context.interval,
                 **settings,
             )
         with context.span("top_k"):
             index = top_k.on(context.backend)(score, self.config.budget)
-            index = torch.where(index < 0, index, index + first) if first else index
         return Selection(index, diagnostics)

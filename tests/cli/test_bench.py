@@ -13,7 +13,7 @@ from sfi_cli.commands.bench import command
 from sfi_cli.commands.bench.job import SLOW_RATE
 from sfi_core.errors import SfiError
 from sfi_core.measure.bench import bench, fits
-from sfi_core.measure.bench.settings import BenchSettings
+from sfi_core.measure.bench.settings import DecodeSettings
 from sfi_core.measure.kernel_bench import timing
 from sfi_core.models.linear import ENGINES
 
@@ -57,7 +57,7 @@ def tiny(tmp_path) -> str:
 
 
 def test_the_help_shows_the_real_defaults():
-    settings = BenchSettings()
+    settings = DecodeSettings()
     for name, shown in command.SHOWN.items():
         value = getattr(settings, name)
         assert shown == (",".join(map(str, value)) if isinstance(value, tuple) else str(value))

@@ -102,7 +102,7 @@ def test_ctrl_c_keeps_what_is_there_and_resume_ends_as_if_nothing_had_been(
     whole, tmp_path, monkeypatch
 ):
     folder = tmp_path / "cut"
-    run = runner.Grid.run
+    run = runner.TaskGrid.run
 
     def interrupted(*args, **options):
         for count, row in enumerate(run(*args, **options)):
@@ -111,7 +111,7 @@ def test_ctrl_c_keeps_what_is_there_and_resume_ends_as_if_nothing_had_been(
             yield row
 
     with monkeypatch.context() as patch:
-        patch.setattr(runner.Grid, "run", interrupted)
+        patch.setattr(runner.TaskGrid, "run", interrupted)
         result = call(*SMALL, *METHODS, "-o", folder)
     assert result.exit_code == 130
     assert f"interrupted; go on with: sfi eval -o {folder} --resume" in result.stderr

@@ -15,7 +15,7 @@ from sfi_cli.commands.kernel_bench import command
 from sfi_core.errors import SfiError
 from sfi_core.measure import kernel_bench
 from sfi_core.measure.kernel_bench import (
-    BenchSettings,
+    KernelSettings,
     bench,
     compile_check,
     settings,
@@ -169,7 +169,7 @@ def test_ctrl_c_before_the_first_time_leaves_no_file(tmp_path, monkeypatch):
     def stopped(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(bench, "Variants", stopped)
+    monkeypatch.setattr(bench, "KernelVariants", stopped)
     code, stdout, _ = inside(*SHAPE, "--retention", "0.5", "-o", str(tmp_path / "x.json"))
     assert (code, stdout) == (130, "")
     assert not [*tmp_path.iterdir()]
@@ -224,7 +224,7 @@ def test_a_mistake_is_one_line_and_an_exit_code(arguments, code, words):
 
 def test_the_help_shows_the_defaults_of_the_settings():
     """The help cannot import them, which would load torch."""
-    defaults = BenchSettings()
+    defaults = KernelSettings()
     for name, shown in command.SHOWN.items():
         value = getattr(defaults, name)
         expected = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
@@ -275,4 +275,4 @@ def test_compile_only_writes_the_table_for_the_docs(compiler, tmp_path):
 
 
 def test_the_public_names_are_there():
-    assert set(kernel_bench.__all__) >= {"BenchSettings", "run_bench", "resolve_backend"}
+    assert set(kernel_bench.__all__) >= {"KernelSettings", "run_bench", "resolve_backend"}

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from sfi_kernels.decode_attention import DecodeAttention, decode_attention, slots
+from sfi_kernels.decode_attention import DecodeAttention, decode_attention, resident_programs
 from sfi_kernels.launch import KernelLimitError
 from sfi_kernels.split_plan import split_plan, work_items
 from sfi_kernels.step_descriptor import (
@@ -61,7 +61,7 @@ class Step:
         self.device = torch.device(kernel_device(self.backend, self.dtype, self.page_size))
 
     def descriptor(self) -> StepDescriptor:
-        places = self.places or slots(self.device)
+        places = self.places or resident_programs(self.device)
         step = describe_step(
             [
                 StepRequest(mode=mode, length=T, recent_start=start, packed=70, sink=min(SINK, T))

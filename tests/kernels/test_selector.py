@@ -246,6 +246,8 @@ def test_the_span_lets_neighbors_of_a_hit_win():
         ({"temperature": 0.0}, "^temperature must be positive, got 0.0$"),
         ({"group_reduce": "sum"}, "^group_reduce must be one of .*, got 'sum'$"),
         ({"span": -1}, "^span must be at least 0, got -1$"),
+        ({"interval": (4, 51)}, r"^interval must hold positions in \[0, 50\), got \(4, 51\)$"),
+        ({"interval": (4, 4)}, r"^interval must hold positions in \[0, 50\), got \(4, 4\)$"),
     ],
 )
 def test_an_argument_out_of_range_is_named(allowed, changes, message):
@@ -350,3 +352,9 @@ def test_a_request_seen_on_its_candidates_alone_scores_the_same(window: int, spa
     )
     assert torch.allclose(cut, whole[..., first:stop], atol=1e-5)
     assert torch.allclose(cut_weight, weight, atol=1e-6)
+    score, told_weight = selector(
+        logits, norm, ~allowed, span=span, interval=(first, stop), **DEFAULTS
+    )
+    assert torch.equal(score[..., first:stop], cut)
+    assert (score.masked_fill(allowed, MASKED_SCORE) == MASKED_SCORE).all()
+    assert torch.equal(told_weight, cut_weight)

@@ -356,3 +356,13 @@ def test_what_stands_outside_the_candidates_is_never_used(run, span):
     logits = logits.masked_fill(~allowed[:, None, None, None], torch.nan)
     got = run(logits, norm.masked_fill(~allowed[:, None], torch.nan), allowed, span=span)
     assert all(torch.equal(*pair) for pair in zip(got[:2], expected[:2], strict=True))
+
+
+def test_an_interval_stands_for_its_mask(run):
+    logits, norm, _ = inputs(2, 2, 2, 1, 70)
+    inside = torch.zeros(2, 70, dtype=torch.bool)
+    inside[:, 4:61] = True
+    score, weight = run(logits, norm, ~inside, interval=(4, 61))
+    expected, expected_weight = run(logits, norm, inside)
+    assert torch.equal(score, expected)
+    assert torch.equal(weight, expected_weight)

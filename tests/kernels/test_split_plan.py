@@ -32,7 +32,7 @@ class Batch:
 
     requests: tuple[StepRequest, ...]
     heads: int = 8
-    slots: int = 264
+    programs: int = 264
 
     @cached_property
     def units(self) -> list[int]:
@@ -49,12 +49,12 @@ class Batch:
     def least(self) -> int:
         """The least size: a tenth more than fills the processors once, and no more than 64 splits."""
         units = self.units
-        fill = -(-11 * self.heads * sum(units) // (10 * self.slots))
+        fill = -(-11 * self.heads * sum(units) // (10 * self.programs))
         return max(MIN_UNITS, fill, -(-max(units) // MAX_SPLITS))
 
     def described(self, device: torch.device = CPU, spare: int = 0) -> StepDescriptor:
         """Describe the batch; what a plan has to write is poisoned."""
-        room = work_items(len(self.requests), self.heads, self.slots) + spare
+        room = work_items(len(self.requests), self.heads, self.programs) + spare
         step = describe_step(self.requests, room, device)
         step.work_XI[:] = -7
         step.table_BX[:, FIRST], step.table_BX[:, SPLITS] = -7, -7
@@ -63,7 +63,7 @@ class Batch:
     def planned(self) -> StepDescriptor:
         """Plan with the reference."""
         step = self.described()
-        split_plan.reference(step, self.heads, self.slots)
+        split_plan.reference(step, self.heads, self.programs)
         return step
 
 
@@ -105,10 +105,10 @@ def uneven(seed: int) -> Batch:
 
 
 EXTREMES = [
-    Batch((request(SLOW, length),) * count, heads, slots)
+    Batch((request(SLOW, length),) * count, heads, programs)
     for length, count in ((1, 1), (1, 64), (300_000, 1), (300_000, 64))
     for heads in (1, 16)
-    for slots in (1, 40, 400)
+    for programs in (1, 40, 400)
 ]
 # what a wave costs beyond its units decides this one's size
 WAVES = uneven(26)
@@ -142,14 +142,14 @@ def test_the_items_stand_close_together_and_the_rest_is_unused(plans):
 
 def test_work_items_is_never_exceeded(plans):
     for batch, step in plans:
-        room = work_items(len(batch.requests), batch.heads, batch.slots)
+        room = work_items(len(batch.requests), batch.heads, batch.programs)
         assert step.table_BX[:, SPLITS].sum() <= room == step.work_XI.shape[0]
 
 
 def test_work_items_is_never_exceeded_by_lengths_made_to_round_up():
     """Each request one unit beyond a multiple of some size."""
     for size in (2, 3, 5, 8, 13, 64, 300):
-        for count, heads, slots in (
+        for count, heads, programs in (
             (1, 1, 400),
             (16, 4, 264),
             (64, 8, 264),
@@ -159,13 +159,13 @@ def test_work_items_is_never_exceeded_by_lengths_made_to_round_up():
             requests = tuple(
                 request(SLOW, (size * (row % 4 + 1) + 1) * UNIT) for row in range(count)
             )
-            Batch(requests, heads, slots).planned()  # an IndexError if there were no room
+            Batch(requests, heads, programs).planned()  # an IndexError if there were no room
 
 
 def test_a_request_has_at_most_64_items(plans):
     most = max(int(step.table_BX[:, SPLITS].max()) for _, step in plans)
     assert most <= MAX_SPLITS == 64
-    alone = Batch((request(SLOW, 300_000),), heads=1, slots=400).planned()
+    alone = Batch((request(SLOW, 300_000),), heads=1, programs=400).planned()
     assert alone.table_BX[0, SPLITS] > 32
 
 
@@ -200,7 +200,7 @@ def test_no_other_size_that_is_tried_costs_less(plans):
     """In units: waves of an item and two more, and 0.22 for each part that is joined."""
 
     def cost(batch: Batch, splits: list[int], size: int) -> float:
-        waves = -(-sum(splits) * batch.heads // batch.slots)
+        waves = -(-sum(splits) * batch.heads // batch.programs)
         return waves * (size + 2) + 0.22 * max(splits)
 
     for batch, step in plans:
@@ -213,7 +213,7 @@ def test_no_other_size_that_is_tried_costs_less(plans):
 
 
 def test_one_long_request_fills_the_processors():
-    step = Batch((request(SLOW, 32_768),), heads=8, slots=264).planned()
+    step = Batch((request(SLOW, 32_768),), heads=8, programs=264).planned()
     programs = 8 * int(step.table_BX[0, SPLITS])
     assert 0.8 * 264 < programs <= 264
 
@@ -227,7 +227,7 @@ def test_short_requests_are_not_split():
 def test_a_fast_request_counts_its_packed_units_and_the_page_its_recent_segment_begins_in():
     """65 packed tokens are two units; tokens 63 to 128 lie in three."""
     one = StepRequest(mode=FAST, length=129, recent_start=63, packed=65, sink=4)
-    (items,) = items_of(Batch((one,), slots=1).planned())
+    (items,) = items_of(Batch((one,), programs=1).planned())
     assert sum(item[2] for item in items) == 5
 
 
@@ -259,8 +259,8 @@ def test_too_little_room_is_refused(backend: str):
 def same_in_triton(batch: Batch, device: str, spare: int = 0) -> bool:
     home = torch.device(device)
     reference, kernel = batch.described(spare=spare), batch.described(home, spare)
-    split_plan.reference(reference, batch.heads, batch.slots)
-    split_plan.triton(kernel, batch.heads, batch.slots)
+    split_plan.reference(reference, batch.heads, batch.programs)
+    split_plan.triton(kernel, batch.heads, batch.programs)
     return torch.equal(kernel.buffer.cpu(), reference.buffer)
 
 
@@ -271,7 +271,7 @@ def test_triton_plans_the_same(kernel_device, seed: int):
 
 
 @pytest.mark.parametrize(
-    "batch", [*EXTREMES, WAVES], ids=lambda batch: f"{batch.heads}-{batch.slots}"
+    "batch", [*EXTREMES, WAVES], ids=lambda batch: f"{batch.heads}-{batch.programs}"
 )
 def test_triton_plans_the_same_at_the_extremes(kernel_device, batch: Batch):
     pytest.importorskip("triton")

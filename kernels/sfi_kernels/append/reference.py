@@ -67,7 +67,7 @@ def check(
     norm_PHN: torch.Tensor,
     block_table_BP: torch.Tensor,
 ) -> None:
-    """Raise where `append` says so."""
+    """Raise the errors of `append`."""
     check_shape(key_BHTD, "key", B=None, H=None, T=None, D=None)
     B, H, T, D = key_BHTD.shape
     check_shape(value_BHTE, "value", B=B, H=H, T=T, E=None)

@@ -1,1 +1,1 @@
-"""What the attention kernels share: the arithmetic of one tile of keys, and how large a tile is."""
+"""The arithmetic of one tile of keys, and its size, for all attention kernels."""

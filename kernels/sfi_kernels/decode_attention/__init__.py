@@ -10,9 +10,9 @@ from sfi_kernels.op import Op
 decode_attention = Op(reference.decode_attention, triton="sfi_kernels.decode_attention.triton")
 
 
-def slots(device: torch.device) -> int:
+def resident_programs(device: torch.device) -> int:
     """Return how many programs of the attention run at once: two on each processor."""
     return 2 * target(device).processors
 
 
-__all__ = ["DecodeAttention", "decode_attention", "slots"]
+__all__ = ["DecodeAttention", "decode_attention", "resident_programs"]

@@ -5,9 +5,9 @@ import math
 import torch
 
 from sfi_kernels.attention_tile.shape import padded, tile_shape
-from sfi_kernels.decode_attention.join.triton import _join_splits_kernel as join_splits
+from sfi_kernels.decode_attention.join_triton import _join_splits_kernel as join_splits
 from sfi_kernels.decode_attention.reference import DecodeAttention, check
-from sfi_kernels.decode_attention.split.triton import _split_attention_kernel as split_attention
+from sfi_kernels.decode_attention.split_triton import _split_attention_kernel as split_attention
 from sfi_kernels.launch import launch, target
 from sfi_kernels.step_descriptor import StepDescriptor
 

@@ -20,15 +20,15 @@ def pack(
 ) -> None:
     """Refresh the packed segment of some requests, in place: the sinks, then the selected.
 
-    R is the number of refreshed requests here; the others' segments stay as they are.
+    R is the number of refreshed requests here; the segments of the other requests do not change.
 
     Args:
         key_PHND: Pages of keys.
         value_PHNE: Pages of values.
         block_table_BP: Page numbers of each request, int32.
-        request_R: The refreshed requests, int32, each once; -1 where a row is of none.
+        request_R: The refreshed requests, int32, each once; -1 for a row without a request.
         index_RHK: Positions to pack behind the sinks, int32, padded with -1 at the end.
-        sink_R: Sink tokens, positions 0 to `sink - 1`, int32. At most S - K; what does not fit is cut off.
+        sink_R: Sink tokens, positions 0 to `sink - 1`, int32. At most S - K; further sinks are cut off.
         key_BHSD: Packed keys; rows beyond a request's length are undefined.
         value_BHSE: Packed values, likewise.
         position_BHS: The packed rows' positions, int32, padded with -1.
@@ -79,7 +79,7 @@ def check(
     position_BHS: torch.Tensor,
     length_BH: torch.Tensor,
 ) -> None:
-    """Raise where `pack` says so."""
+    """Raise the errors of `pack`."""
     check_shape(key_PHND, "key_pages", P=None, H=None, N=None, D=None)
     check_shape(key_BHSD, "key", B=None, H=key_PHND.shape[1], S=None, D=key_PHND.shape[3])
     P, H, N, _ = key_PHND.shape

@@ -3,7 +3,9 @@
 from collections.abc import Callable
 
 import torch
+from torch.nn.functional import pad
 
+from sfi_kernels.constants import MASKED_SCORE
 from sfi_kernels.selector.evidence import (
     attention_probability,
     check_group_reduce,
@@ -44,6 +46,7 @@ def selector(
     log_sum_BHGW: torch.Tensor | None = None,
     diagnostics: dict[str, torch.Tensor] | None = None,
     gather: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    interval: tuple[int, int] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Score the allowed positions of every KV head (Algorithm 2, lines 2-14).
 
@@ -72,6 +75,8 @@ def selector(
         diagnostics: Receives `evidence_norm2`, `evidence_dot_prior`, `prior_norm2` (|f|^2, f.r, |r|^2) and
             `evidence_entropy` (of f, in nats), each [B, H] float32.
         gather: Where processes share the layer's KV heads: see `exclude_across_heads`, which calls it once.
+        interval: First position of J and one past its last, where J is the same interval in every request:
+            `allowed_BT` is then not read, and no masks are made.
 
     Returns:
         z_adj, [B, H, T] float32, finite, `MASKED_SCORE` or lower outside J; and lambda*, [B, H]. Of float64
@@ -82,6 +87,13 @@ def selector(
     """
     check(logits_BHGWT, key_norm_BHT, allowed_BT, log_sum_BHGW)
     check_settings(alpha, lambda_clip, temperature, group_reduce, span, radius)
+    T = logits_BHGWT.shape[-1]
+    check_interval(interval, T)
+    if interval is not None:
+        logits_BHGWT, key_norm_BHT = (
+            x[..., slice(*interval)] for x in (logits_BHGWT, key_norm_BHT)
+        )
+        allowed_BT = None
     pooled_BHGWT = spread(logits_BHGWT, allowed_BT, span)
     p_BHGWT = attention_probability(pooled_BHGWT, allowed_BT, None if span else log_sum_BHGW)
     f_BHT = evidence(power_mean(p_BHGWT, alpha, group_reduce), alpha)
@@ -95,13 +107,19 @@ def selector(
         diagnostics.update(_diagnose(f_BHT, r_BHT))
     z_BHT = log_score(fuse(f_BHT, r_BHT, lambda_BH), allowed_BT)
     z_nms_BHT = soft_nms(z_BHT, alpha_soft, radius)
-    return exclude_across_heads(z_nms_BHT, alpha_cross, temperature, gather), lambda_BH
+    z_adj_BHT = exclude_across_heads(z_nms_BHT, alpha_cross, temperature, gather)
+    if interval is not None:
+        z_adj_BHT = pad(z_adj_BHT, (interval[0], T - interval[1]), value=MASKED_SCORE)
+    return z_adj_BHT, lambda_BH
 
 
-def everywhere(logits_BHGWT: torch.Tensor) -> torch.Tensor:
-    """Return the candidate set that allows every position, [B, T]."""
+def everywhere(logits_BHGWT: torch.Tensor, interval: tuple[int, int] | None = None) -> torch.Tensor:
+    """Return the candidate set that allows every position, or those of an interval, [B, T]."""
     B, *_, T = logits_BHGWT.shape
-    return torch.ones(B, T, dtype=torch.bool, device=logits_BHGWT.device)
+    first, stop = interval or (0, T)
+    allowed_BT = torch.zeros(B, T, dtype=torch.bool, device=logits_BHGWT.device)
+    allowed_BT[:, first:stop] = True
+    return allowed_BT
 
 
 def _diagnose(f_BHT: torch.Tensor, r_BHT: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -131,6 +149,12 @@ def check(
         check_shape(log_sum_BHGW, "log_sum", B=B, H=H, G=G, W=W)
         if log_sum_BHGW.dtype != torch.float32:
             raise ValueError(f"log_sum must be float32, got {log_sum_BHGW.dtype}")
+
+
+def check_interval(interval: tuple[int, int] | None, T: int) -> None:
+    """Raise `ValueError` unless `interval` is None or holds a position before T."""
+    if interval is not None and not 0 <= interval[0] < interval[1] <= T:
+        raise ValueError(f"interval must hold positions in [0, {T}), got {interval}")
 
 
 def check_settings(

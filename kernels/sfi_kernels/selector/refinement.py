@@ -48,7 +48,7 @@ def exclude_across_heads(
         gather: Returns every process' tensor, stacked in front, where each has some of the layer's heads.
 
     Returns:
-        z_adj, [B, H, T]. A single KV head has nobody to compete with and keeps its scores.
+        z_adj, [B, H, T]. A single KV head has no other to compete with and keeps its scores.
     """
     score_BHT = widened(score_BHT)
     # softmax ignores the shift; without it a low temperature takes MASKED_SCORE to -inf

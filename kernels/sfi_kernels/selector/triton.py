@@ -11,7 +11,7 @@ import torch
 import triton
 
 from sfi_kernels.launch import KernelLimitError, launch
-from sfi_kernels.selector.chunks.triton import (
+from sfi_kernels.selector.chunks_triton import (
     DOT,
     ENTROPY,
     MERGED,
@@ -21,14 +21,14 @@ from sfi_kernels.selector.chunks.triton import (
     SUMS,
     WEIGHT,
 )
-from sfi_kernels.selector.logit_pass.triton import (
+from sfi_kernels.selector.logit_pass_triton import (
     _selector_log_sum_kernel,
     _selector_mean_kernel,
     _selector_row_kernel,
 )
-from sfi_kernels.selector.reference import check, check_settings, everywhere
+from sfi_kernels.selector.reference import check, check_interval, check_settings, everywhere
 from sfi_kernels.selector.refinement import exclude_across_heads
-from sfi_kernels.selector.score_pass.triton import (
+from sfi_kernels.selector.score_pass_triton import (
     _selector_refine_kernel,
     _selector_score_kernel,
     _selector_sum_kernel,
@@ -64,9 +64,12 @@ def selector(
     log_sum_BHGW: torch.Tensor | None = None,
     diagnostics: dict[str, torch.Tensor] | None = None,
     gather: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    interval: tuple[int, int] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `reference.selector`. T is contiguous in every tensor, and none is float64."""
-    allowed_BT = everywhere(logits_BHGWT) if allowed_BT is None else allowed_BT
+    check_interval(interval, logits_BHGWT.shape[-1])
+    if allowed_BT is None or interval is not None:
+        allowed_BT = everywhere(logits_BHGWT, interval)
     B, H, G, W, T = _check(logits_BHGWT, key_norm_BHT, allowed_BT, log_sum_BHGW)
     check_settings(alpha, lambda_clip, temperature, group_reduce, span, radius)
     rows, length = B * H, triton.cdiv(triton.cdiv(T, BLOCK), CHUNKS) * BLOCK

@@ -2,7 +2,7 @@
 
 import torch
 
-from sfi_kernels.decode_attention import slots
+from sfi_kernels.decode_attention import resident_programs
 from sfi_kernels.decode_attention.triton import decode_attention
 from sfi_kernels.shapes import check_int32, check_shape
 from sfi_kernels.split_plan import work_items
@@ -31,9 +31,9 @@ def sparse_attention(
     check_shape(length_B, "length", B=B)
     check_shape(recent_start_B, "recent_start", B=B)
     check_int32(device, length=length_B, recent_start=recent_start_B)
-    items = work_items(B, H, slots(device))
+    items = work_items(B, H, resident_programs(device))
     step = uniform_step(FAST, length_B, recent_start_B, packed_key_BHSD.shape[2], items)
-    split_plan(step, H, slots(device))
+    split_plan(step, H, resident_programs(device))
     return decode_attention(
         query_BHGD,
         packed_key_BHSD,

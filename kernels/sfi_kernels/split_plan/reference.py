@@ -21,12 +21,12 @@ OVERHEAD, JOIN = 200, 22
 CANDIDATES = 8  # sizes of work items that are tried
 
 
-def work_items(batch: int, heads: int, slots: int) -> int:
+def work_items(batch: int, heads: int, programs: int) -> int:
     """Return the most work items a plan can have, however long the requests are."""
-    return batch + -(-slots // heads)
+    return batch + -(-programs // heads)
 
 
-def split_plan(descriptor: StepDescriptor, heads: int, slots: int) -> None:
+def split_plan(descriptor: StepDescriptor, heads: int, programs: int) -> None:
     """Split every request's units into work items of about one size, in place.
 
     Slow requests come first, so that long work does not start last. The size is the one, among a few above
@@ -35,22 +35,22 @@ def split_plan(descriptor: StepDescriptor, heads: int, slots: int) -> None:
     Args:
         descriptor: The step; its work list and the words FIRST and SPLITS are written.
         heads: KV heads, each of which runs every work item.
-        slots: Programs that run at once on the device.
+        programs: Programs that run at once on the device.
 
     Raises:
         ValueError: The descriptor has less room than `work_items` asks for.
     """
-    check(descriptor, heads, slots)
+    check(descriptor, heads, programs)
     table, work = descriptor.table_BX, descriptor.work_XI
     words = table.long()
     units = _units(words)
     total, most = int(units.sum()), int(units.max())
-    least = max(MIN_UNITS, -(-11 * heads * total // (10 * slots)), -(-most // MAX_SPLITS))
+    least = max(MIN_UNITS, -(-11 * heads * total // (10 * programs)), -(-most // MAX_SPLITS))
     costs = []
     for extra in range(CANDIDATES):
         size = least + least * extra // CANDIDATES
         splits = (units + size - 1) // size
-        waves = -(-int(splits.sum()) * heads // slots)
+        waves = -(-int(splits.sum()) * heads // programs)
         costs.append((waves * (size * 100 + OVERHEAD) + JOIN * int(splits.max()), extra, size))
     size = min(costs)[2]
     splits = (units + size - 1) // size
@@ -70,9 +70,9 @@ def split_plan(descriptor: StepDescriptor, heads: int, slots: int) -> None:
             work[int(first[row]) + split] = torch.tensor(item, dtype=torch.int32)
 
 
-def check(descriptor: StepDescriptor, heads: int, slots: int) -> None:
+def check(descriptor: StepDescriptor, heads: int, programs: int) -> None:
     """Refuse a descriptor that a plan could overflow."""
-    have, need = descriptor.work_XI.shape[0], work_items(descriptor.batch, heads, slots)
+    have, need = descriptor.work_XI.shape[0], work_items(descriptor.batch, heads, programs)
     if have < need:
         raise ValueError(f"descriptor must have room for {need} work items, got {have}")
 

@@ -18,9 +18,9 @@ OVERHEAD, JOIN = tl.constexpr(numbers.OVERHEAD), tl.constexpr(numbers.JOIN)
 CANDIDATES = tl.constexpr(numbers.CANDIDATES)
 
 
-@triton.jit(do_not_specialize=["B", "items", "heads", "slots"])
+@triton.jit(do_not_specialize=["B", "items", "heads", "programs"])
 def _split_plan_kernel(
-    table_ptr, work_ptr, B, items, heads, slots, BLOCK_B: tl.constexpr, BLOCK_X: tl.constexpr
+    table_ptr, work_ptr, B, items, heads, programs, BLOCK_B: tl.constexpr, BLOCK_X: tl.constexpr
 ):
     request = tl.arange(0, BLOCK_B)
     exists = request < B
@@ -33,13 +33,13 @@ def _split_plan_kernel(
     units = tl.where(mode < FAST, 0, units)
 
     total = tl.sum(units)
-    least = tl.maximum(MIN_UNITS, tl.cdiv(11 * heads * total, 10 * slots))
+    least = tl.maximum(MIN_UNITS, tl.cdiv(11 * heads * total, 10 * programs))
     least = tl.maximum(least, tl.cdiv(tl.max(units), MAX_SPLITS))
     size, cheapest = least, 2147483647
     for extra in tl.static_range(CANDIDATES):
         candidate = least + least * extra // CANDIDATES
         splits = tl.cdiv(units, candidate)
-        waves = tl.cdiv(tl.sum(splits) * heads, slots)
+        waves = tl.cdiv(tl.sum(splits) * heads, programs)
         cost = waves * (candidate * 100 + OVERHEAD) + JOIN * tl.max(splits)
         size = tl.where(cost < cheapest, candidate, size)
         cheapest = tl.minimum(cost, cheapest)
@@ -68,9 +68,9 @@ def _split_plan_kernel(
             tl.store(work_ptr + spare * 4 + word, 0, mask=own)
 
 
-def split_plan(descriptor: StepDescriptor, heads: int, slots: int) -> None:
+def split_plan(descriptor: StepDescriptor, heads: int, programs: int) -> None:
     """See `reference.split_plan`."""
-    numbers.check(descriptor, heads, slots)
+    numbers.check(descriptor, heads, programs)
     B, items = descriptor.batch, descriptor.work_XI.shape[0]
     launch(
         _split_plan_kernel,
@@ -80,7 +80,7 @@ def split_plan(descriptor: StepDescriptor, heads: int, slots: int) -> None:
         B,
         items,
         heads,
-        slots,
+        programs,
         BLOCK_B=triton.next_power_of_2(B),
         BLOCK_X=128,
     )

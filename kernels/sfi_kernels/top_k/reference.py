@@ -48,7 +48,7 @@ def without_wait(score_BHT: torch.Tensor, K: int) -> torch.Tensor:
 
 
 def _on_cpu(score_BHT: torch.Tensor, K: int) -> torch.Tensor:
-    # numpy's partition takes a tenth of topk's time; looking at the counts costs nothing where nobody waits
+    # numpy's partition takes a tenth of topk's time; on a CPU a look at the counts waits for no device
     B, H, T = score_BHT.shape
     wide_BHT = score_BHT.detach().to(torch.promote_types(score_BHT.dtype, torch.float32))
     ordered_BHT = torch.from_numpy(np.partition(wide_BHT.numpy(), T - K, axis=-1))
@@ -71,7 +71,7 @@ def _on_cpu(score_BHT: torch.Tensor, K: int) -> torch.Tensor:
 
 
 def check(score_BHT: torch.Tensor, budget: int) -> None:
-    """Raise where `top_k` says so."""
+    """Raise the errors of `top_k`."""
     if budget <= 0:
         raise ValueError(f"budget must be positive, got {budget}")
     check_shape(score_BHT, "score", B=None, H=None, T=None)

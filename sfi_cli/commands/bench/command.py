@@ -9,7 +9,7 @@ from sfi_cli import options as o
 from sfi_core.settings.engine import EngineOptions
 
 MEASURE, FORECAST = "Measurement", "Forecast"
-# defaults live in BenchSettings, which imports torch; the help repeats them and a test compares
+# defaults live in DecodeSettings, which imports torch; the help repeats them and a test compares
 SHOWN = {
     "policies": "sfi,full-kv",
     "contexts": "4096",

@@ -109,7 +109,7 @@ class BenchJob:
 
     Attributes:
         subject: The model.
-        lists: Comma lists by field of `BenchSettings`; None stays at its default.
+        lists: Comma lists by field of `DecodeSettings`; None stays at its default.
         settings: Other fields; None stays at the default.
         trigger_options: Settings of triggers that were given.
         slow_rate: A share such as 1/20; None for the default, where no text is given.
@@ -220,7 +220,7 @@ class BenchJob:
                 raise ConfigError(f"{name} must be positive, got {value}")
 
     def _settings(self, loaded: tuple[Any, Any] | None) -> Any:
-        from sfi_core.measure.bench.settings import BenchSettings
+        from sfi_core.measure.bench.settings import DecodeSettings
 
         given = {name: value for name, value in self.settings.items() if value is not None}
         for name, values in self.lists.items():
@@ -228,8 +228,8 @@ class BenchJob:
                 given[name] = _read_list(name, words(values))
         if self.text is None or loaded is None:
             given["slow_rate"] = _rate(self.slow_rate or SLOW_RATE)
-            return BenchSettings(**given)
-        return BenchSettings(**_with_text(given, self.text, *loaded))
+            return DecodeSettings(**given)
+        return DecodeSettings(**_with_text(given, self.text, *loaded))
 
 
 def _read_list(name: str, values: list[str]) -> tuple[Any, ...]:

@@ -110,11 +110,11 @@ def parts_of(asked: Mapping[str, Any], text: str | None) -> list[Any]:
     parts: list[Any] = []
     lengths = tuple(asked["lengths"])
     if asked["tasks"]:
-        from sfi_core.measure.evaluation.runner import Grid
+        from sfi_core.measure.evaluation.runner import TaskGrid
 
         seeds = range(asked["seed"], asked["seed"] + asked["samples"])
         parts.append(
-            Grid(
+            TaskGrid(
                 methods=methods, sizes=sizes, tasks=tuple(asked["tasks"]), lengths=lengths, seeds=tuple(seeds)
             )
         )  # fmt: skip

@@ -9,7 +9,7 @@ from sfi_cli import options as o
 
 SHAPE, MEASURE, COMPILE = "Shape", "Measurement", "Offline compilation"
 ARCHITECTURES = "sm_80,sm_90,sm_100"
-# defaults live in BenchSettings, which imports torch; the help repeats them and a test compares
+# defaults live in KernelSettings, which imports torch; the help repeats them and a test compares
 SHOWN = {
     "context": "16384",
     "batch": "16",

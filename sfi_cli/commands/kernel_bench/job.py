@@ -147,7 +147,7 @@ class BenchJob:
     """Everything the options of a timed run said.
 
     Attributes:
-        settings: Keyword arguments of `BenchSettings`; those that are None stay at its defaults.
+        settings: Keyword arguments of `KernelSettings`; those that are None stay at its defaults.
         sweep: A sweep's name, or None.
         backend: auto, torch or triton.
         device: auto, cpu, cuda, ...
@@ -167,16 +167,16 @@ class BenchJob:
             SfiError: What the user can mend, or an op that is wrong.
             typer.Exit: With 130 after Ctrl-C.
         """
-        from sfi_core.measure.kernel_bench import BenchSettings, resolve_backend
+        from sfi_core.measure.kernel_bench import KernelSettings, resolve_backend
         from sfi_core.models.load import resolve_device
 
         given = {name: value for name, value in self.settings.items() if value is not None}
         if self.sweep is None:
-            settings = BenchSettings(**given)
+            settings = KernelSettings(**given)
         elif "retentions" in given:
             raise ConfigError("retention must not be given with --sweep, which has its own")
         else:
-            settings = BenchSettings.for_sweep(self.sweep, given.pop("ops", None), **given)
+            settings = KernelSettings.for_sweep(self.sweep, given.pop("ops", None), **given)
         if self.written.plot is not None and "fast" not in settings.ops:
             raise ConfigError(f"op must include fast for --plot, got {settings.ops}")
         device = resolve_device(self.device)
@@ -234,9 +234,9 @@ class CompileJob:
             raise typer.Exit(1)
 
     def _run(self, files: BenchFiles) -> int:
+        from sfi_core.machine.describe import describe_measured
         from sfi_core.machine.versions import versions
         from sfi_core.measure.kernel_bench.compile_check import compile_kernels, is_clean, markdown
-        from sfi_core.measure.kernel_bench.machine import describe_machine
 
         targets = ", ".join(self.architectures)
         self.written.say(f"compiling every kernel for {targets}; no GPU is needed")
@@ -245,7 +245,7 @@ class CompileJob:
         document = {
             "rows": [],
             "compiled": compiled,
-            "machine": describe_machine(),
+            "machine": describe_measured(),
             "versions": versions(),
         }
         self.written.show(document, compiled_text(compiled))

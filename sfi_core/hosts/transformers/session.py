@@ -132,9 +132,9 @@ class Session:
             prompt_tokens=prompt_tokens,
             capacity=-(-capacity // page) * page,
             prefill_chunk=prefill_chunk,
-            together=batch if triton else 1,
+            refreshed_together=batch if triton else 1,
             unpacked=() if triton else policy.config.dense_layers,
-            slots=ring_places(self.model.device, overlap=self.engine.overlap),
+            evidence_buffers=ring_places(self.model.device, overlap=self.engine.overlap),
         )
 
     @property

@@ -40,17 +40,16 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 768, "norm_topk_prob": True,
     },
 }  # fmt: skip
-SPREAD = (
-    0.035  # uniform in +-SPREAD: the standard deviation of 0.02 that models are initialized with
-)
-BLOCK = (1 << 20) - 3  # numbers drawn and repeated; odd, so that rows of a matrix differ
+# numbers are uniform in +-SPREAD, whose standard deviation is the usual one of a new model's weights, 0.02
+SPREAD = 0.035
+BLOCK = (1 << 20) - 3  # numbers drawn once and repeated; odd, so that rows of a matrix differ
 
 
 def random_config(source: str) -> Any:
     """Return an architecture's config: a name of `ARCHITECTURES`, or a config.json.
 
     Raises:
-        InputError: Neither, or the file is no model's config.
+        InputError: `source` is neither, or the file is not the config of a model.
     """
     quiet()
     known = ARCHITECTURES.get(source.lower())
@@ -64,10 +63,10 @@ def random_config(source: str) -> Any:
 
 
 def model_config(source: str | None) -> Any:
-    """Return the config of a model that is not loaded; None is the bundled one.
+    """Return the config of a model that is not loaded; None is the bundled model.
 
     Raises:
-        InputError: There is none, or it is damaged.
+        InputError: The model has no config, or the config is damaged.
     """
     quiet()
     path = str(BUNDLED if source is None else source)
@@ -78,10 +77,10 @@ def model_config(source: str | None) -> Any:
 
 
 def empty_model(config: Any, device: torch.device, dtype: torch.dtype) -> Any:
-    """Make a model whose weights are not set; on the meta device they take no memory.
+    """Make a model without setting its weights; on the meta device the weights take no memory.
 
     Raises:
-        UnsupportedModelError: The config is no causal language model's.
+        UnsupportedModelError: The config is not one of a causal language model.
     """
     try:
         with no_init_weights(), device:
@@ -101,7 +100,7 @@ def random_model(config: Any, device: torch.device, dtype: torch.dtype, seed: in
     A block of uniform numbers is drawn once and repeated; norms scale by 1, biases are 0.
 
     Raises:
-        UnsupportedModelError: The config is no causal language model's.
+        UnsupportedModelError: The config is not one of a causal language model.
     """
     model = empty_model(config, device, dtype)
     generator = torch.Generator(device).manual_seed(seed)

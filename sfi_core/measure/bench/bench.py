@@ -12,17 +12,17 @@ import torch
 from sfi_core.errors import BackendError, MemoryForecastError
 from sfi_core.hosts.transformers.shapes import cached_shapes
 from sfi_core.hosts.transformers.slow_fast import slow_fast
+from sfi_core.machine.describe import describe_measured
 from sfi_core.machine.memory import free_bytes, resident_bytes
 from sfi_core.machine.versions import versions
 from sfi_core.measure.bench.fits import sort_out
 from sfi_core.measure.bench.ours import run_ours
 from sfi_core.measure.bench.prompts import Prompts
 from sfi_core.measure.bench.rows import point_rows
-from sfi_core.measure.bench.samples import Sample
-from sfi_core.measure.bench.settings import BenchSettings, Point, Variant
+from sfi_core.measure.bench.samples import DecodeSample
+from sfi_core.measure.bench.settings import DecodeSettings, DecodeVariant, Point
 from sfi_core.measure.bench.streams import Stream, stream
 from sfi_core.measure.bench.theirs import run_theirs
-from sfi_core.measure.kernel_bench.machine import describe_machine
 from sfi_core.measure.kernel_bench.timing import clock_for, copy_gb_per_s
 from sfi_core.models.byte_model import ByteModel
 from sfi_core.models.describe import describe_model
@@ -32,25 +32,21 @@ from sfi_core.state.layer_shape import LayerShape
 Progress = Callable[[str, int, int], None]
 
 
-def nothing_to_show(phase: str, done: int, total: int) -> None:
-    """Ignore progress."""
-
-
 @dataclass(slots=True)
-class BenchResult:
-    """What was measured so far.
+class DecodeResult:
+    """The measurements so far.
 
     Attributes:
-        settings: What was asked for.
+        settings: The settings of the run.
         model: The model in numbers.
         machine: The machine and its copy bandwidth.
         rows: A row for each variant and point.
-        skipped: What did not fit.
-        notes: What a reader must know.
+        skipped: A row for each variant and point that did not fit.
+        notes: What a reader of the rows must know.
         interrupted: Whether Ctrl-C ended it early.
     """
 
-    settings: BenchSettings
+    settings: DecodeSettings
     model: dict[str, Any] = field(default_factory=dict)
     machine: dict[str, Any] = field(default_factory=dict)
     rows: list[dict[str, Any]] = field(default_factory=list)
@@ -88,8 +84,8 @@ class BenchResult:
 
 
 def run_bench(
-    model: Any, settings: BenchSettings, progress: Progress = nothing_to_show
-) -> BenchResult:
+    model: Any, settings: DecodeSettings, progress: Progress = lambda *_: None
+) -> DecodeResult:
     """Measure every point.
 
     Args:
@@ -98,7 +94,7 @@ def run_bench(
         progress: Told the phase, how many runs are done, and of how many.
 
     Returns:
-        The result; after Ctrl-C with what was measured until then.
+        The result; after Ctrl-C it holds the rows measured until then.
 
     Raises:
         MemoryForecastError: Nothing fits.
@@ -122,18 +118,18 @@ def run_bench(
     return bench.result
 
 
-def check_engine(settings: BenchSettings, device: torch.device) -> None:
-    """Refuse switches that this machine does not have.
+def check_engine(settings: DecodeSettings, device: torch.device) -> None:
+    """Refuse engine options that this machine cannot run.
 
     Raises:
-        BackendError: CUDA graphs without CUDA.
+        BackendError: CUDA graphs are asked for on another device.
     """
     if settings.engine.graphs and device.type != "cuda":
         raise BackendError(f"graphs must run on a CUDA device, got {device.type}; drop --graphs")
 
 
 def release(device: torch.device) -> None:
-    """Give back what the last run left: caches in reference cycles, and blocks that PyTorch keeps."""
+    """Free the memory of the last run: caches in reference cycles, and blocks that PyTorch keeps."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -142,19 +138,19 @@ def release(device: torch.device) -> None:
 class Bench:
     """One benchmark under way."""
 
-    def __init__(self, model: Any, settings: BenchSettings, progress: Progress) -> None:
+    def __init__(self, model: Any, settings: DecodeSettings, progress: Progress) -> None:
         self.model, self.settings, self.progress = model, settings, progress
-        self.result = BenchResult(settings)
+        self.result = DecodeResult(settings)
         self._vocabulary = model.config.get_text_config(decoder=True).vocab_size
         self._shapes: list[LayerShape] = []
         self._done, self._total = 0, 0
 
     def run(self) -> None:
-        """Measure the machine, then point after point."""
+        """Measure the machine, then every point."""
         model, result = self.model, self.result
         self.progress("measuring the copy bandwidth", 0, 0)
         copy = copy_gb_per_s(model.device, clock_for(model.device, "torch"))
-        result.machine = {**describe_machine(model.device), "copy_gb_per_s": copy}
+        result.machine = {**describe_measured(model.device), "copy_gb_per_s": copy}
         with slow_fast(
             model, None, replace(self.settings.config, trigger_policy="never")
         ) as session:
@@ -170,7 +166,7 @@ class Bench:
         for point in points:
             self._measure(point, variants)
 
-    def _measure(self, point: Point, variants: list[Variant]) -> None:
+    def _measure(self, point: Point, variants: list[DecodeVariant]) -> None:
         settings = self.settings
         tokens = stream(settings, point.batch, self._vocabulary)
         release(self.model.device)
@@ -180,7 +176,7 @@ class Bench:
         if not fitting:
             return
         prompts = Prompts.of(settings, point, self._vocabulary, self.model.device)
-        samples: dict[Variant, list[Sample]] = {variant: [] for variant in fitting}
+        samples: dict[DecodeVariant, list[DecodeSample]] = {variant: [] for variant in fitting}
         models = self._byte_models([*fitting], point.batch)
         before = len(self.result.rows)
         copy = self.result.machine["copy_gb_per_s"]
@@ -198,23 +194,23 @@ class Bench:
 
     def _run(
         self,
-        variant: Variant,
+        variant: DecodeVariant,
         needed: int,
         point: Point,
         prompts: Prompts,
         tokens: Stream,
-        show: Callable[[Sample | None], None],
-    ) -> Sample:
+        show: Callable[[DecodeSample | None], None],
+    ) -> DecodeSample:
         model, settings, made_up = self.model, self.settings, prompts.made_up
         show(None)
         release(model.device)
         free = free_bytes(model.device)
         if not variant.policy and made_up and free is not None and needed > free:
-            made_up.drop()  # it is filled again for the next run of ours
+            made_up.drop()  # the next run of ours fills the made-up cache again
             release(model.device)
         resident = resident_bytes(model.device)
         if variant.policy:
-            resident -= made_up.held_bytes if made_up else 0  # the forecast counts those pages
+            resident -= made_up.held_bytes if made_up else 0  # the forecast counts these pages
             sample = run_ours(model, variant, point, settings, prompts, tokens, show)
         else:
             sample = run_theirs(model, variant.name, point, settings, prompts, show)
@@ -223,11 +219,11 @@ class Bench:
         sample.stopped = sample.steps < settings.steps
         return sample
 
-    def _show(self, label: str, sample: Sample | None) -> None:
+    def _show(self, label: str, sample: DecodeSample | None) -> None:
         rate = f": {sample.decode_rate:,.2f} tokens/s" if sample and sample.steps else ""
         self.progress(label + rate, self._done, self._total)
 
-    def _byte_models(self, variants: list[Variant], batch: int) -> dict[str, ByteModel]:
+    def _byte_models(self, variants: list[DecodeVariant], batch: int) -> dict[str, ByteModel]:
         weights = ModelWeights.of(self.model).read(batch)
         dense_layers = self.settings.config.dense_layers
         ours = ByteModel.of(

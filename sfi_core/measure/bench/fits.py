@@ -1,33 +1,32 @@
 """What a variant needs at a point, before anything is allocated."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from sfi_core.hosts.transformers.shapes import cached_shapes
 from sfi_core.hosts.transformers.slow_fast import slow_fast
 from sfi_core.machine.memory import free_bytes
-from sfi_core.measure.bench.settings import BenchSettings, Point, Variant
+from sfi_core.measure.bench.settings import DecodeSettings, DecodeVariant, Point
 from sfi_core.measure.bench.theirs import STATIC
-from sfi_core.models.forecast import Forecast
+from sfi_core.models.forecast import Forecast, largest_batch
 from sfi_core.settings.config import SfiConfig
 from sfi_core.state.layer_shape import LayerShape
 
-LOGITS = (
-    3 * 4
-)  # bytes of a token of the vocabulary: logits and scores in float32, and a copy of them
+# bytes for each token of the vocabulary: logits, scores and a copy of the scores, in float32
+LOGITS = 3 * 4
 
 
 def needed_bytes(
-    model: Any, variant: Variant, point: Point, settings: BenchSettings, config: SfiConfig
+    model: Any, variant: DecodeVariant, point: Point, settings: DecodeSettings, config: SfiConfig
 ) -> int:
     """Return the bytes that a variant needs on top of the model.
 
     Args:
         model: The model, outside `slow_fast`.
         variant: The policy or baseline.
-        point: The batch.
-        settings: Steps, prefill, backend.
-        config: The settings that the policies really run with.
+        point: The contexts and the batch.
+        settings: Decides steps, prefill and backend.
+        config: The settings that the policies run with.
     """
     capacity = settings.capacity(point.context)
     if not variant.policy:
@@ -43,26 +42,26 @@ def needed_bytes(
 
 def sort_out(
     model: Any,
-    variants: Sequence[Variant],
+    variants: Sequence[DecodeVariant],
     point: Point,
-    settings: BenchSettings,
+    settings: DecodeSettings,
     config: SfiConfig,
-) -> tuple[dict[Variant, int], list[dict[str, Any]]]:
-    """Return the bytes of the variants that fit a point, and rows on those that do not.
+) -> tuple[dict[DecodeVariant, int], list[dict[str, Any]]]:
+    """Return the bytes of each variant that fits a point, and a row for each that does not fit.
 
     Args:
         model: The model, outside `slow_fast`; no cache of it is alive.
-        variants: All of them.
-        point: The batch.
-        settings: Steps, prefill, backend.
-        config: The settings that the policies really run with.
+        variants: All variants.
+        point: The contexts and the batch.
+        settings: Decides steps, prefill and backend.
+        config: The settings that the policies run with.
     """
     free = free_bytes(model.device)
-    fitting: dict[Variant, int] = {}
+    fitting: dict[DecodeVariant, int] = {}
     rows: list[dict[str, Any]] = []
     for variant in variants:
 
-        def needs(batch: int, variant: Variant = variant) -> int:
+        def needs(batch: int, variant: DecodeVariant = variant) -> int:
             smaller = Point(point.context, batch, point.ragged)
             return needed_bytes(model, variant, smaller, settings, config)
 
@@ -83,34 +82,25 @@ def sort_out(
     return fitting, rows
 
 
-def largest_batch(needs: Callable[[int], int], most: int, free: int) -> int:
-    """Return the largest batch of at most `most` whose bytes fit; 0 for none. Bytes grow with the batch."""
-    low, high = 0, most
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if needs(middle) <= free else (low, middle - 1)
-    return low
-
-
 def _theirs(
     model: Any,
     name: str,
     shapes: Sequence[LayerShape],
     point: Point,
     capacity: int,
-    settings: BenchSettings,
+    settings: DecodeSettings,
 ) -> int:
     text = model.config.get_text_config(decoder=True)
     sizes = [shape.row_bytes * min(shape.window or capacity, capacity) for shape in shapes]
     largest = max(sizes)
     group = text.num_attention_heads / min(shape.heads for shape in shapes)
-    # a masked step repeats the keys and values of a layer for its query heads; growing copies a layer
+    # a masked step repeats a layer's keys and values for its query heads; a growing cache copies a layer
     repeats = largest * group if name == STATIC or point.ragged or settings.prefill else 0
     grown = 0 if name == STATIC else largest
     read = point.context if settings.prefill else 1
     widest: int = 4 * (text.hidden_size + (getattr(text, "intermediate_size", 0) or 0))
     activations = widest * read * model.dtype.itemsize
-    # a prompt's logits are made for its last token; its mask is square
+    # a prompt has logits for its last token only; its mask is square
     mask = read * capacity * model.dtype.itemsize if settings.prefill else 0
     each = sum(sizes) + repeats + grown + activations + LOGITS * text.vocab_size + mask
     return int(point.batch * each)

@@ -1,5 +1,6 @@
 """What to expect of a model and a machine, from bytes alone: nothing is loaded and nothing runs."""
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fractions import Fraction
@@ -9,14 +10,14 @@ import torch
 
 from sfi_core.errors import ConfigError
 from sfi_core.hosts.transformers.shapes import layer_shapes
+from sfi_core.machine.describe import describe_measured
+from sfi_core.machine.memory import total_bytes
 from sfi_core.machine.versions import versions
-from sfi_core.measure.bench.fits import largest_batch
-from sfi_core.measure.bench.settings import BenchSettings
-from sfi_core.measure.kernel_bench.machine import describe_machine
+from sfi_core.measure.bench.settings import DecodeSettings
 from sfi_core.measure.kernel_bench.timing import clock_for, copy_gb_per_s
 from sfi_core.models.byte_model import ByteModel
 from sfi_core.models.describe import describe_model
-from sfi_core.models.forecast import CPU_SLACK, forecast
+from sfi_core.models.forecast import CPU_SLACK, forecast, largest_batch
 from sfi_core.models.weights import ModelWeights
 from sfi_core.policies import policy_class
 from sfi_core.settings.config import SfiConfig
@@ -24,12 +25,12 @@ from sfi_core.state.layer_shape import LayerShape
 
 POLICIES = ("full-kv", "sfi", "streaming-llm")
 MOST_REQUESTS = 1 << 16
-LONGEST = 1 << 24  # tokens, where the search for the break-even ends
+LONGEST = 1 << 24  # tokens; the search for the break-even ends here
 
 
 def forecast_document(
     model: Any,
-    settings: BenchSettings,
+    settings: DecodeSettings,
     device: torch.device,
     *,
     bandwidth_gb_per_s: float | None = None,
@@ -40,12 +41,12 @@ def forecast_document(
     Args:
         model: A model on the meta device; see `empty_model`.
         settings: Policies, contexts, batches, slow rate, and what the policies run with.
-        device: Whose bandwidth and memory count where none are given.
-        bandwidth_gb_per_s: GB/s; None measures the device's copy bandwidth.
-        memory_bytes: None is the device's.
+        device: The device whose bandwidth and memory count where no others are given.
+        bandwidth_gb_per_s: Bandwidth; None measures the device's copy bandwidth.
+        memory_bytes: Memory; None is the device's.
 
     Raises:
-        ConfigError: A policy whose steps depend on more than their number.
+        ConfigError: The bytes of a policy's steps depend on more than the number of slow steps.
         UnsupportedModelError: The model does not show its shapes without weights.
     """
     for policy in settings.policies:
@@ -53,7 +54,7 @@ def forecast_document(
             raise ConfigError(f"forecast knows the policies {POLICIES}, got {policy!r}")
     if bandwidth_gb_per_s is None:
         bandwidth_gb_per_s = copy_gb_per_s(device, clock_for(device, "torch"))
-    memory = device_memory(device) if memory_bytes is None else int(memory_bytes)
+    memory = int((total_bytes(device) or 0) if memory_bytes is None else memory_bytes)
     shapes, weights = layer_shapes(model), ModelWeights.of(model)
     expected = Expectation(model, shapes, weights, settings, device)
     return {
@@ -74,19 +75,12 @@ def forecast_document(
             "config": settings.config.to_dict(),
         },
         "machine": {
-            **describe_machine(device),
+            **describe_measured(device),
             "bandwidth_gb_per_s": bandwidth_gb_per_s,
             "memory_bytes": memory,
         },
         "versions": versions(),
     }
-
-
-def device_memory(device: torch.device) -> int:
-    """Return the memory of a device, whatever of it is in use."""
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
-    return int(describe_machine()["memory_bytes"] or 0)
 
 
 class Expectation:
@@ -97,7 +91,7 @@ class Expectation:
         model: Any,
         shapes: Sequence[LayerShape],
         weights: ModelWeights,
-        settings: BenchSettings,
+        settings: DecodeSettings,
         device: torch.device,
     ) -> None:
         assert settings.slow_rate is not None, "a forecast has a stated rate"
@@ -162,7 +156,7 @@ class Expectation:
             batch=batch,
             prompt_tokens=1,
             capacity=settings.capacity(context),
-            together=batch if self._device.type == "cuda" else 1,
+            refreshed_together=batch if self._device.type == "cuda" else 1,
         )
         slack = CPU_SLACK if self._device.type == "cpu" else 1
         expected = replace(
@@ -192,14 +186,14 @@ class Expectation:
 def step_bytes(
     model: ByteModel, config: SfiConfig, policy: str, context: int, rate: float
 ) -> tuple[float, float]:
-    """Return the bytes of a fast and of a slow step of one request, its share of the weights included.
+    """Return the bytes of a fast and of a slow step of a request, with its share of the weights.
 
     Args:
-        model: Bytes of a token.
-        config: Sink, budget and recents.
+        model: The bytes of a token.
+        config: Sink, budget and recent tokens.
         policy: A name of `POLICIES`.
         context: Cached tokens.
-        rate: Share of slow steps, which says how far anchored recents grow: by half the steps in between.
+        rate: Share of slow steps; anchored recent tokens grow by half the steps between two slow ones.
     """
     adapted = policy_class(policy).adapt(config)
     selected = config.budget if policy == "sfi" else 0
@@ -211,11 +205,6 @@ def step_bytes(
 
 
 def first_true(holds: Callable[[int], bool], last: int) -> int | None:
-    """Return the smallest number up to `last` from which on a condition holds; None for none."""
-    if not holds(last):
-        return None
-    low, high = 1, last
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if holds(middle) else (middle + 1, high)
-    return low
+    """Return the smallest number from which a condition holds; None if none up to `last` is such."""
+    first = 1 + bisect_left(range(1, last + 1), True, key=holds)
+    return first if first <= last else None

@@ -14,8 +14,8 @@ from sfi_core.hosts.transformers.decoder import Decoder
 from sfi_core.hosts.transformers.slow_fast import slow_fast
 from sfi_core.machine.memory import peak_bytes, reset_peak
 from sfi_core.measure.bench.prompts import Prompts
-from sfi_core.measure.bench.samples import Sample, StepRead
-from sfi_core.measure.bench.settings import BenchSettings, Point, Variant
+from sfi_core.measure.bench.samples import DecodeSample, StepRead
+from sfi_core.measure.bench.settings import DecodeSettings, DecodeVariant, Point
 from sfi_core.measure.bench.streams import Stream
 from sfi_core.policies import policy_class
 from sfi_core.policies.shared import Triggered
@@ -24,25 +24,25 @@ from sfi_core.policies.shared import Triggered
 @torch.no_grad()
 def run_ours(
     model: Any,
-    variant: Variant,
+    variant: DecodeVariant,
     point: Point,
-    settings: BenchSettings,
+    settings: DecodeSettings,
     prompts: Prompts,
     stream: Stream,
-    on_step: Callable[[Sample], None],
-) -> Sample:
-    """Decode under a policy; tokens are sampled from the logits, among which the stream's are the largest.
+    on_step: Callable[[DecodeSample], None],
+) -> DecodeSample:
+    """Decode under a policy; the sampler takes the stream's tokens, whose logits are made the largest.
 
     Args:
         model: The model, outside `slow_fast`.
         variant: The policy and the engine's switches.
-        point: The batch.
-        settings: Steps, warm-up, time limit, backend.
-        prompts: What to begin with.
-        stream: The tokens.
-        on_step: Told of the sample after every step.
+        point: The contexts and the batch.
+        settings: Decides steps, warm-up, time limit and backend.
+        prompts: The prompts, read or made up.
+        stream: The tokens that are generated.
+        on_step: Called with the sample after every step.
     """
-    sample = Sample(point.batch, settings.warm_up)
+    sample = DecodeSample(point.batch, settings.warm_up)
     whole = _period(variant, settings)
     reset_peak(model.device)
     with (
@@ -62,7 +62,7 @@ def run_ours(
         token_SB1 = torch.tensor(stream.token_SB, device=model.device)[:, :, None]
 
         def pick(logits_BV: torch.Tensor) -> list[int]:
-            # the given token wins on the device, so that what goes on before the host has read it is right
+            # the device takes the given token: a step that starts before the host has read it is right too
             logits_BV.scatter_(1, token_SB1[len(sample.at)], torch.finfo(logits_BV.dtype).max)
             return greedy(logits_BV, finished, 0)
 
@@ -82,8 +82,8 @@ def run_ours(
     return sample
 
 
-def _period(variant: Variant, settings: BenchSettings) -> int:
-    # a run that stopped between two slow steps would have another rate than the stated one
+def _period(variant: DecodeVariant, settings: DecodeSettings) -> int:
+    # a run that stops between two slow steps has another slow rate than the stated one
     triggered = issubclass(policy_class(variant.policy), Triggered)
     return settings.slow_rate.denominator if triggered and settings.slow_rate else 1
 

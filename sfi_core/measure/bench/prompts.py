@@ -1,11 +1,11 @@
-"""A point's prompts: made up once for all runs that can share them, or read by each."""
+"""A point's prompts: made up once for all runs that can share the cache, or read by each run."""
 
 from dataclasses import dataclass
 
 import torch
 
 from sfi_core.generation.synthetic import SyntheticPrompt
-from sfi_core.measure.bench.settings import BenchSettings, Point
+from sfi_core.measure.bench.settings import DecodeSettings, Point
 
 
 @dataclass(slots=True)
@@ -14,8 +14,8 @@ class Prompts:
 
     Attributes:
         ids_BT: Left-padded tokens; read only where the settings ask for a prefill.
-        mask_BT: 1 where a token counts.
-        made_up: What stands in the cache instead of a prefill; None where the prompts are read.
+        mask_BT: 1 for a token of the prompt, 0 for padding.
+        made_up: The cache that stands for a prefill; None where the prompts are read.
     """
 
     ids_BT: torch.Tensor
@@ -24,9 +24,9 @@ class Prompts:
 
     @classmethod
     def of(
-        cls, settings: BenchSettings, point: Point, vocabulary: int, device: torch.device
+        cls, settings: DecodeSettings, point: Point, vocabulary: int, device: torch.device
     ) -> "Prompts":
-        """Make them; the cache of made-up ones is filled by the first run."""
+        """Make the prompts of a point; the first run fills the cache of made-up prompts."""
         generator = torch.Generator(device).manual_seed(settings.seed)
         shape = (point.batch, point.context)
         ids_BT = torch.randint(1, vocabulary, shape, generator=generator, device=device)

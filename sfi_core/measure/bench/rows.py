@@ -1,11 +1,11 @@
-"""Samples into rows."""
+"""Rows of the result, made from samples."""
 
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sfi_core.measure.bench.samples import KINDS, Sample, StepRead, percentile
-from sfi_core.measure.bench.settings import BASELINES, Point, Variant
+from sfi_core.measure.bench.samples import KINDS, DecodeSample, StepRead, percentile
+from sfi_core.measure.bench.settings import BASELINES, DecodeVariant, Point
 from sfi_core.models.byte_model import ByteModel
 from sfi_core.policies import policy_class
 
@@ -14,17 +14,17 @@ PERCENTILES = (50, 95, 99)
 
 def point_rows(
     point: Point,
-    samples: Mapping[Variant, Sequence[Sample]],
+    samples: Mapping[DecodeVariant, Sequence[DecodeSample]],
     models: Mapping[str, ByteModel],
     copy_gb_per_s: float,
 ) -> list[dict[str, Any]]:
     """Return a row for each variant that has samples, with its speed-ups over the others of the point.
 
     Args:
-        point: The batch.
+        point: The contexts and the batch.
         samples: The runs of each variant.
-        models: Bytes of a step, by variant.
-        copy_gb_per_s: The machine's.
+        models: Gives the bytes of a step, by variant.
+        copy_gb_per_s: The copy bandwidth of the machine.
     """
     rows = [
         {
@@ -45,7 +45,7 @@ def point_rows(
     return rows
 
 
-def _row(variant: Variant, point: Point, runs: Sequence[Sample]) -> dict[str, Any]:
+def _row(variant: DecodeVariant, point: Point, runs: Sequence[DecodeSample]) -> dict[str, Any]:
     rates = [run.decode_rate for run in runs]
     prefills = [run.prefill_seconds for run in runs] if runs[0].prefilled else []
     prefill = statistics.median(prefills) if prefills else None
@@ -70,14 +70,16 @@ def _row(variant: Variant, point: Point, runs: Sequence[Sample]) -> dict[str, An
         "warm_up": min(run.warm_up for run in runs),
         "tokens_measured": sum(run.batch * run.steps for run in runs),
         "stopped_early": any(run.stopped for run in runs),
-        "slow_rate": None if not variant.policy else _mean([run.slow_rate for run in runs]),
+        "slow_rate": None
+        if not variant.policy
+        else statistics.fmean(run.slow_rate for run in runs),
         **_latencies(runs),
         "peak_memory_bytes": max(run.peak_bytes for run in runs),
         "forecast_memory_bytes": runs[0].forecast_bytes,
     }
 
 
-def _latencies(runs: Sequence[Sample]) -> dict[str, Any]:
+def _latencies(runs: Sequence[DecodeSample]) -> dict[str, Any]:
     found: dict[str, list[float]] = {kind: [] for kind in KINDS}
     for run in runs:
         for read, seconds in zip(run.measured, run.step_seconds, strict=True):
@@ -91,13 +93,15 @@ def _latencies(runs: Sequence[Sample]) -> dict[str, Any]:
 
 
 def _bytes(
-    variant: Variant, runs: Sequence[Sample], model: ByteModel, copy_gb_per_s: float
+    variant: DecodeVariant, runs: Sequence[DecodeSample], model: ByteModel, copy_gb_per_s: float
 ) -> dict[str, Any]:
     selects = bool(variant.policy) and policy_class(variant.policy).selects_after
     reads = [read for run in runs for read in run.measured]
     selecting = sum(run.selecting for run in runs) * model.row_bytes / len(reads)
-    needed = _mean([step_bytes(model, read, selects=selects) for read in reads]) + selecting
-    dense = _mean([sum(map(float, map(model.dense, read.length_B))) for read in reads])
+    needed = (
+        statistics.fmean(step_bytes(model, read, selects=selects) for read in reads) + selecting
+    )
+    dense = statistics.fmean(sum(map(float, map(model.dense, read.length_B))) for read in reads)
     rate = statistics.median(run.decode_rate for run in runs)
     gb_per_s = needed * rate / runs[0].batch / 1e9
     return {
@@ -111,7 +115,7 @@ def _bytes(
 
 
 def step_bytes(model: ByteModel, read: StepRead, *, selects: bool) -> float:
-    """Return the bytes that a step of a batch must read; `selects` where slow requests select anew."""
+    """Return the bytes that a step of a batch must read; `selects` says whether slow requests select anew."""
     total = 0.0
     for slow, length, tokens, packed in zip(
         read.slow_B, read.length_B, read.read_B, read.packed_B, strict=True
@@ -123,7 +127,3 @@ def step_bytes(model: ByteModel, read: StepRead, *, selects: bool) -> float:
         else:
             total += float(model.dense(length))
     return total
-
-
-def _mean(values: Sequence[float]) -> float:
-    return statistics.fmean(values)

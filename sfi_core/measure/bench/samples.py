@@ -1,4 +1,4 @@
-"""What one run of one variant took."""
+"""The time and memory of one run of one variant."""
 
 import statistics
 from collections.abc import Sequence
@@ -17,9 +17,9 @@ class StepRead:
 
     Attributes:
         slow_B: Whether each request was slow.
-        length_B: Its cached tokens.
-        read_B: Tokens that a fast step reads for each KV head.
-        packed_B: Sink and selected tokens.
+        length_B: Cached tokens of each request.
+        read_B: Tokens that a fast step of each request reads for each KV head.
+        packed_B: Sink and selected tokens of each request.
     """
 
     slow_B: tuple[bool, ...]
@@ -29,29 +29,29 @@ class StepRead:
 
     @classmethod
     def dense(cls, contexts: Sequence[int], step: int) -> "StepRead":
-        """Make step t >= 1 of full attention."""
+        """Return what step `step` >= 1 reads under full attention."""
         length = tuple(context + step for context in contexts)
         return cls((True,) * len(length), length, length, (0,) * len(length))
 
     @property
     def kind(self) -> str:
-        """All requests fast, all slow, or mixed."""
+        """Whether all requests are fast, all are slow, or the step is mixed."""
         return SLOW if all(self.slow_B) else MIXED if any(self.slow_B) else FAST
 
 
 @dataclass(slots=True)
-class Sample:
-    """One run: the times at which each step's tokens were there.
+class DecodeSample:
+    """One run, and the times at which the tokens of its steps arrived.
 
     Attributes:
         batch: Requests.
         warm_up: Decoding steps that are not measured.
         began: When the prefill began.
-        at: When the tokens of step 0, 1, ... were there; step 0 is the prefill's.
-        reads: What the steps from 1 on read.
-        selecting: What selecting read in the measured steps, in tokens' worth of a layer's keys and values.
+        at: When the tokens of step 0, 1, ... arrived; step 0 is the prefill.
+        reads: What each step from step 1 on read.
+        selecting: What the policy read to select, in the measured steps: tokens of a layer's keys and values.
         peak_bytes: Peak memory during the run.
-        forecast_bytes: What was expected.
+        forecast_bytes: Peak memory as forecast.
         prefilled: Whether the prompts were read, not made up.
         stopped: Whether the time limit ended the run.
     """

@@ -10,15 +10,15 @@ from sfi_core.settings.engine import EngineOptions
 
 BASELINES = ("transformers-dynamic", "transformers-static")
 SYNCHRONIZED = "sfi-synchronized"
-LEAST_STEPS = 3  # that a run measures, however slow it is
+LEAST_STEPS = 3  # a run measures at least so many, however slow they are
 
 
 @dataclass(frozen=True, slots=True)
-class Variant:
+class DecodeVariant:
     """One way to decode.
 
     Attributes:
-        name: As rows call it.
+        name: The name of the variant in rows.
         policy: Our policy; empty for a baseline.
         engine: How our engine runs a step.
     """
@@ -33,7 +33,7 @@ class Point:
     """A context length and a batch.
 
     Attributes:
-        context: Cached tokens of a request; the most of any in a ragged batch.
+        context: Cached tokens of a request; in a ragged batch, of the longest request.
         batch: Requests.
         ragged: Whether contexts fall evenly from `context` to half of it.
     """
@@ -52,7 +52,7 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BenchSettings:
+class DecodeSettings:
     """One run of the benchmark.
 
     Attributes:
@@ -69,7 +69,7 @@ class BenchSettings:
         ragged: Whether contexts of a batch fall evenly from the context to half of it.
         synchronized: Whether sfi with batch-synchronized slow steps is measured too.
         prefill: Whether prompts are read instead of made up.
-        prefill_chunk: Prompt tokens of one forward pass, where they are read; 0 for all at once.
+        prefill_chunk: Prompt tokens of one forward pass of a prefill; 0 for all at once.
         seed: Seed of keys, values and tokens.
         config: The policies' settings.
         engine: How our engine runs a step.
@@ -153,11 +153,13 @@ class BenchSettings:
             for batch in sorted(set(self.batches))
         ]
 
-    def variants(self) -> list[Variant]:
-        """Return what takes turns at every point."""
-        ours = [Variant(policy, policy, self.engine) for policy in dict.fromkeys(self.policies)]
+    def variants(self) -> list[DecodeVariant]:
+        """Return the variants, which take turns at every point."""
+        ours = [
+            DecodeVariant(policy, policy, self.engine) for policy in dict.fromkeys(self.policies)
+        ]
         if self.synchronized:
             after = next(i for i, one in enumerate(ours) if one.policy == "sfi") + 1
             engine = replace(self.engine, synchronized=True)
-            ours.insert(after, Variant(SYNCHRONIZED, "sfi", engine))
-        return ours + [Variant(name) for name in dict.fromkeys(self.baselines)]
+            ours.insert(after, DecodeVariant(SYNCHRONIZED, "sfi", engine))
+        return ours + [DecodeVariant(name) for name in dict.fromkeys(self.baselines)]

@@ -1,11 +1,11 @@
-"""Which tokens a benchmark's requests generate: they are forced, so that random weights decide no trigger."""
+"""The tokens that a benchmark's requests generate. They are given: random weights decide no trigger."""
 
 import math
 import random
 from dataclasses import dataclass
 from fractions import Fraction
 
-from sfi_core.measure.bench.settings import BenchSettings
+from sfi_core.measure.bench.settings import DecodeSettings
 from sfi_core.settings.config import SfiConfig
 
 TRIGGER = 0  # the token id that makes a step slow under a stated rate
@@ -16,7 +16,7 @@ class Stream:
     """The tokens of a batch.
 
     Attributes:
-        config: The settings under which they decide the slow steps.
+        config: The settings under which these tokens decide the slow steps.
         token_SB: Token x_t of each request by step, from step 0 to the last.
     """
 
@@ -24,7 +24,7 @@ class Stream:
     token_SB: list[list[int]]
 
 
-def stream(settings: BenchSettings, batch: int, vocabulary: int) -> Stream:
+def stream(settings: DecodeSettings, batch: int, vocabulary: int) -> Stream:
     """Make the tokens of `batch` requests under the settings' text or slow rate."""
     if settings.text_ids is not None:
         return _from_text(settings, batch, settings.text_ids)
@@ -35,7 +35,8 @@ def stream(settings: BenchSettings, batch: int, vocabulary: int) -> Stream:
 def slow_steps(rate: Fraction, row: int, batch: int, first: int, last: int) -> list[int]:
     """Return the steps from `first` to before `last` at which a request is slow, 0 being the first measured.
 
-    Evenly apart, and staggered: with one in n, request r is slow at r n / batch and every n steps from there.
+    Slow steps are evenly apart and staggered: at a rate of 1/n, request r is slow at step r n / batch and at
+    every n-th step from there.
     """
     if rate == 0:
         return []
@@ -47,7 +48,7 @@ def slow_steps(rate: Fraction, row: int, batch: int, first: int, last: int) -> l
     ]
 
 
-def _at_rate(settings: BenchSettings, batch: int, rate: Fraction, vocabulary: int) -> Stream:
+def _at_rate(settings: DecodeSettings, batch: int, rate: Fraction, vocabulary: int) -> Stream:
     delay, total, warm_up = settings.config.trigger_delay, settings.total_steps, settings.warm_up
     config = settings.config.replace(
         trigger_policy="boundary", trigger_token_ids=(TRIGGER,), slow_start=1, min_gap=0, t_max=total + 1,
@@ -65,7 +66,7 @@ def _at_rate(settings: BenchSettings, batch: int, rate: Fraction, vocabulary: in
     return Stream(config, [list(step) for step in zip(*rows, strict=True)])
 
 
-def _from_text(settings: BenchSettings, batch: int, ids: tuple[int, ...]) -> Stream:
+def _from_text(settings: DecodeSettings, batch: int, ids: tuple[int, ...]) -> Stream:
     starts = [row * len(ids) // batch for row in range(batch)]
     steps = range(settings.total_steps + 1)
     token_SB = [[ids[(start + step) % len(ids)] for start in starts] for step in steps]

@@ -12,8 +12,8 @@ from sfi_core.generation.synthetic import SyntheticPrompt, fill_sliding, repeate
 from sfi_core.hosts.transformers.shapes import cached_shapes
 from sfi_core.machine.memory import peak_bytes, reset_peak
 from sfi_core.measure.bench.prompts import Prompts
-from sfi_core.measure.bench.samples import Sample, StepRead
-from sfi_core.measure.bench.settings import BenchSettings, Point
+from sfi_core.measure.bench.samples import DecodeSample, StepRead
+from sfi_core.measure.bench.settings import DecodeSettings, Point
 
 STATIC = "transformers-static"
 
@@ -23,10 +23,10 @@ class StepClock:
 
     def __init__(
         self,
-        sample: Sample,
+        sample: DecodeSample,
         contexts: Sequence[int],
         limit: float | None,
-        on_step: Callable[[Sample], None],
+        on_step: Callable[[DecodeSample], None],
     ) -> None:
         self._sample, self._contexts, self._on_step = sample, contexts, on_step
         self._limit = limit
@@ -53,26 +53,26 @@ def run_theirs(
     model: Any,
     name: str,
     point: Point,
-    settings: BenchSettings,
+    settings: DecodeSettings,
     prompts: Prompts,
-    on_step: Callable[[Sample], None],
-) -> Sample:
+    on_step: Callable[[DecodeSample], None],
+) -> DecodeSample:
     """Decode greedily with `model.generate`, which attends and compiles as it does by itself.
 
     Args:
         model: The model, outside `slow_fast`.
         name: A name of `BASELINES`.
-        point: The batch.
-        settings: Steps, warm-up, time limit.
-        prompts: What to begin with.
-        on_step: Told of the sample after every step.
+        point: The contexts and the batch.
+        settings: Decides steps, warm-up and time limit.
+        prompts: The prompts, read or made up.
+        on_step: Called with the sample after every step.
     """
-    sample = Sample(point.batch, settings.warm_up)
+    sample = DecodeSample(point.batch, settings.warm_up)
     reset_peak(model.device)
     capacity = settings.capacity(point.context)
     cache = _cache(model, name, capacity)
     if prompts.made_up is not None:
-        # all but the last token: reading that one is step 0, as ours ends with the prompt's last token
+        # all but the last token: step 0 reads the last one, as in a run of ours
         _fill(model, cache, prompts.made_up, point.context - 1)
 
     def late(ids_BT: torch.Tensor, _: Any) -> torch.Tensor:
@@ -93,7 +93,7 @@ def run_theirs(
 
 @contextmanager
 def _plain_settings(model: Any) -> Iterator[None]:
-    """Take a checkpoint's own sampling and stop tokens out of the way."""
+    """Inside, decode greedily and without stop tokens, whatever the checkpoint's own settings say."""
     own = model.generation_config
     model.generation_config = GenerationConfig(do_sample=False, pad_token_id=0, eos_token_id=None)
     try:

@@ -21,8 +21,9 @@ from sfi_core.settings.config import SfiConfig
 from sfi_core.triggers.trigger_set import resolve_triggers
 
 FULL = "full-kv"
-EDGES = (0, 1, 2, 4, 8, 16, 32)  # of the groups of positions in a sentence
-DECODED_EDGES = (*EDGES, 64, 128, 256, 512, 1024, 2048)  # and of steps since the prompt
+# where groups begin: of positions in a sentence, and of steps since the prompt
+EDGES = (0, 1, 2, 4, 8, 16, 32)
+DECODED_EDGES = (*EDGES, 64, 128, 256, 512, 1024, 2048)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -32,11 +33,11 @@ class Fidelity:
     Attributes:
         window: The window's start.
         step: Decoding step; 0 is the prompt's last position, the same under every policy.
-        in_sentence: Steps since the one whose input token ended a sentence; 0 is that step, the one that
-            Eq. 5 makes slow. Without such a token so far it counts from the window's first.
+        in_sentence: Steps since the last step whose input token ended a sentence. 0 is that step itself,
+            which Eq. 5 makes slow. Before any such token the count starts with the window.
         slow: Whether the step was slow.
         kl: KL(full attention || policy) of the next token, nats.
-        agrees: Whether both find the same token most likely.
+        agrees: Whether the same token is most likely under both.
         nll: Negative log-likelihood of the text's token under the policy, nats.
         nll_full: The same under full attention.
         reports: The policy's report of each window.
@@ -62,7 +63,7 @@ class Fidelity:
         return whole
 
     def summary(self) -> dict[str, float]:
-        """Sum all steps up, step 0 of each window aside, which is dense under every policy.
+        """Sum up all steps but step 0 of each window, which is dense under every policy.
 
         Returns:
             `windows`, `steps`, `slow_rate`, `kl` (mean, nats), `kl_p95`, `agreement`, `perplexity`,
@@ -84,7 +85,7 @@ class Fidelity:
         return self._grouped(self.in_sentence, EDGES)
 
     def by_step(self) -> list[dict[str, Any]]:
-        """Sum up by steps since the prompt: 1, 2-3, 4-7 and so on; step 0 is full attention's anyway."""
+        """Sum up by steps since the prompt: 1, 2-3, 4-7 and so on; step 0 is always full attention."""
         return self._grouped(self.step, DECODED_EDGES)
 
     def _grouped(self, values: Sequence[int], edges: Sequence[int]) -> list[dict[str, Any]]:
@@ -167,11 +168,11 @@ def fidelity(
 
     Args:
         model: A decoder-only model of transformers.
-        tokenizer: Turns trigger strings into token ids; they are also where sentences end.
+        tokenizer: Turns trigger strings into token ids; a sentence ends with one of these tokens.
         full: Full attention's account of the window.
         config: The settings; None is the `default` preset.
         policy: A name from `sfi_core.policies.POLICIES`.
-        backend: "auto", "torch" or "triton"; the reference's own.
+        backend: "auto", "torch" or "triton"; the same as for `full`.
 
     Raises:
         SfiError: As `teacher_force`.

@@ -20,7 +20,7 @@ from sfi_core.settings.config import SfiConfig
 
 FEWSHOT_SEED = 1234  # the harness's own default
 REFUSED = {"UNSAFE_CODE": "runs code that the model writes", "MULTIMODAL": "shows pictures"}
-BOOTSTRAPS = 1000  # resamplings for the standard errors that have no formula
+BOOTSTRAPS = 1000  # resamplings for a standard error without a formula
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,12 +33,12 @@ class HarnessRow:
         value: What the harness found.
         stderr: Its standard error; NaN where the harness gives none.
         samples: Documents evaluated.
-        decoding: Whether the policy had a say. Not so where every request is settled by the prefill, which
-            is dense under every policy: multiple choice with answers of one token.
+        decoding: Whether any request took a decoding step. Multiple choice with answers of one token takes
+            none: the prefill answers, and it is dense under every policy.
         read_ratio: Share of the cache read over all decoding steps; 1 where there were none.
-        selection_ratio: What choosing it read, over the same; see `RequestReport`.
+        selection_ratio: Share of the cache that the selection read, over the same steps; see `RequestReport`.
         stored_ratio: Share of the cache that the method has to keep.
-        truncated: Requests whose context lost its start to fit the model's positions, as the harness does it.
+        truncated: Requests whose context the harness cut at the start, to fit the model's positions.
     """
 
     task: str
@@ -54,10 +54,10 @@ class HarnessRow:
 
 
 def check_harness() -> None:
-    """Refuse to go on without the harness.
+    """Refuse to run without the harness.
 
     Raises:
-        BackendError: It is not installed.
+        BackendError: The harness is not installed.
     """
     missing = [name for name in ("lm_eval", "accelerate") if find_spec(name) is None]
     if missing:
@@ -113,14 +113,14 @@ def evaluate_harness(
         raise ConfigError(f"num_fewshot must be at least 0, got {num_fewshot}")
     if chat and not tokenizer.chat_template:
         raise ConfigError("chat needs a tokenizer with a chat template, got one without")
-    # theirs is slow to import, and optional
+    # the harness is slow to import, and optional
     from lm_eval import evaluate  # noqa: PLC0415
 
     from sfi_core.measure.evaluation.harness_model import PolicyLM  # noqa: PLC0415
 
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # what it warns of is in the rows
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # the rows say what the harness warns of
     rows = []
-    with redirect_stdout(sys.stderr):  # where the harness prints, sfi writes data
+    with redirect_stdout(sys.stderr):  # the harness prints to stdout, where sfi writes data
         for loaded in load_tasks(tasks, include_path):
             _prepare(loaded["tasks"].values(), num_fewshot)
             lm = PolicyLM(model, tokenizer, policy, config, batch_size, backend, on_request)
@@ -142,7 +142,7 @@ def load_tasks(tasks: Sequence[str], include_path: Path | None = None) -> list[A
     """Let the harness load tasks with their data.
 
     Raises:
-        ConfigError: One is unknown, or cannot be loaded here.
+        ConfigError: A task is unknown, or cannot be loaded here.
     """
     import datasets  # type: ignore[import-untyped]  # noqa: PLC0415 - comes with the harness
 
@@ -175,7 +175,7 @@ def load_tasks(tasks: Sequence[str], include_path: Path | None = None) -> list[A
 
 @cache
 def task_manager(include_path: Path | None, *, defaults: bool) -> Any:
-    """Index a folder's task files, and the harness's own, which are thousands and take seconds."""
+    """Index a folder's task files; with `defaults` also the harness's thousands, which takes seconds."""
     from lm_eval.tasks import TaskManager  # noqa: PLC0415
 
     folder = None if include_path is None else str(include_path)

@@ -8,22 +8,22 @@ from typing import Any, ClassVar
 
 from sfi_core.errors import ConfigError
 from sfi_core.measure.evaluation.harness import check_harness, evaluate_harness, load_tasks
-from sfi_core.measure.evaluation.method import Method, Size, Variant, check_distinct
+from sfi_core.measure.evaluation.method import Method, MethodVariant, Size, check_distinct
 from sfi_core.measure.evaluation.runner import FAILURES, Key
 from sfi_core.models.load import first_line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HarnessGrid:
-    """What is to be run: every method at every size on every task.
+    """The rows of a run: every method at every size on every task.
 
     Attributes:
-        methods: What decodes.
-        sizes: Budgets; none leaves every method its own sizes, since the prompts' lengths differ.
+        methods: The methods that decode.
+        sizes: Budgets, not shares, since the prompts' lengths differ; without any, each method keeps its own.
         tasks: The harness's names of tasks, groups or tags.
         include_path: Folder with further task files; None for none.
         limit: Documents of each task; None for all.
-        table: Where the rows belong.
+        table: The table of the rows.
     """
 
     methods: tuple[Method, ...]
@@ -46,10 +46,10 @@ class HarnessGrid:
         check_harness()
 
     @property
-    def variants(self) -> list[Variant]:
-        """What answers each task."""
+    def variants(self) -> list[MethodVariant]:
+        """The methods at their sizes, each of which answers every task."""
         if not self.sizes:
-            return [Variant(method, None) for method in self.methods]
+            return [MethodVariant(method, None) for method in self.methods]
         return [one for method in self.methods for one in method.variants(self.sizes)]
 
     @property
@@ -62,14 +62,14 @@ class HarnessGrid:
         return row["method"], row["size"], row["asked"]
 
     def weight(self, key: Key) -> int:
-        """Return what a row's time goes with; of a task nothing is known."""
+        """Return 1 for every row: nothing is known of the time that a task takes."""
         return 1
 
     def check(self, model: Any, tokenizer: Any) -> None:
         """Refuse, before anything runs, tasks that the harness does not have.
 
         Raises:
-            ConfigError: So it is.
+            ConfigError: The harness does not have a task.
         """
         load_tasks(self.tasks, self.include_path)
 
@@ -82,14 +82,10 @@ class HarnessGrid:
         backend: str = "auto",
         prefill_chunk: int = 0,
     ) -> Iterator[dict[str, Any]]:
-        """Run the tasks and yield a plain row for each method, size and task, with its `metrics`.
+        """Run the tasks; the arguments are those of `TaskGrid.run`, of which `prefill_chunk` is not used.
 
-        Args:
-            model: A decoder-only model of transformers.
-            tokenizer: Its tokenizer.
-            done: Keys of rows that are there already and are not made again.
-            backend: "auto", "torch" or "triton".
-            prefill_chunk: Not used; the harness's prompts are read at once.
+        Yields:
+            A plain row for each method, size and task, with its `metrics`, or with an `error`.
         """
         for task in self.tasks:
             for one in self.variants:
@@ -115,5 +111,5 @@ class HarnessGrid:
 
 
 def _plain(values: dict[str, Any]) -> dict[str, Any]:
-    # NaN is no JSON; NaN alone differs from itself
+    # JSON has no NaN; NaN is the one value that differs from itself
     return {name: None if value != value else value for name, value in values.items()}  # noqa: PLR0124

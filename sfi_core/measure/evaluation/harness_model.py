@@ -24,7 +24,11 @@ from sfi_core.measure.evaluation.teacher_forcing import teacher_force
 from sfi_core.settings.config import SfiConfig
 from sfi_core.triggers.trigger_set import resolve_triggers
 
-UNDECODED = {"read_ratio": 1.0, "selection_ratio": 0.0, "stored_ratio": 1.0}  # as a report says
+UNDECODED = {
+    "read_ratio": 1.0,
+    "selection_ratio": 0.0,
+    "stored_ratio": 1.0,
+}  # the ratios of a report without decoding steps
 
 
 class PolicyLM(HFLM):  # type: ignore[misc]
@@ -48,7 +52,7 @@ class PolicyLM(HFLM):  # type: ignore[misc]
             pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=batch_size
         )
         config = config or SfiConfig()
-        # once, not for every request: a large vocabulary takes a while
+        # once for all requests: a large vocabulary takes a while
         ids = resolve_triggers(tokenizer, config)
         self._settings = config.replace(trigger_token_ids=ids)
         self._policy, self._sfi_backend = policy, backend

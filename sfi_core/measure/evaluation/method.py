@@ -1,4 +1,4 @@
-"""A method under evaluation: a policy, a preset, and what is set otherwise."""
+"""A method under evaluation: a policy, a preset, and the settings that differ from the preset."""
 
 import json
 import re
@@ -12,9 +12,9 @@ from sfi_core.policies import policy_class
 from sfi_core.settings.config import SfiConfig
 from sfi_core.triggers.trigger_set import resolve_triggers
 
-WHOLE = "full-kv"  # reads and stores everything, whatever its sizes
-EVERYTHING, OWN = "all", "own"  # the sizes of full attention, and of a method that keeps its own
-RECENT = 128  # tokens of the recent window where nobody says otherwise
+WHOLE = "full-kv"  # this policy reads and stores everything, whatever its sizes
+EVERYTHING, OWN = "all", "own"  # labels of full attention's size, and of a method's own size
+RECENT = 128  # tokens of the recent window by default
 WRITTEN = re.compile(
     r"(?:(?P<label>[^=:]+)=)?(?P<policy>[^@:=]+)(?:@(?P<preset>[^:=]+))?(?::(?P<settings>.+))?",
     re.DOTALL,
@@ -24,16 +24,16 @@ KEY = re.compile(r"\s*([\w.]+)\s*=\s*")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
-    """What decodes a sample, but for its sizes.
+    """A policy and its settings, but for the sizes.
 
     Attributes:
-        label: Its name in tables.
+        label: The name of the method in tables.
         policy: A name from `sfi_core.policies.POLICIES`.
-        preset: The preset that it starts from.
+        preset: The preset that the settings start from.
         settings: What differs from the preset, as `SfiConfig.replace` takes it.
         config: The preset with these settings.
-        sized: Whether the evaluation sets its sizes; not so for full attention, which has none, and where
-            the method has a budget of its own.
+        sized: Whether the evaluation sets the sizes: not for full attention, which has none, and not for a
+            method that states its budget.
     """
 
     label: str
@@ -50,8 +50,8 @@ class Method:
         A preset that ends in `.toml` is a file of settings, such as `sfi tune` writes, and keeps its sizes.
 
         Raises:
-            ConfigError: It is written otherwise, or names a policy, preset or setting that is none.
-            InputError: The file cannot be read.
+            ConfigError: `text` has another form, or a policy, preset or setting does not exist.
+            InputError: The preset's file cannot be read.
         """
         match = WRITTEN.fullmatch(text.strip())
         if match is None:
@@ -74,21 +74,21 @@ class Method:
         )
 
     def resolved(self, tokenizer: Any) -> "Method":
-        """Turn its triggers into token ids, once: a large vocabulary takes a while.
+        """Return the method with its triggers as token ids: with a large vocabulary that takes a while.
 
         Raises:
-            ConfigError: None of them is a token.
+            ConfigError: No trigger is a token.
         """
         ids = resolve_triggers(tokenizer, self.config)
         return replace(self, config=self.config.replace(trigger_token_ids=ids))
 
-    def variants(self, sizes: Sequence["Size"]) -> list["Variant"]:
-        """Combine it with sizes; once where it has its own."""
-        return [Variant(self, size) for size in (sizes if self.sized else (None,))]
+    def variants(self, sizes: Sequence["Size"]) -> list["MethodVariant"]:
+        """Combine the method with sizes; a method with its own size is one variant."""
+        return [MethodVariant(self, size) for size in (sizes if self.sized else (None,))]
 
 
 @dataclass(frozen=True, slots=True)
-class Variant:
+class MethodVariant:
     """A method at a size.
 
     Attributes:
@@ -101,7 +101,7 @@ class Variant:
 
     @property
     def key(self) -> tuple[str, str]:
-        """What tells it from others."""
+        """The labels of method and size, which no two variants share."""
         if self.size is not None:
             return self.method.label, self.size.label
         return self.method.label, EVERYTHING if self.method.policy == WHOLE else OWN
@@ -121,7 +121,7 @@ class Variant:
         return at_share(config.replace(recent=recent), context, size.share)
 
     def columns(self, context: int) -> dict[str, Any]:
-        """Describe it in plain values, for the rows of results."""
+        """Describe the variant in plain values, for the rows of results."""
         method, size, config = self.method, self.size, self.config(context)
         whole = method.policy == WHOLE
         return {
@@ -143,7 +143,7 @@ class Size:
     Attributes:
         share: Sink, selected and recent tokens over the tokens of the prompt. In (0, 1].
         budget: Selected tokens of a KV head; None with a share.
-        recent: Tokens of the recent window; with a share the most of it.
+        recent: Tokens of the recent window; with a share, the most that it may have.
     """
 
     share: float | None = None
@@ -151,10 +151,10 @@ class Size:
     recent: int = RECENT
 
     def __post_init__(self) -> None:
-        """Reject sizes that are none.
+        """Reject what is no size.
 
         Raises:
-            ConfigError: Both or neither of share and budget, or one out of range.
+            ConfigError: Both or neither of share and budget are given, or one is out of range.
         """
         if (self.share is None) == (self.budget is None):
             raise ConfigError(
@@ -174,13 +174,13 @@ class Size:
 
 
 def check_distinct(values: Mapping[str, Sequence[Any]]) -> None:
-    """Refuse a grid with nothing in it, or with two methods or sizes of one name.
+    """Refuse an empty grid, and one with two methods or sizes of one name.
 
     Args:
-        values: By what they are, in the singular.
+        values: The values of each kind, by the name of the kind in the singular.
 
     Raises:
-        ConfigError: So it is.
+        ConfigError: The grid is one of these.
     """
     for name, given in values.items():
         if not given:
@@ -192,8 +192,8 @@ def check_distinct(values: Mapping[str, Sequence[Any]]) -> None:
 def at_share(config: SfiConfig, context: int, share: float) -> SfiConfig:
     """Split a share of the context into recent and selected tokens, beside the sink.
 
-    The recent window takes `config.recent` tokens, but no more than half of the whole; the selected
-    tokens take what is left. So every method reads the same number of tokens in a fast step.
+    The recent window takes `config.recent` tokens, but no more than half of the share; the selected
+    tokens take the rest. So every method reads the same number of tokens in a fast step.
 
     Raises:
         ConfigError: Nothing is left to select.
@@ -210,7 +210,7 @@ def at_share(config: SfiConfig, context: int, share: float) -> SfiConfig:
 
 
 def _base(preset: str) -> tuple[SfiConfig, bool]:
-    # the settings to start from, and whether their sizes are to be kept
+    # the settings to start from, and whether the method keeps their sizes
     if preset.endswith(".toml"):
         return SfiConfig().merge_toml(Path(preset)), True
     return SfiConfig.preset(preset), False

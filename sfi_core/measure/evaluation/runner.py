@@ -11,12 +11,12 @@ from sfi_core.errors import ConfigError, InputError, MemoryForecastError, Numeri
 from sfi_core.generation.generate import generate
 from sfi_core.generation.prompts import check_lengths
 from sfi_core.generation.read_prompt import read_prompt
-from sfi_core.measure.evaluation.method import Method, Size, Variant, check_distinct
-from sfi_core.measure.evaluation.tasks import Sample, find_task
+from sfi_core.measure.evaluation.method import Method, MethodVariant, Size, check_distinct
+from sfi_core.measure.evaluation.tasks import TaskSample, find_task
 from sfi_core.models.load import first_line
 from sfi_core.policies import policy_class
 
-# one method's failure, after which the others go on
+# errors of one method, after which the other methods go on
 FAILURES = (MemoryForecastError, NumericsError, torch.OutOfMemoryError, MemoryError)
 Key = tuple[Any, ...]
 MEASURED = (
@@ -26,16 +26,16 @@ MEASURED = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Grid:
-    """What is to be run: every method at every size on every sample.
+class TaskGrid:
+    """The rows of a run: every method at every size on every sample.
 
     Attributes:
-        methods: What decodes; one without sizes runs once a sample.
+        methods: The methods that decode; a method with its own size runs once a sample.
         sizes: How much a fast step may read.
         tasks: Names from `sfi_core.measure.evaluation.tasks.TASKS`.
         lengths: Tokens of the prompts.
-        seeds: One sample of each task and length for each.
-        table: Where the rows belong.
+        seeds: Seeds; each gives a sample of every task and length.
+        table: The table of the rows.
     """
 
     methods: tuple[Method, ...]
@@ -46,10 +46,10 @@ class Grid:
     table: ClassVar[str] = "samples"
 
     def __post_init__(self) -> None:
-        """Reject a grid with nothing in it, or with two methods or sizes of one name.
+        """Reject an empty grid, and one with two methods or sizes of one name.
 
         Raises:
-            ConfigError: So it is, or a task is unknown.
+            ConfigError: The grid is one of these, or a task is unknown.
         """
         check_distinct(
             {
@@ -66,12 +66,12 @@ class Grid:
             find_task(task)
 
     @property
-    def variants(self) -> list[Variant]:
-        """What decodes each sample."""
+    def variants(self) -> list[MethodVariant]:
+        """The methods at their sizes, each of which decodes every sample."""
         return [one for method in self.methods for one in method.variants(self.sizes)]
 
     def samples(self) -> Iterator[tuple[str, int, int]]:
-        """Give task, length and seed of each sample; a run cut short has all tasks and lengths."""
+        """Yield task, length and seed of each sample, seed by seed: a cut run has all tasks and lengths."""
         for seed in self.seeds:
             for length in self.lengths:
                 for task in self.tasks:
@@ -87,7 +87,7 @@ class Grid:
         return row["method"], row["size"], row["task"], row["length"], row["seed"]
 
     def weight(self, key: Key) -> int:
-        """Return what a row's time goes with: its context."""
+        """Return the context of a row, which its time grows with."""
         return int(key[3])
 
     def check(self, model: Any, tokenizer: Any) -> None:
@@ -123,7 +123,7 @@ class Grid:
         Args:
             model: A decoder-only model of transformers; `check` it first.
             tokenizer: Its tokenizer.
-            done: Keys of rows that are there already and are not made again.
+            done: Keys of rows that are not made again.
             backend: "auto", "torch" or "triton".
             prefill_chunk: Prompt tokens of one forward pass; 0 for all at once.
 
@@ -168,8 +168,8 @@ def _window(methods: list[Method]) -> int | None:
 def _decoded(
     model: Any,
     tokenizer: Any,
-    variant: Variant,
-    sample: Sample,
+    variant: MethodVariant,
+    sample: TaskSample,
     options: dict[str, Any],
 ) -> dict[str, Any]:
     # decode one sample by one method and score it
@@ -208,8 +208,8 @@ def _decoded(
     }
 
 
-def _row(variant: Variant, sample: Sample) -> dict[str, Any]:
-    # what is known before decoding; every row has these columns in this order
+def _row(variant: MethodVariant, sample: TaskSample) -> dict[str, Any]:
+    # the columns known before decoding; every row has them in this order
     return {
         **variant.columns(len(sample.prompt_ids)),
         "task": sample.task,

@@ -1,4 +1,4 @@
-"""How sure a mean of a few samples is."""
+"""Confidence intervals of a mean of a few samples."""
 
 import math
 from collections.abc import Sequence
@@ -15,10 +15,10 @@ class Interval:
     """A mean and its 95 % confidence interval.
 
     Attributes:
-        mean: Of the samples.
-        low: Lower end.
-        high: Upper end.
-        n: Samples.
+        mean: The mean of the samples.
+        low: The lower end.
+        high: The upper end.
+        n: The number of samples.
     """
 
     mean: float
@@ -34,10 +34,10 @@ def wilson(scores: Sequence[float]) -> Interval:
     score of the same mean, so that for them the interval is wider than it needs to be.
 
     Args:
-        scores: At least one.
+        scores: At least one score.
 
     Raises:
-        ValueError: No score, or one outside [0, 1].
+        ValueError: There is no score, or one outside [0, 1].
     """
     n = len(scores)
     if n == 0 or not 0 <= min(scores) <= max(scores) <= 1:
@@ -57,15 +57,15 @@ def paired_difference(
 
     Samples are drawn with their pairs, so that what makes a sample hard for both cancels
     (Efron 1979; percentile interval of 10,000 resamples). Where all differences are equal the
-    interval has no width: it cannot see what no sample showed.
+    interval has no width: it knows of no difference that no sample showed.
 
     Args:
-        scores: One method's, at least one.
-        others: The other's, in the same order of samples.
-        seed: Of the resampling.
+        scores: One method's scores, at least one.
+        others: The other method's scores, in the same order of samples.
+        seed: The seed of the resampling.
 
     Raises:
-        ValueError: No pair, or not as many of one as of the other.
+        ValueError: There is no pair, or one method has more scores than the other.
     """
     if not scores or len(scores) != len(others):
         raise ValueError(f"scores must come in pairs, got {len(scores)} and {len(others)}")

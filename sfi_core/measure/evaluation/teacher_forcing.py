@@ -1,4 +1,4 @@
-"""Decode a given text under a policy, and hand out what the model would have said at each step."""
+"""Decode a given text under a policy, and hand out the model's logits at each step."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -31,7 +31,7 @@ def teacher_force(
     backend: str = "auto",
     shared: SharedPrompt | None = None,
 ) -> RunReport:
-    """Read the first tokens as a prompt, then decode the others one by one, whatever the model says.
+    """Read the first tokens as a prompt, then decode the others one by one, whatever the logits are.
 
     Step t predicts `ids[prompt_tokens + t]` and reads the token before it, as in `generate`. Step 0 is the
     prompt's last position: dense under every policy. Stop tokens of the text do not end the run.
@@ -39,15 +39,15 @@ def teacher_force(
     Args:
         model: A decoder-only model of transformers.
         tokenizer: Turns trigger strings into token ids.
-        ids: The text.
-        prompt_tokens: Tokens of the prompt; what follows is decoded.
-        on_logits: Called with each step and its logits, `[V]` float32. A callback, not an iterator, since
-            the model belongs to the run until the run ends.
+        ids: The tokens of the text.
+        prompt_tokens: Tokens of the prompt; the tokens after them are decoded.
+        on_logits: Called with each step and its logits, `[V]` float32. An iterator would give the model
+            back to its caller before the run ends.
         config: The settings; None is the `default` preset.
         policy: A name from `sfi_core.policies.POLICIES`.
         prefill_chunk: Prompt tokens of one forward pass; 0 for all at once.
         backend: "auto", "torch" or "triton".
-        shared: The prompt as `read_prompt` read it, to begin with; it is not read again.
+        shared: The prompt as `read_prompt` read it; the prompt is not read again.
 
     Returns:
         The run's report, with its slow steps and read ratio.

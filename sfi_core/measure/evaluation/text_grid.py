@@ -9,7 +9,7 @@ from sfi_core.engine.report import RequestReport
 from sfi_core.errors import ConfigError, InputError
 from sfi_core.generation.prompts import check_lengths
 from sfi_core.measure.evaluation.fidelity import Fidelity, fidelity, reference
-from sfi_core.measure.evaluation.method import WHOLE, Method, Size, Variant, check_distinct
+from sfi_core.measure.evaluation.method import WHOLE, Method, MethodVariant, Size, check_distinct
 from sfi_core.measure.evaluation.runner import FAILURES, Key
 from sfi_core.measure.evaluation.text_windows import Window, text_ids, windows
 from sfi_core.models.load import first_line
@@ -17,16 +17,16 @@ from sfi_core.models.load import first_line
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextGrid:
-    """What is to be compared: every method but full attention, at every size, on every window.
+    """The rows of a comparison: every method but full attention, at every size, on every window.
 
     Attributes:
-        methods: What decodes.
+        methods: The methods that decode.
         sizes: How much a fast step may read.
         text: The text.
         lengths: Tokens of the windows' prompts.
         tokens: Tokens of each continuation, which are decoded.
         count: Windows of each length.
-        table: Where the rows belong.
+        table: The table of the rows.
     """
 
     methods: tuple[Method, ...]
@@ -38,10 +38,10 @@ class TextGrid:
     table: ClassVar[str] = "fidelity"
 
     def __post_init__(self) -> None:
-        """Reject a grid with nothing in it, or with two methods or sizes of one name.
+        """Reject an empty grid, and one with two methods or sizes of one name.
 
         Raises:
-            ConfigError: So it is.
+            ConfigError: The grid is one of these.
         """
         check_distinct(
             {
@@ -59,8 +59,8 @@ class TextGrid:
                 raise ConfigError(f"{name} must be at least {least}, got {value}")
 
     @property
-    def variants(self) -> list[Variant]:
-        """What decodes each window."""
+    def variants(self) -> list[MethodVariant]:
+        """The methods at their sizes, each of which decodes every window."""
         methods = [method for method in self.methods if method.policy != WHOLE]
         return [one for method in methods for one in method.variants(self.sizes)]
 
@@ -79,15 +79,15 @@ class TextGrid:
         return row["method"], row["size"], row["length"], row["window"]
 
     def weight(self, key: Key) -> int:
-        """Return what a row's time goes with: its context."""
+        """Return the context of a row, which its time grows with."""
         return int(key[2])
 
     def check(self, model: Any, tokenizer: Any) -> None:
         """Refuse, before anything runs, a text that is too short and windows that the model cannot hold.
 
         Raises:
-            InputError: So it is.
-            ConfigError: A size that selects nothing.
+            InputError: The text is too short, or a window too long.
+            ConfigError: A size selects nothing.
         """
         for length in self.lengths:
             for window in self.windows(tokenizer, length):
@@ -99,7 +99,7 @@ class TextGrid:
         """Spread the windows of a length over the text.
 
         Raises:
-            InputError: It is too short.
+            InputError: The text is too short.
         """
         ids, prefix = text_ids(tokenizer, self.text)
         return windows(ids, length, self.tokens, self.count, prefix)
@@ -113,17 +113,10 @@ class TextGrid:
         backend: str = "auto",
         prefill_chunk: int = 0,
     ) -> Iterator[dict[str, Any]]:
-        """Decode each continuation with its own tokens and yield a plain row for each method and window.
-
-        Args:
-            model: A decoder-only model of transformers; `check` it first.
-            tokenizer: Its tokenizer.
-            done: Keys of rows that are there already and are not made again.
-            backend: "auto", "torch" or "triton".
-            prefill_chunk: Prompt tokens of one forward pass; 0 for all at once.
+        """Decode each continuation with its own tokens; the arguments are those of `TaskGrid.run`.
 
         Yields:
-            Rows, with an entry per step in `steps`; with an `error` where there was one.
+            A plain row for each method and window, with an entry per step in `steps`, or with an `error`.
         """
         for number in range(self.count):
             for length in self.lengths:
@@ -179,7 +172,7 @@ def read_text(path: Any) -> str:
     """Read a text file.
 
     Raises:
-        InputError: It cannot be read, or is not UTF-8.
+        InputError: The file cannot be read, or is not UTF-8.
     """
     try:
         text: str = path.read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Windows of a text, to be read as a prompt and a continuation, and where their sentences end."""
+"""Windows of a text, each a prompt and its continuation, and the ends of their sentences."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -12,9 +12,9 @@ class Window:
     """A piece of a text.
 
     Attributes:
-        start: Its first token's place in the text.
+        start: The place of its first token in the text.
         prompt_tokens: Tokens that are read as a prompt.
-        ids: Its tokens, those that every window starts with included.
+        ids: Its tokens, with those that every window starts with.
     """
 
     start: int
@@ -29,14 +29,14 @@ def windows(
     count: int,
     prefix: Sequence[int] = (),
 ) -> list[Window]:
-    """Spread windows evenly over a text; they overlap where it is short.
+    """Spread windows evenly over a text; in a short text the windows overlap.
 
     Args:
         ids: The text's tokens, without special ones.
         prompt_tokens: Tokens of each prompt, `prefix` included.
         new_tokens: Tokens of each continuation.
-        count: Windows.
-        prefix: What every window starts with, such as the tokenizer's start-of-text token.
+        count: The number of windows.
+        prefix: The tokens that every window starts with, such as the tokenizer's start-of-text token.
 
     Raises:
         InputError: The text is too short.

@@ -1,13 +1,13 @@
-"""The kernel benchmark: it checks each op against its formula, then times it, beside the honest rivals."""
+"""The kernel benchmark checks each op against its formula, then times the op and its rivals."""
 
-from sfi_core.measure.kernel_bench.bench import BenchResult, WrongResultError, run_bench
-from sfi_core.measure.kernel_bench.settings import OPS, TABLE_1, BenchSettings, resolve_backend
+from sfi_core.measure.kernel_bench.bench import KernelResult, WrongResultError, run_bench
+from sfi_core.measure.kernel_bench.settings import OPS, TABLE_1, KernelSettings, resolve_backend
 
 __all__ = [
     "OPS",
     "TABLE_1",
-    "BenchResult",
-    "BenchSettings",
+    "KernelResult",
+    "KernelSettings",
     "WrongResultError",
     "resolve_backend",
     "run_bench",

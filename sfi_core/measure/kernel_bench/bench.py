@@ -7,19 +7,19 @@ from typing import Any
 import torch
 
 from sfi_core.errors import BackendError, MemoryForecastError, NumericsError
+from sfi_core.machine.describe import describe_measured
 from sfi_core.machine.memory import free_bytes
 from sfi_core.machine.versions import versions
 from sfi_core.measure.kernel_bench.bytes_moved import forecast_bytes
-from sfi_core.measure.kernel_bench.machine import describe_machine
-from sfi_core.measure.kernel_bench.settings import REPEATS, BenchSettings
+from sfi_core.measure.kernel_bench.settings import REPEATS, KernelSettings
 from sfi_core.measure.kernel_bench.timing import (
-    Samples,
+    KernelTimes,
     clock_for,
     copy_gb_per_s,
     floor_us,
     workspace_bytes,
 )
-from sfi_core.measure.kernel_bench.variants import Variant, Variants
+from sfi_core.measure.kernel_bench.variants import KernelVariant, KernelVariants
 from sfi_kernels.launch import KernelLimitError
 
 SPEEDUPS = {
@@ -38,27 +38,27 @@ class WrongResultError(NumericsError):
 
 @dataclass(slots=True)
 class Measurement:
-    """A variant, how far it was from its formula, and its times."""
+    """A variant, its error and its times."""
 
-    variant: Variant
+    variant: KernelVariant
     error: float
-    samples: Samples = field(default_factory=Samples)
+    times: KernelTimes = field(default_factory=KernelTimes)
 
 
 @dataclass(slots=True)
-class BenchResult:
-    """What a run measured so far.
+class KernelResult:
+    """The measurements so far.
 
     Attributes:
-        settings: What was asked for.
+        settings: The settings of the run.
         backend: "torch" or "triton".
-        measurements: Every variant.
+        measurements: The measurement of every variant.
         machine: The machine, its copy bandwidth and what the clock adds.
-        notes: What a reader must know.
+        notes: What a reader of the rows must know.
         interrupted: Whether Ctrl-C ended it early.
     """
 
-    settings: BenchSettings
+    settings: KernelSettings
     backend: str
     measurements: list[Measurement] = field(default_factory=list)
     machine: dict[str, Any] = field(default_factory=dict)
@@ -78,21 +78,21 @@ class BenchResult:
         }
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return a row for every variant that was timed; of PyTorch's SDPA the faster form."""
+        """Return a row for every variant that was timed; PyTorch's SDPA counts in its faster form."""
         timed: dict[tuple[str, float | None], Measurement] = {}
         for one in self.measurements:
             key = one.variant.name, one.variant.retention
-            if one.samples.times_us and (
-                key not in timed or one.samples.median_us < timed[key].samples.median_us
+            if one.times.times_us and (
+                key not in timed or one.times.median_us < timed[key].times.median_us
             ):
                 timed[key] = one
-        medians = {key: one.samples.median_us for key, one in timed.items()}
+        medians = {key: one.times.median_us for key, one in timed.items()}
         return [self._row(one, medians) for one in timed.values()]
 
     def _row(
         self, one: Measurement, medians: dict[tuple[str, float | None], float]
     ) -> dict[str, Any]:
-        variant, median = one.variant, one.samples.median_us
+        variant, median = one.variant, one.times.median_us
         gb_per_s = variant.bytes / median / 1e3
         row = {
             "op": variant.name,
@@ -101,9 +101,9 @@ class BenchResult:
             **self.settings.shown(),
             "form": variant.form,
             "median_us": median,
-            "p10_us": one.samples.percentile_us(10),
-            "p90_us": one.samples.percentile_us(90),
-            "repeats": len(one.samples.times_us),
+            "p10_us": one.times.percentile_us(10),
+            "p90_us": one.times.percentile_us(90),
+            "repeats": len(one.times.times_us),
             "bytes": variant.bytes,
             "gb_per_s": gb_per_s,
             "bandwidth_share": gb_per_s / self.machine["copy_gb_per_s"],
@@ -124,26 +124,26 @@ class BenchResult:
 
 
 def run_bench(
-    settings: BenchSettings,
+    settings: KernelSettings,
     backend: str,
     device: torch.device,
     progress: Progress = lambda *_: None,
-) -> BenchResult:
+) -> KernelResult:
     """Check every variant, then time all of them in turn.
 
     Args:
         settings: What to measure.
         backend: "torch" or "triton"; see `resolve_backend`.
-        device: Where.
-        progress: Told the phase, how much of it is done, and of how much.
+        device: The device that is measured.
+        progress: Called with the phase, how many calls of the phase are done, and of how many.
 
     Raises:
-        MemoryForecastError: It would not fit.
+        MemoryForecastError: The inputs and their checks do not fit.
         BackendError: A kernel does not take this shape.
         WrongResultError: A variant differs from its formula; nothing was timed.
     """
     _check_fits(settings, backend, device)
-    result = BenchResult(settings, backend)
+    result = KernelResult(settings, backend)
     try:
         _run(result, device, progress)
     except KeyboardInterrupt:
@@ -153,15 +153,15 @@ def run_bench(
     return result
 
 
-def _run(result: BenchResult, device: torch.device, progress: Progress) -> None:
+def _run(result: KernelResult, device: torch.device, progress: Progress) -> None:
     clock = clock_for(device, result.backend)
     progress("measuring the copy bandwidth", 0, 1)
     result.machine = {
-        **describe_machine(device),
+        **describe_measured(device),
         "copy_gb_per_s": copy_gb_per_s(device, clock),
         "clock_floor_us": floor_us(device, clock),
     }
-    variants = Variants(result.settings, result.backend, device)
+    variants = KernelVariants(result.settings, result.backend, device)
     result.notes += _notes(result, device)
     for variant in variants.build():
         progress(f"checking {_name(variant)}", len(result.measurements), 0)
@@ -181,16 +181,16 @@ def _run(result: BenchResult, device: torch.device, progress: Progress) -> None:
     for repeat in range(repeats):
         progress("timing", repeat, repeats)
         for one, time_us in zip(result.measurements, clock.time(calls), strict=True):
-            one.samples.times_us.append(time_us)
+            one.times.times_us.append(time_us)
     progress("timing", repeats, repeats)
 
 
-def _name(variant: Variant) -> str:
+def _name(variant: KernelVariant) -> str:
     at = "" if variant.retention is None else f" at retention {variant.retention:g}"
     return f"{variant.name}{at}"
 
 
-def _notes(result: BenchResult, device: torch.device) -> list[str]:
+def _notes(result: KernelResult, device: torch.device) -> list[str]:
     notes = []
     if result.backend == "torch":
         notes += [
@@ -206,7 +206,7 @@ def _notes(result: BenchResult, device: torch.device) -> list[str]:
     return notes
 
 
-def _check_fits(settings: BenchSettings, backend: str, device: torch.device) -> None:
+def _check_fits(settings: KernelSettings, backend: str, device: torch.device) -> None:
     needed = forecast_bytes(settings, backend) + workspace_bytes(device)
     free = free_bytes(device)
     if free is not None and needed > free:

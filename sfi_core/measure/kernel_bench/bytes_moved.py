@@ -12,13 +12,13 @@ s is the bytes of a number, E = D here, S = sink + K. Work lists, lengths, block
 which a slow step hands to the Selector with the logits, are left out.
 """
 
-from sfi_core.measure.kernel_bench.settings import BenchSettings
+from sfi_core.measure.kernel_bench.settings import KernelSettings
 
 INT32 = FLOAT32 = 4
 
 
 def attention_bytes(
-    settings: BenchSettings, tokens: int, *, evidence: bool = False, gathered: int = 0
+    settings: KernelSettings, tokens: int, *, evidence: bool = False, gathered: int = 0
 ) -> int:
     """Return the bytes of attention over `tokens` tokens of every request."""
     rows = settings.batch * settings.heads
@@ -28,36 +28,36 @@ def attention_bytes(
     return tokens * _row_bytes(settings) + queries + logits + positions
 
 
-def selector_bytes(settings: BenchSettings) -> int:
+def selector_bytes(settings: KernelSettings) -> int:
     """Return the bytes of the Selector's scores from one query per head."""
     positions = settings.batch * settings.context
     return positions * (settings.heads + 2 * settings.kv_heads) * FLOAT32 + positions
 
 
-def top_k_bytes(settings: BenchSettings, budget: int) -> int:
+def top_k_bytes(settings: KernelSettings, budget: int) -> int:
     """Return the bytes of Top-K."""
     rows = settings.batch * settings.kv_heads
     return rows * (settings.context * FLOAT32 + budget * INT32)
 
 
-def pack_bytes(settings: BenchSettings, rows: int) -> int:
+def pack_bytes(settings: KernelSettings, rows: int) -> int:
     """Return the bytes of packing `rows` rows, sinks included, of every request."""
     positions = settings.batch * settings.kv_heads * rows
     return 2 * rows * _row_bytes(settings) + positions * INT32
 
 
-def append_bytes(settings: BenchSettings) -> int:
+def append_bytes(settings: KernelSettings) -> int:
     """Return the bytes of appending one token to every request."""
     return 2 * _row_bytes(settings) + settings.batch * settings.kv_heads * FLOAT32
 
 
-def _row_bytes(settings: BenchSettings) -> int:
+def _row_bytes(settings: KernelSettings) -> int:
     # a key and a value in every request and KV head
     numbers = settings.batch * settings.kv_heads * 2 * settings.head_dim
     return numbers * settings.torch_dtype.itemsize
 
 
-def forecast_bytes(settings: BenchSettings, backend: str) -> int:
+def forecast_bytes(settings: KernelSettings, backend: str) -> int:
     """Return the memory that the inputs and their checks need."""
     history = settings.context * _row_bytes(settings)
     total = history * (2 if backend == "triton" else 1)  # contiguous for SDPA, and in pages

@@ -21,15 +21,15 @@ def compile_kernels(
     """Compile every specialization of every kernel.
 
     Args:
-        archs: From `ARCHS`.
-        on_kernel: Called with each row as it comes, from several threads.
+        archs: Names from `ARCHS`.
+        on_kernel: Called with each row once it is made, from several threads.
 
     Returns:
         A row for each: `kernel`, `arch`, `registers`, `spill_bytes`, `shared_bytes`, `async_buffers`,
         `over_limit`; in the order of `archs` and of names.
 
     Raises:
-        ConfigError: An unknown architecture.
+        ConfigError: An architecture is unknown.
         BackendError: The compiler failed.
     """
     unknown = [arch for arch in archs if arch not in ARCHS]

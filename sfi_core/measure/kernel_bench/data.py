@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from sfi_core.engine.backends.registry import PAGE_SIZE
-from sfi_core.measure.kernel_bench.settings import BenchSettings
+from sfi_core.measure.kernel_bench.settings import KernelSettings
 from sfi_core.settings.parts import SelectorConfig
 from sfi_core.state.layer_pages import LayerPages
 from sfi_kernels.dense_attention import window_logits
@@ -25,7 +25,7 @@ class LayerData:
         query_BHGD: The step's queries.
         key_BHTD: Keys, contiguous, as SDPA reads them.
         value_BHTD: Values.
-        pages: The same rows in pages, in a shuffled order where a request has several.
+        pages: The same rows in pages; several pages of a request are in a shuffled order.
         block_table_BP: Page numbers.
         length_B: Cached tokens, int32.
         recent_start_B: First token of the recent segment, int32.
@@ -51,7 +51,7 @@ class Selected:
 
     Attributes:
         index_BHK: The selected positions, ascending, int32.
-        key_BHSD: Packed keys; poison until `pack` has run, as is all below.
+        key_BHSD: Packed keys. These and the tensors below hold poison until `pack` has run.
         value_BHSD: Packed values.
         position_BHS: Positions of the packed rows, int32.
         length_BH: Rows that count, int32.
@@ -69,14 +69,14 @@ class Selected:
         return self.key_BHSD, self.value_BHSD, self.position_BHS, self.length_BH
 
     def poison(self) -> None:
-        """Make rows show that were not packed."""
+        """Fill the segment with values that no packed row has."""
         self.key_BHSD.fill_(torch.nan)
         self.value_BHSD.fill_(torch.nan)
         self.position_BHS.fill_(-7)
         self.length_BH.zero_()
 
 
-def layer_data(settings: BenchSettings, device: torch.device, *, one_page: bool) -> LayerData:
+def layer_data(settings: KernelSettings, device: torch.device, *, one_page: bool) -> LayerData:
     """Draw a layer's cache."""
     generator = torch.Generator(device).manual_seed(settings.seed)
     options: dict[str, Any] = {"dtype": settings.torch_dtype, "device": device}
@@ -110,7 +110,7 @@ def _pages(
     return LayerPages(*paged), table.int()
 
 
-def select(settings: BenchSettings, data: LayerData, retention: float) -> Selected:
+def select(settings: KernelSettings, data: LayerData, retention: float) -> Selected:
     """Draw the selected positions of a retention."""
     K, device = settings.budget(retention), data.query_BHGD.device
     B, H, T = settings.batch, settings.kv_heads, settings.context
@@ -125,14 +125,14 @@ def select(settings: BenchSettings, data: LayerData, retention: float) -> Select
     return selected
 
 
-def evidence_logits(settings: BenchSettings, data: LayerData) -> torch.Tensor:
+def evidence_logits(settings: KernelSettings, data: LayerData) -> torch.Tensor:
     """Return the step's logits, [B, H, G, 1, T] float32, which a slow step hands to the Selector."""
     query = data.query_BHGD[:, :, :, None]
     key, _, table = data.paged
     return window_logits.reference(query, key, table, data.length_B, scale=settings.scale)
 
 
-def allowed(settings: BenchSettings, data: LayerData) -> torch.Tensor:
+def allowed(settings: KernelSettings, data: LayerData) -> torch.Tensor:
     """Return the candidate set J, [B, T] bool."""
     position = torch.arange(settings.context, device=data.length_B.device)
     inside = (position >= settings.sink) & (position < settings.context - settings.recent)
@@ -146,7 +146,7 @@ def selector_options() -> dict[str, Any]:
     return options
 
 
-def scores(settings: BenchSettings, data: LayerData, logits: torch.Tensor) -> torch.Tensor:
+def scores(settings: KernelSettings, data: LayerData, logits: torch.Tensor) -> torch.Tensor:
     """Return the reference's scores, for Top-K."""
     options = selector_options()
     rows = []
@@ -159,7 +159,7 @@ def scores(settings: BenchSettings, data: LayerData, logits: torch.Tensor) -> to
     return torch.cat(rows)
 
 
-def norms(settings: BenchSettings, data: LayerData) -> torch.Tensor:
+def norms(settings: KernelSettings, data: LayerData) -> torch.Tensor:
     """Return the key norms, [B, H, T] float32."""
     if data.pages.norm_PHN.shape[2] == settings.context:
         return data.pages.norm_PHN

@@ -18,9 +18,9 @@ class Expected:
     """An attention's output and how far rounding may take another one from it.
 
     Attributes:
-        out_BHGD: In a higher precision.
-        bound_BHGD: For products and softmax in float32 and weights rounded to the inputs' precision.
-        loose_BHGD: For logits rounded to the inputs' precision as well, as some rivals do.
+        out_BHGD: The output, in a higher precision.
+        bound_BHGD: The bound for products and softmax in float32 and weights in the inputs' precision.
+        loose_BHGD: The bound for logits rounded to the inputs' precision as well, as some rivals do.
     """
 
     out_BHGD: torch.Tensor
@@ -50,9 +50,9 @@ def textbook(
     scale: float,
     index_BHS: torch.Tensor | None = None,
 ) -> Expected:
-    """Attend to the positions `index_BHS`, to all without: softmax of q.k times v.
+    """Attend to the positions `index_BHS`, or to all: softmax of q.k times v.
 
-    In float64 for float32 inputs and in float32 for shorter ones, whose own rounding is far above it.
+    The precision is float64 for float32 inputs, and float32 for shorter ones, which round far more.
 
     A float32 product of D terms is off by D + 2 roundings of the sum of its terms' sizes, a softmax weight by
     twice what its logits are and a few roundings of its own, and once more by a rounding to the inputs'

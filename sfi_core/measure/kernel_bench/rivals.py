@@ -1,4 +1,4 @@
-"""Dense attention by others, each in its best form."""
+"""Dense attention of other projects, each in its best form."""
 
 from collections.abc import Callable, Iterator
 from importlib import import_module
@@ -8,14 +8,14 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from sfi_core.measure.kernel_bench.data import LayerData
-from sfi_core.measure.kernel_bench.settings import BenchSettings
+from sfi_core.measure.kernel_bench.settings import KernelSettings
 
 FLASHINFER_WORKSPACE = 256 << 20  # bytes
 Rival = tuple[str, str | None, Callable[[], torch.Tensor]]
 
 
-def rivals(settings: BenchSettings, data: LayerData, notes: list[str]) -> Iterator[Rival]:
-    """Yield the row's name, the form and the call, which returns [B, H, G, D]; say in `notes` who is missing.
+def rivals(settings: KernelSettings, data: LayerData, notes: list[str]) -> Iterator[Rival]:
+    """Yield a row's name, form and call, which returns [B, H, G, D]; name absent rivals in `notes`.
 
     PyTorch's SDPA comes in two forms on contiguous keys and values, with `enable_gqa` and with the group's
     query heads as rows; the faster counts.
@@ -44,12 +44,12 @@ def rivals(settings: BenchSettings, data: LayerData, notes: list[str]) -> Iterat
 
 def _working(
     name: str,
-    make: Callable[[BenchSettings, LayerData], Callable[[], torch.Tensor]],
-    settings: BenchSettings,
+    make: Callable[[KernelSettings, LayerData], Callable[[], torch.Tensor]],
+    settings: KernelSettings,
     data: LayerData,
     notes: list[str],
 ) -> Iterator[Rival]:
-    # another project's limits must not end our benchmark; the note says what it said
+    # another project's limits must not end our benchmark; its message becomes a note
     try:
         call = make(settings, data)
         call()
@@ -59,7 +59,7 @@ def _working(
     yield name, None, call
 
 
-def _flash_attn(settings: BenchSettings, data: LayerData) -> Callable[[], torch.Tensor]:
+def _flash_attn(settings: KernelSettings, data: LayerData) -> Callable[[], torch.Tensor]:
     attend = import_module("flash_attn").flash_attn_with_kvcache
     B, H, G, D = data.query_BHGD.shape
     query = data.query_BHGD.reshape(B, 1, H * G, D)
@@ -72,7 +72,7 @@ def _flash_attn(settings: BenchSettings, data: LayerData) -> Callable[[], torch.
     return call
 
 
-def _flashinfer(settings: BenchSettings, data: LayerData) -> Callable[[], torch.Tensor]:
+def _flashinfer(settings: KernelSettings, data: LayerData) -> Callable[[], torch.Tensor]:
     flashinfer = import_module("flashinfer")
     B, H, G, D = data.query_BHGD.shape
     query, (keys, values, table) = data.query_BHGD.reshape(B, H * G, D), data.paged

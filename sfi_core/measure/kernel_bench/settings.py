@@ -31,13 +31,13 @@ REPEATS = {"cpu": 9, "cuda": 100}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BenchSettings:
+class KernelSettings:
     """One run of the benchmark. The shape's defaults are a layer of Qwen3-4B under the paper's Table 1.
 
     Attributes:
-        ops: What to measure, some of `OPS`.
+        ops: The ops to measure, some of `OPS`.
         retentions: Shares of the context that the fast step reads, each in (0, 1].
-        sweep: Whether the retentions are Table 1's row; those that the context is too short for are left out.
+        sweep: Whether the retentions are those of Table 1 that the context is long enough for.
         heads: Query heads.
         kv_heads: KV heads.
         head_dim: Numbers of a head.
@@ -99,11 +99,13 @@ class BenchSettings:
                 )
 
     @classmethod
-    def for_sweep(cls, sweep: str, ops: tuple[str, ...] | None, **shape: object) -> "BenchSettings":
-        """Make the settings of a sweep: Table 1's retentions, of the two attentions unless told otherwise.
+    def for_sweep(
+        cls, sweep: str, ops: tuple[str, ...] | None, **shape: object
+    ) -> "KernelSettings":
+        """Make the settings of a sweep over Table 1's retentions; by default of the two attentions.
 
         Raises:
-            ConfigError: Unknown sweep, or as the constructor.
+            ConfigError: The sweep is unknown, or a setting cannot be measured.
         """
         if sweep not in SWEEPS:
             raise ConfigError(f"unknown sweep {sweep!r}; expected one of {SWEEPS}")
@@ -152,8 +154,8 @@ def resolve_backend(name: str, device: torch.device) -> str:
     """Pick the backend: Triton on CUDA, PyTorch elsewhere.
 
     Raises:
-        ConfigError: Unknown.
-        BackendError: Triton without a CUDA device.
+        ConfigError: The name is unknown.
+        BackendError: Triton is asked for without a CUDA device.
     """
     if name not in BACKENDS:
         raise ConfigError(f"unknown backend {name!r}; expected one of {BACKENDS}")

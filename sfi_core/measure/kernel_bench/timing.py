@@ -19,14 +19,14 @@ COPIES, WARM_UP = 7, 2
 
 
 @dataclass(slots=True)
-class Samples:
+class KernelTimes:
     """Times of one variant, in microseconds."""
 
     times_us: list[float] = field(default_factory=list)
 
     @property
     def median_us(self) -> float:
-        """The middle one."""
+        """The median."""
         return statistics.median(self.times_us)
 
     def percentile_us(self, percent: int) -> float:
@@ -60,7 +60,7 @@ class CpuClock:
         return call
 
     def time(self, calls: list[Callable[[], Any]]) -> Iterator[float]:
-        """Time each call once; a time is there before the next call."""
+        """Time each call once; yield each time before the next call."""
         for call in calls:
             self._flush.sum()
             began = time.perf_counter_ns()
@@ -111,26 +111,26 @@ class CudaClock:
 
 
 def clock_for(device: torch.device, backend: str) -> Clock:
-    """Return the clock of a device; PyTorch's references wait for the device, which no graph captures."""
+    """Return the clock of a device; no graph captures PyTorch's references, which wait for the device."""
     if device.type == "cuda":
         return CudaClock(device, graphs=backend == "triton")
     return CpuClock()
 
 
 def copy_gb_per_s(device: torch.device, clock: Clock) -> float:
-    """Measure the copy bandwidth, bytes read plus bytes written, that all shares are shares of."""
+    """Measure the copy bandwidth, bytes read plus bytes written; a bandwidth share is a share of it."""
     source = torch.ones(COPY_BYTES[device.type] // 4, device=device)
     target = torch.zeros_like(source)
     call = clock.prepare(lambda: target.copy_(source))
-    samples = Samples([*clock.time([call] * COPIES)])
+    samples = KernelTimes([*clock.time([call] * COPIES)])
     return 2 * source.nbytes / samples.median_us / 1e3
 
 
 def floor_us(device: torch.device, clock: Clock) -> float:
-    """Measure a call that does next to nothing: what the clock itself adds to every time."""
+    """Measure a call that does almost nothing, for the time that the clock adds to every call."""
     number = torch.ones(1, device=device)
     call = clock.prepare(lambda: number.add_(1))
-    return Samples([*clock.time([call] * COPIES)]).median_us
+    return KernelTimes([*clock.time([call] * COPIES)]).median_us
 
 
 def workspace_bytes(device: torch.device) -> int:

@@ -1,4 +1,4 @@
-"""What the benchmark runs: the ops on one backend, and what they are compared with."""
+"""The variants that the benchmark runs: the ops on one backend, and their rivals."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,9 +20,9 @@ from sfi_core.measure.kernel_bench.data import (
     selector_options,
 )
 from sfi_core.measure.kernel_bench.rivals import rivals
-from sfi_core.measure.kernel_bench.settings import BenchSettings
+from sfi_core.measure.kernel_bench.settings import KernelSettings
 from sfi_kernels.append import append
-from sfi_kernels.decode_attention import DecodeAttention, decode_attention, slots
+from sfi_kernels.decode_attention import DecodeAttention, decode_attention, resident_programs
 from sfi_kernels.dense_attention import dense_attention
 from sfi_kernels.pack import pack
 from sfi_kernels.selector import selector
@@ -35,16 +35,16 @@ PAPER_TILE = 16  # tokens of a tile in the kernel that the paper was compared wi
 
 
 @dataclass(frozen=True, slots=True)
-class Variant:
+class KernelVariant:
     """One thing that is checked and timed.
 
     Attributes:
-        name: The row's op.
-        retention: The share of the context it works on; None where that does not apply.
-        call: Runs it.
-        bytes: What it must move.
-        error: Runs it and compares; above 1 it is wrong.
-        form: How it was called, where there are several ways.
+        name: The op of the row.
+        retention: The share of the context that the op works on; None where that does not apply.
+        call: Runs the op.
+        bytes: The bytes that the op must move.
+        error: Runs the op and compares; above 1 the result is wrong.
+        form: The form of the call, where there are several.
     """
 
     name: str
@@ -55,10 +55,10 @@ class Variant:
     form: str | None = None
 
 
-class Variants:
+class KernelVariants:
     """Builds the variants of one backend on one device."""
 
-    def __init__(self, settings: BenchSettings, backend: str, device: torch.device) -> None:
+    def __init__(self, settings: KernelSettings, backend: str, device: torch.device) -> None:
         """Draw the inputs; nothing is timed or checked yet."""
         self.settings, self.backend, self.device = settings, backend, device
         self.notes: list[str] = []
@@ -69,10 +69,10 @@ class Variants:
         if {"fast", "pack"} & set(settings.ops):
             self.selected = {r: select(settings, self.data, r) for r in settings.retentions}
 
-    def build(self) -> Iterator[Variant]:
-        """Yield what the settings ask for, and the dense attention that all is compared with.
+    def build(self) -> Iterator[KernelVariant]:
+        """Yield the variants that the settings ask for, and the dense attention for comparison.
 
-        A variant must be checked before the next is asked for: `pack` fills what `fast` reads.
+        The caller must check a variant before it asks for the next: `pack` fills what `fast` reads.
         """
         ops = self.settings.ops
         yield from self._dense()
@@ -89,18 +89,18 @@ class Variants:
         if "append" in ops:
             yield self._append()
 
-    def _dense(self) -> Iterator[Variant]:
+    def _dense(self) -> Iterator[KernelVariant]:
         settings, data = self.settings, self.data
         expected = gates.textbook(data.query_BHGD, data.key_BHTD, data.value_BHTD, settings.scale)
         moved = bytes_moved.attention_bytes(settings, settings.context)
 
-        def variant(name: str, call: Callable[[], Any]) -> Variant:
-            return Variant(name, 1.0, call, moved, lambda: expected.error(call()))
+        def variant(name: str, call: Callable[[], Any]) -> KernelVariant:
+            return KernelVariant(name, 1.0, call, moved, lambda: expected.error(call()))
 
         if self.backend == "torch":
             yield variant("dense", self._dense_in_torch)
         else:
-            plan = self._plan(SLOW, slots(self.device))
+            plan = self._plan(SLOW, resident_programs(self.device))
             yield variant("dense", partial(self._attend, plan))
             yield self._with_evidence(plan, expected)
             one_split = self._plan(SLOW, settings.kv_heads)
@@ -108,11 +108,11 @@ class Variants:
         if not {"fast", "dense"} & set(settings.ops):
             return
         for name, form, call in rivals(settings, data, self.notes):
-            yield Variant(
+            yield KernelVariant(
                 name, 1.0, call, moved, partial(_rival_error, expected, call), form
             )  # fmt: skip
 
-    def _with_evidence(self, plan: StepDescriptor, expected: gates.Expected) -> Variant:
+    def _with_evidence(self, plan: StepDescriptor, expected: gates.Expected) -> KernelVariant:
         settings, data = self.settings, self.data
         call = partial(self._attend_whole, plan, evidence=True)
         moved = bytes_moved.attention_bytes(settings, settings.context, evidence=True)
@@ -126,9 +126,9 @@ class Variants:
             )
             return max(expected.error(result.out_BHGE), differs)
 
-        return Variant("dense.evidence", 1.0, call, moved, error)
+        return KernelVariant("dense.evidence", 1.0, call, moved, error)
 
-    def _fast(self, retention: float, selected: Selected) -> Iterator[Variant]:
+    def _fast(self, retention: float, selected: Selected) -> Iterator[KernelVariant]:
         settings, data = self.settings, self.data
         start, length = settings.context - settings.recent, settings.context
         index = gates.attended(selected.index_BHK, settings.sink, start, length)
@@ -137,15 +137,15 @@ class Variants:
         )
         tokens = settings.attended(retention)
 
-        def variant(name: str, call: Callable[[], Any], gathered: int = 0) -> Variant:
+        def variant(name: str, call: Callable[[], Any], gathered: int = 0) -> KernelVariant:
             moved = bytes_moved.attention_bytes(settings, tokens, gathered=gathered)
-            return Variant(name, retention, call, moved, lambda: expected.error(call()))
+            return KernelVariant(name, retention, call, moved, lambda: expected.error(call()))
 
         if self.backend == "torch":
             yield variant("fast", partial(self._fast_in_torch, selected))
             return
         packed = settings.sink + settings.budget(retention)
-        plan = self._plan(FAST, slots(self.device), packed)
+        plan = self._plan(FAST, resident_programs(self.device), packed)
         yield variant("fast", partial(self._attend, plan, selected))
         in_place = partial(self._attend, plan, selected, position_BHS=selected.position_BHS)
         yield variant("fast.gather", in_place, packed)
@@ -165,7 +165,7 @@ class Variants:
         )  # fmt: skip
 
     def _plan(self, mode: int, programs: int, packed: int = 0) -> StepDescriptor:
-        # once per step and for all layers, so it is not timed
+        # not timed: a step plans once for all layers
         settings, B = self.settings, self.settings.batch
         length, start = settings.context, settings.context - settings.recent
         request = StepRequest(
@@ -193,7 +193,7 @@ class Variants:
             data.query_BHGD, *packed, *data.paged, plan, scale=self.settings.scale, **options
         )  # fmt: skip
 
-    def _pack(self, retention: float, selected: Selected) -> Variant:
+    def _pack(self, retention: float, selected: Selected) -> KernelVariant:
         settings, data = self.settings, self.data
         rows = settings.sink + settings.budget(retention)
         request = torch.arange(settings.batch, dtype=torch.int32, device=self.device)
@@ -208,9 +208,9 @@ class Variants:
             call()
             return gates.pack_error(selected.segment, data.key_BHTD, data.value_BHTD, index)
 
-        return Variant("pack", retention, call, bytes_moved.pack_bytes(settings, rows), error)
+        return KernelVariant("pack", retention, call, bytes_moved.pack_bytes(settings, rows), error)
 
-    def _selection(self) -> Iterator[Variant]:
+    def _selection(self) -> Iterator[KernelVariant]:
         settings, data, ops = self.settings, self.data, self.settings.ops
         logits, options = evidence_logits(settings, data), selector_options()
         norm, inside = norms(settings, data), allowed(settings, data)
@@ -224,20 +224,22 @@ class Variants:
             def error() -> float:
                 return gates.selector_error(call(), logits, norm, inside, options)
 
-            yield Variant("selector", None, call, moved, error)
+            yield KernelVariant("selector", None, call, moved, error)
         if "top_k" in ops:
             score = scores(settings, data, logits)
             for retention in settings.retentions:
                 yield self._top_k(retention, score)
 
-    def _top_k(self, retention: float, score: torch.Tensor) -> Variant:
+    def _top_k(self, retention: float, score: torch.Tensor) -> KernelVariant:
         K = self.settings.budget(retention)
         call = partial(top_k.on(self.backend), score, K)
         moved = bytes_moved.top_k_bytes(self.settings, K)
-        return Variant("top_k", retention, call, moved, lambda: gates.top_k_error(score, call()))
+        return KernelVariant(
+            "top_k", retention, call, moved, lambda: gates.top_k_error(score, call())
+        )
 
-    def _append(self) -> Variant:
-        # the last token once more, so that the cache stays as it was
+    def _append(self) -> KernelVariant:
+        # writes the last token once more, so that the cache stays the same
         settings, data = self.settings, self.data
         key, value = (x[:, :, -1:].clone() for x in (data.key_BHTD, data.value_BHTD))
         count = torch.ones_like(data.length_B)
@@ -257,7 +259,7 @@ class Variants:
             wrong = max(gates.same(to[last, :, offset], new[:, :, 0]) for to, new in copies)
             return max(wrong, gates.norm_error(pages.norm_PHN[last, :, offset], key[:, :, 0]))
 
-        return Variant("append", None, call, bytes_moved.append_bytes(settings), error)
+        return KernelVariant("append", None, call, bytes_moved.append_bytes(settings), error)
 
 
 def _rival_error(expected: gates.Expected, call: Callable[[], torch.Tensor]) -> float:

@@ -13,8 +13,8 @@ from sfi_core.measure.bench.bench import run_bench
 from sfi_core.measure.bench.ours import run_ours
 from sfi_core.measure.bench.prompts import Prompts
 from sfi_core.measure.bench.rows import point_rows, step_bytes
-from sfi_core.measure.bench.samples import Sample, StepRead, percentile
-from sfi_core.measure.bench.settings import BASELINES, BenchSettings, Point, Variant
+from sfi_core.measure.bench.samples import DecodeSample, StepRead, percentile
+from sfi_core.measure.bench.settings import BASELINES, DecodeSettings, DecodeVariant, Point
 from sfi_core.measure.bench.streams import slow_steps, stream
 from sfi_core.measure.bench.theirs import run_theirs
 from sfi_core.measure.kernel_bench import timing
@@ -31,12 +31,12 @@ def _small_buffers(monkeypatch):
     monkeypatch.setattr(timing, "COPY_BYTES", {"cpu": 1 << 16})
 
 
-def settings(**changes) -> BenchSettings:
+def settings(**changes) -> DecodeSettings:
     small = {
         "contexts": (128,), "batches": (2,), "steps": 10, "warm_up": 4, "repeats": 2, "config": SMALL,
         "slow_rate": Fraction(1, 5),
     }  # fmt: skip
-    return BenchSettings(**{**small, **changes})
+    return DecodeSettings(**{**small, **changes})
 
 
 def ours(model, asked, *, policy="sfi", engine=None, batch=2, on_step=lambda _: None):
@@ -44,7 +44,7 @@ def ours(model, asked, *, policy="sfi", engine=None, batch=2, on_step=lambda _: 
     vocabulary = model.config.vocab_size
     prompts = Prompts.of(asked, point, vocabulary, model.device)
     tokens = stream(asked, batch, vocabulary)
-    variant = Variant(policy, policy, engine or EngineOptions())
+    variant = DecodeVariant(policy, policy, engine or EngineOptions())
     return run_ours(model, variant, point, asked, prompts, tokens, on_step)
 
 
@@ -136,7 +136,8 @@ def test_transformers_decodes_from_the_same_keys_as_ours(tiny_model, name, monke
     run_theirs(tiny_model, name, point, asked, prompts, lambda _: None)
     monkeypatch.undo()
     run_ours(
-        tiny_model, Variant("full-kv", "full-kv"), point, asked, prompts, stream(asked, 2, 96), lambda _: None
+        tiny_model, DecodeVariant("full-kv", "full-kv"), point, asked, prompts, stream(asked, 2, 96),
+        lambda _: None,
     )  # fmt: skip
     pages = prompts.made_up.cache.layers
     for layer, held in enumerate(seen["cache"].layers):
@@ -200,7 +201,7 @@ def test_all_variants_take_their_turn_in_every_repeat(tiny_model, monkeypatch):
 def sample(at, kinds, *, warm_up=1, batch=2):
     slow = {"fast": (False, False), "mixed": (True, False), "slow": (True, True)}
     reads = [StepRead(slow[kind], (100, 60), (40, 30), (20, 20)) for kind in ["fast", *kinds]]
-    return Sample(batch, warm_up, at=at, reads=reads)
+    return DecodeSample(batch, warm_up, at=at, reads=reads)
 
 
 def byte_model(**changes):
@@ -210,15 +211,19 @@ def byte_model(**changes):
 
 
 def test_rows_can_be_recomputed_by_hand():
-    point, full, sfi = Point(100, 2), Variant("full-kv", "full-kv"), Variant("sfi", "sfi")
+    point, full, sfi = (
+        Point(100, 2),
+        DecodeVariant("full-kv", "full-kv"),
+        DecodeVariant("sfi", "sfi"),
+    )
     runs = {
         sfi: [
             sample([0, 5, 6, 7, 10], ["fast", "mixed", "slow"]),
             sample([0, 1, 2, 3, 4], ["fast", "mixed", "slow"]),
         ],
         full: [sample([0, 2, 4, 6, 8], ["slow"] * 3)],
-        Variant(BASELINES[0]): [sample([0, 4, 8, 12, 16], ["slow"] * 3)],
-        Variant(BASELINES[1]): [sample([0, 3, 6, 9, 12], ["slow"] * 3)],
+        DecodeVariant(BASELINES[0]): [sample([0, 4, 8, 12, 16], ["slow"] * 3)],
+        DecodeVariant(BASELINES[1]): [sample([0, 3, 6, 9, 12], ["slow"] * 3)],
     }
     models = {variant.name: byte_model() for variant in runs}
     rows = {row["policy"]: row for row in point_rows(point, runs, models, copy_gb_per_s=1e-6)}
@@ -248,7 +253,7 @@ def test_rows_can_be_recomputed_by_hand():
 
 
 def test_without_full_kv_and_transformers_there_is_nothing_to_compare_with():
-    runs = {Variant("sfi", "sfi"): [sample([0, 1, 2], ["fast"])]}
+    runs = {DecodeVariant("sfi", "sfi"): [sample([0, 1, 2], ["fast"])]}
     (row,) = point_rows(Point(100, 2), runs, {"sfi": byte_model()}, 1.0)
     assert row["speedup"] is row["speedup_over_transformers"] is row["roofline_share"] is None
     assert row["roofline_speedup"] > 1

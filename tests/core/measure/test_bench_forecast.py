@@ -14,7 +14,7 @@ from sfi_core.hosts.transformers.shapes import layer_shapes
 from sfi_core.measure.bench import forecast as module
 from sfi_core.measure.bench.architectures import empty_model, random_config, random_model
 from sfi_core.measure.bench.forecast import first_true, forecast_document
-from sfi_core.measure.bench.settings import BenchSettings
+from sfi_core.measure.bench.settings import DecodeSettings
 from sfi_core.models.weights import ModelWeights
 from tests.architectures import WORKS, tiny
 
@@ -52,7 +52,7 @@ def meta(name):
 
 
 def forecast(name, context, batch, *, config=None, memory=150e9, **changes):
-    asked = BenchSettings(
+    asked = DecodeSettings(
         contexts=(context,), batches=(batch,), config=config or SfiConfig.preset("paper"),
         policies=("full-kv", "sfi"), warm_up=4, **changes,
     )  # fmt: skip
@@ -134,7 +134,7 @@ def test_anchored_recents_grow_by_half_the_steps_between_slow_ones():
 
 
 def test_streaming_llm_is_never_slow_and_reads_as_much():
-    asked = BenchSettings(contexts=(32768,), policies=("streaming-llm",), config=SfiConfig())
+    asked = DecodeSettings(contexts=(32768,), policies=("streaming-llm",), config=SfiConfig())
     (row,) = forecast_document(
         meta("qwen3-4b"), asked, CPU, bandwidth_gb_per_s=1.0, memory_bytes=1e12
     )["rows"]
@@ -143,14 +143,14 @@ def test_streaming_llm_is_never_slow_and_reads_as_much():
 
 
 def test_other_policies_have_no_forecast():
-    asked = BenchSettings(policies=("quest",))
+    asked = DecodeSettings(policies=("quest",))
     with pytest.raises(ConfigError, match=r"forecast knows the policies .*, got 'quest'"):
         forecast_document(meta("qwen3-4b"), asked, CPU)
 
 
 def test_the_machine_is_measured_where_nothing_is_given(monkeypatch):
     monkeypatch.setattr(module, "copy_gb_per_s", lambda *_: 12.5)
-    document = forecast_document(meta("qwen3-0.6b"), BenchSettings(), CPU)
+    document = forecast_document(meta("qwen3-0.6b"), DecodeSettings(), CPU)
     assert document["machine"]["bandwidth_gb_per_s"] == 12.5
     assert document["machine"]["memory_bytes"] == document["machine"]["memory_bytes"] > 0
     json.dumps(document)

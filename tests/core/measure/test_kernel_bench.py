@@ -6,7 +6,7 @@ import torch
 from sfi_core.errors import BackendError, ConfigError, MemoryForecastError
 from sfi_core.measure.kernel_bench import (
     TABLE_1,
-    BenchSettings,
+    KernelSettings,
     WrongResultError,
     bench,
     bytes_moved,
@@ -25,8 +25,8 @@ from sfi_core.measure.kernel_bench.data import (
     select,
     selector_options,
 )
-from sfi_core.measure.kernel_bench.timing import CpuClock, Samples
-from sfi_core.measure.kernel_bench.variants import Variants
+from sfi_core.measure.kernel_bench.timing import CpuClock, KernelTimes
+from sfi_core.measure.kernel_bench.variants import KernelVariants
 from sfi_kernels.selector import selector
 from sfi_kernels.sparse_attention import sparse_attention
 from sfi_kernels.top_k import top_k
@@ -40,8 +40,8 @@ KEYS = {  # what scripts rely on
 }  # fmt: skip
 
 
-def tiny(**changes) -> BenchSettings:
-    return BenchSettings(**{**TINY, "dtype": "float32", "retentions": (0.5,), **changes})
+def tiny(**changes) -> KernelSettings:
+    return KernelSettings(**{**TINY, "dtype": "float32", "retentions": (0.5,), **changes})
 
 
 class FakeClock:
@@ -82,7 +82,7 @@ def clock(monkeypatch) -> FakeClock:
 
 
 def test_the_defaults_are_a_layer_of_qwen3_4b_under_table_1():
-    settings = BenchSettings()
+    settings = KernelSettings()
     assert (settings.heads, settings.kv_heads, settings.head_dim) == (32, 8, 128)
     assert (settings.context, settings.batch) == (16384, 16)
     assert settings.torch_dtype == torch.bfloat16
@@ -90,20 +90,20 @@ def test_the_defaults_are_a_layer_of_qwen3_4b_under_table_1():
 
 def test_the_smallest_retention_of_table_1_is_262_tokens():
     """1.6 % of 16,384: 256 recent, 4 sink, 2 selected."""
-    settings = BenchSettings(retentions=(0.016,))
+    settings = KernelSettings(retentions=(0.016,))
     assert (settings.attended(0.016), settings.budget(0.016)) == (262, 2)
     assert settings.attended(0.984) == 16122  # to the nearest token
 
 
 def test_the_sweep_is_table_1s_row():
-    sweep = BenchSettings.for_sweep("retention", None)
+    sweep = KernelSettings.for_sweep("retention", None)
     assert sweep.retentions == tuple(TABLE_1)
     assert sweep.ops == ("fast", "dense")
     assert (TABLE_1[0.016], TABLE_1[0.125], TABLE_1[1.0]) == (10.67, 7.15, 1.0)
 
 
 def test_a_sweep_of_a_short_context_leaves_out_what_cannot_be():
-    sweep = BenchSettings.for_sweep("retention", ("fast",), context=1024)
+    sweep = KernelSettings.for_sweep("retention", ("fast",), context=1024)
     assert sweep.retentions == (0.375, 0.5, 0.75, 0.984, 1.0)
     assert sweep.ops == ("fast",)
 
@@ -128,7 +128,7 @@ def test_a_sweep_of_a_short_context_leaves_out_what_cannot_be():
 )
 def test_a_wrong_setting_is_named(changes, words):
     with pytest.raises(ConfigError) as caught:
-        BenchSettings(**changes)
+        KernelSettings(**changes)
     assert str(caught.value).startswith(words)
 
 
@@ -146,7 +146,7 @@ def test_the_backend_follows_the_device():
 
 def test_the_dense_bytes_of_table_1_are_those_of_the_performance_notes():
     """A layer's 1.074 GB of keys and values; the fast step's 151 MB at 2,308 tokens."""
-    settings = BenchSettings()
+    settings = KernelSettings()
     queries = 2 * 16 * 32 * 128 * 2
     assert bytes_moved.attention_bytes(settings, 16384) == 1_073_741_824 + queries
     assert bytes_moved.attention_bytes(settings, 2308) == 151_257_088 + queries
@@ -169,7 +169,7 @@ def test_bytes_by_op():
 
 def test_the_forecast_covers_the_tensors_that_are_made():
     settings = tiny(retentions=(0.5, 1.0))
-    made = Variants(settings, "torch", CPU)
+    made = KernelVariants(settings, "torch", CPU)
     kept = [made.data.key_BHTD, made.data.value_BHTD]
     for selected in made.selected.values():
         kept += [selected.key_BHSD, selected.value_BHSD]
@@ -178,7 +178,7 @@ def test_the_forecast_covers_the_tensors_that_are_made():
 
 def test_a_run_that_does_not_fit_is_refused_before_anything_is_made(monkeypatch):
     monkeypatch.setattr(bench, "free_bytes", lambda _: 1000)
-    monkeypatch.setattr(bench, "Variants", None)
+    monkeypatch.setattr(bench, "KernelVariants", None)
     with pytest.raises(MemoryForecastError, match=r"must fit 0\.00 GB .* lower --batch or"):
         run_bench(tiny(), "torch", CPU)
 
@@ -284,7 +284,7 @@ def test_a_scores_error_of_a_thousandth_is_red():
 
 def test_a_packed_row_a_position_or_a_count_that_is_wrong_is_red():
     settings = tiny(ops=("pack",))
-    made = Variants(settings, "torch", CPU)
+    made = KernelVariants(settings, "torch", CPU)
     packing = next(one for one in made.build() if one.name == "pack")
     assert packing.error() == 0
     selected = made.selected[0.5]
@@ -299,7 +299,7 @@ def test_a_packed_row_a_position_or_a_count_that_is_wrong_is_red():
 
 
 def test_a_row_that_is_never_appended_is_red(monkeypatch):
-    made = Variants(tiny(ops=("append",)), "torch", CPU)
+    made = KernelVariants(tiny(ops=("append",)), "torch", CPU)
     before = made.data.key_BHTD.clone()
     assert next(one for one in made.build() if one.name == "append").error() <= 1
     assert torch.equal(before, made.data.key_BHTD)
@@ -410,13 +410,13 @@ def test_the_wall_clock_measures_the_call_and_not_the_flush(monkeypatch):
 
 
 def test_percentiles_are_taken_from_the_samples():
-    samples = Samples([float(number) for number in range(100, 0, -1)])
+    samples = KernelTimes([float(number) for number in range(100, 0, -1)])
     assert (samples.percentile_us(10), samples.median_us, samples.percentile_us(90)) == (
         11,
         50.5,
         91,
     )
-    assert Samples([3.0]).percentile_us(90) == 3
+    assert KernelTimes([3.0]).percentile_us(90) == 3
 
 
 # --- the kernels, under the interpreter where there is no GPU ---
@@ -428,7 +428,7 @@ INTERPRETER_WARNING = "ignore:Conversion of an array with ndim > 0"  # triton 3.
 @pytest.mark.filterwarnings(INTERPRETER_WARNING)
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_every_kernel_variant_runs_and_equals_its_formula(dtype, kernel_device):
-    made = Variants(tiny(dtype=dtype), "triton", torch.device(kernel_device))
+    made = KernelVariants(tiny(dtype=dtype), "triton", torch.device(kernel_device))
     errors = {(one.name, one.form): one.error() for one in made.build()}
     assert {name for name, _ in errors} == {
         "dense", "dense.evidence", "dense.paper_like", "dense.sdpa", "fast", "fast.gather", "pack",
@@ -439,7 +439,7 @@ def test_every_kernel_variant_runs_and_equals_its_formula(dtype, kernel_device):
 
 @pytest.mark.filterwarnings(INTERPRETER_WARNING)
 def test_gathering_in_place_does_not_read_the_packed_rows(kernel_device):
-    made = Variants(tiny(), "triton", torch.device(kernel_device))
+    made = KernelVariants(tiny(), "triton", torch.device(kernel_device))
     built = {}
     for one in made.build():
         one.call()  # `pack` fills what the others read

@@ -11,7 +11,7 @@ import sfi_core
 from sfi_core.errors import ConfigError, InputError, MemoryForecastError, NumericsError
 from sfi_core.measure.evaluation import runner
 from sfi_core.measure.evaluation.method import Method, Size
-from sfi_core.measure.evaluation.runner import Grid
+from sfi_core.measure.evaluation.runner import TaskGrid
 from sfi_core.measure.evaluation.tasks import find_task
 from sfi_core.policies import POLICIES
 from tests.architectures import BY_LABEL
@@ -29,7 +29,7 @@ def loaded(tiny_tokenizer):
 
 
 def grid_of(*methods, shares=(0.2, 0.4), tasks=(TASK,), lengths=(LENGTH,), seeds=(0, 1)):
-    return Grid(
+    return TaskGrid(
         methods=tuple(map(Method.parse, methods)), sizes=tuple(Size(share=share) for share in shares),
         tasks=tasks, lengths=lengths, seeds=seeds,
     )  # fmt: skip

@@ -11,9 +11,9 @@ import sfi_core
 import sfi_core.generation.read_prompt
 from sfi_core.distributed.ranks import ALONE
 from sfi_core.errors import ConfigError, MemoryForecastError
-from sfi_core.generation.batch_plan import BatchPlan, largest_batch, plan_batch
+from sfi_core.generation.batch_plan import BatchPlan, plan_batch
 from sfi_core.machine import memory
-from sfi_core.models.forecast import CPU_SLACK, Forecast, check_fits, forecast
+from sfi_core.models.forecast import CPU_SLACK, Forecast, check_fits, forecast, largest_batch
 from sfi_core.settings.config import SfiConfig
 from sfi_core.state.layer_shape import LayerShape
 
@@ -74,7 +74,7 @@ def test_the_selector_s_tensors_count_where_they_are_the_largest(tiny_model: Any
 
 def test_requests_refreshed_together_need_their_tensors_together(tiny_model: Any):
     """On the triton backend: one logit for each of 4 query heads, 12 numbers for each of 2 KV heads."""
-    expected = expect(tiny_model, [FULL], capacity=1000, prefill_chunk=8, together=20)
+    expected = expect(tiny_model, [FULL], capacity=1000, prefill_chunk=8, refreshed_together=20)
     assert expected.workspace_bytes == CPU_SLACK * (4 + 12 * 2) * 20 * 1000 * 4
 
 
@@ -225,11 +225,8 @@ GIGABYTE = 976_563  # kilobytes
 
 
 @pytest.mark.parametrize(("gigabytes", "fits"), [(1, 0), (2, 1), (3, 2), (4, 3), (9, 8), (40, 9)])
-def test_the_largest_batch_is_the_last_that_fits(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_model: Any, gigabytes: int, fits: int
-):
-    fake_free(monkeypatch, tmp_path, GIGABYTE * gigabytes)
-    assert largest_batch(Sized(tiny_model), 5, 9, most=9) == fits
+def test_the_largest_batch_is_the_last_that_fits(gigabytes: int, fits: int):
+    assert largest_batch(lambda batch: 10**9 * (1 + batch), 9, 10**9 * gigabytes) == fits
 
 
 def test_without_a_word_as_many_run_together_as_fit_with_room_to_spare(

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from sfi_core.measure.kernel_bench.machine import name
+from sfi_core.machine.describe import name
 
 SCHEMA_VERSION = 1
 INCHES_A_PANEL, DPI = (5.6, 4.4), 150

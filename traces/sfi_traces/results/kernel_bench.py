@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from sfi_core.errors import BackendError, ConfigError
-from sfi_core.measure.kernel_bench.machine import name
+from sfi_core.machine.describe import name
 from sfi_core.measure.kernel_bench.settings import TABLE_1
 
 SCHEMA_VERSION = 1

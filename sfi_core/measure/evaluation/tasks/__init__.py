@@ -1,7 +1,7 @@
 """Built-in tasks: generated prompts of any length with answers that can be checked exactly."""
 
 from sfi_core.errors import ConfigError
-from sfi_core.measure.evaluation.tasks.base import Sample, Task
+from sfi_core.measure.evaluation.tasks.base import Task, TaskSample
 from sfi_core.measure.evaluation.tasks.bundled import BundledRecall
 from sfi_core.measure.evaluation.tasks.common_words import CommonWords
 from sfi_core.measure.evaluation.tasks.needles import Needles
@@ -32,4 +32,4 @@ def find_task(name: str) -> Task:
     return TASKS[name]
 
 
-__all__ = ["TASKS", "Sample", "Task", "find_task"]
+__all__ = ["TASKS", "Task", "TaskSample", "find_task"]

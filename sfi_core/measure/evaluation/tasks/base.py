@@ -11,13 +11,13 @@ PROBE = 32  # units of the first guess, from which the tokens of a unit are lear
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
+class TaskSample:
     """One prompt of a task.
 
     Attributes:
         task: The task's name.
         length: Prompt tokens asked for, an upper bound.
-        seed: What the prompt is drawn from.
+        seed: The seed that the prompt is drawn from.
         prompt: The text, chat template included.
         prompt_ids: Its tokens, at most `length`.
         answers: The strings that the task's score looks for.
@@ -35,12 +35,12 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A document with a question, before it is made a prompt.
+    """A document with a question, of which a prompt is made.
 
     Attributes:
         text: Instruction, document and question: what the user says.
         lead: First words of the answer; the model goes on from here.
-        answers: What it has to say.
+        answers: The strings that a right answer holds.
     """
 
     text: str
@@ -53,13 +53,13 @@ class Task(Protocol):
 
     @property
     def name(self) -> str:
-        """What the user calls it."""
+        """The name that a user asks for."""
 
     @property
     def bundled(self) -> bool:
-        """Whether it is made for the bundled checkpoint only."""
+        """Whether the task is made for the bundled checkpoint only."""
 
-    def sample(self, tokenizer: Any, length: int, seed: int) -> Sample:
+    def sample(self, tokenizer: Any, length: int, seed: int) -> TaskSample:
         """Draw a prompt of at most `length` tokens; the same one every time.
 
         Raises:
@@ -67,19 +67,19 @@ class Task(Protocol):
         """
 
     def score(
-        self, sample: Sample, token_ids: Sequence[int], text: str, tokenizer: Any
+        self, sample: TaskSample, token_ids: Sequence[int], text: str, tokenizer: Any
     ) -> dict[str, float]:
         """Judge a completion, given as tokens and as text; "score" is in [0, 1]."""
 
 
 def seeded(name: str, length: int, seed: int) -> random.Random:
-    """Return the one source of a sample's choices."""
+    """Return the random numbers that decide all of a sample."""
     return random.Random(f"{name} {length} {seed}")  # noqa: S311 - a sample is no secret
 
 
 def depths(seed: int, count: int) -> list[float]:
     """Return relative depths in [0, 1), evenly apart, that cover the document evenly over the seeds."""
-    first = seed * 0.6180339887498949 % 1  # the golden ratio: any run of seeds is spread evenly
+    first = seed * 0.6180339887498949 % 1  # the golden ratio spreads any row of seeds evenly
     return [(first + index / count) % 1 for index in range(count)]
 
 
@@ -87,7 +87,7 @@ def need_tokenizer(name: str, tokenizer: Any) -> None:
     """Refuse to write a prompt without a tokenizer.
 
     Raises:
-        InputError: There is none.
+        InputError: There is no tokenizer.
     """
     if tokenizer is None:
         raise InputError(f"task {name!r} must have a tokenizer, got none")
@@ -135,44 +135,56 @@ def fit(name: str, tokens: Callable[[int], int], length: int, least: int = 0) ->
     return low
 
 
-def fitted(
-    name: str,
-    tokenizer: Any,
-    length: int,
-    seed: int,
-    question: Callable[[int], Question],
-    least: int = 0,
-) -> Sample:
-    """Make the sample whose document has as many units as `length` tokens hold.
+@dataclass(frozen=True, slots=True)
+class DocumentTask:
+    """A question over a document of as many units as a prompt's length allows.
 
-    Args:
+    Attributes:
         name: The task's name.
-        tokenizer: Writes the prompt.
-        length: Prompt tokens at most.
-        seed: For the record; `question` draws from it.
-        question: Gives the question over a document of so many units, the same every time.
-        least: Units that the question needs.
-
-    Raises:
-        InputError: As `fit`, or there is no tokenizer.
+        bundled: Whether the task is made for the bundled checkpoint only.
     """
-    need_tokenizer(name, tokenizer)
-    units = fit(name, lambda n: len(write_prompt(tokenizer, question(n))[1]), length, least)
-    chosen = question(units)
-    text, ids = write_prompt(tokenizer, chosen)
-    expected = tokenizer(", ".join(chosen.answers), add_special_tokens=False)["input_ids"]
-    return Sample(
-        task=name,
-        length=length,
-        seed=seed,
-        prompt=text,
-        prompt_ids=ids,
-        answers=chosen.answers,
-        max_new_tokens=2 * len(expected) + 16,  # an answer in other words, or with words in between
-    )
 
+    name: str
+    bundled: bool = False
 
-def share_found(sample: Sample, text: str) -> dict[str, float]:
-    """Return the share of the answers that occur in the text, case apart (RULER's string_match_all)."""
-    said = text.lower()
-    return {"score": sum(answer.lower() in said for answer in sample.answers) / len(sample.answers)}
+    @property
+    def least(self) -> int:
+        """The fewest units of a document that has the question's answers."""
+        return 0
+
+    def question(self, length: int, seed: int, units: int) -> Question:
+        """Draw the question over a document of `units` units; the same one every time."""
+        raise NotImplementedError
+
+    def sample(self, tokenizer: Any, length: int, seed: int) -> TaskSample:
+        """Draw a prompt of at most `length` tokens.
+
+        Raises:
+            InputError: As `fit`, or there is no tokenizer.
+        """
+        need_tokenizer(self.name, tokenizer)
+
+        def tokens(units: int) -> int:
+            return len(write_prompt(tokenizer, self.question(length, seed, units))[1])
+
+        chosen = self.question(length, seed, fit(self.name, tokens, length, self.least))
+        text, ids = write_prompt(tokenizer, chosen)
+        expected = tokenizer(", ".join(chosen.answers), add_special_tokens=False)["input_ids"]
+        return TaskSample(
+            task=self.name,
+            length=length,
+            seed=seed,
+            prompt=text,
+            prompt_ids=ids,
+            answers=chosen.answers,
+            max_new_tokens=2 * len(expected)
+            + 16,  # for an answer in other words, or with words between
+        )
+
+    def score(
+        self, sample: TaskSample, token_ids: Sequence[int], text: str, tokenizer: Any
+    ) -> dict[str, float]:
+        """Return the share of the answers that the text holds, case apart (RULER's string_match_all)."""
+        said = text.lower()
+        found = sum(answer.lower() in said for answer in sample.answers)
+        return {"score": found / len(sample.answers)}

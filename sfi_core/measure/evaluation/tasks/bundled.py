@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from sfi_core.errors import InputError
-from sfi_core.measure.evaluation.tasks.base import Sample, need_tokenizer
+from sfi_core.measure.evaluation.tasks.base import TaskSample, need_tokenizer
 
-ROOM = 5  # tokens beyond the right answer's, so that going on is seen
+ROOM = 5  # tokens beyond the right answer, so that the score sees an answer that goes on
 SENTENCE = 11  # tokens; a document is cut by whole sentences
-LONGEST = 10_600  # tokens; a document has a thousand people at most
+LONGEST = 10_600  # tokens; the largest document has a thousand people
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +24,9 @@ class BundledRecall:
     asked: int = 5
     bundled: bool = True
 
-    def sample(self, tokenizer: Any, length: int, seed: int) -> Sample:
+    def sample(self, tokenizer: Any, length: int, seed: int) -> TaskSample:
         """Draw the document of held-out seed `seed`."""
-        # torch is theirs, and tasks can be listed without it
+        # these import torch, which listing the tasks does not need
         import random  # noqa: PLC0415
 
         from sfi_core.bundled.train import HELD_OUT, draw  # noqa: PLC0415
@@ -47,7 +47,7 @@ class BundledRecall:
                     f"length must be at least {len(ids)} for task {self.name!r}, got {length}"
                 )
             size -= max(len(ids) - length, SENTENCE)
-        return Sample(
+        return TaskSample(
             task=self.name,
             length=length,
             seed=seed,
@@ -58,7 +58,7 @@ class BundledRecall:
         )
 
     def score(
-        self, sample: Sample, token_ids: Sequence[int], text: str, tokenizer: Any
+        self, sample: TaskSample, token_ids: Sequence[int], text: str, tokenizer: Any
     ) -> dict[str, float]:
         """Compare with the right tokens, position by position."""
         wanted = self._wanted(sample.answers[0], tokenizer)

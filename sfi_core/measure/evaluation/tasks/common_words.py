@@ -3,12 +3,10 @@
 The ten occur at least ten times as often as any other word. Score: the share of them in the answer.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from sfi_core.bundled.corpus import ADJECTIVES, OBJECTS, PLACE_ADJECTIVES, PLACES, VERBS
-from sfi_core.measure.evaluation.tasks.base import Question, Sample, fitted, seeded, share_found
+from sfi_core.measure.evaluation.tasks.base import DocumentTask, Question, seeded
 
 ASKED, RATIO = 10, 10
 INSTRUCTION = (
@@ -16,35 +14,23 @@ INSTRUCTION = (
     "Keep count of them; a question about them follows the list."
 )
 _ALL = sorted({*ADJECTIVES, *OBJECTS, *PLACE_ADJECTIVES, *PLACES, *VERBS})
-# none is part of another, which the score would mistake for it
+# no word is part of another: the score would take the one for the other
 WORDS = tuple(word for word in _ALL if sum(word in other for other in _ALL) == 1)
 
 
 @dataclass(frozen=True, slots=True)
-class CommonWords:
-    """A list in which ten words are frequent and all others rare."""
+class CommonWords(DocumentTask):
+    """A list in which ten words are frequent and all others rare; a unit is an entry."""
 
     name: str = "common-words"
-    bundled: bool = False
 
-    def sample(self, tokenizer: Any, length: int, seed: int) -> Sample:
-        """Draw a list of as many entries as fit; all words get more frequent with its length."""
-        return fitted(
-            self.name,
-            tokenizer,
-            length,
-            seed,
-            lambda units: self._question(length, seed, units),
-            least=ASKED * RATIO + ASKED,
-        )
+    @property
+    def least(self) -> int:
+        """The fewest entries in which the ten words are ten times as frequent as any other."""
+        return ASKED * RATIO + ASKED
 
-    def score(
-        self, sample: Sample, token_ids: Sequence[int], text: str, tokenizer: Any
-    ) -> dict[str, float]:
-        """Return the share of the frequent words that the text holds."""
-        return share_found(sample, text)
-
-    def _question(self, length: int, seed: int, units: int) -> Question:
+    def question(self, length: int, seed: int, units: int) -> Question:
+        """Draw the list; all words get more frequent with its length."""
         rng = seeded(self.name, length, seed)
         words = rng.sample(WORDS, len(WORDS))
         common, rare = words[:ASKED], words[ASKED:]

@@ -4,59 +4,36 @@
 """
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
-from sfi_core.measure.evaluation.tasks.base import (
-    Question,
-    Sample,
-    depths,
-    fitted,
-    seeded,
-    share_found,
-)
+from sfi_core.measure.evaluation.tasks.base import DocumentTask, Question, depths, seeded
 from sfi_core.measure.evaluation.tasks.words import filler, full_names, hide, take
 
 INSTRUCTION = (
     "The text below mentions secret numbers of some people. Read it with care and keep the numbers "
     "in mind; a question about them follows the text."
 )
-NUMBERS = range(1_000_000, 10_000_000)  # all of seven digits, so that none is part of another
-DECOY_EVERY = 4  # sentences of the haystack per decoy, where there are decoys
+NUMBERS = range(1_000_000, 10_000_000)  # seven digits each, so that no number is part of another
+DECOY_EVERY = 4  # sentences of the haystack for each decoy
 
 
 @dataclass(frozen=True, slots=True)
-class Needles:
+class Needles(DocumentTask):
     """A family of needle tasks.
 
     Attributes:
-        name: The task's name.
         keys: People asked about.
-        values: Numbers told of each of them, in sentences of their own.
+        values: Numbers told of each of these people, one a sentence.
         decoys: Whether the haystack tells numbers of many other people.
-        bundled: Made for the bundled checkpoint only.
     """
 
-    name: str
     keys: int = 1
     values: int = 1
     decoys: bool = False
-    bundled: bool = False
 
-    def sample(self, tokenizer: Any, length: int, seed: int) -> Sample:
+    def question(self, length: int, seed: int, units: int) -> Question:
         """Draw a haystack with its needles, the first at a depth that walks evenly with the seed."""
-        return fitted(
-            self.name, tokenizer, length, seed, lambda units: self._question(length, seed, units)
-        )
-
-    def score(
-        self, sample: Sample, token_ids: Sequence[int], text: str, tokenizer: Any
-    ) -> dict[str, float]:
-        """Return the share of the numbers that the text holds."""
-        return share_found(sample, text)
-
-    def _question(self, length: int, seed: int, units: int) -> Question:
         rng = seeded(self.name, length, seed)
         count = self.keys * self.values
         drawn = rng.sample(NUMBERS, count)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sfi_core.bundled.corpus import sentence
-from sfi_core.measure.evaluation.tasks.base import Question, Sample, fitted, seeded
+from sfi_core.measure.evaluation.tasks.base import DocumentTask, Question, TaskSample, seeded
 from sfi_core.measure.evaluation.tasks.words import full_names, paragraphs
 
 INSTRUCTION = (
@@ -20,26 +20,19 @@ INSTRUCTION = (
 
 
 @dataclass(frozen=True, slots=True)
-class SentenceRecall:
+class SentenceRecall(DocumentTask):
     """A text of one sentence per person, `asked` of them to be repeated in the order asked."""
 
     name: str = "sentence-recall"
     asked: int = 8
-    bundled: bool = False
 
-    def sample(self, tokenizer: Any, length: int, seed: int) -> Sample:
-        """Draw a text and the people asked about, who stand anywhere in it."""
-        return fitted(
-            self.name,
-            tokenizer,
-            length,
-            seed,
-            lambda units: self._question(length, seed, units),
-            least=self.asked,
-        )
+    @property
+    def least(self) -> int:
+        """One sentence for each person asked about."""
+        return self.asked
 
     def score(
-        self, sample: Sample, token_ids: Sequence[int], text: str, tokenizer: Any
+        self, sample: TaskSample, token_ids: Sequence[int], text: str, tokenizer: Any
     ) -> dict[str, float]:
         """Return the share of the sentences that the text holds word for word."""
         said = " ".join(text.split())
@@ -49,7 +42,8 @@ class SentenceRecall:
             "exact": float(right == len(sample.answers)),
         }
 
-    def _question(self, length: int, seed: int, units: int) -> Question:
+    def question(self, length: int, seed: int, units: int) -> Question:
+        """Draw a text and the people asked about, who stand anywhere in it."""
         rng = seeded(self.name, length, seed)
         names = full_names(rng, units)
         told = {name: sentence(rng, name, ".").strip() for name in names}

@@ -6,11 +6,9 @@ value. Score: the share of the asked chain's variables in the answer.
 
 import random
 import string
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from sfi_core.measure.evaluation.tasks.base import Question, Sample, fitted, seeded, share_found
+from sfi_core.measure.evaluation.tasks.base import DocumentTask, Question, seeded
 from sfi_core.measure.evaluation.tasks.words import filler, hide, take
 
 CHAINS, VARIABLES = 2, 5
@@ -21,25 +19,13 @@ INSTRUCTION = (
 
 
 @dataclass(frozen=True, slots=True)
-class VariableTracking:
+class VariableTracking(DocumentTask):
     """Chains of five variables in filler, one chain asked for."""
 
     name: str = "variable-tracking"
-    bundled: bool = False
 
-    def sample(self, tokenizer: Any, length: int, seed: int) -> Sample:
+    def question(self, length: int, seed: int, units: int) -> Question:
         """Draw the chains; the assignments of a chain stand in order, anywhere in the text."""
-        return fitted(
-            self.name, tokenizer, length, seed, lambda units: self._question(length, seed, units)
-        )
-
-    def score(
-        self, sample: Sample, token_ids: Sequence[int], text: str, tokenizer: Any
-    ) -> dict[str, float]:
-        """Return the share of the chain's variables that the text holds."""
-        return share_found(sample, text)
-
-    def _question(self, length: int, seed: int, units: int) -> Question:
         rng = seeded(self.name, length, seed)
         names = variables(rng, CHAINS * VARIABLES)
         values = rng.sample(range(10_000, 100_000), CHAINS)

@@ -42,7 +42,7 @@ def _join_splits_kernel(
                 peak_J, total_J = add_sum(peak_J, total_J, part[:, None])
             sum_J = log_sum(peak_J, total_J)
             tl.store(log_sum_ptr + (evidence * H + h) * G + g, sum_J, mask=g < G)
-    if splits == 1:  # written where it was computed
+    if splits == 1:  # the split kernel has written the output
         return
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)

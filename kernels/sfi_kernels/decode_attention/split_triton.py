@@ -90,7 +90,7 @@ def _split_attention_kernel(
     allowed_start, allowed_stop = tl.load(row + ALLOWED_START), tl.load(row + ALLOWED_STOP)
     evidence_stop = tl.where(evidence >= 0, length, 0)
     logits_to = logits_ptr + (evidence * H + h) * G * logits_stride
-    # what follows the packed units are pages, from the one that holds `start`
+    # the packed units are followed by pages, from the page that holds `start`
     packed_stop = tl.cdiv(packed, UNIT) * UNIT
     shift = start // UNIT * UNIT - packed_stop
     packed = tl.minimum(packed, tl.load(packed_length_ptr + request * H + h))

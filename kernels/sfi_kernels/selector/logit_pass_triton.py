@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from sfi_kernels.selector.chunks.triton import (
+from sfi_kernels.selector.chunks_triton import (
     EVIDENCE_PEAK,
     LAST,
     NEGATIVE_FIRST,

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from sfi_kernels.constants import EPS, MASKED_SCORE
-from sfi_kernels.selector.chunks.triton import (
+from sfi_kernels.selector.chunks_triton import (
     DOT,
     ENTROPY,
     EVIDENCE_PEAK,

@@ -1,1 +1,0 @@
-"""Joining the work items of a request."""

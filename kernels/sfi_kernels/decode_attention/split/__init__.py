@@ -1,1 +1,0 @@
-"""Attention over one work item: some of a request's keys."""

@@ -1,1 +1,0 @@
-"""The Selector's launches after the power mean: the prior's weight, the log score, its refinement."""

@@ -1,0 +1,104 @@
+"""What this machine can run, found out by trying."""
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sfi_core.errors import SfiError
+from sfi_core.generation.generate import generate
+from sfi_core.models.load import load
+from sfi_core.settings.config import SfiConfig
+
+TIMEOUT = 120  # seconds; the first Triton compilation takes a few
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One thing that was tried.
+
+    Attributes:
+        name: What was tried.
+        ok: Whether it works; None on a machine that cannot have it.
+        detail: What was seen.
+    """
+
+    name: str
+    ok: bool | None
+    detail: str
+
+
+def checks() -> list[Check]:
+    """Try what a run needs, one by one."""
+    return [_cuda(), _backend("torch"), _triton(), _triton_backend(), _nvtx()]
+
+
+def _cuda() -> Check:
+    if not torch.cuda.is_available():
+        return Check("cuda", None, "no CUDA device; runs on the CPU")
+    names = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+    return Check("cuda", True, f"{names}, CUDA {torch.version.cuda}")
+
+
+def _backend(backend: str) -> Check:
+    try:
+        model, tokenizer = load()
+        everything = SfiConfig(sink=1, recent=4, budget=64, t_max=4)
+        prompt = (
+            "Belora hid a red lantern under the old bridge. Question: What is written about Belora?"
+        )
+        options: dict[str, Any] = {"max_new_tokens": 12, "backend": backend}
+        sfi = generate(model, tokenizer, [prompt], everything, **options)
+        full = generate(model, tokenizer, [prompt], everything, policy="full-kv", **options)
+    except SfiError as error:
+        return Check(f"backend {backend}", False, str(error))
+    same = sfi.report.requests[0].token_ids == full.report.requests[0].token_ids
+    word = "equals" if same else "differs from"
+    return Check(
+        f"backend {backend}",
+        same,
+        f"sfi with everything selected {word} full attention on {model.device}",
+    )
+
+
+def _triton() -> Check:
+    mode = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-m", "sfi_kernels.triton_check"]
+    try:
+        done = subprocess.run(  # noqa: S603 - our own module
+            command,
+            env={**os.environ, **mode},
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return Check("triton", False, f"no answer within {TIMEOUT} s")
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or ["no message"]
+        return Check("triton", False, lines[-1])
+    return Check(
+        "triton", True, "a kernel ran in the interpreter" if mode else "a kernel ran on the GPU"
+    )
+
+
+def _triton_backend() -> Check:
+    if not torch.cuda.is_available():
+        return Check("backend triton", None, "needs a CUDA device")
+    return _backend("triton")
+
+
+def _nvtx() -> Check:
+    done = subprocess.run(
+        [sys.executable, "-c", "import nvtx; nvtx.push_range('sfi'); nvtx.pop_range()"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    return Check(
+        "nvtx",
+        done.returncode == 0,
+        "ranges can be pushed" if done.returncode == 0 else "not importable",
+    )
