@@ -23,7 +23,7 @@ def describe_model(model: Any, shapes: Sequence[LayerShape]) -> dict[str, Any]:
         rank where the model is split, and `tensor_parallel` then says which it is.
     """
     config, ranks = model.config.get_text_config(decoder=True), ranks_of(model)
-    name = config._name_or_path or model.config._name_or_path  # noqa: SLF001 - nothing public says it
+    name = config.name_or_path or model.config.name_or_path
     weights = ModelWeights.of(model)
     parallel = {"rank": ranks.number, "ranks": ranks.size}
     return {
