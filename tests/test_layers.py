@@ -29,6 +29,7 @@ ONLY_IN = {
         "sfi_core/models/tensor_parallel.py",
         "sfi_core/bundled/",
     ),
+    "huggingface_hub": ("sfi_core/models/", "sfi_core/measure/bench/architectures.py"),
     "tokenizers": ("sfi_core/bundled/", "sfi_core/generation/text_stream.py"),
     "pyarrow": ("traces/",),
     "duckdb": ("traces/",),
