@@ -43,6 +43,7 @@ ONLY_IN = {
         "sfi_core/measure/bench/",
         "sfi_core/bundled/",
     ),
+    "huggingface_hub": ("sfi_core/models/", "sfi_core/measure/bench/architectures.py"),
     "tokenizers": ("sfi_core/bundled/", "sfi_core/generation/text_stream.py"),
     "pyarrow": ("traces/",),
     "duckdb": ("traces/",),

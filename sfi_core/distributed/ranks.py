@@ -214,7 +214,7 @@ def ranks_of(model: Any) -> Ranks:
     settings = getattr(model.config, "distributed_config", None)
     if settings is None or (settings.tp_size or 1) == 1:
         return ALONE
-    whole = model._device_mesh  # noqa: SLF001 - nothing public says it
+    whole = next(p.device_mesh for p in model.parameters() if hasattr(p, "device_mesh"))
     split = whole["tp"] if whole.ndim > 1 else whole
     return Ranks(split.get_local_rank(), split.size(), split.get_group())
 

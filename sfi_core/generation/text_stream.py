@@ -1,12 +1,56 @@
 """Turning tokens into text as they come."""
 
-from typing import Any
+from typing import Any, Protocol
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+INVALID_PREFIX = "Invalid prefix"  # how tokenizers' error begins, which has no type of its own
 
 
-class TextStream:
+class TextStream(Protocol):
     """Decodes one request's tokens; a character split over tokens waits until it is whole."""
+
+    def push(self, token_id: int) -> str:
+        """Return the text that a token adds."""
+
+
+def text_stream(tokenizer: Any) -> TextStream:
+    """Make the stream that suits a tokenizer of transformers."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    return FastTextStream(backend) if isinstance(backend, Tokenizer) else SlowTextStream(tokenizer)
+
+
+class FastTextStream:
+    """The text of a tokenizer of the tokenizers package, decoded a few tokens at a time."""
+
+    def __init__(self, backend: Tokenizer) -> None:
+        self._backend = backend
+        self._stream = DecodeStream(skip_special_tokens=True)
+        self._waiting: list[int] = []
+
+    def push(self, token_id: int) -> str:
+        """Return the text that a token adds."""
+        self._waiting.append(token_id)
+        try:
+            piece = self._stream.step(self._backend, token_id)
+        except Exception as error:
+            if not str(error).startswith(INVALID_PREFIX):
+                raise
+            # A byte that is no character after all takes back the bytes before it, which are out already: the
+            # tokens that wait start a text of their own.
+            self._stream = DecodeStream(skip_special_tokens=True)
+            piece = self._stream.step(self._backend, self._waiting)
+        if piece is None:
+            return ""
+        self._waiting.clear()
+        text: str = piece
+        return text
+
+
+class SlowTextStream:
+    """The text of a tokenizer written in Python, decoded a line at a time."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer

@@ -23,7 +23,7 @@ def describe_model(model: Any, shapes: Sequence[LayerShape]) -> dict[str, Any]:
         split over ranks, heads and bytes are this rank's, and `tensor_parallel` says which rank that is.
     """
     config, ranks = model.config.get_text_config(decoder=True), ranks_of(model)
-    name = config._name_or_path or model.config._name_or_path  # noqa: SLF001 - nothing public says it
+    name = config.name_or_path or model.config.name_or_path
     weights = ModelWeights.of(model)
     parallel = {"rank": ranks.number, "ranks": ranks.size}
     return {

@@ -1,14 +1,23 @@
-"""A fingerprint of a checkpoint, to tell whether every rank loads the same one."""
+"""What tells whether every rank loads the same checkpoint: a folder's digest, or a hub id's commit."""
 
 import hashlib
 import json
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import try_to_load_from_cache
+
 WEIGHTS = (".safetensors", ".bin")
 TEXTS = (".json", ".jinja", ".txt", ".model", ".py")
 SAMPLE = 1024  # bytes read from the middle of each tensor
 PLACES = 1024  # samples of a file whose tensors' places are not known
+
+
+def commit_of(hub_id: str, revision: str | None) -> str | None:
+    """Return the commit on the hub that a revision has in the local cache; None where it is not there."""
+    config = try_to_load_from_cache(hub_id, "config.json", revision=revision)
+    # the cache keeps each commit's files in a folder that has the commit as its name
+    return Path(config).parent.name if isinstance(config, str) else None
 
 
 def checkpoint_digest(folder: Path) -> str:

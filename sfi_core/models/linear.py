@@ -19,6 +19,7 @@ from torch.nn.functional import linear
 
 from sfi_core.distributed.ranks import ranks_of
 from sfi_core.errors import BackendError
+from sfi_core.machine.private import multiplies_natively
 
 WIDE_ROWS = 32  # from here on widening the matrix once pays; measured on AVX2
 HALVES = (torch.bfloat16, torch.float16)
@@ -76,11 +77,7 @@ def crawls(dtype: torch.dtype) -> bool:
     """Say whether PyTorch multiplies matrices of a dtype on this CPU without a library made for it."""
     if machine() not in ("x86_64", "AMD64") or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
-    supported = {
-        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,  # noqa: SLF001 - nothing public says it
-        torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,  # noqa: SLF001
-    }
-    return dtype in supported and not supported[dtype]()
+    return not multiplies_natively(dtype)
 
 
 @contextmanager

@@ -9,12 +9,17 @@ import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+)
 
 from sfi_core.distributed import torchrun
 from sfi_core.distributed.ranks import join, mesh
 from sfi_core.errors import BackendError, ConfigError, InputError, UnsupportedModelError
-from sfi_core.models.digest import checkpoint_digest
+from sfi_core.models.digest import checkpoint_digest, commit_of
 from sfi_core.models.tensor_parallel import parallel_options
 
 BUNDLED = Path(__file__).parents[1] / "bundled" / "checkpoint"
@@ -63,9 +68,7 @@ def load(
     with together.agreed(), _readable(source):
         _check_folder(source)
         config = _config(source, common)
-        digest = config._commit_hash  # noqa: SLF001 - nothing public says it
-        if together.size > 1 and Path(source).is_dir():
-            digest = checkpoint_digest(Path(source))
+        digest = _digest(source, revision) if together.size > 1 else None
         split = parallel_options(config, together.size, trust_remote_code=trust_remote_code)
     together.check_same({"model": digest, "dtype": dtype, "device": where.type})
     if split:
@@ -93,14 +96,18 @@ def _readable(source: str) -> Iterator[None]:
         raise InputError(f"model {source} cannot be loaded: {first_line(error)}") from error
 
 
+def _digest(source: str, revision: str | None) -> str | None:
+    folder = Path(source)
+    return checkpoint_digest(folder) if folder.is_dir() else commit_of(source, revision)
+
+
 def _config(source: str, common: dict[str, Any]) -> Any:
     config = AutoConfig.from_pretrained(source, **common)
     if config.is_encoder_decoder:
         raise UnsupportedModelError(
             f"{source} is an encoder-decoder model ({config.model_type}); sfi runs decoder-only models"
         )
-    known = AutoModelForCausalLM._model_mapping  # noqa: SLF001 - nothing public says it
-    if type(config) not in known and not common["trust_remote_code"]:
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not common["trust_remote_code"]:
         raise UnsupportedModelError(f"{source} ({config.model_type}) is no causal language model")
     return config
 

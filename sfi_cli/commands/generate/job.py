@@ -119,9 +119,9 @@ class GenerateJob:
         from sfi_cli.terminal.step_progress import ProgressObserver
         from sfi_core.generation.generate import generate
         from sfi_core.generation.sampling import Sampling
-        from sfi_core.generation.text_stream import TextStream
+        from sfi_core.generation.text_stream import text_stream
 
-        shown, limits = TextStream(tokenizer), self.prompts.limits(self.max_new_tokens)
+        shown, limits = text_stream(tokenizer), self.prompts.limits(self.max_new_tokens)
         on_token: Callable[[list[int]], None] | None = None
         if stream is not None:
 

@@ -18,6 +18,7 @@ from sfi_core.engine.backends.registry import attend
 from sfi_core.errors import UnsupportedModelError
 from sfi_core.hosts.transformers.cache import SfiCache, SfiLayer
 from sfi_core.hosts.transformers.checks import check_supported
+from sfi_core.machine.private import attention_implementation
 from sfi_kernels.partial_attention import combine, partial_attention
 
 NAME = "sfi"
@@ -147,9 +148,9 @@ def install(model: PreTrainedModel, seam: Seam) -> str:
     AttentionInterface.register(NAME, sfi_attention)
     # without a mask function padding would be ignored silently
     AttentionMaskInterface.register(NAME, sdpa_mask)
-    previous: str = model.config._attn_implementation  # noqa: SLF001 - nothing public says it
+    previous = attention_implementation(model.config)
     model.set_attn_implementation(NAME)
-    if model.config.get_text_config(decoder=True)._attn_implementation != NAME:  # noqa: SLF001
+    if attention_implementation(model.config.get_text_config(decoder=True)) != NAME:
         model.set_attn_implementation(previous)
         raise UnsupportedModelError(
             f"{type(model).__name__} does not use transformers' attention interface"

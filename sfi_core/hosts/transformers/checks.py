@@ -111,7 +111,7 @@ def check_supported(model: PreTrainedModel) -> None:
         raise UnsupportedModelError(
             f"{name} is an encoder-decoder model; sfi runs decoder-only models"
         )
-    if not (model._supports_attention_backend or model._supports_sdpa):  # noqa: SLF001
+    if not (model.is_backend_compatible() or model.get_correct_attn_implementation(None) == "sdpa"):
         raise UnsupportedModelError(f"{name} does not use transformers' attention interface")
     text = config.get_text_config(decoder=True)
     if "chunked_attention" in (getattr(text, "layer_types", None) or ()):

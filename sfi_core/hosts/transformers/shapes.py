@@ -10,6 +10,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from sfi_core.errors import UnsupportedModelError
 from sfi_core.hosts.transformers.checks import check_supported
+from sfi_core.machine.private import attention_implementation
 from sfi_core.state.layer_shape import LayerShape
 
 NAME = "sfi-probe"
@@ -53,7 +54,7 @@ def _probe(model: Any) -> tuple[dict[int, KeyValue], Any]:
 
     AttentionInterface.register(NAME, look)
     AttentionMaskInterface.register(NAME, sdpa_mask)
-    previous = model.config._attn_implementation  # noqa: SLF001 - nothing public says it
+    previous = attention_implementation(model.config)
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     ids_BT = torch.zeros(1, 2, dtype=torch.long, device=model.device)
     weightless = model.device.type == "meta"

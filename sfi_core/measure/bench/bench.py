@@ -14,6 +14,7 @@ from sfi_core.hosts.transformers.shapes import cached_shapes
 from sfi_core.hosts.transformers.slow_fast import slow_fast
 from sfi_core.machine.describe import describe_measured
 from sfi_core.machine.memory import free_bytes, resident_bytes
+from sfi_core.machine.private import attention_implementation
 from sfi_core.machine.versions import versions
 from sfi_core.measure.bench.fits import sort_out
 from sfi_core.measure.bench.ours import run_ours
@@ -244,7 +245,7 @@ class Bench:
         if settings.baselines:
             notes.append(
                 "transformers: greedy model.generate on the same model with an attention implementation of "
-                f"its own choice ({self.model.config._attn_implementation})"  # noqa: SLF001
+                f"its own choice ({attention_implementation(self.model.config)})"
             )
         if device == "cuda" and "transformers-static" in settings.baselines:
             notes.append("transformers compiles the forward pass with its static cache by itself")

@@ -1,24 +1,134 @@
 """Tokens become text as they come."""
 
+from typing import Any
+
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from transformers.models.byt5 import ByT5Tokenizer
 
 from sfi_core.bundled.tokenizer import build_tokenizer
-from sfi_core.generation.text_stream import TextStream
+from sfi_core.generation.text_stream import FastTextStream, SlowTextStream, TextStream, text_stream
+
+CODE = "def f(x):\n    if x:\n        return '数'\n\n    return  x\n"
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+# as Llama 2's: one space stands before the first word, and the decoder strips one
+SENTENCE_PIECE = decoders.Sequence(
+    [
+        decoders.Replace("▁", " "),
+        decoders.ByteFallback(),
+        decoders.Fuse(),
+        decoders.Strip(" ", 1, 0),
+    ]
+)
+SPECIAL = {"unk_token": "<unk>", "eos_token": "</s>"}
+
+
+def llama_2_like() -> PreTrainedTokenizerFast:
+    """Make a tokenizer of characters, bytes and indentations whose decoder is SentencePiece's."""
+    words = ["<unk>", "</s>", "▁", "▁▁▁▁", *"abcdefghijklmnopqrstuvwxyz():'", *BYTES]
+    merges = [("▁", "▁"), ("▁▁", "▁▁")]
+    vocabulary = {word: index for index, word in enumerate([*words, "▁▁"])}
+    backend = Tokenizer(models.BPE(vocabulary, merges, byte_fallback=True))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    backend.decoder = SENTENCE_PIECE
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **SPECIAL)
+
+
+def encode(tokenizer: Any, text: str) -> list[int]:
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids
+
+
+def pushed(stream: TextStream, ids: list[int]) -> list[str]:
+    return [stream.push(token) for token in ids]
 
 
 @pytest.mark.parametrize(
-    "text", [" Belora hid a lantern.\n\nLater, more", "héllo 数字 ok", "a\nb\nc"]
+    "text", [" Belora hid a lantern.\n\nLater, more", "héllo 数字 ok", "a\nb\nc", CODE]
 )
-def test_the_pieces_add_up_to_the_text(text):
-    tokenizer = build_tokenizer(64)
-    stream = TextStream(tokenizer)
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    assert "".join(stream.push(token) for token in ids) == text
+@pytest.mark.parametrize("make", [lambda: build_tokenizer(64), llama_2_like, ByT5Tokenizer])
+def test_the_pieces_add_up_to_the_text(make, text):
+    tokenizer = make()
+    ids = encode(tokenizer, text)
+    expected = tokenizer.decode(ids, skip_special_tokens=True)
+    assert "".join(pushed(text_stream(tokenizer), ids)) == expected
 
 
-def test_a_character_split_over_tokens_waits_until_it_is_whole():
-    tokenizer = build_tokenizer(64)
-    ids = tokenizer("数", add_special_tokens=False)["input_ids"]
-    stream = TextStream(tokenizer)
-    assert len(ids) > 1
-    assert [stream.push(token) for token in ids] == [""] * (len(ids) - 1) + ["数"]
+@pytest.mark.parametrize("make", [lambda: build_tokenizer(64), llama_2_like, ByT5Tokenizer])
+def test_a_character_split_over_tokens_waits_until_it_is_whole(make):
+    tokenizer = make()
+    ids = encode(tokenizer, "b数")
+    before = encode(tokenizer, "b")
+    assert len(ids) > len(before) + 1
+    waited = len(ids) - len(before) - 1
+    assert pushed(text_stream(tokenizer), ids)[len(before) :] == [""] * waited + ["数"]
+
+
+def test_every_line_keeps_its_indentation_where_the_decoder_strips_a_space():
+    tokenizer = llama_2_like()
+    ids = encode(tokenizer, CODE)
+    assert tokenizer.decode(ids) == CODE
+    lines = "".join(pushed(text_stream(tokenizer), ids)).split("\n")
+    assert lines == CODE.split("\n")
+
+
+def test_a_text_may_begin_with_spaces_of_which_the_decoder_strips_one():
+    tokenizer = llama_2_like()
+    ids = tokenizer.convert_tokens_to_ids(["▁", "▁", "▁▁▁▁", "x"])
+    assert pushed(text_stream(tokenizer), ids) == ["", " ", "    ", "x"]
+
+
+def test_special_tokens_are_no_text():
+    tokenizer = llama_2_like()
+    ids = tokenizer.convert_tokens_to_ids(["</s>", "a", "</s>", "</s>", "▁", "b", "</s>"])
+    assert "".join(pushed(text_stream(tokenizer), ids)) == "a b"
+
+
+def test_a_byte_that_is_no_character_ends_no_stream():
+    """The decoder would now take back the line's end, a byte too, which is out already."""
+    tokenizer = llama_2_like()
+    ids = tokenizer.convert_tokens_to_ids(["a", "<0x0A>", "<0xE6>", "b", "▁", "c"])
+    assert tokenizer.decode(ids) == "a��b c"
+    assert pushed(text_stream(tokenizer), ids) == ["a", "\n", "", "�b", " ", "c"]
+
+
+def test_an_error_that_is_not_about_the_text_is_none_of_the_stream_s():
+    with pytest.raises(TypeError):
+        text_stream(llama_2_like()).push(-1)
+
+
+def test_a_long_line_takes_a_few_decoded_tokens_for_each_token():
+    class Counting:
+        decoded = 0
+
+        def decode_chain(self, tokens: list[str]) -> list[str]:
+            Counting.decoded += len(tokens)
+            return [SENTENCE_PIECE.decode(tokens)]
+
+    tokenizer = llama_2_like()
+    tokenizer.backend_tokenizer.decoder = decoders.Decoder.custom(Counting())
+    ids = tokenizer.convert_tokens_to_ids(["▁", "a", "<0xC3>", "<0xA9>"]) * 250
+    assert "".join(pushed(text_stream(tokenizer), ids)) == (" aé" * 250)[1:]
+    assert len(ids) < Counting.decoded < 10 * len(ids)
+
+
+def test_a_tokenizer_written_in_python_is_decoded_a_line_at_a_time():
+    tokenizer = ByT5Tokenizer()
+    stream, longest = text_stream(tokenizer), 0
+    decode = tokenizer.decode
+
+    def counted(ids: list[int], **options: Any) -> str:
+        nonlocal longest
+        longest = max(longest, len(ids))
+        text: str = decode(ids, **options)
+        return text
+
+    tokenizer.decode = counted
+    pushed(stream, encode(tokenizer, "a line of text\n" * 20))
+    assert longest == len("a line of text\n")
+    assert isinstance(stream, SlowTextStream)
+
+
+def test_a_tokenizer_of_the_tokenizers_package_is_decoded_by_it():
+    assert isinstance(text_stream(llama_2_like()), FastTextStream)

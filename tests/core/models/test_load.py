@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from transformers import T5Config, ViTConfig
 
+from sfi_core.distributed.ranks import Ranks
 from sfi_core.errors import (
     BackendError,
     ConfigError,
@@ -18,10 +20,27 @@ from sfi_core.errors import (
     SfiError,
     UnsupportedModelError,
 )
+from sfi_core.models.digest import checkpoint_digest, commit_of
 from sfi_core.models.load import first_line, load, load_tokenizer, resolve_device, resolve_dtype
 from tests.core.conftest import tiny_qwen3
 
+pytestmark = pytest.mark.seam
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
 no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="asks for a GPU that is not there")
+
+
+class Compared(Exception):  # noqa: N818 - it carries what ranks compare, and is no error
+    """Ends a load where the ranks compare what they load."""
+
+
+class FakeRanks(Ranks):
+    """Two ranks of which only this one is there."""
+
+    def agreed(self) -> Any:
+        return nullcontext()
+
+    def check_same(self, facts: dict[str, Any]) -> None:
+        raise Compared(facts)
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +61,17 @@ def folder(saved: Path, tmp_path: Path) -> Path:
 def _offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+
+
+@pytest.fixture
+def hub_id(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, _offline: None) -> str:
+    """Return the id of the checkpoint, which lies in the hub's cache as a download leaves it."""
+    home = tmp_path / "models--owner--name"
+    shutil.copytree(saved, home / "snapshots" / COMMIT)
+    (home / "refs").mkdir()
+    (home / "refs" / "main").write_text(COMMIT)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    return "owner/name"
 
 
 def refusal(error: type[SfiError], source: str, **options: Any) -> str:
@@ -67,6 +97,37 @@ def test_a_folder_loads_in_evaluation_mode(saved: Path, tiny_tokenizer: Any):
     ids = torch.arange(5)[None]
     with torch.no_grad():
         assert torch.equal(model(ids).logits, expected(ids).logits)
+
+
+@pytest.mark.parametrize("revision", [None, "main", COMMIT])
+def test_a_hub_id_loads_from_the_cache(hub_id: str, saved: Path, revision: str | None):
+    model, _ = load(hub_id, revision=revision, device="cpu")
+    assert model.config.name_or_path == hub_id
+    ids = torch.arange(5)[None]
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, load(str(saved), device="cpu")[0](ids).logits)
+
+
+@pytest.mark.parametrize("revision", [None, "main", COMMIT])
+def test_the_commit_of_a_hub_id_is_that_of_its_files_in_the_cache(
+    hub_id: str, revision: str | None
+):
+    assert commit_of(hub_id, revision) == COMMIT
+
+
+def test_a_revision_that_is_not_in_the_cache_has_no_commit(hub_id: str):
+    assert commit_of(hub_id, "other") is commit_of("owner/other", None) is None
+
+
+@pytest.mark.parametrize("hub", [True, False])
+def test_ranks_compare_the_commit_of_a_hub_id_and_the_digest_of_a_folder(
+    hub: bool, hub_id: str, saved: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("sfi_core.models.load.join", lambda: FakeRanks(size=2))
+    with pytest.raises(Compared) as told:
+        load(hub_id if hub else str(saved), device="cpu")
+    digest = COMMIT if hub else checkpoint_digest(saved)
+    assert told.value.args == ({"model": digest, "dtype": "auto", "device": "cpu"},)
 
 
 def test_the_tokenizer_loads_alone(saved: Path, tiny_tokenizer: Any):
