@@ -6,7 +6,7 @@ PYTHON := $(BIN)python3
 WORKERS := -n auto --maxprocesses 8 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help fix check test gpu bench
+.PHONY: help fix check test test-all gpu bench
 
 help:  ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -15,14 +15,17 @@ fix:  ## Format, and mend what ruff can mend
 	$(PYTHON) -m ruff format .
 	$(PYTHON) -m ruff check --fix .
 
-check:  ## What CI runs: format, lint, types, tests
+check:  ## What CI runs: format, lint, types, all tests
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m mypy
+	$(PYTHON) -m pytest $(WORKERS) -m ""
+
+test:  ## Run the tests, in minutes; those that need a GPU are skipped where there is none
 	$(PYTHON) -m pytest $(WORKERS)
 
-test:  ## Run the tests; those that need a GPU are skipped where there is none
-	$(PYTHON) -m pytest $(WORKERS)
+test-all:  ## Run all tests: every combination of parameters, every kernel compiled for every architecture
+	$(PYTHON) -m pytest $(WORKERS) -m ""
 
 gpu:  ## On a CUDA machine: kernel tests, kernel benchmark and a generation; JSON in benchmarks/results
 	PYTHON=$(PYTHON) benchmarks/gpu.sh

@@ -64,8 +64,8 @@ def test_doctor_tries_the_backends(run):
     assert {row["trigger"] for row in document["triggers"]} == {"'.'", "'?'", "'!'", "';'", r"'\n'"}
 
 
-def test_doctor_reads_well(run):
-    result = run("doctor")
+def test_doctor_reads_well():
+    result = CliRunner().invoke(cli.app, ["doctor"], env={"COLUMNS": "200"})
     assert "backend torch   ok" in result.stdout
 
 
