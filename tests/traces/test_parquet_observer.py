@@ -357,8 +357,8 @@ import sys, time
 from pathlib import Path
 from unittest.mock import Mock
 from sfi_core.observers.events import BeginStepEvent
-from sfi_traces import trace_writer
-from sfi_traces import readback
+from sfi_traces.record import writer as trace_writer
+from sfi_traces.record import readback
 from sfi_traces.record.parquet import ParquetObserver
 from tests.traces.told import run_event, step_event
 
