@@ -6,7 +6,7 @@ PYTHON := $(BIN)python3
 WORKERS := -n auto --maxprocesses 8 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help fix check lint test gpu bench
+.PHONY: help fix check lint test test-all gpu bench
 
 help:  ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -22,8 +22,11 @@ lint:  ## Format, lint, types
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m mypy
 
-test:  ## Run the tests; those that need a GPU are skipped where there is none
+test:  ## Run the tests, in minutes; those that need a GPU are skipped where there is none
 	$(PYTHON) -m pytest $(WORKERS)
+
+test-all:  ## Run all tests: every combination of parameters, every kernel compiled for every architecture
+	$(PYTHON) -m pytest $(WORKERS) -m ""
 
 gpu:  ## On a CUDA machine: kernel tests, kernel benchmark and a generation; JSON in benchmarks/results
 	PYTHON=$(PYTHON) benchmarks/gpu.sh

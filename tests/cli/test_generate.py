@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from sfi_cli import app as cli
 from sfi_core.errors import SfiError
 from sfi_core.models.linear import ENGINES
+from tests.covering import case
 
 KEYS = {
     "model", "policy", "preset", "config", "trigger_token_ids", "requests", "prefill_seconds",
@@ -297,7 +298,7 @@ def test_an_unwritable_output_is_refused_before_the_model_loads(tmp_path):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")
-@pytest.mark.parametrize("form", [["--json"], []])
+@pytest.mark.parametrize("form", [[], case(["--json"])])
 def test_a_full_disk_is_one_line(command, environment, form):
     with Path("/dev/full").open("w") as full:
         result = subprocess.run(

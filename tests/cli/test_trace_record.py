@@ -167,9 +167,7 @@ def wait_for(folder: Path, process: subprocess.Popen) -> None:
         time.sleep(0.05)
 
 
-def test_a_killed_run_leaves_a_trace_up_to_its_last_part(
-    command, environment, run, endless, tmp_path
-):
+def test_a_killed_run_leaves_a_trace_up_to_its_last_part(command, environment, endless, tmp_path):
     folder = tmp_path / "run"
     with subprocess.Popen(
         [*command, *endless, "-o", str(folder)], stdout=subprocess.DEVNULL, env=environment
@@ -180,11 +178,11 @@ def test_a_killed_run_leaves_a_trace_up_to_its_last_part(
     assert trace.manifest["finished"] is None
     steps = trace.table("steps").to_pylist()
     assert [row["step"] for row in steps] == [*range(len(steps))]
-    check = run("trace", "check", str(folder))
-    assert (check.returncode, "not finished" in check.stdout) == (0, True)
-    shown = run("trace", "show", str(folder), "--json")
-    assert shown.returncode == 0
-    assert json.loads(shown.stdout)
+    code, found, _ = inside("trace", "check", str(folder))
+    assert (code, "not finished" in found) == (0, True)
+    code, shown, _ = inside("trace", "show", str(folder), "--json")
+    assert code == 0
+    assert json.loads(shown)
 
 
 def test_ctrl_c_finishes_the_trace(command, environment, endless, tmp_path):

@@ -5,6 +5,7 @@ import torch
 
 from sfi_kernels.dense_attention import dense_attention, reference, window_logits
 from sfi_kernels.op import Op
+from tests.covering import covering
 from tests.fakes import causal_mask, error_bound, kernel_device, paged, plain_attention
 
 H, G, D = 2, 2, 16
@@ -12,6 +13,7 @@ SCALE = 0.3
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 PAGE_SIZES = [16, 64, 1000]  # several pages, a page that is not full, one page for all
 LENGTHS = [65, 9, 130]
+SHAPES = [(page_size, W) for page_size in PAGE_SIZES for W in (1, 2, 9)]
 
 
 class History:
@@ -60,11 +62,9 @@ def backend(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
-@pytest.mark.parametrize("W", [1, 2, 9])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_queries_attend_causally_to_their_own_request(page_size: int, W: int, dtype: torch.dtype):
-    History(page_size, W, dtype=dtype).assert_plain()
+@pytest.mark.parametrize(("shape", "dtype"), covering(SHAPES, DTYPES))
+def test_queries_attend_causally_to_their_own_request(shape: tuple[int, int], dtype: torch.dtype):
+    History(*shape, dtype=dtype).assert_plain()
 
 
 @pytest.mark.parametrize("T", [1, 63, 64, 65])
@@ -93,14 +93,12 @@ def test_a_learned_sink_takes_its_weight_once(W: int):
     History(16, W).assert_plain(sink_HG=sink_HG)
 
 
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
-@pytest.mark.parametrize("W", [1, 2, 9])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("shape", "dtype"), covering(SHAPES, DTYPES))
 def test_a_logit_is_the_scaled_product_and_later_keys_have_none(
-    page_size: int, W: int, dtype: torch.dtype
+    shape: tuple[int, int], dtype: torch.dtype
 ):
     """Eq. 4."""
-    history = History(page_size, W, dtype=dtype)
+    W, history = shape[1], History(*shape, dtype=dtype)
     logits = history.logits()
     assert (logits.shape, logits.dtype) == ((3, H, G, W, max(LENGTHS)), torch.float32)
     for row, key in enumerate(history.keys):

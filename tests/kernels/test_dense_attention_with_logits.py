@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from sfi_kernels.dense_attention import reference
+from tests.covering import covering
 from tests.fakes import causal_mask, error_bound, paged, plain_attention
 
 H, G, D, SCALE = 2, 2, 16, 0.3
@@ -17,10 +18,10 @@ LENGTHS = [
 OPTIONS = [{}, {"soft_cap": 0.5}, {"sink_HG": torch.tensor([[2.0, -1.0], [0.0, 4.0]])}]
 
 
-@pytest.mark.parametrize("page_size", [64, 3000])
-@pytest.mark.parametrize("W", [1, 3, 12])
-@pytest.mark.parametrize("options", OPTIONS, ids=["plain", "soft_cap", "sink"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("page_size", "W", "options", "dtype"),
+    covering([64, 3000], [1, 3, 12], OPTIONS, [torch.float32, torch.float16, torch.bfloat16]),
+)
 def test_output_and_logits_come_in_one_pass(
     page_size: int, W: int, options: dict[str, Any], dtype: torch.dtype
 ):

@@ -9,6 +9,7 @@ import torch
 from sfi_core.state.position_sets import attended_positions
 from sfi_kernels.pack import pack
 from sfi_kernels.sparse_attention import sparse_attention
+from tests.covering import covering
 from tests.fakes import error_bound, kernel_device, paged, plain_attention
 
 H, G, D = 2, 2, 16
@@ -102,8 +103,7 @@ def backend(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-@pytest.mark.parametrize("page_size", [1, 16, 64, 130])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("page_size", "dtype"), covering([1, 16, 64, 130], DTYPES))
 def test_two_segments_equal_dense_attention_under_the_mask(page_size: int, dtype: torch.dtype):
     """Eq. 25; the heads of a request hold different numbers of tokens."""
     FastStep(page_size=page_size, dtype=dtype).assert_plain()
@@ -152,8 +152,9 @@ def test_a_learned_sink_takes_part_in_the_one_softmax():
     FastStep(packed=[[[], []]] * 3).assert_plain(sink_HG=sink_HG)
 
 
-@pytest.mark.parametrize("dtype", DTYPES[:2])
-@pytest.mark.parametrize("packed", [PACKED, [[[0, 1, 3, 4], [0, 1, 2, 4]]] * 3])
+@pytest.mark.parametrize(
+    ("dtype", "packed"), covering(DTYPES[:2], [PACKED, [[[0, 1, 3, 4], [0, 1, 2, 4]]] * 3])
+)
 def test_a_request_in_a_batch_computes_what_it_computes_alone(backend: str, packed, dtype):
     """Requests that hold equally many share a call; the kernels may split keys, and round, otherwise."""
     step = FastStep(packed=packed, dtype=dtype)

@@ -21,6 +21,7 @@ from sfi_kernels.step_descriptor import (
     StepRequest,
     describe_step,
 )
+from tests.covering import case
 
 CPU = torch.device("cpu")
 UNUSED = [-1, 0, 0, 0]
@@ -264,7 +265,7 @@ def same_in_triton(batch: Batch, device: str, spare: int = 0) -> bool:
     return torch.equal(kernel.buffer.cpu(), reference.buffer)
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", [case(seed, kept=seed < 6) for seed in range(30)])
 def test_triton_plans_the_same(kernel_device, seed: int):
     pytest.importorskip("triton")
     assert same_in_triton(drawn(seed), kernel_device)

@@ -6,6 +6,7 @@ import torch
 from sfi_kernels.constants import MASKED_SCORE
 from sfi_kernels.launch import KernelLimitError
 from sfi_kernels.top_k import reference, top_k
+from tests.covering import covering
 
 CHUNK = 4096  # positions of one program
 
@@ -31,9 +32,9 @@ def by_sorting(scores: list[float], budget: int) -> list[int]:
     return kept + [-1] * (min(budget, len(scores)) - len(kept))
 
 
-@pytest.mark.parametrize("length", [1, 63, 64, 65, 1000])
-@pytest.mark.parametrize("budget", [1, 64, 2048])
-@pytest.mark.parametrize("values", [1, 3, 1000])
+@pytest.mark.parametrize(
+    ("length", "budget", "values"), covering([1, 63, 64, 65, 1000], [1, 64, 2048], [1, 3, 1000])
+)
 def test_top_k_equals_sorting_under_heavy_ties(select, length: int, budget: int, values: int):
     score = torch.randint(-values, values, (2, 2, length)).float()
     score[0, :, : length // 2] = MASKED_SCORE
@@ -41,8 +42,9 @@ def test_top_k_equals_sorting_under_heavy_ties(select, length: int, budget: int,
     assert select(score, budget).tolist() == expected
 
 
-@pytest.mark.parametrize("length", [CHUNK - 1, CHUNK, CHUNK + 1, 9000])
-@pytest.mark.parametrize("budget", [100, 8192])
+@pytest.mark.parametrize(
+    ("length", "budget"), covering([CHUNK - 1, CHUNK, CHUNK + 1, 9000], [100, 8192])
+)
 def test_rows_of_several_chunks(select, length: int, budget: int):
     """Plain scores, few values, one value, and a candidate set in the middle."""
     score = torch.randn(2, 2, length)

@@ -20,6 +20,7 @@ from sfi_core.observers.observer import NullObserver
 from sfi_core.settings.audit import AuditConfig
 from sfi_core.settings.engine import EngineOptions
 from tests.core.conftest import TINY, tiny_qwen3
+from tests.covering import case
 from tests.fake_graph import FakeRecorder, use_tensors
 from tests.fakes import RecordingObserver
 
@@ -263,7 +264,9 @@ def test_a_request_of_the_recorded_step_gives_other_records(complete, monkeypatc
     assert told(graphed[1]) != told(eager[1])
 
 
-@pytest.mark.parametrize("look", ["item", "tolist", "nonzero", "tensor"])
+@pytest.mark.parametrize(
+    "look", ["item", *(case(look) for look in ("tolist", "nonzero", "tensor"))]
+)
 def test_a_model_that_waits_for_the_device_runs_eagerly(complete, models, recorder, look):
     """Its logits are those of every step; asked for graphs, it is refused instead."""
     looks = {

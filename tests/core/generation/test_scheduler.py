@@ -15,6 +15,7 @@ from sfi_core.settings.audit import AuditConfig
 from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.engine import EngineOptions
 from tests.architectures import prompts, tiny
+from tests.covering import covering
 from tests.fakes import RecordingObserver
 
 pytestmark = pytest.mark.seam
@@ -71,8 +72,10 @@ def tokens(result):
     return [request.token_ids for request in result.report.requests]
 
 
-@pytest.mark.parametrize("max_batch", [1, 2, 3, None])
-@pytest.mark.parametrize("label", ["llama", "qwen3", "gemma-2", "gpt-oss", "gpt-2", "deepseek-v3"])
+@pytest.mark.parametrize(
+    ("label", "max_batch"),
+    covering(["llama", "qwen3", "gemma-2", "gpt-oss", "gpt-2", "deepseek-v3"], [2, 3, None, 1]),
+)
 def test_a_request_gets_what_it_gets_alone(label, max_batch):
     """Tokens, slow steps, reasons and what was read; the third row of `LIMITS` ends with its first token."""
     assert reports(label, max_batch=max_batch) == alone(label, "sfi")

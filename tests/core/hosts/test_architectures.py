@@ -10,6 +10,7 @@ from sfi_core.generation.generate import generate
 from sfi_core.hosts.transformers.slow_fast import slow_fast
 from sfi_core.settings.config import SfiConfig
 from tests.architectures import BY_LABEL, PAGE, REFUSED, WORKS, padded, page, prompts, tiny
+from tests.covering import covering
 
 pytestmark = pytest.mark.seam
 
@@ -74,8 +75,7 @@ def own_loop(label, rows, config, **options):
     return [request.token_ids for request in result.report.requests], result.report
 
 
-@pytest.mark.parametrize("batch", LENGTHS)
-@pytest.mark.parametrize("label", WORKING)
+@pytest.mark.parametrize(("label", "batch"), covering(WORKING, LENGTHS))
 def test_reference_tokens_vary_and_none_is_nearly_tied(label, batch):
     """Otherwise the tests below could pass, or fail, for no reason."""
     tokens, lead = reference(label, batch)
@@ -83,8 +83,7 @@ def test_reference_tokens_vary_and_none_is_nearly_tied(label, batch):
     assert len({token for row in tokens for token in row}) > STEPS // 2
 
 
-@pytest.mark.parametrize("batch", LENGTHS)
-@pytest.mark.parametrize("label", WORKING)
+@pytest.mark.parametrize(("label", "batch"), covering(WORKING, LENGTHS))
 def test_anchored_budget_over_all_positions_gives_full_attentions_tokens(label, batch):
     rows = prompts(*LENGTHS[batch])
     tokens, report = under_sfi(label, rows, WHOLE)
@@ -94,8 +93,7 @@ def test_anchored_budget_over_all_positions_gives_full_attentions_tokens(label, 
     assert report.paths["torch.sparse_attention"] > 0
 
 
-@pytest.mark.parametrize("rule", EVERY_STEP)
-@pytest.mark.parametrize("label", WORKING)
+@pytest.mark.parametrize(("label", "rule"), covering(WORKING, EVERY_STEP))
 def test_slow_step_every_time_gives_full_attentions_tokens(label, rule):
     tokens, report = under_sfi(label, prompts(*LENGTHS[3]), EVERY_STEP[rule])
     assert tokens == reference(label, 3)[0]
@@ -144,8 +142,7 @@ def test_row_in_a_ragged_batch_equals_the_row_alone(label):
     assert together.requests == alone
 
 
-@pytest.mark.parametrize("chunk", [5, 12, 16, 64])
-@pytest.mark.parametrize("label", HANDFUL)
+@pytest.mark.parametrize(("label", "chunk"), covering(HANDFUL, [5, 12, 16, 64]))
 def test_prompt_in_pieces_gives_the_tokens_of_one_piece(label, chunk):
     """With 37 tokens and a window of 8 queries the last piece is 2, 1, 5 or 37 tokens long."""
     rows = prompts(*LENGTHS[3])
@@ -156,8 +153,7 @@ def test_prompt_in_pieces_gives_the_tokens_of_one_piece(label, chunk):
     assert pieces.requests == whole.requests
 
 
-@pytest.mark.parametrize("chunk", [5, 12, 16])
-@pytest.mark.parametrize("label", HANDFUL)
+@pytest.mark.parametrize(("label", "chunk"), covering(HANDFUL, [5, 12, 16]))
 def test_transformers_prefill_chunks_give_the_tokens_of_one_piece(label, chunk):
     rows = prompts(*LENGTHS[3])
     _, whole = under_sfi(label, rows, SMALL)

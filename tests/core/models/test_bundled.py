@@ -12,6 +12,7 @@ from sfi_core.bundled import corpus, example
 from sfi_core.bundled.tokenizer import build_tokenizer
 from sfi_core.bundled.train import MAX_LENGTH, draw, exact_match
 from sfi_core.models.load import BUNDLED, load
+from tests.covering import case
 
 LARGEST = 12_000_000  # bytes, promised in the issue
 
@@ -61,7 +62,7 @@ def test_the_example_is_what_its_script_writes(tmp_path, monkeypatch):
     )
 
 
-@pytest.mark.parametrize(("length", "samples"), [(1024, 12), (4096, 4), (8192, 2)])
+@pytest.mark.parametrize(("length", "samples"), [(1024, 12), case(4096, 4), case(8192, 2)])
 def test_the_checkpoint_recalls_word_for_word(loaded, length, samples):
     """The model card's numbers come from many more documents."""
     assert exact_match(*loaded, length, samples=samples) > 0.5
