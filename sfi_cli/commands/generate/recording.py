@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recording:
+class TraceRecording:
     """What the options of the trace said.
 
     Attributes:
@@ -72,8 +71,3 @@ class Recording:
             yield [*found, stack.enter_context(parquet)], parquet.close
         if self.folder.exists() and not quiet:  # gone where the run ended before it began
             message(f"Wrote {self.folder}; look at it with: sfi trace show {self.folder}")
-
-
-def default_folder() -> Path:
-    """Name a trace after the time."""
-    return Path(f"sfi-trace-{datetime.now(UTC).astimezone():%Y%m%d-%H%M%S}")

@@ -157,8 +157,4 @@ def split_keys(read: bytes) -> list[str]:
 def print_frames(playback: Any, steps: range, output: Output) -> None:
     """Write steps as plain text, one after the other; those after the last one are not there."""
     frames = (plain_frame(playback, step) for step in steps if step < playback.steps)
-    if not output.streams:
-        output.text("".join(frames))
-        return
-    for frame in frames:
-        output.stream(frame)
+    output.pieces(frames)
