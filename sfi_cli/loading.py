@@ -32,7 +32,7 @@ class Subject:
         return self.random_weights or self.model or "bundled"
 
     def check(self) -> None:
-        """Refuse a model that cannot be, before a large one loads.
+        """Refuse options that contradict each other, before a large model loads.
 
         Raises:
             ConfigError: A checkpoint and random weights are given.
@@ -91,9 +91,8 @@ def _check_packing(loading: dict[str, Any]) -> None:
     from sfi_core.models.load import resolve_device, resolve_dtype
 
     dtype = resolve_dtype(loading["dtype"])
-    known = (
-        dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
-    )  # auto shows when it is loaded
+    # "auto" is known only when the model is loaded
+    known = dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
     linear.check_packing(resolve_device(loading["device"]), known)
 
 

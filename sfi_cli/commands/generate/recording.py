@@ -1,4 +1,4 @@
-"""What watches a run: the trace, NVTX ranges for a profiler, and progress."""
+"""The observers of a run that the options ask for: the trace, and NVTX ranges for a profiler."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceRecording:
-    """What the options of the trace said.
+    """The options of the trace.
 
     Attributes:
         folder: Where the trace goes; None for no trace.
@@ -44,7 +44,7 @@ class TraceRecording:
     def observers(
         self, tokenizer: Any, provenance: dict[str, Any], quiet: bool
     ) -> Iterator[tuple[list["Observer"], Callable[[str | None], None]]]:
-        """Open what watches the run, and close it whatever happens.
+        """Open the observers of the run, and close them however it ends.
 
         Yields:
             The observers, and a function that takes the reason why the run stopped early.

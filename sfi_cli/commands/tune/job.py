@@ -21,15 +21,15 @@ class Searching:
     """What the options of the search said.
 
     Attributes:
-        objectives: Their names; empty for the default ones.
+        objectives: Names of objectives; empty for the default ones.
         min_retained: Least mean retained mass.
         max_read: Largest share read.
         trials: Trials of the study in all.
         timeout: Seconds after which no new trial begins.
         sampler: tpe or nsga2.
-        seed: Of the sampler.
-        study: Its file.
-        resume: Whether to go on with one that is there.
+        seed: Seed of the sampler.
+        study: The study's file.
+        resume: Whether to go on with a study that exists.
         batch_size: Requests that share the weights in the byte model.
     """
 
@@ -51,8 +51,8 @@ class Confirming:
 
     Attributes:
         count: Settings to run for real.
-        prompt_file: A prompt of the user's; None for the traces' own.
-        batch: Several of them.
+        prompt_file: A file with a prompt; None for the traces' own prompts.
+        batch: A JSON Lines file of prompts; None for none.
         model: A hub id or folder; None for the bundled checkpoint.
         backend: auto, torch or triton.
         loading: How to load the model.
@@ -67,7 +67,7 @@ class Confirming:
 
     @property
     def has_prompts(self) -> bool:
-        """Whether there are prompts of the user's."""
+        """Whether the options name prompts."""
         return self.prompt_file is not None or self.batch is not None
 
 
@@ -76,7 +76,7 @@ class TuneJob:
     """Everything the options said.
 
     Attributes:
-        traces: Their folders.
+        traces: Folders of the traces.
         axes: Values or ranges by setting; None where the option was not given.
         trigger_sets: `NAME=A B C`.
         mine: Whether to mine trigger sets.

@@ -60,7 +60,7 @@ def new_figure(width: float, height: float) -> "Figure":
 
 
 def title(figure: "Figure", caption: Caption, view: View) -> None:
-    """Say above a figure what it shows, and of which run."""
+    """Write the caption and the run's name above a figure."""
     from matplotlib.layout_engine import ConstrainedLayoutEngine  # noqa: PLC0415 - an extra
 
     width, height = figure.get_size_inches()

@@ -1,4 +1,4 @@
-"""A recorded run step by step, as plain data for whoever shows it."""
+"""A recorded run step by step, as plain data for a player."""
 
 from collections.abc import Collection
 from dataclasses import dataclass

@@ -79,7 +79,7 @@ class Mined:
 def mine(
     recorded: Sequence[Supports], base: Setting, punctuation: NamedSet, texts: Mapping[int, str]
 ) -> Mined:
-    """Mine one part of some requests, and try what it gives on the other.
+    """Mine one part of some requests, and try the mined triggers on the other part.
 
     Args:
         recorded: The requests.

@@ -31,7 +31,7 @@ class MinedToken:
         token_id: Its id.
         text: Its text.
         count: Occurrences that enough steps follow.
-        rate: Their share of the steps.
+        rate: The tokens' share of the steps.
         movement: How much less than usual the supports overlap, the mean.
         low: Lower end of the interval of that mean; None with too few occurrences.
         high: Upper end.

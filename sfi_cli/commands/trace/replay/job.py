@@ -19,7 +19,7 @@ class Choice:
     """Which part of a trace.
 
     Attributes:
-        trace: Its folder.
+        trace: The trace's folder.
         request: One request; None for all.
         layers: Some layers; None for all.
         heads: Some KV heads; None for all.
@@ -38,10 +38,10 @@ class ReplayJob:
     Attributes:
         choice: Which part of which trace.
         output: The data and the figure.
-        against: A real run to predict; None for none.
+        against: Folder of a real run to predict; None for none.
         grid: The settings.
         batch: Requests that share the weights.
-        step: What only `--play` takes.
+        step: Must be None; only `--play` shows single steps.
     """
 
     choice: Choice

@@ -77,7 +77,7 @@ class Player:
         self.step, self.playing = max(0, min(step, self.steps - 1)), False
 
     def _type(self, key: str) -> bool:
-        # digits, then Enter; another key gives up and does what it always does
+        # digits, then Enter; any other key ends the typing and keeps its own meaning
         assert self.typed is not None, "a number is being typed"
         if key.isdecimal() and key.isascii():
             self.typed += key
