@@ -22,8 +22,8 @@ def numbers(
     Args:
         values: The lists.
         kind: Reads one number, `int` say; raises ValueError where there is none.
-        rule: What an error says of the option: "budget must be whole numbers".
-        got: What an error shows; None for the word that is no number.
+        rule: Beginning of the error, such as "budget must be whole numbers".
+        got: Text that the error shows; None for the word that is no number.
 
     Raises:
         ConfigError: A word is no number.

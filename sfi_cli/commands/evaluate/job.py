@@ -51,7 +51,7 @@ class EvaluationJob:
     """Everything the options said.
 
     Attributes:
-        given: What was asked; None where an option was not given.
+        given: Values of the options; None where an option was not given.
         loading: How to load the model, besides what was asked.
         folder: Where the results go; None names a new folder after the time.
         resume: Whether to go on with the folder.

@@ -15,7 +15,7 @@ class PlotJob:
 
     Attributes:
         trace: The trace's folder.
-        kinds: What to draw; empty for all that the trace has data for.
+        kinds: Figures to draw; empty for all that the trace has data for.
         request: The request, or None for the first.
         layer: The layer, or None.
         head: The KV head, or None.

@@ -28,7 +28,7 @@ def check_matplotlib(what: str) -> None:
     """Refuse where nothing can be drawn.
 
     Args:
-        what: What the error names, "plots" say.
+        what: Name of the drawings in the error, such as "plots".
 
     Raises:
         BackendError: matplotlib is not installed.

@@ -44,7 +44,7 @@ class TraceWriter:
         Args:
             folder: Where the trace goes.
             rows: Makes rows of events; the thread's own from now on.
-            manifest: What is being recorded.
+            manifest: Description of the run.
         """
         self.failure: OSError | None = None
         self.closed = False

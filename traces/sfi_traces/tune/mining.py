@@ -28,8 +28,8 @@ class MinedToken:
     """A generated token, and how the support moves after it.
 
     Attributes:
-        token_id: Its id.
-        text: Its text.
+        token_id: Id of the token.
+        text: Text of the token.
         count: Occurrences that enough steps follow.
         rate: The tokens' share of the steps.
         movement: How much less than usual the supports overlap, the mean.

@@ -104,7 +104,7 @@ class Evaluator:
     """Replays settings, each once.
 
     Attributes:
-        recorded: What is replayed: every request of every trace.
+        recorded: Supports to replay: every request of every trace.
         batch: Requests that share the weights, in the byte model.
     """
 

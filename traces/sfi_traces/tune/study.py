@@ -1,6 +1,6 @@
 """The search: an Optuna study on disk, which several processes on several machines may share.
 
-A study's name holds digests of its traces, space and objectives. The file counts the work: a trial is one too
+A study's name identifies its traces, space and objectives. The file counts the work: a trial is one too
 many if as many trials as asked for, done or under way, have a smaller number. Optuna's `MaxTrialsCallback`
 counts only after a trial, so that workers who finish together would begin too many.
 """
@@ -33,9 +33,9 @@ class Purpose:
     """The purpose of a study; trials of a study with another purpose cannot be compared.
 
     Attributes:
-        traces: Digest of the traces.
-        space: Digest of the search space.
-        objectives: Digest of the objectives and limits.
+        traces: Identifies the traces.
+        space: Identifies the search space.
+        objectives: Identifies the objectives and limits.
     """
 
     traces: str

@@ -199,12 +199,12 @@ class LagLine:
     """Overlap by how many steps apart two steps are.
 
     Attributes:
-        name: What kind of pairs.
+        name: Name of the kind of pairs.
         lag: Steps apart, ascending; only those that some pair has.
         mean: Mean overlap of the pairs.
         low: The pairs' 10 % quantile.
         high: The pairs' 90 % quantile.
-        pairs: How many there are.
+        pairs: Number of pairs.
     """
 
     name: str
@@ -227,7 +227,7 @@ def overlap_by_lag(
     """Sort the pairs of steps by lag, those within a sentence apart from those across a boundary.
 
     Args:
-        supports: Of S steps; a pair's overlap is the mean over their layers and KV heads.
+        supports: The supports of S steps; a pair's overlap is the mean over their layers and KV heads.
         sentence: The sentence of each of the steps.
         most: Largest lag.
 

@@ -27,7 +27,7 @@ class Player:
 
     Attributes:
         steps: Steps of the run.
-        slow_at: Its slow steps.
+        slow_at: Slow steps of the run.
         speed: Steps a second of autoplay.
         step: The step shown.
         playing: Whether it plays by itself.

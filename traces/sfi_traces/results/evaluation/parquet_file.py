@@ -44,8 +44,8 @@ def write_table(path: Path, rows: Sequence[Row], table: str, manifest: Row) -> N
     Args:
         path: Where to.
         rows: At least one, as `flat` gives them.
-        table: Its name, for the file's metadata.
-        manifest: What was asked, for the file's metadata.
+        table: Name of the table, for the file's metadata.
+        manifest: The folder's manifest, for the file's metadata.
     """
     facts = {"table": table, "manifest": json.dumps(manifest, ensure_ascii=False)}
     with atomic_file(path) as temporary:

@@ -27,7 +27,7 @@ class ResultsFolder:
 
     Attributes:
         path: The folder.
-        manifest: What was asked, of which model, on which machine; how far it has come.
+        manifest: The request, the model, the machine, and whether the run is complete.
         rows: The rows so far, by table.
     """
 
