@@ -12,10 +12,9 @@ from sfi_cli.commands.evaluate.command import evaluate
 from sfi_cli.commands.generate.command import generate
 from sfi_cli.commands.kernel_bench.command import kernel_bench
 from sfi_cli.commands.tune.command import tune
-from sfi_cli.terminal.output import message
+from sfi_cli.terminal.output import INTERRUPTED, message
 from sfi_cli.terminal.torchrun import check_command, leave, one_voice, tells
 
-INTERRUPTED = 130
 HELP = "Slow-Fast Inference: decode long contexts and see what the model reads."
 
 app = typer.Typer(

@@ -1,34 +1,102 @@
-"""`--pack-weights`."""
+"""The model of a command: `--model`, `--random-weights`, `--pack-weights`."""
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from sfi_cli.terminal.progress import BenchProgress
+from sfi_core.errors import ConfigError
 
 
-def check_packing(loading: dict[str, Any]) -> None:
-    """Refuse what cannot be packed before a large model loads.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """The model of a command.
 
-    Args:
+    Attributes:
+        model: Hub id or folder; None is the bundled checkpoint.
         loading: `load`'s options.
-
-    Raises:
-        SfiError: What the user can mend.
+        pack_weights: Whether to pack its weights.
+        random_weights: A config file or a known architecture, instead of a checkpoint; None for none.
+        seed: Seed of random weights.
     """
+
+    model: str | None
+    loading: dict[str, Any]
+    pack_weights: bool
+    random_weights: str | None = None
+    seed: int = 0
+
+    @property
+    def name(self) -> str:
+        """What a document calls the model."""
+        return self.random_weights or self.model or "bundled"
+
+    def check(self) -> None:
+        """Refuse options that contradict each other, before a large model loads.
+
+        Raises:
+            ConfigError: A checkpoint and random weights are given.
+            BackendError: The weights cannot be packed.
+        """
+        if self.model is not None and self.random_weights is not None:
+            raise ConfigError(
+                f"random_weights must come without --model, got {self.random_weights} and {self.model}"
+            )
+        if self.pack_weights:
+            _check_packing(self.loading)
+
+    def loaded(self, *, quiet: bool) -> tuple[Any, Any]:
+        """Return the model, packed if asked for, and a tokenizer, for random weights the bundled one's."""
+        model, tokenizer = self._loaded()
+        if self.pack_weights:
+            _pack(model, quiet=quiet)
+        return model, tokenizer
+
+    def _loaded(self) -> tuple[Any, Any]:
+        from sfi_core.models.load import load, load_tokenizer, resolve_device
+
+        if self.random_weights is None:
+            return load(self.model, **self.loading)
+        from sfi_core.measure.bench.architectures import random_config, random_model
+
+        config, device = random_config(self.random_weights), resolve_device(self.loading["device"])
+        return random_model(config, device, self._dtype(), self.seed), load_tokenizer()
+
+    def unloaded(self) -> Any:
+        """Return the model without weights, on the meta device."""
+        import torch
+
+        from sfi_core.measure.bench.architectures import empty_model, model_config, random_config
+
+        meta = torch.device("meta")
+        if self.random_weights is not None:
+            return empty_model(random_config(self.random_weights), meta, self._dtype())
+        config = model_config(self.model)
+        asked = self._dtype() if self.loading["dtype"] != "auto" else config.dtype
+        return empty_model(config, meta, asked or torch.bfloat16)
+
+    def _dtype(self) -> Any:
+        import torch
+
+        from sfi_core.models.load import resolve_dtype
+
+        dtype = resolve_dtype(self.loading["dtype"])
+        return torch.bfloat16 if dtype == "auto" else dtype
+
+
+def _check_packing(loading: dict[str, Any]) -> None:
     import torch
 
     from sfi_core.models import linear
     from sfi_core.models.load import resolve_device, resolve_dtype
 
     dtype = resolve_dtype(loading["dtype"])
-    known = (
-        dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
-    )  # auto shows when it is loaded
+    # "auto" is known only when the model is loaded
+    known = dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
     linear.check_packing(resolve_device(loading["device"]), known)
 
 
-def pack(model: Any, *, quiet: bool) -> None:
-    """Pack a model's weights, with progress."""
+def _pack(model: Any, *, quiet: bool) -> None:
     from sfi_core.models.linear import pack_weights
 
     with BenchProgress(quiet=quiet) as progress:

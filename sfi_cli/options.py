@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from sfi_core.errors import ConfigError
+from sfi_cli.parsing import unescaped
 from sfi_core.settings.audit import AuditConfig
 from sfi_core.settings.config import (
     GROUP_REDUCTIONS,
@@ -216,24 +216,6 @@ Nvtx = Annotated[
 ]  # fmt: skip
 
 
-def number_list(text: str | None, option: str) -> tuple[int, ...] | None:
-    """Read `0,3,8-11`.
-
-    Raises:
-        ConfigError: It is written otherwise.
-    """
-    if text is None:
-        return None
-    numbers: set[int] = set()
-    for part in text.split(","):
-        first, dash, last = part.strip().partition("-")
-        last = last if dash else first
-        if not (first.isdecimal() and last.isdecimal() and int(first) <= int(last)):
-            raise ConfigError(f"{option} must be numbers and ranges like 0,3,8-11, got {text}")
-        numbers |= set(range(int(first), int(last) + 1))
-    return tuple(sorted(numbers))
-
-
 def build_config(
     base: SfiConfig, preset: str | None, config: Path | None, changes: dict[str, object]
 ) -> SfiConfig:
@@ -243,5 +225,5 @@ def build_config(
         settings = settings.merge_toml(config)
     given = {name: value for name, value in changes.items() if value is not None}
     if "triggers" in given:
-        given["triggers"] = [word.replace("\\n", "\n") for word in given["triggers"]]  # type: ignore[attr-defined]
+        given["triggers"] = unescaped(given["triggers"])  # type: ignore[arg-type]
     return settings.replace(**given)

@@ -39,11 +39,7 @@ def doctor(
             for name, count, examples in triggers.describe()
         ],
     }
-    output = Output(None, force=False)
-    if json:
-        output.document(document)
-    else:
-        output.text("\n".join(_lines(document)) + "\n")
+    Output(json=json).data(document, lambda _: "\n".join(_lines(document)) + "\n")
     if any(check["ok"] is False for check in document["checks"]):
         raise typer.Exit(1)
 

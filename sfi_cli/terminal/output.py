@@ -1,15 +1,21 @@
-"""Where a command's words go: data to stdout or a file, everything else to stderr."""
+"""Where a command's words go: data to stdout or a file, a figure to its file, everything else to stderr."""
 
 import json
 import os
 import sys
+from collections.abc import Callable, Iterable
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, Self
 
 import typer
 
 from sfi_core.distributed import torchrun
 from sfi_core.errors import ConfigError, SfiError
+from sfi_traces.atomic_file import atomic_file, temporary_path
+
+INTERRUPTED = 130
+Document = dict[str, Any]
 
 
 def message(text: str) -> None:
@@ -17,37 +23,99 @@ def message(text: str) -> None:
     typer.echo(text, err=True)
 
 
-class Output:
-    """The data of one command.
+def leave_interrupted(text: str = "interrupted") -> NoReturn:
+    """End a command that Ctrl-C has stopped.
 
-    Written to stdout, or with a path to a temporary file that takes the path's name when it is complete.
+    Raises:
+        typer.Exit: With 130.
+    """
+    message(text)
+    raise typer.Exit(INTERRUPTED)
+
+
+def dated_folder(name: str) -> Path:
+    """Name a folder of results after the time."""
+    return Path(f"{name}-{datetime.now(UTC).astimezone():%Y%m%d-%H%M%S}")
+
+
+class Output:
+    """All that a command writes: its data, a figure, and lines for a person.
+
+    `with` checks the files before the work starts and makes a temporary one beside each. A file takes its
+    name when it is complete; the temporary file of a command that failed is removed.
+
+    Attributes:
+        path: File of the data; None for stdout.
+        plot: File of the figure; None for none.
+        json: Whether the data is the document.
+        quiet: Whether stderr stays empty.
     """
 
-    def __init__(self, path: Path | None, *, force: bool, quiet: bool = False) -> None:
-        """Check the path before the work starts; `quiet` says nothing of what was written.
+    def __init__(
+        self,
+        path: Path | None = None,
+        *,
+        plot: Path | None = None,
+        json: bool = False,
+        force: bool = False,
+        quiet: bool = False,
+    ) -> None:
+        """Take what the output options said; `force` lets files be overwritten."""
+        self.path, self.plot, self.json, self.quiet = path, plot, json, quiet
+        self._force = force
+
+    def check_format(self, formats: tuple[str, ...]) -> None:
+        """Refuse a file of the data whose suffix is none of `formats`.
 
         Raises:
-            ConfigError: The file exists and `force` is off.
-            SfiError: The file cannot be written.
+            ConfigError: It is another one.
         """
-        self._path, self._quiet = path, quiet
-        if path is None:
-            return
-        if path.exists() and not force:
+        if self.path is not None and self.path.suffix not in formats:
+            raise ConfigError(f"output must end in one of {formats}, got {self.path.name}")
+
+    def __enter__(self) -> Self:
+        """Check the files before the work starts.
+
+        Raises:
+            ConfigError: A file exists and `force` is off, or the figure is neither PNG nor SVG.
+            BackendError: A figure without matplotlib.
+            SfiError: A file cannot be written.
+        """
+        if self.plot is not None:
+            from sfi_traces.figures.style import check_plot
+
+            check_plot(self.plot)
+        try:
+            if self.path is not None and not self._claim(self.path):
+                self.path = None  # one process of several writes
+            if self.plot is not None and not self._claim(self.plot):
+                self.plot = None
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Remove the temporary files of a command that failed."""
+        for path in (self.path, self.plot):
+            if path is not None:
+                temporary_path(path).unlink(missing_ok=True)
+
+    def _claim(self, path: Path) -> bool:
+        if path.exists() and not self._force:
             raise ConfigError(f"output {path} exists; add --force to overwrite it")
         if not torchrun.first():
-            self._path = None  # one process of several writes
-            return
-        self._temporary = path.with_name(f".{path.name}.tmp")
+            return False
         try:
-            self._temporary.write_text("")
+            temporary_path(path).write_text("")
         except OSError as error:
             raise SfiError(f"output {path} cannot be written: {error.strerror}") from error
+        return True
 
     @property
     def streams(self) -> bool:
         """Whether text shows as it comes."""
-        return self._path is None
+        return self.path is None
 
     def stream(self, text: str) -> None:
         """Show a piece of text at once.
@@ -66,34 +134,78 @@ class Output:
                 raise
             raise SfiError(f"output stdout cannot be written: {error.strerror}") from error
 
-    def document(self, data: dict[str, Any]) -> None:
-        """Write one JSON document."""
-        self.text(json.dumps(data, ensure_ascii=False, indent=2) + "\n")
+    def show(self, document: Document, view: Callable[[Document], str]) -> None:
+        """Print on stdout the document, or the text that a person reads."""
+        self.stream(_json(document) if self.json else view(document))
+
+    def data(self, document: Document, view: Callable[[Document], str]) -> None:
+        """Write the document, or the text that a person reads, to the file or stdout."""
+        self.text(_json(document) if self.json else view(document))
+
+    def document(self, data: Document) -> None:
+        """Write one JSON document to the file or stdout."""
+        self.text(_json(data))
 
     def text(self, text: str) -> None:
-        """Write the command's data.
+        """Write text to the file or stdout."""
+        self.pieces([text])
+
+    def pieces(self, pieces: Iterable[str]) -> None:
+        """Write text that comes in pieces: to stdout at once, to the file when all are there.
 
         Raises:
             SfiError: The disk is full, say.
         """
-        if self._path is None:
-            self.stream(text)
+        if self.path is None:
+            for piece in pieces:
+                self.stream(piece)
             return
+
+        def write(path: Path) -> None:
+            with path.open("w", encoding="utf-8") as file:
+                file.writelines(pieces)
+
+        self.save(write)
+
+    def rows(self, document: Document, write_parquet: Callable[[Document, Path], None]) -> None:
+        """Write the document to the file, or its rows where the file is Parquet; nothing without a file."""
+        if self.path is not None and self.path.suffix == ".parquet":
+            self.save(lambda path: write_parquet(document, path))
+        elif self.path is not None:
+            self.document(document)
+
+    def save(self, write: Callable[[Path], None]) -> None:
+        """Let `write` fill the file of the data.
+
+        Raises:
+            SfiError: The disk is full, say.
+        """
+        assert self.path is not None, "a command that saves has a file"
+        self._save(self.path, write)
+
+    def figure(self, draw: Callable[..., None], what: Any) -> None:
+        """Let `draw(what, path, kind=...)` fill the file of the figure; nothing without one.
+
+        Raises:
+            SfiError: The disk is full, say.
+        """
+        if self.plot is not None:
+            kind = self.plot.suffix.removeprefix(".")
+            self._save(self.plot, lambda path: draw(what, path, kind=kind))
+
+    def _save(self, path: Path, write: Callable[[Path], None]) -> None:
         try:
-            with self._temporary.open("w") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            self._temporary.replace(self._path)
+            with atomic_file(path) as temporary:
+                write(temporary)
         except OSError as error:
-            raise SfiError(f"output {self._path} cannot be written: {error.strerror}") from error
-        self._written()
+            raise SfiError(f"output {path} cannot be written: {error.strerror}") from error
+        self.say(f"Wrote {path}")
 
-    def _written(self) -> None:
-        if not self._quiet:
-            message(f"Wrote {self._path}")
+    def say(self, text: str) -> None:
+        """Tell a person what is happening."""
+        if not self.quiet:
+            message(text)
 
-    def discard(self) -> None:
-        """Remove the temporary file of a command that failed."""
-        if self._path is not None:
-            self._temporary.unlink(missing_ok=True)
+
+def _json(data: Document) -> str:
+    return json.dumps(data, ensure_ascii=False, indent=2) + "\n"

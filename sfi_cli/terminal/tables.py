@@ -1,10 +1,11 @@
 """Tables for a terminal, as text without colors."""
 
 import io
+import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-WIDTH = 400  # a table takes what it needs of it
+WIDTH, TEXT_WIDTH = 400, 110  # a table takes the part of its width that it needs; text is wrapped
 
 
 def table(
@@ -35,21 +36,43 @@ def pairs(rows: Iterable[tuple[str, str]]) -> Any:
 
 
 def rendered(parts: Iterable[Any]) -> str:
-    """Return tables and lines as text."""
+    """Return tables and lines as text, without empty lines around."""
+    return printed(plain_console(WIDTH), parts).strip("\n") + "\n"
+
+
+def wrapped(blocks: Iterable[Any]) -> str:
+    """Return tables, and lines at a readable width, as text."""
+    return rendered(
+        part
+        for block in blocks
+        for part in (textwrap.wrap(block, TEXT_WIDTH) if isinstance(block, str) else [block])
+    )
+
+
+def noted(tables: Iterable[Any], notes: Iterable[str] = ()) -> str:
+    """Return tables and the notes below them as text."""
+    return rendered(tables) + "\n" + "".join(f"* {note}\n" for note in notes)
+
+
+def plain_console(width: int) -> Any:
+    """Return a console of so many columns that keeps plain text."""
     from rich.console import Console
 
-    console = Console(
+    return Console(
         file=io.StringIO(),
-        width=WIDTH,
+        width=width,
         color_system=None,
-        markup=False,  # a token may look like it
+        markup=False,  # a token may look like markup
         emoji=False,
         highlight=False,
     )
+
+
+def printed(console: Any, parts: Iterable[Any]) -> str:
+    """Print on a `plain_console` and return the lines."""
     for part in parts:
         console.print(part)
-    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
-    return "\n".join(line.rstrip() for line in lines).strip("\n") + "\n"
+    return "".join(f"{line.rstrip()}\n" for line in console.file.getvalue().splitlines())
 
 
 def number(value: float | None, digits: int = 3) -> str:
@@ -67,9 +90,14 @@ def plural(value: int, noun: str) -> str:
     return f"{value:,} {noun}{'' if value == 1 else 's'}"
 
 
-def percent(value: float | None) -> str:
-    """Write a share."""
-    return "-" if value is None else f"{value:.1%}"
+def percent(value: float | None, digits: int = 1) -> str:
+    """Write a share; a dash where there is none."""
+    return "-" if value is None else f"{value:.{digits}%}"
+
+
+def ratio(value: float | None) -> str:
+    """Write a factor; a dash where there is none."""
+    return "-" if value is None else f"{value:.2f}x"
 
 
 def duration(microseconds: float | None) -> str:

@@ -16,7 +16,7 @@ def check_command(words: Sequence[str]) -> None:
     """Refuse a command that several processes cannot share.
 
     Raises:
-        ConfigError: With those that they can.
+        ConfigError: The command is none that several processes can share; the message names those.
     """
     if torchrun.size() > 1 and not any(list(words[: len(names)]) == names for names in COMMANDS):
         known = " and ".join(f"sfi {' '.join(names)}" for names in COMMANDS)
@@ -28,9 +28,7 @@ def check_command(words: Sequence[str]) -> None:
 @contextmanager
 def one_voice() -> Iterator[None]:
     """Keep all processes but the first from writing to stdout and stderr inside."""
-    if (
-        torchrun.size() > 1
-    ):  # PyTorch's own remarks, before it is imported: each rank would make them
+    if torchrun.size() > 1:  # set before PyTorch is imported: each rank would print its remarks
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     with ExitStack() as stack:
         if not torchrun.first():
@@ -41,7 +39,7 @@ def one_voice() -> Iterator[None]:
 
 
 def tells() -> bool:
-    """Say whether this process prints an error, which all of them may have met."""
+    """Say whether this process prints an error; all processes may have met the same one."""
     if torchrun.size() == 1:
         return True
     from sfi_core.distributed.ranks import tells_errors
@@ -50,7 +48,7 @@ def tells() -> bool:
 
 
 def leave(error: SfiError) -> None:
-    """End the process; without its own goodbye where another one will not answer it."""
+    """End the process; without closing the process group where another process is lost."""
     if isinstance(error, RankLostError):
         sys.stderr.flush()
         os._exit(error.exit_code)

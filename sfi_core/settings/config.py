@@ -132,7 +132,7 @@ class SfiConfig:
 
     @classmethod
     def preset(cls, name: str) -> Self:
-        """Return a named preset: "default", "paper" or "released" (DESIGN.md, 3.7).
+        """Return a named preset: "default" (ours), "paper" (the paper's values) or "released" (its code's).
 
         Raises:
             ConfigError: No such preset.

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import sfi_core
-from sfi_cli.terminal.step_progress import ProgressObserver
+from sfi_cli.terminal.progress import ProgressObserver
 from sfi_core import SfiConfig
 from tests.core.conftest import tiny_qwen3
 

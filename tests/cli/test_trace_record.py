@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from sfi_cli import app as cli
-from sfi_cli.options import number_list
+from sfi_cli.parsing import number_list
 from sfi_core.errors import ConfigError, SfiError
 from sfi_core.models.load import BUNDLED
 from sfi_traces.read.reader import Trace

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from sfi_core.errors import BackendError, TraceError
-from sfi_traces import figures
-from sfi_traces.figures import KINDS, check_figures, draw, save
+from sfi_traces.figures import KINDS, draw, style
+from sfi_traces.figures.style import check_matplotlib, save
 from sfi_traces.read.reader import Trace
 from sfi_traces.views.figure_data import (
     REST,
@@ -49,9 +49,9 @@ def test_every_kind_is_written_and_says_of_which_run_it_is(sfi, tmp_path, kind):
     title, note = texts(figure)
     assert title
     assert note.startswith("made-up, policy sfi, request 0, 200 prompt tokens, 40 steps\n")
-    save(figure, tmp_path / "x.tmp", "png")
+    save(figure, tmp_path / "x.tmp", kind="png")
     assert (tmp_path / "x.tmp").read_bytes().startswith(b"\x89PNG")
-    save(figure, tmp_path / "x.tmp", "svg")
+    save(figure, tmp_path / "x.tmp", kind="svg")
     assert (tmp_path / "x.tmp").read_bytes().startswith(b"<?xml")
 
 
@@ -111,7 +111,7 @@ def test_tokens_that_look_like_markup_or_that_no_font_has_are_drawn_as_they_are(
     assert labels(figure.axes[0].xaxis)[:8] == [
         "$\\frac$", "\\n", "␣␣", "漢字", "\\x00", "a" * 13 + "…", "_{x}$", "<b>",
     ]  # fmt: skip
-    save(figure, tmp_path / "x.tmp", "svg")
+    save(figure, tmp_path / "x.tmp", kind="svg")
 
 
 def test_the_raster_shows_the_head_that_retains_least_and_marks_slow_steps(sfi):
@@ -197,9 +197,9 @@ def test_what_a_figure_lacks_is_said(full):
 
 
 def test_without_matplotlib_the_extra_is_named(monkeypatch):
-    monkeypatch.setattr(figures, "find_spec", lambda _: None)
+    monkeypatch.setattr(style, "find_spec", lambda _: None)
     with pytest.raises(BackendError, match=r"pip install 'sfi-toolkit\[plots\]'"):
-        check_figures()
+        check_matplotlib("figures")
 
 
 def test_number_ticks_are_round_and_fall_on_what_there_is():

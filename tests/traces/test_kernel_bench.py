@@ -6,8 +6,9 @@ import pytest
 from pyarrow import parquet
 
 from sfi_core.errors import BackendError, ConfigError
-from sfi_traces.results import kernel_bench
-from sfi_traces.results.kernel_bench import check_plot, write_parquet, write_plot
+from sfi_traces.figures import style
+from sfi_traces.figures.style import check_plot
+from sfi_traces.results.kernel_bench import write_parquet, write_plot
 
 
 def row(op: str, retention: float | None, median: float, **more) -> dict:
@@ -88,6 +89,6 @@ def test_a_figure_of_another_kind_is_refused(tmp_path):
 
 
 def test_a_figure_without_matplotlib_says_what_to_install(tmp_path, monkeypatch):
-    monkeypatch.setattr(kernel_bench, "find_spec", lambda _: None)
+    monkeypatch.setattr(style, "find_spec", lambda _: None)
     with pytest.raises(BackendError, match=r"pip install 'sfi-toolkit\[plots\]'"):
         check_plot(tmp_path / "x.png")

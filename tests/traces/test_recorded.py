@@ -1,4 +1,4 @@
-"""A trace of the bundled checkpoint's own run says what happened (DESIGN.md, 7)."""
+"""A trace of the bundled checkpoint's own run says what happened."""
 
 import math
 from functools import cache

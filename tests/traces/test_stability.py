@@ -13,7 +13,7 @@ from sfi_traces.schema import TABLES
 from sfi_traces.views import stability
 from sfi_traces.views.figure_data import REST, lambda_over_time, retained_mass, step_phases
 from sfi_traces.views.raster import MISSED, NOTHING, READ, SELECTED, choose_place, rasters
-from sfi_traces.views.stability import Supports, intersections, overlap_by_lag
+from sfi_traces.views.stability import ViewSupports, intersections, overlap_by_lag
 from sfi_traces.views.view import View
 from tests.traces.made import CONFIG, PROMPT, make_trace, overlap
 
@@ -71,7 +71,7 @@ def test_overlap_is_the_mean_of_the_coefficients_of_all_layers_and_heads(full):
 def test_overlap_is_of_the_smaller_set():
     """|A and B| / min(|A|, |B|): early supports are as large as the context."""
     sets = {(0, 0): [np.array([1, 2]), np.array([1, 2, 3, 4])]}
-    assert Supports(np.arange(2), sets, sets).overlap.tolist() == [[1, 1], [1, 1]]
+    assert ViewSupports(np.arange(2), sets, sets).overlap.tolist() == [[1, 1], [1, 1]]
 
 
 def test_overlap_of_one_layer_and_head_with_the_step_before_is_the_recorded_column(full):

@@ -19,9 +19,9 @@ class Overlap:
     """Positions of two sets, counted: arrays of one number for each pair.
 
     Attributes:
-        first: In the first set.
-        second: In the second.
-        both: In both.
+        first: Positions in the first set.
+        second: Positions in the second set.
+        both: Positions in both sets.
     """
 
     first: Ints

@@ -1,4 +1,4 @@
-"""The tables of a trace (DESIGN.md, 6): `manifest.json`, and a folder of Parquet parts for each table.
+"""The tables of a trace: `manifest.json`, and a folder of Parquet parts for each table.
 
 A row's `request` numbers the requests of all runs that one trace holds, in order. A reader of version N reads
 versions 1 to N; a new column raises no version, a changed or missing one does.

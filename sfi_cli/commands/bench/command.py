@@ -170,8 +170,9 @@ def bench(
 
       sfi bench --forecast --random-weights qwen3-4b --context 8K,32K,128K --batch 1,16 --bandwidth 4300
     """
-    from sfi_cli.commands.bench.job import BenchJob, Subject
-    from sfi_cli.commands.kernel_bench.job import Written
+    from sfi_cli.commands.bench.job import DecodeBenchJob
+    from sfi_cli.loading import Subject
+    from sfi_cli.terminal.output import Output
 
     triggers = {
         "t_max": t_max, "min_gap": min_gap, "triggers": trigger, "trigger_policy": trigger_policy,
@@ -182,7 +183,7 @@ def bench(
         "trigger_delay": trigger_delay, "span": span, "window_prefill": window,
         "dense_layers": dense_layer, "group_reduce": group_reduce,
     }  # fmt: skip
-    BenchJob(
+    DecodeBenchJob(
         subject=Subject(
             model=model,
             random_weights=random_weights,
@@ -208,5 +209,5 @@ def bench(
         forecast=forecast,
         bandwidth=bandwidth,
         memory=memory,
-        written=Written(output=output, plot=plot, json=json, quiet=quiet, force=force),
+        output=Output(output, plot=plot, json=json, quiet=quiet, force=force),
     ).run()  # fmt: skip

@@ -1,110 +1,24 @@
 """What `sfi bench` does between its options and its output."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-import typer
-
-from sfi_cli.commands.kernel_bench.job import FORMATS, INTERRUPTED, BenchFiles, Written, words
-from sfi_cli.loading import check_packing, pack
-from sfi_cli.terminal.output import message
+from sfi_cli.loading import Subject
+from sfi_cli.parsing import numbers, words
+from sfi_cli.terminal.output import Output, leave_interrupted
 from sfi_cli.terminal.progress import BenchProgress
 from sfi_core.errors import ConfigError, InputError
 
+FORMATS = (".json", ".parquet")
 BUNDLED_TEXT, NO_BASELINE, KILO = "bundled", "none", 1024
 SLOW_RATE = "1/20"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Subject:
-    """The model that is measured.
-
-    Attributes:
-        model: Hub id or folder; None is the bundled checkpoint.
-        random_weights: A config file or a known architecture, instead of a checkpoint; None for none.
-        loading: `load`'s options.
-        pack_weights: Whether to pack its weights.
-        seed: Seed of random weights.
-    """
-
-    model: str | None
-    random_weights: str | None
-    loading: dict[str, Any]
-    pack_weights: bool
-    seed: int
-
-    @property
-    def name(self) -> str:
-        """What a document calls the model."""
-        return self.random_weights or self.model or "bundled"
-
-    def check(self) -> None:
-        """Refuse what cannot be measured.
-
-        Raises:
-            ConfigError: A checkpoint and random weights are given.
-            BackendError: The weights cannot be packed.
-        """
-        if self.model is not None and self.random_weights is not None:
-            raise ConfigError(
-                f"random_weights must come without --model, got {self.random_weights} and {self.model}"
-            )
-        if self.pack_weights:
-            check_packing(self.loading)
-
-    def loaded(self) -> tuple[Any, Any]:
-        """Return the model and a tokenizer, for random weights the bundled one's."""
-        from sfi_core.measure.bench.architectures import random_config, random_model
-        from sfi_core.models.load import load, load_tokenizer, resolve_device
-
-        if self.random_weights is None:
-            return load(self.model, **self.loading)
-        config, device = random_config(self.random_weights), resolve_device(self.loading["device"])
-        return random_model(config, device, self._dtype(), self.seed), load_tokenizer()
-
-    def unloaded(self) -> Any:
-        """Return the model without weights, on the meta device."""
-        import torch
-
-        from sfi_core.measure.bench.architectures import empty_model, model_config, random_config
-
-        meta = torch.device("meta")
-        if self.random_weights is not None:
-            return empty_model(random_config(self.random_weights), meta, self._dtype())
-        config = model_config(self.model)
-        asked = self._dtype() if self.loading["dtype"] != "auto" else config.dtype
-        return empty_model(config, meta, asked or torch.bfloat16)
-
-    def _dtype(self) -> Any:
-        import torch
-
-        from sfi_core.models.load import resolve_dtype
-
-        dtype = resolve_dtype(self.loading["dtype"])
-        return torch.bfloat16 if dtype == "auto" else dtype
-
-
-class DecodeFiles(BenchFiles):
-    """Where the data of `sfi bench` goes besides stdout."""
-
-    def save(self, document: dict[str, Any]) -> None:
-        """Write the document, or its rows, and the figure."""
-        from sfi_traces.results.bench import write_parquet, write_plot
-
-        output, plot = self.output, self.plot
-        if output is not None and output.path.suffix == ".parquet":
-            output.save(lambda path: write_parquet(document, path))
-        elif output is not None:
-            output.document(document)
-        if plot is not None:
-            kind = plot.path.suffix.removeprefix(".")
-            plot.save(lambda path: write_plot(document, path, kind=kind))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BenchJob:
+class DecodeBenchJob:
     """Everything the options said.
 
     Attributes:
@@ -118,7 +32,7 @@ class BenchJob:
         forecast: Whether to compute instead of measure.
         bandwidth: GB/s for the forecast; None measures.
         memory: GB for the forecast; None is the machine's.
-        written: The output options.
+        output: The document, or its rows, and the figure.
     """
 
     subject: Subject
@@ -131,7 +45,7 @@ class BenchJob:
     forecast: bool
     bandwidth: float | None
     memory: float | None
-    written: Written
+    output: Output
 
     def run(self) -> None:
         """Load, measure or compute, write and show.
@@ -155,37 +69,31 @@ class BenchJob:
         check_engine(settings, device)
         if self.text is not None:
             _read_text(self.text)
-        files = DecodeFiles.opened(self.written, FORMATS)
-        try:
+        self.output.check_format(FORMATS)
+        with self.output:
             if self.forecast:
-                self._forecast(settings, device, files)
+                self._forecast(settings, device)
             else:
-                self._measure(files)
-        finally:
-            files.discard()
+                self._measure()
 
-    def _measure(self, files: DecodeFiles) -> None:
+    def _measure(self) -> None:
         from sfi_cli.commands.bench.views import bench_text
         from sfi_core.measure.bench.bench import run_bench
 
-        self.written.say(f"loading {self.subject.name}")
-        model, tokenizer = self.subject.loaded()
-        if self.subject.pack_weights:
-            pack(model, quiet=self.written.quiet)
+        self.output.say(f"loading {self.subject.name}")
+        model, tokenizer = self.subject.loaded(quiet=self.output.quiet)
         settings = self._settings((model, tokenizer))
-        with BenchProgress(quiet=self.written.quiet) as progress:
+        with BenchProgress(quiet=self.output.quiet) as progress:
             result = run_bench(model, settings, progress.update)
         document = result.document()
         document["model"]["name"] = self.subject.name
         document["model"]["packed_weights"] = self.subject.pack_weights
         if document["rows"]:
-            self.written.show(document, bench_text(document))
-            files.save(document)
+            self._write(document, bench_text)
         if result.interrupted:
-            message("interrupted")
-            raise typer.Exit(INTERRUPTED)
+            leave_interrupted()
 
-    def _forecast(self, settings: Any, device: Any, files: DecodeFiles) -> None:
+    def _forecast(self, settings: Any, device: Any) -> None:
         from sfi_cli.commands.bench.views import forecast_text
         from sfi_core.measure.bench.forecast import forecast_document
 
@@ -197,8 +105,14 @@ class BenchJob:
             memory_bytes=None if self.memory is None else self.memory * 1e9,
         )
         document["model"]["name"] = self.subject.name
-        self.written.show(document, forecast_text(document))
-        files.save(document)
+        self._write(document, forecast_text)
+
+    def _write(self, document: dict[str, Any], view: Callable[[dict[str, Any]], str]) -> None:
+        from sfi_traces.results.bench import write_parquet, write_plot
+
+        self.output.show(document, view)
+        self.output.rows(document, write_parquet)
+        self.output.figure(write_plot, document)
 
     def _check_options(self) -> None:
         self.subject.check()
@@ -225,7 +139,7 @@ class BenchJob:
         given = {name: value for name, value in self.settings.items() if value is not None}
         for name, values in self.lists.items():
             if values:
-                given[name] = _read_list(name, words(values))
+                given[name] = _read_list(name, values)
         if self.text is None or loaded is None:
             given["slow_rate"] = _rate(self.slow_rate or SLOW_RATE)
             return DecodeSettings(**given)
@@ -233,17 +147,16 @@ class BenchJob:
 
 
 def _read_list(name: str, values: list[str]) -> tuple[Any, ...]:
-    if name == "baselines" and values == [NO_BASELINE]:
-        return ()
     if name in ("policies", "baselines"):
-        return tuple(values)
-    return tuple(_count(name, value) for value in values)
+        named = words(values)
+        return () if name == "baselines" and named == [NO_BASELINE] else tuple(named)
+    return tuple(numbers(values, _count, f"{name} must be whole numbers such as 8192 or 8K"))
 
 
-def _count(name: str, value: str) -> int:
+def _count(value: str) -> int:
     digits = value.lower().removesuffix("k")
     if not digits.isdecimal():
-        raise ConfigError(f"{name} must be whole numbers such as 8192 or 8K, got {value!r}")
+        raise ValueError(value)
     return int(digits) * (KILO if digits != value else 1)
 
 

@@ -174,7 +174,8 @@ def evaluate(
       sfi eval --harness gsm8k --limit 50 --method full-kv --method sfi --budget 512
     """
     from sfi_cli.commands.evaluate.job import EvaluationJob
-    from sfi_cli.commands.kernel_bench.job import words
+    from sfi_cli.parsing import words
+    from sfi_cli.terminal.output import Output
 
     if list_tasks:
         _list_tasks()
@@ -194,11 +195,9 @@ def evaluate(
         given=given,
         loading={"device": device, "trust_remote_code": trust_remote_code},
         folder=output,
-        plot=plot,
         resume=resume,
         force=force,
-        json=json,
-        quiet=quiet,
+        output=Output(plot=plot, json=json, force=force, quiet=quiet),
     ).run()
 
 

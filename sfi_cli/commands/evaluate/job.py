@@ -6,17 +6,12 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import typer
-
 from sfi_cli.commands.evaluate.request import described, filled, methods_of, parts_of, resumed
 from sfi_cli.commands.evaluate.views import evaluation_text
-from sfi_cli.commands.kernel_bench.job import INTERRUPTED
-from sfi_cli.terminal.file_output import FileOutput
-from sfi_cli.terminal.output import Output, message
+from sfi_cli.terminal.output import Output, dated_folder, leave_interrupted
 from sfi_cli.terminal.progress import Progress
 from sfi_core.errors import ConfigError, SfiError
 
@@ -56,24 +51,20 @@ class EvaluationJob:
     """Everything the options said.
 
     Attributes:
-        given: What was asked; None where an option was not given.
+        given: Values of the options; None where an option was not given.
         loading: How to load the model, besides what was asked.
         folder: Where the results go; None names a new folder after the time.
-        plot: The figure; None for none.
         resume: Whether to go on with the folder.
-        force: Whether what is there may be replaced.
-        json: Whether stdout gets the document.
-        quiet: Whether stderr stays empty.
+        force: Whether the results in the folder may be replaced.
+        output: The document on stdout, and the figure.
     """
 
     given: Mapping[str, Any]
     loading: Mapping[str, Any]
     folder: Path | None
-    plot: Path | None
     resume: bool
     force: bool
-    json: bool
-    quiet: bool
+    output: Output
 
     def run(self) -> None:
         """Evaluate what is not there yet, and show everything.
@@ -84,44 +75,23 @@ class EvaluationJob:
         """
         if self.resume and self.folder is None:
             raise ConfigError("resume must come with --output DIR, got none")
-        plot = self._plot()
-        try:
+        with self.output:
             results = self._results()
             document = document_of(results)
-            shown = Output(None, force=False)
-            if self.json:
-                shown.document(document)
-            else:
-                shown.text(evaluation_text(document))
-            if plot is not None and document["rows"]:
-                self._draw(document, plot)
-        finally:
-            if plot is not None:
-                plot.discard()
+            self.output.show(document, evaluation_text)
+            if document["rows"]:
+                from sfi_traces.results.evaluation.plots import write_plot
+
+                self.output.figure(write_plot, document)
         if results.manifest["stopped"]:
-            message(f"interrupted; go on with: sfi eval -o {results.path} --resume")
-            raise typer.Exit(INTERRUPTED)
-        self._say(f"Wrote {results.path}")
-
-    def _plot(self) -> FileOutput | None:
-        if self.plot is None:
-            return None
-        from sfi_traces.results.kernel_bench import check_plot
-
-        check_plot(self.plot)
-        return FileOutput(self.plot, force=self.force, quiet=self.quiet)
-
-    def _draw(self, document: dict[str, Any], plot: FileOutput) -> None:
-        from sfi_traces.results.evaluation.plots import write_plot
-
-        kind = plot.path.suffix.removeprefix(".")
-        plot.save(lambda path: write_plot(document, path, kind=kind))
+            leave_interrupted(f"interrupted; go on with: sfi eval -o {results.path} --resume")
+        self.output.say(f"Wrote {results.path}")
 
     def _results(self) -> Any:
         # open the folder, and run what is not in it yet
         from sfi_traces.results.evaluation.store import ResultsFolder, check_new
 
-        path = self.folder or default_folder()
+        path = self.folder or dated_folder("sfi-eval")
         results = None
         if self.resume:
             results = ResultsFolder.resume(path)
@@ -129,7 +99,7 @@ class EvaluationJob:
         else:
             check_new(path, force=self.force)
             asked = filled(self.given)
-        if self.plot is not None and not asked["tasks"]:
+        if self.output.plot is not None and not asked["tasks"]:
             raise ConfigError("plot shows scores and must come with --task, got none")
         text = _text(asked["fidelity"])
         parts = parts_of(asked, text)
@@ -179,7 +149,7 @@ class EvaluationJob:
                 left = _left(part, results)
                 done = set(part.keys) - set(left)
                 with EvaluationProgress(
-                    part.table, map(part.weight, left), quiet=self.quiet
+                    part.table, map(part.weight, left), quiet=self.output.quiet
                 ) as shown:
                     for row in part.run(model, tokenizer, done, **options):
                         results.append(part.table, row)
@@ -192,10 +162,6 @@ class EvaluationJob:
             raise
         finally:
             results.close(stopped)
-
-    def _say(self, text: str) -> None:
-        if not self.quiet:
-            message(text)
 
 
 def document_of(results: Any) -> dict[str, Any]:
@@ -216,11 +182,6 @@ def document_of(results: Any) -> dict[str, Any]:
         "harness": summarize_harness(results.rows["harness"]),
         "samples": str(results.path / "samples.jsonl"),
     }
-
-
-def default_folder() -> Path:
-    """Name a results folder after the time."""
-    return Path(f"sfi-eval-{datetime.now(UTC).astimezone():%Y%m%d-%H%M%S}")
 
 
 def check_same(what: str, got: Any, wanted: Any) -> None:

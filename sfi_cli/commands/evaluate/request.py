@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from sfi_cli.commands.kernel_bench.job import words
+from sfi_cli import parsing
 from sfi_core.errors import ConfigError
 
 METHODS = (
@@ -89,13 +89,11 @@ def numbers(option: str, text: str | None, kind: Callable[[str], Any]) -> list[A
     """
     if text is None:
         return None
-    try:
-        found = [kind(word) for word in words([text])]
-    except ValueError:
-        found = []
+    noun = "whole numbers" if kind is int else "numbers"
+    rule = f"{option} must be {noun} with commas between"
+    found = parsing.numbers([text], kind, rule, got=text)
     if not found:
-        noun = "whole numbers" if kind is int else "numbers"
-        raise ConfigError(f"{option} must be {noun} with commas between, got {text!r}")
+        raise ConfigError(f"{rule}, got {text!r}")
     return found
 
 

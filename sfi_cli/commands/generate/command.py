@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from sfi_cli import options as o
-from sfi_cli.commands.generate.recording import Recording
+from sfi_cli.commands.generate.recording import TraceRecording
 from sfi_core.settings.audit import AuditConfig
 from sfi_core.settings.engine import EngineOptions
 
@@ -134,6 +134,8 @@ def generate(
     """
     from sfi_cli.commands.generate.job import GenerateJob
     from sfi_cli.commands.generate.prompts import read_prompts
+    from sfi_cli.loading import Subject
+    from sfi_cli.parsing import number_list
     from sfi_cli.terminal.output import Output
 
     prompts = read_prompts(prompt, prompt_file, batch)
@@ -152,11 +154,14 @@ def generate(
     job = GenerateJob(
         prompts=prompts,
         chat=chat,
-        model=model,
-        loading={
-            "revision": revision, "dtype": dtype, "device": device, "trust_remote_code": trust_remote_code,
-        },
-        pack_weights=pack_weights,
+        subject=Subject(
+            model=model,
+            loading={
+                "revision": revision, "dtype": dtype, "device": device,
+                "trust_remote_code": trust_remote_code,
+            },
+            pack_weights=pack_weights,
+        ),
         backend=backend,
         policy=policy,
         preset=preset or ("example" if prompts.is_example and config is None else "default"),
@@ -168,7 +173,7 @@ def generate(
         max_batch=max_batch,
         prefill_chunk=prefill_chunk,
         compare=prompts.is_example and policy != "full-kv" if compare is None else compare,
-        recording=Recording(
+        recording=TraceRecording(
             folder=trace,
             force=force,
             positions=positions,
@@ -177,12 +182,11 @@ def generate(
             audit=None if audit is None else AuditConfig(
                 every=audit,
                 top=audit_top,
-                layers=o.number_list(audit_layers, "--audit-layers"),
-                heads=o.number_list(audit_heads, "--audit-heads"),
+                layers=number_list(audit_layers, "--audit-layers"),
+                heads=number_list(audit_heads, "--audit-heads"),
             ),
         ),
         engine=EngineOptions(overlap=overlap, graphs=graphs, synchronized=synchronized),
-        json=json,
-        quiet=quiet,
     )  # fmt: skip
-    job.run(Output(output, force=force, quiet=quiet))
+    with Output(output, json=json, force=force, quiet=quiet) as written:
+        job.run(written)

@@ -8,17 +8,15 @@ from typing import Any
 import typer
 
 from sfi_cli.commands.generate.prompts import Entry, Prompts
-from sfi_cli.commands.generate.recording import Recording
+from sfi_cli.commands.generate.recording import TraceRecording
 from sfi_cli.commands.generate.views import plan_line, report_lines
-from sfi_cli.loading import check_packing, pack
-from sfi_cli.terminal.output import Output, message
-from sfi_cli.terminal.progress import DecodeProgress, PrefillProgress
+from sfi_cli.loading import Subject
+from sfi_cli.terminal.output import INTERRUPTED, Output, message
+from sfi_cli.terminal.progress import DecodeProgress, PrefillProgress, ProgressObserver
 from sfi_core.distributed import torchrun
 from sfi_core.errors import InputError
 from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.engine import EngineOptions
-
-INTERRUPTED = 130
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,9 +25,7 @@ class GenerateJob:
 
     prompts: Prompts
     chat: bool
-    model: str | None
-    loading: dict[str, Any]
-    pack_weights: bool
+    subject: Subject
     backend: str
     policy: str
     preset: str
@@ -40,10 +36,8 @@ class GenerateJob:
     max_batch: int | None
     prefill_chunk: int
     compare: bool
-    recording: Recording
+    recording: TraceRecording
     engine: EngineOptions
-    json: bool
-    quiet: bool
 
     def run(self, output: Output) -> None:
         """Load, decode, write the text or the document, and report.
@@ -52,26 +46,20 @@ class GenerateJob:
             SfiError: What the user can mend.
             typer.Exit: With 130 after Ctrl-C.
         """
-        try:
-            self._run(output)
-        except BaseException:
-            output.discard()
-            raise
-
-    def _run(self, output: Output) -> None:
         from sfi_core.engine.backends.registry import check_backend
         from sfi_core.generation.sampling import Sampling
         from sfi_core.models.load import resolve_device
         from sfi_core.policies import policy_class
 
         policy_class(self.policy)  # mistakes in settings show before a large model loads
-        check_backend(self.backend, resolve_device(self.loading["device"]))
+        check_backend(self.backend, resolve_device(self.subject.loading["device"]))
         Sampling(**self.sampling)
-        model, tokenizer = self._loaded()
+        self.subject.check()
+        model, tokenizer = self.subject.loaded(quiet=output.quiet)
         texts = [self._text(entry, tokenizer) for entry in self.prompts.entries]
-        shows = output.streams and not self.json and len(texts) == 1
-        decode = partial(self._decode, model, tokenizer, texts)
-        with self.recording.observers(tokenizer, self._provenance(), self.quiet) as (
+        shows = output.streams and not output.json and len(texts) == 1
+        decode = partial(self._decode, model, tokenizer, texts, output.quiet)
+        with self.recording.observers(tokenizer, self._provenance(), output.quiet) as (
             watch,
             stopped,
         ):
@@ -82,41 +70,30 @@ class GenerateJob:
         if self.compare and not result.interrupted and result.error is None:
             other = decode("full-kv", None, [], None)
         document = self._document(result, other, str(model.device))
-        if self.json:
+        if output.json:
             output.document(document)
         elif shows:
             output.stream("" if result.texts[0].endswith("\n") else "\n")
         else:
             output.text("".join(_block(i, text, len(texts)) for i, text in enumerate(result.texts)))
-        if not self.quiet:
-            for line in report_lines(document):
-                message(line)
+        for line in report_lines(document):
+            output.say(line)
         if result.error is not None:
             raise result.error
         if result.interrupted:
             raise typer.Exit(INTERRUPTED)
-
-    def _loaded(self) -> tuple[Any, Any]:
-        from sfi_core.models.load import load
-
-        if not self.pack_weights:
-            return load(self.model, **self.loading)
-        check_packing(self.loading)
-        model, tokenizer = load(self.model, **self.loading)
-        pack(model, quiet=self.quiet)
-        return model, tokenizer
 
     def _decode(
         self,
         model: Any,
         tokenizer: Any,
         texts: list[str],
+        quiet: bool,
         policy: str,
         stream: Output | None,
         observers: list[Any],
         audit: Any,
     ) -> Any:
-        from sfi_cli.terminal.step_progress import ProgressObserver
         from sfi_core.generation.generate import generate
         from sfi_core.generation.sampling import Sampling
         from sfi_core.generation.text_stream import text_stream
@@ -128,7 +105,6 @@ class GenerateJob:
             def on_token(tokens: list[int]) -> None:
                 stream.stream(shown.push(tokens[0]))
 
-        quiet = self.quiet
         with (
             PrefillProgress(quiet=quiet, label=policy) as reading,
             DecodeProgress(quiet=quiet or stream is not None) as decoding,
@@ -148,20 +124,16 @@ class GenerateJob:
                 observers=[*observers, ProgressObserver(decoding, max(limits))],
                 audit=audit,
                 engine=self.engine,
-                on_plan=partial(self._say, policy),
+                on_plan=partial(_say_plan, policy, quiet),
                 on_token=on_token,
                 on_prefill=reading.update,
             )
-
-    def _say(self, policy: str, plan: Any) -> None:
-        if not self.quiet and plan.requests > 1:
-            message(f"{policy}: {plan_line(plan)}")
 
     def _provenance(self) -> dict[str, Any]:
         return {
             "preset": self.preset,
             "seed": self.seed,
-            "revision": self.loading["revision"],
+            "revision": self.subject.loading["revision"],
             "sampling": self.sampling,
             "max_new_tokens": self.max_new_tokens,
         }
@@ -183,7 +155,7 @@ class GenerateJob:
         from sfi_core.machine.versions import versions
 
         document = {
-            "model": "bundled" if self.model is None else self.model,
+            "model": self.subject.name,
             "policy": self.policy,
             "preset": self.preset,
             "config": self.config.to_dict(),
@@ -200,6 +172,11 @@ class GenerateJob:
         if other is not None:
             document["comparison"] = {"policy": "full-kv", **_measured(other)}
         return document
+
+
+def _say_plan(policy: str, quiet: bool, plan: Any) -> None:
+    if not quiet and plan.requests > 1:
+        message(f"{policy}: {plan_line(plan)}")
 
 
 def _measured(result: Any) -> dict[str, Any]:

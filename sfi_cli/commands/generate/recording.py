@@ -1,9 +1,8 @@
-"""What watches a run: the trace, NVTX ranges for a profiler, and progress."""
+"""The observers of a run that the options ask for: the trace, and NVTX ranges for a profiler."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +16,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recording:
-    """What the options of the trace said.
+class TraceRecording:
+    """The options of the trace.
 
     Attributes:
         folder: Where the trace goes; None for no trace.
@@ -45,7 +44,7 @@ class Recording:
     def observers(
         self, tokenizer: Any, provenance: dict[str, Any], quiet: bool
     ) -> Iterator[tuple[list["Observer"], Callable[[str | None], None]]]:
-        """Open what watches the run, and close it whatever happens.
+        """Open the observers of the run, and close them however it ends.
 
         Yields:
             The observers, and a function that takes the reason why the run stopped early.
@@ -72,8 +71,3 @@ class Recording:
             yield [*found, stack.enter_context(parquet)], parquet.close
         if self.folder.exists() and not quiet:  # gone where the run ended before it began
             message(f"Wrote {self.folder}; look at it with: sfi trace show {self.folder}")
-
-
-def default_folder() -> Path:
-    """Name a trace after the time."""
-    return Path(f"sfi-trace-{datetime.now(UTC).astimezone():%Y%m%d-%H%M%S}")

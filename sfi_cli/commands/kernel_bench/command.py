@@ -120,22 +120,24 @@ def kernel_bench(
       sfi kernel-bench --compile-only --arch sm_80,sm_90
     """
     from sfi_cli.commands.kernel_bench.job import (
-        BenchJob,
         CompileJob,
-        Written,
+        KernelBenchJob,
         check_combination,
-        numbers,
-        words,
     )
+    from sfi_cli.parsing import numbers, words
+    from sfi_cli.terminal.output import Output
 
     check_combination(compile_only=compile_only, arch=arch, sweep=sweep, plot=plot)
-    written = Written(output=output, plot=plot, json=json, quiet=quiet, force=force)
+    written = Output(output, plot=plot, json=json, quiet=quiet, force=force)
     if compile_only:
-        CompileJob(architectures=words(arch or [ARCHITECTURES]), written=written).run()
+        CompileJob(architectures=words(arch or [ARCHITECTURES]), output=written).run()
         return
+    shares = numbers(retention or [], float, "retention must be a number")
     settings = {
         "context": context, "batch": batch, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim,
-        "dtype": dtype, "retentions": numbers("retention", retention),
+        "dtype": dtype, "retentions": tuple(dict.fromkeys(shares)) if retention else None,
         "ops": tuple(words(op)) if op else None, "repeats": repeats, "seed": seed,
     }  # fmt: skip
-    BenchJob(settings=settings, sweep=sweep, backend=backend, device=device, written=written).run()
+    KernelBenchJob(
+        settings=settings, sweep=sweep, backend=backend, device=device, output=written
+    ).run()

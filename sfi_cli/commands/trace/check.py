@@ -23,10 +23,6 @@ def check(folder: o.TraceDir, json: o.Json = False) -> None:
     from sfi_traces.read.reader import Trace
 
     document = look(Trace.open(folder))
-    written = Output(None, force=False)
-    if json:
-        written.document(document)
-    else:
-        written.text(check_text(document))
+    Output(json=json).data(document, check_text)
     if not document["sound"]:
         raise typer.Exit(UNSOUND)

@@ -30,12 +30,5 @@ def diff(
     from sfi_traces.summary.diff import compare
 
     traces = Trace.open(first), Trace.open(second)
-    written = Output(output, force=force)
-    try:
-        document = compare(*traces, request)
-        if json:
-            written.document(document)
-        else:
-            written.text(diff_text(document))
-    finally:
-        written.discard()
+    with Output(output, json=json, force=force) as written:
+        written.data(compare(*traces, request), diff_text)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from sfi_cli.terminal.tables import count, duration, number, pairs, percent, rendered, table
+from sfi_cli.terminal.tables import count, duration, number, pairs, percent, ratio, rendered, table
 
 MOST_STEPS = 16
 NUMBERS = (  # name, title, how it is written
@@ -40,8 +40,8 @@ def _numbers_table(document: Row) -> Any:
     sides = document["a"], document["b"]
     rows = [("policy", *(side["policy"] for side in sides), "")]
     for name, title, write in NUMBERS:
-        ratio = document["ratios"].get(name)
-        last = "" if ratio is None else f"{ratio:.2f}x"
+        factor = document["ratios"].get(name)
+        last = "" if factor is None else ratio(factor)
         rows.append((title, *(write(side[name]) for side in sides), last))
     rows.append(
         ("audit's cost in times", *("yes" if side["audited"] else "no" for side in sides), "")

@@ -1,14 +1,14 @@
 """What `sfi trace export` does between its options and its files."""
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sfi_cli.terminal.file_output import FileOutput
+from sfi_cli.terminal.output import Output
 from sfi_cli.terminal.progress import Progress
-from sfi_cli.terminal.text_pieces import save_pieces, write_pieces
 from sfi_core.errors import ConfigError, SfiError
 
 FORMATS = ("perfetto", "csv", "jsonl")
@@ -56,7 +56,8 @@ class ExportJob:
         with ExportProgress(quiet=self.quiet) as progress:
             if self.form == "perfetto" or self.table is not None:
                 pieces = self._pieces(trace, self.table, progress)
-                write_pieces(pieces, self.output, force=self.force)
+                with Output(self.output, force=self.force) as written:
+                    written.pieces(pieces)
             elif self.output is not None:
                 self._write_tables(trace, list(TABLES), self.output, progress)
 
@@ -79,17 +80,14 @@ class ExportJob:
             ) from error
         except OSError as error:
             raise SfiError(f"output {folder} cannot be written: {error.strerror}") from error
-        files: list[FileOutput] = []
-        try:
+        with ExitStack() as stack:
             # all before the first is written, so that one that exists stops the export at once
-            files.extend(
-                FileOutput(folder / f"{name}.{self.form}", force=self.force) for name in tables
-            )
-            for name, file in zip(tables, files, strict=True):
-                save_pieces(file, self._pieces(trace, name, progress))
-        finally:
-            for file in files:
-                file.discard()
+            files = {
+                name: stack.enter_context(Output(folder / f"{name}.{self.form}", force=self.force))
+                for name in tables
+            }
+            for name, file in files.items():
+                file.pieces(self._pieces(trace, name, progress))
 
 
 class ExportProgress(Progress):

@@ -1,11 +1,11 @@
 """What `sfi trace plot` and `sfi trace report` do between their options and their files."""
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sfi_cli.terminal.file_output import FileOutput
-from sfi_cli.terminal.output import message
+from sfi_cli.terminal.output import Output, message
 from sfi_core.errors import ConfigError, SfiError, TraceError
 
 
@@ -15,7 +15,7 @@ class PlotJob:
 
     Attributes:
         trace: The trace's folder.
-        kinds: What to draw; empty for all that the trace has data for.
+        kinds: Figures to draw; empty for all that the trace has data for.
         request: The request, or None for the first.
         layer: The layer, or None.
         head: The KV head, or None.
@@ -43,22 +43,21 @@ class PlotJob:
             TraceError: A figure that was asked for lacks its data, or all do.
             BackendError: No matplotlib.
         """
-        from sfi_traces.figures import check_figures
+        from sfi_traces.figures.style import check_matplotlib
 
-        check_figures()
+        check_matplotlib("figures")
         paths = self._paths()
         view = open_view(self.trace, self.request, self.layer, self.head, self.top)
-        files: dict[str, FileOutput] = {}
-        try:
-            for kind, path in paths.items():
-                files[kind] = FileOutput(path, force=self.force)
+        with ExitStack() as stack:
+            files = {
+                kind: stack.enter_context(Output(plot=path, force=self.force))
+                for kind, path in paths.items()
+            }
             self._draw(view, files)
-        finally:
-            for file in files.values():
-                file.discard()
 
-    def _draw(self, view: Any, files: dict[str, FileOutput]) -> None:
-        from sfi_traces.figures import draw, save
+    def _draw(self, view: Any, files: dict[str, Output]) -> None:
+        from sfi_traces.figures import draw
+        from sfi_traces.figures.style import save
 
         lacking = []
         for kind, file in files.items():
@@ -70,13 +69,13 @@ class PlotJob:
                 message(f"left out {kind}: {error}")
                 lacking.append(error)
                 continue
-            form = file.path.suffix.removeprefix(".")
-            file.save(lambda path, figure=figure, form=form: save(figure, path, form))  # type: ignore[misc]
+            file.figure(save, figure)
         if len(lacking) == len(files):
             raise lacking[0]
 
     def _paths(self) -> dict[str, Path]:
-        from sfi_traces.figures import FORMATS, KINDS
+        from sfi_traces.figures import KINDS
+        from sfi_traces.figures.style import FORMATS
 
         kinds = tuple(dict.fromkeys(self.kinds)) or tuple(KINDS)
         for kind in kinds:
@@ -113,16 +112,8 @@ def write_report(
 
     check_report()
     view = open_view(trace, request, top=top)
-    file = FileOutput(output or beside(trace, "report.html"), force=force)
-    try:
-        page = render(view).encode()
-        file.save(lambda path: _write(path, page))
-    finally:
-        file.discard()
-
-
-def _write(path: Path, page: bytes) -> None:
-    path.write_bytes(page)
+    with Output(output or beside(trace, "report.html"), force=force) as file:
+        file.text(render(view))
 
 
 def beside(trace: Path, name: str) -> Path:

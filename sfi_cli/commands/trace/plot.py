@@ -76,10 +76,10 @@ def plot(
 
       sfi trace plot run --kind raster,lag --layer 3 --head 1
     """
-    from sfi_cli.commands.kernel_bench.job import words
     from sfi_cli.commands.trace.figure_jobs import PlotJob
+    from sfi_cli.parsing import words
 
     PlotJob(
-        trace=trace, kinds=tuple(words(kind)) if kind else (), request=request, layer=layer, head=head,
+        trace=trace, kinds=tuple(words(kind)), request=request, layer=layer, head=head,
         top=top, form=form, output=output, force=force,
     ).run()  # fmt: skip

@@ -8,7 +8,7 @@ import typer
 
 from sfi_cli import options as o
 from sfi_cli.commands.generate.command import generate
-from sfi_cli.commands.generate.recording import default_folder
+from sfi_cli.terminal.output import dated_folder
 
 ELSEWHERE = (
     "trace",
@@ -38,7 +38,7 @@ def record(*, output: Folder = None, **options: Any) -> None:
 
       sfi trace record -o dense --policy full-kv --audit 1
     """
-    generate(**options, trace=output or default_folder(), output=None, compare=False)
+    generate(**options, trace=output or dated_folder("sfi-trace"), output=None, compare=False)
 
 
 def _take_options_of_generate() -> None:

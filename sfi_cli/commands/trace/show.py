@@ -29,12 +29,5 @@ def show(
     from sfi_traces.summary import summarize
 
     trace = Trace.open(folder)
-    written = Output(output, force=force)
-    try:
-        document = summarize(trace, request, layer)
-        if json:
-            written.document(document)
-        else:
-            written.text(show_text(document))
-    finally:
-        written.discard()
+    with Output(output, json=json, force=force) as written:
+        written.data(summarize(trace, request, layer), show_text)

@@ -28,11 +28,13 @@ def sql(
       sfi trace sql run "FROM supports SELECT avg(retained_mass) GROUP BY layer" --format csv -o mass.csv
     """
     from sfi_cli.commands.trace.sql_views import FORMATS, query_pieces
-    from sfi_cli.terminal.text_pieces import write_pieces
+    from sfi_cli.terminal.output import Output
     from sfi_core.errors import ConfigError
     from sfi_traces.read.reader import Trace
 
     form = "json" if json else form
     if form not in FORMATS:
         raise ConfigError(f"unknown format {form!r}; expected one of {FORMATS}")
-    write_pieces(query_pieces(Trace.open(folder), query, form), output, force=force)
+    pieces = query_pieces(Trace.open(folder), query, form)
+    with Output(output, force=force) as written:
+        written.pieces(pieces)

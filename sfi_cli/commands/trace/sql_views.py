@@ -15,7 +15,7 @@ LONGEST = 80  # characters of a cell
 
 
 def query_pieces(trace: Any, sql: str, form: str) -> Iterator[str]:
-    """Run a query and write what it finds, piece by piece.
+    """Run a query and write its rows, piece by piece.
 
     Raises:
         ConfigError: The query is refused, or has two columns of one name where JSON needs names.

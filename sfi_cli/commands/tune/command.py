@@ -150,7 +150,8 @@ def tune(
 
       sfi tune code chat --trigger-set lines="\n" --no-mine --study shared.db --resume --trials 500
     """
-    from sfi_cli.commands.tune.job import Confirming, Searching, TuneFiles, TuneJob
+    from sfi_cli.commands.tune.job import Confirming, Searching, TuneJob
+    from sfi_cli.terminal.output import Output
 
     TuneJob(
         traces=traces,
@@ -173,5 +174,5 @@ def tune(
                 "trust_remote_code": trust_remote_code,
             },
         ),
-        files=TuneFiles(output=output, plot=plot, force=force, json=json, quiet=quiet),
+        output=Output(output, plot=plot, force=force, json=json, quiet=quiet),
     ).run()  # fmt: skip

@@ -1,19 +1,15 @@
 """What `sfi tune` does between its options and its output."""
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import typer
-
 from sfi_cli.commands.generate.prompts import read_prompts
-from sfi_cli.commands.kernel_bench.job import INTERRUPTED, words
-from sfi_cli.commands.trace.replay.grid import named_strings
-from sfi_cli.terminal.file_output import FileOutput
-from sfi_cli.terminal.output import Output, message
+from sfi_cli.commands.tune.views import tune_text
+from sfi_cli.parsing import named_strings, words
+from sfi_cli.terminal.output import Output, leave_interrupted
 from sfi_cli.terminal.progress import BenchProgress
 from sfi_core.errors import ConfigError, InputError
 
@@ -25,15 +21,15 @@ class Searching:
     """What the options of the search said.
 
     Attributes:
-        objectives: Their names; empty for the default ones.
+        objectives: Names of objectives; empty for the default ones.
         min_retained: Least mean retained mass.
         max_read: Largest share read.
         trials: Trials of the study in all.
         timeout: Seconds after which no new trial begins.
         sampler: tpe or nsga2.
-        seed: Of the sampler.
-        study: Its file.
-        resume: Whether to go on with one that is there.
+        seed: Seed of the sampler.
+        study: The study's file.
+        resume: Whether to go on with a study that exists.
         batch_size: Requests that share the weights in the byte model.
     """
 
@@ -55,8 +51,8 @@ class Confirming:
 
     Attributes:
         count: Settings to run for real.
-        prompt_file: A prompt of the user's; None for the traces' own.
-        batch: Several of them.
+        prompt_file: A file with a prompt; None for the traces' own prompts.
+        batch: A JSON Lines file of prompts; None for none.
         model: A hub id or folder; None for the bundled checkpoint.
         backend: auto, torch or triton.
         loading: How to load the model.
@@ -71,27 +67,8 @@ class Confirming:
 
     @property
     def has_prompts(self) -> bool:
-        """Whether there are prompts of the user's."""
+        """Whether the options name prompts."""
         return self.prompt_file is not None or self.batch is not None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TuneFiles:
-    """What the output options said.
-
-    Attributes:
-        output: The settings.
-        plot: The figure; None for none.
-        force: Whether files may be overwritten.
-        json: Whether the data is the document.
-        quiet: Whether stderr stays empty.
-    """
-
-    output: Path
-    plot: Path | None
-    force: bool
-    json: bool
-    quiet: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,13 +76,13 @@ class TuneJob:
     """Everything the options said.
 
     Attributes:
-        traces: Their folders.
+        traces: Folders of the traces.
         axes: Values or ranges by setting; None where the option was not given.
         trigger_sets: `NAME=A B C`.
         mine: Whether to mine trigger sets.
         searching: The search.
         confirming: The confirmation.
-        files: The output.
+        output: The settings, the document on stdout, and the figure.
     """
 
     traces: Sequence[Path]
@@ -114,7 +91,7 @@ class TuneJob:
     mine: bool
     searching: Searching
     confirming: Confirming
-    files: TuneFiles
+    output: Output
 
     def run(self) -> None:
         """Search, confirm, show and write.
@@ -129,21 +106,12 @@ class TuneJob:
         check_path(self.searching.study, resume=self.searching.resume)
         if self.confirming.has_prompts and not self.confirming.count:
             raise ConfigError("prompt-file and batch must come with --confirm, got none")
-        if self.files.plot is not None:
-            from sfi_traces.results.kernel_bench import check_plot
+        with self.output:
+            self._run()
 
-            check_plot(self.files.plot)
-        with ExitStack() as stack:
-            output = Output(self.files.output, force=self.files.force, quiet=self.files.quiet)
-            stack.callback(output.discard)
-            plot = None
-            if self.files.plot is not None:
-                plot = FileOutput(self.files.plot, force=self.files.force, quiet=self.files.quiet)
-                stack.callback(plot.discard)
-            self._run(output, plot)
-
-    def _run(self, output: Output, plot: FileOutput | None) -> None:
+    def _run(self) -> None:
         from sfi_traces.tune.found import find
+        from sfi_traces.tune.plot import write_plot
 
         tuning = self._tuning()
         confirm = self._confirmer(tuning) if self.confirming.count else None
@@ -152,7 +120,7 @@ class TuneJob:
             resume=self.searching.resume,
         )  # fmt: skip
         trials = self.searching.trials
-        with BenchProgress(quiet=self.files.quiet) as progress:
+        with BenchProgress(quiet=self.output.quiet) as progress:
             found = find(
                 tuning,
                 search,
@@ -164,14 +132,14 @@ class TuneJob:
             found = confirm(found)
         document = found.document()
         if found.front:
-            self._show(document)
+            self.output.show(document, tune_text)
         if found.interrupted:
             again = f"--study {self.searching.study} --resume"
-            message(f"interrupted; the study is kept: go on with the same options and {again}")
-            raise typer.Exit(INTERRUPTED)
-        if plot is not None:
-            self._draw(document, plot)
-        output.text(found.toml())
+            leave_interrupted(
+                f"interrupted; the study is kept: go on with the same options and {again}"
+            )
+        self.output.figure(write_plot, document)
+        self.output.text(found.toml())
 
     def _tuning(self) -> Any:
         from sfi_traces.read.reader import Trace
@@ -207,7 +175,7 @@ class TuneJob:
             material = [Material.of_trace(trace, each, tokenizer) for trace, each in pairs]
 
         def confirm(found: Any) -> Any:
-            with BenchProgress(quiet=self.files.quiet) as progress:
+            with BenchProgress(quiet=self.output.quiet) as progress:
                 confirmer = Confirmer(
                     model=model,
                     tokenizer=tokenizer,
@@ -230,18 +198,3 @@ class TuneJob:
         if len(texts) < len(entries):
             raise InputError(f"batch {self.confirming.batch} must hold prompts, got messages")
         return texts
-
-    def _show(self, document: dict[str, Any]) -> None:
-        from sfi_cli.commands.tune.views import tune_text
-
-        shown = Output(None, force=False)
-        if self.files.json:
-            shown.document(document)
-        else:
-            shown.text(tune_text(document))
-
-    def _draw(self, document: dict[str, Any], plot: FileOutput) -> None:
-        from sfi_traces.tune.plot import write_plot
-
-        kind = plot.path.suffix.removeprefix(".")
-        plot.save(lambda path: write_plot(document, path, kind=kind))

@@ -8,9 +8,8 @@ from sfi_cli.commands.trace.replay.views import (
     outcome_cells,
     setting_cell,
     setting_values,
-    wrapped,
 )
-from sfi_cli.terminal.tables import number, percent, plural, table
+from sfi_cli.terminal.tables import number, percent, plural, table, wrapped
 
 ROWS, TOKENS = 16, 5  # of a front and of mined tokens that a terminal shows
 LEFT_OUT = ("worst", "overlap")  # of the columns of a replay

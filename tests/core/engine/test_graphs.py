@@ -251,7 +251,7 @@ def test_a_request_of_the_recorded_step_gives_other_records(complete, monkeypatc
 
     def of_the_first(cls: Any, sink: int, step: Any, table_BP: torch.Tensor) -> Rows:
         rows = of_slow(cls, sink, step, table_BP)
-        slow = [*runs[-1].descriptor.slow, *[-1] * step.padding]
+        slow = [*runs[-1].forward.descriptor.slow, *[-1] * step.padding]
         return replace(rows, request_R=torch.stack([rows.sink_R.new_full((), n) for n in slow]))
 
     begin = Run.begin_decode

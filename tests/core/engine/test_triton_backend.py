@@ -97,7 +97,7 @@ def test_every_setting_gives_the_tokens_of_the_references(change: dict[str, Any]
 
 
 def test_with_room_for_everything_it_is_full_attention():
-    """DESIGN 3.5 and 7."""
+    """A budget of all positions selects every one of them."""
     config = CONFIG.replace(budget=200)
     assert tokens(complete("triton", config=config)) == tokens(complete("torch", policy="full-kv"))
 

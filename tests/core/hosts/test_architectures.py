@@ -1,4 +1,4 @@
-"""The contract with transformers, over the architectures of `tests/architectures.py` (DESIGN.md, 7)."""
+"""The contract with transformers, over the architectures of `tests/architectures.py`."""
 
 from functools import cache
 

@@ -141,7 +141,7 @@ def test_a_policy_repeats_itself(complete: Any, tiny_model: Any, policy: str, mo
 
 @pytest.mark.parametrize(("policy", "mode"), RUNS)
 def test_a_row_of_a_ragged_batch_equals_the_row_alone(complete: Any, policy: str, mode: str):
-    """DESIGN 7."""
+    """A request does not notice the other requests of its batch."""
     together, _ = complete(policy, mode)
     for row, request in enumerate(together.requests):
         alone, _ = complete(policy, mode, row)
@@ -257,7 +257,7 @@ def test_sfi_refreshes_every_layer_on_slow_steps_and_never_on_fast_ones(complete
 
 
 def test_sfi_with_room_for_everything_is_full_attention(complete: Any, tiny_model: Any):
-    """DESIGN 3.5 and 7: anchored, and budget >= allowed positions."""
+    """With anchored recents and a budget of all allowed positions."""
     config = CONFIG.replace(budget=100)
     result = sfi_core.generate(
         tiny_model, None, PROMPTS, config, max_new_tokens=NEW, stop_token_ids=()

@@ -13,7 +13,7 @@ from sfi_core.errors import ConfigError, InputError
 from sfi_core.settings.config import PRESETS, TRIGGER_POLICIES, SfiConfig
 from sfi_core.settings.parts import SelectorConfig
 
-# DESIGN 3.7; what the paper leaves open is the released code's in every preset
+# what the paper leaves open is the released code's value in every preset
 OPEN = {"alpha": 0.5, "gamma": 0.5, "power": 1.8, "eta": 0.4, "radius": 16, "temperature": 2.0}
 PAPER_SELECTOR = OPEN | {
     "lambda_clip": 0.02,
@@ -95,8 +95,8 @@ def flat(config: SfiConfig) -> dict[str, object]:
         ),
     ],
 )
-def test_a_preset_has_the_values_of_the_design(preset: str, settings: dict, selector: dict):
-    """DESIGN 3.7."""
+def test_a_preset_has_its_documented_values(preset: str, settings: dict, selector: dict):
+    """Scripts that name a preset rely on these numbers."""
     values = flat(SfiConfig.preset(preset))
     wanted = settings | selector
     assert {name: values[name] for name in wanted} == wanted

@@ -212,7 +212,7 @@ def test_norms_of_one_page_are_a_view():
 
 
 def test_one_page_per_request_is_a_contiguous_tensor():
-    """PyTorch's SDPA reads it without a copy (DESIGN 3.4)."""
+    """PyTorch's SDPA reads the page without a copy."""
     written = Written(20)
     written.append(6, 6, 6)
     pages = written.cache.layers[0]

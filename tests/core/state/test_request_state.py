@@ -160,7 +160,7 @@ def random_runs(*, sliding: bool) -> Iterator[Refreshed]:
 
 
 def test_with_anchored_recents_no_token_is_ever_unread_and_unranked():
-    """DESIGN 3.5: between two slow steps every token is a sink, was ranked, or is recent."""
+    """Between two slow steps every token is a sink, was ranked, or is recent."""
     gaps = [step.unread_and_unranked for step in random_runs(sliding=False)]
     assert len(gaps) == 3600
     assert not any(gaps)

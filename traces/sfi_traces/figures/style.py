@@ -1,31 +1,68 @@
-"""What the figures have in common."""
+"""What all figures have in common; matplotlib is an extra and loads with the first figure."""
 
 import textwrap
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.layout_engine import ConstrainedLayoutEngine
 
+from sfi_core.errors import BackendError, ConfigError
 from sfi_traces.views.captions import Caption, subject
 from sfi_traces.views.labels import SLOW
 from sfi_traces.views.view import View
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+FORMATS = ("png", "svg")
+DPI = 150
 MUTED = "#5b6570"
 CHARACTERS_PER_INCH = 16  # of a note
 MARGIN, TITLE, LINE = 0.12, 0.27, 0.165  # inches
 
 
-def new_figure(width: float, height: float) -> Figure:
+def check_matplotlib(what: str) -> None:
+    """Refuse where nothing can be drawn.
+
+    Args:
+        what: Name of the drawings in the error, such as "plots".
+
+    Raises:
+        BackendError: matplotlib is not installed.
+    """
+    if find_spec("matplotlib") is None:
+        raise BackendError(
+            f"{what} need matplotlib, which is not installed; pip install 'sfi-toolkit[plots]'"
+        )
+
+
+def check_plot(path: Path) -> None:
+    """Refuse a figure that cannot be drawn, before the work starts.
+
+    Raises:
+        ConfigError: Neither PNG nor SVG.
+        BackendError: matplotlib is not installed.
+    """
+    suffixes = tuple(f".{form}" for form in FORMATS)
+    if path.suffix not in suffixes:
+        raise ConfigError(f"plot must end in one of {suffixes}, got {path.name}")
+    check_matplotlib("plots")
+
+
+def new_figure(width: float, height: float) -> "Figure":
     """Make an empty figure, its size in inches."""
+    from matplotlib.figure import Figure  # noqa: PLC0415 - an extra
+
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def title(figure: Figure, caption: Caption, view: View) -> None:
-    """Say above a figure what it shows, and of which run."""
+def title(figure: "Figure", caption: Caption, view: View) -> None:
+    """Write the caption and the run's name above a figure."""
+    from matplotlib.layout_engine import ConstrainedLayoutEngine  # noqa: PLC0415 - an extra
+
     width, height = figure.get_size_inches()
     lines = [subject(view), *textwrap.wrap(caption.note, int(width * CHARACTERS_PER_INCH))]
     left = MARGIN / width
@@ -38,7 +75,7 @@ def title(figure: Figure, caption: Caption, view: View) -> None:
     figure.set_layout_engine(ConstrainedLayoutEngine(rect=(0, 0, 1, free)))
 
 
-def mark_slow(axes: Axes, at: np.ndarray) -> None:
+def mark_slow(axes: "Axes", at: np.ndarray) -> None:
     """Put a tick below an axis for each slow step; nothing where all steps are slow."""
     axes.tick_params(axis="x", pad=7)
     axes.plot(
@@ -47,16 +84,15 @@ def mark_slow(axes: Axes, at: np.ndarray) -> None:
     )  # fmt: skip
 
 
-def plain(axes: Axes) -> None:
+def plain(axes: "Axes") -> None:
     """Take away what carries no information."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", alpha=0.25, linewidth=0.6)
     axes.set_axisbelow(True)
 
 
-@contextmanager
-def quiet_glyphs() -> Iterator[None]:
-    """Draw a box, without a word, for a token's character that no font has."""
-    with warnings.catch_warnings():
+def save(figure: Any, path: Path, *, kind: str) -> None:
+    """Write a figure as "png" or "svg", whatever the path ends in."""
+    with warnings.catch_warnings():  # a box stands for a token's character that no font has
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
-        yield
+        figure.savefig(path, format=kind, dpi=DPI)

@@ -12,7 +12,7 @@ ROWS = 1000  # fetched at once
 
 
 class Query:
-    """A query and what it finds; it sees the tables of one trace and no file.
+    """A query and its rows; a query reads the tables of one trace and no file.
 
     Attributes:
         columns: Names of the columns.

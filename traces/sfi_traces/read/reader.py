@@ -22,7 +22,7 @@ class Trace:
     """A trace on disk.
 
     Attributes:
-        path: Its folder.
+        path: Folder of the trace.
         manifest: Provenance; `finished` is None when the run was killed.
     """
 

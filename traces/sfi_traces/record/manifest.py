@@ -20,7 +20,7 @@ def describe_run(
 
     Args:
         event: The first run.
-        provenance: What only the caller knows, such as preset and seed; our own keys win.
+        provenance: Facts that only the caller knows, such as preset and seed; our own keys win.
         positions: Whether refreshes have their positions.
         redacted: Whether token ids and text are left out.
     """

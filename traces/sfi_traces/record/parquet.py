@@ -53,7 +53,7 @@ class ParquetObserver(NullObserver):
             tokenizer: Gives the tokens' text; None records token ids only.
             positions: Whether a refresh has its positions; None says yes while they are at most 65,536.
             redact_text: Leave out token ids, their text and the prompts' hashes.
-            provenance: What only the caller knows, such as preset and seed, in plain values.
+            provenance: Facts that only the caller knows, such as preset and seed, in plain values.
             force: Whether to overwrite a trace.
             warn: Told once, in one line, when the disk takes no more; None is a RuntimeWarning.
 

@@ -1,4 +1,4 @@
-"""Tensors on their way to the host while the device, and who drives it, go on."""
+"""Copies of tensors to the host, while the device and the decoding thread go on."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -12,10 +12,10 @@ class Readback:
     """Copies of some tensors on the host.
 
     Those on a CUDA device are joined by type, copied to pinned memory without waiting, and there once an
-    event has passed. All others are kept as they are until somebody waits, so nobody may write to them.
+    event has passed. All other tensors are kept until `wait`; the caller must not write to them before.
 
     Attributes:
-        nbytes: How much there is to copy.
+        nbytes: Bytes to copy.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:

@@ -20,8 +20,8 @@ class Lists:
     """A column of lists.
 
     Attributes:
-        values: Those of all lists, one after the other.
-        sizes: How many belong to each list.
+        values: The values of all lists, one after the other.
+        sizes: The number of values in each list.
     """
 
     values: npt.NDArray[Any]
@@ -34,7 +34,7 @@ class Lists:
 
     @property
     def nbytes(self) -> int:
-        """What it takes."""
+        """Bytes of the values and sizes."""
         return self.values.nbytes + self.sizes.nbytes
 
 
@@ -42,7 +42,7 @@ class TableBuffer:
     """Takes rows one by one or many as columns, and gives them as a table; a table has one kind only.
 
     Attributes:
-        nbytes: What waits, about.
+        nbytes: Bytes of the waiting rows, about.
     """
 
     def __init__(self, schema: pa.Schema) -> None:
@@ -62,7 +62,7 @@ class TableBuffer:
         self.nbytes += sum(getattr(column, "nbytes", 8) for column in columns.values())
 
     def take(self) -> pa.Table:
-        """Give away what waits."""
+        """Return the waiting rows as a table, and forget them."""
         if self._rows:
             columns = zip(*self._rows, strict=True)
             arrays = [pa.array(*pair) for pair in zip(columns, self._schema.types, strict=True)]

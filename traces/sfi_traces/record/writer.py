@@ -44,7 +44,7 @@ class TraceWriter:
         Args:
             folder: Where the trace goes.
             rows: Makes rows of events; the thread's own from now on.
-            manifest: What is being recorded.
+            manifest: Description of the run.
         """
         self.failure: OSError | None = None
         self.closed = False
@@ -54,7 +54,7 @@ class TraceWriter:
         self._queue = BytesQueue(QUEUE_BYTES)
         self._began = time.monotonic()
         self._parts = PartFiles(folder, file_metadata(manifest))
-        # a daemon, so that a crash of the main thread does not wait for it
+        # a daemon: a main thread that crashes does not wait for this one
         self._thread = Thread(target=self._run, name="sfi-trace", daemon=True)
         self._thread.start()
 

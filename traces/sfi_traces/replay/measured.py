@@ -74,7 +74,7 @@ def compare(
 
     Args:
         recorded: Supports of `trace`.
-        trace: What is replayed.
+        trace: The replayed trace.
         real: A run with `--policy sfi` and an audit, of the same model and prompts.
         batch: Requests that share the weights' bytes.
 

@@ -85,7 +85,7 @@ class Outcome:
         read_ratio: Share of the cached tokens read by the decoding steps.
         bytes_per_token: Bytes read for a generated token.
         dense_bytes_per_token: The same under full attention.
-        speedup: Of decoding over full attention, where memory is the bottleneck.
+        speedup: Speed-up of decoding over full attention, where memory is the bottleneck.
     """
 
     slow_steps: int

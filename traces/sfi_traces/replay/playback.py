@@ -1,4 +1,4 @@
-"""A recorded run step by step, as plain data for whoever shows it."""
+"""A recorded run step by step, as plain data for a player."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -83,9 +83,9 @@ class Playback:
     """One request of a trace; everything is the mean over the chosen layers and KV heads.
 
     Attributes:
-        supports: Its recorded supports; steps without an audit have none.
+        supports: Recorded supports of the request; steps without an audit have none.
         memory: Sizes of its memory.
-        rows: Its steps, in order.
+        rows: Steps of the request, in order.
         prompt: The end of its prompt.
         measured: Means of the measures, by step.
         refreshes: Selected positions and mean lambda* of each refresh, by step.

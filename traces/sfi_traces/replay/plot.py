@@ -3,7 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-INCHES, DPI = (11.0, 4.8), 150
+from sfi_traces.figures.style import new_figure, save
+
+INCHES = (11.0, 4.8)
 COLORS = {
     "boundary": "tab:blue",
     "t-max": "tab:orange",
@@ -23,9 +25,7 @@ def write_plot(document: dict[str, Any], path: Path, *, kind: str) -> None:
         path: Where to.
         kind: "png" or "svg"; the path may end in something else.
     """
-    from matplotlib.figure import Figure  # noqa: PLC0415 - an extra
-
-    figure = Figure(figsize=INCHES, layout="constrained")
+    figure = new_figure(*INCHES)
     left, right = figure.subplots(1, 2, sharey=True)
     for axes, column in ((left, "slow_rate"), (right, "speedup")):
         _draw(axes, document["rows"], column)
@@ -41,7 +41,7 @@ def write_plot(document: dict[str, Any], path: Path, *, kind: str) -> None:
         f"{document['heads']} layer x head pairs; bars to the upper bound",
         fontsize=10,
     )
-    figure.savefig(path, format=kind, dpi=DPI)
+    save(figure, path, kind=kind)
 
 
 def _draw(axes: Any, rows: list[dict[str, Any]], column: str) -> None:

@@ -33,7 +33,7 @@ class Setting:
     Attributes:
         config: The settings.
         trigger_token_ids: T_trig.
-        triggers: What to call it.
+        triggers: Name of the trigger set.
     """
 
     config: SfiConfig

@@ -16,9 +16,9 @@ class Card(NamedTuple):
     """One number.
 
     Attributes:
-        name: What it is.
+        name: Name of the number.
         value: The number.
-        note: What it is of.
+        note: The subject of the number.
     """
 
     name: str
@@ -30,9 +30,9 @@ class Table(NamedTuple):
     """A small table.
 
     Attributes:
-        title: Its caption.
+        title: Caption of the table.
         head: Names of the columns; empty for a list of names and values.
-        rows: Its cells.
+        rows: Cells of the table, by row.
     """
 
     title: str

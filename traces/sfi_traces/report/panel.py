@@ -18,7 +18,7 @@ class Panel:
     Attributes:
         caption: Title and note.
         figure: Without colors of text, paper and grid: the page sets them, light or dark.
-        more: What the page's script needs beside it, plain values.
+        more: Further plain values for the page's script.
     """
 
     caption: Caption

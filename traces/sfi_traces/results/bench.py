@@ -5,9 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from sfi_core.machine.describe import name
+from sfi_traces.figures.style import new_figure, save
+from sfi_traces.results.parquet import write_rows
 
 SCHEMA_VERSION = 1
-INCHES_A_PANEL, DPI = (5.6, 4.4), 150
+INCHES_A_PANEL = (5.6, 4.4)
 COLORS = {
     "sfi": "tab:blue",
     "sfi-synchronized": "tab:cyan",
@@ -21,24 +23,9 @@ LISTS = ("repeat_rates",)
 
 def write_parquet(document: dict[str, Any], path: Path) -> None:
     """Write the rows as one table; the rest of the document goes into the file's metadata."""
-    import pyarrow as pa  # noqa: PLC0415 - commands that do not write Parquet need not load it
-    from pyarrow import parquet  # noqa: PLC0415
-
-    rows = document["rows"]
-    schema = pa.schema([pa.field(column, _arrow_type(pa, column, rows)) for column in rows[0]])
     facts = {key: value for key, value in document.items() if key != "rows"}
     metadata = {"schema_version": str(SCHEMA_VERSION), "bench": json.dumps(facts)}
-    table = pa.Table.from_pylist(rows, schema=schema.with_metadata(metadata))
-    parquet.write_table(table, path, compression="zstd")
-
-
-def _arrow_type(pa: Any, column: str, rows: list[dict[str, Any]]) -> Any:
-    # a column of nulls keeps a type, so that files of different runs can be read together
-    if column in LISTS:
-        return pa.list_(pa.float64())
-    kinds = {type(row[column]) for row in rows} - {type(None)}
-    types = {str: pa.string(), bool: pa.bool_(), int: pa.int64(), float: pa.float64()}
-    return types[kinds.pop()] if len(kinds) == 1 else pa.float64()
+    write_rows(path, document["rows"], metadata, lists=LISTS)
 
 
 def write_plot(document: dict[str, Any], path: Path, *, kind: str) -> None:
@@ -49,12 +36,10 @@ def write_plot(document: dict[str, Any], path: Path, *, kind: str) -> None:
         path: Where to.
         kind: "png" or "svg"; the path may end in something else.
     """
-    from matplotlib.figure import Figure  # noqa: PLC0415 - an extra
-
     rows = document["rows"]
     batches = sorted({row["batch"] for row in rows})
     width, height = INCHES_A_PANEL
-    figure = Figure(figsize=(width * len(batches), height), layout="constrained")
+    figure = new_figure(width * len(batches), height)
     colors = _colors([row["policy"] for row in rows])
     for axes, batch in zip(
         figure.subplots(1, len(batches), squeeze=False)[0], batches, strict=True
@@ -66,7 +51,7 @@ def write_plot(document: dict[str, Any], path: Path, *, kind: str) -> None:
         "measured solid, what bytes allow dashed",
         fontsize=10,
     )
-    figure.savefig(path, format=kind, dpi=DPI)
+    save(figure, path, kind=kind)
 
 
 def _colors(policies: list[str]) -> dict[str, str]:

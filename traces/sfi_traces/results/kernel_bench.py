@@ -1,17 +1,16 @@
 """The kernel benchmark's document as a Parquet table and as a figure."""
 
 import json
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from sfi_core.errors import BackendError, ConfigError
 from sfi_core.machine.describe import name
 from sfi_core.measure.kernel_bench.settings import TABLE_1
+from sfi_traces.figures.style import new_figure, save
+from sfi_traces.results.parquet import write_rows
 
 SCHEMA_VERSION = 1
-FORMATS = (".png", ".svg")
-INCHES, DPI = (11.0, 4.6), 150
+INCHES = (11.0, 4.6)
 LINES = (  # column, label, color, marker
     ("speedup_over_dense", "over our dense", "tab:blue", "o"),
     ("speedup_over_sdpa", "over PyTorch SDPA", "tab:orange", "s"),
@@ -21,42 +20,11 @@ LINES = (  # column, label, color, marker
 
 def write_parquet(document: dict[str, Any], path: Path) -> None:
     """Write the rows as one table; machine, versions and notes go into the file's metadata."""
-    import pyarrow as pa  # noqa: PLC0415 - commands that do not write Parquet need not load it
-    from pyarrow import parquet  # noqa: PLC0415
-
-    schema = pa.schema(
-        [pa.field(name, _arrow_type(pa, name, document["rows"])) for name in document["rows"][0]]
-    )
     facts = {
         key: document[key] for key in ("backend", "interrupted", "notes", "machine", "versions")
     }
     metadata = {"schema_version": str(SCHEMA_VERSION), "kernel_bench": json.dumps(facts)}
-    table = pa.Table.from_pylist(document["rows"], schema=schema.with_metadata(metadata))
-    parquet.write_table(table, path, compression="zstd")
-
-
-def _arrow_type(pa: Any, name: str, rows: list[dict[str, Any]]) -> Any:
-    # a column of nulls keeps a type, so that files of different machines can be read together
-    kinds = {type(row[name]) for row in rows} - {type(None)}
-    types = {str: pa.string(), bool: pa.bool_(), int: pa.int64(), float: pa.float64()}
-    if name == "form" or kinds == {str}:
-        return pa.string()
-    return types[kinds.pop()] if len(kinds) == 1 else pa.float64()
-
-
-def check_plot(path: Path) -> None:
-    """Refuse a figure that cannot be drawn, before the benchmark runs.
-
-    Raises:
-        ConfigError: Neither PNG nor SVG.
-        BackendError: matplotlib is not installed.
-    """
-    if path.suffix not in FORMATS:
-        raise ConfigError(f"plot must end in one of {FORMATS}, got {path.name}")
-    if find_spec("matplotlib") is None:
-        raise BackendError(
-            "plots need matplotlib, which is not installed; pip install 'sfi-toolkit[plots]'"
-        )
+    write_rows(path, document["rows"], metadata, text=("form",))
 
 
 def write_plot(document: dict[str, Any], path: Path, *, kind: str) -> None:
@@ -67,11 +35,9 @@ def write_plot(document: dict[str, Any], path: Path, *, kind: str) -> None:
         path: Where to.
         kind: "png" or "svg"; the path may end in something else.
     """
-    from matplotlib.figure import Figure  # noqa: PLC0415 - an extra
-
     rows = [row for row in document["rows"] if row["op"] == "fast"]
     rows.sort(key=lambda row: row["retention"])
-    figure = Figure(figsize=INCHES, layout="constrained")
+    figure = new_figure(*INCHES)
     left, right = figure.subplots(1, 2)
     _draw_speedups(left, rows)
     _draw_bandwidth(right, document)
@@ -90,7 +56,7 @@ def write_plot(document: dict[str, Any], path: Path, *, kind: str) -> None:
         f"{shape['dtype']}",
         fontsize=10,
     )
-    figure.savefig(path, format=kind, dpi=DPI)
+    save(figure, path, kind=kind)
 
 
 def _apart(ticks: list[float]) -> list[float]:

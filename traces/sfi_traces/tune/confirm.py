@@ -54,7 +54,7 @@ class Material:
         recorded: The trace's supports; None without a trace.
         rows: Token ids of each request.
         sampling: How tokens are picked.
-        seed: Of sampling.
+        seed: Seed of sampling.
         max_new_tokens: Most tokens of a request.
         expected: The right answer of the only request; None where nobody knows it.
     """
@@ -121,7 +121,7 @@ class Confirmer:
 
     Attributes:
         model: A model of transformers.
-        tokenizer: Its tokenizer.
+        tokenizer: The model's tokenizer.
         backend: "auto", "torch" or "triton".
         batch: Requests that share the weights, in the byte model.
         top: Positions of an audited support.

@@ -16,7 +16,7 @@ class Confirmation:
         kl_next_token: Mean divergence from dense attention's next-token distribution at fast steps, nats;
             None without fast steps.
         argmax_agreement: Share of fast steps with dense attention's most probable token.
-        decode_tokens_per_second: Of the run without the audit.
+        decode_tokens_per_second: Speed of the run without the audit.
         exact_match: Whether the answer is right, word for word; None where nobody knows it.
     """
 

@@ -25,8 +25,8 @@ class Found:
     """What a search found.
 
     Attributes:
-        tuning: What was searched.
-        search: Its study.
+        tuning: The traces, space and objectives that were searched.
+        search: The study of the search.
         front: The settings that no other trial beats, cheapest first.
         chosen: The place of the one to take.
         rule: Why it was chosen.

@@ -23,8 +23,8 @@ class Candidate:
     """A setting of the front.
 
     Attributes:
-        setting: What to run.
-        outcome: What the replay says of it.
+        setting: The setting to run.
+        outcome: The setting's outcome, as replayed.
     """
 
     setting: Setting

@@ -31,11 +31,11 @@ class Verdict:
     """A proposed set beside punctuation, on the part that was held out.
 
     Attributes:
-        name: What it is called.
+        name: Name of the trigger set.
         tokens: The texts of its mined tokens.
-        token_ids: Its ids.
-        t_max: Its T_max, chosen on the mined part.
-        min_gap: Its gap, chosen there.
+        token_ids: Token ids of the trigger set.
+        t_max: T_max, chosen on the mined part.
+        min_gap: The gap, chosen on the mined part.
         slow_rate: Share of slow steps, held out; of punctuation the same, but where it cannot be so slow.
         difference: Retained mass over all steps, a slow one counting 1, less punctuation's.
         low: Lower end of the interval of the difference; None where too little was held out.
@@ -67,7 +67,7 @@ class Mined:
         tokens: The tokens of the mined part, ranked.
         verdicts: The proposals; empty where the support moves after no token beyond doubt.
         better: The sets that beat punctuation.
-        split: What was mined, in words.
+        split: The mined part, in words.
     """
 
     tokens: list[MinedToken]
@@ -79,12 +79,12 @@ class Mined:
 def mine(
     recorded: Sequence[Supports], base: Setting, punctuation: NamedSet, texts: Mapping[int, str]
 ) -> Mined:
-    """Mine one part of some requests, and try what it gives on the other.
+    """Mine one part of some requests, and try the mined triggers on the other part.
 
     Args:
         recorded: The requests.
         base: The trace's own setting; its trigger delay says how far to look.
-        punctuation: What to beat.
+        punctuation: The trigger set to beat.
         texts: The tokens' texts.
 
     Raises:

@@ -28,10 +28,10 @@ class MinedToken:
     """A generated token, and how the support moves after it.
 
     Attributes:
-        token_id: Its id.
-        text: Its text.
+        token_id: Id of the token.
+        text: Text of the token.
         count: Occurrences that enough steps follow.
-        rate: Their share of the steps.
+        rate: The tokens' share of the steps.
         movement: How much less than usual the supports overlap, the mean.
         low: Lower end of the interval of that mean; None with too few occurrences.
         high: Upper end.

@@ -39,7 +39,7 @@ DEFAULT = ("bytes", "retained")
 
 
 def objectives(names: Sequence[str]) -> dict[str, Objective]:
-    """Look objectives up: at least one of what a setting costs and one of what it keeps.
+    """Look objectives up: at least one cost of a setting, and one measure of the mass that it keeps.
 
     Raises:
         ConfigError: An unknown name, or one side only.
@@ -104,7 +104,7 @@ class Evaluator:
     """Replays settings, each once.
 
     Attributes:
-        recorded: What is replayed: every request of every trace.
+        recorded: Supports to replay: every request of every trace.
         batch: Requests that share the weights, in the byte model.
     """
 

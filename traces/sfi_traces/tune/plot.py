@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from sfi_traces.figures import save
+from sfi_traces.figures.style import MUTED, new_figure, plain, save
 
 ALL, FRONT, CHOSEN, MEASURED = "#9aa5b1", "tab:blue", "tab:red", "tab:orange"
 COSTS = {"bytes": ("MB read for a token, byte model", 1e-6), "slow-rate": ("slow rate", 1.0)}
@@ -24,8 +24,6 @@ def write_plot(document: dict[str, Any], path: Path, *, kind: str) -> None:
         path: Where to.
         kind: "png" or "svg"; the path may end in something else.
     """
-    from sfi_traces.figures.style import MUTED, new_figure, plain  # noqa: PLC0415 - an extra
-
     names = [one["name"] for one in document["objectives"]]
     rows = [name for name in names if name in KEPT]
     columns = [name for name in names if name in COSTS]
@@ -42,7 +40,7 @@ def write_plot(document: dict[str, Any], path: Path, *, kind: str) -> None:
         f"{document['model']}: {document['trials']:,} trials on {document['steps']:,} recorded steps",
         fontsize=10, color=MUTED,
     )  # fmt: skip
-    save(figure, path, kind)
+    save(figure, path, kind=kind)
 
 
 def _draw(axes: Any, document: dict[str, Any], cost: str, kept: str) -> None:

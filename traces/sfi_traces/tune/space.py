@@ -43,7 +43,7 @@ class Axis:
 
     Attributes:
         name: A field of `SfiConfig`; "triggers" has the names of trigger sets.
-        values: What to try; of a range its two ends.
+        values: Values to try, or the two ends of a range.
         is_range: Whether everything between the ends may be tried.
     """
 

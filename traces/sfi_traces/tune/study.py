@@ -1,7 +1,8 @@
 """The search: an Optuna study on disk, which several processes on several machines may share.
 
-A study's name says what it was made for: traces, space and objectives. Work is counted in the file: a trial
-is one too many if as many as asked for, done or under way, came before it.
+A study's name identifies its traces, space and objectives. The file counts the work: a trial is one too
+many if as many trials as asked for, done or under way, have a smaller number. Optuna's `MaxTrialsCallback`
+counts only after a trial, so that workers who finish together would begin too many.
 """
 
 import os
@@ -29,12 +30,12 @@ Measured = tuple[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Purpose:
-    """What a study is made for; another study's trials would mean nothing.
+    """The purpose of a study; trials of a study with another purpose cannot be compared.
 
     Attributes:
-        traces: Tells the traces from others.
-        space: Tells the search space from others.
-        objectives: Tells the objectives and limits from others.
+        traces: Identifies the traces.
+        space: Identifies the search space.
+        objectives: Identifies the objectives and limits.
     """
 
     traces: str
@@ -61,8 +62,8 @@ class Search:
     """A study that is open.
 
     Attributes:
-        study: Optuna's.
-        path: Its file.
+        study: Optuna's study.
+        path: The study's file.
         created: Whether this process made it.
     """
 
@@ -84,12 +85,12 @@ class Search:
         """Make a study, or go on with one.
 
         Args:
-            path: Its file: SQLite or a journal, by the suffix.
-            purpose: What it is for.
+            path: The study's file: SQLite or a journal, by the suffix.
+            purpose: The traces, space and objectives of the study.
             directions: "minimize" or "maximize", for each objective.
             sampler: "tpe" or "nsga2".
-            seed: Of the sampler; a process that joins a study draws otherwise.
-            resume: Whether a file that is there may be gone on with.
+            seed: Seed of the sampler; a process that joins a study draws other numbers.
+            resume: Whether to go on with a study that exists.
 
         Raises:
             ConfigError: An unknown suffix or sampler, or a file that is there without `resume`.
@@ -130,11 +131,11 @@ class Search:
         timeout: float | None = None,
         on_trial: Callable[[int], None] = lambda _: None,
     ) -> bool:
-        """Try settings until all workers together have tried so many.
+        """Try settings until all workers together have tried as many as asked for.
 
         Args:
             suggest: Lets a trial pick a setting.
-            measure: Says what a setting gives; asked once for equal ones, whoever tried them.
+            measure: Returns a setting's values; equal settings of all workers are measured once.
             trials: How many the study is to have in all.
             first: Values to begin with, if this process made the study.
             timeout: Seconds after which no new trial begins.

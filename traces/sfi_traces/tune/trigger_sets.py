@@ -20,9 +20,9 @@ class NamedSet:
     """A trigger set.
 
     Attributes:
-        name: What tables call it.
+        name: Name of the set in tables.
         token_ids: T_trig; of `strings` only the ids that the traces generated, all a replay needs.
-        strings: What a tokenizer turns into the set; None where the ids are all there is.
+        strings: Strings that a tokenizer turns into the set; None where only ids are known.
         texts: The tokens' texts, where they are known.
     """
 

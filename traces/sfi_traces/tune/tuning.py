@@ -30,10 +30,10 @@ class Tuning:
         traces: The traces, of one model.
         recorded: The supports of each.
         space: The settings that may be tried.
-        objectives: What is asked of them.
-        limits: What they have to keep.
+        objectives: Objectives of the search.
+        limits: Limits that a feasible setting keeps.
         evaluate: Replays them.
-        mined: What mining found; None where it was not asked for.
+        mined: Result of mining; None where mining was off.
     """
 
     traces: Sequence[Trace]
@@ -64,7 +64,7 @@ class Tuning:
             trigger_sets: Trigger strings by name, in place of the default sets.
             mining: Whether to mine for further sets.
             objectives: By name.
-            limits: What is feasible.
+            limits: Limits that a feasible setting keeps.
             batch: Requests that share the weights, in the byte model.
 
         Raises:

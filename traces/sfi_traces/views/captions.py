@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from sfi_traces.views.figure_data import Lambda, Retained, Timeline
 from sfi_traces.views.raster import Raster
-from sfi_traces.views.stability import MOST_LAG, Place, Supports
+from sfi_traces.views.stability import MOST_LAG, Place, ViewSupports
 from sfi_traces.views.view import View
 
 
@@ -31,7 +31,7 @@ def subject(view: View) -> str:
     return ", ".join(words)
 
 
-def stability(view: View, shown: Supports) -> Caption:
+def stability(view: View, shown: ViewSupports) -> Caption:
     """Describe the heat map of some of the audited steps."""
     whole = view.supports
     note = f"Top-{view.k} of dense attention, {places(list(whole.sets))}."
@@ -126,7 +126,7 @@ def _many(found: list[Place]) -> str:
     return " x ".join(f"{count} {name}" for count, name in counts if count > 1)
 
 
-def _left_out(view: View, whole: Supports, shown: Supports | Raster) -> str:
+def _left_out(view: View, whole: ViewSupports, shown: ViewSupports | Raster) -> str:
     said = ""
     if len(whole.step) < len(view.steps.step):
         said += f" {len(whole.step):,} of {len(view.steps.step):,} steps were audited."

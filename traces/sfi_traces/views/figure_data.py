@@ -130,7 +130,7 @@ class Timeline:
         phases: Microseconds of each phase that took any, by name.
         slow: Slow steps.
         prefill_us: Wall time of step 0; None where it was not recorded.
-        audit_us: What the audit took, the mean over the steps; not in `phases`.
+        audit_us: Time of the audit, the mean over the steps; not in `phases`.
     """
 
     step: np.ndarray

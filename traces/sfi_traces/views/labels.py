@@ -49,7 +49,7 @@ def step_ticks(steps: Steps, step: np.ndarray, most: int) -> tuple[list[int], li
 
     Args:
         steps: The request's steps.
-        step: Those that the axis has.
+        step: Steps of the axis.
         most: Labels that the axis has room for.
 
     Returns:

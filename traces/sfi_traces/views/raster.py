@@ -68,7 +68,7 @@ def rasters(
 
     Args:
         view: The request.
-        places: Of the audited layers and heads.
+        places: Places of the audited layers and heads.
         most_steps: Steps; with more every n-th is taken.
         most_cells: Cells of a step; with more positions than that a cell stands for several.
     """

@@ -20,13 +20,13 @@ Place = tuple[int, int]  # layer, KV head
 
 
 @dataclass(frozen=True)
-class Supports:
+class ViewSupports:
     """The supports of one request, by layer and KV head.
 
     Attributes:
         step: Audited steps, ascending; those that lack a support somewhere are left out.
         sets: For each layer and KV head the positions of each step's support, ascending.
-        mass: Their probabilities.
+        mass: The positions' probabilities.
     """
 
     step: np.ndarray
@@ -41,7 +41,7 @@ class Supports:
         last_step: int,
         layer: int | None = None,
         head: int | None = None,
-    ) -> "Supports":
+    ) -> "ViewSupports":
         """Read the supports of a request, of all its audited layers and heads or of those asked for.
 
         Takes 8 bytes of memory for each recorded position, and twice that for a moment.
@@ -70,21 +70,21 @@ class Supports:
             *({p: [each[rows[p][step]] for step in common] for p in places} for each in (position, mass)),
         )  # fmt: skip
 
-    def at(self, index: slice) -> "Supports":
+    def at(self, index: slice) -> "ViewSupports":
         """Keep some of the steps."""
         chosen = np.arange(len(self.step))[index]
         if len(chosen) == len(self.step):
             return self  # with the overlaps that it may have counted already
-        return Supports(
+        return ViewSupports(
             self.step[chosen],
             *({p: [rows[i] for i in chosen] for p, rows in each.items()} for each in (self.sets, self.mass)),
         )  # fmt: skip
 
-    def of(self, place: Place) -> "Supports":
+    def of(self, place: Place) -> "ViewSupports":
         """Keep one layer and KV head."""
-        return Supports(self.step, {place: self.sets[place]}, {place: self.mass[place]})
+        return ViewSupports(self.step, {place: self.sets[place]}, {place: self.mass[place]})
 
-    def strongest(self, top: int) -> "Supports":
+    def strongest(self, top: int) -> "ViewSupports":
         """Keep the most probable positions of each support; of equal ones the first."""
         sets: dict[Place, list[np.ndarray]] = {}
         masses: dict[Place, list[np.ndarray]] = {}
@@ -92,9 +92,9 @@ class Supports:
             kept = [_strongest(mass, top) for mass in rows]
             sets[place] = [p[k] for p, k in zip(self.sets[place], kept, strict=True)]
             masses[place] = [mass[k] for mass, k in zip(rows, kept, strict=True)]
-        return Supports(self.step, sets, masses)
+        return ViewSupports(self.step, sets, masses)
 
-    def thinned(self, most: int = MOST_STEPS) -> "Supports":
+    def thinned(self, most: int = MOST_STEPS) -> "ViewSupports":
         """Keep every n-th step, so that at most `most` are left."""
         return self.at(slice(None, None, thinning(len(self.step), most)))
 
@@ -199,12 +199,12 @@ class LagLine:
     """Overlap by how many steps apart two steps are.
 
     Attributes:
-        name: What kind of pairs.
+        name: Name of the kind of pairs.
         lag: Steps apart, ascending; only those that some pair has.
         mean: Mean overlap of the pairs.
-        low: Their 10 % quantile.
-        high: Their 90 % quantile.
-        pairs: How many there are.
+        low: The pairs' 10 % quantile.
+        high: The pairs' 90 % quantile.
+        pairs: Number of pairs.
     """
 
     name: str
@@ -222,12 +222,12 @@ class LagLine:
 
 
 def overlap_by_lag(
-    supports: Supports, sentence: np.ndarray, most: int = MOST_LAG
+    supports: ViewSupports, sentence: np.ndarray, most: int = MOST_LAG
 ) -> tuple[LagLine, LagLine]:
     """Sort the pairs of steps by lag, those within a sentence apart from those across a boundary.
 
     Args:
-        supports: Of S steps; a pair's overlap is the mean over their layers and KV heads.
+        supports: The supports of S steps; a pair's overlap is the mean over their layers and KV heads.
         sentence: The sentence of each of the steps.
         most: Largest lag.
 

@@ -9,7 +9,7 @@ import pyarrow.compute as pc
 
 from sfi_core.errors import ConfigError, TraceError
 from sfi_traces.read.reader import Trace
-from sfi_traces.views.stability import LagLine, Supports, overlap_by_lag, rows_of
+from sfi_traces.views.stability import LagLine, ViewSupports, overlap_by_lag, rows_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,11 +139,11 @@ class View:
         return self.top or int(self.trace.manifest["audit"]["top"])
 
     @cached_property
-    def supports(self) -> Supports:
+    def supports(self) -> ViewSupports:
         """Supports of the steps; raises `TraceError` where there are none."""
         # a killed run may have written a step's supports and not yet the step
         last = int(self.steps.step[-1])
-        found = Supports.read(self.trace, self.request, last, self.layer, self.head)
+        found = ViewSupports.read(self.trace, self.request, last, self.layer, self.head)
         return found if self.top is None else found.strongest(self.top)
 
 

@@ -114,10 +114,12 @@ def replay(
 
       sfi trace replay run --play
     """
-    from sfi_cli.commands.trace.replay.grid import Grid
-    from sfi_cli.commands.trace.replay.job import Choice, Files, PlayJob, ReplayJob
+    from sfi_cli.commands.trace.replay.grid import ReplayGrid
+    from sfi_cli.commands.trace.replay.job import Choice, PlayJob, ReplayJob
+    from sfi_cli.parsing import number_list
+    from sfi_cli.terminal.output import Output
 
-    grid = Grid(
+    grid = ReplayGrid(
         policies=trigger_policy, triggers=triggers, trigger_ids=trigger_id, trigger_sets=trigger_set,
         axes={
             "t_max": t_max, "min_gap": min_gap, "trigger_delay": trigger_delay, "slow_start": slow_start,
@@ -129,15 +131,15 @@ def replay(
     choice = Choice(
         trace=trace,
         request=request,
-        layers=o.number_list(layers, "layers"),
-        heads=o.number_list(heads, "heads"),
+        layers=number_list(layers, "layers"),
+        heads=number_list(heads, "heads"),
     )
-    files = Files(output=output, plot=plot, force=force, json=json, quiet=quiet)
+    written = Output(output, plot=plot, force=force, json=json, quiet=quiet)
     if play:
         PlayJob(
-            choice=choice, files=files, against=against, grid=grid, step=step, speed=speed
+            choice=choice, output=written, against=against, grid=grid, step=step, speed=speed
         ).run()
     else:
         ReplayJob(
-            choice=choice, files=files, against=against, grid=grid, batch=batch, step=step
+            choice=choice, output=written, against=against, grid=grid, batch=batch, step=step
         ).run()

@@ -1,9 +1,10 @@
 """How a step of `--play` looks: the text, where the support lies, what the step kept."""
 
-import io
 import shutil
 import sys
 from typing import Any
+
+from sfi_cli.terminal.tables import plain_console, printed
 
 BLOCKS, ASCII = " ▁▂▃▄▅▆▇█", " .:-=+*#@"
 LABEL = 9  # columns before a strip
@@ -26,23 +27,11 @@ def screen(playback: Any, player: Any, console: Any) -> Any:
 
 def plain_frame(playback: Any, step: int) -> str:
     """Return a step as plain text."""
-    from rich.console import Console
-
-    width = shutil.get_terminal_size().columns
-    console = Console(
-        file=io.StringIO(),
-        width=width,
-        color_system=None,
-        markup=False,
-        emoji=False,
-        highlight=False,
-    )
+    console = plain_console(shutil.get_terminal_size().columns)
     frame = playback.frame(step)
     shades = _shades(sys.stdout.encoding)
-    for line in _lines(playback, frame, console, PLAIN_TEXT, shades, styled=False):
-        console.print(line)
-    shown = console.file.getvalue()  # type: ignore[attr-defined]
-    return "".join(f"{line.rstrip()}\n" for line in shown.splitlines()) + "\n"
+    lines = _lines(playback, frame, console, PLAIN_TEXT, shades, styled=False)
+    return printed(console, lines) + "\n"
 
 
 def _lines(

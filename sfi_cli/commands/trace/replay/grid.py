@@ -1,20 +1,18 @@
 """The settings that `sfi trace replay` is asked for."""
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sfi_cli.commands.kernel_bench.job import words
+from sfi_cli.parsing import named_strings, numbers, unescaped, words
 from sfi_core.errors import ConfigError
 
-NAMED = re.compile(r"([\w-]+)=(.+)", re.DOTALL)
 OPTIONS = {"triggers": "trigger", "trigger_seed": "seed"}  # called otherwise than the setting
 FLOATS, TEXTS = ("cosine_threshold", "random_rate"), ("recent_mode",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Grid:
+class ReplayGrid:
     """The settings that the options ask for, as they were written.
 
     Attributes:
@@ -66,7 +64,7 @@ class Grid:
                 )
 
     def _sets(self, trace: Any, note: Callable[[str], None]) -> dict[str, frozenset[int]]:
-        strings = named_strings(self.trigger_sets or [])
+        strings = named_strings(self.trigger_sets)
         ids = _values("trigger_id", self.trigger_ids) if self.trigger_ids else []
         if not strings and not self.triggers and not ids:
             return {}
@@ -76,7 +74,7 @@ class Grid:
         sets = {}
         if self.triggers or ids:
             name = " ".join([*(self.triggers or []), *map(str, ids)])
-            sets[name] = frozenset(ids) | vocabulary.trigger_ids(_unescaped(self.triggers or []))
+            sets[name] = frozenset(ids) | vocabulary.trigger_ids(unescaped(self.triggers or []))
         for name, body in strings.items():
             sets[name] = vocabulary.trigger_ids(body)
         for name, found in sets.items():
@@ -85,42 +83,15 @@ class Grid:
         return sets
 
 
-def named_strings(texts: list[str]) -> dict[str, list[str]]:
-    """Read trigger sets, `NAME=A B C` or only `A B C`.
-
-    Raises:
-        ConfigError: Two have one name.
-    """
-    found: dict[str, list[str]] = {}
-    for text in texts:
-        named = NAMED.fullmatch(text)
-        name, body = named.groups() if named else (text, text)
-        if name in found:
-            raise ConfigError(f"trigger-set must have a name of its own, got {name!r} twice")
-        found[name] = _unescaped([word for word in body.split(" ") if word])
-    return found
-
-
 def _option(name: str) -> str:
     return OPTIONS.get(name, name.replace("_", "-"))
 
 
-def _unescaped(triggers: list[str]) -> list[str]:
-    return [trigger.replace("\\n", "\n") for trigger in triggers]
-
-
 def _values(name: str, text: str) -> list[Any]:
     # a list of ints, floats or names; each once, in their order
-    found: list[Any] = []
-    for word in words([text]):
-        if name in TEXTS:
-            found.append(word)
-            continue
-        try:
-            found.append(float(word) if name in FLOATS else int(word))
-        except ValueError as error:
-            kind = "numbers" if name in FLOATS else "whole numbers"
-            raise ConfigError(f"{_option(name)} must be {kind}, got {word!r}") from error
+    noun, kind = ("numbers", float) if name in FLOATS else ("whole numbers", int)
+    rule = f"{_option(name)} must be {noun}"
+    found: list[Any] = words([text]) if name in TEXTS else numbers([text], kind, rule)
     if not found:
         raise ConfigError(f"{_option(name)} must have a value, got {text!r}")
     return list(dict.fromkeys(found))

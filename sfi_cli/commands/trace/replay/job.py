@@ -5,13 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import typer
-
-from sfi_cli.commands.kernel_bench.job import INTERRUPTED
-from sfi_cli.commands.trace.replay.grid import Grid
+from sfi_cli.commands.trace.replay.grid import ReplayGrid
 from sfi_cli.commands.trace.replay.views import replay_text
-from sfi_cli.terminal.file_output import FileOutput
-from sfi_cli.terminal.output import Output, message
+from sfi_cli.terminal.output import Output, leave_interrupted
 from sfi_cli.terminal.progress import BenchProgress
 from sfi_core.errors import ConfigError
 
@@ -23,7 +19,7 @@ class Choice:
     """Which part of a trace.
 
     Attributes:
-        trace: Its folder.
+        trace: The trace's folder.
         request: One request; None for all.
         layers: Some layers; None for all.
         heads: Some KV heads; None for all.
@@ -36,41 +32,22 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Files:
-    """What the output options said.
-
-    Attributes:
-        output: Where the data goes; None for stdout.
-        plot: The figure; None for none.
-        force: Whether files may be overwritten.
-        json: Whether the data is the document.
-        quiet: Whether stderr stays empty.
-    """
-
-    output: Path | None
-    plot: Path | None
-    force: bool
-    json: bool
-    quiet: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayJob:
     """Everything the options of a replay said.
 
     Attributes:
         choice: Which part of which trace.
-        files: The output options.
-        against: A real run to predict; None for none.
+        output: The data and the figure.
+        against: Folder of a real run to predict; None for none.
         grid: The settings.
         batch: Requests that share the weights.
-        step: What only `--play` takes.
+        step: Must be None; only `--play` shows single steps.
     """
 
     choice: Choice
-    files: Files
+    output: Output
     against: Path | None
-    grid: Grid
+    grid: ReplayGrid
     batch: int
     step: str | None
 
@@ -83,33 +60,19 @@ class ReplayJob:
         """
         if self.step is not None:
             raise ConfigError(f"step must come with --play, got {self.step}")
-        if self.against is not None and (self.grid.given or self.files.plot is not None):
+        if self.against is not None and (self.grid.given or self.output.plot is not None):
             raise ConfigError(
                 "against replays the other trace's setting and must come without others, or a plot"
             )
-        if self.files.plot is not None:
-            from sfi_traces.results.kernel_bench import check_plot
-
-            check_plot(self.files.plot)
-        output = Output(self.files.output, force=self.files.force, quiet=self.files.quiet)
-        plot = None
-        try:
-            if self.files.plot is not None:
-                plot = FileOutput(self.files.plot, force=self.files.force, quiet=self.files.quiet)
+        with self.output:
             document = self._document()
-            if self.files.json:
-                output.document(document)
-            else:
-                output.text(replay_text(document))
-            if plot is not None:
-                self._draw(document, plot)
-        finally:
-            output.discard()
-            if plot is not None:
-                plot.discard()
+            self.output.data(document, replay_text)
+            if document["rows"]:
+                from sfi_traces.replay.plot import write_plot
+
+                self.output.figure(write_plot, document)
         if document["interrupted"]:
-            message("interrupted")
-            raise typer.Exit(INTERRUPTED)
+            leave_interrupted()
 
     def _document(self) -> dict[str, Any]:
         from sfi_traces.read.reader import Trace
@@ -117,7 +80,7 @@ class ReplayJob:
 
         trace = Trace.open(self.choice.trace)
         real = trace if self.against is None else Trace.open(self.against)
-        settings = [] if self.against else self.grid.settings(trace, note=self._say)
+        settings = [] if self.against else self.grid.settings(trace, note=self.output.say)
         recorded = Supports.load(trace, self.choice.request, self.choice.layers, self.choice.heads)
         own = Setting.recorded(trace)
         rows, interrupted = self._rows(recorded, settings, own)
@@ -152,7 +115,7 @@ class ReplayJob:
         found: list[tuple[Any, Any]] = []
         interrupted = False
         try:
-            with BenchProgress(quiet=self.files.quiet) as progress:
+            with BenchProgress(quiet=self.output.quiet) as progress:
                 for setting in settings:
                     progress.update("replaying settings", len(found), len(settings))
                     found.append((setting, replay(recorded, setting, batch=self.batch)))
@@ -172,17 +135,6 @@ class ReplayJob:
         ]
         return rows, interrupted
 
-    def _draw(self, document: dict[str, Any], plot: FileOutput) -> None:
-        from sfi_traces.replay.plot import write_plot
-
-        if document["rows"]:
-            kind = plot.path.suffix.removeprefix(".")
-            plot.save(lambda path: write_plot(document, path, kind=kind))
-
-    def _say(self, text: str) -> None:
-        if not self.files.quiet:
-            message(text)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlayJob:
@@ -190,7 +142,7 @@ class PlayJob:
 
     Attributes:
         choice: Which part of which trace; the first request where none was chosen.
-        files: The output options; it has no data but its frames.
+        output: The frames.
         against: Must be None.
         grid: Must be empty.
         step: Steps to print, `12` or `12-20`; None to play.
@@ -198,9 +150,9 @@ class PlayJob:
     """
 
     choice: Choice
-    files: Files
+    output: Output
     against: Path | None
-    grid: Grid
+    grid: ReplayGrid
     step: str | None
     speed: float
 
@@ -214,19 +166,16 @@ class PlayJob:
         from sfi_traces.read.reader import Trace
         from sfi_traces.replay.playback import Playback
 
-        if self.grid.given or any((self.against, self.files.plot, self.files.json)):
+        if self.grid.given or any((self.against, self.output.plot, self.output.json)):
             raise ConfigError("play shows the run as it was and must come without other settings")
         steps = _steps(self.step)
         trace = Trace.open(self.choice.trace)
         playback = Playback.load(trace, self.choice.request, self.choice.layers, self.choice.heads)
         if steps is not None and steps.start >= playback.steps:
             raise ConfigError(f"step must be one of 0 to {playback.steps - 1}, got {self.step}")
-        if steps is not None or self.files.output is not None or not play(playback, self.speed):
-            output = Output(self.files.output, force=self.files.force, quiet=self.files.quiet)
-            try:
-                print_frames(playback, steps or range(playback.steps), output)
-            finally:
-                output.discard()
+        if steps is not None or self.output.path is not None or not play(playback, self.speed):
+            with self.output:
+                print_frames(playback, steps or range(playback.steps), self.output)
 
 
 def _steps(text: str | None) -> range | None:

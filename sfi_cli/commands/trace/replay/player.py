@@ -27,7 +27,7 @@ class Player:
 
     Attributes:
         steps: Steps of the run.
-        slow_at: Its slow steps.
+        slow_at: Slow steps of the run.
         speed: Steps a second of autoplay.
         step: The step shown.
         playing: Whether it plays by itself.
@@ -77,7 +77,7 @@ class Player:
         self.step, self.playing = max(0, min(step, self.steps - 1)), False
 
     def _type(self, key: str) -> bool:
-        # digits, then Enter; another key gives up and does what it always does
+        # digits, then Enter; any other key ends the typing and keeps its own meaning
         assert self.typed is not None, "a number is being typed"
         if key.isdecimal() and key.isascii():
             self.typed += key
@@ -157,8 +157,4 @@ def split_keys(read: bytes) -> list[str]:
 def print_frames(playback: Any, steps: range, output: Output) -> None:
     """Write steps as plain text, one after the other; those after the last one are not there."""
     frames = (plain_frame(playback, step) for step in steps if step < playback.steps)
-    if not output.streams:
-        output.text("".join(frames))
-        return
-    for frame in frames:
-        output.stream(frame)
+    output.pieces(frames)

@@ -1,12 +1,9 @@
 """The tables of `sfi trace replay`, from its document."""
 
-import io
-import textwrap
 from typing import Any
 
-from sfi_cli.terminal.tables import number, percent, table
+from sfi_cli.terminal.tables import number, percent, ratio, table, wrapped
 
-TEXT_WIDTH, TABLE_WIDTH = 110, 400  # a table takes what it needs; text is wrapped
 SETTINGS = {  # heading of a setting's column
     "policy": "trigger policy", "triggers": "triggers", "t_max": "T_max", "min_gap": "gap",
     "trigger_delay": "delay", "slow_start": "slow start", "stride": "stride", "cosine_threshold": "cosine",
@@ -116,7 +113,7 @@ def outcome_cells(row: dict[str, Any]) -> list[str]:
         number(row["overlap_at_reuse"]),
         f"{row['attended_tokens']:,.0f} ({row['read_ratio']:.1%})",
         number(row["bytes_per_token"] / 1e6, 1),
-        f"{row['speedup']:.2f}x",
+        ratio(row["speedup"]),
     ]
 
 
@@ -134,22 +131,3 @@ def setting_cell(value: Any) -> str:
 
 def _title(text: str, document: dict[str, Any]) -> str:
     return f"{text} (byte model: batch {document['batch']})"
-
-
-def wrapped(blocks: list[Any]) -> str:
-    """Return tables as they are and lines at a readable width, as text."""
-    from rich.console import Console
-
-    console = Console(
-        file=io.StringIO(),
-        width=TABLE_WIDTH,
-        color_system=None,
-        markup=False,
-        emoji=False,
-        highlight=False,
-    )  # a trigger may look like markup
-    for block in blocks:
-        for part in textwrap.wrap(block, TEXT_WIDTH) if isinstance(block, str) else [block]:
-            console.print(part)
-    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
-    return "".join(f"{line.rstrip()}\n" for line in lines)

@@ -2,12 +2,12 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-from pyarrow import parquet
-
+from sfi_traces.atomic_file import atomic_file
 from sfi_traces.results.evaluation.summary import NAMES, summarize_harness
+from sfi_traces.results.parquet import write_rows
 
 Row = Mapping[str, Any]
 
@@ -38,34 +38,15 @@ def flat(table: str, rows: Sequence[Row]) -> Sequence[Row]:
     ]
 
 
-def parquet_bytes(rows: Sequence[Row], table: str, manifest: Row) -> bytes:
-    """Make a file of rows; tables within a row, such as `settings`, become JSON.
+def write_table(path: Path, rows: Sequence[Row], table: str, manifest: Row) -> None:
+    """Write rows as a file.
 
     Args:
+        path: Where to.
         rows: At least one, as `flat` gives them.
-        table: Its name, for the file's metadata.
-        manifest: What was asked, for the file's metadata.
+        table: Name of the table, for the file's metadata.
+        manifest: The folder's manifest, for the file's metadata.
     """
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    columns = {name: [_plain(row.get(name)) for row in rows] for name in names}
-    schema = pa.schema([pa.field(name, _type(name, columns[name])) for name in names])
     facts = {"table": table, "manifest": json.dumps(manifest, ensure_ascii=False)}
-    sink = pa.BufferOutputStream()
-    parquet.write_table(
-        pa.table(columns, schema=schema.with_metadata(facts)), sink, compression="zstd"
-    )
-    data: bytes = sink.getvalue().to_pybytes()
-    return data
-
-
-def _plain(value: Any) -> Any:
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else value
-
-
-def _type(name: str, values: list[Any]) -> Any:
-    if name in TEXT:
-        return pa.string()
-    if name in INTEGERS:
-        return pa.int64()
-    found = pa.array(values).type
-    return pa.float64() if pa.types.is_null(found) else found
+    with atomic_file(path) as temporary:
+        write_rows(temporary, rows, facts, text=TEXT, integers=INTEGERS)

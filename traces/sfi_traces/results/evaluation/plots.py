@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from sfi_traces.figures.style import new_figure, save
 from sfi_traces.results.evaluation.summary import REFERENCE
 
-PANEL, DPI = (5.2, 4.0), 150  # inches
+PANEL = (5.2, 4.0)  # inches
 COLUMNS = 3  # panels of a row, at most
 # thirteen methods must be told apart; more take the colors with other markers
 COLORS = (
@@ -24,13 +25,11 @@ def write_plot(document: dict[str, Any], path: Path, *, kind: str) -> None:
         path: Where to.
         kind: "png" or "svg"; the path may end in something else.
     """
-    from matplotlib.figure import Figure  # noqa: PLC0415 - an extra
-
     rows = [row for row in document["rows"] if row["score"] is not None]
     panels = list(dict.fromkeys((row["task"], row["length"]) for row in rows))
     columns = min(COLUMNS, max(1, len(panels)))
     lines = -(-len(panels) // columns) or 1
-    figure = Figure(figsize=(PANEL[0] * columns, PANEL[1] * lines + 1.2), layout="constrained")
+    figure = new_figure(PANEL[0] * columns, PANEL[1] * lines + 1.2)
     grid = figure.subplots(lines, columns, squeeze=False, sharey=True)
     styles = _styles(rows)
     for axes, place in zip(grid.flat, panels, strict=False):
@@ -54,7 +53,7 @@ def write_plot(document: dict[str, Any], path: Path, *, kind: str) -> None:
         f"{document['model']['name']}: score with its 95 % interval, {n} samples a point",
         fontsize=11,
     )
-    figure.savefig(path, format=kind, dpi=DPI)
+    save(figure, path, kind=kind)
 
 
 def _styles(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:

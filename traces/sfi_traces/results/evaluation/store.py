@@ -10,7 +10,7 @@ from typing import Any, Self
 from sfi_core.errors import ConfigError, InputError, SfiError
 from sfi_traces.atomic_file import write_atomically
 from sfi_traces.record.manifest import now, write_manifest
-from sfi_traces.results.evaluation.parquet_file import flat, parquet_bytes
+from sfi_traces.results.evaluation.parquet_file import flat, write_table
 from sfi_traces.schema import MANIFEST
 
 SCHEMA_VERSION = 1
@@ -27,7 +27,7 @@ class ResultsFolder:
 
     Attributes:
         path: The folder.
-        manifest: What was asked, of which model, on which machine; how far it has come.
+        manifest: The request, the model, the machine, and whether the run is complete.
         rows: The rows so far, by table.
     """
 
@@ -114,8 +114,7 @@ class ResultsFolder:
         with self._writing():
             for table, name in TABLES.items():
                 if rows := flat(table, self.rows[table]):
-                    data = parquet_bytes(rows, table, self.manifest)
-                    write_atomically(self.path / f"{name}.parquet", data)
+                    write_table(self.path / f"{name}.parquet", rows, table, self.manifest)
             write_manifest(self.path, self.manifest)
 
     @contextmanager

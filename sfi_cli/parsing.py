@@ -1,0 +1,76 @@
+"""Options that are lists: comma lists of words and numbers, ranges, named sets of strings."""
+
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from sfi_core.errors import ConfigError
+
+NAMED = re.compile(r"([\w-]+)=(.+)", re.DOTALL)
+
+
+def words(values: Iterable[str] | None) -> list[str]:
+    """Split comma lists, and join what was repeated."""
+    return [word.strip() for value in values or () for word in value.split(",") if word.strip()]
+
+
+def numbers(
+    values: Iterable[str], kind: Callable[[str], Any], rule: str, got: str | None = None
+) -> list[Any]:
+    """Read comma lists of numbers.
+
+    Args:
+        values: The lists.
+        kind: Reads one number, `int` say; raises ValueError where there is none.
+        rule: Beginning of the error, such as "budget must be whole numbers".
+        got: Text that the error shows; None for the word that is no number.
+
+    Raises:
+        ConfigError: A word is no number.
+    """
+    found = []
+    for word in words(values):
+        try:
+            found.append(kind(word))
+        except ValueError as error:
+            raise ConfigError(f"{rule}, got {(word if got is None else got)!r}") from error
+    return found
+
+
+def number_list(text: str | None, option: str) -> tuple[int, ...] | None:
+    """Read `0,3,8-11`.
+
+    Raises:
+        ConfigError: It is written otherwise.
+    """
+    if text is None:
+        return None
+    found: set[int] = set()
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        last = last if dash else first
+        if not (first.isdecimal() and last.isdecimal() and int(first) <= int(last)):
+            raise ConfigError(f"{option} must be numbers and ranges like 0,3,8-11, got {text}")
+        found |= set(range(int(first), int(last) + 1))
+    return tuple(sorted(found))
+
+
+def named_strings(texts: Iterable[str] | None) -> dict[str, list[str]]:
+    """Read trigger sets, `NAME=A B C` or only `A B C`.
+
+    Raises:
+        ConfigError: Two have one name.
+    """
+    found: dict[str, list[str]] = {}
+    for text in texts or ():
+        named = NAMED.fullmatch(text)
+        name, body = named.groups() if named else (text, text)
+        if name in found:
+            raise ConfigError(f"trigger-set must have a name of its own, got {name!r} twice")
+        found[name] = unescaped(word for word in body.split(" ") if word)
+    return found
+
+
+def unescaped(triggers: Iterable[str]) -> list[str]:
+    r"""Put newlines in the place of `\n` in trigger strings."""
+    return [trigger.replace("\\n", "\n") for trigger in triggers]

@@ -1,0 +1,54 @@
+"""Rows of results as a Parquet file."""
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+from pyarrow import parquet
+
+
+def write_rows(
+    path: Path,
+    rows: Sequence[Mapping[str, Any]],
+    metadata: Mapping[str, str],
+    *,
+    text: Collection[str] = (),
+    integers: Collection[str] = (),
+    lists: Collection[str] = (),
+) -> None:
+    """Write rows as one table; tables within a row, such as `settings`, become JSON.
+
+    Few rows may not show a column's type. A column of nulls keeps the one named here, else it holds floats,
+    so that the files of different runs can be read together.
+
+    Args:
+        path: Where to.
+        rows: At least one.
+        metadata: Facts for the file's key-value metadata.
+        text: Columns of text.
+        integers: Columns of whole numbers.
+        lists: Columns of lists of floats.
+    """
+    named = {
+        **dict.fromkeys(text, pa.string()),
+        **dict.fromkeys(integers, pa.int64()),
+        **dict.fromkeys(lists, pa.list_(pa.float64())),
+    }
+    names = dict.fromkeys(name for row in rows for name in row)
+    columns = {name: [_plain(row.get(name)) for row in rows] for name in names}
+    schema = pa.schema(
+        [pa.field(name, named.get(name) or _type(values)) for name, values in columns.items()]
+    )
+    table = pa.table(columns, schema=schema.with_metadata(metadata))
+    parquet.write_table(table, path, compression="zstd")
+
+
+def _plain(value: Any) -> Any:
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else value
+
+
+def _type(values: list[Any]) -> Any:
+    found = pa.array(values).type
+    return pa.float64() if pa.types.is_null(found) else found
