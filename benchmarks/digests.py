@@ -61,7 +61,8 @@ class Listener:
             where = [event.request, event.step, event.layer]
             marks = {k: [round(x, 4) for x in v.flatten().tolist()]
                      for k, v in event.diagnostics.items()}  # fmt: skip
-            self.selections.append([*where, event.index_HK.tolist(), marks])
+            chosen = [[p for p in head if p >= 0] for head in event.index_HK.tolist()]
+            self.selections.append([*where, chosen, marks])
 
     on_run = on_prompt = on_begin_step = on_step = on_selection = on_audit = on_logits = on
 

@@ -2,13 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
 from sfi_core.policies.context import Evidence, LayerContext, StepContext
 from sfi_core.settings.config import SfiConfig
 from sfi_core.state.request import RequestState
-from sfi_core.triggers.trigger import Trigger
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +48,13 @@ class Selection:
     diagnostics: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
+class Rule(Protocol):
+    """Says when a slow step is due: `triggers.trigger.Trigger`, for any policy."""
+
+    def reason(self, state: RequestState) -> str:
+        """Say why the next step must be slow; empty if it may be fast."""
+
+
 class Policy:
     """Base of the policies. Override what differs; by default nothing is ever selected.
 
@@ -74,7 +81,7 @@ class Policy:
     evicts = False
     signal = ""
 
-    def __init__(self, config: SfiConfig, trigger: Trigger, layers: Sequence[int] = ()) -> None:
+    def __init__(self, config: SfiConfig, trigger: Rule, layers: Sequence[int] = ()) -> None:
         """Take the settings; `layers`, the model's full-attention ones, are for policies that choose some."""
         self.config = self.adapt(config)
         self.trigger = trigger

@@ -10,11 +10,10 @@ from collections.abc import Sequence
 import torch
 
 from sfi_core.errors import ConfigError
-from sfi_core.policies.base import Policy, Selection, StepPlan
+from sfi_core.policies.base import Policy, Rule, Selection, StepPlan
 from sfi_core.policies.context import LayerContext, StepContext
 from sfi_core.policies.shared import always_fast, best, padded, window_probability
 from sfi_core.settings.config import SfiConfig
-from sfi_core.triggers.trigger import Trigger
 
 FIRST, CORRECTION, DEPTH = 2, 13, 32
 
@@ -25,7 +24,7 @@ class TidalDecode(Policy):
     selects_before = True
     selects_after = True
 
-    def __init__(self, config: SfiConfig, trigger: Trigger, layers: Sequence[int] = ()) -> None:
+    def __init__(self, config: SfiConfig, trigger: Rule, layers: Sequence[int] = ()) -> None:
         self.chooses = choosing_layers(config, layers)
         first = min(self.chooses, default=0)
         dense = {*config.dense_layers, *self.chooses, *(layer for layer in layers if layer < first)}

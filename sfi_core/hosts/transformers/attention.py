@@ -5,7 +5,6 @@ A layer calls `Cache.update(keys, values)` and then the attention function with 
 into the run's pages. A layer whose keys never arrive is refused instead of running silently dense.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from sfi_core.distributed.ranks import local
 from sfi_core.engine.backends.registry import attend
 from sfi_core.errors import UnsupportedModelError
-from sfi_core.hosts.transformers.cache import SfiCache, SfiLayer
+from sfi_core.hosts.transformers.cache import Seam, SfiCache, SfiLayer
 from sfi_core.hosts.transformers.checks import check_supported
 from sfi_core.machine.private import attention_implementation
 from sfi_kernels.partial_attention import combine, partial_attention
@@ -34,17 +33,6 @@ HARMLESS = {
     "logits_to_keep",
 }
 HANDLED = {"softcap", "s_aux", "sliding_window", "is_causal"}
-
-
-@dataclass(slots=True)
-class Seam:
-    """What a model's attention modules hold while it is installed.
-
-    Attributes:
-        cache: The sfi cache of the forward pass under way; None when it runs without one.
-    """
-
-    cache: SfiCache | None = None
 
 
 def sfi_attention(

@@ -1,5 +1,6 @@
 """transformers' view of a run: its `Cache`, and which models can have one."""
 
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -164,6 +165,17 @@ class SfiCache(Cache):
                 f"layers {missed} do not attend through transformers' attention interface; "
                 "sfi would not act on them"
             )
+
+
+@dataclass(slots=True)
+class Seam:
+    """What a model's attention modules hold while it is installed.
+
+    Attributes:
+        cache: The sfi cache of the forward pass under way; None when it runs without one.
+    """
+
+    cache: SfiCache | None = None
 
 
 def _last(rows_BHTD: torch.Tensor, count: int) -> torch.Tensor:

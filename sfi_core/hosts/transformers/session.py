@@ -13,8 +13,7 @@ from sfi_core.engine.maintenance import ring_places
 from sfi_core.engine.report import RunReport
 from sfi_core.engine.run import Run, Watcher
 from sfi_core.errors import ConfigError
-from sfi_core.hosts.transformers.attention import Seam
-from sfi_core.hosts.transformers.cache import SfiCache
+from sfi_core.hosts.transformers.cache import Seam, SfiCache
 from sfi_core.hosts.transformers.checks import (
     check_cache,
     check_dense_layers,
