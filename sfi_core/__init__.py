@@ -4,18 +4,25 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from sfi_core.machine.versions import __version__
+from sfi_core.settings.audit import AuditConfig
 from sfi_core.settings.config import SfiConfig
+from sfi_core.settings.engine import EngineOptions
 from sfi_core.settings.parts import SelectorConfig
 
 if TYPE_CHECKING:
     from sfi_core.generation.generate import Result, generate
+    from sfi_core.generation.read_prompt import read_prompt
     from sfi_core.generation.sampling import Sampling
     from sfi_core.hosts.transformers.session import Session
     from sfi_core.hosts.transformers.slow_fast import slow_fast
     from sfi_core.models.linear import pack_weights
     from sfi_core.models.load import load
+    from sfi_core.observers.observer import NullObserver
 
 __all__ = [
+    "AuditConfig",
+    "EngineOptions",
+    "NullObserver",
     "Result",
     "Sampling",
     "SelectorConfig",
@@ -25,14 +32,17 @@ __all__ = [
     "generate",
     "load",
     "pack_weights",
+    "read_prompt",
     "slow_fast",
 ]
 # these import torch or transformers, which `sfi --help` must not
 _LAZY = {
+    "NullObserver": "observers.observer",
     "Result": "generation.generate",
     "generate": "generation.generate",
     "load": "models.load",
     "pack_weights": "models.linear",
+    "read_prompt": "generation.read_prompt",
     "Sampling": "generation.sampling",
     "Session": "hosts.transformers.session",
     "slow_fast": "hosts.transformers.slow_fast",

@@ -18,12 +18,12 @@ from sfi_core.engine.forward import (
     Forward,
     FreshDescriptors,
     RequestPass,
-    Rows,
     known_requests,
 )
 from sfi_core.engine.maintenance import Maintenance, side_of
 from sfi_core.engine.meter import WHOLE_STEP, Meter
 from sfi_core.engine.prompt_queries import PromptQueries
+from sfi_core.engine.rows import Rows
 from sfi_core.observers.events import BeginStepEvent, StepEvent
 from sfi_core.observers.observer import Observer
 from sfi_core.policies.base import Policy, StepPlan

@@ -2,3 +2,21 @@
 
 Reads `sfi_core`, never the reverse: the core knows the `Observer` protocol, not who implements it.
 """
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sfi_traces.read.reader import Trace
+    from sfi_traces.record.parquet import ParquetObserver
+
+__all__ = ["ParquetObserver", "Trace"]
+# these import pyarrow or torch, which `sfi --help` must not
+_LAZY = {"ParquetObserver": "record.parquet", "Trace": "read.reader"}
+
+
+def __getattr__(name: str) -> Any:
+    """Import the public names on first use."""
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"sfi_traces.{_LAZY[name]}"), name)

@@ -10,9 +10,9 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForC
 
 import sfi_core
 from sfi_core import SfiConfig, slow_fast
-from sfi_core.engine.forward import Rows
 from sfi_core.engine.graphs import lookahead
 from sfi_core.engine.graphs.buffers import bucket
+from sfi_core.engine.rows import Rows
 from sfi_core.engine.run import Run
 from sfi_core.errors import BackendError, ConfigError
 from sfi_core.generation.sampling import Sampling
