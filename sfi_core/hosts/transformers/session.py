@@ -181,9 +181,7 @@ class Session:
             cache.run.begin_prefill(count, final=final)
             name = "prefill"
         else:
-            if (
-                not cache.run.recorded
-            ):  # transformers' loop does not tell; ours has, without a second look
+            if not cache.run.recorded:  # transformers' loop does not tell; ours has told already
                 cache.run.record(self.ranks.same_tokens(ids[:, -1]))
             if self.engine.graphs:
                 raise ConfigError(
