@@ -1,4 +1,4 @@
-"""Settings and presets; with `config_parts`, the only place a default lives.
+"""Settings and presets; with `parts`, the only place where a default stands.
 
 The defaults are the `default` preset: the paper's values (Sec. 5.1), `anchored` recents, and our own choice
 where the paper is silent (`Paper gap:`).
