@@ -7,7 +7,8 @@ L  transformer layers             G  query heads per KV head (GQA)
 T  cached tokens of a request     W  queries in the observation window
    (the paper's L_t)              K  selected tokens per KV head
 D  head dimension                 S  sink and selected tokens, the packed segment
-V  vocabulary                     R  recent tokens
+V  vocabulary                     R  rows: some requests of the batch
+E  width of a value               X  work items, or a flattened dimension
 P  pages of the KV cache          N  tokens per page (`page_size` as a number)
 
 Sizes are the bare letters. Everything here is a pure function of tensors: no model, no schedule,

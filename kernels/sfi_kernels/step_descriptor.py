@@ -45,8 +45,8 @@ class StepDescriptor:
     Attributes:
         buffer: The buffer, int32.
         batch: Requests.
-        slow: Requests with g_t = 1, in order.
-        fast: The other decoding requests, in order.
+        slow: Rows of the requests with g_t = 1, in order.
+        fast: Rows of the other decoding requests, in order.
         longest: Cached tokens of the longest slow request, or a bound on them; 0 without one.
         padding: Rows behind the slow requests' lists, of no request: -1 in each list.
     """

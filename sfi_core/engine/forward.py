@@ -71,7 +71,7 @@ class Forward:
         prompts: Rows that read a piece of their prompt.
         ended: Rows whose prompt ends with it.
         decodes: Whether any request decodes.
-        chosen: Rows that layers have asked for, by request: made once for all layers.
+        chosen: `Rows` that layers have asked for, by their rows in the batch: made once for all layers.
     """
 
     passes: tuple[RequestPass, ...]

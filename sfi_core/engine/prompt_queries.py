@@ -21,7 +21,9 @@ class PromptLayer:
 
 @dataclass(slots=True)
 class PromptQueries:
-    """Keeps the last `window` queries of the pieces of a prompt; a `Watcher`.
+    """Keeps the last `window` queries of the pieces of a prompt.
+
+    Every run has one for its first selection; `read_prompt` adds another as a `Watcher`.
 
     Attributes:
         window: Queries kept, from the end; None for all, which H2O needs and which take as much memory as the

@@ -63,9 +63,9 @@ class Run:
         engine: How steps are run.
         ranks: The processes among which the model's heads are split.
         audit: Which steps are audited; None without an audit.
-        watchers: Look at every layer, in this order, after the run's own prompt queries and signals.
+        watchers: Look at every layer, in this order, after `prompt_queries` and `signals`.
         meter: What ran, how often, and how long it took.
-        attend: How layers attend, instead of the store's backend; None for that.
+        attend: How layers attend, where `StepGraphs` has set it; None attends on the store's backend.
         requests: The state of each row's request.
         left: Those of the requests that have ended and left their row to another one.
         step: The batch's step; -1 before step 0.
@@ -158,7 +158,7 @@ class Run:
         )
 
     def plan(self) -> StepPlan:
-        """Ask the policy which requests are slow at the next step."""
+        """Ask the policy which requests are slow at the next step; most policies ask their trigger."""
         if self.signals is not None:
             self.signals.settle(self.requests)
         plan = self.policy.plan(StepContext(self.requests))
@@ -168,9 +168,10 @@ class Run:
 
     def begin(self, passes: Sequence[RequestPass]) -> None:
         """Enter a forward pass in which every request does its own."""
+        # the pieces of one prompt are one step: the last one where no step has begun, else the first
         generates = any(one.generates for one in passes)
-        goes_on = self._forward is not None and not self._forward.generates  # with the same prompt
-        if generates if self.step < 0 else not goes_on:  # pieces before step 0 are -1
+        reads_on = self._forward is not None and not self._forward.generates
+        if generates if self.step < 0 else not reads_on:
             self.step += 1
         if self.recorded:  # otherwise an earlier piece of the prompt is still being timed
             self.meter.begin()
@@ -181,7 +182,7 @@ class Run:
         self.describe(passes, start)
         if self.descriptors.launched:
             self.meter.begin_with_the_last()
-        self._tell()
+        self._tell_begin()
 
     def describe(self, passes: Sequence[RequestPass], start: Sequence[int]) -> None:
         """Write down a pass that the requests have entered; `start` has their cached tokens before it."""
@@ -261,7 +262,7 @@ class Run:
         else:
             state.length += one.count
 
-    def _tell(self) -> None:
+    def _tell_begin(self) -> None:
         forward = self.forward
         slow = sorted((*forward.prompts, *forward.descriptor.slow))
         self.observer.on(

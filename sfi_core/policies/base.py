@@ -37,7 +37,7 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The selected memory of one layer and request.
+    """The selected memory of one layer, for some requests.
 
     Attributes:
         index_BHK: Positions in J by KV head, int32, ascending, padded with -1.

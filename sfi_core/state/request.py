@@ -13,7 +13,7 @@ class RequestState:
     Attributes:
         request: Which request of the run this is.
         prompt_tokens: Tokens of the prompt, padding excluded; known once it is read.
-        length: Tokens in the cache.
+        length: Tokens in the cache; within a pass, the pass's own included.
         step: Decoding step t; 0 is the prefill's last position; -1 before it.
         slow: Whether step t is slow, g_t.
         reason: Why it is slow.

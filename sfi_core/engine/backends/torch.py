@@ -41,7 +41,7 @@ def attend(layer: Layer, query_BHGTD: torch.Tensor) -> torch.Tensor:
         elif one.kind == FAST and not layer.left_dense:
             attended = _fast(layer, rows, query)
         else:
-            attended = _slow(layer, rows, query)
+            attended = _dense_and_refresh(layer, rows, query)
         out[rows, :, :, T - one.count :] = attended
     end_prompt(layer, query_BHGTD)
     layer.run.tell(layer, query_BHGTD, out)
@@ -66,7 +66,8 @@ def _alike(layer: Layer) -> Iterator[slice]:
         first = stop
 
 
-def _slow(layer: Layer, rows: slice, query: torch.Tensor) -> torch.Tensor:
+def _dense_and_refresh(layer: Layer, rows: slice, query: torch.Tensor) -> torch.Tensor:
+    # of a slow request, or of any request in a layer left dense, which selects nothing
     if not layer.run.policy.selects_in(layer.index):
         return _dense(layer, rows, query)
     # the evidence's logits come with it: a pass over the keys less

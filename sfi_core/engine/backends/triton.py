@@ -121,7 +121,8 @@ def _prefill(
 
 
 def _mixed(layer: Layer, query_BHGTD: torch.Tensor) -> torch.Tensor:
-    # a launch for each prompt, and one for all that decode: their tokens are the last of T
+    # for hosts that mix prompts and decoding in a pass, which our own does not: a launch for each prompt, and
+    # one for all that decode, whose tokens are the last of T
     B, H, G, T, _ = query_BHGTD.shape
     out = query_BHGTD.new_zeros(B, H, G, T, layer.pages.value_PHNE.shape[3])
     out[:, :, :, -1:] = _decode(layer, query_BHGTD[:, :, :, -1:])

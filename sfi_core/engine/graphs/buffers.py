@@ -59,7 +59,7 @@ class StepBuffers:
 
     @property
     def places(self) -> dict[int, int]:
-        """The slow requests' rows in what the step's layers leave, by request."""
+        """The slow requests' places in what the step's layers leave, by their rows in the batch."""
         return {request: place for place, request in enumerate(self.descriptor.slow)}
 
     def key(self, requests: list[StepRequest]) -> int:

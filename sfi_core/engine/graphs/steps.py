@@ -66,7 +66,7 @@ class StepGraphs:
             recorder: Records the device's work.
             required: Whether a model that waits for the device is an error.
         """
-        self._run, self._forward, self._record, self._required = run, forward, recorder, required
+        self._run, self._forward, self._recorder, self._required = run, forward, recorder, required
         self.given_up = False
         self._buffers = StepBuffers.of(run.store, run.policy, run.device)
         run.descriptors, run.attend = self._buffers, partial(attend_replayed, self._buffers)
@@ -83,12 +83,12 @@ class StepGraphs:
             BackendError: The model waits for the device within a step, and graphs are required.
         """
         run, buffers = self._run, self._buffers
-        run.begin_decode()
+        run.begin_decode()  # describes the step into the buffers, and finds out whether `ahead` launched it
         key = buffers.refreshes
         if not buffers.launched:
             sent(torch.tensor(token_B)[:, None], run.device, self._token_B1)
             if key not in self._graphs:
-                self._graphs[key] = self._recorded()
+                self._graphs[key] = self._captured()
             self._graphs[key].replay()
         graph = self._graphs[key]
         self._note(graph)
@@ -116,12 +116,12 @@ class StepGraphs:
         self._token_B1.copy_(token_B[:, None])
         self._graphs[self._buffers.refreshes].replay()
 
-    def _recorded(self) -> StepGraph:
+    def _captured(self) -> StepGraph:
         run = self._run
         kernels, maintenance = run.meter.kernels, run.maintenance
         try:
             try:
-                replay = self._record(self._work)
+                replay = self._recorder(self._work)
             except BackendError:
                 if self._required:
                     raise
@@ -133,6 +133,7 @@ class StepGraphs:
             run.meter.kernels, run.maintenance = kernels, maintenance
 
     def _work(self) -> None:
+        # the step is planned and described: what is captured is the device's part of it
         run, buffers = self._run, self._buffers
         run.meter.kernels, run.maintenance = Counter(), run.maintenance.again()
         with run.launches(WHOLE_STEP):

@@ -53,7 +53,7 @@ class Decoder:
     on_prefill: Callable[[int, int], None] = nothing_to_tell
     cache: SfiCache = field(init=False)
     _graphs: StepGraphs | None = field(init=False, default=None)
-    _records: bool = field(init=False)
+    _captures: bool = field(init=False)
     _wanted: bool = field(init=False)
     _options: dict[str, Any] = field(init=False)
     _ragged: bool = field(init=False)
@@ -61,7 +61,7 @@ class Decoder:
     def __post_init__(self) -> None:
         """See what the model's forward pass takes, and whether its steps can be recorded."""
         session, model = self.session, self.session.model
-        self._records = records_steps(session)
+        self._captures = records_steps(session)
         self._wanted = recorder.can_record(model.device) and session.engine.graphs is not False
         self.cache = session.cache(self.capacity, self.ids_BT.shape[1], self.stop_ids)
         self.cache.requests = self.requests
@@ -86,7 +86,7 @@ class Decoder:
     def step(self, token_B: list[int]) -> torch.Tensor:
         """Decode one token of every request."""
         run = self.session.run
-        if self._records:
+        if self._captures:
             return self._replay(run, token_B)
         if self._wanted:
             run.meter.count("graph.eager")
@@ -144,14 +144,14 @@ class Decoder:
         if self._graphs is None:
             made = recorder.make_recorder(run.device)
             required = bool(self.session.engine.graphs)
-            self._graphs = StepGraphs(run, self._recorded_pass, made, required=required)
+            self._graphs = StepGraphs(run, self._captured_pass, made, required=required)
         logits_BV = self._graphs.step(token_B)
         self.cache.see(self.cache.seen + 1)
         if self._graphs.given_up:
-            self._graphs, self._records = None, False
+            self._graphs, self._captures = None, False
         return logits_BV
 
-    def _recorded_pass(self, token_B1: torch.Tensor, position_B1: torch.Tensor) -> torch.Tensor:
+    def _captured_pass(self, token_B1: torch.Tensor, position_B1: torch.Tensor) -> torch.Tensor:
         # a step that the engine has planned; `update` counts its token each time that it is recorded
         seen = self.cache.seen
         self.cache.attach(self.session.run)

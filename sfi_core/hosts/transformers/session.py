@@ -150,7 +150,7 @@ class Session:
 
     @contextmanager
     def planned(self) -> Iterator[None]:
-        """Let the model's forward passes inside begin no step: the engine has planned them already."""
+        """Let the hooks rest: forward passes inside begin no step, since the engine has planned theirs."""
         self._planned = True
         try:
             yield
@@ -171,6 +171,7 @@ class Session:
         cache.attach(cache.run or self.start(cache, batch, new))
         end = cache.seen + new
         prompt_length = cache.prompt_length or new
+        # transformers does not tell what a pass is: one token after the prompt's end is a decoding step
         if cache.seen == 0 or end <= prompt_length or new > 1:
             mask, final = kwargs.get("attention_mask"), end >= prompt_length
             count = prompt_tokens(mask, batch, new, cache.seen, final=final)
