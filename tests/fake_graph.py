@@ -17,7 +17,6 @@ from triton.runtime.interpreter import GridExecutor
 
 from sfi_core.engine.graphs import recorder
 from sfi_core.errors import BackendError
-from sfi_core.hosts.transformers import decoder
 from sfi_kernels.append import append
 from sfi_kernels.decode_attention import DecodeAttention, decode_attention
 from sfi_kernels.dense_attention import dense_attention, window_logits
@@ -111,8 +110,7 @@ class FakeRecorder:
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Record every graph of the test."""
-        for asked in (recorder, decoder):
-            monkeypatch.setattr(asked, "can_record", lambda _: True)
+        monkeypatch.setattr(recorder, "can_record", lambda _: True)
         monkeypatch.setattr(recorder, "make_recorder", lambda _: self)
         launched = GridExecutor.__call__
 

@@ -43,7 +43,7 @@ class Batch:
             slow = request.mode == SLOW
             packed, start = (0, 0) if slow else (request.packed, request.recent_start)
             pages = len({start // UNIT, *range(start // UNIT, (request.length - 1) // UNIT + 1)})
-            counts.append(0 if request.mode == IDLE else -(-packed // UNIT) + pages)
+            counts.append(0 if request.mode < FAST else -(-packed // UNIT) + pages)
         return counts
 
     @cached_property
@@ -84,7 +84,7 @@ def drawn(seed: int, longest: int = 300_000) -> Batch:
         if draw.random() < 0.5:
             length = max(1, min(longest, length // UNIT * UNIT + draw.choice([-1, 0, 1])))
         recent = draw.randint(1, length)
-        mode = draw.choice([IDLE, FAST, FAST, SLOW])
+        mode = draw.choice([IDLE, PROMPT, FAST, FAST, SLOW])
         requests.append(
             request(mode, length, draw.choice([0, 1, 63, 64, 65, 2048, length]), recent)
         )
@@ -170,10 +170,10 @@ def test_a_request_has_at_most_64_items(plans):
     assert alone.table_BX[0, SPLITS] > 32
 
 
-def test_idle_requests_have_no_work_and_others_have_some(plans):
+def test_requests_that_do_not_decode_have_no_work_and_others_have_some(plans):
     for batch, step in plans:
         for one, splits in zip(batch.requests, step.table_BX[:, SPLITS].tolist(), strict=True):
-            assert (splits == 0) == (one.mode == IDLE)
+            assert (splits == 0) == (one.mode in (IDLE, PROMPT))
 
 
 def test_slow_requests_come_first_each_kind_in_order(plans):

@@ -14,6 +14,7 @@ from sfi_kernels.step_descriptor import (
     LENGTH,
     MODE,
     PACKED,
+    PROMPT,
     SINK,
     SLOW,
     SPLITS,
@@ -53,7 +54,7 @@ def test_the_numbers_of_the_words_are_distinct_and_fit_a_row():
     ]
     assert sorted(named) == list(range(10))
     assert len(named) <= WORDS
-    assert (IDLE, FAST, SLOW) == (0, 1, 2)
+    assert (IDLE, PROMPT, FAST, SLOW) == (0, 1, 2, 3)
 
 
 def test_every_request_has_its_mode_length_and_sink_tokens():

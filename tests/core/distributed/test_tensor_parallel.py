@@ -217,7 +217,8 @@ def test_only_the_first_rank_writes(monkeypatch, capsys, tmp_path, rank):
     with one_voice():
         typer.echo("data")
         message("a remark")
-        Output(tmp_path / "out", force=False, quiet=True).text("data")
+        with Output(tmp_path / "out", force=False, quiet=True) as output:
+            output.text("data")
     assert capsys.readouterr() == (("data\n", "a remark\n") if rank == 0 else ("", ""))
     assert (tmp_path / "out").exists() == (rank == 0)
 

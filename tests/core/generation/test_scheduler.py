@@ -310,7 +310,7 @@ def test_a_request_that_leaves_takes_its_notes_along(runs):
 
 
 def test_a_request_that_leaves_takes_its_audited_queries_along(runs):
-    watch = Watch(lambda: {request for request, _ in runs[0].audit.queries})
+    watch = Watch(lambda: {request for request, _ in runs[0].watchers[0].queries})
     audit = AuditConfig(every=2, top=4)
     run("qwen3", ROWS, LIMITS, max_batch=2, observers=[watch], audit=audit)
     assert max(map(len, watch.seen)) == 2
