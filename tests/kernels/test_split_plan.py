@@ -14,6 +14,7 @@ from sfi_kernels.step_descriptor import (
     FAST,
     FIRST,
     IDLE,
+    PROMPT,
     SLOW,
     SPLITS,
     UNIT,
