@@ -167,6 +167,7 @@ def wait_for(folder: Path, process: subprocess.Popen) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.exhaustive  # test_parquet_observer.py kills a run too
 def test_a_killed_run_leaves_a_trace_up_to_its_last_part(command, environment, endless, tmp_path):
     folder = tmp_path / "run"
     with subprocess.Popen(

@@ -159,6 +159,7 @@ def test_a_rank_that_dies_ends_the_others_with_one_line():
     )
 
 
+@pytest.mark.exhaustive  # a rank that dies takes the same way out
 def test_a_rank_that_hangs_ends_the_others_within_the_timeout():
     ranks = start(SCRIPT, "hangs", ".", SFI_TIMEOUT="4")
     try:

@@ -244,6 +244,7 @@ def test_a_layer_left_dense_retains_everything():
     assert not all((e.retained_H == 1).all() for e in observer.audits if e.layer == 1)
 
 
+@pytest.mark.exhaustive  # each kernel equals its reference in tests/kernels
 def test_the_kernels_audit_as_the_references_do():
     audit, runs = AuditConfig(every=2, top=8), []
     for backend in ("torch", "triton"):
