@@ -213,11 +213,7 @@ class Run:
             watcher.see(layer, query_BHGTD, out_BHGTE)
 
     def record(self, token_B: Sequence[int]) -> None:
-        """Note the tokens x_t that the pass generated, and tell the observer.
-
-        Args:
-            token_B: A token for each row; ignored where the request rests or still reads its prompt.
-        """
+        """Note the tokens x_t, one a row, of the requests that the pass gave one; tell the observer."""
         seconds = self.meter.lap(prefill=not self.forward.decodes)
         for state, one, token in zip(self.requests, self.forward.passes, token_B, strict=True):
             if one.generates:

@@ -199,6 +199,7 @@ def test_ctrl_c_finishes_the_trace(command, environment, endless, tmp_path):
     assert manifest["tables"]["steps"] == Trace.open(folder).table("steps").num_rows
 
 
+@pytest.mark.exhaustive  # test_trace_writer.py fills a disk too
 def test_a_disk_that_takes_no_more_ends_the_trace_and_not_the_run(command, environment, tmp_path):
     """A limit on the size of files stands for the full disk."""
     folder = tmp_path / "run"

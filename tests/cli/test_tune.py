@@ -18,7 +18,6 @@ from sfi_cli import app as cli
 from sfi_core.errors import BackendError, ConfigError, SfiError, TraceError
 from sfi_core.settings.config import SfiConfig
 from sfi_traces.tune import storage
-from tests.covering import case
 from tests.traces.made import MODEL, make_trace
 
 TRIALS = ("--trials", "12")
@@ -196,7 +195,8 @@ def start(command: list[str], environment: dict[str, str], folder: Path, *argume
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("study", ["shared.journal", case("shared.db")])
+@pytest.mark.exhaustive  # test_tune_study.py races workers on a study
+@pytest.mark.parametrize("study", ["shared.journal", "shared.db"])
 def test_processes_share_one_study(command, environment, full, folder, study):
     """Three begin at once on a file that is not there yet; together they make what was asked for."""
     workers = [

@@ -106,6 +106,7 @@ def test_the_slow_steps_of_those_requests_differ():
         assert (slow > len(ROWS), fast > 0) == (True, True), way
 
 
+@pytest.mark.exhaustive  # test_triton_backend.py has requests that end and ragged batches
 def test_the_triton_backend_gives_the_same_requests():
     options = {"backend": "triton", "page_size": 16, "config": SMALL.replace(dense_layers=(1,))}
     rows, limits = prompts(5, 3, 18), [3, 1, 2]
