@@ -1,9 +1,11 @@
 """The last queries of prompts that are read in pieces, by layer."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +38,28 @@ class PromptQueries:
 
     def see(self, layer: Any, query_BHGTD: torch.Tensor, out_BHGTE: torch.Tensor) -> None:
         """Keep the queries of a piece of the prompt."""
-        kept = self.with_kept(layer.index, query_BHGTD)
+        kept = self.with_kept(layer, query_BHGTD)
         self.layers[layer.index] = PromptLayer(layer.options, kept.clone())
 
-    def with_kept(self, layer: int, query_BHGTD: torch.Tensor) -> torch.Tensor:
-        """Return the last queries of the prompt, a piece's own included."""
-        known = self.layers.get(layer)
-        query = query_BHGTD if known is None else torch.cat([known.query_BHGTD, query_BHGTD], 3)
+    def with_kept(self, layer: Any, query_BHGTD: torch.Tensor) -> torch.Tensor:
+        """Return the last queries of the prompts, a piece's own included; a request's own stand last."""
+        known, query = self.layers.get(layer.index), query_BHGTD
+        if known is not None:
+            query = _joined(known.query_BHGTD, query, layer.forward.count)
         return query if self.window is None else query[:, :, :, -self.window :]
 
     def forget(self, request: int) -> None:
         """Keep nothing by request: a run reads its prompts once."""
+
+
+def _joined(old_BHGTD: torch.Tensor, new_BHGTD: torch.Tensor, count: Sequence[int]) -> torch.Tensor:
+    T = new_BHGTD.shape[3]
+    if all(own == T for own in count):
+        return torch.cat([old_BHGTD, new_BHGTD], 3)
+    # the padding before a request's new queries must not come between them and its old ones
+    rows = [
+        torch.cat([old, new[:, :, T - own :]], 2)
+        for old, new, own in zip(old_BHGTD, new_BHGTD, count, strict=True)
+    ]
+    width = max(row.shape[2] for row in rows)
+    return torch.stack([pad(row, (0, 0, width - row.shape[2], 0)) for row in rows])

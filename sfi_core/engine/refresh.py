@@ -26,7 +26,7 @@ def end_prompt(layer: Layer, query_BHGTD: torch.Tensor) -> None:
             run.policy.observe_prompt(context)
     if layer.left_dense or not ended:
         return
-    last_BHGWD = run.prompt_queries.with_kept(layer.index, query_BHGTD)
+    last_BHGWD = run.prompt_queries.with_kept(layer, query_BHGTD)
     for row in ended:
         if run.policy.selects_in(layer.index):
             window = min(run.policy.config.window_prefill, run.requests[row].length)

@@ -56,9 +56,10 @@ def prompt(count: int, *, ends: bool = True) -> RequestPass:
     return RequestPass.prompt(count, ends=ends)
 
 
-PASSES = (  # of three requests: the third reads the rest of its prompt while the others decode
-    (prompt(20), prompt(33), prompt(12, ends=False)),
-    (FAST_STEP, SLOW_STEP, prompt(11)),
+PASSES = (  # of three requests: two read their prompts in pieces while others decode
+    (prompt(20), prompt(30, ends=False), prompt(12, ends=False)),
+    (FAST_STEP, prompt(3), prompt(9, ends=False)),  # 3: fewer than the first selection has queries
+    (FAST_STEP, SLOW_STEP, prompt(2)),
     (FAST_STEP, FAST_STEP, SLOW_STEP),
     (SLOW_STEP, REST, FAST_STEP),
 )
