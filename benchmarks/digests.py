@@ -24,7 +24,7 @@ sys.path[:0] = [str(ROOT / folder) for folder in (".", "kernels", "traces")]
 
 import torch  # noqa: E402
 
-from sfi_core import Sampling, SfiConfig, generate, load, slow_fast  # noqa: E402
+from sfi_core import AuditConfig, Sampling, SfiConfig, generate, load, slow_fast  # noqa: E402
 from tests.architectures import BY_LABEL, WORKS, padded, prompts  # noqa: E402
 
 CONFIG = SfiConfig(
@@ -112,15 +112,6 @@ def hosted(model: Any, config: SfiConfig = CONFIG, **options: Any) -> Any:
         return summary(session.report, seen)
 
 
-def audit(**settings: Any) -> Any:
-    """Make audit settings, wherever they live."""
-    try:
-        from sfi_core.settings.audit import AuditConfig  # noqa: PLC0415
-    except ImportError:
-        from sfi_core.audit_config import AuditConfig  # noqa: PLC0415
-    return AuditConfig(**settings)
-
-
 def bundled(**options: Any) -> Any:
     """Run the bundled example."""
     prompt = json.loads((ROOT / "sfi_core/bundled/example.json").read_text())["prompt"]
@@ -178,7 +169,7 @@ def cases() -> dict[str, Callable[[], Any]]:
         "sampled": sampled,
         "chunks": {"prefill_chunk": 16},
         "pages": {"page_size": 16},
-        "audit": {"audit": audit(every=3, top=16)},
+        "audit": {"audit": AuditConfig(every=3, top=16)},
         "max batch 2": {
             "max_batch": 2,
             "rows": prompts(40, 31, 50, 22, 61),
@@ -189,7 +180,7 @@ def cases() -> dict[str, Callable[[], Any]]:
         "max batch audit": {
             "max_batch": 2,
             "rows": prompts(40, 31, 50, 22),
-            "audit": audit(every=2, top=8),
+            "audit": AuditConfig(every=2, top=8),
         },
     }
     for name, options in runs.items():
@@ -205,7 +196,7 @@ def cases() -> dict[str, Callable[[], Any]]:
         some[f"triton {name}"] = lambda name=name: own_loop(llama(), changes[name], **triton)
     for name in ("quest", "snapkv", "h2o"):
         some[f"triton {name}"] = lambda name=name: own_loop(llama(), policy=name, **triton)
-    some["triton audit"] = lambda: own_loop(llama(), **triton, audit=audit(every=3, top=8))
+    some["triton audit"] = lambda: own_loop(llama(), **triton, audit=AuditConfig(every=3, top=8))
     some["triton max batch"] = lambda: own_loop(
         llama(),
         rows=prompts(40, 31, 50, 22),

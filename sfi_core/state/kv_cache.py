@@ -63,15 +63,7 @@ class KVCache:
         count_B: torch.Tensor,
         longest: int,
     ) -> LayerPages:
-        """Write each request's new tokens, the last `count` of T, from position `start` on.
-
-        Args:
-            layer: Index of the layer.
-            key_BHTD: New keys; whatever precedes a request's own is padding.
-            value_BHTE: New values.
-            start_B: Cached tokens of each request, int32.
-            count_B: New tokens of each request, int32.
-            longest: The largest sum of the two, so that the device is not asked.
+        """See `KVStore`.
 
         Raises:
             ValueError: More tokens than the cache has room for.
@@ -175,7 +167,7 @@ class KVCache:
                 setattr(pages, name, large)
 
     def keys(self, layer: int, row: int, start: int, stop: int) -> torch.Tensor:
-        """Return a request's keys from `start` to before `stop`, [1, H, T, D], without asking the device."""
+        """See `KVStore`."""
         key_PHND = self.layers[layer].key_PHND
         if self._one_page:
             return key_PHND[row : row + 1, :, start:stop]
@@ -186,7 +178,7 @@ class KVCache:
         return key_HTD[None, :, start - skipped : stop - skipped]
 
     def norms(self, layer: int, rows: Sequence[int], length: int) -> torch.Tensor:
-        """Return requests' key norms, [len(rows), H, length] float32; undefined beyond a request's tokens.
+        """See `KVStore`.
 
         A view where every request has one page and the rows follow each other.
         """
@@ -204,7 +196,7 @@ class KVCache:
         return norm_RHPN.flatten(2)[:, :, :length]
 
     def norms_of(self, layer: int, table_RP: torch.Tensor) -> torch.Tensor:
-        """Return the key norms of requests by their page numbers, [R, H, capacity] float32."""
+        """See `KVStore`."""
         return self.layers[layer].norm_PHN[table_RP.long()].transpose(1, 2).flatten(2)
 
     def _allocate(self, key: torch.Tensor, value: torch.Tensor) -> LayerPages:
