@@ -132,7 +132,7 @@ def generate(
         shared.check(*left_pad(rows, model.device), capacity)
     reset_peak(model.device)
     with (
-        torch.no_grad(),
+        torch.inference_mode(),
         main_stream(model.device, overlap=(engine or DEFAULTS).overlap),
         slow_fast(
             model,
