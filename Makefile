@@ -7,7 +7,7 @@ WORKERS := -n auto --maxprocesses 8 --dist loadfile
 TOOLS := lm_eval matplotlib mypy optuna playwright plotly pytest ruff scipy xdist
 
 .DEFAULT_GOAL := help
-.PHONY: help tools fix check lint test test-all gpu bench
+.PHONY: help tools fix check lint test test-all gpu bench docs
 
 help:  ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,3 +38,12 @@ gpu:  ## On a CUDA machine: kernel tests, kernel benchmark and a generation; JSO
 
 bench:  ## Time decoding at a long context, beside transformers
 	$(PYTHON) -m sfi_cli bench --random-weights qwen3-0.6b --context 4K,16K --time-limit 20
+
+docs: tools  ## Make docs/player.svg and docs/report.html anew from a run of the example; needs npm, for a small Plotly
+	rm -rf build/docs && mkdir -p build/docs
+	$(PYTHON) -m sfi_cli trace record -o build/docs/run --audit 1
+	$(PYTHON) docs/record_player.py build/docs/run docs/player.svg
+	npm pack --silent --pack-destination build/docs plotly.js-cartesian-dist-min@$$($(PYTHON) -c \
+	  "from plotly.offline import get_plotlyjs_version as version; print(version())")
+	tar -xzf build/docs/plotly*.tgz -C build/docs
+	$(PYTHON) docs/small_report.py build/docs/run docs/report.html build/docs/package/plotly-cartesian.min.js
