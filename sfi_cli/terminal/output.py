@@ -1,12 +1,14 @@
 """Where a command's words go: data to stdout or a file, a figure to its file, everything else to stderr."""
 
+import gzip
 import json
 import os
 import sys
 from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
+from io import TextIOWrapper
 from pathlib import Path
-from typing import Any, NoReturn, Self
+from typing import Any, BinaryIO, NoReturn, Self, TextIO
 
 import typer
 
@@ -153,6 +155,8 @@ class Output:
     def pieces(self, pieces: Iterable[str]) -> None:
         """Write text that comes in pieces: to stdout at once, to the file when all are there.
 
+        A file whose name ends in .gz is compressed.
+
         Raises:
             SfiError: The disk is full, say.
         """
@@ -161,9 +165,11 @@ class Output:
                 self.stream(piece)
             return
 
+        packed = self.path.suffix == ".gz"
+
         def write(path: Path) -> None:
-            with path.open("w", encoding="utf-8") as file:
-                file.writelines(pieces)
+            with path.open("wb") as file, _text_file(file, packed=packed) as text:
+                text.writelines(pieces)
 
         self.save(write)
 
@@ -209,3 +215,10 @@ class Output:
 
 def _json(data: Document) -> str:
     return json.dumps(data, ensure_ascii=False, indent=2) + "\n"
+
+
+def _text_file(file: BinaryIO, *, packed: bool) -> TextIO:
+    # gzip gets no name and no time, so that the same text makes the same file
+    return TextIOWrapper(
+        gzip.GzipFile("", "wb", 6, file, mtime=0) if packed else file, encoding="utf-8"
+    )

@@ -1,9 +1,12 @@
 """`sfi trace export` from the outside."""
 
+import gzip
 import json
 
 import pytest
 
+from sfi_core.errors import TraceError
+from sfi_traces.export import perfetto
 from sfi_traces.schema import TABLES
 from tests.cli.trace_commands import trace
 from tests.traces.made import make_trace
@@ -53,6 +56,32 @@ def test_the_timeline_is_one_json_document(recorded, tmp_path):
     events = json.loads(path.read_text())["traceEvents"]
     assert {event["ph"] for event in events} == set("XCMsf")
     assert trace("export", recorded, "--format", "perfetto").stdout == path.read_text()
+
+
+def test_a_timeline_that_ends_in_gz_is_compressed(recorded, tmp_path):
+    plain, packed, again = (tmp_path / name for name in ("a.json", "a.json.gz", "b.json.gz"))
+    for path in (plain, packed, again):
+        ended = trace("export", recorded, "--format", "perfetto", "-o", path)
+        assert (ended.code, ended.stderr) == (0, f"Wrote {path}\n")
+    assert gzip.decompress(packed.read_bytes()) == plain.read_bytes()
+    assert packed.stat().st_size < plain.stat().st_size / 4
+    assert packed.read_bytes() == again.read_bytes()  # neither its name nor the time is in it
+
+
+def test_a_compressed_export_that_fails_leaves_the_old_file_and_no_other(
+    recorded, tmp_path, monkeypatch
+):
+    path = tmp_path / "timeline.json.gz"
+    path.write_text("old")
+
+    def broken(*_):
+        yield "{"
+        raise TraceError("the trace has a damaged part")
+
+    monkeypatch.setattr(perfetto, "perfetto_text", broken)
+    assert trace("export", recorded, "--format", "perfetto", "-o", path, "--force").code == 3
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.parametrize(

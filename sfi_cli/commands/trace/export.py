@@ -24,11 +24,12 @@ def export(
 ) -> None:
     """Write a trace as a timeline for ui.perfetto.dev, or its tables as CSV or JSON lines.
 
-    All tables go to a folder, a file for each; a list is written as JSON.
+    All tables go to a folder, a file for each; a list is written as JSON. A file that ends in .gz is
+    compressed, which ui.perfetto.dev opens too.
 
     For example:
 
-      sfi trace export run --format perfetto -o timeline.json
+      sfi trace export run --format perfetto -o timeline.json.gz
 
       sfi trace export run --format csv -o tables
 
