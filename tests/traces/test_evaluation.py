@@ -214,6 +214,7 @@ def test_a_summary_is_the_mean_of_its_samples():
     assert (sparse["difference"], sparse["difference_low"], sparse["difference_high"]) == (
         difference.mean, difference.low, difference.high,
     )  # fmt: skip
+    assert sparse["interval_method"] == difference.method
     assert sparse["read_ratio"] == pytest.approx(0.1)
     assert sparse["read"] == pytest.approx(0.1 + 0.0625)
     assert sparse["slow_rate"] == 0.25
@@ -223,6 +224,7 @@ def test_a_summary_is_the_mean_of_its_samples():
 def test_failures_are_counted_and_in_no_mean():
     (one,) = summarize([row(score=0.5), failed(seed=1), failed(seed=2)])
     assert (one["n"], one["failed"], one["error"], one["score"]) == (1, 2, "no memory", 0.5)
+    assert one["interval_method"] is None  # no full attention to set it beside
     (nothing,) = summarize([failed()])
     assert (nothing["n"], nothing["score"], nothing["low"], nothing["read"]) == (
         0,

@@ -179,11 +179,12 @@ def test_what_is_mined_and_what_is_held_out_do_not_meet(moving):
 
 def test_the_interval_of_a_difference_takes_blocks_whole():
     constant = [np.full(BLOCK * 6, 0.25, np.float32)]
-    assert interval(constant) == (0.25, 0.25)
-    assert interval([np.ones(BLOCK * 4, np.float32)]) == (None, None)
+    assert interval(constant) == (0.25, 0.25, "percentile")
+    assert interval([np.ones(BLOCK * 4, np.float32)]) == (None, None, None)
     rng = np.random.default_rng(0)
     steps = np.repeat(rng.normal(size=40), BLOCK).astype(np.float32)  # a block is one sample
-    low, high = interval([steps])
+    low, high, method = interval([steps])
+    assert method == "BCa"
     assert (high - low) / 2 == pytest.approx(1.96 * steps[::BLOCK].std() / math.sqrt(40), rel=0.15)
 
 

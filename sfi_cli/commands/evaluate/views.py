@@ -8,7 +8,7 @@ from sfi_cli.terminal.tables import number, percent, plural, rendered, table
 ANY_SIZE = ("all", "own")  # what is the same at all sizes: full attention, a method with its own
 Row = dict[str, Any]
 NOTES = (
-    "score: mean and 95 % Wilson interval; against full-kv: paired difference, 95 % bootstrap interval.",
+    "score: mean and 95 % Wilson interval; against full-kv: paired difference, 95 % bootstrap interval{}.",
     "read: what attention and selection read over the context, with slow steps; stored: what has to be kept.",
 )
 POSITIONS = "steps since the token that ended a sentence"
@@ -22,7 +22,7 @@ def evaluation_text(document: dict[str, Any]) -> str:
         samples = max(row["n"] + row["failed"] for row in own)
         title = f"{place[0]}, {place[1]:,} tokens, {plural(samples, 'sample')}"
         parts += [_scores(title, own), _costs(own)]
-    parts += NOTES if rows else ()
+    parts += [note.format(_methods(rows)) for note in NOTES] if rows else ()
     for (length,), own in _groups(document["fidelity"], ("length",)):
         parts += [_fidelity(length, own), _by_position(own)]
     if document["harness"]:
@@ -178,6 +178,13 @@ def _difference(row: Row) -> str:
     return (
         f"{row['difference']:+.2f} ({row['difference_low']:+.2f} to {row['difference_high']:+.2f})"
     )
+
+
+def _methods(rows: list[Row]) -> str:
+    # an interval without width is the same by any method
+    wide = [row for row in rows if row["difference_low"] != row["difference_high"]]
+    names = sorted({row["interval_method"] for row in wide})
+    return f" ({', '.join(names)})" if names else ""
 
 
 def _words(name: str) -> str:

@@ -1,13 +1,20 @@
 """Confidence intervals of a mean of a few samples."""
 
 import math
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 Z = 1.959964  # two-sided 95 % of the normal distribution
 RESAMPLES = 10_000
+EDGES = (0.025, 0.975)
+
+Array = npt.NDArray[Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,12 +26,14 @@ class Interval:
         low: The lower end.
         high: The upper end.
         n: The number of samples.
+        method: "Wilson", "BCa" or "percentile".
     """
 
     mean: float
     low: float
     high: float
     n: int
+    method: str
 
 
 def wilson(scores: Sequence[float]) -> Interval:
@@ -47,7 +56,8 @@ def wilson(scores: Sequence[float]) -> Interval:
     center = (mean + Z**2 / (2 * n)) / weight
     half = Z / weight * math.sqrt(mean * (1 - mean) / n + Z**2 / (4 * n**2))
     # the ends at 0 and 1 are exact; floating point misses them by a rounding
-    return Interval(mean, max(0.0, min(mean, center - half)), min(1.0, max(mean, center + half)), n)
+    low, high = max(0.0, min(mean, center - half)), min(1.0, max(mean, center + half))
+    return Interval(mean, low, high, n, "Wilson")
 
 
 def paired_difference(
@@ -56,8 +66,8 @@ def paired_difference(
     """Give the mean of `scores - others` on the same samples a bootstrap interval.
 
     Samples are drawn with their pairs, so that what makes a sample hard for both cancels
-    (Efron 1979; percentile interval of 10,000 resamples). Where all differences are equal the
-    interval has no width: it knows of no difference that no sample showed.
+    (Efron 1979; 10,000 resamples). Where all differences are equal the interval has no width: it
+    knows of no difference that no sample showed.
 
     Args:
         scores: One method's scores, at least one.
@@ -70,7 +80,51 @@ def paired_difference(
     if not scores or len(scores) != len(others):
         raise ValueError(f"scores must come in pairs, got {len(scores)} and {len(others)}")
     difference = np.subtract(scores, others)
-    n = len(difference)
-    drawn = np.random.default_rng(seed).integers(n, size=(RESAMPLES, n))
-    low, high = np.quantile(difference[drawn].mean(1), (0.025, 0.975))
-    return Interval(float(difference.mean()), float(low), float(high), n)
+    low, high, method = bootstrap(
+        [difference], lambda drawn, axis: drawn.mean(axis), resamples=RESAMPLES, seed=seed
+    )
+    return Interval(float(difference.mean()), low, high, len(difference), method)
+
+
+def bootstrap(
+    samples: Sequence[Array], statistic: Callable[..., Array], *, resamples: int, seed: int
+) -> tuple[float, float, str]:
+    """Give a statistic its 95 % bootstrap interval.
+
+    With SciPy it is the BCa interval (Efron 1987), which corrects for bias and skew. It is the percentile
+    interval without SciPy, and where BCa is not defined: for one sample, or samples that are all equal.
+
+    Args:
+        samples: Arrays of one length; what has the same index is drawn together.
+        statistic: Takes the arrays and `axis`, the axis of the samples.
+        resamples: The number of resamples.
+        seed: The seed of the resampling.
+
+    Returns:
+        Both ends, and "BCa" or "percentile".
+    """
+    low, high = _bca(samples, statistic, resamples, seed)
+    if math.isfinite(low) and math.isfinite(high):
+        return low, high, "BCa"
+    n = len(samples[0])
+    drawn = np.random.default_rng(seed).integers(n, size=(resamples, n))
+    values = statistic(*(sample[drawn] for sample in samples), axis=1)
+    low, high = map(float, np.quantile(values, EDGES))
+    return low, high, "percentile"
+
+
+def _bca(
+    samples: Sequence[Array], statistic: Callable[..., Array], resamples: int, seed: int
+) -> tuple[float, float]:
+    # not a number where there is no such interval
+    if find_spec("scipy") is None or len(samples[0]) == 1:
+        return math.nan, math.nan
+    from scipy.stats import bootstrap as scipy_bootstrap  # noqa: PLC0415 - an extra
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # SciPy's of what is not defined is one
+        low, high = scipy_bootstrap(
+            samples, statistic, n_resamples=resamples, vectorized=True, paired=True, axis=0, method="BCa",
+            random_state=np.random.default_rng(seed),
+        ).confidence_interval  # fmt: skip
+    return float(low), float(high)

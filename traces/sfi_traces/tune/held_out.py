@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from sfi_core.measure.evaluation.statistics import bootstrap
 from sfi_traces.replay import Setting, StepMetrics, Supports, replay_request
 from sfi_traces.replay.support import Floats
 from sfi_traces.tune.mining import MinedToken, propose, rank
@@ -23,7 +24,6 @@ T_MAX, GAPS = (8, 16, 32, 64, 128), (0, 4, 8, 16, 24)
 BLOCK = 16  # steps; what one refresh serves is not independent
 LEAST_BLOCKS = 5
 DRAWS, SEED = 2000, 0
-EDGES = (2.5, 97.5)  # percentiles of the interval
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +40,7 @@ class Verdict:
         difference: Retained mass over all steps, a slow one counting 1, less punctuation's.
         low: Lower end of the interval of the difference; None where too little was held out.
         high: Upper end.
+        interval_method: "BCa" or "percentile"; None without an interval.
         beats: Whether it keeps more beyond doubt.
     """
 
@@ -52,6 +53,7 @@ class Verdict:
     difference: float
     low: float | None
     high: float | None
+    interval_method: str | None
     beats: bool
 
     def to_dict(self) -> dict[str, Any]:
@@ -139,7 +141,7 @@ def _verdict(
         _kept(one) - other for one, other in zip(new, mixture(rivals, _slow_rate(new)), strict=True)
     ]
     pooled = np.concatenate(differences)
-    low, high = interval(differences)
+    low, high, method = interval(differences)
     return Verdict(
         name=proposal.name,
         tokens=proposal.texts,
@@ -150,6 +152,7 @@ def _verdict(
         difference=float(pooled.mean()) if len(pooled) else 0.0,
         low=low,
         high=high,
+        interval_method=method,
         beats=low is not None and low > 0,
     )
 
@@ -203,19 +206,23 @@ def _kept(metrics: StepMetrics) -> Floats:
     return kept_N
 
 
-def interval(differences: Sequence[Floats]) -> tuple[float | None, float | None]:
+def interval(
+    differences: Sequence[Floats],
+) -> tuple[float, float, str] | tuple[None, None, None]:
     """Bootstrap the mean of some requests' steps, in blocks of consecutive ones.
 
     Returns:
-        Both ends of the interval; None where there are too few blocks.
+        Both ends of the interval and its method; None where there are too few blocks.
     """
     blocks = [
         one[start : start + BLOCK] for one in differences for start in range(0, len(one), BLOCK)
     ]
     if len(blocks) < LEAST_BLOCKS:
-        return None, None
+        return None, None, None
     sums, counts = np.array([b.sum() for b in blocks]), np.array([len(b) for b in blocks])
-    drawn = np.random.default_rng(SEED).integers(len(blocks), size=(DRAWS, len(blocks)))
-    means = sums[drawn].sum(1) / counts[drawn].sum(1)
-    low, high = np.percentile(means, EDGES)
-    return float(low), float(high)
+    return bootstrap(
+        [sums, counts],
+        lambda sums, counts, axis: sums.sum(axis) / counts.sum(axis),
+        resamples=DRAWS,
+        seed=SEED,
+    )

@@ -22,9 +22,9 @@ def summarize(rows: Iterable[Row]) -> list[dict[str, Any]]:
 
     Returns:
         Plain rows. `score`, `low` and `high` are the mean and its Wilson interval; `difference` is the
-        paired one to full attention on the same samples, None without it; `read` is what attention and
-        selection read together; `n` counts scored samples and `failed` those without a score, which no
-        mean holds.
+        paired one to full attention on the same samples, None without it, and `interval_method` that of
+        its bootstrap interval; `read` is what attention and selection read together; `n` counts scored
+        samples and `failed` those without a score, which no mean holds.
     """
     found = _grouped(rows, (*PLACE, *VARIANT))
     references: dict[tuple[Any, ...], dict[int, float]] = {}
@@ -113,6 +113,7 @@ def _summary(group: Sequence[Row], reference: Mapping[int, float]) -> dict[str, 
         "error": next((row["error"] for row in group if row["error"]), None),
         **_interval(score, "score"),
         **_interval(difference, "difference"),
+        "interval_method": difference and difference.method,
         "scores": _further(scored),
         **means,
         "read": _read(means),
