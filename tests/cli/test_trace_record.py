@@ -12,9 +12,11 @@ import pytest
 from typer.testing import CliRunner
 
 from sfi_cli import app as cli
+from sfi_cli.commands.trace import record
 from sfi_cli.parsing import number_list
-from sfi_core.errors import ConfigError, SfiError
+from sfi_core.errors import BackendError, ConfigError, SfiError
 from sfi_core.models.load import BUNDLED
+from sfi_traces import report
 from sfi_traces.read.reader import Trace
 
 PROMPT = "Later, Belora hid a red lantern under the old bridge.\nBelora"
@@ -114,6 +116,39 @@ def test_force_replaces_a_trace(tmp_path):
         inside("trace", "record", PROMPT, "-o", folder, "-q", *SHORT, "--force", "-n", "3")[0] == 0
     )
     assert Trace.open(Path(folder)).table("steps").num_rows == 3
+
+
+def test_a_trace_comes_with_its_report(tmp_path):
+    pytest.importorskip("plotly")
+    folder, page = tmp_path / "new" / "run", tmp_path / "new" / "run-report.html"
+    code, _, stderr = inside("trace", "record", PROMPT, "-o", str(folder), "--report", *SHORT)
+    assert code == 0
+    assert stderr.splitlines()[-1] == f"Wrote {page}"
+    assert "policy sfi, request 0" in page.read_text()
+    assert sorted(path.name for path in folder.parent.iterdir()) == ["run", "run-report.html"]
+
+
+@pytest.mark.parametrize("lacking", ["plotly", "jinja2"])
+def test_a_report_that_cannot_be_made_stops_the_run_before_it_begins(
+    tmp_path, monkeypatch, lacking
+):
+    found = report.find_spec
+    monkeypatch.setattr(report, "find_spec", lambda name: None if name == lacking else found(name))
+    monkeypatch.setattr(record, "generate", lambda **_: pytest.fail("the run has begun"))
+    code, _, stderr = inside("trace", "record", PROMPT, "-o", str(tmp_path / "run"), "--report")
+    assert code == BackendError.exit_code
+    assert "pip install 'sfi-toolkit[report]'" in stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_report_that_is_there_stops_the_run_before_it_begins(tmp_path, monkeypatch):
+    pytest.importorskip("plotly")
+    page = tmp_path / "run-report.html"
+    page.write_text("mine")
+    monkeypatch.setattr(record, "generate", lambda **_: pytest.fail("the run has begun"))
+    code, _, stderr = inside("trace", "record", PROMPT, "-o", str(tmp_path / "run"), "--report")
+    assert (code, stderr) == (2, f"error: output {page} exists; add --force to overwrite it\n")
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["mine"]
 
 
 @pytest.mark.parametrize(

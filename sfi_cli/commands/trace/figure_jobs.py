@@ -1,6 +1,7 @@
 """What `sfi trace plot` and `sfi trace report` do between their options and their files."""
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,25 @@ def write_report(
     view = open_view(trace, request, top=top)
     with Output(output or beside(trace, "report.html"), force=force) as file:
         file.text(render(view))
+
+
+@contextmanager
+def report_after(trace: Path, *, force: bool, quiet: bool) -> Iterator[None]:
+    """Write the report of a trace that the body records; what would stop the report stops the body.
+
+    Raises:
+        ConfigError: The report's file exists and `force` is off.
+        BackendError: No Plotly.
+    """
+    from sfi_traces.report import check_report, render
+
+    check_report()
+    path = beside(trace, "report.html")
+    _make(path.parent)
+    with Output(path, force=force, quiet=quiet) as file:
+        yield
+        if file.path is not None:  # one process of several writes
+            file.text(render(open_view(trace, None)))
 
 
 def beside(trace: Path, name: str) -> Path:

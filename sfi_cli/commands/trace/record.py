@@ -1,6 +1,7 @@
 """`sfi trace record`: `sfi generate` that writes a trace."""
 
 import inspect
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -22,9 +23,16 @@ Folder = Annotated[
         rich_help_panel=o.TRACE,
     ),
 ]  # fmt: skip
+Report = Annotated[
+    bool,
+    typer.Option(
+        "--report", help="Write DIR-report.html beside the trace, as sfi trace report does.",
+        rich_help_panel=o.TRACE,
+    ),
+]  # fmt: skip
 
 
-def record(*, output: Folder = None, **options: Any) -> None:
+def record(*, output: Folder = None, report: Report = False, **options: Any) -> None:
     """Continue a prompt as `sfi generate` does, and record what was read and why.
 
     A trace is a folder of Parquet tables: steps, triggers, selections and lambda*, timings; with --audit N
@@ -37,23 +45,28 @@ def record(*, output: Folder = None, **options: Any) -> None:
       sfi trace record -f long.txt --model Qwen/Qwen3-0.6B -o run --audit 16
 
       sfi trace record -o dense --policy full-kv --audit 1
+
+      sfi trace record -o run --audit 1 --report
     """
-    generate(**options, trace=output or dated_folder("sfi-trace"), output=None, compare=False)
+    from sfi_cli.commands.trace.figure_jobs import report_after
+
+    folder = output or dated_folder("sfi-trace")
+    force, quiet = options["force"], options["quiet"]
+    with report_after(folder, force=force, quiet=quiet) if report else nullcontext():
+        generate(**options, trace=folder, output=None, compare=False)
 
 
 def _take_options_of_generate() -> None:
-    # Typer reads the signature: all of generate's options, and the folder in place of its output
+    # Typer reads the signature: all of generate's options, the folder in place of its output, the report
     hints = get_type_hints(generate, include_extras=True)
     shared = [
         parameter.replace(annotation=hints[name])
         for name, parameter in inspect.signature(generate).parameters.items()
         if name not in ELSEWHERE
     ]
-    own = inspect.Parameter(
-        "output", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Folder
-    )
-    record.__signature__ = inspect.Signature([*shared, own])  # type: ignore[attr-defined]
-    record.__annotations__ = {p.name: p.annotation for p in (*shared, own)}
+    own = [p for p in inspect.signature(record).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    record.__signature__ = inspect.Signature([*shared, *own])  # type: ignore[attr-defined]
+    record.__annotations__ = {p.name: p.annotation for p in (*shared, *own)}
 
 
 _take_options_of_generate()
