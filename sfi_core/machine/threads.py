@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import torch
 
-# One core reads this much in the time that the Python of a step takes: below it more threads save nothing. And
+# One core reads this much in the time of a step's Python: below it more threads save nothing. And
 # where other processes hold a core, every operation waits for the thread that has to share it.
 SMALL_BYTES = 1 << 26
 
