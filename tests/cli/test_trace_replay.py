@@ -150,7 +150,7 @@ def test_a_prediction_beside_another_run(full, real):
         (["--t-max", "x"], ConfigError, "t-max must be whole numbers, got 'x'"),
         (["--t-max", ","], ConfigError, "t-max must have a value, got ','"),
         (["--budget", "0"], ConfigError, "budget must be positive, got 0"),
-        (["--budget", "25"], TraceError, "record with --audit-top 25"),
+        (["--budget", "25"], TraceError, "record with --set audit.top=25"),
         (
             ["--stride", "4"],
             ConfigError,

@@ -126,7 +126,7 @@ def test_the_front_is_drawn(full, folder, kind, start):
         (["--t-max", "x"], ConfigError, "t-max must be numbers like 8,16,32 or a range"),
         (["--budget", "9:4"], ConfigError, "budget must be an ascending range"),
         (["--budget", "0"], ConfigError, "budget must be positive, got 0"),
-        (["--budget", "25"], TraceError, "record with --audit-top 25"),
+        (["--budget", "25"], TraceError, "record with --set audit.top=25"),
         (["--trigger-policy", "entropy"], ConfigError, "trigger-policy must be one of"),
         (["--trigger-policy", "never", "--t-max", "3"], ConfigError, "t-max must come with"),
         (["--trigger-set", "a=.", "--trigger-set", "a=!"], ConfigError, "got 'a' twice"),

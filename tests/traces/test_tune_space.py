@@ -72,7 +72,7 @@ def test_what_is_no_value_or_range_is_refused(text):
     ("given", "kind", "message"),
     [
         ({"budget": "0,8"}, ConfigError, "budget must be positive, got 0"),
-        ({"budget": "8:25"}, TraceError, "record with --audit-top 25"),
+        ({"budget": "8:25"}, TraceError, "record with --set audit.top=25"),
         ({"trigger_policy": "often"}, ConfigError, "trigger-policy must be one of"),
         ({"trigger_policy": "boundary,entropy"}, ConfigError, "got 'entropy'"),
         ({"cosine_threshold": "0.5:1.5"}, ConfigError, "cosine_threshold must be in"),

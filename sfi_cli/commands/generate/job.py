@@ -47,9 +47,9 @@ class GenerateJob:
             typer.Exit: With 130 after Ctrl-C.
         """
         from sfi_core.engine.backends.registry import check_backend
-        from sfi_core.generation.sampling import Sampling
         from sfi_core.models.load import resolve_device
         from sfi_core.policies import policy_class
+        from sfi_core.settings.sampling import Sampling
 
         policy_class(self.policy)  # mistakes in settings show before a large model loads
         check_backend(self.backend, resolve_device(self.subject.loading["device"]))
@@ -95,8 +95,8 @@ class GenerateJob:
         audit: Any,
     ) -> Any:
         from sfi_core.generation.generate import generate
-        from sfi_core.generation.sampling import Sampling
         from sfi_core.generation.text_stream import text_stream
+        from sfi_core.settings.sampling import Sampling
 
         shown, limits = text_stream(tokenizer), self.prompts.limits(self.max_new_tokens)
         on_token: Callable[[list[int]], None] | None = None
