@@ -134,13 +134,14 @@ def settings_of(cls: type, table: str = "") -> dict[str, Setting]:
     return found
 
 
-def check(config: Any) -> None:
+def check(config: object) -> None:
     """Give every field its type, or reject its value; for `__post_init__`.
 
     Raises:
         ConfigError: A value of another type, or out of range.
     """
-    for name, declared in _declared(type(config)).items():
+    cls: type = type(config)
+    for name, declared in _declared(cls).items():
         value = getattr(config, name)
         if isinstance(declared, Setting):
             object.__setattr__(config, name, declared.checked(value))
