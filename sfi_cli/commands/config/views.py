@@ -43,7 +43,7 @@ def settings_text(document: dict[str, Any]) -> str:
 
     preset = document["preset"]
     table = Table(box=SIMPLE_HEAD)
-    for heading, most in (("setting", None), (preset or "default", 16), ("type and range", 20)):
+    for heading, most in (("setting", None), (preset or "default", 20), ("type and range", 20)):
         table.add_column(heading, max_width=most, no_wrap=most is None)
     table.add_column("meaning")
     for row in document["settings"]:
