@@ -95,7 +95,8 @@ class Command(TyperCommand):
         Raises:
             ConfigError: With what to write instead.
         """
-        check_moved(_name(ctx), args)
+        if not ctx.resilient_parsing:  # a shell completes
+            check_moved(_name(ctx), args)
         rest: list[str] = super().parse_args(ctx, args)
         return rest
 

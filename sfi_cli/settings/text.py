@@ -40,7 +40,7 @@ def lookup(name: str, known: Mapping[str, Setting]) -> Setting:
         return known[name]
     last = name.rpartition(".")[2]
     alike = [one for one in known if one.rpartition(".")[2] == last]
-    alike += [one for one in get_close_matches(name, known) if one not in alike]
+    alike += [one for one in get_close_matches(name, known, cutoff=0.75) if one not in alike]
     hint = f"did you mean {' or '.join(alike[:3])}?" if alike else "sfi config list has all"
     raise ConfigError(f"unknown setting {name!r}; {hint}")
 

@@ -33,7 +33,8 @@ def inside(*arguments: str) -> tuple[int, str, str]:
 def recorded(tmp_path_factory) -> tuple[Path, dict]:
     folder = tmp_path_factory.mktemp("trace") / "run"
     code, stdout, stderr = inside(
-        "trace", "record", PROMPT, "-o", str(folder), "--audit", "2", "--set", "audit.top=16", "--json", *SHORT
+        "trace", "record", PROMPT, "-o", str(folder), "--audit", "2", "--set", "audit.top=16", "--json",
+        *SHORT,
     )  # fmt: skip
     assert code == 0
     assert f"sfi trace show {folder}" in stderr
@@ -140,7 +141,10 @@ def test_force_replaces_a_trace(tmp_path):
     ("arguments", "message"),
     [
         (["generate", "x", "--audit", "1"], "--audit needs a trace to write to; add --trace DIR"),
-        (["trace", "record", "x", "-o", "T", "--audit", "0"], "--audit must be positive, got 0"),
+        (
+            ["trace", "record", "x", "-o", "T", "--audit", "0"],
+            "audit.every must be positive, got 0",
+        ),
         (
             ["trace", "record", "x", "-o", "T", "--audit", "1", "--set", "audit.layers=1-x"],
             "audit.layers must be numbers and ranges like 0,3,8-11, got 1-x",

@@ -163,7 +163,7 @@ def test_a_prediction_beside_another_run(full, real):
         (
             ["--set", "trigger_seed=1"],
             ConfigError,
-            "trigger_seed must come with --trigger-policy random, got boundary",
+            "trigger_seed must come with --trigger-policy random",
         ),
         (["--trigger-policy", "entropy"], ConfigError, "entropy cannot be replayed"),
         (["--trigger-set", "a=.", "--trigger-set", "a=!"], ConfigError, "got 'a' twice"),
