@@ -11,13 +11,9 @@ from sfi_cli.settings.text import written
 from sfi_core.errors import ConfigError
 
 
-def _moved(names: str, table: str = "", prefix: str = "", flag: str = "--set") -> dict[str, str]:
-    # `--audit-top` of the prefix "audit-" is `audit.top`
+def _moved(names: str, table: str = "", flag: str = "--set") -> dict[str, str]:
     where = f"{table}." if table else ""
-    return {
-        f"--{name}": f"{flag} {where}{name.removeprefix(prefix).replace('-', '_')}"
-        for name in names.split()
-    }
+    return {f"--{name}": f"{flag} {where}{name.replace('-', '_')}" for name in names.split()}
 
 
 SWITCHES = {
@@ -28,9 +24,9 @@ SWITCHES = {
     "--pack-weights": "--set model.pack_weights=true",
 }
 LOADING = _moved("revision", "model") | _moved("backend prefill-chunk", "engine")
-WHEN_SLOW = "min-gap trigger-policy trigger-delay slow-start stride"
 DECODING = {
-    **_moved(f"sink recent-mode span group-reduce {WHEN_SLOW}"),
+    **_moved("sink recent-mode span group-reduce"),
+    **_moved("min-gap trigger-policy trigger-delay slow-start stride"),
     "--window": "--set window_prefill",
     "--dense-layer": "--set dense_layers",
 }
@@ -42,7 +38,9 @@ GENERATING = {
     "--synchronized": "--set engine.synchronized=true",
     "--do-sample": "--set sampling.do_sample=true",
     **_moved("top-k min-p repetition-penalty", "sampling"),
-    **_moved("audit-top audit-layers audit-heads", "audit", prefix="audit-"),
+    "--audit-top": "--set audit.top",
+    "--audit-layers": "--set audit.layers",
+    "--audit-heads": "--set audit.heads",
     "--positions": "--set trace.positions=true",
     "--no-positions": "--set trace.positions=false",
     "--redact-text": "--set trace.redact_text=true",

@@ -142,6 +142,10 @@ def test_force_replaces_a_trace(tmp_path):
     [
         (["generate", "x", "--audit", "1"], "--audit needs a trace to write to; add --trace DIR"),
         (
+            ["generate", "x", "--set", "audit.top=8"],
+            "audit.top must come with --audit N, got it alone",
+        ),
+        (
             ["trace", "record", "x", "-o", "T", "--audit", "0"],
             "audit.every must be positive, got 0",
         ),

@@ -7,7 +7,9 @@ import typer
 
 from sfi_cli import options as o
 from sfi_cli.commands.generate.recording import TraceRecording
+from sfi_cli.settings.given import Given, given
 from sfi_cli.settings.tables import EngineTable, ModelTable, TraceTable
+from sfi_core.errors import ConfigError
 from sfi_core.settings.audit import AuditConfig
 
 MAX_NEW_TOKENS = 256
@@ -95,7 +97,6 @@ def generate(
     from sfi_cli.commands.generate.job import GenerateJob
     from sfi_cli.commands.generate.prompts import read_prompts
     from sfi_cli.loading import Subject
-    from sfi_cli.settings.given import given
     from sfi_cli.terminal.output import Output
 
     prompts = read_prompts(prompt, prompt_file, batch)
@@ -130,7 +131,7 @@ def generate(
             folder=trace,
             force=force,
             settings=settings.table(TraceTable),
-            audit=settings.table(AuditConfig) if "audit.every" in settings.values else None,
+            audit=_audit(settings),
         ),
         engine=engine,
     )  # fmt: skip
@@ -138,7 +139,16 @@ def generate(
         job.run(written)
 
 
-def _sampling(given: dict[str, Any]) -> dict[str, Any]:
+def _audit(settings: Given) -> AuditConfig | None:
+    if "every" in settings.of("audit"):
+        return settings.table(AuditConfig)
+    for name in sorted(settings.said):
+        if name.startswith("audit."):
+            raise ConfigError(f"{name} must come with --audit N, got it alone")
+    return None
+
+
+def _sampling(said: dict[str, Any]) -> dict[str, Any]:
     # any of these means to sample, unless that is switched off
-    implied = any(name in given for name in ("temperature", "top_k", "top_p", "min_p"))
-    return {"do_sample": implied, **given}
+    implied = any(name in said for name in ("temperature", "top_k", "top_p", "min_p"))
+    return {"do_sample": implied, **said}
