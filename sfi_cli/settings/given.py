@@ -104,12 +104,11 @@ def _said(command: str, sets: Iterable[str] | None, options: Mapping[str, Any]) 
         chosen["triggers"] = unescaped(chosen["triggers"])
     return {
         name: known[name].checked(value) if name in chosen else value_of(known[name], value)
-        for name, value in texts(command, known, sets, chosen).items()
+        for name, value in texts(known, sets, chosen).items()
     }
 
 
 def texts(
-    command: str,
     known: Mapping[str, Setting],
     sets: Iterable[str] | None,
     options: Mapping[str, Any],
@@ -121,7 +120,7 @@ def texts(
     """
     assigned = {}
     for text in sets or ():
-        setting, value = assignment(text, known, command)
+        setting, value = assignment(text, known)
         assigned[setting.name] = value
     chosen = {name: value for name, value in options.items() if value is not None}
     for name in assigned.keys() & chosen.keys():

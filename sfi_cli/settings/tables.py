@@ -141,6 +141,9 @@ COMMANDS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 
+DIMENSIONS = {name: SETTINGS[name] for name in ("trigger_policy", *SEARCHED)}
+
+
 def settings_for(command: str) -> dict[str, Setting]:
     """List the settings that have an effect on a command."""
     accepted = COMMANDS[command]
@@ -149,3 +152,9 @@ def settings_for(command: str) -> dict[str, Setting]:
         for name, one in SETTINGS.items()
         if name in accepted or name.partition(".")[0] in accepted
     }
+
+
+def places(name: str) -> list[str]:
+    """List the commands on which a setting has an effect."""
+    found = [command for command in COMMANDS if name in settings_for(command)]
+    return [*found, "tune --search"] if name in DIMENSIONS else found

@@ -7,26 +7,26 @@ from difflib import get_close_matches
 from typing import Any
 
 from sfi_cli.parsing import number_list
-from sfi_cli.settings.tables import COMMANDS, SETTINGS, settings_for
+from sfi_cli.settings.tables import SETTINGS, places
 from sfi_core.errors import ConfigError
 from sfi_core.settings.fields import Setting
 
 NONE = "none"
 
 
-def assignment(text: str, known: Mapping[str, Setting], command: str) -> tuple[Setting, str]:
+def assignment(text: str, known: Mapping[str, Setting]) -> tuple[Setting, str]:
     """Split `NAME=VALUE`.
 
     Raises:
-        ConfigError: Another form, or a setting that is none or has no effect on the command.
+        ConfigError: Another form, or a setting that is none or is not among the known ones.
     """
     name, equals, value = text.partition("=")
     name = name.strip()
     if not equals:
         raise ConfigError(f"a setting must be NAME=VALUE, got {text!r}")
     if name in SETTINGS and name not in known:
-        others = ", ".join(f"sfi {one}" for one in COMMANDS if name in settings_for(one))
-        raise ConfigError(f"{name} has no effect on sfi {command}, only on {others}")
+        others = ", ".join(f"sfi {place}" for place in places(name))
+        raise ConfigError(f"{name} has no effect here, only on {others}")
     return lookup(name, known), value.strip()
 
 

@@ -88,7 +88,7 @@ def test_tables_around_the_config_are_set_too():
         ("alpha=0.7", "unknown setting 'alpha'; did you mean selector.alpha?"),
         ("qqq=1", "unknown setting 'qqq'; sfi config list has all"),
         ("warm_up=1", "unknown setting 'warm_up'; "),
-        ("bench.warm_up=1", "bench.warm_up has no effect on sfi generate, only on sfi bench"),
+        ("bench.warm_up=1", "bench.warm_up has no effect here, only on sfi bench"),
         ("t_max=many", "t_max must be int, got 'many'"),
         ("t_max=none", "t_max must be int, got 'none'"),
         ("t_max=1\nsink=2", "t_max must be int, got '1\\nsink=2'"),
@@ -128,6 +128,14 @@ def test_a_preset_yields_to_the_file_and_the_file_to_the_command_line(tmp_path: 
     engine = found.table(EngineTable)
     assert (engine.overlap, engine.prefill_chunk) == (False, 11)
     assert found.said == {"budget", "t_max", "engine.prefill_chunk"}
+
+
+def test_a_setting_of_another_place_says_where_it_has_an_effect():
+    words = message("tune", "none", "--set", "slow_start=4")
+    assert words.startswith("slow_start has no effect here, only on sfi generate, ")
+    assert "sfi tune --search" in words
+    words = message("tune", "none", "--search", "tune.sampler=tpe")
+    assert words == "tune.sampler has no effect here, only on sfi tune"
 
 
 def test_a_setting_and_its_option_do_not_come_together():

@@ -3,7 +3,7 @@
 from shutil import get_terminal_size
 from typing import Any
 
-from sfi_cli.settings.tables import COMMANDS, SETTINGS, settings_for
+from sfi_cli.settings.tables import SETTINGS, places
 from sfi_cli.settings.text import written
 from sfi_cli.terminal.tables import plain_console, printed
 from sfi_core.errors import ConfigError
@@ -28,7 +28,7 @@ def rows_of(prefix: str, preset: str | None) -> list[dict[str, Any]]:
             row = {
                 "name": name, "type": one.type, "default": one.default, "range": one.range,
                 "choices": list(one.choices), "meaning": one.meaning,
-                "commands": [command for command in COMMANDS if name in settings_for(command)],
+                "commands": places(name),
             }  # fmt: skip
             found.append(row | ({"value": own.get(field, one.default)} if preset else {}))
     if not found:

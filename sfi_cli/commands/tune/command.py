@@ -7,14 +7,11 @@ import typer
 
 from sfi_cli import options as o
 from sfi_cli.settings.complete import completer
-from sfi_cli.settings.tables import SEARCHED, SETTINGS, EngineTable, ModelTable, TuneTable
+from sfi_cli.settings.tables import DIMENSIONS, SETTINGS, EngineTable, ModelTable, TuneTable
 
 SPACE, SEARCH, CONFIRM = "Search space: 8,16,32 or 8:64", "Search", "Confirmation"
 OUTPUT = Path("tuned.toml")
 Values = str | None
-
-
-DIMENSIONS = {name: SETTINGS[name] for name in ("trigger_policy", *SEARCHED)}
 
 
 def _axis(name: str, default: str, **more: Any) -> Any:
@@ -140,7 +137,7 @@ def tune(
     TuneJob(
         traces=traces,
         axes=texts(
-            "tune", DIMENSIONS, search,
+            DIMENSIONS, search,
             {"trigger_policy": trigger_policy, "t_max": t_max, "budget": budget},
         ),
         trigger_sets=trigger_set or [],

@@ -12,9 +12,8 @@ from sfi_core.settings.config import TRIGGER_POLICIES
 SLOW, MEMORY, PLAY = "When a step is slow", "What a fast step reads", "Playing the run"
 # a value, or several with commas between; without the option the trace's own
 Values = str | None
-REPLAYABLE = [
-    name for name in TRIGGER_POLICIES if name != "entropy"
-]  # a trace has no distributions
+# a trace has no distributions
+REPLAYABLE = [name for name in TRIGGER_POLICIES if name != "entropy"]
 SETS = "More of them: span=0,10. Repeat for more; sfi config list has all settings."
 
 
@@ -115,7 +114,7 @@ def replay(
     from sfi_cli.terminal.output import Output
 
     axes = texts(
-        "trace replay", settings_for("trace replay"), sets,
+        settings_for("trace replay"), sets,
         {"trigger_policy": trigger_policy, "t_max": t_max, "budget": budget},
     )  # fmt: skip
     grid = ReplayGrid(
