@@ -1,5 +1,6 @@
 """The `sfi` command line: assembles the commands and turns errors into exit codes."""
 
+import os
 import sys
 from typing import Annotated
 
@@ -12,6 +13,7 @@ from sfi_cli.commands.evaluate.command import evaluate
 from sfi_cli.commands.generate.command import generate
 from sfi_cli.commands.kernel_bench.command import kernel_bench
 from sfi_cli.commands.tune.command import tune
+from sfi_cli.settings.complete import take_name
 from sfi_cli.settings.moved import Command
 from sfi_cli.terminal.output import INTERRUPTED, message
 from sfi_cli.terminal.torchrun import check_command, leave, one_voice, tells
@@ -59,6 +61,7 @@ def main() -> None:
     debug = "--debug" in sys.argv
     sys.argv = [word for word in sys.argv if word != "--debug"]
     try:
+        take_name(os.environ)
         check_command(sys.argv[1:])
         with one_voice():
             app()

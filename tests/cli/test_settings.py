@@ -243,6 +243,33 @@ def test_completion_reaches_the_shell(line: str, words: str, environment):
     assert result.stdout.startswith(words)
 
 
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        (["sfi", "generate", "--set", "recent_m"], "recent_mode="),
+        (["sfi", "generate", "--set", "recent_mode", "="], "anchored\nsliding"),
+        (
+            ["sfi", "generate", "--set", "span", "=", "4", "--set", "recent_mode", "=", "sl"],
+            "sliding",
+        ),
+        (["sfi", "generate", "--trace", "run", "--trigg"], "--trigger"),
+    ],
+)
+def test_bash_splits_at_the_sign_and_completes_all_the_same(
+    line: list[str], found: str, environment
+):
+    code = "import sys; sys.argv[0] = 'sfi'; from sfi_cli.app import main; main()"
+    asks = {
+        "_SFI_COMPLETE": "complete_bash",
+        "COMP_WORDS": "\n".join(line),
+        "COMP_CWORD": str(len(line) - 1),
+    }
+    result = subprocess.run(
+        [sys.executable, "-c", code], env=environment | asks, capture_output=True, text=True, check=True
+    )  # fmt: skip
+    assert result.stdout.strip() == found
+
+
 def test_the_list_has_every_field_with_its_default_and_meaning():
     result = CliRunner().invoke(cli.app, ["config", "list", "--json"])
     rows = {row["name"]: row for row in json.loads(result.stdout)["settings"]}
