@@ -1,4 +1,4 @@
-"""The model of a command: `--model`, `--random-weights`, `--pack-weights`."""
+"""The model of a command: `--model`, `--random-weights`, `model.pack_weights`."""
 
 from dataclasses import dataclass
 from functools import partial

@@ -21,7 +21,7 @@ from sfi_core.generation.prompts import (
     padding_id,
     token_limits,
 )
-from sfi_core.generation.sampling import Sampler, Sampling
+from sfi_core.generation.sampling import Sampler
 from sfi_core.generation.scheduler import Scheduler
 from sfi_core.hosts.transformers.decoder import Decoder, nothing_to_tell
 from sfi_core.hosts.transformers.session import Session
@@ -32,6 +32,7 @@ from sfi_core.observers.observer import Observer
 from sfi_core.settings.audit import AuditConfig
 from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.engine import DEFAULTS, EngineOptions
+from sfi_core.settings.sampling import Sampling
 from sfi_core.state.request import RequestState
 
 

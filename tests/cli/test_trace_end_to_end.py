@@ -18,7 +18,7 @@ def folder(tmp_path_factory) -> Path:
     """Two runs of the bundled example: sfi, and full-kv for the counterfactuals."""
     folder = tmp_path_factory.mktemp("example")
     for name, policy in (("run", "sfi"), ("dense", "full-kv")):
-        options = ["--policy", policy, "--audit", "1", "--audit-top", "512", "-q"]
+        options = ["--policy", policy, "--audit", "1", "--set", "audit.top=512", "-q"]
         assert trace("record", "-o", folder / name, *options).code == 0
     return folder
 

@@ -11,12 +11,13 @@ from sfi_cli.commands.generate.prompts import Entry, Prompts
 from sfi_cli.commands.generate.recording import TraceRecording
 from sfi_cli.commands.generate.views import plan_line, report_lines
 from sfi_cli.loading import Subject
+from sfi_cli.settings.tables import EngineTable
 from sfi_cli.terminal.output import INTERRUPTED, Output, message
 from sfi_cli.terminal.progress import DecodeProgress, PrefillProgress, ProgressObserver
 from sfi_core.distributed import torchrun
 from sfi_core.errors import InputError
 from sfi_core.settings.config import SfiConfig
-from sfi_core.settings.engine import EngineOptions
+from sfi_core.settings.sampling import Sampling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +27,6 @@ class GenerateJob:
     prompts: Prompts
     chat: bool
     subject: Subject
-    backend: str
     policy: str
     preset: str
     config: SfiConfig
@@ -34,10 +34,9 @@ class GenerateJob:
     seed: int
     max_new_tokens: int
     max_batch: int | None
-    prefill_chunk: int
     compare: bool
     recording: TraceRecording
-    engine: EngineOptions
+    engine: EngineTable
 
     def run(self, output: Output) -> None:
         """Load, decode, write the text or the document, and report.
@@ -47,12 +46,11 @@ class GenerateJob:
             typer.Exit: With 130 after Ctrl-C.
         """
         from sfi_core.engine.backends.registry import check_backend
-        from sfi_core.generation.sampling import Sampling
         from sfi_core.models.load import resolve_device
         from sfi_core.policies import policy_class
 
         policy_class(self.policy)  # mistakes in settings show before a large model loads
-        check_backend(self.backend, resolve_device(self.subject.loading["device"]))
+        check_backend(self.engine.backend, resolve_device(self.subject.loading["device"]))
         Sampling(**self.sampling)
         self.subject.check()
         model, tokenizer = self.subject.loaded(quiet=output.quiet)
@@ -95,7 +93,6 @@ class GenerateJob:
         audit: Any,
     ) -> Any:
         from sfi_core.generation.generate import generate
-        from sfi_core.generation.sampling import Sampling
         from sfi_core.generation.text_stream import text_stream
 
         shown, limits = text_stream(tokenizer), self.prompts.limits(self.max_new_tokens)
@@ -119,11 +116,11 @@ class GenerateJob:
                 max_batch=self.max_batch,
                 sampling=Sampling(**self.sampling),
                 seed=self.seed,
-                prefill_chunk=self.prefill_chunk,
-                backend=self.backend,
+                prefill_chunk=self.engine.prefill_chunk,
+                backend=self.engine.backend,
                 observers=[*observers, ProgressObserver(decoding, max(limits))],
                 audit=audit,
-                engine=self.engine,
+                engine=self.engine.options,
                 on_plan=partial(_say_plan, policy, quiet),
                 on_token=on_token,
                 on_prefill=reading.update,

@@ -216,10 +216,12 @@ def records_steps(session: Session) -> bool:
 def _refusal(session: Session) -> SfiError | None:
     device, policy = session.model.device, session.policy
     if not recorder.can_record(device):
-        return BackendError(f"CUDA graphs need a CUDA device, got {device.type}; use --no-graphs")
+        return BackendError(
+            f"CUDA graphs need a CUDA device, got {device.type}; use --set engine.graphs=false"
+        )
     if session.backend != "triton":
         return BackendError(
-            f"CUDA graphs need the triton backend, got {session.backend}; use --no-graphs"
+            f"CUDA graphs need the triton backend, got {session.backend}; use --set engine.graphs=false"
         )
     reasons = {
         f"policy {session.policy_name}, which selects at fast steps": policy.selects_before
@@ -236,5 +238,7 @@ def _refusal(session: Session) -> SfiError | None:
     }
     for reason, holds in reasons.items():
         if holds:
-            return ConfigError(f"CUDA graphs must be off with {reason}; use --no-graphs")
+            return ConfigError(
+                f"CUDA graphs must be off with {reason}; use --set engine.graphs=false"
+            )
     return None
