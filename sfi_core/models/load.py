@@ -1,5 +1,6 @@
 """Loading a checkpoint and its tokenizer."""
 
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,6 +33,7 @@ DAMAGED = (
     ValueError,
     LookupError,
     NotImplementedError,
+    struct.error,
     SafetensorError,
     StrictDataclassError,
 )
