@@ -123,7 +123,7 @@ def _digest(source: str, revision: str | None) -> str | None:
 def _check_ranks(source: Source, ranks: int) -> None:
     if source.gguf is not None and ranks > 1:
         raise UnsupportedModelError(
-            f"{source.name} is a GGUF file, which {ranks} ranks cannot share; save the model as a folder"
+            f"{source.name} is a GGUF file, which {ranks} ranks cannot share; use its folder or hub id"
         )
 
 

@@ -238,7 +238,7 @@ def test_a_missing_file_is_named(file: Path):
 def test_a_file_is_not_split_over_ranks(file: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("sfi_core.models.load.join", lambda: FakeRanks(size=2))
     assert refusal(UnsupportedModelError, str(file)) == (
-        f"{file} is a GGUF file, which 2 ranks cannot share; save the model as a folder"
+        f"{file} is a GGUF file, which 2 ranks cannot share; use its folder or hub id"
     )
 
 
@@ -280,3 +280,48 @@ def test_an_alias_wins_over_a_folder_of_that_name(
     (tmp_path / "smollm2").mkdir()
     assert find_source("smollm2").place == str(file.parent)
     assert find_source("./smollm2").place == "./smollm2"
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> tuple[Any, Any]:
+    try:
+        return load("smollm2", device="cpu")
+    except BackendError as error:
+        pytest.skip(str(error))
+
+
+def test_smollm2_encodes_as_it_was_trained(smollm2: tuple[Any, Any]):
+    """Every digit alone, and the spaces before it together, unlike GPT-2."""
+    _, tokenizer = smollm2
+    ids = tokenizer("It was 1984.\n  2 plus").input_ids
+    pieces = ["It", "Ġwas", "Ġ", "1", "9", "8", "4", ".", "ĊĠĠ", "2", "Ġplus"]
+    assert tokenizer.convert_ids_to_tokens(ids) == pieces
+    message = [{"role": "user", "content": "Hi"}]
+    text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+    assert text.endswith("<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
+    assert tokenizer(text).input_ids.count(tokenizer.bos_token_id) == 3  # the template's own
+    assert tokenizer.eos_token == "<|im_end|>"
+
+
+def test_smollm2_answers_and_stops(smollm2: tuple[Any, Any]):
+    model, tokenizer = smollm2
+    config = model.config.get_text_config()
+    assert (config.max_position_embeddings, config.rope_parameters["rope_theta"]) == (8192, 100000)
+    message = [{"role": "user", "content": "What is the capital of France?"}]
+    text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+    result = generate(model, tokenizer, [text], max_new_tokens=20)
+    assert result.texts == ["The capital of France is Paris."]
+    assert result.report.requests[0].token_ids[-1] == tokenizer.eos_token_id
+
+
+def test_smollm2_gives_full_attention_s_tokens_with_everything_selected(
+    smollm2: tuple[Any, Any],
+):
+    model, tokenizer = smollm2
+    text = "Slow-fast inference reads all tokens at the end of a sentence. " * 8 + "In between,"
+    whole = SfiConfig(budget=1000, recent=16, recent_mode="anchored")
+    settings = {"max_new_tokens": 24, "stop_token_ids": ()}
+    sfi = generate(model, tokenizer, [text], whole, **settings)
+    full = generate(model, tokenizer, [text], policy="full-kv", **settings)
+    assert sfi.report.requests[0].token_ids == full.report.requests[0].token_ids
+    assert sfi.report.requests[0].fast_steps > 10
