@@ -300,7 +300,7 @@ def test_smollm2_encodes_as_it_was_trained(smollm2: tuple[Any, Any]):
     text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
     assert text.endswith("<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
     assert tokenizer(text).input_ids.count(tokenizer.bos_token_id) == 3  # the template's own
-    assert tokenizer.eos_token == "<|im_end|>"
+    assert tokenizer.eos_token_id == tokenizer.convert_tokens_to_ids("<|im_end|>")
 
 
 def test_smollm2_answers_and_stops(smollm2: tuple[Any, Any]):
