@@ -1,7 +1,7 @@
 """The tokenizer of a GGUF file, from its metadata.
 
-transformers 5.17 makes one too, but for byte-level BPE it splits every text as GPT-2 does, and it takes the
-token that begins a Llama's text for the one that ends it.
+transformers 5.17 makes one too, but for a Llama it splits every text as GPT-2 does, and takes the token that
+begins a text for the one that ends it.
 """
 
 from collections.abc import Mapping

@@ -63,12 +63,9 @@ def find_source(model: str) -> Source:
         InputError: There is no such GGUF file.
         BackendError: A package that ships it, or reads it, is not installed.
     """
-    if model in SHIPPED:
-        path = _shipped_file(model)
-    elif not model.endswith(".gguf"):
+    if model not in SHIPPED and not model.endswith(".gguf"):
         return Source(model, model)
-    else:
-        path = Path(model).absolute()
+    path = _shipped_file(model) if model in SHIPPED else Path(model).absolute()
     check_packages()
     place, colon, name = model.rpartition(":")
     if colon and not path.is_file():

