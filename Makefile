@@ -1,31 +1,36 @@
 # `make` alone prints the targets. Tools come from $(VENV) where it exists, else from the active environment.
 VENV ?= .venv
-BIN := $(if $(wildcard $(VENV)/bin/python),$(VENV)/bin/)
-PYTHON := $(BIN)python3
+PYTHON = $(shell [ ! -x $(VENV)/bin/python ] || echo $(VENV)/bin/)python3
 # a worker a core, up to eight; a file's tests stay together, since they share what is slow to make
 WORKERS := -n auto --maxprocesses 8 --dist loadfile
 
+TOOLS := lm_eval matplotlib mypy optuna playwright plotly pytest ruff scipy xdist
+
 .DEFAULT_GOAL := help
-.PHONY: help fix check lint test test-all gpu bench
+.PHONY: help tools fix check lint test test-all gpu bench
 
 help:  ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-fix:  ## Format, and mend what ruff can mend
+tools:  ## Install what the tests and checks need, where it is missing
+	@$(PYTHON) -c "import sys; from importlib.util import find_spec; sys.exit(not all(map(find_spec, '$(TOOLS)'.split())))" \
+	  || EXTRAS=dev ./install.sh $(VENV)
+
+fix: tools  ## Format, and mend what ruff can mend
 	$(PYTHON) -m ruff format .
 	$(PYTHON) -m ruff check --fix .
 
 check: lint test  ## Format, lint, types, tests
 
-lint:  ## Format, lint, types
+lint: tools  ## Format, lint, types
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m mypy
 
-test:  ## Run the tests, in minutes; those that need a GPU are skipped where there is none
+test: tools  ## Run the tests, in minutes; those that need a GPU are skipped where there is none
 	$(PYTHON) -m pytest $(WORKERS)
 
-test-all:  ## Run all tests: every combination of parameters, every kernel compiled for every architecture
+test-all: tools  ## Run all tests: every combination of parameters, every kernel compiled for every architecture
 	$(PYTHON) -m pytest $(WORKERS) -m ""
 
 gpu:  ## On a CUDA machine: kernel tests, kernel benchmark and a generation; JSON in benchmarks/results

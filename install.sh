@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Install sfi and its development tools into a virtual environment, with the PyTorch that suits this machine.
+# Install sfi into a virtual environment, with the PyTorch that suits this machine.
 #
 #   ./install.sh [FOLDER]   FOLDER: the environment, default $VENV, else .venv; used as it is if it exists
 #
+#   EXTRAS=all                                 extras besides what sfi needs to run: all, dev, plots,smollm2, ...
 #   PYTHON=python3.12                          the interpreter of a new environment
 #   TORCH_SPEC="torch==2.13.0+cpu"             another PyTorch; one that is already there always stays
 #   TRANSFORMERS_SPEC="transformers==5.17.0"   another transformers
@@ -40,12 +41,13 @@ fi
 # What follows must not replace that build.
 constraints="$venv/constraints.txt"
 "$python" -c "from importlib.metadata import version; print(f\"torch=={version('torch')}\")" >"$constraints"
-echo "Installing sfi, $transformers and the development tools"
-pip_install -qq --constraint "$constraints" --editable "$home[dev]" "$transformers"
+extras=${EXTRAS:-}
+echo "Installing sfi${extras:+ with $extras} and $transformers"
+pip_install -qq --constraint "$constraints" --editable "$home${extras:+[$extras]}" "$transformers"
 
 # The interpreter of Triton 3.6 and older, which runs kernels without a GPU, fails with numpy 2.4. Only tests
 # need it, and newer Triton is fine, so this is no upper bound in pyproject.toml.
-if "$python" - <<'END' 2>/dev/null; then
+if [[ ",$extras," == *,dev,* ]] && "$python" - <<'END' 2>/dev/null; then
 import importlib.metadata
 import sys
 
@@ -63,4 +65,4 @@ import torch
 device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
 print(f"sfi {version('sfi-toolkit')}, transformers {version('transformers')}, torch {torch.__version__} on {device}")
 END
-echo "Next: $venv/bin/sfi generate"
+if [ -z "$extras" ]; then echo "Next: $venv/bin/sfi generate"; fi

@@ -20,7 +20,7 @@ from sfi_core.errors import BackendError
 from sfi_kernels.append import append
 from sfi_kernels.decode_attention import DecodeAttention, decode_attention
 from sfi_kernels.dense_attention import dense_attention, window_logits
-from sfi_kernels.selector import selector
+from sfi_kernels.selector import numerics, selector
 from sfi_kernels.split_plan import split_plan
 from sfi_kernels.step_descriptor import IDLE, LENGTH, MODE, PACKED, START
 from sfi_kernels.top_k import top_k
@@ -149,6 +149,7 @@ def use_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(
         split_plan.__dict__, "triton", lambda *_: None
     )  # nobody reads the work then
+    monkeypatch.setattr(numerics, "by_numpy", lambda _: False)
     for op in (dense_attention, selector, window_logits):
         monkeypatch.setitem(op.__dict__, "triton", op.reference)
     monkeypatch.setitem(

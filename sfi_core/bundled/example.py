@@ -12,7 +12,7 @@ from sfi_core.bundled.corpus import recall
 from sfi_core.settings.config import SfiConfig
 
 FILE = Path(__file__).parent / "example.json"
-SEED, SENTENCES, ASKED = 901_000, 380, 5
+SEED, SENTENCES, ASKED = 901_000, 760, 5
 # The prompt's last token is the first person's name, so that its query alone makes the first selection; the
 # recent window holds the request and the answer so far.
 SETTINGS = {"budget": 256, "recent": 128, "window_prefill": 1, "slow_start": 1}

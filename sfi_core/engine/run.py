@@ -6,7 +6,7 @@ layer's keys, values and queries, and tells which tokens were sampled.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -240,6 +240,8 @@ class Run:
 
     def launches(self, layer: int) -> AbstractContextManager[None]:
         """Count the Triton kernels launched inside under the step and a layer."""
+        if self.store.backend != "triton":
+            return nullcontext()
         return self.meter.launches(self.step, layer)
 
     def move_recent(self, state: RequestState) -> None:

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 from sfi_core.errors import SfiError
 from sfi_core.generation.generate import generate
 from sfi_core.models.load import load
+from sfi_core.policies import policy_class
+from sfi_core.policies.outside import installed, package_of
 from sfi_core.settings.config import SfiConfig
 
 TIMEOUT = 120  # seconds; the first Triton compilation takes a few
@@ -33,7 +36,18 @@ class Check:
 
 def checks() -> list[Check]:
     """Try what a run needs, one by one."""
-    return [_cuda(), _backend("torch"), _triton(), _triton_backend(), _nvtx()]
+    return [_cuda(), _backend("torch"), _triton(), _triton_backend(), _nvtx(), *_policies()]
+
+
+def _policies() -> Iterator[Check]:
+    for point in installed():
+        try:
+            found = policy_class(point.name)
+        except SfiError as error:
+            yield Check(f"policy {point.name}", False, str(error))
+        else:
+            where = f"{found.__module__}.{found.__qualname__} of package {package_of(point)}"
+            yield Check(f"policy {point.name}", True, where)
 
 
 def _cuda() -> Check:

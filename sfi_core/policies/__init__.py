@@ -1,16 +1,18 @@
 """Decoding policies: which past tokens each KV head reads, and when that is decided anew."""
 
 from sfi_core.errors import ConfigError
-from sfi_core.policies.base import Policy, Selection, StepPlan
-from sfi_core.policies.context import LayerContext, StepContext
+from sfi_core.policies.base import EvidencePolicy, Policy, Selection, StepPlan
+from sfi_core.policies.context import Evidence, LayerContext, StepContext
 from sfi_core.policies.full_kv import FullKV
 from sfi_core.policies.h2o import H2O
 from sfi_core.policies.oracle_top_k import OracleTopK
+from sfi_core.policies.outside import installed, outside_policy, package_of, taken_twice
 from sfi_core.policies.prior_only import PriorOnly
 from sfi_core.policies.quest import Quest
 from sfi_core.policies.random_k import RandomK
 from sfi_core.policies.refreshkv import RefreshKV
 from sfi_core.policies.sfi import SFI
+from sfi_core.policies.shared import Triggered, always_fast, best
 from sfi_core.policies.snapkv import SnapKV
 from sfi_core.policies.streaming_llm import StreamingLLM
 from sfi_core.policies.tidaldecode import TidalDecode
@@ -33,19 +35,26 @@ POLICIES: dict[str, type[Policy]] = {
 
 
 def policy_class(name: str) -> type[Policy]:
-    """Look a policy up.
+    """Look a policy up, ours or an installed package's.
 
     Raises:
-        ConfigError: No such policy.
+        ConfigError: No such policy, two of that name, or one that cannot be imported.
     """
-    if name not in POLICIES:
-        raise ConfigError(f"unknown policy {name!r}; expected one of {tuple(POLICIES)}")
-    return POLICIES[name]
+    others = [f"package {package_of(point)}" for point in installed() if point.name == name]
+    if name in POLICIES and others:
+        raise taken_twice(name, ["sfi", *others])
+    found = POLICIES.get(name) or outside_policy(name)
+    if found is None:
+        known = (*POLICIES, *sorted({point.name for point in installed()}))
+        raise ConfigError(f"unknown policy {name!r}; expected one of {known}")
+    return found
 
 
 __all__ = [
     "POLICIES",
     "SFI",
+    "Evidence",
+    "EvidencePolicy",
     "FullKV",
     "LayerContext",
     "OracleTopK",
@@ -54,5 +63,8 @@ __all__ = [
     "StepContext",
     "StepPlan",
     "StreamingLLM",
+    "Triggered",
+    "always_fast",
+    "best",
     "policy_class",
 ]

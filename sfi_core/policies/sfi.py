@@ -1,12 +1,14 @@
 """Slow-Fast Inference (Xie et al., 2026): refresh the selected memory at sentence boundaries."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 
-from sfi_core.policies.base import EvidencePolicy, Selection
+from sfi_core.policies.base import EvidencePolicy, Rule, Selection
 from sfi_core.policies.context import Evidence
 from sfi_core.policies.shared import Triggered
+from sfi_core.settings.config import SfiConfig
 from sfi_kernels.selector import selector
 from sfi_kernels.top_k import top_k
 
@@ -14,16 +16,21 @@ from sfi_kernels.top_k import top_k
 class SFI(EvidencePolicy, Triggered):
     """Slow at a boundary or after `t_max` fast steps; the Selector refreshes the memory then."""
 
+    def __init__(self, config: SfiConfig, trigger: Rule, layers: Sequence[int] = ()) -> None:
+        """See `Policy`."""
+        super().__init__(config, trigger, layers)
+        self._settings = dataclasses.asdict(self.config.selector)
+        self._clip_rows = self._settings.pop("lambda_clip_rows")
+
     def select_after(self, context: Evidence) -> Selection:
         """Run the Selector and keep its best positions (Algorithm 2)."""
-        settings = dataclasses.asdict(self.config.selector)
-        clip_rows = settings.pop("lambda_clip_rows")
+        settings, clip_rows = self._settings, self._clip_rows
         diagnostics: dict[str, torch.Tensor] = {}
         with context.span("selector"):
             logits = context.logits()
             # Paper gap: the released code has another clip for several rows; G query heads are rows too
             if clip_rows is not None and logits.shape[2] * logits.shape[3] > 1:
-                settings["lambda_clip"] = clip_rows
+                settings = {**settings, "lambda_clip": clip_rows}
             score, diagnostics["lambda_star"] = selector.on(context.backend)(
                 logits,
                 context.key_norm_BHT,

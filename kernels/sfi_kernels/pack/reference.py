@@ -42,7 +42,8 @@ def pack(
         key_BHSD, value_BHSE, position_BHS, length_BH,
     )  # fmt: skip
     real_R = request_R >= 0
-    request_R, index_RHK, sink_R = request_R[real_R], index_RHK[real_R], sink_R[real_R]
+    if not real_R.all():
+        request_R, index_RHK, sink_R = request_R[real_R], index_RHK[real_R], sink_R[real_R]
     (R, H, K), (S, N) = index_RHK.shape, (key_BHSD.shape[2], key_PHND.shape[2])
     request = request_R.long()
     slot_S = torch.arange(S, device=index_RHK.device)

@@ -6,7 +6,6 @@ import torch
 
 from sfi_kernels.selector.numerics import (
     check_not_negative,
-    distribution,
     masked,
     neighborhood_peak,
     widened,
@@ -113,4 +112,6 @@ def evidence(mean_BHT: torch.Tensor, alpha: float) -> torch.Tensor:
     mean_BHT = widened(mean_BHT)
     # the scale of mu cancels in Eq. 8; at 1 it cannot underflow under a large 1 / alpha
     peak_BH1 = mean_BHT.amax(-1, keepdim=True)
-    return distribution((mean_BHT / peak_BH1.masked_fill(peak_BH1 == 0, 1.0)).pow(1.0 / alpha))
+    # its peak is 1, or all of it is 0
+    relative_BHT = (mean_BHT / peak_BH1.masked_fill(peak_BH1 == 0, 1.0)).pow(1.0 / alpha)
+    return relative_BHT / relative_BHT.sum(-1, keepdim=True).clamp_min(1.0)

@@ -1,5 +1,7 @@
 """Cache-aware prior on allowed positions: Eqs. 9-12."""
 
+from functools import lru_cache
+
 import torch
 
 from sfi_kernels.constants import EPS
@@ -58,6 +60,21 @@ def position_factor(
     position_BT = widened(position_BT)
     decay_BT = torch.exp(-beta * position_BT.pow(power))
     return (decay_BT * (1.0 - position_BT + EPS).pow(eta)).pow(position_weight)
+
+
+@lru_cache(maxsize=4)
+def factor_everywhere(T: int, device: torch.device, *settings: float) -> torch.Tensor:
+    """Return the position factor where all of T positions are allowed, [1, T]; do not write to it.
+
+    It is the same for all layers of a step, and at 4K tokens a fifth of the Selector's time on a CPU.
+
+    Args:
+        T: Positions.
+        device: Where it is to be.
+        settings: `position_factor`'s, from `beta` on.
+    """
+    allowed_1T = torch.ones(1, T, dtype=torch.bool, device=device)
+    return position_factor(normalized_position(allowed_1T), *settings)
 
 
 def prior(

@@ -16,6 +16,7 @@ from sfi_kernels.selector.evidence import (
 from sfi_kernels.selector.fusion import fuse, stable_weight
 from sfi_kernels.selector.numerics import check_not_negative
 from sfi_kernels.selector.prior import (
+    factor_everywhere,
     key_norm_factor,
     normalized_position,
     position_factor,
@@ -98,8 +99,12 @@ def selector(
     p_BHGWT = attention_probability(pooled_BHGWT, allowed_BT, None if span else log_sum_BHGW)
     f_BHT = evidence(power_mean(p_BHGWT, alpha, group_reduce), alpha)
 
-    u_BT = normalized_position(everywhere(logits_BHGWT) if allowed_BT is None else allowed_BT)
-    pi_pos_BT = position_factor(u_BT, beta, power, eta, position_weight)
+    if allowed_BT is None:
+        shape_T = (logits_BHGWT.shape[-1], logits_BHGWT.device)
+        pi_pos_BT = factor_everywhere(*shape_T, beta, power, eta, position_weight)
+    else:
+        u_BT = normalized_position(allowed_BT)
+        pi_pos_BT = position_factor(u_BT, beta, power, eta, position_weight)
     r_BHT = prior(key_norm_factor(key_norm_BHT, gamma), pi_pos_BT, allowed_BT)
 
     lambda_BH = stable_weight(f_BHT, r_BHT, lambda_clip)

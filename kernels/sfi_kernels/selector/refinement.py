@@ -1,5 +1,6 @@
 """Log-score refinements: Eqs. 19-23."""
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -51,15 +52,15 @@ def exclude_across_heads(
         z_adj, [B, H, T]. A single KV head has no other to compete with and keeps its scores.
     """
     score_BHT = widened(score_BHT)
-    # softmax ignores the shift; without it a low temperature takes MASKED_SCORE to -inf
-    if gather is None:
-        lead_BHT = score_BHT - score_BHT.amax(1, keepdim=True)
-        responsibility_BHT = torch.softmax(lead_BHT / temperature, dim=1)
-    elif alpha_cross == 0:
+    if alpha_cross == 0:
         return score_BHT
+    if gather is None:
+        # softmax ignores the shift; without it a low temperature takes MASKED_SCORE to -inf
+        lead_BHT = score_BHT - score_BHT.amax(1, keepdim=True)
+        log_share_BHT = torch.log_softmax(lead_BHT / temperature, dim=1)
     else:
-        responsibility_BHT = _share_of_all_heads(score_BHT, temperature, gather)
-    return score_BHT + alpha_cross * responsibility_BHT.clamp_min(EPS).log()
+        log_share_BHT = _share_of_all_heads(score_BHT, temperature, gather).log()
+    return score_BHT + alpha_cross * log_share_BHT.clamp_min(math.log(EPS))
 
 
 def _share_of_all_heads(

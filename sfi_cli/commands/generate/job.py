@@ -1,7 +1,7 @@
 """What `sfi generate` does between its options and its output."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -183,7 +183,9 @@ def _measured(result: Any) -> dict[str, Any]:
     data: dict[str, Any] = result.report.to_dict()
     for request, text in zip(data["requests"], result.texts, strict=True):
         request["text"] = text
-    return {**data, "slots": result.slots, "peak_memory_bytes": result.peak_memory_bytes}
+    limit = None if result.byte_limit is None else asdict(result.byte_limit)
+    more = {"slots": result.slots, "peak_memory_bytes": result.peak_memory_bytes}
+    return {**data, **more, "byte_limit": limit}
 
 
 def _block(index: int, text: str, count: int) -> str:

@@ -31,21 +31,32 @@ def attend(layer: Layer, query_BHGTD: torch.Tensor) -> torch.Tensor:
     Returns:
         out, [B, H, G, T, E]; zeros where a request has no token.
     """
-    B, H, G, T, _ = query_BHGTD.shape
-    out = query_BHGTD.new_zeros(B, H, G, T, layer.pages.value_PHNE.shape[3])
-    for rows in _alike(layer):
-        one = layer.forward.passes[rows.start]
-        query = query_BHGTD[rows, :, :, T - one.count :]
-        if one.kind == PROMPT:
-            attended = _dense(layer, rows, query)
-        elif one.kind == FAST and not layer.left_dense:
-            attended = _fast(layer, rows, query)
-        else:
-            attended = _dense_and_refresh(layer, rows, query)
-        out[rows, :, :, T - one.count :] = attended
+    alike = list(_alike(layer))
+    if len(alike) == 1 and layer.forward.count == (query_BHGTD.shape[3],) * len(query_BHGTD):
+        out = _attend(layer, alike[0], query_BHGTD)
+    else:
+        out = _one_by_one(layer, alike, query_BHGTD)
     end_prompt(layer, query_BHGTD)
     layer.run.tell(layer, query_BHGTD, out)
     return out
+
+
+def _one_by_one(layer: Layer, alike: list[slice], query_BHGTD: torch.Tensor) -> torch.Tensor:
+    B, H, G, T, _ = query_BHGTD.shape
+    out = query_BHGTD.new_zeros(B, H, G, T, layer.pages.value_PHNE.shape[3])
+    for rows in alike:
+        new = slice(T - layer.forward.count[rows.start], T)
+        out[rows, :, :, new] = _attend(layer, rows, query_BHGTD[rows, :, :, new])
+    return out
+
+
+def _attend(layer: Layer, rows: slice, query: torch.Tensor) -> torch.Tensor:
+    kind = layer.forward.passes[rows.start].kind
+    if kind == PROMPT:
+        return _dense(layer, rows, query)
+    if kind == FAST and not layer.left_dense:
+        return _fast(layer, rows, query)
+    return _dense_and_refresh(layer, rows, query)
 
 
 def _alike(layer: Layer) -> Iterator[slice]:

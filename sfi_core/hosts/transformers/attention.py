@@ -15,14 +15,14 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from sfi_core.distributed.ranks import local
 from sfi_core.engine.backends.registry import attend
 from sfi_core.errors import UnsupportedModelError
-from sfi_core.hosts.transformers.cache import Seam, SfiCache, SfiLayer
+from sfi_core.hosts.transformers.cache import Seam, SfiLayer
 from sfi_core.hosts.transformers.checks import check_supported
 from sfi_core.machine.private import attention_implementation
 from sfi_kernels.partial_attention import combine, partial_attention
 
 NAME = "sfi"
-# what models pass along that does not change the attention of a decoder, besides `HANDLED`
-HARMLESS = {
+HANDLED = {"softcap", "s_aux", "sliding_window", "is_causal"}
+KNOWN = HANDLED | {  # the others do not change the attention of a decoder
     "position_ids",
     "cache_position",
     "use_cache",
@@ -32,7 +32,6 @@ HARMLESS = {
     "return_dict",
     "logits_to_keep",
 }
-HANDLED = {"softcap", "s_aux", "sliding_window", "is_causal"}
 
 
 def sfi_attention(
@@ -52,7 +51,8 @@ def sfi_attention(
     Returns:
         out, [B, T, H*G, E], and no weights.
     """
-    cache: SfiCache | None = getattr(module, "sfi_seam", Seam()).cache
+    seam: Seam | None = getattr(module, "sfi_seam", None)
+    cache = None if seam is None else seam.cache
     layer = cache.layers[module.layer_idx] if cache is not None else None
     layer = layer if isinstance(layer, SfiLayer) else None
     _refuse_unknown(module, kwargs, managed=layer is not None)
@@ -105,11 +105,10 @@ def _unmanaged(
 
 
 def _refuse_unknown(module: torch.nn.Module, kwargs: dict[str, Any], *, managed: bool) -> None:
-    given = {name for name, value in kwargs.items() if value is not None}
-    unknown = sorted(given - HARMLESS - HANDLED)
+    unknown = [name for name, value in kwargs.items() if value is not None and name not in KNOWN]
     if unknown:
         raise UnsupportedModelError(
-            f"{type(module).__name__} passes attention arguments that sfi does not know: {unknown}"
+            f"{type(module).__name__} passes attention arguments that sfi does not know: {sorted(unknown)}"
         )
     if kwargs.get("output_attentions"):
         raise UnsupportedModelError(

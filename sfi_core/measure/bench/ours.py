@@ -21,7 +21,7 @@ from sfi_core.policies import policy_class
 from sfi_core.policies.shared import Triggered
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def run_ours(
     model: Any,
     variant: DecodeVariant,

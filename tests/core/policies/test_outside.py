@@ -1,0 +1,103 @@
+"""Policies that other packages bring, by entry points."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+
+from sfi_core.errors import ConfigError
+from sfi_core.generation.generate import generate
+from sfi_core.measure.doctor import _policies
+from sfi_core.models.load import load
+from sfi_core.policies import policy_class
+from sfi_core.policies.outside import installed
+from sfi_core.settings.config import SfiConfig
+
+PAGE = Path(__file__).parents[3] / "docs" / "your_policy.md"
+
+
+@pytest.fixture
+def install(tmp_path, monkeypatch):
+    """Install a package of one module; its entry points are `name = value`."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    installed.cache_clear()
+    yield lambda package, code, points: _install(tmp_path, package, code, points)
+    installed.cache_clear()
+
+
+def _install(folder: Path, package: str, code: str, points: dict[str, str]) -> None:
+    (folder / f"{package}.py").write_text(code)
+    info = folder / f"{package}-0.1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 0.1\n")
+    lines = [f"{name} = {value}\n" for name, value in points.items()]
+    (info / "entry_points.txt").write_text("[sfi.policies]\n" + "".join(lines))
+
+
+def test_the_page_on_policies_shows_one_that_runs(install):
+    """Its selection is what its text says: the positions with the highest probability of any head."""
+    page = PAGE.read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (project,) = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
+    install("loudest", code, tomllib.loads(project)["project"]["entry-points"]["sfi.policies"])
+    assert len(code.splitlines()) <= 30
+
+    model, tokenizer = load()
+    config = SfiConfig(sink=2, recent=8, budget=6, slow_start=1)
+    prompt = "Belora hid a red lantern under the old bridge. What is written about Belora?"
+    result = generate(model, tokenizer, [prompt], config, policy="loudest", max_new_tokens=6)
+    request = result.report.requests[0]
+    assert request.fast_steps > 0
+    assert request.read_ratio < 1
+
+    logits = torch.randn(1, 2, 3, 1, 40, generator=torch.Generator().manual_seed(0))
+    allowed = torch.zeros(1, 40, dtype=torch.bool)
+    allowed[:, 5:30] = True
+    context = type(
+        "Shown", (), {"logits": lambda self: logits, "allowed_BT": allowed, "backend": "torch"}
+    )
+    selected = policy_class("loudest")(config, None).select_after(context())
+    for head, probability in enumerate(logits[0].softmax(-1)):
+        expected = probability.amax((0, 1))[5:30].topk(6).indices + 5
+        assert selected.index_BHK[0, head].tolist() == sorted(expected.tolist())
+
+
+def test_one_that_does_not_import_is_named_and_the_others_work(install):
+    install("broken", "import no_such_module\n", {"wrong": "broken:Wrong", "odd": "fine:odd"})
+    install(
+        "fine", "from sfi_core.policies import FullKV as Mine\nodd = 3\n", {"mine": "fine:Mine"}
+    )
+    with pytest.raises(
+        ConfigError, match=r"^policy 'wrong' of package broken cannot be imported: Module"
+    ):
+        policy_class("wrong")
+    with pytest.raises(
+        ConfigError, match=r"^policy 'odd' of package broken must be a subclass of .* got 3$"
+    ):
+        policy_class("odd")
+    assert policy_class("mine") is policy_class("full-kv")
+    with pytest.raises(
+        ConfigError, match=r"unknown policy 'other'; expected one of .*'mine', 'odd', 'wrong'\)"
+    ):
+        policy_class("other")
+    assert {check.name: check.ok for check in _policies()} == {
+        "policy mine": True, "policy odd": False, "policy wrong": False,
+    }  # fmt: skip
+
+
+def test_a_name_taken_twice_is_refused_with_both_owners(install):
+    install(
+        "one", "from sfi_core.policies import FullKV\n", {"mine": "one:FullKV", "sfi": "one:FullKV"}
+    )
+    install("two", "from sfi_core.policies import FullKV\n", {"mine": "two:FullKV"})
+    with pytest.raises(
+        ConfigError, match=r"^policy 'mine' is defined twice, by package (one|two) and by"
+    ):
+        policy_class("mine")
+    with pytest.raises(
+        ConfigError, match=r"^policy 'sfi' is defined twice, by sfi and by package one; re"
+    ):
+        policy_class("sfi")
+    assert policy_class("full-kv").__name__ == "FullKV"
