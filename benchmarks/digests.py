@@ -125,8 +125,8 @@ def ranks() -> Any:
     prompt = "Where is it? The red house. Say more! and more; and more. " * 8
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-        "-m", "sfi_cli", "generate", prompt, "--json", "-n", "24", "--sink", "2", "--recent", "8",
-        "--budget", "12", "--t-max", "4", "--dtype", "float32",
+        "-m", "sfi_cli", "generate", prompt, "--json", "-n", "24", "--recent", "8",
+        "--set", "sink=2", "--budget", "12", "--t-max", "4", "--dtype", "float32",
     ]  # fmt: skip
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(str(ROOT / folder) for folder in (".", "kernels", "traces"))

@@ -55,7 +55,7 @@ bench() { # NAME OPTIONS...
     --output "$stem-$name.json" "$@"
 }
 
-generate() { "$python" -m sfi_cli generate --no-compare --dtype float32 --quiet --json --backend "$1" --force -o "$2"; }
+generate() { "$python" -m sfi_cli generate --no-compare --dtype float32 --quiet --json --set "engine.backend=$1" --force -o "$2"; }
 end_to_end() {
   generate torch "$scratch/torch.json" && generate triton "$stem-generate.json" || return
   "$python" - "$scratch/torch.json" "$stem-generate.json" <<'PYTHON'
@@ -82,7 +82,7 @@ part tests 240 "$python" -m pytest -q -p no:cacheprovider --tb=short --maxfail=2
 decode() { # NAME LIMIT OPTIONS...
   local name=$1 limit=$2
   shift 2
-  part "$name" "$limit" "$python" -m sfi_cli bench --force --quiet --seed 0 --steps 40 --warm-up 8 --repeats 2 \
+  part "$name" "$limit" "$python" -m sfi_cli bench --force --quiet --seed 0 --steps 40 --set bench.warm_up=8 --repeats 2 \
     --time-limit 4 --output "$stem-$name.json" "$@"
 }
 
@@ -92,7 +92,8 @@ for size in 0.6b 4b 8b; do
     --context 8K,32K,128K --batch 1,4,16
 done
 decode decode-4b-static 60 --random-weights qwen3-4b --baseline transformers-static --context 8K --batch 16
-decode decode-4b-ragged 40 --random-weights qwen3-4b --baseline none --context 32K --batch 8 --ragged --synchronized
+decode decode-4b-ragged 40 --random-weights qwen3-4b --baseline none --context 32K --batch 8 --ragged \
+  --set bench.synchronized=true
 
 bench sweep --sweep retention
 bench ops

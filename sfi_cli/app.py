@@ -1,17 +1,20 @@
 """The `sfi` command line: assembles the commands and turns errors into exit codes."""
 
+import os
 import sys
 from typing import Annotated
 
 import typer
 
-from sfi_cli.commands import trace
+from sfi_cli.commands import config, trace
 from sfi_cli.commands.bench.command import bench
 from sfi_cli.commands.doctor import doctor
 from sfi_cli.commands.evaluate.command import evaluate
 from sfi_cli.commands.generate.command import generate
 from sfi_cli.commands.kernel_bench.command import kernel_bench
 from sfi_cli.commands.tune.command import tune
+from sfi_cli.settings.complete import take_name
+from sfi_cli.settings.moved import Command
 from sfi_cli.terminal.output import INTERRUPTED, message
 from sfi_cli.terminal.torchrun import check_command, leave, one_voice, tells
 
@@ -23,12 +26,13 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(generate)
-app.command("eval")(evaluate)
-app.command()(bench)
+app.command(cls=Command)(generate)
+app.command("eval", cls=Command)(evaluate)
+app.command(cls=Command)(bench)
 app.command()(kernel_bench)
 app.add_typer(trace.app, name="trace")
-app.command()(tune)
+app.command(cls=Command)(tune)
+app.add_typer(config.app, name="config")
 app.command()(doctor)
 
 
@@ -57,6 +61,7 @@ def main() -> None:
     debug = "--debug" in sys.argv
     sys.argv = [word for word in sys.argv if word != "--debug"]
     try:
+        take_name(os.environ)
         check_command(sys.argv[1:])
         with one_voice():
             app()

@@ -1,4 +1,4 @@
-"""The model of a command: `--model`, `--random-weights`, `--pack-weights`."""
+"""The model of a command: `--model`, `--random-weights`, `model.pack_weights`."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +13,7 @@ class Subject:
     """The model of a command.
 
     Attributes:
-        model: Hub id or folder; None is the bundled checkpoint.
+        model: Hub id, folder, GGUF file or alias; None is the bundled checkpoint.
         loading: `load`'s options.
         pack_weights: Whether to pack its weights.
         random_weights: A config file or a known architecture, instead of a checkpoint; None for none.

@@ -8,11 +8,11 @@ from sfi_core.settings.audit import AuditConfig
 from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.engine import EngineOptions
 from sfi_core.settings.parts import SelectorConfig
+from sfi_core.settings.sampling import Sampling
 
 if TYPE_CHECKING:
     from sfi_core.generation.generate import Result, generate
     from sfi_core.generation.read_prompt import read_prompt
-    from sfi_core.generation.sampling import Sampling
     from sfi_core.hosts.transformers.session import Session
     from sfi_core.hosts.transformers.slow_fast import slow_fast
     from sfi_core.models.linear import pack_weights
@@ -43,7 +43,6 @@ _LAZY = {
     "load": "models.load",
     "pack_weights": "models.linear",
     "read_prompt": "generation.read_prompt",
-    "Sampling": "generation.sampling",
     "Session": "hosts.transformers.session",
     "slow_fast": "hosts.transformers.slow_fast",
 }

@@ -33,7 +33,7 @@ ROOMS = (
 )
 NO_MODELS = {"engine", "policies", "triggers", "state"}  # they know no checkpoint and no host
 AT_ROOT = {"sfi_core": 2, "sfi_cli": 6, "sfi_traces": 4}
-LONGEST_CHAIN = 17
+LONGEST_CHAIN = 18
 # third-party packages that only these files may import
 ONLY_IN = {
     "triton": ("kernels/sfi_kernels/",),
@@ -45,7 +45,12 @@ ONLY_IN = {
         "sfi_core/bundled/",
     ),
     "huggingface_hub": ("sfi_core/models/", "sfi_core/measure/bench/architectures.py"),
-    "tokenizers": ("sfi_core/bundled/", "sfi_core/generation/text_stream.py"),
+    "tokenizers": (
+        "sfi_core/bundled/",
+        "sfi_core/generation/text_stream.py",
+        "sfi_core/models/gguf_tokenizer.py",
+    ),
+    "gguf": ("sfi_core/models/gguf_file.py",),
     "pyarrow": ("traces/",),
     "duckdb": ("traces/",),
     "nvtx": ("traces/",),

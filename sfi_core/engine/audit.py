@@ -94,11 +94,11 @@ def check_audit(config: AuditConfig, shapes: Sequence[LayerShape]) -> None:
     managed = [layer for layer, shape in enumerate(shapes) if shape.window is None]
     odd = sorted(set(config.layers or ()) - set(managed))
     if odd:
-        raise ConfigError(f"--audit-layers must be among {managed}, got {odd}")
+        raise ConfigError(f"audit.layers must be among {managed}, got {odd}")
     fewest = min(shapes[layer].heads for layer in config.layers or managed)
     wrong = [head for head in config.heads or () if not 0 <= head < fewest]
     if wrong:
-        raise ConfigError(f"--audit-heads must be in 0 to {fewest - 1}, got {wrong}")
+        raise ConfigError(f"audit.heads must be in 0 to {fewest - 1}, got {wrong}")
 
 
 def _paging(layer: Layer, row: int) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from sfi_core.engine.report import RunReport
 from sfi_core.engine.shared_prompt import SharedPrompt
 from sfi_core.errors import ConfigError, NumericsError, SfiError
 from sfi_core.generation.batch_plan import BatchPlan, plan_batch
+from sfi_core.generation.byte_limit import ByteLimit
 from sfi_core.generation.decode import decode
 from sfi_core.generation.prompts import (
     check_lengths,
@@ -20,7 +21,7 @@ from sfi_core.generation.prompts import (
     padding_id,
     token_limits,
 )
-from sfi_core.generation.sampling import Sampler, Sampling
+from sfi_core.generation.sampling import Sampler
 from sfi_core.generation.scheduler import Scheduler
 from sfi_core.hosts.transformers.decoder import Decoder, nothing_to_tell
 from sfi_core.hosts.transformers.session import Session
@@ -31,6 +32,7 @@ from sfi_core.observers.observer import Observer
 from sfi_core.settings.audit import AuditConfig
 from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.engine import DEFAULTS, EngineOptions
+from sfi_core.settings.sampling import Sampling
 from sfi_core.state.request import RequestState
 
 
@@ -44,6 +46,7 @@ class Result:
         trigger_token_ids: T_trig as used.
         forecast: What the run was expected to need.
         slots: How many requests were decoded together.
+        byte_limit: What it read in bytes, beside full attention; None under full attention.
         peak_memory_bytes: Peak memory of the process (CPU) or of the allocator (GPU) during the run.
         error: Why the run stopped early; None when it did not.
         interrupted: Whether Ctrl-C stopped it.
@@ -54,6 +57,7 @@ class Result:
     trigger_token_ids: tuple[int, ...]
     forecast: Forecast
     slots: int
+    byte_limit: ByteLimit | None
     peak_memory_bytes: int
     error: SfiError | None = None
     interrupted: bool = False
@@ -221,6 +225,7 @@ def _result(
         trigger_token_ids=session.trigger_token_ids,
         forecast=plan.forecast,
         slots=plan.slots,
+        byte_limit=ByteLimit.of(session, report, plan.slots),
         peak_memory_bytes=peak_bytes(session.model.device),
         error=error,
         interrupted=interrupted,

@@ -15,57 +15,26 @@ from transformers import (
 )
 
 from sfi_core.distributed.ranks import ALONE, Ranks
-from sfi_core.errors import ConfigError, NumericsError
+from sfi_core.errors import NumericsError
+from sfi_core.settings.sampling import Sampling
 from sfi_kernels.step_descriptor import sent
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sampling:
-    """How tokens are picked; names and meanings are those of transformers' generation config.
-
-    Attributes:
-        do_sample: Sample instead of taking the most likely token.
-        temperature: Divides the logits. Positive.
-        top_k: Keep the k most likely tokens; 0 keeps all.
-        top_p: Keep the smallest set of tokens with this probability; 1 keeps all.
-        min_p: Keep tokens at least this share as likely as the best; 0 keeps all.
-        repetition_penalty: Above 1 makes repeated tokens less likely; 1 does nothing.
-    """
-
-    do_sample: bool = False
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-
-    def __post_init__(self) -> None:
-        """Reject values out of range."""
-        for name, ok, rule in (
-            ("temperature", self.temperature > 0, "positive"),
-            ("top_k", self.top_k >= 0, "at least 0"),
-            ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
-            ("min_p", 0 <= self.min_p <= 1, "in [0, 1]"),
-            ("repetition_penalty", self.repetition_penalty > 0, "positive"),
-        ):
-            if not ok:
-                raise ConfigError(f"{name} must be {rule}, got {getattr(self, name)}")
-
-    def processors(self) -> LogitsProcessorList:
-        """Build transformers' processors, in the order `model.generate` applies them."""
-        chosen = LogitsProcessorList()
-        if self.repetition_penalty != 1:
-            chosen.append(RepetitionPenaltyLogitsProcessor(self.repetition_penalty))
-        if self.do_sample:
-            if self.temperature != 1:
-                chosen.append(TemperatureLogitsWarper(self.temperature))
-            if self.top_k:
-                chosen.append(TopKLogitsWarper(self.top_k))
-            if self.top_p < 1:
-                chosen.append(TopPLogitsWarper(self.top_p))
-            if self.min_p:
-                chosen.append(MinPLogitsWarper(self.min_p))
-        return chosen
+def processors(sampling: Sampling) -> LogitsProcessorList:
+    """Build transformers' processors, in the order `model.generate` applies them."""
+    chosen = LogitsProcessorList()
+    if sampling.repetition_penalty != 1:
+        chosen.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
+    if sampling.do_sample:
+        if sampling.temperature != 1:
+            chosen.append(TemperatureLogitsWarper(sampling.temperature))
+        if sampling.top_k:
+            chosen.append(TopKLogitsWarper(sampling.top_k))
+        if sampling.top_p < 1:
+            chosen.append(TopPLogitsWarper(sampling.top_p))
+        if sampling.min_p:
+            chosen.append(MinPLogitsWarper(sampling.min_p))
+    return chosen
 
 
 @dataclass(slots=True)
@@ -121,7 +90,7 @@ class Sampler:
         self.ahead = ahead
         self.rows = [Row(first + row, seed, T) for row in range(B)]
         self._sampling, self._seed = sampling, seed
-        self._processors = sampling.processors()
+        self._processors = processors(sampling)
 
     def alone(self, ids_1T: torch.Tensor, request: int) -> "Sampler":
         """Make a sampler of one more request, with the same settings."""

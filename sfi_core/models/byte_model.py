@@ -80,13 +80,40 @@ class ByteModel:
 
     def slow(self, length: Count, packed: Count) -> Count:
         """Return the bytes of a slow step that copies `packed` sink and selected tokens for each KV head."""
-        scores = SCORE_BYTES * self.heads * length
-        return self.dense(length) + scores + COPIED * self.row_bytes * packed
+        return self.dense(length) + self._refresh(length, packed)
+
+    def mean(self, length: Count, attended: Count, packed: Count, slow_rate: float) -> Count:
+        """Return the mean bytes of a run's steps.
+
+        Args:
+            length: Cached tokens.
+            attended: Tokens read for each KV head, the mean over all steps and full-attention layers.
+            packed: Sink and selected tokens that a slow step copies.
+            slow_rate: Share of slow steps.
+        """
+        layers = max(1, self.layers + self.dense_layers)
+        sparse = (layers * attended - self.dense_layers * length) / max(1, self.layers)
+        return self.fast(length, sparse) + slow_rate * self._refresh(length, packed)
+
+    def break_even(self, attended: float, packed: float, slow_rate: float) -> float | None:
+        """Return the cached tokens at which SFI and full attention read as much; None for never.
+
+        With weights, windows and layers left dense on both sides, a share s of slow steps, row bytes b, score
+        bytes r of a token, F tokens attended by a fast step and P packed by a slow one, equal at
+
+            (1 - s) b F + s (b C + r C + 2 b P) = b C,  so  C = b ((1 - s) F + 2 s P) / ((1 - s) b - s r)
+        """
+        gain = (1 - slow_rate) * self.row_bytes - slow_rate * SCORE_BYTES * self.heads
+        spent = self.row_bytes * ((1 - slow_rate) * attended + slow_rate * COPIED * packed)
+        return spent / gain if gain > 0 else None
 
     def mean_attended(self, length: Count, attended: Count) -> Count:
         """Return the mean over the full-attention layers, as a trace's `attended_tokens`."""
         layers = max(1, self.layers + self.dense_layers)
         return (self.layers * attended + self.dense_layers * length) / layers
+
+    def _refresh(self, length: Count, packed: Count) -> Count:
+        return SCORE_BYTES * self.heads * length + COPIED * self.row_bytes * packed
 
     def _shared(self, length: Count) -> Count:
         # weights, layers left dense and sliding windows: the same for slow and fast steps

@@ -4,30 +4,28 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from sfi_core.errors import ConfigError
+from sfi_core.settings.fields import check, setting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditConfig:
-    """What to audit.
+    """What to audit; each field says what it does."""
 
-    Attributes:
-        every: Every how many steps. Slow steps are always audited: what follows is compared with them.
-        top: Positions of a support, K.
-        layers: Only these layers; None is all that sfi manages.
-        heads: Only these KV heads; None is all.
-    """
-
-    every: int = 1
-    top: int = 1024
-    layers: tuple[int, ...] | None = None
-    heads: tuple[int, ...] | None = None
+    every: int = setting(
+        1,
+        "Compare every N-th step with dense attention. The tokens stay the same. Slow steps are always "
+        "audited: what follows is compared with them.",
+        above=0,
+    )
+    top: int = setting(1024, "Positions of an audited support, K.", above=0)
+    layers: tuple[int, ...] | None = setting(
+        None, "Only these layers; none is all that sfi manages.", least=0
+    )
+    heads: tuple[int, ...] | None = setting(None, "Only these KV heads; none is all.", least=0)
 
     def __post_init__(self) -> None:
         """Reject what cannot be audited."""
-        for name, option in (("every", "--audit"), ("top", "--audit-top")):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{option} must be positive, got {getattr(self, name)}")
+        check(self)
 
     def due(self, step: int, *, slow: bool) -> bool:
         """Say whether a request's step is audited."""

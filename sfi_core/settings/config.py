@@ -1,4 +1,4 @@
-"""Settings and presets; with `parts`, the only place where a default stands.
+"""Settings and presets. A default stands here or in another file of this room, nowhere else.
 
 The defaults are the `default` preset: the paper's values (Sec. 5.1), `anchored` recents, and our own choice
 where the paper is silent (`Paper gap:`).
@@ -13,14 +13,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from sfi_core.errors import ConfigError, InputError
-from sfi_core.settings.parts import (
-    BaselineConfig,
-    SelectorConfig,
-    at_least,
-    check_names,
-    check_types,
-    require,
-)
+from sfi_core.settings.fields import check, check_names, setting
+from sfi_core.settings.parts import BaselineConfig, SelectorConfig
 
 RECENT_MODES = ("anchored", "sliding")
 TRIGGER_POLICIES = (
@@ -33,102 +27,105 @@ TRIGGER_POLICIES = (
     "never",
     "always",
 )
+POLICIES = (  # sfi_core.policies has their classes
+    "full-kv",
+    "sfi",
+    "streaming-llm",
+    "snapkv",
+    "h2o",
+    "tova",
+    "quest",
+    "tidaldecode",
+    "refreshkv",
+    "oracle-top-k",
+    "random-k",
+    "prior-only",
+)
 GROUP_REDUCTIONS = ("power", "mean", "max")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SfiConfig:
-    """Settings of a run.
+    """Settings of a run; each field says what it does, `sfi config list` shows them all."""
 
-    Attributes:
-        sink: Anchor tokens kept from the start of the prompt.
-        recent: Tokens of the recent window at a slow step.
-        recent_mode: "anchored" freezes the window's start at the last slow step, so that no token is ever
-            unranked and unread; "sliding" is the paper's. Paper gap: with "sliding", what leaves the window
-            between two slow steps is in no set.
-        budget: Selected tokens per KV head, the paper's K.
-        t_max: Largest number of consecutive fast steps; 0 makes every step slow.
-        min_gap: Decoding steps from a slow step before which a trigger does not count.
-        trigger_delay: Steps between the step that Eq. 5 makes slow and the slow step. 0 is Eq. 5 (the
-            boundary token is the query); 1 makes the first token after the boundary the query.
-        slow_start: Steps from step 0 on that are slow. 1 is the paper (g_0 = 1); 2 lets the first generated
-            token, not only the prompt's last queries, make the selection that the first sentence reads
-            (docs/evaluation.md has what that is worth, as for `span` and `trigger_delay`).
-        span: Evidence is max-pooled over this many positions on each side; 0 is the paper.
-        trigger_policy: What makes a step slow: "boundary" (Eq. 5 and T_max), "t-max", "stride", "cosine",
-            "entropy", "random", "never", "always". `t_max` holds for all but the strides and the last two,
-            `min_gap` for those that look at the text or at chance.
-        stride: Steps from one slow step to the next under "stride".
-        cosine_threshold: Under "cosine" a step is slow if the last step's query had a lower cosine with the
-            query before it, the mean over layers and query heads (LouisKV's and FreeKV's tau).
-        entropy_threshold: Under "entropy" a step is slow if the last step's next-token distribution had a
-            higher entropy, in nats.
-        random_rate: Under "random", a step's chance to be slow.
-        trigger_seed: Seeds that chance.
-        triggers: Strings that end a sentence; the tokenizer turns them into token ids.
-        trigger_token_ids: Explicit trigger set; wins over `triggers`.
-        window_decode: Queries whose logits a decoding slow step hands to the Selector, W.
-        window_prefill: The same for the last queries of the prompt.
-        dense_layers: Layers left dense.
-        group_reduce: How the query heads of a KV head share evidence: "power", "mean" or "max".
-        selector: The Selector's hyperparameters.
-        baseline: Settings of the other methods.
-    """
-
-    sink: int = 4
-    recent: int = 256
-    recent_mode: str = "anchored"
-    budget: int = 2048
-    t_max: int = 64
-    min_gap: int = 0
-    trigger_delay: int = 1
-    slow_start: int = 2
-    span: int = 10
-    trigger_policy: str = "boundary"
-    stride: int = 16
-    cosine_threshold: float = 0.8
-    entropy_threshold: float = 1.0
-    random_rate: float = 0.05
-    trigger_seed: int = 0
-    triggers: tuple[str, ...] = (".", "?", "!", ";", "\n")
-    trigger_token_ids: tuple[int, ...] | None = None
-    window_decode: int = 1
-    window_prefill: int = 16
-    dense_layers: tuple[int, ...] = ()
-    group_reduce: str = "power"
+    sink: int = setting(4, "Anchor tokens kept from the start of the prompt.", least=0)
+    recent: int = setting(256, "Tokens of the recent window at a slow step.", above=0)
+    recent_mode: str = setting(
+        "anchored",
+        "How the recent window moves. anchored freezes its start at the last slow step, so that no token "
+        "is ever unranked and unread; sliding is the paper's. Paper gap: with sliding, what leaves the "
+        "window between two slow steps is in no set.",
+        choices=RECENT_MODES,
+    )
+    budget: int = setting(2048, "Selected tokens per KV head, the paper's K.", above=0)
+    t_max: int = setting(64, "Most fast steps in a row; 0 makes every step slow.", least=0)
+    min_gap: int = setting(
+        0, "Decoding steps from a slow step before which a trigger does not count.", least=0
+    )
+    trigger_delay: int = setting(
+        1,
+        "Steps from the step that Eq. 5 makes slow to the slow step. 0 is Eq. 5 (the boundary token is the "
+        "query); 1 makes the first token after the boundary the query.",
+        least=0,
+    )
+    slow_start: int = setting(
+        2,
+        "Steps from step 0 on that are slow. 1 is the paper (g_0 = 1); 2 lets the first generated token, "
+        "not only the prompt's last queries, make the selection that the first sentence reads "
+        "(docs/evaluation.md has what that is worth, as for span and trigger_delay).",
+        least=1,
+    )
+    span: int = setting(
+        10, "Evidence is max-pooled over this many positions on each side; 0 is the paper.", least=0
+    )
+    trigger_policy: str = setting(
+        "boundary",
+        "What makes a step slow; boundary is Eq. 5 and T_max. t_max holds for all but stride, never and "
+        "always; min_gap for those that look at the text or at chance.",
+        choices=TRIGGER_POLICIES,
+    )
+    stride: int = setting(16, "Steps from one slow step to the next under stride.", least=1)
+    cosine_threshold: float = setting(
+        0.8,
+        "Under cosine: slow below this query cosine. The cosine of the last step's query with the query "
+        "before it, the mean over layers and query heads (LouisKV's and FreeKV's tau).",
+        least=-1,
+        most=1,
+    )
+    entropy_threshold: float = setting(
+        1.0,
+        "Under entropy: slow above this entropy, in nats. It is the last step's next-token distribution's.",
+        least=0,
+    )
+    random_rate: float = setting(0.05, "Under random: a step's chance to be slow.", least=0, most=1)
+    trigger_seed: int = setting(0, "Seed of the chance under random.")
+    triggers: tuple[str, ...] = setting(
+        (".", "?", "!", ";", "\n"),
+        "Strings that end a sentence. The tokenizer turns them into token ids.",
+    )
+    trigger_token_ids: tuple[int, ...] | None = setting(
+        None, "Token ids that end a sentence; they win over triggers.", least=0
+    )
+    window_decode: int = setting(
+        1,
+        "Queries whose logits a decoding slow step hands to the Selector, W. 1 while a step decodes one "
+        "token.",
+        least=1,
+        most=1,
+    )
+    window_prefill: int = setting(
+        16, "Last queries of the prompt that make the first selection, W.", least=1
+    )
+    dense_layers: tuple[int, ...] = setting((), "Layers left dense.", least=0)
+    group_reduce: str = setting(
+        "power", "How the query heads of a KV head share evidence.", choices=GROUP_REDUCTIONS
+    )
     selector: SelectorConfig = field(default_factory=SelectorConfig)
     baseline: BaselineConfig = field(default_factory=BaselineConfig)
 
     def __post_init__(self) -> None:
         """Reject settings that cannot run."""
-        check_types(self)
-        require(self.budget > 0, f"budget must be positive, got {self.budget}")
-        require(self.recent > 0, f"recent must be positive, got {self.recent}")
-        least = dict.fromkeys(
-            ("sink", "t_max", "min_gap", "trigger_delay", "span", "entropy_threshold"), 0
-        )
-        at_least(
-            self, {**least, "stride": 1, "slow_start": 1, "window_decode": 1, "window_prefill": 1}
-        )
-        for name, low in (("cosine_threshold", -1), ("random_rate", 0)):
-            value = getattr(self, name)
-            require(low <= value <= 1, f"{name} must be in [{low}, 1], got {value}")
-        for name in ("dense_layers", "trigger_token_ids"):
-            values = getattr(self, name) or ()
-            require(
-                min(values, default=0) >= 0, f"{name} must be at least 0 each, got {list(values)}"
-            )
-        for name, choices in (
-            ("recent_mode", RECENT_MODES),
-            ("trigger_policy", TRIGGER_POLICIES),
-            ("group_reduce", GROUP_REDUCTIONS),
-        ):
-            value = getattr(self, name)
-            require(value in choices, f"unknown {name} {value!r}; expected one of {choices}")
-        require(
-            self.window_decode == 1,
-            f"window_decode must be 1 while a step decodes one token, got {self.window_decode}",
-        )
+        check(self)
 
     @classmethod
     def preset(cls, name: str) -> Self:
@@ -171,13 +168,7 @@ class SfiConfig:
             InputError: The file cannot be read or is no TOML; with file and line.
             ConfigError: As `replace`, with the file.
         """
-        try:
-            changes = tomllib.loads(path.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
-            raise InputError(f"config {path} cannot be read: {_reason(error)}") from error
-        except tomllib.TOMLDecodeError as error:
-            raise InputError(f"config {path} is not valid TOML: {error}") from error
-        changes.pop("provenance", None)
+        changes = read_toml(path)
         try:
             return self.replace(**changes)
         except ConfigError as error:
@@ -185,6 +176,22 @@ class SfiConfig:
 
 
 PARTS = {"selector": SelectorConfig, "baseline": BaselineConfig}  # tables of a TOML file
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Read a file of settings, without what it says of its origin.
+
+    Raises:
+        InputError: The file cannot be read or is no TOML; with file and line.
+    """
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"config {path} cannot be read: {_reason(error)}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise InputError(f"config {path} is not valid TOML: {error}") from error
+    values.pop("provenance", None)
+    return values
 
 
 def _reason(error: Exception) -> str:

@@ -3,23 +3,32 @@
 from dataclasses import dataclass, replace
 
 from sfi_core.errors import ConfigError
+from sfi_core.settings.fields import check, setting
+
+BACKENDS = ("auto", "torch", "triton")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
-    """The engine's switches.
+    """The engine's switches; each field says what it does."""
 
-    Attributes:
-        overlap: Run the Selector and the pack of a layer beside the next layers, on a second stream
-            (Sec. 4.1); on a CPU they run in order either way.
-        graphs: Replay whole decoding steps as CUDA graphs; None does so where the run allows it.
-        synchronized: Make every request slow as soon as one is, as engines do that switch a whole batch. For
-            comparisons: it reads more, so it may also choose other tokens.
-    """
+    overlap: bool = setting(
+        True,
+        "Run the Selector and the pack of a layer beside the next layers, on a second stream (Sec. 4.1). "
+        "On a CPU they run in order either way.",
+    )
+    graphs: bool | None = setting(
+        None, "Replay whole decoding steps as CUDA graphs; none does so where the run allows it."
+    )
+    synchronized: bool = setting(
+        False,
+        "Make every request slow as soon as one is. Engines that switch a whole batch do so; for "
+        "comparisons: it reads more, so it may also choose other tokens.",
+    )
 
-    overlap: bool = True
-    graphs: bool | None = None
-    synchronized: bool = False
+    def __post_init__(self) -> None:
+        """Reject values of another type."""
+        check(self)
 
     def on_several_ranks(self) -> "EngineOptions":
         """Return what a tensor-parallel run takes: its ranks call each other in the order of the layers.

@@ -11,8 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from sfi_cli import app as cli
-from sfi_cli import options
 from sfi_core.policies import POLICIES
+from sfi_core.settings import config
 
 HELP_CPU_SECONDS = 0.5
 
@@ -70,4 +70,4 @@ def test_doctor_reads_well():
 
 
 def test_the_policies_of_the_help_are_the_core_s():
-    assert tuple(POLICIES) == options.POLICIES
+    assert tuple(POLICIES) == config.POLICIES

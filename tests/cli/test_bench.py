@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from typer.testing import CliRunner
 from sfi_cli import app as cli
 from sfi_cli.commands.bench import command
 from sfi_cli.commands.bench.job import SLOW_RATE
+from sfi_cli.settings.tables import BenchTable, EngineTable
 from sfi_core.errors import SfiError
 from sfi_core.measure.bench import bench, fits
 from sfi_core.measure.bench.settings import DecodeSettings
@@ -18,7 +20,7 @@ from sfi_core.measure.kernel_bench import timing
 from sfi_core.models.linear import ENGINES
 
 SMALL = (
-    "--context", "300", "--steps", "5", "--repeats", "1", "--budget", "64", "--recent", "32",
+    "--context", "300", "--steps", "5", "--repeats", "1", "--budget", "64", "--set", "recent=32",
     "--slow-rate", "1/5", "--device", "cpu",
 )  # fmt: skip
 ROW_KEYS = {  # what scripts rely on
@@ -62,6 +64,9 @@ def test_the_help_shows_the_real_defaults():
         value = getattr(settings, name)
         assert shown == (",".join(map(str, value)) if isinstance(value, tuple) else str(value))
     assert command.SHOWN["slow_rate"] == SLOW_RATE
+    for name, value in asdict(BenchTable()).items():
+        assert value == getattr(settings, name)
+    assert EngineTable().prefill_chunk == settings.prefill_chunk
 
 
 def test_the_document_has_the_keys_that_scripts_rely_on():
@@ -82,7 +87,7 @@ def test_the_document_has_the_keys_that_scripts_rely_on():
 
 
 def test_a_person_reads_a_table_and_the_notes():
-    code, stdout, _ = inside(*SMALL, "--batch", "2", "--synchronized", "-q")
+    code, stdout, _ = inside(*SMALL, "--batch", "2", "--set", "bench.synchronized=true", "-q")
     assert code == 0
     for policy in ("sfi", "sfi-synchronized", "full-kv", "transformers-static"):
         assert re.search(rf"^  {policy} +300 +2 ", stdout, re.MULTILINE)
@@ -96,7 +101,7 @@ def test_random_weights_need_a_config_only_and_a_text_can_decide(tiny, tmp_path)
     text.write_text("Belora hid a red lantern. Tamrin sold a kettle! " * 9)
     arguments = (
         "--random-weights", tiny, "--context", "200", "--steps", "30", "--repeats", "1", "--budget", "32",
-        "--recent", "16", "--baseline", "none", "--batch", "2", "--json", "--t-max", "7",
+        "--set", "recent=16", "--baseline", "none", "--batch", "2", "--json", "--set", "t_max=7",
     )  # fmt: skip
     code, stdout, _ = inside(*arguments, "--text", str(text))
     document = json.loads(stdout)
@@ -112,7 +117,9 @@ def test_random_weights_need_a_config_only_and_a_text_can_decide(tiny, tmp_path)
     torch.backends.quantized.engine not in ENGINES, reason="no FBGEMM on this machine"
 )
 def test_packed_weights_are_measured_and_said(tiny):
-    code, stdout, _ = inside("--random-weights", tiny, *SMALL, "--pack-weights", "--json")
+    code, stdout, _ = inside(
+        "--random-weights", tiny, *SMALL, "--set", "model.pack_weights=true", "--json"
+    )
     document = json.loads(stdout)
     assert (code, document["model"]["packed_weights"]) == (0, True)
     assert len(document["rows"]) == 4
@@ -201,16 +208,16 @@ def test_ctrl_c_before_the_first_run_leaves_no_file(tmp_path, monkeypatch):
         (("--slow-rate", "1/0"), 2, "slow_rate must be a share such as 1/20 or 0.05, got '1/0'"),
         (("--slow-rate", "2"), 2, "slow_rate must be in [0, 1], got 2"),
         (("--slow-rate", "1/5", "--text", "bundled"), 2, "slow_rate must come without --text"),
-        (("--t-max", "9"), 2, "t_max must come with --text; without one --slow-rate decides"),
+        (("--set", "t_max=9"), 2, "t_max must come with --text; without one --slow-rate decides"),
         (("--text", "missing.txt"), 3, "text missing.txt cannot be read: No such file"),
         (("--random-weights", "qwen9"), 3, "random weights must be one of ('qwen3-0.6b',"),
         (("--random-weights", "qwen3-4b", "--model", "x"), 2, "random_weights must come without --model"),
-        (("--bandwidth", "10"), 2, "bandwidth must come with --forecast"),
-        (("--forecast", "--memory", "0"), 2, "memory must be positive, got 0.0"),
+        (("--set", "forecast.bandwidth=10"), 2, "forecast.bandwidth must come with --forecast"),
+        (("--forecast", "--set", "forecast.memory=0"), 2, "forecast.memory must be positive, got 0.0"),
         (("--forecast", "--text", "bundled"), 2, "forecast needs a stated --slow-rate"),
-        (("--pack-weights", "--dtype", "float32"), 4, "packed weights must be bfloat16 or float16 on a CPU"),
-        (("--graphs",), 4, "graphs must run on a CUDA device, got cpu; drop --graphs"),
-        (("--backend", "cuda"), 2, "unknown backend 'cuda'"),
+        (("--set", "model.pack_weights=true", "--dtype", "float32"), 4, "packed weights must be bfloat16"),
+        (("--set", "engine.graphs=true"), 4, "graphs must run on a CUDA device, got cpu; drop engine.graphs"),
+        (("--set", "engine.backend=cuda"), 2, "unknown engine.backend 'cuda'"),
         (("--device", "cuda:99"), 4, "device cuda:99 is not on this machine"),
         (("--budget", "0"), 2, "budget must be positive, got 0"),
         (("--threads", "0"), 2, "threads must be positive, got 0"),
@@ -247,10 +254,10 @@ def test_a_forecast_runs_nothing_and_needs_no_weights(tiny, tmp_path, monkeypatc
     file = tmp_path / "x.json"
     arguments = (
         "--forecast",
-        "--bandwidth",
-        "4300",
-        "--memory",
-        "149",
+        "--set",
+        "forecast.bandwidth=4300",
+        "--set",
+        "forecast.memory=149",
         "-o",
         str(file),
         "--context",
@@ -266,7 +273,9 @@ def test_a_forecast_runs_nothing_and_needs_no_weights(tiny, tmp_path, monkeypatc
         (context, policy) for context in (8192, 32768) for policy in ("sfi", "full-kv")
     ]
     folder = str(file.parent / "tiny")
-    code, stdout, _ = inside("--forecast", "--model", folder, "--bandwidth", "1", "--json", "-q")
+    code, stdout, _ = inside(
+        "--forecast", "--model", folder, "--set", "forecast.bandwidth=1", "--json", "-q"
+    )
     assert code == 0
     assert json.loads(stdout)["model"]["architecture"] == "Qwen3ForCausalLM"
-    assert inside("--forecast", "--bandwidth", "1", "-q")[0] == 0
+    assert inside("--forecast", "--set", "forecast.bandwidth=1", "-q")[0] == 0

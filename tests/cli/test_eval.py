@@ -240,7 +240,7 @@ def test_fidelity_lies_beside_the_tasks(tmp_path):
     folder = tmp_path / "results"
     arguments = [
         *SMALL[:2], "--samples", "1", "--share", "0.3", "--task", "bundled-recall-1", "--method", "sfi",
-        "--method", "full-kv", "--fidelity", text, "--tokens", "12", "--windows", "2", "-o", folder,
+        "--method", "full-kv", "--fidelity", text, "--tokens", "12", "--set", "eval.windows=2", "-o", folder,
     ]  # fmt: skip
     document = json.loads(call(*arguments, "--json").stdout)
     assert [row["method"] for row in document["rows"]] == ["sfi", "full-kv"]

@@ -8,11 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 from typer.testing import CliRunner
 
 from sfi_cli import app as cli
+from sfi_cli.commands.generate.prompts import token_ids
 from sfi_core.errors import SfiError
 from sfi_core.models.linear import ENGINES
+from sfi_core.models.load import load_tokenizer
 from tests.covering import case
 
 KEYS = {
@@ -58,14 +61,17 @@ def test_the_first_command_answers_the_bundled_question_word_for_word(run):
 )
 def test_packed_weights_answer_too():
     code, stdout, _ = inside(
-        "generate", "--dtype", "bfloat16", "--device", "cpu", "--pack-weights", "--no-compare", "--json"
+        "generate", "--dtype", "bfloat16", "--device", "cpu", "--set", "model.pack_weights=true",
+        "--no-compare", "--json",
     )  # fmt: skip
     assert code == 0
     assert json.loads(stdout)["exact_match"]
 
 
 def test_weights_that_cannot_be_packed_end_with_one_line():
-    code, stdout, stderr = inside("generate", "--pack-weights", "--dtype", "float32")
+    code, stdout, stderr = inside(
+        "generate", "--set", "model.pack_weights=true", "--dtype", "float32"
+    )
     assert (code, stdout) == (4, "")
     assert stderr.startswith(
         "error: packed weights must be bfloat16 or float16 on a CPU, got float32"
@@ -226,17 +232,17 @@ def test_options_win_over_the_config_file_and_that_over_the_preset(tmp_path):
         (("--t-max", "-1"), 2, "t_max must be at least 0, got -1"),
         (("--policy", "sfl"), 2, "unknown policy 'sfl'; expected one of ('full-kv', 'sfi', "),
         (("--preset", "papers"), 2, "unknown preset 'papers'; expected one of ('default', "),
-        (("--recent-mode", "x"), 2, "unknown recent_mode 'x'; expected one of ('anchored', 'sliding')"),
-        (("--backend", "cuda"), 2, "unknown backend 'cuda'; expected one of ('auto', 'torch', 'triton')"),
+        (("--set", "recent_mode=x"), 2, "unknown recent_mode 'x'; expected one of ('anchored', 'sliding')"),
+        (("--set", "engine.backend=cuda"), 2, "unknown engine.backend 'cuda'; expected one of ('auto', "),
         (("--dtype", "int8"), 2, "unknown dtype 'int8'; expected one of "),
         (("--trigger", "qqqq"), 2, "qqqq"),
         (("-n", "0"), 2, "max_new_tokens must be positive, got 0"),
         (("--max-batch", "0"), 2, "max_batch must be positive, got 0"),
-        (("--temperature", "0"), 2, "temperature must be positive, got 0.0"),
+        (("--temperature", "0"), 2, "sampling.temperature must be positive, got 0.0"),
         (("--model", "./no/such/folder"), 3, "model folder ./no/such/folder does not exist"),
         (("--prompt-file", "no-such-file"), 3, "prompt"),
         (("--config", "no-such.toml"), 3, "config no-such.toml cannot be read: No such file or directory"),
-        (("--backend", "triton"), 4, "Triton kernels need a CUDA device, got cpu; use the torch backend"),
+        (("--set", "engine.backend=triton"), 4, "Triton kernels need a CUDA device, got cpu; use the "),
         (("--chat",), 3, "the model's tokenizer must have a chat template"),
     ],
 )  # fmt: skip
@@ -252,8 +258,11 @@ def test_a_mistake_is_one_line_and_an_exit_code(arguments, code, words, monkeypa
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("budgett = 3\n", "unknown setting 'budgett'; expected one of ("),
-        ("[selector]\nalfa = 1\n", "unknown setting 'alfa'; expected one of ('alpha', "),
+        ("budgett = 3\n", "unknown setting 'budgett'; did you mean budget?"),
+        (
+            "[selector]\nalfa = 1\n",
+            "unknown setting 'selector.alfa'; did you mean selector.alpha",
+        ),
         ("budget = \n", "not valid TOML"),
         ('budget = "many"\n', "budget must be int, got 'many'"),
     ],
@@ -313,7 +322,8 @@ def test_a_full_disk_is_one_line(command, environment, form):
 
 def test_ctrl_c_keeps_the_text_and_exits_130(command, environment):
     with subprocess.Popen(
-        [*command, "generate", PROMPT, "-n", "16000", "--policy", "full-kv", "--do-sample"],
+        [*command, "generate", PROMPT, "-n", "16000", "--policy", "full-kv",
+         "--set", "sampling.do_sample=true"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env={**environment, "PYTHONUNBUFFERED": "1"},
     ) as process:  # fmt: skip
@@ -347,3 +357,18 @@ def test_cuda_without_a_gpu_exits_4():
     code, _, error = inside("generate", PROMPT, "--device", "cuda")
     assert code == 4
     assert error.startswith("error: device cuda is not on this machine")
+
+
+def test_a_chat_template_that_writes_the_first_token_writes_it_once():
+    """Llama 3's template begins with it, and so does what its tokenizer makes of any text."""
+    tokenizer = load_tokenizer()
+    first = (tokenizer.bos_token, tokenizer.bos_token_id)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{first[0]} $A", special_tokens=[first]
+    )
+    tokenizer.chat_template = (
+        "{{ bos_token }}{% for one in messages %}{{ one['content'] }}{% endfor %}"
+    )
+    plain, chat = (token_ids(" Belora", tokenizer, chat=chat) for chat in (False, True))
+    assert plain == chat
+    assert plain.count(first[1]) == 1

@@ -35,7 +35,8 @@ def inside(*arguments: str) -> tuple[int, str, str]:
 def recorded(tmp_path_factory) -> tuple[Path, dict]:
     folder = tmp_path_factory.mktemp("trace") / "run"
     code, stdout, stderr = inside(
-        "trace", "record", PROMPT, "-o", str(folder), "--audit", "2", "--audit-top", "16", "--json", *SHORT
+        "trace", "record", PROMPT, "-o", str(folder), "--audit", "2", "--set", "audit.top=16", "--json",
+        *SHORT,
     )  # fmt: skip
     assert code == 0
     assert f"sfi trace show {folder}" in stderr
@@ -72,7 +73,7 @@ def test_tokens_are_the_same_without_a_trace(recorded):
 
 def test_generate_records_the_same(recorded, tmp_path):
     folder, _ = recorded
-    options = ["--audit", "2", "--audit-top", "16", "-q", *SHORT]
+    options = ["--audit", "2", "--set", "audit.top=16", "-q", *SHORT]
     assert inside("generate", PROMPT, "--trace", str(tmp_path / "run"), *options)[0] == 0
     ours, theirs = Trace.open(tmp_path / "run"), Trace.open(folder)
     for name in ("prompts", "selections", "supports", "logits"):
@@ -80,7 +81,16 @@ def test_generate_records_the_same(recorded, tmp_path):
 
 
 def test_chosen_layers_and_heads_are_audited(tmp_path):
-    options = ["--audit", "4", "--audit-layers", "0,2-3", "--audit-heads", "1", "-q", *SHORT]
+    options = [
+        "--audit",
+        "4",
+        "--set",
+        "audit.layers=0,2-3",
+        "--set",
+        "audit.heads=1",
+        "-q",
+        *SHORT,
+    ]
     assert inside("trace", "record", PROMPT, "-o", str(tmp_path / "run"), *options)[0] == 0
     supports = Trace.open(tmp_path / "run").table("supports", ["layer", "head"]).to_pylist()
     assert {(row["layer"], row["head"]) for row in supports} == {(0, 1), (2, 1), (3, 1)}
@@ -89,7 +99,18 @@ def test_chosen_layers_and_heads_are_audited(tmp_path):
 def test_a_redacted_trace_holds_no_text(tmp_path):
     folder = tmp_path / "run"
     assert (
-        inside("trace", "record", PROMPT, "-o", str(folder), "--redact-text", "-q", *SHORT)[0] == 0
+        inside(
+            "trace",
+            "record",
+            PROMPT,
+            "-o",
+            str(folder),
+            "--set",
+            "trace.redact_text=true",
+            "-q",
+            *SHORT,
+        )[0]
+        == 0
     )
     trace = Trace.open(folder)
     assert trace.table("prompts").num_rows == 0
@@ -155,14 +176,21 @@ def test_a_report_that_is_there_stops_the_run_before_it_begins(tmp_path, monkeyp
     ("arguments", "message"),
     [
         (["generate", "x", "--audit", "1"], "--audit needs a trace to write to; add --trace DIR"),
-        (["trace", "record", "x", "-o", "T", "--audit", "0"], "--audit must be positive, got 0"),
         (
-            ["trace", "record", "x", "-o", "T", "--audit", "1", "--audit-layers", "1-x"],
-            "--audit-layers must be numbers and ranges like 0,3,8-11, got 1-x",
+            ["generate", "x", "--set", "audit.top=8"],
+            "audit.top must come with --audit N, got it alone",
         ),
         (
-            ["trace", "record", "x", "-o", "T", "--audit", "1", "--audit-heads", "2"],
-            "--audit-heads must be in 0 to 1, got [2]",
+            ["trace", "record", "x", "-o", "T", "--audit", "0"],
+            "audit.every must be positive, got 0",
+        ),
+        (
+            ["trace", "record", "x", "-o", "T", "--audit", "1", "--set", "audit.layers=1-x"],
+            "audit.layers must be numbers and ranges like 0,3,8-11, got 1-x",
+        ),
+        (
+            ["trace", "record", "x", "-o", "T", "--audit", "1", "--set", "audit.heads=2"],
+            "audit.heads must be in 0 to 1, got [2]",
         ),
     ],
 )

@@ -98,7 +98,9 @@ def test_the_table_shows_the_document(full):
 def test_trigger_sets_are_compared_by_name(full):
     """Made-up words come every ten steps: " cat" after "the", and so on."""
     sets = ("--trigger-set", "dots=. \\n", "--trigger-set", "animals=cat dog", "--trigger-set", ";")
-    data = document(full, *sets, "--trigger", ".", "--trigger-id", "1", "--t-max", "1000")
+    data = document(
+        full, *sets, "--trigger", ".", "--set", "trigger_token_ids=1", "--t-max", "1000"
+    )
     found = {row["triggers"]: row for row in data["rows"]}
     assert found["dots"]["trigger_token_ids"] == [90]
     assert (
@@ -113,8 +115,8 @@ def test_trigger_sets_are_compared_by_name(full):
 
 def test_cosine_and_random_triggers(full):
     data = document(
-        full, "--trigger-policy", "cosine,random", "--cosine-threshold", "0,0.8", "--random-rate", "0.5",
-        "--seed", "1,2",
+        full, "--trigger-policy", "cosine,random", "--set", "cosine_threshold=0,0.8",
+        "--set", "random_rate=0.5", "--set", "trigger_seed=1,2",
     )  # fmt: skip
     cosine = {
         r["cosine_threshold"]: r["slow_rate"] for r in data["rows"] if r["policy"] == "cosine"
@@ -147,18 +149,22 @@ def test_a_prediction_beside_another_run(full, real):
 @pytest.mark.parametrize(
     ("arguments", "kind", "message"),
     [
-        (["--t-max", "x"], ConfigError, "t-max must be whole numbers, got 'x'"),
-        (["--t-max", ","], ConfigError, "t-max must have a value, got ','"),
+        (["--t-max", "x"], ConfigError, "t_max must be whole numbers, got 'x'"),
+        (["--t-max", ","], ConfigError, "t_max must have a value, got ','"),
         (["--budget", "0"], ConfigError, "budget must be positive, got 0"),
-        (["--budget", "25"], TraceError, "record with --audit-top 25"),
+        (["--budget", "25"], TraceError, "record with --set audit.top=25"),
         (
-            ["--stride", "4"],
+            ["--set", "stride=4"],
             ConfigError,
             "stride must come with --trigger-policy stride, got boundary",
         ),
-        (["--cosine-threshold", "0.5"], ConfigError, "must come with --trigger-policy cosine"),
-        (["--trigger-policy", "never", "--trigger", "."], ConfigError, "trigger must come with"),
-        (["--seed", "1"], ConfigError, "seed must come with --trigger-policy random, got boundary"),
+        (["--set", "cosine_threshold=0.5"], ConfigError, "must come with --trigger-policy cosine"),
+        (["--trigger-policy", "never", "--trigger", "."], ConfigError, "triggers must come with"),
+        (
+            ["--set", "trigger_seed=1"],
+            ConfigError,
+            "trigger_seed must come with --trigger-policy random",
+        ),
         (["--trigger-policy", "entropy"], ConfigError, "entropy cannot be replayed"),
         (["--trigger-set", "a=.", "--trigger-set", "a=!"], ConfigError, "got 'a' twice"),
         (["--trigger", ""], ConfigError, "triggers must be non-empty strings"),
@@ -394,5 +400,5 @@ def test_every_documented_example_parses(full):
 
 def test_the_docs_name_every_option():
     text = (Path(__file__).parents[2] / "docs" / "replay.md").read_text()
-    for option in ("--trigger-set", "--cosine-threshold", "--against", "--play", "--audit-top"):
+    for option in ("--trigger-set", "--set cosine_threshold", "--against", "--play", "audit.top"):
         assert option in text

@@ -89,9 +89,10 @@ def test_a_search_writes_the_chosen_settings_and_shows_the_front(full, folder):
 
 def test_the_space_and_the_objectives_are_those_of_the_options(full, folder):
     data = document(
-        full, *TRIALS, "--trigger-policy", "boundary", "--budget", "5,10", "--t-max", "4:9", "--span", "0",
-        "--trigger-set", "stops=.", "--trigger-set", "words=cat dog", "--no-mine",
-        "--objective", "slow-rate,retained-p5", "--objective", "retained", "--sampler", "nsga2",
+        full, *TRIALS, "--trigger-policy", "boundary", "--budget", "5,10", "--t-max", "4:9",
+        "--search", "span=0", "--trigger-set", "stops=.", "--trigger-set", "words=cat dog",
+        "--set", "tune.mine=false", "--set", "tune.sampler=nsga2", "--objective", "slow-rate,retained-p5",
+        "--objective", "retained",
     )  # fmt: skip
     assert [one["name"] for one in data["objectives"]] == ["slow-rate", "retained-p5", "retained"]
     assert data["mining"] is None
@@ -123,17 +124,17 @@ def test_the_front_is_drawn(full, folder, kind, start):
 @pytest.mark.parametrize(
     ("arguments", "kind", "message"),
     [
-        (["--t-max", "x"], ConfigError, "t-max must be numbers like 8,16,32 or a range"),
+        (["--t-max", "x"], ConfigError, "t_max must be numbers like 8,16,32 or a range"),
         (["--budget", "9:4"], ConfigError, "budget must be an ascending range"),
         (["--budget", "0"], ConfigError, "budget must be positive, got 0"),
-        (["--budget", "25"], TraceError, "record with --audit-top 25"),
-        (["--trigger-policy", "entropy"], ConfigError, "trigger-policy must be one of"),
-        (["--trigger-policy", "never", "--t-max", "3"], ConfigError, "t-max must come with"),
+        (["--budget", "25"], TraceError, "record with --set audit.top=25"),
+        (["--trigger-policy", "entropy"], ConfigError, "trigger_policy must be one of"),
+        (["--trigger-policy", "never", "--t-max", "3"], ConfigError, "t_max must come with"),
         (["--trigger-set", "a=.", "--trigger-set", "a=!"], ConfigError, "got 'a' twice"),
         (["--objective", "speed"], ConfigError, "objective must be one of"),
         (["--objective", "bytes"], ConfigError, "objective must name a cost"),
         (["--min-retained", "2"], ConfigError, "min-retained must be in"),
-        (["--sampler", "grid"], ConfigError, "sampler must be one of"),
+        (["--set", "tune.sampler=grid"], ConfigError, "unknown tune.sampler 'grid'; expected one of"),
         (["--study", "x.txt"], ConfigError, "study must end in one of"),
         (["--study", "none/x.db"], SfiError, "cannot be written: No such file"),
         (["-o", "none/x.toml"], SfiError, "cannot be written: No such file"),
@@ -177,7 +178,7 @@ def test_files_are_not_overwritten_unasked(full, folder):
 
 def test_a_redacted_trace_can_be_tuned_without_its_tokens(folder):
     trace = str(make_trace(folder / "t", redacted=True))
-    data = document(trace, *TRIALS, "--no-mine")
+    data = document(trace, *TRIALS, "--set", "tune.mine=false")
     assert [one["name"] for one in data["trigger_sets"]] == ["recorded"]
 
 
@@ -273,7 +274,7 @@ def test_every_documented_example_parses():
 def test_the_docs_name_every_option():
     help_text = CliRunner().invoke(cli.app, ["tune", "--help"], env={"COLUMNS": "200"}).stdout
     own = set(re.findall(r"--[a-z][a-z-]+", help_text.partition("Search space")[2]))
-    shared = {"--model", "--revision", "--dtype", "--device", "--backend", "--trust-remote-code",
+    shared = {"--model", "--dtype", "--device", "--trust-remote-code",
               "--json", "--quiet", "--help", "--force"}  # fmt: skip
     text = (Path(__file__).parents[2] / "docs" / "tune.md").read_text()
     assert {option for option in own - shared if option not in text} == set()

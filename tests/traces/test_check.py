@@ -144,7 +144,7 @@ def test_token_ids_that_were_left_out_cannot_be_checked(folder):
     document = checked(redact(folder))
     assert document["sound"]
     assert document["notes"] == [
-        "steps not checked against their tokens: token ids were left out (--redact-text)"
+        "steps not checked against their tokens: token ids were left out (trace.redact_text)"
     ]
 
 

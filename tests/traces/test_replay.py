@@ -262,7 +262,9 @@ def test_a_killed_run_counts_up_to_its_last_whole_step(tmp_path, recorded):
 
 
 def test_a_budget_beyond_the_audit_names_the_option(recorded):
-    message = "budget must be at most the audit's 24 positions, got 25; record with --audit-top 25"
+    message = (
+        "budget must be at most the audit's 24 positions, got 25; record with --set audit.top=25"
+    )
     with pytest.raises(TraceError, match=message):
         replay(recorded, setting(budget=25))
 

@@ -334,7 +334,7 @@ def test_missing_data_name_the_option_that_records_them(tmp_path, full):
     with pytest.raises(TraceError, match=r"no lambda\* of request 1, .*with --policy sfi"):
         lambda_over_time(full)
     rewrite(full.trace.path, "supports", lambda rows: [row for row in rows if row["layer"] == 0])
-    with pytest.raises(TraceError, match="layer 1; record it with --audit 1 --audit-layers 1"):
+    with pytest.raises(TraceError, match=r"layer 1; record it with --audit 1 --set audit.layers=1"):
         _ = View(full.trace, 1, layer=1).supports
     one = Trace.open(make_trace(tmp_path / "one", steps=1))
     with pytest.raises(TraceError, match="has one audited step"):

@@ -190,7 +190,7 @@ def test_the_interval_of_a_difference_takes_blocks_whole():
 
 def test_a_redacted_trace_cannot_be_mined(tmp_path, moving):
     hidden = replace(moving, tokens=[-1] * moving.steps)
-    with pytest.raises(TraceError, match="a trace is redacted; add --no-mine"):
+    with pytest.raises(TraceError, match=r"a trace is redacted; add --set tune.mine=false"):
         mined(hidden)
     trace = Trace.open(make_trace(tmp_path / "t", requests=2))
     tuning = Tuning.of(

@@ -64,7 +64,7 @@ def test_values_and_ranges_are_read(name, text, values, is_range):
 
 @pytest.mark.parametrize("text", ["x", "8:", ":8", "8:x", "1:2:3", "", ",", "64:8", "0.5"])
 def test_what_is_no_value_or_range_is_refused(text):
-    with pytest.raises(ConfigError, match=r"^t-max must be|^t-max must have"):
+    with pytest.raises(ConfigError, match=r"^t_max must be|^t_max must have"):
         Axis.parse("t_max", text)
 
 
@@ -72,11 +72,11 @@ def test_what_is_no_value_or_range_is_refused(text):
     ("given", "kind", "message"),
     [
         ({"budget": "0,8"}, ConfigError, "budget must be positive, got 0"),
-        ({"budget": "8:25"}, TraceError, "record with --audit-top 25"),
-        ({"trigger_policy": "often"}, ConfigError, "trigger-policy must be one of"),
+        ({"budget": "8:25"}, TraceError, "record with --set audit.top=25"),
+        ({"trigger_policy": "often"}, ConfigError, "trigger_policy must be one of"),
         ({"trigger_policy": "boundary,entropy"}, ConfigError, "got 'entropy'"),
         ({"cosine_threshold": "0.5:1.5"}, ConfigError, "cosine_threshold must be in"),
-        ({"trigger_policy": "never", "t_max": "3,4"}, ConfigError, "t-max must come with"),
+        ({"trigger_policy": "never", "t_max": "3,4"}, ConfigError, "t_max must come with"),
         (
             {"trigger_policy": "never", "budget": "20", "recent": "16", "span": "0", "slow_start": "1"},
             ConfigError,

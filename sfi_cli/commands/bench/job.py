@@ -8,6 +8,7 @@ from typing import Any
 
 from sfi_cli.loading import Subject
 from sfi_cli.parsing import numbers, words
+from sfi_cli.settings.tables import ForecastTable
 from sfi_cli.terminal.output import Output, leave_interrupted
 from sfi_cli.terminal.progress import BenchProgress
 from sfi_core.errors import ConfigError, InputError
@@ -15,6 +16,7 @@ from sfi_core.errors import ConfigError, InputError
 FORMATS = (".json", ".parquet")
 BUNDLED_TEXT, NO_BASELINE, KILO = "bundled", "none", 1024
 SLOW_RATE = "1/20"
+TRIGGERS = ("t_max", "min_gap", "triggers", "trigger_policy", "stride", "slow_start")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,26 +27,22 @@ class DecodeBenchJob:
         subject: The model.
         lists: Comma lists by field of `DecodeSettings`; None stays at its default.
         settings: Other fields; None stays at the default.
-        trigger_options: Settings of triggers that were given.
+        said: Names of the settings that the command line gave.
         slow_rate: A share such as 1/20; None for the default, where no text is given.
         text: A file, or bundled; None for a stated rate.
         threads: CPU threads; None for PyTorch's own.
-        forecast: Whether to compute instead of measure.
-        bandwidth: GB/s for the forecast; None measures.
-        memory: GB for the forecast; None is the machine's.
+        forecast: The machine to compute for; None measures on this one.
         output: The document, or its rows, and the figure.
     """
 
     subject: Subject
     lists: dict[str, list[str] | None]
     settings: dict[str, Any]
-    trigger_options: list[str]
+    said: frozenset[str]
     slow_rate: str | None
     text: str | None
     threads: int | None
-    forecast: bool
-    bandwidth: float | None
-    memory: float | None
+    forecast: ForecastTable | None
     output: Output
 
     def run(self) -> None:
@@ -71,8 +69,8 @@ class DecodeBenchJob:
             _read_text(self.text)
         self.output.check_format(FORMATS)
         with self.output:
-            if self.forecast:
-                self._forecast(settings, device)
+            if self.forecast is not None:
+                self._forecast(settings, device, self.forecast)
             else:
                 self._measure()
 
@@ -93,7 +91,7 @@ class DecodeBenchJob:
         if result.interrupted:
             leave_interrupted()
 
-    def _forecast(self, settings: Any, device: Any) -> None:
+    def _forecast(self, settings: Any, device: Any, machine: ForecastTable) -> None:
         from sfi_cli.commands.bench.views import forecast_text
         from sfi_core.measure.bench.forecast import forecast_document
 
@@ -101,8 +99,8 @@ class DecodeBenchJob:
             self.subject.unloaded(),
             settings,
             device,
-            bandwidth_gb_per_s=self.bandwidth,
-            memory_bytes=None if self.memory is None else self.memory * 1e9,
+            bandwidth_gb_per_s=machine.bandwidth,
+            memory_bytes=None if machine.memory is None else machine.memory * 1e9,
         )
         document["model"]["name"] = self.subject.name
         self._write(document, forecast_text)
@@ -118,20 +116,16 @@ class DecodeBenchJob:
         self.subject.check()
         if self.text is not None and self.slow_rate is not None:
             raise ConfigError("slow_rate must come without --text, whose tokens decide")
-        if self.text is None and self.trigger_options:
-            raise ConfigError(
-                f"{self.trigger_options[0]} must come with --text; without one --slow-rate decides"
-            )
-        if not self.forecast:
-            for name in ("bandwidth", "memory"):
-                if getattr(self, name) is not None:
-                    raise ConfigError(f"{name} must come with --forecast, got --{name} alone")
-        elif self.text is not None:
+        for name in TRIGGERS if self.text is None else ():
+            if name in self.said:
+                raise ConfigError(f"{name} must come with --text; without one --slow-rate decides")
+        for name in sorted(self.said) if self.forecast is None else ():
+            if name.startswith("forecast."):
+                raise ConfigError(f"{name} must come with --forecast, got it alone")
+        if self.forecast is not None and self.text is not None:
             raise ConfigError("forecast needs a stated --slow-rate, got --text")
-        for name in ("bandwidth", "memory", "threads"):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise ConfigError(f"{name} must be positive, got {value}")
+        if self.threads is not None and self.threads <= 0:
+            raise ConfigError(f"threads must be positive, got {self.threads}")
 
     def _settings(self, loaded: tuple[Any, Any] | None) -> Any:
         from sfi_core.measure.bench.settings import DecodeSettings

@@ -97,41 +97,21 @@ def evaluate(
             rich_help_panel=TEXT,
         ),
     ] = None,
-    windows: Annotated[
-        int | None,
-        typer.Option(
-            help="Places of the text, evenly apart.",
-            show_default=str(request.WINDOWS),
-            rich_help_panel=TEXT,
-        ),
-    ] = None,
     harness: Annotated[
         list[str] | None,
         typer.Option(
             help="Tasks of lm-evaluation-harness; comma list or repeated.", rich_help_panel=HARNESS
         ),
     ] = None,
-    include_path: Annotated[
-        Path | None, typer.Option(help="Folder with further task files.", rich_help_panel=HARNESS)
-    ] = None,
     limit: Annotated[
         int | None,
         typer.Option(help="Documents of each harness task.", rich_help_panel=HARNESS),
     ] = None,
-    prefill_chunk: Annotated[
-        int | None,
-        typer.Option(
-            help="Prompt tokens of one forward pass; 0 for all at once.",
-            show_default=str(request.PREFILL_CHUNK),
-            rich_help_panel=o.MODEL,
-        ),
-    ] = None,
     model: o.Model = None,
-    revision: o.Revision = None,
     dtype: o.Dtype = "auto",
     device: o.Device = "auto",
-    backend: o.Backend = "auto",
     trust_remote_code: o.TrustRemoteCode = False,
+    sets: Annotated[list[str] | None, o.sets("eval", o.MODEL)] = None,
     output: Annotated[
         Path | None,
         typer.Option(
@@ -175,24 +155,25 @@ def evaluate(
     """
     from sfi_cli.commands.evaluate.job import EvaluationJob
     from sfi_cli.parsing import words
+    from sfi_cli.settings.given import given
     from sfi_cli.terminal.output import Output
 
     if list_tasks:
         _list_tasks()
         return
-    given = {
-        "model": model, "revision": revision, "dtype": None if dtype == "auto" else dtype,
-        "backend": None if backend == "auto" else backend, "methods": method,
+    settings = given("eval", sets=sets)
+    asked = {
+        "model": model, "dtype": None if dtype == "auto" else dtype,
+        "methods": method,
         "shares": request.numbers("share", share, float),
         "budgets": request.numbers("budget", budget, int), "recent": recent,
         "tasks": words(task) if task else None, "lengths": request.numbers("length", length, int),
         "samples": samples, "seed": seed, "fidelity": None if fidelity is None else str(fidelity),
-        "tokens": tokens, "windows": windows, "harness": words(harness) if harness else None,
-        "include_path": None if include_path is None else str(include_path), "limit": limit,
-        "prefill_chunk": prefill_chunk,
+        "tokens": tokens, "harness": words(harness) if harness else None, "limit": limit,
+        **settings.of("eval"), **settings.of("engine"), **settings.of("model"),
     }  # fmt: skip
     EvaluationJob(
-        given=given,
+        given=asked,
         loading={"device": device, "trust_remote_code": trust_remote_code},
         folder=output,
         resume=resume,

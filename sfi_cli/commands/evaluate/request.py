@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from sfi_cli import parsing
+from sfi_cli.settings.tables import settings_for
 from sfi_core.errors import ConfigError
 
 METHODS = (
@@ -12,12 +13,12 @@ METHODS = (
     "tova", "quest", "tidaldecode", "refreshkv", "oracle-top-k", "random-k",
 )  # fmt: skip
 SHARES, LENGTHS, SAMPLES, SEED, RECENT = (0.05, 0.1, 0.15, 0.25), (1024, 4096), 20, 0, 128
-TOKENS, WINDOWS, PREFILL_CHUNK = 128, 4, 4096
+TOKENS = 128
 DEFAULTS: dict[str, Any] = {
-    "model": None, "revision": None, "dtype": "auto", "backend": "auto", "methods": list(METHODS),
+    "model": None, "dtype": "auto", "methods": list(METHODS),
     "shares": list(SHARES), "budgets": None, "recent": RECENT, "tasks": None, "lengths": list(LENGTHS),
-    "samples": SAMPLES, "seed": SEED, "fidelity": None, "tokens": TOKENS, "windows": WINDOWS,
-    "harness": None, "include_path": None, "limit": None, "prefill_chunk": PREFILL_CHUNK,
+    "samples": SAMPLES, "seed": SEED, "fidelity": None, "tokens": TOKENS, "harness": None, "limit": None,
+    **{name.rpartition(".")[2]: one.default for name, one in settings_for("eval").items()},
 }  # fmt: skip
 
 
@@ -40,7 +41,7 @@ def filled(given: Mapping[str, Any]) -> dict[str, Any]:
         ("limit", "harness"),
     ):
         if name in said and of not in said:
-            raise ConfigError(f"{name.replace('_', '-')} must come with --{of}, got it alone")
+            raise ConfigError(f"{name} must come with --{of}, got it alone")
     if "shares" in said and "harness" in said and not {"tasks", "fidelity"} & said.keys():
         raise ConfigError("harness takes --budget, since its prompts differ in length, got --share")
     if asked["tasks"] is None:

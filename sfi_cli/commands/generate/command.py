@@ -1,17 +1,18 @@
 """`sfi generate`: decode prompts under a policy."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from sfi_cli import options as o
 from sfi_cli.commands.generate.recording import TraceRecording
+from sfi_cli.settings.given import Given, given
+from sfi_cli.settings.tables import EngineTable, ModelTable, TraceTable
+from sfi_core.errors import ConfigError
 from sfi_core.settings.audit import AuditConfig
-from sfi_core.settings.engine import EngineOptions
 
 MAX_NEW_TOKENS = 256
-PREFILL_CHUNK = 4096
 
 
 def generate(
@@ -43,9 +44,6 @@ def generate(
     max_new_tokens: Annotated[
         int, typer.Option("--max-new-tokens", "-n", help="Most tokens to generate.")
     ] = MAX_NEW_TOKENS,
-    prefill_chunk: Annotated[
-        int, typer.Option(help="Prompt tokens of one forward pass; 0 for all at once.")
-    ] = PREFILL_CHUNK,
     compare: Annotated[
         bool | None,
         typer.Option(
@@ -55,61 +53,25 @@ def generate(
         ),
     ] = None,
     model: o.Model = None,
-    revision: o.Revision = None,
     dtype: o.Dtype = "auto",
     device: o.Device = "auto",
-    backend: o.Backend = "auto",
     trust_remote_code: o.TrustRemoteCode = False,
     policy: o.Policy = "sfi",
     preset: o.Preset = None,
     config: o.Config = None,
-    sink: o.Sink = None,
-    recent: o.Recent = None,
-    recent_mode: o.RecentMode = None,
+    sets: Annotated[list[str] | None, o.sets("generate")] = None,
     budget: o.Budget = None,
-    t_max: o.TMax = None,
-    min_gap: o.MinGap = None,
+    recent: o.Recent = None,
     trigger: o.Triggers = None,
-    trigger_policy: o.TriggerPolicy = None,
-    trigger_delay: o.TriggerDelay = None,
-    stride: o.Stride = None,
-    cosine_threshold: o.CosineThreshold = None,
-    entropy_threshold: o.EntropyThreshold = None,
-    random_rate: o.RandomRate = None,
-    slow_start: o.SlowStart = None,
-    span: o.Span = None,
-    window: o.Window = None,
-    dense_layer: o.DenseLayers = None,
-    group_reduce: o.GroupReduce = None,
-    do_sample: Annotated[
-        bool,
-        typer.Option(
-            "--do-sample",
-            help="Sample; any option below but the penalty implies it.",
-            rich_help_panel=o.SAMPLING,
-        ),
-    ] = False,
-    temperature: Annotated[float | None, typer.Option(rich_help_panel=o.SAMPLING)] = None,
-    top_k: Annotated[int | None, typer.Option(rich_help_panel=o.SAMPLING)] = None,
-    top_p: Annotated[float | None, typer.Option(rich_help_panel=o.SAMPLING)] = None,
-    min_p: Annotated[float | None, typer.Option(rich_help_panel=o.SAMPLING)] = None,
-    repetition_penalty: Annotated[float | None, typer.Option(rich_help_panel=o.SAMPLING)] = None,
+    t_max: o.TMax = None,
+    temperature: o.Temperature = None,
+    top_p: o.TopP = None,
     seed: o.Seed = 0,
     trace: Annotated[
         Path | None,
         typer.Option(help="Record a trace into this folder.", rich_help_panel=o.TRACE),
     ] = None,
     audit: o.Audit = None,
-    audit_top: o.AuditTop = o.DEFAULT_AUDIT.top,
-    audit_layers: o.AuditLayers = None,
-    audit_heads: o.AuditHeads = None,
-    positions: o.Positions = None,
-    redact_text: o.RedactText = False,
-    nvtx: o.Nvtx = None,
-    pack_weights: o.PackWeights = False,
-    overlap: o.Overlap = True,
-    graphs: o.Graphs = None,
-    synchronized: o.Synchronized = False,
     json: o.Json = False,
     quiet: o.Quiet = False,
     output: o.OutputPath = None,
@@ -135,58 +97,58 @@ def generate(
     from sfi_cli.commands.generate.job import GenerateJob
     from sfi_cli.commands.generate.prompts import read_prompts
     from sfi_cli.loading import Subject
-    from sfi_cli.parsing import number_list
     from sfi_cli.terminal.output import Output
 
     prompts = read_prompts(prompt, prompt_file, batch)
-    settings = o.build_config(
-        prompts.config, preset, config,
-        {
-            "sink": sink, "recent": recent, "recent_mode": recent_mode, "budget": budget, "t_max": t_max,
-            "min_gap": min_gap, "triggers": trigger, "trigger_policy": trigger_policy,
-            "trigger_delay": trigger_delay, "stride": stride, "cosine_threshold": cosine_threshold,
-            "entropy_threshold": entropy_threshold, "random_rate": random_rate, "slow_start": slow_start,
-            "span": span, "window_prefill": window, "dense_layers": dense_layer, "group_reduce": group_reduce,
+    settings = given(
+        "generate", base=prompts.config, preset=preset, file=config, sets=sets,
+        options={
+            "budget": budget, "recent": recent, "triggers": trigger, "t_max": t_max,
+            "sampling.temperature": temperature, "sampling.top_p": top_p, "audit.every": audit,
         },
     )  # fmt: skip
-    warpers = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-    sampling = {**warpers, "repetition_penalty": repetition_penalty}
+    engine, weights = settings.table(EngineTable), settings.table(ModelTable)
     job = GenerateJob(
         prompts=prompts,
         chat=chat,
         subject=Subject(
             model=model,
             loading={
-                "revision": revision, "dtype": dtype, "device": device,
+                "revision": weights.revision, "dtype": dtype, "device": device,
                 "trust_remote_code": trust_remote_code,
             },
-            pack_weights=pack_weights,
+            pack_weights=weights.pack_weights,
         ),
-        backend=backend,
         policy=policy,
         preset=preset or ("example" if prompts.is_example and config is None else "default"),
-        config=settings,
-        sampling={name: value for name, value in sampling.items() if value is not None}
-        | {"do_sample": do_sample or any(value is not None for value in warpers.values())},
+        config=settings.config,
+        sampling=_sampling(settings.of("sampling")),
         seed=seed,
         max_new_tokens=max_new_tokens,
         max_batch=max_batch,
-        prefill_chunk=prefill_chunk,
         compare=prompts.is_example and policy != "full-kv" if compare is None else compare,
         recording=TraceRecording(
             folder=trace,
             force=force,
-            positions=positions,
-            redact_text=redact_text,
-            nvtx=nvtx,
-            audit=None if audit is None else AuditConfig(
-                every=audit,
-                top=audit_top,
-                layers=number_list(audit_layers, "--audit-layers"),
-                heads=number_list(audit_heads, "--audit-heads"),
-            ),
+            settings=settings.table(TraceTable),
+            audit=_audit(settings),
         ),
-        engine=EngineOptions(overlap=overlap, graphs=graphs, synchronized=synchronized),
+        engine=engine,
     )  # fmt: skip
     with Output(output, json=json, force=force, quiet=quiet) as written:
         job.run(written)
+
+
+def _audit(settings: Given) -> AuditConfig | None:
+    if "every" in settings.of("audit"):
+        return settings.table(AuditConfig)
+    for name in sorted(settings.said):
+        if name.startswith("audit."):
+            raise ConfigError(f"{name} must come with --audit N, got it alone")
+    return None
+
+
+def _sampling(said: dict[str, Any]) -> dict[str, Any]:
+    # any of these means to sample, unless that is switched off
+    implied = any(name in said for name in ("temperature", "top_k", "top_p", "min_p"))
+    return {"do_sample": implied, **said}

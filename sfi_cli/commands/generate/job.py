@@ -1,22 +1,22 @@
 """What `sfi generate` does between its options and its output."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
 import typer
 
-from sfi_cli.commands.generate.prompts import Entry, Prompts
+from sfi_cli.commands.generate.prompts import Prompts, token_ids
 from sfi_cli.commands.generate.recording import TraceRecording
 from sfi_cli.commands.generate.views import plan_line, report_lines
 from sfi_cli.loading import Subject
+from sfi_cli.settings.tables import EngineTable
 from sfi_cli.terminal.output import INTERRUPTED, Output, message
 from sfi_cli.terminal.progress import DecodeProgress, PrefillProgress, ProgressObserver
 from sfi_core.distributed import torchrun
-from sfi_core.errors import InputError
 from sfi_core.settings.config import SfiConfig
-from sfi_core.settings.engine import EngineOptions
+from sfi_core.settings.sampling import Sampling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +26,6 @@ class GenerateJob:
     prompts: Prompts
     chat: bool
     subject: Subject
-    backend: str
     policy: str
     preset: str
     config: SfiConfig
@@ -34,10 +33,9 @@ class GenerateJob:
     seed: int
     max_new_tokens: int
     max_batch: int | None
-    prefill_chunk: int
     compare: bool
     recording: TraceRecording
-    engine: EngineOptions
+    engine: EngineTable
 
     def run(self, output: Output) -> None:
         """Load, decode, write the text or the document, and report.
@@ -47,18 +45,17 @@ class GenerateJob:
             typer.Exit: With 130 after Ctrl-C.
         """
         from sfi_core.engine.backends.registry import check_backend
-        from sfi_core.generation.sampling import Sampling
         from sfi_core.models.load import resolve_device
         from sfi_core.policies import policy_class
 
         policy_class(self.policy)  # mistakes in settings show before a large model loads
-        check_backend(self.backend, resolve_device(self.subject.loading["device"]))
+        check_backend(self.engine.backend, resolve_device(self.subject.loading["device"]))
         Sampling(**self.sampling)
         self.subject.check()
         model, tokenizer = self.subject.loaded(quiet=output.quiet)
-        texts = [self._text(entry, tokenizer) for entry in self.prompts.entries]
-        shows = output.streams and not output.json and len(texts) == 1
-        decode = partial(self._decode, model, tokenizer, texts, output.quiet)
+        prompts = [token_ids(entry, tokenizer, chat=self.chat) for entry in self.prompts.entries]
+        shows = output.streams and not output.json and len(prompts) == 1
+        decode = partial(self._decode, model, tokenizer, prompts, output.quiet)
         with self.recording.observers(tokenizer, self._provenance(), output.quiet) as (
             watch,
             stopped,
@@ -75,7 +72,9 @@ class GenerateJob:
         elif shows:
             output.stream("" if result.texts[0].endswith("\n") else "\n")
         else:
-            output.text("".join(_block(i, text, len(texts)) for i, text in enumerate(result.texts)))
+            output.text(
+                "".join(_block(i, text, len(prompts)) for i, text in enumerate(result.texts))
+            )
         for line in report_lines(document):
             output.say(line)
         if result.error is not None:
@@ -87,7 +86,7 @@ class GenerateJob:
         self,
         model: Any,
         tokenizer: Any,
-        texts: list[str],
+        prompts: list[list[int]],
         quiet: bool,
         policy: str,
         stream: Output | None,
@@ -95,7 +94,6 @@ class GenerateJob:
         audit: Any,
     ) -> Any:
         from sfi_core.generation.generate import generate
-        from sfi_core.generation.sampling import Sampling
         from sfi_core.generation.text_stream import text_stream
 
         shown, limits = text_stream(tokenizer), self.prompts.limits(self.max_new_tokens)
@@ -112,18 +110,18 @@ class GenerateJob:
             return generate(
                 model,
                 tokenizer,
-                texts,
+                prompts,
                 self.config,
                 policy=policy,
                 max_new_tokens=limits,
                 max_batch=self.max_batch,
                 sampling=Sampling(**self.sampling),
                 seed=self.seed,
-                prefill_chunk=self.prefill_chunk,
-                backend=self.backend,
+                prefill_chunk=self.engine.prefill_chunk,
+                backend=self.engine.backend,
                 observers=[*observers, ProgressObserver(decoding, max(limits))],
                 audit=audit,
-                engine=self.engine,
+                engine=self.engine.options,
                 on_plan=partial(_say_plan, policy, quiet),
                 on_token=on_token,
                 on_prefill=reading.update,
@@ -137,19 +135,6 @@ class GenerateJob:
             "sampling": self.sampling,
             "max_new_tokens": self.max_new_tokens,
         }
-
-    def _text(self, entry: Entry, tokenizer: Any) -> str:
-        if isinstance(entry, str) and not self.chat:
-            return entry
-        messages = [{"role": "user", "content": entry}] if isinstance(entry, str) else entry
-        if not getattr(tokenizer, "chat_template", None):
-            raise InputError(
-                "the model's tokenizer must have a chat template for --chat and messages"
-            )
-        text: str = tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True
-        )
-        return text
 
     def _document(self, result: Any, other: Any, device: str) -> dict[str, Any]:
         from sfi_core.machine.versions import versions
@@ -183,7 +168,9 @@ def _measured(result: Any) -> dict[str, Any]:
     data: dict[str, Any] = result.report.to_dict()
     for request, text in zip(data["requests"], result.texts, strict=True):
         request["text"] = text
-    return {**data, "slots": result.slots, "peak_memory_bytes": result.peak_memory_bytes}
+    limit = None if result.byte_limit is None else asdict(result.byte_limit)
+    more = {"slots": result.slots, "peak_memory_bytes": result.peak_memory_bytes}
+    return {**data, **more, "byte_limit": limit}
 
 
 def _block(index: int, text: str, count: int) -> str:

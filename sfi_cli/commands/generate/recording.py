@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sfi_cli.settings.tables import TraceTable
 from sfi_cli.terminal.output import message
 from sfi_core.distributed import torchrun
 from sfi_core.errors import ConfigError
@@ -22,17 +23,13 @@ class TraceRecording:
     Attributes:
         folder: Where the trace goes; None for no trace.
         force: Whether a trace that is there may be replaced.
-        positions: Whether to record selected positions; None while they are few.
-        redact_text: Whether to keep token ids and text out.
-        nvtx: Whether to mark ranges for a profiler; None when one is attached.
+        settings: What the trace holds.
         audit: The audit; None without one.
     """
 
     folder: Path | None
     force: bool
-    positions: bool | None
-    redact_text: bool
-    nvtx: bool | None
+    settings: TraceTable
     audit: AuditConfig | None
 
     def __post_init__(self) -> None:
@@ -54,7 +51,8 @@ class TraceRecording:
 
         with ExitStack() as stack:
             found: list[Observer] = []
-            if self.nvtx if self.nvtx is not None else NvtxObserver.attached():
+            nvtx = self.settings.nvtx
+            if nvtx if nvtx is not None else NvtxObserver.attached():
                 found.append(stack.enter_context(NvtxObserver()))
             if self.folder is None or not torchrun.first():
                 yield found, lambda _: None
@@ -62,8 +60,8 @@ class TraceRecording:
             parquet = ParquetObserver(
                 self.folder,
                 tokenizer=tokenizer,
-                positions=self.positions,
-                redact_text=self.redact_text,
+                positions=self.settings.positions,
+                redact_text=self.settings.redact_text,
                 provenance=provenance,
                 force=self.force,
                 warn=message,

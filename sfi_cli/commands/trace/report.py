@@ -35,7 +35,7 @@ def report(
     """Write one HTML file with interactive figures, the summary and the generated text.
 
     It holds all it needs, works offline and loads nothing. It also holds the prompt, unless the trace was
-    recorded with --redact-text.
+    recorded with trace.redact_text.
 
     For example:
 

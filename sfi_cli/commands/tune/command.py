@@ -6,14 +6,17 @@ from typing import Annotated, Any
 import typer
 
 from sfi_cli import options as o
+from sfi_cli.settings.complete import completer
+from sfi_cli.settings.tables import DIMENSIONS, SETTINGS, EngineTable, ModelTable, TuneTable
 
 SPACE, SEARCH, CONFIRM = "Search space: 8,16,32 or 8:64", "Search", "Confirmation"
 OUTPUT = Path("tuned.toml")
 Values = str | None
 
 
-def _axis(help_text: str, default: str) -> Any:
-    return typer.Option(help=help_text, show_default=default, rich_help_panel=SPACE)
+def _axis(name: str, default: str, **more: Any) -> Any:
+    shown = {"help": SETTINGS[name].brief, "show_default": default, **more}
+    return typer.Option(rich_help_panel=SPACE, **shown)
 
 
 def _option(help_text: str, panel: str, **more: Any) -> Any:
@@ -27,46 +30,30 @@ def tune(
     trigger_policy: Annotated[
         Values,
         _axis(
-            "boundary, t-max, stride, cosine, random, never, always.",
+            "trigger_policy",
             "boundary,cosine,stride,t-max",
+            help="boundary, t-max, stride, cosine, random, never, always.",
         ),
     ] = None,
     trigger_set: Annotated[
         list[str] | None,
         _axis(
-            "A set of trigger strings, blanks between: NAME='. ? !'. Repeat for more.",
+            "triggers",
             "the trace's own and punctuation",
+            help="A set of trigger strings, blanks between: NAME='. ? !'. Repeat for more.",
         ),
     ] = None,
-    t_max: Annotated[Values, _axis("Most fast steps in a row.", "8:128")] = None,
-    trigger_delay: Annotated[
-        Values, _axis("Steps from a boundary to its slow step.", "0,1,2")
-    ] = None,
-    min_gap: Annotated[
-        Values, _axis("Steps after a slow step in which triggers do not count.", "0:16")
-    ] = None,
-    slow_start: Annotated[Values, _axis("Steps from the first on that are slow.", "1,2")] = None,
-    stride: Annotated[Values, _axis("Steps between slow steps under stride.", "4:64")] = None,
-    cosine_threshold: Annotated[
-        Values, _axis("Query cosine under which cosine is slow.", "what was recorded")
-    ] = None,
-    budget: Annotated[
-        Values, _axis("Selected tokens per KV head (K).", "1/64 to 1/4 of the context")
-    ] = None,
-    recent: Annotated[
-        Values, _axis("Tokens of the recent window.", "32 to 1/8 of the context")
-    ] = None,
-    span: Annotated[
-        Values, _axis("Positions on each side that a hit brings along.", "0:16")
-    ] = None,
-    mine: Annotated[
-        bool,
+    t_max: Annotated[Values, _axis("t_max", "8:128")] = None,
+    budget: Annotated[Values, _axis("budget", "1/64 to 1/4 of the context")] = None,
+    search: Annotated[
+        list[str] | None,
         typer.Option(
-            "--mine/--no-mine",
-            help="Search trigger sets mined from the traces too, where they beat punctuation.",
+            metavar="NAME=VALUES",
+            help="Another dimension, repeat for more: span=0:16 or span=0,4,8.",
+            autocompletion=completer(DIMENSIONS),
             rich_help_panel=SPACE,
         ),
-    ] = True,
+    ] = None,
     objective: Annotated[
         list[str] | None,
         _option(
@@ -84,10 +71,6 @@ def tune(
     trials: Annotated[
         int, _option("Trials of the study in all, by every process on it.", SEARCH, min=1)
     ] = 200,
-    timeout: Annotated[
-        float | None, _option("Seconds after which no new trial begins.", SEARCH, min=0.0)
-    ] = None,
-    sampler: Annotated[str, _option("tpe or nsga2.", SEARCH)] = "tpe",
     seed: Annotated[int, _option("Seed of the sampler.", SEARCH, min=0, max=2**32 - 1)] = 0,
     study: Annotated[
         Path | None,
@@ -103,9 +86,6 @@ def tune(
             "--resume", help="Go on with the study if it is there.", rich_help_panel=SEARCH
         ),
     ] = False,
-    batch_size: Annotated[
-        int, _option("Requests that share the weights in the byte model.", SEARCH, min=1)
-    ] = 1,
     confirm: Annotated[
         int,
         _option(
@@ -120,11 +100,10 @@ def tune(
         Path | None, _option('Run them on JSON Lines: {"prompt": ...} a line.', CONFIRM)
     ] = None,
     model: o.Model = None,
-    revision: o.Revision = None,
     dtype: o.Dtype = "auto",
     device: o.Device = "auto",
-    backend: o.Backend = "auto",
     trust_remote_code: o.TrustRemoteCode = False,
+    sets: Annotated[list[str] | None, o.sets("tune", SEARCH)] = None,
     output: Annotated[
         Path,
         typer.Option("--output", "-o", help="Settings for --config.", rich_help_panel=o.OUTPUT),
@@ -146,31 +125,32 @@ def tune(
 
       sfi tune dense --confirm 3 --plot front.png
 
-      sfi tune dense --min-retained 0.6 --budget 64:512 --objective slow-rate,retained -o cheap.toml
+      sfi tune dense --min-retained 0.6 --budget 64:512 -o cheap.toml
 
-      sfi tune code chat --trigger-set lines="\n" --no-mine --study shared.db --resume --trials 500
+      sfi tune code chat --trigger-set lines="\n" --search span=0:16 --trials 500
     """
     from sfi_cli.commands.tune.job import Confirming, Searching, TuneJob
+    from sfi_cli.settings.given import given, texts
     from sfi_cli.terminal.output import Output
 
+    settings = given("tune", sets=sets)
     TuneJob(
         traces=traces,
-        axes={
-            "trigger_policy": trigger_policy, "t_max": t_max, "trigger_delay": trigger_delay,
-            "min_gap": min_gap, "slow_start": slow_start, "stride": stride,
-            "cosine_threshold": cosine_threshold, "budget": budget, "recent": recent, "span": span,
-        },
+        axes=texts(
+            DIMENSIONS, search,
+            {"trigger_policy": trigger_policy, "t_max": t_max, "budget": budget},
+        ),
         trigger_sets=trigger_set or [],
-        mine=mine,
         searching=Searching(
             objectives=objective or [], min_retained=min_retained, max_read=max_read, trials=trials,
-            timeout=timeout, sampler=sampler, seed=seed, study=study or output.with_suffix(".journal"),
-            resume=resume, batch_size=batch_size,
+            seed=seed, study=study or output.with_suffix(".journal"), resume=resume,
+            settings=settings.table(TuneTable),
         ),
         confirming=Confirming(
-            count=confirm, prompt_file=prompt_file, batch=batch, model=model, backend=backend,
+            count=confirm, prompt_file=prompt_file, batch=batch, model=model,
+            engine=settings.table(EngineTable),
             loading={
-                "revision": revision, "dtype": dtype, "device": device,
+                "revision": settings.table(ModelTable).revision, "dtype": dtype, "device": device,
                 "trust_remote_code": trust_remote_code,
             },
         ),

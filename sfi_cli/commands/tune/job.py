@@ -9,11 +9,10 @@ from typing import Any
 from sfi_cli.commands.generate.prompts import read_prompts
 from sfi_cli.commands.tune.views import tune_text
 from sfi_cli.parsing import named_strings, words
+from sfi_cli.settings.tables import EngineTable, TuneTable
 from sfi_cli.terminal.output import Output, leave_interrupted
 from sfi_cli.terminal.progress import BenchProgress
 from sfi_core.errors import ConfigError, InputError
-
-PREFILL_CHUNK = 4096  # tokens of one forward pass over a prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,24 +24,20 @@ class Searching:
         min_retained: Least mean retained mass.
         max_read: Largest share read.
         trials: Trials of the study in all.
-        timeout: Seconds after which no new trial begins.
-        sampler: tpe or nsga2.
         seed: Seed of the sampler.
         study: The study's file.
         resume: Whether to go on with a study that exists.
-        batch_size: Requests that share the weights in the byte model.
+        settings: How to search.
     """
 
     objectives: list[str]
     min_retained: float | None
     max_read: float | None
     trials: int
-    timeout: float | None
-    sampler: str
     seed: int
     study: Path
     resume: bool
-    batch_size: int
+    settings: TuneTable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +49,7 @@ class Confirming:
         prompt_file: A file with a prompt; None for the traces' own prompts.
         batch: A JSON Lines file of prompts; None for none.
         model: A hub id or folder; None for the bundled checkpoint.
-        backend: auto, torch or triton.
+        engine: How it computes.
         loading: How to load the model.
     """
 
@@ -62,7 +57,7 @@ class Confirming:
     prompt_file: Path | None
     batch: Path | None
     model: str | None
-    backend: str
+    engine: EngineTable
     loading: dict[str, Any]
 
     @property
@@ -77,18 +72,16 @@ class TuneJob:
 
     Attributes:
         traces: Folders of the traces.
-        axes: Values or ranges by setting; None where the option was not given.
+        axes: Values or ranges by setting.
         trigger_sets: `NAME=A B C`.
-        mine: Whether to mine trigger sets.
         searching: The search.
         confirming: The confirmation.
         output: The settings, the document on stdout, and the figure.
     """
 
     traces: Sequence[Path]
-    axes: dict[str, str | None]
+    axes: dict[str, str]
     trigger_sets: list[str]
-    mine: bool
     searching: Searching
     confirming: Confirming
     output: Output
@@ -116,7 +109,7 @@ class TuneJob:
         tuning = self._tuning()
         confirm = self._confirmer(tuning) if self.confirming.count else None
         search = tuning.open(
-            self.searching.study, sampler=self.searching.sampler, seed=self.searching.seed,
+            self.searching.study, sampler=self.searching.settings.sampler, seed=self.searching.seed,
             resume=self.searching.resume,
         )  # fmt: skip
         trials = self.searching.trials
@@ -125,7 +118,7 @@ class TuneJob:
                 tuning,
                 search,
                 trials,
-                timeout=self.searching.timeout,
+                timeout=self.searching.settings.timeout,
                 on_trial=lambda done: progress.update("searching", done, trials),
             )
         if confirm is not None and not found.interrupted:
@@ -151,10 +144,10 @@ class TuneJob:
             [Trace.open(path) for path in self.traces],
             axes=self.axes,
             trigger_sets=named_strings(self.trigger_sets),
-            mining=self.mine,
+            mining=self.searching.settings.mine,
             objectives=objectives(words(self.searching.objectives)),
             limits=limits,
-            batch=self.searching.batch_size,
+            batch=self.searching.settings.batch_size,
         )
 
     def _confirmer(self, tuning: Any) -> Callable[[Any], Any]:
@@ -164,7 +157,7 @@ class TuneJob:
         from sfi_traces.tune.confirm import Confirmer, Material, check_model
 
         own = self.confirming
-        check_backend(own.backend, resolve_device(own.loading["device"]))
+        check_backend(own.engine.backend, resolve_device(own.loading["device"]))
         model, tokenizer = load(own.model, **own.loading)
         for trace in tuning.traces:
             check_model(model, tokenizer, trace)
@@ -179,10 +172,10 @@ class TuneJob:
                 confirmer = Confirmer(
                     model=model,
                     tokenizer=tokenizer,
-                    backend=own.backend,
-                    batch=self.searching.batch_size,
+                    backend=own.engine.backend,
+                    batch=self.searching.settings.batch_size,
                     top=min(one.top for one in tuning.evaluate.recorded),
-                    prefill_chunk=PREFILL_CHUNK,
+                    prefill_chunk=own.engine.prefill_chunk,
                     on_run=lambda done, total: progress.update("confirming", done, total),
                 )
                 try:

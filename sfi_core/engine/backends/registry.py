@@ -10,11 +10,11 @@ from sfi_core.engine.backends import triton as triton_backend
 from sfi_core.engine.layer import Layer
 from sfi_core.engine.run import Run
 from sfi_core.errors import BackendError, ConfigError
+from sfi_core.settings.engine import BACKENDS
 from sfi_core.state.layer_shape import LayerShape
 from sfi_kernels.attention_tile.shape import check_limits
 from sfi_kernels.launch import KernelLimitError, check_device
 
-BACKENDS = ("auto", "torch", "triton")
 PAGE_SIZE = 64  # tokens of a page under the triton backend: one tile
 ATTEND = {"torch": torch_backend.attend, "triton": triton_backend.attend}
 

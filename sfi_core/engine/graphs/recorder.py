@@ -68,7 +68,7 @@ def refuse_waiting() -> Iterator[None]:
             raise
         raise BackendError(
             "a decoding step must not wait for the device to run as a CUDA graph, but the model does; "
-            "use --no-graphs"
+            "use --set engine.graphs=false"
         ) from error
     finally:
         torch.cuda.set_sync_debug_mode(before)

@@ -15,6 +15,8 @@ from sfi_core.engine.shared_prompt import SharedPrompt
 from sfi_core.errors import BackendError, ConfigError, SfiError
 from sfi_core.hosts.transformers.cache import SfiCache
 from sfi_core.hosts.transformers.session import Session
+from sfi_core.machine.threads import SMALL_BYTES, one_thread
+from sfi_core.models.weights import ModelWeights
 from sfi_core.observers.observer import wants_spans
 from sfi_kernels.step_descriptor import sent
 
@@ -54,6 +56,7 @@ class Decoder:
     cache: SfiCache = field(init=False)
     _graphs: StepGraphs | None = field(init=False, default=None)
     _captures: bool = field(init=False)
+    _small: bool = field(init=False)
     _wanted: bool = field(init=False)
     _options: dict[str, Any] = field(init=False)
     _ragged: bool = field(init=False)
@@ -68,6 +71,7 @@ class Decoder:
         known = inspect.signature(model.forward).parameters
         self._options = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
         self._ragged = bool((self.mask_BT == 0).any())
+        self._small = reads_little(session, len(self.ids_BT), self.capacity)
 
     def prefill(self) -> torch.Tensor:
         """Read the prompt in pieces of `chunk` tokens; return the next token's logits, [B, V]."""
@@ -173,16 +177,24 @@ class Decoder:
     def _forward(
         self, ids_BT: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
-        output = self.session.model(
-            input_ids=ids_BT,
-            attention_mask=mask,
-            position_ids=positions,
-            past_key_values=self.cache,
-            use_cache=True,
-            **self._options,
-        )
+        with one_thread(wanted=self._small and ids_BT.shape[1] == 1):
+            output = self.session.model(
+                input_ids=ids_BT,
+                attention_mask=mask,
+                position_ids=positions,
+                past_key_values=self.cache,
+                use_cache=True,
+                **self._options,
+            )
         logits: torch.Tensor = output.logits[:, -1]
         return logits
+
+
+def reads_little(session: Session, batch: int, capacity: int) -> bool:
+    """Say whether a decoding step on the CPU reads too little to gain by threads."""
+    rows = batch * capacity * sum(shape.row_bytes for shape in session.shapes())
+    weights = ModelWeights.of(session.model).read(batch)
+    return session.model.device.type == "cpu" and weights + rows < SMALL_BYTES
 
 
 def records_steps(session: Session) -> bool:
@@ -204,10 +216,12 @@ def records_steps(session: Session) -> bool:
 def _refusal(session: Session) -> SfiError | None:
     device, policy = session.model.device, session.policy
     if not recorder.can_record(device):
-        return BackendError(f"CUDA graphs need a CUDA device, got {device.type}; use --no-graphs")
+        return BackendError(
+            f"CUDA graphs need a CUDA device, got {device.type}; use --set engine.graphs=false"
+        )
     if session.backend != "triton":
         return BackendError(
-            f"CUDA graphs need the triton backend, got {session.backend}; use --no-graphs"
+            f"CUDA graphs need the triton backend, got {session.backend}; use --set engine.graphs=false"
         )
     reasons = {
         f"policy {session.policy_name}, which selects at fast steps": policy.selects_before
@@ -224,5 +238,7 @@ def _refusal(session: Session) -> SfiError | None:
     }
     for reason, holds in reasons.items():
         if holds:
-            return ConfigError(f"CUDA graphs must be off with {reason}; use --no-graphs")
+            return ConfigError(
+                f"CUDA graphs must be off with {reason}; use --set engine.graphs=false"
+            )
     return None

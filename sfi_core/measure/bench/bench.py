@@ -126,7 +126,9 @@ def check_engine(settings: DecodeSettings, device: torch.device) -> None:
         BackendError: CUDA graphs are asked for on another device.
     """
     if settings.engine.graphs and device.type != "cuda":
-        raise BackendError(f"graphs must run on a CUDA device, got {device.type}; drop --graphs")
+        raise BackendError(
+            f"graphs must run on a CUDA device, got {device.type}; drop engine.graphs"
+        )
 
 
 def release(device: torch.device) -> None:

@@ -9,7 +9,7 @@ import torch
 from sfi_core.engine.maintenance import main_stream
 from sfi_core.engine.run import Run
 from sfi_core.generation.decode import decode
-from sfi_core.generation.sampling import Sampler, Sampling
+from sfi_core.generation.sampling import Sampler
 from sfi_core.hosts.transformers.decoder import Decoder
 from sfi_core.hosts.transformers.slow_fast import slow_fast
 from sfi_core.machine.memory import peak_bytes, reset_peak
@@ -19,6 +19,7 @@ from sfi_core.measure.bench.settings import DecodeSettings, DecodeVariant, Point
 from sfi_core.measure.bench.streams import Stream
 from sfi_core.policies import policy_class
 from sfi_core.policies.shared import Triggered
+from sfi_core.settings.sampling import Sampling
 
 
 @torch.inference_mode()

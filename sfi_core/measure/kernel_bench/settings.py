@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
-from sfi_core.engine.backends.registry import BACKENDS
 from sfi_core.errors import BackendError, ConfigError
+from sfi_core.settings.engine import BACKENDS
 
 OPS = ("fast", "dense", "selector", "top_k", "pack", "append")
 SWEEPS = ("retention",)

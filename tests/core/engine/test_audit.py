@@ -9,8 +9,8 @@ import torch
 import sfi_core
 from sfi_core import SfiConfig, slow_fast
 from sfi_core.errors import ConfigError
-from sfi_core.generation.sampling import Sampling
 from sfi_core.settings.audit import AuditConfig
+from sfi_core.settings.sampling import Sampling
 from tests.architectures import padded, prompts, tiny
 from tests.core.conftest import tiny_qwen3
 from tests.fakes import RecordingObserver
@@ -264,10 +264,10 @@ def test_the_kernels_audit_as_the_references_do():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"every": 0}, "--audit must be positive, got 0"),
-        ({"top": -3}, "--audit-top must be positive, got -3"),
-        ({"layers": (0, 7)}, r"--audit-layers must be among \[0, 1\], got \[7\]"),
-        ({"heads": (2,)}, r"--audit-heads must be in 0 to 1, got \[2\]"),
+        ({"every": 0}, "every must be positive, got 0"),
+        ({"top": -3}, "top must be positive, got -3"),
+        ({"layers": (0, 7)}, r"audit.layers must be among \[0, 1\], got \[7\]"),
+        ({"heads": (2,)}, r"audit.heads must be in 0 to 1, got \[2\]"),
     ],
 )
 def test_what_cannot_be_audited_is_refused(settings, message):

@@ -15,10 +15,10 @@ from sfi_core.engine.graphs.buffers import bucket
 from sfi_core.engine.rows import Rows
 from sfi_core.engine.run import Run
 from sfi_core.errors import BackendError, ConfigError
-from sfi_core.generation.sampling import Sampling
 from sfi_core.observers.observer import NullObserver
 from sfi_core.settings.audit import AuditConfig
 from sfi_core.settings.engine import EngineOptions
+from sfi_core.settings.sampling import Sampling
 from tests.core.conftest import TINY, tiny_qwen3
 from tests.covering import case
 from tests.fake_graph import FakeRecorder, use_tensors
@@ -308,7 +308,7 @@ def test_a_model_that_waits_for_the_device_runs_eagerly(complete, models, record
 def test_what_cannot_be_replayed_is_refused_with_the_reason(complete, recorder, options, reason):
     options |= {"prompts": PROMPTS[2:3], "max_new_tokens": 2}
     with pytest.raises(
-        ConfigError, match=f"^CUDA graphs must be off with {reason}; use --no-graphs$"
+        ConfigError, match=f"^CUDA graphs must be off with {reason}; use --set engine.graphs=false$"
     ):
         complete(True, **options)
     report, _ = complete(None, **options)
@@ -329,7 +329,8 @@ def test_a_sliding_window_cannot_be_replayed(models, recorder):
 def test_graphs_on_a_cpu_are_refused(models):
     options = {"max_new_tokens": 2, "stop_token_ids": ()}
     with pytest.raises(
-        BackendError, match=r"^CUDA graphs need a CUDA device, got cpu; use --no-graphs$"
+        BackendError,
+        match=r"^CUDA graphs need a CUDA device, got cpu; use --set engine.graphs=false$",
     ):
         sfi_core.generate(
             models["qwen3"],

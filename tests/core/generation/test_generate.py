@@ -8,9 +8,9 @@ import torch
 from sfi_core.bundled.tokenizer import build_tokenizer
 from sfi_core.errors import ConfigError, InputError, NumericsError
 from sfi_core.generation.generate import generate
-from sfi_core.generation.sampling import Sampling
 from sfi_core.observers.observer import NullObserver
 from sfi_core.settings.config import SfiConfig
+from sfi_core.settings.sampling import Sampling
 from tests.architectures import padded, prompts, tiny
 
 pytestmark = pytest.mark.seam

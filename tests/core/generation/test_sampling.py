@@ -7,7 +7,8 @@ import torch
 from transformers import GenerationConfig
 
 from sfi_core.errors import ConfigError, NumericsError
-from sfi_core.generation.sampling import Sampler, Sampling
+from sfi_core.generation.sampling import Sampler, processors
+from sfi_core.settings.sampling import Sampling
 
 B, V, T = 3, 50, 6
 PAD = 49
@@ -49,7 +50,7 @@ def test_processors_are_those_transformers_generates_with(
     """Same classes in the same order, and the same scores."""
     config = GenerationConfig(**{"top_k": 0, **settings})
     theirs = tiny_model._get_logits_processor(config, T)  # noqa: SLF001
-    ours = Sampling(**settings).processors()
+    ours = processors(Sampling(**settings))
     assert [type(one) for one in ours] == [type(one) for one in theirs]
     logits = 3 * torch.randn(B, V)
     assert torch.equal(ours(ids, logits.clone()), theirs(ids, logits.clone()))
@@ -60,7 +61,7 @@ def test_processors_are_those_transformers_generates_with(
     [
         ("temperature", 0.0, "positive"),
         ("temperature", -1.0, "positive"),
-        ("temperature", float("nan"), "positive"),
+        ("temperature", float("nan"), "positive and finite"),
         ("top_k", -1, "at least 0"),
         ("top_p", 0.0, "in (0, 1]"),
         ("top_p", 1.1, "in (0, 1]"),

@@ -68,3 +68,31 @@ def test_sliding_windows_and_layers_left_dense_read_the_same_at_every_step():
     assert bytes_.slow(500, 30) == bytes_.dense(500) + 16 * 2 * 500 + 2 * 40 * 30
     assert bytes_.fast(50, 50) == bytes_.dense(50)
     assert bytes_.mean_attended(500, 100) == 300
+
+
+def test_the_break_even_is_where_both_read_the_same():
+    """And the mean of a run is the mean of its steps."""
+    bytes_, packed, attended, slow = model("Qwen3-4B", 4), 2052, FAST, 0.25
+    context = bytes_.break_even(attended, packed, slow)
+    means = []
+    for length in (0.9 * context, context, 1.1 * context):
+        mean = bytes_.mean(length, 0.75 * attended + slow * length, packed, slow)
+        steps = 0.75 * bytes_.fast(length, attended) + 0.25 * bytes_.slow(length, packed)
+        assert mean == pytest.approx(steps)
+        means.append(mean / bytes_.dense(length))
+    assert means[0] > 1 > means[2]
+    assert means[1] == pytest.approx(1)
+    assert bytes_.break_even(attended, packed, 0.99) is None
+
+
+def test_layers_left_dense_do_not_change_the_break_even():
+    whole = {"heads": 2, "key_width": 64, "value_width": 64, "itemsize": 2, "window": None}
+    layers = [{"layer": index, **whole} for index in range(3)]
+    some, all_ = (
+        ByteModel.of({"weight_bytes": 1e6, "layers": layers}, dense_layers=dense)
+        for dense in ((0,), ())
+    )
+    assert some.break_even(300, 200, 0.1) == pytest.approx(all_.break_even(300, 200, 0.1))
+    mean_attended = some.mean_attended(1000, 0.9 * 300 + 0.1 * 1000)
+    steps = 0.9 * some.fast(1000, 300) + 0.1 * some.slow(1000, 200)
+    assert some.mean(1000, mean_attended, 200, 0.1) == pytest.approx(steps)

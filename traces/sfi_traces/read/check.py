@@ -112,7 +112,10 @@ def _check_steps(trace: Trace, *, whole: bool) -> tuple[list[str], str | None]:
     if not whole:
         return [], "steps not checked against their tokens: some are missing"
     if trace.manifest.get("redacted"):
-        return [], "steps not checked against their tokens: token ids were left out (--redact-text)"
+        return (
+            [],
+            "steps not checked against their tokens: token ids were left out (trace.redact_text)",
+        )
     try:
         lines = list(broken_rules(trace))
     except ConfigError as error:

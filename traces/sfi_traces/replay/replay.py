@@ -66,7 +66,7 @@ def check_budget(supports: Supports, budget: int) -> None:
     if budget > supports.top and supports.length_N[-1] > supports.top:
         raise TraceError(
             f"budget must be at most the audit's {supports.top} positions, got {budget}; "
-            f"record with --audit-top {budget}, or give --budget"
+            f"record with --set audit.top={budget}, or give --budget"
         )
 
 

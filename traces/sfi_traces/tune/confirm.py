@@ -13,12 +13,12 @@ from sfi_core.errors import TraceError
 from sfi_core.generation.generate import generate
 from sfi_core.generation.prompts import encode
 from sfi_core.generation.read_prompt import read_prompt
-from sfi_core.generation.sampling import Sampling
 from sfi_core.hosts.transformers.decoder import nothing_to_tell
 from sfi_core.hosts.transformers.slow_fast import slow_fast
 from sfi_core.models.describe import describe_model
 from sfi_core.settings.audit import AuditConfig
 from sfi_core.settings.config import SfiConfig
+from sfi_core.settings.sampling import Sampling
 from sfi_traces.read.reader import Trace
 from sfi_traces.record.parquet import ParquetObserver
 from sfi_traces.replay import Supports

@@ -65,7 +65,9 @@ def rank(
         TraceError: The trace is redacted.
     """
     if any(NO_TOKEN in one.tokens for one in recorded):
-        raise TraceError("trigger mining needs the tokens, and a trace is redacted; add --no-mine")
+        raise TraceError(
+            "trigger mining needs the tokens, and a trace is redacted; add --set tune.mine=false"
+        )
     overlaps = [_overlaps(one, lags, budget) for one in recorded]
     usual_L = np.concatenate(overlaps).mean(0) if any(map(len, overlaps)) else np.zeros(lags)
     samples: dict[int, list[float]] = {}

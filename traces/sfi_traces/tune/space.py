@@ -9,6 +9,8 @@ from typing import Any, Protocol, Self
 import numpy as np
 
 from sfi_core.errors import ConfigError
+from sfi_core.settings.config import SfiConfig
+from sfi_core.settings.fields import settings_of
 from sfi_traces.replay import RULES, Setting, Supports
 from sfi_traces.replay.replay import check_budget
 from sfi_traces.replay.schedule import mean_cosine
@@ -19,7 +21,7 @@ SEARCHED = (  # besides the policy and the trigger sets
     "t_max", "trigger_delay", "min_gap", "slow_start", "stride", "cosine_threshold",
     "budget", "recent", "span",
 )  # fmt: skip
-FLOATS = ("cosine_threshold",)
+SETTINGS = settings_of(SfiConfig)
 LOG = 8  # a range of whole numbers whose ends are so far apart is searched by its logarithm
 COSINES = (1, 50)  # percentiles of the recorded query cosines, the default range of the threshold
 
@@ -58,19 +60,18 @@ class Axis:
         Raises:
             ConfigError: No value, one that is none, or a range that does not ascend.
         """
-        option = name.replace("_", "-")
         low, colon, high = text.partition(":")
         if name in ("trigger_policy", "triggers"):
             words = [word.strip() for word in text.split(",") if word.strip()]
             values: list[Any] = list(dict.fromkeys(words))
         else:
             words = [low, high] if colon else text.split(",")
-            values = [_number(name, option, word.strip(), text) for word in words]
+            values = [_number(name, word.strip(), text) for word in words]
             if colon and values[0] > values[1]:
-                raise ConfigError(f"{option} must be an ascending range LOW:HIGH, got {text}")
+                raise ConfigError(f"{name} must be an ascending range LOW:HIGH, got {text}")
             values = list(dict.fromkeys(values))
         if not values:
-            raise ConfigError(f"{option} must have a value, got {text!r}")
+            raise ConfigError(f"{name} must have a value, got {text!r}")
         return cls(name, tuple(values), is_range=bool(colon) and len(values) > 1)
 
     def suggest(self, trial: Trial) -> Any:
@@ -80,7 +81,7 @@ class Axis:
         if not self.is_range:
             return trial.suggest_categorical(self.name, self.values)
         low, high = self.values
-        if self.name in FLOATS:
+        if SETTINGS[self.name].kind is float:
             return trial.suggest_float(self.name, low, high)
         return trial.suggest_int(self.name, low, high, log=low > 0 and high >= LOG * low)
 
@@ -91,12 +92,12 @@ class Axis:
         return bool(self.values[0] <= value <= self.values[1])
 
 
-def _number(name: str, option: str, word: str, text: str) -> float:
+def _number(name: str, word: str, text: str) -> float:
     try:
-        return float(word) if name in FLOATS else int(word)
+        return float(word) if SETTINGS[name].kind is float else int(word)
     except ValueError as error:
         raise ConfigError(
-            f"{option} must be numbers like 8,16,32 or a range like 8:64, got {text!r}"
+            f"{name} must be numbers like 8,16,32 or a range like 8:64, got {text!r}"
         ) from error
 
 
@@ -228,13 +229,12 @@ def _check(
     for policy in policies:
         if policy not in RULES or policy == "entropy":
             known = [name for name in RULES if name != "entropy"]
-            raise ConfigError(f"trigger-policy must be one of {known}, got {policy!r}")
+            raise ConfigError(f"trigger_policy must be one of {known}, got {policy!r}")
     for name in sorted(given - {"trigger_policy"}):
-        option = "trigger-set" if name == "triggers" else name.replace("_", "-")
         if not any(_used(name, policy) for policy in policies):
             users = [rule for rule, names in RULES.items() if name in names]
             raise ConfigError(
-                f"{option} must come with --trigger-policy {' or '.join(users)}, got {','.join(policies)}"
+                f"{name} must come with --trigger-policy {' or '.join(users)}, got {','.join(policies)}"
             )
     for name, axis in axes.items():
         if name != "triggers":

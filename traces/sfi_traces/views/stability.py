@@ -136,7 +136,7 @@ def _missing(trace: Trace, request: int, layer: int | None, head: int | None) ->
     for name, word, value in (("layer", "layer", layer), ("KV head", "head", head)):
         if value is not None:
             where += f", {name} {value}"
-            option += f" --audit-{word}s {value}"
+            option += f" --set audit.{word}s={value}"
     return f"trace {trace.path} has no supports of {where}; record it with {option}"
 
 

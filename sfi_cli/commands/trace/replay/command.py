@@ -6,33 +6,40 @@ from typing import Annotated, Any
 import typer
 
 from sfi_cli import options as o
+from sfi_cli.settings.tables import SETTINGS, settings_for
+from sfi_core.settings.config import TRIGGER_POLICIES
 
 SLOW, MEMORY, PLAY = "When a step is slow", "What a fast step reads", "Playing the run"
 # a value, or several with commas between; without the option the trace's own
 Values = str | None
+# a trace has no distributions
+REPLAYABLE = [name for name in TRIGGER_POLICIES if name != "entropy"]
+SETS = "More of them: span=0,10. Repeat for more; sfi config list has all settings."
 
 
-def _grid(help_text: str, panel: str, name: str | None = None) -> Any:
-    return typer.Option(
-        *([name] if name else []),
-        help=help_text,
-        show_default="the trace's own",
-        rich_help_panel=panel,
-    )
+def _grid(name: str, panel: str, **more: Any) -> Any:
+    shown = {"help": SETTINGS[name].brief, "show_default": "the trace's own", **more}
+    return typer.Option(rich_help_panel=panel, **shown)
+
+
+def _part(what: str, example: str) -> Any:
+    return typer.Option(help=f"Only these {what}: {example}.", show_default="all")
 
 
 def replay(
     trace: o.TraceDir,
     trigger_policy: Annotated[
-        Values, _grid("boundary, t-max, stride, cosine, random, never, always.", SLOW)
+        Values, _grid("trigger_policy", SLOW, help=f"{', '.join(REPLAYABLE)}.")
     ] = None,
     triggers: Annotated[
         list[str] | None,
-        _grid(
-            "A string that ends a sentence; repeat for more. \\n is a newline.", SLOW, "--trigger"
+        typer.Option(
+            "--trigger",
+            help="A string that ends a sentence; repeat for more. \\n is a newline.",
+            show_default="the trace's own",
+            rich_help_panel=SLOW,
         ),
     ] = None,
-    trigger_id: Annotated[Values, _grid("Token ids that end a sentence.", SLOW)] = None,
     trigger_set: Annotated[
         list[str] | None,
         typer.Option(
@@ -40,29 +47,15 @@ def replay(
             rich_help_panel=SLOW,
         ),
     ] = None,
-    t_max: Annotated[Values, _grid("Most fast steps in a row.", SLOW)] = None,
-    min_gap: Annotated[
-        Values, _grid("Steps after a slow step in which triggers do not count.", SLOW)
-    ] = None,
-    trigger_delay: Annotated[Values, _grid("Steps from a boundary to its slow step.", SLOW)] = None,
-    slow_start: Annotated[Values, _grid("Steps from the first on that are slow.", SLOW)] = None,
-    stride: Annotated[Values, _grid("Steps between slow steps under stride.", SLOW)] = None,
-    cosine_threshold: Annotated[
-        Values,
-        _grid("Under cosine: slow if the last step's query moved further than this.", SLOW),
-    ] = None,
-    random_rate: Annotated[Values, _grid("Under random: a step's chance to be slow.", SLOW)] = None,
-    seed: Annotated[Values, _grid("Of that chance.", SLOW)] = None,
-    budget: Annotated[Values, _grid("Selected tokens per KV head (K).", MEMORY)] = None,
-    recent: Annotated[Values, _grid("Tokens of the recent window.", MEMORY)] = None,
-    recent_mode: Annotated[Values, _grid("anchored, sliding.", MEMORY)] = None,
-    sink: Annotated[Values, _grid("Anchor tokens kept from the start.", MEMORY)] = None,
-    span: Annotated[
-        Values, _grid("Positions on each side that a hit brings along.", MEMORY)
+    t_max: Annotated[Values, _grid("t_max", SLOW)] = None,
+    budget: Annotated[Values, _grid("budget", MEMORY)] = None,
+    sets: Annotated[
+        list[str] | None,
+        o.sets("trace replay", MEMORY, metavar="NAME=VALUES", help=SETS),
     ] = None,
     request: o.RequestIndex = None,
-    layers: o.AuditLayers = None,
-    heads: o.AuditHeads = None,
+    layers: Annotated[str | None, _part("layers", "0,3,8-11")] = None,
+    heads: Annotated[str | None, _part("KV heads", "0,2-3")] = None,
     batch: Annotated[
         int, typer.Option(min=1, help="Requests that share the weights in the byte model.")
     ] = 1,
@@ -108,7 +101,7 @@ def replay(
 
       sfi trace replay dense --trigger-set marks=". ? !" --trigger-set lines="\n" --json
 
-      sfi trace replay dense --trigger-policy boundary,cosine,never --cosine-threshold 0.7,0.8
+      sfi trace replay dense --trigger-policy boundary,cosine --set cosine_threshold=0.7,0.8
 
       sfi trace replay dense --against sfi-run
 
@@ -117,17 +110,20 @@ def replay(
     from sfi_cli.commands.trace.replay.grid import ReplayGrid
     from sfi_cli.commands.trace.replay.job import Choice, PlayJob, ReplayJob
     from sfi_cli.parsing import number_list
+    from sfi_cli.settings.given import texts
     from sfi_cli.terminal.output import Output
 
-    grid = ReplayGrid(
-        policies=trigger_policy, triggers=triggers, trigger_ids=trigger_id, trigger_sets=trigger_set,
-        axes={
-            "t_max": t_max, "min_gap": min_gap, "trigger_delay": trigger_delay, "slow_start": slow_start,
-            "stride": stride, "cosine_threshold": cosine_threshold, "random_rate": random_rate,
-            "trigger_seed": seed,
-            "budget": budget, "recent": recent, "recent_mode": recent_mode, "sink": sink, "span": span,
-        },
+    axes = texts(
+        settings_for("trace replay"), sets,
+        {"trigger_policy": trigger_policy, "t_max": t_max, "budget": budget},
     )  # fmt: skip
+    grid = ReplayGrid(
+        policies=axes.pop("trigger_policy", None),
+        triggers=triggers,
+        trigger_ids=axes.pop("trigger_token_ids", None),
+        trigger_sets=trigger_set,
+        axes=axes,
+    )
     choice = Choice(
         trace=trace,
         request=request,

@@ -5,10 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from sfi_cli.parsing import named_strings, numbers, unescaped, words
+from sfi_cli.settings.tables import SETTINGS
 from sfi_core.errors import ConfigError
-
-OPTIONS = {"triggers": "trigger", "trigger_seed": "seed"}  # called otherwise than the setting
-FLOATS, TEXTS = ("cosine_threshold", "random_rate"), ("recent_mode",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,21 +18,19 @@ class ReplayGrid:
         triggers: Trigger strings of one set.
         trigger_ids: Token ids of the same set, with commas between.
         trigger_sets: More sets, `NAME=A B C`.
-        axes: Values of settings, with commas between; None where the option was not given.
+        axes: Values of settings, with commas between.
     """
 
     policies: str | None
     triggers: list[str] | None
     trigger_ids: str | None
     trigger_sets: list[str] | None
-    axes: Mapping[str, str | None]
+    axes: Mapping[str, str]
 
     @property
     def given(self) -> bool:
         """Whether there was any option."""
-        return any((self.policies, self.triggers, self.trigger_ids, self.trigger_sets)) or any(
-            value is not None for value in self.axes.values()
-        )
+        return any((self.policies, self.triggers, self.trigger_ids, self.trigger_sets, self.axes))
 
     def settings(self, trace: Any, *, note: Callable[[str], None]) -> list[Any]:
         """Combine the values into the settings to replay, each once.
@@ -47,7 +43,7 @@ class ReplayGrid:
 
         base = Setting.recorded(trace)
         policies = words([self.policies]) if self.policies else [base.policy]
-        axes = {name: _values(name, text) for name, text in self.axes.items() if text is not None}
+        axes = {name: _values(name, text) for name, text in self.axes.items()}
         sets = self._sets(trace, note)
         self._check_effect(policies, {*axes, *(["triggers"] if sets else [])})
         return grid(base, policies, sets, axes)
@@ -59,13 +55,13 @@ class ReplayGrid:
             users = [policy for policy, used in RULES.items() if name in used]
             if users and not set(users) & set(policies):
                 raise ConfigError(
-                    f"{_option(name)} must come with --trigger-policy {' or '.join(users)}, "
+                    f"{name} must come with --trigger-policy {' or '.join(users)}, "
                     f"got {','.join(policies)}"
                 )
 
     def _sets(self, trace: Any, note: Callable[[str], None]) -> dict[str, frozenset[int]]:
         strings = named_strings(self.trigger_sets)
-        ids = _values("trigger_id", self.trigger_ids) if self.trigger_ids else []
+        ids = _values("trigger_token_ids", self.trigger_ids) if self.trigger_ids else []
         if not strings and not self.triggers and not ids:
             return {}
         from sfi_traces.replay import RecordedVocabulary
@@ -83,15 +79,11 @@ class ReplayGrid:
         return sets
 
 
-def _option(name: str) -> str:
-    return OPTIONS.get(name, name.replace("_", "-"))
-
-
 def _values(name: str, text: str) -> list[Any]:
     # a list of ints, floats or names; each once, in their order
-    noun, kind = ("numbers", float) if name in FLOATS else ("whole numbers", int)
-    rule = f"{_option(name)} must be {noun}"
-    found: list[Any] = words([text]) if name in TEXTS else numbers([text], kind, rule)
+    kind = SETTINGS[name].kind
+    rule = f"{name} must be {'numbers' if kind is float else 'whole numbers'}"
+    found: list[Any] = words([text]) if kind is str else numbers([text], kind, rule)
     if not found:
-        raise ConfigError(f"{_option(name)} must have a value, got {text!r}")
+        raise ConfigError(f"{name} must have a value, got {text!r}")
     return list(dict.fromkeys(found))

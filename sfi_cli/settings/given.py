@@ -1,0 +1,137 @@
+"""What a command was given: a preset, a config file over it, `--set` and options over both."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from sfi_cli.parsing import unescaped
+from sfi_cli.settings.tables import DECODING, SETTINGS, TABLES, settings_for
+from sfi_cli.settings.text import assignment, lookup, value_of
+from sfi_core.errors import ConfigError
+from sfi_core.settings.config import SfiConfig, read_toml
+from sfi_core.settings.fields import Setting
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """The settings of a command.
+
+    Attributes:
+        config: Those of decoding.
+        values: What was given of the other tables, by full name.
+        said: Names of the settings that the command line itself gave.
+    """
+
+    config: SfiConfig
+    values: Mapping[str, Any]
+    said: frozenset[str]
+
+    def of(self, name: str) -> dict[str, Any]:
+        """Return what was given of a table."""
+        return {
+            full.removeprefix(f"{name}."): value
+            for full, value in self.values.items()
+            if full.startswith(f"{name}.")
+        }
+
+    def table(self, kind: type[T]) -> T:
+        """Fill a table: what was given, and its defaults."""
+        name = next(name for name, cls in TABLES.items() if cls is kind)
+        return kind(**self.of(name))
+
+
+def given(
+    command: str,
+    *,
+    base: SfiConfig | None = None,
+    preset: str | None = None,
+    file: Path | None = None,
+    sets: Iterable[str] | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Given:
+    """Lay a config file over a preset, and what the command line says over both.
+
+    A file may hold tables of other commands. They are checked, and have no effect.
+
+    Args:
+        command: The command's name, such as `trace record`.
+        base: Stands where no preset is named; None is the default preset.
+        preset: Name of a preset.
+        file: A TOML file.
+        sets: `NAME=VALUE` each; the last one of a name counts.
+        options: Values of options by setting; None where an option was not given.
+
+    Raises:
+        ConfigError: A setting that is none, is refused, or is given by `--set` and by its option.
+        InputError: The file cannot be read, or is no TOML.
+    """
+    config = base or SfiConfig()
+    if preset is not None:
+        config = SfiConfig.preset(preset)
+    values: dict[str, Any] = {}
+    if file is not None:
+        try:
+            values = _of_file(file)
+            config = config.replace(**_nested(values))
+        except ConfigError as error:
+            raise ConfigError(f"{file}: {error}") from error
+    said = _said(command, sets, options or {})
+    return Given(
+        config=config.replace(**_nested(said)),
+        values={name: value for name, value in (values | said).items() if name not in DECODING},
+        said=frozenset(said),
+    )
+
+
+def _of_file(path: Path) -> dict[str, Any]:
+    # checked values by full name
+    found: dict[str, Any] = {}
+    for name, value in read_toml(path).items():
+        if isinstance(value, dict):
+            found |= {f"{name}.{inner}": one for inner, one in value.items()}
+        else:
+            found[name] = value
+    return {name: lookup(name, SETTINGS).checked(value) for name, value in found.items()}
+
+
+def _said(command: str, sets: Iterable[str] | None, options: Mapping[str, Any]) -> dict[str, Any]:
+    known = settings_for(command)
+    chosen = {name: value for name, value in options.items() if value is not None}
+    if "triggers" in chosen:
+        chosen["triggers"] = unescaped(chosen["triggers"])
+    return {
+        name: known[name].checked(value) if name in chosen else value_of(known[name], value)
+        for name, value in texts(known, sets, chosen).items()
+    }
+
+
+def texts(
+    known: Mapping[str, Setting],
+    sets: Iterable[str] | None,
+    options: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Join `NAME=VALUE` and values of options by setting, as they were written.
+
+    Raises:
+        ConfigError: A setting that is none, or is given by `NAME=VALUE` and by its option.
+    """
+    assigned = {}
+    for text in sets or ():
+        setting, value = assignment(text, known)
+        assigned[setting.name] = value
+    chosen = {name: value for name, value in options.items() if value is not None}
+    for name in assigned.keys() & chosen.keys():
+        raise ConfigError(f"{name} must be given once, got {name}=... and its own option")
+    return assigned | chosen
+
+
+def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    # those of `SfiConfig`, as its `replace` takes them
+    changes: dict[str, Any] = {}
+    for full in values.keys() & DECODING.keys():
+        table, _, name = full.rpartition(".")
+        (changes.setdefault(table, {}) if table else changes)[name] = values[full]
+    return changes

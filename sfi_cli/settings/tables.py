@@ -1,0 +1,160 @@
+"""All settings there are: `SfiConfig`, and tables around it that only the command line has."""
+
+from dataclasses import dataclass
+
+from sfi_core.settings.audit import AuditConfig
+from sfi_core.settings.config import SfiConfig
+from sfi_core.settings.engine import BACKENDS, EngineOptions
+from sfi_core.settings.fields import Setting, check, setting, settings_of
+from sfi_core.settings.sampling import Sampling
+
+
+class Table:
+    """A table of settings; each field says what it does."""
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        """Reject values of another type or out of range."""
+        check(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineTable(EngineOptions):
+    """The engine's switches, and how it reads prompts and computes attention."""
+
+    backend: str = setting(
+        "auto",
+        "What computes attention: the Triton kernels or PyTorch. auto takes triton on a CUDA device.",
+        choices=BACKENDS,
+    )
+    prefill_chunk: int = setting(
+        4096, "Prompt tokens of one forward pass; 0 for all at once.", least=0
+    )
+
+    @property
+    def options(self) -> EngineOptions:
+        """The switches alone."""
+        return EngineOptions(
+            overlap=self.overlap, graphs=self.graphs, synchronized=self.synchronized
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceTable(Table):
+    """What a trace holds."""
+
+    positions: bool | None = setting(
+        None, "Record the positions of every selection; none does so while they are few."
+    )
+    redact_text: bool = setting(False, "Keep token ids and text out of the trace.")
+    nvtx: bool | None = setting(
+        None,
+        "Mark steps and phases for Nsight Systems; none does so when a profiler is attached.",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelTable(Table):
+    """Which weights, and how they lie in memory."""
+
+    revision: str | None = setting(None, "Branch, tag or commit on the hub.")
+    pack_weights: bool = setting(
+        False,
+        "Lay bfloat16 or float16 weights out for decoding on a CPU without such arithmetic.",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchTable(Table):
+    """How `sfi bench` measures."""
+
+    warm_up: int = setting(4, "Decoding steps before those that are measured.", least=0)
+    prefill: bool = setting(
+        False, "Read prompts for real, instead of filling the cache with random keys."
+    )
+    synchronized: bool = setting(False, "Also measure sfi with batch-synchronized slow steps.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForecastTable(Table):
+    """The machine of `sfi bench --forecast`."""
+
+    bandwidth: float | None = setting(
+        None, "GB/s of the memory; none measures this machine's.", above=0
+    )
+    memory: float | None = setting(None, "GB of memory; none takes this machine's.", above=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalTable(Table):
+    """Details of `sfi eval`."""
+
+    windows: int = setting(4, "Places of the text of --fidelity, evenly apart.", least=1)
+    include_path: str | None = setting(None, "Folder with further task files of --harness.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuneTable(Table):
+    """How `sfi tune` searches."""
+
+    sampler: str = setting("tpe", "What proposes trials.", choices=("tpe", "nsga2"))
+    timeout: float | None = setting(None, "Seconds after which no new trial begins.", least=0)
+    batch_size: int = setting(1, "Requests that share the weights in the byte model.", least=1)
+    mine: bool = setting(
+        True, "Search trigger sets mined from the traces too, where they beat punctuation."
+    )
+
+
+TABLES: dict[str, type] = {
+    "engine": EngineTable,
+    "audit": AuditConfig,
+    "trace": TraceTable,
+    "sampling": Sampling,
+    "model": ModelTable,
+    "bench": BenchTable,
+    "forecast": ForecastTable,
+    "eval": EvalTable,
+    "tune": TuneTable,
+}
+DECODING = settings_of(SfiConfig)
+SETTINGS: dict[str, Setting] = DECODING | {
+    name: one for table, cls in TABLES.items() for name, one in settings_of(cls, table).items()
+}
+SEARCHED = (  # the dimensions of `sfi tune`, besides the triggers
+    "t_max", "trigger_delay", "min_gap", "slow_start", "stride", "cosine_threshold",
+    "budget", "recent", "span",
+)  # fmt: skip
+REPLAYED = (*SEARCHED, "trigger_token_ids", "random_rate", "trigger_seed", "recent_mode", "sink")
+GENERATING = (*DECODING, "engine", "audit", "trace", "sampling", "model")
+# by command: the tables and settings that have an effect on it
+COMMANDS: dict[str, tuple[str, ...]] = {
+    "generate": GENERATING,
+    "trace record": GENERATING,
+    "bench": (
+        *DECODING, "engine.overlap", "engine.graphs", "engine.backend", "engine.prefill_chunk", "model",
+        "bench", "forecast",
+    ),
+    "eval": ("engine.backend", "engine.prefill_chunk", "model.revision", "eval"),
+    "tune": ("engine.backend", "engine.prefill_chunk", "model.revision", "tune"),
+    "trace replay": ("trigger_policy", *REPLAYED),
+}  # fmt: skip
+
+
+DIMENSIONS = {name: SETTINGS[name] for name in ("trigger_policy", *SEARCHED)}
+
+
+def settings_for(command: str) -> dict[str, Setting]:
+    """List the settings that have an effect on a command."""
+    accepted = COMMANDS[command]
+    return {
+        name: one
+        for name, one in SETTINGS.items()
+        if name in accepted or name.partition(".")[0] in accepted
+    }
+
+
+def places(name: str) -> list[str]:
+    """List the commands on which a setting has an effect."""
+    found = [command for command in COMMANDS if name in settings_for(command)]
+    return [*found, "tune --search"] if name in DIMENSIONS else found

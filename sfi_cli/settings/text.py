@@ -1,0 +1,75 @@
+"""Settings as text: `NAME=VALUE` of the command line, and values as it takes them."""
+
+import json
+import tomllib
+from collections.abc import Mapping
+from difflib import get_close_matches
+from typing import Any
+
+from sfi_cli.parsing import number_list
+from sfi_cli.settings.tables import SETTINGS, places
+from sfi_core.errors import ConfigError
+from sfi_core.settings.fields import Setting
+
+NONE = "none"
+
+
+def assignment(text: str, known: Mapping[str, Setting]) -> tuple[Setting, str]:
+    """Split `NAME=VALUE`.
+
+    Raises:
+        ConfigError: Another form, or a setting that is none or is not among the known ones.
+    """
+    name, equals, value = text.partition("=")
+    name = name.strip()
+    if not equals:
+        raise ConfigError(f"a setting must be NAME=VALUE, got {text!r}")
+    if name in SETTINGS and name not in known:
+        others = ", ".join(f"sfi {place}" for place in places(name))
+        raise ConfigError(f"{name} has no effect here, only on {others}")
+    return lookup(name, known), value.strip()
+
+
+def lookup(name: str, known: Mapping[str, Setting]) -> Setting:
+    """Find a setting by its full name.
+
+    Raises:
+        ConfigError: There is none; with those that are called alike.
+    """
+    if name in known:
+        return known[name]
+    last = name.rpartition(".")[2]
+    alike = [one for one in known if one.rpartition(".")[2] == last]
+    alike += [one for one in get_close_matches(name, known, cutoff=0.75) if one not in alike]
+    hint = f"did you mean {' or '.join(alike[:3])}?" if alike else "sfi config list has all"
+    raise ConfigError(f"unknown setting {name!r}; {hint}")
+
+
+def value_of(setting: Setting, text: str) -> Any:
+    """Read a value: a bare word, `none`, numbers like `0,3,8-11`, or what TOML has.
+
+    Raises:
+        ConfigError: Another type than the setting's, or out of range.
+    """
+    if setting.optional and text == NONE:
+        return None
+    if setting.is_list and setting.kind is int and not text.startswith("["):
+        return setting.checked(number_list(text, setting.name))
+    if setting.kind is str and not setting.is_list and not text.startswith(('"', "'")):
+        return setting.checked(text)
+    try:
+        found = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        found = {}
+    return setting.checked(found["value"] if found.keys() == {"value"} else text)
+
+
+def written(value: Any) -> str:
+    """Write a value as `--set` takes it."""
+    if value is None:
+        return NONE
+    if isinstance(value, str):
+        return value
+    if isinstance(value, tuple) and value and all(type(item) is int for item in value):
+        return ",".join(map(str, value))
+    return json.dumps(value, ensure_ascii=False)

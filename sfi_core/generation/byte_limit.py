@@ -1,0 +1,61 @@
+"""What a run read beside full attention, in bytes: where it cannot have been faster, on any machine."""
+
+from dataclasses import dataclass
+from typing import Self
+
+from sfi_core.engine.report import RunReport
+from sfi_core.hosts.transformers.session import Session
+from sfi_core.models.byte_model import ByteModel
+from sfi_core.models.describe import describe_model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ByteLimit:
+    """The bytes of a decoded token, and what they allow.
+
+    Attributes:
+        bytes_per_token: Bytes that the run had to read for a token: weights, shared by the requests decoded
+            together, keys, values and scores.
+        full_attention_bytes_per_token: Bytes that full attention would have had to.
+        speedup: The second over the first, which no implementation exceeds where memory is the bottleneck.
+        break_even_context: Cached tokens from which a run with these settings and this share of slow steps
+            reads less than full attention; None where it never does, or selects at fast steps.
+    """
+
+    bytes_per_token: float
+    full_attention_bytes_per_token: float
+    speedup: float
+    break_even_context: int | None
+
+    @classmethod
+    def of(cls, session: Session, report: RunReport, slots: int) -> Self | None:
+        """Sum a run up; None of full attention, or where nothing was decoded after the first tokens."""
+        policy = session.policy
+        decoded = sum(len(one.token_ids) - 1 for one in report.requests if one.token_ids)
+        if not (decoded and (policy.selects_after or policy.selects_before)):
+            return None
+        steps = [max(0, len(one.token_ids) - 1) / decoded for one in report.requests]
+        context, attended, selecting = (
+            sum(share * value for share, value in zip(steps, values, strict=True))
+            for values in (
+                [one.prompt_tokens + len(one.token_ids) / 2 for one in report.requests],
+                [one.mean_attended_tokens for one in report.requests],
+                [one.selection_ratio * one.prompt_tokens for one in report.requests],
+            )
+        )
+        slow = sum(max(0, one.slow_steps - 1) for one in report.requests) / decoded
+        config = policy.config
+        description = describe_model(session.model, session.shapes())
+        model = ByteModel.of(description, dense_layers=config.dense_layers, batch=slots)
+        packed = min(context, config.sink + config.budget)
+        read = float(model.mean(context, attended + selecting, packed, slow))
+        dense = float(model.dense(context))
+        grown = 0.5 / slow if slow and config.recent_mode == "anchored" else 0.0
+        whole = config.sink + config.budget + config.recent + grown
+        break_even = model.break_even(whole, config.sink + config.budget, slow)
+        return cls(
+            bytes_per_token=read,
+            full_attention_bytes_per_token=dense,
+            speedup=dense / read,
+            break_even_context=None if selecting or break_even is None else round(break_even),
+        )

@@ -1,0 +1,187 @@
+"""What a setting is. Its field says everything once: type, default, range and meaning."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin, get_type_hints
+
+from sfi_core.errors import ConfigError
+
+WORDS: dict[type, str] = {
+    bool: "true or false"
+}  # what an error calls a type; others by their names
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """A setting, as its field declares it.
+
+    Attributes:
+        name: With its table, such as `selector.alpha`; without it in the errors of the table itself.
+        kind: bool, int, float or str; the items' type, for a list.
+        is_list: Whether it is a list.
+        optional: Whether none is a value.
+        default: What it is when nothing is said.
+        meaning: What it does; the first sentence can stand alone.
+        least: Smallest value.
+        above: Bound that the value must exceed.
+        most: Largest value.
+        choices: All values there are; empty where there are others.
+    """
+
+    name: str
+    kind: type
+    is_list: bool
+    optional: bool
+    default: Any
+    meaning: str
+    least: float | None = None
+    above: float | None = None
+    most: float | None = None
+    choices: tuple[str, ...] = ()
+
+    @property
+    def type(self) -> str:
+        """The type in words: `list of int`, `float or none`."""
+        kind = f"{'list of ' if self.is_list else ''}{self.kind.__name__}"
+        return f"{kind} or none" if self.optional else kind
+
+    @property
+    def range(self) -> str:
+        """The values that it may take, in words; empty for all of its type."""
+        if self.choices:
+            return ", ".join(self.choices)
+        if self.most is not None and self.least == self.most:
+            return str(self.most)
+        if self.most is not None:
+            ends = f"[{self.least}" if self.above is None else f"({self.above}"
+            return f"in {ends}, {self.most}]"
+        if self.above is not None:
+            return "positive" if self.above == 0 else f"above {self.above}"
+        return "" if self.least is None else f"at least {self.least}"
+
+    @property
+    def brief(self) -> str:
+        """The first sentence of the meaning."""
+        return self.meaning.partition(". ")[0].removesuffix(".") + "."
+
+    def checked(self, value: Any) -> Any:
+        """Return a value as the field holds it: a float for an int, a tuple for a list.
+
+        Raises:
+            ConfigError: Another type, or out of range.
+        """
+        if value is None and self.optional:
+            return None
+        wanted = WORDS.get(self.kind, self.kind.__name__)
+        if self.is_list:
+            fits = isinstance(value, list | tuple) and all(type(v) is self.kind for v in value)
+            require(fits, f"{self.name} must be a list of {wanted}, got {value!r}")
+            inside = all(self._has(item) for item in value)
+            require(inside, f"{self.name} must be {self.range} each, got {list(value)}")
+            return tuple(value)
+        if self.kind is float and type(value) is int:
+            value = float(value)
+        require(type(value) is self.kind, f"{self.name} must be {wanted}, got {value!r}")
+        if self.choices:
+            expected = f"expected one of {self.choices}"
+            require(value in self.choices, f"unknown {self.name} {value!r}; {expected}")
+        require(self._has(value), f"{self.name} must be {self._rule(value)}, got {value}")
+        return value
+
+    def _has(self, value: Any) -> bool:
+        if not isinstance(value, int | float):
+            return True
+        return (
+            math.isfinite(value)
+            and (self.least is None or value >= self.least)
+            and (self.above is None or value > self.above)
+            and (self.most is None or value <= self.most)
+        )
+
+    def _rule(self, value: Any) -> str:
+        if self.most is None and isinstance(value, float) and not math.isfinite(value):
+            return f"{self.range} and finite" if self.range else "finite"
+        return self.range
+
+
+def setting(
+    default: Any,
+    meaning: str,
+    *,
+    least: float | None = None,
+    above: float | None = None,
+    most: float | None = None,
+    choices: tuple[str, ...] = (),
+) -> Any:
+    """Declare a field of a settings dataclass; see `Setting`."""
+    limits = {"least": least, "above": above, "most": most, "choices": choices}
+    return dataclasses.field(default=default, metadata={"meaning": meaning, **limits})
+
+
+def settings_of(cls: type, table: str = "") -> dict[str, Setting]:
+    """List the settings of a dataclass, and of the tables in it, by their full names."""
+    found: dict[str, Setting] = {}
+    for name, declared in _declared(cls).items():
+        full = f"{table}.{name}" if table else name
+        if isinstance(declared, Setting):
+            found[full] = dataclasses.replace(declared, name=full)
+        else:
+            found |= settings_of(declared, full)
+    return found
+
+
+def check(config: object) -> None:
+    """Give every field its type, or reject its value; for `__post_init__`.
+
+    Raises:
+        ConfigError: A value of another type, or out of range.
+    """
+    cls: type = type(config)
+    for name, declared in _declared(cls).items():
+        value = getattr(config, name)
+        if isinstance(declared, Setting):
+            object.__setattr__(config, name, declared.checked(value))
+        else:
+            require(type(value) is declared, f"{name} must be a table, got {value!r}")
+
+
+def check_names(cls: type, changes: Mapping[str, Any]) -> None:
+    """Reject names that are no fields."""
+    known = tuple(_declared(cls))
+    for name in changes:
+        require(name in known, f"unknown setting {name!r}; expected one of {known}")
+
+
+def require(ok: bool, message: str) -> None:
+    """Raise ConfigError unless `ok`."""
+    if not ok:
+        raise ConfigError(message)
+
+
+@cache
+def _declared(cls: type) -> dict[str, Setting | type]:
+    # a setting, or the dataclass of a table
+    hints = get_type_hints(cls)
+    return {
+        field.name: hints[field.name]
+        if dataclasses.is_dataclass(hints[field.name])
+        else _setting(field, hints[field.name])
+        for field in dataclasses.fields(cls)
+    }
+
+
+def _setting(field: dataclasses.Field[Any], hint: Any) -> Setting:
+    kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+    is_list = get_origin(kinds[0]) is tuple
+    return Setting(
+        name=field.name,
+        kind=get_args(kinds[0])[0] if is_list else kinds[0],
+        is_list=is_list,
+        optional=NoneType in kinds,
+        default=field.default,
+        **field.metadata,
+    )

@@ -1,0 +1,96 @@
+"""The options of every command: a new knob is a setting, unless people change it from run to run."""
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from sfi_cli import app as cli
+from sfi_cli.settings.moved import MOVED
+from sfi_cli.settings.tables import COMMANDS, SETTINGS
+
+LINES = 100  # two screens of 50 lines
+
+GENERATE = """
+    --prompt-file --batch --max-batch --chat --max-new-tokens --compare --model --dtype --device
+    --trust-remote-code --policy --preset --config --set --budget --recent --trigger --t-max --temperature
+    --top-p --seed --trace --audit --json --quiet --output --force
+"""
+OPTIONS = {
+    "generate": GENERATE,
+    "eval": """
+        --method --share --budget --recent --task --list-tasks --length --samples --seed --fidelity --tokens
+        --harness --limit --model --dtype --device --trust-remote-code --set --output --resume --plot --force
+        --json --quiet
+    """,
+    "bench": """
+        --policy --context --batch --baseline --steps --repeats --time-limit --slow-rate --text --ragged
+        --seed --threads --forecast --model --random-weights --dtype --device --trust-remote-code --preset
+        --config --set --budget --plot --output --force --json --quiet
+    """,
+    "kernel-bench": """
+        --context --batch --heads --kv-heads --head-dim --dtype --retention --op --sweep --repeats --seed
+        --backend --device --compile-only --arch --plot --output --force --json --quiet
+    """,
+    "tune": """
+        --trigger-policy --trigger-set --t-max --budget --search --objective --min-retained --max-read
+        --trials --seed --study --resume --confirm --prompt-file --batch --model --dtype --device
+        --trust-remote-code --set --output --plot --force --json --quiet
+    """,
+    "doctor": "--model --json",
+    "config list": "--preset --json",
+    "trace check": "--json",
+    "trace diff": "--request --json --output --force",
+    "trace export": "--format --table --output --force --quiet",
+    "trace plot": "--kind --request --layer --head --top --format --output --force",
+    "trace record": GENERATE.replace("--trace", "").replace("--compare", ""),
+    "trace replay": """
+        --trigger-policy --trigger --trigger-set --t-max --budget --set --request --layers --heads --batch
+        --against --play --step --speed --plot --output --force --json --quiet
+    """,
+    "trace report": "--request --top --output --force",
+    "trace show": "--request --layer --json --output --force",
+    "trace sql": "--format --json --output --force",
+}
+
+
+def options_of(command, name: str = "") -> dict[str, set[str]]:
+    """List the options of a command's commands, by their words after `sfi`."""
+    if not hasattr(command, "commands"):
+        return {
+            name: {
+                parameter.opts[0]
+                for parameter in command.params
+                if parameter.param_type_name == "option" and parameter.name != "help"
+            }
+        }
+    found = {}
+    for word, inner in command.commands.items():
+        found |= options_of(inner, f"{name} {word}".strip())
+    return found
+
+
+def test_the_options_of_every_command_are_these():
+    found = options_of(typer.main.get_command(cli.app))
+    assert found == {name: set(options.split()) for name, options in OPTIONS.items()}
+
+
+@pytest.mark.parametrize("command", OPTIONS)
+def test_help_fits_two_screens(command: str):
+    result = CliRunner().invoke(cli.app, [*command.split(), "--help"], env={"COLUMNS": "80"})
+    assert result.exit_code == 0
+    assert result.stdout.count("\n") <= LINES
+
+
+@pytest.mark.parametrize("command", MOVED)
+def test_an_option_that_has_moved_names_a_setting_and_is_no_option(command: str):
+    for option, target in MOVED[command].items():
+        flag, name = target.split()
+        assert flag in OPTIONS[command].split()
+        assert name.partition("=")[0] in SETTINGS
+        assert option not in OPTIONS[command].split()
+    assert set(COMMANDS) == set(MOVED)
+
+
+def test_nothing_but_the_command_line_runs_a_checkpoint_s_code():
+    """A config file may come from somebody else."""
+    assert not [name for name in SETTINGS if "trust" in name or "remote" in name]

@@ -1,0 +1,332 @@
+"""`--set`, `--config`, options that became settings, completion and `sfi config list`."""
+
+import json
+import subprocess
+import sys
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import get_type_hints
+
+import pytest
+from typer.testing import CliRunner
+
+from sfi_cli import app as cli
+from sfi_cli.settings.complete import completions
+from sfi_cli.settings.given import given
+from sfi_cli.settings.moved import MOVED
+from sfi_cli.settings.tables import (
+    COMMANDS,
+    DECODING,
+    SEARCHED,
+    SETTINGS,
+    TABLES,
+    EngineTable,
+    TraceTable,
+    TuneTable,
+    settings_for,
+)
+from sfi_cli.settings.text import value_of, written
+from sfi_core.errors import ConfigError, InputError, SfiError
+from sfi_core.settings.audit import AuditConfig
+from sfi_core.settings.config import PRESETS, SfiConfig
+from sfi_core.settings.sampling import Sampling
+from sfi_traces.tune import space, study
+
+
+def message(*arguments: str) -> str:
+    """Run a command that ends with one line about a setting."""
+    result = CliRunner().invoke(cli.app, list(arguments))
+    assert isinstance(result.exception, SfiError), result.output
+    assert (result.exception.exit_code, result.stdout) == (2, "")
+    assert "\n" not in str(result.exception)
+    return str(result.exception)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("t_max=32", 32),
+        (" t_max = 32 ", 32),
+        ("recent_mode=sliding", "sliding"),
+        ('recent_mode="sliding"', "sliding"),
+        ('triggers=[".", "\\n"]', (".", "\n")),
+        ("dense_layers=0,3,8-11", (0, 3, 8, 9, 10, 11)),
+        ("dense_layers=[2, 1]", (2, 1)),
+        ("dense_layers=[]", ()),
+        ("trigger_token_ids=none", None),
+        ("cosine_threshold=-1", -1.0),
+        ("selector.alpha=0.7", 0.7),
+        ("baseline.page=8", 8),
+    ],
+)
+def test_set_reads_values_by_the_setting_s_type(text: str, value: object):
+    config = given("generate", sets=[text]).config
+    table, _, name = text.partition("=")[0].strip().rpartition(".")
+    found = getattr(getattr(config, table) if table else config, name)
+    assert (found, type(found)) == (value, type(value))
+
+
+def test_tables_around_the_config_are_set_too():
+    found = given(
+        "generate",
+        sets=["engine.overlap=false", "engine.prefill_chunk=7", "trace.nvtx=true", "sampling.top_k=5"],
+        options={"audit.every": 4, "sampling.temperature": None},
+    )  # fmt: skip
+    engine = found.table(EngineTable)
+    assert (engine.options.overlap, engine.options.graphs, engine.prefill_chunk) == (False, None, 7)
+    assert found.table(TraceTable) == TraceTable(nvtx=True)
+    assert found.table(AuditConfig) == AuditConfig(every=4)
+    assert found.of("sampling") == {"top_k": 5}
+    assert found.config == SfiConfig()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("t_max", "a setting must be NAME=VALUE, got 't_max'"),
+        ("t-max=4", "unknown setting 't-max'; did you mean t_max?"),
+        ("alpha=0.7", "unknown setting 'alpha'; did you mean selector.alpha?"),
+        ("qqq=1", "unknown setting 'qqq'; sfi config list has all"),
+        ("warm_up=1", "unknown setting 'warm_up'; "),
+        ("bench.warm_up=1", "bench.warm_up has no effect here, only on sfi bench"),
+        ("t_max=many", "t_max must be int, got 'many'"),
+        ("t_max=none", "t_max must be int, got 'none'"),
+        ("t_max=1\nsink=2", "t_max must be int, got '1\\nsink=2'"),
+        ("t_max=-1", "t_max must be at least 0, got -1"),
+        ("engine.overlap=yes", "engine.overlap must be true or false, got 'yes'"),
+        ("engine.backend=cuda", "unknown engine.backend 'cuda'; expected one of ('auto', 'torch', 'triton')"),
+        ("selector.alpha=1.5", "selector.alpha must be in (0, 1], got 1.5"),
+        ("audit.layers=1-x", "audit.layers must be numbers and ranges like 0,3,8-11, got 1-x"),
+        ("triggers=.", "triggers must be a list of str, got '.'"),
+        ("baseline.pool=4", "pool must be odd, got 4"),
+    ],
+)  # fmt: skip
+def test_a_wrong_setting_is_one_line(text: str, words: str):
+    with pytest.raises(ConfigError) as caught:
+        given("generate", sets=[text])
+    assert str(caught.value).startswith(words)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_value_as_it_is_shown_can_be_set(name: str):
+    default = SETTINGS[name].default
+    assert value_of(SETTINGS[name], written(default)) == default
+
+
+def test_a_preset_yields_to_the_file_and_the_file_to_the_command_line(tmp_path: Path):
+    file = tmp_path / "settings.toml"
+    file.write_text(
+        "span = 3\nbudget = 32\nt_max = 8\n[selector]\nalpha = 0.25\n[engine]\noverlap = false\n"
+        "prefill_chunk = 9\n[bench]\nwarm_up = 2\n[provenance]\ntrial = 1\n"
+    )
+    found = given(
+        "generate", preset="paper", file=file, options={"t_max": 5},
+        sets=["budget=16", "budget=48", "engine.prefill_chunk=11"],
+    )  # fmt: skip
+    wanted = {"span": 3, "budget": 48, "t_max": 5, "selector": {"alpha": 0.25}}
+    assert found.config == SfiConfig.preset("paper").replace(**wanted)
+    engine = found.table(EngineTable)
+    assert (engine.overlap, engine.prefill_chunk) == (False, 11)
+    assert found.said == {"budget", "t_max", "engine.prefill_chunk"}
+
+
+def test_a_setting_of_another_place_says_where_it_has_an_effect():
+    words = message("tune", "none", "--set", "slow_start=4")
+    assert words.startswith("slow_start has no effect here, only on sfi generate, ")
+    assert "sfi tune --search" in words
+    words = message("tune", "none", "--search", "tune.sampler=tpe")
+    assert words == "tune.sampler has no effect here, only on sfi tune"
+
+
+def test_a_setting_and_its_option_do_not_come_together():
+    words = message("generate", "x", "--t-max", "3", "--set", "t_max=4")
+    assert words == "t_max must be given once, got t_max=... and its own option"
+    words = message("tune", "none", "--budget", "3", "--search", "budget=4")
+    assert words == "budget must be given once, got budget=... and its own option"
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("[engine]\noverlap = 3\n", "engine.overlap must be true or false, got 3"),
+        ("[engine]\noverlapp = true\n", "unknown setting 'engine.overlapp'; did you mean engine.overlap?"),
+        ("[model]\ntrust_remote_code = true\n", "unknown setting 'model.trust_remote_code'; "),
+        ("engine = 3\n", "unknown setting 'engine'; "),
+        ("[bench]\nwarm_up = -1\n", "bench.warm_up must be at least 0, got -1"),
+        ("[baseline]\npool = 4\n", "pool must be odd, got 4"),
+    ],
+)  # fmt: skip
+def test_a_wrong_table_names_file_and_setting(content: str, words: str, tmp_path: Path):
+    file = tmp_path / "wrong.toml"
+    file.write_text(content)
+    with pytest.raises(ConfigError) as caught:
+        given("generate", file=file)
+    assert str(caught.value).startswith(f"{file}: {words}")
+    with pytest.raises(InputError):
+        given("generate", file=tmp_path / "absent.toml")
+
+
+@pytest.mark.parametrize(
+    ("command", "option"), [(command, one) for command, moved in MOVED.items() for one in moved]
+)
+def test_an_option_that_has_moved_says_what_to_write(command: str, option: str):
+    target = MOVED[command][option]
+    flag, name = target.split()
+    instead = target if "=" in name else f"{flag} {name}=4"
+    if name == "triggers":
+        instead = f"{flag} 'triggers=[\"4\"]'"
+    words = f"{option} is a setting now; write {instead} (sfi config list has all)"
+    value = ("4",) if "=" not in name else ()
+    assert message(*command.split(), "x", option, *value) == words
+
+
+@pytest.mark.parametrize(
+    ("arguments", "instead"),
+    [
+        (("generate", "--span=3"), "--set span=3"),
+        (("generate", "--span"), "--set span=10"),
+        (("generate", "--audit-layers", "0,3", "--span", "2"), "--set audit.layers=0,3"),
+        (("bench", "--trigger", "\\n"), "--set 'triggers=[\"\\n\"]'"),
+        (("tune", "x", "--span", "0:16"), "--search span=0:16"),
+        (("eval", "--include-path", "my tasks"), "--set 'eval.include_path=my tasks'"),
+    ],
+)
+def test_the_value_that_was_given_is_in_what_to_write(arguments: tuple[str, ...], instead: str):
+    assert f"; write {instead} (" in message(*arguments)
+
+
+def test_what_follows_two_dashes_is_no_option():
+    assert "unknown policy" in message("generate", "--policy", "none", "--", "--span")
+
+
+def test_a_moved_option_ends_with_2_and_one_line(run):
+    result = run("generate", "--no-overlap")
+    words = "error: --no-overlap is a setting now; write --set engine.overlap=false (sfi config list has all)"
+    assert (result.returncode, result.stdout, result.stderr) == (2, "", f"{words}\n")
+
+
+@pytest.mark.parametrize(
+    ("incomplete", "found"),
+    [
+        ("recent", ["recent=", "recent_mode="]),
+        ("recent_mode=", ["recent_mode=anchored", "recent_mode=sliding"]),
+        ("recent_mode=s", ["recent_mode=sliding"]),
+        ("engine.graphs=", ["engine.graphs=true", "engine.graphs=false", "engine.graphs=none"]),
+        ("t_max=", []),
+        ("bench.", []),
+    ],
+)
+def test_a_shell_completes_names_and_choices(incomplete: str, found: list[str]):
+    assert [text for text, _ in completions(incomplete, settings_for("generate"))] == found
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("sfi generate --set engine.back", "engine.backend=\tWhat computes attention"),
+        ("sfi tune dense --search trigger_d", "trigger_delay=\t"),
+        ("sfi bench --span 4 --set bench.w", "bench.warm_up=\t"),
+        ("sfi config list selector.r", "selector.radius\t"),
+    ],
+)
+def test_completion_reaches_the_shell(line: str, words: str, environment):
+    code = "import sys; sys.argv[0] = 'sfi'; from sfi_cli.app import main; main()"
+    asks = {
+        "_SFI_COMPLETE": "complete_fish",
+        "_TYPER_COMPLETE_FISH_ACTION": "get-args",
+        "_TYPER_COMPLETE_ARGS": line,
+    }
+    arguments = [sys.executable, "-c", code]
+    result = subprocess.run(
+        arguments, env=environment | asks, capture_output=True, text=True, check=True
+    )
+    assert result.stdout.startswith(words)
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        (["sfi", "generate", "--set", "recent_m"], "recent_mode="),
+        (["sfi", "generate", "--set", "recent_mode", "="], "anchored\nsliding"),
+        (
+            ["sfi", "generate", "--set", "span", "=", "4", "--set", "recent_mode", "=", "sl"],
+            "sliding",
+        ),
+        (["sfi", "generate", "--trace", "run", "--trigg"], "--trigger"),
+    ],
+)
+def test_bash_splits_at_the_sign_and_completes_all_the_same(
+    line: list[str], found: str, environment
+):
+    code = "import sys; sys.argv[0] = 'sfi'; from sfi_cli.app import main; main()"
+    asks = {
+        "_SFI_COMPLETE": "complete_bash",
+        "COMP_WORDS": "\n".join(line),
+        "COMP_CWORD": str(len(line) - 1),
+    }
+    result = subprocess.run(
+        [sys.executable, "-c", code], env=environment | asks, capture_output=True, text=True, check=True
+    )  # fmt: skip
+    assert result.stdout.strip() == found
+
+
+def test_the_list_has_every_field_with_its_default_and_meaning():
+    result = CliRunner().invoke(cli.app, ["config", "list", "--json"])
+    rows = {row["name"]: row for row in json.loads(result.stdout)["settings"]}
+    wanted = {}
+    for table, cls in {"": SfiConfig, **TABLES}.items():
+        for name, hint in get_type_hints(cls).items():
+            inner = [f"{name}.{one.name}" for one in fields(hint)] if is_dataclass(hint) else [name]
+            for full in inner:
+                value = cls()
+                for part in full.split("."):
+                    value = getattr(value, part)
+                wanted[f"{table}.{full}" if table else full] = value
+    assert {name: row["default"] for name, row in rows.items()} == json.loads(json.dumps(wanted))
+    for row in rows.values():
+        assert row["meaning"].endswith((".", ")")), row
+        assert row["type"]
+        assert row["commands"], row
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_list_shows_a_preset_s_values(preset: str):
+    result = CliRunner().invoke(cli.app, ["config", "list", "--preset", preset, "--json"])
+    rows = {row["name"]: row["value"] for row in json.loads(result.stdout)["settings"]}
+    config = given("generate", sets=[f"{n}={written(_tuple(rows[n]))}" for n in DECODING]).config
+    assert config == SfiConfig.preset(preset)
+
+
+def _tuple(value: object) -> object:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def test_the_list_is_a_table_of_what_begins_so():
+    result = CliRunner().invoke(cli.app, ["config", "list", "selector"], env={"COLUMNS": "120"})
+    lines = [line.split()[0] for line in result.stdout.splitlines() if "selector." in line]
+    assert lines == [name for name in SETTINGS if name.startswith("selector.")]
+    assert "float, in (0, 1]" in result.stdout
+    assert message("config", "list", "x") == "prefix must begin a setting's name, got 'x'"
+    assert message("config", "list", "--preset", "x").startswith("unknown preset 'x'")
+
+
+def test_the_command_line_s_copies_are_the_tuner_s():
+    """Its own names come with torch, which `--help` must not wait for."""
+    assert SEARCHED == space.SEARCHED
+    assert SETTINGS["tune.sampler"].choices == study.SAMPLERS
+    assert TuneTable().sampler in study.SAMPLERS
+
+
+def test_every_name_that_a_command_takes_exists():
+    for command, names in COMMANDS.items():
+        assert {name for name in names if name not in SETTINGS} <= set(TABLES), command
+    assert set().union(*(settings_for(command) for command in COMMANDS)) == set(SETTINGS)
+
+
+def test_sampling_begins_with_a_setting_of_sampling_unless_that_is_off():
+    from sfi_cli.commands.generate.command import _sampling  # noqa: PLC0415
+
+    assert _sampling({"top_k": 5}) == {"do_sample": True, "top_k": 5}
+    assert _sampling({"repetition_penalty": 2.0})["do_sample"] is False
+    assert _sampling({"temperature": 2.0, "do_sample": False})["do_sample"] is False
+    assert Sampling(**_sampling({})) == Sampling()
