@@ -42,7 +42,7 @@ OPTIONS = {
     "trace diff": "--request --json --output --force",
     "trace export": "--format --table --output --force --quiet",
     "trace plot": "--kind --request --layer --head --top --format --output --force",
-    "trace record": GENERATE.replace("--trace", "").replace("--compare", ""),
+    "trace record": GENERATE.replace("--trace", "--report").replace("--compare", ""),
     "trace replay": """
         --trigger-policy --trigger --trigger-set --t-max --budget --set --request --layers --heads --batch
         --against --play --step --speed --plot --output --force --json --quiet
