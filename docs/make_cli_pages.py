@@ -28,8 +28,8 @@ EXIT_CODES = {
     INTERRUPTED: "interrupted",
 }
 SETTINGS_LINE = f"""\
-[settings.md](settings.md) lists the {len(SETTINGS)} settings of `--set` and `--config`. `sfi COMMAND --help` says
-what a page here says; `--debug` anywhere shows the traceback of an error."""
+[settings.md](settings.md) lists the {len(SETTINGS)} settings of `--set` and `--config`.
+`sfi COMMAND --help` says what a page here says; `--debug` anywhere shows the traceback of an error."""
 SETTINGS_HEAD = """\
 `--set NAME=VALUE` takes these, and so does the TOML file of `--config`: there a table's settings stand below
 `[table]`, without the name before the dot. `sfi config list` prints them."""
