@@ -4,7 +4,7 @@ PYTHON = $(shell [ ! -x $(VENV)/bin/python ] || echo $(VENV)/bin/)python3
 # a worker a core, up to eight; a file's tests stay together, since they share what is slow to make
 WORKERS := -n auto --maxprocesses 8 --dist loadfile
 
-TOOLS := lm_eval matplotlib mypy optuna playwright plotly pytest ruff scipy xdist
+TOOLS := accelerate gguf lm_eval matplotlib mypy optuna playwright plotly pytest ruff scipy xdist
 
 .DEFAULT_GOAL := help
 .PHONY: help tools fix check lint test test-all gpu bench docs-cli

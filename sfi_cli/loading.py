@@ -13,7 +13,7 @@ class Subject:
     """The model of a command.
 
     Attributes:
-        model: Hub id or folder; None is the bundled checkpoint.
+        model: Hub id, folder, GGUF file or alias; None is the bundled checkpoint.
         loading: `load`'s options.
         pack_weights: Whether to pack its weights.
         random_weights: A config file or a known architecture, instead of a checkpoint; None for none.

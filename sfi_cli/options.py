@@ -39,7 +39,7 @@ def sets(command: str, panel: str = METHOD, **more: Any) -> Any:
 Model = Annotated[
     str | None,
     typer.Option(
-        "--model", "-m", envvar="SFI_MODEL", help="Hub id or folder.",
+        "--model", "-m", envvar="SFI_MODEL", help="Hub id, folder, GGUF file, or smollm2.",
         show_default="the bundled checkpoint", rich_help_panel=MODEL,
     ),
 ]  # fmt: skip

@@ -41,6 +41,22 @@ EXPERTS = {
 }
 
 
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 20,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+INDEX = {"index_n_heads": 2, "index_head_dim": 16, "index_topk": 8}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
     """One architecture of transformers, as a tiny random model.
@@ -94,6 +110,7 @@ def _spread(model: Any) -> Any:
     return model
 
 
+SPARSE = "{} is natively sparse: its {} already chooses what a token attends to"
 NOT_ROUTED = "{} does not use transformers' attention interface"
 ENCODER_DECODER = "{} is an encoder-decoder model; sfi runs decoder-only models"
 
@@ -166,20 +183,7 @@ WORKS = (
         name="DeepSeek-V3",
         model_type="deepseek_v3",
         note="multi-head latent attention: the cache holds the expanded keys and values, not the latents",
-        settings={
-            **EXPERTS,
-            "num_key_value_heads": 4,
-            "q_lora_rank": 16,
-            "kv_lora_rank": 16,
-            "qk_rope_head_dim": 8,
-            "qk_nope_head_dim": 16,
-            "v_head_dim": 20,
-            "n_routed_experts": 4,
-            "n_shared_experts": 1,
-            "n_group": 1,
-            "topk_group": 1,
-            "first_k_dense_replace": 1,
-        },
+        settings={**EXPERTS, **LATENT},
         drop=("head_dim",),
     ),
     Architecture(name="GLM-4", model_type="glm4", note="rotates half of a head's numbers"),
@@ -269,6 +273,76 @@ REFUSED = (
         "which sfi does not know",
     ),
     Architecture(
+        name="DeepSeek-V3.2",
+        model_type="deepseek_v32",
+        note="a lightning indexer keeps `index_topk` tokens",
+        settings={**EXPERTS, **LATENT, **INDEX},
+        drop=("head_dim",),
+        refusal=SPARSE.format("DeepseekV32ForCausalLM", "DeepseekV32Indexer"),
+    ),
+    Architecture(
+        name="GLM-5",
+        model_type="glm_moe_dsa",
+        note="a lightning indexer keeps `index_topk` tokens",
+        settings={**EXPERTS, **LATENT, **INDEX},
+        drop=("head_dim",),
+        refusal=SPARSE.format("GlmMoeDsaForCausalLM", "GlmMoeDsaIndexer"),
+    ),
+    Architecture(
+        name="DeepSeek-V4",
+        model_type="deepseek_v4",
+        note="compressed attention; a lightning indexer keeps `index_topk` entries",
+        settings={
+            **EXPERTS,
+            **INDEX,
+            "num_key_value_heads": 1,
+            "q_lora_rank": 16,
+            "o_lora_rank": 16,
+            "o_groups": 2,
+            "n_routed_experts": 4,
+            "partial_rotary_factor": 0.5,
+            "layer_types": ["heavily_compressed_attention", "compressed_sparse_attention"],
+            "mlp_layer_types": ["moe", "moe"],
+        },
+        refusal=SPARSE.format("DeepseekV4ForCausalLM", "DeepseekV4Indexer"),
+    ),
+    Architecture(
+        name="MiniMax-M3",
+        model_type="minimax_m3_vl_text",
+        note="text only; an indexer keeps `index_topk_blocks` blocks in all but the first layers",
+        settings={
+            **EXPERTS,
+            "index_n_heads": 2,
+            "index_head_dim": 16,
+            "rotary_dim": 8,
+            "dense_intermediate_size": 64,
+            "layer_types": ["full_attention", "minimax_m3_sparse"],
+            "mlp_layer_types": ["dense", "dense"],
+        },
+        refusal=SPARSE.format("MiniMaxM3VLForCausalLM", "MiniMaxM3VLIndexer"),
+    ),
+    Architecture(
+        name="Qwen4-Exp",
+        model_type="qwen4_exp_text",
+        note="text only; an indexer keeps `indexer_budget` tokens in every fourth layer, others are linear",
+        settings={
+            **EXPERTS,
+            "hc_lowrank": 8,
+            "shared_expert_intermediate_size": 32,
+            "linear_num_value_heads": 4,
+            "linear_num_key_heads": 2,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+            "indexer_n_heads": 2,
+            "indexer_kv_heads": 1,
+            "indexer_head_dim": 16,
+            "indexer_budget": 8,
+            "indexer_compress_ratio": 4,
+            "layer_types": ["linear_attention", "full_attention"],
+        },
+        refusal=SPARSE.format("Qwen4ExpForCausalLM", "Qwen4ExpTextQSAIndexer"),
+    ),
+    Architecture(
         name="Mamba",
         model_type="mamba",
         note="a state space, no attention",
@@ -347,7 +421,9 @@ but nobody has checked.
 
 ## Refused
 
-sfi stops with this message rather than run densely without a word.
+sfi stops with this message rather than run densely, or choose from what a model has already chosen.
+A model with a module named `...Indexer` is natively sparse, whatever its name. In transformers 5.23 these
+have one too, but nobody has tried: `axk2`, `dots3_note`, `glm5_next`, `hy_v4`, `mistral_large4`.
 
 | Architecture | `model_type` | Why | Message |
 |---|---|---|---|

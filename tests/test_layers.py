@@ -45,7 +45,12 @@ ONLY_IN = {
         "sfi_core/bundled/",
     ),
     "huggingface_hub": ("sfi_core/models/", "sfi_core/measure/bench/architectures.py"),
-    "tokenizers": ("sfi_core/bundled/", "sfi_core/generation/text_stream.py"),
+    "tokenizers": (
+        "sfi_core/bundled/",
+        "sfi_core/generation/text_stream.py",
+        "sfi_core/models/gguf_tokenizer.py",
+    ),
+    "gguf": ("sfi_core/models/gguf_file.py",),
     "pyarrow": ("traces/",),
     "duckdb": ("traces/",),
     "nvtx": ("traces/",),

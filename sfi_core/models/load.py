@@ -1,5 +1,6 @@
 """Loading a checkpoint and its tokenizer."""
 
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,9 +21,22 @@ from sfi_core.distributed import torchrun
 from sfi_core.distributed.ranks import join, mesh
 from sfi_core.errors import BackendError, ConfigError, InputError, UnsupportedModelError
 from sfi_core.models.digest import checkpoint_digest, commit_of
+from sfi_core.models.gguf_file import DTYPE, check_positions, read_metadata
+from sfi_core.models.gguf_tokenizer import build_tokenizer
+from sfi_core.models.source import Source, find_source
 from sfi_core.models.tensor_parallel import parallel_options
 
 BUNDLED = Path(__file__).parents[1] / "bundled" / "checkpoint"
+# what transformers and its readers raise for a checkpoint that they cannot read
+DAMAGED = (
+    OSError,
+    ValueError,
+    LookupError,
+    NotImplementedError,
+    struct.error,
+    SafetensorError,
+    StrictDataclassError,
+)
 DTYPES = {
     "bfloat16": torch.bfloat16,
     "bf16": torch.bfloat16,
@@ -44,7 +58,7 @@ def load(
     """Load a decoder-only model and its tokenizer; under torchrun, split by heads over all ranks.
 
     Args:
-        model: Hub id or folder; None is the bundled checkpoint.
+        model: Hub id, folder, GGUF file or alias (see `find_source`); None is the bundled checkpoint.
         revision: Branch, tag or commit on the hub.
         dtype: "auto" (the checkpoint's), "bfloat16", "float16" or "float32".
         device: "auto" (CUDA where there is one), "cpu", "cuda", "cuda:1", ...
@@ -56,44 +70,49 @@ def load(
     Raises:
         InputError: The checkpoint is missing, incomplete or damaged.
         UnsupportedModelError: No decoder-only language model, or one that torchrun's ranks cannot share.
-        BackendError: The device is not there.
+        BackendError: The device, or a package that the checkpoint needs, is not there.
         ConfigError: The ranks have different checkpoints.
         RankLostError: Another rank has died.
     """
     quiet()
-    source = str(BUNDLED if model is None else model)
     where, kind = resolve_device(device), resolve_dtype(dtype)
-    common = {"revision": revision, "trust_remote_code": trust_remote_code}
+    common: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     together = join()
-    with together.agreed(), _readable(source):
-        _check_folder(source)
-        config = _config(source, common)
-        digest = _digest(source, revision) if together.size > 1 else None
-        split = parallel_options(config, together.size, trust_remote_code=trust_remote_code)
-    together.check_same({"model": digest, "dtype": dtype, "device": where.type})
-    if split:
-        split["device_mesh"] = mesh(where)
-    with together.agreed(), _readable(source):
-        loaded, info = AutoModelForCausalLM.from_pretrained(
-            source,
-            config=config,
-            dtype=kind,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # refused below, with the weight's name
-            **common,
-            **split,
-        )
-        tokenizer = AutoTokenizer.from_pretrained(source, **common)
-        _check_complete(source, info)
+    with together.agreed():
+        source = find_source(str(BUNDLED if model is None else model))
+        _check_ranks(source, together.size)
+    with source.opened():
+        with together.agreed(), _readable(source.name):
+            _check_place(source)
+            config = _decoder_config(source, common)
+            digest = _digest(source.place, revision) if together.size > 1 else None
+            split = parallel_options(config, together.size, trust_remote_code=trust_remote_code)
+        together.check_same({"model": digest, "dtype": dtype, "device": where.type})
+        if split:
+            split["device_mesh"] = mesh(where)
+        with together.agreed(), _readable(source.name):
+            loaded, info = AutoModelForCausalLM.from_pretrained(
+                source.place,
+                config=config,
+                dtype=kind,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # refused below, with the weight's name
+                **source.options,
+                **common,
+                **split,
+            )
+            tokenizer = _tokenizer(source, **common)
+            _check_complete(source.name, info)
+    loaded.config.name_or_path = source.name  # transformers has the folder of a GGUF file
     return loaded.to(where).eval(), tokenizer
 
 
 @contextmanager
-def _readable(source: str) -> Iterator[None]:
+def _readable(name: str, what: str = "model") -> Iterator[None]:
     try:
         yield
-    except (OSError, ValueError, KeyError, SafetensorError, StrictDataclassError) as error:
-        raise InputError(f"model {source} cannot be loaded: {first_line(error)}") from error
+    except DAMAGED as error:
+        raise InputError(f"{what} {name} cannot be loaded: {first_line(error)}") from error
 
 
 def _digest(source: str, revision: str | None) -> str | None:
@@ -101,14 +120,34 @@ def _digest(source: str, revision: str | None) -> str | None:
     return checkpoint_digest(folder) if folder.is_dir() else commit_of(source, revision)
 
 
-def _config(source: str, common: dict[str, Any]) -> Any:
-    config = AutoConfig.from_pretrained(source, **common)
+def _check_ranks(source: Source, ranks: int) -> None:
+    if source.gguf is not None and ranks > 1:
+        raise UnsupportedModelError(
+            f"{source.name} is a GGUF file, which {ranks} ranks cannot share; use its folder or hub id"
+        )
+
+
+def read_config(source: Source, revision: str | None = None, **options: Any) -> Any:
+    """Return a checkpoint's config; a GGUF file's says which dtype "auto" is."""
+    config = AutoConfig.from_pretrained(
+        source.place, revision=revision, **source.options, **options
+    )
+    if source.gguf is not None:
+        check_positions(config, read_metadata(source.place, source.gguf, revision))
+        config.dtype = DTYPE
+    return config
+
+
+def _decoder_config(source: Source, common: dict[str, Any]) -> Any:
+    config = read_config(source, **common)
     if config.is_encoder_decoder:
         raise UnsupportedModelError(
-            f"{source} is an encoder-decoder model ({config.model_type}); sfi runs decoder-only models"
+            f"{source.name} is an encoder-decoder model ({config.model_type}); sfi runs decoder-only models"
         )
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not common["trust_remote_code"]:
-        raise UnsupportedModelError(f"{source} ({config.model_type}) is no causal language model")
+        raise UnsupportedModelError(
+            f"{source.name} ({config.model_type}) is no causal language model"
+        )
     return config
 
 
@@ -128,26 +167,37 @@ def load_tokenizer(model: str | None = None) -> Any:
 
     Raises:
         InputError: It is missing or damaged.
+        BackendError: A package that it needs is not installed.
     """
     quiet()
-    source = str(BUNDLED if model is None else model)
-    _check_folder(source)
-    try:
-        return AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError, KeyError) as error:
-        raise InputError(f"tokenizer of {source} cannot be loaded: {first_line(error)}") from error
+    source = find_source(str(BUNDLED if model is None else model))
+    _check_place(source)
+    with _readable(source.name, "tokenizer of"):
+        return _tokenizer(source)
 
 
-def _check_folder(source: str) -> None:
-    folder = Path(source)
+def _tokenizer(source: Source, revision: str | None = None, **options: Any) -> Any:
+    if source.gguf is None or (Path(source.place) / "tokenizer.json").is_file():
+        return AutoTokenizer.from_pretrained(source.place, revision=revision, **options)
+    return build_tokenizer(read_metadata(source.place, source.gguf, revision))
+
+
+def _check_place(source: Source) -> None:
+    place = source.place
+    folder = Path(place)
     if not folder.is_dir():
         if folder.exists():
-            raise InputError(f"model must be a folder or a hub id, got the file {source}")
-        if source.startswith((".", "~")) or folder.is_absolute() or source.count("/") > 1:
-            raise InputError(f"model folder {source} does not exist")
+            raise InputError(
+                f"model must be a folder, a hub id or a .gguf file, got the file {place}"
+            )
+        if place.startswith((".", "~")) or folder.is_absolute() or place.count("/") > 1:
+            raise InputError(f"model folder {place} does not exist")
+    if source.gguf or not folder.is_dir():
         return
     if not (folder / "config.json").exists():
-        raise InputError(f"model folder {source} has no config.json")
+        file = next(folder.glob("*.gguf"), None)
+        hint = f"; for its GGUF file say {place}:{file.name}" if file else ""
+        raise InputError(f"model folder {place} has no config.json{hint}")
     tokenizers = (
         "tokenizer.json",
         "tokenizer.model",
@@ -157,7 +207,7 @@ def _check_folder(source: str) -> None:
         "spiece.model",
     )
     if not any((folder / name).exists() for name in tokenizers):
-        raise InputError(f"model folder {source} has no tokenizer; save one there")
+        raise InputError(f"model folder {place} has no tokenizer; save one there")
 
 
 def first_line(error: Exception) -> str:

@@ -8,11 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 from typer.testing import CliRunner
 
 from sfi_cli import app as cli
+from sfi_cli.commands.generate.prompts import token_ids
 from sfi_core.errors import SfiError
 from sfi_core.models.linear import ENGINES
+from sfi_core.models.load import load_tokenizer
 from tests.covering import case
 
 KEYS = {
@@ -354,3 +357,18 @@ def test_cuda_without_a_gpu_exits_4():
     code, _, error = inside("generate", PROMPT, "--device", "cuda")
     assert code == 4
     assert error.startswith("error: device cuda is not on this machine")
+
+
+def test_a_chat_template_that_writes_the_first_token_writes_it_once():
+    """Llama 3's template begins with it, and so does what its tokenizer makes of any text."""
+    tokenizer = load_tokenizer()
+    first = (tokenizer.bos_token, tokenizer.bos_token_id)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{first[0]} $A", special_tokens=[first]
+    )
+    tokenizer.chat_template = (
+        "{{ bos_token }}{% for one in messages %}{{ one['content'] }}{% endfor %}"
+    )
+    plain, chat = (token_ids(" Belora", tokenizer, chat=chat) for chat in (False, True))
+    assert plain == chat
+    assert plain.count(first[1]) == 1

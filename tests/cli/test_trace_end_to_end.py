@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from sfi_cli import app as cli
+from sfi_core.bundled.example import load_example
 from tests.cli.trace_commands import trace
 
 
@@ -78,7 +79,7 @@ def test_replay_plays_a_step(folder):
     ended = trace("replay", folder / "run", "--play", "--step", "10")
     assert ended.code == 0
     assert "slow" in ended.stdout
-    assert "Zanisk" in ended.stdout
+    assert load_example().prompt.rsplit(maxsplit=1)[-1] in ended.stdout
 
 
 def test_export_makes_a_timeline_and_tables(folder, tmp_path):

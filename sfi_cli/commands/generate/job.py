@@ -7,7 +7,7 @@ from typing import Any
 
 import typer
 
-from sfi_cli.commands.generate.prompts import Entry, Prompts
+from sfi_cli.commands.generate.prompts import Prompts, token_ids
 from sfi_cli.commands.generate.recording import TraceRecording
 from sfi_cli.commands.generate.views import plan_line, report_lines
 from sfi_cli.loading import Subject
@@ -15,7 +15,6 @@ from sfi_cli.settings.tables import EngineTable
 from sfi_cli.terminal.output import INTERRUPTED, Output, message
 from sfi_cli.terminal.progress import DecodeProgress, PrefillProgress, ProgressObserver
 from sfi_core.distributed import torchrun
-from sfi_core.errors import InputError
 from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.sampling import Sampling
 
@@ -54,9 +53,9 @@ class GenerateJob:
         Sampling(**self.sampling)
         self.subject.check()
         model, tokenizer = self.subject.loaded(quiet=output.quiet)
-        texts = [self._text(entry, tokenizer) for entry in self.prompts.entries]
-        shows = output.streams and not output.json and len(texts) == 1
-        decode = partial(self._decode, model, tokenizer, texts, output.quiet)
+        prompts = [token_ids(entry, tokenizer, chat=self.chat) for entry in self.prompts.entries]
+        shows = output.streams and not output.json and len(prompts) == 1
+        decode = partial(self._decode, model, tokenizer, prompts, output.quiet)
         with self.recording.observers(tokenizer, self._provenance(), output.quiet) as (
             watch,
             stopped,
@@ -73,7 +72,9 @@ class GenerateJob:
         elif shows:
             output.stream("" if result.texts[0].endswith("\n") else "\n")
         else:
-            output.text("".join(_block(i, text, len(texts)) for i, text in enumerate(result.texts)))
+            output.text(
+                "".join(_block(i, text, len(prompts)) for i, text in enumerate(result.texts))
+            )
         for line in report_lines(document):
             output.say(line)
         if result.error is not None:
@@ -85,7 +86,7 @@ class GenerateJob:
         self,
         model: Any,
         tokenizer: Any,
-        texts: list[str],
+        prompts: list[list[int]],
         quiet: bool,
         policy: str,
         stream: Output | None,
@@ -109,7 +110,7 @@ class GenerateJob:
             return generate(
                 model,
                 tokenizer,
-                texts,
+                prompts,
                 self.config,
                 policy=policy,
                 max_new_tokens=limits,
@@ -134,19 +135,6 @@ class GenerateJob:
             "sampling": self.sampling,
             "max_new_tokens": self.max_new_tokens,
         }
-
-    def _text(self, entry: Entry, tokenizer: Any) -> str:
-        if isinstance(entry, str) and not self.chat:
-            return entry
-        messages = [{"role": "user", "content": entry}] if isinstance(entry, str) else entry
-        if not getattr(tokenizer, "chat_template", None):
-            raise InputError(
-                "the model's tokenizer must have a chat template for --chat and messages"
-            )
-        text: str = tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True
-        )
-        return text
 
     def _document(self, result: Any, other: Any, device: str) -> dict[str, Any]:
         from sfi_core.machine.versions import versions

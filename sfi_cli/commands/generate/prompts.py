@@ -112,3 +112,21 @@ def _entry(line: str, where: str) -> tuple[Entry, int | None]:
     raise InputError(
         f'{where}: must hold a non-empty "prompt" or "messages", got {line.strip()[:60]}'
     )
+
+
+def token_ids(entry: Entry, tokenizer: Any, *, chat: bool) -> list[int]:
+    """Return the tokens of an entry, in the chat template where it is a conversation or `chat` says so.
+
+    Raises:
+        InputError: The tokenizer has no chat template.
+    """
+    if isinstance(entry, str) and not chat:
+        plain: list[int] = tokenizer(entry)["input_ids"] if entry else []
+        return plain
+    messages = [{"role": "user", "content": entry}] if isinstance(entry, str) else entry
+    if not getattr(tokenizer, "chat_template", None):
+        raise InputError("the model's tokenizer must have a chat template for --chat and messages")
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    # the template writes the special tokens itself: another one at the beginning would come twice
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids

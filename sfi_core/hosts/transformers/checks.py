@@ -113,6 +113,12 @@ def check_supported(model: PreTrainedModel) -> None:
         )
     if not (model.is_backend_compatible() or model.get_correct_attn_implementation(None) == "sdpa"):
         raise UnsupportedModelError(f"{name} does not use transformers' attention interface")
+    # all of them have one, whatever their cache looks like to this release of transformers
+    kinds_of_module = {type(module).__name__ for module in model.modules()}
+    if indexers := sorted(kind for kind in kinds_of_module if kind.endswith("Indexer")):
+        raise UnsupportedModelError(
+            f"{name} is natively sparse: its {indexers[0]} already chooses what a token attends to"
+        )
     text = config.get_text_config(decoder=True)
     if "chunked_attention" in (getattr(text, "layer_types", None) or ()):
         raise UnsupportedModelError(f"{name} has chunked attention layers, which sfi does not know")

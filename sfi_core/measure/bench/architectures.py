@@ -4,12 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
 from sfi_core.errors import InputError, UnsupportedModelError
-from sfi_core.models.load import BUNDLED, first_line, quiet
+from sfi_core.models.load import BUNDLED, DAMAGED, first_line, quiet, read_config
+from sfi_core.models.source import find_source
 
 QWEN3: dict[str, Any] = {
     "model_type": "qwen3",
@@ -67,12 +67,15 @@ def model_config(source: str | None) -> Any:
 
     Raises:
         InputError: The model has no config, or the config is damaged.
+        BackendError: A package that it needs is not installed.
     """
     quiet()
     path = str(BUNDLED if source is None else source)
     try:
-        return AutoConfig.from_pretrained(path)
-    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
+        where = find_source(path)
+        with where.opened():
+            return read_config(where)
+    except DAMAGED as error:
         raise InputError(f"config of {path} cannot be read: {first_line(error)}") from error
 
 

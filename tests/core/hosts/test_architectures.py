@@ -4,9 +4,12 @@ from functools import cache
 
 import pytest
 import torch
+import transformers
+from transformers import CONFIG_MAPPING
 
 from sfi_core.errors import UnsupportedModelError
 from sfi_core.generation.generate import generate
+from sfi_core.hosts.transformers.checks import check_supported
 from sfi_core.hosts.transformers.slow_fast import slow_fast
 from sfi_core.settings.config import SfiConfig
 from tests.architectures import BY_LABEL, PAGE, REFUSED, WORKS, padded, page, prompts, tiny
@@ -204,12 +207,26 @@ def test_model_is_restored_after_an_exception(label):
 
 @pytest.mark.parametrize("architecture", REFUSED, ids=lambda a: a.label)
 def test_architecture_is_refused_with_its_name_and_the_reason(architecture):
+    if architecture.model_type not in CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no {architecture.model_type}")
     model = architecture.build()
     before = traces_of_sfi(model)
     with pytest.raises(UnsupportedModelError) as refusal, slow_fast(model, None, SMALL):
         pass
     assert str(refusal.value) == architecture.refusal
     assert traces_of_sfi(model) == before
+
+
+def test_a_sparse_model_is_refused_whatever_its_cache_looks_like():
+    """A checkpoint's own code may keep plain keys, and a release of transformers may."""
+
+    class OwnIndexer(torch.nn.Module):
+        pass
+
+    model = BY_LABEL["llama"].build()
+    model.model.layers[1].self_attn.indexer = OwnIndexer()
+    with pytest.raises(UnsupportedModelError, match="natively sparse: its OwnIndexer already"):
+        check_supported(model)
 
 
 def test_page_lists_the_architectures():

@@ -164,7 +164,9 @@ def test_a_missing_folder_is_named(source: str):
 
 def test_a_file_is_no_model(folder: Path):
     path = str(folder / "config.json")
-    assert refusal(InputError, path) == f"model must be a folder or a hub id, got the file {path}"
+    assert refusal(InputError, path) == (
+        f"model must be a folder, a hub id or a .gguf file, got the file {path}"
+    )
 
 
 def test_a_folder_without_config_is_refused(folder: Path):

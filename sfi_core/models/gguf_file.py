@@ -1,0 +1,82 @@
+"""GGUF files, which transformers loads: what that takes, and what it drops or gets wrong without a word."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr
+from functools import cache
+from importlib.util import find_spec
+from io import StringIO
+from typing import Any
+
+import torch
+from transformers.utils import cached_file
+
+from sfi_core.errors import BackendError
+
+DTYPE = torch.float32  # what "auto" makes of quantized weights
+PACKAGES = ("gguf", "accelerate")  # transformers asks for both
+
+
+def check_packages() -> None:
+    """Refuse to read a GGUF file where a package of the extra is missing.
+
+    Raises:
+        BackendError: Naming what to install.
+    """
+    for package in PACKAGES:
+        if find_spec(package) is None:
+            raise BackendError(
+                f"GGUF files need {package}, which is not installed; pip install 'sfi-toolkit[gguf]'"
+            )
+
+
+@contextmanager
+def read_once() -> Iterator[None]:
+    """Let transformers parse a file once instead of once a use, and without a progress bar.
+
+    A parse takes seconds, all of them for the vocabulary; the names of all tensors it works out for each of
+    the model's modules anew.
+    """
+    import gguf  # noqa: PLC0415 - of an extra
+
+    slow = {name: getattr(gguf, name) for name in ("GGUFReader", "get_tensor_name_map")}
+    try:
+        for name, function in slow.items():
+            setattr(gguf, name, cache(function))
+        with redirect_stderr(StringIO()):
+            yield
+    finally:
+        for name, function in slow.items():
+            setattr(gguf, name, function)
+
+
+def read_metadata(place: str, file: str, revision: str | None) -> dict[str, Any]:
+    """Return a file's metadata; under `tensors` the names of its tensors.
+
+    Raises:
+        OSError: The file is not there.
+        ValueError: It is not a GGUF file.
+    """
+    import gguf  # noqa: PLC0415 - of an extra
+
+    reader = gguf.GGUFReader(cached_file(place, file, revision=revision))
+    metadata = {name: field.contents() for name, field in reader.fields.items()}
+    return {**metadata, "tensors": [tensor.name for tensor in reader.tensors]}
+
+
+def check_positions(config: Any, metadata: Mapping[str, Any]) -> None:
+    """Refuse scaled positions that did not arrive in the config.
+
+    Raises:
+        ValueError: transformers dropped them.
+    """
+    parameters = getattr(config, "rope_parameters", None) or {}
+    if parameters.get("rope_type", "default") != "default":
+        return
+    scaling = metadata.get(f"{metadata['general.architecture']}.rope.scaling.type", "none")
+    factors = [name for name in metadata["tensors"] if name.startswith("rope_")]
+    if scaling != "none" or factors:
+        what = f"rope scaling {scaling!r}" if scaling != "none" else factors[0]
+        raise ValueError(
+            f"its positions are scaled ({what}), which transformers does not read from a GGUF file; "
+            "use the model's folder or hub id"
+        )

