@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
 START = re.compile(r"(?:^|&& |\| )(?:\$ )?(?:[\w.]+/)*sfi (?=[a-z])|-m sfi_cli (?=[a-z])")
 END = re.compile(r"\s(?:#|[|&;>]+(?:\s|$))")  # a comment, or another command
-OTHERS = {"--environment", "--interval"}  # other programs' options that stand alone
+OTHERS = {"--environment", "--interval", "--no-deps"}  # other programs' options that stand alone
 
 
 @cache
