@@ -7,7 +7,7 @@ WORKERS := -n auto --maxprocesses 8 --dist loadfile
 TOOLS := accelerate gguf lm_eval matplotlib mypy optuna playwright plotly pytest ruff scipy xdist
 
 .DEFAULT_GOAL := help
-.PHONY: help tools fix check lint test test-all gpu bench docs
+.PHONY: help tools fix check lint test test-all gpu bench docs docs-cli
 
 help:  ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,7 +39,11 @@ gpu:  ## On a CUDA machine: kernel tests, kernel benchmark and a generation; JSO
 bench:  ## Time decoding at a long context, beside transformers
 	$(PYTHON) -m sfi_cli bench --random-weights qwen3-0.6b --context 4K,16K --time-limit 20
 
-docs: tools  ## Make docs/player.svg and docs/report.html anew from a run of the example; needs npm, for a small Plotly
+docs-cli:  ## Write docs/cli, a page a command, from the parser and the settings
+	PYTHONPATH=.:kernels:traces $(PYTHON) docs/make_cli_pages.py
+
+docs: export PYTHONPATH := .:kernels:traces
+docs: tools docs-cli  ## Make all of docs that is made: docs/cli, player.svg and report.html (needs npm, for a small Plotly)
 	rm -rf build/docs && mkdir -p build/docs
 	$(PYTHON) -m sfi_cli trace record -o build/docs/run --audit 1
 	$(PYTHON) docs/record_player.py build/docs/run docs/player.svg

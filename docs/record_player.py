@@ -73,17 +73,17 @@ def record(playback: Playback, steps: range) -> str:
     shown = [SLOW if step in playback.slow_at else FAST for step in steps]
     begins = [sum(shown[:number]) / sum(shown) for number in range(len(shown))]
     keys = [
-        f"{begin:.2%} {{ transform: translateY({-number * HEIGHT * LINE:g}px) }}"
+        f"{begin:.2%} {{{{ transform: translateY({-number * HEIGHT * LINE:g}px) }}}}"
         for number, begin in enumerate(begins)
     ]
-    film = console.export_svg(code_format=FILM, unique_id="player")
+    film = FILM  # filled before the run's text comes in, which may have such words
     for name, value in {
         "HIGH": round(TOP + HEIGHT * LINE + GAP), "WINDOW": HEIGHT * LINE, "LEFT": LEFT, "TOP": TOP,
         "SECONDS": f"{sum(shown):g}", "KEYS": " ".join(keys), "FONTS": FONTS,
         "TITLE": "sfi trace replay run --play",
     }.items():  # fmt: skip
         film = film.replace(name, str(value))
-    return CLIP.sub("", film)
+    return CLIP.sub("", console.export_svg(code_format=film, unique_id="player"))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,8 @@ Prefix = Annotated[
 def list_settings(prefix: Prefix = "", preset: o.Preset = None, json: o.Json = False) -> None:
     r"""List the settings that --set NAME=VALUE and a TOML file of --config take.
 
-    A table's settings have its name before a dot; in the file they stand below [table].
+    A table's settings have its name before a dot; in the file they stand below that name in
+    brackets.
 
     For example:
 

@@ -1,0 +1,103 @@
+"""What the documents say to type: commands, options and settings that there are."""
+
+import re
+import shlex
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import typer
+
+from sfi_cli import app as cli
+from sfi_cli.settings.tables import COMMANDS, DIMENSIONS, SETTINGS, settings_for
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
+START = re.compile(r"(?:^|&& |\| )(?:\$ )?(?:[\w.]+/)*sfi (?=[a-z])|-m sfi_cli (?=[a-z])")
+END = re.compile(r"\s(?:#|[|&;>]+(?:\s|$))")  # a comment, or another command
+OTHERS = {"--environment", "--interval", "--no-deps"}  # other programs' options that stand alone
+
+
+@cache
+def options() -> dict[str, set[str]]:
+    """List the options of every command, the two everywhere included."""
+
+    def walk(command, name=""):
+        if not hasattr(command, "commands"):
+            found[name] = {
+                word for one in command.params for word in (*one.opts, *one.secondary_opts)
+            }
+            found[name] |= {"--debug", "--help", "-h"}
+        for word, inner in getattr(command, "commands", {}).items():
+            walk(inner, f"{name} {word}".strip())
+
+    found: dict[str, set[str]] = {}
+    walk(typer.main.get_command(cli.app))
+    return found
+
+
+def code(text: str) -> list[str]:
+    """List the lines of code, joined where they go on, and the spans of code."""
+    blocks = re.findall(r"^```[^\n]*\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    outside = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    spans = [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", outside)]
+    return [line for block in blocks for line in re.sub(r"\\\n\s*", "", block).split("\n")] + spans
+
+
+def mistakes(text: str) -> list[str]:
+    """List what a document says to type, and what is not there."""
+    found = []
+    for line in code(text):
+        starts = [match.end() for match in START.finditer(line)]
+        for start, after in pairwise([*starts, len(line)]):
+            found += of_command(END.split(line[start:after], maxsplit=1)[0])
+        if re.match(r"--[a-z]", line):
+            found += of_words(line, set().union(*options().values()) | OTHERS, SETTINGS)
+    return found
+
+
+def of_command(line: str) -> list[str]:
+    # a command, without `sfi`
+    words = line.split()
+    name = next((n for n in (" ".join(words[:2]), words[0]) if n in options()), None)
+    if name is None:
+        groups = {known.split()[0] for known in options()}
+        return [] if words[0] in groups and len(words) == 1 else [f"sfi {line}: no such command"]
+    return of_words(line, options()[name], settings_for(name) if name in COMMANDS else {})
+
+
+def of_words(line: str, known: set[str], settings) -> list[str]:
+    # options, and the settings that --set and --search name
+    try:
+        words = shlex.split(line)
+    except ValueError:  # prose: "the trace's"
+        words = line.split()
+    given = [word.partition("=")[0] for word in words if re.match(r"--?[a-z]", word)]
+    wrong = [f"{line}: no {word}" for word in given if word.split("/")[0] not in known]
+    for flag, assigned in pairwise(words):
+        name = assigned.partition("=")[0]
+        allowed = {"--set": settings, "--search": DIMENSIONS}.get(flag)
+        if allowed is not None and not name.isupper() and name not in allowed:
+            wrong.append(f"{line}: no setting {name}")
+    return wrong
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_document_names_only_what_there_is(path: Path):
+    assert not mistakes(path.read_text())
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("```\n$ sfi generate --trace run --audit 16  # --gone\n```", 0),
+        ("```\nsfi bench --context 4K \\\n    --gone 3\n```", 1),
+        ("Type `sfi trace show run --gone`.", 1),
+        ("Type `sfi tracing run`.", 1),
+        ("Set `--set span=4`, `--set spam=4` or `--search stride`.", 1),
+        ("`sfi eval --set span=4` has no effect, nor has `--no-such-thing`.", 2),
+    ],
+)
+def test_what_is_not_there_is_found(text: str, wrong: int):
+    assert len(mistakes(text)) == wrong
