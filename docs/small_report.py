@@ -32,13 +32,17 @@ def main() -> None:
     parser.add_argument("output", type=Path)
     parser.add_argument("plotly", type=Path, help="a build with heat maps and lines")
     arguments = parser.parse_args()
-    packed = base64.b64encode(gzip.compress(arguments.plotly.read_bytes(), mtime=0)).decode()
-    page = render(View(Trace.open(arguments.trace)))
-    whole = f"<script>{get_plotlyjs()}</script>\n<script>\n"
-    assert whole in page, "the report has Plotly in it, and its own script next"
-    page = page.replace(whole, UNPACK.replace("PACKED", packed))
+    page = small(render(View(Trace.open(arguments.trace))), arguments.plotly.read_bytes())
     arguments.output.write_text(page, encoding="utf-8")
     print(f"Wrote {arguments.output} ({len(page.encode()) / 1e6:.1f} MB)")
+
+
+def small(page: str, plotly: bytes) -> str:
+    """Put a packed Plotly in the place of the page's own."""
+    whole = f"<script>{get_plotlyjs()}</script>\n<script>\n"
+    assert whole in page, "the report has Plotly in it, and its own script next"
+    packed = base64.b64encode(gzip.compress(plotly, mtime=0)).decode()
+    return page.replace(whole, UNPACK.replace("PACKED", packed))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """The player as an animated SVG, for the documentation."""
 
 import re
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from types import ModuleType
+from runpy import run_path
+from types import SimpleNamespace
 from xml.etree import ElementTree as ET
 
 import pytest
@@ -21,11 +21,8 @@ def texts(svg: str) -> list[ET.Element]:
 
 
 @pytest.fixture(scope="module")
-def script() -> ModuleType:
-    spec = spec_from_file_location("record_player", DOCS / "record_player.py")
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def script() -> SimpleNamespace:
+    return SimpleNamespace(**run_path(str(DOCS / "record_player.py")))
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,9 @@ import base64
 import json
 import re
 import shutil
+from contextlib import contextmanager
+from pathlib import Path
+from runpy import run_path
 
 import numpy as np
 import pytest
@@ -18,8 +21,9 @@ from sfi_traces.views.view import View
 from tests.traces.made import WORDS, make_trace
 from tests.traces.test_stability import rewrite
 
-pytest.importorskip("plotly")
 pytest.importorskip("jinja2")
+get_plotlyjs = pytest.importorskip("plotly.offline").get_plotlyjs
+DOCS = Path(__file__).parent.parent.parent / "docs"
 HOSTILE = (
     "</script><script>document.title='x'</script><img src=x onerror=\"document.title='x'\"><b>"
 )
@@ -183,7 +187,7 @@ def browser():
 
 @pytest.fixture
 def opened(browser, sfi, tmp_path):
-    """The report in Chromium; whatever it says or asks for beside itself fails the test."""
+    """A report with text that would do harm."""
     strange = {"token_text": HOSTILE}
     rewrite(
         sfi.trace.path,
@@ -197,6 +201,13 @@ def opened(browser, sfi, tmp_path):
     )
     file = tmp_path / "report.html"
     file.write_text(render(View(sfi.trace)), encoding="utf-8")
+    with visited(browser, file) as page:
+        yield page
+
+
+@contextmanager
+def visited(browser, file: Path):
+    """A report in Chromium; whatever it says or asks for beside itself fails the test."""
     said, asked = [], []
     page = browser.new_page(viewport={"width": 1366, "height": 768}, color_scheme="light")
     page.on("console", lambda message: said.append(message.text))
@@ -207,6 +218,20 @@ def opened(browser, sfi, tmp_path):
     yield page
     assert said == []
     assert [url for url in asked if not url.startswith(("data:", "blob:"))] == [file.as_uri()]
+
+
+def test_the_example_in_the_docs_works_in_a_browser(browser):
+    with visited(browser, DOCS / "report.html") as page:
+        _every_figure_is_drawn(page)
+
+
+def test_a_report_with_a_packed_plotly_works_in_a_browser(browser, sfi, tmp_path):
+    small = run_path(str(DOCS / "small_report.py"))["small"]
+    page, file = render(sfi), tmp_path / "small.html"
+    file.write_text(small(page, get_plotlyjs().encode()), encoding="utf-8")
+    assert file.stat().st_size < len(page) / 2
+    with visited(browser, file) as page:
+        _every_figure_is_drawn(page)
 
 
 def test_the_page_works_in_a_browser(opened):
