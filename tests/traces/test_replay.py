@@ -423,7 +423,7 @@ def bundled_runs(tmp_path_factory) -> dict[str, Trace]:
         with ParquetObserver(folder, tokenizer=tokenizer, positions=True) as observer:
             sfi_core.generate(
                 model, tokenizer, [prompt], load_example().config, policy=policy, max_new_tokens=40,
-                observers=[observer], audit=AuditConfig(every=1, top=5000),
+                observers=[observer], audit=AuditConfig(every=1, top=9000),
             )  # fmt: skip
         traces[policy] = Trace.open(folder)
     return traces
