@@ -53,7 +53,10 @@ TrustRemoteCode = Annotated[  # no setting: somebody else's config file must not
         "--trust-remote-code", help="Run code from the checkpoint.", rich_help_panel=MODEL
     ),
 ]
-Policy = Annotated[str, typer.Option(help=f"{', '.join(POLICIES)}.", rich_help_panel=METHOD)]
+Policy = Annotated[
+    str,
+    typer.Option(help=f"{', '.join(POLICIES)}, or a package's own.", rich_help_panel=METHOD),
+]
 Preset = Annotated[
     str | None,
     typer.Option(help=f"{', '.join(PRESETS)}.", show_default="default", rich_help_panel=METHOD),
