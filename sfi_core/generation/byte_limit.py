@@ -5,7 +5,7 @@ from typing import Self
 
 from sfi_core.engine.report import RunReport
 from sfi_core.hosts.transformers.session import Session
-from sfi_core.models.byte_model import ByteModel
+from sfi_core.models.byte_model import ByteModel, fast_tokens
 from sfi_core.models.describe import describe_model
 
 
@@ -50,12 +50,11 @@ class ByteLimit:
         packed = min(context, config.sink + config.budget)
         read = float(model.mean(context, attended + selecting, packed, slow))
         dense = float(model.dense(context))
-        grown = 0.5 / slow if slow and config.recent_mode == "anchored" else 0.0
-        whole = config.sink + config.budget + config.recent + grown
+        whole = fast_tokens(config, config.budget, slow)
         break_even = model.break_even(whole, config.sink + config.budget, slow)
         return cls(
             bytes_per_token=read,
             full_attention_bytes_per_token=dense,
             speedup=dense / read,
-            break_even_context=None if selecting or break_even is None else round(break_even),
+            break_even_context=None if selecting or break_even is None else int(break_even) + 1,
         )

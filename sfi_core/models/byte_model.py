@@ -13,6 +13,8 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
+from sfi_core.settings.config import SfiConfig
+
 # bytes of a position and KV head: evidence, prior and scores of a fused Selector, in float32
 SCORE_BYTES = 16
 COPIED = 2  # a gathered row is read and written
@@ -119,6 +121,18 @@ class ByteModel:
         # weights, layers left dense and sliding windows: the same for slow and fast steps
         windows = sum(row * np.minimum(window, length) for window, row in self.windows)
         return self.weight_bytes / self.batch + self.dense_row_bytes * length + windows
+
+
+def fast_tokens(config: SfiConfig, selected: int, slow_rate: float) -> float:
+    """Return the tokens that a fast step reads for each KV head in a context that holds more.
+
+    Args:
+        config: Sink and recent tokens; anchored ones grow by half the steps between two slow ones.
+        selected: Selected tokens.
+        slow_rate: Share of slow steps.
+    """
+    grown = 0.5 / slow_rate if config.recent_mode == "anchored" and slow_rate else 0.0
+    return config.sink + selected + config.recent + grown
 
 
 def _row_bytes(layer: Mapping[str, Any]) -> int:

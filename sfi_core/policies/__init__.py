@@ -6,7 +6,7 @@ from sfi_core.policies.context import Evidence, LayerContext, StepContext
 from sfi_core.policies.full_kv import FullKV
 from sfi_core.policies.h2o import H2O
 from sfi_core.policies.oracle_top_k import OracleTopK
-from sfi_core.policies.outside import installed, outside_policy, package_of, taken_twice
+from sfi_core.policies.outside import import_policy, installed, package_of
 from sfi_core.policies.prior_only import PriorOnly
 from sfi_core.policies.quest import Quest
 from sfi_core.policies.random_k import RandomK
@@ -40,14 +40,17 @@ def policy_class(name: str) -> type[Policy]:
     Raises:
         ConfigError: No such policy, two of that name, or one that cannot be imported.
     """
-    others = [f"package {package_of(point)}" for point in installed() if point.name == name]
-    if name in POLICIES and others:
-        raise taken_twice(name, ["sfi", *others])
-    found = POLICIES.get(name) or outside_policy(name)
-    if found is None:
+    points = [point for point in installed() if point.name == name]
+    owners = ["sfi"] if name in POLICIES else []
+    owners += [f"package {package_of(point)}" for point in points]
+    if len(owners) > 1:  # which one would run must not depend on an installation's order
+        raise ConfigError(
+            f"policy {name!r} is defined twice, by {' and by '.join(owners)}; remove one"
+        )
+    if not owners:
         known = (*POLICIES, *sorted({point.name for point in installed()}))
         raise ConfigError(f"unknown policy {name!r}; expected one of {known}")
-    return found
+    return import_policy(points[0]) if points else POLICIES[name]
 
 
 __all__ = [

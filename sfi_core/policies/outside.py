@@ -23,20 +23,15 @@ def package_of(point: EntryPoint) -> str:
     return point.dist.name if point.dist is not None else point.module
 
 
-def outside_policy(name: str) -> type[Policy] | None:
-    """Import the policy of that name; None where no package has one.
+def import_policy(point: EntryPoint) -> type[Policy]:
+    """Import the policy of an entry point.
 
     Raises:
-        ConfigError: Two packages have it, it does not import, or it is no policy.
+        ConfigError: It does not import, or it is no policy.
     """
-    points = [point for point in installed() if point.name == name]
-    if not points:
-        return None
-    if len(points) > 1:
-        raise taken_twice(name, [f"package {package_of(point)}" for point in points])
-    where = f"policy {name!r} of package {package_of(points[0])}"
+    where = f"policy {point.name!r} of package {package_of(point)}"
     try:
-        found = points[0].load()
+        found = point.load()
     except Exception as error:  # whatever another package raises at import
         reason = " ".join(str(error).split()) or "no reason given"
         raise ConfigError(
@@ -45,10 +40,3 @@ def outside_policy(name: str) -> type[Policy] | None:
     if not (isinstance(found, type) and issubclass(found, Policy)):
         raise ConfigError(f"{where} must be a subclass of sfi_core.policies.Policy, got {found!r}")
     return found
-
-
-def taken_twice(name: str, owners: list[str]) -> ConfigError:
-    """Say that a name is ambiguous: which policy would run must not depend on an installation's order."""
-    return ConfigError(
-        f"policy {name!r} is defined twice, by {' and by '.join(owners)}; remove one"
-    )

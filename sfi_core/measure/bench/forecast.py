@@ -1,7 +1,6 @@
 """What to expect of a model and a machine, from bytes alone: nothing is loaded and nothing runs."""
 
-from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
@@ -15,7 +14,7 @@ from sfi_core.machine.memory import total_bytes
 from sfi_core.machine.versions import versions
 from sfi_core.measure.bench.settings import DecodeSettings
 from sfi_core.measure.kernel_bench.timing import clock_for, copy_gb_per_s
-from sfi_core.models.byte_model import ByteModel
+from sfi_core.models.byte_model import ByteModel, fast_tokens
 from sfi_core.models.describe import describe_model
 from sfi_core.models.forecast import CPU_SLACK, forecast, largest_batch
 from sfi_core.models.weights import ModelWeights
@@ -25,7 +24,6 @@ from sfi_core.state.layer_shape import LayerShape
 
 POLICIES = ("full-kv", "sfi", "streaming-llm")
 MOST_REQUESTS = 1 << 16
-LONGEST = 1 << 24  # tokens; the search for the break-even ends here
 
 
 def forecast_document(
@@ -174,13 +172,11 @@ class Expectation:
     def _break_even(self, policy: str) -> int | None:
         if policy == "full-kv":
             return None
-        bytes_, rate = self._bytes(1), self.slow_rate(policy)
-
-        def gains(context: int) -> bool:
-            fast, slow = step_bytes(bytes_, self._settings.config, policy, context, rate)
-            return (1 - rate) * fast + rate * slow < float(bytes_.dense(context))
-
-        return first_true(gains, LONGEST)
+        config, rate = policy_class(policy).adapt(self._settings.config), self.slow_rate(policy)
+        selected = selected_tokens(config, policy)
+        read = fast_tokens(config, selected, rate)
+        context = self._bytes(1).break_even(read, config.sink + selected, rate)
+        return None if context is None else int(context) + 1
 
 
 def step_bytes(
@@ -193,18 +189,16 @@ def step_bytes(
         config: Sink, budget and recent tokens.
         policy: A name of `POLICIES`.
         context: Cached tokens.
-        rate: Share of slow steps; anchored recent tokens grow by half the steps between two slow ones.
+        rate: Share of slow steps.
     """
     adapted = policy_class(policy).adapt(config)
-    selected = config.budget if policy == "sfi" else 0
-    grown = 0.5 / rate if adapted.recent_mode == "anchored" and rate else 0.0
+    selected = selected_tokens(config, policy)
     packed = min(context, config.sink + selected)
-    read = min(context, config.sink + selected + adapted.recent + grown)
+    read = min(context, fast_tokens(adapted, selected, rate))
     slow = model.slow(context, packed) if policy == "sfi" else model.dense(context)
     return float(model.fast(context, read)), float(slow)
 
 
-def first_true(holds: Callable[[int], bool], last: int) -> int | None:
-    """Return the smallest number from which a condition holds; None if none up to `last` is such."""
-    first = 1 + bisect_left(range(1, last + 1), True, key=holds)
-    return first if first <= last else None
+def selected_tokens(config: SfiConfig, policy: str) -> int:
+    """Return the selected tokens of a policy of `POLICIES`."""
+    return config.budget if policy == "sfi" else 0

@@ -13,7 +13,7 @@ from sfi_core.errors import ConfigError, InputError, UnsupportedModelError
 from sfi_core.hosts.transformers.shapes import layer_shapes
 from sfi_core.measure.bench import forecast as module
 from sfi_core.measure.bench.architectures import empty_model, random_config, random_model
-from sfi_core.measure.bench.forecast import first_true, forecast_document
+from sfi_core.measure.bench.forecast import forecast_document
 from sfi_core.measure.bench.settings import DecodeSettings
 from sfi_core.models.weights import ModelWeights
 from tests.architectures import WORKS, tiny
@@ -202,8 +202,3 @@ def test_a_config_that_is_none_is_refused(tmp_path):
         random_config(str(tmp_path / "bad.json"))
     with pytest.raises(InputError, match=r"random weights must be one of .* got 'qwen3-5b'"):
         random_config("qwen3-5b")
-
-
-@pytest.mark.parametrize(("last", "expected"), [(100, 38), (37, None), (38, 38)])
-def test_first_true_finds_where_a_condition_begins(last, expected):
-    assert first_true(lambda number: number >= 38, last) == expected
