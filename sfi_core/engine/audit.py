@@ -2,16 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
+from sfi_core.engine import history
 from sfi_core.engine.layer import Layer
 from sfi_core.errors import ConfigError
 from sfi_core.observers.events import AuditEvent
 from sfi_core.settings.audit import AuditConfig
 from sfi_core.state.layer_shape import LayerShape
-from sfi_kernels.dense_attention import dense_attention, window_logits
 from sfi_kernels.top_k import top_k
 
 
@@ -61,7 +60,8 @@ class Audit:
         H = mass_HT.shape[0]
         index_HK = top_k.on(layer.backend)(mass_HT[None], self.config.top)[0]
         retained_H, error_H = mass_HT.new_ones(H), mass_HT.new_zeros(H)
-        if not (state.slow or layer.left_dense):
+        mixed = row in layer.dense_heads
+        if mixed or not (state.slow or layer.left_dense):
             retained_H = _retained(layer, row, mass_HT)
             error_H = _error(layer, row, query_1HGD, out_HGE)
         last = self.queries.get((state.request, layer.index))
@@ -101,21 +101,8 @@ def check_audit(config: AuditConfig, shapes: Sequence[LayerShape]) -> None:
         raise ConfigError(f"audit.heads must be in 0 to {fewest - 1}, got {wrong}")
 
 
-def _paging(layer: Layer, row: int) -> dict[str, Any]:
-    return {
-        "block_table_BP": layer.run.store.block_table_BP[row : row + 1],
-        "length_B": layer.forward.descriptor.length_B[row : row + 1],
-    }
-
-
 def _mass(layer: Layer, row: int, query_1HGD: torch.Tensor) -> torch.Tensor:
-    logits = window_logits.on(layer.backend)(
-        query_1HGD[:, :, :, None],
-        layer.pages.key_PHND,
-        **_paging(layer, row),
-        **layer.logit_options,
-        longest=layer.run.requests[row].length,
-    )
+    logits = history.logits_of(layer, (row,), query_1HGD[:, :, :, None])
     mass_HT: torch.Tensor = logits[0, :, :, 0].softmax(-1).mean(1)
     return mass_HT
 
@@ -132,17 +119,13 @@ def _of(heads: tuple[int, ...], value: torch.Tensor) -> torch.Tensor:
 def _retained(layer: Layer, row: int, mass_HT: torch.Tensor) -> torch.Tensor:
     # the packed segment (sinks and selected) and the recent segment do not overlap
     packed_HS = _at(mass_HT, layer.run.segments[layer.index].position_BHS[row])
-    return packed_HS.sum(1) + mass_HT[:, layer.run.requests[row].recent_start :].sum(1)
+    retained_H = packed_HS.sum(1) + mass_HT[:, layer.run.requests[row].read_start :].sum(1)
+    dense_H = layer.dense_heads.get(row)
+    return retained_H if dense_H is None else retained_H.masked_fill(dense_H, 1.0)
 
 
 def _error(layer: Layer, row: int, query_1HGD: torch.Tensor, out_HGE: torch.Tensor) -> torch.Tensor:
-    dense = dense_attention.on(layer.backend)(
-        query_1HGD[:, :, :, None],
-        layer.pages.key_PHND,
-        layer.pages.value_PHNE,
-        **_paging(layer, row),
-        **layer.options,
-    )
+    dense = history.dense(layer, row, query_1HGD[:, :, :, None])
     dense_HX = dense[0, :, :, 0].float().flatten(1)
     difference_HX = out_HGE.float().flatten(1) - dense_HX
     error_H: torch.Tensor = difference_HX.norm(dim=1) / dense_HX.norm(dim=1)

@@ -71,6 +71,8 @@ class Forward:
         prompts: Rows that read a piece of their prompt.
         ended: Rows whose prompt ends with it.
         decodes: Whether any request decodes.
+        slow: Rows that decode with g_t = 1.
+        fast: The other rows that decode.
         chosen: `Rows` that layers have asked for, by their rows in the batch: made once for all layers.
     """
 
@@ -83,6 +85,8 @@ class Forward:
     prompts: tuple[int, ...]
     ended: tuple[int, ...]
     decodes: bool
+    slow: tuple[int, ...]
+    fast: tuple[int, ...]
     chosen: dict[tuple[int, ...], Rows] = field(default_factory=dict)
 
     @classmethod
@@ -104,6 +108,8 @@ class Forward:
             prompts=tuple(row for row, one in enumerate(passes) if one.kind == PROMPT),
             ended=tuple(row for row, one in enumerate(passes) if one.ends_prompt),
             decodes=any(one.kind in (FAST, SLOW) for one in passes),
+            slow=tuple(row for row, one in enumerate(passes) if one.kind == SLOW),
+            fast=tuple(row for row, one in enumerate(passes) if one.kind == FAST),
         )
 
     @property

@@ -1,6 +1,6 @@
 """One layer of the forward pass under way, as backends, policies and watchers see it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,8 @@ class Layer:
         left_dense: Whether the layer is dense at every step.
         logit_options: Scale and soft cap of the logits, as the ops take them.
         options: The same, and the learned sink logits.
+        dense_heads: Which KV heads read everything, [H] bool, by row, where a policy mixes heads in a step.
+        later: What is selected once all that watch have seen what the layer attended.
     """
 
     def __init__(
@@ -46,6 +48,14 @@ class Layer:
         self.left_dense = index in run.policy.config.dense_layers
         self.logit_options: dict[str, Any] = {"scale": scale, "soft_cap": soft_cap}
         self.options: dict[str, Any] = {**self.logit_options, "sink_HG": sink_HG}
+        self.dense_heads: dict[int, torch.Tensor] = {}
+        self.later: list[Callable[[], None]] = []
+
+    def finish(self, query_BHGTD: torch.Tensor, out_BHGTE: torch.Tensor) -> None:
+        """Show all that watch what the layer attended, then select what comes after it."""
+        self.run.tell(self, query_BHGTD, out_BHGTE)
+        for select in self.later:
+            select()
 
     def moved_bytes(self, rows: Sequence[int], *, dense: bool) -> int:
         """Return the bytes of keys and values that some requests' attention reads."""

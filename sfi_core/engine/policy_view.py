@@ -6,6 +6,7 @@ from functools import partial
 
 import torch
 
+from sfi_core.engine.history import logits_of
 from sfi_core.engine.layer import Layer
 from sfi_core.observers.events import SelectionEvent
 from sfi_core.observers.observer import wants
@@ -34,15 +35,7 @@ def layer_context(
     """
     run, index = layer.run, layer.index
     chosen, requests = run.rows(rows), run.requests_of(rows)
-    make_logits = partial(
-        window_logits.on(layer.backend),
-        query_RHGWD,
-        layer.pages.key_PHND,
-        chosen.table_RP,
-        chosen.length_R,
-        **layer.logit_options,
-        longest=chosen.longest,
-    )
+    make_logits = partial(logits_of, layer, rows, query_RHGWD)
     return LayerContext(
         layer=index,
         backend=layer.backend,
@@ -56,6 +49,7 @@ def layer_context(
         ranks=run.ranks,
         states=tuple(run.requests[row] for row in rows),
         query_BHGWD=query_RHGWD,
+        scale=layer.logit_options["scale"],
         keys=lambda place, start, stop: run.store.keys(index, rows[place], start, stop),
         attended=lambda place: _attended(layer, rows[place], query_RHGWD[place, :, :, -1]),
         notes=tuple(run.notes[request, index] for request in requests),

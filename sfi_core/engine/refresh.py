@@ -57,6 +57,8 @@ def refresh(
     if not any(empty):
         context = layer_context(layer, rows, query_RHGWD, logits, log_sum_RHGW)
         selection = run.policy.select_after(context)
+        if run.policy.corrects:
+            run.policy.selected(context)
         run.meter.count(f"{layer.backend}.selector", len(rows))
         apply(layer, rows, selection)
         return
@@ -68,8 +70,37 @@ def refresh(
             refresh(layer, (row,), query)
 
 
-def apply(layer: Layer, rows: tuple[int, ...], selection: Selection | None) -> None:
-    """Pack what was selected for some requests, and tell the observer; None keeps the memory as it is."""
+def select_alone(
+    layer: Layer,
+    rows: tuple[int, ...],
+    query_RHG1D: torch.Tensor,
+    dense_RH: torch.Tensor,
+    logits: Callable[[], torch.Tensor],
+) -> None:
+    """Let the policy select anew for the heads of fast requests that have read everything."""
+    context = layer_context(layer, rows, query_RHG1D, logits)
+    layer.run.meter.count(f"{layer.backend}.correction", len(rows))
+    apply(layer, rows, layer.run.policy.select_alone(context, dense_RH), "correction")
+
+
+def select_next(layer: Layer, rows: tuple[int, ...], query_RHG1D: torch.Tensor) -> None:
+    """Let the policy select for the next step of fast requests, once the layer has attended."""
+    with layer.run.observer.span("select_next", layer.index):
+        selection = layer.run.policy.select_next(layer_context(layer, rows, query_RHG1D))
+        apply(layer, rows, selection, "speculative")
+
+
+def apply(
+    layer: Layer, rows: tuple[int, ...], selection: Selection | None, reason: str = ""
+) -> None:
+    """Pack what was selected for some requests, and tell the observer; None keeps the memory as it is.
+
+    Args:
+        layer: The layer.
+        rows: The requests.
+        selection: What was selected.
+        reason: Why, as `SelectionEvent` has it; "speculative" is for the next step.
+    """
     if selection is None:
         return
     run, index, chosen = layer.run, layer.index, layer.run.rows(rows)
@@ -81,16 +112,20 @@ def apply(layer: Layer, rows: tuple[int, ...], selection: Selection | None) -> N
             chosen.sink_R,
             selection.index_BHK,
             chosen.most_sink,
+            selection.heads_BH,
         )
     run.meter.count(f"{layer.backend}.pack", len(rows))
     for place, row in enumerate(rows):
-        note_selection(run, index, row, place, selection)
+        note_selection(run, index, row, place, selection, reason)
 
 
-def note_selection(run: Run, layer: int, row: int, place: int, selection: Selection) -> None:
+def note_selection(
+    run: Run, layer: int, row: int, place: int, selection: Selection, reason: str = ""
+) -> None:
     """Note what a layer packed for a request, the `place`-th of a selection, and tell the observer."""
     state = run.requests[row]
-    state.note_packed(run.policy.config.sink, selection.index_BHK.shape[2])
+    ahead = reason == "speculative"
+    state.note_packed(run.policy.config.sink, selection.index_BHK.shape[2], ahead=ahead)
     run.observer.on(
         SelectionEvent(
             request=state.request,
@@ -100,6 +135,8 @@ def note_selection(run: Run, layer: int, row: int, place: int, selection: Select
             diagnostics={
                 name: value[place : place + 1] for name, value in selection.diagnostics.items()
             },
+            reason=reason,
+            heads_H=None if selection.heads_BH is None else selection.heads_BH[place],
         )
     )
 

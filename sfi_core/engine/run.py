@@ -20,6 +20,7 @@ from sfi_core.engine.forward import (
     RequestPass,
     known_requests,
 )
+from sfi_core.engine.head_count import HeadCount
 from sfi_core.engine.maintenance import Maintenance, side_of
 from sfi_core.engine.meter import WHOLE_STEP, Meter
 from sfi_core.engine.prompt_queries import PromptQueries
@@ -74,6 +75,7 @@ class Run:
         notes: What the policy keeps, by request (not row) and layer; `SHARED` stands for all layers.
         signals: What the policy's plan looks at besides tokens; None for nothing.
         prompt_queries: The last queries of pieces of the prompt, for the first selection.
+        head_count: How many KV heads read everything where a policy mixes them.
         maintenance: Selects and packs on slow steps, beside the next layers where it can.
         descriptors: Writes the descriptors of each pass.
         recorded: Whether the tokens of the last step have been noted.
@@ -98,6 +100,7 @@ class Run:
     notes: dict[tuple[int, int], Notes] = field(default_factory=lambda: defaultdict(dict))
     signals: Signals | None = field(init=False)
     prompt_queries: PromptQueries = field(init=False)
+    head_count: HeadCount = field(default_factory=HeadCount)
     maintenance: Maintenance = field(init=False)
     descriptors: Descriptors = field(init=False)
     recorded: bool = True
@@ -207,7 +210,7 @@ class Run:
         if forward.prompts != forward.ended and self.policy.selects_after:
             self.prompt_queries.see(layer, query_BHGTD, out_BHGTE)
         if self.signals is not None and forward.generates:
-            anew = (*forward.descriptor.slow, *forward.ended)
+            anew = (*forward.slow, *forward.ended)
             self.signals.see_query(layer.index, query_BHGTD[:, :, :, -1], anew)
         for watcher in self.watchers:
             watcher.see(layer, query_BHGTD, out_BHGTE)
@@ -215,9 +218,11 @@ class Run:
     def record(self, token_B: Sequence[int]) -> None:
         """Note the tokens x_t, one a row, of the requests that the pass gave one; tell the observer."""
         seconds = self.meter.lap(prefill=not self.forward.decodes)
-        for state, one, token in zip(self.requests, self.forward.passes, token_B, strict=True):
+        mixed = self.head_count.settle()
+        rows = zip(self.requests, self.forward.passes, token_B, strict=True)
+        for row, (state, one, token) in enumerate(rows):
             if one.generates:
-                self._record(state, token, seconds)
+                self._record(state, token, seconds, mixed.get(row))
         self.recorded = True
 
     def segment(self, layer: int) -> PackedSegment:
@@ -262,22 +267,24 @@ class Run:
 
     def _tell_begin(self) -> None:
         forward = self.forward
-        slow = sorted((*forward.prompts, *forward.descriptor.slow))
+        slow = sorted((*forward.prompts, *forward.slow))
         self.observer.on(
             BeginStepEvent(
                 step=self.step,
                 slow=self.requests_of(slow),
-                fast=self.requests_of(forward.descriptor.fast),
+                fast=self.requests_of(forward.fast),
                 reads_prompt=bool(forward.prompts),
             )
         )
 
-    def _record(self, state: RequestState, token: int, seconds: float) -> None:
+    def _record(
+        self, state: RequestState, token: int, seconds: float, mixed: float | None
+    ) -> None:
         state.finish_step(token)
         state.tally.time_step(state.step, self.meter.began, self.meter.ended)
         state.finished = token in self.stop_ids
         dense = len(self.layers & set(self.policy.config.dense_layers))
-        attended = state.attended(len(self.layers), dense)
+        attended = state.attended(len(self.layers), dense, mixed)
         if state.step > 0:
             selecting = 0.0 if state.slow else self.policy.selection_tokens(state)
             state.tally.count_reads(attended, state.length, selecting)

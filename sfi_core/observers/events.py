@@ -117,6 +117,9 @@ class SelectionEvent:
         layer: Index of the transformer layer.
         index_HK: Selected positions by KV head, int32, padded with -1; on the device.
         diagnostics: The policy's tensors, such as `lambda_star`; on the device.
+        reason: Why the heads selected: "" for a slow step's refresh, "correction" where a head's query moved,
+            "speculative" for the next step (FreeKV).
+        heads_H: The heads that selected, bool, on the device; None for all.
     """
 
     request: int
@@ -124,6 +127,29 @@ class SelectionEvent:
     layer: int
     index_HK: torch.Tensor
     diagnostics: Mapping[str, torch.Tensor]
+    reason: str = ""
+    heads_H: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecallEvent:
+    """Rows of one request and layer were brought from the host's tier to the device's.
+
+    Attributes:
+        request: Index of the request.
+        step: Decoding step t.
+        layer: Index of the transformer layer.
+        rows_H: Rows of K and V that came from the host, by KV head, int32; on the device.
+        row_bytes: Bytes of one row of one head, K and V.
+        waited_us: How long the step waited for the rows, in microseconds.
+    """
+
+    request: int
+    step: int
+    layer: int
+    rows_H: torch.Tensor
+    row_bytes: int
+    waited_us: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,5 +205,12 @@ class LogitsEvent:
 
 
 Event = (
-    RunEvent | PromptEvent | BeginStepEvent | StepEvent | SelectionEvent | AuditEvent | LogitsEvent
+    RunEvent
+    | PromptEvent
+    | BeginStepEvent
+    | StepEvent
+    | SelectionEvent
+    | RecallEvent
+    | AuditEvent
+    | LogitsEvent
 )

@@ -3,6 +3,7 @@
 from sfi_core.errors import ConfigError
 from sfi_core.policies.base import EvidencePolicy, Policy, Selection, StepPlan
 from sfi_core.policies.context import Evidence, LayerContext, StepContext
+from sfi_core.policies.freekv import FreeKV
 from sfi_core.policies.full_kv import FullKV
 from sfi_core.policies.h2o import H2O
 from sfi_core.policies.oracle_top_k import OracleTopK
@@ -15,6 +16,7 @@ from sfi_core.policies.sfi import SFI
 from sfi_core.policies.shared import Triggered, always_fast, best
 from sfi_core.policies.snapkv import SnapKV
 from sfi_core.policies.streaming_llm import StreamingLLM
+from sfi_core.policies.synckv import SyncKV
 from sfi_core.policies.tidaldecode import TidalDecode
 from sfi_core.policies.tova import Tova
 
@@ -28,6 +30,8 @@ POLICIES: dict[str, type[Policy]] = {
     "quest": Quest,
     "tidaldecode": TidalDecode,
     "refreshkv": RefreshKV,
+    "freekv": FreeKV,
+    "synckv": SyncKV,
     "oracle-top-k": OracleTopK,
     "random-k": RandomK,
     "prior-only": PriorOnly,

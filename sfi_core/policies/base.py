@@ -42,10 +42,12 @@ class Selection:
     Attributes:
         index_BHK: Positions in J by KV head, int32, ascending, padded with -1.
         diagnostics: Tensors worth tracing, such as the Selector's `lambda_star`.
+        heads_BH: The KV heads whose memory this is, bool; the others keep theirs. None for all.
     """
 
     index_BHK: torch.Tensor
     diagnostics: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    heads_BH: torch.Tensor | None = None
 
 
 class Rule(Protocol):
@@ -68,6 +70,9 @@ class Policy:
         selects_after: Whether `select_after` is to be called on slow steps.
         observes_fast: Whether `observe_fast` is to be called.
         observes_prompt: Whether `observe_prompt` is to be called.
+        selects_next: Whether `select_next` is to be called on fast steps.
+        mixes_heads: Whether `dense_heads` is to be called in decoding steps.
+        corrects: Whether the heads that it names on a fast step select anew by `select_alone`.
         needs_only_evidence: Whether the policy is an `EvidencePolicy`.
         evicts: Whether what is not attended is gone for good; such methods also store less.
         signal: What the plan looks at besides tokens, a name of `sfi_core.triggers.signals`; "" for nothing.
@@ -77,6 +82,9 @@ class Policy:
     selects_after = False
     observes_fast = False
     observes_prompt = False
+    selects_next = False
+    mixes_heads = False
+    corrects = False
     needs_only_evidence = False
     evicts = False
     signal = ""
@@ -106,6 +114,29 @@ class Policy:
     def select_after(self, context: LayerContext) -> Selection | None:
         """Select once a layer has attended (SFI, SnapKV, SyncKV; FreeKV's next step)."""
         return None
+
+    def select_next(self, context: LayerContext) -> Selection | None:
+        """Select for the next step, once a fast layer has attended (FreeKV's speculative retrieval)."""
+        return None
+
+    def dense_heads(self, context: LayerContext) -> torch.Tensor | None:
+        """Say which KV heads of a decoding step read their request's whole history.
+
+        Returns:
+            [B, H] bool, on the device; None where all heads do as the step says: everything on a slow step,
+            the selected memory on a fast one.
+        """
+        return None
+
+    def select_alone(self, context: LayerContext, heads_BH: torch.Tensor) -> Selection | None:
+        """Select anew for the heads that `dense_heads` named on a fast step (`sfi` with correction).
+
+        The logits of other heads are undefined.
+        """
+        return None
+
+    def selected(self, context: LayerContext) -> None:
+        """Look at a layer whose memory a slow step has just selected, if the policy `corrects`."""
 
     def observe_fast(self, context: LayerContext) -> None:
         """Look at the logits of a fast layer's attended set, once it has attended (H2O, TOVA)."""

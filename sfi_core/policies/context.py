@@ -65,6 +65,7 @@ class LayerContext(Evidence):
         states: What the run knows of each request, in plain numbers; the torch backend asks for one request
             at a time.
         query_BHGWD: The window's queries.
+        scale: Factor on the logits.
         keys: Returns the cached keys of one request, by its place here, from a position to before another,
             [1, H, T, D].
         attended: Returns, by place, the logits of the current query over what a fast step reads, [H, G, S],
@@ -75,6 +76,7 @@ class LayerContext(Evidence):
 
     states: tuple[RequestState, ...]
     query_BHGWD: torch.Tensor
+    scale: float
     keys: Callable[[int, int, int], torch.Tensor]
     attended: Callable[[int], tuple[torch.Tensor, torch.Tensor]]
     notes: tuple[Notes, ...]

@@ -14,7 +14,12 @@ from typing import Any, Self
 
 from sfi_core.errors import ConfigError, InputError
 from sfi_core.settings.fields import check, check_names, setting
-from sfi_core.settings.parts import BaselineConfig, SelectorConfig
+from sfi_core.settings.parts import (
+    BaselineConfig,
+    FreeKVConfig,
+    SelectorConfig,
+    SyncKVConfig,
+)
 
 RECENT_MODES = ("anchored", "sliding")
 TRIGGER_POLICIES = (
@@ -37,6 +42,8 @@ POLICIES = (  # sfi_core.policies has their classes
     "quest",
     "tidaldecode",
     "refreshkv",
+    "freekv",
+    "synckv",
     "oracle-top-k",
     "random-k",
     "prior-only",
@@ -120,8 +127,22 @@ class SfiConfig:
     group_reduce: str = setting(
         "power", "How the query heads of a KV head share evidence.", choices=GROUP_REDUCTIONS
     )
+    correction: float | None = setting(
+        None,
+        "Under sfi: on a fast step a KV head whose query has a cosine below this with the one that selected "
+        "for it reads everything and selects alone (FreeKV's correction); none for no correction.",
+        least=-1,
+        most=1,
+    )
+    representatives: str | None = setting(
+        None,
+        "Under sfi: file of head clusters, from `sfi tune heads`, or even. Slow steps read everything with "
+        "each cluster's representative only, whose evidence selects for the cluster (SyncKV's R-heads).",
+    )
     selector: SelectorConfig = field(default_factory=SelectorConfig)
     baseline: BaselineConfig = field(default_factory=BaselineConfig)
+    freekv: FreeKVConfig = field(default_factory=FreeKVConfig)
+    synckv: SyncKVConfig = field(default_factory=SyncKVConfig)
 
     def __post_init__(self) -> None:
         """Reject settings that cannot run."""
@@ -129,7 +150,9 @@ class SfiConfig:
 
     @classmethod
     def preset(cls, name: str) -> Self:
-        """Return a named preset: "default" (ours), "paper" (the paper's values) or "released" (its code's).
+        """Return a named preset of `PRESETS`: "default" is ours, "paper" SFI's, "released" its code's.
+
+        "freekv-long-input" and "freekv-long-generation" are FreeKV's two scenarios (Sec. 5.1).
 
         Raises:
             ConfigError: No such preset.
@@ -139,7 +162,7 @@ class SfiConfig:
         return cls().replace(**PRESETS[name])
 
     def replace(self, /, **changes: Any) -> Self:
-        """Copy with other values; `selector` and `baseline` take a mapping of the fields to change.
+        """Copy with other values; tables such as `selector` take a mapping of the fields to change.
 
         Raises:
             ConfigError: An unknown key, a value of the wrong type or out of range.
@@ -175,7 +198,12 @@ class SfiConfig:
             raise ConfigError(f"{path}: {error}") from error
 
 
-PARTS = {"selector": SelectorConfig, "baseline": BaselineConfig}  # tables of a TOML file
+PARTS: dict[str, Any] = {  # tables of a TOML file
+    "selector": SelectorConfig,
+    "baseline": BaselineConfig,
+    "freekv": FreeKVConfig,
+    "synckv": SyncKVConfig,
+}
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -221,5 +249,13 @@ PRESETS: dict[str, dict[str, Any]] = {
             "alpha_cross": 0.85,
             "position_weight": 0.7,
         },
+    },
+    # B = 2048 holds the sink and recent tokens too (FreeKV, Sec. 2.1), and the whole pages of the rest
+    "freekv-long-input": {"sink": 128, "recent": 128, "budget": 1792},
+    "freekv-long-generation": {
+        "sink": 512,
+        "recent": 512,
+        "budget": 1024,
+        "freekv": {"tau": 0.9},
     },
 }

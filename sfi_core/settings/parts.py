@@ -80,3 +80,54 @@ class BaselineConfig:
         check(self)
         require(self.pool % 2 == 1, f"pool must be odd, got {self.pool}")
         require(self.select_layers != (), "select_layers must be at least one layer, got []")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FreeKVConfig:
+    """Settings of FreeKV (Liu et al., 2025); each field says what it does."""
+
+    page: int = setting(32, "Tokens of a page, which is selected and recalled whole.", least=1)
+    tau: float = setting(
+        0.8,
+        "A KV head whose pooled query cosine is below this selects before it attends; -1 never, and 1 always "
+        "but for equal queries. The paper takes 0.8 for long inputs and 0.9 for long generations.",
+        least=-1,
+        most=1,
+    )
+    first_layer_dense: bool = setting(
+        True, "Leave the first full-attention layer dense, as the paper does."
+    )
+
+    def __post_init__(self) -> None:
+        """Reject values of another type or out of range."""
+        check(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncKVConfig:
+    """Settings of SyncKV; each field says what it does."""
+
+    heads: str | None = setting(
+        None,
+        "File of head clusters, from `sfi tune heads`; none is heads.json in the model's folder. even splits "
+        "each layer's KV heads into `representatives` groups of neighbors, for models without meaning.",
+    )
+    representatives: int = setting(
+        2, "Representative heads of a layer, N_r, where heads is even.", least=1
+    )
+    stride: int = setting(
+        5, "Steps from one anticipation to the next, the paper's m.", least=1
+    )
+    static: float = setting(
+        0.5, "Share of the budget that keeps the prompt's selection, the paper's rho.", least=0, most=1
+    )
+    suspension: str = setting(
+        "dense",
+        "What representatives read between two anticipations. Paper gap: dense is Algorithm 1, line 22; "
+        "sparse lets them read what their cluster reads.",
+        choices=("dense", "sparse"),
+    )
+
+    def __post_init__(self) -> None:
+        """Reject values of another type or out of range."""
+        check(self)

@@ -12,7 +12,7 @@ on the way in, so position j is the j-th token of the prompt for every request o
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -20,6 +20,7 @@ from sfi_core.state.layer_pages import LayerPages
 from sfi_core.state.packed_segment import PackedSegment
 from sfi_kernels.append import append
 from sfi_kernels.pack import pack
+from sfi_kernels.pages import read_pages
 
 GROWTH = 256  # spare tokens when nobody said how long the run will be
 
@@ -33,6 +34,8 @@ class KVCache:
         block_table_BP: Page numbers, `[B, pages of a request]` int32.
         layers: Pages by layer; allocated when a layer's first keys tell their shape.
     """
+
+    whole_on_device = True
 
     def __init__(
         self, batch: int, capacity: int, page_size: int | None = None, backend: str = "torch"
@@ -102,6 +105,7 @@ class KVCache:
         sink_R: torch.Tensor,
         index_RHK: torch.Tensor,
         most_sink: int,
+        heads_RH: torch.Tensor | None = None,
     ) -> None:
         """See `KVStore`: one kernel gathers the rows from the pages (Reorg)."""
         segment.reserve(most_sink + index_RHK.shape[2])
@@ -117,6 +121,7 @@ class KVCache:
             segment.value_BHSE,
             segment.position_BHS,
             segment.length_BH,
+            **({} if heads_RH is None else {"heads_RH": heads_RH.int()}),
         )
 
     def copy(self) -> "KVCache":
@@ -165,6 +170,15 @@ class KVCache:
                 large = small.new_empty(total, small.shape[1], self.page_size, *small.shape[3:])
                 large[:count, :, :old_page] = small
                 setattr(pages, name, large)
+
+    def blocks(
+        self, layer: int, row: int, length: int, head: int | None = None
+    ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+        """See `KVStore`: one block, a view where one page holds the request."""
+        own = slice(None) if head is None else slice(head, head + 1)
+        pages, table_P = self.layers[layer], self.block_table_BP[row]
+        key, value = (x[:, own] for x in (pages.key_PHND, pages.value_PHNE))
+        yield 0, read_pages(key, table_P, 0, length), read_pages(value, table_P, 0, length)
 
     def keys(self, layer: int, row: int, start: int, stop: int) -> torch.Tensor:
         """See `KVStore`."""

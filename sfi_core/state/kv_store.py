@@ -1,6 +1,6 @@
 """What the engine asks of a KV store, wherever its keys and values lie."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -22,6 +22,8 @@ class KVStore(Protocol):
         page_size: Tokens of a page.
         block_table_BP: Page numbers of each request, int32.
         heads: KV heads of a layer; 1 while no layer is known.
+        whole_on_device: Whether `pages` hold every token; otherwise only the recent ones, and the whole is read
+            by `blocks`.
     """
 
     batch: int
@@ -29,6 +31,7 @@ class KVStore(Protocol):
     capacity: int
     page_size: int
     block_table_BP: torch.Tensor
+    whole_on_device: bool
 
     @property
     def heads(self) -> int:
@@ -60,6 +63,21 @@ class KVStore(Protocol):
     def pages(self, layer: int) -> LayerPages:
         """Return a layer's pages."""
 
+    def blocks(
+        self, layer: int, row: int, length: int, head: int | None = None
+    ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+        """Return a request's keys and values of positions 0 to `length`, block by block.
+
+        Args:
+            layer: Index of the layer.
+            row: The request's row in the batch.
+            length: Tokens to read.
+            head: A KV head alone; None for all.
+
+        Yields:
+            The first position of a block, its keys [1, H, N, D] and values [1, H, N, E]; good until the next.
+        """
+
     def keys(self, layer: int, row: int, start: int, stop: int) -> torch.Tensor:
         """Return a request's keys from `start` to before `stop`, [1, H, T, D], without asking the device."""
 
@@ -77,6 +95,7 @@ class KVStore(Protocol):
         sink_R: torch.Tensor,
         index_RHK: torch.Tensor,
         most_sink: int,
+        heads_RH: torch.Tensor | None = None,
     ) -> None:
         """Bring the sinks and the selected positions of some requests into a layer's packed segment.
 
@@ -87,6 +106,7 @@ class KVStore(Protocol):
             sink_R: Their sink tokens, int32.
             index_RHK: Their selected positions, int32, ascending, padded with -1 at the end.
             most_sink: The largest of `sink_R`, so that the device is not asked.
+            heads_RH: Which KV heads' rows change, bool; None for all.
         """
 
     def copy(self) -> "KVStore":

@@ -19,7 +19,11 @@ class RequestState:
         reason: Why it is slow.
         steps_since_slow: Fast steps since the last slow step.
         recent_start: First position of the recent segment.
+        read_start: First token after the packed ones that a KV head reads in step t if it reads sparsely:
+            `recent_start`, but on an anchored slow step, where the packed memory is still the last one.
         packed_tokens: Sink and selected tokens per KV head.
+        sparse_tokens: What such a head reads on a slow step.
+        next_packed: `packed_tokens` from the next step on, where it was selected ahead; None otherwise.
         tokens: Generated ids x_0, x_1, ...
         finished: Whether the request has ended: with a stop token, or with as many tokens as it may have.
         cosine: Mean cosine of the last step's query with an earlier one, where a trigger looks at it.
@@ -35,7 +39,10 @@ class RequestState:
     reason: str = ""
     steps_since_slow: int = 0
     recent_start: int = 0
+    read_start: int = 0
     packed_tokens: int = 0
+    sparse_tokens: int = 0
+    next_packed: int | None = None
     tokens: list[int] = field(default_factory=list)
     finished: bool = False
     cosine: float = math.nan
@@ -57,6 +64,8 @@ class RequestState:
         self.length += new_tokens
         self.steps_since_slow = 0 if slow else self.steps_since_slow + 1
         self.slow, self.reason = slow, reason
+        if self.next_packed is not None:
+            self.packed_tokens, self.next_packed = self.next_packed, None
 
     def finish_step(self, token_id: int) -> None:
         """Note the token x_t that the step generated; a step that broke off is not counted."""
@@ -70,25 +79,34 @@ class RequestState:
         The segment is the last `recent` tokens at a slow step. On a fast step it slides with them, or stays
         where it starts and grows (`anchored`).
         """
+        last = max(self.sink(sink), self.length - recent)
+        self.read_start = last if sliding else self.recent_start
+        self.sparse_tokens = self.packed_tokens + self.length - self.read_start
         if self.slow or sliding:
-            self.recent_start = max(self.sink(sink), self.length - recent)
+            self.recent_start = last
 
-    def note_packed(self, sink: int, selected: int) -> None:
+    def note_packed(self, sink: int, selected: int, *, ahead: bool = False) -> None:
         """Note that a layer packed the sinks and up to `selected` positions of J.
 
-        Top-K pads only where J has fewer positions, so that the count needs no look at the device.
+        Top-K pads only where J has fewer positions, so that the count needs no look at the device. `ahead`
+        says that the next step reads it, when one more token has left the recent segment.
         """
         sink = self.sink(sink)
-        self.packed_tokens = sink + min(selected, self.recent_start - sink)
+        if ahead:
+            self.next_packed = sink + min(selected, self.recent_start + 1 - sink)
+        else:
+            self.packed_tokens = sink + min(selected, self.recent_start - sink)
 
-    def attended(self, layers: int, dense_layers: int) -> float:
+    def attended(self, layers: int, dense_layers: int, mixed: float | None = None) -> float:
         """Return the tokens that the step reads per KV head, the mean over the full-attention layers.
 
         Args:
             layers: Full-attention layers.
             dense_layers: Those of them that are dense at every step.
+            mixed: Where only some heads of the other layers read everything: how many layers' worth.
         """
-        if self.slow:
+        if self.slow and mixed is None:
             return self.length
-        sparse = (layers - dense_layers) * self.fast_tokens
-        return (dense_layers * self.length + sparse) / max(1, layers)
+        whole = dense_layers + (mixed or 0.0)
+        sparse = self.sparse_tokens if self.slow else self.fast_tokens
+        return (whole * self.length + (layers - whole) * sparse) / max(1, layers)

@@ -5,16 +5,16 @@ computes what it computes alone.
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import groupby
 from typing import TypeVar
 
 import torch
 
+from sfi_core.engine.history import dense, dense_with_logits, heads_with_logits
 from sfi_core.engine.layer import Layer
 from sfi_core.engine.policy_view import layer_context
-from sfi_core.engine.refresh import apply, end_prompt, refresh
-from sfi_kernels.dense_attention import dense_attention
-from sfi_kernels.dense_attention.reference import dense_attention_with_logits
+from sfi_core.engine.refresh import apply, end_prompt, refresh, select_alone, select_next
 from sfi_kernels.sparse_attention import sparse_attention
 from sfi_kernels.step_descriptor import FAST, PROMPT
 
@@ -37,7 +37,7 @@ def attend(layer: Layer, query_BHGTD: torch.Tensor) -> torch.Tensor:
     else:
         out = _one_by_one(layer, alike, query_BHGTD)
     end_prompt(layer, query_BHGTD)
-    layer.run.tell(layer, query_BHGTD, out)
+    layer.finish(query_BHGTD, out)
     return out
 
 
@@ -54,6 +54,8 @@ def _attend(layer: Layer, rows: slice, query: torch.Tensor) -> torch.Tensor:
     kind = layer.forward.passes[rows.start].kind
     if kind == PROMPT:
         return _dense(layer, rows, query)
+    if layer.run.policy.mixes_heads and not layer.left_dense:
+        return _mixed(layer, rows, query)
     if kind == FAST and not layer.left_dense:
         return _fast(layer, rows, query)
     return _dense_and_refresh(layer, rows, query)
@@ -62,7 +64,8 @@ def _attend(layer: Layer, rows: slice, query: torch.Tensor) -> torch.Tensor:
 def _alike(layer: Layer) -> Iterator[slice]:
     # requests on their own, but for neighbors that only attend sparsely: those share their calls
     policy = layer.run.policy
-    shares = not (layer.left_dense or policy.selects_before or policy.observes_fast)
+    own = policy.selects_before or policy.selects_next or policy.observes_fast
+    shares = not (layer.left_dense or own or policy.mixes_heads)
     kinds = [
         "" if not one.count else "fast" if shares and one.kind == FAST else "alone"
         for one in layer.forward.passes
@@ -82,46 +85,76 @@ def _dense_and_refresh(layer: Layer, rows: slice, query: torch.Tensor) -> torch.
     if not layer.run.policy.selects_in(layer.index):
         return _dense(layer, rows, query)
     # the evidence's logits come with it: a pass over the keys less
-    out, logits = _whole(layer, rows, query, dense_attention_with_logits)
+    out, logits = _whole(layer, rows, query, dense_with_logits)
     last = query[:, :, :, -1:]
     refresh(layer, (rows.start,), last, lambda: logits[:, :, :, -1:])
     return out
 
 
 def _dense(layer: Layer, rows: slice, query: torch.Tensor) -> torch.Tensor:
-    return _whole(layer, rows, query, dense_attention.reference)
+    return _whole(layer, rows, query, dense)
 
 
-def _whole(layer: Layer, rows: slice, query: torch.Tensor, attention: Callable[..., R]) -> R:
+def _whole(
+    layer: Layer,
+    rows: slice,
+    query: torch.Tensor,
+    attention: Callable[[Layer, int, torch.Tensor], R],
+) -> R:
     run, row = layer.run, rows.start
     kind = "prefill" if layer.forward.passes[row].kind == PROMPT else "dense"
     run.meter.count(f"torch.{kind}_attention")
     moved = layer.moved_bytes((row,), dense=True)
     with run.observer.span("attention.dense", layer.index, moved):
-        return attention(
-            query,
-            layer.pages.key_PHND,
-            layer.pages.value_PHNE,
-            run.store.block_table_BP[rows],
-            layer.forward.descriptor.length_B[rows],
-            **layer.options,
-        )
+        return attention(layer, row, query)
+
+
+def _mixed(layer: Layer, rows: slice, query: torch.Tensor) -> torch.Tensor:
+    # some KV heads read everything, the others what a fast step reads; the memory is selected anew afterwards
+    run, policy, row = layer.run, layer.run.policy, rows.start
+    dense_1H = policy.dense_heads(layer_context(layer, (row,), query))
+    if dense_1H is None:
+        slow = run.requests[row].slow
+        return _dense_and_refresh(layer, rows, query) if slow else _fast(layer, rows, query)
+    heads = [head for head, whole in enumerate(dense_1H[0].tolist()) if whole]
+    layer.dense_heads[row] = dense_1H[0]
+    run.head_count.add((row,), dense_1H)
+    out = _sparse(layer, rows, query)
+    logits = out
+    if heads:
+        run.meter.count("torch.dense_heads", len(heads))
+        with run.observer.span("attention.heads", layer.index):
+            own, logits = heads_with_logits(layer, row, query, heads)
+        for place, head in enumerate(heads):
+            out[:, head] = own[:, place]
+    if run.requests[row].slow:
+        layer.later.append(partial(refresh, layer, (row,), query, lambda: logits))
+    elif policy.corrects and heads:
+        select = partial(select_alone, layer, (row,), query, dense_1H, lambda: logits)
+        layer.later.append(select)
+    return out
 
 
 def _fast(layer: Layer, rows: slice, query: torch.Tensor) -> torch.Tensor:
     run, policy, row = layer.run, layer.run.policy, (rows.start,)
     if policy.selects_before:
         with run.observer.span("select_before", layer.index):
-            apply(layer, row, policy.select_before(layer_context(layer, row, query)))
+            chosen = policy.select_before(layer_context(layer, row, query))
+            apply(layer, row, chosen, "correction" if policy.selects_next else "")
     out = _sparse(layer, rows, query)
     if policy.observes_fast:
         policy.observe_fast(layer_context(layer, row, query))
+    if policy.selects_next:
+        layer.later.append(partial(select_next, layer, row, query))
     return out
 
 
 def _sparse(layer: Layer, rows: slice, query: torch.Tensor) -> torch.Tensor:
     run, which = layer.run, range(rows.start, rows.stop)
     segment, step = run.segments[layer.index], layer.forward.descriptor
+    start_B = step.recent_start_B[rows]
+    if run.policy.mixes_heads:  # on a slow step the memory is still that of the last one
+        start_B = torch.tensor([run.requests[row].read_start for row in which], dtype=torch.int32)
     run.meter.count("torch.sparse_attention", len(which))
     moved = layer.moved_bytes(which, dense=False)
     with run.observer.span("attention.fast", layer.index, moved):
@@ -133,7 +166,7 @@ def _sparse(layer: Layer, rows: slice, query: torch.Tensor) -> torch.Tensor:
             layer.pages.key_PHND,
             layer.pages.value_PHNE,
             run.store.block_table_BP[rows],
-            step.recent_start_B[rows],
+            start_B,
             step.length_B[rows],
             **layer.options,
         )

@@ -24,7 +24,7 @@ def attend(layer: Layer, query_BHGTD: torch.Tensor) -> torch.Tensor:
         else:
             out = _mixed(layer, query_BHGTD)
         end_prompt(layer, query_BHGTD)
-        run.tell(layer, query_BHGTD, out)
+        layer.finish(query_BHGTD, out)
         return out
 
 

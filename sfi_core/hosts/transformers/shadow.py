@@ -66,8 +66,10 @@ def audited_rows(run: Run) -> tuple[int, ...]:
     audit, states = run.audit, run.requests
     if audit is None:
         return ()
-    fast = run.forward.descriptor.fast
-    return tuple(row for row in fast if audit.due(states[row].step, slow=states[row].slow))
+    sparse = run.forward.fast
+    if run.policy.mixes_heads:  # some heads of a slow step read sparsely
+        sparse = tuple(sorted((*sparse, *run.forward.slow)))
+    return tuple(row for row in sparse if audit.due(states[row].step, slow=states[row].slow))
 
 
 def compare_logits(

@@ -1,0 +1,110 @@
+"""FreeKV: pages chosen by the query of the step before, corrected by this step's (Liu et al., 2025).
+
+Step i attends to what step i - 1's query selected, so that selection and recall stay off the critical path
+(Sec. 3.2). A KV head whose query has moved selects with its own query before it attends (Sec. 3.3).
+
+Differs from the paper in that a page may be cut short where the budget ends, so that methods compare at equal
+tokens read. Scores are computed once a step, before the layer attends, for all heads: which heads to correct is known on
+the device alone, and a second selection after the layer would score the same pages again. That puts a read of
+two vectors a page before the attention at every step, where the paper pays it only on steps with a correction.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from sfi_core.policies.base import Policy, Rule, Selection, StepPlan
+from sfi_core.policies.context import LayerContext, StepContext
+from sfi_core.policies.page_bounds import bounds, extremes
+from sfi_core.policies.shared import always_fast, padded
+from sfi_core.settings.config import SfiConfig
+from sfi_core.state.request import RequestState
+from sfi_kernels.constants import MASKED_SCORE
+from sfi_kernels.step_descriptor import sent
+from sfi_kernels.top_k import top_k
+
+
+class FreeKV(Policy):
+    """Every step reads the last step's pages; heads whose query moved read their own."""
+
+    selects_before = True
+    selects_after = True
+    selects_next = True
+
+    def __init__(self, config: SfiConfig, trigger: Rule, layers: Sequence[int] = ()) -> None:
+        """See `Policy`; the first of `layers` may be left dense."""
+        if config.freekv.first_layer_dense and layers:
+            dense = {*config.dense_layers, min(layers)}
+            config = config.replace(dense_layers=tuple(sorted(dense)))
+        super().__init__(config, trigger, layers)
+
+    @classmethod
+    def adapt(cls, config: SfiConfig) -> SfiConfig:
+        """Slide the recent window: every step selects. The prompt's last query selects first."""
+        return config.replace(recent_mode="sliding", window_prefill=1)
+
+    def plan(self, context: StepContext) -> StepPlan:
+        """Attend sparsely after the prompt."""
+        return always_fast(context)
+
+    def select_after(self, context: LayerContext) -> Selection:
+        """Select with the prompt's last query; it is the only slow step."""
+        self._score(context)
+        return self._best(context, ahead=1)
+
+    def select_before(self, context: LayerContext) -> Selection:
+        """Correct the heads whose pooled query cosine is under tau."""
+        query_BHGD = context.query_BHGWD[:, :, :, -1]
+        last = [note.get("query", own) for note, own in zip(context.notes, query_BHGD, strict=True)]
+        cosine_BH = pooled_cosine(query_BHGD, torch.stack(last))
+        self._score(context)
+        corrected = self._best(context)
+        moved_BH = cosine_BH < self.config.freekv.tau
+        return Selection(corrected.index_BHK, {"query_cosine": cosine_BH}, moved_BH)
+
+    def select_next(self, context: LayerContext) -> Selection:
+        """Select for the next step with this step's scores (speculative retrieval)."""
+        return self._best(context, ahead=1)
+
+    def selection_tokens(self, state: RequestState) -> float:
+        """Two vectors a page, as large as a token's key and value."""
+        return state.length / self.config.freekv.page
+
+    def _score(self, context: LayerContext) -> None:
+        # note this step's query, and its score of each page
+        page = self.config.freekv.page
+        for place, note in enumerate(context.notes):
+            query_HGD = context.query_BHGWD[place, :, :, -1]
+            note["query"] = query_HGD.clone()
+            bound_HGP = bounds(query_HGD, *extremes(context, place, page))
+            note["score"] = group_scores(bound_HGP, context.scale)
+
+    def _best(self, context: LayerContext, ahead: int = 0) -> Selection:
+        # the best pages within J as it is `ahead` steps from now, when as many tokens have left the window
+        T, page = context.allowed_BT.shape[1], self.config.freekv.page
+        scores = [padded(note["score"].repeat_interleave(page, 1), T) for note in context.notes]
+        stop = [next_recent_start(state, self.config, ahead) for state in context.states]
+        first = [state.sink(self.config.sink) for state in context.states]
+        limits = sent(torch.tensor([first, stop]), context.allowed_BT.device)
+        position_T = torch.arange(T, device=limits.device)
+        allowed_BT = (position_T >= limits[0, :, None]) & (position_T < limits[1, :, None])
+        score_BHT = torch.stack(scores).masked_fill(~allowed_BT[:, None], MASKED_SCORE)
+        return Selection(top_k.on(context.backend)(score_BHT, self.config.budget))
+
+
+def group_scores(bound_HGP: torch.Tensor, scale: float) -> torch.Tensor:
+    """Return the group-consistent page scores, the mean over G of softmax(P^h), [H, P] (Sec. 3.2).
+
+    Paper gap: the pages of sink and recent tokens take part in the softmax, and are not selected.
+    """
+    return (bound_HGP * scale).softmax(-1).mean(1)
+
+
+def pooled_cosine(query_BHGD: torch.Tensor, last_BHGD: torch.Tensor) -> torch.Tensor:
+    """Return C_i, the cosine of this step's query with the last one's, the mean over G, [B, H] (Sec. 3.3)."""
+    return torch.cosine_similarity(query_BHGD.float(), last_BHGD.float(), -1).mean(-1)
+
+
+def next_recent_start(state: RequestState, config: SfiConfig, ahead: int) -> int:
+    """Return the first position of the sliding recent segment `ahead` steps from now."""
+    return max(state.sink(config.sink), state.length + ahead - config.recent)

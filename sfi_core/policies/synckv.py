@@ -1,0 +1,94 @@
+"""SyncKV: representative heads look for all the heads of their cluster (papers' Algorithm 1).
+
+Every `stride` steps the representatives (R-heads) attend to everything and choose the dynamic set of their
+cluster (anticipation); between these steps the other heads (NR-heads) read what was chosen (suspension).
+Heads are KV heads; a KV head's attention is the maximum over its query heads (Appendix B.1).
+
+Paper gap: NR-heads read the sets of their own cluster (Sec. 4.4); line 23 of Algorithm 1 unites all clusters'.
+Paper gap: the dynamic set is chosen outside the static one, so that both together have `budget` positions.
+Paper gap: sink and recent tokens are kept as in every policy here; the paper does not say how tokens that were
+generated since the last anticipation are read.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from sfi_core.policies.base import Policy, Rule, Selection, StepPlan
+from sfi_core.policies.context import LayerContext, StepContext
+from sfi_core.policies.leaders import Leaders, columns, mask_of, places_of
+from sfi_core.settings.config import SfiConfig
+from sfi_kernels.constants import MASKED_SCORE
+from sfi_kernels.top_k import top_k
+
+LAST = torch.iinfo(torch.int32).max
+
+
+class SyncKV(Policy):
+    """Slow for the representatives every `stride` steps; the others read static and dynamic set."""
+
+    selects_after = True
+    mixes_heads = True
+
+    def __init__(self, config: SfiConfig, trigger: Rule, layers: Sequence[int] = ()) -> None:
+        """See `Policy`; reads the file of head clusters."""
+        super().__init__(config, trigger, layers)
+        own = self.config.synckv
+        self.leaders = Leaders(own.heads, "synckv.heads", own.representatives)
+        self.dynamic = int((1 - own.static) * self.config.budget)  # k_dyn of Eq. 6
+
+    @classmethod
+    def adapt(cls, config: SfiConfig) -> SfiConfig:
+        """Select with the prompt's last query (Eq. 3), and keep what was decoded since an anticipation."""
+        return config.replace(recent_mode="anchored", window_prefill=1)
+
+    def plan(self, context: StepContext) -> StepPlan:
+        """Anticipate at every step t with t mod m = 0 (Algorithm 1, line 26)."""
+        stride = self.config.synckv.stride
+        due = [(state.step + 1) % stride == 0 for state in context.requests]
+        return StepPlan.by_reason(["anticipation" if one else "" for one in due])
+
+    def dense_heads(self, context: LayerContext) -> torch.Tensor:
+        """Name the representatives (Algorithm 1, line 22), or nobody between two anticipations."""
+        leaders = self.leaders.of(context.layer, context.key_norm_BHT.shape[1])
+        mask_BH = mask_of(leaders, context.key_norm_BHT)
+        if self.config.synckv.suspension == "dense":
+            return mask_BH
+        slow = torch.tensor([state.slow for state in context.states])
+        return mask_BH & slow[:, None].to(mask_BH.device, non_blocking=True)
+
+    def select_after(self, context: LayerContext) -> Selection:
+        """Choose the dynamic set by the representatives' attention (Eq. 6), after the prompt the static one."""
+        chosen, place = places_of(self.leaders.of(context.layer, context.key_norm_BHT.shape[1]))
+        # Eq. 5; only the representatives' logits are there
+        score_BRT = columns(context.logits(), chosen).softmax(-1).amax(dim=(2, 3))
+        score_BRT = score_BRT.masked_fill(~context.allowed_BT[:, None], MASKED_SCORE)
+        rows = [
+            self._select(context, at, score_RT) for at, score_RT in enumerate(score_BRT.unbind(0))
+        ]
+        return Selection(columns(torch.stack(rows), place))
+
+    def _select(self, context: LayerContext, at: int, score_RT: torch.Tensor) -> torch.Tensor:
+        note, K = context.notes[at], min(self.config.budget, score_RT.shape[1])
+        best = top_k.on(context.backend)
+        if context.states[at].step == 0:
+            first_RK = best(score_RT[None], K)[0]
+            static = self.config.budget - self.dynamic
+            note["static"] = best(score_RT[None], static)[0] if static else first_RK[:, :0]
+            return first_RK
+        static_RK = note.get("static", torch.empty(len(score_RT), 0, dtype=torch.int32)).long()
+        left = K - static_RK.shape[1]
+        if left <= 0:
+            return static_RK.int()
+        T = score_RT.shape[1]
+        spare_RT = torch.nn.functional.pad(score_RT, (0, 1))  # -1 lands behind the last
+        spare_RT = spare_RT.scatter(1, static_RK.to(spare_RT.device) % (T + 1), MASKED_SCORE)
+        dynamic_RK = best(spare_RT[None, :, :T].contiguous(), left)[0]
+        return _united(static_RK.to(dynamic_RK), dynamic_RK)
+
+
+def _united(first_RK: torch.Tensor, second_RK: torch.Tensor) -> torch.Tensor:
+    # ascending, padded with -1 at the end; the two do not overlap
+    both_RK = torch.cat([first_RK, second_RK], 1)
+    both_RK = both_RK.masked_fill(both_RK < 0, LAST).sort(1).values
+    return both_RK.masked_fill(both_RK == LAST, -1)
