@@ -12,7 +12,7 @@ R = TypeVar("R")
 
 
 class Op(Generic[P, R]):
-    """Calls the Triton kernel when its first tensor is on CUDA, the reference otherwise.
+    """Calls the Triton kernel when one of its tensors is on CUDA, the reference otherwise.
 
     `op.reference(...)` and `op.triton(...)` name an implementation; neither falls back.
     """
@@ -24,10 +24,9 @@ class Op(Generic[P, R]):
         update_wrapper(self, reference)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run the implementation that suits the device of the first tensor argument."""
+        """Run the implementation that suits the tensors' device; pages of a recall may stay on the host."""
         values = (*args, *kwargs.values())
-        tensor = next((value for value in values if isinstance(value, torch.Tensor)), None)
-        on_cuda = tensor is not None and tensor.is_cuda
+        on_cuda = any(isinstance(value, torch.Tensor) and value.is_cuda for value in values)
         return (self.triton if on_cuda and self.has_triton else self.reference)(*args, **kwargs)
 
     def on(self, backend: str) -> Callable[P, R]:

@@ -12,6 +12,10 @@ for all sizes of batches.
 A decoding request reads its packed segment, then its pages from START on. A slow one has no packed tokens and
 starts at 0, so that attention needs no look at its mode. A unit is 64 tokens of either. A request that reads
 its prompt has no work here: the prompt's own kernel attends for it.
+
+In a mixed request some KV heads read everything and others read sparsely. Its row says what the first kind
+reads, so that the plan has work for them; the sparse heads read their own packed rows, then the pages from
+ALLOWED_STOP on.
 """
 
 from collections.abc import Sequence
@@ -35,7 +39,8 @@ ALIGNED = 4  # int32 numbers of 16 bytes
     EVIDENCE,  # place in the slow list; -1 for a request that is not slow
     FIRST,  # first work item
     SPLITS,  # work items
-) = range(10)
+    MIXED,  # 1: some heads of the request read everything, others sparsely
+) = range(11)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +54,7 @@ class StepDescriptor:
         fast: Rows of the other decoding requests, in order.
         longest: Cached tokens of the longest slow request, or a bound on them; 0 without one.
         padding: Rows behind the slow requests' lists, of no request: -1 in each list.
+        mixed: Rows of the mixed requests, in order; None where only the device knows, as in a CUDA graph.
     """
 
     buffer: torch.Tensor
@@ -57,6 +63,7 @@ class StepDescriptor:
     fast: tuple[int, ...]
     longest: int
     padding: int = 0
+    mixed: tuple[int, ...] | None = ()
 
     @property
     def slow_rows(self) -> int:
@@ -119,6 +126,7 @@ class StepRequest:
         packed: Tokens of the packed segment; at least as many as any KV head has.
         sink: Sink tokens.
         count: New tokens.
+        mixed: Whether some KV heads of a decoding request read everything although others read sparsely.
     """
 
     mode: int
@@ -127,6 +135,12 @@ class StepRequest:
     packed: int
     sink: int
     count: int = 1
+    mixed: bool = False
+
+    @property
+    def has_mixed_heads(self) -> bool:
+        """Whether the request decodes, with heads of both kinds."""
+        return self.mixed and self.mode in (FAST, SLOW)
 
 
 def describe_step(
@@ -157,18 +171,23 @@ def describe_step(
     room = list_room(len(requests))
     numbers = [number for part in lists for number in [*part, *[-1] * (room - len(part))]]
     for row, request in enumerate(requests):
-        words = [0] * WORDS
-        words[MODE], words[LENGTH], words[SINK] = request.mode, request.length, request.sink
-        words[ALLOWED_START], words[ALLOWED_STOP] = request.sink, request.recent_start
-        if request.mode != SLOW:
-            words[START], words[PACKED] = request.recent_start, request.packed
-        words[EVIDENCE] = slow.index(row) if request.mode == SLOW else -1
-        numbers += words
+        numbers += _words(request, slow.index(row) if request.mode == SLOW else -1)
     buffer = torch.tensor(numbers + [-1] * (4 * work_items), dtype=torch.int32)
     longest = max((request.length for request in slow_requests), default=0)
     fast = tuple(row for row, request in enumerate(requests) if request.mode == FAST)
+    mixed = tuple(row for row, request in enumerate(requests) if request.has_mixed_heads)
     buffer = sent(buffer, device, into)
-    return StepDescriptor(buffer, len(requests), slow, fast, longest)
+    return StepDescriptor(buffer, len(requests), slow, fast, longest, mixed=mixed)
+
+
+def _words(request: StepRequest, evidence: int) -> list[int]:
+    words = [0] * WORDS
+    words[MODE], words[LENGTH], words[SINK] = request.mode, request.length, request.sink
+    words[ALLOWED_START], words[ALLOWED_STOP] = request.sink, request.recent_start
+    words[EVIDENCE], words[MIXED] = evidence, int(request.has_mixed_heads)
+    if request.mode != SLOW and not request.has_mixed_heads:
+        words[START], words[PACKED] = request.recent_start, request.packed
+    return words
 
 
 def list_room(batch: int) -> int:

@@ -12,6 +12,7 @@ from sfi_kernels.step_descriptor import (
     ALLOWED_STOP,
     FAST,
     LENGTH,
+    MIXED,
     MODE,
     SLOW,
     START,
@@ -25,8 +26,8 @@ class DecodeAttention(NamedTuple):
     Attributes:
         out_BHGE: The attention's output, in the query's dtype; zeros for an idle request.
         logits_BHGWT: The slow requests' logits in order, W = 1, T the longest's length, float32; undefined
-            beyond a request's own length. None without evidence.
-        log_sum_BHGW: Their log-sum-exp over the candidate set J; -inf where J is empty.
+            beyond a request's own length, and for the sparse heads of a mixed request. None without evidence.
+        log_sum_BHGW: Their log-sum-exp over the candidate set J; -inf where J is empty, and for those heads.
     """
 
     out_BHGE: torch.Tensor
@@ -49,6 +50,7 @@ def decode_attention(
     sink_HG: torch.Tensor | None = None,
     evidence: bool = False,
     into: torch.Tensor | None = None,
+    dense_BH: torch.Tensor | None = None,
 ) -> DecodeAttention:
     """Attend with one token of every request: fast ones sparsely, slow ones to their whole history.
 
@@ -66,21 +68,30 @@ def decode_attention(
         sink_HG: Learned sink logits; None for none.
         evidence: Whether slow requests hand out their logits (Eq. 4) and log-sum-exp over J.
         into: A flat float32 buffer for the logits; None makes one.
+        dense_BH: In the mixed requests of the descriptor, 1 for a KV head that reads its whole history, 0 for
+            one that reads its packed segment and the recent pages, int32; other requests read as their mode
+            says. None for a step without mixed requests.
 
     Raises:
-        ValueError: A tensor's shape, dtype, layout or device does not fit; with its name.
+        ValueError: A tensor's shape, dtype, layout or device does not fit; with its name. Or `dense_BH` is
+            missing although a request is mixed, or is given although none is.
     """
     check(query_BHGD, packed_key_BHSD, packed_value_BHSE, packed_length_BH, key_PHND, value_PHNE,
-          block_table_BP, descriptor, sink_HG)  # fmt: skip
+          block_table_BP, descriptor, sink_HG, dense_BH)  # fmt: skip
     words = descriptor.table_BX
     options: dict[str, Any] = {"scale": scale, "soft_cap": soft_cap}
     out = query_BHGD.new_zeros(*query_BHGD.shape[:3], value_PHNE.shape[3])
-    for row, mode in enumerate(words[:, MODE].tolist()):
+    for row, (mode, mixed) in enumerate(words[:, [MODE, MIXED]].tolist()):
         one = slice(row, row + 1)
         query, pages = query_BHGD[one], (key_PHND, value_PHNE, block_table_BP[one])
         length_B = words[one, LENGTH]
-        if mode == FAST:
-            packed = packed_key_BHSD[one], packed_value_BHSE[one], packed_length_BH[one]
+        packed = packed_key_BHSD[one], packed_value_BHSE[one], packed_length_BH[one]
+        if mixed and dense_BH is not None:
+            start_B = words[one, ALLOWED_STOP]
+            out[one] = _mixed_heads(
+                query, *packed, *pages, start_B, length_B, dense_BH[row], sink_HG, options
+            )
+        elif mode == FAST:
             out[one] = sparse_attention(
                 query, *packed, *pages, words[one, START], length_B, **options, sink_HG=sink_HG
             )
@@ -100,10 +111,42 @@ def decode_attention(
     allowed_BT = (position >= slow[:, ALLOWED_START, None]) & (
         position < slow[:, ALLOWED_STOP, None]
     )
+    if dense_BH is not None:
+        is_sparse_RH = (slow[:, MIXED, None] != 0) & (dense_BH[rows] == 0)
+        logits = logits.masked_fill(is_sparse_RH[:, :, None, None, None], -torch.inf)
     in_J = logits.masked_fill(~allowed_BT[:, None, None, None], -torch.inf)
     if into is not None:
         logits = into[: logits.numel()].view(logits.shape).copy_(logits)
     return DecodeAttention(out, logits, in_J.logsumexp(-1))
+
+
+def _mixed_heads(
+    query_BHGD: torch.Tensor,
+    packed_key_BHSD: torch.Tensor,
+    packed_value_BHSE: torch.Tensor,
+    packed_length_BH: torch.Tensor,
+    key_PHND: torch.Tensor,
+    value_PHNE: torch.Tensor,
+    block_table_BP: torch.Tensor,
+    recent_start_B: torch.Tensor,
+    length_B: torch.Tensor,
+    dense_H: torch.Tensor,
+    sink_HG: torch.Tensor | None,
+    options: dict[str, Any],
+) -> torch.Tensor:
+    # of one request; a head that reads everything has no packed rows and a recent segment that begins at 0
+    packed_length_BH = packed_length_BH * (dense_H == 0)
+    outs = []
+    for head, dense in enumerate(dense_H.tolist()):
+        own = slice(head, head + 1)
+        out = sparse_attention(
+            query_BHGD[:, own], packed_key_BHSD[:, own], packed_value_BHSE[:, own],
+            packed_length_BH[:, own], key_PHND[:, own], value_PHNE[:, own], block_table_BP,
+            torch.zeros_like(recent_start_B) if dense else recent_start_B, length_B,
+            **options, sink_HG=None if sink_HG is None else sink_HG[own],
+        )  # fmt: skip
+        outs.append(out)
+    return torch.cat(outs, 1)
 
 
 def check(
@@ -116,6 +159,7 @@ def check(
     block_table: torch.Tensor,
     descriptor: StepDescriptor,
     sink: torch.Tensor | None,
+    dense: torch.Tensor | None = None,
 ) -> None:
     """Refuse operands that do not fit together."""
     check_shape(query, "query", B=descriptor.batch, H=None, G=None, D=None)
@@ -136,3 +180,16 @@ def check(
         block_table=block_table,
         descriptor=descriptor.buffer,
     )
+    _check_dense(dense, descriptor, query)
+
+
+def _check_dense(
+    dense: torch.Tensor | None, descriptor: StepDescriptor, query: torch.Tensor
+) -> None:
+    if dense is not None:
+        check_shape(dense, "dense", B=query.shape[0], H=query.shape[1])
+        check_int32(query.device, dense=dense)
+    if descriptor.mixed is not None and bool(descriptor.mixed) != (dense is not None):
+        rule = "must be given for" if dense is None else "must be None without"
+        got = f"rows {descriptor.mixed}" if dense is None else f"a tensor of {list(dense.shape)}"
+        raise ValueError(f"dense {rule} mixed requests, got {got}")

@@ -1,5 +1,10 @@
 """The split kernel. A program reads the K and V rows of its units once, 64 * (D + E) numbers a unit.
 
+A mixed request has the work items of a dense read. A sparse head numbers units of its own over the same
+items: its packed units, then those from the recent segment on. These are fewer as a rule, and an item behind
+the head's last unit leaves a part that weighs nothing. They are one more where the packed rows fill all that
+precedes a recent segment that begins inside a unit: the last item reads what is left, however much.
+
 Page numbers stay in registers: loading one inside the loop would leave the pipeline a single buffer.
 """
 
@@ -22,6 +27,7 @@ LENGTH, START, PACKED = (tl.constexpr(w) for w in (words.LENGTH, words.START, wo
 ALLOWED_START = tl.constexpr(words.ALLOWED_START)
 ALLOWED_STOP = tl.constexpr(words.ALLOWED_STOP)
 EVIDENCE, SPLITS = tl.constexpr(words.EVIDENCE), tl.constexpr(words.SPLITS)
+MIXED = tl.constexpr(words.MIXED)
 
 
 @triton.jit
@@ -30,6 +36,14 @@ def _page_ids(table, place, packed_stop, stop, shift, pages_per_request, PAGE: t
     page_slot = (place + shift) // PAGE
     in_pages = (place >= packed_stop) & (place < stop) & (page_slot < pages_per_request)
     return tl.load(table + page_slot, mask=in_pages, other=0)
+
+
+@triton.jit
+def _sparse_stop(stop, length, start, packed):
+    """Return where a sparse head stops in an item of a dense read that stops at `stop`."""
+    dense_stop = tl.cdiv(length, UNIT) * UNIT
+    own_stop = tl.cdiv(packed, UNIT) * UNIT + dense_stop - start // UNIT * UNIT
+    return tl.where(stop < dense_stop, tl.minimum(stop, own_stop), own_stop)
 
 
 @triton.jit
@@ -46,6 +60,7 @@ def _split_attention_kernel(
     packed_key_ptr,
     packed_value_ptr,
     packed_length_ptr,
+    dense_ptr,
     position_ptr,
     key_ptr,
     value_ptr,
@@ -77,6 +92,7 @@ def _split_attention_kernel(
     SINKS: tl.constexpr,
     SLOW: tl.constexpr,
     GATHER: tl.constexpr,
+    HEADS: tl.constexpr,
 ):
     item, h = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     request = tl.load(work_ptr + item * 4).to(tl.int64)
@@ -90,11 +106,17 @@ def _split_attention_kernel(
     allowed_start, allowed_stop = tl.load(row + ALLOWED_START), tl.load(row + ALLOWED_STOP)
     evidence_stop = tl.where(evidence >= 0, length, 0)
     logits_to = logits_ptr + (evidence * H + h) * G * logits_stride
+    pair, packed_row = request * H + h, (request * H + h) * S
+    if HEADS:
+        sparse = (tl.load(row + MIXED) != 0) & (tl.load(dense_ptr + pair) == 0)
+        start = tl.where(sparse, allowed_stop, start)
+        packed = tl.where(sparse, tl.load(packed_length_ptr + pair), packed)
+        evidence_stop = tl.where(sparse, 0, evidence_stop)
+        stop = tl.where(sparse, _sparse_stop(stop, length, start, packed), stop)
     # the packed units are followed by pages, from the page that holds `start`
     packed_stop = tl.cdiv(packed, UNIT) * UNIT
     shift = start // UNIT * UNIT - packed_stop
-    packed = tl.minimum(packed, tl.load(packed_length_ptr + request * H + h))
-    pair, packed_row = request * H + h, (request * H + h) * S
+    packed = tl.minimum(packed, tl.load(packed_length_ptr + pair))
     table = block_table_ptr + request * pages_per_request
 
     g, n, slot = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, IDS)

@@ -32,6 +32,7 @@ def decode_attention(
     sink_HG: torch.Tensor | None = None,
     evidence: bool = False,
     into: torch.Tensor | None = None,
+    dense_BH: torch.Tensor | None = None,
 ) -> DecodeAttention:
     """See `reference.decode_attention`. Heads of at most 256 numbers, pages of multiples of 16 tokens."""
     return attend(
@@ -48,6 +49,7 @@ def decode_attention(
         sink_HG=sink_HG,
         evidence=evidence,
         into=into,
+        dense_BH=dense_BH,
     )
 
 
@@ -66,6 +68,7 @@ def attend(
     sink_HG: torch.Tensor | None = None,
     evidence: bool = False,
     into: torch.Tensor | None = None,
+    dense_BH: torch.Tensor | None = None,
     block_n: int | None = None,
     position_BHS: torch.Tensor | None = None,
 ) -> DecodeAttention:
@@ -76,7 +79,7 @@ def attend(
         position_BHS: Positions of the packed rows: read these from the pages, and no packed row at all.
     """
     check(query_BHGD, packed_key_BHSD, packed_value_BHSE, packed_length_BH, key_PHND, value_PHNE,
-          block_table_BP, descriptor, sink_HG)  # fmt: skip
+          block_table_BP, descriptor, sink_HG, dense_BH)  # fmt: skip
     B, H, G, D = query_BHGD.shape
     S, page_size, E = packed_key_BHSD.shape[2], key_PHND.shape[2], value_PHNE.shape[3]
     tile = tile_shape(key_PHND, value_PHNE, page_size, target(query_BHGD.device))
@@ -102,12 +105,14 @@ def attend(
     launch(
         split_attention, (items, H),
         query_BHGD, packed_key_BHSD, packed_value_BHSE, packed_length_BH,
+        packed_length_BH if dense_BH is None else dense_BH,
         packed_length_BH if position_BHS is None else position_BHS,
         key_PHND, value_PHNE, block_table_BP, table, descriptor.work_XI, sink,
         out_BHGE, part, lse, logits, sums, scale, soft_cap or 1.0, S, block_table_BP.shape[1],
         descriptor.longest,
         D=D, PAGE=page_size, BLOCK_N=block_n or tile.tokens, BLOCK_D=tile.key_width, IDS=PAGE_IDS,
-        CAPPED=soft_cap is not None, GATHER=position_BHS is not None, **common,
+        CAPPED=soft_cap is not None, GATHER=position_BHS is not None,
+        HEADS=dense_BH is not None, **common,
         # float32 products run in registers, which need more threads
         num_warps=8 if key_PHND.dtype == torch.float32 else 4, num_stages=tile.stages,
         max_registers=REGISTERS,

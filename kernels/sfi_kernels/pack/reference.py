@@ -17,6 +17,8 @@ def pack(
     value_BHSE: torch.Tensor,
     position_BHS: torch.Tensor,
     length_BH: torch.Tensor,
+    *,
+    heads_RH: torch.Tensor | None = None,
 ) -> None:
     """Refresh the packed segment of some requests, in place: the sinks, then the selected.
 
@@ -33,6 +35,7 @@ def pack(
         value_BHSE: Packed values, likewise.
         position_BHS: The packed rows' positions, int32, padded with -1.
         length_BH: Rows that count, int32.
+        heads_RH: 0 for a KV head whose rows, positions and length stay, int32; None refreshes every head.
 
     Raises:
         ValueError: The shapes, dtypes or devices do not fit each other, or a tensor is not contiguous.
@@ -41,9 +44,14 @@ def pack(
         key_PHND, value_PHNE, block_table_BP, request_R, index_RHK, sink_R,
         key_BHSD, value_BHSE, position_BHS, length_BH,
     )  # fmt: skip
+    refreshed_RH = index_RHK.new_ones(index_RHK.shape[:2])
+    if heads_RH is not None:
+        check_heads(heads_RH, index_RHK)
+        refreshed_RH = heads_RH
     real_R = request_R >= 0
     if not real_R.all():
         request_R, index_RHK, sink_R = request_R[real_R], index_RHK[real_R], sink_R[real_R]
+        refreshed_RH = refreshed_RH[real_R]
     (R, H, K), (S, N) = index_RHK.shape, (key_BHSD.shape[2], key_PHND.shape[2])
     request = request_R.long()
     slot_S = torch.arange(S, device=index_RHK.device)
@@ -52,9 +60,10 @@ def pack(
     column_RHS = rank_RS.clamp(0, K)[:, None].expand(R, H, S)
     selected_RHS = pad(index_RHK, (0, 1), value=-1).gather(2, column_RHS)
     position_RHS = torch.where(rank_RS[:, None] < 0, slot_S.int(), selected_RHS)
-    packed_RHS = position_RHS >= 0
-    position_BHS[request] = position_RHS
-    length_BH[request] = packed_RHS.sum(2, dtype=torch.int32)
+    length_RH = (position_RHS >= 0).sum(2, dtype=torch.int32)
+    is_own_RH = refreshed_RH != 0
+    position_BHS[request] = torch.where(is_own_RH[..., None], position_RHS, position_BHS[request])
+    length_BH[request] = torch.where(is_own_RH, length_RH, length_BH[request])
 
     token = position_RHS.clamp_min(0).long()
     page = block_table_BP[request].long().gather(1, (token // N).view(R, H * S)).view(R, H, S)
@@ -63,9 +72,18 @@ def pack(
     for pages, packed in ((key_PHND, key_BHSD), (value_PHNE, value_BHSE)):
         width, source = pages.shape[3], pages.detach()
         # rows of one flat tensor, straight to their place: on a CPU a tenth of an index for each dimension
-        for row_X, place in zip(row_RX, request_R.tolist(), strict=True):
-            target = packed[place].detach().view(-1, width)
-            torch.index_select(source.view(-1, width), 0, row_X, out=target)
+        for row_X, place, is_own_H in zip(row_RX, request_R.tolist(), is_own_RH, strict=True):
+            target, rows = packed[place].detach(), source.view(-1, width)
+            if heads_RH is None:
+                torch.index_select(rows, 0, row_X, out=target.view(-1, width))
+            else:
+                target[is_own_H] = rows[row_X.view(H, S)[is_own_H]]
+
+
+def check_heads(heads_RH: torch.Tensor, index_RHK: torch.Tensor) -> None:
+    """Raise the errors of `heads_RH`."""
+    check_shape(heads_RH, "heads", R=index_RHK.shape[0], H=index_RHK.shape[1])
+    check_int32(index_RHK.device, heads=heads_RH)
 
 
 def check(

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from sfi_kernels.launch import KernelLimitError, launch
-from sfi_kernels.pack.reference import check
+from sfi_kernels.pack.reference import check, check_heads
 
 BLOCK_S = 64
 MAX_WIDTH = 256
@@ -14,7 +14,8 @@ WIDE_BYTES = 256
 
 
 @triton.jit
-def _position(index_ptr, slot, sink, K, S):
+def slot_position(index_ptr, slot, sink, K, S):
+    """Return the positions of slots: the sinks, then the selected; -1 behind them."""
     rank = slot - sink
     selected = tl.load(index_ptr + rank, mask=(rank >= 0) & (rank < K), other=-1)
     return tl.where(slot < S, tl.where(rank < 0, slot, selected), -1)
@@ -33,23 +34,27 @@ def _copy_rows(
 @triton.jit(do_not_specialize=["K", "S", "N", "pages"])
 def _pack_kernel(
     key_pages_ptr, value_pages_ptr, block_table_ptr, request_ptr, index_ptr, sink_ptr,
-    key_ptr, value_ptr, position_ptr, length_ptr, H, K, S, N, pages,
+    key_ptr, value_ptr, position_ptr, length_ptr, heads_ptr, H, K, S, N, pages,
     D: tl.constexpr, E: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+    HEADS: tl.constexpr,
 ):  # fmt: skip
     refreshed, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     request = tl.load(request_ptr + refreshed).to(tl.int64)
     if request < 0:
         return
+    if HEADS:  # noqa: SIM102 - known before the kernel is compiled
+        if tl.load(heads_ptr + refreshed * H + head) == 0:
+            return
     sink = tl.load(sink_ptr + refreshed)
     index_ptr += (refreshed * H + head) * K
     slot = tl.program_id(2) * BLOCK_S + tl.arange(0, BLOCK_S)  # [BLOCK_S]
-    position = _position(index_ptr, slot, sink, K, S)
+    position = slot_position(index_ptr, slot, sink, K, S)
 
     segment = request * H + head
     tl.store(position_ptr + segment * S + slot, position, mask=slot < S)
     # the length is one more than the last packed slot, or 0: one slot of one program knows it
-    packed, following = position >= 0, _position(index_ptr, slot + 1, sink, K, S)
+    packed, following = position >= 0, slot_position(index_ptr, slot + 1, sink, K, S)
     tl.store(
         length_ptr + segment + tl.zeros_like(slot),
         tl.where(packed, slot + 1, 0),
@@ -75,6 +80,8 @@ def pack(
     value_BHSE: torch.Tensor,
     position_BHS: torch.Tensor,
     length_BH: torch.Tensor,
+    *,
+    heads_RH: torch.Tensor | None = None,
 ) -> None:
     """See `reference.pack`. D and E up to 256."""
     tensors = (
@@ -82,6 +89,8 @@ def pack(
         key_BHSD, value_BHSE, position_BHS, length_BH,
     )  # fmt: skip
     check(*tensors)
+    if heads_RH is not None:
+        check_heads(heads_RH, index_RHK)
     (R, H, K), (S, N) = index_RHK.shape, (key_BHSD.shape[2], key_PHND.shape[2])
     D, E = key_BHSD.shape[3], value_BHSE.shape[3]
     if max(D, E) > MAX_WIDTH:
@@ -92,8 +101,10 @@ def pack(
     # an empty segment still has a length to write
     grid = (R, H, max(1, triton.cdiv(S, BLOCK_S)))
     launch(
-        _pack_kernel, grid, *tensors, H, K, S, N, block_table_BP.shape[1],
+        _pack_kernel, grid, *tensors, length_BH if heads_RH is None else heads_RH,
+        H, K, S, N, block_table_BP.shape[1],
         num_warps=8 if max(D, E) * key_BHSD.element_size() > WIDE_BYTES else 4,
         D=D, E=E, BLOCK_S=BLOCK_S,
         BLOCK_D=triton.next_power_of_2(D), BLOCK_E=triton.next_power_of_2(E),
+        HEADS=heads_RH is not None,
     )  # fmt: skip
