@@ -6,6 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import torch
+
+from sfi_core.state.kv_store import Recall
 from sfi_kernels.launch import counting
 
 WHOLE_STEP = -1  # the layer of what a step does once for all layers
@@ -20,6 +23,8 @@ class Meter:
         kernels: Triton kernels launched, by name, step and layer; `WHOLE_STEP` is no layer.
         prefill_seconds: Wall time of reading prompts, step 0 of every request.
         decode_seconds: Wall time of the other steps.
+        recalled: Rows that recalls brought from the host's tier, by the bytes of a row, int64, on the device.
+        recall_seconds: Time that steps waited for them, where they do not come beside the steps.
         born: When the run was made, by the clock of `time.perf_counter`.
         began: When the step under way began, by the same clock.
         ended: When the last step was over.
@@ -29,6 +34,8 @@ class Meter:
     kernels: Counter[tuple[str, int, int]] = field(default_factory=Counter)
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
+    recalled: dict[int, torch.Tensor] = field(default_factory=dict)
+    recall_seconds: float = 0.0
     born: float = field(default_factory=time.perf_counter)
     began: float = field(default_factory=time.perf_counter)
     ended: float = 0.0
@@ -36,6 +43,18 @@ class Meter:
     def count(self, path: str, times: int = 1) -> None:
         """Count calls of a path."""
         self.paths[path] += times
+
+    def count_recall(self, step: int, brought: Recall) -> None:
+        """Count what a recall of a decoding step brought; the prompt's belongs to reading the prompt."""
+        if step > 0:
+            rows, size = brought.rows_RH.sum(), brought.row_bytes
+            self.recalled[size] = self.recalled[size] + rows if size in self.recalled else rows
+            self.recall_seconds += brought.waited
+
+    @property
+    def recalled_bytes(self) -> int:
+        """Bytes that recalls brought; waits for the device."""
+        return sum(size * int(rows) for size, rows in self.recalled.items())
 
     @contextmanager
     def launches(self, step: int, layer: int) -> Iterator[None]:

@@ -105,7 +105,7 @@ def apply(
         return
     run, index, chosen = layer.run, layer.index, layer.run.rows(rows)
     with run.observer.span("pack", index):
-        run.store.pack_into(
+        brought = run.store.pack_into(
             run.segment(index),
             index,
             chosen.request_R,
@@ -114,6 +114,8 @@ def apply(
             chosen.most_sink,
             selection.heads_BH,
         )
+    if brought is not None:
+        run.note_recall(index, rows, brought)
     run.meter.count(f"{layer.backend}.pack", len(rows))
     for place, row in enumerate(rows):
         note_selection(run, index, row, place, selection, reason)

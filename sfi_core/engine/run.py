@@ -21,20 +21,21 @@ from sfi_core.engine.forward import (
     known_requests,
 )
 from sfi_core.engine.head_count import HeadCount
-from sfi_core.engine.maintenance import Maintenance, side_of
+from sfi_core.engine.maintenance import Maintenance
 from sfi_core.engine.meter import WHOLE_STEP, Meter
 from sfi_core.engine.prompt_queries import PromptQueries
 from sfi_core.engine.rows import Rows
-from sfi_core.observers.events import BeginStepEvent, StepEvent
+from sfi_core.observers.events import BeginStepEvent, RecallEvent, StepEvent
 from sfi_core.observers.observer import Observer
 from sfi_core.policies.base import Policy, StepPlan
 from sfi_core.policies.context import Notes, StepContext
 from sfi_core.settings.audit import AuditConfig
 from sfi_core.settings.engine import DEFAULTS, EngineOptions
-from sfi_core.state.kv_store import KVStore
+from sfi_core.state.kv_store import KVStore, Recall
 from sfi_core.state.layer_pages import LayerPages
 from sfi_core.state.packed_segment import PackedSegment
 from sfi_core.state.request import RequestState
+from sfi_core.state.side import side_of
 from sfi_core.triggers.signals import Signals
 from sfi_kernels.step_descriptor import FAST, SLOW
 
@@ -201,7 +202,13 @@ class Run:
         self.layers.add(layer)
         with self.launches(layer), self.observer.span("append", layer):
             return self.store.append(
-                layer, key_BHTD, value_BHTE, step.append_start_B, step.append_count_B, longest
+                layer,
+                key_BHTD,
+                value_BHTE,
+                step.append_start_B,
+                step.append_count_B,
+                self.forward.start,
+                self.forward.count,
             )
 
     def tell(self, layer: Any, query_BHGTD: torch.Tensor, out_BHGTE: torch.Tensor) -> None:
@@ -234,6 +241,22 @@ class Run:
             self.segments[layer] = PackedSegment(self.store.batch, rows, self.store.pages(layer))
         self.segments[layer].reserve(rows)  # the store may have grown
         return self.segments[layer]
+
+    def note_recall(self, layer: int, rows: Sequence[int], brought: Recall) -> None:
+        """Count what a layer's selection brought from the host's tier, and tell the observer."""
+        self.meter.count_recall(self.step, brought)
+        for place, row in enumerate(rows):
+            state = self.requests[row]
+            self.observer.on(
+                RecallEvent(
+                    request=state.request,
+                    step=state.step,
+                    layer=layer,
+                    rows_H=brought.rows_RH[place],
+                    row_bytes=brought.row_bytes,
+                    waited_us=brought.waited * 1e6 / len(rows),
+                )
+            )
 
     def rows(self, rows: tuple[int, ...]) -> Rows:
         """Return what the layers need to refresh some requests; made once for all layers of the pass."""

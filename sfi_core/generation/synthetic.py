@@ -109,7 +109,7 @@ class SyntheticPrompt:
                 if min(count) < BLOCK:
                     # `append` takes the last of them, and a prompt ends with the first
                     piece = _rolled(key, count), _rolled(value, count)
-                cache.append(index, *piece, begin_B, count_B, start + max(count))
+                cache.append(index, *piece, begin_B, count_B, [start] * len(count), count)
         return cache
 
     def _queries(self, session: Session, layer: int, shape: LayerShape) -> torch.Tensor:

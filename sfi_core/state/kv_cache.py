@@ -64,13 +64,15 @@ class KVCache:
         value_BHTE: torch.Tensor,
         start_B: torch.Tensor,
         count_B: torch.Tensor,
-        longest: int,
+        start: Sequence[int],
+        count: Sequence[int],
     ) -> LayerPages:
         """See `KVStore`.
 
         Raises:
             ValueError: More tokens than the cache has room for.
         """
+        longest = max(map(sum, zip(start, count, strict=True)))
         if longest > self.capacity:
             raise ValueError(f"cache holds {self.capacity} tokens a request, got {longest}")
         if layer not in self.layers:
@@ -170,6 +172,9 @@ class KVCache:
                 large = small.new_empty(total, small.shape[1], self.page_size, *small.shape[3:])
                 large[:count, :, :old_page] = small
                 setattr(pages, name, large)
+
+    def ready(self, layer: int) -> None:
+        """See `KVStore`: the device orders it by itself."""
 
     def blocks(
         self, layer: int, row: int, length: int, head: int | None = None

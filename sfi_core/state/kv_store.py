@@ -1,12 +1,28 @@
 """What the engine asks of a KV store, wherever its keys and values lie."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from sfi_core.state.layer_pages import LayerPages
 from sfi_core.state.packed_segment import PackedSegment
+
+
+@dataclass(slots=True)
+class Recall:
+    """What a recall brought to the device.
+
+    Attributes:
+        rows_RH: Rows that came from the host, by refreshed request and KV head, int32, on the device.
+        row_bytes: Bytes of one, key and value.
+        waited: Seconds that the step waited for the rows; 0 where they come beside it.
+    """
+
+    rows_RH: torch.Tensor
+    row_bytes: int
+    waited: float
 
 
 class KVStore(Protocol):
@@ -47,7 +63,8 @@ class KVStore(Protocol):
         value_BHTE: torch.Tensor,
         start_B: torch.Tensor,
         count_B: torch.Tensor,
-        longest: int,
+        start: Sequence[int],
+        count: Sequence[int],
     ) -> LayerPages:
         """Write each request's new tokens, the last `count` of T, from position `start` on.
 
@@ -57,7 +74,8 @@ class KVStore(Protocol):
             value_BHTE: New values.
             start_B: Cached tokens of each request, int32.
             count_B: New tokens of each request, int32.
-            longest: The largest sum of the two, so that the device is not asked.
+            start: The same as `start_B`, so that the device is not asked.
+            count: The same as `count_B`.
         """
 
     def pages(self, layer: int) -> LayerPages:
@@ -96,7 +114,7 @@ class KVStore(Protocol):
         index_RHK: torch.Tensor,
         most_sink: int,
         heads_RH: torch.Tensor | None = None,
-    ) -> None:
+    ) -> Recall | None:
         """Bring the sinks and the selected positions of some requests into a layer's packed segment.
 
         Args:
@@ -107,7 +125,13 @@ class KVStore(Protocol):
             index_RHK: Their selected positions, int32, ascending, padded with -1 at the end.
             most_sink: The largest of `sink_R`, so that the device is not asked.
             heads_RH: Which KV heads' rows change, bool; None for all.
+
+        Returns:
+            What came from the host's tier; None for a store without one.
         """
+
+    def ready(self, layer: int) -> None:
+        """Wait, on the device, until what was packed for a layer is there."""
 
     def copy(self) -> "KVStore":
         """Return a store of its own with the same tokens."""

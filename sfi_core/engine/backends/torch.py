@@ -156,6 +156,7 @@ def _sparse(layer: Layer, rows: slice, query: torch.Tensor) -> torch.Tensor:
     if run.policy.mixes_heads:  # on a slow step the memory is still that of the last one
         start_B = torch.tensor([run.requests[row].read_start for row in which], dtype=torch.int32)
     run.meter.count("torch.sparse_attention", len(which))
+    run.store.ready(layer.index)
     moved = layer.moved_bytes(which, dense=False)
     with run.observer.span("attention.fast", layer.index, moved):
         out = sparse_attention.reference(

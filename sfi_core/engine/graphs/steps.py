@@ -12,7 +12,7 @@ from sfi_core.engine.graphs.buffers import StepBuffers
 from sfi_core.engine.graphs.layer import attend_replayed, note_step
 from sfi_core.engine.graphs.lookahead import foresee
 from sfi_core.engine.graphs.recorder import Recorder, Work
-from sfi_core.engine.maintenance import Side
+from sfi_core.state.side import Side
 from sfi_core.engine.meter import WHOLE_STEP
 from sfi_core.engine.run import Run
 from sfi_core.errors import BackendError

@@ -9,7 +9,6 @@ import torch
 from sfi_core.distributed.ranks import ranks_of
 from sfi_core.engine.audit import Audit, check_audit
 from sfi_core.engine.backends.registry import PAGE_SIZE
-from sfi_core.engine.maintenance import ring_places
 from sfi_core.engine.report import RunReport
 from sfi_core.engine.run import Run, Watcher
 from sfi_core.errors import ConfigError
@@ -34,6 +33,7 @@ from sfi_core.settings.engine import EngineOptions
 from sfi_core.state.kv_cache import KVCache
 from sfi_core.state.kv_store import KVStore
 from sfi_core.state.layer_shape import LayerShape
+from sfi_core.state.side import ring_places
 from sfi_core.triggers.trigger import Trigger
 from sfi_core.triggers.trigger_set import resolve_triggers
 

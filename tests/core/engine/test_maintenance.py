@@ -14,8 +14,9 @@ import torch
 
 import sfi_core
 from sfi_core import SfiConfig
-from sfi_core.engine.maintenance import RING_PLACES, InOrder, Maintenance, SecondStream, main_stream
+from sfi_core.engine.maintenance import Maintenance, main_stream
 from sfi_core.settings.engine import EngineOptions
+from sfi_core.state.side import RING_PLACES, InOrder, SecondStream
 from tests.core.conftest import tiny_qwen3
 from tests.fakes import RecordingObserver, use_references
 

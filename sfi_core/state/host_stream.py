@@ -1,0 +1,76 @@
+"""Reading pages of the host's tier block by block: one is copied to the device while the one before is read."""
+
+from collections.abc import Iterator
+
+import torch
+
+from sfi_core.state.host_tier import HostTier
+from sfi_core.state.side import Side
+
+BLOCK = 1024  # tokens of a block
+BUFFERS = 2
+PLACES = (-1, -2)  # of the side, one a buffer
+
+
+class HostStream:
+    """Two buffers on the device that blocks of all layers pass through.
+
+    Attributes:
+        side: Copies.
+        buffers: The buffers; empty before the first block.
+        copied_bytes: Bytes that went through.
+    """
+
+    def __init__(self, side: Side) -> None:
+        self.side = side
+        self.buffers: list[torch.Tensor] = []
+        self.copied_bytes = 0
+        self.device = torch.device("cpu")
+
+    def blocks(
+        self, host: HostTier, first: int, pages: int, head: int | None = None
+    ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+        """Copy consecutive pages of a request.
+
+        Args:
+            host: The layer's pages.
+            first: The request's first page.
+            pages: Pages to read from there on.
+            head: A KV head alone; None for all.
+
+        Yields:
+            Position of a block's first token, its keys [1, H, N, D] and values [1, H, N, E].
+        """
+        heads = slice(None) if head is None else slice(head, head + 1)
+        source = host.host_PHX[first : first + pages, heads]
+        size = max(1, BLOCK // host.page_size)
+        begins = range(0, pages, size)
+        coming = self._copied(source, 0, size) if pages else source
+        for at, begin in enumerate(begins):
+            here = coming
+            if at + 1 < len(begins):
+                coming = self._copied(source, at + 1, size)
+            self.side.wait(PLACES[at % BUFFERS])
+            key, value = (x.transpose(0, 1).flatten(1, 2)[None] for x in host.split(here))
+            yield begin * host.page_size, key, value
+
+    def _copied(self, source: torch.Tensor, at: int, size: int) -> torch.Tensor:
+        pages, place = source[at * size : (at + 1) * size], PLACES[at % BUFFERS]
+        stage = self._buffer(at, size * source[0].numel(), source.dtype)[: pages.numel()]
+        stage = stage.view(pages.shape)
+        self.side.wait(place)
+
+        def job() -> None:
+            stage.copy_(pages, non_blocking=True)
+
+        self.side.run(place, job)
+        self.copied_bytes += stage.nbytes
+        return stage
+
+    def _buffer(self, at: int, numbers: int, dtype: torch.dtype) -> torch.Tensor:
+        if not self.buffers or self.buffers[0].numel() < numbers:
+            self.side.join()  # what is under way reads the small ones
+            self.buffers = [
+                torch.empty(numbers, dtype=dtype, device=self.device) for _ in range(BUFFERS)
+            ]
+        return self.buffers[at % BUFFERS]

@@ -1,0 +1,64 @@
+"""The host's tier of a layer: every complete page of every request, heads before tokens.
+
+    host_PHX  [pages, KV heads, tokens of a page x (D + E)]
+
+The keys of a page and head are followed by their values, so that one transfer brings both; where D = E, this
+is FreeKV's layout (page, head, 2, page size, d) (Sec. 4.2). Pages on the device are head-major already, since
+`append` transposes as it writes: a page is offloaded and recalled as it is.
+"""
+
+import torch
+
+
+class HostTier:
+    """One layer's pages in host memory, pinned where there is a device.
+
+    Attributes:
+        host_PHX: The pages.
+        key_PHND: A view of their keys.
+        value_PHNE: A view of their values.
+    """
+
+    def __init__(self, pages: int, page_size: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Allocate `pages` pages for keys and values such as these, [B, H, T, D] and [B, H, T, E]."""
+        H, D, E = key.shape[1], key.shape[3], value.shape[3]
+        pinned = key.device.type == "cuda"
+        size = (pages, H, page_size * (D + E))
+        self.host_PHX = torch.empty(size, dtype=key.dtype, pin_memory=pinned)
+        self.page_size, self.width, self.value_width = page_size, D, E
+
+    @property
+    def key_PHND(self) -> torch.Tensor:
+        """The keys."""
+        return self.split(self.host_PHX)[0]
+
+    @property
+    def value_PHNE(self) -> torch.Tensor:
+        """The values."""
+        return self.split(self.host_PHX)[1]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one token's key and value in one head."""
+        return (self.width + self.value_width) * self.host_PHX.itemsize
+
+    def split(self, page_PHX: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return views of the keys and values of pages in this layout, [P, H, N, D] and [P, H, N, E]."""
+        N = self.page_size
+        key, value = page_PHX.split([N * self.width, N * self.value_width], -1)
+        return key.unflatten(-1, (N, -1)), value.unflatten(-1, (N, -1))
+
+    def joined(self, key_HTD: torch.Tensor, value_HTE: torch.Tensor) -> torch.Tensor:
+        """Return complete pages of some tokens in this layout, on the tokens' device."""
+        parts = [
+            rows_HTX.unflatten(1, (-1, self.page_size)).transpose(0, 1).flatten(2)
+            for rows_HTX in (key_HTD, value_HTE)
+        ]
+        return torch.cat(parts, -1)
+
+    def over(self, host_PHX: torch.Tensor) -> "HostTier":
+        """Return a tier over other pages of this layout."""
+        other = object.__new__(HostTier)
+        other.__dict__.update(self.__dict__)
+        other.host_PHX = host_PHX
+        return other

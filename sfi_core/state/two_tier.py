@@ -1,0 +1,306 @@
+"""The two-tier KV store: every key and value in host memory, on the device what steps read.
+
+A layer's device tier is a ring of pages with the recent tokens, the norms of all keys, and the KV heads that
+are never offloaded (`resident`); the packed segment and page summaries are the engine's and the policy's.
+Logical page p of a request lies in ring page p mod R, so that the block table never changes, and kernels read
+the recent tokens as they read any pages.
+
+A page goes to the host when its last token comes. Selected rows come back by `recall` (FreeKV, Sec. 4.2;
+SyncKV, Eq. 7), on a stream of their own: the fast step that reads them waits for them, and nothing else does.
+A dense read streams the host's pages through two buffers. Without CUDA both tiers are host memory, and the
+same code copies.
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from time import perf_counter
+
+import torch
+
+from sfi_core.errors import ConfigError
+from sfi_core.state.host_stream import HostStream
+from sfi_core.state.kv_store import Recall
+from sfi_core.state.layer_pages import LayerPages
+from sfi_core.state.packed_segment import PackedSegment
+from sfi_core.state.side import InOrder, Side
+from sfi_core.state.tiers import Tiers
+from sfi_kernels.append import append
+from sfi_kernels.recall import recall
+from sfi_kernels.step_descriptor import sent
+
+
+
+class TwoTierStore:
+    """A `KVStore` with two tiers.
+
+    Attributes:
+        page_size: Tokens of a page.
+        ring_pages: Pages of a request's ring, R.
+        block_table_BP: Ring pages of each request's logical pages, int32.
+        host_table_BP: Host pages of the same, int32.
+        side: Runs offloads and recalls.
+        layers: Tiers by layer.
+        stream: Copies blocks of the host's pages for dense reads.
+        offloaded_bytes: Bytes that went to the host.
+    """
+
+    whole_on_device = False
+
+    def __init__(
+        self,
+        batch: int,
+        capacity: int,
+        *,
+        page_size: int,
+        ring_pages: int,
+        backend: str = "torch",
+        side: Side | None = None,
+        resident: Callable[[int, int], Sequence[int]] = lambda layer, heads: (),
+    ) -> None:
+        """Plan for `capacity` tokens in each of `batch` requests.
+
+        Args:
+            batch: Requests.
+            capacity: Tokens of a request.
+            page_size: Tokens of a page.
+            ring_pages: Pages on the device of each request; they must hold the recent tokens.
+            backend: What appends and recalls: "torch" or "triton".
+            side: Runs offloads and recalls; None runs them in order.
+            resident: Says, for a layer and its number of KV heads, which heads stay on the device.
+        """
+        self.batch, self.backend, self.page_size = batch, backend, page_size
+        self.pages_per_request = -(-capacity // page_size)
+        self.capacity = self.pages_per_request * page_size
+        self.ring_pages = min(ring_pages, self.pages_per_request)
+        page_P, row_B1 = torch.arange(self.pages_per_request), torch.arange(batch)[:, None]
+        self.block_table_BP = (row_B1 * self.ring_pages + page_P % self.ring_pages).int()
+        self.host_table_BP = (row_B1 * self.pages_per_request + page_P).int()
+        self.side = side or InOrder()
+        self.layers: dict[int, Tiers] = {}
+        self.offloaded_bytes = 0
+        self._resident = resident
+        self._scratch: list[torch.Tensor] = []
+        self.stream = HostStream(self.side)
+        self._end = [0] * batch  # tokens of each row, as of the last append
+
+    @property
+    def heads(self) -> int:
+        """See `KVStore`."""
+        return next((tiers.norm_BHT.shape[1] for tiers in self.layers.values()), 1)
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes on the device; packed segments and page summaries are not the store's."""
+        own = [tensor for tiers in self.layers.values() for tensor in tiers.tensors]
+        return sum(tensor.nbytes for tensor in [*own, *self._scratch, *self.stream.buffers])
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes in host memory."""
+        return sum(tiers.host.host_PHX.nbytes for tiers in self.layers.values())
+
+    def grow(self, capacity: int) -> None:
+        """See `KVStore`.
+
+        Raises:
+            ConfigError: The run is longer than planned: a device budget needs to know its length.
+        """
+        if capacity > self.capacity:
+            raise ConfigError(
+                f"a run under kv_device_budget must state its length, got {capacity} tokens after room for "
+                f"{self.capacity}; give max_new_tokens"
+            )
+
+    def append(
+        self,
+        layer: int,
+        key_BHTD: torch.Tensor,
+        value_BHTE: torch.Tensor,
+        start_B: torch.Tensor,
+        count_B: torch.Tensor,
+        start: Sequence[int],
+        count: Sequence[int],
+    ) -> LayerPages:
+        """See `KVStore`: write the ring, keep the norms, and offload the pages that are complete."""
+        if layer not in self.layers:
+            self.layers[layer] = self._allocate(layer, key_BHTD, value_BHTE)
+        tiers, N = self.layers[layer], self.page_size
+        norm_BHT = torch.linalg.vector_norm(key_BHTD, dim=-1, dtype=torch.float32)
+        complete = []
+        for row, (begin, new) in enumerate(zip(start, count, strict=True)):
+            own = slice(key_BHTD.shape[2] - new, None)
+            key_HTD, value_HTE = key_BHTD[row, :, own], value_BHTE[row, :, own]
+            tiers.keep(row, begin, key_HTD, value_HTE, norm_BHT[row, :, own])
+            if (begin + new) // N > begin // N:
+                first = row * self.ring_pages + begin // N % self.ring_pages
+                pages = tiers.complete(first, begin, key_HTD, value_HTE)
+                complete.append((row * self.pages_per_request + begin // N, pages))
+            self._end[row] = begin + new
+        room = self.ring_pages * self.page_size
+        if max(count) > room:  # of a long piece only the last tokens stay in the ring
+            kept = [min(new, room) for new in count]
+            begins = [b + n - k for b, n, k in zip(start, count, kept, strict=True)]
+            start_B, count_B = sent(torch.tensor([begins, kept], dtype=torch.int32), start_B.device)
+        append.on(self.backend)(
+            key_BHTD, value_BHTE, start_B, count_B, *tiers.ring.tensors, self.block_table_BP
+        )
+        if complete:
+            self._offload(layer, tiers, complete)
+        return tiers.ring
+
+    def pages(self, layer: int) -> LayerPages:
+        """See `KVStore`: the ring."""
+        return self.layers[layer].ring
+
+    def keys(self, layer: int, row: int, start: int, stop: int) -> torch.Tensor:
+        """See `KVStore`: from the ring where the ring has them, else from the host."""
+        tiers, N = self.layers[layer], self.page_size
+        if start >= self._end[row] - self.ring_pages * N:
+            page_P = self.block_table_BP[row, start // N : -(-stop // N)].long()
+            key_HTD = tiers.ring.key_PHND[page_P].transpose(0, 1).flatten(1, 2)
+            skipped = start // N * N
+            return key_HTD[None, :, start - skipped : stop - skipped]
+        found = [
+            key[:, :, max(0, start - first) : stop - first]
+            for first, key, _ in self.blocks(layer, row, stop)
+            if first + key.shape[2] > start
+        ]
+        return torch.cat(found, 2)
+
+    def blocks(self, layer: int, row: int, length: int, head: int | None = None) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+        """See `KVStore`: complete pages from the host through two buffers, then the ring's last page."""
+        tiers = self.layers[layer]
+        if head in tiers.resident:
+            own = slice(tiers.resident.index(head), tiers.resident.index(head) + 1)
+            key, value = tiers.key_BRTD[row : row + 1, own], tiers.value_BRTE[row : row + 1, own]
+            yield 0, key[:, :, :length], value[:, :, :length]
+            return
+        if head is None and len(tiers.resident) == tiers.norm_BHT.shape[1]:
+            one = slice(row, row + 1)
+            yield 0, tiers.key_BRTD[one, :, :length], tiers.value_BRTE[one, :, :length]
+            return
+        full = length // self.page_size
+        first = row * self.pages_per_request
+        yield from self.stream.blocks(tiers.host, first, full, head)
+        if length > full * self.page_size:
+            heads = slice(None) if head is None else slice(head, head + 1)
+            page, rest = row * self.ring_pages + full % self.ring_pages, length % self.page_size
+            key, value = (x[page : page + 1, heads, :rest] for x in tiers.ring.tensors[:2])
+            yield full * self.page_size, key, value
+
+    def norms(self, layer: int, rows: Sequence[int], length: int) -> torch.Tensor:
+        """See `KVStore`."""
+        norm_BHT = self.layers[layer].norm_BHT[:, :, :length]
+        if len(rows) == 1:
+            return norm_BHT[rows[0] : rows[0] + 1]
+        return torch.stack([norm_BHT[row] for row in rows])
+
+    def norms_of(self, layer: int, table_RP: torch.Tensor) -> torch.Tensor:
+        """See `KVStore`."""
+        row_R = (table_RP[:, 0] // self.ring_pages).long()
+        return self.layers[layer].norm_BHT[row_R, :, : self.capacity]
+
+    def pack_into(
+        self,
+        segment: PackedSegment,
+        layer: int,
+        request_R: torch.Tensor,
+        sink_R: torch.Tensor,
+        index_RHK: torch.Tensor,
+        most_sink: int,
+        heads_RH: torch.Tensor | None = None,
+    ) -> Recall:
+        """See `KVStore`: bring what the device lacks from the host, beside the main stream."""
+        segment.reserve(most_sink + index_RHK.shape[2])
+        tiers, R, place = self.layers[layer], len(request_R), self._recalls(layer)
+        old = (segment.key_BHSD, segment.value_BHSE, segment.position_BHS, segment.length_BH)
+        into = self._into(old, R)
+        fetched_RH = index_RHK.new_zeros(index_RHK.shape[:2])
+        heads = None if heads_RH is None else heads_RH.int()
+
+        def job() -> None:
+            recall.on(self.backend)(
+                tiers.host.key_PHND,
+                tiers.host.value_PHNE,
+                self.host_table_BP,
+                request_R,
+                index_RHK,
+                sink_R,
+                *old,
+                *into,
+                fetched_RH,
+                heads_RH=heads,
+            )
+            request = request_R.long()
+            for target, source in zip(old, into, strict=True):
+                target.index_copy_(0, request, source)
+
+        began = perf_counter()
+        self.side.wait(place)
+        self.side.run(place, job)
+        waited = perf_counter() - began if isinstance(self.side, InOrder) else 0.0
+        return Recall(fetched_RH, tiers.host.row_bytes, waited)
+
+    def ready(self, layer: int) -> None:
+        """See `KVStore`: wait for the layer's recalls."""
+        self.side.wait(self._recalls(layer))
+
+    def copy(self) -> "TwoTierStore":
+        """See `KVStore`."""
+        self.side.join()
+        other = copy.copy(self)
+        other.block_table_BP = self.block_table_BP.clone()
+        other._scratch, other._end = [], list(self._end)
+        other.stream, other.offloaded_bytes = HostStream(self.side), 0
+        other.layers = {layer: tiers.copy() for layer, tiers in self.layers.items()}
+        return other
+
+    def row(self, row: int) -> "TwoTierStore":
+        """See `KVStore`."""
+        one = copy.copy(self)
+        one.batch, one._end = 1, [0]
+        one.block_table_BP, one.host_table_BP = self.block_table_BP[:1], self.host_table_BP[:1]
+        one.layers = {
+            layer: tiers.row(row, self.ring_pages, self.pages_per_request)
+            for layer, tiers in self.layers.items()
+        }
+        return one
+
+    def _allocate(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> Tiers:
+        for name in ("block_table_BP", "host_table_BP"):
+            setattr(self, name, getattr(self, name).to(key.device))
+        self.stream.device = key.device
+        resident = tuple(self._resident(layer, key.shape[1]))
+        rows, pages = self.batch * self.ring_pages, self.batch * self.pages_per_request
+        return Tiers.allocate(
+            key, value, self.page_size, ring=rows, host=pages, batch=self.batch, resident=resident
+        )
+
+    def _offload(self, layer: int, tiers: Tiers, complete: list[tuple[int, torch.Tensor]]) -> None:
+        # `complete` has the first host page and the pages in the host's layout
+        def job() -> None:
+            for first, pages in complete:
+                tiers.host.host_PHX[first : first + len(pages)].copy_(pages, non_blocking=True)
+
+        self.side.wait(2 * layer)
+        self.side.run(2 * layer, job)
+        tiers.offloading = [pages for _, pages in complete]
+        self.offloaded_bytes += sum(pages.nbytes for pages in tiers.offloading)
+
+    @staticmethod
+    def _recalls(layer: int) -> int:
+        return 2 * layer + 1
+
+    def _into(self, old: tuple[torch.Tensor, ...], rows: int) -> list[torch.Tensor]:
+        # where recalled rows arrive: one for all layers, since recalls come one after the other
+        for at, tensor in enumerate(old):
+            size = rows * tensor[0].numel()
+            if at == len(self._scratch):
+                self._scratch.append(tensor.new_empty(size))
+            elif self._scratch[at].numel() < size:
+                self.side.join()
+                self._scratch[at] = tensor.new_empty(size)
+        return [
+            scratch[: rows * tensor[0].numel()].view(rows, *tensor.shape[1:])
+            for scratch, tensor in zip(self._scratch, old, strict=True)
+        ]
