@@ -84,6 +84,18 @@ class ForecastTable(Table):
         None, "GB/s of the memory; none measures this machine's.", above=0
     )
     memory: float | None = setting(None, "GB of memory; none takes this machine's.", above=0)
+    turnover: float = setting(
+        0.1,
+        "Share of the selected rows that a recall over --link brings anew. Paper gap: no paper gives it.",
+        least=0,
+        most=1,
+    )
+    corrected: float = setting(
+        0.1,
+        "Share of the KV heads that FreeKV corrects at a step over --link. Paper gap: not given.",
+        least=0,
+        most=1,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

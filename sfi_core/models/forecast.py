@@ -146,13 +146,16 @@ def largest_batch(needed: Callable[[int], int], most: int, free: float) -> int:
     return bisect_right(range(1, most + 1), free, key=needed)
 
 
-def check_fits(expected: Forecast, device: torch.device, way: str | None = None) -> None:
+def check_fits(
+    expected: Forecast, device: torch.device, way: str | None = None, *, two_tier: bool = False
+) -> None:
     """Refuse a run that will not fit.
 
     Args:
         expected: The bytes that the run needs.
         device: The device of the run.
         way: The setting to lower; None for the one that needs the most.
+        two_tier: Whether the run has a device budget already, which the message then does not name.
 
     Raises:
         MemoryForecastError: The message has the bytes needed, the bytes free, and the setting to lower.
@@ -164,6 +167,8 @@ def check_fits(expected: Forecast, device: torch.device, way: str | None = None)
         cache = expected.kv_bytes + expected.norm_bytes
         most = "the batch or max_new_tokens"
         way = way or (most if cache > expected.workspace_bytes else "prefill_chunk")
+        if device.type == "cuda" and not two_tier and cache > expected.workspace_bytes:
+            way += ", or keep most of the cache in host memory with --kv-device-budget"
         raise MemoryForecastError(
             f"the run must fit {free / 1e9:.2f} GB of free memory, got a forecast of "
             f"{expected.needed_bytes / 1e9:.2f} GB ({cache / 1e9:.2f} GB KV cache, "

@@ -24,8 +24,8 @@ OPTIONS = {
     """,
     "bench": """
         --policy --context --batch --baseline --steps --repeats --time-limit --slow-rate --text --ragged
-        --seed --threads --forecast --model --random-weights --dtype --device --trust-remote-code --preset
-        --config --set --budget --plot --output --force --json --quiet
+        --seed --threads --forecast --link --model --random-weights --dtype --device --trust-remote-code
+        --preset --config --set --budget --plot --output --force --json --quiet
     """,
     "kernel-bench": """
         --context --batch --heads --kv-heads --head-dim --dtype --retention --op --sweep --repeats --seed

@@ -16,6 +16,7 @@ from sfi_core.errors import ConfigError, InputError
 FORMATS = (".json", ".parquet")
 BUNDLED_TEXT, NO_BASELINE, KILO = "bundled", "none", 1024
 SLOW_RATE = "1/20"
+LINKED = ("forecast.turnover", "forecast.corrected")
 TRIGGERS = ("t_max", "min_gap", "triggers", "trigger_policy", "stride", "slow_start")
 
 
@@ -32,6 +33,7 @@ class DecodeBenchJob:
         text: A file, or bundled; None for a stated rate.
         threads: CPU threads; None for PyTorch's own.
         forecast: The machine to compute for; None measures on this one.
+        link: GB/s or a name of the link to a cache in host memory; None for a cache on the device.
         output: The document, or its rows, and the figure.
     """
 
@@ -43,6 +45,7 @@ class DecodeBenchJob:
     text: str | None
     threads: int | None
     forecast: ForecastTable | None
+    link: str | None
     output: Output
 
     def run(self) -> None:
@@ -59,6 +62,7 @@ class DecodeBenchJob:
         from sfi_core.models.load import resolve_device
 
         self._check_options()
+        self._check_forecast()
         if self.threads is not None:
             torch.set_num_threads(self.threads)
         device = resolve_device(self.subject.loading["device"])
@@ -92,18 +96,30 @@ class DecodeBenchJob:
             leave_interrupted()
 
     def _forecast(self, settings: Any, device: Any, machine: ForecastTable) -> None:
-        from sfi_cli.commands.bench.views import forecast_text
+        from sfi_cli.commands.bench.views import forecast_text, link_text
         from sfi_core.measure.bench.forecast import forecast_document
+        from sfi_core.measure.bench.link_forecast import link_forecast_document
 
-        document = forecast_document(
-            self.subject.unloaded(),
-            settings,
-            device,
-            bandwidth_gb_per_s=machine.bandwidth,
-            memory_bytes=None if machine.memory is None else machine.memory * 1e9,
-        )
+        model = self.subject.unloaded()
+        sizes = {
+            "bandwidth_gb_per_s": machine.bandwidth,
+            "memory_bytes": None if machine.memory is None else machine.memory * 1e9,
+        }
+        link = self._link(machine)
+        if link is None:
+            document = forecast_document(model, settings, device, **sizes)
+        else:
+            document = link_forecast_document(model, settings, device, link, **sizes)
         document["model"]["name"] = self.subject.name
-        self._write(document, forecast_text)
+        self._write(document, forecast_text if link is None else link_text)
+
+    def _link(self, machine: ForecastTable) -> Any:
+        from sfi_core.measure.bench.link import Assumptions, Link, link_gb_per_s
+
+        if self.link is None:
+            return None
+        assumed = Assumptions(turnover=machine.turnover, corrected=machine.corrected)
+        return Link(gb_per_s=link_gb_per_s(self.link), assumed=assumed)
 
     def _write(self, document: dict[str, Any], view: Callable[[dict[str, Any]], str]) -> None:
         from sfi_traces.results.bench import write_parquet, write_plot
@@ -119,13 +135,23 @@ class DecodeBenchJob:
         for name in TRIGGERS if self.text is None else ():
             if name in self.said:
                 raise ConfigError(f"{name} must come with --text; without one --slow-rate decides")
+        if self.threads is not None and self.threads <= 0:
+            raise ConfigError(f"threads must be positive, got {self.threads}")
+
+    def _check_forecast(self) -> None:
         for name in sorted(self.said) if self.forecast is None else ():
             if name.startswith("forecast."):
                 raise ConfigError(f"{name} must come with --forecast, got it alone")
-        if self.forecast is not None and self.text is not None:
+        for name in LINKED if self.link is None else ():
+            if name in self.said:
+                raise ConfigError(f"{name} must come with --link, got it alone")
+        if self.forecast is None:
+            if self.link is not None:
+                raise ConfigError("link must come with --forecast, got it alone")
+            return
+        if self.text is not None:
             raise ConfigError("forecast needs a stated --slow-rate, got --text")
-        if self.threads is not None and self.threads <= 0:
-            raise ConfigError(f"threads must be positive, got {self.threads}")
+        self._link(self.forecast)  # a mistake shows before the model is made
 
     def _settings(self, loaded: tuple[Any, Any] | None) -> Any:
         from sfi_core.measure.bench.settings import DecodeSettings

@@ -16,7 +16,7 @@ from sfi_core.measure.bench.settings import DecodeSettings
 from sfi_core.measure.kernel_bench.timing import clock_for, copy_gb_per_s
 from sfi_core.models.byte_model import ByteModel, fast_tokens
 from sfi_core.models.describe import describe_model
-from sfi_core.models.forecast import CPU_SLACK, forecast, largest_batch
+from sfi_core.models.forecast import CPU_SLACK, Forecast, forecast, largest_batch
 from sfi_core.models.weights import ModelWeights
 from sfi_core.policies import policy_class
 from sfi_core.settings.config import SfiConfig
@@ -24,6 +24,10 @@ from sfi_core.state.layer_shape import LayerShape
 
 POLICIES = ("full-kv", "sfi", "streaming-llm")
 MOST_REQUESTS = 1 << 16
+NOTES = (
+    "nothing was run: tokens/s is bandwidth over bytes, which no implementation exceeds",
+    "synchronized: every request is slow as soon as one is, and each is slow at random",
+)
 
 
 def forecast_document(
@@ -50,11 +54,29 @@ def forecast_document(
     for policy in settings.policies:
         if policy not in POLICIES:
             raise ConfigError(f"forecast knows the policies {POLICIES}, got {policy!r}")
+    return document_of(
+        Expectation(model, settings, device), NOTES, bandwidth_gb_per_s, memory_bytes
+    )
+
+
+def document_of(
+    expected: "Expectation",
+    notes: Sequence[str],
+    bandwidth_gb_per_s: float | None,
+    memory_bytes: float | None,
+) -> dict[str, Any]:
+    """Compute a row for every policy and point of an expectation, and say of what and on what machine.
+
+    Args:
+        expected: The model under the settings of a benchmark.
+        notes: What a reader of the rows must know.
+        bandwidth_gb_per_s: Bandwidth; None measures the device's copy bandwidth.
+        memory_bytes: Memory; None is the device's.
+    """
+    settings, device = expected.settings, expected.device
     if bandwidth_gb_per_s is None:
         bandwidth_gb_per_s = copy_gb_per_s(device, clock_for(device, "torch"))
     memory = int((total_bytes(device) or 0) if memory_bytes is None else memory_bytes)
-    shapes, weights = layer_shapes(model), ModelWeights.of(model)
-    expected = Expectation(model, shapes, weights, settings, device)
     return {
         "rows": [
             expected.row(policy, context, batch, bandwidth_gb_per_s, memory)
@@ -63,11 +85,8 @@ def forecast_document(
             for policy in dict.fromkeys(settings.policies)
         ],
         "forecast": True,
-        "notes": [
-            "nothing was run: tokens/s is bandwidth over bytes, which no implementation exceeds",
-            "synchronized: every request is slow as soon as one is, and each is slow at random",
-        ],
-        "model": {**describe_model(model, shapes), "total_weight_bytes": weights.total_bytes},
+        "notes": [*notes],
+        "model": {**expected.description, "total_weight_bytes": expected.weights.total_bytes},
         "settings": {
             "slow_rate": str(settings.slow_rate),
             "config": settings.config.to_dict(),
@@ -82,33 +101,38 @@ def forecast_document(
 
 
 class Expectation:
-    """A model in bytes, under the settings of a benchmark."""
+    """A model in bytes, under the settings of a benchmark.
 
-    def __init__(
-        self,
-        model: Any,
-        shapes: Sequence[LayerShape],
-        weights: ModelWeights,
-        settings: DecodeSettings,
-        device: torch.device,
-    ) -> None:
+    Attributes:
+        model: A model on the meta device.
+        settings: The settings of the benchmark.
+        device: Where the run would be.
+        shapes: The shape of every layer.
+        weights: The bytes of the weights.
+        description: The `model` of the document.
+        selecting: The policies that select.
+    """
+
+    selecting: tuple[str, ...] = ("sfi",)
+
+    def __init__(self, model: Any, settings: DecodeSettings, device: torch.device) -> None:
         assert settings.slow_rate is not None, "a forecast has a stated rate"
-        self._model, self._shapes, self._weights = model, shapes, weights
-        self._settings, self._device = settings, device
+        self.model, self.settings, self.device = model, settings, device
+        self.shapes: Sequence[LayerShape] = layer_shapes(model)
+        self.weights = ModelWeights.of(model)
+        self.description = describe_model(model, self.shapes)
         self._rate: Fraction = settings.slow_rate
-        self._description = describe_model(model, shapes)
 
     def row(
         self, policy: str, context: int, batch: int, bandwidth_gb_per_s: float, memory: int
     ) -> dict[str, Any]:
         """Return what to expect of a policy at a point."""
-        bytes_ = self._bytes(batch)
+        bytes_ = self.byte_model(batch)
         rate = self.slow_rate(policy)
         together = 1 - (1 - rate) ** batch if policy == "sfi" else rate
         dense = batch * float(bytes_.dense(context))
         fast, slow = (
-            batch * each
-            for each in step_bytes(bytes_, self._settings.config, policy, context, rate)
+            batch * each for each in step_bytes(bytes_, self.settings.config, policy, context, rate)
         )
         mean, synchronized = ((1 - p) * fast + p * slow for p in (rate, together))
         parts = self._memory(policy, context, batch)
@@ -124,7 +148,7 @@ class Expectation:
                 MOST_REQUESTS,
                 memory,
             ),
-            "weight_bytes_per_step": self._weights.read(batch),
+            "weight_bytes_per_step": self.weights.read(batch),
             "fast_bytes_per_step": None if policy == "full-kv" else round(fast),
             "slow_bytes_per_step": None if policy == "streaming-llm" else round(slow),
             "bytes_per_step": round(mean),
@@ -138,30 +162,33 @@ class Expectation:
         """Return the share of slow steps."""
         return {"full-kv": 1.0, "streaming-llm": 0.0}.get(policy, float(self._rate))
 
-    def _bytes(self, batch: int) -> ByteModel:
-        description = {**self._description, "weight_bytes": self._weights.read(batch)}
-        return ByteModel.of(
-            description, dense_layers=self._settings.config.dense_layers, batch=batch
+    def byte_model(self, batch: int, dense_layers: Sequence[int] | None = None) -> ByteModel:
+        """Return the bytes of a token, for `batch` requests; None leaves the config's layers dense."""
+        description = {**self.description, "weight_bytes": self.weights.read(batch)}
+        dense = self.settings.config.dense_layers if dense_layers is None else dense_layers
+        return ByteModel.of(description, dense_layers=dense, batch=batch)
+
+    def memory(self, policy: str, context: int, batch: int) -> Forecast:
+        """Return the bytes of a run whose cache lies on the device, with all weights."""
+        expected = forecast(
+            self.model,
+            self.shapes,
+            self.settings.config,
+            selects=policy in self.selecting,
+            batch=batch,
+            prompt_tokens=1,
+            capacity=self.settings.capacity(context),
+            refreshed_together=batch if self.device.type == "cuda" else 1,
+        )
+        slack = CPU_SLACK if self.device.type == "cpu" else 1
+        return replace(
+            expected,
+            resident_bytes=self.weights.total_bytes,
+            workspace_bytes=expected.workspace_bytes * slack,
         )
 
     def _memory(self, policy: str, context: int, batch: int) -> dict[str, int]:
-        settings = self._settings
-        expected = forecast(
-            self._model,
-            self._shapes,
-            settings.config,
-            selects=policy == "sfi",
-            batch=batch,
-            prompt_tokens=1,
-            capacity=settings.capacity(context),
-            refreshed_together=batch if self._device.type == "cuda" else 1,
-        )
-        slack = CPU_SLACK if self._device.type == "cpu" else 1
-        expected = replace(
-            expected,
-            resident_bytes=self._weights.total_bytes,
-            workspace_bytes=expected.workspace_bytes * slack,
-        )
+        expected = self.memory(policy, context, batch)
         return {
             "memory_bytes": expected.total_bytes,
             "kv_bytes": expected.kv_bytes + expected.norm_bytes + expected.sliding_bytes,
@@ -172,10 +199,10 @@ class Expectation:
     def _break_even(self, policy: str) -> int | None:
         if policy == "full-kv":
             return None
-        config, rate = policy_class(policy).adapt(self._settings.config), self.slow_rate(policy)
+        config, rate = policy_class(policy).adapt(self.settings.config), self.slow_rate(policy)
         selected = selected_tokens(config, policy)
         read = fast_tokens(config, selected, rate)
-        context = self._bytes(1).break_even(read, config.sink + selected, rate)
+        context = self.byte_model(1).break_even(read, config.sink + selected, rate)
         return None if context is None else int(context) + 1
 
 

@@ -26,6 +26,8 @@ T1 = {
     "qwen3-4b": (36, 8, 4.02, 8.04, 147_456),
     "qwen3-8b": (36, 8, 8.19, 16.38, 147_456),
     "qwen3-30b-a3b": (48, 4, 30.53, 61.06, 98_304),
+    "llama-3.1-8b": (32, 8, 8.03, 16.06, 131_072),  # FreeKV's two models, by their model cards
+    "qwen2.5-7b": (28, 4, 7.62, 15.23, 57_344),
 }
 T2 = {  # GB of weights that a step reads at batch 1, 4, 16, 32
     "qwen3-0.6b": (1.19, 1.19, 1.19, 1.19),

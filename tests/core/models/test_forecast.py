@@ -13,6 +13,7 @@ from sfi_core.distributed.ranks import ALONE
 from sfi_core.errors import ConfigError, MemoryForecastError
 from sfi_core.generation.batch_plan import BatchPlan, plan_batch
 from sfi_core.machine import memory
+from sfi_core.models import forecast as module
 from sfi_core.models.forecast import CPU_SLACK, Forecast, check_fits, forecast, largest_batch
 from sfi_core.settings.config import SfiConfig
 from sfi_core.state.layer_shape import LayerShape
@@ -178,6 +179,29 @@ def test_the_advice_is_what_would_help_most(monkeypatch: pytest.MonkeyPatch, tmp
         check_fits(need(kv=1000, workspace=2000), CPU)
     with pytest.raises(MemoryForecastError, match=r"; lower the batch or max_new_tokens$"):
         check_fits(need(kv=2000, workspace=1000), CPU)
+
+
+@pytest.mark.parametrize(
+    ("device", "two_tier", "named"),
+    [("cuda", False, True), ("cuda", True, False), ("cpu", False, False)],
+)
+def test_a_cache_that_does_not_fit_a_gpu_can_go_to_the_host(
+    monkeypatch: pytest.MonkeyPatch, device: str, two_tier: bool, named: bool
+):
+    monkeypatch.setattr(module, "free_bytes", lambda _: 1000)
+    for way in (None, "max_batch to 3"):
+        with pytest.raises(MemoryForecastError) as caught:
+            check_fits(need(kv=2000, workspace=10), torch.device(device), way, two_tier=two_tier)
+        assert ("--kv-device-budget" in str(caught.value)) is named
+        assert (way or "lower the batch or max_new_tokens") in str(caught.value)
+
+
+def test_a_workspace_that_does_not_fit_a_gpu_gains_nothing_from_the_host(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(module, "free_bytes", lambda _: 1000)
+    with pytest.raises(MemoryForecastError, match=r"; lower prefill_chunk$"):
+        check_fits(need(kv=10, workspace=2000), torch.device("cuda"))
 
 
 def test_what_is_in_use_already_need_not_be_free(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
