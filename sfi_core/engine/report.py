@@ -4,8 +4,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
+import torch
+
 from sfi_core.engine.run import Run
 from sfi_core.state.request import RequestState
+from sfi_core.state.two_tier import TwoTierStore
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +107,53 @@ class KernelReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TierReport:
+    """Where a run under a device budget kept its keys and values, and what came back.
+
+    Attributes:
+        device_bytes: On the device: recent pages, norms, resident heads, buffers, packed segments, summaries.
+        host_bytes: In host memory: everything.
+        offloaded_bytes: What went to the host.
+        recalled_bytes: Selected rows that came back in decoding steps.
+        recalled_bytes_per_step: The mean over decoding steps.
+        streamed_bytes: What dense reads copied to the device.
+        recall_seconds: Time that decoding steps waited for recalled rows, on the host's clock; where recalls
+            run beside the steps, the waits are the device's and are not in here.
+    """
+
+    device_bytes: int
+    host_bytes: int
+    offloaded_bytes: int
+    recalled_bytes: int
+    recalled_bytes_per_step: float
+    streamed_bytes: int
+    recall_seconds: float
+
+    @classmethod
+    def of(cls, run: Run) -> Self | None:
+        """Sum a run up; None where everything lay on the device."""
+        store, meter = run.store, run.meter
+        if not isinstance(store, TwoTierStore):
+            return None
+        segments = sum(segment.nbytes for segment in run.segments.values())
+        notes = sum(map(_nbytes, run.notes.values()))
+        recalled = meter.recalled_bytes
+        return cls(
+            device_bytes=store.device_bytes + segments + notes,
+            host_bytes=store.host_bytes,
+            offloaded_bytes=store.offloaded_bytes,
+            recalled_bytes=recalled,
+            recalled_bytes_per_step=recalled / max(1, run.step),
+            streamed_bytes=store.stream.copied_bytes,
+            recall_seconds=meter.recall_seconds,
+        )
+
+
+def _nbytes(notes: Mapping[str, Any]) -> int:
+    return sum(value.nbytes for value in notes.values() if isinstance(value, torch.Tensor))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunReport:
     """One run.
 
@@ -115,6 +165,7 @@ class RunReport:
         decode_tokens_per_second: Tokens of those steps over that time, all requests together.
         paths: Attention and maintenance calls by what really ran, counted per request, layer and step.
         kernels: The Triton kernels launched; empty on the torch backend.
+        kv_tiers: Where keys and values lay under a device budget; None without one.
     """
 
     backend: str
@@ -124,6 +175,7 @@ class RunReport:
     decode_tokens_per_second: float
     paths: dict[str, int]
     kernels: list[KernelReport]
+    kv_tiers: TierReport | None = None
 
     @classmethod
     def of(cls, run: Run) -> Self:
@@ -141,6 +193,7 @@ class RunReport:
             else 0.0,
             paths={name: count for name, count in meter.paths.items() if count},
             kernels=KernelReport.of(meter.kernels),
+            kv_tiers=TierReport.of(run),
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -75,6 +75,7 @@ class Policy:
         corrects: Whether the heads that it names on a fast step select anew by `select_alone`.
         needs_only_evidence: Whether the policy is an `EvidencePolicy`.
         evicts: Whether what is not attended is gone for good; such methods also store less.
+        offloads: Whether it can run over a store that keeps most keys and values in host memory.
         signal: What the plan looks at besides tokens, a name of `sfi_core.triggers.signals`; "" for nothing.
     """
 
@@ -87,6 +88,7 @@ class Policy:
     corrects = False
     needs_only_evidence = False
     evicts = False
+    offloads = False
     signal = ""
 
     def __init__(self, config: SfiConfig, trigger: Rule, layers: Sequence[int] = ()) -> None:
@@ -143,6 +145,20 @@ class Policy:
 
     def observe_prompt(self, context: LayerContext) -> None:
         """Look at the logits of some queries of the prompt, every one once, in order (H2O)."""
+
+    @property
+    def most_fast_steps(self) -> int | None:
+        """The most fast steps in a row, through which an anchored recent segment grows; None for no limit."""
+        return None
+
+    @property
+    def summary_page(self) -> int:
+        """Tokens of the pages whose summaries the policy keeps on the device; 0 for none."""
+        return 0
+
+    def resident_heads(self, layer: int, heads: int) -> Sequence[int]:
+        """Return the KV heads of a layer, of `heads`, that are better never offloaded, if there is room."""
+        return range(heads) if layer in self.config.dense_layers else ()
 
     def selection_tokens(self, state: RequestState) -> float:
         """Return what selecting reads in one fast step, in tokens' worth of keys and values of a KV head."""

@@ -30,6 +30,7 @@ class FreeKV(Policy):
     selects_before = True
     selects_after = True
     selects_next = True
+    offloads = True
 
     def __init__(self, config: SfiConfig, trigger: Rule, layers: Sequence[int] = ()) -> None:
         """See `Policy`; the first of `layers` may be left dense."""
@@ -65,6 +66,11 @@ class FreeKV(Policy):
     def select_next(self, context: LayerContext) -> Selection:
         """Select for the next step with this step's scores (speculative retrieval)."""
         return self._best(context, ahead=1)
+
+    @property
+    def summary_page(self) -> int:
+        """See `Policy`."""
+        return self.config.freekv.page
 
     def selection_tokens(self, state: RequestState) -> float:
         """Two vectors a page, as large as a token's key and value."""

@@ -19,6 +19,7 @@ class Quest(Policy):
     """Every step selects anew from the element-wise extremes of each page's keys; nothing is forgotten."""
 
     selects_before = True
+    offloads = True
 
     @classmethod
     def adapt(cls, config: SfiConfig) -> SfiConfig:
@@ -38,6 +39,11 @@ class Quest(Policy):
             bound_HGP = bounds(context.query_BHGWD[place, :, :, -1], low_HPD, high_HPD)
             scores.append(padded(bound_HGP.amax(1).repeat_interleave(page, 1), T))
         return best(context, torch.stack(scores), self.config.budget)
+
+    @property
+    def summary_page(self) -> int:
+        """See `Policy`."""
+        return self.config.baseline.page
 
     def selection_tokens(self, state: RequestState) -> float:
         """Two vectors a page, as large as a token's key and value."""

@@ -21,6 +21,7 @@ class RefreshKV(EvidencePolicy):
     """Slow every `stride` steps, unless the query is still like that of the last slow step."""
 
     signal = SLOW_COSINE
+    offloads = True
 
     @classmethod
     def adapt(cls, config: SfiConfig) -> SfiConfig:

@@ -37,6 +37,11 @@ class SFI(EvidencePolicy, Triggered):
         self.mixes_heads = self.corrects or self.leaders is not None
         self.needs_only_evidence = not self.mixes_heads
 
+    def resident_heads(self, layer: int, heads: int) -> Sequence[int]:
+        """Keep the representatives' keys and values on the device."""
+        own = super().resident_heads(layer, heads)
+        return own or (sorted(set(self.leaders.of(layer, heads))) if self.leaders else ())
+
     def select_after(self, context: Evidence) -> Selection:
         """Run the Selector and keep its best positions (Algorithm 2)."""
         if self.leaders is None:

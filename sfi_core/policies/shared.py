@@ -31,6 +31,13 @@ class Triggered(Policy):
     """Base of the policies whose slow steps are the trigger's: any trigger with any selector."""
 
     selects_after = True
+    offloads = True
+
+    @property
+    def most_fast_steps(self) -> int | None:
+        """See `Policy`."""
+        longest = {"stride": self.config.stride, "never": None, "always": 0}
+        return longest.get(self.config.trigger_policy, self.config.t_max)
 
     @property
     def signal(self) -> str:  # type: ignore[override]  # plain where it does not depend on settings

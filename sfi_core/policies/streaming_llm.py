@@ -13,6 +13,7 @@ class StreamingLLM(Policy):
     """Every step is fast; the budget that others select with goes to a longer recent window."""
 
     evicts = True
+    offloads = True
 
     @classmethod
     def adapt(cls, config: SfiConfig) -> SfiConfig:

@@ -29,6 +29,7 @@ class SyncKV(Policy):
 
     selects_after = True
     mixes_heads = True
+    offloads = True
 
     def __init__(self, config: SfiConfig, trigger: Rule, layers: Sequence[int] = ()) -> None:
         """See `Policy`; reads the file of head clusters."""
@@ -56,6 +57,15 @@ class SyncKV(Policy):
             return mask_BH
         slow = torch.tensor([state.slow for state in context.states])
         return mask_BH & slow[:, None].to(mask_BH.device, non_blocking=True)
+
+    @property
+    def most_fast_steps(self) -> int:
+        """See `Policy`."""
+        return self.config.synckv.stride
+
+    def resident_heads(self, layer: int, heads: int) -> Sequence[int]:
+        """Keep the representatives' keys and values on the device (Sec. 4.2)."""
+        return super().resident_heads(layer, heads) or sorted(set(self.leaders.of(layer, heads)))
 
     def select_after(self, context: LayerContext) -> Selection:
         """Choose the dynamic set by the representatives' attention (Eq. 6), after the prompt the static one."""

@@ -25,6 +25,12 @@ class PackedSegment:
         self.position_BHS = torch.full((batch, H, rows), -1, dtype=torch.int32, device=key.device)
         self.length_BH = torch.zeros(batch, H, dtype=torch.int32, device=key.device)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the segment."""
+        own = (self.key_BHSD, self.value_BHSE, self.position_BHS, self.length_BH)
+        return sum(tensor.nbytes for tensor in own)
+
     def row(self, row: int) -> "PackedSegment":
         """Return one request's part, emptied, as a segment of batch 1 over the same rows."""
         one = copy.copy(self)

@@ -234,6 +234,7 @@ def _refusal(session: Session) -> SfiError | None:
         "layers of sliding windows, whose cache moves": any(
             shape.window is not None for shape in session.shapes()
         ),
+        "kv_device_budget, whose pages come and go": session.engine.kv_device_budget is not None,
         "spans inside the step, as a trace has": wants_spans(session.observer),
     }
     for reason, holds in reasons.items():

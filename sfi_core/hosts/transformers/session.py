@@ -21,6 +21,7 @@ from sfi_core.hosts.transformers.checks import (
 )
 from sfi_core.hosts.transformers.shadow import Shadow
 from sfi_core.hosts.transformers.shapes import layer_shapes
+from sfi_core.hosts.transformers.stores import Tiers, tiered
 from sfi_core.models.describe import describe_model
 from sfi_core.models.forecast import Forecast, forecast
 from sfi_core.models.tensor_parallel import check_split
@@ -122,23 +123,42 @@ class Session:
         """Say what a run will need, from the shapes that a pass over two tokens shows."""
         policy, triton = self.policy, self.backend == "triton"
         page = self.page_size or 1
-        return forecast(
+        capacity = -(-capacity // page) * page
+        expected = forecast(
             self.model,
             self.shapes(),
             policy.config,
             selects=policy.selects_before or policy.selects_after,
             batch=batch,
             prompt_tokens=prompt_tokens,
-            capacity=-(-capacity // page) * page,
+            capacity=capacity,
             prefill_chunk=prefill_chunk,
             refreshed_together=batch if triton else 1,
             unpacked=() if triton else policy.config.dense_layers,
             evidence_buffers=ring_places(self.model.device, overlap=self.engine.overlap),
         )
+        if self.tiers is None:
+            return expected
+        tiers = self.tiers.bytes(batch, capacity, capacity - prompt_tokens)
+        return tiered(expected, tiers, self.model.device)
+
+    @property
+    def tiers(self) -> Tiers | None:
+        """How the keys and values are divided; None without a device budget.
+
+        Raises:
+            ConfigError: The policy or the settings cannot run under one.
+        """
+        budget = self.engine.kv_device_budget
+        if budget is None:
+            return None
+        return Tiers(budget, self.policy, self.policy_name, self.shapes(), self.engine.kv_page)
 
     @property
     def page_size(self) -> int | None:
         """Tokens of a cache page; None for one page a request."""
+        if self.engine.kv_device_budget is not None:
+            return self.engine.kv_page
         return self._page_size or (PAGE_SIZE if self.backend == "triton" else None)
 
     def shapes(self) -> list[LayerShape]:
@@ -231,7 +251,7 @@ class Session:
         """
         if store is None:
             capacity = cache.capacity or max(new, cache.prompt_length or 0) + UNKNOWN_CAPACITY
-            store = KVCache(batch, capacity, self.page_size, self.backend)
+            store = self.store(batch, capacity, capacity - (cache.prompt_length or new))
         audit = () if self.audit is None else (Audit(self.audit),)
         self._run = Run(
             self.policy,
@@ -249,6 +269,12 @@ class Session:
             self._tell(batch, cache.requests or batch)
         return self._run
 
+    def store(self, batch: int, capacity: int, generated: int) -> KVStore:
+        """Make the store of a run that generates so many tokens."""
+        if self.tiers is None:
+            return KVCache(batch, capacity, self.page_size, self.backend)
+        return self.tiers.store(batch, capacity, generated, self.backend, self.model.device)
+
     def close(self) -> None:
         """Leave a step that broke off."""
         self.span.close()
@@ -264,6 +290,8 @@ class Session:
         Raises:
             ConfigError: The audit names layers or heads that the model does not have.
         """
+        if self.tiers is not None and self.ranks.size > 1:
+            raise ConfigError("kv_device_budget must be off under tensor parallelism")
         if self.audit is not None:
             check_audit(self.audit, self.shapes())
         if type(self.observer) is not NullObserver or self.ranks.size > 1:  # every rank, or none

@@ -1,0 +1,155 @@
+"""The two-tier KV store of a run under a device budget: how much of it lies where."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from sfi_core.errors import BackendError, ConfigError, MemoryForecastError
+from sfi_core.machine.memory import free_bytes
+from sfi_core.models.forecast import Forecast
+from sfi_core.models.two_tier_forecast import (
+    TwoTierBytes,
+    check_device_budget,
+    least_device_bytes,
+    ring_pages,
+    two_tier_bytes,
+)
+from sfi_core.policies import POLICIES, Policy
+from sfi_core.settings.device_budget import DeviceBudget
+from sfi_core.state.layer_shape import LayerShape
+from sfi_core.state.side import side_of
+from sfi_core.state.two_tier import TwoTierStore
+
+TILE = 16  # tokens that a page of the Triton kernels is a multiple of
+
+
+class Tiers:
+    """How a run under a device budget divides its keys and values.
+
+    Attributes:
+        budget: What the user allows.
+        policy: The run's policy.
+        shapes: The shape of every layer.
+        page: Tokens of a page.
+    """
+
+    def __init__(
+        self, budget: str, policy: Policy, name: str, shapes: Sequence[LayerShape], page: int
+    ) -> None:
+        """Refuse what cannot run with two tiers.
+
+        Args:
+            budget: Share or size.
+            policy: The run's policy.
+            name: Its name.
+            shapes: The shape of every layer.
+            page: Tokens of a page.
+
+        Raises:
+            ConfigError: No such budget, a policy that reads the whole cache as it lies on the device, or a
+                recent window shorter than a page.
+        """
+        self.budget, self.policy, self.shapes, self.page = (
+            DeviceBudget.parse(budget),
+            policy,
+            shapes,
+            page,
+        )
+        if not policy.offloads:
+            able = ", ".join(sorted(known for known, kind in POLICIES.items() if kind.offloads))
+            raise ConfigError(
+                f"policy {name} cannot run under kv_device_budget; those that can: {able}"
+            )
+        if policy.config.recent < page:
+            raise ConfigError(
+                f"recent must be at least a page of {page} tokens under kv_device_budget, got "
+                f"{policy.config.recent}; lower engine.kv_page"
+            )
+
+    def longest_recent(self, generated: int) -> int:
+        """Return the most recent tokens that a step reads, for a run that generates so many."""
+        config, fast = self.policy.config, self.policy.most_fast_steps
+        grows = 0
+        if config.recent_mode == "anchored":
+            grows = generated if fast is None else min(fast, generated)
+        return config.recent + grows + 1
+
+    def bytes(self, batch: int, capacity: int, generated: int) -> TwoTierBytes:
+        """Add up the bytes of a run, without what is resident if there is room."""
+        return two_tier_bytes(
+            self.shapes,
+            self.policy.config,
+            longest_recent=self.longest_recent(generated),
+            **self._sizes(batch, capacity),
+        )
+
+    def store(
+        self, batch: int, capacity: int, generated: int, backend: str, device: torch.device
+    ) -> TwoTierStore:
+        """Make the store.
+
+        Raises:
+            ConfigError: The budget is too small.
+            BackendError: The page is no multiple of a tile, under Triton.
+            MemoryForecastError: The host's memory is.
+        """
+        if backend == "triton" and self.page % TILE:
+            raise BackendError(
+                f"engine.kv_page must be a multiple of {TILE} tokens under the triton backend, got "
+                f"{self.page}"
+            )
+        expected, sizes = self.bytes(batch, capacity, generated), self._sizes(batch, capacity)
+        least = least_device_bytes(self.shapes, self.policy.config, **sizes)
+        check_device_budget(self.budget, expected, least)
+        free = free_bytes(torch.device("cpu"))
+        if free is not None and expected.host_bytes > free:
+            raise MemoryForecastError(
+                f"host memory must hold the whole cache, {expected.host_bytes / 1e9:.2f} GB, got "
+                f"{free / 1e9:.2f} GB free; lower the batch or max_new_tokens"
+            )
+        left = self.budget.bytes_of(expected.host_bytes) - expected.device_bytes
+        fits = self._resident_bytes(batch, capacity) <= left
+        return TwoTierStore(
+            batch,
+            capacity,
+            page_size=self.page,
+            ring_pages=ring_pages(self.longest_recent(generated), self.page),
+            backend=backend,
+            side=side_of(device, overlap=True),
+            **({"resident": self.policy.resident_heads} if fits else {}),
+        )
+
+    def _sizes(self, batch: int, capacity: int) -> dict[str, Any]:
+        policy = self.policy
+        return {
+            "batch": batch,
+            "capacity": capacity,
+            "page": self.page,
+            "selects": policy.selects_before or policy.selects_after,
+            "norms": True,
+            "summary_page": policy.summary_page,
+        }
+
+    def _resident_bytes(self, batch: int, capacity: int) -> int:
+        pages = -(-capacity // self.page)
+        return sum(
+            batch * pages * self.page * shape.row_bytes // shape.heads
+            * len(self.policy.resident_heads(layer, shape.heads))
+            for layer, shape in enumerate(self.shapes)
+            if shape.window is None
+        )  # fmt: skip
+
+
+def tiered(expected: Forecast, tiers: TwoTierBytes, device: torch.device) -> Forecast:
+    """Return a run's forecast with two tiers; on a CPU both lie in the same memory."""
+    host = tiers.host_bytes if device.type == "cpu" else 0
+    parts = dict(tiers.parts)
+    packed, norms = parts.pop("packed"), parts.pop("norms")
+    return replace(
+        expected,
+        kv_bytes=host + sum(parts.values()),
+        packed_bytes=packed,
+        norm_bytes=norms,
+    )
