@@ -117,6 +117,11 @@ class SelectionEvent:
         layer: Index of the transformer layer.
         index_HK: Selected positions by KV head, int32, padded with -1; on the device.
         diagnostics: The policy's tensors, such as `lambda_star`; on the device.
+        reason: "" for a refresh at a slow step; "correction" where a KV head's query moved (FreeKV,
+            fine-grained correction); "speculative" for a selection that serves the next step (FreeKV,
+            speculative retrieval).
+        heads_H: Which KV heads selected, bool [H], on the device; None for all. The rows of `index_HK` and
+            of the diagnostics count for these heads only.
     """
 
     request: int
@@ -124,6 +129,29 @@ class SelectionEvent:
     layer: int
     index_HK: torch.Tensor
     diagnostics: Mapping[str, torch.Tensor]
+    reason: str = ""
+    heads_H: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecallEvent:
+    """One layer of one request fetched rows of keys and values from the host.
+
+    Attributes:
+        request: Index of the request.
+        step: Decoding step t.
+        layer: Index of the transformer layer.
+        rows_H: Rows of K and V fetched by KV head, int32 [H]; on the device.
+        row_bytes: Bytes of one row of one head, its key and its value.
+        waited_us: Microseconds that the step stood still for the rows.
+    """
+
+    request: int
+    step: int
+    layer: int
+    rows_H: torch.Tensor
+    row_bytes: int
+    waited_us: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,5 +207,12 @@ class LogitsEvent:
 
 
 Event = (
-    RunEvent | PromptEvent | BeginStepEvent | StepEvent | SelectionEvent | AuditEvent | LogitsEvent
+    RunEvent
+    | PromptEvent
+    | BeginStepEvent
+    | StepEvent
+    | SelectionEvent
+    | RecallEvent
+    | AuditEvent
+    | LogitsEvent
 )
