@@ -105,7 +105,9 @@ class Told:
                 for row in alive:
                     if row in slow:
                         self._select(row, step, layer, heads=[*range(HEADS)])
-                    elif self._rng.random() < 0.5:  # as FreeKV corrects some heads, in vain now and then
+                    elif (
+                        self._rng.random() < 0.5
+                    ):  # as FreeKV corrects some heads, in vain now and then
                         heads = [head for head in range(HEADS) if self._rng.random() < 0.5]
                         self._select(row, step, layer, heads=heads, reason="correction")
                         self._recall(row, step, layer)
