@@ -73,7 +73,10 @@ def lowest_heads_line(found: Row) -> str:
 def correction_table(found: Row) -> Any:
     """Show how often single heads were corrected, by layer and by steps since the last slow one."""
     places = [("all", found), *((f"layer {one['layer']}", one) for one in found["layers"])]
-    places += [(f"{one['steps_since_slow']} after a slow step", one) for one in found["since_slow"]]
+    places += [
+        (f"{_span(one['from_step'], one['to_step'])} after a slow step", one)
+        for one in found["since_slow"]
+    ]
     rows = [
         (place, percent(one["share"]), count(one["corrected"]), count(one["n"]))
         for place, one in places

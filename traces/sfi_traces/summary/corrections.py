@@ -3,6 +3,7 @@
 from typing import Any
 
 from sfi_traces.summary.scope import Scope
+from sfi_traces.summary.supports import FROM_LAG, TO_LAG
 
 Row = dict[str, Any]
 
@@ -10,6 +11,7 @@ Row = dict[str, Any]
 def corrections(scope: Scope, head: int | None = None) -> Row | None:
     """Count FreeKV's corrections: of fast steps x layers x KV heads, by layer, by head, by steps since slow.
 
+    `since_slow` has steps 1, 2, 3-4, 5-8, ... after the last slow one: the place in the sentence.
     The layers and heads are those that ever select; a layer that the policy leaves dense does not count.
 
     Args:
@@ -29,20 +31,20 @@ def corrections(scope: Scope, head: int | None = None) -> Row | None:
     if not kinds["speculative"] + kinds["correction"]:
         return None
     rows = scope.rows("""
-        SELECT layer, head, steps_since_slow, grouping(layer, head, steps_since_slow) AS kind,
-            count(*) AS n, sum(corrected::INT)::INT AS corrected, avg(corrected::INT) AS share
+        SELECT layer, head, from_step, to_step, grouping(layer, head, from_step) AS kind,
+            count(*) AS n, coalesce(sum(corrected::INT)::INT, 0) AS corrected, avg(corrected::INT) AS share
         FROM could_correct
-        GROUP BY GROUPING SETS ((), (layer), (layer, head), (steps_since_slow))
-        ORDER BY layer, head, steps_since_slow
+        GROUP BY GROUPING SETS ((), (layer), (layer, head), (from_step, to_step))
+        ORDER BY layer, head, from_step
     """)
     (overall,) = _of(rows, 0b111, ())
     return {
-        **{name: value or 0 if name == "corrected" else value for name, value in overall.items()},
+        **overall,
         "speculative": kinds["speculative"],
         "query_cosine": kinds["query_cosine"],
         "layers": _of(rows, 0b011, ("layer",)),
         "heads": _of(rows, 0b001, ("layer", "head")),
-        "since_slow": _of(rows, 0b110, ("steps_since_slow",)),
+        "since_slow": _of(rows, 0b110, ("from_step", "to_step")),
     }
 
 
@@ -76,16 +78,17 @@ def _place(scope: Scope, head: int | None) -> None:
         CREATE OR REPLACE TEMP VIEW of_heads AS
         SELECT * FROM chosen_selections SEMI JOIN chosen_steps USING (request, step) WHERE {wanted}
     """)  # noqa: S608 - a number
-    scope.connection.execute("""
+    scope.connection.execute(f"""
         CREATE OR REPLACE TEMP VIEW could_correct AS
         WITH places AS (SELECT DISTINCT request, layer, head FROM of_heads), moved AS (
             SELECT DISTINCT request, step, layer, head, true AS corrected
             FROM of_heads WHERE reason = 'correction'
         )
-        SELECT layer, head, steps_since_slow, coalesce(corrected, false) AS corrected
-        FROM chosen_steps JOIN places USING (request) LEFT JOIN moved USING (request, step, layer, head)
-        WHERE NOT slow
-    """)
+        SELECT layer, head, coalesce(corrected, false) AS corrected,
+            ({FROM_LAG})::INT AS from_step, ({TO_LAG})::INT AS to_step
+        FROM (SELECT *, steps_since_slow AS lag FROM chosen_steps WHERE NOT slow)
+        JOIN places USING (request) LEFT JOIN moved USING (request, step, layer, head)
+    """)  # noqa: S608 - our own words
 
 
 def _of(rows: list[Row], kind: int, keys: tuple[str, ...]) -> list[Row]:

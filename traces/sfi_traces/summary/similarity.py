@@ -26,8 +26,9 @@ def over_time(scope: Scope) -> tuple[Row | None, Row | None]:
     """Measure attention drift (SyncKV, Fig. 2a) and temporal locality (Fig. 2b), a layer at a time.
 
     Returns:
-        The drift: `steps` with the `mean` over requests, layers and heads and the number `n` behind each; the
-        same by layer; and `bins` of steps 1, 2, 3-4, 5-8, ... None without a support of step 0 and a later one.
+        The drift: `steps` with the `mean` over requests, layers and heads and the number `n` behind each;
+        the same by layer; and `bins` of steps 1, 2, 3-4, 5-8, ... None without a support of step 0 and a
+        later one.
 
         The locality: `lags` has the mean over the pairs of steps that lie 1, 2, 3-4, 5-8, ... apart, among
         each request's first 512 audited steps; `overlap` has up to 64 of these steps of the first request in
@@ -62,8 +63,8 @@ def head_similarity(scope: Scope) -> Row | None:
         "steps": found.steps,
         "layers": found.layers,
         "matrix": _plain(found.matrix),
-        "within": _plain(np.array(found.within)),
-        "between": _plain(np.array(found.between)),
+        "within": _plain(found.within),
+        "between": _plain(found.between),
     }
 
 
@@ -143,7 +144,7 @@ def _bins(at: np.ndarray, mean: np.ndarray, n: np.ndarray) -> Iterator[tuple[int
     end = 2 ** np.ceil(np.log2(at)).astype(int)
     for last in np.unique(end).tolist():
         own = end == last
-        first = last if last <= 2 else last // 2 + 1
+        first = last // 2 + 1
         yield first, last, _plain(np.average(mean[own], weights=n[own])), int(n[own].sum())
 
 
@@ -176,7 +177,7 @@ def _read(scope: Scope, where: str) -> ViewSupports:
     return ViewSupports.from_rows(pa.Table.from_batches(batches))
 
 
-def _plain(values: np.ndarray) -> Any:
+def _plain(values: np.ndarray | float) -> Any:
     # rounded, with None for what is no number
-    rounded = np.round(np.asarray(values, np.float64), DIGITS)
-    return np.where(np.isnan(rounded), None, rounded.astype(object)).tolist()
+    rounded = np.asarray(np.round(np.asarray(values, np.float64), DIGITS))
+    return np.where(np.isnan(rounded), np.array(None, object), rounded.astype(object)).tolist()

@@ -1,4 +1,4 @@
-"""Intralayer similarity (SyncKV, Fig. 2c): how alike the supports of a step's KV heads are, layer by layer."""
+"""Intralayer similarity (SyncKV, Fig. 2c): how alike the supports of a step's KV heads are."""
 
 from dataclasses import dataclass
 from typing import Self
@@ -33,7 +33,7 @@ class HeadSimilarity:
             TraceError: There is but one layer.
         """
         places = sorted(supports.sets)
-        if len({layer for layer, _ in places}) < 2:
+        if places[0][0] == places[-1][0]:
             raise TraceError(
                 "head similarity needs two audited layers or more, got one; record the trace with all layers"
             )
@@ -65,7 +65,9 @@ class HeadSimilarity:
         of_LP = np.array([[layer == own for own, _ in self.places] for layer in self.layers], float)
         total_LL, pairs_LL = (of_LP @ each @ of_LP.T for each in (self._apart, self._pairs))
         nothing = np.full(total_LL.shape, np.nan)
-        return np.divide(total_LL, pairs_LL * self.steps, out=nothing, where=pairs_LL > 0)
+        return np.asarray(
+            np.divide(total_LL, pairs_LL * self.steps, out=nothing, where=pairs_LL > 0)
+        )
 
     @property
     def within(self) -> float:
@@ -89,7 +91,7 @@ class HeadSimilarity:
 
     @property
     def _apart(self) -> np.ndarray:
-        return self.total * self._pairs
+        return np.asarray(self.total * self._pairs)
 
     def _mean(self, wanted_PP: np.ndarray) -> float:
         pairs = float(self._pairs[wanted_PP].sum()) * self.steps
