@@ -29,7 +29,7 @@ def draw_cells(axes: "Axes", value: np.ndarray, low: float, high: float, digits:
             axes.text(column, row, text, ha="center", va="center", fontsize=7.5, color=shade)
     axes.tick_params(length=0, labelsize=8)
     axes.spines[:].set_visible(False)
-    bar = axes.get_figure().colorbar(image, ax=axes, aspect=30, pad=0.02)
+    bar = axes.figure.colorbar(image, ax=axes, aspect=30, pad=0.02)
     bar.outline.set_visible(False)
     bar.ax.tick_params(labelsize=8)
 

@@ -22,8 +22,8 @@ def drift(view: View, data: Drift) -> Caption:
 def head_similarity(view: View, data: HeadSimilarity) -> Caption:
     """Describe the overlap of each two layers' heads."""
     note = (
-        f"Top-{view.k} of dense attention, {data.steps:,} steps. Mean overlap of each KV head of a layer with "
-        f"those of another at the same step, and on the diagonal with the others of its own. "
+        f"Top-{view.k} of dense attention, {data.steps:,} steps. Mean overlap of each KV head of a layer "
+        "with those of another at the same step, and on the diagonal with the others of its own. "
         f"Within a layer {data.within:.3f}, between layers {data.between:.3f}."
     )
     return Caption("Similarity of heads, layer by layer", note)
@@ -43,7 +43,7 @@ def query_cosine(data: Cosines) -> Caption:
 def corrections(data: Corrections) -> Caption:
     """Describe the corrections."""
     note = (
-        f"Share of {data.pairs:,} fast steps x layers x KV heads whose query moved, so that the head selected "
-        f"anew before it attended: {data.overall:.1%}."
+        f"Share of {data.pairs:,} fast steps x layers x KV heads whose query moved, so that the head "
+        f"selected anew before it attended: {data.overall:.1%}."
     )
     return Caption("Corrections of single heads (FreeKV)", note)
