@@ -12,6 +12,7 @@ from sfi_core.observers.events import (
     BeginStepEvent,
     LogitsEvent,
     PromptEvent,
+    RecallEvent,
     RunEvent,
     SelectionEvent,
     StepEvent,
@@ -85,6 +86,7 @@ class RecordingObserver(NullObserver):
         self.begun: list[BeginStepEvent] = []
         self.steps: list[StepEvent] = []
         self.selections: list[SelectionEvent] = []
+        self.recalls: list[RecallEvent] = []
         self.audits: list[AuditEvent] = []
         self.logits: list[LogitsEvent] = []
         self.spans: list[tuple[str, int | None]] = []
@@ -110,6 +112,9 @@ class RecordingObserver(NullObserver):
 
     def on_selection(self, event: SelectionEvent) -> None:
         self.selections.append(event)
+
+    def on_recall(self, event: RecallEvent) -> None:
+        self.recalls.append(event)
 
     @contextmanager
     def span(self, name: str, layer: int | None = None, moved_bytes: int = 0) -> Iterator[None]:

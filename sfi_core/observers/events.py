@@ -117,9 +117,11 @@ class SelectionEvent:
         layer: Index of the transformer layer.
         index_HK: Selected positions by KV head, int32, padded with -1; on the device.
         diagnostics: The policy's tensors, such as `lambda_star`; on the device.
-        reason: Why the heads selected: "" for a slow step's refresh, "correction" where a head's query moved,
-            "speculative" for the next step (FreeKV).
-        heads_H: The heads that selected, bool, on the device; None for all.
+        reason: "" for a refresh at a slow step; "correction" where a KV head's query moved (FreeKV,
+            fine-grained correction); "speculative" for a selection that serves the next step (FreeKV,
+            speculative retrieval).
+        heads_H: Which KV heads selected, bool [H], on the device; None for all. The rows of `index_HK` and
+            of the diagnostics count for these heads only.
     """
 
     request: int
@@ -133,15 +135,15 @@ class SelectionEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecallEvent:
-    """Rows of one request and layer were brought from the host's tier to the device's.
+    """One layer of one request fetched rows of keys and values from the host.
 
     Attributes:
         request: Index of the request.
         step: Decoding step t.
         layer: Index of the transformer layer.
-        rows_H: Rows of K and V that came from the host, by KV head, int32; on the device.
-        row_bytes: Bytes of one row of one head, K and V.
-        waited_us: How long the step waited for the rows, in microseconds.
+        rows_H: Rows of K and V fetched by KV head, int32 [H]; on the device.
+        row_bytes: Bytes of one row of one head, its key and its value.
+        waited_us: Microseconds that the step stood still for the rows.
     """
 
     request: int

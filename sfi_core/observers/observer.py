@@ -10,6 +10,7 @@ from sfi_core.observers.events import (
     Event,
     LogitsEvent,
     PromptEvent,
+    RecallEvent,
     RunEvent,
     SelectionEvent,
     StepEvent,
@@ -22,6 +23,7 @@ HANDLERS: dict[type[Event], str] = {
     BeginStepEvent: "on_begin_step",
     StepEvent: "on_step",
     SelectionEvent: "on_selection",
+    RecallEvent: "on_recall",
     AuditEvent: "on_audit",
     LogitsEvent: "on_logits",
 }
@@ -63,6 +65,9 @@ class NullObserver:
 
     def on_selection(self, event: SelectionEvent) -> None:
         """The selected memory of one request and layer was refreshed."""
+
+    def on_recall(self, event: RecallEvent) -> None:
+        """One layer of one request fetched rows from the host."""
 
     def on_audit(self, event: AuditEvent) -> None:
         """One layer of an audited step has attended."""

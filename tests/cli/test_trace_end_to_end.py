@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from sfi_cli import app as cli
 from sfi_core.bundled.example import load_example
+from sfi_traces.figures import KINDS
 from tests.cli.trace_commands import trace
 
 
@@ -42,7 +43,7 @@ def test_plot_draws_every_figure(folder, tmp_path):
     ended = trace("plot", folder / "run", "-o", tmp_path)
     assert ended.code == 0
     drawn = {path.stem.removeprefix("run-"): path for path in tmp_path.glob("*.png")}
-    assert set(drawn) == {"heatmap", "raster", "lag", "lambda", "retained", "timeline"}
+    assert set(drawn) == {*KINDS} - {"corrections"}
     for path in drawn.values():
         width, height = struct.unpack(">II", path.read_bytes()[16:24])
         assert min(width, height) > 500

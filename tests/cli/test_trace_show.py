@@ -16,7 +16,8 @@ from tests.traces.small import change_manifest, redact, spoil
 
 SECTIONS = {
     "trace", "request", "layer", "run", "steps", "triggers", "stability", "lags", "audit", "logits",
-    "selections", "latency", "phases", "break_even", "missing",
+    "selections", "latency", "phases", "break_even", "missing", "drift", "locality", "head_similarity",
+    "query_cosine", "corrections", "recalls",
 }  # fmt: skip
 
 

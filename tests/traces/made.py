@@ -53,7 +53,8 @@ def make_trace(
 ) -> Path:
     """Write a trace: a trigger every `sentence` steps, supports that jump there and drift in between.
 
-    Under "full-kv" every step is slow; otherwise step 0 and those after a trigger are.
+    Under "full-kv" every step is slow; otherwise step 0 and those after a trigger are. Under "freekv" fast
+    steps correct a head whose query moved, let the others select for the next step, and recall what is new.
     """
     rng = random.Random(seed)
     tables: dict[str, list[dict[str, Any]]] = {name: [] for name in TABLES}
@@ -176,6 +177,10 @@ def _request(
                     refreshes[place] = top
                     if policy != "full-kv":
                         _select(tables, rng, key, top, chosen)
+            if policy == "freekv" and not slow:
+                _correct(
+                    tables, rng, {"request": request, "step": step, "layer": layer}, tops, chosen
+                )
         if audited and not slow:
             tables["logits"].append(
                 {
@@ -185,6 +190,30 @@ def _request(
                     "argmax_agrees": rng.random() < 0.9,
                 }
             )
+
+
+def _correct(
+    tables: dict[str, list[dict[str, Any]]],
+    rng: random.Random,
+    key: dict[str, int],
+    tops: dict[tuple[int, int], list[int]],
+    chosen: dict[tuple[int, int], list[int]],
+) -> None:
+    before = len(tables["selections"])
+    for head in range(HEADS):
+        cosine = rng.uniform(0.6, 1.0)
+        if cosine < 0.8:
+            why = {"reason": "correction", "query_cosine": cosine}
+        elif rng.random() < 0.7:
+            why = {"reason": "speculative", "query_cosine": cosine}
+        else:
+            continue
+        _select(tables, rng, {**key, "head": head}, tops[key["layer"], head], chosen)
+        tables["selections"][-1] |= {**why, "lambda_star": None}
+    fetched = sum(row["added"] for row in tables["selections"][before:])
+    tables["recalls"].append(
+        {**key, "rows": fetched, "bytes": 256 * fetched, "waited_us": rng.uniform(0, 20)}
+    )
 
 
 def _select(
@@ -204,6 +233,7 @@ def _select(
             "overlap_previous": both / min(len(new), len(old)) if old else None,
             "jaccard_previous": both / len(set(new) | set(old)) if old else None,
             "added": len(new) - both, "removed": len(old) - both if old else 0, "positions": new,
+            "reason": "",
         }
     )  # fmt: skip
     chosen[place] = new

@@ -16,6 +16,12 @@ from sfi_traces import report
 from sfi_traces.read.reader import Trace
 from sfi_traces.report import check_report, render
 from sfi_traces.report.raster_figure import pack
+from sfi_traces.views.observations import (
+    corrections_of,
+    cosines_of,
+    drift_of,
+    head_similarity_of,
+)
 from sfi_traces.views.raster import rasters
 from sfi_traces.views.view import View
 from tests.traces.made import WORDS, make_trace
@@ -27,7 +33,9 @@ DOCS = Path(__file__).parent.parent.parent / "docs"
 HOSTILE = (
     "</script><script>document.title='x'</script><img src=x onerror=\"document.title='x'\"><b>"
 )
-FIGURES = ["heatmap", "lag", "retained", "raster", "timeline", "lambda"]
+FIGURES = [
+    "heatmap", "lag", "retained", "raster", "timeline", "lambda", "drift", "head-similarity", "query-cosine",
+]  # fmt: skip
 
 
 @pytest.fixture
@@ -80,6 +88,25 @@ def test_the_figures_have_the_numbers_of_the_trace(sfi):
     mean = figures["lag"]["data"][2]
     assert array(mean["y"]).tolist() == sfi.lags[0].mean.tolist()
     assert array(figures["lambda"]["data"][0]["x"]).tolist() == [0, 10, 20, 30]
+    drifted = figures["drift"]["data"][2]
+    assert array(drifted["y"]).tolist() == drift_of(sfi).mean.tolist()
+    alike = array(figures["head-similarity"]["data"][0]["z"])
+    assert alike.tolist() == head_similarity_of(sfi).matrix.tolist()
+    cosine, *courses = figures["query-cosine"]["data"]
+    assert array(cosine["z"]).tolist() == cosines_of(sfi).mean.value.tolist()
+    assert [len(array(line["y"])) for line in courses] == [39] * 4
+
+
+def test_a_report_of_corrections_says_how_many_and_what_was_recalled(tmp_path):
+    view = View(Trace.open(make_trace(tmp_path / "t", steps=40, policy="freekv")))
+    page = render(view)
+    found = corrections_of(view)
+    cells, bars = data(page)["corrections"]["data"]
+    assert array(cells["z"]).tolist() == found.share.value.tolist()
+    assert bars["x"] == ["1", "2", "3-4", "5-8", "9-16"]
+    assert f"{100 * found.overall:.1f} %" in page
+    recalled = sum(row["bytes"] for row in view.trace.table("recalls").to_pylist()) / 39
+    assert f"{recalled:,.0f} bytes" in page
 
 
 def test_the_raster_has_the_cells_of_every_layer_and_head(sfi):

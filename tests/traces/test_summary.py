@@ -152,10 +152,15 @@ def test_a_redacted_trace_has_the_same_numbers(tmp_path, sparse):
 def test_what_was_not_recorded_is_named_with_the_option_that_records_it(tmp_path):
     trace = Trace.open(make_trace(tmp_path / "run", steps=20, audit=None))
     found = summarize(trace)
-    empty = ("stability", "lags", "audit", "logits", "selections")
-    assert [found[name] for name in empty] == [None] * 5
-    assert [line for line in found["missing"] if "--audit" in line] == found["missing"][:4]
-    assert "--policy sfi" in found["missing"][4]
+    empty = (
+        "stability", "lags", "drift", "locality", "head_similarity", "query_cosine", "audit", "logits",
+        "selections",
+    )  # fmt: skip
+    assert [found[name] for name in empty] == [None] * len(empty)
+    assert found["corrections"] is found["recalls"] is None  # few policies have them: no line
+    assert [line for line in found["missing"] if "--audit" in line] == found["missing"][:-1]
+    assert "--policy sfi" in found["missing"][-1]
+    assert len(found["missing"]) == len(empty)
     assert found["phases"] is not None
 
 

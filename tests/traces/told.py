@@ -11,6 +11,7 @@ from sfi_core.observers.events import (
     BeginStepEvent,
     LogitsEvent,
     PromptEvent,
+    RecallEvent,
     RunEvent,
     SelectionEvent,
     StepEvent,
@@ -57,7 +58,7 @@ class Told:
         self._observer, self._first = observer, first
         self._rng = random.Random(seed)
         self.rows: Rows = {
-            name: [] for name in ("prompts", "steps", "selections", "supports", "logits")
+            name: [] for name in ("prompts", "steps", "selections", "recalls", "supports", "logits")
         }
         self._triggers = [0] * batch
         self._since = [0] * batch
@@ -103,7 +104,13 @@ class Told:
                     pass
                 for row in alive:
                     if row in slow:
-                        self._select(row, step, layer)
+                        self._select(row, step, layer, heads=[*range(HEADS)])
+                    elif (
+                        self._rng.random() < 0.5
+                    ):  # as FreeKV corrects some heads, in vain now and then
+                        heads = [head for head in range(HEADS) if self._rng.random() < 0.5]
+                        self._select(row, step, layer, heads=heads, reason="correction")
+                        self._recall(row, step, layer)
                     if row in audited:
                         self._audit(row, step, layer, slow=row in slow)
         looked = [row for row in audited if row in fast]
@@ -118,17 +125,36 @@ class Told:
     def _number(self) -> float:
         return float(torch.tensor(self._rng.random()))  # as float32
 
-    def _select(self, row: int, step: int, layer: int) -> None:
+    def _recall(self, row: int, step: int, layer: int) -> None:
+        fetched, waited = [self._rng.randrange(9) for _ in range(HEADS)], self._rng.uniform(0, 50)
+        self._observer.on_recall(
+            RecallEvent(
+                request=row, step=step, layer=layer, row_bytes=512, waited_us=waited,
+                rows_H=torch.tensor(fetched, dtype=torch.int32),
+            )
+        )  # fmt: skip
+        self.rows["recalls"].append(
+            {
+                **self._key(row, step), "layer": layer, "rows": sum(fetched),
+                "bytes": 512 * sum(fetched), "waited_us": waited,
+            }
+        )  # fmt: skip
+
+    def _select(
+        self, row: int, step: int, layer: int, *, heads: list[int], reason: str = ""
+    ) -> None:
         names = (
             "lambda_star",
             "evidence_norm2",
             "evidence_dot_prior",
             "prior_norm2",
             "evidence_entropy",
+            *(["query_cosine"] if reason else []),
         )
         # a policy without a Selector has no diagnostics; a head may find fewer than its budget
         named = {name: [self._number() for _ in range(HEADS)] for name in names if layer == 0}
         sets = [sorted(self._rng.sample(range(12), self._rng.choice([5, 6]))) for _ in range(HEADS)]
+        selecting = torch.tensor([head in heads for head in range(HEADS)])
         self._observer.on_selection(
             SelectionEvent(
                 request=row,
@@ -136,9 +162,12 @@ class Told:
                 layer=layer,
                 index_HK=padded(sets, 6),
                 diagnostics={name: torch.tensor([values]) for name, values in named.items()},
+                reason=reason,
+                heads_H=selecting if reason else None,
             )
         )
-        for head, new in enumerate(sets):
+        for head in heads:
+            new = sets[head]
             old = self._selected.get((row, layer, head))
             self._selected[row, layer, head] = new
             both = len(set(new) & set(old or []))
@@ -149,7 +178,7 @@ class Told:
                     "overlap_previous": overlap(old, new) if old else None,
                     "jaccard_previous": both / len(set(new) | set(old)) if old else None,
                     "added": len(new) - both, "removed": len(old) - both if old else 0,
-                    "positions": new,
+                    "positions": new, "reason": reason,
                 }
             )  # fmt: skip
 

@@ -7,7 +7,10 @@ versions 1 to N; a new column raises no version, a changed or missing one does.
 import pyarrow as pa
 
 SCHEMA_VERSION = 1
-ADDED = {"steps": ("batch_step",)}  # columns that older traces of this version lack
+ADDED = {  # columns that older traces of this version lack; they also lack the table `recalls`
+    "steps": ("batch_step",),
+    "selections": ("reason", "query_cosine"),
+}
 MANIFEST = "manifest.json"
 PART = "part-{number:05d}.parquet"
 
@@ -46,7 +49,8 @@ TABLES: dict[str, pa.Schema] = {
             ("batch_step", pa.int32()),
         ]
     ),
-    # a request, refresh, layer and KV head; null where the policy has no Selector or there was none before
+    # a request, refresh, layer and KV head that selected; null where the policy has no Selector or there was
+    # none before; `reason` is "" for a slow step's refresh, else "correction" or "speculative" (FreeKV)
     "selections": pa.schema(
         [
             *KEY,
@@ -62,6 +66,18 @@ TABLES: dict[str, pa.Schema] = {
             ("added", pa.int32()),
             ("removed", pa.int32()),
             ("positions", POSITIONS),
+            ("reason", pa.string()),
+            ("query_cosine", pa.float32()),  # C_i, where the policy looked at it
+        ]
+    ),
+    # a request, step and layer that fetched keys and values from the host
+    "recalls": pa.schema(
+        [
+            *KEY,
+            ("layer", pa.int16()),
+            ("rows", pa.int32()),  # of K and V, the sum over KV heads
+            ("bytes", pa.int64()),
+            ("waited_us", pa.float64()),
         ]
     ),
     # an audited request, step, layer and KV head

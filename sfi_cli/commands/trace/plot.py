@@ -15,7 +15,8 @@ def plot(
     kind: Annotated[
         list[str] | None,
         typer.Option(
-            help="heatmap, raster, lag, lambda, retained, timeline; comma list or repeated.",
+            help="heatmap, raster, lag, lambda, drift, head-similarity, query-cosine, corrections, retained, "
+            "timeline; comma list or repeated.",
             show_default="all that the trace has data for",
             rich_help_panel=WHAT,
         ),
@@ -65,8 +66,11 @@ def plot(
     """Draw what the model attended to: supports, their overlap, lambda*, retained mass, time.
 
     heatmap: overlap of every two steps' supports. raster: positions of each step's support. lag: overlap by
-    how many steps lie between. lambda: weight of the prior. retained: mass that fast steps kept, by layer and
-    KV head. timeline: phases of each step. All but lambda and timeline need a trace of --audit 1.
+    how many steps lie between. lambda: weight of the prior. drift: overlap with the prompt's support, by
+    step. head-similarity: overlap of the heads of each two layers. query-cosine: of each step's query with
+    the one before, by layer and KV head, and the lowest heads by step. corrections: how often FreeKV
+    corrected, by layer and KV head. retained: mass that fast steps kept, by layer and KV head. timeline:
+    phases of each step. All but lambda, corrections and timeline need a trace of --audit 1.
 
     For example:
 
@@ -75,6 +79,8 @@ def plot(
       sfi trace plot run --kind heatmap --top 64 -o overlap.svg
 
       sfi trace plot run --kind raster,lag --layer 3 --head 1
+
+      sfi trace plot run --kind drift,head-similarity,query-cosine
     """
     from sfi_cli.commands.trace.figure_jobs import PlotJob
     from sfi_cli.parsing import words

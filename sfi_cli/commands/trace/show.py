@@ -17,6 +17,9 @@ def show(
 ) -> None:
     """Sum a trace up: steps, triggers, overlap of supports, retained mass, lambda*, latency, break-even.
 
+    Of an audited trace also attention drift, temporal locality and the similarity of heads (SyncKV), and the
+    query cosine by layer and KV head (FreeKV); corrections and recalls where the run had them.
+
     For example:
 
       sfi trace show run

@@ -3,6 +3,15 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from sfi_cli.commands.trace.observation_views import (
+    correction_table,
+    drift_table,
+    head_similarity_table,
+    locality_table,
+    lowest_heads_line,
+    query_cosine_table,
+    recall_line,
+)
 from sfi_cli.commands.trace.support_views import (
     audit_table,
     lag_table,
@@ -25,10 +34,17 @@ def show_text(document: Row) -> str:
         ("triggers", _trigger_table),
         ("stability", stability_table),
         ("lags", lag_table),
+        ("drift", drift_table),
+        ("locality", locality_table),
+        ("head_similarity", head_similarity_table),
+        ("query_cosine", query_cosine_table),
+        ("query_cosine", lowest_heads_line),
         ("audit", audit_table),
         ("audit", worst_heads_line),
         ("logits", logits_line),
         ("selections", selection_table),
+        ("corrections", correction_table),
+        ("recalls", recall_line),
         ("latency", _latency_table),
         ("phases", _phase_table),
         ("break_even", _break_even_line),

@@ -17,8 +17,9 @@ def sql(
     output: o.OutputPath = None,
     force: o.Force = False,
 ) -> None:
-    """Query the tables prompts, steps, selections, supports, logits and timings; the trace stays as it is.
+    """Query the tables of a trace, which stays as it is.
 
+    These are prompts, steps, selections, recalls, supports, logits and timings.
     `SHOW TABLES` lists them, `DESCRIBE steps` shows a table's columns.
 
     For example:

@@ -10,6 +10,10 @@ KINDS = {  # kind: module
     "raster": "raster",
     "lag": "lag",
     "lambda": "lambda_star",
+    "drift": "drift",
+    "head-similarity": "head_similarity",
+    "query-cosine": "query_cosine",
+    "corrections": "corrections",
     "retained": "retained",
     "timeline": "timeline",
 }

@@ -13,6 +13,7 @@ from sfi_core.observers.events import (
     BeginStepEvent,
     LogitsEvent,
     PromptEvent,
+    RecallEvent,
     RunEvent,
     SelectionEvent,
     StepEvent,
@@ -131,7 +132,12 @@ class ParquetObserver(NullObserver):
 
     def on_selection(self, event: SelectionEvent) -> None:
         """Record one refresh of the selected memory."""
-        self._told.append((event, (event.index_HK, *event.diagnostics.values())))
+        heads = () if event.heads_H is None else (event.heads_H,)
+        self._told.append((event, (event.index_HK, *event.diagnostics.values(), *heads)))
+
+    def on_recall(self, event: RecallEvent) -> None:
+        """Record the rows that one layer fetched from the host."""
+        self._told.append((event, (event.rows_H,)))
 
     def on_audit(self, event: AuditEvent) -> None:
         """Record one layer of an audited step."""

@@ -12,11 +12,13 @@ from sfi_core.observers.events import (
     AuditEvent,
     LogitsEvent,
     PromptEvent,
+    RecallEvent,
     RunEvent,
     SelectionEvent,
     StepEvent,
 )
-from sfi_traces.overlap import Overlap, size
+from sfi_traces.overlap import Overlap
+from sfi_traces.record.selected_sets import SelectedSets
 from sfi_traces.record.table_buffer import Lists, TableBuffer
 from sfi_traces.record.timing import Span
 from sfi_traces.record.token_text import TokenText
@@ -30,6 +32,7 @@ DIAGNOSTICS = (
     "evidence_dot_prior",
     "prior_norm2",
     "evidence_entropy",
+    "query_cosine",
 )
 
 
@@ -53,6 +56,7 @@ class TraceRows:
             PromptEvent: self.on_prompt,
             StepEvent: self.on_step,
             SelectionEvent: self.on_selection,
+            RecallEvent: self.on_recall,
             AuditEvent: self.on_audit,
             LogitsEvent: self.on_logits,
             list: self.on_spans,
@@ -70,7 +74,7 @@ class TraceRows:
     def _run_state(self) -> None:
         # requests are numbered as the run does; they mean others in the next one
         self._sentence: dict[int, int] = defaultdict(int)
-        self._selected: dict[Place, Array] = {}
+        self._selected: dict[Place, SelectedSets] = {}
         self._last: dict[Place, tuple[int, Array]] = {}
         self._refreshed: dict[Place, Array] = {}
         self._hashes: dict[int, Any] = {}
@@ -128,24 +132,37 @@ class TraceRows:
         self.tables["steps"].add_rows([row])
         self._sentence[event.request] += trigger
 
-    def on_selection(self, event: SelectionEvent, index_HK: Array, *diagnostics: Array) -> None:
-        """Take a refresh; one that selected nothing, by a policy that never does, has no rows."""
-        kept_HK = index_HK >= 0
+    def on_selection(self, event: SelectionEvent, index_HK: Array, *others: Array) -> None:
+        """Take a selection; one of nothing, by a policy that never selects, has no rows.
+
+        Args:
+            event: The selection.
+            index_HK: Its positions.
+            others: Its diagnostics, and `heads_H` where it has that.
+        """
+        diagnostics = dict(zip(event.diagnostics, others, strict=False))
+        H = len(index_HK)
+        heads = np.arange(H) if event.heads_H is None else np.flatnonzero(others[-1])
+        kept_HK = index_HK[heads] >= 0
         if not diagnostics and not kept_HK.any():
             return
-        H = len(index_HK)
-        before = self._selected.get((event.request, event.layer))
-        self._selected[event.request, event.layer] = index_HK
-        named = zip(event.diagnostics, diagnostics, strict=True)
+        sets = self._selected.setdefault((event.request, event.layer), SelectedSets(H))
         columns = {
             **self._key(event),
-            "head": np.arange(H),
+            "head": heads,
             **dict.fromkeys(DIAGNOSTICS, np.nan),
-            **{name: value.reshape(H) for name, value in named},
-            **_changes(before, index_HK),
-            "positions": Lists.of(index_HK, kept_HK) if self._positions else None,
+            **{name: value.reshape(H)[heads] for name, value in diagnostics.items()},
+            **sets.replace(heads, index_HK[heads]),
+            "positions": Lists.of(index_HK[heads], kept_HK) if self._positions else None,
+            "reason": event.reason,
         }
-        self.tables["selections"].add_columns(H, columns)
+        self.tables["selections"].add_columns(len(heads), columns)
+
+    def on_recall(self, event: RecallEvent, rows_H: Array) -> None:
+        """Take the rows that one layer fetched from the host."""
+        rows = int(rows_H.sum())
+        row = (*self._key(event).values(), rows, rows * event.row_bytes, event.waited_us)
+        self.tables["recalls"].add_rows([row])
 
     def on_audit(
         self,
@@ -200,7 +217,7 @@ class TraceRows:
             self.prompts.append(entry)
         return self._prompts[request]
 
-    def _key(self, event: SelectionEvent | AuditEvent) -> dict[str, int]:
+    def _key(self, event: SelectionEvent | RecallEvent | AuditEvent) -> dict[str, int]:
         request = self._first + event.request
         return {"request": request, "step": event.step, "layer": event.layer}
 
@@ -215,18 +232,3 @@ class TraceRows:
 
 def _overlap(first: Array | None, second: Array) -> Array | float:
     return np.nan if first is None else Overlap.of(first, second).coefficient
-
-
-def _changes(before: Array | None, after: Array) -> dict[str, Any]:
-    if before is None:  # all of it is new
-        selected = size(after)
-        nothing = dict.fromkeys(("overlap_previous", "jaccard_previous"), np.nan)
-        return {"selected": selected, **nothing, "added": selected, "removed": 0}
-    change = Overlap.of(before, after)
-    return {
-        "selected": change.second,
-        "overlap_previous": change.coefficient,
-        "jaccard_previous": change.jaccard,
-        "added": change.second - change.both,
-        "removed": change.first - change.both,
-    }

@@ -56,12 +56,21 @@ def render(view: View) -> str:
 
 def _figures(view: View) -> tuple[dict[str, dict[str, Any]], list[str]]:
     # what each figure's script and section need, by name, and why others are not there
-    from sfi_traces.report import raster_figure, step_figures, support_figures  # noqa: PLC0415
+    from sfi_traces.report import (  # noqa: PLC0415
+        observation_figures,
+        raster_figure,
+        step_figures,
+        support_figures,
+    )
 
     drawers = {
         "heatmap": support_figures.heatmap,
         "lag": support_figures.lag,
         "retained": step_figures.retained,
+        "drift": observation_figures.drift,
+        "head-similarity": observation_figures.head_similarity,
+        "query-cosine": observation_figures.query_cosine,
+        "corrections": observation_figures.corrections,
         "raster": raster_figure.raster,
         "timeline": step_figures.timeline,
         "lambda": step_figures.lambda_star,

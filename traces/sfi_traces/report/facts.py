@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple
 
 from sfi_traces.summary import Scope
+from sfi_traces.summary.corrections import corrections, recalls
 from sfi_traces.summary.facts import run_facts, step_facts, trigger_tokens
 from sfi_traces.summary.speed import latency
 from sfi_traces.summary.supports import audit_facts, logits_facts, selection_facts, stability
@@ -51,6 +52,8 @@ def summed(view: View) -> Row:
         "audit": audit_facts(scope),
         "logits": logits_facts(scope),
         "selections": selection_facts(scope),
+        "corrections": corrections(scope),
+        "recalls": recalls(scope),
         "latency": latency(scope),
     }
 
@@ -72,7 +75,7 @@ def cards(summary: Row) -> list[Card]:
             f"fast steps {_percent(steps['fast_read_ratio'], 1)}",
         ),
     ]
-    found += [*_support_cards(summary), *_speed_cards(summary["latency"])]
+    found += [*_support_cards(summary), *_freekv_cards(summary), *_speed_cards(summary["latency"])]
     return found
 
 
@@ -98,6 +101,19 @@ def _support_cards(summary: Row) -> list[Card]:
     if selections and selections["lambda_star"]["n"]:
         note = f"on average; {_percent(selections['clipped_share'], 0)} of the values stand at the clip"
         found.append(Card("lambda*", _number(selections["lambda_star"]["mean"], 4), note))
+    return found
+
+
+def _freekv_cards(summary: Row) -> list[Card]:
+    found = []
+    if (corrected := summary["corrections"]) and corrected["n"]:
+        note = f"of {corrected['n']:,} fast steps x layers x KV heads"
+        found.append(Card("Corrections", _percent(corrected["share"], 1), note))
+    if recalled := summary["recalls"]:
+        note = (
+            f"of K and V a step, from the host; {_number(recalled['step_waited_us'], 1)} us waited"
+        )
+        found.append(Card("Recalled", f"{_number(recalled['step_bytes'], 0)} bytes", note))
     return found
 
 

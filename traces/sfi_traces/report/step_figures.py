@@ -3,6 +3,7 @@
 import numpy as np
 import plotly.graph_objects as go
 
+from sfi_traces.report.head_map import axes, cells
 from sfi_traces.report.panel import LEGEND, MARGIN, Panel
 from sfi_traces.views import captions
 from sfi_traces.views.figure_data import lambda_over_time, retained_mass, step_phases
@@ -10,27 +11,14 @@ from sfi_traces.views.labels import CLIP, PHASES, SLOW, WITHIN
 from sfi_traces.views.view import View
 
 MOST_BARS = 60  # error bars; more would hide each other
-MOST_NUMBERS = 64  # cells with their number written in
 
 
 def retained(view: View) -> Panel:
     """Draw a cell for each layer and KV head."""
     data = retained_mass(view)
-    figure = go.Figure(
-        go.Heatmap(
-            z=data.mass, x=[f"head {head}" for head in data.heads],
-            y=[f"layer {layer}" for layer in data.layers], colorscale="Viridis", xgap=1, ygap=1,
-            zmin=min(float(np.nanmin(data.mass)), 0.99), zmax=1, hoverongaps=False,
-            colorbar={"thickness": 12, "outlinewidth": 0, "tickformat": ".2f"},
-            texttemplate="%{z:.3f}" if data.mass.size <= MOST_NUMBERS else None,
-            hovertemplate="%{y}, KV %{x}<br>mass %{z:.4f}<extra></extra>",
-        )
-    )  # fmt: skip
-    axis = {"type": "category", "showgrid": False, "ticks": ""}
-    figure.update_layout(
-        height=min(900, max(200, 90 + 24 * len(data.layers))), margin=MARGIN, xaxis=axis,
-        yaxis={**axis, "autorange": "reversed"},
-    )  # fmt: skip
+    low = min(float(np.nanmin(data.mass)), 0.99)
+    figure = go.Figure(cells(data.mass, data.layers, data.heads, low, 1, "mass"))
+    figure.update_layout(axes(data.layers), margin=MARGIN)
     return Panel(captions.retained(view, data), figure)
 
 

@@ -62,7 +62,7 @@ def lag(view: View) -> Panel:
         edge = {"mode": "lines", "line": {"width": 0}, "hoverinfo": "skip", "showlegend": False}
         figure.add_scatter(y=line.low, **edge, **same, row=1, col=1)
         figure.add_scatter(
-            y=line.high, fill="tonexty", fillcolor=_faint(color), **edge, **same, row=1, col=1
+            y=line.high, fill="tonexty", fillcolor=faint(color), **edge, **same, row=1, col=1
         )
         figure.add_scatter(
             y=line.mean, mode="lines", name=f"{line.name}, mean {line.overall:.3f}",
@@ -86,6 +86,7 @@ def lag(view: View) -> Panel:
     return Panel(captions.lag(view), figure)
 
 
-def _faint(color: str) -> str:
+def faint(color: str) -> str:
+    """Make a color `#rrggbb` fit for a band."""
     red, green, blue = (int(color[at : at + 2], 16) for at in (1, 3, 5))
     return f"rgba({red}, {green}, {blue}, 0.18)"

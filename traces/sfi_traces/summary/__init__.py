@@ -3,8 +3,11 @@
 from typing import Any
 
 from sfi_traces.read.reader import Trace
+from sfi_traces.summary.corrections import corrections, recalls
 from sfi_traces.summary.facts import run_facts, step_facts, trigger_tokens
+from sfi_traces.summary.query_cosine import query_cosine
 from sfi_traces.summary.scope import Scope
+from sfi_traces.summary.similarity import head_similarity, over_time
 from sfi_traces.summary.speed import break_even, latency, phases
 from sfi_traces.summary.supports import (
     audit_facts,
@@ -17,6 +20,10 @@ from sfi_traces.summary.supports import (
 MISSING = {  # sections that a trace may lack, and what records them
     "stability": "overlap of consecutive supports (record with --audit 1)",
     "lags": "overlap by lag since the refresh (record with --audit N)",
+    "drift": "overlap with the prompt's support (record with --audit N, step 0 and a later one)",
+    "locality": "overlap of every two steps (record with --audit N, two steps or more)",
+    "head_similarity": "similarity of heads within and between layers (record two layers with --audit N)",
+    "query_cosine": "query cosine by layer and head (record with --audit N, a step after step 0)",
     "audit": "retained mass, output error, query cosine (record with --audit N)",
     "logits": "next-token KL and argmax agreement (record a sparse policy with --audit N)",
     "selections": "lambda* and overlap of selections (record a policy that selects, such as --policy sfi)",
@@ -35,9 +42,14 @@ def summarize(trace: Trace, request: int | None = None, layer: int | None = None
         TraceError: No step was recorded, or a part is damaged.
     """
     scope = Scope.of(trace, request, layer)
+    drift, locality = over_time(scope)
     sections: dict[str, Any] = {
         "stability": stability(scope),
         "lags": overlap_by_lag(scope),
+        "drift": drift,
+        "locality": locality,
+        "head_similarity": head_similarity(scope),
+        "query_cosine": query_cosine(scope),
         "audit": audit_facts(scope),
         "logits": logits_facts(scope),
         "selections": selection_facts(scope),
@@ -51,6 +63,8 @@ def summarize(trace: Trace, request: int | None = None, layer: int | None = None
         "steps": step_facts(scope),
         "triggers": trigger_tokens(scope),
         **sections,
+        "corrections": corrections(scope),
+        "recalls": recalls(scope),
         "latency": latency(scope),
         "break_even": break_even(scope),
         "missing": [reason for name, reason in MISSING.items() if sections[name] is None],

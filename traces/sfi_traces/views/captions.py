@@ -40,7 +40,7 @@ def stability(view: View, shown: ViewSupports) -> Caption:
     else:
         note += " Axes: the generated text."
     note += " Lines: sentence boundaries."
-    return Caption("Support overlap of every two steps", note + _left_out(view, whole, shown))
+    return Caption("Support overlap of every two steps", note + left_out(view, whole, shown))
 
 
 def lag(view: View) -> Caption:
@@ -64,7 +64,7 @@ def raster(view: View, shown: Raster, why: str) -> Caption:
         )
     return Caption(
         f"Support of each step in {places([shown.place])}",
-        note + _left_out(view, view.supports, shown),
+        note + left_out(view, view.supports, shown),
     )
 
 
@@ -126,7 +126,8 @@ def _many(found: list[Place]) -> str:
     return " x ".join(f"{count} {name}" for count, name in counts if count > 1)
 
 
-def _left_out(view: View, whole: ViewSupports, shown: ViewSupports | Raster) -> str:
+def left_out(view: View, whole: ViewSupports, shown: ViewSupports | Raster) -> str:
+    """Say how many steps were not audited, and how many audited ones are not drawn; "" if none."""
     said = ""
     if len(whole.step) < len(view.steps.step):
         said += f" {len(whole.step):,} of {len(view.steps.step):,} steps were audited."

@@ -142,15 +142,16 @@ def _segments(view: View) -> tuple[int, np.ndarray | None]:
 
 
 def _selections(view: View) -> dict[Place, list[tuple[int, np.ndarray]]]:
-    # positions by refresh, for each layer and KV head
-    columns = ["request", "step", "layer", "head", "positions"]
+    # the first step that a selection may serve and its positions, for each layer and KV head
+    columns = ["request", "step", "layer", "head", "reason", "positions"]
     rows = view.trace.table("selections", columns).filter(view.of_request)
     rows = rows.filter(pc.is_valid(pc.field("positions"))).sort_by("step")
     found: dict[Place, list[tuple[int, np.ndarray]]] = {}
-    keys = (rows[name].to_pylist() for name in ("layer", "head", "step"))
-    for layer, head, step, positions in zip(*keys, rows["positions"], strict=True):
+    keys = (rows[name].to_pylist() for name in ("layer", "head", "step", "reason"))
+    for layer, head, step, reason, positions in zip(*keys, rows["positions"], strict=True):
         values = positions.values.to_numpy()
-        found.setdefault((layer, head), []).append((step, values[values >= 0]))
+        begin = step + (reason == "speculative")
+        found.setdefault((layer, head), []).append((begin, values[values >= 0]))
     return found
 
 

@@ -6,6 +6,7 @@ from functools import cached_property
 from itertools import combinations_with_replacement
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
 
 from sfi_core.errors import TraceError
@@ -55,9 +56,15 @@ class ViewSupports:
         table = trace.table("supports", columns).filter(wanted)
         if not len(table):
             raise TraceError(_missing(trace, request, layer, head))
+        return cls.from_rows(table)
+
+    @classmethod
+    def from_rows(cls, table: pa.Table) -> "ViewSupports":
+        """Take the supports of one request, a row or more, from `supports`."""
         ends = np.cumsum(pc.list_value_length(table["positions"]).to_numpy())[:-1]
         position, mass = (
-            np.split(pc.list_flatten(table[name]).to_numpy(), ends) for name in columns[-2:]
+            np.split(pc.list_flatten(table[name]).to_numpy(), ends)
+            for name in ("positions", "mass")
         )
         rows: dict[Place, dict[int, int]] = {}
         keys = (table[name].to_pylist() for name in ("layer", "head", "step"))

@@ -1,0 +1,100 @@
+"""The tables of `sfi trace show` about what SyncKV and FreeKV observed, and about FreeKV's corrections."""
+
+from typing import Any
+
+from sfi_cli.terminal.tables import count, duration, number, percent, table
+
+MOST_LAYERS = 12  # of a matrix; --json has all
+LOWEST_HEADS = 5
+
+Row = dict[str, Any]
+
+
+def drift_table(found: Row) -> Any:
+    """Show how little of the prompt's support is left as decoding goes on."""
+    rows = [
+        (_span(one["from_step"], one["to_step"]), number(one["mean"]), count(one["n"]))
+        for one in found["bins"]
+    ]
+    return table("Attention drift: overlap with the support of step 0", ("step", "mean", "n"), rows)
+
+
+def locality_table(found: Row) -> Any:
+    """Show how the overlap of two steps falls with the steps between."""
+    rows = [
+        (_span(one["from_lag"], one["to_lag"]), number(one["mean"]), count(one["pairs"]))
+        for one in found["lags"]
+    ]
+    title = "Temporal locality: overlap of every two audited steps"
+    return table(title, ("steps apart", "mean", "pairs"), rows)
+
+
+def head_similarity_table(found: Row) -> Any:
+    """Show how alike the heads of each two layers are, and the two means."""
+    layers, matrix = found["layers"], found["matrix"]
+    few = len(layers) <= MOST_LAYERS
+    rows = [
+        (str(layer), *(number(value, 2) for value in row))
+        for layer, row in zip(layers, matrix, strict=True)
+        if few
+    ]
+    title = (
+        f"Similarity of heads at the same step: {number(found['within'])} within a layer, "
+        f"{number(found['between'])} between layers ({found['steps']:,} steps)"
+    )
+    if not few:
+        return f"{title}; --json has the {len(layers)} layers\n"
+    return table(title, ("layer", *map(str, layers)), rows)
+
+
+def query_cosine_table(found: Row) -> Any:
+    """Show by layer how far queries turn, and how often FreeKV would correct."""
+    rows = [
+        (
+            place, number(one["mean"]), number(one["min"]), *(percent(share) for share in one["below"]),
+            count(one["n"]),
+        )
+        for place, one in [("all", found), *((str(one["layer"]), one) for one in found["layers"])]
+    ]  # fmt: skip
+    title = "Query cosine with the step before; FreeKV corrects where it is under tau"
+    under = (f"under {tau:g}" for tau in found["thresholds"])
+    return table(title, ("layer", "mean", "min", *under, "n"), rows)
+
+
+def lowest_heads_line(found: Row) -> str:
+    """Name the KV heads whose queries turn most."""
+    heads = (
+        f"layer {head['layer']} head {head['head']} {number(head['mean'])}"
+        for head in found["heads"][:LOWEST_HEADS]
+    )
+    return f"lowest query cosine in {', '.join(heads)}\n"
+
+
+def correction_table(found: Row) -> Any:
+    """Show how often single heads were corrected, by layer and by steps since the last slow one."""
+    places = [("all", found), *((f"layer {one['layer']}", one) for one in found["layers"])]
+    places += [
+        (f"{_span(one['from_step'], one['to_step'])} after a slow step", one)
+        for one in found["since_slow"]
+    ]
+    rows = [
+        (place, percent(one["share"]), count(one["corrected"]), count(one["n"]))
+        for place, one in places
+    ]
+    cosine = number(found["query_cosine"])
+    title = (
+        f"Corrections of fast steps x layers x KV heads; their query cosine is {cosine} on average"
+    )
+    return table(title, ("", "corrected", "corrections", "n"), rows)
+
+
+def recall_line(found: Row) -> str:
+    """Say how much was fetched from the host, and how long steps waited for it."""
+    return (
+        f"recalled from the host: {number(found['step_bytes'], 0)} bytes a step ({count(found['rows'])} rows "
+        f"in {count(found['steps'])} steps), waited {duration(found['step_waited_us'])} a step\n"
+    )
+
+
+def _span(first: int, last: int) -> str:
+    return f"{first}" if first == last else f"{first}-{last}"

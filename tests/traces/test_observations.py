@@ -1,0 +1,192 @@
+"""What SyncKV and FreeKV observed, from a trace's rows by plain loops over Python sets."""
+
+import math
+from collections import defaultdict
+from itertools import combinations, product
+from statistics import mean
+
+import numpy as np
+import pytest
+
+from sfi_core.errors import TraceError
+from sfi_traces.figures import draw
+from sfi_traces.read.reader import Trace
+from sfi_traces.summary import summarize
+from sfi_traces.views import observations
+from sfi_traces.views.view import View
+from tests.traces.made import HEADS, LAYERS, make_trace, overlap
+from tests.traces.small import rows
+from tests.traces.test_stability import rewrite
+
+PLACES = [*product(range(LAYERS), range(HEADS))]
+STEPS = 40
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory) -> Trace:
+    folder = tmp_path_factory.mktemp("observed") / "run"
+    return Trace.open(make_trace(folder, steps=STEPS, requests=2, policy="freekv"))
+
+
+def sets(trace: Trace) -> dict[tuple[int, int, int, int], list[int]]:
+    """Supports by request, layer, head and step."""
+    names = ("request", "layer", "head", "step")
+    return {tuple(r[n] for n in names): r["positions"] for r in rows(trace, "supports")}
+
+
+def bin_of(number: int) -> int:
+    """Last number of its bin: 1, 2, 3-4, 5-8, ..."""
+    last = 1
+    while last < number:
+        last *= 2
+    return last
+
+
+def test_drift_is_the_overlap_with_the_prompts_support(trace):
+    held = sets(trace)
+    values = {
+        (request, place, step): overlap(held[(request, *place, 0)], held[(request, *place, step)])
+        for request, place, step in product(range(2), PLACES, range(1, STEPS))
+    }
+    found = summarize(trace)["drift"]
+    assert found["steps"] == [*range(1, STEPS)]
+    assert found["n"] == [2 * len(PLACES)] * (STEPS - 1)
+    for at, step in enumerate(found["steps"]):
+        here = [value for key, value in values.items() if key[2] == step]
+        assert found["mean"][at] == pytest.approx(mean(here), abs=1e-4)
+        for layer in range(LAYERS):
+            own = [v for key, v in values.items() if key[2] == step and key[1][0] == layer]
+            assert found["layers"][layer]["mean"][at] == pytest.approx(mean(own), abs=1e-4)
+    for one in found["bins"]:
+        own = [value for key, value in values.items() if bin_of(key[2]) == one["to_step"]]
+        assert (one["mean"], one["n"]) == (pytest.approx(mean(own), abs=1e-4), len(own))
+    assert sum(one["n"] for one in found["bins"]) == len(values)
+
+
+def test_locality_is_the_overlap_of_every_two_steps(trace):
+    held = sets(trace)
+    pairs: dict[tuple[int, int, int], float] = {}
+    for request, (one, other) in product(range(2), combinations(range(STEPS), 2)):
+        both = [(held[(request, *p, one)], held[(request, *p, other)]) for p in PLACES]
+        pairs[request, one, other] = mean(overlap(*pair) for pair in both)
+    found = summarize(trace)["locality"]
+    for lag in found["lags"]:
+        own = [v for (_, one, other), v in pairs.items() if bin_of(other - one) == lag["to_lag"]]
+        assert (lag["mean"], lag["pairs"]) == (pytest.approx(mean(own), abs=1e-4), len(own))
+    assert sum(lag["pairs"] for lag in found["lags"]) == len(pairs)
+    assert (found["request"], found["steps"]) == (0, [*range(STEPS)])
+    for one, other in ((0, 1), (3, 30), (12, 39)):
+        assert found["overlap"][one][other] == pytest.approx(pairs[0, one, other], abs=1e-4)
+
+
+@pytest.mark.parametrize("most", [STEPS, 7])
+def test_heads_are_compared_within_and_between_layers_at_the_same_step(trace, monkeypatch, most):
+    monkeypatch.setattr("sfi_traces.summary.similarity.MOST_STEPS", most)
+    monkeypatch.setattr("sfi_traces.views.observations.MOST_STEPS", most)
+    held, steps = sets(trace), range(0, STEPS, math.ceil(STEPS / most))
+    values: dict[tuple[int, int, int], list[float]] = defaultdict(list)
+    for request, step, one, other in product(range(2), steps, PLACES, PLACES):
+        if one != other:
+            pair = (held[(request, *one, step)], held[(request, *other, step)])
+            values[request, one[0], other[0]].append(overlap(*pair))
+
+    def average(wanted) -> float:
+        return mean(v for key, found in values.items() if wanted(*key) for v in found)
+
+    found = summarize(trace)["head_similarity"]
+    assert (found["steps"], found["layers"]) == (2 * len(steps), [0, 1])
+    for a, b in product(range(LAYERS), range(LAYERS)):
+        expected = average(lambda _, one, other, a=a, b=b: (one, other) == (a, b))
+        assert found["matrix"][a][b] == pytest.approx(expected, abs=1e-4)
+    assert found["within"] == pytest.approx(average(lambda _, a, b: a == b), abs=1e-4)
+    assert found["between"] == pytest.approx(average(lambda _, a, b: a != b), abs=1e-4)
+    one = observations.head_similarity_of(View(trace, 1))
+    assert one.within == pytest.approx(average(lambda r, a, b: r == 1 and a == b))
+    assert one.between == pytest.approx(average(lambda r, a, b: r == 1 and a != b))
+
+
+def test_layers_of_one_head_are_compared_with_each_other_alone(trace):
+    found = observations.head_similarity_of(View(trace, 0, head=1))
+    held = sets(trace)
+    values = [overlap(held[0, 0, 1, step], held[0, 1, 1, step]) for step in range(STEPS)]
+    assert math.isnan(found.within)
+    assert np.isnan(np.diag(found.matrix)).all()
+    assert found.between == found.matrix[0, 1] == pytest.approx(mean(values))
+
+
+def test_query_cosines_are_averaged_and_those_under_tau_counted(trace):
+    cosine = {
+        (r["request"], r["layer"], r["head"], r["step"]): r["query_cosine"]
+        for r in rows(trace, "supports")
+        if r["query_cosine"] is not None
+    }
+    found = summarize(trace)["query_cosine"]
+    assert (found["n"], found["thresholds"]) == (len(cosine), [0.8, 0.9])
+    assert found["mean"] == pytest.approx(mean(cosine.values()))
+    for tau, share in zip(found["thresholds"], found["below"], strict=True):
+        assert share == sum(value < tau for value in cosine.values()) / len(cosine)
+    means = {p: mean(v for key, v in cosine.items() if key[1:3] == p) for p in PLACES}
+    heads = [(one["layer"], one["head"]) for one in found["heads"]]
+    assert heads == sorted(PLACES, key=means.__getitem__)
+    for one in found["layers"]:
+        own = [value for key, value in cosine.items() if key[1] == one["layer"]]
+        assert one["mean"] == pytest.approx(mean(own))
+        assert one["below"][0] == pytest.approx(sum(value < 0.8 for value in own) / len(own))
+    lowest = found["lowest"][0]
+    assert lowest["steps"] == [*range(1, STEPS)]
+    expected = [mean(cosine[(r, *heads[0], step)] for r in (0, 1)) for step in range(1, STEPS)]
+    assert lowest["query_cosine"] == pytest.approx(expected)
+    view = observations.cosines_of(View(trace, 1, layer=1))
+    own = [v for (r, layer, _, _), v in cosine.items() if (r, layer) == (1, 1)]
+    assert (view.overall, view.values) == (pytest.approx(mean(own)), len(own))
+    assert (view.mean.layers, view.mean.heads, len(view.lowest)) == ([1], [0, 1], 2)
+
+
+def lose_step_0(supports: list[dict]) -> list[dict]:
+    return [row for row in supports if row["step"]]
+
+
+def keep_layer_1(supports: list[dict]) -> list[dict]:
+    return [row for row in supports if row["layer"] == 1]
+
+
+def keep_step_0(supports: list[dict]) -> list[dict]:
+    return [row for row in supports if not row["step"]]
+
+
+@pytest.mark.parametrize(
+    ("kind", "section", "change", "words"),
+    [
+        ("drift", "drift", lose_step_0, "drift needs the support of step 0"),
+        ("drift", "drift", keep_step_0, "drift needs an audited step after step 0"),
+        ("head-similarity", "head_similarity", keep_layer_1, "needs two audited layers"),
+        ("query-cosine", "query_cosine", keep_step_0, "has no query cosine of request 0"),
+    ],
+)
+def test_what_a_view_lacks_is_one_line(tmp_path, kind, section, change, words):
+    folder = make_trace(tmp_path / "run", steps=12)
+    rewrite(folder, "supports", change)
+    with pytest.raises(TraceError, match=words) as error:
+        draw(kind, View(Trace.open(folder)))
+    assert "\n" not in str(error.value)
+    found = summarize(Trace.open(folder))
+    assert found[section] is None
+    assert len([line for line in found["missing"] if "--audit" in line]) >= 1
+
+
+def test_the_figures_have_the_numbers(trace):
+    view = View(trace, 1)
+    lines = draw("drift", view).axes[0].lines
+    assert lines[0].get_ydata().tolist() == observations.drift_of(view).mean.tolist()
+    cells = draw("head-similarity", view).axes[0].images[0].get_array()
+    assert cells.tolist() == observations.head_similarity_of(view).matrix.tolist()
+    figure = draw("query-cosine", view)
+    cosines = observations.cosines_of(view)
+    assert figure.axes[0].images[0].get_array().tolist() == cosines.mean.value.tolist()
+    drawn = [line.get_ydata().tolist() for line in figure.axes[1].lines[: len(cosines.lowest)]]
+    assert drawn == [values.tolist() for _, values in cosines.lowest.values()]
+    figure = draw("corrections", view)
+    found = observations.corrections_of(view)
+    assert figure.axes[0].images[0].get_array().tolist() == found.share.value.tolist()
+    heights = [bar.get_height() for bar in figure.axes[1].patches]
+    assert heights == [*found.since_slow.values()]

@@ -1,0 +1,48 @@
+"""What each KV head of one layer selected last, to say what its next selection changes."""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sfi_traces.overlap import Overlap
+
+Array = npt.NDArray[Any]
+
+
+class SelectedSets:
+    """The last selection of each KV head of one request and layer; a head may select without the others."""
+
+    def __init__(self, heads: int) -> None:
+        self._known_H = np.zeros(heads, bool)
+        self._index_HK = np.full((heads, 0), -1, np.int32)
+
+    def replace(self, heads: Array, index_NK: Array) -> dict[str, Array]:
+        """Take the selections of some heads, and compare each with the head's own before.
+
+        Args:
+            heads: N KV heads, ascending.
+            index_NK: Their positions, ascending, padded with -1.
+
+        Returns:
+            Columns of the table `selections`, [N] each; a head's first selection is all new, and has NaN for
+            an overlap.
+        """
+        change = Overlap.of(self._index_HK[heads], index_NK)
+        first = ~self._known_H[heads]
+        self._keep(heads, index_NK)
+        return {
+            "selected": change.second,
+            "overlap_previous": np.where(first, np.nan, change.coefficient),
+            "jaccard_previous": np.where(first, np.nan, change.jaccard),
+            "added": change.second - change.both,
+            "removed": change.first - change.both,
+        }
+
+    def _keep(self, heads: Array, index_NK: Array) -> None:
+        wider = index_NK.shape[1] - self._index_HK.shape[1]
+        if wider > 0:
+            self._index_HK = np.pad(self._index_HK, ((0, 0), (0, wider)), constant_values=-1)
+        self._index_HK[heads] = -1
+        self._index_HK[heads, : index_NK.shape[1]] = index_NK
+        self._known_H[heads] = True

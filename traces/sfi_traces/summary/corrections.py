@@ -1,0 +1,97 @@
+"""How often single heads selected anew at fast steps (FreeKV), and what was fetched from the host for it."""
+
+from typing import Any
+
+from sfi_traces.summary.scope import Scope
+from sfi_traces.summary.supports import FROM_LAG, TO_LAG
+
+Row = dict[str, Any]
+
+
+def corrections(scope: Scope, head: int | None = None) -> Row | None:
+    """Count FreeKV's corrections: of fast steps x layers x KV heads, by layer, by head, by steps since slow.
+
+    `since_slow` has steps 1, 2, 3-4, 5-8, ... after the last slow one: the place in the sentence.
+    The layers and heads are those that ever select; a layer that the policy leaves dense does not count.
+
+    Args:
+        scope: What to sum up.
+        head: Only this KV head; None for all.
+
+    Returns:
+        None where the trace has neither a correction nor a speculative selection.
+    """
+    _place(scope, head)
+    kinds = scope.row("""
+        SELECT count(*) FILTER (reason = 'speculative') AS speculative,
+            count(*) FILTER (reason = 'correction') AS correction,
+            avg(query_cosine) FILTER (reason = 'correction') AS query_cosine
+        FROM of_heads
+    """)
+    if not kinds["speculative"] + kinds["correction"]:
+        return None
+    rows = scope.rows("""
+        SELECT layer, head, from_step, to_step, grouping(layer, head, from_step) AS kind,
+            count(*) AS n, coalesce(sum(corrected::INT)::INT, 0) AS corrected, avg(corrected::INT) AS share
+        FROM could_correct
+        GROUP BY GROUPING SETS ((), (layer), (layer, head), (from_step, to_step))
+        ORDER BY layer, head, from_step
+    """)
+    (overall,) = _of(rows, 0b111, ())
+    return {
+        **overall,
+        "speculative": kinds["speculative"],
+        "query_cosine": kinds["query_cosine"],
+        "layers": _of(rows, 0b011, ("layer",)),
+        "heads": _of(rows, 0b001, ("layer", "head")),
+        "since_slow": _of(rows, 0b110, ("from_step", "to_step")),
+    }
+
+
+def recalls(scope: Scope) -> Row | None:
+    """Sum up what decoding steps fetched from the host, and how long they stood still for it, by layer too.
+
+    Returns:
+        Rows and bytes of K and V, microseconds, and each by step of a request; None without a recall.
+    """
+    steps = scope.row("SELECT count(*) AS steps FROM chosen_steps WHERE step > 0")["steps"]
+    rows = scope.rows(
+        """
+        SELECT layer, sum(rows)::BIGINT AS rows, sum(bytes)::BIGINT AS bytes, sum(waited_us) AS waited_us,
+            sum(bytes) / ? AS step_bytes, sum(waited_us) / ? AS step_waited_us
+        FROM chosen_recalls SEMI JOIN chosen_steps USING (request, step)
+        WHERE step > 0
+        GROUP BY GROUPING SETS ((), (layer))
+        ORDER BY layer NULLS FIRST
+        """,
+        [steps, steps],
+    )
+    if len(rows) == 1:
+        return None
+    overall = {name: value for name, value in rows[0].items() if name != "layer"}
+    return {"steps": steps, **overall, "layers": rows[1:]}
+
+
+def _place(scope: Scope, head: int | None) -> None:
+    wanted = "true" if head is None else f"head = {head:d}"
+    scope.connection.execute(f"""
+        CREATE OR REPLACE TEMP VIEW of_heads AS
+        SELECT * FROM chosen_selections SEMI JOIN chosen_steps USING (request, step) WHERE {wanted}
+    """)  # noqa: S608 - a number
+    scope.connection.execute(f"""
+        CREATE OR REPLACE TEMP VIEW could_correct AS
+        WITH places AS (SELECT DISTINCT request, layer, head FROM of_heads), moved AS (
+            SELECT DISTINCT request, step, layer, head, true AS corrected
+            FROM of_heads WHERE reason = 'correction'
+        )
+        SELECT layer, head, coalesce(corrected, false) AS corrected,
+            ({FROM_LAG})::INT AS from_step, ({TO_LAG})::INT AS to_step
+        FROM (SELECT *, steps_since_slow AS lag FROM chosen_steps WHERE NOT slow)
+        JOIN places USING (request) LEFT JOIN moved USING (request, step, layer, head)
+    """)  # noqa: S608 - our own words
+
+
+def _of(rows: list[Row], kind: int, keys: tuple[str, ...]) -> list[Row]:
+    # bits of `kind` are set for the columns that a row's group leaves out
+    names = (*keys, "n", "corrected", "share")
+    return [{name: row[name] for name in names} for row in rows if row["kind"] == kind]

@@ -1,0 +1,183 @@
+"""How supports drift, how long they last and how alike heads are: the observations of SyncKV (Fig. 2)."""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from sfi_core.errors import TraceError
+from sfi_traces.summary.scope import Scope
+from sfi_traces.views.drift import Drift, drift
+from sfi_traces.views.head_similarity import MOST_STEPS, HeadSimilarity
+from sfi_traces.views.stability import ViewSupports, thinning
+
+MOST_PAIRED = 512  # steps of a request whose pairs are counted, the first ones
+MOST_SHOWN = 64  # steps of a request's matrix
+DIGITS = 4
+ROWS = 4096  # read at once
+
+Row = dict[str, Any]
+
+
+def over_time(scope: Scope) -> tuple[Row | None, Row | None]:
+    """Measure attention drift (SyncKV, Fig. 2a) and temporal locality (Fig. 2b), a layer at a time.
+
+    Returns:
+        The drift: `steps` with the `mean` over requests, layers and heads and the number `n` behind each;
+        the same by layer; and `bins` of steps 1, 2, 3-4, 5-8, ... None without a support of step 0 and a
+        later one.
+
+        The locality: `lags` has the mean over the pairs of steps that lie 1, 2, 3-4, 5-8, ... apart, among
+        each request's first 512 audited steps; `overlap` has up to 64 of these steps of the first request in
+        pairs. None without two audited steps.
+    """
+    drifts: list[tuple[int, Drift]] = []
+    paired: dict[int, _Pairs] = {}
+    for request, layer, supports in _layers(scope):
+        paired.setdefault(request, _Pairs()).add(supports.at(slice(None, MOST_PAIRED)))
+        with suppress(TraceError):  # a request without step 0, or without a step after
+            drifts.append((layer, drift(supports)))
+    return _drift_facts(drifts), _locality_facts(paired)
+
+
+def head_similarity(scope: Scope) -> Row | None:
+    """Measure how alike the heads of one layer and of different layers are (SyncKV, Fig. 2c).
+
+    Taken at up to 64 audited steps of each request, evenly chosen. Returns None where fewer than two layers
+    were audited.
+    """
+    found: HeadSimilarity | None = None
+    for request, steps in _whole_steps(scope).items():
+        shown = ", ".join(map(str, steps[:: thinning(len(steps), MOST_STEPS)]))
+        try:
+            one = HeadSimilarity.of(_read(scope, f"request = {request:d} AND step IN ({shown})"))
+        except TraceError:
+            return None
+        found = one if found is None else found + one
+    if found is None:
+        return None
+    return {
+        "steps": found.steps,
+        "layers": found.layers,
+        "matrix": _plain(found.matrix),
+        "within": _plain(found.within),
+        "between": _plain(found.between),
+    }
+
+
+class _Pairs:
+    # the overlaps of each two steps of a request, summed over layers and heads
+
+    def __init__(self) -> None:
+        self.step = np.empty(0, int)
+        self._heads = 0
+        self._total: np.ndarray | float = 0.0
+
+    def add(self, supports: ViewSupports) -> None:
+        self.step = supports.step
+        self._heads += len(supports.sets)
+        self._total = self._total + supports.overlap.astype(np.float64) * len(supports.sets)
+
+    @property
+    def mean(self) -> np.ndarray:
+        return np.asarray(self._total / self._heads)
+
+
+def _drift_facts(drifts: list[tuple[int, Drift]]) -> Row | None:
+    if not drifts:
+        return None
+    layers: dict[int, list[Drift]] = defaultdict(list)
+    for layer, one in drifts:
+        layers[layer].append(one)
+    steps, mean, n = _pooled([one for _, one in drifts])
+    return {
+        "steps": steps.tolist(),
+        "mean": _plain(mean),
+        "n": n.tolist(),
+        "bins": [
+            {"from_step": first, "to_step": last, "mean": value, "n": count}
+            for first, last, value, count in _bins(steps, mean, n)
+        ],
+        "layers": [
+            {"layer": layer, "steps": own.tolist(), "mean": _plain(values), "n": counts.tolist()}
+            for layer, found in sorted(layers.items())
+            for own, values, counts in [_pooled(found)]
+        ],
+    }
+
+
+def _locality_facts(paired: dict[int, _Pairs]) -> Row | None:
+    paired = {request: pairs for request, pairs in paired.items() if len(pairs.step) > 1}
+    if not paired:
+        return None
+    upper = [(np.triu_indices(len(pairs.step), 1), pairs) for pairs in paired.values()]
+    lag = np.concatenate([pairs.step[late] - pairs.step[early] for (early, late), pairs in upper])
+    value = np.concatenate([pairs.mean[at] for at, pairs in upper])
+    request, first = next(iter(paired.items()))
+    shown = slice(None, None, thinning(len(first.step), MOST_SHOWN))
+    return {
+        "lags": [
+            {"from_lag": low, "to_lag": high, "mean": mean, "pairs": count}
+            for low, high, mean, count in _bins(lag, value, np.ones(len(lag), int))
+        ],
+        "request": request,
+        "steps": first.step[shown].tolist(),
+        "overlap": _plain(first.mean[shown, shown]),
+    }
+
+
+def _pooled(drifts: list[Drift]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    # steps, the mean of all overlaps at each, and how many these are
+    step = np.concatenate([one.step for one in drifts])
+    weight = np.concatenate([np.full(len(one.step), one.points) for one in drifts])
+    total = np.concatenate([one.mean * one.points for one in drifts])
+    steps, place = np.unique(step, return_inverse=True)
+    n = np.bincount(place, weight).astype(int)
+    return steps, np.bincount(place, total) / n, n
+
+
+def _bins(at: np.ndarray, mean: np.ndarray, n: np.ndarray) -> Iterator[tuple[int, int, float, int]]:
+    # weighted means over 1, 2, 3-4, 5-8, ...: the power of two that a number does not exceed ends its bin
+    end = 2 ** np.ceil(np.log2(at)).astype(int)
+    for last in np.unique(end).tolist():
+        own = end == last
+        first = last // 2 + 1
+        yield first, last, _plain(np.average(mean[own], weights=n[own])), int(n[own].sum())
+
+
+def _layers(scope: Scope) -> Iterator[tuple[int, int, ViewSupports]]:
+    layers = [row["layer"] for row in scope.rows(
+        "SELECT DISTINCT layer FROM chosen_supports ORDER BY layer"
+    )]  # fmt: skip
+    for request, steps in _whole_steps(scope).items():
+        scope.connection.register("whole_steps", pa.table({"step": pa.array(steps, pa.int32())}))
+        for layer in layers:
+            where = f"request = {request:d} AND layer = {layer:d} AND step IN (FROM whole_steps)"
+            yield request, layer, _read(scope, where)
+
+
+def _whole_steps(scope: Scope) -> dict[int, list[int]]:
+    # the audited steps of each request that lack no layer or head
+    found: dict[int, list[int]] = defaultdict(list)
+    for row in scope.rows("""
+        SELECT request, step FROM chosen_supports SEMI JOIN chosen_steps USING (request, step)
+        GROUP BY request, step QUALIFY count(*) = max(count(*)) OVER (PARTITION BY request)
+        ORDER BY request, step
+    """):
+        found[row["request"]].append(row["step"])
+    return dict(found)
+
+
+def _read(scope: Scope, where: str) -> ViewSupports:
+    query = f"SELECT step, layer, head, positions, mass FROM chosen_supports WHERE {where}"  # noqa: S608 - our own words and numbers
+    batches = scope.trace.batches(scope.connection, query, ROWS)
+    return ViewSupports.from_rows(pa.Table.from_batches(batches))
+
+
+def _plain(values: np.ndarray | float) -> Any:
+    # rounded, with None for what is no number
+    rounded = np.asarray(np.round(np.asarray(values, np.float64), DIGITS))
+    return np.where(np.isnan(rounded), np.array(None, object), rounded.astype(object)).tolist()

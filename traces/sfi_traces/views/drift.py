@@ -1,0 +1,69 @@
+"""Attention drift (SyncKV, Fig. 2a): what is left of the prompt's support as decoding goes on."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from sfi_core.errors import TraceError
+from sfi_traces.overlap import Overlap
+from sfi_traces.views.stability import SPREAD, Place, ViewSupports
+
+
+@dataclass(frozen=True, slots=True)
+class Drift:
+    """Overlap of each step's supports with step 0's.
+
+    Attributes:
+        step: Audited steps from 1 on, ascending, [S].
+        overlap: Overlap coefficients by layer and KV head, [S] each.
+    """
+
+    step: np.ndarray
+    overlap: dict[Place, np.ndarray]
+
+    @property
+    def mean(self) -> np.ndarray:
+        """The mean over layers and KV heads, [S]."""
+        mean: np.ndarray = np.mean([*self.overlap.values()], axis=0)
+        return mean
+
+    @property
+    def band(self) -> tuple[np.ndarray, np.ndarray]:
+        """The 10 % and 90 % quantiles over layers and KV heads, [S] each."""
+        low, high = np.quantile([*self.overlap.values()], SPREAD, axis=0)
+        return low, high
+
+    @property
+    def points(self) -> int:
+        """How many overlaps a step's mean is over: layers x KV heads."""
+        return len(self.overlap)
+
+
+def drift(supports: ViewSupports) -> Drift:
+    """Compare the supports of each step with those of step 0, by the overlap coefficient (SyncKV, Eq. 1).
+
+    Paper gap: SyncKV compares with the prefill without saying which of its queries counts; step 0 is the
+    prompt's last position, whose support is the first that decoding could have kept.
+
+    Raises:
+        TraceError: No support of step 0, or of no step after.
+    """
+    if not len(supports.step) or supports.step[0] != 0:
+        raise TraceError(
+            "drift needs the support of step 0, the prompt's, got none; record the trace with --audit 1"
+        )
+    if len(supports.step) == 1:
+        raise TraceError(
+            "drift needs an audited step after step 0, got none; record the trace with --audit 1"
+        )
+    found = {place: _with_first(sets) for place, sets in supports.sets.items()}
+    return Drift(supports.step[1:], found)
+
+
+def _with_first(sets: list[np.ndarray]) -> np.ndarray:
+    longest = max(map(len, sets))
+    index_SK = np.full((len(sets), longest), -1, np.int32)
+    for row, positions in zip(index_SK, sets, strict=True):
+        row[: len(positions)] = positions
+    first_SK = np.broadcast_to(index_SK[:1], index_SK[1:].shape)
+    return Overlap.of(first_SK, index_SK[1:]).coefficient

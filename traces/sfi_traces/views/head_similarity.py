@@ -1,0 +1,98 @@
+"""Intralayer similarity (SyncKV, Fig. 2c): how alike the supports of a step's KV heads are."""
+
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+
+from sfi_core.errors import TraceError
+from sfi_traces.views.stability import Place, ViewSupports, intersections
+
+MOST_STEPS = 64  # of a request, evenly chosen: heads are alike or not at any step
+
+
+@dataclass(frozen=True, slots=True)
+class HeadSimilarity:
+    """Sums of the overlap of each two KV heads at the same step.
+
+    Attributes:
+        places: P layers and KV heads, ascending.
+        total: Sum of the overlap coefficients over the steps, [P, P].
+        steps: The number of steps.
+    """
+
+    places: list[Place]
+    total: np.ndarray
+    steps: int
+
+    @classmethod
+    def of(cls, supports: ViewSupports) -> Self:
+        """Compare all heads at each step by the overlap coefficient (SyncKV, Eq. 1).
+
+        Raises:
+            TraceError: There is but one layer.
+        """
+        places = sorted(supports.sets)
+        if places[0][0] == places[-1][0]:
+            raise TraceError(
+                "head similarity needs two audited layers or more, got one; record the trace with all layers"
+            )
+        total = np.zeros((len(places), len(places)))
+        for at in range(len(supports.step)):
+            sets = [supports.sets[place][at] for place in places]
+            size = np.array([max(1, len(one)) for one in sets], np.float32)
+            total += intersections(sets) / np.minimum(size[:, None], size)
+        return cls(places, total, len(supports.step))
+
+    def __add__(self, other: "HeadSimilarity") -> "HeadSimilarity":
+        """Join the steps of two requests."""
+        return HeadSimilarity(self.places, self.total + other.total, self.steps + other.steps)
+
+    @property
+    def layers(self) -> list[int]:
+        """The L layers, ascending."""
+        return sorted({layer for layer, _ in self.places})
+
+    @property
+    def matrix(self) -> np.ndarray:
+        """Mean over the pairs of a head of the row's layer and one of the column's, [L, L].
+
+        The diagonal leaves a head's overlap with itself aside; it is NaN where a layer has one head.
+
+        Paper gap: SyncKV averages "from each head in a source layer to a target layer"; each head of the
+        target layer counts alike here, and not the most similar one alone.
+        """
+        of_LP = np.array([[layer == own for own, _ in self.places] for layer in self.layers], float)
+        total_LL, pairs_LL = (of_LP @ each @ of_LP.T for each in (self._apart, self._pairs))
+        nothing = np.full(total_LL.shape, np.nan)
+        return np.asarray(
+            np.divide(total_LL, pairs_LL * self.steps, out=nothing, where=pairs_LL > 0)
+        )
+
+    @property
+    def within(self) -> float:
+        """Mean overlap of two KV heads of one layer; NaN where every layer has one head."""
+        return self._mean(self._same)
+
+    @property
+    def between(self) -> float:
+        """Mean overlap of two KV heads of different layers."""
+        return self._mean(~self._same)
+
+    @property
+    def _same(self) -> np.ndarray:
+        layer_P = np.array([layer for layer, _ in self.places])
+        same: np.ndarray = layer_P[:, None] == layer_P
+        return same
+
+    @property
+    def _pairs(self) -> np.ndarray:
+        return 1 - np.eye(len(self.places))
+
+    @property
+    def _apart(self) -> np.ndarray:
+        return np.asarray(self.total * self._pairs)
+
+    def _mean(self, wanted_PP: np.ndarray) -> float:
+        pairs = float(self._pairs[wanted_PP].sum()) * self.steps
+        return float(self._apart[wanted_PP].sum() / pairs) if pairs else float("nan")

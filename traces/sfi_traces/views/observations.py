@@ -1,0 +1,148 @@
+"""What SyncKV and FreeKV observed, of one view: drift, similarity of heads, query cosine, corrections."""
+
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+
+from sfi_core.errors import TraceError
+from sfi_traces.summary.corrections import corrections
+from sfi_traces.summary.query_cosine import query_cosine
+from sfi_traces.summary.scope import Scope
+from sfi_traces.views.drift import Drift, drift
+from sfi_traces.views.head_similarity import MOST_STEPS, HeadSimilarity
+from sfi_traces.views.stability import Place
+from sfi_traces.views.view import View
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class HeadMap:
+    """A number for each layer and KV head.
+
+    Attributes:
+        layers: Rows of the map.
+        heads: Columns.
+        value: The numbers, [layers, heads]; NaN where a layer has no such head.
+    """
+
+    layers: list[int]
+    heads: list[int]
+    value: np.ndarray
+
+    @classmethod
+    def of(cls, rows: list[Row], name: str) -> Self:
+        """Take one column of rows that have a `layer` and a `head`."""
+        found = {(row["layer"], row["head"]): row[name] for row in rows}
+        layers, heads = (sorted({place[axis] for place in found}) for axis in (0, 1))
+        value = [[found.get((layer, head), np.nan) for head in heads] for layer in layers]
+        return cls(layers, heads, np.array(value, np.float64))
+
+
+@dataclass(frozen=True, slots=True)
+class Cosines:
+    """The cosine of each step's query with the one before.
+
+    Attributes:
+        mean: By layer and KV head.
+        overall: The mean of all.
+        values: How many there are.
+        below: The share of all under each threshold.
+        lowest: Steps and cosines of the layers and KV heads whose mean is lowest, the lowest first.
+    """
+
+    mean: HeadMap
+    overall: float
+    values: int
+    below: dict[float, float]
+    lowest: dict[Place, tuple[np.ndarray, np.ndarray]]
+
+
+@dataclass(frozen=True, slots=True)
+class Corrections:
+    """How often FreeKV corrected.
+
+    Attributes:
+        share: By layer and KV head.
+        overall: The share of all fast steps x layers x KV heads.
+        pairs: How many these are.
+        since_slow: Shares by steps since the last slow one: "1", "2", "3-4", ...
+    """
+
+    share: HeadMap
+    overall: float
+    pairs: int
+    since_slow: dict[str, float]
+
+
+def drift_of(view: View) -> Drift:
+    """Compare each step's supports with the prompt's.
+
+    Raises:
+        TraceError: No audit, or none of step 0 and a later one.
+    """
+    return drift(view.supports)
+
+
+def head_similarity_of(view: View) -> HeadSimilarity:
+    """Compare the heads at up to 64 steps, evenly chosen.
+
+    Raises:
+        TraceError: No audit, or one of one layer.
+    """
+    return HeadSimilarity.of(view.supports.thinned(MOST_STEPS))
+
+
+def cosines_of(view: View) -> Cosines:
+    """Average the query cosine.
+
+    Raises:
+        TraceError: No audit, or none of a step that has one before it.
+    """
+    view.trace.require_audit()
+    found = query_cosine(_scope(view), view.head)
+    if found is None:
+        raise TraceError(
+            f"trace {view.trace.path} has no query cosine of request {view.request}: it needs an audited "
+            "step after step 0; record it with --audit 1"
+        )
+    return Cosines(
+        mean=HeadMap.of(found["heads"], "mean"),
+        overall=found["mean"],
+        values=found["n"],
+        below=dict(zip(found["thresholds"], found["below"], strict=True)),
+        lowest={
+            (one["layer"], one["head"]): (np.array(one["steps"]), np.array(one["query_cosine"]))
+            for one in found["lowest"]
+        },
+    )
+
+
+def corrections_of(view: View) -> Corrections:
+    """Count the corrections.
+
+    Raises:
+        TraceError: The policy corrects nothing, or no step was fast.
+    """
+    found = corrections(_scope(view), view.head)
+    if found is None or not found["n"]:
+        raise TraceError(
+            f"trace {view.trace.path} has no corrections of request {view.request}, recorded with policy "
+            f"{view.trace.manifest['policy']}; record it with a policy that corrects, as FreeKV does"
+        )
+    return Corrections(
+        share=HeadMap.of(found["heads"], "share"),
+        overall=found["share"],
+        pairs=found["n"],
+        since_slow={_span(one): one["share"] for one in found["since_slow"]},
+    )
+
+
+def _scope(view: View) -> Scope:
+    return Scope.of(view.trace, view.request, view.layer)
+
+
+def _span(one: Row) -> str:
+    first, last = one["from_step"], one["to_step"]
+    return f"{first}" if first == last else f"{first}-{last}"
