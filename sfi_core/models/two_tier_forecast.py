@@ -12,9 +12,9 @@ from sfi_core.errors import ConfigError
 from sfi_core.models.forecast import FLOAT32
 from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.device_budget import DeviceBudget
+from sfi_core.state.host_stream import block_tokens
 from sfi_core.state.layer_shape import LayerShape
 
-BLOCK = 1024  # tokens of a streamed block of a dense read
 BUFFERS = 2  # one is read while the other fills
 EXTREMES = 2  # vectors of a page summary: lowest and highest of each channel
 
@@ -87,10 +87,10 @@ def two_tier_bytes(
         "scratch": BUFFERS * widest * rows,
         "norms": FLOAT32 * heads * pages * page if norms else 0,
         "summaries": EXTREMES * FLOAT32 * channels * summaries,
-        "stream": BUFFERS * BLOCK * widest,
+        "stream": BUFFERS * block_tokens(pages * page, page) * widest / batch,
         "resident": kept * pages * page,
     }
-    parts = {name: batch * size for name, size in per_request.items()}
+    parts = {name: round(batch * size) for name, size in per_request.items()}
     return TwoTierBytes(
         device_bytes=sum(parts.values()),
         host_bytes=batch * _row_bytes(full) * pages * page,

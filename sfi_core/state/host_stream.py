@@ -7,22 +7,29 @@ import torch
 from sfi_core.state.host_tier import HostTier
 from sfi_core.state.side import Side
 
-BLOCK = 1024  # tokens of a block
+BLOCK = 1024  # most tokens of a block
+SHARE = 16  # of the capacity that a block has at most
 BUFFERS = 2
 PLACES = (-1, -2)  # of the side, one a buffer
+
+
+def block_tokens(capacity: int, page: int) -> int:
+    """Return the tokens of a block, whole pages: a small share of what a request may reach."""
+    return max(1, min(BLOCK, capacity // SHARE) // page) * page
 
 
 class HostStream:
     """Two buffers on the device that blocks of all layers pass through.
 
     Attributes:
+        block: Tokens of a block.
         side: Copies.
         buffers: The buffers; empty before the first block.
         copied_bytes: Bytes that went through.
     """
 
-    def __init__(self, side: Side) -> None:
-        self.side = side
+    def __init__(self, side: Side, block: int) -> None:
+        self.side, self.block = side, block
         self.buffers: list[torch.Tensor] = []
         self.copied_bytes = 0
         self.device = torch.device("cpu")
@@ -43,7 +50,7 @@ class HostStream:
         """
         heads = slice(None) if head is None else slice(head, head + 1)
         source = host.host_PHX[first : first + pages, heads]
-        size = max(1, BLOCK // host.page_size)
+        size = self.block // host.page_size
         begins = range(0, pages, size)
         coming = self._copied(source, 0, size) if pages else source
         for at, begin in enumerate(begins):

@@ -18,7 +18,7 @@ from time import perf_counter
 import torch
 
 from sfi_core.errors import ConfigError
-from sfi_core.state.host_stream import HostStream
+from sfi_core.state.host_stream import HostStream, block_tokens
 from sfi_core.state.kv_store import Recall
 from sfi_core.state.layer_pages import LayerPages
 from sfi_core.state.packed_segment import PackedSegment
@@ -80,7 +80,7 @@ class TwoTierStore:
         self.offloaded_bytes = 0
         self._resident = resident
         self._scratch: list[torch.Tensor] = []
-        self.stream = HostStream(self.side)
+        self.stream = HostStream(self.side, block_tokens(self.capacity, page_size))
         self._end = [0] * batch  # tokens of each row, as of the last append
 
     @property
@@ -251,7 +251,7 @@ class TwoTierStore:
         other = copy.copy(self)
         other.block_table_BP = self.block_table_BP.clone()
         other._scratch, other._end = [], list(self._end)
-        other.stream, other.offloaded_bytes = HostStream(self.side), 0
+        other.stream, other.offloaded_bytes = HostStream(self.side, self.stream.block), 0
         other.layers = {layer: tiers.copy() for layer, tiers in self.layers.items()}
         return other
 
