@@ -201,13 +201,32 @@ def test_tokens_a_second_are_the_batch_over_the_step(rows):
     assert four["device_ms"] < 2 * one["device_ms"]  # the weights are shared
 
 
-def test_representatives_take_a_quarter_of_the_cache(rows):
-    """2 of 8 KV heads stay on the device, 131,072 of 524,288 bytes of a token of 4 requests."""
-    found = rows(batch=4)
-    pages = 64 * -(-(131072 + 44) // 64)
-    extra = found["synckv"]["kv_device_bytes"] - found["snapkv"]["kv_device_bytes"]
-    ring = 4 * 131072 * 64 * (-(-(256 + 44 + 63) // 64) - -(-(256 + 63) // 64))
-    assert extra == 131072 * pages - ring
+def test_the_device_holds_what_each_policy_needs(rows, llama):
+    """Of 131,116 tokens: 44 decoded; pages of 64; a layer's row has 4,096 bytes, a representative's 512."""
+    found, tokens = rows(), 131072 + 44
+    paged = 64 * -(-tokens // 64)
+
+    def cache(recent, packed, layers=32):
+        ring = 64 * (-(-(recent + 63) // 64) + 1)
+        return 4096 * (layers * (ring + packed) + 2 * packed + 2 * 1024)
+
+    channels = 2 * 4 * 8 * 128  # bytes of a page's two vectors, float32
+    assert {policy: row["kv_device_bytes"] for policy, row in found.items()} == {
+        "sfi": cache(256 + 20, 2052) + 32 * 8 * 4 * paged,
+        "snapkv": cache(256 + 44, 2052),
+        "quest": cache(256, 2052) + 32 * channels * -(-tokens // 16),
+        "freekv": cache(256, 2052, 31) + 31 * channels * -(-tokens // 32) + 4096 * paged,
+        "synckv": cache(256, 2052) + 32 * 2 * 512 * paged,
+        "full-kv": cache(256, 4),
+        "streaming-llm": cache(256 + 2048, 4),
+    }
+    assert {row["kv_host_bytes"] for row in found.values()} == {32 * 4096 * paged}
+    asked = DecodeSettings(contexts=(131072,), policies=("sfi", "full-kv"), config=SfiConfig())
+    alone = forecast_document(llama, asked, CPU, bandwidth_gb_per_s=1000, memory_bytes=40e9)
+    for row in alone["rows"]:  # what is not cache stays
+        behind = found[row["policy"]]
+        rest = 2 * 8_030_261_248 + row["workspace_bytes"]
+        assert behind["memory_bytes"] == rest + behind["kv_device_bytes"]
 
 
 def test_the_largest_context_fits_and_one_more_token_does_not(rows):
