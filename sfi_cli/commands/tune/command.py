@@ -121,6 +121,8 @@ def tune(
     Every trial is a replay of the traces (sfi trace replay). The settings that no other beats make the front;
     --confirm runs some of them for real, with --model. The one chosen is written for --config.
 
+    sfi tune heads is a command of its own: it clusters KV heads. A trace in a folder heads is ./heads.
+
     For example:
 
       sfi tune dense --confirm 3 --plot front.png

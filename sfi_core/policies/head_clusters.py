@@ -1,0 +1,205 @@
+"""Clusters of KV heads that attend alike, each with a representative, and their file (SyncKV, Section 4.1).
+
+`sfi tune heads` makes the file; a policy reads it.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from sfi_core.errors import ConfigError, InputError, SfiError
+
+FORMAT = 1
+SHOWN = 12  # characters of a digest in a message
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadClusters:
+    """Which KV heads of each layer share the positions of one representative head.
+
+    Attributes:
+        model_digest: The checkpoint's digest, or its commit on the hub; "" where it is not known.
+        cluster_of: By layer, the number of each KV head's cluster.
+        representatives: By layer, the KV head that represents each cluster.
+        model: The model as the user called it, for messages.
+        made_from: What the similarity was measured on, plain values.
+    """
+
+    model_digest: str
+    cluster_of: Mapping[int, tuple[int, ...]]
+    representatives: Mapping[int, tuple[int, ...]]
+    model: str = ""
+    made_from: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Reject clusters whose numbers contradict each other.
+
+        Raises:
+            ConfigError: With the layer and the rule.
+        """
+        if self.cluster_of.keys() != self.representatives.keys():
+            raise ConfigError(
+                f"representatives must be of the layers {sorted(self.cluster_of)}, "
+                f"got {sorted(self.representatives)}"
+            )
+        if not self.cluster_of:
+            raise ConfigError("layers must be at least one, got none")
+        for layer, clusters in self.cluster_of.items():
+            _check_layer(layer, clusters, self.representatives[layer])
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read a head file.
+
+        Raises:
+            InputError: The file cannot be read, is damaged, or has a format of a later version.
+        """
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise InputError(f"head file {path} cannot be read: {error.strerror}") from error
+        except ValueError as error:
+            raise InputError(f"head file {path} is damaged: no JSON, {error}") from error
+        try:
+            return cls._of(data)
+        except SfiError as error:
+            raise InputError(f"head file {path} is damaged: {error}") from error
+
+    @classmethod
+    def _of(cls, data: Any) -> Self:
+        found = _a_table(data, "the file")
+        if found.get("format") != FORMAT:
+            raise ConfigError(f"format must be {FORMAT}, got {found.get('format')!r}")
+        layers = {
+            _layer_number(name): _a_table(one, f"layer {name}")
+            for name, one in _a_table(found.get("layers"), "layers").items()
+        }
+        return cls(
+            model_digest=_a_text(found, "digest"),
+            cluster_of={number: _heads(one, "cluster_of") for number, one in layers.items()},
+            representatives={
+                number: _heads(one, "representatives") for number, one in layers.items()
+            },
+            model=_a_text(found, "model"),
+            made_from=_a_table(found.get("made_from", {}), "made_from"),
+        )
+
+    def text(self) -> str:
+        """Write the file's text: JSON, a line for each list of heads."""
+        layers = ",\n".join(
+            f'    "{layer}": {{\n'
+            f'      "cluster_of": {json.dumps(self.cluster_of[layer])},\n'
+            f'      "representatives": {json.dumps(self.representatives[layer])}\n'
+            "    }"
+            for layer in sorted(self.cluster_of)
+        )
+        return (
+            f'{{\n  "format": {FORMAT},\n'
+            f'  "model": {json.dumps(self.model, ensure_ascii=False)},\n'
+            f'  "digest": {json.dumps(self.model_digest)},\n'
+            f'  "layers": {{\n{layers}\n  }},\n'
+            f'  "made_from": {json.dumps(dict(self.made_from), ensure_ascii=False)}\n}}\n'
+        )
+
+    def save(self, path: Path) -> None:
+        """Write the file, whole or not at all.
+
+        Raises:
+            SfiError: The disk is full, say; the old file stays.
+        """
+        temporary = path.with_name(f".{path.name}.tmp")
+        try:
+            with temporary.open("w", encoding="utf-8") as file:
+                file.write(self.text())
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            raise SfiError(f"head file {path} cannot be written: {error.strerror}") from error
+
+    def leader_of(self, layer: int) -> tuple[int, ...]:
+        """Return the representative of each KV head of a layer; a representative is its own."""
+        representatives = self.representatives[layer]
+        return tuple(representatives[cluster] for cluster in self.cluster_of[layer])
+
+    def check(self, heads_by_layer: Mapping[int, int], model_digest: str) -> None:
+        """Refuse a model that the clusters are not of.
+
+        Layers and heads have to agree in any case. Digests are compared where both are known: a model with
+        random weights and a trace have none.
+
+        Args:
+            heads_by_layer: KV heads of each full-attention layer.
+            model_digest: The running model's digest; "" where it is not known.
+
+        Raises:
+            ConfigError: Another checkpoint, other layers, or other KV heads.
+        """
+        whose = f"head clusters of {self.model or 'a model without a name'}"
+        if self.model_digest and model_digest and self.model_digest != model_digest:
+            raise ConfigError(
+                f"{whose} must be of the checkpoint that runs, {model_digest[:SHOWN]}, "
+                f"got {self.model_digest[:SHOWN]}; make them with sfi tune heads"
+            )
+        if self.cluster_of.keys() != heads_by_layer.keys():
+            raise ConfigError(
+                f"{whose} must be of the model's full-attention layers {sorted(heads_by_layer)}, "
+                f"got {sorted(self.cluster_of)}"
+            )
+        for layer, heads in heads_by_layer.items():
+            if len(self.cluster_of[layer]) != heads:
+                raise ConfigError(
+                    f"{whose} must have the model's {heads} KV heads in layer {layer}, "
+                    f"got {len(self.cluster_of[layer])}"
+                )
+
+
+def _check_layer(layer: int, cluster_of: tuple[int, ...], representatives: tuple[int, ...]) -> None:
+    if layer < 0:
+        raise ConfigError(f"layers must be at least 0, got {layer}")
+    if len(representatives) > len(cluster_of):
+        raise ConfigError(
+            f"representatives must be at most the layer's {len(cluster_of)} KV heads, "
+            f"got {len(representatives)} in layer {layer}"
+        )
+    if set(cluster_of) != set(range(len(representatives))):
+        raise ConfigError(
+            f"cluster_of of layer {layer} must use each number from 0 to {len(representatives) - 1}, "
+            f"got {list(cluster_of)}"
+        )
+    for cluster, head in enumerate(representatives):
+        if not 0 <= head < len(cluster_of) or cluster_of[head] != cluster:
+            raise ConfigError(
+                f"representatives of layer {layer} must be in their own clusters, "
+                f"got head {head} for cluster {cluster}"
+            )
+
+
+def _layer_number(name: str) -> int:
+    if not name.isdigit() or str(int(name)) != name:
+        raise ConfigError(f"layers must be whole numbers, got {name!r}")
+    return int(name)
+
+
+def _a_table(value: Any, what: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ConfigError(f"{what} must be a JSON object, got {value!r:.60}")
+    return value
+
+
+def _a_text(table: Mapping[str, Any], name: str) -> str:
+    value = table.get(name)
+    if not isinstance(value, str):
+        raise ConfigError(f"{name} must be a text, got {value!r:.60}")
+    return value
+
+
+def _heads(table: Mapping[str, Any], name: str) -> tuple[int, ...]:
+    value = table.get(name)
+    if not isinstance(value, list) or any(type(one) is not int for one in value):
+        raise ConfigError(f"{name} must be a list of whole numbers, got {value!r:.60}")
+    return tuple(value)
