@@ -91,7 +91,7 @@ class HeadsJob:
         traces = [Trace.open(path) for path in self.traces]
         top = min(TOP, largest_top(traces)) if self.top is None else self.top
         wanted = [(trace, request) for trace in traces for request in requests_of(trace)]
-        texts = []
+        texts: list[dict[int, Any]] = []
         with BenchProgress(quiet=self.output.quiet) as progress:
             for trace, request in wanted:
                 progress.update("comparing heads", len(texts), len(wanted))
@@ -121,19 +121,26 @@ class HeadsJob:
         from sfi_core.models.load import load, resolve_device
 
         check_backend(self.engine.backend, resolve_device(self.loading["device"]))
-        entries = [read_prompts(None, file, None) for file in self.files or [None]]
+        read = [read_prompts(None, file, None) for file in (self.files or (None,))]
         model, tokenizer = load(self.model, **self.loading)
         top = TOP if self.top is None else self.top
-        pieces = cut_texts(tokenizer, [str(one.entries[0]) for one in entries], self.length, top)
-        reading = {"backend": self.engine.backend, "prefill_chunk": self.engine.prefill_chunk}
-        texts = []
+        pieces = cut_texts(tokenizer, [str(one.entries[0]) for one in read], self.length, top)
+        reading: dict[str, Any] = {
+            "backend": self.engine.backend,
+            "prefill_chunk": self.engine.prefill_chunk,
+        }
+        texts: list[dict[int, Any]] = []
         with BenchProgress(quiet=self.output.quiet) as progress:
             for ids in pieces:
                 progress.update("reading texts", len(texts), len(pieces))
                 rows = text_supports(model, ids, top, **reading)
                 texts.append({layer: Similarity.of(index) for layer, index in rows})
-        source = {"files": [str(file) for file in self.files] or ["the bundled document"]}
-        source |= {"tokens": sum(map(len, pieces)), "top_k": top, "pooled": "max"}
+        source = {
+            "files": [str(file) for file in self.files] or ["the bundled document"],
+            "tokens": sum(map(len, pieces)),
+            "top_k": top,
+            "pooled": "max",
+        }
         return Measured(
             texts=texts,
             model=self.model or "bundled",

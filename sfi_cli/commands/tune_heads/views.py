@@ -6,9 +6,10 @@ from sfi_cli.terminal.tables import number, percent, plural, table, wrapped
 
 COLUMNS = ("layer", "clusters", "representatives", "alike within", "between")
 COMPARED = ("layer", "pairs that agree", "least", "same representatives")
+AGREEMENT = ("agreement", "agreement_least", "same_representatives")
 COMPARISON = (
-    "pairs that agree: head pairs that two parts both put together or both keep apart, the mean over every two "
-    "parts; least: of the two parts that differ most. same representatives: parts that choose those above."
+    "pairs that agree: head pairs that two parts both put together or both keep apart, the mean over every "
+    "two parts; least: of the two parts that differ most. same representatives: parts that choose the same."
 )
 TRIVIAL = " One cluster, or a cluster for each head: there the pairs agree whatever the texts."
 
@@ -63,18 +64,18 @@ def _groups(cluster_of: list[int]) -> str:
 
 def _robustness(document: dict[str, Any]) -> list[Any]:
     rows = [
-        [
-            str(one["layer"]),
-            percent(one["agreement"]),
-            percent(one["agreement_least"]),
-            percent(one["same_representatives"]),
-        ]
+        [str(one["layer"]), *(percent(one[name]) for name in AGREEMENT)]
         for one in document["layers"]
     ]
+    rows.append(["all", *(percent(_mean(document["layers"], name)) for name in AGREEMENT)])
     return [
         table(f"{document['parts']} disjoint parts of the texts, clustered alone", COMPARED, rows),
         COMPARISON + (TRIVIAL if all(map(_alone, document["layers"])) else ""),
     ]
+
+
+def _mean(layers: list[dict[str, Any]], name: str) -> float:
+    return sum(float(one[name]) for one in layers) / len(layers)
 
 
 def _alone(one: dict[str, Any]) -> bool:
