@@ -118,10 +118,10 @@ def tune(
 ) -> None:
     r"""Search trigger sets, T_max, budget and more on recorded runs, without the model.
 
-    Every trial is a replay of the traces (sfi trace replay). The settings that no other beats make the front;
-    --confirm runs some of them for real, with --model. The one chosen is written for --config.
-
-    sfi tune heads is a command of its own: it clusters KV heads. A trace in a folder heads is ./heads.
+    Every trial is a replay of the traces (sfi trace replay). The settings that
+    no other beats make the front; --confirm runs some of them for real, with
+    --model. The one chosen is written for --config. Another command,
+    sfi tune heads, clusters KV heads; a trace in a folder heads is ./heads.
 
     For example:
 
