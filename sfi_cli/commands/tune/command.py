@@ -120,8 +120,8 @@ def tune(
 
     Every trial is a replay of the traces (sfi trace replay). The settings that
     no other beats make the front; --confirm runs some of them for real, with
-    --model. The one chosen is written for --config. Another command,
-    sfi tune heads, clusters KV heads; a trace in a folder heads is ./heads.
+    --model. The one chosen is written for --config. KV heads are clustered by
+    another command, sfi tune heads; a trace in a folder heads is ./heads.
 
     For example:
 

@@ -1,9 +1,9 @@
 """What `sfi tune heads` does between its options and its output."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from sfi_cli.commands.generate.prompts import read_prompts
 from sfi_cli.commands.tune_heads.views import heads_text
@@ -12,6 +12,7 @@ from sfi_cli.terminal.output import Output
 from sfi_cli.terminal.progress import BenchProgress
 from sfi_core.errors import ConfigError
 
+T = TypeVar("T")
 TOP = 64  # k where nothing is said. Paper gap: the paper gives none
 
 
@@ -84,19 +85,13 @@ class HeadsJob:
             self.output.text(_head_file(document))
 
     def _of_traces(self) -> Measured:
-        from sfi_core.measure.heads.similarity import Similarity
         from sfi_traces.read.reader import Trace
         from sfi_traces.tune.head_supports import largest_top, request_supports, requests_of
 
         traces = [Trace.open(path) for path in self.traces]
         top = min(TOP, largest_top(traces)) if self.top is None else self.top
         wanted = [(trace, request) for trace in traces for request in requests_of(trace)]
-        texts: list[dict[int, Any]] = []
-        with BenchProgress(quiet=self.output.quiet) as progress:
-            for trace, request in wanted:
-                progress.update("comparing heads", len(texts), len(wanted))
-                rows = request_supports(trace, request, top)
-                texts.append({layer: Similarity.of(index) for layer, index in rows})
+        texts = self._texts(wanted, lambda place: request_supports(*place, top))
         model = self.model or traces[0].manifest["model"]["name"]
         source = {"traces": [str(path) for path in self.traces], "top_k": top, "pooled": "mean"}
         return Measured(
@@ -116,7 +111,6 @@ class HeadsJob:
     def _of_model(self) -> Measured:
         from sfi_core.engine.backends.registry import check_backend
         from sfi_core.measure.heads.model_supports import cut_texts, text_supports
-        from sfi_core.measure.heads.similarity import Similarity
         from sfi_core.models.digest import model_digest
         from sfi_core.models.load import load, resolve_device
 
@@ -129,12 +123,7 @@ class HeadsJob:
             "backend": self.engine.backend,
             "prefill_chunk": self.engine.prefill_chunk,
         }
-        texts: list[dict[int, Any]] = []
-        with BenchProgress(quiet=self.output.quiet) as progress:
-            for ids in pieces:
-                progress.update("reading texts", len(texts), len(pieces))
-                rows = text_supports(model, ids, top, **reading)
-                texts.append({layer: Similarity.of(index) for layer, index in rows})
+        texts = self._texts(pieces, lambda ids: text_supports(model, ids, top, **reading))
         source = {
             "files": [str(file) for file in self.files] or ["the bundled document"],
             "tokens": sum(map(len, pieces)),
@@ -147,6 +136,25 @@ class HeadsJob:
             digest=model_digest(model),
             made_from=source,
         )
+
+    def _texts(
+        self, texts: Sequence[T], read: Callable[[T], Iterable[tuple[int, Any]]]
+    ) -> list[dict[int, Any]]:
+        # the similarities of each text; settings that cannot be are refused by the first
+        from sfi_core.measure.heads.clustering import check_count
+        from sfi_core.measure.heads.layers import part_count
+        from sfi_core.measure.heads.similarity import Similarity
+
+        part_count(len(texts), self.parts)
+        found: list[dict[int, Any]] = []
+        with BenchProgress(quiet=self.output.quiet) as progress:
+            for text in texts:
+                progress.update("comparing heads, text", len(found), len(texts))
+                sums = {layer: Similarity.of(index) for layer, index in read(text)}
+                for one in sums.values():
+                    check_count(self.clusters, len(one.total_HH))
+                found.append(sums)
+        return found
 
     def _document(self, found: Measured, layers: Sequence[Any], parts: int) -> dict[str, Any]:
         from sfi_core import __version__

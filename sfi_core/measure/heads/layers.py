@@ -60,19 +60,29 @@ class LayerClusters:
         }
 
 
+def part_count(texts: int, parts: int | None) -> int:
+    """Return how many parts some texts make: `parts`, or where that is None 2, or 1 for a single text.
+
+    Raises:
+        ConfigError: More parts than texts.
+    """
+    count = min(PARTS, texts) if parts is None else parts
+    if count > texts:
+        raise ConfigError(f"parts must be at most the {texts} texts, got {count}")
+    return count
+
+
 def parts_of(texts: Sequence[Sums], parts: int | None) -> list[dict[int, Similarity]]:
     """Deal texts out to disjoint parts in turns, and join the similarities of each part.
 
     Args:
         texts: Similarities of each text by layer, of the same layers.
-        parts: How many; None is 2, or 1 for a single text.
+        parts: See `part_count`.
 
     Raises:
         ConfigError: More parts than texts.
     """
-    count = min(PARTS, len(texts)) if parts is None else parts
-    if count > len(texts):
-        raise ConfigError(f"parts must be at most the {len(texts)} texts, got {count}")
+    count = part_count(len(texts), parts)
     return [joined(texts[first::count]) for first in range(count)]
 
 
