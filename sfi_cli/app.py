@@ -11,8 +11,10 @@ from sfi_cli.commands.bench.command import bench
 from sfi_cli.commands.doctor import doctor
 from sfi_cli.commands.evaluate.command import evaluate
 from sfi_cli.commands.generate.command import generate
+from sfi_cli.commands.groups import Group
 from sfi_cli.commands.kernel_bench.command import kernel_bench
 from sfi_cli.commands.tune.command import tune
+from sfi_cli.commands.tune_heads.command import heads
 from sfi_cli.settings.complete import take_name
 from sfi_cli.settings.moved import Command
 from sfi_cli.terminal.output import INTERRUPTED, message
@@ -21,6 +23,7 @@ from sfi_cli.terminal.torchrun import check_command, leave, one_voice, tells
 HELP = "Slow-Fast Inference: decode long contexts and see what the model reads."
 
 app = typer.Typer(
+    cls=Group,
     help=HELP,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -32,6 +35,7 @@ app.command(cls=Command)(bench)
 app.command()(kernel_bench)
 app.add_typer(trace.app, name="trace")
 app.command(cls=Command)(tune)
+app.command("tune heads", cls=Command)(heads)
 app.add_typer(config.app, name="config")
 app.command()(doctor)
 

@@ -73,6 +73,7 @@ MOVED: dict[str, Mapping[str, str]] = {
         "--mine": "--set tune.mine=true",
         "--no-mine": "--set tune.mine=false",
     },
+    "tune heads": {},
     "trace replay": {
         **_moved(
             "min-gap trigger-delay slow-start stride cosine-threshold random-rate recent recent-mode"

@@ -149,6 +149,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     ),
     "eval": ("engine.backend", "engine.prefill_chunk", "model.revision", "eval"),
     "tune": ("engine.backend", "engine.prefill_chunk", "model.revision", "tune"),
+    "tune heads": ("engine.backend", "engine.prefill_chunk", "model.revision"),
     "trace replay": ("trigger_policy", *REPLAYED),
 }  # fmt: skip
 

@@ -1,4 +1,7 @@
-"""What tells whether every rank loads the same checkpoint: a folder's digest, or a hub id's commit."""
+"""What tells checkpoints apart: the digest of a folder or GGUF file, or a hub id's commit.
+
+Ranks compare it when they load one model; a head file (`sfi tune heads`) names its model by it.
+"""
 
 import hashlib
 import json
@@ -7,10 +10,44 @@ from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
 
+from sfi_core.models.source import Source
+
 WEIGHTS = (".safetensors", ".bin")
 TEXTS = (".json", ".jinja", ".txt", ".model", ".py")
 SAMPLE = 1024  # bytes read from the middle of each tensor
 PLACES = 1024  # samples of a file whose tensors' places are not known
+
+
+def model_digest(model: Any) -> str:
+    """Return what tells a loaded model from others of its architecture; "" where nothing is known.
+
+    `load` notes on the model where the checkpoint came from. Of a model that transformers loaded itself, the
+    folder in its config counts; random weights and a hub id without its revision have no digest.
+    """
+    origin = getattr(model, "sfi_origin", None)
+    if origin is not None:
+        return source_digest(*origin)
+    name = getattr(model.config, "name_or_path", "") or ""
+    return checkpoint_digest(Path(name)) if name and Path(name).is_dir() else ""
+
+
+def source_digest(source: Source, revision: str | None = None) -> str:
+    """Return a folder's or GGUF file's digest, or a hub id's commit; "" where the file is not here."""
+    folder = Path(source.place)
+    if source.gguf is None:
+        found = checkpoint_digest(folder) if folder.is_dir() else commit_of(source.place, revision)
+        return found or ""
+    path: Any = folder / source.gguf
+    if not folder.is_dir():
+        path = try_to_load_from_cache(source.place, source.gguf, revision=revision)
+    return file_digest(Path(path)) if isinstance(path, str | Path) else ""
+
+
+def file_digest(path: Path) -> str:
+    """Return a digest of a file's size and samples, whatever the file is called."""
+    digest = hashlib.sha256(f"{path.stat().st_size}".encode())
+    _add_weights(digest, path)
+    return digest.hexdigest()
 
 
 def commit_of(hub_id: str, revision: str | None) -> str | None:

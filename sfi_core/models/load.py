@@ -104,6 +104,7 @@ def load(
             tokenizer = _tokenizer(source, **common)
             _check_complete(source.name, info)
     loaded.config.name_or_path = source.name  # transformers has the folder of a GGUF file
+    loaded.sfi_origin = (source, revision)  # for `model_digest`
     return loaded.to(where).eval(), tokenizer
 
 

@@ -36,6 +36,10 @@ OPTIONS = {
         --trials --seed --study --resume --confirm --prompt-file --batch --model --dtype --device
         --trust-remote-code --set --output --plot --force --json --quiet
     """,
+    "tune heads": """
+        --prompt-file --length --parts --clusters --top-k --model --dtype --device --trust-remote-code --set
+        --output --plot --force --json --quiet
+    """,
     "doctor": "--model --json",
     "config list": "--preset --json",
     "trace check": "--json",

@@ -118,8 +118,10 @@ def tune(
 ) -> None:
     r"""Search trigger sets, T_max, budget and more on recorded runs, without the model.
 
-    Every trial is a replay of the traces (sfi trace replay). The settings that no other beats make the front;
-    --confirm runs some of them for real, with --model. The one chosen is written for --config.
+    Every trial is a replay of the traces (sfi trace replay). The settings that
+    no other beats make the front; --confirm runs some of them for real, with
+    --model. The one chosen is written for --config. KV heads are clustered by
+    another command, sfi tune heads; a trace in a folder heads is ./heads.
 
     For example:
 

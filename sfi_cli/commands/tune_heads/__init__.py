@@ -1,0 +1,1 @@
+"""`sfi tune heads`."""

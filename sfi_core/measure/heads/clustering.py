@@ -1,0 +1,114 @@
+"""K-Means over the rows of a distance matrix, and the head that represents each cluster (SyncKV, B.1)."""
+
+from importlib.util import find_spec
+
+import numpy as np
+import numpy.typing as npt
+
+from sfi_core.errors import BackendError, ConfigError
+from sfi_core.measure.heads.similarity import Matrix
+
+STARTS, ROUNDS = 32, 100  # seeded starts of K-Means, and its iterations at most
+DIGITS, NEAR = 9, 1e-8  # of a distance; what differs by less is equal, whatever the order of a sum
+
+Labels = tuple[int, ...]
+
+
+def check_scipy() -> None:
+    """Refuse to cluster where a package of the extra is missing.
+
+    Raises:
+        BackendError: Naming what to install.
+    """
+    if find_spec("scipy") is None:
+        raise BackendError(
+            "head clusters need scipy, which is not installed; pip install 'sfi-toolkit[tune]'"
+        )
+
+
+def check_count(clusters: int, heads: int) -> None:
+    """Refuse more clusters than a layer has KV heads.
+
+    Raises:
+        ConfigError: With both numbers.
+    """
+    if clusters > heads:
+        raise ConfigError(
+            f"representatives must be at most the layer's {heads} KV heads, got {clusters}"
+        )
+
+
+def distance(similarity_HH: Matrix) -> Matrix:
+    """Turn the similarity of heads into distances, max(S) - S (SyncKV, B.1, step 3)."""
+    far_HH: Matrix = similarity_HH.max() - similarity_HH
+    return far_HH
+
+
+def cluster(similarity_HH: Matrix, clusters: int, seed: int = 0) -> tuple[Labels, Labels]:
+    """Cluster the KV heads of a layer, and choose a representative for each cluster (SyncKV, B.1, 3-4).
+
+    Every head is a row of the distance matrix, its distances to all heads.
+
+    Paper gap: how K-Means starts is not given. Ours takes the best of 32 seeded k-means++ starts, the one
+    with the least sum of squared distances to the centroids. Where the heads have fewer different rows than
+    there are clusters, heads of the largest cluster fill the others.
+
+    Args:
+        similarity_HH: S of every two heads.
+        clusters: N_r.
+        seed: Seed of the starts.
+
+    Returns:
+        Each head's cluster, and each cluster's representative: the head nearest to the centroid, the lower
+        one of two that are as near. Clusters are numbered by their lowest heads.
+
+    Raises:
+        ConfigError: More clusters than heads.
+    """
+    check_count(clusters, len(similarity_HH))
+    row_HX = distance(similarity_HH).round(DIGITS)
+    label_H = _numbered(_filled(_k_means(row_HX, clusters, seed), clusters))
+    return tuple(label_H.tolist()), tuple(
+        _representative(row_HX, np.flatnonzero(label_H == number)) for number in range(clusters)
+    )
+
+
+def _k_means(row_HX: Matrix, clusters: int, seed: int) -> npt.NDArray[np.int64]:
+    from scipy.cluster.vq import ClusterError, kmeans2  # noqa: PLC0415 - an extra
+
+    different, label_H = np.unique(row_HX, axis=0, return_inverse=True)
+    if clusters >= len(different):  # k-means++ would draw a row twice
+        return label_H.reshape(-1)
+    best, least = np.zeros(len(row_HX), np.int64), np.inf
+    for start in range(STARTS):
+        try:
+            center_CX, label_H = kmeans2(
+                row_HX, clusters, iter=ROUNDS, minit="++", missing="raise",
+                rng=np.random.default_rng([seed, start]),
+            )  # fmt: skip
+        except ClusterError:  # a cluster lost its last head: the next start draws others
+            continue
+        spread = float(((row_HX - center_CX[label_H]) ** 2).sum())
+        if spread < least - NEAR:
+            best, least = label_H.astype(np.int64), spread
+    return best
+
+
+def _filled(label_H: npt.NDArray[np.int64], clusters: int) -> npt.NDArray[np.int64]:
+    # the last head of the largest cluster goes to a cluster that has none
+    found = label_H.copy()
+    for number in range(clusters):
+        if not (found == number).any():
+            largest = int(np.bincount(found).argmax())
+            found[np.flatnonzero(found == largest)[-1]] = number
+    return found
+
+
+def _numbered(label_H: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    order = list(dict.fromkeys(label_H.tolist()))
+    return np.array([order.index(label) for label in label_H.tolist()])
+
+
+def _representative(row_HX: Matrix, members: npt.NDArray[np.int64]) -> int:
+    far = np.linalg.norm(row_HX[members] - row_HX[members].mean(0), axis=1)
+    return int(members[np.flatnonzero(far <= far.min() + NEAR)[0]])

@@ -1,0 +1,117 @@
+"""The clusters of every layer, of all texts and of disjoint parts of them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+from sfi_core.errors import ConfigError
+from sfi_core.measure.heads.agreement import mean_agreement
+from sfi_core.measure.heads.clustering import Labels, check_count, cluster
+from sfi_core.measure.heads.similarity import Matrix, Similarity, joined
+
+PARTS = 2  # where there are as many texts
+Sums = Mapping[int, Similarity]  # by layer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerClusters:
+    """The clusters of one layer's KV heads.
+
+    Attributes:
+        layer: Index of the transformer layer.
+        similarity_HH: S of every two heads, over all texts.
+        cluster_of: Each head's cluster.
+        representatives: Each cluster's head.
+        agreement: Mean and least share of head pairs on which two parts agree; None with one part.
+        same_representatives: Share of the parts that choose these representatives; None with one part.
+    """
+
+    layer: int
+    similarity_HH: Matrix
+    cluster_of: Labels
+    representatives: Labels
+    agreement: tuple[float, float] | None
+    same_representatives: float | None
+
+    def mean(self, *, within: bool) -> float | None:
+        """Return the mean similarity of two heads of one cluster, or of two clusters; None without a pair."""
+        label_H = self.cluster_of
+        found = [
+            float(self.similarity_HH[i, j])
+            for i, j in combinations(range(len(label_H)), 2)
+            if (label_H[i] == label_H[j]) == within
+        ]
+        return sum(found) / len(found) if found else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        mean, least = self.agreement or (None, None)
+        return {
+            "layer": self.layer,
+            "cluster_of": list(self.cluster_of),
+            "representatives": list(self.representatives),
+            "similarity_within": self.mean(within=True),
+            "similarity_between": self.mean(within=False),
+            "agreement": mean,
+            "agreement_least": least,
+            "same_representatives": self.same_representatives,
+            "similarity": self.similarity_HH.tolist(),
+        }
+
+
+def part_count(texts: int, parts: int | None) -> int:
+    """Return how many parts some texts make: `parts`, or where that is None 2, or 1 for a single text.
+
+    Raises:
+        ConfigError: More parts than texts.
+    """
+    count = min(PARTS, texts) if parts is None else parts
+    if count > texts:
+        raise ConfigError(f"parts must be at most the {texts} texts, got {count}")
+    return count
+
+
+def parts_of(texts: Sequence[Sums], parts: int | None) -> list[dict[int, Similarity]]:
+    """Deal texts out to disjoint parts in turns, and join the similarities of each part.
+
+    Args:
+        texts: Similarities of each text by layer, of the same layers.
+        parts: See `part_count`.
+
+    Raises:
+        ConfigError: More parts than texts.
+    """
+    count = part_count(len(texts), parts)
+    return [joined(texts[first::count]) for first in range(count)]
+
+
+def cluster_layers(parts: Sequence[Sums], clusters: int) -> list[LayerClusters]:
+    """Cluster the KV heads of every layer, by all parts and by each part alone (SyncKV, 4.1 and B.1).
+
+    Args:
+        parts: Similarities of disjoint texts by layer.
+        clusters: N_r.
+
+    Raises:
+        ConfigError: A layer has fewer KV heads than N_r.
+    """
+    whole = joined(parts)
+    for one in whole.values():
+        check_count(clusters, len(one.total_HH))
+    return [_layer(layer, whole[layer], parts, clusters) for layer in sorted(whole)]
+
+
+def _layer(layer: int, whole: Similarity, parts: Sequence[Sums], clusters: int) -> LayerClusters:
+    cluster_of, representatives = cluster(whole.mean_HH, clusters)
+    found = [cluster(part[layer].mean_HH, clusters) for part in parts]
+    several = len(parts) > 1
+    same = [set(chosen) == set(representatives) for _, chosen in found]
+    return LayerClusters(
+        layer=layer,
+        similarity_HH=whole.mean_HH,
+        cluster_of=cluster_of,
+        representatives=representatives,
+        agreement=mean_agreement([labels for labels, _ in found]) if several else None,
+        same_representatives=sum(same) / len(same) if several else None,
+    )

@@ -1,0 +1,117 @@
+"""`sfi tune heads`: from texts and traces to a head file, beside `sfi tune DIR...`."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from sfi_cli import app as cli
+from sfi_core.bundled.heads import bundled_heads
+from sfi_core.errors import ConfigError, SfiError, TraceError
+from sfi_core.models.load import BUNDLED
+from sfi_core.policies.head_clusters import HeadClusters
+from tests.traces.made import HEADS, LAYERS, make_trace
+
+pytest.importorskip("scipy")
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def invoke(*arguments: str) -> Result:
+    return CliRunner().invoke(cli.app, ["tune", *arguments], env={"COLUMNS": "100"})
+
+
+def refused(*arguments: str) -> SfiError:
+    error = invoke(*arguments).exception
+    assert isinstance(error, SfiError), error
+    assert "\n" not in str(error)
+    return error
+
+
+def test_texts_make_a_head_file_a_document_and_a_figure(folder):
+    """One cluster a layer, of the bundled checkpoint with two KV heads."""
+    pytest.importorskip("matplotlib")
+    Path("a.txt").write_text("Belora hid a red lantern under the old bridge. " * 20)
+    arguments = ("heads", "-f", "a.txt", "--length", "40", "--top-k", "8", "--clusters", "1")
+    result = invoke(*arguments, "--parts", "3", "--plot", "heads.png", "--json")
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout)
+    clusters = HeadClusters.load(Path("heads.json"))
+    assert clusters.model_digest == HeadClusters.load(bundled_heads()).model_digest
+    assert {layer: len(own) for layer, own in clusters.representatives.items()} == dict.fromkeys(
+        range(4), 1
+    )
+    assert document["texts"] * 40 == document["tokens"]
+    assert document["steps"] == document["texts"] * (40 - 8)
+    for one in document["layers"]:
+        S = one["similarity"]
+        assert S[0][0] == S[1][1] == 1
+        assert S[0][1] == S[1][0] == one["similarity_within"]
+        assert 0 < S[0][1] < 1
+        assert one["agreement"] == 1
+    assert Path("heads.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_trace_makes_a_head_file_without_a_model(folder):
+    make_trace(folder / "run", steps=12, requests=3)
+    result = invoke("heads", "run", "-o", "own.json", "--top-k", "8")
+    assert result.exit_code == 0, result.output
+    clusters = HeadClusters.load(Path("own.json"))
+    clusters.check(dict.fromkeys(range(LAYERS), HEADS), "any")
+    assert (clusters.model, clusters.model_digest) == ("made-up", "")
+    assert "made-up, 3 texts of run: 2 clusters a layer" in result.stdout
+    assert "2 disjoint parts of the texts" in result.stdout
+    assert "does not say which checkpoint it is of; add --model" in " ".join(result.stdout.split())
+
+
+def test_model_names_the_checkpoint_of_a_trace(folder):
+    make_trace(folder / "run", steps=3)
+    assert invoke("heads", "run", "--model", str(BUNDLED), "-q").exit_code == 0
+    found = HeadClusters.load(Path("heads.json")).model_digest
+    assert found == HeadClusters.load(bundled_heads()).model_digest
+
+
+def test_what_cannot_be_clustered_is_refused_in_one_line(folder):
+    make_trace(folder / "run", steps=3)
+    Path("a.txt").write_text("words " * 50)
+    assert "at most the layer's 2 KV heads, got 3" in str(
+        refused("heads", "run", "--clusters", "3")
+    )
+    assert "got both" in str(refused("heads", "run", "-f", "a.txt"))
+    assert "got none; add -f FILE" in str(refused("heads", "--model", "somewhere"))
+    assert "at most the 1 texts, got 2" in str(refused("heads", "run", "--parts", "2"))
+    assert not Path("heads.json").exists()
+    Path("heads.json").write_text("kept")
+    assert isinstance(refused("heads", "run"), ConfigError)
+    assert Path("heads.json").read_text() == "kept"
+
+
+def test_every_other_word_after_tune_is_a_trace(folder):
+    """`heads` is the command; a folder of that name is `./heads`."""
+    make_trace(folder / "heads", steps=30)
+    searching = ("--trials", "2", "--force", "-q")
+    for number, words in enumerate((["./heads"], ["-q", "heads"], ["--", "heads"])):
+        result = invoke(*searching, "--study", f"{number}.journal", *words)
+        assert result.exit_code == 0, result.output
+        assert "made-up, 1 request, 30 steps" in " ".join(result.stdout.split())
+    assert invoke("./heads", *searching, "--study", "4.journal").exit_code == 0
+    assert isinstance(refused("head", *searching, "--study", "5.journal"), TraceError)
+
+
+def test_the_help_of_tune_has_its_own_options_and_names_heads():
+    shown = invoke("--help").stdout
+    assert "--min-retained" in shown
+    assert "sfi tune heads" in shown
+    assert "--clusters" not in shown
+    assert "--clusters" in invoke("heads", "--help").stdout
+
+
+def test_a_shell_is_not_offered_a_name_of_two_words():
+    asked = {"_SFI_COMPLETE": "complete_bash", "COMP_WORDS": "sfi tun", "COMP_CWORD": "1"}
+    result = CliRunner().invoke(cli.app, [], env=asked, prog_name="sfi")
+    assert result.stdout.split() == ["tune"]

@@ -1,0 +1,240 @@
+"""Similarity and clusters of KV heads, against transcriptions of SyncKV's Eqs. 1, 2 and B.1."""
+
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from sfi_core.errors import BackendError, ConfigError, InputError
+from sfi_core.measure.heads import clustering, model_supports
+from sfi_core.measure.heads.agreement import mean_agreement, pair_agreement
+from sfi_core.measure.heads.clustering import cluster, distance
+from sfi_core.measure.heads.layers import cluster_layers, parts_of
+from sfi_core.measure.heads.similarity import Similarity, joined, overlap
+from tests.core.conftest import tiny_qwen3
+
+pytest.importorskip("scipy")
+
+N, H, K, T = 37, 5, 9, 30
+
+
+def random_sets(seed: int, steps: int = N, heads: int = H) -> list[list[set[int]]]:
+    rng = np.random.default_rng(seed)
+    return [
+        [set(rng.permutation(T)[: rng.integers(1, K + 1)].tolist()) for _ in range(heads)]
+        for _ in range(steps)
+    ]
+
+
+def as_index(sets: list[list[set[int]]]) -> torch.Tensor:
+    rows = [[[*sorted(own), *[-1] * (K - len(own))] for own in step] for step in sets]
+    return torch.tensor(rows, dtype=torch.int32)
+
+
+def coefficient(first: set[int], second: set[int]) -> float:
+    return len(first & second) / min(len(first), len(second))
+
+
+def similarity(sets: list[list[set[int]]], i: int, j: int) -> float:
+    return sum(coefficient(step[i], step[j]) for step in sets) / len(sets)
+
+
+def random_similarity(seed: int, heads: int) -> np.ndarray:
+    return Similarity.of(as_index(random_sets(seed, 3, heads))).mean_HH
+
+
+def test_overlap_is_the_share_of_the_smaller_set():
+    """SyncKV, Eq. 1."""
+    sets = random_sets(0)
+    found = overlap(as_index(sets))
+    for n, i, j in product(range(N), range(H), range(H)):
+        assert found[n, i, j] == pytest.approx(coefficient(sets[n][i], sets[n][j]), abs=1e-6)
+
+
+def test_similarity_is_the_mean_over_steps_and_texts():
+    """SyncKV, Eq. 2, over two texts of different lengths."""
+    first, second = random_sets(1), random_sets(2, steps=8)
+    whole = joined([{0: Similarity.of(as_index(sets))} for sets in (first, second)])[0]
+    assert whole.steps == N + 8
+    for i, j in product(range(H), range(H)):
+        assert whole.mean_HH[i, j] == pytest.approx(similarity(first + second, i, j))
+
+
+def test_an_empty_set_shares_nothing():
+    index = torch.tensor([[[3, -1], [-1, -1]]])
+    assert overlap(index).tolist() == [[[1.0, 0.0], [0.0, 0.0]]]
+
+
+def blocks(seed: int, labels: list[int]) -> np.ndarray:
+    """A noisy similarity in which heads of one label are more alike."""
+    noise = np.random.default_rng(seed).uniform(-0.08, 0.08, (len(labels), len(labels)))
+    S = np.where(np.equal.outer(labels, labels), 0.7, 0.4) + noise + noise.T
+    np.fill_diagonal(S, 1.0)
+    return S
+
+
+def centroids(rows: list[list[float]], labels: tuple[int, ...]) -> list[list[float]]:
+    found = []
+    for number in range(max(labels) + 1):
+        members = [row for row, label in zip(rows, labels, strict=True) if label == number]
+        found.append([sum(column) / len(members) for column in zip(*members, strict=True)])
+    return found
+
+
+def square(first: list[float], second: list[float]) -> float:
+    return sum((a - b) ** 2 for a, b in zip(first, second, strict=True))
+
+
+def squares(rows: list[list[float]], labels: tuple[int, ...]) -> float:
+    center = centroids(rows, labels)
+    return sum(square(row, center[label]) for row, label in zip(rows, labels, strict=True))
+
+
+@pytest.mark.parametrize("labels", [[0] * 6, [0, 1, 1, 0, 0, 1], [0, 1, 2, 2, 1, 0]])
+@pytest.mark.parametrize("seed", range(3))
+def test_clusters_are_the_best_partition_of_the_distances(seed: int, labels: list[int]):
+    """SyncKV, B.1, step 3, against every partition of six heads."""
+    S, clusters = blocks(seed, labels), len(set(labels))
+    D = [[S.max() - S[i, j] for j in range(6)] for i in range(6)]
+    np.testing.assert_allclose(distance(S), D)
+    every = product(range(clusters), repeat=6)
+    best = min(squares(D, one) for one in every if len(set(one)) == clusters)
+    cluster_of, _ = cluster(S, clusters)
+    assert squares(D, cluster_of) == pytest.approx(best)
+
+
+@pytest.mark.parametrize("clusters", [2, 3, 4])
+def test_every_head_is_in_the_cluster_of_the_nearest_centroid(clusters: int):
+    """K-Means has come to rest, even where heads have no clear groups."""
+    for seed in range(6):
+        S = random_similarity(seed, heads=7)
+        D = (S.max() - S).tolist()
+        cluster_of, _ = cluster(S, clusters)
+        center = centroids(D, cluster_of)
+        assert len(center) == clusters
+        for row, label in zip(D, cluster_of, strict=True):
+            assert square(row, center[label]) <= min(square(row, one) for one in center) + 1e-9
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_representative_is_the_head_nearest_to_its_centroid(seed: int):
+    """SyncKV, B.1, step 4; of two as near the lower one."""
+    S = random_similarity(seed, heads=7)
+    D = (S.max() - S).tolist()
+    cluster_of, representatives = cluster(S, 2)
+    for number, chosen in enumerate(representatives):
+        members = [head for head in range(7) if cluster_of[head] == number]
+        centroid = [sum(D[head][x] for head in members) / len(members) for x in range(7)]
+        far = {h: sum((a - c) ** 2 for a, c in zip(D[h], centroid, strict=True)) for h in members}
+        nearest = [head for head in members if far[head] <= min(far.values()) + 1e-9]
+        assert chosen == nearest[0]
+
+
+def test_two_blocks_of_heads_are_two_clusters_numbered_by_their_lowest_heads():
+    S = np.full((6, 6), 0.1)
+    for block in ([1, 2, 4], [0, 3, 5]):
+        S[np.ix_(block, block)] = 0.8
+    np.fill_diagonal(S, 1.0)
+    assert cluster(S, 2) == ((0, 1, 1, 0, 1, 0), (0, 1))
+
+
+def test_heads_that_are_all_alike_still_fill_every_cluster():
+    cluster_of, representatives = cluster(np.ones((4, 4)), 3)
+    assert sorted(set(cluster_of)) == [0, 1, 2]
+    assert [cluster_of[head] for head in representatives] == [0, 1, 2]
+
+
+def test_more_representatives_than_heads_are_refused():
+    told = "representatives must be at most the layer's 5 KV heads, got 6"
+    with pytest.raises(ConfigError, match=told):
+        cluster(random_similarity(0, H), 6)
+    with pytest.raises(ConfigError, match=told):
+        cluster_layers([{0: Similarity.of(as_index(random_sets(0)))}], 6)
+
+
+def test_without_scipy_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(clustering, "find_spec", lambda name: None)
+    with pytest.raises(BackendError, match=r"sfi-toolkit\[tune\]"):
+        clustering.check_scipy()
+
+
+def test_agreement_is_the_share_of_pairs_and_does_not_look_at_numbers():
+    """Pairs of four heads: 01 02 03 12 13 23."""
+    assert pair_agreement((0, 0, 1, 1), (1, 1, 0, 0)) == 1
+    assert pair_agreement((0, 0, 1, 1), (0, 1, 1, 1)) == 3 / 6  # 02, 03 and 23
+    assert pair_agreement((0,), (0,)) == 1
+    shares = mean_agreement([(0, 0, 1, 1), (1, 1, 0, 0), (0, 1, 1, 1)])
+    assert shares == (pytest.approx((1 + 0.5 + 0.5) / 3), 0.5)
+
+
+def test_parts_are_disjoint_and_each_is_clustered_alone():
+    texts = [{0: Similarity.of(as_index(random_sets(seed, 4)))} for seed in range(5)]
+    parts = parts_of(texts, 2)
+    expected = [sum(texts[i][0].total_HH for i in own) for own in ((0, 2, 4), (1, 3))]
+    for part, total in zip(parts, expected, strict=True):
+        np.testing.assert_allclose(part[0].total_HH, total)
+    (layer,) = cluster_layers(parts, 2)
+    alone = [cluster(part[0].mean_HH, 2) for part in parts]
+    assert layer.agreement == mean_agreement([labels for labels, _ in alone])
+    same = [set(chosen) == set(layer.representatives) for _, chosen in alone]
+    assert layer.same_representatives == sum(same) / 2
+    (whole,) = cluster_layers(parts_of(texts[:1], None), 2)
+    assert whole.agreement is None
+    with pytest.raises(ConfigError, match="parts must be at most the 5 texts, got 6"):
+        parts_of(texts, 6)
+
+
+def test_a_mean_is_taken_over_pairs_within_and_between_clusters():
+    S = np.array([[1.0, 0.9, 0.2], [0.9, 1.0, 0.4], [0.2, 0.4, 1.0]])
+    (layer,) = cluster_layers([{7: Similarity(S * 10, 10)}], 2)
+    assert (layer.layer, layer.cluster_of) == (7, (0, 0, 1))
+    assert layer.mean(within=True) == pytest.approx(0.9)
+    assert layer.mean(within=False) == pytest.approx(0.3)
+
+
+def eager_weights(model: Any, ids: list[int]) -> list[torch.Tensor]:
+    # transformers' own attention weights, pooled by the maximum over a KV head's two query heads (B.1, GQA)
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        found = model(torch.tensor([ids]), output_attentions=True).attentions
+    model.set_attn_implementation("sdpa")
+    return [torch.maximum(one[0, 0::2], one[0, 1::2]) for one in found]
+
+
+def test_a_text_s_sets_are_the_heaviest_positions_of_its_last_queries():
+    model, top = tiny_qwen3(), 6
+    ids = torch.randint(0, 96, (150,)).tolist()
+    expected = eager_weights(model, ids)
+    found = dict(model_supports.text_supports(model, ids, top, backend="torch"))
+    assert list(found) == [0, 1]
+    for layer, index_NHK in found.items():
+        assert index_NHK.shape == (model_supports.QUERIES, 2, top)
+        for n, h in product(range(model_supports.QUERIES), range(2)):
+            query = len(ids) - model_supports.QUERIES + n
+            weight = expected[layer][h, query, : query + 1].tolist()
+            chosen = index_NHK[n, h].tolist()
+            rest = [weight[place] for place in range(query + 1) if place not in chosen]
+            assert len(set(chosen)) == top
+            assert min(weight[place] for place in chosen) >= max(rest) - 1e-5
+
+
+def test_a_learned_sink_takes_its_share_before_heads_are_pooled():
+    logits = torch.randn(2, 3, 4, 7)
+    sink = torch.randn(2, 3)
+    joint = torch.cat([logits, sink[:, :, None, None].expand(2, 3, 4, 1)], -1).softmax(-1)
+    expected = joint[..., :-1].amax(1).transpose(0, 1)
+    torch.testing.assert_close(model_supports.pooled_weight(logits, sink).exp(), expected)
+
+
+class Words:
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        return {"input_ids": [len(word) for word in text.split()]}
+
+
+def test_a_long_text_is_cut_and_a_short_one_is_refused():
+    pieces = model_supports.cut_texts(Words(), ["a bb ccc d ee fff g", "aa b c"], 3, 2)
+    assert pieces == [[1, 2, 3], [1, 2, 3], [2, 1, 1]]
+    with pytest.raises(InputError, match=r"texts must have more than 3 tokens, .* got 3 in text 0"):
+        model_supports.cut_texts(Words(), ["a b c"], 3, 3)

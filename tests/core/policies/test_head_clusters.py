@@ -1,0 +1,111 @@
+"""The head file: what it keeps, what it refuses, and which models it fits."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from sfi_core.bundled.heads import bundled_heads
+from sfi_core.errors import ConfigError, InputError
+from sfi_core.models.digest import model_digest
+from sfi_core.models.load import load
+from sfi_core.policies.head_clusters import HeadClusters
+
+CLUSTERS = HeadClusters(
+    model_digest="a1",
+    model="ours",
+    cluster_of={0: (0, 1, 0, 1), 3: (0, 0, 0, 1)},
+    representatives={0: (2, 1), 3: (1, 3)},
+    made_from={"texts": 5},
+)
+
+
+def test_a_file_gives_back_what_was_saved(tmp_path):
+    CLUSTERS.save(tmp_path / "heads.json")
+    assert HeadClusters.load(tmp_path / "heads.json") == CLUSTERS
+    assert [path.name for path in tmp_path.iterdir()] == ["heads.json"]
+
+
+def test_every_head_follows_its_cluster_s_representative():
+    assert CLUSTERS.leader_of(0) == (2, 1, 2, 1)
+    assert CLUSTERS.leader_of(3) == (1, 1, 1, 3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"format": 2}, "format must be 1, got 2"),
+        ({"digest": None}, "digest must be a text"),
+        ({"layers": []}, "layers must be a JSON object"),
+        ({"layers": {}}, "layers must be at least one"),
+        ({"layers": {"first": {}}}, "layers must be whole numbers, got 'first'"),
+        ({"layers": {"0": {"cluster_of": [0, True], "representatives": [0]}}}, "whole numbers"),
+        ({"layers": {"0": {"cluster_of": [0]}}}, "representatives must be a list"),
+        (
+            {"layers": {"0": {"cluster_of": [0, 0], "representatives": [0, 1]}}},
+            "cluster_of of layer 0 must use each number from 0 to 1",
+        ),
+        (
+            {"layers": {"0": {"cluster_of": [0, 2], "representatives": [0, 1]}}},
+            "cluster_of of layer 0 must use each number from 0 to 1",
+        ),
+        (
+            {"layers": {"0": {"cluster_of": [0, 1], "representatives": [1, 0]}}},
+            "must be in their own clusters, got head 1 for cluster 0",
+        ),
+        (
+            {"layers": {"0": {"cluster_of": [0, 1], "representatives": [0, 2]}}},
+            "must be in their own clusters, got head 2 for cluster 1",
+        ),
+        (
+            {"layers": {"0": {"cluster_of": [0, 1], "representatives": [0, 1, 1]}}},
+            "representatives must be at most the layer's 2 KV heads, got 3",
+        ),
+    ],
+)
+def test_a_damaged_file_is_refused_with_what_is_wrong(tmp_path, changes, told):
+    path = tmp_path / "heads.json"
+    path.write_text(json.dumps(json.loads(CLUSTERS.text()) | changes))
+    with pytest.raises(InputError) as caught:
+        HeadClusters.load(path)
+    assert str(caught.value).startswith(f"head file {path} is damaged: ")
+    assert told in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_cannot_be_read_is_refused(tmp_path):
+    with pytest.raises(InputError, match="cannot be read: No such file"):
+        HeadClusters.load(tmp_path / "none.json")
+    (tmp_path / "cut.json").write_text(CLUSTERS.text()[:-20])
+    with pytest.raises(InputError, match="is damaged: no JSON"):
+        HeadClusters.load(tmp_path / "cut.json")
+
+
+@pytest.mark.parametrize(
+    ("heads", "digest", "told"),
+    [
+        ({0: 4, 3: 4}, "b2", "the checkpoint that runs, b2, got a1"),
+        ({0: 4, 1: 4}, "a1", r"full-attention layers \[0, 1\], got \[0, 3\]"),
+        ({0: 4, 3: 8}, "", "8 KV heads in layer 3, got 4"),
+    ],
+)
+def test_another_model_is_refused(heads, digest, told):
+    with pytest.raises(ConfigError, match=told):
+        CLUSTERS.check(heads, digest)
+
+
+@pytest.mark.parametrize("digest", ["a1", ""])
+def test_the_same_model_and_one_without_a_digest_are_taken(digest):
+    CLUSTERS.check({0: 4, 3: 4}, digest)
+
+
+def test_the_bundled_file_is_the_bundled_checkpoint_s():
+    model, _ = load(device="cpu")
+    clusters = HeadClusters.load(bundled_heads())
+    config = model.config
+    heads = dict.fromkeys(range(config.num_hidden_layers), config.num_key_value_heads)
+    assert model_digest(model)
+    assert clusters.model_digest == model_digest(model)
+    clusters.check(heads, model_digest(model))
+    assert all(len(chosen) == 2 for chosen in clusters.representatives.values())
+    assert Path(bundled_heads()).parent.name == "bundled"  # in the wheel: a file of the package

@@ -1,0 +1,89 @@
+"""The top-k sets that a trace's audit recorded, by layer and KV head, for `sfi tune heads`.
+
+The audit's probabilities are the mean over a KV head's query heads, where SyncKV's B.1 takes the maximum.
+Paper gap: sets of a trace are the mean's. With one query head for each KV head the two are the same.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+
+from sfi_core.errors import ConfigError, TraceError
+from sfi_traces.read.reader import Trace
+from sfi_traces.replay.measured import check_one_model
+from sfi_traces.views.stability import ViewSupports
+
+LAST_STEP = 2**31 - 1
+
+
+def largest_top(traces: Sequence[Trace]) -> int:
+    """Return the most positions that every support of some traces holds.
+
+    Raises:
+        TraceError: A trace has no audit, lacks a layer or KV head, or is of another model.
+    """
+    for trace in traces:
+        trace.require_audit()
+        audit = trace.manifest["audit"]
+        for name in ("layers", "heads"):
+            if audit[name] is not None:
+                raise TraceError(
+                    f"trace {trace.path} must audit all {name}, got {audit[name]}; "
+                    f"record it without audit.{name}"
+                )
+    for trace in traces[1:]:
+        check_one_model(traces[0], trace)
+    return min(int(trace.manifest["audit"]["top"]) for trace in traces)
+
+
+def requests_of(trace: Trace) -> list[int]:
+    """List the requests of a trace that have supports."""
+    found: list[int] = trace.table("supports", ["request"])["request"].unique().to_pylist()
+    return sorted(found)
+
+
+def request_supports(trace: Trace, request: int, top: int) -> Iterator[tuple[int, torch.Tensor]]:
+    """Say what a request's audited steps attended to most under dense attention.
+
+    Steps with at most `top` cached tokens are left out: every head's set would be the same.
+
+    Args:
+        trace: A trace that `largest_top` has accepted.
+        request: The request.
+        top: k.
+
+    Yields:
+        Each audited layer, with [N, H, K] int32: k positions for each step and KV head, padded with -1.
+
+    Raises:
+        ConfigError: The audit recorded fewer than `top` positions.
+        TraceError: No step has more than `top` tokens.
+    """
+    most = trace.manifest["audit"]["top"]
+    if top > most:
+        raise ConfigError(
+            f"top_k must be at most audit.top of trace {trace.path}, {most}, got {top}"
+        )
+    supports = ViewSupports.read(trace, request, LAST_STEP).strongest(top)
+    long = _long(trace, request, top)
+    chosen = [index for index, step in enumerate(supports.step.tolist()) if step in long]
+    if not chosen:
+        raise TraceError(
+            f"trace {trace.path} must have steps with more than {top} tokens, the top-k, got none "
+            f"in request {request}"
+        )
+    for layer in sorted({layer for layer, _ in supports.sets}):
+        heads = sorted(head for other, head in supports.sets if other == layer)
+        index_NHK = np.full((len(chosen), len(heads), top), -1, np.int32)
+        for place, head in enumerate(heads):
+            for row, index in enumerate(chosen):
+                positions = supports.sets[layer, head][index]
+                index_NHK[row, place, : len(positions)] = positions
+        yield layer, torch.from_numpy(index_NHK)
+
+
+def _long(trace: Trace, request: int, top: int) -> set[int]:
+    table = trace.table("steps", ["request", "step", "context_tokens"]).to_pydict()
+    rows = zip(table["request"], table["step"], table["context_tokens"], strict=True)
+    return {step for of, step, tokens in rows if of == request and tokens > top}
