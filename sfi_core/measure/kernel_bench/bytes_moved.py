@@ -11,8 +11,8 @@
     append, one token         B H (D + E) s in and as much out, 4 B H of norms out
 
 s is the bytes of a number, E = D here, S = sink + K. Of recall's rows, S - C come over the link to the host.
-Work lists, lengths, block tables and the log-sum-exp, which a slow step hands to the Selector with the logits,
-are left out.
+Work lists, lengths, block tables and the log-sum-exp, which a slow step hands to the Selector with the
+logits, are left out.
 """
 
 from sfi_core.measure.kernel_bench.settings import PACKED_OPS, KernelSettings
