@@ -127,7 +127,7 @@ def test_rows_are_those_that_pack_writes_from_either_side(run, D, E, dtype, page
 
 
 def test_contiguous_pages_are_taken_as_well(run):
-    tiers = Tiers([50, 33])
+    tiers = Tiers([50, 33], D=24, E=7)
     tiers.pack([0, 1], selection(OLD, 6), [2, 2], tiers.old)
     tiers.recall(run, [1], selection(NEW[1:], 6), [2], (tiers.clean_key, tiers.clean_value))
     tiers.assert_as_packed([1], selection(NEW[1:], 6), [2])
@@ -165,11 +165,11 @@ def test_heads_that_are_not_refreshed_keep_their_rows(run):
     tiers = Tiers([50, 33])
     tiers.pack([0, 1], selection(OLD, 6), [2, 2], tiers.old)
     tiers.recall(
-        run, [1, 0], selection([NEW[1], NEW[0]], 6), [2, 2], heads_RH=int32([[0, 1], [1, 0]])
+        run, [1, 0], selection([NEW[1], NEW[0]], 6), [2, 2], heads_RH=int32([[1, 0], [0, 1]])
     )
-    mixed = [[OLD[1][0], NEW[1][1]], [NEW[0][0], OLD[0][1]]]
+    mixed = [[NEW[1][0], OLD[1][1]], [OLD[0][0], NEW[0][1]]]
     tiers.assert_as_packed([1, 0], selection(mixed, 6), [2, 2])
-    assert tiers.fetched.tolist() == [[0, 3], [3, 0]]
+    assert tiers.fetched.tolist() == [[0, 0], [0, 1]]
 
 
 @pytest.mark.parametrize("sink", [0, 3, 14])
