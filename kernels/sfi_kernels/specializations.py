@@ -16,6 +16,7 @@ from sfi_kernels.decode_attention.triton import attend
 from sfi_kernels.dense_attention import dense_attention, window_logits
 from sfi_kernels.launch import Launch, Target, name_of, recording
 from sfi_kernels.pack import pack
+from sfi_kernels.recall import recall
 from sfi_kernels.selector import selector
 from sfi_kernels.split_plan import split_plan, work_items
 from sfi_kernels.step_descriptor import FAST, SLOW, StepRequest, describe_step
@@ -103,9 +104,13 @@ def _runs() -> Iterator[tuple[str, Callable[[], object]]]:
             case = Case(dtype, D, E, G, 30.0 if capped else None, sinks)
             yield label + ", fast", partial(case.decode, slow=False)
             yield label + ", mixed", partial(case.decode, slow=True)
+            yield label + ", heads, fast", partial(case.decode, slow=False, heads=True)
+            yield label + ", heads, mixed", partial(case.decode, slow=True, heads=True)
             yield label, case.prompt
         for D in (64, 96, 128, 256):
-            yield f"{name}, D={D}", Case(dtype, D, D, 4, None, sinks=False).move
+            case = Case(dtype, D, D, 4, None, sinks=False)
+            yield f"{name}, D={D}", case.move
+            yield f"{name}, D={D}, heads", partial(case.move, heads=True)
     rival = Case(torch.bfloat16, 128, 128, 4, None, sinks=False)
     yield "bf16, D=128, G=4, paper-like", partial(rival.decode, slow=False, block_n=16)
     yield "bf16, D=128, G=4, gather", partial(rival.decode, slow=False, position_BHS=rival.position)
@@ -130,16 +135,17 @@ class Case:
         self.options: Any = {"scale": 1.0, "soft_cap": soft_cap}
         self.sink = torch.empty(H, G) if sinks else None
 
-    def decode(self, *, slow: bool, **variant: Any) -> None:
-        """Plan and attend, with one token of each request; or as a variant of the benchmark."""
+    def decode(self, *, slow: bool, heads: bool = False, **variant: Any) -> None:
+        """Plan and attend, with one token of each request; or a variant of the benchmark."""
         places = resident_programs(self.query.device)
-        numbers: Any = {"length": T, "recent_start": 100, "packed": S, "sink": 4}
+        numbers: Any = {"length": T, "recent_start": 100, "packed": S, "sink": 4, "mixed": heads}
         requests = [StepRequest(mode=mode, **numbers) for mode in (SLOW if slow else FAST, FAST)]
         step = describe_step(requests, work_items(2, H, places), self.query.device)
         split_plan.triton(step, H, places)
         attend(
             self.query[:, :, :, 0], self.packed_key, self.packed_value, self.length_BH, self.key,
-            self.value, self.table, step, **self.options, sink_HG=self.sink, evidence=slow, **variant,
+            self.value, self.table, step, **self.options, sink_HG=self.sink, evidence=slow,
+            dense_BH=self.length_BH if heads else None, **variant,
         )  # fmt: skip
 
     def prompt(self) -> None:
@@ -151,8 +157,8 @@ class Case:
         window = self.query[:, :, :, -16:]
         window_logits.triton(window, self.key, self.table, self.length, **self.options, longest=T)
 
-    def move(self) -> None:
-        """Append a token and a piece of a prompt, and pack."""
+    def move(self, *, heads: bool = False) -> None:
+        """Append a token and a piece of a prompt, pack, and recall; the last two for some heads or all."""
         norm = torch.empty(2 * PAGES, H, PAGE)
         for tokens in (1, PAGE):
             append.triton(
@@ -160,10 +166,13 @@ class Case:
                 self.key, self.value, norm, self.table,
             )  # fmt: skip
         index = torch.empty(2, H, S - 4, dtype=torch.int32)
-        pack.triton(
-            self.key, self.value, self.table, self.length, index, self.length, self.packed_key,
-            self.packed_value, self.position, self.length_BH,
-        )  # fmt: skip
+        segment = self.packed_key, self.packed_value, self.position, self.length_BH
+        marks = self.length_BH if heads else None
+        refreshed = self.table, self.length, index, self.length
+        pack.triton(self.key, self.value, *refreshed, *segment, heads_RH=marks)
+        recall.triton(
+            self.key, self.value, *refreshed, *segment, *segment, self.length_BH, heads_RH=marks
+        )
 
 
 def _plan() -> None:

@@ -40,6 +40,8 @@ class Step:
     dtype: torch.dtype = torch.float32
     recent: int = 20
     places: int | None = None
+    dense: list[list[int]] | None = None  # by request and head, for the mixed requests
+    mixed: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         B = len(self.lengths)
@@ -62,14 +64,20 @@ class Step:
 
     def descriptor(self) -> StepDescriptor:
         places = self.places or resident_programs(self.device)
-        step = describe_step(
-            [
-                StepRequest(mode=mode, length=T, recent_start=start, packed=70, sink=min(SINK, T))
-                for mode, T, start in zip(self.modes, self.lengths, self.starts, strict=True)
-            ],
-            work_items(len(self.lengths), H, places),
-            self.device,
-        )
+        requests = [
+            StepRequest(
+                mode=mode,
+                length=T,
+                recent_start=start,
+                packed=70,
+                sink=min(SINK, T),
+                mixed=row in self.mixed,
+            )
+            for row, (mode, T, start) in enumerate(
+                zip(self.modes, self.lengths, self.starts, strict=True)
+            )
+        ]
+        step = describe_step(requests, work_items(len(self.lengths), H, places), self.device)
         split_plan.on(self.backend)(step, H, places)
         return step
 
@@ -83,6 +91,8 @@ class Step:
             "value_PHNE": self.value_PHNE,
             "block_table_BP": self.table_BP,
         }
+        if self.dense is not None:
+            tensors["dense_BH"] = torch.tensor(self.dense).int()
         return {n: t.to(self.device) for n, t in tensors.items()}
 
     def attend(self, **options: Any) -> DecodeAttention:
@@ -91,10 +101,15 @@ class Step:
         result = run(**self.operands(), descriptor=self.descriptor(), scale=SCALE, **options)
         return DecodeAttention(*(part if part is None else part.cpu() for part in result))
 
+    def is_dense(self, row: int, head: int) -> bool:
+        if row in self.mixed:
+            return self.dense[row][head] == 1
+        return self.modes[row] == SLOW
+
     def visible_rows(self, row: int, head: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the keys and values that a request's head attends to, [1, 1, T, ...]."""
         key, value = self.keys[row][head], self.values[row][head]
-        if self.modes[row] == FAST:
+        if not self.is_dense(row, head):
             count = self.packed_length[row, head]
             recent = slice(self.starts[row], None)
             key = torch.cat([self.packed[0][row, head, :count], key[recent]])

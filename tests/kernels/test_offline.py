@@ -224,7 +224,8 @@ def test_attention_comes_in_every_dtype_head_dimension_and_kind(found, name: str
         for switch in ("CAPPED", "SINKS"):
             assert {one[switch] for one in constants} == {False, True}
     if name == "split_attention":
-        assert {one["constants"]["SLOW"] for one in made} == {False, True}
+        for switch in ("SLOW", "HEADS"):
+            assert {one["constants"][switch] for one in made} == {False, True}
 
 
 @pytest.mark.parametrize(("capability", "stages"), [(80, 3), (90, 4)])

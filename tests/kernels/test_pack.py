@@ -18,9 +18,9 @@ def run(request, kernel_device):
         return pack.reference
     pytest.importorskip("triton")
 
-    def on_device(*tensors: torch.Tensor) -> None:
+    def on_device(*tensors: torch.Tensor, **marks: torch.Tensor) -> None:
         moved = [tensor.to(kernel_device) for tensor in tensors]
-        pack.triton(*moved)
+        pack.triton(*moved, **{name: mark.to(kernel_device) for name, mark in marks.items()})
         for tensor, result in zip(tensors, moved, strict=True):
             tensor.copy_(result)
 
@@ -45,7 +45,9 @@ class Batch:
         self.position_BHS = torch.full((B, H, S), UNTOUCHED, dtype=torch.int32)
         self.length_BH = torch.full((B, H), UNTOUCHED, dtype=torch.int32)
 
-    def pack(self, run, requests: list[int], index_RHK: torch.Tensor, sinks: list[int]) -> None:
+    def pack(
+        self, run, requests: list[int], index_RHK: torch.Tensor, sinks: list[int], **marks
+    ) -> None:
         run(
             self.key_PHND,
             self.value_PHNE,
@@ -57,6 +59,7 @@ class Batch:
             self.value_BHSE,
             self.position_BHS,
             self.length_BH,
+            **marks,
         )
 
     def assert_holds(self, request: int, *heads: list[int]) -> None:
@@ -199,3 +202,30 @@ def test_rows_too_wide_for_the_kernel_are_refused():
     batch = Batch([20], 4, D=257)
     with pytest.raises(KernelLimitError, match=r"^key and value must be at most 256 wide"):
         batch.pack(pack.triton, [0], torch.zeros(1, H, 2, dtype=torch.int32), [0])
+
+
+def test_heads_that_are_not_refreshed_stay_as_they_are(run):
+    batch = Batch([20, 20], 6, 8)
+    index = torch.tensor([[[3, 9], [17, -1]], [[5, 6], [7, 8]]], dtype=torch.int32)
+    batch.pack(run, [1, 0], index, [1, 2], heads_RH=torch.tensor([[0, 1], [1, 0]]).int())
+    for tensor in (batch.key_BHSD, batch.value_BHSE, batch.position_BHS, batch.length_BH):
+        assert (tensor[1, 0] == UNTOUCHED).all()
+        assert (tensor[0, 1] == UNTOUCHED).all()
+    refreshed = {(1, 1): [0, 17], (0, 0): [0, 1, 5, 6]}
+    for (request, head), positions in refreshed.items():
+        count = len(positions)
+        assert batch.length_BH[request, head] == count
+        assert batch.position_BHS[request, head].tolist() == positions + [-1] * (6 - count)
+        assert torch.equal(
+            batch.key_BHSD[request, head, :count], batch.keys[request][head, positions]
+        )
+        assert torch.equal(
+            batch.value_BHSE[request, head, :count], batch.values[request][head, positions]
+        )
+
+
+def test_marks_that_do_not_fit_are_refused(run):
+    batch = Batch([20], 6, 8)
+    index = torch.tensor([[[3], [4]]], dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"^heads must be \[R=1, H=2\], got \[2, 2\]$"):
+        batch.pack(run, [0], index, [1], heads_RH=torch.ones(2, 2).int())

@@ -67,6 +67,7 @@ def test_a_tensor_on_cuda_runs_the_kernel_even_when_passed_by_name(monkeypatch):
     score = torch.ones(1).as_subclass(OnCuda)
     op = Op(double, triton="fake_kernels")
     assert (op(score), op(times=2, score=score)) == ("kernel", "kernel")
+    assert op(torch.ones(1), score) == "kernel"  # pages on the host, before what is on the device
     assert op.reference(score).item() == 2
 
 

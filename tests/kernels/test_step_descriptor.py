@@ -12,6 +12,7 @@ from sfi_kernels.step_descriptor import (
     FIRST,
     IDLE,
     LENGTH,
+    MIXED,
     MODE,
     PACKED,
     PROMPT,
@@ -51,8 +52,9 @@ def test_the_numbers_of_the_words_are_distinct_and_fit_a_row():
         EVIDENCE,
         FIRST,
         SPLITS,
+        MIXED,
     ]
-    assert sorted(named) == list(range(10))
+    assert sorted(named) == list(range(11))
     assert len(named) <= WORDS
     assert (IDLE, PROMPT, FAST, SLOW) == (0, 1, 2, 3)
 

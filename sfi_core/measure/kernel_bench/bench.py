@@ -11,6 +11,7 @@ from sfi_core.machine.describe import describe_measured
 from sfi_core.machine.memory import free_bytes
 from sfi_core.machine.versions import versions
 from sfi_core.measure.kernel_bench.bytes_moved import forecast_bytes
+from sfi_core.measure.kernel_bench.recall_variant import FETCHED_EVERY
 from sfi_core.measure.kernel_bench.settings import REPEATS, KernelSettings
 from sfi_core.measure.kernel_bench.timing import (
     KernelTimes,
@@ -19,7 +20,8 @@ from sfi_core.measure.kernel_bench.timing import (
     floor_us,
     workspace_bytes,
 )
-from sfi_core.measure.kernel_bench.variants import KernelVariant, KernelVariants
+from sfi_core.measure.kernel_bench.variant import KernelVariant
+from sfi_core.measure.kernel_bench.variants import KernelVariants
 from sfi_kernels.launch import KernelLimitError
 
 SPEEDUPS = {
@@ -199,6 +201,10 @@ def _notes(result: KernelResult, device: torch.device) -> list[str]:
         ]
     else:
         notes.append("dense.paper_like: one split a request, tiles of 16 tokens, no evidence")
+    if "recall" in result.settings.ops:
+        notes.append(
+            f"recall: one of {FETCHED_EVERY} selected rows comes from the host, the others are on the device"
+        )
     if result.settings.sweep:
         notes.append(
             "the paper's Table 1 is over its own dense kernel, on a B200: 16K tokens, batch 16, bfloat16"

@@ -3,16 +3,19 @@
     attention over A tokens   B H A (D + E) s of keys and values, 2 B H G D s of query and output
       with evidence           and 4 B H G T of logits
       gathering in place      and 4 B H S of positions
+      of mixed heads          B A (D + E) s of each sparse head, B T (D + E) s of each dense one
     selector                  4 B H G T of logits, 4 B H T of key norms, B T of J in; 4 B H T of scores out
     top_k                     4 B H T of scores in, 4 B H K of positions out
     pack                      B H S (D + E) s in and as much out, 4 B H S of positions out
+    recall, C rows reused     as pack, and 4 B H (K + C) of wanted and old positions in
     append, one token         B H (D + E) s in and as much out, 4 B H of norms out
 
-s is the bytes of a number, E = D here, S = sink + K. Work lists, lengths, block tables and the log-sum-exp,
-which a slow step hands to the Selector with the logits, are left out.
+s is the bytes of a number, E = D here, S = sink + K. Of recall's rows, S - C come over the link to the host.
+Work lists, lengths, block tables and the log-sum-exp, which a slow step hands to the Selector with the
+logits, are left out.
 """
 
-from sfi_core.measure.kernel_bench.settings import KernelSettings
+from sfi_core.measure.kernel_bench.settings import PACKED_OPS, KernelSettings
 
 INT32 = FLOAT32 = 4
 
@@ -26,6 +29,12 @@ def attention_bytes(
     logits = rows * settings.context * FLOAT32 if evidence else 0
     positions = settings.batch * settings.kv_heads * gathered * INT32
     return tokens * _row_bytes(settings) + queries + logits + positions
+
+
+def mixed_heads_bytes(settings: KernelSettings, tokens: int, dense: int) -> int:
+    """Return the bytes of attention over `tokens` tokens, but over all of them in `dense` KV heads."""
+    more = (settings.context - tokens) * _row_bytes(settings) * dense // settings.kv_heads
+    return attention_bytes(settings, tokens) + more
 
 
 def selector_bytes(settings: KernelSettings) -> int:
@@ -46,6 +55,12 @@ def pack_bytes(settings: KernelSettings, rows: int) -> int:
     return 2 * rows * _row_bytes(settings) + positions * INT32
 
 
+def recall_bytes(settings: KernelSettings, rows: int, reused: int) -> int:
+    """Return the bytes of recalling `rows` rows, sinks included; `reused` of them are on the device."""
+    positions = settings.batch * settings.kv_heads * (rows - settings.sink + reused)
+    return pack_bytes(settings, rows) + positions * INT32
+
+
 def append_bytes(settings: KernelSettings) -> int:
     """Return the bytes of appending one token to every request."""
     return 2 * _row_bytes(settings) + settings.batch * settings.kv_heads * FLOAT32
@@ -62,8 +77,12 @@ def forecast_bytes(settings: KernelSettings, backend: str) -> int:
     history = settings.context * _row_bytes(settings)
     total = history * (2 if backend == "triton" else 1)  # contiguous for SDPA, and in pages
     packed = [s + settings.sink for s in map(settings.budget, settings.retentions)]
-    if {"fast", "pack"} & set(settings.ops):
+    if PACKED_OPS & set(settings.ops):
         total += sum(packed) * _row_bytes(settings)
+    if "recall" in settings.ops:
+        # the old and the new segment; pages on the host, which a CUDA device's memory does not hold
+        total += 2 * sum(packed) * _row_bytes(settings)
+        total += history if backend == "torch" else 0
     if {"selector", "top_k"} & set(settings.ops):
         positions = settings.batch * settings.context * FLOAT32
         # the reference's transients: four tensors like the logits, a dozen like the scores

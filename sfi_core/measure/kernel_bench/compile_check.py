@@ -13,6 +13,11 @@ from sfi_core.machine.versions import versions
 
 ARCHS = ("sm_80", "sm_90", "sm_100")
 LIMITS = "163 KB of shared memory for a program on sm_80, 227 KB on sm_90 and sm_100"
+HEADS = (
+    "`heads` marks a launch whose KV heads differ: in a step of mixed heads some read everything and",
+    "others sparsely; `pack` and `recall` leave some as they are. A launch whose heads agree runs a row",
+    "without `heads`, which loads nothing for it, so that its cost is unchanged.",
+)
 
 
 def compile_kernels(
@@ -80,6 +85,8 @@ def markdown(rows: Sequence[dict[str, Any]]) -> str:
         f"every specialization, compiled without a GPU by Triton {versions()['triton']}. Written by",
         f"`sfi kernel-bench --compile-only --arch {','.join(archs)} --output docs/kernels.md`; a test",
         f"compiles the same and fails on a spill or above {LIMITS}.",
+        "",
+        *HEADS,
         "",
         "| kernel | " + " | ".join(archs) + " |",
         "|---|" + "---|" * len(archs),

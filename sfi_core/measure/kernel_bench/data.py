@@ -68,6 +68,12 @@ class Selected:
         """The packed segment, as `pack` takes it."""
         return self.key_BHSD, self.value_BHSD, self.position_BHS, self.length_BH
 
+    def empty_like(self) -> "Selected":
+        """Return the same positions with room of their own, poisoned."""
+        made = Selected(self.index_BHK, *(torch.empty_like(part) for part in self.segment))
+        made.poison()
+        return made
+
     def poison(self) -> None:
         """Fill the segment with values that no packed row has."""
         self.key_BHSD.fill_(torch.nan)

@@ -32,6 +32,15 @@ class Expected:
         bound = self.loose_BHGD if rival else self.bound_BHGD
         return share((out_BHGD.to(self.out_BHGD) - self.out_BHGD).abs(), bound)
 
+    def where(self, mine: torch.Tensor, other: "Expected") -> "Expected":
+        """Return these outputs where `mine` says so, and another attention's elsewhere."""
+        pairs = (
+            (self.out_BHGD, other.out_BHGD),
+            (self.bound_BHGD, other.bound_BHGD),
+            (self.loose_BHGD, other.loose_BHGD),
+        )
+        return Expected(*(torch.where(mine, own, rest) for own, rest in pairs))
+
 
 def share(error: torch.Tensor, bound: torch.Tensor | float) -> float:
     """Return the largest error over its bound, infinite where it is not a number."""

@@ -7,7 +7,9 @@ import torch
 from sfi_core.errors import BackendError, ConfigError
 from sfi_core.settings.engine import BACKENDS
 
-OPS = ("fast", "dense", "selector", "top_k", "pack", "append")
+OPS = ("fast", "dense", "mixed_heads", "selector", "top_k", "pack", "recall", "append")
+# the ops that work on the packed rows of a retention
+PACKED_OPS = {"fast", "mixed_heads", "pack", "recall"}
 SWEEPS = ("retention",)
 DTYPES = {
     "auto": torch.bfloat16,

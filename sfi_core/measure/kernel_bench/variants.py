@@ -1,7 +1,6 @@
 """The variants that the benchmark runs: the ops on one backend, and their rivals."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -19,8 +18,11 @@ from sfi_core.measure.kernel_bench.data import (
     select,
     selector_options,
 )
+from sfi_core.measure.kernel_bench.mixed_heads_variant import mixed_heads_variant
+from sfi_core.measure.kernel_bench.recall_variant import recall_variant
 from sfi_core.measure.kernel_bench.rivals import rivals
-from sfi_core.measure.kernel_bench.settings import KernelSettings
+from sfi_core.measure.kernel_bench.settings import PACKED_OPS, KernelSettings
+from sfi_core.measure.kernel_bench.variant import KernelVariant
 from sfi_kernels.append import append
 from sfi_kernels.decode_attention import DecodeAttention, decode_attention, resident_programs
 from sfi_kernels.dense_attention import dense_attention
@@ -34,27 +36,6 @@ from sfi_kernels.top_k import top_k
 PAPER_TILE = 16  # tokens of a tile in the kernel that the paper was compared with
 
 
-@dataclass(frozen=True, slots=True)
-class KernelVariant:
-    """One thing that is checked and timed.
-
-    Attributes:
-        name: The op of the row.
-        retention: The share of the context that the op works on; None where that does not apply.
-        call: Runs the op.
-        bytes: The bytes that the op must move.
-        error: Runs the op and compares; above 1 the result is wrong.
-        form: The form of the call, where there are several.
-    """
-
-    name: str
-    retention: float | None
-    call: Callable[[], Any]
-    bytes: int
-    error: Callable[[], float]
-    form: str | None = None
-
-
 class KernelVariants:
     """Builds the variants of one backend on one device."""
 
@@ -66,7 +47,7 @@ class KernelVariants:
         row = self.data.key_BHTD[:, :, :1].contiguous()  # a slow step reads no packed rows
         self.nothing = row, row, self.data.length_B.new_zeros(row.shape[:2])
         self.selected: dict[float, Selected] = {}
-        if {"fast", "pack"} & set(settings.ops):
+        if PACKED_OPS & set(settings.ops):
             self.selected = {r: select(settings, self.data, r) for r in settings.retentions}
 
     def build(self) -> Iterator[KernelVariant]:
@@ -84,6 +65,11 @@ class KernelVariants:
                 packing.call()
             if "fast" in ops:
                 yield from self._fast(retention, selected)
+            more = self.settings, self.data, selected, retention, self.backend
+            if "mixed_heads" in ops:
+                yield mixed_heads_variant(*more)
+            if "recall" in ops:
+                yield recall_variant(*more)
         if {"selector", "top_k"} & set(ops):
             yield from self._selection()
         if "append" in ops:

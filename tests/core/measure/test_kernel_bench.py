@@ -165,6 +165,11 @@ def test_bytes_by_op():
     assert bytes_moved.top_k_bytes(settings, 9) == 2 * 2 * (150 + 9) * 4
     assert bytes_moved.pack_bytes(settings, 13) == 2 * 13 * kv_row + 2 * 2 * 13 * 4
     assert bytes_moved.append_bytes(settings) == 2 * kv_row + 2 * 2 * 4
+    sparse = bytes_moved.attention_bytes(settings, 10)
+    assert bytes_moved.mixed_heads_bytes(settings, 10, 1) == sparse + 140 * kv_row // 2
+    # 13 rows, 4 of them sinks and 5 on the device: 9 wanted positions, 5 old ones
+    packed = bytes_moved.pack_bytes(settings, 13)
+    assert bytes_moved.recall_bytes(settings, 13, 5) == packed + 2 * 2 * (9 + 5) * 4
 
 
 def test_the_forecast_covers_the_tensors_that_are_made():
@@ -298,6 +303,30 @@ def test_a_packed_row_a_position_or_a_count_that_is_wrong_is_red():
     assert gates.pack_error(selected.segment, data.key_BHTD, data.value_BHTD, index) == 0
 
 
+def test_mixed_heads_that_read_like_the_others_are_red():
+    """A head that should read everything, or sparsely, and does not."""
+    settings = tiny(ops=("mixed_heads",))
+    made = KernelVariants(settings, "torch", CPU)
+    mixed = next(one for one in made.build() if one.name == "mixed_heads")
+    assert mixed.error() <= 1
+    for whole in (None, gates.attended(made.selected[0.5].index_BHK, 4, 130, 150)):
+        agree = gates.textbook(
+            made.data.query_BHGD, made.data.key_BHTD, made.data.value_BHTD, settings.scale, whole
+        )
+        assert agree.error(mixed.call()) > 1
+
+
+def test_a_recall_from_the_wrong_place_is_red():
+    """The count of fetched rows and each row, from the host or the old segment, are compared."""
+    made = KernelVariants(tiny(ops=("recall",)), "torch", CPU)
+    recalled = next(one for one in made.build() if one.name == "recall")
+    assert recalled.error() == 0
+    pages, *_, fetched = recalled.call.args
+    assert (fetched == 13).all()  # of 51 selected rows
+    pages.fill_(torch.nan)
+    assert recalled.error() > 1
+
+
 def test_a_row_that_is_never_appended_is_red(monkeypatch):
     made = KernelVariants(tiny(ops=("append",)), "torch", CPU)
     before = made.data.key_BHTD.clone()
@@ -319,7 +348,7 @@ def test_a_row_that_is_never_appended_is_red(monkeypatch):
 def test_a_run_checks_and_times_every_op(dtype):
     rows = run_bench(tiny(dtype=dtype, repeats=2), "torch", CPU).rows()
     assert {row["op"] for row in rows} == {
-        "fast", "dense", "dense.sdpa", "selector", "top_k", "pack", "append",
+        "fast", "dense", "dense.sdpa", "mixed_heads", "selector", "top_k", "pack", "recall", "append",
     }  # fmt: skip
     for row in rows:
         assert set(row) >= KEYS
@@ -431,8 +460,8 @@ def test_every_kernel_variant_runs_and_equals_its_formula(dtype, kernel_device):
     made = KernelVariants(tiny(dtype=dtype), "triton", torch.device(kernel_device))
     errors = {(one.name, one.form): one.error() for one in made.build()}
     assert {name for name, _ in errors} == {
-        "dense", "dense.evidence", "dense.paper_like", "dense.sdpa", "fast", "fast.gather", "pack",
-        "selector", "top_k", "append",
+        "dense", "dense.evidence", "dense.paper_like", "dense.sdpa", "fast", "fast.gather",
+        "mixed_heads", "pack", "recall", "selector", "top_k", "append",
     }  # fmt: skip
     assert max(errors.values()) <= 1, errors
 

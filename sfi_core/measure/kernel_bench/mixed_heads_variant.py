@@ -1,0 +1,71 @@
+"""The benchmark's step of mixed heads: one of eight KV heads reads everything, the others sparsely."""
+
+from collections.abc import Callable
+
+import torch
+
+from sfi_core.measure.kernel_bench import bytes_moved, gates
+from sfi_core.measure.kernel_bench.data import LayerData, Selected
+from sfi_core.measure.kernel_bench.settings import KernelSettings
+from sfi_core.measure.kernel_bench.variant import KernelVariant
+from sfi_kernels.decode_attention import decode_attention, resident_programs
+from sfi_kernels.split_plan import split_plan, work_items
+from sfi_kernels.step_descriptor import FAST, StepRequest, describe_step
+
+DENSE_EVERY = 8
+
+
+def mixed_heads_variant(
+    settings: KernelSettings, data: LayerData, selected: Selected, retention: float, backend: str
+) -> KernelVariant:
+    """Make the variant; `selected` is packed by the time it is called."""
+    dense_BH = dense_heads(settings, data.length_B.device)
+    call = _call(settings, data, selected, dense_BH, backend)
+    start = settings.context - settings.recent
+    index = gates.attended(selected.index_BHK, settings.sink, start, settings.context)
+    operands = data.query_BHGD, data.key_BHTD, data.value_BHTD, settings.scale
+    expected = gates.textbook(*operands).where(
+        dense_BH[..., None, None] != 0, gates.textbook(*operands, index)
+    )
+    attended, dense = settings.attended(retention), int(dense_BH[0].sum())
+    moved = bytes_moved.mixed_heads_bytes(settings, attended, dense)
+    return KernelVariant("mixed_heads", retention, call, moved, lambda: expected.error(call()))
+
+
+def dense_heads(settings: KernelSettings, device: torch.device) -> torch.Tensor:
+    """Return the marks, [B, H] int32: 1 for the first head of each eight."""
+    head = torch.arange(settings.kv_heads, device=device)
+    return (head % DENSE_EVERY == 0).int().expand(settings.batch, -1).contiguous()
+
+
+def _call(
+    settings: KernelSettings,
+    data: LayerData,
+    selected: Selected,
+    dense_BH: torch.Tensor,
+    backend: str,
+) -> Callable[[], torch.Tensor]:
+    heads, device = settings.kv_heads, data.length_B.device
+    places = resident_programs(device)
+    request = StepRequest(
+        mode=FAST,
+        length=settings.context,
+        recent_start=settings.context - settings.recent,
+        packed=selected.key_BHSD.shape[2],
+        sink=settings.sink,
+        mixed=True,
+    )
+    # the plan is not timed: a step plans once for all layers
+    plan = describe_step(
+        [request] * settings.batch, work_items(settings.batch, heads, places), device
+    )
+    split_plan.on(backend)(plan, heads, places)
+    packed = selected.key_BHSD, selected.value_BHSD, selected.length_BH
+    attend = decode_attention.on(backend)
+
+    def call() -> torch.Tensor:
+        return attend(
+            data.query_BHGD, *packed, *data.paged, plan, scale=settings.scale, dense_BH=dense_BH
+        ).out_BHGE  # fmt: skip
+
+    return call
