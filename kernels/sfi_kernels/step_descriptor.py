@@ -15,7 +15,7 @@ its prompt has no work here: the prompt's own kernel attends for it.
 
 In a mixed request some KV heads read everything and others read sparsely. Its row says what the first kind
 reads, so that the plan has work for them; the sparse heads read their own packed rows, then the pages from
-ALLOWED_STOP on.
+the place on that MIXED holds.
 """
 
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ ALIGNED = 4  # int32 numbers of 16 bytes
     EVIDENCE,  # place in the slow list; -1 for a request that is not slow
     FIRST,  # first work item
     SPLITS,  # work items
-    MIXED,  # 1: some heads of the request read everything, others sparsely
+    MIXED,  # 0, or where heads may differ: 1 + the first token of the pages that a sparse head reads
 ) = range(11)
 
 
@@ -127,6 +127,8 @@ class StepRequest:
         sink: Sink tokens.
         count: New tokens.
         mixed: Whether some KV heads of a decoding request read everything although others read sparsely.
+        sparse_start: First token of the pages that its sparse heads read; None for `recent_start`. On a slow
+            step their packed segment is still the last one, and J ends at another place than it did.
     """
 
     mode: int
@@ -136,6 +138,7 @@ class StepRequest:
     sink: int
     count: int = 1
     mixed: bool = False
+    sparse_start: int | None = None
 
     @property
     def has_mixed_heads(self) -> bool:
@@ -184,7 +187,10 @@ def _words(request: StepRequest, evidence: int) -> list[int]:
     words = [0] * WORDS
     words[MODE], words[LENGTH], words[SINK] = request.mode, request.length, request.sink
     words[ALLOWED_START], words[ALLOWED_STOP] = request.sink, request.recent_start
-    words[EVIDENCE], words[MIXED] = evidence, int(request.has_mixed_heads)
+    words[EVIDENCE] = evidence
+    if request.has_mixed_heads:
+        start = request.recent_start if request.sparse_start is None else request.sparse_start
+        words[MIXED] = 1 + start
     if request.mode != SLOW and not request.has_mixed_heads:
         words[START], words[PACKED] = request.recent_start, request.packed
     return words

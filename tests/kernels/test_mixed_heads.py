@@ -117,13 +117,15 @@ def test_marks_and_mixed_requests_come_together(backend: str):
 
 
 def test_a_mixed_request_has_the_words_of_a_dense_read():
-    """Only a request that decodes can be mixed; the sparse heads find their pages by ALLOWED_STOP."""
+    """Only a request that decodes can be mixed; the sparse heads find their pages by MIXED."""
     numbers: Any = {"length": 130, "recent_start": 101, "packed": 36, "sink": 4}
     modes = (FAST, SLOW, IDLE, PROMPT)
     requests = [StepRequest(mode=mode, **numbers, mixed=True) for mode in modes]
     requests.append(StepRequest(mode=FAST, **numbers))
+    requests.append(StepRequest(mode=SLOW, **numbers, mixed=True, sparse_start=40))
     step = describe_step(requests, 3, torch.device("cpu"))
     words = step.table_BX[:, [MIXED, START, PACKED, ALLOWED_STOP]].tolist()
-    assert words[:2] == [[1, 0, 0, 101]] * 2
-    assert words[2:] == [[0, 101, 36, 101]] * 3
-    assert (step.mixed, step.slow, step.fast) == ((0, 1), (1,), (0, 4))
+    assert words[:2] == [[102, 0, 0, 101]] * 2
+    assert words[2:5] == [[0, 101, 36, 101]] * 3
+    assert words[5] == [41, 0, 0, 101]
+    assert (step.mixed, step.slow, step.fast) == ((0, 1, 5), (1, 5), (0, 4))

@@ -87,7 +87,7 @@ def decode_attention(
         length_B = words[one, LENGTH]
         packed = packed_key_BHSD[one], packed_value_BHSE[one], packed_length_BH[one]
         if mixed and dense_BH is not None:
-            start_B = words[one, ALLOWED_STOP]
+            start_B = words[one, MIXED] - 1
             out[one] = _mixed_heads(
                 query, *packed, *pages, start_B, length_B, dense_BH[row], sink_HG, options
             )

@@ -108,8 +108,9 @@ def _split_attention_kernel(
     logits_to = logits_ptr + (evidence * H + h) * G * logits_stride
     pair, packed_row = request * H + h, (request * H + h) * S
     if HEADS:
-        sparse = (tl.load(row + MIXED) != 0) & (tl.load(dense_ptr + pair) == 0)
-        start = tl.where(sparse, allowed_stop, start)
+        mixed = tl.load(row + MIXED)
+        sparse = (mixed != 0) & (tl.load(dense_ptr + pair) == 0)
+        start = tl.where(sparse, mixed - 1, start)
         packed = tl.where(sparse, tl.load(packed_length_ptr + pair), packed)
         evidence_stop = tl.where(sparse, 0, evidence_stop)
         stop = tl.where(sparse, _sparse_stop(stop, length, start, packed), stop)

@@ -31,8 +31,14 @@ def attend(run: Run, index: int, query_BHGTD: torch.Tensor, **options: Any) -> t
     Returns:
         out, [B, H, G, T, E].
     """
-    how = run.attend or ATTEND[run.store.backend]
+    how = run.attend or (ATTEND[run.store.backend] if run.store.whole_on_device else _tiered)
     return how(Layer(run, index, **options), query_BHGTD)
+
+
+def _tiered(layer: Layer, query_BHGTD: torch.Tensor) -> torch.Tensor:
+    # what lies in host memory comes block by block, for one request after the other; the ops are the backend's
+    with layer.run.launches(layer.index):
+        return torch_backend.attend(layer, query_BHGTD)
 
 
 def check_backend(backend: str, device: torch.device) -> None:

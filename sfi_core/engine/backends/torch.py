@@ -16,7 +16,7 @@ from sfi_core.engine.layer import Layer
 from sfi_core.engine.policy_view import layer_context
 from sfi_core.engine.refresh import apply, end_prompt, refresh, select_alone, select_next
 from sfi_kernels.sparse_attention import sparse_attention
-from sfi_kernels.step_descriptor import FAST, PROMPT
+from sfi_kernels.step_descriptor import FAST, PROMPT, sent
 
 R = TypeVar("R")
 
@@ -103,7 +103,7 @@ def _whole(
 ) -> R:
     run, row = layer.run, rows.start
     kind = "prefill" if layer.forward.passes[row].kind == PROMPT else "dense"
-    run.meter.count(f"torch.{kind}_attention")
+    run.meter.count(f"{layer.backend}.{kind}_attention")
     moved = layer.moved_bytes((row,), dense=True)
     with run.observer.span("attention.dense", layer.index, moved):
         return attention(layer, row, query)
@@ -119,10 +119,9 @@ def _mixed(layer: Layer, rows: slice, query: torch.Tensor) -> torch.Tensor:
     heads = [head for head, whole in enumerate(dense_1H[0].tolist()) if whole]
     layer.dense_heads[row] = dense_1H[0]
     run.head_count.add((row,), dense_1H)
-    out = _sparse(layer, rows, query)
+    out = _sparse(layer, rows, query, "mixed_attention")
     logits = out
     if heads:
-        run.meter.count("torch.dense_heads", len(heads))
         with run.observer.span("attention.heads", layer.index):
             own, logits = heads_with_logits(layer, row, query, heads)
         for place, head in enumerate(heads):
@@ -149,17 +148,20 @@ def _fast(layer: Layer, rows: slice, query: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def _sparse(layer: Layer, rows: slice, query: torch.Tensor) -> torch.Tensor:
+def _sparse(
+    layer: Layer, rows: slice, query: torch.Tensor, path: str = "sparse_attention"
+) -> torch.Tensor:
     run, which = layer.run, range(rows.start, rows.stop)
     segment, step = run.segments[layer.index], layer.forward.descriptor
     start_B = step.recent_start_B[rows]
     if run.policy.mixes_heads:  # on a slow step the memory is still that of the last one
-        start_B = torch.tensor([run.requests[row].read_start for row in which], dtype=torch.int32)
-    run.meter.count("torch.sparse_attention", len(which))
+        starts = torch.tensor([run.requests[row].read_start for row in which], dtype=torch.int32)
+        start_B = sent(starts, query.device)
+    run.meter.count(f"{layer.backend}.{path}", len(which))
     run.store.ready(layer.index)
     moved = layer.moved_bytes(which, dense=False)
     with run.observer.span("attention.fast", layer.index, moved):
-        out = sparse_attention.reference(
+        out = sparse_attention.on(layer.backend)(
             query[:, :, :, 0],
             segment.key_BHSD[rows],
             segment.value_BHSE[rows],

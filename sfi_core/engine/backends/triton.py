@@ -6,7 +6,7 @@ import torch
 
 from sfi_core.engine.layer import Layer
 from sfi_core.engine.policy_view import layer_context
-from sfi_core.engine.refresh import apply, end_prompt, refresh
+from sfi_core.engine.refresh import apply, end_prompt, refresh, select_alone, select_next
 from sfi_core.engine.run import Run
 from sfi_kernels.decode_attention import DecodeAttention, decode_attention
 from sfi_kernels.dense_attention import dense_attention
@@ -40,9 +40,16 @@ def evidence_room(
 
 
 def decode(
-    layer: Layer, step: StepDescriptor, query_BHG1D: torch.Tensor, into: torch.Tensor | None
+    layer: Layer,
+    step: StepDescriptor,
+    query_BHG1D: torch.Tensor,
+    into: torch.Tensor | None,
+    dense_BH: torch.Tensor | None = None,
 ) -> DecodeAttention:
-    """Attend with the decoding requests, and put the slow ones' evidence `into` a buffer."""
+    """Attend with the decoding requests, and put the slow ones' evidence `into` a buffer.
+
+    `dense_BH` says which KV heads read everything, int32, where the policy mixes them.
+    """
     assert query_BHG1D.shape[3] == 1, "a request that decodes has one token"
     segment = layer.run.segment(layer.index)
     return decode_attention.triton(
@@ -57,6 +64,7 @@ def decode(
         **layer.options,
         evidence=into is not None,
         into=into,
+        dense_BH=dense_BH,
     )
 
 
@@ -76,10 +84,13 @@ def count_attention(run: Run, step: StepDescriptor) -> None:
 
 def _decode(layer: Layer, query_BHG1D: torch.Tensor) -> torch.Tensor:
     run, policy, step = layer.run, layer.run.policy, descriptor_of(layer)
+    if policy.mixes_heads and not layer.left_dense:
+        return _mixed_heads(layer, step, query_BHG1D)
     if policy.selects_before and step.fast:
         with run.observer.span("select_before", layer.index):
             context = layer_context(layer, step.fast, _of(layer, step.fast, query_BHG1D))
-            apply(layer, step.fast, policy.select_before(context))
+            chosen = policy.select_before(context)
+            apply(layer, step.fast, chosen, "correction" if policy.selects_next else "")
     into = evidence_room(layer, step, query_BHG1D)
     kind = "mixed" if step.fast and step.slow else "fast" if step.fast else "dense"
     moved = layer.moved_bytes(step.slow, dense=True) + layer.moved_bytes(step.fast, dense=False)
@@ -92,7 +103,49 @@ def _decode(layer: Layer, query_BHG1D: torch.Tensor) -> torch.Tensor:
     if policy.observes_fast:
         for row in step.fast:
             policy.observe_fast(layer_context(layer, (row,), query_BHG1D[row : row + 1]))
+    if policy.selects_next and step.fast:
+        query = _of(layer, step.fast, query_BHG1D)
+        layer.later.append(partial(select_next, layer, step.fast, query))
     return result.out_BHGE[:, :, :, None]
+
+
+def _mixed_heads(
+    layer: Layer, step: StepDescriptor, query_BHG1D: torch.Tensor
+) -> torch.Tensor:
+    # which heads read everything is known on the device alone: the host waits for nothing, and every request
+    # that might need evidence gets the room and the selection for it
+    run, policy, forward = layer.run, layer.run.policy, layer.forward
+    rows = tuple(sorted((*forward.slow, *forward.fast)))
+    dense_RH = policy.dense_heads(layer_context(layer, rows, _of(layer, rows, query_BHG1D)))
+    assert dense_RH is not None, "a policy that mixes heads says which"
+    run.head_count.add(rows, dense_RH)
+    layer.dense_heads = dict(zip(rows, dense_RH.unbind(), strict=True))
+    dense_BH = query_BHG1D.new_zeros(query_BHG1D.shape[:2], dtype=torch.int32)
+    dense_BH[run.rows(rows).request_R.long()] = dense_RH.int()
+    into = evidence_room(layer, step, query_BHG1D)
+    with run.observer.span("attention.heads", layer.index):
+        result = decode(layer, step, query_BHG1D, into, dense_BH)
+    run.meter.count("triton.mixed_attention", len(rows))
+    for kind in (forward.slow, forward.fast):
+        if result.logits_BHGWT is None or not kind or kind[0] not in step.slow:
+            continue  # the step selects nothing for these
+        logits = _places(result.logits_BHGWT, step, kind)[..., : run.rows(kind).longest]
+        query, log_sum = _of(layer, kind, query_BHG1D), result.log_sum_BHGW
+        if kind is forward.slow:
+            own = None if log_sum is None else _places(log_sum, step, kind)
+            layer.later.append(partial(refresh, layer, kind, query, lambda x=logits: x, own))
+        else:
+            chosen = torch.stack([layer.dense_heads[row] for row in kind])
+            layer.later.append(
+                partial(select_alone, layer, kind, query, chosen, lambda x=logits: x)
+            )
+    return result.out_BHGE[:, :, :, None]
+
+
+def _places(value: torch.Tensor, step: StepDescriptor, rows: tuple[int, ...]) -> torch.Tensor:
+    if rows == step.slow:
+        return value
+    return torch.stack([value[step.slow.index(row)] for row in rows])
 
 
 def _maintain(
