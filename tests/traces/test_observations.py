@@ -163,7 +163,7 @@ def keep_step_0(supports: list[dict]) -> list[dict]:
     [
         ("drift", "drift", lose_step_0, "drift needs the support of step 0"),
         ("drift", "drift", keep_step_0, "drift needs an audited step after step 0"),
-        ("head-similarity", "head_similarity", keep_layer_1, "needs two audited layers"),
+        ("head-similarity", "head_similarity", keep_layer_1, "or more, got layer 1 alone"),
         ("query-cosine", "query_cosine", keep_step_0, "has no query cosine of request 0"),
     ],
 )
