@@ -94,6 +94,15 @@ def test_figures_without_data_are_left_out_unless_asked_for(tmp_path, capsys):
     assert [path.name for path in (tmp_path / "other").iterdir()] == ["run-timeline.png"]
 
 
+@pytest.mark.parametrize(
+    "options", [["--kind", "corrections"], ["--kind", "head-similarity", "--layer", "1"]]
+)
+def test_a_figure_that_was_asked_for_and_lacks_its_data_ends_with_3(run, trace, tmp_path, options):
+    ended = run("trace", "plot", str(trace), *options, "-o", str(tmp_path / "x.png"))
+    assert (ended.returncode, ended.stdout, ended.stderr.count("\n")) == (3, "", 1)
+    assert not (tmp_path / "x.png").exists()
+
+
 def test_a_trace_without_any_figure_is_an_error(tmp_path):
     trace = make_trace(tmp_path / "run", steps=1, audit=None)
     with pytest.raises(TraceError, match="has no audit"):

@@ -70,6 +70,33 @@ def test_the_tables_have_the_documents_numbers(recorded):
     assert "'.'     90" in text
 
 
+def test_what_was_observed_corrected_and_recalled_is_in_the_tables(tmp_path):
+    folder = make_trace(tmp_path / "run", steps=30, policy="freekv")
+    text, document = (
+        trace("show", folder).stdout,
+        json.loads(trace("show", folder, "--json").stdout),
+    )
+    drift, locality = document["drift"]["bins"][3], document["locality"]["lags"][2]
+    lines = [line.split() for line in text.splitlines()]
+    assert ["5-8", f"{drift['mean']:.3f}", str(drift["n"])] in lines
+    assert ["3-4", f"{locality['mean']:.3f}", str(locality["pairs"])] in lines
+    alike = document["head_similarity"]
+    assert f"{alike['within']:.3f} within a layer, {alike['between']:.3f} between layers" in text
+    assert ["1", *(f"{value:.2f}" for value in alike["matrix"][1])] in lines
+    cosine = document["query_cosine"]
+    shares = [f"{share:.1%}" for share in cosine["below"]]
+    assert ["all", f"{cosine['mean']:.3f}", f"{cosine['min']:.3f}", *shares, "116"] in lines
+    lowest = cosine["heads"][0]
+    where = f"layer {lowest['layer']} head {lowest['head']} {lowest['mean']:.3f}"
+    assert f"lowest query cosine in {where}, " in text
+    found = document["corrections"]
+    counts = [f"{found['share']:.1%}", str(found["corrected"]), str(found["n"])]
+    assert ["all", *counts] in lines
+    recalled = document["recalls"]
+    assert f"recalled from the host: {recalled['step_bytes']:,.0f} bytes a step" in text
+    assert f"waited {recalled['step_waited_us']:.1f} us a step" in text
+
+
 def test_what_is_missing_is_said_with_its_option(tmp_path):
     text = trace("show", make_trace(tmp_path / "run", steps=12, audit=None)).stdout
     assert "not recorded: retained mass, output error, query cosine (record with --audit N)" in text

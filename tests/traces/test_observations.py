@@ -42,7 +42,9 @@ def bin_of(number: int) -> int:
     return last
 
 
-def test_drift_is_the_overlap_with_the_prompts_support(trace):
+@pytest.mark.parametrize("most", [1, 1 << 25], ids=["a layer at a time", "all layers at once"])
+def test_drift_is_the_overlap_with_the_prompts_support(trace, monkeypatch, most):
+    monkeypatch.setattr("sfi_traces.summary.similarity.MOST_POSITIONS", most)
     held = sets(trace)
     values = {
         (request, place, step): overlap(held[(request, *place, 0)], held[(request, *place, step)])
@@ -63,7 +65,9 @@ def test_drift_is_the_overlap_with_the_prompts_support(trace):
     assert sum(one["n"] for one in found["bins"]) == len(values)
 
 
-def test_locality_is_the_overlap_of_every_two_steps(trace):
+@pytest.mark.parametrize("most", [1, 1 << 25], ids=["a layer at a time", "all layers at once"])
+def test_locality_is_the_overlap_of_every_two_steps(trace, monkeypatch, most):
+    monkeypatch.setattr("sfi_traces.summary.similarity.MOST_POSITIONS", most)
     held = sets(trace)
     pairs: dict[tuple[int, int, int], float] = {}
     for request, (one, other) in product(range(2), combinations(range(STEPS), 2)):
@@ -159,7 +163,7 @@ def keep_step_0(supports: list[dict]) -> list[dict]:
     [
         ("drift", "drift", lose_step_0, "drift needs the support of step 0"),
         ("drift", "drift", keep_step_0, "drift needs an audited step after step 0"),
-        ("head-similarity", "head_similarity", keep_layer_1, "needs two audited layers"),
+        ("head-similarity", "head_similarity", keep_layer_1, "or more, got layer 1 alone"),
         ("query-cosine", "query_cosine", keep_step_0, "has no query cosine of request 0"),
     ],
 )

@@ -25,7 +25,9 @@ def test_a_query_sees_the_tables_by_name(trace):
     assert columns == ["reason", "n"]
     assert rows == [("", 36), ("first", 1), ("trigger", 3)]
     names = [name for (name,) in found(trace, "SHOW TABLES")[1]]
-    assert names == ["logits", "prompts", "selections", "steps", "supports", "timings"]
+    assert names == [
+        "logits", "prompts", "recalls", "selections", "steps", "supports", "timings",
+    ]  # fmt: skip
     described = found(trace, "DESCRIBE supports")[1]
     assert ("positions", "INTEGER[]") in [row[:2] for row in described]
 

@@ -20,7 +20,7 @@ from sfi_traces.views.view import View
 
 LEAST_HEIGHT = 300
 BESIDE = 0.44  # where a map ends that has something beside it
-BAR = {"x": 0.45, "thickness": 12, "outlinewidth": 0, "tickformat": ".2f"}
+BAR = {"x": 0.385, "thickness": 12, "outlinewidth": 0, "tickformat": ".2f"}
 MOST_NUMBERS = 64
 
 
@@ -76,7 +76,6 @@ def query_cosine(view: View) -> Panel:
         line = {"dash": "dash", "color": CLIP}
         figure.add_hline(tau, line=line, annotation_text=f"tau {tau:g}", row=1, col=2)
     figure.update_xaxes(title_text="decoding step", row=1, col=2)
-    figure.update_yaxes(title_text="query cosine", row=1, col=2)
     return Panel(captions.query_cosine(data), figure)
 
 
@@ -90,7 +89,7 @@ def corrections(view: View) -> Panel:
         hovertemplate="%{x} steps: %{y:.1%}<extra></extra>", showlegend=False, row=1, col=2,
     )  # fmt: skip
     figure.update_xaxes(title_text="steps since the last slow one", type="category", row=1, col=2)
-    figure.update_yaxes(title_text="share corrected", tickformat=".0%", row=1, col=2)
+    figure.update_yaxes(tickformat=".0%", row=1, col=2)
     return Panel(captions.corrections(data), figure)
 
 

@@ -16,6 +16,7 @@ from sfi_traces.views.stability import ViewSupports, thinning
 
 MOST_PAIRED = 512  # steps of a request whose pairs are counted, the first ones
 MOST_SHOWN = 64  # steps of a request's matrix
+MOST_POSITIONS = 1 << 25  # in memory at once; a quarter of a GB, and its copies
 DIGITS = 4
 ROWS = 4096  # read at once
 
@@ -23,7 +24,7 @@ Row = dict[str, Any]
 
 
 def over_time(scope: Scope) -> tuple[Row | None, Row | None]:
-    """Measure attention drift (SyncKV, Fig. 2a) and temporal locality (Fig. 2b), a layer at a time.
+    """Measure attention drift (SyncKV, Fig. 2a) and temporal locality (Fig. 2b), some layers at a time.
 
     Returns:
         The drift: `steps` with the `mean` over requests, layers and heads and the number `n` behind each;
@@ -34,12 +35,12 @@ def over_time(scope: Scope) -> tuple[Row | None, Row | None]:
         each request's first 512 audited steps; `overlap` has up to 64 of these steps of the first request in
         pairs. None without two audited steps.
     """
-    drifts: list[tuple[int, Drift]] = []
+    drifts: list[Drift] = []
     paired: dict[int, _Pairs] = {}
-    for request, layer, supports in _layers(scope):
+    for request, supports in _by_layers(scope):
         paired.setdefault(request, _Pairs()).add(supports.at(slice(None, MOST_PAIRED)))
         with suppress(TraceError):  # a request without step 0, or without a step after
-            drifts.append((layer, drift(supports)))
+            drifts.append(drift(supports))
     return _drift_facts(drifts), _locality_facts(paired)
 
 
@@ -86,13 +87,14 @@ class _Pairs:
         return np.asarray(self._total / self._heads)
 
 
-def _drift_facts(drifts: list[tuple[int, Drift]]) -> Row | None:
+def _drift_facts(drifts: list[Drift]) -> Row | None:
     if not drifts:
         return None
     layers: dict[int, list[Drift]] = defaultdict(list)
-    for layer, one in drifts:
-        layers[layer].append(one)
-    steps, mean, n = _pooled([one for _, one in drifts])
+    for one in drifts:
+        for layer in one.layers:
+            layers[layer].append(one.of(layer))
+    steps, mean, n = _pooled(drifts)
     return {
         "steps": steps.tolist(),
         "mean": _plain(mean),
@@ -148,15 +150,21 @@ def _bins(at: np.ndarray, mean: np.ndarray, n: np.ndarray) -> Iterator[tuple[int
         yield first, last, _plain(np.average(mean[own], weights=n[own])), int(n[own].sum())
 
 
-def _layers(scope: Scope) -> Iterator[tuple[int, int, ViewSupports]]:
-    layers = [row["layer"] for row in scope.rows(
-        "SELECT DISTINCT layer FROM chosen_supports ORDER BY layer"
-    )]  # fmt: skip
+def _by_layers(scope: Scope) -> Iterator[tuple[int, ViewSupports]]:
+    # as many layers of a request as fit into memory: each read goes through all of its parts
+    layers = scope.rows("""
+        SELECT layer, max(n) AS n FROM (
+            SELECT request, layer, sum(len(positions)) AS n FROM chosen_supports GROUP BY request, layer
+        ) GROUP BY layer ORDER BY layer
+    """)
+    most = max((int(row["n"]) for row in layers), default=1)
+    together = max(1, MOST_POSITIONS // max(1, most))
     for request, steps in _whole_steps(scope).items():
         scope.connection.register("whole_steps", pa.table({"step": pa.array(steps, pa.int32())}))
-        for layer in layers:
-            where = f"request = {request:d} AND layer = {layer:d} AND step IN (FROM whole_steps)"
-            yield request, layer, _read(scope, where)
+        for at in range(0, len(layers), together):
+            chosen = ", ".join(str(row["layer"]) for row in layers[at : at + together])
+            where = f"request = {request:d} AND layer IN ({chosen}) AND step IN (FROM whole_steps)"
+            yield request, _read(scope, where)
 
 
 def _whole_steps(scope: Scope) -> dict[int, list[int]]:

@@ -22,6 +22,16 @@ class Drift:
     overlap: dict[Place, np.ndarray]
 
     @property
+    def layers(self) -> list[int]:
+        """The layers, ascending."""
+        return sorted({layer for layer, _ in self.overlap})
+
+    def of(self, layer: int) -> "Drift":
+        """Keep one layer."""
+        kept = {place: values for place, values in self.overlap.items() if place[0] == layer}
+        return Drift(self.step, kept)
+
+    @property
     def mean(self) -> np.ndarray:
         """The mean over layers and KV heads, [S]."""
         mean: np.ndarray = np.mean([*self.overlap.values()], axis=0)

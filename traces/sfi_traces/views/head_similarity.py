@@ -35,7 +35,8 @@ class HeadSimilarity:
         places = sorted(supports.sets)
         if places[0][0] == places[-1][0]:
             raise TraceError(
-                "head similarity needs two audited layers or more, got one; record the trace with all layers"
+                f"head similarity needs two audited layers or more, got layer {places[0][0]} alone; leave "
+                "--layer out, or record the trace with --audit 1 of all layers"
             )
         total = np.zeros((len(places), len(places)))
         for at in range(len(supports.step)):
