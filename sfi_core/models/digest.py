@@ -14,6 +14,7 @@ from sfi_core.models.source import Source
 
 WEIGHTS = (".safetensors", ".bin")
 TEXTS = (".json", ".jinja", ".txt", ".model", ".py")
+HEADS = "heads.json"  # the head file of a folder's checkpoint, which is no part of the checkpoint
 SAMPLE = 1024  # bytes read from the middle of each tensor
 PLACES = 1024  # samples of a file whose tensors' places are not known
 
@@ -27,8 +28,15 @@ def model_digest(model: Any) -> str:
     origin = getattr(model, "sfi_origin", None)
     if origin is not None:
         return source_digest(*origin)
-    name = getattr(model.config, "name_or_path", "") or ""
-    return checkpoint_digest(Path(name)) if name and Path(name).is_dir() else ""
+    folder = folder_of(model)
+    return "" if folder is None else checkpoint_digest(folder)
+
+
+def folder_of(model: Any) -> Path | None:
+    """Return the folder that a loaded model's checkpoint lies in; None where it has none."""
+    origin = getattr(model, "sfi_origin", None)
+    name = getattr(model.config, "name_or_path", "") if origin is None else origin[0].place
+    return Path(name) if name and Path(name).is_dir() else None
 
 
 def source_digest(source: Source, revision: str | None = None) -> str:
@@ -68,7 +76,7 @@ def checkpoint_digest(folder: Path) -> str:
         if path.suffix in WEIGHTS:
             digest.update(f"{path.name} {path.stat().st_size}".encode())
             _add_weights(digest, path)
-        elif path.suffix in TEXTS:
+        elif path.suffix in TEXTS and path.name != HEADS:
             digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()
 

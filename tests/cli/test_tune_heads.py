@@ -7,7 +7,6 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from sfi_cli import app as cli
-from sfi_core.bundled.heads import bundled_heads
 from sfi_core.errors import ConfigError, SfiError, TraceError
 from sfi_core.models.load import BUNDLED
 from sfi_core.policies.head_clusters import HeadClusters
@@ -42,7 +41,7 @@ def test_texts_make_a_head_file_a_document_and_a_figure(folder):
     assert result.exit_code == 0, result.output
     document = json.loads(result.stdout)
     clusters = HeadClusters.load(Path("heads.json"))
-    assert clusters.model_digest == HeadClusters.load(bundled_heads()).model_digest
+    assert clusters.model_digest == HeadClusters.load(BUNDLED / "heads.json").model_digest
     assert {layer: len(own) for layer, own in clusters.representatives.items()} == dict.fromkeys(
         range(4), 1
     )
@@ -73,7 +72,7 @@ def test_model_names_the_checkpoint_of_a_trace(folder):
     make_trace(folder / "run", steps=3)
     assert invoke("heads", "run", "--model", str(BUNDLED), "-q").exit_code == 0
     found = HeadClusters.load(Path("heads.json")).model_digest
-    assert found == HeadClusters.load(bundled_heads()).model_digest
+    assert found == HeadClusters.load(BUNDLED / "heads.json").model_digest
 
 
 def test_what_cannot_be_clustered_is_refused_in_one_line(folder):

@@ -19,6 +19,7 @@ from sfi_core.hosts.transformers.checks import (
     full_attention_layers,
     prompt_tokens,
 )
+from sfi_core.hosts.transformers.heads import check_heads, with_head_file
 from sfi_core.hosts.transformers.shadow import Shadow
 from sfi_core.hosts.transformers.shapes import layer_shapes
 from sfi_core.hosts.transformers.stores import Tiers, tiered
@@ -70,6 +71,7 @@ class Session:
         audit: AuditConfig | None,
         engine: EngineOptions,
     ) -> None:
+        config = with_head_file(config, policy, model)
         self.model, self.config, self.policy_name = model, config, policy
         self.ranks = ranks_of(model)
         if self.ranks.size > 1:
@@ -290,6 +292,8 @@ class Session:
         Raises:
             ConfigError: The audit names layers or heads that the model does not have.
         """
+        if self.policy.mixes_heads:
+            check_heads(self.policy, self.shapes(), self.model, self.ranks.size)
         if self.tiers is not None and self.ranks.size > 1:
             raise ConfigError("kv_device_budget must be off under tensor parallelism")
         if self.audit is not None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from sfi_core.bundled.heads import bundled_heads
+from sfi_core.models.source import BUNDLED
 from sfi_core.errors import ConfigError, InputError
 from sfi_core.models.digest import model_digest
 from sfi_core.models.load import load
@@ -101,11 +101,10 @@ def test_the_same_model_and_one_without_a_digest_are_taken(digest):
 
 def test_the_bundled_file_is_the_bundled_checkpoint_s():
     model, _ = load(device="cpu")
-    clusters = HeadClusters.load(bundled_heads())
+    clusters = HeadClusters.load(BUNDLED / "heads.json")
     config = model.config
     heads = dict.fromkeys(range(config.num_hidden_layers), config.num_key_value_heads)
     assert model_digest(model)
     assert clusters.model_digest == model_digest(model)
     clusters.check(heads, model_digest(model))
-    assert all(len(chosen) == 2 for chosen in clusters.representatives.values())
-    assert Path(bundled_heads()).parent.name == "bundled"  # in the wheel: a file of the package
+    assert all(len(chosen) == 1 for chosen in clusters.representatives.values())

@@ -1,0 +1,39 @@
+"""The head clusters of a run: where the file lies, and whether it is of the model."""
+
+from typing import Any
+
+from sfi_core.errors import ConfigError
+from sfi_core.models.digest import HEADS, folder_of, model_digest
+from sfi_core.policies import Policy
+from sfi_core.settings.config import SfiConfig
+from sfi_core.state.layer_shape import LayerShape
+
+
+def with_head_file(config: SfiConfig, policy: str, model: Any) -> SfiConfig:
+    """Return settings that name the head file of the model's own folder, where synckv has no other."""
+    folder = folder_of(model)
+    if policy != "synckv" or config.synckv.heads is not None or folder is None:
+        return config
+    file = folder / HEADS
+    return config.replace(synckv={"heads": str(file)}) if file.is_file() else config
+
+
+def check_heads(policy: Policy, shapes: list[LayerShape], model: Any, ranks: int) -> None:
+    """Refuse head clusters of another model, and heads that differ where ranks share them.
+
+    Raises:
+        ConfigError: Which, and what to do.
+    """
+    if policy.mixes_heads and ranks > 1:
+        raise ConfigError(
+            "policies whose KV heads differ (synckv; correction and representatives of sfi) must run on one "
+            f"rank, got {ranks}"
+        )
+    leaders = getattr(policy, "leaders", None)
+    if leaders is None:
+        return
+    heads = {layer: shape.heads for layer, shape in enumerate(shapes) if shape.window is None}
+    if leaders.clusters is not None:
+        leaders.clusters.check(heads, model_digest(model))
+    for layer, count in heads.items():
+        leaders.of(layer, count)
