@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from sfi_core.models.source import BUNDLED
 from sfi_core.errors import ConfigError, InputError
 from sfi_core.models.digest import model_digest
-from sfi_core.models.load import load
+from sfi_core.models.load import BUNDLED, load
 from sfi_core.policies.head_clusters import HeadClusters
 
 CLUSTERS = HeadClusters(
