@@ -79,7 +79,7 @@ def streamed_logits(
     scale: float,
     soft_cap: float | None = None,
 ) -> torch.Tensor:
-    """Return the logits of a request's last W queries, [1, H, G, W, length] float32 (Eq. 4).
+    """Return the logits of a request's last W queries, [1, H, G, W, length] float32.
 
     -inf where a query may not look.
     """

@@ -21,7 +21,11 @@ def dense(layer: Layer, row: int, query_1HGWD: torch.Tensor) -> torch.Tensor:
         blocks = store.blocks(layer.index, row, length)
         return streamed_attention(query_1HGWD, blocks, length, **layer.options)
     return dense_attention.on(layer.backend)(
-        query_1HGWD, layer.pages.key_PHND, layer.pages.value_PHNE, *_place(layer, row), **layer.options
+        query_1HGWD,
+        layer.pages.key_PHND,
+        layer.pages.value_PHNE,
+        *_place(layer, row),
+        **layer.options,
     )
 
 
@@ -34,7 +38,11 @@ def dense_with_logits(
         blocks = store.blocks(layer.index, row, layer.run.requests[row].length)
         return streamed_attention_with_logits(query_1HG1D, blocks, **layer.options)
     return dense_attention_with_logits(
-        query_1HG1D, layer.pages.key_PHND, layer.pages.value_PHNE, *_place(layer, row), **layer.options
+        query_1HG1D,
+        layer.pages.key_PHND,
+        layer.pages.value_PHNE,
+        *_place(layer, row),
+        **layer.options,
     )
 
 
@@ -64,7 +72,7 @@ def heads_with_logits(
 
 
 def logits_of(layer: Layer, rows: Sequence[int], query_RHGWD: torch.Tensor) -> torch.Tensor:
-    """Return the logits of some requests' last W queries, [R, H, G, W, T] float32 (Eq. 4)."""
+    """Return the logits of some requests' last W queries, [R, H, G, W, T] float32."""
     run, chosen = layer.run, layer.run.rows(tuple(rows))
     if run.store.whole_on_device:
         return window_logits.on(layer.backend)(

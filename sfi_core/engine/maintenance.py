@@ -13,6 +13,7 @@ import torch
 
 from sfi_core.state.side import Job, Side, has_side_stream
 
+
 @dataclass(slots=True)
 class RingPlace:
     """A place of the ring.

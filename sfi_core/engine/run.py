@@ -300,9 +300,7 @@ class Run:
             )
         )
 
-    def _record(
-        self, state: RequestState, token: int, seconds: float, mixed: float | None
-    ) -> None:
+    def _record(self, state: RequestState, token: int, seconds: float, mixed: float | None) -> None:
         state.finish_step(token)
         state.tally.time_step(state.step, self.meter.began, self.meter.ended)
         state.finished = token in self.stop_ids

@@ -3,10 +3,11 @@
 Step i attends to what step i - 1's query selected, so that selection and recall stay off the critical path
 (Sec. 3.2). A KV head whose query has moved selects with its own query before it attends (Sec. 3.3).
 
-Differs from the paper in that a page may be cut short where the budget ends, so that methods compare at equal
-tokens read. Scores are computed once a step, before the layer attends, for all heads: which heads to correct is known on
-the device alone, and a second selection after the layer would score the same pages again. That puts a read of
-two vectors a page before the attention at every step, where the paper pays it only on steps with a correction.
+Differs from the paper in two ways. A page may be cut short where the budget ends, so that methods compare at
+equal tokens read. And the pages are scored before the layer attends, at every step: which heads to correct is
+known on the device alone, and scoring after the layer would read the summaries twice on steps with a
+correction. That puts a read of two vectors a page before the attention, where the paper has it only on steps
+with a correction; the selection for the next step still comes after it.
 """
 
 from collections.abc import Sequence

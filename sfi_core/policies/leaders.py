@@ -32,8 +32,8 @@ class Leaders:
         """
         if source is None:
             raise ConfigError(
-                f"{setting} must be a file of head clusters, got none; make one with `sfi tune heads`, or set "
-                f"{setting}={EVEN}"
+                f"{setting} must be a file of head clusters, got none; make one with `sfi tune heads`, or "
+                f"set {setting}={EVEN}"
             )
         self.clusters = None if source == EVEN else HeadClusters.load(Path(source))
         self.count = count
@@ -50,7 +50,9 @@ class Leaders:
             raise ConfigError(
                 f"representatives must be at most the layer's {heads} KV heads, got {self.count}"
             )
-        return tuple(-(-(head * self.count // heads) * heads // self.count) for head in range(heads))
+        return tuple(
+            -(-(head * self.count // heads) * heads // self.count) for head in range(heads)
+        )
 
 
 def mask_of(leaders: tuple[int, ...], like_BHX: torch.Tensor) -> torch.Tensor:

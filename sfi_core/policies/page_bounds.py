@@ -1,4 +1,4 @@
-"""Pages by the element-wise extremes of their keys: Quest's upper bound of a query's logits, FreeKV's summary."""
+"""Page summaries: the element-wise extremes of a page's keys bound a query's logits (Quest, FreeKV)."""
 
 import torch
 

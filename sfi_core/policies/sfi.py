@@ -1,12 +1,14 @@
 """Slow-Fast Inference (Xie et al., 2026): refresh the selected memory at sentence boundaries.
 
-Two extensions of our own, both off by default. `correction` joins FreeKV's fine-grained correction: on a fast
-step a KV head whose query has moved away from the one that selected for it reads everything and selects alone.
-`representatives` joins SyncKV's R-heads: slow steps read everything with one head of each cluster only.
+Two extensions of our own, both off by default. `correction` is FreeKV's fine-grained correction between
+boundaries: on a fast step a KV head whose query has moved away from the one that selected for it reads
+everything and selects alone. `representatives` are SyncKV's R-heads at slow steps: one head of each cluster
+reads everything and selects for the cluster.
 """
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -62,7 +64,7 @@ class SFI(EvidencePolicy, Triggered):
         return torch.stack([(slow_BH if one else fast_BH)[at] for at, one in enumerate(slow)])
 
     def select_alone(self, context: LayerContext, heads_BH: torch.Tensor) -> Selection:
-        """Select for the heads whose query has moved, each without a look at the others (Eq. 23 is left out)."""
+        """Select for the heads whose query has moved, each alone: without the exclusivity across heads."""
         settings = {**self._settings, "alpha_cross": 0.0}
         self._note(context, heads_BH)
         if context.backend != "torch":  # which heads these are is known on the device alone
@@ -81,7 +83,9 @@ class SFI(EvidencePolicy, Triggered):
     def _moved(self, context: LayerContext) -> torch.Tensor:
         query_BHGD = context.query_BHGWD[:, :, :, -1]
         last = [note.get("query", own) for note, own in zip(context.notes, query_BHGD, strict=True)]
-        return pooled_cosine(query_BHGD, torch.stack(last)) < self.config.correction
+        least = self.config.correction
+        assert least is not None, "only a policy that corrects asks"
+        return pooled_cosine(query_BHGD, torch.stack(last)) < least
 
     def _note(self, context: LayerContext, heads_BH: torch.Tensor | None) -> None:
         for at, (note, query_HGWD) in enumerate(
@@ -89,10 +93,12 @@ class SFI(EvidencePolicy, Triggered):
         ):
             query_HGD = query_HGWD[:, :, -1]
             if heads_BH is not None:
-                query_HGD = query_HGD.where(heads_BH[at, :, None, None], note.get("query", query_HGD))
+                query_HGD = query_HGD.where(
+                    heads_BH[at, :, None, None], note.get("query", query_HGD)
+                )
             note["query"] = query_HGD.clone()
 
-    def _select(self, context: Evidence, settings: dict[str, float]) -> Selection:
+    def _select(self, context: Evidence, settings: dict[str, Any]) -> Selection:
         clip_rows = self._clip_rows
         diagnostics: dict[str, torch.Tensor] = {}
         with context.span("selector"):

@@ -1,16 +1,16 @@
-"""SyncKV: representative heads look for all the heads of their cluster (papers' Algorithm 1).
+"""SyncKV: representative heads look for all the heads of their cluster.
 
 Every `stride` steps the representatives (R-heads) attend to everything and choose the dynamic set of their
 cluster (anticipation); between these steps the other heads (NR-heads) read what was chosen (suspension).
 Heads are KV heads; a KV head's attention is the maximum over its query heads (Appendix B.1).
 
-Paper gap: NR-heads read the sets of their own cluster (Sec. 4.4); line 23 of Algorithm 1 unites all clusters'.
-Paper gap: the dynamic set is chosen outside the static one, so that both together have `budget` positions.
-Paper gap: sink and recent tokens are kept as in every policy here; the paper does not say how tokens that were
-generated since the last anticipation are read.
+Paper gap: NR-heads read the sets of their own cluster (Sec. 4.4); line 23 of Algorithm 1 unites those of all
+clusters. Paper gap: the dynamic set is chosen outside the static one, so that both together have `budget`
+positions. Paper gap: sink and recent tokens are kept as in every policy here; the paper does not say how
+tokens are read that were generated since the last anticipation.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -40,17 +40,17 @@ class SyncKV(Policy):
 
     @classmethod
     def adapt(cls, config: SfiConfig) -> SfiConfig:
-        """Select with the prompt's last query (Eq. 3), and keep what was decoded since an anticipation."""
+        """Select with the prompt's last query (SyncKV, Eq. 3), and keep what was decoded since an anticipation."""
         return config.replace(recent_mode="anchored", window_prefill=1)
 
     def plan(self, context: StepContext) -> StepPlan:
-        """Anticipate at every step t with t mod m = 0 (Algorithm 1, line 26)."""
+        """Anticipate at every step t with t mod m = 0 (SyncKV, Algorithm 1, line 26)."""
         stride = self.config.synckv.stride
         due = [(state.step + 1) % stride == 0 for state in context.requests]
         return StepPlan.by_reason(["anticipation" if one else "" for one in due])
 
     def dense_heads(self, context: LayerContext) -> torch.Tensor:
-        """Name the representatives (Algorithm 1, line 22), or nobody between two anticipations."""
+        """Name the representatives (SyncKV, Algorithm 1, line 22), or nobody between two anticipations."""
         leaders = self.leaders.of(context.layer, context.key_norm_BHT.shape[1])
         mask_BH = mask_of(leaders, context.key_norm_BHT)
         if self.config.synckv.suspension == "dense":
@@ -68,7 +68,7 @@ class SyncKV(Policy):
         return super().resident_heads(layer, heads) or sorted(set(self.leaders.of(layer, heads)))
 
     def select_after(self, context: LayerContext) -> Selection:
-        """Choose the dynamic set by the representatives' attention (Eq. 6), after the prompt the static one."""
+        """Choose the dynamic set by the representatives (SyncKV, Eq. 6); at step 0 both sets."""
         chosen, place = places_of(self.leaders.of(context.layer, context.key_norm_BHT.shape[1]))
         # Eq. 5; only the representatives' logits are there
         score_BRT = columns(context.logits(), chosen).softmax(-1).amax(dim=(2, 3))
@@ -80,7 +80,7 @@ class SyncKV(Policy):
 
     def _select(self, context: LayerContext, at: int, score_RT: torch.Tensor) -> torch.Tensor:
         note, K = context.notes[at], min(self.config.budget, score_RT.shape[1])
-        best = top_k.on(context.backend)
+        best: Callable[[torch.Tensor, int], torch.Tensor] = top_k.on(context.backend)
         if context.states[at].step == 0:
             first_RK = best(score_RT[None], K)[0]
             static = self.config.budget - self.dynamic

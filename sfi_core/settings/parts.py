@@ -115,11 +115,12 @@ class SyncKVConfig:
     representatives: int = setting(
         2, "Representative heads of a layer, N_r, where heads is even.", least=1
     )
-    stride: int = setting(
-        5, "Steps from one anticipation to the next, the paper's m.", least=1
-    )
+    stride: int = setting(5, "Steps from one anticipation to the next, the paper's m.", least=1)
     static: float = setting(
-        0.5, "Share of the budget that keeps the prompt's selection, the paper's rho.", least=0, most=1
+        0.5,
+        "Share of the budget that keeps the prompt's selection, the paper's rho.",
+        least=0,
+        most=1,
     )
     suspension: str = setting(
         "dense",

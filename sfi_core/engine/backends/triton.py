@@ -109,9 +109,7 @@ def _decode(layer: Layer, query_BHG1D: torch.Tensor) -> torch.Tensor:
     return result.out_BHGE[:, :, :, None]
 
 
-def _mixed_heads(
-    layer: Layer, step: StepDescriptor, query_BHG1D: torch.Tensor
-) -> torch.Tensor:
+def _mixed_heads(layer: Layer, step: StepDescriptor, query_BHG1D: torch.Tensor) -> torch.Tensor:
     # which heads read everything is known on the device alone: the host waits for nothing, and every request
     # that might need evidence gets the room and the selection for it
     run, policy, forward = layer.run, layer.run.policy, layer.forward
@@ -127,19 +125,28 @@ def _mixed_heads(
         result = decode(layer, step, query_BHG1D, into, dense_BH)
     run.meter.count("triton.mixed_attention", len(rows))
     for kind in (forward.slow, forward.fast):
-        if result.logits_BHGWT is None or not kind or kind[0] not in step.slow:
-            continue  # the step selects nothing for these
-        logits = _places(result.logits_BHGWT, step, kind)[..., : run.rows(kind).longest]
-        query, log_sum = _of(layer, kind, query_BHG1D), result.log_sum_BHGW
-        if kind is forward.slow:
-            own = None if log_sum is None else _places(log_sum, step, kind)
-            layer.later.append(partial(refresh, layer, kind, query, lambda x=logits: x, own))
-        else:
-            chosen = torch.stack([layer.dense_heads[row] for row in kind])
-            layer.later.append(
-                partial(select_alone, layer, kind, query, chosen, lambda x=logits: x)
-            )
+        if result.logits_BHGWT is not None and kind and kind[0] in step.slow:
+            layer.later.append(partial(_select_mixed, layer, step, kind, query_BHG1D, result))
     return result.out_BHGE[:, :, :, None]
+
+
+def _select_mixed(
+    layer: Layer,
+    step: StepDescriptor,
+    rows: tuple[int, ...],
+    query_BHG1D: torch.Tensor,
+    result: DecodeAttention,
+) -> None:
+    # for slow requests, or for the heads of fast ones that have read everything
+    assert result.logits_BHGWT is not None, "evidence was asked for"
+    assert result.log_sum_BHGW is not None, "evidence was asked for"
+    query = _of(layer, rows, query_BHG1D)
+    logits = _places(result.logits_BHGWT, step, rows)[..., : layer.run.rows(rows).longest]
+    if rows == layer.forward.slow:
+        refresh(layer, rows, query, lambda: logits, _places(result.log_sum_BHGW, step, rows))
+    else:
+        chosen = torch.stack([layer.dense_heads[row] for row in rows])
+        select_alone(layer, rows, query, chosen, lambda: logits)
 
 
 def _places(value: torch.Tensor, step: StepDescriptor, rows: tuple[int, ...]) -> torch.Tensor:

@@ -12,13 +12,13 @@ from sfi_core.engine.graphs.buffers import StepBuffers
 from sfi_core.engine.graphs.layer import attend_replayed, note_step
 from sfi_core.engine.graphs.lookahead import foresee
 from sfi_core.engine.graphs.recorder import Recorder, Work
-from sfi_core.state.side import Side
 from sfi_core.engine.meter import WHOLE_STEP
 from sfi_core.engine.run import Run
 from sfi_core.errors import BackendError
 from sfi_core.observers.events import SelectionEvent
 from sfi_core.observers.observer import wants
 from sfi_core.policies.base import Selection
+from sfi_core.state.side import Side
 from sfi_kernels.step_descriptor import sent
 
 # runs the model on tokens and positions, [B, 1] each, and returns the logits, [B, V]; counts no token

@@ -1,7 +1,6 @@
 """The head file: what it keeps, what it refuses, and which models it fits."""
 
 import json
-from pathlib import Path
 
 import pytest
 

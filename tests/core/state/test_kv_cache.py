@@ -40,7 +40,6 @@ class Written:
             value[row, :, own] = torch.randn(H, new, E).to(self.dtype)
             self.keys[row] = torch.cat([self.keys[row], key[row, :, own]], 1)
             self.values[row] = torch.cat([self.values[row], value[row, :, own]], 1)
-        longest = max(first + new for first, new in zip(start, count, strict=True))
         self.cache.append(layer, key, value, int32(*start), int32(*count), start, count)
 
     def assert_found(self, layer: int = 0) -> None:
