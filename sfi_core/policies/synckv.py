@@ -40,7 +40,7 @@ class SyncKV(Policy):
 
     @classmethod
     def adapt(cls, config: SfiConfig) -> SfiConfig:
-        """Select with the prompt's last query (SyncKV, Eq. 3), and keep what was decoded since an anticipation."""
+        """Select with the prompt's last query (SyncKV, Eq. 3); keep what came since an anticipation."""
         return config.replace(recent_mode="anchored", window_prefill=1)
 
     def plan(self, context: StepContext) -> StepPlan:

@@ -36,7 +36,7 @@ def attend(run: Run, index: int, query_BHGTD: torch.Tensor, **options: Any) -> t
 
 
 def _tiered(layer: Layer, query_BHGTD: torch.Tensor) -> torch.Tensor:
-    # what lies in host memory comes block by block, for one request after the other; the ops are the backend's
+    # what lies in host memory comes block by block, one request after the other; the ops are the backend's
     with layer.run.launches(layer.index):
         return torch_backend.attend(layer, query_BHGTD)
 
