@@ -66,26 +66,32 @@ class SFI(EvidencePolicy, Triggered):
     def select_alone(self, context: LayerContext, heads_BH: torch.Tensor) -> Selection:
         """Select for the heads whose query has moved, each alone: without the exclusivity across heads."""
         settings = {**self._settings, "alpha_cross": 0.0}
+        moved = {"query_cosine": self._cosine(context)}
         self._note(context, heads_BH)
         if context.backend != "torch":  # which heads these are is known on the device alone
             own = self._select(context, settings)
-            return dataclasses.replace(own, heads_BH=heads_BH)
+            return Selection(own.index_BHK, {**own.diagnostics, **moved}, heads_BH)
         heads = heads_BH[0].nonzero()[:, 0].tolist()
         own = self._select(_of(context, heads), settings)
         place = [heads.index(head) if head in heads else 0 for head in range(heads_BH.shape[1])]
         diagnostics = {name: columns(value, place) for name, value in own.diagnostics.items()}
-        return Selection(columns(own.index_BHK, place), diagnostics, heads_BH)
+        return Selection(columns(own.index_BHK, place), {**diagnostics, **moved}, heads_BH)
 
     def selected(self, context: LayerContext) -> None:
         """Note the query that has selected, for the correction."""
         self._note(context, None)
 
     def _moved(self, context: LayerContext) -> torch.Tensor:
-        query_BHGD = context.query_BHGWD[:, :, :, -1]
-        last = [note.get("query", own) for note, own in zip(context.notes, query_BHGD, strict=True)]
         least = self.config.correction
         assert least is not None, "only a policy that corrects asks"
-        return pooled_cosine(query_BHGD, torch.stack(last)) < least
+        return self._cosine(context) < least
+
+    @staticmethod
+    def _cosine(context: LayerContext) -> torch.Tensor:
+        # of this step's query with the one that has selected
+        query_BHGD = context.query_BHGWD[:, :, :, -1]
+        last = [note.get("query", own) for note, own in zip(context.notes, query_BHGD, strict=True)]
+        return pooled_cosine(query_BHGD, torch.stack(last))
 
     def _note(self, context: LayerContext, heads_BH: torch.Tensor | None) -> None:
         for at, (note, query_HGWD) in enumerate(
