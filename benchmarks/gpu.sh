@@ -94,6 +94,8 @@ done
 decode decode-4b-static 60 --random-weights qwen3-4b --baseline transformers-static --context 8K --batch 16
 decode decode-4b-ragged 40 --random-weights qwen3-4b --baseline none --context 32K --batch 8 --ragged \
   --set bench.synchronized=true
+decode decode-4b-tiers 60 --random-weights qwen3-4b --baseline none --context 32K,128K --batch 1 --kv-device-budget 30% \
+  --policy sfi,quest,freekv,synckv,snapkv --set synckv.heads=even
 
 bench sweep --sweep retention
 bench ops

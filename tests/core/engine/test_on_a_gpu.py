@@ -93,3 +93,40 @@ def test_a_model_that_waits_for_the_device_runs_eagerly():
         hook.remove()
     assert tokens(report) == tokens(plain())
     assert report.paths["graph.eager"] == 63
+
+
+TIERS = {
+    "sfi": {},
+    "snapkv": {},
+    "quest": {},
+    "freekv": {"freekv": {"page": 16}},
+    "synckv": {"synckv": {"heads": "even", "representatives": 1}},
+}
+
+
+@pytest.mark.parametrize("policy", TIERS)
+def test_two_tiers_change_no_token_however_often_they_are_run(policy: str):
+    """Recalls, offloads and streamed blocks on the second stream, over pinned memory."""
+    options = {"policy": policy, "config": CONFIG.replace(**TIERS[policy])}
+    expected = tokens(plain_with(policy))
+    for _ in range(5):
+        report = complete(EngineOptions(kv_device_budget="90%", kv_page=16), **options)
+        assert tokens(report) == expected
+        assert 0 < report.kv_tiers.device_bytes < 0.9 * report.kv_tiers.host_bytes
+
+
+def plain_with(policy: str) -> Any:
+    return complete(PLAIN, policy=policy, config=CONFIG.replace(**TIERS[policy]))
+
+
+def test_pages_of_the_host_take_no_memory_of_the_device():
+    """As the allocator counts, not the store."""
+    before = torch.cuda.memory_allocated()
+    with sfi_core.slow_fast(
+        model(), None, CONFIG, engine=EngineOptions(kv_device_budget="90%", kv_page=16)
+    ) as session:
+        ids = torch.tensor([PROMPTS[0]], device="cuda")
+        model().generate(ids, max_new_tokens=8, do_sample=False)
+        held = torch.cuda.memory_allocated() - before
+        tiers = session.report.kv_tiers
+        assert tiers.device_bytes <= held < tiers.device_bytes + tiers.host_bytes
