@@ -19,7 +19,8 @@ class ByteLimit:
         full_attention_bytes_per_token: Bytes that full attention would have had to.
         speedup: The second over the first, which no implementation exceeds where memory is the bottleneck.
         break_even_context: Cached tokens from which a run with these settings and this share of slow steps
-            reads less than full attention; None where it never does, or selects at fast steps.
+            reads less than full attention; None where it never does, selects at fast steps, or lets KV heads of
+            one step read differently.
     """
 
     bytes_per_token: float
@@ -51,10 +52,11 @@ class ByteLimit:
         read = float(model.mean(context, attended + selecting, packed, slow))
         dense = float(model.dense(context))
         whole = fast_tokens(config, config.budget, slow)
+        unknown = selecting or policy.mixes_heads
         break_even = model.break_even(whole, config.sink + config.budget, slow)
         return cls(
             bytes_per_token=read,
             full_attention_bytes_per_token=dense,
             speedup=dense / read,
-            break_even_context=None if selecting or break_even is None else int(break_even) + 1,
+            break_even_context=None if unknown or break_even is None else int(break_even) + 1,
         )
