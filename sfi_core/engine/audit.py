@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from sfi_core.engine import history
 from sfi_core.engine.layer import Layer
 from sfi_core.errors import ConfigError
 from sfi_core.observers.events import AuditEvent
@@ -102,7 +101,7 @@ def check_audit(config: AuditConfig, shapes: Sequence[LayerShape]) -> None:
 
 
 def _mass(layer: Layer, row: int, query_1HGD: torch.Tensor) -> torch.Tensor:
-    logits = history.logits_of(layer, (row,), query_1HGD[:, :, :, None])
+    logits = layer.logits((row,), query_1HGD[:, :, :, None])
     mass_HT: torch.Tensor = logits[0, :, :, 0].softmax(-1).mean(1)
     return mass_HT
 
@@ -125,7 +124,7 @@ def _retained(layer: Layer, row: int, mass_HT: torch.Tensor) -> torch.Tensor:
 
 
 def _error(layer: Layer, row: int, query_1HGD: torch.Tensor, out_HGE: torch.Tensor) -> torch.Tensor:
-    dense = history.dense(layer, row, query_1HGD[:, :, :, None])
+    dense = layer.dense(row, query_1HGD[:, :, :, None])
     dense_HX = dense[0, :, :, 0].float().flatten(1)
     difference_HX = out_HGE.float().flatten(1) - dense_HX
     error_H: torch.Tensor = difference_HX.norm(dim=1) / dense_HX.norm(dim=1)

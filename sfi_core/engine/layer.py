@@ -1,4 +1,7 @@
-"""One layer of the forward pass under way, as backends, policies and watchers see it."""
+"""One layer of the forward pass under way, as backends, policies and watchers see it.
+
+It reads a request's whole history in one way, wherever the run's store keeps that.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -6,6 +9,13 @@ from typing import Any
 import torch
 
 from sfi_core.engine.run import Run
+from sfi_kernels.dense_attention import dense_attention, window_logits
+from sfi_kernels.dense_attention.reference import dense_attention_with_logits
+from sfi_kernels.streamed_attention import (
+    streamed_attention,
+    streamed_attention_with_logits,
+    streamed_logits,
+)
 
 
 class Layer:
@@ -62,3 +72,75 @@ class Layer:
         states = [self.run.requests[row] for row in rows]
         tokens = sum(state.length if dense else state.fast_tokens for state in states)
         return tokens * self.pages.row_bytes
+
+    def dense(self, row: int, query_1HGWD: torch.Tensor) -> torch.Tensor:
+        """Attend with a request's last W queries to everything before them, [1, H, G, W, E]."""
+        store, length = self.run.store, self.run.requests[row].length
+        if not store.whole_on_device:
+            blocks = store.blocks(self.index, row, length)
+            return streamed_attention(query_1HGWD, blocks, length, **self.options)
+        out: torch.Tensor = dense_attention.on(self.backend)(
+            query_1HGWD, *self._whole(row), **self.options
+        )
+        return out
+
+    def dense_with_logits(
+        self, row: int, query_1HG1D: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attend as `dense` does with one query, and hand out the logits, [1, H, G, 1, T]: the evidence."""
+        store = self.run.store
+        if not store.whole_on_device:
+            blocks = store.blocks(self.index, row, self.run.requests[row].length)
+            return streamed_attention_with_logits(query_1HG1D, blocks, **self.options)
+        return dense_attention_with_logits(query_1HG1D, *self._whole(row), **self.options)
+
+    def heads_with_logits(
+        self, row: int, query_1HG1D: torch.Tensor, heads: Sequence[int]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attend to everything with some KV heads only; one by one, so that no head is copied.
+
+        Returns:
+            out, [1, R, G, 1, E], and the logits of all heads, [1, H, G, 1, T]; -inf where none was asked for.
+        """
+        store, length = self.run.store, self.run.requests[row].length
+        _, H, G, _, _ = query_1HG1D.shape
+        logits = query_1HG1D.new_full((1, H, G, 1, length), -torch.inf, dtype=torch.float32)
+        sink_HG, outs = self.options["sink_HG"], []
+        for head in heads:
+            one = slice(head, head + 1)
+            out, logits[:, one] = streamed_attention_with_logits(
+                query_1HG1D[:, one],
+                store.blocks(self.index, row, length, head),
+                **self.logit_options,
+                sink_HG=None if sink_HG is None else sink_HG[one],
+            )
+            outs.append(out)
+        return torch.cat(outs, 1), logits
+
+    def logits(self, rows: Sequence[int], query_RHGWD: torch.Tensor) -> torch.Tensor:
+        """Return the logits of some requests' last W queries, [R, H, G, W, T] float32."""
+        store, chosen = self.run.store, self.run.rows(tuple(rows))
+        if store.whole_on_device:
+            made: torch.Tensor = window_logits.on(self.backend)(
+                query_RHGWD,
+                self.pages.key_PHND,
+                chosen.table_RP,
+                chosen.length_R,
+                **self.logit_options,
+                longest=chosen.longest,
+            )
+            return made
+        size = (*query_RHGWD.shape[:4], chosen.longest)
+        made = query_RHGWD.new_full(size, -torch.inf, dtype=torch.float32)
+        for place, row in enumerate(rows):
+            length, one = self.run.requests[row].length, slice(place, place + 1)
+            blocks = store.blocks(self.index, row, length)
+            made[one, ..., :length] = streamed_logits(
+                query_RHGWD[one], blocks, length, **self.logit_options
+            )
+        return made
+
+    def _whole(self, row: int) -> tuple[torch.Tensor, ...]:
+        one, step = slice(row, row + 1), self.forward.descriptor
+        table_1P, length_1 = self.run.store.block_table_BP[one], step.length_B[one]
+        return self.pages.key_PHND, self.pages.value_PHNE, table_1P, length_1

@@ -6,7 +6,6 @@ from functools import partial
 
 import torch
 
-from sfi_core.engine.history import logits_of
 from sfi_core.engine.layer import Layer
 from sfi_core.observers.events import SelectionEvent
 from sfi_core.observers.observer import wants
@@ -35,7 +34,7 @@ def layer_context(
     """
     run, index = layer.run, layer.index
     chosen, requests = run.rows(rows), run.requests_of(rows)
-    make_logits = partial(logits_of, layer, rows, query_RHGWD)
+    make_logits = partial(layer.logits, rows, query_RHGWD)
     return LayerContext(
         layer=index,
         backend=layer.backend,

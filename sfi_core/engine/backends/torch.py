@@ -11,7 +11,6 @@ from typing import TypeVar
 
 import torch
 
-from sfi_core.engine.history import dense, dense_with_logits, heads_with_logits
 from sfi_core.engine.layer import Layer
 from sfi_core.engine.policy_view import layer_context
 from sfi_core.engine.refresh import apply, end_prompt, refresh, select_alone, select_next
@@ -85,28 +84,28 @@ def _dense_and_refresh(layer: Layer, rows: slice, query: torch.Tensor) -> torch.
     if not layer.run.policy.selects_in(layer.index):
         return _dense(layer, rows, query)
     # the evidence's logits come with it: a pass over the keys less
-    out, logits = _whole(layer, rows, query, dense_with_logits)
+    out, logits = _whole(layer, rows, query, layer.dense_with_logits)
     last = query[:, :, :, -1:]
     refresh(layer, (rows.start,), last, lambda: logits[:, :, :, -1:])
     return out
 
 
 def _dense(layer: Layer, rows: slice, query: torch.Tensor) -> torch.Tensor:
-    return _whole(layer, rows, query, dense)
+    return _whole(layer, rows, query, layer.dense)
 
 
 def _whole(
     layer: Layer,
     rows: slice,
     query: torch.Tensor,
-    attention: Callable[[Layer, int, torch.Tensor], R],
+    attention: Callable[[int, torch.Tensor], R],
 ) -> R:
     run, row = layer.run, rows.start
     kind = "prefill" if layer.forward.passes[row].kind == PROMPT else "dense"
     run.meter.count(f"{layer.backend}.{kind}_attention")
     moved = layer.moved_bytes((row,), dense=True)
     with run.observer.span("attention.dense", layer.index, moved):
-        return attention(layer, row, query)
+        return attention(row, query)
 
 
 def _mixed(layer: Layer, rows: slice, query: torch.Tensor) -> torch.Tensor:
@@ -123,7 +122,7 @@ def _mixed(layer: Layer, rows: slice, query: torch.Tensor) -> torch.Tensor:
     logits = out
     if heads:
         with run.observer.span("attention.heads", layer.index):
-            own, logits = heads_with_logits(layer, row, query, heads)
+            own, logits = layer.heads_with_logits(row, query, heads)
         for place, head in enumerate(heads):
             out[:, head] = own[:, place]
     if run.requests[row].slow:
