@@ -1,4 +1,4 @@
-"""What every layer of a run saw and read, and the plain sums that the rules of the papers are checked with."""
+"""What every layer of a run saw and read, to check the rules of papers with."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,6 +1,7 @@
 """FreeKV's rules (Liu et al., 2025, Sec. 3), each from a run's own keys and queries."""
 
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -52,10 +53,10 @@ def page_score(seen: Seen, head: int) -> list[float]:
 
 
 def selected(seen: Seen, head: int, tokens: int, sink: int) -> list[int]:
-    """Sel(q, K) for a step whose cache holds `tokens`: whole pages, the last one cut where the budget ends."""
+    """Sel(q, K) for a step whose cache holds `tokens`: whole pages, the last one cut short."""
     score = page_score(seen, head)
-    candidates = range(sink, max(sink, tokens - RECENT))
-    return best_of([score[j // PAGE] if j < seen.tokens else 0.0 for j in range(tokens)], candidates, BUDGET)  # fmt: skip
+    by_token = [score[j // PAGE] for j in range(seen.tokens)]
+    return best_of(by_token, range(sink, max(sink, tokens - RECENT)), BUDGET)
 
 
 def moved(now: Seen, last: Seen, head: int, tau: float) -> bool:
@@ -70,7 +71,7 @@ def reads(found: Watched, request: int, layer: int, tau: float) -> tuple[list[An
     """Say what each step's heads read by the rules, and how many of them were corrected, of how many."""
     sink, rows, corrected, of = min(SINK, len(PROMPTS[request])), [], 0, 0
     steps = found.seen[request, layer]
-    for last, now in zip(steps, steps[1:], strict=False):
+    for last, now in pairwise(steps):
         heads = []
         for head in range(H):
             own = moved(now, last, head, tau)
@@ -126,8 +127,9 @@ def test_events_say_which_heads_were_corrected_and_what_was_selected_ahead():
     found = run(SOME)
     steps = found.seen[0, 1]
     told = {(e.step, e.reason): e for e in found.observer.selections if e.request == 0}
-    assert sorted(told) == [(0, ""), *((t, r) for t in range(1, NEW) for r in ("correction", "speculative"))]  # fmt: skip
-    for last, now in zip(steps, steps[1:], strict=False):
+    later = [(t, reason) for t in range(1, NEW) for reason in ("correction", "speculative")]
+    assert sorted(told) == [(0, ""), *later]
+    for last, now in pairwise(steps):
         own = told[now.step, "correction"]
         expected = [moved(now, last, head, SOME) for head in range(H)]
         assert own.heads_H.tolist() == expected
