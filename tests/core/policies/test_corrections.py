@@ -195,8 +195,8 @@ def test_a_corrected_head_does_not_mind_what_the_others_select(heads: Path):
 def test_reads_are_counted_as_the_positions_say(heads: Path, kind: Any):
     """A layer counts by its share of heads that read everything.
 
-    Where a sliding window leaves fewer candidates than the budget, heads that have selected at different steps
-    have memories of different sizes, and the count takes the largest.
+    Where a sliding window leaves fewer candidates than the budget, heads that have selected at different
+    steps have memories of different sizes, and the count takes the largest.
     """
     found = run(heads, *kind)
     for request, prompt in enumerate(PROMPTS):
