@@ -53,7 +53,12 @@ def refresh(
     """
     run = layer.run
     sink = run.policy.config.sink
-    empty = [run.requests[row].recent_start == run.requests[row].sink(sink) for row in rows]
+    empty = [
+        # what is selected for the next step may be what leaves the recent segment then
+        run.requests[row].recent_start == run.requests[row].sink(sink)
+        and not run.policy.selects_next
+        for row in rows
+    ]
     if not any(empty):
         context = layer_context(layer, rows, query_RHGWD, logits, log_sum_RHGW)
         selection = run.policy.select_after(context)

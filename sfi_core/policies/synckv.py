@@ -4,13 +4,15 @@ Every `stride` steps the representatives (R-heads) attend to everything and choo
 cluster (anticipation); between these steps the other heads (NR-heads) read what was chosen (suspension).
 Heads are KV heads; a KV head's attention is the maximum over its query heads (Appendix B.1).
 
-Paper gap: NR-heads read the sets of their own cluster (Sec. 4.4); line 23 of Algorithm 1 unites those of all
-clusters. Paper gap: the dynamic set is chosen outside the static one, so that both together have `budget`
-positions. Paper gap: sink and recent tokens are kept as in every policy here; the paper does not say how
-tokens are read that were generated since the last anticipation.
+Paper gap: NR-heads read the sets of their own cluster (Sec. 4.4); Algorithm 1, line 23, unites all clusters'.
+Paper gap: the dynamic set is chosen outside the static one, so that both together have `budget` positions.
+Paper gap: where the prompt has fewer candidates than the static share, the dynamic set gets the rest.
+Paper gap: sink and recent tokens are kept as in every policy here; the paper does not say how tokens that
+were generated since the last anticipation are read.
 """
 
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 
 import torch
 
@@ -36,7 +38,10 @@ class SyncKV(Policy):
         super().__init__(config, trigger, layers)
         own = self.config.synckv
         self.leaders = Leaders(own.heads, "synckv.heads", own.representatives)
-        self.dynamic = int((1 - own.static) * self.config.budget)  # k_dyn of Eq. 6
+        share = 1 - Fraction(
+            str(own.static)
+        )  # as written: 1 - 0.9 is less than 0.1 in floating point
+        self.dynamic = int(share * self.config.budget)  # k_dyn of Eq. 6
 
     @classmethod
     def adapt(cls, config: SfiConfig) -> SfiConfig:
@@ -83,7 +88,8 @@ class SyncKV(Policy):
         best: Callable[[torch.Tensor, int], torch.Tensor] = top_k.on(context.backend)
         if context.states[at].step == 0:
             first_RK = best(score_RT[None], K)[0]
-            static = self.config.budget - self.dynamic
+            candidates = state.recent_start - state.sink(self.config.sink)
+            static = min(self.config.budget - self.dynamic, candidates)
             note["static"] = best(score_RT[None], static)[0] if static else first_RK[:, :0]
             return first_RK
         static_RK = note.get("static", torch.empty(len(score_RT), 0, dtype=torch.int32)).long()

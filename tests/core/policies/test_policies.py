@@ -34,6 +34,14 @@ CONFIG = SfiConfig(
     cosine_threshold=1.0,  # refreshkv then refreshes at every stride
     trigger_delay=0,
     trigger_token_ids=tuple(range(0, 96, 5)),
+).replace(
+    freekv={"page": 4},
+    synckv={
+        "heads": "even",
+        "representatives": 1,
+        "stride": T_MAX + 1,
+        "suspension": "sparse",  # test_synckv.py has heads that read everything
+    },
 )
 MODES = ["anchored", "sliding"]
 # the other policies have one mode: their runs are the same in both, as a test below counts
@@ -71,9 +79,9 @@ def sink_of(request: int) -> int:
     return min(SINK, len(PROMPTS[request]))
 
 
-def candidates(event: SelectionEvent) -> range:
+def candidates(event: SelectionEvent, ahead: int = 0) -> range:
     """J at a refresh, from the prompt's length alone: sliding or slow, it ends `recent` tokens ago."""
-    length = len(PROMPTS[event.request]) + event.step
+    length = len(PROMPTS[event.request]) + event.step + ahead
     sink = sink_of(event.request)
     return range(sink, max(sink, length - RECENT))
 
@@ -111,7 +119,9 @@ def test_selected_positions_are_candidates_ascending_and_unique(
 ):
     _, observer = complete(policy, mode)
     for event in observer.selections:
-        allowed = candidates(event)
+        # what serves the next step is selected among what has left the window by then
+        ahead = policy == "freekv" and event.reason != "correction"
+        allowed = candidates(event, int(ahead))
         index = event.index_HK.tolist()
         if not selects(policy, event):
             assert index == [[], []]
@@ -377,10 +387,12 @@ def test_oracle_top_k_selects_anew_at_every_step(complete: Any):
         ("tova", (False, False), ("", "")),
         ("quest", (False, False), ("", "")),
         ("tidaldecode", (False, False), ("", "")),
+        ("freekv", (False, False), ("", "")),
+        ("synckv", (False, True), ("", "anticipation")),
     ],
 )
 def test_each_request_of_a_batch_decides_alone(policy: str, slow: tuple, reasons: tuple):
-    requests = [RequestState(step=0, tokens=[5]), RequestState(step=0, tokens=[6])]
+    requests = [RequestState(step=0, tokens=[5]), RequestState(step=T_MAX, tokens=[6])]
     plan = make(policy).plan(StepContext(requests))
     assert (plan.slow_B, plan.reason_B) == (slow, reasons)
 

@@ -129,6 +129,33 @@ def test_the_query_is_read_however_short_the_prompt(prompt: int, sliding: bool):
         assert state.sink(SINK) <= state.recent_start < state.length
 
 
+def test_a_step_whose_heads_differ_reads_the_share_of_each_kind():
+    """5 layers, one left dense; 1.5 layers' worth of the other heads read everything."""
+    state = prefilled(40)  # the recent segment begins at 32
+    state.note_packed(SINK, 6)
+    state.begin(slow=False, reason="", new_tokens=1)
+    state.move_recent(SINK, RECENT, sliding=False)
+    assert state.attended(5, 1) == (41 + 4 * (SINK + 6 + 9)) / 5
+    assert state.attended(5, 1, 1.5) == (2.5 * 41 + 2.5 * (SINK + 6 + 9)) / 5
+    state.begin(slow=True, reason="t_max", new_tokens=1)
+    state.move_recent(SINK, RECENT, sliding=False)
+    assert (state.recent_start, state.read_start) == (34, 32)
+    state.note_packed(SINK, 3)  # what the step has selected is read from the next one on
+    assert state.attended(5, 1) == 42
+    assert state.attended(5, 1, 1.5) == (2.5 * 42 + 2.5 * (SINK + 6 + 10)) / 5
+
+
+def test_what_is_selected_ahead_counts_from_the_next_step_on():
+    """One more token has left the recent segment by then."""
+    state = prefilled(SINK + RECENT)
+    state.note_packed(SINK, 6)
+    assert state.packed_tokens == SINK
+    state.note_packed(SINK, 6, ahead=True)
+    assert state.packed_tokens == SINK
+    state.begin(slow=False, reason="", new_tokens=1)
+    assert state.packed_tokens == SINK + 1
+
+
 @dataclass
 class Refreshed:
     """A request at some step of a random run, with what its last slow step knew."""

@@ -1,0 +1,189 @@
+"""SyncKV's rules (Sec. 4 and Algorithm 1), each from a run's own keys and queries."""
+
+import math
+from fractions import Fraction
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sfi_core.errors import ConfigError, InputError
+from sfi_core.policies.head_clusters import HeadClusters
+from sfi_core.policies.leaders import Leaders
+from sfi_core.policies.synckv import SyncKV
+from sfi_core.settings.config import SfiConfig
+from sfi_core.triggers.trigger import Trigger
+from tests.watched import (
+    LAYERS,
+    H,
+    Seen,
+    Watched,
+    assert_reads_counted,
+    best_of,
+    prompt_of,
+    watched,
+)
+
+SINK, RECENT, BUDGET, STRIDE, NEW = 2, 5, 10, 3, 12
+PROMPTS = [prompt_of(length) for length in (41, 10, 7, 1)]
+LEADERS = {0: (2, 1, 2, 1), 1: (1, 1, 1, 3)}
+CLUSTERS = HeadClusters(
+    model_digest="",
+    cluster_of={0: (0, 1, 0, 1), 1: (0, 0, 0, 1)},
+    representatives={0: (2, 1), 1: (1, 3)},
+)
+CONFIG = SfiConfig(
+    slow_start=1, span=0, sink=SINK, recent=RECENT, budget=BUDGET, trigger_policy="never"
+)
+KINDS = [("dense", 0.5), ("sparse", 0.5), ("dense", 0.0), ("sparse", 1.0), ("sparse", 0.9)]
+
+
+@pytest.fixture(scope="module")
+def heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("heads") / "heads.json"
+    CLUSTERS.save(path)
+    return path
+
+
+@cache
+def run(heads: Path, suspension: str, rho: float) -> Watched:
+    own = {"heads": str(heads), "suspension": suspension, "static": rho, "stride": STRIDE}
+    return watched(PROMPTS, CONFIG.replace(synckv=own), "synckv", NEW)
+
+
+def attention(seen: Seen, head: int) -> list[float]:
+    """Eq. 5 over the head's whole history; the maximum over the query heads of a KV head (Appendix B.1)."""
+    share = [query.softmax(-1).tolist() for query in seen.logits_HGT[head]]
+    return [max(own) for own in zip(*share, strict=True)]
+
+
+def sets_of_a_cluster(steps: list[Seen], leader: int, rho: float, sink: int) -> list[list[int]]:
+    """I_S and I_D together after each step (Eqs. 3, 4 and 6; Algorithm 1, lines 15-16 and 26-35)."""
+    most_static = BUDGET - math.floor((1 - Fraction(str(rho))) * BUDGET)
+    static: list[int] = []
+    rows: list[list[int]] = []
+    for seen in steps:
+        score, candidates = attention(seen, leader), range(sink, max(sink, seen.tokens - RECENT))
+        if seen.step == 0:
+            rows.append(best_of(score, candidates, BUDGET))
+            static = best_of(score, candidates, most_static)
+        elif seen.step % STRIDE:
+            rows.append(rows[-1])
+        else:
+            spare = [j for j in candidates if j not in static]
+            rows.append(sorted([*static, *best_of(score, spare, BUDGET - len(static))]))
+    return rows
+
+
+def reads(found: Watched, request: int, layer: int, suspension: str, rho: float) -> list[Any]:
+    """Say what each step's heads read (Algorithm 1, lines 22-24)."""
+    steps, sink = found.seen[request, layer], min(SINK, len(PROMPTS[request]))
+    sets = {leader: sets_of_a_cluster(steps, leader, rho, sink) for leader in LEADERS[layer]}
+    anticipated, rows = steps[0], []
+    for now in steps[1:]:
+        whole = suspension == "dense" or now.step % STRIDE == 0
+        since = range(max(sink, anticipated.tokens - RECENT), now.tokens)
+        rows.append(
+            [
+                range(now.tokens)
+                if whole and head == leader
+                else [*range(sink), *sets[leader][now.step - 1], *since]
+                for head, leader in enumerate(LEADERS[layer])
+            ]
+        )
+        anticipated = now if now.step % STRIDE == 0 else anticipated
+    return rows
+
+
+@pytest.mark.parametrize("request_", range(len(PROMPTS)))
+@pytest.mark.parametrize(("suspension", "rho"), KINDS)
+def test_heads_read_the_sets_that_their_representative_chose(
+    heads: Path, suspension: str, rho: float, request_: int
+):
+    """What the attention returned is attention to these positions, head by head and step by step."""
+    found = run(heads, suspension, rho)
+    for layer in LAYERS:
+        rows = reads(found, request_, layer, suspension, rho)
+        for now, read in zip(found.seen[request_, layer][1:], rows, strict=True):
+            now.assert_read(read)
+            assert now.slow == (now.step % STRIDE == 0)
+
+
+@pytest.mark.parametrize(("suspension", "rho"), KINDS)
+def test_selections_are_the_static_and_the_dynamic_set(heads: Path, suspension: str, rho: float):
+    """Every head's is its representative's; the prompt's last query and the anticipations select."""
+    found = run(heads, suspension, rho)
+    for request, prompt in enumerate(PROMPTS):
+        told = {(e.step, e.layer): e for e in found.observer.selections if e.request == request}
+        assert sorted(told) == [(t, layer) for t in range(0, NEW, STRIDE) for layer in LAYERS]
+        for (step, layer), event in told.items():
+            sink, steps = min(SINK, len(prompt)), found.seen[request, layer]
+            index = [[j for j in own if j >= 0] for own in event.index_HK.tolist()]
+            expected = [
+                sets_of_a_cluster(steps, leader, rho, sink)[step] for leader in LEADERS[layer]
+            ]
+            assert index == expected, (step, layer)
+
+
+def test_the_static_share_decides_what_changes(heads: Path):
+    """So that the tests above see sets that move, and sets that stay."""
+    moves = {}
+    for suspension, rho in KINDS:
+        chosen = [
+            event.index_HK.tolist()
+            for event in run(heads, suspension, rho).observer.selections
+            if (event.request, event.layer) == (0, 1)
+        ]
+        moves[rho] = len({str(one) for one in chosen})
+    assert moves[1.0] == 1
+    assert min(moves[0.0], moves[0.5]) > 2
+
+
+@pytest.mark.parametrize(("suspension", "rho"), KINDS[:2])
+def test_reads_are_counted_as_the_positions_say(heads: Path, suspension: str, rho: float):
+    """A layer counts by its share of heads that read everything."""
+    found = run(heads, suspension, rho)
+    for request in range(len(PROMPTS)):
+        read = {}
+        for layer in LAYERS:
+            rows = reads(found, request, layer, suspension, rho)
+            read |= {(step, layer): own for step, own in enumerate(rows, 1)}
+        assert_reads_counted(found, request, read)
+
+
+def test_even_splits_neighbors_and_takes_each_group_s_first_head():
+    by_count = {count: Leaders("even", "synckv.heads", count).of(0, 8) for count in (1, 2, 3, 8)}
+    assert by_count[1] == (0,) * 8
+    assert by_count[2] == (0, 0, 0, 0, 4, 4, 4, 4)
+    assert by_count[8] == tuple(range(8))
+    for leader in set(by_count[3]):
+        group = [head for head in range(8) if by_count[3][head] == leader]
+        assert (group[0], group) == (leader, list(range(leader, leader + len(group))))
+    assert len(set(by_count[3])) == 3
+
+
+def make(heads: str | None, **own: Any) -> SyncKV:
+    config = CONFIG.replace(synckv={"heads": heads, **own})
+    return SyncKV(config, Trigger(frozenset(), config), LAYERS)
+
+
+def test_without_a_head_file_it_says_how_to_make_one():
+    with pytest.raises(
+        ConfigError, match=r"^synckv.heads must be .*, got none; .*`sfi tune heads`"
+    ):
+        make(None)
+
+
+def test_more_representatives_than_heads_are_refused():
+    config = CONFIG.replace(synckv={"heads": "even", "representatives": 5})
+    with pytest.raises(ConfigError) as caught:
+        watched([prompt_of(20)], config, "synckv", 3)
+    assert str(caught.value) == f"representatives must be at most the layer's {H} KV heads, got 5"
+
+
+def test_a_damaged_head_file_is_named(tmp_path: Path):
+    path = tmp_path / "heads.json"
+    path.write_text(CLUSTERS.text()[:50], encoding="utf-8")
+    with pytest.raises(InputError, match=rf"^head file {path} is damaged: "):
+        make(str(path))
