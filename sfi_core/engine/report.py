@@ -135,6 +135,7 @@ class TierReport:
         store, meter = run.store, run.meter
         if not isinstance(store, TwoTierStore):
             return None
+        store.side.join()  # recalls for a next step may be under way
         segments = sum(segment.nbytes for segment in run.segments.values())
         notes = sum(map(_nbytes, run.notes.values()))
         recalled = meter.recalled_bytes

@@ -243,20 +243,25 @@ class Run:
         return self.segments[layer]
 
     def note_recall(self, layer: int, rows: Sequence[int], brought: Recall) -> None:
-        """Count what a layer's selection brought from the host's tier, and tell the observer."""
-        self.meter.count_recall(self.step, brought)
-        for place, row in enumerate(rows):
-            state = self.requests[row]
-            self.observer.on(
-                RecallEvent(
-                    request=state.request,
-                    step=state.step,
-                    layer=layer,
-                    rows_H=brought.rows_RH[place],
-                    row_bytes=brought.row_bytes,
-                    waited_us=brought.waited * 1e6 / len(rows),
+        """Count what a layer's selection brings from the host, and tell the observer, once it is there."""
+        batch_step = self.step
+        steps = [(self.requests[row].request, self.requests[row].step) for row in rows]
+
+        def job() -> None:
+            self.meter.count_recall(batch_step, brought)
+            for place, (request, step) in enumerate(steps):
+                self.observer.on(
+                    RecallEvent(
+                        request=request,
+                        step=step,
+                        layer=layer,
+                        rows_H=brought.rows_RH[place],
+                        row_bytes=brought.row_bytes,
+                        waited_us=brought.waited * 1e6 / len(steps),
+                    )
                 )
-            )
+
+        brought.then(job)
 
     def rows(self, rows: tuple[int, ...]) -> Rows:
         """Return what the layers need to refresh some requests; made once for all layers of the pass."""

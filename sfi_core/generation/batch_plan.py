@@ -72,7 +72,7 @@ def plan_batch(
         if free is None:
             return wanted
         return largest_batch(
-            lambda b: session.forecast(b, *sizes).needed_bytes, wanted, share * free
+            lambda b: session.forecast(b, *sizes, max(limits)).needed_bytes, wanted, share * free
         )
 
     fits = session.ranks.least(fitting(1.0))
@@ -81,7 +81,7 @@ def plan_batch(
         slots = 1  # the message on one request says the most
     elif shared is None and max_batch is None and fits < wanted:
         slots = max(1, session.ranks.least(fitting(SHARE)))
-    expected = session.forecast(slots, *sizes)
+    expected = session.forecast(slots, *sizes, max(limits))
     with session.ranks.agreed():
         if slots > fits:
             check_fits(expected, device, f"max_batch to {fits}" if max_batch and fits else None)

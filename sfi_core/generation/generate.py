@@ -166,7 +166,7 @@ def generate(
         ids_BT, mask_BT = left_pad(rows[: plan.slots], model.device)
         decoder = Decoder(
             session=session, ids_BT=ids_BT, mask_BT=mask_BT, capacity=plan.capacity, stop_ids=stop,
-            chunk=prefill_chunk, requests=len(rows), shared=shared,
+            chunk=prefill_chunk, requests=len(rows), generated=max(limits), shared=shared,
             on_prefill=on_prefill or nothing_to_tell,
         )  # fmt: skip
         if seed is None:

@@ -1,10 +1,10 @@
 """The memory of a two-tier KV cache: every key and value in host memory, what a step reads on the device.
 
-Nothing here runs a model or allocates. The sizes are those of the store: pages of all KV heads, K and V.
+Nothing here runs a model or allocates. The sizes are those of `TwoTierStore`, on either backend.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -12,10 +12,10 @@ from sfi_core.errors import ConfigError
 from sfi_core.models.forecast import FLOAT32
 from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.device_budget import DeviceBudget
-from sfi_core.state.host_stream import block_tokens
+from sfi_core.state.host_stream import BUFFERS, block_tokens
 from sfi_core.state.layer_shape import LayerShape
 
-BUFFERS = 2  # one is read while the other fills
+INT32 = 4
 EXTREMES = 2  # vectors of a page summary: lowest and highest of each channel
 
 
@@ -27,8 +27,9 @@ class TwoTierBytes:
         device_bytes: On the device, the sum of `parts`.
         host_bytes: In host memory: every layer's keys and values, rounded up to pages.
         parts: Bytes on the device by purpose: `ring`, the pages of the recent tokens; `packed`, the sink and
-            selected rows; `scratch`, where recalled rows arrive; `norms` of the keys; `summaries` of pages;
-            `stream`, the buffers of dense reads; `resident`, the layers and heads that are not offloaded.
+            selected rows; `scratch`, where recalled rows of one request arrive; `norms` of the keys; `notes`,
+            what a policy keeps, above all summaries of pages; `stream`, the buffers of dense reads;
+            `resident`, the heads that never leave the device.
     """
 
     device_bytes: int
@@ -45,57 +46,65 @@ def two_tier_bytes(
     page: int,
     longest_recent: int,
     selects: bool,
-    norms: bool = False,
     summary_page: int = 0,
-    resident_layers: Collection[int] = (),
-    resident_heads: int = 0,
+    resident: Callable[[int, int], Sequence[int]] | None = None,
 ) -> TwoTierBytes:
     """Add up the bytes of a two-tier KV cache; layers with a sliding window are left out.
 
     Args:
         layers: The shape of every layer.
-        config: Sink and budget.
+        config: Sink, budget, and the layers left dense, which have no packed segment and no notes.
         batch: Requests.
         capacity: Tokens that a request may reach.
         page: Tokens of a page of the store.
         longest_recent: The most recent tokens that a step reads.
         selects: Whether the policy selects at all.
-        norms: Whether the policy's Selector needs key norms.
         summary_page: Tokens of a page of Quest's or FreeKV's summaries; 0 for a policy without.
-        resident_layers: Layers whose whole cache stays on the device, as those left dense do; they have no
-            other part.
-        resident_heads: KV heads of every other layer whose whole cache stays on the device beside what all
-            heads have: SyncKV's representatives (Sec. 4.2).
+        resident: Says, for a layer and its number of KV heads, which heads stay on the device beside what all
+            heads have, as `Policy.resident_heads` does; None for none.
     """
-    full = [layer for layer in layers if layer.window is None]
-    tiered = [
-        layer
-        for index, layer in enumerate(layers)
-        if layer.window is None and index not in resident_layers
-    ]
+    full = {index: layer for index, layer in enumerate(layers) if layer.window is None}
+    sparse = [layer for index, layer in full.items() if index not in config.dense_layers]
     pages = -(-capacity // page)
-    rows = config.sink + (min(config.budget, capacity) if selects else 0)
-    row, widest = _row_bytes(tiered), max((layer.row_bytes for layer in tiered), default=0)
-    heads = sum(layer.heads for layer in tiered)
-    representatives = (replace(each, heads=min(resident_heads, each.heads)) for each in tiered)
-    kept = _row_bytes(full) - row + _row_bytes(representatives)
-    channels = sum(layer.heads * layer.key_width for layer in tiered)
-    summaries = -(-capacity // summary_page) if summary_page else 0
-    per_request = {
-        "ring": row * ring_pages(longest_recent, page) * page,
-        "packed": row * rows,
-        "scratch": BUFFERS * widest * rows,
-        "norms": FLOAT32 * heads * pages * page if norms else 0,
-        "summaries": EXTREMES * FLOAT32 * channels * summaries,
-        "stream": BUFFERS * block_tokens(pages * page, page) * widest / batch,
-        "resident": kept * pages * page,
+    ring = min(ring_pages(longest_recent, page), pages) * page
+    rows = config.sink + (min(config.budget, pages * page) if selects else 0)
+    packed = [_packed_bytes(layer, rows) for layer in sparse]
+    kept = sum(
+        layer.row_bytes // layer.heads * len(resident(index, layer.heads)) if resident else 0
+        for index, layer in full.items()
+    )
+    noted = (_note_bytes(layer, config, capacity, summary_page) for layer in sparse)
+    parts = {
+        "ring": batch
+        * ring
+        * sum(layer.row_bytes + FLOAT32 * layer.heads for layer in full.values()),
+        "packed": batch * sum(packed),
+        "scratch": max(packed, default=0),
+        "norms": batch * FLOAT32 * pages * page * sum(layer.heads for layer in full.values()),
+        "notes": batch * sum(noted) if selects else 0,
+        "stream": BUFFERS
+        * block_tokens(pages * page, page)
+        * max((layer.row_bytes for layer in full.values()), default=0),
+        "resident": batch * pages * page * kept,
     }
-    parts = {name: round(batch * size) for name, size in per_request.items()}
     return TwoTierBytes(
         device_bytes=sum(parts.values()),
-        host_bytes=batch * _row_bytes(full) * pages * page,
+        host_bytes=batch * pages * page * sum(layer.row_bytes for layer in full.values()),
         parts=MappingProxyType(parts),
     )
+
+
+def _packed_bytes(layer: LayerShape, rows: int) -> int:
+    # rows with their positions, and how many count
+    return rows * (layer.row_bytes + INT32 * layer.heads) + INT32 * layer.heads
+
+
+def _note_bytes(layer: LayerShape, config: SfiConfig, capacity: int, summary_page: int) -> int:
+    # of a request: extremes and score of each page, the last query, and SyncKV's static set
+    pages = -(-capacity // summary_page) if summary_page else 0
+    summary = FLOAT32 * layer.heads * (EXTREMES * layer.key_width + 1)
+    query = layer.query_heads * layer.key_width * layer.itemsize
+    return pages * summary + query + INT32 * layer.heads * min(config.budget, capacity)
 
 
 def ring_pages(longest_recent: int, page: int) -> int:
@@ -143,7 +152,3 @@ def check_device_budget(budget: DeviceBudget, expected: TwoTierBytes, least_byte
             f"kv_device_budget must hold the longest recent window, {expected.device_bytes} bytes, got "
             f"{allowed}; raise --kv-device-budget, lower t_max, or take recent_mode=sliding"
         )
-
-
-def _row_bytes(layers: Iterable[LayerShape]) -> int:
-    return sum(layer.row_bytes for layer in layers)

@@ -1,6 +1,9 @@
-"""Reading pages of the host's tier block by block: one is copied to the device while the one before is read."""
+"""The link between the tiers: complete pages to the host, and blocks of pages back for dense reads.
 
-from collections.abc import Iterator
+A block is copied to the device while the one before is read.
+"""
+
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -19,20 +22,43 @@ def block_tokens(capacity: int, page: int) -> int:
 
 
 class HostStream:
-    """Two buffers on the device that blocks of all layers pass through.
+    """Two buffers on the device that blocks of all layers pass through, and the pages on their way out.
 
     Attributes:
         block: Tokens of a block.
         side: Copies.
+        device: Where the buffers are.
         buffers: The buffers; empty before the first block.
-        copied_bytes: Bytes that went through.
+        copied_bytes: Bytes that went through the buffers.
+        offloaded_bytes: Bytes that went to the host.
     """
 
-    def __init__(self, side: Side, block: int) -> None:
+    def __init__(self, side: Side, block: int, device: torch.device | None = None) -> None:
         self.side, self.block = side, block
         self.buffers: list[torch.Tensor] = []
-        self.copied_bytes = 0
-        self.device = torch.device("cpu")
+        self.copied_bytes = self.offloaded_bytes = 0
+        self.device = device or torch.device("cpu")
+        self._leaving: dict[int, Sequence[tuple[int, torch.Tensor]]] = {}
+
+    def offload(
+        self, place: int, host: HostTier, complete: Sequence[tuple[int, torch.Tensor]]
+    ) -> None:
+        """Copy pages to the host.
+
+        Args:
+            place: Of the side; the pages are kept until the next ones of this place.
+            host: The layer's pages.
+            complete: First host page, and the pages from there on in the host's layout.
+        """
+
+        def job() -> None:
+            for first, pages in complete:
+                host.host_PHX[first : first + len(pages)].copy_(pages, non_blocking=True)
+
+        self.side.wait(place)
+        self.side.run(place, job)
+        self._leaving[place] = complete
+        self.offloaded_bytes += sum(pages.nbytes for _, pages in complete)
 
     def blocks(
         self, host: HostTier, first: int, pages: int, head: int | None = None
@@ -66,9 +92,13 @@ class HostStream:
         stage = self._buffer(at, size * source[0].numel(), source.dtype)[: pages.numel()]
         stage = stage.view(pages.shape)
         self.side.wait(place)
+        # strided pages one by one: PyTorch would gather them in host memory now, before earlier jobs are done
+        whole = pages.is_contiguous()
+        parts = [(stage, pages)] if whole else list(zip(stage, pages, strict=True))
 
         def job() -> None:
-            stage.copy_(pages, non_blocking=True)
+            for to, part in parts:
+                to.copy_(part, non_blocking=True)
 
         self.side.run(place, job)
         self.copied_bytes += stage.nbytes

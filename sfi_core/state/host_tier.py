@@ -44,17 +44,26 @@ class HostTier:
 
     def split(self, page_PHX: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return views of the keys and values of pages in this layout, [P, H, N, D] and [P, H, N, E]."""
-        N = self.page_size
-        key, value = page_PHX.split([N * self.width, N * self.value_width], -1)
-        return key.unflatten(-1, (N, -1)), value.unflatten(-1, (N, -1))
+        P, H, _ = page_PHX.shape
+        N, keys = self.page_size, self.page_size * self.width
+        key, value = page_PHX[..., :keys], page_PHX[..., keys:]
+        return key.view(P, H, N, self.width), value.view(P, H, N, self.value_width)
 
     def joined(self, key_HTD: torch.Tensor, value_HTE: torch.Tensor) -> torch.Tensor:
         """Return complete pages of some tokens in this layout, on the tokens' device."""
+        H, T, _ = key_HTD.shape
         parts = [
-            rows_HTX.unflatten(1, (-1, self.page_size)).transpose(0, 1).flatten(2)
+            rows_HTX.reshape(H, T // self.page_size, -1).transpose(0, 1)
             for rows_HTX in (key_HTD, value_HTE)
         ]
         return torch.cat(parts, -1)
+
+    def copy(self) -> "HostTier":
+        """Return a tier of its own with the same pages, once the device has brought all of them."""
+        own = self.host_PHX
+        if own.is_pinned():
+            torch.cuda.synchronize()
+        return self.over(torch.empty_like(own, pin_memory=own.is_pinned()).copy_(own))
 
     def over(self, host_PHX: torch.Tensor) -> "HostTier":
         """Return a tier over other pages of this layout."""

@@ -1,6 +1,6 @@
 """What the engine asks of a KV store, wherever its keys and values lie."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -8,6 +8,7 @@ import torch
 
 from sfi_core.state.layer_pages import LayerPages
 from sfi_core.state.packed_segment import PackedSegment
+from sfi_core.state.side import Job
 
 
 @dataclass(slots=True)
@@ -15,14 +16,17 @@ class Recall:
     """What a recall brought to the device.
 
     Attributes:
-        rows_RH: Rows that came from the host, by refreshed request and KV head, int32, on the device.
+        rows_RH: Rows that came from the host, by refreshed request and KV head, int32, on the device; counted
+            once the rows are there.
         row_bytes: Bytes of one, key and value.
         waited: Seconds that the step waited for the rows; 0 where they come beside it.
+        then: Runs a job once the rows are there, where they come: beside the step or in it.
     """
 
     rows_RH: torch.Tensor
     row_bytes: int
     waited: float
+    then: Callable[[Job], None]
 
 
 class KVStore(Protocol):
@@ -38,8 +42,8 @@ class KVStore(Protocol):
         page_size: Tokens of a page.
         block_table_BP: Page numbers of each request, int32.
         heads: KV heads of a layer; 1 while no layer is known.
-        whole_on_device: Whether `pages` hold every token; otherwise only the recent ones, and the whole is read
-            by `blocks`.
+        whole_on_device: Whether `pages` hold every token; otherwise only the recent ones, and the whole
+            is read by `blocks`.
     """
 
     batch: int

@@ -1,7 +1,7 @@
 """One layer of a two-tier KV store: what lies on the device, and the host's pages."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
@@ -21,7 +21,6 @@ class Tiers:
         resident: KV heads that are never offloaded.
         key_BRTD: Their keys.
         value_BRTE: Their values.
-        offloading: Pages on their way to the host, kept until the next ones.
     """
 
     ring: LayerPages
@@ -30,7 +29,6 @@ class Tiers:
     resident: tuple[int, ...]
     key_BRTD: torch.Tensor
     value_BRTE: torch.Tensor
-    offloading: list[torch.Tensor] = field(default_factory=list)
 
     @classmethod
     def allocate(
@@ -65,7 +63,7 @@ class Tiers:
             ),
             host=HostTier(host, page_size, key, value),
             norm_BHT=key.new_empty(batch, H, capacity, dtype=torch.float32),
-            resident=tuple(resident),
+            resident=tuple(sorted(resident)),
             key_BRTD=key.new_empty(batch, len(resident), capacity, key.shape[3]),
             value_BRTE=value.new_empty(batch, len(resident), capacity, value.shape[3]),
         )
@@ -96,7 +94,7 @@ class Tiers:
         """Return the pages that new tokens complete, in the host's layout.
 
         Args:
-            ring_page: The ring page that holds the tokens before `start` of the first page, not yet written to.
+            ring_page: The ring page that holds the first page's tokens before `start`, not yet written to.
             start: Position of the first new token.
             key_HTD: The new keys.
             value_HTE: The new values.
@@ -109,16 +107,31 @@ class Tiers:
         whole = key_HTD.shape[1] // N * N
         return self.host.joined(key_HTD[:, :whole], value_HTE[:, :whole])
 
+    def unfinished(self, ring_page: int) -> torch.Tensor:
+        """Return a page that is being written, in the host's layout."""
+        key_HND, value_HNE = (pages[ring_page] for pages in self.ring.tensors[:2])
+        return self.host.joined(key_HND, value_HNE)
+
+    def kept(
+        self, row: int, length: int, head: int | None
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return a request's keys and values of one head, or all, if those never leave the device."""
+        heads = tuple(range(self.norm_BHT.shape[1])) if head is None else (head,)
+        if not set(heads) <= set(self.resident):
+            return None
+        place = self.resident.index(heads[0])
+        one, own = slice(row, row + 1), slice(place, place + len(heads))
+        return self.key_BRTD[one, own, :length], self.value_BRTE[one, own, :length]
+
     def copy(self) -> "Tiers":
         """Return tiers of their own with the same tokens."""
         return replace(
             self,
             ring=LayerPages(*(tensor.clone() for tensor in self.ring.tensors)),
-            host=self.host.over(self.host.host_PHX.clone()),
+            host=self.host.copy(),
             norm_BHT=self.norm_BHT.clone(),
             key_BRTD=self.key_BRTD.clone(),
             value_BRTE=self.value_BRTE.clone(),
-            offloading=[],
         )
 
     def row(self, row: int, ring_pages: int, host_pages: int) -> "Tiers":
@@ -133,5 +146,4 @@ class Tiers:
             norm_BHT=self.norm_BHT[one],
             key_BRTD=self.key_BRTD[one],
             value_BRTE=self.value_BRTE[one],
-            offloading=[],
         )

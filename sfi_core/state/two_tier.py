@@ -13,6 +13,7 @@ same code copies.
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from time import perf_counter
 
 import torch
@@ -22,12 +23,12 @@ from sfi_core.state.host_stream import HostStream, block_tokens
 from sfi_core.state.kv_store import Recall
 from sfi_core.state.layer_pages import LayerPages
 from sfi_core.state.packed_segment import PackedSegment
-from sfi_core.state.side import InOrder, Side
+from sfi_core.state.recall_scratch import RecallScratch
+from sfi_core.state.side import InOrder, Job, Side
 from sfi_core.state.tiers import Tiers
 from sfi_kernels.append import append
 from sfi_kernels.recall import recall
 from sfi_kernels.step_descriptor import sent
-
 
 
 class TwoTierStore:
@@ -40,8 +41,7 @@ class TwoTierStore:
         host_table_BP: Host pages of the same, int32.
         side: Runs offloads and recalls.
         layers: Tiers by layer.
-        stream: Copies blocks of the host's pages for dense reads.
-        offloaded_bytes: Bytes that went to the host.
+        stream: Takes pages to the host, and brings blocks of them for dense reads.
     """
 
     whole_on_device = False
@@ -55,7 +55,7 @@ class TwoTierStore:
         ring_pages: int,
         backend: str = "torch",
         side: Side | None = None,
-        resident: Callable[[int, int], Sequence[int]] = lambda layer, heads: (),
+        resident: Callable[[int, int], Sequence[int]] | None = None,
     ) -> None:
         """Plan for `capacity` tokens in each of `batch` requests.
 
@@ -66,7 +66,8 @@ class TwoTierStore:
             ring_pages: Pages on the device of each request; they must hold the recent tokens.
             backend: What appends and recalls: "torch" or "triton".
             side: Runs offloads and recalls; None runs them in order.
-            resident: Says, for a layer and its number of KV heads, which heads stay on the device.
+            resident: Says, for a layer and its number of KV heads, which heads stay on the device;
+                None for none.
         """
         self.batch, self.backend, self.page_size = batch, backend, page_size
         self.pages_per_request = -(-capacity // page_size)
@@ -77,9 +78,11 @@ class TwoTierStore:
         self.host_table_BP = (row_B1 * self.pages_per_request + page_P).int()
         self.side = side or InOrder()
         self.layers: dict[int, Tiers] = {}
-        self.offloaded_bytes = 0
         self._resident = resident
-        self._scratch: list[torch.Tensor] = []
+        self._recalling: dict[
+            int, Job
+        ] = {}  # kept for their tensors: the allocator knows no other stream
+        self._scratch = RecallScratch(self.side)
         self.stream = HostStream(self.side, block_tokens(self.capacity, page_size))
         self._end = [0] * batch  # tokens of each row, as of the last append
 
@@ -92,7 +95,12 @@ class TwoTierStore:
     def device_bytes(self) -> int:
         """Bytes on the device; packed segments and page summaries are not the store's."""
         own = [tensor for tiers in self.layers.values() for tensor in tiers.tensors]
-        return sum(tensor.nbytes for tensor in [*own, *self._scratch, *self.stream.buffers])
+        return self._scratch.nbytes + sum(x.nbytes for x in [*own, *self.stream.buffers])
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """Bytes that went to the host."""
+        return self.stream.offloaded_bytes
 
     @property
     def host_bytes(self) -> int:
@@ -145,7 +153,7 @@ class TwoTierStore:
             key_BHTD, value_BHTE, start_B, count_B, *tiers.ring.tensors, self.block_table_BP
         )
         if complete:
-            self._offload(layer, tiers, complete)
+            self.stream.offload(2 * layer, tiers.host, complete)
         return tiers.ring
 
     def pages(self, layer: int) -> LayerPages:
@@ -160,33 +168,32 @@ class TwoTierStore:
             key_HTD = tiers.ring.key_PHND[page_P].transpose(0, 1).flatten(1, 2)
             skipped = start // N * N
             return key_HTD[None, :, start - skipped : stop - skipped]
-        found = [
-            key[:, :, max(0, start - first) : stop - first]
-            for first, key, _ in self.blocks(layer, row, stop)
-            if first + key.shape[2] > start
-        ]
-        return torch.cat(found, 2)
+        _, H, _, D = tiers.ring.key_PHND.shape
+        key_1HTD = tiers.ring.key_PHND.new_empty(1, H, stop - start, D)
+        for first, key, _ in self.blocks(layer, row, stop):
+            own = key[:, :, max(0, start - first) :]
+            end = first + key.shape[2] - start
+            key_1HTD[:, :, end - own.shape[2] : end] = own
+        return key_1HTD
 
-    def blocks(self, layer: int, row: int, length: int, head: int | None = None) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    def blocks(
+        self, layer: int, row: int, length: int, head: int | None = None
+    ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
         """See `KVStore`: complete pages from the host through two buffers, then the ring's last page."""
         tiers = self.layers[layer]
-        if head in tiers.resident:
-            own = slice(tiers.resident.index(head), tiers.resident.index(head) + 1)
-            key, value = tiers.key_BRTD[row : row + 1, own], tiers.value_BRTE[row : row + 1, own]
-            yield 0, key[:, :, :length], value[:, :, :length]
+        if (whole := tiers.kept(row, length, head)) is not None:
+            yield 0, *whole
             return
-        if head is None and len(tiers.resident) == tiers.norm_BHT.shape[1]:
-            one = slice(row, row + 1)
-            yield 0, tiers.key_BRTD[one, :, :length], tiers.value_BRTE[one, :, :length]
-            return
-        full = length // self.page_size
-        first = row * self.pages_per_request
-        yield from self.stream.blocks(tiers.host, first, full, head)
-        if length > full * self.page_size:
+        N, first = self.page_size, row * self.pages_per_request
+        complete = self._end[row] // N
+        pages = min(-(-length // N), complete)
+        for start, key, value in self.stream.blocks(tiers.host, first, pages, head):
+            yield start, key[:, :, : length - start], value[:, :, : length - start]
+        if length > complete * N:
             heads = slice(None) if head is None else slice(head, head + 1)
-            page, rest = row * self.ring_pages + full % self.ring_pages, length % self.page_size
+            page, rest = row * self.ring_pages + complete % self.ring_pages, length - complete * N
             key, value = (x[page : page + 1, heads, :rest] for x in tiers.ring.tensors[:2])
-            yield full * self.page_size, key, value
+            yield complete * N, key, value
 
     def norms(self, layer: int, rows: Sequence[int], length: int) -> torch.Tensor:
         """See `KVStore`."""
@@ -211,10 +218,13 @@ class TwoTierStore:
         heads_RH: torch.Tensor | None = None,
     ) -> Recall:
         """See `KVStore`: bring what the device lacks from the host, beside the main stream."""
+        tiers, place = self.layers[layer], self._recalls(layer)
+        self.ready(layer)
         segment.reserve(most_sink + index_RHK.shape[2])
-        tiers, R, place = self.layers[layer], len(request_R), self._recalls(layer)
+        self._offload_sinks(layer, tiers, most_sink)
         old = (segment.key_BHSD, segment.value_BHSE, segment.position_BHS, segment.length_BH)
-        into = self._into(old, R)
+        key, value, position, length = self._scratch.like(old, len(request_R))
+        into = (key, value, position, length)
         fetched_RH = index_RHK.new_zeros(index_RHK.shape[:2])
         heads = None if heads_RH is None else heads_RH.int()
 
@@ -236,29 +246,33 @@ class TwoTierStore:
                 target.index_copy_(0, request, source)
 
         began = perf_counter()
-        self.side.wait(place)
         self.side.run(place, job)
+        self._recalling[layer] = job
         waited = perf_counter() - began if isinstance(self.side, InOrder) else 0.0
-        return Recall(fetched_RH, tiers.host.row_bytes, waited)
+        return Recall(fetched_RH, tiers.host.row_bytes, waited, partial(self.side.run, place))
 
     def ready(self, layer: int) -> None:
         """See `KVStore`: wait for the layer's recalls."""
         self.side.wait(self._recalls(layer))
+        self._recalling.pop(layer, None)
 
     def copy(self) -> "TwoTierStore":
         """See `KVStore`."""
         self.side.join()
         other = copy.copy(self)
         other.block_table_BP = self.block_table_BP.clone()
-        other._scratch, other._end = [], list(self._end)
-        other.stream, other.offloaded_bytes = HostStream(self.side, self.stream.block), 0
         other.layers = {layer: tiers.copy() for layer, tiers in self.layers.items()}
+        other.stream = HostStream(self.side, self.stream.block, self.stream.device)
+        scratch = RecallScratch(self.side)
+        other.__dict__.update(_end=list(self._end), _recalling={}, _scratch=scratch)
         return other
 
     def row(self, row: int) -> "TwoTierStore":
-        """See `KVStore`."""
+        """See `KVStore`; what is under way for the row's last request ends first."""
+        self.side.join()
         one = copy.copy(self)
-        one.batch, one._end = 1, [0]
+        one.batch = 1
+        one.__dict__.update(_end=[0])
         one.block_table_BP, one.host_table_BP = self.block_table_BP[:1], self.host_table_BP[:1]
         one.layers = {
             layer: tiers.row(row, self.ring_pages, self.pages_per_request)
@@ -270,37 +284,23 @@ class TwoTierStore:
         for name in ("block_table_BP", "host_table_BP"):
             setattr(self, name, getattr(self, name).to(key.device))
         self.stream.device = key.device
-        resident = tuple(self._resident(layer, key.shape[1]))
+        resident = tuple(self._resident(layer, key.shape[1])) if self._resident else ()
         rows, pages = self.batch * self.ring_pages, self.batch * self.pages_per_request
         return Tiers.allocate(
             key, value, self.page_size, ring=rows, host=pages, batch=self.batch, resident=resident
         )
 
-    def _offload(self, layer: int, tiers: Tiers, complete: list[tuple[int, torch.Tensor]]) -> None:
-        # `complete` has the first host page and the pages in the host's layout
-        def job() -> None:
-            for first, pages in complete:
-                tiers.host.host_PHX[first : first + len(pages)].copy_(pages, non_blocking=True)
-
-        self.side.wait(2 * layer)
-        self.side.run(2 * layer, job)
-        tiers.offloading = [pages for _, pages in complete]
-        self.offloaded_bytes += sum(pages.nbytes for pages in tiers.offloading)
+    def _offload_sinks(self, layer: int, tiers: Tiers, most_sink: int) -> None:
+        # requests so short that sinks lie in the page that is being written
+        N, unfinished = self.page_size, []
+        for row, end in enumerate(self._end):
+            page = end // N
+            if page * N < min(most_sink, end):
+                at = row * self.ring_pages + page % self.ring_pages
+                unfinished.append((row * self.pages_per_request + page, tiers.unfinished(at)))
+        if unfinished:
+            self.stream.offload(2 * layer, tiers.host, unfinished)
 
     @staticmethod
     def _recalls(layer: int) -> int:
         return 2 * layer + 1
-
-    def _into(self, old: tuple[torch.Tensor, ...], rows: int) -> list[torch.Tensor]:
-        # where recalled rows arrive: one for all layers, since recalls come one after the other
-        for at, tensor in enumerate(old):
-            size = rows * tensor[0].numel()
-            if at == len(self._scratch):
-                self._scratch.append(tensor.new_empty(size))
-            elif self._scratch[at].numel() < size:
-                self.side.join()
-                self._scratch[at] = tensor.new_empty(size)
-        return [
-            scratch[: rows * tensor[0].numel()].view(rows, *tensor.shape[1:])
-            for scratch, tensor in zip(self._scratch, old, strict=True)
-        ]

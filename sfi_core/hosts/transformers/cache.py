@@ -94,6 +94,7 @@ class SfiCache(Cache):
         prompt_length: Padded prompt tokens, when known; a piece that ends before them is not step 0.
         stop_ids: Tokens that end a request.
         requests: Requests in all, where some wait for the place of another one; None for those of the batch.
+        generated: The most tokens that a request generates, when known; what `capacity` leaves otherwise.
         run: Made at the first forward pass, when the batch is known.
     """
 
@@ -113,6 +114,7 @@ class SfiCache(Cache):
         )
         self.capacity, self.prompt_length, self.stop_ids = capacity, prompt_length, stop_ids
         self.requests: int | None = None
+        self.generated: int | None = None
         self.run: Run | None = None
 
     @property

@@ -37,6 +37,7 @@ class Decoder:
         stop_ids: Tokens that end a request.
         chunk: Prompt tokens of one forward pass; 0 for all at once.
         requests: Requests in all, where some wait for the row of another one; None for those of the batch.
+        generated: The most tokens that a request generates; None for what `capacity` leaves.
         shared: The prompts, read already or made up; None reads them.
         watchers: Look at every layer of the run.
         on_prefill: Told of the prompt tokens read so far and in all.
@@ -50,6 +51,7 @@ class Decoder:
     stop_ids: frozenset[int] = frozenset()
     chunk: int = 0
     requests: int | None = None
+    generated: int | None = None
     shared: SharedPrompt | None = None
     watchers: tuple[Watcher, ...] = ()
     on_prefill: Callable[[int, int], None] = nothing_to_tell
@@ -67,7 +69,7 @@ class Decoder:
         self._captures = records_steps(session)
         self._wanted = recorder.can_record(model.device) and session.engine.graphs is not False
         self.cache = session.cache(self.capacity, self.ids_BT.shape[1], self.stop_ids)
-        self.cache.requests = self.requests
+        self.cache.requests, self.cache.generated = self.requests, self.generated
         known = inspect.signature(model.forward).parameters
         self._options = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
         self._ragged = bool((self.mask_BT == 0).any())
@@ -132,6 +134,11 @@ class Decoder:
 
     def _begin_with(self, shared: SharedPrompt) -> torch.Tensor:
         session, cache = self.session, self.cache
+        if session.tiers is not None and shared.store.whole_on_device:
+            raise ConfigError(
+                "kv_device_budget must be off for prompts that were read before, got "
+                f"{session.engine.kv_device_budget!r}"
+            )
         shared.check_run(session.policy, session.backend, session.page_size)
         run = session.start(
             cache, *self.ids_BT.shape, watchers=self.watchers, store=shared.store_for_a_run()

@@ -120,9 +120,22 @@ class Session:
         return SfiCache(self.model, capacity, prompt_length, stop_ids)
 
     def forecast(
-        self, batch: int, prompt_tokens: int, capacity: int, prefill_chunk: int = 0
+        self,
+        batch: int,
+        prompt_tokens: int,
+        capacity: int,
+        prefill_chunk: int = 0,
+        generated: int | None = None,
     ) -> Forecast:
-        """Say what a run will need, from the shapes that a pass over two tokens shows."""
+        """Say what a run will need, from the shapes that a pass over two tokens shows.
+
+        Args:
+            batch: Requests.
+            prompt_tokens: Tokens of the longest prompt.
+            capacity: Tokens that a request may reach.
+            prefill_chunk: Prompt tokens of one forward pass; 0 for all at once.
+            generated: The most tokens that a request generates; None for what `capacity` leaves.
+        """
         policy, triton = self.policy, self.backend == "triton"
         page = self.page_size or 1
         capacity = -(-capacity // page) * page
@@ -141,7 +154,7 @@ class Session:
         )
         if self.tiers is None:
             return expected
-        tiers = self.tiers.bytes(batch, capacity, capacity - prompt_tokens)
+        tiers = self.tiers.bytes(batch, capacity, generated or capacity - prompt_tokens)
         return tiered(expected, tiers, self.model.device)
 
     @property
@@ -253,7 +266,8 @@ class Session:
         """
         if store is None:
             capacity = cache.capacity or max(new, cache.prompt_length or 0) + UNKNOWN_CAPACITY
-            store = self.store(batch, capacity, capacity - (cache.prompt_length or new))
+            generated = cache.generated or capacity - (cache.prompt_length or new)
+            store = self.store(batch, capacity, generated)
         audit = () if self.audit is None else (Audit(self.audit),)
         self._run = Run(
             self.policy,

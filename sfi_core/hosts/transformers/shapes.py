@@ -14,7 +14,7 @@ from sfi_core.machine.private import attention_implementation
 from sfi_core.state.layer_shape import LayerShape
 
 NAME = "sfi-probe"
-KeyValue = tuple[torch.Tensor, torch.Tensor]
+Arrived = tuple[torch.Tensor, torch.Tensor, int]  # keys, values, and the number of query heads
 
 
 def layer_shapes(model: Any) -> list[LayerShape]:
@@ -27,7 +27,10 @@ def layer_shapes(model: Any) -> list[LayerShape]:
     """
     arrived, cache = _probe(model)
     windows = [layer.sliding_window if layer.is_sliding else None for layer in cache.layers]
-    return [_shape(*arrived[index], windows[index]) for index in sorted(arrived)]
+    shapes = []
+    for index, (key, value, query_heads) in sorted(arrived.items()):
+        shapes.append(_shape(key, value, windows[index], query_heads))
+    return shapes
 
 
 def cached_shapes(model: Any) -> list[LayerShape]:
@@ -40,16 +43,16 @@ def cached_shapes(model: Any) -> list[LayerShape]:
 
 
 @torch.no_grad()
-def _probe(model: Any) -> tuple[dict[int, KeyValue], Any]:
+def _probe(model: Any) -> tuple[dict[int, Arrived], Any]:
     # run the model with an attention that only looks at what arrives
     check_supported(model)
-    arrived: dict[int, KeyValue] = {}
+    arrived: dict[int, Arrived] = {}
 
     def look(
         module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, None]:
-        arrived[module.layer_idx] = key, value
         B, heads, T = query.shape[:3]
+        arrived[module.layer_idx] = key, value, heads
         return value.new_zeros(B, T, heads, value.shape[3]), None
 
     AttentionInterface.register(NAME, look)
@@ -73,13 +76,16 @@ def _probe(model: Any) -> tuple[dict[int, KeyValue], Any]:
     return arrived, cache
 
 
-def _shape(key: torch.Tensor, value: torch.Tensor, window: int | None) -> LayerShape:
+def _shape(
+    key: torch.Tensor, value: torch.Tensor, window: int | None, query_heads: int = 0
+) -> LayerShape:
     return LayerShape(
         heads=key.shape[1],
         key_width=key.shape[3],
         value_width=value.shape[3],
         itemsize=key.itemsize,
         window=window,
+        query_heads=query_heads,
     )
 
 

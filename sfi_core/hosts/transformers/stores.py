@@ -76,12 +76,15 @@ class Tiers:
             grows = generated if fast is None else min(fast, generated)
         return config.recent + grows + 1
 
-    def bytes(self, batch: int, capacity: int, generated: int) -> TwoTierBytes:
-        """Add up the bytes of a run, without what is resident if there is room."""
+    def bytes(
+        self, batch: int, capacity: int, generated: int, *, resident: bool = False
+    ) -> TwoTierBytes:
+        """Add up the bytes of a run, with or without the heads that stay on the device if there is room."""
         return two_tier_bytes(
             self.shapes,
             self.policy.config,
             longest_recent=self.longest_recent(generated),
+            resident=self.policy.resident_heads if resident else None,
             **self._sizes(batch, capacity),
         )
 
@@ -109,8 +112,8 @@ class Tiers:
                 f"host memory must hold the whole cache, {expected.host_bytes / 1e9:.2f} GB, got "
                 f"{free / 1e9:.2f} GB free; lower the batch or max_new_tokens"
             )
-        left = self.budget.bytes_of(expected.host_bytes) - expected.device_bytes
-        fits = self._resident_bytes(batch, capacity) <= left
+        more = self.bytes(batch, capacity, generated, resident=True).device_bytes
+        fits = more <= self.budget.bytes_of(expected.host_bytes)
         return TwoTierStore(
             batch,
             capacity,
@@ -118,7 +121,7 @@ class Tiers:
             ring_pages=ring_pages(self.longest_recent(generated), self.page),
             backend=backend,
             side=side_of(device, overlap=True),
-            **({"resident": self.policy.resident_heads} if fits else {}),
+            resident=self.policy.resident_heads if fits else None,
         )
 
     def _sizes(self, batch: int, capacity: int) -> dict[str, Any]:
@@ -128,18 +131,8 @@ class Tiers:
             "capacity": capacity,
             "page": self.page,
             "selects": policy.selects_before or policy.selects_after,
-            "norms": True,
             "summary_page": policy.summary_page,
         }
-
-    def _resident_bytes(self, batch: int, capacity: int) -> int:
-        pages = -(-capacity // self.page)
-        return sum(
-            batch * pages * self.page * shape.row_bytes // shape.heads
-            * len(self.policy.resident_heads(layer, shape.heads))
-            for layer, shape in enumerate(self.shapes)
-            if shape.window is None
-        )  # fmt: skip
 
 
 def tiered(expected: Forecast, tiers: TwoTierBytes, device: torch.device) -> Forecast:

@@ -141,21 +141,19 @@ class LinkExpectation(Expectation):
 
     def two_tiers(self, policy: str, context: int, batch: int) -> TwoTierBytes:
         """Return the bytes of the cache on both sides of the link."""
-        config = self.settings.config
+        config, dense = self.settings.config, self.dense_layers(policy)
         summary = {"quest": config.baseline.page, "freekv": setting_of(config, "freekv.page")}
-        heads = setting_of(config, "synckv.representatives") if policy == "synckv" else 0
+        kept = setting_of(config, "synckv.representatives") if policy == "synckv" else 0
         return two_tier_bytes(
             self.shapes,
-            config,
+            config.replace(dense_layers=tuple(dense)),
             batch=batch,
             capacity=self.settings.capacity(context),
             page=PAGE_SIZE,
             longest_recent=self._longest_recent(policy),
             selects=policy in SELECTING,
-            norms=policy == "sfi",
             summary_page=summary.get(policy, 0),
-            resident_layers=self.dense_layers(policy),
-            resident_heads=heads,
+            resident=lambda layer, heads: range(heads if layer in dense else min(kept, heads)),
         )
 
     def dense_layers(self, policy: str) -> Sequence[int]:

@@ -4,7 +4,6 @@ The kernels' references stand in for the kernels, so that a run of six layers ta
 """
 
 import gc
-import random
 import weakref
 from contextlib import contextmanager
 from typing import Any
@@ -18,7 +17,8 @@ from sfi_core.engine.maintenance import Maintenance, main_stream
 from sfi_core.settings.engine import EngineOptions
 from sfi_core.state.side import RING_PLACES, InOrder, SecondStream
 from tests.core.conftest import tiny_qwen3
-from tests.fakes import RecordingObserver, use_references
+from tests.fakes import use_references
+from tests.schedules import AnyTime, Lazy, Watching
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="on CPU tensors; test_engine_on_a_gpu.py has the real thing"
@@ -29,65 +29,6 @@ CONFIG = SfiConfig(
     slow_start=1, span=0, sink=2, recent=8, budget=6, t_max=3, window_prefill=4,
     trigger_token_ids=tuple(range(0, 96, 3)), dense_layers=(1,),
 )  # fmt: skip
-
-
-class Lazy:
-    """The laziest schedule: a job runs once somebody waits for it."""
-
-    places = RING_PLACES
-
-    def __init__(self) -> None:
-        self.pending: list[tuple[int, Any]] = []
-        self.most = 0
-
-    def run(self, slot: int, job: Any) -> None:
-        self.pending.append((slot, job))
-        self.most = max(self.most, len(self.pending))
-
-    def wait(self, slot: int) -> None:
-        while any(place == slot for place, _ in self.pending):
-            self.one()
-
-    def join(self) -> None:
-        while self.pending:
-            self.one()
-
-    def one(self) -> None:
-        _, job = self.pending.pop(0)
-        job()
-
-
-class AnyTime(Lazy):
-    """A schedule that the second stream may choose: it looks up at every span of the main stream."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        self.chance = random.Random(seed)
-        self.busy = False
-
-    def look(self) -> None:
-        if self.pending and not self.busy and self.chance.random() < 0.3:
-            self.one()
-
-    def one(self) -> None:
-        self.busy = True
-        super().one()
-        self.busy = False
-
-
-class Watching(RecordingObserver):
-    """Lets the side look up whenever the main stream does something."""
-
-    def __init__(self, side: Any) -> None:
-        super().__init__()
-        self.side = side
-
-    @contextmanager
-    def span(self, name: str, layer: int | None = None, moved_bytes: int = 0):
-        if isinstance(self.side, AnyTime):
-            self.side.look()
-        with super().span(name, layer, moved_bytes):
-            yield
 
 
 @pytest.fixture(scope="module")

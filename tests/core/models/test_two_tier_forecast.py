@@ -16,7 +16,7 @@ from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.device_budget import DeviceBudget
 from sfi_core.state.layer_shape import LayerShape
 
-WIDE = LayerShape(heads=4, key_width=8, value_width=6, itemsize=2)
+WIDE = LayerShape(heads=4, key_width=8, value_width=6, itemsize=2, query_heads=12)
 NARROW = LayerShape(heads=2, key_width=4, value_width=4, itemsize=2)
 SLIDING = LayerShape(heads=4, key_width=8, value_width=6, itemsize=2, window=5)
 LAYERS = (WIDE, SLIDING, NARROW)
@@ -45,44 +45,51 @@ def test_the_ring_holds_the_recent_tokens_wherever_they_begin(page: int, recent:
     assert ring_pages(recent, page) == max(touched) + 1
 
 
+def packed(layer: LayerShape, rows: int) -> int:
+    """Count rows, an int32 position of each, and an int32 length a head."""
+    return cells(layer, rows) + 4 * layer.heads * (rows + 1)
+
+
 def test_the_parts_are_those_of_every_request_and_full_attention_layer():
     """101 tokens are 13 pages of 8; 20 recent ones lie in up to 4 pages, and one is written."""
-    found = of(norms=True, summary_page=16)
+    found = of(summary_page=16)
     assert dict(found.parts) == {
-        "ring": 2 * (cells(WIDE, 5 * 8) + cells(NARROW, 5 * 8)),
-        "packed": 2 * (cells(WIDE, 13) + cells(NARROW, 13)),
-        "scratch": 2 * cells(WIDE, 2 * 13),
+        "ring": 2 * (cells(WIDE, 40) + cells(NARROW, 40) + 4 * 40 * (4 + 2)),
+        "packed": 2 * (packed(WIDE, 13) + packed(NARROW, 13)),
+        "scratch": packed(WIDE, 13),
         "norms": 2 * 4 * (4 + 2) * 13 * 8,
-        "summaries": 2
-        * 7
-        * 2
-        * 4
-        * (4 * 8 + 2 * 4),  # requests, pages, extremes, float32, channels
-        "stream": 2 * cells(WIDE, 2 * 1024),
+        # 7 pages of two float32 extremes and a score; the query; 10 positions a head
+        "notes": 2 * (7 * 4 * (4 * 17 + 2 * 9) + 2 * 12 * 8 + 4 * 10 * (4 + 2)),
+        "stream": 2 * cells(WIDE, 8),
         "resident": 0,
     }
     assert found.device_bytes == sum(found.parts.values())
     assert found.host_bytes == 2 * (cells(WIDE, 13 * 8) + cells(NARROW, 13 * 8))
 
 
-def test_only_the_norms_and_summaries_that_a_policy_needs_count():
-    assert (of().parts["norms"], of().parts["summaries"]) == (0, 0)
-    assert of(selects=False).parts["packed"] == 2 * (cells(WIDE, 3) + cells(NARROW, 3))
-    few = of(capacity=4)
-    assert few.parts["packed"] == 2 * (cells(WIDE, 3 + 4) + cells(NARROW, 3 + 4))
+def test_what_a_policy_does_not_need_does_not_count():
+    few = of(selects=False, summary_page=16).parts
+    assert few["packed"] == 2 * (packed(WIDE, 3) + packed(NARROW, 3))
+    assert few["notes"] == 0
+    short = of(capacity=4).parts
+    assert short["packed"] == 2 * (packed(WIDE, 3 + 8) + packed(NARROW, 3 + 8))
+    assert short["ring"] == 2 * (cells(WIDE, 8) + cells(NARROW, 8) + 4 * 8 * (4 + 2))
 
 
-def test_a_resident_layer_has_all_its_pages_and_nothing_else():
-    found, without = of(resident_layers=(0, 1), norms=True), of((SLIDING, NARROW), norms=True)
-    assert found.parts["resident"] == 2 * cells(WIDE, 13 * 8)
-    assert {**found.parts, "resident": 0} == dict(without.parts)
-    assert found.host_bytes == of().host_bytes
+def test_a_layer_left_dense_has_no_packed_rows_and_no_notes():
+    found = of(config=CONFIG.replace(dense_layers=(0, 1)), summary_page=16).parts
+    without = of((SLIDING, NARROW), summary_page=16).parts
+    assert [found[name] for name in ("packed", "scratch", "notes")] == [
+        without[name] for name in ("packed", "scratch", "notes")
+    ]
+    assert (found["ring"], found["norms"]) == (of().parts["ring"], of().parts["norms"])
 
 
-def test_representatives_keep_their_whole_cache_beside_what_all_heads_have():
-    found = of(resident_heads=3)
-    assert found.parts["resident"] == 2 * (cells(WIDE, 13 * 8, 3) + cells(NARROW, 13 * 8, 2))
+def test_resident_heads_keep_their_whole_cache_beside_what_all_heads_have():
+    found = of(resident=lambda layer, heads: range(heads if layer == 2 else 3))
+    assert found.parts["resident"] == 2 * (cells(WIDE, 13 * 8, 3) + cells(NARROW, 13 * 8))
     assert {**found.parts, "resident": 0} == dict(of().parts)
+    assert found.host_bytes == of().host_bytes
 
 
 def test_the_least_is_a_run_whose_recent_window_never_grows():
@@ -105,7 +112,8 @@ def test_a_budget_that_is_too_small_says_what_the_run_needs():
         ConfigError, match=rf"longest recent window, {expected.device_bytes} bytes, got"
     ):
         check_device_budget(DeviceBudget.parse(str(least)), expected, least)
+    share = DeviceBudget.parse("20%")
     with pytest.raises(
         ConfigError, match=rf"at least {least} bytes, got {expected.host_bytes // 5};"
     ):
-        check_device_budget(DeviceBudget.parse("20%"), expected, least)
+        check_device_budget(share, expected, least)
