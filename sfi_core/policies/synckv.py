@@ -86,7 +86,8 @@ class SyncKV(Policy):
     def _select(self, context: LayerContext, at: int, score_RT: torch.Tensor) -> torch.Tensor:
         note, K = context.notes[at], min(self.config.budget, score_RT.shape[1])
         best: Callable[[torch.Tensor, int], torch.Tensor] = top_k.on(context.backend)
-        if context.states[at].step == 0:
+        state = context.states[at]
+        if state.step == 0:
             first_RK = best(score_RT[None], K)[0]
             candidates = state.recent_start - state.sink(self.config.sink)
             static = min(self.config.budget - self.dynamic, candidates)
