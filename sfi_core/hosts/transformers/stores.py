@@ -16,8 +16,9 @@ from sfi_core.models.two_tier_forecast import (
     ring_pages,
     two_tier_bytes,
 )
-from sfi_core.policies import POLICIES, Policy
+from sfi_core.policies import POLICIES, Policy, policy_class
 from sfi_core.settings.device_budget import DeviceBudget
+from sfi_core.settings.engine import EngineOptions
 from sfi_core.state.layer_shape import LayerShape
 from sfi_core.state.side import side_of
 from sfi_core.state.two_tier import TwoTierStore
@@ -57,11 +58,7 @@ class Tiers:
             shapes,
             page,
         )
-        if not policy.offloads:
-            able = ", ".join(sorted(known for known, kind in POLICIES.items() if kind.offloads))
-            raise ConfigError(
-                f"policy {name} cannot run under kv_device_budget; those that can: {able}"
-            )
+        check_offloads(policy, name)
         if policy.config.recent < page:
             raise ConfigError(
                 f"recent must be at least a page of {page} tokens under kv_device_budget, got "
@@ -140,6 +137,27 @@ class Tiers:
             for layer, shape in enumerate(self.shapes)
             if shape.window is None
         )  # fmt: skip
+
+
+def check_offloads(policy: Policy | type[Policy], name: str) -> None:
+    """Refuse a policy that cannot run over two tiers.
+
+    Raises:
+        ConfigError: With those that can.
+    """
+    if not policy.offloads:
+        able = ", ".join(sorted(known for known, kind in POLICIES.items() if kind.offloads))
+        raise ConfigError(
+            f"policy {name} cannot run under kv_device_budget; those that can: {able}"
+        )
+
+
+def engine_for(policy: str, engine: EngineOptions) -> EngineOptions:
+    """Return the options for a policy's turn in a comparison: without a budget, if it cannot run under one.
+
+    Full attention beside a method in two tiers is what the method has to beat: the cache on the device.
+    """
+    return engine if policy_class(policy).offloads else replace(engine, kv_device_budget=None)
 
 
 def tiered(expected: Forecast, tiers: TwoTierBytes, device: torch.device) -> Forecast:

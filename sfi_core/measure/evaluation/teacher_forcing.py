@@ -84,7 +84,8 @@ def teacher_force(
         torch.no_grad(),
         slow_fast(model, tokenizer, config, policy=policy, backend=backend) as session,
     ):
-        check_fits(session.forecast(1, prompt_tokens, capacity, prefill_chunk), model.device)
+        expected = session.forecast(1, prompt_tokens, capacity, prefill_chunk)
+        check_fits(expected, model.device, two_tier=session.tiers is not None)
         decoder = Decoder(
             session=session, ids_BT=ids_BT, mask_BT=mask_BT, capacity=capacity, chunk=prefill_chunk,
             shared=shared,

@@ -55,10 +55,10 @@ def test_a_request_of_a_ragged_batch_decodes_as_it_does_alone(tiny_model):
 def test_runs_that_share_the_pages_start_from_the_same_state(tiny_model):
     prompt = SyntheticPrompt([150, 60], 170)
     first, _ = decode(tiny_model, prompt)
-    pages = prompt.cache
+    pages = prompt.store
     dense, _ = decode(tiny_model, prompt, policy="full-kv")
     again, _ = decode(tiny_model, prompt)
-    assert prompt.cache is pages
+    assert prompt.store is pages
     torch.testing.assert_close(first, again, rtol=0, atol=0)
     assert not torch.allclose(first, dense)
     fresh, _ = decode(tiny_model, SyntheticPrompt([150, 60], 170), policy="full-kv")
