@@ -155,7 +155,7 @@ class DecodeSettings:
         ]
 
     def variants(self) -> list[DecodeVariant]:
-        """Return the variants, which take turns at every point; a policy takes the device budget if it can."""
+        """Return the variants, which take turns at every point; each takes the device budget if it can."""
         ours = [
             DecodeVariant(policy, policy, engine_for(policy, self.engine))
             for policy in dict.fromkeys(self.policies)
