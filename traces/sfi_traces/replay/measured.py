@@ -18,6 +18,7 @@ from sfi_traces.replay.setting import Setting
 from sfi_traces.replay.support import Floats, Supports, of_request
 
 POLICY = "sfi"
+EXTENSIONS = ("correction", "representatives")  # of sfi: they hang on queries that no trace has
 STEPS = ["request", "step", "token_id", "reason", "context_tokens", "attended_tokens"]
 SUPPORTS = ["request", "step", "layer", "head", "retained_mass", "overlap_last_refresh"]
 
@@ -167,6 +168,11 @@ def _check_pair(recorded: Sequence[Supports], trace: Trace, real: Trace) -> None
         raise TraceError(
             f"trace {real.path} must be of --policy {POLICY}, got {real.manifest['policy']}"
         )
+    for name in EXTENSIONS:
+        if (value := real.manifest["config"].get(name)) is not None:
+            raise TraceError(
+                f"trace {real.path} must be without {name}, which replay cannot judge, got {value}"
+            )
     if real.path == trace.path:
         return
     check_one_model(trace, real)
