@@ -95,5 +95,5 @@ def plan_batch(
         capacity=capacity,
         forecast=expected,
         free_bytes=free,
-        tiers=tiers and tiers.bytes(slots, capacity, capacity - longest),
+        tiers=None if tiers is None else tiers.bytes(slots, capacity, capacity - longest),
     )

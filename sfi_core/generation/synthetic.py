@@ -103,7 +103,10 @@ class SyntheticPrompt:
 
     def _filled(self, session: Session, shapes: Sequence[LayerShape]) -> KVStore:
         generated = self.capacity - max(self.contexts)
-        store, device = session.store(len(self.contexts), self.capacity, generated), session.model.device
+        store, device = (
+            session.store(len(self.contexts), self.capacity, generated),
+            session.model.device,
+        )
         self._layers = [index for index, shape in enumerate(shapes) if shape.window is None]
         for index, shape in enumerate(shapes):
             if shape.window is not None:

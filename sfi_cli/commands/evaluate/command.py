@@ -162,9 +162,7 @@ def evaluate(
     if list_tasks:
         _list_tasks()
         return
-    settings = given(
-        "eval", sets=sets, options={"engine.kv_device_budget": kv_device_budget}
-    )
+    settings = given("eval", sets=sets, options={"engine.kv_device_budget": kv_device_budget})
     asked = {
         "model": model, "dtype": None if dtype == "auto" else dtype,
         "methods": method,

@@ -173,8 +173,8 @@ def moved(shared: SharedPrompt, store: KVStore) -> SharedPrompt:
                 begin[row], count[row] = first, key.shape[2]
                 # the other rows have no new tokens: what stands there is padding
                 key_BHTD, value_BHTE = (x.expand(batch, -1, -1, -1) for x in (key, value))
-                sizes = torch.tensor([begin, count], dtype=torch.int32).to(key.device)
-                store.append(layer, key_BHTD, value_BHTE, *sizes, begin, count)
+                begin_B, count_B = torch.tensor([begin, count], dtype=torch.int32).to(key.device)
+                store.append(layer, key_BHTD, value_BHTE, begin_B, count_B, begin, count)
             begin[row], count[row] = length, 0
     return replace(shared, store=store, copied=False)
 
