@@ -1,5 +1,6 @@
 """Options that several commands share, each declared once. Settings give their help and defaults."""
 
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,11 +22,16 @@ def _setting(name: str, *flags: str, panel: str = METHOD, **more: Any) -> Any:
     return typer.Option(*flags, rich_help_panel=panel, **shown)
 
 
+def _one_of(names: Iterable[str]) -> Callable[[str], list[str]]:
+    # completes a name in a shell
+    return lambda incomplete: [name for name in names if name.startswith(incomplete)]
+
+
 def sets(command: str, panel: str = METHOD, **more: Any) -> Any:
     """Declare `--set` of a command."""
     shown = {
         "metavar": "NAME=VALUE",
-        "help": "Another setting, of sfi config list; repeat for more.",
+        "help": "Another of sfi config list; repeat for more.",
         **more,
     }
     return typer.Option(
@@ -53,18 +59,31 @@ TrustRemoteCode = Annotated[  # no setting: somebody else's config file must not
         "--trust-remote-code", help="Run code from the checkpoint.", rich_help_panel=MODEL
     ),
 ]
+KvDeviceBudget = Annotated[
+    str | None,
+    _setting(
+        "engine.kv_device_budget", "--kv-device-budget", panel=MODEL,
+        help="Most of the KV cache there: 20%, 2GiB.", show_default="all",
+    ),
+]  # fmt: skip
 Policy = Annotated[
     str,
-    typer.Option(help=f"{', '.join(POLICIES)}, or a package's own.", rich_help_panel=METHOD),
-]
+    typer.Option(
+        help=f"{', '.join(POLICIES)}, or a package's own.", autocompletion=_one_of(POLICIES),
+        rich_help_panel=METHOD,
+    ),
+]  # fmt: skip
 Preset = Annotated[
     str | None,
-    typer.Option(help=f"{', '.join(PRESETS)}.", show_default="default", rich_help_panel=METHOD),
-]
+    typer.Option(
+        help=f"{', '.join(PRESETS)}.", show_default="default", autocompletion=_one_of(PRESETS),
+        rich_help_panel=METHOD,
+    ),
+]  # fmt: skip
 Config = Annotated[
     Path | None,
     typer.Option(
-        "--config", help="TOML file with settings; --set and options win over it.",
+        "--config", help="TOML file; --set and options win over it.",
         rich_help_panel=METHOD,
     ),
 ]  # fmt: skip

@@ -1,6 +1,6 @@
 """All settings there are: `SfiConfig`, and tables around it that only the command line has."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from sfi_core.settings.audit import AuditConfig
 from sfi_core.settings.config import SfiConfig
@@ -35,9 +35,7 @@ class EngineTable(EngineOptions):
     @property
     def options(self) -> EngineOptions:
         """The switches alone."""
-        return EngineOptions(
-            overlap=self.overlap, graphs=self.graphs, synchronized=self.synchronized
-        )
+        return EngineOptions(**{one.name: getattr(self, one.name) for one in fields(EngineOptions)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,16 +137,17 @@ SEARCHED = (  # the dimensions of `sfi tune`, besides the triggers
 )  # fmt: skip
 REPLAYED = (*SEARCHED, "trigger_token_ids", "random_rate", "trigger_seed", "recent_mode", "sink")
 GENERATING = (*DECODING, "engine", "audit", "trace", "sampling", "model")
+TIERS = ("engine.kv_device_budget", "engine.kv_page")
 # by command: the tables and settings that have an effect on it
 COMMANDS: dict[str, tuple[str, ...]] = {
     "generate": GENERATING,
     "trace record": GENERATING,
     "bench": (
-        *DECODING, "engine.overlap", "engine.graphs", "engine.backend", "engine.prefill_chunk", "model",
-        "bench", "forecast",
+        *DECODING, "engine.overlap", "engine.graphs", "engine.backend", "engine.prefill_chunk", *TIERS,
+        "model", "bench", "forecast",
     ),
-    "eval": ("engine.backend", "engine.prefill_chunk", "model.revision", "eval"),
-    "tune": ("engine.backend", "engine.prefill_chunk", "model.revision", "tune"),
+    "eval": ("engine.backend", "engine.prefill_chunk", *TIERS, "model.revision", "eval"),
+    "tune": ("engine.backend", "engine.prefill_chunk", *TIERS, "model.revision", "tune"),
     "tune heads": ("engine.backend", "engine.prefill_chunk", "model.revision"),
     "trace replay": ("trigger_policy", *REPLAYED),
 }  # fmt: skip

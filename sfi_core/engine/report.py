@@ -7,6 +7,7 @@ from typing import Any, Self
 import torch
 
 from sfi_core.engine.run import Run
+from sfi_core.settings.device_budget import DeviceBudget
 from sfi_core.state.request import RequestState
 from sfi_core.state.two_tier import TwoTierStore
 
@@ -112,6 +113,7 @@ class TierReport:
 
     Attributes:
         device_bytes: On the device: recent pages, norms, resident heads, buffers, packed segments, summaries.
+        allowed_bytes: What the device budget allows there.
         host_bytes: In host memory: everything.
         offloaded_bytes: What went to the host.
         recalled_bytes: Selected rows that came back in decoding steps.
@@ -122,6 +124,7 @@ class TierReport:
     """
 
     device_bytes: int
+    allowed_bytes: int
     host_bytes: int
     offloaded_bytes: int
     recalled_bytes: int
@@ -132,8 +135,8 @@ class TierReport:
     @classmethod
     def of(cls, run: Run) -> Self | None:
         """Sum a run up; None where everything lay on the device."""
-        store, meter = run.store, run.meter
-        if not isinstance(store, TwoTierStore):
+        store, meter, budget = run.store, run.meter, run.engine.kv_device_budget
+        if not isinstance(store, TwoTierStore) or budget is None:
             return None
         store.side.join()  # recalls for a next step may be under way
         segments = sum(segment.nbytes for segment in run.segments.values())
@@ -141,6 +144,7 @@ class TierReport:
         recalled = meter.recalled_bytes
         return cls(
             device_bytes=store.device_bytes + segments + notes,
+            allowed_bytes=DeviceBudget.parse(budget).bytes_of(store.host_bytes),
             host_bytes=store.host_bytes,
             offloaded_bytes=store.offloaded_bytes,
             recalled_bytes=recalled,

@@ -8,6 +8,7 @@ from sfi_core.errors import ConfigError
 from sfi_core.hosts.transformers.session import Session
 from sfi_core.machine.memory import free_bytes
 from sfi_core.models.forecast import Forecast, check_fits, largest_batch
+from sfi_core.models.two_tier_forecast import TwoTierBytes
 
 # of the free memory that a run may fill where no batch is asked for: a forecast is no promise
 SHARE = 0.9
@@ -23,6 +24,7 @@ class BatchPlan:
         capacity: Tokens that a request may reach.
         forecast: The memory that the run will need.
         free_bytes: Free memory before it; None where the system does not tell.
+        tiers: The bytes of the cache on the device and in host memory; None without a device budget.
     """
 
     requests: int
@@ -30,6 +32,7 @@ class BatchPlan:
     capacity: int
     forecast: Forecast
     free_bytes: int | None
+    tiers: TwoTierBytes | None = None
 
 
 def plan_batch(
@@ -66,7 +69,7 @@ def plan_batch(
     capacity = max(len(prompt) + new for prompt, new in zip(prompts, limits, strict=True))
     capacity = capacity if shared is None else shared.capacity
     sizes = (longest, capacity, prefill_chunk)
-    free = free_bytes(device)
+    free, tiers = free_bytes(device), session.tiers
 
     def fitting(share: float) -> int:
         if free is None:
@@ -84,11 +87,13 @@ def plan_batch(
     expected = session.forecast(slots, *sizes, max(limits))
     with session.ranks.agreed():
         if slots > fits:
-            check_fits(expected, device, f"max_batch to {fits}" if max_batch and fits else None)
+            way = f"max_batch to {fits}" if max_batch and fits else None
+            check_fits(expected, device, way, two_tier=tiers is not None)
     return BatchPlan(
         requests=total,
         slots=slots,
         capacity=capacity,
         forecast=expected,
         free_bytes=free,
+        tiers=None if tiers is None else tiers.bytes(slots, capacity, capacity - longest),
     )

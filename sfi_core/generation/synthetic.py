@@ -9,8 +9,9 @@ from sfi_core.engine.prompt_queries import PromptLayer
 from sfi_core.engine.shared_prompt import SharedPrompt
 from sfi_core.errors import ConfigError
 from sfi_core.hosts.transformers.session import Session
-from sfi_core.state.kv_cache import KVCache
+from sfi_core.state.kv_store import KVStore
 from sfi_core.state.layer_shape import LayerShape
+from sfi_core.state.two_tier import TwoTierStore
 
 BLOCK = 1024  # tokens that are drawn; a longer context repeats them
 
@@ -19,13 +20,15 @@ class SyntheticPrompt:
     """A batch of prompts made by chance, which `shared` hands out as if they had been read.
 
     Keys, values and the queries that make the first selection are standard normal. For timing only: the
-    tokens that follow mean nothing. The pages are filled for the first run and serve every further one, which
-    overwrites nothing but what the run before it decoded.
+    tokens that follow mean nothing. Pages on the device are filled for the first run and serve every further
+    one, which overwrites nothing but what the run before it decoded. A store of two tiers is filled for each
+    run: in its ring the tokens that a run decodes take the places of the prompt's last ones, and policies
+    divide the cache each in its own way.
 
     Attributes:
         contexts: Tokens of each request.
         capacity: Tokens that a request may reach.
-        cache: The filled pages; None before the first run.
+        store: The filled store; None before the first run.
     """
 
     def __init__(
@@ -38,7 +41,8 @@ class SyntheticPrompt:
     ) -> None:
         """Plan the prompts; `rows` are the numbers that their contents are drawn by, besides the seed."""
         self.contexts, self.capacity = list(contexts), capacity
-        self.cache: KVCache | None = None
+        self.store: KVStore | None = None
+        self._layers: list[int] = []  # of the store
         self._seed = seed
         self._rows = list(range(len(self.contexts)) if rows is None else rows)
 
@@ -53,8 +57,9 @@ class SyntheticPrompt:
                 f"policy {session.policy_name} looks at every query of a prompt, which must be read then"
             )
         shapes, model = session.shapes(), session.model
-        if self.cache is None:
-            self.cache = self._filled(session, shapes)
+        if self.store is None or session.tiers is not None or not self.store.whole_on_device:
+            self.drop()  # before the next one is made: both may not fit
+            self.store = self._filled(session, shapes)
         layers, others = {}, {}
         hosted = session.cache().layers
         for index, shape in enumerate(shapes):
@@ -69,7 +74,7 @@ class SyntheticPrompt:
         return SharedPrompt(
             count=self.contexts,
             capacity=self.capacity,
-            store=self.cache,
+            store=self.store,
             layers=layers,
             others=others,
             logits_BV=logits_BV,
@@ -78,39 +83,45 @@ class SyntheticPrompt:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the filled pages."""
-        if self.cache is None:
+        """Bytes of the filled store, in the memory of the model's device."""
+        if isinstance(self.store, TwoTierStore):
+            one_memory = self.store.stream.device.type == "cpu"
+            return self.store.device_bytes + (self.store.host_bytes if one_memory else 0)
+        if self.store is None:
             return 0
-        layers = self.cache.layers.values()
-        return sum(p.key_PHND.nbytes + p.value_PHNE.nbytes + p.norm_PHN.nbytes for p in layers)
+        pages = [self.store.pages(layer) for layer in self._layers]
+        return sum(tensor.nbytes for one in pages for tensor in one.tensors)
 
     def drop(self) -> None:
-        """Give the pages back; the next run fills new ones with the same numbers."""
-        self.cache = None
+        """Give the store back; the next run fills a new one with the same numbers."""
+        self.store = None
 
     def block(self, model: Any, layer: int, shape: LayerShape) -> tuple[torch.Tensor, torch.Tensor]:
         """Draw keys and values that a layer's cache repeats, [B, H, BLOCK, D] and [B, H, BLOCK, E]."""
         key = self._drawn(model, layer, (shape.heads, BLOCK, shape.key_width), "key")
         return key, self._drawn(model, layer, (shape.heads, BLOCK, shape.value_width), "value")
 
-    def _filled(self, session: Session, shapes: Sequence[LayerShape]) -> KVCache:
-        cache = KVCache(len(self.contexts), self.capacity, session.page_size, session.backend)
-        device = session.model.device
+    def _filled(self, session: Session, shapes: Sequence[LayerShape]) -> KVStore:
+        generated = self.capacity - max(self.contexts)
+        store, device = (
+            session.store(len(self.contexts), self.capacity, generated),
+            session.model.device,
+        )
+        self._layers = [index for index, shape in enumerate(shapes) if shape.window is None]
         for index, shape in enumerate(shapes):
             if shape.window is not None:
                 continue
             key, value = self.block(session.model, index, shape)
             for start in range(0, max(self.contexts), BLOCK):
                 count = [max(0, min(BLOCK, length - start)) for length in self.contexts]
-                begin_B, count_B = torch.tensor(
-                    [[start] * len(count), count], dtype=torch.int32, device=device
-                )
+                begin = [min(start, length) for length in self.contexts]
+                begin_B, count_B = torch.tensor([begin, count], dtype=torch.int32, device=device)
                 piece = key, value
                 if min(count) < BLOCK:
                     # `append` takes the last of them, and a prompt ends with the first
                     piece = _rolled(key, count), _rolled(value, count)
-                cache.append(index, *piece, begin_B, count_B, [start] * len(count), count)
-        return cache
+                store.append(index, *piece, begin_B, count_B, begin, count)
+        return store
 
     def _queries(self, session: Session, layer: int, shape: LayerShape) -> torch.Tensor:
         text = session.model.config.get_text_config(decoder=True)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 
 from sfi_core.errors import ConfigError
+from sfi_core.settings.device_budget import DeviceBudget
 from sfi_core.settings.fields import check, setting
 
 BACKENDS = ("auto", "torch", "triton")
@@ -33,8 +34,10 @@ class EngineOptions:
     )
 
     def __post_init__(self) -> None:
-        """Reject values of another type."""
+        """Reject values of another type, and a device budget that is none."""
         check(self)
+        if self.kv_device_budget is not None:
+            DeviceBudget.parse(self.kv_device_budget)
 
     def on_several_ranks(self) -> "EngineOptions":
         """Return what a tensor-parallel run takes: its ranks call each other in the order of the layers.

@@ -113,6 +113,39 @@ def test_random_weights_need_a_config_only_and_a_text_can_decide(tiny, tmp_path)
     assert inside(*arguments, "--text", "bundled")[0] == 0
 
 
+TIERED = (
+    "--policy", "freekv", "--policy", "synckv,full-kv", "--set", "synckv.heads=even", "--set",
+    "synckv.representatives=1", "--context", "600", "--steps", "6", "--repeats", "2", "--budget", "64",
+    "--set", "recent=32", "--baseline", "none", "--kv-device-budget", "90%",
+)  # fmt: skip
+
+
+def test_policies_run_under_a_device_budget_beside_full_attention_without_one(tiny):
+    """Two layers of two heads; a row of one head has 32 bytes; 20 pages of 32 tokens."""
+    code, stdout, _ = inside("--random-weights", tiny, *TIERED, "--json")
+    assert code == 0
+    document = json.loads(stdout)
+    rows = {row["policy"]: row for row in document["rows"]}
+    for policy in ("freekv", "synckv"):
+        row = rows[policy]
+        assert (row["kv_device_budget"], row["kv_host_bytes"]) == ("90%", 2 * 2 * 32 * 640)
+        assert 0 < row["kv_device_bytes"] < 0.9 * row["kv_host_bytes"]
+        assert row["recalled_bytes_per_step"] > 0
+    whole = ("kv_device_budget", "kv_device_bytes", "kv_host_bytes", "recalled_bytes_per_step")
+    assert [rows["full-kv"][name] for name in whole] == [None] * 4
+    assert document["settings"]["kv_device_budget"] == "90%"
+    assert [
+        note for note in document["notes"] if note.startswith("full-kv: all keys and values on")
+    ]
+
+
+def test_a_person_reads_where_the_cache_lies(tiny):
+    code, stdout, _ = inside("--random-weights", tiny, *TIERED, "-q")
+    assert code == 0
+    title = r"KV cache under a device budget of 90%\n"
+    assert re.search(title + r"(.*\n)+?  synckv +600 +1 +0\.0\d\d +0\.082 +0\.00\d\n", stdout)
+
+
 @pytest.mark.skipif(
     torch.backends.quantized.engine not in ENGINES, reason="no FBGEMM on this machine"
 )
@@ -215,6 +248,9 @@ def test_ctrl_c_before_the_first_run_leaves_no_file(tmp_path, monkeypatch):
         (("--set", "forecast.bandwidth=10"), 2, "forecast.bandwidth must come with --forecast"),
         (("--forecast", "--set", "forecast.memory=0"), 2, "forecast.memory must be positive, got 0.0"),
         (("--forecast", "--text", "bundled"), 2, "forecast needs a stated --slow-rate"),
+        (("--forecast", "--kv-device-budget", "20%"), 2, "engine.kv_device_budget must come without --forec"),
+        (("--kv-device-budget", "20"), 2, "kv_device_budget must hold sink + recent + one page, at least "),
+        (("--kv-device-budget", "a lot"), 2, "kv_device_budget must be a share such as 20% or a size"),
         (("--link", "25"), 2, "link must come with --forecast, got it alone"),
         (("--forecast", "--link", "usb"), 2, "link must be GB/s such as 25, or one of ('pcie4', 'pcie5')"),
         (("--forecast", "--set", "forecast.turnover=0.2"), 2, "forecast.turnover must come with --link"),

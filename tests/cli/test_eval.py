@@ -296,6 +296,38 @@ def test_harness_rows_say_what_they_are_worth(tmp_path, monkeypatch):
     assert second.split()[-5:] == ["37.5%", "100.0%", "2", "contexts", "cut"]
 
 
+EXTENDED = (
+    "freekv:freekv.tau=0.9", "corr=sfi:correction=0.8",
+    "reps=sfi:representatives=even,synckv.representatives=1",
+    "synckv:synckv.heads=even,synckv.representatives=1",
+)  # fmt: skip
+
+
+def test_extended_methods_decode_the_same_under_a_device_budget(tmp_path):
+    """The prompt is read once, on the device; a run in two tiers begins with a copy."""
+    methods = [word for method in (*EXTENDED, "full-kv") for word in ("--method", method)]
+    asked = (*SMALL[:2], "--samples", "1", *SMALL[4:], *methods, "--set", "engine.kv_page=8")
+    call(*asked, "-o", tmp_path / "whole", "-q")
+    call(*asked, "-o", tmp_path / "tiers", "-q", "--kv-device-budget", "4MB")
+    whole, tiers = samples(tmp_path / "whole"), samples(tmp_path / "tiers")
+    assert {row["method"] for row in tiers} == {
+        *EXTENDED[:1],
+        "corr",
+        "reps",
+        EXTENDED[3],
+        "full-kv",
+    }
+    assert [row["error"] for row in tiers] == [None] * len(whole)
+    for one, other in zip(whole, tiers, strict=True):
+        assert one == other
+    manifest = json.loads((tmp_path / "tiers" / "manifest.json").read_text())
+    assert manifest["asked"]["kv_device_budget"] == "4MB"
+    with pytest.raises(ConfigError, match="must keep the folder's kv-device-budget 4MB, got 5MB"):
+        call("-o", tmp_path / "tiers", "--resume", "--kv-device-budget", "5MB")
+    with pytest.raises(ConfigError, match="kv_device_budget must hold sink"):
+        call(*asked, "-o", tmp_path / "small", "-q", "--kv-device-budget", "1kB")
+
+
 def test_without_a_task_fidelity_is_all(tmp_path):
     given = {"fidelity": "a.txt", "lengths": [64]}
     assert request.filled(given)["tasks"] == []

@@ -1,6 +1,7 @@
 """`sfi generate` from the outside: what it prints, and how it says no."""
 
 import json
+import re
 import signal
 import subprocess
 import time
@@ -181,6 +182,52 @@ def test_quiet_says_nothing_of_the_plan(tmp_path):
     ]
 
 
+BUDGET = (
+    "--kv-device-budget",
+    "90%",
+    "--set",
+    "engine.kv_page=16",
+    "--budget",
+    "16",
+    "--recent",
+    "16",
+)
+
+
+def test_a_device_budget_changes_where_the_cache_lies_and_no_token(tmp_path):
+    file = tmp_path / "long.jsonl"
+    file.write_text("\n".join(json.dumps({"prompt": PROMPT * times}) for times in (20, 12)))
+    batch = ("generate", "--batch", str(file), "-n", "9", "--json", "--policy", "freekv")
+    _, whole, _ = inside(*batch, *BUDGET[4:])
+    code, stdout, error = inside(*batch, *BUDGET)
+    assert code == 0
+    document, whole = json.loads(stdout), json.loads(whole)
+    assert whole["kv_tiers"] is whole["kv_device_budget"] is None
+    assert [r["token_ids"] for r in document["requests"]] == [
+        r["token_ids"] for r in whole["requests"]
+    ]
+    tiers = document["kv_tiers"]
+    assert document["kv_device_budget"] == "90%"
+    assert tiers["allowed_bytes"] == tiers["host_bytes"] * 9 // 10
+    assert 0 < tiers["device_bytes"] <= tiers["allowed_bytes"]
+    assert re.match(
+        r"freekv: 2 requests, all together; forecast [\d.]+ GB of [\d.]+ GB free, KV cache 0\.00 GB on the "
+        r"device, 0\.00 GB in host memory\n", error,
+    )  # fmt: skip
+    shown = f"KV cache     {tiers['device_bytes'] / 1e6:.1f} MB of {tiers['allowed_bytes'] / 1e6:.1f} MB on"
+    assert f"\n{shown} the device, {tiers['host_bytes'] / 1e6:.1f} MB in host memory\n" in error
+    assert re.search(r"\nrecalled     0\.\d MB a step, waited \d\.\d\d s for them\n", error)
+
+
+def test_full_attention_stands_beside_a_device_budget_without_one():
+    prompt = PROMPT * 20
+    code, stdout, _ = inside("generate", prompt, "-n", "2", *BUDGET, "--compare", "--json")
+    assert code == 0
+    document = json.loads(stdout)
+    assert document["kv_tiers"]["host_bytes"] > 0
+    assert document["comparison"]["kv_tiers"] is None
+
+
 def test_a_trace_of_prompts_that_waited_is_sound(tmp_path):
     trace = tmp_path / "trace"
     arguments = ("generate", "--batch", str(batch_file(tmp_path)), "-n", "5", "--max-batch", "1")
@@ -237,6 +284,9 @@ def test_options_win_over_the_config_file_and_that_over_the_preset(tmp_path):
         (("--dtype", "int8"), 2, "unknown dtype 'int8'; expected one of "),
         (("--trigger", "qqqq"), 2, "qqqq"),
         (("-n", "0"), 2, "max_new_tokens must be positive, got 0"),
+        (("--kv-device-budget", "0%"), 2, "kv_device_budget must be a share such as 20% or a size"),
+        (("--kv-device-budget", "20%", "--policy", "full-kv"), 2,
+         "policy full-kv cannot run under kv_device_budget; those that can: freekv, "),
         (("--max-batch", "0"), 2, "max_batch must be positive, got 0"),
         (("--temperature", "0"), 2, "sampling.temperature must be positive, got 0.0"),
         (("--model", "./no/such/folder"), 3, "model folder ./no/such/folder does not exist"),

@@ -12,20 +12,20 @@ LINES = 100  # two screens of 50 lines
 
 GENERATE = """
     --prompt-file --batch --max-batch --chat --max-new-tokens --compare --model --dtype --device
-    --trust-remote-code --policy --preset --config --set --budget --recent --trigger --t-max --temperature
-    --top-p --seed --trace --audit --json --quiet --output --force
+    --kv-device-budget --trust-remote-code --policy --preset --config --set --budget --recent --trigger
+    --t-max --temperature --top-p --seed --trace --audit --json --quiet --output --force
 """
 OPTIONS = {
     "generate": GENERATE,
     "eval": """
         --method --share --budget --recent --task --list-tasks --length --samples --seed --fidelity --tokens
-        --harness --limit --model --dtype --device --trust-remote-code --set --output --resume --plot --force
-        --json --quiet
+        --harness --limit --model --dtype --device --kv-device-budget --trust-remote-code --set
+        --output --resume --plot --force --json --quiet
     """,
     "bench": """
         --policy --context --batch --baseline --steps --repeats --time-limit --slow-rate --text --ragged
-        --seed --threads --forecast --link --model --random-weights --dtype --device --trust-remote-code
-        --preset --config --set --budget --plot --output --force --json --quiet
+        --seed --threads --forecast --link --model --random-weights --dtype --device --kv-device-budget
+        --trust-remote-code --preset --config --set --budget --plot --output --force --json --quiet
     """,
     "kernel-bench": """
         --context --batch --heads --kv-heads --head-dim --dtype --retention --op --sweep --repeats --seed

@@ -29,6 +29,7 @@ from sfi_cli.settings.text import value_of, written
 from sfi_core.errors import ConfigError, InputError, SfiError
 from sfi_core.settings.audit import AuditConfig
 from sfi_core.settings.config import PRESETS, SfiConfig
+from sfi_core.settings.engine import EngineOptions
 from sfi_core.settings.sampling import Sampling
 from sfi_traces.tune import space, study
 
@@ -99,6 +100,7 @@ def test_tables_around_the_config_are_set_too():
         ("audit.layers=1-x", "audit.layers must be numbers and ranges like 0,3,8-11, got 1-x"),
         ("triggers=.", "triggers must be a list of str, got '.'"),
         ("baseline.pool=4", "pool must be odd, got 4"),
+        ("freekv.tau=1.5", "freekv.tau must be in [-1, 1], got 1.5"),
     ],
 )  # fmt: skip
 def test_a_wrong_setting_is_one_line(text: str, words: str):
@@ -134,8 +136,27 @@ def test_a_setting_of_another_place_says_where_it_has_an_effect():
     words = message("tune", "none", "--set", "slow_start=4")
     assert words.startswith("slow_start has no effect here, only on sfi generate, ")
     assert "sfi tune --search" in words
+    for name in ("correction", "representatives", "freekv.tau", "synckv.static"):
+        for command in (("tune", "none", "--search"), ("trace", "replay", "none", "--set")):
+            words = message(*command, f"{name}=0.5")
+            assert words.startswith(f"{name} has no effect here, only on sfi generate, ")
     words = message("tune", "none", "--search", "tune.sampler=tpe")
     assert words == "tune.sampler has no effect here, only on sfi tune"
+
+
+@pytest.mark.parametrize("command", ["generate", "bench", "eval", "tune"])
+def test_a_device_budget_reaches_the_engine(command: str, tmp_path: Path):
+    file = tmp_path / "settings.toml"
+    file.write_text('[engine]\nkv_device_budget = "10%"\nkv_page = 16\n')
+    option = {"engine.kv_device_budget": "2GiB"}
+    engine = given(command, file=file, options=option).table(EngineTable).options
+    assert engine == EngineOptions(kv_device_budget="2GiB", kv_page=16)
+    said = given(command, sets=["engine.kv_device_budget=20%"], options={}).table(EngineTable)
+    assert said.options == EngineOptions(kv_device_budget="20%")
+    with pytest.raises(ConfigError, match=r"engine\.kv_device_budget must be given once"):
+        given(command, sets=["engine.kv_device_budget=20%"], options=option)
+    with pytest.raises(ConfigError, match="must be a share such as 20% or a size"):
+        given(command, sets=["engine.kv_device_budget=120%"]).table(EngineTable)
 
 
 def test_a_setting_and_its_option_do_not_come_together():
@@ -227,6 +248,10 @@ def test_a_shell_completes_names_and_choices(incomplete: str, found: list[str]):
         ("sfi tune dense --search trigger_d", "trigger_delay=\t"),
         ("sfi bench --span 4 --set bench.w", "bench.warm_up=\t"),
         ("sfi config list selector.r", "selector.radius\t"),
+        ("sfi generate --kv", "--kv-device-budget"),
+        ("sfi trace record --kv", "--kv-device-budget"),
+        ("sfi bench --preset freekv-long-g", "freekv-long-generation"),
+        ("sfi generate --policy fr", "freekv"),
     ],
 )
 def test_completion_reaches_the_shell(line: str, words: str, environment):

@@ -102,6 +102,7 @@ def bench(
     ] = None,
     dtype: o.Dtype = "auto",
     device: o.Device = "auto",
+    kv_device_budget: o.KvDeviceBudget = None,
     trust_remote_code: o.TrustRemoteCode = False,
     preset: o.Preset = None,
     config: o.Config = None,
@@ -146,7 +147,10 @@ def bench(
     from sfi_cli.settings.given import given
     from sfi_cli.terminal.output import Output
 
-    settings = given("bench", preset=preset, file=config, sets=sets, options={"budget": budget})
+    settings = given(
+        "bench", preset=preset, file=config, sets=sets,
+        options={"budget": budget, "engine.kv_device_budget": kv_device_budget},
+    )  # fmt: skip
     engine, weights = settings.table(EngineTable), settings.table(ModelTable)
     DecodeBenchJob(
         subject=Subject(

@@ -16,6 +16,7 @@ from sfi_core.errors import ConfigError, InputError
 FORMATS = (".json", ".parquet")
 BUNDLED_TEXT, NO_BASELINE, KILO = "bundled", "none", 1024
 SLOW_RATE = "1/20"
+TIERS = ("engine.kv_device_budget", "engine.kv_page")
 LINKED = ("forecast.turnover", "forecast.corrected")
 TRIGGERS = ("t_max", "min_gap", "triggers", "trigger_policy", "stride", "slow_start")
 
@@ -149,6 +150,9 @@ class DecodeBenchJob:
             if self.link is not None:
                 raise ConfigError("link must come with --forecast, got it alone")
             return
+        for name in TIERS:
+            if name in self.said:
+                raise ConfigError(f"{name} must come without --forecast; --link computes two tiers")
         if self.text is not None:
             raise ConfigError("forecast needs a stated --slow-rate, got --text")
         self._link(self.forecast)  # a mistake shows before the model is made

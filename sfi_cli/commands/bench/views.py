@@ -8,6 +8,8 @@ from sfi_cli.terminal.tables import count, noted, percent, ratio, table
 def bench_text(document: dict[str, Any]) -> str:
     """Return the measured rows, what did not fit, and the notes."""
     tables = [_measured(document)]
+    if any(row["kv_device_budget"] for row in document["rows"]):
+        tables.append(_tiers(document))
     if document["skipped"]:
         tables.append(_skipped(document))
     return noted(tables, document["notes"])
@@ -36,6 +38,26 @@ def _measured(document: dict[str, Any]) -> Any:
         f"copy {machine['copy_gb_per_s']:,.1f} GB/s"
     )
     return table(title, columns, rows)
+
+
+def _tiers(document: dict[str, Any]) -> Any:
+    columns = ("policy", "context", "batch", "device MB", "host MB", "recalled MB a step")
+    rows = [
+        (
+            row["policy"], count(row["context"]), str(row["batch"]),
+            *(
+                f"{row[name] / 1e6:,.3f}"
+                for name in ("kv_device_bytes", "kv_host_bytes", "recalled_bytes_per_step")
+            ),
+        )
+        for row in document["rows"]
+        if row["kv_device_budget"]
+    ]  # fmt: skip
+    return table(
+        f"KV cache under a device budget of {document['settings']['kv_device_budget']}",
+        columns,
+        rows,
+    )
 
 
 def _skipped(document: dict[str, Any]) -> Any:

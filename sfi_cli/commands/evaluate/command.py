@@ -110,6 +110,7 @@ def evaluate(
     model: o.Model = None,
     dtype: o.Dtype = "auto",
     device: o.Device = "auto",
+    kv_device_budget: o.KvDeviceBudget = None,
     trust_remote_code: o.TrustRemoteCode = False,
     sets: Annotated[list[str] | None, o.sets("eval", o.MODEL)] = None,
     output: Annotated[
@@ -161,7 +162,7 @@ def evaluate(
     if list_tasks:
         _list_tasks()
         return
-    settings = given("eval", sets=sets)
+    settings = given("eval", sets=sets, options={"engine.kv_device_budget": kv_device_budget})
     asked = {
         "model": model, "dtype": None if dtype == "auto" else dtype,
         "methods": method,

@@ -9,7 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sfi_cli.commands.evaluate.request import described, filled, methods_of, parts_of, resumed
+from sfi_cli.commands.evaluate.request import (
+    described,
+    engine_of,
+    filled,
+    methods_of,
+    parts_of,
+    resumed,
+)
 from sfi_cli.commands.evaluate.views import evaluation_text
 from sfi_cli.terminal.output import Output, dated_folder, leave_interrupted
 from sfi_cli.terminal.progress import Progress
@@ -141,7 +148,10 @@ class EvaluationJob:
         tokenizer: Any,
         asked: Mapping[str, Any],
     ) -> None:
-        options = {"backend": asked["backend"], "prefill_chunk": asked["prefill_chunk"]}
+        options = {
+            "backend": asked["backend"], "prefill_chunk": asked["prefill_chunk"],
+            "engine": engine_of(asked),
+        }  # fmt: skip
         stopped: str | None = "interrupted"
         try:
             results.forget_failures()

@@ -7,6 +7,7 @@ from typing import Any
 from sfi_cli import parsing
 from sfi_cli.settings.tables import settings_for
 from sfi_core.errors import ConfigError
+from sfi_core.settings.engine import EngineOptions
 
 METHODS = (
     "full-kv", "default=sfi", "paper=sfi@paper", "released=sfi@released", "streaming-llm", "snapkv", "h2o",
@@ -65,10 +66,13 @@ def resumed(given: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, An
         ConfigError: It does; with the option.
     """
     for name, value in given.items():
-        if value is not None and value != before[name]:
+        kept = before.get(
+            name, DEFAULTS[name]
+        )  # a folder of an earlier version lacks newer options
+        if value is not None and value != kept:
             option = OPTIONS.get(name, name).replace("_", "-")
             raise ConfigError(
-                f"resume must keep the folder's {option} {_shown(before[name])}, got {_shown(value)}"
+                f"resume must keep the folder's {option} {_shown(kept)}, got {_shown(value)}"
             )
     return dict(before)
 
@@ -155,6 +159,16 @@ def sizes_of(asked: Mapping[str, Any]) -> tuple[Any, ...]:
     if asked["budgets"] is not None:
         return tuple(Size(budget=budget, recent=recent) for budget in asked["budgets"])
     return tuple(Size(share=share, recent=recent) for share in asked["shares"])
+
+
+def engine_of(asked: Mapping[str, Any]) -> EngineOptions:
+    """Make the engine's options.
+
+    Raises:
+        ConfigError: No such device budget.
+    """
+    asked = DEFAULTS | dict(asked)
+    return EngineOptions(kv_device_budget=asked["kv_device_budget"], kv_page=asked["kv_page"])
 
 
 def described(methods: tuple[Any, ...]) -> list[dict[str, Any]]:

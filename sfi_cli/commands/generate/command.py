@@ -22,7 +22,7 @@ def generate(
     ] = None,
     prompt_file: Annotated[
         Path | None,
-        typer.Option("--prompt-file", "-f", help="Read the prompt from a file; - is stdin."),
+        typer.Option("--prompt-file", "-f", help="File of a prompt; - is stdin."),
     ] = None,
     batch: Annotated[
         Path | None,
@@ -55,6 +55,7 @@ def generate(
     model: o.Model = None,
     dtype: o.Dtype = "auto",
     device: o.Device = "auto",
+    kv_device_budget: o.KvDeviceBudget = None,
     trust_remote_code: o.TrustRemoteCode = False,
     policy: o.Policy = "sfi",
     preset: o.Preset = None,
@@ -79,8 +80,8 @@ def generate(
 ) -> None:
     """Continue a prompt and stream the text; a report of what was read follows on stderr.
 
-    Without arguments it asks the bundled checkpoint about a bundled document of several thousand tokens, and
-    runs full attention beside it.
+    Without arguments it asks the bundled checkpoint about a long bundled text,
+    and runs full attention beside it.
 
     For example:
 
@@ -88,7 +89,7 @@ def generate(
 
       sfi generate "Once upon a time" --model ./my-model --budget 1024 -n 200
 
-      sfi generate -f long.txt --model Qwen/Qwen3-0.6B --chat --preset paper --json
+      sfi generate -f long.txt --model Qwen/Qwen3-0.6B --chat --preset paper
 
       sfi generate --batch prompts.jsonl --max-batch 8 --json
 
@@ -105,6 +106,7 @@ def generate(
         options={
             "budget": budget, "recent": recent, "triggers": trigger, "t_max": t_max,
             "sampling.temperature": temperature, "sampling.top_p": top_p, "audit.every": audit,
+            "engine.kv_device_budget": kv_device_budget,
         },
     )  # fmt: skip
     engine, weights = settings.table(EngineTable), settings.table(ModelTable)

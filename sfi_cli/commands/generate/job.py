@@ -45,10 +45,13 @@ class GenerateJob:
             typer.Exit: With 130 after Ctrl-C.
         """
         from sfi_core.engine.backends.registry import check_backend
+        from sfi_core.hosts.transformers.stores import check_offloads
         from sfi_core.models.load import resolve_device
         from sfi_core.policies import policy_class
 
-        policy_class(self.policy)  # mistakes in settings show before a large model loads
+        policy = policy_class(self.policy)  # mistakes in settings show before a large model loads
+        if self.engine.kv_device_budget is not None:
+            check_offloads(policy, self.policy)
         check_backend(self.engine.backend, resolve_device(self.subject.loading["device"]))
         Sampling(**self.sampling)
         self.subject.check()
@@ -95,6 +98,7 @@ class GenerateJob:
     ) -> Any:
         from sfi_core.generation.generate import generate
         from sfi_core.generation.text_stream import text_stream
+        from sfi_core.hosts.transformers.stores import engine_for
 
         shown, limits = text_stream(tokenizer), self.prompts.limits(self.max_new_tokens)
         on_token: Callable[[list[int]], None] | None = None
@@ -121,7 +125,7 @@ class GenerateJob:
                 backend=self.engine.backend,
                 observers=[*observers, ProgressObserver(decoding, max(limits))],
                 audit=audit,
-                engine=self.engine.options,
+                engine=engine_for(policy, self.engine.options),
                 on_plan=partial(_say_plan, policy, quiet),
                 on_token=on_token,
                 on_prefill=reading.update,
@@ -144,6 +148,7 @@ class GenerateJob:
             "policy": self.policy,
             "preset": self.preset,
             "config": self.config.to_dict(),
+            "kv_device_budget": self.engine.kv_device_budget,
             "trigger_token_ids": list(result.trigger_token_ids),
             **_measured(result),
             "forecast_bytes": result.forecast.total_bytes,

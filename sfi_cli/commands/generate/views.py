@@ -6,12 +6,15 @@ from typing import Any
 def plan_line(plan: Any) -> str:
     """Say how many requests will be decoded together, and what that needs."""
     together = "all together" if plan.slots == plan.requests else f"{plan.slots} at a time"
-    cache = plan.forecast.kv_bytes + plan.forecast.norm_bytes
     free = "" if plan.free_bytes is None else f" of {plan.free_bytes / 1e9:.2f} GB free"
-    return (
-        f"{plan.requests} requests, {together}; forecast {plan.forecast.needed_bytes / 1e9:.2f} GB{free}, "
-        f"{cache / 1e9:.2f} GB of it KV cache"
-    )
+    if plan.tiers is None:
+        cache = plan.forecast.kv_bytes + plan.forecast.norm_bytes
+        where = f"{cache / 1e9:.2f} GB of it KV cache"
+    else:
+        device, host = (size / 1e9 for size in (plan.tiers.device_bytes, plan.tiers.host_bytes))
+        where = f"KV cache {device:.2f} GB on the device, {host:.2f} GB in host memory"
+    needed = plan.forecast.needed_bytes / 1e9
+    return f"{plan.requests} requests, {together}; forecast {needed:.2f} GB{free}, {where}"
 
 
 def report_lines(document: dict[str, Any]) -> list[str]:
@@ -24,6 +27,7 @@ def report_lines(document: dict[str, Any]) -> list[str]:
         lines += _request_lines(
             request, f"request {index}  " if len(document["requests"]) > 1 else ""
         )
+    lines += _tier_lines(document["kv_tiers"])
     lines += _speed_lines(document)
     return lines
 
@@ -47,6 +51,20 @@ def _request_lines(request: dict[str, Any], prefix: str) -> list[str]:
             f"{prefix}time         waited {request['queued_seconds']:.2f} s, {', '.join(times)}"
         )
     return lines
+
+
+def _tier_lines(tiers: dict[str, Any] | None) -> list[str]:
+    if tiers is None:
+        return []
+    device, allowed, host, recalled = (
+        f"{tiers[name] / 1e6:,.1f} MB"
+        for name in ("device_bytes", "allowed_bytes", "host_bytes", "recalled_bytes_per_step")
+    )
+    waited = f"waited {tiers['recall_seconds']:.2f} s for them"
+    return [
+        f"KV cache     {device} of {allowed} on the device, {host} in host memory",
+        f"recalled     {recalled} a step, {waited}",
+    ]
 
 
 def _speed_lines(document: dict[str, Any]) -> list[str]:

@@ -176,6 +176,7 @@ class TuneJob:
                     batch=self.searching.settings.batch_size,
                     top=min(one.top for one in tuning.evaluate.recorded),
                     prefill_chunk=own.engine.prefill_chunk,
+                    engine=own.engine.options,
                     on_run=lambda done, total: progress.update("confirming", done, total),
                 )
                 try:

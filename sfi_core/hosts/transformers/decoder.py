@@ -15,6 +15,7 @@ from sfi_core.engine.shared_prompt import SharedPrompt
 from sfi_core.errors import BackendError, ConfigError, SfiError
 from sfi_core.hosts.transformers.cache import SfiCache
 from sfi_core.hosts.transformers.session import Session
+from sfi_core.hosts.transformers.stores import moved
 from sfi_core.machine.threads import SMALL_BYTES, one_thread
 from sfi_core.models.weights import ModelWeights
 from sfi_core.observers.observer import wants_spans
@@ -135,10 +136,9 @@ class Decoder:
     def _begin_with(self, shared: SharedPrompt) -> torch.Tensor:
         session, cache = self.session, self.cache
         if session.tiers is not None and shared.store.whole_on_device:
-            raise ConfigError(
-                "kv_device_budget must be off for prompts that were read before, got "
-                f"{session.engine.kv_device_budget!r}"
-            )
+            count = shared.count
+            own = session.store(len(count), shared.capacity, shared.capacity - max(count))
+            shared = moved(shared, own)
         shared.check_run(session.policy, session.backend, session.page_size)
         run = session.start(
             cache, *self.ids_BT.shape, watchers=self.watchers, store=shared.store_for_a_run()

@@ -121,7 +121,7 @@ def _wrapped(session: Session, generate: Callable[..., Any]) -> Callable[..., An
                 chunk = settings.prefill_chunk_size or 0
                 expected = session.forecast(batch, length, capacity, chunk)
                 with session.ranks.agreed():
-                    check_fits(expected, session.model.device)
+                    check_fits(expected, session.model.device, two_tier=session.tiers is not None)
         if session.ranks.size > 1:
             ids = None if prompt is None else prompt.tolist()
             session.ranks.check_same(

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from sfi_core.engine.shared_prompt import SharedPrompt
 from sfi_core.errors import BackendError, ConfigError, MemoryForecastError
 from sfi_core.machine.memory import free_bytes
 from sfi_core.models.forecast import Forecast
@@ -16,8 +17,10 @@ from sfi_core.models.two_tier_forecast import (
     ring_pages,
     two_tier_bytes,
 )
-from sfi_core.policies import POLICIES, Policy
+from sfi_core.policies import POLICIES, Policy, policy_class
 from sfi_core.settings.device_budget import DeviceBudget
+from sfi_core.settings.engine import EngineOptions
+from sfi_core.state.kv_store import KVStore
 from sfi_core.state.layer_shape import LayerShape
 from sfi_core.state.side import side_of
 from sfi_core.state.two_tier import TwoTierStore
@@ -57,11 +60,7 @@ class Tiers:
             shapes,
             page,
         )
-        if not policy.offloads:
-            able = ", ".join(sorted(known for known, kind in POLICIES.items() if kind.offloads))
-            raise ConfigError(
-                f"policy {name} cannot run under kv_device_budget; those that can: {able}"
-            )
+        check_offloads(policy, name)
         if policy.config.recent < page:
             raise ConfigError(
                 f"recent must be at least a page of {page} tokens under kv_device_budget, got "
@@ -133,6 +132,44 @@ class Tiers:
             "selects": policy.selects_before or policy.selects_after,
             "summary_page": policy.summary_page,
         }
+
+
+def check_offloads(policy: Policy | type[Policy], name: str) -> None:
+    """Refuse a policy that cannot run over two tiers.
+
+    Raises:
+        ConfigError: With those that can.
+    """
+    if not policy.offloads:
+        able = ", ".join(sorted(known for known, kind in POLICIES.items() if kind.offloads))
+        raise ConfigError(
+            f"policy {name} cannot run under kv_device_budget; those that can: {able}"
+        )
+
+
+def engine_for(policy: str, engine: EngineOptions) -> EngineOptions:
+    """Return the options for a policy's turn in a comparison: without a budget, if it cannot run under one.
+
+    Full attention beside a method in two tiers is what the method has to beat: the cache on the device.
+    """
+    return engine if policy_class(policy).offloads else replace(engine, kv_device_budget=None)
+
+
+def moved(shared: SharedPrompt, store: KVStore) -> SharedPrompt:
+    """Return prompts that were read on the device, in an empty store of another kind."""
+    batch = len(shared.count)
+    begin, count = [0] * batch, [0] * batch
+    for layer in shared.layers:
+        begin[:] = [0] * batch
+        for row, length in enumerate(shared.count):
+            for first, key, value in shared.store.blocks(layer, row, length):
+                begin[row], count[row] = first, key.shape[2]
+                # the other rows have no new tokens: what stands there is padding
+                key_BHTD, value_BHTE = (x.expand(batch, -1, -1, -1) for x in (key, value))
+                begin_B, count_B = torch.tensor([begin, count], dtype=torch.int32).to(key.device)
+                store.append(layer, key_BHTD, value_BHTE, begin_B, count_B, begin, count)
+            begin[row], count[row] = length, 0
+    return replace(shared, store=store, copied=False)
 
 
 def tiered(expected: Forecast, tiers: TwoTierBytes, device: torch.device) -> Forecast:

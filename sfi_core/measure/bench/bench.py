@@ -76,6 +76,8 @@ class DecodeResult:
                 "backend": asked.backend,
                 "overlap": asked.engine.overlap,
                 "graphs": asked.engine.graphs,
+                "kv_device_budget": asked.engine.kv_device_budget,
+                "kv_page": asked.engine.kv_page,
                 "config": asked.config.to_dict(),
             },
             "date": datetime.now(UTC).date().isoformat(),
@@ -255,6 +257,14 @@ class Bench:
             notes.append(
                 "caches are filled with random keys and values; under sfi and our other policies the tokens "
                 "are given"
+            )
+        whole = [
+            one.name for one in settings.variants()
+            if one.policy and one.engine.kv_device_budget != settings.engine.kv_device_budget
+        ]  # fmt: skip
+        if whole:
+            notes.append(
+                f"{', '.join(whole)}: all keys and values on the device, no run under kv_device_budget"
             )
         limit = self.result.model["max_positions"]
         if limit is not None and max(settings.contexts) + settings.total_steps > limit:

@@ -20,10 +20,6 @@ from sfi_core.settings.config import SfiConfig
 POLICIES = ("sfi", "snapkv", "quest", "freekv", "synckv", "full-kv", "streaming-llm")
 SELECTING = ("sfi", "snapkv", "quest", "freekv", "synckv")
 MOST_TOKENS = 1 << 26
-DEFAULTS = {  # of settings that this version's config may not have
-    "freekv.page": 32, "freekv.first_layer_dense": True, "synckv.representatives": 2,
-    "synckv.stride": 5, "synckv.static": 0.5, "synckv.suspension": "dense",
-}  # fmt: skip
 NOTES = (
     "nothing was run: a step takes its device bytes' time, then the link's time that is not hidden",
     "host GB is the whole cache; hidden is the share of the link's time that passes beside device time",
@@ -115,7 +111,7 @@ class LinkExpectation(Expectation):
         rows = rows_of(config, policy, context)
         model = self.byte_model(batch, self.dense_layers(policy))
         if policy == "freekv":
-            return link_traffic.freekv(model, rows, setting_of(config, "freekv.page"), assumed)
+            return link_traffic.freekv(model, rows, config.freekv.page, assumed)
         if policy == "quest":
             return link_traffic.quest(model, rows, config.baseline.page, assumed)
         if policy == "synckv":
@@ -125,11 +121,11 @@ class LinkExpectation(Expectation):
                 assumed,
                 representatives=link_traffic.share_of_heads(
                     [self.shapes[index] for index in self._tiered(policy)],
-                    setting_of(config, "synckv.representatives"),
+                    config.synckv.representatives,
                 ),
-                stride=setting_of(config, "synckv.stride"),
-                static=setting_of(config, "synckv.static"),
-                sparse_suspension=setting_of(config, "synckv.suspension") == "sparse",
+                stride=config.synckv.stride,
+                static=config.synckv.static,
+                sparse_suspension=config.synckv.suspension == "sparse",
             )
         if policy == "sfi":
             rate = self.slow_rate(policy)
@@ -142,8 +138,8 @@ class LinkExpectation(Expectation):
     def two_tiers(self, policy: str, context: int, batch: int) -> TwoTierBytes:
         """Return the bytes of the cache on both sides of the link."""
         config, dense = self.settings.config, self.dense_layers(policy)
-        summary = {"quest": config.baseline.page, "freekv": setting_of(config, "freekv.page")}
-        kept = setting_of(config, "synckv.representatives") if policy == "synckv" else 0
+        summary = {"quest": config.baseline.page, "freekv": config.freekv.page}
+        kept = config.synckv.representatives if policy == "synckv" else 0
         return two_tier_bytes(
             self.shapes,
             config.replace(dense_layers=tuple(dense)),
@@ -160,7 +156,7 @@ class LinkExpectation(Expectation):
         """Return the layers left dense: the config's, and FreeKV's first (FreeKV, Sec. 5.1)."""
         config = self.settings.config
         full = [index for index, shape in enumerate(self.shapes) if shape.window is None]
-        first = policy == "freekv" and setting_of(config, "freekv.first_layer_dense")
+        first = policy == "freekv" and config.freekv.first_layer_dense
         return sorted({*config.dense_layers, *(full[:1] if first else ())})
 
     def _tiered(self, policy: str) -> list[int]:
@@ -196,9 +192,3 @@ def rows_of(config: SfiConfig, policy: str, context: int) -> Rows:
     """Return the tokens of a policy's step; StreamingLLM's budget makes its recent window longer."""
     kept = config.sink + config.recent + (config.budget if policy == "streaming-llm" else 0)
     return Rows(context=context, kept=kept, selected=config.budget if policy in SELECTING else 0)
-
-
-def setting_of(config: SfiConfig, name: str) -> Any:
-    """Return the setting `table.field`, or its default where the config does not have the table."""
-    table, _, field = name.partition(".")
-    return getattr(getattr(config, table, None), field, DEFAULTS[name])

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from sfi_core.engine.maintenance import main_stream
+from sfi_core.engine.report import TierReport
 from sfi_core.engine.run import Run
 from sfi_core.generation.decode import decode
 from sfi_core.generation.sampling import Sampler
@@ -79,6 +80,7 @@ def run_ours(
             if sample.over(settings.time_limit) and sample.steps % whole == 0:
                 break
         sample.selecting += _selecting(session.run)
+        sample.tiers = TierReport.of(session.run)
     sample.peak_bytes = peak_bytes(model.device)
     return sample
 

@@ -76,6 +76,19 @@ def _row(variant: DecodeVariant, point: Point, runs: Sequence[DecodeSample]) -> 
         **_latencies(runs),
         "peak_memory_bytes": max(run.peak_bytes for run in runs),
         "forecast_memory_bytes": runs[0].forecast_bytes,
+        **_tiers(variant, runs),
+    }
+
+
+def _tiers(variant: DecodeVariant, runs: Sequence[DecodeSample]) -> dict[str, Any]:
+    # over all decoding steps, the warm-up included; None where everything lies on the device
+    tiers = [run.tiers for run in runs if run.tiers is not None]
+    recalled = [one.recalled_bytes_per_step for one in tiers]
+    return {
+        "kv_device_budget": variant.engine.kv_device_budget,
+        "kv_device_bytes": max((one.device_bytes for one in tiers), default=None),
+        "kv_host_bytes": max((one.host_bytes for one in tiers), default=None),
+        "recalled_bytes_per_step": round(statistics.fmean(recalled)) if recalled else None,
     }
 
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from sfi_core.engine.report import TierReport
 from sfi_core.measure.bench.settings import LEAST_STEPS
 
 FAST, MIXED, SLOW = "fast", "mixed", "slow"
@@ -54,6 +55,7 @@ class DecodeSample:
         forecast_bytes: Peak memory as forecast.
         prefilled: Whether the prompts were read, not made up.
         stopped: Whether the time limit ended the run.
+        tiers: Where keys and values lay under a device budget; None without one.
     """
 
     batch: int
@@ -66,6 +68,7 @@ class DecodeSample:
     forecast_bytes: int = 0
     prefilled: bool = False
     stopped: bool = False
+    tiers: TierReport | None = None
 
     @property
     def steps(self) -> int:

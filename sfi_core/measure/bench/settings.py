@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 from sfi_core.errors import ConfigError
+from sfi_core.hosts.transformers.stores import engine_for
 from sfi_core.policies import policy_class
 from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.engine import EngineOptions
@@ -154,9 +155,10 @@ class DecodeSettings:
         ]
 
     def variants(self) -> list[DecodeVariant]:
-        """Return the variants, which take turns at every point."""
+        """Return the variants, which take turns at every point; each takes the device budget if it can."""
         ours = [
-            DecodeVariant(policy, policy, self.engine) for policy in dict.fromkeys(self.policies)
+            DecodeVariant(policy, policy, engine_for(policy, self.engine))
+            for policy in dict.fromkeys(self.policies)
         ]
         if self.synchronized:
             after = next(i for i, one in enumerate(ours) if one.policy == "sfi") + 1

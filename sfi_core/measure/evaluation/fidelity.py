@@ -18,6 +18,7 @@ from sfi_core.generation.read_prompt import read_prompt
 from sfi_core.measure.evaluation.teacher_forcing import teacher_force
 from sfi_core.measure.evaluation.text_windows import Window, sentence_positions
 from sfi_core.settings.config import SfiConfig
+from sfi_core.settings.engine import DEFAULTS, EngineOptions
 from sfi_core.triggers.trigger_set import resolve_triggers
 
 FULL = "full-kv"
@@ -163,6 +164,7 @@ def fidelity(
     *,
     policy: str = "sfi",
     backend: str = "auto",
+    engine: EngineOptions = DEFAULTS,
 ) -> Fidelity:
     """Compare a policy with full attention on one window.
 
@@ -173,6 +175,7 @@ def fidelity(
         config: The settings; None is the `default` preset.
         policy: A name from `sfi_core.policies.POLICIES`.
         backend: "auto", "torch" or "triton"; the same as for `full`.
+        engine: How steps are run.
 
     Raises:
         SfiError: As `teacher_force`.
@@ -198,6 +201,7 @@ def fidelity(
         config,
         policy=policy,
         backend=backend,
+        engine=engine,
         shared=full.shared,
     ).requests[0]
     slow = set(report.slow_at)

@@ -17,6 +17,7 @@ from typing import Any
 from sfi_core.errors import BackendError, ConfigError
 from sfi_core.models.load import first_line
 from sfi_core.settings.config import SfiConfig
+from sfi_core.settings.engine import DEFAULTS, EngineOptions
 
 FEWSHOT_SEED = 1234  # the harness's own default
 REFUSED = {"UNSAFE_CODE": "runs code that the model writes", "MULTIMODAL": "shows pictures"}
@@ -79,6 +80,7 @@ def evaluate_harness(
     chat: bool = False,
     batch_size: int = 1,
     backend: str = "auto",
+    engine: EngineOptions = DEFAULTS,
     on_request: Callable[[int, int], None] | None = None,
 ) -> list[HarnessRow]:
     """Run tasks of lm-evaluation-harness with the model decoding under a policy.
@@ -95,6 +97,7 @@ def evaluate_harness(
         chat: Apply the tokenizer's chat template.
         batch_size: Prompts decoded together where a task generates text.
         backend: "auto", "torch" or "triton".
+        engine: How steps are run.
         on_request: Called with the requests of a task answered so far and in all.
 
     Returns:
@@ -123,7 +126,7 @@ def evaluate_harness(
     with redirect_stdout(sys.stderr):  # the harness prints to stdout, where sfi writes data
         for loaded in load_tasks(tasks, include_path):
             _prepare(loaded["tasks"].values(), num_fewshot)
-            lm = PolicyLM(model, tokenizer, policy, config, batch_size, backend, on_request)
+            lm = PolicyLM(model, tokenizer, policy, config, batch_size, backend, engine, on_request)
             results = evaluate(
                 lm,
                 loaded,

@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from sfi_core.errors import ConfigError
+from sfi_core.hosts.transformers.stores import engine_for
 from sfi_core.measure.evaluation.harness import check_harness, evaluate_harness, load_tasks
 from sfi_core.measure.evaluation.method import Method, MethodVariant, Size, check_distinct
 from sfi_core.measure.evaluation.runner import FAILURES, Key
 from sfi_core.models.load import first_line
+from sfi_core.settings.engine import DEFAULTS, EngineOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +83,7 @@ class HarnessGrid:
         *,
         backend: str = "auto",
         prefill_chunk: int = 0,
+        engine: EngineOptions = DEFAULTS,
     ) -> Iterator[dict[str, Any]]:
         """Run the tasks; the arguments are those of `TaskGrid.run`, of which `prefill_chunk` is not used.
 
@@ -103,6 +106,7 @@ class HarnessGrid:
                         include_path=self.include_path,
                         chat=bool(getattr(tokenizer, "chat_template", None)),
                         backend=backend,
+                        engine=engine_for(one.method.policy, engine),
                     )
                 except FAILURES as error:
                     yield row | {"error": first_line(error)}

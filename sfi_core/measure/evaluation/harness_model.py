@@ -22,6 +22,7 @@ from sfi_core.generation.read_prompt import read_prompt
 from sfi_core.hosts.transformers.slow_fast import slow_fast
 from sfi_core.measure.evaluation.teacher_forcing import teacher_force
 from sfi_core.settings.config import SfiConfig
+from sfi_core.settings.engine import EngineOptions
 from sfi_core.triggers.trigger_set import resolve_triggers
 
 UNDECODED = {
@@ -46,6 +47,7 @@ class PolicyLM(HFLM):  # type: ignore[misc]
         config: SfiConfig | None,
         batch_size: int,
         backend: str,
+        engine: EngineOptions,
         on_request: Callable[[int, int], None] | None,
     ) -> None:
         super().__init__(
@@ -55,7 +57,7 @@ class PolicyLM(HFLM):  # type: ignore[misc]
         # once for all requests: a large vocabulary takes a while
         ids = resolve_triggers(tokenizer, config)
         self._settings = config.replace(trigger_token_ids=ids)
-        self._policy, self._sfi_backend = policy, backend
+        self._policy, self._sfi_backend, self._engine = policy, backend, engine
         self._on_request = on_request
         self.truncated = self._asked = self._answered = 0
         self._steps, self._sums = 0, dict.fromkeys(UNDECODED, 0.0)
@@ -105,6 +107,7 @@ class PolicyLM(HFLM):  # type: ignore[misc]
             self._settings,
             policy=self._policy,
             backend=self._sfi_backend,
+            engine=self._engine,
         ) as session:
             output: torch.Tensor = super()._model_generate(*args, **kwargs)
             self._note(session.report)
@@ -163,6 +166,7 @@ class PolicyLM(HFLM):  # type: ignore[misc]
             self._settings,
             policy=self._policy,
             backend=self._sfi_backend,
+            engine=self._engine,
             shared=shared,
         )
         self._note(report)

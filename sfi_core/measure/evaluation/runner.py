@@ -11,10 +11,12 @@ from sfi_core.errors import ConfigError, InputError, MemoryForecastError, Numeri
 from sfi_core.generation.generate import generate
 from sfi_core.generation.prompts import check_lengths
 from sfi_core.generation.read_prompt import read_prompt
+from sfi_core.hosts.transformers.stores import engine_for
 from sfi_core.measure.evaluation.method import Method, MethodVariant, Size, check_distinct
 from sfi_core.measure.evaluation.tasks import TaskSample, find_task
 from sfi_core.models.load import first_line
 from sfi_core.policies import policy_class
+from sfi_core.settings.engine import DEFAULTS, EngineOptions
 
 # errors of one method, after which the other methods go on
 FAILURES = (MemoryForecastError, NumericsError, torch.OutOfMemoryError, MemoryError)
@@ -117,6 +119,7 @@ class TaskGrid:
         *,
         backend: str = "auto",
         prefill_chunk: int = 0,
+        engine: EngineOptions = DEFAULTS,
     ) -> Iterator[dict[str, Any]]:
         """Decode greedily and yield one plain row for each method, size and sample.
 
@@ -126,6 +129,7 @@ class TaskGrid:
             done: Keys of rows that are not made again.
             backend: "auto", "torch" or "triton".
             prefill_chunk: Prompt tokens of one forward pass; 0 for all at once.
+            engine: How steps are run; a policy that cannot run under its device budget runs without it.
 
         Yields:
             Rows; a method that ran out of memory or gave broken logits has an `error` and no score.
@@ -154,7 +158,9 @@ class TaskGrid:
                 yield from (_row(one, sample) | {"error": first_line(error)} for one in pending)
                 continue
             for one in pending:
-                yield _decoded(model, tokenizer, one, sample, {**options, "shared": shared})
+                own = engine_for(one.method.policy, engine)
+                more = {**options, "shared": shared, "engine": own}
+                yield _decoded(model, tokenizer, one, sample, more)
 
 
 def _window(methods: list[Method]) -> int | None:

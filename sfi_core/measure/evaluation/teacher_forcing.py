@@ -14,6 +14,7 @@ from sfi_core.hosts.transformers.decoder import Decoder
 from sfi_core.hosts.transformers.slow_fast import slow_fast
 from sfi_core.models.forecast import check_fits
 from sfi_core.settings.config import SfiConfig
+from sfi_core.settings.engine import DEFAULTS, EngineOptions
 
 OnLogits = Callable[[int, torch.Tensor], None]
 
@@ -29,6 +30,7 @@ def teacher_force(
     policy: str = "sfi",
     prefill_chunk: int = 0,
     backend: str = "auto",
+    engine: EngineOptions = DEFAULTS,
     shared: SharedPrompt | None = None,
 ) -> RunReport:
     """Read the first tokens as a prompt, then decode the others one by one, whatever the logits are.
@@ -47,6 +49,7 @@ def teacher_force(
         policy: A name from `sfi_core.policies.POLICIES`.
         prefill_chunk: Prompt tokens of one forward pass; 0 for all at once.
         backend: "auto", "torch" or "triton".
+        engine: How steps are run.
         shared: The prompt as `read_prompt` read it; the prompt is not read again.
 
     Returns:
@@ -82,9 +85,12 @@ def teacher_force(
 
     with (
         torch.no_grad(),
-        slow_fast(model, tokenizer, config, policy=policy, backend=backend) as session,
+        slow_fast(
+            model, tokenizer, config, policy=policy, backend=backend, engine=engine
+        ) as session,
     ):
-        check_fits(session.forecast(1, prompt_tokens, capacity, prefill_chunk), model.device)
+        expected = session.forecast(1, prompt_tokens, capacity, prefill_chunk)
+        check_fits(expected, model.device, two_tier=session.tiers is not None)
         decoder = Decoder(
             session=session, ids_BT=ids_BT, mask_BT=mask_BT, capacity=capacity, chunk=prefill_chunk,
             shared=shared,

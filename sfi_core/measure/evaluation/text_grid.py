@@ -8,11 +8,13 @@ from typing import Any, ClassVar
 from sfi_core.engine.report import RequestReport
 from sfi_core.errors import ConfigError, InputError
 from sfi_core.generation.prompts import check_lengths
+from sfi_core.hosts.transformers.stores import engine_for
 from sfi_core.measure.evaluation.fidelity import Fidelity, fidelity, reference
 from sfi_core.measure.evaluation.method import WHOLE, Method, MethodVariant, Size, check_distinct
 from sfi_core.measure.evaluation.runner import FAILURES, Key
 from sfi_core.measure.evaluation.text_windows import Window, text_ids, windows
 from sfi_core.models.load import first_line
+from sfi_core.settings.engine import DEFAULTS, EngineOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +114,7 @@ class TextGrid:
         *,
         backend: str = "auto",
         prefill_chunk: int = 0,
+        engine: EngineOptions = DEFAULTS,
     ) -> Iterator[dict[str, Any]]:
         """Decode each continuation with its own tokens; the arguments are those of `TaskGrid.run`.
 
@@ -142,6 +145,7 @@ class TextGrid:
                             one.config(length),
                             policy=one.method.policy,
                             backend=backend,
+                            engine=engine_for(one.method.policy, engine),
                         )
                     except FAILURES as error:
                         yield row | {"steps": None, "report": None, "error": first_line(error)}

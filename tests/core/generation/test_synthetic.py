@@ -8,6 +8,7 @@ from sfi_core import SfiConfig, slow_fast
 from sfi_core.errors import ConfigError
 from sfi_core.generation.synthetic import BLOCK, SyntheticPrompt
 from sfi_core.hosts.transformers.decoder import Decoder
+from sfi_core.settings.engine import EngineOptions
 
 CONFIG = SfiConfig(slow_start=1, span=0, trigger_policy="stride", stride=3, budget=16, recent=8)
 
@@ -55,14 +56,43 @@ def test_a_request_of_a_ragged_batch_decodes_as_it_does_alone(tiny_model):
 def test_runs_that_share_the_pages_start_from_the_same_state(tiny_model):
     prompt = SyntheticPrompt([150, 60], 170)
     first, _ = decode(tiny_model, prompt)
-    pages = prompt.cache
+    pages = prompt.store
     dense, _ = decode(tiny_model, prompt, policy="full-kv")
     again, _ = decode(tiny_model, prompt)
-    assert prompt.cache is pages
+    assert prompt.store is pages
     torch.testing.assert_close(first, again, rtol=0, atol=0)
     assert not torch.allclose(first, dense)
     fresh, _ = decode(tiny_model, SyntheticPrompt([150, 60], 170), policy="full-kv")
     torch.testing.assert_close(dense, fresh, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("context", [300, BLOCK + 77])
+@pytest.mark.parametrize(
+    ("policy", "config"),
+    [
+        ("sfi", CONFIG.replace(recent_mode="sliding")),
+        ("freekv", CONFIG.replace(freekv={"page": 8, "tau": 0.5})),
+        ("synckv", CONFIG.replace(synckv={"heads": "even", "representatives": 1})),
+    ],
+)
+def test_a_store_of_two_tiers_is_filled_for_every_run(tiny_model, policy, config, context):
+    """Thirty decoded tokens turn the ring of 8 + 1 recent tokens over more than once."""
+    contexts, steps = [context, 90], 30
+    engine = EngineOptions(kv_device_budget="1GiB", kv_page=4)
+    prompt = SyntheticPrompt(contexts, context + steps, seed=3)
+    device = SyntheticPrompt(contexts, context + steps, seed=3)
+    options = {"policy": policy, "config": config, "steps": steps}
+    whole, _ = decode(tiny_model, device, **options)
+    for _ in range(2):
+        found, report = decode(tiny_model, prompt, engine=engine, **options)
+        torch.testing.assert_close(found, whole)
+        assert report.kv_tiers.recalled_bytes > 0
+        assert prompt.store.ring_pages * 4 < steps
+    held = prompt.store.device_bytes + prompt.store.host_bytes
+    assert prompt.held_bytes == held > device.held_bytes / 2
+    again, _ = decode(tiny_model, prompt, policy="full-kv")
+    dense, _ = decode(tiny_model, device, policy="full-kv")
+    torch.testing.assert_close(again, dense, rtol=0, atol=0)
 
 
 def test_sliding_windows_are_filled_as_if_the_context_had_been_read():

@@ -50,7 +50,12 @@ BESIDE = ("sfi", "correction", "quest", "freekv", "synckv")
 
 
 def complete(
-    method: str = "sfi", budget: str | None = None, label: str = "qwen3", *, page: int = 8, **options: Any
+    method: str = "sfi",
+    budget: str | None = None,
+    label: str = "qwen3",
+    *,
+    page: int = 8,
+    **options: Any,
 ) -> Any:
     """Complete the prompts; with a budget under two tiers."""
     policy, changes = METHODS[method]
@@ -87,7 +92,9 @@ def test_a_budget_changes_no_token_of_other_architectures(label: str, method: st
     assert found == on_the_device(method, label)
 
 
-@pytest.mark.parametrize("options", [{"max_batch": 1}, {"max_batch": 2}, {"prefill_chunk": 7}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"max_batch": 1}, {"max_batch": 2}, {"prefill_chunk": 7}], ids=str
+)
 @pytest.mark.parametrize("method", METHODS)
 def test_neither_waiting_nor_chunks_change_a_token(method: str, options: dict[str, Any]):
     expected = tokens(complete(method, **options))
@@ -165,7 +172,9 @@ def test_a_block_that_is_read_before_it_has_come_shows(beside: Any):
 def test_observers_and_audits_change_nothing_and_add_up(method: str):
     observer = RecordingObserver()
     result = complete(method, "500kB", observers=[observer], audit=AuditConfig(every=2, fast=True))
-    plain = complete(method, observers=[other := RecordingObserver()], audit=AuditConfig(every=2, fast=True))
+    plain = complete(
+        method, observers=[other := RecordingObserver()], audit=AuditConfig(every=2, fast=True)
+    )
     assert tokens(result) == tokens(plain) == on_the_device(method)
     told = sum(int(e.rows_H.sum()) * e.row_bytes for e in observer.recalls if e.step > 0)
     tiers = result.report.kv_tiers

@@ -139,7 +139,7 @@ def test_transformers_decodes_from_the_same_keys_as_ours(tiny_model, name, monke
         tiny_model, DecodeVariant("full-kv", "full-kv"), point, asked, prompts, stream(asked, 2, 96),
         lambda _: None,
     )  # fmt: skip
-    pages = prompts.made_up.cache.layers
+    pages = prompts.made_up.store.layers
     for layer, held in enumerate(seen["cache"].layers):
         torch.testing.assert_close(held.keys[:, :, :1499], pages[layer].key_PHND[:, :, :1499])
         torch.testing.assert_close(held.values[:, :, :1499], pages[layer].value_PHNE[:, :, :1499])

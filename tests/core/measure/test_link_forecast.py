@@ -14,8 +14,6 @@ from sfi_core.measure.bench.link_forecast import POLICIES, link_forecast_documen
 from sfi_core.measure.bench.link_traffic import Rows, share_of_heads
 from sfi_core.measure.bench.settings import DecodeSettings
 from sfi_core.models.byte_model import ByteModel
-from sfi_core.policies import POLICIES as REGISTERED
-from sfi_core.policies.quest import Quest
 from sfi_core.settings.config import SfiConfig
 from sfi_core.state.layer_shape import LayerShape
 
@@ -137,10 +135,8 @@ def llama():
 
 
 @pytest.fixture
-def rows(llama, monkeypatch):
+def rows(llama):
     """Return the rows of a point by policy."""
-    for name in ("freekv", "synckv"):
-        monkeypatch.setitem(REGISTERED, name, REGISTERED.get(name, Quest))
 
     def forecast(context=131072, batch=1, gb_per_s=25.0, turnover=0.1, memory=40e9, **changes):
         asked = DecodeSettings(

@@ -39,6 +39,12 @@ def test_a_preset_follows_an_at_sign(preset):
             {"triggers": (".", ",]\n"), "dense_layers": (0, 1), "span": 1},
         ),
         ("quest:baseline.page=32", {"baseline": {"page": 32}}),
+        ("freekv:freekv.tau=0.9,freekv.page=16", {"freekv": {"tau": 0.9, "page": 16}}),
+        ("sfi:correction=0.8", {"correction": 0.8}),
+        (
+            "sfi:representatives=even,synckv.representatives=1",
+            {"representatives": "even", "synckv": {"representatives": 1}},
+        ),
         ("sfi:selector.lambda_clip_rows=null", {"selector": {"lambda_clip_rows": None}}),
     ],
 )
@@ -52,6 +58,12 @@ def test_settings_lie_over_the_preset():
     method = Method.parse("wide=sfi@released:span=10")
     assert method.label == "wide"
     assert method.config == SfiConfig.preset("released").replace(span=10)
+
+
+def test_settings_of_a_table_keep_the_preset_s_others():
+    method = Method.parse("freekv@freekv-long-generation:freekv.page=16")
+    assert (method.config.freekv.page, method.config.freekv.tau) == (16, 0.9)
+    assert method.config.sink == 512
 
 
 def test_a_file_is_a_preset_that_keeps_its_sizes(tmp_path):

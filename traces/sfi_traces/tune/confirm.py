@@ -15,9 +15,11 @@ from sfi_core.generation.prompts import encode
 from sfi_core.generation.read_prompt import read_prompt
 from sfi_core.hosts.transformers.decoder import nothing_to_tell
 from sfi_core.hosts.transformers.slow_fast import slow_fast
+from sfi_core.hosts.transformers.stores import engine_for
 from sfi_core.models.describe import describe_model
 from sfi_core.settings.audit import AuditConfig
 from sfi_core.settings.config import SfiConfig
+from sfi_core.settings.engine import DEFAULTS, EngineOptions
 from sfi_core.settings.sampling import Sampling
 from sfi_traces.read.reader import Trace
 from sfi_traces.record.parquet import ParquetObserver
@@ -126,6 +128,7 @@ class Confirmer:
         batch: Requests that share the weights, in the byte model.
         top: Positions of an audited support.
         prefill_chunk: Prompt tokens of one forward pass.
+        engine: How steps are run; full attention runs without its device budget.
         on_run: Told before each run how many are behind us, and of how many.
     """
 
@@ -135,6 +138,7 @@ class Confirmer:
     batch: int = 1
     top: int = AuditConfig().top
     prefill_chunk: int = 0
+    engine: EngineOptions = DEFAULTS
     on_run: Callable[[int, int], None] = nothing_to_tell
 
     def __call__(
@@ -208,7 +212,7 @@ class Confirmer:
         result = generate(
             self.model, self.tokenizer, one.rows, config, policy=policy, observers=observers, audit=audit,
             max_new_tokens=one.max_new_tokens, sampling=Sampling(**one.sampling), seed=one.seed,
-            backend=self.backend, shared=shared,
+            backend=self.backend, shared=shared, engine=engine_for(policy, self.engine),
         )  # fmt: skip
         if result.interrupted:
             raise KeyboardInterrupt
