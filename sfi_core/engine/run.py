@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -25,7 +25,9 @@ from sfi_core.engine.maintenance import Maintenance
 from sfi_core.engine.meter import WHOLE_STEP, Meter
 from sfi_core.engine.prompt_queries import PromptQueries
 from sfi_core.engine.rows import Rows
-from sfi_core.observers.events import BeginStepEvent, RecallEvent, StepEvent
+from sfi_core.engine.telling import step_event, tell_recall
+from sfi_core.engine.watcher import Watcher
+from sfi_core.observers.events import BeginStepEvent
 from sfi_core.observers.observer import Observer
 from sfi_core.policies.base import Policy, StepPlan
 from sfi_core.policies.context import Notes, StepContext
@@ -40,16 +42,6 @@ from sfi_core.triggers.signals import Signals
 from sfi_kernels.step_descriptor import FAST, SLOW
 
 CPU = torch.device("cpu")
-
-
-class Watcher(Protocol):
-    """Looks at what every layer attended, and keeps a memory of its own."""
-
-    def see(self, layer: Any, query_BHGTD: torch.Tensor, out_BHGTE: torch.Tensor) -> None:
-        """Look at a layer, an `engine.layer.Layer`, that has attended with the pass's queries."""
-
-    def forget(self, request: int) -> None:
-        """Drop what is kept of a request that has left."""
 
 
 @dataclass(slots=True)
@@ -244,24 +236,8 @@ class Run:
 
     def note_recall(self, layer: int, rows: Sequence[int], brought: Recall) -> None:
         """Count what a layer's selection brings from the host, and tell the observer, once it is there."""
-        batch_step = self.step
-        steps = [(self.requests[row].request, self.requests[row].step) for row in rows]
-
-        def job() -> None:
-            self.meter.count_recall(batch_step, brought)
-            for place, (request, step) in enumerate(steps):
-                self.observer.on(
-                    RecallEvent(
-                        request=request,
-                        step=step,
-                        layer=layer,
-                        rows_H=brought.rows_RH[place],
-                        row_bytes=brought.row_bytes,
-                        waited_us=brought.waited * 1e6 / len(steps),
-                    )
-                )
-
-        brought.then(job)
+        states = [self.requests[row] for row in rows]
+        tell_recall(self.observer, self.meter, self.step, layer, states, brought)
 
     def rows(self, rows: tuple[int, ...]) -> Rows:
         """Return what the layers need to refresh some requests; made once for all layers of the pass."""
@@ -314,19 +290,9 @@ class Run:
         if state.step > 0:
             selecting = 0.0 if state.slow else self.policy.selection_tokens(state)
             state.tally.count_reads(attended, state.length, selecting)
+        audited = self.audit is not None and self.audit.due(state.step, slow=state.slow)
         self.observer.on(
-            StepEvent(
-                request=state.request,
-                step=state.step,
-                batch_step=self.step,
-                position=state.length - 1,
-                token_id=token,
-                slow=state.slow,
-                reason=state.reason,
-                steps_since_slow=state.steps_since_slow,
-                attended_tokens=attended,
-                context_tokens=state.length,
-                elapsed_us=seconds * 1e6,
-                audited=self.audit is not None and self.audit.due(state.step, slow=state.slow),
+            step_event(
+                state, batch_step=self.step, attended=attended, seconds=seconds, audited=audited
             )
         )

@@ -19,8 +19,8 @@ class ByteLimit:
         full_attention_bytes_per_token: Bytes that full attention would have had to.
         speedup: The second over the first, which no implementation exceeds where memory is the bottleneck.
         break_even_context: Cached tokens from which a run with these settings and this share of slow steps
-            reads less than full attention; None where it never does, selects at fast steps, or lets KV heads of
-            one step read differently.
+            reads less than full attention; None where it never does, selects at fast steps, or lets KV heads
+            of one step read differently.
     """
 
     bytes_per_token: float

@@ -93,7 +93,8 @@ class SyncKV(Policy):
             static = min(self.config.budget - self.dynamic, candidates)
             note["static"] = best(score_RT[None], static)[0] if static else first_RK[:, :0]
             return first_RK
-        static_RK = note.get("static", torch.empty(len(score_RT), 0, dtype=torch.int32)).long()
+        none_RK = torch.empty(len(score_RT), 0, dtype=torch.int32)
+        static_RK: torch.Tensor = note.get("static", none_RK).long()
         left = K - static_RK.shape[1]
         if left <= 0:
             return static_RK.int()

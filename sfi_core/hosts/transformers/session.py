@@ -10,23 +10,24 @@ from sfi_core.distributed.ranks import ranks_of
 from sfi_core.engine.audit import Audit, check_audit
 from sfi_core.engine.backends.registry import PAGE_SIZE
 from sfi_core.engine.report import RunReport
-from sfi_core.engine.run import Run, Watcher
+from sfi_core.engine.run import Run
+from sfi_core.engine.watcher import Watcher
 from sfi_core.errors import ConfigError
 from sfi_core.hosts.transformers.cache import Seam, SfiCache
 from sfi_core.hosts.transformers.checks import (
     check_cache,
     check_dense_layers,
     full_attention_layers,
-    prompt_tokens,
 )
 from sfi_core.hosts.transformers.heads import check_heads, with_head_file
+from sfi_core.hosts.transformers.passes import begin_decode, begin_prompt, reads_prompt
 from sfi_core.hosts.transformers.shadow import Shadow
 from sfi_core.hosts.transformers.shapes import layer_shapes
-from sfi_core.hosts.transformers.stores import Tiers, tiered
+from sfi_core.hosts.transformers.stores import Tiers, expect
 from sfi_core.models.describe import describe_model
-from sfi_core.models.forecast import Forecast, forecast
+from sfi_core.models.forecast import Forecast
 from sfi_core.models.tensor_parallel import check_split
-from sfi_core.observers.events import PromptEvent, RunEvent
+from sfi_core.observers.events import RunEvent
 from sfi_core.observers.observer import NullObserver, Observer, as_one
 from sfi_core.policies import policy_class
 from sfi_core.settings.audit import AuditConfig
@@ -35,7 +36,6 @@ from sfi_core.settings.engine import EngineOptions
 from sfi_core.state.kv_cache import KVCache
 from sfi_core.state.kv_store import KVStore
 from sfi_core.state.layer_shape import LayerShape
-from sfi_core.state.side import ring_places
 from sfi_core.triggers.trigger import Trigger
 from sfi_core.triggers.trigger_set import resolve_triggers
 
@@ -127,35 +127,21 @@ class Session:
         prefill_chunk: int = 0,
         generated: int | None = None,
     ) -> Forecast:
-        """Say what a run will need, from the shapes that a pass over two tokens shows.
-
-        Args:
-            batch: Requests.
-            prompt_tokens: Tokens of the longest prompt.
-            capacity: Tokens that a request may reach.
-            prefill_chunk: Prompt tokens of one forward pass; 0 for all at once.
-            generated: The most tokens that a request generates; None for what `capacity` leaves.
-        """
-        policy, triton = self.policy, self.backend == "triton"
+        """Say what a run will need, from the shapes that a pass over two tokens shows; see `expect`."""
         page = self.page_size or 1
-        capacity = -(-capacity // page) * page
-        expected = forecast(
+        return expect(
             self.model,
             self.shapes(),
-            policy.config,
-            selects=policy.selects_before or policy.selects_after,
+            self.policy,
             batch=batch,
             prompt_tokens=prompt_tokens,
-            capacity=capacity,
+            capacity=-(-capacity // page) * page,
             prefill_chunk=prefill_chunk,
-            refreshed_together=batch if triton else 1,
-            unpacked=() if triton else policy.config.dense_layers,
-            evidence_buffers=ring_places(self.model.device, overlap=self.engine.overlap),
+            together=self.backend == "triton",
+            overlap=self.engine.overlap,
+            tiers=self.tiers,
+            generated=generated,
         )
-        if self.tiers is None:
-            return expected
-        tiers = self.tiers.bytes(batch, capacity, generated or capacity - prompt_tokens)
-        return tiered(expected, tiers, self.model.device)
 
     @property
     def tiers(self) -> Tiers | None:
@@ -204,30 +190,14 @@ class Session:
         tokens = ids if ids is not None else kwargs["inputs_embeds"]
         batch, new = tokens.shape[:2]
         cache.attach(cache.run or self.start(cache, batch, new))
-        end = cache.seen + new
-        prompt_length = cache.prompt_length or new
-        # transformers does not tell what a pass is: one token after the prompt's end is a decoding step
-        if cache.seen == 0 or end <= prompt_length or new > 1:
-            mask, final = kwargs.get("attention_mask"), end >= prompt_length
-            count = prompt_tokens(mask, batch, new, cache.seen, final=final)
-            if ids is not None:
-                requests = cache.run.requests_of(range(batch))
-                prompt = PromptEvent(requests=requests, ids_BT=ids, count=tuple(count))
-                cache.run.observer.on(prompt)
-            cache.run.begin_prefill(count, final=final)
-            name = "prefill"
+        name = "prefill" if reads_prompt(cache, new) else "forward"
+        if name == "prefill":
+            begin_prompt(cache.run, cache, ids, tokens.shape[:2], kwargs.get("attention_mask"))
         else:
-            if not cache.run.recorded:  # transformers' loop does not tell; ours has told already
-                cache.run.record(self.ranks.same_tokens(ids[:, -1]))
-            if self.engine.graphs:
-                raise ConfigError(
-                    "CUDA graphs must be off in model.generate and loops of one's own; sfi's loop has them"
-                )
-            cache.run.begin_decode()
+            begin_decode(cache.run, ids)
             if self._shadow.due(cache.run):
                 self._shadow.run(model, cache, args, kwargs)
                 self.seam.cache = cache
-            name = "forward"
         self.span.enter_context(cache.run.observer.span(name))
 
     def after_forward(self, model: Any, args: tuple[Any, ...], output: Any) -> None:

@@ -9,7 +9,7 @@ import torch
 from sfi_core.engine.shared_prompt import SharedPrompt
 from sfi_core.errors import BackendError, ConfigError, MemoryForecastError
 from sfi_core.machine.memory import free_bytes
-from sfi_core.models.forecast import Forecast
+from sfi_core.models.forecast import Forecast, forecast
 from sfi_core.models.two_tier_forecast import (
     TwoTierBytes,
     check_device_budget,
@@ -22,7 +22,7 @@ from sfi_core.settings.device_budget import DeviceBudget
 from sfi_core.settings.engine import EngineOptions
 from sfi_core.state.kv_store import KVStore
 from sfi_core.state.layer_shape import LayerShape
-from sfi_core.state.side import side_of
+from sfi_core.state.side import ring_places, side_of
 from sfi_core.state.two_tier import TwoTierStore
 
 TILE = 16  # tokens that a page of the Triton kernels is a multiple of
@@ -170,6 +170,54 @@ def moved(shared: SharedPrompt, store: KVStore) -> SharedPrompt:
                 store.append(layer, key_BHTD, value_BHTE, begin_B, count_B, begin, count)
             begin[row], count[row] = length, 0
     return replace(shared, store=store, copied=False)
+
+
+def expect(
+    model: Any,
+    shapes: Sequence[LayerShape],
+    policy: Policy,
+    *,
+    batch: int,
+    prompt_tokens: int,
+    capacity: int,
+    prefill_chunk: int,
+    together: bool,
+    overlap: bool,
+    tiers: Tiers | None,
+    generated: int | None,
+) -> Forecast:
+    """Forecast the memory of a run; arguments as `Session.forecast`'s.
+
+    Args:
+        model: The model.
+        shapes: The shape of every layer.
+        policy: The run's policy.
+        batch: Requests.
+        prompt_tokens: Tokens of the longest prompt.
+        capacity: Tokens that a request may reach, whole pages.
+        prefill_chunk: Prompt tokens of one forward pass; 0 for all at once.
+        together: Whether a slow step refreshes all requests at once.
+        overlap: Whether the Selector runs beside the layers where it can.
+        tiers: How the keys and values are divided; None without a device budget.
+        generated: The most tokens that a request generates; None for what `capacity` leaves.
+    """
+    expected = forecast(
+        model,
+        shapes,
+        policy.config,
+        selects=policy.selects_before or policy.selects_after,
+        batch=batch,
+        prompt_tokens=prompt_tokens,
+        capacity=capacity,
+        prefill_chunk=prefill_chunk,
+        refreshed_together=batch if together else 1,
+        unpacked=() if together else policy.config.dense_layers,
+        evidence_buffers=ring_places(model.device, overlap=overlap),
+    )
+    if tiers is None:
+        return expected
+    own = tiers.bytes(batch, capacity, generated or capacity - prompt_tokens)
+    return tiered(expected, own, model.device)
 
 
 def tiered(expected: Forecast, tiers: TwoTierBytes, device: torch.device) -> Forecast:
