@@ -145,11 +145,7 @@ class Session:
 
     @property
     def tiers(self) -> Tiers | None:
-        """How the keys and values are divided; None without a device budget.
-
-        Raises:
-            ConfigError: The policy or the settings cannot run under one.
-        """
+        """How the keys and values are divided, or why they cannot be; None without a device budget."""
         budget = self.engine.kv_device_budget
         if budget is None:
             return None
