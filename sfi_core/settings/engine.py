@@ -23,8 +23,8 @@ class EngineOptions:
     )
     kv_device_budget: str | None = setting(
         None,
-        "Keep all keys and values in host memory, and at most this much of them on the device: a share of "
-        "the cache, 20%, or a size, 2GiB. None keeps everything on the device.",
+        "Keep all keys and values in host memory, and at most this much of them on the device: a share of the "
+        "cache, 20%, or a size, 2GiB. None keeps everything on the device.",
     )
     kv_page: int = setting(32, "Tokens of a page that goes to the host's memory.", least=1)
     synchronized: bool = setting(

@@ -14,8 +14,8 @@ from sfi_core.engine.run import Run, Watcher
 from sfi_core.engine.shared_prompt import SharedPrompt
 from sfi_core.errors import BackendError, ConfigError, SfiError
 from sfi_core.hosts.transformers.cache import SfiCache
-from sfi_core.hosts.transformers.moving import moved
 from sfi_core.hosts.transformers.session import Session
+from sfi_core.hosts.transformers.stores import moved
 from sfi_core.machine.threads import SMALL_BYTES, one_thread
 from sfi_core.models.weights import ModelWeights
 from sfi_core.observers.observer import wants_spans

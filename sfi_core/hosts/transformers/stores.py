@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from sfi_core.engine.shared_prompt import SharedPrompt
 from sfi_core.errors import BackendError, ConfigError, MemoryForecastError
 from sfi_core.machine.memory import free_bytes
 from sfi_core.models.forecast import Forecast
@@ -19,6 +20,7 @@ from sfi_core.models.two_tier_forecast import (
 from sfi_core.policies import POLICIES, Policy, policy_class
 from sfi_core.settings.device_budget import DeviceBudget
 from sfi_core.settings.engine import EngineOptions
+from sfi_core.state.kv_store import KVStore
 from sfi_core.state.layer_shape import LayerShape
 from sfi_core.state.side import side_of
 from sfi_core.state.two_tier import TwoTierStore
@@ -158,6 +160,23 @@ def engine_for(policy: str, engine: EngineOptions) -> EngineOptions:
     Full attention beside a method in two tiers is what the method has to beat: the cache on the device.
     """
     return engine if policy_class(policy).offloads else replace(engine, kv_device_budget=None)
+
+
+def moved(shared: SharedPrompt, store: KVStore) -> SharedPrompt:
+    """Return prompts that were read on the device, in an empty store of another kind."""
+    batch = len(shared.count)
+    begin, count = [0] * batch, [0] * batch
+    for layer in shared.layers:
+        begin[:] = [0] * batch
+        for row, length in enumerate(shared.count):
+            for first, key, value in shared.store.blocks(layer, row, length):
+                begin[row], count[row] = first, key.shape[2]
+                # the other rows have no new tokens: what stands there is padding
+                key_BHTD, value_BHTE = (x.expand(batch, -1, -1, -1) for x in (key, value))
+                begin_B, count_B = torch.tensor([begin, count], dtype=torch.int32).to(key.device)
+                store.append(layer, key_BHTD, value_BHTE, begin_B, count_B, begin, count)
+            begin[row], count[row] = length, 0
+    return replace(shared, store=store, copied=False)
 
 
 def tiered(expected: Forecast, tiers: TwoTierBytes, device: torch.device) -> Forecast:
