@@ -126,7 +126,7 @@ def evaluate_harness(
     with redirect_stdout(sys.stderr):  # the harness prints to stdout, where sfi writes data
         for loaded in load_tasks(tasks, include_path):
             _prepare(loaded["tasks"].values(), num_fewshot)
-            lm = PolicyLM(model, tokenizer, policy, config, batch_size, backend, engine, on_request)
+            lm = PolicyLM(model, tokenizer, policy, config, batch_size, backend, on_request, engine)
             results = evaluate(
                 lm,
                 loaded,

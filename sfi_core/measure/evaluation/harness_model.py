@@ -22,7 +22,7 @@ from sfi_core.generation.read_prompt import read_prompt
 from sfi_core.hosts.transformers.slow_fast import slow_fast
 from sfi_core.measure.evaluation.teacher_forcing import teacher_force
 from sfi_core.settings.config import SfiConfig
-from sfi_core.settings.engine import EngineOptions
+from sfi_core.settings.engine import DEFAULTS, EngineOptions
 from sfi_core.triggers.trigger_set import resolve_triggers
 
 UNDECODED = {
@@ -47,8 +47,8 @@ class PolicyLM(HFLM):  # type: ignore[misc]
         config: SfiConfig | None,
         batch_size: int,
         backend: str,
-        engine: EngineOptions,
         on_request: Callable[[int, int], None] | None,
+        engine: EngineOptions = DEFAULTS,
     ) -> None:
         super().__init__(
             pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=batch_size

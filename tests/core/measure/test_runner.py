@@ -51,7 +51,8 @@ def test_rows_come_in_the_order_of_their_keys(loaded):
 def test_a_row_says_what_a_run_of_its_own_says(loaded, policy):
     """The prompt is shared between methods, the report's ratios go into the row as they are."""
     model, tokenizer = loaded
-    grid = grid_of("full-kv", policy if policy != "full-kv" else "sfi", seeds=(3,))
+    method = {"full-kv": "sfi", "synckv": "synckv:synckv.heads=even"}.get(policy, policy)
+    grid = grid_of("full-kv", method, seeds=(3,))
     rows = list(grid.run(model, tokenizer))
     sample = find_task(TASK).sample(tokenizer, LENGTH, 3)
     for row, variant in zip(rows, grid.variants, strict=True):

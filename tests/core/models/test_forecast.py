@@ -233,6 +233,7 @@ class Sized:
     """A session whose requests need a gigabyte each, and one more for all."""
 
     ranks = ALONE
+    tiers = None
 
     def __init__(self, model: Any) -> None:
         self.model = model

@@ -39,6 +39,8 @@ PAPER = {
     "window_prefill": 16,
     "dense_layers": (),
     "group_reduce": "power",
+    "correction": None,
+    "representatives": None,
 }
 
 # what triggers other than the paper's look at
@@ -58,6 +60,10 @@ def mistake(error: type[Exception], message: str):
 def flat(config: SfiConfig) -> dict[str, object]:
     values = config.to_dict()
     return {**values.pop("selector"), **values.pop("baseline"), **values}
+
+
+# of `sfi_core.policies.freekv` and `synckv`; the presets of SFI leave them alone
+METHODS = {"freekv", "synckv"}
 
 
 @pytest.mark.parametrize(
@@ -101,7 +107,21 @@ def test_a_preset_has_its_documented_values(preset: str, settings: dict, selecto
     wanted = settings | selector
     assert {name: values[name] for name in wanted} == wanted
     assert values["beta"] == pytest.approx(-math.log(0.6) / 0.9)
-    assert set(values) - set(wanted) == {"beta", *ALTERNATIVES, "pool", "page", "select_layers"}
+    assert set(values) - set(wanted) == {
+        "beta", "pool", "page", "select_layers", *ALTERNATIVES, *METHODS,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("preset", "kept", "tau"),
+    [("freekv-long-input", 128, 0.8), ("freekv-long-generation", 512, 0.9)],
+)
+def test_freekv_s_scenarios_have_a_budget_of_2048_tokens(preset: str, kept: int, tau: float):
+    """FreeKV, Sec. 5.1: B = 2048, S and W of 128 or 512, tau of 0.8 or 0.9, pages of 32."""
+    config = SfiConfig.preset(preset)
+    assert (config.sink, config.recent) == (kept, kept)
+    assert config.sink + config.recent + config.budget == 2048
+    assert (config.freekv.tau, config.freekv.page, config.budget % 32) == (tau, 32, 0)
 
 
 def test_the_default_preset_is_the_default():
@@ -184,7 +204,7 @@ def test_an_unknown_setting_is_named_with_the_known_ones(name: str):
     ) as caught:
         SfiConfig().replace(**{name: 3})
     names = ast.literal_eval(str(caught.value).split("expected one of ")[1])
-    assert set(names) == {*PAPER, *ALTERNATIVES, "selector", "baseline"}
+    assert set(names) == {*PAPER, *ALTERNATIVES, *METHODS, "selector", "baseline"}
 
 
 def test_an_unknown_selector_setting_is_named_with_the_selector_s():
@@ -192,11 +212,14 @@ def test_an_unknown_selector_setting_is_named_with_the_selector_s():
         SfiConfig().replace(selector={"sink": 3})
 
 
+NAMES = "('default', 'paper', 'released', 'freekv-long-input', 'freekv-long-generation')"
+
+
 @pytest.mark.parametrize(
     ("preset", "message"),
     [
-        ("papr", "unknown preset 'papr'; expected one of ('default', 'paper', 'released')"),
-        ("", "unknown preset ''; expected one of ('default', 'paper', 'released')"),
+        ("papr", f"unknown preset 'papr'; expected one of {NAMES}"),
+        ("", f"unknown preset ''; expected one of {NAMES}"),
     ],
 )
 def test_an_unknown_preset_is_named_with_the_known_ones(preset: str, message: str):
