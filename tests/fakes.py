@@ -24,7 +24,9 @@ from sfi_kernels.append import append
 from sfi_kernels.decode_attention import decode_attention
 from sfi_kernels.dense_attention import dense_attention, window_logits
 from sfi_kernels.pack import pack
+from sfi_kernels.recall import recall
 from sfi_kernels.selector import selector
+from sfi_kernels.sparse_attention import sparse_attention
 from sfi_kernels.split_plan import split_plan
 from sfi_kernels.top_k import top_k
 
@@ -221,7 +223,9 @@ def use_references(monkeypatch: pytest.MonkeyPatch) -> None:
         decode_attention,
         dense_attention,
         pack,
+        recall,
         selector,
+        sparse_attention,
         split_plan,
         top_k,
         window_logits,

@@ -46,6 +46,7 @@ def two_tier_bytes(
     page: int,
     longest_recent: int,
     selects: bool,
+    norms: bool = True,
     summary_page: int = 0,
     resident: Callable[[int, int], Sequence[int]] | None = None,
 ) -> TwoTierBytes:
@@ -59,6 +60,7 @@ def two_tier_bytes(
         page: Tokens of a page of the store.
         longest_recent: The most recent tokens that a step reads.
         selects: Whether the policy selects at all.
+        norms: Whether the norms of all keys count, which the store keeps for every policy.
         summary_page: Tokens of a page of Quest's or FreeKV's summaries; 0 for a policy without.
         resident: Says, for a layer and its number of KV heads, which heads stay on the device beside what all
             heads have, as `Policy.resident_heads` does; None for none.
@@ -80,7 +82,11 @@ def two_tier_bytes(
         * sum(layer.row_bytes + FLOAT32 * layer.heads for layer in full.values()),
         "packed": batch * sum(packed),
         "scratch": max(packed, default=0),
-        "norms": batch * FLOAT32 * pages * page * sum(layer.heads for layer in full.values()),
+        "norms": batch
+        * FLOAT32
+        * pages
+        * page
+        * sum(layer.heads for layer in full.values() if norms),
         "notes": batch * sum(noted) if selects else 0,
         "stream": BUFFERS
         * block_tokens(pages * page, page)

@@ -168,8 +168,8 @@ def _sparse(
             layer.pages.key_PHND,
             layer.pages.value_PHNE,
             run.store.block_table_BP[rows],
-            start_B,
-            step.length_B[rows],
+            start_B.contiguous(),
+            step.length_B[rows].contiguous(),
             **layer.options,
         )
     return out[:, :, :, None]

@@ -148,6 +148,7 @@ class LinkExpectation(Expectation):
             page=PAGE_SIZE,
             longest_recent=self._longest_recent(policy),
             selects=policy in SELECTING,
+            norms=policy != "full-kv",  # it cannot run over the store, and would need none
             summary_page=summary.get(policy, 0),
             resident=lambda layer, heads: range(heads if layer in dense else min(kept, heads)),
         )

@@ -202,20 +202,25 @@ def test_the_device_holds_what_each_policy_needs(rows, llama):
     found, tokens = rows(), 131072 + 44
     paged = 64 * -(-tokens // 64)
 
+    row, ranked = 4096, 4096 + 8 * 4  # with a float32 norm or an int32 position a head
+    norms, chosen = 32 * 8 * 4 * paged, 32 * 128 * 2 + 8 * 4 * 2048  # a note's query and selection
+    summary = 8 * 4 * (2 * 128 + 1)  # two vectors and a score, float32
+
     def cache(recent, packed, layers=32):
         ring = 64 * (-(-(recent + 63) // 64) + 1)
-        return 4096 * (layers * (ring + packed) + 2 * packed + 2 * 1024)
+        segment = ranked * packed + 8 * 4
+        return 32 * ranked * ring + (layers + 1) * segment + 2 * row * 1024
 
-    channels = 2 * 4 * 8 * 128  # bytes of a page's two vectors, float32
     assert {policy: row["kv_device_bytes"] for policy, row in found.items()} == {
-        "sfi": cache(256 + 20, 2052) + 32 * 8 * 4 * paged,
-        "snapkv": cache(256 + 44, 2052),
-        "quest": cache(256, 2052) + 32 * channels * -(-tokens // 16),
-        "freekv": cache(256, 2052, 31) + 31 * channels * -(-tokens // 32) + 4096 * paged,
-        "synckv": cache(256, 2052) + 32 * 2 * 512 * paged,
+        "sfi": cache(256 + 20, 2052) + norms + 32 * chosen,
+        "snapkv": cache(256 + 44, 2052) + norms + 32 * chosen,
+        "quest": cache(256, 2052) + norms + 32 * (chosen + summary * -(-tokens // 16)),
+        "freekv": cache(256, 2052, 31) + norms + 31 * (chosen + summary * -(-tokens // 32))
+        + row * paged,
+        "synckv": cache(256, 2052) + norms + 32 * (chosen + 2 * 512 * paged),
         "full-kv": cache(256, 4),
-        "streaming-llm": cache(256 + 2048, 4),
-    }
+        "streaming-llm": cache(256 + 2048, 4) + norms,
+    }  # fmt: skip
     assert {row["kv_host_bytes"] for row in found.values()} == {32 * 4096 * paged}
     asked = DecodeSettings(contexts=(131072,), policies=("sfi", "full-kv"), config=SfiConfig())
     alone = forecast_document(llama, asked, CPU, bandwidth_gb_per_s=1000, memory_bytes=40e9)
@@ -227,8 +232,8 @@ def test_the_device_holds_what_each_policy_needs(rows, llama):
 
 def test_the_largest_context_fits_and_one_more_token_does_not(rows):
     most = {policy: row["largest_context"] for policy, row in rows().items()}
-    assert most["full-kv"] is most["streaming-llm"] is None  # only host memory bounds them
-    for policy in ("quest", "synckv"):
+    assert most["full-kv"] is None  # only host memory bounds it
+    for policy in ("quest", "synckv", "streaming-llm"):
         assert rows(context=most[policy])[policy]["fits"]
         assert not rows(context=most[policy] + 1)[policy]["fits"]
     assert most["quest"] > 131072

@@ -1,0 +1,145 @@
+"""What a run under a device budget refuses, in one line, before it begins."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import sfi_core
+from sfi_core import SfiConfig
+from sfi_core.errors import BackendError, ConfigError, MemoryForecastError
+from sfi_core.generation.read_prompt import read_prompt
+from sfi_core.hosts.transformers.slow_fast import slow_fast
+from sfi_core.settings.engine import EngineOptions
+from tests.architectures import prompts, tiny
+
+ROWS = prompts(60)
+CONFIG = SfiConfig(sink=2, recent=16, budget=10, window_prefill=4, trigger_token_ids=(7,))
+OFFLOADING = "freekv, prior-only, quest, random-k, refreshkv, sfi, snapkv, streaming-llm, synckv"
+
+
+def engine(budget: str = "1MB", page: int = 16, **options: Any) -> EngineOptions:
+    return EngineOptions(kv_device_budget=budget, kv_page=page, **options)
+
+
+def complete(options: EngineOptions, config: SfiConfig = CONFIG, **others: Any) -> Any:
+    return sfi_core.generate(
+        tiny("qwen3"), None, ROWS, config, engine=options, stop_token_ids=(),
+        **{"max_new_tokens": 4, **others},
+    )  # fmt: skip
+
+
+TOO_SMALL = (
+    "kv_device_budget must hold sink + recent + one page, at least 44760 bytes, got {}; raise "
+    "--kv-device-budget, or lower the batch, budget or recent"
+)
+REFUSALS = {
+    "budget": (
+        engine("a lot"), "sfi",
+        ("kv_device_budget must be a share such as 20% or a size such as 2GiB, got 'a lot'"),
+    ),
+    "policy": (
+        engine(), "h2o",
+        (f"policy h2o cannot run under kv_device_budget; those that can: {OFFLOADING}"),
+    ),
+    "page": (
+        engine(page=32), "quest",
+        ("recent must be at least a page of 32 tokens under kv_device_budget, got 16; lower "
+         "engine.kv_page"),
+    ),
+    "size": (engine("1kB"), "sfi", TOO_SMALL.format(1000)),
+    "share": (engine("1%"), "sfi", TOO_SMALL.format(327)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_what_cannot_run_is_refused(case: str):
+    options, policy, message = REFUSALS[case]
+    with pytest.raises(ConfigError) as caught:
+        complete(options, policy=policy)
+    assert str(caught.value) == message
+
+
+def test_a_window_that_outgrows_the_budget_is_refused():
+    """It grows by t_max; the smallest budget holds it where it does not grow."""
+    changes = {"t_max": 64, "trigger_policy": "t-max"}
+    with pytest.raises(ConfigError, match=r"must hold the longest recent window, .* lower t_max"):
+        complete(engine("60kB"), CONFIG.replace(**changes), max_new_tokens=64)
+    sliding = CONFIG.replace(**changes, recent_mode="sliding")
+    assert complete(engine("60kB"), sliding, max_new_tokens=64).report.kv_tiers is not None
+
+
+def test_a_page_that_is_no_multiple_of_a_tile_is_refused_under_triton():
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("the model of these tests is on the CPU")
+    with pytest.raises(BackendError) as caught:
+        complete(engine(page=12), backend="triton")
+    assert str(caught.value) == (
+        "engine.kv_page must be a multiple of 16 tokens under the triton backend, got 12"
+    )
+
+
+def test_host_memory_that_does_not_hold_the_cache_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("sfi_core.hosts.transformers.stores.free_bytes", lambda device: 20_000)
+    with pytest.raises(MemoryForecastError) as caught:
+        complete(engine())
+    assert str(caught.value) == (
+        "host memory must hold the whole cache, 0.00 GB, got 0.00 GB free; lower the batch or "
+        "max_new_tokens"
+    )
+
+
+def test_a_run_of_unknown_length_is_refused_where_it_outgrows_its_room(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr("sfi_core.hosts.transformers.session.UNKNOWN_CAPACITY", 4)
+    model, ids = tiny("qwen3"), torch.tensor(ROWS)
+
+    def go_on(cache: Any, position: int) -> None:
+        own = torch.tensor([[position]])
+        model(input_ids=ids[:, :1], position_ids=own, past_key_values=cache)
+
+    options = engine("1MB")
+    with torch.inference_mode(), slow_fast(model, None, CONFIG, engine=options) as session:
+        cache = session.cache()
+        model(input_ids=ids, past_key_values=cache)
+        for position in range(60, 64):
+            go_on(cache, position)
+        with pytest.raises(ConfigError) as caught:
+            go_on(cache, 64)
+    assert str(caught.value) == (
+        "a run under kv_device_budget must state its length, got 65 tokens after room for 64; give "
+        "max_new_tokens"
+    )
+
+
+def test_prompts_that_were_read_before_are_refused():
+    """Their keys and values are on the device."""
+    shared = read_prompt(tiny("qwen3"), None, ROWS, capacity=64, page_size=16)
+    with pytest.raises(ConfigError) as caught:
+        complete(engine("100%"), shared=shared)
+    assert str(caught.value) == (
+        "kv_device_budget must be off for prompts that were read before, got '100%'"
+    )
+
+
+def test_several_ranks_are_refused():
+    with slow_fast(tiny("qwen3"), None, CONFIG, engine=engine()) as session:
+        ranks, session.ranks = session.ranks, SimpleNamespace(size=2)  # type: ignore[assignment]
+        with pytest.raises(ConfigError) as caught:
+            session.observe()
+        session.ranks = ranks
+    assert str(caught.value) == "kv_device_budget must be off under tensor parallelism"
+
+
+def test_graphs_that_are_asked_for_are_refused(monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("triton")
+    monkeypatch.setattr("sfi_core.engine.graphs.recorder.can_record", lambda device: True)
+    with pytest.raises(ConfigError) as caught:
+        complete(engine(graphs=True), backend="triton")
+    assert str(caught.value) == (
+        "CUDA graphs must be off with kv_device_budget, whose pages come and go; use "
+        "--set engine.graphs=false"
+    )
