@@ -11,8 +11,9 @@ from sfi_core.settings.engine import EngineOptions
 
 METHODS = (
     "full-kv", "default=sfi", "paper=sfi@paper", "released=sfi@released", "streaming-llm", "snapkv", "h2o",
-    "tova", "quest", "tidaldecode", "refreshkv", "oracle-top-k", "random-k",
+    "tova", "quest", "tidaldecode", "refreshkv", "freekv", "synckv", "oracle-top-k", "random-k",
 )  # fmt: skip
+BUNDLED_ONLY = ("synckv",)  # needs a head file, which other models seldom come with
 SHARES, LENGTHS, SAMPLES, SEED, RECENT = (0.05, 0.1, 0.15, 0.25), (1024, 4096), 20, 0, 128
 TOKENS = 128
 DEFAULTS: dict[str, Any] = {
@@ -31,6 +32,8 @@ def filled(given: Mapping[str, Any]) -> dict[str, Any]:
     """
     said = {name: value for name, value in given.items() if value is not None}
     asked = DEFAULTS | said
+    if asked["model"] is not None and "methods" not in said:
+        asked["methods"] = [name for name in METHODS if name not in BUNDLED_ONLY]
     if "budgets" in said:
         if "shares" in said:
             raise ConfigError("share and budget must not come together, got both")
