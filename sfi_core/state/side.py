@@ -58,7 +58,7 @@ class InOrder:
 class SecondStream:
     """Runs jobs on a CUDA stream of the lowest priority.
 
-    Every event is recorded once, and lives as long as this: one that is part of a captured graph must.
+    Every event is recorded once. One that is part of a captured graph lives as long as this.
     """
 
     places = RING_PLACES
@@ -94,7 +94,8 @@ class SecondStream:
     def _passed(self) -> torch.cuda.Event:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._stream.device))
-        self._events.append(event)
+        if torch.cuda.is_current_stream_capturing():
+            self._events.append(event)
         return event
 
 

@@ -39,7 +39,7 @@ class TwoTierStore:
         ring_pages: Pages of a request's ring, R.
         block_table_BP: Ring pages of each request's logical pages, int32.
         host_table_BP: Host pages of the same, int32.
-        side: Runs offloads and recalls.
+        side: Runs offloads and recalls; a layer's offloads have an even place, its recalls an odd one.
         layers: Tiers by layer.
         stream: Takes pages to the host, and brings blocks of them for dense reads.
     """
@@ -66,8 +66,7 @@ class TwoTierStore:
             ring_pages: Pages on the device of each request; they must hold the recent tokens.
             backend: What appends and recalls: "torch" or "triton".
             side: Runs offloads and recalls; None runs them in order.
-            resident: Says, for a layer and its number of KV heads, which heads stay on the device;
-                None for none.
+            resident: Says which KV heads of a layer, of so many, stay on the device; None for none.
         """
         self.batch, self.backend, self.page_size = batch, backend, page_size
         self.pages_per_request = -(-capacity // page_size)
@@ -79,9 +78,8 @@ class TwoTierStore:
         self.side = side or InOrder()
         self.layers: dict[int, Tiers] = {}
         self._resident = resident
-        self._recalling: dict[
-            int, Job
-        ] = {}  # kept for their tensors: the allocator knows no other stream
+        # recalls under way, for their tensors: PyTorch's allocator knows no reader on another stream
+        self._recalling: dict[int, Job] = {}
         self._scratch = RecallScratch(self.side)
         self.stream = HostStream(self.side, block_tokens(self.capacity, page_size))
         self._end = [0] * batch  # tokens of each row, as of the last append
@@ -218,7 +216,7 @@ class TwoTierStore:
         heads_RH: torch.Tensor | None = None,
     ) -> Recall:
         """See `KVStore`: bring what the device lacks from the host, beside the main stream."""
-        tiers, place = self.layers[layer], self._recalls(layer)
+        tiers, place = self.layers[layer], 2 * layer + 1
         self.ready(layer)
         segment.reserve(most_sink + index_RHK.shape[2])
         self._offload_sinks(layer, tiers, most_sink)
@@ -253,7 +251,7 @@ class TwoTierStore:
 
     def ready(self, layer: int) -> None:
         """See `KVStore`: wait for the layer's recalls."""
-        self.side.wait(self._recalls(layer))
+        self.side.wait(2 * layer + 1)
         self._recalling.pop(layer, None)
 
     def copy(self) -> "TwoTierStore":
@@ -263,8 +261,8 @@ class TwoTierStore:
         other.block_table_BP = self.block_table_BP.clone()
         other.layers = {layer: tiers.copy() for layer, tiers in self.layers.items()}
         other.stream = HostStream(self.side, self.stream.block, self.stream.device)
-        scratch = RecallScratch(self.side)
-        other.__dict__.update(_end=list(self._end), _recalling={}, _scratch=scratch)
+        own = {"_end": list(self._end), "_recalling": {}, "_scratch": RecallScratch(self.side)}
+        other.__dict__.update(own)
         return other
 
     def row(self, row: int) -> "TwoTierStore":
@@ -300,7 +298,3 @@ class TwoTierStore:
                 unfinished.append((row * self.pages_per_request + page, tiers.unfinished(at)))
         if unfinished:
             self.stream.offload(2 * layer, tiers.host, unfinished)
-
-    @staticmethod
-    def _recalls(layer: int) -> int:
-        return 2 * layer + 1

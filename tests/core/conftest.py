@@ -47,3 +47,15 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         return out.fill_(torch.nan if out.is_floating_point() else -(2**30))
 
     monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
+
+
+@pytest.fixture
+def poisoned_host_memory(monkeypatch: pytest.MonkeyPatch, poisoned_memory: None) -> None:
+    """Fill what `torch.empty` returns with NaN as well: pages of the host's tier."""
+    allocate = torch.empty
+
+    def poisoned(*size: Any, **options: Any) -> torch.Tensor:
+        out = allocate(*size, **options)
+        return out.fill_(torch.nan) if out.is_floating_point() else out
+
+    monkeypatch.setattr(torch, "empty", poisoned)

@@ -5,7 +5,6 @@ The kernels' references stand in for the kernels, so that a run of six layers ta
 
 import gc
 import weakref
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from sfi_core.engine.maintenance import Maintenance, main_stream
 from sfi_core.settings.engine import EngineOptions
 from sfi_core.state.side import RING_PLACES, InOrder, SecondStream
 from tests.core.conftest import tiny_qwen3
+from tests.cuda_clocks import Device
 from tests.fakes import use_references
 from tests.schedules import AnyTime, Lazy, Watching
 
@@ -110,63 +110,6 @@ def test_a_missing_edge_shows(complete, in_order, edge):
     setattr(side, edge, lambda *_: None)
     with pytest.raises((AssertionError, ValueError)):  # wrong, or of shapes that do not fit
         assert complete(side) == in_order
-
-
-class Device:
-    """CUDA streams and events as vector clocks: who is known to have come before whom."""
-
-    def __init__(self) -> None:
-        self.device = "cuda:0"
-        self.dropped: tuple[str, ...] = ()
-        self.main, self.made = Stream(self, "main"), 0
-        self.now = [self.main]
-        self.accesses: list[tuple[int, str, bool, int, dict[str, int]]] = []
-
-    def install(self, monkeypatch) -> None:
-        for name, value in {
-            "Stream": lambda *_, priority: Stream(self, "side"),
-            "Event": Event,
-            "current_stream": lambda _: self.now[-1],
-            "stream": self.inside,
-            "is_current_stream_capturing": lambda: False,
-        }.items():
-            monkeypatch.setattr(torch.cuda, name, value)
-
-    @contextmanager
-    def inside(self, stream):
-        self.now.append(stream)
-        yield
-        self.now.pop()
-
-    def touch(self, place: int, *, write: bool) -> None:
-        stream = self.now[-1]
-        stream.clock[stream.name] = stream.clock.get(stream.name, 0) + 1
-        count = stream.clock[stream.name]
-        self.accesses.append((place, stream.name, write, count, dict(stream.clock)))
-
-    def races(self) -> list[tuple[str, str]]:
-        """Return pairs of accesses to a place, one of them a write, that nothing orders."""
-        found = []
-        for number, (place, stream, write, count, _) in enumerate(self.accesses):
-            for other, later, rewrite, _, clock in self.accesses[number + 1 :]:
-                if place == other and (write or rewrite) and clock.get(stream, 0) < count:
-                    found.append((stream, later))
-        return found
-
-
-class Stream:
-    def __init__(self, device: Device, name: str) -> None:
-        self.device, self.name, self.clock = device, name, {}
-
-    def wait_event(self, event: "Event") -> None:
-        if self.name not in self.device.dropped:
-            for name, count in event.clock.items():
-                self.clock[name] = max(count, self.clock.get(name, 0))
-
-
-class Event:
-    def record(self, stream: Stream) -> None:
-        self.clock = dict(stream.clock)
 
 
 def decode_two_steps(device: Device) -> None:

@@ -1,22 +1,16 @@
 """The two-tier store against plain tensors: every token is found again, wherever it lies."""
 
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
 
 from sfi_core.errors import ConfigError
-from sfi_core.state.kv_cache import KVCache
 from sfi_core.state.packed_segment import PackedSegment
-from sfi_core.state.side import InOrder
-from sfi_core.state.two_tier import TwoTierStore
 from sfi_kernels.launch import counting
-from tests.schedules import AnyTime, Lazy
+from tests.two_tier import CAPACITY, RING, SIDES, B, D, E, H, N, Written, int32, joined
 
-B, H, D, E, N, RING = 3, 2, 4, 6, 4, 3
-CAPACITY = 70
+pytestmark = pytest.mark.usefixtures("poisoned_host_memory")
 PIECES = {
     "longer than the ring": [(41, 41, 41)],
     "shorter than the ring": [(7, 5, 9)],
@@ -26,64 +20,6 @@ PIECES = {
     "single tokens across page borders": [(6, 30, 1)] + 11 * [(1, 1, 1)],
     "rows that rest": [(13, 9, 21), (1, 0, 1), (0, 1, 0), (5, 0, 16)],
 }
-SIDES = {"in order": InOrder, "lazy": Lazy, "random": lambda: AnyTime(3)}
-
-
-@pytest.fixture(autouse=True)
-def poisoned(monkeypatch: pytest.MonkeyPatch, poisoned_memory: None) -> None:
-    """Fill host memory too with NaN, so that a row that never came shows."""
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *size, **how: empty(*size, **how).fill_(torch.nan))
-
-
-def int32(*values: int) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
-
-
-class Written:
-    """A store and, beside it, plain tensors of what was appended to each request."""
-
-    def __init__(self, side: Any = None, resident: Sequence[int] = (), **options: Any) -> None:
-        options = {"page_size": N, "ring_pages": RING, **options}
-        heads = None if not resident else lambda layer, heads: resident
-        self.store: Any = TwoTierStore(B, CAPACITY, side=side, resident=heads, **options)
-        self.keys = [torch.empty(H, 0, D) for _ in range(B)]
-        self.values = [torch.empty(H, 0, E) for _ in range(B)]
-
-    def append(self, *count: int, into: Sequence[Any] = (), layer: int = 0) -> None:
-        """Append `count[b]` tokens to request b of the store and of others, left-padded with NaN."""
-        key = torch.full((B, H, max(count), D), torch.nan)
-        value = torch.full((B, H, max(count), E), torch.nan)
-        start = [rows.shape[1] for rows in self.keys]
-        for row, new in enumerate(count):
-            own = slice(max(count) - new, None)
-            key[row, :, own], value[row, :, own] = torch.randn(H, new, D), torch.randn(H, new, E)
-            self.keys[row] = torch.cat([self.keys[row], key[row, :, own]], 1)
-            self.values[row] = torch.cat([self.values[row], value[row, :, own]], 1)
-        for store in (self.store, *into):
-            store.append(layer, key, value, int32(*start), int32(*count), start, count)
-
-    def assert_found(self, store: Any = None) -> None:
-        """Read every token by every way there is, and compare."""
-        store = store or self.store
-        for row, (key, value) in enumerate(zip(self.keys, self.values, strict=True)):
-            for head in (None, *range(H)):
-                heads = slice(None) if head is None else slice(head, head + 1)
-                found = joined(store.blocks(0, row, key.shape[1], head))
-                assert torch.equal(found[0], key[heads])
-                assert torch.equal(found[1], value[heads])
-            norms = store.norms(0, [row], key.shape[1])[0]
-            torch.testing.assert_close(norms.double(), key.double().norm(dim=-1))
-
-
-def joined(blocks: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Join blocks; their buffers are used again, so that each is copied when it comes."""
-    found, end = [], 0
-    for start, key, value in blocks:
-        assert start == end
-        end += key.shape[2]
-        found.append((key[0].clone(), value[0].clone()))
-    return torch.cat([key for key, _ in found], 1), torch.cat([value for _, value in found], 1)
 
 
 @pytest.mark.parametrize("resident", [(), (1,), (0, 1)], ids=str)
@@ -178,124 +114,6 @@ def test_a_row_is_one_requests_part_of_the_same_memory(side: str):
     written.assert_found()
     pages = 26 // N + sum(length // N - (length - 1) // N for length in (31, 27, 14))
     assert written.store.offloaded_bytes == offloaded + pages * N * H * (D + E) * 4
-
-
-class Packing:
-    """The same selections packed by a two-tier store and by a cache that has everything."""
-
-    def __init__(self, side: Any, *count: int) -> None:
-        self.written, self.cache = Written(side), KVCache(B, CAPACITY)
-        self.written.append(*count, into=[self.cache])
-        self.segments = [PackedSegment(B, 9, s.pages(0)) for s in (self.written.store, self.cache)]
-
-    def pack(
-        self, rows: Sequence[int], sink: Sequence[int], index: Any, heads: Any = None
-    ) -> torch.Tensor:
-        """Pack by both; return how many rows the two-tier store brought."""
-        index_RHK = torch.tensor(index, dtype=torch.int32)
-        heads_RH = None if heads is None else torch.tensor(heads)
-        stores = (self.written.store, self.cache)
-        brought, nothing = [
-            store.pack_into(segment, 0, int32(*rows), int32(*sink), index_RHK, max(sink), heads_RH)
-            for store, segment in zip(stores, self.segments, strict=True)
-        ]
-        assert nothing is None
-        return brought.rows_RH
-
-    def assert_same(self) -> None:
-        """Compare what counts of both segments, bit for bit."""
-        self.written.store.ready(0)
-        ours, theirs = self.segments
-        assert torch.equal(ours.length_BH, theirs.length_BH)
-        for row in range(B):
-            for head in range(H):
-                count = int(theirs.length_BH[row, head])
-                for name in ("key_BHSD", "value_BHSE", "position_BHS"):
-                    found, expected = (getattr(x, name)[row, head, :count] for x in (ours, theirs))
-                    assert torch.equal(found, expected), name
-
-
-@pytest.mark.parametrize("side", SIDES)
-def test_packing_from_the_host_gives_what_packing_from_the_device_gives(side: str):
-    """And brings the rows, sinks included, that were not in the segment before, and no others."""
-    packing = Packing(SIDES[side](), 41, 12, 33)
-    first = [[[5, 9, 30], [6, 7, -1]], [[3, -1, -1], [2, 4, 6]]]
-    rows_RH = packing.pack([0, 2], [2, 2], first)
-    packing.assert_same()
-    assert rows_RH.tolist() == [[5, 4], [3, 5]]
-    second = [[[5, 11, 30], [6, 7, 8]], [[4, 5, 6], [2, 4, 6]]]
-    rows_RH = packing.pack([0, 2], [2, 2], second)
-    packing.assert_same()
-    assert rows_RH.tolist() == [[1, 1], [3, 0]]
-
-
-@pytest.mark.parametrize("side", SIDES)
-def test_heads_that_are_not_packed_keep_their_rows(side: str):
-    packing = Packing(SIDES[side](), 41, 12, 33)
-    packing.pack([0, 1], [2, 0], [[[5, 9], [6, 7]], [[3, 4], [2, -1]]])
-    rows_RH = packing.pack(
-        [0, 1], [2, 0], [[[9, 10], [1, 2]], [[0, 1], [2, 3]]], [[True, False], [False, True]]
-    )
-    packing.assert_same()
-    assert rows_RH.tolist() == [[1, 0], [0, 1]]
-
-
-@pytest.mark.parametrize("side", SIDES)
-def test_rows_that_come_late_are_the_last_selection(side: str):
-    """Two selections before anybody waits, and tokens that come in between."""
-    packing = Packing(SIDES[side](), 41, 12, 33)
-    packing.pack([0], [2], [[[5, 9], [6, 7]]])
-    packing.written.append(3, 3, 3, into=[packing.cache])
-    late = packing.pack([0], [2], [[[9, 30], [6, 31]]])
-    packing.assert_same()
-    assert late.tolist() == [[1, 1]]
-
-
-@pytest.mark.parametrize("side", SIDES)
-def test_sinks_of_a_prompt_shorter_than_a_page_are_packed(side: str):
-    """Their page is not complete, nobody has asked the host for it before."""
-    packing = Packing(SIDES[side](), 3, 6, 1)
-    nothing = [[[], []]] * B
-    rows_RH = packing.pack([0, 1, 2], [3, 6, 1], nothing)
-    packing.assert_same()
-    assert rows_RH.tolist() == [[3, 3], [6, 6], [1, 1]]
-    packing.written.append(2, 2, 2, into=[packing.cache])
-    packing.pack([0, 1, 2], [3, 6, 1], nothing)
-    packing.assert_same()
-    packing.written.assert_found()
-
-
-def test_a_segment_grows_to_what_is_packed():
-    packing = Packing(Lazy(), 41, 12, 33)
-    packing.pack([0], [2], [[[5, 9], [6, 7]]])
-    packing.pack([0], [2], [[list(range(3, 15)), list(range(5, 17))]])
-    packing.assert_same()
-
-
-def test_a_new_request_takes_nothing_from_the_one_before_it():
-    """A recall for the row's last request ends before the row is emptied."""
-    packing = Packing(Lazy(), 41, 12, 33)
-    packing.pack([1], [2], [[[5, 6], [6, 7]]])
-    alone, key = packing.written.store.row(1), torch.randn(1, H, 30, D)
-    segment, value = packing.segments[0].row(1), torch.randn(1, H, 30, E)
-    alone.append(0, key, value, int32(0), int32(30), [0], [30])
-    brought = alone.pack_into(segment, 0, int32(0), int32(2), int32(5, 6, 6, 7).view(1, 2, 2), 2)
-    alone.ready(0)
-    assert brought.rows_RH.tolist() == [[4, 4]]
-    for head, positions in enumerate(([0, 1, 5, 6], [0, 1, 6, 7])):
-        assert torch.equal(segment.key_BHSD[0, head, :4], key[0, head, positions])
-
-
-def test_what_follows_a_recall_sees_its_counts():
-    packing, seen = Packing(Lazy(), 41, 12, 33), []
-    store, segment = packing.written.store, packing.segments[0]
-    index = int32(5, 9, 6, -1).view(1, 2, 2)
-    brought = store.pack_into(segment, 0, int32(0), int32(2), index, 2)
-    brought.then(lambda: seen.append(brought.rows_RH.tolist()))
-    assert seen == []
-    store.ready(0)
-    assert seen == [[[4, 3]]]
-    assert brought.row_bytes == (D + E) * 4
 
 
 def test_the_bytes_are_those_of_what_the_store_holds():

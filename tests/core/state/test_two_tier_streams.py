@@ -1,0 +1,90 @@
+"""The two-tier store on two streams: events order every access to its memory."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from sfi_core.state.packed_segment import PackedSegment
+from sfi_core.state.side import SecondStream
+from sfi_kernels.recall import recall
+from tests.cuda_clocks import Device
+from tests.two_tier import B, H, Written, int32
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="streams of CPU tensors")
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    """Note every copy, by the memory that it reads and writes, and what a recall does."""
+    made = Device()
+    made.install(monkeypatch)
+    copy, reference = torch.Tensor.copy_, recall.reference
+
+    def noting_copy(to: torch.Tensor, source: torch.Tensor, **how: Any) -> torch.Tensor:
+        read(made, source)
+        made.touch(place(to), write=True)
+        return copy(to, source, **how)
+
+    def noting_recall(*tensors: torch.Tensor, **how: Any) -> None:
+        for tensor in (tensors[0], *tensors[3:10]):
+            read(made, tensor)
+        for tensor in tensors[6:15]:
+            made.touch(place(tensor), write=True)
+        reference(*tensors, **how)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", noting_copy)
+    monkeypatch.setitem(recall.__dict__, "reference", noting_recall)
+    return made
+
+
+def place(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def read(device: Device, tensor: torch.Tensor) -> None:
+    device.touch(place(tensor), write=False)
+
+
+def decode(device: Device) -> None:
+    """Read a prompt, then take two steps: each packs, attends to what was packed, and reads everything."""
+    written = Written(SecondStream(torch.device("cuda:0")))
+    store = written.store
+    written.append(41, 33, 37)
+    segment = PackedSegment(B, 9, store.pages(0))
+    held = [segment.key_BHSD, segment.value_BHSE, segment.position_BHS, segment.length_BH]
+    for step in range(2):
+        for row in range(B):
+            for _, key, _ in store.blocks(0, row, len(written.keys[row][0])):
+                read(device, key)
+            index = int32(5, 9 + step, 6, 11 + step).view(1, 2, H)
+            store.pack_into(segment, 0, int32(row), int32(2), index, 2)
+        written.append(4, 4, 4)
+        store.ready(0)
+        for tensor in held:
+            read(device, tensor)
+
+
+def test_events_order_every_access(device: Device):
+    decode(device)
+    assert {stream for _, stream, *_ in device.accesses} == {"main", "side"}
+    assert device.races() == []
+
+
+@pytest.mark.parametrize(
+    ("stream", "race"), [("side", ("main", "side")), ("main", ("side", "main"))]
+)
+def test_an_event_that_a_stream_does_not_wait_for_is_a_race(
+    device: Device, stream: str, race: tuple[str, str]
+):
+    device.dropped = (stream,)
+    decode(device)
+    assert race in device.races()
+
+
+def test_a_step_that_does_not_wait_for_its_rows_is_a_race(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("sfi_core.state.two_tier.TwoTierStore.ready", lambda store, layer: None)
+    decode(device)
+    assert ("side", "main") in device.races()

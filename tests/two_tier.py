@@ -1,0 +1,64 @@
+"""A two-tier store and, beside it, plain tensors of what it was given."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from sfi_core.state.side import InOrder
+from sfi_core.state.two_tier import TwoTierStore
+from tests.schedules import AnyTime, Lazy
+
+B, H, D, E, N, RING = 3, 2, 4, 6, 4, 3
+CAPACITY = 70
+SIDES = {"in order": InOrder, "lazy": Lazy, "random": lambda: AnyTime(3)}
+
+
+def int32(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+class Written:
+    """A store and, beside it, plain tensors of what was appended to each request."""
+
+    def __init__(self, side: Any = None, resident: Sequence[int] = (), **options: Any) -> None:
+        options = {"page_size": N, "ring_pages": RING, **options}
+        heads = None if not resident else lambda layer, heads: resident
+        self.store: Any = TwoTierStore(B, CAPACITY, side=side, resident=heads, **options)
+        self.keys = [torch.empty(H, 0, D) for _ in range(B)]
+        self.values = [torch.empty(H, 0, E) for _ in range(B)]
+
+    def append(self, *count: int, into: Sequence[Any] = (), layer: int = 0) -> None:
+        """Append `count[b]` tokens to request b of the store and of others, left-padded with NaN."""
+        key = torch.full((B, H, max(count), D), torch.nan)
+        value = torch.full((B, H, max(count), E), torch.nan)
+        start = [rows.shape[1] for rows in self.keys]
+        for row, new in enumerate(count):
+            own = slice(max(count) - new, None)
+            key[row, :, own], value[row, :, own] = torch.randn(H, new, D), torch.randn(H, new, E)
+            self.keys[row] = torch.cat([self.keys[row], key[row, :, own]], 1)
+            self.values[row] = torch.cat([self.values[row], value[row, :, own]], 1)
+        for store in (self.store, *into):
+            store.append(layer, key, value, int32(*start), int32(*count), start, count)
+
+    def assert_found(self, store: Any = None) -> None:
+        """Read every token by every way there is, and compare."""
+        store = store or self.store
+        for row, (key, value) in enumerate(zip(self.keys, self.values, strict=True)):
+            for head in (None, *range(H)):
+                heads = slice(None) if head is None else slice(head, head + 1)
+                found = joined(store.blocks(0, row, key.shape[1], head))
+                assert torch.equal(found[0], key[heads])
+                assert torch.equal(found[1], value[heads])
+            norms = store.norms(0, [row], key.shape[1])[0]
+            torch.testing.assert_close(norms.double(), key.double().norm(dim=-1))
+
+
+def joined(blocks: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Join blocks; their buffers are used again, so that each is copied when it comes."""
+    found, end = [], 0
+    for start, key, value in blocks:
+        assert start == end
+        end += key.shape[2]
+        found.append((key[0].clone(), value[0].clone()))
+    return torch.cat([key for key, _ in found], 1), torch.cat([value for _, value in found], 1)
