@@ -11,6 +11,7 @@ from tests.fakes import RecordingObserver
 from tests.watched import four_heads
 
 NEW = 9
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 EVEN = {"heads": "even", "representatives": 2, "stride": 3}
 PAGES = {"page": 8, "tau": 0.2, "first_layer_dense": False}
 ONE_OF_TWO = {"representatives": "even", "synckv": {"representatives": 2}}
@@ -41,7 +42,7 @@ def run(backend: str, way: str, **options: Any) -> tuple[Any, RecordingObserver]
 
 
 def chosen(observer: RecordingObserver) -> dict[Any, Any]:
-    """Return the positions that count, of the heads that have selected, by request, step, layer and reason."""
+    """Return the positions of the heads that have selected, by request, step, layer and reason."""
     made = {}
     for event in observer.selections:
         heads = range(len(event.index_HK)) if event.heads_H is None else event.heads_H.nonzero()
