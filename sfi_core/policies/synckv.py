@@ -39,9 +39,8 @@ class SyncKV(Policy):
         super().__init__(config, trigger, layers)
         own = self.config.synckv
         self.leaders = Leaders(own.heads, "synckv.heads", own.representatives)
-        share = 1 - Fraction(
-            str(own.static)
-        )  # as written: 1 - 0.9 is less than 0.1 in floating point
+        # as written: in floating point 1 - 0.9 is less than 0.1
+        share = 1 - Fraction(str(own.static))
         self.dynamic = int(share * self.config.budget)  # k_dyn of Eq. 6
 
     @classmethod
@@ -77,9 +76,8 @@ class SyncKV(Policy):
         """Choose the dynamic set by the representatives' attention (Eq. 6), after the prompt both sets."""
         chosen, place = places_of(self.leaders.of(context.layer, context.key_norm_BHT.shape[1]))
         # Eq. 5; only the representatives' logits are there
-        score_BRT = (
-            _written(context, columns(context.logits(), chosen)).softmax(-1).amax(dim=(2, 3))
-        )
+        logits = _written(context, columns(context.logits(), chosen))
+        score_BRT = logits.softmax(-1).amax(dim=(2, 3))
         score_BRT = score_BRT.masked_fill(~context.allowed_BT[:, None], MASKED_SCORE)
         rows = [
             self._select(context, at, score_RT) for at, score_RT in enumerate(score_BRT.unbind(0))
@@ -96,7 +94,8 @@ class SyncKV(Policy):
             static = min(self.config.budget - self.dynamic, candidates)
             note["static"] = best(score_RT[None], static)[0] if static else first_RK[:, :0]
             return first_RK
-        static_RK = note.get("static", torch.empty(len(score_RT), 0, dtype=torch.int32)).long()
+        nothing_RK = score_RT.new_empty(len(score_RT), 0, dtype=torch.int32)
+        static_RK: torch.Tensor = note.get("static", nothing_RK).long()
         left = K - static_RK.shape[1]
         if left <= 0:
             return static_RK.int()
