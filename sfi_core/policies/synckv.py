@@ -21,6 +21,7 @@ from sfi_core.policies.context import LayerContext, StepContext
 from sfi_core.policies.leaders import Leaders, columns, mask_of, places_of
 from sfi_core.settings.config import SfiConfig
 from sfi_kernels.constants import MASKED_SCORE
+from sfi_kernels.step_descriptor import sent
 from sfi_kernels.top_k import top_k
 
 LAST = torch.iinfo(torch.int32).max
@@ -38,9 +39,8 @@ class SyncKV(Policy):
         super().__init__(config, trigger, layers)
         own = self.config.synckv
         self.leaders = Leaders(own.heads, "synckv.heads", own.representatives)
-        share = 1 - Fraction(
-            str(own.static)
-        )  # as written: 1 - 0.9 is less than 0.1 in floating point
+        # as written: in floating point 1 - 0.9 is less than 0.1
+        share = 1 - Fraction(str(own.static))
         self.dynamic = int(share * self.config.budget)  # k_dyn of Eq. 6
 
     @classmethod
@@ -76,7 +76,8 @@ class SyncKV(Policy):
         """Choose the dynamic set by the representatives (SyncKV, Eq. 6); at step 0 both sets."""
         chosen, place = places_of(self.leaders.of(context.layer, context.key_norm_BHT.shape[1]))
         # Eq. 5; only the representatives' logits are there
-        score_BRT = columns(context.logits(), chosen).softmax(-1).amax(dim=(2, 3))
+        logits = _written(context, columns(context.logits(), chosen))
+        score_BRT = logits.softmax(-1).amax(dim=(2, 3))
         score_BRT = score_BRT.masked_fill(~context.allowed_BT[:, None], MASKED_SCORE)
         rows = [
             self._select(context, at, score_RT) for at, score_RT in enumerate(score_BRT.unbind(0))
@@ -93,8 +94,8 @@ class SyncKV(Policy):
             static = min(self.config.budget - self.dynamic, candidates)
             note["static"] = best(score_RT[None], static)[0] if static else first_RK[:, :0]
             return first_RK
-        none_RK = torch.empty(len(score_RT), 0, dtype=torch.int32)
-        static_RK: torch.Tensor = note.get("static", none_RK).long()
+        nothing_RK = score_RT.new_empty(len(score_RT), 0, dtype=torch.int32)
+        static_RK: torch.Tensor = note.get("static", nothing_RK).long()
         left = K - static_RK.shape[1]
         if left <= 0:
             return static_RK.int()
@@ -103,6 +104,16 @@ class SyncKV(Policy):
         spare_RT = spare_RT.scatter(1, static_RK.to(spare_RT.device) % (T + 1), MASKED_SCORE)
         dynamic_RK = best(spare_RT[None, :, :T].contiguous(), left)[0]
         return _united(static_RK.to(dynamic_RK), dynamic_RK)
+
+
+def _written(context: LayerContext, logits_BRGWT: torch.Tensor) -> torch.Tensor:
+    # behind a shorter request's last token stands what the memory held before
+    T, lengths = logits_BRGWT.shape[-1], [state.length for state in context.states]
+    if min(lengths) >= T:
+        return logits_BRGWT
+    length_B = sent(torch.tensor(lengths), logits_BRGWT.device)
+    behind_BT = torch.arange(T, device=length_B.device) >= length_B[:, None]
+    return logits_BRGWT.masked_fill(behind_BT[:, None, None, None], -torch.inf)
 
 
 def _united(first_RK: torch.Tensor, second_RK: torch.Tensor) -> torch.Tensor:

@@ -19,6 +19,7 @@ import sfi_core
 from sfi_core import SfiConfig, slow_fast
 from sfi_core.errors import BackendError
 from sfi_core.policies import POLICIES
+from sfi_core.settings.parts import FreeKVConfig, SyncKVConfig
 from tests.core.conftest import TINY, tiny_qwen3
 from tests.covering import case
 from tests.fakes import RecordingObserver
@@ -37,6 +38,8 @@ CONFIG = SfiConfig(
     t_max=3,
     trigger_token_ids=tuple(range(2, 96, 5)),
     window_prefill=4,
+    freekv=FreeKVConfig(page=8),
+    synckv=SyncKVConfig(heads="even", stride=3),
 )
 # one selects at slow steps, one before every step, one at every step from what it attended
 KINDS_OF_POLICY = ("sfi", "quest", "h2o")

@@ -5,9 +5,11 @@ from typing import Any
 import pytest
 
 from sfi_core.generation.generate import generate
+from sfi_core.settings.audit import AuditConfig
 from tests.architectures import prompts, tiny
 from tests.core.hosts.test_architectures import HANDFUL, LENGTHS, SMALL, STEPS, WHOLE, reference
 from tests.covering import covering
+from tests.fakes import RecordingObserver
 
 pytestmark = pytest.mark.seam
 
@@ -83,3 +85,15 @@ def test_heads_change_what_is_read(way: str):
         ).report.requests[0]
         assert own.read_ratio != plain.read_ratio
     assert own.read_ratio < 0.9
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_audit_changes_nothing_and_sees_heads_that_read_everything(way: str):
+    """A head that has read everything keeps all of its attention; others lose some."""
+    rows, observer = prompts(37, 9), RecordingObserver()
+    audited = run("qwen3", way, rows, observers=[observer], audit=AuditConfig(every=1, top=5))
+    assert audited == run("qwen3", way, rows)
+    kept = [event.retained_H.tolist() for event in observer.audits if event.step > 0]
+    assert any(share < 0.99 for heads in kept for share in heads)
+    if way != "freekv":  # whose heads differ in what they select, not in how much they read
+        assert any((heads[0] == 1.0) != (heads[1] == 1.0) for heads in kept)

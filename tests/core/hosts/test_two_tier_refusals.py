@@ -35,10 +35,6 @@ TOO_SMALL = (
     "--kv-device-budget, or lower the batch, budget or recent"
 )
 REFUSALS = {
-    "budget": (
-        engine("a lot"), "sfi",
-        ("kv_device_budget must be a share such as 20% or a size such as 2GiB, got 'a lot'"),
-    ),
     "policy": (
         engine(), "h2o",
         (f"policy h2o cannot run under kv_device_budget; those that can: {OFFLOADING}"),
@@ -115,31 +111,16 @@ def test_a_run_of_unknown_length_is_refused_where_it_outgrows_its_room(
     )
 
 
-def test_prompts_that_were_read_before_are_refused():
-    """Their keys and values are on the device."""
-    shared = read_prompt(tiny("qwen3"), None, ROWS, capacity=64, page_size=16)
+def test_a_budget_that_is_none_is_refused_at_once():
     with pytest.raises(ConfigError) as caught:
-        complete(engine("100%"), shared=shared)
+        engine("a lot")
     assert str(caught.value) == (
-        "kv_device_budget must be off for prompts that were read before, got '100%'"
+        "kv_device_budget must be a share such as 20% or a size such as 2GiB, got 'a lot'"
     )
 
 
-def test_several_ranks_are_refused():
-    with slow_fast(tiny("qwen3"), None, CONFIG, engine=engine()) as session:
-        ranks, session.ranks = session.ranks, SimpleNamespace(size=2)  # type: ignore[assignment]
-        with pytest.raises(ConfigError) as caught:
-            session.observe()
-        session.ranks = ranks
-    assert str(caught.value) == "kv_device_budget must be off under tensor parallelism"
-
-
-def test_graphs_that_are_asked_for_are_refused(monkeypatch: pytest.MonkeyPatch):
-    pytest.importorskip("triton")
-    monkeypatch.setattr("sfi_core.engine.graphs.recorder.can_record", lambda device: True)
-    with pytest.raises(ConfigError) as caught:
-        complete(engine(graphs=True), backend="triton")
-    assert str(caught.value) == (
-        "CUDA graphs must be off with kv_device_budget, whose pages come and go; use "
-        "--set engine.graphs=false"
-    )
+def test_prompts_that_were_read_before_move_into_two_tiers():
+    shared = read_prompt(tiny("qwen3"), None, ROWS, capacity=64)
+    run = complete(engine("100%"), shared=shared)
+    assert run.report.kv_tiers is not None
+    assert run.token_ids == complete(engine("100%")).token_ids

@@ -7,13 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from sfi_core.errors import ConfigError, InputError
 from sfi_core.policies.head_clusters import HeadClusters
 from sfi_core.policies.leaders import Leaders
 from sfi_core.policies.synckv import SyncKV
 from sfi_core.settings.config import SfiConfig
+from sfi_core.state.position_sets import allowed_positions
+from sfi_core.state.request import RequestState
 from sfi_core.triggers.trigger import Trigger
+from tests.fakes import layer_context
 from tests.watched import (
     LAYERS,
     H,
@@ -166,6 +170,25 @@ def test_even_splits_neighbors_and_takes_each_group_s_first_head():
 def make(heads: str | None, **own: Any) -> SyncKV:
     config = CONFIG.replace(synckv={"heads": heads, **own})
     return SyncKV(config, Trigger(frozenset(), config), LAYERS)
+
+
+def test_what_lies_behind_a_shorter_request_takes_no_part(heads: Path):
+    """The kernels write a request's own logits and leave the rest of the batch's width as it was."""
+    lengths, logits = (30, 22), 3 * torch.randn(2, H, 2, 1, 30)
+    states = tuple(
+        RequestState(prompt_tokens=9, length=T, recent_start=T - RECENT, step=STRIDE)
+        for T in lengths
+    )
+    allowed = allowed_positions(30, torch.tensor([SINK] * 2), torch.tensor([25, 17]))
+    shown = {"allowed_BT": allowed, "key_norm_BHT": torch.ones(2, H, 30), "states": states}
+    spoilt = logits.clone()
+    spoilt[1, ..., 22:] = torch.nan
+    clean, found = (
+        make(str(heads)).select_after(layer_context(one, **shown, notes=({}, {}))).index_BHK
+        for one in (logits.index_fill(4, torch.arange(22, 30), -torch.inf), spoilt)
+    )
+    assert torch.equal(found[1], clean[1])
+    assert bool((found[1] >= 0).all())
 
 
 def test_without_a_head_file_it_says_how_to_make_one():

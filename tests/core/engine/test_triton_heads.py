@@ -1,0 +1,73 @@
+"""FreeKV, SyncKV and sfi with heads of its own on the Triton kernels, beside the torch backend."""
+
+from typing import Any
+
+import pytest
+
+import sfi_core
+from tests.core.engine.test_triton_backend import CONFIG, DEVICE, PROMPTS, positions
+from tests.covering import case
+from tests.fakes import RecordingObserver
+from tests.watched import four_heads
+
+NEW = {"freekv": 5}  # which selects at every step, twice: the interpreter is slow
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+EVEN = {"heads": "even", "representatives": 2, "stride": 3}
+PAGES = {"page": 8, "tau": 0.2, "first_layer_dense": False}
+ONE_OF_TWO = {"representatives": "even", "synckv": {"representatives": 2}}
+WAYS: dict[str, tuple[str, dict[str, Any]]] = {
+    "freekv": ("freekv", {"freekv": PAGES}),
+    "synckv": ("synckv", {"synckv": EVEN}),
+    "synckv sparse": ("synckv", {"synckv": {**EVEN, "suspension": "sparse"}}),
+    "correction": ("sfi", {"correction": 0.0}),
+    "representatives": ("sfi", ONE_OF_TWO),
+    "both": ("sfi", {"correction": 0.0, **ONE_OF_TWO}),
+}
+KEPT = ("freekv", "synckv", "both")
+
+
+def run(backend: str, way: str, **options: Any) -> tuple[Any, RecordingObserver]:
+    policy, change = WAYS[way]
+    observer = RecordingObserver()
+    model = four_heads().to(DEVICE)
+    try:
+        result = sfi_core.generate(
+            model, None, options.pop("prompts", PROMPTS[::2]), CONFIG.replace(**change),
+            policy=policy, max_new_tokens=NEW.get(way, 9), stop_token_ids=(), backend=backend,
+            observers=[observer], **options,
+        )  # fmt: skip
+    finally:
+        model.to("cpu")
+    return result.report, observer
+
+
+def chosen(observer: RecordingObserver) -> dict[Any, Any]:
+    """Return the positions of the heads that have selected, by request, step, layer and reason."""
+    made = {}
+    for event in observer.selections:
+        heads = range(len(event.index_HK)) if event.heads_H is None else event.heads_H.nonzero()
+        own = positions(event.index_HK)
+        key = (event.request, event.step, event.layer, event.reason)
+        made[key] = {int(head): own[int(head)] for head in heads if own[int(head)]}
+    return {key: heads for key, heads in made.items() if heads}
+
+
+@pytest.mark.parametrize("way", [case(way, kept=way in KEPT) for way in WAYS])
+def test_the_kernels_choose_read_and_say_what_the_references_do(way: str):
+    """A ragged batch; one prompt is shorter than sink and recent window together."""
+    (theirs, told), (ours, said) = (run(backend, way) for backend in ("torch", "triton"))
+    assert (theirs.backend, ours.backend) == ("torch", "triton")
+    assert [r.token_ids for r in ours.requests] == [r.token_ids for r in theirs.requests]
+    for mine, other in zip(ours.requests, theirs.requests, strict=True):
+        assert mine.read_ratio == pytest.approx(other.read_ratio)
+        assert mine.slow_at == other.slow_at
+    assert chosen(said) == chosen(told)
+
+
+@pytest.mark.parametrize("way", [case("both"), case("freekv"), case("synckv sparse")])
+def test_requests_that_follow_each_other_get_what_they_get_alone(way: str):
+    prompts = [PROMPTS[2], PROMPTS[1], PROMPTS[2][:3]]
+    together = run("triton", way, prompts=prompts, max_batch=2)[0].requests
+    alone = [run("torch", way, prompts=[prompt])[0].requests[0] for prompt in prompts]
+    assert [r.token_ids for r in together] == [r.token_ids for r in alone]
+    assert [r.read_ratio for r in together] == pytest.approx([r.read_ratio for r in alone])
