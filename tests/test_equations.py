@@ -88,3 +88,25 @@ def test_the_table_in_the_docs_names_tests_that_exist():
             path = ROOT / file
             assert path.exists(), f"Eq. {citation}: {file}"
             assert not name or f"def {name}(" in path.read_text(), f"Eq. {citation}: {file}::{name}"
+
+
+def test_the_other_papers_tables_name_functions_and_tests_that_exist():
+    """Rows of FreeKV's, SyncKV's and our own formulas and figures: formula, function, file, test."""
+    text = (ROOT / "docs/equations.md").read_text()
+    rows = re.findall(
+        r"^\| ((?:SFI|FreeKV|SyncKV|ours)[,:].+?) \| (.+?) \| `(.+?)` \| (.+?) \|$",
+        text,
+        re.MULTILINE,
+    )
+    assert len(rows) > len(TABLE_ROW.findall(text)) // 2
+    for formula, functions, file, tests in rows:
+        source = (ROOT / file).read_text()
+        for name in re.findall(r"`(.+?)`", functions):
+            last = name.split(".")[-1]
+            assert re.search(rf"(def|class) {last}\b|^    {last}:", source, re.MULTILINE), (
+                formula,
+                name,
+            )
+        for path, _, name in re.findall(r"`(tests/[\w/]+\.py)(::(\w+))?`", tests):
+            assert not name or f"def {name}(" in (ROOT / path).read_text(), (formula, name)
+            assert (ROOT / path).exists(), (formula, path)

@@ -1,0 +1,69 @@
+"""Which head file a run takes, and which it refuses."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sfi_core import SfiConfig, slow_fast
+from sfi_core.errors import ConfigError
+from sfi_core.models.load import BUNDLED, load
+from sfi_core.policies.head_clusters import HeadClusters
+from tests.core.conftest import tiny_qwen3
+
+IDS = SfiConfig(trigger_token_ids=(1,))
+
+
+def clusters(digest: str = "", layers: int = 2, heads: int = 2) -> HeadClusters:
+    return HeadClusters(
+        model_digest=digest,
+        cluster_of=dict.fromkeys(range(layers), (0,) * heads),
+        representatives=dict.fromkeys(range(layers), (0,)),
+    )
+
+
+def use(path: Path, model: Any, **changes: Any) -> Any:
+    own = changes or {"synckv": {"heads": str(path)}}
+    policy = "sfi" if changes else "synckv"
+    with slow_fast(model, None, IDS.replace(**own), policy=policy) as session:
+        return session.policy
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (
+            clusters(layers=3),
+            r"must be of the model's full-attention layers \[0, 1\], got \[0, 1, 2\]",
+        ),
+        (clusters(heads=3), r"must have the model's 2 KV heads in layer 0, got 3"),
+    ],
+)
+@pytest.mark.parametrize("setting", ["synckv.heads", "representatives"])
+def test_a_file_of_another_model_is_refused(
+    tmp_path: Path, made: HeadClusters, message: str, setting: str
+):
+    made.save(path := tmp_path / "heads.json")
+    changes = {"representatives": str(path)} if setting == "representatives" else {}
+    with pytest.raises(ConfigError, match=message):
+        use(path, tiny_qwen3(), **changes)
+
+
+def test_a_file_of_another_checkpoint_is_refused(tmp_path: Path):
+    clusters("another", layers=4).save(path := tmp_path / "heads.json")
+    with pytest.raises(ConfigError, match=r"must be of the checkpoint that runs, .*, got another"):
+        use(path, load(device="cpu")[0])
+
+
+def test_the_file_in_the_model_s_folder_is_taken(tmp_path: Path):
+    shutil.copytree(BUNDLED, folder := tmp_path / "model")
+    model, _ = load(str(folder), device="cpu")
+    with slow_fast(model, None, IDS, policy="synckv") as session:
+        assert session.policy.config.synckv.heads == str(folder / "heads.json")
+    (folder / "heads.json").unlink()
+    with (
+        pytest.raises(ConfigError, match="make one with `sfi tune heads`"),
+        slow_fast(model, None, IDS, policy="synckv"),
+    ):
+        pass
