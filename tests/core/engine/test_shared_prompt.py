@@ -11,6 +11,7 @@ from sfi_core.generation.read_prompt import read_prompt
 from sfi_core.policies import POLICIES
 from sfi_core.settings.audit import AuditConfig
 from sfi_core.settings.config import SfiConfig
+from sfi_core.settings.parts import SyncKVConfig
 from tests.architectures import tiny
 from tests.fakes import RecordingObserver
 
@@ -20,7 +21,7 @@ NEW = 20
 CONFIG = SfiConfig(
     slow_start=1, span=0,
     sink=3, recent=6, budget=5, t_max=4, stride=5, cosine_threshold=0.9, window_prefill=4,
-    trigger_token_ids=tuple(range(0, 96, 5)),
+    trigger_token_ids=tuple(range(0, 96, 5)), synckv=SyncKVConfig(heads="even", representatives=1),
 )  # fmt: skip
 CAPACITY = 50 + NEW
 

@@ -120,9 +120,9 @@ def test_a_budget_that_is_none_is_refused_at_once():
 
 def test_prompts_that_were_read_before_move_into_two_tiers():
     shared = read_prompt(tiny("qwen3"), None, ROWS, capacity=64)
-    run = complete(engine("100%"), shared=shared)
+    run = complete(engine(), shared=shared)
     assert run.report.kv_tiers is not None
-    alone = complete(engine("100%"))
+    alone = complete(engine())
     assert [one.token_ids for one in run.report.requests] == [
         one.token_ids for one in alone.report.requests
     ]

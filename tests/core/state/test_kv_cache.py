@@ -119,7 +119,7 @@ def test_norms_are_computed_in_float32(dtype: torch.dtype):
     """A float16 norm of these keys would overflow, a bfloat16 one round to 3 digits."""
     cache = KVCache(1, 4)
     key = torch.tensor([40000.0, 30000.0, 1000.0, 40000.0]).to(dtype).expand(1, 1, 1, D)
-    cache.append(0, key, key, int32(0), int32(1), 1)
+    cache.append(0, key, key, int32(0), int32(1), [0], [1])
     norm = cache.norms(0, [0], 1)
     assert norm.dtype == torch.float32
     expected = torch.linalg.vector_norm(key[0, 0, 0].double())
@@ -236,7 +236,7 @@ def test_keys_come_back_by_position_whatever_the_pages(page_size: int | None):
         torch.tensor([0, 0], dtype=torch.int32),
         torch.tensor([20, 20], dtype=torch.int32),
     )
-    cache.append(0, key, value, start, count, 20)
+    cache.append(0, key, value, start, count, start.tolist(), count.tolist())
     for first, last in ((0, 20), (3, 17), (4, 8), (7, 8), (5, 5)):
         assert torch.equal(cache.keys(0, 1, first, last), key[1:, :, first:last])
 
@@ -244,7 +244,8 @@ def test_keys_come_back_by_position_whatever_the_pages(page_size: int | None):
 def test_a_copy_of_a_cache_is_its_own():
     cache = KVCache(1, 8)
     start, count = torch.tensor([0], dtype=torch.int32), torch.tensor([3], dtype=torch.int32)
-    cache.append(0, torch.ones(1, 1, 3, 2), torch.ones(1, 1, 3, 2), start, count, 3)
+    ones = torch.ones(1, 1, 3, 2)
+    cache.append(0, ones, ones, start, count, start.tolist(), count.tolist())
     other = cache.copy()
     other.layers[0].key_PHND.zero_()
     other.grow(20)
@@ -260,7 +261,7 @@ def test_a_row_is_one_requests_part_of_the_same_memory(page_size: int | None):
     assert (row.batch, row.capacity) == (1, written.cache.capacity)
     assert torch.equal(row.keys(0, 0, 2, 12)[0], written.keys[1][:, 2:])
     key, value = torch.randn(1, H, 7, D), torch.randn(1, H, 7, E)
-    row.append(0, key, value, int32(0), int32(7), 7)
+    row.append(0, key, value, int32(0), int32(7), [0], [7])
     written.keys[1], written.values[1] = key[0], value[0]
     written.assert_found()
     torch.testing.assert_close(row.norms(0, [0], 7)[0], key[0].norm(dim=-1))

@@ -24,7 +24,8 @@ class Packed:
         self.key, self.value = torch.randn(B, H, T, D), torch.randn(B, H, T, E)
         self.cache = KVCache(B, T, page_size, backend)
         start, count = int32(*[0] * B), int32(*[T] * B)
-        self.pages = self.cache.append(0, self.key, self.value, start, count, T)
+        both = start.tolist(), count.tolist()
+        self.pages = self.cache.append(0, self.key, self.value, start, count, *both)
         self.segment = PackedSegment(B, rows, self.pages)
 
     def repack(self, row: int, index: list[list[int]], sink: int = SINK) -> None:
