@@ -94,26 +94,35 @@ class Layer:
             return streamed_attention_with_logits(query_1HG1D, blocks, **self.options)
         return dense_attention_with_logits(query_1HG1D, *self._whole(row), **self.options)
 
-    def heads_with_logits(
-        self, row: int, query_1HG1D: torch.Tensor, heads: Sequence[int]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def heads(
+        self, row: int, query_1HG1D: torch.Tensor, heads: Sequence[int], *, evidence: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend to everything with some KV heads only; one by one, so that no head is copied.
 
+        Args:
+            row: The request.
+            query_1HG1D: Its query.
+            heads: The KV heads.
+            evidence: Whether their logits are handed out.
+
         Returns:
-            out, [1, R, G, 1, E], and the logits of all heads, [1, H, G, 1, T]; -inf where none was asked for.
+            out, [1, R, G, 1, E], and the logits of all heads, [1, H, G, 1, T], -inf where none was asked for;
+            None without evidence.
         """
         store, length = self.run.store, self.run.requests[row].length
-        _, H, G, _, _ = query_1HG1D.shape
-        logits = query_1HG1D.new_full((1, H, G, 1, length), -torch.inf, dtype=torch.float32)
-        sink_HG, outs = self.options["sink_HG"], []
+        sink_HG, logits, outs = self.options["sink_HG"], None, []
+        if evidence:
+            size = (*query_1HG1D.shape[:4], length)
+            logits = query_1HG1D.new_full(size, -torch.inf, dtype=torch.float32)
         for head in heads:
-            one = slice(head, head + 1)
-            out, logits[:, one] = streamed_attention_with_logits(
-                query_1HG1D[:, one],
-                store.blocks(self.index, row, length, head),
-                **self.logit_options,
-                sink_HG=None if sink_HG is None else sink_HG[one],
-            )
+            one, blocks = slice(head, head + 1), store.blocks(self.index, row, length, head)
+            own = {**self.logit_options, "sink_HG": None if sink_HG is None else sink_HG[one]}
+            if logits is None:
+                out = streamed_attention(query_1HG1D[:, one], blocks, length, **own)
+            else:
+                out, logits[:, one] = streamed_attention_with_logits(
+                    query_1HG1D[:, one], blocks, **own
+                )
             outs.append(out)
         return torch.cat(outs, 1), logits
 

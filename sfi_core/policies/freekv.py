@@ -16,13 +16,10 @@ import torch
 
 from sfi_core.policies.base import Policy, Rule, Selection, StepPlan
 from sfi_core.policies.context import LayerContext, StepContext
-from sfi_core.policies.page_bounds import bounds, extremes
-from sfi_core.policies.shared import always_fast, padded
+from sfi_core.policies.page_bounds import best_pages, bounds, extremes
+from sfi_core.policies.shared import always_fast, stacked
 from sfi_core.settings.config import SfiConfig
 from sfi_core.state.request import RequestState
-from sfi_kernels.constants import MASKED_SCORE
-from sfi_kernels.step_descriptor import sent
-from sfi_kernels.top_k import top_k
 
 
 class FreeKV(Policy):
@@ -88,15 +85,12 @@ class FreeKV(Policy):
 
     def _best(self, context: LayerContext, ahead: int = 0) -> Selection:
         # the best pages within J as it is `ahead` steps from now, when as many tokens have left the window
-        T, page = context.allowed_BT.shape[1], self.config.freekv.page
-        scores = [padded(note["score"].repeat_interleave(page, 1), T) for note in context.notes]
-        stop = [next_recent_start(state, self.config, ahead) for state in context.states]
-        first = [state.sink(self.config.sink) for state in context.states]
-        limits = sent(torch.tensor([first, stop]), context.allowed_BT.device)
-        position_T = torch.arange(T, device=limits.device)
-        allowed_BT = (position_T >= limits[0, :, None]) & (position_T < limits[1, :, None])
-        score_BHT = torch.stack(scores).masked_fill(~allowed_BT[:, None], MASKED_SCORE)
-        return Selection(top_k.on(context.backend)(score_BHT, self.config.budget))
+        page, budget = self.config.freekv.page, self.config.budget
+        chosen = []
+        for note, state in zip(context.notes, context.states, strict=True):
+            allowed = state.sink(self.config.sink), next_recent_start(state, self.config, ahead)
+            chosen.append(best_pages(note["score"], page, allowed, budget))
+        return Selection(stacked(chosen))
 
 
 def group_scores(bound_HGP: torch.Tensor, scale: float) -> torch.Tensor:

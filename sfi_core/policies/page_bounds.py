@@ -32,6 +32,41 @@ def bounds(query_HGD: torch.Tensor, low_HPD: torch.Tensor, high_HPD: torch.Tenso
     return query.clamp_min(0) @ high_HPD.mT + query.clamp_max(0) @ low_HPD.mT
 
 
+def best_pages(
+    score_HP: torch.Tensor, page: int, allowed: tuple[int, int], budget: int
+) -> torch.Tensor:
+    """Return the positions of the pages with the highest scores; the lower page wins a tie.
+
+    The same as Top-K over the positions, each with its page's score, by a sort of the pages alone. Nothing
+    here waits for a device.
+
+    Args:
+        score_HP: Scores of a request's pages.
+        page: Tokens of a page.
+        allowed: The candidate set J: its first position, and one past its last.
+        budget: Positions to return; the last page is cut short where it ends.
+
+    Returns:
+        Ascending positions, [H, min(budget, |J|)] int32.
+    """
+    H, P = score_HP.shape
+    first, stop = allowed
+    K = max(0, min(budget, stop - first))
+    begin_P = torch.arange(P, device=score_HP.device) * page
+    start_P = begin_P.clamp(first, stop)
+    size_HP = ((begin_P + page).clamp(first, stop) - start_P).expand(H, P)
+    order_HP = score_HP.argsort(dim=1, descending=True, stable=True)
+    ahead_HP = size_HP.gather(1, order_HP).cumsum(1)
+    before_HP = torch.empty_like(ahead_HP).scatter_(1, order_HP, ahead_HP) - size_HP
+    taken_X = torch.minimum((K - before_HP).clamp_min(0), size_HP).flatten()
+    # each page's start, as often as the page has taken positions, and the place among these
+    end_X = taken_X.cumsum(0)
+    shift_X = start_P.repeat(H) - (end_X - taken_X)
+    position_X = torch.repeat_interleave(shift_X, taken_X, output_size=H * K)
+    position_X += torch.arange(H * K, device=score_HP.device)
+    return position_X.view(H, K).int()
+
+
 def _extend(note: Notes, low_HPD: torch.Tensor, high_HPD: torch.Tensor) -> None:
     for name, new_HPD in (("low", low_HPD), ("high", high_HPD)):
         note[name] = torch.cat([note[name], new_HPD], 1) if name in note else new_HPD

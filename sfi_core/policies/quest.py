@@ -5,12 +5,10 @@ and that layers 0 and 1 are not left dense unless `dense_layers` says so, so tha
 tokens read. A page may be cut short where the budget ends.
 """
 
-import torch
-
 from sfi_core.policies.base import Policy, Selection, StepPlan
 from sfi_core.policies.context import LayerContext, StepContext
-from sfi_core.policies.page_bounds import bounds, extremes
-from sfi_core.policies.shared import always_fast, best, padded
+from sfi_core.policies.page_bounds import best_pages, bounds, extremes
+from sfi_core.policies.shared import always_fast, stacked
 from sfi_core.settings.config import SfiConfig
 from sfi_core.state.request import RequestState
 
@@ -32,13 +30,13 @@ class Quest(Policy):
 
     def select_before(self, context: LayerContext) -> Selection:
         """Take the tokens of the pages with the highest bounds."""
-        page, T = self.config.baseline.page, context.allowed_BT.shape[1]
-        scores = []
-        for place in range(len(context.states)):
+        page, chosen = self.config.baseline.page, []
+        for place, state in enumerate(context.states):
             low_HPD, high_HPD = extremes(context, place, page)
             bound_HGP = bounds(context.query_BHGWD[place, :, :, -1], low_HPD, high_HPD)
-            scores.append(padded(bound_HGP.amax(1).repeat_interleave(page, 1), T))
-        return best(context, torch.stack(scores), self.config.budget)
+            allowed = state.sink(self.config.sink), state.recent_start
+            chosen.append(best_pages(bound_HGP.amax(1), page, allowed, self.config.budget))
+        return Selection(stacked(chosen))
 
     @property
     def summary_page(self) -> int:

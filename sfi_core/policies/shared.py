@@ -1,5 +1,7 @@
 """What several policies share."""
 
+from collections.abc import Sequence
+
 import torch
 
 from sfi_core.policies.base import Policy, Selection, StepPlan
@@ -96,8 +98,7 @@ class Evicting(Policy):
             note["kept"] = self._evict(all_HK, note["score"])
             note["start"] = state.recent_start
             kept.append(note["kept"])
-        widest = max(index_HK.shape[1] for index_HK in kept)
-        return Selection(torch.stack([padded(index_HK, widest, -1) for index_HK in kept]).int())
+        return Selection(stacked(kept))
 
     def _evict(self, index_HK: torch.Tensor, score_HT: torch.Tensor) -> torch.Tensor:
         over = index_HK.shape[1] - self.config.budget
@@ -106,6 +107,12 @@ class Evicting(Policy):
         # of equal scores the older position goes
         order_HK = score_HT.gather(1, index_HK).argsort(dim=1, stable=True)
         return index_HK.gather(1, order_HK[:, over:].sort(1).values)
+
+
+def stacked(index: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the positions of several requests, [H, K] each, padded with -1 to one width, [B, H, K] int32."""
+    widest = max(index_HK.shape[1] for index_HK in index)
+    return torch.stack([padded(index_HK, widest, -1) for index_HK in index]).int()
 
 
 def padded(value_HT: torch.Tensor, width: int, filler: float = 0) -> torch.Tensor:

@@ -111,25 +111,26 @@ def _whole(
 def _mixed(layer: Layer, rows: slice, query: torch.Tensor) -> torch.Tensor:
     # some KV heads read everything, the others what a fast step reads; the memory is selected anew afterwards
     run, policy, row = layer.run, layer.run.policy, rows.start
+    slow, logits = run.requests[row].slow, None
     dense_1H = policy.dense_heads(layer_context(layer, (row,), query))
     if dense_1H is None:
-        slow = run.requests[row].slow
         return _dense_and_refresh(layer, rows, query) if slow else _fast(layer, rows, query)
     heads = [head for head, whole in enumerate(dense_1H[0].tolist()) if whole]
     layer.dense_heads[row] = dense_1H[0]
     run.head_count.add((row,), dense_1H)
     out = _sparse(layer, rows, query, "mixed_attention")
-    logits = out
     if heads:
         with run.observer.span("attention.heads", layer.index):
-            own, logits = layer.heads_with_logits(row, query, heads)
+            own, logits = layer.heads(row, query, heads, evidence=slow or policy.corrects)
         for place, head in enumerate(heads):
             out[:, head] = own[:, place]
-    if run.requests[row].slow:
-        layer.later.append(partial(refresh, layer, (row,), query, lambda: logits))
-    elif policy.corrects and heads:
-        select = partial(select_alone, layer, (row,), query, dense_1H, lambda: logits)
-        layer.later.append(select)
+    if logits is not None:
+        made = logits
+        if slow:
+            layer.later.append(partial(refresh, layer, (row,), query, lambda: made))
+        else:
+            chosen = partial(select_alone, layer, (row,), query, dense_1H, lambda: made)
+            layer.later.append(chosen)
     return out
 
 
