@@ -1,5 +1,6 @@
 """Which KV head of a layer stands for which: SyncKV's representative heads (R-heads)."""
 
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -57,8 +58,13 @@ class Leaders:
 
 def mask_of(leaders: tuple[int, ...], like_BHX: torch.Tensor) -> torch.Tensor:
     """Return which heads are representatives, [B, H] bool, for as many requests as `like` has."""
-    heads = torch.tensor([head in leaders for head in range(len(leaders))])
-    return heads.to(like_BHX.device, non_blocking=True).expand(len(like_BHX), -1)
+    return _mask(leaders, like_BHX.device).expand(len(like_BHX), -1)
+
+
+@cache
+def _mask(leaders: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    # sent once, not in every layer of every step
+    return torch.tensor([head in leaders for head in range(len(leaders))], device=device)
 
 
 def places_of(leaders: tuple[int, ...]) -> tuple[list[int], list[int]]:

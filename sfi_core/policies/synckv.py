@@ -60,8 +60,8 @@ class SyncKV(Policy):
         mask_BH = mask_of(leaders, context.key_norm_BHT)
         if self.config.synckv.suspension == "dense":
             return mask_BH
-        slow = torch.tensor([state.slow for state in context.states])
-        return mask_BH & slow[:, None].to(mask_BH.device, non_blocking=True)
+        slow_B = sent(torch.tensor([state.slow for state in context.states]), mask_BH.device)
+        return mask_BH & slow_B[:, None]
 
     @property
     def most_fast_steps(self) -> int:

@@ -12,7 +12,7 @@ import torch
 from sfi_core.errors import ConfigError
 from sfi_core.policies.base import Policy, Rule, Selection, StepPlan
 from sfi_core.policies.context import LayerContext, StepContext
-from sfi_core.policies.shared import always_fast, best, padded, window_probability
+from sfi_core.policies.shared import always_fast, best, stacked, window_probability
 from sfi_core.settings.config import SfiConfig
 
 FIRST, CORRECTION, DEPTH = 2, 13, 32
@@ -58,8 +58,7 @@ class TidalDecode(Policy):
             raise ConfigError(
                 f"tidaldecode needs as many KV heads in every layer, got {H} in layer {context.layer}"
             )
-        widest = max(index_HK.shape[1] for index_HK in chosen)
-        return Selection(torch.stack([padded(index_HK, widest, -1) for index_HK in chosen]))
+        return Selection(stacked(chosen))
 
 
 def choosing_layers(config: SfiConfig, layers: Sequence[int]) -> tuple[int, ...]:
