@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import torch
 
 from sfi_kernels.dense_attention.reference import dense_attention, window_logits
+from sfi_kernels.pseudo_token import PseudoToken
 from sfi_kernels.shapes import check_int32, check_same, check_shape
 from sfi_kernels.sparse_attention.reference import sparse_attention
 from sfi_kernels.step_descriptor import (
@@ -51,6 +52,7 @@ def decode_attention(
     evidence: bool = False,
     into: torch.Tensor | None = None,
     dense_BH: torch.Tensor | None = None,
+    pseudo: PseudoToken | None = None,
 ) -> DecodeAttention:
     """Attend with one token of every request: fast ones sparsely, slow ones to their whole history.
 
@@ -71,13 +73,15 @@ def decode_attention(
         dense_BH: In the mixed requests of the descriptor, 1 for a KV head that reads its whole history, 0 for
             one that reads its packed segment and the recent pages, int32; other requests read as their mode
             says. None for a step without mixed requests.
+        pseudo: A term of the fast requests' softmax that stands for what they do not read, -inf where there
+            is none, as for every other request; None for a step without. A step with mixed requests has none.
 
     Raises:
         ValueError: A tensor's shape, dtype, layout or device does not fit; with its name. Or `dense_BH` is
-            missing although a request is mixed, or is given although none is.
+            missing although a request is mixed, is given although none is, or beside `pseudo`.
     """
     check(query_BHGD, packed_key_BHSD, packed_value_BHSE, packed_length_BH, key_PHND, value_PHNE,
-          block_table_BP, descriptor, sink_HG, dense_BH)  # fmt: skip
+          block_table_BP, descriptor, sink_HG, dense_BH, pseudo)  # fmt: skip
     words = descriptor.table_BX
     options: dict[str, Any] = {"scale": scale, "soft_cap": soft_cap}
     out = query_BHGD.new_zeros(*query_BHGD.shape[:3], value_PHNE.shape[3])
@@ -93,8 +97,9 @@ def decode_attention(
             )
         elif mode == FAST:
             out[one] = sparse_attention(
-                query, *packed, *pages, words[one, START], length_B, **options, sink_HG=sink_HG
-            )
+                query, *packed, *pages, words[one, START], length_B, **options, sink_HG=sink_HG,
+                pseudo=None if pseudo is None else pseudo.of(one),
+            )  # fmt: skip
         elif mode == SLOW:
             dense = dense_attention(
                 query[:, :, :, None], *pages, length_B, **options, sink_HG=sink_HG
@@ -160,6 +165,7 @@ def check(
     descriptor: StepDescriptor,
     sink: torch.Tensor | None,
     dense: torch.Tensor | None = None,
+    pseudo: PseudoToken | None = None,
 ) -> None:
     """Refuse operands that do not fit together."""
     check_shape(query, "query", B=descriptor.batch, H=None, G=None, D=None)
@@ -172,6 +178,8 @@ def check(
     check_shape(block_table, "block_table", B=B, P=None)
     if sink is not None:
         check_shape(sink, "sink", H=H, G=G)
+    if pseudo is not None:
+        pseudo.check(query, value.shape[3])
     operands = {"packed_key": packed_key, "packed_value": packed_value, "key": key, "value": value}
     check_same(query, "query", **operands)
     check_int32(
@@ -181,6 +189,8 @@ def check(
         descriptor=descriptor.buffer,
     )
     _check_dense(dense, descriptor, query)
+    if pseudo is not None and dense is not None:
+        raise ValueError("pseudo must be None in a step with mixed requests, got both")
 
 
 def _check_dense(

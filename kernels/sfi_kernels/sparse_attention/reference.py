@@ -6,6 +6,7 @@ import torch
 
 from sfi_kernels.pages import read_pages
 from sfi_kernels.partial_attention import combine, partial_attention
+from sfi_kernels.pseudo_token import PseudoToken
 
 
 def sparse_attention(
@@ -22,6 +23,7 @@ def sparse_attention(
     scale: float,
     soft_cap: float | None = None,
     sink_HG: torch.Tensor | None = None,
+    pseudo: PseudoToken | None = None,
 ) -> torch.Tensor:
     """Attend to sink and selected tokens, packed, and to the recent tokens, in place.
 
@@ -39,6 +41,7 @@ def sparse_attention(
         scale: Factor on the products.
         soft_cap: Soft cap of the logits; None for none.
         sink_HG: Learned sink logits; None for none.
+        pseudo: A term that stands for what is not read; None for none.
 
     Returns:
         out, [B, H, G, E], in the query's dtype.
@@ -53,6 +56,7 @@ def sparse_attention(
                     packed_length_BH[row], key_PHND, value_PHNE, block_table_BP[row],
                     recent_start_B[row], length_B[row],
                     scale=scale, soft_cap=soft_cap, sink_HG=sink_HG,
+                    pseudo=None if pseudo is None else pseudo.of(row),
                 )
                 for row in rows
             ]
@@ -82,4 +86,6 @@ def sparse_attention(
     ]
     outs, log_sums = zip(*recent, strict=True)
     parts.append((torch.cat(outs), torch.cat(log_sums)))
+    if pseudo is not None:
+        parts.append(pseudo.part())
     return combine(parts, sink_HG)[:, :, :, 0].to(query_BHGD.dtype)

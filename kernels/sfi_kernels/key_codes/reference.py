@@ -1,0 +1,61 @@
+"""Key codes in PyTorch: a byte a channel, channel by channel, so that a scan is one matrix product."""
+
+import torch
+
+from sfi_kernels.key_codes.layout import CHANNELS, CodeBasis, half_levels
+from sfi_kernels.shapes import check_shape
+
+
+def encode_keys(key_HTD: torch.Tensor, basis: CodeBasis) -> torch.Tensor:
+    """Code the keys of one request.
+
+    Args:
+        key_HTD: Keys.
+        basis: The layer's basis.
+
+    Returns:
+        level_HTC, [H, T, C] uint8; each channel's tokens follow each other in memory. The Triton kernel returns
+        word_HT, [H, T] int32, with the same levels.
+
+    Raises:
+        ValueError: The shapes do not fit.
+    """
+    check(key_HTD, basis)
+    half_C = half_levels(key_HTD.device)
+    step_HTC = (key_HTD.float() - basis.mean_HD[:, None]) @ basis.encode_HDC
+    level_HTC = torch.minimum((step_HTC.floor() + half_C).clamp_min(0), 2 * half_C - 1)
+    return level_HTC.mT.to(torch.uint8, memory_format=torch.contiguous_format).mT
+
+
+def scan_codes(
+    query_HGD: torch.Tensor, code_HTX: torch.Tensor, basis: CodeBasis, *, scale: float
+) -> torch.Tensor:
+    """Estimate a query's logits of all keys from their codes.
+
+    Args:
+        query_HGD: The step's queries of one request.
+        code_HTX: The keys' codes, as `encode_keys` of the same backend returned them.
+        basis: The layer's basis.
+        scale: Factor on the products.
+
+    Returns:
+        logits_HGT, [H, G, T] float32.
+
+    Raises:
+        ValueError: The shapes do not fit.
+    """
+    check(query_HGD, basis)
+    query_HGD = query_HGD.float() * scale
+    query_HGC = query_HGD @ basis.query_HDC
+    constant_HG = query_HGD @ basis.mean_HD[:, :, None]
+    constant_HG += query_HGC @ (0.5 - half_levels(query_HGD.device))[:, None]
+    return torch.baddbmm(constant_HG, query_HGC, code_HTX.mT.float())
+
+
+def check(rows_HXD: torch.Tensor, basis: CodeBasis) -> None:
+    """Refuse operands that do not fit together."""
+    check_shape(rows_HXD, "keys or queries", H=None, X=None, D=None)
+    H, _, D = rows_HXD.shape
+    check_shape(basis.mean_HD, "mean", H=H, D=D)
+    check_shape(basis.encode_HDC, "encode", H=H, D=D, C=CHANNELS)
+    check_shape(basis.query_HDC, "query", H=H, D=D, C=CHANNELS)
