@@ -50,6 +50,7 @@ def layer_context(
         query_BHGWD=query_RHGWD,
         scale=layer.logit_options["scale"],
         keys=lambda place, start, stop: run.store.keys(index, rows[place], start, stop),
+        values=lambda place, start, stop: run.store.values(index, rows[place], start, stop),
         attended=lambda place: _attended(layer, rows[place], query_RHGWD[place, :, :, -1]),
         notes=tuple(run.notes[request, index] for request in requests),
         shared=tuple(run.notes[request, SHARED] for request in requests),

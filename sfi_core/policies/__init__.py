@@ -2,6 +2,7 @@
 
 from sfi_core.errors import ConfigError
 from sfi_core.policies.base import EvidencePolicy, Policy, Selection, StepPlan
+from sfi_core.policies.codescan import CodeScan
 from sfi_core.policies.context import Evidence, LayerContext, StepContext
 from sfi_core.policies.freekv import FreeKV
 from sfi_core.policies.full_kv import FullKV
@@ -28,6 +29,7 @@ POLICIES: dict[str, type[Policy]] = {
     "h2o": H2O,
     "tova": Tova,
     "quest": Quest,
+    "codescan": CodeScan,
     "tidaldecode": TidalDecode,
     "refreshkv": RefreshKV,
     "freekv": FreeKV,

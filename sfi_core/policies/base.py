@@ -9,6 +9,7 @@ import torch
 from sfi_core.policies.context import Evidence, LayerContext, StepContext
 from sfi_core.settings.config import SfiConfig
 from sfi_core.state.request import RequestState
+from sfi_kernels.pseudo_token import PseudoToken
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +44,13 @@ class Selection:
         index_BHK: Positions in J by KV head, int32, ascending, padded with -1.
         diagnostics: Tensors worth tracing, such as the Selector's `lambda_star`.
         heads_BH: The KV heads whose memory this is, bool; the others keep theirs. None for all.
+        pseudo: Of `select_before`: what stands in this step for all that is not read. None for nothing.
     """
 
     index_BHK: torch.Tensor
     diagnostics: Mapping[str, torch.Tensor] = field(default_factory=dict)
     heads_BH: torch.Tensor | None = None
+    pseudo: PseudoToken | None = None
 
 
 class Rule(Protocol):

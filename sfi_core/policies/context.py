@@ -68,6 +68,7 @@ class LayerContext(Evidence):
         scale: Factor on the logits.
         keys: Returns the cached keys of one request, by its place here, from a position to before another,
             [1, H, T, D].
+        values: The same for the cached values.
         attended: Returns, by place, the logits of the current query over what a fast step reads, [H, G, S],
             and the positions, [H, S] (Eq. 1).
         notes: What the policy keeps in this layer from step to step, by request.
@@ -78,6 +79,7 @@ class LayerContext(Evidence):
     query_BHGWD: torch.Tensor
     scale: float
     keys: Callable[[int, int, int], torch.Tensor]
+    values: Callable[[int, int, int], torch.Tensor]
     attended: Callable[[int], tuple[torch.Tensor, torch.Tensor]]
     notes: tuple[Notes, ...]
     shared: tuple[Notes, ...]

@@ -16,6 +16,7 @@ from sfi_core.errors import ConfigError, InputError
 from sfi_core.settings.fields import check, check_names, setting
 from sfi_core.settings.parts import (
     BaselineConfig,
+    CodeScanConfig,
     FreeKVConfig,
     SelectorConfig,
     SyncKVConfig,
@@ -40,6 +41,7 @@ POLICIES = (  # sfi_core.policies has their classes
     "h2o",
     "tova",
     "quest",
+    "codescan",
     "tidaldecode",
     "refreshkv",
     "freekv",
@@ -143,6 +145,7 @@ class SfiConfig:
     baseline: BaselineConfig = field(default_factory=BaselineConfig)
     freekv: FreeKVConfig = field(default_factory=FreeKVConfig)
     synckv: SyncKVConfig = field(default_factory=SyncKVConfig)
+    codescan: CodeScanConfig = field(default_factory=CodeScanConfig)
 
     def __post_init__(self) -> None:
         """Reject settings that cannot run."""
@@ -203,6 +206,7 @@ PARTS: dict[str, Any] = {  # tables of a TOML file
     "baseline": BaselineConfig,
     "freekv": FreeKVConfig,
     "synckv": SyncKVConfig,
+    "codescan": CodeScanConfig,
 }
 
 

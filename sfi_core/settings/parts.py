@@ -132,3 +132,24 @@ class SyncKVConfig:
     def __post_init__(self) -> None:
         """Reject values of another type or out of range."""
         check(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodeScanConfig:
+    """Settings of `codescan`; each field says what it does."""
+
+    basis: str | None = setting(
+        None,
+        "File of code bases, from `sfi tune codes`; none learns a basis from each prompt, at its end.",
+    )
+    rest: float = setting(
+        0.2,
+        "Share of the estimated weight of what is not read that the pseudo token gets, with the mean value; "
+        "0 for no pseudo token.",
+        least=0,
+        most=1,
+    )
+
+    def __post_init__(self) -> None:
+        """Reject values of another type or out of range."""
+        check(self)

@@ -187,14 +187,20 @@ class KVCache:
 
     def keys(self, layer: int, row: int, start: int, stop: int) -> torch.Tensor:
         """See `KVStore`."""
-        key_PHND = self.layers[layer].key_PHND
+        return self._tokens(self.layers[layer].key_PHND, row, start, stop)
+
+    def values(self, layer: int, row: int, start: int, stop: int) -> torch.Tensor:
+        """See `KVStore`."""
+        return self._tokens(self.layers[layer].value_PHNE, row, start, stop)
+
+    def _tokens(self, page_PHNX: torch.Tensor, row: int, start: int, stop: int) -> torch.Tensor:
         if self._one_page:
-            return key_PHND[row : row + 1, :, start:stop]
+            return page_PHNX[row : row + 1, :, start:stop]
         first = start // self.page_size
         page_P = self.block_table_BP[row, first : -(-stop // self.page_size)]
-        key_HTD = key_PHND[page_P.long()].transpose(0, 1).flatten(1, 2)
+        rows_HTX = page_PHNX[page_P.long()].transpose(0, 1).flatten(1, 2)
         skipped = first * self.page_size
-        return key_HTD[None, :, start - skipped : stop - skipped]
+        return rows_HTX[None, :, start - skipped : stop - skipped]
 
     def norms(self, layer: int, rows: Sequence[int], length: int) -> torch.Tensor:
         """See `KVStore`.

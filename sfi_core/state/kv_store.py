@@ -103,6 +103,9 @@ class KVStore(Protocol):
     def keys(self, layer: int, row: int, start: int, stop: int) -> torch.Tensor:
         """Return a request's keys from `start` to before `stop`, [1, H, T, D], without asking the device."""
 
+    def values(self, layer: int, row: int, start: int, stop: int) -> torch.Tensor:
+        """Return a request's values likewise, [1, H, T, E]."""
+
     def norms(self, layer: int, rows: Sequence[int], length: int) -> torch.Tensor:
         """Return requests' key norms, [len(rows), H, length] float32; undefined beyond a request's tokens."""
 

@@ -160,19 +160,29 @@ class TwoTierStore:
 
     def keys(self, layer: int, row: int, start: int, stop: int) -> torch.Tensor:
         """See `KVStore`: from the ring where the ring has them, else from the host."""
+        return self._tokens(layer, row, start, stop, 0)
+
+    def values(self, layer: int, row: int, start: int, stop: int) -> torch.Tensor:
+        """See `KVStore`."""
+        return self._tokens(layer, row, start, stop, 1)
+
+    def _tokens(self, layer: int, row: int, start: int, stop: int, which: int) -> torch.Tensor:
+        # of keys (0) or values (1)
         tiers, N = self.layers[layer], self.page_size
+        ring_PHNX = tiers.ring.tensors[which]
         if start >= self._end[row] - self.ring_pages * N:
             page_P = self.block_table_BP[row, start // N : -(-stop // N)].long()
-            key_HTD = tiers.ring.key_PHND[page_P].transpose(0, 1).flatten(1, 2)
+            own_HTX = ring_PHNX[page_P].transpose(0, 1).flatten(1, 2)
             skipped = start // N * N
-            return key_HTD[None, :, start - skipped : stop - skipped]
-        _, H, _, D = tiers.ring.key_PHND.shape
-        key_1HTD = tiers.ring.key_PHND.new_empty(1, H, stop - start, D)
-        for first, key, _ in self.blocks(layer, row, stop):
-            own = key[:, :, max(0, start - first) :]
-            end = first + key.shape[2] - start
-            key_1HTD[:, :, end - own.shape[2] : end] = own
-        return key_1HTD
+            return own_HTX[None, :, start - skipped : stop - skipped]
+        _, H, _, X = ring_PHNX.shape
+        rows_1HTX = ring_PHNX.new_empty(1, H, stop - start, X)
+        for first, *block in self.blocks(layer, row, stop):
+            own = block[which][:, :, max(0, start - first) :]
+            end = first + block[which].shape[2] - start
+            if end > 0:
+                rows_1HTX[:, :, end - own.shape[2] : end] = own
+        return rows_1HTX
 
     def blocks(
         self, layer: int, row: int, length: int, head: int | None = None

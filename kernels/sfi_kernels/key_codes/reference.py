@@ -14,8 +14,8 @@ def encode_keys(key_HTD: torch.Tensor, basis: CodeBasis) -> torch.Tensor:
         basis: The layer's basis.
 
     Returns:
-        level_HTC, [H, T, C] uint8; each channel's tokens follow each other in memory. The Triton kernel returns
-        word_HT, [H, T] int32, with the same levels.
+        level_HTC, [H, T, C] uint8; each channel's tokens follow each other in memory. The Triton kernel
+        returns word_HT, [H, T] int32, with the same levels.
 
     Raises:
         ValueError: The shapes do not fit.

@@ -14,6 +14,7 @@ import torch
 from sfi_core.engine.layer import Layer
 from sfi_core.engine.policy_view import layer_context
 from sfi_core.engine.refresh import apply, end_prompt, refresh, select_alone, select_next
+from sfi_kernels.pseudo_token import PseudoToken
 from sfi_kernels.sparse_attention import sparse_attention
 from sfi_kernels.step_descriptor import FAST, PROMPT, sent
 
@@ -136,11 +137,12 @@ def _mixed(layer: Layer, rows: slice, query: torch.Tensor) -> torch.Tensor:
 
 def _fast(layer: Layer, rows: slice, query: torch.Tensor) -> torch.Tensor:
     run, policy, row = layer.run, layer.run.policy, (rows.start,)
+    chosen = None
     if policy.selects_before:
         with run.observer.span("select_before", layer.index):
             chosen = policy.select_before(layer_context(layer, row, query))
             apply(layer, row, chosen, "correction" if policy.selects_next else "")
-    out = _sparse(layer, rows, query)
+    out = _sparse(layer, rows, query, pseudo=chosen.pseudo if chosen else None)
     if policy.observes_fast:
         policy.observe_fast(layer_context(layer, row, query))
     if policy.selects_next:
@@ -149,7 +151,11 @@ def _fast(layer: Layer, rows: slice, query: torch.Tensor) -> torch.Tensor:
 
 
 def _sparse(
-    layer: Layer, rows: slice, query: torch.Tensor, path: str = "sparse_attention"
+    layer: Layer,
+    rows: slice,
+    query: torch.Tensor,
+    path: str = "sparse_attention",
+    pseudo: PseudoToken | None = None,
 ) -> torch.Tensor:
     run, which = layer.run, range(rows.start, rows.stop)
     segment, step = run.segments[layer.index], layer.forward.descriptor
@@ -172,5 +178,6 @@ def _sparse(
             start_B.contiguous(),
             step.length_B[rows].contiguous(),
             **layer.options,
+            pseudo=pseudo,
         )
     return out[:, :, :, None]

@@ -10,6 +10,7 @@ from sfi_core.engine.refresh import apply, end_prompt, refresh, select_alone, se
 from sfi_core.engine.run import Run
 from sfi_kernels.decode_attention import DecodeAttention, decode_attention
 from sfi_kernels.dense_attention import dense_attention
+from sfi_kernels.pseudo_token import PseudoToken
 from sfi_kernels.step_descriptor import StepDescriptor
 
 
@@ -45,6 +46,7 @@ def decode(
     query_BHG1D: torch.Tensor,
     into: torch.Tensor | None,
     dense_BH: torch.Tensor | None = None,
+    pseudo: PseudoToken | None = None,
 ) -> DecodeAttention:
     """Attend with the decoding requests, and put the slow ones' evidence `into` a buffer.
 
@@ -65,6 +67,7 @@ def decode(
         evidence=into is not None,
         into=into,
         dense_BH=dense_BH,
+        pseudo=pseudo,
     )
 
 
@@ -86,16 +89,18 @@ def _decode(layer: Layer, query_BHG1D: torch.Tensor) -> torch.Tensor:
     run, policy, step = layer.run, layer.run.policy, descriptor_of(layer)
     if policy.mixes_heads and not layer.left_dense:
         return _mixed_heads(layer, step, query_BHG1D)
+    pseudo = None
     if policy.selects_before and step.fast:
         with run.observer.span("select_before", layer.index):
             context = layer_context(layer, step.fast, _of(layer, step.fast, query_BHG1D))
             chosen = policy.select_before(context)
             apply(layer, step.fast, chosen, "correction" if policy.selects_next else "")
+            pseudo = _spread(layer, step.fast, query_BHG1D, chosen.pseudo if chosen else None)
     into = evidence_room(layer, step, query_BHG1D)
     kind = "mixed" if step.fast and step.slow else "fast" if step.fast else "dense"
     moved = layer.moved_bytes(step.slow, dense=True) + layer.moved_bytes(step.fast, dense=False)
     with run.observer.span(f"attention.{kind}", layer.index, moved):
-        result = decode(layer, step, query_BHG1D, into)
+        result = decode(layer, step, query_BHG1D, into, pseudo=pseudo)
     count_attention(run, step)
     if result.logits_BHGWT is not None:
         query = _of(layer, step.slow, query_BHG1D)
@@ -107,6 +112,20 @@ def _decode(layer: Layer, query_BHG1D: torch.Tensor) -> torch.Tensor:
         query = _of(layer, step.fast, query_BHG1D)
         layer.later.append(partial(select_next, layer, step.fast, query))
     return result.out_BHGE[:, :, :, None]
+
+
+def _spread(
+    layer: Layer, rows: tuple[int, ...], query_BHG1D: torch.Tensor, pseudo: PseudoToken | None
+) -> PseudoToken | None:
+    # the pseudo tokens of some requests, over the whole batch
+    B, H, G, _, _ = query_BHG1D.shape
+    if pseudo is None or len(rows) == B:
+        return pseudo
+    logit_BHG = pseudo.logit_BHG.new_full((B, H, G), -torch.inf)
+    value_BHE = pseudo.value_BHE.new_zeros(B, *pseudo.value_BHE.shape[1:])
+    row_R = layer.run.rows(rows).request_R.long()
+    logit_BHG[row_R], value_BHE[row_R] = pseudo
+    return PseudoToken(logit_BHG, value_BHE)
 
 
 def _mixed_heads(layer: Layer, step: StepDescriptor, query_BHG1D: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,48 @@
+"""The basis of key codes: the directions in which queries tell a layer's keys apart (`codescan`)."""
+
+import torch
+
+from sfi_kernels.key_codes import BITS, CHANNELS, CodeBasis
+
+# of a channel's standard deviation: the uniform quantizer with the least squared error for a normal variable
+STEP = {1: 1.596, 2: 0.9957, 4: 0.3352}
+RIDGE = 1e-2  # of the queries' mean variance, for directions in which the prompt had no query
+
+
+def learn_basis(key_HTD: torch.Tensor, query_HND: torch.Tensor) -> CodeBasis:
+    """Find the basis that keeps most of the variance of q . k in the fewest channels.
+
+    With the second moment of the queries Cq and the covariance of the keys Ck, the channels are the leading
+    eigenvectors of Cq^1/2 Ck Cq^1/2: keys are projected by Cq^1/2 U, and queries by Cq^-1/2 U, so that the
+    products add up to q . k over all channels. Keys are assumed normal in each.
+
+    Args:
+        key_HTD: Keys of a layer, without the sinks.
+        query_HND: Queries of the KV heads' groups; after rotary position embedding, as the keys.
+    """
+    key_HTD, query_HND = key_HTD.float(), query_HND.float()
+    D = key_HTD.shape[-1]
+    mean_HD = key_HTD.mean(1)
+    centered_HTD = key_HTD - mean_HD[:, None]
+    root, inverse = _roots(query_HND.mT @ query_HND / query_HND.shape[1])
+    covariance_HDD = centered_HTD.mT @ centered_HTD / centered_HTD.shape[1]
+    _, vectors_HDD = torch.linalg.eigh(root @ covariance_HDD @ root)
+    leading_HDC = vectors_HDD.flip(-1)[..., :CHANNELS]
+    leading_HDC = torch.nn.functional.pad(leading_HDC, (0, max(0, CHANNELS - D)))
+    encode_HDC, query_HDC = root @ leading_HDC, inverse @ leading_HDC
+    deviation_HC = (centered_HTD @ encode_HDC).square().mean(1).sqrt()
+    factor_C = torch.tensor([STEP[bits] for bits in BITS], device=key_HTD.device)
+    step_H1C = (deviation_HC * factor_C).clamp_min(torch.finfo().eps)[:, None]
+    return CodeBasis(mean_HD, encode_HDC / step_H1C, query_HDC * step_H1C)
+
+
+def _roots(moment_HDD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    # the square root of symmetric matrices and its inverse
+    mean_H = moment_HDD.diagonal(dim1=1, dim2=2).mean(-1)
+    eye_DD = torch.eye(moment_HDD.shape[-1], device=moment_HDD.device)
+    ridge_H = (RIDGE * mean_H).clamp_min(torch.finfo().tiny)
+    values_HD, vectors_HDD = torch.linalg.eigh(moment_HDD + ridge_H[:, None, None] * eye_DD)
+    root_HD = values_HD.clamp_min(torch.finfo().tiny).sqrt()
+    by_root = (vectors_HDD * root_HD[:, None]) @ vectors_HDD.mT
+    by_inverse = (vectors_HDD / root_HD[:, None]) @ vectors_HDD.mT
+    return by_root, by_inverse

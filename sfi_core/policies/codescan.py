@@ -1,0 +1,142 @@
+"""CodeScan: every step scores all keys by codes of 32 bits, and reads the best ones exactly. Ours.
+
+At the prompt's end each KV head learns in which directions the prompt's last queries tell its keys apart
+(`code_basis`). Every key is coded there, in one word (`sfi_kernels.key_codes`). A step estimates its logits
+of all keys from the codes and reads those with the highest probability, the mean over the KV head's queries.
+A pseudo token stands for the others: with the mean value, and a logit of `codescan.rest` of their estimated
+weight.
+
+Related methods choose by a part of the current query's dimensions (SparQ, Ribar et al., 2024), by keys in a
+low-rank basis of the keys alone (Loki, Singhania et al., 2024), by product-quantized keys (PQCache, Zhang et
+al., 2024), by learned hash bits (HATA, Gong et al., 2025), or by fixed channels chosen offline (Double
+Sparsity, Yang et al., 2024). Ours differs in the basis, which weighs directions by the queries, needs no
+training, and is learned from the prompt; in a fixed number of bits a channel; and in the pseudo token.
+"""
+
+import math
+
+import torch
+
+from sfi_core.policies.base import Policy, Selection, StepPlan
+from sfi_core.policies.code_basis import learn_basis
+from sfi_core.policies.context import LayerContext, Notes, StepContext
+from sfi_core.policies.shared import always_fast, stacked
+from sfi_core.settings.config import SfiConfig
+from sfi_core.state.request import RequestState
+from sfi_kernels.key_codes import CHANNELS, CodeBasis, encode_keys, scan_codes
+from sfi_kernels.pseudo_token import PseudoToken
+from sfi_kernels.top_k import top_k
+
+QUERIES = 256  # of the prompt's end, from which a basis is learned
+
+
+class CodeScan(Policy):
+    """Every step selects anew from codes of all keys; nothing is forgotten."""
+
+    selects_before = True
+    selects_after = True
+    offloads = True
+    _width = 0
+
+    @classmethod
+    def adapt(cls, config: SfiConfig) -> SfiConfig:
+        """Slide the recent window: every step selects."""
+        return config.replace(recent_mode="sliding", window_prefill=QUERIES)
+
+    def plan(self, context: StepContext) -> StepPlan:
+        """Attend sparsely after the prompt."""
+        return always_fast(context)
+
+    def select_after(self, context: LayerContext) -> None:
+        """Learn the basis at the prompt's end, the only slow step; the first fast step selects."""
+        for place, note in enumerate(context.notes):
+            self._learn(context, place, note)
+
+    def select_before(self, context: LayerContext) -> Selection:
+        """Select by the current query."""
+        chosen = [self._select(context, place) for place in range(len(context.notes))]
+        index, logit, value = zip(*chosen, strict=True)
+        pseudo = None
+        if self.config.codescan.rest:
+            pseudo = PseudoToken(torch.stack(logit), torch.stack(value))
+        return Selection(stacked(index), pseudo=pseudo)
+
+    def selection_tokens(self, state: RequestState) -> float:
+        """A word a token, where keys and values of 16 bits are as many words as a head is wide.
+
+        And the projections of the query and of the new key, and the pseudo token's value.
+        """
+        if not self._width or self._room(state) <= self.config.budget:
+            return 0.0
+        return state.length / self._width + CHANNELS + bool(self.config.codescan.rest)
+
+    def _room(self, state: RequestState) -> int:
+        return state.recent_start - state.sink(self.config.sink)
+
+    def _learn(self, context: LayerContext, place: int, note: Notes) -> None:
+        with context.span("code_basis"):
+            state, query_HGWD = context.states[place], context.query_BHGWD[place]
+            key_HTD = context.keys(place, state.sink(self.config.sink), state.length)[0]
+            note["basis"] = learn_basis(key_HTD, query_HGWD.flatten(1, 2))
+
+    def _select(
+        self, context: LayerContext, place: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        # the positions [H, K], and the pseudo token's logit [H, G] and value [H, E]
+        state, note = context.states[place], context.notes[place]
+        query_HGD = context.query_BHGWD[place, :, :, -1]
+        H, G, self._width = query_HGD.shape
+        first, count = state.sink(self.config.sink), self._room(state)
+        mean_HE = self._mean_value(context, place)
+        if count <= self.config.budget:  # everything is read
+            index_HK = torch.arange(first, first + count, device=query_HGD.device).expand(H, -1)
+            return index_HK, mean_HE.new_full((H, G), -torch.inf), mean_HE
+        with context.span("scan"):
+            code_HTX = self._codes(context, place)[:, first : first + count]
+            scan = scan_codes.on(context.backend)
+            logits_HGT = scan(query_HGD, code_HTX, note["basis"], scale=context.scale)
+            log_sum_HG = logits_HGT.logsumexp(-1)
+            weight_HGT = (logits_HGT - log_sum_HG[..., None]).exp()
+        with context.span("top_k"):
+            select = top_k.on(context.backend)
+            index_HK = select(weight_HGT.mean(1)[None], self.config.budget)[0].long()
+        read_HGK = weight_HGT.gather(2, index_HK[:, None].expand(H, G, -1))
+        unread_HG = (1 - read_HGK.sum(-1)).clamp_min(0) * self.config.codescan.rest
+        return index_HK + first, log_sum_HG + unread_HG.log(), mean_HE
+
+    def _codes(self, context: LayerContext, place: int) -> torch.Tensor:
+        # of all cached keys, [H, T, ...]; those that are new are coded now
+        state, note = context.states[place], context.notes[place]
+        if "basis" not in note:  # the prompt had nothing to select from
+            self._learn(context, place, note)
+        known, length = note.get("coded", 0), state.length
+        basis: CodeBasis = note["basis"]
+        new = encode_keys.on(context.backend)(context.keys(place, known, length)[0], basis)
+        if "codes" not in note or note["codes"].shape[1] < length:
+            note["codes"] = _larger(note.get("codes"), new, length)
+        codes: torch.Tensor = note["codes"]
+        codes[:, known:length] = new
+        note["coded"] = length
+        return codes[:, :length]
+
+    def _mean_value(self, context: LayerContext, place: int) -> torch.Tensor:
+        # of J, float32: a running sum, to which a value is added as its token leaves the recent window
+        state, note = context.states[place], context.notes[place]
+        first, stop = state.sink(self.config.sink), state.recent_start
+        known = note.get("summed", first)
+        if stop > known or "sum" not in note:
+            new_HE = context.values(place, known, stop)[0].float().sum(1)
+            note["sum"], note["summed"] = note.get("sum", 0.0) + new_HE, stop
+        mean: torch.Tensor = note["sum"] / max(1, stop - first)
+        return mean
+
+
+def _larger(old: torch.Tensor | None, new: torch.Tensor, length: int) -> torch.Tensor:
+    # room for codes such as `new` of at least `length` tokens, half as many again, with the old ones
+    H, room = new.shape[0], length + math.ceil(length / 2)
+    width = new.shape[2:]
+    codes = new.new_empty(H, *width, room)
+    codes = codes.mT if width else codes  # tokens follow each other in memory
+    if old is not None:
+        codes[:, : old.shape[1]] = old
+    return codes
