@@ -1,0 +1,1 @@
+"""The study behind docs/evidence.md; `python benchmarks/study.py --help` shows its parts."""

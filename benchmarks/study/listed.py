@@ -1,0 +1,82 @@
+"""The list of methods that a part of the study compares: `methods.toml`, which a person edits."""
+
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sfi_core.errors import ConfigError, InputError
+from sfi_core.measure.evaluation.method import Method, MethodVariant, Size
+
+METHODS = Path(__file__).parent / "methods.toml"
+FULL = "full-kv"
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """A method at a size, as a table of the list asks for it.
+
+    Attributes:
+        label: What tables and figures call the method.
+        text: How the list writes the method, without its label; rows name the method so.
+        variant: The method at the size.
+    """
+
+    label: str
+    text: str
+    variant: MethodVariant
+
+    @property
+    def share(self) -> float | None:
+        """Share of the prompt that a fast step may read; None where the method says its budget."""
+        return None if self.variant.size is None else self.variant.size.share
+
+
+def read_methods(table: str, tokenizer: Any, path: Path = METHODS) -> list[Listed]:
+    """Return the methods of a table at its shares, with their triggers as token ids.
+
+    A table has `shares`, `recent` (as `sfi eval --recent`) and `methods`, each
+    `LABEL=POLICY[@PRESET][:key=value,...]`.
+
+    Raises:
+        InputError: The file cannot be read or is no TOML.
+        ConfigError: There is no such table, or a method cannot be parsed.
+    """
+    found = []
+    listed = read_table(table, path)
+    for written in listed["methods"]:
+        method = Method.parse(written)
+        plain = spec(written, method)
+        method = method.resolved(tokenizer)
+        sizes = [Size(share=share, recent=listed["recent"]) for share in listed["shares"]]
+        found += [Listed(method.label, plain, one) for one in method.variants(sizes)]
+    return found
+
+
+def read_table(table: str, path: Path = METHODS) -> dict[str, Any]:
+    """Return a table of the list.
+
+    Raises:
+        InputError: The file cannot be read or is no TOML.
+        ConfigError: There is no such table.
+    """
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise InputError(f"methods {path} cannot be read: {error}") from error
+    if table not in tables:
+        raise ConfigError(f"unknown table {table!r} of {path}; expected one of {tuple(tables)}")
+    found: dict[str, Any] = tables[table]
+    return found
+
+
+def labels(path: Path = METHODS) -> dict[str, str]:
+    """Return the label of each method of any table, by the text that rows name it by."""
+    tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    methods = [(text, Method.parse(text)) for table in tables.values() for text in table["methods"]]
+    return {spec(text, method): method.label for text, method in reversed(methods)}
+
+
+def spec(written: str, method: Method) -> str:
+    """Return a method's text without its label."""
+    return written.strip().removeprefix(f"{method.label}=")

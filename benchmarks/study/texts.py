@@ -1,0 +1,115 @@
+"""Texts of five kinds, each in two disjoint halves: `dev` for every choice, `held` for what is reported."""
+
+import hashlib
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from benchmarks.study.chat import chats
+from benchmarks.study.listings import source_files, tables
+from benchmarks.study.prose import explanations, topics_prose
+from sfi_core.errors import InputError
+from sfi_core.measure.evaluation.text_windows import Window, text_ids
+
+SOURCES: dict[str, Callable[[], list[str]]] = {
+    "prose": topics_prose,
+    "narrative": explanations,
+    "code": source_files,
+    "lists": tables,
+    "dialogue": chats,
+}
+KINDS = tuple(SOURCES)
+HALVES = ("dev", "held")
+MOST = 480_000  # characters of a half
+GOLDEN = 0.6180339887498949  # its multiples spread any number of windows evenly
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Place:
+    """Which window: the number-th of a half of a kind, at a length.
+
+    Attributes:
+        number: From 0; numbers are spread evenly over the half, whatever their count.
+        kind: One of `KINDS`.
+        half: One of `HALVES`.
+        length: Tokens of the prompt.
+    """
+
+    number: int
+    kind: str
+    half: str
+    length: int
+
+    def __str__(self) -> str:
+        """Name the window in a progress line."""
+        return f"{self.kind}/{self.half} {self.length} no. {self.number}"
+
+
+@cache
+def text(kind: str, half: str) -> str:
+    """Return a half of a kind: every second document, in an order drawn once.
+
+    Documents are whole topics, files, pieces of a table or subjects, and none is in both halves.
+
+    Raises:
+        InputError: The package that ships the text is not installed.
+    """
+    documents = _documents(kind)[HALVES.index(half) :: len(HALVES)]
+    random.Random(f"{kind} {half}").shuffle(documents)  # noqa: S311 - no secret
+    glue = "" if kind == "dialogue" else "\n\n"
+    return glue.join(documents)[:MOST]
+
+
+def text_digest(kind: str, half: str) -> str:
+    """Return what tells a text from that of another version of Python or of a package."""
+    return hashlib.sha256(text(kind, half).encode()).hexdigest()[:12]
+
+
+def window(tokenizer: Any, place: Place, new_tokens: int) -> Window:
+    """Return a window of `place.length` prompt tokens and `new_tokens` more.
+
+    The half is cut into as many pieces as it holds windows, so that windows never overlap.
+
+    Raises:
+        InputError: The half has no such window.
+    """
+    ids, prefix = _ids(tokenizer, place.kind, place.half)
+    size = place.length + new_tokens - len(prefix)
+    pieces = len(ids) // size
+    if place.number >= pieces:
+        raise InputError(
+            f"window must be below {pieces} for {place.kind}/{place.half} at {size} tokens, "
+            f"got {place.number}"
+        )
+    spare = len(ids) - pieces * size
+    start = _order(pieces)[place.number] * (size + spare // pieces)
+    return Window(
+        start=start, prompt_tokens=place.length, ids=(*prefix, *ids[start : start + size])
+    )
+
+
+def windows_of(tokenizer: Any, kind: str, half: str, size: int) -> int:
+    """Return how many windows of `size` tokens a half has."""
+    return len(_ids(tokenizer, kind, half)[0]) // size
+
+
+@cache
+def _documents(kind: str) -> list[str]:
+    return SOURCES[kind]()
+
+
+def _order(pieces: int) -> Sequence[int]:
+    return sorted(range(pieces), key=lambda piece: (GOLDEN * piece) % 1)
+
+
+_TOKENS: dict[tuple[int, str, str], tuple[list[int], list[int]]] = {}
+
+
+def _ids(tokenizer: Any, kind: str, half: str) -> tuple[list[int], list[int]]:
+    # a text is tokenized once a process
+    key = id(tokenizer), kind, half
+    if key not in _TOKENS:
+        _TOKENS[key] = text_ids(tokenizer, text(kind, half))
+    return _TOKENS[key]
