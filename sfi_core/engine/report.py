@@ -155,7 +155,8 @@ class TierReport:
 
 
 def _nbytes(notes: Mapping[str, Any]) -> int:
-    return sum(value.nbytes for value in notes.values() if isinstance(value, torch.Tensor))
+    groups = (value if isinstance(value, tuple) else (value,) for value in notes.values())
+    return sum(one.nbytes for group in groups for one in group if isinstance(one, torch.Tensor))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,6 +28,7 @@ class Forecast:
         kv_bytes: Pages of the KV cache.
         norm_bytes: Key norms.
         packed_bytes: Packed segments.
+        summary_bytes: What the policy keeps of the keys, such as page summaries or codes.
         sliding_bytes: transformers' own cache of sliding-window layers.
         workspace_bytes: The largest transient: the prompt's activations or the Selector's tensors.
     """
@@ -36,6 +37,7 @@ class Forecast:
     kv_bytes: int
     norm_bytes: int
     packed_bytes: int
+    summary_bytes: int
     sliding_bytes: int
     workspace_bytes: int
 
@@ -63,6 +65,7 @@ def forecast(
     refreshed_together: int = 1,
     unpacked: Collection[int] = (),
     evidence_buffers: int = 1,
+    summary: Callable[[LayerShape, int], int] | None = None,
 ) -> Forecast:
     """Add up the bytes of a run; for a model that is split over ranks, the bytes of this rank.
 
@@ -78,6 +81,8 @@ def forecast(
         refreshed_together: Requests whose memory one slow step refreshes at once: all on the triton backend.
         unpacked: Layers that get no packed segment.
         evidence_buffers: Layers whose evidence is held at once.
+        summary: Says what the policy keeps of a layer's keys of one request, in bytes, as
+            `Policy.summary_bytes` does; None for a policy without.
     """
     managed = [layer for layer in layers if layer.window is None]
     sliding = [layer for layer in layers if layer.window is not None]
@@ -91,6 +96,7 @@ def forecast(
         packed_bytes=sum(layer.row_bytes for layer in packing if layer.window is None)
         * batch
         * rows,
+        summary_bytes=batch * sum(summary(layer, capacity) for layer in managed if summary),
         sliding_bytes=sum(layer.row_bytes * min(layer.window or 0, capacity) for layer in sliding)
         * batch,
         workspace_bytes=max(

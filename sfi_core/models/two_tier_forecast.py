@@ -16,7 +16,6 @@ from sfi_core.state.host_stream import BUFFERS, block_tokens
 from sfi_core.state.layer_shape import LayerShape
 
 INT32 = 4
-EXTREMES = 2  # vectors of a page summary: lowest and highest of each channel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +46,7 @@ def two_tier_bytes(
     longest_recent: int,
     selects: bool,
     norms: bool = True,
-    summary_page: int = 0,
+    summary: Callable[[LayerShape, int], int] | None = None,
     resident: Callable[[int, int], Sequence[int]] | None = None,
 ) -> TwoTierBytes:
     """Add up the bytes of a two-tier KV cache; layers with a sliding window are left out.
@@ -61,7 +60,8 @@ def two_tier_bytes(
         longest_recent: The most recent tokens that a step reads.
         selects: Whether the policy selects at all.
         norms: Whether the norms of all keys count, which the store keeps for every policy.
-        summary_page: Tokens of a page of Quest's or FreeKV's summaries; 0 for a policy without.
+        summary: Says, for a layer and `capacity`, what the policy keeps of a request's keys in bytes, as
+            `Policy.summary_bytes` does; None for a policy without.
         resident: Says, for a layer and its number of KV heads, which heads stay on the device beside what all
             heads have, as `Policy.resident_heads` does; None for none.
     """
@@ -75,7 +75,7 @@ def two_tier_bytes(
         layer.row_bytes // layer.heads * len(resident(index, layer.heads)) if resident else 0
         for index, layer in full.items()
     )
-    noted = (_note_bytes(layer, config, capacity, summary_page) for layer in sparse)
+    noted = (_note_bytes(layer, config, capacity, summary) for layer in sparse)
     parts = {
         "ring": batch
         * ring
@@ -105,12 +105,16 @@ def _packed_bytes(layer: LayerShape, rows: int) -> int:
     return rows * (layer.row_bytes + INT32 * layer.heads) + INT32 * layer.heads
 
 
-def _note_bytes(layer: LayerShape, config: SfiConfig, capacity: int, summary_page: int) -> int:
-    # of a request: extremes and score of each page, the last query, and SyncKV's static set
-    pages = -(-capacity // summary_page) if summary_page else 0
-    summary = FLOAT32 * layer.heads * (EXTREMES * layer.key_width + 1)
+def _note_bytes(
+    layer: LayerShape,
+    config: SfiConfig,
+    capacity: int,
+    summary: Callable[[LayerShape, int], int] | None,
+) -> int:
+    # of a request: summaries of its keys, the last query, and SyncKV's static set
+    kept = summary(layer, capacity) if summary else 0
     query = layer.query_heads * layer.key_width * layer.itemsize
-    return pages * summary + query + INT32 * layer.heads * min(config.budget, capacity)
+    return kept + query + INT32 * layer.heads * min(config.budget, capacity)
 
 
 def ring_pages(longest_recent: int, page: int) -> int:

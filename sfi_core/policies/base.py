@@ -8,6 +8,7 @@ import torch
 
 from sfi_core.policies.context import Evidence, LayerContext, StepContext
 from sfi_core.settings.config import SfiConfig
+from sfi_core.state.layer_shape import LayerShape
 from sfi_core.state.request import RequestState
 from sfi_kernels.pseudo_token import PseudoToken
 
@@ -154,9 +155,8 @@ class Policy:
         """The most fast steps in a row, through which an anchored recent segment grows; None for no limit."""
         return None
 
-    @property
-    def summary_page(self) -> int:
-        """Tokens of the pages whose summaries the policy keeps on the device; 0 for none."""
+    def summary_bytes(self, layer: LayerShape, capacity: int) -> int:
+        """Return the bytes that the policy keeps of the keys of a layer and request of `capacity` tokens."""
         return 0
 
     def resident_heads(self, layer: int, heads: int) -> Sequence[int]:

@@ -13,8 +13,6 @@ Sparsity, Yang et al., 2024). Ours differs in the basis, which weighs directions
 training, and is learned from the prompt; in a fixed number of bits a channel; and in the pseudo token.
 """
 
-import math
-
 import torch
 
 from sfi_core.policies.base import Policy, Selection, StepPlan
@@ -22,11 +20,13 @@ from sfi_core.policies.code_basis import learn_basis
 from sfi_core.policies.context import LayerContext, Notes, StepContext
 from sfi_core.policies.shared import always_fast, stacked
 from sfi_core.settings.config import SfiConfig
+from sfi_core.state.layer_shape import LayerShape
 from sfi_core.state.request import RequestState
 from sfi_kernels.key_codes import CHANNELS, CodeBasis, encode_keys, scan_codes
 from sfi_kernels.pseudo_token import PseudoToken
 from sfi_kernels.top_k import top_k
 
+SPARE = 256  # tokens for which there is room when the codes' buffer grows
 QUERIES = 256  # of the prompt's end, from which a basis is learned
 
 
@@ -69,6 +69,11 @@ class CodeScan(Policy):
         if not self._width or self._room(state) <= self.config.budget:
             return 0.0
         return state.length / self._width + CHANNELS + bool(self.config.codescan.rest)
+
+    def summary_bytes(self, layer: LayerShape, capacity: int) -> int:
+        """The codes, a byte a channel at most, the basis, and the sum of the values."""
+        basis = layer.key_width * (2 * CHANNELS + 1) + layer.value_width
+        return layer.heads * ((capacity + SPARE) * CHANNELS + basis * torch.float32.itemsize)
 
     def _room(self, state: RequestState) -> int:
         return state.recent_start - state.sink(self.config.sink)
@@ -132,10 +137,9 @@ class CodeScan(Policy):
 
 
 def _larger(old: torch.Tensor | None, new: torch.Tensor, length: int) -> torch.Tensor:
-    # room for codes such as `new` of at least `length` tokens, half as many again, with the old ones
-    H, room = new.shape[0], length + math.ceil(length / 2)
-    width = new.shape[2:]
-    codes = new.new_empty(H, *width, room)
+    # room for codes such as `new` of `length` tokens and more, with the old ones
+    H, width = new.shape[0], new.shape[2:]
+    codes = new.new_empty(H, *width, length + SPARE)
     codes = codes.mT if width else codes  # tokens follow each other in memory
     if old is not None:
         codes[:, : old.shape[1]] = old

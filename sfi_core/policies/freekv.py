@@ -16,9 +16,10 @@ import torch
 
 from sfi_core.policies.base import Policy, Rule, Selection, StepPlan
 from sfi_core.policies.context import LayerContext, StepContext
-from sfi_core.policies.page_bounds import best_pages, bounds, extremes
+from sfi_core.policies.page_bounds import best_pages, bounds, extremes, extremes_bytes
 from sfi_core.policies.shared import always_fast, stacked
 from sfi_core.settings.config import SfiConfig
+from sfi_core.state.layer_shape import LayerShape
 from sfi_core.state.request import RequestState
 
 
@@ -65,10 +66,9 @@ class FreeKV(Policy):
         """Select for the next step with this step's scores (speculative retrieval)."""
         return self._best(context, ahead=1)
 
-    @property
-    def summary_page(self) -> int:
+    def summary_bytes(self, layer: LayerShape, capacity: int) -> int:
         """See `Policy`."""
-        return self.config.freekv.page
+        return extremes_bytes(layer, capacity, self.config.freekv.page)
 
     def selection_tokens(self, state: RequestState) -> float:
         """Two vectors a page, as large as a token's key and value."""

@@ -3,6 +3,7 @@
 import torch
 
 from sfi_core.policies.context import LayerContext, Notes
+from sfi_core.state.layer_shape import LayerShape
 
 
 def extremes(context: LayerContext, place: int, page: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -24,6 +25,12 @@ def extremes(context: LayerContext, place: int, page: int) -> tuple[torch.Tensor
     if not full:
         return low_H1D, high_H1D
     return torch.cat([note["low"], low_H1D], 1), torch.cat([note["high"], high_H1D], 1)
+
+
+def extremes_bytes(layer: LayerShape, capacity: int, page: int) -> int:
+    """Return the bytes of the extremes and scores of `capacity` tokens' pages, float32."""
+    numbers = 2 * layer.key_width + 1
+    return -(-capacity // page) * layer.heads * numbers * torch.float32.itemsize
 
 
 def bounds(query_HGD: torch.Tensor, low_HPD: torch.Tensor, high_HPD: torch.Tensor) -> torch.Tensor:

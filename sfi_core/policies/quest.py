@@ -7,9 +7,10 @@ tokens read. A page may be cut short where the budget ends.
 
 from sfi_core.policies.base import Policy, Selection, StepPlan
 from sfi_core.policies.context import LayerContext, StepContext
-from sfi_core.policies.page_bounds import best_pages, bounds, extremes
+from sfi_core.policies.page_bounds import best_pages, bounds, extremes, extremes_bytes
 from sfi_core.policies.shared import always_fast, stacked
 from sfi_core.settings.config import SfiConfig
+from sfi_core.state.layer_shape import LayerShape
 from sfi_core.state.request import RequestState
 
 
@@ -38,10 +39,9 @@ class Quest(Policy):
             chosen.append(best_pages(bound_HGP.amax(1), page, allowed, self.config.budget))
         return Selection(stacked(chosen))
 
-    @property
-    def summary_page(self) -> int:
+    def summary_bytes(self, layer: LayerShape, capacity: int) -> int:
         """See `Policy`."""
-        return self.config.baseline.page
+        return extremes_bytes(layer, capacity, self.config.baseline.page)
 
     def selection_tokens(self, state: RequestState) -> float:
         """Two vectors a page, as large as a token's key and value."""

@@ -130,7 +130,7 @@ class Tiers:
             "capacity": capacity,
             "page": self.page,
             "selects": policy.selects_before or policy.selects_after,
-            "summary_page": policy.summary_page,
+            "summary": policy.summary_bytes,
         }
 
 
@@ -206,6 +206,7 @@ def expect(
         shapes,
         policy.config,
         selects=policy.selects_before or policy.selects_after,
+        summary=policy.summary_bytes,
         batch=batch,
         prompt_tokens=prompt_tokens,
         capacity=capacity,
@@ -229,5 +230,6 @@ def tiered(expected: Forecast, tiers: TwoTierBytes, device: torch.device) -> For
         expected,
         kv_bytes=host + sum(parts.values()),
         packed_bytes=packed,
+        summary_bytes=0,
         norm_bytes=norms,
     )

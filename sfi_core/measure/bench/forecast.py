@@ -192,7 +192,7 @@ class Expectation:
         return {
             "memory_bytes": expected.total_bytes,
             "kv_bytes": expected.kv_bytes + expected.norm_bytes + expected.sliding_bytes,
-            "packed_bytes": expected.packed_bytes,
+            "packed_bytes": expected.packed_bytes + expected.summary_bytes,
             "workspace_bytes": expected.workspace_bytes,
         }
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from sfi_core.measure.bench.link_traffic import Rows
 from sfi_core.measure.bench.settings import DecodeSettings
 from sfi_core.models.forecast import largest_batch
 from sfi_core.models.two_tier_forecast import TwoTierBytes, two_tier_bytes
+from sfi_core.policies.page_bounds import extremes_bytes
 from sfi_core.settings.config import SfiConfig
 
 POLICIES = ("sfi", "snapkv", "quest", "freekv", "synckv", "full-kv", "streaming-llm")
@@ -138,7 +140,7 @@ class LinkExpectation(Expectation):
     def two_tiers(self, policy: str, context: int, batch: int) -> TwoTierBytes:
         """Return the bytes of the cache on both sides of the link."""
         config, dense = self.settings.config, self.dense_layers(policy)
-        summary = {"quest": config.baseline.page, "freekv": config.freekv.page}
+        pages = {"quest": config.baseline.page, "freekv": config.freekv.page}
         kept = config.synckv.representatives if policy == "synckv" else 0
         return two_tier_bytes(
             self.shapes,
@@ -149,7 +151,7 @@ class LinkExpectation(Expectation):
             longest_recent=self._longest_recent(policy),
             selects=policy in SELECTING,
             norms=policy != "full-kv",  # it cannot run over the store, and would need none
-            summary_page=summary.get(policy, 0),
+            summary=partial(extremes_bytes, page=pages[policy]) if policy in pages else None,
             resident=lambda layer, heads: range(heads if layer in dense else min(kept, heads)),
         )
 

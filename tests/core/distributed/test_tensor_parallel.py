@@ -310,7 +310,8 @@ def test_graphs_and_overlap_are_off_among_ranks():
 
 def test_memory_of_a_machine_is_shared_by_its_ranks(monkeypatch):
     expected = Forecast(
-        resident_bytes=0, kv_bytes=600, norm_bytes=0, packed_bytes=0, sliding_bytes=0, workspace_bytes=0
+        resident_bytes=0, kv_bytes=600, norm_bytes=0, packed_bytes=0, summary_bytes=0,
+        sliding_bytes=0, workspace_bytes=0
     )  # fmt: skip
     monkeypatch.setattr("sfi_core.models.forecast.free_bytes", lambda _: 1000)
     check_fits(expected, torch.device("cpu"))

@@ -99,6 +99,7 @@ TIERS = {
     "sfi": {},
     "snapkv": {},
     "quest": {},
+    "codescan": {},
     "freekv": {"freekv": {"page": 16}},
     "synckv": {"synckv": {"heads": "even", "representatives": 1}},
 }

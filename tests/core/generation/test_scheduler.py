@@ -43,6 +43,7 @@ WAYS = {
     "snapkv": {"policy": "snapkv"},
     "h2o": {"policy": "h2o"},
     "quest": {"policy": "quest"},
+    "codescan": {"policy": "codescan"},
     "tidaldecode": {"policy": "tidaldecode"},
     "refreshkv": {"policy": "refreshkv"},
     "cosine": {"config": SMALL.replace(trigger_policy="cosine")},

@@ -1,4 +1,4 @@
-"""FreeKV, SyncKV and sfi with heads of its own, over the architectures of `tests/architectures.py`."""
+"""Methods whose heads go their own ways, over the architectures of `tests/architectures.py`."""
 
 from typing import Any
 
@@ -17,6 +17,7 @@ EVEN = {"heads": "even", "representatives": 1, "stride": 3}
 PAGES = {"page": 4, "tau": 0.3, "first_layer_dense": False}
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "freekv": ("freekv", {"freekv": PAGES}),
+    "codescan": ("codescan", {}),
     "synckv": ("synckv", {"synckv": EVEN}),
     "synckv sparse": ("synckv", {"synckv": {**EVEN, "suspension": "sparse"}}),
     "correction": ("sfi", {"correction": 0.0}),

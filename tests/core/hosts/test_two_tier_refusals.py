@@ -15,7 +15,9 @@ from tests.architectures import prompts, tiny
 
 ROWS = prompts(60)
 CONFIG = SfiConfig(sink=2, recent=16, budget=10, window_prefill=4, trigger_token_ids=(7,))
-OFFLOADING = "freekv, prior-only, quest, random-k, refreshkv, sfi, snapkv, streaming-llm, synckv"
+OFFLOADING = (
+    "codescan, freekv, prior-only, quest, random-k, refreshkv, sfi, snapkv, streaming-llm, synckv"
+)
 
 
 def engine(budget: str = "1MB", page: int = 16, **options: Any) -> EngineOptions:

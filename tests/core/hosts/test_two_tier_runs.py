@@ -38,13 +38,14 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "representatives": ("sfi", {"representatives": "even", "correction": 0.5}),
     "snapkv": ("snapkv", {}),
     "quest": ("quest", {}),
+    "codescan": ("codescan", {}),
     "freekv": ("freekv", {}),
     "freekv without a dense layer": ("freekv", {"freekv": {"first_layer_dense": False}}),
     "synckv": ("synckv", {}),
     "synckv sparse": ("synckv", {"synckv": {"suspension": "sparse"}}),
     "streaming-llm": ("streaming-llm", {}),
 }
-BESIDE = ("sfi", "correction", "quest", "freekv", "synckv")
+BESIDE = ("sfi", "correction", "quest", "codescan", "freekv", "synckv")
 
 
 def complete(

@@ -94,11 +94,12 @@ def test_the_total_is_the_sum_and_the_need_leaves_out_what_is_in_use():
         "kv_bytes": 20000,
         "norm_bytes": 3000,
         "packed_bytes": 400,
-        "sliding_bytes": 50,
-        "workspace_bytes": 6,
+        "summary_bytes": 50,
+        "sliding_bytes": 6,
+        "workspace_bytes": 7000000,
     }
-    assert Forecast(**numbers).total_bytes == 123456
-    assert Forecast(**numbers).needed_bytes == 23456
+    assert Forecast(**numbers).total_bytes == 7123456
+    assert Forecast(**numbers).needed_bytes == 7023456
 
 
 @pytest.mark.parametrize(
@@ -150,7 +151,7 @@ def fake_free(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kilobytes: int) -
 
 
 def need(**numbers: int) -> Forecast:
-    parts = ["resident", "kv", "norm", "packed", "sliding", "workspace"]
+    parts = ["resident", "kv", "norm", "packed", "summary", "sliding", "workspace"]
     return Forecast(**{f"{part}_bytes": numbers.get(part, 0) for part in parts})
 
 

@@ -1,5 +1,6 @@
 """The memory of a two-tier cache, against counts head by head and token by token."""
 
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -12,6 +13,7 @@ from sfi_core.models.two_tier_forecast import (
     ring_pages,
     two_tier_bytes,
 )
+from sfi_core.policies.page_bounds import extremes_bytes
 from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.device_budget import DeviceBudget
 from sfi_core.state.layer_shape import LayerShape
@@ -45,6 +47,9 @@ def test_the_ring_holds_the_recent_tokens_wherever_they_begin(page: int, recent:
     assert ring_pages(recent, page) == max(touched) + 1
 
 
+SUMMARY = partial(extremes_bytes, page=16)
+
+
 def packed(layer: LayerShape, rows: int) -> int:
     """Count rows, an int32 position of each, and an int32 length a head."""
     return cells(layer, rows) + 4 * layer.heads * (rows + 1)
@@ -52,7 +57,7 @@ def packed(layer: LayerShape, rows: int) -> int:
 
 def test_the_parts_are_those_of_every_request_and_full_attention_layer():
     """101 tokens are 13 pages of 8; 20 recent ones lie in up to 4 pages, and one is written."""
-    found = of(summary_page=16)
+    found = of(summary=SUMMARY)
     assert dict(found.parts) == {
         "ring": 2 * (cells(WIDE, 40) + cells(NARROW, 40) + 4 * 40 * (4 + 2)),
         "packed": 2 * (packed(WIDE, 13) + packed(NARROW, 13)),
@@ -68,7 +73,7 @@ def test_the_parts_are_those_of_every_request_and_full_attention_layer():
 
 
 def test_what_a_policy_does_not_need_does_not_count():
-    few = of(selects=False, summary_page=16).parts
+    few = of(selects=False, summary=SUMMARY).parts
     assert few["packed"] == 2 * (packed(WIDE, 3) + packed(NARROW, 3))
     assert few["notes"] == 0
     short = of(capacity=4).parts
@@ -77,8 +82,8 @@ def test_what_a_policy_does_not_need_does_not_count():
 
 
 def test_a_layer_left_dense_has_no_packed_rows_and_no_notes():
-    found = of(config=CONFIG.replace(dense_layers=(0, 1)), summary_page=16).parts
-    without = of((SLIDING, NARROW), summary_page=16).parts
+    found = of(config=CONFIG.replace(dense_layers=(0, 1)), summary=SUMMARY).parts
+    without = of((SLIDING, NARROW), summary=SUMMARY).parts
     assert [found[name] for name in ("packed", "scratch", "notes")] == [
         without[name] for name in ("packed", "scratch", "notes")
     ]

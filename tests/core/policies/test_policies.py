@@ -386,6 +386,7 @@ def test_oracle_top_k_selects_anew_at_every_step(complete: Any):
         ("h2o", (False, False), ("", "")),
         ("tova", (False, False), ("", "")),
         ("quest", (False, False), ("", "")),
+        ("codescan", (False, False), ("", "")),
         ("tidaldecode", (False, False), ("", "")),
         ("freekv", (False, False), ("", "")),
         ("synckv", (False, True), ("", "anticipation")),

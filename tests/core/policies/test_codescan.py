@@ -1,0 +1,171 @@
+"""CodeScan's rules, each from a run's own keys, values and queries."""
+
+import math
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from sfi_core.policies import codescan
+from sfi_core.policies.code_basis import learn_basis
+from sfi_core.settings.config import SfiConfig
+from sfi_kernels.key_codes import BITS, CHANNELS, CodeBasis
+from tests.watched import LAYERS, H, Seen, Watched, best_of, prompt_of, watched
+
+SINK, RECENT, BUDGET, NEW, REST = 2, 5, 10, 12, 0.3
+# 7 tokens are sink and recent ones alone, so that a basis is learned when a step has to choose, if ever
+LENGTHS = (61, 7, 1, 24)
+CONFIG = SfiConfig(sink=SINK, recent=RECENT, budget=BUDGET, trigger_policy="never").replace(
+    codescan={"rest": REST}
+)
+
+
+@cache
+def run() -> tuple[Watched, list[tuple[torch.Tensor, torch.Tensor, CodeBasis]]]:
+    """Decode, and keep the keys, queries and basis each time that one is learned."""
+    learned = []
+
+    def learn(key_HTD: torch.Tensor, query_HND: torch.Tensor) -> CodeBasis:
+        basis = learn_basis(key_HTD, query_HND)
+        learned.append((key_HTD.clone(), query_HND.clone(), basis))
+        return basis
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(codescan, "learn_basis", learn)
+        rows = [prompt_of(length) for length in LENGTHS]
+        return watched(rows, CONFIG, "codescan", NEW), learned
+
+
+def basis_of(seen: list[Seen]) -> tuple[CodeBasis, int, int] | None:
+    """The basis of a layer and request, the tokens that were cached then, and its queries."""
+    whole_HTD = seen[-1].key_HTD
+    for key_HTD, query_HND, basis in run()[1]:
+        tokens = key_HTD.shape[1]
+        if torch.equal(whole_HTD[:, SINK : SINK + tokens], key_HTD):
+            return basis, SINK + tokens, query_HND.shape[1]
+    return None
+
+
+def estimate(seen: Seen, basis: CodeBasis, head: int) -> torch.Tensor:
+    """The logits [G, T] from each key's levels, channel by channel."""
+    scale = seen.query_HGD.shape[-1] ** -0.5
+    mean_D, encode_DC, query_DC = (part[head].double() for part in basis)
+    logits = torch.zeros(seen.logits_HGT.shape[1:], dtype=torch.float64)
+    for g, query_D in enumerate(seen.query_HGD[head].double()):
+        for j, key_D in enumerate(seen.key_HTD[head].double()):
+            product = float(query_D @ mean_D)
+            for channel, bits in enumerate(BITS):
+                level = math.floor(float((key_D - mean_D) @ encode_DC[:, channel]))
+                level = max(-(2 ** (bits - 1)), min(2 ** (bits - 1) - 1, level))
+                product += float(query_D @ query_DC[:, channel]) * (level + 0.5)
+            logits[g, j] = product * scale
+    return logits
+
+
+def fast_steps() -> Any:
+    """Every fast step of every request and layer, with its basis."""
+    for (request, _), seen in run()[0].seen.items():
+        found = basis_of(seen)
+        for one in seen[1:]:
+            yield request, one, found
+
+
+def test_a_step_reads_the_keys_whose_codes_promise_most():
+    chosen = 0
+    for request, seen, found in fast_steps():
+        first = min(SINK, LENGTHS[request])
+        candidates = range(first, max(first, seen.tokens - RECENT))
+        for head in range(H):
+            expected = list(candidates)
+            if len(candidates) > BUDGET:
+                basis, chosen = found[0], chosen + 1
+                weight_GT = estimate(seen, basis, head)[:, first : candidates.stop].softmax(-1)
+                score = [0.0] * first + weight_GT.mean(0).tolist()
+                expected = best_of(score, candidates, BUDGET)
+            assert seen.packed[head] == [*range(first), *expected], (request, seen.step, head)
+    assert chosen > 100
+
+
+def test_the_pseudo_token_stands_for_what_is_not_read():
+    """Its weight is a share of what the codes promise of the rest, its value the mean over J."""
+    compared = 0
+    for request, seen, found in fast_steps():
+        first, stop = min(SINK, LENGTHS[request]), seen.tokens - RECENT
+        for head in range(H):
+            read = [*seen.packed[head], *range(max(first, stop), seen.tokens)]
+            weights_GS = seen.logits_HGT[head][:, read].exp()
+            value_HTE = seen.value_HTE[head].double()
+            total_G, out_GE = weights_GS.sum(-1), weights_GS @ value_HTE[read]
+            if stop - first > BUDGET:
+                unread = [j for j in range(first, stop) if j not in seen.packed[head]]
+                rest_G = REST * estimate(seen, found[0], head)[:, unread].exp().sum(-1)
+                total_G, compared = total_G + rest_G, compared + 1
+                out_GE = out_GE + rest_G[:, None] * value_HTE[first:stop].mean(0)
+            expected_GE = out_GE / total_G[:, None]
+            got_GE = seen.out_HGE[head].double()
+            torch.testing.assert_close(got_GE, expected_GE, rtol=1e-4, atol=1e-4)
+    assert compared > 100
+
+
+def test_the_basis_is_the_prompts_own():
+    """Learned from all cached keys but the sinks, at the prompt's end with its last queries."""
+    watch, learned = run()
+    assert len(learned) == sum(basis_of(seen) is not None for seen in watch.seen.values())
+    for (request, _), seen in watch.seen.items():
+        found = basis_of(seen)
+        if LENGTHS[request] > SINK + RECENT:
+            assert found[1:] == (LENGTHS[request], 2 * LENGTHS[request])
+        elif LENGTHS[request] + NEW - 1 > SINK + RECENT + BUDGET:  # when a step first has to choose
+            assert found[1:] == (SINK + RECENT + BUDGET + 1, 2)
+        else:
+            assert found is None
+    assert {layer for _, layer in watch.seen} == {*LAYERS}
+
+
+def test_what_choosing_reads_is_a_word_a_token_and_the_projections():
+    report, D = run()[0].report.requests[0], run()[0].seen[0, 0][0].query_HGD.shape[-1]
+    steps = range(1, NEW)
+    context = [LENGTHS[0] + step for step in steps]
+    choosing = sum(tokens / D + CHANNELS + 1 for tokens in context)
+    assert report.selection_ratio == pytest.approx(choosing / sum(context))
+    assert run()[0].report.requests[2].selection_ratio == 0
+
+
+def test_no_basis_of_as_many_channels_keeps_more_of_the_products():
+    """Eckart and Young: over all pairs of the queries and keys at hand."""
+    torch.manual_seed(0)
+    D, N, T = 40, 300, 500
+    mixing = torch.randn(2, 2, D, D)
+    query_HND = torch.randn(2, N, D) @ mixing[0] + 0.5
+    key_HTD = torch.randn(2, T, D) @ mixing[1] + 2.0
+    basis = learn_basis(key_HTD, query_HND)
+    for head in range(2):
+        centered = (key_HTD[head] - key_HTD[head].mean(0)).double()
+        products = query_HND[head].double() @ centered.T
+        own = (query_HND[head] @ basis.query_HDC[head]).double() @ (
+            basis.encode_HDC[head].double().T @ centered.T
+        )
+        kept = 1 - (products - own).square().sum() / products.square().sum()
+        singular = torch.linalg.svdvals(products)
+        most = singular[:CHANNELS].square().sum() / singular.square().sum()
+        assert 0.97 * most < kept < most * (1 + 1e-6)
+        energy = own_energy(query_HND[head], basis, centered, head)
+        assert energy == sorted(energy, reverse=True)
+
+
+def own_energy(
+    query_ND: torch.Tensor, basis: CodeBasis, centered_TD: torch.Tensor, head: int
+) -> list[float]:
+    """What each channel adds to the products, over all pairs."""
+    by_query = (query_ND @ basis.query_HDC[head]).double().square().mean(0)
+    by_key = (centered_TD @ basis.encode_HDC[head].double()).square().mean(0)
+    return [round(value, 2) for value in (by_query * by_key).tolist()]
+
+
+def test_fewer_dimensions_than_channels_lose_nothing_but_levels():
+    key_HTD, query_HND = torch.randn(1, 50, 8), torch.randn(1, 50, 8)
+    basis = learn_basis(key_HTD, query_HND)
+    own = (query_HND @ basis.query_HDC) @ ((key_HTD - basis.mean_HD[:, None]) @ basis.encode_HDC).mT
+    true = query_HND @ (key_HTD - key_HTD.mean(1, keepdim=True)).mT
+    torch.testing.assert_close(own, true, rtol=1e-3, atol=1e-3)
