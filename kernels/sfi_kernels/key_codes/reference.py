@@ -14,7 +14,7 @@ def encode_keys(key_HTD: torch.Tensor, basis: CodeBasis) -> torch.Tensor:
         basis: The layer's basis.
 
     Returns:
-        level_HTC, [H, T, C] uint8; each channel's tokens follow each other in memory. The Triton kernel returns
+        level_HTC, [H, T, C] uint8; a channel's tokens follow each other in memory. The Triton kernel returns
         word_HT, [H, T] int32, with the same levels.
 
     Raises:
