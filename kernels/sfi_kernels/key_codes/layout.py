@@ -4,6 +4,7 @@ A channel is a projection of the key. Its level is a whole number n of 0 to 2^bi
 (n + 0.5 - 2^(bits - 1)) steps. Channel c lies in the word from bit `SHIFTS[c]` on.
 """
 
+from functools import cache
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -28,6 +29,7 @@ class CodeBasis(NamedTuple):
     query_HDC: torch.Tensor
 
 
+@cache
 def half_levels(device: torch.device) -> torch.Tensor:
-    """Return 2^(bits - 1) of each channel, [C] float32."""
+    """Return 2^(bits - 1) of each channel, [C] float32; one tensor for all callers."""
     return torch.tensor([2.0 ** (bits - 1) for bits in BITS], device=device)

@@ -46,10 +46,11 @@ def scan_codes(
     """
     check(query_HGD, basis)
     query_HGD = query_HGD.float() * scale
-    query_HGC = query_HGD @ basis.query_HDC
-    constant_HG = query_HGD @ basis.mean_HD[:, :, None]
-    constant_HG += query_HGC @ (0.5 - half_levels(query_HGD.device))[:, None]
-    return torch.baddbmm(constant_HG, query_HGC, code_HTX.mT.float())
+    query_HGC = query_HGD.bmm(basis.query_HDC)
+    constant_HG1 = query_HGD.bmm(basis.mean_HD[:, :, None])
+    constant_HG1 += query_HGC @ (0.5 - half_levels(query_HGD.device))[:, None]
+    # a product and a sum in place: baddbmm would first spread the constant over the tokens
+    return query_HGC.bmm(code_HTX.mT.float()).add_(constant_HG1)
 
 
 def check(rows_HXD: torch.Tensor, basis: CodeBasis) -> None:
