@@ -33,3 +33,10 @@ class CodeBasis(NamedTuple):
 def half_levels(device: torch.device) -> torch.Tensor:
     """Return 2^(bits - 1) of each channel, [C] float32; one tensor for all callers."""
     return torch.tensor([2.0 ** (bits - 1) for bits in BITS], device=device)
+
+
+@cache
+def level_range(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the lowest and the highest level of each channel, [C] float32 each, like `half_levels`."""
+    highest_C = 2 * half_levels(device) - 1
+    return torch.zeros_like(highest_C), highest_C

@@ -2,7 +2,7 @@
 
 import torch
 
-from sfi_kernels.key_codes.layout import CHANNELS, CodeBasis, half_levels
+from sfi_kernels.key_codes.layout import CHANNELS, CodeBasis, half_levels, level_range
 from sfi_kernels.shapes import check_shape
 
 
@@ -21,9 +21,10 @@ def encode_keys(key_HTD: torch.Tensor, basis: CodeBasis) -> torch.Tensor:
         ValueError: The shapes do not fit.
     """
     check(key_HTD, basis)
-    half_C = half_levels(key_HTD.device)
-    step_HTC = (key_HTD.float() - basis.mean_HD[:, None]) @ basis.encode_HDC
-    level_HTC = torch.minimum((step_HTC.floor() + half_C).clamp_min(0), 2 * half_C - 1)
+    device = key_HTD.device
+    step_HTC = (key_HTD.float() - basis.mean_HD[:, None]).bmm(basis.encode_HDC)
+    # few operations, all in place: a decoding step codes one key
+    level_HTC = step_HTC.floor_().add_(half_levels(device)).clamp_(*level_range(device))
     return level_HTC.mT.to(torch.uint8, memory_format=torch.contiguous_format).mT
 
 
