@@ -1,4 +1,4 @@
-"""A pseudo token: a term of the softmax with a logit and a value of its own, for keys that are not read."""
+"""A pseudo token: one more term of a softmax, with its own logit and value, for keys that are not read."""
 
 from typing import NamedTuple
 

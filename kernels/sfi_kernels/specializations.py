@@ -14,8 +14,10 @@ from sfi_kernels.append import append
 from sfi_kernels.decode_attention import resident_programs
 from sfi_kernels.decode_attention.triton import attend
 from sfi_kernels.dense_attention import dense_attention, window_logits
+from sfi_kernels.key_codes import CHANNELS, CodeBasis, encode_keys, scan_codes
 from sfi_kernels.launch import Launch, Target, name_of, recording
 from sfi_kernels.pack import pack
+from sfi_kernels.pseudo_token import PseudoToken
 from sfi_kernels.recall import recall
 from sfi_kernels.selector import selector
 from sfi_kernels.split_plan import split_plan, work_items
@@ -106,7 +108,10 @@ def _runs() -> Iterator[tuple[str, Callable[[], object]]]:
             yield label + ", mixed", partial(case.decode, slow=True)
             yield label + ", heads, fast", partial(case.decode, slow=False, heads=True)
             yield label + ", heads, mixed", partial(case.decode, slow=True, heads=True)
+            yield label + ", pseudo, fast", partial(case.decode, slow=False, pseudo=case.pseudo)
+            yield label + ", pseudo, mixed", partial(case.decode, slow=True, pseudo=case.pseudo)
             yield label, case.prompt
+            yield f"{name}, D={D}, G={G}", case.score
         for D in (64, 96, 128, 256):
             case = Case(dtype, D, D, 4, None, sinks=False)
             yield f"{name}, D={D}", case.move
@@ -134,6 +139,7 @@ class Case:
         self.length = torch.full((2,), T, dtype=torch.int32)
         self.options: Any = {"scale": 1.0, "soft_cap": soft_cap}
         self.sink = torch.empty(H, G) if sinks else None
+        self.pseudo = PseudoToken(torch.empty(2, H, G), torch.empty(2, H, E))
 
     def decode(self, *, slow: bool, heads: bool = False, **variant: Any) -> None:
         """Plan and attend, with one token of each request; or a variant of the benchmark."""
@@ -156,6 +162,15 @@ class Case:
         )  # fmt: skip
         window = self.query[:, :, :, -16:]
         window_logits.triton(window, self.key, self.table, self.length, **self.options, longest=T)
+
+    def score(self) -> None:
+        """Code the keys of a piece of a prompt, and score them."""
+        D = self.query.shape[-1]
+        basis = CodeBasis(
+            torch.empty(H, D), torch.empty(H, D, CHANNELS), torch.empty(H, D, CHANNELS)
+        )
+        word_HT = encode_keys.triton(self.key[0], basis)
+        scan_codes.triton(self.query[0, :, :, 0], word_HT, basis, scale=1.0)
 
     def move(self, *, heads: bool = False) -> None:
         """Append a token and a piece of a prompt, pack, and recall; the last two for some heads or all."""

@@ -73,7 +73,7 @@ def test_the_document_has_the_keys_that_scripts_rely_on():
     assert code == 0
     assert set(document) >= {"rows", "compiled", "machine"}
     ops = {row["op"] for row in document["rows"]}
-    assert ops == {*KernelSettings().ops, "dense.sdpa"}
+    assert ops == {*KernelSettings().ops, "dense.sdpa", "scan_codes.plain"}
     for row in document["rows"]:
         assert set(row) >= ROW_KEYS
         assert row["matches_reference"] is True

@@ -224,7 +224,7 @@ def test_attention_comes_in_every_dtype_head_dimension_and_kind(found, name: str
         for switch in ("CAPPED", "SINKS"):
             assert {one[switch] for one in constants} == {False, True}
     if name == "split_attention":
-        for switch in ("SLOW", "HEADS"):
+        for switch in ("SLOW", "HEADS", "PSEUDO"):
             assert {one["constants"][switch] for one in made} == {False, True}
 
 

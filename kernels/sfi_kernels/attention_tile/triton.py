@@ -66,8 +66,38 @@ def finish(peak, total, out):
 
 
 @triton.jit
+def add_pseudo(out, lse, logit, value):
+    """Give a pseudo token its share of the softmax; a logit of -inf changes no bit."""
+    peak = tl.maximum(lse, logit)
+    # a row may have seen nothing and have no pseudo token either
+    base = tl.where(peak == float("-inf"), 0.0, peak)
+    own, other = tl.exp2((lse - base) * LOG2E), tl.exp2((logit - base) * LOG2E)
+    total = tl.where(own + other > 0.0, own + other, 1.0)
+    joined = out * (own / total)[:, None] + value[None, :] * (other / total)[:, None]
+    has_one = logit != float("-inf")
+    return tl.where(has_one[:, None], joined, out), tl.where(has_one, log_sum(peak, total), lse)
+
+
+@triton.jit
 def add_sink(out, lse, sink):
     """Give a learned sink its share of the softmax; it has no value."""
     peak = tl.maximum(lse, sink)
     own = tl.exp2((lse - peak) * LOG2E)
     return out * (own / (own + tl.exp2((sink - peak) * LOG2E)))[:, None]
+
+
+@triton.jit
+def add_terms(
+    out, lse, sink_ptr, pseudo_logit_ptr, pseudo_value_ptr, pair, h, g,
+    G: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr,
+    SINKS: tl.constexpr, PSEUDO: tl.constexpr,
+):  # fmt: skip
+    """Add the terms of the softmax that are no keys: a pseudo token and a learned sink."""
+    if PSEUDO:
+        e = tl.arange(0, BLOCK_E)
+        logit = tl.load(pseudo_logit_ptr + pair * G + g, mask=g < G, other=float("-inf"))
+        value = tl.load(pseudo_value_ptr + pair * E + e, mask=e < E, other=0.0)
+        out, lse = add_pseudo(out, lse, logit, value)
+    if SINKS:
+        out = add_sink(out, lse, tl.load(sink_ptr + h * G + g, mask=g < G, other=0.0))
+    return out

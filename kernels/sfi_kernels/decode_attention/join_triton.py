@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from sfi_kernels import step_descriptor as words
-from sfi_kernels.attention_tile.triton import LOG2E, add_sink, add_sum, finish, log_sum
+from sfi_kernels.attention_tile.triton import LOG2E, add_sum, add_terms, finish, log_sum
 
 WORDS, EVIDENCE = tl.constexpr(words.WORDS), tl.constexpr(words.EVIDENCE)
 FIRST, SPLITS = tl.constexpr(words.FIRST), tl.constexpr(words.SPLITS)
@@ -14,6 +14,8 @@ FIRST, SPLITS = tl.constexpr(words.FIRST), tl.constexpr(words.SPLITS)
 def _join_splits_kernel(
     table_ptr,
     sink_ptr,
+    pseudo_logit_ptr,
+    pseudo_value_ptr,
     out_ptr,
     part_ptr,
     lse_ptr,
@@ -25,6 +27,7 @@ def _join_splits_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_E: tl.constexpr,
     SINKS: tl.constexpr,
+    PSEUDO: tl.constexpr,
     SLOW: tl.constexpr,
 ):
     request, h = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
@@ -59,7 +62,10 @@ def _join_splits_kernel(
         out = out * decay[:, None] + part * weight[:, None]
         peak = new_peak
     out, lse = finish(peak, total, out)
-    if SINKS:
-        out = add_sink(out, lse, tl.load(sink_ptr + h * G + g, mask=g < G, other=0.0))
-    where = ((request * H + h) * G + g[:, None]) * E + e[None, :]
+    pair = request * H + h
+    out = add_terms(
+        out, lse, sink_ptr, pseudo_logit_ptr, pseudo_value_ptr, pair, h, g,
+        G, E, BLOCK_E, SINKS, PSEUDO,
+    )  # fmt: skip
+    where = (pair * G + g[:, None]) * E + e[None, :]
     tl.store(out_ptr + where, out.to(out_ptr.dtype.element_ty), mask=mask)

@@ -13,8 +13,8 @@ import triton.language as tl
 
 from sfi_kernels import step_descriptor as words
 from sfi_kernels.attention_tile.triton import (
-    add_sink,
     add_sum,
+    add_terms,
     add_tile,
     finish,
     log_sum,
@@ -68,6 +68,8 @@ def _split_attention_kernel(
     table_ptr,
     work_ptr,
     sink_ptr,
+    pseudo_logit_ptr,
+    pseudo_value_ptr,
     out_ptr,
     part_ptr,
     lse_ptr,
@@ -90,6 +92,7 @@ def _split_attention_kernel(
     IDS: tl.constexpr,
     CAPPED: tl.constexpr,
     SINKS: tl.constexpr,
+    PSEUDO: tl.constexpr,
     SLOW: tl.constexpr,
     GATHER: tl.constexpr,
     HEADS: tl.constexpr,
@@ -175,8 +178,10 @@ def _split_attention_kernel(
     e = tl.arange(0, BLOCK_E)
     mask = (g[:, None] < G) & (e[None, :] < E)
     if tl.load(row + SPLITS) == 1:
-        if SINKS:
-            out = add_sink(out, lse, tl.load(sink_ptr + h * G + g, mask=g < G, other=0.0))
+        out = add_terms(
+            out, lse, sink_ptr, pseudo_logit_ptr, pseudo_value_ptr, pair, h, g,
+            G, E, BLOCK_E, SINKS, PSEUDO,
+        )  # fmt: skip
         where = (pair * G + g[:, None]) * E + e[None, :]
         tl.store(out_ptr + where, out.to(out_ptr.dtype.element_ty), mask=mask)
     else:

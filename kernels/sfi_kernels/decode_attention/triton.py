@@ -9,6 +9,7 @@ from sfi_kernels.decode_attention.join_triton import _join_splits_kernel as join
 from sfi_kernels.decode_attention.reference import DecodeAttention, check
 from sfi_kernels.decode_attention.split_triton import _split_attention_kernel as split_attention
 from sfi_kernels.launch import launch, target
+from sfi_kernels.pseudo_token import PseudoToken
 from sfi_kernels.step_descriptor import StepDescriptor
 
 PAGE_IDS = 256  # page numbers a program holds at once
@@ -33,6 +34,7 @@ def decode_attention(
     evidence: bool = False,
     into: torch.Tensor | None = None,
     dense_BH: torch.Tensor | None = None,
+    pseudo: PseudoToken | None = None,
 ) -> DecodeAttention:
     """See `reference.decode_attention`. Heads of at most 256 numbers, pages of multiples of 16 tokens."""
     return attend(
@@ -50,6 +52,7 @@ def decode_attention(
         evidence=evidence,
         into=into,
         dense_BH=dense_BH,
+        pseudo=pseudo,
     )
 
 
@@ -69,6 +72,7 @@ def attend(
     evidence: bool = False,
     into: torch.Tensor | None = None,
     dense_BH: torch.Tensor | None = None,
+    pseudo: PseudoToken | None = None,
     block_n: int | None = None,
     position_BHS: torch.Tensor | None = None,
 ) -> DecodeAttention:
@@ -79,7 +83,7 @@ def attend(
         position_BHS: Positions of the packed rows: read these from the pages, and no packed row at all.
     """
     check(query_BHGD, packed_key_BHSD, packed_value_BHSE, packed_length_BH, key_PHND, value_PHNE,
-          block_table_BP, descriptor, sink_HG, dense_BH)  # fmt: skip
+          block_table_BP, descriptor, sink_HG, dense_BH, pseudo)  # fmt: skip
     B, H, G, D = query_BHGD.shape
     S, page_size, E = packed_key_BHSD.shape[2], key_PHND.shape[2], value_PHNE.shape[3]
     tile = tile_shape(key_PHND, value_PHNE, page_size, target(query_BHGD.device))
@@ -98,9 +102,12 @@ def attend(
         log_sum = lse.new_empty(slow, H, G, 1)
 
     table, sink = descriptor.table_BX, lse if sink_HG is None else sink_HG.float().contiguous()
+    pseudo_operands: tuple[torch.Tensor, ...] = (lse, lse)
+    if pseudo is not None:
+        pseudo_operands = tuple(part.float().contiguous() for part in pseudo)
     common = {
         "H": H, "G": G, "E": E, "BLOCK_M": padded(G), "BLOCK_E": tile.value_width,
-        "SINKS": sink_HG is not None, "SLOW": keeps,
+        "SINKS": sink_HG is not None, "PSEUDO": pseudo is not None, "SLOW": keeps,
     }  # fmt: skip
     launch(
         split_attention, (items, H),
@@ -108,8 +115,8 @@ def attend(
         packed_length_BH if dense_BH is None else dense_BH,
         packed_length_BH if position_BHS is None else position_BHS,
         key_PHND, value_PHNE, block_table_BP, table, descriptor.work_XI, sink,
-        out_BHGE, part, lse, logits, sums, scale, soft_cap or 1.0, S, block_table_BP.shape[1],
-        descriptor.longest,
+        *pseudo_operands, out_BHGE, part, lse, logits, sums, scale, soft_cap or 1.0, S,
+        block_table_BP.shape[1], descriptor.longest,
         D=D, PAGE=page_size, BLOCK_N=block_n or tile.tokens, BLOCK_D=tile.key_width, IDS=PAGE_IDS,
         CAPPED=soft_cap is not None, GATHER=position_BHS is not None,
         HEADS=dense_BH is not None, **common,
@@ -118,7 +125,7 @@ def attend(
         max_registers=REGISTERS,
     )  # fmt: skip
     launch(
-        join_splits, (B, H), table, sink, out_BHGE, part, lse, sums, log_sum, **common,
-        max_registers=REGISTERS,
+        join_splits, (B, H), table, sink, *pseudo_operands, out_BHGE, part, lse, sums, log_sum,
+        **common, max_registers=REGISTERS,
     )  # fmt: skip
     return DecodeAttention(out_BHGE, logits if keeps else None, log_sum if keeps else None)

@@ -4,6 +4,7 @@ A channel is a projection of the key. Its level is a whole number n of 0 to 2^bi
 (n + 0.5 - 2^(bits - 1)) steps. Channel c lies in the word from bit `SHIFTS[c]` on.
 """
 
+from functools import cache
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -28,6 +29,14 @@ class CodeBasis(NamedTuple):
     query_HDC: torch.Tensor
 
 
+@cache
 def half_levels(device: torch.device) -> torch.Tensor:
-    """Return 2^(bits - 1) of each channel, [C] float32."""
+    """Return 2^(bits - 1) of each channel, [C] float32; one tensor for all callers."""
     return torch.tensor([2.0 ** (bits - 1) for bits in BITS], device=device)
+
+
+@cache
+def level_range(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the lowest and the highest level of each channel, [C] float32 each, like `half_levels`."""
+    highest_C = 2 * half_levels(device) - 1
+    return torch.zeros_like(highest_C), highest_C

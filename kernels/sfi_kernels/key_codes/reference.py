@@ -2,7 +2,7 @@
 
 import torch
 
-from sfi_kernels.key_codes.layout import CHANNELS, CodeBasis, half_levels
+from sfi_kernels.key_codes.layout import CHANNELS, CodeBasis, half_levels, level_range
 from sfi_kernels.shapes import check_shape
 
 
@@ -14,16 +14,17 @@ def encode_keys(key_HTD: torch.Tensor, basis: CodeBasis) -> torch.Tensor:
         basis: The layer's basis.
 
     Returns:
-        level_HTC, [H, T, C] uint8; each channel's tokens follow each other in memory. The Triton kernel
-        returns word_HT, [H, T] int32, with the same levels.
+        level_HTC, [H, T, C] uint8; a channel's tokens follow each other in memory. The Triton kernel returns
+        word_HT, [H, T] int32, with the same levels.
 
     Raises:
         ValueError: The shapes do not fit.
     """
     check(key_HTD, basis)
-    half_C = half_levels(key_HTD.device)
-    step_HTC = (key_HTD.float() - basis.mean_HD[:, None]) @ basis.encode_HDC
-    level_HTC = torch.minimum((step_HTC.floor() + half_C).clamp_min(0), 2 * half_C - 1)
+    device = key_HTD.device
+    step_HTC = (key_HTD.float() - basis.mean_HD[:, None]).bmm(basis.encode_HDC)
+    # few operations, all in place: a decoding step codes one key
+    level_HTC = step_HTC.floor_().add_(half_levels(device)).clamp_(*level_range(device))
     return level_HTC.mT.to(torch.uint8, memory_format=torch.contiguous_format).mT
 
 
@@ -46,10 +47,11 @@ def scan_codes(
     """
     check(query_HGD, basis)
     query_HGD = query_HGD.float() * scale
-    query_HGC = query_HGD @ basis.query_HDC
-    constant_HG = query_HGD @ basis.mean_HD[:, :, None]
-    constant_HG += query_HGC @ (0.5 - half_levels(query_HGD.device))[:, None]
-    return torch.baddbmm(constant_HG, query_HGC, code_HTX.mT.float())
+    query_HGC = query_HGD.bmm(basis.query_HDC)
+    constant_HG1 = query_HGD.bmm(basis.mean_HD[:, :, None])
+    constant_HG1 += query_HGC @ (0.5 - half_levels(query_HGD.device))[:, None]
+    # a product and a sum in place: baddbmm would first spread the constant over the tokens
+    return query_HGC.bmm(code_HTX.mT.float()).add_(constant_HG1)
 
 
 def check(rows_HXD: torch.Tensor, basis: CodeBasis) -> None:

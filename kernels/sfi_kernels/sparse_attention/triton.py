@@ -4,6 +4,7 @@ import torch
 
 from sfi_kernels.decode_attention import resident_programs
 from sfi_kernels.decode_attention.triton import decode_attention
+from sfi_kernels.pseudo_token import PseudoToken
 from sfi_kernels.shapes import check_int32, check_shape
 from sfi_kernels.split_plan import work_items
 from sfi_kernels.split_plan.triton import split_plan
@@ -24,6 +25,7 @@ def sparse_attention(
     scale: float,
     soft_cap: float | None = None,
     sink_HG: torch.Tensor | None = None,
+    pseudo: PseudoToken | None = None,
 ) -> torch.Tensor:
     """See `reference.sparse_attention`. Heads of at most 256 numbers, pages of multiples of 16 tokens."""
     B, H, *_ = query_BHGD.shape
@@ -46,4 +48,5 @@ def sparse_attention(
         scale=scale,
         soft_cap=soft_cap,
         sink_HG=sink_HG,
+        pseudo=pseudo,
     ).out_BHGE

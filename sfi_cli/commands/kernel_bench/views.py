@@ -46,7 +46,7 @@ def _rows_table(document: dict[str, Any]) -> Any:
             *(_time(row[f"{name}_us"]) for name in ("median", "p10", "p90")),
             f"{row['gb_per_s']:,.1f}",
             percent(row["bandwidth_share"], 0),
-            *(ratio(row[f"speedup_over_{n}"] if _is_attention(row) else None) for n in RIVALS),
+            *(ratio(row[f"speedup_over_{n}"] if _beside_dense(row) else None) for n in RIVALS),
         )
         for row in document["rows"]
     ]
@@ -75,8 +75,8 @@ def _sweep_table(document: dict[str, Any]) -> Any:
     return table(title, columns, rows, left=0)
 
 
-def _is_attention(row: dict[str, Any]) -> bool:
-    return bool(row["op"].startswith(("fast", "dense")))
+def _beside_dense(row: dict[str, Any]) -> bool:
+    return bool(row["op"].startswith(("fast", "dense", "scan_codes")))
 
 
 def _time(microseconds: float) -> str:

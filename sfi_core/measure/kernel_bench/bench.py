@@ -12,7 +12,7 @@ from sfi_core.machine.memory import free_bytes
 from sfi_core.machine.versions import versions
 from sfi_core.measure.kernel_bench.bytes_moved import forecast_bytes
 from sfi_core.measure.kernel_bench.recall_variant import FETCHED_EVERY
-from sfi_core.measure.kernel_bench.settings import REPEATS, KernelSettings
+from sfi_core.measure.kernel_bench.settings import CODE_OPS, REPEATS, KernelSettings
 from sfi_core.measure.kernel_bench.timing import (
     KernelTimes,
     clock_for,
@@ -204,6 +204,10 @@ def _notes(result: KernelResult, device: torch.device) -> list[str]:
     if "recall" in result.settings.ops:
         notes.append(
             f"recall: one of {FETCHED_EVERY} selected rows comes from the host, the others are on the device"
+        )
+    if CODE_OPS & set(result.settings.ops):
+        notes.append(
+            "encode_keys codes every cached key; it and scan_codes run once for each request"
         )
     if result.settings.sweep:
         notes.append(

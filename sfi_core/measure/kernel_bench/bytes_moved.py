@@ -9,13 +9,19 @@
     pack                      B H S (D + E) s in and as much out, 4 B H S of positions out
     recall, C rows reused     as pack, and 4 B H (K + C) of wanted and old positions in
     append, one token         B H (D + E) s in and as much out, 4 B H of norms out
+    encode_keys, all keys     B H T D s of keys in, B H T c of codes out, 4 B H D (C + 1) of the basis in
+    scan_codes                B H T c of codes in, 4 B H G T of logits out, B H G D s of query and
+                              4 B H D (C + 1) of the basis in
+      the plain product       reads 4 C numbers' bytes a key instead of c
 
-s is the bytes of a number, E = D here, S = sink + K. Of recall's rows, S - C come over the link to the host.
+s is the bytes of a number, E = D here, S = sink + K, C = 16 channels, c = 4 bytes of a key's code, in
+PyTorch C. Of recall's rows, S - C come over the link to the host.
 Work lists, lengths, block tables and the log-sum-exp, which a slow step hands to the Selector with the
 logits, are left out.
 """
 
-from sfi_core.measure.kernel_bench.settings import PACKED_OPS, KernelSettings
+from sfi_core.measure.kernel_bench.settings import CODE_OPS, PACKED_OPS, KernelSettings
+from sfi_kernels.key_codes import CHANNELS
 
 INT32 = FLOAT32 = 4
 
@@ -66,6 +72,30 @@ def append_bytes(settings: KernelSettings) -> int:
     return 2 * _row_bytes(settings) + settings.batch * settings.kv_heads * FLOAT32
 
 
+def encode_bytes(settings: KernelSettings, code_bytes: int) -> int:
+    """Return the bytes of coding all keys, in `code_bytes` bytes each; each request reads the basis."""
+    keys = settings.context * _row_bytes(settings) // 2
+    return keys + _keys(settings) * code_bytes + _basis_bytes(settings)
+
+
+def scan_bytes(settings: KernelSettings, code_bytes: int) -> int:
+    """Return the bytes of every query's logits of all keys, from codes of `code_bytes` bytes."""
+    rows = settings.batch * settings.heads
+    logits = rows * settings.context * FLOAT32
+    queries = rows * settings.head_dim * settings.torch_dtype.itemsize
+    return _keys(settings) * code_bytes + logits + queries + _basis_bytes(settings)
+
+
+def _keys(settings: KernelSettings) -> int:
+    return settings.batch * settings.kv_heads * settings.context
+
+
+def _basis_bytes(settings: KernelSettings) -> int:
+    # a mean, and what projects keys or queries
+    heads = settings.batch * settings.kv_heads
+    return heads * settings.head_dim * (CHANNELS + 1) * FLOAT32
+
+
 def _row_bytes(settings: KernelSettings) -> int:
     # a key and a value in every request and KV head
     numbers = settings.batch * settings.kv_heads * 2 * settings.head_dim
@@ -87,6 +117,10 @@ def forecast_bytes(settings: KernelSettings, backend: str) -> int:
         positions = settings.batch * settings.context * FLOAT32
         # the reference's transients: four tensors like the logits, a dozen like the scores
         total += positions * (5 * settings.heads + 12 * settings.kv_heads)
+    if CODE_OPS & set(settings.ops):
+        # codes and unpacked levels; a request's channels in float64, a few times
+        total += _keys(settings) * CHANNELS * (1 + FLOAT32)
+        total += _keys(settings) // settings.batch * CHANNELS * 2 * FLOAT32 * 6
     # the check takes a request at a time: keys and values in twice their precision, logits and weights
     wide = 2 * settings.torch_dtype.itemsize
     request = settings.context * (3 * settings.kv_heads * settings.head_dim + 4 * settings.heads)

@@ -18,6 +18,19 @@ HEADS = (
     "others sparsely; `pack` and `recall` leave some as they are. A launch whose heads agree runs a row",
     "without `heads`, which loads nothing for it, so that its cost is unchanged.",
 )
+CODES = (
+    "`pseudo` marks a step whose softmax has one more term, a pseudo token, for the keys that a fast",
+    "request does not read. The split kernel adds the term, or the join where a request has several splits,",
+    "right before a learned sink's; a request with a logit of -inf computes what it computes without, bit",
+    "for bit.",
+    "",
+    "`encode_keys` makes a 32-bit word of each key: 16 channels by one product in float32, their levels by",
+    "rounding down, their bits by shifts. `scan_codes` scores all keys from their words: a program projects",
+    "the query to the channels, loads 512 words, 4 bytes a key where a key of 128 bfloat16 numbers has 256,",
+    "and adds up the channels for all query heads of the group. `sfi kernel-bench --op",
+    "encode_keys,scan_codes` checks both, and times them beside dense attention and beside PyTorch's product",
+    "over unpacked levels.",
+)
 
 
 def compile_kernels(
@@ -87,6 +100,8 @@ def markdown(rows: Sequence[dict[str, Any]]) -> str:
         f"compiles the same and fails on a spill or above {LIMITS}.",
         "",
         *HEADS,
+        "",
+        *CODES,
         "",
         "| kernel | " + " | ".join(archs) + " |",
         "|---|" + "---|" * len(archs),

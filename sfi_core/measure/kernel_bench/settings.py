@@ -7,9 +7,13 @@ import torch
 from sfi_core.errors import BackendError, ConfigError
 from sfi_core.settings.engine import BACKENDS
 
-OPS = ("fast", "dense", "mixed_heads", "selector", "top_k", "pack", "recall", "append")
+OPS = (
+    "fast", "dense", "mixed_heads", "selector", "top_k", "pack", "recall", "append", "encode_keys",
+    "scan_codes",
+)  # fmt: skip
 # the ops that work on the packed rows of a retention
 PACKED_OPS = {"fast", "mixed_heads", "pack", "recall"}
+CODE_OPS = {"encode_keys", "scan_codes"}
 SWEEPS = ("retention",)
 DTYPES = {
     "auto": torch.bfloat16,

@@ -18,10 +18,11 @@ from sfi_core.measure.kernel_bench.data import (
     select,
     selector_options,
 )
+from sfi_core.measure.kernel_bench.key_code_variants import key_code_variants
 from sfi_core.measure.kernel_bench.mixed_heads_variant import mixed_heads_variant
 from sfi_core.measure.kernel_bench.recall_variant import recall_variant
 from sfi_core.measure.kernel_bench.rivals import rivals
-from sfi_core.measure.kernel_bench.settings import PACKED_OPS, KernelSettings
+from sfi_core.measure.kernel_bench.settings import CODE_OPS, PACKED_OPS, KernelSettings
 from sfi_core.measure.kernel_bench.variant import KernelVariant
 from sfi_kernels.append import append
 from sfi_kernels.decode_attention import DecodeAttention, decode_attention, resident_programs
@@ -74,6 +75,8 @@ class KernelVariants:
             yield from self._selection()
         if "append" in ops:
             yield self._append()
+        if CODE_OPS & set(ops):
+            yield from key_code_variants(self.settings, self.data, self.backend)
 
     def _dense(self) -> Iterator[KernelVariant]:
         settings, data = self.settings, self.data

@@ -11,6 +11,7 @@ from sfi_core.measure.kernel_bench import (
     bench,
     bytes_moved,
     gates,
+    key_code_gates,
     resolve_backend,
     run_bench,
     timing,
@@ -25,8 +26,10 @@ from sfi_core.measure.kernel_bench.data import (
     select,
     selector_options,
 )
+from sfi_core.measure.kernel_bench.key_code_variants import draw_basis
 from sfi_core.measure.kernel_bench.timing import CpuClock, KernelTimes
 from sfi_core.measure.kernel_bench.variants import KernelVariants
+from sfi_kernels.key_codes import encode_keys, scan_codes
 from sfi_kernels.selector import selector
 from sfi_kernels.sparse_attention import sparse_attention
 from sfi_kernels.top_k import top_k
@@ -167,6 +170,11 @@ def test_bytes_by_op():
     assert bytes_moved.append_bytes(settings) == 2 * kv_row + 2 * 2 * 4
     sparse = bytes_moved.attention_bytes(settings, 10)
     assert bytes_moved.mixed_heads_bytes(settings, 10, 1) == sparse + 140 * kv_row // 2
+    basis = 2 * 2 * 16 * 17 * 4
+    assert bytes_moved.encode_bytes(settings, 4) == 2 * 2 * 150 * (16 * 4 + 4) + basis
+    assert bytes_moved.scan_bytes(settings, 16) == (
+        2 * 2 * 150 * (16 + 2 * 4) + 2 * 4 * 16 * 4 + basis
+    )
     # 13 rows, 4 of them sinks and 5 on the device: 9 wanted positions, 5 old ones
     packed = bytes_moved.pack_bytes(settings, 13)
     assert bytes_moved.recall_bytes(settings, 13, 5) == packed + 2 * 2 * (9 + 5) * 4
@@ -327,6 +335,31 @@ def test_a_recall_from_the_wrong_place_is_red():
     assert recalled.error() > 1
 
 
+@pytest.mark.parametrize("place", [0, 3, 4, 9, 15])
+def test_a_key_on_a_wrong_level_is_red(place):
+    """One level off, in one channel of one key; the first and the last level take all beyond them."""
+    settings = tiny(ops=("encode_keys",))
+    data = layer_data(settings, CPU, one_page=True)
+    basis = draw_basis(settings, CPU)
+    code = encode_keys.reference(data.key_BHTD[0], basis)
+    assert key_code_gates.encode_error(data.key_BHTD[0], code, basis) <= 1
+    code[1, 7, place] += 1 if code[1, 7, place] == 0 else -1
+    assert key_code_gates.encode_error(data.key_BHTD[0], code, basis) > 1
+
+
+def test_a_scan_of_other_codes_or_without_the_mean_is_red():
+    settings = tiny(ops=("scan_codes",))
+    data, basis = layer_data(settings, CPU, one_page=True), draw_basis(settings, CPU)
+    query, code = data.query_BHGD[0], encode_keys.reference(data.key_BHTD[0], basis)
+    changed = code.clone()
+    changed[0, 5, 15] ^= 1
+    for other, wrong in ((basis, changed), (basis._replace(mean_HD=basis.mean_HD * 0), code)):
+        right = scan_codes.reference(query, code, basis, scale=settings.scale)
+        assert key_code_gates.scan_error(right, query, code, basis, settings.scale) <= 1
+        logits = scan_codes.reference(query, wrong, other, scale=settings.scale)
+        assert key_code_gates.scan_error(logits, query, code, basis, settings.scale) > 1
+
+
 def test_a_row_that_is_never_appended_is_red(monkeypatch):
     made = KernelVariants(tiny(ops=("append",)), "torch", CPU)
     before = made.data.key_BHTD.clone()
@@ -349,6 +382,7 @@ def test_a_run_checks_and_times_every_op(dtype):
     rows = run_bench(tiny(dtype=dtype, repeats=2), "torch", CPU).rows()
     assert {row["op"] for row in rows} == {
         "fast", "dense", "dense.sdpa", "mixed_heads", "selector", "top_k", "pack", "recall", "append",
+        "encode_keys", "scan_codes", "scan_codes.plain",
     }  # fmt: skip
     for row in rows:
         assert set(row) >= KEYS
@@ -462,6 +496,7 @@ def test_every_kernel_variant_runs_and_equals_its_formula(dtype, kernel_device):
     assert {name for name, _ in errors} == {
         "dense", "dense.evidence", "dense.paper_like", "dense.sdpa", "fast", "fast.gather",
         "mixed_heads", "pack", "recall", "selector", "top_k", "append",
+        "encode_keys", "scan_codes", "scan_codes.plain",
     }  # fmt: skip
     assert max(errors.values()) <= 1, errors
 

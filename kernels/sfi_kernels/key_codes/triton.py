@@ -1,0 +1,118 @@
+"""Key codes in Triton: a word a key, one launch to code keys and one to score all of them.
+
+Each program of the scan projects the query itself: 16 sums over D cost less than a launch of their own.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from sfi_kernels.attention_tile.shape import WIDEST, padded
+from sfi_kernels.attention_tile.triton import rows
+from sfi_kernels.key_codes import layout
+from sfi_kernels.key_codes.reference import check
+from sfi_kernels.launch import KernelLimitError, launch
+from sfi_kernels.shapes import check_int32, check_shape
+
+BITS, SHIFTS = tl.constexpr(layout.BITS), tl.constexpr(layout.SHIFTS)
+CHANNELS = tl.constexpr(layout.CHANNELS)
+KEYS = 64  # of a program that codes
+TOKENS = 512  # of a program that scores
+GROUP = 16  # query heads of a program that scores, at most
+
+
+@triton.jit(do_not_specialize=["T", "head_stride", "token_stride"])
+def _encode_keys_kernel(
+    key_ptr, mean_ptr, basis_ptr, word_ptr, T, head_stride, token_stride,
+    D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    h = tl.program_id(1).to(tl.int64)
+    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    c, d = tl.arange(0, CHANNELS), tl.arange(0, BLOCK_D)
+    own = t < T
+    key = rows(key_ptr + h * head_stride, t.to(tl.int64), token_stride, own, D, BLOCK_D)
+    mean = tl.load(mean_ptr + h * D + d, mask=d < D, other=0.0)
+    column = tl.arange(0, CHANNELS)[None, :]
+    basis = tl.load(
+        basis_ptr + (h * D + d[:, None]) * CHANNELS + column, mask=d[:, None] < D, other=0.0
+    )
+    # full products: TF32 would move a key across a level's edge
+    step = tl.dot(key.to(tl.float32) - mean[None, :], basis, input_precision="ieee")
+    half, shift = tl.zeros([CHANNELS], tl.float32), tl.zeros([CHANNELS], tl.int32)
+    for i in tl.static_range(CHANNELS):
+        half = tl.where(c == i, 2.0 ** (BITS[i] - 1), half)
+        shift = tl.where(c == i, SHIFTS[i], shift)
+    level = tl.floor(step) + half[None, :]
+    level = tl.minimum(tl.maximum(level, 0.0), 2.0 * half[None, :] - 1.0)
+    # the channels share no bit, so that their sum is their union
+    word = tl.sum(level.to(tl.int32) << shift[None, :], 1)
+    tl.store(word_ptr + h * T + t, word, mask=own)
+
+
+@triton.jit(do_not_specialize=["T", "head_stride"])
+def _scan_codes_kernel(
+    query_ptr, word_ptr, mean_ptr, basis_ptr, logits_ptr, scale, T, head_stride,
+    basis_head, basis_width, basis_channel,
+    G: tl.constexpr, D: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    h = tl.program_id(1).to(tl.int64)
+    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    g, d = tl.program_id(2) * BLOCK_G + tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
+    word = tl.load(word_ptr + h * head_stride + t, mask=t < T, other=0)
+    query = rows(query_ptr + h * G * D, g, D, g < G, D, BLOCK_D).to(tl.float32) * scale
+    mean = tl.load(mean_ptr + h * D + d, mask=d < D, other=0.0)
+    logits = tl.sum(query * mean[None, :], 1)[:, None] + tl.zeros([BLOCK_G, BLOCK_T], tl.float32)
+    basis_ptr += h * basis_head + d * basis_width
+    for i in tl.static_range(CHANNELS):
+        basis = tl.load(basis_ptr + i * basis_channel, mask=d < D, other=0.0)
+        channel = tl.sum(query * basis[None, :], 1)
+        level = ((word >> SHIFTS[i]) & (2 ** BITS[i] - 1)).to(tl.float32)
+        middle = level + (0.5 - 2.0 ** (BITS[i] - 1))
+        logits += channel[:, None] * middle[None, :]
+    where = logits_ptr + (h * G + g[:, None]) * T + t[None, :]
+    tl.store(where, logits, mask=(g[:, None] < G) & (t[None, :] < T))
+
+
+def encode_keys(key_HTD: torch.Tensor, basis: layout.CodeBasis) -> torch.Tensor:
+    """See `reference.encode_keys`; returns word_HT. D up to 256."""
+    check(key_HTD, basis)
+    H, T, D = key_HTD.shape
+    _check_width(D)
+    if key_HTD.stride(2) != 1:
+        key_HTD = key_HTD.contiguous()
+    word_HT = key_HTD.new_empty(H, T, dtype=torch.int32)
+    launch(
+        _encode_keys_kernel, (triton.cdiv(T, KEYS), H), key_HTD, basis.mean_HD.contiguous(),
+        basis.encode_HDC.contiguous(), word_HT, T, key_HTD.stride(0), key_HTD.stride(1),
+        D=D, BLOCK_T=KEYS, BLOCK_D=padded(D), num_warps=8,
+    )  # fmt: skip
+    return word_HT
+
+
+def scan_codes(
+    query_HGD: torch.Tensor, code_HTX: torch.Tensor, basis: layout.CodeBasis, *, scale: float
+) -> torch.Tensor:
+    """See `reference.scan_codes`; the codes are word_HT, with any stride of H. D up to 256."""
+    check(query_HGD, basis)
+    H, G, D = query_HGD.shape
+    _check_width(D)
+    check_shape(code_HTX, "words", H=H, T=None)
+    check_int32(query_HGD.device, words=code_HTX[0])
+    T, block = code_HTX.shape[1], min(GROUP, triton.next_power_of_2(G))
+    logits_HGT = query_HGD.new_empty(H, G, T, dtype=torch.float32)
+    launch(
+        _scan_codes_kernel, (triton.cdiv(T, TOKENS), H, triton.cdiv(G, block)),
+        query_HGD.contiguous(), code_HTX, basis.mean_HD.contiguous(), basis.query_HDC,
+        logits_HGT, scale, T, code_HTX.stride(0), *basis.query_HDC.stride(),
+        G=G, D=D, BLOCK_G=block, BLOCK_T=TOKENS, BLOCK_D=padded(D),
+    )  # fmt: skip
+    return logits_HGT
+
+
+def _check_width(D: int) -> None:
+    if D > WIDEST:
+        raise KernelLimitError(
+            f"head dimension must be at most {WIDEST} for the Triton kernels, got {D}; "
+            "use the torch backend"
+        )

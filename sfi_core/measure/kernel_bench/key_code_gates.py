@@ -1,0 +1,60 @@
+"""The gate before the clock for key codes: levels and logits in float64, without our code."""
+
+import torch
+
+from sfi_core.measure.kernel_bench.gates import share
+from sfi_kernels.key_codes import BITS, CodeBasis
+
+
+def levels(code: torch.Tensor) -> torch.Tensor:
+    """Return a code's levels, [H, T, C] int64: those of a byte each, or the bits of a word."""
+    if code.dtype == torch.uint8:
+        return code.long()
+    rest, fields = code.long() % 2**32, []
+    for bits in BITS:
+        fields.append(rest % 2**bits)
+        rest = rest // 2**bits
+    return torch.stack(fields, -1)
+
+
+def encode_error(key_HTD: torch.Tensor, code: torch.Tensor, basis: CodeBasis) -> float:
+    """Compare each channel with the span of keys that its level stands for.
+
+    A key within rounding of an edge may have the level on either side. A float32 product of D differences is
+    off by D + 3 roundings of the sum of its terms' sizes.
+    """
+    mean, encode = basis.mean_HD.double(), basis.encode_HDC.double()
+    key = key_HTD.double()
+    step_HTC = (key - mean[:, None]) @ encode
+    sizes = (key.abs() + mean.abs()[:, None]) @ encode.abs()
+    bound = (key.shape[-1] + 3) * torch.finfo(torch.float32).eps * sizes
+    level_HTC = levels(code)
+    most_C = torch.tensor([2**bits - 1 for bits in BITS], device=key.device)
+    low = level_HTC - (most_C + 1) / 2
+    below = (low - step_HTC).masked_fill(level_HTC == 0, 0.0).clamp_min(0)
+    above = (step_HTC - low - 1).masked_fill(level_HTC == most_C, 0.0).clamp_min(0)
+    return share(below + above, bound)
+
+
+def scan_error(
+    logits_HGT: torch.Tensor,
+    query_HGD: torch.Tensor,
+    code: torch.Tensor,
+    basis: CodeBasis,
+    scale: float,
+) -> float:
+    """Compare logits with the product of the query and the middles of the levels' steps.
+
+    A product of D terms, then one of C and a sum of both: each is off by as many roundings of the sum of its
+    terms' sizes.
+    """
+    query, mean, project = (x.double() for x in (query_HGD, basis.mean_HD, basis.query_HDC))
+    half_C = torch.tensor([2.0 ** (bits - 1) for bits in BITS], device=query.device).double()
+    level_HTC = levels(code).double()
+    expected = query @ mean[..., None] + query @ project @ (level_HTC + 0.5 - half_C).mT
+    # a product may take the levels and their middle apart
+    sizes = query.abs() @ mean.abs()[..., None]
+    sizes = sizes + query.abs() @ project.abs() @ (level_HTC + half_C).mT
+    terms = query.shape[-1] + len(BITS) + 4
+    bound = terms * torch.finfo(torch.float32).eps * sizes * scale
+    return share((logits_HGT - expected * scale).abs(), bound)

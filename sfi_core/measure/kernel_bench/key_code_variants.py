@@ -1,0 +1,87 @@
+"""The benchmark's key codes: all keys coded, all keys scored, and PyTorch's plain product as a rival."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+
+from sfi_core.measure.kernel_bench import bytes_moved, key_code_gates
+from sfi_core.measure.kernel_bench.data import LayerData
+from sfi_core.measure.kernel_bench.settings import KernelSettings
+from sfi_core.measure.kernel_bench.variant import KernelVariant
+from sfi_kernels.key_codes import BITS, CHANNELS, CodeBasis, encode_keys, scan_codes
+
+CODE_BYTES = {"triton": 4, "torch": CHANNELS}
+# standard deviations on either side of the mean that a channel's steps cover; the keys are normal
+COVERED = 2.5
+
+
+def key_code_variants(
+    settings: KernelSettings, data: LayerData, backend: str
+) -> Iterator[KernelVariant]:
+    """Yield the variants. Each runs once for every request, as a decoding step does."""
+    basis = draw_basis(settings, data.length_B.device)
+    encode = partial(_encode, data, basis, backend)
+    codes = encode()
+    if "encode_keys" in settings.ops:
+        moved = bytes_moved.encode_bytes(settings, CODE_BYTES[backend])
+
+        def encode_error() -> float:
+            pairs = zip(data.key_BHTD, encode(), strict=True)
+            return max(key_code_gates.encode_error(key, code, basis) for key, code in pairs)
+
+        yield KernelVariant("encode_keys", None, encode, moved, encode_error)
+    if "scan_codes" in settings.ops:
+        yield from _scans(settings, data, basis, codes, backend)
+
+
+def draw_basis(settings: KernelSettings, device: torch.device) -> CodeBasis:
+    """Draw directions at random; each channel's levels cover `COVERED` standard deviations of its keys."""
+    generator = torch.Generator(device).manual_seed(settings.seed + 2)
+    H, D = settings.kv_heads, settings.head_dim
+    direction = torch.randn(H, D, CHANNELS, generator=generator, device=device)
+    direction /= direction.norm(dim=1, keepdim=True)
+    step_C = torch.tensor([2 * COVERED / 2**bits for bits in BITS], device=device)
+    mean = torch.randn(H, D, generator=generator, device=device) / 4
+    return CodeBasis(mean, direction / step_C, direction * step_C)
+
+
+def _encode(data: LayerData, basis: CodeBasis, backend: str) -> list[torch.Tensor]:
+    encode = encode_keys.on(backend)
+    return [encode(key, basis) for key in data.key_BHTD]
+
+
+def _scans(
+    settings: KernelSettings,
+    data: LayerData,
+    basis: CodeBasis,
+    codes: list[torch.Tensor],
+    backend: str,
+) -> Iterator[KernelVariant]:
+    scan, query_BHGD = scan_codes.on(backend), data.query_BHGD
+    level_BHCT = [key_code_gates.levels(code).mT.float().contiguous() for code in codes]
+    half_C1 = torch.tensor([2.0 ** (bits - 1) for bits in BITS], device=query_BHGD.device)[:, None]
+
+    def scanned() -> list[torch.Tensor]:
+        pairs = zip(query_BHGD, codes, strict=True)
+        return [scan(query, code, basis, scale=settings.scale) for query, code in pairs]
+
+    def plain() -> list[torch.Tensor]:
+        logits = []
+        for query, level_HCT in zip(query_BHGD, level_BHCT, strict=True):
+            query_HGD = query.float() * settings.scale
+            query_HGC = query_HGD @ basis.query_HDC
+            constant_HG1 = query_HGD @ basis.mean_HD[..., None] + query_HGC @ (0.5 - half_C1)
+            logits.append((query_HGC @ level_HCT).add_(constant_HG1))
+        return logits
+
+    def error(call: Callable[[], list[torch.Tensor]]) -> float:
+        rows = zip(call(), query_BHGD, codes, strict=True)
+        return max(key_code_gates.scan_error(*row, basis, settings.scale) for row in rows)
+
+    for name, call, code_bytes in (
+        ("scan_codes", scanned, CODE_BYTES[backend]),
+        ("scan_codes.plain", plain, CHANNELS * level_BHCT[0].element_size()),
+    ):
+        moved = bytes_moved.scan_bytes(settings, code_bytes)
+        yield KernelVariant(name, None, call, moved, partial(error, call))

@@ -1,0 +1,171 @@
+"""A pseudo token in a step's attention: one more term of the softmax, against float64."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from sfi_kernels.decode_attention import decode_attention
+from sfi_kernels.pseudo_token import PseudoToken
+from sfi_kernels.sparse_attention import sparse_attention
+from sfi_kernels.step_descriptor import FAST, IDLE, SLOW, SPLITS
+from tests.fakes import error_bound
+from tests.kernels.test_decode_attention import SCALE, H, Step
+
+LENGTHS, MODES = [300, 65, 130, 64], [SLOW, FAST, IDLE, FAST]
+SINK_HG = torch.tensor([[2.0, -1.0], [0.0, 4.0]])
+
+
+@pytest.fixture(params=["torch", "triton"])
+def backend(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def pseudo_of(step: Step) -> PseudoToken:
+    """Draw one for the fast requests; it weighs as much as some of their keys."""
+    fast_B = torch.tensor([mode == FAST for mode in step.modes])
+    logit = torch.randn(len(step.modes), H, step.G) * 2
+    value = torch.randn(len(step.modes), H, step.E)
+    return PseudoToken(logit.masked_fill(~fast_B[:, None, None], -torch.inf), value)
+
+
+def none_of(pseudo: PseudoToken) -> PseudoToken:
+    return pseudo._replace(logit_BHG=torch.full_like(pseudo.logit_BHG, -torch.inf))
+
+
+def attend(step: Step, pseudo: PseudoToken | None, **options: Any) -> torch.Tensor:
+    if pseudo is not None:
+        options["pseudo"] = PseudoToken(*(part.to(step.device) for part in pseudo))
+    return step.attend(**options).out_BHGE
+
+
+def plain(
+    step: Step,
+    pseudo: PseudoToken,
+    row: int,
+    head: int,
+    soft_cap: float | None = None,
+    sink_HG: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Softmax over the keys, the pseudo token and the sink, which has no value; of a request's head."""
+    (key,), (value,) = (part[0].double() for part in step.visible_rows(row, head))
+    logits = step.query[row, head].double() @ key.mT * SCALE
+    if soft_cap is not None:
+        logits = soft_cap * torch.tanh(logits / soft_cap)
+    terms = [logits, pseudo.logit_BHG[row, head].double()[:, None]]
+    values = [value, pseudo.value_BHE[row, head].double()[None]]
+    if sink_HG is not None:
+        terms.append(sink_HG[head].double()[:, None])
+        values.append(torch.zeros_like(values[1]))
+    return torch.cat(terms, 1).softmax(1) @ torch.cat(values)
+
+
+def assert_plain(step: Step, **options: Any) -> None:
+    pseudo = pseudo_of(step)
+    out = attend(step, pseudo, **options)
+    assert out.dtype == step.dtype
+    for row, mode in enumerate(step.modes):
+        if mode == IDLE:
+            assert (out[row] == 0).all()
+            continue
+        for head in range(H):
+            segment = step.query[row, head][None, None, :, None], *step.visible_rows(row, head)
+            atol, _ = error_bound(*segment, SCALE)
+            largest = float(pseudo.value_BHE.abs().max() / segment[2].abs().max())
+            expected = plain(step, pseudo, row, head, **options)
+            got = out[row, head].double()
+            torch.testing.assert_close(got, expected, rtol=0, atol=atol * max(1, largest))
+
+
+@pytest.mark.parametrize("options", [{}, {"sink_HG": SINK_HG}, {"soft_cap": 0.5}])
+@pytest.mark.parametrize("places", [2, 64])
+def test_it_takes_its_share_once_however_often_the_keys_are_split(
+    backend: str, places: int, options: dict[str, Any]
+):
+    """Beside slow requests, which have none, and an idle one."""
+    step = Step(backend, LENGTHS, MODES, places=places)
+    splits = step.descriptor().table_BX[:, SPLITS].tolist()
+    assert (max(splits) == 1) == (places == 2)
+    assert_plain(step, **options)
+
+
+@pytest.mark.parametrize(("G", "E"), [(1, 16), (3, 40), (8, 24)])
+def test_each_query_head_has_its_own_logit_and_each_kv_head_its_own_value(
+    backend: str, G: int, E: int
+):
+    assert_plain(Step(backend, [65, 300], [FAST, SLOW], G=G, E=E))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_it_meets_keys_of_half_precision(backend: str, dtype: torch.dtype):
+    assert_plain(Step(backend, [300, 65], [FAST, FAST], dtype=dtype))
+
+
+@pytest.mark.parametrize("options", [{}, {"sink_HG": SINK_HG}])
+@pytest.mark.parametrize("places", [2, 64])
+def test_a_logit_of_minus_infinity_changes_nothing(
+    backend: str, places: int, options: dict[str, Any]
+):
+    """Bit for bit in the kernels; the reference joins three parts in other steps than two."""
+    step = Step(backend, LENGTHS, MODES, places=places)
+    got, without = attend(step, none_of(pseudo_of(step)), **options), attend(step, None, **options)
+    if backend == "triton":
+        assert torch.equal(got.view(torch.int32), without.view(torch.int32))
+    else:
+        torch.testing.assert_close(got, without)
+
+
+@pytest.mark.parametrize("places", [2, 64])
+def test_one_that_outweighs_every_key_is_the_output(backend: str, places: int):
+    """Neither its exponential nor that of keys far below it may leave the range of float32."""
+    step = Step(backend, [300, 65], [FAST, FAST], places=places)
+    pseudo = pseudo_of(step)
+    pseudo = pseudo._replace(logit_BHG=torch.full_like(pseudo.logit_BHG, 1e4))
+    expected = pseudo.value_BHE[:, :, None].expand(2, H, 2, -1)
+    torch.testing.assert_close(attend(step, pseudo), expected, rtol=0, atol=1e-6)
+
+
+def test_the_evidence_of_slow_requests_does_not_see_it(backend: str):
+    step = Step(backend, [300, 65], [SLOW, FAST])
+    pseudo = PseudoToken(*(part.to(step.device) for part in pseudo_of(step)))
+    got, without = step.attend(evidence=True, pseudo=pseudo), step.attend(evidence=True)
+    assert torch.equal(got.logits_BHGWT, without.logits_BHGWT)
+    assert torch.equal(got.log_sum_BHGW, without.log_sum_BHGW)
+
+
+def test_the_fast_step_alone_takes_it_as_well(backend: str):
+    step = Step(backend, [65, 300], [FAST, FAST])
+    operands, pseudo = step.operands(), pseudo_of(step)
+    numbers = [torch.tensor(x).int().to(step.device) for x in (step.starts, step.lengths)]
+    got = sparse_attention.on(backend)(
+        *operands.values(),
+        *numbers,
+        scale=SCALE,
+        pseudo=PseudoToken(*(part.to(step.device) for part in pseudo)),
+    )
+    torch.testing.assert_close(got.cpu(), attend(step, pseudo))
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("logit_BHG", lambda x: x[:, :1], r"^pseudo logit must be \[B=2, H=2, G=2\], got \[2, 1, 2\]$"),
+        ("value_BHE", lambda x: x[..., :3], r"^pseudo value must be \[B=2, H=2, E=16\], got \[2, 2, 3\]$"),
+    ],
+)  # fmt: skip
+def test_one_that_does_not_fit_is_named(backend: str, name: str, change: Any, message: str):
+    step = Step(backend, [65, 130], [FAST, SLOW])
+    pseudo = pseudo_of(step)
+    with pytest.raises(ValueError, match=message):
+        attend(step, pseudo._replace(**{name: change(getattr(pseudo, name))}))
+
+
+def test_a_step_with_mixed_requests_has_none(backend: str):
+    step = Step(backend, [65, 130], [FAST, SLOW], dense=[[1, 0], [0, 1]], mixed=(0, 1))
+    with pytest.raises(ValueError, match=r"^pseudo must be None in a step with mixed requests"):
+        decode_attention.on(backend)(
+            **step.operands(),
+            descriptor=step.descriptor(),
+            scale=SCALE,
+            pseudo=pseudo_of(step),
+        )
