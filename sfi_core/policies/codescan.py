@@ -26,7 +26,7 @@ from sfi_kernels.key_codes import CHANNELS, CodeBasis, encode_keys, scan_codes
 from sfi_kernels.pseudo_token import PseudoToken
 from sfi_kernels.top_k import top_k
 
-SPARE = 256  # tokens for which there is room when the codes' buffer grows
+SPARE = 64  # tokens for which there is room when the codes' buffer grows
 QUERIES = 256  # of the prompt's end, from which a basis is learned
 
 

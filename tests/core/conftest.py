@@ -44,7 +44,8 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def poisoned(tensor: torch.Tensor, *size: Any, **options: Any) -> torch.Tensor:
         out = allocate(tensor, *size, **options)
-        return out.fill_(torch.nan if out.is_floating_point() else -(2**30))
+        integer = 255 if out.dtype == torch.uint8 else -(2**30)
+        return out.fill_(torch.nan if out.is_floating_point() else integer)
 
     monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
 

@@ -74,10 +74,11 @@ def on_the_device(method: str, label: str = "qwen3") -> list[list[int]]:
 @pytest.mark.parametrize("page", [1, 3, 8])
 @pytest.mark.parametrize("method", METHODS)
 def test_a_budget_changes_no_token(method: str, page: int):
-    result = complete(method, "110kB", page=page)
+    allowed = 130_000 if method == "codescan" else 110_000  # codes of every key
+    result = complete(method, str(allowed), page=page)
     assert tokens(result) == on_the_device(method)
     tiers = result.report.kv_tiers
-    assert tiers.device_bytes <= 110_000 < tiers.host_bytes
+    assert tiers.device_bytes <= allowed < tiers.host_bytes
     assert tiers.offloaded_bytes > 0
 
 
