@@ -12,7 +12,7 @@ class PseudoToken(NamedTuple):
 
     Attributes:
         logit_BHG: Its logit for each query, after scale and soft cap, float32; -inf where there is none.
-        value_BHE: Its value by KV head, float32, finite.
+        value_BHE: Its value by KV head, float32; finite for a fast request, anything for another.
     """
 
     logit_BHG: torch.Tensor
