@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import shutil
 from collections import Counter
 from importlib.util import find_spec
 
@@ -11,7 +12,7 @@ from typer.testing import CliRunner
 
 from sfi_cli import app as cli
 from sfi_cli.commands.evaluate import request
-from sfi_cli.commands.evaluate.job import EvaluationProgress, clock
+from sfi_cli.commands.evaluate.progress import EvaluationProgress, clock
 from sfi_core.bundled.train import draw
 from sfi_core.errors import ConfigError, InputError, MemoryForecastError, SfiError
 from sfi_core.measure.evaluation import harness_grid, runner
@@ -166,16 +167,49 @@ def test_resume_refuses_another_request(whole, arguments, message):
         call("-o", whole[0], "--resume", *arguments)
 
 
-@pytest.mark.parametrize(("name", "key"), [("model", "weight_bytes"), ("methods", "config")])
-def test_resume_refuses_another_model_and_other_presets(whole, tmp_path, name, key):
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda m: m["model"].update(weight_bytes=7), "model weight_bytes 7, got weight_bytes [0-9]+$"),
+        (lambda m: m["methods"][1]["config"].update(span=7), "methods wide.config.span 7, got .*span 4$"),
+        (lambda m: m["methods"][1]["config"].pop("span"), "methods wide.config.span absent, got .*span 4$"),
+        (
+            lambda m: m["model"].update(name="other") or m["versions"].update(sfi="0.0.1"),
+            'model name "other", got name "bundled"; the folder is of sfi 0.0.1, this is ',
+        ),
+    ],
+)  # fmt: skip
+def test_resume_refuses_another_model_and_other_presets(whole, tmp_path, change, message):
     folder = tmp_path / "other"
     folder.mkdir()
     manifest = json.loads((whole[0] / "manifest.json").read_text()) | {"finished": None}
-    part = manifest[name] if name == "model" else manifest[name][1]
-    part[key] = 7
+    change(manifest)
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(ConfigError, match=f"resume must keep the folder's {name}.*{key}.*7.*got"):
+    with pytest.raises(ConfigError, match=f"resume must keep the folder's {message}") as caught:
         call("-o", folder, "--resume")
+    assert "\n" not in str(caught.value)
+
+
+def test_resume_refuses_options_of_a_later_version(whole, tmp_path):
+    manifest = json.loads((whole[0] / "manifest.json").read_text())
+    manifest["asked"]["warp"] = 9
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(ConfigError, match="must be of options that this sfi knows, got warp 9"):
+        call("-o", tmp_path, "--resume")
+
+
+def test_a_damaged_row_is_named_and_made_again(whole, tmp_path):
+    folder = tmp_path / "damaged"
+    shutil.copytree(whole[0], folder)
+    lines = (folder / "samples.jsonl").read_text().splitlines()
+    lines[3] = lines[3][:50]
+    (folder / "samples.jsonl").write_text("\n".join(lines) + "\n")
+    result = call("-o", folder, "--resume")
+    assert f"{folder}/samples.jsonl, line 4: not valid JSON; its row is made again" in result.stderr
+    order = {runner_key(row): row for row in samples(folder)}
+    assert [order[runner_key(row)] for row in samples(whole[0])] == samples(whole[0])
+    assert len(order) == ROWS
+    assert "made again" not in call("-o", folder, "--resume").stderr
 
 
 def test_the_same_request_may_be_said_again(whole):
@@ -221,6 +255,10 @@ def test_mistakes_show_before_the_model_loads(arguments, message, tmp_path, monk
     ("arguments", "message"),
     [
         (["--length", "128,20000"], "length must be at most the model's 16384 positions, got 20000"),
+        (
+            ["--length", "16384", "--task", "niah-single", "--share", "0.1"],
+            "task 'niah-single' of length 16384 must fit the model's 16384 positions, got 16... prompt and",
+        ),
         (["--length", "128", "--fidelity", "{tmp}/none.txt"], r"none\.txt cannot be read: No such file"),
         (["--length", "900", "--fidelity", "{tmp}/text.txt"], "text must have at least .* tokens"),
     ],
@@ -277,7 +315,7 @@ def test_harness_rows_say_what_they_are_worth(tmp_path, monkeypatch):
         ]
 
     monkeypatch.setattr(harness_grid, "check_harness", lambda: None)
-    monkeypatch.setattr(harness_grid, "load_tasks", lambda *_: None)
+    monkeypatch.setattr(harness_grid, "load_tasks", lambda *_: [])
     monkeypatch.setattr(harness_grid, "evaluate_harness", evaluate)
     folder = tmp_path / "results"
     arguments = ["--harness", "a", "--method", "sfi", "--budget", "9", "-o", folder]

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import re
 from importlib.util import find_spec
 
 import pytest
@@ -9,10 +10,14 @@ from pyarrow import parquet
 
 from sfi_core.errors import ConfigError, InputError, SfiError
 from sfi_core.measure.evaluation.statistics import paired_difference, wilson
-from sfi_traces.results.evaluation.store import ResultsFolder, check_new
+from sfi_traces.results.evaluation.evaluation_manifest import check_new
+from sfi_traces.results.evaluation.store import ResultsFolder
 from sfi_traces.results.evaluation.summary import summarize, summarize_fidelity, summarize_harness
 
-MANIFEST = {"asked": {"samples": 2}, "model": {"name": "made-up"}, "methods": [], "text": None}
+MANIFEST = {
+    "asked": {"samples": 2}, "model": {"name": "made-up"}, "methods": [], "text": None, "device": "cpu",
+    "machine": {}, "versions": {},
+}  # fmt: skip
 
 
 def row(method="sfi", *, size="10%", seed=0, score=1.0, **changes):
@@ -107,17 +112,53 @@ def test_a_full_disk_is_one_line(tmp_path, monkeypatch):
             write()
 
 
-def test_a_damaged_line_within_the_file_is_named(tmp_path):
+@pytest.mark.parametrize(
+    ("line", "fault"),
+    [
+        (b"{]", "not valid JSON"),
+        (b"\x00" * 30, "not valid JSON"),
+        (b"\xff\xfe", "not valid JSON"),
+        (b"7", "no row of samples"),
+        (json.dumps(row(score=1.5)).encode(), r"score must be in \[0, 1\], got 1.5"),
+        (json.dumps(row(seed="x")).encode(), "seed must be int, got 'x'"),
+        (b'{"method": "sfi"}', "size is missing"),
+    ],
+)
+def test_a_damaged_line_is_named_and_the_other_rows_are_kept(tmp_path, line, fault):
     results = opened(tmp_path / "results", [row()])
-    with (results.path / "samples.jsonl").open("a") as file:
-        file.write("{]\n" + json.dumps(row(seed=1)) + "\n")
-    with pytest.raises(InputError, match=r"samples\.jsonl, line 2: not valid JSON"):
-        ResultsFolder.resume(results.path)
+    with (results.path / "samples.jsonl").open("ab") as file:
+        file.write(line + b"\n" + json.dumps(row(seed=2)).encode() + b"\n")
+    resumed = ResultsFolder.resume(results.path)
+    (told,) = resumed.damaged
+    assert re.search(rf"samples\.jsonl, line 2: .*{fault}", told)
+    assert [one["seed"] for one in resumed.rows["samples"]] == [0, 2]
+    resumed.begin()
+    resumed.append("samples", row(seed=1))
+    again = ResultsFolder.resume(results.path)
+    assert ([one["seed"] for one in again.rows["samples"]], again.damaged) == ([0, 2, 1], [])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            '{"kind": "evaluation",\n"a" 1}',
+            r"manifest\.json, line 2: not valid JSON; evaluate again",
+        ),
+        ('{"kind": "evaluation"}', "has schema None, this sfi reads 1; evaluate again"),
+        ('{"kind": "evaluation", "schema_version": 1}', "must have 'asked', got none"),
+    ],
+)
+def test_a_damaged_manifest_is_one_line(tmp_path, text, message):
+    (tmp_path / "manifest.json").write_text(text)
+    with pytest.raises(InputError, match=message) as caught:
+        ResultsFolder.resume(tmp_path)
+    assert "\n" not in str(caught.value)
 
 
 def test_failures_can_be_forgotten(tmp_path):
     results = opened(tmp_path / "results", [row(), failed(seed=1), row(seed=2)])
-    results.forget_failures()
+    results.begin()
     results.append("samples", row(seed=1))
     assert [one["seed"] for one in results.rows["samples"]] == [0, 2, 1]
     assert ResultsFolder.resume(results.path).rows == results.rows
@@ -182,7 +223,9 @@ def test_force_replaces_the_results_and_nothing_else(tmp_path):
     (results.path / "notes.txt").write_text("mine")
     again = ResultsFolder.create(results.path, MANIFEST, force=True)
     assert again.rows["samples"] == []
-    assert sorted(file.name for file in results.path.iterdir()) == ["manifest.json", "notes.txt"]
+    assert sorted(file.name for file in results.path.iterdir()) == [
+        ".lock", "manifest.json", "notes.txt",
+    ]  # fmt: skip
 
 
 def test_what_is_no_evaluation_cannot_be_resumed(tmp_path):

@@ -16,6 +16,7 @@ METHODS = (
 BUNDLED_ONLY = ("synckv",)  # needs a head file, which other models seldom come with
 SHARES, LENGTHS, SAMPLES, SEED, RECENT = (0.05, 0.1, 0.15, 0.25), (1024, 4096), 20, 0, 128
 TOKENS = 128
+FREE = ("batch_size", "weights")  # change no row, so that a resumed run may change them
 DEFAULTS: dict[str, Any] = {
     "model": None, "dtype": "auto", "methods": list(METHODS),
     "shares": list(SHARES), "budgets": None, "recent": RECENT, "tasks": None, "lengths": list(LENGTHS),
@@ -66,9 +67,16 @@ def resumed(given: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, An
     """Return what a folder was asked, where what is given now does not contradict it.
 
     Raises:
-        ConfigError: It does; with the option.
+        ConfigError: It does, with the option; or the folder was asked what this version does not know.
     """
+    for name in before:
+        if name not in DEFAULTS:
+            raise ConfigError(
+                f"results folder must be of options that this sfi knows, got {name} {before[name]}"
+            )
     for name, value in given.items():
+        if name in FREE:
+            continue
         kept = before.get(
             name, DEFAULTS[name]
         )  # a folder of an earlier version lacks newer options
@@ -77,7 +85,8 @@ def resumed(given: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, An
             raise ConfigError(
                 f"resume must keep the folder's {option} {_shown(kept)}, got {_shown(value)}"
             )
-    return dict(before)
+    free = {name: given[name] for name in FREE if given.get(name) is not None}
+    return DEFAULTS | dict(before) | free
 
 
 OPTIONS = {

@@ -15,6 +15,8 @@ from sfi_core import SfiConfig
 from sfi_core.errors import BackendError, ConfigError, InputError
 from sfi_core.measure.evaluation import harness
 from sfi_core.measure.evaluation.harness import evaluate_harness
+from sfi_core.measure.evaluation.harness_grid import HarnessGrid
+from sfi_core.measure.evaluation.method import Method
 
 INSTALLED = find_spec("lm_eval") is not None and find_spec("accelerate") is not None
 pytestmark = pytest.mark.skipif(not INSTALLED, reason="the eval extra is not installed")
@@ -319,6 +321,16 @@ def test_a_task_that_cannot_run_is_refused_in_one_line(loaded, folder, task, err
     with pytest.raises(error, match=message) as caught:
         evaluate_harness(*loaded, [task], "sfi", SMALL, include_path=folder)
     assert "\n" not in str(caught.value)
+
+
+def test_a_task_whose_answers_fill_the_models_positions_is_refused_before_it_runs(loaded, folder):
+    """A task of short answers, and multiple choice, are let through."""
+    grid = {"methods": (Method.parse("sfi"),), "sizes": (), "include_path": folder, "limit": 1}
+    HarnessGrid(tasks=("tiny_text", "tiny_choice"), **grid).check(*loaded)
+    with pytest.raises(
+        InputError, match=r"'tiny_long' must leave room in .* 128 positions, got answers of 128"
+    ):
+        HarnessGrid(tasks=("tiny_text", "tiny_long"), **grid).check(*loaded)
 
 
 @pytest.mark.parametrize(

@@ -45,8 +45,8 @@ def test_a_window_is_compared_as_on_its_own(loaded):
     assert [grid.weight(key) for key in grid.keys[::4]] == [40, 60, 40, 60]
     for row, variant in zip(rows[:4], grid.variants, strict=True):
         window = grid.windows(loaded[1], 40)[0]
-        full = reference(*loaded, window)
-        own = fidelity(*loaded, full, variant.config(40), policy=variant.method.policy)
+        full = reference(*loaded, [window])
+        (own,) = fidelity(*loaded, full, variant.config(40), policy=variant.method.policy)
         assert from_rows([row]) == own
     joined = from_rows(rows[::4])
     assert joined == Fidelity.join(from_rows([row]) for row in rows[::4])
@@ -84,7 +84,8 @@ def test_a_method_that_fails_on_a_window_does_not_stop_the_others(loaded, monkey
         ({"count": 0}, ConfigError, "windows must be at least 1, got 0"),
         ({"methods": ("a=sfi", "a=quest")}, ConfigError, "each method must differ, got a, a"),
         ({"lengths": (400,)}, InputError, "text must have at least"),
-        ({"lengths": (1020,), "text": TEXT * 20}, InputError, "must fit the model's 1024 positions"),
+        ({"lengths": (1020,), "text": TEXT * 20}, InputError,
+         "fidelity of length 1020 must fit the model's 1024 positions, got 1020 prompt and 12 new tokens"),
         ({"sizes": (Size(share=0.1),)}, ConfigError, "share must leave a selected token"),
     ],
 )  # fmt: skip
