@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 import shutil
+import subprocess
 from collections import Counter
 from importlib.util import find_spec
 
@@ -124,6 +125,25 @@ def test_ctrl_c_keeps_what_is_there_and_resume_ends_as_if_nothing_had_been(
     result = call("-o", folder, "--resume")
     assert result.exit_code == 0
     assert samples(folder) == samples(whole[0])
+
+
+def test_two_processes_share_a_folder(whole, tmp_path, command, environment):
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    manifest = json.loads((whole[0] / "manifest.json").read_text()) | {"finished": None}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    started = [
+        subprocess.Popen([*command, "eval", "-o", folder, "--resume", "-q"], env=environment)
+        for _ in range(2)
+    ]
+    assert [one.wait(120) for one in started] == [0, 0]
+    found = {runner_key(row): row for row in samples(folder)}
+    assert len(samples(folder)) == ROWS
+    assert [found[runner_key(row)] for row in samples(whole[0])] == samples(whole[0])
+    document = json.loads(call("-o", folder, "--resume", "--json").stdout)
+    assert document["finished"]
+    scores = [[row["score"] for row in one["rows"]] for one in (document, whole[1])]
+    assert scores[0] == scores[1]
 
 
 def test_what_failed_is_tried_again(whole, tmp_path, monkeypatch):
