@@ -252,6 +252,15 @@ def test_a_folder_that_is_there_is_not_overwritten(whole):
         (["--share", "2"], r"share must be in \(0, 1\], got 2"),
         (["--samples", "0"], "sample must be given at least once, got none"),
         (["--share", "0.1", "--budget", "9"], "share and budget must not come together, got both"),
+        (
+            ["--set", "eval.weights=needle=2"],
+            "eval.weights must be of tasks among bundled-recall, got needle",
+        ),
+        (
+            ["--set", "eval.weights=bundled-recall=0"],
+            "eval.weights must be TASK=NUMBER, positive and once each, got bundled-recall=0",
+        ),
+        (["--set", "eval.batch_size=0"], "eval.batch_size must be at least 1, got 0"),
         (["--tokens", "9"], "tokens must come with --fidelity, got it alone"),
         (["--limit", "9"], "limit must come with --harness, got it alone"),
         (
@@ -289,6 +298,31 @@ def test_what_cannot_be_read_leaves_no_folder(arguments, message, tmp_path):
     with pytest.raises(InputError, match=message):
         call(*filled, "-o", tmp_path / "results")
     assert not (tmp_path / "results").exists()
+
+
+def test_tasks_are_averaged_by_weights_that_a_resumed_run_may_change(tmp_path):
+    folder = tmp_path / "results"
+    arguments = [
+        "--length", "160", "--samples", "2", "--share", "0.3", "--method", "full-kv", "--method", "sfi",
+        "--task", "bundled-recall-1,bundled-recall", "-o", folder,
+    ]  # fmt: skip
+    document = json.loads(call(*arguments, "--json").stdout)
+    scores = {(row["task"], row["method"]): row["score"] for row in document["rows"]}
+    one, five = (scores[task, "sfi"] for task in ("bundled-recall-1", "bundled-recall"))
+    assert document["averages"][1]["score"] == pytest.approx((one + five) / 2)
+    weights = ["--set", "eval.weights=bundled-recall=3"]
+    again = json.loads(call("-o", folder, "--resume", *weights, "--json").stdout)
+    assert again["averages"][1]["score"] == pytest.approx((one + 3 * five) / 4)
+    assert again["asked"]["weights"] == "bundled-recall=3"
+    text = call("-o", folder, "--resume", *weights).stdout
+    assert "mean over 2 tasks and lengths, weighted: bundled-recall-1 1, bundled-recall 3" in text
+    assert f"{again['averages'][1]['score']:.2f} ({again['averages'][1]['low']:.2f}-" in text
+    (row,) = [r for r in document["rows"] if (r["task"], r["method"]) == ("bundled-recall", "sfi")]
+    places = [f"{part['place']:,.0f}" for part in row["by_place"]]
+    assert len(places) == 5
+    assert f"method    size    {'   '.join(f'{place:>6}' for place in places)}".split() in [
+        line.split() for line in text.splitlines()
+    ]
 
 
 def test_fidelity_lies_beside_the_tasks(tmp_path):

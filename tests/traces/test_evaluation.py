@@ -10,6 +10,8 @@ from pyarrow import parquet
 
 from sfi_core.errors import ConfigError, InputError, SfiError
 from sfi_core.measure.evaluation.statistics import paired_difference, wilson
+from sfi_core.measure.evaluation.weighted import weighted_difference, weighted_mean
+from sfi_traces.results.evaluation.averages import summarize_averages
 from sfi_traces.results.evaluation.evaluation_manifest import check_new
 from sfi_traces.results.evaluation.store import ResultsFolder
 from sfi_traces.results.evaluation.summary import summarize, summarize_fidelity, summarize_harness
@@ -291,6 +293,60 @@ def test_lengths_and_tasks_are_kept_apart():
     rows = [row(length=1), row(length=2), row(task="other", length=1)]
     found = [(one["task"], one["length"]) for one in summarize(rows)]
     assert found == [("recall", 1), ("recall", 2), ("other", 1)]
+
+
+def test_sentences_are_averaged_by_their_place():
+    """Ten sentences make eight groups; a sample without sentences does not count."""
+    places = [11.0 * number for number in range(10)]
+    first = row(sentence_scores=[1.0] * 6 + [0.0] * 4, sentence_places=places)
+    second = row(
+        seed=1, sentence_scores=[1.0] * 10, sentence_places=[place + 2 * (place > 0) for place in places]
+    )  # fmt: skip
+    (found,) = summarize([first, second, row(seed=2)])
+    groups = [(part["first"], part["last"]) for part in found["by_place"]]
+    assert groups == [(1, 1), (2, 2), (3, 4), (5, 5), (6, 6), (7, 8), (9, 9), (10, 10)]
+    assert [part["score"] for part in found["by_place"]] == [1.0] * 5 + [0.5] * 3
+    assert [part["place"] for part in found["by_place"][:3]] == [0.0, 12.0, 23.0]
+    assert [part["n"] for part in found["by_place"]] == [2, 2, 4, 2, 2, 4, 2, 2]
+    assert summarize([row()])[0]["by_place"] == []
+
+
+def test_an_average_weighs_tasks_at_each_length():
+    samples = {
+        ("recall", 512): [1.0, 0.0],
+        ("recall", 1024): [0.0],
+        ("other", 512): [1.0, 1.0, 0.5],
+    }
+    rows = [
+        row(method, size=size, task=task, length=length, seed=seed, score=score * factor)
+        for (task, length), scores in samples.items()
+        for seed, score in enumerate(scores)
+        for method, size, factor in (("full-kv", "all", 1.0), ("sfi", "10%", 0.5))
+    ]
+    full, sparse = summarize_averages(rows, {"other": 2.0})
+    strata = [(1.0, [1.0, 0.0]), (1.0, [0.0]), (2.0, [1.0, 1.0, 0.5])]
+    expected = weighted_mean(strata)
+    assert (full["score"], full["low"], full["high"]) == (
+        expected.mean,
+        expected.low,
+        expected.high,
+    )
+    assert full["score"] == pytest.approx(0.25 * 0.5 + 0.25 * 0.0 + 0.5 * 2.5 / 3)
+    assert (full["places"], full["n"], full["weights"]) == (3, 6, {"recall": 1.0, "other": 2.0})
+    difference = weighted_difference([(w, [-0.5 * x for x in scores]) for w, scores in strata])
+    assert (sparse["difference"], sparse["difference_low"], sparse["difference_high"]) == (
+        pytest.approx(difference.mean), pytest.approx(difference.low), pytest.approx(difference.high),
+    )  # fmt: skip
+    assert sparse["read"] == pytest.approx(0.125 + 0.0625)
+    even = summarize_averages(rows)[0]["score"]
+    assert even == pytest.approx((0.5 + 0.0 + 2.5 / 3) / 3)
+
+
+def test_a_method_without_a_score_somewhere_has_no_average():
+    rows = [row(), row("quest"), row(length=9), failed(method="quest", length=9, policy="quest")]
+    ours, quest = summarize_averages(rows)
+    assert (ours["score"], ours["places"], ours["difference"]) == (1.0, 2, None)
+    assert (quest["score"], quest["low"], quest["read"], quest["n"]) == (None, None, None, 1)
 
 
 def test_fidelity_is_over_all_windows_but_for_their_first_steps():

@@ -16,6 +16,7 @@ from sfi_cli.commands.evaluate.request import (
     methods_of,
     parts_of,
     resumed,
+    weights_of,
 )
 from sfi_cli.commands.evaluate.same import check_same
 from sfi_cli.commands.evaluate.views import evaluation_text
@@ -84,6 +85,7 @@ class EvaluationJob:
             asked = filled(self.given)
         if self.output.plot is not None and not asked["tasks"]:
             raise ConfigError("plot shows scores and must come with --task, got none")
+        weights_of(asked)
         text = _text(asked["fidelity"])
         parts = parts_of(asked, text)
         facts = {
@@ -173,6 +175,7 @@ def document_of(results: Any, given: Mapping[str, Any]) -> dict[str, Any]:
         results: The folder.
         given: Values of the options; those that change no row win over the folder's.
     """
+    from sfi_traces.results.evaluation.averages import summarize_averages
     from sfi_traces.results.evaluation.summary import (
         summarize,
         summarize_fidelity,
@@ -182,11 +185,13 @@ def document_of(results: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     manifest = results.manifest
     names = ("model", "device", "machine", "versions", "created", "finished", "stopped")
     free = {name: given[name] for name in FREE if given.get(name) is not None}
+    asked = manifest["asked"] | free
     return {
         "results": str(results.path),
-        "asked": manifest["asked"] | free,
+        "asked": asked,
         **{name: manifest[name] for name in names},
         "rows": summarize(results.rows["samples"]),
+        "averages": summarize_averages(results.rows["samples"], weights_of(asked)),
         "fidelity": summarize_fidelity(results.rows["fidelity"]),
         "harness": summarize_harness(results.rows["harness"]),
         "samples": str(results.path / "samples.jsonl"),

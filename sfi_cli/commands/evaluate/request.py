@@ -1,5 +1,6 @@
 """What `sfi eval` was asked, as plain values that a results folder keeps and a resumed run compares."""
 
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -171,6 +172,31 @@ def sizes_of(asked: Mapping[str, Any]) -> tuple[Any, ...]:
     if asked["budgets"] is not None:
         return tuple(Size(budget=budget, recent=recent) for budget in asked["budgets"])
     return tuple(Size(share=share, recent=recent) for share in asked["shares"])
+
+
+def weights_of(asked: Mapping[str, Any]) -> dict[str, float]:
+    """Read the weights of tasks in the average.
+
+    Raises:
+        ConfigError: Another form, a task twice or not asked for, or a weight that is not positive.
+    """
+    text, weights = asked.get("weights"), {}
+    for part in parsing.words([text] if text else None):
+        task, equals, written = part.partition("=")
+        if task.strip() not in asked["tasks"]:
+            raise ConfigError(
+                f"eval.weights must be of tasks among {','.join(asked['tasks'])}, got {task.strip()}"
+            )
+        try:
+            weight = float(written) if equals and task.strip() not in weights else math.nan
+        except ValueError:
+            weight = math.nan
+        if not (math.isfinite(weight) and weight > 0):
+            raise ConfigError(
+                f"eval.weights must be TASK=NUMBER, positive and once each, got {part}"
+            )
+        weights[task.strip()] = weight
+    return weights
 
 
 def engine_of(asked: Mapping[str, Any]) -> EngineOptions:
