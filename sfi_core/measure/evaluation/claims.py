@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 
 class Claims(Protocol):
@@ -27,6 +27,19 @@ class Alone:
 
 
 ALONE = Alone()
+
+
+def grouped(units: Iterable[int], alike: Callable[[int], Any]) -> list[list[int]]:
+    """Put units together for which `alike` gives the same, in the order of each group's first one."""
+    found: list[tuple[Any, list[int]]] = []
+    for unit in units:
+        key = alike(unit)
+        own = next((group for other, group in found if other == key), None)
+        if own is None:
+            found.append((key, [unit]))
+        else:
+            own.append(unit)
+    return [group for _, group in found]
 
 
 @contextmanager

@@ -1,7 +1,8 @@
 """Decode samples of tasks under many methods: each prompt is read once, each method decodes from it."""
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, ClassVar
 
 import torch
@@ -10,7 +11,7 @@ from sfi_core.errors import ConfigError, MemoryForecastError, NumericsError
 from sfi_core.generation.generate import generate
 from sfi_core.generation.read_prompt import read_prompt
 from sfi_core.hosts.transformers.stores import engine_for
-from sfi_core.measure.evaluation.claims import ALONE, Claims, taken
+from sfi_core.measure.evaluation.claims import ALONE, Claims, grouped, taken
 from sfi_core.measure.evaluation.grid import Key
 from sfi_core.measure.evaluation.method import Method, MethodVariant, Size, check_distinct
 from sfi_core.measure.evaluation.positions import check_lengths_asked, check_task, positions_of
@@ -20,6 +21,7 @@ from sfi_core.models.load import first_line
 from sfi_core.policies import policy_class
 from sfi_core.settings.engine import DEFAULTS, EngineOptions
 
+POOL = 8  # batches of seeds among which prompts with the same budgets are looked for
 # errors of one method, after which the other methods go on
 FAILURES = (MemoryForecastError, NumericsError, torch.OutOfMemoryError, MemoryError)
 
@@ -143,36 +145,37 @@ class TaskGrid:
         def left(unit: int) -> list[MethodVariant]:
             return [one for one in variants if (*one.key, *samples[unit]) not in done]
 
-        for units in self._batches(batch_size):
+        @lru_cache(maxsize=POOL * batch_size)
+        def drawn(unit: int) -> TaskSample:
+            task, length, seed = samples[unit]
+            return find_task(task).sample(tokenizer, length, seed)
+
+        def sizes(unit: int) -> Key:
+            context = len(drawn(unit).prompt_ids)
+            configs = [one.config(context) for one in variants]
+            return tuple((config.budget, config.recent) for config in configs)
+
+        for units in self._batches(batch_size, sizes, lambda unit: bool(left(unit))):
             with taken(claims, units, lambda unit: bool(left(unit))) as mine:
-                drawn = []
-                for unit in mine:
-                    task, length, seed = samples[unit]
-                    drawn.append((find_task(task).sample(tokenizer, length, seed), left(unit)))
-                for together, pending in _alike(drawn):
-                    yield from _rows(model, tokenizer, together, pending, engine, options)
+                for together in grouped(mine, lambda unit: [one.key for one in left(unit)]):
+                    own, chosen = left(together[0]), list(map(drawn, together))
+                    yield from _rows(model, tokenizer, chosen, own, engine, options)
 
-    def _batches(self, size: int) -> Iterator[list[int]]:
-        # numbers of samples of one task and length, in the order of `samples` for a size of 1
+    def _batches(
+        self, size: int, alike: Callable[[int], Key], left: Callable[[int], bool]
+    ) -> Iterator[list[int]]:
+        # numbers of samples of one task and length that are alike; in the order of `samples` for a size of 1
         places = len(self.lengths) * len(self.tasks)
-        for first in range(0, len(self.seeds), size):
-            seeds = range(first, min(first + size, len(self.seeds)))
+        pool = size if size == 1 else POOL * size
+        for first in range(0, len(self.seeds), pool):
+            seeds = range(first, min(first + pool, len(self.seeds)))
             for place in range(places):
-                yield [seed * places + place for seed in seeds]
-
-
-Drawn = tuple[TaskSample, list[MethodVariant]]
-
-
-def _alike(drawn: list[Drawn]) -> list[tuple[list[TaskSample], list[MethodVariant]]]:
-    # samples with the same methods to come, each with the same budget for all of them
-    found: dict[Key, tuple[list[TaskSample], list[MethodVariant]]] = {}
-    for sample, pending in drawn:
-        configs = [one.config(len(sample.prompt_ids)) for one in pending]
-        sizes = [(config.budget, config.recent) for config in configs]
-        key = (*(one.key for one in pending), *sizes)
-        found.setdefault(key, ([], pending))[0].append(sample)
-    return list(found.values())
+                units = [seed * places + place for seed in seeds]
+                if size == 1:
+                    yield units
+                    continue
+                for group in grouped(filter(left, units), alike):
+                    yield from (group[at : at + size] for at in range(0, len(group), size))
 
 
 def _window(methods: list[Method]) -> int | None:

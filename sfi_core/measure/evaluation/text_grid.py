@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from sfi_core.engine.report import RequestReport
 from sfi_core.errors import ConfigError, InputError
 from sfi_core.hosts.transformers.stores import engine_for
-from sfi_core.measure.evaluation.claims import ALONE, Claims, taken
+from sfi_core.measure.evaluation.claims import ALONE, Claims, grouped, taken
 from sfi_core.measure.evaluation.fidelity import Fidelity, fidelity, reference
 from sfi_core.measure.evaluation.grid import Key
 from sfi_core.measure.evaluation.method import WHOLE, Method, MethodVariant, Size, check_distinct
@@ -134,13 +134,14 @@ class TextGrid:
 
         for units in self._batches(batch_size):
             with taken(claims, units, lambda unit: bool(left(unit))) as mine:
-                for pending, numbers in _alike([(left(unit), unit) for unit in mine]):
-                    places = [self._place(unit) for unit in numbers]
-                    length = places[0][1]
+                for together in grouped(mine, lambda unit: [one.key for one in left(unit)]):
+                    length = self._place(together[0])[1]
                     spread = self.windows(tokenizer, length)
-                    chosen = {number: spread[number] for number, _ in places}
+                    numbers = [self._place(unit)[0] for unit in together]
+                    chosen = {number: spread[number] for number in numbers}
+                    own = left(together[0])
                     yield from self._rows(
-                        model, tokenizer, chosen, pending, prefill_chunk, engine, options
+                        model, tokenizer, chosen, own, prefill_chunk, engine, options
                     )
 
     def _rows(
@@ -209,16 +210,6 @@ class TextGrid:
             numbers = range(first, min(first + size, self.count))
             for length in range(len(self.lengths)):
                 yield [number * len(self.lengths) + length for number in numbers]
-
-
-def _alike(
-    units: Sequence[tuple[list[MethodVariant], int]],
-) -> list[tuple[list[MethodVariant], list[int]]]:
-    # units with the same methods to come
-    found: dict[Key, tuple[list[MethodVariant], list[int]]] = {}
-    for pending, unit in units:
-        found.setdefault(tuple(one.key for one in pending), (pending, []))[1].append(unit)
-    return list(found.values())
 
 
 def to_row(found: Fidelity) -> dict[str, Any]:

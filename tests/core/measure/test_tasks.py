@@ -22,10 +22,6 @@ from sfi_core.models.load import load_tokenizer
 RULER = [name for name, task in TASKS.items() if not task.bundled]
 # drawn for prompt and answer together
 SLACK = {"bundled-recall": 120, "bundled-recall-1": 80, "bundled-recall-30": 450}
-    "bundled-recall": 120,
-    "bundled-recall-1": 80,
-    "bundled-recall-30": 450,
-}  # drawn for prompt and answer together
 START, END = "<s>", "</s>"
 CHAT = (
     "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}[end]{% endfor %}"
