@@ -151,7 +151,7 @@ def parts_of(asked: Mapping[str, Any], text: str | None) -> list[Any]:
             HarnessGrid(
                 methods=methods, sizes=() if asked["budgets"] is None else sizes,
                 tasks=tuple(asked["harness"]), include_path=None if folder is None else Path(folder),
-                limit=asked["limit"],
+                limit=asked["limit"], lengths=lengths,
             )
         )  # fmt: skip
     return parts

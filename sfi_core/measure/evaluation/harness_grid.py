@@ -28,6 +28,7 @@ class HarnessGrid:
         tasks: The harness's names of tasks, groups or tags.
         include_path: Folder with further task files; None for none.
         limit: Documents of each task; None for all.
+        lengths: Tokens of the prompts, for tasks that make prompts of any length (RULER).
         table: The table of the rows.
     """
 
@@ -36,6 +37,7 @@ class HarnessGrid:
     tasks: tuple[str, ...]
     include_path: Path | None
     limit: int | None
+    lengths: tuple[int, ...] = ()
     table: ClassVar[str] = "harness"
 
     def __post_init__(self) -> None:
@@ -77,7 +79,7 @@ class HarnessGrid:
             ConfigError: The harness does not have a task.
             InputError: A task's answers leave no position for a prompt.
         """
-        loaded = load_tasks(self.tasks, self.include_path)
+        loaded = load_tasks(self.tasks, self.include_path, tokenizer, self.lengths)
         check_harness_tasks(positions_of(model), loaded)
 
     def run(
@@ -127,6 +129,7 @@ class HarnessGrid:
                     include_path=self.include_path,
                     chat=bool(getattr(tokenizer, "chat_template", None)),
                     batch_size=size,
+                    lengths=self.lengths,
                     **options,
                 )
             except FAILURES as error:
