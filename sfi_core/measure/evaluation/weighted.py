@@ -11,12 +11,7 @@ Strata = Sequence[tuple[float, Sequence[float]]]
 
 
 def weighted_mean(strata: Strata) -> Interval:
-    """Give a weighted mean of groups of scores in [0, 1] its 95 % interval.
-
-    Each end is as far from the mean as the Wilson ends of the groups are from theirs, by squares: MOVER
-    (Zou and Donner 2008, Statistics in Medicine 27, 1693-1702), with Wilson intervals as Newcombe (1998)
-    took them for a difference. For one group it is Wilson's interval. It has a width where all scores are
-    right, which neither a bootstrap nor a normal interval has, and groups may differ in size and mean.
+    """Give a weighted mean of groups of scores in [0, 1] its 95 % interval; see `mover`.
 
     Args:
         strata: A positive weight and at least one score for each group; weights need not sum to 1.
@@ -25,16 +20,24 @@ def weighted_mean(strata: Strata) -> Interval:
         ValueError: There is no group, a weight is not positive, or a group is no scores.
     """
     shares = _shares(strata)
-    parts = [wilson(scores) for _, scores in strata]
-    mean = math.fsum(share * part.mean for share, part in zip(shares, parts, strict=True))
-    below, above = (
-        math.hypot(*(share * distance for share, distance in zip(shares, distances, strict=True)))
-        for distances in (
-            [part.mean - part.low for part in parts],
-            [part.high - part.mean for part in parts],
-        )
-    )
-    n = sum(part.n for part in parts)
+    return mover(list(zip(shares, [wilson(scores) for _, scores in strata], strict=True)))
+
+
+def mover(parts: Sequence[tuple[float, Interval]]) -> Interval:
+    """Give a weighted mean of means its 95 % interval.
+
+    Each end is as far from the mean as the ends of the groups are from theirs, by squares: MOVER (Zou and
+    Donner 2008, Statistics in Medicine 27, 1693-1702), with Wilson intervals as Newcombe (1998) took them
+    for a difference. For one group it is the group's interval. It has a width where all scores are right,
+    which neither a bootstrap nor a normal interval has, and groups may differ in size and mean.
+
+    Args:
+        parts: A weight and the Wilson interval of each group; the weights sum to 1.
+    """
+    mean = math.fsum(share * part.mean for share, part in parts)
+    below = math.hypot(*(share * (part.mean - part.low) for share, part in parts))
+    above = math.hypot(*(share * (part.high - part.mean) for share, part in parts))
+    n = sum(part.n for _, part in parts)
     return Interval(mean, max(0.0, mean - below), min(1.0, mean + above), n, "Wilson, MOVER")
 
 
