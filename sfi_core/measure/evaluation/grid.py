@@ -3,9 +3,14 @@
 from collections.abc import Container, Iterator, Mapping
 from typing import Any, ClassVar, Protocol
 
+import torch
+
+from sfi_core.errors import MemoryForecastError, NumericsError
 from sfi_core.measure.evaluation.claims import Claims
 
 Key = tuple[Any, ...]
+# errors of one method, after which the other methods go on
+FAILURES = (MemoryForecastError, NumericsError, torch.OutOfMemoryError, MemoryError)
 
 
 class Grid(Protocol):

@@ -9,11 +9,10 @@ from typing import Any, ClassVar
 from sfi_core.errors import ConfigError
 from sfi_core.hosts.transformers.stores import engine_for
 from sfi_core.measure.evaluation.claims import ALONE, Claims, taken
-from sfi_core.measure.evaluation.grid import Key
+from sfi_core.measure.evaluation.grid import FAILURES, Key
 from sfi_core.measure.evaluation.harness import check_harness, evaluate_harness, load_tasks
 from sfi_core.measure.evaluation.method import Method, MethodVariant, Size, check_distinct
 from sfi_core.measure.evaluation.positions import check_harness_tasks, positions_of
-from sfi_core.measure.evaluation.runner import FAILURES
 from sfi_core.models.load import first_line
 from sfi_core.settings.engine import DEFAULTS, EngineOptions
 

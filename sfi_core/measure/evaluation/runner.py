@@ -5,14 +5,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar
 
-import torch
-
-from sfi_core.errors import ConfigError, MemoryForecastError, NumericsError
+from sfi_core.errors import ConfigError
 from sfi_core.generation.generate import generate
 from sfi_core.generation.read_prompt import read_prompt
 from sfi_core.hosts.transformers.stores import engine_for
 from sfi_core.measure.evaluation.claims import ALONE, Claims, grouped, taken
-from sfi_core.measure.evaluation.grid import Key
+from sfi_core.measure.evaluation.grid import FAILURES, Key
 from sfi_core.measure.evaluation.method import Method, MethodVariant, Size, check_distinct
 from sfi_core.measure.evaluation.positions import check_lengths_asked, check_task, positions_of
 from sfi_core.measure.evaluation.task_rows import decoded_rows, empty_row
@@ -22,8 +20,6 @@ from sfi_core.policies import policy_class
 from sfi_core.settings.engine import DEFAULTS, EngineOptions
 
 POOL = 8  # batches of seeds among which prompts with the same budgets are looked for
-# errors of one method, after which the other methods go on
-FAILURES = (MemoryForecastError, NumericsError, torch.OutOfMemoryError, MemoryError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,10 +9,9 @@ from sfi_core.errors import ConfigError, InputError
 from sfi_core.hosts.transformers.stores import engine_for
 from sfi_core.measure.evaluation.claims import ALONE, Claims, grouped, taken
 from sfi_core.measure.evaluation.fidelity import Fidelity, fidelity, reference
-from sfi_core.measure.evaluation.grid import Key
+from sfi_core.measure.evaluation.grid import FAILURES, Key
 from sfi_core.measure.evaluation.method import WHOLE, Method, MethodVariant, Size, check_distinct
 from sfi_core.measure.evaluation.positions import check_lengths_asked, check_window, positions_of
-from sfi_core.measure.evaluation.runner import FAILURES
 from sfi_core.measure.evaluation.text_windows import Window, text_ids, windows
 from sfi_core.models.load import first_line
 from sfi_core.settings.engine import DEFAULTS, EngineOptions
