@@ -102,6 +102,12 @@ class EvalTable(Table):
 
     windows: int = setting(4, "Places of the text of --fidelity, evenly apart.", least=1)
     include_path: str | None = setting(None, "Folder with further task files of --harness.")
+    batch_size: int = setting(
+        1, "Prompts of a task and length, or windows of a text, decoded together.", least=1
+    )
+    weights: str | None = setting(
+        None, "Weights of tasks in the average, such as niah-single=2,bundled-recall=1; 1 without."
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

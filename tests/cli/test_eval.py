@@ -3,6 +3,8 @@
 import json
 import re
 import shlex
+import shutil
+import subprocess
 from collections import Counter
 from importlib.util import find_spec
 
@@ -11,7 +13,7 @@ from typer.testing import CliRunner
 
 from sfi_cli import app as cli
 from sfi_cli.commands.evaluate import request
-from sfi_cli.commands.evaluate.job import EvaluationProgress, clock
+from sfi_cli.commands.evaluate.progress import EvaluationProgress, clock
 from sfi_core.bundled.train import draw
 from sfi_core.errors import ConfigError, InputError, MemoryForecastError, SfiError
 from sfi_core.measure.evaluation import harness_grid, runner
@@ -125,6 +127,25 @@ def test_ctrl_c_keeps_what_is_there_and_resume_ends_as_if_nothing_had_been(
     assert samples(folder) == samples(whole[0])
 
 
+def test_two_processes_share_a_folder(whole, tmp_path, command, environment):
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    manifest = json.loads((whole[0] / "manifest.json").read_text()) | {"finished": None}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    started = [
+        subprocess.Popen([*command, "eval", "-o", folder, "--resume", "-q"], env=environment)
+        for _ in range(2)
+    ]
+    assert [one.wait(120) for one in started] == [0, 0]
+    found = {runner_key(row): row for row in samples(folder)}
+    assert len(samples(folder)) == ROWS
+    assert [found[runner_key(row)] for row in samples(whole[0])] == samples(whole[0])
+    document = json.loads(call("-o", folder, "--resume", "--json").stdout)
+    assert document["finished"]
+    scores = [[row["score"] for row in one["rows"]] for one in (document, whole[1])]
+    assert scores[0] == scores[1]
+
+
 def test_what_failed_is_tried_again(whole, tmp_path, monkeypatch):
     folder = tmp_path / "failed"
     generate = runner.generate
@@ -166,16 +187,49 @@ def test_resume_refuses_another_request(whole, arguments, message):
         call("-o", whole[0], "--resume", *arguments)
 
 
-@pytest.mark.parametrize(("name", "key"), [("model", "weight_bytes"), ("methods", "config")])
-def test_resume_refuses_another_model_and_other_presets(whole, tmp_path, name, key):
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda m: m["model"].update(weight_bytes=7), "model weight_bytes 7, got weight_bytes [0-9]+$"),
+        (lambda m: m["methods"][1]["config"].update(span=7), "methods wide.config.span 7, got .*span 4$"),
+        (lambda m: m["methods"][1]["config"].pop("span"), "methods wide.config.span absent, got .*span 4$"),
+        (
+            lambda m: m["model"].update(name="other") or m["versions"].update(sfi="0.0.1"),
+            'model name "other", got name "bundled"; the folder is of sfi 0.0.1, this is ',
+        ),
+    ],
+)  # fmt: skip
+def test_resume_refuses_another_model_and_other_presets(whole, tmp_path, change, message):
     folder = tmp_path / "other"
     folder.mkdir()
     manifest = json.loads((whole[0] / "manifest.json").read_text()) | {"finished": None}
-    part = manifest[name] if name == "model" else manifest[name][1]
-    part[key] = 7
+    change(manifest)
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(ConfigError, match=f"resume must keep the folder's {name}.*{key}.*7.*got"):
+    with pytest.raises(ConfigError, match=f"resume must keep the folder's {message}") as caught:
         call("-o", folder, "--resume")
+    assert "\n" not in str(caught.value)
+
+
+def test_resume_refuses_options_of_a_later_version(whole, tmp_path):
+    manifest = json.loads((whole[0] / "manifest.json").read_text())
+    manifest["asked"]["warp"] = 9
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(ConfigError, match="must be of options that this sfi knows, got warp 9"):
+        call("-o", tmp_path, "--resume")
+
+
+def test_a_damaged_row_is_named_and_made_again(whole, tmp_path):
+    folder = tmp_path / "damaged"
+    shutil.copytree(whole[0], folder)
+    lines = (folder / "samples.jsonl").read_text().splitlines()
+    lines[3] = lines[3][:50]
+    (folder / "samples.jsonl").write_text("\n".join(lines) + "\n")
+    result = call("-o", folder, "--resume")
+    assert f"{folder}/samples.jsonl, line 4: not valid JSON; its row is made again" in result.stderr
+    order = {runner_key(row): row for row in samples(folder)}
+    assert [order[runner_key(row)] for row in samples(whole[0])] == samples(whole[0])
+    assert len(order) == ROWS
+    assert "made again" not in call("-o", folder, "--resume").stderr
 
 
 def test_the_same_request_may_be_said_again(whole):
@@ -198,6 +252,15 @@ def test_a_folder_that_is_there_is_not_overwritten(whole):
         (["--share", "2"], r"share must be in \(0, 1\], got 2"),
         (["--samples", "0"], "sample must be given at least once, got none"),
         (["--share", "0.1", "--budget", "9"], "share and budget must not come together, got both"),
+        (
+            ["--set", "eval.weights=needle=2"],
+            "eval.weights must be of tasks among bundled-recall, got needle",
+        ),
+        (
+            ["--set", "eval.weights=bundled-recall=0"],
+            "eval.weights must be TASK=NUMBER, positive and once each, got bundled-recall=0",
+        ),
+        (["--set", "eval.batch_size=0"], "eval.batch_size must be at least 1, got 0"),
         (["--tokens", "9"], "tokens must come with --fidelity, got it alone"),
         (["--limit", "9"], "limit must come with --harness, got it alone"),
         (
@@ -221,6 +284,10 @@ def test_mistakes_show_before_the_model_loads(arguments, message, tmp_path, monk
     ("arguments", "message"),
     [
         (["--length", "128,20000"], "length must be at most the model's 16384 positions, got 20000"),
+        (
+            ["--length", "16384", "--task", "niah-single", "--share", "0.1"],
+            "task 'niah-single' of length 16384 must fit the model's 16384 positions, got 16... prompt and",
+        ),
         (["--length", "128", "--fidelity", "{tmp}/none.txt"], r"none\.txt cannot be read: No such file"),
         (["--length", "900", "--fidelity", "{tmp}/text.txt"], "text must have at least .* tokens"),
     ],
@@ -231,6 +298,31 @@ def test_what_cannot_be_read_leaves_no_folder(arguments, message, tmp_path):
     with pytest.raises(InputError, match=message):
         call(*filled, "-o", tmp_path / "results")
     assert not (tmp_path / "results").exists()
+
+
+def test_tasks_are_averaged_by_weights_that_a_resumed_run_may_change(tmp_path):
+    folder = tmp_path / "results"
+    arguments = [
+        "--length", "160", "--samples", "2", "--share", "0.3", "--method", "full-kv", "--method", "sfi",
+        "--task", "bundled-recall-1,bundled-recall", "-o", folder,
+    ]  # fmt: skip
+    document = json.loads(call(*arguments, "--json").stdout)
+    scores = {(row["task"], row["method"]): row["score"] for row in document["rows"]}
+    one, five = (scores[task, "sfi"] for task in ("bundled-recall-1", "bundled-recall"))
+    assert document["averages"][1]["score"] == pytest.approx((one + five) / 2)
+    weights = ["--set", "eval.weights=bundled-recall=3"]
+    again = json.loads(call("-o", folder, "--resume", *weights, "--json").stdout)
+    assert again["averages"][1]["score"] == pytest.approx((one + 3 * five) / 4)
+    assert again["asked"]["weights"] == "bundled-recall=3"
+    text = call("-o", folder, "--resume", *weights).stdout
+    assert "mean over 2 tasks and lengths, weighted: bundled-recall-1 1, bundled-recall 3" in text
+    assert f"{again['averages'][1]['score']:.2f} ({again['averages'][1]['low']:.2f}-" in text
+    (row,) = [r for r in document["rows"] if (r["task"], r["method"]) == ("bundled-recall", "sfi")]
+    places = [f"{part['place']:,.0f}" for part in row["by_place"]]
+    assert len(places) == 5
+    assert f"method    size    {'   '.join(f'{place:>6}' for place in places)}".split() in [
+        line.split() for line in text.splitlines()
+    ]
 
 
 def test_fidelity_lies_beside_the_tasks(tmp_path):
@@ -277,7 +369,7 @@ def test_harness_rows_say_what_they_are_worth(tmp_path, monkeypatch):
         ]
 
     monkeypatch.setattr(harness_grid, "check_harness", lambda: None)
-    monkeypatch.setattr(harness_grid, "load_tasks", lambda *_: None)
+    monkeypatch.setattr(harness_grid, "load_tasks", lambda *_: [])
     monkeypatch.setattr(harness_grid, "evaluate_harness", evaluate)
     folder = tmp_path / "results"
     arguments = ["--harness", "a", "--method", "sfi", "--budget", "9", "-o", folder]

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import re
 from importlib.util import find_spec
 
 import pytest
@@ -9,10 +10,16 @@ from pyarrow import parquet
 
 from sfi_core.errors import ConfigError, InputError, SfiError
 from sfi_core.measure.evaluation.statistics import paired_difference, wilson
-from sfi_traces.results.evaluation.store import ResultsFolder, check_new
+from sfi_core.measure.evaluation.weighted import weighted_difference, weighted_mean
+from sfi_traces.results.evaluation.averages import summarize_averages
+from sfi_traces.results.evaluation.evaluation_manifest import check_new
+from sfi_traces.results.evaluation.store import ResultsFolder
 from sfi_traces.results.evaluation.summary import summarize, summarize_fidelity, summarize_harness
 
-MANIFEST = {"asked": {"samples": 2}, "model": {"name": "made-up"}, "methods": [], "text": None}
+MANIFEST = {
+    "asked": {"samples": 2}, "model": {"name": "made-up"}, "methods": [], "text": None, "device": "cpu",
+    "machine": {}, "versions": {},
+}  # fmt: skip
 
 
 def row(method="sfi", *, size="10%", seed=0, score=1.0, **changes):
@@ -107,17 +114,53 @@ def test_a_full_disk_is_one_line(tmp_path, monkeypatch):
             write()
 
 
-def test_a_damaged_line_within_the_file_is_named(tmp_path):
+@pytest.mark.parametrize(
+    ("line", "fault"),
+    [
+        (b"{]", "not valid JSON"),
+        (b"\x00" * 30, "not valid JSON"),
+        (b"\xff\xfe", "not valid JSON"),
+        (b"7", "no row of samples"),
+        (json.dumps(row(score=1.5)).encode(), r"score must be in \[0, 1\], got 1.5"),
+        (json.dumps(row(seed="x")).encode(), "seed must be int, got 'x'"),
+        (b'{"method": "sfi"}', "size is missing"),
+    ],
+)
+def test_a_damaged_line_is_named_and_the_other_rows_are_kept(tmp_path, line, fault):
     results = opened(tmp_path / "results", [row()])
-    with (results.path / "samples.jsonl").open("a") as file:
-        file.write("{]\n" + json.dumps(row(seed=1)) + "\n")
-    with pytest.raises(InputError, match=r"samples\.jsonl, line 2: not valid JSON"):
-        ResultsFolder.resume(results.path)
+    with (results.path / "samples.jsonl").open("ab") as file:
+        file.write(line + b"\n" + json.dumps(row(seed=2)).encode() + b"\n")
+    resumed = ResultsFolder.resume(results.path)
+    (told,) = resumed.damaged
+    assert re.search(rf"samples\.jsonl, line 2: .*{fault}", told)
+    assert [one["seed"] for one in resumed.rows["samples"]] == [0, 2]
+    resumed.begin()
+    resumed.append("samples", row(seed=1))
+    again = ResultsFolder.resume(results.path)
+    assert ([one["seed"] for one in again.rows["samples"]], again.damaged) == ([0, 2, 1], [])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            '{"kind": "evaluation",\n"a" 1}',
+            r"manifest\.json, line 2: not valid JSON; evaluate again",
+        ),
+        ('{"kind": "evaluation"}', "has schema None, this sfi reads 1; evaluate again"),
+        ('{"kind": "evaluation", "schema_version": 1}', "must have 'asked', got none"),
+    ],
+)
+def test_a_damaged_manifest_is_one_line(tmp_path, text, message):
+    (tmp_path / "manifest.json").write_text(text)
+    with pytest.raises(InputError, match=message) as caught:
+        ResultsFolder.resume(tmp_path)
+    assert "\n" not in str(caught.value)
 
 
 def test_failures_can_be_forgotten(tmp_path):
     results = opened(tmp_path / "results", [row(), failed(seed=1), row(seed=2)])
-    results.forget_failures()
+    results.begin()
     results.append("samples", row(seed=1))
     assert [one["seed"] for one in results.rows["samples"]] == [0, 2, 1]
     assert ResultsFolder.resume(results.path).rows == results.rows
@@ -182,7 +225,9 @@ def test_force_replaces_the_results_and_nothing_else(tmp_path):
     (results.path / "notes.txt").write_text("mine")
     again = ResultsFolder.create(results.path, MANIFEST, force=True)
     assert again.rows["samples"] == []
-    assert sorted(file.name for file in results.path.iterdir()) == ["manifest.json", "notes.txt"]
+    assert sorted(file.name for file in results.path.iterdir()) == [
+        ".lock", "manifest.json", "notes.txt",
+    ]  # fmt: skip
 
 
 def test_what_is_no_evaluation_cannot_be_resumed(tmp_path):
@@ -248,6 +293,60 @@ def test_lengths_and_tasks_are_kept_apart():
     rows = [row(length=1), row(length=2), row(task="other", length=1)]
     found = [(one["task"], one["length"]) for one in summarize(rows)]
     assert found == [("recall", 1), ("recall", 2), ("other", 1)]
+
+
+def test_sentences_are_averaged_by_their_place():
+    """Ten sentences make eight groups; a sample without sentences does not count."""
+    places = [11.0 * number for number in range(10)]
+    first = row(sentence_scores=[1.0] * 6 + [0.0] * 4, sentence_places=places)
+    second = row(
+        seed=1, sentence_scores=[1.0] * 10, sentence_places=[place + 2 * (place > 0) for place in places]
+    )  # fmt: skip
+    (found,) = summarize([first, second, row(seed=2)])
+    groups = [(part["first"], part["last"]) for part in found["by_place"]]
+    assert groups == [(1, 1), (2, 2), (3, 4), (5, 5), (6, 6), (7, 8), (9, 9), (10, 10)]
+    assert [part["score"] for part in found["by_place"]] == [1.0] * 5 + [0.5] * 3
+    assert [part["place"] for part in found["by_place"][:3]] == [0.0, 12.0, 23.0]
+    assert [part["n"] for part in found["by_place"]] == [2, 2, 4, 2, 2, 4, 2, 2]
+    assert summarize([row()])[0]["by_place"] == []
+
+
+def test_an_average_weighs_tasks_at_each_length():
+    samples = {
+        ("recall", 512): [1.0, 0.0],
+        ("recall", 1024): [0.0],
+        ("other", 512): [1.0, 1.0, 0.5],
+    }
+    rows = [
+        row(method, size=size, task=task, length=length, seed=seed, score=score * factor)
+        for (task, length), scores in samples.items()
+        for seed, score in enumerate(scores)
+        for method, size, factor in (("full-kv", "all", 1.0), ("sfi", "10%", 0.5))
+    ]
+    full, sparse = summarize_averages(rows, {"other": 2.0})
+    strata = [(1.0, [1.0, 0.0]), (1.0, [0.0]), (2.0, [1.0, 1.0, 0.5])]
+    expected = weighted_mean(strata)
+    assert (full["score"], full["low"], full["high"]) == (
+        expected.mean,
+        expected.low,
+        expected.high,
+    )
+    assert full["score"] == pytest.approx(0.25 * 0.5 + 0.25 * 0.0 + 0.5 * 2.5 / 3)
+    assert (full["places"], full["n"], full["weights"]) == (3, 6, {"recall": 1.0, "other": 2.0})
+    difference = weighted_difference([(w, [-0.5 * x for x in scores]) for w, scores in strata])
+    assert (sparse["difference"], sparse["difference_low"], sparse["difference_high"]) == (
+        pytest.approx(difference.mean), pytest.approx(difference.low), pytest.approx(difference.high),
+    )  # fmt: skip
+    assert sparse["read"] == pytest.approx(0.125 + 0.0625)
+    even = summarize_averages(rows)[0]["score"]
+    assert even == pytest.approx((0.5 + 0.0 + 2.5 / 3) / 3)
+
+
+def test_a_method_without_a_score_somewhere_has_no_average():
+    rows = [row(), row("quest"), row(length=9), failed(method="quest", length=9, policy="quest")]
+    ours, quest = summarize_averages(rows)
+    assert (ours["score"], ours["places"], ours["difference"]) == (1.0, 2, None)
+    assert (quest["score"], quest["low"], quest["read"], quest["n"]) == (None, None, None, 1)
 
 
 def test_fidelity_is_over_all_windows_but_for_their_first_steps():

@@ -2,55 +2,27 @@
 
 import hashlib
 import json
-import time
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sfi_cli.commands.evaluate.progress import EvaluationProgress
 from sfi_cli.commands.evaluate.request import (
+    FREE,
     described,
     engine_of,
     filled,
     methods_of,
     parts_of,
     resumed,
+    weights_of,
 )
+from sfi_cli.commands.evaluate.same import check_same
 from sfi_cli.commands.evaluate.views import evaluation_text
 from sfi_cli.terminal.output import Output, dated_folder, leave_interrupted
-from sfi_cli.terminal.progress import Progress
 from sfi_core.errors import ConfigError, SfiError
-
-
-class EvaluationProgress(Progress):
-    """Shows how many results are there, and about how long the others will take."""
-
-    def __init__(self, what: str, weights: Iterable[int], *, quiet: bool) -> None:
-        """Take a weight of every result that is to come, such as its context's length."""
-        super().__init__(quiet=quiet)
-        self._what, self._left, self._done = what, Counter(weights), 0
-        self._total = self._left.total()
-        self._took: defaultdict[int, list[float]] = defaultdict(list)
-        self._since = time.monotonic()
-
-    def update(self, weight: int) -> None:
-        """Show that one more result, of this weight, is there."""
-        now = time.monotonic()
-        self._took[weight].append(now - self._since)
-        self._since = now
-        self._left[weight] -= 1
-        self._done += 1
-        left = clock(self.seconds_left)
-        line = f"{self._what}: {self._done:,} of {self._total:,}, about {left} left"
-        self._show(line, self._done, self._total, line)
-
-    @property
-    def seconds_left(self) -> float:
-        """Seconds that the others will take, if each takes as long as those of its weight."""
-        means = {weight: sum(took) / len(took) for weight, took in self._took.items()}
-        share = sum(means.values()) / sum(means)
-        return sum(left * means.get(weight, share * weight) for weight, left in self._left.items())
+from sfi_core.measure.evaluation.grid import Grid
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,31 +55,37 @@ class EvaluationJob:
         if self.resume and self.folder is None:
             raise ConfigError("resume must come with --output DIR, got none")
         with self.output:
-            results = self._results()
-            document = document_of(results)
+            results, interrupted = self._results()
+            document = document_of(results, self.given)
             self.output.show(document, evaluation_text)
             if document["rows"]:
                 from sfi_traces.results.evaluation.plots import write_plot
 
                 self.output.figure(write_plot, document)
-        if results.manifest["stopped"]:
+        if interrupted:
             leave_interrupted(f"interrupted; go on with: sfi eval -o {results.path} --resume")
+        if results.manifest["stopped"]:
+            self.output.say(f"{results.manifest['stopped']}; the last one completes {results.path}")
         self.output.say(f"Wrote {results.path}")
 
-    def _results(self) -> Any:
-        # open the folder, and run what is not in it yet
-        from sfi_traces.results.evaluation.store import ResultsFolder, check_new
+    def _results(self) -> tuple[Any, bool]:
+        # open the folder, and run what is not in it yet; whether Ctrl-C ended that
+        from sfi_traces.results.evaluation.evaluation_manifest import check_new
+        from sfi_traces.results.evaluation.store import ResultsFolder
 
         path = self.folder or dated_folder("sfi-eval")
         results = None
         if self.resume:
             results = ResultsFolder.resume(path)
+            for line in results.damaged:
+                self.output.say(f"{line}; its row is made again")
             asked = resumed(self.given, results.manifest["asked"])
         else:
             check_new(path, force=self.force)
             asked = filled(self.given)
         if self.output.plot is not None and not asked["tasks"]:
             raise ConfigError("plot shows scores and must come with --task, got none")
+        weights_of(asked)
         text = _text(asked["fidelity"])
         parts = parts_of(asked, text)
         facts = {
@@ -116,10 +94,11 @@ class EvaluationJob:
             "text": None if text is None else hashlib.sha256(text.encode()).hexdigest(),
         }
         if results is not None:
-            for name in ("methods", "text"):
-                check_same(name, facts[name], results.manifest[name])
+            _check_facts(results, facts, ("methods", "text"))
             if results.manifest["finished"] and not any(_left(part, results) for part in parts):
-                return results
+                results.leave()
+                results.order(parts)
+                return results, False
         model, tokenizer = self._loaded(asked)
         for part in parts:
             part.check(model, tokenizer)
@@ -127,9 +106,8 @@ class EvaluationJob:
         if results is None:
             results = ResultsFolder.create(path, facts, force=self.force)
         else:
-            check_same("model", facts["model"], results.manifest["model"])
-        self._run(results, parts, model, tokenizer, asked)
-        return results
+            _check_facts(results, facts, ("model",))
+        return results, self._run(results, parts, model, tokenizer, asked)
 
     def _loaded(self, asked: Mapping[str, Any]) -> tuple[Any, Any]:
         from sfi_core.engine.backends.registry import check_backend
@@ -143,27 +121,25 @@ class EvaluationJob:
     def _run(
         self,
         results: Any,
-        parts: list[Any],
+        parts: Sequence[Grid],
         model: Any,
         tokenizer: Any,
         asked: Mapping[str, Any],
-    ) -> None:
+    ) -> bool:
+        # make the rows that no other process has; whether Ctrl-C ended that
         options = {
             "backend": asked["backend"], "prefill_chunk": asked["prefill_chunk"],
-            "engine": engine_of(asked),
+            "engine": engine_of(asked), "batch_size": asked["batch_size"],
         }  # fmt: skip
         stopped: str | None = "interrupted"
         try:
-            results.forget_failures()
+            results.begin()
             for part in parts:
-                left = _left(part, results)
-                done = set(part.keys) - set(left)
-                with EvaluationProgress(
-                    part.table, map(part.weight, left), quiet=self.output.quiet
-                ) as shown:
-                    for row in part.run(model, tokenizer, done, **options):
-                        results.append(part.table, row)
-                        shown.update(part.weight(part.key(row)))
+                weights = map(part.weight, _left(part, results))
+                with EvaluationProgress(part.table, weights, quiet=self.output.quiet) as shown:
+                    # once more after a pass with rows: a process that has died leaves its claims
+                    while self._passed(results, part, shown, model, tokenizer, options):
+                        pass
             stopped = None
         except KeyboardInterrupt:
             pass
@@ -171,11 +147,35 @@ class EvaluationJob:
             stopped = str(error)
             raise
         finally:
-            results.close(stopped)
+            results.close(stopped, parts)
+        return stopped is not None
+
+    def _passed(
+        self,
+        results: Any,
+        part: Grid,
+        shown: EvaluationProgress,
+        model: Any,
+        tokenizer: Any,
+        options: Mapping[str, Any],
+    ) -> int:
+        # go through a part once; how many rows that made
+        made, shared = 0, results.shared(part)
+        for row in part.run(model, tokenizer, shared, claims=shared, **options):
+            results.append(part.table, row)
+            shown.update(part.weight(part.key(row)))
+            made += 1
+        return made
 
 
-def document_of(results: Any) -> dict[str, Any]:
-    """Sum results up as the document of `--json`."""
+def document_of(results: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Sum results up as the document of `--json`.
+
+    Args:
+        results: The folder.
+        given: Values of the options; those that change no row win over the folder's.
+    """
+    from sfi_traces.results.evaluation.averages import summarize_averages
     from sfi_traces.results.evaluation.summary import (
         summarize,
         summarize_fidelity,
@@ -183,33 +183,27 @@ def document_of(results: Any) -> dict[str, Any]:
     )
 
     manifest = results.manifest
-    names = ("asked", "model", "device", "machine", "versions", "created", "finished", "stopped")
+    names = ("model", "device", "machine", "versions", "created", "finished", "stopped")
+    free = {name: given[name] for name in FREE if given.get(name) is not None}
+    asked = manifest["asked"] | free
     return {
         "results": str(results.path),
+        "asked": asked,
         **{name: manifest[name] for name in names},
         "rows": summarize(results.rows["samples"]),
+        "averages": summarize_averages(results.rows["samples"], weights_of(asked)),
         "fidelity": summarize_fidelity(results.rows["fidelity"]),
         "harness": summarize_harness(results.rows["harness"]),
         "samples": str(results.path / "samples.jsonl"),
     }
 
 
-def check_same(what: str, got: Any, wanted: Any) -> None:
-    """Refuse to go on with another model or other methods.
+def _check_facts(results: Any, facts: Mapping[str, Any], names: Sequence[str]) -> None:
+    from sfi_core.machine.versions import versions
 
-    Raises:
-        ConfigError: With what differs.
-    """
-    if got == wanted:
-        return
-    if isinstance(got, list) and len(got) == len(wanted):
-        got, wanted = next((a, b) for a, b in zip(got, wanted, strict=True) if a != b)
-    if isinstance(got, dict):
-        names = [name for name in wanted if got.get(name) != wanted[name]]
-        got, wanted = ({name: one.get(name) for name in names} for one in (got, wanted))
-    raise ConfigError(
-        f"resume must keep the folder's {what} {json.dumps(wanted)}, got {json.dumps(got)}"
-    )
+    for name in names:
+        manifest = results.manifest
+        check_same(name, facts[name], manifest[name], (versions(), manifest["versions"]))
 
 
 def plain(value: Any) -> Any:
@@ -239,14 +233,7 @@ def _text(path: str | None) -> str | None:
     return read_text(Path(path))
 
 
-def _left(part: Any, results: Any) -> list[Any]:
+def _left(part: Grid, results: Any) -> list[Any]:
     # keys of the rows that are not there, or failed
     done = {part.key(row) for row in results.rows[part.table] if row["error"] is None}
     return [key for key in part.keys if key not in done]
-
-
-def clock(seconds: float) -> str:
-    """Write seconds for a person."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s"

@@ -1,5 +1,6 @@
 """What `sfi eval` was asked, as plain values that a results folder keeps and a resumed run compares."""
 
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ METHODS = (
 BUNDLED_ONLY = ("synckv",)  # needs a head file, which other models seldom come with
 SHARES, LENGTHS, SAMPLES, SEED, RECENT = (0.05, 0.1, 0.15, 0.25), (1024, 4096), 20, 0, 128
 TOKENS = 128
+FREE = ("batch_size", "weights")  # change no row, so that a resumed run may change them
 DEFAULTS: dict[str, Any] = {
     "model": None, "dtype": "auto", "methods": list(METHODS),
     "shares": list(SHARES), "budgets": None, "recent": RECENT, "tasks": None, "lengths": list(LENGTHS),
@@ -66,9 +68,16 @@ def resumed(given: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, An
     """Return what a folder was asked, where what is given now does not contradict it.
 
     Raises:
-        ConfigError: It does; with the option.
+        ConfigError: It does, with the option; or the folder was asked what this version does not know.
     """
+    for name in before:
+        if name not in DEFAULTS:
+            raise ConfigError(
+                f"results folder must be of options that this sfi knows, got {name} {before[name]}"
+            )
     for name, value in given.items():
+        if name in FREE:
+            continue
         kept = before.get(
             name, DEFAULTS[name]
         )  # a folder of an earlier version lacks newer options
@@ -77,7 +86,8 @@ def resumed(given: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, An
             raise ConfigError(
                 f"resume must keep the folder's {option} {_shown(kept)}, got {_shown(value)}"
             )
-    return dict(before)
+    free = {name: given[name] for name in FREE if given.get(name) is not None}
+    return DEFAULTS | dict(before) | free
 
 
 OPTIONS = {
@@ -141,7 +151,7 @@ def parts_of(asked: Mapping[str, Any], text: str | None) -> list[Any]:
             HarnessGrid(
                 methods=methods, sizes=() if asked["budgets"] is None else sizes,
                 tasks=tuple(asked["harness"]), include_path=None if folder is None else Path(folder),
-                limit=asked["limit"],
+                limit=asked["limit"], lengths=lengths,
             )
         )  # fmt: skip
     return parts
@@ -162,6 +172,31 @@ def sizes_of(asked: Mapping[str, Any]) -> tuple[Any, ...]:
     if asked["budgets"] is not None:
         return tuple(Size(budget=budget, recent=recent) for budget in asked["budgets"])
     return tuple(Size(share=share, recent=recent) for share in asked["shares"])
+
+
+def weights_of(asked: Mapping[str, Any]) -> dict[str, float]:
+    """Read the weights of tasks in the average.
+
+    Raises:
+        ConfigError: Another form, a task twice or not asked for, or a weight that is not positive.
+    """
+    text, weights = asked.get("weights"), {}
+    for part in parsing.words([text] if text else None):
+        task, equals, written = part.partition("=")
+        if task.strip() not in asked["tasks"]:
+            raise ConfigError(
+                f"eval.weights must be of tasks among {','.join(asked['tasks'])}, got {task.strip()}"
+            )
+        try:
+            weight = float(written) if equals and task.strip() not in weights else math.nan
+        except ValueError:
+            weight = math.nan
+        if not (math.isfinite(weight) and weight > 0):
+            raise ConfigError(
+                f"eval.weights must be TASK=NUMBER, positive and once each, got {part}"
+            )
+        weights[task.strip()] = weight
+    return weights
 
 
 def engine_of(asked: Mapping[str, Any]) -> EngineOptions:

@@ -11,6 +11,10 @@ NOTES = (
     "score: mean and 95 % Wilson interval; against full-kv: paired difference, 95 % bootstrap interval{}.",
     "read: what attention and selection read over the context, with slow steps; stored: what has to be kept.",
 )
+AVERAGED = (
+    "mean over tasks and lengths: 95 % interval from the Wilson intervals of its parts (MOVER); against "
+    "full-kv: stratified bootstrap."
+)
 POSITIONS = "steps since the token that ended a sentence"
 
 
@@ -22,6 +26,10 @@ def evaluation_text(document: dict[str, Any]) -> str:
         samples = max(row["n"] + row["failed"] for row in own)
         title = f"{place[0]}, {place[1]:,} tokens, {plural(samples, 'sample')}"
         parts += [_scores(title, own), _costs(own)]
+        if any(row["by_place"] for row in own):
+            parts.append(_by_place(own))
+    if len({(row["task"], row["length"]) for row in rows}) > 1:
+        parts += _averages(document["averages"])
     parts += [note.format(_methods(rows)) for note in NOTES] if rows else ()
     for (length,), own in _groups(document["fidelity"], ("length",)):
         parts += [_fidelity(length, own), _by_position(own)]
@@ -86,6 +94,32 @@ def _costs(rows: list[Row]) -> Any:
             for method, own in _lines(rows, sizes)
         ],
     )
+
+
+def _by_place(rows: list[Row]) -> Any:
+    places = {part["first"]: part["place"] for row in rows for part in row["by_place"]}
+    lines = []
+    for row in rows:
+        found = {part["first"]: percent(part["score"]) for part in row["by_place"]}
+        lines.append(
+            [row["method"], row["size"], *(found.get(first, "-") for first in sorted(places))]
+        )
+    return table(
+        "right sentences by their place in the answer, from token ... on",
+        ["method", "size", *(f"{places[first]:,.0f}" for first in sorted(places))],
+        lines,
+        left=2,
+    )
+
+
+def _averages(rows: list[Row]) -> list[Any]:
+    first = rows[0]
+    weights = ", ".join(f"{task} {weight:g}" for task, weight in first["weights"].items())
+    even = len(set(first["weights"].values())) == 1
+    title = f"mean over {first['places']} tasks and lengths, " + (
+        "all of one weight" if even else f"weighted: {weights}"
+    )
+    return [_scores(title, rows), AVERAGED]
 
 
 def _fidelity(length: int, rows: list[Row]) -> Any:

@@ -15,7 +15,7 @@ import torch
 from sfi_core.engine.report import RequestReport
 from sfi_core.engine.shared_prompt import SharedPrompt
 from sfi_core.generation.read_prompt import read_prompt
-from sfi_core.measure.evaluation.teacher_forcing import teacher_force
+from sfi_core.measure.evaluation.teacher_forcing import teacher_force_batch
 from sfi_core.measure.evaluation.text_windows import Window, sentence_positions
 from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.engine import DEFAULTS, EngineOptions
@@ -112,48 +112,61 @@ class Fidelity:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """Full attention's account of a window.
+    """Full attention's account of some windows of one length.
 
     Attributes:
-        window: The window.
-        log_SV: Its next-token log-probabilities, [S, V] float32.
-        shared: Its prompt, read once for all policies.
+        windows: The windows.
+        log_SBV: Their next-token log-probabilities, [S, B, V] float32.
+        shared: Their prompts, read once for all policies.
     """
 
-    window: Window
-    log_SV: torch.Tensor
+    windows: Sequence[Window]
+    log_SBV: torch.Tensor
     shared: SharedPrompt
 
 
 def reference(
-    model: Any, tokenizer: Any, window: Window, *, prefill_chunk: int = 0, backend: str = "auto"
+    model: Any,
+    tokenizer: Any,
+    windows: Sequence[Window],
+    *,
+    prefill_chunk: int = 0,
+    backend: str = "auto",
 ) -> Reference:
-    """Read a window's prompt and decode its continuation under full attention.
+    """Read windows' prompts and decode their continuations under full attention, all windows together.
+
+    Args:
+        model: A decoder-only model of transformers.
+        tokenizer: Its tokenizer.
+        windows: Windows of one length, with prompts of one length.
+        prefill_chunk: Prompt tokens of one forward pass; 0 for all at once.
+        backend: "auto", "torch" or "triton".
 
     Raises:
-        SfiError: As `read_prompt` and `teacher_force`.
+        SfiError: As `read_prompt` and `teacher_force_batch`.
     """
+    prompt_tokens = windows[0].prompt_tokens
     shared = read_prompt(
         model,
         tokenizer,
-        [window.ids[: window.prompt_tokens]],
-        capacity=len(window.ids),
+        [window.ids[:prompt_tokens] for window in windows],
+        capacity=len(windows[0].ids),
         prefill_chunk=prefill_chunk,
         backend=backend,
     )
     rows: list[torch.Tensor] = []
-    teacher_force(
+    teacher_force_batch(
         model,
         tokenizer,
-        window.ids,
-        window.prompt_tokens,
-        lambda _, logits_V: rows.append(logits_V.log_softmax(-1)),
+        [window.ids for window in windows],
+        prompt_tokens,
+        lambda _, logits_BV: rows.append(logits_BV.log_softmax(-1)),
         SfiConfig(trigger_policy="always"),
         policy=FULL,
         backend=backend,
         shared=shared,
     )
-    return Reference(window, torch.stack(rows), shared)
+    return Reference(windows, torch.stack(rows), shared)
 
 
 def fidelity(
@@ -165,52 +178,58 @@ def fidelity(
     policy: str = "sfi",
     backend: str = "auto",
     engine: EngineOptions = DEFAULTS,
-) -> Fidelity:
-    """Compare a policy with full attention on one window.
+) -> list[Fidelity]:
+    """Compare a policy with full attention on windows that are decoded together.
 
     Args:
         model: A decoder-only model of transformers.
         tokenizer: Turns trigger strings into token ids; a sentence ends with one of these tokens.
-        full: Full attention's account of the window.
+        full: Full attention's account of the windows.
         config: The settings; None is the `default` preset.
         policy: A name from `sfi_core.policies.POLICIES`.
         backend: "auto", "torch" or "triton"; the same as for `full`.
         engine: How steps are run.
 
+    Returns:
+        What the steps of each window showed.
+
     Raises:
-        SfiError: As `teacher_force`.
+        SfiError: As `teacher_force_batch`.
     """
-    config, window = config or SfiConfig(), full.window
-    given = window.ids[window.prompt_tokens :]
-    found = Fidelity()
+    config, prompt_tokens = config or SfiConfig(), full.windows[0].prompt_tokens
+    given = [window.ids[prompt_tokens:] for window in full.windows]
+    parts = [Fidelity() for _ in full.windows]
 
-    def compare(step: int, logits_V: torch.Tensor) -> None:
-        log_V, full_V, token = logits_V.log_softmax(-1), full.log_SV[step], given[step]
-        found.step.append(step)
-        found.kl.append(divergence(full_V, log_V))
-        found.agrees.append(bool(log_V.argmax() == full_V.argmax()))
-        found.nll.append(-float(log_V[token]))
-        found.nll_full.append(-float(full_V[token]))
+    def compare(step: int, logits_BV: torch.Tensor) -> None:
+        log_BV = logits_BV.log_softmax(-1)
+        for found, ids, log_V, full_V in zip(parts, given, log_BV, full.log_SBV[step], strict=True):
+            token = ids[step]
+            found.step.append(step)
+            found.kl.append(divergence(full_V, log_V))
+            found.agrees.append(bool(log_V.argmax() == full_V.argmax()))
+            found.nll.append(-float(log_V[token]))
+            found.nll_full.append(-float(full_V[token]))
 
-    report = teacher_force(
+    reports = teacher_force_batch(
         model,
         tokenizer,
-        window.ids,
-        window.prompt_tokens,
+        [window.ids for window in full.windows],
+        prompt_tokens,
         compare,
         config,
         policy=policy,
         backend=backend,
         engine=engine,
         shared=full.shared,
-    ).requests[0]
-    slow = set(report.slow_at)
-    found.slow = [step in slow for step in found.step]
-    ends = resolve_triggers(tokenizer, config.replace(trigger_policy="boundary"))
-    found.in_sentence = sentence_positions(window, frozenset(ends))
-    found.window = [window.start] * len(given)
-    found.reports = [report]
-    return found
+    ).requests
+    ends = frozenset(resolve_triggers(tokenizer, config.replace(trigger_policy="boundary")))
+    for found, window, report in zip(parts, full.windows, reports, strict=True):
+        slow = set(report.slow_at)
+        found.slow = [step in slow for step in found.step]
+        found.in_sentence = sentence_positions(window, ends)
+        found.window = [window.start] * len(found.step)
+        found.reports = [report]
+    return parts
 
 
 def divergence(log_p_V: torch.Tensor, log_q_V: torch.Tensor) -> float:

@@ -21,6 +21,7 @@ from sfi_core.settings.engine import DEFAULTS, EngineOptions
 
 FEWSHOT_SEED = 1234  # the harness's own default
 REFUSED = {"UNSAFE_CODE": "runs code that the model writes", "MULTIMODAL": "shows pictures"}
+RULER = (4096, 8192, 16384, 32768, 65536, 131072)  # lengths that RULER's tasks report
 BOOTSTRAPS = 1000  # resamplings for a standard error without a formula
 
 
@@ -81,6 +82,7 @@ def evaluate_harness(
     batch_size: int = 1,
     backend: str = "auto",
     engine: EngineOptions = DEFAULTS,
+    lengths: Sequence[int] = (),
     on_request: Callable[[int, int], None] | None = None,
 ) -> list[HarnessRow]:
     """Run tasks of lm-evaluation-harness with the model decoding under a policy.
@@ -98,6 +100,7 @@ def evaluate_harness(
         batch_size: Prompts decoded together where a task generates text.
         backend: "auto", "torch" or "triton".
         engine: How steps are run.
+        lengths: Tokens of the prompts, for tasks that make prompts of any length (RULER); see `load_tasks`.
         on_request: Called with the requests of a task answered so far and in all.
 
     Returns:
@@ -124,7 +127,7 @@ def evaluate_harness(
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # the rows say what the harness warns of
     rows = []
     with redirect_stdout(sys.stderr):  # the harness prints to stdout, where sfi writes data
-        for loaded in load_tasks(tasks, include_path):
+        for loaded in load_tasks(tasks, include_path, tokenizer, lengths):
             _prepare(loaded["tasks"].values(), num_fewshot)
             lm = PolicyLM(model, tokenizer, policy, config, batch_size, backend, on_request, engine)
             results = evaluate(
@@ -141,8 +144,20 @@ def evaluate_harness(
     return rows
 
 
-def load_tasks(tasks: Sequence[str], include_path: Path | None = None) -> list[Any]:
+def load_tasks(
+    tasks: Sequence[str],
+    include_path: Path | None = None,
+    tokenizer: Any = None,
+    lengths: Sequence[int] = (),
+) -> list[Any]:
     """Let the harness load tasks with their data.
+
+    Args:
+        tasks: Names of tasks, groups or tags.
+        include_path: Folder with further task files.
+        tokenizer: The model's tokenizer, by whose name RULER's tasks find it again.
+        lengths: Tokens of RULER's prompts; those that RULER does not report are left out, and 4,096 are
+            taken where none is left.
 
     Raises:
         ConfigError: A task is unknown, or cannot be loaded here.
@@ -155,9 +170,11 @@ def load_tasks(tasks: Sequence[str], include_path: Path | None = None) -> list[A
         raise ConfigError(f"include path must be a folder of task files, got {include_path}")
     found = []
     for name in tasks:
-        manager = task_manager(include_path, defaults=False)
+        sizes = tuple(length for length in lengths if length in RULER)
+        own = (getattr(tokenizer, "name_or_path", ""), sizes or RULER[:1])
+        manager = task_manager(include_path, *own, defaults=False)
         if name not in manager.all_subtasks:  # groups may have members of the harness's own
-            manager = task_manager(include_path, defaults=True)
+            manager = task_manager(include_path, *own, defaults=True)
         if name not in manager.task_index:
             raise ConfigError(f"unknown lm-eval task {name!r}; `lm-eval ls tasks` lists them")
         try:
@@ -168,6 +185,7 @@ def load_tasks(tasks: Sequence[str], include_path: Path | None = None) -> list[A
             ImportError,
             KeyError,
             TypeError,
+            AssertionError,
             datasets.exceptions.DatasetsError,
         ) as error:
             raise ConfigError(
@@ -177,12 +195,19 @@ def load_tasks(tasks: Sequence[str], include_path: Path | None = None) -> list[A
 
 
 @cache
-def task_manager(include_path: Path | None, *, defaults: bool) -> Any:
+def task_manager(
+    include_path: Path | None,
+    tokenizer: str = "",
+    lengths: tuple[int, ...] = RULER[:1],
+    *,
+    defaults: bool,
+) -> Any:
     """Index a folder's task files; with `defaults` also the harness's thousands, which takes seconds."""
     from lm_eval.tasks import TaskManager  # noqa: PLC0415
 
     folder = None if include_path is None else str(include_path)
-    return TaskManager(include_path=folder, include_defaults=defaults)
+    facts: dict[str, Any] = {"tokenizer": tokenizer, "max_seq_lengths": list(lengths)}
+    return TaskManager(include_path=folder, include_defaults=defaults, metadata=facts)
 
 
 def _prepare(tasks: Any, num_fewshot: int | None) -> None:
@@ -208,6 +233,8 @@ def _rows(results: Any, facts: dict[str, Any]) -> list[HarnessRow]:
             metric, _, kept = key.partition(",")
             if not isinstance(value, int | float) or not kept or metric.endswith("_stderr"):
                 continue
+            if metric in map(str, RULER) and value == -1:
+                continue  # a length without prompts
             stderr = metrics.get(f"{metric}_stderr,{kept}")
             rows.append(
                 HarnessRow(

@@ -1,16 +1,18 @@
 """Run lm-evaluation-harness tasks under methods, a row for each method, size, task and metric."""
 
-from collections.abc import Iterator, Mapping
-from collections.abc import Set as AbstractSet
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar
 
 from sfi_core.errors import ConfigError
 from sfi_core.hosts.transformers.stores import engine_for
+from sfi_core.measure.evaluation.claims import ALONE, Claims, taken
+from sfi_core.measure.evaluation.grid import FAILURES, Key
 from sfi_core.measure.evaluation.harness import check_harness, evaluate_harness, load_tasks
 from sfi_core.measure.evaluation.method import Method, MethodVariant, Size, check_distinct
-from sfi_core.measure.evaluation.runner import FAILURES, Key
+from sfi_core.measure.evaluation.positions import check_harness_tasks, positions_of
 from sfi_core.models.load import first_line
 from sfi_core.settings.engine import DEFAULTS, EngineOptions
 
@@ -25,6 +27,7 @@ class HarnessGrid:
         tasks: The harness's names of tasks, groups or tags.
         include_path: Folder with further task files; None for none.
         limit: Documents of each task; None for all.
+        lengths: Tokens of the prompts, for tasks that make prompts of any length (RULER).
         table: The table of the rows.
     """
 
@@ -33,6 +36,7 @@ class HarnessGrid:
     tasks: tuple[str, ...]
     include_path: Path | None
     limit: int | None
+    lengths: tuple[int, ...] = ()
     table: ClassVar[str] = "harness"
 
     def __post_init__(self) -> None:
@@ -68,19 +72,23 @@ class HarnessGrid:
         return 1
 
     def check(self, model: Any, tokenizer: Any) -> None:
-        """Refuse, before anything runs, tasks that the harness does not have.
+        """Refuse, before anything runs, tasks that the harness does not have or the model cannot hold.
 
         Raises:
             ConfigError: The harness does not have a task.
+            InputError: A task's answers leave no position for a prompt.
         """
-        load_tasks(self.tasks, self.include_path)
+        loaded = load_tasks(self.tasks, self.include_path, tokenizer, self.lengths)
+        check_harness_tasks(positions_of(model), loaded)
 
     def run(
         self,
         model: Any,
         tokenizer: Any,
-        done: AbstractSet[Key] = frozenset(),
+        done: Container[Key] = frozenset(),
         *,
+        claims: Claims = ALONE,
+        batch_size: int = 1,
         backend: str = "auto",
         prefill_chunk: int = 0,
         engine: EngineOptions = DEFAULTS,
@@ -90,28 +98,44 @@ class HarnessGrid:
         Yields:
             A plain row for each method, size and task, with its `metrics`, or with an `error`.
         """
-        for task in self.tasks:
-            for one in self.variants:
-                if (*one.key, task) in done:
-                    continue
-                row = {**one.columns(0), "asked": task, "metrics": [], "error": None}
-                try:
-                    found = evaluate_harness(
-                        model,
-                        tokenizer,
-                        [task],
-                        one.method.policy,
-                        one.config(0),
-                        limit=self.limit,
-                        include_path=self.include_path,
-                        chat=bool(getattr(tokenizer, "chat_template", None)),
-                        backend=backend,
-                        engine=engine_for(one.method.policy, engine),
-                    )
-                except FAILURES as error:
-                    yield row | {"error": first_line(error)}
-                    continue
-                yield row | {"metrics": [_plain(asdict(metric)) for metric in found]}
+        keys = self.keys
+        for unit, (task, one) in enumerate(product(self.tasks, self.variants)):
+            with taken(claims, [unit], lambda number: keys[number] not in done) as mine:
+                for _ in mine:
+                    own = {"backend": backend, "engine": engine_for(one.method.policy, engine)}
+                    yield self._row(model, tokenizer, task, one, batch_size, own)
+
+    def _row(
+        self,
+        model: Any,
+        tokenizer: Any,
+        task: str,
+        variant: MethodVariant,
+        batch_size: int,
+        options: dict[str, Any],
+    ) -> dict[str, Any]:
+        # with batches, and one by one where a batch fails
+        row = {**variant.columns(0), "asked": task, "metrics": [], "error": None}
+        for size in sorted({batch_size, 1}, reverse=True):
+            try:
+                found = evaluate_harness(
+                    model,
+                    tokenizer,
+                    [task],
+                    variant.method.policy,
+                    variant.config(0),
+                    limit=self.limit,
+                    include_path=self.include_path,
+                    chat=bool(getattr(tokenizer, "chat_template", None)),
+                    batch_size=size,
+                    lengths=self.lengths,
+                    **options,
+                )
+            except FAILURES as error:
+                row["error"] = first_line(error)
+                continue
+            return row | {"metrics": [_plain(asdict(metric)) for metric in found], "error": None}
+        return row
 
 
 def _plain(values: dict[str, Any]) -> dict[str, Any]:

@@ -1,30 +1,25 @@
 """Decode samples of tasks under many methods: each prompt is read once, each method decodes from it."""
 
-from collections.abc import Iterator, Mapping
-from collections.abc import Set as AbstractSet
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, ClassVar
 
-import torch
-
-from sfi_core.errors import ConfigError, InputError, MemoryForecastError, NumericsError
+from sfi_core.errors import ConfigError
 from sfi_core.generation.generate import generate
-from sfi_core.generation.prompts import check_lengths
 from sfi_core.generation.read_prompt import read_prompt
 from sfi_core.hosts.transformers.stores import engine_for
+from sfi_core.measure.evaluation.claims import ALONE, Claims, grouped, taken
+from sfi_core.measure.evaluation.grid import FAILURES, Key
 from sfi_core.measure.evaluation.method import Method, MethodVariant, Size, check_distinct
+from sfi_core.measure.evaluation.positions import check_lengths_asked, check_task, positions_of
+from sfi_core.measure.evaluation.task_rows import decoded_rows, empty_row
 from sfi_core.measure.evaluation.tasks import TaskSample, find_task
 from sfi_core.models.load import first_line
 from sfi_core.policies import policy_class
 from sfi_core.settings.engine import DEFAULTS, EngineOptions
 
-# errors of one method, after which the other methods go on
-FAILURES = (MemoryForecastError, NumericsError, torch.OutOfMemoryError, MemoryError)
-Key = tuple[Any, ...]
-MEASURED = (
-    "score", "scores", "generated", "finish_reason", "read_ratio", "selection_ratio", "stored_ratio",
-    "slow_steps", "fast_steps", "decode_seconds", "tokens_per_second", "text",
-)  # fmt: skip
+POOL = 8  # batches of seeds among which prompts with the same budgets are looked for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,18 +91,14 @@ class TaskGrid:
         """Refuse, before anything runs, contexts that the model cannot hold and sizes that select nothing.
 
         Raises:
-            InputError: With the length and the model's limit.
+            InputError: With the task, the length and the model's limit.
             ConfigError: With the share and the context.
         """
-        limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-        if limit and max(self.lengths) > limit:
-            raise InputError(
-                f"length must be at most the model's {limit} positions, got {max(self.lengths)}"
-            )
+        limit = positions_of(model)
+        check_lengths_asked(limit, self.lengths)
         for length in self.lengths:
             for task in self.tasks:
-                sample = find_task(task).sample(tokenizer, length, self.seeds[0])
-                check_lengths(model, [sample.prompt_ids], sample.max_new_tokens)
+                sample = check_task(limit, find_task(task), tokenizer, length, self.seeds)
                 for one in self.variants:
                     one.config(len(sample.prompt_ids))
 
@@ -115,8 +106,10 @@ class TaskGrid:
         self,
         model: Any,
         tokenizer: Any,
-        done: AbstractSet[Key] = frozenset(),
+        done: Container[Key] = frozenset(),
         *,
+        claims: Claims = ALONE,
+        batch_size: int = 1,
         backend: str = "auto",
         prefill_chunk: int = 0,
         engine: EngineOptions = DEFAULTS,
@@ -127,6 +120,9 @@ class TaskGrid:
             model: A decoder-only model of transformers; `check` it first.
             tokenizer: Its tokenizer.
             done: Keys of rows that are not made again.
+            claims: Which samples are this process's, where several share the grid.
+            batch_size: The most samples of a task and length that are decoded together. Samples are, where
+                every size gives their prompts the same budget; a batch that fails is decoded one by one.
             backend: "auto", "torch" or "triton".
             prefill_chunk: Prompt tokens of one forward pass; 0 for all at once.
             engine: How steps are run; a policy that cannot run under its device budget runs without it.
@@ -135,32 +131,47 @@ class TaskGrid:
             Rows; a method that ran out of memory or gave broken logits has an `error` and no score.
 
         Raises:
-            KeyboardInterrupt: On Ctrl-C; the row under way is lost.
+            KeyboardInterrupt: On Ctrl-C; the rows under way are lost.
         """
         options: dict[str, Any] = {"backend": backend, "prefill_chunk": prefill_chunk}
         methods = [method.resolved(tokenizer) for method in self.methods]
         variants = [one for method in methods for one in method.variants(self.sizes)]
-        for task, length, seed in self.samples():
-            pending = [one for one in variants if (*one.key, task, length, seed) not in done]
-            if not pending:
-                continue
-            sample = find_task(task).sample(tokenizer, length, seed)
-            try:
-                shared = read_prompt(
-                    model,
-                    tokenizer,
-                    [sample.prompt_ids],
-                    capacity=len(sample.prompt_ids) + sample.max_new_tokens,
-                    window=_window([one.method for one in pending]),
-                    **options,
-                )
-            except FAILURES as error:
-                yield from (_row(one, sample) | {"error": first_line(error)} for one in pending)
-                continue
-            for one in pending:
-                own = engine_for(one.method.policy, engine)
-                more = {**options, "shared": shared, "engine": own}
-                yield _decoded(model, tokenizer, one, sample, more)
+        samples = list(self.samples())
+
+        def left(unit: int) -> list[MethodVariant]:
+            return [one for one in variants if (*one.key, *samples[unit]) not in done]
+
+        @lru_cache(maxsize=POOL * batch_size)
+        def drawn(unit: int) -> TaskSample:
+            task, length, seed = samples[unit]
+            return find_task(task).sample(tokenizer, length, seed)
+
+        def sizes(unit: int) -> Key:
+            context = len(drawn(unit).prompt_ids)
+            configs = [one.config(context) for one in variants]
+            return tuple((config.budget, config.recent) for config in configs)
+
+        for units in self._batches(batch_size, sizes, lambda unit: bool(left(unit))):
+            with taken(claims, units, lambda unit: bool(left(unit))) as mine:
+                for together in grouped(mine, lambda unit: [one.key for one in left(unit)]):
+                    own, chosen = left(together[0]), list(map(drawn, together))
+                    yield from _rows(model, tokenizer, chosen, own, engine, options)
+
+    def _batches(
+        self, size: int, alike: Callable[[int], Key], left: Callable[[int], bool]
+    ) -> Iterator[list[int]]:
+        # numbers of samples of one task and length that are alike; in the order of `samples` for a size of 1
+        places = len(self.lengths) * len(self.tasks)
+        pool = size if size == 1 else POOL * size
+        for first in range(0, len(self.seeds), pool):
+            seeds = range(first, min(first + pool, len(self.seeds)))
+            for place in range(places):
+                units = [seed * places + place for seed in seeds]
+                if size == 1:
+                    yield units
+                    continue
+                for group in grouped(filter(left, units), alike):
+                    yield from (group[at : at + size] for at in range(0, len(group), size))
 
 
 def _window(methods: list[Method]) -> int | None:
@@ -171,59 +182,67 @@ def _window(methods: list[Method]) -> int | None:
     return max(policy.adapt(config).window_prefill for policy, config in policies)
 
 
+def _rows(
+    model: Any,
+    tokenizer: Any,
+    samples: list[TaskSample],
+    pending: list[MethodVariant],
+    engine: EngineOptions,
+    options: Mapping[str, Any],
+) -> Iterator[dict[str, Any]]:
+    # read the prompts once and decode them together under each method; what fails is done one by one
+    shared, problem = None, ""
+    try:
+        shared = read_prompt(
+            model,
+            tokenizer,
+            [sample.prompt_ids for sample in samples],
+            capacity=max(len(sample.prompt_ids) + sample.max_new_tokens for sample in samples),
+            window=_window([one.method for one in pending]),
+            **options,
+        )
+    except FAILURES as error:
+        problem = first_line(error)
+    failed = list(pending) if shared is None else []
+    for one in pending if shared is not None else ():
+        own = {"shared": shared, "engine": engine_for(one.method.policy, engine)}
+        rows, problem = _decoded(model, tokenizer, one, samples, {**options, **own})
+        del own
+        if rows is None and len(samples) > 1:
+            failed.append(one)
+            continue
+        yield from rows or [empty_row(one, samples[0]) | {"error": problem}]
+    if len(samples) == 1:
+        yield from (empty_row(one, samples[0]) | {"error": problem} for one in failed)
+        return
+    del shared  # its memory is the next prompt's
+    for sample in samples if failed else ():
+        yield from _rows(model, tokenizer, [sample], failed, engine, options)
+
+
 def _decoded(
     model: Any,
     tokenizer: Any,
     variant: MethodVariant,
-    sample: TaskSample,
-    options: dict[str, Any],
-) -> dict[str, Any]:
-    # decode one sample by one method and score it
-    prompt, row = sample.prompt_ids, _row(variant, sample)
+    samples: list[TaskSample],
+    options: Mapping[str, Any],
+) -> tuple[list[dict[str, Any]] | None, str]:
+    # decode samples by one method and score them; None and the error where that fails
+    prompts = [sample.prompt_ids for sample in samples]
     try:
         result = generate(
             model,
             tokenizer,
-            [prompt],
-            variant.config(len(prompt)),
+            prompts,
+            variant.config(len(prompts[0])),
             policy=variant.method.policy,
-            max_new_tokens=sample.max_new_tokens,
+            max_new_tokens=[sample.max_new_tokens for sample in samples],
             **options,
         )
     except FAILURES as error:
-        return row | {"error": first_line(error)}
+        return None, first_line(error)
     if result.interrupted:
         raise KeyboardInterrupt
     if result.error is not None:
-        return row | {"error": first_line(result.error)}
-    report, text = result.report.requests[0], result.texts[0]
-    scores = dict(find_task(sample.task).score(sample, report.token_ids, text, tokenizer))
-    return row | {
-        "score": float(scores.pop("score")),
-        "scores": scores,
-        "generated": len(report.token_ids),
-        "finish_reason": report.finish_reason,
-        "read_ratio": report.read_ratio,
-        "selection_ratio": report.selection_ratio,
-        "stored_ratio": report.stored_ratio,
-        "slow_steps": report.slow_steps,
-        "fast_steps": report.fast_steps,
-        "decode_seconds": result.report.decode_seconds,
-        "tokens_per_second": result.report.decode_tokens_per_second,
-        "text": text,
-    }
-
-
-def _row(variant: MethodVariant, sample: TaskSample) -> dict[str, Any]:
-    # the columns known before decoding; every row has them in this order
-    return {
-        **variant.columns(len(sample.prompt_ids)),
-        "task": sample.task,
-        "length": sample.length,
-        "seed": sample.seed,
-        "prompt_tokens": len(sample.prompt_ids),
-        **dict.fromkeys(MEASURED),
-        "scores": {},
-        "expected": list(sample.answers),
-        "error": None,
-    }
+        return None, first_line(result.error)
+    return decoded_rows(variant, samples, result, tokenizer), ""

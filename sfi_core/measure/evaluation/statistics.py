@@ -51,7 +51,17 @@ def wilson(scores: Sequence[float]) -> Interval:
     n = len(scores)
     if n == 0 or not 0 <= min(scores) <= max(scores) <= 1:
         raise ValueError(f"scores must be in [0, 1] and at least one, got {list(scores)}")
-    mean = math.fsum(scores) / n
+    return wilson_of(math.fsum(scores) / n, n)
+
+
+def wilson_of(mean: float, n: int) -> Interval:
+    """Give a mean of `n` scores its Wilson score interval; see `wilson`.
+
+    Raises:
+        ValueError: There is no score, or the mean is outside [0, 1].
+    """
+    if n < 1 or not 0 <= mean <= 1:
+        raise ValueError(f"mean must be in [0, 1] and of at least one score, got {mean} of {n}")
     weight = 1 + Z**2 / n
     center = (mean + Z**2 / (2 * n)) / weight
     half = Z / weight * math.sqrt(mean * (1 - mean) / n + Z**2 / (4 * n**2))

@@ -1,6 +1,7 @@
-"""Decode a given text under a policy, and hand out the model's logits at each step."""
+"""Decode given texts under a policy, and hand out the model's logits at each step."""
 
 from collections.abc import Callable, Sequence
+from itertools import count
 from typing import Any
 
 import torch
@@ -26,6 +27,43 @@ def teacher_force(
     prompt_tokens: int,
     on_logits: OnLogits,
     config: SfiConfig | None = None,
+    **options: Any,
+) -> RunReport:
+    """Read the first tokens as a prompt, then decode the others one by one, whatever the logits are.
+
+    Args:
+        model: A decoder-only model of transformers.
+        tokenizer: Turns trigger strings into token ids.
+        ids: The tokens of the text.
+        prompt_tokens: Tokens of the prompt; the tokens after them are decoded.
+        on_logits: Called with each step and its logits, `[V]` float32.
+        config: The settings; None is the `default` preset.
+        **options: As those of `teacher_force_batch`.
+
+    Returns:
+        The run's report, with its slow steps and read ratio.
+
+    Raises:
+        SfiError: As `teacher_force_batch`.
+    """
+    return teacher_force_batch(
+        model,
+        tokenizer,
+        [ids],
+        prompt_tokens,
+        lambda step, logits_BV: on_logits(step, logits_BV[0]),
+        config,
+        **options,
+    )
+
+
+def teacher_force_batch(
+    model: Any,
+    tokenizer: Any,
+    texts: Sequence[Sequence[int]],
+    prompt_tokens: int,
+    on_logits: OnLogits,
+    config: SfiConfig | None = None,
     *,
     policy: str = "sfi",
     prefill_chunk: int = 0,
@@ -33,70 +71,79 @@ def teacher_force(
     engine: EngineOptions = DEFAULTS,
     shared: SharedPrompt | None = None,
 ) -> RunReport:
-    """Read the first tokens as a prompt, then decode the others one by one, whatever the logits are.
+    """Read the first tokens of texts of one length as prompts, then decode the others together.
 
-    Step t predicts `ids[prompt_tokens + t]` and reads the token before it, as in `generate`. Step 0 is the
-    prompt's last position: dense under every policy. Stop tokens of the text do not end the run.
+    Step t predicts `text[prompt_tokens + t]` and reads the token before it, as in `generate`. Step 0 is the
+    prompt's last position: dense under every policy. Stop tokens of a text do not end the run.
 
     Args:
         model: A decoder-only model of transformers.
         tokenizer: Turns trigger strings into token ids.
-        ids: The tokens of the text.
-        prompt_tokens: Tokens of the prompt; the tokens after them are decoded.
-        on_logits: Called with each step and its logits, `[V]` float32. An iterator would give the model
+        texts: The tokens of each text; all have the same number of tokens.
+        prompt_tokens: Tokens of each prompt; the tokens after them are decoded.
+        on_logits: Called with each step and its logits, `[B, V]` float32. An iterator would give the model
             back to its caller before the run ends.
         config: The settings; None is the `default` preset.
         policy: A name from `sfi_core.policies.POLICIES`.
         prefill_chunk: Prompt tokens of one forward pass; 0 for all at once.
         backend: "auto", "torch" or "triton".
         engine: How steps are run.
-        shared: The prompt as `read_prompt` read it; the prompt is not read again.
+        shared: The prompts as `read_prompt` read them; the prompts are not read again.
 
     Returns:
-        The run's report, with its slow steps and read ratio.
+        The run's report, a request a text, with slow steps and read ratios.
 
     Raises:
-        ConfigError: A setting is out of range, the prompt leaves no token, or `shared` is another prompt.
-        InputError: The text is longer than the model's positions.
+        ConfigError: A setting is out of range, the texts differ in length, a prompt leaves no token, or
+            `shared` is of other prompts.
+        InputError: A text is longer than the model's positions.
         NumericsError: Logits hold NaN or infinity.
         MemoryForecastError: The run would not fit.
     """
-    if not 0 < prompt_tokens < len(ids):
+    sizes = sorted({len(ids) for ids in texts})
+    if len(sizes) != 1:
+        raise ConfigError(f"texts must have one length, got {sizes}")
+    if not 0 < prompt_tokens < sizes[0]:
         raise ConfigError(
-            f"prompt_tokens must be positive and below the text's {len(ids)}, got {prompt_tokens}"
+            f"prompt_tokens must be positive and below the text's {sizes[0]}, got {prompt_tokens}"
         )
-    capacity = len(ids) - 1  # the last token is predicted, never read
-    check_lengths(model, [ids[:capacity]], 0)
-    prompt, given = ids[:prompt_tokens], ids[prompt_tokens:]
-    ids_BT, mask_BT = left_pad([prompt], model.device)
+    capacity = sizes[0] - 1  # the last token is predicted, never read
+    check_lengths(model, [ids[:capacity] for ids in texts], 0)
+    ids_BT, mask_BT = left_pad([ids[:prompt_tokens] for ids in texts], model.device)
     if shared is not None:
         shared.check(ids_BT, mask_BT, capacity)
         capacity = shared.capacity
-    step = 0
-
-    def next_token(logits_BV: torch.Tensor) -> list[int]:
-        nonlocal step
-        logits_V = logits_BV[0].float()
-        if not bool(logits_V.amax().isfinite()):
-            raise NumericsError(f"logits must be finite, got NaN or infinity at step {step}")
-        on_logits(step, logits_V)
-        step += 1
-        return [given[step - 1]]
-
     with (
         torch.no_grad(),
         slow_fast(
             model, tokenizer, config, policy=policy, backend=backend, engine=engine
         ) as session,
     ):
-        expected = session.forecast(1, prompt_tokens, capacity, prefill_chunk)
+        expected = session.forecast(len(texts), prompt_tokens, capacity, prefill_chunk)
         check_fits(expected, model.device, two_tier=session.tiers is not None)
         decoder = Decoder(
             session=session, ids_BT=ids_BT, mask_BT=mask_BT, capacity=capacity, chunk=prefill_chunk,
             shared=shared,
         )  # fmt: skip
-        for _ in decode(decoder, next_token, len(given)):
+        given = [ids[prompt_tokens:] for ids in texts]
+        for _ in decode(decoder, _given(given, on_logits), sizes[0] - prompt_tokens):
             pass
         report = session.report
     assert report is not None, "a run has begun"
     return report
+
+
+def _given(
+    given: Sequence[Sequence[int]], on_logits: OnLogits
+) -> Callable[[torch.Tensor], list[int]]:
+    # what picks the texts' own tokens, step by step
+    steps = count()
+
+    def next_token(logits_BV: torch.Tensor) -> list[int]:
+        step, logits_BV = next(steps), logits_BV.float()
+        if not bool(logits_BV.amax(-1).isfinite().all()):
+            raise NumericsError(f"logits must be finite, got NaN or infinity at step {step}")
+        on_logits(step, logits_BV)
+        return [ids[step] for ids in given]
+
+    return next_token

@@ -1,17 +1,17 @@
 """Compare methods with full attention on windows of a text, a row for each method, size and window."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar
 
 from sfi_core.engine.report import RequestReport
 from sfi_core.errors import ConfigError, InputError
-from sfi_core.generation.prompts import check_lengths
 from sfi_core.hosts.transformers.stores import engine_for
+from sfi_core.measure.evaluation.claims import ALONE, Claims, grouped, taken
 from sfi_core.measure.evaluation.fidelity import Fidelity, fidelity, reference
+from sfi_core.measure.evaluation.grid import FAILURES, Key
 from sfi_core.measure.evaluation.method import WHOLE, Method, MethodVariant, Size, check_distinct
-from sfi_core.measure.evaluation.runner import FAILURES, Key
+from sfi_core.measure.evaluation.positions import check_lengths_asked, check_window, positions_of
 from sfi_core.measure.evaluation.text_windows import Window, text_ids, windows
 from sfi_core.models.load import first_line
 from sfi_core.settings.engine import DEFAULTS, EngineOptions
@@ -91,9 +91,11 @@ class TextGrid:
             InputError: The text is too short, or a window too long.
             ConfigError: A size selects nothing.
         """
+        limit = positions_of(model)
+        check_lengths_asked(limit, self.lengths)
         for length in self.lengths:
             for window in self.windows(tokenizer, length):
-                check_lengths(model, [window.ids], 0)
+                check_window(limit, window)
             for one in self.variants:
                 one.config(length)
 
@@ -110,8 +112,10 @@ class TextGrid:
         self,
         model: Any,
         tokenizer: Any,
-        done: AbstractSet[Key] = frozenset(),
+        done: Container[Key] = frozenset(),
         *,
+        claims: Claims = ALONE,
+        batch_size: int = 1,
         backend: str = "auto",
         prefill_chunk: int = 0,
         engine: EngineOptions = DEFAULTS,
@@ -121,36 +125,90 @@ class TextGrid:
         Yields:
             A plain row for each method and window, with an entry per step in `steps`, or with an `error`.
         """
-        for number in range(self.count):
-            for length in self.lengths:
-                pending = [one for one in self.variants if (*one.key, length, number) not in done]
-                if not pending:
-                    continue
-                window = self.windows(tokenizer, length)[number]
-                full = reference(
-                    model, tokenizer, window, prefill_chunk=prefill_chunk, backend=backend
+        variants, options = self.variants, {"backend": backend}
+
+        def left(unit: int) -> list[MethodVariant]:
+            number, length = self._place(unit)
+            return [one for one in variants if (*one.key, length, number) not in done]
+
+        for units in self._batches(batch_size):
+            with taken(claims, units, lambda unit: bool(left(unit))) as mine:
+                for together in grouped(mine, lambda unit: [one.key for one in left(unit)]):
+                    length = self._place(together[0])[1]
+                    spread = self.windows(tokenizer, length)
+                    numbers = [self._place(unit)[0] for unit in together]
+                    chosen = {number: spread[number] for number in numbers}
+                    own = left(together[0])
+                    yield from self._rows(
+                        model, tokenizer, chosen, own, prefill_chunk, engine, options
+                    )
+
+    def _rows(
+        self,
+        model: Any,
+        tokenizer: Any,
+        chosen: Mapping[int, Window],
+        pending: Sequence[MethodVariant],
+        prefill_chunk: int,
+        engine: EngineOptions,
+        options: Mapping[str, Any],
+    ) -> Iterator[dict[str, Any]]:
+        # decode windows of one length together; what fails is done one by one
+        length, full, problem = next(iter(chosen.values())).prompt_tokens, None, ""
+        try:
+            full = reference(
+                model, tokenizer, list(chosen.values()), prefill_chunk=prefill_chunk, **options
+            )
+        except FAILURES as error:
+            problem = first_line(error)
+        failed = list(pending) if full is None else []
+        for one in pending:
+            if full is None:
+                break
+            own = {**options, "engine": engine_for(one.method.policy, engine)}
+            try:
+                found = fidelity(
+                    model, tokenizer, full, one.config(length), policy=one.method.policy, **own
                 )
-                for one in pending:
-                    row = {
-                        **one.columns(length),
-                        "length": length,
-                        "tokens": self.tokens,
-                        "window": number,
-                    }
-                    try:
-                        found = fidelity(
-                            model,
-                            tokenizer,
-                            full,
-                            one.config(length),
-                            policy=one.method.policy,
-                            backend=backend,
-                            engine=engine_for(one.method.policy, engine),
-                        )
-                    except FAILURES as error:
-                        yield row | {"steps": None, "report": None, "error": first_line(error)}
-                        continue
-                    yield row | {**to_row(found), "error": None}
+            except FAILURES as error:
+                problem = first_line(error)
+                if len(chosen) > 1:
+                    failed.append(one)
+                    continue
+                yield self._row(one, length, *chosen) | {"error": problem}
+                continue
+            for number, part in zip(chosen, found, strict=True):
+                yield self._row(one, length, number) | to_row(part)
+        if len(chosen) == 1:
+            yield from (self._row(one, length, *chosen) | {"error": problem} for one in failed)
+            return
+        del full  # its memory is the next window's
+        for number, window in chosen.items() if failed else ():
+            alone = {number: window}
+            yield from self._rows(model, tokenizer, alone, failed, prefill_chunk, engine, options)
+
+    def _row(self, variant: MethodVariant, length: int, number: int) -> dict[str, Any]:
+        return {
+            **variant.columns(length),
+            "length": length,
+            "tokens": self.tokens,
+            "window": number,
+            "steps": None,
+            "report": None,
+            "error": None,
+        }
+
+    def _place(self, unit: int) -> tuple[int, int]:
+        # a unit's window and length
+        number, length = divmod(unit, len(self.lengths))
+        return number, self.lengths[length]
+
+    def _batches(self, size: int) -> Iterator[list[int]]:
+        # units of one length, in the order of the keys for a size of 1
+        for first in range(0, self.count, size):
+            numbers = range(first, min(first + size, self.count))
+            for length in range(len(self.lengths)):
+                yield [number * len(self.lengths) + length for number in numbers]
 
 
 def to_row(found: Fidelity) -> dict[str, Any]:

@@ -42,7 +42,7 @@ def window():
 
 @pytest.fixture(scope="module")
 def full(tiny_model, window):
-    return reference(tiny_model, None, window)
+    return reference(tiny_model, None, [window])
 
 
 def forced(model, window, config=SMALL, **options):
@@ -128,7 +128,7 @@ def test_the_last_token_takes_no_position(tiny_model):
 
 
 def test_full_attention_is_exactly_as_far_from_itself_as_nothing(tiny_model, full):
-    found = fidelity(tiny_model, None, full, SMALL, policy="full-kv")
+    (found,) = fidelity(tiny_model, None, full, SMALL, policy="full-kv")
     assert found.kl == [0.0] * NEW
     assert found.agrees == [True] * NEW
     assert found.nll == found.nll_full
@@ -138,7 +138,7 @@ def test_full_attention_is_exactly_as_far_from_itself_as_nothing(tiny_model, ful
 
 
 def test_a_policy_whose_every_step_is_slow_is_full_attention(tiny_model, full):
-    found = fidelity(tiny_model, None, full, SMALL.replace(trigger_policy="always"))
+    (found,) = fidelity(tiny_model, None, full, SMALL.replace(trigger_policy="always"))
     # where a step selects, its attention sums in another order
     assert found.kl == pytest.approx([0.0] * NEW, abs=1e-6)
     assert found.agrees == [True] * NEW
@@ -146,7 +146,7 @@ def test_a_policy_whose_every_step_is_slow_is_full_attention(tiny_model, full):
 
 
 def test_a_small_budget_moves_every_step_but_the_first(tiny_model, full):
-    found = fidelity(tiny_model, None, full, SMALL, policy="streaming-llm")
+    (found,) = fidelity(tiny_model, None, full, SMALL, policy="streaming-llm")
     assert found.kl[0] == 0
     assert min(found.kl[1:]) > 0
     assert found.summary()["read_ratio"] < 0.3
@@ -154,7 +154,7 @@ def test_a_small_budget_moves_every_step_but_the_first(tiny_model, full):
 
 def test_slow_steps_are_full_attentions_only_where_history_does_not_tell(tiny_model, full):
     """A slow step reads every key, but those of earlier fast steps were made from their layer's output."""
-    found = fidelity(tiny_model, None, full, SMALL)
+    (found,) = fidelity(tiny_model, None, full, SMALL)
     report = found.reports[0]
     assert [step for step, slow in enumerate(found.slow) if slow] == report.slow_at
     assert 1 < len(report.slow_at) < NEW
@@ -176,7 +176,7 @@ def test_divergence_and_likelihood_are_those_of_the_logits(tiny_model, window, f
     logits, _ = forced(tiny_model, window, policy="streaming-llm")
     plain, _ = forced(tiny_model, window, policy="full-kv")
     q, p = logits.double().softmax(-1), plain.double().softmax(-1)
-    found = fidelity(tiny_model, None, full, SMALL, policy="streaming-llm")
+    (found,) = fidelity(tiny_model, None, full, SMALL, policy="streaming-llm")
     assert found.kl == pytest.approx((p * (p / q).log()).sum(-1).tolist(), abs=1e-5)
     given = torch.tensor(window.ids[PROMPT:])[:, None]
     assert found.nll == pytest.approx((-q.gather(1, given).log())[:, 0].tolist(), abs=1e-4)
@@ -294,7 +294,7 @@ def test_sentences_end_at_the_settings_triggers_whatever_the_policy_does(tiny_mo
     dot = tokenizer(".", add_special_tokens=False)["input_ids"][0]
     assert dot < 96
     ids = [dot + 1, dot + 2] * 10 + [dot, dot + 1, dot + 2, dot, dot + 1]
-    full = reference(tiny_model, tokenizer, Window(start=0, prompt_tokens=20, ids=tuple(ids)))
+    full = reference(tiny_model, tokenizer, [Window(start=0, prompt_tokens=20, ids=tuple(ids))])
     config = SMALL.replace(trigger_token_ids=None, trigger_policy="stride", stride=2)
-    found = fidelity(tiny_model, tokenizer, full, config)
+    (found,) = fidelity(tiny_model, tokenizer, full, config)
     assert found.in_sentence == [19, 0, 1, 2, 0]

@@ -15,6 +15,8 @@ from sfi_core import SfiConfig
 from sfi_core.errors import BackendError, ConfigError, InputError
 from sfi_core.measure.evaluation import harness
 from sfi_core.measure.evaluation.harness import evaluate_harness
+from sfi_core.measure.evaluation.harness_grid import HarnessGrid
+from sfi_core.measure.evaluation.method import Method
 
 INSTALLED = find_spec("lm_eval") is not None and find_spec("accelerate") is not None
 pytestmark = pytest.mark.skipif(not INSTALLED, reason="the eval extra is not installed")
@@ -227,6 +229,36 @@ def test_answers_of_one_token_are_marked_as_beyond_the_policys_reach(loaded, fol
     assert row.read_ratio == 1
 
 
+def test_a_task_that_makes_its_prompts_is_told_tokenizer_and_lengths(loaded, folder):
+    """As RULER's tasks do: `custom_dataset` takes both, and reports a length without prompts as -1."""
+    (folder / "made.py").write_text(
+        "import datasets\n"
+        "def make(tokenizer=None, max_seq_lengths=(), **_):\n"
+        "    rows = [{'q': f'{tokenizer} {n}', 'n': n} for n in max_seq_lengths]\n"
+        "    return {'test': datasets.Dataset.from_list(rows)}\n"
+        "def score(doc, results):\n"
+        "    return {'4096': -1.0, str(doc['n']): float(doc['q'].startswith('mine/tokenizer '))}\n"
+        "def mean(values):\n"
+        "    known = [value for value in values if value != -1]\n"
+        "    return sum(known) / len(known) if known else -1\n"
+    )
+    metrics = [f"{{metric: '{n}', aggregation: !function made.mean}}" for n in (4096, 8192, 16384)]
+    (folder / "made_lengths.yaml").write_text(
+        "task: made_lengths\ndataset_path: ''\ndataset_name: ''\noutput_type: generate_until\n"
+        "test_split: test\ncustom_dataset: !function made.make\ndoc_to_text: '{{q}}'\ndoc_to_target: x\n"
+        "process_results: !function made.score\ngeneration_kwargs: {until: [], max_gen_toks: 4}\n"
+        f"metric_list: [{', '.join(metrics)}]\n"
+    )
+    tokenizer = copy.deepcopy(loaded[1])
+    tokenizer.name_or_path = "mine/tokenizer"
+    found = evaluate_harness(
+        loaded[0], tokenizer, ["made_lengths"], "sfi", SMALL, include_path=folder, lengths=(1024, 8192, 16384)
+    )  # fmt: skip
+    assert [(row.metric, row.value, row.samples) for row in found] == [
+        ("8192", 1.0, 2), ("16384", 1.0, 2),
+    ]  # fmt: skip
+
+
 def test_a_limit_counts_documents_and_progress_is_told(loaded, folder):
     told = []
     rows = evaluate_harness(
@@ -302,7 +334,7 @@ def test_a_missing_harness_is_named_with_how_to_install_it(loaded, monkeypatch):
 
 def test_an_unknown_task_is_refused_with_how_to_list_them(loaded, folder, monkeypatch):
     own = harness.task_manager(folder, defaults=False)  # the harness's own take seconds to index
-    monkeypatch.setattr(harness, "task_manager", lambda path, *, defaults: own)
+    monkeypatch.setattr(harness, "task_manager", lambda path, *_, defaults: own)
     with pytest.raises(ConfigError, match="unknown lm-eval task 'tiny_txt'; `lm-eval ls tasks`"):
         evaluate_harness(*loaded, ["tiny_text", "tiny_txt"], include_path=folder)
 
@@ -319,6 +351,16 @@ def test_a_task_that_cannot_run_is_refused_in_one_line(loaded, folder, task, err
     with pytest.raises(error, match=message) as caught:
         evaluate_harness(*loaded, [task], "sfi", SMALL, include_path=folder)
     assert "\n" not in str(caught.value)
+
+
+def test_a_task_whose_answers_fill_the_models_positions_is_refused_before_it_runs(loaded, folder):
+    """A task of short answers, and multiple choice, are let through."""
+    grid = {"methods": (Method.parse("sfi"),), "sizes": (), "include_path": folder, "limit": 1}
+    HarnessGrid(tasks=("tiny_text", "tiny_choice"), **grid).check(*loaded)
+    with pytest.raises(
+        InputError, match=r"'tiny_long' must leave room in .* 128 positions, got answers of 128"
+    ):
+        HarnessGrid(tasks=("tiny_text", "tiny_long"), **grid).check(*loaded)
 
 
 @pytest.mark.parametrize(

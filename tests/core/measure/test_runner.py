@@ -108,6 +108,99 @@ def test_broken_logits_are_an_error_of_the_row(loaded, monkeypatch):
     assert (row["error"], row["score"]) == ("logits must be finite", None)
 
 
+def by_key(grid, rows):
+    return {grid.key(row): row for row in timeless(rows)}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "task", "length", "seeds"),
+    [
+        ((Size(budget=24, recent=16),), TASK, LENGTH, range(5)),
+        ((Size(share=0.1), Size(share=0.2)), "niah-single", 300, range(6)),
+    ],
+)
+def test_rows_of_a_batch_are_those_of_one_by_one(loaded, sizes, task, length, seeds, monkeypatch):
+    """Prompts that differ in length take different budgets for a share, and only those alike go together."""
+    methods = {"synckv": "synckv:synckv.heads=even"}
+    policies = POLICIES if sizes[0].budget else ("full-kv", "sfi", "quest")
+    named = (methods.get(policy, policy) for policy in policies)
+    grid = grid_of(*named, tasks=(task,), lengths=(length,), seeds=tuple(seeds))
+    grid = replace(grid, sizes=sizes)
+    batches = []
+    decode = runner.generate
+    monkeypatch.setattr(
+        runner, "generate", lambda m, t, p, *a, **k: batches.append(len(p)) or decode(m, t, p, *a, **k)
+    )  # fmt: skip
+    alone, together = list(grid.run(*loaded)), list(grid.run(*loaded, batch_size=3))
+    assert max(batches) == 3
+    found, expected = by_key(grid, together), by_key(grid, alone)
+    assert found.keys() == expected.keys() == set(grid.keys)
+    for key, row in expected.items():
+        assert found[key] == row
+
+
+def test_a_batch_that_fails_is_decoded_one_by_one(loaded, monkeypatch):
+    """A method that needs too much memory for two prompts, and one whose logits break for one prompt."""
+    grid = replace(
+        grid_of("full-kv", "quest", "streaming-llm", seeds=(0, 1)), sizes=(Size(budget=24, recent=16),)
+    )  # fmt: skip
+    expected = by_key(grid, grid.run(*loaded))
+    broken = find_task(TASK).sample(loaded[1], LENGTH, 1).prompt_ids
+    decode = runner.generate
+
+    def scarce(model, tokenizer, prompts, *args, policy, **options):
+        if policy == "quest" and len(prompts) > 1:
+            raise torch.OutOfMemoryError("no memory")
+        result = decode(model, tokenizer, prompts, *args, policy=policy, **options)
+        if policy == "streaming-llm" and broken in prompts:
+            return replace(result, error=NumericsError("logits must be finite"))
+        return result
+
+    monkeypatch.setattr(runner, "generate", scarce)
+    found = by_key(grid, grid.run(*loaded, batch_size=2))
+    assert found.keys() == expected.keys()
+    for key, row in found.items():
+        if key[0] == "streaming-llm" and key[-1] == 1:
+            assert (row["error"], row["score"]) == ("logits must be finite", None)
+        else:
+            assert row == expected[key]
+
+
+def test_a_batch_of_prompts_that_does_not_fit_is_read_one_by_one(loaded, monkeypatch):
+    grid = replace(grid_of("full-kv", "sfi", seeds=(0, 1)), sizes=(Size(budget=24, recent=16),))
+    expected, read = by_key(grid, grid.run(*loaded)), runner.read_prompt
+
+    def scarce(model, tokenizer, prompts, **options):
+        if len(prompts) > 1:
+            raise MemoryForecastError("the run must fit")
+        return read(model, tokenizer, prompts, **options)
+
+    monkeypatch.setattr(runner, "read_prompt", scarce)
+    assert by_key(grid, grid.run(*loaded, batch_size=2)) == expected
+
+
+def test_what_another_process_has_is_left_to_it(loaded):
+    class Others:
+        """Another process has the second sample, and made the third one just before we took it."""
+
+        def take(self, unit):
+            if unit == 2:
+                done.update(grid.keys[4:6])
+            return unit != 1
+
+        def give_back(self, unit):
+            given.append(unit)
+
+    grid, done, given = (
+        grid_of("full-kv", "streaming-llm", shares=(0.2,), seeds=(0, 1, 2)),
+        set(),
+        [],
+    )
+    rows = list(grid.run(*loaded, done, claims=Others(), batch_size=3))
+    assert [grid.key(row) for row in rows] == grid.keys[:2]
+    assert given == [0, 2]
+
+
 def test_a_prompt_that_does_not_fit_fails_all_its_rows(loaded, monkeypatch):
     def refuse(*_, **__):
         raise torch.OutOfMemoryError("no memory")
@@ -144,7 +237,10 @@ def test_only_the_queries_that_the_methods_look_at_are_kept(loaded, monkeypatch)
     ("length", "message"),
     [
         (2000, "length must be at most the model's 1024 positions, got 2000"),
-        (1024, "new tokens must fit"),
+        (
+            1024,
+            "task 'niah-single' of length 1024 must fit the model's 1024 positions, got 10.. prompt and",
+        ),
     ],
 )
 def test_a_context_beyond_the_model_is_refused_at_once(loaded, length, message):

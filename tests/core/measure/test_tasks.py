@@ -15,11 +15,13 @@ from sfi_core.bundled.train import HELD_OUT, draw
 from sfi_core.errors import ConfigError, InputError
 from sfi_core.measure.evaluation.tasks import TASKS, find_task
 from sfi_core.measure.evaluation.tasks.base import depths, fit
+from sfi_core.measure.evaluation.tasks.by_sentence import by_sentence
 from sfi_core.measure.evaluation.tasks.common_words import WORDS
 from sfi_core.models.load import load_tokenizer
 
 RULER = [name for name, task in TASKS.items() if not task.bundled]
-SLACK = {"bundled-recall": 120, "bundled-recall-1": 80}  # drawn for prompt and answer together
+# drawn for prompt and answer together
+SLACK = {"bundled-recall": 120, "bundled-recall-1": 80, "bundled-recall-30": 450}
 START, END = "<s>", "</s>"
 CHAT = (
     "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}[end]{% endfor %}"
@@ -308,3 +310,29 @@ def test_the_checkpoint_answers_its_task_under_full_attention():
         ids = result.report.requests[0].token_ids
         right += task.score(sample, ids, result.texts[0], tokenizer)["score"]
     assert right >= 4
+
+
+@pytest.mark.parametrize("name", ["bundled-recall-30", "sentence-recall"])
+def test_an_answer_is_scored_sentence_by_sentence_with_its_places(tokenizer, name):
+    sample = find_task(name).sample(tokenizer, 2048, 1)
+    right = "".join(sample.sentences)
+    if name != "sentence-recall":
+        assert right == sample.answers[0]
+    places, scores = by_sentence(sample, right, tokenizer)
+    assert scores == [1.0] * len(sample.sentences)
+    ids = tokenizer(right, add_special_tokens=False)["input_ids"]
+    for sentence, start in zip(sample.sentences, places, strict=True):
+        own = tokenizer(sentence, add_special_tokens=False)["input_ids"]
+        assert ids[int(start) : int(start) + len(own)] == own
+    # a wrong word in the second sentence, and all that follows shifted, spoils that sentence alone
+    wrong = sample.sentences[1].replace(" the ", " the the ", 1)
+    said = "".join([sample.sentences[0], wrong, *sample.sentences[2:]])
+    assert by_sentence(sample, said, tokenizer)[1] == [1.0, 0.0, *scores[2:]]
+    cut = "".join(sample.sentences[:4])[:-3]
+    assert by_sentence(sample, cut, tokenizer)[1] == [1.0] * 3 + [0.0] * (len(scores) - 3)
+
+
+@pytest.mark.parametrize("name", ["bundled-recall-1", "niah-multi-value"])
+def test_an_answer_without_several_sentences_has_none(tokenizer, name):
+    sample = find_task(name).sample(tokenizer, 1024, 1)
+    assert by_sentence(sample, "anything", tokenizer) == (None, None)

@@ -45,11 +45,52 @@ def test_a_window_is_compared_as_on_its_own(loaded):
     assert [grid.weight(key) for key in grid.keys[::4]] == [40, 60, 40, 60]
     for row, variant in zip(rows[:4], grid.variants, strict=True):
         window = grid.windows(loaded[1], 40)[0]
-        full = reference(*loaded, window)
-        own = fidelity(*loaded, full, variant.config(40), policy=variant.method.policy)
+        full = reference(*loaded, [window])
+        (own,) = fidelity(*loaded, full, variant.config(40), policy=variant.method.policy)
         assert from_rows([row]) == own
     joined = from_rows(rows[::4])
     assert joined == Fidelity.join(from_rows([row]) for row in rows[::4])
+
+
+@pytest.mark.parametrize("policy", ["sfi", "quest", "h2o", "random-k", "freekv"])
+def test_windows_that_are_decoded_together_are_those_of_one_by_one(loaded, policy):
+    grid = text_grid_of(policy, "streaming-llm", count=3)
+    alone = {grid.key(row): row for row in grid.run(*loaded)}
+    together = {grid.key(row): row for row in grid.run(*loaded, batch_size=2)}
+    assert together.keys() == alone.keys() == set(grid.keys)
+    for key, row in alone.items():
+        steps, others = row["steps"], together[key]["steps"]
+        for name in ("kl", "nll", "nll_full"):
+            assert others[name] == pytest.approx(steps[name], abs=1e-4)
+        for name in ("step", "slow", "in_sentence", "window"):
+            assert others[name] == steps[name]
+        for name in ("read_ratio", "slow_at", "stored_ratio", "token_ids"):
+            assert together[key]["report"][name] == row["report"][name]
+
+
+def test_windows_that_fail_together_are_done_one_by_one(loaded, monkeypatch):
+    """The reference of two windows does not fit for one length, a method's run for another."""
+    grid = text_grid_of("sfi", "streaming-llm")
+    alone = {grid.key(row): row for row in grid.run(*loaded)}
+    compare, read = text_grid.fidelity, text_grid.reference
+
+    def scarce(model, tokenizer, full, config, *, policy, **options):
+        if policy == "sfi" and len(full.windows) > 1:
+            raise torch.OutOfMemoryError("no memory")
+        return compare(model, tokenizer, full, config, policy=policy, **options)
+
+    def small(model, tokenizer, windows, **options):
+        if windows[0].prompt_tokens == 60 and len(windows) > 1:
+            raise torch.OutOfMemoryError("no memory")
+        return read(model, tokenizer, windows, **options)
+
+    monkeypatch.setattr(text_grid, "fidelity", scarce)
+    monkeypatch.setattr(text_grid, "reference", small)
+    found = {grid.key(row): row for row in grid.run(*loaded, batch_size=2)}
+    assert found.keys() == alone.keys()
+    for key, row in found.items():
+        assert row["error"] is None
+        assert row["steps"]["kl"] == pytest.approx(alone[key]["steps"]["kl"], abs=1e-4)
 
 
 def test_windows_that_are_done_are_not_done_again(loaded):
@@ -84,7 +125,8 @@ def test_a_method_that_fails_on_a_window_does_not_stop_the_others(loaded, monkey
         ({"count": 0}, ConfigError, "windows must be at least 1, got 0"),
         ({"methods": ("a=sfi", "a=quest")}, ConfigError, "each method must differ, got a, a"),
         ({"lengths": (400,)}, InputError, "text must have at least"),
-        ({"lengths": (1020,), "text": TEXT * 20}, InputError, "must fit the model's 1024 positions"),
+        ({"lengths": (1020,), "text": TEXT * 20}, InputError,
+         "fidelity of length 1020 must fit the model's 1024 positions, got 1020 prompt and 12 new tokens"),
         ({"sizes": (Size(share=0.1),)}, ConfigError, "share must leave a selected token"),
     ],
 )  # fmt: skip
@@ -145,6 +187,20 @@ def test_harness_methods_take_a_budget(harness):
     rows = list(grid.run(None, None, set(grid.keys[3:])))
     assert [row["size"] for row in rows] == ["all", "K 9", "K 19"]
     assert [(config.budget, config.recent) for *_, config, _ in harness[1:]] == [(9, 5), (19, 5)]
+
+
+def test_harness_batches_that_fail_are_done_one_by_one(harness, monkeypatch):
+    evaluate = harness_grid.evaluate_harness
+
+    def scarce(*args, batch_size, **options):
+        if batch_size > 1 and args[3] == "sfi":
+            raise torch.OutOfMemoryError("no memory")
+        return evaluate(*args, batch_size=batch_size, **options)
+
+    monkeypatch.setattr(harness_grid, "evaluate_harness", scarce)
+    rows = list(harness_grid_of(tasks=("a",)).run(None, None, batch_size=4))
+    assert [row["error"] for row in rows] == [None, None]
+    assert [options["batch_size"] for *_, options in harness] == [4, 1]
 
 
 def test_a_harness_run_that_fails_does_not_stop_the_others(harness, monkeypatch):

@@ -18,6 +18,7 @@ TASKS: dict[str, Task] = {
     "sentence-recall": SentenceRecall(),
     "bundled-recall": BundledRecall(),
     "bundled-recall-1": BundledRecall("bundled-recall-1", asked=1),
+    "bundled-recall-30": BundledRecall("bundled-recall-30", asked=30),
 }
 
 

@@ -22,6 +22,8 @@ class TaskSample:
         prompt_ids: Its tokens, at most `length`.
         answers: The strings that the task's score looks for.
         max_new_tokens: Tokens that a full answer needs, with room to spare.
+        sentences: The sentences of the right answer, in order; joined they are the answer. Empty where an
+            answer is no sentences.
     """
 
     task: str
@@ -31,6 +33,7 @@ class TaskSample:
     prompt_ids: tuple[int, ...]
     answers: tuple[str, ...]
     max_new_tokens: int
+    sentences: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +44,13 @@ class Question:
         text: Instruction, document and question: what the user says.
         lead: First words of the answer; the model goes on from here.
         answers: The strings that a right answer holds.
+        sentences: See `TaskSample`.
     """
 
     text: str
     lead: str
     answers: tuple[str, ...]
+    sentences: tuple[str, ...] = ()
 
 
 class Task(Protocol):
@@ -179,6 +184,7 @@ class DocumentTask:
             answers=chosen.answers,
             max_new_tokens=2 * len(expected)
             + 16,  # for an answer in other words, or with words between
+            sentences=chosen.sentences,
         )
 
     def score(

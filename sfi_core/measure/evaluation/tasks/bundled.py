@@ -6,6 +6,7 @@ for token, the end of the text included; "token_accuracy" is the share of right 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from sfi_core.errors import InputError
@@ -55,6 +56,7 @@ class BundledRecall:
             prompt_ids=ids,
             answers=(drawn.answer,),
             max_new_tokens=len(self._wanted(drawn.answer, tokenizer)) + ROOM,
+            sentences=_sentences(drawn.answer, drawn.names),
         )
 
     def score(
@@ -72,3 +74,9 @@ class BundledRecall:
     def _wanted(answer: str, tokenizer: Any) -> list[int]:
         ids: list[int] = tokenizer(answer, add_special_tokens=False)["input_ids"]
         return ids if tokenizer.eos_token_id is None else [*ids, tokenizer.eos_token_id]
+
+
+def _sentences(answer: str, names: Sequence[str]) -> tuple[str, ...]:
+    # each begins with its person, who is named nowhere else
+    starts = [answer.index(f" {name} ") for name in names]
+    return tuple(answer[start:end] for start, end in pairwise([*starts, len(answer)]))

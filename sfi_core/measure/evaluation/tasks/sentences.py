@@ -54,6 +54,10 @@ class SentenceRecall(DocumentTask):
             f"{', '.join(chosen)}."
         )
         lead = "The sentences are:"
+        answers = tuple(told[name] for name in chosen)
         return Question(
-            f"{INSTRUCTION}\n\n{text}\n\n{ask}", lead, tuple(told[name] for name in chosen)
+            f"{INSTRUCTION}\n\n{text}\n\n{ask}",
+            lead,
+            answers,
+            sentences=tuple(f" {answer}" for answer in answers),
         )

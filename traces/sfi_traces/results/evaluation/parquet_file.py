@@ -18,6 +18,7 @@ TEXT = (
 INTEGERS = (
     "budget", "recent", "length", "seed", "prompt_tokens", "generated", "slow_steps", "fast_steps", "samples",
 )  # fmt: skip
+LISTS = ("sentence_places", "sentence_scores")
 
 
 def flat(table: str, rows: Sequence[Row]) -> Sequence[Row]:
@@ -49,4 +50,4 @@ def write_table(path: Path, rows: Sequence[Row], table: str, manifest: Row) -> N
     """
     facts = {"table": table, "manifest": json.dumps(manifest, ensure_ascii=False)}
     with atomic_file(path) as temporary:
-        write_rows(temporary, rows, facts, text=TEXT, integers=INTEGERS)
+        write_rows(temporary, rows, facts, text=TEXT, integers=INTEGERS, lists=LISTS)

@@ -21,7 +21,7 @@ def write_plot(document: dict[str, Any], path: Path, *, kind: str) -> None:
     """Draw a panel for each task and length, with a line for each method.
 
     Args:
-        document: The document of `sfi eval`, with at least one row.
+        document: The document of `sfi eval`, with at least one row; a row's length may be None.
         path: Where to.
         kind: "png" or "svg"; the path may end in something else.
     """
@@ -35,7 +35,8 @@ def write_plot(document: dict[str, Any], path: Path, *, kind: str) -> None:
     for axes, place in zip(grid.flat, panels, strict=False):
         own = [row for row in rows if (row["task"], row["length"]) == place]
         _draw(axes, own, styles)
-        axes.set_title(f"{place[0]}, {place[1]:,} tokens", fontsize=10)
+        length = "" if place[1] is None else f", {place[1]:,} tokens"
+        axes.set_title(f"{place[0]}{length}", fontsize=10)
     for axes in grid.flat[len(panels) :]:
         axes.set_visible(False)
     handles = {
@@ -48,9 +49,12 @@ def write_plot(document: dict[str, Any], path: Path, *, kind: str) -> None:
             handles.values(), handles.keys(), loc="outside lower center", ncols=1 + 2 * columns, fontsize=8,
             frameon=False,
         )  # fmt: skip
-    n = max((row["n"] for row in rows), default=0)
+    counts = sorted({row["n"] for row in rows}) or [0]
+    samples = (
+        f"{counts[-1]} samples" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} samples"
+    )
     figure.suptitle(
-        f"{document['model']['name']}: score with its 95 % interval, {n} samples a point",
+        f"{document['model']['name']}: score with its 95 % interval, {samples} a point",
         fontsize=11,
     )
     save(figure, path, kind=kind)

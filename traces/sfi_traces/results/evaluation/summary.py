@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from sfi_core.measure.evaluation.statistics import Interval, paired_difference, wilson
+from sfi_traces.results.evaluation.by_place import by_place
 
 REFERENCE = "full-kv"
 PLACE = ("task", "length")
@@ -24,7 +25,8 @@ def summarize(rows: Iterable[Row]) -> list[dict[str, Any]]:
         Plain rows. `score`, `low` and `high` are the mean and its Wilson interval; `difference` is the
         paired one to full attention on the same samples, None without it, and `interval_method` that of
         its bootstrap interval; `read` is what attention and selection read together; `n` counts scored
-        samples and `failed` those without a score, which no mean holds.
+        samples and `failed` those without a score, which no mean holds; `by_place` the share of right
+        sentences by place in the answer.
     """
     found = _grouped(rows, (*PLACE, *VARIANT))
     references: dict[tuple[Any, ...], dict[int, float]] = {}
@@ -111,17 +113,19 @@ def _summary(group: Sequence[Row], reference: Mapping[int, float]) -> dict[str, 
         "n": len(scored),
         "failed": len(group) - len(scored),
         "error": next((row["error"] for row in group if row["error"]), None),
-        **_interval(score, "score"),
-        **_interval(difference, "difference"),
+        **interval_of(score, "score"),
+        **interval_of(difference, "difference"),
         "interval_method": difference and difference.method,
         "scores": _further(scored),
+        "by_place": by_place(scored),
         **means,
         "read": _read(means),
         "slow_rate": sum(row["slow_steps"] for row in scored) / steps if steps else None,
     }
 
 
-def _interval(interval: Interval | None, name: str) -> dict[str, float | None]:
+def interval_of(interval: Interval | None, name: str) -> dict[str, float | None]:
+    """Return an interval's numbers as columns; None without one."""
     ends = ("low", "high") if name == "score" else (f"{name}_low", f"{name}_high")
     if interval is None:
         return dict.fromkeys((name, *ends))

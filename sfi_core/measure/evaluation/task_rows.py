@@ -1,0 +1,70 @@
+"""The row of a sample under a method: what was asked, what came, and what it is worth."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from sfi_core.generation.generate import Result
+from sfi_core.measure.evaluation.method import MethodVariant
+from sfi_core.measure.evaluation.tasks import TaskSample, find_task
+from sfi_core.measure.evaluation.tasks.by_sentence import by_sentence
+
+MEASURED = (
+    "score", "scores", "generated", "finish_reason", "read_ratio", "selection_ratio", "stored_ratio",
+    "slow_steps", "fast_steps", "decode_seconds", "tokens_per_second", "sentence_places", "sentence_scores",
+    "text",
+)  # fmt: skip
+
+
+def empty_row(variant: MethodVariant, sample: TaskSample) -> dict[str, Any]:
+    """Return the columns that are known before decoding; every row has them in this order."""
+    return {
+        **variant.columns(len(sample.prompt_ids)),
+        "task": sample.task,
+        "length": sample.length,
+        "seed": sample.seed,
+        "prompt_tokens": len(sample.prompt_ids),
+        **dict.fromkeys(MEASURED),
+        "scores": {},
+        "expected": list(sample.answers),
+        "error": None,
+    }
+
+
+def decoded_rows(
+    variant: MethodVariant, samples: Iterable[TaskSample], result: Result, tokenizer: Any
+) -> list[dict[str, Any]]:
+    """Score the requests of a run, one a sample.
+
+    Args:
+        variant: The method at its size.
+        samples: The samples, in the order of the run's prompts.
+        result: The run.
+        tokenizer: The model's tokenizer.
+
+    Returns:
+        Plain rows. Seconds are a request's own; `tokens_per_second` is the whole run's.
+    """
+    rows = []
+    for sample, report, text in zip(samples, result.report.requests, result.texts, strict=True):
+        scores = dict(find_task(sample.task).score(sample, report.token_ids, text, tokenizer))
+        places, right = by_sentence(sample, text, tokenizer)
+        rows.append(
+            empty_row(variant, sample)
+            | {
+                "score": float(scores.pop("score")),
+                "scores": scores,
+                "generated": len(report.token_ids),
+                "finish_reason": report.finish_reason,
+                "read_ratio": report.read_ratio,
+                "selection_ratio": report.selection_ratio,
+                "stored_ratio": report.stored_ratio,
+                "slow_steps": report.slow_steps,
+                "fast_steps": report.fast_steps,
+                "decode_seconds": report.decode_seconds,
+                "tokens_per_second": result.report.decode_tokens_per_second,
+                "sentence_places": places,
+                "sentence_scores": right,
+                "text": text,
+            }
+        )
+    return rows

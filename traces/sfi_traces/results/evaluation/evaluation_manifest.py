@@ -1,0 +1,66 @@
+"""The manifest of an evaluation's folder: whether it is one, and one that this version reads."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from sfi_core.errors import ConfigError, InputError
+from sfi_traces.results.evaluation.folder_lock import LOCK
+from sfi_traces.schema import MANIFEST
+
+SCHEMA_VERSION = 1
+KIND = "evaluation"
+# what a resumed run compares or shows
+NEEDED = (
+    "schema_version", "asked", "methods", "text", "model", "device", "machine", "versions", "created",
+    "finished", "stopped",
+)  # fmt: skip
+
+
+def check_new(path: Path, *, force: bool) -> None:
+    """Refuse a folder that cannot take a new evaluation.
+
+    Raises:
+        ConfigError: It holds an evaluation and `force` is off, or something else.
+    """
+    if path.exists() and not path.is_dir():
+        raise ConfigError(f"results folder {path} must be a folder, got a file")
+    if not path.exists() or all(one.name == LOCK for one in path.iterdir()):
+        return
+    try:
+        document = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        document = None
+    if not isinstance(document, dict) or document.get("kind") != KIND:
+        raise ConfigError(f"results folder {path} must be new or empty, got one with other files")
+    if not force:
+        raise ConfigError(
+            f"results folder {path} exists; add --resume to go on with it, --force to replace it"
+        )
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """Read what an evaluation was asked.
+
+    Raises:
+        InputError: The folder holds none, a damaged one, or one of another version.
+    """
+    file = path / MANIFEST
+    try:
+        document = json.loads(file.read_text(encoding="utf-8"))
+    except OSError:
+        document = None
+    except ValueError as error:
+        line = f", line {error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
+        raise InputError(f"results {file}{line}: not valid JSON; evaluate again") from error
+    if not isinstance(document, dict) or document.get("kind") != KIND:
+        raise InputError(f"results folder {path} must hold an evaluation, got none to go on with")
+    found = document.get("schema_version")
+    if found != SCHEMA_VERSION:
+        raise InputError(
+            f"results folder {path} has schema {found}, this sfi reads {SCHEMA_VERSION}; evaluate again"
+        )
+    for name in NEEDED:
+        if name not in document:
+            raise InputError(f"results {file} must have {name!r}, got none; evaluate again")
+    return document

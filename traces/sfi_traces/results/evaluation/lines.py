@@ -1,0 +1,76 @@
+"""The lines of a results file: a JSON object a row, and which of them are damaged."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from sfi_core.errors import InputError
+
+# what a row must have: the columns that tell it from others with their types, and what the tables need
+KEYS: dict[str, dict[str, type]] = {
+    "samples": {"method": str, "size": str, "task": str, "length": int, "seed": int},
+    "fidelity": {"method": str, "size": str, "length": int, "window": int},
+    "harness": {"method": str, "size": str, "asked": str},
+}
+COMMON = ("policy", "preset", "settings", "share", "error")
+NEEDED: dict[str, tuple[str, ...]] = {
+    "samples": (
+        *COMMON, "score", "scores", "read_ratio", "selection_ratio", "stored_ratio", "slow_steps",
+        "fast_steps", "generated", "tokens_per_second",
+    ),
+    "fidelity": (*COMMON, "tokens", "steps", "report"),
+    "harness": (*COMMON, "metrics"),
+}  # fmt: skip
+
+
+def read_lines(path: Path, table: str) -> tuple[list[dict[str, Any]], list[str]]:
+    """Read the whole lines of a file; what follows the last one, which a crash has torn, is left out.
+
+    Args:
+        path: The file; one that is not there has no lines.
+        table: The table of its rows.
+
+    Returns:
+        The rows, and for each damaged line its number and what is wrong with it.
+
+    Raises:
+        InputError: The file cannot be read.
+    """
+    try:
+        data = path.read_bytes() if path.exists() else b""
+    except OSError as error:
+        raise InputError(f"results {path} cannot be read: {error.strerror}") from error
+    rows, damaged = [], []
+    for number, line in enumerate(data.split(b"\n")[:-1], 1):
+        try:
+            row = json.loads(line)
+            fault = _fault(row, table)
+        except ValueError:
+            fault = "not valid JSON"
+        if fault is None:
+            rows.append(row)
+        else:
+            damaged.append(f"results {path}, line {number}: {fault}")
+    return rows, damaged
+
+
+def write_line(row: Mapping[str, Any]) -> bytes:
+    """Write a row as a line."""
+    return (json.dumps(row, ensure_ascii=False) + "\n").encode()
+
+
+def _fault(row: Any, table: str) -> str | None:
+    # what is wrong with a row; None where nothing is
+    if not isinstance(row, dict):
+        return f"no row of {table}"
+    missing = [name for name in (*KEYS[table], *NEEDED[table]) if name not in row]
+    if missing:
+        return f"no row of {table}, {missing[0]} is missing"
+    for name, kind in KEYS[table].items():
+        if type(row[name]) is not kind:
+            return f"no row of {table}, {name} must be {kind.__name__}, got {row[name]!r}"
+    score = row.get("score")
+    if score is not None and not (isinstance(score, int | float) and 0 <= score <= 1):
+        return f"no row of {table}, score must be in [0, 1], got {score!r}"
+    return None
