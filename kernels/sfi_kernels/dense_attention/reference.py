@@ -179,7 +179,7 @@ def _wide_chunks(
         return
     H, _, D = rows_HND.shape
     buffer = rows_HND.new_empty(H, min(CHUNK, length), D, dtype=torch.float32)
-    for start in range(0, length, CHUNK):
+    for start in range(0, max(1, length), CHUNK):  # an empty chunk of no tokens
         chunk = rows_HND[:, start : start + CHUNK]
         wide = buffer[:, : chunk.shape[1]].copy_(chunk)
         yield slice(start, start + wide.shape[1]), wide
