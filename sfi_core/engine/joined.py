@@ -9,10 +9,10 @@ from functools import partial
 import torch
 
 from sfi_core.engine.layer import Layer
-from sfi_core.engine.packing import apply
+from sfi_core.engine.packing import apply_layers
 from sfi_core.observers.events import SelectionEvent
 from sfi_core.observers.observer import wants, wants_spans
-from sfi_core.policies.base import EvidencePolicy, Selection
+from sfi_core.policies.base import EvidencePolicy
 from sfi_core.policies.context import Evidence
 
 Handed = tuple[Layer, torch.Tensor]  # a layer and its evidence, [1, H, G, 1, T]
@@ -68,7 +68,4 @@ def _refresh_all(row: int, handed: list[Handed]) -> None:
     if selection is None:
         return
     run.meter.count(f"{layers[0].backend}.selector", L)
-    for place, layer in enumerate(layers):
-        one = slice(place, place + 1)
-        own = {name: value[one] for name, value in selection.diagnostics.items()}
-        apply(layer, (row,), Selection(selection.index_BHK[one], own))
+    apply_layers(layers, row, selection)

@@ -1,9 +1,12 @@
 """What was selected goes into the packed segments; the request notes that, and the observer is told."""
 
+from collections.abc import Sequence
+
 from sfi_core.engine.layer import Layer
 from sfi_core.engine.run import Run
 from sfi_core.observers.events import SelectionEvent
 from sfi_core.policies.base import Selection
+from sfi_kernels.pack import pack_layers
 
 
 def apply(
@@ -35,6 +38,31 @@ def apply(
     run.meter.count(f"{layer.backend}.pack", len(rows))
     for place, row in enumerate(rows):
         note_selection(run, index, row, place, selection, reason)
+
+
+def apply_layers(layers: Sequence[Layer], row: int, selection: Selection) -> None:
+    """Pack what several layers have selected for a request, and tell the observer.
+
+    Args:
+        layers: The layers, whose pages hold every token.
+        row: The request.
+        selection: What was selected; its batch is the layers.
+    """
+    run, chosen = layers[0].run, layers[0].run.rows((row,))
+    segments = [run.segment(layer.index) for layer in layers]
+    pack_layers(
+        [
+            (layer.pages.key_PHND, layer.pages.value_PHNE, *segment.tensors)
+            for layer, segment in zip(layers, segments, strict=True)
+        ],
+        run.store.block_table_BP,
+        row,
+        selection.index_BHK,
+        chosen.sink_R,
+    )
+    run.meter.count(f"{layers[0].backend}.pack", len(layers))
+    for place, layer in enumerate(layers):
+        note_selection(run, layer.index, row, place, selection)
 
 
 def note_selection(
