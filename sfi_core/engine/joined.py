@@ -44,11 +44,12 @@ def refresh_later(layer: Layer, row: int, logits_1HG1T: torch.Tensor) -> None:
         logits_1HG1T: Its logits.
     """
     alike = (row, *logits_1HG1T.shape)
-    work = partial(_refresh_all, row)
+    work = partial(refresh_all, row)
     layer.run.maintenance.collect(alike, (layer, logits_1HG1T), logits_1HG1T.numel(), work)
 
 
-def _refresh_all(row: int, handed: list[Handed]) -> None:
+def refresh_all(row: int, handed: list[Handed]) -> None:
+    """Select anew for a request in all layers whose evidence has been handed over."""
     layers = [layer for layer, _ in handed]
     run, policy, L = layers[0].run, layers[0].run.policy, len(layers)
     assert isinstance(policy, EvidencePolicy), "no other one joins layers"

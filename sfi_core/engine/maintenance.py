@@ -117,6 +117,11 @@ class Maintenance:
         waiting.work(waiting.items)
 
 
+def worked_off_together(numbers: int, layers: int) -> int:
+    """Return of how many layers evidence waits, where a layer's holds so many numbers."""
+    return min(layers, -(-ENOUGH // numbers))
+
+
 @contextmanager
 def main_stream(device: torch.device, *, overlap: bool) -> Iterator[None]:
     """Run what is inside on a stream of higher priority than the side's, after what came before.
