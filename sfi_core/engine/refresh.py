@@ -1,13 +1,12 @@
-"""The refresh of a layer's selected memory: the policy selects, the store packs, the observer is told."""
+"""The refresh of a layer's selected memory: the policy selects, and `packing` takes what it selects."""
 
 from collections.abc import Callable
 
 import torch
 
 from sfi_core.engine.layer import Layer
+from sfi_core.engine.packing import apply
 from sfi_core.engine.policy_view import layer_context, prompt_blocks
-from sfi_core.engine.run import Run
-from sfi_core.observers.events import SelectionEvent
 from sfi_core.policies.base import Selection
 
 
@@ -93,59 +92,6 @@ def select_next(layer: Layer, rows: tuple[int, ...], query_RHG1D: torch.Tensor) 
     with layer.run.observer.span("select_next", layer.index):
         selection = layer.run.policy.select_next(layer_context(layer, rows, query_RHG1D))
         apply(layer, rows, selection, "speculative")
-
-
-def apply(
-    layer: Layer, rows: tuple[int, ...], selection: Selection | None, reason: str = ""
-) -> None:
-    """Pack what was selected for some requests, and tell the observer; None keeps the memory as it is.
-
-    Args:
-        layer: The layer.
-        rows: The requests.
-        selection: What was selected.
-        reason: Why, as `SelectionEvent` has it; "speculative" is for the next step.
-    """
-    if selection is None:
-        return
-    run, index, chosen = layer.run, layer.index, layer.run.rows(rows)
-    with run.observer.span("pack", index):
-        brought = run.store.pack_into(
-            run.segment(index),
-            index,
-            chosen.request_R,
-            chosen.sink_R,
-            selection.index_BHK,
-            chosen.most_sink,
-            selection.heads_BH,
-        )
-    if brought is not None:
-        run.note_recall(index, rows, brought)
-    run.meter.count(f"{layer.backend}.pack", len(rows))
-    for place, row in enumerate(rows):
-        note_selection(run, index, row, place, selection, reason)
-
-
-def note_selection(
-    run: Run, layer: int, row: int, place: int, selection: Selection, reason: str = ""
-) -> None:
-    """Note what a layer packed for a request, the `place`-th of a selection, and tell the observer."""
-    state = run.requests[row]
-    ahead = reason == "speculative"
-    state.note_packed(run.policy.config.sink, selection.index_BHK.shape[2], ahead=ahead)
-    run.observer.on(
-        SelectionEvent(
-            request=state.request,
-            step=state.step,
-            layer=layer,
-            index_HK=selection.index_BHK[place],
-            diagnostics={
-                name: value[place : place + 1] for name, value in selection.diagnostics.items()
-            },
-            reason=reason,
-            heads_H=None if selection.heads_BH is None else selection.heads_BH[place],
-        )
-    )
 
 
 def _nothing(query_BHGWD: torch.Tensor) -> Selection:

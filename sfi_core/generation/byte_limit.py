@@ -60,3 +60,20 @@ class ByteLimit:
             speedup=dense / read,
             break_even_context=None if unknown or break_even is None else int(break_even) + 1,
         )
+
+    def advice(self, policy: str) -> str | None:
+        """Say in one line that full attention should be faster; None where the policy read less.
+
+        A policy that reads as much cannot be faster where memory is the bottleneck, whatever the kernels.
+
+        Args:
+            policy: The run's policy, for the line.
+        """
+        if self.speedup > 1:
+            return None
+        if self.break_even_context is None:
+            reads = f"{policy} read {1 / self.speedup:.2f} times as many bytes"
+        else:
+            tokens = f"{self.break_even_context:,} tokens on"
+            reads = f"at this budget and slow rate {policy} reads less from {tokens}"
+        return f"full-kv should be faster here: {reads}"

@@ -26,10 +26,14 @@ class PackedSegment:
         self.length_BH = torch.zeros(batch, H, dtype=torch.int32, device=key.device)
 
     @property
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Keys, values, positions and lengths."""
+        return self.key_BHSD, self.value_BHSE, self.position_BHS, self.length_BH
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the segment."""
-        own = (self.key_BHSD, self.value_BHSE, self.position_BHS, self.length_BH)
-        return sum(tensor.nbytes for tensor in own)
+        return sum(tensor.nbytes for tensor in self.tensors)
 
     def row(self, row: int) -> "PackedSegment":
         """Return one request's part, emptied, as a segment of batch 1 over the same rows."""

@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import time
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from sfi_cli import app as cli
 from sfi_cli.commands.generate.prompts import token_ids
 from sfi_core.errors import SfiError
 from sfi_core.models.linear import ENGINES
-from sfi_core.models.load import load_tokenizer
+from sfi_core.models.load import BUNDLED, load_tokenizer
 from tests.covering import case
 
 KEYS = {
@@ -422,3 +423,51 @@ def test_a_chat_template_that_writes_the_first_token_writes_it_once():
     plain, chat = (token_ids(" Belora", tokenizer, chat=chat) for chat in (False, True))
     assert plain == chat
     assert plain.count(first[1]) == 1
+
+
+def least_context_that_pays(document: dict) -> int:
+    """Add up the bytes of a run's steps, of keys, values, scores and copies, at every context from 1 on."""
+    shape = json.loads((BUNDLED / "config.json").read_text())
+    config, (request,) = document["config"], document["requests"]
+    layers, heads = shape["num_hidden_layers"], shape["num_key_value_heads"]
+    width = shape["hidden_size"] // shape["num_attention_heads"]
+    row = layers * heads * 2 * shape.get("head_dim", width) * 4
+    decoded = len(request["token_ids"]) - 1
+    slow = (request["slow_steps"] - 1) / decoded  # step 0 belongs to the prompt
+    packed = config["sink"] + config["budget"]
+    fast = packed + config["recent"] + 1 / slow / 2
+    for context in count(1):
+        refreshing = row * context + 16 * layers * heads * context + 2 * row * packed
+        if slow * refreshing + (1 - slow) * row * fast < row * context:
+            return context
+    raise AssertionError
+
+
+@pytest.mark.parametrize("budget", [64, 300])
+def test_a_run_that_reads_more_than_full_attention_is_advised_against(budget):
+    prompt = "Later, Belora hid a red lantern under the old bridge. " * 4
+    arguments = (prompt, "-n", "12", "--budget", str(budget), "--recent", "16", "--json")
+    _, stdout, stderr = inside("generate", *arguments, "--set", "t_max=2")
+    document = json.loads(stdout)
+    tokens = least_context_that_pays(document)
+    expected = (
+        "full-kv should be faster here: at this budget and slow rate sfi reads less from "
+        f"{tokens:,} tokens on"
+    )
+    assert document["advice"] == expected
+    assert f"advice       {expected}" in stderr.splitlines()
+
+
+def test_where_no_context_pays_the_advice_says_what_was_read():
+    _, stdout, _ = inside("generate", PROMPT, "-n", "6", "--json", "--set", "t_max=0")
+    document = json.loads(stdout)
+    ratio = 1 / document["byte_limit"]["speedup"]
+    assert ratio > 1
+    assert document["advice"] == (
+        f"full-kv should be faster here: sfi read {ratio:.2f} times as many bytes"
+    )
+
+
+def test_a_run_that_reads_less_gets_no_advice(example):
+    assert example["byte_limit"]["speedup"] > 1
+    assert example["advice"] is None

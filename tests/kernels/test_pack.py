@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from sfi_kernels.launch import KernelLimitError
-from sfi_kernels.pack import pack
+from sfi_kernels.pack import pack, pack_layers
 from tests.fakes import paged
 
 H, D, E = 2, 3, 5
@@ -229,3 +229,31 @@ def test_marks_that_do_not_fit_are_refused(run):
     index = torch.tensor([[[3], [4]]], dtype=torch.int32)
     with pytest.raises(ValueError, match=r"^heads must be \[R=1, H=2\], got \[2, 2\]$"):
         batch.pack(run, [0], index, [1], heads_RH=torch.ones(2, 2).int())
+
+
+def test_layers_packed_together_hold_what_each_alone_holds():
+    layers = [Batch([40, 23, 31], S=9, D=D + layer) for layer in range(3)]
+    for layer in layers[1:]:  # the pages of a run's layers have one table
+        for pages, rows in ((layer.key_PHND, layer.keys), (layer.value_PHNE, layer.values)):
+            for request, own in enumerate(rows):
+                for slot, page in enumerate(layers[0].table_BP[request].tolist()):
+                    part = own[:, slot * 16 : (slot + 1) * 16]
+                    pages[page, :, : part.shape[1]] = part
+    index_LHK = torch.tensor(
+        [[[3, 8, 22], [5, -1, -1]], [[4, 5, -1], [7, 20, 21]], [[2, 3, 4], [6, 19, -1]]],
+        dtype=torch.int32,
+    )
+    segments = [
+        (
+            one.key_PHND, one.value_PHNE, one.key_BHSD, one.value_BHSE, one.position_BHS,
+            one.length_BH,
+        )
+        for one in layers
+    ]  # fmt: skip
+    pack_layers(segments, layers[0].table_BP, 1, index_LHK, int32(2))
+    for layer, index_HK in zip(layers, index_LHK.tolist(), strict=True):
+        layer.assert_holds(1, *([0, 1, *(j for j in own if j >= 0)] for own in index_HK))
+        layer.assert_untouched(0)
+        layer.assert_untouched(2)
+    with pytest.raises(ValueError, match="index must have at most S=9 positions, got 10"):
+        pack_layers(segments, layers[0].table_BP, 1, int32(*range(60)).view(3, 2, 10), int32(2))

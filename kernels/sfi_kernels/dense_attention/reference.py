@@ -83,15 +83,15 @@ def window_logits(
         l, [B, H, G, W, T] float32 with T the longest length; -inf where a query may not look.
     """
     check(query_BHGWD, key_PHND, block_table_BP, length_B)
-    B, H, G, W, D = query_BHGWD.shape
     lengths = length_B.tolist()
-    T = longest or max(lengths)
-    logits = query_BHGWD.new_full((B, H, G * W, T), -torch.inf, dtype=torch.float32)
-    for row, length in enumerate(lengths):
-        query = query_BHGWD[row].float().reshape(H, G * W, D) * scale
-        for chunk, key in _wide_chunks(key_PHND, block_table_BP[row], length):
-            logits[row, :, :, chunk] = capped(query @ key.mT, soft_cap)
-    out = logits.view(B, H, G, W, -1)
+    W, T = query_BHGWD.shape[3], longest or max(lengths)
+    rows = [
+        _row_logits(
+            query_BHGWD[row].float() * scale, key_PHND, block_table_BP[row], length, soft_cap
+        )
+        for row, length in enumerate(lengths)
+    ]
+    out = rows[0][None] if len(rows) == 1 and lengths[0] == T else _padded(rows, T)
     for row, length in enumerate(lengths):
         for w in range(W - 1):  # the last query sees everything
             out[row, :, :, w, max(0, length - W + w + 1) :] = -torch.inf
@@ -121,28 +121,67 @@ def dense_attention_with_logits(
     logits = window_logits(
         query_BHGWD, key_PHND, block_table_BP, length_B, scale=scale, soft_cap=soft_cap
     )
-    log_sum = logits.logsumexp(-1)
+    lengths = length_B.tolist()
+    weight = _weights(logits, sink_HG, all_see=min(lengths) >= query_BHGWD.shape[3]).flatten(2, 3)
+    outs = []
+    for row, length in enumerate(lengths):
+        chunks = _wide_chunks(value_PHNE, block_table_BP[row], length)
+        parts = [weight[row, :, :, chunk] @ value for chunk, value in chunks]
+        outs.append(parts[0] if len(parts) == 1 else torch.stack(parts).sum(0))
+    out = outs[0][None] if len(outs) == 1 else torch.stack(outs)
+    return out.view(*query_BHGWD.shape[:4], -1).to(query_BHGWD.dtype), logits
+
+
+def _row_logits(
+    query_HGWD: torch.Tensor,
+    key_PHND: torch.Tensor,
+    table_P: torch.Tensor,
+    length: int,
+    soft_cap: float | None,
+) -> torch.Tensor:
+    # [H, G, W, length] of one request
+    H, G, W, D = query_HGWD.shape
+    query_HXD = query_HGWD.reshape(H, G * W, D)
+    chunks = [
+        capped(query_HXD @ key_HND.mT, soft_cap)
+        for _, key_HND in _wide_chunks(key_PHND, table_P, length)
+    ]
+    logits_HXT = chunks[0] if len(chunks) == 1 else torch.cat(chunks, -1)
+    return logits_HXT.view(H, G, W, -1)
+
+
+def _padded(rows: list[torch.Tensor], T: int) -> torch.Tensor:
+    out = rows[0].new_full((len(rows), *rows[0].shape[:3], T), -torch.inf)
+    for row, logits_HGWT in enumerate(rows):
+        out[row, ..., : logits_HGWT.shape[-1]] = logits_HGWT
+    return out
+
+
+def _weights(
+    logits_BHGWT: torch.Tensor, sink_HG: torch.Tensor | None, *, all_see: bool
+) -> torch.Tensor:
+    # the softmax; zeros for a query that sees nothing
+    if sink_HG is None and all_see:
+        return logits_BHGWT.softmax(-1)
+    log_sum = logits_BHGWT.logsumexp(-1)
     if sink_HG is not None:
         log_sum = torch.logaddexp(log_sum, sink_HG.float()[None, :, :, None])
-    weight = (logits - finite(log_sum).unsqueeze(-1)).exp_().flatten(2, 3)
-    B, H, X, _ = weight.shape
-    out = weight.new_zeros(B, H, X, value_PHNE.shape[3])
-    for row, length in enumerate(length_B.tolist()):
-        for chunk, value in _wide_chunks(value_PHNE, block_table_BP[row], length):
-            out[row].baddbmm_(weight[row, :, :, chunk], value)
-    return out.view(*query_BHGWD.shape[:4], -1).to(query_BHGWD.dtype), logits
+    return (logits_BHGWT - finite(log_sum).unsqueeze(-1)).exp_()
 
 
 def _wide_chunks(
     pages_PHND: torch.Tensor, block_table_P: torch.Tensor, length: int
 ) -> Iterator[tuple[slice, torch.Tensor]]:
-    # [H, CHUNK, D] float32, always in one buffer: to make a new one takes longer than to fill it
+    # float32 as it lies; else [H, CHUNK, D] in one buffer: to make a new one takes longer than to fill it
     rows_HND = read_pages(pages_PHND, block_table_P, 0, length)[0]
+    if rows_HND.dtype == torch.float32:
+        yield slice(0, length), rows_HND
+        return
     H, _, D = rows_HND.shape
     buffer = rows_HND.new_empty(H, min(CHUNK, length), D, dtype=torch.float32)
-    for start in range(0, length, CHUNK):
+    for start in range(0, max(1, length), CHUNK):  # an empty chunk of no tokens
         chunk = rows_HND[:, start : start + CHUNK]
-        wide = chunk if chunk.dtype == torch.float32 else buffer[:, : chunk.shape[1]].copy_(chunk)
+        wide = buffer[:, : chunk.shape[1]].copy_(chunk)
         yield slice(start, start + wide.shape[1]), wide
 
 

@@ -4,5 +4,6 @@ from sfi_kernels.op import Op
 from sfi_kernels.pack import reference
 
 pack = Op(reference.pack, triton="sfi_kernels.pack.triton")
+pack_layers = reference.pack_layers
 
-__all__ = ["pack"]
+__all__ = ["pack", "pack_layers"]

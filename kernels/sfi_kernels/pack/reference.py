@@ -1,9 +1,14 @@
 """Packing in PyTorch (Reorg, Sec. 4)."""
 
+from collections.abc import Sequence
+
 import torch
 from torch.nn.functional import pad
 
 from sfi_kernels.shapes import check_int32, check_same, check_shape
+
+# of a layer: key_PHND, value_PHNE, key_BHSD, value_BHSE, position_BHS, length_BH
+Segment = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def pack(
@@ -52,32 +57,88 @@ def pack(
     if not real_R.all():
         request_R, index_RHK, sink_R = request_R[real_R], index_RHK[real_R], sink_R[real_R]
         refreshed_RH = refreshed_RH[real_R]
-    (R, H, K), (S, N) = index_RHK.shape, (key_BHSD.shape[2], key_PHND.shape[2])
+    (_, H, _), S = index_RHK.shape, key_BHSD.shape[2]
     request = request_R.long()
-    slot_S = torch.arange(S, device=index_RHK.device)
-    rank_RS = slot_S - sink_R[:, None]
-    # column K is the padding
-    column_RHS = rank_RS.clamp(0, K)[:, None].expand(R, H, S)
-    selected_RHS = pad(index_RHK, (0, 1), value=-1).gather(2, column_RHS)
-    position_RHS = torch.where(rank_RS[:, None] < 0, slot_S.int(), selected_RHS)
+    position_RHS = _positions(index_RHK, sink_R, S)
     length_RH = (position_RHS >= 0).sum(2, dtype=torch.int32)
     is_own_RH = refreshed_RH != 0
     position_BHS[request] = torch.where(is_own_RH[..., None], position_RHS, position_BHS[request])
     length_BH[request] = torch.where(is_own_RH, length_RH, length_BH[request])
 
-    token = position_RHS.clamp_min(0).long()
-    page = block_table_BP[request].long().gather(1, (token // N).view(R, H * S)).view(R, H, S)
-    head = torch.arange(H, device=index_RHK.device)[:, None]
-    row_RX = ((page * H + head) * N + token % N).flatten(1)
+    row_RX = _rows(position_RHS, block_table_BP[request], key_PHND.shape[2])
     for pages, packed in ((key_PHND, key_BHSD), (value_PHNE, value_BHSE)):
-        width, source = pages.shape[3], pages.detach()
-        # rows of one flat tensor, straight to their place: on a CPU a tenth of an index for each dimension
         for row_X, place, is_own_H in zip(row_RX, request_R.tolist(), is_own_RH, strict=True):
-            target, rows = packed[place].detach(), source.view(-1, width)
             if heads_RH is None:
-                torch.index_select(rows, 0, row_X, out=target.view(-1, width))
+                _copy(pages, packed[place], row_X)
             else:
-                target[is_own_H] = rows[row_X.view(H, S)[is_own_H]]
+                rows = pages.detach().view(-1, pages.shape[3])
+                packed[place].detach()[is_own_H] = rows[row_X.view(H, S)[is_own_H]]
+
+
+def pack_layers(
+    layers: Sequence[Segment],
+    block_table_BP: torch.Tensor,
+    request: int,
+    index_LHK: torch.Tensor,
+    sink_1: torch.Tensor,
+) -> None:
+    """Refresh the packed segments of one request in L layers, in place, as `pack` does in one.
+
+    What `pack` computes for a layer in some thirty operations is computed for all layers at once; a layer's
+    own are the copies.
+
+    Args:
+        layers: Of each layer: pages of keys and values, and packed keys, values, positions and lengths, as
+            `pack` takes them. All have as many KV heads, tokens of a page and packed rows.
+        block_table_BP: Page numbers of each request, int32.
+        request: The refreshed request.
+        index_LHK: Positions to pack behind the sinks, int32, padded with -1 at the end.
+        sink_1: The request's sink tokens, int32.
+
+    Raises:
+        ValueError: The positions do not fit the layers.
+    """
+    key_PHND, _, key_BHSD, *_ = layers[0]
+    H, S, N = key_PHND.shape[1], key_BHSD.shape[2], key_PHND.shape[2]
+    check_shape(index_LHK, "index", L=len(layers), H=H, K=None)
+    check_int32(key_PHND.device, index=index_LHK, sink=sink_1)
+    if index_LHK.shape[2] > S:
+        raise ValueError(f"index must have at most S={S} positions, got {index_LHK.shape[2]}")
+    position_LHS = _positions(index_LHK, sink_1, S)
+    length_LH = (position_LHS >= 0).sum(2, dtype=torch.int32)
+    row_LX = _rows(position_LHS, block_table_BP[request].expand(len(layers), -1), N)
+    for (key, value, packed_key, packed_value, position_BHS, length_BH), row_X, *own in zip(
+        layers, row_LX.unbind(), position_LHS.unbind(), length_LH.unbind(), strict=True
+    ):
+        position_BHS[request], length_BH[request] = own
+        _copy(key, packed_key[request], row_X)
+        _copy(value, packed_value[request], row_X)
+
+
+def _positions(index_RHK: torch.Tensor, sink_R: torch.Tensor, S: int) -> torch.Tensor:
+    # [R, H, S] int32: the sinks, then the selected, then -1
+    R, H, K = index_RHK.shape
+    slot_S = torch.arange(S, device=index_RHK.device)
+    rank_RS = slot_S - sink_R[:, None]
+    # column K is the padding
+    column_RHS = rank_RS.clamp(0, K)[:, None].expand(R, H, S)
+    selected_RHS = pad(index_RHK, (0, 1), value=-1).gather(2, column_RHS)
+    return torch.where(rank_RS[:, None] < 0, slot_S.int(), selected_RHS)
+
+
+def _rows(position_RHS: torch.Tensor, table_RP: torch.Tensor, N: int) -> torch.Tensor:
+    # [R, H * S]: where the positions lie among the rows of all pages
+    R, H, S = position_RHS.shape
+    token = position_RHS.clamp_min(0).long()
+    page = table_RP.long().gather(1, (token // N).view(R, H * S)).view(R, H, S)
+    head = torch.arange(H, device=position_RHS.device)[:, None]
+    return ((page * H + head) * N + token % N).flatten(1)
+
+
+def _copy(pages_PHND: torch.Tensor, packed_HSD: torch.Tensor, row_X: torch.Tensor) -> None:
+    # rows of one flat tensor, straight to their place: on a CPU a tenth of an index for each dimension
+    width, target = pages_PHND.shape[3], packed_HSD.detach()
+    torch.index_select(pages_PHND.detach().view(-1, width), 0, row_X, out=target.view(-1, width))
 
 
 def check_heads(heads_RH: torch.Tensor, index_RHK: torch.Tensor) -> None:

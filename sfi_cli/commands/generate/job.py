@@ -151,6 +151,7 @@ class GenerateJob:
             "kv_device_budget": self.engine.kv_device_budget,
             "trigger_token_ids": list(result.trigger_token_ids),
             **_measured(result),
+            "advice": limit.advice(self.policy) if (limit := result.byte_limit) else None,
             "forecast_bytes": result.forecast.total_bytes,
             "versions": versions(),
             "device": device,

@@ -87,15 +87,6 @@ def _speed_lines(document: dict[str, Any]) -> list[str]:
             lines.append(
                 f"speed        {ours / theirs:.2f} times {rows[1][0]}'s, each measured once"
             )
-    return lines + _byte_lines(document)
-
-
-def _byte_lines(document: dict[str, Any]) -> list[str]:
-    # only where full attention reads no more: it cannot be faster then, whatever the kernels
-    limit = document["byte_limit"]
-    if limit is None or limit["speedup"] > 1:
-        return []
-    ratio, context = 1 / limit["speedup"], limit["break_even_context"]
-    from_then = "at no context" if context is None else f"from {context:,} tokens of context on"
-    read = f"{document['policy']} read {ratio:.2f} times full attention's bytes and cannot be faster here"
-    return [f"bytes        {read}; this model with these settings reads less {from_then}"]
+    if document["advice"] is not None:
+        lines.append(f"advice       {document['advice']}")
+    return lines

@@ -11,9 +11,11 @@ from typing import TypeVar
 
 import torch
 
+from sfi_core.engine.joined import joins, refresh_later
 from sfi_core.engine.layer import Layer
+from sfi_core.engine.packing import apply
 from sfi_core.engine.policy_view import layer_context
-from sfi_core.engine.refresh import apply, end_prompt, refresh, select_alone, select_next
+from sfi_core.engine.refresh import end_prompt, refresh, select_alone, select_next
 from sfi_kernels.pseudo_token import PseudoToken
 from sfi_kernels.sparse_attention import sparse_attention
 from sfi_kernels.step_descriptor import FAST, PROMPT, sent
@@ -86,8 +88,10 @@ def _dense_and_refresh(layer: Layer, rows: slice, query: torch.Tensor) -> torch.
         return _dense(layer, rows, query)
     # the evidence's logits come with it: a pass over the keys less
     out, logits = _whole(layer, rows, query, layer.dense_with_logits)
-    last = query[:, :, :, -1:]
-    refresh(layer, (rows.start,), last, lambda: logits[:, :, :, -1:])
+    if joins(layer, rows.start):
+        refresh_later(layer, rows.start, logits)
+    else:
+        refresh(layer, (rows.start,), query, lambda: logits)
     return out
 
 

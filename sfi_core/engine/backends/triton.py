@@ -5,8 +5,9 @@ from functools import partial
 import torch
 
 from sfi_core.engine.layer import Layer
+from sfi_core.engine.packing import apply
 from sfi_core.engine.policy_view import layer_context
-from sfi_core.engine.refresh import apply, end_prompt, refresh, select_alone, select_next
+from sfi_core.engine.refresh import end_prompt, refresh, select_alone, select_next
 from sfi_core.engine.run import Run
 from sfi_kernels.decode_attention import DecodeAttention, decode_attention
 from sfi_kernels.dense_attention import dense_attention

@@ -7,7 +7,7 @@ import torch
 from sfi_core.engine.backends.triton import count_attention, decode, evidence_room
 from sfi_core.engine.graphs.buffers import StepBuffers
 from sfi_core.engine.layer import Layer
-from sfi_core.engine.refresh import note_selection
+from sfi_core.engine.packing import note_selection
 from sfi_core.engine.run import Run
 from sfi_core.policies.base import EvidencePolicy, Selection
 from sfi_core.policies.context import Evidence

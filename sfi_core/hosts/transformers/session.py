@@ -261,7 +261,7 @@ class Session:
         """Leave a step that broke off."""
         self.span.close()
         if self._run is not None:
-            self._run.maintenance.join()
+            self._run.maintenance.drop()
             if self._run.attend is not None and self._run.device.type == "cuda":
                 # a step launched ahead may still run, and its memory may go now
                 torch.cuda.synchronize(self._run.device)

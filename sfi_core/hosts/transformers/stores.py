@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from sfi_core.engine.maintenance import worked_off_together
 from sfi_core.engine.shared_prompt import SharedPrompt
 from sfi_core.errors import BackendError, ConfigError, MemoryForecastError
 from sfi_core.machine.memory import free_bytes
@@ -201,6 +202,9 @@ def expect(
         tiers: How the keys and values are divided; None without a device budget.
         generated: The most tokens that a request generates; None for what `capacity` leaves.
     """
+    heads = model.config.get_text_config(decoder=True).num_attention_heads
+    joins = policy.needs_only_evidence and tiers is None
+    joined = worked_off_together(heads * capacity, len(shapes)) if joins else 1
     expected = forecast(
         model,
         shapes,
@@ -211,7 +215,7 @@ def expect(
         prompt_tokens=prompt_tokens,
         capacity=capacity,
         prefill_chunk=prefill_chunk,
-        refreshed_together=batch if together else 1,
+        refreshed_together=batch if together else joined,
         unpacked=() if together else policy.config.dense_layers,
         evidence_buffers=ring_places(model.device, overlap=overlap),
     )

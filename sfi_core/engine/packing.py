@@ -1,0 +1,87 @@
+"""What was selected goes into the packed segments; the request notes that, and the observer is told."""
+
+from collections.abc import Sequence
+
+from sfi_core.engine.layer import Layer
+from sfi_core.engine.run import Run
+from sfi_core.observers.events import SelectionEvent
+from sfi_core.policies.base import Selection
+from sfi_kernels.pack import pack_layers
+
+
+def apply(
+    layer: Layer, rows: tuple[int, ...], selection: Selection | None, reason: str = ""
+) -> None:
+    """Pack what was selected for some requests, and tell the observer; None keeps the memory as it is.
+
+    Args:
+        layer: The layer.
+        rows: The requests.
+        selection: What was selected.
+        reason: Why, as `SelectionEvent` has it; "speculative" is for the next step.
+    """
+    if selection is None:
+        return
+    run, index, chosen = layer.run, layer.index, layer.run.rows(rows)
+    with run.observer.span("pack", index):
+        brought = run.store.pack_into(
+            run.segment(index),
+            index,
+            chosen.request_R,
+            chosen.sink_R,
+            selection.index_BHK,
+            chosen.most_sink,
+            selection.heads_BH,
+        )
+    if brought is not None:
+        run.note_recall(index, rows, brought)
+    run.meter.count(f"{layer.backend}.pack", len(rows))
+    for place, row in enumerate(rows):
+        note_selection(run, index, row, place, selection, reason)
+
+
+def apply_layers(layers: Sequence[Layer], row: int, selection: Selection) -> None:
+    """Pack what several layers have selected for a request, and tell the observer.
+
+    Args:
+        layers: The layers, whose pages hold every token.
+        row: The request.
+        selection: What was selected; its batch is the layers.
+    """
+    run, chosen = layers[0].run, layers[0].run.rows((row,))
+    segments = [run.segment(layer.index) for layer in layers]
+    pack_layers(
+        [
+            (layer.pages.key_PHND, layer.pages.value_PHNE, *segment.tensors)
+            for layer, segment in zip(layers, segments, strict=True)
+        ],
+        run.store.block_table_BP,
+        row,
+        selection.index_BHK,
+        chosen.sink_R,
+    )
+    run.meter.count(f"{layers[0].backend}.pack", len(layers))
+    for place, layer in enumerate(layers):
+        note_selection(run, layer.index, row, place, selection)
+
+
+def note_selection(
+    run: Run, layer: int, row: int, place: int, selection: Selection, reason: str = ""
+) -> None:
+    """Note what a layer packed for a request, the `place`-th of a selection, and tell the observer."""
+    state = run.requests[row]
+    ahead = reason == "speculative"
+    state.note_packed(run.policy.config.sink, selection.index_BHK.shape[2], ahead=ahead)
+    run.observer.on(
+        SelectionEvent(
+            request=state.request,
+            step=state.step,
+            layer=layer,
+            index_HK=selection.index_BHK[place],
+            diagnostics={
+                name: value[place : place + 1] for name, value in selection.diagnostics.items()
+            },
+            reason=reason,
+            heads_H=None if selection.heads_BH is None else selection.heads_BH[place],
+        )
+    )

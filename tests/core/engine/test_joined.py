@@ -1,0 +1,121 @@
+"""Layers that select together select and pack what each would alone."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import sfi_core
+from sfi_core import SfiConfig
+from sfi_core.engine import joined, maintenance
+from sfi_core.engine.maintenance import Maintenance
+from sfi_core.observers.observer import NullObserver
+from sfi_core.state.side import InOrder
+from tests.core.conftest import tiny_qwen3
+
+LAYERS = 6
+PROMPTS = [list(range(5, 45)), list(range(3, 28)), list(range(50, 57))]
+CONFIG = SfiConfig(
+    slow_start=1, span=2, sink=2, recent=8, budget=6, t_max=3, window_prefill=4,
+    trigger_token_ids=tuple(range(0, 96, 3)), dense_layers=(1,),
+)  # fmt: skip
+
+
+class Watching(NullObserver):
+    """Keeps selections and steps."""
+
+    def __init__(self) -> None:
+        self.chosen: dict[tuple[int, int, int], tuple[Any, Any]] = {}
+        self.steps: list[tuple[Any, ...]] = []
+
+    def on_selection(self, event):
+        where = (event.step, event.layer, event.request)
+        assert where not in self.chosen
+        self.chosen[where] = event.index_HK.tolist(), event.diagnostics
+
+    def on_step(self, event):
+        self.steps.append((event.step, event.request, event.token_id, event.attended_tokens))
+
+
+class Spanning(Watching):
+    """Times phases too."""
+
+    def span(self, name, layer=None, moved_bytes=0):
+        return super().span(name, layer, moved_bytes)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny_qwen3(layers=LAYERS)
+
+
+@pytest.fixture
+def complete(model, monkeypatch):
+    """Decode; return what an observer was told, the paths, and the layers of each joined selection."""
+
+    def run(enough: int = maintenance.ENOUGH, observer: Watching | None = None, **options: Any):
+        together: list[int] = []
+        every = joined.refresh_all
+        monkeypatch.setattr(maintenance, "ENOUGH", enough)
+        monkeypatch.setattr(
+            joined,
+            "refresh_all",
+            lambda row, handed: (together.append(len(handed)), every(row, handed)),
+        )
+        seen = observer or Watching()
+        options = {"config": CONFIG, "max_new_tokens": 12, "stop_token_ids": (), **options}
+        result = sfi_core.generate(
+            model, None, PROMPTS, backend="torch", observers=[seen], **options
+        )
+        monkeypatch.setattr(joined, "refresh_all", every)
+        return seen, result.report.paths, together
+
+    return run
+
+
+@pytest.mark.parametrize("policy", ["sfi", "prior-only"])
+def test_layers_together_choose_what_each_chooses_alone(complete, policy):
+    alone, paths, ones = complete(enough=1, policy=policy)
+    own, own_paths, together = complete(policy=policy)
+    assert set(ones) == {1}
+    assert set(together) == {LAYERS - len(CONFIG.dense_layers)}
+    assert sum(together) == len(ones)
+    assert own_paths == paths
+    assert own.steps == alone.steps
+    assert {at: index for at, (index, _) in own.chosen.items()} == {
+        at: index for at, (index, _) in alone.chosen.items()
+    }
+    for at, (_, diagnostics) in own.chosen.items():
+        torch.testing.assert_close(diagnostics, alone.chosen[at][1])
+
+
+def test_what_waits_is_worked_off_when_it_is_enough(complete):
+    length = len(PROMPTS[0]) + 12
+    numbers = (
+        4 * length * 2
+    )  # two layers' logits of four query heads, or those of more in shorter prompts
+    alone, *_, together = complete(enough=numbers)
+    assert {2, 1} <= set(together)
+    assert alone.steps == complete(enough=1)[0].steps
+
+
+@pytest.mark.parametrize(
+    ("policy", "observer", "options"),
+    [
+        ("sfi", Spanning, {}),  # each layer's phases are timed
+        ("sfi", Watching, {"config": CONFIG.replace(correction=0.9)}),
+        ("random-k", Watching, {}),
+    ],
+)
+def test_others_select_layer_by_layer(complete, policy, observer, options):
+    assert complete(policy=policy, observer=observer(), **options)[2] == []
+
+
+def test_a_step_that_breaks_off_selects_no_more():
+    held, done = Maintenance(InOrder()), []
+    held.collect("row", "first", 1, done.append)
+    held.drop()
+    held.collect("row", "second", 1, done.append)
+    assert done == []
+    held.join()
+    assert done == [["second"]]
