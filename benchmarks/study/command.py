@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.study import fidelity
+from benchmarks.study import fidelity, stability
 from benchmarks.study.listed import METHODS, read_methods
 from benchmarks.study.records import RESULTS, about_run, begin
 from benchmarks.study.texts import HALVES, KINDS, Place, text_digest, windows_of
@@ -48,6 +48,14 @@ def run_fidelity(options: argparse.Namespace) -> None:
     methods = [one for one in methods if not shares or one.share in shares]
     part = fidelity.FidelityPart(model, tokenizer, options.model, methods, options.tokens)
     records = begin(options.out / "fidelity.jsonl", fidelity.key, about(options, model))
+    work(records, places(options, tokenizer), part.keys, part.make, options.process)
+
+
+def run_stability(options: argparse.Namespace) -> None:
+    """Look at full attention's supports on windows of every kind."""
+    model, tokenizer = load_model(options.model)
+    part = stability.StabilityPart(model, tokenizer, options.model, options.tokens, options.modes)
+    records = begin(options.out / "stability.jsonl", stability.key, about(options, model))
     work(records, places(options, tokenizer), part.keys, part.make, options.process)
 
 
@@ -105,16 +113,19 @@ def _parser(about: str) -> argparse.ArgumentParser:
     _window_options(one, run_fidelity)
     one.add_argument("--table", default="front", help="table of the list of methods")
     one.add_argument("--shares", type=float, nargs="*", help="only these of the table's shares")
+    one = parts.add_parser("stability", help="full attention's supports, by place in the sentence")
+    _window_options(one, run_stability, tokens=200)
+    one.add_argument("--modes", nargs="*", choices=stability.MODES, default=stability.MODES)
     return parser
 
 
-def _window_options(parser: argparse.ArgumentParser, run: Any) -> None:
+def _window_options(parser: argparse.ArgumentParser, run: Any, tokens: int = 64) -> None:
     parser.set_defaults(run=run)
     parser.add_argument("--model", default="smollm2", help="as `sfi --model`, or bundled")
     parser.add_argument("--kinds", nargs="*", choices=KINDS, default=KINDS)
     parser.add_argument("--halves", nargs="*", choices=HALVES, default=HALVES)
     parser.add_argument("--lengths", type=int, nargs="*", default=[2048], help="prompt tokens")
-    parser.add_argument("--tokens", type=int, default=64, help="decoded tokens of a window")
+    parser.add_argument("--tokens", type=int, default=tokens, help="decoded tokens of a window")
     parser.add_argument("--windows", type=count_or_range, default=range(8), help="8, or 4:8")
     parser.add_argument("--process", type=Process.parse, default=Process(), help="0/2 or 1/2")
     parser.add_argument("--methods", type=Path, default=METHODS, help="the list of methods")

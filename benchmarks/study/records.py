@@ -117,6 +117,15 @@ def short(value: float, digits: int = 5) -> float:
     return float(f"{value:.{digits}g}")
 
 
+def plain(value: Any) -> Any:
+    """Return nested values as JSON has them: 4 significant digits, null for what is not a number."""
+    if isinstance(value, float):
+        return short(value, 4) if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {name: plain(one) for name, one in value.items()}
+    return [plain(one) for one in value] if isinstance(value, list | tuple) else value
+
+
 def _git(*arguments: str) -> str:
     command = ["git", "-C", str(Path(__file__).parent), *arguments]
     return subprocess.run(command, check=False, capture_output=True, text=True).stdout.strip()  # noqa: S603

@@ -13,6 +13,8 @@ from sfi_core.generation.prompts import check_lengths, left_pad
 from sfi_core.hosts.transformers.decoder import Decoder
 from sfi_core.hosts.transformers.slow_fast import slow_fast
 from sfi_core.models.forecast import check_fits
+from sfi_core.observers.observer import Observer
+from sfi_core.settings.audit import AuditConfig
 from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.engine import DEFAULTS, EngineOptions
 
@@ -32,6 +34,8 @@ def teacher_force(
     backend: str = "auto",
     engine: EngineOptions = DEFAULTS,
     shared: SharedPrompt | None = None,
+    observers: Sequence[Observer] = (),
+    audit: AuditConfig | None = None,
 ) -> RunReport:
     """Read the first tokens as a prompt, then decode the others one by one, whatever the logits are.
 
@@ -51,6 +55,8 @@ def teacher_force(
         backend: "auto", "torch" or "triton".
         engine: How steps are run.
         shared: The prompt as `read_prompt` read it; the prompt is not read again.
+        observers: Told of every step, refresh and span.
+        audit: What to compare with dense attention, for the observers.
 
     Returns:
         The run's report, with its slow steps and read ratio.
@@ -86,7 +92,14 @@ def teacher_force(
     with (
         torch.no_grad(),
         slow_fast(
-            model, tokenizer, config, policy=policy, backend=backend, engine=engine
+            model,
+            tokenizer,
+            config,
+            policy=policy,
+            observers=observers,
+            backend=backend,
+            audit=audit,
+            engine=engine,
         ) as session,
     ):
         expected = session.forecast(1, prompt_tokens, capacity, prefill_chunk)
