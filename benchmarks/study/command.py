@@ -7,12 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.study import fidelity, stability
+from benchmarks.study import fidelity, long, stability, tasks
 from benchmarks.study.listed import METHODS, read_methods
+from benchmarks.study.own_tasks import OWN
 from benchmarks.study.records import RESULTS, about_run, begin
 from benchmarks.study.texts import HALVES, KINDS, Place, text_digest, windows_of
 from benchmarks.study.work import Process, work
 from sfi_core.errors import SfiError
+from sfi_core.measure.evaluation.tasks import TASKS
 from sfi_core.models.load import load, quiet
 
 
@@ -56,6 +58,31 @@ def run_stability(options: argparse.Namespace) -> None:
     model, tokenizer = load_model(options.model)
     part = stability.StabilityPart(model, tokenizer, options.model, options.tokens, options.modes)
     records = begin(options.out / "stability.jsonl", stability.key, about(options, model))
+    work(records, places(options, tokenizer), part.keys, part.make, options.process)
+
+
+def run_tasks(options: argparse.Namespace) -> None:
+    """Answer questions under the methods of the table `tasks`."""
+    model, tokenizer = load_model(options.model)
+    methods = read_methods("tasks", tokenizer, options.methods)
+    part = tasks.TasksPart(model, tokenizer, options.model, methods)
+    samples = [
+        tasks.Sample(number, task, half, length)
+        for number in range(options.windows.start, options.windows.stop)
+        for length in options.lengths
+        for half in options.halves
+        for task in options.tasks
+    ]
+    records = begin(options.out / "tasks.jsonl", tasks.key, about_run(model, options.model))
+    work(records, samples, part.keys, part.make, options.process)
+
+
+def run_long(options: argparse.Namespace) -> None:
+    """Follow long answers under the methods of the table `long`."""
+    model, tokenizer = load_model(options.model)
+    methods = read_methods("long", tokenizer, options.methods)
+    part = long.LongPart(model, tokenizer, options.model, methods, options.tokens, options.modes)
+    records = begin(options.out / "long.jsonl", long.key, about(options, model))
     work(records, places(options, tokenizer), part.keys, part.make, options.process)
 
 
@@ -116,17 +143,39 @@ def _parser(about: str) -> argparse.ArgumentParser:
     one = parts.add_parser("stability", help="full attention's supports, by place in the sentence")
     _window_options(one, run_stability, tokens=200)
     one.add_argument("--modes", nargs="*", choices=stability.MODES, default=stability.MODES)
+    one = parts.add_parser("tasks", help="exact answers; a window is a sample, a seed of its own")
+    _common_options(one, run_tasks, windows=20, lengths=[1024])
+    one.add_argument("--tasks", nargs="*", choices=[*TASKS, *OWN], default=tasks.DEFAULT)
+    one = parts.add_parser("long", help="long answers: first difference, error by step")
+    _window_options(one, run_long, tokens=1000, windows=2, lengths=[1536], kinds=["prose"])
+    one.add_argument("--modes", nargs="*", choices=long.MODES, default=long.MODES)
     return parser
 
 
-def _window_options(parser: argparse.ArgumentParser, run: Any, tokens: int = 64) -> None:
+def _window_options(
+    parser: argparse.ArgumentParser,
+    run: Any,
+    *,
+    tokens: int = 64,
+    windows: int = 8,
+    lengths: Sequence[int] = (2048,),
+    kinds: Sequence[str] = KINDS,
+) -> None:
+    _common_options(parser, run, windows=windows, lengths=lengths)
+    parser.add_argument("--kinds", nargs="*", choices=KINDS, default=kinds)
+    parser.add_argument("--tokens", type=int, default=tokens, help="decoded tokens of a window")
+
+
+def _common_options(
+    parser: argparse.ArgumentParser, run: Any, *, windows: int, lengths: Sequence[int]
+) -> None:
     parser.set_defaults(run=run)
     parser.add_argument("--model", default="smollm2", help="as `sfi --model`, or bundled")
-    parser.add_argument("--kinds", nargs="*", choices=KINDS, default=KINDS)
     parser.add_argument("--halves", nargs="*", choices=HALVES, default=HALVES)
-    parser.add_argument("--lengths", type=int, nargs="*", default=[2048], help="prompt tokens")
-    parser.add_argument("--tokens", type=int, default=tokens, help="decoded tokens of a window")
-    parser.add_argument("--windows", type=count_or_range, default=range(8), help="8, or 4:8")
+    parser.add_argument("--lengths", type=int, nargs="*", default=lengths, help="prompt tokens")
+    parser.add_argument(
+        "--windows", type=count_or_range, default=range(windows), help="8, or 4:8 after 0:4"
+    )
     parser.add_argument("--process", type=Process.parse, default=Process(), help="0/2 or 1/2")
     parser.add_argument("--methods", type=Path, default=METHODS, help="the list of methods")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")

@@ -1,4 +1,4 @@
-"""Part `stability`: do full attention's supports keep within a sentence and move at its end (Figures 1, 2)?"""
+"""Part `stability`: whether supports keep within a sentence and move at its end (SFI, Figures 1 and 2)."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
