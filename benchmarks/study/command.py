@@ -4,6 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,12 @@ from benchmarks.study import fidelity, long, stability, tasks
 from benchmarks.study.listed import METHODS, read_methods
 from benchmarks.study.own_tasks import OWN
 from benchmarks.study.records import RESULTS, about_run, begin
+from benchmarks.study.report import DOCS, Report
 from benchmarks.study.texts import HALVES, KINDS, Place, text_digest, windows_of
 from benchmarks.study.work import Process, work
 from sfi_core.errors import SfiError
 from sfi_core.measure.evaluation.tasks import TASKS
-from sfi_core.models.load import load, quiet
+from sfi_core.models.load import load, load_tokenizer, quiet
 
 
 def main(about: str, arguments: Sequence[str] | None = None) -> int:
@@ -32,7 +34,7 @@ def main(about: str, arguments: Sequence[str] | None = None) -> int:
 
 def run_texts(options: argparse.Namespace) -> None:
     """Print how many windows each kind and half has."""
-    _, tokenizer = load_model(options.model)
+    tokenizer = read_tokenizer(options.model)
     for kind in options.kinds:
         for half in options.halves:
             counts = [
@@ -86,6 +88,21 @@ def run_long(options: argparse.Namespace) -> None:
     work(records, places(options, tokenizer), part.keys, part.make, options.process)
 
 
+def run_report(options: argparse.Namespace) -> None:
+    """Write tables and figures of all parts."""
+
+    @cache
+    def tokenizer() -> Any:
+        return read_tokenizer(options.model)
+
+    made = Report(
+        results=options.out, folder=options.docs, model=options.model, half=options.half,
+        methods=options.methods, text_of=lambda token: tokenizer().decode([token]),
+    ).write()  # fmt: skip
+    for path in made:
+        print(f"Wrote {path}", file=sys.stderr)
+
+
 def places(options: argparse.Namespace, tokenizer: Any) -> list[Place]:
     """Return the windows asked for, number by number: a cut run has all kinds. Short texts have fewer."""
     asked = (
@@ -115,6 +132,11 @@ def about(options: argparse.Namespace, model: Any) -> dict[str, Any]:
         for half in options.halves
     }
     return about_run(model, options.model) | {"texts": texts}
+
+
+def read_tokenizer(name: str) -> Any:
+    """Load a tokenizer alone."""
+    return load_tokenizer(None if name == "bundled" else name)
 
 
 def load_model(name: str) -> tuple[Any, Any]:
@@ -149,6 +171,13 @@ def _parser(about: str) -> argparse.ArgumentParser:
     one = parts.add_parser("long", help="long answers: first difference, error by step")
     _window_options(one, run_long, tokens=1000, windows=2, lengths=[1536], kinds=["prose"])
     one.add_argument("--modes", nargs="*", choices=long.MODES, default=long.MODES)
+    one = parts.add_parser("report", help="tables and figures, from the rows")
+    one.set_defaults(run=run_report)
+    one.add_argument("--model", default="smollm2", help="the model whose rows count")
+    one.add_argument("--half", choices=HALVES, default="held", help="the half that is reported")
+    one.add_argument("--methods", type=Path, default=METHODS, help="the list of methods")
+    one.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
+    one.add_argument("--docs", type=Path, default=DOCS, help="folder of pages and figures")
     return parser
 
 

@@ -11,7 +11,7 @@ from sfi_core.measure.evaluation.method import Method, Size
 from sfi_core.measure.evaluation.runner import TaskGrid
 from sfi_core.measure.evaluation.tasks import TASKS
 
-DEFAULT = ("niah-single", "lookup", "facts", "places")
+DEFAULT = ("niah-single", "facts", "places")
 HELD_SEED = 1000  # seeds of `held` start here, those of `dev` at 0
 
 
