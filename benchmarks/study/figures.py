@@ -33,6 +33,8 @@ def draw_front(
         axes.set(
             title=panel, xscale="log", yscale="log", xlabel="tokens read, choosing included, %"
         )
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_formatter("{x:g}")
         axes.grid(visible=True, which="both", alpha=0.2)
     for axes in grid.flat[len(panels) :]:
         axes.set_visible(False)
@@ -50,7 +52,9 @@ def draw_stability(rows: Sequence[Row], mode: str, size: int, path: Path) -> Non
     chance = float(np.mean([row["chance"] for row in some]))
     for name, label in (("same", "in one sentence"), ("across", "across a boundary")):
         _band(lag, LAGS, estimates(windows(some, column("by_lag", name))), label)
-    lag.set(xscale="log", xlabel="steps apart", ylabel=f"overlap of the top {size}")
+    lag.set_xscale("log", base=2)
+    lag.xaxis.set_major_formatter("{x:g}")
+    lag.set(xlabel="steps apart", ylabel=f"overlap of the top {size}")
     consecutive = estimates(windows(some, column("consecutive")))
     _band(place, range(len(PLACES)), consecutive, "with the step before")
     place.set_xticks(range(len(PLACES)), PLACES)

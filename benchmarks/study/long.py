@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -66,7 +66,7 @@ class LongPart:
                     yield row | self._compared(one, full, mode)
 
     def _rows(self, place: Place, mode: str) -> list[dict[str, Any]]:
-        where = {"model": self.name, **asdict(place), "tokens": self.tokens, "mode": mode}
+        where = {"model": self.name, **place.columns(), "tokens": self.tokens, "mode": mode}
         which = [(FULL, None), *((one.text, one.share) for one in self.methods)]
         return [{**where, "method": method, "share": share} for method, share in which]
 
@@ -125,7 +125,18 @@ class LongPart:
 
 def key(row: Mapping[str, Any]) -> Key:
     """Return what tells a row from others."""
-    names = ("model", "kind", "half", "length", "tokens", "number", "mode", "method", "share")
+    names = (
+        "model",
+        "kind",
+        "half",
+        "text",
+        "length",
+        "tokens",
+        "number",
+        "mode",
+        "method",
+        "share",
+    )
     return tuple(row[name] for name in names)
 
 

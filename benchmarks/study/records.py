@@ -41,8 +41,14 @@ class Records:
             InputError: A line is no JSON.
         """
         seen: set[Key] = set()
+        texts: dict[str, dict[str, str]] = {}
         for row in read_lines(self.path):
-            if "at" not in row and (key := self.key(row)) not in seen:
+            if "at" in row:
+                texts[row["run"]] = row.get("texts", {})
+                continue
+            if "kind" in row and "text" not in row:  # an early row: its run says it
+                row["text"] = texts[row["run"]][f"{row['kind']}/{row['half']}"]
+            if (key := self.key(row)) not in seen:
                 seen.add(key)
                 yield row
 

@@ -30,7 +30,7 @@ class Report:
     """Where the rows are, which of them count, and where pages and figures go.
 
     Attributes:
-        results: The folder of the JSON lines.
+        results: The folder of the JSON lines; files of a part in folders below count too.
         folder: The folder of pages and figures.
         model: The model whose rows count.
         half: The half of the texts whose rows count.
@@ -171,9 +171,14 @@ class Report:
         self, part: str, key: Callable[[Mapping[str, Any]], Key], half: str | None = ""
     ) -> list[Row]:
         wanted = self.half if half == "" else half
-        records = Records(self.results / f"{part}.jsonl", key)
-        rows = [row for row in records.rows() if row["model"] == self.model]
-        return [row for row in rows if wanted is None or row["half"] == wanted]
+        found: dict[Key, Row] = {}
+        for path in sorted(self.results.rglob(f"{part}.jsonl")):
+            found |= {key(row): row for row in Records(path, key).rows()}
+        rows = [row for row in found.values() if row["model"] == self.model]
+        rows = [row for row in rows if wanted is None or row["half"] == wanted]
+        # of a text that has changed, the rows of its last version count
+        last = {(row["kind"], row["half"]): row["text"] for row in rows}
+        return [row for row in rows if row["text"] == last[row["kind"], row["half"]]]
 
 
 def _kinds(data: Measured) -> list[str]:

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -103,12 +103,12 @@ class StabilityPart:
         }
 
     def _where(self, place: Place) -> dict[str, Any]:
-        return {"model": self.name, **asdict(place), "tokens": self.tokens}
+        return {"model": self.name, **place.columns(), "tokens": self.tokens}
 
 
 def key(row: Mapping[str, Any]) -> Key:
     """Return what tells a row from others."""
-    names = ("model", "kind", "half", "length", "tokens", "number", "mode", "size")
+    names = ("model", "kind", "half", "text", "length", "tokens", "number", "mode", "size")
     return tuple(row[name] for name in names)
 
 
