@@ -19,11 +19,13 @@ def chats() -> list[str]:
         InputError: lm-eval is not installed.
     """
     tasks = Path(sysconfig.get_path("purelib")) / "lm_eval" / "tasks"
-    found = [
-        "".join(_turns(path, field))
-        for pattern, field in PATTERNS.items()
-        for path in sorted(tasks.glob(pattern))
-    ]
+    seen: set[str] = set()  # some tasks share their examples, and no turn may be in both halves
+    found = []
+    for pattern, field in PATTERNS.items():
+        for path in sorted(tasks.glob(pattern)):
+            fresh = [turn for turn in _turns(path, field) if turn not in seen]
+            seen.update(fresh)
+            found.append("".join(fresh))
     if not any(found):
         raise InputError(f"texts of kind dialogue must have lm-eval's tasks, got none in {tasks}")
     return [text for text in found if text]

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.study.listed import FULL, Listed
@@ -79,7 +79,7 @@ class FidelityPart:
         return sizes | _measured(found) | {"seconds": round(time.monotonic() - began, 1)}
 
     def _where(self, place: Place) -> dict[str, Any]:
-        return {"model": self.name, **asdict(place), "tokens": self.tokens}
+        return {"model": self.name, **place.columns(), "tokens": self.tokens}
 
 
 def _measured(found: Fidelity) -> dict[str, Any]:
@@ -100,5 +100,5 @@ def _which(one: Listed) -> dict[str, Any]:
 
 def key(row: Mapping[str, Any]) -> Key:
     """Return what tells a row from others."""
-    names = ("model", "kind", "half", "length", "tokens", "number", "method", "share")
+    names = ("model", "kind", "half", "text", "length", "tokens", "number", "method", "share")
     return tuple(row[name] for name in names)

@@ -41,8 +41,14 @@ class Records:
             InputError: A line is no JSON.
         """
         seen: set[Key] = set()
+        texts: dict[str, dict[str, str]] = {}
         for row in read_lines(self.path):
-            if "at" not in row and (key := self.key(row)) not in seen:
+            if "at" in row:
+                texts[row["run"]] = row.get("texts", {})
+                continue
+            if "kind" in row and "text" not in row:  # an early row: its run says it
+                row["text"] = texts[row["run"]][f"{row['kind']}/{row['half']}"]
+            if (key := self.key(row)) not in seen:
                 seen.add(key)
                 yield row
 
@@ -115,6 +121,15 @@ def short(value: float, digits: int = 5) -> float:
     if not math.isfinite(value) or abs(value) < 1e-7:  # noqa: PLR2004 - said above
         return 0.0 if math.isfinite(value) else value
     return float(f"{value:.{digits}g}")
+
+
+def plain(value: Any) -> Any:
+    """Return nested values as JSON has them: 4 significant digits, null for what is not a number."""
+    if isinstance(value, float):
+        return short(value, 4) if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {name: plain(one) for name, one in value.items()}
+    return [plain(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def _git(*arguments: str) -> str:

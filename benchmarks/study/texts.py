@@ -3,7 +3,7 @@
 import hashlib
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any
 
@@ -46,6 +46,10 @@ class Place:
         """Name the window in a progress line."""
         return f"{self.kind}/{self.half} {self.length} no. {self.number}"
 
+    def columns(self) -> dict[str, Any]:
+        """Return what the rows of the window say of it, with the digest of the text that it is cut from."""
+        return {**asdict(self), "text": text_digest(self.kind, self.half)}
+
 
 @cache
 def text(kind: str, half: str) -> str:
@@ -62,6 +66,7 @@ def text(kind: str, half: str) -> str:
     return glue.join(documents)[:MOST]
 
 
+@cache
 def text_digest(kind: str, half: str) -> str:
     """Return what tells a text from that of another version of Python or of a package."""
     return hashlib.sha256(text(kind, half).encode()).hexdigest()[:12]

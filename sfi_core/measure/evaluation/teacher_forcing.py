@@ -14,6 +14,8 @@ from sfi_core.generation.prompts import check_lengths, left_pad
 from sfi_core.hosts.transformers.decoder import Decoder
 from sfi_core.hosts.transformers.slow_fast import slow_fast
 from sfi_core.models.forecast import check_fits
+from sfi_core.observers.observer import Observer
+from sfi_core.settings.audit import AuditConfig
 from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.engine import DEFAULTS, EngineOptions
 
@@ -70,6 +72,8 @@ def teacher_force_batch(
     backend: str = "auto",
     engine: EngineOptions = DEFAULTS,
     shared: SharedPrompt | None = None,
+    observers: Sequence[Observer] = (),
+    audit: AuditConfig | None = None,
 ) -> RunReport:
     """Read the first tokens of texts of one length as prompts, then decode the others together.
 
@@ -89,6 +93,8 @@ def teacher_force_batch(
         backend: "auto", "torch" or "triton".
         engine: How steps are run.
         shared: The prompts as `read_prompt` read them; the prompts are not read again.
+        observers: Told of every step, refresh and span.
+        audit: What to compare with dense attention, for the observers.
 
     Returns:
         The run's report, a request a text, with slow steps and read ratios.
@@ -116,7 +122,14 @@ def teacher_force_batch(
     with (
         torch.no_grad(),
         slow_fast(
-            model, tokenizer, config, policy=policy, backend=backend, engine=engine
+            model,
+            tokenizer,
+            config,
+            policy=policy,
+            observers=observers,
+            backend=backend,
+            audit=audit,
+            engine=engine,
         ) as session,
     ):
         expected = session.forecast(len(texts), prompt_tokens, capacity, prefill_chunk)

@@ -1,0 +1,119 @@
+"""The study's figures."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.study.answers import step_estimates
+from benchmarks.study.bootstrap import Estimate, estimates
+from benchmarks.study.front import PLACES
+from benchmarks.study.long import CHUNK
+from benchmarks.study.measured import KL, Measured, name_of, reads_column
+from benchmarks.study.observed import Row, column, layers, windows
+from benchmarks.study.sentences import LAGS
+from sfi_traces.figures.style import DPI, check_matplotlib, new_figure
+
+SHADE = 0.15  # opacity of an interval
+MARKS = "osv^D<>pP*Xhd"
+
+
+def draw_front(
+    data: Measured, methods: Sequence[tuple[str, str]], kinds: Sequence[str], path: Path
+) -> None:
+    """Draw KL against the share of the context that was really read, a panel a kind, and one for all."""
+    check_matplotlib("figures")
+    panels = ["all", *kinds]
+    figure = new_figure(4.2 * 3, 3.6 * -(-len(panels) // 3))
+    grid = figure.subplots(-(-len(panels) // 3), 3, sharex=True, sharey=True, squeeze=False)
+    for axes, panel in zip(grid.flat, panels, strict=False):
+        for number, (label, method) in enumerate(methods):
+            _curve(axes, data, (label, method), () if panel == "all" else (panel,), number)
+        axes.set(
+            title=panel, xscale="log", yscale="log", xlabel="tokens read, choosing included, %"
+        )
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_formatter("{x:g}")
+        axes.grid(visible=True, which="both", alpha=0.2)
+    for axes in grid.flat[len(panels) :]:
+        axes.set_visible(False)
+    grid[0, 0].set_ylabel("KL to full attention, nats")
+    figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside right upper", fontsize=8)
+    figure.savefig(path, dpi=DPI)
+
+
+def draw_stability(rows: Sequence[Row], mode: str, size: int, path: Path) -> None:
+    """Draw overlaps by lag, by place in the sentence and by layer, and what an older support retains."""
+    check_matplotlib("figures")
+    some = [row for row in rows if row["mode"] == mode and row["size"] == size]
+    figure = new_figure(11, 7)
+    (lag, place), (layer, old) = figure.subplots(2, 2)
+    chance = float(np.mean([row["chance"] for row in some]))
+    for name, label in (("same", "in one sentence"), ("across", "across a boundary")):
+        _band(lag, LAGS, estimates(windows(some, column("by_lag", name))), label)
+    lag.set_xscale("log", base=2)
+    lag.xaxis.set_major_formatter("{x:g}")
+    lag.set(xlabel="steps apart", ylabel=f"overlap of the top {size}")
+    consecutive = estimates(windows(some, column("consecutive")))
+    _band(place, range(len(PLACES)), consecutive, "with the step before")
+    place.set_xticks(range(len(PLACES)), PLACES)
+    place.set(xlabel="steps since the token that ended a sentence", ylabel="overlap")
+    for group, found in layers(rows, mode, size).items():
+        _band(layer, range(len(found)), found, f"place {group}")
+    layer.set(xlabel="layer", ylabel="overlap with the step before")
+    for name in ("boundary", "next", "any"):
+        kept = estimates(windows(some, column("retained", name)))
+        _band(old, range(len(PLACES)), kept, {"any": "any step"}.get(name, f"{name} token"))
+    old.set_xticks(range(len(PLACES)), PLACES)
+    old.set(xlabel="age of the support, steps", ylabel="probability held, of the best support's")
+    for axes in (lag, place, layer):
+        axes.axhline(chance, color="gray", linestyle=":", label="chance")
+    for axes in (lag, place, layer, old):
+        axes.legend(fontsize=8)
+        axes.grid(visible=True, alpha=0.2)
+    figure.savefig(path, dpi=DPI)
+
+
+def draw_long(
+    rows: Sequence[Row], methods: Sequence[tuple[str, str]], modes: Sequence[str], path: Path
+) -> None:
+    """Draw KL by step of a long answer, a panel for each thing that was decoded."""
+    check_matplotlib("figures")
+    figure = new_figure(4.2 * len(modes), 3.6)
+    for axes, mode in zip(figure.subplots(1, len(modes), squeeze=False)[0], modes, strict=True):
+        for label, method in methods:
+            lengths = [len(row["kl"]) for row in rows if row["method"] == method and "kl" in row]
+            found = step_estimates(rows, method, mode, range(max(lengths, default=0)))
+            if found:
+                _band(axes, [CHUNK * at + CHUNK / 2 for at in range(len(found))], found, label)
+        axes.set(title=mode, xlabel="step", ylabel="KL, nats", yscale="log")
+        axes.grid(visible=True, alpha=0.2)
+        axes.legend(fontsize=8)
+    figure.savefig(path, dpi=DPI)
+
+
+def _curve(
+    axes: Any, data: Measured, method: tuple[str, str], kinds: Sequence[str], number: int
+) -> None:
+    points = []
+    for share in data.shares(method[1]):
+        values = data.by_kind((method[1], share), kinds=kinds)
+        if values:
+            found = estimates(values)
+            points.append((100 * found[reads_column(method[1])].value, found[KL]))
+    if not points:
+        return
+    reads = [read for read, _ in points]
+    value = np.array([one.value for _, one in points])
+    ends = np.array([[one.value - one.low, one.high - one.value] for _, one in points]).T
+    axes.errorbar(
+        reads, value, yerr=np.maximum(ends, 0), label=name_of(*method), marker=MARKS[number % len(MARKS)],
+        color=f"C{number % 10}", markersize=4, linewidth=1, elinewidth=0.6,
+    )  # fmt: skip
+
+
+def _band(axes: Any, at: Sequence[float], found: Sequence[Estimate], label: str) -> None:
+    (line,) = axes.plot(at, [one.value for one in found], marker="o", markersize=3, label=label)
+    low, high = [one.low for one in found], [one.high for one in found]
+    axes.fill_between(at, low, high, alpha=SHADE, color=line.get_color())

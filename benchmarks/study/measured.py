@@ -1,0 +1,105 @@
+"""The rows of part `fidelity`, by method and share, as numbers of a window."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from benchmarks.study.bootstrap import Array
+from benchmarks.study.listed import FULL
+from benchmarks.study.sentences import by_place
+
+COLUMNS = ("kl", "reads", "disagreement", "slow", "nll", "kl_p95", "attended")
+KL, TOTAL, ATTENDED = (COLUMNS.index(name) for name in ("kl", "reads", "attended"))
+# the bound that no method reaches: where reads are compared, what its choice reads is left out
+IDEAL = "oracle-top-k"
+Where = tuple[str, int]  # kind and number of a window
+Which = tuple[str, float | None]  # method and share
+
+
+@dataclass(slots=True)
+class Measured:
+    """What every method measured on every window of one length.
+
+    Attributes:
+        windows: For each method and share, a window's `COLUMNS`.
+        places: For each method and share, a window's mean KL by place in the sentence; see `EDGES`.
+        errors: What stopped a row, by method and share.
+    """
+
+    windows: dict[Which, dict[Where, list[float]]] = field(
+        default_factory=lambda: defaultdict(dict)
+    )
+    places: dict[Which, dict[Where, list[float]]] = field(default_factory=lambda: defaultdict(dict))
+    errors: dict[Which, str] = field(default_factory=dict)
+
+    def by_kind(
+        self, *which: Which, kinds: Iterable[str] = (), places: bool = False
+    ) -> dict[str, Array]:
+        """Return, by kind, [windows, methods * columns] of the windows that all these methods have."""
+        table = self.places if places else self.windows
+        common = set.intersection(*(set(table.get(one, {})) for one in which))
+        wanted = set(kinds) or {kind for kind, _ in common}
+        return {
+            kind: np.array(
+                [
+                    np.concatenate([table[one][where] for one in which])
+                    for where in sorted(common)
+                    if where[0] == kind
+                ]
+            )
+            for kind in sorted(wanted & {kind for kind, _ in common})
+        }
+
+    def shares(self, method: str) -> list[float]:
+        """Return the shares of a method that have rows."""
+        return sorted(share for one, share in self.windows if one == method and share is not None)
+
+    def count(self, which: Which) -> int:
+        """Return the number of a method's windows."""
+        return len(self.windows.get(which, {}))
+
+
+def measured(rows: Iterable[Mapping[str, Any]]) -> Measured:
+    """Sum rows of one model, half, length and number of tokens up by window."""
+    found, full = Measured(), {}
+    listed = list(rows)
+    for row in listed:
+        if row["method"] == FULL:
+            full[row["kind"], row["number"]] = row
+    for row in listed:
+        where, which = (row["kind"], row["number"]), (row["method"], row["share"])
+        if row["method"] == FULL:
+            continue
+        if "error" in row:
+            found.errors[which] = row["error"]
+            continue
+        found.windows[which][where] = _columns(row, full[where])
+        place_N = np.array(full[where]["in_sentence"][1:])
+        found.places[which][where] = by_place(np.array(row["kl"][1:], np.float32), place_N)
+    return found
+
+
+def _columns(row: Mapping[str, Any], full: Mapping[str, Any]) -> list[float]:
+    kl = row["kl"][1:]
+    return [
+        float(np.mean(kl)),
+        row["read"] + row["selecting"],
+        row["agrees"][1:].count("0") / len(kl),
+        row["slow"][1:].count("1") / len(kl),
+        row["nll"] - float(np.mean(full["nll"][1:])),
+        float(np.quantile(kl, 0.95)),
+        row["read"],
+    ]
+
+
+def reads_column(method: str) -> int:
+    """Return the column of a method's reads: the oracle's choice is free of charge."""
+    return ATTENDED if method == IDEAL else TOTAL
+
+
+def name_of(label: str, method: str) -> str:
+    """Return a method's name where reads are compared."""
+    return f"{label}, choice free" if method == IDEAL else label

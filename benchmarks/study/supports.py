@@ -1,0 +1,115 @@
+"""Full attention's supports at every decoded step, and what pairs of them share."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from sfi_core.observers.events import AuditEvent
+from sfi_core.observers.observer import NullObserver
+from sfi_core.settings.audit import AuditConfig
+
+SINK, RECENT = 4, 128  # tokens of the prompt that are no candidates: SFI reads them anyway
+
+Floats = npt.NDArray[np.float32]
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class Recorder(NullObserver):
+    """Keeps what the audit says of one request.
+
+    Attributes:
+        index_L: For each layer its steps' positions, each [H, K] int32, padded with -1.
+        mass_L: The positions' probabilities, each [H, K].
+        cosine_L: Cosines of a step's query with the last one's, each [H].
+    """
+
+    index_L: dict[int, list[torch.Tensor]] = field(default_factory=lambda: defaultdict(list))
+    mass_L: dict[int, list[torch.Tensor]] = field(default_factory=lambda: defaultdict(list))
+    cosine_L: dict[int, list[torch.Tensor]] = field(default_factory=lambda: defaultdict(list))
+
+    def on_audit(self, event: AuditEvent) -> None:
+        """Keep a layer's step."""
+        self.index_L[event.layer].append(event.index_HK)
+        self.mass_L[event.layer].append(event.mass_HK)
+        self.cosine_L[event.layer].append(event.query_cosine_H)
+
+    def cosines(self) -> Floats:
+        """Return the cosines [N, L, H]; NaN at the first step."""
+        layers = [torch.stack(self.cosine_L[layer]) for layer in sorted(self.cosine_L)]
+        found: Floats = torch.stack(layers, 1).float().numpy()
+        return found
+
+    def mass(self, layer: int, prompt: int) -> Floats:
+        """Return the probabilities of a layer's candidates [H, N, C]; 0 for what the audit left out.
+
+        Candidates are the prompt's tokens but for its first 4 and last 128: the same at every step.
+        """
+        index_NHK = torch.stack(self.index_L[layer]).long()
+        mass_NHK = torch.stack(self.mass_L[layer]).float()
+        N, H, _ = index_NHK.shape
+        candidates = prompt - RECENT - SINK
+        inside = (index_NHK >= SINK) & (index_NHK < prompt - RECENT)
+        place = torch.where(inside, index_NHK - SINK, candidates)  # one place more takes the rest
+        mass_NHC = torch.zeros(N, H, candidates + 1).scatter_(2, place, mass_NHK * inside)
+        found: Floats = mass_NHC[:, :, :candidates].transpose(0, 1).contiguous().numpy()
+        return found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Shared:
+    """What supports of K candidates share: U pairs of a layer and a KV head, N steps.
+
+    Attributes:
+        overlap_UNN: Share of the K positions that two steps' supports have in common.
+        mass_UNN: Probability at the first step of the support of the second.
+        alike_L: Overlap of two heads' supports at one step, the mean over steps and pairs of heads.
+        chance: The overlap of two random supports, K over the candidates.
+    """
+
+    overlap_UNN: Floats
+    mass_UNN: Floats
+    alike_L: Floats
+    chance: float
+
+    @classmethod
+    def of(cls, recorder: Recorder, prompt: int, size: int) -> "Shared":
+        """Compare all pairs of steps."""
+        overlaps, masses, alike = [], [], []
+        candidates = prompt - RECENT - SINK
+        for layer in sorted(recorder.index_L):
+            mass_HNC = recorder.mass(layer, prompt)
+            member_HNC = members(mass_HNC, size)
+            turned_HCN = member_HNC.transpose(0, 2, 1)
+            overlaps.append(member_HNC @ turned_HCN / size)
+            masses.append(mass_HNC @ turned_HCN)
+            alike.append(_alike(member_HNC, size))
+        return cls(
+            overlap_UNN=np.concatenate(overlaps),
+            mass_UNN=np.concatenate(masses),
+            alike_L=np.array(alike, np.float32),
+            chance=size / candidates,
+        )
+
+
+def members(mass_HNC: Floats, size: int) -> Floats:
+    """Mark the `size` most probable candidates of each head and step with 1: [H, N, C]."""
+    index_HNK = np.argpartition(mass_HNC, -size, axis=-1)[:, :, -size:]
+    found = np.zeros_like(mass_HNC)
+    np.put_along_axis(found, index_HNK, 1, axis=-1)
+    return found
+
+
+def audit_for(tokens: int, sizes: Sequence[int]) -> AuditConfig:
+    """Return an audit that records enough positions for supports of `sizes` candidates in `tokens` steps."""
+    return AuditConfig(every=1, top=max(sizes) + SINK + RECENT + tokens)
+
+
+def _alike(member_HNC: Floats, size: int) -> float:
+    H = len(member_HNC)
+    pairs = [(a, b) for a in range(H) for b in range(a)]
+    return float(np.mean([(member_HNC[a] * member_HNC[b]).sum(-1).mean() / size for a, b in pairs]))

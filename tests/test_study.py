@@ -1,0 +1,219 @@
+"""The study behind docs/evidence.md: its texts, what it resumes, its statistics, a tiny run of each part."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import scipy.stats
+import torch
+
+from benchmarks.study import prose, texts
+from benchmarks.study.bootstrap import estimate
+from benchmarks.study.command import main
+from benchmarks.study.front import READS, interpolated
+from benchmarks.study.measured import COLUMNS, KL, TOTAL
+from benchmarks.study.sentences import by_lag, gaps, retained, shuffled
+from benchmarks.study.supports import RECENT, SINK, Recorder, Shared
+from sfi_core.models.load import load_tokenizer
+from sfi_core.observers.events import AuditEvent
+from sfi_traces.overlap import Overlap
+
+METHODS = """
+[front]
+shares = [0.1]
+recent = 32
+methods = ["all=sfi:budget=400", "streaming-llm"]
+[ablation]
+shares = [0.1]
+recent = 32
+methods = ["sfi", "short=sfi:span=0"]
+[long]
+shares = [0.2]
+recent = 32
+methods = ["sfi"]
+[tasks]
+shares = [0.2]
+recent = 32
+methods = ["full-kv", "sfi"]
+"""
+WINDOW = ("--kinds", "prose", "--halves", "held", "--lengths", "240", "--tokens", "6")
+
+
+@pytest.fixture
+def study(tmp_path, capsys):
+    """Run a part on the bundled checkpoint; return its rows."""
+    (tmp_path / "methods.toml").write_text(METHODS)
+    common = ["--methods", str(tmp_path / "methods.toml"), "--out", str(tmp_path)]
+
+    def run(part, *options):
+        assert main("", [part, "--model", "bundled", *common, *options]) == 0, capsys.readouterr()
+        path = tmp_path / f"{part}.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [row for row in map(json.loads, lines) if "at" not in row]
+
+    return run
+
+
+@pytest.mark.parametrize("kind", ["prose", "code", "lists", "dialogue"])
+def test_no_document_is_in_both_halves(kind):
+    dev, held = texts.text(kind, "dev"), texts.text(kind, "held")
+    documents = texts.SOURCES[kind]()
+    assert sum(one in dev for one in documents) > len(documents) / 4
+    assert not [one for one in documents if one in dev and one in held]
+
+
+def test_explanations_hold_a_paragraph_once(monkeypatch):
+    monkeypatch.setattr(prose, "EXPLAINED", ())  # docstrings take a while to parse
+    paragraphs = "\n\n".join(prose.explanations()).split("\n\n")
+    assert len(paragraphs) == len(set(paragraphs)) > 100
+
+
+def test_texts_are_the_same_in_another_process():
+    kinds = ("prose", "lists", "dialogue")
+    script = (
+        f"from benchmarks.study.texts import *; print([text_digest(k, 'dev') for k in {kinds}])"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONHASHSEED": "7"}
+    other = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True
+    )
+    assert other.stdout.strip() == str([texts.text_digest(kind, "dev") for kind in kinds])
+
+
+def test_windows_do_not_overlap_and_the_first_are_spread():
+    tokenizer = load_tokenizer()
+    size = 2000
+    count = texts.windows_of(tokenizer, "lists", "dev", size)
+    places = [texts.Place(number, "lists", "dev", size - 100) for number in range(count)]
+    starts = [texts.window(tokenizer, place, 100).start for place in places]
+    assert min(np.diff(sorted(starts))) >= size - 1
+    assert np.ptp(starts[:4]) > 0.5 * max(starts)
+
+
+def test_a_second_run_makes_only_what_is_missing(study, tmp_path):
+    rows = study("fidelity", *WINDOW, "--windows", "2", "--process", "0/2")
+    assert {row["number"] for row in rows} == {0}
+    rows = study("fidelity", *WINDOW, "--windows", "2", "--process", "1/2")
+    assert [row["method"] for row in rows] == 2 * ["full-kv", "sfi:budget=400", "streaming-llm"]
+    assert study("fidelity", *WINDOW, "--windows", "2") == rows
+    text = METHODS.replace('"streaming-llm"', '"streaming-llm", "snapkv"')
+    (tmp_path / "methods.toml").write_text(text)
+    more = study("fidelity", *WINDOW, "--windows", "2")
+    assert more[: len(rows)] == rows
+    assert [row["method"] for row in more[len(rows) :]] == ["snapkv", "snapkv"]
+
+
+def test_fidelity_is_exact_where_everything_is_read(study):
+    full, everything, window = study("fidelity", *WINDOW, "--windows", "1")
+    assert max(everything["kl"]) < 1e-6
+    assert everything["nll"] == pytest.approx(np.mean(full["nll"][1:]), rel=1e-3)
+    assert max(window["kl"]) > 0
+    assert window["read"] == pytest.approx(24 / 243, rel=0.05)
+
+
+def test_a_method_that_cannot_run_is_a_row_with_its_error(study):
+    rows = study("fidelity", *WINDOW, "--windows", "1", "--shares", "0.1")
+    assert "error" not in rows[-1]
+    short = [option if option != "240" else "40" for option in WINDOW]
+    rows = study("fidelity", *short, "--windows", "1", "--shares", "0.1")
+    assert "share must leave a selected token" in rows[-1]["error"]
+
+
+@pytest.mark.parametrize("count", [8, 30])
+def test_the_interval_is_scipy_s(count):
+    sample = np.random.default_rng(count).gamma(2, size=count)
+    found = estimate({"prose": sample[:, None]})
+    expected = scipy.stats.bootstrap(
+        [sample], np.mean, method="percentile", n_resamples=20_000, rng=np.random.default_rng(1)
+    ).confidence_interval
+    assert found.value == pytest.approx(sample.mean())
+    assert (found.low, found.high) == pytest.approx(tuple(expected), abs=0.1 * np.ptp(expected))
+
+
+def test_kinds_weigh_the_same_and_are_drawn_apart():
+    found = estimate({"a": np.full((2, 1), 1.0), "b": np.full((40, 1), 3.0)})
+    assert (found.value, found.low, found.high) == (2, 2, 2)
+
+
+def test_between_shares_log_kl_is_linear_in_log_reads():
+    points = np.zeros((3, len(COLUMNS)))
+    points[:, TOTAL] = 0.05, 0.2, 0.4
+    points[:, KL] = points[:, TOTAL] ** -2.0
+    assert interpolated(points.ravel()) == pytest.approx([reads**-2.0 for reads in READS])
+    points[:, TOTAL] += 0.06  # the least is now 0.11
+    assert np.isnan(interpolated(points.ravel())).tolist() == [True, False, False]
+
+
+def test_supports_share_what_sets_of_positions_share():
+    steps, heads, prompt, size = 5, 2, SINK + RECENT + 40, 6
+    seen, generator = Recorder(), torch.Generator().manual_seed(0)
+    for step in range(steps):
+        mass_HT = torch.rand(heads, prompt, generator=generator).softmax(-1)
+        index_HK = torch.arange(prompt, dtype=torch.int32).expand(heads, -1)
+        nothing_H = torch.zeros(heads)
+        event = AuditEvent(
+            request=0, step=step, layer=3, slow=True, heads=(0, 1), index_HK=index_HK, mass_HK=mass_HT,
+            retained_H=nothing_H, query_cosine_H=nothing_H, output_error_H=nothing_H,
+        )  # fmt: skip
+        seen.on(event)
+    shared = Shared.of(seen, prompt, size)
+    mass_HNC = torch.from_numpy(seen.mass(3, prompt))
+    index_HNK = mass_HNC.topk(size).indices.sort(-1).values.numpy()
+    for a in range(steps):
+        for b in range(steps):
+            expected = Overlap.of(index_HNK[:, a], index_HNK[:, b]).coefficient
+            assert shared.overlap_UNN[:, a, b] == pytest.approx(expected)
+            held = [mass_HNC[h, a, index_HNK[h, b]].sum().item() for h in range(heads)]
+            assert shared.mass_UNN[:, a, b] == pytest.approx(held)
+    assert shared.chance == size / 40
+
+
+def test_places_tell_a_boundary_from_the_steps_within():
+    place_N = np.array([5, 6, 0, 1, 2, 3, 0, 1, 2, 3, 4])
+    begin_N = np.arange(len(place_N)) - place_N
+    overlap_NN = np.where(begin_N[:, None] == begin_N, 0.9, 0.4).astype(np.float32)
+    assert by_lag(overlap_NN, place_N)["same"][:3] == pytest.approx([0.9, 0.9, 0.9])
+    assert by_lag(overlap_NN, place_N)["across"][:3] == pytest.approx([0.4, 0.4, 0.4])
+    assert gaps(overlap_NN, place_N)[:3] == pytest.approx([0.5, 0, 0.5], abs=1e-6)
+    shared = Shared(overlap_NN[None], overlap_NN[None], np.zeros(1), 0.1)
+    found = retained(shared, place_N)
+    assert found["boundary"][1] == pytest.approx(1)
+    assert found["any"][1] == pytest.approx(np.mean([1] * 8 + [0.4 / 0.9] * 2))
+    others = [shuffled(place_N, np.random.default_rng(seed)) for seed in range(8)]
+    assert all(sorted(other_N) == sorted(place_N) for other_N in others)
+    assert {tuple(np.flatnonzero(other_N == 0)) for other_N in others} == {(2, 6), (2, 7)}
+
+
+def test_every_part_runs_and_is_reported(study, tmp_path):
+    study("fidelity", *WINDOW, "--windows", "2", "--table", "ablation")
+    study("fidelity", *WINDOW, "--windows", "2")
+    stability = study("stability", *WINDOW, "--lengths", "420", "--windows", "1")
+    assert {(row["mode"], row["size"]) for row in stability} == {
+        (mode, size) for mode in ("forced", "free") for size in (64, 256)
+    }
+    long = study("long", *WINDOW, "--windows", "1", "--modes", "greedy")
+    assert long[1]["own"]["first_difference"] is None or long[1]["own"]["first_difference"] < 6
+    tasks = study(
+        "tasks",
+        "--tasks",
+        "bundled-recall-1",
+        "--halves",
+        "held",
+        "--lengths",
+        "400",
+        "--windows",
+        "1",
+    )
+    assert [row["score"] for row in tasks] == [1, 1]
+    study("report", "--docs", str(tmp_path / "docs"))
+    pages = {path.name: path.read_text() for path in (tmp_path / "docs").glob("*.md")}
+    assert set(pages) == {
+        "front-240.md", "ablation-240.md", "stability.md", "long.md", "tasks.md",
+    }  # fmt: skip
+    assert "| short | " in pages["ablation-240.md"]
+    assert "| bundled-recall-1 | 400 | sfi | 20 % | 100 (21 to 100) |" in pages["tasks.md"]
+    assert len(list(Path(tmp_path / "docs").glob("*.png"))) == 6
