@@ -69,7 +69,10 @@ class SfiConfig:
     budget: int = setting(2048, "Selected tokens per KV head, the paper's K.", above=0)
     t_max: int = setting(64, "Most fast steps in a row; 0 makes every step slow.", least=0)
     min_gap: int = setting(
-        0, "Decoding steps from a slow step before which a trigger does not count.", least=0
+        4,
+        "Decoding steps from a slow step before which a trigger does not count; 0 is the paper. Lists and "
+        "code end lines often (docs/evidence.md has what that costs and is worth).",
+        least=0,
     )
     trigger_delay: int = setting(
         1,
@@ -238,7 +241,13 @@ def _toml(values: Mapping[str, Any]) -> str:
 
 PRESETS: dict[str, dict[str, Any]] = {
     "default": {},
-    "paper": {"recent_mode": "sliding", "trigger_delay": 0, "slow_start": 1, "span": 0},
+    "paper": {
+        "recent_mode": "sliding",
+        "min_gap": 0,
+        "trigger_delay": 0,
+        "slow_start": 1,
+        "span": 0,
+    },
     "released": {
         "recent_mode": "sliding",
         "slow_start": 1,
