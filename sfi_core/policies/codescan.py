@@ -6,11 +6,12 @@ of all keys from the codes and reads those with the highest probability, the mea
 A pseudo token stands for the others: with the mean value, and a logit of `codescan.rest` of their estimated
 weight.
 
-Related methods choose by a part of the current query's dimensions (SparQ, Ribar et al., 2024), by keys in a
-low-rank basis of the keys alone (Loki, Singhania et al., 2024), by product-quantized keys (PQCache, Zhang et
-al., 2024), by learned hash bits (HATA, Gong et al., 2025), or by fixed channels chosen offline (Double
-Sparsity, Yang et al., 2024). Ours differs in the basis, which weighs directions by the queries, needs no
-training, and is learned from the prompt; in a fixed number of bits a channel; and in the pseudo token.
+Related methods choose by the largest dimensions of the current query (SparQ, Ribar et al., 2024), by keys in
+a low-rank basis of the keys alone (Loki, Singhania et al., 2024), by product-quantized keys (PQCache, Zhang
+et al., 2024), by learned hash bits (HATA, Gong et al., 2025), or by channels chosen offline (Double Sparsity,
+Yang et al., 2024). Ours differs in the basis, which weighs directions by the queries and is learned from the
+prompt, without training, and in the bits of its channels. SparQ too lets the mean value stand for what is
+unread, with all of its estimated weight.
 """
 
 import torch

@@ -138,10 +138,6 @@ class SyncKVConfig:
 class CodeScanConfig:
     """Settings of `codescan`; each field says what it does."""
 
-    basis: str | None = setting(
-        None,
-        "File of code bases, from `sfi tune codes`; none learns a basis from each prompt, at its end.",
-    )
     rest: float = setting(
         0.2,
         "Share of the estimated weight of what is not read that the pseudo token gets, with the mean value; "

@@ -75,6 +75,7 @@ METHODS = {"codescan", "freekv", "synckv"}
             PAPER
             | {
                 "recent_mode": "anchored",
+                "min_gap": 4,
                 "trigger_delay": 1,
                 "slow_start": 2,
                 "span": 10,
