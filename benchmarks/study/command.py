@@ -52,7 +52,11 @@ def run_fidelity(options: argparse.Namespace) -> None:
     methods = [one for one in methods if not shares or one.share in shares]
     part = fidelity.FidelityPart(model, tokenizer, options.model, methods, options.tokens)
     records = begin(options.out / "fidelity.jsonl", fidelity.key, about(options, model))
-    work(records, places(options, tokenizer), part.keys, part.make, options.process)
+    found = places(options, tokenizer)
+    groups: dict[tuple[Any, ...], list[Place]] = {}
+    for place in found:  # the kinds together, so that a step reads the weights once
+        groups.setdefault((place.number, place.length, place.half), []).append(place)
+    work(records, list(groups.values()), part.keys, part.make, options.process)
 
 
 def run_stability(options: argparse.Namespace) -> None:

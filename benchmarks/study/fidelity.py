@@ -18,7 +18,7 @@ from sfi_core.triggers.trigger_set import resolve_triggers
 
 @dataclass(frozen=True, slots=True)
 class FidelityPart:
-    """The rows of a window: one of full attention, one for each method and share.
+    """The rows of windows that are decoded together: one of full attention, one for each method and share.
 
     Attributes:
         model: A decoder-only model of transformers.
@@ -34,49 +34,56 @@ class FidelityPart:
     methods: Sequence[Listed]
     tokens: int
 
-    def keys(self, place: Place) -> list[Key]:
-        """Return the keys of a window's rows."""
-        where = self._where(place)
-        rows = [{"method": FULL, "share": None}, *(_which(one) for one in self.methods)]
-        return [key({**where, **row}) for row in rows]
+    def keys(self, places: Sequence[Place]) -> list[Key]:
+        """Return the keys of the rows of windows that are decoded together."""
+        which = [{"method": FULL, "share": None}, *map(_which, self.methods)]
+        return [key({**self._where(place), **row}) for place in places for row in which]
 
-    def make(self, place: Place, pending: set[Key]) -> Iterator[dict[str, Any]]:
-        """Decode a window under full attention once, then under every pending method.
+    def make(self, places: Sequence[Place], pending: set[Key]) -> Iterator[dict[str, Any]]:
+        """Decode windows together: under full attention once, then under every pending method.
 
         Raises:
-            InputError: The half of the kind has no such window.
+            InputError: The half of a kind has no such window.
         """
-        given = window(self.tokenizer, place, self.tokens)
+        given = [window(self.tokenizer, place, self.tokens) for place in places]
         full = reference(self.model, self.tokenizer, given)
-        where = self._where(place)
-        row = {**where, "method": FULL, "share": None}
-        if key(row) in pending:
-            yield row | self._full(full)
-        for one in self.methods:
-            row = {**where, **_which(one)}
+        for place, own in zip(places, self._full(full), strict=True):
+            row = {**self._where(place), "method": FULL, "share": None, **own}
             if key(row) in pending:
-                yield row | self._compared(one, place.length, full)
+                yield row
+        for one in self.methods:
+            rows = [{**self._where(place), **_which(one)} for place in places]
+            if pending.intersection(map(key, rows)):
+                found = self._compared(one, places[0].length, full)
+                for row, own in zip(rows, found, strict=True):
+                    if key(row) in pending:
+                        yield row | own
 
-    def _full(self, full: Reference) -> dict[str, Any]:
-        ends = resolve_triggers(self.tokenizer, SfiConfig())
-        given = full.window.ids[full.window.prompt_tokens :]
-        nll = [-float(log_V[token]) for log_V, token in zip(full.log_SV, given, strict=True)]
-        return {
-            "start": full.window.start,
-            "nll": rounded(nll),
-            "in_sentence": sentence_positions(full.window, frozenset(ends)),
-        }
+    def _full(self, full: Reference) -> Iterator[dict[str, Any]]:
+        ends = frozenset(resolve_triggers(self.tokenizer, SfiConfig()))
+        for place, one in enumerate(full.windows):
+            given = one.ids[one.prompt_tokens :]
+            nll = [
+                -float(log_BV[place, token])
+                for log_BV, token in zip(full.log_SBV, given, strict=True)
+            ]
+            in_sentence = sentence_positions(one, ends)
+            yield {"start": one.start, "nll": rounded(nll), "in_sentence": in_sentence}
 
-    def _compared(self, one: Listed, context: int, full: Reference) -> dict[str, Any]:
+    def _compared(self, one: Listed, context: int, full: Reference) -> list[dict[str, Any]]:
         began = time.monotonic()
         try:
             config = one.variant.config(context)
             policy = one.variant.method.policy
             found = fidelity(self.model, self.tokenizer, full, config, policy=policy)
         except FAILURES as error:
-            return {"error": first_line(error)}
-        sizes = {"budget": config.budget, "recent": config.recent}
-        return sizes | _measured(found) | {"seconds": round(time.monotonic() - began, 1)}
+            return [{"error": first_line(error)}] * len(full.windows)
+        each = {
+            "budget": config.budget,
+            "recent": config.recent,
+            "seconds": round((time.monotonic() - began) / len(found), 1),
+        }
+        return [each | _measured(part) for part in found]
 
     def _where(self, place: Place) -> dict[str, Any]:
         return {"model": self.name, **place.columns(), "tokens": self.tokens}

@@ -57,10 +57,10 @@ class LongPart:
             first, *rows = self._rows(place, mode)
             if not pending.intersection(map(key, (first, *rows))):
                 continue
-            full = reference(self.model, self.tokenizer, self._answer(place, mode))
-            answer = full.window.ids[place.length :]
+            full = reference(self.model, self.tokenizer, [self._answer(place, mode)])
+            answer = full.windows[0].ids[place.length :]
             if key(first) in pending:
-                yield first | {"start": full.window.start, "repeats": repeats(answer)}
+                yield first | {"start": full.windows[0].start, "repeats": repeats(answer)}
             for one, row in zip(self.methods, rows, strict=True):
                 if key(row) in pending:
                     yield row | self._compared(one, full, mode)
@@ -83,11 +83,11 @@ class LongPart:
 
     def _compared(self, one: Listed, full: Reference, mode: str) -> dict[str, Any]:
         began = time.monotonic()
-        context = full.window.prompt_tokens
+        context = full.windows[0].prompt_tokens
         policy = one.variant.method.policy
         try:
             config = one.variant.config(context)
-            found = fidelity(self.model, self.tokenizer, full, config, policy=policy)
+            (found,) = fidelity(self.model, self.tokenizer, full, config, policy=policy)
             own = self._own(one, full) if mode == "greedy" else None
         except FAILURES as error:
             return {"error": first_line(error)}
@@ -107,8 +107,8 @@ class LongPart:
 
     def _own(self, one: Listed, full: Reference) -> dict[str, Any]:
         # the method's own greedy answer beside full attention's
-        prompt, answer = full.window.ids, full.window.ids[full.window.prompt_tokens :]
-        prompt = prompt[: full.window.prompt_tokens]
+        prompt, answer = full.windows[0].ids, full.windows[0].ids[full.windows[0].prompt_tokens :]
+        prompt = prompt[: full.windows[0].prompt_tokens]
         result = generate(
             self.model, self.tokenizer, [prompt], one.variant.config(len(prompt)),
             policy=one.variant.method.policy, max_new_tokens=self.tokens, stop_token_ids=(),
