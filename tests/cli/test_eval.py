@@ -136,7 +136,7 @@ def test_two_processes_share_a_folder(whole, tmp_path, command, environment):
         subprocess.Popen([*command, "eval", "-o", folder, "--resume", "-q"], env=environment)
         for _ in range(2)
     ]
-    assert [one.wait(120) for one in started] == [0, 0]
+    assert [one.wait(600) for one in started] == [0, 0]
     found = {runner_key(row): row for row in samples(folder)}
     assert len(samples(folder)) == ROWS
     assert [found[runner_key(row)] for row in samples(whole[0])] == samples(whole[0])
