@@ -55,7 +55,7 @@ class FidelityPart:
         for one in self.methods:
             row = {**where, **_which(one)}
             if key(row) in pending:
-                yield row | self._compared(one, place.length, full)
+                yield row | self._compared(one, place, full)
 
     def _full(self, full: Reference) -> dict[str, Any]:
         ends = resolve_triggers(self.tokenizer, SfiConfig())
@@ -67,10 +67,11 @@ class FidelityPart:
             "in_sentence": sentence_positions(full.window, frozenset(ends)),
         }
 
-    def _compared(self, one: Listed, context: int, full: Reference) -> dict[str, Any]:
+    def _compared(self, one: Listed, place: Place, full: Reference) -> dict[str, Any]:
         began = time.monotonic()
         try:
-            config = one.variant.config(context)
+            # what is random is drawn anew in each window
+            config = one.variant.config(place.length).replace(trigger_seed=place.seed)
             policy = one.variant.method.policy
             found = fidelity(self.model, self.tokenizer, full, config, policy=policy)
         except FAILURES as error:
