@@ -56,7 +56,7 @@ def estimates(
     """Give several statistics of a mean over kinds their intervals; the statistic returns [..., statistics].
 
     Columns may hold NaN where a window has no such steps: the mean is over the windows that have. What is not
-    a number in some resamples has its interval from the others.
+    a number in some resamples has its interval from the others. A kind of a single window gives no interval.
     """
     rng = np.random.default_rng(0)
     means, resampled = [], []
@@ -67,6 +67,8 @@ def estimates(
         resampled.append(mean_known(one[drawn], 1))
     value_S = statistic(mean_known(np.stack(means), 0))
     value_RS = statistic(mean_known(np.stack(resampled), 0))
+    if min(map(len, values.values())) < 2:  # noqa: PLR2004 - a single window is drawn again and again
+        return [Estimate(float(value), np.nan, np.nan) for value in value_S]
     return [
         Estimate(float(value), *_ends(value_R))
         for value, value_R in zip(value_S, value_RS.T, strict=True)

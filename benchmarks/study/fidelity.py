@@ -54,7 +54,7 @@ class FidelityPart:
         for one in self.methods:
             rows = [{**self._where(place), **_which(one)} for place in places]
             if pending.intersection(map(key, rows)):
-                found = self._compared(one, places[0].length, full)
+                found = self._compared(one, places[0], full)
                 for row, own in zip(rows, found, strict=True):
                     if key(row) in pending:
                         yield row | own
@@ -70,10 +70,11 @@ class FidelityPart:
             in_sentence = sentence_positions(one, ends)
             yield {"start": one.start, "nll": rounded(nll), "in_sentence": in_sentence}
 
-    def _compared(self, one: Listed, context: int, full: Reference) -> list[dict[str, Any]]:
+    def _compared(self, one: Listed, place: Place, full: Reference) -> list[dict[str, Any]]:
         began = time.monotonic()
         try:
-            config = one.variant.config(context)
+            # what is random is drawn anew in each window
+            config = one.variant.config(place.length).replace(trigger_seed=place.seed)
             policy = one.variant.method.policy
             found = fidelity(self.model, self.tokenizer, full, config, policy=policy)
         except FAILURES as error:

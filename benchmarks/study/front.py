@@ -22,6 +22,7 @@ PLACES = ("0", "1", "2-3", "4-7", "8-15", "16-31", "32+")
 
 def by_share(data: Measured, methods: Sequence[tuple[str, str]], shares: Sequence[float]) -> str:
     """Write a row a method and share: KL, total reads, disagreement, slow steps, added loss."""
+    most = max((data.count(which) for which in data.windows), default=0)
     rows = []
     for label, method in methods:
         for share in shares:
@@ -32,7 +33,7 @@ def by_share(data: Measured, methods: Sequence[tuple[str, str]], shares: Sequenc
             rows.append([
                 label, f"{100 * share:g} %", kl.text(), p95.text(2), f"{100 * reads.value:.1f} %",
                 f"{100 * slow.value:.0f} %", differ.text(3, 100), nll.text(2),
-                str(data.count((method, share))),
+                f"{data.count((method, share))} of {most}",
             ])  # fmt: skip
     heads = [
         "method", "share", "KL, nats", "95th percentile", "total reads", "slow steps", "other token, %",

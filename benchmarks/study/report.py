@@ -126,7 +126,7 @@ class Report:
         named = self._having(data, "front")
         if not named:
             return []
-        shares = read_table("front", self.methods)["shares"]
+        shares = _shares(data, named)
         figure = self.folder / f"front-{length}.png"
         draw_front(data, named, _kinds(data), figure)
         parts = [
@@ -144,7 +144,7 @@ class Report:
         named = self._having(data, "ablation")
         if len(named) < 2:  # noqa: PLR2004 - the first and one to compare with it
             return []
-        shares = read_table("ablation", self.methods)["shares"]
+        shares = _shares(data, named)
         found = front.against(data, named, named[0][1], shares)
         words = f"One setting changed at a time; times: of the KL of `{named[0][0]}` on the same windows."
         return [self._page(f"ablation-{length}", about, [(words, found)])]
@@ -179,6 +179,10 @@ class Report:
         # of a text that has changed, the rows of its last version count
         last = {(row["kind"], row["half"]): row["text"] for row in rows}
         return [row for row in rows if row["text"] == last[row["kind"], row["half"]]]
+
+
+def _shares(data: Measured, named: Sequence[tuple[str, str]]) -> list[float]:
+    return sorted({share for _, method in named for share in data.shares(method)})
 
 
 def _kinds(data: Measured) -> list[str]:

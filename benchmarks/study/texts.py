@@ -46,6 +46,11 @@ class Place:
         """Name the window in a progress line."""
         return f"{self.kind}/{self.half} {self.length} no. {self.number}"
 
+    @property
+    def seed(self) -> int:
+        """A number that no window of another kind or number has."""
+        return self.number * len(KINDS) + KINDS.index(self.kind)
+
     def columns(self) -> dict[str, Any]:
         """Return what the rows of the window say of it, with the digest of the text that it is cut from."""
         return {**asdict(self), "text": text_digest(self.kind, self.half)}

@@ -59,7 +59,7 @@ def work(
     began, made = time.monotonic(), 0
     print(f"{left} rows to make of {len(own)} of {len(items)} items", flush=True)
     for item in own:
-        pending = {key for key in keys(item) if key not in records.done()}
+        pending = set(keys(item)) - records.done()  # another process may have made some by now
         here = 0
         for row in make(item, pending) if pending else ():
             records.add(row)
