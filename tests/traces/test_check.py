@@ -171,7 +171,9 @@ SETTINGS = [
 def run_of(tokens: list[int], **settings) -> list[dict]:
     """Steps as the decoder would have taken them."""
     config = CONFIG | settings
-    trigger = Trigger(frozenset({STOP}), SfiConfig(slow_start=1, span=0).replace(**config))
+    trigger = Trigger(
+        frozenset({STOP}), SfiConfig(slow_start=1, min_gap=0, span=0).replace(**config)
+    )
     state, rows = RequestState(), []
     for step, token in enumerate(tokens):
         reason = trigger.reason(state) if step else "first"

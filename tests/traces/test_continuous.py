@@ -27,6 +27,7 @@ from tests.core.conftest import tiny_qwen3
 
 CONFIG = SfiConfig(
     slow_start=1,
+    min_gap=0,
     span=0,
     sink=2,
     recent=6,

@@ -45,7 +45,7 @@ def recorded(trace) -> list[Supports]:
 
 def setting(**changes) -> Setting:
     return Setting(
-        config=SfiConfig(slow_start=1, span=0).replace(**{**RULES, **changes}),
+        config=SfiConfig(slow_start=1, min_gap=0, span=0).replace(**{**RULES, **changes}),
         trigger_token_ids=frozenset({STOP}),
     )
 

@@ -38,7 +38,8 @@ def setting(**changes) -> Setting:
     """A trigger at every tenth token, x_9, x_19, ..."""
     rules = {"trigger_delay": 0, "t_max": 1000, **changes}
     return Setting(
-        config=SfiConfig(slow_start=1, span=0).replace(**rules), trigger_token_ids=frozenset({STOP})
+        config=SfiConfig(slow_start=1, min_gap=0, span=0).replace(**rules),
+        trigger_token_ids=frozenset({STOP}),
     )
 
 

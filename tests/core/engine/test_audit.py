@@ -22,6 +22,7 @@ ROWS = [
 ]
 CONFIG = SfiConfig(
     slow_start=1,
+    min_gap=0,
     span=0,
     sink=2,
     recent=5,

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(
 LAYERS = RING_PLACES + 2
 PROMPTS = [list(range(5, 45)), list(range(3, 28)), list(range(50, 57))]
 CONFIG = SfiConfig(
-    slow_start=1, span=0, sink=2, recent=8, budget=6, t_max=3, window_prefill=4,
+    slow_start=1, min_gap=0, span=0, sink=2, recent=8, budget=6, t_max=3, window_prefill=4,
     trigger_token_ids=tuple(range(0, 96, 3)), dense_layers=(1,),
 )  # fmt: skip
 

@@ -18,7 +18,7 @@ PROMPTS = [
     [(7 * place + row) % 96 for place in range(n)] for row, n in enumerate((300, 90, 7, 150))
 ]
 CONFIG = SfiConfig(
-    slow_start=1, span=0, sink=2, recent=16, budget=32, t_max=5, window_prefill=4,
+    slow_start=1, min_gap=0, span=0, sink=2, recent=16, budget=32, t_max=5, window_prefill=4,
     trigger_token_ids=tuple(range(0, 96, 5)),
 )  # fmt: skip
 PLAIN = EngineOptions(overlap=False, graphs=False)

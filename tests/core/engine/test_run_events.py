@@ -15,6 +15,7 @@ from tests.fakes import RecordingObserver
 ROWS = [[*range(5, 25)], [*range(40, 47)]]
 CONFIG = SfiConfig(
     slow_start=1,
+    min_gap=0,
     span=0,
     sink=2,
     recent=4,

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 PROMPTS = [list(range(40, 90)), [7, 8], list(range(20))]
 NEW = 20
 CONFIG = SfiConfig(
-    slow_start=1, span=0,
+    slow_start=1, min_gap=0, span=0,
     sink=3, recent=6, budget=5, t_max=4, stride=5, cosine_threshold=0.9, window_prefill=4,
     trigger_token_ids=tuple(range(0, 96, 5)), synckv=SyncKVConfig(heads="even", representatives=1),
 )  # fmt: skip

@@ -31,6 +31,7 @@ PROMPTS = [
 ]
 CONFIG = SfiConfig(
     slow_start=1,
+    min_gap=0,
     span=0,
     sink=2,
     recent=8,

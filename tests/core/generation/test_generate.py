@@ -19,6 +19,7 @@ STEPS = 12
 BOUNDARIES = tuple(range(0, 300, 6))
 SMALL = SfiConfig(
     slow_start=1,
+    min_gap=0,
     span=0,
     sink=2,
     recent=6,

@@ -24,6 +24,7 @@ STEPS = 12
 BOUNDARIES = tuple(range(0, 300, 6))
 WHOLE = SfiConfig(
     slow_start=1,
+    min_gap=0,
     span=0,
     sink=4,
     recent=6,

@@ -25,6 +25,7 @@ pytestmark = pytest.mark.seam
 STEPS = 10
 SMALL = SfiConfig(
     slow_start=1,
+    min_gap=0,
     span=0,
     sink=2,
     recent=6,
@@ -428,7 +429,7 @@ def test_trigger_strings_become_the_tokenizers_ids(model):
 
 @pytest.mark.parametrize("policy", ["t-max", "stride", "never", "always"])
 def test_other_trigger_policies_need_no_tokenizer(model, policy):
-    config = SfiConfig(trigger_policy=policy, t_max=3, stride=4, slow_start=1)
+    config = SfiConfig(trigger_policy=policy, t_max=3, stride=4, slow_start=1, min_gap=0)
     with slow_fast(model, None, config) as session:
         complete(model, ROWS[:1])
     slow = {"t-max": [0, 4, 8], "stride": [0, 4, 8], "never": [0], "always": list(range(STEPS))}

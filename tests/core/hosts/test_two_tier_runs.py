@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="schedules of 
 ROWS = prompts(150, 61, 5)
 NOTHING: dict[str, Any] = {}
 CONFIG = SfiConfig(
-    slow_start=1, span=0, sink=3, recent=8, budget=10, t_max=4, window_prefill=4,
+    slow_start=1, min_gap=0, span=0, sink=3, recent=8, budget=10, t_max=4, window_prefill=4,
     trigger_token_ids=tuple(range(0, 300, 9)),
 ).replace(
     synckv={"heads": "even", "representatives": 1, "stride": 4},

@@ -29,7 +29,14 @@ if INSTALLED:
     from sfi_core.measure.evaluation.harness_model import PolicyLM
 
 SMALL = SfiConfig(
-    slow_start=1, span=0, sink=1, recent=3, budget=2, window_prefill=2, trigger_policy="never"
+    slow_start=1,
+    min_gap=0,
+    span=0,
+    sink=1,
+    recent=3,
+    budget=2,
+    window_prefill=2,
+    trigger_policy="never",
 )
 STORY = (
     "Belora hid a red lantern under the old bridge. Tamvex stole a blue kettle near the cold mill."

@@ -19,7 +19,9 @@ from sfi_core.settings.config import SfiConfig
 from sfi_core.state.layer_shape import LayerShape
 
 CPU = torch.device("cpu")
-CONFIG = SfiConfig(slow_start=1, span=0, sink=3, recent=6, budget=5, trigger_token_ids=(1,))
+CONFIG = SfiConfig(
+    slow_start=1, min_gap=0, span=0, sink=3, recent=6, budget=5, trigger_token_ids=(1,)
+)
 # the tiny model's: 2 KV heads, keys and values of 8 numbers of 4 bytes
 FULL = LayerShape(heads=2, key_width=8, value_width=8, itemsize=4)
 SLIDING = LayerShape(heads=2, key_width=8, value_width=8, itemsize=4, window=10)

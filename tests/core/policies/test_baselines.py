@@ -19,7 +19,7 @@ from tests.fakes import RecordingObserver, layer_context
 H, G, D = 2, 2, 8
 SINK, RECENT, BUDGET, PROMPT = 2, 4, 6, 40
 CONFIG = SfiConfig(
-    slow_start=1, span=0, sink=SINK, recent=RECENT, budget=BUDGET, trigger_policy="never"
+    slow_start=1, min_gap=0, span=0, sink=SINK, recent=RECENT, budget=BUDGET, trigger_policy="never"
 )
 
 

@@ -25,7 +25,7 @@ SOME = 0.3  # a threshold under which some cosines of a random model lie
 # 7 tokens are sink and recent ones alone: the first to leave the window is selected by the prompt's query
 PROMPTS = [prompt_of(length) for length in (41, 7, 1, 24)]
 CONFIG = SfiConfig(
-    slow_start=1, span=0, sink=SINK, recent=RECENT, budget=BUDGET, trigger_policy="never"
+    slow_start=1, min_gap=0, span=0, sink=SINK, recent=RECENT, budget=BUDGET, trigger_policy="never"
 )
 
 

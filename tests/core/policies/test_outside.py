@@ -45,7 +45,7 @@ def test_the_page_on_policies_shows_one_that_runs(install):
     assert len(code.splitlines()) <= 30
 
     model, tokenizer = load()
-    config = SfiConfig(sink=2, recent=8, budget=6, slow_start=1)
+    config = SfiConfig(sink=2, recent=8, budget=6, slow_start=1, min_gap=0)
     prompt = "Belora hid a red lantern under the old bridge. What is written about Belora?"
     result = generate(model, tokenizer, [prompt], config, policy="loudest", max_new_tokens=6)
     request = result.report.requests[0]

@@ -25,6 +25,7 @@ PROMPTS = [list(range(40, 90)), [7, 8], list(range(20))]  # ragged; one is short
 LAYERS = (0, 1)
 CONFIG = SfiConfig(
     slow_start=1,
+    min_gap=0,
     span=0,
     sink=SINK,
     recent=RECENT,

@@ -38,7 +38,7 @@ CLUSTERS = HeadClusters(
     representatives={0: (2, 1), 1: (1, 3)},
 )
 CONFIG = SfiConfig(
-    slow_start=1, span=0, sink=SINK, recent=RECENT, budget=BUDGET, trigger_policy="never"
+    slow_start=1, min_gap=0, span=0, sink=SINK, recent=RECENT, budget=BUDGET, trigger_policy="never"
 )
 KINDS = [("dense", 0.5), ("sparse", 0.5), ("dense", 0.0), ("sparse", 1.0), ("sparse", 0.9)]
 

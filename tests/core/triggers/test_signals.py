@@ -15,7 +15,7 @@ from tests.fakes import RecordingObserver
 
 PROMPTS = [list(range(40, 90)), list(range(20))]
 NEW, COSINE, ENTROPY = 30, 0.1, 3.5
-CONFIG = SfiConfig(slow_start=1, span=0, sink=3, recent=6, budget=5, t_max=100)
+CONFIG = SfiConfig(slow_start=1, min_gap=0, span=0, sink=3, recent=6, budget=5, t_max=100)
 
 
 def complete(model: Any, config: SfiConfig, prompts: Any = PROMPTS, **options: Any) -> Any:
