@@ -88,10 +88,11 @@ def _dense_and_refresh(layer: Layer, rows: slice, query: torch.Tensor) -> torch.
         return _dense(layer, rows, query)
     # the evidence's logits come with it: a pass over the keys less
     out, logits = _whole(layer, rows, query, layer.dense_with_logits)
+    last, own = query[:, :, :, -1:], logits[:, :, :, -1:]
     if joins(layer, rows.start):
-        refresh_later(layer, rows.start, logits)
+        refresh_later(layer, rows.start, own)
     else:
-        refresh(layer, (rows.start,), query, lambda: logits)
+        refresh(layer, (rows.start,), last, lambda: own)
     return out
 
 
