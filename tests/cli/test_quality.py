@@ -31,7 +31,8 @@ def _load(name):
 
 @pytest.fixture(scope="module")
 def quality():
-    _load("quality_results")
+    for name in ("quality_parts", "quality_results"):
+        _load(name)
     return _load("quality")
 
 
@@ -86,8 +87,9 @@ def test_too_few_hours_are_refused_with_what_is_needed(quality, probe):
 def test_the_harness_has_the_tasks_by_these_names(quality, monkeypatch):
     parts = quality.parts_of(LIMIT, dry=False)
     find = find_spec
+    own = sys.modules["quality_parts"]
     monkeypatch.setattr(
-        quality, "find_spec", lambda name: object() if name in ("wonderwords", "nltk") else find(name)
+        own, "find_spec", lambda name: object() if name in ("wonderwords", "nltk") else find(name)
     )  # fmt: skip
     unknown = quality.Part(
         name="x", task="no-such-task", harness=True, prompt=9, answer=9, documents=1
@@ -95,7 +97,7 @@ def test_the_harness_has_the_tasks_by_these_names(quality, monkeypatch):
     kept, left_out = quality.known_parts([*parts, unknown], None)
     assert kept == parts
     assert left_out == ["x: lm-evaluation-harness does not have 'no-such-task' here"]
-    monkeypatch.setattr(quality, "find_spec", lambda name: None if name == "nltk" else object())
+    monkeypatch.setattr(own, "find_spec", lambda name: None if name == "nltk" else object())
     kept, left_out = quality.known_parts(parts, None)
     assert "ruler" not in {part.task for part in kept}
     assert left_out[0] == "ruler-4096: it needs nltk; pip install wonderwords nltk"

@@ -83,6 +83,7 @@ def evaluate_harness(
     backend: str = "auto",
     engine: EngineOptions = DEFAULTS,
     lengths: Sequence[int] = (),
+    loaded: Sequence[Any] | None = None,
     on_request: Callable[[int, int], None] | None = None,
 ) -> list[HarnessRow]:
     """Run tasks of lm-evaluation-harness with the model decoding under a policy.
@@ -101,6 +102,8 @@ def evaluate_harness(
         backend: "auto", "torch" or "triton".
         engine: How steps are run.
         lengths: Tokens of the prompts, for tasks that make prompts of any length (RULER); see `load_tasks`.
+        loaded: The tasks as `load_tasks` has given them for these arguments, to be used again; None loads
+            them. RULER makes its prompts anew whenever they are loaded, which takes minutes.
         on_request: Called with the requests of a task answered so far and in all.
 
     Returns:
@@ -127,12 +130,14 @@ def evaluate_harness(
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # the rows say what the harness warns of
     rows = []
     with redirect_stdout(sys.stderr):  # the harness prints to stdout, where sfi writes data
-        for loaded in load_tasks(tasks, include_path, tokenizer, lengths):
-            _prepare(loaded["tasks"].values(), num_fewshot)
+        if loaded is None:
+            loaded = load_tasks(tasks, include_path, tokenizer, lengths)
+        for found in loaded:
+            _prepare(found["tasks"].values(), num_fewshot)
             lm = PolicyLM(model, tokenizer, policy, config, batch_size, backend, on_request, engine)
             results = evaluate(
                 lm,
-                loaded,
+                found,
                 limit=limit,
                 bootstrap_iters=BOOTSTRAPS,
                 log_samples=False,

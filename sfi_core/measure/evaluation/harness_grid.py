@@ -1,6 +1,6 @@
 """Run lm-evaluation-harness tasks under methods, a row for each method, size, task and metric."""
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
@@ -78,7 +78,7 @@ class HarnessGrid:
             ConfigError: The harness does not have a task.
             InputError: A task's answers leave no position for a prompt.
         """
-        loaded = load_tasks(self.tasks, self.include_path, tokenizer, self.lengths)
+        loaded = self._load(self.tasks, tokenizer)
         check_harness_tasks(positions_of(model), loaded)
 
     def run(
@@ -99,11 +99,20 @@ class HarnessGrid:
             A plain row for each method, size and task, with its `metrics`, or with an `error`.
         """
         keys = self.keys
+        loaded: dict[str, list[Any]] = {}
         for unit, (task, one) in enumerate(product(self.tasks, self.variants)):
             with taken(claims, [unit], lambda number: keys[number] not in done) as mine:
                 for _ in mine:
-                    own = {"backend": backend, "engine": engine_for(one.method.policy, engine)}
+                    if task not in loaded:  # one task's data at a time
+                        loaded = {task: self._load([task], tokenizer)}
+                    own = {
+                        "backend": backend, "engine": engine_for(one.method.policy, engine),
+                        "loaded": loaded[task],
+                    }  # fmt: skip
                     yield self._row(model, tokenizer, task, one, batch_size, own)
+
+    def _load(self, tasks: Sequence[str], tokenizer: Any) -> list[Any]:
+        return load_tasks(tasks, self.include_path, tokenizer, self.lengths)
 
     def _row(
         self,
@@ -128,7 +137,6 @@ class HarnessGrid:
                     include_path=self.include_path,
                     chat=bool(getattr(tokenizer, "chat_template", None)),
                     batch_size=size,
-                    lengths=self.lengths,
                     **options,
                 )
             except FAILURES as error:

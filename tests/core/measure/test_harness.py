@@ -266,6 +266,15 @@ def test_a_task_that_makes_its_prompts_is_told_tokenizer_and_lengths(loaded, fol
     ]  # fmt: skip
 
 
+def test_tasks_that_are_loaded_once_serve_several_methods(loaded, folder):
+    tasks = ["tiny_choice", "tiny_text"]
+    once = harness.load_tasks(tasks, folder)
+    for policy in ("full-kv", "streaming-llm", "full-kv"):
+        found = evaluate_harness(*loaded, tasks, policy, SMALL, loaded=once, include_path=folder)
+        anew = evaluate_harness(*loaded, tasks, policy, SMALL, include_path=folder)
+        assert found == anew
+
+
 def test_a_limit_counts_documents_and_progress_is_told(loaded, folder):
     told = []
     rows = evaluate_harness(

@@ -157,6 +157,7 @@ def harness(monkeypatch):
         return [metric, replace(metric, metric="other")]
 
     monkeypatch.setattr(harness_grid, "check_harness", lambda: None)
+    monkeypatch.setattr(harness_grid, "load_tasks", lambda tasks, *_: [*tasks])
     monkeypatch.setattr(harness_grid, "evaluate_harness", evaluate)
     return asked
 
@@ -177,6 +178,7 @@ def test_harness_methods_keep_their_sizes_without_a_budget(harness):
     tasks, policy, config, options = harness[1]
     assert (tasks, policy, config) == (["a"], "sfi", Method.parse("sfi@paper").config)
     assert (options["limit"], options["chat"]) == (3, False)
+    assert [options["loaded"] for *_, options in harness] == [["a"], ["a"], ["b"], ["b"]]
     assert [(one["metric"], one["stderr"]) for one in rows[0]["metrics"]] == [
         ("acc", None), ("other", None),
     ]  # fmt: skip

@@ -84,23 +84,25 @@ class ResultsFolder:
 
     @classmethod
     def resume(cls, path: Path) -> Self:
-        """Open a folder to show it or to go on with it; `begin` goes on.
+        """Open a folder to show it or to go on with it, and take part; `begin` goes on, `leave` does not.
 
         Raises:
             InputError: It holds no evaluation, or a file of it cannot be read.
         """
-        results = cls(path, read_manifest(path), FolderLock(path))
-        with results._lock.writing():
+        read_manifest(path)  # leaves no lock in a folder of something else
+        lock = FolderLock(path)
+        with lock.writing():
+            lock.join()  # nobody replaces the folder from here on
+            results = cls(path, read_manifest(path), lock)
             results._read()
         return results
 
     def begin(self) -> None:
-        """Take part, and remove what is to be made again: rows that have an error, damaged lines.
+        """Remove what is to be made again: rows that have an error, damaged lines.
 
         Raises:
             SfiError: The disk is full, say; the rows stay.
         """
-        self._lock.join()
         with _writing(self.path), self._lock.writing():
             self._read()
             for table, rows in self.rows.items():
