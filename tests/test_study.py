@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from benchmarks.study.bootstrap import estimate
 from benchmarks.study.command import main
 from benchmarks.study.front import READS, interpolated
 from benchmarks.study.measured import COLUMNS, KL, TOTAL
+from benchmarks.study.own_tasks import OWN
 from benchmarks.study.sentences import by_lag, gaps, retained, shuffled
 from benchmarks.study.supports import RECENT, SINK, Recorder, Shared
 from sfi_core.models.load import load_tokenizer
@@ -186,6 +188,18 @@ def test_places_tell_a_boundary_from_the_steps_within():
     others = [shuffled(place_N, np.random.default_rng(seed)) for seed in range(8)]
     assert all(sorted(other_N) == sorted(place_N) for other_N in others)
     assert {tuple(np.flatnonzero(other_N == 0)) for other_N in others} == {(2, 6), (2, 7)}
+
+
+@pytest.mark.parametrize("task", OWN.values(), ids=OWN)
+def test_an_answer_is_told_once_and_not_by_the_first_token(task):
+    for seed in range(6):
+        question = task.question(600, seed, 20)
+        (answer,) = question.answers
+        sentences = re.split(r"(?<=[.?])\s", question.text)
+        (told,) = [one for one in sentences if question.lead in one and one.endswith(".")]
+        between = told.removeprefix(question.lead).removesuffix(".").split(answer)[0]
+        assert answer in told
+        assert between.split()  # a word or more before the answer
 
 
 def test_every_part_runs_and_is_reported(study, tmp_path):

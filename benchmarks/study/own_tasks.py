@@ -1,4 +1,8 @@
-"""Tasks of the study's own: questions about a document that a model of 135 million parameters can answer."""
+"""Tasks of the study's own: questions about a document that a model of 135 million parameters can answer.
+
+The first generated token follows from the prompt's last position, which every method reads densely. So the
+lead of an answer ends some tokens before what is asked for.
+"""
 
 from dataclasses import dataclass
 
@@ -34,7 +38,7 @@ class Facts(DocumentTask):
         ]
         text = hide(told, take(filler(rng), units), depths(seed, len(told)))
         ask = f"What is {subjects[0]}?"
-        return Question(f"{text}\n\n{ask}", f"{_upper(subjects[0])} is", (values[0],))
+        return Question(f"{text}\n\n{ask}", _upper(subjects[0]), (values[0],))
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +57,7 @@ class Places(DocumentTask):
         ]
         text = hide(told, take(filler(rng), units), depths(seed, len(told)))
         ask = f"Where does {names[0]} live?"
-        return Question(f"{text}\n\n{ask}", f"{names[0]} lives in the", (places[0],))
+        return Question(f"{text}\n\n{ask}", names[0], (places[0],))
 
 
 OWN = {task.name: task for task in (Facts(), Places())}
