@@ -179,12 +179,13 @@ def append_one(
 
 def whole_attention(
     query_BHGD, packed_key_BHSD, packed_value_BHSE, packed_length_BH, key_PHND, value_PHNE, table_BP, step,
-    *, scale, soft_cap=None, sink_HG=None, evidence=False, into=None, dense_BH=None,
+    *, scale, soft_cap=None, sink_HG=None, evidence=False, into=None, dense_BH=None, pseudo=None,
 ):  # fmt: skip
     """Attend to every page and packed row, with masks: lengths and modes are read where they lie."""
     assert soft_cap is None
     assert sink_HG is None
     assert dense_BH is None
+    assert pseudo is None
     words = step.table_BX
     key, value = (
         pages[table_BP.long()].transpose(1, 2).flatten(2, 3) for pages in (key_PHND, value_PHNE)
