@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from sfi_core.state.layer_pages import LayerPages
+from sfi_core.state.layer_pages import LayerPages, tokens_of
 from sfi_core.state.packed_segment import PackedSegment
 from sfi_kernels.append import append
 from sfi_kernels.pack import pack
@@ -196,11 +196,7 @@ class KVCache:
     def _tokens(self, page_PHNX: torch.Tensor, row: int, start: int, stop: int) -> torch.Tensor:
         if self._one_page:
             return page_PHNX[row : row + 1, :, start:stop]
-        first = start // self.page_size
-        page_P = self.block_table_BP[row, first : -(-stop // self.page_size)]
-        rows_HTX = page_PHNX[page_P.long()].transpose(0, 1).flatten(1, 2)
-        skipped = first * self.page_size
-        return rows_HTX[None, :, start - skipped : stop - skipped]
+        return tokens_of(page_PHNX, self.block_table_BP[row], start, stop)
 
     def norms(self, layer: int, rows: Sequence[int], length: int) -> torch.Tensor:
         """See `KVStore`.

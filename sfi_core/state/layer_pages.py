@@ -1,5 +1,6 @@
 """The pages of one layer: keys, values and the norms of the keys."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -23,3 +24,26 @@ class LayerPages:
         """Bytes of one token's key and value over all heads."""
         _, H, _, D = self.key_PHND.shape
         return H * (D + self.value_PHNE.shape[3]) * self.key_PHND.itemsize
+
+
+def tokens_of(
+    page_PHNX: torch.Tensor, table_P: torch.Tensor, start: int, stop: int
+) -> torch.Tensor:
+    """Copy a request's rows from `start` to `stop` out of pages, [1, H, T, X], without asking the device."""
+    N = page_PHNX.shape[2]
+    first = start // N
+    page_P = table_P[first : -(-stop // N)].long()
+    rows_HTX = page_PHNX[page_P].transpose(0, 1).flatten(1, 2)
+    return rows_HTX[None, :, start - first * N : stop - first * N]
+
+
+def join_blocks(
+    blocks: Iterable[tuple[int, torch.Tensor]], rows_1HTX: torch.Tensor, start: int
+) -> torch.Tensor:
+    """Fill in a request's rows from `start` on out of blocks, each with its first position."""
+    for first, block_1HNX in blocks:
+        own = block_1HNX[:, :, max(0, start - first) :]
+        end = first + block_1HNX.shape[2] - start
+        if end > 0:
+            rows_1HTX[:, :, end - own.shape[2] : end] = own
+    return rows_1HTX

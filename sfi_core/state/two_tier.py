@@ -21,7 +21,7 @@ import torch
 from sfi_core.errors import ConfigError
 from sfi_core.state.host_stream import HostStream, block_tokens
 from sfi_core.state.kv_store import Recall
-from sfi_core.state.layer_pages import LayerPages
+from sfi_core.state.layer_pages import LayerPages, join_blocks, tokens_of
 from sfi_core.state.packed_segment import PackedSegment
 from sfi_core.state.recall_scratch import RecallScratch
 from sfi_core.state.side import InOrder, Job, Side
@@ -167,22 +167,12 @@ class TwoTierStore:
         return self._tokens(layer, row, start, stop, 1)
 
     def _tokens(self, layer: int, row: int, start: int, stop: int, which: int) -> torch.Tensor:
-        # of keys (0) or values (1)
-        tiers, N = self.layers[layer], self.page_size
-        ring_PHNX = tiers.ring.tensors[which]
-        if start >= self._end[row] - self.ring_pages * N:
-            page_P = self.block_table_BP[row, start // N : -(-stop // N)].long()
-            own_HTX = ring_PHNX[page_P].transpose(0, 1).flatten(1, 2)
-            skipped = start // N * N
-            return own_HTX[None, :, start - skipped : stop - skipped]
-        _, H, _, X = ring_PHNX.shape
-        rows_1HTX = ring_PHNX.new_empty(1, H, stop - start, X)
-        for first, *block in self.blocks(layer, row, stop):
-            own = block[which][:, :, max(0, start - first) :]
-            end = first + block[which].shape[2] - start
-            if end > 0:
-                rows_1HTX[:, :, end - own.shape[2] : end] = own
-        return rows_1HTX
+        ring_PHNX = self.layers[layer].ring.tensors[which]
+        if start >= self._end[row] - self.ring_pages * self.page_size:
+            return tokens_of(ring_PHNX, self.block_table_BP[row], start, stop)
+        size = (1, ring_PHNX.shape[1], stop - start, ring_PHNX.shape[3])
+        blocks = ((first, both[which]) for first, *both in self.blocks(layer, row, stop))
+        return join_blocks(blocks, ring_PHNX.new_empty(size), start)
 
     def blocks(
         self, layer: int, row: int, length: int, head: int | None = None
