@@ -16,6 +16,7 @@ from benchmarks.study.sentences import LAGS
 from sfi_traces.figures.style import DPI, check_matplotlib, new_figure
 
 SHADE = 0.15  # opacity of an interval
+COLORS = 10  # of the cycle; one more is black
 MARKS = "osv^D<>pP*Xhd"
 
 
@@ -109,7 +110,7 @@ def _curve(
     ends = np.array([[one.value - one.low, one.high - one.value] for _, one in points]).T
     axes.errorbar(
         reads, value, yerr=np.maximum(ends, 0), label=name_of(*method), marker=MARKS[number % len(MARKS)],
-        color=f"C{number % 10}", markersize=4, linewidth=1, elinewidth=0.6,
+        color="black" if number == COLORS else f"C{number % COLORS}", markersize=4, linewidth=1, elinewidth=0.6,
     )  # fmt: skip
 
 

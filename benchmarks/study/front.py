@@ -112,7 +112,7 @@ def against(
             rows.append([label, *cells])
     heads = ["method"]
     for share in shares:
-        heads += [f"KL at {100 * share:g} %", "times default's", "total reads", "slow steps"]
+        heads += [f"KL at {100 * share:g} %", "times the first's", "total reads", "slow steps"]
     return table(heads, rows)
 
 

@@ -1,6 +1,9 @@
 """Tables as Markdown."""
 
+import textwrap
 from collections.abc import Sequence
+
+WIDTH = 120  # of a line of words
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -15,4 +18,5 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def page(title: str, about: str, parts: Sequence[tuple[str, str]]) -> str:
     """Write a page: its title, what it is about, and parts of a line of words and a table."""
+    about = "\n".join(textwrap.wrap(about, WIDTH))
     return f"# {title}\n\n{about}\n\n" + "\n".join(f"{words}\n\n{text}" for words, text in parts)

@@ -62,7 +62,8 @@ class Report:
                 f"{_counts(some)}"
             )
             made += self._front(data, about, length)
-            made += self._ablation(data, about, length)
+            for name in ("ablation", "candidates"):
+                made += self._beside_the_first(name, data, about, length)
         return made
 
     def stability(self) -> list[Path]:
@@ -140,14 +141,14 @@ class Report:
             parts.append((title, front.by_sentence(data, named, share)))
         return [self._page(f"front-{length}", about, parts), figure]
 
-    def _ablation(self, data: Measured, about: str, length: int) -> list[Path]:
-        named = self._having(data, "ablation")
+    def _beside_the_first(self, name: str, data: Measured, about: str, length: int) -> list[Path]:
+        named = self._having(data, name)
         if len(named) < 2:  # noqa: PLR2004 - the first and one to compare with it
             return []
         shares = _shares(data, named)
         found = front.against(data, named, named[0][1], shares)
-        words = f"One setting changed at a time; times: of the KL of `{named[0][0]}` on the same windows."
-        return [self._page(f"ablation-{length}", about, [(words, found)])]
+        words = f"Times: of the KL of the first row, `{named[0][0]}`, on the same windows."
+        return [self._page(f"{name}-{length}", about, [(words, found)])]
 
     def _page(
         self, name: str, about: str, parts: Sequence[tuple[str, str]], note: str = BOOTSTRAP
