@@ -110,7 +110,8 @@ def _curve(
     ends = np.array([[one.value - one.low, one.high - one.value] for _, one in points]).T
     axes.errorbar(
         reads, value, yerr=np.maximum(ends, 0), label=name_of(*method), marker=MARKS[number % len(MARKS)],
-        color="black" if number == COLORS else f"C{number % COLORS}", markersize=4, linewidth=1, elinewidth=0.6,
+        color="black" if number == COLORS else f"C{number % COLORS}", markersize=4, linewidth=1,
+        elinewidth=0.6,
     )  # fmt: skip
 
 

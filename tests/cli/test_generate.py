@@ -287,7 +287,7 @@ def test_options_win_over_the_config_file_and_that_over_the_preset(tmp_path):
         (("-n", "0"), 2, "max_new_tokens must be positive, got 0"),
         (("--kv-device-budget", "0%"), 2, "kv_device_budget must be a share such as 20% or a size"),
         (("--kv-device-budget", "20%", "--policy", "full-kv"), 2,
-         "policy full-kv cannot run under kv_device_budget; those that can: freekv, "),
+         "policy full-kv cannot run under kv_device_budget; those that can: codescan, freekv, "),
         (("--max-batch", "0"), 2, "max_batch must be positive, got 0"),
         (("--temperature", "0"), 2, "sampling.temperature must be positive, got 0.0"),
         (("--model", "./no/such/folder"), 3, "model folder ./no/such/folder does not exist"),
