@@ -82,6 +82,7 @@ def test_the_run_is_described_from_the_manifest(sparse):
         "recent": 16,
         "budget": 20,
         "t_max": 16,
+        "min_gap": 0,
         "trigger_delay": 0,
         "slow_start": 1,
         "span": 0,
