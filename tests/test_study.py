@@ -33,6 +33,12 @@ methods = ["all=sfi:budget=400", "streaming-llm"]
 shares = [0.1]
 recent = 32
 methods = ["sfi", "short=sfi:span=0"]
+
+[candidates]
+shares = [0.1]
+recent = 32
+methods = ["sfi", "short=sfi:span=0"]
+
 [long]
 shares = [0.2]
 recent = 32
