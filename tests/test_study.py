@@ -232,7 +232,7 @@ def test_every_part_runs_and_is_reported(study, tmp_path):
     study("report", "--docs", str(tmp_path / "docs"))
     pages = {path.name: path.read_text() for path in (tmp_path / "docs").glob("*.md")}
     assert set(pages) == {
-        "front-240.md", "ablation-240.md", "stability.md", "long.md", "tasks.md",
+        "front-240.md", "ablation-240.md", "candidates-240.md", "stability.md", "long.md", "tasks.md",
     }  # fmt: skip
     assert "| short | " in pages["ablation-240.md"]
     assert "| bundled-recall-1 | 400 | sfi | 20 % | 100 (21 to 100) |" in pages["tasks.md"]
