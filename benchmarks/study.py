@@ -17,7 +17,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is first imported
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT / folder) for folder in (".", "kernels", "traces")]
 
+from benchmarks.study import candidates  # noqa: E402
 from benchmarks.study.command import main  # noqa: E402
 
 if __name__ == "__main__":
+    candidates.register()
     sys.exit(main(__doc__ or ""))

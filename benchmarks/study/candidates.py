@@ -65,11 +65,13 @@ class SlowAtBoundaries(CodeScan, Triggered):
             super().select_after(context)
 
 
-POLICIES.update(
-    {
-        "codescan-every-2": EverySecond,
-        "codescan-every-4": EveryFourth,
-        "codescan-where-moved": WhereMoved,
-        "codescan-slow-at-boundaries": SlowAtBoundaries,
-    }
-)
+def register() -> None:
+    """Let `methods.toml` name the candidates, in this process."""
+    POLICIES.update(
+        {
+            "codescan-every-2": EverySecond,
+            "codescan-every-4": EveryFourth,
+            "codescan-where-moved": WhereMoved,
+            "codescan-slow-at-boundaries": SlowAtBoundaries,
+        }
+    )

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import benchmarks.study.candidates  # noqa: F401 - registers them
 from sfi_core.errors import ConfigError, InputError
 from sfi_core.measure.evaluation.method import Method, MethodVariant, Size
 

@@ -72,15 +72,17 @@ def test_a_learned_sink_and_a_soft_cap_hold_for_both_kinds(backend: str):
 
 
 def test_dense_heads_of_slow_requests_hand_out_their_logits(backend: str):
-    """Eq. 4 and the sum over J; the sums of sparse heads are -inf, which the Selector can tell."""
+    """Eq. 4 and the sum over J; what sparse heads hand out is -inf, which the Selector can tell."""
     step = step_of(backend)
-    result = step.attend(evidence=True)
+    into = torch.full((MODES.count(SLOW) * H * 2 * max(LENGTHS),), torch.inf)
+    result = step.attend(evidence=True, into=into)
     slow = [row for row, mode in enumerate(MODES) if mode == SLOW]
     for place, row in enumerate(slow):
         for head in range(H):
             log_sum = result.log_sum_BHGW[place, head, :, 0]
             if not step.is_dense(row, head):
                 assert (log_sum == -torch.inf).all()
+                assert (result.logits_BHGWT[place, head] == -torch.inf).all()
                 continue
             query = step.query[row, head][None, None, :, None]
             key, value = step.visible_rows(row, head)

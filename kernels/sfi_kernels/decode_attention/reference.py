@@ -26,8 +26,8 @@ class DecodeAttention(NamedTuple):
 
     Attributes:
         out_BHGE: The attention's output, in the query's dtype; zeros for an idle request.
-        logits_BHGWT: The slow requests' logits in order, W = 1, T the longest's length, float32; undefined
-            beyond a request's own length, and for the sparse heads of a mixed request. None without evidence.
+        logits_BHGWT: The slow requests' logits in order, W = 1, T the longest's length, float32; -inf for the
+            sparse heads of a mixed request, undefined beyond a request's own length. None without evidence.
         log_sum_BHGW: Their log-sum-exp over the candidate set J; -inf where J is empty, and for those heads.
     """
 

@@ -99,6 +99,8 @@ def attend(
     if keeps:
         shape = (slow, H, G, 1, descriptor.longest)
         logits = lse.new_empty(shape) if into is None else into[: math.prod(shape)].view(shape)
+        if dense_BH is not None:
+            logits.fill_(-torch.inf)  # the kernel leaves those of a mixed request's sparse heads
         log_sum = lse.new_empty(slow, H, G, 1)
 
     table, sink = descriptor.table_BX, lse if sink_HG is None else sink_HG.float().contiguous()
