@@ -1,8 +1,11 @@
 """CUDA streams and events without a device: which accesses to memory nothing orders."""
 
+import threading
 from contextlib import contextmanager
 
 import torch
+
+from sfi_core.state import streams
 
 
 class Device:
@@ -16,6 +19,7 @@ class Device:
         self.accesses: list[tuple[int, str, bool, int, dict[str, int]]] = []
 
     def install(self, monkeypatch) -> None:
+        monkeypatch.setattr(streams, "_made", threading.local())  # the fakes are this test's
         for name, value in {
             "Stream": lambda *_, priority: Stream(self, "side"),
             "Event": Event,
@@ -55,6 +59,11 @@ class Stream:
         if self.name not in self.device.dropped:
             for name, count in event.clock.items():
                 self.clock[name] = max(count, self.clock.get(name, 0))
+
+    def wait_stream(self, other: "Stream") -> None:
+        event = Event()
+        event.record(other)
+        self.wait_event(event)
 
 
 class Event:

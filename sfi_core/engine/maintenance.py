@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from sfi_core.state.side import Job, Side, has_side_stream
+from sfi_core.state.streams import stream_of
 
 # float32 numbers that are worked off together: a layer then costs the Selector half of what it costs alone
 ENOUGH = 1 << 19
@@ -132,7 +133,7 @@ def main_stream(device: torch.device, *, overlap: bool) -> Iterator[None]:
         yield
         return
     outer = torch.cuda.current_stream(device)
-    inner = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+    inner = stream_of(device, "main", priority=-1)
     inner.wait_stream(outer)
     try:
         with torch.cuda.stream(inner):

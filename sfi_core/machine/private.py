@@ -6,6 +6,7 @@
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def attention_implementation(config: Any) -> str:
@@ -16,6 +17,29 @@ def attention_implementation(config: Any) -> str:
     """
     name: str = config._attn_implementation
     return name
+
+
+class LastOperation(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the last aten operation that was begun inside; the public way to see each one is this class.
+
+    Attributes:
+        name: Its name, as `aten::nonzero`; empty before the first.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.name = ""
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Note the operation, and do it."""
+        self.name = func.name()
+        return func(*args, **(kwargs or {}))
 
 
 def multiplies_natively(dtype: torch.dtype) -> bool:

@@ -9,6 +9,8 @@ from typing import Protocol
 
 import torch
 
+from sfi_core.state.streams import stream_of
+
 RING_PLACES = 4  # layers that maintenance may lag behind
 Job = Callable[[], None]
 
@@ -63,8 +65,8 @@ class SecondStream:
 
     places = RING_PLACES
 
-    def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
-        self._stream = stream or torch.cuda.Stream(device, priority=0)  # type: ignore[no-untyped-call]
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
         self._events: list[torch.cuda.Event] = []
         self._done: dict[int, torch.cuda.Event] = {}
 
@@ -89,7 +91,7 @@ class SecondStream:
 
     def again(self) -> "SecondStream":
         """See `Side`."""
-        return SecondStream(self._stream.device, self._stream)
+        return SecondStream(self._stream)
 
     def _passed(self) -> torch.cuda.Event:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -99,9 +101,11 @@ class SecondStream:
         return event
 
 
-def side_of(device: torch.device, *, overlap: bool) -> Side:
-    """Return a second stream where there is one and it is wanted."""
-    return SecondStream(device) if has_side_stream(device, overlap=overlap) else InOrder()
+def side_of(device: torch.device, *, overlap: bool, role: str = "maintenance") -> Side:
+    """Return a second stream where there is one and it is wanted; `role` as `stream_of` has it."""
+    if not has_side_stream(device, overlap=overlap):
+        return InOrder()
+    return SecondStream(stream_of(device, role))
 
 
 def ring_places(device: torch.device, *, overlap: bool) -> int:

@@ -1,13 +1,18 @@
 """How a piece of work is recorded as a CUDA graph, and which devices can."""
 
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Protocol
 
 import torch
 
 from sfi_core.errors import BackendError
+from sfi_core.machine.collector import no_collection
+from sfi_core.machine.private import LastOperation
+from sfi_core.state.streams import stream_of
 
 Work = Callable[[], None]
 
@@ -29,7 +34,7 @@ class CudaRecorder:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         # what gives way to this one's kernels is on the side's stream, of the lowest priority
-        self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+        self._stream = stream_of(device, "record", priority=-1)
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, work: Work) -> Work:
@@ -43,8 +48,11 @@ class CudaRecorder:
         outer.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         # other threads, an observer's, may wait for their own events meanwhile
-        with torch.cuda.graph(
-            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+        with (
+            no_collection(),
+            torch.cuda.graph(
+                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+            ),
         ):
             work()
         return graph.replay
@@ -55,23 +63,35 @@ def refuse_waiting() -> Iterator[None]:
     """Refuse what waits for the device inside, which no graph can hold.
 
     Raises:
-        BackendError: Something does.
+        BackendError: Something does; the message names the operation, and the module that asks for it.
     """
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that the mode is a prototype
         torch.cuda.set_sync_debug_mode("error")
+    last = LastOperation()
     try:
-        yield
+        with last:
+            yield
     except RuntimeError as error:
         if "synchronizing" not in str(error):
             raise
         raise BackendError(
-            "a decoding step must not wait for the device to run as a CUDA graph, but the model does; "
-            "use --set engine.graphs=false"
+            "a decoding step must not wait for the device to run as a CUDA graph, got "
+            f"{last.name or 'a wait'} {asked_by(error)}; use --set engine.graphs=false"
         ) from error
     finally:
         torch.cuda.set_sync_debug_mode(before)
+
+
+def asked_by(error: BaseException) -> str:
+    """Name the innermost module of a model that an error came through, and its line."""
+    for frame, line in reversed([*traceback.walk_tb(error.__traceback__)]):
+        module = frame.f_locals.get("self")
+        if isinstance(module, torch.nn.Module):
+            file = Path(frame.f_code.co_filename).name
+            return f"in {type(module).__name__} ({file}:{line})"
+    return "outside the model's modules"
 
 
 def make_recorder(device: torch.device) -> Recorder:

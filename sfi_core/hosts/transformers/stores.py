@@ -120,7 +120,7 @@ class Tiers:
             page_size=self.page,
             ring_pages=ring_pages(self.longest_recent(generated), self.page),
             backend=backend,
-            side=side_of(device, overlap=True),
+            side=side_of(device, overlap=True, role="tiers"),
             resident=self.policy.resident_heads if fits else None,
         )
 

@@ -13,6 +13,9 @@ from typing import Any, Protocol
 
 import torch
 
+from sfi_core.machine.collector import no_collection
+from sfi_core.state.streams import stream_of
+
 FLUSH_BYTES = 256 << 20
 COPY_BYTES = {"cpu": 256 << 20, "cuda": 2 << 30}
 COPIES, WARM_UP = 7, 2
@@ -81,14 +84,14 @@ class CudaClock:
             for _ in range(WARM_UP):
                 call()
             return call
-        side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        side = stream_of(self._device, "clock")
         side.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(side):
             for _ in range(WARM_UP):
                 call()
         torch.cuda.current_stream(self._device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with no_collection(), torch.cuda.graph(graph):
             call()
         return graph.replay
 

@@ -114,7 +114,7 @@ def test_a_missing_edge_shows(complete, in_order, edge):
 
 def decode_two_steps(device: Device) -> None:
     """Two slow steps; the side reads a layer's evidence and writes its segment, which the next step reads."""
-    maintenance = Maintenance(SecondStream(torch.device("cuda:0")))
+    maintenance = Maintenance(SecondStream(torch.cuda.Stream(torch.device("cuda:0"), priority=0)))
     buffers: dict[int, int] = {}
     for _ in range(2):
         for layer in range(LAYERS):

@@ -48,7 +48,7 @@ def read(device: Device, tensor: torch.Tensor) -> None:
 
 def decode(device: Device) -> None:
     """Read a prompt, then take two steps: each packs, attends to what was packed, and reads everything."""
-    written = Written(SecondStream(torch.device("cuda:0")))
+    written = Written(SecondStream(torch.cuda.Stream(torch.device("cuda:0"), priority=0)))
     store = written.store
     written.append(41, 33, 37)
     segment = PackedSegment(B, 9, store.pages(0))
