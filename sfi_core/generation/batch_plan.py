@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from sfi_core.engine.shared_prompt import SharedPrompt
 from sfi_core.errors import ConfigError
 from sfi_core.hosts.transformers.session import Session
-from sfi_core.machine.memory import free_bytes
+from sfi_core.machine.memory import free_bytes, give_back
 from sfi_core.models.forecast import Forecast, check_fits, largest_batch
 from sfi_core.models.two_tier_forecast import TwoTierBytes
 
@@ -43,6 +43,7 @@ def plan_batch(
     max_batch: int | None = None,
     prefill_chunk: int = 0,
     shared: SharedPrompt | None = None,
+    graphs: bool = False,
 ) -> BatchPlan:
     """Decide how many prompts are decoded together: `max_batch`, or as many as fit.
 
@@ -53,6 +54,7 @@ def plan_batch(
         max_batch: The most requests to decode together; None for as many as fit.
         prefill_chunk: Prompt tokens of one forward pass; 0 for all at once.
         shared: The prompts as already read; they are then all decoded together.
+        graphs: Whether steps will be replayed as CUDA graphs, which hold memory.
 
     Raises:
         ConfigError: `max_batch` is not positive, or splits prompts that were read together.
@@ -69,14 +71,16 @@ def plan_batch(
     capacity = max(len(prompt) + new for prompt, new in zip(prompts, limits, strict=True))
     capacity = capacity if shared is None else shared.capacity
     sizes = (longest, capacity, prefill_chunk)
+    give_back(device)
     free, tiers = free_bytes(device), session.tiers
+
+    def expect(batch: int) -> Forecast:
+        return session.forecast(batch, *sizes, max(limits), graphs=graphs)
 
     def fitting(share: float) -> int:
         if free is None:
             return wanted
-        return largest_batch(
-            lambda b: session.forecast(b, *sizes, max(limits)).needed_bytes, wanted, share * free
-        )
+        return largest_batch(lambda batch: expect(batch).needed_bytes, wanted, share * free)
 
     fits = session.ranks.least(fitting(1.0))
     slots = wanted
@@ -84,7 +88,7 @@ def plan_batch(
         slots = 1  # the message on one request says the most
     elif shared is None and max_batch is None and fits < wanted:
         slots = max(1, session.ranks.least(fitting(SHARE)))
-    expected = session.forecast(slots, *sizes, max(limits))
+    expected = expect(slots)
     with session.ranks.agreed():
         if slots > fits:
             way = f"max_batch to {fits}" if max_batch and fits else None

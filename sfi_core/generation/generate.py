@@ -23,7 +23,7 @@ from sfi_core.generation.prompts import (
 )
 from sfi_core.generation.sampling import Sampler
 from sfi_core.generation.scheduler import Scheduler
-from sfi_core.hosts.transformers.decoder import Decoder, nothing_to_tell
+from sfi_core.hosts.transformers.decoder import Decoder, nothing_to_tell, records_steps
 from sfi_core.hosts.transformers.session import Session
 from sfi_core.hosts.transformers.slow_fast import slow_fast
 from sfi_core.machine.memory import peak_bytes, reset_peak
@@ -159,8 +159,9 @@ def generate(
             }
         )  # fmt: skip
         plan = plan_batch(
-            session, rows, limits, max_batch=max_batch, prefill_chunk=prefill_chunk, shared=shared
-        )
+            session, rows, limits, max_batch=max_batch, prefill_chunk=prefill_chunk, shared=shared,
+            graphs=records_steps(session),
+        )  # fmt: skip
         if on_plan is not None:
             on_plan(plan)
         ids_BT, mask_BT = left_pad(rows[: plan.slots], model.device)

@@ -11,10 +11,23 @@ STATUS, CLEAR_REFS, MEMINFO = (
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Return the free memory of a device; None where the system does not tell."""
+    """Return the free memory of a device, what PyTorch's allocator keeps unused included.
+
+    None where the system does not tell.
+    """
     if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + kept
     return _field(MEMINFO, "MemAvailable:")
+
+
+def give_back(device: torch.device) -> None:
+    """Give what PyTorch's allocator keeps unused back to the device.
+
+    What an earlier run left on other streams, or in the memory pool of its graphs, is of no use otherwise.
+    """
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def total_bytes(device: torch.device) -> int | None:

@@ -11,6 +11,7 @@ from sfi_core.distributed import torchrun
 from sfi_core.distributed.ranks import ranks_of
 from sfi_core.errors import MemoryForecastError
 from sfi_core.machine.memory import free_bytes, resident_bytes
+from sfi_core.models.graph_forecast import graph_bytes
 from sfi_core.models.linear import crawls
 from sfi_core.settings.config import SfiConfig
 from sfi_core.state.layer_shape import LayerShape
@@ -30,7 +31,10 @@ class Forecast:
         packed_bytes: Packed segments.
         summary_bytes: What the policy keeps of the keys, such as page summaries or codes.
         sliding_bytes: transformers' own cache of sliding-window layers.
-        workspace_bytes: The largest transient: the prompt's activations or the Selector's tensors.
+        workspace_bytes: The largest transient: the prompt's activations or the Selector's tensors, with the
+            evidence that waits for it.
+        graph_bytes: What CUDA graphs hold, a step's own transient included: they keep it while prompts are
+            read.
     """
 
     resident_bytes: int
@@ -40,6 +44,7 @@ class Forecast:
     summary_bytes: int
     sliding_bytes: int
     workspace_bytes: int
+    graph_bytes: int = 0
 
     @property
     def needed_bytes(self) -> int:
@@ -66,6 +71,7 @@ def forecast(
     unpacked: Collection[int] = (),
     evidence_buffers: int = 1,
     summary: Callable[[LayerShape, int], int] | None = None,
+    graphs: bool = False,
 ) -> Forecast:
     """Add up the bytes of a run; for a model that is split over ranks, the bytes of this rank.
 
@@ -83,29 +89,40 @@ def forecast(
         evidence_buffers: Layers whose evidence is held at once.
         summary: Says what the policy keeps of a layer's keys of one request, in bytes, as
             `Policy.summary_bytes` does; None for a policy without.
+        graphs: Whether steps are replayed as CUDA graphs.
     """
     managed = [layer for layer in layers if layer.window is None]
     sliding = [layer for layer in layers if layer.window is not None]
     packing = [layer for index, layer in enumerate(layers) if index not in unpacked]
     rows = config.sink + (min(config.budget, capacity) if selects else 0)
     chunk = min(prefill_chunk or prompt_tokens, prompt_tokens)
+    chosen = [layer for layer in packing if layer.window is None]
+    first, later = (
+        _selector_bytes(model, managed, config, capacity, refreshed_together, evidence_buffers)
+        if selects
+        else (0, 0)
+    )
     return Forecast(
         resident_bytes=resident_bytes(model.device),
         kv_bytes=sum(layer.row_bytes for layer in managed) * batch * capacity,
         norm_bytes=sum(layer.heads for layer in managed) * FLOAT32 * batch * capacity,
-        packed_bytes=sum(layer.row_bytes for layer in packing if layer.window is None)
-        * batch
-        * rows,
+        packed_bytes=sum(layer.row_bytes for layer in chosen) * batch * rows,
         summary_bytes=batch * sum(summary(layer, capacity) for layer in managed if summary),
         sliding_bytes=sum(layer.row_bytes * min(layer.window or 0, capacity) for layer in sliding)
         * batch,
-        workspace_bytes=max(
-            _activation_bytes(model, managed, batch, chunk),
-            _selector_bytes(model, managed, config, capacity, refreshed_together, evidence_buffers)
-            if selects
-            else 0,
-        )
+        workspace_bytes=max(_activation_bytes(model, managed, batch, chunk), first, later)
         * (CPU_SLACK if model.device.type == "cpu" else 1),
+        graph_bytes=graph_bytes(
+            chosen,
+            config,
+            selects=selects,
+            batch=batch,
+            capacity=capacity,
+            vocabulary=model.config.get_text_config(decoder=True).vocab_size,
+            step_bytes=later + _activation_bytes(model, managed, batch, 1),
+        )
+        if graphs
+        else 0,
     )
 
 
@@ -132,13 +149,14 @@ def _selector_bytes(
     length: int,
     refreshed_together: int,
     evidence_buffers: int,
-) -> int:
+) -> tuple[int, int]:
+    # of a prompt's first selection, and of a decoding step's
     heads = model.config.get_text_config(decoder=True).num_attention_heads // ranks_of(model).size
     kv_heads = max(layer.heads for layer in layers)
     # logits, probabilities and their powers; then about a dozen tensors of one number per head and position
     first = 4 * heads * config.window_prefill + 12 * kv_heads
     later = (evidence_buffers * heads + 12 * kv_heads) * refreshed_together
-    return int(max(first, later) * length * FLOAT32)
+    return first * length * FLOAT32, later * length * FLOAT32
 
 
 def largest_batch(needed: Callable[[int], int], most: int, free: float) -> int:
@@ -175,9 +193,11 @@ def check_fits(
         way = way or (most if cache > expected.workspace_bytes else "prefill_chunk")
         if device.type == "cuda" and not two_tier and cache > expected.workspace_bytes:
             way += ", or keep most of the cache in host memory with --kv-device-budget"
+        held = expected.graph_bytes
+        graphs = f", {held / 1e9:.2f} GB CUDA graphs" if held else ""
         raise MemoryForecastError(
             f"the run must fit {free / 1e9:.2f} GB of free memory, got a forecast of "
             f"{expected.needed_bytes / 1e9:.2f} GB ({cache / 1e9:.2f} GB KV cache, "
             f"{expected.packed_bytes / 1e9:.2f} GB packed, {expected.workspace_bytes / 1e9:.2f} GB "
-            f"workspace); lower {way}"
+            f"workspace{graphs}); lower {way}"
         )

@@ -126,6 +126,7 @@ class Session:
         capacity: int,
         prefill_chunk: int = 0,
         generated: int | None = None,
+        graphs: bool = False,
     ) -> Forecast:
         """Say what a run will need, from the shapes that a pass over two tokens shows; see `expect`."""
         page = self.page_size or 1
@@ -141,6 +142,7 @@ class Session:
             overlap=self.engine.overlap,
             tiers=self.tiers,
             generated=generated,
+            graphs=graphs,
         )
 
     @property

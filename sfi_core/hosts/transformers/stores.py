@@ -186,6 +186,7 @@ def expect(
     overlap: bool,
     tiers: Tiers | None,
     generated: int | None,
+    graphs: bool,
 ) -> Forecast:
     """Forecast the memory of a run; arguments as `Session.forecast`'s.
 
@@ -201,6 +202,7 @@ def expect(
         overlap: Whether the Selector runs beside the layers where it can.
         tiers: How the keys and values are divided; None without a device budget.
         generated: The most tokens that a request generates; None for what `capacity` leaves.
+        graphs: Whether steps are replayed as CUDA graphs.
     """
     heads = model.config.get_text_config(decoder=True).num_attention_heads
     joins = policy.needs_only_evidence and tiers is None
@@ -218,6 +220,7 @@ def expect(
         refreshed_together=batch if together else joined,
         unpacked=() if together else policy.config.dense_layers,
         evidence_buffers=ring_places(model.device, overlap=overlap),
+        graphs=graphs,
     )
     if tiers is None:
         return expected

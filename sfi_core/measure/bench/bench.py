@@ -13,7 +13,7 @@ from sfi_core.errors import BackendError, MemoryForecastError
 from sfi_core.hosts.transformers.shapes import cached_shapes
 from sfi_core.hosts.transformers.slow_fast import slow_fast
 from sfi_core.machine.describe import describe_measured
-from sfi_core.machine.memory import free_bytes, resident_bytes
+from sfi_core.machine.memory import free_bytes, give_back, resident_bytes
 from sfi_core.machine.private import attention_implementation
 from sfi_core.machine.versions import versions
 from sfi_core.measure.bench.fits import sort_out
@@ -136,8 +136,7 @@ def check_engine(settings: DecodeSettings, device: torch.device) -> None:
 def release(device: torch.device) -> None:
     """Free the memory of the last run: caches in reference cycles, and blocks that PyTorch keeps."""
     gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    give_back(device)
 
 
 class Bench:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from sfi_core.hosts.transformers.decoder import records_steps
 from sfi_core.hosts.transformers.shapes import cached_shapes
 from sfi_core.hosts.transformers.slow_fast import slow_fast
 from sfi_core.machine.memory import free_bytes
@@ -36,7 +37,9 @@ def needed_bytes(
     ) as session:
         prompt = point.context if settings.prefill else 1
         chunk = settings.prefill_chunk if settings.prefill else 0
-        expected: Forecast = session.forecast(point.batch, prompt, capacity, chunk)
+        expected: Forecast = session.forecast(
+            point.batch, prompt, capacity, chunk, graphs=records_steps(session)
+        )
         return expected.needed_bytes
 
 

@@ -21,6 +21,7 @@ from sfi_core.models.weights import ModelWeights
 from sfi_core.policies import policy_class
 from sfi_core.settings.config import SfiConfig
 from sfi_core.state.layer_shape import LayerShape
+from sfi_core.state.side import ring_places
 
 POLICIES = ("full-kv", "sfi", "streaming-llm")
 MOST_REQUESTS = 1 << 16
@@ -158,6 +159,13 @@ class Expectation:
             "break_even_context": self._break_even(policy),
         }
 
+    @property
+    def graphs(self) -> bool:
+        """Whether the run would replay its steps."""
+        moves = any(shape.window is not None for shape in self.shapes)
+        wanted = self.settings.engine.graphs is not False and self.settings.backend != "torch"
+        return self.device.type == "cuda" and wanted and not moves
+
     def slow_rate(self, policy: str) -> float:
         """Return the share of slow steps."""
         return {"full-kv": 1.0, "streaming-llm": 0.0}.get(policy, float(self._rate))
@@ -179,6 +187,8 @@ class Expectation:
             prompt_tokens=1,
             capacity=self.settings.capacity(context),
             refreshed_together=batch if self.device.type == "cuda" else 1,
+            evidence_buffers=ring_places(self.device, overlap=self.settings.engine.overlap),
+            graphs=self.graphs,
         )
         slack = CPU_SLACK if self.device.type == "cpu" else 1
         return replace(
@@ -193,7 +203,7 @@ class Expectation:
             "memory_bytes": expected.total_bytes,
             "kv_bytes": expected.kv_bytes + expected.norm_bytes + expected.sliding_bytes,
             "packed_bytes": expected.packed_bytes + expected.summary_bytes,
-            "workspace_bytes": expected.workspace_bytes,
+            "workspace_bytes": expected.workspace_bytes + expected.graph_bytes,
         }
 
     def _break_even(self, policy: str) -> int | None:

@@ -107,6 +107,11 @@ class LinkExpectation(Expectation):
             "speedup_over_resident": resident / time.step_ms,
         }
 
+    @property
+    def graphs(self) -> bool:
+        """Whether the run would replay its steps: not where pages come and go."""
+        return False
+
     def traffic(self, policy: str, context: int, batch: int) -> Traffic:
         """Return the bytes of a mean step of a request."""
         config, assumed = self.settings.config, self._link.assumed

@@ -11,7 +11,7 @@ from sfi_core.engine.shared_prompt import SharedPrompt
 from sfi_core.errors import ConfigError, NumericsError
 from sfi_core.generation.decode import decode
 from sfi_core.generation.prompts import check_lengths, left_pad
-from sfi_core.hosts.transformers.decoder import Decoder
+from sfi_core.hosts.transformers.decoder import Decoder, records_steps
 from sfi_core.hosts.transformers.slow_fast import slow_fast
 from sfi_core.models.forecast import check_fits
 from sfi_core.observers.observer import Observer
@@ -132,7 +132,9 @@ def teacher_force_batch(
             engine=engine,
         ) as session,
     ):
-        expected = session.forecast(len(texts), prompt_tokens, capacity, prefill_chunk)
+        expected = session.forecast(
+            len(texts), prompt_tokens, capacity, prefill_chunk, graphs=records_steps(session)
+        )
         check_fits(expected, model.device, two_tier=session.tiers is not None)
         decoder = Decoder(
             session=session, ids_BT=ids_BT, mask_BT=mask_BT, capacity=capacity, chunk=prefill_chunk,

@@ -241,7 +241,7 @@ class Sized:
     def __init__(self, model: Any) -> None:
         self.model = model
 
-    def forecast(self, batch: int, *sizes: int) -> Forecast:
+    def forecast(self, batch: int, *sizes: int, graphs: bool) -> Forecast:
         return need(kv=10**9 * batch, workspace=10**9)
 
 

@@ -1,0 +1,163 @@
+"""What CUDA graphs hold, by hand; and free memory as PyTorch's allocator knows it."""
+
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+
+import sfi_core
+from sfi_core.errors import MemoryForecastError
+from sfi_core.generation import batch_plan
+from sfi_core.machine import memory
+from sfi_core.measure.bench.architectures import empty_model, random_config
+from sfi_core.measure.bench.forecast import forecast_document
+from sfi_core.measure.bench.settings import DecodeSettings
+from sfi_core.models.forecast import CPU_SLACK, check_fits, forecast
+from sfi_core.models.graph_forecast import GRAPH_BYTES, LIBRARY_BYTES, step_sizes
+from sfi_core.settings.config import SfiConfig
+from sfi_core.settings.engine import EngineOptions
+from sfi_core.state.layer_shape import LayerShape
+from sfi_core.state.side import RING_PLACES
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
+FULL = LayerShape(heads=2, key_width=8, value_width=8, itemsize=4)
+CONFIG = SfiConfig(sink=3, recent=6, budget=5, trigger_token_ids=(1,))
+
+
+def test_there_is_a_graph_for_each_power_of_two_of_slow_requests():
+    assert step_sizes(1, selects=True) == [0, 1]
+    assert step_sizes(6, selects=True) == [0, 1, 2, 4, 6]
+    assert step_sizes(8, selects=True) == [0, 1, 2, 4, 8]
+    assert step_sizes(8, selects=False) == [0]
+
+
+def test_the_bytes_of_graphs_equal_hand_arithmetic(tiny_model: Any):
+    """4 query heads over 2 KV heads, a vocabulary of 96, in float32; a batch of 3 has graphs 0, 1, 2, 3."""
+    sizes = {"batch": 3, "prompt_tokens": 30, "capacity": 1000, "prefill_chunk": 8}
+    options = {"refreshed_together": 3, "evidence_buffers": RING_PLACES}
+    whole, none = (
+        forecast(tiny_model, [FULL] * 2, CONFIG, selects=True, graphs=graphs, **sizes, **options)
+        for graphs in (True, False)
+    )
+    selector = (RING_PLACES * 4 + 12 * 2) * 3 * 1000 * 4
+    pass_over_a_token = 1408 * 3 + 768 * 3
+    logits, chosen = 4 * 3 * 96 * 4, (0 + 1 + 2 + 3) * 2 * 2 * 5 * 4
+    assert whole.graph_bytes == (
+        selector + pass_over_a_token + logits + chosen + 4 * GRAPH_BYTES + LIBRARY_BYTES
+    )
+    assert none.graph_bytes == 0
+    assert whole.needed_bytes - none.needed_bytes == whole.graph_bytes
+    assert whole.workspace_bytes == none.workspace_bytes == CPU_SLACK * (4 * 4 * 16 + 24) * 4000
+
+
+def test_a_policy_that_selects_nothing_has_one_graph_without_a_ring(tiny_model: Any):
+    one = forecast(
+        tiny_model, [FULL], CONFIG, selects=False, batch=3, prompt_tokens=30, capacity=1000, graphs=True
+    )  # fmt: skip
+    step = 1408 * 3 + 768 * 3
+    assert one.graph_bytes == step + 3 * 96 * 4 + GRAPH_BYTES + LIBRARY_BYTES
+
+
+@pytest.mark.parametrize(
+    ("engine", "places", "graphs"),
+    [
+        (EngineOptions(), RING_PLACES, True),
+        (EngineOptions(overlap=False), 1, True),
+        (EngineOptions(graphs=False), RING_PLACES, False),
+    ],
+)
+def test_a_bench_s_forecast_counts_the_evidence_ring_and_the_graphs(
+    monkeypatch: pytest.MonkeyPatch, engine: EngineOptions, places: int, graphs: bool
+):
+    """4 x rows x H x G x capacity x 4 bytes; Qwen3-4B has 8 KV heads, 32 query heads, 151,936 tokens."""
+    monkeypatch.setattr("sfi_core.measure.bench.forecast.describe_measured", lambda _: {})
+    model = empty_model(random_config("qwen3-4b"), torch.device("meta"), torch.bfloat16)
+    asked = DecodeSettings(
+        policies=("sfi",), contexts=(16384,), batches=(16,), slow_rate=Fraction(1, 20), engine=engine
+    )  # fmt: skip
+    document = forecast_document(model, asked, CUDA, bandwidth_gb_per_s=1, memory_bytes=1e12)
+    capacity = asked.capacity(16384)
+    selector = (places * 32 + 12 * 8) * 16 * capacity * 4
+    logits = 2 * 151936 * 4 * 16
+    widest = (3 * 2560 + 4 * 9728) * 2
+    kept = 6 * 16 * 151936 * 2 + (0 + 1 + 2 + 4 + 8 + 16) * 36 * 8 * 2048 * 4
+    held = selector + widest * 16 + logits + kept + 6 * GRAPH_BYTES + LIBRARY_BYTES
+    workspace = max(
+        selector, (4 * 32 * 16 + 12 * 8) * capacity * 4
+    )  # a prompt selects by 16 queries
+    assert document["rows"][0]["workspace_bytes"] == workspace + (held if graphs else 0)
+
+
+class Allocator:
+    """PyTorch's allocator over a device of some bytes: what is freed stays reserved."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, total: int) -> None:
+        self.total, self.reserved, self.allocated, self.emptied = total, 0, 0, 0
+        for name, function in {
+            "mem_get_info": lambda _: (self.total - self.reserved, self.total),
+            "memory_reserved": lambda _: self.reserved,
+            "memory_allocated": lambda _: self.allocated,
+            "empty_cache": self._empty,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, function)
+
+    def take(self, size: int) -> None:
+        """Allocate anew."""
+        self.allocated += size
+        self.reserved = max(self.reserved, self.allocated)
+
+    def _empty(self) -> None:
+        self.emptied += 1
+        self.reserved = self.allocated
+
+
+def test_what_the_allocator_keeps_unused_is_free(monkeypatch: pytest.MonkeyPatch):
+    allocator = Allocator(monkeypatch, 1000)
+    assert memory.free_bytes(CUDA) == 1000
+    allocator.take(700)
+    assert memory.free_bytes(CUDA) == 300
+    allocator.allocated = 100
+    assert memory.free_bytes(CUDA) == 900
+    memory.give_back(CPU)
+    assert (allocator.emptied, allocator.reserved) == (0, 700)
+    memory.give_back(CUDA)
+    assert (allocator.emptied, allocator.reserved) == (1, 100)
+    assert memory.free_bytes(CUDA) == 900
+
+
+@pytest.mark.parametrize("empties", [True, False])
+def test_a_second_run_of_a_process_is_planned_as_the_first(
+    monkeypatch: pytest.MonkeyPatch, tiny_model: Any, empties: bool
+):
+    """Of four prompts three fit; the first run's memory is free again, whether or not it was given back."""
+    prompts = [[*range(1, 9)], [*range(4, 40)], [5, 6], [*range(30, 50)]]
+    with sfi_core.slow_fast(tiny_model, None, CONFIG) as session:
+        three = session.forecast(3, 36, 42).needed_bytes
+    allocator, plans, free = Allocator(monkeypatch, int(three / 0.9) + 1), [], memory.free_bytes
+    monkeypatch.setattr(batch_plan, "free_bytes", lambda _: free(CUDA))
+    monkeypatch.setattr(
+        batch_plan, "give_back", lambda _: memory.give_back(CUDA) if empties else None
+    )
+
+    def planned(made: Any) -> None:
+        plans.append(made)
+        allocator.take(made.forecast.needed_bytes)
+
+    for _ in range(2):
+        sfi_core.generate(tiny_model, None, prompts, CONFIG, max_new_tokens=6, on_plan=planned)
+        allocator.allocated = 0
+    first, second = plans
+    assert (first.slots, first.free_bytes) == (second.slots, second.free_bytes)
+    assert first.slots == 3
+    assert allocator.emptied == (2 if empties else 0)
+
+
+def test_a_refusal_says_what_graphs_would_hold(monkeypatch: pytest.MonkeyPatch, tiny_model: Any):
+    monkeypatch.setattr("sfi_core.models.forecast.free_bytes", lambda _: 1000)
+    sizes = {"selects": False, "batch": 1, "prompt_tokens": 3, "capacity": 9}
+    for graphs, words in ((True, "0.05 GB CUDA graphs"), (False, "GB workspace)")):
+        expected = forecast(tiny_model, [FULL], CONFIG, graphs=graphs, **sizes)
+        with pytest.raises(MemoryForecastError) as caught:
+            check_fits(expected, CPU)
+        assert words in str(caught.value)
