@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from sfi_core.engine.launches import Launches
 from sfi_core.state.kv_store import Recall
 from sfi_kernels.launch import counting
 
@@ -20,9 +21,11 @@ class Meter:
 
     Attributes:
         paths: Attention and maintenance calls by what really ran: requests x layers x steps.
-        kernels: Triton kernels launched, by name, step and layer; `WHOLE_STEP` is no layer.
+        kernels: Triton kernels launched; `WHOLE_STEP` is no layer.
         prefill_seconds: Wall time of reading prompts, step 0 of every request.
         decode_seconds: Wall time of the other steps.
+        not_replayed: Why steps ran one kernel after the other on a device that has CUDA graphs, where nobody
+            asked for that; empty for none.
         recalled: Rows that recalls brought from the host's tier, by the bytes of a row, int64, on the device.
         recall_seconds: Time that steps waited for them, where they do not come beside the steps.
         born: When the run was made, by the clock of `time.perf_counter`.
@@ -31,7 +34,8 @@ class Meter:
     """
 
     paths: Counter[str] = field(default_factory=Counter)
-    kernels: Counter[tuple[str, int, int]] = field(default_factory=Counter)
+    kernels: Launches = field(default_factory=Launches)
+    not_replayed: str = ""
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     recalled: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -62,8 +66,7 @@ class Meter:
         launched: Counter[str] = Counter()
         with counting(launched):
             yield
-        for name, count in launched.items():
-            self.kernels[name, step, layer] += count
+        self.kernels.add(launched, step, layer)
 
     def begin(self) -> None:
         """Start the clock of a step."""

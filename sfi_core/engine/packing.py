@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from sfi_core.engine.layer import Layer
 from sfi_core.engine.run import Run
 from sfi_core.observers.events import SelectionEvent
+from sfi_core.observers.observer import wants
 from sfi_core.policies.base import Selection
 from sfi_kernels.pack import pack_layers
 
@@ -36,8 +37,9 @@ def apply(
     if brought is not None:
         run.note_recall(index, rows, brought)
     run.meter.count(f"{layer.backend}.pack", len(rows))
+    heard = wants(run.observer, SelectionEvent)
     for place, row in enumerate(rows):
-        note_selection(run, index, row, place, selection, reason)
+        note_selection(run, index, row, place, selection, reason, heard=heard)
 
 
 def apply_layers(layers: Sequence[Layer], row: int, selection: Selection) -> None:
@@ -61,17 +63,27 @@ def apply_layers(layers: Sequence[Layer], row: int, selection: Selection) -> Non
         chosen.sink_R,
     )
     run.meter.count(f"{layers[0].backend}.pack", len(layers))
+    heard = wants(run.observer, SelectionEvent)
     for place, layer in enumerate(layers):
-        note_selection(run, layer.index, row, place, selection)
+        note_selection(run, layer.index, row, place, selection, heard=heard)
 
 
 def note_selection(
-    run: Run, layer: int, row: int, place: int, selection: Selection, reason: str = ""
+    run: Run,
+    layer: int,
+    row: int,
+    place: int,
+    selection: Selection,
+    reason: str = "",
+    *,
+    heard: bool,
 ) -> None:
-    """Note what a layer packed for a request, the `place`-th of a selection, and tell the observer."""
+    """Note what a layer packed for a request, the `place`-th of a selection, and tell who hears it."""
     state = run.requests[row]
     ahead = reason == "speculative"
     state.note_packed(run.policy.config.sink, selection.index_BHK.shape[2], ahead=ahead)
+    if not heard:  # an event and its views cost ten times the note
+        return
     run.observer.on(
         SelectionEvent(
             request=state.request,

@@ -6,6 +6,7 @@ from typing import Any, Self
 
 import torch
 
+from sfi_core.engine.launches import Launches
 from sfi_core.engine.run import Run
 from sfi_core.settings.device_budget import DeviceBudget
 from sfi_core.state.request import RequestState
@@ -93,15 +94,16 @@ class KernelReport:
     layers: int
 
     @classmethod
-    def of(cls, kernels: Mapping[tuple[str, int, int], int]) -> list[Self]:
-        """Sum up launches by name, step and layer for every kernel, by name."""
-        found = {name: [key for key in kernels if key[0] == name] for name, _, _ in kernels}
+    def of(cls, kernels: Launches) -> list[Self]:
+        """Sum up the launches of every kernel, by name."""
+        total = kernels.total()
+        found = {name: [key for key in total if key[0] == name] for name, _ in total}
         return [
             cls(
                 name=name,
-                launches=sum(kernels[key] for key in keys),
-                steps=len({step for _, step, _ in keys}),
-                layers=len({layer for _, _, layer in keys if layer >= 0}),
+                launches=sum(total[key] for key in keys),
+                steps=kernels.steps[name],
+                layers=len({layer for _, layer in keys if layer >= 0}),
             )
             for name, keys in sorted(found.items())
         ]
@@ -172,6 +174,8 @@ class RunReport:
         paths: Attention and maintenance calls by what really ran, counted per request, layer and step.
         kernels: The Triton kernels launched; empty on the torch backend.
         kv_tiers: Where keys and values lay under a device budget; None without one.
+        not_replayed: Why decoding steps ran one kernel after the other on a device that has CUDA graphs,
+            where nobody asked for that; empty for none.
     """
 
     backend: str
@@ -182,6 +186,7 @@ class RunReport:
     paths: dict[str, int]
     kernels: list[KernelReport]
     kv_tiers: TierReport | None = None
+    not_replayed: str = ""
 
     @classmethod
     def of(cls, run: Run) -> Self:
@@ -200,6 +205,7 @@ class RunReport:
             paths={name: count for name, count in meter.paths.items() if count},
             kernels=KernelReport.of(meter.kernels),
             kv_tiers=TierReport.of(run),
+            not_replayed=meter.not_replayed,
         )
 
     def to_dict(self) -> dict[str, Any]:

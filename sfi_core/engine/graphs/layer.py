@@ -9,6 +9,8 @@ from sfi_core.engine.graphs.buffers import StepBuffers
 from sfi_core.engine.layer import Layer
 from sfi_core.engine.packing import note_selection
 from sfi_core.engine.run import Run
+from sfi_core.observers.events import SelectionEvent
+from sfi_core.observers.observer import wants
 from sfi_core.policies.base import EvidencePolicy, Selection
 from sfi_core.policies.context import Evidence
 from sfi_kernels.decode_attention import DecodeAttention
@@ -44,6 +46,7 @@ def _select(buffers: StepBuffers, layer: Layer, result: DecodeAttention) -> None
                 key_norm_BHT=run.store.norms_of(layer.index, rows.table_RP),
                 logits=lambda: logits,
                 log_sum_BHGW=result.log_sum_BHGW,
+                wants_diagnostics=wants(run.observer, SelectionEvent),
             )
         )
         assert selection is not None, "a policy that needs only the evidence selects"
@@ -66,19 +69,23 @@ def note_step(run: Run, selections: dict[int, Selection], places: dict[int, int]
         selections: What the layers selected, by layer.
         places: The slow requests' rows there.
     """
-    sink, forward = run.policy.config.sink, run.forward
-    for layer in sorted(run.layers):
+    forward, slow = run.forward, run.forward.descriptor.slow
+    for layer in run.layers:
         left_dense = layer in run.policy.config.dense_layers
         step = forward.dense_descriptor if left_dense else forward.descriptor
         assert step is not None, "the pass has been described"
         count_attention(run, step)
-        if layer not in selections:
-            continue
-        run.meter.count("triton.pack", len(step.slow))
-        for row in step.slow:
-            state, selection = run.requests[row], selections[layer]
-            if state.recent_start == state.sink(sink):  # nothing to select from
-                selection = Selection(selection.index_BHK[:, :, :0])
-            else:
-                run.meter.count("triton.selector")
-            note_selection(run, layer, row, places[row], selection)
+    if not (selections and slow):
+        return
+    states = [run.requests[row] for row in slow]
+    # nothing to select from
+    empty = [state.recent_start == state.sink(run.policy.config.sink) for state in states]
+    run.meter.count("triton.pack", len(selections) * len(slow))
+    run.meter.count("triton.selector", len(selections) * empty.count(False))
+    heard, layers = wants(run.observer, SelectionEvent), sorted(selections)
+    for layer in layers if heard else layers[-1:]:  # every layer packs as many
+        selection = selections[layer]
+        nothing = Selection(selection.index_BHK[:, :, :0]) if any(empty) else selection
+        for row, bare in zip(slow, empty, strict=True):
+            chosen = nothing if bare else selection
+            note_selection(run, layer, row, places[row], chosen, heard=heard)

@@ -1,7 +1,7 @@
 """Decoding steps that are replayed: the device's work as a CUDA graph, the host's bookkeeping beside it."""
 
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -12,6 +12,7 @@ from sfi_core.engine.graphs.buffers import StepBuffers
 from sfi_core.engine.graphs.layer import attend_replayed, note_step
 from sfi_core.engine.graphs.lookahead import foresee
 from sfi_core.engine.graphs.recorder import Recorder, Work
+from sfi_core.engine.launches import ByLayer, Launches, Recorded
 from sfi_core.engine.meter import WHOLE_STEP
 from sfi_core.engine.run import Run
 from sfi_core.errors import BackendError
@@ -27,21 +28,21 @@ ForwardPass = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class StepGraph:
-    """A step that was recorded.
+    """A step that was recorded, or that ran one kernel after the other.
 
     Attributes:
-        replay: Does the device's work.
         logits_BV: Where it leaves the logits.
         selections: Where it leaves what the layers selected, by layer.
-        launches: Kernels that it launches, by name and layer.
+        launches: Kernels that it launches.
         side: Holds the events that order its two streams.
+        replay: Does the device's work again; None for a step that was not recorded.
     """
 
-    replay: Work
     logits_BV: torch.Tensor
     selections: dict[int, Selection]
-    launches: Counter[tuple[str, int]]
+    launches: Recorded
     side: Side
+    replay: Work | None = None
 
 
 class StepGraphs:
@@ -52,11 +53,17 @@ class StepGraphs:
     notes what it did.
 
     Attributes:
-        given_up: Whether the model turned out to wait for the device within a step; use it no more.
+        given_up: Why steps cannot be recorded, as the first attempt told: use this no more; empty until then.
     """
 
     def __init__(
-        self, run: Run, forward: ForwardPass, recorder: Recorder, *, required: bool
+        self,
+        run: Run,
+        forward: ForwardPass,
+        recorder: Recorder,
+        *,
+        required: bool,
+        patient: bool = True,
     ) -> None:
         """Take over a run's decoding steps.
 
@@ -65,15 +72,18 @@ class StepGraphs:
             forward: The host's forward pass.
             recorder: Records the device's work.
             required: Whether a model that waits for the device is an error.
+            patient: Whether the first step of each number of slow requests, but none, runs unrecorded: to
+                record it costs three steps, which pay only where a second one comes.
         """
         self._run, self._forward, self._recorder, self._required = run, forward, recorder, required
-        self.given_up = False
+        self.given_up = ""
         self._buffers = StepBuffers.of(run.store, run.policy, run.device)
         run.descriptors, run.attend = self._buffers, partial(attend_replayed, self._buffers)
         self._token_B1 = torch.zeros(run.store.batch, 1, dtype=torch.long, device=run.device)
         self._logits_BV = torch.empty(0)
-        self._launches: Counter[tuple[str, int]] = Counter()
+        self._launches: ByLayer = ByLayer()
         self._graphs: dict[int, StepGraph] = {}
+        self._needed: set[int] | None = {0} if patient else None
         self._wants = wants(run.observer, SelectionEvent)
 
     def step(self, token_B: list[int]) -> torch.Tensor:
@@ -84,20 +94,18 @@ class StepGraphs:
         """
         run, buffers = self._run, self._buffers
         run.begin_decode()  # describes the step into the buffers, and finds out whether `ahead` launched it
-        key = buffers.refreshes
-        if not buffers.launched:
+        if buffers.launched:
+            done = self._graphs[buffers.refreshes]
+        else:
             sent(torch.tensor(token_B)[:, None], run.device, self._token_B1)
-            if key not in self._graphs:
-                self._graphs[key] = self._captured()
-            self._graphs[key].replay()
-        graph = self._graphs[key]
-        self._note(graph)
+            done = self._do(buffers.refreshes)
+        self._note(done)
         run.meter.count("graph.ahead", buffers.launched)
-        run.meter.count("graph.eager" if self.given_up else "graph.replay")
+        run.meter.count("graph.replay" if done.replay else "graph.eager")
         if self.given_up:
             run.descriptors = FreshDescriptors(run.policy, run.store, run.device)
             run.attend = None
-        return graph.logits_BV
+        return done.logits_BV
 
     def ahead(self, token_B: torch.Tensor) -> None:
         """Launch the next step before its tokens are read, as far as it can be foreseen.
@@ -110,51 +118,79 @@ class StepGraphs:
             token_B: The tokens, still on the device.
         """
         known = None if self.given_up else foresee(self._run)
-        if known is None or self._buffers.key(known(dense=False)) not in self._graphs:
+        if known is None:
             return
-        self._buffers.write(known, ahead=True)
-        self._token_B1.copy_(token_B[:, None])
-        self._graphs[self._buffers.refreshes].replay()
+        replay = self._replay(self._buffers.key(known(dense=False)))
+        if replay is not None:
+            self._buffers.write(known, ahead=True)
+            self._token_B1.copy_(token_B[:, None])
+            replay()
 
-    def _captured(self) -> StepGraph:
+    def _replay(self, key: int) -> Work | None:
+        return self._graphs[key].replay if key in self._graphs else None
+
+    def _do(self, key: int) -> StepGraph:
+        if key not in self._graphs:
+            if self._needed is not None and key not in self._needed:
+                self._needed.add(key)
+                return self._unrecorded()
+            try:
+                self._graphs[key] = self._recorded()
+            except BackendError as error:
+                if self._required:
+                    raise
+                self.given_up = str(error)
+                return self._unrecorded()
+        graph = self._graphs[key]
+        assert graph.replay is not None, "it was recorded"
+        graph.replay()
+        return graph
+
+    def _recorded(self) -> StepGraph:
+        with self._apart():
+            replay = self._recorder(self._work)
+            graph = replace(self._left(), replay=replay)
+        self._run.meter.kernels.recorded.append(graph.launches)
+        return graph
+
+    def _unrecorded(self) -> StepGraph:
+        with self._apart():
+            self._work()
+            return self._left()
+
+    @contextmanager
+    def _apart(self) -> Iterator[None]:
+        # a graph counts its launches at each replay, and has a ring and events of its own
         run = self._run
         kernels, maintenance = run.meter.kernels, run.maintenance
         try:
-            try:
-                replay = self._recorder(self._work)
-            except BackendError:
-                if self._required:
-                    raise
-                self._work()
-                replay, self.given_up = _nothing, True
-            selections, side = self._buffers.selections, run.maintenance.side
-            return StepGraph(replay, self._logits_BV, selections, self._launches, side)
+            yield
         finally:
             run.meter.kernels, run.maintenance = kernels, maintenance
+
+    def _left(self) -> StepGraph:
+        selections, side = self._buffers.selections, self._run.maintenance.side
+        return StepGraph(self._logits_BV, selections, Recorded(self._launches), side)
 
     def _work(self) -> None:
         # the step is planned and described: what is captured is the device's part of it
         run, buffers = self._run, self._buffers
-        run.meter.kernels, run.maintenance = Counter(), run.maintenance.again()
+        run.meter.kernels, run.maintenance = Launches(), run.maintenance.again()
         with run.launches(WHOLE_STEP):
             buffers.begin()
         position_B1 = (buffers.descriptor.length_B - 1).clamp_min(0).long()[:, None]
         self._logits_BV = self._forward(self._token_B1, position_B1)
         run.maintenance.join()
-        self._launches = Counter()
-        for (name, _, layer), count in run.meter.kernels.items():
-            self._launches[name, layer] += count
+        self._launches = run.meter.kernels.total()
 
-    def _note(self, graph: StepGraph) -> None:
+    def _note(self, done: StepGraph) -> None:
         run = self._run
-        for (name, layer), count in graph.launches.items():
-            run.meter.kernels[name, run.step, layer] += count
-        kept = {layer: _kept(one, copy=self._wants) for layer, one in graph.selections.items()}
+        if done.replay is None:
+            run.meter.kernels.add_step(done.launches.launches, run.step)
+        else:
+            run.meter.kernels.add_replay(done.launches, run.step)
+        kept = {layer: _kept(one, copy=self._wants) for layer, one in done.selections.items()}
         note_step(run, kept, self._buffers.places)
-
-
-def _nothing() -> None:
-    pass
 
 
 def _kept(selection: Selection, *, copy: bool) -> Selection:

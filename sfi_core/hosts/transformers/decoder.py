@@ -43,6 +43,7 @@ class Decoder:
         shared: The prompts, read already or made up; None reads them.
         watchers: Look at every layer of the run.
         on_prefill: Told of the prompt tokens read so far and in all.
+        patient: Whether a graph of a step with slow requests is recorded at the second such step only.
         cache: The run's cache, as transformers sees it.
     """
 
@@ -57,11 +58,12 @@ class Decoder:
     shared: SharedPrompt | None = None
     watchers: tuple[Watcher, ...] = ()
     on_prefill: Callable[[int, int], None] = nothing_to_tell
+    patient: bool = True
     cache: SfiCache = field(init=False)
     _graphs: StepGraphs | None = field(init=False, default=None)
     _captures: bool = field(init=False)
     _small: bool = field(init=False)
-    _wanted: bool = field(init=False)
+    _missed: str = field(init=False, default="")
     _options: dict[str, Any] = field(init=False)
     _ragged: bool = field(init=False)
 
@@ -69,7 +71,8 @@ class Decoder:
         """See what the model's forward pass takes, and whether its steps can be recorded."""
         session, model = self.session, self.session.model
         self._captures = records_steps(session)
-        self._wanted = recorder.can_record(model.device) and session.engine.graphs is not False
+        if recorder.can_record(model.device) and session.engine.graphs is not False:
+            self._missed = str(_refusal(session) or "")
         self.cache = session.cache(self.capacity, self.ids_BT.shape[1], self.stop_ids)
         self.cache.requests, self.cache.generated = self.requests, self.generated
         known = inspect.signature(model.forward).parameters
@@ -96,7 +99,8 @@ class Decoder:
         run = self.session.run
         if self._captures:
             return self._replay(run, token_B)
-        if self._wanted:
+        if self._missed:
+            run.meter.not_replayed = self._missed
             run.meter.count("graph.eager")
         length_B = [state.length for state in run.requests]
         pair = sent(torch.tensor([token_B, length_B]), self.ids_BT.device)
@@ -155,11 +159,17 @@ class Decoder:
     def _replay(self, run: Run, token_B: list[int]) -> torch.Tensor:
         if self._graphs is None:
             made = recorder.make_recorder(run.device)
-            required = bool(self.session.engine.graphs)
-            self._graphs = StepGraphs(run, self._captured_pass, made, required=required)
+            self._graphs = StepGraphs(
+                run,
+                self._captured_pass,
+                made,
+                required=bool(self.session.engine.graphs),
+                patient=self.patient,
+            )
         logits_BV = self._graphs.step(token_B)
         self.cache.see(self.cache.seen + 1)
         if self._graphs.given_up:
+            self._missed = run.meter.not_replayed = self._graphs.given_up
             self._graphs, self._captures = None, False
         return logits_BV
 
