@@ -16,6 +16,7 @@ from transformers import (
 
 from sfi_core.distributed.ranks import ALONE, Ranks
 from sfi_core.errors import NumericsError
+from sfi_core.generation.tokens_so_far import TokensSoFar
 from sfi_core.settings.sampling import Sampling
 from sfi_kernels.step_descriptor import sent
 
@@ -44,7 +45,7 @@ class Row:
     Attributes:
         request: Its index.
         seed: Of all requests; with the index it makes the numbers that the request draws with.
-        tokens: What it has at most in the sampler's `ids_BT`.
+        tokens: Its tokens, with the padding of the prompts that it was read with.
         step: Its next decoding step.
     """
 
@@ -69,7 +70,7 @@ class Sampler:
     What a request draws depends on the seed and its index, not on what it is decoded with.
 
     Attributes:
-        ids_BT: The tokens so far, padded prompts included; grown by every call.
+        tokens: Those so far, padded prompts included; None where no processor looks at them.
         rows: The request of each row.
         ahead: Called with the tokens while they are still on the device, before the host waits for them.
     """
@@ -86,7 +87,8 @@ class Sampler:
     ) -> None:
         """Start with the requests from index `first` on."""
         B, T = ids_BT.shape
-        self.ids_BT, self._ranks = ids_BT, ranks
+        self.tokens = TokensSoFar(ids_BT) if sampling.repetition_penalty != 1 else None
+        self._ids_BT, self._ranks = ids_BT, ranks
         self.ahead = ahead
         self.rows = [Row(first + row, seed, T) for row in range(B)]
         self._sampling, self._seed = sampling, seed
@@ -99,9 +101,8 @@ class Sampler:
     def seat(self, row: int, other: "Sampler") -> None:
         """Let a request that was sampled alone take a row."""
         (self.rows[row],) = other.rows
-        width = max(one.tokens for one in self.rows)
-        self.ids_BT = _last(self.ids_BT, width).clone()
-        self.ids_BT[row] = _last(other.ids_BT, width)[0]
+        if self.tokens is not None and other.tokens is not None:
+            self.tokens.seat(row, other.tokens, max(one.tokens for one in self.rows))
 
     def __call__(self, logits_BV: torch.Tensor, finished_B: list[bool], pad_id: int) -> list[int]:
         """Pick a token for every request; a finished one gets the padding token.
@@ -110,7 +111,8 @@ class Sampler:
             NumericsError: A running request's logits hold NaN or +inf, or nothing finite.
         """
         logits_BV = logits_BV.float()
-        scores_BV = self._processors(self.ids_BT, logits_BV)
+        ids_BT = self._ids_BT if self.tokens is None else self.tokens.ids_BT
+        scores_BV = self._processors(ids_BT, logits_BV)
         sampled = self._sampling.do_sample
         token_B = self._draw(scores_BV, finished_B) if sampled else scores_BV.argmax(-1)
         finite_B = logits_BV.amax(-1).isfinite()
@@ -125,8 +127,8 @@ class Sampler:
         tokens = [
             pad_id if done else token for token, done in zip(picked[0], finished_B, strict=True)
         ]
-        column = sent(torch.tensor(tokens)[:, None], self.ids_BT.device)
-        self.ids_BT = torch.cat([self.ids_BT, column], 1)
+        if self.tokens is not None:
+            self.tokens.add(sent(torch.tensor(tokens), self._ids_BT.device))
         for row in self.rows:
             row.step, row.tokens = row.step + 1, row.tokens + 1
         return tokens
@@ -155,11 +157,3 @@ class Sampler:
             done.synchronize()
         read: list[list[int]] = host.tolist()
         return read
-
-
-def _last(ids_BT: torch.Tensor, width: int) -> torch.Tensor:
-    # the last tokens, with each row's first repeated before them where there are not as many, as `left_pad`
-    missing = width - ids_BT.shape[1]
-    if missing <= 0:
-        return ids_BT[:, -missing:]
-    return torch.cat([ids_BT[:, :1].expand(-1, missing), ids_BT], 1)

@@ -45,7 +45,12 @@ class NullObserver:
     """Observes nothing, at no cost; a base for observers that want some events only.
 
     An observer overrides the methods of the events that it wants, or `on` for all of them.
+
+    Attributes:
+        listened: Whether anybody takes what the observer passes on; otherwise it wants nothing.
     """
+
+    listened = True
 
     def on(self, event: Event) -> None:
         """Hand the event to its own method."""
@@ -128,14 +133,20 @@ def wants(observer: Observer, event: type[Event]) -> bool:
     """Say whether an observer does anything with an event."""
     if isinstance(observer, Observers):
         return any(wants(one, event) for one in observer.each)
-    return any(_overrides(observer, name) for name in ("on", HANDLERS[event]))
+    return _listened(observer) and any(
+        _overrides(observer, name) for name in ("on", HANDLERS[event])
+    )
 
 
 def wants_spans(observer: Observer) -> bool:
     """Say whether an observer does anything with spans."""
     if isinstance(observer, Observers):
         return any(wants_spans(one) for one in observer.each)
-    return _overrides(observer, "span")
+    return _listened(observer) and _overrides(observer, "span")
+
+
+def _listened(observer: Observer) -> bool:
+    return getattr(observer, "listened", True)  # an observer need not be a `NullObserver`
 
 
 def _overrides(observer: Observer, method: str) -> bool:

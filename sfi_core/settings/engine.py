@@ -42,12 +42,14 @@ class EngineOptions:
     def on_several_ranks(self) -> "EngineOptions":
         """Return what a tensor-parallel run takes: its ranks call each other in the order of the layers.
 
+        Its steps are not replayed either; `Decoder` says so.
+
         Raises:
             ConfigError: Graphs are asked for.
         """
         if self.graphs:
             raise ConfigError("graphs must be off under tensor parallelism, got graphs=True")
-        return replace(self, overlap=False, graphs=False)
+        return replace(self, overlap=False)
 
 
 DEFAULTS = EngineOptions()

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from sfi_core.observers.events import BeginStepEvent
-from sfi_core.observers.observer import NOTHING
+from sfi_core.observers.events import BeginStepEvent, StepEvent
+from sfi_core.observers.observer import NOTHING, Observers, wants, wants_spans
 from sfi_traces.record import nvtx
 from sfi_traces.record.nvtx import NvtxObserver
 from tests.traces.told import run_event, step_event
@@ -17,11 +17,13 @@ from tests.traces.told import run_event, step_event
 HERE = Path(__file__).parent
 CHILD = """
 from sfi_core.observers.events import BeginStepEvent
+from sfi_core.observers.observer import wants_spans
 from sfi_traces.record.nvtx import NvtxObserver
 from tests.traces.told import run_event, step_event
 
 assert NvtxObserver.attached()
 with NvtxObserver() as observer:
+    assert wants_spans(observer)
     observer.on_run(run_event(3))
     for step, slow, fast in ((0, (0, 1, 2), ()), (1, (), (0, 2)), (2, (2,), (0,)), (3, (0,), ())):
         observer.on_begin_step(BeginStepEvent(step=step, slow=slow, fast=fast))
@@ -125,6 +127,17 @@ def test_nothing_is_done_where_nobody_listens():
     observer.on_step(step_event(1, 1))
     observer.close()
     assert not NvtxObserver.attached()
+
+
+def test_spans_are_wanted_only_where_somebody_listens(monkeypatch):
+    """Steps whose spans somebody hears cannot be replayed."""
+    alone = NvtxObserver()
+    monkeypatch.setattr(nvtx, "_domain", Listener)
+    heard = NvtxObserver()
+    for observer, listened in ((alone, False), (heard, True)):
+        for one in (observer, Observers([observer, observer])):
+            assert wants_spans(one) is listened
+            assert wants(one, StepEvent) is listened
 
 
 def test_a_machine_without_nvtx_decodes_as_well(monkeypatch):

@@ -29,6 +29,10 @@ def report_lines(document: dict[str, Any]) -> list[str]:
         )
     lines += _tier_lines(document["kv_tiers"])
     lines += _speed_lines(document)
+    if document["not_replayed"]:
+        lines.append(
+            f"warning      steps ran one kernel after the other: {document['not_replayed']}"
+        )
     return lines
 
 

@@ -248,6 +248,7 @@ def _refusal(session: Session) -> SfiError | None:
             policy.selects_after and not policy.needs_only_evidence
         ),
         f"a trigger that looks at the {policy.signal}": bool(policy.signal),
+        "tensor parallelism, whose ranks call each other": session.ranks.size > 1,
         "an audit": session.audit is not None,
         "layers of sliding windows, whose cache moves": any(
             shape.window is not None for shape in session.shapes()

@@ -62,7 +62,7 @@ class DecodeResult:
             "rows": self.rows,
             "skipped": self.skipped,
             "interrupted": self.interrupted,
-            "notes": self.notes,
+            "notes": [*self.notes, *self._eager_notes()],
             "model": self.model,
             "settings": {
                 "steps": asked.steps,
@@ -84,6 +84,16 @@ class DecodeResult:
             "machine": self.machine,
             "versions": versions(),
         }
+
+    def _eager_notes(self) -> list[str]:
+        found: dict[str, list[str]] = {}
+        for row in self.rows:
+            if row["not_replayed"]:
+                found.setdefault(row["not_replayed"], []).append(row["policy"])
+        return [
+            f"{', '.join(dict.fromkeys(policies))}: steps ran one kernel after the other: {reason}"
+            for reason, policies in found.items()
+        ]
 
 
 def run_bench(

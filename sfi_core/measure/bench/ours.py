@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from sfi_core.engine.maintenance import main_stream
-from sfi_core.engine.report import TierReport
+from sfi_core.engine.report import RunReport
 from sfi_core.engine.run import Run
 from sfi_core.generation.decode import decode
 from sfi_core.generation.sampling import Sampler
@@ -58,6 +58,7 @@ def run_ours(
             session=session, ids_BT=prompts.ids_BT, mask_BT=prompts.mask_BT,
             capacity=settings.capacity(point.context), chunk=settings.prefill_chunk,
             shared=None if prompts.made_up is None else prompts.made_up.shared(session),
+            patient=False,  # the warm-up meets every kind of step once: no graph is left for later
         )  # fmt: skip
         greedy = Sampler(Sampling(), prompts.ids_BT, ahead=decoder.ahead)
         finished = [False] * point.batch
@@ -80,7 +81,9 @@ def run_ours(
             if sample.over(settings.time_limit) and sample.steps % whole == 0:
                 break
         sample.selecting += _selecting(session.run)
-        sample.tiers = TierReport.of(session.run)
+        report = RunReport.of(session.run)
+        sample.tiers, sample.paths = report.kv_tiers, report.paths
+        sample.not_replayed = report.not_replayed
     sample.peak_bytes = peak_bytes(model.device)
     return sample
 

@@ -1,6 +1,7 @@
 """Rows of the result, made from samples."""
 
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -77,7 +78,17 @@ def _row(variant: DecodeVariant, point: Point, runs: Sequence[DecodeSample]) -> 
         "peak_memory_bytes": max(run.peak_bytes for run in runs),
         "forecast_memory_bytes": runs[0].forecast_bytes,
         **_tiers(variant, runs),
+        **_paths(runs),
     }
+
+
+def _paths(runs: Sequence[DecodeSample]) -> dict[str, Any]:
+    # of all runs, warm-up included: `graph.replay` beside `graph.eager` says how steps were launched
+    paths: Counter[str] = Counter()
+    for run in runs:
+        paths.update(run.paths)
+    reasons = [run.not_replayed for run in runs if run.not_replayed]
+    return {"paths": dict(paths), "not_replayed": reasons[0] if reasons else None}
 
 
 def _tiers(variant: DecodeVariant, runs: Sequence[DecodeSample]) -> dict[str, Any]:

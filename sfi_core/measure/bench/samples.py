@@ -56,6 +56,8 @@ class DecodeSample:
         prefilled: Whether the prompts were read, not made up.
         stopped: Whether the time limit ended the run.
         tiers: Where keys and values lay under a device budget; None without one.
+        paths: Calls by what really ran, warm-up and prompt included; empty for transformers.
+        not_replayed: Why steps ran one kernel after the other where graphs were expected; empty for none.
     """
 
     batch: int
@@ -69,6 +71,8 @@ class DecodeSample:
     prefilled: bool = False
     stopped: bool = False
     tiers: TierReport | None = None
+    paths: dict[str, int] = field(default_factory=dict)
+    not_replayed: str = ""
 
     @property
     def steps(self) -> int:

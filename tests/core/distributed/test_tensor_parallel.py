@@ -302,9 +302,9 @@ def test_a_timeout_that_is_no_time_is_refused(monkeypatch, text):
         ranks_module.timeout()
 
 
-def test_graphs_and_overlap_are_off_among_ranks():
+def test_overlap_is_off_among_ranks():
     assert EngineOptions(synchronized=True).on_several_ranks() == EngineOptions(
-        overlap=False, graphs=False, synchronized=True
+        overlap=False, synchronized=True
     )
 
 

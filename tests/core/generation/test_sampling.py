@@ -8,6 +8,7 @@ from transformers import GenerationConfig
 
 from sfi_core.errors import ConfigError, NumericsError
 from sfi_core.generation.sampling import Sampler, processors
+from sfi_core.generation.tokens_so_far import LEAST_ROOM
 from sfi_core.settings.sampling import Sampling
 
 B, V, T = 3, 50, 6
@@ -152,8 +153,8 @@ def test_the_penalty_of_a_row_that_was_taken_sees_its_new_request_only(length: i
     assert newcomer(logits[:1], [False], PAD) == [7]
     sampler.seat(0, newcomer)
     assert sampler(logits, [False, False], PAD) == [9, 9]
-    assert sampler.ids_BT[0].tolist()[-length - 2 :] == [*[8] * length, 7, 9]
-    assert set(sampler.ids_BT[0, : -length - 2].tolist()) <= {8}
+    assert sampler.tokens.ids_BT[0].tolist()[-length - 2 :] == [*[8] * length, 7, 9]
+    assert set(sampler.tokens.ids_BT[0, : -length - 2].tolist()) <= {8}
 
 
 def test_the_largest_number_drawn_still_finds_a_token_that_is_allowed(monkeypatch):
@@ -175,7 +176,7 @@ def test_the_penalty_sees_the_prompt_and_what_was_generated(ids: torch.Tensor):
     logits[:, 7], logits[:, 8], logits[:, 9] = 3.0, 2.9, 2.8
     sampler = Sampler(Sampling(repetition_penalty=2.0), torch.full((B, T), 7))
     assert [sampler(logits, RUNNING, PAD) for _ in range(2)] == [[8] * B, [9] * B]
-    assert sampler.ids_BT[:, T:].tolist() == [[8, 9]] * B
+    assert sampler.tokens.ids_BT[:, T:].tolist() == [[8, 9]] * B
 
 
 def test_a_finished_request_gets_padding(ids: torch.Tensor):
@@ -184,7 +185,19 @@ def test_a_finished_request_gets_padding(ids: torch.Tensor):
     expected = logits.argmax(-1).tolist()
     expected[1] = PAD
     assert sampler(logits, [False, True, False], PAD) == expected
-    assert sampler.ids_BT[:, -1].tolist() == expected
+    assert sampler.tokens is None, "nothing looks back at them"
+
+
+def test_tokens_so_far_are_kept_in_room_that_seldom_moves(ids: torch.Tensor):
+    sampler, expected, places = Sampler(Sampling(repetition_penalty=1.1), ids), ids, set()
+    for step in range(3 * LEAST_ROOM):
+        logits = torch.zeros(B, V).index_fill(1, torch.tensor([step % 40]), 9.0)
+        picked = sampler(logits, [False, True, False], PAD)
+        assert picked[1] == PAD
+        expected = torch.cat([expected, torch.tensor(picked)[:, None]], 1)
+        places.add(sampler.tokens.ids_BT.data_ptr())
+    assert torch.equal(sampler.tokens.ids_BT, expected)
+    assert len(places) == 3, "256, 512 and 1024 tokens"
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
@@ -192,7 +205,7 @@ def test_a_finished_request_gets_padding(ids: torch.Tensor):
 def test_broken_logits_are_named_with_step_and_request(
     ids: torch.Tensor, bad: float, do_sample: bool
 ):
-    sampler = Sampler(Sampling(do_sample=do_sample), ids)
+    sampler = Sampler(Sampling(do_sample=do_sample, repetition_penalty=1.1), ids)
     logits = torch.randn(B, V)
     sampler(logits, RUNNING, PAD)
     logits[2, 5] = bad
@@ -201,7 +214,7 @@ def test_broken_logits_are_named_with_step_and_request(
     assert str(caught.value) == (
         "logits must be finite, got NaN or infinity at step 1 in request 2"
     )
-    assert sampler.ids_BT.shape == (B, T + 1)
+    assert sampler.tokens.ids_BT.shape == (B, T + 1)
 
 
 @pytest.mark.parametrize("do_sample", [False, True])

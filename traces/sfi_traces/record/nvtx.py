@@ -40,10 +40,14 @@ class NvtxObserver(NullObserver):
     Runs and steps are start/end ranges, because what drives the model may open a span before a step and close
     it within; spans are push/pop ranges. A step's message says its kind only, so that a profiler's statistics
     group by it; the number is in the payload.
+
+    Attributes:
+        listened: Whether a profiler is attached; without one, no step has to run eagerly for the spans.
     """
 
     def __init__(self) -> None:
         self._domain = _domain()
+        self.listened = self._domain is not None
         self._known: dict[str, tuple[Any, Array]] = {}
         self._run: int | None = None
         self._range: int | None = None

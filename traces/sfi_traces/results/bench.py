@@ -18,14 +18,14 @@ COLORS = {
     "transformers-static": "tab:brown",
 }
 OTHER_COLORS = ("tab:green", "tab:purple", "tab:olive", "tab:pink", "tab:gray")
-LISTS = ("repeat_rates",)
+LISTS, TEXTS = ("repeat_rates",), ("not_replayed",)
 
 
 def write_parquet(document: dict[str, Any], path: Path) -> None:
     """Write the rows as one table; the rest of the document goes into the file's metadata."""
     facts = {key: value for key, value in document.items() if key != "rows"}
     metadata = {"schema_version": str(SCHEMA_VERSION), "bench": json.dumps(facts)}
-    write_rows(path, document["rows"], metadata, lists=LISTS)
+    write_rows(path, document["rows"], metadata, text=TEXTS, lists=LISTS)
 
 
 def write_plot(document: dict[str, Any], path: Path, *, kind: str) -> None:

@@ -1,0 +1,169 @@
+"""What replayed steps leave: counts that stay small, no events for nobody, graphs recorded in time."""
+
+from dataclasses import replace
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+
+import sfi_core
+from sfi_core import SfiConfig
+from sfi_core.distributed.ranks import ALONE
+from sfi_core.engine.report import RunReport
+from sfi_core.engine.run import Run
+from sfi_core.errors import ConfigError
+from sfi_core.hosts.transformers.decoder import records_steps
+from sfi_core.measure.bench.bench import DecodeResult
+from sfi_core.measure.bench.ours import run_ours
+from sfi_core.measure.bench.prompts import Prompts
+from sfi_core.measure.bench.rows import point_rows
+from sfi_core.measure.bench.settings import DecodeSettings
+from sfi_core.measure.bench.streams import stream
+from sfi_core.models.byte_model import ByteModel
+from sfi_core.observers.events import SelectionEvent
+from sfi_core.observers.observer import NullObserver
+from sfi_core.settings.engine import EngineOptions
+from tests.core.conftest import tiny_qwen3
+from tests.fake_graph import FakeRecorder, use_tensors
+from tests.fakes import RecordingObserver
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on CPU tensors")
+PROMPTS = [list(range(5, 45)), list(range(3, 28)), list(range(9, 50))]
+CONFIG = SfiConfig(
+    slow_start=1, min_gap=0, span=0, sink=2, recent=8, budget=6, t_max=4, window_prefill=4,
+    trigger_token_ids=tuple(range(0, 96, 3)), trigger_delay=0,
+)  # fmt: skip
+
+
+class Listener(RecordingObserver):
+    """Hears events, but no spans, which a replay has none of."""
+
+    span = NullObserver.span
+
+
+class Deaf(RecordingObserver):
+    """Wants everything, and passes it on to nobody."""
+
+    listened = False
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny_qwen3()
+
+
+@pytest.fixture
+def recorder(monkeypatch) -> FakeRecorder:
+    made = FakeRecorder()
+    made.install(monkeypatch)
+    use_tensors(monkeypatch)
+    return made
+
+
+@pytest.fixture
+def complete(model, recorder):
+    """Run with or without graphs."""
+
+    def run(graphs: bool | None, *observers: Any, **options: Any) -> RunReport:
+        options = {"max_new_tokens": 8, "prompts": PROMPTS, "config": CONFIG, **options}
+        prompts, config = options.pop("prompts"), options.pop("config")
+        return sfi_core.generate(
+            model, None, prompts, config, backend="triton", page_size=16, stop_token_ids=(),
+            observers=observers, engine=EngineOptions(graphs=graphs), **options,
+        ).report  # fmt: skip
+
+    return run
+
+
+def test_twice_as_many_steps_leave_as_many_counts(complete, monkeypatch):
+    """Nothing that a run counts may grow with its tokens."""
+    runs: list[Run] = []
+    begin = Run.begin_decode
+    monkeypatch.setattr(Run, "begin_decode", lambda run: runs.append(run) or begin(run))
+    config = CONFIG.replace(t_max=1, trigger_token_ids=())
+    sizes = []
+    for steps in (9, 17):
+        report = complete(True, config=config, prompts=PROMPTS[:2], max_new_tokens=steps)
+        meter, (kernel,) = runs[-1].meter, report.kernels
+        assert (kernel.name, kernel.steps) == ("pack", len(report.requests[0].slow_at))
+        assert kernel.launches == kernel.layers * (kernel.steps + 1), "2 prompts pack apart"
+        kinds = (meter.kernels.counted, meter.kernels.recorded, meter.kernels.steps, meter.paths)
+        sizes.append([len(kind) for kind in kinds])
+    assert sizes[0] == sizes[1]
+    assert sizes[0][1] == 2
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_selections_that_nobody_hears_make_no_events(complete, monkeypatch, graphs):
+    """And the run packs what it packs where somebody hears them."""
+
+    def told(*observers: Any) -> list[Any]:
+        requests = complete(graphs, *observers).requests
+        return [(r.token_ids, r.mean_attended_tokens) for r in requests]
+
+    def refuse(self: SelectionEvent, **_: Any) -> None:
+        raise LookupError("an event for nobody")
+
+    expected = told(Listener())
+    monkeypatch.setattr(SelectionEvent, "__init__", refuse)
+    assert told(Deaf()) == expected
+    with pytest.raises(LookupError, match="an event for nobody"):
+        told(Listener())
+
+
+def test_spans_that_nobody_hears_keep_no_step_from_being_replayed(complete):
+    assert complete(True, Deaf(), max_new_tokens=4).paths["graph.replay"] > 0
+
+
+def test_a_benchmark_records_every_graph_before_it_measures(model, recorder):
+    """Its warm-up meets every kind of step once."""
+    asked = DecodeSettings(
+        policies=("sfi",), contexts=(40,), batches=(3,), baselines=(), steps=9, warm_up=4,
+        slow_rate=Fraction(1, 3), backend="triton", config=CONFIG.replace(trigger_delay=1),
+    )  # fmt: skip
+    (point,), (variant,) = asked.points(), asked.variants()
+    given, tapes = stream(asked, 3, 96), []
+    sample = run_ours(
+        model, variant, point, asked, Prompts.of(asked, point, 96, torch.device("cpu")), given,
+        lambda _: tapes.append(recorder.tapes),
+    )  # fmt: skip
+    assert tapes[asked.warm_up] == tapes[-1] == 3, "all fast, one slow, all slow"
+    assert sample.paths["graph.replay"] == asked.total_steps
+    assert "graph.eager" not in sample.paths
+    bytes_ = ByteModel(weight_bytes=1000, batch=3, row_bytes=8, heads=2, layers=1)
+    (row,) = point_rows(point, {variant: [sample, sample]}, {"sfi": bytes_}, 1.0)
+    assert row["paths"]["graph.replay"] == 2 * asked.total_steps
+    assert row["not_replayed"] is None
+    assert DecodeResult(asked, rows=[row]).document()["notes"] == []
+
+
+def test_a_benchmark_says_why_steps_were_not_replayed(model, recorder):
+    """Where graphs were expected: the row has the reason, and the document a note."""
+    asked = DecodeSettings(
+        policies=("quest",), contexts=(40,), batches=(1,), baselines=(), steps=3, warm_up=1,
+        backend="triton", config=CONFIG.replace(trigger_delay=1),
+    )  # fmt: skip
+    (point,), (variant,) = asked.points(), asked.variants()
+    sample = run_ours(
+        model, variant, point, asked, Prompts.of(asked, point, 96, torch.device("cpu")),
+        stream(asked, 1, 96), lambda _: None,
+    )  # fmt: skip
+    bytes_ = ByteModel(weight_bytes=1000, batch=1, row_bytes=8, heads=2, layers=1)
+    (row,) = point_rows(point, {variant: [sample]}, {"quest": bytes_}, 1.0)
+    reason = "CUDA graphs must be off with policy quest, which selects at fast steps"
+    assert row["paths"]["graph.eager"] == asked.total_steps
+    assert row["not_replayed"].startswith(reason)
+    (note,) = DecodeResult(asked, rows=[row, row]).document()["notes"]
+    assert note.startswith(f"quest: steps ran one kernel after the other: {reason}")
+
+
+def test_steps_of_several_ranks_are_refused_with_the_reason(model, recorder):
+    with sfi_core.slow_fast(model, None, CONFIG, backend="triton") as session:
+        assert records_steps(session)
+        session.ranks = replace(ALONE, size=2)
+        assert not records_steps(session)
+        session.engine = EngineOptions(graphs=True)
+        with pytest.raises(ConfigError, match=r"must be off with tensor parallelism, whose ranks"):
+            records_steps(session)
+        session.ranks = ALONE
