@@ -141,20 +141,19 @@ def longer(logits, norm, allowed, T):
     return *rows, torch.nn.functional.pad(allowed, (0, T - old))
 
 
-@pytest.mark.parametrize("span", [0, 3])
 @pytest.mark.parametrize("room", [129, 300])
-def test_room_behind_the_longest_request_changes_no_bit(run, small_chunks, span, room):
-    made = inputs(2, 2, 2, 1, 128)
-    score, weight = run(*made, span=span)
-    padded, same = run(*longer(*made, room), span=span)
+def test_room_behind_the_longest_request_changes_no_bit(run, small_chunks, room):
+    made = inputs(1, 4, 4, 2, 128)
+    score, weight = run(*made)
+    padded, same = run(*longer(*made, room))
     assert torch.equal(padded[..., :128], score)
     assert torch.equal(same, weight)
 
 
 def test_70_000_tokens_are_scored_alike_whatever_the_cache_has_room_for(run):
-    """More positions than 128 programs of 512 take: a sum grouped otherwise would move a tie."""
-    made = inputs(1, 1, 1, 1, 70_000)
-    made[0][..., ::2] = made[0][..., 1::2]
+    """More positions than 128 chunks of 512 hold."""
+    torch.manual_seed(2)  # chunks that grow with T give 9,729 scores other bits
+    made = inputs(1, 1, 1, 2, 70_000)
     score, weight = run(*made)
     padded, same = run(*longer(*made, 140_000))
     assert torch.equal(padded[..., :70_000], score)

@@ -2,8 +2,8 @@
 
 A row of T positions, of one KV head, is cut into chunks of one size, a program each. A program leaves what it
 found in `partial` and `sums`, [quantity, row, chunk], and the next launch merges a row's chunks, CHUNKS at a
-time: lane by lane, then the lanes. So chunks behind the last candidate change no bit, and neither does a T that
-is a bound. `merged`, [quantity, row], holds what all chunks share.
+time: lane by lane, then the lanes. So chunks behind the last candidate change no bit, and a T that is only a
+bound gives the scores of the true one. `merged`, [quantity, row], holds what all chunks share.
 """
 
 import triton
