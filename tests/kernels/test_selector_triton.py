@@ -150,6 +150,7 @@ def test_room_behind_the_longest_request_changes_no_bit(run, small_chunks, room)
     assert torch.equal(same, weight)
 
 
+@pytest.mark.exhaustive
 def test_70_000_tokens_are_scored_alike_whatever_the_cache_has_room_for(run):
     """More positions than 128 chunks of 512 hold."""
     torch.manual_seed(2)  # chunks that grow with T give 9,729 scores other bits
