@@ -166,6 +166,18 @@ def test_the_plan_does_not_change_the_result(backend: str, places: int):
     step.assert_plain()
 
 
+def test_a_program_of_the_join_may_hold_fewer_parts_than_a_request_has(monkeypatch):
+    """Parts of -inf among them: a slow request whose candidates all lie in one split."""
+    kernels = pytest.importorskip("sfi_kernels.decode_attention.triton")
+    step = Step("triton", [1000, 300], [SLOW, FAST], places=64, recent=900)
+    assert step.descriptor().table_BX[0, SPLITS] > 6
+    whole = step.attend(evidence=True)
+    monkeypatch.setattr(kernels, "JOINED", 2)
+    step.assert_plain()
+    in_tiles = step.attend(evidence=True)
+    torch.testing.assert_close(in_tiles.log_sum_BHGW, whole.log_sum_BHGW)
+
+
 def test_a_soft_cap_bends_every_logit(backend: str):
     Step(backend, [65, 300], [FAST, SLOW]).assert_plain(soft_cap=0.5)
 

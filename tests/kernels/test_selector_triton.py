@@ -40,7 +40,7 @@ def run(kernel_device, monkeypatch):
 
 @pytest.fixture
 def small_chunks(monkeypatch):
-    """Rows of 33 to 64 positions have two chunks of one block, longer ones two of several blocks."""
+    """Rows of 33 to 64 positions have two chunks, which are merged at once; longer ones have more."""
     monkeypatch.setattr(kernels, "BLOCK", 32)
     monkeypatch.setattr(kernels, "CHUNKS", 2)
     monkeypatch.setattr(kernels, "TILE", 64)
@@ -126,10 +126,39 @@ def test_kernel_equals_the_reference_over_several_chunks(run, small_chunks, B, T
     check(run, *inputs(B, 2, 2, 2 if T < 129 else 1, T), group_reduce=group_reduce)
 
 
-@pytest.mark.parametrize("T", [5, 70])
-def test_pooled_logits(run, small_chunks, T):
+@pytest.mark.parametrize(("T", "span"), [(5, 3), (70, 3), (70, 1), (70, 10), (100, 40)])
+def test_pooled_logits(run, small_chunks, T, span):
     """Positions outside J neither give nor receive, at the ends of a block as elsewhere."""
-    check(run, *inputs(1, 2, 2, 1, T), span=3)
+    check(run, *inputs(1, 2, 2, 1, T), span=span)
+
+
+def longer(logits, norm, allowed, T):
+    """Give rows room for T positions: what a graph's have, whose rows are as long as the cache."""
+    B, H, G, W, old = logits.shape
+    rows = logits.new_full((B, H, G, W, T), torch.nan), norm.new_full((B, H, T), torch.nan)
+    for room, tensor in zip(rows, (logits, norm), strict=True):
+        room[..., :old] = tensor
+    return *rows, torch.nn.functional.pad(allowed, (0, T - old))
+
+
+@pytest.mark.parametrize("room", [129, 300])
+def test_room_behind_the_longest_request_changes_no_bit(run, small_chunks, room):
+    made = inputs(1, 4, 4, 2, 128)
+    score, weight = run(*made)
+    padded, same = run(*longer(*made, room))
+    assert torch.equal(padded[..., :128], score)
+    assert torch.equal(same, weight)
+
+
+@pytest.mark.exhaustive
+def test_70_000_tokens_are_scored_alike_whatever_the_cache_has_room_for(run):
+    """More positions than 128 chunks of 512 hold."""
+    torch.manual_seed(2)  # chunks that grow with T give 9,729 scores other bits
+    made = inputs(1, 1, 1, 2, 70_000)
+    score, weight = run(*made)
+    padded, same = run(*longer(*made, 140_000))
+    assert torch.equal(padded[..., :70_000], score)
+    assert torch.equal(same, weight)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,8 @@
-"""The join kernel: partial outputs by log-sum-exp, and the evidence's sums over J."""
+"""The join kernel: partial outputs by log-sum-exp, and the evidence's sums over J.
+
+A program joins the splits of one query head. It loads all parts of a tile of splits at once, so that it waits
+for memory as often for thirty splits as for two.
+"""
 
 import triton
 import triton.language as tl
@@ -8,6 +12,19 @@ from sfi_kernels.attention_tile.triton import LOG2E, add_sum, add_terms, finish,
 
 WORDS, EVIDENCE = tl.constexpr(words.WORDS), tl.constexpr(words.EVIDENCE)
 FIRST, SPLITS = tl.constexpr(words.FIRST), tl.constexpr(words.SPLITS)
+
+
+@triton.jit
+def _join_sums(sums_ptr, head_row, stride, splits, TILE: tl.constexpr):
+    """Return the log-sum-exp over J of one query head, [1]."""
+    peak = tl.full([1], float("-inf"), tl.float32)
+    total = tl.zeros([1], tl.float32)
+    for begin in range(0, splits, TILE):
+        split = begin + tl.arange(0, TILE)
+        own_row = head_row + split * stride
+        part = tl.load(sums_ptr + own_row, mask=split < splits, other=float("-inf"))
+        peak, total = add_sum(peak, total, part[None, :])
+    return log_sum(peak, total)
 
 
 @triton.jit
@@ -24,42 +41,41 @@ def _join_splits_kernel(
     H: tl.constexpr,
     G: tl.constexpr,
     E: tl.constexpr,
-    BLOCK_M: tl.constexpr,
     BLOCK_E: tl.constexpr,
+    TILE: tl.constexpr,
     SINKS: tl.constexpr,
     PSEUDO: tl.constexpr,
     SLOW: tl.constexpr,
 ):
     request, h = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    g = tl.program_id(2) + tl.arange(0, 1)
     row = table_ptr + request * WORDS
     first, splits = tl.load(row + FIRST).to(tl.int64), tl.load(row + SPLITS)
-    g, e = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_E)
+    stride, head_row = H * G, (first * H + h) * G + tl.program_id(2)
     if SLOW:
         evidence = tl.load(row + EVIDENCE).to(tl.int64)
         if evidence >= 0:
-            peak_J = tl.full([BLOCK_M], float("-inf"), tl.float32)
-            total_J = tl.zeros([BLOCK_M], tl.float32)
-            for split in range(splits):
-                own_row = ((first + split) * H + h) * G + g
-                part = tl.load(sums_ptr + own_row, mask=g < G, other=float("-inf"))
-                peak_J, total_J = add_sum(peak_J, total_J, part[:, None])
-            sum_J = log_sum(peak_J, total_J)
-            tl.store(log_sum_ptr + (evidence * H + h) * G + g, sum_J, mask=g < G)
+            sum_J = _join_sums(sums_ptr, head_row, stride, splits, TILE)
+            tl.store(log_sum_ptr + (evidence * H + h) * G + g, sum_J)
     if splits == 1:  # the split kernel has written the output
         return
-    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    out = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
-    mask = (g[:, None] < G) & (e[None, :] < E)
-    for split in range(splits):
-        own_row = ((first + split) * H + h) * G + g
-        lse = tl.load(lse_ptr + own_row, mask=g < G, other=float("-inf"))
+    e = tl.arange(0, BLOCK_E)
+    peak = tl.full([1], float("-inf"), tl.float32)
+    total = tl.zeros([1], tl.float32)
+    out = tl.zeros([1, BLOCK_E], tl.float32)
+    for begin in range(0, splits, TILE):
+        split = begin + tl.arange(0, TILE)
+        own_row = head_row + split * stride
+        lse = tl.load(lse_ptr + own_row, mask=split < splits, other=float("-inf"))
+        mask = (split < splits)[:, None] & (e[None, :] < E)
         part = tl.load(part_ptr + own_row[:, None] * E + e[None, :], mask=mask, other=0.0)
-        new_peak = tl.maximum(peak, lse)
+        new_peak = tl.maximum(peak, tl.max(lse, 0))
         base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        decay, weight = tl.exp2((peak - base) * LOG2E), tl.exp2((lse - base) * LOG2E)
-        total = total * decay + weight
-        out = out * decay[:, None] + part * weight[:, None]
+        weight = tl.exp2((lse[None, :] - base[:, None]) * LOG2E)  # [1, TILE]
+        decay = tl.exp2((peak - base) * LOG2E)
+        total = total * decay + tl.sum(weight, 1)
+        shares = tl.sum(part * tl.trans(weight), 0)
+        out = out * decay[:, None] + shares[None, :]
         peak = new_peak
     out, lse = finish(peak, total, out)
     pair = request * H + h
@@ -68,4 +84,4 @@ def _join_splits_kernel(
         G, E, BLOCK_E, SINKS, PSEUDO,
     )  # fmt: skip
     where = (pair * G + g[:, None]) * E + e[None, :]
-    tl.store(out_ptr + where, out.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out_ptr + where, out.to(out_ptr.dtype.element_ty), mask=e[None, :] < E)

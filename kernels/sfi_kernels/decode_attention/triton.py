@@ -10,9 +10,11 @@ from sfi_kernels.decode_attention.reference import DecodeAttention, check
 from sfi_kernels.decode_attention.split_triton import _split_attention_kernel as split_attention
 from sfi_kernels.launch import launch, target
 from sfi_kernels.pseudo_token import PseudoToken
+from sfi_kernels.split_plan.reference import MAX_SPLITS
 from sfi_kernels.step_descriptor import StepDescriptor
 
 PAGE_IDS = 256  # page numbers a program holds at once
+JOINED = MAX_SPLITS  # partial results that a program of the join holds at once: all of a request's
 # of a thread: two split programs fit a processor with them, as many as shared memory allows; left alone, the
 # compiler spills for more programs
 REGISTERS = 255
@@ -108,7 +110,7 @@ def attend(
     if pseudo is not None:
         pseudo_operands = tuple(part.float().contiguous() for part in pseudo)
     common = {
-        "H": H, "G": G, "E": E, "BLOCK_M": padded(G), "BLOCK_E": tile.value_width,
+        "H": H, "G": G, "E": E, "BLOCK_E": tile.value_width,
         "SINKS": sink_HG is not None, "PSEUDO": pseudo is not None, "SLOW": keeps,
     }  # fmt: skip
     launch(
@@ -119,7 +121,8 @@ def attend(
         key_PHND, value_PHNE, block_table_BP, table, descriptor.work_XI, sink,
         *pseudo_operands, out_BHGE, part, lse, logits, sums, scale, soft_cap or 1.0, S,
         block_table_BP.shape[1], descriptor.longest,
-        D=D, PAGE=page_size, BLOCK_N=block_n or tile.tokens, BLOCK_D=tile.key_width, IDS=PAGE_IDS,
+        D=D, PAGE=page_size, BLOCK_M=padded(G), BLOCK_N=block_n or tile.tokens,
+        BLOCK_D=tile.key_width, IDS=PAGE_IDS,
         CAPPED=soft_cap is not None, GATHER=position_BHS is not None,
         HEADS=dense_BH is not None, **common,
         # float32 products run in registers, which need more threads
@@ -127,7 +130,7 @@ def attend(
         max_registers=REGISTERS,
     )  # fmt: skip
     launch(
-        join_splits, (B, H), table, sink, *pseudo_operands, out_BHGE, part, lse, sums, log_sum,
-        **common, max_registers=REGISTERS,
+        join_splits, (B, H, G), table, sink, *pseudo_operands, out_BHGE, part, lse, sums, log_sum,
+        **common, TILE=JOINED, max_registers=REGISTERS,
     )  # fmt: skip
     return DecodeAttention(out_BHGE, logits if keeps else None, log_sum if keeps else None)

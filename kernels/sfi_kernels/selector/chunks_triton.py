@@ -1,8 +1,9 @@
 """Partial results of the Selector's kernels.
 
-A row of T positions, of one KV head, is cut into chunks, one program each. A program leaves what it
-found in `partial` and `sums`, [quantity, row, chunk], and the next launch merges a row's chunks by one vector
-load. `merged`, [quantity, row], holds what all chunks share.
+A row of T positions, of one KV head, is cut into chunks of one size, a program each. A program leaves what it
+found in `partial` and `sums`, [quantity, row, chunk], and the next launch merges a row's chunks, CHUNKS at a
+time: lane by lane, then the lanes. So chunks behind the last candidate change no bit, and a T that is only a
+bound gives the scores of the true one. `merged`, [quantity, row], holds what all chunks share.
 """
 
 import triton
@@ -29,13 +30,16 @@ def finite(peak):
 
 
 @triton.jit
-def load_chunks(values_ptr, chunks, default, CHUNKS: tl.constexpr):
-    """Load what a row's chunks left of one quantity, [CHUNKS]."""
-    chunk = tl.arange(0, CHUNKS)
-    return tl.load(values_ptr + chunk, mask=chunk < chunks, other=default)
+def load_chunks(values_ptr, first, chunks, default, CHUNKS: tl.constexpr):
+    """Load what CHUNKS of a row's chunks left of one quantity, from the chunk `first` on."""
+    chunk = first + tl.arange(0, CHUNKS)
+    return tl.load(values_ptr + chunk, mask=chunk < chunks, other=default)  # [CHUNKS]
 
 
 @triton.jit
 def merge_peak(values_ptr, chunks, CHUNKS: tl.constexpr):
     """Return the largest of what a row's chunks left."""
-    return tl.max(load_chunks(values_ptr, chunks, NOTHING, CHUNKS), 0)
+    peak = tl.full([CHUNKS], NOTHING, tl.float32)
+    for first in range(0, chunks, CHUNKS):
+        peak = tl.maximum(peak, load_chunks(values_ptr, first, chunks, NOTHING, CHUNKS))
+    return tl.max(peak, 0)

@@ -10,34 +10,46 @@ from sfi_kernels.selector.chunks_triton import (
     NOTHING,
     finite,
     load_chunks,
+    merge_peak,
 )
 
 
 @triton.jit
-def _load_logit(logits_ptr, allowed_ptr, t, inside, T, SPAN: tl.constexpr):
+def _load_allowed(allowed_ptr, start, T, SIZE: tl.constexpr):
+    t = start + tl.arange(0, SIZE)
+    return tl.load(allowed_ptr + t, mask=(t >= 0) & (t < T), other=False)
+
+
+@triton.jit
+def _load_logits(
+    logits_ptr, start, inside, gives, LEVELS: tl.constexpr, SPAN: tl.constexpr,
+    BLOCK: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
     """Load a query's logits, the best of `SPAN` neighbors in J on each side; -inf outside J."""
+    place = tl.arange(0, WIDE)
+    best = tl.load(logits_ptr + start - SPAN + place, mask=gives, other=NOTHING).to(tl.float32)
     if SPAN == 0:
-        return tl.load(logits_ptr + t, mask=inside, other=NOTHING).to(tl.float32)
-    best = tl.full(t.shape, NOTHING, tl.float32)
-    for shift in range(-SPAN, SPAN + 1):
-        near = t + shift
-        gives = inside & (near >= 0) & (near < T)
-        gives = gives & tl.load(allowed_ptr + near, mask=gives, other=False)
-        logit = tl.load(logits_ptr + near, mask=gives, other=NOTHING).to(tl.float32)
-        best = tl.maximum(best, logit)
-    return best
+        return best
+    # windows that double, each the maximum of two; the last two overlap
+    for level in tl.static_range(LEVELS):
+        best = tl.maximum(best, tl.gather(best, tl.minimum(place + 2**level, WIDE - 1), 0))
+    first = tl.arange(0, BLOCK)
+    last = first + 2 * SPAN + 1 - 2**LEVELS
+    best = tl.maximum(tl.gather(best, first, 0), tl.gather(best, last, 0))
+    return tl.where(inside, best, NOTHING)  # [BLOCK]
 
 
 @triton.jit(
     do_not_specialize=[
         "batch_stride", "head_stride", "group_stride", "query_stride", "allowed_stride",
-        "H", "W", "T", "length",
+        "H", "W", "T",
     ]
 )  # fmt: skip
 def _selector_row_kernel(
     logits_ptr, allowed_ptr, row_ptr,
-    batch_stride, head_stride, group_stride, query_stride, allowed_stride, H, W, T, length,
-    G: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr,
+    batch_stride, head_stride, group_stride, query_stride, allowed_stride, H, W, T,
+    G: tl.constexpr, LEVELS: tl.constexpr, SPAN: tl.constexpr,
+    BLOCK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     rows, chunks = tl.num_programs(0).to(tl.int64), tl.num_programs(1)
@@ -45,15 +57,11 @@ def _selector_row_kernel(
     logits_ptr += batch * batch_stride + row // (W * G) % H * head_stride
     logits_ptr += row // W % G * group_stride + row % W * query_stride
     allowed_ptr += batch * allowed_stride
-    peak, total = float("-inf"), 0.0
-    for start in range(chunk * length, tl.minimum(chunk * length + length, T), BLOCK):
-        t = start + tl.arange(0, BLOCK)
-        inside = tl.load(allowed_ptr + t, mask=t < T, other=False)
-        logit = _load_logit(logits_ptr, allowed_ptr, t, inside, T, SPAN)  # [BLOCK]
-        new_peak = tl.maximum(peak, tl.max(logit, 0))
-        base = finite(new_peak)
-        total = total * tl.exp(peak - base) + tl.sum(tl.exp(logit - base), 0)
-        peak = new_peak
+    inside = _load_allowed(allowed_ptr, chunk * BLOCK, T, BLOCK)
+    gives = _load_allowed(allowed_ptr, chunk * BLOCK - SPAN, T, WIDE)
+    logit = _load_logits(logits_ptr, chunk * BLOCK, inside, gives, LEVELS, SPAN, BLOCK, WIDE)
+    peak = tl.max(logit, 0)
+    total = tl.sum(tl.exp(logit - finite(peak)), 0)
     row_ptr += row * chunks + chunk
     tl.store(row_ptr, peak)
     tl.store(row_ptr + rows * chunks, total)
@@ -63,25 +71,29 @@ def _selector_row_kernel(
 def _selector_log_sum_kernel(row_ptr, log_sum_ptr, chunks, CHUNKS: tl.constexpr):
     row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
     row_ptr += row * chunks
-    peak = load_chunks(row_ptr, chunks, NOTHING, CHUNKS)  # [CHUNKS]
-    total = load_chunks(row_ptr + rows * chunks, chunks, 0.0, CHUNKS)
-    base = finite(tl.max(peak, 0))
-    whole = tl.sum(total * tl.exp(peak - base), 0)
+    base = finite(merge_peak(row_ptr, chunks, CHUNKS))
+    totals = tl.zeros([CHUNKS], tl.float32)
+    for first in range(0, chunks, CHUNKS):
+        peak = load_chunks(row_ptr, first, chunks, NOTHING, CHUNKS)
+        total = load_chunks(row_ptr + rows * chunks, first, chunks, 0.0, CHUNKS)
+        totals += total * tl.exp(peak - base)
+    whole = tl.sum(totals, 0)
     # a query that sees nothing of J has logits of -inf, whatever is subtracted
     tl.store(log_sum_ptr + row, base + tl.log(tl.where(whole > 0, whole, 1.0)))
 
 
 @triton.jit
 def _power_mean(
-    logits_ptr, log_sum_ptr, allowed_ptr, t, inside, group_stride, query_stride, W, T, alpha,
-    G: tl.constexpr, REDUCE: tl.constexpr, SPAN: tl.constexpr,
+    logits_ptr, log_sum_ptr, start, inside, gives, group_stride, query_stride, W, alpha,
+    G: tl.constexpr, REDUCE: tl.constexpr, LEVELS: tl.constexpr, SPAN: tl.constexpr,
+    BLOCK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    mean = tl.zeros(t.shape, tl.float32)
+    mean = tl.zeros([BLOCK], tl.float32)
     for w in range(W):
-        share = tl.zeros(t.shape, tl.float32)
+        share = tl.zeros([BLOCK], tl.float32)
         for g in tl.static_range(G):
             query_ptr = logits_ptr + g * group_stride + w * query_stride
-            logit = _load_logit(query_ptr, allowed_ptr, t, inside, T, SPAN)
+            logit = _load_logits(query_ptr, start, inside, gives, LEVELS, SPAN, BLOCK, WIDE)
             # Eq. 6
             log_p = logit - finite(tl.load(log_sum_ptr + g * W + w))
             if REDUCE == "power":
@@ -103,13 +115,14 @@ def _power_mean(
 @triton.jit(
     do_not_specialize=[
         "batch_stride", "head_stride", "group_stride", "query_stride", "allowed_stride",
-        "H", "W", "T", "length",
+        "H", "W", "T",
     ]
 )  # fmt: skip
 def _selector_mean_kernel(
     logits_ptr, log_sum_ptr, allowed_ptr, mean_ptr, partial_ptr,
-    batch_stride, head_stride, group_stride, query_stride, allowed_stride, H, W, T, length, alpha,
-    G: tl.constexpr, REDUCE: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr,
+    batch_stride, head_stride, group_stride, query_stride, allowed_stride, H, W, T, alpha,
+    G: tl.constexpr, REDUCE: tl.constexpr, LEVELS: tl.constexpr, SPAN: tl.constexpr,
+    BLOCK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     rows, chunks = tl.num_programs(0).to(tl.int64), tl.num_programs(1)
@@ -117,21 +130,16 @@ def _selector_mean_kernel(
     log_sum_ptr += row * G * W
     allowed_ptr += row // H * allowed_stride
     mean_ptr += row * T
-    peak = tl.zeros([BLOCK], tl.float32)
-    first = tl.zeros([BLOCK], tl.int32) + T
-    last = tl.full([BLOCK], -1, tl.int32)
-    for start in range(chunk * length, tl.minimum(chunk * length + length, T), BLOCK):
-        t = start + tl.arange(0, BLOCK)
-        inside = tl.load(allowed_ptr + t, mask=t < T, other=False)
-        mean = _power_mean(
-            logits_ptr, log_sum_ptr, allowed_ptr, t, inside, group_stride, query_stride, W, T, alpha,
-            G, REDUCE, SPAN,
-        )  # fmt: skip
-        tl.store(mean_ptr + t, mean, mask=t < T)
-        peak = tl.maximum(peak, mean)
-        first = tl.minimum(first, tl.where(inside, t, T))
-        last = tl.maximum(last, tl.where(inside, t, -1))
+    t = chunk * BLOCK + tl.arange(0, BLOCK)
+    inside = _load_allowed(allowed_ptr, chunk * BLOCK, T, BLOCK)
+    gives = _load_allowed(allowed_ptr, chunk * BLOCK - SPAN, T, WIDE)
+    mean = _power_mean(
+        logits_ptr, log_sum_ptr, chunk * BLOCK, inside, gives, group_stride, query_stride, W, alpha,
+        G, REDUCE, LEVELS, SPAN, BLOCK, WIDE,
+    )  # fmt: skip
+    tl.store(mean_ptr + t, mean, mask=t < T)
+    first, last = tl.where(inside, t, T), tl.where(inside, t, -1)
     partial_ptr += row * chunks + chunk
-    tl.store(partial_ptr + EVIDENCE_PEAK * rows * chunks, tl.max(peak, 0))
+    tl.store(partial_ptr + EVIDENCE_PEAK * rows * chunks, tl.max(mean, 0))
     tl.store(partial_ptr + NEGATIVE_FIRST * rows * chunks, -tl.min(first, 0).to(tl.float32))
     tl.store(partial_ptr + LAST * rows * chunks, tl.max(last, 0).to(tl.float32))

@@ -66,19 +66,10 @@ def _prior_power(t, key_norm, inside, first, last, gamma, beta, power, eta, posi
     return tl.where(inside, key_power + position_weight * position_power, NOTHING)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "allowed_stride",
-        "norm_batch_stride",
-        "norm_head_stride",
-        "H",
-        "T",
-        "length",
-    ]
-)
+@triton.jit(do_not_specialize=["allowed_stride", "norm_batch_stride", "norm_head_stride", "H", "T"])
 def _selector_sum_kernel(
     mean_ptr, key_norm_ptr, allowed_ptr, partial_ptr, sums_ptr,
-    allowed_stride, norm_batch_stride, norm_head_stride, H, T, length,
+    allowed_stride, norm_batch_stride, norm_head_stride, H, T,
     alpha, gamma, beta, power, eta, position_weight,
     BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
@@ -93,39 +84,25 @@ def _selector_sum_kernel(
     evidence_peak = merge_peak(partial_ptr + EVIDENCE_PEAK * quantity, chunks, CHUNKS)
     first = -merge_peak(partial_ptr + NEGATIVE_FIRST * quantity, chunks, CHUNKS)
     last = merge_peak(partial_ptr + LAST * quantity, chunks, CHUNKS)
-    peak = NOTHING
-    f_sum, r_sum = tl.full([], 0.0, tl.float64), tl.full([], 0.0, tl.float64)
-    ff_sum, fr_sum, rr_sum = f_sum, f_sum, f_sum
-    f_log_f_sum = f_sum
-    for start in range(chunk * length, tl.minimum(chunk * length + length, T), BLOCK):
-        t = start + tl.arange(0, BLOCK)
-        inside = tl.load(allowed_ptr + t, mask=t < T, other=False)
-        mean = tl.load(mean_ptr + t, mask=inside, other=0.0)
-        key_norm = tl.load(key_norm_ptr + t, mask=inside, other=1.0).to(tl.float32)
-        f, f_power = _evidence(mean, evidence_peak, alpha)
-        r_power = _prior_power(
-            t, key_norm, inside, first, last, gamma, beta, power, eta, position_weight
-        )
-        # whole powers of two rescale without rounding
-        new_peak = tl.maximum(peak, tl.ceil(tl.max(r_power, 0)))
-        base = finite(new_peak)
-        rescale = tl.exp2(peak - base).to(tl.float64)
-        f = f.to(tl.float64)  # [BLOCK]
-        r = tl.exp2(r_power - base).to(tl.float64)
-        f_sum += tl.sum(f, 0)
-        r_sum = r_sum * rescale + tl.sum(r, 0)
-        ff_sum += tl.sum(f * f, 0)
-        fr_sum = fr_sum * rescale + tl.sum(f * r, 0)
-        rr_sum = rr_sum * rescale * rescale + tl.sum(r * r, 0)
-        f_log_f_sum += tl.sum(f * f_power.to(tl.float64), 0)
-        peak = new_peak
+    t = chunk * BLOCK + tl.arange(0, BLOCK)
+    inside = tl.load(allowed_ptr + t, mask=t < T, other=False)
+    mean = tl.load(mean_ptr + t, mask=inside, other=0.0)
+    key_norm = tl.load(key_norm_ptr + t, mask=inside, other=1.0).to(tl.float32)
+    f, f_power = _evidence(mean, evidence_peak, alpha)
+    r_power = _prior_power(
+        t, key_norm, inside, first, last, gamma, beta, power, eta, position_weight
+    )
+    # whole powers of two rescale without rounding
+    peak = tl.ceil(tl.max(r_power, 0))
+    f = f.to(tl.float64)  # [BLOCK]
+    r = tl.exp2(r_power - finite(peak)).to(tl.float64)
     tl.store(partial_ptr + PRIOR_PEAK * quantity + chunk, peak)
-    tl.store(sums_ptr + F * quantity, f_sum)
-    tl.store(sums_ptr + R * quantity, r_sum)
-    tl.store(sums_ptr + FF * quantity, ff_sum)
-    tl.store(sums_ptr + FR * quantity, fr_sum)
-    tl.store(sums_ptr + RR * quantity, rr_sum)
-    tl.store(sums_ptr + F_LOG_F * quantity, f_log_f_sum)
+    tl.store(sums_ptr + F * quantity, tl.sum(f, 0))
+    tl.store(sums_ptr + R * quantity, tl.sum(r, 0))
+    tl.store(sums_ptr + FF * quantity, tl.sum(f * f, 0))
+    tl.store(sums_ptr + FR * quantity, tl.sum(f * r, 0))
+    tl.store(sums_ptr + RR * quantity, tl.sum(r * r, 0))
+    tl.store(sums_ptr + F_LOG_F * quantity, tl.sum(f * f_power.to(tl.float64), 0))
 
 
 @triton.jit(do_not_specialize=["chunks"])
@@ -140,16 +117,20 @@ def _selector_weigh_kernel(
     for index in tl.static_range(PRIOR_PEAK):
         merged = merge_peak(partial_ptr + index * quantity, chunks, CHUNKS)
         tl.store(merged_ptr + index * rows, merged)
-    peak = load_chunks(partial_ptr + PRIOR_PEAK * quantity, chunks, NOTHING, CHUNKS)  # [CHUNKS]
-    base = finite(tl.max(peak, 0))
-    rescale = tl.exp2(peak - base).to(tl.float64)
-
-    f = tl.sum(load_chunks(sums_ptr + F * quantity, chunks, 0.0, CHUNKS), 0)
-    r = tl.sum(load_chunks(sums_ptr + R * quantity, chunks, 0.0, CHUNKS) * rescale, 0)
-    ff = tl.sum(load_chunks(sums_ptr + FF * quantity, chunks, 0.0, CHUNKS), 0)
-    fr = tl.sum(load_chunks(sums_ptr + FR * quantity, chunks, 0.0, CHUNKS) * rescale, 0)
-    rr = tl.sum(load_chunks(sums_ptr + RR * quantity, chunks, 0.0, CHUNKS) * rescale * rescale, 0)
-    f_log_f = tl.sum(load_chunks(sums_ptr + F_LOG_F * quantity, chunks, 0.0, CHUNKS), 0)
+    base = finite(merge_peak(partial_ptr + PRIOR_PEAK * quantity, chunks, CHUNKS))
+    nothing = tl.zeros([CHUNKS], tl.float64)
+    fs, rs, ffs, frs, rrs, f_log_fs = nothing, nothing, nothing, nothing, nothing, nothing
+    for begin in range(0, chunks, CHUNKS):
+        peak = load_chunks(partial_ptr + PRIOR_PEAK * quantity, begin, chunks, NOTHING, CHUNKS)
+        scale = tl.exp2(peak - base).to(tl.float64)
+        fs += load_chunks(sums_ptr + F * quantity, begin, chunks, 0.0, CHUNKS)
+        rs += load_chunks(sums_ptr + R * quantity, begin, chunks, 0.0, CHUNKS) * scale
+        ffs += load_chunks(sums_ptr + FF * quantity, begin, chunks, 0.0, CHUNKS)
+        frs += load_chunks(sums_ptr + FR * quantity, begin, chunks, 0.0, CHUNKS) * scale
+        rrs += load_chunks(sums_ptr + RR * quantity, begin, chunks, 0.0, CHUNKS) * scale * scale
+        f_log_fs += load_chunks(sums_ptr + F_LOG_F * quantity, begin, chunks, 0.0, CHUNKS)
+    f, r, f_log_f = tl.sum(fs, 0), tl.sum(rs, 0), tl.sum(f_log_fs, 0)
+    ff, fr, rr = tl.sum(ffs, 0), tl.sum(frs, 0), tl.sum(rrs, 0)
     some_f, some_r = tl.where(f > 0, f, 1.0), tl.where(r > 0, r, 1.0)
     f_scale, r_scale = tl.where(f > 0, 1.0 / some_f, 0.0), tl.where(r > 0, 1.0 / some_r, 0.0)
     ff, fr, rr = ff * f_scale * f_scale, fr * f_scale * r_scale, rr * r_scale * r_scale

@@ -35,8 +35,9 @@ from sfi_kernels.selector.score_pass_triton import (
     _selector_weigh_kernel,
 )
 
+# positions of a program, whatever T is: how they are grouped decides the last bits of the sums
 BLOCK = 512
-# chunks of a row; one thread of a program merges each
+# chunks of a row that are merged at a time, by a thread each
 CHUNKS = 128
 # elements of a refinement tile, all KV heads of some positions
 TILE, MIN_POSITIONS = 1024, 32
@@ -72,8 +73,7 @@ def selector(
         allowed_BT = everywhere(logits_BHGWT, interval)
     B, H, G, W, T = _check(logits_BHGWT, key_norm_BHT, allowed_BT, log_sum_BHGW)
     check_settings(alpha, lambda_clip, temperature, group_reduce, span, radius)
-    rows, length = B * H, triton.cdiv(triton.cdiv(T, BLOCK), CHUNKS) * BLOCK
-    chunks = triton.cdiv(T, length)
+    rows, chunks = B * H, triton.cdiv(T, BLOCK)
     empty = partial(torch.empty, dtype=torch.float32, device=logits_BHGWT.device)
     z_BHT = empty(B, H, T)
     partials = empty(PARTIALS, rows, chunks)
@@ -81,33 +81,35 @@ def selector(
     merged = empty(MERGED, B, H)
     z_adj_BHT = empty(B, H, T)
 
-    queries = (*logits_BHGWT.stride()[:4], allowed_BT.stride(0), H, W, T, length)
+    queries = (*logits_BHGWT.stride()[:4], allowed_BT.stride(0), H, W, T)
+    pooled = {"LEVELS": (2 * span + 1).bit_length() - 1, "SPAN": span, "BLOCK": BLOCK,
+              "WIDE": triton.next_power_of_2(BLOCK + 2 * span)}  # fmt: skip
     if log_sum_BHGW is None or span > 0:
         log_sum_BHGW = empty(B, H, G, W)
         row_sums = empty(2, rows * G * W, chunks)
         launch(
             _selector_row_kernel, (rows * G * W, chunks), logits_BHGWT, allowed_BT, row_sums,
-            *queries, G=G, SPAN=span, BLOCK=BLOCK,
+            *queries, G=G, **pooled,
         )  # fmt: skip
         launch(
             _selector_log_sum_kernel, (rows * G * W,), row_sums, log_sum_BHGW, chunks, CHUNKS=CHUNKS
         )
     launch(
         _selector_mean_kernel, (rows, chunks), logits_BHGWT, log_sum_BHGW, allowed_BT, z_BHT,
-        partials, *queries, float(alpha), G=G, REDUCE=group_reduce, SPAN=span, BLOCK=BLOCK,
+        partials, *queries, float(alpha), G=G, REDUCE=group_reduce, **pooled,
     )  # fmt: skip
     sizes = (allowed_BT.stride(0), *key_norm_BHT.stride()[:2], H, T)
     formula = [float(value) for value in (alpha, gamma, beta, power, eta, position_weight)]
     launch(
         _selector_sum_kernel, (rows, chunks), z_BHT, key_norm_BHT, allowed_BT, partials, sums,
-        *sizes, length, *formula, BLOCK=BLOCK, CHUNKS=CHUNKS,
+        *sizes, *formula, BLOCK=BLOCK, CHUNKS=CHUNKS,
     )  # fmt: skip
     launch(
         _selector_weigh_kernel, (rows,), partials, sums, merged, chunks, float(lambda_clip),
         CHUNKS=CHUNKS,
     )  # fmt: skip
     launch(
-        _selector_score_kernel, (rows, triton.cdiv(T, BLOCK)), z_BHT, key_norm_BHT, allowed_BT,
+        _selector_score_kernel, (rows, chunks), z_BHT, key_norm_BHT, allowed_BT,
         merged, *sizes, *formula, BLOCK=BLOCK,
     )  # fmt: skip
     heads = triton.next_power_of_2(H)

@@ -14,8 +14,7 @@ MODE, LENGTH, START = (tl.constexpr(w) for w in (words.MODE, words.LENGTH, words
 PACKED, FIRST, SPLITS = (tl.constexpr(w) for w in (words.PACKED, words.FIRST, words.SPLITS))
 IDLE, FAST, SLOW = (tl.constexpr(mode) for mode in (words.IDLE, words.FAST, words.SLOW))
 MIN_UNITS, MAX_SPLITS = tl.constexpr(numbers.MIN_UNITS), tl.constexpr(numbers.MAX_SPLITS)
-OVERHEAD, JOIN = tl.constexpr(numbers.OVERHEAD), tl.constexpr(numbers.JOIN)
-CANDIDATES = tl.constexpr(numbers.CANDIDATES)
+OVERHEAD, CANDIDATES = tl.constexpr(numbers.OVERHEAD), tl.constexpr(numbers.CANDIDATES)
 
 
 @triton.jit(do_not_specialize=["B", "items", "heads", "programs"])
@@ -40,7 +39,7 @@ def _split_plan_kernel(
         candidate = least + least * extra // CANDIDATES
         splits = tl.cdiv(units, candidate)
         waves = tl.cdiv(tl.sum(splits) * heads, programs)
-        cost = waves * (candidate * 100 + OVERHEAD) + JOIN * tl.max(splits)
+        cost = waves * (candidate + OVERHEAD)
         size = tl.where(cost < cheapest, candidate, size)
         cheapest = tl.minimum(cost, cheapest)
 
