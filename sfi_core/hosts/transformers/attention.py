@@ -68,7 +68,7 @@ def sfi_attention(
     }
     if layer is not None:
         run = layer.store(key, value)
-        out = attend(run, layer.index, query_BHGTD, scale=scale, **options)
+        out = attend(run, layer.index, query_BHGTD, scale=scale, new=(key, value), **options)
     elif options["soft_cap"] is None and sinks is None:
         plain: tuple[torch.Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling,
