@@ -31,6 +31,8 @@ class Layer:
         logit_options: Scale and soft cap of the logits, as the ops take them.
         options: The same, and the learned sink logits.
         dense_heads: Which KV heads read everything, [H] bool, by row, where a policy mixes heads in a step.
+        new: The keys and values that the pass brings, [B, H, T, D] and [B, H, T, E], a request's own last;
+            None where a host does not hand them over.
         later: What is selected once all that watch have seen what the layer attended.
     """
 
@@ -42,6 +44,7 @@ class Layer:
         scale: float,
         soft_cap: float | None = None,
         sink_HG: torch.Tensor | None = None,
+        new: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
         """Look at a layer of a run.
 
@@ -51,6 +54,7 @@ class Layer:
             scale: Factor on the logits.
             soft_cap: Soft cap of the logits; None for none.
             sink_HG: Learned sink logits; None for none.
+            new: The keys and values that the pass brings.
         """
         self.run, self.index, self.forward = run, index, run.forward
         self.backend = run.store.backend
@@ -58,6 +62,7 @@ class Layer:
         self.left_dense = index in run.policy.config.dense_layers
         self.logit_options: dict[str, Any] = {"scale": scale, "soft_cap": soft_cap}
         self.options: dict[str, Any] = {**self.logit_options, "sink_HG": sink_HG}
+        self.new = new
         self.dense_heads: dict[int, torch.Tensor] = {}
         self.later: list[Callable[[], None]] = []
 

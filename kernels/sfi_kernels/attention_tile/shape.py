@@ -12,7 +12,7 @@ STAGE_BYTES = (
     32768  # keys and values of a tile: four in flight on each processor cover its memory's latency
 )
 SMALLEST = 16  # tensor cores take no fewer rows
-# compute capabilities times ten that fit two programs of four stages, and that do not fit a wide one of three
+# compute capabilities times ten that fit two programs of four stages, and that fit little
 LARGE_SHARED, SMALL_SHARED = (90, 100, 103), (86, 89, 120, 121)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -26,14 +26,12 @@ class TileShape:
         key_width: Padded head dimension.
         value_width: Padded width of the values.
         stages: Tiles in the pipeline of a decoding step, one of them in use.
-        prompt_stages: The same for tiles of many queries.
     """
 
     tokens: int
     key_width: int
     value_width: int
     stages: int
-    prompt_stages: int
 
 
 def check_limits(
@@ -84,13 +82,11 @@ def tile_shape(key: torch.Tensor, value: torch.Tensor, page_size: int, target: T
         page_size % tokens or tokens * (key_width + value_width) * key.itemsize > most
     ):
         tokens //= 2
-    wide = max(key_width, value_width) == WIDEST
     return TileShape(
         tokens,
         key_width,
         value_width,
         stages=4 if target.capability in LARGE_SHARED else 3,
-        prompt_stages=2 if wide and target.capability in SMALL_SHARED else 3,
     )
 
 

@@ -27,13 +27,17 @@ def scaled_logits(query, key, scale, soft_cap, CAPPED: tl.constexpr):
 
 
 @triton.jit
-def add_tile(peak, total, out, logits, value):
-    """Add a tile to the running softmax; a logit of -inf is not seen."""
+def add_tile(peak, total, out, logits, value, log2_scale=LOG2E):
+    """Add a tile to the running softmax; a logit of -inf is not seen.
+
+    `log2_scale`, which is positive, turns what `logits` and `peak` hold into logarithms to base two: a product
+    that is not scaled yet saves a multiplication of the whole tile.
+    """
     new_peak = tl.maximum(peak, tl.max(logits, 1))
     # a row that has seen nothing yet has a peak of -inf, and -inf less -inf is NaN
-    base = tl.where(new_peak == float("-inf"), 0.0, new_peak) * LOG2E
-    weight = tl.exp2(logits * LOG2E - base[:, None])
-    decay = tl.exp2(peak * LOG2E - base)
+    base = tl.where(new_peak == float("-inf"), 0.0, new_peak) * log2_scale
+    weight = tl.exp2(logits * log2_scale - base[:, None])
+    decay = tl.exp2(peak * log2_scale - base)
     total = total * decay + tl.sum(weight, 1)
     out = out * decay[:, None]
     out = tl.dot(weight.to(value.dtype), value, out, input_precision="ieee")

@@ -1,33 +1,37 @@
 """Dense attention of several queries in Triton, for prompts and for verifying drafts, and their logits.
 
-The rows of a tile are the G query heads of neighboring queries, so that a tile of keys serves them all.
+The rows of a tile are the G query heads of neighboring queries, so that a tile of keys serves them all. Keys
+that every row of a tile sees come first and take no mask; only those around the diagonal do.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from sfi_kernels.attention_tile.shape import padded, tile_shape
-from sfi_kernels.attention_tile.triton import add_sink, add_tile, finish, rows, scaled_logits
+from sfi_kernels.attention_tile.shape import tile_shape
+from sfi_kernels.attention_tile.triton import LOG2E, add_sink, add_tile, finish, rows, scaled_logits
+from sfi_kernels.dense_attention.prompt_tile import PromptTile, prompt_tile, window_tile
 from sfi_kernels.dense_attention.reference import check
 from sfi_kernels.launch import launch, target
 from sfi_kernels.shapes import check_int32
 
-ROWS = 64  # of a tile of queries
-FLOAT32_NUMBERS = 4096  # of a tile of queries in float32, whose products run in registers
-WARPS = 8  # with four some shapes would spill
 REGISTERS = 255  # of a thread: left alone, the compiler spills for more programs a processor
-PAGE_IDS = 128  # page numbers a program holds at once
 CHUNK = 512  # keys of a program that writes logits
 
 
 @triton.jit
-def page_of(
-    block_table_ptr, place, slot, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, pages_per_request
-):
-    """Load the page numbers of the tiles from `place` on, one for each `slot`."""
-    page_slot = (place + slot * BLOCK_N) // PAGE
-    return tl.load(block_table_ptr + page_slot, mask=page_slot < pages_per_request, other=0)
+def _first_row(table, token, h, H: tl.constexpr, PAGE: tl.constexpr):
+    """Return where in the pages, counted in rows of all heads, the tile that begins at `token` lies."""
+    page = tl.load(table + token // PAGE).to(tl.int64)
+    return (page * H + h) * PAGE + token % PAGE
+
+
+@triton.jit
+def _logits(query, key, scale, soft_cap, CAPPED: tl.constexpr):
+    """Return a tile's logits with a soft cap, its bare products without; `_log2_scale` belongs to both."""
+    if CAPPED:
+        return scaled_logits(query, key, scale, soft_cap, CAPPED)
+    return tl.dot(query, tl.trans(key), input_precision="ieee")
 
 
 @triton.jit(do_not_specialize=["W", "pages_per_request"])
@@ -36,7 +40,7 @@ def _dense_attention_kernel(
     scale, soft_cap, W, pages_per_request,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
-    IDS: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
+    CAPPED: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     h, request = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     # the longest tiles of a causal prompt first
@@ -45,27 +49,30 @@ def _dense_attention_kernel(
     length = tl.load(length_ptr + request)
     position = tl.where(own, length - W + w, -1)
     base = (request * H + h) * G * W
-    head_row = g * W + w
+    head_row = (g * W + w).to(tl.int64)
     query = rows(query_ptr + base * D, head_row, D, own, D, BLOCK_D)
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     out = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
-    n, slot = tl.arange(0, BLOCK_N), tl.arange(0, IDS)
-    stop = tl.max(position) + 1
     table = block_table_ptr + request * pages_per_request
-    for begin in range(0, stop, IDS * BLOCK_N):
-        pages = page_of(table, begin, slot, BLOCK_N, PAGE, pages_per_request)
-        for first in range(begin, tl.minimum(stop, begin + IDS * BLOCK_N), BLOCK_N):
-            page = tl.sum(tl.where(slot * BLOCK_N == first - begin, pages, 0)).to(tl.int64)
-            page_row = (page * H + h) * PAGE + first % PAGE
-            valid = first + n < stop
-            key = rows(key_ptr + page_row * D, n, D, valid, D, BLOCK_D)
-            value = rows(value_ptr + page_row * E, n, E, valid, E, BLOCK_E)
-            logits = scaled_logits(query, key, scale, soft_cap, CAPPED)
-            seen = first + n[None, :] <= position[:, None]
-            logits = tl.where(seen, logits, float("-inf"))
-            peak, total, out = add_tile(peak, total, out, logits, value)
-    out, lse = finish(peak, total, out)
+    unit = 1.0 if CAPPED else scale
+    n, stop = tl.arange(0, BLOCK_N), tl.max(position) + 1
+    # keys that every row sees take no mask; the first row sees the fewest, and rows of no query are not stored
+    seen_by_all = tl.maximum(length - W + tl.min(w) + 1, 0) // BLOCK_N * BLOCK_N
+    for first in range(0, seen_by_all, BLOCK_N):
+        tile = _first_row(table, first, h, H, PAGE)
+        key = rows(key_ptr + tile * D, n, D, n >= 0, D, BLOCK_D)
+        value = rows(value_ptr + tile * E, n, E, n >= 0, E, BLOCK_E)
+        logits = _logits(query, key, scale, soft_cap, CAPPED)
+        peak, total, out = add_tile(peak, total, out, logits, value, unit * LOG2E)
+    for first in range(seen_by_all, stop, BLOCK_N):
+        tile = _first_row(table, first, h, H, PAGE)
+        key = rows(key_ptr + tile * D, n, D, first + n < stop, D, BLOCK_D)
+        value = rows(value_ptr + tile * E, n, E, first + n < stop, E, BLOCK_E)
+        logits = _logits(query, key, scale, soft_cap, CAPPED)
+        logits = tl.where(first + n[None, :] <= position[:, None], logits, float("-inf"))
+        peak, total, out = add_tile(peak, total, out, logits, value, unit * LOG2E)
+    out, lse = finish(peak * unit, total, out)
     if SINKS:
         out = add_sink(out, lse, tl.load(sink_ptr + h * G + g))
     e = tl.arange(0, BLOCK_E)
@@ -80,9 +87,8 @@ def _dense_attention_kernel(
 def _window_logits_kernel(
     query_ptr, key_ptr, block_table_ptr, length_ptr, logits_ptr,
     scale, soft_cap, W, T, pages_per_request,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, IDS: tl.constexpr,
-    CAPPED: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, SPAN: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
     pair = tl.program_id(2).to(tl.int64)  # request and KV head
     request, h = pair // H, pair % H
@@ -90,16 +96,12 @@ def _window_logits_kernel(
     own = row < G * W
     length = tl.load(length_ptr + request)
     position = tl.where(own, length - W + row % W, -1)
-    query = rows(query_ptr + pair * G * W * D, row, D, own, D, BLOCK_D)
-    n, slot = tl.arange(0, BLOCK_N), tl.arange(0, IDS)
-    begin = tl.program_id(0) * IDS * BLOCK_N
-    pages = page_of(
-        block_table_ptr + request * pages_per_request, begin, slot, BLOCK_N, PAGE, pages_per_request
-    )
-    for first in range(begin, tl.minimum(T, begin + IDS * BLOCK_N), BLOCK_N):
-        page = tl.sum(tl.where(slot * BLOCK_N == first - begin, pages, 0)).to(tl.int64)
-        page_row = (page * H + h) * PAGE + first % PAGE
-        key = rows(key_ptr + page_row * D, n, D, first + n < length, D, BLOCK_D)
+    query = rows(query_ptr + pair * G * W * D, row.to(tl.int64), D, own, D, BLOCK_D)
+    n, begin = tl.arange(0, BLOCK_N), tl.program_id(0) * SPAN
+    table = block_table_ptr + request * pages_per_request
+    for first in range(begin, tl.minimum(T, begin + SPAN), BLOCK_N):
+        tile = _first_row(table, first, h, H, PAGE)
+        key = rows(key_ptr + tile * D, n, D, first + n < length, D, BLOCK_D)
         # Eq. 4
         logits = scaled_logits(query, key, scale, soft_cap, CAPPED)
         seen = first + n[None, :] <= position[:, None]
@@ -120,24 +122,29 @@ def dense_attention(
     scale: float,
     soft_cap: float | None = None,
     sink_HG: torch.Tensor | None = None,
+    shape: PromptTile | None = None,
 ) -> torch.Tensor:
-    """See `reference.dense_attention`. Heads of at most 256 numbers, pages of multiples of 16 tokens."""
+    """See `reference.dense_attention`. Heads of at most 256 numbers, pages of multiples of 16 tokens.
+
+    `shape` is the tile of queries of a program, which benchmarks vary; None lets `prompt_tile` choose. Without
+    a soft cap `scale` must be positive, as every model's is.
+    """
     check(query_BHGWD, key_PHND, block_table_BP, length_B, value_PHNE, sink_HG)
     check_int32(query_BHGWD.device, block_table=block_table_BP, length=length_B)
     B, H, G, W, D = query_BHGWD.shape
     page_size, E = key_PHND.shape[2], value_PHNE.shape[3]
     tile = tile_shape(key_PHND, value_PHNE, page_size, target(query_BHGWD.device))
     out_BHGWE = query_BHGWD.new_empty(B, H, G, W, E)
-    block_m = _block_m(query_BHGWD)
+    shape = shape or prompt_tile(query_BHGWD, tile, target(query_BHGWD.device))
     launch(
-        _dense_attention_kernel, (triton.cdiv(G * W, block_m), H, B),
+        _dense_attention_kernel, (triton.cdiv(G * W, shape.rows), H, B),
         query_BHGWD.contiguous(), key_PHND, value_PHNE, block_table_BP, length_B,
         length_B if sink_HG is None else sink_HG.float().contiguous(), out_BHGWE,
         scale, soft_cap or 1.0, W, block_table_BP.shape[1],
-        H=H, G=G, D=D, E=E, PAGE=page_size, BLOCK_M=block_m, BLOCK_N=tile.tokens,
-        BLOCK_D=tile.key_width, BLOCK_E=tile.value_width, IDS=PAGE_IDS,
+        H=H, G=G, D=D, E=E, PAGE=page_size, BLOCK_M=shape.rows, BLOCK_N=shape.tokens,
+        BLOCK_D=tile.key_width, BLOCK_E=tile.value_width,
         CAPPED=soft_cap is not None, SINKS=sink_HG is not None,
-        num_warps=WARPS, num_stages=tile.prompt_stages, max_registers=REGISTERS,
+        num_warps=shape.warps, num_stages=shape.stages, max_registers=REGISTERS,
     )  # fmt: skip
     return out_BHGWE
 
@@ -159,21 +166,14 @@ def window_logits(
     page_size, T = key_PHND.shape[2], int(length_B.max()) if longest is None else longest
     tile = tile_shape(key_PHND, key_PHND, page_size, target(query_BHGWD.device))
     logits_BHGWT = query_BHGWD.new_empty(B, H, G, W, T, dtype=torch.float32)
-    block_m, ids = _block_m(query_BHGWD), CHUNK // tile.tokens
+    shape = window_tile(query_BHGWD, tile, target(query_BHGWD.device))
     launch(
-        _window_logits_kernel, (triton.cdiv(T, CHUNK), triton.cdiv(G * W, block_m), B * H),
+        _window_logits_kernel, (triton.cdiv(T, CHUNK), triton.cdiv(G * W, shape.rows), B * H),
         query_BHGWD.contiguous(), key_PHND, block_table_BP, length_B, logits_BHGWT,
         scale, soft_cap or 1.0, W, T, block_table_BP.shape[1],
-        H=H, G=G, D=D, PAGE=page_size, BLOCK_M=block_m, BLOCK_N=tile.tokens,
-        BLOCK_D=tile.key_width, IDS=ids, CAPPED=soft_cap is not None,
-        num_warps=WARPS, num_stages=tile.prompt_stages, max_registers=REGISTERS,
+        H=H, G=G, D=D, PAGE=page_size, SPAN=CHUNK, BLOCK_M=shape.rows, BLOCK_N=shape.tokens,
+        BLOCK_D=tile.key_width, CAPPED=soft_cap is not None,
+        num_warps=shape.warps, num_stages=shape.stages, max_registers=REGISTERS,
     )  # fmt: skip
     return logits_BHGWT
 
-
-def _block_m(query_BHGWD: torch.Tensor) -> int:
-    _, _, G, W, D = query_BHGWD.shape
-    most = ROWS
-    if query_BHGWD.dtype == torch.float32:
-        most = min(ROWS // 2, FLOAT32_NUMBERS // padded(D))
-    return min(most, padded(G * W))

@@ -26,7 +26,7 @@ def attend(run: Run, index: int, query_BHGTD: torch.Tensor, **options: Any) -> t
         run: The run; its store holds the layer's new keys and values already.
         index: Index of the transformer layer.
         query_BHGTD: Queries grouped by KV head; a request's own are the last `count` of T.
-        options: `scale`, `soft_cap` and `sink_HG` of `Layer`.
+        options: `scale`, `soft_cap`, `sink_HG` and `new` of `Layer`.
 
     Returns:
         out, [B, H, G, T, E].

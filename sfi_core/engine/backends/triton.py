@@ -4,6 +4,7 @@ from functools import partial
 
 import torch
 
+from sfi_core.engine.first_piece import attend_to_itself, is_first_piece
 from sfi_core.engine.layer import Layer
 from sfi_core.engine.packing import apply
 from sfi_core.engine.policy_view import layer_context
@@ -187,9 +188,11 @@ def _maintain(
 def _prefill(
     layer: Layer, prompts: tuple[int, ...], rows: slice, query_BHGTD: torch.Tensor
 ) -> torch.Tensor:
-    run = layer.run
-    run.meter.count("triton.prefill_attention", len(prompts))
+    run, first = layer.run, is_first_piece(layer, prompts, query_BHGTD)
+    run.meter.count("sdpa.prompt" if first else "triton.prefill_attention", len(prompts))
     with run.observer.span("attention.dense", layer.index, layer.moved_bytes(prompts, dense=True)):
+        if first:
+            return attend_to_itself(layer, prompts, query_BHGTD)[rows]
         return dense_attention.triton(
             query_BHGTD[rows],
             layer.pages.key_PHND,

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.masking_utils import AttentionMaskInterface
 
 from sfi_core.distributed.ranks import local
 from sfi_core.engine.backends.registry import attend
 from sfi_core.errors import UnsupportedModelError
 from sfi_core.hosts.transformers.cache import Seam, SfiLayer
 from sfi_core.hosts.transformers.checks import check_supported
+from sfi_core.hosts.transformers.mask import forget, sfi_mask, watch
 from sfi_core.machine.private import attention_implementation
 from sfi_kernels.partial_attention import combine, partial_attention
 
@@ -67,7 +68,7 @@ def sfi_attention(
     }
     if layer is not None:
         run = layer.store(key, value)
-        out = attend(run, layer.index, query_BHGTD, scale=scale, **options)
+        out = attend(run, layer.index, query_BHGTD, scale=scale, new=(key, value), **options)
     elif options["soft_cap"] is None and sinks is None:
         plain: tuple[torch.Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling,
@@ -133,8 +134,8 @@ def install(model: PreTrainedModel, seam: Seam) -> str:
     """
     check_supported(model)
     AttentionInterface.register(NAME, sfi_attention)
-    # without a mask function padding would be ignored silently
-    AttentionMaskInterface.register(NAME, sdpa_mask)
+    # without a mask function sliding windows would ignore padding silently
+    AttentionMaskInterface.register(NAME, sfi_mask)
     previous = attention_implementation(model.config)
     model.set_attn_implementation(NAME)
     if attention_implementation(model.config.get_text_config(decoder=True)) != NAME:
@@ -145,11 +146,13 @@ def install(model: PreTrainedModel, seam: Seam) -> str:
     for module in model.modules():
         if hasattr(module, "layer_idx"):
             module.sfi_seam = seam
+    watch(model, seam)
     return previous
 
 
 def uninstall(model: PreTrainedModel, previous: str) -> None:
     """Give a model its own attention back."""
+    forget(model)
     for module in model.modules():
         module.__dict__.pop("sfi_seam", None)
     model.set_attn_implementation(previous)

@@ -1,0 +1,66 @@
+"""The first piece of a prompt attends to itself alone: PyTorch's fused attention reads its new keys.
+
+Later pieces read pages, which the prompt's kernel does. Paper gap: the paper does not say how a prompt is read.
+"""
+
+import torch
+from torch.backends.cuda import SDPAParams, can_use_flash_attention
+from torch.nn.functional import scaled_dot_product_attention
+
+from sfi_core.engine.layer import Layer
+
+
+def is_first_piece(layer: Layer, prompts: tuple[int, ...], query_BHGTD: torch.Tensor) -> bool:
+    """Say whether some rows read first pieces that PyTorch's attention computes as the kernel would.
+
+    Not with a soft cap or learned sinks, which PyTorch's attention does not know.
+    """
+    begin = not any(layer.forward.start[row] for row in prompts)
+    plain = layer.options["soft_cap"] is None and layer.options["sink_HG"] is None
+    return begin and plain and layer.new is not None and has_fused(query_BHGTD, *layer.new)
+
+
+def has_fused(
+    query_BHGTD: torch.Tensor, key_BHTD: torch.Tensor, value_BHTE: torch.Tensor
+) -> bool:
+    """Say whether the device's flash attention takes these; any other would hold all T x T logits."""
+    if query_BHGTD.device.type != "cuda":
+        return False
+    operands = query_BHGTD.flatten(1, 2), key_BHTD, value_BHTE
+    return can_use_flash_attention(SDPAParams(*operands, None, 0.0, True, query_BHGTD.shape[2] > 1))
+
+
+def attend_to_itself(
+    layer: Layer, prompts: tuple[int, ...], query_BHGTD: torch.Tensor
+) -> torch.Tensor:
+    """Attend causally with first pieces; a request's tokens are the last `count` of T.
+
+    Args:
+        layer: The layer, which has the piece's keys and values at hand.
+        prompts: The rows; the queries of others are not read.
+        query_BHGTD: Queries grouped by KV head.
+
+    Returns:
+        out, [B, H, G, T, E]; zeros where a request has no token.
+    """
+    assert layer.new is not None, "the first piece's keys are at hand"
+    key, value = layer.new
+    B, T, count = len(query_BHGTD), query_BHGTD.shape[3], layer.forward.count
+    if len(prompts) == B and all(own == T for own in count):
+        return _causal(query_BHGTD, key, value, layer)
+    out = query_BHGTD.new_zeros(*query_BHGTD.shape[:4], value.shape[3])
+    for row in prompts:
+        one, own = slice(row, row + 1), slice(T - count[row], T)
+        parts = query_BHGTD[one, :, :, own], key[one, :, own], value[one, :, own]
+        out[one, :, :, own] = _causal(*parts, layer)
+    return out
+
+
+def _causal(
+    query_BHGTD: torch.Tensor, key_BHTD: torch.Tensor, value_BHTE: torch.Tensor, layer: Layer
+) -> torch.Tensor:
+    out: torch.Tensor = scaled_dot_product_attention(
+        query_BHGTD.flatten(1, 2), key_BHTD, value_BHTE, is_causal=True,
+        scale=layer.logit_options["scale"], enable_gqa=query_BHGTD.shape[2] > 1,
+    )  # fmt: skip
+    return out.unflatten(1, query_BHGTD.shape[1:3])
