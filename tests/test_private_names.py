@@ -18,6 +18,7 @@ LISTED: dict[str, tuple[Any, str]] = {
     "_python_dispatch": (torch.utils, PRIVATE),
     "_is_mkldnn_bf16_supported": (torch.ops.mkldnn, PRIVATE),
     "_is_mkldnn_fp16_supported": (torch.ops.mkldnn, PRIVATE),
+    "_python_dispatch": (torch.utils, PRIVATE),
     # sfi_kernels cannot import sfi_core
     "_scaled_dot_product_flash_attention_for_cpu": (
         torch.ops.aten,

@@ -3,6 +3,7 @@
 `tests/test_private_names.py` lists them, and those of the kernels, and tells when one is gone.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -52,3 +53,27 @@ def multiplies_natively(dtype: torch.dtype) -> bool:
         torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
     }
     return dtype not in supported or bool(supported[dtype]())
+
+
+def operators(call: Callable[[], object]) -> list[str]:
+    """Run a call and return the names of the ATen operators that it came down to, in order.
+
+    The profiler is public and names them too, but Kineto's writes lines to stderr.
+    """
+    seen = Operators()
+    with seen:
+        call()
+    return seen.names
+
+
+class Operators(TorchDispatchMode):
+    """Lists the operators that run inside."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Note the name, and run the operator."""
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))

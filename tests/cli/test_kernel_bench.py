@@ -175,17 +175,38 @@ def test_ctrl_c_before_the_first_time_leaves_no_file(tmp_path, monkeypatch):
     assert not [*tmp_path.iterdir()]
 
 
-def test_a_wrong_op_ends_with_one_line_and_no_speed(tmp_path, monkeypatch):
+def test_a_wrong_op_ends_with_one_line_after_the_others_are_written(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+
     class Wrong:
         @staticmethod
         def reference(query, *_, **__):
             return query
 
     monkeypatch.setattr(variants, "sparse_attention", Wrong)
-    code, stdout, stderr = inside(*SHAPE, "--retention", "0.5", "-o", str(tmp_path / "x.json"))
-    assert (code, stdout, stderr.count("\n")) == (1, "", 1)
-    assert "fast at retention 0.5 must equal its formula" in stderr
-    assert not [*tmp_path.iterdir()]
+    file, plot = tmp_path / "x.json", tmp_path / "x.png"
+    arguments = (*SHAPE, "--retention", "0.5", "-o", str(file), "--plot", str(plot))
+    code, stdout, stderr = inside(*arguments)
+    assert code == 1
+    assert stderr.startswith(
+        "error: every op must run and equal its formula up to rounding, got fast at"
+    )
+    assert stderr.count("\n") == 1
+    assert re.search(r"\n +fast +50 +FAILED ", stdout)
+    assert "* failed: fast at retention 0.5 (" in stdout
+    rows = {row["op"]: row for row in json.loads(file.read_text())["rows"]}
+    assert rows["fast"]["matches_reference"] is False
+    assert rows["dense"]["median_us"] > 0
+    assert not plot.exists()  # it would be of `fast`
+
+
+def test_a_wrong_op_has_a_row_in_the_parquet_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(variants.KernelVariants, "_append", lambda _: 1 / 0)
+    file = tmp_path / "x.parquet"
+    assert inside(*SHAPE, "--retention", "0.5", "--op", "append", "-o", str(file))[0] == 1
+    rows = {row["op"]: row for row in parquet.read_table(file).to_pylist()}
+    assert rows["append"]["failure"] == "ZeroDivisionError: division by zero"
+    assert rows["dense"]["failure"] is None
 
 
 @pytest.mark.parametrize(

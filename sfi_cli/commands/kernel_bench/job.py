@@ -51,7 +51,7 @@ class KernelBenchJob:
         """Check, time, write and show.
 
         Raises:
-            SfiError: What the user can mend, or an op that is wrong.
+            SfiError: What the user can mend, or ops that failed; what they are is written and shown before.
             typer.Exit: With 130 after Ctrl-C.
         """
         from sfi_core.measure.kernel_bench import KernelSettings, resolve_backend
@@ -70,9 +70,12 @@ class KernelBenchJob:
         backend = resolve_backend(self.backend, device)
         self.output.check_format(FORMATS)
         with self.output:
-            self._run(settings, backend, device)
+            result = self._run(settings, backend, device)
+        if result.interrupted:
+            leave_interrupted()
+        result.check()
 
-    def _run(self, settings: Any, backend: str, device: Any) -> None:
+    def _run(self, settings: Any, backend: str, device: Any) -> Any:
         from sfi_core.measure.kernel_bench import run_bench
         from sfi_traces.results.kernel_bench import write_parquet, write_plot
 
@@ -83,10 +86,9 @@ class KernelBenchJob:
         if document["rows"]:
             self.output.show(document, partial(bench_text, sweep=settings.sweep))
             self.output.rows(document, write_parquet)
-            if any(row["op"] == "fast" for row in document["rows"]):
+            if any(row["op"] == "fast" and row["median_us"] for row in document["rows"]):
                 self.output.figure(write_plot, document)
-        if result.interrupted:
-            leave_interrupted()
+        return result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ def bench_text(document: dict[str, Any], *, sweep: bool) -> str:
     tables = [_rows_table(document)]
     if sweep:
         tables.append(_sweep_table(document))
-    return noted(tables, document["notes"])
+    return noted(tables, [*document["notes"], *(f"failed: {one}" for one in document["failures"])])
 
 
 def compiled_text(compiled: list[dict[str, Any]]) -> str:
@@ -43,9 +43,7 @@ def _rows_table(document: dict[str, Any]) -> Any:
         (
             row["op"] + (f" ({row['form']})" if row["form"] else ""),
             "" if row["retention"] is None else f"{100 * row['retention']:.3g}",
-            *(_time(row[f"{name}_us"]) for name in ("median", "p10", "p90")),
-            f"{row['gb_per_s']:,.1f}",
-            percent(row["bandwidth_share"], 0),
+            *_measured(row),
             *(ratio(row[f"speedup_over_{n}"] if _beside_dense(row) else None) for n in RIVALS),
         )
         for row in document["rows"]
@@ -69,10 +67,17 @@ def _sweep_table(document: dict[str, Any]) -> Any:
             *(ratio(row[f"speedup_over_{name}"]) for name in RIVALS),
         )
         for row in document["rows"]
-        if row["op"] == "fast"
+        if row["op"] == "fast" and row["failure"] is None
     ]
     title = "Speed-up of the fast step, beside the paper's Table 1"
     return table(title, columns, rows, left=0)
+
+
+def _measured(row: dict[str, Any]) -> tuple[str, ...]:
+    if row["median_us"] is None:
+        return "FAILED", "", "", "", ""
+    times = (_time(row[f"{name}_us"]) for name in ("median", "p10", "p90"))
+    return *times, f"{row['gb_per_s']:,.1f}", percent(row["bandwidth_share"], 0)
 
 
 def _beside_dense(row: dict[str, Any]) -> bool:

@@ -1,6 +1,7 @@
 """The kernel benchmark checks each op against its formula, then times the op and its rivals."""
 
-from sfi_core.measure.kernel_bench.bench import KernelResult, WrongResultError, run_bench
+from sfi_core.measure.kernel_bench.bench import run_bench
+from sfi_core.measure.kernel_bench.result import KernelResult, WrongResultError
 from sfi_core.measure.kernel_bench.settings import OPS, TABLE_1, KernelSettings, resolve_backend
 
 __all__ = [

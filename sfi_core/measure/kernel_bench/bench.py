@@ -1,128 +1,29 @@
 """The benchmark's run: check everything, then time everything, then make the rows."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from sfi_core.errors import BackendError, MemoryForecastError, NumericsError
+from sfi_core.errors import BackendError, MemoryForecastError
 from sfi_core.machine.describe import describe_measured
 from sfi_core.machine.memory import free_bytes
-from sfi_core.machine.versions import versions
 from sfi_core.measure.kernel_bench.bytes_moved import forecast_bytes
 from sfi_core.measure.kernel_bench.recall_variant import FETCHED_EVERY
+from sfi_core.measure.kernel_bench.result import KernelResult, Measurement
 from sfi_core.measure.kernel_bench.settings import CODE_OPS, REPEATS, KernelSettings
 from sfi_core.measure.kernel_bench.timing import (
-    KernelTimes,
+    Clock,
     clock_for,
     copy_gb_per_s,
     floor_us,
     workspace_bytes,
 )
-from sfi_core.measure.kernel_bench.variant import KernelVariant
+from sfi_core.measure.kernel_bench.variant import reason
 from sfi_core.measure.kernel_bench.variants import KernelVariants
 from sfi_kernels.launch import KernelLimitError
 
-SPEEDUPS = {
-    "speedup_over_dense": "dense",
-    "speedup_over_sdpa": "dense.sdpa",
-    "speedup_over_paper_like": "dense.paper_like",
-    "speedup_over_flashinfer": "dense.flashinfer",
-    "speedup_over_flash_attn": "dense.flash_attn",
-}
 Progress = Callable[[str, int, int], None]
-
-
-class WrongResultError(NumericsError):
-    """An op differs from its formula by more than rounding; nothing was timed."""
-
-
-@dataclass(slots=True)
-class Measurement:
-    """A variant, its error and its times."""
-
-    variant: KernelVariant
-    error: float
-    times: KernelTimes = field(default_factory=KernelTimes)
-
-
-@dataclass(slots=True)
-class KernelResult:
-    """The measurements so far.
-
-    Attributes:
-        settings: The settings of the run.
-        backend: "torch" or "triton".
-        measurements: The measurement of every variant.
-        machine: The machine, its copy bandwidth and what the clock adds.
-        notes: What a reader of the rows must know.
-        interrupted: Whether Ctrl-C ended it early.
-    """
-
-    settings: KernelSettings
-    backend: str
-    measurements: list[Measurement] = field(default_factory=list)
-    machine: dict[str, Any] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    interrupted: bool = False
-
-    def document(self) -> dict[str, Any]:
-        """Return the JSON document."""
-        return {
-            "rows": self.rows(),
-            "compiled": [],
-            "backend": self.backend,
-            "interrupted": self.interrupted,
-            "notes": self.notes,
-            "machine": self.machine,
-            "versions": versions(),
-        }
-
-    def rows(self) -> list[dict[str, Any]]:
-        """Return a row for every variant that was timed; PyTorch's SDPA counts in its faster form."""
-        timed: dict[tuple[str, float | None], Measurement] = {}
-        for one in self.measurements:
-            key = one.variant.name, one.variant.retention
-            if one.times.times_us and (
-                key not in timed or one.times.median_us < timed[key].times.median_us
-            ):
-                timed[key] = one
-        medians = {key: one.times.median_us for key, one in timed.items()}
-        return [self._row(one, medians) for one in timed.values()]
-
-    def _row(
-        self, one: Measurement, medians: dict[tuple[str, float | None], float]
-    ) -> dict[str, Any]:
-        variant, median = one.variant, one.times.median_us
-        gb_per_s = variant.bytes / median / 1e3
-        row = {
-            "op": variant.name,
-            "backend": self.backend,
-            "retention": variant.retention,
-            **self.settings.shown(),
-            "form": variant.form,
-            "median_us": median,
-            "p10_us": one.times.percentile_us(10),
-            "p90_us": one.times.percentile_us(90),
-            "repeats": len(one.times.times_us),
-            "bytes": variant.bytes,
-            "gb_per_s": gb_per_s,
-            "bandwidth_share": gb_per_s / self.machine["copy_gb_per_s"],
-        }
-        for name, op in SPEEDUPS.items():
-            dense = medians.get((op, 1.0))
-            row[name] = None if dense is None else dense / median
-        is_fast = variant.name.startswith("fast")
-        attended = self.settings.attended(variant.retention or 1.0) if is_fast else None
-        row["attended_tokens"] = attended
-        row["ideal_speedup"] = self.settings.context / attended if attended else None
-        row["gather_us"] = (
-            medians.get(("fast.gather", variant.retention)) if variant.name == "fast" else None
-        )
-        row["error_share"] = one.error
-        row["matches_reference"] = one.error <= 1
-        return row
 
 
 def run_bench(
@@ -139,10 +40,12 @@ def run_bench(
         device: The device that is measured.
         progress: Called with the phase, how many calls of the phase are done, and of how many.
 
+    Returns:
+        The measurements. A variant that fails is noted and the others are timed; see `KernelResult.check`.
+
     Raises:
         MemoryForecastError: The inputs and their checks do not fit.
         BackendError: A kernel does not take this shape.
-        WrongResultError: A variant differs from its formula; nothing was timed.
     """
     _check_fits(settings, backend, device)
     result = KernelResult(settings, backend)
@@ -166,30 +69,32 @@ def _run(result: KernelResult, device: torch.device, progress: Progress) -> None
     variants = KernelVariants(result.settings, result.backend, device)
     result.notes += _notes(result, device)
     for variant in variants.build():
-        progress(f"checking {_name(variant)}", len(result.measurements), 0)
-        error = variant.error()
-        if not error <= 1:
-            raise WrongResultError(
-                f"{_name(variant)} must equal its formula up to rounding, got {error:.3g} times the "
-                "error that rounding allows; nothing was timed"
-            )
-        result.measurements.append(Measurement(variant, error))
+        progress(f"checking {variant.label}", len(result.measurements), 0)
+        result.measurements.append(Measurement.of(variant))
     result.notes += variants.notes
+    _time(result, clock, device, progress)
+
+
+def _time(result: KernelResult, clock: Clock, device: torch.device, progress: Progress) -> None:
     calls: list[Callable[[], Any]] = []
+    timed: list[Measurement] = []
     for one in result.measurements:
-        progress(f"warming up {_name(one.variant)}", len(calls), len(result.measurements))
-        calls.append(clock.prepare(one.variant.call))
+        if one.failure is not None:
+            continue
+        progress(f"warming up {one.variant.label}", len(timed), len(result.measurements))
+        with one.variant.noting(one.fail):
+            calls.append(clock.prepare(one.variant.call))
+            timed.append(one)
     repeats = result.settings.repeats or REPEATS[device.type]
     for repeat in range(repeats):
         progress("timing", repeat, repeats)
-        for one, time_us in zip(result.measurements, clock.time(calls), strict=True):
-            one.times.times_us.append(time_us)
+        try:
+            for one, time_us in zip(timed, clock.time(calls), strict=True):
+                one.times.times_us.append(time_us)
+        except RuntimeError as error:  # on CUDA nobody knows which call it was
+            result.stopped = reason(error)
+            return
     progress("timing", repeats, repeats)
-
-
-def _name(variant: KernelVariant) -> str:
-    at = "" if variant.retention is None else f" at retention {variant.retention:g}"
-    return f"{variant.name}{at}"
 
 
 def _notes(result: KernelResult, device: torch.device) -> list[str]:

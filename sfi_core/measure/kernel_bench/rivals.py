@@ -7,10 +7,12 @@ from importlib.util import find_spec
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from sfi_core.machine.private import operators
 from sfi_core.measure.kernel_bench.data import LayerData
 from sfi_core.measure.kernel_bench.settings import KernelSettings
 
 FLASHINFER_WORKSPACE = 256 << 20  # bytes
+SDPA = "_scaled_dot_product_"
 Rival = tuple[str, str | None, Callable[[], torch.Tensor]]
 
 
@@ -31,8 +33,9 @@ def rivals(settings: KernelSettings, data: LayerData, notes: list[str]) -> Itera
     def folded() -> torch.Tensor:
         return scaled_dot_product_attention(query_BHGD, key, value, scale=settings.scale)
 
-    yield "dense.sdpa", "enable_gqa", with_gqa
-    yield "dense.sdpa", "group as rows", folded
+    for form, call in (("enable_gqa", with_gqa), ("group as rows", folded)):
+        yield "dense.sdpa", form, call
+        notes.append(f"dense.sdpa ({form}) ran as {sdpa_backend(call) or 'an unknown backend'}")
     for package, make in (("flashinfer", _flashinfer), ("flash_attn", _flash_attn)):
         if query_BHGD.device.type != "cuda":
             notes.append(f"dense.{package} needs a CUDA device")
@@ -40,6 +43,15 @@ def rivals(settings: KernelSettings, data: LayerData, notes: list[str]) -> Itera
             notes.append(f"dense.{package} is not installed")
         else:
             yield from _working(f"dense.{package}", make, settings, data, notes)
+
+
+def sdpa_backend(call: Callable[[], torch.Tensor]) -> str | None:
+    """Run a call and say which backend its `scaled_dot_product_attention` took; None if nothing tells."""
+    try:
+        ran = operators(call)
+    except RuntimeError:
+        return None  # its check says why
+    return ", ".join(sorted({name.removeprefix(SDPA) for name in ran if SDPA in name})) or None
 
 
 def _working(

@@ -1,8 +1,11 @@
 """One thing that the benchmark checks and times."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+
+from sfi_kernels.launch import KernelLimitError
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,3 +27,57 @@ class KernelVariant:
     bytes: int
     error: Callable[[], float]
     form: str | None = None
+
+    @property
+    def label(self) -> str:
+        """The name, with the retention that it works on."""
+        at = "" if self.retention is None else f" at retention {self.retention:g}"
+        return f"{self.name}{at}"
+
+    @contextmanager
+    def noting(self, tell: Callable[[str], None]) -> Iterator[None]:
+        """Tell what is raised inside, on one line, and go on.
+
+        Raises:
+            KernelLimitError: The kernels do not take this shape, which no variant can mend.
+        """
+        try:
+            yield
+        except KernelLimitError:
+            raise
+        except Exception as error:  # noqa: BLE001 - a compiler, a driver and a rival raise what they like
+            tell(reason(error))
+
+
+def reason(error: BaseException) -> str:
+    """Return an exception's type and the first line of its message."""
+    lines = str(error).strip().splitlines()
+    return ": ".join([type(error).__name__, *lines[:1]])
+
+
+def guarded(
+    name: str, retention: float | None, variants: Iterable[KernelVariant]
+) -> Iterator[KernelVariant]:
+    """Yield variants; where making the next one raises, a variant in its place that raises the same.
+
+    Raises:
+        KernelLimitError: The kernels do not take this shape.
+    """
+    try:
+        yield from variants
+    except KernelLimitError:
+        raise
+    except Exception as error:  # noqa: BLE001 - as above
+        yield _broken(name, retention, error)
+
+
+def alone(make: Callable[..., KernelVariant], *operands: Any) -> Iterator[KernelVariant]:
+    """Yield one variant, made when it is asked for."""
+    yield make(*operands)
+
+
+def _broken(name: str, retention: float | None, error: Exception) -> KernelVariant:
+    def again() -> float:
+        raise error
+
+    return KernelVariant(name, retention, again, 0, again)

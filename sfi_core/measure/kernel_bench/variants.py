@@ -23,7 +23,7 @@ from sfi_core.measure.kernel_bench.mixed_heads_variant import mixed_heads_varian
 from sfi_core.measure.kernel_bench.recall_variant import recall_variant
 from sfi_core.measure.kernel_bench.rivals import rivals
 from sfi_core.measure.kernel_bench.settings import CODE_OPS, PACKED_OPS, KernelSettings
-from sfi_core.measure.kernel_bench.variant import KernelVariant
+from sfi_core.measure.kernel_bench.variant import KernelVariant, alone, guarded
 from sfi_kernels.append import append
 from sfi_kernels.decode_attention import DecodeAttention, decode_attention, resident_programs
 from sfi_kernels.dense_attention import dense_attention
@@ -54,29 +54,28 @@ class KernelVariants:
     def build(self) -> Iterator[KernelVariant]:
         """Yield the variants that the settings ask for, and the dense attention for comparison.
 
-        The caller must check a variant before it asks for the next: `pack` fills what `fast` reads.
+        The caller must check a variant before it asks for the next: the check of `pack` empties what `fast`
+        reads. Where making a variant raises, one that raises the same takes its place.
         """
-        ops = self.settings.ops
-        yield from self._dense()
+        ops, settings = self.settings.ops, self.settings
+        yield from guarded("dense", 1.0, self._dense())
         for retention, selected in self.selected.items():
-            packing = self._pack(retention, selected)
             if "pack" in ops:
-                yield packing
-            else:
-                packing.call()
+                yield from guarded("pack", retention, alone(self._pack, retention, selected))
+            self._fill(selected)
             if "fast" in ops:
-                yield from self._fast(retention, selected)
-            more = self.settings, self.data, selected, retention, self.backend
-            if "mixed_heads" in ops:
-                yield mixed_heads_variant(*more)
-            if "recall" in ops:
-                yield recall_variant(*more)
+                yield from guarded("fast", retention, self._fast(retention, selected))
+            more = settings, self.data, selected, retention, self.backend
+            for op, make in (("mixed_heads", mixed_heads_variant), ("recall", recall_variant)):
+                if op in ops:
+                    yield from guarded(op, retention, alone(make, *more))
         if {"selector", "top_k"} & set(ops):
-            yield from self._selection()
+            yield from guarded("selector", None, self._selection())
         if "append" in ops:
-            yield self._append()
+            yield from guarded("append", None, alone(self._append))
         if CODE_OPS & set(ops):
-            yield from key_code_variants(self.settings, self.data, self.backend)
+            codes = key_code_variants(settings, self.data, self.backend)
+            yield from guarded("encode_keys", None, codes)
 
     def _dense(self) -> Iterator[KernelVariant]:
         settings, data = self.settings, self.data
@@ -182,14 +181,20 @@ class KernelVariants:
             data.query_BHGD, *packed, *data.paged, plan, scale=self.settings.scale, **options
         )  # fmt: skip
 
+    def _fill(self, selected: Selected) -> None:
+        # by the reference: no other op is wrong because `pack` is
+        pack.reference(*self._pack_operands(selected))
+
+    def _pack_operands(self, selected: Selected) -> tuple[torch.Tensor, ...]:
+        settings = self.settings
+        request = torch.arange(settings.batch, dtype=torch.int32, device=self.device)
+        sink = torch.full_like(request, settings.sink)
+        return *self.data.paged, request, selected.index_BHK, sink, *selected.segment
+
     def _pack(self, retention: float, selected: Selected) -> KernelVariant:
         settings, data = self.settings, self.data
         rows = settings.sink + settings.budget(retention)
-        request = torch.arange(settings.batch, dtype=torch.int32, device=self.device)
-        sink = torch.full_like(request, settings.sink)
-        call = partial(
-            pack.on(self.backend), *data.paged, request, selected.index_BHK, sink, *selected.segment
-        )
+        call = partial(pack.on(self.backend), *self._pack_operands(selected))
         index = gates.attended(selected.index_BHK, settings.sink, 0, 0)
 
         def error() -> float:

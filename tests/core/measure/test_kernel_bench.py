@@ -15,6 +15,7 @@ from sfi_core.measure.kernel_bench import (
     resolve_backend,
     run_bench,
     timing,
+    variant,
     variants,
 )
 from sfi_core.measure.kernel_bench.data import (
@@ -28,8 +29,10 @@ from sfi_core.measure.kernel_bench.data import (
 )
 from sfi_core.measure.kernel_bench.key_code_variants import draw_basis
 from sfi_core.measure.kernel_bench.timing import CpuClock, KernelTimes
+from sfi_core.measure.kernel_bench.variant import KernelVariant
 from sfi_core.measure.kernel_bench.variants import KernelVariants
 from sfi_kernels.key_codes import encode_keys, scan_codes
+from sfi_kernels.pack import pack
 from sfi_kernels.selector import selector
 from sfi_kernels.sparse_attention import sparse_attention
 from sfi_kernels.top_k import top_k
@@ -425,20 +428,115 @@ def test_the_faster_form_of_sdpa_counts(clock):
     ]
 
 
-def test_nothing_is_timed_when_an_op_is_wrong(clock, monkeypatch):
+class Short:
+    """Attention that misses the last token."""
+
+    @staticmethod
+    def reference(query, key, value, length, *rest, **options):
+        return sparse_attention.reference(query, key, value, length - 1, *rest, **options)
+
+
+def test_an_op_that_is_wrong_has_no_time_and_the_others_have(clock, monkeypatch):
     """A speed-up is never reported on a red gate."""
-
-    class Short:
-        @staticmethod
-        def reference(query, key, value, length, *rest, **options):
-            return sparse_attention.reference(query, key, value, length - 1, *rest, **options)
-
     monkeypatch.setattr(variants, "sparse_attention", Short)
-    with pytest.raises(WrongResultError) as caught:
-        run_bench(tiny(), "torch", CPU)
-    assert str(caught.value).startswith("fast at retention 0.5 must equal its formula")
+    result = run_bench(tiny(repeats=2), "torch", CPU)
+    rows = {row["op"]: row for row in result.rows()}
+    fast = rows.pop("fast")
+    assert (fast["median_us"], fast["speedup_over_dense"], fast["repeats"]) == (None, None, 0)
+    assert fast["error_share"] > 1
+    assert not fast["matches_reference"]
+    assert {"dense", "pack", "selector", "top_k", "append"} <= set(rows)
+    assert all(row["matches_reference"] and row["repeats"] == 2 for row in rows.values())
+    with pytest.raises(
+        WrongResultError, match=r"got fast at retention 0.5 \(.* times the error"
+    ) as caught:
+        result.check()
     assert caught.value.exit_code == 1
-    assert not clock.prepared
+
+
+def fake(name: str, error, call=lambda: None) -> KernelVariant:
+    return KernelVariant(name, None, call, 1000, error)
+
+
+def test_variants_that_raise_or_are_wrong_are_named_and_the_others_are_timed(clock, monkeypatch):
+    """As a compiler, a launch and a capture do; what is not finite is no number in JSON."""
+
+    def broken():
+        raise RuntimeError("ptxas died\nand more")
+
+    def made(_):
+        yield fake("wrong", lambda: 2.0)
+        yield fake("right", lambda: 0.5)
+        yield fake("raises", broken)
+        yield fake("infinite", lambda: float("inf"))
+        yield from variant.guarded("unmade", 0.5, (broken() for _ in [0]))
+
+    monkeypatch.setattr(KernelVariants, "build", made)
+    result = run_bench(tiny(repeats=3), "torch", CPU)
+    rows = {row["op"]: row for row in result.document()["rows"]}
+    assert {op: (row["repeats"], row["error_share"], row["failure"]) for op, row in rows.items()} == {
+        "right": (3, 0.5, None),
+        "wrong": (0, 2.0, "2 times the error that rounding allows"),
+        "raises": (0, None, "RuntimeError: ptxas died"),
+        "infinite": (0, None, "inf times the error that rounding allows"),
+        "unmade": (0, None, "RuntimeError: ptxas died"),
+    }  # fmt: skip
+    assert clock.order == [0] * 3
+    assert [name.split(" (")[0] for name in result.failures] == [
+        "wrong", "raises", "infinite", "unmade at retention 0.5",
+    ]  # fmt: skip
+
+
+def test_a_device_that_is_lost_keeps_the_times_so_far(clock, monkeypatch):
+    monkeypatch.setattr(KernelVariants, "build", lambda _: [fake("one", lambda: 0.0)])
+    times = iter((7.0, 8.0))
+
+    def lost(_):
+        for time_us in times:
+            return time_us
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    clock.times = lost
+    result = run_bench(tiny(repeats=5), "torch", CPU)
+    assert [(row["op"], row["repeats"], row["median_us"]) for row in result.rows()] == [
+        ("one", 2, 7.5)
+    ]
+    with pytest.raises(
+        WrongResultError, match=r"got timing \(RuntimeError: CUDA error: an illegal"
+    ):
+        result.check()
+
+
+def test_a_call_that_cannot_be_captured_is_named(clock, monkeypatch):
+    monkeypatch.setattr(
+        KernelVariants, "build", lambda _: [fake(name, lambda: 0.0) for name in ("a", "b")]
+    )
+    prepared = clock.prepare
+
+    def prepare(call):
+        if prepare.calls:
+            return prepared(call)
+        prepare.calls += 1
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    prepare.calls = 0
+    clock.prepare = prepare
+    result = run_bench(tiny(repeats=1), "torch", CPU)
+    assert [(row["op"], row["repeats"]) for row in result.rows()] == [("b", 1), ("a", 0)]
+    assert result.failures == ["a (RuntimeError: operation not permitted when stream is capturing)"]
+
+
+def test_a_wrong_pack_makes_no_other_op_wrong(clock, monkeypatch):
+    class Nothing:
+        reference = staticmethod(pack.reference)
+
+        @staticmethod
+        def on(_):
+            return lambda *_: None
+
+    monkeypatch.setattr(variants, "pack", Nothing)
+    failures = run_bench(tiny(ops=("fast", "pack"), repeats=1), "torch", CPU).failures
+    assert [name.split(" ")[0] for name in failures] == ["pack"]
 
 
 def test_ctrl_c_keeps_the_times_so_far(clock):
@@ -460,7 +558,8 @@ def test_the_document_says_what_was_measured_and_what_was_not():
     assert document["machine"]["copy_gb_per_s"] > 0
     assert {"driver", "torch", "triton", "processor"} <= set(document["machine"])
     notes = " ".join(document["notes"])
-    for missing in ("not the Triton kernels", "paper_like", "flashinfer", "flash_attn"):
+    took = "dense.sdpa (enable_gqa) ran as flash_attention_for_cpu"
+    for missing in ("not the Triton kernels", "paper_like", "flashinfer", "flash_attn", took):
         assert missing in notes
 
 

@@ -24,17 +24,18 @@ def write_parquet(document: dict[str, Any], path: Path) -> None:
         key: document[key] for key in ("backend", "interrupted", "notes", "machine", "versions")
     }
     metadata = {"schema_version": str(SCHEMA_VERSION), "kernel_bench": json.dumps(facts)}
-    write_rows(path, document["rows"], metadata, text=("form",))
+    write_rows(path, document["rows"], metadata, text=("form", "failure"))
 
 
 def write_plot(document: dict[str, Any], path: Path, *, kind: str) -> None:
-    """Draw the fast step's speed-up and bandwidth against retention.
+    """Draw the fast step's speed-up and bandwidth against retention; ops without a time are left out.
 
     Args:
-        document: The benchmark's document, with at least one row of op fast.
+        document: The benchmark's document, with at least one timed row of op fast.
         path: Where to.
         kind: "png" or "svg"; the path may end in something else.
     """
+    document = {**document, "rows": [row for row in document["rows"] if row["median_us"]]}
     rows = [row for row in document["rows"] if row["op"] == "fast"]
     rows.sort(key=lambda row: row["retention"])
     figure = new_figure(*INCHES)

@@ -1,0 +1,66 @@
+"""Stage 2: each op once against its reference, small and at 16K x 4; errors over what rounding allows."""
+
+from typing import Any
+
+import torch
+
+from benchmarks.smoke.journal import Journal
+from benchmarks.smoke.plan import Plan
+from sfi_core.measure.bench.bench import release
+from sfi_core.measure.kernel_bench import KernelSettings
+from sfi_core.measure.kernel_bench.data import LayerData, layer_data
+from sfi_core.measure.kernel_bench.result import Measurement
+from sfi_core.measure.kernel_bench.variants import KernelVariants
+from sfi_kernels.dense_attention import dense_attention, window_logits
+
+WINDOW = 64  # a prompt's last queries
+
+
+def check(journal: Journal, plan: Plan) -> None:
+    """Compare every op in every dtype, width and shape."""
+    for shape in plan.shapes:
+        for dtype in plan.dtypes:
+            for width in plan.widths:
+                settings = KernelSettings(**{**shape, "dtype": dtype, "head_dim": width})
+                at = f"{dtype} D={width} {settings.context} x {settings.batch}"
+                journal.trial(
+                    at, lambda at=at, settings=settings: _one(journal, plan, settings, at)
+                )
+                release(plan.device)
+
+
+def _one(journal: Journal, plan: Plan, settings: KernelSettings, at: str) -> None:
+    made = KernelVariants(settings, "triton", plan.device)
+    for variant in made.build():
+        form = f" ({variant.form})" if variant.form else ""
+        journal.trial(f"{at}: {variant.label}{form}", lambda one=variant: _measured(one))
+    journal.note(f"{at}: notes", said="; ".join(made.notes))
+    data = layer_data(settings, plan.device, one_page=False)
+    for name in ("dense_attention", "window_logits"):
+        journal.trial(f"{at}: prompt, {name}", lambda name=name: _prompt(settings, data, name))
+
+
+def _measured(variant: Any) -> dict[str, Any]:
+    one = Measurement.of(variant)
+    return {"error_share": one.error, **({"failed": one.failure} if one.failure else {})}
+
+
+def _prompt(settings: KernelSettings, data: LayerData, name: str) -> dict[str, Any]:
+    # no bound is derived here: the distance is shown in units of the dtype's rounding
+    generator = torch.Generator(data.length_B.device).manual_seed(1)
+    shape = (settings.batch, settings.kv_heads, settings.group, WINDOW, settings.head_dim)
+    query = torch.randn(
+        shape, generator=generator, dtype=settings.torch_dtype, device=data.length_B.device
+    )
+    key, value, table = data.paged
+    if name == "dense_attention":
+        operands, op = (query, key, value, table, data.length_B), dense_attention
+    else:
+        operands, op = (query, key, table, data.length_B), window_logits
+    got, expected = (
+        one(*operands, scale=settings.scale).float().nan_to_num(neginf=0.0)
+        for one in (op.triton, op.reference)
+    )
+    size = expected.abs().max()
+    roundings = float((got - expected).abs().max() / size / torch.finfo(settings.torch_dtype).eps)
+    return {"roundings": roundings, "right": roundings < WINDOW}

@@ -1,0 +1,176 @@
+"""What the kernel benchmark found: rows of what was timed, and of what failed."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from sfi_core.errors import NumericsError
+from sfi_core.machine.versions import versions
+from sfi_core.measure.kernel_bench.settings import KernelSettings
+from sfi_core.measure.kernel_bench.timing import KernelTimes
+from sfi_core.measure.kernel_bench.variant import KernelVariant
+
+SPEEDUPS = {
+    "speedup_over_dense": "dense",
+    "speedup_over_sdpa": "dense.sdpa",
+    "speedup_over_paper_like": "dense.paper_like",
+    "speedup_over_flashinfer": "dense.flashinfer",
+    "speedup_over_flash_attn": "dense.flash_attn",
+}
+
+
+class WrongResultError(NumericsError):
+    """An op does not run, or differs from its formula by more than rounding; the others were timed."""
+
+
+@dataclass(slots=True)
+class Measurement:
+    """A variant, its error and its times.
+
+    Attributes:
+        variant: The variant.
+        error: Its error over the error that rounding allows; None where it did not run.
+        failure: Why it is not timed; None where it is.
+        times: Its times.
+    """
+
+    variant: KernelVariant
+    error: float | None = None
+    failure: str | None = None
+    times: KernelTimes = field(default_factory=KernelTimes)
+
+    @classmethod
+    def of(cls, variant: KernelVariant) -> "Measurement":
+        """Check a variant; what it raises becomes its failure.
+
+        Raises:
+            KernelLimitError: The kernels do not take this shape.
+        """
+        one = cls(variant)
+        with variant.noting(one.fail):
+            one.error = variant.error()
+            if not one.error <= 1:
+                one.failure = f"{one.error:.3g} times the error that rounding allows"
+        return one
+
+    def fail(self, reason: str) -> None:
+        """Note why it is not timed."""
+        self.failure = reason
+
+
+@dataclass(slots=True)
+class KernelResult:
+    """The measurements so far.
+
+    Attributes:
+        settings: The settings of the run.
+        backend: "torch" or "triton".
+        measurements: The measurement of every variant.
+        machine: The machine, its copy bandwidth and what the clock adds.
+        notes: What a reader of the rows must know.
+        stopped: What ended the timing early; None where nothing did.
+        interrupted: Whether Ctrl-C ended it early.
+    """
+
+    settings: KernelSettings
+    backend: str
+    measurements: list[Measurement] = field(default_factory=list)
+    machine: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    stopped: str | None = None
+    interrupted: bool = False
+
+    @property
+    def failures(self) -> list[str]:
+        """What was not timed, or not to the end, and why."""
+        failed = [
+            f"{one.variant.label} ({one.failure})" for one in self.measurements if one.failure
+        ]
+        return failed + ([] if self.stopped is None else [f"timing ({self.stopped})"])
+
+    def check(self) -> None:
+        """Refuse a result with failures.
+
+        Raises:
+            WrongResultError: With all of them, on one line.
+        """
+        if self.failures:
+            raise WrongResultError(
+                "every op must run and equal its formula up to rounding, got "
+                + "; ".join(self.failures)
+            )
+
+    def document(self) -> dict[str, Any]:
+        """Return the JSON document."""
+        return {
+            "rows": self.rows(),
+            "compiled": [],
+            "backend": self.backend,
+            "interrupted": self.interrupted,
+            "failures": self.failures,
+            "notes": self.notes,
+            "machine": self.machine,
+            "versions": versions(),
+        }
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return a row for every variant that was timed, SDPA in its faster form, and each that failed."""
+        timed: dict[tuple[str, float | None], Measurement] = {}
+        for one in self.measurements:
+            key = one.variant.name, one.variant.retention
+            if one.times.times_us and (
+                key not in timed or one.times.median_us < timed[key].times.median_us
+            ):
+                timed[key] = one
+        medians = {key: one.times.median_us for key, one in timed.items()}
+        failed = [one for one in self.measurements if one.failure and not one.times.times_us]
+        return [self._row(one, medians) for one in [*timed.values(), *failed]]
+
+    def _row(
+        self, one: Measurement, medians: dict[tuple[str, float | None], float]
+    ) -> dict[str, Any]:
+        variant, retention = one.variant, one.variant.retention
+        row = {
+            "op": variant.name,
+            "backend": self.backend,
+            "retention": retention,
+            **self.settings.shown(),
+            "form": variant.form,
+            **self._times(one, medians),
+        }
+        is_fast = variant.name.startswith("fast")
+        attended = self.settings.attended(retention or 1.0) if is_fast else None
+        row["attended_tokens"] = attended
+        row["ideal_speedup"] = self.settings.context / attended if attended else None
+        row["gather_us"] = (
+            medians.get(("fast.gather", retention)) if variant.name == "fast" else None
+        )
+        # JSON has no infinity
+        row["error_share"] = (
+            one.error if one.error is not None and math.isfinite(one.error) else None
+        )
+        row["matches_reference"] = one.error is not None and one.error <= 1
+        row["failure"] = one.failure
+        return row
+
+    def _times(
+        self, one: Measurement, medians: dict[tuple[str, float | None], float]
+    ) -> dict[str, Any]:
+        times, moved = one.times, one.variant.bytes
+        median = times.median_us if times.times_us else None
+        gb_per_s = None if median is None else moved / median / 1e3
+        row: dict[str, Any] = {
+            "median_us": median,
+            "p10_us": None if median is None else times.percentile_us(10),
+            "p90_us": None if median is None else times.percentile_us(90),
+            "repeats": len(times.times_us),
+            "bytes": moved,
+            "gb_per_s": gb_per_s,
+            "bandwidth_share": None
+            if gb_per_s is None
+            else gb_per_s / self.machine["copy_gb_per_s"],
+        }
+        for name, op in SPEEDUPS.items():
+            dense = medians.get((op, 1.0))
+            row[name] = None if dense is None or median is None else dense / median
+        return row
