@@ -171,6 +171,8 @@ class RunReport:
         decode_tokens_per_second: Tokens of those steps over that time, all requests together.
         paths: Attention and maintenance calls by what really ran, counted per request, layer and step.
         kernels: The Triton kernels launched; empty on the torch backend.
+        fused: The model's modules that ran as kernels of ours, by their class.
+        left_alone: Norms, MLPs, attentions and decoder layers that ran as they are where others were fused.
         kv_tiers: Where keys and values lay under a device budget; None without one.
     """
 
@@ -182,6 +184,8 @@ class RunReport:
     paths: dict[str, int]
     kernels: list[KernelReport]
     kv_tiers: TierReport | None = None
+    fused: dict[str, int] = field(default_factory=dict)
+    left_alone: dict[str, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, run: Run) -> Self:

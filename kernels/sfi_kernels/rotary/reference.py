@@ -19,7 +19,8 @@ def rotary(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Norm each head as `rms_norm` does, if there are weights, and rotate it (Su et al., 2021, Eq. 34).
 
-    A head's first half is paired with its second, as in transformers; the paper pairs neighbors. Both products and their sum are rounded to the dtype.
+    A head's first half is paired with its second, as in transformers; the paper pairs neighbors. Both
+    products and their sum are rounded to the dtype.
 
     Args:
         query_BTXD: Queries as their projection leaves them, contiguous. X are all query heads; D is even.

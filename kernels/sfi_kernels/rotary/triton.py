@@ -91,6 +91,7 @@ def rotary(
         _rotary_kernel, (B * T, triton.cdiv(X, block) + triton.cdiv(H, block)),
         query_BTXD, key_BTHD, cos_BTD, sin_BTD, *weights, query_out, key_out,
         X, H, T, cos_BTD.stride(0) if cos_BTD.shape[0] > 1 else 0, cos_BTD.stride(1), eps,
-        num_warps=WARPS, D=D, BLOCK_H=block, BLOCK_D=half, NORM=normed,
+        # in bfloat16 a product that is rounded and then added became one fma, which skips the rounding
+        num_warps=WARPS, contracts=0, D=D, BLOCK_H=block, BLOCK_D=half, NORM=normed,
     )  # fmt: skip
     return query_out.transpose(1, 2), key_out.transpose(1, 2)
