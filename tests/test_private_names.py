@@ -15,7 +15,8 @@ PRIVATE = "sfi_core/machine/private.py"
 # what has a name, and the one file that uses it, which says why no public name does
 LISTED: dict[str, tuple[Any, str]] = {
     "_attn_implementation": (PreTrainedConfig, PRIVATE),
-    "_python_dispatch": (torch.utils, PRIVATE),
+    "_forward_hooks": (torch.nn.Module(), PRIVATE),
+    "_forward_pre_hooks": (torch.nn.Module(), PRIVATE),
     "_is_mkldnn_bf16_supported": (torch.ops.mkldnn, PRIVATE),
     "_is_mkldnn_fp16_supported": (torch.ops.mkldnn, PRIVATE),
     "_python_dispatch": (torch.utils, PRIVATE),

@@ -10,6 +10,7 @@ D  head dimension                 S  sink and selected tokens, the packed segmen
 V  vocabulary                     R  rows: some requests of the batch
 E  width of a value               X  work items, or a flattened dimension
 P  pages of the KV cache          N  tokens per page (`page_size` as a number)
+F  features of a token, as an MLP or a norm has them
 
 Sizes are the bare letters. Everything here is a pure function of tensors: no model, no schedule,
 no state, and no import of Triton until an op's kernel is called.

@@ -67,6 +67,7 @@ def launch(
     num_warps: int = 4,
     num_stages: int = 1,
     max_registers: int | None = None,
+    contracts: int = 1,
     **constants: Any,
 ) -> None:
     """Launch a kernel on its first tensor's device.
@@ -78,6 +79,7 @@ def launch(
         num_warps: Warps of a program.
         num_stages: Depth of the software pipeline.
         max_registers: Registers of a thread; None lets the compiler weigh occupancy against spills.
+        contracts: 1 lets the compiler make one instruction, which rounds once, of a product and a sum.
         **constants: Its constexpr arguments.
 
     Raises:
@@ -87,6 +89,8 @@ def launch(
     options = {"num_warps": num_warps, "num_stages": num_stages}
     if max_registers is not None:
         options["maxnreg"] = max_registers
+    if not contracts:
+        options["enable_fp_fusion"] = False
     record = _recording.get()
     if record is not None:
         record.launches.append(Launch(kernel, arguments, constants, options))

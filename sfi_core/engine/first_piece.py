@@ -20,9 +20,7 @@ def is_first_piece(layer: Layer, prompts: tuple[int, ...], query_BHGTD: torch.Te
     return begin and plain and layer.new is not None and has_fused(query_BHGTD, *layer.new)
 
 
-def has_fused(
-    query_BHGTD: torch.Tensor, key_BHTD: torch.Tensor, value_BHTE: torch.Tensor
-) -> bool:
+def has_fused(query_BHGTD: torch.Tensor, key_BHTD: torch.Tensor, value_BHTE: torch.Tensor) -> bool:
     """Say whether the device's flash attention takes these; any other would hold all T x T logits."""
     if query_BHGTD.device.type != "cuda":
         return False

@@ -173,6 +173,8 @@ class RunReport:
         decode_tokens_per_second: Tokens of those steps over that time, all requests together.
         paths: Attention and maintenance calls by what really ran, counted per request, layer and step.
         kernels: The Triton kernels launched; empty on the torch backend.
+        fused: The model's modules that ran as kernels of ours, by their class.
+        left_alone: Norms, MLPs, attentions and decoder layers that ran as they are where others were fused.
         kv_tiers: Where keys and values lay under a device budget; None without one.
         not_replayed: Why decoding steps ran one kernel after the other on a device that has CUDA graphs,
             where nobody asked for that; empty for none.
@@ -187,6 +189,8 @@ class RunReport:
     kernels: list[KernelReport]
     kv_tiers: TierReport | None = None
     not_replayed: str = ""
+    fused: dict[str, int] = field(default_factory=dict)
+    left_alone: dict[str, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, run: Run) -> Self:

@@ -247,8 +247,8 @@ class Run:
             chosen[rows] = Rows.of(rows, self.requests, self.policy.config.sink, step, table)
         return chosen[rows]
 
-    def launches(self, layer: int) -> AbstractContextManager[None]:
-        """Count the Triton kernels launched inside under the step and a layer."""
+    def launches(self, layer: int = WHOLE_STEP) -> AbstractContextManager[None]:
+        """Count the Triton kernels launched inside under the step, and a layer if one is meant."""
         if self.store.backend != "triton":
             return nullcontext()
         return self.meter.launches(self.step, layer)

@@ -43,6 +43,14 @@ class LastOperation(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
+def has_hooks(module: torch.nn.Module) -> bool:
+    """Say whether anybody is told of a module's calls.
+
+    PyTorch has functions to add hooks and to remove them, but none to ask for them.
+    """
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
 def multiplies_natively(dtype: torch.dtype) -> bool:
     """Say whether oneDNN multiplies matrices of a dtype on this CPU; True for other than half precisions.
 

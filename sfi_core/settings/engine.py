@@ -21,6 +21,11 @@ class EngineOptions:
     graphs: bool | None = setting(
         None, "Replay whole decoding steps as CUDA graphs; none does so where the run allows it."
     )
+    fused: bool | None = setting(
+        None,
+        "Run a model's norms, rotations and gates as one Triton kernel each, in place of transformers' many. "
+        "Modules whose source is not known keep their own. None does so on a CUDA device.",
+    )
     kv_device_budget: str | None = setting(
         None,
         "Keep all keys and values in host memory, and at most this much on the device: a share of the cache "

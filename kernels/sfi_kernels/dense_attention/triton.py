@@ -176,4 +176,3 @@ def window_logits(
         num_warps=shape.warps, num_stages=shape.stages, max_registers=REGISTERS,
     )  # fmt: skip
     return logits_BHGWT
-

@@ -179,7 +179,8 @@ class StepGraphs:
         with run.launches(WHOLE_STEP):
             buffers.begin()
         position_B1 = (buffers.descriptor.length_B - 1).clamp_min(0).long()[:, None]
-        self._logits_BV = self._forward(self._token_B1, position_B1)
+        with run.launches(WHOLE_STEP):
+            self._logits_BV = self._forward(self._token_B1, position_B1)
         run.maintenance.join()
         self._launches = run.meter.kernels.total()
 

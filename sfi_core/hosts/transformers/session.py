@@ -19,6 +19,7 @@ from sfi_core.hosts.transformers.checks import (
     check_dense_layers,
     full_attention_layers,
 )
+from sfi_core.hosts.transformers.fusion.fuse import Fusion
 from sfi_core.hosts.transformers.heads import check_heads, with_head_file
 from sfi_core.hosts.transformers.passes import begin_decode, begin_prompt, reads_prompt
 from sfi_core.hosts.transformers.shadow import Shadow
@@ -58,6 +59,7 @@ class Session:
         ranks: The processes among which the model's heads are split.
         audit: What to audit; None for nothing.
         engine: How steps are run.
+        fusion: Which of the model's modules run fused.
     """
 
     def __init__(
@@ -83,7 +85,7 @@ class Session:
         check_dense_layers(config.dense_layers, layers)
         self.policy = policy_class(policy)(config, trigger, layers)
         self.observer = as_one(observers)
-        self.audit, self.engine = audit, engine
+        self.audit, self.engine, self.fusion = audit, engine, Fusion()
         self._planned = False
         self._shadow = Shadow()
         self.span = ExitStack()
@@ -96,7 +98,7 @@ class Session:
     @property
     def report(self) -> RunReport | None:
         """Counts, reasons, ratios and paths of the last run."""
-        return None if self._run is None else RunReport.of(self._run)
+        return None if self._run is None else self.fusion.told(RunReport.of(self._run))
 
     @property
     def run(self) -> Run:
@@ -197,6 +199,7 @@ class Session:
                 self._shadow.run(model, cache, args, kwargs)
                 self.seam.cache = cache
         self.span.enter_context(cache.run.observer.span(name))
+        self.span.enter_context(cache.run.launches())
 
     def after_forward(self, model: Any, args: tuple[Any, ...], output: Any) -> None:
         """Leave a step: transformers calls this after every forward pass of the model."""

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from sfi_core.errors import ConfigError
 from sfi_core.hosts.transformers.attention import install, uninstall
 from sfi_core.hosts.transformers.backend import resolve_backend
 from sfi_core.hosts.transformers.checks import check_cache, refuse_modes
+from sfi_core.hosts.transformers.fusion.fuse import fused, wants_fusion
 from sfi_core.hosts.transformers.session import Session
 from sfi_core.models.forecast import check_fits
 from sfi_core.models.linear import wide_linears
@@ -78,9 +79,11 @@ def slow_fast(
     wrapped.sfi = True  # type: ignore[attr-defined]
     model.generate = wrapped
     try:
-        with session.ranks.guarded(), wide_linears(model):
+        with session.ranks.guarded(), wide_linears(model), ExitStack() as stack:
             session.backend = resolve_backend(backend, model, session.shapes, page_size)
             session.observe()
+            if wants_fusion(session.engine.fused, session.backend, model.device):
+                session.fusion = stack.enter_context(fused(model))
             yield session
     finally:
         session.close()

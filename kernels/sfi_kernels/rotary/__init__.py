@@ -1,0 +1,9 @@
+"""Rotary positions of queries and keys, after the norms of their heads where a model has these."""
+
+from sfi_kernels.op import Op
+from sfi_kernels.rotary import reference
+from sfi_kernels.rotary.reference import MAX_WIDTH
+
+rotary = Op(reference.rotary, triton="sfi_kernels.rotary.triton")
+
+__all__ = ["MAX_WIDTH", "rotary"]

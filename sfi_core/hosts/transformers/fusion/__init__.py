@@ -1,0 +1,1 @@
+"""A model's norms, rotations and gates as one kernel each, in place of transformers' many."""

@@ -1,0 +1,100 @@
+"""Which of transformers' forwards sfi can replace: those whose source is known, whatever their class."""
+
+import ast
+import hashlib
+import inspect
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+UNKNOWN = ""
+RMS_NORM = {"9635bcd843f309a0"}  # LlamaRMSNorm
+GATED_MLP = {"7d2027d4464e3e71", "0d7b11835db6b508"}  # LlamaMLP, Qwen2MLP
+DECODER_LAYER = {"1a8125909341e389"}  # LlamaDecoderLayer
+# LlamaAttention calls the first, which calls the second
+ROTARY = {"apply_rotary_pos_emb": "4a8f8b85ee37bd3f", "rotate_half": "7b6c9b425ca04287"}
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSource:
+    """What tells the known attentions apart.
+
+    Attributes:
+        norms: Whether each head of queries and keys is normed before its rotation.
+        window: Where the sliding window comes from: the module, its config, or nowhere.
+    """
+
+    norms: bool
+    window: str
+
+
+ATTENTION = {
+    "ee9b11aafecd166c": AttentionSource(norms=False, window=""),  # LlamaAttention
+    "4303b9d12716b783": AttentionSource(norms=False, window="module"),  # Qwen2Attention
+    "9fd52adda2db73b6": AttentionSource(norms=False, window="config"),  # MistralAttention
+    "0a88802c2838d189": AttentionSource(norms=True, window="module"),  # Qwen3Attention
+    "2d8e9493a5546bd7": AttentionSource(norms=True, window=""),  # Qwen3VLTextAttention
+}
+
+
+@cache
+def digest(function: Callable[..., Any]) -> str:
+    """Return a digest of what a function does: its source without names, annotations and docstring.
+
+    Returns:
+        Sixteen hexadecimal digits; `UNKNOWN` where there is no source to read.
+    """
+    try:
+        source = textwrap.dedent(inspect.getsource(function))
+        node = ast.parse(source).body[0]
+    except (OSError, TypeError, SyntaxError):
+        return UNKNOWN
+    if not isinstance(node, ast.FunctionDef):
+        return UNKNOWN
+    text = ast.unparse(ast.fix_missing_locations(_Bare().visit(node)))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def rotates_halves(forward: Callable[..., Any]) -> bool:
+    """Say whether the `apply_rotary_pos_emb` that a forward calls is the one that `rotary` replaces."""
+    names = getattr(forward, "__globals__", {})
+    return all(digest(_unwrapped(names.get(name))) == known for name, known in ROTARY.items())
+
+
+def _unwrapped(function: Any) -> Any:
+    # the package `kernels`, where it is installed, makes a module of a function, to replace its forward later
+    if isinstance(function, torch.nn.Module) and "forward" not in vars(function):
+        return inspect.getclosurevars(type(function).forward).nonlocals.get("func", function)
+    return function
+
+
+class _Bare(ast.NodeTransformer):
+    """Drops what changes nothing; comments and line breaks are gone already."""
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        """Drop the docstring, the annotation of what is returned, and decorators about the kernels hub."""
+        node.returns = None
+        node.decorator_list = [one for one in node.decorator_list if not _about_the_hub(one)]
+        if ast.get_docstring(node) is not None:
+            node.body = node.body[1:]
+        return self.generic_visit(node)
+
+    def visit_arg(self, node: ast.arg) -> ast.AST:
+        """Drop an argument's annotation."""
+        node.annotation = None
+        return node
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
+        """Drop a variable's annotation."""
+        if node.value is None:
+            return node
+        return ast.Assign(targets=[node.target], value=node.value)
+
+
+def _about_the_hub(decorator: ast.expr) -> bool:
+    # they only note a name, until `kernelize` gives the module a forward of its own
+    return "kernel" in ast.unparse(decorator)
