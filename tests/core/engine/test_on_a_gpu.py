@@ -45,13 +45,24 @@ def plain(**options: Any) -> Any:
     return complete(PLAIN, **options)
 
 
+def check_replayed(report: Any) -> None:
+    """The first step with 1, with 2 and with 3 or 4 slow requests may run unrecorded."""
+    once = report.paths.get("graph.eager", 0)
+    assert once <= 3
+    assert report.paths["graph.replay"] == 63 - once
+    assert report.not_replayed == ""
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("policy", ["sfi", "full-kv", "streaming-llm", "snapkv", "prior-only"])
 def test_no_switch_changes_a_token(overlap: bool, graphs: bool, policy: str):
     report = complete(EngineOptions(overlap=overlap, graphs=graphs), policy=policy)
     assert tokens(report) == tokens(plain(policy=policy))
-    assert report.paths.get("graph.replay", 0) == (63 if graphs else 0)
+    if graphs:
+        check_replayed(report)
+    else:
+        assert "graph.replay" not in report.paths
 
 
 def test_the_switches_change_nothing_however_often_it_is_run():
@@ -63,7 +74,7 @@ def test_the_switches_change_nothing_however_often_it_is_run():
 
 
 def test_graphs_are_the_default():
-    assert complete(EngineOptions()).paths["graph.replay"] == 63
+    check_replayed(complete(EngineOptions()))
 
 
 def test_requests_that_end_and_dense_layers_change_nothing():
@@ -93,6 +104,7 @@ def test_a_model_that_waits_for_the_device_runs_eagerly():
         hook.remove()
     assert tokens(report) == tokens(plain())
     assert report.paths["graph.eager"] == 63
+    assert "got aten::_local_scalar_dense in Qwen3RMSNorm" in report.not_replayed
 
 
 TIERS = {
