@@ -1,7 +1,7 @@
 """Some requests of a batch as the refresh of a layer needs them, on the device."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Self
 
 import torch
@@ -34,6 +34,17 @@ class Rows:
     allowed_RT: torch.Tensor
     longest: int
     most_sink: int
+    _head_pages: dict[int, torch.Tensor] = field(default_factory=dict, repr=False)
+
+    def head_pages(self, heads: int) -> torch.Tensor:
+        """Return the requests' pages of each of `heads` KV heads, as `KVStore.norms_of` takes them.
+
+        Made once for all layers of as many heads; all who ask are on one stream.
+        """
+        if heads not in self._head_pages:
+            head_H1 = torch.arange(heads, dtype=torch.int32, device=self.table_RP.device)[:, None]
+            self._head_pages[heads] = self.table_RP[:, None] * heads + head_H1
+        return self._head_pages[heads]
 
     @classmethod
     def of(

@@ -216,9 +216,11 @@ class KVCache:
         norm_RHPN = norm_PHN[page_RP.long()].transpose(1, 2)
         return norm_RHPN.flatten(2)[:, :, :length]
 
-    def norms_of(self, layer: int, table_RP: torch.Tensor) -> torch.Tensor:
+    def norms_of(self, layer: int, page_RHP: torch.Tensor) -> torch.Tensor:
         """See `KVStore`."""
-        return self.layers[layer].norm_PHN[table_RP.long()].transpose(1, 2).flatten(2)
+        norm_PHN = self.layers[layer].norm_PHN
+        norm = norm_PHN.flatten(0, 1).index_select(0, page_RHP.flatten())
+        return norm.view(*page_RHP.shape[:2], self.capacity)
 
     def _allocate(self, key: torch.Tensor, value: torch.Tensor) -> LayerPages:
         shape = (self.batch * self.pages_per_request, key.shape[1], self.page_size)

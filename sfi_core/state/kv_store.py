@@ -109,8 +109,16 @@ class KVStore(Protocol):
     def norms(self, layer: int, rows: Sequence[int], length: int) -> torch.Tensor:
         """Return requests' key norms, [len(rows), H, length] float32; undefined beyond a request's tokens."""
 
-    def norms_of(self, layer: int, table_RP: torch.Tensor) -> torch.Tensor:
-        """Return the key norms of requests by their page numbers, [R, H, capacity] float32."""
+    def norms_of(self, layer: int, page_RHP: torch.Tensor) -> torch.Tensor:
+        """Return the key norms of requests by their pages, in one copy.
+
+        Args:
+            layer: Index of the layer.
+            page_RHP: The requests' pages by KV head, int32: the page's number times H, plus the head.
+
+        Returns:
+            norm_RHT, [R, H, capacity] float32; undefined beyond a request's tokens.
+        """
 
     def pack_into(
         self,

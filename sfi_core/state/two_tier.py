@@ -200,10 +200,10 @@ class TwoTierStore:
             return norm_BHT[rows[0] : rows[0] + 1]
         return torch.stack([norm_BHT[row] for row in rows])
 
-    def norms_of(self, layer: int, table_RP: torch.Tensor) -> torch.Tensor:
+    def norms_of(self, layer: int, page_RHP: torch.Tensor) -> torch.Tensor:
         """See `KVStore`."""
-        row_R = (table_RP[:, 0] // self.ring_pages).long()
-        return self.layers[layer].norm_BHT[row_R, :, : self.capacity]
+        row_R = page_RHP[:, 0, 0] // (self.ring_pages * page_RHP.shape[1])
+        return self.layers[layer].norm_BHT[:, :, : self.capacity].index_select(0, row_R)
 
     def pack_into(
         self,

@@ -15,9 +15,11 @@ from sfi_kernels.step_descriptor import StepDescriptor
 
 PAGE_IDS = 256  # page numbers a program holds at once
 JOINED = MAX_SPLITS  # partial results that a program of the join holds at once: all of a request's
-# of a thread: two split programs fit a processor with them, as many as shared memory allows; left alone, the
-# compiler spills for more programs
-REGISTERS = 255
+# of a thread, without spills; left alone, the compiler spills for more programs. Two split programs of
+# 128 threads fit a processor with either, as many as shared memory allows. Half precision leaves 12,288
+# registers beside them, enough for a program of the Selector, of top-k's counts or of pack; float32 has
+# twice the threads.
+REGISTERS, HALF_REGISTERS = 255, 208
 
 
 def decode_attention(
@@ -90,7 +92,7 @@ def attend(
     S, page_size, E = packed_key_BHSD.shape[2], key_PHND.shape[2], value_PHNE.shape[3]
     tile = tile_shape(key_PHND, value_PHNE, page_size, target(query_BHGD.device))
     items, slow = descriptor.work_XI.shape[0], descriptor.slow_rows
-    query_BHGD = query_BHGD.contiguous()
+    query_BHGD, full = query_BHGD.contiguous(), key_PHND.dtype == torch.float32
 
     keeps = evidence and slow > 0
     out_BHGE = query_BHGD.new_empty(B, H, G, E)
@@ -126,8 +128,8 @@ def attend(
         CAPPED=soft_cap is not None, GATHER=position_BHS is not None,
         HEADS=dense_BH is not None, **common,
         # float32 products run in registers, which need more threads
-        num_warps=8 if key_PHND.dtype == torch.float32 else 4, num_stages=tile.stages,
-        max_registers=REGISTERS,
+        num_warps=8 if full else 4, num_stages=tile.stages,
+        max_registers=REGISTERS if full else HALF_REGISTERS,
     )  # fmt: skip
     launch(
         join_splits, (B, H, G), table, sink, *pseudo_operands, out_BHGE, part, lse, sums, log_sum,

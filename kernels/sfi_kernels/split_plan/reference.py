@@ -16,11 +16,11 @@ from sfi_kernels.step_descriptor import (
 )
 
 MIN_UNITS, MAX_SPLITS = 2, 64
-# In units: what a wave costs beyond its own. Reckoned, not measured: a unit of bfloat16 keys and values of 128
-# numbers is 32 KB, 2 us at a program's share of 4.3 TB/s, two programs on each of 132 processors. A wave takes
-# about 4 us more, for its last stores and for the work item, the request's words, the page numbers and the first
-# tile, which wait for each other. Joining costs nothing that decides: a program loads all parts of a query head
-# at once, half a KB a split, 1/64 of a unit.
+# In units: what a wave costs beyond its own. Reckoned, not measured: a unit of bfloat16 keys and values,
+# of 128 numbers each, is 32 KB, 2 us at a program's share of 4.3 TB/s, two programs on each of 132
+# processors. A wave takes about 4 us more, for its last stores and for the work item, the request's
+# words, the page numbers and the first tile, which wait for each other. Joining costs nothing that
+# decides: a program loads all parts of a query head at once, half a KB a split, 1/64 of a unit.
 OVERHEAD = 2
 CANDIDATES = 8  # sizes of work items that are tried
 

@@ -1,9 +1,11 @@
 """Top-K in Triton: an exact radix select in five launches, none of which waits for another program.
 
 A score's key is an int32 of the same order. Four launches narrow the K-th best key by 8 bits each: every
-program counts the next digit of the keys that still match into a histogram that the row's programs share, and
-first finds the digit that the launch before it settled. The fifth launch writes the positions; the fourth
-left it the counts that say how many positions the chunks before its own take.
+program counts the next digit of the keys that still match into a histogram that the row's programs share,
+and first finds the digit that the launch before it settled. Nothing is zeroed beforehand: in the first
+launch each chunk has a histogram of its own, and the first chunk's program zeroes those of the next
+launches. The fifth launch writes the positions; the fourth left it the counts that say how many positions
+the chunks before its own take.
 
 Every launch reads every score once: 20 bytes per position of float32 scores, 10 of half precision. The
 scratch is 4 KiB per row and 1 KiB per chunk of 4096 positions. All counts are integers, so the order in
@@ -32,6 +34,8 @@ PASSES = tl.constexpr(4)
 WARPS = 8
 # one kernel for all rows of up to 256K positions
 MIN_CHUNKS = 64
+# chunks whose histograms are added up at a time
+ADDED = tl.constexpr(16)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -45,7 +49,18 @@ def _load_keys(row_ptr, t, T):
 
 
 @triton.jit
-def _narrow(counts_ptr, state_ptr, budget, PASS: tl.constexpr):
+def _first_counts(chunk_ptr, chunks):
+    """Add up what the first launch counted in a row's chunks, [BINS]."""
+    digit = tl.arange(0, BINS)[None, :]
+    counts = tl.zeros([ADDED, BINS], tl.int32)
+    for first in range(0, chunks, ADDED):
+        chunk = first + tl.arange(0, ADDED)[:, None]
+        counts += tl.load(chunk_ptr + chunk * COLUMNS + digit, mask=chunk < chunks, other=0)
+    return tl.sum(counts, 0)
+
+
+@triton.jit
+def _narrow(counts_ptr, state_ptr, chunk_ptr, chunks, budget, PASS: tl.constexpr):
     """Return the threshold's first PASS digits and how many of the keys that share them to take."""
     if PASS == 0:
         return 0, budget
@@ -55,7 +70,10 @@ def _narrow(counts_ptr, state_ptr, budget, PASS: tl.constexpr):
         prefix = tl.load(state_ptr + 2 * (PASS - 1))
         room = tl.load(state_ptr + 2 * (PASS - 1) + 1)
     digit = tl.arange(0, BINS)
-    counts = tl.load(counts_ptr + (PASS - 1) * BINS + digit)
+    if PASS == 1:
+        counts = _first_counts(chunk_ptr, chunks)
+    else:
+        counts = tl.load(counts_ptr + (PASS - 1) * BINS + digit)
     above_or_equal = tl.cumsum(counts, reverse=True)
     pivot = tl.sum((above_or_equal >= room).to(tl.int32)) - 1
     room -= tl.sum(tl.where(digit > pivot, counts, 0))
@@ -74,7 +92,8 @@ def _top_k_count_kernel(
     score_ptr += row // H * batch_stride + row % H * head_stride
     counts_ptr += row * PASSES * BINS
     state_ptr += row * PASSES * 2
-    prefix, room = _narrow(counts_ptr, state_ptr, budget, PASS)
+    chunk_ptr += row * chunks * COLUMNS
+    prefix, room = _narrow(counts_ptr, state_ptr, chunk_ptr, chunks, budget, PASS)
     if PASS > 0 and chunk == 0:  # read by the next launch only
         tl.store(state_ptr + 2 * PASS, prefix)
         tl.store(state_ptr + 2 * PASS + 1, room)
@@ -83,16 +102,19 @@ def _top_k_count_kernel(
     key = _load_keys(score_ptr, t, T)
     shift: tl.constexpr = 24 - 8 * PASS
     digit = (key >> shift) & 255
-    if PASS == 0:
-        counts = tl.histogram(digit ^ 128, BINS)
-    else:
-        counts = tl.histogram(digit, BINS, mask=(key >> (shift + 8)) == prefix)
     bins = tl.arange(0, BINS)
+    chunk_ptr += chunk * COLUMNS
+    if PASS == 0:
+        tl.store(chunk_ptr + bins, tl.histogram(digit ^ 128, BINS))
+        if chunk == 0:
+            for later in tl.static_range(1, PASSES):
+                tl.store(counts_ptr + later * BINS + bins, 0)
+        return
+    counts = tl.histogram(digit, BINS, mask=(key >> (shift + 8)) == prefix)
     tl.atomic_add(counts_ptr + PASS * BINS + bins, counts, mask=counts > 0, sem="relaxed")
 
     if PASS == PASSES - 1:
         above = tl.sum((key >> 8 > prefix).to(tl.int32))
-        chunk_ptr += (row * chunks + chunk) * COLUMNS
         tl.store(chunk_ptr + bins, above + tl.cumsum(counts, reverse=True))
         tl.store(chunk_ptr + BINS, above)
 
@@ -103,12 +125,13 @@ def _top_k_write_kernel(
     BLOCK_CHUNKS: tl.constexpr,
 ):  # fmt: skip
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    chunks = tl.num_programs(1)
     score_ptr += row // H * batch_stride + row % H * head_stride
     index_ptr += row * budget
-    chunk_ptr += row * tl.num_programs(1) * COLUMNS
-    threshold, room = _narrow(
-        counts_ptr + row * PASSES * BINS, state_ptr + row * PASSES * 2, budget, PASSES
-    )
+    chunk_ptr += row * chunks * COLUMNS
+    counts_ptr += row * PASSES * BINS
+    state_ptr += row * PASSES * 2
+    threshold, room = _narrow(counts_ptr, state_ptr, chunk_ptr, chunks, budget, PASSES)
 
     # keys above the threshold and equal to it in the chunks before this one
     other = tl.arange(0, BLOCK_CHUNKS)
@@ -147,7 +170,7 @@ def top_k(score_BHT: torch.Tensor, budget: int) -> torch.Tensor:
     K, rows, chunks = min(budget, T), B * H, triton.cdiv(T, CHUNK.value)
     empty = partial(torch.empty, dtype=torch.int32, device=score_BHT.device)
     index_BHK = empty(B, H, K)
-    counts = empty(rows, PASSES.value, BINS.value).zero_()
+    counts = empty(rows, PASSES.value, BINS.value)
     state = empty(rows, PASSES.value, 2)
     chunk_counts = empty(rows, chunks, COLUMNS.value)
     scratch, sizes = (counts, state, chunk_counts), (H, T, K, *score_BHT.stride()[:2])

@@ -43,7 +43,7 @@ def _select(buffers: StepBuffers, layer: Layer, result: DecodeAttention) -> None
                 layer=layer.index,
                 backend=layer.backend,
                 allowed_BT=rows.allowed_RT,
-                key_norm_BHT=run.store.norms_of(layer.index, rows.table_RP),
+                key_norm_BHT=run.store.norms_of(layer.index, rows.head_pages(logits.shape[1])),
                 logits=lambda: logits,
                 log_sum_BHGW=result.log_sum_BHGW,
                 wants_diagnostics=wants(run.observer, SelectionEvent),

@@ -202,6 +202,17 @@ def test_norms_of_several_requests_come_in_one_tensor(page_size: int | None, row
         torch.testing.assert_close(norm.double(), expected, rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("page_size", [None, 5, 64])
+def test_norms_of_pages_are_those_of_their_requests(page_size: int | None):
+    written = Written(20, page_size)
+    written.append(12, 20, 17)
+    table = written.cache.block_table_BP[torch.tensor([2, 0])]
+    pages = table[:, None] * H + torch.arange(H)[:, None].int()
+    norms = written.cache.norms_of(0, pages)
+    assert norms.shape == (2, H, written.cache.capacity)
+    assert torch.equal(norms[:, :, :12], written.cache.norms(0, [2, 0], 12))
+
+
 def test_norms_of_one_page_are_a_view():
     written = Written(20)
     written.append(6, 6, 6)

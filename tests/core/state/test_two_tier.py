@@ -84,7 +84,8 @@ def test_norms_of_several_requests_come_in_one_tensor():
     written.append(12, 20, 17)
     norms = written.store.norms(0, [2, 0], 12)
     table = written.store.block_table_BP[torch.tensor([2, 0])]
-    assert torch.equal(written.store.norms_of(0, table)[:, :, :12], norms)
+    pages = table[:, None] * H + torch.arange(H)[:, None].int()
+    assert torch.equal(written.store.norms_of(0, pages)[:, :, :12], norms)
     expected = torch.stack([written.keys[row][:, :12].norm(dim=-1) for row in (2, 0)])
     torch.testing.assert_close(norms, expected)
 
