@@ -101,6 +101,7 @@ class KernelResult:
             "backend": self.backend,
             "retention": variant.retention,
             **self.settings.shown(),
+            **variant.shape,
             "form": variant.form,
             "median_us": median,
             "p10_us": one.times.percentile_us(10),
@@ -109,10 +110,14 @@ class KernelResult:
             "bytes": variant.bytes,
             "gb_per_s": gb_per_s,
             "bandwidth_share": gb_per_s / self.machine["copy_gb_per_s"],
+            "tflop_per_s": None if variant.flops is None else variant.flops / median / 1e6,
         }
         for name, op in SPEEDUPS.items():
-            dense = medians.get((op, 1.0))
+            dense = medians.get((op, 1.0)) if variant.flops is None else None
             row[name] = None if dense is None else dense / median
+        own = medians.get((f"{variant.name.removesuffix('.sdpa')}.sdpa", None))
+        if variant.flops is not None and own is not None:
+            row["speedup_over_sdpa"] = own / median
         is_fast = variant.name.startswith("fast")
         attended = self.settings.attended(variant.retention or 1.0) if is_fast else None
         row["attended_tokens"] = attended

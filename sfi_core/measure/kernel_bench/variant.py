@@ -1,7 +1,7 @@
 """One thing that the benchmark checks and times."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -16,6 +16,8 @@ class KernelVariant:
         bytes: The bytes that the op must move.
         error: Runs the op and compares; above 1 the result is wrong.
         form: The form of the call, where there are several.
+        flops: Its multiplications and additions; None where bytes decide.
+        shape: What of the settings does not hold for it.
     """
 
     name: str
@@ -24,3 +26,5 @@ class KernelVariant:
     bytes: int
     error: Callable[[], float]
     form: str | None = None
+    flops: int | None = None
+    shape: Mapping[str, int] = field(default_factory=dict)

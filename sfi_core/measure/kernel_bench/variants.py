@@ -20,6 +20,7 @@ from sfi_core.measure.kernel_bench.data import (
 )
 from sfi_core.measure.kernel_bench.key_code_variants import key_code_variants
 from sfi_core.measure.kernel_bench.mixed_heads_variant import mixed_heads_variant
+from sfi_core.measure.kernel_bench.prompt_variants import prompt_variants
 from sfi_core.measure.kernel_bench.recall_variant import recall_variant
 from sfi_core.measure.kernel_bench.rivals import rivals
 from sfi_core.measure.kernel_bench.settings import CODE_OPS, PACKED_OPS, KernelSettings
@@ -77,6 +78,8 @@ class KernelVariants:
             yield self._append()
         if CODE_OPS & set(ops):
             yield from key_code_variants(self.settings, self.data, self.backend)
+        if "prompt" in ops:
+            yield from prompt_variants(self.settings, self.data, self.backend, self.notes)
 
     def _dense(self) -> Iterator[KernelVariant]:
         settings, data = self.settings, self.data

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import pytest
 import torch
 
 from sfi_core.engine import refresh
@@ -22,13 +21,12 @@ def launches(result: Any) -> int:
     return {kernel.name: kernel.launches for kernel in result.report.kernels}["window_logits"]
 
 
-@pytest.mark.parametrize("chunk", [0, 30])
-def test_neighbors_share_launches_and_every_event_stays(monkeypatch, chunk: int):
+def test_neighbors_share_launches_and_every_event_stays(monkeypatch):
     """A prompt of 7 tokens, shorter than the budget, is on its own."""
     prompts = [*LONG, PROMPTS[2]]
-    together, events = observed(prompts, prefill_chunk=chunk)
+    together, events = observed(prompts, prefill_chunk=30)
     monkeypatch.setattr(refresh, "TOGETHER", 1)
-    alone, expected = observed(prompts, prefill_chunk=chunk)
+    alone, expected = observed(prompts, prefill_chunk=30)
     assert (launches(together), launches(alone)) == (2 * 1, 2 * 3)  # layers; 7 tokens have no candidates
     assert tokens(together) == tokens(alone)
     assert together.report.paths == alone.report.paths
