@@ -24,8 +24,9 @@ def prompt_variants(
 ) -> Iterator[KernelVariant]:
     """Yield the first piece of a prompt and the last one, each beside its rival."""
     device = data.query_BHGD.device
-    for name, tokens in (("prompt", settings.piece(device)), ("prompt.piece", settings.context)):
-        query = _queries(settings, settings.piece(device, of=tokens), device)
+    first, last = settings.piece(device), settings.piece(device, last=True)
+    for name, count, tokens in (("prompt", first, first), ("prompt.piece", last, settings.context)):
+        query = _queries(settings, count, device)
         made = partial(_variant, settings, data, query, tokens)
         ours = partial(_attend, settings, data, backend, query, tokens)
         yield made(name, ours)

@@ -145,10 +145,9 @@ class KernelSettings:
         """Return the selected tokens per KV head (K)."""
         return self.attended(retention) - self.sink - self.recent
 
-    def piece(self, device: torch.device, of: int | None = None) -> int:
-        """Return the queries of a prompt's piece: the whole prompt, or the last piece `of` so many tokens."""
-        most = PIECES[device.type]
-        return min(most, self.context) if of is None or of <= most else min(most, of // 2)
+    def piece(self, device: torch.device, *, last: bool = False) -> int:
+        """Return the queries of a prompt's first piece, or of the last one, which has a cache before it."""
+        return min(PIECES[device.type], self.context // 2 if last else self.context)
 
     def shown(self) -> dict[str, object]:
         """Return what every row says of the shape."""
