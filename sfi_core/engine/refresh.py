@@ -1,6 +1,7 @@
 """The refresh of a layer's selected memory: the policy selects, and `packing` takes what it selects."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import takewhile
 
 import torch
 
@@ -8,6 +9,9 @@ from sfi_core.engine.layer import Layer
 from sfi_core.engine.packing import apply
 from sfi_core.engine.policy_view import layer_context, prompt_blocks
 from sfi_core.policies.base import Selection
+
+# float32 logits of the prompts whose first selections share their launches: those of a long one take 0.1 GB
+TOGETHER = 1 << 25
 
 
 def end_prompt(layer: Layer, query_BHGTD: torch.Tensor) -> None:
@@ -26,12 +30,34 @@ def end_prompt(layer: Layer, query_BHGTD: torch.Tensor) -> None:
     if layer.left_dense or not ended:
         return
     last_BHGWD = run.prompt_queries.with_kept(layer, query_BHGTD)
-    for row in ended:
-        if run.policy.selects_in(layer.index):
-            window = min(run.policy.config.window_prefill, run.requests[row].length)
-            refresh(layer, (row,), last_BHGWD[row : row + 1, :, :, -window:])
-        else:
+    if not run.policy.selects_in(layer.index):
+        for row in ended:
             apply(layer, (row,), _nothing(last_BHGWD))
+        return
+    for rows, window in _together(layer, last_BHGWD.shape[1:3].numel()):
+        refresh(layer, rows, last_BHGWD[rows[0] : rows[-1] + 1, :, :, -window:])
+
+
+def _together(layer: Layer, heads: int) -> Iterator[tuple[tuple[int, ...], int]]:
+    # neighbors whose first selections share their launches, and the window of their queries; a prompt shorter
+    # than window or budget is on its own, since its selection is smaller
+    config, waiting = layer.run.policy.config, layer.forward.ended
+    least = max(config.window_prefill, config.budget)
+    while waiting:
+        lengths = [layer.run.requests[row].length for row in waiting]
+        count = 1
+        if layer.backend == "triton":
+            most = first_together(heads * config.window_prefill * max(lengths))
+            near = zip(waiting, lengths, range(waiting[0], waiting[0] + most), strict=False)
+            alike = takewhile(lambda one: one[0] == one[2] and one[1] >= least, near)
+            count = max(1, sum(1 for _ in alike))
+        yield waiting[:count], min(config.window_prefill, lengths[0])
+        waiting = waiting[count:]
+
+
+def first_together(numbers: int) -> int:
+    """Return how many first selections share their launches, where the logits of each are so many numbers."""
+    return max(1, TOGETHER // numbers)
 
 
 def refresh(

@@ -68,6 +68,7 @@ def forecast(
     capacity: int,
     prefill_chunk: int = 0,
     refreshed_together: int = 1,
+    first_together: int = 1,
     unpacked: Collection[int] = (),
     evidence_buffers: int = 1,
     summary: Callable[[LayerShape, int], int] | None = None,
@@ -85,6 +86,7 @@ def forecast(
         capacity: Tokens a request may reach.
         prefill_chunk: Prompt tokens of one forward pass; 0 for all at once.
         refreshed_together: Requests whose memory one slow step refreshes at once: all on the triton backend.
+        first_together: Requests whose first selections share their launches.
         unpacked: Layers that get no packed segment.
         evidence_buffers: Layers whose evidence is held at once.
         summary: Says what the policy keeps of a layer's keys of one request, in bytes, as
@@ -97,11 +99,9 @@ def forecast(
     rows = config.sink + (min(config.budget, capacity) if selects else 0)
     chunk = min(prefill_chunk or prompt_tokens, prompt_tokens)
     chosen = [layer for layer in packing if layer.window is None]
-    first, later = (
-        _selector_bytes(model, managed, config, capacity, refreshed_together, evidence_buffers)
-        if selects
-        else (0, 0)
-    )
+    first = _first_bytes(model, managed, config.window_prefill) * first_together * capacity
+    later = _later_bytes(model, managed, evidence_buffers) * refreshed_together * capacity
+    first, later = (first, later) if selects else (0, 0)
     return Forecast(
         resident_bytes=resident_bytes(model.device),
         kv_bytes=sum(layer.row_bytes for layer in managed) * batch * capacity,
@@ -142,21 +142,24 @@ def _activation_bytes(model: Any, layers: Sequence[LayerShape], batch: int, chun
     return int(max(mlp, attention) * batch * chunk + logits + wide)
 
 
-def _selector_bytes(
-    model: Any,
-    layers: Sequence[LayerShape],
-    config: SfiConfig,
-    length: int,
-    refreshed_together: int,
-    evidence_buffers: int,
-) -> tuple[int, int]:
-    # of a prompt's first selection, and of a decoding step's
-    heads = model.config.get_text_config(decoder=True).num_attention_heads // ranks_of(model).size
-    kv_heads = max(layer.heads for layer in layers)
-    # logits, probabilities and their powers; then about a dozen tensors of one number per head and position
-    first = 4 * heads * config.window_prefill + 12 * kv_heads
-    later = (evidence_buffers * heads + 12 * kv_heads) * refreshed_together
-    return first * length * FLOAT32, later * length * FLOAT32
+def _first_bytes(model: Any, layers: Sequence[LayerShape], window: int) -> int:
+    # by position, of a prompt's selection: logits, probabilities and their powers; then about a dozen tensors
+    # of one number per head
+    return (4 * _query_heads(model) * window + 12 * _kv_heads(layers)) * FLOAT32
+
+
+def _later_bytes(model: Any, layers: Sequence[LayerShape], evidence_buffers: int) -> int:
+    # by position, of a slow step's
+    return (evidence_buffers * _query_heads(model) + 12 * _kv_heads(layers)) * FLOAT32
+
+
+def _query_heads(model: Any) -> int:
+    heads: int = model.config.get_text_config(decoder=True).num_attention_heads
+    return heads // ranks_of(model).size
+
+
+def _kv_heads(layers: Sequence[LayerShape]) -> int:
+    return max(layer.heads for layer in layers)
 
 
 def largest_batch(needed: Callable[[int], int], most: int, free: float) -> int:

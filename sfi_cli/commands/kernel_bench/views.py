@@ -37,7 +37,7 @@ def _verdict(row: dict[str, Any]) -> str:
 def _rows_table(document: dict[str, Any]) -> Any:
     machine = document["machine"]
     columns = (
-        "op", "read %", "median", "p10", "p90", "GB/s", "of copy", "x dense", "x SDPA", "x paper-like",
+        "op", "read %", "median", "p10", "p90", "GB/s", "of copy", "TFLOP/s", "x dense", "x SDPA", "x paper-like",
     )  # fmt: skip
     rows = [
         (
@@ -75,13 +75,14 @@ def _sweep_table(document: dict[str, Any]) -> Any:
 
 def _measured(row: dict[str, Any]) -> tuple[str, ...]:
     if row["median_us"] is None:
-        return "FAILED", "", "", "", ""
+        return "FAILED", "", "", "", "", ""
     times = (_time(row[f"{name}_us"]) for name in ("median", "p10", "p90"))
-    return *times, f"{row['gb_per_s']:,.1f}", percent(row["bandwidth_share"], 0)
+    tflops = "" if row["tflop_per_s"] is None else f"{row['tflop_per_s']:,.3g}"
+    return *times, f"{row['gb_per_s']:,.1f}", percent(row["bandwidth_share"], 0), tflops
 
 
 def _beside_dense(row: dict[str, Any]) -> bool:
-    return bool(row["op"].startswith(("fast", "dense", "scan_codes")))
+    return bool(row["op"].startswith(("fast", "dense", "scan_codes", "prompt")))
 
 
 def _time(microseconds: float) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from sfi_core.engine.maintenance import worked_off_together
+from sfi_core.engine.refresh import first_together
 from sfi_core.engine.shared_prompt import SharedPrompt
 from sfi_core.errors import BackendError, ConfigError, MemoryForecastError
 from sfi_core.machine.memory import free_bytes
@@ -206,6 +207,7 @@ def expect(
     """
     heads = model.config.get_text_config(decoder=True).num_attention_heads
     joins = policy.needs_only_evidence and tiers is None
+    logits = heads * policy.config.window_prefill * capacity  # of a prompt's first selection
     joined = worked_off_together(heads * capacity, len(shapes)) if joins else 1
     expected = forecast(
         model,
@@ -218,6 +220,7 @@ def expect(
         capacity=capacity,
         prefill_chunk=prefill_chunk,
         refreshed_together=batch if together else joined,
+        first_together=min(batch, first_together(logits)) if together else 1,
         unpacked=() if together else policy.config.dense_layers,
         evidence_buffers=ring_places(model.device, overlap=overlap),
         graphs=graphs,

@@ -13,6 +13,8 @@
     scan_codes                B H T c of codes in, 4 B H G T of logits out, B H G D s of query and
                               4 B H D (C + 1) of the basis in
       the plain product       reads 4 C numbers' bytes a key instead of c
+    prompt, W queries         H T (D + E) s of keys and values, 2 H G W D s of query and output, of one request;
+                              4 H G D operations for each of the W T - W (W - 1) / 2 pairs that see each other
 
 s is the bytes of a number, E = D here, S = sink + K, C = 16 channels, c = 4 bytes of a key's code, in
 PyTorch C. Of recall's rows, S - C come over the link to the host.
@@ -20,7 +22,7 @@ Work lists, lengths, block tables and the log-sum-exp, which a slow step hands t
 logits, are left out.
 """
 
-from sfi_core.measure.kernel_bench.settings import CODE_OPS, PACKED_OPS, KernelSettings
+from sfi_core.measure.kernel_bench.settings import CODE_OPS, PACKED_OPS, PIECES, KernelSettings
 from sfi_kernels.key_codes import CHANNELS
 
 INT32 = FLOAT32 = 4
@@ -86,6 +88,18 @@ def scan_bytes(settings: KernelSettings, code_bytes: int) -> int:
     return _keys(settings) * code_bytes + logits + queries + _basis_bytes(settings)
 
 
+def prompt_bytes(settings: KernelSettings, queries: int, tokens: int) -> int:
+    """Return the bytes of one request's last `queries` of `tokens` tokens."""
+    numbers = 2 * queries * settings.heads * settings.head_dim
+    return tokens * _row_bytes(settings) // settings.batch + numbers * settings.torch_dtype.itemsize
+
+
+def prompt_flops(settings: KernelSettings, queries: int, tokens: int) -> int:
+    """Return the multiplications and additions of the same: a key's product and a value's, where seen."""
+    pairs = queries * tokens - queries * (queries - 1) // 2
+    return 4 * settings.heads * settings.head_dim * pairs
+
+
 def _keys(settings: KernelSettings) -> int:
     return settings.batch * settings.kv_heads * settings.context
 
@@ -121,6 +135,9 @@ def forecast_bytes(settings: KernelSettings, backend: str) -> int:
         # codes and unpacked levels; a request's channels in float64, a few times
         total += _keys(settings) * CHANNELS * (1 + FLOAT32)
         total += _keys(settings) // settings.batch * CHANNELS * 2 * FLOAT32 * 6
+    if "prompt" in settings.ops:  # a piece's queries and outputs, and a rival's own keys and values
+        piece = 3 * max(PIECES.values()) * settings.heads * settings.head_dim
+        total += piece * settings.torch_dtype.itemsize + history // settings.batch
     # the check takes a request at a time: keys and values in twice their precision, logits and weights
     wide = 2 * settings.torch_dtype.itemsize
     request = settings.context * (3 * settings.kv_heads * settings.head_dim + 4 * settings.heads)

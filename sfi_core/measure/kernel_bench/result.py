@@ -135,6 +135,7 @@ class KernelResult:
             "backend": self.backend,
             "retention": retention,
             **self.settings.shown(),
+            **variant.shape,
             "form": variant.form,
             **self._times(one, medians),
         }
@@ -170,7 +171,24 @@ class KernelResult:
             if gb_per_s is None
             else gb_per_s / self.machine["copy_gb_per_s"],
         }
+        return row | self._speeds(one.variant, median, medians)
+
+    def _speeds(
+        self,
+        variant: KernelVariant,
+        median: float | None,
+        medians: dict[tuple[str, float | None], float],
+    ) -> dict[str, float | None]:
+        # a prompt's piece stands beside its own rival, not beside a decoding step
+        prompt = variant.flops is not None
+        row: dict[str, float | None] = {}
         for name, op in SPEEDUPS.items():
-            dense = medians.get((op, 1.0))
+            dense = None if prompt else medians.get((op, 1.0))
             row[name] = None if dense is None or median is None else dense / median
+        own = medians.get((f"{variant.name.removesuffix('.sdpa')}.sdpa", None)) if prompt else None
+        if own is not None and median is not None:
+            row["speedup_over_sdpa"] = own / median
+        row["tflop_per_s"] = (
+            None if variant.flops is None or median is None else variant.flops / median / 1e6
+        )
         return row

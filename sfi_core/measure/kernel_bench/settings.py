@@ -9,7 +9,7 @@ from sfi_core.settings.engine import BACKENDS
 
 OPS = (
     "fast", "dense", "mixed_heads", "selector", "top_k", "pack", "recall", "append", "encode_keys",
-    "scan_codes",
+    "scan_codes", "prompt",
 )  # fmt: skip
 # the ops that work on the packed rows of a retention
 PACKED_OPS = {"fast", "mixed_heads", "pack", "recall"}
@@ -34,6 +34,7 @@ TABLE_1 = {
     1.0: 1.00,
 }
 REPEATS = {"cpu": 9, "cuda": 100}
+PIECES = {"cpu": 256, "cuda": 2048}  # queries of a prompt's piece, by device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,6 +144,10 @@ class KernelSettings:
     def budget(self, retention: float) -> int:
         """Return the selected tokens per KV head (K)."""
         return self.attended(retention) - self.sink - self.recent
+
+    def piece(self, device: torch.device, *, last: bool = False) -> int:
+        """Return the queries of a prompt's first piece, or of the last one, which has a cache before it."""
+        return min(PIECES[device.type], self.context // 2 if last else self.context)
 
     def shown(self) -> dict[str, object]:
         """Return what every row says of the shape."""

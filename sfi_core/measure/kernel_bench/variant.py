@@ -1,8 +1,8 @@
 """One thing that the benchmark checks and times."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from sfi_kernels.launch import KernelLimitError
@@ -19,6 +19,8 @@ class KernelVariant:
         bytes: The bytes that the op must move.
         error: Runs the op and compares; above 1 the result is wrong.
         form: The form of the call, where there are several.
+        flops: Its multiplications and additions; None where bytes decide.
+        shape: What of the settings does not hold for it.
     """
 
     name: str
@@ -27,6 +29,8 @@ class KernelVariant:
     bytes: int
     error: Callable[[], float]
     form: str | None = None
+    flops: int | None = None
+    shape: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def label(self) -> str:

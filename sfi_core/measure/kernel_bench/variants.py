@@ -20,6 +20,7 @@ from sfi_core.measure.kernel_bench.data import (
 )
 from sfi_core.measure.kernel_bench.key_code_variants import key_code_variants
 from sfi_core.measure.kernel_bench.mixed_heads_variant import mixed_heads_variant
+from sfi_core.measure.kernel_bench.prompt_variants import prompt_variants
 from sfi_core.measure.kernel_bench.recall_variant import recall_variant
 from sfi_core.measure.kernel_bench.rivals import rivals
 from sfi_core.measure.kernel_bench.settings import CODE_OPS, PACKED_OPS, KernelSettings
@@ -76,6 +77,9 @@ class KernelVariants:
         if CODE_OPS & set(ops):
             codes = key_code_variants(settings, self.data, self.backend)
             yield from guarded("encode_keys", None, codes)
+        if "prompt" in ops:
+            prompts = prompt_variants(settings, self.data, self.backend, self.notes)
+            yield from guarded("prompt", None, prompts)
 
     def _dense(self) -> Iterator[KernelVariant]:
         settings, data = self.settings, self.data

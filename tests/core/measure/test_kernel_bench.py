@@ -12,6 +12,7 @@ from sfi_core.measure.kernel_bench import (
     bytes_moved,
     gates,
     key_code_gates,
+    prompt_variants,
     resolve_backend,
     run_bench,
     timing,
@@ -171,6 +172,10 @@ def test_bytes_by_op():
     assert bytes_moved.top_k_bytes(settings, 9) == 2 * 2 * (150 + 9) * 4
     assert bytes_moved.pack_bytes(settings, 13) == 2 * 13 * kv_row + 2 * 2 * 13 * 4
     assert bytes_moved.append_bytes(settings) == 2 * kv_row + 2 * 2 * 4
+    queries, one = 2 * 75 * 4 * 16 * 4, kv_row // 2  # of a request
+    assert bytes_moved.prompt_bytes(settings, 75, 150) == 150 * one + queries
+    pairs = sum(1 for w in range(75) for t in range(150) if t <= 75 + w)
+    assert bytes_moved.prompt_flops(settings, 75, 150) == pairs * 4 * 2 * 2 * 16
     sparse = bytes_moved.attention_bytes(settings, 10)
     assert bytes_moved.mixed_heads_bytes(settings, 10, 1) == sparse + 140 * kv_row // 2
     basis = 2 * 2 * 16 * 17 * 4
@@ -363,6 +368,38 @@ def test_a_scan_of_other_codes_or_without_the_mean_is_red():
         assert key_code_gates.scan_error(logits, query, code, basis, settings.scale) > 1
 
 
+@pytest.mark.parametrize("name", ["prompt", "prompt.piece"])
+def test_a_prompt_whose_last_or_next_token_is_missed_is_red(monkeypatch, name: str):
+    """The keys that a query sees end with its own."""
+    settings = tiny(ops=("prompt",))
+    made = KernelVariants(settings, "torch", CPU)
+    ours = next(one for one in made.build() if one.name == name)
+    assert ours.error() <= 1
+    reference = prompt_variants.dense_attention.reference
+
+    class Shorter:
+        def on(self, backend):
+            return lambda query, *pages_and_length, **options: reference(
+                query, *pages_and_length[:3], pages_and_length[3] - 1, **options
+            )
+
+    monkeypatch.setattr(prompt_variants, "dense_attention", Shorter())
+    assert ours.error() > 1
+
+
+def test_the_rate_of_a_prompt_is_its_operations_by_the_time_beside_its_own_rival(clock):
+    rows = {
+        row["op"]: row for row in run_bench(tiny(ops=("prompt",), repeats=1), "torch", CPU).rows()
+    }
+    whole = rows["prompt"]
+    operations = 4 * 4 * 16 * 150 * 151 / 2
+    assert whole["tflop_per_s"] == pytest.approx(operations / whole["median_us"] / 1e6)
+    expected = rows["prompt.sdpa"]["median_us"] / whole["median_us"]
+    assert whole["speedup_over_sdpa"] == pytest.approx(expected)
+    assert whole["speedup_over_dense"] is None
+    assert rows["dense"]["tflop_per_s"] is None
+
+
 def test_a_row_that_is_never_appended_is_red(monkeypatch):
     made = KernelVariants(tiny(ops=("append",)), "torch", CPU)
     before = made.data.key_BHTD.clone()
@@ -386,6 +423,7 @@ def test_a_run_checks_and_times_every_op(dtype):
     assert {row["op"] for row in rows} == {
         "fast", "dense", "dense.sdpa", "mixed_heads", "selector", "top_k", "pack", "recall", "append",
         "encode_keys", "scan_codes", "scan_codes.plain",
+        "prompt", "prompt.sdpa", "prompt.piece", "prompt.piece.sdpa",
     }  # fmt: skip
     for row in rows:
         assert set(row) >= KEYS
@@ -395,6 +433,9 @@ def test_a_run_checks_and_times_every_op(dtype):
         assert row["repeats"] == 2
     fast = next(row for row in rows if row["op"] == "fast")
     assert (fast["attended_tokens"], fast["ideal_speedup"]) == (75, 2.0)
+    shapes = {row["op"]: (row["context"], row["batch"], row["form"]) for row in rows}
+    assert shapes["prompt"] == (150, 1, "150 queries over 150 tokens")
+    assert shapes["prompt.piece"] == (150, 1, "75 queries over 150 tokens")
 
 
 def test_variants_take_turns(clock):
@@ -596,6 +637,7 @@ def test_every_kernel_variant_runs_and_equals_its_formula(dtype, kernel_device):
         "dense", "dense.evidence", "dense.paper_like", "dense.sdpa", "fast", "fast.gather",
         "mixed_heads", "pack", "recall", "selector", "top_k", "append",
         "encode_keys", "scan_codes", "scan_codes.plain",
+        "prompt", "prompt.sdpa", "prompt.piece", "prompt.piece.sdpa",
     }  # fmt: skip
     assert max(errors.values()) <= 1, errors
 
