@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from sfi_cli import app as cli
 from sfi_cli.commands.generate.prompts import token_ids
+from sfi_cli.commands.generate.views import report_lines
 from sfi_core.errors import SfiError
 from sfi_core.models.linear import ENGINES
 from sfi_core.models.load import BUNDLED, load_tokenizer
@@ -471,3 +472,13 @@ def test_where_no_context_pays_the_advice_says_what_was_read():
 def test_a_run_that_reads_less_gets_no_advice(example):
     assert example["byte_limit"]["speedup"] > 1
     assert example["advice"] is None
+
+
+def test_a_run_whose_steps_were_not_replayed_ends_with_a_warning():
+    document = {
+        "requests": [], "kv_tiers": None, "policy": "quest", "prefill_seconds": 1.0, "decode_seconds": 2.0,
+        "decode_tokens_per_second": 3.0, "peak_memory_bytes": 4, "advice": None, "not_replayed": "",
+    }  # fmt: skip
+    lines = report_lines(document)
+    warned = report_lines({**document, "not_replayed": "the model waits"})
+    assert warned == [*lines, "warning      steps ran one kernel after the other: the model waits"]
