@@ -198,7 +198,7 @@ def _selector_refine_kernel(
     z = tl.load(score_ptr + offset, mask=mask, other=MASKED)
     # Eq. 20
     peak = z
-    for shift in range(1, radius + 1):
+    for shift in tl.range(1, radius + 1, loop_unroll_factor=2):
         older = tl.load(score_ptr + offset - shift, mask=mask & (t >= shift), other=MASKED)
         newer = tl.load(score_ptr + offset + shift, mask=mask & (t + shift < T), other=MASKED)
         peak = tl.maximum(peak, tl.maximum(older, newer))
