@@ -18,9 +18,7 @@ def forced(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def piece(dtype: torch.dtype, count: tuple[int, ...]) -> tuple[SimpleNamespace, torch.Tensor]:
-    query, key, value = (
-        torch.randn(B, H, *group, T, D).to(dtype) for group in ((G,), (), ())
-    )
+    query, key, value = (torch.randn(B, H, *group, T, D).to(dtype) for group in ((G,), (), ()))
     layer = SimpleNamespace(
         new=(key, value), forward=SimpleNamespace(count=count), logit_options={"scale": 0.3}
     )
@@ -29,7 +27,9 @@ def piece(dtype: torch.dtype, count: tuple[int, ...]) -> tuple[SimpleNamespace, 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("count", [(T, T, T), (7, T, 0)])
-def test_each_request_attends_causally_to_its_own_tokens(dtype: torch.dtype, count: tuple[int, ...]):
+def test_each_request_attends_causally_to_its_own_tokens(
+    dtype: torch.dtype, count: tuple[int, ...]
+):
     layer, query = piece(dtype, count)
     rows = tuple(row for row in range(B) if count[row])
     out = first_piece.attend_to_itself(layer, rows, query)

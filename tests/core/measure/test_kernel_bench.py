@@ -385,7 +385,9 @@ def test_a_prompt_whose_last_or_next_token_is_missed_is_red(monkeypatch, name: s
 
 
 def test_the_rate_of_a_prompt_is_its_operations_by_the_time_beside_its_own_rival(clock):
-    rows = {row["op"]: row for row in run_bench(tiny(ops=("prompt",), repeats=1), "torch", CPU).rows()}
+    rows = {
+        row["op"]: row for row in run_bench(tiny(ops=("prompt",), repeats=1), "torch", CPU).rows()
+    }
     whole = rows["prompt"]
     operations = 4 * 4 * 16 * 150 * 151 / 2
     assert whole["tflop_per_s"] == pytest.approx(operations / whole["median_us"] / 1e6)
