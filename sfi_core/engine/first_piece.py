@@ -1,6 +1,7 @@
 """The first piece of a prompt attends to itself alone: PyTorch's fused attention reads its new keys.
 
-Later pieces read pages, which the prompt's kernel does. Paper gap: the paper does not say how a prompt is read.
+Later pieces read pages, which the prompt's kernel does.
+Paper gap: the paper does not say how a prompt is read.
 """
 
 import torch
@@ -57,8 +58,8 @@ def attend_to_itself(
 def _causal(
     query_BHGTD: torch.Tensor, key_BHTD: torch.Tensor, value_BHTE: torch.Tensor, layer: Layer
 ) -> torch.Tensor:
-    out: torch.Tensor = scaled_dot_product_attention(
+    out = scaled_dot_product_attention(
         query_BHGTD.flatten(1, 2), key_BHTD, value_BHTE, is_causal=True,
         scale=layer.logit_options["scale"], enable_gqa=query_BHGTD.shape[2] > 1,
     )  # fmt: skip
-    return out.unflatten(1, query_BHGTD.shape[1:3])
+    return out.view(*query_BHGTD.shape[:4], -1)

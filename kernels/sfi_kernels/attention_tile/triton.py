@@ -30,8 +30,8 @@ def scaled_logits(query, key, scale, soft_cap, CAPPED: tl.constexpr):
 def add_tile(peak, total, out, logits, value, log2_scale=LOG2E):
     """Add a tile to the running softmax; a logit of -inf is not seen.
 
-    `log2_scale`, which is positive, turns what `logits` and `peak` hold into logarithms to base two: a product
-    that is not scaled yet saves a multiplication of the whole tile.
+    `log2_scale`, which is positive, turns what `logits` and `peak` hold into logarithms to base two: products
+    that are not scaled yet save a multiplication of the whole tile.
     """
     new_peak = tl.maximum(peak, tl.max(logits, 1))
     # a row that has seen nothing yet has a peak of -inf, and -inf less -inf is NaN

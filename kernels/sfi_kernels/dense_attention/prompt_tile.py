@@ -21,7 +21,7 @@ class PromptTile:
             compute the same products twice.
         tokens: Keys of a tile, which lie in one page.
         stages: Depth of the software pipeline. Page numbers are fetched ahead of the keys, so that 5 stages
-            hold three tiles of keys and 3 hold two.
+            hold three tiles of keys and 3 hold two, of which the one in use is in registers on sm_80.
     """
 
     rows: int

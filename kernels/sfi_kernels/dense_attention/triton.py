@@ -57,7 +57,7 @@ def _dense_attention_kernel(
     table = block_table_ptr + request * pages_per_request
     unit = 1.0 if CAPPED else scale
     n, stop = tl.arange(0, BLOCK_N), tl.max(position) + 1
-    # keys that every row sees take no mask; the first row sees the fewest, and rows of no query are not stored
+    # keys that every row sees take no mask; the first row sees the fewest, rows of no query are not stored
     seen_by_all = tl.maximum(length - W + tl.min(w) + 1, 0) // BLOCK_N * BLOCK_N
     for first in range(0, seen_by_all, BLOCK_N):
         tile = _first_row(table, first, h, H, PAGE)
@@ -126,8 +126,8 @@ def dense_attention(
 ) -> torch.Tensor:
     """See `reference.dense_attention`. Heads of at most 256 numbers, pages of multiples of 16 tokens.
 
-    `shape` is the tile of queries of a program, which benchmarks vary; None lets `prompt_tile` choose. Without
-    a soft cap `scale` must be positive, as every model's is.
+    `shape` is a program's tile of queries, which benchmarks vary; None lets `prompt_tile` choose. Without a
+    soft cap `scale` must be positive, as every model's is.
     """
     check(query_BHGWD, key_PHND, block_table_BP, length_B, value_PHNE, sink_HG)
     check_int32(query_BHGWD.device, block_table=block_table_BP, length=length_B)

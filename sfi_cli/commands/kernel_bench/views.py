@@ -37,7 +37,8 @@ def _verdict(row: dict[str, Any]) -> str:
 def _rows_table(document: dict[str, Any]) -> Any:
     machine = document["machine"]
     columns = (
-        "op", "read %", "median", "p10", "p90", "GB/s", "of copy", "TFLOP/s", "x dense", "x SDPA", "x paper-like",
+        "op", "read %", "median", "p10", "p90", "GB/s", "of copy", "TFLOP/s", "x dense", "x SDPA",
+        "x paper-like",
     )  # fmt: skip
     rows = [
         (

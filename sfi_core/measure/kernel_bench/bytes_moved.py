@@ -13,8 +13,8 @@
     scan_codes                B H T c of codes in, 4 B H G T of logits out, B H G D s of query and
                               4 B H D (C + 1) of the basis in
       the plain product       reads 4 C numbers' bytes a key instead of c
-    prompt, W queries         H T (D + E) s of keys and values, 2 H G W D s of query and output, of one request;
-                              4 H G D operations for each of the W T - W (W - 1) / 2 pairs that see each other
+    prompt, W queries         H T (D + E) s of keys and values, 2 H G W D s of query and output, one request;
+                              4 H G D operations for each of W T - W (W - 1) / 2 pairs that see each other
 
 s is the bytes of a number, E = D here, S = sink + K, C = 16 channels, c = 4 bytes of a key's code, in
 PyTorch C. Of recall's rows, S - C come over the link to the host.

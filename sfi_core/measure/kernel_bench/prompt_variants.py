@@ -1,4 +1,4 @@
-"""The benchmark's prompt: a piece's queries over themselves, and over a cache that earlier pieces have filled.
+"""The benchmark's prompt: a piece's queries over themselves, and over a cache that others have filled.
 
 One request: prompts are read when their request comes. PyTorch's SDPA is the rival, on contiguous keys.
 """
@@ -105,7 +105,7 @@ def _rival(
     W, heads = query_1HGWD.shape[3], query_1HGWD.flatten(1, 2)
     key, value = (x[:1, :, :tokens].contiguous() for x in (data.key_BHTD, data.value_BHTD))
     # a bias that PyTorch's flash attention knows without making it; a whole prompt needs none
-    causal = {"is_causal": True} if W == tokens else {"attn_mask": causal_lower_right(W, tokens)}
+    causal = {"is_causal": True} if tokens == W else {"attn_mask": causal_lower_right(W, tokens)}
 
     def call() -> torch.Tensor:
         out: torch.Tensor = scaled_dot_product_attention(

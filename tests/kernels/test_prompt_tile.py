@@ -1,0 +1,106 @@
+"""The tiles of the prompt's attention: each gives the same, and none computes a product twice."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from sfi_kernels.dense_attention import dense_attention
+from sfi_kernels.dense_attention.prompt_tile import PromptTile
+from tests.fakes import causal_mask, error_bound, kernel_device, paged, plain_attention
+
+ROOT = Path(__file__).parents[2]
+H, G, D, SCALE = 1, 2, 16, 0.3
+# compiled where kernels are not interpreted; a line for each
+LAYOUTS = """
+import json, sys, torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+import triton
+from sfi_kernels.launch import Target, recording
+from sfi_kernels.offline import compile_launch
+from sfi_kernels.specializations import Case, signature
+
+for capability in (80, 90):
+    for D in (64, 128, 256):
+        with recording(Target(capability, 132)) as record:
+            Case(torch.bfloat16, D, D, 4, None, sinks=False).prompt()
+        launch = record.launches[0]
+        types, constants, attributes = signature(launch)
+        source = ASTSource(launch.kernel, types, constants, attributes)
+        target = GPUTarget("cuda", capability, 32)
+        built = triton.compile(source, target=target, options=launch.options)
+        made = compile_launch("", launch, capability)
+        print(json.dumps({
+            "capability": capability, "D": D, "rows": launch.constants["BLOCK_M"],
+            "tokens": launch.constants["BLOCK_N"], "spills": made.spill_bytes,
+            "buffers": made.async_buffers, "stages": launch.options["num_stages"],
+            "text": [line for line in built.asm["ttgir"].splitlines() if "nvidia_mma<" in line],
+        }))
+"""
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [PromptTile(16, 4, 16, 3), PromptTile(32, 8, 32, 5), PromptTile(128, 8, 64, 5)],
+    ids=str,
+)
+@pytest.mark.parametrize(("W", "lengths"), [(70, [129, 300]), (90, [200, 30]), (3, [64, 65])])
+def test_every_tile_attends_as_the_textbook_does(shape: PromptTile, W: int, lengths: list[int]):
+    """Across the diagonal, before it, and where a request is shorter than the piece."""
+    device = kernel_device("triton", torch.float32, 64)
+    query = torch.randn(len(lengths), H, G, W, D)
+    keys, values = ([torch.randn(H, T, D) for T in lengths] for _ in range(2))
+    (key, table), (value, _) = paged(keys, 64), paged(values, 64)
+    length = torch.tensor(lengths, dtype=torch.int32)
+    operands = (x.to(device) for x in (query, key, value, table, length))
+    out = dense_attention.triton(*operands, scale=SCALE, shape=shape).cpu()
+    for row, T in enumerate(lengths):
+        own = min(W, T)
+        part = query[row : row + 1, :, :, W - own :], keys[row][None], values[row][None]
+        expected, _ = plain_attention(*part, SCALE, visible=causal_mask(own, T))
+        atol, _ = error_bound(*part, SCALE)
+        got = out[row : row + 1, :, :, W - own :].double()
+        torch.testing.assert_close(got, expected, rtol=1e-6, atol=atol)
+        assert (out[row, :, :, : W - own] == 0).all()
+
+
+@pytest.fixture(scope="module")
+def compiled() -> list[dict]:
+    """Compile the prompt's attention for two architectures, in a process without the interpreter."""
+    paths = os.pathsep.join(str(ROOT / folder) for folder in (".", "kernels"))
+    environment = os.environ | {"PYTHONPATH": paths}
+    environment.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, "-W", "ignore", "-c", LAYOUTS]
+    result = subprocess.run(command, check=False, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+def test_no_warp_repeats_a_product_and_nothing_spills(compiled):
+    """A warp takes 16 rows of a tile, and 8 columns where rows are not enough."""
+    assert len(compiled) == 6
+    for one in compiled:
+        assert one["spills"] == 0, one
+        assert one["text"], one
+        for line in one["text"]:
+            rows, columns = map(int, re.search(r"warpsPerCTA = \[(\d+), (\d+)\]", line).groups())
+            assert 16 * rows <= one["rows"], one
+            assert 8 * columns <= one["tokens"], one
+
+
+def test_the_pipeline_holds_the_tiles_that_its_depth_says(compiled):
+    """Page numbers are fetched ahead of the keys; on sm_80 the tile in use is in registers."""
+    held = {(one["capability"], one["D"]): one["buffers"] for one in compiled}
+    assert held == {
+        (one["capability"], one["D"]): (one["stages"] + (1 if one["capability"] == 90 else -1)) // 2
+        for one in compiled
+    }
+    assert held[90, 128] == 3
