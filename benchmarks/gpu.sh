@@ -111,7 +111,6 @@ parts() {
   part decode-eager 2 60 "$more" "${ours[@]}" decode-eager "${into[@]}" $dry
   part decode-baseline 2 60 "$more" "${ours[@]}" decode-baseline "${into[@]}" $dry
 
-  # all files of a kernel on one worker, and each test that a lost device has failed by name
   part tests-kernels 3 170 -x "${pytest[@]}" "${workers[@]}" "${few_kernels[@]}" tests/kernels \
     tests/core/measure/test_kernel_bench.py
   part tests-engine 3 120 -x "${pytest[@]}" "${workers[@]}" "${few_engine[@]}" \
@@ -168,9 +167,10 @@ work=$scratch/$stem archive=$out/$stem.tar.gz
 mkdir "$work"
 
 pytest=("$python" -m pytest -q -p no:cacheprovider -W default --tb=short --maxfail=200 -rf --durations=15)
-# one process a core compiles the tests' kernels in minutes instead of one after the other
+# one process a core compiles the tests' kernels in minutes instead of one after the other; under --dist loadfile
+# xdist would give a test that ended its worker to the next one, and so on
 "$python" -c 'import xdist' 2>/dev/null &&
-  workers=(-p xdist -n "$(($(nproc) < 8 ? $(nproc) : 8))" --dist loadfile --max-worker-restart 50)
+  workers=(-p xdist -n "$(($(nproc) < 8 ? $(nproc) : 8))" --max-worker-restart 50)
 [[ -z $dry ]] || turns=1 few_kernels=(-k "split_plan or wall_clock") few_engine=(-k "on_a_gpu or test_timing")
 export -f sanitize
 
