@@ -25,7 +25,7 @@ TINY_LAYER = [
 ]  # fmt: skip
 TINY_RUN = [
     "--device", "cpu", "--context", "512", "--batch", "1,2", "--steps", "4",
-    "--set", "bench.warm_up=2", "--time-limit", "1",
+    "--set", "bench.warm_up=2", "--time-limit", "1", "--budget", "64", "--set", "recent=32",
 ]  # fmt: skip
 MEASURED = ["--steps", "40", "--set", "bench.warm_up=8", "--time-limit", "4"]
 GENERATE = ["generate", "--no-compare", "--dtype", "float32", "--quiet", "--json", "--force"]
