@@ -33,7 +33,7 @@ test: tools  ## Run the tests, in minutes; those that need a GPU are skipped whe
 test-all: tools  ## Run all tests: every combination of parameters, every kernel compiled for every architecture
 	$(PYTHON) -m pytest $(WORKERS) -m ""
 
-gpu:  ## On a CUDA machine: kernel tests, kernel benchmark and a generation; JSON in benchmarks/results
+gpu:  ## On a CUDA machine, in ten minutes (PARTS=1, 2, 3: a first look, benchmarks, tests); an archive in benchmarks/results
 	PYTHON=$(PYTHON) benchmarks/gpu.sh
 
 bench:  ## Time decoding at a long context, beside transformers

@@ -1,7 +1,9 @@
 """What tracing costs: decode time and bytes on disk, in one process, interleaved.
 
     python benchmarks/tracing.py --output benchmarks/results/NAME.json
+    python benchmarks/tracing.py --dry-run      a few steps on a CPU, to see that it runs
 
+Every way runs without CUDA graphs, which spans inside a step rule out; "off, graphs" says what is given up.
 The bundled example, decoded without observers and under each way of recording, in turns. `ratio` compares the
 mean step, `median_ratio` the median one: the median over the turns of a way's step to that of "off" in the
 same turn. "off, again" is a second run without observers: the distance of its ratio from 1 is the noise
@@ -17,6 +19,8 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from datetime import date
+from importlib import import_module
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -31,13 +35,14 @@ from sfi_core.machine.versions import versions
 from sfi_core.measure.bench.architectures import random_config, random_model
 from sfi_core.models.load import load, quiet, resolve_device
 from sfi_core.settings.audit import AuditConfig
-from sfi_traces.record.nvtx import NvtxObserver
+from sfi_core.settings.engine import EngineOptions
 from sfi_traces.record.parquet import ParquetObserver
 
 OFF = "off"
 WAYS: dict[str, dict[str, Any]] = {
     OFF: {},
     "off, again": {},
+    "off, graphs": {"graphs": True},
     "nvtx, no profiler": {"nvtx": True},
     "trace": {"trace": {"positions": False}},
     "trace --positions": {"trace": {"positions": True}},
@@ -45,33 +50,55 @@ WAYS: dict[str, dict[str, Any]] = {
     "trace --audit 1": {"trace": {}, "audit": AuditConfig(every=1)},
 }
 PROMPT = 4096  # tokens of the random prompt
+STEPS = {
+    "bundled": 200,
+    "qwen3-0.6b": 41,
+    "dry": 4,
+}  # nothing stops the example: more steps, less noise
 
 
-def subject(name: str, device: Any) -> tuple[Any, Any, Sequence[Any], SfiConfig, dict[str, Any]]:
+def ways_on(device: torch.device) -> dict[str, dict[str, Any]]:
+    """Return the ways that can be measured, and say which cannot."""
+    lacking = {}
+    if device.type != "cuda":
+        lacking["off, graphs"] = "needs a CUDA device"
+    if find_spec("nvtx") is None:
+        lacking["nvtx, no profiler"] = "needs the nvtx package"
+    for way, why in lacking.items():
+        print(f"{way:<18} {why}", flush=True)
+    return {way: settings for way, settings in WAYS.items() if way not in lacking}
+
+
+def subject(
+    name: str, device: torch.device
+) -> tuple[Any, Any, Sequence[Any], SfiConfig, dict[str, Any]]:
     """Return model, tokenizer, prompts, settings and options of a run."""
-    if name == "bundled":
+    options = {"max_new_tokens": STEPS[name]}
+    if name != "qwen3-0.6b":
         example = load_example()
         model, tokenizer = load(device=str(device))
-        # nothing stops it: more steps, less noise
-        return model, tokenizer, [example.prompt], example.config, {"max_new_tokens": 200}
+        return model, tokenizer, [example.prompt], example.config, options
     torch.manual_seed(0)
     model = random_model(random_config("qwen3-0.6b"), device, torch.bfloat16)
     ids = torch.randint(0, model.config.vocab_size, (PROMPT,)).tolist()
     config = SfiConfig(trigger_policy="stride", stride=20, slow_start=1, span=0)
-    return model, None, [ids], config, {"max_new_tokens": 41}
+    return model, None, [ids], config, options
 
 
 def run_once(run: Callable[..., Any], way: dict[str, Any], folder: Path) -> dict[str, float]:
     """Decode once; return what it took."""
     shutil.rmtree(folder, ignore_errors=True)
     with ExitStack() as stack:
-        observers = [NvtxObserver()] if "nvtx" in way else []
+        observers = []
+        if "nvtx" in way:
+            observers.append(import_module("sfi_traces.record.nvtx").NvtxObserver())
         if "trace" in way:
             observers.append(stack.enter_context(ParquetObserver(folder, **way["trace"])))
         at: list[float] = []
         run(
             observers=observers,
             audit=way.get("audit"),
+            engine=EngineOptions(graphs=way.get("graphs", False)),
             on_token=lambda _: at.append(time.perf_counter()),
         )
     seconds = [after - before for before, after in pairwise(at)]
@@ -84,7 +111,7 @@ def run_once(run: Callable[..., Any], way: dict[str, Any], folder: Path) -> dict
     }
 
 
-def measure(name: str, device: Any, repeats: int) -> list[dict[str, Any]]:
+def measure(name: str, device: torch.device, repeats: int) -> list[dict[str, Any]]:
     """Interleave all ways; report medians."""
     model, tokenizer, prompts, config, options = subject(name, device)
     folder = Path(tempfile.mkdtemp()) / "trace"
@@ -94,9 +121,10 @@ def measure(name: str, device: Any, repeats: int) -> list[dict[str, Any]]:
             model, tokenizer, prompts, config, stop_token_ids=(), **options, **observed
         )
 
-    runs: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
+    ways = ways_on(device)
+    runs: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
     for repeat in range(repeats + 1):  # the first is a warm-up
-        for way, settings in WAYS.items():
+        for way, settings in ways.items():
             one = run_once(run, settings, folder)
             runs[way] += [one] if repeat else []
     rows = []
@@ -110,9 +138,9 @@ def measure(name: str, device: Any, repeats: int) -> list[dict[str, Any]]:
             "step_ms": 1e3 * statistics.median(one["mean"] for one in found),
             "median_step_ms": 1e3 * statistics.median(one["median"] for one in found),
             "ratio": statistics.median(ratios["mean"]),
-            "ratio_quartiles": statistics.quantiles(ratios["mean"], n=4),
+            "ratio_quartiles": quartiles(ratios["mean"]),
             "median_ratio": statistics.median(ratios["median"]),
-            "median_ratio_quartiles": statistics.quantiles(ratios["median"], n=4),
+            "median_ratio_quartiles": quartiles(ratios["median"]),
             "trace_bytes": found[-1]["bytes"],
             "bytes_per_token": found[-1]["bytes"] / found[-1]["steps"],
         }
@@ -125,6 +153,11 @@ def measure(name: str, device: Any, repeats: int) -> list[dict[str, Any]]:
     return rows
 
 
+def quartiles(values: list[float]) -> list[float]:
+    """Return the quartiles of some values, of which there may be one."""
+    return statistics.quantiles(values, n=4) if len(values) > 1 else values * 3
+
+
 def main() -> None:
     """Measure and write."""
     parser = argparse.ArgumentParser(
@@ -134,12 +167,14 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--repeats", type=int, default=11)
     parser.add_argument("--output", type=Path)
+    parser.add_argument("--dry-run", action="store_true")
     arguments = parser.parse_args()
     quiet()
-    rows = measure(arguments.model, resolve_device(arguments.device), arguments.repeats)
+    name, device = ("dry", "cpu") if arguments.dry_run else (arguments.model, str(arguments.device))
+    rows = measure(name, resolve_device(device), arguments.repeats)
     document = {
         "date": date.today().isoformat(),  # noqa: DTZ011 - the day on this machine
-        "model": arguments.model,
+        "model": name,
         "repeats": arguments.repeats,
         "rows": rows,
         "machine": describe(),

@@ -86,28 +86,23 @@ def steps(
         config=SfiConfig(span=0), backend="triton",
     )  # fmt: skip
     one, device = model(plan), plan.device
+    release(device)  # the pages of the last run, now that nothing holds them
     vocabulary = one.config.vocab_size
     given = stream(settings, batch, vocabulary)
     prompts = Prompts.of(settings, Point(plan.context, batch), vocabulary, device)
     assert prompts.made_up is not None, "nothing is read"
-    try:
-        with (
-            torch.inference_mode(),
-            kept_graphs(plan) as kept,
-            main_stream(device, overlap=engine.overlap),
-            slow_fast(one, None, given.config, backend="triton", engine=engine) as session,
-        ):
-            decoder = Decoder(
-                session=session, ids_BT=prompts.ids_BT, mask_BT=prompts.mask_BT,
-                capacity=settings.capacity(plan.context), shared=prompts.made_up.shared(session),
-            )  # fmt: skip
-            launch = decoder.ahead if ahead else None
-            yield (
-                Steps(decoder, Sampler(Sampling(), prompts.ids_BT, ahead=launch), given.token_SB),
-                kept,
-            )
-    finally:
-        release(device)
+    with (
+        torch.inference_mode(),
+        kept_graphs(plan) as kept,
+        main_stream(device, overlap=engine.overlap),
+        slow_fast(one, None, given.config, backend="triton", engine=engine) as session,
+    ):
+        decoder = Decoder(
+            session=session, ids_BT=prompts.ids_BT, mask_BT=prompts.mask_BT,
+            capacity=settings.capacity(plan.context), shared=prompts.made_up.shared(session),
+        )  # fmt: skip
+        sampler = Sampler(Sampling(), prompts.ids_BT, ahead=decoder.ahead if ahead else None)
+        yield Steps(decoder, sampler, given.token_SB), kept
 
 
 def replayed(journal: Journal, plan: Plan) -> None:

@@ -246,11 +246,12 @@ def test_a_layer_left_dense_retains_everything():
 
 
 @pytest.mark.exhaustive  # each kernel equals its reference in tests/kernels
-def test_the_kernels_audit_as_the_references_do():
+def test_the_kernels_audit_as_the_references_do(kernel_device):
     audit, runs = AuditConfig(every=2, top=8), []
+    options = {"model": tiny_qwen3().to(kernel_device), "audit": audit, "max_new_tokens": 4}
     for backend in ("torch", "triton"):
         observer = RecordingObserver()
-        complete(backend=backend, observers=[observer], audit=audit, max_new_tokens=4)
+        complete(backend=backend, observers=[observer], **options)
         runs.append(observer)
     ours, theirs = runs
     assert len(ours.audits) == len(theirs.audits) > 0

@@ -1,0 +1,206 @@
+"""The parts of gpu.sh that run sfi's own commands: several in one process, which imports torch once.
+
+    python benchmarks/gpu_parts.py decode --folder results            a JSON file a command
+    python benchmarks/gpu_parts.py decode --folder results --dry-run  the same on a CPU, tiny
+
+A command that fails is said, and the next one runs. The exit code is the worst.
+"""
+
+import argparse
+import importlib
+import json
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT / folder) for folder in (".", "kernels", "traces")]
+
+INTERRUPTED = 130
+Command = tuple[str, list[str]]  # a name, and the words behind `sfi`
+TINY_LAYER = [
+    "--device", "cpu", "--backend", "torch", "--context", "700", "--batch", "2", "--heads", "4",
+    "--kv-heads", "2", "--head-dim", "16",
+]  # fmt: skip
+TINY_RUN = [
+    "--device", "cpu", "--context", "512", "--batch", "1,2", "--steps", "4",
+    "--set", "bench.warm_up=2", "--time-limit", "1", "--budget", "64", "--set", "recent=32",
+]  # fmt: skip
+MEASURED = ["--steps", "40", "--set", "bench.warm_up=8", "--time-limit", "4"]
+GENERATE = ["generate", "--no-compare", "--dtype", "float32", "--quiet", "--json", "--force"]
+
+
+class Parts:
+    """The commands of each part.
+
+    Attributes:
+        folder: Where their files go.
+        dry: Whether a CPU stands in for the GPU.
+        graphs: Whether decoding must run as CUDA graphs, or must not.
+    """
+
+    def __init__(self, folder: Path, *, dry: bool, graphs: bool) -> None:
+        self.folder, self.dry, self.graphs = folder, dry, graphs
+
+    def ops(self) -> list[Command]:
+        """Table 1's sweep, then every op at three shapes."""
+        selected = "0.01761"  # of 131,072: 4 + 2048 + 256 tokens
+        return [
+            self._kernels("sweep", "--sweep", "retention"),
+            self._kernels("ops"),
+            self._kernels("ops-batch-1", "--batch", "1"),
+            self._kernels(
+                "ops-128k-batch-4", "--context", "131072", "--batch", "4", "--retention", selected
+            ),
+        ]
+
+    def decode(self) -> list[Command]:
+        """Decode Qwen3's architectures with graphs, the points that say most first."""
+        short = {"context": "8K,32K", "batch": "1,16"}
+        return [
+            self._bench("decode-4b", "qwen3-4b", **short),
+            self._bench("decode-4b-128k", "qwen3-4b", context="128K", batch="4"),
+            self._bench("decode-0.6b", "qwen3-0.6b", **short),
+        ]
+
+    def decode_eager(self) -> list[Command]:
+        """Decode without graphs and without the second stream: a number whatever happens to them."""
+        self.graphs = False
+        plain = "--set", "engine.overlap=false"
+        return [self._bench("decode-4b-eager", "qwen3-4b", *plain, context="8K", batch="1,16")]
+
+    def decode_baseline(self) -> list[Command]:
+        """Decode one point beside transformers, in the one part that has a baseline."""
+        theirs = "--baseline", "transformers-dynamic"
+        return [self._bench("decode-4b-baseline", "qwen3-4b", *theirs, context="8K", batch="1")]
+
+    def decode_more(self) -> list[Command]:
+        """Decode a ragged batch, and from two tiers, whose steps no graph holds."""
+        ragged = "--ragged", "--set", "bench.synchronized=true"
+        first = self._bench("decode-4b-ragged", "qwen3-4b", *ragged, context="32K", batch="8")
+        self.graphs = False
+        policies = "sfi,quest,freekv,synckv,snapkv"
+        tiers = (
+            "--kv-device-budget", "80%" if self.dry else "30%", "--policy", policies,
+            "--set", "synckv.heads=even",
+        )  # fmt: skip
+        return [
+            first,
+            self._bench("decode-4b-tiers", "qwen3-4b", *tiers, context="32K", batch="1"),
+        ]
+
+    def overlap(self) -> list[Command]:
+        """The second stream under the first one's layers, for ui.perfetto.dev."""
+        trace = str(self.folder / "overlap-trace")
+        tokens = ["--device", "cpu", "--max-new-tokens", "6"] if self.dry else []
+        record = ["trace", "record", "-o", trace, "--force", "--quiet", *tokens]
+        file = str(self.folder / "overlap.json")
+        export = ["trace", "export", trace, "--format", "perfetto", "--force", "-o", file]
+        return [("overlap-record", record), ("overlap", export)]
+
+    def generate(self) -> list[Command]:
+        """The bundled example under both backends, whose tokens `same_tokens` compares."""
+        options = [*GENERATE, *(["--device", "cpu", "--max-new-tokens", "6"] if self.dry else [])]
+        backends = ("torch", "torch") if self.dry else ("torch", "triton")
+        return [
+            (name, [*options, "--set", f"engine.backend={backend}", "-o", self._file(name)])
+            for name, backend in zip(("generate-torch", "generate-triton"), backends, strict=True)
+        ]
+
+    def same_tokens(self) -> bool:
+        """Print what both backends gave and whether it is the same."""
+        names = ("generate-torch", "generate-triton")
+        runs = [json.loads((self.folder / f"{name}.json").read_text()) for name in names]
+        for name, run in zip(names, runs, strict=True):
+            print(f"{name}: {run['decode_tokens_per_second']:,.1f} tokens/s, paths {run['paths']}")
+        tokens = [[one["token_ids"] for one in run["requests"]] for run in runs]
+        kernels = self.dry or any(name.startswith("triton") for name in runs[1]["paths"])
+        print("same tokens" if tokens[0] == tokens[1] else f"tokens differ: {tokens}")
+        return tokens[0] == tokens[1] and kernels
+
+    def _file(self, name: str) -> str:
+        return str(self.folder / f"{name}.json")
+
+    def _kernels(self, name: str, *options: str) -> Command:
+        shape = list(options) if not self.dry else [*TINY_LAYER, "--repeats", "2"]
+        if self.dry:
+            shape += ["--sweep", "retention"] if "--sweep" in options else ["--retention", "0.5"]
+        words = ["kernel-bench", *([] if self.dry else ["--backend", "triton"]), *shape]
+        return name, [*words, "--force", "--quiet", "--output", self._file(name)]
+
+    def _bench(self, name: str, model: str, *options: str, context: str, batch: str) -> Command:
+        graphs = "true" if self.graphs and not self.dry else "false"
+        words = [
+            "bench",
+            "--set",
+            f"engine.graphs={graphs}",
+            "--repeats",
+            "1",
+            "--seed",
+            "0",
+            *options,
+        ]
+        if "--baseline" not in options:
+            words += ["--baseline", "none"]
+        if self.dry:
+            words += TINY_RUN
+        else:
+            words += ["--random-weights", model, "--context", context, "--batch", batch, *MEASURED]
+        return name, [*words, "--force", "--quiet", "--output", self._file(name)]
+
+
+def run(commands: list[Command]) -> int:
+    """Run commands one after the other; return the worst exit code, or 130 at once after Ctrl-C."""
+    torch = importlib.import_module("torch")
+    release = importlib.import_module("sfi_core.measure.bench.bench").release
+    sfi: Callable[[], None] = importlib.import_module("sfi_cli.app").main
+    worst = 0
+    for name, words in commands:
+        print(f"\n-- {name}: sfi {' '.join(words)}", flush=True)
+        code = _code(sfi, words)
+        print(f"-- {name}: exit code {code}", flush=True)
+        worst = max(worst, code)
+        if code == INTERRUPTED:
+            return code
+        try:
+            release(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        except RuntimeError as error:
+            print(f"-- the device is lost: {error}", flush=True)
+            return worst or 1
+    return worst
+
+
+def _code(sfi: Callable[[], None], words: list[str]) -> int:
+    sys.argv = ["sfi", *words]
+    try:
+        sfi()
+    except SystemExit as left:
+        return left.code if isinstance(left.code, int) else int(left.code is not None)
+    except Exception:  # noqa: BLE001 - a bug of one command must not end the others
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def main() -> int:
+    """Run a part."""
+    names = [name for name in vars(Parts) if not name.startswith("_") and name != "same_tokens"]
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("part", choices=[name.replace("_", "-") for name in names])
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--dry-run", action="store_true")
+    parser.add_argument("--no-graphs", action="store_true")
+    asked = parser.parse_args()
+    asked.folder.mkdir(parents=True, exist_ok=True)
+    parts = Parts(asked.folder, dry=asked.dry_run, graphs=not asked.no_graphs)
+    code = run(getattr(parts, asked.part.replace("-", "_"))())
+    if asked.part == "generate" and code == 0:
+        return 0 if parts.same_tokens() else 1
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
