@@ -43,7 +43,7 @@ ATTENTION = {
 
 @cache
 def digest(function: Callable[..., Any]) -> str:
-    """Return a digest of what a function does: its source without names, annotations and docstring.
+    """Return a digest of what a function does: its source without annotations, comments and docstring.
 
     Returns:
         Sixteen hexadecimal digits; `UNKNOWN` where there is no source to read.
