@@ -16,6 +16,8 @@ from sfi_core.hosts.transformers.fusion.fuse import forward_for, fused, wants_fu
 from sfi_core.hosts.transformers.fusion.known import digest, rotates_halves
 from sfi_core.settings.engine import EngineOptions
 from sfi_kernels.launch import name_of
+from tests.architectures import WORKS
+from tests.architectures import tiny as tiny_architecture
 from tests.core.conftest import TINY
 from tests.fake_graph import FakeRecorder, use_tensors
 
@@ -33,7 +35,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": {},
     "mistral": {"sliding_window": None},
-    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "mixtral": {"sliding_window": None, "num_local_experts": 4, "num_experts_per_tok": 2},
     "granite": {},
     "gemma3_text": {},
 }
@@ -78,7 +80,7 @@ def launched(report: Any) -> dict[str, int]:
     return {kernel.name: kernel.launches for kernel in report.kernels}
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "llama", "qwen2", "mistral", "qwen3_moe", "granite"])
+@pytest.mark.parametrize("kind", ["qwen3", "llama", "qwen2", "mistral", "mixtral", "granite"])
 def test_fused_models_choose_the_same_tokens(quick, kind: str):
     model = tiny(kind)
     plain, ours = complete(model, on=False), complete(model, on=True)
@@ -326,3 +328,12 @@ def test_fusion_is_for_triton_on_cuda_unless_asked_for():
     message = "^engine.fused must be none or false on the torch backend, got true$"
     with pytest.raises(ConfigError, match=message):
         wants_fusion(True, "torch", cpu)
+
+
+def test_the_page_says_what_is_fused_of_each_architecture():
+    kinds = {"Norm": "norm", "Attention": "rotation", "MLP": "gate", "DecoderLayer": "sum"}
+    for architecture in WORKS:
+        with fused(tiny_architecture(architecture.label)) as fusion:
+            names = " ".join(fusion.modules)
+        found = [kind for suffix, kind in kinds.items() if suffix in names]
+        assert " ".join(found) == architecture.fused, architecture.name
