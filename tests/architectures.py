@@ -439,8 +439,8 @@ but nobody has checked.
 
 On CUDA sfi runs some modules as one kernel each where transformers runs three to ten: a *norm*, the
 *rotation* of queries and keys with the norms of their heads, an MLP's *gate*, and the residual *sum* before a
-layer's second norm ([engine.md](engine.md)). A module is fused if the source of its class's `forward` is known
-to sfi, without regard to annotations and comments; the sources are those of transformers 5.17. There this
+layer's second norm ([engine.md](engine.md)). A module is fused if sfi knows the source of its class's
+`forward`, without regard to annotations and comments; the sources are those of transformers 5.17. There this
 holds for 131 norms (`...RMSNorm`), 115 MLPs, 65 decoder layers and these attentions:
 
 * as Llama's: Arcee, AriaText, Cosmos3EdgeText, Csm, DeepseekOcr2Text, Emu3, EuroBert, Gemma, Granite,
