@@ -69,6 +69,7 @@ class Architecture:
         drop: Settings of `COMMON` that its config does not take.
         eager: Whether only transformers' eager attention computes it right: SDPA drops soft caps and sinks.
         encoder_decoder: Whether it has an encoder.
+        fused: What runs as one kernel each on CUDA: norm, rotation, gate, and the sum before a norm.
         refusal: The message that refuses it; empty where it works.
     """
 
@@ -79,6 +80,7 @@ class Architecture:
     drop: tuple[str, ...] = ()
     eager: bool = False
     encoder_decoder: bool = False
+    fused: str = ""
     refusal: str = ""
 
     @property
@@ -115,29 +117,38 @@ NOT_ROUTED = "{} does not use transformers' attention interface"
 ENCODER_DECODER = "{} is an encoder-decoder model; sfi runs decoder-only models"
 
 WORKS = (
-    Architecture(name="Qwen2", model_type="qwen2"),
-    Architecture(name="Qwen3", model_type="qwen3"),
+    Architecture(name="Qwen2", model_type="qwen2", fused="norm rotation gate sum"),
+    Architecture(name="Qwen3", model_type="qwen3", fused="norm rotation gate sum"),
     Architecture(
         name="Qwen3-MoE",
         model_type="qwen3_moe",
+        fused="norm rotation sum",
         note="mixture of experts",
         settings={**EXPERTS, "decoder_sparse_step": 1},
     ),
-    Architecture(name="Llama", model_type="llama", note="Llama 2 and 3"),
+    Architecture(
+        name="Llama", model_type="llama", fused="norm rotation gate sum", note="Llama 2 and 3"
+    ),
     Architecture(
         name="Mistral",
         model_type="mistral",
+        fused="norm rotation gate sum",
         note="with `sliding_window=None`, as Mistral Nemo and Mistral Small",
         settings={"sliding_window": None},
     ),
     Architecture(
         name="Mixtral",
         model_type="mixtral",
+        fused="norm rotation sum",
         note="mixture of experts; with `sliding_window=None`",
         settings={**EXPERTS, "sliding_window": None},
     ),
     Architecture(
-        name="Phi-3", model_type="phi3", note="fused projections", settings={"sliding_window": None}
+        name="Phi-3",
+        model_type="phi3",
+        fused="norm",
+        note="fused projections",
+        settings={"sliding_window": None},
     ),
     Architecture(
         name="Gemma 2",
@@ -153,10 +164,11 @@ WORKS = (
         note="text only; its sliding-window layers keep their own window",
         settings=MIXED,
     ),
-    Architecture(name="OLMo 2", model_type="olmo2"),
+    Architecture(name="OLMo 2", model_type="olmo2", fused="gate"),
     Architecture(
         name="OLMo 3",
         model_type="olmo3",
+        fused="gate",
         note="its sliding-window layers keep their own window",
         settings=MIXED,
     ),
@@ -170,26 +182,32 @@ WORKS = (
     Architecture(
         name="Granite",
         model_type="granite",
+        fused="norm rotation gate",
         note="own scale of the logits",
         settings={"attention_multiplier": 0.5},
     ),
     Architecture(
         name="Cohere 2",
         model_type="cohere2",
+        fused="gate",
         note="its sliding-window layers keep their own window",
         settings=MIXED,
     ),
     Architecture(
         name="DeepSeek-V3",
         model_type="deepseek_v3",
+        fused="norm gate sum",
         note="multi-head latent attention: the cache holds the expanded keys and values, not the latents",
         settings={**EXPERTS, **LATENT},
         drop=("head_dim",),
     ),
-    Architecture(name="GLM-4", model_type="glm4", note="rotates half of a head's numbers"),
+    Architecture(
+        name="GLM-4", model_type="glm4", fused="norm", note="rotates half of a head's numbers"
+    ),
     Architecture(
         name="SmolLM3",
         model_type="smollm3",
+        fused="norm gate sum",
         note="some layers without positions",
         settings={"no_rope_layers": [0, 1]},
     ),
@@ -415,9 +433,25 @@ As tiny random models in float32: with a budget of all positions sfi gives full 
 exactly, in ragged batches too. Other architectures that meet the conditions above are expected to work,
 but nobody has checked.
 
-| Architecture | `model_type` | Note |
-|---|---|---|
+| Architecture | `model_type` | Note | Fused |
+|---|---|---|---|
 {works}
+
+On CUDA sfi runs some modules as one kernel each where transformers runs three to ten: a *norm*, the
+*rotation* of queries and keys with the norms of their heads, an MLP's *gate*, and the residual *sum* before a
+layer's second norm ([engine.md](engine.md)). A module is fused if sfi knows the source of its class's
+`forward`, without regard to annotations and comments; the sources are those of transformers 5.17. There this
+holds for 131 norms (`...RMSNorm`), 115 MLPs, 65 decoder layers and these attentions:
+
+* as Llama's: Arcee, AriaText, Cosmos3EdgeText, Csm, DeepseekOcr2Text, Emu3, EuroBert, Gemma, Granite,
+  Granite4VisionText, GraniteMoe, GraniteMoeShared, HiggsAudioV2, HyperCLOVAX, Jais2, Phimoe, Qwen2Moe,
+  SolarOpen
+* as Qwen2's: Cwm, Ministral
+* as Mistral's: MiniMax, Mixtral, VoxtralRealtime, VoxtralRealtimeText
+* as Qwen3's: Dots1, Mellum, Qwen3Moe, Qwen3OmniMoeThinkerText; and Qwen3VLText, Qwen3VLMoeText
+
+An MLP is fused if its activation is SiLU, a decoder layer if its second norm is. The others keep their own
+forward. The report's `left_alone` names their classes.
 
 ## Refused
 
@@ -434,7 +468,10 @@ have one too, but nobody has tried: `axk2`, `dots3_note`, `glm5_next`, `hy_v4`, 
 def page() -> str:
     """Write the documentation page."""
     return PAGE_TEXT.format(
-        works="\n".join(f"| {a.name} | `{a.model_type}` | {a.note} |" for a in WORKS),
+        works="\n".join(
+            f"| {a.name} | `{a.model_type}` | {a.note} | {a.fused.replace(' ', ', ') or '-'} |"
+            for a in WORKS
+        ),
         refused="\n".join(
             f"| {a.name} | `{a.model_type}` | {a.note} | `{a.refusal}` |" for a in REFUSED
         ),

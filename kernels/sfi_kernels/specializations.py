@@ -19,7 +19,10 @@ from sfi_kernels.launch import Launch, Target, name_of, recording
 from sfi_kernels.pack import pack
 from sfi_kernels.pseudo_token import PseudoToken
 from sfi_kernels.recall import recall
+from sfi_kernels.rms_norm import add_rms_norm, rms_norm
+from sfi_kernels.rotary import rotary
 from sfi_kernels.selector import selector
+from sfi_kernels.silu_mul import silu_mul
 from sfi_kernels.split_plan import split_plan, work_items
 from sfi_kernels.step_descriptor import FAST, SLOW, StepRequest, describe_step
 from sfi_kernels.top_k import top_k
@@ -42,6 +45,8 @@ HEADS = (
     (192, 128, 1, False, False),
     (256, 256, 2, True, False),
 )
+# widths that are normed: a head, a small model, the widest that the kernel takes
+WIDTHS = (128, 2560, 16384)
 H, PAGE, PAGES, S, T, W = 8, 64, 4, 68, 200, 512
 SELECTOR: Any = {
     "alpha": 0.5, "gamma": 0.5, "beta": 0.5, "power": 1.8, "eta": 0.4, "lambda_clip": 0.02,
@@ -116,6 +121,12 @@ def _runs() -> Iterator[tuple[str, Callable[[], object]]]:
             case = Case(dtype, D, D, 4, None, sinks=False)
             yield f"{name}, D={D}", case.move
             yield f"{name}, D={D}, heads", partial(case.move, heads=True)
+            yield f"{name}, D={D}", partial(_rotate, dtype, D, normed=False)
+            yield f"{name}, D={D}, normed", partial(_rotate, dtype, D, normed=True)
+        for F in WIDTHS:
+            yield f"{name}, F={F}", partial(_norm, dtype, F)
+            yield f"{name}, F={F}, added", partial(_add_and_norm, dtype, F)
+        yield name, partial(_gate, dtype)
     rival = Case(torch.bfloat16, 128, 128, 4, None, sinks=False)
     yield "bf16, D=128, G=4, paper-like", partial(rival.decode, slow=False, block_n=16)
     yield "bf16, D=128, G=4, gather", partial(rival.decode, slow=False, position_BHS=rival.position)
@@ -194,6 +205,27 @@ def _plan() -> None:
     request = StepRequest(mode=FAST, length=T, recent_start=100, packed=S, sink=4)
     step = describe_step([request] * 2, work_items(2, H, 264), torch.device("cpu"))
     split_plan.triton(step, H, 264)
+
+
+def _norm(dtype: torch.dtype, F: int) -> None:
+    rms_norm.triton(torch.empty(2, F, dtype=dtype), torch.empty(F, dtype=dtype), 1e-6)
+
+
+def _add_and_norm(dtype: torch.dtype, F: int) -> None:
+    hidden = torch.empty(2, F, dtype=dtype)
+    add_rms_norm.triton(hidden, hidden, torch.empty(F, dtype=dtype), 1e-6)
+
+
+def _rotate(dtype: torch.dtype, D: int, *, normed: bool) -> None:
+    query, key = (torch.empty(2, 1, heads, D, dtype=dtype) for heads in (4 * H, H))
+    angle = torch.empty(2, 1, D, dtype=dtype)
+    weights = (angle[0, 0], angle[0, 0], 1e-6) if normed else ()
+    rotary.triton(query, key, angle, angle, *weights)
+
+
+def _gate(dtype: torch.dtype) -> None:
+    gate = torch.empty(2, 1024, dtype=dtype)
+    silu_mul.triton(gate, gate)
 
 
 def _select(heads: int, group: int, window: int, span: int, reduce: str) -> None:

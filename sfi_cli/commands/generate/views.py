@@ -28,12 +28,22 @@ def report_lines(document: dict[str, Any]) -> list[str]:
             request, f"request {index}  " if len(document["requests"]) > 1 else ""
         )
     lines += _tier_lines(document["kv_tiers"])
+    lines += fused_lines(document["fused"], document["left_alone"])
     lines += _speed_lines(document)
     if document["not_replayed"]:
         lines.append(
             f"warning      steps ran one kernel after the other: {document['not_replayed']}"
         )
     return lines
+
+
+def fused_lines(fused: dict[str, int], left_alone: dict[str, int]) -> list[str]:
+    """Say which modules ran fused and which did not, by class; nothing where fusion was off."""
+    told = []
+    for name, modules in (("fused", fused), ("left alone", left_alone)):
+        counts = ", ".join(f"{kind} x {count}" for kind, count in modules.items())
+        told += [f"{name:<13}{counts}"] if modules else []
+    return told
 
 
 def _request_lines(request: dict[str, Any], prefix: str) -> list[str]:

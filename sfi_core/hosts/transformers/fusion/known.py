@@ -14,7 +14,7 @@ import torch
 UNKNOWN = ""
 RMS_NORM = {"9635bcd843f309a0"}  # LlamaRMSNorm
 GATED_MLP = {"7d2027d4464e3e71", "0d7b11835db6b508"}  # LlamaMLP, Qwen2MLP
-DECODER_LAYER = {"1a8125909341e389"}  # LlamaDecoderLayer
+DECODER_LAYER = {"1a8125909341e389", "d4699009e63a2518"}  # LlamaDecoderLayer, MixtralDecoderLayer
 # LlamaAttention calls the first, which calls the second
 ROTARY = {"apply_rotary_pos_emb": "4a8f8b85ee37bd3f", "rotate_half": "7b6c9b425ca04287"}
 
@@ -43,7 +43,7 @@ ATTENTION = {
 
 @cache
 def digest(function: Callable[..., Any]) -> str:
-    """Return a digest of what a function does: its source without names, annotations and docstring.
+    """Return a digest of what a function does: its source without annotations, comments and docstring.
 
     Returns:
         Sixteen hexadecimal digits; `UNKNOWN` where there is no source to read.

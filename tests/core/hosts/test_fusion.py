@@ -1,0 +1,339 @@
+"""Norms, rotations and gates as one kernel each: same tokens, fewer kernels, and nothing else changed."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.llama import modeling_llama as llama
+
+import sfi_core
+from sfi_core import SfiConfig, slow_fast
+from sfi_core.errors import ConfigError
+from sfi_core.hosts.transformers.fusion.fuse import forward_for, fused, wants_fusion
+from sfi_core.hosts.transformers.fusion.known import digest, rotates_halves
+from sfi_core.settings.engine import EngineOptions
+from sfi_kernels.launch import name_of
+from tests.architectures import WORKS
+from tests.architectures import tiny as tiny_architecture
+from tests.core.conftest import TINY
+from tests.fake_graph import FakeRecorder, use_tensors
+
+pytest.importorskip("triton")
+from triton.runtime.interpreter import GridExecutor
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+PROMPTS = [list(range(5, 45)), list(range(3, 28))]
+CONFIG = SfiConfig(
+    slow_start=1, min_gap=0, span=0, sink=2, recent=8, budget=6, t_max=4, window_prefill=4,
+    trigger_token_ids=tuple(range(0, 96, 3)), trigger_delay=0,
+)  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3": {},
+    "llama": {},
+    "qwen2": {},
+    "mistral": {"sliding_window": None},
+    "mixtral": {"sliding_window": None, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "granite": {},
+    "gemma3_text": {},
+}
+# ops of PyTorch that launch nothing on a GPU
+FREE = {
+    "view", "_unsafe_view", "reshape", "transpose", "t", "unsqueeze", "squeeze", "expand", "slice", "select",
+    "permute", "detach", "alias", "as_strided", "split", "unbind", "split_with_sizes", "_reshape_alias",
+    "lift_fresh", "empty", "new_empty", "empty_like",
+}  # fmt: skip
+
+
+def tiny(kind: str, layers: int = 2) -> Any:
+    torch.manual_seed(0)
+    sizes = {**TINY, "num_hidden_layers": layers, "initializer_range": 0.3, **MODELS[kind]}
+    if kind == "gemma3_text":
+        sizes["layer_types"] = ["full_attention"] * layers
+    config = AutoConfig.for_model(kind, vocab_size=96, **sizes)
+    model = AutoModelForCausalLM.from_config(config).eval().to(DEVICE)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:  # all ones, which no wrong product would show
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    return model
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let tensor functions stand in for the kernels that take the interpreter long; not for ours."""
+    if DEVICE == "cpu":
+        use_tensors(monkeypatch)
+
+
+def complete(model: Any, on: bool | None, **options: Any) -> Any:
+    engine = EngineOptions(fused=on, graphs=False)
+    result = sfi_core.generate(
+        model, None, PROMPTS, CONFIG, backend="triton", page_size=16, max_new_tokens=6,
+        stop_token_ids=(), engine=engine, **options,
+    )  # fmt: skip
+    return result.report
+
+
+def launched(report: Any) -> dict[str, int]:
+    return {kernel.name: kernel.launches for kernel in report.kernels}
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama", "qwen2", "mistral", "mixtral", "granite"])
+def test_fused_models_choose_the_same_tokens(quick, kind: str):
+    model = tiny(kind)
+    plain, ours = complete(model, on=False), complete(model, on=True)
+    assert [r.token_ids for r in ours.requests] == [r.token_ids for r in plain.requests]
+    assert len({token for r in ours.requests for token in r.token_ids}) > 4
+    passes, layers = 6, 2
+    assert launched(ours)["rotary"] == passes * layers
+    assert not {"rms_norm", "rotary", "silu_mul"} & launched(plain).keys()
+    assert not plain.fused
+    assert not plain.left_alone
+
+
+def test_the_report_says_what_ran_fused_and_what_did_not(quick):
+    report = complete(tiny("qwen3"), on=True)
+    norms = {"Qwen3RMSNorm": 9, "Qwen3MLP": 2, "Qwen3Attention": 2, "Qwen3DecoderLayer": 2}
+    assert (report.fused, report.left_alone) == (norms, {})
+    # an input norm and a sum with its norm in each layer, and the last norm; q_norm and k_norm in `rotary`
+    assert launched(report)["rms_norm"] == 6 * (2 * 2 + 1)
+    with slow_fast(
+        tiny("gemma3_text"), config=CONFIG, engine=EngineOptions(fused=True), backend="triton"
+    ) as s:
+        assert not s.fusion.modules
+        assert s.fusion.left_alone == {
+            "Gemma3DecoderLayer": 2, "Gemma3Attention": 2, "Gemma3MLP": 2, "Gemma3RMSNorm": 13,
+        }  # fmt: skip
+
+
+class Launches(TorchDispatchMode):
+    """Counts what a GPU would launch: PyTorch's ops that compute or copy, and Triton's kernels."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+        interpret = GridExecutor.__call__
+
+        def launch(executor: Any, *args: Any, **kwargs: Any) -> None:
+            self.found[name_of(executor.fn)] += 1
+            with _disable_current_modes():  # the interpreter's own ops are no kernels
+                interpret(executor, *args, **kwargs)
+
+        monkeypatch.setattr(GridExecutor, "__call__", launch)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        self.found[name] += name not in FREE
+        return func(*args, **(kwargs or {}))
+
+
+def fast_step(monkeypatch: pytest.MonkeyPatch, kind: str, layers: int, *, on: bool) -> Counter[str]:
+    """Count the launches of a fast step in float16, where a change of dtype is a kernel."""
+    model = tiny(kind, layers).half()
+    token = torch.full((2, 1), 7)
+    with (
+        monkeypatch.context() as patch,
+        torch.no_grad(),
+        slow_fast(
+            model,
+            config=CONFIG,
+            policy="streaming-llm",
+            backend="triton",
+            page_size=16,
+            engine=EngineOptions(fused=on),
+        ) as session,  # fmt: skip
+    ):
+        cache = session.cache(32)
+        model(token.expand(2, 20), past_key_values=cache, use_cache=True)
+        with Launches(patch) as launches:
+            model(token, position_ids=token + 13, past_key_values=cache, use_cache=True)
+        assert session.report.paths["triton.sparse_attention"] > 0
+    return +launches.found
+
+
+def per_layer(monkeypatch: pytest.MonkeyPatch, kind: str, *, on: bool) -> Counter[str]:
+    """Count what one more layer launches."""
+    two, one = (fast_step(monkeypatch, kind, layers, on=on) for layers in (2, 1))
+    return two - one
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="counts what the interpreter is given")
+@pytest.mark.parametrize(("kind", "plain"), [("qwen3", 56), ("llama", 40)])
+def test_a_layer_of_a_decoding_step_is_fifteen_kernels(monkeypatch, kind: str, plain: int):
+    """Seven products, a sum, two norms, the rotation, the gate, and the three of the attention."""
+    ours = per_layer(monkeypatch, kind, on=True)
+    attention = {"append": 1, "split_attention": 1, "join_splits": 1}
+    assert ours == {"mm": 7, "add": 1, "rms_norm": 2, "rotary": 1, "silu_mul": 1, **attention}
+    assert ours.total() <= 15
+    assert per_layer(monkeypatch, kind, on=False).total() == plain
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="counts what the interpreter is given")
+def test_gemma_is_left_as_it_is(monkeypatch):
+    """Its norms multiply in float32, by one plus the weight."""
+    ours, plain = (per_layer(monkeypatch, "gemma3_text", on=on) for on in (True, False))
+    assert ours == plain
+    assert plain.total() == 84
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="on CPU tensors")
+@pytest.mark.parametrize("kind", ["qwen3", "llama"])
+def test_fused_steps_can_be_replayed(monkeypatch, quick, kind: str):
+    recorder = FakeRecorder()
+    recorder.install(monkeypatch)
+    reports = []
+    for graphs in (False, True):
+        options = {"engine": EngineOptions(fused=True, graphs=graphs), "backend": "triton"}
+        reports.append(
+            sfi_core.generate(
+                tiny(kind), None, PROMPTS, CONFIG, page_size=16, max_new_tokens=6, stop_token_ids=(),
+                **options,
+            ).report
+        )  # fmt: skip
+    eager, replayed = reports
+    assert recorder.plays > 0
+    assert [r.token_ids for r in replayed.requests] == [r.token_ids for r in eager.requests]
+    ours = {"rms_norm", "rotary", "silu_mul"}
+    counts = [{k: v for k, v in launched(one).items() if k in ours} for one in reports]
+    assert counts[0].keys() == ours
+    assert counts[0] == counts[1]
+
+
+def forwards(model: Any) -> dict[str, Any]:
+    return {name: module.forward.__func__ for name, module in model.named_modules()}
+
+
+def test_leaving_gives_every_module_its_forward_back():
+    model = tiny("qwen3")
+    before = forwards(model)
+    with fused(model):
+        assert forwards(model) != before
+    assert forwards(model) == before
+    with pytest.raises(TypeError, match="str"), fused(model):
+        model("no tokens")
+    assert forwards(model) == before
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_hooks_hear_the_modules_that_a_kernel_would_pass_over():
+    """q_norm, k_norm and the second norm have no call of their own in a fused layer, unless one listens."""
+    model, heard = tiny("qwen3"), []
+    layer = model.model.layers[0]
+    ids = torch.tensor([PROMPTS[1]], device=DEVICE)
+    named = dict(layer.named_modules())
+    for name in (
+        "",
+        "self_attn.q_norm",
+        "self_attn.k_norm",
+        "post_attention_layernorm",
+        "mlp.act_fn",
+    ):
+        named[name].register_forward_hook(lambda module, args, out, name=name: heard.append(name))
+    with torch.no_grad():
+        plain = model(ids).logits
+        wanted = heard.copy()
+        heard.clear()
+        with fused(model):
+            ours = model(ids).logits
+    assert sorted(heard) == sorted(wanted)
+    assert len(wanted) == 5
+    torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)
+
+
+def test_gradients_take_transformers_own_way():
+    model, ids = tiny("llama"), torch.tensor([PROMPTS[1]], device=DEVICE)
+    with fused(model):
+        model(ids).logits.sum().backward()
+    assert model.model.layers[0].input_layernorm.weight.grad.abs().sum() > 0
+
+
+def test_a_forward_that_is_not_known_is_left_alone(monkeypatch):
+    """One of another library on the instance, another source of the class, or another helper of its file."""
+    model = tiny("qwen3")
+    layer = model.model.layers[0]
+    norm, attention = layer.post_attention_layernorm, layer.self_attn
+    assert all(map(forward_for, (layer, norm, attention, layer.mlp)))
+
+    class OtherRMSNorm(type(norm)):
+        def forward(self, hidden_states):
+            return super().forward(hidden_states) * 2
+
+    layer.post_attention_layernorm.__class__ = OtherRMSNorm
+    assert forward_for(norm) is forward_for(layer) is None, "the layer would pass over the norm"
+    layer.mlp.act_fn = torch.nn.GELU()
+    assert forward_for(layer.mlp) is None
+    attention.q_norm.forward = attention.q_norm.forward
+    assert forward_for(attention.q_norm) is forward_for(attention) is None
+    del attention.q_norm.forward
+    monkeypatch.setitem(type(attention).forward.__globals__, "rotate_half", lambda x: x)
+    assert forward_for(attention) is None
+
+
+def test_what_the_hub_wraps_in_a_module_is_still_known():
+    """With the package `kernels`, `apply_rotary_pos_emb` is a module that calls the function."""
+    func = llama.apply_rotary_pos_emb
+
+    class Wrapped(torch.nn.Module):
+        def forward(self, *args, **kwargs):
+            return func(*args, **kwargs)
+
+    def forward() -> None:
+        """Stand for an attention's."""
+
+    names = {**vars(llama), "apply_rotary_pos_emb": Wrapped()}
+    assert rotates_halves(type(forward)(forward.__code__, names))
+    names["apply_rotary_pos_emb"].forward = func  # as `kernelize` replaces it
+    assert not rotates_halves(type(forward)(forward.__code__, names))
+
+
+def described() -> Any:
+    def square(x: int) -> int:
+        """Square the next number."""
+        y: int = x + 1  # the next
+        return y * y
+
+    return square
+
+
+def bare() -> Any:
+    def square(x):
+        y = x + 1
+        return y * y
+
+    return square
+
+
+def another() -> Any:
+    def square(x):
+        y = x + 2
+        return y * y
+
+    return square
+
+
+def test_a_digest_is_of_what_a_function_does():
+    assert digest(described()) == digest(bare()) != digest(another())
+    assert digest(len) == ""
+
+
+def test_fusion_is_for_triton_on_cuda_unless_asked_for():
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    assert wants_fusion(None, "triton", cuda)
+    assert not wants_fusion(None, "triton", cpu)
+    assert not wants_fusion(None, "torch", cuda)
+    assert not wants_fusion(False, "triton", cuda)
+    assert wants_fusion(True, "triton", cpu)
+    message = "^engine.fused must be none or false on the torch backend, got true$"
+    with pytest.raises(ConfigError, match=message):
+        wants_fusion(True, "torch", cpu)
+
+
+def test_the_page_says_what_is_fused_of_each_architecture():
+    kinds = {"Norm": "norm", "Attention": "rotation", "MLP": "gate", "DecoderLayer": "sum"}
+    for architecture in WORKS:
+        with fused(tiny_architecture(architecture.label)) as fusion:
+            names = " ".join(fusion.modules)
+        found = [kind for suffix, kind in kinds.items() if suffix in names]
+        assert " ".join(found) == architecture.fused, architecture.name
