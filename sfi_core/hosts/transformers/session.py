@@ -86,9 +86,7 @@ class Session:
         self.policy = policy_class(policy)(config, trigger, layers)
         self.observer = as_one(observers)
         self.audit, self.engine, self.fusion = audit, engine, Fusion()
-        self._planned = False
-        self._shadow = Shadow()
-        self.span = ExitStack()
+        self._planned, self._shadow, self.span = False, Shadow(), ExitStack()
         self._page_size = page_size
         self.backend = "torch"
         self._run: Run | None = None
@@ -237,8 +235,8 @@ class Session:
         """
         if store is None:
             capacity = cache.capacity or max(new, cache.prompt_length or 0) + UNKNOWN_CAPACITY
-            generated = cache.generated or capacity - (cache.prompt_length or new)
-            store = self.store(batch, capacity, generated)
+            prompt = cache.prompt_length or new
+            store = self.store(batch, capacity, cache.generated or capacity - prompt)
         audit = () if self.audit is None else (Audit(self.audit),)
         self._run = Run(
             self.policy,
