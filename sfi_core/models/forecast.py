@@ -110,7 +110,12 @@ def forecast(
         summary_bytes=batch * sum(summary(layer, capacity) for layer in managed if summary),
         sliding_bytes=sum(layer.row_bytes * min(layer.window or 0, capacity) for layer in sliding)
         * batch,
-        workspace_bytes=max(_activation_bytes(model, managed, batch, chunk), first, later)
+        workspace_bytes=max(
+            _activation_bytes(model, managed, batch, chunk)
+            + _mask_bytes(sliding, batch, chunk, prompt_tokens),
+            first,
+            later,
+        )
         * (CPU_SLACK if model.device.type == "cpu" else 1),
         graph_bytes=graph_bytes(
             chosen,
@@ -140,6 +145,12 @@ def _activation_bytes(model: Any, layers: Sequence[LayerShape], batch: int, chun
     logits = 2 * config.vocab_size * FLOAT32 * batch
     wide = hidden * inner * FLOAT32 if model.device.type == "cpu" and crawls(model.dtype) else 0
     return int(max(mlp, attention) * batch * chunk + logits + wide)
+
+
+def _mask_bytes(layers: Sequence[LayerShape], batch: int, chunk: int, prompt_tokens: int) -> int:
+    # sliding windows of ragged prompts have a bool for each pair of tokens; full attention has no mask
+    longest = max((layer.window or 0 for layer in layers), default=0)
+    return batch * chunk * min(longest + chunk, prompt_tokens) if layers else 0
 
 
 def _first_bytes(model: Any, layers: Sequence[LayerShape], window: int) -> int:

@@ -33,7 +33,7 @@ class PromptTile:
 def prompt_tile(query_BHGWD: torch.Tensor, tile: TileShape, target: Target) -> PromptTile:
     """Choose the tile for a piece of a prompt; `tile` is what the pages allow."""
     _, _, G, W, D = query_BHGWD.shape
-    width, stages = max(tile.key_width, tile.value_width), _stages(target, tile)
+    width, stages = max(tile.key_width, tile.value_width), _stages(target)
     if query_BHGWD.dtype == torch.float32:
         most = min(32, FLOAT32_NUMBERS // padded(D))
         return PromptTile(min(most, padded(G * W)), 8, tile.tokens, stages)
@@ -53,11 +53,8 @@ def window_tile(query_BHGWD: torch.Tensor, tile: TileShape, target: Target) -> P
     float32 = query_BHGWD.dtype == torch.float32
     most = min(32, FLOAT32_NUMBERS // padded(D)) if float32 else 64
     rows = min(most, padded(G * W))
-    return PromptTile(rows, 8 if float32 else 4, tile.tokens, _stages(target, tile))
+    return PromptTile(rows, 8 if float32 else 4, tile.tokens, _stages(target))
 
 
-def _stages(target: Target, tile: TileShape) -> int:
-    wide = max(tile.key_width, tile.value_width) == WIDEST
-    if target.capability in SMALL_SHARED or (wide and target.capability not in LARGE_SHARED):
-        return 3
-    return 5
+def _stages(target: Target) -> int:
+    return 3 if target.capability in SMALL_SHARED else 5

@@ -18,6 +18,11 @@ HEADS = (
     "others sparsely; `pack` and `recall` leave some as they are. A launch whose heads agree runs a row",
     "without `heads`, which loads nothing for it, so that its cost is unchanged.",
 )
+PROMPTS = (
+    "`dense_attention` takes 128 rows and 8 warps of queries for each tile of keys, 64 rows and 4 warps for",
+    "heads of 64 numbers, and 32 rows for heads of 256 on sm_80, where registers hold the queries. No warp",
+    "repeats another's products; a test reads that from the compiled layouts.",
+)
 CODES = (
     "`pseudo` marks a step whose softmax has one more term, a pseudo token, for the keys that a fast",
     "request does not read. The split kernel adds the term, or the join where a request has several splits,",
@@ -100,6 +105,8 @@ def markdown(rows: Sequence[dict[str, Any]]) -> str:
         f"compiles the same and fails on a spill or above {LIMITS}.",
         "",
         *HEADS,
+        "",
+        *PROMPTS,
         "",
         *CODES,
         "",

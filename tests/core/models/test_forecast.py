@@ -57,6 +57,21 @@ def test_sliding_layers_keep_their_window_only(tiny_model: Any):
     assert expect(tiny_model, [FULL, SLIDING], capacity=7).sliding_bytes == 128 * 3 * 7
 
 
+def test_only_sliding_windows_have_a_mask_of_queries_and_keys(tiny_model: Any):
+    """A bool for each of a piece's 3 x 8 queries and of the 18 keys of the window and the piece."""
+    full = expect(tiny_model, [FULL], prefill_chunk=8, selects=False)
+    both = expect(tiny_model, [FULL, SLIDING], prefill_chunk=8, selects=False)
+    assert both.workspace_bytes - full.workspace_bytes == CPU_SLACK * 3 * 8 * 18
+
+
+def test_first_selections_that_share_launches_need_their_tensors_together(tiny_model: Any):
+    alone, four = (
+        expect(tiny_model, [FULL], capacity=1000, prefill_chunk=8, first_together=count)
+        for count in (1, 4)
+    )
+    assert four.workspace_bytes == 4 * alone.workspace_bytes
+
+
 def test_a_budget_beyond_the_capacity_packs_no_more_than_the_capacity(tiny_model: Any):
     expected = expect(tiny_model, [FULL], CONFIG.replace(budget=1000))
     assert expected.packed_bytes == 128 * 3 * (3 + 40)
