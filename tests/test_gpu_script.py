@@ -111,10 +111,11 @@ def test_every_command_of_a_gpu_is_one_that_sfi_takes(monkeypatch, tmp_path, gra
 
 
 LOSES = """
-import torch
-torch.cuda.is_initialized = lambda: True
+import sys
+from types import SimpleNamespace
 def gone(): raise RuntimeError("CUDA error: an illegal memory access was encountered")
-torch.cuda.synchronize = gone
+cuda = SimpleNamespace(is_initialized=lambda: True, synchronize=gone)
+sys.modules["torch"] = SimpleNamespace(cuda=cuda)
 def test_a(): gone()
 def test_b(): assert 1 == 2
 def test_c(): pass
