@@ -7,8 +7,13 @@ import torch
 
 from benchmarks.smoke import journal
 from benchmarks.smoke.journal import Journal
-from benchmarks.smoke.plan import dry
+from benchmarks.smoke.layers import pipeline, prompt_tile, without_join
+from benchmarks.smoke.plan import dry, real
 from benchmarks.smoke.timeline import summed
+from sfi_core.measure.kernel_bench import KernelSettings
+from sfi_core.measure.kernel_bench.bytes_moved import forecast_bytes
+from sfi_kernels.launch import Recording, Target, name_of, recording
+from sfi_kernels.specializations import Case
 
 CPU = torch.device("cpu")
 PLAN = dry(graphs=True)
@@ -77,3 +82,45 @@ def test_a_lost_device_or_ctrl_c_ends_the_run_and_keeps_what_there_is(
     document = json.loads((tmp_path / "x.json").read_text())
     assert document["ended"].endswith("in stage 1")
     assert document["stages"][0]["rows"][0] == {"what": "before", "us": 1.0}
+
+
+def launches(run) -> Recording:
+    """Record what a decoding step or a prompt of bfloat16 launches on an H100."""
+    with recording(Target(90, 132)) as record:
+        run(Case(torch.bfloat16, 128, 128, 4, None, sinks=False))
+    return record
+
+
+def test_the_prompt_kernel_takes_the_tiles_that_are_timed():
+    """It is told by the names of its module's constants, which may change."""
+    for rows, warps in real(graphs=True).tiles:
+        with prompt_tile(rows, warps):
+            one = launches(Case.prompt).launches[0]
+        assert name_of(one.kernel) == "dense_attention"
+        assert (one.constants["BLOCK_M"], one.options["num_warps"]) == (rows, warps)
+
+
+@pytest.mark.parametrize("stages", [3, 4])
+def test_the_split_kernel_takes_the_pipeline_that_is_timed_and_runs_alone(stages):
+    def decode(case):
+        case.decode(slow=False)
+
+    with pipeline(stages):
+        whole = launches(decode).launches
+        with without_join():
+            alone = launches(decode).launches
+    assert [name_of(one.kernel) for one in whole] == [
+        "split_plan",
+        "split_attention",
+        "join_splits",
+    ]
+    assert [name_of(one.kernel) for one in alone] == ["split_plan", "split_attention"]
+    assert whole[1].options["num_stages"] == stages
+
+
+def test_the_sizes_of_a_gpu_are_ones_that_the_benchmark_takes_and_that_fit():
+    plan = real(graphs=True)
+    for shape in plan.shapes:
+        for dtype in plan.dtypes:
+            settings = KernelSettings(**{**shape, "dtype": dtype, "head_dim": max(plan.widths)})
+            assert forecast_bytes(settings, "triton") < 40e9

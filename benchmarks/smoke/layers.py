@@ -23,6 +23,7 @@ from sfi_core.measure.kernel_bench.variants import KernelVariants
 from sfi_kernels.dense_attention import dense_attention
 from sfi_kernels.launch import launch, name_of
 
+ROUNDINGS = 64  # of the largest number, that two attentions may differ by
 PROMPT, DECODE = (f"sfi_kernels.{op}_attention.triton" for op in ("dense", "decode"))
 
 
@@ -34,56 +35,71 @@ def prompt_tile(rows: int, warps: int) -> Iterator[None]:
 
 
 def prompts(journal: Journal, plan: Plan) -> None:
-    """Time a causal prompt of one layer under every tile, and under SDPA."""
+    """Time a causal prompt of one layer under SDPA, and under every tile of ours."""
     heads, kv_heads, width = plan.layer
     for length in plan.prompts:
         settings = KernelSettings(
             heads=heads, kv_heads=kv_heads, head_dim=width, context=length, batch=1, dtype=plan.dtype,
             sink=1, recent=1, retentions=(1.0,),
         )  # fmt: skip
-        data = layer_data(settings, plan.device, one_page=False)
-        generator = torch.Generator(plan.device).manual_seed(2)
-        shape = (1, kv_heads, settings.group, length, width)
-        query = torch.randn(shape, generator=generator, dtype=plan.torch_dtype, device=plan.device)
-        flat = query.flatten(1, 2)
-
-        def theirs(flat: torch.Tensor = flat, data: Any = data) -> torch.Tensor:
-            return scaled_dot_product_attention(
-                flat, data.key_BHTD, data.value_BHTD, is_causal=True, enable_gqa=True
-            )
-
-        def ours(query: torch.Tensor = query, data: Any = data) -> torch.Tensor:
-            operands = query, *data.paged, data.length_B
-            return dense_attention.triton(*operands, scale=query.shape[-1] ** -0.5)
-
-        journal.trial(f"{length} SDPA", partial(_rate, plan, theirs, query))
-        expected = theirs()
+        prompt = Prompt(plan, settings)
+        journal.trial(f"{length} SDPA", prompt.time_theirs)
         for rows, warps in plan.tiles:
             with prompt_tile(rows, warps):
-                call = partial(_rate, plan, ours, query, expected)
-                journal.trial(f"{length} rows={rows} warps={warps}", call)
+                journal.trial(f"{length} rows={rows} warps={warps}", prompt.time_ours)
+        del prompt
         release(plan.device)
 
 
-def _rate(
-    plan: Plan,
-    call: Callable[[], torch.Tensor],
-    query: torch.Tensor,
-    expected: torch.Tensor | None = None,
-) -> dict[str, Any]:
-    _, H, G, W, D = query.shape
-    found: dict[str, Any] = {}
-    if expected is None:
-        found["ran_as"] = sdpa_backend(call)
-    else:
-        far = (call().view(expected.shape) - expected).abs().max() / expected.abs().max()
-        found["roundings"] = float(far) / torch.finfo(query.dtype).eps
-        found["right"] = found["roundings"] < 64  # noqa: PLR2004
-    us = _time(plan, call)
-    products = (
-        4 * D * H * G * W * (W + 1) / 2
-    )  # multiplied and added, keys and values, half of W x W
-    return found | {"ms": us / 1e3, "tflop_per_s": products / us / 1e6}
+class Prompt:
+    """A causal prompt of one layer, as our kernel and as SDPA read it."""
+
+    def __init__(self, plan: Plan, settings: KernelSettings) -> None:
+        self._plan, self._scale = plan, settings.scale
+        self._data = layer_data(settings, plan.device, one_page=False)
+        generator = torch.Generator(plan.device).manual_seed(2)
+        shape = (1, settings.kv_heads, settings.group, settings.context, settings.head_dim)
+        self._query = torch.randn(
+            shape, generator=generator, dtype=plan.torch_dtype, device=plan.device
+        )
+        self._expected: torch.Tensor | None = None
+
+    def time_theirs(self) -> dict[str, Any]:
+        """Time SDPA; its result is what ours is compared with."""
+        self._expected = self._theirs()
+        return {"ran_as": sdpa_backend(self._theirs), **self._rate(self._theirs)}
+
+    def time_ours(self) -> dict[str, Any]:
+        """Compare our kernel with SDPA where that ran, in roundings of the largest number, and time it."""
+        found: dict[str, Any] = {}
+        if self._expected is not None:
+            far = (self._ours().view(self._expected.shape) - self._expected).abs().max()
+            share = float(far / self._expected.abs().max())
+            found["roundings"] = share / torch.finfo(self._query.dtype).eps
+            found["right"] = found["roundings"] < ROUNDINGS
+        return found | self._rate(self._ours)
+
+    def _theirs(self) -> torch.Tensor:
+        data = self._data
+        return scaled_dot_product_attention(
+            self._query.flatten(1, 2),
+            data.key_BHTD,
+            data.value_BHTD,
+            is_causal=True,
+            enable_gqa=True,
+        )
+
+    def _ours(self) -> torch.Tensor:
+        operands = self._query, *self._data.paged, self._data.length_B
+        return dense_attention.triton(*operands, scale=self._scale)
+
+    def _rate(self, call: Callable[[], torch.Tensor]) -> dict[str, Any]:
+        _, H, G, W, D = self._query.shape
+        us = _time(self._plan, call, "torch")  # milliseconds: a launch does not count
+        products = (
+            4 * D * H * G * W * (W + 1) / 2
+        )  # multiply and add, keys and values, half of W x W
+        return {"ms": us / 1e3, "tflop_per_s": products / us / 1e6}
 
 
 def splits(journal: Journal, plan: Plan) -> None:
@@ -133,6 +149,6 @@ def without_join() -> Iterator[None]:
         yield
 
 
-def _time(plan: Plan, call: Callable[[], Any]) -> float:
-    clock = clock_for(plan.device, "triton" if plan.graphs else "torch")
+def _time(plan: Plan, call: Callable[[], Any], backend: str = "triton") -> float:
+    clock = clock_for(plan.device, backend if plan.graphs else "torch")
     return KernelTimes([*clock.time([clock.prepare(call)] * plan.repeats)]).median_us

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
 from sfi_core.errors import BackendError, ConfigError, MemoryForecastError
 from sfi_core.measure.kernel_bench import (
@@ -29,6 +31,7 @@ from sfi_core.measure.kernel_bench.data import (
     selector_options,
 )
 from sfi_core.measure.kernel_bench.key_code_variants import draw_basis
+from sfi_core.measure.kernel_bench.rivals import sdpa_backend
 from sfi_core.measure.kernel_bench.timing import CpuClock, KernelTimes
 from sfi_core.measure.kernel_bench.variant import KernelVariant
 from sfi_core.measure.kernel_bench.variants import KernelVariants
@@ -602,6 +605,21 @@ def test_the_document_says_what_was_measured_and_what_was_not():
     took = "dense.sdpa (enable_gqa) ran as flash_attention_for_cpu"
     for missing in ("not the Triton kernels", "paper_like", "flashinfer", "flash_attn", took):
         assert missing in notes
+
+
+def test_the_backend_that_sdpa_took_is_named():
+    query = torch.randn(1, 2, 1, 16)
+
+    def call():
+        return scaled_dot_product_attention(query, query, query)
+
+    for backend, name in (
+        ("MATH", "attention_math"),
+        ("FLASH_ATTENTION", "flash_attention_for_cpu"),
+    ):
+        with sdpa_kernel(getattr(SDPBackend, backend)):
+            assert sdpa_backend(call) == name
+    assert sdpa_backend(query.sum) is None
 
 
 def test_the_wall_clock_measures_the_call_and_not_the_flush(monkeypatch):
