@@ -13,6 +13,9 @@
     scan_codes                B H T c of codes in, 4 B H G T of logits out, B H G D s of query and
                               4 B H D (C + 1) of the basis in
       the plain product       reads 4 C numbers' bytes a key instead of c
+    rms_norm, with its sum    2 B F s in and as much out, F s of the weight; F = H G D
+    rotary, with norms        B (H + H G) D s in and as much out, 2 B D s of angles, 2 D s of weights
+    silu_mul                  2 B F s in, B F s out
 
 s is the bytes of a number, E = D here, S = sink + K, C = 16 channels, c = 4 bytes of a key's code, in
 PyTorch C. Of recall's rows, S - C come over the link to the host.

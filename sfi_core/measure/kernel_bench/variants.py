@@ -18,6 +18,7 @@ from sfi_core.measure.kernel_bench.data import (
     select,
     selector_options,
 )
+from sfi_core.measure.kernel_bench.fused_variants import fused_variants
 from sfi_core.measure.kernel_bench.key_code_variants import key_code_variants
 from sfi_core.measure.kernel_bench.mixed_heads_variant import mixed_heads_variant
 from sfi_core.measure.kernel_bench.recall_variant import recall_variant
@@ -77,6 +78,7 @@ class KernelVariants:
             yield self._append()
         if CODE_OPS & set(ops):
             yield from key_code_variants(self.settings, self.data, self.backend)
+        yield from fused_variants(self.settings, self.backend, self.device)
 
     def _dense(self) -> Iterator[KernelVariant]:
         settings, data = self.settings, self.data

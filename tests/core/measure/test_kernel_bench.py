@@ -10,6 +10,7 @@ from sfi_core.measure.kernel_bench import (
     WrongResultError,
     bench,
     bytes_moved,
+    fused_variants,
     gates,
     key_code_gates,
     resolve_backend,
@@ -360,6 +361,28 @@ def test_a_scan_of_other_codes_or_without_the_mean_is_red():
         assert key_code_gates.scan_error(logits, query, code, basis, settings.scale) > 1
 
 
+@pytest.mark.parametrize("name", ["rms_norm", "rotary", "silu_mul"])
+def test_a_fused_op_that_is_one_percent_off_is_red(monkeypatch, name: str):
+    op = {"rms_norm": "add_rms_norm"}.get(name, name)
+    own = getattr(fused_variants, op).reference
+
+    class Off:
+        def on(self, backend):
+            def off(*args):
+                out = own(*args)
+                return tuple(x * 1.01 for x in out) if isinstance(out, tuple) else out * 1.01
+
+            return off
+
+    def error() -> float:
+        made = KernelVariants(tiny(ops=(name,)), "torch", CPU).build()
+        return next(one for one in made if one.name == name).error()
+
+    assert error() <= 1
+    monkeypatch.setattr(fused_variants, op, Off())
+    assert error() > 1
+
+
 def test_a_row_that_is_never_appended_is_red(monkeypatch):
     made = KernelVariants(tiny(ops=("append",)), "torch", CPU)
     before = made.data.key_BHTD.clone()
@@ -382,7 +405,7 @@ def test_a_run_checks_and_times_every_op(dtype):
     rows = run_bench(tiny(dtype=dtype, repeats=2), "torch", CPU).rows()
     assert {row["op"] for row in rows} == {
         "fast", "dense", "dense.sdpa", "mixed_heads", "selector", "top_k", "pack", "recall", "append",
-        "encode_keys", "scan_codes", "scan_codes.plain",
+        "encode_keys", "scan_codes", "scan_codes.plain", "rms_norm", "rotary", "silu_mul",
     }  # fmt: skip
     for row in rows:
         assert set(row) >= KEYS
@@ -496,7 +519,7 @@ def test_every_kernel_variant_runs_and_equals_its_formula(dtype, kernel_device):
     assert {name for name, _ in errors} == {
         "dense", "dense.evidence", "dense.paper_like", "dense.sdpa", "fast", "fast.gather",
         "mixed_heads", "pack", "recall", "selector", "top_k", "append",
-        "encode_keys", "scan_codes", "scan_codes.plain",
+        "encode_keys", "scan_codes", "scan_codes.plain", "rms_norm", "rotary", "silu_mul",
     }  # fmt: skip
     assert max(errors.values()) <= 1, errors
 
