@@ -15,6 +15,9 @@
       the plain product       reads 4 C numbers' bytes a key instead of c
     prompt, W queries         H T (D + E) s of keys and values, 2 H G W D s of query and output, one request;
                               4 H G D operations for each of W T - W (W - 1) / 2 pairs that see each other
+    rms_norm, with its sum    2 B F s in and as much out, F s of the weight; F = H G D
+    rotary, with norms        B (H + H G) D s in and as much out, 2 B D s of angles, 2 D s of weights
+    silu_mul                  2 B F s in, B F s out
 
 s is the bytes of a number, E = D here, S = sink + K, C = 16 channels, c = 4 bytes of a key's code, in
 PyTorch C. Of recall's rows, S - C come over the link to the host.

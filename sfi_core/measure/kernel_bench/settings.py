@@ -9,10 +9,11 @@ from sfi_core.settings.engine import BACKENDS
 
 OPS = (
     "fast", "dense", "mixed_heads", "selector", "top_k", "pack", "recall", "append", "encode_keys",
-    "scan_codes", "prompt",
+    "scan_codes", "prompt", "rms_norm", "rotary", "silu_mul",
 )  # fmt: skip
 # the ops that work on the packed rows of a retention
 PACKED_OPS = {"fast", "mixed_heads", "pack", "recall"}
+FUSED_OPS = ("rms_norm", "rotary", "silu_mul")
 CODE_OPS = {"encode_keys", "scan_codes"}
 SWEEPS = ("retention",)
 DTYPES = {

@@ -18,6 +18,7 @@ from sfi_core.measure.kernel_bench.data import (
     select,
     selector_options,
 )
+from sfi_core.measure.kernel_bench.fused_variants import fused_variants
 from sfi_core.measure.kernel_bench.key_code_variants import key_code_variants
 from sfi_core.measure.kernel_bench.mixed_heads_variant import mixed_heads_variant
 from sfi_core.measure.kernel_bench.prompt_variants import prompt_variants
@@ -80,6 +81,8 @@ class KernelVariants:
         if "prompt" in ops:
             prompts = prompt_variants(settings, self.data, self.backend, self.notes)
             yield from guarded("prompt", None, prompts)
+        fused = fused_variants(settings, self.backend, self.device)
+        yield from guarded("rms_norm", None, fused)
 
     def _dense(self) -> Iterator[KernelVariant]:
         settings, data = self.settings, self.data

@@ -12,6 +12,7 @@ from sfi_core.measure.kernel_bench import (
     WrongResultError,
     bench,
     bytes_moved,
+    fused_variants,
     gates,
     key_code_gates,
     prompt_variants,
@@ -403,6 +404,28 @@ def test_the_rate_of_a_prompt_is_its_operations_by_the_time_beside_its_own_rival
     assert rows["dense"]["tflop_per_s"] is None
 
 
+@pytest.mark.parametrize("name", ["rms_norm", "rotary", "silu_mul"])
+def test_a_fused_op_that_is_one_percent_off_is_red(monkeypatch, name: str):
+    op = {"rms_norm": "add_rms_norm"}.get(name, name)
+    own = getattr(fused_variants, op).reference
+
+    class Off:
+        def on(self, backend):
+            def off(*args):
+                out = own(*args)
+                return tuple(x * 1.01 for x in out) if isinstance(out, tuple) else out * 1.01
+
+            return off
+
+    def error() -> float:
+        made = KernelVariants(tiny(ops=(name,)), "torch", CPU).build()
+        return next(one for one in made if one.name == name).error()
+
+    assert error() <= 1
+    monkeypatch.setattr(fused_variants, op, Off())
+    assert error() > 1
+
+
 def test_a_row_that_is_never_appended_is_red(monkeypatch):
     made = KernelVariants(tiny(ops=("append",)), "torch", CPU)
     before = made.data.key_BHTD.clone()
@@ -427,6 +450,7 @@ def test_a_run_checks_and_times_every_op(dtype):
         "fast", "dense", "dense.sdpa", "mixed_heads", "selector", "top_k", "pack", "recall", "append",
         "encode_keys", "scan_codes", "scan_codes.plain",
         "prompt", "prompt.sdpa", "prompt.piece", "prompt.piece.sdpa",
+        "rms_norm", "rotary", "silu_mul",
     }  # fmt: skip
     for row in rows:
         assert set(row) >= KEYS
@@ -656,6 +680,7 @@ def test_every_kernel_variant_runs_and_equals_its_formula(dtype, kernel_device):
         "mixed_heads", "pack", "recall", "selector", "top_k", "append",
         "encode_keys", "scan_codes", "scan_codes.plain",
         "prompt", "prompt.sdpa", "prompt.piece", "prompt.piece.sdpa",
+        "rms_norm", "rotary", "silu_mul",
     }  # fmt: skip
     assert max(errors.values()) <= 1, errors
 
