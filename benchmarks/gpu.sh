@@ -17,7 +17,7 @@
 # BUDGET      seconds for all parts, 540 without one. A part gets of what is left what it has of all limits to come
 #
 # A part that fails is run once more for 30 seconds, every kernel launch waited for, and does not stop the others.
-# The last lines give every part's exit code, 124 for one that its time ended, and the worst is ours.
+# The last lines give every part's exit code, 124 or 137 for one that its time ended, and the worst is ours.
 set -uo pipefail
 dry= plan= folder=
 for word in "$@"; do
