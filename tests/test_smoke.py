@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.smoke import journal
 from benchmarks.smoke.journal import Journal
-from benchmarks.smoke.layers import pipeline, prompt_tile, without_join
+from benchmarks.smoke.layers import pipeline, without_join
 from benchmarks.smoke.plan import dry, real
 from benchmarks.smoke.timeline import summed
 from sfi_core.measure.kernel_bench import KernelSettings
@@ -89,15 +89,6 @@ def launches(run) -> Recording:
     with recording(Target(90, 132)) as record:
         run(Case(torch.bfloat16, 128, 128, 4, None, sinks=False))
     return record
-
-
-def test_the_prompt_kernel_takes_the_tiles_that_are_timed():
-    """It is told by the names of its module's constants, which may change."""
-    for rows, warps in real(graphs=True).tiles:
-        with prompt_tile(rows, warps):
-            one = launches(Case.prompt).launches[0]
-        assert name_of(one.kernel) == "dense_attention"
-        assert (one.constants["BLOCK_M"], one.options["num_warps"]) == (rows, warps)
 
 
 @pytest.mark.parametrize("stages", [3, 4])

@@ -21,17 +21,11 @@ from sfi_core.measure.kernel_bench.timing import KernelTimes, clock_for
 from sfi_core.measure.kernel_bench.variant import KernelVariant
 from sfi_core.measure.kernel_bench.variants import KernelVariants
 from sfi_kernels.dense_attention import dense_attention
+from sfi_kernels.dense_attention.prompt_tile import PromptTile
 from sfi_kernels.launch import launch, name_of
 
 ROUNDINGS = 64  # of the largest number, that two attentions may differ by
-PROMPT, DECODE = (f"sfi_kernels.{op}_attention.triton" for op in ("dense", "decode"))
-
-
-@contextmanager
-def prompt_tile(rows: int, warps: int) -> Iterator[None]:
-    """Let the prompt kernel take tiles of so many rows and warps; the one place that knows how."""
-    with patch.multiple(import_module(PROMPT), ROWS=rows, WARPS=warps):
-        yield
+DECODE = "sfi_kernels.decode_attention.triton"
 
 
 def prompts(journal: Journal, plan: Plan) -> None:
@@ -44,9 +38,8 @@ def prompts(journal: Journal, plan: Plan) -> None:
         )  # fmt: skip
         prompt = Prompt(plan, settings)
         journal.trial(f"{length} SDPA", prompt.time_theirs)
-        for rows, warps in plan.tiles:
-            with prompt_tile(rows, warps):
-                journal.trial(f"{length} rows={rows} warps={warps}", prompt.time_ours)
+        for tile in plan.tiles:
+            journal.trial(f"{length} {tile}", partial(prompt.time_ours, tile))
         del prompt
         release(plan.device)
 
@@ -69,15 +62,15 @@ class Prompt:
         self._expected = self._theirs()
         return {"ran_as": sdpa_backend(self._theirs), **self._rate(self._theirs)}
 
-    def time_ours(self) -> dict[str, Any]:
+    def time_ours(self, tile: PromptTile) -> dict[str, Any]:
         """Compare our kernel with SDPA where that ran, in roundings of the largest number, and time it."""
         found: dict[str, Any] = {}
         if self._expected is not None:
-            far = (self._ours().view(self._expected.shape) - self._expected).abs().max()
+            far = (self._ours(tile).view(self._expected.shape) - self._expected).abs().max()
             share = float(far / self._expected.abs().max())
             found["roundings"] = share / torch.finfo(self._query.dtype).eps
             found["right"] = found["roundings"] < ROUNDINGS
-        return found | self._rate(self._ours)
+        return found | self._rate(partial(self._ours, tile))
 
     def _theirs(self) -> torch.Tensor:
         data = self._data
@@ -89,9 +82,9 @@ class Prompt:
             enable_gqa=True,
         )
 
-    def _ours(self) -> torch.Tensor:
+    def _ours(self, tile: PromptTile) -> torch.Tensor:
         operands = self._query, *self._data.paged, self._data.length_B
-        return dense_attention.triton(*operands, scale=self._scale)
+        return dense_attention.triton(*operands, scale=self._scale, shape=tile)
 
     def _rate(self, call: Callable[[], torch.Tensor]) -> dict[str, Any]:
         _, H, G, W, D = self._query.shape

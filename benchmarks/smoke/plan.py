@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from sfi_core.measure.bench.architectures import QWEN3
+from sfi_kernels.dense_attention.prompt_tile import PromptTile
 
 SMALL_QWEN3 = {
     **QWEN3, "vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 7,
@@ -35,7 +36,7 @@ class Plan:
         replays: Timed replays of a step.
         eager_steps: Steps without graphs.
         prompts: Lengths of a layer's prompt.
-        tiles: Rows and warps of the prompt kernel's tiles.
+        tiles: Tiles of the prompt kernel.
         layer: A layer's heads, KV heads and head dimension, for prompts and the split kernel.
         dtype: The dtype of the timed model and layers.
         cached: Cached tokens that the split kernel reads.
@@ -58,7 +59,7 @@ class Plan:
     replays: int
     eager_steps: int
     prompts: tuple[int, ...]
-    tiles: tuple[tuple[int, int], ...]
+    tiles: tuple[PromptTile, ...]
     layer: tuple[int, int, int]
     dtype: str
     cached: int
@@ -95,7 +96,13 @@ def real(*, graphs: bool) -> Plan:
         replays=50,
         eager_steps=10,
         prompts=(8192, 32768),
-        tiles=((64, 8), (64, 4), (128, 8)),
+        # ours, and what else compiles without spills; (64, 8) repeats products
+        tiles=(
+            PromptTile(128, 8, 64, 5),
+            PromptTile(64, 4, 64, 5),
+            PromptTile(64, 4, 64, 3),
+            PromptTile(64, 8, 64, 5),
+        ),
         layer=(32, 8, 128),
         dtype="bfloat16",
         cached=16384,
@@ -123,7 +130,7 @@ def dry(*, graphs: bool) -> Plan:
         replays=1,
         eager_steps=2,
         prompts=(70,),
-        tiles=((64, 8), (64, 4), (128, 8)),
+        tiles=(PromptTile(32, 4, 32, 3),),
         layer=(4, 2, 16),
         dtype="float32",
         cached=300,
