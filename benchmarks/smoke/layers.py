@@ -20,8 +20,8 @@ from sfi_core.measure.kernel_bench.rivals import sdpa_backend
 from sfi_core.measure.kernel_bench.timing import KernelTimes, clock_for
 from sfi_core.measure.kernel_bench.variant import KernelVariant
 from sfi_core.measure.kernel_bench.variants import KernelVariants
-from sfi_kernels.dense_attention import dense_attention
 from sfi_kernels.dense_attention.prompt_tile import PromptTile
+from sfi_kernels.dense_attention.triton import attend
 from sfi_kernels.launch import launch, name_of
 
 ROUNDINGS = 64  # of the largest number, that two attentions may differ by
@@ -84,7 +84,7 @@ class Prompt:
 
     def _ours(self, tile: PromptTile) -> torch.Tensor:
         operands = self._query, *self._data.paged, self._data.length_B
-        return dense_attention.triton(*operands, scale=self._scale, shape=tile)
+        return attend(*operands, scale=self._scale, shape=tile)
 
     def _rate(self, call: Callable[[], torch.Tensor]) -> dict[str, Any]:
         _, H, G, W, D = self._query.shape

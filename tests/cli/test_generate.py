@@ -478,6 +478,7 @@ def test_a_run_whose_steps_were_not_replayed_ends_with_a_warning():
     document = {
         "requests": [], "kv_tiers": None, "policy": "quest", "prefill_seconds": 1.0, "decode_seconds": 2.0,
         "decode_tokens_per_second": 3.0, "peak_memory_bytes": 4, "advice": None, "not_replayed": "",
+        "fused": {}, "left_alone": {},
     }  # fmt: skip
     lines = report_lines(document)
     warned = report_lines({**document, "not_replayed": "the model waits"})

@@ -12,8 +12,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from sfi_kernels.dense_attention import dense_attention
 from sfi_kernels.dense_attention.prompt_tile import PromptTile
+from sfi_kernels.dense_attention.triton import attend
 from tests.fakes import causal_mask, error_bound, kernel_device, paged, plain_attention
 
 ROOT = Path(__file__).parents[2]
@@ -61,7 +61,7 @@ def test_every_tile_attends_as_the_textbook_does(shape: PromptTile, W: int, leng
     (key, table), (value, _) = paged(keys, 64), paged(values, 64)
     length = torch.tensor(lengths, dtype=torch.int32)
     operands = (x.to(device) for x in (query, key, value, table, length))
-    out = dense_attention.triton(*operands, scale=SCALE, shape=shape).cpu()
+    out = attend(*operands, scale=SCALE, shape=shape).cpu()
     for row, T in enumerate(lengths):
         own = min(W, T)
         part = query[row : row + 1, :, :, W - own :], keys[row][None], values[row][None]

@@ -122,13 +122,28 @@ def dense_attention(
     scale: float,
     soft_cap: float | None = None,
     sink_HG: torch.Tensor | None = None,
-    shape: PromptTile | None = None,
 ) -> torch.Tensor:
     """See `reference.dense_attention`. Heads of at most 256 numbers, pages of multiples of 16 tokens.
 
-    `shape` is a program's tile of queries, which benchmarks vary; None lets `prompt_tile` choose. Without a
-    soft cap `scale` must be positive, as every model's is.
+    Without a soft cap `scale` must be positive, as every model's is.
     """
+    pages = key_PHND, value_PHNE, block_table_BP, length_B
+    return attend(query_BHGWD, *pages, scale=scale, soft_cap=soft_cap, sink_HG=sink_HG)
+
+
+def attend(
+    query_BHGWD: torch.Tensor,
+    key_PHND: torch.Tensor,
+    value_PHNE: torch.Tensor,
+    block_table_BP: torch.Tensor,
+    length_B: torch.Tensor,
+    *,
+    scale: float,
+    soft_cap: float | None = None,
+    sink_HG: torch.Tensor | None = None,
+    shape: PromptTile | None = None,
+) -> torch.Tensor:
+    """Run `dense_attention` with the tiles of `shape`, which benchmarks vary; None is ours."""
     check(query_BHGWD, key_PHND, block_table_BP, length_B, value_PHNE, sink_HG)
     check_int32(query_BHGWD.device, block_table=block_table_BP, length=length_B)
     B, H, G, W, D = query_BHGWD.shape
