@@ -15,6 +15,7 @@ from sfi_core.machine.private import LastOperation
 from sfi_core.state.streams import stream_of
 
 Work = Callable[[], None]
+ADVICE = "use --set engine.graphs=false"
 
 
 class Recorder(Protocol):
@@ -24,7 +25,7 @@ class Recorder(Protocol):
         """Do the work, at least once, and return what does the device's part of it again.
 
         Raises:
-            BackendError: It waits for the device; the work has been done.
+            BackendError: It waits for the device, or CUDA refuses the capture; the work has been done.
         """
 
 
@@ -48,13 +49,17 @@ class CudaRecorder:
         outer.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         # other threads, an observer's, may wait for their own events meanwhile
-        with (
-            no_collection(),
-            torch.cuda.graph(
-                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
-            ),
-        ):
-            work()
+        held = torch.cuda.graph(
+            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+        )
+        try:
+            with no_collection(), held:
+                work()
+        except RuntimeError as error:
+            first = str(error).strip().partition("\n")[0]
+            raise BackendError(
+                f"a decoding step must fit a CUDA graph, got {first!r} {asked_by(error)}; {ADVICE}"
+            ) from error
         return graph.replay
 
 
@@ -78,7 +83,7 @@ def refuse_waiting() -> Iterator[None]:
             raise
         raise BackendError(
             "a decoding step must not wait for the device to run as a CUDA graph, got "
-            f"{last.name or 'a wait'} {asked_by(error)}; use --set engine.graphs=false"
+            f"{last.name or 'a wait'} {asked_by(error)}; {ADVICE}"
         ) from error
     finally:
         torch.cuda.set_sync_debug_mode(before)

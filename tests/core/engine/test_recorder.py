@@ -161,3 +161,20 @@ def test_the_collector_is_as_before_after_an_error(on):
         assert gc.isenabled() is on
     finally:
         (gc.enable if before else gc.disable)()
+
+
+def test_a_capture_that_cuda_refuses_is_no_step_to_replay(captures):
+    """Such a run goes on eagerly, as one that waits for the device does."""
+    passes: list[int] = []
+
+    def work() -> None:
+        passes.append(len(passes))
+        if len(passes) == 3:
+            raise RuntimeError("CUDA error: operation not permitted\nhow to go on")
+
+    said = (
+        r"^a decoding step must fit a CUDA graph, got 'CUDA error: operation not permitted' outside"
+    )
+    with pytest.raises(BackendError, match=said):
+        CudaRecorder(CUDA)(work)
+    assert gc.isenabled()
