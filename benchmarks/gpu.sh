@@ -14,7 +14,8 @@
 #             transformers 5.x and pytest
 # SFI_WHEELS  a folder of wheels of what it lacks (nvtx, say), put on the path without pip
 # PARTS       1, 2 or 3, or a regular expression: the parts whose names match, such as decode or tests
-# BUDGET      seconds for all parts, 540 without one. A part gets of what is left what it has of all limits to come
+# BUDGET      seconds for all parts, 540 without one, 900 for a dry run. A part gets of what is left what it has of
+#             all limits to come
 #
 # A part that fails is run once more for 30 seconds, every kernel launch waited for, and does not stop the others.
 # The last lines give every part's exit code, 124 or 137 for one that its time ended, and the worst is ours.
@@ -28,7 +29,9 @@ for word in "$@"; do
     *) folder=$word ;;
   esac
 done
-budget=${BUDGET:-540} chosen=${PARTS:-.} python=${PYTHON:-python3} again=30
+default=540
+[[ -z $dry ]] || default=900 # the interpreter is slow
+budget=${BUDGET:-$default} chosen=${PARTS:-.} python=${PYTHON:-python3} again=30
 if [[ ! $budget =~ ^[1-9][0-9]*$ ]]; then
   echo "error: BUDGET must be seconds, got $budget" >&2
   exit 2
