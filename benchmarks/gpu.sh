@@ -115,7 +115,7 @@ parts() {
   part decode-baseline 2 60 "$more" "${ours[@]}" decode-baseline "${into[@]}" $dry
 
   part tests-kernels 3 170 -x "${pytest[@]}" "${workers[@]}" "${few_kernels[@]}" tests/kernels \
-    tests/core/measure/test_kernel_bench.py
+    tests/core/measure/test_kernel_bench.py tests/core/measure/test_kernel_bench_gates.py
   part tests-engine 3 120 -x "${pytest[@]}" "${workers[@]}" "${few_engine[@]}" \
     tests/core/engine/test_on_a_gpu.py tests/core/engine/test_triton_backend.py tests/traces/test_timing.py
   part generate 3 50 "$more" "${ours[@]}" generate "${into[@]}" $dry

@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from sfi_core.measure.kernel_bench import bytes_moved, gates
 from sfi_core.measure.kernel_bench.data import PEAKEDNESS, LayerData
 from sfi_core.measure.kernel_bench.settings import KernelSettings
-from sfi_core.measure.kernel_bench.variant import KernelVariant
+from sfi_core.measure.kernel_bench.variant import KernelVariant, reason
 from sfi_kernels.dense_attention import dense_attention
 
 CHECKED = 16  # queries of a piece that the gate computes
@@ -33,12 +33,8 @@ def prompt_variants(
         rival = _rival(settings, data, query, tokens)
         try:
             rival()
-        except (
-            RuntimeError,
-            ValueError,
-            TypeError,
-        ) as error:  # a note, not the end of the benchmark
-            notes.append(f"{name}.sdpa does not run here: {str(error).splitlines()[0]}")
+        except (RuntimeError, ValueError, TypeError) as error:
+            notes.append(f"{name}.sdpa does not run here: {reason(error)}")
             continue
         yield made(f"{name}.sdpa", rival, rival=True)
 

@@ -10,6 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from sfi_core.machine.private import operators
 from sfi_core.measure.kernel_bench.data import LayerData
 from sfi_core.measure.kernel_bench.settings import KernelSettings
+from sfi_core.measure.kernel_bench.variant import reason
 
 FLASHINFER_WORKSPACE = 256 << 20  # bytes
 SDPA, SOFTMAX = "_scaled_dot_product_", {"_softmax", "_safe_softmax"}
@@ -69,7 +70,7 @@ def _working(
         call = make(settings, data)
         call()
     except (RuntimeError, ValueError, TypeError, ImportError) as error:
-        notes.append(f"{name} does not run here: {str(error).splitlines()[0]}")
+        notes.append(f"{name} does not run here: {reason(error)}")
         return
     yield name, None, call
 

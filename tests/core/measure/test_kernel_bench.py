@@ -12,10 +12,6 @@ from sfi_core.measure.kernel_bench import (
     WrongResultError,
     bench,
     bytes_moved,
-    fused_variants,
-    gates,
-    key_code_gates,
-    prompt_variants,
     resolve_backend,
     run_bench,
     timing,
@@ -23,36 +19,21 @@ from sfi_core.measure.kernel_bench import (
     variants,
 )
 from sfi_core.measure.kernel_bench.data import (
-    allowed,
-    evidence_logits,
     layer_data,
-    norms,
-    scores,
     select,
-    selector_options,
 )
-from sfi_core.measure.kernel_bench.key_code_variants import draw_basis
 from sfi_core.measure.kernel_bench.rivals import sdpa_backend
 from sfi_core.measure.kernel_bench.timing import CpuClock, KernelTimes
 from sfi_core.measure.kernel_bench.variant import KernelVariant
 from sfi_core.measure.kernel_bench.variants import KernelVariants
-from sfi_kernels.key_codes import encode_keys, scan_codes
 from sfi_kernels.pack import pack
-from sfi_kernels.selector import selector
 from sfi_kernels.sparse_attention import sparse_attention
-from sfi_kernels.top_k import top_k
-from tests.fakes import plain_attention
+from tests.core.measure.tiny_kernels import CPU, tiny
 
-TINY = {"heads": 4, "kv_heads": 2, "head_dim": 16, "context": 150, "batch": 2, "recent": 20}
-CPU = torch.device("cpu")
 KEYS = {  # what scripts rely on
     "op", "backend", "retention", "context", "batch", "median_us", "bytes", "gb_per_s", "bandwidth_share",
     "speedup_over_dense", "matches_reference",
 }  # fmt: skip
-
-
-def tiny(**changes) -> KernelSettings:
-    return KernelSettings(**{**TINY, "dtype": "float32", "retentions": (0.5,), **changes})
 
 
 class FakeClock:
@@ -238,157 +219,7 @@ def test_the_selection_is_ascending_distinct_and_inside_the_allowed_set():
     assert index.max() < settings.context - settings.recent
 
 
-# --- gates ---
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_the_textbook_equals_float64_far_within_the_bound(dtype):
-    settings = tiny(dtype=dtype)
-    data = layer_data(settings, CPU, one_page=True)
-    expected = gates.textbook(data.query_BHGD, data.key_BHTD, data.value_BHTD, settings.scale)
-    query = data.query_BHGD[:, :, :, None]
-    out, _ = plain_attention(query, data.key_BHTD, data.value_BHTD, settings.scale)
-    assert expected.error(out[:, :, :, 0]) < 0.1
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("missing", ["last", "sink", "selected"])
-def test_attention_that_misses_a_token_is_red(dtype, missing):
-    """In bfloat16, where rounding hides one token in a hundred, four of them."""
-    n = 4 if dtype == "bfloat16" else 1
-    settings = tiny(dtype=dtype)
-    data = layer_data(settings, CPU, one_page=True)
-    index = select(settings, data, 0.5).index_BHK
-    whole = gates.attended(index, 4, 130, 150)
-    expected = gates.textbook(
-        data.query_BHGD, data.key_BHTD, data.value_BHTD, settings.scale, whole
-    )
-    part = {"last": whole[..., :-n], "sink": whole[..., n:]}.get(
-        missing, torch.cat([whole[..., :10], whole[..., 10 + n :]], -1)
-    )
-    wrong = gates.textbook(data.query_BHGD, data.key_BHTD, data.value_BHTD, settings.scale, part)
-    right = expected.out_BHGD.to(settings.torch_dtype)
-    assert expected.error(right) <= 1 < expected.error(wrong.out_BHGD)
-
-
-def test_one_number_that_is_nan_is_red():
-    settings = tiny()
-    data = layer_data(settings, CPU, one_page=True)
-    expected = gates.textbook(data.query_BHGD, data.key_BHTD, data.value_BHTD, settings.scale)
-    out = expected.out_BHGD.float()
-    out[1, 1, 1, 3] = torch.nan
-    assert expected.error(out) == float("inf")
-
-
-def test_a_tie_that_the_higher_position_wins_is_red():
-    score = torch.tensor([[[1.0, 2.0, 2.0, 0.0]]])
-    assert gates.top_k_error(score, top_k(score, 1)) == 0
-    assert gates.top_k_error(score, torch.tensor([[[2]]], dtype=torch.int32)) > 1
-
-
-def test_a_scores_error_of_a_thousandth_is_red():
-    settings = tiny()
-    data = layer_data(settings, CPU, one_page=True)
-    logits, inside = evidence_logits(settings, data), allowed(settings, data)
-    norm, options = norms(settings, data), selector_options()
-    score, weight = selector.reference(logits, norm, inside, **options)
-
-    def error(score, weight):
-        return gates.selector_error((score, weight), logits, norm, inside, options)
-
-    assert error(score, weight) <= 1
-    off = score.clone()
-    off[1, 0, 77] += 1e-3
-    assert error(off, weight) > 1
-    assert error(score, weight + 1e-2) > 1
-    outside = score.clone()
-    outside[0, 0, 149] = 0.0
-    assert error(outside, weight) > 1
-    assert torch.equal(score, scores(settings, data, logits))
-
-
-def test_a_packed_row_a_position_or_a_count_that_is_wrong_is_red():
-    settings = tiny(ops=("pack",))
-    made = KernelVariants(settings, "torch", CPU)
-    packing = next(one for one in made.build() if one.name == "pack")
-    assert packing.error() == 0
-    selected = made.selected[0.5]
-    index = gates.attended(selected.index_BHK, settings.sink, 0, 0)
-    data = made.data
-    for tensor in selected.segment:
-        kept = tensor.clone()
-        tensor.view(-1)[-1] += 1
-        assert gates.pack_error(selected.segment, data.key_BHTD, data.value_BHTD, index) > 1
-        tensor.copy_(kept)
-    assert gates.pack_error(selected.segment, data.key_BHTD, data.value_BHTD, index) == 0
-
-
-def test_mixed_heads_that_read_like_the_others_are_red():
-    """A head that should read everything, or sparsely, and does not."""
-    settings = tiny(ops=("mixed_heads",))
-    made = KernelVariants(settings, "torch", CPU)
-    mixed = next(one for one in made.build() if one.name == "mixed_heads")
-    assert mixed.error() <= 1
-    for whole in (None, gates.attended(made.selected[0.5].index_BHK, 4, 130, 150)):
-        agree = gates.textbook(
-            made.data.query_BHGD, made.data.key_BHTD, made.data.value_BHTD, settings.scale, whole
-        )
-        assert agree.error(mixed.call()) > 1
-
-
-def test_a_recall_from_the_wrong_place_is_red():
-    """The count of fetched rows and each row, from the host or the old segment, are compared."""
-    made = KernelVariants(tiny(ops=("recall",)), "torch", CPU)
-    recalled = next(one for one in made.build() if one.name == "recall")
-    assert recalled.error() == 0
-    pages, *_, fetched = recalled.call.args
-    assert (fetched == 13).all()  # of 51 selected rows
-    pages.fill_(torch.nan)
-    assert recalled.error() > 1
-
-
-@pytest.mark.parametrize("place", [0, 3, 4, 9, 15])
-def test_a_key_on_a_wrong_level_is_red(place):
-    """One level off, in one channel of one key; the first and the last level take all beyond them."""
-    settings = tiny(ops=("encode_keys",))
-    data = layer_data(settings, CPU, one_page=True)
-    basis = draw_basis(settings, CPU)
-    code = encode_keys.reference(data.key_BHTD[0], basis)
-    assert key_code_gates.encode_error(data.key_BHTD[0], code, basis) <= 1
-    code[1, 7, place] += 1 if code[1, 7, place] == 0 else -1
-    assert key_code_gates.encode_error(data.key_BHTD[0], code, basis) > 1
-
-
-def test_a_scan_of_other_codes_or_without_the_mean_is_red():
-    settings = tiny(ops=("scan_codes",))
-    data, basis = layer_data(settings, CPU, one_page=True), draw_basis(settings, CPU)
-    query, code = data.query_BHGD[0], encode_keys.reference(data.key_BHTD[0], basis)
-    changed = code.clone()
-    changed[0, 5, 15] ^= 1
-    for other, wrong in ((basis, changed), (basis._replace(mean_HD=basis.mean_HD * 0), code)):
-        right = scan_codes.reference(query, code, basis, scale=settings.scale)
-        assert key_code_gates.scan_error(right, query, code, basis, settings.scale) <= 1
-        logits = scan_codes.reference(query, wrong, other, scale=settings.scale)
-        assert key_code_gates.scan_error(logits, query, code, basis, settings.scale) > 1
-
-
-@pytest.mark.parametrize("name", ["prompt", "prompt.piece"])
-def test_a_prompt_whose_last_or_next_token_is_missed_is_red(monkeypatch, name: str):
-    """The keys that a query sees end with its own."""
-    settings = tiny(ops=("prompt",))
-    made = KernelVariants(settings, "torch", CPU)
-    ours = next(one for one in made.build() if one.name == name)
-    assert ours.error() <= 1
-    reference = prompt_variants.dense_attention.reference
-
-    class Shorter:
-        def on(self, backend):
-            return lambda query, *pages_and_length, **options: reference(
-                query, *pages_and_length[:3], pages_and_length[3] - 1, **options
-            )
-
-    monkeypatch.setattr(prompt_variants, "dense_attention", Shorter())
-    assert ours.error() > 1
+# --- runs ---
 
 
 def test_the_rate_of_a_prompt_is_its_operations_by_the_time_beside_its_own_rival(clock):
@@ -402,45 +233,6 @@ def test_the_rate_of_a_prompt_is_its_operations_by_the_time_beside_its_own_rival
     assert whole["speedup_over_sdpa"] == pytest.approx(expected)
     assert whole["speedup_over_dense"] is None
     assert rows["dense"]["tflop_per_s"] is None
-
-
-@pytest.mark.parametrize("name", ["rms_norm", "rotary", "silu_mul"])
-def test_a_fused_op_that_is_one_percent_off_is_red(monkeypatch, name: str):
-    op = {"rms_norm": "add_rms_norm"}.get(name, name)
-    own = getattr(fused_variants, op).reference
-
-    class Off:
-        def on(self, backend):
-            def off(*args):
-                out = own(*args)
-                return tuple(x * 1.01 for x in out) if isinstance(out, tuple) else out * 1.01
-
-            return off
-
-    def error() -> float:
-        made = KernelVariants(tiny(ops=(name,)), "torch", CPU).build()
-        return next(one for one in made if one.name == name).error()
-
-    assert error() <= 1
-    monkeypatch.setattr(fused_variants, op, Off())
-    assert error() > 1
-
-
-def test_a_row_that_is_never_appended_is_red(monkeypatch):
-    made = KernelVariants(tiny(ops=("append",)), "torch", CPU)
-    before = made.data.key_BHTD.clone()
-    assert next(one for one in made.build() if one.name == "append").error() <= 1
-    assert torch.equal(before, made.data.key_BHTD)
-
-    class Nothing:
-        def on(self, backend):
-            return lambda *_: None
-
-    monkeypatch.setattr(variants, "append", Nothing())
-    assert next(one for one in made.build() if one.name == "append").error() > 1
-
-
-# --- runs ---
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
