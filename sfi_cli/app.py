@@ -13,6 +13,7 @@ from sfi_cli.commands.evaluate.command import evaluate
 from sfi_cli.commands.generate.command import generate
 from sfi_cli.commands.groups import Group
 from sfi_cli.commands.kernel_bench.command import kernel_bench
+from sfi_cli.commands.serve.command import serve
 from sfi_cli.commands.tune.command import tune
 from sfi_cli.commands.tune_heads.command import heads
 from sfi_cli.settings.complete import take_name
@@ -30,6 +31,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command(cls=Command)(generate)
+app.command(cls=Command)(serve)
 app.command("eval", cls=Command)(evaluate)
 app.command(cls=Command)(bench)
 app.command()(kernel_bench)

@@ -178,14 +178,16 @@ def append_one(
 
 
 def whole_attention(
-    query_BHGD, packed_key_BHSD, packed_value_BHSE, packed_length_BH, key_PHND, value_PHNE, table_BP, step,
-    *, scale, soft_cap=None, sink_HG=None, evidence=False, into=None, dense_BH=None, pseudo=None,
+    query_BHGWD, packed_key_BHSD, packed_value_BHSE, packed_length_BH, key_PHND, value_PHNE, table_BP, step,
+    *, scale, soft_cap=None, sink_HG=None, evidence=False, evidence_first=False, into=None, dense_BH=None,
+    pseudo=None,
 ):  # fmt: skip
     """Attend to every page and packed row, with masks: lengths and modes are read where they lie."""
     assert soft_cap is None
     assert sink_HG is None
     assert dense_BH is None
     assert pseudo is None
+    query_BHGD = query_BHGWD.squeeze(3)
     words = step.table_BX
     key, value = (
         pages[table_BP.long()].transpose(1, 2).flatten(2, 3) for pages in (key_PHND, value_PHNE)
@@ -202,7 +204,7 @@ def whole_attention(
     share = logits.masked_fill(~seen[:, :, None], -torch.inf).softmax(-1).nan_to_num()
     out = torch.einsum("bhgt,bhte->bhge", share, values)
     if not evidence or not step.slow_rows:
-        return DecodeAttention(out)
+        return DecodeAttention(out[:, :, :, None])
     which, sink, length, start = step.slow_R
     rows = which.clamp_min(0).long()
     logits_R = torch.einsum("bhgd,bhtd->bhgt", query_BHGD[rows], key[rows])[:, :, :, None] * scale
@@ -214,4 +216,4 @@ def whole_attention(
     logits_R = torch.where(kept, logits_R, torch.nan)  # undefined
     if into is not None:
         logits_R = into[: logits_R.numel()].view(logits_R.shape).copy_(logits_R)
-    return DecodeAttention(out, logits_R, sums)
+    return DecodeAttention(out[:, :, :, None], logits_R, sums)

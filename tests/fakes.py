@@ -16,6 +16,7 @@ from sfi_core.observers.events import (
     RunEvent,
     SelectionEvent,
     StepEvent,
+    VerificationEvent,
 )
 from sfi_core.observers.observer import NullObserver
 from sfi_core.policies.context import LayerContext
@@ -88,6 +89,7 @@ class RecordingObserver(NullObserver):
         self.prompts: list[PromptEvent] = []
         self.begun: list[BeginStepEvent] = []
         self.steps: list[StepEvent] = []
+        self.verifications: list[VerificationEvent] = []
         self.selections: list[SelectionEvent] = []
         self.recalls: list[RecallEvent] = []
         self.audits: list[AuditEvent] = []
@@ -112,6 +114,9 @@ class RecordingObserver(NullObserver):
 
     def on_step(self, event: StepEvent) -> None:
         self.steps.append(event)
+
+    def on_verification(self, event: VerificationEvent) -> None:
+        self.verifications.append(event)
 
     def on_selection(self, event: SelectionEvent) -> None:
         self.selections.append(event)

@@ -19,9 +19,10 @@ from transformers import AutoModelForCausalLM
 from sfi_cli import app
 from sfi_core import Sampling, SfiConfig, generate, load, slow_fast
 from sfi_core.bundled.tokenizer import build_tokenizer
-from sfi_core.distributed.ranks import ranks_of
+from sfi_core.distributed.ranks import ALONE, Ranks, ranks_of
 from sfi_core.engine.run import Run
 from sfi_core.errors import SfiError
+from sfi_core.generation.sampling import Sampler
 from sfi_core.settings.engine import EngineOptions
 from tests.architectures import BY_LABEL, padded, prompts
 from tests.fakes import RecordingObserver
@@ -66,6 +67,13 @@ CASES = {
     "refreshkv": Case(
         "llama", CONFIG.replace(stride=3, cosine_threshold=0.1), {"policy": "refreshkv"}
     ),
+    "lossless": Case("llama", options={"lossless": True}),
+    "lossless sampled": Case(
+        "qwen3-moe",
+        CONFIG.replace(draft={"confidence": 0.3}),
+        {"lossless": True, "sampling": Sampling(temperature=1.5), "seed": 3},
+    ),
+    "lossless codescan": Case("llama", options={"lossless": True, "policy": "codescan"}),
     "hosted": Case("qwen3-moe", hosted=True),
     "hosted sampled": Case("llama", options={"do_sample": True, "temperature": 1.5}, hosted=True),
     **{
@@ -186,6 +194,14 @@ def every_refusal(folder: Path) -> dict[str, str]:
     return found
 
 
+def picked(rank: int, ranks: Ranks = ALONE) -> list[list[Any]]:
+    """Pick tokens of logits that each rank has made up by itself; return tokens and probabilities."""
+    logits_XV = torch.randn(4, 50, generator=torch.Generator().manual_seed(rank))
+    sampler = Sampler(Sampling(do_sample=True), torch.zeros(2, 3).long(), ranks)
+    found = sampler.pick(logits_XV, [0, 0, 1, 1], [0, 1, 0, 1], [()] * 4)
+    return [found.token_X, found.probability_X]
+
+
 def lose_a_rank(how: str) -> None:
     """Run `sfi generate` on ranks of which one stops while it decodes: the first dies, or the last hangs."""
     begin = Run.begin_decode
@@ -210,6 +226,8 @@ def main() -> None:
         lose_a_rank(mode)
         return
     found = {"cases": every_case(folder), "refusals": every_refusal(folder)}
+    model, _ = load(str(folder / "llama"), device="cpu")
+    found["picked"] = picked(int(os.environ["RANK"]), ranks_of(model))
     (folder / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(found))
 
 

@@ -33,14 +33,14 @@ ROOMS = (
 )
 NO_MODELS = {"engine", "policies", "triggers", "state"}  # they know no checkpoint and no host
 AT_ROOT = {"sfi_core": 2, "sfi_cli": 6, "sfi_traces": 4}
-LONGEST_CHAIN = 18
+LONGEST_CHAIN = 20
 # third-party packages that only these files may import
 ONLY_IN = {
     "triton": ("kernels/sfi_kernels/",),
     "transformers": (
         "sfi_core/hosts/transformers/",
         "sfi_core/models/",
-        "sfi_core/generation/sampling.py",
+        "sfi_core/generation/processors.py",
         "sfi_core/measure/bench/",
         "sfi_core/bundled/",
     ),
@@ -51,6 +51,7 @@ ONLY_IN = {
         "sfi_core/models/gguf_tokenizer.py",
     ),
     "gguf": ("sfi_core/models/gguf_file.py",),
+    "vllm": ("sfi_core/hosts/vllm/",),
     "pyarrow": ("traces/",),
     "duckdb": ("traces/",),
     "nvtx": ("traces/",),

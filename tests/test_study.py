@@ -38,6 +38,14 @@ methods = ["sfi", "short=sfi:span=0"]
 shares = [0.1]
 recent = 32
 methods = ["sfi", "short=sfi:span=0"]
+[page-scores]
+shares = [0.1]
+recent = 32
+methods = ["sfi"]
+[granularity]
+shares = [0.1, 0.2]
+recent = 32
+methods = ["sfi", "pages=sfi:granularity=page"]
 
 [long]
 shares = [0.2]
@@ -209,7 +217,8 @@ def test_an_answer_is_told_once_and_not_by_the_first_token(task):
 
 
 def test_every_part_runs_and_is_reported(study, tmp_path):
-    study("fidelity", *WINDOW, "--windows", "2", "--table", "ablation")
+    for table in ("ablation", "granularity"):
+        study("fidelity", *WINDOW, "--windows", "2", "--table", table)
     study("fidelity", *WINDOW, "--windows", "2")
     stability = study("stability", *WINDOW, "--lengths", "420", "--windows", "1")
     assert {(row["mode"], row["size"]) for row in stability} == {
@@ -232,8 +241,10 @@ def test_every_part_runs_and_is_reported(study, tmp_path):
     study("report", "--docs", str(tmp_path / "docs"))
     pages = {path.name: path.read_text() for path in (tmp_path / "docs").glob("*.md")}
     assert set(pages) == {
-        "front-240.md", "ablation-240.md", "candidates-240.md", "stability.md", "long.md", "tasks.md",
+        "front-240.md", "ablation-240.md", "candidates-240.md", "granularity-240.md", "stability.md",
+        "long.md", "tasks.md",
     }  # fmt: skip
     assert "| short | " in pages["ablation-240.md"]
+    assert pages["granularity-240.md"].count("| pages | ") == 2, "at each share, and at equal reads"
     assert "| bundled-recall-1 | 400 | sfi | 20 % | 100 (21 to 100) |" in pages["tasks.md"]
     assert len(list(Path(tmp_path / "docs").glob("*.png"))) == 6

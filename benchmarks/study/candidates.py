@@ -1,14 +1,22 @@
-"""Candidates between `sfi` and `codescan`, for the study alone; docs/evidence.md has what came of them."""
+"""Candidates for the study alone: between `sfi` and `codescan`, and other scores of a page.
+
+docs/evidence.md and docs/evidence/granularity.md have what came of them.
+"""
+
+from collections.abc import Callable
 
 import torch
+from torch.nn.functional import pad
 
-from sfi_core.policies import POLICIES, Selection, StepContext, StepPlan
+from sfi_core.policies import POLICIES, SFI, Selection, StepContext, StepPlan
 from sfi_core.policies.codescan import CodeScan
 from sfi_core.policies.context import LayerContext
 from sfi_core.policies.freekv import pooled_cosine
 from sfi_core.policies.shared import Triggered
+from sfi_kernels.constants import MASKED_SCORE
 from sfi_kernels.pseudo_token import PseudoToken
 
+Reduction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 MOVED = 0.85  # pooled query cosine under which a KV head selects anew
 
 
@@ -65,6 +73,36 @@ class SlowAtBoundaries(CodeScan, Triggered):
             super().select_after(context)
 
 
+class PagesByBest(SFI):
+    """A page counts as its best token, in place of the mean of its tokens' scores."""
+
+    def pooled(self, score_BHT: torch.Tensor) -> torch.Tensor:
+        """See `SFI.pooled`."""
+        return self.by_page(score_BHT, lambda page_BHPN, _: page_BHPN.amax(-1))
+
+    def by_page(self, score_BHT: torch.Tensor, reduce: Reduction) -> torch.Tensor:
+        """Give every position of J what `reduce` makes of its page's log scores and of which are in J."""
+        size, T = self.config.page_size, score_BHT.shape[-1]
+        inside_BHT = score_BHT > MASKED_SCORE / 2
+        score_BHT = score_BHT.masked_fill(~inside_BHT, MASKED_SCORE)
+        page_BHPN = pad(score_BHT, (0, -T % size), value=MASKED_SCORE).unflatten(-1, (-1, size))
+        found_BHP = reduce(page_BHPN, page_BHPN > MASKED_SCORE / 2)
+        found_BHT = found_BHP.repeat_interleave(size, -1)[..., :T]
+        return found_BHT.masked_fill(~inside_BHT, MASKED_SCORE)
+
+
+class PagesByMeanLog(PagesByBest):
+    """A page counts as the mean of its tokens' log scores."""
+
+    def pooled(self, score_BHT: torch.Tensor) -> torch.Tensor:
+        """See `SFI.pooled`."""
+        return self.by_page(score_BHT, _mean)
+
+
+def _mean(page_BHPN: torch.Tensor, inside_BHPN: torch.Tensor) -> torch.Tensor:
+    return page_BHPN.masked_fill(~inside_BHPN, 0).sum(-1) / inside_BHPN.sum(-1).clamp_min(1)
+
+
 def register() -> None:
     """Let `methods.toml` name the candidates, in this process."""
     POLICIES.update(
@@ -73,5 +111,7 @@ def register() -> None:
             "codescan-every-4": EveryFourth,
             "codescan-where-moved": WhereMoved,
             "codescan-slow-at-boundaries": SlowAtBoundaries,
+            "sfi-pages-best": PagesByBest,
+            "sfi-pages-mean-log": PagesByMeanLog,
         }
     )

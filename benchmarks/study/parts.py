@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from benchmarks.study import fidelity, long, stability, tasks
+from benchmarks.study import fidelity, long, lossless, stability, tasks
 from benchmarks.study.listed import read_methods
 from benchmarks.study.records import about_run, begin
 from benchmarks.study.report import Report
@@ -71,6 +71,15 @@ def run_long(options: argparse.Namespace) -> None:
     methods = read_methods("long", tokenizer, options.methods)
     part = long.LongPart(model, tokenizer, options.model, methods, options.tokens, options.modes)
     records = begin(options.out / "long.jsonl", long.key, about(options, model))
+    work(records, places(options, tokenizer), part.keys, part.make, options.process)
+
+
+def run_lossless(options: argparse.Namespace) -> None:
+    """Answer losslessly under the methods of a table."""
+    model, tokenizer = load_model(options.model)
+    methods = read_methods(options.table, tokenizer, options.methods)
+    part = lossless.LosslessPart(model, tokenizer, options.model, methods, options.tokens)
+    records = begin(options.out / "lossless.jsonl", lossless.key, about(options, model))
     work(records, places(options, tokenizer), part.keys, part.make, options.process)
 
 

@@ -6,7 +6,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.study import answers, fidelity, front, long, moving, observed, stability, tasks
+from benchmarks.study import (
+    answers,
+    drafted,
+    fidelity,
+    front,
+    long,
+    lossless,
+    moving,
+    observed,
+    stability,
+    tasks,
+)
 from benchmarks.study.figures import draw_front, draw_long, draw_stability
 from benchmarks.study.listed import FULL, read_table, spec
 from benchmarks.study.markdown import page
@@ -18,6 +29,8 @@ from sfi_core.measure.evaluation.method import Method
 Row = dict[str, Any]
 DOCS = Path(__file__).parents[2] / "docs" / "evidence"
 MADE = "Made by `python benchmarks/study.py report`."
+BESIDE_THE_FIRST = ("ablation", "candidates", "page-scores", "granularity")
+AT_READS = "KL at equal total reads, between the measured shares."
 BOOTSTRAP = (
     "Intervals are 95 % bootstrap intervals: whole windows drawn within each kind of text, kinds weighed "
     "equally."
@@ -48,10 +61,10 @@ class Report:
     def write(self) -> list[Path]:
         """Write every page and figure that has rows; return their paths."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        return [*self.fidelity(), *self.stability(), *self.tasks(), *self.long()]
+        return [*self.fidelity(), *self.stability(), *self.tasks(), *self.long(), *self.lossless()]
 
     def fidelity(self) -> list[Path]:
-        """Write pages `front` and `ablation` for each length, and the front's figure."""
+        """Write the pages of methods for each length, and the front's figure."""
         made = []
         rows = self._rows("fidelity", fidelity.key)
         for length, tokens in sorted({(row["length"], row["tokens"]) for row in rows}):
@@ -62,7 +75,7 @@ class Report:
                 f"{_counts(some)}"
             )
             made += self._front(data, about, length)
-            for name in ("ablation", "candidates"):
+            for name in BESIDE_THE_FIRST:
                 made += self._beside_the_first(name, data, about, length)
         return made
 
@@ -123,6 +136,23 @@ class Report:
         draw_long(rows, named, modes, self.folder / "long.png")
         return [self._page("long", f"{_counts(rows)}", parts), self.folder / "long.png"]
 
+    def lossless(self) -> list[Path]:
+        """Write page `lossless`: the half that rules were chosen on, and the one that judges them."""
+        every = self._rows("lossless", lossless.key, half=None)
+        tables = {"dev": "lossless", "held": "lossless-held"}
+        parts = []
+        for half, length in sorted({(row["half"], row["length"]) for row in every}):
+            rows = [row for row in every if (row["half"], row["length"]) == (half, length)]
+            named = self._listed(tables[half])
+            kinds = [kind for kind in KINDS if any(row["kind"] == kind for row in rows)]
+            where = f"Half `{half}`, {length:,} prompt tokens, {_counts(rows)}"
+            parts.append((f"{where}.", drafted.drafts(rows, named)))
+            title = f"{where}: accepted a verification, and total reads."
+            parts.append((title, drafted.by_kind(rows, named, kinds)))
+        about = f"{self.model}, {every[0]['tokens']} tokens, greedy" if every else ""
+        note = "What drafts keep, and what lossless runs read; no intervals: a few windows."
+        return [self._page("lossless", about, parts, note)] if parts else []
+
     def _front(self, data: Measured, about: str, length: int) -> list[Path]:
         named = self._having(data, "front")
         if not named:
@@ -131,7 +161,7 @@ class Report:
         figure = self.folder / f"front-{length}.png"
         draw_front(data, named, _kinds(data), figure)
         parts = [
-            ("KL at equal total reads, between the measured shares.", front.at_reads(data, named)),
+            (AT_READS, front.at_reads(data, named)),
             ("Each method at each share of a fast step.", front.by_share(data, named, shares)),
         ]
         for share in shares:
@@ -148,7 +178,10 @@ class Report:
         shares = _shares(data, named)
         found = front.against(data, named, named[0][1], shares)
         words = f"Times: of the KL of the first row, `{named[0][0]}`, on the same windows."
-        return [self._page(f"{name}-{length}", about, [(words, found)])]
+        parts = [(words, found)]
+        if len(shares) > 1:
+            parts.append((AT_READS, front.at_reads(data, named)))
+        return [self._page(f"{name}-{length}", about, parts)]
 
     def _page(
         self, name: str, about: str, parts: Sequence[tuple[str, str]], note: str = BOOTSTRAP

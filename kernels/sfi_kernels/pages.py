@@ -1,6 +1,18 @@
-"""Reading one request's rows out of the paged KV cache."""
+"""Reading rows out of the paged KV cache, whatever the strides of its pages.
+
+Our own pages are contiguous. Those of another engine may not be: vLLM keeps the keys and values of a token
+side by side, [P, H, N, K|V], and on some processors a page's keys transposed, [P, H, D, N].
+"""
+
+import math
+from collections.abc import Iterator
 
 import torch
+
+from sfi_kernels.launch import KernelLimitError
+
+Steps = tuple[int, int, int]  # rows from a page, a head and a token to the next
+WIDE = 1 << 18  # numbers turned into float32 at once: 1 MiB, which stays in a processor's own cache
 
 
 def read_pages(
@@ -23,6 +35,110 @@ def read_pages(
     if first == last:
         page = pages_PHN.narrow(0, int(block_table_P[first]), 1)
         return page[:, :, start - first * page_size : stop - first * page_size]
-    rows = pages_PHN[block_table_P[first : last + 1].long()].transpose(0, 1)
-    joined = rows.reshape(1, rows.shape[0], -1, *rows.shape[3:])
-    return joined[:, :, start - first * page_size : stop - first * page_size]
+    # page by page, straight to their place: an index takes three times as long where keys lie transposed
+    joined = pages_PHN.new_empty(1, pages_PHN.shape[1], stop - start, *pages_PHN.shape[3:])
+    for place, page in enumerate(block_table_P[first : last + 1].tolist(), first):
+        low, high = max(start, place * page_size), min(stop, (place + 1) * page_size)
+        own = pages_PHN[page, :, low - place * page_size : high - place * page_size]
+        joined[0, :, low - start : high - start] = own
+    return joined
+
+
+def wide_chunks(
+    pages_PHND: torch.Tensor, block_table_P: torch.Tensor, length: int
+) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Read a request's positions 0 to `length` in float32, piece by piece, never all at once.
+
+    Args:
+        pages_PHND: Pages, of any strides; what is read lies in memory as they do.
+        block_table_P: The request's page numbers, in order, on the host.
+        length: Cached tokens.
+
+    Yields:
+        The positions, and C pages of n tokens that hold them, [C, H, n, D]. A view where pages are float32
+        and neighbors; else one buffer, filled anew each time: to make a new one takes longer than to fill it.
+    """
+    _, H, N, D = pages_PHND.shape
+    as_it_lies = pages_PHND.dtype == torch.float32
+    tokens = max(N if as_it_lies else 1, WIDE // (H * D))
+    whole, rest = divmod(length, N)
+    most, pages = max(1, tokens // N), block_table_P[: whole + 1].tolist()
+    spans = [(first, min(first + most, whole), N) for first in range(0, whole, most)]
+    if rest or not spans:
+        spans.append((whole, whole + 1, rest))
+    buffer = None
+    for first, stop, used in spans:
+        own = pages[first:stop]
+        neighbors = own == list(range(own[0], own[0] + len(own)))
+        for low in range(0, max(1, used), tokens):  # an empty piece of no tokens
+            high = min(low + tokens, used)
+            span = slice(first * N + low, (stop - 1) * N + high)
+            rows_PHnD = pages_PHND[:, :, low:high]
+            if neighbors and as_it_lies:
+                yield span, rows_PHnD[own[0] : own[-1] + 1]
+                continue
+            if buffer is None:
+                buffer = _buffer_like(pages_PHND, min(most, max(1, whole)), min(tokens, N, length))
+            wide = buffer[: len(own), :, : high - low]
+            if neighbors:
+                wide.copy_(rows_PHnD[own[0] : own[-1] + 1])
+            else:
+                for place, page in enumerate(own):
+                    wide[place].copy_(rows_PHnD[page])
+            yield span, wide
+
+
+def _buffer_like(pages_PHND: torch.Tensor, pages: int, tokens: int) -> torch.Tensor:
+    # [pages, H, tokens, D] float32, whose memory is in the order of the pages': keys may lie [D, tokens]
+    _, H, _, D = pages_PHND.shape
+    if pages_PHND.stride(3) == 1:
+        return pages_PHND.new_empty(pages, H, tokens, D, dtype=torch.float32)
+    return pages_PHND.new_empty(pages, H, D, tokens, dtype=torch.float32).mT
+
+
+def flat_rows(pages_PHND: torch.Tensor) -> tuple[torch.Tensor, Steps]:
+    """Return pages as a view of rows at one distance from each other, and the steps between those in use.
+
+    Contiguous pages are their rows, one after the other. Rows of other pages may overlap and lie between
+    those in use: the view is for taking rows by their number, `row_numbers`, and not for writing.
+    """
+    P, H, N, D = pages_PHND.shape
+    page, head, token, column = pages_PHND.stride()
+    unit = math.gcd(page, head, token) or 1
+    steps = page // unit, head // unit, token // unit
+    last = (P - 1) * steps[0] + (H - 1) * steps[1] + (N - 1) * steps[2]
+    return pages_PHND.detach().as_strided((last + 1, D), (unit, column)), steps
+
+
+def row_numbers(
+    position_RHS: torch.Tensor, table_RP: torch.Tensor, N: int, steps: Steps
+) -> torch.Tensor:
+    """Return where positions of requests lie among the rows of `flat_rows`, [R, H * S].
+
+    Args:
+        position_RHS: Positions; a negative one counts as position 0.
+        table_RP: Page numbers of each request.
+        N: Tokens of a page.
+        steps: As `flat_rows` returns them.
+    """
+    R, H, S = position_RHS.shape
+    token = position_RHS.clamp_min(0).long()
+    page = table_RP.long().gather(1, (token // N).view(R, H * S)).view(R, H, S)
+    head = torch.arange(H, device=position_RHS.device)[:, None]
+    row_RHS = (token % N).mul_(steps[2]).add_(page, alpha=steps[0]).add_(head, alpha=steps[1])
+    return row_RHS.flatten(1)
+
+
+def kernel_strides(pages_PHND: torch.Tensor, name: str) -> Steps:
+    """Return the strides of pages, heads and tokens, which a kernel takes as constants.
+
+    Raises:
+        KernelLimitError: The numbers of a row do not lie together.
+    """
+    page, head, token, column = pages_PHND.stride()
+    if column != 1:
+        raise KernelLimitError(
+            f"{name} must have a last stride of 1 for the Triton kernels, got {column}; "
+            "use the torch backend"
+        )
+    return page, head, token

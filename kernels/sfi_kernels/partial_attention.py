@@ -74,7 +74,11 @@ def combine(
 def _fused(
     query_BHGWD: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    # PyTorch's CPU flash attention itself: `scaled_dot_product_attention` drops the log-sum-exp
+    # PyTorch's CPU flash attention itself: `scaled_dot_product_attention` drops the log-sum-exp. Without a
+    # word it gives something else for a last stride that is not 1, as keys have that lie [D, T] in memory.
+    query_BHGWD, key, value = (
+        rows if rows.stride(-1) == 1 else rows.contiguous() for rows in (query_BHGWD, key, value)
+    )
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001
     B, H, G, W, D = query_BHGWD.shape
     if not causal:  # the group's queries are rows of one product, so that no key is repeated

@@ -45,6 +45,8 @@ HEADS = (
     (192, 128, 1, False, False),
     (256, 256, 2, True, False),
 )
+# queries of a request that verifies a draft: with 4 query heads they fill 32, 64 and most of 128 rows
+VERIFIED = (8, 16, 17)
 # widths that are normed: a head, a small model, the widest that the kernel takes
 WIDTHS = (128, 2560, 16384)
 H, PAGE, PAGES, S, T, W = 8, 64, 4, 68, 200, 512
@@ -115,8 +117,14 @@ def _runs() -> Iterator[tuple[str, Callable[[], object]]]:
             yield label + ", heads, mixed", partial(case.decode, slow=True, heads=True)
             yield label + ", pseudo, fast", partial(case.decode, slow=False, pseudo=case.pseudo)
             yield label + ", pseudo, mixed", partial(case.decode, slow=True, pseudo=case.pseudo)
+            for queries in VERIFIED:
+                verify = partial(case.decode, slow=True, queries=queries)
+                yield f"{label}, {queries} queries", verify
             yield label, case.prompt
             yield f"{name}, D={D}, G={G}", case.score
+            if dtype == torch.bfloat16:  # what models are served in
+                apart = Case(dtype, D, E, G, 30.0 if capped else None, sinks, halves=True)
+                yield from _over_halves(label + ", halves", apart)
         for D in (64, 96, 128, 256):
             case = Case(dtype, D, D, 4, None, sinks=False)
             yield f"{name}, D={D}", case.move
@@ -135,14 +143,34 @@ def _runs() -> Iterator[tuple[str, Callable[[], object]]]:
         yield label, partial(_select, heads, group, window, span, reduce)
 
 
+def _over_halves(label: str, case: "Case") -> Iterator[tuple[str, Callable[[], object]]]:
+    yield label + ", fast", partial(case.decode, slow=False)
+    yield label + ", mixed", partial(case.decode, slow=True)
+    yield label + ", heads, mixed", partial(case.decode, slow=True, heads=True)
+    verify = partial(case.decode, slow=True, queries=VERIFIED[1])
+    yield f"{label}, {VERIFIED[1]} queries", verify
+    yield label, case.prompt
+    yield label, case.move
+
+
 class Case:
     """Operands of one kind, small and never read."""
 
     def __init__(
-        self, dtype: torch.dtype, D: int, E: int, G: int, soft_cap: float | None, sinks: bool
+        self,
+        dtype: torch.dtype,
+        D: int,
+        E: int,
+        G: int,
+        soft_cap: float | None,
+        sinks: bool,
+        halves: bool = False,
     ) -> None:
         self.query = torch.empty(2, H, G, W, D, dtype=dtype)
         self.key, self.value = (torch.empty(2 * PAGES, H, PAGE, n, dtype=dtype) for n in (D, E))
+        if halves:  # a token's key and value side by side, as in vLLM
+            both = torch.empty(2 * PAGES, H, PAGE, D + E, dtype=dtype)
+            self.key, self.value = both[..., :D], both[..., D:]
         self.packed_key, self.packed_value = (torch.empty(2, H, S, n, dtype=dtype) for n in (D, E))
         self.position = torch.empty(2, H, S, dtype=torch.int32)
         self.length_BH = torch.empty(2, H, dtype=torch.int32)
@@ -152,15 +180,18 @@ class Case:
         self.sink = torch.empty(H, G) if sinks else None
         self.pseudo = PseudoToken(torch.empty(2, H, G), torch.empty(2, H, E))
 
-    def decode(self, *, slow: bool, heads: bool = False, **variant: Any) -> None:
-        """Plan and attend, with one token of each request; or a variant of the benchmark."""
+    def decode(self, *, slow: bool, queries: int = 1, heads: bool = False, **variant: Any) -> None:
+        """Plan and attend with so many queries of the first request; or a variant of the benchmark."""
         places = resident_programs(self.query.device)
         numbers: Any = {"length": T, "recent_start": 100, "packed": S, "sink": 4, "mixed": heads}
-        requests = [StepRequest(mode=mode, **numbers) for mode in (SLOW if slow else FAST, FAST)]
+        requests = [
+            StepRequest(mode=SLOW if slow else FAST, **numbers, count=queries),
+            StepRequest(mode=FAST, **numbers),
+        ]
         step = describe_step(requests, work_items(2, H, places), self.query.device)
         split_plan.triton(step, H, places)
         attend(
-            self.query[:, :, :, 0], self.packed_key, self.packed_value, self.length_BH, self.key,
+            self.query[:, :, :, :queries], self.packed_key, self.packed_value, self.length_BH, self.key,
             self.value, self.table, step, **self.options, sink_HG=self.sink, evidence=slow,
             dense_BH=self.length_BH if heads else None, **variant,
         )  # fmt: skip

@@ -16,6 +16,8 @@ its prompt has no work here: the prompt's own kernel attends for it.
 In a mixed request some KV heads read everything and others read sparsely. Its row says what the first kind
 reads, so that the plan has work for them; the sparse heads read their own packed rows, then the pages from
 the place on that MIXED holds.
+
+A slow request that verifies a draft decodes several new tokens; each sees the tokens up to its own.
 """
 
 from collections.abc import Sequence
@@ -30,7 +32,7 @@ WORDS = 16
 ALIGNED = 4  # int32 numbers of 16 bytes
 (
     MODE,  # IDLE, PROMPT, FAST or SLOW
-    LENGTH,  # cached tokens, the query's own included
+    LENGTH,  # cached tokens, the queries' own included
     START,  # first token read from the pages
     PACKED,  # tokens read from the packed segment
     SINK,  # sink tokens
@@ -40,7 +42,8 @@ ALIGNED = 4  # int32 numbers of 16 bytes
     FIRST,  # first work item
     SPLITS,  # work items
     MIXED,  # 0, or where heads may differ: 1 + the first token of the pages that a sparse head reads
-) = range(11)
+    QUERIES,  # queries of a request that decodes, the last ones of the pass; 0 for another request
+) = range(12)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +58,7 @@ class StepDescriptor:
         longest: Cached tokens of the longest slow request, or a bound on them; 0 without one.
         padding: Rows behind the slow requests' lists, of no request: -1 in each list.
         mixed: Rows of the mixed requests, in order; None where only the device knows, as in a CUDA graph.
+        queries: The most queries of a decoding request.
     """
 
     buffer: torch.Tensor
@@ -64,6 +68,7 @@ class StepDescriptor:
     longest: int
     padding: int = 0
     mixed: tuple[int, ...] | None = ()
+    queries: int = 1
 
     @property
     def slow_rows(self) -> int:
@@ -125,7 +130,8 @@ class StepRequest:
         recent_start: First token of the recent segment.
         packed: Tokens of the packed segment; at least as many as any KV head has.
         sink: Sink tokens.
-        count: New tokens.
+        count: New tokens; those of a request that decodes are its queries, of which only a slow one that is
+            not mixed may have more than one.
         mixed: Whether some KV heads of a decoding request read everything although others read sparsely.
         sparse_start: First token of the pages that its sparse heads read; None for `recent_start`. On a slow
             step their packed segment is still the last one, and J ends at another place than it did.
@@ -143,7 +149,21 @@ class StepRequest:
     @property
     def has_mixed_heads(self) -> bool:
         """Whether the request decodes, with heads of both kinds."""
-        return self.mixed and self.mode in (FAST, SLOW)
+        return self.mixed and self.decodes
+
+    @property
+    def decodes(self) -> bool:
+        """Whether the decoding kernel attends for the request."""
+        return self.mode in (FAST, SLOW)
+
+    def check(self) -> None:
+        """Refuse queries that the decoding kernel does not take."""
+        most = self.length if self.mode == SLOW and not self.mixed else 1
+        if self.decodes and not 1 <= self.count <= most:
+            rule = "at most its length in a slow request, and 1 in a fast or mixed one"
+            raise ValueError(
+                f"count must be {rule}, got {self.count} of {self.length} cached tokens"
+            )
 
 
 def describe_step(
@@ -159,6 +179,9 @@ def describe_step(
         work_items: Room for work items, from `split_plan.work_items`; 0 for a pass that decodes nothing.
         device: Where the kernels run.
         into: The buffer of an earlier descriptor of as many requests and work items; None makes one.
+
+    Raises:
+        ValueError: A decoding request has no query, or more than its kind may have.
     """
     slow = tuple(row for row, request in enumerate(requests) if request.mode == SLOW)
     slow_requests = [requests[row] for row in slow]
@@ -174,20 +197,23 @@ def describe_step(
     room = list_room(len(requests))
     numbers = [number for part in lists for number in [*part, *[-1] * (room - len(part))]]
     for row, request in enumerate(requests):
+        request.check()
         numbers += _words(request, slow.index(row) if request.mode == SLOW else -1)
     buffer = torch.tensor(numbers + [-1] * (4 * work_items), dtype=torch.int32)
     longest = max((request.length for request in slow_requests), default=0)
     fast = tuple(row for row, request in enumerate(requests) if request.mode == FAST)
     mixed = tuple(row for row, request in enumerate(requests) if request.has_mixed_heads)
-    buffer = sent(buffer, device, into)
-    return StepDescriptor(buffer, len(requests), slow, fast, longest, mixed=mixed)
+    queries = max((request.count for request in requests if request.decodes), default=1)
+    return StepDescriptor(
+        sent(buffer, device, into), len(requests), slow, fast, longest, mixed=mixed, queries=queries
+    )
 
 
 def _words(request: StepRequest, evidence: int) -> list[int]:
     words = [0] * WORDS
     words[MODE], words[LENGTH], words[SINK] = request.mode, request.length, request.sink
     words[ALLOWED_START], words[ALLOWED_STOP] = request.sink, request.recent_start
-    words[EVIDENCE] = evidence
+    words[EVIDENCE], words[QUERIES] = evidence, request.count if request.decodes else 0
     if request.has_mixed_heads:
         start = request.recent_start if request.sparse_start is None else request.sparse_start
         words[MIXED] = 1 + start
@@ -213,7 +239,7 @@ def sent(
 def uniform_step(
     mode: int, length_B: torch.Tensor, start_B: torch.Tensor, packed: int, work_items: int
 ) -> StepDescriptor:
-    """Write a descriptor of one mode for every request from device tensors, without evidence.
+    """Write a descriptor of one mode and one query for every request from device tensors, without evidence.
 
     Args:
         mode: FAST or SLOW.
@@ -227,5 +253,5 @@ def uniform_step(
     descriptor = StepDescriptor(buffer, B, (), (), 0)
     table = descriptor.table_BX
     table[:, MODE], table[:, PACKED], table[:, EVIDENCE] = mode, packed, -1
-    table[:, LENGTH], table[:, START] = length_B, start_B
+    table[:, LENGTH], table[:, START], table[:, QUERIES] = length_B, start_B, 1
     return descriptor

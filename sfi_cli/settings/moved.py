@@ -1,4 +1,4 @@
-"""Options that are settings now, and the command that says so."""
+"""Options that are settings now, or that people look for, and the command that says so."""
 
 import shlex
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ SWITCHES = {
 }
 LOADING = _moved("revision", "model") | _moved("backend prefill-chunk", "engine")
 DECODING = {
-    **_moved("sink recent-mode span group-reduce"),
+    **_moved("sink recent-mode span group-reduce granularity page-size"),
     **_moved("min-gap trigger-policy trigger-delay slow-start stride"),
     "--window": "--set window_prefill",
     "--dense-layer": "--set dense_layers",
@@ -74,6 +74,7 @@ MOVED: dict[str, Mapping[str, str]] = {
         "--no-mine": "--set tune.mine=false",
     },
     "tune heads": {},
+    "serve": {},
     "trace replay": {
         **_moved(
             "min-gap trigger-delay slow-start stride cosine-threshold random-rate recent recent-mode"

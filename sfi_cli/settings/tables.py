@@ -122,6 +122,7 @@ class TuneTable(Table):
     )
 
 
+TRIALS = 200  # of `sfi tune`, unless --trials says otherwise
 TABLES: dict[str, type] = {
     "engine": EngineTable,
     "audit": AuditConfig,
@@ -141,7 +142,10 @@ SEARCHED = (  # the dimensions of `sfi tune`, besides the triggers
     "t_max", "trigger_delay", "min_gap", "slow_start", "stride", "cosine_threshold",
     "budget", "recent", "span",
 )  # fmt: skip
-REPLAYED = (*SEARCHED, "trigger_token_ids", "random_rate", "trigger_seed", "recent_mode", "sink")
+REPLAYED = (
+    *SEARCHED, "trigger_token_ids", "random_rate", "trigger_seed", "recent_mode", "sink", "granularity",
+    "page_size",
+)  # fmt: skip
 GENERATING = (*DECODING, "engine", "audit", "trace", "sampling", "model")
 TIERS = ("engine.kv_device_budget", "engine.kv_page")
 # by command: the tables and settings that have an effect on it
@@ -156,6 +160,10 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "tune": ("engine.backend", "engine.prefill_chunk", *TIERS, "model.revision", "tune"),
     "tune heads": ("engine.backend", "engine.prefill_chunk", "model.revision"),
     "trace replay": ("trigger_policy", *REPLAYED),
+    "serve": (
+        *(name for name in DECODING if not name.startswith("draft.")),
+        "audit.every", "trace.redact_text", "model.revision",
+    ),
 }  # fmt: skip
 
 

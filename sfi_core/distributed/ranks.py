@@ -58,16 +58,21 @@ class Ranks:
         """Return the smallest of the ranks' numbers."""
         return min(self._exchange(number)) if self.size > 1 else number
 
-    def settle(self, token_B: torch.Tensor, fine_B: torch.Tensor) -> torch.Tensor:
-        """Return the first rank's tokens, and where every rank is fine: [2, B], in one collective."""
-        told = torch.stack([token_B, fine_B.long()])
+    def settle(self, told_RX: torch.Tensor) -> torch.Tensor:
+        """Return the first rank's rows, but in row 1 where every rank is fine, in one collective.
+
+        Args:
+            told_RX: Integers, which may be another number's bits; row 1 is 1 where this rank is fine, else 0.
+        """
         if self.size == 1:
-            return told
+            return told_RX
         if self.number:
-            told[0] = 0
-        dist.all_reduce(told, group=self.group)
-        told[1] = told[1] == self.size
-        return told
+            fine_X = told_RX[1].clone()
+            told_RX = torch.zeros_like(told_RX)
+            told_RX[1] = fine_X
+        dist.all_reduce(told_RX, group=self.group)
+        told_RX[1] = told_RX[1] == self.size
+        return told_RX
 
     def same_tokens(self, token_B: torch.Tensor) -> list[int]:
         """Return a step's tokens, which others than us have sampled on every rank.

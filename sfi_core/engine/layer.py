@@ -9,8 +9,10 @@ from typing import Any
 import torch
 
 from sfi_core.engine.run import Run
+from sfi_core.machine.private import multiplies_natively
 from sfi_kernels.dense_attention import dense_attention, window_logits
 from sfi_kernels.dense_attention.reference import dense_attention_with_logits
+from sfi_kernels.dense_attention.verification import verification_attention
 from sfi_kernels.streamed_attention import (
     streamed_attention,
     streamed_attention_with_logits,
@@ -90,14 +92,24 @@ class Layer:
         return out
 
     def dense_with_logits(
-        self, row: int, query_1HG1D: torch.Tensor
+        self, row: int, query_1HGWD: torch.Tensor, evidence: int = -1
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attend as `dense` does with one query, and hand out the logits, [1, H, G, 1, T]: the evidence."""
+        """Attend as `dense` does, and hand out the logits of one query, [1, H, G, 1, T]: the evidence.
+
+        Args:
+            row: The request.
+            query_1HGWD: Its last W queries; one where its pages are in two tiers.
+            evidence: Which of the queries' logits.
+        """
         store = self.run.store
         if not store.whole_on_device:
             blocks = store.blocks(self.index, row, self.run.requests[row].length)
-            return streamed_attention_with_logits(query_1HG1D, blocks, **self.options)
-        return dense_attention_with_logits(query_1HG1D, *self._whole(row), **self.options)
+            return streamed_attention_with_logits(query_1HGWD, blocks, **self.options)
+        if query_1HGWD.shape[3] == 1:
+            return dense_attention_with_logits(query_1HGWD, *self._whole(row), **self.options)
+        native = multiplies_natively(query_1HGWD.dtype)
+        options = {**self.options, "evidence": evidence, "native": native}
+        return verification_attention(query_1HGWD, *self._whole(row), **options)
 
     def heads(
         self, row: int, query_1HG1D: torch.Tensor, heads: Sequence[int], *, evidence: bool

@@ -21,6 +21,8 @@ from sfi_core.state.streams import stream_of
 
 # float32 numbers that are worked off together: a layer then costs the Selector half of what it costs alone
 ENOUGH = 1 << 19
+# float32 logits of the prompts whose first selections share their launches: those of a long one take 0.1 GB
+TOGETHER = 1 << 25
 
 
 @dataclass(slots=True)
@@ -116,6 +118,11 @@ class Maintenance:
     def _work_off(self, alike: Hashable) -> None:
         waiting = self._waiting.pop(alike)
         waiting.work(waiting.items)
+
+
+def first_together(numbers: int) -> int:
+    """Return how many first selections share their launches, where the logits of each are so many numbers."""
+    return max(1, TOGETHER // numbers)
 
 
 def worked_off_together(numbers: int, layers: int) -> int:

@@ -18,12 +18,7 @@ def open_row(run: Run, row: int, state: RequestState) -> Run:
     """
     if run.signals is not None:
         run.signals.settle(run.requests)  # while the row is still the old request's
-    ended = run.requests[row]
-    run.left.append(ended)
-    for key in [key for key in run.notes if key[0] == ended.request]:
-        del run.notes[key]
-    for watcher in run.watchers:
-        watcher.forget(ended.request)
+    run.left.append(forget(run, row))
     state.tally.queued_seconds = time.perf_counter() - run.meter.born
     run.requests[row] = state
     alone = Run(
@@ -42,6 +37,16 @@ def open_row(run: Run, row: int, state: RequestState) -> Run:
     alone.segments = {layer: run.segment(layer).row(row) for layer in packed}
     alone.requests, alone.step, alone.layers, alone.notes = [state], run.step, run.layers, run.notes
     return alone
+
+
+def forget(run: Run, row: int) -> RequestState:
+    """Forget what policy and watchers keep of a row's request; return its state."""
+    ended = run.requests[row]
+    for key in [key for key in run.notes if key[0] == ended.request]:
+        del run.notes[key]
+    for watcher in run.watchers:
+        watcher.forget(ended.request)
+    return ended
 
 
 def close_row(run: Run, row: int, alone: Run) -> None:

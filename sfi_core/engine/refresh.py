@@ -6,12 +6,10 @@ from itertools import takewhile
 import torch
 
 from sfi_core.engine.layer import Layer
+from sfi_core.engine.maintenance import first_together
 from sfi_core.engine.packing import apply
 from sfi_core.engine.policy_view import layer_context, prompt_blocks
 from sfi_core.policies.base import Selection
-
-# float32 logits of the prompts whose first selections share their launches: those of a long one take 0.1 GB
-TOGETHER = 1 << 25
 
 
 def end_prompt(layer: Layer, query_BHGTD: torch.Tensor) -> None:
@@ -53,11 +51,6 @@ def _together(layer: Layer, heads: int) -> Iterator[tuple[tuple[int, ...], int]]
             count = max(1, sum(1 for _ in alike))
         yield waiting[:count], min(config.window_prefill, lengths[0])
         waiting = waiting[count:]
-
-
-def first_together(numbers: int) -> int:
-    """Return how many first selections share their launches, where the logits of each are so many numbers."""
-    return max(1, TOGETHER // numbers)
 
 
 def refresh(

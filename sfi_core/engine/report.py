@@ -14,6 +14,40 @@ from sfi_core.state.two_tier import TwoTierStore
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LosslessReport:
+    """What one request drafted and verified.
+
+    Attributes:
+        verifications: Dense passes after the prompt's; each gave the accepted drafts and one token more.
+        drafted: Tokens that they were given to test.
+        tested: Those whose every predecessor was kept.
+        accepted: Those that were kept.
+        passes_per_token: Forward passes after the prompt's, fast steps and verifications, for each token.
+    """
+
+    verifications: int
+    drafted: int
+    tested: int
+    accepted: int
+    passes_per_token: float
+
+    @classmethod
+    def of(cls, state: RequestState) -> Self | None:
+        """Sum a request up; None of one that verified nothing."""
+        tally = state.tally
+        if not tally.verifications:
+            return None
+        passes = tally.drafted + tally.verifications
+        return cls(
+            verifications=tally.verifications,
+            drafted=tally.drafted,
+            tested=tally.tested,
+            accepted=tally.accepted,
+            passes_per_token=passes / max(1, len(state.tokens) - 1),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RequestReport:
     """One request.
 
@@ -33,6 +67,8 @@ class RequestReport:
             same: a page bound is a token, a key half of one. What a slow step reads is in `read_ratio`.
         stored_ratio: Share of the tokens that the method has to keep: what it reads, if it evicts the rest.
             Our cache keeps all of them under every method.
+        lossless: Of a lossless run: what was drafted and verified. `slow_steps` are then the verifications
+            and step 0, and `fast_steps` the tokens kept of drafts.
         queued_seconds: Wall time from the run's beginning until its prompt began to be read.
         prefill_seconds: From then to its first token.
         decode_seconds: From its first token to its last; other requests' prompts may be read in between.
@@ -49,6 +85,7 @@ class RequestReport:
     read_ratio: float
     selection_ratio: float
     stored_ratio: float
+    lossless: LosslessReport | None = None
     # two requests that did the same are equal, however long it took
     queued_seconds: float = field(default=0.0, compare=False)
     prefill_seconds: float = field(default=0.0, compare=False)
@@ -71,6 +108,7 @@ class RequestReport:
             read_ratio=read_ratio,
             selection_ratio=tally.selecting / tally.context if tally.context else 0.0,
             stored_ratio=read_ratio if evicts else 1.0,
+            lossless=LosslessReport.of(state),
             queued_seconds=tally.queued_seconds,
             prefill_seconds=tally.prefill_seconds,
             decode_seconds=tally.decode_seconds,

@@ -18,6 +18,7 @@ from sfi_core.engine.forward import (
     Forward,
     FreshDescriptors,
     RequestPass,
+    begin_event,
     known_requests,
 )
 from sfi_core.engine.head_count import HeadCount
@@ -27,7 +28,6 @@ from sfi_core.engine.prompt_queries import PromptQueries
 from sfi_core.engine.rows import Rows
 from sfi_core.engine.telling import step_event, tell_recall
 from sfi_core.engine.watcher import Watcher
-from sfi_core.observers.events import BeginStepEvent
 from sfi_core.observers.observer import Observer
 from sfi_core.policies.base import Policy, StepPlan
 from sfi_core.policies.context import Notes, StepContext
@@ -178,7 +178,7 @@ class Run:
         self.describe(passes, start)
         if self.descriptors.launched:
             self.meter.begin_with_the_last()
-        self._tell_begin()
+        self.observer.on(begin_event(self.step, self.forward, self.requests))
 
     def describe(self, passes: Sequence[RequestPass], start: Sequence[int]) -> None:
         """Write down a pass that the requests have entered; `start` has their cached tokens before it."""
@@ -224,6 +224,12 @@ class Run:
                 self._record(state, token, seconds, mixed.get(row))
         self.recorded = True
 
+    def end_pass(self) -> None:
+        """End a pass whose tokens are noted elsewhere, by whoever planned it."""
+        self.maintenance.join()
+        self.meter.lap(prefill=not self.forward.decodes)
+        self.recorded = True
+
     def segment(self, layer: int) -> PackedSegment:
         """Return a layer's packed segment, allocated once for the whole run."""
         config = self.policy.config
@@ -233,6 +239,11 @@ class Run:
             self.segments[layer] = PackedSegment(self.store.batch, rows, self.store.pages(layer))
         self.segments[layer].reserve(rows)  # the store may have grown
         return self.segments[layer]
+
+    def attended(self, state: RequestState, mixed: float | None = None) -> float:
+        """Return the tokens that a request's step reads for each KV head; see `RequestState.attended`."""
+        dense = len(self.layers & set(self.policy.config.dense_layers))
+        return state.attended(len(self.layers), dense, mixed)
 
     def note_recall(self, layer: int, rows: Sequence[int], brought: Recall) -> None:
         """Count what a layer's selection brings from the host, and tell the observer, once it is there."""
@@ -264,35 +275,20 @@ class Run:
             state.prompt_tokens = state.length - len(state.tokens)
             self.move_recent(state)
         elif one.kind in (FAST, SLOW):
-            state.begin(slow=one.kind == SLOW, reason=one.reason, new_tokens=one.count)
+            state.begin(
+                slow=one.kind == SLOW, reason=one.reason, new_tokens=one.count, steps=one.count
+            )
             self.move_recent(state)
         else:
             state.length += one.count
-
-    def _tell_begin(self) -> None:
-        forward = self.forward
-        slow = sorted((*forward.prompts, *forward.slow))
-        self.observer.on(
-            BeginStepEvent(
-                step=self.step,
-                slow=self.requests_of(slow),
-                fast=self.requests_of(forward.fast),
-                reads_prompt=bool(forward.prompts),
-            )
-        )
 
     def _record(self, state: RequestState, token: int, seconds: float, mixed: float | None) -> None:
         state.finish_step(token)
         state.tally.time_step(state.step, self.meter.began, self.meter.ended)
         state.finished = token in self.stop_ids
-        dense = len(self.layers & set(self.policy.config.dense_layers))
-        attended = state.attended(len(self.layers), dense, mixed)
+        attended = self.attended(state, mixed)
         if state.step > 0:
             selecting = 0.0 if state.slow else self.policy.selection_tokens(state)
             state.tally.count_reads(attended, state.length, selecting)
         audited = self.audit is not None and self.audit.due(state.step, slow=state.slow)
-        self.observer.on(
-            step_event(
-                state, batch_step=self.step, attended=attended, seconds=seconds, audited=audited
-            )
-        )
+        self.observer.on(step_event(state, self.step, attended, seconds, audited=audited))

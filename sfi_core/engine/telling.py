@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 from sfi_core.engine.meter import Meter
 from sfi_core.observers.events import RecallEvent, StepEvent
@@ -11,14 +12,17 @@ from sfi_core.state.request import RequestState
 
 
 def step_event(
-    state: RequestState,
-    *,
-    batch_step: int,
-    attended: float,
-    seconds: float,
-    audited: bool,
+    state: RequestState, batch_step: int, attended: float, seconds: float, **more: Any
 ) -> StepEvent:
-    """Describe the step that a request has finished."""
+    """Describe the step that a request has finished.
+
+    Args:
+        state: The request.
+        batch_step: The batch's step.
+        attended: Tokens read for each KV head.
+        seconds: What the batch's step took.
+        more: Other fields of the event.
+    """
     return StepEvent(
         request=state.request,
         step=state.step,
@@ -31,7 +35,7 @@ def step_event(
         attended_tokens=attended,
         context_tokens=state.length,
         elapsed_us=seconds * 1e6,
-        audited=audited,
+        **more,
     )
 
 

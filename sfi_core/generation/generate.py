@@ -6,8 +6,10 @@ from typing import Any
 
 import torch
 
+from sfi_core.engine.left_pad import left_pad
 from sfi_core.engine.maintenance import main_stream
 from sfi_core.engine.report import RunReport
+from sfi_core.engine.scheduler import Scheduler
 from sfi_core.engine.shared_prompt import SharedPrompt
 from sfi_core.errors import ConfigError, NumericsError, SfiError
 from sfi_core.generation.batch_plan import BatchPlan, plan_batch
@@ -16,14 +18,13 @@ from sfi_core.generation.decode import decode
 from sfi_core.generation.prompts import (
     check_lengths,
     encode,
-    left_pad,
     model_stop_ids,
     padding_id,
     token_limits,
 )
 from sfi_core.generation.sampling import Sampler
-from sfi_core.generation.scheduler import Scheduler
 from sfi_core.hosts.transformers.decoder import Decoder, nothing_to_tell, records_steps
+from sfi_core.hosts.transformers.lossless_loop import decode_lossless, together
 from sfi_core.hosts.transformers.session import Session
 from sfi_core.hosts.transformers.slow_fast import slow_fast
 from sfi_core.machine.memory import peak_bytes, reset_peak
@@ -82,6 +83,7 @@ def generate(
     audit: AuditConfig | None = None,
     shared: SharedPrompt | None = None,
     engine: EngineOptions | None = None,
+    lossless: bool = False,
     on_plan: Callable[[BatchPlan], None] | None = None,
     on_token: Callable[[list[int]], None] | None = None,
     on_prefill: Callable[[int, int], None] | None = None,
@@ -110,8 +112,10 @@ def generate(
         audit: What to compare with dense attention, for the observers; the tokens stay the same.
         shared: The prompts as `read_prompt` read them, to begin with; they are not read again.
         engine: How steps are run; None is `EngineOptions()`.
+        lossless: Generate full attention's own tokens: the policy's fast steps draft, dense passes verify.
         on_plan: Called before the run with how many requests are decoded together, and what that needs.
         on_token: Called with the tokens of each step, by prompt; padding for one that has ended or waits.
+            A lossless run gives several tokens at once: one call each, padding for a prompt that has fewer.
         on_prefill: Called with the prompt tokens read so far and in all, of the prompts that are read first.
 
     Returns:
@@ -126,6 +130,9 @@ def generate(
     if prefill_chunk < 0:
         raise ConfigError(f"prefill_chunk must be at least 0, got {prefill_chunk}")
     config, sampling = config or SfiConfig(), sampling or Sampling()
+    engine = engine or DEFAULTS
+    if lossless:
+        engine = replace(engine, lossless=True)
     rows = encode(tokenizer, prompts)
     limits = token_limits(max_new_tokens, len(rows))
     check_lengths(model, rows, limits)
@@ -137,7 +144,7 @@ def generate(
     reset_peak(model.device)
     with (
         torch.inference_mode(),
-        main_stream(model.device, overlap=(engine or DEFAULTS).overlap),
+        main_stream(model.device, overlap=engine.overlap),
         slow_fast(
             model,
             tokenizer,
@@ -159,8 +166,8 @@ def generate(
             }
         )  # fmt: skip
         plan = plan_batch(
-            session, rows, limits, max_batch=max_batch, prefill_chunk=prefill_chunk, shared=shared,
-            graphs=records_steps(session),
+            session, rows, limits, max_batch=together(session, max_batch),
+            prefill_chunk=prefill_chunk, shared=shared, graphs=records_steps(session),
         )  # fmt: skip
         if on_plan is not None:
             on_plan(plan)
@@ -177,7 +184,11 @@ def generate(
         error: SfiError | None = None
         interrupted = False
         try:
-            for _ in decode(scheduler, scheduler.sample):
+            for _ in (
+                decode_lossless(scheduler, decoder)
+                if engine.lossless
+                else decode(scheduler, scheduler.sample)
+            ):
                 pass
         except NumericsError as problem:
             error = problem

@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from sfi_core.errors import ConfigError, InputError
 
 
@@ -63,19 +61,6 @@ def check_lengths(
                 f"prompt {number} and {new} new tokens must fit the model's {limit} positions, "
                 f"got {len(row)} prompt tokens"
             )
-
-
-def left_pad(
-    rows: Sequence[Sequence[int]], device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pad on the left; return ids and mask, [B, T].
-
-    Padding repeats a row's first token, so that a repetition penalty sees none that the row has not.
-    """
-    width = max(map(len, rows))
-    ids = torch.tensor([[row[0]] * (width - len(row)) + list(row) for row in rows], device=device)
-    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device)
-    return ids, mask
 
 
 def model_stop_ids(model: Any) -> tuple[int, ...]:

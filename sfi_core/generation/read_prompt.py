@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
+from sfi_core.engine.left_pad import left_pad
 from sfi_core.engine.prompt_queries import PromptQueries
 from sfi_core.engine.shared_prompt import SharedPrompt
-from sfi_core.generation.prompts import check_lengths, encode, left_pad
+from sfi_core.generation.prompts import check_lengths, encode
 from sfi_core.hosts.transformers.decoder import Decoder, nothing_to_tell
 from sfi_core.hosts.transformers.slow_fast import slow_fast
 from sfi_core.models.forecast import check_fits

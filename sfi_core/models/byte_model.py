@@ -135,6 +135,34 @@ def fast_tokens(config: SfiConfig, selected: int, slow_rate: float) -> float:
     return config.sink + selected + config.recent + grown
 
 
+def cycle_tokens(rate: float, drafted: int) -> float:
+    """Return the tokens that a verification of a draft gives, in the mean (Leviathan et al., 2023, Eq. 1).
+
+    Args:
+        rate: Chance that a drafted token is kept if all before it are.
+        drafted: Tokens of the draft.
+    """
+    return sum(rate**place for place in range(drafted + 1))
+
+
+def cycle_mean(
+    fast: Count, slow: Count, *, drafted: float, tokens: float, again: float = 0.0
+) -> Count:
+    """Return the mean bytes of a token of a lossless run, whose cycle is some fast steps and a slow one.
+
+    A verification reads what a slow step reads, whatever it tests; its further queries are left out. The
+    result holds for any cost that adds up over steps, such as seconds.
+
+    Args:
+        fast: Bytes of a fast step.
+        slow: Bytes of a slow step.
+        drafted: Fast steps of a cycle.
+        tokens: Tokens that a cycle gives; see `cycle_tokens`.
+        again: Share of the cycles after which a slow step of the corrected token makes the selection.
+    """
+    return (drafted * fast + (1 + again) * slow) / (tokens + again)
+
+
 def _row_bytes(layer: Mapping[str, Any]) -> int:
     width: int = layer["key_width"] + layer["value_width"]
     return int(layer["heads"] * width * layer["itemsize"])

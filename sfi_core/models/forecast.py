@@ -13,6 +13,7 @@ from sfi_core.errors import MemoryForecastError
 from sfi_core.machine.memory import free_bytes, resident_bytes
 from sfi_core.models.graph_forecast import graph_bytes
 from sfi_core.models.linear import crawls
+from sfi_core.models.lossless_forecast import HELD, Drafting
 from sfi_core.settings.config import SfiConfig
 from sfi_core.state.layer_shape import LayerShape
 
@@ -73,6 +74,7 @@ def forecast(
     evidence_buffers: int = 1,
     summary: Callable[[LayerShape, int], int] | None = None,
     graphs: bool = False,
+    drafting: Drafting | None = None,
 ) -> Forecast:
     """Add up the bytes of a run; for a model that is split over ranks, the bytes of this rank.
 
@@ -92,6 +94,7 @@ def forecast(
         summary: Says what the policy keeps of a layer's keys of one request, in bytes, as
             `Policy.summary_bytes` does; None for a policy without.
         graphs: Whether steps are replayed as CUDA graphs.
+        drafting: How a lossless run drafts; None for other runs.
     """
     managed = [layer for layer in layers if layer.window is None]
     sliding = [layer for layer in layers if layer.window is not None]
@@ -102,6 +105,9 @@ def forecast(
     first = _first_bytes(model, managed, config.window_prefill) * first_together * capacity
     later = _later_bytes(model, managed, evidence_buffers) * refreshed_together * capacity
     first, later = (first, later) if selects else (0, 0)
+    verifying, kept = (
+        (0, 0) if drafting is None else _drafting_bytes(model, managed, drafting, batch, capacity)
+    )
     return Forecast(
         resident_bytes=resident_bytes(model.device),
         kv_bytes=sum(layer.row_bytes for layer in managed) * batch * capacity,
@@ -109,14 +115,17 @@ def forecast(
         packed_bytes=sum(layer.row_bytes for layer in chosen) * batch * rows,
         summary_bytes=batch * sum(summary(layer, capacity) for layer in managed if summary),
         sliding_bytes=sum(layer.row_bytes * min(layer.window or 0, capacity) for layer in sliding)
-        * batch,
+        * batch
+        * (1 if drafting is None else HELD),
         workspace_bytes=max(
             _activation_bytes(model, managed, batch, chunk)
             + _mask_bytes(sliding, batch, chunk, prompt_tokens),
             first,
             later,
+            verifying,
         )
-        * (CPU_SLACK if model.device.type == "cpu" else 1),
+        * (CPU_SLACK if model.device.type == "cpu" else 1)
+        + kept,
         graph_bytes=graph_bytes(
             chosen,
             config,
@@ -145,6 +154,25 @@ def _activation_bytes(model: Any, layers: Sequence[LayerShape], batch: int, chun
     logits = 2 * config.vocab_size * FLOAT32 * batch
     wide = hidden * inner * FLOAT32 if model.device.type == "cpu" and crawls(model.dtype) else 0
     return int(max(mlp, attention) * batch * chunk + logits + wide)
+
+
+def _drafting_bytes(
+    model: Any, layers: Sequence[LayerShape], drafting: Drafting, batch: int, capacity: int
+) -> tuple[int, int]:
+    # the largest transient of a verification, and the logits that observers wait for
+    heads = _query_heads(model)
+    logits = {
+        "batch": batch,
+        "vocabulary": model.config.get_text_config(decoder=True).vocab_size,
+        "itemsize": model.dtype.itemsize,
+    }
+    grouped = heads // min(layer.heads for layer in layers)
+    attention = {"heads": heads, "grouped": grouped, "capacity": capacity}
+    activations = _activation_bytes(model, layers, batch, drafting.tested)
+    return (
+        activations + drafting.pass_bytes(**logits, **attention),
+        drafting.kept_bytes(**logits),
+    )
 
 
 def _mask_bytes(layers: Sequence[LayerShape], batch: int, chunk: int, prompt_tokens: int) -> int:

@@ -163,8 +163,8 @@ def _check_complete(source: str, info: dict[str, Any]) -> None:
         )
 
 
-def load_tokenizer(model: str | None = None) -> Any:
-    """Load a model's tokenizer alone.
+def load_tokenizer(model: str | None = None, revision: str | None = None, **options: Any) -> Any:
+    """Load a model's tokenizer alone; `options` are transformers' own.
 
     Raises:
         InputError: It is missing or damaged.
@@ -174,7 +174,7 @@ def load_tokenizer(model: str | None = None) -> Any:
     source = find_source(str(BUNDLED if model is None else model))
     _check_place(source)
     with _readable(source.name, "tokenizer of"):
-        return _tokenizer(source)
+        return _tokenizer(source, revision, **options)
 
 
 def _tokenizer(source: Source, revision: str | None = None, **options: Any) -> Any:

@@ -1,7 +1,7 @@
 """What happens in a run, as observers are told of it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ class RunEvent:
         trigger_token_ids: T_trig, ascending.
         model: What the model is, plain values: see `sfi_core.models.describe.describe_model`.
         audit: The audit's settings, plain values; None without an audit.
+        lossless: Whether sparse steps draft only, and full attention verifies what they drafted.
     """
 
     batch: int
@@ -32,6 +33,7 @@ class RunEvent:
     trigger_token_ids: tuple[int, ...]
     model: Mapping[str, Any]
     audit: Mapping[str, Any] | None
+    lossless: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,11 +44,13 @@ class PromptEvent:
         requests: Which requests these are.
         ids_BT: Token ids, padded on the left; on the model's device.
         count: How many of T, the last ones, are each request's own.
+        settings: Those of `RunEvent.config` that are others for these requests, plain values.
     """
 
     requests: tuple[int, ...]
     ids_BT: torch.Tensor
     count: tuple[int, ...]
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +95,9 @@ class StepEvent:
         context_tokens: Tokens that full attention reads.
         elapsed_us: Wall time of the batch's step, in microseconds; an audited step's includes the audit.
         audited: Whether the audit looked at the step.
+        drafted: Of a lossless run: whether the token was drafted, and kept. Its step is the fast one that
+            drafted it; the others are those of verifications.
+        draft_token_id: Of a lossless run: the token that was drafted here, kept or not; None without one.
     """
 
     request: int
@@ -105,6 +112,40 @@ class StepEvent:
     context_tokens: int
     elapsed_us: float
     audited: bool = False
+    drafted: bool = False
+    draft_token_id: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerificationEvent:
+    """One forward pass of a lossless run has verified what a request drafted; it precedes its steps' events.
+
+    Attributes:
+        request: Index of the request.
+        step: Decoding step of the last token that it gave: the step whose row is slow.
+        batch_step: The step of the batch that it was part of.
+        base: Tokens in the cache that were verified before it, the prompt's included.
+        drafted: Tokens that it tested.
+        accepted: Those it kept; the token after them is full attention's own.
+        reason: Why the draft ended: "first", "trigger", "t_max" and the like as `StepEvent.reason`, "limit"
+            (`draft.max_tokens`, or fewer where `draft.adaptive`), "confidence", "stop" (a drafted stop
+            token), "room" (no more tokens may be generated), "rejected" (the step after a rejection).
+        evidence_position: Position of the query whose logits selected; None where nothing was selected, or
+            what was selected fell with a rejected token.
+        attended_tokens: Tokens read per KV head by the steps that drafted and by the verification.
+        elapsed_us: Wall time of its pass, in microseconds.
+    """
+
+    request: int
+    step: int
+    batch_step: int
+    base: int
+    drafted: int
+    accepted: int
+    reason: str
+    evidence_position: int | None
+    attended_tokens: float
+    elapsed_us: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,10 +231,12 @@ class AuditEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogitsEvent:
-    """Next-token distributions of an audited step that had fast requests, against dense attention's.
+    """Next-token distributions of fast steps against dense attention's.
+
+    Of an audited step that had fast requests, or of the drafted tokens that a lossless run has tested.
 
     Attributes:
-        requests: The audited fast requests.
+        requests: The fast requests; of a verification, the request of each tested token.
         steps: Their decoding steps t.
         kl_R: Kullback-Leibler divergence of the step's distribution from dense attention's, in nats; on the
             device.
@@ -211,6 +254,7 @@ Event = (
     | PromptEvent
     | BeginStepEvent
     | StepEvent
+    | VerificationEvent
     | SelectionEvent
     | RecallEvent
     | AuditEvent

@@ -14,6 +14,7 @@ from sfi_core.observers.events import (
     RunEvent,
     SelectionEvent,
     StepEvent,
+    VerificationEvent,
 )
 
 NOTHING = nullcontext()
@@ -22,6 +23,7 @@ HANDLERS: dict[type[Event], str] = {
     PromptEvent: "on_prompt",
     BeginStepEvent: "on_begin_step",
     StepEvent: "on_step",
+    VerificationEvent: "on_verification",
     SelectionEvent: "on_selection",
     RecallEvent: "on_recall",
     AuditEvent: "on_audit",
@@ -67,6 +69,9 @@ class NullObserver:
 
     def on_step(self, event: StepEvent) -> None:
         """One step of one request is over."""
+
+    def on_verification(self, event: VerificationEvent) -> None:
+        """A pass of a lossless run has verified what a request drafted."""
 
     def on_selection(self, event: SelectionEvent) -> None:
         """The selected memory of one request and layer was refreshed."""

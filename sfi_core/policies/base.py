@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-from sfi_core.policies.context import Evidence, LayerContext, StepContext
+from sfi_core.policies.context import Evidence, LayerContext, Notes, StepContext
 from sfi_core.settings.config import SfiConfig
 from sfi_core.state.layer_shape import LayerShape
 from sfi_core.state.request import RequestState
@@ -79,6 +79,7 @@ class Policy:
         corrects: Whether the heads that it names on a fast step select anew by `select_alone`.
         needs_only_evidence: Whether the policy is an `EvidencePolicy`.
         evicts: Whether what is not attended is gone for good; such methods also store less.
+        drafts: Whether its fast steps can be taken back, as a lossless run does with rejected tokens.
         offloads: Whether it can run over a store that keeps most keys and values in host memory.
         signal: What the plan looks at besides tokens, a name of `sfi_core.triggers.signals`; "" for nothing.
     """
@@ -92,6 +93,7 @@ class Policy:
     corrects = False
     needs_only_evidence = False
     evicts = False
+    drafts = False
     offloads = False
     signal = ""
 
@@ -143,6 +145,9 @@ class Policy:
 
     def selected(self, context: LayerContext) -> None:
         """Look at a layer whose memory a slow step has just selected, if the policy `corrects`."""
+
+    def rewind(self, note: Notes, length: int) -> None:
+        """Forget what the notes of a request and layer hold of positions from `length` on, if it `drafts`."""
 
     def observe_fast(self, context: LayerContext) -> None:
         """Look at the logits of a fast layer's attended set, once it has attended (H2O, TOVA)."""

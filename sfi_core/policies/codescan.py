@@ -36,6 +36,7 @@ class CodeScan(Policy):
 
     selects_before = True
     selects_after = True
+    drafts = True
     offloads = True
     _width = 0
 
@@ -49,9 +50,10 @@ class CodeScan(Policy):
         return always_fast(context)
 
     def select_after(self, context: LayerContext) -> None:
-        """Learn the basis at the prompt's end, the only slow step; the first fast step selects."""
+        """Learn the basis at the prompt's end; the first fast step selects."""
         for place, note in enumerate(context.notes):
-            self._learn(context, place, note)
+            if "basis" not in note:  # a verification of a lossless run comes here too
+                self._learn(context, place, note)
 
     def select_before(self, context: LayerContext) -> Selection:
         """Select by the current query."""
@@ -61,6 +63,12 @@ class CodeScan(Policy):
         if self.config.codescan.rest:
             pseudo = PseudoToken(torch.stack(logit), torch.stack(value))
         return Selection(stacked(index), pseudo=pseudo)
+
+    def rewind(self, note: Notes, length: int) -> None:
+        """Forget the codes from `length` on, and the sum of the values if it has one of these."""
+        note["coded"] = min(note.get("coded", 0), length)
+        if note.get("summed", 0) > length:
+            del note["sum"], note["summed"]
 
     def selection_tokens(self, state: RequestState) -> float:
         """A word a token, where keys and values of 16 bits are as many words as a head is wide.
@@ -133,7 +141,7 @@ class CodeScan(Policy):
         if stop > known or "sum" not in note:
             new_HE = context.values(place, known, stop)[0].float().sum(1)
             note["sum"], note["summed"] = note.get("sum", 0.0) + new_HE, stop
-        mean: torch.Tensor = note["sum"] / max(1, stop - first)
+        mean: torch.Tensor = note["sum"] / max(1, note["summed"] - first)
         return mean
 
 

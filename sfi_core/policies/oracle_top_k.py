@@ -11,6 +11,7 @@ class OracleTopK(Policy):
     """An upper bound on what K tokens per KV head can hold; reads every key, so it is never fast."""
 
     selects_before = True
+    drafts = True
 
     @classmethod
     def adapt(cls, config: SfiConfig) -> SfiConfig:

@@ -27,6 +27,13 @@ def extremes(context: LayerContext, place: int, page: int) -> tuple[torch.Tensor
     return torch.cat([note["low"], low_H1D], 1), torch.cat([note["high"], high_H1D], 1)
 
 
+def forget(note: Notes, length: int, page: int) -> None:
+    """Drop the extremes of the pages that hold positions from `length` on."""
+    for name in ("low", "high"):
+        if name in note:
+            note[name] = note[name][:, : length // page]
+
+
 def extremes_bytes(layer: LayerShape, capacity: int, page: int) -> int:
     """Return the bytes of the extremes and scores of `capacity` tokens' pages, float32."""
     numbers = 2 * layer.key_width + 1

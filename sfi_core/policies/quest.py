@@ -6,8 +6,8 @@ tokens read. A page may be cut short where the budget ends.
 """
 
 from sfi_core.policies.base import Policy, Selection, StepPlan
-from sfi_core.policies.context import LayerContext, StepContext
-from sfi_core.policies.page_bounds import best_pages, bounds, extremes, extremes_bytes
+from sfi_core.policies.context import LayerContext, Notes, StepContext
+from sfi_core.policies.page_bounds import best_pages, bounds, extremes, extremes_bytes, forget
 from sfi_core.policies.shared import always_fast, stacked
 from sfi_core.settings.config import SfiConfig
 from sfi_core.state.layer_shape import LayerShape
@@ -18,6 +18,7 @@ class Quest(Policy):
     """Every step selects anew from the element-wise extremes of each page's keys; nothing is forgotten."""
 
     selects_before = True
+    drafts = True
     offloads = True
 
     @classmethod
@@ -38,6 +39,10 @@ class Quest(Policy):
             allowed = state.sink(self.config.sink), state.recent_start
             chosen.append(best_pages(bound_HGP.amax(1), page, allowed, self.config.budget))
         return Selection(stacked(chosen))
+
+    def rewind(self, note: Notes, length: int) -> None:
+        """Forget the pages that hold positions from `length` on."""
+        forget(note, length, self.config.baseline.page)
 
     def summary_bytes(self, layer: LayerShape, capacity: int) -> int:
         """See `Policy`."""

@@ -18,7 +18,7 @@ from sfi_core.policies.freekv import pooled_cosine
 from sfi_core.policies.leaders import Leaders, columns, mask_of, places_of
 from sfi_core.policies.shared import Triggered
 from sfi_core.settings.config import SfiConfig
-from sfi_kernels.selector import selector
+from sfi_kernels.selector import pool_by_page, selector
 from sfi_kernels.top_k import top_k
 
 
@@ -81,6 +81,10 @@ class SFI(EvidencePolicy, Triggered):
         """Note the query that has selected, for the correction."""
         self._note(context, None)
 
+    def pooled(self, score_BHT: torch.Tensor) -> torch.Tensor:
+        """Score whole pages, where the run selects pages."""
+        return pool_by_page(score_BHT, self.config.page_size)
+
     def _moved(self, context: LayerContext) -> torch.Tensor:
         least = self.config.correction
         assert least is not None, "only a policy that corrects asks"
@@ -124,6 +128,8 @@ class SFI(EvidencePolicy, Triggered):
                 interval=context.interval,
                 **settings,
             )
+            if self.config.granularity == "page":
+                score = self.pooled(score)
         with context.span("top_k"):
             index = top_k.on(context.backend)(score, self.config.budget)
         return Selection(index, diagnostics)

@@ -33,6 +33,7 @@ class Triggered(Policy):
     """Base of the policies whose slow steps are the trigger's: any trigger with any selector."""
 
     selects_after = True
+    drafts = True
     offloads = True
 
     @property

@@ -16,6 +16,7 @@ class SnapKV(EvidencePolicy):
     """Select once, after the prompt; every later step is fast."""
 
     evicts = True
+    drafts = True
     offloads = True
 
     @classmethod

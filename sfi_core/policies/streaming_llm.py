@@ -13,6 +13,7 @@ class StreamingLLM(Policy):
     """Every step is fast; the budget that others select with goes to a longer recent window."""
 
     evicts = True
+    drafts = True
     offloads = True
 
     @classmethod

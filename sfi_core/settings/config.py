@@ -17,6 +17,7 @@ from sfi_core.settings.fields import check, check_names, setting
 from sfi_core.settings.parts import (
     BaselineConfig,
     CodeScanConfig,
+    DraftConfig,
     FreeKVConfig,
     SelectorConfig,
     SyncKVConfig,
@@ -50,6 +51,7 @@ POLICIES = (  # sfi_core.policies has their classes
     "random-k",
     "prior-only",
 )
+GRANULARITIES = ("token", "page")
 GROUP_REDUCTIONS = ("power", "mean", "max")
 
 
@@ -67,6 +69,18 @@ class SfiConfig:
         choices=RECENT_MODES,
     )
     budget: int = setting(2048, "Selected tokens per KV head, the paper's K.", above=0)
+    granularity: str = setting(
+        "token",
+        "Under sfi: select single tokens, or whole pages for engines whose sparse kernels read pages. Paper "
+        "gap: the paper selects tokens (docs/evidence/granularity.md has what pages cost).",
+        choices=GRANULARITIES,
+    )
+    page_size: int = setting(
+        16,
+        "Tokens of a page under granularity=page; 1 selects tokens. 16 is vLLM's default on a GPU and the "
+        "smallest page of its FlashInfer backend. On a CPU vLLM has 128.",
+        least=1,
+    )
     t_max: int = setting(64, "Most fast steps in a row; 0 makes every step slow.", least=0)
     min_gap: int = setting(
         4,
@@ -149,6 +163,7 @@ class SfiConfig:
     freekv: FreeKVConfig = field(default_factory=FreeKVConfig)
     synckv: SyncKVConfig = field(default_factory=SyncKVConfig)
     codescan: CodeScanConfig = field(default_factory=CodeScanConfig)
+    draft: DraftConfig = field(default_factory=DraftConfig)
 
     def __post_init__(self) -> None:
         """Reject settings that cannot run."""
@@ -210,6 +225,7 @@ PARTS: dict[str, Any] = {  # tables of a TOML file
     "freekv": FreeKVConfig,
     "synckv": SyncKVConfig,
     "codescan": CodeScanConfig,
+    "draft": DraftConfig,
 }
 
 

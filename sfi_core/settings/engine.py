@@ -7,6 +7,7 @@ from sfi_core.settings.device_budget import DeviceBudget
 from sfi_core.settings.fields import check, setting
 
 BACKENDS = ("auto", "torch", "triton")
+PAGE_SIZE = 64  # tokens of a page under the triton backend: one tile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +21,10 @@ class EngineOptions:
     )
     graphs: bool | None = setting(
         None, "Replay whole decoding steps as CUDA graphs; none does so where the run allows it."
+    )
+    lossless: bool = setting(
+        False,
+        "Generate full attention's own tokens: fast steps draft, slow steps verify what they drafted.",
     )
     fused: bool | None = setting(
         None,

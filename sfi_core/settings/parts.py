@@ -149,3 +149,37 @@ class CodeScanConfig:
     def __post_init__(self) -> None:
         """Reject values of another type or out of range."""
         check(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftConfig:
+    """How a lossless run drafts and verifies; each field says what it does."""
+
+    max_tokens: int = setting(16, "Most tokens drafted before a verification.", least=1)
+    rule: str = setting(
+        "boundary",
+        "When a draft is verified before it has max_tokens: boundary at the policy's own slow steps; fixed "
+        "at no other time than what the other settings say.",
+        choices=("boundary", "fixed"),
+    )
+    confidence: float = setting(
+        0.0,
+        "A draft ends with a token whose probability is below this; 0 for no such end.",
+        least=0,
+        most=1,
+    )
+    adaptive: bool = setting(
+        True,
+        "Draft no more tokens than pay by the request's running acceptance and the bytes that a fast step "
+        "and a verification read.",
+    )
+    evidence: str = setting(
+        "last",
+        "The verified query whose logits select. last is the token after which the next draft begins; "
+        "where a token was rejected, the corrected one is a slow step of its own.",
+        choices=("last", "first"),
+    )
+
+    def __post_init__(self) -> None:
+        """Reject values of another type or out of range."""
+        check(self)

@@ -1,41 +1,28 @@
-"""The paged KV cache of a run.
+"""The paged KV cache of a run, which owns its pages; `PagedView` has their layout.
 
-Per layer, K and V apart, heads before tokens, and the key norms beside them:
-
-    key_PHND    [pages, KV heads, tokens of a page, head dimension]
-    value_PHNE  the same, with the values' width
-    norm_PHN    [pages, KV heads, tokens of a page] float32, written at append
-
-A request's pages stand in its row of the block table. With one page per request (the default on a CPU) the
-pages are a plain contiguous [B, H, T, D] tensor. A request keeps its own tokens only: left padding is dropped
-on the way in, so position j is the j-th token of the prompt for every request of a ragged batch.
+With one page per request (the default on a CPU) the pages are a plain contiguous [B, H, T, D] tensor. A
+request keeps its own tokens only: left padding is dropped on the way in, so position j is the j-th token of
+the prompt for every request of a ragged batch.
 """
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
-from sfi_core.state.layer_pages import LayerPages, tokens_of
-from sfi_core.state.packed_segment import PackedSegment
+from sfi_core.state.layer_pages import LayerPages
+from sfi_core.state.paged_view import PagedView
 from sfi_kernels.append import append
-from sfi_kernels.pack import pack
-from sfi_kernels.pages import read_pages
 
 GROWTH = 256  # spare tokens when nobody said how long the run will be
 
 
-class KVCache:
-    """Pages of every layer and the block table they share.
+class KVCache(PagedView):
+    """Owns the pages of every layer; a layer's are allocated when its first keys tell their shape.
 
     Attributes:
-        capacity: Tokens that fit per request.
-        page_size: Tokens of a page.
-        block_table_BP: Page numbers, `[B, pages of a request]` int32.
-        layers: Pages by layer; allocated when a layer's first keys tell their shape.
+        pages_per_request: Pages of each request, one after the other.
     """
-
-    whole_on_device = True
 
     def __init__(
         self, batch: int, capacity: int, page_size: int | None = None, backend: str = "torch"
@@ -48,14 +35,12 @@ class KVCache:
             page_size: Tokens of a page; None is one page for each request, however large.
             backend: What appends: "torch" or "triton".
         """
-        self.batch, self.backend = batch, backend
         self._one_page = page_size is None
-        self.page_size = page_size or capacity
-        self.pages_per_request = -(-capacity // self.page_size)
-        self.capacity = self.pages_per_request * self.page_size
+        page_size = page_size or capacity
+        self.pages_per_request = -(-capacity // page_size)
         count = batch * self.pages_per_request
-        self.block_table_BP = torch.arange(count, dtype=torch.int32).view(batch, -1)
-        self.layers: dict[int, LayerPages] = {}
+        table_BP = torch.arange(count, dtype=torch.int32).view(batch, self.pages_per_request)
+        super().__init__(backend, page_size, table_BP)
 
     def append(
         self,
@@ -89,42 +74,6 @@ class KVCache:
             self.block_table_BP,
         )
         return pages
-
-    def pages(self, layer: int) -> LayerPages:
-        """See `KVStore`."""
-        return self.layers[layer]
-
-    @property
-    def heads(self) -> int:
-        """See `KVStore`."""
-        return next((pages.key_PHND.shape[1] for pages in self.layers.values()), 1)
-
-    def pack_into(
-        self,
-        segment: PackedSegment,
-        layer: int,
-        request_R: torch.Tensor,
-        sink_R: torch.Tensor,
-        index_RHK: torch.Tensor,
-        most_sink: int,
-        heads_RH: torch.Tensor | None = None,
-    ) -> None:
-        """See `KVStore`: one kernel gathers the rows from the pages (Reorg)."""
-        segment.reserve(most_sink + index_RHK.shape[2])
-        pages = self.layers[layer]
-        pack.on(self.backend)(
-            pages.key_PHND,
-            pages.value_PHNE,
-            self.block_table_BP,
-            request_R,
-            index_RHK,
-            sink_R,
-            segment.key_BHSD,
-            segment.value_BHSE,
-            segment.position_BHS,
-            segment.length_BH,
-            **({} if heads_RH is None else {"heads_RH": heads_RH.int()}),
-        )
 
     def copy(self) -> "KVCache":
         """Return a cache of its own with the same tokens."""
@@ -164,7 +113,6 @@ class KVCache:
             added_BP = torch.arange(count, count + self.batch * more, dtype=torch.int32)
             added_BP = added_BP.view(self.batch, more).to(self.block_table_BP.device)
             self.block_table_BP = torch.cat([self.block_table_BP, added_BP], 1)
-        self.capacity = self.pages_per_request * self.page_size
         total = self.batch * self.pages_per_request
         for pages in self.layers.values():
             for name in ("key_PHND", "value_PHNE", "norm_PHN"):
@@ -173,54 +121,23 @@ class KVCache:
                 large[:count, :, :old_page] = small
                 setattr(pages, name, large)
 
-    def ready(self, layer: int) -> None:
-        """See `KVStore`: the device orders it by itself."""
-
-    def blocks(
-        self, layer: int, row: int, length: int, head: int | None = None
-    ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        """See `KVStore`: one block, a view where one page holds the request."""
-        own = slice(None) if head is None else slice(head, head + 1)
-        pages, table_P = self.layers[layer], self.block_table_BP[row]
-        key, value = (x[:, own] for x in (pages.key_PHND, pages.value_PHNE))
-        yield 0, read_pages(key, table_P, 0, length), read_pages(value, table_P, 0, length)
-
-    def keys(self, layer: int, row: int, start: int, stop: int) -> torch.Tensor:
-        """See `KVStore`."""
-        return self._tokens(self.layers[layer].key_PHND, row, start, stop)
-
-    def values(self, layer: int, row: int, start: int, stop: int) -> torch.Tensor:
-        """See `KVStore`."""
-        return self._tokens(self.layers[layer].value_PHNE, row, start, stop)
-
-    def _tokens(self, page_PHNX: torch.Tensor, row: int, start: int, stop: int) -> torch.Tensor:
-        if self._one_page:
-            return page_PHNX[row : row + 1, :, start:stop]
-        return tokens_of(page_PHNX, self.block_table_BP[row], start, stop)
-
     def norms(self, layer: int, rows: Sequence[int], length: int) -> torch.Tensor:
         """See `KVStore`.
 
         A view where every request has one page and the rows follow each other.
         """
-        norm_PHN = self.layers[layer].norm_PHN
-        if self._one_page:
-            norm_BHT = norm_PHN[:, :, :length]
-            first = rows[0]
-            if list(rows) == list(range(first, first + len(rows))):
-                return norm_BHT[first : first + len(rows)]
-            return torch.stack([norm_BHT[row] for row in rows])
-        # rows taken one by one: a list as an index would wait for the device
-        used = -(-length // self.page_size)
-        page_RP = torch.stack([self.block_table_BP[row, :used] for row in rows])
-        norm_RHPN = norm_PHN[page_RP.long()].transpose(1, 2)
-        return norm_RHPN.flatten(2)[:, :, :length]
+        if not self._one_page:
+            return super().norms(layer, rows, length)
+        norm_BHT = self.layers[layer].norm_PHN[:, :, :length]
+        first = rows[0]
+        if list(rows) == list(range(first, first + len(rows))):
+            return norm_BHT[first : first + len(rows)]
+        return torch.stack([norm_BHT[row] for row in rows])
 
-    def norms_of(self, layer: int, page_RHP: torch.Tensor) -> torch.Tensor:
-        """See `KVStore`."""
-        norm_PHN = self.layers[layer].norm_PHN
-        norm = norm_PHN.flatten(0, 1).index_select(0, page_RHP.flatten())
-        return norm.view(*page_RHP.shape[:2], self.capacity)
+    def _tokens(self, page_PHNX: torch.Tensor, row: int, start: int, stop: int) -> torch.Tensor:
+        if self._one_page:
+            return page_PHNX[row : row + 1, :, start:stop]
+        return super()._tokens(page_PHNX, row, start, stop)
 
     def _allocate(self, key: torch.Tensor, value: torch.Tensor) -> LayerPages:
         shape = (self.batch * self.pages_per_request, key.shape[1], self.page_size)

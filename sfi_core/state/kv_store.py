@@ -38,7 +38,6 @@ class KVStore(Protocol):
     Attributes:
         batch: Requests.
         backend: Whose ops run: "torch" or "triton".
-        capacity: Tokens that fit per request.
         page_size: Tokens of a page.
         block_table_BP: Page numbers of each request, int32.
         heads: KV heads of a layer; 1 while no layer is known.
@@ -48,10 +47,13 @@ class KVStore(Protocol):
 
     batch: int
     backend: str
-    capacity: int
     page_size: int
     block_table_BP: torch.Tensor
     whole_on_device: bool
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that fit per request."""
 
     @property
     def heads(self) -> int:

@@ -1,10 +1,47 @@
 """The packed segment: a request's sink and selected keys and values in one contiguous buffer (Sec. 4.2)."""
 
 import copy
+from dataclasses import dataclass
 
 import torch
 
 from sfi_core.state.layer_pages import LayerPages
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentShape:
+    """What a layer's packed rows are, where it has no pages yet.
+
+    Attributes:
+        heads: KV heads.
+        key_width: Numbers of a key.
+        value_width: Numbers of a value.
+        dtype: Their type.
+        device: Where they are.
+    """
+
+    heads: int
+    key_width: int
+    value_width: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, pages: LayerPages) -> "SegmentShape":
+        """Read it of a layer's pages."""
+        key, value = pages.key_PHND, pages.value_PHNE
+        return cls(
+            heads=key.shape[1],
+            key_width=key.shape[3],
+            value_width=value.shape[3],
+            dtype=key.dtype,
+            device=key.device,
+        )
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row over all heads, its position (int32) included."""
+        return self.heads * ((self.key_width + self.value_width) * self.dtype.itemsize + 4)
 
 
 class PackedSegment:
@@ -17,13 +54,16 @@ class PackedSegment:
         length_BH: Rows that count, int32.
     """
 
-    def __init__(self, batch: int, rows: int, pages: LayerPages) -> None:
-        """Allocate `rows` rows for every request of a batch, as wide as a layer's pages."""
-        H, key, value = pages.key_PHND.shape[1], pages.key_PHND, pages.value_PHNE
-        self.key_BHSD = key.new_empty(batch, H, rows, key.shape[3])
-        self.value_BHSE = value.new_empty(batch, H, rows, value.shape[3])
-        self.position_BHS = torch.full((batch, H, rows), -1, dtype=torch.int32, device=key.device)
-        self.length_BH = torch.zeros(batch, H, dtype=torch.int32, device=key.device)
+    def __init__(self, batch: int, rows: int, like: "LayerPages | SegmentShape") -> None:
+        """Allocate `rows` rows for every request of a batch, as wide as a layer's pages, or as told."""
+        shape = like if isinstance(like, SegmentShape) else SegmentShape.of(like)
+        H, device = shape.heads, shape.device
+        self.key_BHSD, self.value_BHSE = (
+            torch.empty(batch, H, rows, width, dtype=shape.dtype, device=device)
+            for width in (shape.key_width, shape.value_width)
+        )
+        self.position_BHS = torch.full((batch, H, rows), -1, dtype=torch.int32, device=device)
+        self.length_BH = torch.zeros(batch, H, dtype=torch.int32, device=device)
 
     @property
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

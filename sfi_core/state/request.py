@@ -26,6 +26,8 @@ class RequestState:
         sparse_tokens: What such a head reads on a slow step.
         next_packed: `packed_tokens` from the next step on, where it was selected ahead; None otherwise.
         tokens: Generated ids x_0, x_1, ...
+        drafted: How many of the last tokens of a lossless run are drafts, which no dense pass has verified.
+        fresh: Whether the selected memory fits what comes next; False in a lossless run after a rejection.
         finished: Whether the request has ended: with a stop token, or with as many tokens as it may have.
         cosine: Mean cosine of the last step's query with an earlier one, where a trigger looks at it.
         entropy: Entropy of the last step's next-token distribution in nats, where a trigger looks at it.
@@ -45,6 +47,8 @@ class RequestState:
     sparse_tokens: int = 0
     next_packed: int | None = None
     tokens: list[int] = field(default_factory=list)
+    drafted: int = 0
+    fresh: bool = True
     finished: bool = False
     cosine: float = math.nan
     entropy: float = math.nan
@@ -59,14 +63,20 @@ class RequestState:
         """Return how many of `sink` anchor tokens the request has: those of its prompt, all run long."""
         return min(sink, self.prompt_tokens)
 
-    def begin(self, *, slow: bool, reason: str, new_tokens: int) -> None:
-        """Enter the next step with `new_tokens` more tokens in the cache."""
-        self.step += 1
+    def begin(self, *, slow: bool, reason: str, new_tokens: int, steps: int = 1) -> None:
+        """Enter the next step with `new_tokens` more tokens in the cache; several steps, if it verifies."""
+        self.step += steps
         self.length += new_tokens
         self.steps_since_slow = 0 if slow else self.steps_since_slow + 1
         self.slow, self.reason = slow, reason
         if self.next_packed is not None:
             self.packed_tokens, self.next_packed = self.next_packed, None
+
+    def take_back(self, tokens: int) -> None:
+        """Leave out the last `tokens` tokens with their steps: those of a draft."""
+        self.step -= tokens
+        self.length -= tokens
+        del self.tokens[len(self.tokens) - tokens :]
 
     def finish_step(self, token_id: int) -> None:
         """Note the token x_t that the step generated; a step that broke off is not counted."""

@@ -14,6 +14,10 @@ class Tally:
         attended: Tokens read by the decoding steps from step 1 on, per KV head and full-attention layer.
         selecting: What selecting read on the fast ones of these steps, in tokens' worth of keys and values.
         context: Tokens that full attention would have read.
+        verifications: Of a lossless run: dense passes after the prompt's.
+        drafted: Tokens that its fast steps drafted.
+        tested: Those whose every predecessor was kept.
+        accepted: Those that were kept.
         queued_seconds: From the run's beginning until the prompt began to be read.
         prefill_seconds: From then to the first token.
         decode_seconds: From the first token to the last.
@@ -25,6 +29,10 @@ class Tally:
     attended: float = 0.0
     selecting: float = 0.0
     context: int = 0
+    verifications: int = 0
+    drafted: int = 0
+    tested: int = 0
+    accepted: int = 0
     queued_seconds: float = 0.0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
@@ -40,6 +48,13 @@ class Tally:
         self.attended += attended
         self.context += context
         self.selecting += selecting
+
+    def count_verification(self, drafted: int, accepted: int) -> None:
+        """Count a verification of so many drafted tokens, of which the first were accepted."""
+        self.verifications += 1
+        self.drafted += drafted
+        self.accepted += accepted
+        self.tested += min(drafted, accepted + 1)
 
     def time_step(self, step: int, began: float, now: float) -> None:
         """Note that the step that began then is over; a decoding step counts from the token before it."""

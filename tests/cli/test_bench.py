@@ -139,6 +139,48 @@ def test_policies_run_under_a_device_budget_beside_full_attention_without_one(ti
     ]
 
 
+def test_lossless_rows_say_whether_acceptance_is_stated_or_measured(tmp_path):
+    file = tmp_path / "rows.parquet"
+    common = (
+        "--lossless",
+        "--baseline",
+        "none",
+        "-q",
+        "--device",
+        "cpu",
+        "--repeats",
+        "1",
+        "--steps",
+        "8",
+    )
+    sizes = ("--context", "300", "--budget", "64", "--set", "recent=32")
+    code, stdout, _ = inside(
+        *common, *sizes, "--acceptance", "0.9", "--batch", "2", "-o", str(file)
+    )
+    assert code == 0
+    assert re.search(r"^  sfi-lossless +300 +2 +stated 90\.0% ", stdout, re.MULTILINE)
+    assert "* lossless rows: acceptance is stated, 0.9 for each tested token" in stdout
+    assert parquet.read_table(file)["acceptance"].to_pylist() == [None, "stated", None]
+    code, stdout, _ = inside(*common, *sizes, "--text", "bundled", "--json")
+    document = json.loads(stdout)
+    assert code == 0
+    found = {row["policy"]: row["acceptance"] for row in document["rows"]}
+    assert found == {"sfi": None, "sfi-lossless": "measured", "full-kv": None}
+    assert document["settings"]["prefill"]
+
+
+def test_a_forecast_of_lossless_runs_states_the_acceptance():
+    code, stdout, _ = inside(
+        "--forecast", "--random-weights", "qwen3-4b", "--context", "32K", "--batch", "16", "--lossless",
+        "--acceptance", "0.9", "--preset", "paper", "--set", "forecast.bandwidth=4300",
+    )  # fmt: skip
+    assert code == 0
+    assert re.search(
+        r"^  sfi-lossless +32,768 +16 +stated 90\.0% +\d+ +\d\.\d\d +1\.", stdout, re.MULTILINE
+    )
+    assert "* lossless: acceptance is stated, 0.9" in stdout
+
+
 def test_a_person_reads_where_the_cache_lies(tiny):
     code, stdout, _ = inside("--random-weights", tiny, *TIERED, "-q")
     assert code == 0
@@ -256,6 +298,12 @@ def test_ctrl_c_before_the_first_run_leaves_no_file(tmp_path, monkeypatch):
         (("--forecast", "--set", "forecast.turnover=0.2"), 2, "forecast.turnover must come with --link"),
         (("--forecast", "--set", "forecast.corrected=2"), 2, "forecast.corrected must be in [0, 1], got 2.0"),
         (("--forecast", "--policy", "quest"), 2, "forecast knows the policies ('full-kv',"),
+        (("--lossless",), 2, "lossless must come with --text and a checkpoint, whose acceptance"),
+        (("--lossless", "--random-weights", "qwen3-0.6b", "--text", "bundled"), 2, "lossless must come with"),
+        (("--forecast", "--lossless"), 2, "lossless must come with --text and a checkpoint"),
+        (("--forecast", "--lossless", "--link", "pcie4"), 2, "lossless must come without --link"),
+        (("--acceptance", "0.9"), 2, "acceptance must come with lossless, got it alone"),
+        (("--lossless", "--acceptance", "2"), 2, "acceptance must be in [0, 1], got 2"),
         (("--set", "model.pack_weights=true", "--dtype", "float32"), 4, "packed weights must be bfloat16"),
         (("--set", "engine.graphs=true"), 4, "graphs must run on a CUDA device, got cpu; drop engine.graphs"),
         (("--set", "engine.backend=cuda"), 2, "unknown engine.backend 'cuda'"),

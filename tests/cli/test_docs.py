@@ -15,8 +15,13 @@ from sfi_cli.settings.tables import COMMANDS, DIMENSIONS, SETTINGS, settings_for
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
 START = re.compile(r"(?:^|&& |\| )(?:\$ )?(?:[\w.]+/)*sfi (?=[a-z])|-m sfi_cli (?=[a-z])")
-END = re.compile(r"\s(?:#|[|&;>]+(?:\s|$))")  # a comment, or another command
-OTHERS = {"--environment", "--interval", "--no-deps"}  # other programs' options that stand alone
+# a comment, another command, or flags for another program
+END = re.compile(r"\s(?:#|--\s|[|&;>]+(?:\s|$))")
+# other programs' options that stand alone, vLLM's among them
+OTHERS = {
+    *("--environment", "--interval", "--no-deps"),
+    *("--enforce-eager", "--kv-transfer-config", "--shutdown-timeout", "--attention-config"),
+}
 
 
 @cache

@@ -451,7 +451,7 @@ def test_tasks_are_listed_without_a_model(monkeypatch):
 def test_every_documented_example_parses():
     text = CliRunner().invoke(cli.app, ["eval", "--help"], env={"COLUMNS": "200"}).stdout
     examples = re.findall(r"^\s*(sfi .*?)\s*$", text, re.MULTILINE)
-    assert len(examples) == 6
+    assert len(examples) == 7
     for example in examples:
         words = shlex.split(example)
         assert all(word in text for word in words if word.startswith("-")), example
@@ -491,3 +491,31 @@ def test_a_mistake_is_one_line_and_an_exit_code(run, tmp_path):
     assert result.stderr == (
         f"error: results folder {tmp_path} must hold an evaluation, got none to go on with\n"
     )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_lossless_method_is_shown_and_in_float32_must_be_full_attention(
+    tmp_path, monkeypatch, dtype
+):
+    """Another token is an error once everything is written; in lower precision it is counted."""
+    decode = runner.generate
+
+    def wrong(*args, engine, **options):
+        result = decode(*args, engine=engine, **options)
+        if engine.lossless:
+            result.report.requests[0].token_ids[3] += 1
+        return result
+
+    monkeypatch.setattr(runner, "generate", wrong)
+    folder = tmp_path / dtype
+    asked = [*SMALL[:2], "--samples", "1", "--share", "0.3", *SMALL[6:], "--dtype", dtype]
+    methods = ["--method", "full-kv", "--method", "exact=sfi:lossless=true"]
+    result = CliRunner().invoke(cli.app, ["eval", *asked, *methods, "-o", str(folder)])
+    assert "1 of 1" in next(line for line in result.stdout.splitlines()[::-1] if "exact" in line)
+    assert [row["method"] for row in samples(folder)] == ["full-kv", "exact"]
+    if dtype == "bfloat16":
+        assert result.exit_code == 0
+    else:
+        assert isinstance(result.exception, SfiError)
+        assert result.exception.exit_code == 1
+        assert "index 3 of task bundled-recall-1, length 128, seed 0" in str(result.exception)

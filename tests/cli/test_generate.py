@@ -55,7 +55,7 @@ def test_the_first_command_answers_the_bundled_question_word_for_word(run):
     assert result.returncode == 0
     assert "correct, word for word" in result.stderr
     assert "full-kv" in result.stderr
-    assert "same tokens  yes" in result.stderr
+    assert "same tokens  sfi yes, sfi, lossless yes" in result.stderr
     assert result.stdout.startswith(" ")
 
 
@@ -478,6 +478,7 @@ def test_a_run_whose_steps_were_not_replayed_ends_with_a_warning():
     document = {
         "requests": [], "kv_tiers": None, "policy": "quest", "prefill_seconds": 1.0, "decode_seconds": 2.0,
         "decode_tokens_per_second": 3.0, "peak_memory_bytes": 4, "advice": None, "not_replayed": "",
+        "is_lossless": False,
         "fused": {}, "left_alone": {},
     }  # fmt: skip
     lines = report_lines(document)

@@ -13,10 +13,15 @@ LINES = 100  # two screens of 50 lines
 GENERATE = """
     --prompt-file --batch --max-batch --chat --max-new-tokens --compare --model --dtype --device
     --kv-device-budget --trust-remote-code --policy --preset --config --set --budget --recent --trigger
-    --t-max --temperature --top-p --seed --trace --audit --json --quiet --output --force
+    --t-max --lossless --draft-max --verify --temperature --top-p --seed --trace --audit --json --quiet
+    --output --force
 """
 OPTIONS = {
     "generate": GENERATE,
+    "serve": """
+        --model --policy --preset --config --set --budget --recent --trigger --t-max --slots --host --port
+        --trace --audit
+    """,
     "eval": """
         --method --share --budget --recent --task --list-tasks --length --samples --seed --fidelity --tokens
         --harness --limit --model --dtype --device --kv-device-budget --trust-remote-code --set
@@ -24,8 +29,9 @@ OPTIONS = {
     """,
     "bench": """
         --policy --context --batch --baseline --steps --repeats --time-limit --slow-rate --text --ragged
-        --seed --threads --forecast --link --model --random-weights --dtype --device --kv-device-budget
-        --trust-remote-code --preset --config --set --budget --plot --output --force --json --quiet
+        --lossless --acceptance --seed --threads --forecast --link --model --random-weights --dtype --device
+        --kv-device-budget --trust-remote-code --preset --config --set --budget --plot --output --force --json
+        --quiet
     """,
     "kernel-bench": """
         --context --batch --heads --kv-heads --head-dim --dtype --retention --op --sweep --repeats --seed
@@ -33,7 +39,7 @@ OPTIONS = {
     """,
     "tune": """
         --trigger-policy --trigger-set --t-max --budget --search --objective --min-retained --max-read
-        --trials --seed --study --resume --confirm --prompt-file --batch --model --dtype --device
+        --trials --seed --lossless --study --resume --confirm --prompt-file --batch --model --dtype --device
         --trust-remote-code --set --output --plot --force --json --quiet
     """,
     "tune heads": """
@@ -46,7 +52,9 @@ OPTIONS = {
     "trace diff": "--request --json --output --force",
     "trace export": "--format --table --output --force --quiet",
     "trace plot": "--kind --request --layer --head --top --format --output --force",
-    "trace record": GENERATE.replace("--trace", "--report").replace("--compare", ""),
+    "trace record": GENERATE.replace("--trace", "--report")
+    .replace("--compare", "")
+    .replace("--verify", ""),
     "trace replay": """
         --trigger-policy --trigger --trigger-set --t-max --budget --set --request --layers --heads --batch
         --against --play --step --speed --plot --output --force --json --quiet

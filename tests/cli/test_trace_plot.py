@@ -35,9 +35,10 @@ def test_plot_and_report_write_beside_the_trace(run, trace, tmp_path):
     result = run("trace", "plot", str(trace))
     assert (result.returncode, result.stdout) == (0, "")
     wrote = [f"Wrote {tmp_path}/run-{kind}.png" for kind in KINDS]
-    *said, left_out = sorted(result.stderr.splitlines())
+    *said, one, other = sorted(result.stderr.splitlines())
     assert said == sorted(wrote)
-    assert left_out.startswith("left out corrections: trace ")
+    assert one.startswith("left out acceptance: trace ")
+    assert other.startswith("left out corrections: trace ")
     with pytest.raises(ConfigError, match=f"output {tmp_path}/run-heatmap.png exists; add --force"):
         plot(trace)
     result = run("trace", "report", str(trace))
@@ -64,7 +65,7 @@ def test_one_kind_goes_to_a_file_whose_name_is_its_format(trace, tmp_path):
     [
         ({"kinds": ("heat",)}, r"unknown kind 'heat'; expected one of \('heatmap', 'raster', "),
         ({"form": "pdf"}, r"format must be one of \('png', 'svg'\), got pdf"),
-        ({"output": "x.png"}, "output must be a folder for 10 figures, got .*x.png"),
+        ({"output": "x.png"}, "output must be a folder for 11 figures, got .*x.png"),
         ({"kinds": ("lag",), "output": "x.pdf"}, r"output must end in one of \('png', 'svg'\), got x.pdf"),
         ({"kinds": ("lag",), "output": "x.png", "form": "svg"}, r"must end in one of \('svg',\), got x.png"),
         ({"request": 1}, r"request must be one of \[0\], got 1"),
@@ -86,7 +87,7 @@ def test_figures_without_data_are_left_out_unless_asked_for(tmp_path, capsys):
     plot(trace, output=tmp_path / "figures")
     assert [path.name for path in (tmp_path / "figures").iterdir()] == ["run-timeline.png"]
     said = capsys.readouterr().err.splitlines()
-    assert len(said) == 10
+    assert len(said) == 11
     assert said[0].startswith("left out heatmap: trace ")
     assert said[0].endswith("has no audit; record it with --audit 1")
     with pytest.raises(TraceError, match="record it with --audit 1"):

@@ -83,7 +83,7 @@ class Step:
 
     def operands(self) -> dict[str, Any]:
         tensors = {
-            "query_BHGD": self.query,
+            "query_BHGWD": self.query[:, :, :, None],
             "packed_key_BHSD": self.packed[0],
             "packed_value_BHSE": self.packed[1],
             "packed_length_BH": self.packed_length,
@@ -119,7 +119,7 @@ class Step:
     def assert_plain(self, sink_HG: torch.Tensor | None = None, **options: Any) -> None:
         """Compare every request and head with float64 attention over what it may read."""
         extra = {} if sink_HG is None else {"sink_HG": sink_HG}
-        out = self.attend(**options, **extra).out_BHGE
+        out = self.attend(**options, **extra).out_BHGWE[:, :, :, 0]
         assert out.dtype == self.dtype
         for row, mode in enumerate(self.modes):
             if mode == IDLE:
@@ -231,7 +231,7 @@ def test_without_a_slow_request_there_is_no_evidence(backend: str, modes: list[i
 
 def test_evidence_does_not_change_the_output(backend: str):
     step = Step(backend, LENGTHS, MODES)
-    assert torch.equal(step.attend(evidence=True).out_BHGE, step.attend().out_BHGE)
+    assert torch.equal(step.attend(evidence=True).out_BHGWE, step.attend().out_BHGWE)
 
 
 def test_logits_of_every_size_come_out_right(backend: str):
@@ -250,12 +250,7 @@ def test_logits_of_every_size_come_out_right(backend: str):
         ("key_PHND", lambda t: t.half(), "key must have the dtype of query, .*32, got .*16"),
         ("value_PHNE", lambda t: t.mT, "value must be"),
         ("block_table_BP", lambda t: t[:1], r"block_table must be \[B=2, P\]"),
-        ("query_BHGD", lambda t: t[:1], r"query must be \[B=2, H, G, D\]"),
-        (
-            "value_PHNE",
-            lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
-            "value must be contiguous, got strides",
-        ),
+        ("query_BHGWD", lambda t: t[:1], r"query must be \[B=2, H, G, W, D\]"),
     ],
 )
 def test_an_operand_that_does_not_fit_is_named(backend: str, name: str, change: Any, message: str):

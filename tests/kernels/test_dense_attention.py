@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from sfi_kernels.dense_attention import dense_attention, reference, window_logits
+from sfi_kernels import pages
+from sfi_kernels.dense_attention import dense_attention, window_logits
 from sfi_kernels.op import Op
 from tests.covering import covering
 from tests.fakes import causal_mask, error_bound, kernel_device, paged, plain_attention
@@ -29,9 +30,9 @@ class History:
         self.key_PHND, self.table_BP = paged(self.keys, page_size)
         self.value_PHNE, _ = paged(self.values, page_size)
 
-    def run(self, op: Op, rows: slice, *pages: torch.Tensor, **options) -> torch.Tensor:
+    def run(self, op: Op, rows: slice, *cached: torch.Tensor, **options) -> torch.Tensor:
         device = kernel_device(self.backend, self.query.dtype, self.key_PHND.shape[2])
-        operands = (self.query[rows], *pages, self.table_BP[rows], self.length_B[rows])
+        operands = (self.query[rows], *cached, self.table_BP[rows], self.length_B[rows])
         options = {k: v.to(device) if torch.is_tensor(v) else v for k, v in options.items()}
         return op.on(self.backend)(*(t.to(device) for t in operands), scale=SCALE, **options).cpu()
 
@@ -109,10 +110,15 @@ def test_a_logit_is_the_scaled_product_and_later_keys_have_none(
         torch.testing.assert_close(logits[row].double(), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("T", [1, reference.CHUNK, reference.CHUNK + 1, 2 * reference.CHUNK + 63])
-def test_logits_do_not_depend_on_the_chunks_they_are_computed_in(T: int):
-    history = History(64, W=1, lengths=[T])
-    expected = torch.einsum("bhgwd,htd->bhgwt", history.query, history.keys[0]) * SCALE
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("T", [1, 100, 101, 263])
+def test_logits_do_not_depend_on_the_chunks_they_are_computed_in(
+    T: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(pages, "WIDE", 100 * H * D)
+    history = History(64, W=1, lengths=[T], dtype=dtype)
+    query, key = history.query.float(), history.keys[0].float()
+    expected = torch.einsum("bhgwd,htd->bhgwt", query, key) * SCALE
     torch.testing.assert_close(history.logits(), expected, rtol=1e-5, atol=1e-5)
 
 

@@ -5,26 +5,26 @@ from typing import Any
 import pytest
 import torch
 
+from sfi_kernels import pages
 from sfi_kernels.dense_attention import reference
 from tests.covering import covering
 from tests.fakes import causal_mask, error_bound, paged, plain_attention
 
 H, G, D, SCALE = 2, 2, 16, 0.3
-LENGTHS = [
-    reference.CHUNK + 65,
-    9,
-    2 * reference.CHUNK,
-]  # a part of a chunk, less than one, whole ones
+CHUNK = 512  # tokens turned into float32 at once
+LENGTHS = [CHUNK + 65, 9, 2 * CHUNK]  # a part of a chunk, less than one, whole ones
 OPTIONS = [{}, {"soft_cap": 0.5}, {"sink_HG": torch.tensor([[2.0, -1.0], [0.0, 4.0]])}]
 
 
 @pytest.mark.parametrize(
     ("page_size", "W", "options", "dtype"),
-    covering([64, 3000], [1, 3, 12], OPTIONS, [torch.float32, torch.float16, torch.bfloat16]),
+    covering([64, 700, 3000], [1, 3, 12], OPTIONS, [torch.float32, torch.float16, torch.bfloat16]),
 )
 def test_output_and_logits_come_in_one_pass(
-    page_size: int, W: int, options: dict[str, Any], dtype: torch.dtype
-):
+    page_size: int, W: int, options: dict[str, Any], dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+):  # fmt: skip
+    monkeypatch.setattr(pages, "WIDE", CHUNK * H * D)
     query = torch.randn(len(LENGTHS), H, G, W, D).to(dtype)
     keys = [torch.randn(H, T, D).to(dtype) for T in LENGTHS]
     values = [torch.randn(H, T, D + 8).to(dtype) for T in LENGTHS]

@@ -92,7 +92,7 @@ def test_dense_heads_of_slow_requests_hand_out_their_logits(backend: str):
             torch.testing.assert_close(got, expected, rtol=0, atol=bound)
             in_J = expected[:, SINK : step.starts[row]].logsumexp(-1)
             torch.testing.assert_close(log_sum.double(), in_J, rtol=0, atol=bound)
-    assert torch.equal(result.out_BHGE, step.attend().out_BHGE)
+    assert torch.equal(result.out_BHGWE, step.attend().out_BHGWE)
 
 
 def test_marks_and_mixed_requests_come_together(backend: str):

@@ -235,4 +235,4 @@ def test_the_architecture_decides_how_deep_the_pipeline_is(listed, capability: i
         for one in listed
         if one["kernel"] == "split_attention" and one["capability"] == capability
     }
-    assert depths == {stages}
+    assert depths == {stages, stages + 1}  # one more where several queries halve the tile

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from sfi_kernels.pages import read_pages
+from sfi_kernels import pages as paging
+from sfi_kernels.pages import read_pages, wide_chunks
 from tests.fakes import paged
 
 H, T, D = 2, 40, 3
@@ -41,3 +42,29 @@ def test_rows_within_one_page_are_not_copied(start: int, stop: int):
 def test_an_empty_range_reads_nothing(position: int):
     pages, table_BP = paged([torch.randn(H, T, D)], 16)
     assert read_pages(pages, table_BP[0], position, position).shape == (1, H, 0, D)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("table", [[0, 1, 2, 3, 4], [4, 1, 2, 0, 3]])
+@pytest.mark.parametrize(("page_size", "length"), [(8, 37), (8, 16), (8, 0), (40, 40), (40, 17)])
+def test_chunks_hold_every_position_once(
+    page_size: int,
+    length: int,
+    table: list[int],
+    transposed: bool,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Neighboring pages are taken together, others one by one, and a large page in parts."""
+    monkeypatch.setattr(paging, "WIDE", 16 * H * D)
+    pages = torch.randn(5, H, page_size, D).to(dtype)
+    rows_HTD = pages[table].transpose(0, 1).reshape(H, -1, D)[:, :length].float()
+    if transposed:
+        pages = pages.mT.contiguous().mT
+    seen = []
+    for span, wide_CHnD in wide_chunks(pages, torch.tensor(table), length):
+        assert torch.equal(wide_CHnD.transpose(0, 1).flatten(1, 2), rows_HTD[:, span])
+        assert wide_CHnD.dtype == torch.float32
+        seen += range(length)[span]
+    assert seen == list(range(length))

@@ -36,7 +36,7 @@ def none_of(pseudo: PseudoToken) -> PseudoToken:
 def attend(step: Step, pseudo: PseudoToken | None, **options: Any) -> torch.Tensor:
     if pseudo is not None:
         options["pseudo"] = PseudoToken(*(part.to(step.device) for part in pseudo))
-    return step.attend(**options).out_BHGE
+    return step.attend(**options).out_BHGWE[:, :, :, 0]
 
 
 def plain(
@@ -137,7 +137,9 @@ def test_the_fast_step_alone_takes_it_as_well(backend: str):
     step = Step(backend, [65, 300], [FAST, FAST])
     operands, pseudo = step.operands(), pseudo_of(step)
     numbers = [torch.tensor(x).int().to(step.device) for x in (step.starts, step.lengths)]
+    query_BHGD = operands.pop("query_BHGWD")[:, :, :, 0]
     got = sparse_attention.on(backend)(
+        query_BHGD,
         *operands.values(),
         *numbers,
         scale=SCALE,

@@ -1,5 +1,7 @@
 """The step descriptor: one buffer that every layer of a pass reads."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -16,6 +18,7 @@ from sfi_kernels.step_descriptor import (
     MODE,
     PACKED,
     PROMPT,
+    QUERIES,
     SINK,
     SLOW,
     SPLITS,
@@ -53,8 +56,9 @@ def test_the_numbers_of_the_words_are_distinct_and_fit_a_row():
         FIRST,
         SPLITS,
         MIXED,
+        QUERIES,
     ]
-    assert sorted(named) == list(range(11))
+    assert sorted(named) == list(range(12))
     assert len(named) <= WORDS
     assert (IDLE, PROMPT, FAST, SLOW) == (0, 1, 2, 3)
 
@@ -137,7 +141,33 @@ def test_the_work_begins_unused_and_has_the_room_asked_for():
 
 
 def test_the_plan_and_unnamed_words_begin_at_zero():
-    assert words(FIRST, SPLITS, *range(10, WORDS)) == [[0] * 8] * 5
+    assert words(FIRST, SPLITS, MIXED, *range(12, WORDS)) == [[0] * 7] * 5
+
+
+def test_the_queries_of_a_request_that_decodes_are_its_new_tokens():
+    draft = replace(RAGGED[0], count=9)
+    prompt = replace(RAGGED[1], mode=PROMPT, count=20)
+    step = describe_step([*RAGGED, draft, prompt], 0, CPU)
+    assert step.table_BX[:, QUERIES].tolist() == [1, 0, 1, 1, 1, 9, 0]
+    assert step.queries == 9
+    assert describe_step([RAGGED[1], prompt], 0, CPU).queries == 1
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"mode": FAST, "count": 2},
+        {"mode": SLOW, "count": 2, "mixed": True},
+        {"mode": SLOW, "count": 131},
+        {"mode": SLOW, "count": 0},
+    ],
+)
+def test_only_a_slow_request_that_is_not_mixed_has_several_queries(changes: dict[str, int]):
+    rule = "^count must be at most its length in a slow request, and 1 in a fast or mixed one, got"
+    with pytest.raises(ValueError, match=rf"{rule} {changes['count']} of 130 cached tokens$"):
+        describe_step([replace(RAGGED[0], **changes)], 0, CPU)
+    longest = replace(RAGGED[0], count=130)
+    assert describe_step([longest], 0, CPU).append_start_B.tolist() == [0]
 
 
 def test_the_buffer_is_sent_once(monkeypatch):
@@ -160,6 +190,7 @@ def test_a_uniform_step_takes_lengths_and_starts_from_tensors(mode: int):
     step = uniform_step(mode, length, start, 68, 5)
     wanted = [[mode, 130, 100, 68, -1], [mode, 9, 0, 68, -1], [mode, 64, 63, 68, -1]]
     assert step.table_BX[:, [MODE, LENGTH, START, PACKED, EVIDENCE]].tolist() == wanted
+    assert step.table_BX[:, QUERIES].tolist() == [1, 1, 1]
     assert (step.batch, step.slow, step.longest) == (3, (), 0)
     assert step.buffer.dtype == torch.int32
     assert (step.table_BX.shape, step.work_XI.shape) == ((3, WORDS), (5, 4))

@@ -82,6 +82,7 @@ def _manifest(policy: str, requests: int, audit: int | None) -> dict[str, Any]:
         "audit": settings if audit else None,
         "model": MODEL,
         "policy": policy,
+        "lossless": False,
         "preset": "default",
         "backend": "torch",
         "device": "cpu",

@@ -46,9 +46,8 @@ def prompts() -> list[list[int]]:
 
 def complete(config: SfiConfig, **options: Any) -> Any:
     model, tokenizer = bundled()
-    return sfi_core.generate(
-        model, tokenizer, prompts(), config, max_new_tokens=NEW, stop_token_ids=(), **options
-    )
+    options = {"stop_token_ids": ()} | options
+    return sfi_core.generate(model, tokenizer, prompts(), config, max_new_tokens=NEW, **options)
 
 
 @cache

@@ -78,6 +78,12 @@ def by_sets(trace: Trace, request: int, rules: Setting, slow: list[bool]) -> dic
                     )
                     for j in allowed
                 }  # fmt: skip
+                if config.granularity == "page":
+                    size = config.page_size
+                    pages = {
+                        j: [score[i] for i in allowed if i // size == j // size] for j in allowed
+                    }
+                    score = {j: sum(page) / len(page) for j, page in pages.items()}
                 ranked = sorted((j for j in allowed if score[j] > 0), key=lambda j: (-score[j], j))
                 selected = (
                     allowed if len(allowed) <= config.budget else set(ranked[: config.budget])
@@ -108,6 +114,8 @@ def by_sets(trace: Trace, request: int, rules: Setting, slow: list[bool]) -> dic
         {"budget": 5},
         {"budget": 24, "recent": 1, "sink": 0},
         {"span": 2},
+        {"granularity": "page", "page_size": 8, "budget": 20},
+        {"granularity": "page", "page_size": 5, "span": 2, "recent_mode": "sliding"},
         {"span": 7, "budget": 12},
         {"recent_mode": "sliding", "recent": 30},
         {"recent_mode": "sliding", "span": 3, "t_max": 6},

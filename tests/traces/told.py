@@ -15,8 +15,10 @@ from sfi_core.observers.events import (
     RunEvent,
     SelectionEvent,
     StepEvent,
+    VerificationEvent,
 )
 from sfi_core.observers.observer import Observer
+from sfi_traces.schema import TABLES
 from tests.traces.made import CONFIG, MODEL, overlap
 
 LAYERS, HEADS, TRIGGERS = 2, 2, (3, 7)
@@ -50,6 +52,8 @@ def padded(sets: list[list[int]], width: int) -> torch.Tensor:
 class Told:
     """Tells one run of `batch` requests, the later ones longer, and keeps the rows it must become.
 
+    Every kind of event is told, though no run has all of them.
+
     Attributes:
         rows: By table; `token_text` is left out.
     """
@@ -57,9 +61,7 @@ class Told:
     def __init__(self, observer: Observer, first: int, batch: int, steps: int, seed: int) -> None:
         self._observer, self._first = observer, first
         self._rng = random.Random(seed)
-        self.rows: Rows = {
-            name: [] for name in ("prompts", "steps", "selections", "recalls", "supports", "logits")
-        }
+        self.rows: Rows = {name: [] for name in TABLES}
         self._triggers = [0] * batch
         self._since = [0] * batch
         self._selected: dict[Any, list[int]] = {}
@@ -116,6 +118,8 @@ class Told:
         looked = [row for row in audited if row in fast]
         if looked:
             self._logits(step, looked)
+        for row in slow:
+            self._verify(row, step)
         for row in alive:
             self._end(row, step, slow=row in slow, audited=row in audited)
 
@@ -230,6 +234,15 @@ class Told:
             for row, a, b in zip(rows, kl, agrees, strict=True)
         ]
 
+    def _verify(self, row: int, step: int) -> None:
+        told = {
+            "batch_step": step, "base": 40 + step, "drafted": 3, "accepted": self._rng.randrange(4),
+            "reason": "limit", "evidence_position": self._rng.choice([None, 43 + step]),
+            "attended_tokens": self._number(), "elapsed_us": self._rng.uniform(100, 900),
+        }  # fmt: skip
+        self._observer.on_verification(VerificationEvent(request=row, step=step, **told))
+        self.rows["verifications"].append({**self._key(row, step), **told})
+
     def _end(self, row: int, step: int, *, slow: bool, audited: bool) -> None:
         self._since[row] = 0 if slow else self._since[row] + 1
         event = step_event(
@@ -246,7 +259,7 @@ class Told:
                 "sentence": self._triggers[row], "trigger": trigger,
                 "attended_tokens": 5.5, "context_tokens": event.context_tokens,
                 "read_ratio": 5.5 / event.context_tokens, "elapsed_us": event.elapsed_us, "audited": audited,
-                "batch_step": step,
+                "batch_step": step, "drafted": False,
             }
         )  # fmt: skip
         self._triggers[row] += trigger

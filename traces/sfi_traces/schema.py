@@ -7,8 +7,9 @@ versions 1 to N; a new column raises no version, a changed or missing one does.
 import pyarrow as pa
 
 SCHEMA_VERSION = 1
-ADDED = {  # columns that older traces of this version lack; they also lack the table `recalls`
-    "steps": ("batch_step",),
+# columns that older traces of this version lack; they also lack the tables `recalls` and `verifications`
+ADDED = {
+    "steps": ("batch_step", "drafted", "draft_token_id"),
     "selections": ("reason", "query_cosine"),
 }
 MANIFEST = "manifest.json"
@@ -47,6 +48,25 @@ TABLES: dict[str, pa.Schema] = {
             ("elapsed_us", pa.float64()),
             ("audited", pa.bool_()),
             ("batch_step", pa.int32()),
+            ("drafted", pa.bool_()),  # of a lossless run: the token was drafted, and kept
+            (
+                "draft_token_id",
+                pa.int32(),
+            ),  # what was drafted here, kept or not; null without a draft
+        ]
+    ),
+    # a verification of a lossless run; `step` is that of the last token that it gave
+    "verifications": pa.schema(
+        [
+            *KEY,
+            ("batch_step", pa.int32()),
+            ("base", pa.int32()),  # verified tokens in the cache before it
+            ("drafted", pa.int32()),
+            ("accepted", pa.int32()),
+            ("reason", pa.string()),
+            ("evidence_position", pa.int32()),  # null where nothing was selected
+            ("attended_tokens", pa.float32()),  # of the steps that drafted and of the verification
+            ("elapsed_us", pa.float64()),  # of the verification's pass
         ]
     ),
     # a request, refresh, layer and KV head that selected; null where the policy has no Selector or there was
@@ -94,7 +114,7 @@ TABLES: dict[str, pa.Schema] = {
             ("output_error", pa.float32()),
         ]
     ),
-    # an audited request and step that was fast
+    # an audited request and step that was fast; of a lossless run one whose token a draft was tested for
     "logits": pa.schema([*KEY, ("kl_next_token", pa.float32()), ("argmax_agrees", pa.bool_())]),
     # a span; `request` is the first of its run, `step` the batch's; `begin_us` counts from the trace's
     # beginning

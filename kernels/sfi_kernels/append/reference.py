@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import torch
 
-from sfi_kernels.shapes import check_int32, check_same, check_shape
+from sfi_kernels.shapes import check_int32, check_pages, check_shape
 
 
 def append(
@@ -26,7 +26,7 @@ def append(
         value_BHTE: New values, likewise.
         start_B: Position of each request's first new token, int32.
         count_B: New tokens, int32, at most T; 0 leaves a request as it is.
-        key_PHND: Pages of keys.
+        key_PHND: Pages of keys. Any strides, as everywhere; a kernel wants a last one of 1.
         value_PHNE: Pages of values.
         norm_PHN: Norms of the keys, float32.
         block_table_BP: Page numbers of each request, int32, with room for all new tokens.
@@ -78,8 +78,8 @@ def check(
     check_shape(value_PHNE, "value_pages", P=P, H=H, N=N, E=value_BHTE.shape[3])
     check_shape(norm_PHN, "norm", P=P, H=H, N=N)
     check_shape(block_table_BP, "block_table", B=B, P=None)
-    check_same(key_BHTD, "key", key_pages=key_PHND)
-    check_same(value_BHTE, "value", value_pages=value_PHNE)
+    check_pages(key_BHTD, "key", key_pages=key_PHND)
+    check_pages(value_BHTE, "value", value_pages=value_PHNE)
     check_int32(key_BHTD.device, start=start_B, count=count_B, block_table=block_table_BP)
     if norm_PHN.dtype != torch.float32 or not norm_PHN.is_contiguous():
         got = f"{norm_PHN.dtype} with strides {norm_PHN.stride()}"

@@ -5,7 +5,9 @@ import triton
 import triton.language as tl
 
 from sfi_kernels.append.reference import check
+from sfi_kernels.attention_tile.triton import row_start
 from sfi_kernels.launch import KernelLimitError, launch
+from sfi_kernels.pages import kernel_strides
 
 BLOCK_T = 32
 MAX_WIDTH = 256
@@ -18,7 +20,7 @@ def _move_rows(
     column = tl.arange(0, BLOCK)[None, :]
     mask = own[:, None] & (column < WIDTH)
     rows = tl.load(new_ptr + token[:, None] * token_stride + column, mask=mask, other=0.0)
-    tl.store(pages_ptr + target[:, None] * WIDTH + column, rows, mask=mask)
+    tl.store(pages_ptr + target[:, None] + column, rows, mask=mask)
     return rows  # [BLOCK_T, BLOCK]
 
 
@@ -28,7 +30,7 @@ def _append_kernel(
     block_table_ptr, H, T, N, pages,
     key_batch_stride, key_head_stride, key_token_stride,
     value_batch_stride, value_head_stride, value_token_stride,
-    D: tl.constexpr, E: tl.constexpr,
+    KEY_STRIDES: tl.constexpr, VALUE_STRIDES: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     request, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
@@ -37,15 +39,18 @@ def _append_kernel(
     own = order < count
     position = start + order
     page = tl.load(block_table_ptr + request * pages + position // N, mask=own, other=0)
-    target = (page.to(tl.int64) * H + head) * N + position % N  # [BLOCK_T]
     token = (T - count + order).to(tl.int64)
 
+    place = position % N
+    value_ptr += request * value_batch_stride + head * value_head_stride
+    target = row_start(page, head, place, VALUE_STRIDES)
+    _move_rows(value_ptr, value_pages_ptr, token, value_token_stride, target, own, E, BLOCK_E)
     key_ptr += request * key_batch_stride + head * key_head_stride
+    target = row_start(page, head, place, KEY_STRIDES)  # [BLOCK_T]
     key = _move_rows(key_ptr, key_pages_ptr, token, key_token_stride, target, own, D, BLOCK_D)
     key = key.to(tl.float32)
-    tl.store(norm_ptr + target, tl.sqrt_rn(tl.sum(key * key, 1)), mask=own)
-    value_ptr += request * value_batch_stride + head * value_head_stride
-    _move_rows(value_ptr, value_pages_ptr, token, value_token_stride, target, own, E, BLOCK_E)
+    norm_ptr += (page.to(tl.int64) * H + head) * N + place
+    tl.store(norm_ptr, tl.sqrt_rn(tl.sum(key * key, 1)), mask=own)
 
 
 def append(
@@ -72,6 +77,7 @@ def append(
         _append_kernel, (B, H, triton.cdiv(T, block)), key_BHTD, value_BHTE, *fixed,
         H, T, N, block_table_BP.shape[1], *key_BHTD.stride()[:3], *value_BHTE.stride()[:3],
         num_warps=1 if T == 1 else 4,
-        D=D, E=E, BLOCK_T=block,
+        KEY_STRIDES=kernel_strides(key_PHND, "key_pages"),
+        VALUE_STRIDES=kernel_strides(value_PHNE, "value_pages"), D=D, E=E, BLOCK_T=block,
         BLOCK_D=triton.next_power_of_2(D), BLOCK_E=triton.next_power_of_2(E),
     )  # fmt: skip

@@ -18,6 +18,14 @@ def rows(pointer, row, width, mask, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def row_start(page, head, token, STRIDES: tl.constexpr):
+    """Return where rows of pages begin; `STRIDES` are those of page, head and token."""
+    # `token` may be a number of Python's, in the interpreter
+    start = page.to(tl.int64) * STRIDES[0] + head.to(tl.int64) * STRIDES[1]
+    return start + token * tl.full([], STRIDES[2], tl.int64)
+
+
+@triton.jit
 def scaled_logits(query, key, scale, soft_cap, CAPPED: tl.constexpr):
     """Return the tile's logits, float32. Full float32 products: TF32 would keep 10 bits of them."""
     logits = tl.dot(query, tl.trans(key), input_precision="ieee") * scale

@@ -1,6 +1,6 @@
 """The join kernel: partial outputs by log-sum-exp, and the evidence's sums over J.
 
-A program joins the splits of one query head. It loads all parts of a tile of splits at once, so that it waits
+A program joins the splits of one query. It loads all parts of a tile of splits at once, so that it waits
 for memory as often for thirty splits as for two.
 """
 
@@ -9,6 +9,7 @@ import triton.language as tl
 
 from sfi_kernels import step_descriptor as words
 from sfi_kernels.attention_tile.triton import LOG2E, add_sum, add_terms, finish, log_sum
+from sfi_kernels.decode_attention.query_rows_triton import QUERIES, evidence_place
 
 WORDS, EVIDENCE = tl.constexpr(words.WORDS), tl.constexpr(words.EVIDENCE)
 FIRST, SPLITS = tl.constexpr(words.FIRST), tl.constexpr(words.SPLITS)
@@ -27,7 +28,7 @@ def _join_sums(sums_ptr, head_row, stride, splits, TILE: tl.constexpr):
     return log_sum(peak, total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["W", "evidence_first"])
 def _join_splits_kernel(
     table_ptr,
     sink_ptr,
@@ -38,6 +39,8 @@ def _join_splits_kernel(
     lse_ptr,
     sums_ptr,
     log_sum_ptr,
+    W,
+    evidence_first,
     H: tl.constexpr,
     G: tl.constexpr,
     E: tl.constexpr,
@@ -46,15 +49,22 @@ def _join_splits_kernel(
     SINKS: tl.constexpr,
     PSEUDO: tl.constexpr,
     SLOW: tl.constexpr,
+    SEVERAL: tl.constexpr,
 ):
     request, h = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    g = tl.program_id(2) + tl.arange(0, 1)
-    row = table_ptr + request * WORDS
+    row, place_GW = table_ptr + request * WORDS, tl.program_id(2)
+    hands_out, size_GW, g = True, G, place_GW + tl.arange(0, 1)
+    if SEVERAL:
+        queries, w = tl.load(row + QUERIES), place_GW % W
+        if w < W - queries:  # padding, whose output is zero already
+            return
+        hands_out = w == evidence_place(W, queries, evidence_first)
+        size_GW, g = G * W, g // W
     first, splits = tl.load(row + FIRST).to(tl.int64), tl.load(row + SPLITS)
-    stride, head_row = H * G, (first * H + h) * G + tl.program_id(2)
+    stride, head_row = H * size_GW, (first * H + h) * size_GW + place_GW
     if SLOW:
         evidence = tl.load(row + EVIDENCE).to(tl.int64)
-        if evidence >= 0:
+        if (evidence >= 0) & hands_out:
             sum_J = _join_sums(sums_ptr, head_row, stride, splits, TILE)
             tl.store(log_sum_ptr + (evidence * H + h) * G + g, sum_J)
     if splits == 1:  # the split kernel has written the output
@@ -83,5 +93,5 @@ def _join_splits_kernel(
         out, lse, sink_ptr, pseudo_logit_ptr, pseudo_value_ptr, pair, h, g,
         G, E, BLOCK_E, SINKS, PSEUDO,
     )  # fmt: skip
-    where = (pair * G + g[:, None]) * E + e[None, :]
+    where = (pair * size_GW + place_GW) * E + e[None, :]
     tl.store(out_ptr + where, out.to(out_ptr.dtype.element_ty), mask=e[None, :] < E)

@@ -6,7 +6,7 @@ import torch
 
 from sfi_kernels.dense_attention.reference import dense_attention, window_logits
 from sfi_kernels.pseudo_token import PseudoToken
-from sfi_kernels.shapes import check_int32, check_same, check_shape
+from sfi_kernels.shapes import check_int32, check_pages, check_same, check_shape
 from sfi_kernels.sparse_attention.reference import sparse_attention
 from sfi_kernels.step_descriptor import (
     ALLOWED_START,
@@ -15,6 +15,7 @@ from sfi_kernels.step_descriptor import (
     LENGTH,
     MIXED,
     MODE,
+    QUERIES,
     SLOW,
     START,
     StepDescriptor,
@@ -25,19 +26,20 @@ class DecodeAttention(NamedTuple):
     """What a step's attention gives.
 
     Attributes:
-        out_BHGE: The attention's output, in the query's dtype; zeros for an idle request.
-        logits_BHGWT: The slow requests' logits in order, W = 1, T the longest's length, float32; -inf for the
-            sparse heads of a mixed request, undefined beyond a request's own length. None without evidence.
+        out_BHGWE: The attention's output, in the query's dtype; zeros for padding and for an idle request.
+        logits_BHGWT: The slow requests' logits in order, of one query each, W = 1, T the longest's length,
+            float32; -inf where that query may not look and for the sparse heads of a mixed request, undefined
+            beyond a request's own length. None without evidence.
         log_sum_BHGW: Their log-sum-exp over the candidate set J; -inf where J is empty, and for those heads.
     """
 
-    out_BHGE: torch.Tensor
+    out_BHGWE: torch.Tensor
     logits_BHGWT: torch.Tensor | None = None
     log_sum_BHGW: torch.Tensor | None = None
 
 
 def decode_attention(
-    query_BHGD: torch.Tensor,
+    query_BHGWD: torch.Tensor,
     packed_key_BHSD: torch.Tensor,
     packed_value_BHSE: torch.Tensor,
     packed_length_BH: torch.Tensor,
@@ -50,25 +52,32 @@ def decode_attention(
     soft_cap: float | None = None,
     sink_HG: torch.Tensor | None = None,
     evidence: bool = False,
+    evidence_first: bool = False,
     into: torch.Tensor | None = None,
     dense_BH: torch.Tensor | None = None,
     pseudo: PseudoToken | None = None,
 ) -> DecodeAttention:
-    """Attend with one token of every request: fast ones sparsely, slow ones to their whole history.
+    """Attend with the last tokens of every request: fast ones sparsely, slow ones to their whole history.
+
+    A slow request that verifies a draft has several queries, its last tokens, and each sees the tokens up to
+    its own. Any other decoding request has one.
 
     Args:
-        query_BHGD: The step's queries, grouped by KV head.
+        query_BHGWD: The step's queries, grouped by KV head. A request's own are the last of W, as many as the
+            descriptor says; the others are padding and may hold anything.
         packed_key_BHSD: Keys of the packed segments; row s counts where s < packed_length.
         packed_value_BHSE: Their values; E may differ from D.
         packed_length_BH: Tokens of the packed segment by KV head, int32.
         key_PHND: Pages of keys.
         value_PHNE: Pages of values.
         block_table_BP: Page numbers of each request, int32.
-        descriptor: Modes, lengths and the split plan.
+        descriptor: Modes, lengths, numbers of queries and the split plan.
         scale: Factor on the products.
         soft_cap: Soft cap of the logits; None for none.
         sink_HG: Learned sink logits; None for none.
-        evidence: Whether slow requests hand out their logits (Eq. 4) and log-sum-exp over J.
+        evidence: Whether slow requests hand out the logits (Eq. 4) of one query, and log-sum-exp over J.
+        evidence_first: Whether that query is the request's first own one instead of its last.
+            Paper gap: a step of the paper has one query.
         into: A flat float32 buffer for the logits; None makes one.
         dense_BH: In the mixed requests of the descriptor, 1 for a KV head that reads its whole history, 0 for
             one that reads its packed segment and the recent pages, int32; other requests read as their mode
@@ -80,49 +89,69 @@ def decode_attention(
         ValueError: A tensor's shape, dtype, layout or device does not fit; with its name. Or `dense_BH` is
             missing although a request is mixed, is given although none is, or beside `pseudo`.
     """
-    check(query_BHGD, packed_key_BHSD, packed_value_BHSE, packed_length_BH, key_PHND, value_PHNE,
+    check(query_BHGWD, packed_key_BHSD, packed_value_BHSE, packed_length_BH, key_PHND, value_PHNE,
           block_table_BP, descriptor, sink_HG, dense_BH, pseudo)  # fmt: skip
     words = descriptor.table_BX
     options: dict[str, Any] = {"scale": scale, "soft_cap": soft_cap}
-    out = query_BHGD.new_zeros(*query_BHGD.shape[:3], value_PHNE.shape[3])
-    for row, (mode, mixed) in enumerate(words[:, [MODE, MIXED]].tolist()):
+    out = query_BHGWD.new_zeros(*query_BHGWD.shape[:4], value_PHNE.shape[3])
+    for row, (mode, mixed, queries) in enumerate(words[:, [MODE, MIXED, QUERIES]].tolist()):
         one = slice(row, row + 1)
-        query, pages = query_BHGD[one], (key_PHND, value_PHNE, block_table_BP[one])
+        query, pages = query_BHGWD[one, :, :, -1], (key_PHND, value_PHNE, block_table_BP[one])
         length_B = words[one, LENGTH]
         packed = packed_key_BHSD[one], packed_value_BHSE[one], packed_length_BH[one]
         if mixed and dense_BH is not None:
             start_B = words[one, MIXED] - 1
-            out[one] = _mixed_heads(
+            out[one, :, :, -1] = _mixed_heads(
                 query, *packed, *pages, start_B, length_B, dense_BH[row], sink_HG, options
             )
         elif mode == FAST:
-            out[one] = sparse_attention(
+            out[one, :, :, -1] = sparse_attention(
                 query, *packed, *pages, words[one, START], length_B, **options, sink_HG=sink_HG,
                 pseudo=None if pseudo is None else pseudo.of(one),
             )  # fmt: skip
         elif mode == SLOW:
-            dense = dense_attention(
-                query[:, :, :, None], *pages, length_B, **options, sink_HG=sink_HG
+            own = query_BHGWD[one, :, :, -queries:]
+            out[one, :, :, -queries:] = dense_attention(
+                own, *pages, length_B, **options, sink_HG=sink_HG
             )
-            out[one] = dense[:, :, :, 0]
     if not evidence or not descriptor.slow:
         return DecodeAttention(out)
-    rows = torch.tensor(descriptor.slow)
-    slow = words[rows]
-    logits = window_logits(
-        query_BHGD[rows, :, :, None], key_PHND, block_table_BP[rows], slow[:, LENGTH], **options
+    logits, log_sum = _evidence(
+        query_BHGWD, key_PHND, block_table_BP, descriptor, dense_BH, options, first=evidence_first
     )
+    if into is not None:
+        logits = into[: logits.numel()].view(logits.shape).copy_(logits)
+    return DecodeAttention(out, logits, log_sum)
+
+
+def _evidence(
+    query_BHGWD: torch.Tensor,
+    key_PHND: torch.Tensor,
+    block_table_BP: torch.Tensor,
+    descriptor: StepDescriptor,
+    dense_BH: torch.Tensor | None,
+    options: dict[str, Any],
+    *,
+    first: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    # of the slow requests: the logits of one query each, and their log-sum-exp over J
+    rows = torch.tensor(descriptor.slow)
+    slow, W = descriptor.table_BX[rows], query_BHGWD.shape[3]
+    later_R = slow[:, QUERIES] - 1 if first else torch.zeros_like(slow[:, QUERIES])
+    query_RHGD = query_BHGWD[rows, :, :, W - 1 - later_R.long()]
+    logits = window_logits(
+        query_RHGD[:, :, :, None], key_PHND, block_table_BP[rows], slow[:, LENGTH] - later_R,
+        longest=int(slow[:, LENGTH].max()), **options,
+    )  # fmt: skip
     position = torch.arange(logits.shape[-1], device=logits.device)
-    allowed_BT = (position >= slow[:, ALLOWED_START, None]) & (
+    allowed_RT = (position >= slow[:, ALLOWED_START, None]) & (
         position < slow[:, ALLOWED_STOP, None]
     )
     if dense_BH is not None:
         is_sparse_RH = (slow[:, MIXED, None] != 0) & (dense_BH[rows] == 0)
         logits = logits.masked_fill(is_sparse_RH[:, :, None, None, None], -torch.inf)
-    in_J = logits.masked_fill(~allowed_BT[:, None, None, None], -torch.inf)
-    if into is not None:
-        logits = into[: logits.numel()].view(logits.shape).copy_(logits)
-    return DecodeAttention(out, logits, in_J.logsumexp(-1))
+    in_J = logits.masked_fill(~allowed_RT[:, None, None, None], -torch.inf)
+    return logits, in_J.logsumexp(-1)
 
 
 def _mixed_heads(
@@ -168,8 +197,10 @@ def check(
     pseudo: PseudoToken | None = None,
 ) -> None:
     """Refuse operands that do not fit together."""
-    check_shape(query, "query", B=descriptor.batch, H=None, G=None, D=None)
-    B, H, G, D = query.shape
+    check_shape(query, "query", B=descriptor.batch, H=None, G=None, W=None, D=None)
+    B, H, G, W, D = query.shape
+    if descriptor.queries > W:
+        raise ValueError(f"query must have W >= {descriptor.queries}, got {list(query.shape)}")
     check_shape(key, "key", P=None, H=H, N=None, D=D)
     check_shape(value, "value", P=key.shape[0], H=H, N=key.shape[2], E=None)
     check_shape(packed_key, "packed_key", B=B, H=H, S=None, D=D)
@@ -179,9 +210,9 @@ def check(
     if sink is not None:
         check_shape(sink, "sink", H=H, G=G)
     if pseudo is not None:
-        pseudo.check(query, value.shape[3])
-    operands = {"packed_key": packed_key, "packed_value": packed_value, "key": key, "value": value}
-    check_same(query, "query", **operands)
+        pseudo.check(query[:, :, :, 0], value.shape[3])
+    check_same(query, "query", packed_key=packed_key, packed_value=packed_value)
+    check_pages(query, "query", key=key, value=value)
     check_int32(
         query.device,
         packed_length=packed_length,

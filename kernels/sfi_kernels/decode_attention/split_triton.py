@@ -18,8 +18,18 @@ from sfi_kernels.attention_tile.triton import (
     add_tile,
     finish,
     log_sum,
+    row_start,
     rows,
     scaled_logits,
+)
+from sfi_kernels.decode_attention.query_rows_triton import (
+    SEVERAL,
+    evidence_rows,
+    is_idle,
+    places,
+    queries_of,
+    query_rows,
+    work_item,
 )
 
 WORDS, UNIT = tl.constexpr(words.WORDS), tl.constexpr(words.UNIT)
@@ -39,6 +49,15 @@ def _page_ids(table, place, packed_stop, stop, shift, pages_per_request, PAGE: t
 
 
 @triton.jit
+def _step(is_packed, WIDTH: tl.constexpr, STRIDES: tl.constexpr):
+    """Return the distance of a tile's rows, packed or in a page: a constant where both are the same."""
+    step = WIDTH
+    if STRIDES[2] != WIDTH:
+        step = tl.where(is_packed, WIDTH, STRIDES[2])
+    return step
+
+
+@triton.jit
 def _sparse_stop(stop, length, start, packed):
     """Return where a sparse head stops in an item of a dense read that stops at `stop`."""
     dense_stop = tl.cdiv(length, UNIT) * UNIT
@@ -47,14 +66,37 @@ def _sparse_stop(stop, length, start, packed):
 
 
 @triton.jit
-def _store_logits(pointer, logits, g, token, stride, kept, G: tl.constexpr):
+def _store_logits(pointer, logits, g, own, token, stride, kept):
     """Hand out a tile's logits."""
     # Eq. 4
     where = pointer + g[:, None].to(tl.int64) * stride + token[None, :]
-    tl.store(where, logits, mask=(g[:, None] < G) & kept[None, :])
+    tl.store(where, logits, mask=own[:, None] & kept[None, :])
 
 
-@triton.jit(do_not_specialize=["S", "pages_per_request", "logits_stride"])
+@triton.jit
+def _evidence_logits(
+    logits, query_J, key, token, position_J, scale, soft_cap, CAPPED: tl.constexpr, KIND: tl.constexpr
+):  # fmt: skip
+    """Return the logits of the queries that hand out evidence, -inf for the tokens behind them.
+
+    Of several queries they are a product of their own: sums over J of every row overflow the registers.
+    """
+    if KIND == SEVERAL:
+        logits = scaled_logits(query_J, key, scale, soft_cap, CAPPED)
+        logits = tl.where(token[None, :] <= position_J, logits, float("-inf"))
+    return logits
+
+
+@triton.jit
+def _visible(logits, token, valid, position, KIND: tl.constexpr):
+    """Mask the tokens that rows do not see: those behind a row's own where a request has several queries."""
+    seen = valid[None, :]
+    if KIND == SEVERAL:
+        seen = token[None, :] <= position[:, None]
+    return tl.where(seen, logits, float("-inf"))
+
+
+@triton.jit(do_not_specialize=["S", "pages_per_request", "logits_stride", "W", "evidence_first"])
 def _split_attention_kernel(
     query_ptr,
     packed_key_ptr,
@@ -80,12 +122,17 @@ def _split_attention_kernel(
     S,
     pages_per_request,
     logits_stride,
+    W,
+    evidence_first,
+    KEY_STRIDES: tl.constexpr,
+    VALUE_STRIDES: tl.constexpr,
     H: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
     E: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    BLOCK_J: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr,
@@ -96,14 +143,19 @@ def _split_attention_kernel(
     SLOW: tl.constexpr,
     GATHER: tl.constexpr,
     HEADS: tl.constexpr,
+    KIND: tl.constexpr,
 ):
-    item, h = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    item, row_tile, tiles = work_item(W, G, BLOCK_M, KIND)
+    h = tl.program_id(1).to(tl.int64)
     request = tl.load(work_ptr + item * 4).to(tl.int64)
     if request < 0:
         return
     begin = tl.load(work_ptr + item * 4 + 1) * UNIT
     stop = begin + tl.load(work_ptr + item * 4 + 2) * UNIT
     row = table_ptr + request * WORDS
+    queries = queries_of(row, KIND)
+    if is_idle(queries, row_tile, W, G, BLOCK_M, KIND):
+        return
     length, start, packed = tl.load(row + LENGTH), tl.load(row + START), tl.load(row + PACKED)
     evidence = tl.load(row + EVIDENCE).to(tl.int64)
     allowed_start, allowed_stop = tl.load(row + ALLOWED_START), tl.load(row + ALLOWED_STOP)
@@ -123,13 +175,20 @@ def _split_attention_kernel(
     packed = tl.minimum(packed, tl.load(packed_length_ptr + pair))
     table = block_table_ptr + request * pages_per_request
 
-    g, n, slot = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, IDS)
-    query = rows(query_ptr + pair * G * D, g, D, g < G, D, BLOCK_D)
+    n, slot = tl.arange(0, BLOCK_N), tl.arange(0, IDS)
+    g, place_GW, own, w = query_rows(row_tile, W, queries, G, BLOCK_M, KIND)
+    size_GW = places(W, G, KIND)
+    queries_at = query_ptr + pair * size_GW * D
+    query = rows(queries_at, place_GW, D, own, D, BLOCK_D)
+    g_J, place_J, own_J, query_J, w_J = evidence_rows(
+        queries_at, g, place_GW, own, query, row_tile, tiles, W, queries, evidence_first,
+        G, D, BLOCK_J, BLOCK_D, KIND,
+    )  # fmt: skip
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     out = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
-    peak_J = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total_J = tl.zeros([BLOCK_M], tl.float32)
+    peak_J = tl.full([BLOCK_J], float("-inf"), tl.float32)
+    total_J = tl.zeros([BLOCK_J], tl.float32)
 
     for round_begin in range(begin, stop, IDS * BLOCK_N):
         place = round_begin + slot * BLOCK_N
@@ -137,53 +196,55 @@ def _split_attention_kernel(
         for tile in range(round_begin, tl.minimum(stop, round_begin + IDS * BLOCK_N), BLOCK_N):
             is_packed = tile < packed_stop
             first = tl.where(is_packed, tile, tile + shift)
-            page = tl.sum(tl.where(slot * BLOCK_N == tile - round_begin, pages, 0)).to(tl.int64)
-            page_row = (page * H + h) * PAGE + first % PAGE
-            token = first + n
+            page = tl.sum(tl.where(slot * BLOCK_N == tile - round_begin, pages, 0))
+            token, place_in_page = first + n, first % PAGE
             valid = (token >= tl.where(is_packed, 0, start)) & (
                 token < tl.where(is_packed, packed, length)
             )
             if GATHER:
                 in_segment = token < tl.where(is_packed, packed, 0)
                 position = tl.load(position_ptr + packed_row + token, mask=in_segment, other=0)
-                own = tl.load(table + position // PAGE)
-                own_row = (own.to(tl.int64) * H + h) * PAGE + position % PAGE
-                source = tl.where(is_packed, own_row, page_row + n)
-                key = rows(key_ptr, source, D, valid, D, BLOCK_D)
-                value = rows(value_ptr, source, E, valid, E, BLOCK_E)
+                own_page = tl.where(is_packed, tl.load(table + position // PAGE), page)
+                own_place = tl.where(is_packed, position % PAGE, place_in_page + n)
+                key_row = row_start(own_page, h, own_place, KEY_STRIDES)
+                value_row = row_start(own_page, h, own_place, VALUE_STRIDES)
+                key = rows(key_ptr, key_row, 1, valid, D, BLOCK_D)
+                value = rows(value_ptr, value_row, 1, valid, E, BLOCK_E)
             else:
                 from_packed = packed_row + first
-                key_tile = tl.where(
-                    is_packed, packed_key_ptr + from_packed * D, key_ptr + page_row * D
-                )
-                value_tile = tl.where(
-                    is_packed, packed_value_ptr + from_packed * E, value_ptr + page_row * E
-                )
-                key = rows(key_tile, n, D, valid, D, BLOCK_D)
-                value = rows(value_tile, n, E, valid, E, BLOCK_E)
+                key_tile = key_ptr + row_start(page, h, place_in_page, KEY_STRIDES)
+                key_tile = tl.where(is_packed, packed_key_ptr + from_packed * D, key_tile)
+                key = rows(key_tile, n, _step(is_packed, D, KEY_STRIDES), valid, D, BLOCK_D)
+                value_tile = value_ptr + row_start(page, h, place_in_page, VALUE_STRIDES)
+                value_tile = tl.where(is_packed, packed_value_ptr + from_packed * E, value_tile)
+                value = rows(value_tile, n, _step(is_packed, E, VALUE_STRIDES), valid, E, BLOCK_E)
             logits = scaled_logits(query, key, scale, soft_cap, CAPPED)
             if SLOW:
+                logits_J = _evidence_logits(
+                    logits, query_J, key, token, length - W + w_J, scale, soft_cap, CAPPED, KIND
+                )
                 handed_out = token < evidence_stop
-                _store_logits(logits_to, logits, g, token, logits_stride, handed_out, G)
+                _store_logits(logits_to, logits_J, g_J, own_J, token, logits_stride, handed_out)
                 allowed = (token >= allowed_start) & (token < allowed_stop) & handed_out
-                in_J = tl.where(allowed[None, :], logits, float("-inf"))
+                in_J = tl.where(allowed[None, :], logits_J, float("-inf"))
                 peak_J, total_J = add_sum(peak_J, total_J, in_J)
-            logits = tl.where(valid[None, :], logits, float("-inf"))
+            logits = _visible(logits, token, valid, tl.where(own, length - W + w, -1), KIND)
             peak, total, out = add_tile(peak, total, out, logits, value)
 
     out, lse = finish(peak, total, out)
-    own_row = (item * H + h) * G + g
+    item_row = (item * H + h) * size_GW
+    own_row = item_row + place_GW
     if SLOW:
-        tl.store(sums_ptr + own_row, log_sum(peak_J, total_J), mask=g < G)
+        tl.store(sums_ptr + item_row + place_J, log_sum(peak_J, total_J), mask=own_J)
     e = tl.arange(0, BLOCK_E)
-    mask = (g[:, None] < G) & (e[None, :] < E)
+    mask = own[:, None] & (e[None, :] < E)
     if tl.load(row + SPLITS) == 1:
         out = add_terms(
             out, lse, sink_ptr, pseudo_logit_ptr, pseudo_value_ptr, pair, h, g,
             G, E, BLOCK_E, SINKS, PSEUDO,
         )  # fmt: skip
-        where = (pair * G + g[:, None]) * E + e[None, :]
+        where = (pair * size_GW + place_GW[:, None]) * E + e[None, :]
         tl.store(out_ptr + where, out.to(out_ptr.dtype.element_ty), mask=mask)
     else:
-        tl.store(lse_ptr + own_row, lse, mask=g < G)
+        tl.store(lse_ptr + own_row, lse, mask=own)
         tl.store(part_ptr + own_row[:, None] * E + e[None, :], out, mask=mask)

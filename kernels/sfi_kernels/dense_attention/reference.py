@@ -1,14 +1,10 @@
 """Dense attention in PyTorch, over paged keys and values."""
 
-from collections.abc import Iterator
-
 import torch
 
-from sfi_kernels.pages import read_pages
+from sfi_kernels.pages import read_pages, wide_chunks
 from sfi_kernels.partial_attention import capped, combine, finite, partial_attention
-from sfi_kernels.shapes import check_same, check_shape
-
-CHUNK = 2048  # tokens turned into float32 at once; a chunk stays in the processor's cache
+from sfi_kernels.shapes import check_pages, check_shape
 
 
 def dense_attention(
@@ -122,12 +118,11 @@ def dense_attention_with_logits(
         query_BHGWD, key_PHND, block_table_BP, length_B, scale=scale, soft_cap=soft_cap
     )
     lengths = length_B.tolist()
-    weight = _weights(logits, sink_HG, all_see=min(lengths) >= query_BHGWD.shape[3]).flatten(2, 3)
-    outs = []
-    for row, length in enumerate(lengths):
-        chunks = _wide_chunks(value_PHNE, block_table_BP[row], length)
-        parts = [weight[row, :, :, chunk] @ value for chunk, value in chunks]
-        outs.append(parts[0] if len(parts) == 1 else torch.stack(parts).sum(0))
+    weight = weights(logits, sink_HG, all_see=min(lengths) >= query_BHGWD.shape[3]).flatten(2, 3)
+    outs = [
+        _weighted(weight[row], value_PHNE, block_table_BP[row], length)
+        for row, length in enumerate(lengths)
+    ]
     out = outs[0][None] if len(outs) == 1 else torch.stack(outs)
     return out.view(*query_BHGWD.shape[:4], -1).to(query_BHGWD.dtype), logits
 
@@ -142,12 +137,23 @@ def _row_logits(
     # [H, G, W, length] of one request
     H, G, W, D = query_HGWD.shape
     query_HXD = query_HGWD.reshape(H, G * W, D)
-    chunks = [
-        capped(query_HXD @ key_HND.mT, soft_cap)
-        for _, key_HND in _wide_chunks(key_PHND, table_P, length)
-    ]
-    logits_HXT = chunks[0] if len(chunks) == 1 else torch.cat(chunks, -1)
-    return logits_HXT.view(H, G, W, -1)
+    logits_HXT = query_HXD.new_empty(H, G * W, length)
+    for span, key_CHND in wide_chunks(key_PHND, table_P, length):
+        own_CHXN = query_HXD @ key_CHND.mT
+        own_HXCN = own_CHXN.permute(1, 2, 0, 3)
+        logits_HXT[..., span].view(own_HXCN.shape).copy_(own_HXCN)
+    return capped(logits_HXT, soft_cap).view(H, G, W, -1)
+
+
+def _weighted(
+    weight_HXT: torch.Tensor, value_PHNE: torch.Tensor, table_P: torch.Tensor, length: int
+) -> torch.Tensor:
+    # the sum of one request's values, [H, X, E]
+    parts = []
+    for span, value_CHNE in wide_chunks(value_PHNE, table_P, length):
+        weight_HXCN = weight_HXT[..., span].view(*weight_HXT.shape[:2], *value_CHNE.shape[::2])
+        parts.append(weight_HXCN.permute(2, 0, 1, 3) @ value_CHNE)
+    return torch.cat(parts).sum(0)
 
 
 def _padded(rows: list[torch.Tensor], T: int) -> torch.Tensor:
@@ -157,32 +163,22 @@ def _padded(rows: list[torch.Tensor], T: int) -> torch.Tensor:
     return out
 
 
-def _weights(
+def weights(
     logits_BHGWT: torch.Tensor, sink_HG: torch.Tensor | None, *, all_see: bool
 ) -> torch.Tensor:
-    # the softmax; zeros for a query that sees nothing
+    """Return the softmax of logits, [B, H, G, W, T]; zeros for a query that sees nothing.
+
+    Args:
+        logits_BHGWT: Logits, -inf where a query may not look.
+        sink_HG: Learned sink logits; None for none.
+        all_see: Whether every query sees a key, which needs fewer operations.
+    """
     if sink_HG is None and all_see:
         return logits_BHGWT.softmax(-1)
     log_sum = logits_BHGWT.logsumexp(-1)
     if sink_HG is not None:
         log_sum = torch.logaddexp(log_sum, sink_HG.float()[None, :, :, None])
     return (logits_BHGWT - finite(log_sum).unsqueeze(-1)).exp_()
-
-
-def _wide_chunks(
-    pages_PHND: torch.Tensor, block_table_P: torch.Tensor, length: int
-) -> Iterator[tuple[slice, torch.Tensor]]:
-    # float32 as it lies; else [H, CHUNK, D] in one buffer: to make a new one takes longer than to fill it
-    rows_HND = read_pages(pages_PHND, block_table_P, 0, length)[0]
-    if rows_HND.dtype == torch.float32:
-        yield slice(0, length), rows_HND
-        return
-    H, _, D = rows_HND.shape
-    buffer = rows_HND.new_empty(H, min(CHUNK, length), D, dtype=torch.float32)
-    for start in range(0, max(1, length), CHUNK):  # an empty chunk of no tokens
-        chunk = rows_HND[:, start : start + CHUNK]
-        wide = buffer[:, : chunk.shape[1]].copy_(chunk)
-        yield slice(start, start + wide.shape[1]), wide
 
 
 def check(
@@ -199,9 +195,9 @@ def check(
     check_shape(key, "key", P=None, H=H, N=None, D=D)
     check_shape(block_table, "block_table", B=B, P=None)
     check_shape(length, "length", B=B)
-    check_same(query, "query", key=key)
+    check_pages(query, "query", key=key)
     if value is not None:
         check_shape(value, "value", P=key.shape[0], H=H, N=key.shape[2], E=None)
-        check_same(query, "query", value=value)
+        check_pages(query, "query", value=value)
     if sink is not None:
         check_shape(sink, "sink", H=H, G=G)

@@ -9,21 +9,23 @@ import triton
 import triton.language as tl
 
 from sfi_kernels.attention_tile.shape import tile_shape
-from sfi_kernels.attention_tile.triton import LOG2E, add_sink, add_tile, finish, rows, scaled_logits
+from sfi_kernels.attention_tile.triton import (
+    LOG2E,
+    add_sink,
+    add_tile,
+    finish,
+    row_start,
+    rows,
+    scaled_logits,
+)
 from sfi_kernels.dense_attention.prompt_tile import PromptTile, prompt_tile, window_tile
 from sfi_kernels.dense_attention.reference import check
 from sfi_kernels.launch import launch, target
+from sfi_kernels.pages import kernel_strides
 from sfi_kernels.shapes import check_int32
 
 REGISTERS = 255  # of a thread: left alone, the compiler spills for more programs a processor
 CHUNK = 512  # keys of a program that writes logits
-
-
-@triton.jit
-def _first_row(table, token, h, H: tl.constexpr, PAGE: tl.constexpr):
-    """Return where in the pages, counted in rows of all heads, the tile that begins at `token` lies."""
-    page = tl.load(table + token // PAGE).to(tl.int64)
-    return (page * H + h) * PAGE + token % PAGE
 
 
 @triton.jit
@@ -38,6 +40,7 @@ def _logits(query, key, scale, soft_cap, CAPPED: tl.constexpr):
 def _dense_attention_kernel(
     query_ptr, key_ptr, value_ptr, block_table_ptr, length_ptr, sink_ptr, out_ptr,
     scale, soft_cap, W, pages_per_request,
+    KEY_STRIDES: tl.constexpr, VALUE_STRIDES: tl.constexpr,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     CAPPED: tl.constexpr, SINKS: tl.constexpr,
@@ -60,15 +63,19 @@ def _dense_attention_kernel(
     # keys that every row sees take no mask; the first row sees the fewest, rows of no query are not stored
     seen_by_all = tl.maximum(length - W + tl.min(w) + 1, 0) // BLOCK_N * BLOCK_N
     for first in range(0, seen_by_all, BLOCK_N):
-        tile = _first_row(table, first, h, H, PAGE)
-        key = rows(key_ptr + tile * D, n, D, n >= 0, D, BLOCK_D)
-        value = rows(value_ptr + tile * E, n, E, n >= 0, E, BLOCK_E)
+        page, token = tl.load(table + first // PAGE), first % PAGE
+        key_tile = key_ptr + row_start(page, h, token, KEY_STRIDES)
+        value_tile = value_ptr + row_start(page, h, token, VALUE_STRIDES)
+        key = rows(key_tile, n, KEY_STRIDES[2], n >= 0, D, BLOCK_D)
+        value = rows(value_tile, n, VALUE_STRIDES[2], n >= 0, E, BLOCK_E)
         logits = _logits(query, key, scale, soft_cap, CAPPED)
         peak, total, out = add_tile(peak, total, out, logits, value, unit * LOG2E)
     for first in range(seen_by_all, stop, BLOCK_N):
-        tile = _first_row(table, first, h, H, PAGE)
-        key = rows(key_ptr + tile * D, n, D, first + n < stop, D, BLOCK_D)
-        value = rows(value_ptr + tile * E, n, E, first + n < stop, E, BLOCK_E)
+        page, token = tl.load(table + first // PAGE), first % PAGE
+        key_tile = key_ptr + row_start(page, h, token, KEY_STRIDES)
+        value_tile = value_ptr + row_start(page, h, token, VALUE_STRIDES)
+        key = rows(key_tile, n, KEY_STRIDES[2], first + n < stop, D, BLOCK_D)
+        value = rows(value_tile, n, VALUE_STRIDES[2], first + n < stop, E, BLOCK_E)
         logits = _logits(query, key, scale, soft_cap, CAPPED)
         logits = tl.where(first + n[None, :] <= position[:, None], logits, float("-inf"))
         peak, total, out = add_tile(peak, total, out, logits, value, unit * LOG2E)
@@ -87,6 +94,7 @@ def _dense_attention_kernel(
 def _window_logits_kernel(
     query_ptr, key_ptr, block_table_ptr, length_ptr, logits_ptr,
     scale, soft_cap, W, T, pages_per_request,
+    KEY_STRIDES: tl.constexpr,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, SPAN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
@@ -100,8 +108,9 @@ def _window_logits_kernel(
     n, begin = tl.arange(0, BLOCK_N), tl.program_id(0) * SPAN
     table = block_table_ptr + request * pages_per_request
     for first in range(begin, tl.minimum(T, begin + SPAN), BLOCK_N):
-        tile = _first_row(table, first, h, H, PAGE)
-        key = rows(key_ptr + tile * D, n, D, first + n < length, D, BLOCK_D)
+        page = tl.load(table + first // PAGE)
+        key_tile = key_ptr + row_start(page, h, first % PAGE, KEY_STRIDES)
+        key = rows(key_tile, n, KEY_STRIDES[2], first + n < length, D, BLOCK_D)
         # Eq. 4
         logits = scaled_logits(query, key, scale, soft_cap, CAPPED)
         seen = first + n[None, :] <= position[:, None]
@@ -156,6 +165,7 @@ def attend(
         query_BHGWD.contiguous(), key_PHND, value_PHNE, block_table_BP, length_B,
         length_B if sink_HG is None else sink_HG.float().contiguous(), out_BHGWE,
         scale, soft_cap or 1.0, W, block_table_BP.shape[1],
+        KEY_STRIDES=kernel_strides(key_PHND, "key"), VALUE_STRIDES=kernel_strides(value_PHNE, "value"),
         H=H, G=G, D=D, E=E, PAGE=page_size, BLOCK_M=shape.rows, BLOCK_N=shape.tokens,
         BLOCK_D=tile.key_width, BLOCK_E=tile.value_width,
         CAPPED=soft_cap is not None, SINKS=sink_HG is not None,
@@ -186,6 +196,7 @@ def window_logits(
         _window_logits_kernel, (triton.cdiv(T, CHUNK), triton.cdiv(G * W, shape.rows), B * H),
         query_BHGWD.contiguous(), key_PHND, block_table_BP, length_B, logits_BHGWT,
         scale, soft_cap or 1.0, W, T, block_table_BP.shape[1],
+        KEY_STRIDES=kernel_strides(key_PHND, "key"),
         H=H, G=G, D=D, PAGE=page_size, SPAN=CHUNK, BLOCK_M=shape.rows, BLOCK_N=shape.tokens,
         BLOCK_D=tile.key_width, CAPPED=soft_cap is not None,
         num_warps=shape.warps, num_stages=shape.stages, max_registers=REGISTERS,

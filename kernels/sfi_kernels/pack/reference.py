@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch.nn.functional import pad
 
-from sfi_kernels.shapes import check_int32, check_same, check_shape
+from sfi_kernels.pages import Steps, flat_rows, row_numbers
+from sfi_kernels.shapes import check_int32, check_pages, check_same, check_shape
 
 # of a layer: key_PHND, value_PHNE, key_BHSD, value_BHSE, position_BHS, length_BH
 Segment = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -43,7 +44,8 @@ def pack(
         heads_RH: 0 for a KV head whose rows, positions and length stay, int32; None refreshes every head.
 
     Raises:
-        ValueError: The shapes, dtypes or devices do not fit each other, or a tensor is not contiguous.
+        ValueError: The shapes, dtypes or devices do not fit each other, or a tensor but
+            the pages is not contiguous.
     """
     check(
         key_PHND, value_PHNE, block_table_BP, request_R, index_RHK, sink_R,
@@ -65,13 +67,14 @@ def pack(
     position_BHS[request] = torch.where(is_own_RH[..., None], position_RHS, position_BHS[request])
     length_BH[request] = torch.where(is_own_RH, length_RH, length_BH[request])
 
-    row_RX = _rows(position_RHS, block_table_BP[request], key_PHND.shape[2])
+    numbers = _Numbers(position_RHS, block_table_BP[request], key_PHND.shape[2])
     for pages, packed in ((key_PHND, key_BHSD), (value_PHNE, value_BHSE)):
+        rows, steps = flat_rows(pages)
+        row_RX = numbers.by(steps)
         for row_X, place, is_own_H in zip(row_RX, request_R.tolist(), is_own_RH, strict=True):
             if heads_RH is None:
-                _copy(pages, packed[place], row_X)
+                _copy(rows, row_X, packed[place])
             else:
-                rows = pages.detach().view(-1, pages.shape[3])
                 packed[place].detach()[is_own_H] = rows[row_X.view(H, S)[is_own_H]]
 
 
@@ -106,13 +109,12 @@ def pack_layers(
         raise ValueError(f"index must have at most S={S} positions, got {index_LHK.shape[2]}")
     position_LHS = _positions(index_LHK, sink_1, S)
     length_LH = (position_LHS >= 0).sum(2, dtype=torch.int32)
-    row_LX = _rows(position_LHS, block_table_BP[request].expand(len(layers), -1), N)
-    for (key, value, packed_key, packed_value, position_BHS, length_BH), row_X, *own in zip(
-        layers, row_LX.unbind(), position_LHS.unbind(), length_LH.unbind(), strict=True
-    ):
-        position_BHS[request], length_BH[request] = own
-        _copy(key, packed_key[request], row_X)
-        _copy(value, packed_value[request], row_X)
+    numbers = _Numbers(position_LHS, block_table_BP[request].expand(len(layers), -1), N)
+    for place, (key, value, packed_key, packed_value, position_BHS, length_BH) in enumerate(layers):
+        position_BHS[request], length_BH[request] = position_LHS[place], length_LH[place]
+        for pages, packed in ((key, packed_key), (value, packed_value)):
+            rows, steps = flat_rows(pages)
+            _copy(rows, numbers.by(steps)[place], packed[request])
 
 
 def _positions(index_RHK: torch.Tensor, sink_R: torch.Tensor, S: int) -> torch.Tensor:
@@ -126,19 +128,23 @@ def _positions(index_RHK: torch.Tensor, sink_R: torch.Tensor, S: int) -> torch.T
     return torch.where(rank_RS[:, None] < 0, slot_S.int(), selected_RHS)
 
 
-def _rows(position_RHS: torch.Tensor, table_RP: torch.Tensor, N: int) -> torch.Tensor:
-    # [R, H * S]: where the positions lie among the rows of all pages
-    R, H, S = position_RHS.shape
-    token = position_RHS.clamp_min(0).long()
-    page = table_RP.long().gather(1, (token // N).view(R, H * S)).view(R, H, S)
-    head = torch.arange(H, device=position_RHS.device)[:, None]
-    return ((page * H + head) * N + token % N).flatten(1)
+class _Numbers:
+    # `row_numbers`, computed once for all pages of the same steps
+
+    def __init__(self, position_RHS: torch.Tensor, table_RP: torch.Tensor, N: int) -> None:
+        self.operands = position_RHS, table_RP, N
+        self.known: dict[Steps, torch.Tensor] = {}
+
+    def by(self, steps: Steps) -> torch.Tensor:
+        if steps not in self.known:
+            self.known[steps] = row_numbers(*self.operands, steps)
+        return self.known[steps]
 
 
-def _copy(pages_PHND: torch.Tensor, packed_HSD: torch.Tensor, row_X: torch.Tensor) -> None:
+def _copy(rows_XD: torch.Tensor, row_X: torch.Tensor, packed_HSD: torch.Tensor) -> None:
     # rows of one flat tensor, straight to their place: on a CPU a tenth of an index for each dimension
-    width, target = pages_PHND.shape[3], packed_HSD.detach()
-    torch.index_select(pages_PHND.detach().view(-1, width), 0, row_X, out=target.view(-1, width))
+    target = packed_HSD.detach().view(-1, rows_XD.shape[1])
+    torch.index_select(rows_XD, 0, row_X, out=target)
 
 
 def check_heads(heads_RH: torch.Tensor, index_RHK: torch.Tensor) -> None:
@@ -172,8 +178,10 @@ def check(
     check_shape(sink_R, "sink", R=len(request_R))
     check_shape(position_BHS, "position", B=B, H=H, S=S)
     check_shape(length_BH, "length", B=B, H=H)
-    check_same(key_BHSD, "key", key=key_BHSD, key_pages=key_PHND)
-    check_same(value_BHSE, "value", value=value_BHSE, value_pages=value_PHNE)
+    check_same(key_BHSD, "key", key=key_BHSD)
+    check_same(value_BHSE, "value", value=value_BHSE)
+    check_pages(key_BHSD, "key", key_pages=key_PHND)
+    check_pages(value_BHSE, "value", value_pages=value_PHNE)
     check_int32(
         key_PHND.device, block_table=block_table_BP, request=request_R, index=index_RHK,
         sink=sink_R, position=position_BHS, length=length_BH,

@@ -4,8 +4,10 @@ import torch
 import triton
 import triton.language as tl
 
+from sfi_kernels.attention_tile.triton import row_start
 from sfi_kernels.launch import KernelLimitError, launch
 from sfi_kernels.pack.reference import check, check_heads
+from sfi_kernels.pages import kernel_strides
 
 BLOCK_S = 64
 MAX_WIDTH = 256
@@ -27,7 +29,7 @@ def _copy_rows(
 ):
     column = tl.arange(0, BLOCK)[None, :]
     mask = packed[:, None] & (column < WIDTH)
-    rows = tl.load(pages_ptr + source[:, None] * WIDTH + column, mask=mask, other=0.0)
+    rows = tl.load(pages_ptr + source[:, None] + column, mask=mask, other=0.0)
     tl.store(packed_ptr + target[:, None] * WIDTH + column, rows, mask=mask)  # [BLOCK_S, BLOCK]
 
 
@@ -35,7 +37,7 @@ def _copy_rows(
 def _pack_kernel(
     key_pages_ptr, value_pages_ptr, block_table_ptr, request_ptr, index_ptr, sink_ptr,
     key_ptr, value_ptr, position_ptr, length_ptr, heads_ptr, H, K, S, N, pages,
-    D: tl.constexpr, E: tl.constexpr,
+    KEY_STRIDES: tl.constexpr, VALUE_STRIDES: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     HEADS: tl.constexpr,
 ):  # fmt: skip
@@ -63,9 +65,10 @@ def _pack_kernel(
 
     token = tl.maximum(position, 0)
     page = tl.load(block_table_ptr + request * pages + token // N, mask=packed, other=0)
-    source = (page.to(tl.int64) * H + head) * N + token % N
     target = segment * S + slot
+    source = row_start(page, head, token % N, KEY_STRIDES)
     _copy_rows(key_pages_ptr, key_ptr, source, target, packed, D, BLOCK_D)
+    source = row_start(page, head, token % N, VALUE_STRIDES)
     _copy_rows(value_pages_ptr, value_ptr, source, target, packed, E, BLOCK_E)
 
 
@@ -104,7 +107,8 @@ def pack(
         _pack_kernel, grid, *tensors, length_BH if heads_RH is None else heads_RH,
         H, K, S, N, block_table_BP.shape[1],
         num_warps=8 if max(D, E) * key_BHSD.element_size() > WIDE_BYTES else 4,
-        D=D, E=E, BLOCK_S=BLOCK_S,
+        KEY_STRIDES=kernel_strides(key_PHND, "key_pages"),
+        VALUE_STRIDES=kernel_strides(value_PHNE, "value_pages"), D=D, E=E, BLOCK_S=BLOCK_S,
         BLOCK_D=triton.next_power_of_2(D), BLOCK_E=triton.next_power_of_2(E),
         HEADS=heads_RH is not None,
     )  # fmt: skip

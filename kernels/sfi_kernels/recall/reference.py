@@ -39,9 +39,8 @@ def recall(
     selected pages on the device. We reuse single rows, from the packed segment alone.
 
     Args:
-        key_PHND: Host pages of keys; pinned when the rest is on a CUDA device. Rows of a page and head lie
-            together (strides D and 1), pages and heads have any stride: FreeKV's pages hold the keys and
-            values of a head side by side, [P, H, 2, N, D], and are passed as two views.
+        key_PHND: Host pages of keys; pinned when the rest is on a CUDA device. FreeKV's pages hold the keys
+            and values of a head side by side, [P, H, 2, N, D], and are passed as two views.
         value_PHNE: Host pages of values, likewise.
         block_table_BP: Numbers of the host pages of each request, int32, on the device.
         request_R: The refreshed requests, int32, each once; -1 for a row without a request.
@@ -160,10 +159,4 @@ def _check_pages(pages: torch.Tensor, name: str, packed: torch.Tensor) -> None:
     if pages.device.type != "cpu" and pages.device != packed.device:
         raise ValueError(
             f"{name}_pages must be on the host or on {packed.device}, got {pages.device}"
-        )
-    N, width = pages.shape[2:]
-    if (N > 1 and pages.stride(2) != width) or (width > 1 and pages.stride(3) != 1):
-        raise ValueError(
-            f"{name}_pages must have strides {width} and 1 of tokens and numbers, got "
-            f"{pages.stride()[2:]}"
         )

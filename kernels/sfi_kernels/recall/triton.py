@@ -4,10 +4,15 @@ import torch
 import triton
 import triton.language as tl
 
+from sfi_kernels.attention_tile.triton import row_start
 from sfi_kernels.launch import KernelLimitError, launch
 from sfi_kernels.pack.reference import check_heads
 from sfi_kernels.pack.triton import BLOCK_S, MAX_WIDTH, WIDE_BYTES, slot_position
+from sfi_kernels.pages import kernel_strides
 from sfi_kernels.recall.reference import check
+
+# of a thread: left alone, the compiler spills narrow rows for more programs
+NARROW_BYTES, NARROW_REGISTERS = 128, 80
 
 
 @triton.jit
@@ -44,8 +49,8 @@ def _recall_kernel(
     block_table_ptr, key_pages_ptr, value_pages_ptr, request_ptr, index_ptr, sink_ptr,
     key_ptr, value_ptr, position_ptr, length_ptr,
     into_key_ptr, into_value_ptr, into_position_ptr, into_length_ptr, fetched_ptr, heads_ptr,
-    H, K, S, N, pages, steps, key_page, key_head, value_page, value_head,
-    D: tl.constexpr, E: tl.constexpr,
+    H, K, S, N, pages, steps,
+    KEY_STRIDES: tl.constexpr, VALUE_STRIDES: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     HEADS: tl.constexpr,
 ):  # fmt: skip
@@ -82,11 +87,11 @@ def _recall_kernel(
 
     token = tl.maximum(position, 0)
     table = block_table_ptr + request * pages
-    page = tl.load(table + token // N, mask=packed & ~on_device, other=0).to(tl.int64)
+    page = tl.load(table + token // N, mask=packed & ~on_device, other=0)
     offset = token % N
     old, into = segment * S + place, pair * S + slot
-    host_key = page * key_page + head * key_head + offset * D
-    host_value = page * value_page + head * value_head + offset * E
+    host_key = row_start(page, head, offset, KEY_STRIDES)
+    host_value = row_start(page, head, offset, VALUE_STRIDES)
     _copy_rows(
         key_pages_ptr, key_ptr, into_key_ptr, host_key, old, into, packed, on_device, D, BLOCK_D
     )
@@ -128,6 +133,7 @@ def recall(
             f"key and value must be at most {MAX_WIDTH} wide for the kernel, got {D} and {E}; "
             "use the torch backend"
         )
+    row_bytes = max(D, E) * key_BHSD.element_size()
     fetched_RH.zero_()  # the programs of a head add to one count
     # an empty segment still has a length to write
     grid = (R, H, max(1, triton.cdiv(S, BLOCK_S)))
@@ -136,9 +142,10 @@ def recall(
         _recall_kernel, grid, block_table_BP, key_PHND, value_PHNE, request_R, index_RHK, sink_R,
         *old, *into, fetched_RH, length_BH if heads_RH is None else heads_RH,
         H, K, S, N, block_table_BP.shape[1], S.bit_length(),
-        key_PHND.stride(0), key_PHND.stride(1), value_PHNE.stride(0), value_PHNE.stride(1),
-        num_warps=8 if max(D, E) * key_BHSD.element_size() > WIDE_BYTES else 4,
-        D=D, E=E, BLOCK_S=BLOCK_S,
+        num_warps=8 if row_bytes > WIDE_BYTES else 4,
+        max_registers=NARROW_REGISTERS if row_bytes <= NARROW_BYTES else None,
+        KEY_STRIDES=kernel_strides(key_PHND, "key_pages"),
+        VALUE_STRIDES=kernel_strides(value_PHNE, "value_pages"), D=D, E=E, BLOCK_S=BLOCK_S,
         BLOCK_D=triton.next_power_of_2(D), BLOCK_E=triton.next_power_of_2(E),
         HEADS=heads_RH is not None,
     )  # fmt: skip

@@ -7,6 +7,7 @@ from sfi_kernels.op import Op
 from sfi_kernels.selector import reference
 from sfi_kernels.selector.evidence import attention_probability, evidence, power_mean, spread
 from sfi_kernels.selector.fusion import fuse, stable_weight
+from sfi_kernels.selector.page_pool import pool_by_page
 from sfi_kernels.selector.prior import (
     key_norm_factor,
     normalized_position,
@@ -25,6 +26,7 @@ __all__ = [
     "key_norm_factor",
     "log_score",
     "normalized_position",
+    "pool_by_page",
     "position_factor",
     "power_mean",
     "prior",

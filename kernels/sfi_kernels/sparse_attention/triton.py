@@ -37,7 +37,7 @@ def sparse_attention(
     step = uniform_step(FAST, length_B, recent_start_B, packed_key_BHSD.shape[2], items)
     split_plan(step, H, resident_programs(device))
     return decode_attention(
-        query_BHGD,
+        query_BHGD[:, :, :, None],
         packed_key_BHSD,
         packed_value_BHSE,
         packed_length_BH,
@@ -49,4 +49,4 @@ def sparse_attention(
         soft_cap=soft_cap,
         sink_HG=sink_HG,
         pseudo=pseudo,
-    ).out_BHGE
+    ).out_BHGWE[:, :, :, 0]

@@ -43,9 +43,7 @@ def bench(
         list[str] | None, _measure("baselines", "What else takes turns; comma list, or none.")
     ] = None,
     steps: Annotated[int | None, _measure("steps", "Decoding steps measured in each run.")] = None,
-    repeats: Annotated[
-        int | None, _measure("repeats", "Runs of each; all take their turn in each repeat.")
-    ] = None,
+    repeats: Annotated[int | None, _measure("repeats", "Runs of each; all take turns.")] = None,
     time_limit: Annotated[
         float | None,
         _measure(
@@ -68,6 +66,17 @@ def bench(
             rich_help_panel=MEASURE,
         ),
     ] = False,
+    lossless: Annotated[
+        bool,
+        typer.Option(
+            "--lossless",
+            help="Measure lossless runs too.",
+            rich_help_panel=MEASURE,
+        ),
+    ] = False,
+    acceptance: Annotated[
+        float | None, _measure("acceptance", "State what share of drafts is kept.")
+    ] = None,
     seed: Annotated[
         int, typer.Option(help="Seed of weights, keys, values and tokens.", rich_help_panel=MEASURE)
     ] = 0,
@@ -127,8 +136,7 @@ def bench(
 ) -> None:
     """Measure decoding throughput: policies, contexts and batches beside transformers, in one process.
 
-    Caches are filled with random keys, so that no prompt has to be read. Beside each row stands the ratio
-    that its bytes allow. docs/bench.md says what is measured and how.
+    Caches are filled with random keys: no prompt has to be read. See docs/bench.md.
 
     For example:
 
@@ -136,7 +144,7 @@ def bench(
 
       sfi bench --random-weights qwen3-0.6b --context 4K,32K --batch 1,4 --plot t.png
 
-      sfi bench --context 8K --batch 8 --ragged --set bench.synchronized=true
+      sfi bench --context 8K --batch 8 --ragged --lossless --acceptance 0.95
 
       sfi bench --random-weights qwen3-4b --forecast --set forecast.bandwidth=4300
 
@@ -166,6 +174,7 @@ def bench(
         lists={"policies": policy, "contexts": context, "batches": batch, "baselines": baseline},
         settings={
             "steps": steps, "repeats": repeats, "time_limit": time_limit, "ragged": ragged,
+            "lossless": lossless, "acceptance": acceptance,
             "seed": seed, "backend": engine.backend, "prefill_chunk": engine.prefill_chunk,
             "config": settings.config, "engine": engine.options, **asdict(settings.table(BenchTable)),
         },

@@ -100,6 +100,7 @@ class DecodeBenchJob:
         from sfi_cli.commands.bench.views import forecast_text, link_text
         from sfi_core.measure.bench.forecast import forecast_document
         from sfi_core.measure.bench.link_forecast import link_forecast_document
+        from sfi_core.measure.bench.lossless_forecast import lossless_forecast_document
 
         model = self.subject.unloaded()
         sizes = {
@@ -107,7 +108,9 @@ class DecodeBenchJob:
             "memory_bytes": None if machine.memory is None else machine.memory * 1e9,
         }
         link = self._link(machine)
-        if link is None:
+        if settings.lossless:
+            document = lossless_forecast_document(model, settings, device, **sizes)
+        elif link is None:
             document = forecast_document(model, settings, device, **sizes)
         else:
             document = link_forecast_document(model, settings, device, link, **sizes)
@@ -136,8 +139,21 @@ class DecodeBenchJob:
         for name in TRIGGERS if self.text is None else ():
             if name in self.said:
                 raise ConfigError(f"{name} must come with --text; without one --slow-rate decides")
+        self._check_lossless()
         if self.threads is not None and self.threads <= 0:
             raise ConfigError(f"threads must be positive, got {self.threads}")
+
+    def _check_lossless(self) -> None:
+        lossless, acceptance = self.settings["lossless"], self.settings["acceptance"]
+        if lossless and self.link is not None:
+            raise ConfigError("lossless must come without --link, whose pages cannot be taken back")
+        if not lossless or acceptance is not None:
+            return
+        if self.text is None or self.subject.random_weights is not None:
+            raise ConfigError(
+                "lossless must come with --text and a checkpoint, whose acceptance is measured, or with "
+                "--acceptance, which states one"
+            )
 
     def _check_forecast(self) -> None:
         for name in sorted(self.said) if self.forecast is None else ():
@@ -164,9 +180,12 @@ class DecodeBenchJob:
         for name, values in self.lists.items():
             if values:
                 given[name] = _read_list(name, values)
-        if self.text is None or loaded is None:
-            given["slow_rate"] = _rate(self.slow_rate or SLOW_RATE)
-            return DecodeSettings(**given)
+        if given["lossless"] and given.get("acceptance") is None:
+            given["prefill"] = True  # real prompts have to be read
+        if self.text is None:
+            return DecodeSettings(**given, slow_rate=_rate(self.slow_rate or SLOW_RATE))
+        if loaded is None:
+            return DecodeSettings(**given, slow_rate=None, text_ids=(0,))
         return DecodeSettings(**_with_text(given, self.text, *loaded))
 
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from sfi_cli.terminal.tables import count, noted, percent, ratio, table
+from sfi_cli.terminal.tables import count, noted, number, percent, ratio, table
 
 
 def bench_text(document: dict[str, Any]) -> str:
@@ -10,6 +10,8 @@ def bench_text(document: dict[str, Any]) -> str:
     tables = [_measured(document)]
     if any(row["kv_device_budget"] for row in document["rows"]):
         tables.append(_tiers(document))
+    if any(row["lossless"] for row in document["rows"]):
+        tables.append(_drafting(document))
     if document["skipped"]:
         tables.append(_skipped(document))
     return noted(tables, document["notes"])
@@ -60,6 +62,28 @@ def _tiers(document: dict[str, Any]) -> Any:
     )
 
 
+def _drafting(document: dict[str, Any]) -> Any:
+    columns = (
+        "policy", "context", "batch", "acceptance", "kept of tested", "kept of drafted",
+        "accepted a verification", "passes a token",
+    )  # fmt: skip
+    rows = [
+        (
+            row["policy"], count(row["context"]), str(row["batch"]), _acceptance(row),
+            percent(row["kept_of_tested"]), percent(row["kept_of_drafted"]),
+            number(row["accepted_per_verification"], 2), number(row["passes_per_token"], 2),
+        )
+        for row in document["rows"]
+        if row["lossless"]
+    ]  # fmt: skip
+    return table("Lossless runs", columns, rows)
+
+
+def _acceptance(row: dict[str, Any]) -> str:
+    stated = row["stated_acceptance"]
+    return "measured" if stated is None else f"stated {percent(stated)}"
+
+
 def _skipped(document: dict[str, Any]) -> Any:
     columns = ("policy", "context", "batch", "needs GB", "free GB", "batch that fits")
     rows = [
@@ -94,7 +118,26 @@ def forecast_text(document: dict[str, Any]) -> str:
         f"{document['model']['name']}, {document['model']['dtype']}: bytes at "
         f"{machine['bandwidth_gb_per_s']:,.1f} GB/s, {machine['memory_bytes'] / 1e9:,.1f} GB of memory"
     )
-    return noted([table(title, columns, rows)], document["notes"])
+    tables = [table(title, columns, rows)]
+    if any(row.get("lossless") for row in document["rows"]):
+        tables.append(_cycles(document))
+    return noted(tables, document["notes"])
+
+
+def _cycles(document: dict[str, Any]) -> Any:
+    columns = (
+        "policy", "context", "batch", "acceptance", "drafts a verification", "tokens a verification",
+        "passes a token",
+    )  # fmt: skip
+    rows = [
+        (
+            row["policy"], count(row["context"]), str(row["batch"]), _acceptance(row),
+            str(row["drafts"]), number(row["tokens_per_verification"], 2), number(row["passes_per_token"], 2),
+        )
+        for row in document["rows"]
+        if row["lossless"]
+    ]  # fmt: skip
+    return table("Lossless runs", columns, rows)
 
 
 def link_text(document: dict[str, Any]) -> str:

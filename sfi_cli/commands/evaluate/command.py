@@ -148,6 +148,8 @@ def evaluate(
 
       sfi eval --method full-kv --method sfi --method wide=sfi:span=10,slow_start=2 --share 0.1
 
+      sfi eval --method full-kv --method exact=sfi:lossless=true --share 0.1
+
       sfi eval --model Qwen/Qwen3-0.6B --task niah-single,variable-tracking --length 8192 --json
 
       sfi eval --fidelity book.txt --length 4096 --tokens 256 --method sfi --method quest --share 0.15

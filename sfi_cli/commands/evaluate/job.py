@@ -23,6 +23,7 @@ from sfi_cli.commands.evaluate.views import evaluation_text
 from sfi_cli.terminal.output import Output, dated_folder, leave_interrupted
 from sfi_core.errors import ConfigError, SfiError
 from sfi_core.measure.evaluation.grid import Grid
+from sfi_core.measure.evaluation.lossless_rows import check_exact
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +68,7 @@ class EvaluationJob:
         if results.manifest["stopped"]:
             self.output.say(f"{results.manifest['stopped']}; the last one completes {results.path}")
         self.output.say(f"Wrote {results.path}")
+        check_exact(results.rows["samples"], results.manifest["model"]["dtype"])
 
     def _results(self) -> tuple[Any, bool]:
         # open the folder, and run what is not in it yet; whether Ctrl-C ended that

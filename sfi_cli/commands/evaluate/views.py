@@ -28,6 +28,8 @@ def evaluation_text(document: dict[str, Any]) -> str:
         parts += [_scores(title, own), _costs(own)]
         if any(row["by_place"] for row in own):
             parts.append(_by_place(own))
+        if any(row["lossless"] for row in own):
+            parts.append(_drafts([row for row in own if row["lossless"]]))
     if len({(row["task"], row["length"]) for row in rows}) > 1:
         parts += _averages(document["averages"])
     parts += [note.format(_methods(rows)) for note in NOTES] if rows else ()
@@ -110,6 +112,30 @@ def _by_place(rows: list[Row]) -> Any:
         lines,
         left=2,
     )
+
+
+def _drafts(rows: list[Row]) -> Any:
+    return table(
+        "lossless: full attention's own tokens, drafted by the method's fast steps",
+        [
+            "method", "size", "read", "accepted a verification", "kept of drafted", "passes a token",
+            "other tokens than full-kv",
+        ],
+        [
+            [
+                row["method"], row["size"], percent(row["read"]),
+                number(row["lossless"]["accepted_per_verification"], 2),
+                percent(row["lossless"]["kept_share"]), number(row["lossless"]["passes_per_token"], 2),
+                _differing(row["lossless"]),
+            ]
+            for row in rows
+        ],
+        left=2,
+    )  # fmt: skip
+
+
+def _differing(found: Row) -> str:
+    return f"{found['differing']} of {found['compared']}" if found["compared"] else "-"
 
 
 def _averages(rows: list[Row]) -> list[Any]:

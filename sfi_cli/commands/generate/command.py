@@ -27,20 +27,18 @@ def generate(
     batch: Annotated[
         Path | None,
         typer.Option(
-            help='JSON Lines: {"prompt": ...} or {"messages": [...]} a line, with its own '
-            '"max_new_tokens" if it has one.'
+            help='JSON Lines: {"prompt": ...} or {"messages": [...]}, with or without '
+            '"max_new_tokens".'
         ),
     ] = None,
     max_batch: Annotated[
         int | None,
         typer.Option(
-            help="Most prompts decoded together; the next one begins when one has ended.",
+            help="Most prompts decoded together; the others wait.",
             show_default="as many as fit into memory",
         ),
     ] = None,
-    chat: Annotated[
-        bool, typer.Option("--chat", help="Apply the tokenizer's chat template.")
-    ] = False,
+    chat: Annotated[bool, typer.Option("--chat", help="Apply the chat template.")] = False,
     max_new_tokens: Annotated[
         int, typer.Option("--max-new-tokens", "-n", help="Most tokens to generate.")
     ] = MAX_NEW_TOKENS,
@@ -48,7 +46,7 @@ def generate(
         bool | None,
         typer.Option(
             "--compare/--no-compare",
-            help="Run full-kv too, and report both.",
+            help="Run full-kv beside it.",
             show_default="only for the bundled example",
         ),
     ] = None,
@@ -65,6 +63,14 @@ def generate(
     recent: o.Recent = None,
     trigger: o.Triggers = None,
     t_max: o.TMax = None,
+    lossless: o.Lossless = False,
+    draft_max: o.DraftMax = None,
+    verify: Annotated[
+        bool,
+        typer.Option(
+            "--verify", help="Check a lossless output, token for token.", rich_help_panel=o.METHOD
+        ),
+    ] = False,
     temperature: o.Temperature = None,
     top_p: o.TopP = None,
     seed: o.Seed = 0,
@@ -81,7 +87,7 @@ def generate(
     """Continue a prompt and stream the text; a report of what was read follows on stderr.
 
     Without arguments it asks the bundled checkpoint about a long bundled text,
-    and runs full attention beside it.
+    and runs full attention and a lossless run beside it.
 
     For example:
 
@@ -89,7 +95,7 @@ def generate(
 
       sfi generate "Once upon a time" --model ./my-model --budget 1024 -n 200
 
-      sfi generate -f long.txt --model Qwen/Qwen3-0.6B --chat --preset paper
+      sfi generate -f long.txt --model Qwen/Qwen3-0.6B --chat --lossless
 
       sfi generate --batch prompts.jsonl --max-batch 8 --json
 
@@ -106,10 +112,14 @@ def generate(
         options={
             "budget": budget, "recent": recent, "triggers": trigger, "t_max": t_max,
             "sampling.temperature": temperature, "sampling.top_p": top_p, "audit.every": audit,
-            "engine.kv_device_budget": kv_device_budget,
+            "engine.kv_device_budget": kv_device_budget, "engine.lossless": lossless or None,
+            "draft.max_tokens": draft_max,
         },
     )  # fmt: skip
     engine, weights = settings.table(EngineTable), settings.table(ModelTable)
+    for name, given_alone in (("--verify", verify), ("--draft-max", draft_max is not None)):
+        if given_alone and not engine.lossless:
+            raise ConfigError(f"{name} must come with --lossless, got it alone")
     job = GenerateJob(
         prompts=prompts,
         chat=chat,
@@ -129,6 +139,10 @@ def generate(
         max_new_tokens=max_new_tokens,
         max_batch=max_batch,
         compare=prompts.is_example and policy != "full-kv" if compare is None else compare,
+        beside=prompts.is_example
+        and policy == "sfi"
+        and not (settings.said or preset or config or compare is not None),
+        verify=verify,
         recording=TraceRecording(
             folder=trace,
             force=force,

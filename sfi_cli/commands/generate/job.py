@@ -15,6 +15,7 @@ from sfi_cli.settings.tables import EngineTable
 from sfi_cli.terminal.output import INTERRUPTED, Output, message
 from sfi_cli.terminal.progress import DecodeProgress, PrefillProgress, ProgressObserver
 from sfi_core.distributed import torchrun
+from sfi_core.errors import NumericsError
 from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.sampling import Sampling
 
@@ -34,6 +35,8 @@ class GenerateJob:
     max_new_tokens: int
     max_batch: int | None
     compare: bool
+    beside: bool
+    verify: bool
     recording: TraceRecording
     engine: EngineTable
 
@@ -44,17 +47,7 @@ class GenerateJob:
             SfiError: What the user can mend.
             typer.Exit: With 130 after Ctrl-C.
         """
-        from sfi_core.engine.backends.registry import check_backend
-        from sfi_core.hosts.transformers.stores import check_offloads
-        from sfi_core.models.load import resolve_device
-        from sfi_core.policies import policy_class
-
-        policy = policy_class(self.policy)  # mistakes in settings show before a large model loads
-        if self.engine.kv_device_budget is not None:
-            check_offloads(policy, self.policy)
-        check_backend(self.engine.backend, resolve_device(self.subject.loading["device"]))
-        Sampling(**self.sampling)
-        self.subject.check()
+        self._check()
         model, tokenizer = self.subject.loaded(quiet=output.quiet)
         prompts = [token_ids(entry, tokenizer, chat=self.chat) for entry in self.prompts.entries]
         shows = output.streams and not output.json and len(prompts) == 1
@@ -66,10 +59,11 @@ class GenerateJob:
             result = decode(self.policy, output if shows else None, watch, self.recording.audit)
             if result.interrupted or result.error is not None:
                 stopped("interrupted" if result.interrupted else str(result.error))
-        other = None
-        if self.compare and not result.interrupted and result.error is None:
-            other = decode("full-kv", None, [], None)
-        document = self._document(result, other, str(model.device))
+        document = self._document(result, str(model.device))
+        if not result.interrupted and result.error is None:
+            document |= self._beside(decode)
+            if self.verify:
+                document["verification"] = self._verified(model, prompts, result)
         if output.json:
             output.document(document)
         elif shows:
@@ -80,10 +74,42 @@ class GenerateJob:
             )
         for line in report_lines(document):
             output.say(line)
-        if result.error is not None:
-            raise result.error
-        if result.interrupted:
-            raise typer.Exit(INTERRUPTED)
+        _fail(result, document)
+
+    def _check(self) -> None:
+        # mistakes in settings show before a large model loads
+        from sfi_core.engine.backends.registry import check_backend
+        from sfi_core.hosts.transformers.lossless import check_drafts
+        from sfi_core.hosts.transformers.stores import check_offloads
+        from sfi_core.models.load import resolve_device
+        from sfi_core.policies import policy_class
+
+        policy = policy_class(self.policy)
+        if self.engine.kv_device_budget is not None:
+            check_offloads(policy, self.policy)
+        if self.engine.lossless:
+            check_drafts(policy, self.policy)
+        check_backend(self.engine.backend, resolve_device(self.subject.loading["device"]))
+        Sampling(**self.sampling)
+        self.subject.check()
+
+    def _beside(self, decode: Callable[..., Any]) -> dict[str, Any]:
+        # what runs after it, for comparison
+        found = {}
+        if self.compare:
+            other = decode("full-kv", None, [], None)
+            found["comparison"] = {"policy": "full-kv", **_measured(other)}
+        if self.beside:
+            other = decode(self.policy, None, [], None, lossless=True)
+            found["lossless"] = {"policy": f"{self.policy}, lossless", **_measured(other)}
+        return found
+
+    def _verified(self, model: Any, prompts: list[list[int]], result: Any) -> dict[str, Any]:
+        from sfi_core.generation.verify import verify
+
+        outputs = [request.token_ids for request in result.report.requests]
+        sampling = Sampling(**self.sampling)
+        return verify(model, prompts, outputs, sampling=sampling, seed=self.seed).to_dict()
 
     def _decode(
         self,
@@ -95,6 +121,7 @@ class GenerateJob:
         stream: Output | None,
         observers: list[Any],
         audit: Any,
+        lossless: bool = False,
     ) -> Any:
         from sfi_core.generation.generate import generate
         from sfi_core.generation.text_stream import text_stream
@@ -126,6 +153,7 @@ class GenerateJob:
                 observers=[*observers, ProgressObserver(decoding, max(limits))],
                 audit=audit,
                 engine=engine_for(policy, self.engine.options),
+                lossless=lossless,
                 on_plan=partial(_say_plan, policy, quiet),
                 on_token=on_token,
                 on_prefill=reading.update,
@@ -140,7 +168,7 @@ class GenerateJob:
             "max_new_tokens": self.max_new_tokens,
         }
 
-    def _document(self, result: Any, other: Any, device: str) -> dict[str, Any]:
+    def _document(self, result: Any, device: str) -> dict[str, Any]:
         from sfi_core.machine.versions import versions
 
         document = {
@@ -149,6 +177,7 @@ class GenerateJob:
             "preset": self.preset,
             "config": self.config.to_dict(),
             "kv_device_budget": self.engine.kv_device_budget,
+            "is_lossless": self.engine.lossless,
             "trigger_token_ids": list(result.trigger_token_ids),
             **_measured(result),
             "advice": limit.advice(self.policy) if (limit := result.byte_limit) else None,
@@ -160,9 +189,17 @@ class GenerateJob:
         if self.prompts.expected is not None:
             document["expected"] = self.prompts.expected
             document["exact_match"] = result.texts[0] == self.prompts.expected
-        if other is not None:
-            document["comparison"] = {"policy": "full-kv", **_measured(other)}
         return document
+
+
+def _fail(result: Any, document: dict[str, Any]) -> None:
+    # once everything is told
+    if result.error is not None:
+        raise result.error
+    if not document.get("verification", {"ok": True})["ok"]:
+        raise NumericsError("output must be full attention's, got other tokens; see the report")
+    if result.interrupted:
+        raise typer.Exit(INTERRUPTED)
 
 
 def _say_plan(policy: str, quiet: bool, plan: Any) -> None:

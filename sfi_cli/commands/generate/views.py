@@ -2,6 +2,8 @@
 
 from typing import Any
 
+OTHERS = ("comparison", "lossless")  # runs beside the one that was asked for
+
 
 def plan_line(plan: Any) -> str:
     """Say how many requests will be decoded together, and what that needs."""
@@ -27,6 +29,8 @@ def report_lines(document: dict[str, Any]) -> list[str]:
         lines += _request_lines(
             request, f"request {index}  " if len(document["requests"]) > 1 else ""
         )
+    if "verification" in document:
+        lines.append(_verified_line(document["verification"]))
     lines += _tier_lines(document["kv_tiers"])
     lines += fused_lines(document["fused"], document["left_alone"])
     lines += _speed_lines(document)
@@ -59,12 +63,36 @@ def _request_lines(request: dict[str, Any], prefix: str) -> list[str]:
         f"{prefix}slow steps   {slow} of {slow + fast} ({reasons}), at {steps}{more}",
         f"{prefix}cache read   {read} ({request['read_ratio']:.1%} over all decoding steps)",
     ]
+    if request["lossless"] is not None:
+        lines.append(prefix + _draft_line(request["lossless"]))
     if request["queued_seconds"]:
         times = (f"{name} {request[f'{name}_seconds']:.2f} s" for name in ("prefill", "decode"))
         lines.append(
             f"{prefix}time         waited {request['queued_seconds']:.2f} s, {', '.join(times)}"
         )
     return lines
+
+
+def _draft_line(lossless: dict[str, Any]) -> str:
+    accepted, drafted, passes = (
+        lossless[name] for name in ("accepted", "drafted", "verifications")
+    )
+    kept = f"{accepted:,} of {drafted:,} drafted tokens kept"
+    a_token = f"{lossless['passes_per_token']:.2f} passes a token"
+    return f"lossless     {passes:,} verifications, {kept}, {a_token}"
+
+
+def _verified_line(found: dict[str, Any]) -> str:
+    tokens, differing, ties = (found[name] for name in ("tokens", "differing", "near_ties"))
+    rounding = " (by rounding alone)" if differing and found["ok"] else ""
+    doubtful = [
+        f"{one['first_doubtful']} in request {request}"
+        for request, one in enumerate(found["requests"])
+        if one["first_doubtful"] is not None
+    ]
+    first = f"; first doubtful token {', '.join(doubtful)}" if doubtful else ""
+    same = f"{tokens - differing:,} of {tokens:,} tokens are full attention's{rounding}"
+    return f"verified     {same}, {ties:,} near ties{first}"
 
 
 def _tier_lines(tiers: dict[str, Any] | None) -> list[str]:
@@ -82,25 +110,45 @@ def _tier_lines(tiers: dict[str, Any] | None) -> list[str]:
 
 
 def _speed_lines(document: dict[str, Any]) -> list[str]:
-    rows = [(document["policy"], document)]
-    if "comparison" in document:
-        rows.append((document["comparison"]["policy"], document["comparison"]))
+    rows = [(document["policy"] + ", lossless" * document["is_lossless"], document)]
+    rows += [(one["policy"], one) for name in OTHERS if (one := document.get(name)) is not None]
+    width = max(12, *(len(name) for name, _ in rows))
     lines = [
-        f"{name:<12} prefill {data['prefill_seconds']:.2f} s, decode {data['decode_seconds']:.2f} s, "
-        f"{data['decode_tokens_per_second']:,.1f} tokens/s, "
+        f"{name:<{width}} prefill {data['prefill_seconds']:.2f} s, decode {data['decode_seconds']:.2f} s, "
+        f"{data['decode_tokens_per_second']:,.1f} tokens/s, cache read {_read(data):.1%}, "
         f"peak memory {data['peak_memory_bytes'] / 1e6:,.0f} MB"
         for name, data in rows
     ]
     if "comparison" in document:
-        same = [r["token_ids"] for r in document["requests"]] == [
-            r["token_ids"] for r in document["comparison"]["requests"]
-        ]
-        lines.append(f"same tokens  {'yes' if same else 'no'}")
-        ours, theirs = (data["decode_tokens_per_second"] for _, data in rows)
-        if theirs:
-            lines.append(
-                f"speed        {ours / theirs:.2f} times {rows[1][0]}'s, each measured once"
-            )
+        lines += _compared(rows, document["comparison"])
     if document["advice"] is not None:
         lines.append(f"advice       {document['advice']}")
     return lines
+
+
+def _compared(rows: list[tuple[str, dict[str, Any]]], full: dict[str, Any]) -> list[str]:
+    # each run's tokens, and the first one's speed, beside full attention's
+    others = [(name, data) for name, data in rows if data is not full]
+    same = ["yes" if _tokens(data) == _tokens(full) else "no" for _, data in others]
+    told = same[0]
+    if len(others) > 1:
+        told = ", ".join(f"{name} {word}" for (name, _), word in zip(others, same, strict=True))
+    lines = [f"same tokens  {told}"]
+    ours, theirs = (data["decode_tokens_per_second"] for data in (others[0][1], full))
+    if theirs:
+        lines.append(
+            f"speed        {ours / theirs:.2f} times {full['policy']}'s, each measured once"
+        )
+    return lines
+
+
+def _tokens(data: dict[str, Any]) -> list[list[int]]:
+    return [request["token_ids"] for request in data["requests"]]
+
+
+def _read(data: dict[str, Any]) -> float:
+    # the mean over requests, by the tokens that each decoded
+    weights = [max(1, len(request["token_ids"]) - 1) for request in data["requests"]]
+    reads = [request["read_ratio"] for request in data["requests"]]
+    read: float = sum(w * r for w, r in zip(weights, reads, strict=True)) / max(1, sum(weights))
+    return read

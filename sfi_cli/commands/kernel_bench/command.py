@@ -17,8 +17,8 @@ SHOWN = {
     "kv_heads": "8",
     "head_dim": "128",
     "retentions": "0.125",
-    "ops": "fast,dense,mixed_heads,selector,top_k,pack,recall,append,encode_keys,scan_codes,prompt,"
-    "rms_norm,rotary,silu_mul",
+    "ops": "fast,dense,verify,mixed_heads,selector,top_k,pack,recall,append,encode_keys,scan_codes,"
+    "prompt,rms_norm,rotary,silu_mul",
 }
 
 

@@ -10,6 +10,7 @@ UNSOUND = 3
 def check(folder: o.TraceDir, json: o.Json = False) -> None:
     """Read every part of a trace, and see whether its slow steps follow from its tokens.
 
+    Of a lossless run also whether its verifications add up: to each other, and to the steps that they gave.
     What is left of a run that was killed is sound as long as it can be read. Exits with 3 if a part is
     damaged, a column is missing or a step breaks a rule.
 

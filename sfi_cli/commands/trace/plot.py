@@ -15,8 +15,8 @@ def plot(
     kind: Annotated[
         list[str] | None,
         typer.Option(
-            help="heatmap, raster, lag, lambda, drift, head-similarity, query-cosine, corrections, retained, "
-            "timeline; comma list or repeated.",
+            help="heatmap, raster, lag, lambda, drift, head-similarity, query-cosine, corrections, "
+            "acceptance, retained, timeline; comma list or repeated.",
             show_default="all that the trace has data for",
             rich_help_panel=WHAT,
         ),
@@ -69,8 +69,9 @@ def plot(
     how many steps lie between. lambda: weight of the prior. drift: overlap with the prompt's support, by
     step. head-similarity: overlap of the heads of each two layers. query-cosine: of each step's query with
     the one before, by layer and KV head, and the lowest heads by step. corrections: how often FreeKV
-    corrected, by layer and KV head. retained: mass that fast steps kept, by layer and KV head. timeline:
-    phases of each step. All but lambda, corrections and timeline need a trace of --audit 1.
+    corrected, by layer and KV head. acceptance: drafted tokens that a lossless run kept, by place in the
+    sentence and by depth in the draft. retained: mass that fast steps kept, by layer and KV head. timeline:
+    phases of each step. All but lambda, corrections, acceptance and timeline need a trace of --audit 1.
 
     For example:
 

@@ -15,6 +15,7 @@ ELSEWHERE = (
     "trace",
     "output",
     "compare",
+    "verify",
 )  # options of `sfi generate` that mean something else here
 Folder = Annotated[
     Path | None,
@@ -53,7 +54,7 @@ def record(*, output: Folder = None, report: Report = False, **options: Any) -> 
     folder = output or dated_folder("sfi-trace")
     force, quiet = options["force"], options["quiet"]
     with report_after(folder, force=force, quiet=quiet) if report else nullcontext():
-        generate(**options, trace=folder, output=None, compare=False)
+        generate(**options, trace=folder, output=None, compare=False, verify=False)
 
 
 def _take_options_of_generate() -> None:

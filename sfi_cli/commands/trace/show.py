@@ -18,7 +18,8 @@ def show(
     """Sum a trace up: steps, triggers, overlap of supports, retained mass, lambda*, latency, break-even.
 
     Of an audited trace also attention drift, temporal locality and the similarity of heads (SyncKV), and the
-    query cosine by layer and KV head (FreeKV); corrections and recalls where the run had them.
+    query cosine by layer and KV head (FreeKV); corrections and recalls where the run had them. Of a lossless
+    run verifications, and acceptance by place in the sentence and by depth in the draft.
 
     For example:
 

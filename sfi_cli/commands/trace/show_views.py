@@ -3,6 +3,13 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from sfi_cli.commands.trace.lossless_views import (
+    depth_table,
+    lossless_line,
+    place_table,
+    reason_table,
+    tested_line,
+)
 from sfi_cli.commands.trace.observation_views import (
     correction_table,
     drift_table,
@@ -31,6 +38,10 @@ Row = dict[str, Any]
 def show_text(document: Row) -> str:
     """Return every section that the trace has data for, and what the others need."""
     sections = (
+        ("lossless", lossless_line),
+        ("lossless", reason_table),
+        ("lossless", place_table),
+        ("lossless", depth_table),
         ("triggers", _trigger_table),
         ("stability", stability_table),
         ("lags", lag_table),
@@ -41,7 +52,7 @@ def show_text(document: Row) -> str:
         ("query_cosine", lowest_heads_line),
         ("audit", audit_table),
         ("audit", worst_heads_line),
-        ("logits", logits_line),
+        ("logits", tested_line if document["lossless"] else logits_line),
         ("selections", selection_table),
         ("corrections", correction_table),
         ("recalls", recall_line),
@@ -57,7 +68,8 @@ def show_text(document: Row) -> str:
 def _run_lines(document: Row) -> Iterator[tuple[str, str]]:
     run, steps = document["run"], document["steps"]
     yield "model", f"{run['model']} ({run['architecture']}), {run['backend']} on {run['device']}"
-    yield "policy", f"{run['policy']}, preset {run['preset'] or 'default'}"
+    way = ", lossless" if run["lossless"] else ""
+    yield "policy", f"{run['policy']}{way}, preset {run['preset'] or 'default'}"
     settings = ", ".join(f"{name} {_setting(value)}" for name, value in run["settings"].items())
     yield "settings", settings or "the defaults"
     yield "prompts", _prompts(run["requests"])
@@ -69,9 +81,8 @@ def _run_lines(document: Row) -> Iterator[tuple[str, str]]:
         "steps",
         f"{steps['steps']:,}: {slow}; from step 1 on {percent(steps['slow_share'])} are slow",
     )
-    read = (
-        f"{number(steps['mean_attended_tokens'], 0)} tokens a step, {percent(steps['read_ratio'])}"
-    )
+    each = "token given" if run["lossless"] else "step"
+    read = f"{number(steps['mean_attended_tokens'], 0)} tokens a {each}, {percent(steps['read_ratio'])}"
     yield "cache read", f"{read} of the context; fast steps {percent(steps['fast_read_ratio'])}"
 
 

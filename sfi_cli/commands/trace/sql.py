@@ -19,7 +19,7 @@ def sql(
 ) -> None:
     """Query the tables of a trace, which stays as it is.
 
-    These are prompts, steps, selections, recalls, supports, logits and timings.
+    These are prompts, steps, verifications, selections, recalls, supports, logits and timings.
     `SHOW TABLES` lists them, `DESCRIBE steps` shows a table's columns.
 
     For example:

@@ -7,7 +7,14 @@ import typer
 
 from sfi_cli import options as o
 from sfi_cli.settings.complete import completer
-from sfi_cli.settings.tables import DIMENSIONS, SETTINGS, EngineTable, ModelTable, TuneTable
+from sfi_cli.settings.tables import (
+    DIMENSIONS,
+    SETTINGS,
+    TRIALS,
+    EngineTable,
+    ModelTable,
+    TuneTable,
+)
 
 SPACE, SEARCH, CONFIRM = "Search space: 8,16,32 or 8:64", "Search", "Confirmation"
 OUTPUT = Path("tuned.toml")
@@ -70,8 +77,14 @@ def tune(
     ] = None,
     trials: Annotated[
         int, _option("Trials of the study in all, by every process on it.", SEARCH, min=1)
-    ] = 200,
+    ] = TRIALS,
     seed: Annotated[int, _option("Seed of the sampler.", SEARCH, min=0, max=2**32 - 1)] = 0,
+    lossless: Annotated[
+        bool,
+        typer.Option(
+            "--lossless", help="How to draft, from lossless traces.", rich_help_panel=SEARCH
+        ),
+    ] = False,
     study: Annotated[
         Path | None,
         _option(
@@ -119,24 +132,25 @@ def tune(
     r"""Search trigger sets, T_max, budget and more on recorded runs, without the model.
 
     Every trial is a replay of the traces (sfi trace replay). The settings that
-    no other beats make the front; --confirm runs some of them for real, with
-    --model. The one chosen is written for --config. KV heads are clustered by
-    another command, sfi tune heads; a trace in a folder heads is ./heads.
+    no other beats make the front; --confirm runs some for real. KV heads are
+    clustered by sfi tune heads; a trace in a folder heads is ./heads.
 
     For example:
 
       sfi tune dense --confirm 3 --plot front.png
 
-      sfi tune dense --min-retained 0.6 --budget 64:512 -o cheap.toml
+      sfi tune drafts --lossless --confirm 3
 
       sfi tune code chat --trigger-set lines="\n" --search span=0:16 --trials 500
     """
     from sfi_cli.commands.tune.job import Confirming, Searching, TuneJob
+    from sfi_cli.commands.tune.lossless_job import LosslessTuneJob
     from sfi_cli.settings.given import given, texts
     from sfi_cli.terminal.output import Output
 
     settings = given("tune", sets=sets)
-    TuneJob(
+    job = LosslessTuneJob if lossless else TuneJob
+    job(
         traces=traces,
         axes=texts(
             DIMENSIONS, search,

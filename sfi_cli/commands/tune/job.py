@@ -65,6 +65,43 @@ class Confirming:
         """Whether the options name prompts."""
         return self.prompt_file is not None or self.batch is not None
 
+    def check(self) -> None:
+        """Refuse prompts that nothing is run on.
+
+        Raises:
+            ConfigError: Prompts without a confirmation.
+        """
+        if self.has_prompts and not self.count:
+            raise ConfigError("prompt-file and batch must come with --confirm, got none")
+
+    def load(self, traces: Sequence[Any]) -> tuple[Any, Any]:
+        """Load the model, and its tokenizer, that traces were recorded with.
+
+        Raises:
+            SfiError: It cannot be loaded, or is another one.
+        """
+        from sfi_core.engine.backends.registry import check_backend
+        from sfi_core.models.load import load, resolve_device
+        from sfi_traces.tune.confirm import check_model
+
+        check_backend(self.engine.backend, resolve_device(self.loading["device"]))
+        model, tokenizer = load(self.model, **self.loading)
+        for trace in traces:
+            check_model(model, tokenizer, trace)
+        return model, tokenizer
+
+    def texts(self) -> list[str]:
+        """Read the prompts that the options name.
+
+        Raises:
+            InputError: There are none, or messages.
+        """
+        entries = read_prompts(None, self.prompt_file, self.batch).entries
+        texts = [entry for entry in entries if isinstance(entry, str)]
+        if len(texts) < len(entries):
+            raise InputError(f"batch {self.batch} must hold prompts, got messages")
+        return texts
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuneJob:
@@ -97,8 +134,7 @@ class TuneJob:
 
         check_optuna()
         check_path(self.searching.study, resume=self.searching.resume)
-        if self.confirming.has_prompts and not self.confirming.count:
-            raise ConfigError("prompt-file and batch must come with --confirm, got none")
+        self.confirming.check()
         with self.output:
             self._run()
 
@@ -152,17 +188,12 @@ class TuneJob:
 
     def _confirmer(self, tuning: Any) -> Callable[[Any], Any]:
         # loads the model before the search: a mistake shows before the work
-        from sfi_core.engine.backends.registry import check_backend
-        from sfi_core.models.load import load, resolve_device
-        from sfi_traces.tune.confirm import Confirmer, Material, check_model
+        from sfi_traces.tune.confirm import Confirmer, Material
 
         own = self.confirming
-        check_backend(own.engine.backend, resolve_device(own.loading["device"]))
-        model, tokenizer = load(own.model, **own.loading)
-        for trace in tuning.traces:
-            check_model(model, tokenizer, trace)
+        model, tokenizer = own.load(tuning.traces)
         if own.has_prompts:
-            material = [Material.of_texts(self._texts(), tokenizer)]
+            material = [Material.of_texts(own.texts(), tokenizer)]
         else:
             pairs = zip(tuning.traces, tuning.recorded, strict=True)
             material = [Material.of_trace(trace, each, tokenizer) for trace, each in pairs]
@@ -185,10 +216,3 @@ class TuneJob:
                     return replace(found, interrupted=True)
 
         return confirm
-
-    def _texts(self) -> list[str]:
-        entries = read_prompts(None, self.confirming.prompt_file, self.confirming.batch).entries
-        texts = [entry for entry in entries if isinstance(entry, str)]
-        if len(texts) < len(entries):
-            raise InputError(f"batch {self.confirming.batch} must hold prompts, got messages")
-        return texts

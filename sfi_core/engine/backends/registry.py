@@ -8,14 +8,14 @@ import torch
 from sfi_core.engine.backends import torch as torch_backend
 from sfi_core.engine.backends import triton as triton_backend
 from sfi_core.engine.layer import Layer
+from sfi_core.engine.refresh import end_prompt
 from sfi_core.engine.run import Run
 from sfi_core.errors import BackendError, ConfigError
-from sfi_core.settings.engine import BACKENDS
+from sfi_core.settings.engine import BACKENDS, PAGE_SIZE
 from sfi_core.state.layer_shape import LayerShape
 from sfi_kernels.attention_tile.shape import check_limits
 from sfi_kernels.launch import KernelLimitError, check_device
 
-PAGE_SIZE = 64  # tokens of a page under the triton backend: one tile
 ATTEND = {"torch": torch_backend.attend, "triton": triton_backend.attend}
 
 
@@ -33,6 +33,25 @@ def attend(run: Run, index: int, query_BHGTD: torch.Tensor, **options: Any) -> t
     """
     how = run.attend or (ATTEND[run.store.backend] if run.store.whole_on_device else _tiered)
     return how(Layer(run, index, **options), query_BHGTD)
+
+
+def end_prompts(
+    run: Run, index: int, query_BHGTD: torch.Tensor, out_BHGTE: torch.Tensor, **options: Any
+) -> None:
+    """Go on with a layer whose prompts a host has attended itself: select, and tell all that watch.
+
+    Args:
+        run: The run, in a pass that only reads prompts; its store holds the layer's new keys and values.
+        index: Index of the transformer layer.
+        query_BHGTD: Queries grouped by KV head; a request's own are the last `count` of T.
+        out_BHGTE: What they attended.
+        options: `scale`, `soft_cap` and `sink_HG` of `Layer`.
+    """
+    layer = Layer(run, index, **options)
+    run.meter.count("host.prefill_attention", len(layer.forward.prompts))
+    with run.launches(index):
+        end_prompt(layer, query_BHGTD)
+        layer.finish(query_BHGTD, out_BHGTE)
 
 
 def _tiered(layer: Layer, query_BHGTD: torch.Tensor) -> torch.Tensor:

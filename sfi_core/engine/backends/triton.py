@@ -13,11 +13,11 @@ from sfi_core.engine.run import Run
 from sfi_kernels.decode_attention import DecodeAttention, decode_attention
 from sfi_kernels.dense_attention import dense_attention
 from sfi_kernels.pseudo_token import PseudoToken
-from sfi_kernels.step_descriptor import StepDescriptor
+from sfi_kernels.step_descriptor import QUERIES, StepDescriptor
 
 
 def attend(layer: Layer, query_BHGTD: torch.Tensor) -> torch.Tensor:
-    """See `backends.torch.attend`; a request that decodes has one token."""
+    """See `backends.torch.attend`; the tokens of a request that decodes are the last of T."""
     run, forward = layer.run, layer.forward
     with run.launches(layer.index):
         if not forward.prompts:
@@ -32,32 +32,32 @@ def attend(layer: Layer, query_BHGTD: torch.Tensor) -> torch.Tensor:
 
 
 def evidence_room(
-    layer: Layer, step: StepDescriptor, query_BHG1D: torch.Tensor
+    layer: Layer, step: StepDescriptor, query_BHGTD: torch.Tensor
 ) -> torch.Tensor | None:
     """Return where the slow requests' evidence goes; None where the layer selects nothing."""
     if not (layer.run.policy.selects_in(layer.index) and step.slow_rows):
         return None
-    _, H, G, _, _ = query_BHG1D.shape
+    _, H, G, _, _ = query_BHGTD.shape
     numbers = step.slow_rows * H * G * layer.run.store.capacity
-    return layer.run.maintenance.room(numbers, query_BHG1D.device)
+    return layer.run.maintenance.room(numbers, query_BHGTD.device)
 
 
 def decode(
     layer: Layer,
     step: StepDescriptor,
-    query_BHG1D: torch.Tensor,
+    query_BHGTD: torch.Tensor,
     into: torch.Tensor | None,
     dense_BH: torch.Tensor | None = None,
     pseudo: PseudoToken | None = None,
 ) -> DecodeAttention:
     """Attend with the decoding requests, and put the slow ones' evidence `into` a buffer.
 
-    `dense_BH` says which KV heads read everything, int32, where the policy mixes them.
+    A request's tokens are the last of T; a verified one has several (`draft.evidence` says whose logits are
+    the evidence). `dense_BH` says which KV heads read everything, int32, where the policy mixes them.
     """
-    assert query_BHG1D.shape[3] == 1, "a request that decodes has one token"
     segment = layer.run.segment(layer.index)
     return decode_attention.triton(
-        query_BHG1D[:, :, :, 0],
+        query_BHGTD,
         segment.key_BHSD,
         segment.value_BHSE,
         segment.length_BH,
@@ -67,6 +67,7 @@ def decode(
         step,
         **layer.options,
         evidence=into is not None,
+        evidence_first=_selects_by_first(layer),
         into=into,
         dense_BH=dense_BH,
         pseudo=pseudo,
@@ -87,33 +88,48 @@ def count_attention(run: Run, step: StepDescriptor) -> None:
     run.meter.count("triton.sparse_attention", len(step.fast))
 
 
-def _decode(layer: Layer, query_BHG1D: torch.Tensor) -> torch.Tensor:
+def _decode(layer: Layer, query_BHGTD: torch.Tensor) -> torch.Tensor:
     run, policy, step = layer.run, layer.run.policy, descriptor_of(layer)
+    last_BHG1D = query_BHGTD[:, :, :, -1:]  # all that a fast request has
     if policy.mixes_heads and not layer.left_dense:
-        return _mixed_heads(layer, step, query_BHG1D)
+        return _mixed_heads(layer, step, last_BHG1D)
     pseudo = None
     if policy.selects_before and step.fast:
         with run.observer.span("select_before", layer.index):
-            context = layer_context(layer, step.fast, _of(layer, step.fast, query_BHG1D))
+            context = layer_context(layer, step.fast, _of(layer, step.fast, last_BHG1D))
             chosen = policy.select_before(context)
             apply(layer, step.fast, chosen, "correction" if policy.selects_next else "")
-            pseudo = _spread(layer, step.fast, query_BHG1D, chosen.pseudo if chosen else None)
-    into = evidence_room(layer, step, query_BHG1D)
+            pseudo = _spread(layer, step.fast, last_BHG1D, chosen.pseudo if chosen else None)
+    into = evidence_room(layer, step, query_BHGTD)
     kind = "mixed" if step.fast and step.slow else "fast" if step.fast else "dense"
     moved = layer.moved_bytes(step.slow, dense=True) + layer.moved_bytes(step.fast, dense=False)
     with run.observer.span(f"attention.{kind}", layer.index, moved):
-        result = decode(layer, step, query_BHG1D, into, pseudo=pseudo)
+        result = decode(layer, step, query_BHGTD, into, pseudo=pseudo)
     count_attention(run, step)
     if result.logits_BHGWT is not None:
-        query = _of(layer, step.slow, query_BHG1D)
+        query = _evidence_query(layer, step, query_BHGTD)
         run.maintenance.submit(partial(_maintain, layer, step.slow, query, result))
     if policy.observes_fast:
         for row in step.fast:
-            policy.observe_fast(layer_context(layer, (row,), query_BHG1D[row : row + 1]))
+            policy.observe_fast(layer_context(layer, (row,), last_BHG1D[row : row + 1]))
     if policy.selects_next and step.fast:
-        query = _of(layer, step.fast, query_BHG1D)
+        query = _of(layer, step.fast, last_BHG1D)
         layer.later.append(partial(select_next, layer, step.fast, query))
-    return result.out_BHGE[:, :, :, None]
+    return result.out_BHGWE
+
+
+def _selects_by_first(layer: Layer) -> bool:
+    return layer.run.policy.config.draft.evidence == "first"
+
+
+def _evidence_query(layer: Layer, step: StepDescriptor, query_BHGTD: torch.Tensor) -> torch.Tensor:
+    # of the slow requests, [R, H, G, 1, D]: the query whose logits they hand out
+    T, query_RHGTD = query_BHGTD.shape[3], _of(layer, step.slow, query_BHGTD)
+    if T == 1 or not _selects_by_first(layer):
+        return query_RHGTD[:, :, :, -1:]
+    place_R = T - step.table_BX[layer.run.rows(step.slow).request_R.long(), QUERIES].long()
+    R, H, G, _, D = query_RHGTD.shape
+    return query_RHGTD.gather(3, place_R.view(R, 1, 1, 1, 1).expand(R, H, G, 1, D))
 
 
 def _spread(
@@ -148,7 +164,7 @@ def _mixed_heads(layer: Layer, step: StepDescriptor, query_BHG1D: torch.Tensor) 
     for kind in (forward.slow, forward.fast):
         if result.logits_BHGWT is not None and kind and kind[0] in step.slow:
             layer.later.append(partial(_select_mixed, layer, step, kind, query_BHG1D, result))
-    return result.out_BHGE[:, :, :, None]
+    return result.out_BHGWE
 
 
 def _select_mixed(
@@ -205,10 +221,11 @@ def _prefill(
 
 def _mixed(layer: Layer, query_BHGTD: torch.Tensor) -> torch.Tensor:
     # for hosts that mix prompts and decoding in a pass, which our own does not: a launch for each prompt, and
-    # one for all that decode, whose tokens are the last of T
+    # those of a decoding pass for all that decode
+    own = descriptor_of(layer).queries
     B, H, G, T, _ = query_BHGTD.shape
     out = query_BHGTD.new_zeros(B, H, G, T, layer.pages.value_PHNE.shape[3])
-    out[:, :, :, -1:] = _decode(layer, query_BHGTD[:, :, :, -1:])
+    out[:, :, :, -own:] = _decode(layer, query_BHGTD[:, :, :, -own:])
     for row in layer.forward.prompts:
         one = slice(row, row + 1)
         out[one] = _prefill(layer, (row,), one, query_BHGTD)

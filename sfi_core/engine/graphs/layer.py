@@ -16,7 +16,7 @@ from sfi_core.policies.context import Evidence
 from sfi_kernels.decode_attention import DecodeAttention
 
 
-def attend_replayed(buffers: StepBuffers, layer: Layer, query_BHG1D: torch.Tensor) -> torch.Tensor:
+def attend_replayed(buffers: StepBuffers, layer: Layer, query_BHGTD: torch.Tensor) -> torch.Tensor:
     """Attend as `backends.triton.attend` does in a decoding step, but ask the host for nothing that changes.
 
     What changes from step to step lies in the buffers, and nobody is told of the step: `note_step` does that
@@ -26,10 +26,10 @@ def attend_replayed(buffers: StepBuffers, layer: Layer, query_BHG1D: torch.Tenso
     step = buffers.dense if layer.left_dense else buffers.descriptor
     assert step is not None, "the pass has been described"
     with run.launches(layer.index):
-        result = decode(layer, step, query_BHG1D, evidence_room(layer, step, query_BHG1D))
+        result = decode(layer, step, query_BHGTD, evidence_room(layer, step, query_BHGTD))
     if result.logits_BHGWT is not None:
         run.maintenance.submit(partial(_select, buffers, layer, result))
-    return result.out_BHGE[:, :, :, None]
+    return result.out_BHGWE
 
 
 def _select(buffers: StepBuffers, layer: Layer, result: DecodeAttention) -> None:

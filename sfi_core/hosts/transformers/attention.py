@@ -57,6 +57,9 @@ def sfi_attention(
     layer = cache.layers[module.layer_idx] if cache is not None else None
     layer = layer if isinstance(layer, SfiLayer) else None
     _refuse_unknown(module, kwargs, managed=layer is not None)
+    ragged = cache.ragged if cache is not None and layer is not None else None
+    if ragged is not None:
+        query, key, value = map(ragged.spread, (query, key, value))
     B, heads, T, D = query.shape
     H = key.shape[1]
     scale = D**-0.5 if scaling is None else scaling
@@ -77,7 +80,9 @@ def sfi_attention(
         return plain
     else:
         out = _unmanaged(query_BHGTD, key, value, attention_mask, scale, **options)
-    return out.reshape(B, heads, T, -1).transpose(1, 2).contiguous(), None
+    if ragged is not None:
+        out = ragged.join(out)
+    return out.flatten(1, 2).transpose(1, 2).contiguous(), None
 
 
 def _unmanaged(

@@ -14,6 +14,7 @@ from transformers.cache_utils import (
 
 from sfi_core.engine.run import Run
 from sfi_core.errors import UnsupportedModelError
+from sfi_core.hosts.transformers.ragged_row import RaggedRow
 
 
 class SfiLayer(CacheLayerMixin):
@@ -96,6 +97,7 @@ class SfiCache(Cache):
         requests: Requests in all, where some wait for the place of another one; None for those of the batch.
         generated: The most tokens that a request generates, when known; what `capacity` leaves otherwise.
         run: Made at the first forward pass, when the batch is known.
+        ragged: How the tokens of the pass under way lie, where the model sees one row of several requests'.
     """
 
     def __init__(
@@ -116,6 +118,7 @@ class SfiCache(Cache):
         self.requests: int | None = None
         self.generated: int | None = None
         self.run: Run | None = None
+        self.ragged: RaggedRow | None = None
 
     @property
     def managed(self) -> list[SfiLayer]:

@@ -15,8 +15,8 @@ from sfi_core.engine.shared_prompt import SharedPrompt
 from sfi_core.engine.watcher import Watcher
 from sfi_core.errors import BackendError, ConfigError, SfiError
 from sfi_core.hosts.transformers.cache import SfiCache
+from sfi_core.hosts.transformers.moved import moved
 from sfi_core.hosts.transformers.session import Session
-from sfi_core.hosts.transformers.stores import moved
 from sfi_core.machine.threads import SMALL_BYTES, one_thread
 from sfi_core.models.weights import ModelWeights
 from sfi_core.observers.observer import wants_spans
@@ -80,6 +80,11 @@ class Decoder:
         self._ragged = bool((self.mask_BT == 0).any())
         self._small = reads_little(session, len(self.ids_BT), self.capacity)
 
+    @property
+    def run(self) -> Run:
+        """The run, once the prompt is being read."""
+        return self.session.run
+
     def prefill(self) -> torch.Tensor:
         """Read the prompt in pieces of `chunk` tokens; return the next token's logits, [B, V]."""
         if self.shared is not None:
@@ -125,6 +130,17 @@ class Decoder:
         """Say whether to go on: no request waits."""
         return [] if self.session.run.done else token_B
 
+    def planned_pass(self, ids_BT: torch.Tensor, positions_BT: torch.Tensor) -> torch.Tensor:
+        """Run a pass that the engine has begun; return the logits of every token, [B, T, V]."""
+        run = self.session.run
+        if self._missed:
+            run.meter.not_replayed = self._missed
+        self.cache.attach(run)
+        with run.observer.span("forward"), run.launches(), self.session.planned():
+            logits = self._logits(ids_BT, positions_BT, None, last=False)
+        run.maintenance.join()
+        return logits
+
     def alone(self, ids_1T: torch.Tensor, mask_1T: torch.Tensor, run: Run) -> Self:
         """Return a decoder that reads one more prompt, into the row that a run of its own has."""
         one = type(self)(
@@ -137,6 +153,10 @@ class Decoder:
         )
         one.cache.attach(run)
         return one
+
+    def seat(self, row: int, other: Self) -> None:
+        """Let a prompt that was read alone take a row."""
+        self.cache.seat(row, other.cache, max(state.length for state in self.run.requests))
 
     def _begin_with(self, shared: SharedPrompt) -> torch.Tensor:
         session, cache = self.session, self.cache
@@ -195,16 +215,28 @@ class Decoder:
     def _forward(
         self, ids_BT: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
-        with one_thread(wanted=self._small and ids_BT.shape[1] == 1):
+        return self._logits(ids_BT, positions, mask, last=True)[:, -1]
+
+    def _logits(
+        self,
+        ids_BT: torch.Tensor,
+        positions: torch.Tensor,
+        mask: torch.Tensor | None,
+        *,
+        last: bool,
+    ) -> torch.Tensor:
+        # of the last token alone, where the model can leave the others out, or of all
+        decodes = not last or ids_BT.shape[1] == 1
+        with one_thread(wanted=self._small and decodes):
             output = self.session.model(
                 input_ids=ids_BT,
                 attention_mask=mask,
                 position_ids=positions,
                 past_key_values=self.cache,
                 use_cache=True,
-                **self._options,
+                **(self._options if last else {}),
             )
-        logits: torch.Tensor = output.logits[:, -1]
+        logits: torch.Tensor = output.logits
         return logits
 
 
@@ -242,6 +274,7 @@ def _refusal(session: Session) -> SfiError | None:
             f"CUDA graphs need the triton backend, got {session.backend}; use --set engine.graphs=false"
         )
     reasons = {
+        "lossless decoding, whose passes bring different numbers of tokens": session.engine.lossless,
         f"policy {session.policy_name}, which selects at fast steps": policy.selects_before
         or policy.observes_fast,
         f"policy {session.policy_name}, which selects with more than the evidence": (

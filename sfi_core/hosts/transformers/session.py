@@ -8,7 +8,6 @@ import torch
 
 from sfi_core.distributed.ranks import ranks_of
 from sfi_core.engine.audit import Audit, check_audit
-from sfi_core.engine.backends.registry import PAGE_SIZE
 from sfi_core.engine.report import RunReport
 from sfi_core.engine.run import Run
 from sfi_core.engine.watcher import Watcher
@@ -21,19 +20,19 @@ from sfi_core.hosts.transformers.checks import (
 )
 from sfi_core.hosts.transformers.fusion.fuse import Fusion
 from sfi_core.hosts.transformers.heads import check_heads, with_head_file
+from sfi_core.hosts.transformers.lossless import drafting_of
 from sfi_core.hosts.transformers.passes import begin_decode, begin_prompt, reads_prompt
+from sfi_core.hosts.transformers.run_event import run_event
 from sfi_core.hosts.transformers.shadow import Shadow
 from sfi_core.hosts.transformers.shapes import layer_shapes
 from sfi_core.hosts.transformers.stores import Tiers, expect
-from sfi_core.models.describe import describe_model
 from sfi_core.models.forecast import Forecast
 from sfi_core.models.tensor_parallel import check_split
-from sfi_core.observers.events import RunEvent
 from sfi_core.observers.observer import NullObserver, Observer, as_one
 from sfi_core.policies import policy_class
 from sfi_core.settings.audit import AuditConfig
 from sfi_core.settings.config import SfiConfig
-from sfi_core.settings.engine import EngineOptions
+from sfi_core.settings.engine import PAGE_SIZE, EngineOptions
 from sfi_core.state.kv_cache import KVCache
 from sfi_core.state.kv_store import KVStore
 from sfi_core.state.layer_shape import LayerShape
@@ -143,6 +142,7 @@ class Session:
             tiers=self.tiers,
             generated=generated,
             graphs=graphs,
+            drafting=drafting_of(self),
         )
 
     @property
@@ -251,7 +251,7 @@ class Session:
         )
         cache.attach(self._run)
         if self._shapes:
-            self._tell(batch, cache.requests or batch)
+            self.observer.on(run_event(self, batch, cache.requests or batch))
         return self._run
 
     def store(self, batch: int, capacity: int, generated: int) -> KVStore:
@@ -283,18 +283,3 @@ class Session:
             check_audit(self.audit, self.shapes())
         if type(self.observer) is not NullObserver or self.ranks.size > 1:  # every rank, or none
             self.shapes()  # now: it takes a forward pass, which cannot be made within another
-
-    def _tell(self, batch: int, requests: int) -> None:
-        self.observer.on(
-            RunEvent(
-                batch=batch,
-                requests=requests,
-                policy=self.policy_name,
-                backend=self.backend,
-                device=str(self.model.device),
-                config=self.policy.config.to_dict(),
-                trigger_token_ids=self.trigger_token_ids,
-                model=describe_model(self.model, self._shapes),
-                audit=None if self.audit is None else self.audit.to_dict(),
-            )
-        )

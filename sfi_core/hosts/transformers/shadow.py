@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from sfi_core.engine.logits import compare_logits
 from sfi_core.engine.parts import dense_twin
 from sfi_core.engine.run import Run
 from sfi_core.hosts.transformers.cache import SfiCache
@@ -54,7 +55,8 @@ class Shadow:
             return
         dense_BV, self._dense_BV = self._dense_BV, None
         rows = audited_rows(run)
-        kl_R, agrees_R = compare_logits(logits_BV, dense_BV, rows)
+        chosen = torch.tensor(rows, device=logits_BV.device)
+        kl_R, agrees_R = compare_logits(logits_BV[chosen], dense_BV[chosen])
         steps = tuple(run.requests[row].step for row in rows)
         run.observer.on(
             LogitsEvent(requests=run.requests_of(rows), steps=steps, kl_R=kl_R, agrees_R=agrees_R)
@@ -70,14 +72,3 @@ def audited_rows(run: Run) -> tuple[int, ...]:
     if run.policy.mixes_heads:  # some heads of a slow step read sparsely
         sparse = tuple(sorted((*sparse, *run.forward.slow)))
     return tuple(row for row in sparse if audit.due(states[row].step, slow=states[row].slow))
-
-
-def compare_logits(
-    logits_BV: torch.Tensor, dense_BV: torch.Tensor, rows: tuple[int, ...]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compare the next-token distributions of some rows with dense attention's; see `LogitsEvent`."""
-    chosen = torch.tensor(rows, device=logits_BV.device)
-    ours, dense = (x[chosen].float().log_softmax(-1) for x in (logits_BV, dense_BV))
-    weight = dense.exp()
-    terms = torch.where(weight > 0, weight * (dense - ours), 0.0)
-    return terms.sum(-1), ours.argmax(-1) == dense.argmax(-1)

@@ -6,12 +6,11 @@ from typing import Any
 
 import torch
 
-from sfi_core.engine.maintenance import worked_off_together
-from sfi_core.engine.refresh import first_together
-from sfi_core.engine.shared_prompt import SharedPrompt
+from sfi_core.engine.maintenance import first_together, worked_off_together
 from sfi_core.errors import BackendError, ConfigError, MemoryForecastError
 from sfi_core.machine.memory import free_bytes
 from sfi_core.models.forecast import Forecast, forecast
+from sfi_core.models.lossless_forecast import Drafting
 from sfi_core.models.two_tier_forecast import (
     TwoTierBytes,
     check_device_budget,
@@ -22,7 +21,6 @@ from sfi_core.models.two_tier_forecast import (
 from sfi_core.policies import POLICIES, Policy, policy_class
 from sfi_core.settings.device_budget import DeviceBudget
 from sfi_core.settings.engine import EngineOptions
-from sfi_core.state.kv_store import KVStore
 from sfi_core.state.layer_shape import LayerShape
 from sfi_core.state.side import ring_places, side_of
 from sfi_core.state.two_tier import TwoTierStore
@@ -150,28 +148,13 @@ def check_offloads(policy: Policy | type[Policy], name: str) -> None:
 
 
 def engine_for(policy: str, engine: EngineOptions) -> EngineOptions:
-    """Return the options for a policy's turn in a comparison: without a budget, if it cannot run under one.
+    """Return the options for a policy's turn in a comparison: without those that it cannot run under.
 
     Full attention beside a method in two tiers is what the method has to beat: the cache on the device.
     """
-    return engine if policy_class(policy).offloads else replace(engine, kv_device_budget=None)
-
-
-def moved(shared: SharedPrompt, store: KVStore) -> SharedPrompt:
-    """Return prompts that were read on the device, in an empty store of another kind."""
-    batch = len(shared.count)
-    begin, count = [0] * batch, [0] * batch
-    for layer in shared.layers:
-        begin[:] = [0] * batch
-        for row, length in enumerate(shared.count):
-            for first, key, value in shared.store.blocks(layer, row, length):
-                begin[row], count[row] = first, key.shape[2]
-                # the other rows have no new tokens: what stands there is padding
-                key_BHTD, value_BHTE = (x.expand(batch, -1, -1, -1) for x in (key, value))
-                begin_B, count_B = torch.tensor([begin, count], dtype=torch.int32).to(key.device)
-                store.append(layer, key_BHTD, value_BHTE, begin_B, count_B, begin, count)
-            begin[row], count[row] = length, 0
-    return replace(shared, store=store, copied=False)
+    kind = policy_class(policy)
+    budget = engine.kv_device_budget if kind.offloads else None
+    return replace(engine, kv_device_budget=budget, lossless=engine.lossless and kind.drafts)
 
 
 def expect(
@@ -188,6 +171,7 @@ def expect(
     tiers: Tiers | None,
     generated: int | None,
     graphs: bool,
+    drafting: Drafting | None = None,
 ) -> Forecast:
     """Forecast the memory of a run; arguments as `Session.forecast`'s.
 
@@ -204,6 +188,7 @@ def expect(
         tiers: How the keys and values are divided; None without a device budget.
         generated: The most tokens that a request generates; None for what `capacity` leaves.
         graphs: Whether steps are replayed as CUDA graphs.
+        drafting: How a lossless run drafts; None for other runs.
     """
     heads = model.config.get_text_config(decoder=True).num_attention_heads
     joins = policy.needs_only_evidence and tiers is None
@@ -224,6 +209,7 @@ def expect(
         unpacked=() if together else policy.config.dense_layers,
         evidence_buffers=ring_places(model.device, overlap=overlap),
         graphs=graphs,
+        drafting=drafting,
     )
     if tiers is None:
         return expected

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from sfi_core.errors import BackendError, MemoryForecastError
+from sfi_core.errors import BackendError, ConfigError, MemoryForecastError
+from sfi_core.hosts.transformers.lossless import most_together
 from sfi_core.hosts.transformers.shapes import cached_shapes
 from sfi_core.hosts.transformers.slow_fast import slow_fast
 from sfi_core.machine.describe import describe_measured
@@ -17,6 +18,7 @@ from sfi_core.machine.memory import free_bytes, give_back, resident_bytes
 from sfi_core.machine.private import attention_implementation
 from sfi_core.machine.versions import versions
 from sfi_core.measure.bench.fits import sort_out
+from sfi_core.measure.bench.lossless import lossless_notes, run_lossless
 from sfi_core.measure.bench.ours import run_ours
 from sfi_core.measure.bench.prompts import Prompts
 from sfi_core.measure.bench.rows import point_rows
@@ -71,6 +73,8 @@ class DecodeResult:
                 "time_limit_seconds": asked.time_limit,
                 "slow_rate": None if asked.slow_rate is None else str(asked.slow_rate),
                 "ragged": asked.ragged,
+                "lossless": asked.lossless,
+                "acceptance": asked.acceptance,
                 "prefill": asked.prefill,
                 "seed": asked.seed,
                 "backend": asked.backend,
@@ -113,6 +117,7 @@ def run_bench(
         MemoryForecastError: Nothing fits.
         BackendError: The backend or the engine's switches cannot run here.
         UnsupportedModelError: The architecture cannot run under SFI.
+        ConfigError: A lossless run cannot decode such a batch, or a text is shorter than a prompt.
         NumericsError: The model's logits are not finite.
     """
     check_engine(settings, model.device)
@@ -161,22 +166,25 @@ class Bench:
 
     def run(self) -> None:
         """Measure the machine, then every point."""
-        model, result = self.model, self.result
+        model, result, settings = self.model, self.result, self.settings
         self.progress("measuring the copy bandwidth", 0, 0)
         copy = copy_gb_per_s(model.device, clock_for(model.device, "torch"))
         result.machine = {**describe_measured(model.device), "copy_gb_per_s": copy}
-        with slow_fast(
-            model, None, replace(self.settings.config, trigger_policy="never")
-        ) as session:
+        with slow_fast(model, None, replace(settings.config, trigger_policy="never")) as session:
             self._shapes = session.shapes()
+            if settings.lossless and most_together(session) == 1 < max(settings.batches):
+                raise ConfigError(
+                    "batch must be 1 in lossless runs of a model with sliding-window layers, got "
+                    f"{max(settings.batches)}"
+                )
         weights = ModelWeights.of(model)
         result.model = {
             **describe_model(model, self._shapes),
             "total_weight_bytes": weights.total_bytes,
         }
         result.notes += self._notes()
-        points, variants = self.settings.points(), self.settings.variants()
-        self._total = len(points) * len(variants) * self.settings.repeats
+        points, variants = settings.points(), settings.variants()
+        self._total = len(points) * len(variants) * settings.repeats
         for point in points:
             self._measure(point, variants)
 
@@ -225,12 +233,13 @@ class Bench:
         resident = resident_bytes(model.device)
         if variant.policy:
             resident -= made_up.held_bytes if made_up else 0  # the forecast counts these pages
-            sample = run_ours(model, variant, point, settings, prompts, tokens, show)
+            run = run_lossless if variant.engine.lossless else run_ours
+            sample = run(model, variant, point, settings, prompts, tokens, show)
         else:
             sample = run_theirs(model, variant.name, point, settings, prompts, show)
         sample.forecast_bytes = resident + needed
         sample.prefilled = settings.prefill
-        sample.stopped = sample.steps < settings.steps
+        sample.stopped = sample.tokens < point.batch * settings.steps
         return sample
 
     def _show(self, label: str, sample: DecodeSample | None) -> None:
@@ -254,7 +263,7 @@ class Bench:
 
     def _notes(self) -> list[str]:
         settings, device = self.settings, self.model.device.type
-        notes = []
+        notes = lossless_notes(settings)
         if settings.baselines:
             notes.append(
                 "transformers: greedy model.generate on the same model with an attention implementation of "

@@ -52,12 +52,21 @@ def forecast_document(
         ConfigError: The bytes of a policy's steps depend on more than the number of slow steps.
         UnsupportedModelError: The model does not show its shapes without weights.
     """
-    for policy in settings.policies:
-        if policy not in POLICIES:
-            raise ConfigError(f"forecast knows the policies {POLICIES}, got {policy!r}")
+    check_known(settings)
     return document_of(
         Expectation(model, settings, device), NOTES, bandwidth_gb_per_s, memory_bytes
     )
+
+
+def check_known(settings: DecodeSettings) -> None:
+    """Refuse policies whose bytes depend on more than the number of slow steps.
+
+    Raises:
+        ConfigError: With those that have a forecast.
+    """
+    for policy in settings.policies:
+        if policy not in POLICIES:
+            raise ConfigError(f"forecast knows the policies {POLICIES}, got {policy!r}")
 
 
 def document_of(
@@ -83,7 +92,7 @@ def document_of(
             expected.row(policy, context, batch, bandwidth_gb_per_s, memory)
             for context in sorted(set(settings.contexts))
             for batch in sorted(set(settings.batches))
-            for policy in dict.fromkeys(settings.policies)
+            for policy in expected.names
         ],
         "forecast": True,
         "notes": [*notes],
@@ -158,6 +167,11 @@ class Expectation:
             "synchronized_roofline_speedup": dense / synchronized,
             "break_even_context": self._break_even(policy),
         }
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the rows of a point, in order."""
+        return [*dict.fromkeys(self.settings.policies)]
 
     @property
     def graphs(self) -> bool:

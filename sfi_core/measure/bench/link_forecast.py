@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from sfi_core.engine.backends.registry import PAGE_SIZE
 from sfi_core.errors import ConfigError
 from sfi_core.measure.bench import link_traffic
 from sfi_core.measure.bench.forecast import Expectation, document_of, step_bytes
@@ -18,6 +17,7 @@ from sfi_core.models.forecast import largest_batch
 from sfi_core.models.two_tier_forecast import TwoTierBytes, two_tier_bytes
 from sfi_core.policies.page_bounds import extremes_bytes
 from sfi_core.settings.config import SfiConfig
+from sfi_core.settings.engine import PAGE_SIZE
 
 POLICIES = ("sfi", "snapkv", "quest", "freekv", "synckv", "full-kv", "streaming-llm")
 SELECTING = ("sfi", "snapkv", "quest", "freekv", "synckv")

@@ -1,7 +1,8 @@
 """A run of one of our policies, as `sfi_core.generate` decodes, with forced tokens."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from sfi_core.measure.bench.settings import DecodeSettings, DecodeVariant, Point
 from sfi_core.measure.bench.streams import Stream
 from sfi_core.policies import policy_class
 from sfi_core.policies.shared import Triggered
+from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.sampling import Sampling
 
 
@@ -47,26 +49,16 @@ def run_ours(
     sample = DecodeSample(point.batch, settings.warm_up)
     whole = _period(variant, settings)
     reset_peak(model.device)
-    with (
-        main_stream(model.device, overlap=variant.engine.overlap),
-        slow_fast(
-            model, None, stream.config,
-            policy=variant.policy, backend=settings.backend, engine=variant.engine,
-        ) as session,
-    ):  # fmt: skip
-        decoder = Decoder(
-            session=session, ids_BT=prompts.ids_BT, mask_BT=prompts.mask_BT,
-            capacity=settings.capacity(point.context), chunk=settings.prefill_chunk,
-            shared=None if prompts.made_up is None else prompts.made_up.shared(session),
-            patient=False,  # the warm-up meets every kind of step once: no graph is left for later
-        )  # fmt: skip
+    with decoder_of(model, variant, point, settings, prompts, stream.config) as decoder:
+        session = decoder.session
         greedy = Sampler(Sampling(), prompts.ids_BT, ahead=decoder.ahead)
         finished = [False] * point.batch
         token_SB1 = torch.tensor(stream.token_SB, device=model.device)[:, :, None]
 
         def pick(logits_BV: torch.Tensor) -> list[int]:
             # the device takes the given token: a step that starts before the host has read it is right too
-            logits_BV.scatter_(1, token_SB1[len(sample.at)], torch.finfo(logits_BV.dtype).max)
+            if not settings.real_prompts:
+                logits_BV.scatter_(1, token_SB1[len(sample.at)], torch.finfo(logits_BV.dtype).max)
             return greedy(logits_BV, finished, 0)
 
         sample.began = time.perf_counter()
@@ -74,18 +66,48 @@ def run_ours(
             sample.at.append(time.perf_counter())
             run = session.run
             if step:
-                sample.reads.append(_read(run))
+                sample.reads.append(step_read(run))
             if step == settings.warm_up:
-                sample.selecting -= _selecting(run)
+                sample.selecting -= selecting(run)
             on_step(sample)
             if sample.over(settings.time_limit) and sample.steps % whole == 0:
                 break
-        sample.selecting += _selecting(session.run)
-        report = RunReport.of(session.run)
-        sample.tiers, sample.paths = report.kv_tiers, report.paths
-        sample.not_replayed = report.not_replayed
+        sample.selecting += selecting(session.run)
+        note_report(sample, session.run)
     sample.peak_bytes = peak_bytes(model.device)
     return sample
+
+
+@contextmanager
+def decoder_of(
+    model: Any,
+    variant: DecodeVariant,
+    point: Point,
+    settings: DecodeSettings,
+    prompts: Prompts,
+    config: SfiConfig,
+) -> Iterator[Decoder]:
+    """Put a model under a policy and yield a decoder of a point's prompts; `config` has its triggers."""
+    with (
+        main_stream(model.device, overlap=variant.engine.overlap),
+        slow_fast(
+            model, None, config,
+            policy=variant.policy, backend=settings.backend, engine=variant.engine,
+        ) as session,
+    ):  # fmt: skip
+        yield Decoder(
+            session=session, ids_BT=prompts.ids_BT, mask_BT=prompts.mask_BT,
+            capacity=settings.capacity(point.context), chunk=settings.prefill_chunk,
+            shared=None if prompts.made_up is None else prompts.made_up.shared(session),
+            patient=False,  # the warm-up meets every kind of step once: no graph is left for later
+        )  # fmt: skip
+
+
+def note_report(sample: DecodeSample, run: Run) -> None:
+    """Note where keys and values lay, and what really ran."""
+    report = RunReport.of(run)
+    sample.tiers, sample.paths = report.kv_tiers, report.paths
+    sample.not_replayed = report.not_replayed
 
 
 def _period(variant: DecodeVariant, settings: DecodeSettings) -> int:
@@ -94,7 +116,8 @@ def _period(variant: DecodeVariant, settings: DecodeSettings) -> int:
     return settings.slow_rate.denominator if triggered and settings.slow_rate else 1
 
 
-def _read(run: Run) -> StepRead:
+def step_read(run: Run) -> StepRead:
+    """Say what the run's last step read; of a verification, without the tokens that were rejected."""
     states = run.requests
     return StepRead(
         tuple(state.slow for state in states),
@@ -104,5 +127,6 @@ def _read(run: Run) -> StepRead:
     )
 
 
-def _selecting(run: Run) -> float:
+def selecting(run: Run) -> float:
+    """Return what a run has read to select, in tokens of a layer's keys and values."""
     return sum(state.tally.selecting for state in run.requests)

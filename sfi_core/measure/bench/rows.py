@@ -69,16 +69,37 @@ def _row(variant: DecodeVariant, point: Point, runs: Sequence[DecodeSample]) -> 
         "repeats": len(runs),
         "steps": min(run.steps for run in runs),
         "warm_up": min(run.warm_up for run in runs),
-        "tokens_measured": sum(run.batch * run.steps for run in runs),
+        "tokens_measured": sum(run.tokens for run in runs),
         "stopped_early": any(run.stopped for run in runs),
         "slow_rate": None
         if not variant.policy
         else statistics.fmean(run.slow_rate for run in runs),
+        **_drafting(variant, runs),
         **_latencies(runs),
         "peak_memory_bytes": max(run.peak_bytes for run in runs),
         "forecast_memory_bytes": runs[0].forecast_bytes,
         **_tiers(variant, runs),
         **_paths(runs),
+    }
+
+
+def _drafting(variant: DecodeVariant, runs: Sequence[DecodeSample]) -> dict[str, Any]:
+    # None in the rows of other runs; acceptance is either measured or stated, which no row mixes
+    found = [run.drafting for run in runs if run.drafting is not None]
+    verified, drafted, tested, accepted = (
+        sum(getattr(one, name) for one in found)
+        for name in ("verifications", "drafted", "tested", "accepted")
+    )
+    stated = variant.acceptance
+    passes, tokens = sum(run.batch * run.steps for run in runs), sum(run.tokens for run in runs)
+    return {
+        "lossless": variant.engine.lossless,
+        "acceptance": None if not found else "measured" if stated is None else "stated",
+        "stated_acceptance": stated,
+        "kept_of_tested": accepted / tested if tested else None,
+        "kept_of_drafted": accepted / drafted if drafted else None,
+        "accepted_per_verification": accepted / verified if verified else None,
+        "passes_per_token": passes / tokens if found and tokens else None,
     }
 
 
@@ -121,10 +142,10 @@ def _bytes(
 ) -> dict[str, Any]:
     selects = bool(variant.policy) and policy_class(variant.policy).selects_after
     reads = [read for run in runs for read in run.measured]
-    selecting = sum(run.selecting for run in runs) * model.row_bytes / len(reads)
-    needed = (
-        statistics.fmean(step_bytes(model, read, selects=selects) for read in reads) + selecting
-    )
+    selecting = sum(run.selecting for run in runs) * model.row_bytes
+    # a token of each request: a step, but for a lossless run, whose passes give none or several
+    rounds = sum(run.tokens for run in runs) / runs[0].batch
+    needed = (sum(step_bytes(model, read, selects=selects) for read in reads) + selecting) / rounds
     dense = statistics.fmean(sum(map(float, map(model.dense, read.length_B))) for read in reads)
     rate = statistics.median(run.decode_rate for run in runs)
     gb_per_s = needed * rate / runs[0].batch / 1e9

@@ -1,12 +1,14 @@
 """The time and memory of one run of one variant."""
 
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple, dataclass, field
 from itertools import pairwise
+from typing import Self
 
 from sfi_core.engine.report import TierReport
 from sfi_core.measure.bench.settings import LEAST_STEPS
+from sfi_core.state.tally import Tally
 
 FAST, MIXED, SLOW = "fast", "mixed", "slow"
 KINDS = (FAST, MIXED, SLOW)
@@ -40,6 +42,34 @@ class StepRead:
         return SLOW if all(self.slow_B) else MIXED if any(self.slow_B) else FAST
 
 
+@dataclass(frozen=True, slots=True)
+class Drafting:
+    """What the requests of a lossless run have drafted and verified.
+
+    Attributes:
+        verifications: Dense passes of a request, after the prompt's.
+        drafted: Tokens that they were given to test.
+        tested: Those whose every predecessor was kept.
+        accepted: Those that were kept.
+    """
+
+    verifications: int = 0
+    drafted: int = 0
+    tested: int = 0
+    accepted: int = 0
+
+    @classmethod
+    def of(cls, tallies: Iterable[Tally]) -> Self:
+        """Add up what has been counted so far."""
+        found = [(one.verifications, one.drafted, one.tested, one.accepted) for one in tallies]
+        return cls(*map(sum, zip(*found, strict=True)))
+
+    def since(self, earlier: Self) -> Self:
+        """Return what was counted after `earlier`."""
+        pairs = zip(astuple(self), astuple(earlier), strict=True)
+        return type(self)(*(now - before for now, before in pairs))
+
+
 @dataclass(slots=True)
 class DecodeSample:
     """One run, and the times at which the tokens of its steps arrived.
@@ -49,6 +79,9 @@ class DecodeSample:
         warm_up: Decoding steps that are not measured.
         began: When the prefill began.
         at: When the tokens of step 0, 1, ... arrived; step 0 is the prefill.
+        gave: Tokens that each pass of a lossless run gave all requests, the prefill first; empty for runs
+            whose steps give one to each.
+        drafting: What the measured passes of a lossless run drafted and verified; None of another run.
         reads: What each step from step 1 on read.
         selecting: What the policy read to select, in the measured steps: tokens of a layer's keys and values.
         peak_bytes: Peak memory during the run.
@@ -64,6 +97,8 @@ class DecodeSample:
     warm_up: int
     began: float = 0.0
     at: list[float] = field(default_factory=list)
+    gave: list[int] = field(default_factory=list)
+    drafting: Drafting | None = None
     reads: list[StepRead] = field(default_factory=list)
     selecting: float = 0.0
     peak_bytes: int = 0
@@ -76,8 +111,13 @@ class DecodeSample:
 
     @property
     def steps(self) -> int:
-        """Decoding steps measured."""
+        """Decoding steps measured; of a lossless run, its passes."""
         return max(0, len(self.at) - 1 - self.warm_up)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that the measured steps gave, of all requests."""
+        return sum(self.gave[1 + self.warm_up :]) if self.gave else self.batch * self.steps
 
     @property
     def measured(self) -> list[StepRead]:
@@ -93,12 +133,13 @@ class DecodeSample:
     @property
     def decode_rate(self) -> float:
         """Tokens a second of the steps after the warm-up."""
-        return self.batch * self.steps / (self.at[-1] - self.at[self.warm_up])
+        return self.tokens / (self.at[-1] - self.at[self.warm_up])
 
     @property
     def all_decode_rate(self) -> float:
         """Tokens a second of all steps after the prefill, warm-up and graph capture included."""
-        return self.batch * (len(self.at) - 1) / (self.at[-1] - self.at[0])
+        tokens = sum(self.gave[1:]) if self.gave else self.batch * (len(self.at) - 1)
+        return tokens / (self.at[-1] - self.at[0])
 
     @property
     def prefill_seconds(self) -> float:

@@ -4,13 +4,14 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 from sfi_core.errors import ConfigError
+from sfi_core.hosts.transformers.lossless import check_drafts
 from sfi_core.hosts.transformers.stores import engine_for
 from sfi_core.policies import policy_class
 from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.engine import EngineOptions
 
 BASELINES = ("transformers-dynamic", "transformers-static")
-SYNCHRONIZED = "sfi-synchronized"
+SYNCHRONIZED, LOSSLESS = "sfi-synchronized", "{}-lossless"
 LEAST_STEPS = 3  # a run measures at least so many, however slow they are
 
 
@@ -22,11 +23,14 @@ class DecodeVariant:
         name: The name of the variant in rows.
         policy: Our policy; empty for a baseline.
         engine: How our engine runs a step.
+        acceptance: In a lossless run: the stated chance that a tested token is kept; None keeps those that
+            full attention picks as well.
     """
 
     name: str
     policy: str = ""
     engine: EngineOptions = field(default_factory=EngineOptions)
+    acceptance: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +73,9 @@ class DecodeSettings:
         text_ids: Tokens that decide the slow steps under the config; None for a stated rate.
         ragged: Whether contexts of a batch fall evenly from the context to half of it.
         synchronized: Whether sfi with batch-synchronized slow steps is measured too.
+        lossless: Whether policies that can draft are measured in lossless runs too.
+        acceptance: Their stated chance that a tested token is kept, in [0, 1]. None measures it: then the
+            prompts are the text's, are read, and every run of ours generates its own tokens.
         prefill: Whether prompts are read instead of made up.
         prefill_chunk: Prompt tokens of one forward pass of a prefill; 0 for all at once.
         seed: Seed of keys, values and tokens.
@@ -89,6 +96,8 @@ class DecodeSettings:
     text_ids: tuple[int, ...] | None = None
     ragged: bool = False
     synchronized: bool = False
+    lossless: bool = False
+    acceptance: float | None = None
     prefill: bool = False
     prefill_chunk: int = 4096
     seed: int = 0
@@ -112,6 +121,7 @@ class DecodeSettings:
         if self.time_limit is not None and self.time_limit <= 0:
             raise ConfigError(f"time_limit must be positive, got {self.time_limit}")
         self._check_triggers()
+        self._check_lossless()
 
     def _check_names(self) -> None:
         for policy in self.policies:
@@ -137,14 +147,41 @@ class DecodeSettings:
         if self.synchronized and "sfi" not in self.policies:
             raise ConfigError(f"synchronized needs policy sfi, got {self.policies}")
 
+    def _check_lossless(self) -> None:
+        if not self.lossless:
+            if self.acceptance is not None:
+                raise ConfigError("acceptance must come with lossless, got it alone")
+            return
+        if self.acceptance is not None and not 0 <= self.acceptance <= 1:
+            raise ConfigError(f"acceptance must be in [0, 1], got {self.acceptance:g}")
+        if self.real_prompts and (self.text_ids is None or not self.prefill):
+            raise ConfigError(
+                "lossless must come with a text whose prompts are read, or with a stated acceptance, got "
+                "neither"
+            )
+        if not any(policy_class(policy).drafts for policy in self.policies):
+            check_drafts(policy_class(self.policies[0]), self.policies[0])
+
+    @property
+    def real_prompts(self) -> bool:
+        """Whether prompts are the text's, and tokens are what the model makes of them."""
+        return self.lossless and self.acceptance is None
+
     @property
     def total_steps(self) -> int:
         """Decoding steps of a run."""
         return self.warm_up + self.steps
 
+    @property
+    def most_tokens(self) -> int:
+        """The most tokens that a request may generate; in a lossless run one may get ahead of the others."""
+        if not self.lossless:
+            return self.total_steps + 1
+        return 2 * (self.total_steps + self.config.draft.max_tokens + 1)
+
     def capacity(self, context: int) -> int:
         """Return the tokens that a request may reach; the last token's keys are not needed."""
-        return context + self.total_steps
+        return context + self.most_tokens - 1
 
     def points(self) -> list[Point]:
         """Return the points, short contexts and small batches first."""
@@ -164,4 +201,16 @@ class DecodeSettings:
             after = next(i for i, one in enumerate(ours) if one.policy == "sfi") + 1
             engine = replace(self.engine, synchronized=True)
             ours.insert(after, DecodeVariant(SYNCHRONIZED, "sfi", engine))
+        if self.lossless:
+            ours = [each for one in ours for each in (one, *self._lossless(one))]
         return ours + [DecodeVariant(name) for name in dict.fromkeys(self.baselines)]
+
+    def _lossless(self, plain: DecodeVariant) -> list[DecodeVariant]:
+        # beside a policy that can draft; not beside a variant of it
+        if plain.name != plain.policy or not policy_class(plain.policy).drafts:
+            return []
+        # a lossless run has no graphs: where they are asked for, the other variants have them
+        graphs = False if self.engine.graphs is False else None
+        engine = replace(self.engine, lossless=True, kv_device_budget=None, graphs=graphs)
+        name = LOSSLESS.format(plain.policy)
+        return [DecodeVariant(name, plain.policy, engine, self.acceptance)]

@@ -49,15 +49,16 @@ def slow_steps(rate: Fraction, row: int, batch: int, first: int, last: int) -> l
 
 
 def _at_rate(settings: DecodeSettings, batch: int, rate: Fraction, vocabulary: int) -> Stream:
-    delay, total, warm_up = settings.config.trigger_delay, settings.total_steps, settings.warm_up
+    delay, most, warm_up = settings.config.trigger_delay, settings.most_tokens, settings.warm_up
     config = settings.config.replace(
-        trigger_policy="boundary", trigger_token_ids=(TRIGGER,), slow_start=1, min_gap=0, t_max=total + 1,
+        trigger_policy="boundary", trigger_token_ids=(TRIGGER,), slow_start=1, min_gap=0, t_max=most,
     )  # fmt: skip
     rows = []
     for row in range(batch):
         rng = random.Random(f"{settings.seed} {row}")  # noqa: S311 - no secret
-        tokens = [rng.randrange(TRIGGER + 1, vocabulary) for _ in range(total + 1)]
-        slow = [1 + warm_up + step for step in slow_steps(rate, row, batch, 0, settings.steps)]
+        tokens = [rng.randrange(TRIGGER + 1, vocabulary) for _ in range(most)]
+        last = most - 1 - warm_up
+        slow = [1 + warm_up + step for step in slow_steps(rate, row, batch, 0, last)]
         if rate > 0:  # the warm-up meets every kind of step: all slow, one slow, all fast
             slow += [1 + delay, *([2 + delay] if row == 0 else [])][: max(0, warm_up - delay)]
         for step in slow:
@@ -68,6 +69,6 @@ def _at_rate(settings: DecodeSettings, batch: int, rate: Fraction, vocabulary: i
 
 def _from_text(settings: DecodeSettings, batch: int, ids: tuple[int, ...]) -> Stream:
     starts = [row * len(ids) // batch for row in range(batch)]
-    steps = range(settings.total_steps + 1)
+    steps = range(settings.most_tokens)
     token_SB = [[ids[(start + step) % len(ids)] for start in starts] for step in steps]
     return Stream(settings.config, token_SB)

@@ -43,10 +43,16 @@ class HarnessGrid:
         """Reject what cannot run.
 
         Raises:
-            ConfigError: A limit that is not positive, or two methods, sizes or tasks of one name.
+            ConfigError: A limit that is not positive, two methods, sizes or tasks of one name, or a lossless
+                method, which gives what full attention gives.
             BackendError: The harness is not installed.
         """
         check_distinct({"method": [one.key for one in self.variants], "task": self.tasks})
+        lossless = [method.label for method in self.methods if method.lossless]
+        if lossless:
+            raise ConfigError(
+                f"harness must come without lossless methods, whose score is full-kv's, got {lossless[0]}"
+            )
         if self.limit is not None and self.limit < 1:
             raise ConfigError(f"limit must be positive, got {self.limit}")
         check_harness()

@@ -8,13 +8,17 @@ from pathlib import Path
 from typing import Any, Self
 
 from sfi_core.errors import ConfigError
+from sfi_core.hosts.transformers.lossless import check_drafts
+from sfi_core.hosts.transformers.stores import engine_for
 from sfi_core.policies import policy_class
 from sfi_core.settings.config import SfiConfig
+from sfi_core.settings.engine import EngineOptions
 from sfi_core.triggers.trigger_set import resolve_triggers
 
 WHOLE = "full-kv"  # this policy reads and stores everything, whatever its sizes
 EVERYTHING, OWN = "all", "own"  # labels of full attention's size, and of a method's own size
 RECENT = 128  # tokens of the recent window by default
+LOSSLESS = "lossless"  # a setting of a method that is none of the policy
 WRITTEN = re.compile(
     r"(?:(?P<label>[^=:]+)=)?(?P<policy>[^@:=]+)(?:@(?P<preset>[^:=]+))?(?::(?P<settings>.+))?",
     re.DOTALL,
@@ -30,10 +34,11 @@ class Method:
         label: The name of the method in tables.
         policy: A name from `sfi_core.policies.POLICIES`.
         preset: The preset that the settings start from.
-        settings: What differs from the preset, as `SfiConfig.replace` takes it.
+        settings: What differs from the preset, as `SfiConfig.replace` takes it; `lossless` too.
         config: The preset with these settings.
         sized: Whether the evaluation sets the sizes: not for full attention, which has none, and not for a
             method that states its budget.
+        lossless: Whether its fast steps only draft, so that its tokens are those of full attention.
     """
 
     label: str
@@ -42,15 +47,18 @@ class Method:
     settings: Mapping[str, Any]
     config: SfiConfig
     sized: bool
+    lossless: bool = False
 
     @classmethod
     def parse(cls, text: str) -> Self:
         """Read `[LABEL=]POLICY[@PRESET][:key=value,...]`; values are JSON or bare words.
 
         A preset that ends in `.toml` is a file of settings, such as `sfi tune` writes, and keeps its sizes.
+        The setting `lossless=true` makes a lossless run of the policy.
 
         Raises:
-            ConfigError: `text` has another form, or a policy, preset or setting does not exist.
+            ConfigError: `text` has another form, a policy, preset or setting does not exist, or a policy
+                cannot draft for a lossless run.
             InputError: The preset's file cannot be read.
         """
         match = WRITTEN.fullmatch(text.strip())
@@ -60,8 +68,11 @@ class Method:
         try:
             policy_class(policy)
             settings = _settings(match["settings"] or "")
+            lossless = _lossless(policy, settings)
             base, own = _base(preset)
-            config = base.replace(**settings)
+            config = base.replace(
+                **{name: one for name, one in settings.items() if name != LOSSLESS}
+            )
         except ConfigError as error:
             raise ConfigError(f"method {text}: {error}") from error
         return cls(
@@ -71,6 +82,7 @@ class Method:
             settings=settings,
             config=config,
             sized=policy != WHOLE and not own and "budget" not in settings,
+            lossless=lossless,
         )
 
     def resolved(self, tokenizer: Any) -> "Method":
@@ -81,6 +93,12 @@ class Method:
         """
         ids = resolve_triggers(tokenizer, self.config)
         return replace(self, config=self.config.replace(trigger_token_ids=ids))
+
+    def engine(self, engine: EngineOptions) -> EngineOptions:
+        """Return how the method's steps are run: without a device budget where it cannot run under one."""
+        if not self.lossless:
+            return engine_for(self.policy, engine)
+        return replace(engine, lossless=True, kv_device_budget=None)
 
     def variants(self, sizes: Sequence["Size"]) -> list["MethodVariant"]:
         """Combine the method with sizes; a method with its own size is one variant."""
@@ -207,6 +225,15 @@ def at_share(config: SfiConfig, context: int, share: float) -> SfiConfig:
             f"got {share:g} of {context} tokens"
         )
     return config.replace(budget=budget, recent=recent)
+
+
+def _lossless(policy: str, settings: Mapping[str, Any]) -> bool:
+    wanted = settings.get(LOSSLESS, False)
+    if not isinstance(wanted, bool):
+        raise ConfigError(f"{LOSSLESS} must be true or false, got {wanted!r}")
+    if wanted:
+        check_drafts(policy_class(policy), policy)
+    return wanted
 
 
 def _base(preset: str) -> tuple[SfiConfig, bool]:

@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 from sfi_core.errors import ConfigError
 from sfi_core.generation.generate import generate
 from sfi_core.generation.read_prompt import read_prompt
-from sfi_core.hosts.transformers.stores import engine_for
+from sfi_core.hosts.transformers.lossless import most_together
+from sfi_core.hosts.transformers.slow_fast import slow_fast
 from sfi_core.measure.evaluation.claims import ALONE, Claims, grouped, taken
 from sfi_core.measure.evaluation.grid import FAILURES, Key
 from sfi_core.measure.evaluation.method import Method, MethodVariant, Size, check_distinct
@@ -92,8 +93,11 @@ class TaskGrid:
 
         Raises:
             InputError: With the task, the length and the model's limit.
-            ConfigError: With the share and the context.
+            ConfigError: With the share and the context, or with what keeps a method from a lossless run.
         """
+        for method in self.methods:
+            if method.lossless:
+                _together(model, method)
         limit = positions_of(model)
         check_lengths_asked(limit, self.lengths)
         for length in self.lengths:
@@ -136,6 +140,7 @@ class TaskGrid:
         options: dict[str, Any] = {"backend": backend, "prefill_chunk": prefill_chunk}
         methods = [method.resolved(tokenizer) for method in self.methods]
         variants = [one for method in methods for one in method.variants(self.sizes)]
+        alone = {one.label for one in methods if one.lossless and _together(model, one) == 1}
         samples = list(self.samples())
 
         def left(unit: int) -> list[MethodVariant]:
@@ -155,7 +160,7 @@ class TaskGrid:
             with taken(claims, units, lambda unit: bool(left(unit))) as mine:
                 for together in grouped(mine, lambda unit: [one.key for one in left(unit)]):
                     own, chosen = left(together[0]), list(map(drawn, together))
-                    yield from _rows(model, tokenizer, chosen, own, engine, options)
+                    yield from _rows(model, tokenizer, chosen, own, engine, options, alone)
 
     def _batches(
         self, size: int, alike: Callable[[int], Key], left: Callable[[int], bool]
@@ -182,6 +187,13 @@ def _window(methods: list[Method]) -> int | None:
     return max(policy.adapt(config).window_prefill for policy, config in policies)
 
 
+def _together(model: Any, method: Method) -> int | None:
+    # the most samples that a lossless run decodes together, whatever its triggers; None for no limit
+    config, engine = method.config.replace(trigger_token_ids=(0,)), method.engine(DEFAULTS)
+    with slow_fast(model, None, config, policy=method.policy, engine=engine) as session:
+        return most_together(session)
+
+
 def _rows(
     model: Any,
     tokenizer: Any,
@@ -189,8 +201,10 @@ def _rows(
     pending: list[MethodVariant],
     engine: EngineOptions,
     options: Mapping[str, Any],
+    alone: Container[str] = (),
 ) -> Iterator[dict[str, Any]]:
-    # read the prompts once and decode them together under each method; what fails is done one by one
+    # read the prompts once and decode them together under each method; what fails is done one by one, as
+    # are the methods of `alone`
     shared, problem = None, ""
     try:
         shared = read_prompt(
@@ -205,7 +219,10 @@ def _rows(
         problem = first_line(error)
     failed = list(pending) if shared is None else []
     for one in pending if shared is not None else ():
-        own = {"shared": shared, "engine": engine_for(one.method.policy, engine)}
+        if len(samples) > 1 and one.method.label in alone:
+            failed.append(one)
+            continue
+        own = {"shared": shared, "engine": one.method.engine(engine)}
         rows, problem = _decoded(model, tokenizer, one, samples, {**options, **own})
         del own
         if rows is None and len(samples) > 1:

@@ -3,15 +3,17 @@
 from collections.abc import Iterable
 from typing import Any
 
+from sfi_core.engine.report import LosslessReport
 from sfi_core.generation.generate import Result
 from sfi_core.measure.evaluation.method import MethodVariant
 from sfi_core.measure.evaluation.tasks import TaskSample, find_task
 from sfi_core.measure.evaluation.tasks.by_sentence import by_sentence
 
+COUNTS = ("verifications", "drafted", "tested", "accepted")
 MEASURED = (
     "score", "scores", "generated", "finish_reason", "read_ratio", "selection_ratio", "stored_ratio",
-    "slow_steps", "fast_steps", "decode_seconds", "tokens_per_second", "sentence_places", "sentence_scores",
-    "text",
+    "slow_steps", "fast_steps", *COUNTS, "decode_seconds", "tokens_per_second", "sentence_places",
+    "sentence_scores", "text", "token_ids",
 )  # fmt: skip
 
 
@@ -28,6 +30,11 @@ def empty_row(variant: MethodVariant, sample: TaskSample) -> dict[str, Any]:
         "expected": list(sample.answers),
         "error": None,
     }
+
+
+def counts(report: LosslessReport) -> dict[str, int]:
+    """Return what a lossless request verified, drafted, tested and accepted, as columns."""
+    return {name: getattr(report, name) for name in COUNTS}
 
 
 def decoded_rows(
@@ -65,6 +72,8 @@ def decoded_rows(
                 "sentence_places": places,
                 "sentence_scores": right,
                 "text": text,
+                "token_ids": report.token_ids,
+                **({} if report.lossless is None else counts(report.lossless)),
             }
         )
     return rows

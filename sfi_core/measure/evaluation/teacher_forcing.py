@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 
+from sfi_core.engine.left_pad import left_pad
 from sfi_core.engine.report import RunReport
 from sfi_core.engine.shared_prompt import SharedPrompt
 from sfi_core.errors import ConfigError, NumericsError
 from sfi_core.generation.decode import decode
-from sfi_core.generation.prompts import check_lengths, left_pad
+from sfi_core.generation.prompts import check_lengths
 from sfi_core.hosts.transformers.decoder import Decoder, records_steps
 from sfi_core.hosts.transformers.slow_fast import slow_fast
 from sfi_core.models.forecast import check_fits

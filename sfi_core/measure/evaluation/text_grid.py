@@ -19,7 +19,9 @@ from sfi_core.settings.engine import DEFAULTS, EngineOptions
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextGrid:
-    """The rows of a comparison: every method but full attention, at every size, on every window.
+    """The rows of a comparison: every method at every size on every window.
+
+    Full attention and lossless methods have no row: what a text's own tokens ask of them is the reference.
 
     Attributes:
         methods: The methods that decode.
@@ -53,7 +55,10 @@ class TextGrid:
             }
         )
         if not self.variants:
-            raise ConfigError(f"fidelity must have a method besides {WHOLE}, got none")
+            raise ConfigError(
+                f"fidelity must have a method besides {WHOLE} and lossless ones, which are full attention, "
+                "got none"
+            )
         for name, value in (("tokens", self.tokens), ("windows", self.count)):
             # the first token follows from the prompt, which every method reads densely
             least = 2 if name == "tokens" else 1
@@ -62,8 +67,10 @@ class TextGrid:
 
     @property
     def variants(self) -> list[MethodVariant]:
-        """The methods at their sizes, each of which decodes every window."""
-        methods = [method for method in self.methods if method.policy != WHOLE]
+        """The methods at their sizes, each of which decodes every window; none that is full attention."""
+        methods = [
+            method for method in self.methods if method.policy != WHOLE and not method.lossless
+        ]
         return [one for method in methods for one in method.variants(self.sizes)]
 
     @property

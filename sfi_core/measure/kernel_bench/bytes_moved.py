@@ -2,6 +2,7 @@
 
     attention over A tokens   B H A (D + E) s of keys and values, 2 B H G D s of query and output
       with evidence           and 4 B H G T of logits
+      of W queries a request  2 B H G W D s of query and output
       gathering in place      and 4 B H S of positions
       of mixed heads          B A (D + E) s of each sparse head, B T (D + E) s of each dense one
     selector                  4 B H G T of logits, 4 B H T of key norms, B T of J in; 4 B H T of scores out
@@ -25,21 +26,32 @@ Work lists, lengths, block tables and the log-sum-exp, which a slow step hands t
 logits, are left out.
 """
 
-from sfi_core.measure.kernel_bench.settings import CODE_OPS, PACKED_OPS, PIECES, KernelSettings
+from sfi_core.measure.kernel_bench.settings import (
+    CODE_OPS,
+    PACKED_OPS,
+    PIECES,
+    VERIFIED,
+    KernelSettings,
+)
 from sfi_kernels.key_codes import CHANNELS
 
 INT32 = FLOAT32 = 4
 
 
 def attention_bytes(
-    settings: KernelSettings, tokens: int, *, evidence: bool = False, gathered: int = 0
+    settings: KernelSettings,
+    tokens: int,
+    *,
+    evidence: bool = False,
+    gathered: int = 0,
+    queries: int = 1,
 ) -> int:
     """Return the bytes of attention over `tokens` tokens of every request."""
     rows = settings.batch * settings.heads
-    queries = 2 * rows * settings.head_dim * settings.torch_dtype.itemsize
+    ends = 2 * rows * queries * settings.head_dim * settings.torch_dtype.itemsize
     logits = rows * settings.context * FLOAT32 if evidence else 0
     positions = settings.batch * settings.kv_heads * gathered * INT32
-    return tokens * _row_bytes(settings) + queries + logits + positions
+    return tokens * _row_bytes(settings) + ends + logits + positions
 
 
 def mixed_heads_bytes(settings: KernelSettings, tokens: int, dense: int) -> int:
@@ -141,6 +153,10 @@ def forecast_bytes(settings: KernelSettings, backend: str) -> int:
     if "prompt" in settings.ops:  # a piece's queries and outputs, and a rival's own keys and values
         piece = 3 * max(PIECES.values()) * settings.heads * settings.head_dim
         total += piece * settings.torch_dtype.itemsize + history // settings.batch
+    if "verify" in settings.ops:  # queries and outputs of all passes, and one's partial results
+        numbers = settings.batch * settings.heads * settings.head_dim
+        total += numbers * 2 * sum(VERIFIED) * settings.torch_dtype.itemsize
+        total += 2 * numbers * max(VERIFIED) * FLOAT32
     # the check takes a request at a time: keys and values in twice their precision, logits and weights
     wide = 2 * settings.torch_dtype.itemsize
     request = settings.context * (3 * settings.kv_heads * settings.head_dim + 4 * settings.heads)

@@ -18,6 +18,10 @@ HEADS = (
     "others sparsely; `pack` and `recall` leave some as they are. A launch whose heads agree runs a row",
     "without `heads`, which loads nothing for it, so that its cost is unchanged.",
 )
+HALVES = (
+    "`halves` marks pages as in vLLM, where a token's key and value lie side by side: keys and values are",
+    "halves of one tensor, and their strides are constants of the kernel like those of pages of our own.",
+)
 PROMPTS = (
     "`dense_attention` takes 128 rows and 8 warps of queries for each tile of keys, 64 rows and 4 warps for",
     "heads of 64 numbers, and 32 rows for heads of 256 on sm_80, where registers hold the queries. No warp",
@@ -106,6 +110,8 @@ def markdown(rows: Sequence[dict[str, Any]]) -> str:
         f"{LIMITS}.",
         "",
         *HEADS,
+        "",
+        *HALVES,
         "",
         *PROMPTS,
         "",

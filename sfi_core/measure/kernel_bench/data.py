@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from sfi_core.engine.backends.registry import PAGE_SIZE
 from sfi_core.measure.kernel_bench.settings import KernelSettings
+from sfi_core.settings.engine import PAGE_SIZE
 from sfi_core.settings.parts import SelectorConfig
 from sfi_core.state.layer_pages import LayerPages
 from sfi_kernels.dense_attention import window_logits

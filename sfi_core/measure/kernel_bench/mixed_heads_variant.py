@@ -61,11 +61,11 @@ def _call(
     )
     split_plan.on(backend)(plan, heads, places)
     packed = selected.key_BHSD, selected.value_BHSD, selected.length_BH
-    attend = decode_attention.on(backend)
+    attend, query_BHG1D = decode_attention.on(backend), data.query_BHGD[:, :, :, None]
 
     def call() -> torch.Tensor:
         return attend(
-            data.query_BHGD, *packed, *data.paged, plan, scale=settings.scale, dense_BH=dense_BH
-        ).out_BHGE  # fmt: skip
+            query_BHG1D, *packed, *data.paged, plan, scale=settings.scale, dense_BH=dense_BH
+        ).out_BHGWE[:, :, :, 0]  # fmt: skip
 
     return call

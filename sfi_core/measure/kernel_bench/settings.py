@@ -8,13 +8,14 @@ from sfi_core.errors import BackendError, ConfigError
 from sfi_core.settings.engine import BACKENDS
 
 OPS = (
-    "fast", "dense", "mixed_heads", "selector", "top_k", "pack", "recall", "append", "encode_keys",
-    "scan_codes", "prompt", "rms_norm", "rotary", "silu_mul",
+    "fast", "dense", "verify", "mixed_heads", "selector", "top_k", "pack", "recall", "append",
+    "encode_keys", "scan_codes", "prompt", "rms_norm", "rotary", "silu_mul",
 )  # fmt: skip
 # the ops that work on the packed rows of a retention
 PACKED_OPS = {"fast", "mixed_heads", "pack", "recall"}
 FUSED_OPS = ("rms_norm", "rotary", "silu_mul")
 CODE_OPS = {"encode_keys", "scan_codes"}
+VERIFIED = (1, 5, 8, 9, 17)  # queries of a request that verifies a draft of one token less
 SWEEPS = ("retention",)
 DTYPES = {
     "auto": torch.bfloat16,

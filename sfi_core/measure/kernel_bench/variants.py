@@ -26,6 +26,7 @@ from sfi_core.measure.kernel_bench.recall_variant import recall_variant
 from sfi_core.measure.kernel_bench.rivals import rivals
 from sfi_core.measure.kernel_bench.settings import CODE_OPS, PACKED_OPS, KernelSettings
 from sfi_core.measure.kernel_bench.variant import KernelVariant, alone, guarded
+from sfi_core.measure.kernel_bench.verify_variants import verify_variants
 from sfi_kernels.append import append
 from sfi_kernels.decode_attention import DecodeAttention, decode_attention, resident_programs
 from sfi_kernels.dense_attention import dense_attention
@@ -61,6 +62,8 @@ class KernelVariants:
         """
         ops, settings = self.settings.ops, self.settings
         yield from guarded("dense", 1.0, self._dense())
+        verifications = verify_variants(settings, self.data, self.backend)
+        yield from guarded("verify", 1.0, verifications)
         for retention, selected in self.selected.items():
             if "pack" in ops:
                 yield from guarded("pack", retention, alone(self._pack, retention, selected))
@@ -119,7 +122,7 @@ class KernelVariants:
             differs = gates.logits_error(
                 result.logits_BHGWT, logits, data.query_BHGD, data.key_BHTD, settings.scale
             )
-            return max(expected.error(result.out_BHGE), differs)
+            return max(expected.error(result.out_BHGWE[:, :, :, 0]), differs)
 
         return KernelVariant("dense.evidence", 1.0, call, moved, error)
 
@@ -172,7 +175,7 @@ class KernelVariants:
         return descriptor
 
     def _attend(self, plan: StepDescriptor, *selected: Selected, **options: Any) -> torch.Tensor:
-        return self._attend_whole(plan, *selected, **options).out_BHGE
+        return self._attend_whole(plan, *selected, **options).out_BHGWE[:, :, :, 0]
 
     def _attend_whole(
         self, plan: StepDescriptor, selected: Selected | None = None, **options: Any
@@ -184,9 +187,8 @@ class KernelVariants:
         attend: Callable[..., DecodeAttention] = decode_attention.triton
         if {"block_n", "position_BHS"} & set(options):
             attend = import_module("sfi_kernels.decode_attention.triton").attend
-        return attend(
-            data.query_BHGD, *packed, *data.paged, plan, scale=self.settings.scale, **options
-        )  # fmt: skip
+        query_BHG1D = data.query_BHGD[:, :, :, None]
+        return attend(query_BHG1D, *packed, *data.paged, plan, scale=self.settings.scale, **options)
 
     def _fill(self, selected: Selected) -> None:
         # by the reference: no other op is wrong because `pack` is

@@ -125,6 +125,13 @@ def test_hosted_ranks_sample_with_the_first_ones_seed(one, two):
     assert tokens == two[0]["hosted sampled"]["tokens"] != one["llama default"]["tokens"]
 
 
+def test_ranks_take_the_first_one_s_tokens_and_probabilities(ranks):
+    """Their logits may differ by rounding; what decides about a draft must not."""
+    first, second = (tensor_parallel.picked(rank) for rank in (0, 1))
+    assert first[0] != second[0]
+    assert [rank["picked"] for rank in ranks] == [first, first]
+
+
 REFUSED = {
     "checkpoints": "ConfigError: model must be the same on every rank, got another on rank 1 than on 0",
     "missing": "InputError: rank 1: model folder FOLDER/nowhere does not exist",

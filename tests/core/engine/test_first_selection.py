@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from sfi_core.engine import refresh
+from sfi_core.engine import maintenance
 from tests.core.engine.test_triton_backend import PROMPTS, complete, tokens
 from tests.fakes import RecordingObserver
 
@@ -25,7 +25,7 @@ def test_neighbors_share_launches_and_every_event_stays(monkeypatch):
     """A prompt of 7 tokens, shorter than the budget, is on its own."""
     prompts = [*LONG, PROMPTS[2]]
     together, events = observed(prompts, prefill_chunk=30)
-    monkeypatch.setattr(refresh, "TOGETHER", 1)
+    monkeypatch.setattr(maintenance, "TOGETHER", 1)
     alone, expected = observed(prompts, prefill_chunk=30)
     assert (launches(together), launches(alone)) == (
         2 * 1,
@@ -42,5 +42,5 @@ def test_neighbors_share_launches_and_every_event_stays(monkeypatch):
 
 
 def test_long_prompts_are_few_at_a_time(monkeypatch):
-    monkeypatch.setattr(refresh, "TOGETHER", 2 * 4 * 4 * 40)  # query heads, window, tokens
+    monkeypatch.setattr(maintenance, "TOGETHER", 2 * 4 * 4 * 40)  # query heads, window, tokens
     assert launches(observed(LONG, max_new_tokens=1)[0]) == 2 * 2

@@ -129,6 +129,7 @@ def test_replayed_steps_are_the_eager_ones(complete, recorder, name, sizes):
     [
         {"recent_mode": "sliding", "dense_layers": (1,)},
         {"sink": 0, "recent": 25, "budget": 60, "group_reduce": "mean"},
+        {"granularity": "page", "page_size": 6},
     ],
     ids=str,
 )

@@ -73,10 +73,14 @@ def complete(model, monkeypatch):
     return run
 
 
-@pytest.mark.parametrize("policy", ["sfi", "prior-only"])
-def test_layers_together_choose_what_each_chooses_alone(complete, policy):
-    alone, paths, ones = complete(enough=1, policy=policy)
-    own, own_paths, together = complete(policy=policy)
+@pytest.mark.parametrize(
+    ("policy", "change"),
+    [("sfi", {}), ("prior-only", {}), ("sfi", {"granularity": "page", "page_size": 5})],
+)
+def test_layers_together_choose_what_each_chooses_alone(complete, policy, change):
+    options = {"policy": policy, "config": CONFIG.replace(**change)}
+    alone, paths, ones = complete(enough=1, **options)
+    own, own_paths, together = complete(**options)
     assert set(ones) == {1}
     assert set(together) == {LAYERS - len(CONFIG.dense_layers)}
     assert sum(together) == len(ones)

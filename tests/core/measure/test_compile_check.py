@@ -27,7 +27,7 @@ from sfi_kernels.launch import name_of
 from sfi_kernels.offline import compile_launch
 from sfi_kernels.specializations import specializations
 
-seen = set()
+seen, kernels = set(), set()
 for label, launch in specializations(80):
     name = name_of(launch.kernel)
     if name not in seen or label.startswith("fp32, D=256"):
@@ -35,7 +35,14 @@ for label, launch in specializations(80):
     else:
         row = {"kernel": f"{name} [{label}]"}
     seen.add(name)
+    kernels.add(row["kernel"])
     print(json.dumps(row))
+for capability in (90, 100):  # whose tiles for many queries are others
+    for label, launch in specializations(capability):
+        kernel = f"{name_of(launch.kernel)} [{label}]"
+        if kernel not in kernels:
+            kernels.add(kernel)
+            print(json.dumps({"kernel": kernel}))
 """
 ROW = {
     "kernel": "pack [fp16, D=64]", "arch": "sm_80", "registers": 40, "spill_bytes": 0,

@@ -153,6 +153,8 @@ def test_bytes_by_op():
     )
     whole = bytes_moved.attention_bytes(settings, 150)
     assert bytes_moved.attention_bytes(settings, 150, evidence=True) == whole + 2 * 2 * 2 * 150 * 4
+    ends = 2 * 2 * 4 * 16 * 4
+    assert bytes_moved.attention_bytes(settings, 150, queries=5) == whole + 4 * ends
     assert bytes_moved.selector_bytes(settings) == 2 * 150 * (4 * 4 + 2 * 4 + 2 * 4 + 1)
     assert bytes_moved.top_k_bytes(settings, 9) == 2 * 2 * (150 + 9) * 4
     assert bytes_moved.pack_bytes(settings, 13) == 2 * 13 * kv_row + 2 * 2 * 13 * 4
@@ -239,8 +241,8 @@ def test_the_rate_of_a_prompt_is_its_operations_by_the_time_beside_its_own_rival
 def test_a_run_checks_and_times_every_op(dtype):
     rows = run_bench(tiny(dtype=dtype, repeats=2), "torch", CPU).rows()
     assert {row["op"] for row in rows} == {
-        "fast", "dense", "dense.sdpa", "mixed_heads", "selector", "top_k", "pack", "recall", "append",
-        "encode_keys", "scan_codes", "scan_codes.plain",
+        "fast", "dense", "dense.sdpa", "verify", "mixed_heads", "selector", "top_k", "pack", "recall",
+        "append", "encode_keys", "scan_codes", "scan_codes.plain",
         "prompt", "prompt.sdpa", "prompt.piece", "prompt.piece.sdpa",
         "rms_norm", "rotary", "silu_mul",
     }  # fmt: skip
@@ -469,7 +471,7 @@ def test_every_kernel_variant_runs_and_equals_its_formula(dtype, kernel_device):
     errors = {(one.name, one.form): one.error() for one in made.build()}
     assert {name for name, _ in errors} == {
         "dense", "dense.evidence", "dense.paper_like", "dense.sdpa", "fast", "fast.gather",
-        "mixed_heads", "pack", "recall", "selector", "top_k", "append",
+        "verify", "mixed_heads", "pack", "recall", "selector", "top_k", "append",
         "encode_keys", "scan_codes", "scan_codes.plain",
         "prompt", "prompt.sdpa", "prompt.piece", "prompt.piece.sdpa",
         "rms_norm", "rotary", "silu_mul",

@@ -9,6 +9,7 @@ from sfi_core.measure.kernel_bench import (
     key_code_gates,
     prompt_variants,
     variants,
+    verify_variants,
 )
 from sfi_core.measure.kernel_bench.data import (
     allowed,
@@ -176,6 +177,32 @@ def test_a_prompt_whose_last_or_next_token_is_missed_is_red(monkeypatch, name: s
 
     monkeypatch.setattr(prompt_variants, "dense_attention", Shorter())
     assert ours.error() > 1
+
+
+@pytest.mark.parametrize("mistake", ["another query's output", "another query's evidence"])
+def test_a_verification_that_mixes_up_its_queries_is_red(monkeypatch, mistake: str):
+    settings = tiny(ops=("verify",))
+    reference = verify_variants.decode_attention.reference
+
+    class Mixed:
+        def on(self, backend):
+            return self.attend
+
+        def attend(self, *operands, **options):
+            if mistake == "another query's evidence":
+                return reference(*operands, **options, evidence_first=True)
+            result = reference(*operands, **options)
+            return result._replace(out_BHGWE=result.out_BHGWE.roll(1, 3))
+
+    data = layer_data(settings, CPU, one_page=True)
+    ours = [*verify_variants.verify_variants(settings, data, "torch")]
+    assert [one.form for one in ours] == [
+        "1 query", "5 queries", "8 queries", "9 queries", "17 queries",
+    ]  # fmt: skip
+    assert max(one.error() for one in ours) <= 1
+    monkeypatch.setattr(verify_variants, "decode_attention", Mixed())
+    wrong = [*verify_variants.verify_variants(settings, data, "torch")]
+    assert min(one.error() for one in wrong[1:]) > 1
 
 
 @pytest.mark.parametrize("name", ["rms_norm", "rotary", "silu_mul"])

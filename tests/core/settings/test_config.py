@@ -27,6 +27,8 @@ PAPER = {
     "recent": 256,
     "recent_mode": "sliding",
     "budget": 2048,
+    "granularity": "token",
+    "page_size": 16,
     "t_max": 64,
     "min_gap": 0,
     "trigger_delay": 0,
@@ -63,7 +65,7 @@ def flat(config: SfiConfig) -> dict[str, object]:
 
 
 # of policies of their own; the presets of SFI leave them alone
-METHODS = {"codescan", "freekv", "synckv"}
+METHODS = {"codescan", "draft", "freekv", "synckv"}
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
 """A trace as a timeline for ui.perfetto.dev or chrome://tracing, in Chrome's Trace Event Format.
 
 Tracks: the steps of each request, then the spans of each stream. An arrow leads from a refresh of a layer's
-selected memory to that layer's attention in the first fast step that reads it.
+selected memory to that layer's attention in the first fast step that reads it. A lossless run's verifications
+are marks on the request's track.
 """
 
 import heapq
@@ -28,6 +29,15 @@ STEPS = """
     SELECT timed_steps.*, extents.begin_us,
         least(end_us, lead(begin_us) OVER (PARTITION BY request ORDER BY step)) AS end_us
     FROM timed_steps JOIN extents USING (batch, batch_step)
+    ORDER BY begin_us
+"""
+VERIFICATIONS = """
+    WITH begun AS (
+        SELECT request AS batch, step AS batch_step, min(begin_us) AS begin_us FROM timings GROUP BY ALL
+    )
+    SELECT verifications.*, begun.begin_us
+    FROM verifications JOIN timed_steps USING (request, step)
+    JOIN begun ON (begun.batch, begun.batch_step) = (timed_steps.batch, timed_steps.batch_step)
     ORDER BY begin_us
 """
 # a span that holds others comes before them
@@ -70,19 +80,21 @@ def perfetto_text(trace: Trace, progress: Callable[[int, int], None]) -> Iterato
     """
     scope = Scope.of(trace)
     steps, flows = scope.rows(STEPS), scope.rows(FLOWS)
+    verifications = scope.rows(VERIFICATIONS)
     if not steps:
         raise TraceError(f"trace {trace.path} has no timings, which a timeline is made of")
     spans = scope.row("SELECT count(*) AS n FROM timings")["n"]
     tracks = _tracks(scope, steps)
     events = heapq.merge(
         _step_events(steps, tracks),
+        _verification_events(verifications, tracks),
         _counter_events(steps),
         _flow_events(flows, tracks),
         _span_events(scope, tracks),
         key=lambda event: event["ts"],
     )
     named = _names(trace, tracks)
-    total = len(named) + 3 * len(steps) + 2 * len(flows) + spans
+    total = len(named) + 3 * len(steps) + len(verifications) + 2 * len(flows) + spans
     about = {key: trace.manifest.get(key) for key in ABOUT}
     head = json.dumps({"displayTimeUnit": "ms", "otherData": about}, ensure_ascii=False)
     yield head[:-1] + ', "traceEvents": [\n'
@@ -124,6 +136,14 @@ def _step_events(steps: list[Event], tracks: dict[Track, int]) -> Iterator[Event
         kind, tid = "slow" if step["slow"] else "fast", tracks["request", step["request"]]
         args = {name: step[name] for name in shown if step[name] not in (None, "")}
         yield _slice(step, kind, kind, tid, args) | {"cname": COLORS[step["slow"]]}
+
+
+def _verification_events(rows: list[Event], tracks: dict[Track, int]) -> Iterator[Event]:
+    shown = ("step", "base", "drafted", "accepted", "reason", "evidence_position")
+    for row in rows:
+        args = {name: row[name] for name in shown if row[name] is not None}
+        tid, name = tracks["request", row["request"]], f"kept {row['accepted']} of {row['drafted']}"
+        yield _event("i", name, tid, row["begin_us"], s="t", cat="verification", args=args)
 
 
 def _counter_events(steps: list[Event]) -> Iterator[Event]:

@@ -14,6 +14,7 @@ KINDS = {  # kind: module
     "head-similarity": "head_similarity",
     "query-cosine": "query_cosine",
     "corrections": "corrections",
+    "acceptance": "acceptance",
     "retained": "retained",
     "timeline": "timeline",
 }

@@ -8,6 +8,7 @@ import pyarrow as pa
 from pyarrow import parquet
 
 from sfi_core.errors import ConfigError
+from sfi_traces.read.lossless_rules import broken_sums
 from sfi_traces.read.reader import Trace
 from sfi_traces.read.step_rules import broken_rules
 from sfi_traces.schema import ADDED, PART, TABLES
@@ -17,7 +18,7 @@ ROWS = 10_000  # in memory at once
 
 
 def check(trace: Trace) -> dict[str, Any]:
-    """Read every part of a trace, and see whether its steps follow from its tokens.
+    """Read every part of a trace, and see whether its steps follow from its tokens and verifications.
 
     Returns:
         `problems` has a line for each thing that is wrong; `sound` says that there is none. `notes` are about
@@ -27,8 +28,8 @@ def check(trace: Trace) -> dict[str, Any]:
     problems = [line for table in tables for line in _table_problems(table)]
     recorded: list[dict[str, int]] = []
     unchecked: str | None = "the table steps cannot be read"
-    (steps,) = (table for table in tables if table["table"] == "steps")
-    if not (steps["damaged"] or steps["missing"] or steps["wrong"]):
+    readable = {table["table"]: _readable(table) for table in tables}
+    if readable["steps"]:
         recorded = _recorded(trace)
         gaps = [
             f"request {row['request']}: steps must be consecutive from 0 on, got {row['steps']} up to step "
@@ -37,7 +38,8 @@ def check(trace: Trace) -> dict[str, Any]:
             if not row["steps"] == row.pop("distinct") == row["last_step"] + 1
         ]
         broken, unchecked = _check_steps(trace, whole=not gaps)
-        problems += gaps + broken
+        summed = not gaps and readable["verifications"]
+        problems += gaps + broken + (_first_lines(broken_sums(trace)) if summed else [])
     temporary = sorted(str(path.relative_to(trace.path)) for path in trace.path.rglob(".*.tmp"))
     return {
         "trace": str(trace.path),
@@ -89,6 +91,10 @@ def _check_part(part: Path, schema: pa.Schema, found: dict[str, Any]) -> None:
         found[kind] += [name for name in names if name not in found[kind]]
 
 
+def _readable(table: dict[str, Any]) -> bool:
+    return not (table["damaged"] or table["missing"] or table["wrong"])
+
+
 def _table_problems(table: dict[str, Any]) -> Iterator[str]:
     name, expected = table["table"], table["expected_rows"]
     yield from (f"{part} is damaged or truncated" for part in table["damaged"])
@@ -111,17 +117,21 @@ def _check_steps(trace: Trace, *, whole: bool) -> tuple[list[str], str | None]:
     # the lines about steps that break a rule, and why they were not looked at
     if not whole:
         return [], "steps not checked against their tokens: some are missing"
-    if trace.manifest.get("redacted"):
+    if trace.redacted:
         return (
             [],
             "steps not checked against their tokens: token ids were left out (trace.redact_text)",
         )
     try:
-        lines = list(broken_rules(trace))
+        return _first_lines(broken_rules(trace)), None
     except ConfigError as error:
         return [], f"steps not checked against their tokens: {error}"
+
+
+def _first_lines(found: Iterator[str]) -> list[str]:
+    lines = list(found)
     more = [f"{len(lines) - MOST:,} more steps break a rule"] if len(lines) > MOST else []
-    return lines[:MOST] + more, None
+    return lines[:MOST] + more
 
 
 def _notes(trace: Trace, tables: list[dict[str, Any]], temporary: list[str]) -> Iterator[str]:

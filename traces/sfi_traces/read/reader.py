@@ -52,6 +52,16 @@ class Trace:
             raise TraceError(f"trace {path} has a {MANIFEST} without {', '.join(missing)}")
         return cls(path, manifest)
 
+    @property
+    def lossless(self) -> bool:
+        """Whether sparse steps drafted only, and full attention verified; older traces are of plain runs."""
+        return bool(self.manifest.get("lossless"))
+
+    @property
+    def redacted(self) -> bool:
+        """Whether token ids and text were left out."""
+        return bool(self.manifest.get("redacted"))
+
     def parts(self, table: str) -> list[Path]:
         """List a table's complete part files, in order."""
         return sorted((self.path / table).glob("part-*.parquet"))
@@ -79,11 +89,15 @@ class Trace:
         return pa.concat_tables(pieces) if pieces else wanted.empty_table()
 
     def require_audit(self, *, every_step: bool = False) -> None:
-        """Refuse a trace without supports; with `every_step`, one that lacks some steps'.
+        """Refuse a trace without supports, such as a lossless run's; with `every_step`, one with gaps.
 
         Raises:
             TraceError: Naming the option that records them.
         """
+        if self.lossless:
+            raise TraceError(
+                f"trace {self.path} must be of a plain run, recorded with --audit 1, got a lossless one"
+            )
         audit = self.manifest.get("audit")
         if not audit or not self.has("supports"):
             raise TraceError(f"trace {self.path} has no audit; record it with --audit 1")

@@ -2,10 +2,12 @@
 
 from collections.abc import Iterator
 from itertools import groupby
+from typing import Any
 
 from sfi_core.settings.config import SfiConfig
 from sfi_core.state.request import RequestState
 from sfi_core.triggers.trigger import Trigger
+from sfi_traces.read.lossless_rules import REJECTED
 from sfi_traces.read.reader import Trace
 
 COLUMNS = [
@@ -17,16 +19,25 @@ COLUMNS = [
     "sentence",
     "trigger",
     "context_tokens",
+    "draft_token_id",
 ]
 SIGNALS = ("cosine", "entropy")  # reasons that the tokens do not give
 OTHERS = "batch"  # slow because another request of the batch was
+SERVED = (
+    "dense",
+    "resumed",
+)  # in a server: without a slot, or its cache was taken away and filled anew
+DRAFTS = ("limit", "confidence", "stop", "room")  # why a lossless run verifies besides
 
 
 def broken_rules(trace: Trace) -> Iterator[str]:
     """Name the steps whose trigger, sentence or, under sfi, slowness is not what the tokens before give.
 
     Each step is judged by the steps before it as recorded, so that one wrong step is one line. A step that a
-    query's cosine, an entropy or another request made slow is taken as it is.
+    query's cosine, an entropy, another request or a server's lack of room made slow is taken as it is. So is
+    a verification of a lossless run that rejected a token: what ended its draft may be a token that is not
+    there. One whose draft ended for a reason of its own must have none of Eq. 5's; `draft.rule` "fixed" knows
+    none but "first".
 
     Args:
         trace: One with token ids, and each request's steps from 0 on without a gap.
@@ -36,11 +47,17 @@ def broken_rules(trace: Trace) -> Iterator[str]:
     """
     rules = trace.manifest["policy"] == "sfi"
     config = SfiConfig().replace(**trace.manifest["config"]) if rules else SfiConfig()
-    trigger = Trigger(frozenset(trace.manifest["trigger_token_ids"]), config)
+    trigger_ids = frozenset(trace.manifest["trigger_token_ids"])
+    own = {
+        prompt["request"]: Trigger(trigger_ids, config.replace(**prompt["settings"]))
+        for prompt in trace.manifest.get("prompts", ())
+        if rules and "settings" in prompt
+    }
     rows = sorted(
         trace.table("steps", COLUMNS).to_pylist(), key=lambda row: (row["request"], row["step"])
     )
-    for _, steps in groupby(rows, key=lambda row: row["request"]):
+    for request, steps in groupby(rows, key=lambda row: row["request"]):
+        trigger = own.get(request, Trigger(trigger_ids, config))
         state, sentence = RequestState(), 0
         for row in steps:
             state.prompt_tokens = state.prompt_tokens or row["context_tokens"]
@@ -52,15 +69,28 @@ def broken_rules(trace: Trace) -> Iterator[str]:
                 yield f"{where}: sentence must be {sentence}, got {row['sentence']}"
             if rules:
                 reason = trigger.reason(state)
-                unknown = row["slow"] and (
-                    row["reason"] == config.trigger_policy in SIGNALS
-                    or (row["reason"] == OTHERS and not reason)
+                if trace.lossless and config.draft.rule == "fixed" and reason != "first":
+                    reason = ""
+                unknown = row["slow"] and _unknown(
+                    row, reason, trigger.config, lossless=trace.lossless
                 )
                 if not unknown and (bool(reason), reason) != (row["slow"], row["reason"]):
                     yield f"{where}: must be {_kind(reason)}, got {_kind(row['reason'], slow=row['slow'])}"
             state.begin(slow=row["slow"], reason=row["reason"], new_tokens=1)
             state.finish_step(row["token_id"])
             sentence += ends
+
+
+def _unknown(row: dict[str, Any], reason: str, config: SfiConfig, *, lossless: bool) -> bool:
+    # whether a slow step's reason does not follow from the tokens
+    if lossless and (row["reason"] == REJECTED or row["draft_token_id"] is not None):
+        return True
+    if lossless and row["reason"] in DRAFTS:
+        return not reason
+    if row["reason"] in SERVED:
+        return True
+    signal = row["reason"] == config.trigger_policy in SIGNALS
+    return signal or (row["reason"] == OTHERS and not reason)
 
 
 def _kind(reason: str, *, slow: bool | None = None) -> str:

@@ -37,6 +37,7 @@ def describe_run(
         "audit": None if event.audit is None else dict(event.audit),
         "model": dict(event.model),
         "policy": event.policy,
+        "lossless": event.lossless,
         "backend": event.backend,
         "device": event.device,
         "config": dict(event.config),

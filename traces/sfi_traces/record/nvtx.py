@@ -39,7 +39,8 @@ class NvtxObserver(NullObserver):
 
     Runs and steps are start/end ranges, because what drives the model may open a span before a step and close
     it within; spans are push/pop ranges. A step's message says its kind only, so that a profiler's statistics
-    group by it; the number is in the payload.
+    group by it; the number is in the payload. A step that gives no request a token, as where a lossless run
+    drafts, ends where the next one begins.
 
     Attributes:
         listened: Whether a profiler is attached; without one, no step has to run eagerly for the spans.

@@ -17,6 +17,7 @@ from sfi_core.observers.events import (
     RunEvent,
     SelectionEvent,
     StepEvent,
+    VerificationEvent,
 )
 from sfi_core.observers.observer import NullObserver
 from sfi_traces.record.folder import claim
@@ -46,6 +47,7 @@ class ParquetObserver(NullObserver):
         provenance: Mapping[str, Any] | None = None,
         force: bool = False,
         warn: Callable[[str], None] | None = None,
+        clock: str | None = None,
     ) -> None:
         """Take the folder; an old trace in it stays until the first run begins.
 
@@ -57,6 +59,7 @@ class ParquetObserver(NullObserver):
             provenance: Facts that only the caller knows, such as preset and seed, in plain values.
             force: Whether to overwrite a trace.
             warn: Told once, in one line, when the disk takes no more; None is a RuntimeWarning.
+            clock: The device whose clock times spans; None is the run's.
 
         Raises:
             ConfigError: The folder holds something that may not be overwritten.
@@ -69,7 +72,7 @@ class ParquetObserver(NullObserver):
         self._told: list[Told] = []
         self._writer: TraceWriter | None = None
         self._timing: TimingObserver  # the first run brings the device
-        self._warned = False
+        self._warned, self._clock = False, clock
         self._due = 0.0
 
     def __enter__(self) -> Self:
@@ -130,6 +133,10 @@ class ParquetObserver(NullObserver):
         """Record one finished step of one request."""
         self._told.append((event, ()))
 
+    def on_verification(self, event: VerificationEvent) -> None:
+        """Record what one verification of a lossless run kept."""
+        self._told.append((event, ()))
+
     def on_selection(self, event: SelectionEvent) -> None:
         """Record one refresh of the selected memory."""
         heads = () if event.heads_H is None else (event.heads_H,)
@@ -151,7 +158,7 @@ class ParquetObserver(NullObserver):
         self._told.append((event, tensors))
 
     def on_logits(self, event: LogitsEvent) -> None:
-        """Record the next-token distributions of an audited step."""
+        """Record the next-token distributions of an audited step, or of tested drafts."""
         self._told.append((event, (event.kl_R, event.agrees_R)))
 
     def span(
@@ -166,7 +173,8 @@ class ParquetObserver(NullObserver):
             event, self._provenance, positions=positions, redacted=self._redacted
         )
         rows = TraceRows(self._tokenizer, positions=positions, redact_text=self._redacted)
-        self._timing = TimingObserver(event.device, lambda spans: self._told.append((spans, ())))
+        clock = self._clock or event.device
+        self._timing = TimingObserver(clock, lambda spans: self._told.append((spans, ())))
         return TraceWriter(self._folder, rows, manifest)
 
     def _hand_over(self) -> None:

@@ -16,6 +16,7 @@ from sfi_core.observers.events import (
     RunEvent,
     SelectionEvent,
     StepEvent,
+    VerificationEvent,
 )
 from sfi_traces.overlap import Overlap
 from sfi_traces.record.selected_sets import SelectedSets
@@ -55,6 +56,7 @@ class TraceRows:
             RunEvent: self.on_run,
             PromptEvent: self.on_prompt,
             StepEvent: self.on_step,
+            VerificationEvent: self.on_verification,
             SelectionEvent: self.on_selection,
             RecallEvent: self.on_recall,
             AuditEvent: self.on_audit,
@@ -94,6 +96,8 @@ class TraceRows:
         for row, (request, count) in enumerate(zip(event.requests, event.count, strict=True)):
             entry = self._prompt(request)
             start, entry["tokens"] = entry["tokens"], entry["tokens"] + count
+            if event.settings:
+                entry["settings"] = dict(event.settings)
             if self._redacted or not count:
                 continue
             ids = ids_BT[row, ids_BT.shape[1] - count :].astype("<i4")
@@ -128,9 +132,27 @@ class TraceRows:
             event.elapsed_us,
             event.audited,
             event.batch_step,
+            event.drafted,
+            None if self._redacted else event.draft_token_id,
         )
         self.tables["steps"].add_rows([row])
         self._sentence[event.request] += trigger
+
+    def on_verification(self, event: VerificationEvent) -> None:
+        """Take a verification of a lossless run."""
+        row = (
+            self._first + event.request,
+            event.step,
+            event.batch_step,
+            event.base,
+            event.drafted,
+            event.accepted,
+            event.reason,
+            event.evidence_position,
+            event.attended_tokens,
+            event.elapsed_us,
+        )
+        self.tables["verifications"].add_rows([row])
 
     def on_selection(self, event: SelectionEvent, index_HK: Array, *others: Array) -> None:
         """Take a selection; one of nothing, by a policy that never selects, has no rows.
@@ -195,7 +217,7 @@ class TraceRows:
         self.tables["supports"].add_columns(len(index_HK), columns)
 
     def on_logits(self, event: LogitsEvent, kl_R: Array, agrees_R: Array) -> None:
-        """Take the next-token distributions of an audited step."""
+        """Take the next-token distributions of an audited step, or of tested drafts."""
         requests = [self._first + request for request in event.requests]
         columns = {
             "request": np.array(requests),

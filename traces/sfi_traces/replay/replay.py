@@ -102,10 +102,14 @@ def _attended(supports: Supports, slow: int, config: SfiConfig, memory: Memory) 
         return table_UT
     unit, rank = np.nonzero((position_UK >= sink) & (position_UK < start))
     place = (unit, position_UK[unit, rank] - sink)
-    if config.span:
+    paged = config.granularity == "page"
+    if config.span or paged:
         score_UT = np.zeros((len(position_UK), start - sink), np.float32)
         score_UT[place] = mass_UK[unit, rank]
-        table_UT[:, sink:start] = top(spread(score_UT, config.span), config.budget)
+        score_UT = spread(score_UT, config.span)
+        if paged:
+            score_UT = by_page(score_UT, sink, config.page_size)
+        table_UT[:, sink:start] = top(score_UT, config.budget)
     else:  # the recorded positions are candidates enough
         score_UK = np.zeros_like(mass_UK)
         score_UK[unit, rank] = mass_UK[unit, rank]
@@ -135,6 +139,16 @@ def spread(score_UT: Floats, span: int) -> Floats:
         out = np.maximum(out[:, :-shift], out[:, shift:])
         width += shift
     return out
+
+
+def by_page(score_UT: Floats, first: int, page_size: int) -> Floats:
+    """Give each position the mean score of its page; pages begin at 0, the columns at position `first`."""
+    before, T = first % page_size, score_UT.shape[1]
+    ends = (before, -(before + T) % page_size)
+    sum_UP = np.pad(score_UT, ((0, 0), ends)).reshape(len(score_UT), -1, page_size).sum(-1)
+    count_P = np.pad(np.ones(T, np.float32), ends).reshape(-1, page_size).sum(-1)
+    mean: Floats = np.repeat(sum_UP / count_P, page_size, axis=1)[:, before : before + T]
+    return mean
 
 
 def _look_up(table_UT: Bools, position_NUK: Positions) -> Bools:

@@ -20,7 +20,8 @@ RULES: dict[str, tuple[str, ...]] = {
     "never": ("slow_start",),
     "always": (),
 }
-MEMORY = ("budget", "recent", "recent_mode", "sink", "span")
+MEMORY = ("budget", "recent", "recent_mode", "sink", "span", "granularity")
+PAGE_SIZE = "page_size"  # what granularity=page looks at besides
 RECORDED = "recorded"
 
 assert set(TRIGGER_POLICIES) == set(RULES)
@@ -61,14 +62,16 @@ class Setting:
         return self.config.trigger_policy
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values; None for what the trigger policy does not look at."""
-        used = (*RULES[self.policy], *MEMORY)
+        """Plain values; None for what the trigger policy, or a selection of tokens, does not look at."""
+        used = [*RULES[self.policy], *MEMORY]
+        if self.config.granularity == "page":
+            used.append(PAGE_SIZE)
         names = dict.fromkeys(name for rules in RULES.values() for name in rules)
         values = {
             name: getattr(self if hasattr(self, name) else self.config, name)
             if name in used
             else None
-            for name in (*names, *MEMORY)
+            for name in (*names, *MEMORY, PAGE_SIZE)
         }
         return {"policy": self.policy, **values}
 

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 from sfi_traces.summary import Scope
 from sfi_traces.summary.corrections import corrections, recalls
 from sfi_traces.summary.facts import run_facts, step_facts, trigger_tokens
+from sfi_traces.summary.lossless import lossless_facts
 from sfi_traces.summary.speed import latency
 from sfi_traces.summary.supports import audit_facts, logits_facts, selection_facts, stability
 from sfi_traces.views.view import View
@@ -47,6 +48,7 @@ def summed(view: View) -> Row:
     return {
         "run": run_facts(scope),
         "steps": step_facts(scope),
+        "lossless": lossless_facts(scope),
         "triggers": trigger_tokens(scope),
         "stability": stability(scope),
         "audit": audit_facts(scope),
@@ -60,7 +62,7 @@ def summed(view: View) -> Row:
 
 def cards(summary: Row) -> list[Card]:
     """Choose the numbers that a reader wants first, of those that the trace has."""
-    steps = summary["steps"]
+    steps, lossless = summary["steps"], summary["lossless"]
     reasons = ", ".join(f"{count:,} {reason}" for reason, count in steps["reasons"].items())
     found = [
         Card(
@@ -71,12 +73,23 @@ def cards(summary: Row) -> list[Card]:
         Card(
             "Cache read",
             _percent(steps["read_ratio"], 1),
-            f"{_number(steps['mean_attended_tokens'], 0)} tokens a step; "
+            f"{_number(steps['mean_attended_tokens'], 0)} tokens a {'token given' if lossless else 'step'}; "
             f"fast steps {_percent(steps['fast_read_ratio'], 1)}",
         ),
     ]
+    if lossless:
+        found += _lossless_cards(lossless)
     found += [*_support_cards(summary), *_freekv_cards(summary), *_speed_cards(summary["latency"])]
     return found
+
+
+def _lossless_cards(found: Row) -> list[Card]:
+    kept = f"{found['accepted']:,} of {found['drafted']:,} drafted tokens"
+    each = f"in {_number(found['passes_per_token'], 2)} passes a token"
+    return [
+        Card("Drafts kept", _percent(found["acceptance"], 1), kept),
+        Card("Tokens a verification", _number(found["tokens_per_verification"], 2), each),
+    ]
 
 
 def _support_cards(summary: Row) -> list[Card]:
@@ -95,7 +108,8 @@ def _support_cards(summary: Row) -> list[Card]:
         )
         found.append(Card("Retained mass", _number(audit["retained_mass"]["mean"], 3), note))
     if logits := summary["logits"]:
-        note = f"of audited fast steps; KL {_number(logits['kl_next_token']['mean'], 5)} nats on average"
+        what = "tested tokens" if summary["lossless"] else "audited fast steps"
+        note = f"of {what}; KL {_number(logits['kl_next_token']['mean'], 5)} nats on average"
         found.append(Card("Same next token", _percent(logits["argmax_agreement"], 1), note))
     selections = summary["selections"]
     if selections and selections["lambda_star"]["n"]:
@@ -130,9 +144,10 @@ def _speed_cards(latency: Row) -> list[Card]:
 def tables(summary: Row) -> list[Table]:
     """Write out the run, its settings, its triggers and its times."""
     run = summary["run"]
+    way = ", lossless" if run["lossless"] else ""
     facts = {
         "model": f"{run['model']} ({run['architecture']})",
-        "policy": f"{run['policy']}, preset {run['preset'] or 'default'}",
+        "policy": f"{run['policy']}{way}, preset {run['preset'] or 'default'}",
         "backend": f"{run['backend']} on {run['device']}",
         "audit": _audit(run["audit"]),
         "begun": run["created"],

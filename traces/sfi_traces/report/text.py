@@ -39,6 +39,7 @@ def generated(view: View) -> dict[str, Any]:
 def _about(view: View, row: int) -> str:
     steps = view.steps
     kind = f"slow, {steps.reason[row]}" if steps.slow[row] else "fast"
+    kind += ", drafted" if steps.drafted[row] else ""
     return (
         f"step {steps.step[row]}: {kind}; attended {steps.attended[row]:,.0f} of {steps.context[row]:,} "
         f"tokens; {steps.elapsed_us[row] / 1000:,.2f} ms"

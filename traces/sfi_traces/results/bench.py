@@ -13,12 +13,13 @@ INCHES_A_PANEL = (5.6, 4.4)
 COLORS = {
     "sfi": "tab:blue",
     "sfi-synchronized": "tab:cyan",
+    "sfi-lossless": "midnightblue",
     "full-kv": "tab:orange",
     "transformers-dynamic": "tab:red",
     "transformers-static": "tab:brown",
 }
 OTHER_COLORS = ("tab:green", "tab:purple", "tab:olive", "tab:pink", "tab:gray")
-LISTS, TEXTS = ("repeat_rates",), ("not_replayed",)
+LISTS, TEXTS = ("repeat_rates",), ("not_replayed", "acceptance")
 
 
 def write_parquet(document: dict[str, Any], path: Path) -> None:

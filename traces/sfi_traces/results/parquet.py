@@ -17,6 +17,7 @@ def write_rows(
     text: Collection[str] = (),
     integers: Collection[str] = (),
     lists: Collection[str] = (),
+    ids: Collection[str] = (),
 ) -> None:
     """Write rows as one table; tables within a row, such as `settings`, become JSON.
 
@@ -30,11 +31,13 @@ def write_rows(
         text: Columns of text.
         integers: Columns of whole numbers.
         lists: Columns of lists of floats.
+        ids: Columns of lists of token ids.
     """
     named = {
         **dict.fromkeys(text, pa.string()),
         **dict.fromkeys(integers, pa.int64()),
         **dict.fromkeys(lists, pa.list_(pa.float64())),
+        **dict.fromkeys(ids, pa.list_(pa.int32())),
     }
     names = dict.fromkeys(name for row in rows for name in row)
     columns = {name: [_plain(row.get(name)) for row in rows] for name in names}

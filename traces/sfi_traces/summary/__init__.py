@@ -5,6 +5,7 @@ from typing import Any
 from sfi_traces.read.reader import Trace
 from sfi_traces.summary.corrections import corrections, recalls
 from sfi_traces.summary.facts import run_facts, step_facts, trigger_tokens
+from sfi_traces.summary.lossless import lossless_facts
 from sfi_traces.summary.query_cosine import query_cosine
 from sfi_traces.summary.scope import Scope
 from sfi_traces.summary.similarity import head_similarity, over_time
@@ -29,6 +30,7 @@ MISSING = {  # sections that a trace may lack, and what records them
     "selections": "lambda* and overlap of selections (record a policy that selects, such as --policy sfi)",
     "phases": "time by phase and break-even (the table timings is empty)",
 }
+OF_ALL_RUNS = ("selections", "phases")  # a lossless run has no audit, and needs none for its logits
 
 
 def summarize(trace: Trace, request: int | None = None, layer: int | None = None) -> dict[str, Any]:
@@ -61,13 +63,18 @@ def summarize(trace: Trace, request: int | None = None, layer: int | None = None
         "layer": layer,
         "run": run_facts(scope),
         "steps": step_facts(scope),
+        "lossless": lossless_facts(scope),
         "triggers": trigger_tokens(scope),
         **sections,
         "corrections": corrections(scope),
         "recalls": recalls(scope),
         "latency": latency(scope),
         "break_even": break_even(scope),
-        "missing": [reason for name, reason in MISSING.items() if sections[name] is None],
+        "missing": [
+            reason
+            for name, reason in MISSING.items()
+            if sections[name] is None and (name in OF_ALL_RUNS or not trace.lossless)
+        ],
     }
 
 

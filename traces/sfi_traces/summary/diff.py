@@ -175,6 +175,7 @@ def _ratio(one: float | None, two: float | None) -> float | None:
 def _changed(first: Row, second: Row) -> Row:
     one, two = (
         {name: manifest.get(name) for name in FACTS}
+        | {"lossless": bool(manifest.get("lossless"))}
         | {"dtype": manifest["model"].get("dtype")}
         | flat_settings(manifest["config"])
         for manifest in (first, second)

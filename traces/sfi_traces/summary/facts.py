@@ -3,6 +3,7 @@
 from typing import Any
 
 from sfi_core.settings.config import SfiConfig
+from sfi_traces.summary.lossless import lossless_reads
 from sfi_traces.summary.scope import Scope
 
 
@@ -28,6 +29,7 @@ def run_facts(scope: Scope) -> dict[str, Any]:
     return {
         "model": manifest["model"]["name"],
         "architecture": manifest["model"]["architecture"],
+        "lossless": scope.trace.lossless,
         **{key: manifest.get(key) for key in keys},
         "settings": changed_settings(manifest["config"]),
         "requests": [
@@ -59,7 +61,8 @@ def flat_settings(config: dict[str, Any]) -> dict[str, Any]:
 def step_facts(scope: Scope) -> dict[str, Any]:
     """Count steps by reason, and what they read; shares are of the steps from 1 on.
 
-    `read_ratio` is the sum of the tokens attended over the sum of those in the context.
+    `read_ratio` is the sum of the tokens attended over the sum of those in the context. Of a lossless run
+    both count what its drafts and verifications read, also for rejected tokens, which have no step.
     """
     counts = scope.row("""
         SELECT
@@ -76,6 +79,8 @@ def step_facts(scope: Scope) -> dict[str, Any]:
         SELECT reason, count(*) AS steps FROM chosen_steps WHERE slow
         GROUP BY reason ORDER BY steps DESC, reason
     """)
+    if scope.trace.lossless:
+        counts |= lossless_reads(scope)
     return counts | {"reasons": {row["reason"]: row["steps"] for row in reasons}}
 
 

@@ -16,6 +16,9 @@ def latency(scope: Scope) -> dict[str, Any]:
     cost in it, so that a kind's unaudited steps are taken alone where it has any; `audited` says that it has
     none.
     `tokens_per_second` is of all steps from 1 on, and its `audited` says that one of them was audited.
+
+    Of a lossless run, the slow steps are verifications, and a pass whose draft was rejected has no step: so
+    `tokens_per_second` takes the time from the first span of decoding to the end of the last one.
     """
     rows = scope.rows("""
         WITH batch_steps AS (
@@ -36,7 +39,10 @@ def latency(scope: Scope) -> dict[str, Any]:
         ORDER BY audited DESC
     """)
     decoding = [row for row in rows if row["kind"] != "prefill"]
-    seconds = sum(row["total_us"] for row in decoding) / 1e6
+    if scope.trace.lossless:
+        seconds = _spanned_us(scope) / 1e6
+    else:
+        seconds = sum(row["total_us"] for row in decoding) / 1e6
     tokens = scope.row("SELECT count(*) AS n FROM chosen_steps WHERE step > 0")["n"]
     found = {row["kind"]: row for row in rows}  # an unaudited row comes after the audited one
     return {
@@ -44,6 +50,24 @@ def latency(scope: Scope) -> dict[str, Any]:
         "tokens_per_second": tokens / seconds if seconds else None,
         "audited": any(row["audited"] for row in decoding),
     }
+
+
+def _spanned_us(scope: Scope) -> float:
+    # from the first span of decoding to the end of the last one, summed over the runs; 0 without spans
+    found = scope.row("""
+        WITH decoded AS (
+            SELECT batch, min(batch_step) AS prompt, max(batch_step) AS last
+            FROM timed_steps SEMI JOIN chosen_steps USING (request)
+            GROUP BY batch
+        ), spanned AS (
+            SELECT max(begin_us + elapsed_us) - min(begin_us) AS us
+            FROM timings JOIN decoded
+            ON timings.request = batch AND timings.step > prompt AND timings.step <= last
+            GROUP BY batch
+        )
+        SELECT coalesce(sum(us), 0) AS us FROM spanned
+    """)
+    return float(found["us"])
 
 
 def phases(scope: Scope) -> dict[str, Any] | None:
@@ -103,7 +127,8 @@ def break_even(scope: Scope) -> dict[str, Any]:
     per fast step, r that of `selector` and `top_k` per cached token and P that of `pack` per refresh, all of
     one request's step, summed over the layers that are not left dense. b and r are ratios of sums: within a
     run the context varies too little to tell apart what does not grow with it. Steps whose batch was slow and
-    fast in one kernel are not measured.
+    fast in one kernel are not measured. Of a lossless run no length is found: its verifications attend with
+    several queries, which is not what full attention takes for a token.
     """
     costs = _costs(scope)
     share = scope.row("SELECT avg(slow::INT) AS share FROM chosen_steps WHERE step > 0")["share"]
@@ -111,6 +136,8 @@ def break_even(scope: Scope) -> dict[str, Any]:
     dense, fast = costs["dense_us_per_token"], costs["fast_us"]
     if share is None:
         return found | {"reason": "no step after step 0 was recorded"}
+    if scope.trace.lossless:
+        return found | {"reason": "a lossless run's verifications attend with several queries"}
     if dense is None or fast is None:
         kind = "slow" if dense is None else "fast"
         return found | {"reason": f"no {kind} step after step 0 was timed"}

@@ -47,6 +47,25 @@ def check_model(model: Any, tokenizer: Any, trace: Trace) -> None:
             )
 
 
+def prompt_rows(trace: Trace) -> list[list[int]]:
+    """Read the token ids of a trace's prompts.
+
+    Raises:
+        TraceError: It has none.
+    """
+    table = trace.table("prompts", ["request", "position", "token_id"]).sort_by(
+        [("request", "ascending"), ("position", "ascending")]
+    )
+    if not len(table) or table["token_id"].null_count:
+        raise TraceError(
+            f"trace {trace.path} has no prompts to run again; give --prompt-file or --batch"
+        )
+    return [
+        table.filter(pc.field("request") == request)["token_id"].to_pylist()
+        for request in pc.unique(table["request"]).to_pylist()
+    ]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Material:
     """What the settings are run on.
@@ -81,17 +100,7 @@ class Material:
         Raises:
             TraceError: It has no prompts.
         """
-        table = trace.table("prompts", ["request", "position", "token_id"]).sort_by(
-            [("request", "ascending"), ("position", "ascending")]
-        )
-        if not len(table) or table["token_id"].null_count:
-            raise TraceError(
-                f"trace {trace.path} has no prompts to run again; give --prompt-file or --batch"
-            )
-        rows = [
-            table.filter(pc.field("request") == request)["token_id"].to_pylist()
-            for request in pc.unique(table["request"]).to_pylist()
-        ]
+        rows = prompt_rows(trace)
         example = load_example()
         is_example = rows == [tokenizer(example.prompt)["input_ids"]]
         return cls(

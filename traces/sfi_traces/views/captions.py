@@ -21,7 +21,7 @@ def subject(view: View) -> str:
     prompt = int(steps.context[0] - steps.step[0])
     words = [
         manifest["model"]["name"],
-        f"policy {manifest['policy']}",
+        f"policy {manifest['policy']}{', lossless' if view.trace.lossless else ''}",
         f"request {view.request}",
         f"{prompt:,} prompt tokens",
         f"{len(steps.step):,} steps",
@@ -101,6 +101,8 @@ def timeline(data: Timeline) -> Caption:
     note = "Sums over layers."
     if data.prefill_us is not None:
         note += f" Step 0, the prefill, took {data.prefill_us / 1000:,.1f} ms and is left out."
+    if data.stepless:
+        note += f" {data.stepless:,} drafting passes without a step of their own are left out."
     if data.per_bar > 1:
         note += f" A bar is the mean of {data.per_bar} steps."
     if data.audit_us:

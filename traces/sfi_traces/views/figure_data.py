@@ -131,6 +131,7 @@ class Timeline:
         slow: Slow steps.
         prefill_us: Wall time of step 0; None where it was not recorded.
         audit_us: Time of the audit, the mean over the steps; not in `phases`.
+        stepless: Passes of a lossless run that have no step: their drafted token was none of its request's.
     """
 
     step: np.ndarray
@@ -139,6 +140,7 @@ class Timeline:
     slow: np.ndarray
     prefill_us: float | None
     audit_us: float
+    stepless: int
 
 
 def step_phases(view: View) -> Timeline:
@@ -171,7 +173,14 @@ def step_phases(view: View) -> Timeline:
         slow=step[steps.slow[later]],
         prefill_us=None if later.all() else float(steps.elapsed_us[0]),
         audit_us=float(audit_us.mean()),
+        stepless=_stepless(view),
     )
+
+
+def _stepless(view: View) -> int:
+    columns = ["request", "drafted", "accepted"]
+    rows = view.trace.table("verifications", columns).filter(view.of_request)
+    return int(rows["drafted"].to_numpy().sum() - rows["accepted"].to_numpy().sum())
 
 
 def _spans(view: View, step: np.ndarray) -> dict[str, np.ndarray]:

@@ -27,6 +27,7 @@ class Steps:
         elapsed_us: Wall time.
         audited: Whether the audit looked at it, which takes time.
         batch_step: The batch's step that it was part of.
+        drafted: Of a lossless run: whether the token was drafted, and kept.
     """
 
     step: np.ndarray
@@ -39,6 +40,7 @@ class Steps:
     elapsed_us: np.ndarray
     audited: np.ndarray
     batch_step: np.ndarray
+    drafted: np.ndarray
 
     @classmethod
     def of(cls, rows: pa.Table) -> "Steps":
@@ -58,8 +60,9 @@ class Steps:
         text = [text or "" for text in rows["token_text"].to_pylist()]
         reason = rows["reason"].to_pylist()
         batch_step = pc.coalesce(rows["batch_step"], rows["step"]).to_numpy()
+        drafted = pc.fill_null(rows["drafted"], False).to_numpy()
         return cls(
-            step, text, slow, reason, sentence, attended, context, elapsed_us, audited, batch_step
+            step, text, slow, reason, sentence, attended, context, elapsed_us, audited, batch_step, drafted
         )  # fmt: skip
 
     def rows(self, step: np.ndarray) -> np.ndarray:

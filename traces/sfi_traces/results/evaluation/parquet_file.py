@@ -17,8 +17,9 @@ TEXT = (
 )  # fmt: skip
 INTEGERS = (
     "budget", "recent", "length", "seed", "prompt_tokens", "generated", "slow_steps", "fast_steps", "samples",
+    "verifications", "drafted", "tested", "accepted",
 )  # fmt: skip
-LISTS = ("sentence_places", "sentence_scores")
+LISTS, IDS = ("sentence_places", "sentence_scores"), ("token_ids",)
 
 
 def flat(table: str, rows: Sequence[Row]) -> Sequence[Row]:
@@ -50,4 +51,4 @@ def write_table(path: Path, rows: Sequence[Row], table: str, manifest: Row) -> N
     """
     facts = {"table": table, "manifest": json.dumps(manifest, ensure_ascii=False)}
     with atomic_file(path) as temporary:
-        write_rows(temporary, rows, facts, text=TEXT, integers=INTEGERS, lists=LISTS)
+        write_rows(temporary, rows, facts, text=TEXT, integers=INTEGERS, lists=LISTS, ids=IDS)

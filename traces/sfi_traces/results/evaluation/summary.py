@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from sfi_core.measure.evaluation.lossless_rows import drafting
 from sfi_core.measure.evaluation.statistics import Interval, paired_difference, wilson
 from sfi_traces.results.evaluation.by_place import by_place
 
@@ -26,15 +27,15 @@ def summarize(rows: Iterable[Row]) -> list[dict[str, Any]]:
         paired one to full attention on the same samples, None without it, and `interval_method` that of
         its bootstrap interval; `read` is what attention and selection read together; `n` counts scored
         samples and `failed` those without a score, which no mean holds; `by_place` the share of right
-        sentences by place in the answer.
+        sentences by place in the answer; `lossless` what a lossless method drafted and kept, see `drafting`.
     """
     found = _grouped(rows, (*PLACE, *VARIANT))
-    references: dict[tuple[Any, ...], dict[int, float]] = {}
+    references: dict[tuple[Any, ...], list[Row]] = {}
     for group in found.values():
         if group[0]["policy"] == REFERENCE:
             place = tuple(group[0][name] for name in PLACE)
-            references.setdefault(place, {row["seed"]: row["score"] for row in _scored(group)})
-    return [_summary(group, references.get(key[: len(PLACE)], {})) for key, group in found.items()]
+            references.setdefault(place, _scored(group))
+    return [_summary(group, references.get(key[: len(PLACE)], [])) for key, group in found.items()]
 
 
 def summarize_fidelity(rows: Iterable[Row]) -> list[dict[str, Any]]:
@@ -97,8 +98,8 @@ def _grouped(rows: Iterable[Row], names: Sequence[str]) -> dict[tuple[Any, ...],
     return found
 
 
-def _summary(group: Sequence[Row], reference: Mapping[int, float]) -> dict[str, Any]:
-    scored = _scored(group)
+def _summary(group: Sequence[Row], full: Sequence[Row]) -> dict[str, Any]:
+    scored, reference = _scored(group), {row["seed"]: row["score"] for row in full}
     first = group[0]
     pairs = [(row["score"], reference[row["seed"]]) for row in scored if row["seed"] in reference]
     difference = paired_difference(*zip(*pairs, strict=True)) if pairs else None
@@ -118,6 +119,7 @@ def _summary(group: Sequence[Row], reference: Mapping[int, float]) -> dict[str, 
         "interval_method": difference and difference.method,
         "scores": _further(scored),
         "by_place": by_place(scored),
+        "lossless": drafting(scored, full),
         **means,
         "read": _read(means),
         "slow_rate": sum(row["slow_steps"] for row in scored) / steps if steps else None,

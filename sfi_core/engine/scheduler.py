@@ -3,15 +3,37 @@
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol, Self
 
 import torch
 
+from sfi_core.engine.left_pad import left_pad
 from sfi_core.engine.parts import close_row, open_row
+from sfi_core.engine.picking.picker import Picker
 from sfi_core.engine.run import Run
-from sfi_core.generation.prompts import left_pad
-from sfi_core.generation.sampling import Sampler
-from sfi_core.hosts.transformers.decoder import Decoder
 from sfi_core.state.request import RequestState
+
+
+class Host(Protocol):
+    """A model with a batch of prompts, as the scheduler drives it."""
+
+    ids_BT: torch.Tensor
+
+    @property
+    def run(self) -> Run:
+        """Its run, once the prompts are being read."""
+
+    def prefill(self) -> torch.Tensor:
+        """See `decode.Model`."""
+
+    def step(self, token_B: list[int]) -> torch.Tensor:
+        """See `decode.Model`."""
+
+    def alone(self, ids_1T: torch.Tensor, mask_1T: torch.Tensor, run: Run) -> Self:
+        """Return one more prompt's host, whose run has a row of this one's memory."""
+
+    def seat(self, row: int, other: Self) -> None:
+        """Let a prompt that was read alone take a row."""
 
 
 @dataclass(slots=True)
@@ -31,10 +53,10 @@ class Scheduler:
         waiting: The requests that have not begun.
     """
 
-    decoder: Decoder
+    decoder: Host
     prompts: Sequence[Sequence[int]]
     limits: Sequence[int]
-    sampler: Sampler
+    sampler: Picker
     pad_id: int
     on_token: Callable[[list[int]], None] | None = None
     waiting: deque[int] = field(init=False)
@@ -53,23 +75,39 @@ class Scheduler:
 
     def sample(self, logits_BV: torch.Tensor) -> list[int]:
         """Pick a token for every row."""
-        return self._sample(self.sampler, self.decoder.session.run, logits_BV)
+        return self._sample(self.sampler, self.decoder.run, logits_BV)
 
     def record(self, token_B: list[int]) -> None:
         """See `decode.Model`."""
-        self._record(self.decoder.session.run, token_B)
+        self._record(self.decoder.run, token_B)
 
     def admit(self, token_B: list[int]) -> list[int]:
         """See `decode.Model`; a request may end with its first token and leave the row to yet another."""
-        run, token_B = self.decoder.session.run, list(token_B)
+        run, token_B = self.decoder.run, list(token_B)
         for row in range(len(token_B)):
             while self.waiting and run.requests[row].finished:
                 token_B[row] = self._begin(row, self.waiting.popleft())
         return [] if run.done else token_B
 
+    def take(self, given: Sequence[Sequence[int]]) -> None:
+        """Note what a pass of a lossless run has given each row, one to several tokens or none."""
+        self.sampler.advance(given)
+        states = self.decoder.run.requests
+        for place in range(max(map(len, given))):
+            told = {
+                state.request: tokens[place]
+                for state, tokens in zip(states, given, strict=True)
+                if len(tokens) > place
+            }
+            self._tell(told)
+
+    def _tell(self, told: dict[int, int]) -> None:
+        if self.on_token is not None:
+            self.on_token([told.get(request, self.pad_id) for request in range(len(self.prompts))])
+
     def _begin(self, row: int, request: int) -> int:
         # read the request's prompt into the row, and return its first token
-        run, prompt = self.decoder.session.run, self.prompts[request]
+        run, prompt = self.decoder.run, self.prompts[request]
         alone = open_row(run, row, RequestState(request=request, prompt_tokens=len(prompt)))
         ids_1T, mask_1T = left_pad([prompt], self.decoder.ids_BT.device)
         decoder = self.decoder.alone(ids_1T, mask_1T, alone)
@@ -77,11 +115,11 @@ class Scheduler:
         tokens = self._sample(sampler, alone, decoder.prefill())
         self._record(alone, tokens)
         close_row(run, row, alone)
-        self.decoder.cache.seat(row, decoder.cache, max(state.length for state in run.requests))
+        self.decoder.seat(row, decoder)
         self.sampler.seat(row, sampler)
         return tokens[0]
 
-    def _sample(self, sampler: Sampler, run: Run, logits_BV: torch.Tensor) -> list[int]:
+    def _sample(self, sampler: Picker, run: Run, logits_BV: torch.Tensor) -> list[int]:
         with run.observer.span("sample"):
             return sampler(logits_BV, [state.finished for state in run.requests], self.pad_id)
 
@@ -89,6 +127,4 @@ class Scheduler:
         run.record(token_B)
         for state in run.requests:
             state.finished |= len(state.tokens) >= self.limits[state.request]
-        if self.on_token is not None:
-            told = {state.request: x for state, x in zip(run.requests, token_B, strict=True)}
-            self.on_token([told.get(request, self.pad_id) for request in range(len(self.prompts))])
+        self._tell({state.request: x for state, x in zip(run.requests, token_B, strict=True)})

@@ -1,0 +1,105 @@
+"""Which launches of the split kernel make a pass, and their tiles.
+
+A pass in which no request brings more than one query is one launch: `EACH`. A pass of several is two, because
+a request of one query has too few rows for a large tile: `LAST` for the requests with one query, the last of
+W; `SEVERAL` for those that verify a draft. A work item of a request of the other kind leaves at once.
+"""
+
+from dataclasses import dataclass
+
+from sfi_kernels.attention_tile.shape import LARGE_SHARED, SMALLEST, TileShape, padded
+from sfi_kernels.launch import Target
+
+# of a thread, without spills; left alone, the compiler spills for more programs. Two split programs of
+# 128 threads fit a processor with either, as many as shared memory allows. Half precision leaves 12,288
+# registers beside them, enough for a program of the Selector, of top-k's counts or of pack; float32 has
+# twice the threads.
+REGISTERS, HALF_REGISTERS = 255, 208
+FLOAT32_NUMBERS = 4096  # of a tile of queries in float32, whose products run in registers
+EACH, LAST, SEVERAL = range(3)
+HOPPER = 90  # compute capability times ten
+FEW, MANY, MOST = 32, 64, 128  # rows of a tile
+NARROW, WIDE = 64, 128  # padded width of a head
+
+
+@dataclass(frozen=True, slots=True)
+class QueryTile:
+    """What a program of the split kernel holds and reads at once.
+
+    Attributes:
+        rows: Queries, those of the G query heads counted apart.
+        warps: Warps of the program.
+        tokens: Keys of a tile, which lie in one page.
+        stages: Depth of the software pipeline.
+        registers: The most of a thread.
+    """
+
+    rows: int
+    warps: int
+    tokens: int
+    stages: int
+    registers: int
+
+
+@dataclass(frozen=True, slots=True)
+class PartOfPass:
+    """A launch of the split kernel.
+
+    Attributes:
+        kind: EACH, LAST or SEVERAL.
+        tile: What its programs hold.
+        tiles: Tiles that a request's queries need; each of them reads the keys and values.
+    """
+
+    kind: int
+    tile: QueryTile
+    tiles: int = 1
+
+
+def parts_of_pass(
+    group: int, queries: int, tile: TileShape, target: Target, *, full: bool
+) -> list[PartOfPass]:
+    """Choose the launches of a pass.
+
+    Args:
+        group: Query heads per KV head.
+        queries: The W of the pass.
+        tile: What the pages allow.
+        target: The device.
+        full: Whether numbers have 32 bits.
+    """
+    one = one_query_tile(group, tile, full=full)
+    if queries == 1:
+        return [PartOfPass(EACH, one)]
+    rows = group * queries
+    several = several_queries_tile(rows, tile, target, full=full)
+    return [PartOfPass(LAST, one), PartOfPass(SEVERAL, several, -(-rows // several.rows))]
+
+
+def one_query_tile(group: int, tile: TileShape, *, full: bool) -> QueryTile:
+    """Choose the tile for the query heads of one query."""
+    # float32 products run in registers, which need more threads
+    registers = REGISTERS if full else HALF_REGISTERS
+    return QueryTile(padded(group), 8 if full else 4, tile.tokens, tile.stages, registers)
+
+
+def several_queries_tile(queries: int, tile: TileShape, target: Target, *, full: bool) -> QueryTile:
+    """Choose the tile for queries that verify a draft, those of the query heads counted apart.
+
+    Two programs of 4 warps fit a processor, one of 8 warps. Half the keys of a tile make room for twice the
+    queries in registers; a stage more keeps as many bytes in flight.
+    """
+    if full:
+        rows = min(padded(queries), FEW, FLOAT32_NUMBERS // tile.key_width)
+        return QueryTile(rows, 8, tile.tokens, tile.stages, REGISTERS)
+    width, large = max(tile.key_width, tile.value_width), target.capability in LARGE_SHARED
+    most = MOST if width <= (WIDE if large else NARROW) else MANY
+    if tile.key_width > tile.value_width:  # keys of MLA, 192 numbers in 256, spill with more rows
+        most = SMALLEST
+    rows = min(padded(queries), most)
+    warps = 8 if rows == MOST or (width > WIDE and rows >= FEW) else 4
+    # Hopper's tensor cores read queries from shared memory, the others' from registers
+    whole = rows <= FEW or (rows == MOST and target.capability == HOPPER)
+    tokens = tile.tokens if whole else min(FEW, tile.tokens)
+    deeper = tokens < tile.tokens and (rows == MANY or large)
+    return QueryTile(rows, warps, tokens, tile.stages + deeper, REGISTERS)

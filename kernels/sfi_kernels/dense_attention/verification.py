@@ -1,0 +1,115 @@
+"""Dense attention of a few queries at once, with the logits of one of them: what verifies a draft on a CPU.
+
+Logits, softmax and sums are float32. A key is turned into float32 once for all rows of the G query heads and
+the W queries, while it lies in the processor's cache.
+"""
+
+from collections.abc import Iterator
+
+import torch
+
+from sfi_kernels.dense_attention.reference import check, weights
+from sfi_kernels.pages import read_pages
+from sfi_kernels.partial_attention import capped
+
+GROUP = (
+    1 << 20
+)  # logits that are held at once; fewer KV heads are taken together where a history is long
+TOKENS = 4096  # of all KV heads taken together, turned into float32 at once
+
+
+def verification_attention(
+    query_BHGWD: torch.Tensor,
+    key_PHND: torch.Tensor,
+    value_PHNE: torch.Tensor,
+    block_table_BP: torch.Tensor,
+    length_B: torch.Tensor,
+    *,
+    scale: float,
+    soft_cap: float | None = None,
+    sink_HG: torch.Tensor | None = None,
+    evidence: int = -1,
+    native: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend as `dense_attention` does, and hand out the logits of one query, in one pass over the keys.
+
+    Arguments are those of `dense_attention`, and two more: `evidence`, the query whose logits are handed out,
+    0 to W - 1, or from the end -1 to -W; and `native`, whether the weights are rounded to the values' dtype
+    and multiplied in it, as in PyTorch's flash attention. That is faster where the processor multiplies
+    numbers of that dtype; without `native` the product is one of float32.
+
+    Returns:
+        out, [B, H, G, W, E], in the query's dtype, zeros for padding; and l, [B, H, G, 1, T] float32 with T
+        the longest length, -inf where the evidence's query may not look.
+    """
+    check(query_BHGWD, key_PHND, block_table_BP, length_B, value_PHNE, sink_HG)
+    B, H, G, W, _ = query_BHGWD.shape
+    lengths = length_B.tolist()
+    out = query_BHGWD.new_zeros(B, H, G, W, value_PHNE.shape[3])
+    evidence_BHG1T = query_BHGWD.new_full(
+        (B, H, G, 1, max(lengths)), -torch.inf, dtype=torch.float32
+    )
+    for row, length in enumerate(lengths):
+        own = min(W, length)
+        key_HTD = read_pages(key_PHND, block_table_BP[row], 0, length)[0]
+        value_HTE = read_pages(value_PHNE, block_table_BP[row], 0, length)[0]
+        place = evidence % W - (W - own)  # among the request's own; below 0 in its padding
+        for heads in _groups(H, G * own * length):
+            query_HGWD = query_BHGWD[row, heads, :, W - own :].float() * scale
+            logits_HGWT = _logits(query_HGWD, key_HTD[heads], soft_cap)
+            if place >= 0:
+                evidence_BHG1T[row, heads, :, 0, :length] = logits_HGWT[:, :, place]
+            sinks = None if sink_HG is None else sink_HG[heads]
+            weight_HGWT = weights(logits_HGWT[None], sinks, all_see=True)[0]
+            product = _native_product if native else _wide_product
+            out[row, heads, :, W - own :] = product(weight_HGWT, value_HTE[heads]).to(out.dtype)
+    return out, evidence_BHG1T
+
+
+def _groups(H: int, logits: int) -> Iterator[slice]:
+    # KV heads that are taken together, by the logits of one of them
+    size = max(1, min(H, GROUP // max(1, logits)))
+    yield from (slice(first, min(first + size, H)) for first in range(0, H, size))
+
+
+def _logits(
+    query_HGWD: torch.Tensor, key_HTD: torch.Tensor, soft_cap: float | None
+) -> torch.Tensor:
+    # [H, G, W, T] float32, causal among the last W tokens
+    H, G, W, _ = query_HGWD.shape
+    T = key_HTD.shape[1]
+    query_HXD, logits_HXT = query_HGWD.flatten(1, 2), query_HGWD.new_empty(H, G * W, T)
+    for chunk, wide_HCD in _wide_chunks(key_HTD):
+        logits_HXT[:, :, chunk] = capped(query_HXD @ wide_HCD.mT, soft_cap)
+    logits_HGWT = logits_HXT.view(H, G, W, T)
+    later_WW = torch.ones(W, W, dtype=torch.bool, device=key_HTD.device).triu(1)
+    logits_HGWT[..., T - W :].masked_fill_(later_WW, -torch.inf)
+    return logits_HGWT
+
+
+def _native_product(weight_HGWT: torch.Tensor, value_HTE: torch.Tensor) -> torch.Tensor:
+    # head by head: pages have room behind a request's tokens, and a batched product would copy the values
+    H, G, W, T = weight_HGWT.shape
+    weight_HXT = weight_HGWT.reshape(H, G * W, T).to(value_HTE.dtype)
+    outs = [weight_XT @ value_TE for weight_XT, value_TE in zip(weight_HXT, value_HTE, strict=True)]
+    return torch.stack(outs).view(H, G, W, -1)
+
+
+def _wide_product(weight_HGWT: torch.Tensor, value_HTE: torch.Tensor) -> torch.Tensor:
+    H, G, W, T = weight_HGWT.shape
+    weight_HXT = weight_HGWT.reshape(H, G * W, T)
+    out_HXE = weight_HXT.new_zeros(H, G * W, value_HTE.shape[2])
+    for chunk, wide_HCE in _wide_chunks(value_HTE):
+        out_HXE.baddbmm_(weight_HXT[:, :, chunk], wide_HCE)
+    return out_HXE.view(H, G, W, -1)
+
+
+def _wide_chunks(rows_HTD: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+    # float32 too is copied: a product reads memory itself at half the speed of a copy
+    H, T, D = rows_HTD.shape
+    size = max(1, min(T, TOKENS // H))
+    buffer_HCD = rows_HTD.new_empty(H, size, D, dtype=torch.float32)
+    for start in range(0, T, size):
+        chunk_HCD = rows_HTD[:, start : start + size]
+        wide_HCD = buffer_HCD[:, : chunk_HCD.shape[1]].copy_(chunk_HCD)
+        yield slice(start, start + chunk_HCD.shape[1]), wide_HCD

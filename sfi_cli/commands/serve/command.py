@@ -1,0 +1,94 @@
+"""`sfi serve`: vLLM's server with slow-fast decoding."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sfi_cli import options as o
+from sfi_cli.settings.given import given
+from sfi_core.hosts.vllm import SLOTS
+
+SERVER = "Server"
+PORT = 8000
+
+
+def serve(
+    flags: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="-- FLAGS",
+            help="vLLM's own flags, such as --max-model-len 32768.",
+            show_default=False,
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            "-m",
+            envvar="SFI_MODEL",
+            help="Hub id or folder.",
+            show_default="the bundled checkpoint",
+            rich_help_panel=o.MODEL,
+        ),
+    ] = None,
+    policy: o.Policy = "sfi",
+    preset: o.Preset = None,
+    config: o.Config = None,
+    sets: Annotated[list[str] | None, o.sets("serve")] = None,
+    budget: o.Budget = None,
+    recent: o.Recent = None,
+    trigger: o.Triggers = None,
+    t_max: o.TMax = None,
+    slots: Annotated[
+        int,
+        typer.Option(
+            help="Requests that may be sparse at once; others run dense.", rich_help_panel=o.METHOD
+        ),
+    ] = SLOTS,
+    host: Annotated[
+        str, typer.Option(help="Address; 0.0.0.0 is every one.", rich_help_panel=SERVER)
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port.", rich_help_panel=SERVER)] = PORT,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="Record a trace into this new folder.", rich_help_panel=o.TRACE),
+    ] = None,
+    audit: o.Audit = None,
+) -> None:
+    """Serve a model over HTTP with vLLM, its requests decoded slow-fast.
+
+    vLLM's own OpenAI-compatible server runs, with sfi as a plugin; it is installed beside sfi
+    in an environment of its own (docs/vllm.md). What stands after -- goes to vLLM. Ctrl-C ends it.
+
+    For example:
+
+      sfi serve
+
+      sfi serve --model Qwen/Qwen3-0.6B --config tuned.toml -- --max-model-len 32768
+
+      sfi serve --model Qwen/Qwen3-0.6B --budget 1024 --slots 32 --trace run --audit 16
+    """
+    from sfi_cli.commands.serve.job import ServeJob
+
+    settings = given(
+        "serve", preset=preset, file=config, sets=sets,
+        options={
+            "budget": budget, "recent": recent, "triggers": trigger, "t_max": t_max,
+            "audit.every": audit,
+        },
+    )  # fmt: skip
+    ServeJob(
+        model=model,
+        revision=settings.of("model").get("revision"),
+        policy=policy,
+        config=settings.config,
+        slots=slots,
+        host=host,
+        port=port,
+        trace=trace,
+        audit=settings.of("audit").get("every"),
+        redact_text=bool(settings.of("trace").get("redact_text")),
+        flags=tuple(flags or ()),
+    ).run()

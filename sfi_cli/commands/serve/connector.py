@@ -1,0 +1,150 @@
+"""The plugin's connector with a trace; vLLM finds it by `kv_connector_module_path`.
+
+The core does not know traces, so this one stands above both. One writer, on the scheduler's side, records
+what the planner and all workers tell.
+"""
+
+from collections import deque
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sfi_core.errors import ConfigError
+from sfi_core.hosts.vllm.connector import SfiConnector as PlainConnector
+from sfi_core.hosts.vllm.connector import SfiPlan
+from sfi_core.hosts.vllm.entry import Plan
+from sfi_core.hosts.vllm.names import KVConnectorRole, layer_shapes
+from sfi_core.hosts.vllm.reading import tokenizer_of
+from sfi_core.hosts.vllm.stats import ServerStats
+from sfi_core.hosts.vllm.versions import installed_version
+from sfi_core.hosts.vllm.wishes import OWN, Wishes
+from sfi_core.measure.bench.architectures import empty_model
+from sfi_core.models.describe import describe_model
+from sfi_core.models.load import BUNDLED
+from sfi_core.observers.events import BeginStepEvent, PromptEvent, RunEvent
+from sfi_core.observers.observer import Observer
+from sfi_traces.record.parquet import ParquetObserver
+
+
+class SfiConnector(PlainConnector):
+    """The plugin's connector with a trace."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        """Begin the side that `role` names; the scheduler's begins the trace.
+
+        Raises:
+            ConfigError: As the plugin's own; the trace's folder is not empty; the model cannot be described.
+        """
+        self._recorder: ParquetObserver | None = None
+        self._steps: deque[AbstractContextManager[None]] = deque()  # those that the workers are at
+        super().__init__(vllm_config, role, kv_cache_config)
+        if self._recorder is not None:
+            check_traced(vllm_config)
+            self._recorder.on(self._run_event(layer_shapes(kv_cache_config, vllm_config)))
+
+    def make_observer(self, role: Any) -> Observer:
+        """Record the scheduler's side; a worker's events are gathered for it."""
+        options = self.settings.options
+        if options.trace is None or role == KVConnectorRole.WORKER:
+            return super().make_observer(role)
+        self._recorder = ParquetObserver(
+            Path(options.trace),
+            tokenizer=tokenizer_of(self._vllm),
+            redact_text=options.trace_redact_text,
+            provenance={
+                "preset": options.preset,
+                "server": {"vllm": installed_version(), "slots": self.slots},
+            },
+            clock="cpu",  # the scheduler's process leaves the device alone
+        )
+        return self._recorder
+
+    def on_new_request(self, request: Any) -> None:
+        """Note a request that has arrived, and record its prompt."""
+        super().on_new_request(request)
+        tracked = self.planner.tracked.get(request.request_id)
+        if self._recorder is None or tracked is None or request.prompt_token_ids is None:
+            return
+        ids = list(request.prompt_token_ids)
+        self._recorder.on(
+            PromptEvent(
+                requests=(tracked.state.request,),
+                ids_BT=torch.tensor([ids], dtype=torch.int64),
+                count=(len(ids),),
+                settings=own_settings(tracked.wishes, self.settings.config),
+            )
+        )
+
+    def build_connector_meta(self, scheduler_output: Any) -> SfiPlan:
+        """Plan an engine step, and record that it begins."""
+        made = super().build_connector_meta(scheduler_output)
+        if self._recorder is not None and made.plan.entries:
+            self._recorder.on(begin_event(self.planner.step, made.plan))
+            span = self._recorder.span("engine step")
+            span.__enter__()
+            self._steps.append(span)
+        return made
+
+    def get_kv_connector_stats(self) -> ServerStats | None:
+        """Return what has been counted since the last call; vLLM asks at the end of each engine step."""
+        if self._steps:
+            self._steps.popleft().__exit__(None, None, None)
+        return super().get_kv_connector_stats()
+
+    def shutdown(self) -> None:
+        """Finish the trace."""
+        if self._recorder is not None:
+            self._recorder.close()
+        super().shutdown()
+
+    def _run_event(self, shapes: Any) -> RunEvent:
+        model, audit = self._vllm.model_config, self.settings.audit
+        described = describe_model(
+            empty_model(model.hf_config, torch.device("meta"), model.dtype), shapes
+        )
+        device = self._vllm.device_config.device_type
+        return RunEvent(
+            batch=0,  # requests come later
+            requests=0,
+            policy=self.settings.options.policy,
+            backend="torch" if device == "cpu" else "triton",
+            device=device,
+            config=self.settings.config.to_dict(),
+            trigger_token_ids=tuple(sorted(self.trigger_ids)),
+            model={**described, "name": "bundled" if model.model == str(BUNDLED) else model.model},
+            audit=None if audit is None else audit.to_dict(),
+        )
+
+
+def check_traced(vllm_config: Any) -> None:
+    """Refuse a server that no trace can describe.
+
+    Raises:
+        ConfigError: With the setting of vLLM.
+    """
+    if vllm_config.parallel_config.data_parallel_size > 1:
+        raise ConfigError("trace must be of one engine, got data_parallel_size above 1")
+    kind = vllm_config.model_config.quantization
+    if kind is not None:
+        raise ConfigError(
+            f"trace must be of weights whose bytes it can tell, got quantization={kind}"
+        )
+
+
+def begin_event(step: int, plan: Plan) -> BeginStepEvent:
+    """Say what an engine step does."""
+    slow = tuple(entry.request for entry in plan.entries if entry.slow or not entry.decode)
+    fast = tuple(entry.request for entry in plan.entries if entry.decode and not entry.slow)
+    reads = any(not entry.decode for entry in plan.entries)
+    return BeginStepEvent(step=step, slow=slow, fast=fast, reads_prompt=reads)
+
+
+def own_settings(wishes: Wishes, config: Any) -> dict[str, Any]:
+    """Return the settings of a request that are not the server's."""
+    return {
+        name: value
+        for name in OWN
+        if (value := getattr(wishes.config, name)) != getattr(config, name)
+    }

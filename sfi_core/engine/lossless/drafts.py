@@ -1,0 +1,271 @@
+"""The drafts of a run's requests: begun, verified, accepted or taken back."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+
+import torch
+
+from sfi_core.engine.forward import RequestPass
+from sfi_core.engine.logits import compare_logits
+from sfi_core.engine.lossless.rule import DraftRule
+from sfi_core.engine.run import Run
+from sfi_core.engine.telling import step_event
+from sfi_core.observers.events import LogitsEvent, StepEvent, VerificationEvent
+from sfi_core.observers.held import HeldSelections
+from sfi_core.observers.observer import wants
+from sfi_core.state.request import RequestState
+
+# decides how many of a request's drafted tokens a verification keeps, given those that full attention picks
+Outcome = Callable[[RequestState, Sequence[int], Sequence[int]], int]
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """The tokens that a request brings to a pass.
+
+    Attributes:
+        tokens: Its last verified token and the draft, or the last of these alone where the pass drafts.
+        drafted: How many tokens of the draft the pass knows: those after the last verified one.
+        reason: Why it verifies; empty where it drafts.
+    """
+
+    tokens: tuple[int, ...]
+    drafted: tuple[int, ...] = ()
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Drafted:
+    """A drafting step, kept until its token is verified.
+
+    Attributes:
+        event: What the observer will be told, if the token is kept.
+        logits_V: What the token was picked from; None where no observer compares it.
+    """
+
+    event: StepEvent
+    logits_V: torch.Tensor | None
+
+
+@dataclass(slots=True)
+class Drafts:
+    """The drafts of one run.
+
+    Attributes:
+        run: The run, after its prompts.
+        rule: When a draft is verified.
+        limits: The most new tokens of each request.
+        outcome: Decides what is kept, whatever was drafted: for benchmarks, whose tokens mean nothing. None
+            keeps what full attention picks as well.
+        blocks: What each row brings to the pass under way; None for a row that rests.
+    """
+
+    run: Run
+    rule: DraftRule
+    limits: Sequence[int]
+    outcome: Outcome | None = None
+    blocks: list[Block | None] = field(default_factory=list)
+    _observer: HeldSelections = field(init=False)
+    _steps: dict[int, list[Drafted]] = field(default_factory=dict)
+    _confidence: dict[int, float] = field(default_factory=dict)
+    _compares: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Hold the run's selections from now on."""
+        self._compares = wants(self.run.observer, LogitsEvent)
+        self.run.observer = self._observer = HeldSelections(self.run.observer)
+
+    def begin(self) -> list[Block | None]:
+        """Enter a pass: each request drafts one more token, or verifies its draft, or rests.
+
+        What a verification reads anew, it writes anew too: it starts where the verified tokens end.
+        """
+        run = self.run
+        plan = run.plan()
+        rows = zip(run.requests, plan.reason_B, strict=True)
+        self.blocks = [
+            None if state.finished else self._block(state, planned) for state, planned in rows
+        ]
+        for state, block in zip(run.requests, self.blocks, strict=True):
+            if block is not None and block.reason:
+                self._take_back(state)
+        run.begin(
+            [
+                RequestPass()
+                if block is None
+                else RequestPass.decode(
+                    slow=bool(block.reason), reason=block.reason, count=len(block.tokens)
+                )
+                for block in self.blocks
+            ]
+        )
+        return self.blocks
+
+    def record(
+        self, token_X: Sequence[int], probability_X: Sequence[float], logits_XV: torch.Tensor
+    ) -> list[list[int]]:
+        """Take what was picked at every position of the pass, request after request.
+
+        Args:
+            token_X: The tokens.
+            probability_X: Their probabilities.
+            logits_XV: What they were picked from.
+
+        Returns:
+            The tokens that each row has now generated: none where it drafts, at least one where it verified.
+        """
+        run, place = self.run, 0
+        given: list[list[int]] = []
+        seconds = run.meter.lap(prefill=False)
+        for state, block in zip(run.requests, self.blocks, strict=True):
+            own = slice(place, place + (len(block.tokens) if block else 0))
+            place = own.stop
+            if block is None:
+                given.append([])
+            elif block.reason:
+                given.append(self._verified(state, block, token_X[own], logits_XV[own], seconds))
+            else:
+                self._confidence[state.request] = probability_X[own.start]
+                self._drafted(state, token_X[own.start], logits_XV[own.start], seconds)
+                given.append([])
+        run.recorded = True
+        return given
+
+    def drop(self) -> None:
+        """Take every draft back: the run ends, and what is not verified is not generated."""
+        for state in self.run.requests:
+            self._take_back(state)
+            self._observer.drop(state.request)
+        self._steps.clear()
+
+    def _block(self, state: RequestState, planned: str) -> Block:
+        verified = len(state.tokens) - state.drafted
+        room = self.limits[state.request] - verified
+        confidence = self._confidence.get(state.request, 1.0)
+        reason = self.rule.reason(state, room, planned, confidence)
+        draft = tuple(state.tokens[verified:])
+        if reason:
+            return Block((state.tokens[verified - 1], *draft), draft, reason)
+        return Block((state.tokens[-1],), draft)
+
+    def _take_back(self, state: RequestState) -> None:
+        state.take_back(state.drafted)
+        state.drafted = 0
+        for (request, _), note in self.run.notes.items():
+            if request == state.request:
+                self.run.policy.rewind(note, state.length)
+
+    def _drafted(
+        self, state: RequestState, token: int, logits_V: torch.Tensor, seconds: float
+    ) -> None:
+        run, tally = self.run, state.tally
+        state.finish_step(token)
+        state.drafted += 1
+        attended = run.attended(state)
+        tally.count_reads(attended, 0, run.policy.selection_tokens(state))
+        event = step_event(state, run.step, attended, seconds, drafted=True, draft_token_id=token)
+        kept = logits_V.clone() if self._compares else None
+        self._steps.setdefault(state.request, []).append(Drafted(event, kept))
+
+    def _verified(
+        self,
+        state: RequestState,
+        block: Block,
+        token_W: Sequence[int],
+        logits_WV: torch.Tensor,
+        seconds: float,
+    ) -> list[int]:
+        run, tally, drafted = self.run, state.tally, len(block.drafted)
+        accepted = (
+            matching(block.drafted, token_W)
+            if self.outcome is None
+            else self.outcome(state, block.drafted, token_W)
+        )
+        given = until_stop(token_W[: accepted + 1], self.rule.stop_ids)
+        kept, read = len(given) - 1, state.length
+        state.length -= drafted - kept
+        state.step -= drafted - kept
+        state.fresh = self._is_fresh(state, whole=kept == drafted)
+        state.tokens += given[:-1]
+        state.finish_step(given[-1])
+        state.finished = given[-1] in self.rule.stop_ids or (
+            len(state.tokens) >= self.limits[state.request]
+        )
+        tally.count_reads(read, sum(range(state.length - kept, state.length + 1)), 0.0)
+        tally.count_verification(drafted, accepted)
+        tally.time_step(state.step, run.meter.began, run.meter.ended)
+        self._confidence.pop(state.request, None)
+        self._tell(state, block, kept, read, logits_WV, seconds)
+        return given
+
+    def _is_fresh(self, state: RequestState, *, whole: bool) -> bool:
+        policy = self.run.policy
+        if whole or not policy.selects_after or policy.selects_before:
+            return True
+        # the first query's selection stands, unless rejected tokens may be in it
+        return policy.config.draft.evidence == "first" and state.recent_start <= state.length
+
+    def _tell(
+        self,
+        state: RequestState,
+        block: Block,
+        kept: int,
+        read: int,
+        logits_WV: torch.Tensor,
+        seconds: float,
+    ) -> None:
+        # in the order of the steps: what the verification did, then its tokens
+        run, drafted = self.run, len(block.drafted)
+        steps = self._steps.pop(state.request, [])
+        selects = run.policy.selects_after and state.fresh
+        if state.fresh:
+            self._observer.settle(state.request, state.step)
+        else:
+            self._observer.drop(state.request)
+        first = run.policy.config.draft.evidence == "first"
+        base = state.length - kept - 1
+        run.observer.on(
+            VerificationEvent(
+                request=state.request,
+                step=state.step,
+                batch_step=run.step,
+                base=base,
+                drafted=drafted,
+                accepted=kept,
+                reason=state.reason,
+                evidence_position=(base if first else read - 1) if selects else None,
+                attended_tokens=read + sum(one.event.attended_tokens for one in steps),
+                elapsed_us=seconds * 1e6,
+            )
+        )
+        self._compare(state, steps[: kept + 1], logits_WV, state.step - kept)
+        for one in steps[:kept]:
+            run.observer.on(one.event)
+        other = block.drafted[kept] if kept < drafted else None
+        run.observer.on(step_event(state, run.step, state.length, seconds, draft_token_id=other))
+
+    def _compare(
+        self, state: RequestState, tested: list[Drafted], logits_WV: torch.Tensor, first: int
+    ) -> None:
+        ours = [one.logits_V for one in tested if one.logits_V is not None]
+        if not ours:
+            return
+        kl_R, agrees_R = compare_logits(torch.stack(ours), logits_WV[: len(ours)])
+        steps = tuple(range(first, first + len(ours)))
+        event = LogitsEvent(
+            requests=(state.request,) * len(ours), steps=steps, kl_R=kl_R, agrees_R=agrees_R
+        )
+        self.run.observer.on(event)
+
+
+def matching(draft: Sequence[int], token_W: Sequence[int]) -> int:
+    """Return how many tokens of a draft are full attention's own, up to the first that is not."""
+    same = (one == other for one, other in zip(draft, token_W, strict=False))
+    return sum(1 for _ in takewhile(bool, same))
+
+
+def until_stop(tokens: Sequence[int], stop_ids: frozenset[int]) -> list[int]:
+    """Return some tokens up to the first stop token, that one included."""
+    before = list(takewhile(lambda token: token not in stop_ids, tokens))
+    return [*tokens[: len(before) + 1]]

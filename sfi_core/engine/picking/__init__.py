@@ -1,0 +1,1 @@
+"""Picking the next tokens: scores, and draws by index-keyed noise."""

@@ -1,0 +1,186 @@
+"""Picking tokens from scores: the best one, or a draw by noise of the token's index."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+
+from sfi_core.distributed.ranks import ALONE, Ranks
+from sfi_core.engine.picking.noise import gumbel, noise_key
+from sfi_core.engine.picking.picked import FINE, PROBABILITY, TOKEN, Picked, read
+from sfi_core.errors import NumericsError
+from sfi_kernels.step_descriptor import sent
+
+# most logits, or ids, that are processed at once: a CPU's caches hold them; elsewhere, 32 MiB as float64
+CPU_PIECE, PIECE = 2**19, 2**22
+
+
+@dataclass(slots=True)
+class Row:
+    """One request of a picker.
+
+    Attributes:
+        request: Its index.
+        step: The index of its next token, among those that it generates.
+    """
+
+    request: int
+    step: int = 0
+
+
+class Picker(ABC):
+    """Turns logits into tokens.
+
+    A sampled token has the largest sum of processed score and Gumbel noise. The noise depends on the seed, on
+    the request's index and on the token's index. What is decoded beside the request, and how many tokens a
+    pass gives, change nothing.
+
+    Attributes:
+        rows: The request of each row.
+        ahead: Called with a step's tokens while they are still on the device, before the host waits for them.
+    """
+
+    def __init__(
+        self,
+        requests: Sequence[int],
+        ranks: Ranks = ALONE,
+        *,
+        seed: int | None,
+        ahead: Callable[[torch.Tensor], None] | None = None,
+    ) -> None:
+        """Start with the first token of some requests; no seed takes the best one."""
+        self.rows = [Row(request) for request in requests]
+        self.ahead = ahead
+        self._ranks, self._seed = ranks, seed
+
+    @abstractmethod
+    def alone(self, ids_1T: torch.Tensor, request: int) -> Self:
+        """Make a picker of one more request, with the same settings."""
+
+    @abstractmethod
+    def scores(
+        self, logits_PV: torch.Tensor, row_P: Sequence[int], tail: Sequence[Sequence[int]]
+    ) -> torch.Tensor:
+        """Process logits, float32; arguments are some positions of `pick`'s."""
+
+    def note(self, tokens: Sequence[Sequence[int]]) -> None:
+        """Keep each row's new tokens, where `scores` looks at them; it looks at none unless overridden."""
+        del tokens
+
+    def widest(self, vocabulary: int) -> int:
+        """Return how many numbers `scores` holds for a position."""
+        return vocabulary
+
+    def seat(self, row: int, other: Self) -> None:
+        """Let a request that was sampled alone take a row."""
+        (self.rows[row],) = other.rows
+
+    def __call__(self, logits_BV: torch.Tensor, finished_B: list[bool], pad_id: int) -> list[int]:
+        """Pick the next token of every request and note it; a finished request gets the padding token.
+
+        Raises:
+            NumericsError: A running request's logits hold NaN or +inf, or nothing finite.
+        """
+        row_X, index_X = range(len(self.rows)), [row.step for row in self.rows]
+        told_2B = self._choose(logits_BV, row_X, index_X, [()] * len(self.rows), likely=False)
+        token_B, fine_B, _ = read(told_2B, self.ahead)
+        fine_B = [ok or done for ok, done in zip(fine_B, finished_B, strict=True)]
+        self._check(row_X, index_X, fine_B)
+        pairs = list(zip(token_B, finished_B, strict=True))
+        self.advance([[] if done else [token] for token, done in pairs])
+        return [pad_id if done else token for token, done in pairs]
+
+    def pick(
+        self,
+        logits_XV: torch.Tensor,
+        row_X: Sequence[int],
+        offset_X: Sequence[int],
+        tail: Sequence[Sequence[int]],
+    ) -> Picked:
+        """Pick tokens for X positions of a pass, of any rows, and note none; `ahead` is not called.
+
+        The same row, index, context and logits give the token that a step gives.
+
+        Args:
+            logits_XV: Of each position's next token.
+            row_X: The row that each position belongs to.
+            offset_X: How many tokens lie between the row's next one and the position's; 0 is the next one.
+            tail: What precedes each position, behind the tokens that the row is known to have.
+
+        Raises:
+            NumericsError: A position's logits hold NaN or +inf, or nothing finite.
+        """
+        index_X = [
+            self.rows[row].step + offset for row, offset in zip(row_X, offset_X, strict=True)
+        ]
+        told_3X = self._choose(logits_XV, row_X, index_X, tail, likely=True)
+        token_X, fine_X, probability_X = read(told_3X)
+        self._check(row_X, index_X, fine_X)
+        return Picked(token_X, probability_X)
+
+    def advance(self, tokens: Sequence[Sequence[int]]) -> None:
+        """Note each row's new tokens: any number, none for some rows."""
+        for row, new in zip(self.rows, tokens, strict=True):
+            row.step += len(new)
+        self.note(tokens)
+
+    def _choose(
+        self,
+        logits_XV: torch.Tensor,
+        row_X: Sequence[int],
+        index_X: Sequence[int],
+        tail: Sequence[Sequence[int]],
+        *,
+        likely: bool,
+    ) -> torch.Tensor:
+        # what `read` reads, settled between the ranks: [3 if likely else 2, X], int64
+        X, V = logits_XV.shape
+        told_RX = torch.empty(2 + likely, X, dtype=torch.int64, device=logits_XV.device)
+        key_X = self._keys(row_X, index_X, logits_XV.device)
+        most = CPU_PIECE if logits_XV.device.type == "cpu" else PIECE
+        size = max(1, most // self.widest(V))
+        for part in (slice(start, start + size) for start in range(0, X, size)):
+            logits_PV = logits_XV[part].float()
+            scores_PV = self.scores(logits_PV, row_X[part], tail[part])
+            self._tell(
+                told_RX[:, part], logits_PV, scores_PV, None if key_X is None else key_X[part]
+            )
+        return self._ranks.settle(told_RX)
+
+    @staticmethod
+    def _tell(
+        told_RP: torch.Tensor,
+        logits_PV: torch.Tensor,
+        scores_PV: torch.Tensor,
+        key_P: torch.Tensor | None,
+    ) -> None:
+        noisy_PV = scores_PV
+        if key_P is not None:
+            noisy_PV = gumbel(key_P, scores_PV.shape[1]).add_(scores_PV)
+        told_RP[TOKEN] = token_P = noisy_PV.argmax(-1)
+        told_RP[FINE] = logits_PV.amax(-1).isfinite()
+        if len(told_RP) > PROBABILITY:
+            score_P = scores_PV.gather(1, token_P[:, None])[:, 0]
+            probability_P = (score_P - scores_PV.logsumexp(-1)).exp()
+            told_RP[PROBABILITY] = probability_P.double().view(torch.int64)
+
+    def _keys(
+        self, row_X: Sequence[int], index_X: Sequence[int], device: torch.device
+    ) -> torch.Tensor | None:
+        if self._seed is None:
+            return None
+        keys = [
+            noise_key(self._seed, self.rows[row].request, index)
+            for row, index in zip(row_X, index_X, strict=True)
+        ]
+        return sent(torch.tensor(keys), device)
+
+    def _check(self, row_X: Sequence[int], index_X: Sequence[int], fine_X: Sequence[int]) -> None:
+        for row, index, fine in zip(row_X, index_X, fine_X, strict=True):
+            if not fine:
+                raise NumericsError(
+                    f"logits must be finite, got NaN or infinity at step {index} "
+                    f"in request {self.rows[row].request}"
+                )

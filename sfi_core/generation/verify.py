@@ -1,0 +1,233 @@
+"""`verify(...)`: whether generated tokens are full attention's, by teacher forcing."""
+
+import inspect
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import starmap
+from typing import Any, NamedTuple
+
+import torch
+
+from sfi_core.engine.picking.noise import gumbel, noise_key
+from sfi_core.errors import ConfigError, NumericsError
+from sfi_core.generation.processors import processors
+from sfi_core.generation.prompts import check_lengths, encode
+from sfi_core.generation.verify_report import Differing, RequestCheck, VerifyReport
+from sfi_core.models.linear import wide_linears
+from sfi_core.settings.sampling import Sampling
+
+NEAR_ULP = 4.0
+PIECE = 2**21  # most logits that are looked at together; as float64 they take 16 MiB
+HALVES = (torch.bfloat16, torch.float16)
+
+
+@torch.inference_mode()
+def verify(
+    model: Any,
+    prompts: Sequence[str] | Sequence[Sequence[int]],
+    outputs: Sequence[Sequence[int]],
+    *,
+    tokenizer: Any = None,
+    sampling: Sampling | None = None,
+    seed: int | None = None,
+    chunk: int = 2048,
+) -> VerifyReport:
+    """Check each generated token: is it full attention's own, over the prompt and the tokens before it?
+
+    The plain model reads prompt and output once, request by request, with its own attention and cache. Call
+    `verify` outside `slow_fast`. A token has to be the arg max of the processed logits, or under sampling of
+    their sum with the noise of seed, request and index.
+
+    A token that differs is within rounding up to `bound_ulp` units in the last place (ulp) of the logits.
+    Paper gap: the bound is ours. A run multiplies one row of activations or several, this check many, so
+    that sums are rounded in another order. bfloat16 has 8 bits and float16 11; products are summed in
+    float32, and each activation is rounded once: 4 ulp for each of the two scores, 8 in all. In float32 the
+    partial sums themselves are rounded, which grows as the square root of a product's terms, of which there
+    are as many as the hidden size: 8 sqrt(hidden). SmolLM2-135M's two best logits moved against each other by
+    at most 2 ulp in bfloat16, and 16 in float32, between passes of one row and of 48.
+    Temperature and repetition penalty stretch the ulp as they stretch the logits. A token that `top_k`,
+    `top_p` or `min_p` drops counts as kept where its score is within the bound of the lowest kept one.
+
+    Args:
+        model: A decoder-only model of transformers.
+        prompts: Texts or token ids.
+        outputs: The generated tokens of each, a stop token included; none is allowed.
+        tokenizer: Its tokenizer; may be None when prompts are token ids.
+        sampling: How the tokens were picked; None is greedy.
+        seed: What they were drawn with, by the prompts' indices; not needed for greedy decoding.
+        chunk: Prompt tokens of one forward pass.
+
+    Raises:
+        ConfigError: Not one output for each prompt, sampling without its seed, or a chunk below 1.
+        InputError: A prompt is empty, or longer with its output than the model's positions.
+        NumericsError: The model's logits hold NaN or infinity.
+    """
+    sampling, rows = sampling or Sampling(), encode(tokenizer, prompts)
+    if len(outputs) != len(rows):
+        raise ConfigError(f"outputs must be {len(rows)}, one a prompt, got {len(outputs)}")
+    if sampling.do_sample and seed is None:
+        raise ConfigError("seed must be the run's where tokens were sampled, got None")
+    if chunk < 1:
+        raise ConfigError(f"chunk must be at least 1, got {chunk}")
+    check_lengths(model, rows, [len(output) for output in outputs])
+    judge = Judge(model, sampling, seed or 0)
+    with wide_linears(model):
+        requests = [
+            judge(request, prompt, list(output), chunk)
+            for request, (prompt, output) in enumerate(zip(rows, outputs, strict=True))
+        ]
+    return VerifyReport(
+        dtype=str(model.dtype).removeprefix("torch."),
+        near_ulp=NEAR_ULP,
+        bound_ulp=judge.bound_ulp,
+        requests=requests,
+    )
+
+
+class Found(NamedTuple):
+    """What full attention says of one generated token.
+
+    Attributes:
+        expected: Its own token.
+        gap_ulp: How far its second best score is behind.
+        behind_ulp: How far the given token's is.
+        fine: Whether its logits are finite, 1 or 0.
+    """
+
+    expected: float
+    gap_ulp: float
+    behind_ulp: float
+    fine: float
+
+
+class Judge:
+    """Compares the tokens of requests with full attention's.
+
+    Attributes:
+        bound_ulp: How far behind a token may be by rounding; see `verify`.
+    """
+
+    def __init__(self, model: Any, sampling: Sampling, seed: int) -> None:
+        """Take over the settings of the run."""
+        self.bound_ulp = 2 * NEAR_ULP
+        if model.dtype not in HALVES:
+            self.bound_ulp *= math.sqrt(model.config.get_text_config(decoder=True).hidden_size)
+        self._model, self._sampling, self._seed = model, sampling, seed
+        self._processors = processors(sampling)
+        self._unfiltered = processors(replace(sampling, top_k=0, top_p=1.0, min_p=0.0))
+        penalty = sampling.repetition_penalty
+        self._stretch = max(penalty, 1 / penalty)
+        if sampling.do_sample:
+            self._stretch /= sampling.temperature
+
+    def __call__(
+        self, request: int, prompt: list[int], output: list[int], chunk: int
+    ) -> RequestCheck:
+        """Check one request."""
+        ids_1T = torch.tensor([prompt + output], device=self._model.device)
+        found: list[Found] = []
+        for logits_PV in forced_logits(self._model, ids_1T, len(prompt), chunk):
+            found += self._compare(request, len(found), ids_1T, len(prompt), logits_PV)
+        for index, one in enumerate(found):
+            if not one.fine:
+                raise NumericsError(
+                    f"logits must be finite, got NaN or infinity at step {index} in request {request}"
+                )
+        differing = [
+            Differing(
+                index=index,
+                token_id=token,
+                expected_id=int(one.expected),
+                behind_ulp=one.behind_ulp,
+            )
+            for index, (token, one) in enumerate(zip(output, found, strict=True))
+            if token != one.expected
+        ]
+        near_ties = [index for index, one in enumerate(found) if one.gap_ulp < NEAR_ULP]
+        return RequestCheck(tokens=len(output), near_ties=near_ties, differing=differing)
+
+    def _compare(
+        self, request: int, index: int, ids_1T: torch.Tensor, prompt: int, logits_PV: torch.Tensor
+    ) -> list[Found]:
+        # of the tokens from an index on, whose prefixes these logits continue
+        P, V = logits_PV.shape
+        logits_PV = logits_PV.float()
+        ends = range(prompt + index, prompt + index + P)
+        scores_PV, all_PV = (
+            torch.cat(
+                [chosen(ids_1T[:, :end], logits_PV[p : p + 1]) for p, end in enumerate(ends)]
+            ).double()
+            for chosen in (self._processors, self._unfiltered)
+        )
+        noise_PV = torch.zeros_like(all_PV)
+        if self._sampling.do_sample:
+            keys = [noise_key(self._seed, request, index + place) for place in range(P)]
+            noise_PV = gumbel(torch.tensor(keys, device=logits_PV.device), V)
+        noisy_PV = scores_PV + noise_PV
+        best_P2, token_P2 = noisy_PV.topk(2, -1)
+        size_P2 = logits_PV.gather(1, token_P2).abs().where(best_P2.isfinite(), 0.0)
+        ulp_P = self._stretch * ulp(size_P2.amax(-1), self._model.dtype).double()
+        given_P1 = ids_1T[0, ends.start : ends.stop, None]
+        behind_P = self._behind(scores_PV, all_PV, noise_PV, given_P1, self.bound_ulp * ulp_P)
+        told = (
+            noisy_PV.argmax(-1).double(),
+            (best_P2[:, 0] - best_P2[:, 1]) / ulp_P,
+            behind_P / ulp_P,
+            logits_PV.amax(-1).isfinite().double(),
+        )
+        return list(starmap(Found, zip(*torch.stack(told).tolist(), strict=True)))
+
+    @staticmethod
+    def _behind(
+        scores_PV: torch.Tensor,
+        all_PV: torch.Tensor,
+        noise_PV: torch.Tensor,
+        given_P1: torch.Tensor,
+        bound_P: torch.Tensor,
+    ) -> torch.Tensor:
+        # what the given token lacks to win against all that rounding cannot drop, and to be kept itself
+        kept_PV = scores_PV > -torch.inf
+        edge_P1 = all_PV.masked_fill(~kept_PV, torch.inf).amin(-1, keepdim=True)
+        filters_P1 = (~kept_PV & (all_PV > -torch.inf)).any(-1, keepdim=True)
+        sure_PV = kept_PV & (~filters_P1 | (all_PV > edge_P1 + bound_P[:, None]))
+        rivals_PV = (all_PV + noise_PV).masked_fill(~sure_PV, -torch.inf)
+        own_P1 = (all_PV + noise_PV).gather(1, given_P1)
+        lost_P = rivals_PV.amax(-1) - own_P1[:, 0]
+        dropped_P = (edge_P1 - all_PV.gather(1, given_P1))[:, 0]
+        return torch.maximum(lost_P, dropped_P).clamp_min(0.0).nan_to_num(torch.inf, torch.inf)
+
+
+def forced_logits(
+    model: Any, ids_1T: torch.Tensor, prompt: int, chunk: int
+) -> Iterator[torch.Tensor]:
+    """Read a text once with the plain model; yield the logits of its output's tokens by pieces, [P, V].
+
+    Args:
+        model: The model.
+        ids_1T: The prompt and its output.
+        prompt: How many of them are the prompt.
+        chunk: Prompt tokens of one pass.
+    """
+    first, last = prompt - 1, ids_1T.shape[1] - 1
+    known = inspect.signature(model.forward).parameters
+    one = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
+    size = max(1, PIECE // model.config.get_text_config(decoder=True).vocab_size)
+    pieces = [(begin, min(begin + chunk, first)) for begin in range(0, first, chunk)]
+    tested = [(begin, min(begin + size, last)) for begin in range(first, last, size)]
+    past = None
+    for begin, end in (*pieces, *tested) if tested else ():
+        options = {} if begin >= first else one
+        read = model(
+            input_ids=ids_1T[:, begin:end], past_key_values=past, use_cache=True, **options
+        )
+        past = read.past_key_values
+        if begin >= first:
+            yield read.logits[0]
+
+
+def ulp(size_P: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the spacing of a dtype's numbers at some sizes."""
+    limits = torch.finfo(dtype)
+    exponent_P = torch.frexp(size_P.clamp_min(limits.tiny))[1] - 1
+    return torch.ldexp(torch.full_like(size_P, limits.eps), exponent_P)

@@ -1,0 +1,103 @@
+"""The forward passes of a lossless run: each request brings one token, or the several that it verifies."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from sfi_core.engine.lossless.drafts import Block, Drafts
+from sfi_core.engine.run import Run
+from sfi_core.hosts.transformers.cache import SfiCache
+from sfi_core.hosts.transformers.ragged_row import RaggedRow
+from sfi_core.hosts.transformers.session import Session
+from sfi_kernels.step_descriptor import sent
+
+
+class Steps(Protocol):
+    """A model's decoding steps, as `Decoder` has them."""
+
+    session: Session
+    cache: SfiCache
+    ids_BT: torch.Tensor
+
+    def planned_pass(self, ids_BT: torch.Tensor, positions_BT: torch.Tensor) -> torch.Tensor:
+        """Run a pass that the engine has begun; return the logits of every token, [B, T, V]."""
+
+
+class BlockPass:
+    """Runs the passes of one run.
+
+    Where requests bring different numbers of tokens, the model sees one row of them all, [1, X]. Our layers
+    tell the requests apart; layers with a sliding window cannot, and run one request at a time.
+    """
+
+    def __init__(self, decoder: Steps, pad_id: int) -> None:
+        """Take over a run's decoding steps.
+
+        Args:
+            decoder: The decoder, after its prefill.
+            pad_id: Stands for a request that rests.
+        """
+        self._decoder, self._pad_id = decoder, pad_id
+        self._sliding = [layer for layer in decoder.cache.layers if layer.is_sliding]
+        self._verified, self._request = self._marked(), -1
+
+    def __call__(self, drafts: Drafts) -> torch.Tensor:
+        """Run a pass; return the logits of every token of every block, [X, V]."""
+        blocks = drafts.begin()
+        brought = [() if block is None else block.tokens for block in blocks]
+        run, cache, device = drafts.run, self._decoder.cache, self._decoder.ids_BT.device
+        start = run.forward.start
+        self._go_back(run, blocks[0])
+        alone = max(map(len, brought)) == 1
+        cache.ragged = None
+        if len(brought) > 1 and not alone:
+            cache.ragged = RaggedRow.of([len(tokens) for tokens in brought], device)
+        rows = [tokens or ((self._pad_id,) if alone else ()) for tokens in brought]
+        ids = [token for tokens in rows for token in tokens]
+        positions = [
+            first + place
+            for first, tokens in zip(start, rows, strict=True)
+            for place in range(len(tokens))
+        ]
+        pair = sent(torch.tensor([ids, positions]), device)
+        shape = (len(rows), 1) if alone else (1, len(ids))
+        cache.see(max(start))
+        logits = self._decoder.planned_pass(pair[0].view(shape), pair[1].view(shape))
+        cache.ragged = None
+        logits_XV = logits.flatten(0, 1)
+        resting = alone and not all(brought)
+        if not resting:
+            return logits_XV
+        kept = [row for row, tokens in enumerate(brought) if tokens]
+        return logits_XV.index_select(0, sent(torch.tensor(kept), device))
+
+    def keep(self, blocks: Sequence[Block | None], given: Sequence[Sequence[int]]) -> None:
+        """Leave the rejected tokens out of the sliding windows; ours are overwritten."""
+        if not self._sliding or blocks[0] is None or not blocks[0].reason:
+            return
+        brought, kept = len(blocks[0].tokens), len(given[0])
+        if kept < brought:
+            new = [
+                (one.keys[:, :, -brought:], one.values[:, :, -brought:]) for one in self._sliding
+            ]
+            self._restore()
+            for layer, (key, value) in zip(self._sliding, new, strict=True):
+                layer.update(key[:, :, :kept], value[:, :, :kept])
+        self._verified = self._marked()
+
+    def _go_back(self, run: Run, block: Block | None) -> None:
+        # to where the verified tokens end, before they are followed by the block again
+        request = run.requests[0].request
+        if request != self._request:
+            self._verified, self._request = self._marked(), request
+        if self._sliding and block is not None and block.reason:
+            self._restore()
+
+    def _marked(self) -> list[dict[str, Any]]:
+        # a layer never writes into the tensors that it holds: it makes new ones
+        return [dict(layer.__dict__) for layer in self._sliding]
+
+    def _restore(self) -> None:
+        for layer, values in zip(self._sliding, self._verified, strict=True):
+            layer.__dict__.update(values)

@@ -1,0 +1,102 @@
+"""What a lossless run asks of a model, a policy and the engine's options."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from sfi_core.engine.picking.picker import CPU_PIECE, PIECE
+from sfi_core.errors import ConfigError
+from sfi_core.models.lossless_forecast import Drafting
+from sfi_core.observers.events import LogitsEvent
+from sfi_core.observers.observer import wants
+from sfi_core.policies import POLICIES
+from sfi_core.policies.base import Policy
+
+LEAST_WINDOW = 3  # a sliding window that still holds a token before a draft of one
+
+
+# by setting of `model.generate`: what it asks for
+REFUSED = {
+    "output_scores": "reading scores",
+    "output_logits": "reading logits",
+    "output_hidden_states": "reading hidden states",
+    "stop_strings": "stop_strings",
+    "max_time": "max_time",
+    "stopping_criteria": "a stopping criterion of one's own",
+    "inputs_embeds": "a prompt of embeddings",
+    "position_ids": "position_ids of one's own",
+    "past_key_values": "a cache of one's own",
+}
+
+
+def refuse_in_lossless(settings: Any, kwargs: Mapping[str, Any]) -> None:
+    """Refuse what `model.generate` may be asked under sfi, but not in a lossless run.
+
+    Raises:
+        ConfigError: With its name.
+    """
+    for name, what in REFUSED.items():
+        value = kwargs.get(name, getattr(settings, name, None))
+        if value is None or value is False or value == []:
+            continue
+        raise ConfigError(f"{what} does not run in a lossless run, got {name}")
+
+
+def check_drafts(policy: Policy | type[Policy], name: str) -> None:
+    """Refuse a policy that cannot draft.
+
+    Raises:
+        ConfigError: With those that can.
+    """
+    if not policy.drafts or policy.mixes_heads:
+        able = ", ".join(sorted(known for known, kind in POLICIES.items() if kind.drafts))
+        settings = " with these settings" if policy.drafts else ""
+        raise ConfigError(
+            f"policy {name}{settings} cannot draft for a lossless run; those that can: {able}"
+        )
+
+
+def check_lossless(session: Any) -> None:
+    """Refuse a session whose lossless runs could not be.
+
+    Raises:
+        ConfigError: With what is in the way.
+    """
+    policy, engine = session.policy, session.engine
+    check_drafts(policy, session.policy_name)
+    reasons = {
+        f"a trigger that looks at the {policy.signal}": bool(policy.signal),
+        "kv_device_budget, whose host pages cannot be taken back": engine.kv_device_budget
+        is not None,
+        "engine.synchronized, which makes requests verify for each other": engine.synchronized,
+        "an audit: a lossless run compares every drafted token itself": session.audit is not None,
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise ConfigError(f"lossless must be off with {reason}")
+
+
+def most_together(session: Any) -> int | None:
+    """Return the most requests that a lossless run decodes together; None for no limit.
+
+    transformers' caches of sliding windows take tokens back from all requests alike.
+    """
+    windows = [shape.window for shape in session.shapes() if shape.window is not None]
+    return 1 if windows else None
+
+
+def most_drafted(session: Any, asked: int) -> int:
+    """Return the most tokens of a draft: a sliding window must hold them all, and the token before them."""
+    windows: list[int] = [one.window for one in session.shapes() if one.window is not None]
+    return max(1, min([asked, *(window - LEAST_WINDOW + 1 for window in windows)]))
+
+
+def drafting_of(session: Any) -> Drafting | None:
+    """Return what a forecast has to know of a session's lossless runs; None for other runs."""
+    if not session.engine.lossless:
+        return None
+    return Drafting(
+        tested=most_drafted(session, session.policy.config.draft.max_tokens) + 1,
+        together=CPU_PIECE if session.model.device.type == "cpu" else PIECE,
+        compares=wants(session.observer, LogitsEvent),
+        explicit=session.backend == "torch",
+    )

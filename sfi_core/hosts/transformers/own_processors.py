@@ -1,0 +1,113 @@
+"""Picking tokens as `model.generate` does, but each position of a pass on its own."""
+
+from collections.abc import Sequence
+
+import torch
+from transformers import (
+    EncoderNoRepeatNGramLogitsProcessor,
+    EncoderRepetitionPenaltyLogitsProcessor,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PrefixConstrainedLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SynthIDTextWatermarkLogitsProcessor,
+)
+from transformers.generation import logits_process
+
+from sfi_core.distributed.ranks import Ranks
+from sfi_core.engine.picking.picker import Picker
+from sfi_core.engine.picking.tokens_so_far import TokensSoFar
+from sfi_core.errors import ConfigError
+from sfi_kernels.step_descriptor import sent
+
+# they know which row of the batch a text is
+BY_ROW = (
+    EncoderNoRepeatNGramLogitsProcessor,
+    EncoderRepetitionPenaltyLogitsProcessor,
+    PrefixConstrainedLogitsProcessor,
+)
+
+
+class OwnProcessors(Picker):
+    """A picker with transformers' prepared processors, which see a position's row as `model.generate` has it.
+
+    A row's tokens are the padded prompt and what follows it, so that processors that count tokens count
+    right. A processor must be a function of tokens and scores: it is called for drafted tokens too.
+
+    Attributes:
+        tokens: Those of each row so far, padded prompts included.
+    """
+
+    def __init__(
+        self,
+        chosen: LogitsProcessorList,
+        ids_RT: torch.Tensor,
+        requests: Sequence[int],
+        ranks: Ranks,
+        seed: int | None,
+    ) -> None:
+        """Start with the first token of some requests.
+
+        Args:
+            chosen: The processors.
+            ids_RT: The padded prompts of all requests.
+            requests: Those that have a row.
+            ranks: The processes that share the model.
+            seed: What tokens are drawn with; None takes the best one.
+
+        Raises:
+            ConfigError: A processor keeps a state from step to step.
+        """
+        super().__init__(requests, ranks, seed=seed)
+        for one in chosen:
+            if isinstance(one, SynthIDTextWatermarkLogitsProcessor):
+                raise ConfigError(
+                    f"logits_processor must be stateless in a lossless run, got {type(one).__name__}"
+                )
+        self._chosen, self._ids_RT = chosen, ids_RT
+        self.tokens = TokensSoFar(ids_RT[list(requests)])
+        self._by_row = any(_knows_rows(one) for one in chosen)
+
+    def alone(self, ids_1T: torch.Tensor, request: int) -> "OwnProcessors":
+        """See `Picker`; the request's prompt is known with its padding."""
+        del ids_1T
+        return OwnProcessors(self._chosen, self._ids_RT, [request], self._ranks, self._seed)
+
+    def seat(self, row: int, other: "OwnProcessors") -> None:
+        """See `Picker`."""
+        super().seat(row, other)
+        self.tokens.seat(row, other.tokens)
+
+    def note(self, tokens: Sequence[Sequence[int]]) -> None:
+        """See `Picker`."""
+        self.tokens.add(tokens)
+
+    def scores(
+        self, logits_PV: torch.Tensor, row_P: Sequence[int], tail: Sequence[Sequence[int]]
+    ) -> torch.Tensor:
+        """See `Picker`."""
+        if not self._chosen:
+            return logits_PV
+        pairs = zip(row_P, tail, strict=True)
+        return torch.cat(
+            [self._score(logits_PV[p : p + 1], row, after) for p, (row, after) in enumerate(pairs)]
+        )
+
+    def _score(self, logits_1V: torch.Tensor, row: int, tail: Sequence[int]) -> torch.Tensor:
+        ids_1T = self.tokens.ids_BT[row : row + 1, : self.tokens.length_B[row]]
+        if tail:
+            ids_1T = torch.cat([ids_1T, sent(torch.tensor([list(tail)]), ids_1T.device)], 1)
+        places, place = (len(self._ids_RT), self.rows[row].request) if self._by_row else (1, 0)
+        # copies: a processor may write into what it gets
+        scores_RV: torch.Tensor = self._chosen(
+            ids_1T.repeat(places, 1), logits_1V.repeat(places, 1)
+        )
+        return scores_RV[place : place + 1]
+
+
+def _knows_rows(one: LogitsProcessor) -> bool:
+    if isinstance(one, RepetitionPenaltyLogitsProcessor):
+        # newer transformers leave out each row's own padding
+        return isinstance(one.prompt_ignore_length, torch.Tensor)
+    # any that is not transformers' own may
+    return isinstance(one, BY_ROW) or type(one).__module__ != logits_process.__name__

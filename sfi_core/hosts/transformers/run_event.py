@@ -1,0 +1,22 @@
+"""What a session tells its observer of a run that begins."""
+
+from typing import Any
+
+from sfi_core.models.describe import describe_model
+from sfi_core.observers.events import RunEvent
+
+
+def run_event(session: Any, batch: int, requests: int) -> RunEvent:
+    """Describe a run of so many rows and requests; the session knows the layers' shapes."""
+    return RunEvent(
+        batch=batch,
+        requests=requests,
+        policy=session.policy_name,
+        backend=session.backend,
+        device=str(session.model.device),
+        config=session.policy.config.to_dict(),
+        trigger_token_ids=session.trigger_token_ids,
+        model=describe_model(session.model, session.shapes()),
+        lossless=session.engine.lossless,
+        audit=None if session.audit is None else session.audit.to_dict(),
+    )

@@ -1,0 +1,248 @@
+"""The seam between vLLM's scheduler and its workers: a KV connector that moves no KV, only the plan."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from sfi_core.engine.run import Run
+from sfi_core.errors import ConfigError
+from sfi_core.hosts.vllm.borrowed import BorrowedPages
+from sfi_core.hosts.vllm.entry import Plan
+from sfi_core.hosts.vllm.events import Gathered, WorkerEvents
+from sfi_core.hosts.vllm.names import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+    facts_of,
+    full_group,
+    tensor_parallel_ranks,
+)
+from sfi_core.hosts.vllm.planner import Planner
+from sfi_core.hosts.vllm.reading import (
+    impl_of,
+    layer_index,
+    scheduled_of,
+    settings_of,
+    tokenizer_of,
+)
+from sfi_core.hosts.vllm.settings import check_host, check_policy
+from sfi_core.hosts.vllm.stats import ServerStats, SfiMetrics
+from sfi_core.hosts.vllm.versions import check_version
+from sfi_core.hosts.vllm.wishes import Wishes
+from sfi_core.hosts.vllm.worker import WorkerEngine, watchers_of
+from sfi_core.observers.observer import NullObserver, Observer
+from sfi_core.policies import policy_class
+from sfi_core.policies.base import Policy
+from sfi_core.settings.config import SfiConfig
+from sfi_core.settings.engine import EngineOptions
+from sfi_core.triggers.trigger import Trigger
+from sfi_core.triggers.trigger_set import resolve_triggers
+
+REPORT = "sfi"  # the key of an answer's `kv_transfer_params`
+
+
+@dataclass
+class SfiPlan(KVConnectorMetadata):
+    """What the workers are told of one engine step."""
+
+    plan: Plan
+
+
+class SfiConnector(KVConnectorBase_V1, SupportsHMA):
+    """Plans on the scheduler's side, and hands the plan to the attention of the worker's side."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        """Begin the side that `role` names.
+
+        Raises:
+            ConfigError: vLLM's version or settings, the plugin's settings, or the model do not fit.
+        """
+        super().__init__(vllm_config, role, kv_cache_config)
+        check_version()
+        self.settings = settings_of(vllm_config)
+        self._vllm = vllm_config
+        self.group, self.layer_names = full_group(kv_cache_config.kv_cache_groups)
+        self.block: int = kv_cache_config.kv_cache_groups[self.group].kv_cache_spec.block_size
+        self.layers = sorted(layer_index(name) for name in self.layer_names)
+        self.trigger_ids = resolve_triggers(tokenizer_of(vllm_config), self.settings.config)
+        self.observer = self.make_observer(role)
+        if role == KVConnectorRole.SCHEDULER:
+            self.planner = Planner(
+                self.make_policy,
+                slots=self.slots,
+                block=self.block,
+                layers=len(self.layers),
+                observer=self.observer,
+                audit=self.settings.audit,
+            )
+            self.stats = ServerStats()
+        self.engine: WorkerEngine | None = None
+
+    @property
+    def slots(self) -> int:
+        """Requests that may be sparse at once."""
+        most: int = self._vllm.scheduler_config.max_num_seqs
+        return min(self.settings.options.slots, most)
+
+    def make_policy(self, config: SfiConfig) -> Policy:
+        """Make the policy of a request's settings."""
+        trigger = Trigger(frozenset(self.trigger_ids), config)
+        return policy_class(self.settings.options.policy)(config, trigger, self.layers)
+
+    def make_observer(self, role: Any) -> Observer:
+        """Return what hears of the side's events; a worker's are gathered for the scheduler's side.
+
+        Raises:
+            ConfigError: A trace is asked for, which the command line's connector records.
+        """
+        if self.settings.options.trace is None:
+            return NullObserver()
+        if role == KVConnectorRole.WORKER:
+            return Gathered()
+        raise ConfigError(
+            "trace must come with kv_connector_module_path=sfi_cli.commands.serve.connector, "
+            "as sfi serve sets it"
+        )
+
+    # the scheduler's side
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int, bool]:
+        """Say that no tokens come from elsewhere."""
+        return 0, False
+
+    def on_new_request(self, request: Any) -> None:
+        """Note a request that has arrived."""
+        parameters = request.sampling_params
+        if parameters is None:  # a pooling model's
+            return
+        wishes = Wishes.of(parameters.extra_args, self.settings.config, self._check)
+        self.planner.see(request, wishes)
+        if self.settings.options.cache_salt:
+            own = wishes.salt(self.settings.options.policy)
+            request.cache_salt = f"{request.cache_salt} {own}" if request.cache_salt else own
+            request.block_hashes.clear()
+            request.update_block_hashes()
+
+    def _check(self, config: SfiConfig) -> None:
+        # of a request's own settings
+        check_policy(self.settings.options.policy, config)
+        check_host(facts_of(self._vllm), config)
+        if config.trigger_policy == "boundary" and not self.trigger_ids:
+            raise ConfigError(
+                "sfi.trigger_policy must not be boundary on a server without triggers"
+            )
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Do nothing: `build_connector_meta` says what was allocated."""
+
+    def build_connector_meta(self, scheduler_output: Any) -> SfiPlan:
+        """Plan an engine step."""
+        return SfiPlan(self.planner.plan(scheduled_of(scheduler_output, self.group)))
+
+    def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
+        """Report on a request that has ended, in its answer."""
+        ended = self.planner.finish(request.request_id)
+        return False, None if ended is None else {REPORT: ended.report()}
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: Any
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """See `request_finished`."""
+        return self.request_finished(request, block_ids)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Tell the observer what the workers' layers have told."""
+        told = connector_output.kv_connector_worker_meta
+        if isinstance(told, WorkerEvents):
+            for event in told.joined():
+                self.observer.on(event)
+
+    def get_kv_connector_stats(self) -> ServerStats | None:
+        """Return what has been counted since the last call, on the scheduler's side."""
+        return self.stats.since(self.planner) if self.role == KVConnectorRole.SCHEDULER else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ServerStats:
+        """Make counts out of what another process has sent."""
+        return ServerStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any
+    ) -> SfiMetrics:
+        """Make the counters of the server's `/metrics`."""
+        return SfiMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """Whether KV must arrive elsewhere: no."""
+        return False
+
+    # the worker's side
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        """Borrow the caches of the full-attention layers; allocate their packed segments."""
+        modules = self._vllm.compilation_config.static_forward_context
+        device = next(iter(kv_caches.values())).device
+        store = BorrowedPages(
+            "torch" if device.type == "cpu" else "triton",
+            self.block,
+            self.slots,
+            self._vllm.model_config.max_model_len,
+            device,
+        )
+        for name in self.layer_names:
+            impl = impl_of(modules[name])
+            key, value = impl.pages(modules[name], kv_caches[name])
+            store.borrow(layer_index(name), key, value, impl.norm_X)
+        audit = self.settings.audit
+        run = Run(
+            self.make_policy(self.settings.config),
+            self.observer,
+            store,
+            device=device,
+            engine=EngineOptions(overlap=False, graphs=False),
+            ranks=tensor_parallel_ranks(),
+            audit=audit,
+            watchers=watchers_of(audit),
+        )
+        run.layers.update(self.layers)
+        for name in self.layer_names:
+            layer, given = layer_index(name), modules[name].impl.segment
+            if given is not None:
+                run.segments[layer] = given
+            if layer not in run.policy.config.dense_layers:
+                run.segment(layer)
+        self.engine = WorkerEngine(run, store)
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        """Send what this worker's layers told in the pass, if it is traced."""
+        if not isinstance(self.observer, Gathered) or self.engine is None:
+            return None
+        told = self.observer.take()
+        return WorkerEvents({self.engine.run.ranks.number: told}) if told else None
+
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        """Take the plan of the forward pass that comes."""
+        super().bind_connector_metadata(connector_metadata)
+        if self.engine is not None:
+            self.engine.begin(connector_metadata.plan)
+
+    def wait_for_save(self) -> None:
+        """The forward pass is over."""
+        if self.engine is not None:
+            self.engine.leave()
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Load nothing."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Load nothing."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Save nothing."""

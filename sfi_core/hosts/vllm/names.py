@@ -1,0 +1,126 @@
+"""Every name of vLLM that the plugin uses, so that another version's change shows in one place.
+
+vLLM calls the plugin; nothing of vLLM is changed. tests/vllm/test_names.py checks that each name exists.
+"""
+
+import re
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
+from vllm.distributed.parallel_state import get_tp_group
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
+
+from sfi_core.distributed.ranks import ALONE, Ranks
+from sfi_core.errors import ConfigError
+from sfi_core.hosts.vllm.settings import HostFacts
+from sfi_core.state.layer_shape import LayerShape
+
+__all__ = [
+    "AttentionBackendEnum",
+    "AttentionSpec",
+    "FullAttentionSpec",
+    "KVConnectorBase_V1",
+    "KVConnectorFactory",
+    "KVConnectorMetadata",
+    "KVConnectorPromMetrics",
+    "KVConnectorRole",
+    "KVConnectorStats",
+    "KVConnectorWorkerMetadata",
+    "SupportsHMA",
+    "VllmConfig",
+    "facts_of",
+    "full_group",
+    "get_kv_transfer_group",
+    "has_kv_transfer_group",
+    "layer_shapes",
+    "register_backend",
+    "tensor_parallel_ranks",
+]
+
+
+def tensor_parallel_ranks() -> Ranks:
+    """Return the processes that this worker's model is split over."""
+    group = get_tp_group()
+    if group.world_size == 1:
+        return ALONE
+    return Ranks(group.rank_in_group, group.world_size, group.device_group)
+
+
+def facts_of(config: Any) -> HostFacts:
+    """Read what the plugin checks of vLLM's settings."""
+    model, parallel, scheduler = (
+        config.model_config,
+        config.parallel_config,
+        config.scheduler_config,
+    )
+    return HostFacts(
+        speculative=config.speculative_config is not None,
+        pipeline=parallel.pipeline_parallel_size,
+        context_parallel=max(
+            parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size
+        ),
+        tensor_parallel=parallel.tensor_parallel_size,
+        kv_heads=model.get_total_num_kv_heads(),
+        cache_dtype=str(config.cache_config.cache_dtype),
+        dtype=str(model.dtype).removeprefix("torch."),
+        latent=bool(model.use_mla),
+        two_batches=bool(parallel.enable_dbo),
+        asynchronous=bool(scheduler.async_scheduling),
+    )
+
+
+def layer_shapes(cache: Any, config: Any) -> list[LayerShape]:
+    """Return what each layer keeps of a token, over all tensor-parallel processes.
+
+    Raises:
+        ConfigError: Some layer keeps something else than keys and values.
+    """
+    ranks = config.parallel_config.tensor_parallel_size
+    found = {}
+    for group in cache.kv_cache_groups:
+        for name in group.layer_names:
+            spec = getattr(group.kv_cache_spec, "kv_cache_specs", {}).get(name, group.kv_cache_spec)
+            if not isinstance(spec, AttentionSpec):
+                raise ConfigError(f"trace must be of layers with keys and values, got {spec}")
+            found[int(re.findall(r"\.(\d+)\.", name)[0])] = LayerShape(
+                heads=spec.num_kv_heads * ranks,
+                key_width=spec.head_size,
+                value_width=getattr(spec, "head_size_v", None) or spec.head_size,
+                itemsize=spec.dtype.itemsize,
+                window=getattr(spec, "sliding_window", None),
+            )
+    return [found[layer] for layer in sorted(found)]
+
+
+def full_group(groups: Any) -> tuple[int, list[str]]:
+    """Return which KV cache group attends to everything, and its layers' names.
+
+    Raises:
+        ConfigError: There is none, or there are several.
+    """
+    found = [
+        (number, list(group.layer_names))
+        for number, group in enumerate(groups)
+        if isinstance(group.kv_cache_spec, FullAttentionSpec)
+        and group.kv_cache_spec.sliding_window is None
+        and group.kv_cache_spec.attention_chunk_size is None
+    ]
+    if len(found) != 1:
+        raise ConfigError(
+            f"model must have one group of full-attention layers for sfi in vLLM, got {len(found)}"
+        )
+    return found[0]

@@ -1,0 +1,215 @@
+"""Sfi in front of an attention backend of vLLM's whose cache is `[blocks, KV heads, tokens, K|V]`.
+
+Mixed into a backend, its builder and its implementation. vLLM's own kernels write keys and values, and
+attend with prompts and with requests that have no slot; decoding rows with a slot attend by sfi's kernels
+over the same blocks. `cuda_backend` has the backends that are used. It has not run on a GPU.
+"""
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sfi_core.errors import ConfigError
+from sfi_core.hosts.vllm.cuda_names import (
+    AttentionCGSupport,
+    AttentionType,
+    KVCacheLayout,
+    current_config,
+)
+from sfi_core.hosts.vllm.parts import Part, part_of
+from sfi_core.hosts.vllm.reading import layer_index
+from sfi_core.hosts.vllm.room import Room
+from sfi_core.hosts.vllm.rows import HostRows, RowMatcher, last_blocks
+from sfi_core.hosts.vllm.serving import engine_of_process, is_configured, planned_engine
+from sfi_core.hosts.vllm.worker import Pass, WorkerEngine
+
+
+@dataclass(slots=True)
+class Batch:
+    """What all layers of a pass share, beside vLLM's metadata.
+
+    Attributes:
+        common: What vLLM made its metadata of.
+        builder: Who made it.
+        entered: The pass, once a layer has entered it.
+        part: What vLLM's kernel computes; None for all rows or none, as `entered` tells.
+    """
+
+    common: Any
+    builder: Any
+    entered: Pass | None = None
+    part: Part | None = None
+
+    def enter(self, engine: WorkerEngine) -> Pass:
+        """Enter the pass with the first layer; the others are given the same."""
+        if self.entered is None:
+            common, table_RP = self.common, self.common.block_table_tensor
+            rows = HostRows(
+                common.query_start_loc_cpu.tolist(),
+                common.seq_lens_cpu_upper_bound.tolist(),
+                None if common.req_idx is None else common.req_idx.tolist(),
+            )
+            matched = self.builder.matcher.match(
+                rows, engine.entries, lambda: last_blocks(table_RP, rows, engine.store.page_size)
+            )
+            self.entered = engine.enter(matched, table_RP)
+            self.part = part_of(common, self.entered, self.builder.build_part)
+        return self.entered
+
+
+class PagedBuilder:
+    """Makes vLLM's metadata, and keeps what it was made of."""
+
+    reorder_batch_threshold = 1  # decoding rows first, so that vLLM's part lies together
+    supports_update_block_table = False  # the metadata of another group is not ours
+
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
+    ) -> None:
+        """Know whether sfi is on."""
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)  # type: ignore[call-arg]
+        self._sfi = is_configured(vllm_config)
+        self.matcher = RowMatcher()
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
+        """Keep attention out of CUDA graphs where sfi is on: whether a step is slow is decided in Python."""
+        if is_configured(vllm_config):
+            return AttentionCGSupport.NEVER
+        return super().get_cudagraph_support(vllm_config, kv_cache_spec)  # type: ignore[misc]
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False,
+        **options: Any,
+    ) -> Any:  # fmt: skip
+        """See vLLM's; no schedule is made ahead, since the rows of vLLM's kernel are not known yet."""
+        made: Any = super().build(  # type: ignore[misc]
+            common_prefix_len, common_attn_metadata, fast_build or self._sfi, **options
+        )
+        if self._sfi:
+            made.sfi = Batch(copy.copy(common_attn_metadata), self)
+        return made
+
+    def build_part(self, common: Any) -> Any:
+        """Make vLLM's metadata of a part of the batch."""
+        return super().build(0, common, True)  # type: ignore[misc]
+
+
+class PagedBackend:
+    """A backend of vLLM's without what sfi cannot do; vLLM tells the user what is missing at start."""
+
+    supported_kv_cache_dtypes = ("auto", "float16", "bfloat16")
+
+    @staticmethod
+    def get_name() -> str:
+        """Return the name that vLLM has for backends of others."""
+        return "CUSTOM"
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
+        """Return the layout in which the tokens of a head lie together."""
+        return (KVCacheLayout.LBHNC,)
+
+    @classmethod
+    def supports_attn_type(cls, attn_type: str) -> bool:
+        """Say that only decoders are served."""
+        return bool(attn_type == AttentionType.DECODER)
+
+    @classmethod
+    def supports_mm_prefix(cls) -> bool:
+        """Say that no token attends to later ones."""
+        return False
+
+    @classmethod
+    def supports_non_causal(cls) -> bool:
+        """Say that no token attends to later ones."""
+        return False
+
+    @classmethod
+    def supports_rswa(cls) -> bool:
+        """Say that layers that forget generated tokens are not served."""
+        return False
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        """Say that how a prompt is cut into passes may change the last bits."""
+        return False
+
+
+class PagedImpl(Room):
+    """Attends with sfi in planned passes of full-attention layers, and as vLLM does everywhere else."""
+
+    attn_type: Any
+    sliding_window: tuple[int, int]
+    head_size: int
+    num_kv_heads: int
+    scale: float
+    logits_soft_cap: float
+    sinks: torch.Tensor | None
+    supports_dcp = False
+    supports_pcp = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """See `Room.serve`."""
+        super().__init__(*args, **kwargs)
+        decodes = self.attn_type == AttentionType.DECODER
+        self.serve(current_config(), whole=decodes and self.sliding_window == (-1, -1))
+
+    def pages(self, layer: Any, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """View a layer's cache, [blocks, H, tokens, K|V], as keys and values: halves of each row.
+
+        Raises:
+            ConfigError: The rows are not as wide as a key and a value.
+        """
+        D = self.head_size
+        *_, width = kv_cache.shape
+        if width != 2 * D:
+            raise ConfigError(
+                f"a row of vLLM's cache must be a key and a value of {D} numbers, got {width}"
+            )
+        return kv_cache[..., :D], kv_cache[..., D:]
+
+    def do_kv_cache_update(
+        self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """Let vLLM write keys and values, and keep the norms."""
+        super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)  # type: ignore[misc]
+        engine = engine_of_process() if self.manages else None
+        index = layer_index(layer.layer_name)
+        if engine is not None and index in engine.store.layers:
+            engine.store.note_norms(index, key, slot_mapping)
+
+    def forward(
+        self, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+        kv_cache: torch.Tensor, attn_metadata: Any, output: torch.Tensor, *args: Any, **kwargs: Any,
+    ) -> torch.Tensor:  # fmt: skip
+        """Attend with the batch's queries, [tokens, heads, D]."""
+        engine, index = planned_engine() if self.manages else None, layer_index(layer.layer_name)
+        batch: Batch | None = getattr(attn_metadata, "sfi", None)
+        attend = super().forward  # type: ignore[misc]
+        if engine is None or batch is None or index not in engine.store.layers:
+            whole: torch.Tensor = attend(
+                layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs
+            )
+            return whole
+        one = batch.enter(engine)
+        if len(one.whole) == len(one.rows):
+            attend(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
+        elif batch.part is not None:
+            own, out = batch.part.take(query, key, value), batch.part.room(output)
+            attend(layer, *own, kv_cache, batch.part.metadata, out, *args, **kwargs)
+            batch.part.put(out, output)
+        count = sum(row.count for row, _ in one.rows)
+        H, D = self.num_kv_heads, self.head_size
+        engine.attend(
+            index,
+            query[:count].view(count, H, -1, D),
+            output[:count].view(count, H, -1, output.shape[-1]),
+            scale=self.scale,
+            soft_cap=self.logits_soft_cap or None,
+            sink_HG=None if self.sinks is None else self.sinks.view(H, -1),
+        )
+        return output

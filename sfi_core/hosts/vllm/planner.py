@@ -1,0 +1,242 @@
+"""Plans each engine step from the requests' own tokens: which are slow, and which slot they have.
+
+It runs on the scheduler's side, so that all workers are told the same. Plain numbers, no torch, no vLLM.
+A step's token may become known one step late (asynchronous scheduling); the plan then looks at what is known,
+which `trigger_delay` of 1 allows.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from sfi_core.hosts.vllm.entry import NO_SLOT, Entry, Plan
+from sfi_core.hosts.vllm.tracked import LiveRequest, PlannedStep, Tracked
+from sfi_core.hosts.vllm.wishes import Wishes
+from sfi_core.observers.events import StepEvent
+from sfi_core.observers.observer import NullObserver, Observer
+from sfi_core.policies.base import Policy
+from sfi_core.policies.context import StepContext
+from sfi_core.settings.audit import AuditConfig
+from sfi_core.settings.config import SfiConfig
+from sfi_core.state.request import RequestState
+
+TOTALS = ("slow_steps", "fast_steps", "dense_steps", "requests", "attended", "context")
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduled:
+    """What vLLM has scheduled for one engine step.
+
+    Attributes:
+        count: New tokens by request.
+        opened: Of requests that begin or begin anew: their blocks, and the tokens already in the cache.
+        blocks: New blocks of the others.
+        preempted: Requests that have lost their blocks.
+    """
+
+    count: Mapping[str, int]
+    opened: Mapping[str, tuple[Sequence[int], int]]
+    blocks: Mapping[str, Sequence[int]]
+    preempted: Sequence[str]
+
+
+class Planner:
+    """Knows every request from its arrival to its end.
+
+    Attributes:
+        tracked: The requests, by name.
+        free: Slots that no request has.
+        totals: Counts over all requests, which only grow.
+        step: The engine's step, from 0 on.
+    """
+
+    def __init__(
+        self,
+        make_policy: Callable[[SfiConfig], Policy],
+        *,
+        slots: int,
+        block: int,
+        layers: int,
+        observer: Observer | None = None,
+        audit: AuditConfig | None = None,
+    ) -> None:
+        """Start without requests.
+
+        Args:
+            make_policy: Makes the policy of a request's settings.
+            slots: Requests that may be sparse at once.
+            block: Tokens of a block of the cache.
+            layers: Full-attention layers.
+            observer: Told of every step.
+            audit: Which steps the workers audit.
+        """
+        self._make_policy, self._block = make_policy, block
+        self._layers, self._observer = layers, observer or NullObserver()
+        self._audit = audit
+        self.tracked: dict[str, Tracked] = {}
+        self.free = list(range(slots))[::-1]
+        self.totals: dict[str, float] = dict.fromkeys(TOTALS, 0)
+        self._freed: list[int] = []
+        self._arrived, self.step, self._since = 0, -1, time.perf_counter()
+
+    def see(self, live: LiveRequest, wishes: Wishes) -> None:
+        """Note a request that has arrived."""
+        if live.request_id in self.tracked:
+            return
+        policy, state = self._make_policy(wishes.config), RequestState(request=self._arrived)
+        self.tracked[live.request_id] = Tracked(live, wishes, policy, state)
+        self._arrived += 1
+
+    def plan(self, scheduled: Scheduled) -> Plan:
+        """Plan an engine step."""
+        now = time.perf_counter()
+        elapsed, self._since = now - self._since, now
+        self.step += 1
+        for tracked in self.tracked.values():
+            self._note(tracked, elapsed)
+        for name in scheduled.preempted:
+            if name in self.tracked:
+                self._lose(self.tracked[name])
+        for name, blocks in scheduled.blocks.items():
+            if name in self.tracked:
+                self.tracked[name].blocks += blocks
+        entries = []
+        for name, count in scheduled.count.items():
+            if name in self.tracked:
+                opened = scheduled.opened.get(name)
+                if opened is not None:
+                    self._open(self.tracked[name], *opened)
+                entries.append(self._enter(self.tracked[name], count, opens=opened is not None))
+        freed, self._freed = self._freed, []
+        return Plan(entries, freed)
+
+    def finish(self, name: str) -> Tracked | None:
+        """Forget a request that has ended or was aborted; return what was known of it."""
+        tracked = self.tracked.pop(name, None)
+        if tracked is None:
+            return None
+        self._note(tracked, time.perf_counter() - self._since)
+        self._release(tracked)
+        self.totals["requests"] += 1
+        return tracked
+
+    def _lose(self, tracked: Tracked) -> None:
+        # vLLM computes its tokens anew, the generated ones too
+        tracked.preempted += 1
+        tracked.begun = False
+        self._release(tracked)
+
+    def _open(self, tracked: Tracked, blocks: Sequence[int], computed: int) -> None:
+        if tracked.begun:  # a model runner may say so only when the request comes back
+            self._lose(tracked)
+        if tracked.slot == NO_SLOT and tracked.wishes.enabled and self.free:
+            tracked.slot = self.free.pop()
+        tracked.pending.clear()
+        tracked.blocks, state = list(blocks), tracked.state
+        state.length, state.step = computed, len(state.tokens) - 1
+
+    def _enter(self, tracked: Tracked, count: int, *, opens: bool) -> Entry:
+        state, start, decode = tracked.state, tracked.state.length, tracked.begun
+        final = not decode and start + count == tracked.live.num_tokens
+        if decode:
+            self._decode(tracked)
+        elif final:
+            reason = "resumed" if state.tokens else "first"
+            state.begin(slow=True, reason=reason, new_tokens=count)
+            state.prompt_tokens, tracked.begun = tracked.live.num_prompt_tokens, True
+        else:
+            state.length += count
+        if decode or final:
+            self._pack(tracked)
+        return Entry(
+            request=state.request,
+            slot=tracked.slot,
+            start=start,
+            count=count,
+            block=tracked.blocks[(state.length - 1) // self._block],
+            decode=decode,
+            final=final,
+            slow=state.slow,
+            reason=state.reason if decode or final else "",
+            step=state.step if decode or final else state.step + 1,
+            opens=opens and tracked.slot != NO_SLOT,
+            generated=len(state.tokens) if opens else 0,
+        )
+
+    def _decode(self, tracked: Tracked) -> None:
+        state = tracked.state
+        if tracked.slot == NO_SLOT:
+            tracked.dense_steps += 1
+            state.begin(slow=True, reason="dense", new_tokens=1)
+            return
+        plan = tracked.policy.plan(StepContext([state]))
+        state.begin(slow=plan.slow_B[0], reason=plan.reason_B[0], new_tokens=1)
+
+    def _pack(self, tracked: Tracked) -> None:
+        # what the workers' own bookkeeping comes to, so that reads are known here
+        state, policy, config = tracked.state, tracked.policy, tracked.policy.config
+        state.move_recent(config.sink, config.recent, sliding=config.recent_mode == "sliding")
+        fast = tracked.slot != NO_SLOT and not state.slow
+        if policy.selects_after if state.slow else policy.selects_before:
+            state.note_packed(config.sink, config.budget)
+        elif state.slow:
+            state.note_packed(config.sink, 0)
+        tracked.pending.append(
+            PlannedStep(
+                step=state.step,
+                batch_step=self.step,
+                position=state.length - 1,
+                slow=state.slow,
+                reason=state.reason,
+                steps_since_slow=state.steps_since_slow,
+                attended=state.attended(self._layers, len(config.dense_layers)),
+                context=state.length,
+                selecting=policy.selection_tokens(state) if fast else 0.0,
+                audited=self._audit is not None
+                and tracked.slot != NO_SLOT
+                and self._audit.due(state.step, slow=state.slow),
+            )
+        )
+
+    def _note(self, tracked: Tracked, elapsed: float) -> None:
+        # the tokens that have become known, each with the step that made it
+        state, known = tracked.state, tracked.live.output_token_ids
+        for token in list(known[len(state.tokens) :]):
+            state.tokens.append(token)
+            if tracked.pending:
+                self._count(tracked, tracked.pending.popleft(), token, elapsed)
+
+    def _count(self, tracked: Tracked, done: PlannedStep, token: int, elapsed: float) -> None:
+        tally = tracked.state.tally
+        if done.slow:
+            tally.count_slow(done.step, done.reason)
+        if done.step > 0:
+            tally.count_reads(done.attended, done.context, done.selecting)
+            self.totals["attended"] += done.attended
+            self.totals["context"] += done.context
+        kind = (
+            "dense_steps" if done.reason == "dense" else "slow_steps" if done.slow else "fast_steps"
+        )
+        self.totals[kind] += 1
+        self._observer.on(
+            StepEvent(
+                request=tracked.state.request,
+                step=done.step,
+                batch_step=done.batch_step,
+                position=done.position,
+                token_id=token,
+                slow=done.slow,
+                reason=done.reason,
+                steps_since_slow=done.steps_since_slow,
+                attended_tokens=done.attended,
+                context_tokens=done.context,
+                elapsed_us=elapsed * 1e6,
+                audited=done.audited,
+            )
+        )
+
+    def _release(self, tracked: Tracked) -> None:
+        if tracked.slot != NO_SLOT:
+            self.free.append(tracked.slot)
+            self._freed.append(tracked.slot)
+            tracked.slot = NO_SLOT

@@ -1,0 +1,20 @@
+"""The entry point that vLLM calls in each of its processes; with another version it stays out."""
+
+import importlib
+import logging
+
+from sfi_core.errors import ConfigError
+from sfi_core.hosts.vllm.versions import check_version
+
+logger = logging.getLogger(__name__)
+
+
+def register(module: str = "sfi_core.hosts.vllm.connector") -> None:
+    """Register connector and backends, once or more often a process; `module` has the connector's class."""
+    try:
+        check_version()
+    except ConfigError as error:
+        logger.warning("sfi stays out: %s", error)
+        return
+    # not before: another version may lack the names
+    importlib.import_module("sfi_core.hosts.vllm.seams").register(module)

@@ -1,0 +1,69 @@
+"""What the plugin reads of vLLM's objects: its own settings, the tokenizer, layers, what was scheduled."""
+
+import re
+import shlex
+from typing import Any
+
+from sfi_core.errors import ConfigError
+from sfi_core.hosts.vllm import attention_flags
+from sfi_core.hosts.vllm.names import facts_of
+from sfi_core.hosts.vllm.planner import Scheduled
+from sfi_core.hosts.vllm.settings import Settings, check_host
+from sfi_core.models.load import load_tokenizer
+
+
+def settings_of(vllm_config: Any) -> Settings:
+    """Read the plugin's settings, and check vLLM's.
+
+    Raises:
+        ConfigError: They do not fit.
+    """
+    settings = Settings.of(vllm_config.kv_transfer_config.kv_connector_extra_config)
+    check_host(facts_of(vllm_config), settings.config)
+    return settings
+
+
+def impl_of(module: Any) -> Any:
+    """Return the implementation of an attention layer.
+
+    Raises:
+        ConfigError: It is not ours.
+    """
+    if not hasattr(module.impl, "pages"):
+        raise ConfigError(
+            f"attention must be sfi's own, got {type(module.impl).__name__}; "
+            f"add {shlex.join(attention_flags())}"
+        )
+    return module.impl
+
+
+def scheduled_of(output: Any, group: int) -> Scheduled:
+    """Read a `SchedulerOutput`, for one KV cache group."""
+    opened = {
+        new.req_id: (new.block_ids[group], new.num_computed_tokens)
+        for new in output.scheduled_new_reqs
+    }
+    grown, cached = {}, output.scheduled_cached_reqs
+    for place, name in enumerate(cached.req_ids):
+        blocks = cached.new_block_ids[place]
+        if name in cached.resumed_req_ids:
+            opened[name] = (blocks[group], cached.num_computed_tokens[place])
+        elif blocks is not None:
+            grown[name] = blocks[group]
+    lost = tuple(output.preempted_req_ids or ())
+    return Scheduled(output.num_scheduled_tokens, opened, grown, lost)
+
+
+def layer_index(name: str) -> int:
+    """Return the number of a transformer layer from its attention's name."""
+    return int(re.findall(r"\.(\d+)\.", name)[0])
+
+
+def tokenizer_of(vllm_config: Any) -> Any:
+    """Return the model's tokenizer; None where vLLM has none."""
+    model = vllm_config.model_config
+    if model.skip_tokenizer_init:
+        return None
+    return load_tokenizer(
+        model.tokenizer, model.tokenizer_revision, trust_remote_code=model.trust_remote_code
+    )

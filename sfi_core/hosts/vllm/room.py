@@ -1,0 +1,139 @@
+"""Gives vLLM's attention layers what sfi keeps beside them, while vLLM loads the model."""
+
+from typing import Any
+
+import torch
+
+from sfi_core.errors import ConfigError
+from sfi_core.hosts.vllm.reading import layer_index, settings_of
+from sfi_core.hosts.vllm.serving import is_configured
+from sfi_core.hosts.vllm.settings import Settings
+from sfi_core.hosts.vllm.slots_memory import check_slots, norm_count, segment_rows
+from sfi_core.machine.memory import resident_bytes, total_bytes
+from sfi_core.state.packed_segment import PackedSegment, SegmentShape
+
+FULL = "full_attention"  # transformers' name
+
+
+class Room:
+    """Mixed into an implementation of vLLM's attention: its layer's packed segment, and room for norms.
+
+    Attributes:
+        segment: The packed segment of the layer's slots; None before the weights are loaded, in layers that
+            sfi does not serve, and in dense ones.
+        norm_X: Room for the norms of the cached keys, float32; None where the cache's size does not follow
+            from what is left, as on a CPU.
+    """
+
+    segment: PackedSegment | None = None
+    norm_X: torch.Tensor | None = None
+    manages = False
+    vllm_config: Any = None
+    alibi_slopes: Any
+    kv_sharing_target_layer_name: str | None
+
+    def serve(self, vllm_config: Any, *, whole: bool) -> None:
+        """Manage the layer, if sfi is configured and the layer attends to all that a decoder has cached.
+
+        Raises:
+            ConfigError: ALiBi, or keys shared between layers.
+        """
+        self.vllm_config, self.manages = vllm_config, whole and is_configured(vllm_config)
+        if self.manages and self.alibi_slopes is not None:
+            raise ConfigError("sfi does not run in vLLM with ALiBi; leave the connector out")
+        if self.manages and self.kv_sharing_target_layer_name is not None:
+            raise ConfigError("sfi does not run in vLLM with layers that share keys and values")
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """See vLLM's; the first layer gives all layers their room. Weights may be loaded more than once."""
+        super().process_weights_after_loading(act_dtype)  # type: ignore[misc]
+        if self.manages and self.norm_X is None and self.segment is None:
+            give_room(self.vllm_config, act_dtype)
+
+
+def give_room(vllm_config: Any, dtype: torch.dtype) -> None:
+    """Allocate the packed segments of all layers that sfi serves, and on a GPU room for their norms.
+
+    Raises:
+        ConfigError: The segments take more than `slots_memory` allows.
+    """
+    modules = vllm_config.compilation_config.static_forward_context
+    impls = {name: getattr(module, "impl", None) for name, module in modules.items()}
+    served = {layer_index(n): i for n, i in impls.items() if isinstance(i, Room) and i.manages}
+    settings, device = settings_of(vllm_config), torch.device(vllm_config.device_config.device)
+    options, config = settings.options, settings.config
+    sparse = [layer for layer in served if layer not in config.dense_layers]
+    slots = min(options.slots, vllm_config.scheduler_config.max_num_seqs)
+    longest, total = vllm_config.model_config.max_model_len, total_bytes(device)
+    shape = shape_of(next(iter(served.values())), dtype, device)
+    check_room(vllm_config, settings, len(sparse), shape)
+    for layer in sparse:
+        shape = shape_of(served[layer], dtype, device)
+        served[layer].segment = PackedSegment(slots, segment_rows(config, longest), shape)
+    if device.type == "cuda":
+        cache = vllm_config.cache_config
+        share = int((total or 0) * cache.gpu_memory_utilization)
+        free = cache.kv_cache_memory_bytes or share - resident_bytes(device)
+        for impl in served.values():
+            count = norm_count(free, len(served), shape_of(impl, dtype, device))
+            impl.norm_X = torch.empty(count, dtype=torch.float32, device=device)
+
+
+def check_model(vllm_config: Any, settings: Settings) -> None:
+    """Refuse, before any weight is read, what `give_room` and the connector would refuse later.
+
+    Raises:
+        ConfigError: The model's config names no full-attention layer, or the segments take too much memory.
+    """
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    kinds = getattr(model.hf_text_config, "layer_types", None)
+    if kinds is None:
+        if model.get_sliding_window() is not None:
+            return  # which layers have the window, only the model's code says
+        kinds = [FULL] * model.get_num_layers(parallel)
+    if FULL not in kinds:
+        raise ConfigError(
+            f"model must have full-attention layers for sfi, got {sorted(set(kinds))}"
+        )
+    sparse = set(range(len(kinds))).difference(settings.config.dense_layers)
+    shape = SegmentShape(
+        heads=model.get_num_kv_heads(parallel),
+        key_width=model.get_head_size(),
+        value_width=model.get_head_size(),
+        dtype=model.dtype,
+        device=torch.device(vllm_config.device_config.device),
+    )
+    check_room(vllm_config, settings, sum(kinds[layer] == FULL for layer in sparse), shape)
+
+
+def check_room(vllm_config: Any, settings: Settings, layers: int, shape: SegmentShape) -> None:
+    """Refuse segments that take more than `slots_memory` allows.
+
+    Args:
+        vllm_config: vLLM's configuration.
+        settings: The plugin's settings.
+        layers: Layers that have a segment.
+        shape: What the segments' rows are, in this process.
+
+    Raises:
+        ConfigError: With the budget and the slots that fit.
+    """
+    total, options = total_bytes(shape.device), settings.options
+    # the processes of one machine share its memory; each has a GPU of its own
+    on_cpu = shape.device.type == "cpu"
+    sharing = vllm_config.parallel_config.tensor_parallel_size if on_cpu else 1
+    limit = None if total is None else int(total * options.slots_memory) // sharing
+    slots = min(options.slots, vllm_config.scheduler_config.max_num_seqs)
+    longest = vllm_config.model_config.max_model_len
+    check_slots(settings.config, slots, longest, layers, shape, limit)
+
+
+def shape_of(impl: Any, dtype: torch.dtype, device: torch.device) -> SegmentShape:
+    """Return what a layer keeps of a token in this process."""
+    return SegmentShape(
+        heads=impl.num_kv_heads,
+        key_width=impl.head_size,
+        value_width=impl.head_size,
+        dtype=dtype,
+        device=device,
+    )

@@ -1,0 +1,109 @@
+"""vLLM's OpenAI-compatible server in this process, its settings checked before anything large is loaded."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from pydantic import ValidationError
+
+from sfi_core.errors import ConfigError, SfiError
+from sfi_core.hosts.vllm import attention_flags
+from sfi_core.hosts.vllm.reading import settings_of, tokenizer_of
+from sfi_core.hosts.vllm.room import check_model
+from sfi_core.hosts.vllm.server_names import (
+    AsyncEngineArgs,
+    FlexibleArgumentParser,
+    cli_env_setup,
+    configure_logging_from_args,
+    current_platform,
+    load_general_plugins,
+    make_arg_parser,
+    run_loop,
+    run_server,
+    validate_parsed_serve_args,
+)
+from sfi_core.hosts.vllm.settings import Settings
+from sfi_core.triggers.trigger_set import resolve_triggers
+
+ATTENTION_FLAGS = (
+    "--attention-config",
+    "--attention_config",
+    "-ac",
+)  # whoever gives one says it all
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A server whose settings fit, not started yet.
+
+    Attributes:
+        args: vLLM's flags.
+        vllm: vLLM's configuration.
+        settings: The plugin's settings.
+        trigger_ids: T_trig of the model's tokenizer.
+    """
+
+    args: Any
+    vllm: Any
+    settings: Settings
+    trigger_ids: tuple[int, ...]
+
+    @classmethod
+    def of(cls, words: Sequence[str]) -> "Server":
+        """Read vLLM's flags, and check them and the plugin's settings.
+
+        Raises:
+            ConfigError: What vLLM or the plugin refuses, in one line.
+        """
+        cli_env_setup()
+        load_general_plugins()
+        own = any(word.startswith(ATTENTION_FLAGS) for word in words)
+        more = attention_flags() if current_platform.is_cuda() and not own else []
+        try:
+            args = make_arg_parser(Flags()).parse_args([*words, *more])
+            configure_logging_from_args(args)
+            validate_parsed_serve_args(args)
+            vllm = AsyncEngineArgs.from_cli_args(args).create_engine_config()
+        except ConfigError:
+            raise
+        except (ValueError, TypeError, OSError, NotImplementedError) as error:
+            raise ConfigError(f"vLLM: {one_line(error)}") from error
+        settings = settings_of(vllm)
+        check_model(vllm, settings)
+        return cls(args, vllm, settings, resolve_triggers(tokenizer_of(vllm), settings.config))
+
+    def run(self) -> None:
+        """Serve until SIGINT or SIGTERM.
+
+        Raises:
+            SfiError: vLLM's engine did not start, or died; it has said why.
+        """
+        try:
+            run_loop(run_server(self.args))
+        except RuntimeError as error:
+            raise SfiError(f"vLLM: {one_line(error)}") from error
+
+
+class Flags(FlexibleArgumentParser):
+    """vLLM's flags; a wrong one is an error like any other."""
+
+    def __init__(self) -> None:
+        """Know none yet."""
+        super().__init__(prog="sfi serve --")
+
+    def error(self, message: str) -> NoReturn:
+        """Refuse.
+
+        Raises:
+            ConfigError: Always.
+        """
+        raise ConfigError(f"vLLM's flags: {message}")
+
+
+def one_line(error: Exception) -> str:
+    """Return what an error says, in one line; of several mistakes the first."""
+    if isinstance(error, ValidationError):
+        text = str(error.errors()[0]["msg"])
+    else:
+        text = str(error) or type(error).__name__
+    return " ".join(text.split())

@@ -1,0 +1,34 @@
+"""Which engine serves an attention layer of the process's forward pass."""
+
+from typing import Any
+
+from sfi_core.hosts.vllm import CONNECTOR
+from sfi_core.hosts.vllm.connector import SfiConnector
+from sfi_core.hosts.vllm.names import get_kv_transfer_group, has_kv_transfer_group
+from sfi_core.hosts.vllm.worker import WorkerEngine
+
+
+def planned_engine() -> WorkerEngine | None:
+    """Return the process's engine within a planned forward pass; None in dummy passes and without sfi."""
+    engine = engine_of_process()
+    return engine if engine is not None and engine.planned else None
+
+
+def engine_of_process() -> WorkerEngine | None:
+    """Return the process's engine; None before vLLM has its caches, and without sfi."""
+    if not has_kv_transfer_group():
+        return None
+    group = get_kv_transfer_group()
+    members = group.sub_connectors() if hasattr(group, "sub_connectors") else [group]
+    ours = next((one for one in members if isinstance(one, SfiConnector)), None)
+    return None if ours is None else ours.engine
+
+
+def is_configured(vllm_config: Any) -> bool:
+    """Say whether vLLM's settings name our connector, alone or among several."""
+    transfer = vllm_config.kv_transfer_config
+    if transfer is None:
+        return False
+    inner = transfer.kv_connector_extra_config.get("connectors", ())
+    names = [transfer.kv_connector, *(one.get("kv_connector") for one in inner)]
+    return CONNECTOR in names

@@ -1,0 +1,165 @@
+"""The plugin's settings, from vLLM's `kv_connector_extra_config`, and what of vLLM's it cannot run with."""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sfi_core.errors import ConfigError
+from sfi_core.hosts.vllm import SLOTS
+from sfi_core.policies import policy_class
+from sfi_core.settings.audit import AuditConfig
+from sfi_core.settings.config import SfiConfig
+from sfi_core.settings.fields import check, setting
+from sfi_core.triggers.trigger import Trigger
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PluginOptions:
+    """What the plugin needs to know besides a run's settings; each field says what it does."""
+
+    policy: str = setting("sfi", "The decoding policy.")
+    preset: str = setting("default", "The preset that the settings start from.")
+    slots: int = setting(
+        SLOTS,
+        "Requests that may be sparse at once; each has packed segments of its own. Requests beyond them run "
+        "dense, which is correct and only slower.",
+        least=1,
+    )
+    slots_memory: float = setting(
+        0.25,
+        "Share of the GPU's memory, or of the machine's on a CPU, that packed segments may take. A server "
+        "whose budget and slots need more does not start.",
+        above=0.0,
+        most=1.0,
+    )
+    cache_salt: bool = setting(
+        True,
+        "Keep prefix caches of different settings apart. Keys and values of generated tokens depend on them.",
+    )
+    trace: str | None = setting(None, "Folder of a trace; none records nothing.")
+    trace_audit: int = setting(
+        0, "Compare every N-th step with dense attention; 0 for no audit. Needs a trace.", least=0
+    )
+    trace_redact_text: bool = setting(False, "Keep token ids and text out of the trace.")
+
+    def __post_init__(self) -> None:
+        """Reject values of another type."""
+        check(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """All settings of one server.
+
+    Attributes:
+        config: The settings of every run.
+        options: The plugin's own.
+    """
+
+    config: SfiConfig
+    options: PluginOptions
+
+    @classmethod
+    def of(cls, extra: Mapping[str, Any]) -> "Settings":
+        """Read `kv_connector_extra_config`: the fields of `PluginOptions` and of `SfiConfig`.
+
+        Raises:
+            ConfigError: An unknown key, a value of the wrong type or out of range, or a policy that a server
+                cannot plan.
+        """
+        values = {name: _tuples(value) for name, value in extra.items()}
+        own = {f.name for f in dataclasses.fields(PluginOptions)}
+        options = PluginOptions(**{name: values.pop(name) for name in own & values.keys()})
+        config = SfiConfig.preset(options.preset).replace(**values)
+        check_policy(options.policy, config)
+        if options.trace_audit and options.trace is None:
+            raise ConfigError("trace_audit needs a trace, got trace=none")
+        return cls(config, options)
+
+    @property
+    def audit(self) -> AuditConfig | None:
+        """What to audit."""
+        every = self.options.trace_audit
+        return AuditConfig(every=every) if every else None
+
+
+def check_policy(name: str, config: SfiConfig) -> None:
+    """Refuse a policy whose steps the scheduler cannot plan, or whose prompts vLLM reads otherwise.
+
+    Raises:
+        ConfigError: With what is wrong.
+    """
+    policy = policy_class(name)(config, Trigger(frozenset(), config))
+    if policy.signal:
+        raise ConfigError(
+            f"trigger_policy must not look at tensors in vLLM, whose scheduler plans the steps, "
+            f"got {config.trigger_policy}"
+        )
+    if policy.observes_prompt or policy.selects_next or policy.mixes_heads:
+        raise ConfigError(
+            f"policy must be one whose reads vLLM's scheduler can plan, got {name}"
+            + (" with correction or representatives" if name == "sfi" else "")
+        )
+
+
+def check_host(facts: "HostFacts", config: SfiConfig) -> None:
+    """Refuse what of vLLM's settings the plugin cannot run with.
+
+    Raises:
+        ConfigError: With the setting.
+    """
+    refused = {
+        "speculative_config": facts.speculative,
+        "pipeline_parallel_size above 1": facts.pipeline > 1,
+        "decode_context_parallel_size above 1": facts.context_parallel > 1,
+        f"kv_cache_dtype {facts.cache_dtype}": facts.cache_dtype not in ("auto", facts.dtype),
+        "multi-head latent attention": facts.latent,
+        "enable_dbo": facts.two_batches,
+        "more tensor-parallel processes than KV heads": facts.tensor_parallel > facts.kv_heads,
+    }
+    for name, is_so in refused.items():
+        if is_so:
+            raise ConfigError(f"sfi does not run in vLLM with {name}; leave it out")
+    if facts.asynchronous and config.trigger_delay < 1 and config.trigger_policy == "boundary":
+        raise ConfigError(
+            "trigger_delay must be at least 1 with async_scheduling, which plans a step before the last "
+            "token is known, got 0; set async_scheduling=false or trigger_delay=1"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostFacts:
+    """What the plugin asks of vLLM's settings; `names.facts_of` reads them.
+
+    Attributes:
+        speculative: Whether drafts are decoded.
+        pipeline: Pipeline-parallel processes.
+        context_parallel: Processes that share a context.
+        tensor_parallel: Tensor-parallel processes.
+        kv_heads: KV heads of the model, over all processes.
+        cache_dtype: The type of cached keys and values.
+        dtype: The model's.
+        latent: Whether the model's attention is multi-head latent attention.
+        two_batches: Whether a step is split into two batches that overlap.
+        asynchronous: Whether a step is scheduled before the last one's tokens are known.
+    """
+
+    speculative: bool
+    pipeline: int
+    context_parallel: int
+    tensor_parallel: int
+    kv_heads: int
+    cache_dtype: str
+    dtype: str
+    latent: bool
+    two_batches: bool
+    asynchronous: bool
+
+
+def _tuples(value: Any) -> Any:
+    if isinstance(value, list):
+        return tuple(value)
+    if isinstance(value, Mapping):
+        return {name: _tuples(one) for name, one in value.items()}
+    return value

@@ -1,0 +1,104 @@
+"""What the scheduler's side knows of one request, in plain numbers; no torch, no vLLM."""
+
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from sfi_core.hosts.vllm.entry import NO_SLOT
+from sfi_core.hosts.vllm.wishes import Wishes
+from sfi_core.policies.base import Policy
+from sfi_core.state.request import RequestState
+
+
+class LiveRequest(Protocol):
+    """What is read of vLLM's `Request`, which changes as the request goes on.
+
+    Attributes:
+        request_id: Its name.
+        num_prompt_tokens: Tokens of its prompt.
+        num_tokens: Those and the generated ones that are known.
+        output_token_ids: Those generated and known.
+    """
+
+    request_id: str
+    num_prompt_tokens: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the prompt, and the generated ones that are known."""
+
+    @property
+    def output_token_ids(self) -> Any:
+        """The generated ids that are known."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedStep:
+    """A step that workers were told of, until its token is known.
+
+    Attributes:
+        step: Decoding step t.
+        batch_step: The engine's step.
+        position: Position of the query token.
+        slow: Whether it is dense, g_t.
+        reason: Why.
+        steps_since_slow: Fast steps since the last slow one.
+        attended: Tokens read per KV head.
+        context: Tokens that full attention reads.
+        selecting: What selecting reads, in tokens' worth of keys and values.
+        audited: Whether the workers compare it with dense attention.
+    """
+
+    step: int
+    batch_step: int
+    position: int
+    slow: bool
+    reason: str
+    steps_since_slow: int
+    attended: float
+    context: int
+    selecting: float
+    audited: bool
+
+
+@dataclass(slots=True)
+class Tracked:
+    """One request from its arrival to its end.
+
+    Attributes:
+        live: vLLM's own.
+        wishes: How it is to be decoded.
+        policy: Plans its steps.
+        state: What decides about them; its tokens are those that are known.
+        slot: Its slot; `NO_SLOT` while it has none.
+        begun: Whether its prompt has been read.
+        blocks: Its blocks of the cache.
+        pending: Steps whose token is not known yet.
+        preempted: How often it lost its blocks.
+        dense_steps: Steps without a slot.
+    """
+
+    live: LiveRequest
+    wishes: Wishes
+    policy: Policy
+    state: RequestState
+    slot: int = NO_SLOT
+    begun: bool = False
+    blocks: list[int] = field(default_factory=list)
+    pending: deque[PlannedStep] = field(default_factory=deque)
+    preempted: int = 0
+    dense_steps: int = 0
+
+    def report(self) -> dict[str, Any]:
+        """Return what the request's answer says of it, plain values."""
+        tally = self.state.tally
+        told: dict[str, Any] = {
+            "slow_steps": len(tally.slow_at),
+            "fast_steps": len(self.state.tokens) - len(tally.slow_at),
+            "slow_at": list(tally.slow_at),
+            "reasons": dict(Counter(tally.reasons)),
+            "read_ratio": tally.attended / tally.context if tally.context else 1.0,
+            "preempted": self.preempted,
+            "dense_steps": self.dense_steps,
+        }
+        return {**told, "error": self.wishes.error} if self.wishes.error else told

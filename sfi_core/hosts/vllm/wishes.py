@@ -1,0 +1,79 @@
+"""Settings of one request: vLLM's `extra_args`, over HTTP `vllm_xargs`, with names that begin with `sfi.`."""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from sfi_core.errors import ConfigError
+from sfi_core.settings.config import SfiConfig
+from sfi_core.settings.fields import require
+
+PREFIX = "sfi."
+ENABLED = "enabled"
+# what decides when a step is slow; everything else is the same for all rows of a batch
+OWN = ("trigger_policy", "t_max", "min_gap", "trigger_delay", "slow_start", "stride", "random_rate")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Wishes:
+    """How one request is to be decoded.
+
+    Attributes:
+        config: Its settings; those of the server but for `OWN`.
+        enabled: Whether it may be sparse.
+        error: What was wrong with its settings; the request runs dense then.
+    """
+
+    config: SfiConfig
+    enabled: bool = True
+    error: str = ""
+
+    @classmethod
+    def of(
+        cls,
+        extra: Mapping[str, Any] | None,
+        config: SfiConfig,
+        check: Callable[[SfiConfig], None],
+    ) -> "Wishes":
+        """Read a request's settings; what is wrong with them is told in its answer.
+
+        A scheduler cannot refuse a request: an error there ends the server.
+
+        Args:
+            extra: The request's `extra_args`.
+            config: The server's settings.
+            check: Raises ConfigError where settings cannot run on this server.
+        """
+        given = (extra or {}).items()
+        own = {name.removeprefix(PREFIX): value for name, value in given if name.startswith(PREFIX)}
+        enabled = own.pop(ENABLED, True)
+        try:
+            told = isinstance(enabled, int) and enabled in {True, False}
+            require(told, f"{PREFIX}{ENABLED} must be 0 or 1, got {enabled!r}")
+            check_own(own)
+            wanted = config.replace(**own)
+            if own:
+                check(wanted)
+            return cls(wanted, bool(enabled))
+        except ConfigError as error:
+            return cls(config, enabled=False, error=str(error))
+
+    def salt(self, policy: str) -> str:
+        """Name what the keys and values of the request's generated tokens depend on."""
+        facts = {"policy": policy, **self.config.to_dict()} if self.enabled else {}
+        text = json.dumps(facts, sort_keys=True)
+        return "sfi-" + hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def check_own(own: Mapping[str, Any]) -> None:
+    """Refuse settings that are the same for all rows of a batch, or none.
+
+    Raises:
+        ConfigError: With those that a request may have.
+    """
+    for name in sorted(own.keys() - set(OWN)):
+        raise ConfigError(
+            f"{PREFIX}{name} is no setting of one request; expected one of {(ENABLED, *OWN)}"
+        )

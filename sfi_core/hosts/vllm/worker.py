@@ -1,0 +1,192 @@
+"""The worker's side: a `Run` over vLLM's paged cache, whose rows are slots, not rows of the batch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sfi_core.engine.audit import Audit
+from sfi_core.engine.backends.registry import attend, end_prompts
+from sfi_core.engine.forward import RequestPass
+from sfi_core.engine.parts import close_row, forget, open_row
+from sfi_core.engine.run import Run
+from sfi_core.hosts.vllm.borrowed import BorrowedPages
+from sfi_core.hosts.vllm.entry import NO_SLOT, Entry, Plan
+from sfi_core.state.request import RequestState
+from sfi_kernels.step_descriptor import PROMPT, sent
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A row of vLLM's batch.
+
+    Attributes:
+        first: Its first token in the batch.
+        count: Its tokens.
+        length: Tokens in the cache, these included.
+        block: The block of the last one.
+    """
+
+    first: int
+    count: int
+    length: int
+    block: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """The forward pass under way, matched with vLLM's batch.
+
+    Attributes:
+        rows: The batch's rows with their entries.
+        whole: Rows that vLLM's own attention computes: prompts, and requests without a slot.
+        slot_R: Slots of the decoding rows that have one.
+        token_R: Their tokens in the batch.
+    """
+
+    rows: tuple[tuple[Row, Entry], ...]
+    whole: tuple[int, ...]
+    slot_R: torch.Tensor
+    token_R: torch.Tensor
+
+    @property
+    def prompts(self) -> list[tuple[Row, Entry]]:
+        """Rows that read a piece of a prompt into a slot."""
+        return [(r, e) for r, e in self.rows if not e.decode and e.slot != NO_SLOT]
+
+
+class WorkerEngine:
+    """The engine of one worker process.
+
+    Attributes:
+        run: The run of all decoding rows; every prompt under way has one of its own over its slot.
+        store: vLLM's cache.
+    """
+
+    def __init__(self, run: Run, store: BorrowedPages) -> None:
+        """Take a run over vLLM's cache, whose layers are all known."""
+        self.run, self.store = run, store
+        run.requests = [RequestState(request=-1, finished=True) for _ in run.requests]
+        self._reading: dict[int, Run] = {}
+        self._plan: Plan | None = None
+        self._pass: Pass | None = None
+
+    @property
+    def planned(self) -> bool:
+        """Whether the scheduler has planned the forward pass under way."""
+        return self._plan is not None
+
+    @property
+    def entries(self) -> Sequence[Entry]:
+        """What the scheduler has planned of the pass under way."""
+        return () if self._plan is None else self._plan.entries
+
+    def begin(self, plan: Plan) -> None:
+        """Take the scheduler's plan of the next pass."""
+        self._plan, self._pass = plan, None
+        for slot in plan.freed:
+            forget(self.run, slot)
+            self.run.requests[slot] = RequestState(request=-1, finished=True)
+            self._reading.pop(slot, None)
+
+    @property
+    def entered(self) -> Pass | None:
+        """The pass under way, once a layer has entered it."""
+        return self._pass
+
+    def enter(self, rows: Sequence[Row], table_RP: torch.Tensor) -> Pass:
+        """Match the batch's rows with the plan's entries, once a pass, and enter the pass.
+
+        Args:
+            rows: The batch's rows.
+            table_RP: Their blocks, int32.
+        """
+        assert self._plan is not None, "the scheduler has planned the pass"
+        if self._pass is not None:
+            return self._pass
+        by_block = {entry.block: entry for entry in self._plan.entries}
+        pairs = tuple((row, by_block[row.block]) for row in rows)
+        for row, entry in pairs:
+            assert (entry.start + entry.count, entry.count) == (row.length, row.count), (row, entry)
+        self._take_tables(pairs, table_RP)
+        decoding = {e.slot: e for _, e in pairs if e.decode and e.slot != NO_SLOT}
+        for _, entry in pairs:
+            if not entry.decode and entry.slot != NO_SLOT:
+                self._read(entry)
+        if decoding:
+            self.run.begin([_pass_of(decoding.get(slot)) for slot in range(self.store.batch)])
+        at = [(e.slot, row.first) for row, e in pairs if e.decode and e.slot != NO_SLOT]
+        slot_R, token_R = sent(torch.tensor(at, dtype=torch.int64).view(-1, 2).T, table_RP.device)
+        whole = [p for p, (_, e) in enumerate(pairs) if not e.decode or e.slot == NO_SLOT]
+        self._pass = Pass(pairs, tuple(whole), slot_R, token_R)
+        return self._pass
+
+    def attend(
+        self, layer: int, query_XHGD: torch.Tensor, out_XHGE: torch.Tensor, **options: Any
+    ) -> None:
+        """Attend with the pass's decoding rows, and let prompts that vLLM has attended select.
+
+        Args:
+            layer: Index of the layer.
+            query_XHGD: The batch's queries, grouped by KV head.
+            out_XHGE: Its outputs; those of `Pass.whole` are there already.
+            options: `scale`, `soft_cap` and `sink_HG` of `engine.layer.Layer`.
+        """
+        one = self._pass
+        assert one is not None, "the pass has been entered"
+        if len(one.slot_R):
+            query_BHGD = query_XHGD.new_zeros(self.store.batch, *query_XHGD.shape[1:])
+            query_BHGD.index_copy_(0, one.slot_R, query_XHGD.index_select(0, one.token_R))
+            out_BHGE = attend(self.run, layer, query_BHGD.unsqueeze(3), **options)[:, :, :, 0]
+            out_XHGE.index_copy_(0, one.token_R, out_BHGE.index_select(0, one.slot_R))
+        for row, entry in one.prompts:
+            own = slice(row.first, row.first + row.count)
+            query, out = (x[own].permute(1, 2, 0, 3)[None] for x in (query_XHGD, out_XHGE))
+            end_prompts(self._reading[entry.slot], layer, query, out, **options)
+
+    def leave(self) -> None:
+        """Leave the pass, once vLLM's model is through."""
+        self._plan, done, self._pass = None, self._pass, None
+        if done is None:
+            return
+        if len(done.slot_R):
+            self.run.end_pass()
+        for _, entry in done.prompts:
+            alone = self._reading[entry.slot]
+            alone.end_pass()
+            if entry.final:
+                close_row(self.run, entry.slot, self._reading.pop(entry.slot))
+
+    def _read(self, entry: Entry) -> None:
+        if entry.opens:
+            state = RequestState(
+                request=entry.request,
+                length=entry.start,
+                step=entry.step - 1,
+                tokens=[-1] * entry.generated,  # only how many there are counts here
+            )
+            self._reading[entry.slot] = open_row(self.run, entry.slot, state)
+            self.run.left.clear()  # a server goes on for ever
+        piece = RequestPass(PROMPT, entry.count, entry.reason, entry.final)
+        self._reading[entry.slot].begin([piece])
+
+    def _take_tables(self, pairs: Sequence[tuple[Row, Entry]], table_RP: torch.Tensor) -> None:
+        own = [(place, e.slot) for place, (_, e) in enumerate(pairs) if e.slot != NO_SLOT]
+        if not own:
+            return
+        longest = max(row.length for row, _ in pairs)
+        used = -(-longest // self.store.page_size)
+        row_R, slot_R = sent(torch.tensor(own).T, table_RP.device)
+        self.store.block_table_BP[slot_R, :used] = table_RP[row_R, :used].int()
+
+
+def _pass_of(entry: Entry | None) -> RequestPass:
+    if entry is None:
+        return RequestPass()
+    return RequestPass.decode(slow=entry.slow, reason=entry.reason)
+
+
+def watchers_of(audit: Any) -> tuple[Audit, ...]:
+    """Return what watches the layers of a run that is audited, or of one that is not."""
+    return () if audit is None else (Audit(audit),)

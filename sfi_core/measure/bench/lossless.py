@@ -1,0 +1,163 @@
+"""A lossless run of one of our policies, with measured or with stated acceptance."""
+
+import random
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
+
+import torch
+
+from sfi_core.engine.picking.picked import Picked
+from sfi_core.engine.scheduler import Scheduler
+from sfi_core.generation.sampling import Sampler
+from sfi_core.hosts.transformers.lossless_loop import decode_lossless
+from sfi_core.hosts.transformers.session import Session
+from sfi_core.machine.memory import peak_bytes, reset_peak
+from sfi_core.measure.bench.ours import decoder_of, note_report, selecting, step_read
+from sfi_core.measure.bench.prompts import Prompts
+from sfi_core.measure.bench.samples import DecodeSample, Drafting
+from sfi_core.measure.bench.settings import DecodeSettings, DecodeVariant, Point
+from sfi_core.measure.bench.streams import Stream
+from sfi_core.settings.sampling import Sampling
+from sfi_core.state.request import RequestState
+from sfi_kernels.step_descriptor import sent
+
+STATED = (
+    "lossless rows: acceptance is stated, {:g} for each tested token, and decides whatever was drafted; "
+    "the tokens mean nothing"
+)
+MEASURED = "lossless rows: acceptance is measured on the text's prompts; our runs generate their own tokens"
+
+
+@dataclass(frozen=True, slots=True)
+class StatedAcceptance:
+    """Keeps drafted tokens by chance: `outcome` of a lossless run whose tokens mean nothing.
+
+    Attributes:
+        rate: The chance that a token is kept if all before it are, in [0, 1].
+        seed: With a request and the index of a token, it decides for that token, whatever the batch.
+    """
+
+    rate: float
+    seed: int
+
+    def __call__(self, state: RequestState, draft: Sequence[int], _: Sequence[int]) -> int:
+        """Return how many tokens of a request's draft are kept; its step is that of the token after them."""
+        first = state.step - len(draft)
+        kept = (self._keeps(state.request, first + place) for place in range(len(draft)))
+        return sum(takewhile(bool, kept))
+
+    def _keeps(self, request: int, index: int) -> bool:
+        return random.Random(f"{self.seed} {request} {index}").random() < self.rate  # noqa: S311 - no secret
+
+
+class GivenTokens(Sampler):
+    """Picks given tokens, whose logits it makes the largest, from drafts and in verifications alike."""
+
+    def __init__(self, ids_BT: torch.Tensor, token_SB: Sequence[Sequence[int]]) -> None:
+        """Take the tokens of each request by index."""
+        super().__init__(Sampling(), ids_BT)
+        self._token_SB = token_SB
+
+    def __call__(self, logits_BV: torch.Tensor, finished_B: list[bool], pad_id: int) -> list[int]:
+        """Pick the next token of every request."""
+        rows = range(len(self.rows))
+        self._raise(logits_BV, rows, [0] * len(self.rows))
+        return super().__call__(logits_BV, finished_B, pad_id)
+
+    def pick(
+        self,
+        logits_XV: torch.Tensor,
+        row_X: Sequence[int],
+        offset_X: Sequence[int],
+        tail: Sequence[Sequence[int]],
+    ) -> Picked:
+        """See `Sampler.pick`."""
+        self._raise(logits_XV, row_X, offset_X)
+        return super().pick(logits_XV, row_X, offset_X, tail)
+
+    def _raise(
+        self, logits_XV: torch.Tensor, row_X: Sequence[int], offset_X: Sequence[int]
+    ) -> None:
+        tokens = [
+            [self._token_SB[self.rows[row].step + offset][row]]
+            for row, offset in zip(row_X, offset_X, strict=True)
+        ]
+        token_X1 = sent(torch.tensor(tokens), logits_XV.device)
+        logits_XV.scatter_(1, token_X1, torch.finfo(logits_XV.dtype).max)
+
+
+@torch.inference_mode()
+def run_lossless(
+    model: Any,
+    variant: DecodeVariant,
+    point: Point,
+    settings: DecodeSettings,
+    prompts: Prompts,
+    stream: Stream,
+    on_step: Callable[[DecodeSample], None],
+) -> DecodeSample:
+    """Decode losslessly under a policy; the arguments are those of `run_ours`.
+
+    With a stated acceptance the tokens are the stream's, and chance decides which drafts are kept; without
+    one they are what the model generates. The measurement begins after the warm-up and ends, with as many
+    tokens as asked for, at passes that verify: alone, a request is measured in whole cycles.
+
+    Returns:
+        The sample; its steps are passes, and a pass gives a request no token or several.
+    """
+    sample = DecodeSample(point.batch, settings.warm_up)
+    reset_peak(model.device)
+    with decoder_of(model, variant, point, settings, prompts, stream.config) as decoder:
+        outcome, sampler = None, Sampler(Sampling(), prompts.ids_BT)
+        if variant.acceptance is not None:
+            outcome = StatedAcceptance(variant.acceptance, settings.seed)
+            sampler = GivenTokens(prompts.ids_BT, stream.token_SB)
+        limits = [settings.most_tokens] * point.batch
+        scheduler = Scheduler(decoder, [()] * point.batch, limits, sampler, pad_id=0)
+        sample.began = time.perf_counter()
+        with closing(decode_lossless(scheduler, decoder, outcome)) as passes:
+            _measure(sample, decoder.session, settings, passes, on_step)
+        note_report(sample, decoder.session.run)
+    sample.peak_bytes = peak_bytes(model.device)
+    return sample
+
+
+def _measure(
+    sample: DecodeSample,
+    session: Session,
+    settings: DecodeSettings,
+    passes: Iterable[list[list[int]]],
+    on_step: Callable[[DecodeSample], None],
+) -> None:
+    began: Drafting | None = None
+    for number, given in enumerate(passes):
+        sample.at.append(time.perf_counter())
+        sample.gave.append(sum(map(len, given)))
+        run = session.run
+        counted = Drafting.of(state.tally for state in run.requests)
+        if number:
+            sample.reads.append(step_read(run))
+        if began is None:
+            sample.warm_up = number  # so far
+            if number >= settings.warm_up and sample.gave[-1]:
+                began = counted
+                sample.selecting -= selecting(run)
+        on_step(sample)
+        if began is None or not sample.gave[-1]:
+            continue
+        sample.drafting = counted.since(began)
+        enough = sample.tokens >= sample.batch * settings.steps
+        if enough or sample.over(settings.time_limit) or any(s.finished for s in run.requests):
+            break
+    sample.selecting += selecting(session.run)
+
+
+def lossless_notes(settings: DecodeSettings) -> list[str]:
+    """Say of the lossless rows which acceptance they have; nothing without such rows."""
+    if not settings.lossless:
+        return []
+    return [MEASURED if settings.acceptance is None else STATED.format(settings.acceptance)]

@@ -1,0 +1,148 @@
+"""What to expect of lossless runs, from bytes and a stated acceptance: nothing is loaded and nothing runs."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sfi_core.engine.lossless.rule import best_length
+from sfi_core.measure.bench.forecast import (
+    NOTES,
+    Expectation,
+    check_known,
+    document_of,
+    step_bytes,
+)
+from sfi_core.measure.bench.settings import LOSSLESS, DecodeSettings
+from sfi_core.models.byte_model import cycle_mean, cycle_tokens
+from sfi_core.policies import policy_class
+
+NOTE = (
+    "lossless: acceptance is stated, {:g} for each tested token; a verification reads what a slow step "
+    "does; the mean is of a token of each request"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Cycle:
+    """What a request does between two verifications, in the mean.
+
+    Attributes:
+        drafts: Tokens drafted before a verification.
+        tokens: Tokens that the verification gives.
+        again: Share of the verifications after which a slow step of the corrected token selects.
+    """
+
+    drafts: int
+    tokens: float
+    again: float
+
+    @property
+    def passes_per_token(self) -> float:
+        """Forward passes of a token."""
+        return (self.drafts + 1 + self.again) / (self.tokens + self.again)
+
+
+def lossless_forecast_document(
+    model: Any,
+    settings: DecodeSettings,
+    device: torch.device,
+    *,
+    bandwidth_gb_per_s: float | None = None,
+    memory_bytes: float | None = None,
+) -> dict[str, Any]:
+    """Compute what `forecast_document` does, with a row for each policy's lossless run beside its own.
+
+    Args:
+        model: A model on the meta device; see `empty_model`.
+        settings: Policies, contexts, batches, slow rate, acceptance, and what the policies run with.
+        device: The device whose bandwidth and memory count where no others are given.
+        bandwidth_gb_per_s: Bandwidth; None measures the device's copy bandwidth.
+        memory_bytes: Memory; None is the device's.
+
+    Raises:
+        ConfigError: The bytes of a policy's steps depend on more than the number of slow steps.
+        UnsupportedModelError: The model does not show its shapes without weights.
+    """
+    assert settings.acceptance is not None, "a forecast has a stated acceptance"
+    check_known(settings)
+    notes = (*NOTES, NOTE.format(settings.acceptance))
+    expected = LosslessExpectation(model, settings, device)
+    return document_of(expected, notes, bandwidth_gb_per_s, memory_bytes)
+
+
+class LosslessExpectation(Expectation):
+    """A model in bytes, with rows for lossless runs."""
+
+    @property
+    def names(self) -> list[str]:
+        """The policies, and after each that can draft its lossless run."""
+        return [
+            name
+            for policy in super().names
+            for name in (policy, *([LOSSLESS.format(policy)] * policy_class(policy).drafts))
+        ]
+
+    def row(
+        self, policy: str, context: int, batch: int, bandwidth_gb_per_s: float, memory: int
+    ) -> dict[str, Any]:
+        """Return what to expect of a policy, or of its lossless run, at a point."""
+        nothing = dict.fromkeys(
+            ("stated_acceptance", "drafts", "tokens_per_verification", "passes_per_token")
+        )
+        if policy in self.settings.policies:
+            row = super().row(policy, context, batch, bandwidth_gb_per_s, memory)
+            return {**row, "lossless": False, **nothing}
+        plain = next(one for one in self.settings.policies if LOSSLESS.format(one) == policy)
+        row = super().row(plain, context, batch, bandwidth_gb_per_s, memory)
+        return {
+            **row,
+            "policy": policy,
+            "lossless": True,
+            **self._measures(row, bandwidth_gb_per_s),
+        }
+
+    def cycle(self, policy: str, context: int, batch: int) -> Cycle:
+        """Return what a request of a policy's lossless run does between two verifications.
+
+        A draft ends before a stated slow step where `draft.rule` is boundary, with `draft.max_tokens`, and
+        where `draft.adaptive`, at the length that the engine chooses at this acceptance. The shorter draft
+        that is left of a sentence after full ones is not counted.
+        """
+        settings, config = self.settings, self.settings.config.draft
+        acceptance, rate = settings.acceptance or 0.0, self._rate if policy == "sfi" else 0
+        most = config.max_tokens
+        if config.rule == "boundary" and rate:
+            most = min(most, int(1 / rate) - 1)  # of a fraction: exact
+        if config.adaptive and most:
+            fast, slow = self._steps(policy, context, batch, most)
+            most = best_length(acceptance, min(1.0, fast / slow), most)
+        again = 1 - acceptance**most if config.evidence == "last" and policy == "sfi" else 0.0
+        return Cycle(most, cycle_tokens(acceptance, most), again)
+
+    def _steps(self, policy: str, context: int, batch: int, drafts: int) -> tuple[float, float]:
+        # anchored recent tokens grow with the drafts between two verifications
+        rate, config = 1 / (drafts + 1), self.settings.config
+        return step_bytes(self.byte_model(batch), config, policy, context, rate)
+
+    def _measures(self, row: dict[str, Any], bandwidth_gb_per_s: float) -> dict[str, Any]:
+        policy, context, batch = (row[name] for name in ("policy", "context", "batch"))
+        cycle = self.cycle(policy, context, batch)
+        fast, slow = self._steps(policy, context, batch, cycle.drafts)
+        mean = float(
+            cycle_mean(fast, slow, drafted=cycle.drafts, tokens=cycle.tokens, again=cycle.again)
+        )
+        return {
+            "slow_rate": (1 + cycle.again) / (cycle.drafts + 1 + cycle.again),
+            "fast_bytes_per_step": round(batch * fast),
+            "slow_bytes_per_step": round(batch * slow),
+            "bytes_per_step": round(batch * mean),
+            "roofline_tokens_per_second": bandwidth_gb_per_s * 1e9 / mean,
+            "roofline_speedup": float(self.byte_model(batch).dense(context)) / mean,
+            "synchronized_roofline_speedup": None,
+            "break_even_context": None,
+            "stated_acceptance": self.settings.acceptance,
+            "drafts": cycle.drafts,
+            "tokens_per_verification": cycle.tokens,
+            "passes_per_token": cycle.passes_per_token,
+        }

@@ -1,0 +1,108 @@
+"""What lossless methods drafted and kept, and where their tokens are not those of full attention."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any
+
+from sfi_core.errors import NumericsError
+from sfi_core.measure.evaluation.method import LOSSLESS, WHOLE
+
+SAMPLE = ("task", "length", "seed")
+EXACT = "float32"  # below it, two passes over other numbers of tokens round differently
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A sample on which a lossless method gave another token than full attention.
+
+    Attributes:
+        method: The method's label.
+        size: The label of its size.
+        task: The task.
+        length: Tokens of the prompt, as asked for.
+        seed: The sample's seed.
+        index: The first generated token that differs, or that only one of the two gave.
+    """
+
+    method: str
+    size: str
+    task: str
+    length: int
+    seed: int
+    index: int
+
+
+def differences(rows: Iterable[Row]) -> list[Difference]:
+    """Compare lossless rows with those of full attention on the same samples, in the order of the rows.
+
+    Args:
+        rows: Rows of `TaskGrid.run`; those that failed, and those without a counterpart, are not compared.
+    """
+    found = [row for row in rows if row.get("token_ids") is not None]
+    whole = {_sample(row): row["token_ids"] for row in found if row["policy"] == WHOLE}
+    return [
+        Difference(row["method"], row["size"], row["task"], row["length"], row["seed"], index)
+        for row in found
+        if is_lossless(row) and (expected := whole.get(_sample(row))) is not None
+        for index in first_difference(row["token_ids"], expected)
+    ]
+
+
+def check_exact(rows: Iterable[Row], dtype: str) -> None:
+    """Refuse a lossless method that gave other tokens than full attention, where nothing can excuse that.
+
+    Raises:
+        NumericsError: In float32; with method, task, length, seed and index of the first such token.
+    """
+    found = differences(rows) if dtype == EXACT else []
+    if found:
+        one = found[0]
+        more = f"; {len(found)} samples in all" if len(found) > 1 else ""
+        raise NumericsError(
+            f"lossless method {one.method} at {one.size} must give full-kv's tokens in {EXACT}, got another "
+            f"at index {one.index} of task {one.task}, length {one.length}, seed {one.seed}{more}"
+        )
+
+
+def drafting(rows: Sequence[Row], full: Sequence[Row]) -> dict[str, Any] | None:
+    """Sum up what the samples of a lossless method drafted and kept; None for another method.
+
+    Args:
+        rows: Rows of a method at a size that have a score.
+        full: Rows of full attention on the same samples; may be none.
+
+    Returns:
+        Plain values: accepted tokens a verification (None without one), the share of drafted tokens that
+        was kept (None without one), forward passes a token after the first, how many samples full attention
+        has as well, and on how many of these its tokens are others.
+    """
+    if not rows or not is_lossless(rows[0]):
+        return None
+    verified, drafted, accepted = (
+        sum(row[name] or 0 for row in rows) for name in ("verifications", "drafted", "accepted")
+    )
+    decoded = sum(row["generated"] - 1 for row in rows)
+    return {
+        "accepted_per_verification": accepted / verified if verified else None,
+        "kept_share": accepted / drafted if drafted else None,
+        "passes_per_token": (drafted + verified) / decoded if decoded else None,
+        "compared": len(set(map(_sample, rows)) & set(map(_sample, full))),
+        "differing": len(differences([*full, *rows])),
+    }
+
+
+def is_lossless(row: Row) -> bool:
+    """Say whether a row is of a lossless method."""
+    return bool(row["settings"].get(LOSSLESS))
+
+
+def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> list[int]:
+    """Return the index of the first token that differs, or nothing."""
+    pairs = enumerate(zip_longest(ours, theirs))
+    return [index for index, (one, other) in pairs if one != other][:1]
+
+
+def _sample(row: Row) -> tuple[Any, ...]:
+    return tuple(row[name] for name in SAMPLE)

@@ -1,0 +1,92 @@
+"""The benchmark's verifications: dense passes of several queries a request, which hand out one's evidence.
+
+That of one query is what any slow step runs: the others are timed beside it.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+
+from sfi_core.measure.kernel_bench import bytes_moved, gates
+from sfi_core.measure.kernel_bench.data import PEAKEDNESS, LayerData
+from sfi_core.measure.kernel_bench.settings import VERIFIED, KernelSettings
+from sfi_core.measure.kernel_bench.variant import KernelVariant
+from sfi_kernels.decode_attention import DecodeAttention, decode_attention, resident_programs
+from sfi_kernels.dense_attention import window_logits
+from sfi_kernels.split_plan import split_plan, work_items
+from sfi_kernels.step_descriptor import SLOW, StepDescriptor, StepRequest, describe_step
+
+
+def verify_variants(
+    settings: KernelSettings, data: LayerData, backend: str
+) -> Iterator[KernelVariant]:
+    """Yield a verification for each number of queries in `VERIFIED` that the context holds, if asked for."""
+    for count in VERIFIED:
+        if "verify" in settings.ops and count <= settings.context:
+            yield _variant(settings, data, backend, count)
+
+
+def _variant(settings: KernelSettings, data: LayerData, backend: str, count: int) -> KernelVariant:
+    query_BHGWD = _queries(settings, count, data.length_B.device)
+    call = _call(settings, data, backend, query_BHGWD)
+    moved = bytes_moved.attention_bytes(settings, settings.context, evidence=True, queries=count)
+    return KernelVariant(
+        "verify", 1.0, call, moved, partial(_error, settings, data, query_BHGWD, call),
+        form=f"{count} {'query' if count == 1 else 'queries'}",
+    )  # fmt: skip
+
+
+def _queries(settings: KernelSettings, count: int, device: torch.device) -> torch.Tensor:
+    generator = torch.Generator(device).manual_seed(settings.seed + 3)
+    sizes = settings.batch, settings.kv_heads, settings.group, count, settings.head_dim
+    query = torch.randn(sizes, generator=generator, dtype=settings.torch_dtype, device=device)
+    return query * PEAKEDNESS
+
+
+def _call(
+    settings: KernelSettings, data: LayerData, backend: str, query_BHGWD: torch.Tensor
+) -> Callable[[], DecodeAttention]:
+    plan = _plan(settings, backend, query_BHGWD.shape[3], query_BHGWD.device)
+    row = data.key_BHTD[:, :, :1].contiguous()  # a slow step reads no packed rows
+    packed = row, row, data.length_B.new_zeros(row.shape[:2])
+    attend = partial(decode_attention.on(backend), query_BHGWD, *packed, *data.paged, plan)
+    return partial(attend, scale=settings.scale, evidence=True)
+
+
+def _plan(
+    settings: KernelSettings, backend: str, count: int, device: torch.device
+) -> StepDescriptor:
+    # not timed: a step plans once for all layers
+    request = StepRequest(
+        mode=SLOW, length=settings.context, recent_start=settings.context - settings.recent,
+        packed=0, sink=settings.sink, count=count,
+    )  # fmt: skip
+    heads, places = settings.kv_heads, resident_programs(device)
+    room = work_items(settings.batch, heads, places)
+    plan = describe_step([request] * settings.batch, room, device)
+    split_plan.on(backend)(plan, heads, places)
+    return plan
+
+
+def _error(
+    settings: KernelSettings,
+    data: LayerData,
+    query_BHGWD: torch.Tensor,
+    call: Callable[[], DecodeAttention],
+) -> float:
+    # of the first query, the middle one and the last, and of the last one's evidence
+    result, W = call(), query_BHGWD.shape[3]
+    assert result.logits_BHGWT is not None, "evidence was asked for"
+    key, _, table = data.paged
+    logits = window_logits.reference(
+        query_BHGWD[:, :, :, -1:], key, table, data.length_B, scale=settings.scale
+    )
+    last = query_BHGWD[:, :, :, -1]
+    worst = gates.logits_error(result.logits_BHGWT, logits, last, data.key_BHTD, settings.scale)
+    for w in sorted({0, W // 2, W - 1}):
+        seen = slice(0, settings.context - W + w + 1)
+        keys, values = data.key_BHTD[:, :, seen], data.value_BHTD[:, :, seen]
+        expected = gates.textbook(query_BHGWD[:, :, :, w], keys, values, settings.scale)
+        worst = max(worst, expected.error(result.out_BHGWE[:, :, :, w]))
+    return worst

@@ -1,0 +1,56 @@
+"""The memory that a lossless run needs on top: logits of several tokens, and drafts that wait."""
+
+from dataclasses import dataclass
+
+from sfi_kernels.dense_attention.verification import GROUP
+
+FLOAT32 = 4
+# bytes of a logit that is being picked from, at most: its float32 copy and score, with a sorted copy and its
+# indices, softmax and sums of top_p; or score, random bits twice and noise, the last three of 8 bytes each
+PICKING = 32
+COMPARING = 6 * FLOAT32  # both distributions, their logarithms, and the terms of the divergence
+HELD = 2  # sliding windows: the one after the last verified token, and the drafts' own
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drafting:
+    """What the forecast has to know of a lossless run.
+
+    Attributes:
+        tested: The most tokens that a request brings to a pass: its draft and the token before.
+        together: Logits that are picked from at once.
+        compares: Whether observers are told how far drafts are from full attention.
+        explicit: Whether the attention of a verification holds all its logits, as the torch backend's does.
+    """
+
+    tested: int
+    together: int
+    compares: bool
+    explicit: bool
+
+    def pass_bytes(
+        self, *, batch: int, vocabulary: int, itemsize: int, heads: int, grouped: int, capacity: int
+    ) -> int:
+        """Add up what a verification of all requests holds, the model's activations left out.
+
+        Args:
+            batch: Requests.
+            vocabulary: Numbers of a token's logits.
+            itemsize: Bytes of one.
+            heads: Query heads.
+            grouped: Query heads of a KV head.
+            capacity: Tokens that a request may reach.
+        """
+        numbers = batch * self.tested * vocabulary
+        picking = min(numbers, max(self.together, vocabulary)) * PICKING
+        comparing = self.tested * vocabulary * COMPARING if self.compares else 0
+        all_logits = heads * self.tested * capacity
+        held = min(all_logits, max(GROUP, grouped * self.tested * capacity))
+        attention = (
+            3 * FLOAT32 * held if self.explicit else 0
+        )  # logits, weights, and these once more
+        return max(numbers * itemsize + max(picking, comparing), attention)
+
+    def kept_bytes(self, *, batch: int, vocabulary: int, itemsize: int) -> int:
+        """Return the bytes of the logits that drafted tokens were picked from, until they are compared."""
+        return batch * (self.tested - 1) * vocabulary * itemsize if self.compares else 0

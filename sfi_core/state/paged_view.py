@@ -1,0 +1,126 @@
+"""A view of paged keys and values, whoever owns the pages.
+
+Per layer, K and V apart, heads before tokens, and the key norms beside them:
+
+    key_PHND    [pages, KV heads, tokens of a page, head dimension]
+    value_PHNE  the same, with the values' width
+    norm_PHN    [pages, KV heads, tokens of a page] float32, written at append
+
+A request's pages stand in its row of the block table. Position j is the j-th token of the request. The owner
+allocates and appends: `KVCache`, or the engine that serves the model (`hosts/vllm/borrowed.py`).
+"""
+
+import copy
+from collections.abc import Iterator, Sequence
+from typing import Self
+
+import torch
+
+from sfi_core.state.layer_pages import LayerPages, tokens_of
+from sfi_core.state.packed_segment import PackedSegment
+from sfi_kernels.pack import pack
+from sfi_kernels.pages import read_pages
+
+
+class PagedView:
+    """Reads the pages of every layer by the block table they share: all of a `KVStore` but its growth.
+
+    Attributes:
+        batch: Requests.
+        backend: Whose ops run: "torch" or "triton".
+        page_size: Tokens of a page.
+        block_table_BP: Page numbers, `[B, pages of a request]` int32.
+        layers: Pages by layer.
+    """
+
+    whole_on_device = True
+
+    def __init__(self, backend: str, page_size: int, block_table_BP: torch.Tensor) -> None:
+        """View the pages that a block table names."""
+        self.batch, self.backend = len(block_table_BP), backend
+        self.page_size, self.block_table_BP = page_size, block_table_BP
+        self.layers: dict[int, LayerPages] = {}
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that fit per request."""
+        return self.block_table_BP.shape[1] * self.page_size
+
+    def pages(self, layer: int) -> LayerPages:
+        """See `KVStore`."""
+        return self.layers[layer]
+
+    @property
+    def heads(self) -> int:
+        """See `KVStore`."""
+        return next((pages.key_PHND.shape[1] for pages in self.layers.values()), 1)
+
+    def pack_into(
+        self,
+        segment: PackedSegment,
+        layer: int,
+        request_R: torch.Tensor,
+        sink_R: torch.Tensor,
+        index_RHK: torch.Tensor,
+        most_sink: int,
+        heads_RH: torch.Tensor | None = None,
+    ) -> None:
+        """See `KVStore`: one kernel gathers the rows from the pages (Reorg)."""
+        segment.reserve(most_sink + index_RHK.shape[2])
+        pages = self.layers[layer]
+        pack.on(self.backend)(
+            pages.key_PHND,
+            pages.value_PHNE,
+            self.block_table_BP,
+            request_R,
+            index_RHK,
+            sink_R,
+            segment.key_BHSD,
+            segment.value_BHSE,
+            segment.position_BHS,
+            segment.length_BH,
+            **({} if heads_RH is None else {"heads_RH": heads_RH.int()}),
+        )
+
+    def ready(self, layer: int) -> None:
+        """See `KVStore`: the device orders it by itself."""
+
+    def blocks(
+        self, layer: int, row: int, length: int, head: int | None = None
+    ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+        """See `KVStore`: one block, a view where one page holds the request."""
+        own = slice(None) if head is None else slice(head, head + 1)
+        pages, table_P = self.layers[layer], self.block_table_BP[row]
+        key, value = (x[:, own] for x in (pages.key_PHND, pages.value_PHNE))
+        yield 0, read_pages(key, table_P, 0, length), read_pages(value, table_P, 0, length)
+
+    def keys(self, layer: int, row: int, start: int, stop: int) -> torch.Tensor:
+        """See `KVStore`."""
+        return self._tokens(self.layers[layer].key_PHND, row, start, stop)
+
+    def values(self, layer: int, row: int, start: int, stop: int) -> torch.Tensor:
+        """See `KVStore`."""
+        return self._tokens(self.layers[layer].value_PHNE, row, start, stop)
+
+    def norms(self, layer: int, rows: Sequence[int], length: int) -> torch.Tensor:
+        """See `KVStore`."""
+        # rows taken one by one: a list as an index would wait for the device
+        used = -(-length // self.page_size)
+        page_RP = torch.stack([self.block_table_BP[row, :used] for row in rows])
+        norm_RHPN = self.layers[layer].norm_PHN[page_RP.long()].transpose(1, 2)
+        return norm_RHPN.flatten(2)[:, :, :length]
+
+    def norms_of(self, layer: int, page_RHP: torch.Tensor) -> torch.Tensor:
+        """See `KVStore`."""
+        norm_PHN = self.layers[layer].norm_PHN
+        norm = norm_PHN.flatten(0, 1).index_select(0, page_RHP.flatten())
+        return norm.view(*page_RHP.shape[:2], self.capacity)
+
+    def row(self, row: int) -> Self:
+        """See `KVStore`: a view of batch 1 over the same pages."""
+        one = copy.copy(self)
+        one.batch, one.block_table_BP = 1, self.block_table_BP[row : row + 1]
+        return one
+
+    def _tokens(self, page_PHNX: torch.Tensor, row: int, start: int, stop: int) -> torch.Tensor:
+        return tokens_of(page_PHNX, self.block_table_BP[row], start, stop)

@@ -1,0 +1,70 @@
+"""`sfi generate --lossless`: full attention's tokens, their check, what is shown and what is refused."""
+
+import json
+
+import pytest
+
+from sfi_core.generation import verify as verify_module
+from tests.cli.test_generate import PROMPT, batch_file, inside
+
+TEXT = PROMPT * 20
+SETTINGS = ("--budget", "16", "--recent", "16", "--dtype", "float32")
+
+
+def tokens(document):
+    return [request["token_ids"] for request in document["requests"]]
+
+
+@pytest.mark.parametrize("sampling", [(), ("--temperature", "1.2", "--seed", "3")])
+def test_the_tokens_are_full_attentions_and_verified(tmp_path, sampling):
+    batch = ("generate", "--batch", str(batch_file(tmp_path)), "-n", "9", "--json", *SETTINGS)
+    code, stdout, error = inside(*batch, *sampling, "--lossless", "--draft-max", "4", "--verify")
+    assert code == 0
+    document = json.loads(stdout)
+    _, full, _ = inside(*batch, *sampling, "--policy", "full-kv")
+    assert tokens(document) == tokens(json.loads(full))
+    checked = document["verification"]
+    count = sum(map(len, tokens(document)))
+    assert (checked["ok"], checked["tokens"], checked["differing"]) == (True, count, 0)
+    assert f"verified     {count} of {count} tokens are full attention's, " in error
+    assert document["is_lossless"]
+    drafted = [request["lossless"]["drafted"] for request in document["requests"]]
+    assert max(drafted) > 0
+    assert "drafted tokens kept, " in error
+
+
+def test_an_output_that_is_not_full_attentions_fails_after_it_is_shown(monkeypatch):
+    plain = verify_module.verify
+
+    def doubting(model, prompts, outputs, **options):
+        return plain(
+            model, prompts, [[(output[0] + 1) % 50, *output[1:]] for output in outputs], **options
+        )
+
+    monkeypatch.setattr(verify_module, "verify", doubting)
+    code, stdout, error = inside(
+        "generate", TEXT, "-n", "6", *SETTINGS, "--lossless", "--verify", "--json"
+    )
+    assert code != 0
+    assert json.loads(stdout)["verification"]["requests"][0]["first_doubtful"] == 0
+    assert error.splitlines()[-1].startswith("error: output must be full attention's")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--draft-max", "0", "--lossless"), "draft.max_tokens must be at least 1, got 0"),
+        (("--draft-max", "4"), "--draft-max must come with --lossless, got it alone"),
+        (("--verify",), "--verify must come with --lossless, got it alone"),
+        (
+            ("--lossless", "--policy", "tova"),
+            "policy tova cannot draft for a lossless run; those that can: ",
+        ),
+        (("--lossless", "--kv-device-budget", "20%"), "lossless must be off with kv_device_budget"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(options, words):
+    code, stdout, error = inside("generate", TEXT, "-n", "2", *options)
+    assert (code, stdout) == (2, "")
+    assert words in error
+    assert error.count("\n") == 1

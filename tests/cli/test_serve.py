@@ -1,0 +1,87 @@
+"""`sfi serve` before vLLM is imported; tests/vllm/test_serve.py has the server."""
+
+import json
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from sfi_cli import app as cli
+from sfi_cli.commands.serve import job
+from sfi_core.errors import BackendError, ConfigError
+from sfi_core.hosts.vllm import versions
+from sfi_core.settings.config import SfiConfig
+
+
+def refusal(*words: str) -> Exception:
+    result = CliRunner().invoke(cli.app, ["serve", *words])
+    assert result.exception is not None
+    return result.exception
+
+
+def test_without_vllm_one_line_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(job, "find_spec", lambda name: None)
+    error = refusal()
+    assert isinstance(error, BackendError)
+    assert "pip install 'sfi-toolkit[vllm]'" in str(error)
+    assert "\n" not in str(error)
+
+
+def test_a_vllm_that_has_not_what_sfi_needs_is_one_line(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(job, "find_spec", lambda name: object())
+    monkeypatch.setattr(versions, "installed_version", lambda: "0.32.1")
+    monkeypatch.setitem(sys.modules, "sfi_core.hosts.vllm.server", None)
+    error = refusal()
+    assert isinstance(error, BackendError)
+    assert str(error).startswith("sfi serve needs vLLM >=0.32,<0.34 that can be imported, got: ")
+
+
+def test_another_vllm_is_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(job, "find_spec", lambda name: object())
+    monkeypatch.setattr(versions, "installed_version", lambda: "0.28.0")
+    assert str(refusal()) == "vLLM must be >=0.32,<0.34 for sfi, got 0.28.0"
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--audit", "4"], "add --trace DIR"),
+        (["--set", "draft.max_tokens=3"], "draft.max_tokens"),
+        (["--budget", "0"], "budget must be positive"),
+        (["--", "--kv-transfer-config", "{}"], "without --kv-transfer-config"),
+        (["--", "--kv_transfer_config={}"], "without --kv-transfer-config"),
+        (["--", "--port=1"], "give --port before --"),
+    ],
+)
+def test_refused_in_one_line(words: list[str], told: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(job, "find_spec", lambda name: None)  # none of these gets as far
+    error = refusal(*words)
+    assert isinstance(error, ConfigError)
+    assert told in str(error)
+    assert "\n" not in str(error)
+
+
+def test_a_trace_folder_that_exists_is_refused(tmp_path):
+    assert f"{tmp_path} exists" in str(refusal("--trace", str(tmp_path)))
+
+
+def test_vllm_gets_what_differs_from_the_defaults(tmp_path):
+    file = tmp_path / "tuned.toml"
+    file.write_text(SfiConfig().replace(budget=77, selector={"alpha": 0.25}).to_toml())
+    words = made("--config", str(file), "--t-max", "9", "--slots", "3", "--model", "m")
+    assert words[:2] == ["--model", "m"]
+    transfer = json.loads(words[words.index("--kv-transfer-config") + 1])
+    assert transfer["kv_connector_extra_config"] == {
+        "policy": "sfi", "slots": 3, "budget": 77, "t_max": 9, "selector": {"alpha": 0.25},
+    }  # fmt: skip
+
+
+def made(*words: str) -> list[str]:
+    """Return the flags that vLLM would get."""
+    found: list[list[str]] = []
+    patch = pytest.MonkeyPatch()
+    patch.setattr(job.ServeJob, "run", lambda self: found.append(self.words()))
+    result = CliRunner().invoke(cli.app, ["serve", *words])
+    patch.undo()
+    assert result.exit_code == 0, result.output
+    return found[0]

@@ -1,0 +1,65 @@
+"""Which query of a verification selects: the last one, or the first."""
+
+import pytest
+import torch
+
+from sfi_core import SfiConfig
+from sfi_core.engine.forward import RequestPass
+from sfi_core.hosts.transformers.decoder import Decoder
+from sfi_core.hosts.transformers.slow_fast import slow_fast
+from sfi_core.policies.base import Selection
+from sfi_core.policies.context import Evidence
+from sfi_core.settings.parts import DraftConfig
+from tests.core.conftest import tiny_qwen3
+
+PROMPT, BLOCK = 60, [5, 9, 7]
+
+
+@torch.inference_mode()
+def evidence_of(place: str, tokens: list[int], verified: list[int]) -> tuple[torch.Tensor, int]:
+    """Return the first layer's evidence of a pass of `tokens`, [H, G, 1, T], and the tokens before it.
+
+    `verified` are tokens whose keys lie behind the prompt already.
+    """
+    config = SfiConfig(
+        trigger_token_ids=(1,), budget=8, recent=8, sink=2, draft=DraftConfig(evidence=place)
+    )
+    found: list[torch.Tensor] = []
+
+    def select_after(context: Evidence) -> Selection | None:
+        found.append(context.logits())
+        return None
+
+    torch.manual_seed(0)
+    model = tiny_qwen3()
+    ids_BT = torch.arange(PROMPT)[None] % 50
+    with slow_fast(model, None, config, backend="torch") as session:
+        decoder = Decoder(
+            session=session, ids_BT=ids_BT, mask_BT=torch.ones_like(ids_BT), capacity=PROMPT + 8
+        )
+        decoder.prefill()
+        decoder.record([tokens[0]])
+        run = session.run
+        run.policy.select_after = select_after
+        for block in (verified, tokens):
+            if not block:
+                continue
+            found.clear()
+            start = run.requests[0].length
+            run.begin([RequestPass.decode(slow=True, reason="limit", count=len(block))])
+            decoder.cache.see(start)
+            positions = start + torch.arange(len(block))[None]
+            decoder.planned_pass(torch.tensor([block]), positions)
+            run.recorded = True
+    return found[0][0], PROMPT + len(verified)
+
+
+@pytest.mark.parametrize(("place", "index"), [("first", 0), ("last", 2)])
+def test_the_evidence_is_that_of_one_query(place: str, index: int):
+    """A query's logits in the first layer depend on its own token and on the keys before it."""
+    several, _ = evidence_of(place, BLOCK, [])
+    alone, before = evidence_of("last", BLOCK[index : index + 1], BLOCK[:index])
+    seen = before + 1
+    torch.testing.assert_close(several[..., :seen], alone[..., :seen])
+    assert (several[..., seen:] == -torch.inf).all()
+    assert several.shape[-1] == PROMPT + len(BLOCK)

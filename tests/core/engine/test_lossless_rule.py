@@ -1,0 +1,89 @@
+"""When a draft is verified, how long it may grow, and what of it is kept."""
+
+import pytest
+import torch
+
+from sfi_core.engine.lossless.drafts import matching, until_stop
+from sfi_core.engine.lossless.rule import DraftRule, best_length
+from sfi_core.hosts.transformers.ragged_row import RaggedRow
+from sfi_core.settings.parts import DraftConfig
+from sfi_core.state.request import RequestState
+
+STOP = 7
+PLAIN = DraftConfig(max_tokens=4, adaptive=False)
+
+
+def reason(config=PLAIN, *, tokens=(1, 2), drafted=1, room=50, planned="", confidence=1.0, **more):
+    state = RequestState(tokens=list(tokens), drafted=drafted, **more)
+    rule = DraftRule(config=config, stop_ids=frozenset([STOP]))
+    return rule.reason(state, room, planned, confidence)
+
+
+def test_a_draft_ends_for_one_reason():
+    assert reason() == ""
+    assert reason(fresh=False, planned="trigger") == "rejected"
+    assert reason(planned="trigger", room=1) == "trigger"
+    assert reason(room=2, drafted=1) == "room"
+    assert reason(room=3, drafted=1) == ""
+    assert reason(tokens=(1, STOP)) == "stop"
+    assert reason(tokens=(STOP,), drafted=0) == ""
+    assert reason(drafted=4) == "limit"
+    assert reason(drafted=3) == ""
+    confident = DraftConfig(confidence=0.5, adaptive=False)
+    assert reason(confident, confidence=0.4) == "confidence"
+    assert reason(confident, confidence=0.5) == ""
+    assert reason(confident, confidence=0.4, drafted=0) == ""
+
+
+def test_the_rule_fixed_listens_to_no_boundary_but_to_the_first_steps():
+    fixed = DraftConfig(rule="fixed", adaptive=False)
+    assert reason(fixed, planned="trigger") == ""
+    assert reason(fixed, planned="first") == "first"
+
+
+def cycle(rate, cost, k):
+    """Expected tokens over costs, by the chance of every outcome."""
+    outcomes = [(rate**kept * (1 - rate), kept + 1) for kept in range(k)] + [(rate**k, k + 1)]
+    assert sum(chance for chance, _ in outcomes) == pytest.approx(1)
+    return sum(chance * tokens for chance, tokens in outcomes) / (k * cost + 1)
+
+
+@pytest.mark.parametrize("rate", [0.3, 0.8, 0.95, 0.999])
+@pytest.mark.parametrize("cost", [0.05, 0.4, 0.95])
+def test_no_other_length_gives_more_tokens_for_the_cost(rate, cost):
+    best = best_length(rate, cost, 16)
+    assert all(cycle(rate, cost, k) <= cycle(rate, cost, best) + 1e-12 for k in range(1, 17))
+
+
+def test_rejections_shorten_drafts_and_dear_drafts_are_shorter():
+    state = RequestState(length=1000, tokens=[1])
+    rule = DraftRule(config=DraftConfig(), stop_ids=frozenset(), cost=lambda length, read: 0.3)
+    assert rule.limit(state) == 16
+    state.tally.count_verification(16, 3)
+    few = rule.limit(state)
+    state.tally.count_verification(8, 0)
+    assert rule.limit(state) < few < 16
+    dear = DraftRule(config=DraftConfig(), stop_ids=frozenset(), cost=lambda length, read: 0.9)
+    assert dear.limit(state) < rule.limit(state)
+
+
+def test_what_is_kept_ends_at_the_first_other_token_and_at_a_stop_token():
+    assert matching([4, 5, 6], [4, 5, 9, 9]) == 2
+    assert matching([4, 5, 6], [4, 5, 6, 9]) == 3
+    assert matching([4], [5, 4]) == 0
+    assert matching([], [3]) == 0
+    assert until_stop([1, STOP, 3], frozenset([STOP])) == [1, STOP]
+    assert until_stop([1, 2], frozenset([STOP])) == [1, 2]
+
+
+def test_a_ragged_row_spreads_every_token_to_its_request_and_back():
+    row = RaggedRow.of([2, 0, 1, 3], torch.device("cpu"))
+    token_X = torch.arange(1.0, 7.0)
+    batch_BHTD = row.spread(token_X.view(1, 1, 6, 1).expand(1, 2, 6, 3))
+    assert batch_BHTD.shape == (4, 2, 3, 3)
+    assert batch_BHTD[0, 1, 1:, 2].tolist() == [1, 2]
+    assert batch_BHTD[2, 0, 2:, 0].tolist() == [3]
+    assert batch_BHTD[3, 0, :, 1].tolist() == [4, 5, 6]
+    joined = row.join(batch_BHTD[:, :, None])
+    assert joined.shape == (1, 2, 1, 6, 3)
+    assert joined[0, 1, 0, :, 2].tolist() == token_X.tolist()

@@ -1,0 +1,313 @@
+"""Lossless runs give full attention's tokens, whatever drafts them, however long, and in whatever company."""
+
+import random
+from functools import cache
+from itertools import pairwise
+
+import pytest
+import torch
+
+from sfi_core.engine.lossless.drafts import Drafts
+from sfi_core.errors import ConfigError
+from sfi_core.generation.generate import generate
+from sfi_core.hosts.transformers import lossless_loop
+from sfi_core.settings.config import SfiConfig
+from sfi_core.settings.engine import EngineOptions
+from sfi_core.settings.sampling import Sampling
+from sfi_core.state.kv_cache import KVCache
+from tests.architectures import WORKS, prompts, tiny
+from tests.covering import covering
+from tests.fakes import RecordingObserver
+
+pytestmark = pytest.mark.seam
+
+SMALL = SfiConfig(
+    sink=2,
+    recent=6,
+    budget=5,
+    t_max=8,
+    min_gap=0,
+    span=0,
+    window_prefill=8,
+    trigger_token_ids=tuple(range(0, 300, 6)),
+)
+ROWS = prompts(9, 37, 24)
+STEPS = 28
+DRAFTS = {
+    "1": {"max_tokens": 1, "adaptive": False},
+    "4": {"max_tokens": 4, "rule": "fixed", "adaptive": False},
+    "16 to the boundary": {"adaptive": False},
+    "adaptive, first query": {"evidence": "first"},
+    "confident": {"confidence": 0.3, "adaptive": False},
+}
+DRAFTERS = ("sfi", "codescan", "quest", "streaming-llm", "snapkv")
+LABELS = [architecture.label for architecture in WORKS]
+SAMPLINGS = {
+    "greedy": Sampling(),
+    "sampled": Sampling(do_sample=True, temperature=0.8),
+    "processed": Sampling(do_sample=True, top_k=20, top_p=0.9, repetition_penalty=1.3),
+}
+
+
+def run(label, rows, *, policy="sfi", draft="16 to the boundary", **options):
+    config = options.pop("config", SMALL).replace(draft=DRAFTS[draft])
+    settings = {"stop_token_ids": (), "max_new_tokens": STEPS, "lossless": True, **options}
+    return generate(tiny(label), None, rows, config, policy=policy, **settings)
+
+
+def tokens(result):
+    return [request.token_ids for request in result.report.requests]
+
+
+@cache
+def full(label, sampling="greedy"):
+    """Full attention's tokens, and those of each request where it is decoded alone."""
+    result = run(
+        label, ROWS, policy="full-kv", sampling=SAMPLINGS[sampling], seed=5, lossless=False
+    )
+    return tokens(result)
+
+
+@pytest.mark.parametrize(
+    ("label", "policy", "draft", "sampling"), covering(LABELS, DRAFTERS, DRAFTS, SAMPLINGS)
+)
+def test_tokens_are_those_of_full_attention(label, policy, draft, sampling):
+    result = run(label, ROWS, policy=policy, draft=draft, sampling=SAMPLINGS[sampling], seed=5)
+    assert tokens(result) == full(label, sampling)
+    counts = [request.lossless for request in result.report.requests]
+    assert all(one.drafted >= one.tested >= one.accepted for one in counts)
+    assert sum(one.accepted for one in counts) > 0
+
+
+@pytest.mark.parametrize("drafter", ["random", "wrong", "right"])
+def test_an_adversarial_drafter_changes_no_token(drafter, monkeypatch):
+    wanted, record = full("qwen3"), Drafts.record
+    draw = random.Random(0)
+
+    def told(drafts, token_X, probability_X, logits_XV):
+        place, changed = 0, list(token_X)
+        for state, block in zip(drafts.run.requests, drafts.blocks, strict=True):
+            if block is not None and not block.reason:
+                right = wanted[state.request][len(state.tokens)]
+                wrong = (right + 1) % 300
+                changed[place] = {"random": draw.randrange(300), "wrong": wrong, "right": right}[
+                    drafter
+                ]
+            place += len(block.tokens) if block else 0
+        return record(drafts, changed, probability_X, logits_XV)
+
+    monkeypatch.setattr(Drafts, "record", told)
+    result = run("qwen3", ROWS, draft="4")
+    assert tokens(result) == wanted
+    kept = [one.lossless.accepted / one.lossless.drafted for one in result.report.requests]
+    assert (
+        kept == [1, 1, 1]
+        if drafter == "right"
+        else max(kept) < (0.1 if drafter == "random" else 0.01)
+    )
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """The runs whose drafts were verified, which keep their caches."""
+    found = []
+
+    class Kept(Drafts):
+        def __post_init__(self):
+            Drafts.__post_init__(self)
+            found.append(self.run)
+
+    monkeypatch.setattr(lossless_loop, "Drafts", Kept)
+    return found
+
+
+def cached(run, row):
+    """Keys, values and norms of what a request has generated, by layer."""
+    state = run.requests[row]
+    stop = state.length - 1  # the last token's own keys were never made
+    for layer in sorted(run.layers):
+        yield run.store.keys(layer, row, state.prompt_tokens, stop)
+        yield run.store.values(layer, row, state.prompt_tokens, stop)
+        yield run.store.norms(layer, (row,), stop)[:, :, state.prompt_tokens :]
+
+
+def far_from_dense(runs):
+    """How far the cache of a lossless run is from that of one that verifies every token alone."""
+    run("qwen3", ROWS, policy="streaming-llm", draft="4")
+    run("qwen3", ROWS, config=SMALL.replace(trigger_policy="always"))
+    ours, dense = runs
+    return max(
+        (one[..., : other.shape[2], :] - other).abs().max().item()
+        if one.dim() == other.dim() == 4
+        else (one[..., : other.shape[2]] - other).abs().max().item()
+        for row in range(len(ROWS))
+        for one, other in zip(cached(ours, row), cached(dense, row), strict=True)
+    )
+
+
+def test_the_cache_is_full_attentions(runs):
+    assert far_from_dense(runs) < 1e-4
+
+
+def test_the_cache_would_not_be_without_the_overwriting(runs, monkeypatch):
+    append = KVCache.append
+
+    def first_write_stays(store, layer, key, value, start_B, count_B, start, count):
+        if max(count) > 1 and min(start) > 0:  # a verification writes what nobody has written
+            skip = [max(0, one - 1) for one in count]
+            start = [one + more for one, more in zip(start, skip, strict=True)]
+            count = [one - more for one, more in zip(count, skip, strict=True)]
+            start_B, count_B = (torch.tensor(one, dtype=torch.int32) for one in (start, count))
+        return append(store, layer, key, value, start_B, count_B, start, count)
+
+    monkeypatch.setattr(KVCache, "append", first_write_stays)
+    assert far_from_dense(runs) > 1e-2
+
+
+@pytest.mark.parametrize("label", ["qwen3", "gpt-oss"])
+def test_company_changes_neither_tokens_nor_what_is_accepted(label):
+    alone = [run(label, [row], draft="4").report.requests[0] for row in ROWS]
+    options = [{"max_batch": 1}, {"max_batch": 1, "prefill_chunk": 5}]
+    if label == "qwen3":
+        options += [{}, {"max_batch": 2}, {"page_size": 16}, {"prefill_chunk": 7}]
+        options += [{"engine": EngineOptions(overlap=False, graphs=False)}]
+    for way in options:
+        together = run(label, ROWS, draft="4", **way).report.requests
+        assert [one.token_ids for one in together] == [one.token_ids for one in alone]
+        assert [one.lossless for one in together] == [one.lossless for one in alone]
+    backwards = run(label, ROWS[::-1], draft="4").report.requests
+    assert [one.lossless for one in backwards[::-1]] == [one.lossless for one in alone]
+
+
+def test_a_stop_token_ends_a_request_within_a_block():
+    wanted = full("qwen3")
+    stop = wanted[1][13]
+    ended = [row[: row.index(stop) + 1] if stop in row else row for row in wanted]
+    for draft in DRAFTS:
+        result = run("qwen3", ROWS, draft=draft, stop_token_ids=[stop])
+        assert tokens(result) == ended
+        assert result.report.requests[1].finish_reason == "stop"
+
+
+@pytest.mark.parametrize("limits", [[1, 2, 3], [5, 1, 17]])
+def test_limits_end_a_request_within_a_block(limits):
+    wanted = [row[:limit] for row, limit in zip(full("qwen3"), limits, strict=True)]
+    for draft in DRAFTS:
+        assert tokens(run("qwen3", ROWS, draft=draft, max_new_tokens=limits)) == wanted
+
+
+def test_observers_are_told_of_every_token_and_change_none():
+    seen = RecordingObserver()
+    result = run("qwen3", ROWS, draft="4", observers=[seen])
+    assert tokens(result) == full("qwen3")
+    for request, report in enumerate(result.report.requests):
+        steps = [one for one in seen.steps if one.request == request]
+        checks = [one for one in seen.verifications if one.request == request]
+        assert [one.token_id for one in steps] == report.token_ids
+        assert [one.step for one in steps] == list(range(STEPS))
+        assert 1 + sum(one.accepted + 1 for one in checks) == STEPS
+        assert sum(one.drafted for one in steps) == sum(one.accepted for one in checks)
+        assert [one.step for one in steps if one.slow][1:] == [one.step for one in checks]
+        bases = [one.base for one in checks]
+        assert bases == [steps[one.step - one.accepted - 1].position + 1 for one in checks]
+        read = sum(one.attended_tokens for one in checks)
+        context = sum(one.context_tokens for one in steps[1:])
+        assert report.read_ratio == pytest.approx(read / context)
+        for one in checks:
+            rejected = steps[one.step].draft_token_id not in (None, steps[one.step].token_id)
+            assert rejected == (one.accepted < one.drafted)
+
+
+def test_what_a_rejected_token_selected_is_never_read():
+    seen = RecordingObserver()
+    result = run("qwen3", ROWS, draft="4", observers=[seen])
+    for request, report in enumerate(result.report.requests):
+        checks = [one for one in seen.verifications if one.request == request]
+        fell = [one for one in checks if one.accepted < one.drafted]
+        assert fell, "something was rejected"
+        assert all(one.evidence_position is None for one in fell)
+        after = [then.reason for one, then in pairwise(checks) if one in fell]
+        assert set(after) == {"rejected"}
+        told = {one.step for one in seen.selections if one.request == request}
+        assert told == {0, *(one.step for one in checks if one not in fell)}
+        assert report.reasons["rejected"] == len(after)
+
+
+def test_drafts_are_compared_with_full_attention():
+    seen = RecordingObserver()
+    result = run("qwen3", ROWS, draft="4", observers=[seen])
+    drafted = {
+        (e.request, e.step): e.draft_token_id for e in seen.steps if e.draft_token_id is not None
+    }
+    told = {
+        (request, step): (kl.item(), agrees.item())
+        for event in seen.logits
+        for request, step, kl, agrees in zip(
+            event.requests, event.steps, event.kl_R, event.agrees_R, strict=True
+        )
+    }
+    assert set(told) == set(drafted)
+    for (request, step), (
+        kl,
+        agrees,
+    ) in told.items():  # greedy: the drafted token is the most probable one
+        token = result.report.requests[request].token_ids[step]
+        assert agrees == (drafted[request, step] == token)
+        assert kl >= 0
+
+
+def test_an_interrupted_run_reports_verified_tokens_only():
+    given = []
+
+    def interrupt(token_B):
+        given.append(token_B)
+        if len(given) == 9:
+            raise KeyboardInterrupt
+
+    result = run("qwen3", ROWS[:1], draft="4", on_token=interrupt)
+    (request,) = result.report.requests
+    assert result.interrupted
+    assert request.finish_reason == "interrupted"
+    assert 9 <= len(request.token_ids) < STEPS
+    assert request.token_ids == full("qwen3")[0][: len(request.token_ids)]
+
+
+REFUSED = {
+    "cannot draft": {"policy": "h2o"},
+    "full-kv cannot draft": {"policy": "full-kv"},
+    "with these settings cannot draft": {"config": SMALL.replace(correction=0.5)},
+    "looks at the entropy": {"config": SMALL.replace(trigger_policy="entropy")},
+    "kv_device_budget": {"engine": EngineOptions(kv_device_budget="50%", kv_page=4)},
+    "engine.synchronized": {"engine": EngineOptions(synchronized=True)},
+    "CUDA graphs": {"engine": EngineOptions(graphs=True)},
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_cannot_be_lossless_is_refused_by_name(message):
+    with pytest.raises(Exception, match=message):
+        run("qwen3", ROWS, **REFUSED[message])
+
+
+def test_models_with_sliding_windows_decode_one_request_at_a_time():
+    with pytest.raises(ConfigError, match=r"max_batch must be at most 1 .* got 2"):
+        run("gemma-3", ROWS, max_batch=2)
+    assert run("gemma-3", ROWS).slots == 1
+
+
+@pytest.mark.parametrize("policy", ["quest", "codescan"])
+def test_summaries_of_keys_forget_what_was_rejected(policy, runs):
+    run("qwen3", ROWS, policy=policy, draft="4", config=SMALL.replace(baseline={"page": 4}))
+    run("qwen3", ROWS, policy=policy, config=SMALL.replace(trigger_policy="always"))
+    (ours, _) = runs
+    for row, state in enumerate(ours.requests):
+        for layer in ours.layers:
+            note = ours.notes[state.request, layer]
+            if policy == "quest":
+                pages = note["low"].shape[1]
+                key_HTD = ours.store.keys(layer, row, 0, 4 * pages)[0]
+                low = key_HTD.reshape(len(key_HTD), pages, 4, -1).amin(2)
+                assert torch.equal(note["low"], low)
+            else:
+                assert note["coded"] <= state.length
+                assert note.get("summed", 0) <= state.length

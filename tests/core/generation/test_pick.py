@@ -1,0 +1,160 @@
+"""Tokens of several positions of a pass: the tokens, one by one, that steps would pick."""
+
+import pytest
+import torch
+
+from sfi_core.engine.picking import picker as picker_module
+from sfi_core.engine.picking.tokens_so_far import LEAST_ROOM, TokensSoFar
+from sfi_core.errors import NumericsError
+from sfi_core.generation.sampling import Sampler
+from sfi_core.settings.sampling import Sampling
+
+B, V, T, STEPS = 3, 50, 6, 7
+RUNNING = [False] * B
+SETTINGS = [
+    Sampling(),
+    Sampling(repetition_penalty=3.0),
+    Sampling(do_sample=True),
+    Sampling(do_sample=True, temperature=1.6),
+    Sampling(do_sample=True, top_k=4),
+    Sampling(do_sample=True, top_p=0.6),
+    Sampling(do_sample=True, min_p=0.2),
+    Sampling(do_sample=True, repetition_penalty=3.0),
+    Sampling(do_sample=True, temperature=1.5, top_k=20, top_p=0.9, min_p=0.02, repetition_penalty=1.4),
+]  # fmt: skip
+
+
+@pytest.fixture
+def logits_SBV() -> torch.Tensor:
+    """Much the same at every step: a token comes again, unless a penalty keeps it away."""
+    return 3 * torch.randn(B, V) + torch.randn(STEPS, B, V)
+
+
+@pytest.fixture
+def ids() -> torch.Tensor:
+    return torch.randint(V, (B, T))
+
+
+def stepped(sampling: Sampling, ids: torch.Tensor, logits_SBV: torch.Tensor) -> list[list[int]]:
+    """The tokens of each row by steps."""
+    sampler = Sampler(sampling, ids, seed=4)
+    steps = [sampler(logits_BV, RUNNING, 0) for logits_BV in logits_SBV]
+    return [list(row) for row in zip(*steps, strict=True)]
+
+
+@pytest.mark.parametrize("sampling", SETTINGS, ids=str)
+def test_positions_of_a_pass_get_the_tokens_of_steps(
+    sampling: Sampling, ids: torch.Tensor, logits_SBV: torch.Tensor
+):
+    """Ragged: rows give 3, 1 and no token, then 2, 4 and 5; the positions come in any order."""
+    expected = stepped(sampling, ids, logits_SBV)
+    sampler, known = Sampler(sampling, ids, seed=4), [0] * B
+    for counts in ((3, 1, 0), (2, 4, 5)):
+        places = [(row, offset) for row in (2, 0, 1) for offset in reversed(range(counts[row]))]
+        picked = sampler.pick(
+            torch.stack([logits_SBV[known[row] + offset, row] for row, offset in places]),
+            [row for row, _ in places],
+            [offset for _, offset in places],
+            [expected[row][known[row] : known[row] + offset] for row, offset in places],
+        )
+        assert picked.token_X == [expected[row][known[row] + offset] for row, offset in places]
+        sampler.advance([expected[row][known[row] : known[row] + counts[row]] for row in range(B)])
+        known = [have + count for have, count in zip(known, counts, strict=True)]
+    assert [row.step for row in sampler.rows] == [5, 5, 5]
+    logits_BV = logits_SBV[5]
+    assert sampler(logits_BV, RUNNING, 0) == [row[5] for row in expected]
+
+
+@pytest.mark.parametrize("sampling", SETTINGS, ids=str)
+def test_the_batch_and_its_pieces_change_no_token(
+    sampling: Sampling, ids: torch.Tensor, logits_SBV: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+):
+    expected = stepped(sampling, ids, logits_SBV)
+    for row in range(B):
+        alone = Sampler(sampling, ids[row : row + 1], seed=4, first=row)
+        got = [alone(logits_BV[row : row + 1], [False], 0)[0] for logits_BV in logits_SBV]
+        assert got == expected[row]
+    for name in ("CPU_PIECE", "PIECE"):
+        monkeypatch.setattr(picker_module, name, 2 * V)
+    assert stepped(sampling, ids, logits_SBV) == expected
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_picks_the_tokens_of_the_cpu(ids: torch.Tensor, logits_SBV: torch.Tensor):
+    sampling = Sampling(do_sample=True, temperature=1.6, top_k=20, repetition_penalty=1.4)
+    expected = stepped(sampling, ids, logits_SBV)
+    assert stepped(sampling, ids.cuda(), logits_SBV.cuda()) == expected
+    sampler = Sampler(sampling, ids.cuda(), seed=4)
+    tail = [expected[1][:offset] for offset in range(STEPS)]
+    picked = sampler.pick(logits_SBV[:, 1].cuda(), [1] * STEPS, range(STEPS), tail)
+    assert picked.token_X == expected[1]
+
+
+def test_probability_is_that_of_the_processed_distribution(ids: torch.Tensor):
+    """By hand: a penalty of 2 on tokens 7 (prompt) and 8 (tail), temperature 0.5, the best three."""
+    logits_XV = torch.full((2, V), -5.0)
+    logits_XV[:, 7], logits_XV[:, 8], logits_XV[:, 9], logits_XV[:, 10] = 3.0, 2.0, 1.0, -2.0
+    sampler = Sampler(
+        Sampling(do_sample=True, temperature=0.5, top_k=3, repetition_penalty=2.0),
+        torch.full((B, T), 7), seed=1,
+    )  # fmt: skip
+    allowed = [{7: 1.5, 8: 2.0, 9: 1.0}, {7: 1.5, 8: 1.0, 9: 1.0}]
+    picked = sampler.pick(logits_XV, [1, 1], [0, 1], [[], [8]])
+    for token, probability, score in zip(
+        picked.token_X, picked.probability_X, allowed, strict=True
+    ):
+        weight = {key: torch.tensor(2 * value).exp().item() for key, value in score.items()}
+        assert probability == pytest.approx(weight[token] / sum(weight.values()), rel=1e-5)
+
+
+def test_greedy_probability_is_that_of_softmax(ids: torch.Tensor, logits_SBV: torch.Tensor):
+    picked = Sampler(Sampling(), ids).pick(logits_SBV[0], range(B), [0] * B, [()] * B)
+    assert picked.token_X == logits_SBV[0].argmax(-1).tolist()
+    assert picked.probability_X == pytest.approx(logits_SBV[0].softmax(-1).amax(-1).tolist())
+
+
+def test_picking_notes_nothing(ids: torch.Tensor, logits_SBV: torch.Tensor):
+    sampling = Sampling(do_sample=True, repetition_penalty=1.5)
+    sampler = Sampler(sampling, ids, seed=4)
+    sampler.pick(logits_SBV[:, 1], [1] * STEPS, range(STEPS), [[3] * x for x in range(STEPS)])
+    assert sampler(logits_SBV[0], RUNNING, 0) == [
+        row[0] for row in stepped(sampling, ids, logits_SBV)
+    ]
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_broken_position_is_named_with_its_own_step(
+    ids: torch.Tensor, bad: float, do_sample: bool
+):
+    sampler = Sampler(Sampling(do_sample=do_sample), ids, first=10)
+    sampler.advance([[1, 2], [], [3]])
+    logits_XV = torch.randn(2, V)
+    logits_XV[1, 5] = bad
+    with pytest.raises(NumericsError) as caught:
+        sampler.pick(logits_XV, [1, 2], [0, 3], [(), (1, 1, 1)])
+    assert str(caught.value) == (
+        "logits must be finite, got NaN or infinity at step 4 in request 12"
+    )
+
+
+def test_tokens_so_far_hold_rows_that_gain_different_numbers(ids: torch.Tensor):
+    """Whatever is repeated where a row has fewer is a token that the row has."""
+    tokens, expected = TokensSoFar(ids), ids.tolist()
+    for step in range(LEAST_ROOM):
+        new = [[row * 100 + step] * ((step + row) % B) for row in range(B)]
+        tokens.add(new)
+        expected = [have + more for have, more in zip(expected, new, strict=True)]
+    assert tokens.length_B == [len(row) for row in expected]
+    found = tokens.ids_BT.tolist()
+    for got, row in zip(found, expected, strict=True):
+        assert got[: len(row)] == row
+        assert set(got[len(row) :]) <= {row[0]}
+        assert len(got) == max(map(len, expected))
+
+
+@pytest.mark.parametrize("rows", [[0, 1, 2], [1, 2], [2, 0, 0]], ids=str)
+def test_what_precedes_a_position_is_its_row_and_its_tail(ids: torch.Tensor, rows: list[int]):
+    tokens, tail = TokensSoFar(ids), [[], [60], [61, 62]][: len(rows)]
+    seen = [set(one) for one in tokens.before(rows, tail).tolist()]
+    assert seen == [{*ids[row].tolist(), *more} for row, more in zip(rows, tail, strict=True)]

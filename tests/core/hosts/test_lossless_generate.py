@@ -1,0 +1,252 @@
+"""Plain `model.generate` in a lossless run: full attention's own tokens, whatever is asked of it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from transformers import StoppingCriteria, TextIteratorStreamer
+from transformers.generation import GenerateDecoderOnlyOutput
+
+import sfi_core
+from sfi_core.errors import ConfigError, InputError
+from sfi_core.hosts.transformers.session import Session
+from sfi_core.hosts.transformers.slow_fast import slow_fast
+from sfi_core.settings.config import SfiConfig
+from sfi_core.settings.parts import DraftConfig
+from sfi_core.settings.sampling import Sampling
+from tests.architectures import VOCABULARY, padded, prompts, tiny
+
+pytestmark = pytest.mark.seam
+
+STEPS = 20
+SMALL = SfiConfig(
+    slow_start=1,
+    min_gap=0,
+    span=0,
+    sink=2,
+    recent=6,
+    budget=5,
+    t_max=4,
+    window_prefill=8,
+    trigger_token_ids=tuple(range(0, VOCABULARY, 6)),
+    draft=DraftConfig(max_tokens=4),
+)
+ROWS = prompts(37, 9, 24)
+
+
+def complete(model: Any, rows: Any = ROWS, **options: Any) -> Any:
+    """Run `model.generate` on padded prompts."""
+    return model.generate(**padded(rows), **{"max_new_tokens": STEPS, **options})
+
+
+@contextmanager
+def drafting(model: Any, config: SfiConfig = SMALL) -> Iterator[Session]:
+    """A lossless session whose run has kept drafts and rejected some."""
+    with slow_fast(model, None, config, lossless=True) as session:
+        yield session
+    tallies = [state.tally for state in session.run.states]
+    assert 0 < sum(tally.accepted for tally in tallies) < sum(tally.drafted for tally in tallies)
+
+
+@pytest.mark.parametrize("label", ["qwen3", "llama", "gemma-2", "gpt-oss"])
+def test_greedy_tokens_are_those_of_the_model_without_sfi(label: str):
+    """A ragged batch; layers with windows read one request after the other, as sfi's own loop does."""
+    model = tiny(label)
+    expected = complete(model)
+    with drafting(model) as session:
+        found = complete(model)
+    assert torch.equal(found, expected)
+    assert [request.token_ids for request in session.report.requests] == expected[:, 37:].tolist()
+    assert torch.equal(complete(model), expected)
+
+
+def test_the_report_is_that_of_sfi_s_own_loop():
+    model = tiny("qwen3")
+    own = sfi_core.generate(
+        model, None, ROWS, SMALL, max_new_tokens=STEPS, stop_token_ids=(), lossless=True
+    )
+    with drafting(model) as session:
+        complete(model)
+    assert session.report.requests == own.report.requests
+    assert all(request.lossless.accepted for request in session.report.requests)
+
+
+def test_the_session_s_plain_run_parts_from_full_attention():
+    """So that the tests above say something."""
+    model = tiny("qwen3")
+    expected = complete(model)
+    with slow_fast(model, None, SMALL):
+        assert not torch.equal(complete(model), expected)
+
+
+OPTIONS = {
+    "repetition": {"repetition_penalty": 1.7},
+    "n-grams": {"no_repeat_ngram_size": 1},
+    "at the begin": {"suppress_tokens": [3, 4], "begin_suppress_tokens": [5, 200]},
+    "length": {"min_new_tokens": 5, "forced_eos_token_id": 7, "exponential_decay_length_penalty": (12, 1.02)},
+    "rows": {"prefix_allowed_tokens_fn": lambda row, ids: range(3 + row * 40, 90 + row * 40)},
+    "rows' prompts": {"encoder_repetition_penalty": 1.9, "encoder_no_repeat_ngram_size": 1},
+    "pieces": {"prefill_chunk_size": 7},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_processors_see_each_position_with_its_own_row(options: dict[str, Any]):
+    """Rows of different lengths; a processor knows its row, or counts tokens."""
+    model = tiny("qwen3")
+    options = {**options, "eos_token_id": list(range(5, VOCABULARY, 30)), "pad_token_id": 0}
+    expected = complete(model, **options)
+    with drafting(model):
+        found = complete(model, **options)
+    assert torch.equal(found, expected)
+
+
+def test_a_row_that_stops_early_is_padded_and_told_as_stopped():
+    model = tiny("qwen3")
+    stop = complete(model)[1, 37 + 6].item()
+    options = {"eos_token_id": [stop, 299], "pad_token_id": 1}
+    expected = complete(model, **options)
+    with drafting(model) as session:
+        found = complete(model, **options)
+    assert torch.equal(found, expected)
+    requests = session.report.requests
+    assert [request.finish_reason for request in requests].count("stop") == 1
+    assert requests[1].token_ids == expected[1, 37 : 37 + len(requests[1].token_ids)].tolist()
+    assert len(requests[1].token_ids) < len(requests[0].token_ids) == STEPS
+
+
+SAMPLED = {"temperature": 1.4, "top_k": 40, "top_p": 0.95, "min_p": 0.001}
+
+
+@pytest.mark.parametrize("label", ["qwen3", "gemma-2"])
+def test_sampled_tokens_are_full_attention_s_with_the_same_seed(label: str):
+    """sfi's own loop under full-kv draws its seed from torch's generator, as `model.generate` does here."""
+    model = tiny(label)
+    sampling = Sampling(do_sample=True, repetition_penalty=1.2, **SAMPLED)
+    never = SfiConfig(trigger_policy="never")
+    torch.manual_seed(4)
+    full = sfi_core.generate(
+        model, None, ROWS, never, policy="full-kv", max_new_tokens=STEPS, sampling=sampling,
+        stop_token_ids=(),
+    )  # fmt: skip
+    tokens = []
+    for seed in (4, 4, 5):
+        torch.manual_seed(seed)
+        with drafting(model):
+            tokens.append(
+                complete(model, do_sample=True, repetition_penalty=1.2, **SAMPLED)[:, 37:].tolist()
+            )
+    assert tokens[0] == tokens[1] == [request.token_ids for request in full.report.requests]
+    assert tokens[2] != tokens[0]
+
+
+def test_several_return_sequences_are_requests_of_their_own():
+    model = tiny("qwen3")
+    with drafting(model) as session:
+        found = complete(model, ROWS[:2], do_sample=True, num_return_sequences=2)
+    requests = session.report.requests
+    assert [request.prompt_tokens for request in requests] == [37, 37, 9, 9]
+    assert [request.token_ids for request in requests] == found[:, 37:].tolist()
+    assert len({tuple(row) for row in found.tolist()}) == 4
+
+
+def test_a_dictionary_is_returned_where_it_is_asked_for():
+    model = tiny("qwen3")
+    with drafting(model):
+        found = complete(model, return_dict_in_generate=True)
+    assert isinstance(found, GenerateDecoderOnlyOutput)
+    assert torch.equal(found.sequences, complete(model))
+
+
+class Numbers:
+    """A tokenizer for streamers: a token's text is its number."""
+
+    def decode(self, token_ids: list[int], **options: Any) -> str:
+        return "".join(f"{token} " for token in token_ids)
+
+
+def test_a_streamer_gets_one_token_a_call_and_the_end():
+    model = tiny("qwen3")
+    streamer = TextIteratorStreamer(Numbers(), skip_prompt=True)
+    calls = []
+    put = streamer.put
+    streamer.put = lambda value: (calls.append(tuple(value.shape)), put(value))
+    with drafting(model):
+        found = complete(model, ROWS[:1], streamer=streamer)
+    assert [int(number) for number in "".join(streamer).split()] == found[0, 37:].tolist()
+    assert calls == [(1, 37), *[(1,)] * STEPS]
+
+
+class Stop(StoppingCriteria):
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **options: Any) -> torch.Tensor:
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+class Streamer:
+    def put(self, value: torch.Tensor) -> None:
+        """Take anything."""
+
+
+REFUSED = {
+    "output_scores": (
+        {"output_scores": True, "return_dict_in_generate": True},
+        "reading scores does not run in a lossless run, got output_scores",
+    ),
+    "output_logits": (
+        {"output_logits": True},
+        "reading logits does not run in a lossless run, got output_logits",
+    ),
+    "stop_strings": (
+        {"stop_strings": ["x"]},
+        "stop_strings does not run in a lossless run, got stop_strings",
+    ),
+    "max_time": ({"max_time": 9.0}, "max_time does not run in a lossless run, got max_time"),
+    "stopping_criteria": (
+        {"stopping_criteria": [Stop()]},
+        "a stopping criterion of one's own does not run in a lossless run, got stopping_criteria",
+    ),
+    "streamer": (
+        {"streamer": Streamer()},
+        "prompts must be one with a streamer in a lossless run, got 3",
+    ),
+    "num_beams": ({"num_beams": 2}, "beam search does not run under sfi, got num_beams=2"),
+    "custom_generate": (
+        {"custom_generate": "user/repo"},
+        "a custom generate does not run under sfi, got custom_generate='user/repo'",
+    ),
+}
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_a_lossless_run_cannot_do_is_refused_in_one_line(
+    options: dict[str, Any], message: str
+):
+    model = tiny("qwen3")
+    with slow_fast(model, None, SMALL, lossless=True), pytest.raises(ConfigError) as caught:
+        complete(model, **options)
+    assert str(caught.value) == message
+
+
+def test_padding_on_the_right_and_a_cache_of_one_s_own_are_refused():
+    model, batch = tiny("qwen3"), padded(ROWS)
+    with slow_fast(model, None, SMALL, lossless=True) as session:
+        with pytest.raises(ConfigError, match="must pad on the left"):
+            model.generate(
+                batch["input_ids"], attention_mask=batch["attention_mask"].flip(1), max_new_tokens=3
+            )
+        with pytest.raises(InputError, match="prompt 0 must have at least one token"):
+            model.generate(
+                batch["input_ids"], attention_mask=0 * batch["attention_mask"], max_new_tokens=3
+            )
+        with pytest.raises(ConfigError, match="got past_key_values"):
+            complete(model, past_key_values=session.cache())
+
+
+def test_a_policy_that_cannot_draft_is_refused():
+    with (
+        pytest.raises(ConfigError, match="policy h2o cannot draft"),
+        slow_fast(tiny("qwen3"), None, SMALL, policy="h2o", lossless=True),
+    ):
+        pass

@@ -1,0 +1,124 @@
+"""A stand-in for vLLM's scheduler: chunked prompts, blocks, preemption, tokens that come a step late."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from sfi_core.hosts.vllm.entry import Entry
+from sfi_core.hosts.vllm.planner import Planner, Scheduled
+from sfi_core.hosts.vllm.tracked import Tracked
+from sfi_core.hosts.vllm.wishes import Wishes
+from sfi_core.policies.sfi import SFI
+from sfi_core.settings.config import SfiConfig
+from sfi_core.triggers.trigger import Trigger
+
+BLOCK = 8
+STOP = 3  # the token that ends a sentence
+
+
+@dataclass
+class Fake:
+    """A live request whose next tokens are written down; `output_token_ids` are those that are known."""
+
+    request_id: str
+    num_prompt_tokens: int
+    script: Sequence[int]
+    output_token_ids: list[int] = field(default_factory=list)
+    computed: int = 0
+    blocks: list[int] = field(default_factory=list)
+    generated: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_prompt_tokens + len(self.output_token_ids)
+
+    @property
+    def ended(self) -> bool:
+        return len(self.output_token_ids) == len(self.script)
+
+
+class FakeScheduler:
+    """Runs a planner; `late` tokens are known one engine step after the next one has been planned."""
+
+    def __init__(self, config: SfiConfig, *, slots: int = 4, late: bool = False, piece: int = 10):
+        def make(own: SfiConfig) -> SFI:
+            return SFI(own, Trigger(frozenset({STOP}), own), [0, 1])
+
+        self.config, self.late, self.piece = config, late, piece
+        self.planner = Planner(make, slots=slots, block=BLOCK, layers=2)
+        self.live: dict[str, Fake] = {}
+        self.ended: dict[str, Tracked] = {}
+        self.coming: list[tuple[Fake, int]] = []
+        self.lost: list[str] = []
+        self.blocks = 1
+
+    def add(self, name: str, prompt: int, script: Sequence[int], **wishes: Any) -> None:
+        self.live[name] = Fake(name, prompt, script)
+        own = {f"sfi.{key}": value for key, value in wishes.items()}
+        self.planner.see(self.live[name], Wishes.of(own, self.config, lambda _: None))
+
+    def step(self, names: Sequence[str] | None = None) -> dict[str, Entry]:
+        """Schedule some requests, all that can go on by default; return their entries."""
+        chosen = [
+            one
+            for one in self.live.values()
+            if (names is None or one.request_id in names) and one.generated < len(one.script)
+        ]
+        lost, self.lost = self.lost, []
+        count, opened, grown = {}, {}, {}
+        for one in chosen:
+            left = one.num_prompt_tokens + one.generated - one.computed
+            count[one.request_id] = new = min(left, self.piece)
+            fresh = self.take(-(-(one.computed + new) // BLOCK) - len(one.blocks))
+            if not one.blocks:
+                opened[one.request_id] = (list(fresh), one.computed)
+            elif fresh:
+                grown[one.request_id] = fresh
+            one.blocks += fresh
+        plan = self.planner.plan(Scheduled(count, opened, grown, lost))
+        if self.late:
+            self.settle()
+        for one in chosen:
+            one.computed += count[one.request_id]
+            if one.computed == one.num_prompt_tokens + one.generated:
+                self.coming.append((one, one.script[one.generated]))
+                one.generated += 1
+        if not self.late:
+            self.settle()
+        return dict(zip(count, plan.entries, strict=True))
+
+    def settle(self) -> None:
+        """Let the sampled tokens be known, and forget the requests that have ended."""
+        for one, token in self.coming:
+            one.output_token_ids.append(token)
+            if one.ended:
+                self.end(one.request_id)
+        self.coming = []
+
+    def run(self) -> dict[str, Tracked]:
+        """Go on until all have ended."""
+        while self.live:
+            self.step()
+            if self.late and all(one.generated == len(one.script) for one in self.live.values()):
+                self.settle()
+        return self.ended
+
+    def end(self, name: str) -> None:
+        """End or abort a request."""
+        del self.live[name]
+        ended = self.planner.finish(name)
+        assert ended is not None
+        self.ended[name] = ended
+
+    def preempt(self, name: str) -> None:
+        """Take a request's blocks, and drop the token that is not known yet, if there is one."""
+        one = self.live[name]
+        kept = [(who, token) for who, token in self.coming if who is not one]
+        one.generated -= len(self.coming) - len(kept)
+        self.coming = kept
+        one.blocks, one.computed = [], 0
+        self.lost.append(name)
+
+    def take(self, count: int) -> list[int]:
+        self.blocks += count
+        return list(range(self.blocks - count, self.blocks))

@@ -1,0 +1,185 @@
+"""Inside vLLM, in plain numbers: what slots take, which row is which entry, and vLLM's part of a batch."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+from sfi_core.errors import ConfigError
+from sfi_core.hosts.vllm.borrowed import BorrowedPages
+from sfi_core.hosts.vllm.entry import Entry
+from sfi_core.hosts.vllm.parts import part_of
+from sfi_core.hosts.vllm.rows import HostRows, RowMatcher, last_blocks
+from sfi_core.hosts.vllm.slots_memory import check_slots, norm_count, segment_rows
+from sfi_core.hosts.vllm.worker import Pass, Row
+from sfi_core.settings.config import SfiConfig
+from sfi_core.state.packed_segment import PackedSegment, SegmentShape
+
+CONFIG = SfiConfig().replace(budget=100, sink=4, recent=8)
+SHAPE = SegmentShape(
+    heads=2, key_width=8, value_width=4, dtype=torch.float16, device=torch.device("cpu")
+)
+LAYERS, SLOTS, LONGEST = 3, 5, 1000
+NONE = torch.empty(0, dtype=torch.int64)
+
+
+def room(config: SfiConfig = CONFIG, slots: int = SLOTS) -> int:
+    """Count what the segments' own tensors take."""
+    segment = PackedSegment(slots, segment_rows(config, LONGEST), SHAPE)
+    return LAYERS * (segment.nbytes - segment.length_BH.nbytes)
+
+
+def test_segments_fit_to_the_byte() -> None:
+    check_slots(CONFIG, SLOTS, LONGEST, LAYERS, SHAPE, room())
+    check_slots(CONFIG, SLOTS, LONGEST, LAYERS, SHAPE, None)
+    with pytest.raises(ConfigError):
+        check_slots(CONFIG, SLOTS, LONGEST, LAYERS, SHAPE, room() - 1)
+
+
+def test_refusal_names_what_fits() -> None:
+    """The budget of the message fits, and so do its slots; one more of either does not."""
+    limit = room(CONFIG.replace(budget=37)) + 10
+    with pytest.raises(ConfigError) as caught:
+        check_slots(CONFIG, SLOTS, LONGEST, LAYERS, SHAPE, limit)
+    assert "set budget to at most 37 or slots to at most 1 or slots_memory higher" in str(
+        caught.value
+    )
+    assert "\n" not in str(caught.value)
+    assert room(slots=1) <= limit < room(slots=2)
+    assert limit < room(CONFIG.replace(budget=38))
+
+
+def test_a_budget_above_the_context_takes_the_context() -> None:
+    assert segment_rows(CONFIG.replace(budget=10**9), LONGEST) == 1004
+
+
+def test_norms_lie_in_the_room_given() -> None:
+    """Room counted from the free bytes holds the norms of every block that fits beside them."""
+    free, page, row = 10_000, 16, 2 * (8 + 4)
+    count = norm_count(free, LAYERS, SHAPE)
+    blocks = (free - LAYERS * 4 * count) // (LAYERS * SHAPE.heads * page * row)
+    key, value = (torch.zeros(blocks, 2, page, width) for width in (8, 4))
+    store, norm_X = BorrowedPages("torch", page, SLOTS, LONGEST, SHAPE.device), torch.ones(count)
+    store.borrow(0, key, value, norm_X)
+    norm_PHN = store.pages(0).norm_PHN
+    assert norm_PHN.data_ptr() == norm_X.data_ptr()
+    assert norm_PHN.shape == (blocks, 2, page)
+    assert not norm_PHN.any()
+
+
+class Runner:
+    """Rows of a pass, in an order of its own; counts how often the device is read."""
+
+    def __init__(self) -> None:
+        self.matcher, self.reads = RowMatcher(), 0
+
+    def match(self, order: list[Entry], numbers: list[int] | None, planned: list[Entry]) -> None:
+        """Match rows that are in `order`, and check them."""
+        start = [0]
+        for entry in order:
+            start.append(start[-1] + entry.count)
+        padded = [*start, start[-1]], [*(e.start + e.count for e in order), 0]
+        rows = self.matcher.match(HostRows(*padded, numbers), planned, lambda: self._read(order))
+        assert [row.block for row in rows] == [entry.block for entry in order]
+        assert [(row.first, row.count) for row in rows] == [
+            (first, entry.count) for first, entry in zip(start, order, strict=False)
+        ]
+
+    def _read(self, order: list[Entry]) -> list[int]:
+        self.reads += 1
+        return [entry.block for entry in order]
+
+
+def entry(request: int, start: int, count: int = 1) -> Entry:
+    return Entry(request, request, start, count, 100 + request, decode=count == 1)
+
+
+def test_rows_of_different_counts_need_no_read() -> None:
+    runner, planned = Runner(), [entry(0, 5), entry(1, 9), entry(2, 0, 6)]
+    runner.match(planned[::-1], None, planned)
+    assert runner.reads == 0
+
+
+def test_rows_that_share_counts_are_read_once_where_the_runner_numbers_them() -> None:
+    """Numbers change owners between passes; a number seen in the pass before is believed, another is not."""
+    runner = Runner()
+    for step in range(3):
+        planned = [entry(0, 5 + step), entry(1, 5 + step)]
+        runner.match(planned[:: -1 if step else 1], [[7, 3], [3, 7]][step > 0], planned)
+    assert runner.reads == 1
+    planned = [entry(1, 8), entry(2, 8), entry(4, 20)]  # 0 has ended, and 2 has its number
+    runner.match([planned[1], planned[0], planned[2]], [7, 3, 5], planned)
+    assert runner.reads == 2
+
+
+def test_without_numbers_shared_counts_are_read_in_every_pass() -> None:
+    runner = Runner()
+    for step in range(2):
+        planned = [entry(0, 5 + step), entry(1, 5 + step)]
+        runner.match(planned[::-1], None, planned)
+    assert runner.reads == 2
+
+
+def test_last_blocks() -> None:
+    table_RP = torch.tensor([[4, 6, 0], [5, 7, 9], [8, 8, 8]], dtype=torch.int32)
+    assert last_blocks(table_RP, HostRows([0, 1, 3, 3], [16, 33, 0]), 16) == [4, 9]
+
+
+@dataclass
+class Common:
+    """The fields of vLLM's `CommonAttentionMetadata` that a part changes."""
+
+    query_start_loc: torch.Tensor
+    query_start_loc_cpu: torch.Tensor
+    seq_lens: torch.Tensor
+    seq_lens_cpu_upper_bound: torch.Tensor
+    num_reqs: int
+    num_actual_tokens: int
+    max_query_len: int
+    max_seq_len: int
+    block_table_tensor: torch.Tensor
+    slot_mapping: torch.Tensor
+    positions: Any = 0
+    is_prefilling: Any = 0
+    req_idx: Any = 0
+    logits_indices_padded: Any = 0
+    mm_req_doc_ranges: Any = 0
+    rswa_prefix_lens: Any = 0
+    _num_computed_tokens_cache: Any = 0
+    _token_to_req_indices_cache: Any = 0
+
+    def replace(self, **changes: Any) -> "Common":
+        return replace(self, **changes)
+
+
+@pytest.mark.parametrize(("whole", "together"), [((1, 2), True), ((0, 2), False)])
+def test_part_is_a_batch_of_its_own(whole: tuple[int, ...], together: bool) -> None:
+    """Its rows are the batch's, whether they lie together or not."""
+    starts, lengths = torch.tensor([0, 1, 4, 9, 9]).int(), torch.tensor([20, 33, 5, 0]).int()
+    rows = [Row(0, 1, 20, 0), Row(1, 3, 33, 0), Row(4, 5, 5, 0)]
+    table, slot = torch.arange(12).view(4, 3), torch.arange(100, 109)
+    common = Common(starts, starts, lengths, lengths, 4, 9, 5, 33, table, slot)
+    one = Pass(tuple((row, entry(0, 0)) for row in rows), whole, NONE, NONE)
+    part = part_of(common, one, lambda made: made)
+    assert part is not None
+    made, own = part.metadata, [rows[place] for place in whole]
+    assert made.query_start_loc.tolist() == [0, own[0].count, own[0].count + own[1].count]
+    assert made.seq_lens.tolist() == [row.length for row in own]
+    assert made.block_table_tensor.tolist() == table[list(whole)].tolist()
+    places = [j for row in own for j in range(row.first, row.first + row.count)]
+    assert made.slot_mapping.tolist() == [100 + j for j in places]
+    assert (made.max_query_len, made.max_seq_len) == (5, max(row.length for row in own))
+    assert isinstance(part.tokens, slice) is together
+    query, output = torch.arange(9.0)[:, None], torch.zeros(9, 1)
+    (taken,), out = part.take(query), part.room(output)
+    out.copy_(taken + 1)
+    part.put(out, output)
+    assert output.flatten().tolist() == [j + 1 if j in places else 0 for j in range(9)]
+
+
+@pytest.mark.parametrize("whole", [(), (0, 1)])
+def test_no_part_of_all_or_nothing(whole: tuple[int, ...]) -> None:
+    rows = (Row(0, 1, 20, 0), Row(1, 3, 33, 0))
+    one = Pass(tuple((row, entry(0, 0)) for row in rows), whole, NONE, NONE)
+    assert part_of(None, one, lambda made: made) is None

@@ -1,0 +1,182 @@
+"""The worker engine inside vLLM, without vLLM: plans by hand over a paged cache that the test fills."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from sfi_core.engine.run import Run
+from sfi_core.hosts.vllm.borrowed import BorrowedPages
+from sfi_core.hosts.vllm.entry import NO_SLOT, Entry, Plan
+from sfi_core.hosts.vllm.worker import Row, WorkerEngine
+from sfi_core.observers.observer import NullObserver
+from sfi_core.policies import policy_class
+from sfi_core.settings.config import SfiConfig
+from sfi_core.settings.engine import EngineOptions
+from sfi_core.triggers.trigger import Trigger
+from tests.fakes import kernel_device
+
+LAYERS, H, G, N, D, SLOTS, BLOCKS, LONGEST = 2, 2, 2, 16, 16, 2, 24, 128
+CONFIG = SfiConfig().replace(budget=6, recent=8, sink=2, window_prefill=2, dense_layers=())
+
+
+@dataclass
+class Request:
+    """A request of the script; its blocks lie anywhere."""
+
+    number: int
+    slot: int
+    blocks: list[int]
+    length: int = 0
+    step: int = -1
+
+    def entry(self, count: int, *, decode: bool = False, **options: Any) -> Entry:
+        """Enter the next pass with `count` tokens."""
+        start, self.length = self.length, self.length + count
+        generates = decode or options.get("final", False)
+        self.step += bool(generates)
+        block = self.blocks[(self.length - 1) // N]
+        step = self.step if generates else self.step + 1
+        return Entry(self.number, self.slot, start, count, block, decode, step=step, **options)
+
+
+class Server:
+    """A worker over a cache in vLLM's layout on a GPU, or in contiguous pages."""
+
+    def __init__(self, backend: str, *, strided: bool) -> None:
+        self.device = torch.device(kernel_device(backend))
+        both = torch.zeros(LAYERS, BLOCKS, H, N, 2 * D, device=self.device)
+        self.cache = [(x[..., :D], x[..., D:]) for x in both]
+        if not strided:
+            self.cache = [(key.contiguous(), value.contiguous()) for key, value in self.cache]
+        store = BorrowedPages(backend, N, SLOTS, LONGEST, self.device)
+        for layer, pages in enumerate(self.cache):
+            store.borrow(layer, *pages)
+        policy = policy_class("sfi")(CONFIG, Trigger(frozenset(), CONFIG), range(LAYERS))
+        options = EngineOptions(overlap=False, graphs=False)
+        run = Run(policy, NullObserver(), store, device=self.device, engine=options)
+        run.layers.update(range(LAYERS))
+        self.engine = WorkerEngine(run, store)
+        self.random = torch.Generator().manual_seed(3)
+
+    def step(self, *pairs: tuple[Request, Entry], freed: Sequence[int] = ()) -> torch.Tensor:
+        """Go through a pass over rows in the order given; return all layers' outputs."""
+        rows, first = [], 0
+        table_RP = torch.zeros(len(pairs), LONGEST // N, dtype=torch.int32)
+        for place, (request, entry) in enumerate(pairs):
+            length = entry.start + entry.count
+            rows.append(Row(first, entry.count, length, entry.block))
+            table_RP[place, : len(request.blocks)] = torch.tensor(request.blocks)
+            first += entry.count
+        self.engine.begin(Plan([entry for _, entry in pairs][::-1], list(freed)))
+        outs = []
+        for layer in range(LAYERS):
+            query, key, value = (
+                torch.randn(first, heads, D, generator=self.random).to(self.device)
+                for heads in (H * G, H, H)
+            )
+            self._write(layer, rows, table_RP, key, value)
+            one = self.engine.enter(rows, table_RP.to(self.device))
+            out = torch.full((first, H, G, D), torch.nan, device=self.device)
+            for place in one.whole:
+                self._attend(layer, rows[place], table_RP[place], query, out)
+            self.engine.attend(layer, query.view(first, H, G, D), out, scale=D**-0.5)
+            outs.append(out)
+        self.engine.leave()
+        return torch.stack(outs).cpu()
+
+    def _write(
+        self, layer: int, rows: list[Row], table_RP: torch.Tensor, *new: torch.Tensor
+    ) -> None:
+        # as vLLM's `reshape_and_cache_flash` is documented: slot = block * tokens of a block + token
+        slots = [
+            table_RP[place, j // N] * N + j % N
+            for place, row in enumerate(rows)
+            for j in range(row.length - row.count, row.length)
+        ]
+        for pages, values in zip(self.cache[layer], new, strict=True):
+            for slot, value in zip(map(int, slots), values, strict=True):
+                pages[slot // N, :, slot % N] = value
+        place_X = torch.tensor([*map(int, slots), -1], device=self.device)  # -1 is padding
+        self.engine.store.note_norms(layer, new[0], place_X)
+
+    def _attend(
+        self, layer: int, row: Row, table_P: torch.Tensor, query: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        # what vLLM's own kernel would
+        used = table_P[: -(-row.length // N)].long()
+        key, value = (
+            pages[used].transpose(1, 2).flatten(0, 1)[: row.length] for pages in self.cache[layer]
+        )
+        own = slice(row.first, row.first + row.count)
+        query_XHGD = query[own].view(row.count, H, G, D)
+        logits = torch.einsum("xhgd,thd->xhgt", query_XHGD, key) * D**-0.5
+        age = torch.arange(row.length - row.count, row.length)[:, None] - torch.arange(row.length)
+        hidden = (age < 0).to(self.device)[:, None, None]
+        weights = logits.masked_fill(hidden, float("-inf")).softmax(-1)
+        out[own] = torch.einsum("xhgt,thd->xhgd", weights, value)
+
+
+def script(server: Server) -> list[torch.Tensor]:
+    """Two requests with slots and one without: pieces, joins, fast steps, a slot's next owner."""
+    a, b, c = (
+        Request(0, 0, [3, 9, 4, 11, 7, 1]),
+        Request(1, 1, [2, 13, 5]),
+        Request(2, NO_SLOT, [6, 8]),
+    )
+    decode = {"decode": True}
+    fast, slow = decode | {"slow": False}, decode | {"slow": True, "reason": "trigger"}
+    opens = {"opens": True, "reason": "first"}
+    outs = [
+        server.step((a, a.entry(48, opens=True))),
+        server.step(
+            (b, b.entry(33, final=True, **opens)), (a, a.entry(22, final=True, reason="first"))
+        ),
+        server.step((a, a.entry(1, **fast)), (b, b.entry(1, **fast)), (c, c.entry(20, final=True))),
+        server.step((b, b.entry(1, **fast)), (c, c.entry(1, **decode)), (a, a.entry(1, **slow))),
+        server.step((a, a.entry(1, **fast)), (b, b.entry(1, **slow))),
+        server.step((a, a.entry(1, **fast))),
+        server.step((b, b.entry(1, **fast)), (a, a.entry(1, **slow))),
+    ]
+    d = Request(3, 1, [15, 16, 17, 18])
+    outs.append(
+        server.step((a, a.entry(1, **fast)), (d, d.entry(40, final=True, **opens)), freed=[1])
+    )
+    outs.append(server.step((d, d.entry(1, **fast)), (a, a.entry(1, **fast))))
+    return outs
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_vllms_layout_equals_contiguous_pages(backend: str) -> None:
+    """Every pass gives what the torch backend gives over contiguous pages, and packs the same tokens."""
+    plain, server = Server("torch", strided=False), Server(backend, strided=True)
+    for step, (out, wanted) in enumerate(zip(script(server), script(plain), strict=True)):
+        assert not wanted.isnan().any()
+        torch.testing.assert_close(
+            out, wanted, rtol=2e-5, atol=2e-5, msg=lambda m, s=step: f"{s}: {m}"
+        )
+    for layer in range(LAYERS):
+        norm_PHN, key_PHND = server.engine.store.pages(layer).norm_PHN, server.cache[layer][0]
+        torch.testing.assert_close(
+            norm_PHN[1:], key_PHND.norm(dim=-1)[1:]
+        )  # padding goes to block 0
+        ours, theirs = (one.engine.run.segments[layer] for one in (server, plain))
+        assert torch.equal(ours.position_BHS.cpu(), theirs.position_BHS)
+        assert torch.equal(ours.length_BH.cpu(), theirs.length_BH)
+        assert (theirs.length_BH == CONFIG.sink + CONFIG.budget).all()
+
+
+def test_fast_steps_read_a_part() -> None:
+    """A fast step's output differs from a dense one's: the script's budget is small enough to tell."""
+    server = Server("torch", strided=True)
+    request = Request(0, 0, [3, 9, 4, 11, 7, 1])
+    server.step((request, request.entry(70, final=True, opens=True, reason="first")))
+    entry = request.entry(1, decode=True, slow=False)
+    sparse = server.step((request, entry))
+    dense = Server("torch", strided=True)
+    other = Request(0, 0, request.blocks)
+    dense.step((other, other.entry(70, final=True, opens=True, reason="first")))
+    whole = dense.step((other, other.entry(1, decode=True, slow=True, reason="trigger")))
+    assert (sparse - whole).abs().max() > 1e-2

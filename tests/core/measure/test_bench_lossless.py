@@ -1,0 +1,187 @@
+"""The benchmark's lossless runs: stated and measured acceptance, what is counted, what is refused."""
+
+from fractions import Fraction
+from statistics import fmean
+
+import pytest
+
+from sfi_core.errors import ConfigError
+from sfi_core.generation.generate import generate
+from sfi_core.measure.bench import lossless as module
+from sfi_core.measure.bench.bench import run_bench
+from sfi_core.measure.bench.lossless import StatedAcceptance, run_lossless
+from sfi_core.measure.bench.prompts import Prompts
+from sfi_core.measure.bench.rows import point_rows
+from sfi_core.measure.bench.samples import DecodeSample, Drafting, StepRead
+from sfi_core.measure.bench.settings import DecodeSettings, DecodeVariant, Point
+from sfi_core.measure.bench.streams import stream
+from sfi_core.measure.kernel_bench import timing
+from sfi_core.models.byte_model import ByteModel
+from sfi_core.settings.config import SfiConfig
+from sfi_core.settings.engine import EngineOptions
+from sfi_core.state.request import RequestState
+from tests.architectures import tiny
+
+SMALL = SfiConfig(budget=32, recent=16, sink=2)
+TEXT = tuple(3 + (7 * place * place) % 90 for place in range(400))
+
+
+@pytest.fixture(autouse=True)
+def _small_buffers(monkeypatch):
+    monkeypatch.setattr(timing, "FLUSH_BYTES", 1 << 16)
+    monkeypatch.setattr(timing, "COPY_BYTES", {"cpu": 1 << 16})
+
+
+def settings(**changes) -> DecodeSettings:
+    small = {
+        "contexts": (128,), "batches": (2,), "steps": 20, "warm_up": 4, "repeats": 1, "config": SMALL,
+        "slow_rate": Fraction(1, 5), "baselines": (), "lossless": True, "acceptance": 1.0,
+    }  # fmt: skip
+    return DecodeSettings(**{**small, **changes})
+
+
+def measured(**changes) -> DecodeSettings:
+    own = {"acceptance": None, "slow_rate": None, "text_ids": TEXT, "prefill": True}
+    return settings(config=SMALL.replace(trigger_token_ids=(10,)), **own, **changes)
+
+
+def lossless_sample(model, asked, batch=1):
+    point = Point(asked.contexts[0], batch, asked.ragged)
+    prompts = Prompts.of(asked, point, model.config.vocab_size, model.device)
+    tokens = stream(asked, batch, model.config.vocab_size)
+    (variant,) = (one for one in asked.variants() if one.engine.lossless)
+    return prompts, run_lossless(model, variant, point, asked, prompts, tokens, lambda _: None)
+
+
+def test_chance_keeps_the_stated_share_and_depends_on_request_and_index_only():
+    keeps, state = StatedAcceptance(0.8, seed=3), RequestState(request=1)
+    alone = []
+    for index in range(2000):
+        state.step = index + 1  # of the token after a draft of one
+        alone.append(keeps(state, [7], [7, 7]))
+    assert fmean(alone) == pytest.approx(0.8, abs=4 * (0.16 / 2000) ** 0.5)
+    for first in (0, 17, 400):
+        state.step = first + 12
+        expected = next(place for place in range(13) if place == 12 or not alone[first + place])
+        assert keeps(state, range(12), range(13)) == expected
+    assert StatedAcceptance(1.0, 0)(state, range(12), ()) == 12
+    assert StatedAcceptance(0.0, 0)(state, range(12), ()) == 0
+
+
+@pytest.mark.parametrize("acceptance", [1.0, 0.0])
+def test_a_stated_acceptance_decides_whatever_random_weights_draft(tiny_model, acceptance):
+    """All kept: a pass a token. None kept: each drafted token is a pass too many."""
+    asked = settings(acceptance=acceptance)
+    _, sample = lossless_sample(tiny_model, asked)
+    found = sample.drafting
+    assert sample.tokens >= asked.steps
+    assert found.accepted == acceptance * found.tested
+    assert found.tested > 0
+    assert found.accepted + found.verifications == sample.tokens
+    assert found.drafted + found.verifications == sample.steps  # one request: whole cycles
+    assert sample.steps - sample.tokens == (1 - acceptance) * found.drafted
+    # the given tokens decide: at a rate of 1/5 a draft has four tokens at most
+    slow = [read.slow_B[0] for read in sample.measured]
+    longest = max(len(run) for run in "".join("v" if one else "d" for one in slow).split("v"))
+    assert longest <= 4
+    assert slow[-1]
+
+
+def test_measured_acceptance_is_that_of_the_model_on_the_text(tiny_model):
+    """The run is `generate`'s of the same prompt; full-kv gives the same tokens freely."""
+    asked = measured()
+    prompts, sample = lossless_sample(tiny_model, asked)
+    assert prompts.ids_BT.tolist() == [list(TEXT[-128:])]
+    report = generate(
+        tiny_model, None, prompts.ids_BT.tolist(), asked.config, lossless=True, stop_token_ids=(),
+        max_new_tokens=sum(sample.gave),
+    ).report.requests[0]  # fmt: skip
+    assert report.lossless.tested > 0
+    assert 0 < report.lossless.accepted < report.lossless.tested
+    assert sample.drafting.accepted <= report.lossless.accepted
+    assert sample.drafting.accepted + sample.drafting.verifications == sample.tokens
+
+
+def test_prompts_of_a_text_are_its_windows_from_the_end_to_the_start(tiny_model):
+    prompts = Prompts.of(measured(batches=(3,)), Point(100, 3), 96, tiny_model.device)
+    assert prompts.ids_BT.tolist() == [list(TEXT[at : at + 100]) for at in (300, 150, 0)]
+    with pytest.raises(
+        ConfigError, match="text must have a token for each of a prompt's 500, got 400"
+    ):
+        Prompts.of(measured(), Point(500, 1), 96, tiny_model.device)
+
+
+def test_rows_say_which_acceptance_they_have(tiny_model):
+    result = run_bench(tiny_model, settings(batches=(1, 2), acceptance=0.9, steps=8))
+    assert [row["policy"] for row in result.rows] == ["sfi", "sfi-lossless", "full-kv"] * 2
+    for row in result.rows:
+        found = (row["lossless"], row["acceptance"], row["stated_acceptance"])
+        assert found == (
+            (True, "stated", 0.9) if "lossless" in row["policy"] else (False, None, None)
+        )
+    assert "acceptance is stated, 0.9" in result.notes[0]
+    (row,) = (one for one in run_bench(tiny_model, measured(steps=8)).rows if one["lossless"])
+    assert (row["acceptance"], row["stated_acceptance"]) == ("measured", None)
+    assert row["prefill_seconds"] > 0
+
+
+def test_rows_count_tokens_and_not_passes():
+    """Two requests; the measured passes give 0, 3 and 5 tokens."""
+    slow = ((False, False), (True, False), (True, True))
+    reads = [StepRead(one, (100, 60), (40, 30), (20, 20)) for one in ((True, True), *slow)]
+    sample = DecodeSample(
+        2, 1, at=[0, 1, 2, 3, 6], gave=[2, 4, 0, 3, 5], reads=reads, drafting=Drafting(3, 8, 7, 5)
+    )
+    variant = DecodeVariant("sfi-lossless", "sfi", EngineOptions(lossless=True), 0.7)
+    model = ByteModel(weight_bytes=1000, batch=2, row_bytes=8, heads=2, layers=1)
+    (row,) = point_rows(Point(100, 2), {variant: [sample]}, {"sfi-lossless": model}, 1.0)
+    assert row["decode_tokens_per_second"] == 8 / 5
+    assert row["all_decode_tokens_per_second"] == 12 / 6
+    assert (row["steps"], row["tokens_measured"]) == (3, 8)
+    assert row["passes_per_token"] == 6 / 8
+    assert row["kept_of_tested"] == 5 / 7
+    assert row["kept_of_drafted"] == 5 / 8
+    assert row["accepted_per_verification"] == 5 / 3
+    fast = [500 + 8 * 40, 500 + 8 * 30]
+    dense = [500 + 8 * n + 16 * 2 * n + 2 * 8 * 20 for n in (100, 60)]
+    assert row["bytes_per_step"] == round((sum(fast) + dense[0] + fast[1] + sum(dense)) / 4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lossless": False}, "acceptance must come with lossless, got it alone"),
+        ({"acceptance": 1.5}, r"acceptance must be in \[0, 1\], got 1.5"),
+        ({"acceptance": None}, "lossless must come with a text whose prompts are read"),
+        ({"policies": ("full-kv", "tova")}, "policy full-kv cannot draft for a lossless run"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        settings(**changes)
+
+
+def test_a_batch_over_sliding_windows_is_refused_before_anything_runs(monkeypatch):
+    monkeypatch.setattr(module, "run_lossless", None)
+    with pytest.raises(
+        ConfigError, match="batch must be 1 in lossless runs of a model with sliding"
+    ):
+        run_bench(tiny("gemma-2"), settings())
+
+
+def test_the_rest_of_a_benchmark_is_as_without_lossless_runs(tiny_model):
+    """Plain rows read and generate what they did: the last two tokens decide steps that they do not take."""
+    with_, without = settings(), settings(lossless=False, acceptance=None)
+    tokens, plain = stream(with_, 2, 96), stream(without, 2, 96)
+    assert tokens.token_SB[:23] == plain.token_SB[:-2]
+    sizes = [one.capacity(128) for one in (with_, without)]
+    assert sizes == [128 + 2 * (24 + 17) - 1, 128 + 24]
+
+
+def test_a_lossless_run_takes_no_switch_that_it_cannot_run_under():
+    """Graphs and a device budget stay with the variants that have them; what was switched off stays off."""
+    for graphs, expected in ((True, None), (False, False), (None, None)):
+        asked = EngineOptions(graphs=graphs, kv_device_budget="20%", overlap=False)
+        plain, exact, _ = settings(engine=asked).variants()
+        assert (plain.engine.graphs, plain.engine.kv_device_budget) == (graphs, "20%")
+        assert exact.engine == EngineOptions(lossless=True, graphs=expected, overlap=False)

@@ -1,0 +1,147 @@
+"""Lossless methods of an evaluation: their rows, their sums, and the check against full attention."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from sfi_core.errors import ConfigError, NumericsError
+from sfi_core.measure.evaluation.harness_grid import HarnessGrid
+from sfi_core.measure.evaluation.lossless_rows import check_exact, differences, drafting
+from sfi_core.measure.evaluation.method import Method, Size
+from sfi_core.measure.evaluation.runner import TaskGrid
+from sfi_core.measure.evaluation.text_grid import TextGrid
+from sfi_core.settings.config import SfiConfig
+from sfi_core.settings.engine import EngineOptions
+from tests.architectures import BY_LABEL
+from tests.core.conftest import TINY
+
+LOSSLESS = "exact=sfi:lossless=true,draft.max_tokens=4"
+SIZES = (Size(budget=24, recent=16),)
+
+
+@pytest.fixture(scope="module")
+def loaded(tiny_tokenizer):
+    torch.manual_seed(1)
+    config = Qwen3Config(vocab_size=len(tiny_tokenizer), initializer_range=0.3, **TINY)
+    return Qwen3ForCausalLM(config).eval(), tiny_tokenizer
+
+
+def grid_of(*methods, seeds=(0, 1)):
+    return TaskGrid(
+        methods=tuple(map(Method.parse, methods)), sizes=SIZES, tasks=("bundled-recall-1",), lengths=(160,),
+        seeds=seeds,
+    )  # fmt: skip
+
+
+def test_lossless_is_a_setting_of_a_method_and_none_of_its_policy():
+    method = Method.parse("sfi@paper:lossless=true,draft.max_tokens=8")
+    assert method.lossless
+    assert method.config == SfiConfig.preset("paper").replace(draft={"max_tokens": 8})
+    assert method.settings == {"lossless": True, "draft": {"max_tokens": 8}}
+    asked = EngineOptions(kv_device_budget="20%")
+    assert method.engine(asked) == EngineOptions(lossless=True)
+    assert Method.parse("sfi:lossless=false").engine(asked) == asked
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("h2o:lossless=true", "method h2o:lossless=true: policy h2o cannot draft for a lossless run"),
+        ("full-kv:lossless=true", "policy full-kv cannot draft"),
+        ("sfi:lossless=1", "lossless must be true or false, got 1"),
+    ],
+)  # fmt: skip
+def test_a_method_that_cannot_be_lossless_is_refused(text, message):
+    with pytest.raises(ConfigError, match=message):
+        Method.parse(text)
+
+
+def test_settings_that_cannot_draft_are_refused_before_anything_runs(loaded):
+    grid = grid_of("sfi:lossless=true,correction=0.8")
+    with pytest.raises(ConfigError, match="policy sfi with these settings cannot draft"):
+        grid.check(*loaded)
+
+
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_rows_have_full_attention_s_tokens_and_counts_that_add_up(loaded, batch_size):
+    grid = grid_of("full-kv", "sfi", LOSSLESS)
+    grid.check(*loaded)
+    rows = {grid.key(row): row for row in grid.run(*loaded, batch_size=batch_size)}
+    assert rows.keys() == set(grid.keys)
+    assert differences(rows.values()) == []
+    for seed in (0, 1):
+        full, plain, exact = (
+            rows[name, size, "bundled-recall-1", 160, seed]
+            for name, size in (("full-kv", "all"), ("sfi", "K 24"), ("exact", "K 24"))
+        )
+        assert exact["token_ids"] == full["token_ids"]
+        assert exact["token_ids"] != plain["token_ids"]
+        assert exact["score"] == full["score"]
+        assert exact["accepted"] + exact["verifications"] == exact["generated"] - 1
+        assert (plain["verifications"], full["drafted"]) == (None, None)
+
+
+def test_where_windows_slide_a_batch_decodes_its_lossless_samples_one_by_one(tiny_tokenizer):
+    made = BY_LABEL["gemma-2"]
+    sizes = {"vocab_size": len(tiny_tokenizer), "max_position_embeddings": 1024}
+    model = replace(made, settings={**made.settings, **sizes}).build()
+    grid = grid_of("full-kv", LOSSLESS)
+    rows = list(grid.run(model, tiny_tokenizer, batch_size=2))
+    assert {grid.key(row) for row in rows} == set(grid.keys)
+    assert [row["error"] for row in rows] == [None] * 4
+    assert differences(rows) == []
+
+
+def row(method="full-kv", tokens=(1, 2, 3), seed=0, **counts):
+    lossless = method != "full-kv"
+    return {
+        "method": method, "policy": "sfi" if lossless else method, "size": "10%", "task": "recall",
+        "length": 64, "seed": seed, "settings": {"lossless": True} if lossless else {},
+        "token_ids": list(tokens), "generated": len(tokens), **counts,
+    }  # fmt: skip
+
+
+def test_the_first_other_token_is_named_in_float32_and_counted_below_it():
+    rows = [
+        row(),
+        row("exact", (1, 2, 4)),
+        row(seed=1),
+        row("exact", (1, 2), 1),
+        row("exact", (9,), 2),
+    ]
+    assert [(one.seed, one.index) for one in differences(rows)] == [(0, 2), (1, 2)]
+    with pytest.raises(NumericsError) as caught:
+        check_exact(rows, "float32")
+    assert str(caught.value) == (
+        "lossless method exact at 10% must give full-kv's tokens in float32, got another at index 2 of "
+        "task recall, length 64, seed 0; 2 samples in all"
+    )
+    check_exact(rows, "bfloat16")
+    check_exact(rows[:1] + rows[4:], "float32")  # nothing to compare with
+
+
+def test_the_sums_of_a_method_are_over_all_its_samples():
+    rows = [
+        row("exact", range(11), verifications=2, drafted=9, accepted=8),
+        row("exact", range(6), 1, verifications=3, drafted=2, accepted=2),
+    ]
+    full = [row(tokens=range(11)), row(tokens=(0, 1, 2, 3, 4, 6), seed=1), row(seed=2)]
+    assert drafting(rows, full) == {
+        "accepted_per_verification": 10 / 5, "kept_share": 10 / 11, "passes_per_token": 16 / 15,
+        "compared": 2, "differing": 1,
+    }  # fmt: skip
+    assert drafting(full, full) is None
+
+
+def test_teacher_forcing_and_harness_have_no_lossless_methods():
+    methods = (Method.parse("sfi"), Method.parse(LOSSLESS))
+    text = {"text": "", "lengths": (40,), "tokens": 4, "count": 1, "sizes": SIZES}
+    assert [one.method.label for one in TextGrid(methods=methods, **text).variants] == ["sfi"]
+    with pytest.raises(
+        ConfigError, match="fidelity must have a method besides full-kv and lossless"
+    ):
+        TextGrid(methods=methods[1:], **text)
+    with pytest.raises(ConfigError, match=r"harness must come without .*got exact"):
+        HarnessGrid(methods=methods, sizes=(), tasks=("gsm8k",), include_path=None, limit=None)

@@ -1,0 +1,145 @@
+"""`sfi` that selects whole pages: the rule by hand, and what holds for tokens holds for pages."""
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+import sfi_core
+from sfi_core import SfiConfig
+from sfi_core.observers.events import SelectionEvent
+from sfi_core.policies import POLICIES
+from sfi_core.state.position_sets import allowed_positions
+from sfi_core.triggers.trigger import Trigger
+from sfi_kernels.selector import selector
+from tests.core.conftest import tiny_qwen3
+from tests.fakes import RecordingObserver, layer_context
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+SINK, RECENT, BUDGET, PAGE, NEW = 3, 6, 19, 8, 14
+PROMPTS = [list(range(10, 90)), [7, 8], list(range(41))]  # ragged; one has nothing to select from
+CONFIG = SfiConfig(
+    slow_start=1, min_gap=0, span=2, sink=SINK, recent=RECENT, budget=BUDGET, t_max=4, window_prefill=4,
+    trigger_token_ids=tuple(range(0, 96, 5)), granularity="page", page_size=PAGE,
+)  # fmt: skip
+
+
+@cache
+def complete(**changes: Any) -> tuple[Any, RecordingObserver]:
+    observer = RecordingObserver()
+    result = sfi_core.generate(
+        tiny_qwen3(), None, PROMPTS, CONFIG.replace(**changes), max_new_tokens=NEW,
+        stop_token_ids=(), backend="torch", observers=[observer],
+    )  # fmt: skip
+    return result.report, observer
+
+
+def candidates(event: SelectionEvent) -> range:
+    prompt = len(PROMPTS[event.request])
+    sink = min(SINK, prompt)
+    return range(sink, max(sink, prompt + event.step - RECENT))
+
+
+def cut_pages(chosen: list[int], allowed: range) -> int:
+    """Count the pages of which a selection has some of the positions in J, and lacks others."""
+    pages: dict[int, set[bool]] = {}
+    for position in allowed:
+        pages.setdefault(position // PAGE, set()).add(position in chosen)
+    return sum(len(states) > 1 for states in pages.values())
+
+
+def test_a_page_counts_as_the_mean_of_the_selector_s_scores():
+    """Loops and sets over the Selector's scores; J begins and ends within a page."""
+    T, stop = 60, 53
+    layer = layer_context(
+        torch.randn(1, 2, 2, 1, T),
+        allowed_BT=allowed_positions(T, torch.tensor([SINK]), torch.tensor([stop])),
+        key_norm_BHT=torch.rand(1, 2, T) + 0.5,
+    )
+    settings = CONFIG.to_dict()["selector"]
+    settings.pop("lambda_clip_rows")
+    score, _ = selector(
+        layer.logits(), layer.key_norm_BHT, layer.allowed_BT, span=CONFIG.span, **settings
+    )
+    policy = POLICIES["sfi"](CONFIG, Trigger(frozenset(), CONFIG))
+    for index_K, score_T in zip(policy.select_after(layer).index_BHK[0], score[0], strict=True):
+        pages: dict[int, list[int]] = {}
+        for position in range(SINK, stop):
+            pages.setdefault(position // PAGE, []).append(position)
+        expected: list[int] = []
+        for page in sorted(pages, key=lambda page: -score_T[pages[page]].exp().mean()):
+            expected += pages[page][: BUDGET - len(expected)]
+        assert index_K.tolist() == sorted(expected)
+
+
+def test_a_run_spends_the_budget_on_whole_pages_within_j():
+    """As many positions as of tokens; one page at most is cut, the one that the budget ends in."""
+    cuts = set()
+    for event in complete()[1].selections:
+        allowed = candidates(event)
+        for index in event.index_HK.tolist():
+            chosen = [position for position in index if position >= 0]
+            assert len(chosen) == min(BUDGET, len(allowed))
+            assert chosen == sorted(set(chosen))
+            assert set(chosen) <= set(allowed)
+            assert index == chosen + [-1] * (len(index) - len(chosen))
+            cuts.add(cut_pages(chosen, allowed))
+    assert cuts == {0, 1}
+
+
+def test_pages_of_one_token_select_what_tokens_do():
+    pages, tokens = complete(page_size=1), complete(granularity="token")
+    assert indices(pages[1]) == indices(tokens[1]) != indices(complete()[1])
+
+
+def indices(observer: RecordingObserver) -> list[Any]:
+    return [event.index_HK.tolist() for event in observer.selections]
+
+
+def test_pages_read_as_many_tokens_as_tokens_do():
+    """Under a trigger that does not look at tokens, step for step."""
+    runs = [complete(granularity=one, trigger_policy="stride") for one in ("page", "token")]
+    pages, tokens = ([event.attended_tokens for event in one.steps] for _, one in runs)
+    assert pages == tokens
+    assert indices(runs[0][1]) != indices(runs[1][1])
+
+
+@pytest.mark.parametrize("page_size", [5, 64])
+def test_a_budget_of_all_candidates_is_full_attention(page_size: int):
+    """Token for token, with anchored recents; a page of 64 holds a whole prompt."""
+    full = sfi_core.generate(
+        tiny_qwen3(), None, PROMPTS, CONFIG, policy="full-kv", max_new_tokens=NEW, stop_token_ids=()
+    ).report
+    pages, _ = complete(budget=200, page_size=page_size)
+    for ours, dense in zip(pages.requests, full.requests, strict=True):
+        assert ours.token_ids == dense.token_ids
+        assert ours.fast_steps > 0
+
+
+def test_a_head_that_selects_alone_takes_pages_too():
+    """FreeKV's correction runs the same Selector."""
+    _, observer = complete(correction=0.9999, recent_mode="sliding")
+    corrected = [event for event in observer.selections if event.reason == "correction"]
+    chosen = [
+        (index, candidates(event))
+        for event in corrected
+        for index, own in zip(event.index_HK.tolist(), event.heads_H.tolist(), strict=True)
+        if own and len(candidates(event)) > BUDGET
+    ]
+    assert len(chosen) > NEW
+    assert {cut_pages(*one) for one in chosen} <= {0, 1}
+
+
+def test_other_policies_select_tokens_as_before():
+    config = replace(CONFIG, granularity="token")
+    for policy in ("oracle-top-k", "quest"):
+        runs = [
+            sfi_core.generate(
+                tiny_qwen3(), None, PROMPTS[:1], one, policy=policy, max_new_tokens=6,
+                stop_token_ids=(),
+            ).report.requests[0].token_ids
+            for one in (config, CONFIG)
+        ]  # fmt: skip
+        assert runs[0] == runs[1]

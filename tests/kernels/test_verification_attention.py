@@ -1,0 +1,88 @@
+"""The attention of a verification: dense attention of W queries, with the logits of one of them."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from sfi_kernels.dense_attention import verification
+from sfi_kernels.dense_attention.verification import verification_attention
+from tests.covering import covering
+from tests.fakes import causal_mask, error_bound, paged, plain_attention
+
+H, G, D, SCALE = 2, 2, 16, 0.3
+LENGTHS = [97, 9, 64]  # a part of a chunk, less than one, whole ones
+OPTIONS = [{}, {"soft_cap": 0.5}, {"sink_HG": torch.tensor([[2.0, -1.0], [0.0, 4.0]])}]
+GROUPS = [1, 1 << 20]  # logits held at once: of one KV head, of all
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch):
+    """Let a chunk be 32 tokens of one KV head, 16 of two."""
+    monkeypatch.setattr(verification, "TOKENS", 32)
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize(
+    ("page_size", "W", "options", "dtype", "native", "evidence", "group"),
+    covering(
+        [16, 128], [1, 2, 5, 12, 17], OPTIONS, [torch.float32, torch.float16, torch.bfloat16],
+        [False, True], [-1, 0, -2], GROUPS,
+    ),
+)  # fmt: skip
+def test_queries_attend_causally_and_one_hands_out_its_logits(
+    monkeypatch: pytest.MonkeyPatch, page_size: int, W: int, options: dict[str, Any],
+    dtype: torch.dtype, native: bool, evidence: int, group: int,
+):  # fmt: skip
+    monkeypatch.setattr(verification, "GROUP", group)
+    evidence = max(evidence, -W)
+    query = torch.randn(len(LENGTHS), H, G, W, D).to(dtype)
+    keys = [torch.randn(H, T, D).to(dtype) for T in LENGTHS]
+    values = [torch.randn(H, T, D + 8).to(dtype) for T in LENGTHS]
+    (key_PHND, table_BP), (value_PHNE, _) = paged(keys, page_size), paged(values, page_size)
+    length_B = torch.tensor(LENGTHS, dtype=torch.int32)
+    operands = query, key_PHND, value_PHNE, table_BP, length_B
+    out, logits = verification_attention(
+        *operands, scale=SCALE, evidence=evidence, native=native, **options
+    )
+    assert out.dtype == dtype
+    assert logits.shape == (len(LENGTHS), H, G, 1, max(LENGTHS))
+    for row, (key, value) in enumerate(zip(keys, values, strict=True)):
+        one = slice(row, row + 1)
+        check_output(out[one], query[one], key[None], value[None], options)
+        expected = evidence_of(query[row], key, evidence, options.get("soft_cap"))
+        torch.testing.assert_close(
+            logits[row, ..., 0, : LENGTHS[row]].double(), expected, rtol=1e-5, atol=1e-5
+        )
+        assert (logits[row, ..., LENGTHS[row] :] == -torch.inf).all()
+
+
+def check_output(
+    out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    options: dict[str, Any],
+) -> None:
+    """Compare a request's output with the textbook's; queries before its first token are padding."""
+    own = min(query.shape[3], key.shape[2])
+    segment = query[:, :, :, -own:], key, value
+    visible = causal_mask(own, key.shape[2])
+    expected, _ = plain_attention(*segment, SCALE, visible=visible, **options)
+    atol, _ = error_bound(*segment, SCALE)
+    rtol = torch.finfo(out.dtype).eps
+    torch.testing.assert_close(out[:, :, :, -own:].double(), expected, rtol=rtol, atol=atol)
+    assert not out[:, :, :, :-own].any()
+
+
+def evidence_of(
+    query_HGWD: torch.Tensor, key_HTD: torch.Tensor, evidence: int, soft_cap: float | None
+) -> torch.Tensor:
+    """Return a query's logits, the product written out, -inf where the query may not look, [H, G, T]."""
+    W, T = query_HGWD.shape[2], key_HTD.shape[1]
+    chosen_HGD = query_HGWD[:, :, evidence].double()
+    logits = SCALE * torch.einsum("hgd,htd->hgt", chosen_HGD, key_HTD.double())
+    if soft_cap is not None:
+        logits = soft_cap * torch.tanh(logits / soft_cap)
+    last = T - W + range(W)[evidence]  # position of the query
+    return logits.masked_fill(torch.arange(T) > last, -torch.inf)

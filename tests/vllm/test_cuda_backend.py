@@ -1,0 +1,75 @@
+"""The CUDA backend's own code in a real engine on a CPU, with plain torch in the place of vLLM's kernels."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from vllm import LLM, SamplingParams
+from vllm.plugins import load_general_plugins
+from vllm.v1.attention import selector
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+from sfi_core.errors import ConfigError
+from sfi_core.hosts.vllm import plugin
+from sfi_core.hosts.vllm.serving import engine_of_process
+from tests.vllm.engines import GREEDY, engine, tokens
+
+PLAIN = "tests.vllm.plain_attention.SfiPlainBackend"
+# pieces of 64 beside decoding rows; two prompts of one length
+OPTIONS = {"max_num_batched_tokens": 64, "max_num_seqs": 4, "max_model_len": 512}
+IDS = [[5 + (7 * place + length) % 400 for place in range(length)] for length in (3, 65, 65, 300)]
+
+
+@contextmanager
+def plain_backend() -> Iterator[None]:
+    """Let engines take the plain backend with sfi."""
+    load_general_plugins()
+    register_backend(AttentionBackendEnum.CPU_ATTN, PLAIN)
+    selector._cached_get_attn_backend.cache_clear()  # noqa: SLF001
+    try:
+        yield
+    finally:
+        selector._cached_get_attn_backend.cache_clear()  # noqa: SLF001
+        plugin.register()
+
+
+def answers(llm: LLM) -> list[Any]:
+    """Return each request's tokens and report."""
+    prompts: list[Any] = [{"prompt_token_ids": ids} for ids in IDS]
+    done = llm.generate(prompts, SamplingParams(**GREEDY | {"max_tokens": 24}), use_tqdm=False)
+    return [(list(o.outputs[0].token_ids), (o.kv_transfer_params or {}).get("sfi")) for o in done]
+
+
+def test_small_budget_equals_the_cpu_backend() -> None:
+    """Tokens, slow steps and reads; the cache is a GPU's, and segments are those given before it."""
+    extra = {"budget": 24, "recent": 16, "sink": 4, "window_prefill": 1, "t_max": 6}
+    with engine(extra, **OPTIONS) as llm:
+        wanted = answers(llm)
+    with plain_backend(), engine(extra, **OPTIONS) as llm:
+        worker = engine_of_process()
+        assert worker is not None
+        assert (
+            worker.store.pages(0).key_PHND.stride(2) == 2 * worker.store.pages(0).key_PHND.shape[3]
+        )
+        assert all(s.key_BHSD.shape[:3:2] == (4, 28) for s in worker.run.segments.values())
+        assert answers(llm) == wanted
+    assert all(report["read_ratio"] < 0.6 for _, report in wanted[3:])
+
+
+def test_budget_of_all_equals_no_sfi() -> None:
+    """Two of the four requests have no slot, so that vLLM's part of a batch does not lie together."""
+    with engine(**OPTIONS) as llm:
+        plain = tokens(llm, IDS, max_tokens=12)
+    extra = {"budget": 8192, "slots": 2, "window_prefill": 1}
+    with plain_backend(), engine(extra, **OPTIONS) as llm:
+        assert tokens(llm, IDS, max_tokens=12) == plain
+
+
+def test_slots_that_need_too_much_are_refused_before_the_cache() -> None:
+    """One line with the numbers that fit."""
+    message = (
+        r"^budget 2048 for 4 slots takes 0\.0\d+ GB .* allows .* GB; set .*slots_memory higher$"
+    )
+    with pytest.raises(ConfigError, match=message), engine({"slots_memory": 1e-7}, **OPTIONS):
+        pass

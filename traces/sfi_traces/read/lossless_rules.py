@@ -1,0 +1,134 @@
+"""Whether a lossless trace's verifications add up to its steps."""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+from sfi_core.settings.config import SfiConfig
+from sfi_traces.read.reader import Trace
+
+COLUMNS = [
+    "request",
+    "step",
+    "token_id",
+    "slow",
+    "reason",
+    "context_tokens",
+    "batch_step",
+    "drafted",
+    "draft_token_id",
+]
+REJECTED = "rejected"  # why a request is verified that has drafted nothing since a rejection
+
+Row = dict[str, Any]
+
+
+def broken_sums(trace: Trace) -> Iterator[str]:
+    """Name the verifications that do not follow from each other, or not from the steps that they gave.
+
+    A verification that a killed run has written without its steps is left out.
+
+    Args:
+        trace: One whose requests have steps from 0 on without a gap.
+    """
+    given: dict[int, list[Row]] = defaultdict(list)
+    verified: dict[int, list[Row]] = defaultdict(list)
+    for found, name, columns in ((given, "steps", COLUMNS), (verified, "verifications", None)):
+        rows = trace.table(name, columns).sort_by([("request", "ascending"), ("step", "ascending")])
+        for row in rows.to_pylist():
+            found[row["request"]].append(row)
+    if not trace.lossless:
+        if verified:
+            yield f"a plain run must have no verifications, got {sum(map(len, verified.values())):,}"
+        return
+    for request in sorted(given.keys() | verified.keys()):
+        steps, verifications = given[request], verified[request]
+        if trace.manifest["finished"] is None:
+            verifications = [row for row in verifications if row["step"] < len(steps)]
+        for line in _of_request(trace, steps, verifications):
+            yield f"request {request}, {line}"
+
+
+def _of_request(trace: Trace, steps: list[Row], verifications: list[Row]) -> Iterator[str]:
+    base, first, left = steps[0]["context_tokens"] if steps else 0, 1, 0
+    redoes = _redoes(trace)
+    for row in verifications:
+        where = f"verification at step {row['step']}"
+        rules = (
+            _own_lines(trace, row),
+            _chain_lines(row, base, left, redoes=redoes),
+            _step_lines(row, steps[first : row["step"] + 1]),
+            () if trace.redacted else _draft_lines(row, steps[first : row["step"] + 1], len(steps)),
+        )
+        for lines in rules:
+            yield from (f"{where}: {line}" for line in lines)
+        left = row["drafted"] - row["accepted"]
+        base, first = row["base"] + row["accepted"] + 1, row["step"] + 1
+    if first < len(steps):
+        yield f"step {first}: must follow from a verification, got none"
+
+
+def _own_lines(trace: Trace, row: Row) -> Iterator[str]:
+    drafted, most = row["drafted"], _most(trace)
+    if not 0 <= row["accepted"] <= drafted:
+        yield f"accepted must be in 0 to {drafted}, got {row['accepted']}"
+    if not 0 <= drafted <= most:
+        yield f"drafted must be in 0 to {most}, got {drafted}"
+
+
+def _chain_lines(row: Row, base: int, left: int, *, redoes: bool) -> Iterator[str]:
+    # `left`: how many drafted tokens the verification before did not keep
+    if row["base"] != base:
+        yield f"base must be {base:,}, got {row['base']:,}"
+    again = row["reason"] == REJECTED
+    if again and not (left and row["drafted"] == 0):
+        yield f"reason must not be {REJECTED} with {left} tokens not kept before and {row['drafted']} drafted"
+    if left and redoes and not again:
+        yield f"reason must be {REJECTED} with {left} tokens not kept before, got {row['reason']}"
+
+
+def _step_lines(row: Row, given: list[Row]) -> Iterator[str]:
+    accepted = row["accepted"]
+    if len(given) != accepted + 1:
+        yield f"must give {accepted + 1} tokens, got {len(given)}"
+        return
+    *kept, last = given
+    if not all(one["drafted"] and not one["slow"] for one in kept):
+        yield f"the {accepted} tokens before its own must be drafted, in fast steps"
+    if last["drafted"] or not last["slow"]:
+        yield "its own token must not be drafted, and its step must be slow"
+    expected = {"reason": row["reason"], "batch_step": row["batch_step"]}
+    expected["context_tokens"] = row["base"] + accepted + 1
+    for name, value in expected.items():
+        if last[name] != value:
+            yield f"{name} of its step must be {value}, got {last[name]}"
+
+
+def _draft_lines(row: Row, given: list[Row], steps: int) -> Iterator[str]:
+    for one in given[:-1]:
+        draft, token = one["draft_token_id"], one["token_id"]
+        if draft != token:
+            yield f"step {one['step']} must keep the drafted token {draft}, got {token}"
+    for last in given[-1:]:
+        draft, token, whole = (
+            last["draft_token_id"],
+            last["token_id"],
+            row["accepted"] == row["drafted"],
+        )
+        if whole and draft is not None:
+            yield f"its own step must have no draft where all were accepted, got {draft}"
+        # a drafted stop token ends the request as the verification's own
+        ends = draft == token and last["step"] + 1 == steps
+        if not whole and draft in (None, token) and not ends:
+            yield f"its own step must have another token than the drafted one, got {draft}"
+
+
+def _redoes(trace: Trace) -> bool:
+    # whether a corrected token is a slow step of its own; other policies may select nothing in one
+    draft = trace.manifest["config"].get("draft", {})
+    return bool(trace.manifest["policy"] == "sfi" and draft.get("evidence") == "last")
+
+
+def _most(trace: Trace) -> int:
+    draft = trace.manifest["config"].get("draft", {})
+    return int(draft.get("max_tokens", SfiConfig().draft.max_tokens))

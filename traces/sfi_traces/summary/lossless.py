@@ -1,0 +1,105 @@
+"""What a lossless run drafted, what its verifications kept, and what it read for that."""
+
+from typing import Any
+
+from sfi_traces.summary.scope import Scope
+from sfi_traces.summary.supports import FROM_LAG, TO_LAG
+
+Row = dict[str, Any]
+# a drafted stop token is kept too, as the verification's own; a killed run may have written a verification
+# and not yet its steps
+VERIFIED = """(
+    SELECT verified.* REPLACE (
+        verified.accepted + coalesce(draft_token_id = token_id, false)::INT AS accepted
+    )
+    FROM chosen_verifications verified JOIN chosen_steps USING (request, step)
+)"""
+
+
+def lossless_facts(scope: Scope) -> Row | None:
+    """Count verifications and what they kept: in all, by reason, by place in the sentence, by depth.
+
+    A verification tests the drafted tokens up to the first one that it rejects; those after it go untested.
+    So `acceptance` is of the drafted tokens, and `token_acceptance` of the tested ones, as are the shares of
+    `places` and `depths`. A drafted stop token counts as kept, if the trace has token ids. Place 0 is the
+    first token after a trigger, or after the prompt; depth 1 the first token of a draft. Both have bins 1, 2,
+    3-4, 5-8, ...
+
+    Returns:
+        `passes_per_token` counts a forward pass for each drafted token and each verification; `read_ratio` is
+        as `step_facts` has it. None of a plain run, and of one that verified nothing.
+    """
+    if not scope.trace.lossless:
+        return None
+    counts = scope.row(f"""
+        SELECT count(*) AS verifications, sum(drafted)::BIGINT AS drafted,
+            sum(accepted)::BIGINT AS accepted, sum(accepted) / nullif(sum(drafted), 0) AS acceptance
+        FROM {VERIFIED}
+    """)  # noqa: S608 - our own words
+    if not counts["verifications"]:
+        return None
+    reasons = scope.rows(f"""
+        SELECT reason, count(*) AS verifications, sum(drafted)::BIGINT AS drafted,
+            sum(accepted)::BIGINT AS accepted, sum(accepted) / nullif(sum(drafted), 0) AS acceptance
+        FROM {VERIFIED}
+        GROUP BY reason ORDER BY verifications DESC, reason
+    """)  # noqa: S608 - our own words
+    _place_tested(scope)
+    tested = scope.row("SELECT count(*) AS n, avg(kept::INT) AS share FROM tested")
+    tokens = scope.row("SELECT count(*) AS n FROM chosen_steps WHERE step > 0")["n"]
+    passes = counts["drafted"] + counts["verifications"]
+    return {
+        "tokens": tokens,
+        **counts,
+        "tested": tested["n"],
+        "token_acceptance": tested["share"],
+        "tokens_per_verification": tokens / counts["verifications"],
+        "passes_per_token": passes / tokens,
+        **lossless_reads(scope),
+        "reasons": reasons,
+        "places": _by(scope, "place"),
+        "depths": _by(scope, "depth"),
+    }
+
+
+def lossless_reads(scope: Scope) -> Row:
+    """Measure what drafts and verifications read, those of rejected tokens included.
+
+    Returns:
+        `mean_attended_tokens` is a token's; `read_ratio` the sum of the tokens attended over what full
+        attention would have read, the sum of the contexts of the tokens given. None without a verification.
+    """
+    return scope.row(f"""
+        WITH given AS (
+            SELECT count(*) AS tokens, sum(context_tokens) AS context FROM chosen_steps WHERE step > 0
+        )
+        SELECT sum(attended_tokens) / any_value(tokens) AS mean_attended_tokens,
+            sum(attended_tokens) / any_value(context) AS read_ratio
+        FROM {VERIFIED}, given
+    """)  # noqa: S608 - our own words
+
+
+def _place_tested(scope: Scope) -> None:
+    # a token that was kept has its own step; the first one that was not, that of the token in its place: the
+    # same token where it ended the request
+    scope.connection.execute("""
+        CREATE OR REPLACE TEMP VIEW tested AS
+        WITH placed AS (
+            SELECT *, step - min(step) OVER (PARTITION BY request, sentence) AS place FROM chosen_steps
+        )
+        SELECT place, steps_since_slow AS depth, true AS kept FROM placed WHERE drafted
+        UNION ALL
+        SELECT place, accepted + 1, coalesce(draft_token_id = token_id, false)
+        FROM placed JOIN chosen_verifications verified USING (request, step)
+        WHERE accepted < verified.drafted
+    """)
+
+
+def _by(scope: Scope, column: str) -> list[Row]:
+    return scope.rows(f"""
+        SELECT ({FROM_LAG})::INT AS from_{column}, ({TO_LAG})::INT AS to_{column},
+            count(*) AS tested, count(*) FILTER (kept) AS accepted, avg(kept::INT) AS acceptance
+        FROM (SELECT kept, {column} AS lag FROM tested)
+        GROUP BY ALL
+        ORDER BY from_{column}
+    """)  # noqa: S608 - our own words
