@@ -19,6 +19,7 @@ from sfi_cli.commands.trace.observation_views import (
     query_cosine_table,
     recall_line,
 )
+from sfi_cli.commands.trace.rank_views import rank_table
 from sfi_cli.commands.trace.support_views import (
     audit_table,
     lag_table,
@@ -59,6 +60,7 @@ def show_text(document: Row) -> str:
         ("latency", _latency_table),
         ("phases", _phase_table),
         ("break_even", _break_even_line),
+        ("ranks", rank_table),
     )
     parts = [view(document[name]) for name, view in sections if document[name]]
     missing = [f"not recorded: {line}" for line in document["missing"]]

@@ -7,6 +7,7 @@ from sfi_traces.summary.corrections import corrections, recalls
 from sfi_traces.summary.facts import run_facts, step_facts, trigger_tokens
 from sfi_traces.summary.lossless import lossless_facts
 from sfi_traces.summary.query_cosine import query_cosine
+from sfi_traces.summary.ranks import rank_facts
 from sfi_traces.summary.scope import Scope
 from sfi_traces.summary.similarity import head_similarity, over_time
 from sfi_traces.summary.speed import break_even, latency, phases
@@ -62,6 +63,7 @@ def summarize(trace: Trace, request: int | None = None, layer: int | None = None
         "request": request,
         "layer": layer,
         "run": run_facts(scope),
+        "ranks": rank_facts(scope),
         "steps": step_facts(scope),
         "lossless": lossless_facts(scope),
         "triggers": trigger_tokens(scope),
