@@ -57,8 +57,7 @@ def test_the_joined_tables_have_every_head_once_and_every_step_once(tmp_path, mo
         found = trace.table(name, [*keys, "positions"]).to_pylist()
         assert found == [{key: row[key] for key in (*keys, "positions")} for row in expected]
     assert trace.table("timings")["rank"].value_counts().to_pylist() == [
-        {"values": rank, "counts": len(rows(one, "timings"))}
-        for rank, one in trace.by_rank.items()
+        {"values": rank, "counts": len(rows(one, "timings"))} for rank, one in trace.by_rank.items()
     ]
 
 
@@ -134,7 +133,9 @@ def test_a_killed_rank_is_read_as_far_as_it_came(tmp_path):
 def test_without_the_first_rank_the_line_names_one_that_is_there(tmp_path):
     folder = made(tmp_path / "run")
     (folder / MANIFEST).unlink()
-    with pytest.raises(TraceError, match="no manifest.json of rank 0; rank 1 alone is .*rank-00001$"):
+    with pytest.raises(
+        TraceError, match=r"no manifest\.json of rank 0; rank 1 alone is .*rank-00001$"
+    ):
         Trace.open(folder)
     alone = check(Trace.open(folder / "rank-00001"))
     assert alone["sound"]

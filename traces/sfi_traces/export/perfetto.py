@@ -55,7 +55,8 @@ FLOWS = """
         FROM timings WHERE name IN ('selector', 'pack', 'attention.fast', 'attention.mixed')
         ORDER BY rank, refresh, request, step, layer, name = 'pack', begin_us
     ), refreshes AS (
-        SELECT *, lead(step) OVER (PARTITION BY rank, request, layer ORDER BY step) AS next FROM ends WHERE refresh
+        SELECT *, lead(step) OVER (PARTITION BY rank, request, layer ORDER BY step) AS next
+        FROM ends WHERE refresh
     )
     SELECT refreshes.rank, refreshes.stream AS from_stream, refreshes.middle_us AS from_us,
         readers.stream AS to_stream, readers.middle_us AS to_us
@@ -67,7 +68,9 @@ FLOWS = """
 """
 
 Event = dict[str, Any]
-Track = tuple[str, int | str, int]  # "request" and its number, or "stream" and its name, and the rank
+Track = tuple[
+    str, int | str, int
+]  # "request" and its number, or "stream" and its name, and the rank
 Place = tuple[int, int]  # process and thread, as the format calls them
 
 

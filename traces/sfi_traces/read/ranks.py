@@ -10,7 +10,11 @@ from sfi_traces.rank_folders import rank_folder, rank_folders
 from sfi_traces.schema import MANIFEST, SCHEMA_VERSION
 
 REQUIRED = ("finished", "model", "policy", "config", "trigger_token_ids")  # of a manifest
-OF_A_RANK = ("query_heads", "weight_bytes", "embedding_bytes")  # of a manifest's model: a rank's own
+OF_A_RANK = (
+    "query_heads",
+    "weight_bytes",
+    "embedding_bytes",
+)  # of a manifest's model: a rank's own
 
 Manifest = dict[str, Any]
 
@@ -26,7 +30,9 @@ def read_manifest(folder: Path) -> Manifest:
         manifest = json.loads(file.read_text(encoding="utf-8"))
         version = manifest["schema_version"]
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise TraceError(f"{folder} is not a trace: it has no {MANIFEST}{_advice(folder)}") from error
+        raise TraceError(
+            f"{folder} is not a trace: it has no {MANIFEST}{_advice(folder)}"
+        ) from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise TraceError(f"trace {folder} has an unreadable {MANIFEST}: {error}") from error
     if not isinstance(version, int) or version > SCHEMA_VERSION:
@@ -57,7 +63,7 @@ def other_ranks(folder: Path, manifest: Manifest) -> dict[Path, Manifest]:
     for rank, (path, theirs) in {0: (folder, manifest), **found}.items() if found else ():
         if theirs.get("rank", 0) != rank:
             raise TraceError(
-                f"trace {path} must be of rank {rank}, got rank {theirs.get('rank', 0)}; put it in its own folder"
+                f"trace {path} must be of rank {rank}, got rank {theirs.get('rank', 0)}"
             )
         if _run(theirs) != ours:
             raise TraceError(
@@ -83,7 +89,9 @@ def _run(manifest: Manifest) -> tuple[Any, ...]:
 
 
 def _advice(folder: Path) -> str:
-    left = [rank for rank in rank_folders(folder) if (rank_folder(folder, rank) / MANIFEST).exists()]
+    left = [
+        rank for rank in rank_folders(folder) if (rank_folder(folder, rank) / MANIFEST).exists()
+    ]
     if not left:
         return ""
     return f" of rank 0; rank {left[0]} alone is {rank_folder(folder, left[0])}"

@@ -109,7 +109,9 @@ class Trace:
     def _joined(self, name: str, columns: list[str] | None) -> pa.Table:
         # in the order in which one process would have written
         order = [key for key in ORDER if key in TABLES[name].names]
-        read = None if columns is None else [*columns, *(key for key in order if key not in columns)]
+        read = (
+            None if columns is None else [*columns, *(key for key in order if key not in columns)]
+        )
         rows = pa.concat_tables([rank.table(name, read) for rank in self.by_rank.values()])
         ordered = rows.take(pc.sort_indices(rows, [(key, "ascending") for key in order]))
         return ordered if columns is None else ordered.select(columns)

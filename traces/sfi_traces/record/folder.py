@@ -40,7 +40,7 @@ def clear(folder: Path, ranks: int = 1) -> None:
 
     Args:
         folder: The trace's.
-        ranks: Those of the run that comes: each clears its own folder, so that only folders beyond are removed.
+        ranks: Those of the run that comes. Each clears its own folder; only folders beyond are removed.
     """
     for rank, path in rank_folders(folder).items():
         if rank >= ranks:
