@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from sfi_core.errors import TraceError
-from sfi_traces.rank_folders import rank_folder, rank_folders
+from sfi_traces.record.rank_folders import rank_folder, rank_folders
 from sfi_traces.schema import MANIFEST, SCHEMA_VERSION
 
 REQUIRED = ("finished", "model", "policy", "config", "trigger_token_ids")  # of a manifest

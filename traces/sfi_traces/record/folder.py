@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 from sfi_core.errors import ConfigError, SfiError
-from sfi_traces.rank_folders import rank_folders
+from sfi_traces.record.rank_folders import rank_folders
 from sfi_traces.schema import MANIFEST, TABLES
 
 

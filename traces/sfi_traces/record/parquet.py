@@ -21,7 +21,7 @@ from sfi_core.observers.events import (
     VerificationEvent,
 )
 from sfi_core.observers.observer import NullObserver
-from sfi_traces.rank_folders import rank_folder
+from sfi_traces.record.rank_folders import rank_folder
 from sfi_traces.record.folder import claim
 from sfi_traces.record.manifest import describe_run
 from sfi_traces.record.rows import TraceRows
