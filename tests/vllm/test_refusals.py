@@ -40,7 +40,6 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
         ({"trigger_policy": "cosine"}, {}, "trigger_policy must not look at tensors"),
         ({"policy": "h2o"}, {}, "got h2o"),
         ({}, {"runner": "pooling"}, "a pooling model"),
-        ({}, {"ubatch_size": 2}, "enable_dbo or ubatch_size"),
         (
             {},
             {"hf_overrides": {"layer_types": ["full_attention", "linear_attention"] * 2}},
