@@ -21,9 +21,9 @@ from sfi_core.observers.events import (
     VerificationEvent,
 )
 from sfi_core.observers.observer import NullObserver
-from sfi_traces.record.rank_folders import rank_folder
 from sfi_traces.record.folder import claim
 from sfi_traces.record.manifest import describe_run
+from sfi_traces.record.rank_folders import rank_folder
 from sfi_traces.record.rows import TraceRows
 from sfi_traces.record.timing import TimingObserver
 from sfi_traces.record.writer import Told, TraceWriter
