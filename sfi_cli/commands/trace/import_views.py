@@ -15,7 +15,7 @@ def import_text(document: dict[str, Any]) -> str:
     heads = sorted({layer["heads"] for layer in layers})
     lines = [
         f"{what}: {plural(len(document['prompts']), 'request')}, {plural(rows['steps'], 'step')}, "
-        f"{plural(len(layers), 'layer')} of {' or '.join(map(str, heads))} heads, up to "
+        f"{plural(len(layers), 'layer')} with {' or '.join(map(str, heads))} selections a step, up to "
         f"{document['audit']['top']:,} positions a row"
     ]
     if not imported["masses"]:
