@@ -4,7 +4,7 @@ import json
 import pickle
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,15 +94,21 @@ class Arrays:
         check_version(self.path, found)
 
 
-def open_arrays(path: Path) -> Arrays:
+@contextmanager
+def open_arrays(path: Path) -> Iterator[Arrays]:
     """Open a .npz, .npy, .safetensors or .pt file; nothing in it is run as code.
+
+    Yields:
+        Its arrays, which can be read until the end of the block.
 
     Raises:
         InputError: It cannot be read.
     """
     openers = {".npz": _npz, ".npy": _npy, ".safetensors": _safetensors, ".pt": _pt}
-    with readable(path):
-        return openers[path.suffix](path)
+    with ExitStack() as stack:
+        with readable(path):
+            arrays = openers[path.suffix](path, stack)
+        yield arrays
 
 
 @contextmanager
@@ -122,23 +128,25 @@ def readable(path: Path) -> Iterator[None]:
         raise InputError(f"import {path} cannot be read as {path.suffix}: {line}") from error
 
 
-def _npz(path: Path) -> Arrays:
+def _npz(path: Path, stack: ExitStack) -> Arrays:
     file = np.load(path, allow_pickle=False)
     if not isinstance(file, np.lib.npyio.NpzFile):
         raise ValueError("it holds one array; name it .npy")
+    stack.enter_context(file)
     return Arrays(path, tuple(file.files), file.__getitem__)
 
 
-def _npy(path: Path) -> Arrays:
+def _npy(path: Path, stack: ExitStack) -> Arrays:
     # an array alone: the positions; the format has no place for a version
     array = np.load(path, mmap_mode="r", allow_pickle=False)
     if not isinstance(array, np.ndarray):
+        stack.enter_context(array)
         raise ValueError("it holds several arrays; name it .npz")
     return _of_values(path, {VERSION_NAME: VERSION, "positions": array})
 
 
-def _safetensors(path: Path) -> Arrays:
-    file = safe_open(path, framework="pt")  # numpy has no bfloat16
+def _safetensors(path: Path, stack: ExitStack) -> Arrays:
+    file = stack.enter_context(safe_open(path, framework="pt"))  # numpy has no bfloat16
     said = {name: json.loads(text) for name, text in (file.metadata() or {}).items() if name != "format"}
     tensors = tuple(file.keys())
 
@@ -148,7 +156,7 @@ def _safetensors(path: Path) -> Arrays:
     return Arrays(path, (*tensors, *(name for name in said if name not in tensors)), read)
 
 
-def _pt(path: Path) -> Arrays:
+def _pt(path: Path, stack: ExitStack) -> Arrays:
     document = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     if not isinstance(document, Mapping):
         raise ValueError(f"it must be a dict, got {type(document).__name__}")

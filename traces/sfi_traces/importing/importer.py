@@ -2,7 +2,8 @@
 
 import hashlib
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,12 @@ POLICY = "imported"
 Progress = Callable[[int, int], None]  # rows read, of how many
 
 
-def open_source(path: Path, options: ImportOptions) -> Source:
+@contextmanager
+def open_source(path: Path, options: ImportOptions) -> Iterator[Source]:
     """Open a file to import.
+
+    Yields:
+        Its steps, which can be read until the end of the block.
 
     Raises:
         InputError: It cannot be read, or is not what docs/import.md says.
@@ -36,10 +41,12 @@ def open_source(path: Path, options: ImportOptions) -> Source:
     if path.suffix not in FORMATS:
         raise InputError(f"import {path} must end in one of {FORMATS}, got {path.suffix or 'nothing'}")
     if path.suffix == ".parquet":
-        return SelectionRows(path, options)
-    arrays = open_arrays(path)
-    arrays.check_version()
-    return (AttentionArrays if has_attention(arrays.names) else SelectionArrays)(arrays, options)
+        yield SelectionRows(path, options)
+        return
+    with open_arrays(path) as arrays:
+        arrays.check_version()
+        kind = AttentionArrays if has_attention(arrays.names) else SelectionArrays
+        yield kind(arrays, options)
 
 
 def import_trace(
@@ -71,20 +78,28 @@ def import_trace(
         ConfigError: The folder may not be overwritten, or an option has no use.
         SfiError: The disk is full, say.
     """
-    source = open_source(path, options or ImportOptions())
-    header = source.header
-    trigger_ids = header.trigger_token_ids
-    if trigger_ids is None:
-        found = build_trigger_set(tokenizer, triggers).sorted_token_ids if tokenizer else ()
-        trigger_ids = tuple(found)
+    with open_source(path, options or ImportOptions()) as source:
+        trigger_ids = source.header.trigger_token_ids
+        if trigger_ids is None:
+            known = tokenizer is not None
+            trigger_ids = build_trigger_set(tokenizer, triggers).sorted_token_ids if known else ()
+        manifest = _describe(path, source.header, trigger_ids, tokenizer)
+        with _new_trace(folder, force=force) as work:
+            text = None if tokenizer is None else TokenText(tokenizer)
+            _write(source, work, manifest, text, progress)
+    return manifest
+
+
+@contextmanager
+def _new_trace(folder: Path, *, force: bool) -> Iterator[Path]:
+    # a folder beside it, whose files take the trace's place when the block has ended well
     fresh = not folder.exists()
     claim(folder, force=force)
     work = folder.with_name(f".{folder.name}.tmp")
     shutil.rmtree(work, ignore_errors=True)
     try:
         work.mkdir()
-        manifest = _describe(path, header, trigger_ids, tokenizer)
-        _write(source, work, manifest, TokenText(tokenizer) if tokenizer else None, progress)
+        yield work
         clear(folder)
         for piece in sorted(work.iterdir()):
             piece.replace(folder / piece.name)
@@ -94,7 +109,6 @@ def import_trace(
         shutil.rmtree(work, ignore_errors=True)
         if fresh and not any(folder.iterdir()):
             folder.rmdir()
-    return manifest
 
 
 def _write(
@@ -157,7 +171,7 @@ def _model(path: Path, header: Header, tokenizer: Any) -> dict[str, Any]:
         "weight_bytes": None,
         "embedding_bytes": None,
         "max_positions": None,
-        "vocabulary": len(tokenizer) if tokenizer else None,
+        "vocabulary": None if tokenizer is None else len(tokenizer),
     }
 
 

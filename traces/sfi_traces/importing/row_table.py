@@ -1,7 +1,8 @@
 """Selections as rows of a Parquet file, a row for each step and layer (and head); read some rows at a time."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,8 @@ class SelectionRows:
         block_size = _block_size(path, said, self._name)
         check_top(options.top, block_size, ranked=bool({"mass", "scores"} & set(self._columns)))
         self._prompts = read_prompts(path, said)
-        first = next(self._groups(), None)
+        with closing(self._groups()) as groups:
+            first = next(groups, None)
         if first is None:
             raise InputError(f"import {path} must have a row, got none")
         places = self._places(*first)
@@ -84,12 +86,13 @@ class SelectionRows:
             InputError: With the row that is wrong.
         """
         last = (0, -1)
-        for begin, rows in self._groups():
-            last = self._next(begin, rows, last)
-            places = self._places(begin, rows)
-            if places != self.header.place_U:
-                raise InputError(self._other_places(begin, last[1], places))
-            yield self._step(begin, rows, *last)
+        with closing(self._groups()) as groups:
+            for begin, rows in groups:
+                last = self._next(begin, rows, last)
+                places = self._places(begin, rows)
+                if places != self.header.place_U:
+                    raise InputError(self._other_places(begin, last[1], places))
+                yield self._step(begin, rows, *last)
 
     def _step(self, begin: int, rows: pa.Table, request: int, step: int) -> ImportedStep:
         order = np.lexsort((_numbers(rows, "head"), _numbers(rows, "layer")))
@@ -114,7 +117,7 @@ class SelectionRows:
             context_tokens=length, row=begin + len(rows),
         )  # fmt: skip
 
-    def _groups(self) -> Iterator[Group]:
+    def _groups(self) -> Generator[Group]:
         # the rows of each step, as they follow each other
         with readable(self._path), parquet.ParquetFile(self._path) as file:
             begin, left = 0, None

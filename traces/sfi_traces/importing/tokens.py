@@ -127,7 +127,7 @@ def read_sequence(path: Path) -> Ints:
     """
     if path.suffix != ".npy":
         raise InputError(f"token-ids must be a .npy file, got {path.name}")
-    arrays = open_arrays(path)
-    ids = Arrays(path, ("ids",), lambda _: arrays.read("positions")).array("ids", "iu", (1,))
+    with open_arrays(path) as arrays:
+        ids = Arrays(path, ("ids",), lambda _: arrays.read("positions")).array("ids", "iu", (1,))
     check_ids(ids, f"token-ids {path}")
     return ids

@@ -165,6 +165,14 @@ def reuse(recorded: Sequence[Supports], schedules: Sequence[Sequence[str]]) -> R
     )
 
 
+def chance(recorded: Sequence[Supports]) -> float:
+    """Return the recall of a random selection: the mean share of the context that a selection has."""
+    shares = [
+        ((one.position_NUK >= 0).sum(-1) / one.length_N[:, None])[1:].ravel() for one in recorded
+    ]
+    return _mean(np.concatenate(shares)) or 0.0
+
+
 def _layer(found: Sequence[ReusedSteps], layer: int) -> LayerReuse:
     names = {
         "recall": "recall_NU", "recall_with_new": "with_new_NU", "retained_mass": "kept_NU",

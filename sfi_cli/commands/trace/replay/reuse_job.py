@@ -60,7 +60,7 @@ class ReuseJob:
 
     def _document(self) -> dict[str, Any]:
         from sfi_traces.read.reader import Trace
-        from sfi_traces.replay import Supports, reuse, schedule
+        from sfi_traces.replay import Supports, chance, reuse, schedule
 
         trace = Trace.open(self.choice.trace)
         settings = self._settings(trace)
@@ -83,6 +83,7 @@ class ReuseJob:
             "layers": sorted(set(recorded[0].layer_U.tolist())),
             "heads": len(recorded[0].layer_U),
             "masses": trace.masses,
+            "chance": chance(recorded),
             "rows": rows,
         }
 

@@ -24,7 +24,8 @@ Row = dict[str, Any]
 def reuse_text(document: Row) -> str:
     """Return what each schedule would have reused, and the layers that it suits least."""
     masses = document["masses"]
-    blocks: list[Any] = [heading(document), _rows_table(document), LEGEND]
+    random = f"A random selection would have a recall of {number(document['chance'])}."
+    blocks: list[Any] = [heading(document), _rows_table(document), LEGEND, random]
     blocks += [LEGEND_MASSES] if masses else ["mass: not recorded."]
     if len(document["layers"]) > 1:
         blocks += ["", _layers_table(document)]
