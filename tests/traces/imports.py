@@ -13,7 +13,7 @@ STOP = 7  # the trigger's token id
 
 
 def selection_arrays(**changes: Any) -> dict[str, Any]:
-    """Make the arrays of an indexer's file: positions in any order, fewer than K at the first steps of layer 0."""
+    """Make the arrays of an indexer's file: positions in any order, at first fewer than K in layer 0."""
     rng = np.random.default_rng(0)
     positions = np.stack(
         [

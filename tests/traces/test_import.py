@@ -69,7 +69,9 @@ def test_an_indexer_s_positions_are_supports_and_selections(tmp_path):
     assert [row["sentence"] for row in steps] == [int(row["token_id"] > STOP) for row in steps]
     assert [row["context_tokens"] for row in steps] == [PROMPT + step for step in range(STEPS)]
     assert steps[-1]["attended_tokens"] == K
-    assert [row["token_id"] for row in rows(trace, "prompts")] == arrays["prompt_token_ids"].tolist()
+    assert [row["token_id"] for row in rows(trace, "prompts")] == arrays[
+        "prompt_token_ids"
+    ].tolist()
     assert trace.manifest["audit"]["top"] == K
 
 
@@ -256,7 +258,7 @@ def test_what_is_no_such_file_is_refused(tmp_path, suffix):
 
 def test_code_in_a_file_is_not_run(tmp_path):
     torch.save({"sfi_import_version": 1, "positions": Path("x")}, tmp_path / "a.pt")
-    with pytest.raises(InputError, match="cannot be read as .pt"):
+    with pytest.raises(InputError, match=r"cannot be read as \.pt"):
         imported(tmp_path / "a.pt")
 
 
@@ -295,6 +297,16 @@ def test_reuse_is_the_share_of_a_step_s_own_selection(tmp_path):
         assert one.recall == pytest.approx(np.mean(own))
     assert found.worst_layer == min(found.layers, key=lambda one: one.recall).layer
     assert found.retained_mass is None
+
+
+def test_the_documented_file_is_imported(tmp_path, monkeypatch):
+    page = (Path(__file__).parents[2] / "docs" / "import.md").read_text()
+    code = page.split("```python\n")[1].split("```")[0]
+    monkeypatch.chdir(tmp_path)
+    exec(code, {})  # noqa: S102 - the page's own example
+    trace = imported(tmp_path / "indexer.npz")
+    assert len(rows(trace, "steps")) == 64
+    assert {len(row["positions"]) for row in rows(trace, "supports")} == {2048}
 
 
 def test_a_memory_cannot_be_replayed_of_an_import(tmp_path):

@@ -12,14 +12,17 @@ def import_text(document: dict[str, Any]) -> str:
     if imported["block_size"]:
         what += f", blocks of {imported['block_size']} positions"
     layers = document["model"]["layers"]
-    heads = sorted({layer["heads"] for layer in layers})
-    lines = [
+    heads = max(layer["heads"] for layer in layers)
+    told = (
         f"{what}: {plural(len(document['prompts']), 'request')}, {plural(rows['steps'], 'step')}, "
-        f"{plural(len(layers), 'layer')} with {' or '.join(map(str, heads))} selections a step, up to "
-        f"{document['audit']['top']:,} positions a row"
-    ]
+        f"{plural(len(layers), 'layer')} of {plural(heads, 'head')}, "
+        f"up to {document['audit']['top']:,} positions a row"
+    )
+    lines = [told]
     if not imported["masses"]:
         lines.append("note: the file has no masses, so overlaps are known and retained mass is not")
     if not document["trigger_token_ids"]:
-        lines.append("note: no token ends a sentence; give --tokenizer, or trigger_token_ids in the file")
+        lines.append(
+            "note: no token ends a sentence; give --tokenizer, or trigger_token_ids in the file"
+        )
     return "\n".join([*lines, f"trace: {document['trace']}"])

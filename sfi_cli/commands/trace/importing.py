@@ -61,10 +61,10 @@ def import_(
     json: o.Json = False,
     quiet: o.Quiet = False,
 ) -> None:
-    r"""Make a trace of what another program selected at each step, or of attention that transformers returned.
+    r"""Make a trace of what another program selected at each step, or of attention by transformers.
 
     docs/import.md says what the file has: positions or blocks of an indexer (DeepSeek's, MiniMax's) by step,
-    layer and head; or attention probabilities. show, plot, report, sql, diff, check and replay read the trace.
+    layer and head; or attention probabilities. show, plot, report, sql, diff, check and replay read it.
     How rarely would the indexer have to run? sfi trace replay DIR --refresh-every 1,2,4,8,16
 
     For example:

@@ -131,7 +131,7 @@ def readable(path: Path) -> Iterator[None]:
 def _npz(path: Path, stack: ExitStack) -> Arrays:
     file = np.load(path, allow_pickle=False)
     if not isinstance(file, np.lib.npyio.NpzFile):
-        raise ValueError("it holds one array; name it .npy")
+        raise ValueError("it holds one array; name it .npy")  # noqa: TRY004 - as numpy of a damaged file
     stack.enter_context(file)
     return Arrays(path, tuple(file.files), file.__getitem__)
 
@@ -141,13 +141,15 @@ def _npy(path: Path, stack: ExitStack) -> Arrays:
     array = np.load(path, mmap_mode="r", allow_pickle=False)
     if not isinstance(array, np.ndarray):
         stack.enter_context(array)
-        raise ValueError("it holds several arrays; name it .npz")
+        raise ValueError("it holds several arrays; name it .npz")  # noqa: TRY004 - as above
     return _of_values(path, {VERSION_NAME: VERSION, "positions": array})
 
 
 def _safetensors(path: Path, stack: ExitStack) -> Arrays:
     file = stack.enter_context(safe_open(path, framework="pt"))  # numpy has no bfloat16
-    said = {name: json.loads(text) for name, text in (file.metadata() or {}).items() if name != "format"}
+    said = {
+        name: json.loads(text) for name, text in (file.metadata() or {}).items() if name != "format"
+    }
     tensors = tuple(file.keys())
 
     def read(name: str) -> Any:
@@ -156,10 +158,10 @@ def _safetensors(path: Path, stack: ExitStack) -> Arrays:
     return Arrays(path, (*tensors, *(name for name in said if name not in tensors)), read)
 
 
-def _pt(path: Path, stack: ExitStack) -> Arrays:
+def _pt(path: Path, _: ExitStack) -> Arrays:
     document = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     if not isinstance(document, Mapping):
-        raise ValueError(f"it must be a dict, got {type(document).__name__}")
+        raise ValueError(f"it must be a dict, got {type(document).__name__}")  # noqa: TRY004 - as above
     values = {str(name): value for name, value in document.items() if name != ATTENTIONS}
     for number, layers in enumerate(_passes(document.get(ATTENTIONS, ()))):
         values |= {f"attention.{number}.{layer}": tensor for layer, tensor in enumerate(layers)}

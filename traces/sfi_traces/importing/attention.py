@@ -94,7 +94,9 @@ class AttentionArrays:
                 f"attention of {self._arrays.path} must reach the {N:,} steps of token_ids, got {done:,}"
             )
 
-    def _step(self, step: int, length: int, number: int, rows: list[npt.NDArray[Any]]) -> ImportedStep:
+    def _step(
+        self, step: int, length: int, number: int, rows: list[npt.NDArray[Any]]
+    ) -> ImportedStep:
         mass_UT = np.concatenate([self._pooled(row[:, :length]) for row in rows])
         self._check(mass_UT, number)
         best_UK = strongest(mass_UT, np.zeros_like(mass_UT, np.int32), self._top)
@@ -124,8 +126,8 @@ class AttentionArrays:
             unit = int(np.argmax(wrong_U))
             layer, head = self.header.place_U[unit]
             raise InputError(
-                f"{self._name(number, layer)}: probabilities of KV head {head} must be at least 0 and add up to "
-                f"1 at most, got a sum of {total_U[unit]:g}"
+                f"{self._name(number, layer)}: probabilities of KV head {head} must be at least 0 and add up "
+                f"to 1 at most, got a sum of {total_U[unit]:g}"
             )
 
     def _read(self, number: int, layer: int) -> npt.NDArray[Any]:
@@ -142,22 +144,24 @@ class AttentionArrays:
         for layer, tensor in zip(self._passes[number], tensors, strict=True):
             if tensor.shape != (1, self._query_heads, Q, T) or Q > T:
                 raise InputError(
-                    f"{self._name(number, layer)} must be [1, {self._query_heads}, {Q}, {max(Q, T)}] as other "
-                    f"layers, got {list(tensor.shape)}; leave out layers with a sliding window"
+                    f"{self._name(number, layer)} must be [1, {self._query_heads}, {Q}, {max(Q, T)}] as "
+                    f"other layers, got {list(tensor.shape)}; leave out layers with a sliding window"
                 )
         return Q, T
 
     def _grouped(self, options: ImportOptions) -> int:
         said = options.kv_heads or self._arrays.number("kv_heads", least=1) or self._query_heads
         if self._query_heads % said:
-            raise ConfigError(f"kv-heads must divide the {self._query_heads} query heads, got {said}")
+            raise ConfigError(
+                f"kv-heads must divide the {self._query_heads} query heads, got {said}"
+            )
         return said
 
     def _gap(self, number: int, position: int, done: int) -> str:
         wanted = self._tokens.prompt.tokens - 1 + done
         return (
-            f"attention of {self._arrays.path} must have step {done:,}, the query at position {wanted:,}, got "
-            f"pass {number} at {position:,}"
+            f"attention of {self._arrays.path} must have step {done:,}, the query at position {wanted:,}, "
+            f"got pass {number} at {position:,}"
         )
 
     def _name(self, number: int, layer: int) -> str:
@@ -171,7 +175,9 @@ def _passes(arrays: Arrays) -> list[list[int]]:
         found.setdefault(int(match[1]), []).append(int(match[2]))
     missing = sorted(set(range(len(found))) - found.keys())
     if missing:
-        raise InputError(f"attention of {arrays.path} must have pass {missing[0]}, got {sorted(found)}")
+        raise InputError(
+            f"attention of {arrays.path} must have pass {missing[0]}, got {sorted(found)}"
+        )
     passes = [sorted(found[number]) for number in range(len(found))]
     for number, layers in enumerate(passes):
         if layers != passes[0]:

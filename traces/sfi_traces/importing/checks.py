@@ -13,7 +13,9 @@ ROUNDING = 0.01  # a row of bfloat16 probabilities adds up to one but for this
 Where = Callable[[int], str]  # names the row of a pair of a layer and a head
 
 
-def sorted_positions(position_UK: Ints, length: int, where: Where, what: str = "position") -> tuple[Ints, Ints]:
+def sorted_positions(
+    position_UK: Ints, length: int, where: Where, what: str = "position"
+) -> tuple[Ints, Ints]:
     """Sort each row, padding last.
 
     Args:
@@ -68,7 +70,7 @@ def checked_mass(mass_UK: Floats, index_UK: Ints, where: Where) -> Floats:
 
 
 def positions_of_blocks(block_UB: Ints, block_size: int, length: int) -> Ints:
-    """Return the positions of ascending blocks, those that are cached: [U, B * block_size], padded with -1."""
+    """Return the cached positions of ascending blocks: [U, B * block_size], padded with -1."""
     first_UB1 = block_UB[:, :, None].astype(np.int64) * block_size
     position_UBS = first_UB1 + np.arange(block_size)
     known_UBS = (block_UB[:, :, None] >= 0) & (position_UBS < length)

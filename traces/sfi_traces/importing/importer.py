@@ -39,7 +39,9 @@ def open_source(path: Path, options: ImportOptions) -> Iterator[Source]:
         ConfigError: An option that the file has no use for.
     """
     if path.suffix not in FORMATS:
-        raise InputError(f"import {path} must end in one of {FORMATS}, got {path.suffix or 'nothing'}")
+        raise InputError(
+            f"import {path} must end in one of {FORMATS}, got {path.suffix or 'nothing'}"
+        )
     if path.suffix == ".parquet":
         yield SelectionRows(path, options)
         return
@@ -57,7 +59,7 @@ def import_trace(
     tokenizer: Any = None,
     triggers: Sequence[str] = SfiConfig().triggers,
     force: bool = False,
-    progress: Progress = lambda done, total: None,
+    progress: Progress = lambda _done, _total: None,
 ) -> dict[str, Any]:
     """Write a file as a trace, whole or not at all.
 
@@ -112,7 +114,11 @@ def _new_trace(folder: Path, *, force: bool) -> Iterator[Path]:
 
 
 def _write(
-    source: Source, folder: Path, manifest: dict[str, Any], text: TokenText | None, progress: Progress
+    source: Source,
+    folder: Path,
+    manifest: dict[str, Any],
+    text: TokenText | None,
+    progress: Progress,
 ) -> None:
     header, parts = source.header, PartFiles(folder, file_metadata(manifest))
     tables = TraceTables(parts, header, frozenset(manifest["trigger_token_ids"]), text)
@@ -130,7 +136,9 @@ def _write(
     write_manifest(folder, manifest)
 
 
-def _describe(path: Path, header: Header, triggers: tuple[int, ...], tokenizer: Any) -> dict[str, Any]:
+def _describe(
+    path: Path, header: Header, triggers: tuple[int, ...], tokenizer: Any
+) -> dict[str, Any]:
     # of another program's memory nothing is known but what it read
     config = SfiConfig().replace(sink=0, recent=1, recent_mode="sliding")
     event = RunEvent(

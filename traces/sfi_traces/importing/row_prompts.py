@@ -35,11 +35,15 @@ def read_prompts(path: Path, said: dict[str, Any]) -> list[Prompt]:
 def _of_ids(path: Path, ids: Any, texts: Any) -> list[Prompt]:
     several = bool(ids) and isinstance(ids, list) and isinstance(ids[0], list)
     prompts, words = (ids, texts) if several else ([ids], [texts])
-    if not several and texts is None or texts is None:
+    if texts is None:
         words = [None] * len(prompts)
     if len(words) != len(prompts):
-        raise InputError(f"prompt_token_texts of {path} must be {len(prompts)} lists, got {len(words)}")
-    return [_of(path, request, *pair) for request, pair in enumerate(zip(prompts, words, strict=True))]
+        raise InputError(
+            f"prompt_token_texts of {path} must be {len(prompts)} lists, got {len(words)}"
+        )
+    return [
+        _of(path, request, *pair) for request, pair in enumerate(zip(prompts, words, strict=True))
+    ]
 
 
 def _of(path: Path, request: int, ids: Any, texts: Any) -> Prompt:

@@ -1,8 +1,9 @@
-"""Selections as rows of a Parquet file, a row for each step and layer (and head); read some rows at a time."""
+"""Selections as rows of a Parquet file, a row for each step and layer (and head), read piece by piece."""
 
 import json
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +127,7 @@ class SelectionRows:
                 table = piece if left is None else pa.concat_tables([left, piece])
                 keys = np.stack([_numbers(table, name) for name in ("request", "step")])
                 edges = [0, *(np.flatnonzero((keys[:, 1:] != keys[:, :-1]).any(0)) + 1).tolist()]
-                for first, end in zip(edges, edges[1:], strict=False):
+                for first, end in pairwise(edges):
                     yield begin + first, table.slice(first, end - first)
                 begin, left = begin + edges[-1], table.slice(edges[-1])
             if left is not None and len(left):
@@ -159,25 +160,29 @@ class SelectionRows:
             )
         if request >= len(self._prompts):
             raise InputError(
-                f"{self._row(begin)}: request must be one of the {len(self._prompts)} with a prompt, got {request}"
+                f"{self._row(begin)}: request must be one of the {len(self._prompts)} with a prompt, got "
+                f"{request}"
             )
         return request, step
 
     def _places(self, begin: int, rows: pa.Table) -> list[Place]:
-        pairs = list(zip(*(_numbers(rows, name).tolist() for name in ("layer", "head")), strict=True))
+        pairs = list(
+            zip(*(_numbers(rows, name).tolist() for name in ("layer", "head")), strict=True)
+        )
         for at, pair in enumerate(pairs):
             if pair in pairs[:at]:
                 raise InputError(
-                    f"{self._row(begin + at)}: layer {pair[0]}, head {pair[1]} must come once a step, got twice"
+                    f"{self._row(begin + at)}: layer {pair[0]}, head {pair[1]} must come once a step, got "
+                    "twice"
                 )
         return sorted(pairs)
 
     def _other_places(self, begin: int, step: int, places: list[Place]) -> str:
-        for verb, names in (("have", set(self.header.place_U) - set(places)),
-                            ("have no", set(places) - set(self.header.place_U))):  # fmt: skip
-            if names:
-                layer, head = min(names)
-                break
+        missing = set(self.header.place_U) - set(places)
+        verb, names = (
+            ("have", missing) if missing else ("have no", set(places) - {*self.header.place_U})
+        )
+        layer, head = min(names)
         return (
             f"{self._row(begin)}: step {step} must {verb} layer {layer}, head {head}, as the first step, got "
             f"{len(places)} layers and heads"
@@ -188,7 +193,8 @@ class SelectionRows:
             heads = [head for own, head in places if own == layer]
             if layer < 0 or heads != list(range(len(heads))):
                 raise InputError(
-                    f"import {self._path}: heads of layer {layer} must be 0, 1, ... without a gap, got {heads}"
+                    f"import {self._path}: heads of layer {layer} must be 0, 1, ... without a gap, got "
+                    f"{heads}"
                 )
 
     def _check_beside(self, rows: pa.Table, begin: int) -> None:
@@ -208,8 +214,8 @@ class SelectionRows:
         if wrong.any():
             at = int(np.argmax(wrong))
             raise InputError(
-                f"{self._row(begin + at)}: token_id must be one of at least 0 for all of a step, got {ids[at]} "
-                f"and {ids[0]}"
+                f"{self._row(begin + at)}: token_id must be one of at least 0 for all of a step, got "
+                f"{ids[at]} and {ids[0]}"
             )
         return int(ids[0])
 
@@ -241,7 +247,8 @@ class SelectionRows:
         if not rules.get(field.name, pa.types.is_integer)(kind):
             some = "lists of whole numbers" if lists else "whole numbers"
             raise InputError(
-                f"column {field.name} of {self._path} must be {wanted.get(field.name, some)}, got {field.type}"
+                f"column {field.name} of {self._path} must be {wanted.get(field.name, some)}, got "
+                f"{field.type}"
             )
 
     def _row(self, row: int) -> str:
@@ -253,7 +260,9 @@ def _said(file: parquet.ParquetFile) -> dict[str, Any]:
     found = {}
     for key, text in (file.metadata.metadata or {}).items():
         name = key.decode(errors="replace")
-        if name in (VERSION_NAME, "model") or name.startswith(("prompt_", "block_size", "trigger_")):
+        if name in (VERSION_NAME, "model") or name.startswith(
+            ("prompt_", "block_size", "trigger_")
+        ):
             found[name] = json.loads(text)
     return found
 

@@ -1,7 +1,7 @@
 """What `sfi trace import` takes: version 1 of the input schema, in words in docs/import.md.
 
-Dimensions: N steps from step 0 on, L layers, H heads, U pairs of a layer and a head, K positions of a selection,
-B blocks of a selection, P tokens of the prompt.
+Dimensions: N steps from step 0 on, L layers, H heads, U pairs of a layer and a head, K positions of a
+selection, B blocks of a selection, P tokens of the prompt.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,10 +25,21 @@ COMMON = (
 SELECTIONS = ("positions", "blocks", "block_size", "layers", "mass", "scores", "first_query")
 ATTENTION = ("kv_heads",)  # and `attention.PASS.LAYER`, or the nested `attentions`
 # of a Parquet file: columns, and keys of its metadata, whose values are JSON
-COLUMNS = ("request", "step", "layer", "head", "positions", "blocks", "mass", "scores", "token_id", "token_text")
+COLUMNS = (
+    "request",
+    "step",
+    "layer",
+    "head",
+    "positions",
+    "blocks",
+    "mass",
+    "scores",
+    "token_id",
+    "token_text",
+)
 METADATA = (
-    VERSION_NAME, "prompt_token_ids", "prompt_tokens", "prompt_token_texts", "block_size", "trigger_token_ids",
-    "model",
+    VERSION_NAME, "prompt_token_ids", "prompt_tokens", "prompt_token_texts", "block_size",
+    "trigger_token_ids", "model",
 )  # fmt: skip
 
 Place = tuple[int, int]  # layer, head
@@ -164,4 +175,6 @@ def check_known(path: Path, what: str, names: Sequence[str], known: Sequence[str
     """
     for name in names:
         if name not in known:
-            raise InputError(f"import {path} has an unknown {what} {name!r}; expected some of {known}")
+            raise InputError(
+                f"import {path} has an unknown {what} {name!r}; expected some of {known}"
+            )

@@ -29,6 +29,7 @@ from sfi_traces.importing.schema import (
 from sfi_traces.importing.tokens import Tokens
 
 Array = npt.NDArray[Any]
+WITH_HEADS = ("steps", "layers", "heads", "positions")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -125,7 +126,7 @@ class SelectionArrays:
         steps = None if first is not None else len(self._index)
         self._tokens = Tokens.of(arrays, options, steps)
         self._left_out = _left_out(self, first)
-        heads = self._index.shape[2] if self._index.ndim == 4 else 1
+        heads = self._heads or 1
         self.header = Header(
             kind="selections",
             place_U=[(layer, head) for layer in self._layers(arrays) for head in range(heads)],
@@ -167,6 +168,12 @@ class SelectionArrays:
         """What an error calls the array."""
         return f"{self._name} of {self._path}"
 
+    @property
+    def _heads(self) -> int | None:
+        # None where there is one selection for all heads, [N, L, K]
+        *_, heads, _ = self._index.shape[1:]
+        return int(heads) if self._index.ndim == len(WITH_HEADS) else None
+
     def _beside(self, arrays: Arrays, name: str) -> Array | None:
         found = arrays.maybe(name, "f", (3, 4))
         if found is None:
@@ -196,7 +203,7 @@ class SelectionArrays:
         return np.asarray(array[row]).reshape(-1, array.shape[-1])
 
     def _where(self, row: int) -> Where:
-        heads = self._index.shape[2] if self._index.ndim == 4 else None
+        heads = self._heads
 
         def name(unit: int) -> str:
             place = str(unit) if heads is None else f"{unit // heads}, {unit % heads}"
@@ -230,7 +237,7 @@ def _left_out(source: SelectionArrays, first: int | None) -> int:
         return 0
     if not first < prompt or first + rows != prompt + generated - 1:
         raise InputError(
-            f"{source.name} must have rows for the queries {first:,} to {prompt + generated - 2:,} (first_query, "
-            f"{prompt:,} prompt tokens, {generated:,} generated), got {rows:,} rows"
+            f"{source.name} must have rows for the queries {first:,} to {prompt + generated - 2:,} "
+            f"(first_query, {prompt:,} prompt tokens, {generated:,} generated), got {rows:,} rows"
         )
     return prompt - 1 - first

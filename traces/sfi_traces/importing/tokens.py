@@ -65,7 +65,9 @@ class Tokens:
 def _split(arrays: Arrays, sequence: Ints, steps: int | None) -> tuple[Prompt, Ints]:
     for name in ("token_ids", "prompt_token_ids"):
         if name in arrays.names:
-            raise ConfigError(f"token-ids is for a file without tokens, got {name} in {arrays.path}")
+            raise ConfigError(
+                f"token-ids is for a file without tokens, got {name} in {arrays.path}"
+            )
     prompt_tokens = arrays.number("prompt_tokens", least=1)
     if prompt_tokens is None:
         if steps is None:
@@ -83,11 +85,15 @@ def _prompt(arrays: Arrays) -> Prompt:
     tokens = arrays.number("prompt_tokens", least=1)
     if "prompt_token_ids" not in arrays.names:
         if tokens is None:
-            raise InputError(f"import {arrays.path} must have prompt_token_ids or prompt_tokens, got neither")
+            raise InputError(
+                f"import {arrays.path} must have prompt_token_ids or prompt_tokens, got neither"
+            )
         return Prompt(tokens=tokens)
     ids = _ids(arrays, "prompt_token_ids")
     if tokens is not None and tokens != len(ids):
-        raise InputError(f"prompt_tokens of {arrays.path} must be {len(ids):,}, as the ids are, got {tokens:,}")
+        raise InputError(
+            f"prompt_tokens of {arrays.path} must be {len(ids):,}, as the ids are, got {tokens:,}"
+        )
     return Prompt(
         tokens=len(ids), token_ids=ids, texts=_texts(arrays, "prompt_token_texts", len(ids))
     )
@@ -115,7 +121,9 @@ def check_ids(ids: Ints, what: str) -> None:
 def _texts(arrays: Arrays, name: str, tokens: int) -> list[str] | None:
     texts = arrays.maybe(name, "U", (1,))
     if texts is not None and len(texts) != tokens:
-        raise InputError(f"{name} of {arrays.path} must be {tokens:,}, as the ids are, got {len(texts):,}")
+        raise InputError(
+            f"{name} of {arrays.path} must be {tokens:,}, as the ids are, got {len(texts):,}"
+        )
     return None if texts is None else [str(text) for text in texts]
 
 

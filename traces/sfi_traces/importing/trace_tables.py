@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from sfi_traces.importing.schema import Header, ImportedStep, Prompt
+from sfi_traces.importing.schema import Header, ImportedStep, Ints, Prompt
 from sfi_traces.overlap import Overlap
 from sfi_traces.record.part_files import PartFiles
 from sfi_traces.record.table_buffer import Lists, TableBuffer
@@ -23,7 +23,9 @@ class TraceTables:
         steps: Steps so far.
     """
 
-    def __init__(self, parts: PartFiles, header: Header, triggers: frozenset[int], text: TokenText | None) -> None:
+    def __init__(
+        self, parts: PartFiles, header: Header, triggers: frozenset[int], text: TokenText | None
+    ) -> None:
         """Begin.
 
         Args:
@@ -36,7 +38,7 @@ class TraceTables:
         self._parts, self._header, self._triggers, self._text = parts, header, triggers, text
         self._tables = {name: TableBuffer(schema) for name, schema in TABLES.items()}
         self._layer_U, self._head_U = np.array(header.place_U).T
-        self._last_UK = np.full((len(header.place_U), 0), -1, np.int32)
+        self._last_UK: Ints = np.full((len(header.place_U), 0), -1, np.int32)
         self._sentence = 0
 
     def prompt(self, request: int, prompt: Prompt) -> None:
@@ -61,7 +63,12 @@ class TraceTables:
         self._sentence += one.token_id in self._triggers
         change = Overlap.of(self._last_UK, one.index_UK)
         overlap_U = np.full(len(change.both), np.nan) if one.step == 0 else change.coefficient
-        key = {"request": one.request, "step": one.step, "layer": self._layer_U, "head": self._head_U}
+        key = {
+            "request": one.request,
+            "step": one.step,
+            "layer": self._layer_U,
+            "head": self._head_U,
+        }
         known_UK = one.index_UK >= 0
         positions = Lists.of(one.index_UK, known_UK)
         supports = {

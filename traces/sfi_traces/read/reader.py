@@ -79,7 +79,9 @@ class Trace:
             TraceError: The trace was imported without.
         """
         if not self.masses:
-            raise TraceError(f"trace {self.path} has no masses: it was imported from a file without them")
+            raise TraceError(
+                f"trace {self.path} has no masses: it was imported from a file without them"
+            )
 
     def parts(self, table: str) -> list[Path]:
         """List a table's complete part files, in order."""

@@ -104,7 +104,9 @@ class ReusedSteps:
     def of(cls, supports: Supports, reasons: Sequence[str]) -> Self:
         """Compare each step with the last one that a schedule has a reason for."""
         N, U, _ = supports.position_NUK.shape
-        recall_NU, with_new_NU, kept_NU, own_NU = (np.full((N, U), np.nan, np.float32) for _ in range(4))
+        recall_NU, with_new_NU, kept_NU, own_NU = (
+            np.full((N, U), np.nan, np.float32) for _ in range(4)
+        )
         edges = [step for step, reason in enumerate(reasons) if reason]
         for slow, end in pairwise([*edges, N]):
             later = slice(slow + 1, end)

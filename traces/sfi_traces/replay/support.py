@@ -39,7 +39,7 @@ class Supports:
         layer_U: The audited layers, by pair.
         head_U: The audited KV heads, by pair.
         position_NUK: Positions, ascending, padded with -1; int32.
-        mass_NUK: The positions' probabilities under dense attention; 0 where padded, and where `masses` is off.
+        mass_NUK: The positions' probabilities under dense attention; 0 where padded, and without `masses`.
         cosine_NU: Cosine of the query with the one before; NaN where there is none.
         masses: Whether the probabilities are known; an import may lack them.
     """

@@ -32,7 +32,8 @@ class RecordedVocabulary:
             table = trace.table("steps", ["token_id", "token_text"])
             if table["token_text"].null_count and not trace.redacted:
                 raise TraceError(
-                    f"trace {trace.path} has no text of its tokens; it can be replayed with its own triggers only"
+                    f"trace {trace.path} has no text of its tokens; it can be replayed with its own triggers "
+                    "only"
                 )
             if table["token_id"].null_count:
                 raise TraceError(

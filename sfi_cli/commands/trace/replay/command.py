@@ -152,7 +152,12 @@ def replay(
         ).run()
     elif refresh_every is not None or is_imported(trace):
         ReuseJob(
-            choice=choice, output=written, against=against, grid=grid, every=refresh_every, step=step
+            choice=choice,
+            output=written,
+            against=against,
+            grid=grid,
+            every=refresh_every,
+            step=step,
         ).run()
     else:
         ReplayJob(

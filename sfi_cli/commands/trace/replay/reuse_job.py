@@ -54,8 +54,8 @@ class ReuseJob:
         for name in (*MEMORY, PAGE_SIZE):
             if name in self.grid.axes:
                 raise ConfigError(
-                    f"{name} must come without --refresh-every and of no imported trace: selections are reused "
-                    "as they are"
+                    f"{name} must come without --refresh-every and of no imported trace: selections are "
+                    "reused as they are"
                 )
 
     def _document(self) -> dict[str, Any]:
@@ -65,7 +65,7 @@ class ReuseJob:
         trace = Trace.open(self.choice.trace)
         settings = self._settings(trace)
         recorded = Supports.load(trace, self.choice.request, self.choice.layers, self.choice.heads)
-        rows = []
+        rows: list[dict[str, Any]] = []
         with BenchProgress(quiet=self.output.quiet) as progress:
             for every, setting in settings:
                 progress.update("replaying schedules", len(rows), len(settings))

@@ -9,13 +9,13 @@ COLUMNS = ("selected anew", "saved", "recall", "p5", "with new tokens", "worst l
 MASSES = ("mass", "of its own")
 MOST_LAYERS = 12  # of the table by layer, those with the least recall
 LEGEND = (
-    "recall: share of a step's own selection that is in the reused one, mean over the steps that reuse, their "
-    "layers and heads; with new tokens: if all tokens since are read besides; worst: with its request, step, "
-    "layer and head."
+    "recall: share of a step's own selection that is in the reused one, mean over the steps that reuse, "
+    "their layers and heads; with new tokens: if all tokens since are read besides; worst: with its request, "
+    "step, layer and head."
 )
 LEGEND_MASSES = (
-    "mass: what the reused selection and these tokens hold of the step's dense attention, of recorded positions; "
-    "of its own: what the step's own selection holds."
+    "mass: what the reused selection and these tokens hold of the step's dense attention, of recorded "
+    "positions; of its own: what the step's own selection holds."
 )
 
 Row = dict[str, Any]
@@ -58,7 +58,9 @@ def _layers_table(document: Row) -> Any:
     # a row for each layer, a column for each schedule
     rows = [row for row in document["rows"] if row["reused_steps"]]
     recall = {
-        layer: [next(one["recall"] for one in row["layers"] if one["layer"] == layer) for row in rows]
+        layer: [
+            next(one["recall"] for one in row["layers"] if one["layer"] == layer) for row in rows
+        ]
         for layer in document["layers"]
     }
     worst = sorted(recall, key=lambda layer: [1.0 if one is None else one for one in recall[layer]])

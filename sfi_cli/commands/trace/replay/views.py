@@ -36,8 +36,10 @@ def heading(document: dict[str, Any]) -> str:
     )
     prompt = max(request["prompt_tokens"] for request in requests)
     steps = sum(request["steps"] for request in requests)
+    policy = document["policy"]
+    how = policy if policy == "imported" else f"recorded with {policy}"
     return (
-        f"{document['trace']}: {document['model']}, recorded with {document['policy']}; {which}, up to "
+        f"{document['trace']}: {document['model']}, {how}; {which}, up to "
         f"{prompt:,} prompt tokens, {steps:,} steps, {len(document['layers'])} layers with "
         f"{document['heads']} KV heads in all, top {document['audit_top']:,}"
     )
