@@ -73,7 +73,7 @@ def summarize(trace: Trace, request: int | None = None, layer: int | None = None
         "latency": latency(scope),
         "break_even": break_even(scope),
         "missing": [
-            reason
+            reason.partition(" (")[0] if trace.imported else reason
             for name, reason in MISSING.items()
             if sections[name] is None and (name in OF_ALL_RUNS or not trace.lossless)
         ],
