@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from sfi_cli.settings.tables import TraceTable
 from sfi_cli.terminal.output import message
 from sfi_core.distributed import torchrun
-from sfi_core.errors import ConfigError
+from sfi_core.errors import ConfigError, SfiError
 from sfi_core.settings.audit import AuditConfig
 
 if TYPE_CHECKING:
@@ -69,3 +69,18 @@ class TraceRecording:
             yield [*found, stack.enter_context(parquet)], parquet.close
         if self.folder.exists() and not quiet:  # gone where the run ended before it began
             message(f"Wrote {self.folder}; look at it with: sfi trace show {self.folder}")
+            _warn(self.folder)
+
+
+def _warn(folder: Path) -> None:
+    # the rules that read no lists of positions; a trace cut short, or a full disk, must not fail the run
+    from sfi_traces.health import judge, line, problems
+    from sfi_traces.read.reader import Trace
+    from sfi_traces.summary import Scope
+
+    try:
+        found = judge(Scope.of(Trace.open(folder)), quick=True)
+    except (SfiError, OSError):
+        return
+    for one in problems(found):
+        message(f"warning: {line(one)}")
