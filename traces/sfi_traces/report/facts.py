@@ -128,8 +128,8 @@ def _top_1_cards(audit: Row | None) -> list[Card]:
     if not audit or not audit["top_1_read"]["n"]:
         return []
     note = (
-        "of query heads: fast steps read their most probable position; the query head that retains least of a "
-        f"KV head's keeps {_number(audit['retained_mass_min']['mean'], 3)}"
+        "of query heads: fast steps read their most probable position; a KV head's query head that retains "
+        f"least keeps {_number(audit['retained_mass_min']['mean'], 3)}"
     )
     return [Card("Top-1 hit", _percent(audit["top_1_read"]["mean"], 1), note)]
 
@@ -138,8 +138,8 @@ def _coverage_cards(found: Row | None) -> list[Card]:
     if not found:
         return []
     note = (
-        f"of the prompt was ever selected by a KV head, {_percent(found['selected_by_any'], 1)} by any; half of "
-        f"the selected lie {_number(found['distance']['p50'], 0)} tokens back or more; a position stays for "
+        f"of the prompt was ever selected by a KV head, {_percent(found['selected_by_any'], 1)} by any; half "
+        f"of the selected lie {_number(found['distance']['p50'], 0)} tokens back or more; a position stays for "
         f"{_number(found['stay'], 1)} refreshes"
     )
     return [Card("Coverage", _percent(found["selected"], 1), note)]

@@ -35,7 +35,7 @@ def sample_supports(scope: Scope) -> int:
         n; 1 where all are read.
     """
     size = scope.row("SELECT count(*) AS rows FROM chosen_supports WHERE read IS NOT NULL")
-    top = (scope.trace.manifest.get("audit") or {}).get("top", 1)
+    top = int((scope.trace.manifest.get("audit") or {}).get("top", 1))
     every = 1 + int(size["rows"]) * top // MOST_POSITIONS
     scope.connection.execute(f"""
         CREATE OR REPLACE TEMP VIEW sampled_supports AS
