@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from sfi_core.errors import TraceError
-from sfi_traces.record.rank_folders import rank_folder
 from sfi_traces.read.reader import Trace
+from sfi_traces.record.rank_folders import rank_folder
 
 SAME = ("token_id", "slow", "reason")  # of a step, on every rank
 KEY = ("request", "step")
