@@ -76,6 +76,7 @@ class Trace:
         alone = Trace(self.path, self.manifest)
         return {self.rank: alone, **{other.rank: other for other in self.others}}
 
+    @property
     def imported(self) -> dict[str, Any] | None:
         """What the manifest says of the file that the trace was imported from; None for a recorded one."""
         return self.manifest.get("imported")
