@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from sfi_cli.settings.tables import TraceTable
 from sfi_cli.terminal.output import message
-from sfi_core.errors import ConfigError, RankLostError
+from sfi_core.distributed import torchrun
+from sfi_core.errors import ConfigError, RankLostError, SfiError
 from sfi_core.settings.audit import AuditConfig
 
 if TYPE_CHECKING:
@@ -69,6 +70,8 @@ class TraceRecording:
         _wait_for_ranks()
         if self.folder.exists() and not quiet:  # gone where the run ended before it began
             message(f"Wrote {self.folder}; look at it with: sfi trace show {self.folder}")
+            if torchrun.first():
+                _warn(self.folder)
 
 
 def _wait_for_ranks() -> None:
@@ -79,3 +82,17 @@ def _wait_for_ranks() -> None:
         join().first_ones(None)
     except RankLostError:
         message("another rank has ended early; its part of the trace may lack its end")
+
+
+def _warn(folder: Path) -> None:
+    # the rules that read no lists of positions; a trace cut short, or a full disk, must not fail the run
+    from sfi_traces.health import judge, line, problems
+    from sfi_traces.read.reader import Trace
+    from sfi_traces.summary import Scope
+
+    try:
+        found = judge(Scope.of(Trace.open(folder)), quick=True)
+    except (SfiError, OSError):
+        return
+    for one in problems(found):
+        message(f"warning: {line(one)}")

@@ -76,6 +76,27 @@ class Trace:
         alone = Trace(self.path, self.manifest)
         return {self.rank: alone, **{other.rank: other for other in self.others}}
 
+    @property
+    def imported(self) -> dict[str, Any] | None:
+        """What the manifest says of the file that the trace was imported from; None for a recorded one."""
+        return self.manifest.get("imported")
+
+    @property
+    def masses(self) -> bool:
+        """Whether positions have their probability under dense attention; an import may lack them."""
+        return self.imported is None or bool(self.imported["masses"])
+
+    def require_masses(self) -> None:
+        """Refuse a trace of positions without their probability.
+
+        Raises:
+            TraceError: The trace was imported without.
+        """
+        if not self.masses:
+            raise TraceError(
+                f"trace {self.path} has no masses: it was imported from a file without them"
+            )
+
     def parts(self, table: str) -> list[Path]:
         """List a table's complete part files, in order; of some tables every rank's."""
         own = sorted((self.path / table).glob("part-*.parquet"))

@@ -26,7 +26,7 @@ def latency(scope: Scope) -> dict[str, Any]:
                 WHEN bool_or(step = 0) THEN 'prefill' WHEN bool_and(slow) THEN 'slow'
                 WHEN bool_or(slow) THEN 'mixed' ELSE 'fast' END AS kind
             FROM steps
-            WHERE (coalesce(batch_step, step), elapsed_us)
+            WHERE elapsed_us IS NOT NULL AND (coalesce(batch_step, step), elapsed_us)
                 IN (SELECT (coalesce(batch_step, step), elapsed_us) FROM chosen_steps)
             GROUP BY coalesce(batch_step, step), elapsed_us
         )

@@ -104,6 +104,7 @@ def retained_mass(view: View) -> Retained:
         TraceError: No audit.
     """
     view.trace.require_audit()
+    view.trace.require_masses()
     columns = ["request", "step", "layer", "head", "retained_mass"]
     rows = view.trace.table("supports", columns).filter(view.wanted)
     rows = rows.filter(pc.is_in(rows["step"], pa.array(view.steps.step[~view.steps.slow])))
