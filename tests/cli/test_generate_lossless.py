@@ -3,8 +3,10 @@
 import json
 
 import pytest
+from transformers import CONFIG_MAPPING
 
 from sfi_core.generation import verify as verify_module
+from sfi_core.models.load import load_tokenizer
 from tests.cli.test_generate import PROMPT, batch_file, inside
 
 TEXT = PROMPT * 20
@@ -68,3 +70,15 @@ def test_what_cannot_be_is_refused_in_one_line(options, words):
     assert (code, stdout) == (2, "")
     assert words in error
     assert error.count("\n") == 1
+
+
+def test_a_rotation_that_depends_on_the_pass_is_refused_before_weights_are_read(tmp_path):
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    load_tokenizer().save_pretrained(tmp_path)
+    CONFIG_MAPPING["llama"](rope_parameters=rope).save_pretrained(tmp_path)
+    given = ("generate", TEXT, "-n", "2", "--model", str(tmp_path))
+    code, _, error = inside(*given, "--lossless")
+    assert (code, error.count("\n")) == (2, 1)
+    assert "lossless must be off with RoPE of the kind dynamic" in error
+    code, _, error = inside(*given)  # without it, the weights are what is missing
+    assert code == 3

@@ -47,8 +47,12 @@ class GenerateJob:
             SfiError: What the user can mend.
             typer.Exit: With 130 after Ctrl-C.
         """
+        from sfi_core.models.rotation import check_rotation
+
         self._check()
-        model, tokenizer = self.subject.loaded(quiet=output.quiet)
+        model, tokenizer = self.subject.loaded(
+            quiet=output.quiet, check=check_rotation if self.engine.lossless else None
+        )
         prompts = [token_ids(entry, tokenizer, chat=self.chat) for entry in self.prompts.entries]
         shows = output.streams and not output.json and len(prompts) == 1
         decode = partial(self._decode, model, tokenizer, prompts, output.quiet)
@@ -61,7 +65,7 @@ class GenerateJob:
                 stopped("interrupted" if result.interrupted else str(result.error))
         document = self._document(result, str(model.device))
         if not result.interrupted and result.error is None:
-            document |= self._beside(decode)
+            document |= self._beside(decode, model.config)
             if self.verify:
                 document["verification"] = self._verified(model, prompts, result)
         if output.json:
@@ -93,13 +97,15 @@ class GenerateJob:
         Sampling(**self.sampling)
         self.subject.check()
 
-    def _beside(self, decode: Callable[..., Any]) -> dict[str, Any]:
+    def _beside(self, decode: Callable[..., Any], config: Any) -> dict[str, Any]:
         # what runs after it, for comparison
+        from sfi_core.models.rotation import pass_rotation
+
         found = {}
         if self.compare:
             other = decode("full-kv", None, [], None)
             found["comparison"] = {"policy": "full-kv", **_measured(other)}
-        if self.beside:
+        if self.beside and not pass_rotation(config):
             other = decode(self.policy, None, [], None, lossless=True)
             found["lossless"] = {"policy": f"{self.policy}, lossless", **_measured(other)}
         return found

@@ -6,6 +6,7 @@ from typing import Any
 from sfi_core.engine.picking.picker import CPU_PIECE, PIECE
 from sfi_core.errors import ConfigError
 from sfi_core.models.lossless_forecast import Drafting
+from sfi_core.models.rotation import check_rotation
 from sfi_core.observers.events import LogitsEvent
 from sfi_core.observers.observer import wants
 from sfi_core.policies import POLICIES
@@ -63,6 +64,7 @@ def check_lossless(session: Any) -> None:
     """
     policy, engine = session.policy, session.engine
     check_drafts(policy, session.policy_name)
+    check_rotation(session.model.config)
     reasons = {
         f"a trigger that looks at the {policy.signal}": bool(policy.signal),
         "kv_device_budget, whose host pages cannot be taken back": engine.kv_device_budget

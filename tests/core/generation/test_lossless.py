@@ -6,16 +6,19 @@ from itertools import pairwise
 
 import pytest
 import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+from sfi_core.engine.layer import Layer
 from sfi_core.engine.lossless.drafts import Drafts
 from sfi_core.errors import ConfigError
 from sfi_core.generation.generate import generate
+from sfi_core.generation.verify import verify
 from sfi_core.hosts.transformers import lossless_loop
 from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.engine import EngineOptions
 from sfi_core.settings.sampling import Sampling
 from sfi_core.state.kv_cache import KVCache
-from tests.architectures import WORKS, prompts, tiny
+from tests.architectures import COMMON, WORKS, prompts, tiny
 from tests.covering import covering
 from tests.fakes import RecordingObserver
 
@@ -233,6 +236,31 @@ def test_what_a_rejected_token_selected_is_never_read():
         assert report.reasons["rejected"] == len(after)
 
 
+@pytest.mark.parametrize("policy", ["codescan", "quest", "oracle-top-k"])
+def test_what_kept_steps_selected_is_told_at_their_own_steps(policy):
+    """Each fast step selects for itself, and a verification for nobody."""
+    seen = RecordingObserver()
+    result = run("qwen3", ROWS, policy=policy, draft="4", observers=[seen])
+    told = [(one.request, one.step, one.layer) for one in seen.selections if one.step]
+    drafted = [(one.request, one.step) for one in seen.steps if one.drafted]
+    assert len(told) == len(set(told))
+    assert {one[:2] for one in told} == set(drafted)
+    fell = sum(one.lossless.drafted - one.lossless.accepted for one in result.report.requests)
+    assert fell
+    assert all(one.evidence_position is None for one in seen.verifications)
+
+
+def test_a_basis_of_the_prompt_asks_verifications_for_no_evidence(monkeypatch):
+    asked, attend = [], Layer.dense_with_logits
+    monkeypatch.setattr(
+        Layer, "dense_with_logits", lambda *args, **more: asked.append(1) or attend(*args, **more)
+    )
+    run("qwen3", ROWS, policy="codescan", draft="4")
+    assert not asked
+    run("qwen3", ROWS, policy="sfi", draft="4")
+    assert asked
+
+
 def test_drafts_are_compared_with_full_attention():
     seen = RecordingObserver()
     result = run("qwen3", ROWS, draft="4", observers=[seen])
@@ -287,6 +315,30 @@ REFUSED = {
 def test_what_cannot_be_lossless_is_refused_by_name(message):
     with pytest.raises(Exception, match=message):
         run("qwen3", ROWS, **REFUSED[message])
+
+
+def moving(kind):
+    """A tiny model whose RoPE looks at the largest position of a pass."""
+    model_type, rope = MOVING[kind]
+    shape = {name: size for name, size in COMMON.items() if name != "head_dim"}
+    rope = {"rope_type": kind, "rope_theta": 1e4, **rope}
+    return AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type](**shape, rope_parameters=rope))
+
+
+LONGROPE = {
+    "short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "original_max_position_embeddings": 64,
+}  # fmt: skip
+MOVING = {"longrope": ("phi3", LONGROPE), "dynamic": ("llama", {"factor": 2.0})}
+
+
+@pytest.mark.parametrize("kind", MOVING)
+def test_a_rotation_that_depends_on_the_pass_is_refused(kind):
+    given, model = [], moving(kind)
+    with pytest.raises(ConfigError, match=f"lossless must be off with RoPE of the kind {kind}"):
+        generate(model, None, ROWS, SMALL, lossless=True, on_token=given.append)
+    assert not given
+    with pytest.raises(ConfigError, match=f"got RoPE of the kind {kind}"):
+        verify(model, ROWS, [[1, 2]] * len(ROWS))
 
 
 def test_models_with_sliding_windows_decode_one_request_at_a_time():
