@@ -85,7 +85,7 @@ def generate(
     engine: EngineOptions | None = None,
     lossless: bool = False,
     on_plan: Callable[[BatchPlan], None] | None = None,
-    on_token: Callable[[list[int]], None] | None = None,
+    on_token: Callable[[list[Any]], None] | None = None,
     on_prefill: Callable[[int, int], None] | None = None,
 ) -> Result:
     """Complete prompts with slow-fast decoding.
@@ -115,7 +115,7 @@ def generate(
         lossless: Generate full attention's own tokens: the policy's fast steps draft, dense passes verify.
         on_plan: Called before the run with how many requests are decoded together, and what that needs.
         on_token: Called with the tokens of each step, by prompt; padding for one that has ended or waits.
-            A lossless run gives several tokens at once: one call each, padding for a prompt that has fewer.
+            A lossless run gives several tokens at once: one call each, with None for a prompt that has fewer.
         on_prefill: Called with the prompt tokens read so far and in all, of the prompts that are read first.
 
     Returns:
@@ -180,7 +180,8 @@ def generate(
         if seed is None:
             seed = int(torch.randint(2**62, ())) if sampling.do_sample else 0
         sampler = Sampler(sampling, ids_BT, session.ranks, seed=seed, ahead=decoder.ahead)
-        scheduler = Scheduler(decoder, rows, limits, sampler, pad_id, on_token)
+        nothing = None if engine.lossless else pad_id
+        scheduler = Scheduler(decoder, rows, limits, sampler, pad_id, on_token, nothing)
         error: SfiError | None = None
         interrupted = False
         try:

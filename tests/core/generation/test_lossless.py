@@ -71,9 +71,15 @@ def full(label, sampling="greedy"):
     return tokens(result)
 
 
-@pytest.mark.parametrize(
-    ("label", "policy", "draft", "sampling"), covering(LABELS, DRAFTERS, DRAFTS, SAMPLINGS)
-)
+CASES = covering(LABELS, DRAFTERS, DRAFTS, SAMPLINGS)
+
+
+def test_the_default_run_crosses_drafters_with_draft_rules():
+    kept = {case.values[1:3] for case in CASES if not case.marks}
+    assert len(kept) > 3 * max(len(DRAFTERS), len(DRAFTS))
+
+
+@pytest.mark.parametrize(("label", "policy", "draft", "sampling"), CASES)
 def test_tokens_are_those_of_full_attention(label, policy, draft, sampling):
     result = run(label, ROWS, policy=policy, draft=draft, sampling=SAMPLINGS[sampling], seed=5)
     assert tokens(result) == full(label, sampling)
@@ -282,6 +288,15 @@ def test_drafts_are_compared_with_full_attention():
         token = result.report.requests[request].token_ids[step]
         assert agrees == (drafted[request, step] == token)
         assert kl >= 0
+
+
+def test_no_token_is_told_apart_from_every_token():
+    """What each prompt is told, without `None`, is its output, whatever the padding token is."""
+    shown = []
+    result = run("qwen3", ROWS, draft="4", max_batch=2, on_token=shown.append)
+    told = [[token for token in column if token is not None] for column in zip(*shown, strict=True)]
+    assert told == tokens(result)
+    assert any(None in step for step in shown)
 
 
 def test_an_interrupted_run_reports_verified_tokens_only():
