@@ -46,9 +46,7 @@ class Subject:
         if self.pack_weights:
             _check_packing(self.loading)
 
-    def loaded(
-        self, *, quiet: bool, check: Callable[[Any], None] | None = None
-    ) -> tuple[Any, Any]:
+    def loaded(self, *, quiet: bool, check: Callable[[Any], None] | None = None) -> tuple[Any, Any]:
         """Return the model, packed if asked for, and a tokenizer, for random weights the bundled one's.
 
         Args:

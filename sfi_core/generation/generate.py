@@ -51,6 +51,7 @@ class Result:
         peak_memory_bytes: Peak memory of the process (CPU) or of the allocator (GPU) during the run.
         error: Why the run stopped early; None when it did not.
         interrupted: Whether Ctrl-C stopped it.
+        seed: What the tokens were drawn with, for `verify`; None where none were drawn.
     """
 
     report: RunReport
@@ -62,6 +63,7 @@ class Result:
     peak_memory_bytes: int
     error: SfiError | None = None
     interrupted: bool = False
+    seed: int | None = None
 
 
 def generate(
@@ -112,7 +114,8 @@ def generate(
         audit: What to compare with dense attention, for the observers; the tokens stay the same.
         shared: The prompts as `read_prompt` read them, to begin with; they are not read again.
         engine: How steps are run; None is `EngineOptions()`.
-        lossless: Generate full attention's own tokens: the policy's fast steps draft, dense passes verify.
+        lossless: Generate full attention's own tokens: the policy's fast steps draft, dense passes verify. So
+            does `engine.lossless`; either is enough.
         on_plan: Called before the run with how many requests are decoded together, and what that needs.
         on_token: Called with the tokens of each step, by prompt; padding for one that has ended or waits.
             A lossless run gives several tokens at once: one call each, with None for a prompt that has fewer.
@@ -196,7 +199,8 @@ def generate(
         except KeyboardInterrupt:
             interrupted = True
         report = _report(session, scheduler, error, interrupted=interrupted)
-        return _result(report, session, tokenizer, plan, error, interrupted=interrupted)
+        result = _result(report, session, tokenizer, plan, error, interrupted=interrupted)
+        return replace(result, seed=seed if sampling.do_sample else None)
 
 
 def _report(

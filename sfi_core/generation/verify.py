@@ -60,8 +60,8 @@ def verify(
         chunk: Prompt tokens of one forward pass.
 
     Raises:
-        ConfigError: Not one output for each prompt, sampling without its seed, a chunk below 1, or a model whose RoPE
-            (`longrope`, `dynamic`) depends on the pieces that a text is read in.
+        ConfigError: Not one output for each prompt, sampling without its seed, a chunk below 1, or a model
+            whose RoPE (`longrope`, `dynamic`) depends on the pieces that a text is read in.
         InputError: A prompt is empty, or longer with its output than the model's positions.
         NumericsError: The model's logits hold NaN or infinity.
     """
@@ -73,7 +73,9 @@ def verify(
     if chunk < 1:
         raise ConfigError(f"chunk must be at least 1, got {chunk}")
     if kind := pass_rotation(model.config):
-        raise ConfigError(f"model must rotate each token by its own position, got RoPE of the kind {kind}")
+        raise ConfigError(
+            f"model must rotate each token by its own position, got RoPE of the kind {kind}"
+        )
     check_lengths(model, rows, [len(output) for output in outputs])
     judge = Judge(model, sampling, seed or 0)
     with wide_linears(model):

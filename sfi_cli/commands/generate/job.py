@@ -83,16 +83,19 @@ class GenerateJob:
     def _check(self) -> None:
         # mistakes in settings show before a large model loads
         from sfi_core.engine.backends.registry import check_backend
-        from sfi_core.hosts.transformers.lossless import check_drafts
+        from sfi_core.hosts.transformers.lossless import check_asked, check_drafts
         from sfi_core.hosts.transformers.stores import check_offloads
         from sfi_core.models.load import resolve_device
         from sfi_core.policies import policy_class
+        from sfi_core.triggers.trigger import Trigger
 
         policy = policy_class(self.policy)
         if self.engine.kv_device_budget is not None:
             check_offloads(policy, self.policy)
         if self.engine.lossless:
             check_drafts(policy, self.policy)
+            made = policy(self.config, Trigger(frozenset(), self.config))
+            check_asked(made, self.policy, self.engine, audited=self.recording.audit is not None)
         check_backend(self.engine.backend, resolve_device(self.subject.loading["device"]))
         Sampling(**self.sampling)
         self.subject.check()
@@ -115,7 +118,10 @@ class GenerateJob:
 
         outputs = [request.token_ids for request in result.report.requests]
         sampling = Sampling(**self.sampling)
-        return verify(model, prompts, outputs, sampling=sampling, seed=self.seed).to_dict()
+        try:
+            return verify(model, prompts, outputs, sampling=sampling, seed=self.seed).to_dict()
+        except NumericsError as error:  # what was generated is shown all the same
+            return {"ok": False, "error": str(error)}
 
     def _decode(
         self,
@@ -202,7 +208,10 @@ def _fail(result: Any, document: dict[str, Any]) -> None:
     # once everything is told
     if result.error is not None:
         raise result.error
-    if not document.get("verification", {"ok": True})["ok"]:
+    verification = document.get("verification", {"ok": True})
+    if "error" in verification:
+        raise NumericsError(f"output cannot be verified: {verification['error']}")
+    if not verification["ok"]:
         raise NumericsError("output must be full attention's, got other tokens; see the report")
     if result.interrupted:
         raise typer.Exit(INTERRUPTED)
