@@ -198,8 +198,9 @@ def twice() -> np.ndarray:
         ({"mass": np.full((STEPS, LAYERS, K), 0.4)}, r"positions\[0, 1\].*must add up to 1 at most, got 2.4"),
         ({"mass": np.zeros((STEPS, K, LAYERS))}, r"mass .* must be \[12, 3, 6\] as positions"),
         ({"first_query": 5}, "must have rows for the queries 5 to 30"),
+        ({"token_ids": np.full(STEPS, 2**40)}, "token_ids .* got 1099511627776 at 0"),
         ({"token_texts": np.array(["a"])}, "token_texts .* must be 12"),
-        ({"prompt_token_ids": np.array([3, -1])}, "prompt_token_ids .* at least 0, got -1 at 1"),
+        ({"prompt_token_ids": np.array([3, -1])}, "prompt_token_ids .* in 0 to 2147483647, got -1 at 1"),
     ],
 )  # fmt: skip
 def test_a_file_that_is_wrong_is_refused_in_a_line_and_leaves_nothing(tmp_path, changes, words):
