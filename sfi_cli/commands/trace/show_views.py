@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from sfi_cli.commands.trace.health_views import health_lines
 from sfi_cli.commands.trace.lossless_views import (
     depth_table,
     lossless_line,
@@ -19,8 +20,10 @@ from sfi_cli.commands.trace.observation_views import (
     query_cosine_table,
     recall_line,
 )
+from sfi_cli.commands.trace.rank_views import rank_table
 from sfi_cli.commands.trace.support_views import (
     audit_table,
+    coverage_line,
     lag_table,
     logits_line,
     selection_table,
@@ -39,6 +42,7 @@ Row = dict[str, Any]
 def show_text(document: Row) -> str:
     """Return every section that the trace has data for, and what the others need."""
     sections = (
+        ("health", health_lines),
         ("lossless", lossless_line),
         ("lossless", reason_table),
         ("lossless", place_table),
@@ -55,11 +59,13 @@ def show_text(document: Row) -> str:
         ("audit", worst_heads_line),
         ("logits", tested_line if document["lossless"] else logits_line),
         ("selections", selection_table),
+        ("coverage", coverage_line),
         ("corrections", correction_table),
         ("recalls", recall_line),
         ("latency", _latency_table),
         ("phases", _phase_table),
         ("break_even", _break_even_line),
+        ("ranks", rank_table),
     )
     timed = document["latency"]["kinds"]
     parts = [

@@ -61,7 +61,7 @@ def _spanned_us(scope: Scope) -> float:
             GROUP BY batch
         ), spanned AS (
             SELECT max(begin_us + elapsed_us) - min(begin_us) AS us
-            FROM timings JOIN decoded
+            FROM chosen_timings timings JOIN decoded
             ON timings.request = batch AND timings.step > prompt AND timings.step <= last
             GROUP BY batch
         )
