@@ -8,13 +8,14 @@ import pytest
 import torch
 
 from sfi_core.errors import ConfigError, InputError, TraceError
+from sfi_traces.health import judge
 from sfi_traces.importing import row_table
 from sfi_traces.importing.importer import import_trace
 from sfi_traces.importing.schema import ImportOptions
 from sfi_traces.read.check import check
 from sfi_traces.read.reader import Trace
 from sfi_traces.replay import Setting, Supports, replay, reuse
-from sfi_traces.summary import summarize
+from sfi_traces.summary import Scope, summarize
 from sfi_traces.views.view import View
 from tests.traces.imports import (
     LAYERS,
@@ -85,6 +86,18 @@ def test_an_imported_trace_is_sound_and_summed_up_without_masses(tmp_path):
     assert "retained mass, output error, query cosine" in summary["missing"]
     with pytest.raises(TraceError, match="imported from a file without them"):
         View(trace, top=2)
+
+
+def test_an_import_is_healthy_but_where_its_selections_are_not(tmp_path):
+    """Every step of it is slow by name only; selections that never change are said to."""
+    rng, N = np.random.default_rng(1), 40
+    facts = {"token_ids": np.arange(N) + 1, "prompt_token_ids": np.arange(200)}
+    moving = np.stack([[np.append(0, 1 + rng.permutation(199)[: K - 1])] for _ in range(N)])
+    found = {}
+    for name, positions in (("moving", moving), ("frozen", moving[:1].repeat(N, 0))):
+        trace = imported(write_npz(tmp_path / f"{name}.npz", positions=positions, **facts))
+        found[name] = [finding["rule"] for finding in judge(Scope.of(trace))["findings"]]
+    assert found == {"moving": [], "frozen": ["selection_frozen"]}
 
 
 def test_rows_of_a_parquet_file_are_the_same_trace(tmp_path, monkeypatch):
