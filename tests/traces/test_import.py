@@ -313,6 +313,18 @@ def test_reuse_is_the_share_of_a_step_s_own_selection(tmp_path):
     assert found.retained_mass is None
 
 
+def test_positions_without_masses_are_shown_with_even_shares(tmp_path):
+    trace = imported(write_npz(tmp_path / "a.npz"))
+    (shown,) = Supports.load(trace, even=True)
+    (plain,) = Supports.load(trace)
+    known_NUK = shown.position_NUK >= 0
+    assert (shown.masses, plain.masses) == (True, False)
+    assert not plain.mass_NUK.any()
+    assert shown.mass_NUK.sum(-1) == pytest.approx(1)
+    assert shown.mass_NUK[0, 0] == pytest.approx(known_NUK[0, 0] / 4)
+    assert shown.mass_NUK[5, 0] == pytest.approx(known_NUK[5, 0] / K)
+
+
 def test_the_documented_file_is_imported(tmp_path, monkeypatch):
     page = (Path(__file__).parents[2] / "docs" / "import.md").read_text()
     code = page.split("```python\n")[1].split("```")[0]
