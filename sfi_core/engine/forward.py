@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 import torch
 
@@ -119,13 +119,23 @@ class Forward:
         return self.decodes or bool(self.ended)
 
 
-def begin_event(step: int, forward: Forward, requests: Sequence[RequestState]) -> BeginStepEvent:
-    """Describe the batch's step that a forward pass begins; `requests` has the one of each row."""
+def begin_event(
+    step: int, forward: Forward, requests: Sequence[RequestState], **more: Any
+) -> BeginStepEvent:
+    """Describe the batch's step that a forward pass begins; `requests` has the one of each row.
+
+    Args:
+        step: The batch's step.
+        forward: The pass.
+        requests: The request of each row.
+        more: Other fields of the event.
+    """
     slow, fast = (
         tuple(requests[row].request for row in rows)
         for rows in (sorted((*forward.prompts, *forward.slow)), forward.fast)
     )
-    return BeginStepEvent(step=step, slow=slow, fast=fast, reads_prompt=bool(forward.prompts))
+    reads_prompt = bool(forward.prompts)
+    return BeginStepEvent(step=step, slow=slow, fast=fast, reads_prompt=reads_prompt, **more)
 
 
 class Requests(Protocol):

@@ -17,7 +17,7 @@ from sfi_core.engine.meter import WHOLE_STEP
 from sfi_core.engine.run import Run
 from sfi_core.errors import BackendError
 from sfi_core.observers.events import SelectionEvent
-from sfi_core.observers.observer import wants
+from sfi_core.observers.observer import Observers, wants
 from sfi_core.policies.base import Selection
 from sfi_core.state.side import Side
 from sfi_kernels.step_descriptor import sent
@@ -100,6 +100,7 @@ class StepGraphs:
             sent(torch.tensor(token_B)[:, None], run.device, self._token_B1)
             done = self._do(buffers.refreshes)
         self._note(done)
+        run.meter.replayed = done.replay is not None
         run.meter.count("graph.ahead", buffers.launched)
         run.meter.count("graph.replay" if done.replay else "graph.eager")
         if self.given_up:
@@ -160,13 +161,14 @@ class StepGraphs:
 
     @contextmanager
     def _apart(self) -> Iterator[None]:
-        # a graph counts its launches at each replay, and has a ring and events of its own
+        # a graph counts its launches at each replay, has a ring and events of its own, and nothing to time
         run = self._run
-        kernels, maintenance = run.meter.kernels, run.maintenance
+        kernels, maintenance, observer = run.meter.kernels, run.maintenance, run.observer
+        run.observer = Observers([observer], spans=False)
         try:
             yield
         finally:
-            run.meter.kernels, run.maintenance = kernels, maintenance
+            run.meter.kernels, run.maintenance, run.observer = kernels, maintenance, observer
 
     def _left(self) -> StepGraph:
         selections, side = self._buffers.selections, self._run.maintenance.side

@@ -19,7 +19,7 @@ from sfi_core.hosts.transformers.moved import moved
 from sfi_core.hosts.transformers.session import Session
 from sfi_core.machine.threads import SMALL_BYTES, one_thread
 from sfi_core.models.weights import ModelWeights
-from sfi_core.observers.observer import wants_spans
+from sfi_core.observers.observer import needs_spans
 from sfi_kernels.step_descriptor import sent
 
 
@@ -287,7 +287,7 @@ def _refusal(session: Session) -> SfiError | None:
             shape.window is not None for shape in session.shapes()
         ),
         "kv_device_budget, whose pages come and go": session.engine.kv_device_budget is not None,
-        "spans inside the step, as a trace has": wants_spans(session.observer),
+        "spans inside the step, as trace.spans=true records": needs_spans(session.observer),
     }
     for reason, holds in reasons.items():
         if holds:

@@ -48,6 +48,8 @@ class ParquetObserver(NullObserver):
         force: bool = False,
         warn: Callable[[str], None] | None = None,
         clock: str | None = None,
+        spans: bool | None = None,
+        copy_gb_per_s: float | None = None,
     ) -> None:
         """Take the folder; an old trace in it stays until the first run begins.
 
@@ -60,6 +62,11 @@ class ParquetObserver(NullObserver):
             force: Whether to overwrite a trace.
             warn: Told once, in one line, when the disk takes no more; None is a RuntimeWarning.
             clock: The device whose clock times spans; None is the run's.
+            spans: Whether to record spans. True has those inside every step, so that no step is replayed as a
+                CUDA graph; None has those inside steps that are not replayed; False has none, nor those
+                outside of steps.
+            copy_gb_per_s: What the machine copies, bytes read plus bytes written, as `sfi bench` measures it;
+                steps then have their share of it.
 
         Raises:
             ConfigError: The folder holds something that may not be overwritten.
@@ -72,7 +79,8 @@ class ParquetObserver(NullObserver):
         self._told: list[Told] = []
         self._writer: TraceWriter | None = None
         self._timing: TimingObserver  # the first run brings the device
-        self._warned, self._clock = False, clock
+        self._warned, self._clock, self._not_replayed = False, clock, ""
+        self.takes_spans, self._copy_gb_per_s = spans, copy_gb_per_s
         self._due = 0.0
 
     def __enter__(self) -> Self:
@@ -124,6 +132,9 @@ class ParquetObserver(NullObserver):
         if time.monotonic() > self._due:
             self._hand_over()
         self._timing.on_begin_step(event)
+        if event.not_replayed != self._not_replayed:
+            self._not_replayed = event.not_replayed
+            self._told.append((event, ()))
 
     def on_prompt(self, event: PromptEvent) -> None:
         """Record a piece of the prompts."""
@@ -172,7 +183,13 @@ class ParquetObserver(NullObserver):
         manifest = describe_run(
             event, self._provenance, positions=positions, redacted=self._redacted
         )
-        rows = TraceRows(self._tokenizer, positions=positions, redact_text=self._redacted)
+        manifest |= {"spans": self.takes_spans, "copy_gb_per_s": self._copy_gb_per_s}
+        rows = TraceRows(
+            self._tokenizer,
+            positions=positions,
+            redact_text=self._redacted,
+            copy_gb_per_s=self._copy_gb_per_s,
+        )
         clock = self._clock or event.device
         self._timing = TimingObserver(clock, lambda spans: self._told.append((spans, ())))
         return TraceWriter(self._folder, rows, manifest)

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from sfi_core.observers.events import (
     AuditEvent,
+    BeginStepEvent,
     LogitsEvent,
     PromptEvent,
     RecallEvent,
@@ -43,18 +44,31 @@ class TraceRows:
     Attributes:
         tables: Rows that wait for their part file.
         prompts: The manifest's list of prompts.
+        graphs: Whether any step was replayed as a CUDA graph; None before the first decoding step.
+        not_replayed: Why steps were not, where nobody asked for that.
     """
 
-    def __init__(self, tokenizer: Any, *, positions: bool, redact_text: bool) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        positions: bool,
+        redact_text: bool,
+        copy_gb_per_s: float | None = None,
+    ) -> None:
         self.tables = {name: TableBuffer(schema) for name, schema in TABLES.items()}
         self.prompts: list[dict[str, Any]] = []
         self._text = TokenText(tokenizer) if tokenizer is not None and not redact_text else None
         self._positions, self._redacted = positions, redact_text
+        self._copy_gb_per_s = copy_gb_per_s
+        self.graphs: bool | None = None
+        self.not_replayed: str | None = None
         self._first = self._requests = 0
         self._run_state()
         self._takers: dict[type, Callable[..., None]] = {
             RunEvent: self.on_run,
             PromptEvent: self.on_prompt,
+            BeginStepEvent: self.on_begin_step,
             StepEvent: self.on_step,
             VerificationEvent: self.on_verification,
             SelectionEvent: self.on_selection,
@@ -112,6 +126,10 @@ class TraceRows:
             }
             self.tables["prompts"].add_columns(count, columns)
 
+    def on_begin_step(self, event: BeginStepEvent) -> None:
+        """Take why steps are not replayed."""
+        self.not_replayed = event.not_replayed or None
+
     def on_step(self, event: StepEvent) -> None:
         """Take a step."""
         trigger = event.token_id in self._triggers
@@ -134,9 +152,23 @@ class TraceRows:
             event.batch_step,
             event.drafted,
             None if self._redacted else event.draft_token_id,
+            event.graphs,
+            event.slow_requests,
+            event.fast_requests,
+            event.cached_tokens,
+            event.moved_bytes,
+            self._bandwidth_share(event),
         )
         self.tables["steps"].add_rows([row])
         self._sentence[event.request] += trigger
+        if event.step > 0:
+            self.graphs = event.graphs or bool(self.graphs)
+
+    def _bandwidth_share(self, event: StepEvent) -> float | None:
+        # the prompt's step also computes, in several pieces
+        if None in (self._copy_gb_per_s, event.moved_bytes) or not event.step or not event.elapsed_us:
+            return None
+        return event.moved_bytes / event.elapsed_us / 1e3 / self._copy_gb_per_s
 
     def on_verification(self, event: VerificationEvent) -> None:
         """Take a verification of a lossless run."""
