@@ -64,7 +64,7 @@ class BeginStepEvent:
         fast: The other unfinished requests.
         reads_prompt: Whether prompts are read.
         cached_tokens: Tokens in the cache of these requests, the step's own included.
-        moved_bytes: Bytes of K and V that attention is going to read, as far as that is known; see `StepEvent`.
+        moved_bytes: Bytes of K and V that attention is going to read, as far as is known; see `StepEvent`.
         not_replayed: Why the step runs one kernel after the other on a device that has CUDA graphs, where
             nobody asked for that; empty for none.
     """

@@ -18,6 +18,9 @@ from sfi_core.observers.events import (
 )
 
 NOTHING = nullcontext()
+AHEAD = (
+    "ahead"  # the span of the next step's forward pass, where it is launched before its step begins
+)
 HANDLERS: dict[type[Event], str] = {
     RunEvent: "on_run",
     PromptEvent: "on_prompt",

@@ -10,8 +10,15 @@ SCHEMA_VERSION = 1
 # columns that older traces of this version lack; they also lack the tables `recalls` and `verifications`
 ADDED = {
     "steps": (
-        "batch_step", "drafted", "draft_token_id", "graphs", "slow_requests", "fast_requests", "cached_tokens",
-        "moved_bytes", "bandwidth_share",
+        "batch_step",
+        "drafted",
+        "draft_token_id",
+        "graphs",
+        "slow_requests",
+        "fast_requests",
+        "cached_tokens",
+        "moved_bytes",
+        "bandwidth_share",
     ),
     "selections": ("reason", "query_cosine"),
 }

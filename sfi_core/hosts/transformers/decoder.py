@@ -9,6 +9,7 @@ from typing import Any, Self
 import torch
 
 from sfi_core.engine.graphs import recorder
+from sfi_core.engine.graphs.lookahead import audits_next
 from sfi_core.engine.graphs.steps import StepGraphs
 from sfi_core.engine.run import Run
 from sfi_core.engine.shared_prompt import SharedPrompt
@@ -103,10 +104,19 @@ class Decoder:
         """Decode one token of every request."""
         run = self.session.run
         if self._captures:
-            return self._replay(run, token_B)
+            graphs = self._recorded_steps(run)
+            if not audits_next(run):
+                return self._replay(graphs, token_B)
+            run.meter.count("graph.eager")
+            with graphs.eager_step():
+                return self._step(run, token_B)
         if self._missed:
             run.meter.not_replayed = self._missed
             run.meter.count("graph.eager")
+        return self._step(run, token_B)
+
+    def _step(self, run: Run, token_B: list[int]) -> torch.Tensor:
+        # one kernel after the other, watched by all that watch
         length_B = [state.length for state in run.requests]
         pair = sent(torch.tensor([token_B, length_B]), self.ids_BT.device)
         ids_B1, position_B1 = pair[0][:, None], pair[1][:, None]
@@ -176,7 +186,7 @@ class Decoder:
         cache.detach()
         return shared.logits_BV
 
-    def _replay(self, run: Run, token_B: list[int]) -> torch.Tensor:
+    def _recorded_steps(self, run: Run) -> StepGraphs:
         if self._graphs is None:
             made = recorder.make_recorder(run.device)
             self._graphs = StepGraphs(
@@ -186,10 +196,13 @@ class Decoder:
                 required=bool(self.session.engine.graphs),
                 patient=self.patient,
             )
-        logits_BV = self._graphs.step(token_B)
+        return self._graphs
+
+    def _replay(self, graphs: StepGraphs, token_B: list[int]) -> torch.Tensor:
+        logits_BV = graphs.step(token_B)
         self.cache.see(self.cache.seen + 1)
-        if self._graphs.given_up:
-            self._missed = run.meter.not_replayed = self._graphs.given_up
+        if graphs.given_up:
+            self._missed = self.run.meter.not_replayed = graphs.given_up
             self._graphs, self._captures = None, False
         return logits_BV
 
@@ -282,7 +295,7 @@ def _refusal(session: Session) -> SfiError | None:
         ),
         f"a trigger that looks at the {policy.signal}": bool(policy.signal),
         "tensor parallelism, whose ranks call each other": session.ranks.size > 1,
-        "an audit": session.audit is not None,
+        "an audit of every step": session.audit is not None and session.audit.every == 1,
         "layers of sliding windows, whose cache moves": any(
             shape.window is not None for shape in session.shapes()
         ),

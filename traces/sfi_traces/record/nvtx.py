@@ -29,6 +29,7 @@ KINDS = {"prefill": BLUE, "fast": GREEN, "slow": RED, "mixed": AMBER}  # a step'
 PHASES = {  # a span's category and color
     "prefill": ("forward", BLUE),
     "forward": ("forward", BLUE),
+    "ahead": ("forward", BLUE),
     "attention.fast": ("attention", GREEN),
     "attention.dense": ("attention", RED),
     "attention.mixed": ("attention", AMBER),
