@@ -44,6 +44,17 @@ def test_a_lossless_trace_is_sound_and_changes_no_token(tmp_path, name):
     for request, tokens in enumerate(traced):
         own = [row["token_id"] for row in steps if row["request"] == request]
         assert own == tokens == untraced[request] == plain[request]
+    layers = trace.manifest["model"]["layers"]
+    row = sum(
+        one["heads"] * (one["key_width"] + one["value_width"]) * one["itemsize"] for one in layers
+    )
+    assert any(one["slow_requests"] + one["fast_requests"] == 1 for one in steps if one["slow"])
+    for one in (one for one in steps if one["slow"] and one["draft_token_id"] is None):
+        mates = one["slow_requests"] + one["fast_requests"]
+        assert (
+            mates > 1
+            or one["moved_bytes"] == row * one["context_tokens"] == row * one["cached_tokens"]
+        )
     found = summarize(trace)["lossless"]
     assert 0 < found["accepted"] < found["drafted"]
     assert found["tested"] == len(rows(trace, "logits"))

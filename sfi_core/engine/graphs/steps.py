@@ -116,12 +116,8 @@ class StepGraphs:
     @contextmanager
     def eager_step(self) -> Iterator[None]:
         """Let the run's next step, inside, be one that the layers' watchers see: an audited one."""
-        run, buffers, options = self._run, self._buffers, self._run.engine
-        buffers.forget()
-        watcher = next((one for one in run.watchers if isinstance(one, Audit)), None)
-        if self._keeps and watcher is not None:
-            watcher.take_queries(run.requests, buffers.queries or {})
-        self._keeps = False
+        run, options = self._run, self._run.engine
+        self._buffers.forget()
         self._hand_back()
         run.engine = replace(options, graphs=None)
         try:
@@ -135,9 +131,13 @@ class StepGraphs:
         run.descriptors, run.attend = buffers, partial(attend_replayed, buffers)
 
     def _hand_back(self) -> None:
-        run = self._run
+        run, queries = self._run, self._buffers.queries
         run.descriptors = FreshDescriptors(run.policy, run.store, run.device)
         run.attend = None
+        for watcher in run.watchers:
+            if self._keeps and queries is not None and isinstance(watcher, Audit):
+                watcher.take_queries(run.requests, queries)
+        self._keeps = False
 
     def ahead(self, token_B: torch.Tensor) -> None:
         """Launch the next step before its tokens are read, as far as it can be foreseen.

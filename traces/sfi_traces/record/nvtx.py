@@ -18,7 +18,7 @@ STEP = np.dtype(  # requests of each kind; the bytes of K and V that attention i
         ("step", np.int32),
         ("slow", np.int32),
         ("fast", np.int32),
-        ("cached_tokens", np.int64),
+        ("cached_tokens", np.int32),
         ("moved_bytes", np.int64),
     ]
 )
