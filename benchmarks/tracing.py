@@ -3,8 +3,7 @@
     python benchmarks/tracing.py --output benchmarks/results/NAME.json
     python benchmarks/tracing.py --dry-run      a few steps on a CPU, to see that it runs
 
-Every way runs without CUDA graphs but "off, graphs" and "trace, graphs": what a default run does on a GPU, without
-a trace and with one.
+Every way runs without CUDA graphs but "off, graphs" and "trace, graphs", the default on a GPU.
 The bundled example, decoded without observers and under each way of recording, in turns. `ratio` compares the
 mean step, `median_ratio` the median one: the median over the turns of a way's step to that of "off" in the
 same turn. "off, again" is a second run without observers: the distance of its ratio from 1 is the noise

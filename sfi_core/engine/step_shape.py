@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-from sfi_core.engine.forward import begin_event
 from sfi_core.observers.events import BeginStepEvent, StepEvent
 from sfi_core.observers.observer import wants
 
@@ -15,8 +14,16 @@ def tell_beginning(run: Any) -> None:
     """Tell an `engine.run.Run`'s observer of the step that its requests have entered."""
     if not wants(run.observer, BeginStepEvent):
         return
-    more = {"not_replayed": run.meter.not_replayed, **_reads(run, NONE_MIXED)}
-    run.observer.on(begin_event(run.step, run.forward, run.requests, **more))
+    forward = run.forward
+    event = BeginStepEvent(
+        step=run.step,
+        slow=run.requests_of(sorted((*forward.prompts, *forward.slow))),
+        fast=run.requests_of(forward.fast),
+        reads_prompt=bool(forward.prompts),
+        not_replayed=run.meter.not_replayed,
+        **_reads(run, NONE_MIXED),
+    )
+    run.observer.on(event)
 
 
 def step_shape(run: Any, mixed: Mapping[int, float] = NONE_MIXED) -> Shape:

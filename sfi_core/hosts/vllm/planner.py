@@ -8,6 +8,7 @@ which `trigger_delay` of 1 allows.
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from sfi_core.hosts.vllm.entry import NO_SLOT, Entry, Plan
 from sfi_core.hosts.vllm.tracked import LiveRequest, PlannedStep, Tracked
@@ -80,7 +81,7 @@ class Planner:
         self.totals: dict[str, float] = dict.fromkeys(TOTALS, 0)
         self._freed: list[int] = []
         self.row_bytes: int | None = None
-        self.shape: dict[str, int] = {}
+        self.shape: dict[str, Any] = {}
         self._arrived, self.step, self._since = 0, -1, time.perf_counter()
 
     def see(self, live: LiveRequest, wishes: Wishes) -> None:
@@ -205,7 +206,7 @@ class Planner:
             )
         )
 
-    def _shape_of(self, entries: Sequence[Entry], planned: Sequence[Tracked]) -> dict[str, int]:
+    def _shape_of(self, entries: Sequence[Entry], planned: Sequence[Tracked]) -> dict[str, Any]:
         dense = [entry.slow or not entry.decode for entry in entries]
         shape = {
             "slow_requests": sum(dense),

@@ -61,7 +61,7 @@ class PlannedStep:
     attended: float
     context: int
     selecting: float
-    shape: Mapping[str, int]
+    shape: Mapping[str, Any]
     audited: bool
 
 

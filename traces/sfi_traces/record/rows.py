@@ -166,13 +166,10 @@ class TraceRows:
 
     def _bandwidth_share(self, event: StepEvent) -> float | None:
         # the prompt's step also computes, in several pieces
-        if (
-            None in (self._copy_gb_per_s, event.moved_bytes)
-            or not event.step
-            or not event.elapsed_us
-        ):
+        copied, moved = self._copy_gb_per_s, event.moved_bytes
+        if copied is None or moved is None or not event.step or not event.elapsed_us:
             return None
-        return event.moved_bytes / event.elapsed_us / 1e3 / self._copy_gb_per_s
+        return moved / event.elapsed_us / 1e3 / copied
 
     def on_verification(self, event: VerificationEvent) -> None:
         """Take a verification of a lossless run."""
