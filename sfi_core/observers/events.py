@@ -1,8 +1,10 @@
 """What happens in a run, as observers are told of it."""
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+from uuid import uuid4
 
 import torch
 
@@ -22,6 +24,10 @@ class RunEvent:
         model: What the model is, plain values: see `sfi_core.models.describe.describe_model`.
         audit: The audit's settings, plain values; None without an audit.
         lossless: Whether sparse steps draft only, and full attention verifies what they drafted.
+        rank: Which of the processes that share the model this is; it has the KV heads from rank * H on.
+        ranks: How many there are.
+        run_id: 32 hexadecimal digits, the same on every rank, of no other run.
+        began_unix_ns: When the run began, in nanoseconds since 1970; the first rank's, on every rank.
     """
 
     batch: int
@@ -34,6 +40,10 @@ class RunEvent:
     model: Mapping[str, Any]
     audit: Mapping[str, Any] | None
     lossless: bool = False
+    rank: int = 0
+    ranks: int = 1
+    run_id: str = field(default_factory=lambda: uuid4().hex)
+    began_unix_ns: int = field(default_factory=time.time_ns)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,6 +243,11 @@ class AuditEvent:
             (FreeKV, C_i); NaN where there is none.
         output_error_H: Norm of the difference between the step's attention output and dense attention's,
             over the norm of the latter.
+        read_HK: Whether the step attended to each of `index_HK`, bool; all true where it read everything.
+        top_1_read_H: Share of the KV head's query heads whose most probable position the step attended,
+            float32.
+        retained_min_H: As `retained_H`, of the query head that retained least. The last three are None from
+            who does not look at them.
     """
 
     request: int
@@ -245,6 +260,9 @@ class AuditEvent:
     retained_H: torch.Tensor
     query_cosine_H: torch.Tensor
     output_error_H: torch.Tensor
+    read_HK: torch.Tensor | None = None
+    top_1_read_H: torch.Tensor | None = None
+    retained_min_H: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from tests.traces.small import change_manifest, redact, spoil, write_trace
 SECTIONS = {
     "trace", "request", "layer", "run", "steps", "triggers", "stability", "lags", "audit", "logits",
     "selections", "latency", "phases", "break_even", "missing", "drift", "locality", "head_similarity",
-    "query_cosine", "corrections", "recalls", "reads", "lossless",
+    "query_cosine", "corrections", "recalls", "lossless", "ranks", "reads",
 }  # fmt: skip
 
 
@@ -199,7 +199,12 @@ def test_check_ends_with_3_in_json_too(tmp_path):
 
 
 def test_a_trace_of_replayed_steps_says_what_it_lacks_and_what_its_steps_read(tmp_path):
-    shape = {"slow_requests": 0, "fast_requests": 2, "cached_tokens": 5000, "moved_bytes": 2_500_000}
+    shape = {
+        "slow_requests": 0,
+        "fast_requests": 2,
+        "cached_tokens": 5000,
+        "moved_bytes": 2_500_000,
+    }
     steps = [
         {"request": 0, "step": step, "slow": step == 0, "batch_step": step, "graphs": step > 1}
         | (shape | {"bandwidth_share": 0.25} if step else {})

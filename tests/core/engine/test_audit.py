@@ -8,9 +8,12 @@ import torch
 
 import sfi_core
 from sfi_core import SfiConfig, slow_fast
+from sfi_core.distributed.ranks import Ranks
+from sfi_core.engine.audit import check_audit, own_heads
 from sfi_core.errors import ConfigError
 from sfi_core.settings.audit import AuditConfig
 from sfi_core.settings.sampling import Sampling
+from sfi_core.state.layer_shape import LayerShape
 from tests.architectures import padded, prompts, tiny
 from tests.core.conftest import tiny_qwen3
 from tests.fakes import RecordingObserver
@@ -128,6 +131,7 @@ def test_a_support_holds_the_most_attended_positions_of_dense_attention(step):
 def test_retained_mass_is_that_of_the_positions_the_step_read():
     """At step 1 the cache is still the plain model's: probabilities are those of its own weights."""
     result, observer = complete(observers=[one := RecordingObserver()], audit=AUDIT), one
+    seen: list[tuple[bool, float]] = []
     for row, ids in enumerate(ROWS):
         request = result.report.requests[row]
         assert 1 not in request.slow_at
@@ -135,7 +139,7 @@ def test_retained_mass_is_that_of_the_positions_the_step_read():
         eager.set_attn_implementation("eager")
         with torch.no_grad():
             output = eager(torch.tensor([ids + request.token_ids[:1]]), output_attentions=True)
-        mass_HT = output.attentions[0][0, :, -1].unflatten(0, (2, 2)).mean(1)
+        mass_HGT = output.attentions[0][0, :, -1].unflatten(0, (2, 2))
         picked = next(s for s in observer.selections if (s.request, s.step, s.layer) == (row, 0, 0))
         event = next(a for a in observer.audits if (a.request, a.step, a.layer) == (row, 1, 0))
         for head in range(2):
@@ -145,8 +149,17 @@ def test_retained_mass_is_that_of_the_positions_the_step_read():
                 *picked.index_HK[head].tolist(),
                 *range(start, len(ids) + 1),
             }
-            expected = mass_HT[head, sorted(read - {-1})].sum()
-            torch.testing.assert_close(event.retained_H[head], expected)
+            kept_G = mass_HGT[head][:, sorted(read - {-1})].sum(-1)
+            torch.testing.assert_close(event.retained_H[head], kept_G.mean())
+            torch.testing.assert_close(event.retained_min_H[head], kept_G.min())
+            top = mass_HGT[head].argmax(-1).tolist()
+            assert event.top_1_read_H[head] == sum(position in read for position in top) / 2
+            support = event.index_HK[head].tolist()
+            assert event.read_HK[head].tolist()[: len(ids) + 1] == [
+                position in read for position in support[: len(ids) + 1]
+            ]
+            seen.append((bool(event.read_HK[head].all()), float(event.top_1_read_H[head])))
+    assert len(set(seen)) > 2  # not every row is read whole, nor none
 
 
 def test_retained_mass_and_output_error_of_a_slow_step_are_exact():
@@ -154,6 +167,7 @@ def test_retained_mass_and_output_error_of_a_slow_step_are_exact():
     slow = [event for event in observer.audits if event.slow]
     assert slow
     assert all((e.retained_H == 1).all() and (e.output_error_H == 0).all() for e in slow)
+    assert all(e.read_HK.all() and (e.top_1_read_H == 1).all() for e in slow)
     fast = [event for event in observer.audits if not event.slow and event.request == 0]
     assert all((e.retained_H < 1).all() and (e.output_error_H > 0).all() for e in fast)
 
@@ -224,6 +238,17 @@ def test_every_nth_step_and_every_slow_step_is_audited(every):
             steps = [e.step for e in observer.audits if (e.request, e.layer) == (row, layer)]
             assert steps == due
         assert [e.step for e in observer.steps if e.request == row and e.audited] == due
+
+
+def test_ranks_share_the_chosen_heads():
+    """The settings count the KV heads of all ranks."""
+    chosen, whole = AuditConfig(heads=(1, 2, 3)), AuditConfig()
+    assert [own_heads(chosen, Ranks(rank, 3), 2) for rank in range(3)] == [(1,), (0, 1), ()]
+    assert [own_heads(whole, Ranks(rank, 2), 2) for rank in range(2)] == [(0, 1), (0, 1)]
+    shapes = [LayerShape(heads=2, key_width=8, value_width=8, itemsize=4)]
+    check_audit(chosen, shapes, ranks=2)
+    with pytest.raises(ConfigError, match=r"audit.heads must be in 0 to 1, got \[2, 3\]"):
+        check_audit(chosen, shapes)
 
 
 def test_only_the_chosen_layers_and_heads_are_audited():

@@ -120,7 +120,7 @@ class NvtxObserver(NullObserver):
         self, name: str, layer: int | None = None, moved_bytes: int = 0
     ) -> AbstractContextManager[None]:
         """Bracket a region with a range."""
-        if self._domain is None:
+        if self._domain is None or self.takes_spans is False:
             return NOTHING
         attributes, payload = self._about(name, *PHASES.get(name, OTHER), SPAN)
         place = (self._step, -1 if layer is None else layer)

@@ -20,6 +20,7 @@ from sfi_core.observers.events import (
     VerificationEvent,
 )
 from sfi_traces.overlap import Overlap
+from sfi_traces.record.batch_columns import batch_columns
 from sfi_traces.record.selected_sets import SelectedSets
 from sfi_traces.record.table_buffer import Lists, TableBuffer
 from sfi_traces.record.timing import Span
@@ -29,13 +30,8 @@ from sfi_traces.schema import TABLES
 Array = npt.NDArray[Any]
 Place = tuple[int, int]  # request, layer
 DIAGNOSTICS = (
-    "lambda_star",
-    "evidence_norm2",
-    "evidence_dot_prior",
-    "prior_norm2",
-    "evidence_entropy",
-    "query_cosine",
-)
+    "lambda_star", "evidence_norm2", "evidence_dot_prior", "prior_norm2", "evidence_entropy", "query_cosine",
+)  # fmt: skip
 
 
 class TraceRows:
@@ -54,12 +50,22 @@ class TraceRows:
         *,
         positions: bool,
         redact_text: bool,
+        offset_us: float = 0.0,
         copy_gb_per_s: float | None = None,
     ) -> None:
+        """Start with nothing.
+
+        Args:
+            tokenizer: Gives the tokens' text, or None.
+            positions: Whether refreshes have their positions.
+            redact_text: Whether token ids and text are left out.
+            offset_us: When the spans' clock began, counted from the run's beginning.
+            copy_gb_per_s: What the device copies; None where that was not measured.
+        """
         self.tables = {name: TableBuffer(schema) for name, schema in TABLES.items()}
         self.prompts: list[dict[str, Any]] = []
         self._text = TokenText(tokenizer) if tokenizer is not None and not redact_text else None
-        self._positions, self._redacted = positions, redact_text
+        self._positions, self._redacted, self._offset_us = positions, redact_text, offset_us
         self._copy_gb_per_s = copy_gb_per_s
         self.graphs: bool | None = None
         self.not_replayed: str | None = None
@@ -101,6 +107,9 @@ class TraceRows:
         self._first += self._requests
         self._requests = event.requests
         self._triggers = frozenset(event.trigger_token_ids)
+        self._rank = event.rank
+        heads = ((layer["layer"], layer["heads"]) for layer in event.model["layers"])
+        self._first_head = {layer: event.rank * count for layer, count in heads}
         self._run_state()
         for request in range(event.batch):
             self._prompt(request)
@@ -152,24 +161,12 @@ class TraceRows:
             event.batch_step,
             event.drafted,
             None if self._redacted else event.draft_token_id,
-            event.graphs,
-            event.slow_requests,
-            event.fast_requests,
-            event.cached_tokens,
-            event.moved_bytes,
-            self._bandwidth_share(event),
+            *batch_columns(event, self._copy_gb_per_s),
         )
         self.tables["steps"].add_rows([row])
         self._sentence[event.request] += trigger
-        if event.step > 0:
+        if event.step > 0 and event.graphs is not None:
             self.graphs = event.graphs or bool(self.graphs)
-
-    def _bandwidth_share(self, event: StepEvent) -> float | None:
-        # the prompt's step also computes, in several pieces
-        copied, moved = self._copy_gb_per_s, event.moved_bytes
-        if copied is None or moved is None or not event.step or not event.elapsed_us:
-            return None
-        return moved / event.elapsed_us / 1e3 / copied
 
     def on_verification(self, event: VerificationEvent) -> None:
         """Take a verification of a lossless run."""
@@ -204,7 +201,7 @@ class TraceRows:
         sets = self._selected.setdefault((event.request, event.layer), SelectedSets(H))
         columns = {
             **self._key(event),
-            "head": heads,
+            "head": heads + self._first_head[event.layer],
             **dict.fromkeys(DIAGNOSTICS, np.nan),
             **{name: value.reshape(H)[heads] for name, value in diagnostics.items()},
             **sets.replace(heads, index_HK[heads]),
@@ -227,8 +224,9 @@ class TraceRows:
         retained_H: Array,
         query_cosine_H: Array,
         output_error_H: Array,
+        *reads: Array,
     ) -> None:
-        """Take one layer of an audited step."""
+        """Take one layer of an audited step; `reads` are those of the event's tensors that may be None."""
         place = (event.request, event.layer)
         step, last = self._last.get(place, (-1, None))
         refreshed = self._refreshed.get(place)
@@ -236,9 +234,13 @@ class TraceRows:
         if event.slow:
             self._refreshed[place] = index_HK
         kept_HK = index_HK >= 0
+        names = ("read_HK", "top_1_read_H", "retained_min_H")
+        given = iter(reads)
+        told = {name: next(given) for name in names if getattr(event, name) is not None}
+        read_HK = told.get("read_HK")
         columns = {
             **self._key(event),
-            "head": np.array(event.heads),
+            "head": np.array(event.heads) + self._first_head[event.layer],
             "positions": Lists.of(index_HK, kept_HK),
             "mass": Lists.of(mass_HK, kept_HK),
             "retained_mass": retained_H,
@@ -246,6 +248,9 @@ class TraceRows:
             "overlap_last_refresh": _overlap(refreshed, index_HK),
             "query_cosine": query_cosine_H,
             "output_error": output_error_H,
+            "read": None if read_HK is None else Lists.of(read_HK, kept_HK),
+            "top_1_read": told.get("top_1_read_H", np.nan),
+            "retained_mass_min": told.get("retained_min_H", np.nan),
         }
         self.tables["supports"].add_columns(len(index_HK), columns)
 
@@ -262,7 +267,11 @@ class TraceRows:
 
     def on_spans(self, spans: Sequence[Span]) -> None:
         """Take the spans of a step."""
-        self.tables["timings"].add_rows([span.row() for span in spans])
+        rows = []
+        for span in spans:
+            *key, begin_us, elapsed_us, moved = span.row()
+            rows.append((*key, begin_us + self._offset_us, elapsed_us, moved, self._rank))
+        self.tables["timings"].add_rows(rows)
 
     def _prompt(self, request: int) -> dict[str, Any]:
         # the manifest's entry; a request that waits gets it when its prompt is read
