@@ -27,6 +27,8 @@ class Meter:
         not_replayed: Why steps ran one kernel after the other on a device that has CUDA graphs, where nobody
             asked for that; empty for none.
         replayed: Whether the step under way was replayed as a CUDA graph.
+        row_bytes: Of a token's keys and values, counted once: in how many layers, in those left dense, in the
+            others.
         recalled: Rows that recalls brought from the host's tier, by the bytes of a row, int64, on the device.
         recall_seconds: Time that steps waited for them, where they do not come beside the steps.
         born: When the run was made, by the clock of `time.perf_counter`.
@@ -40,6 +42,7 @@ class Meter:
     replayed: bool = False
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
+    row_bytes: tuple[int, int, int] = (0, 0, 0)
     recalled: dict[int, torch.Tensor] = field(default_factory=dict)
     recall_seconds: float = 0.0
     born: float = field(default_factory=time.perf_counter)

@@ -48,10 +48,13 @@ def step_shape(run: Any, mixed: Mapping[int, float] = NONE_MIXED) -> Shape:
 
 
 def _reads(run: Any, mixed: Mapping[int, float]) -> dict[str, int]:
-    forward, store, config = run.forward, run.store, run.policy.config
-    sizes = {layer: store.pages(layer).row_bytes for layer in run.layers}
-    always = sum(size for layer, size in sizes.items() if layer in config.dense_layers)
-    other = sum(sizes.values()) - always
+    forward, config = run.forward, run.policy.config
+    seen, always, other = run.meter.row_bytes
+    if seen != len(run.layers):
+        sizes = {layer: run.store.pages(layer).row_bytes for layer in run.layers}
+        always = sum(sizes[layer] for layer in run.layers.intersection(config.dense_layers))
+        other = sum(sizes.values()) - always
+        run.meter.row_bytes = len(run.layers), always, other
     cached, moved = 0, 0.0
     for row in (*forward.prompts, *forward.slow, *forward.fast):
         state = run.requests[row]
