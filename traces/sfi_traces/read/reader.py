@@ -8,6 +8,7 @@ from typing import Any, Self
 
 import duckdb
 import pyarrow as pa
+import pyarrow.compute as pc
 from pyarrow import dataset, parquet
 
 from sfi_core.errors import TraceError
@@ -87,6 +88,21 @@ class Trace:
             pieces.append(piece)
         wanted = schema if columns is None else pa.schema([schema.field(c) for c in columns])
         return pa.concat_tables(pieces) if pieces else wanted.empty_table()
+
+    def rows(self, name: str, columns: list[str], where: pc.Expression) -> pa.Table:
+        """Read some rows and columns of a table, passing over the row groups that have none of them.
+
+        Raises:
+            TraceError: A part is damaged.
+        """
+        source = self.dataset(name)
+        if isinstance(source, pa.Table):  # no part: an empty one
+            return source.select(columns)
+        try:
+            found: pa.Table = source.to_table(columns=columns, filter=where)
+        except (OSError, pa.ArrowException) as error:
+            raise self._unreadable() from error
+        return found
 
     def require_audit(self, *, every_step: bool = False) -> None:
         """Refuse a trace without supports, such as a lossless run's; with `every_step`, one with gaps.
