@@ -55,13 +55,16 @@ class Audit:
         self, layer: Layer, row: int, query_1HGD: torch.Tensor, out_HGE: torch.Tensor
     ) -> None:
         state = layer.run.requests[row]
-        mass_HT = _mass(layer, row, query_1HGD)
+        mass_HGT = _mass(layer, row, query_1HGD)
+        mass_HT = mass_HGT.mean(1)
         H = mass_HT.shape[0]
         index_HK = top_k.on(layer.backend)(mass_HT[None], self.config.top)[0]
-        retained_H, error_H = mass_HT.new_ones(H), mass_HT.new_zeros(H)
         mixed = row in layer.dense_heads
+        read_HT = torch.ones_like(mass_HT, dtype=torch.bool)
+        retained_HG, error_H = mass_HGT.new_ones(mass_HGT.shape[:2]), mass_HT.new_zeros(H)
         if mixed or not (state.slow or layer.left_dense):
-            retained_H = _retained(layer, row, mass_HT)
+            read_HT = _read(layer, row, read_HT)
+            retained_HG = _retained(layer, row, mass_HGT, read_HT)
             error_H = _error(layer, row, query_1HGD, out_HGE)
         last = self.queries.get((state.request, layer.index))
         cosine_H = mass_HT.new_full((H,), torch.nan)
@@ -77,9 +80,12 @@ class Audit:
                 heads=heads,
                 index_HK=_of(heads, index_HK),
                 mass_HK=_of(heads, _at(mass_HT, index_HK)),
-                retained_H=_of(heads, retained_H),
+                retained_H=_of(heads, retained_HG.mean(1)),
                 query_cosine_H=_of(heads, cosine_H),
                 output_error_H=_of(heads, error_H),
+                read_HK=_of(heads, read_HT.gather(1, index_HK.clamp_min(0).long())),
+                top_1_read_H=_of(heads, read_HT.gather(1, mass_HGT.argmax(-1)).float().mean(1)),
+                retained_min_H=_of(heads, retained_HG.amin(1)),
             )
         )
 
@@ -102,8 +108,8 @@ def check_audit(config: AuditConfig, shapes: Sequence[LayerShape]) -> None:
 
 def _mass(layer: Layer, row: int, query_1HGD: torch.Tensor) -> torch.Tensor:
     logits = layer.logits((row,), query_1HGD[:, :, :, None])
-    mass_HT: torch.Tensor = logits[0, :, :, 0].softmax(-1).mean(1)
-    return mass_HT
+    mass_HGT: torch.Tensor = logits[0, :, :, 0].softmax(-1)
+    return mass_HGT
 
 
 def _at(mass_HT: torch.Tensor, index_HK: torch.Tensor) -> torch.Tensor:
@@ -115,12 +121,23 @@ def _of(heads: tuple[int, ...], value: torch.Tensor) -> torch.Tensor:
     return value if len(heads) == len(value) else torch.stack([value[head] for head in heads])
 
 
-def _retained(layer: Layer, row: int, mass_HT: torch.Tensor) -> torch.Tensor:
-    # the packed segment (sinks and selected) and the recent segment do not overlap
-    packed_HS = _at(mass_HT, layer.run.segments[layer.index].position_BHS[row])
-    retained_H = packed_HS.sum(1) + mass_HT[:, layer.run.requests[row].read_start :].sum(1)
+def _read(layer: Layer, row: int, all_HT: torch.Tensor) -> torch.Tensor:
+    # the packed segment (sinks and selected), which is padded with -1, and the recent segment
+    H, T = all_HT.shape
+    position_HS = layer.run.segments[layer.index].position_BHS[row].long()
+    read_HT = all_HT.new_zeros(H, T + 1).scatter(1, position_HS.where(position_HS >= 0, T), 1)
+    read_HT = read_HT[:, :T]
+    read_HT[:, layer.run.requests[row].read_start :] = True
     dense_H = layer.dense_heads.get(row)
-    return retained_H if dense_H is None else retained_H.masked_fill(dense_H, 1.0)
+    return read_HT if dense_H is None else read_HT | dense_H[:, None]
+
+
+def _retained(
+    layer: Layer, row: int, mass_HGT: torch.Tensor, read_HT: torch.Tensor
+) -> torch.Tensor:
+    retained_HG = (mass_HGT * read_HT[:, None]).sum(-1)
+    dense_H = layer.dense_heads.get(row)
+    return retained_HG if dense_H is None else retained_HG.masked_fill(dense_H[:, None], 1.0)
 
 
 def _error(layer: Layer, row: int, query_1HGD: torch.Tensor, out_HGE: torch.Tensor) -> torch.Tensor:

@@ -215,6 +215,11 @@ class AuditEvent:
             (FreeKV, C_i); NaN where there is none.
         output_error_H: Norm of the difference between the step's attention output and dense attention's,
             over the norm of the latter.
+        read_HK: Whether the step attended to each of `index_HK`, bool; all true where it read everything.
+        top_1_read_H: Share of the KV head's query heads whose most probable position the step attended,
+            float32.
+        retained_min_H: As `retained_H`, of the query head that retained least. The last three are None from
+            who does not look at them.
     """
 
     request: int
@@ -227,6 +232,9 @@ class AuditEvent:
     retained_H: torch.Tensor
     query_cosine_H: torch.Tensor
     output_error_H: torch.Tensor
+    read_HK: torch.Tensor | None = None
+    top_1_read_H: torch.Tensor | None = None
+    retained_min_H: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -190,7 +190,8 @@ class Told:
         sets = [sorted(self._rng.sample(range(14), 6)) for _ in range(HEADS)]
         sets[1] = sets[1][:4]  # not enough tokens yet
         mass = [[self._number() for _ in positions] for positions in sets]
-        retained, error = self._number(), self._number()
+        retained, error, least, top_1 = (self._number() for _ in range(4))
+        read = [[self._rng.random() < 0.5 for _ in positions] for positions in sets]
         cosine = math.nan if step == 0 else self._number()
         self._observer.on_audit(
             AuditEvent(
@@ -204,6 +205,9 @@ class Told:
                 retained_H=torch.full((HEADS,), retained),
                 query_cosine_H=torch.full((HEADS,), cosine),
                 output_error_H=torch.full((HEADS,), error),
+                read_HK=torch.tensor([values + [False] * (6 - len(values)) for values in read]),
+                top_1_read_H=torch.full((HEADS,), top_1),
+                retained_min_H=torch.full((HEADS,), least),
             )
         )
         for place, head in enumerate((0, 5)):
@@ -216,6 +220,7 @@ class Told:
                     "overlap_previous_step": overlap(last, sets[place]) if last else None,
                     "overlap_last_refresh": overlap(refreshed, sets[place]) if refreshed else None,
                     "query_cosine": None if step == 0 else cosine, "output_error": error,
+                    "read": read[place], "top_1_read": top_1, "retained_mass_min": least,
                 }
             )  # fmt: skip
             seen[step] = sets[place]

@@ -91,7 +91,7 @@ def test_heads_of_tensor_parallel_ranks_stand_side_by_side():
             AuditEvent(
                 request=1, step=4, layer=0, slow=True, heads=(0, 1), index_HK=index,
                 mass_HK=numbers, retained_H=numbers[:, 0], query_cosine_H=numbers[:, 0],
-                output_error_H=numbers[:, 0],
+                output_error_H=numbers[:, 0], top_1_read_H=numbers[:, 0],
             )
         ]  # fmt: skip
 
@@ -103,3 +103,5 @@ def test_heads_of_tensor_parallel_ranks_stand_side_by_side():
     assert first.diagnostics["lambda_star"].tolist() == [0, 0.5, 1, 1.5]
     assert audit.heads == (0, 1, 2, 3)
     assert audit.retained_H.tolist() == pytest.approx([0, 0, 0.1, 0.1])
+    assert audit.top_1_read_H.tolist() == pytest.approx([0, 0, 0.1, 0.1])
+    assert audit.read_HK is None  # no rank looked at it

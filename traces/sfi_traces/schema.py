@@ -11,6 +11,7 @@ SCHEMA_VERSION = 1
 ADDED = {
     "steps": ("batch_step", "drafted", "draft_token_id"),
     "selections": ("reason", "query_cosine"),
+    "supports": ("read", "top_1_read", "retained_mass_min"),
 }
 MANIFEST = "manifest.json"
 PART = "part-{number:05d}.parquet"
@@ -112,6 +113,15 @@ TABLES: dict[str, pa.Schema] = {
             ("overlap_last_refresh", pa.float32()),  # with the last slow step before this one
             ("query_cosine", pa.float32()),
             ("output_error", pa.float32()),
+            (
+                "read",
+                pa.list_(pa.bool_()),
+            ),  # of each of `positions`: whether the step attended to it
+            (
+                "top_1_read",
+                pa.float32(),
+            ),  # share of query heads whose most probable one was attended
+            ("retained_mass_min", pa.float32()),  # that of the query head that retained least
         ]
     ),
     # an audited request and step that was fast; of a lossless run one whose token a draft was tested for

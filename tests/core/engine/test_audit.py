@@ -128,6 +128,7 @@ def test_a_support_holds_the_most_attended_positions_of_dense_attention(step):
 def test_retained_mass_is_that_of_the_positions_the_step_read():
     """At step 1 the cache is still the plain model's: probabilities are those of its own weights."""
     result, observer = complete(observers=[one := RecordingObserver()], audit=AUDIT), one
+    seen: list[tuple[bool, float]] = []
     for row, ids in enumerate(ROWS):
         request = result.report.requests[row]
         assert 1 not in request.slow_at
@@ -135,7 +136,7 @@ def test_retained_mass_is_that_of_the_positions_the_step_read():
         eager.set_attn_implementation("eager")
         with torch.no_grad():
             output = eager(torch.tensor([ids + request.token_ids[:1]]), output_attentions=True)
-        mass_HT = output.attentions[0][0, :, -1].unflatten(0, (2, 2)).mean(1)
+        mass_HGT = output.attentions[0][0, :, -1].unflatten(0, (2, 2))
         picked = next(s for s in observer.selections if (s.request, s.step, s.layer) == (row, 0, 0))
         event = next(a for a in observer.audits if (a.request, a.step, a.layer) == (row, 1, 0))
         for head in range(2):
@@ -145,8 +146,17 @@ def test_retained_mass_is_that_of_the_positions_the_step_read():
                 *picked.index_HK[head].tolist(),
                 *range(start, len(ids) + 1),
             }
-            expected = mass_HT[head, sorted(read - {-1})].sum()
-            torch.testing.assert_close(event.retained_H[head], expected)
+            kept_G = mass_HGT[head][:, sorted(read - {-1})].sum(-1)
+            torch.testing.assert_close(event.retained_H[head], kept_G.mean())
+            torch.testing.assert_close(event.retained_min_H[head], kept_G.min())
+            top = mass_HGT[head].argmax(-1).tolist()
+            assert event.top_1_read_H[head] == sum(position in read for position in top) / 2
+            support = event.index_HK[head].tolist()
+            assert event.read_HK[head].tolist()[: len(ids) + 1] == [
+                position in read for position in support[: len(ids) + 1]
+            ]
+            seen.append((bool(event.read_HK[head].all()), float(event.top_1_read_H[head])))
+    assert len(set(seen)) > 2  # not every row is read whole, nor none
 
 
 def test_retained_mass_and_output_error_of_a_slow_step_are_exact():
@@ -154,6 +164,7 @@ def test_retained_mass_and_output_error_of_a_slow_step_are_exact():
     slow = [event for event in observer.audits if event.slow]
     assert slow
     assert all((e.retained_H == 1).all() and (e.output_error_H == 0).all() for e in slow)
+    assert all(e.read_HK.all() and (e.top_1_read_H == 1).all() for e in slow)
     fast = [event for event in observer.audits if not event.slow and event.request == 0]
     assert all((e.retained_H < 1).all() and (e.output_error_H > 0).all() for e in fast)
 

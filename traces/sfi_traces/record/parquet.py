@@ -155,7 +155,8 @@ class ParquetObserver(NullObserver):
             event.query_cosine_H,
             event.output_error_H,
         )
-        self._told.append((event, tensors))
+        reads = (event.read_HK, event.top_1_read_H, event.retained_min_H)
+        self._told.append((event, (*tensors, *(one for one in reads if one is not None))))
 
     def on_logits(self, event: LogitsEvent) -> None:
         """Record the next-token distributions of an audited step, or of tested drafts."""

@@ -55,6 +55,6 @@ def _encoding(schema: pa.Schema) -> dict[str, str]:
             encoding[field.name] = "DELTA_BINARY_PACKED"
         elif field.type == POSITIONS:
             encoding[f"{field.name}.list.element"] = "DELTA_BINARY_PACKED"
-        elif pa.types.is_list(field.type):
+        elif pa.types.is_list(field.type) and pa.types.is_floating(field.type.value_type):
             encoding[f"{field.name}.list.element"] = "BYTE_STREAM_SPLIT"
     return encoding

@@ -194,8 +194,9 @@ class TraceRows:
         retained_H: Array,
         query_cosine_H: Array,
         output_error_H: Array,
+        *reads: Array,
     ) -> None:
-        """Take one layer of an audited step."""
+        """Take one layer of an audited step; `reads` are those of the event's tensors that may be None."""
         place = (event.request, event.layer)
         step, last = self._last.get(place, (-1, None))
         refreshed = self._refreshed.get(place)
@@ -203,6 +204,10 @@ class TraceRows:
         if event.slow:
             self._refreshed[place] = index_HK
         kept_HK = index_HK >= 0
+        names = ("read_HK", "top_1_read_H", "retained_min_H")
+        given = iter(reads)
+        told = {name: next(given) for name in names if getattr(event, name) is not None}
+        read_HK = told.get("read_HK")
         columns = {
             **self._key(event),
             "head": np.array(event.heads),
@@ -213,6 +218,9 @@ class TraceRows:
             "overlap_last_refresh": _overlap(refreshed, index_HK),
             "query_cosine": query_cosine_H,
             "output_error": output_error_H,
+            "read": None if read_HK is None else Lists.of(read_HK, kept_HK),
+            "top_1_read": told.get("top_1_read_H", np.nan),
+            "retained_mass_min": told.get("retained_min_H", np.nan),
         }
         self.tables["supports"].add_columns(len(index_HK), columns)
 
