@@ -1,7 +1,8 @@
 """The passages of the text that one decoding step read, and those that it should have read."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import numpy as np
 import pyarrow.compute as pc
@@ -14,7 +15,7 @@ from sfi_traces.views.view import View
 GAP = 2  # positions between two of a passage that are not of it
 LONG, LONGEST = 24, 64  # a passage ends with a sentence once it is long, and nowhere later
 ENDS = (".", "!", "?", "\n")
-SINK, SELECTED, RECENT, ALL = "sink", "selected", "recent", "all"
+SINK, SELECTED, RECENT, ALL, MISSED = "sink", "selected", "recent", "all", "missed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +23,7 @@ class Passage:
     """A stretch of positions.
 
     Attributes:
-        part: "sink", "selected", "recent", or "all" where the step read everything.
+        part: "sink", "selected", "recent"; "all" where the step read everything; "missed".
         first: First position.
         last: Last position, which belongs to it.
         text: Its tokens' text.
@@ -74,6 +75,18 @@ class StepWords:
     missed: list[Passage]
     notes: list[str] = field(default_factory=list)
 
+    def to_dict(self) -> dict[str, Any]:
+        """Write it as plain values; layers and KV heads as `{"layer": 0, "heads": [0, 1]}`."""
+        found = asdict(self) | {
+            "audited": _by_layer(self.audited),
+            "places": _by_layer(self.places),
+        }
+        for name in ("passages", "missed"):
+            own = getattr(self, name)
+            for document, one in zip(found[name], own, strict=True):
+                document |= {"places": _by_layer(one.places), "heads": len(one.places)}
+        return found
+
 
 def text_of(view: View) -> list[str]:
     """Return the text of each position, of the prompt and of what was generated.
@@ -105,8 +118,8 @@ def step_words(view: View, step: int) -> StepWords:
         )
     read = _Reads.of(view, row)
     texts = text_of(view)
-    edges = _Passages(texts, int(steps.context[row]), read)
-    mass = _Mass.of(view, step)
+    passages = _Passages(texts, int(steps.context[row]), read)
+    mass = _Mass.of(view, step, read)
     return StepWords(
         step=step,
         slow=bool(steps.slow[row]),
@@ -117,8 +130,8 @@ def step_words(view: View, step: int) -> StepWords:
         audited=list(mass.found),
         places=read.places,
         refreshed=read.refreshed,
-        passages=edges.read(mass),
-        missed=edges.missed(mass),
+        passages=passages.read(mass),
+        missed=passages.missed(mass),
         notes=read.notes,
     )
 
@@ -186,20 +199,31 @@ def _notes(view: View, row: int, dense: Sequence[Place]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Mass:
-    # of the audited layers and KV heads: positions and their probabilities
-    found: dict[Place, tuple[np.ndarray, np.ndarray]]
+    # of the audited layers and KV heads: positions, their probabilities, and which of them were read
+    found: dict[Place, tuple[np.ndarray, np.ndarray, np.ndarray]]
 
     @classmethod
-    def of(cls, view: View, step: int) -> "_Mass":
-        if not view.trace.has("supports"):
-            return cls({})
+    def of(cls, view: View, step: int, reads: _Reads) -> "_Mass":
         wanted = view.wanted & (pc.field("step") == step)
-        rows = view.trace.rows("supports", ["layer", "head", "positions", "mass"], wanted)
+        rows = view.trace.rows("supports", ["layer", "head", "positions", "mass", "read"], wanted)
         found = {}
         for row in rows.sort_by([("layer", "ascending"), ("head", "ascending")]).to_pylist():
             place = row["layer"], row["head"]
-            found[place] = np.array(row["positions"], int), np.array(row["mass"], float)
+            position = np.array(row["positions"], int)
+            seen = row["read"]  # older traces lack it
+            read = reads.of_place(place, position) if seen is None else np.array(seen, bool)
+            found[place] = position, np.array(row["mass"], float), read
         return cls(found)
+
+    def weight(self, context: int, *, read: bool) -> np.ndarray:
+        # the mean mass of each position over the places, of those that were read or of the others
+        weight = np.zeros(context)
+        for position, mass, seen in self.found.values():
+            weight[position[seen == read]] += mass[seen == read] / len(self.found)
+        return weight
+
+    def marks(self, *, read: bool) -> dict[Place, np.ndarray]:
+        return {place: position[seen == read] for place, (position, _, seen) in self.found.items()}
 
 
 class _Passages:
@@ -210,18 +234,16 @@ class _Passages:
 
     def read(self, mass: _Mass) -> list[Passage]:
         reads = self._reads
-        weight = np.zeros(self._context)
-        for place, (position, share) in mass.found.items():
-            kept = reads.of_place(place, position)
-            weight[position[kept]] += share[kept] / len(mass.found)
+        weight = mass.weight(self._context, read=True)
         marks = {place: reads.selected.get(place, np.empty(0, int)) for place in reads.places}
         if len(reads.dense) == len(reads.places):
             if not mass.found:
                 return [self._passage(ALL, 0, self._context - 1, self._context, reads.places, None)]
-            marks = {place: position for place, (position, _) in mass.found.items()}
-            found = self._cut(ALL, marks, weight, 0, self._context)
+            found = self._cut(ALL, mass.marks(read=True), weight, 0, self._context)
         else:
-            found = self._cut(SELECTED, marks, weight if mass.found else None, reads.sink, reads.recent)
+            found = self._cut(
+                SELECTED, marks, weight if mass.found else None, reads.sink, reads.recent
+            )
             for part, first, end in ((SINK, 0, reads.sink), (RECENT, reads.recent, self._context)):
                 if end > first:
                     held = float(weight[first:end].sum()) if mass.found else None
@@ -231,13 +253,8 @@ class _Passages:
         return _ranked(found)
 
     def missed(self, mass: _Mass) -> list[Passage]:
-        weight = np.zeros(self._context)
-        marks = {}
-        for place, (position, share) in mass.found.items():
-            lost = ~self._reads.of_place(place, position)
-            weight[position[lost]] += share[lost] / len(mass.found)
-            marks[place] = position[lost]
-        return _ranked(self._cut("", marks, weight, 0, self._context))
+        weight = mass.weight(self._context, read=False)
+        return _ranked(self._cut(MISSED, mass.marks(read=False), weight, 0, self._context))
 
     def _cut(
         self,
@@ -281,7 +298,9 @@ class _Passages:
 
     def _is_long(self, first: int, last: int) -> bool:
         tokens = last - first + 1
-        return tokens >= LONGEST or (tokens >= LONG and self._texts[last].rstrip(" ").endswith(ENDS))
+        return tokens >= LONGEST or (
+            tokens >= LONG and self._texts[last].rstrip(" ").endswith(ENDS)
+        )
 
     def _passage(
         self, part: str, first: int, last: int, tokens: int, places: list[Place], mass: float | None
@@ -290,6 +309,13 @@ class _Passages:
         return Passage(
             part=part, first=first, last=last, text=text, tokens=tokens, places=places, mass=mass
         )
+
+
+def _by_layer(places: Sequence[Place]) -> list[dict[str, Any]]:
+    heads: dict[int, list[int]] = {}
+    for layer, head in sorted(places):
+        heads.setdefault(layer, []).append(head)
+    return [{"layer": layer, "heads": own} for layer, own in heads.items()]
 
 
 def _ranked(found: list[Passage]) -> list[Passage]:
