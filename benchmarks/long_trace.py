@@ -1,12 +1,13 @@
 """A long trace of made-up selections, and what looking at it costs.
 
-    python benchmarks/long_trace.py build/long                                    32K steps, 36 layers, 8 KV heads
-    python benchmarks/long_trace.py build/long --audit 512 --audited-layers 4     with supports
-    python benchmarks/long_trace.py build/long --measure                          time, peak memory, size
+    python benchmarks/long_trace.py build/long              32K steps, 36 layers, 8 KV heads
+    python benchmarks/long_trace.py build/long --audit 512  with supports
+    python benchmarks/long_trace.py build/long --measure    time, peak memory, size of what is there
 
-The tables go straight to the files that a recording writes. Every 20th step or so ends a sentence, and the step
-after it is slow. A refresh of a layer and KV head holds `budget` positions in runs of 8, of which it keeps about
-0.7 of the one before; all lie in the prompt. Times are about those of a 4B model on a GPU; nothing is measured.
+The tables go straight to the files that a recording writes. Every 20th step or so ends a sentence, and the
+step after it is slow. A refresh of a layer and KV head holds `budget` positions in runs of 8, of which it
+keeps about 0.7 of the one before; all lie in the prompt. Times are about those of a 4B model on a GPU;
+nothing in the trace is measured.
 """
 
 import argparse
@@ -29,6 +30,7 @@ from sfi_traces.record.part_files import PartFiles
 from sfi_traces.schema import SCHEMA_VERSION, TABLES
 
 RUN = 8  # neighboring positions of a selection
+READ = 0.8  # of a support
 KEPT = 0.7  # of the runs, from one refresh to the next
 TOGETHER = 20  # refreshes of a part
 WORDS = [
@@ -148,15 +150,15 @@ def _slow(shape: Shape, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarra
     return slow, np.cumsum(slow) - 1
 
 
-def _table(name: str, rows: int, **columns: Any) -> pa.Table:
+def _table(table: str, rows: int, /, **columns: Any) -> pa.Table:
     # columns of the schema; what is not named is null, but for the request
     whole = {"request": np.zeros(rows, np.int32)} | columns
     arrays = []
-    for field in TABLES[name]:
+    for field in TABLES[table]:
         value = whole.get(field.name)
         array = pa.nulls(rows, field.type) if value is None else pa.array(value)
         arrays.append(array.cast(field.type))
-    return pa.Table.from_arrays(arrays, schema=TABLES[name])
+    return pa.Table.from_arrays(arrays, schema=TABLES[table])
 
 
 def _steps(
@@ -177,7 +179,8 @@ def _steps(
         "steps", shape.steps, step=step, position=context - 1, token_id=ids, token_text=texts, slow=slow,
         reason=reason, steps_since_slow=since, sentence=sentence, trigger=ids == STOP,
         attended_tokens=attended.astype(np.float32), context_tokens=context,
-        read_ratio=(attended / context).astype(np.float32), elapsed_us=np.where(slow, 9000.0, 4500.0) + step % 97,
+        read_ratio=(attended / context).astype(np.float32),
+        elapsed_us=np.where(slow, 9000.0, 4500.0) + step % 97,
         audited=audited, batch_step=step, drafted=np.zeros(shape.steps, bool),
     )  # fmt: skip
 
@@ -221,10 +224,12 @@ def _selections(
         moved = np.round((1 - kept) * shape.budget).astype(np.int32)
         first = np.repeat(steps == 0, shape.layers * shape.heads)
         yield _table(
-            "selections", rows, **_places(shape, shape.layers, steps), selected=np.full(rows, shape.budget),
-            lambda_star=rng.uniform(0, 0.02, rows).astype(np.float32), evidence_entropy=rng.uniform(2, 6, rows).astype(np.float32),
-            overlap_previous=pa.array(kept.astype(np.float32), mask=first), jaccard_previous=pa.array((kept / (2 - kept)).astype(np.float32), mask=first),
-            added=moved, removed=np.where(first, 0, moved), positions=_lists(position), reason=np.full(rows, ""),
+            "selections", rows, **_places(shape, shape.layers, steps),
+            selected=np.full(rows, shape.budget), lambda_star=rng.uniform(0, 0.02, rows).astype(np.float32),
+            evidence_entropy=rng.uniform(2, 6, rows).astype(np.float32),
+            overlap_previous=pa.array(kept.astype(np.float32), mask=first),
+            jaccard_previous=pa.array((kept / (2 - kept)).astype(np.float32), mask=first), added=moved,
+            removed=np.where(first, 0, moved), positions=_lists(position), reason=np.full(rows, ""),
         )  # fmt: skip
 
 
@@ -246,7 +251,8 @@ def _timings(shape: Shape, slow: np.ndarray, rng: np.random.Generator) -> Iterat
         elapsed = np.where(whole, 4000.0 + 5000.0 * slow[step], own)
         yield _table(
             "timings", rows, step=np.array(step), layer=pa.array(layer, mask=np.array(layer) < 0), name=name,
-            stream=np.full(rows, "main"), begin_us=np.array(step) * 5000.0, elapsed_us=elapsed, bytes=np.full(rows, 1 << 20),
+            stream=np.full(rows, "main"), begin_us=np.array(step) * 5000.0, elapsed_us=elapsed,
+            bytes=np.full(rows, 1 << 20),
         )  # fmt: skip
 
 
@@ -263,12 +269,14 @@ def _supports(
         mass = rng.random((rows, shape.top)).astype(np.float32) ** 3
         mass *= 0.9 / mass.sum(1, keepdims=True)
         is_slow = np.repeat(slow[steps], shape.audited_layers * shape.heads)
-        read = is_slow[:, None] | (rng.random((rows, shape.top)) < 0.8)
+        read = is_slow[:, None] | (rng.random((rows, shape.top)) < READ)
         columns = {"read": _lists(read)} if "read" in TABLES["supports"].names else {}
         yield _table(
-            "supports", rows, **_places(shape, shape.audited_layers, steps), positions=_lists(position), mass=_lists(mass),
-            retained_mass=np.where(is_slow, 1.0, 0.85).astype(np.float32), overlap_last_refresh=kept.astype(np.float32),
-            query_cosine=rng.uniform(0.6, 1, rows).astype(np.float32), output_error=np.where(is_slow, 0, 0.05).astype(np.float32), **columns,
+            "supports", rows, **_places(shape, shape.audited_layers, steps), positions=_lists(position),
+            mass=_lists(mass), retained_mass=np.where(is_slow, 1.0, 0.85).astype(np.float32),
+            overlap_last_refresh=kept.astype(np.float32),
+            query_cosine=rng.uniform(0.6, 1, rows).astype(np.float32),
+            output_error=np.where(is_slow, 0, 0.05).astype(np.float32), **columns,
         )  # fmt: skip
 
 
@@ -290,7 +298,7 @@ def measure(folder: Path, shape: Shape) -> Iterator[tuple[str, float, float, flo
     )
     for name, arguments, file in commands:
         begin = time.monotonic()
-        process = subprocess.Popen(
+        process = subprocess.Popen(  # noqa: S603 - our own words
             [sys.executable, "-m", "sfi_cli", "trace", *arguments], stdout=subprocess.DEVNULL
         )
         _, status, usage = os.wait4(process.pid, 0)
@@ -326,15 +334,14 @@ def main() -> None:
     shape = Shape(**{name: value for name, value in arguments.items() if value is not None})
     if not measured:
         write(folder, shape)
-    size = sum(file.stat().st_size for file in folder.rglob("*.parquet")) / 1e6
+    whole = sum(file.stat().st_size for file in folder.rglob("*.parquet")) / 1e6
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000
-    print(f"{folder}: {size:,.0f} MB; this process took {peak:,.0f} MB of memory")
+    print(f"{folder}: {whole:,.0f} MB; this process took {peak:,.0f} MB of memory")
     if measured:
         print("| command | seconds | peak memory | file |\n|---|---|---|---|")
         for command, seconds, memory, written in measure(folder, shape):
-            print(
-                f"| `{command}` | {seconds:.1f} | {memory:,.0f} MB | {'' if written is None else f'{written:.1f} MB'} |"
-            )
+            size = "" if written is None else f"{written:.1f} MB"
+            print(f"| `{command}` | {seconds:.1f} | {memory:,.0f} MB | {size} |")
 
 
 if __name__ == "__main__":

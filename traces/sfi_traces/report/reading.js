@@ -107,8 +107,8 @@ function setUpReading(data) {
   const known = new Set([...reading.layers, ...(reading.mass ? reading.mass.layers : [])]);
   layer.add(new Option("all", ""));
   for (const each of [...known].sort((a, b) => a - b)) layer.add(new Option(each, each));
-  if (data.counts) by.add(new Option("by KV heads that selected it", "heads"));
   if (data.lists) by.add(new Option("by attention", "mass"));
+  if (data.counts || !data.lists) by.add(new Option("by KV heads that selected it", "heads"));
   by.parentElement.hidden = by.options.length < 2;
 
   function light(row) {
@@ -148,7 +148,8 @@ function setUpReading(data) {
     list.replaceChildren(...found.slice(0, PASSAGES).map((one) => {
       const words = reading.cells.slice(one.first, one.last + 1).join("");
       const from = one.first * reading.perCell;
-      const facts = [`positions ${from} to ${end(one.last) - 1}`];
+      const to = end(one.last) - 1;
+      const facts = [to > from ? `positions ${from} to ${to}` : `position ${from}`];
       let read = 0, held = 0;
       for (let cell = one.first; cell <= one.last; cell++) {
         read = Math.max(read, heads[cell]);
@@ -220,8 +221,9 @@ function setUpReading(data) {
     tokens[chosen].scrollIntoView({ block: "nearest", inline: "nearest" });
   });
   for (const picker of [layer, by]) {
-    picker.addEventListener("change", () => { if (chosen >= 0) choose(chosen); });
+    picker.addEventListener("change", () => choose(chosen));
   }
+  choose(Math.max(0, tokens.findIndex((_, row) => !data.slow.has(row))));
 }
 
 async function openReading() {

@@ -1,5 +1,6 @@
 """What each step of a request read: the sink, what was selected for it, and the recent tokens."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -116,6 +117,83 @@ class Refreshes:
     @property
     def _keys(self) -> tuple[np.ndarray, ...]:
         return self.step, self.layer, self.head, self.ahead
+
+
+@dataclass(frozen=True, slots=True)
+class StepReads:
+    """Which positions a step read, by layer and KV head.
+
+    Attributes:
+        places: Layers and KV heads of the view's full-attention layers.
+        dense: Those that read everything.
+        sink: Anchor tokens that the others read.
+        recent: First of the recent tokens that the others read.
+        selected: Positions selected for the others.
+        refreshed: Steps that selected them.
+        notes: What the trace leaves open.
+    """
+
+    places: list[Place]
+    dense: set[Place]
+    sink: int
+    recent: int
+    selected: dict[Place, np.ndarray]
+    refreshed: list[int]
+    notes: list[str]
+
+    @classmethod
+    def of(cls, view: View, row: int) -> "StepReads":
+        """Find them for the step in a row of the view's steps.
+
+        Raises:
+            TraceError: The step was fast, and its selections have no positions.
+        """
+        steps, config = view.steps, view.trace.manifest["config"]
+        places = view.places
+        dense = {place for place in places if steps.slow[row] or place[0] in config["dense_layers"]}
+        segments, context = Segments.of(view), int(steps.context[row])
+        recent = context if segments.recent is None else int(segments.recent[row])
+        if len(dense) == len(places):
+            return cls(places, dense, segments.sink, recent, {}, [], _notes(view, row, places))
+        refreshes = Refreshes.of(view)
+        rows = refreshes.serving(int(steps.step[row]))
+        sets = refreshes.positions(rows)
+        keys = zip(refreshes.layer[rows].tolist(), refreshes.head[rows].tolist(), strict=True)
+        selected = {
+            place: positions
+            for place, positions in zip(keys, sets, strict=True)
+            if place in places and place not in dense
+        }
+        refreshed = sorted(set(refreshes.step[rows].tolist()))
+        notes = _notes(view, row, [place for place in places if place in dense])
+        if not selected:
+            notes.append(
+                f"policy {view.trace.manifest['policy']} had selected nothing; a fast step read the sink and "
+                "the recent tokens"
+            )
+        return cls(places, dense, segments.sink, recent, selected, refreshed, notes)
+
+    def of_place(self, place: Place, position: np.ndarray) -> np.ndarray:
+        """Say which of some positions a layer and KV head read."""
+        if place in self.dense:
+            return np.ones(len(position), bool)
+        found: np.ndarray = (position < self.sink) | (position >= self.recent)
+        return found | np.isin(position, self.selected.get(place, np.empty(0, np.int32)))
+
+
+def _notes(view: View, row: int, dense: Sequence[Place]) -> list[str]:
+    steps, found = view.steps, []
+    if steps.slow[row] and steps.attended[row] < steps.context[row] and not view.trace.lossless:
+        found.append(
+            "in this slow step some KV heads read only what was selected; the trace does not say which"
+        )
+    if dense and not steps.slow[row]:
+        layers = ", ".join(map(str, sorted({layer for layer, _ in dense})))
+        found.append(f"layers left dense read everything: {layers}")
+    sliding = [one for one in view.trace.manifest["model"]["layers"] if one["window"] is not None]
+    if sliding and view.layer is None:
+        found.append(f"{len(sliding)} layers with a sliding window are left aside")
+    return found
 
 
 def no_positions(view: View) -> TraceError:

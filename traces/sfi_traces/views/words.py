@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow.compute as pc
 
 from sfi_core.errors import ConfigError, TraceError
-from sfi_traces.views.reads import Refreshes, Segments
+from sfi_traces.views.reads import StepReads
 from sfi_traces.views.stability import Place
 from sfi_traces.views.view import View
 
@@ -116,7 +116,7 @@ def step_words(view: View, step: int) -> StepWords:
         raise ConfigError(
             f"step must be in {steps.step[0]} to {steps.step[-1]} of request {view.request}, got {step}"
         )
-    read = _Reads.of(view, row)
+    read = StepReads.of(view, row)
     texts = text_of(view)
     passages = _Passages(texts, int(steps.context[row]), read)
     mass = _Mass.of(view, step, read)
@@ -137,73 +137,12 @@ def step_words(view: View, step: int) -> StepWords:
 
 
 @dataclass(frozen=True, slots=True)
-class _Reads:
-    # which positions each layer and KV head read; `dense` read everything
-    places: list[Place]
-    dense: set[Place]
-    sink: int
-    recent: int
-    selected: dict[Place, np.ndarray]
-    refreshed: list[int]
-    notes: list[str]
-
-    @classmethod
-    def of(cls, view: View, row: int) -> "_Reads":
-        steps, config = view.steps, view.trace.manifest["config"]
-        places = view.places
-        dense = {place for place in places if steps.slow[row] or place[0] in config["dense_layers"]}
-        segments, context = Segments.of(view), int(steps.context[row])
-        recent = context if segments.recent is None else int(segments.recent[row])
-        if len(dense) == len(places):
-            return cls(places, dense, segments.sink, recent, {}, [], _notes(view, row, places))
-        refreshes = Refreshes.of(view)
-        rows = refreshes.serving(int(steps.step[row]))
-        sets = refreshes.positions(rows)
-        keys = zip(refreshes.layer[rows].tolist(), refreshes.head[rows].tolist(), strict=True)
-        selected = {
-            place: positions
-            for place, positions in zip(keys, sets, strict=True)
-            if place in places and place not in dense
-        }
-        refreshed = sorted(set(refreshes.step[rows].tolist()))
-        notes = _notes(view, row, [place for place in places if place in dense])
-        if not selected:
-            notes.append(
-                f"policy {view.trace.manifest['policy']} had selected nothing; a fast step read the sink and "
-                "the recent tokens"
-            )
-        return cls(places, dense, segments.sink, recent, selected, refreshed, notes)
-
-    def of_place(self, place: Place, position: np.ndarray) -> np.ndarray:
-        # which of some positions were read
-        if place in self.dense:
-            return np.ones(len(position), bool)
-        found: np.ndarray = (position < self.sink) | (position >= self.recent)
-        return found | np.isin(position, self.selected.get(place, np.empty(0, np.int32)))
-
-
-def _notes(view: View, row: int, dense: Sequence[Place]) -> list[str]:
-    steps, found = view.steps, []
-    if steps.slow[row] and steps.attended[row] < steps.context[row] and not view.trace.lossless:
-        found.append(
-            "in this slow step some KV heads read only what was selected; the trace does not say which"
-        )
-    if dense and not steps.slow[row]:
-        layers = ", ".join(map(str, sorted({layer for layer, _ in dense})))
-        found.append(f"layers left dense read everything: {layers}")
-    sliding = [one for one in view.trace.manifest["model"]["layers"] if one["window"] is not None]
-    if sliding and view.layer is None:
-        found.append(f"{len(sliding)} layers with a sliding window are left aside")
-    return found
-
-
-@dataclass(frozen=True, slots=True)
 class _Mass:
     # of the audited layers and KV heads: positions, their probabilities, and which of them were read
     found: dict[Place, tuple[np.ndarray, np.ndarray, np.ndarray]]
 
     @classmethod
-    def of(cls, view: View, step: int, reads: _Reads) -> "_Mass":
+    def of(cls, view: View, step: int, reads: StepReads) -> "_Mass":
         wanted = view.wanted & (pc.field("step") == step)
         rows = view.trace.rows("supports", ["layer", "head", "positions", "mass", "read"], wanted)
         found = {}
@@ -229,7 +168,7 @@ class _Mass:
 class _Passages:
     # cuts the text into passages
 
-    def __init__(self, texts: list[str], context: int, reads: _Reads) -> None:
+    def __init__(self, texts: list[str], context: int, reads: StepReads) -> None:
         self._texts, self._context, self._reads = texts, context, reads
 
     def read(self, mass: _Mass) -> list[Passage]:
