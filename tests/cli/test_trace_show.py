@@ -196,3 +196,41 @@ def test_check_ends_with_3_in_json_too(tmp_path):
     ended = trace("check", folder, "--json")
     assert ended.code == 3
     assert json.loads(ended.stdout)["problems"] == ["steps/part-00000.parquet is missing"]
+
+
+def test_a_step_is_shown_with_the_words_that_it_read(recorded):
+    ended = trace(
+        "show", recorded, "--request", 1, "--step", 17, "--layer", 1, "--head", 0, "--json"
+    )
+    assert (ended.code, ended.stderr) == (0, "")
+    document = json.loads(ended.stdout)
+    assert document["places"] == [{"layer": 1, "heads": [0]}]
+    text = trace("show", recorded, "--request", 1, "--step", 17, "--layer", 1, "--head", 0).stdout
+    missed = document["missed"][0]
+    for words in (
+        "17: fast, gave ' dog'",
+        "step 10",
+        "Passages that it read; all hold",
+        "Passages that dense attention looked at, and the step did not read",
+        f"{missed['first']}-{missed['last']}",
+        f"{missed['mass']:.4f}",
+    ):
+        assert words in text
+    assert len(text.splitlines()) < 60
+
+
+def test_what_a_step_read_is_refused_in_one_line(recorded, tmp_path):
+    ended = trace("show", recorded, "--head", 1)
+    assert (ended.code, ended.stderr) == (
+        2,
+        "error: head must come with --step, got --head 1 alone\n",
+    )
+    ended = trace("show", recorded, "--step", 99)
+    assert ended.code == 2
+    assert ended.stderr == "error: step must be in 0 to 29 of request 0, got 99\n"
+    hidden = redact(make_trace(tmp_path / "run", steps=12, policy="sfi"))
+    ended = trace("show", hidden, "--step", 5)
+    assert (ended.code, ended.stderr) == (
+        3,
+        f"error: trace {hidden} has no text: it was redacted\n",
+    )

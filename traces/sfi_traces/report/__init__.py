@@ -7,7 +7,7 @@ from typing import Any
 
 from sfi_core.errors import BackendError, TraceError
 from sfi_traces.report.facts import cards, summed, tables
-from sfi_traces.report.reading import reading
+from sfi_traces.report.reading import what_steps_read
 from sfi_traces.report.text import generated, prompt
 from sfi_traces.views.captions import subject
 from sfi_traces.views.view import View
@@ -61,7 +61,7 @@ def render(view: View) -> str:
 def _words(view: View, missing: list[str]) -> dict[str, Any] | None:
     # what the panel of the text needs to say what a step read; None if the trace lacks it, with the reason
     try:
-        return reading(view)
+        return what_steps_read(view)
     except TraceError as error:
         missing.append(str(error))
         return None

@@ -27,7 +27,7 @@ TOGETHER = 1 << 16  # rows x positions read at once, about: refreshes at least o
 Packed = dict[str, Any]
 
 
-def reading(view: View) -> Packed:
+def what_steps_read(view: View) -> Packed:
     """Pack what the steps of a request read.
 
     Returns:
