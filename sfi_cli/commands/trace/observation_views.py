@@ -16,7 +16,13 @@ def drift_table(found: Row) -> Any:
         (_span(one["from_step"], one["to_step"]), number(one["mean"]), count(one["n"]))
         for one in found["bins"]
     ]
-    return table("Attention drift: overlap with the support of step 0", ("step", "mean", "n"), rows)
+    title = f"Attention drift: overlap with the support of step 0{_layers(found)}"
+    return table(title, ("step", "mean", "n"), rows)
+
+
+def _layers(found: Row) -> str:
+    taken, audited = found["layers_taken"], found["layers_audited"]
+    return "" if taken == audited else f" ({taken:,} of {audited:,} audited layers, evenly chosen)"
 
 
 def locality_table(found: Row) -> Any:
@@ -25,7 +31,7 @@ def locality_table(found: Row) -> Any:
         (_span(one["from_lag"], one["to_lag"]), number(one["mean"]), count(one["pairs"]))
         for one in found["lags"]
     ]
-    title = "Temporal locality: overlap of every two audited steps"
+    title = f"Temporal locality: overlap of every two audited steps{_layers(found)}"
     return table(title, ("steps apart", "mean", "pairs"), rows)
 
 

@@ -19,8 +19,8 @@ from sfi_traces.views.words import text_of
 
 MOST_CELLS = 12_000  # of the source text; with more tokens a cell stands for several
 MOST_COUNTS = 32 << 20  # refreshes x layers x cells: bytes in the reader's memory
-MOST_BYTES = 4_000_000  # of these counts, packed: refreshes after that are left out
-MOST_LISTS = 20_000  # audited steps x layers
+MOST_BYTES = 3_500_000  # of these counts, packed: refreshes after that are left out
+MOST_LISTS = 10_000  # audited steps x layers
 LIST = 32  # cells with the most mass, of each audited step and layer
 TOGETHER = 1 << 16  # rows x positions read at once, about: refreshes at least one
 

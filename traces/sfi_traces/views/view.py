@@ -153,6 +153,11 @@ class View:
         return self.top or int(self.trace.manifest["audit"]["top"])
 
     @cached_property
+    def audited_layers(self) -> int:
+        """Layers that have supports, of those that the view names."""
+        return len(pc.unique(self.trace.rows("supports", ["layer"], self.wanted)["layer"]))
+
+    @cached_property
     def supports(self) -> ViewSupports:
         """Supports of the steps; raises `TraceError` where there are none."""
         # a killed run may have written a step's supports and not yet the step
