@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +113,7 @@ def write(folder: Path, shape: Shape, seed: int = 0) -> Path:
 
 
 def _manifest(shape: Shape) -> dict[str, Any]:
-    config = SfiConfig(budget=shape.budget, trigger_delay=0, min_gap=0).to_dict()
+    config = SfiConfig(budget=shape.budget, slow_start=1, trigger_delay=0, min_gap=0).to_dict()
     layer = {
         "heads": shape.heads,
         "key_width": 128,
@@ -280,11 +280,11 @@ def _supports(
         )  # fmt: skip
 
 
-def measure(folder: Path, shape: Shape) -> Iterator[tuple[str, float, float, float | None]]:
+def measure(folder: Path, shape: Shape) -> Iterator[tuple[str, float, float, float, float | None]]:
     """Run the commands that open a trace, each in a process of its own.
 
     Yields:
-        The command, its seconds, its peak memory in MB, and the MB of what it wrote, if it is a file.
+        The command, its seconds, those of a processor's core, its peak memory in MB, and the MB of what it wrote, if it is a file.
     """
     page = folder.with_name(f"{folder.name}-report.html")
     commands = (
@@ -304,12 +304,9 @@ def measure(folder: Path, shape: Shape) -> Iterator[tuple[str, float, float, flo
         _, status, usage = os.wait4(process.pid, 0)
         seconds = time.monotonic() - begin
         assert status == 0, f"sfi {name} ended with {status}"
-        yield (
-            f"sfi {name}",
-            seconds,
-            usage.ru_maxrss / 1000,
-            None if file is None else file.stat().st_size / 1e6,
-        )
+        busy = usage.ru_utime + usage.ru_stime
+        written = None if file is None else file.stat().st_size / 1e6
+        yield f"sfi {name}", seconds, busy, usage.ru_maxrss / 1000, written
 
 
 def main() -> None:
@@ -317,18 +314,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--measure", action="store_true", help="look at the trace that is there")
-    for name in (
-        "steps",
-        "layers",
-        "heads",
-        "budget",
-        "prompt",
-        "sentence",
-        "audit",
-        "audited_layers",
-        "top",
-    ):
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int)
+    for field in fields(Shape):
+        parser.add_argument(f"--{field.name.replace('_', '-')}", type=int)
     arguments = vars(parser.parse_args())
     folder, measured = arguments.pop("folder"), arguments.pop("measure")
     shape = Shape(**{name: value for name, value in arguments.items() if value is not None})
@@ -338,10 +325,10 @@ def main() -> None:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000
     print(f"{folder}: {whole:,.0f} MB; this process took {peak:,.0f} MB of memory")
     if measured:
-        print("| command | seconds | peak memory | file |\n|---|---|---|---|")
-        for command, seconds, memory, written in measure(folder, shape):
+        print("| command | seconds | of a core | peak memory | file |\n|---|---|---|---|---|")
+        for command, seconds, busy, memory, written in measure(folder, shape):
             size = "" if written is None else f"{written:.1f} MB"
-            print(f"| `{command}` | {seconds:.1f} | {memory:,.0f} MB | {size} |")
+            print(f"| `{command}` | {seconds:.1f} | {busy:.1f} | {memory:,.0f} MB | {size} |")
 
 
 if __name__ == "__main__":
