@@ -284,7 +284,7 @@ def measure(folder: Path, shape: Shape) -> Iterator[tuple[str, float, float, flo
     """Run the commands that open a trace, each in a process of its own.
 
     Yields:
-        The command, its seconds, those of a processor's core, its peak memory in MB, and the MB of what it wrote, if it is a file.
+        The command, its seconds, those of a processor's core, its peak memory in MB, and the MB of its file.
     """
     page = folder.with_name(f"{folder.name}-report.html")
     commands = (

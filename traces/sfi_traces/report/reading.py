@@ -13,7 +13,7 @@ from sfi_core.errors import TraceError
 from sfi_traces.report.text import MOST_TOKENS
 from sfi_traces.views.labels import printable
 from sfi_traces.views.reads import Refreshes, Segments
-from sfi_traces.views.stability import Place, thinning
+from sfi_traces.views.stability import Place, of_steps, thinning
 from sfi_traces.views.view import View
 from sfi_traces.views.words import text_of
 
@@ -91,7 +91,8 @@ def _counts(
             for place, position in chosen:
                 if place in held:
                     now[row_of[place[0]], held[place]] -= 1
-                held[place] = np.unique(position // per_cell)
+                cell = position // per_cell  # ascending
+                held[place] = cell[np.diff(cell, prepend=-1) > 0]
                 now[row_of[place[0]], held[place]] += 1
             packed += packer.compress((now - before).tobytes())
             kept += 1
@@ -140,8 +141,7 @@ def _mass(view: View, last: int, per_cell: int, cells: int) -> Packed | None:
     columns = ["step", "layer", "positions", "mass", "read"]
     known = True
     for at in range(0, len(steps), LIST):
-        part = pa.array(steps[at : at + LIST])
-        table = view.trace.rows("supports", columns, wanted & pc.field("step").isin(part))
+        table = view.trace.rows("supports", columns, wanted & of_steps(steps[at : at + LIST]))
         known &= table["read"].null_count == 0
         for key, group in _grouped(table):
             place = int(np.searchsorted(steps, key[0])), own.index(key[1])

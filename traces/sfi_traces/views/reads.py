@@ -4,11 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.compute as pc
 
 from sfi_core.errors import TraceError
-from sfi_traces.views.stability import Place
+from sfi_traces.views.stability import Place, of_steps
 from sfi_traces.views.view import View
 
 KEYS = ("step", "layer", "head", "reason")  # of a selection
@@ -98,9 +97,8 @@ class Refreshes:
         Raises:
             TraceError: The trace has none, or a part is damaged.
         """
-        steps = pa.array(np.unique(self.step[rows]), pa.int32())
         table = self.view.trace.rows(
-            "selections", [*KEYS, "positions"], self.view.wanted & pc.field("step").isin(steps)
+            "selections", [*KEYS, "positions"], self.view.wanted & of_steps(self.step[rows])
         )
         if table["positions"].null_count or len(table) == 0 < len(rows):
             raise no_positions(self.view)

@@ -133,6 +133,14 @@ def rows_of(request: int, layer: int | None = None, head: int | None = None) -> 
     return wanted
 
 
+def of_steps(steps: np.ndarray) -> pc.Expression:
+    """Make a filter for the rows of some steps; the range lets a reader pass over row groups."""
+    at, among = pc.field("step"), pa.array(np.unique(steps), pa.int32())
+    if not len(among):
+        return pc.scalar(False)
+    return (at >= among[0]) & (at <= among[-1]) & at.isin(among)
+
+
 def _strongest(mass: np.ndarray, top: int) -> np.ndarray | slice:
     if len(mass) <= top:
         return slice(None)
