@@ -17,7 +17,7 @@ from tests.traces.small import change_manifest, redact, spoil
 SECTIONS = {
     "trace", "request", "layer", "run", "steps", "triggers", "stability", "lags", "audit", "logits",
     "selections", "latency", "phases", "break_even", "missing", "drift", "locality", "head_similarity",
-    "query_cosine", "corrections", "recalls", "lossless",
+    "query_cosine", "corrections", "recalls", "lossless", "ranks",
 }  # fmt: skip
 
 

@@ -46,18 +46,21 @@ def audit_table(found: Row) -> Any:
     """Show by layer what fast steps kept, their error and how far queries turn."""
     rows = []
     for place, one in [("all", found), *((str(one["layer"]), one) for one in found["layers"])]:
-        kept, error, cosine = (
-            one[name] for name in ("retained_mass", "output_error", "query_cosine")
-        )
+        names = ("retained_mass", "retained_mass_min", "top_1_read", "output_error", "query_cosine")
+        kept, least, top_1, error, cosine = (one[name] for name in names)
         rows.append(
             (
                 place, *(number(kept[name]) for name in ("mean", "p5", "min")), count(kept["n"]),
+                number(least["mean"]), number(top_1["mean"]),
                 *(number(error[name]) for name in ("mean", "p95")),
                 *(number(cosine[name]) for name in ("mean", "p5")),
             )
         )  # fmt: skip
     title = "Audited steps: mass that fast ones retained and their error, query cosine of all"
-    columns = ("layer", "retained", "p5", "min", "n", "output error", "p95", "query cosine", "p5")
+    columns = (
+        "layer", "retained", "p5", "min", "n", "least head", "top-1 read", "output error", "p95",
+        "query cosine", "p5",
+    )  # fmt: skip
     return table(title, columns, rows)
 
 
@@ -101,6 +104,19 @@ def selection_table(found: Row) -> Any:
         else f"Selections; lambda* is clipped in {percent(clipped)} of them"
     )
     return table(title, ("", *SPREAD, "n"), rows)
+
+
+def coverage_line(found: Row) -> str:
+    """Say how much of the prompt was ever selected, how far back it lies and how long it stays."""
+    far = found["distance"]
+    sampled = f", positions of every {found['every']}th refresh" if found["every"] > 1 else ""
+    p5, p50, p95, most = (number(far[name], 0) for name in ("p5", "p50", "p95", "max"))
+    return (
+        f"selected: {percent(found['selected'])} of the prompt's positions by a KV head, "
+        f"{percent(found['selected_by_any'])} by any; {p50} tokens behind the query (5 to 95 %: "
+        f"{p5} to {p95}, at most {most}); a position stays for {number(found['stay'], 1)} "
+        f"refreshes{sampled}\n"
+    )
 
 
 def _spread(values: Row | None, digits: int = 3) -> list[str]:

@@ -44,6 +44,7 @@ def render(view: View) -> str:
     return environment.get_template("page.html").render(
         name=view.trace.path.resolve().name,
         subject=subject(view),
+        health=summary["health"],
         cards=cards(summary),
         tables=tables(summary),
         captions={name: figure.pop("caption") for name, figure in figures.items()},

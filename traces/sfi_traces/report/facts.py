@@ -2,8 +2,10 @@
 
 from typing import Any, NamedTuple
 
+from sfi_traces.health import judge
 from sfi_traces.summary import Scope
 from sfi_traces.summary.corrections import corrections, recalls
+from sfi_traces.summary.coverage import coverage_facts
 from sfi_traces.summary.facts import run_facts, step_facts, trigger_tokens
 from sfi_traces.summary.lossless import lossless_facts
 from sfi_traces.summary.speed import latency
@@ -46,6 +48,7 @@ def summed(view: View) -> Row:
     """Sum the request up as `sfi trace show` does, without the sections that the page has figures of."""
     scope = Scope.of(view.trace, view.request)
     return {
+        "health": judge(scope),
         "run": run_facts(scope),
         "steps": step_facts(scope),
         "lossless": lossless_facts(scope),
@@ -54,6 +57,7 @@ def summed(view: View) -> Row:
         "audit": audit_facts(scope),
         "logits": logits_facts(scope),
         "selections": selection_facts(scope),
+        "coverage": coverage_facts(scope),
         "corrections": corrections(scope),
         "recalls": recalls(scope),
         "latency": latency(scope),
@@ -107,15 +111,38 @@ def _support_cards(summary: Row) -> list[Card]:
             f"KV head {worst['head']}"
         )
         found.append(Card("Retained mass", _number(audit["retained_mass"]["mean"], 3), note))
+    found += _top_1_cards(audit)
     if logits := summary["logits"]:
         what = "tested tokens" if summary["lossless"] else "audited fast steps"
         note = f"of {what}; KL {_number(logits['kl_next_token']['mean'], 5)} nats on average"
         found.append(Card("Same next token", _percent(logits["argmax_agreement"], 1), note))
+    found += _coverage_cards(summary["coverage"])
     selections = summary["selections"]
     if selections and selections["lambda_star"]["n"]:
         note = f"on average; {_percent(selections['clipped_share'], 0)} of the values stand at the clip"
         found.append(Card("lambda*", _number(selections["lambda_star"]["mean"], 4), note))
     return found
+
+
+def _top_1_cards(audit: Row | None) -> list[Card]:
+    if not audit or not audit["top_1_read"]["n"]:
+        return []
+    note = (
+        "of query heads: fast steps read their most probable position; a KV head's query head that retains "
+        f"least keeps {_number(audit['retained_mass_min']['mean'], 3)}"
+    )
+    return [Card("Top-1 hit", _percent(audit["top_1_read"]["mean"], 1), note)]
+
+
+def _coverage_cards(found: Row | None) -> list[Card]:
+    if not found:
+        return []
+    note = (
+        f"of the prompt was ever selected by a KV head, {_percent(found['selected_by_any'], 1)} by any; half "
+        f"of the selected lie {_number(found['distance']['p50'], 0)} tokens back or more; a position stays "
+        f"for {_number(found['stay'], 1)} refreshes"
+    )
+    return [Card("Coverage", _percent(found["selected"], 1), note)]
 
 
 def _freekv_cards(summary: Row) -> list[Card]:
@@ -148,8 +175,8 @@ def tables(summary: Row) -> list[Table]:
     facts = {
         "model": f"{run['model']} ({run['architecture']})",
         "policy": f"{run['policy']}{way}, preset {run['preset'] or 'default'}",
-        "backend": f"{run['backend']} on {run['device']}",
-        "audit": _audit(run["audit"]),
+        "backend": run["backend"] and f"{run['backend']} on {run['device']}",
+        "audit": _audit(run),
         "begun": run["created"],
         "finished": run["finished"] or "no: the run was killed, or goes on",
         "stopped": run["stopped"],
@@ -186,7 +213,10 @@ def tables(summary: Row) -> list[Table]:
     ]  # fmt: skip
 
 
-def _audit(audit: Row | None) -> str:
+def _audit(run: Row) -> str:
+    audit, imported = run["audit"], run["imported"]
+    if imported:
+        return f"{imported['kind']} of {imported['file']}, up to {audit['top']:,} positions"
     if audit is None:
         return "none"
     often = (

@@ -132,7 +132,7 @@ def _mass(view: View, last: int, per_cell: int, cells: int) -> Packed | None:
     wanted = view.wanted & (pc.field("step") <= last)
     audited = view.trace.rows("supports", ["step", "layer"], wanted)
     steps = np.unique(audited["step"].to_numpy())
-    if not len(steps):
+    if not len(steps) or not view.trace.masses:
         return None
     own = sorted(set(pc.unique(audited["layer"]).to_pylist()))
     every = thinning(len(steps) * len(own), MOST_LISTS)

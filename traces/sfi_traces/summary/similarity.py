@@ -53,8 +53,8 @@ def over_time(scope: Scope) -> tuple[Row | None, Row | None]:
 def head_similarity(scope: Scope) -> Row | None:
     """Measure how alike the heads of one layer and of different layers are (SyncKV, Fig. 2c).
 
-    Taken at up to 64 audited steps of each request, evenly chosen. Returns None where fewer than two layers
-    were audited.
+    `previous_layer` has each layer's overlap with the one before it, None for the first. Taken at up to 64
+    audited steps of each request, evenly chosen. Returns None where fewer than two layers were audited.
     """
     found: HeadSimilarity | None = None
     for request, steps in _whole_steps(scope).items():
@@ -72,6 +72,7 @@ def head_similarity(scope: Scope) -> Row | None:
         "matrix": _plain(found.matrix),
         "within": _plain(found.within),
         "between": _plain(found.between),
+        "previous_layer": _plain(np.append(np.nan, np.diagonal(found.matrix, -1))),
     }
 
 

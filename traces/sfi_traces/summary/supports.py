@@ -122,11 +122,15 @@ def audit_facts(scope: Scope) -> dict[str, Any] | None:
     """Measure what the audited steps kept: retained mass and output error of fast ones, query cosine of all.
 
     Slow steps read everything: they retain 1 by definition and would flatter. `heads` has every KV head, the
-    one that retains least first. Returns None without supports.
+    one that retains least first. `retained_mass_min` is of each KV head's query head that retains least,
+    `top_1_read` the share of query heads whose most probable position was attended; both are empty of an
+    older trace. Returns None without supports.
     """
     rows = scope.rows(f"""
         SELECT layer,
             {spread("CASE WHEN NOT slow THEN retained_mass END")} AS retained_mass,
+            {spread("CASE WHEN NOT slow THEN retained_mass_min END")} AS retained_mass_min,
+            {spread("CASE WHEN NOT slow THEN top_1_read END")} AS top_1_read,
             {spread("CASE WHEN NOT slow THEN output_error END")} AS output_error,
             {spread("query_cosine")} AS query_cosine
         FROM chosen_supports JOIN chosen_steps USING (request, step)
@@ -143,6 +147,8 @@ def audit_facts(scope: Scope) -> dict[str, Any] | None:
         ORDER BY avg(retained_mass), layer, head
     """)  # noqa: S608 - our own words
     overall = {key: value for key, value in rows[0].items() if key != "layer"}
+    if not any(values["n"] for values in overall.values()):
+        return None  # an import may have none of these
     return {**overall, "layers": rows[1:], "heads": heads}
 
 
@@ -158,8 +164,26 @@ def logits_facts(scope: Scope) -> dict[str, Any] | None:
 def selection_facts(scope: Scope) -> dict[str, Any] | None:
     """Measure the refreshes: how far a selection differs from the one before, and lambda*.
 
-    lambda* is clipped where it equals the clip: `lambda_clip`, or `lambda_clip_rows` where several rows of
-    evidence were averaged (query heads of a KV head x queries of the window). Returns None without refreshes.
+    `clipped_share` is the share of lambda* at its clip. Returns None without refreshes.
+    """
+    clipped, parameters = with_clip(scope)
+    query = f"""
+        SELECT count(*) AS rows,
+            {spread("overlap_previous")} AS overlap_previous,
+            {spread("jaccard_previous")} AS jaccard_previous,
+            {spread("lambda_star")} AS lambda_star,
+            avg((abs(lambda_star - clip) <= 1e-6 * clip)::INT) AS clipped_share
+        FROM ({clipped})
+    """  # noqa: S608 - our own words
+    found = scope.row(query, parameters)
+    return found if found["rows"] else None
+
+
+def with_clip(scope: Scope) -> tuple[str, list[Any]]:
+    """Write the query of the selections with their `clip` of lambda*, and give its parameters.
+
+    The clip is `lambda_clip`, or `lambda_clip_rows` where several rows of evidence were averaged (query heads
+    of a KV head x queries of the window).
     """
     manifest = scope.trace.manifest
     config, model = manifest["config"], manifest["model"]
@@ -168,19 +192,11 @@ def selection_facts(scope: Scope) -> dict[str, Any] | None:
     shapes = ((place["layer"], model["query_heads"] // place["heads"]) for place in model["layers"])
     groups = ", ".join(f"({layer:d}, {group:d})" for layer, group in shapes)
     query = f"""
-        WITH groups (layer, query_heads) AS (VALUES {groups}), clipped AS (
-            SELECT chosen_selections.*, CASE
-                WHEN query_heads * CASE WHEN step = 0 THEN least(?, context_tokens) ELSE ? END > 1
-                THEN ?::DOUBLE ELSE ? END AS clip
-            FROM chosen_selections JOIN groups USING (layer) LEFT JOIN chosen_steps USING (request, step)
-        )
-        SELECT count(*) AS rows,
-            {spread("overlap_previous")} AS overlap_previous,
-            {spread("jaccard_previous")} AS jaccard_previous,
-            {spread("lambda_star")} AS lambda_star,
-            avg((abs(lambda_star - clip) <= 1e-6 * clip)::INT) AS clipped_share
-        FROM clipped
+        SELECT chosen_selections.*, CASE
+            WHEN query_heads * CASE WHEN step = 0 THEN least(?, context_tokens) ELSE ? END > 1
+            THEN ?::DOUBLE ELSE ? END AS clip
+        FROM chosen_selections JOIN (VALUES {groups}) AS groups (layer, query_heads) USING (layer)
+            LEFT JOIN chosen_steps USING (request, step)
     """  # noqa: S608 - our own words and numbers
     windows = [config["window_prefill"], config["window_decode"]]
-    found = scope.row(query, [*windows, clip if clip_rows is None else clip_rows, clip])
-    return found if found["rows"] else None
+    return query, [*windows, clip if clip_rows is None else clip_rows, clip]

@@ -151,7 +151,8 @@ class _Mass:
             position = np.array(row["positions"], int)
             seen = row["read"]  # older traces lack it
             read = reads.of_place(place, position) if seen is None else np.array(seen, bool)
-            found[place] = position, np.array(row["mass"], float), read
+            mass = row["mass"] or np.zeros(len(position))  # an imported trace may lack it
+            found[place] = position, np.array(mass, float), read
         return cls(found)
 
     def weight(self, context: int, *, read: bool) -> np.ndarray:
@@ -178,7 +179,8 @@ class _Passages:
         if len(reads.dense) == len(reads.places):
             if not mass.found:
                 return [self._passage(ALL, 0, self._context - 1, self._context, reads.places, None)]
-            found = self._cut(ALL, mass.marks(read=True), weight, 0, self._context)
+            known = weight if weight.any() else None
+            found = self._cut(ALL, mass.marks(read=True), known, 0, self._context)
         else:
             found = self._cut(
                 SELECTED, marks, weight if mass.found else None, reads.sink, reads.recent

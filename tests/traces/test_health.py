@@ -1,0 +1,302 @@
+"""Each rule of selection health: a trace that trips it, and a sound one that does not."""
+
+import math
+import random
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import sfi_core
+from sfi_core import SfiConfig
+from sfi_core.bundled.example import load_example
+from sfi_core.models.load import load
+from sfi_core.settings.audit import AuditConfig
+from sfi_traces.health import RULES, judge, line, problems
+from sfi_traces.health.rules import BY_NAME, NOTE
+from sfi_traces.read.reader import Trace
+from sfi_traces.record.parquet import ParquetObserver
+from sfi_traces.summary.scope import Scope
+from tests.traces.made import CONFIG, make_trace
+from tests.traces.small import write_trace
+
+STEPS, CONTEXT, EVERY, BUDGET = 240, 2000, 10, 20
+Rows = list[dict[str, Any]]
+Tables = dict[str, Rows]
+
+
+def sound() -> Tables:
+    """Make a run that refreshes every 10 steps, selects anew, and reads what dense attention does."""
+    rng = random.Random(0)
+    tables: Tables = {"steps": [], "selections": [], "supports": [], "logits": []}
+    chosen: dict[tuple[int, int], list[int]] = {}
+    for step in range(STEPS):
+        slow, context = step % EVERY == 0, CONTEXT + step
+        tables["steps"].append(
+            {
+                "request": 0, "step": step, "position": context - 1, "context_tokens": context, "slow": slow,
+                "reason": "trigger" if slow else "", "trigger": step % EVERY == EVERY - 1, "audited": not slow,
+            }
+        )  # fmt: skip
+        for layer, head in [(0, 0), (0, 1), (1, 0), (1, 1)]:
+            key = {"request": 0, "step": step, "layer": layer, "head": head}
+            if slow:
+                new = sorted(rng.sample(range(4, CONTEXT - 100), BUDGET))
+                tables["selections"].append(_selection(key, new, chosen.get((layer, head))))
+                chosen[layer, head] = new
+            else:
+                read = [*chosen[layer, head], *range(context - 4, context)]
+                tables["supports"].append(
+                    {
+                        **key, "positions": read, "mass": [0.9 / len(read)] * 23 + [0.2], "retained_mass": 0.9,
+                        "read": [True] * len(read), "top_1_read": 1.0, "retained_mass_min": 0.8,
+                    }
+                )  # fmt: skip
+        if not slow:
+            row = {"request": 0, "step": step, "kl_next_token": 0.02 + 0.01 * rng.random()}
+            tables["logits"].append({**row, "argmax_agrees": step % 29 != 1})
+    return tables
+
+
+def _selection(key: dict[str, int], new: list[int], old: list[int] | None) -> dict[str, Any]:
+    both = len(set(new) & set(old or ()))
+    return {
+        **key, "selected": len(new), "positions": new, "reason": "", "lambda_star": 0.01,
+        "evidence_norm2": 0.1, "evidence_dot_prior": 0.001, "prior_norm2": 0.0005, "evidence_entropy": 3.0,
+        "added": len(new) - both, "removed": len(old) - both if old else 0,
+        "jaccard_previous": both / (2 * BUDGET - both) if old else None,
+    }  # fmt: skip
+
+
+def each(table: str, **changes: Any) -> Any:
+    """Change rows of a table; a function is called with the row."""
+
+    def apply(tables: Tables) -> None:
+        for row in tables[table]:
+            for name, value in changes.items():
+                row[name] = value(row) if callable(value) else value
+
+    return apply
+
+
+def unread(position: int, mass: float) -> Any:
+    """Let dense attention look at a position that was not read, in the head of layer 1."""
+
+    def apply(tables: Tables) -> None:
+        for row in tables["supports"]:
+            row["positions"], row["read"] = [position, *row["positions"]], [False, *row["read"]]
+            row["mass"] = [mass, *row["mass"]]
+
+    return apply
+
+
+def late(row: dict[str, Any]) -> bool:
+    return row["step"] > 170
+
+
+def end(row: dict[str, Any]) -> list[int]:
+    """The last positions before the recent window."""
+    last = CONTEXT + row["step"] - CONFIG["recent"]
+    return list(range(last - BUDGET, last))
+
+
+# what trips each rule: changes of the tables, and of the config
+BROKEN: dict[str, tuple[Any, dict[str, Any]]] = {
+    "never_fast": (each("steps", slow=True, reason="t_max"), {}),
+    "trigger_never": (each("steps", trigger=False), {}),
+    "trigger_always": (each("steps", trigger=lambda row: row["step"] % 2 == 0), {}),
+    "evidence_broken": (each("selections", evidence_norm2=0.0, lambda_star=None), {}),
+    "evidence_flat": (each("selections", evidence_entropy=math.log(CONTEXT - 20 + 100)), {}),
+    "prior_outweighs": (each("selections", lambda_star=0.7), {}),
+    "lambda_clipped": (each("selections", lambda_star=0.02), {}),
+    "selection_trailing": (each("selections", positions=end), {}),
+    "selection_same": (each("selections", positions=lambda row: [*range(40, 59), 60 + row["step"]]), {}),
+    "selection_frozen": (each("selections", added=0, removed=0), {}),
+    "sink_unread": (unread(0, 0.3), {}),
+    "sink_unselected": (each("selections"), {"sink": 0}),
+    "top_1_dropped": (each("supports", top_1_read=0.5), {}),
+    "look_back": (unread(5, 0.3), {}),
+    "budget_idle": (each("supports", mass=lambda row: [1e-5] * 20 + [0.2] * 4), {}),
+    "fast_disagrees": (each("logits", argmax_agrees=lambda row: row["step"] % 3 != 0), {}),
+    "drift_agreement": (each("logits", argmax_agrees=lambda row: not late(row) or row["step"] % 2 == 0), {}),
+    "drift_kl": (each("logits", kl_next_token=lambda row: 0.5 if late(row) else 0.01), {}),
+    "drift_retained": (each("supports", retained_mass=lambda row: 0.5 if late(row) else 0.9), {}),
+}  # fmt: skip
+
+
+def judged(folder: Path, tables: Tables, config: dict[str, Any] | None = None) -> dict[str, Any]:
+    settings = CONFIG | {"recent": 16} | (config or {})
+    trace = Trace.open(write_trace(folder, tables, config=settings))
+    return judge(Scope.of(trace))
+
+
+def tripped(found: dict[str, Any]) -> set[str]:
+    return {one["rule"] for one in found["findings"]}
+
+
+def test_a_sound_trace_trips_no_rule_and_all_but_one_are_judged(tmp_path):
+    found = judged(tmp_path / "run", sound())
+    assert (found["findings"], found["sound"]) == ([], True)
+    (left,) = found["not_judged"]  # its policy reads the sinks by itself
+    assert left["rule"] == "sink_unselected"
+    assert {one["rule"] for one in found["judged"]} | {left["rule"]} == set(BY_NAME)
+
+
+@pytest.mark.parametrize("name", [rule.name for rule in RULES])
+def test_each_rule_is_tripped_by_its_trace(name, tmp_path):
+    change, config = BROKEN[name]
+    tables = sound()
+    change(tables)
+    found = judged(tmp_path / "run", tables, config)
+    (finding,) = [one for one in found["findings"] if one["rule"] == name]
+    assert finding["value"] >= finding["threshold"] == BY_NAME[name].threshold
+    assert finding["severity"] == BY_NAME[name].severity
+    assert found["sound"] == (not problems(found))
+    assert line(finding).startswith(f"{name}: ")
+    assert "{" not in line(finding)
+
+
+def test_a_drop_that_is_no_more_than_noise_is_no_drift(tmp_path):
+    tables = sound()
+    kept = [row for row in tables["logits"] if row["step"] < 36][:30]
+    for at, row in enumerate(kept):  # 9 of 10 agree first, 7 of 10 last
+        row["argmax_agrees"] = at not in (3, 20, 24, 27)
+    tables["logits"] = kept
+    assert "drift_agreement" not in tripped(judged(tmp_path / "run", tables))
+
+
+def test_a_diffuse_head_may_drop_its_first_position(tmp_path):
+    tables = sound()
+    each("supports", top_1_read=0.0, mass=lambda row: [0.01] * len(row["positions"]))(tables)
+    assert "top_1_dropped" not in tripped(judged(tmp_path / "run", tables))
+
+
+def test_the_worst_place_is_named_and_a_lone_head_is_no_frozen_selection(tmp_path):
+    tables = sound()
+    for row in tables["selections"]:
+        if (row["layer"], row["head"]) == (1, 0):
+            row["added"] = row["removed"] = 0
+    assert "selection_frozen" not in tripped(judged(tmp_path / "one", tables))
+    for row in tables["supports"]:
+        if (row["layer"], row["head"]) == (1, 0):
+            row["top_1_read"] = 0.25
+    (finding,) = judged(tmp_path / "two", tables)["findings"]
+    assert (finding["layer"], finding["head"], finding["beyond"], finding["places"]) == (1, 0, 1, 4)
+    assert finding["value"] == pytest.approx(0.75)
+
+
+def test_what_was_not_recorded_is_not_judged_and_says_what_records_it(tmp_path):
+    tables = {"steps": sound()["steps"]}
+    found = judged(tmp_path / "run", tables)
+    assert {one["rule"] for one in found["judged"]} == {
+        "never_fast",
+        "trigger_never",
+        "trigger_always",
+    }
+    why = {one["rule"]: one["reason"] for one in found["not_judged"]}
+    assert "--audit" in why["top_1_dropped"]
+    assert "trace.positions" in why["selection_same"]
+    short = judged(tmp_path / "short", {"steps": tables["steps"][:20]})
+    why = {one["rule"]: one["reason"] for one in short["not_judged"]}
+    assert why["trigger_never"] == "it takes 200 tokens, got 20"
+
+
+def test_full_attention_and_older_traces_trip_nothing(tmp_path):
+    for policy in ("full-kv", "sfi", "freekv"):
+        found = judge(Scope.of(Trace.open(make_trace(tmp_path / policy, policy=policy))))
+        assert "top_1_dropped" in {one["rule"] for one in found["not_judged"]}
+        assert not {"selection_frozen", "sink_unread", "evidence_broken"} & tripped(found)
+
+
+def test_quick_rules_read_no_positions(tmp_path):
+    tables = sound()
+    each("selections", positions=end, added=0, removed=0)(tables)
+    trace = Trace.open(write_trace(tmp_path / "run", tables, config=CONFIG | {"recent": 16}))
+    found = judge(Scope.of(trace), quick=True)
+    assert tripped(found) == {"selection_frozen"}
+    assert not any(BY_NAME[one["rule"]].lists for one in found["judged"])
+
+
+# --- runs of the bundled checkpoint
+
+
+@cache
+def bundled() -> tuple[Any, Any]:
+    return load()
+
+
+def run(folder: Path, **config: Any) -> set[str]:
+    """Run sfi on a piece of the example, and return the rules that its trace trips."""
+    model, tokenizer = bundled()
+    ids = tokenizer(load_example().prompt)["input_ids"][-700:]
+    settings = {
+        "recent": 32,
+        "budget": 48,
+        "t_max": 4,
+        "slow_start": 1,
+        "window_prefill": 1,
+    } | config
+    with ParquetObserver(folder, tokenizer=tokenizer, positions=True) as observer:
+        sfi_core.generate(
+            model, tokenizer, [ids], SfiConfig().replace(**settings), max_new_tokens=24, stop_token_ids=(),
+            observers=[observer], audit=AuditConfig(every=1, top=256),
+        )  # fmt: skip
+    return tripped(judge(Scope.of(Trace.open(folder))))
+
+
+def break_selector(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
+    """Let sfi's Selector get logits, and give scores, that are changed."""
+    from sfi_core.policies import sfi  # noqa: PLC0415
+
+    whole = sfi.selector
+
+    def on(backend: str) -> Any:
+        return lambda logits, *rest, **options: change(whole.on(backend), logits, *rest, **options)
+
+    monkeypatch.setattr(sfi, "selector", SimpleNamespace(on=on))
+
+
+def zero_scores(select: Any, *rest: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    score, weight = select(*rest, **options)
+    return torch.zeros_like(score), weight
+
+
+def zero_logits(
+    select: Any, logits: Any, *rest: Any, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return select(torch.zeros_like(logits), *rest, **options | {"log_sum_BHGW": None})
+
+
+def broken_logits(
+    select: Any, logits: Any, *rest: Any, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    score, weight = select(logits, *rest, **options)
+    options["diagnostics"]["evidence_norm2"].fill_(math.nan)
+    return score, weight * math.nan
+
+
+def test_a_sound_run_trips_no_rule_of_the_selection(tmp_path):
+    found = run(tmp_path / "run")
+    assert not [name for name in found if name.startswith(("selection", "evidence", "sink"))]
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        (zero_scores, {"selection_same", "selection_frozen"}),
+        (zero_logits, {"evidence_flat"}),
+        (broken_logits, {"evidence_broken"}),
+    ],
+)
+def test_a_broken_selector_is_told(change, names, monkeypatch, tmp_path):
+    break_selector(monkeypatch, change)
+    found = run(tmp_path / "run")
+    assert names <= found
+    assert not names & {name for name in found if BY_NAME[name].severity == NOTE}
+
+
+def test_dropped_sinks_are_told(tmp_path):
+    assert "sink_unselected" in run(tmp_path / "run", sink=0)

@@ -1,0 +1,117 @@
+"""Selection health: rules over a trace that say when what a run selected is wrong, silently."""
+
+from typing import Any
+
+from sfi_traces.health import run_measures, selection_measures, support_measures
+from sfi_traces.health.measured import Measured, Unjudged
+from sfi_traces.health.rules import PROBLEM, RULES, Rule
+from sfi_traces.summary.scope import Scope
+
+MODULES = (run_measures, selection_measures, support_measures)
+
+
+def judge(scope: Scope, *, quick: bool = False) -> dict[str, Any]:
+    """Apply every rule.
+
+    Args:
+        scope: What of a trace is judged.
+        quick: Leave out the rules that read lists of positions.
+
+    Returns:
+        `findings`: for each rule and request that is beyond its threshold `rule`, `severity`, `request`,
+        `layer` and `head` of the worst value (None for what is not theirs), `value`, `threshold`, `beyond` of
+        `places` (KV heads, layers or requests), `message` and `advice`. `judged`: rule, worst value,
+        threshold, places. `not_judged`: rule, and what records what it needs. `sound`: no problem was found.
+
+    Raises:
+        TraceError: A part is damaged in its middle.
+    """
+    document: dict[str, Any] = {"findings": [], "judged": [], "not_judged": []}
+    for rule in RULES:
+        if quick and rule.lists:
+            continue
+        try:
+            found = _enough(scope, rule)
+        except Unjudged as why:
+            document["not_judged"].append({"rule": rule.name, "reason": str(why)})
+            continue
+        worst = max(found, key=lambda one: one.value)
+        document["judged"].append(
+            {
+                "rule": rule.name,
+                "value": worst.value,
+                "threshold": rule.threshold,
+                "places": len(found),
+            }
+        )
+        document["findings"] += _findings(rule, found)
+    document["sound"] = not problems(document)
+    return document
+
+
+def problems(document: dict[str, Any]) -> list[dict[str, Any]]:
+    """Pick the findings that are problems, of what `judge` returned."""
+    return [one for one in document["findings"] if one["severity"] == PROBLEM]
+
+
+def line(finding: dict[str, Any]) -> str:
+    """Write a finding as a line."""
+    return f"{finding['rule']}: {finding['message']}. To do: {finding['advice']}"
+
+
+def _enough(scope: Scope, rule: Rule) -> list[Measured]:
+    (measure,) = (getattr(one, rule.name) for one in MODULES if hasattr(one, rule.name))
+    found: list[Measured] = measure(scope)
+    if not found:
+        raise Unjudged(rule.needs)
+    enough = [one for one in found if one.n >= rule.least]
+    if not enough:
+        most = max(one.n for one in found)
+        raise Unjudged(f"it takes {rule.least} {rule.samples}, got {most}")
+    return enough
+
+
+def _findings(rule: Rule, found: list[Measured]) -> list[dict[str, Any]]:
+    findings = []
+    for request in sorted({one.request for one in found}):
+        own = [one for one in found if one.request == request]
+        beyond = [one for one in own if one.value >= rule.threshold]
+        if not beyond or len(beyond) < rule.share * len(own):
+            continue
+        worst = max(beyond, key=lambda one: one.value)
+        findings.append(
+            {
+                "rule": rule.name,
+                "severity": rule.severity,
+                "request": request,
+                "layer": worst.layer,
+                "head": worst.head,
+                "value": worst.value,
+                "threshold": rule.threshold,
+                "beyond": len(beyond),
+                "places": len(own),
+                "message": _message(rule, worst, len(beyond), len(own)),
+                "advice": rule.advice,
+            }
+        )
+    return findings
+
+
+def _message(rule: Rule, worst: Measured, beyond: int, places: int) -> str:
+    value = f"{100 * worst.value:.0f} %" if rule.percent else f"{worst.value:.2f}"
+    where = f"request {worst.request}"
+    if worst.layer is not None:
+        where += f", layer {worst.layer}"
+        kind = "layers"
+        if worst.head is not None:
+            where += f" head {worst.head}"
+            kind = "KV heads"
+        where += (
+            f", and {beyond - 1} more of {places} {kind}"
+            if beyond > 1
+            else f", alone of {places} {kind}"
+        )
+    return f"{rule.means.format(value=value)} ({where})"
+
+
+__all__ = ["RULES", "judge", "line", "problems"]

@@ -1,0 +1,34 @@
+"""What a health rule measures, and why it may measure nothing."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+
+class Unjudged(Exception):  # noqa: N818 - no error: a rule that does not apply
+    """A rule does not apply to this run, for the reason in its text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One value.
+
+    Attributes:
+        request: The request.
+        layer: The layer; None for what is not a layer's.
+        head: The KV head; None for what is not a head's.
+        value: The value.
+        n: Samples behind it.
+    """
+
+    request: int
+    layer: int | None
+    head: int | None
+    value: float
+    n: int
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any]) -> Self:
+        """Take a row of a query; null counts as 0."""
+        value = 0.0 if row["value"] is None else float(row["value"])
+        return cls(row["request"], row.get("layer"), row.get("head"), value, row["n"])

@@ -1,0 +1,211 @@
+"""The rules of selection health: one table, each threshold with its reason.
+
+"Measured" is on the bundled example (8,068 tokens of prompt, 4 layers x 2 KV heads, audit of every step):
+under the default settings, whose answer is right; under the preset `paper`, whose answer is wrong; and under
+streaming-llm, which repeats a word.
+"""
+
+from dataclasses import dataclass
+
+PROBLEM, NOTE = "problem", "note"
+RECORD_AUDIT = "record a sparse policy with --audit N"
+RECORD_POSITIONS = "record a policy that selects with --set trace.positions=true"
+RECORD_SELECTOR = "only a policy with the Selector, such as sfi, has its evidence"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """One thing that may be wrong with what a run selected.
+
+    Attributes:
+        name: The rule's name.
+        severity: "problem" (the run does not do what it is thought to do, or loses what it needs) or "note"
+            (worth knowing, and may be right).
+        threshold: A value of at least this is beyond the rule.
+        reason: Why this threshold.
+        least: Samples (refreshes, steps, tokens) that a value needs to be judged.
+        share: Share of a request's KV heads that must be beyond it.
+        means: What it means; `{value}` and `{threshold}` are put in, as percentages where `percent`.
+        advice: What to do.
+        needs: What records what the rule looks at.
+        samples: What `least` counts.
+        percent: Whether the value is a share.
+        lists: Whether the rule reads lists of positions, which takes longer.
+    """
+
+    name: str
+    severity: str
+    threshold: float
+    reason: str
+    least: int = 1
+    share: float = 0.0
+    means: str
+    advice: str
+    needs: str
+    samples: str = "steps"
+    percent: bool = True
+    lists: bool = False
+
+
+RULES = (
+    Rule(
+        name="never_fast", severity=PROBLEM, threshold=1.0, least=32, needs="the table steps is empty",
+        reason="32 steps in a row that are all slow are no accident: t_max alone allows a fast one after "
+        "each",
+        means="{value} of the steps were slow: the sparse path never ran",
+        advice="look at the reasons of slow steps in `sfi trace show`, and at the trigger settings",
+    ),
+    Rule(
+        name="trigger_never", severity=PROBLEM, threshold=1.0, least=200, needs="the table steps is empty",
+        samples="tokens",
+        reason="200 tokens of prose or code hold several sentence ends or line breaks; the example has one "
+        "in 10",
+        means="{value} of the generated tokens are outside T_trig: no sentence ever ended, t_max alone "
+        "refreshes",
+        advice="`sfi doctor --model ...` lists the tokens that end a sentence; set triggers or "
+        "trigger_token_ids",
+    ),
+    Rule(
+        name="trigger_always", severity=PROBLEM, threshold=0.5, least=32, needs="the table steps is empty",
+        samples="tokens",
+        reason="at one slow step in two, refreshes cost more than the fast steps save; the example has 10 %",
+        means="{value} of the generated tokens are in T_trig",
+        advice="choose fewer triggers (`sfi tune` mines them), or raise min_gap",
+    ),
+    Rule(
+        name="evidence_broken", severity=PROBLEM, threshold=0.01, needs=RECORD_SELECTOR, samples="refreshes",
+        reason="the evidence is a distribution: its squared norm is finite and above 0 at every refresh, so "
+        "that a single head that breaks this often is a bug; 1 % leaves a refresh with nothing to select "
+        "from aside",
+        means="{value} of the refreshes have evidence or lambda* that is zero, infinite or no number",
+        advice="look for infinities in the attention logits (dtype, masks); report it with the trace",
+    ),
+    Rule(
+        name="evidence_flat", severity=PROBLEM, threshold=0.98, least=2, share=0.5, needs=RECORD_SELECTOR,
+        samples="refreshes",
+        reason="exp(evidence_entropy) is how many positions the evidence is spread over; measured at most "
+        ".70 of those allowed, in a last layer that attends to everything; equal scores give 1",
+        means="the evidence is spread evenly over {value} of the allowed positions: all scores are equal",
+        advice="the Selector is given nothing to choose by: check the queries and logits that it gets, alpha",
+    ),
+    Rule(
+        name="prior_outweighs", severity=PROBLEM, threshold=0.5, least=2, share=0.5, needs=RECORD_SELECTOR,
+        samples="refreshes", percent=False,
+        reason="lambda* is the prior's weight and 1 - lambda* the evidence's; from .5 on position and key "
+        "norm count for more than attention; presets clip at .02 to .35",
+        means="lambda* is {value} on average: the prior weighs more than the evidence",
+        advice="lower selector.lambda_clip",
+    ),
+    Rule(
+        name="lambda_clipped", severity=NOTE, threshold=0.95, least=2, share=0.5, needs=RECORD_SELECTOR,
+        samples="refreshes",
+        reason="a note, for the clip is what the presets rest on: measured 100 % in runs whose answers are "
+        "right as in those whose are wrong. Eq. 17 gives .89 to 1.0 before the clip (evidence is "
+        "concentrated, the prior is not), against a clip of .02",
+        means="lambda* stands at its clip in {value} of the refreshes: Eq. 17 decides nothing, the prior's "
+        "weight is the constant selector.lambda_clip",
+        advice="nothing, if the clip is meant as the weight; it is small, so the evidence decides. Raising "
+        "the clip gives the prior just that weight; only a clip above Eq. 17's own value lets lambda* vary",
+    ),
+    Rule(
+        name="selection_trailing", severity=PROBLEM, threshold=0.95, share=0.5, needs=RECORD_POSITIONS,
+        lists=True,
+        reason="a selection that is the last positions before the recent window is a longer window; "
+        "measured .00 to .03 (default) and .19 to .26 (paper). Half of the heads, for a single head may "
+        "well be local",
+        means="{value} of the selected positions are the last ones before the recent window: a window was "
+        "selected",
+        advice="check that the scores reach the Top-K in order; a longer recent window gives the same for "
+        "less",
+    ),
+    Rule(
+        name="selection_same", severity=PROBLEM, threshold=0.9, needs=RECORD_POSITIONS, lists=True,
+        reason="heads score by their own queries and keys; hundreds of equal positions do not happen by "
+        "chance",
+        means="all KV heads of a layer selected the same positions in {value} of its refreshes",
+        advice="check that scores are taken by head (a broadcast dimension, scores of zero); if heads shall "
+        "share a selection, this says so",
+    ),
+    Rule(
+        name="selection_frozen", severity=PROBLEM, threshold=1.0, least=3, share=0.5,
+        needs="it takes four refreshes or more", samples="refreshes after the first",
+        reason="measured .54 to .98 of a selection is new at a refresh; three refreshes without one new "
+        "position while the text goes on are a selection that was not made anew",
+        means="{value} of the refreshes changed not one selected position",
+        advice="check that refreshes score with the new query, and that their result is used",
+    ),
+    Rule(
+        name="sink_unread", severity=PROBLEM, threshold=0.05, least=4, share=0.1, needs=RECORD_AUDIT,
+        lists=True,
+        reason="a model with sinks gives its first tokens a large share of the mass in most heads, and "
+        "fails where they are evicted (StreamingLLM); .05 is far above what four of 1,000 tokens get by "
+        "chance (.004). The bundled checkpoint has no sinks: measured below .001",
+        means="the first 4 positions carry {value} of the dense mass, and were not read",
+        advice="set sink=4 or more",
+    ),
+    Rule(
+        name="sink_unselected", severity=NOTE, threshold=1.0, needs=RECORD_POSITIONS, lists=True,
+        reason="a note, for models differ: one with learned sink logits (GPT-OSS) gives its first tokens "
+        "nothing. Judged only where the policy does not read them by itself (sink=0)",
+        means="{value} of the selections hold none of the first 4 positions, and nothing else reads them",
+        advice="set sink=4; or see with --audit N whether these positions carry mass",
+    ),
+    Rule(
+        name="top_1_dropped", severity=PROBLEM, threshold=0.25, least=8, share=0.1, needs=RECORD_AUDIT,
+        reason="only steps whose largest probability is .05 or more count: in a diffuse head (measured in "
+        "the last layer) the first of thousands of equals says nothing, and a run that drops it has the "
+        "right answer. A quarter of such steps: measured at most .06 (default), .56 (paper) and .90 "
+        "(streaming-llm)",
+        means="the most probable position of dense attention was not read in {value} of the steps where it "
+        "stands out",
+        advice="raise budget, or refresh more often (t_max, triggers); retained mass alone does not show "
+        "this",
+    ),
+    Rule(
+        name="look_back", severity=PROBLEM, threshold=0.05, least=8, share=0.25, needs=RECORD_AUDIT,
+        lists=True,
+        reason="the mass of everything that lies further back than any selected token; what a selection of "
+        "the whole context loses there is nothing, and 5 % in a quarter of the heads is more than the "
+        "recent window can stand for",
+        means="{value} of the dense mass lies further back than any position that was selected or recent",
+        advice="select from the whole context (a window alone cannot answer), or raise budget",
+    ),
+    Rule(
+        name="budget_idle", severity=NOTE, threshold=0.8, share=0.5,
+        needs="record a policy that selects with --audit 1 and trace.positions=true", lists=True,
+        reason="a note: it costs time, not answers. A position counts as attended if dense attention gives "
+        "it at least a uniform share (1 / context) at any audited fast step until the next refresh",
+        means="{value} of the selected positions never carried a uniform share of the mass",
+        advice="a smaller budget may do: see `sfi trace replay --budget`",
+    ),
+    Rule(
+        name="fast_disagrees", severity=PROBLEM, threshold=0.1, least=30, needs=RECORD_AUDIT,
+        reason="the last thing to see, and the plainest: measured 0 (default) and .32 (paper). With 30 "
+        "steps, 10 % are three or more other tokens, of which each changes all that follows",
+        means="{value} of the fast steps have another most probable token than dense attention",
+        advice="see what the other rules say of the selection; raise budget, lower t_max, or use --lossless",
+    ),
+    Rule(
+        name="drift_agreement", severity=PROBLEM, threshold=0.15, least=30, needs=RECORD_AUDIT,
+        reason="first against last third of the fast steps; counted only beyond 3 standard errors, so that "
+        "15 points are no accident",
+        means="agreement with dense attention's token falls by {value} from the run's first third to its "
+        "last",
+        advice="errors add up in the cache: refresh more often, set dense_layers, or use --lossless",
+    ),
+    Rule(
+        name="drift_kl", severity=PROBLEM, threshold=1.4, least=30, needs=RECORD_AUDIT, percent=False,
+        reason="mean of ln KL, first against last third, beyond 3 standard errors; 1.4 is four times the "
+        "KL. A last third below .01 nats does not count",
+        means="the logarithm of the KL to dense attention's next token rises by {value}",
+        advice="errors add up in the cache: refresh more often, set dense_layers, or use --lossless",
+    ),
+    Rule(
+        name="drift_retained", severity=NOTE, threshold=0.1, least=30, needs=RECORD_AUDIT,
+        reason="first against last third, beyond 3 standard errors; a note, for texts differ along their "
+        "way, and what counts is the agreement",
+        means="the retained mass falls by {value} from the run's first third to its last",
+        advice="a budget of fixed size holds less of a growing context; see whether agreement falls too",
+    ),
+)  # fmt: skip
+BY_NAME = {rule.name: rule for rule in RULES}

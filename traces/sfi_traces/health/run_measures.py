@@ -1,0 +1,100 @@
+"""What health rules measure of a run's steps: triggers, the sparse path, drift."""
+
+from sfi_core.policies import POLICIES, Triggered
+from sfi_traces.health.measured import Measured, Unjudged
+from sfi_traces.summary.scope import Scope
+
+NEGLIGIBLE_KL = 0.01  # nats; a step's next token hardly moves below
+
+
+def never_fast(scope: Scope) -> list[Measured]:
+    """Share of slow steps from step 1 on, by request."""
+    if scope.trace.manifest["policy"] == "full-kv":
+        raise Unjudged("full-kv reads everything at every step")
+    return _measured(scope, _share("slow", "chosen_steps WHERE step > 0"))
+
+
+def trigger_never(scope: Scope) -> list[Measured]:
+    """Share of generated tokens that are no triggers, by request."""
+    return _trigger_share(scope, "NOT trigger")
+
+
+def trigger_always(scope: Scope) -> list[Measured]:
+    """Share of generated tokens that are triggers, by request."""
+    return _trigger_share(scope, "trigger")
+
+
+def fast_disagrees(scope: Scope) -> list[Measured]:
+    """Share of fast steps with another most probable token, by request."""
+    if scope.trace.lossless:
+        raise Unjudged("a lossless run replaces the tokens that differ: see its acceptance")
+    return _measured(scope, _share("NOT argmax_agrees", "chosen_logits"))
+
+
+def drift_agreement(scope: Scope) -> list[Measured]:
+    """How far agreement falls over the run, by request."""
+    return _fall(scope, "SELECT request, step, argmax_agrees::INT AS value FROM chosen_logits")
+
+
+def drift_kl(scope: Scope) -> list[Measured]:
+    """How far ln KL rises over the run, by request."""
+    return _fall(
+        scope,
+        f"""
+        SELECT request, step, -ln(greatest(kl_next_token, {NEGLIGIBLE_KL})) AS value FROM chosen_logits
+        WHERE isfinite(kl_next_token)
+        """,  # noqa: S608 - our number
+    )
+
+
+def drift_retained(scope: Scope) -> list[Measured]:
+    """How far the retained mass falls over the run, by request; the mean over layers and heads."""
+    return _fall(
+        scope,
+        """
+        SELECT request, step, avg(retained_mass) AS value
+        FROM chosen_supports JOIN chosen_steps USING (request, step)
+        WHERE NOT slow AND isfinite(retained_mass) GROUP BY ALL
+        """,
+    )
+
+
+def _trigger_share(scope: Scope, which: str) -> list[Measured]:
+    manifest = scope.trace.manifest
+    policy = POLICIES.get(manifest["policy"])
+    if policy is None or not issubclass(policy, Triggered):
+        raise Unjudged(f"{manifest['policy']} has no trigger")
+    if manifest["config"].get("trigger_policy", "boundary") != "boundary":
+        raise Unjudged(
+            f"the trigger is {manifest['config']['trigger_policy']}, not the sentence's end"
+        )
+    return _measured(scope, _share(which, "chosen_steps"))
+
+
+def _share(which: str, source: str) -> str:
+    return f"""
+        SELECT request, avg(({which})::INT) AS value, count(*) AS n FROM {source} GROUP BY request
+    """  # noqa: S608 - our own words
+
+
+def _fall(scope: Scope, query: str) -> list[Measured]:
+    # first third less last third; 0 within three standard errors
+    return _measured(
+        scope,
+        f"""
+        WITH parts AS (
+            SELECT *, ntile(3) OVER (PARTITION BY request ORDER BY step) AS part FROM ({query})
+        ), fallen AS (
+            SELECT request, count(*) AS n,
+                avg(value) FILTER (part = 1) - avg(value) FILTER (part = 3) AS fall,
+                sqrt(var_samp(value) FILTER (part = 1) / count(*) FILTER (part = 1)
+                    + var_samp(value) FILTER (part = 3) / count(*) FILTER (part = 3)) AS error
+            FROM parts GROUP BY request
+        )
+        SELECT request, n, CASE WHEN fall > 3 * coalesce(error, 0) THEN fall ELSE 0.0 END AS value FROM fallen
+        """,  # noqa: S608 - our own words
+    )
+
+
+def _measured(scope: Scope, query: str) -> list[Measured]:
+    return [Measured.of(row) for row in scope.rows(query)]

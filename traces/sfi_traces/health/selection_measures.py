@@ -1,0 +1,151 @@
+"""What health rules measure of the table `selections`."""
+
+from sfi_core.policies import POLICIES
+from sfi_traces.health.measured import Measured, Unjudged
+from sfi_traces.summary.sampled import sample_selections
+from sfi_traces.summary.scope import Scope
+from sfi_traces.summary.supports import with_clip
+
+SINKS = 4  # first positions; StreamingLLM's number
+SHARED = ("tidaldecode",)  # policies whose heads share a selection by design
+# positions that the Selector may choose from, about
+ALLOWED = "greatest(context_tokens - {sink} - {recent}, 0)"
+OF_STEP = "chosen_selections JOIN chosen_steps USING (request, step)"
+OF_EACH_HEAD = "GROUP BY request, layer, head"
+
+
+def evidence_broken(scope: Scope) -> list[Measured]:
+    """Share of refreshes whose evidence or lambda* is zero, infinite or null (a NaN is recorded as null)."""
+    broken = """
+        evidence_norm2 IS NULL OR NOT isfinite(evidence_norm2) OR evidence_norm2 <= 0
+        OR lambda_star IS NULL OR NOT isfinite(lambda_star)
+    """
+    return _of_selector(scope, f"avg(({broken})::INT)", "true")
+
+
+def evidence_flat(scope: Scope) -> list[Measured]:
+    """Share of the allowed positions that the evidence is spread over: exp(entropy) / allowed; the mean."""
+    return _of_selector(
+        scope,
+        f"avg(exp(evidence_entropy) / {_allowed(scope)})",
+        f"{_allowed(scope)} > 2 * selected",
+    )
+
+
+def prior_outweighs(scope: Scope) -> list[Measured]:
+    """Mean lambda*."""
+    return _of_selector(scope, "avg(lambda_star)", "isfinite(lambda_star)")
+
+
+def lambda_clipped(scope: Scope) -> list[Measured]:
+    """Share of refreshes where lambda* equals its clip."""
+    _require_selector(scope)
+    source, parameters = with_clip(scope)
+    query = f"""
+        SELECT request, layer, head, count(*) AS n,
+            avg((abs(lambda_star - clip) <= 1e-6 * clip)::INT) AS value
+        FROM ({source}) WHERE lambda_star IS NOT NULL {OF_EACH_HEAD}
+    """  # noqa: S608 - our own words
+    return [Measured.of(row) for row in scope.rows(query, parameters)]
+
+
+def selection_trailing(scope: Scope) -> list[Measured]:
+    """Share of the selected positions among the last ones before the recent window, of as many."""
+    sample_selections(scope)
+    recent = _setting(scope, "recent")
+    return _measured(
+        scope,
+        f"""
+        SELECT request, layer, head, count(DISTINCT step) AS n,
+            avg((p >= context_tokens - {recent:d} - selected)::INT) AS value
+        FROM (SELECT * EXCLUDE (positions), unnest(positions) AS p FROM sampled_selections
+            JOIN chosen_steps USING (request, step)
+            WHERE {_allowed(scope)} > 2 * selected AND selected > 0)
+        {OF_EACH_HEAD}
+        """,  # noqa: S608 - our own words and numbers
+    )
+
+
+def selection_same(scope: Scope) -> list[Measured]:
+    """Share of a layer's refreshes at which two or more KV heads all selected the same positions."""
+    policy = scope.trace.manifest["policy"]
+    if policy in SHARED:
+        raise Unjudged(f"the heads of {policy} share a selection by design")
+    if scope.trace.manifest["config"].get("representatives"):
+        raise Unjudged("representatives select for other heads by design")
+    sample_selections(scope)
+    return _measured(
+        scope,
+        f"""
+        SELECT request, layer, count(*) AS n, avg((different = 1)::INT) AS value
+        FROM (
+            SELECT request, step, layer, count(DISTINCT hash(positions)) AS different
+            FROM sampled_selections JOIN chosen_steps USING (request, step)
+            WHERE {_allowed(scope)} > 2 * selected AND selected > 0
+            GROUP BY request, step, layer HAVING count(*) > 1
+        )
+        GROUP BY request, layer
+        """,  # noqa: S608 - our own words and numbers
+    )
+
+
+def selection_frozen(scope: Scope) -> list[Measured]:
+    """Share of the refreshes, but for the first, that changed not one position."""
+    return _measured(
+        scope,
+        f"""
+        SELECT request, layer, head, count(*) AS n, avg((added = 0 AND removed = 0)::INT) AS value
+        FROM {OF_STEP}
+        WHERE jaccard_previous IS NOT NULL AND selected > 0 AND {_allowed(scope)} > 2 * selected
+        {OF_EACH_HEAD}
+        """,  # noqa: S608 - our own words and numbers
+    )
+
+
+def sink_unselected(scope: Scope) -> list[Measured]:
+    """Share of selections without one of the first positions, where nothing else reads them."""
+    if _setting(scope, "sink"):
+        raise Unjudged("the policy reads the first tokens by itself (sink)")
+    sample_selections(scope)
+    return _measured(
+        scope,
+        f"""
+        SELECT request, layer, head, count(*) AS n, avg((positions[1] >= {SINKS})::INT) AS value
+        FROM sampled_selections WHERE selected > 0 {OF_EACH_HEAD}
+        """,  # noqa: S608 - our own words and numbers
+    )
+
+
+def _of_selector(scope: Scope, value: str, where: str) -> list[Measured]:
+    _require_selector(scope)
+    return _measured(
+        scope,
+        f"""
+        SELECT request, layer, head, count(*) AS n, {value} AS value
+        FROM {OF_STEP} WHERE selected > 0 AND ({where}) {OF_EACH_HEAD}
+        """,  # noqa: S608 - our own words and numbers
+    )
+
+
+def _require_selector(scope: Scope) -> None:
+    # sfi always has evidence; a policy of another package may
+    if scope.trace.manifest["policy"] != "sfi":
+        found = scope.row(
+            "SELECT count(evidence_norm2) + count(lambda_star) AS n FROM chosen_selections"
+        )
+        if not found["n"] or scope.trace.manifest["policy"] in POLICIES:
+            raise Unjudged(f"{scope.trace.manifest['policy']} has no Selector")
+
+
+def _allowed(scope: Scope) -> str:
+    sink, recent = _setting(scope, "sink"), _setting(scope, "recent")
+    return ALLOWED.format(sink=sink, recent=recent)
+
+
+def _setting(scope: Scope, name: str) -> int:
+    # a trace of another engine may lack it
+    return int(scope.trace.manifest["config"].get(name) or 0)
+
+
+def _measured(scope: Scope, query: str) -> list[Measured]:
+    return [Measured.of(row) for row in scope.rows(query)]

@@ -1,0 +1,58 @@
+"""Where selected positions lie: how much of the prompt they cover, how old they are, how long they stay."""
+
+from typing import Any
+
+from sfi_traces.summary.sampled import sample_selections
+from sfi_traces.summary.scope import Scope, spread
+
+
+def coverage_facts(scope: Scope) -> dict[str, Any] | None:
+    """Measure the selections: coverage of the prompt, distance behind the query, and stay.
+
+    Returns:
+        `selected`: share of a prompt's positions that a KV head ever selected, the mean over heads;
+        `selected_by_any` that some head did, the mean over requests; `layers` the former by layer.
+        `distance`: of the query's position to a selected one, in tokens. `stay`: refreshes that a position
+        stays selected, the mean (from every refresh). `every`: positions are of every n-th refresh. None
+        without positions of selections.
+    """
+    every = sample_selections(scope)
+    prompts = ", ".join(
+        f"({one['request']:d}, {one['tokens']:d})"
+        for one in scope.trace.manifest.get("prompts", [])
+    )
+    rows = scope.rows(f"""
+        WITH prompts (request, tokens) AS (VALUES {prompts or "(-1, 1)"}), heads AS (
+            SELECT request, layer, head, tokens, count(DISTINCT p) / tokens AS share
+            FROM (SELECT request, layer, head, unnest(positions) AS p FROM sampled_selections)
+                JOIN prompts USING (request)
+            WHERE p < tokens GROUP BY request, layer, head, tokens
+        )
+        SELECT layer, avg(share) AS selected FROM heads GROUP BY GROUPING SETS ((), (layer))
+        ORDER BY layer NULLS FIRST
+    """)  # noqa: S608 - our own numbers
+    if not rows[1:]:  # the first one is of all layers
+        return None
+    any_head = scope.row(f"""
+        WITH prompts (request, tokens) AS (VALUES {prompts})
+        SELECT avg(share) AS share FROM (
+            SELECT count(DISTINCT p) / tokens AS share
+            FROM (SELECT request, unnest(positions) AS p FROM sampled_selections) JOIN prompts USING (request)
+            WHERE p < tokens GROUP BY request, tokens
+        )
+    """)  # noqa: S608 - our own numbers
+    distance = scope.row(f"""
+        SELECT {spread("position - p")} AS distance FROM (
+            SELECT position, unnest(positions) AS p
+            FROM sampled_selections JOIN chosen_steps USING (request, step)
+        )
+    """)  # noqa: S608 - our own words
+    stay = scope.row("SELECT sum(selected) / nullif(sum(added), 0) AS stay FROM chosen_selections")
+    return {
+        "selected": rows[0]["selected"],
+        "selected_by_any": any_head["share"],
+        "layers": rows[1:],
+        **distance,
+        **stay,
+        "every": every,
+    }
