@@ -30,7 +30,7 @@ class Rule:
         needs: What records what the rule looks at.
         samples: What `least` counts.
         percent: Whether the value is a share.
-        lists: Whether the rule reads lists of positions, which takes longer.
+        lists: Whether the rule looks at positions one by one, which takes longer.
     """
 
     name: str
@@ -119,7 +119,7 @@ RULES = (
         "less",
     ),
     Rule(
-        name="selection_same", severity=PROBLEM, threshold=0.9, needs=RECORD_POSITIONS, lists=True,
+        name="selection_same", severity=PROBLEM, threshold=0.9, needs=RECORD_POSITIONS,
         reason="heads score by their own queries and keys; hundreds of equal positions do not happen by "
         "chance",
         means="all KV heads of a layer selected the same positions in {value} of its refreshes",

@@ -1,9 +1,13 @@
 """What health rules measure of a run's steps: triggers, the sparse path, drift."""
 
-from sfi_core.policies import POLICIES, Triggered
 from sfi_traces.health.measured import Measured, Unjudged
 from sfi_traces.summary.scope import Scope
 
+TRIGGERED = (
+    "sfi",
+    "random-k",
+    "prior-only",
+)  # policies whose slow steps are the trigger's; read without torch
 NEGLIGIBLE_KL = 0.01  # nats; a step's next token hardly moves below
 
 
@@ -61,8 +65,7 @@ def drift_retained(scope: Scope) -> list[Measured]:
 
 def _trigger_share(scope: Scope, which: str) -> list[Measured]:
     manifest = scope.trace.manifest
-    policy = POLICIES.get(manifest["policy"])
-    if policy is None or not issubclass(policy, Triggered):
+    if manifest["policy"] not in TRIGGERED:
         raise Unjudged(f"{manifest['policy']} has no trigger")
     if manifest["config"].get("trigger_policy", "boundary") != "boundary":
         raise Unjudged(
