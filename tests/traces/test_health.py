@@ -174,6 +174,15 @@ def test_a_drop_that_is_no_more_than_noise_is_no_drift(tmp_path):
     assert "drift_agreement" not in tripped(judged(tmp_path / "run", tables))
 
 
+def test_errors_at_the_beginning_are_not_hidden_by_a_long_run(tmp_path):
+    tables = sound()
+    each("logits", argmax_agrees=lambda row: row["step"] not in (11, 12, 13, 14))(tables)
+    each("supports", top_1_read=lambda row: float(row["step"] > 14))(tables)
+    found = judged(tmp_path / "run", tables)
+    assert tripped(found) == {"fast_disagrees", "top_1_dropped"}
+    assert found["findings"][1]["value"] == pytest.approx(4 / 32)
+
+
 def test_a_diffuse_head_may_drop_its_first_position(tmp_path):
     tables = sound()
     each("supports", top_1_read=0.0, mass=lambda row: [0.01] * len(row["positions"]))(tables)
