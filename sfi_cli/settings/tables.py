@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, fields
 
+from sfi_core.hosts.vllm.options import ServeTable
 from sfi_core.settings.audit import AuditConfig
 from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.engine import BACKENDS, EngineOptions
@@ -133,6 +134,7 @@ TABLES: dict[str, type] = {
     "forecast": ForecastTable,
     "eval": EvalTable,
     "tune": TuneTable,
+    "serve": ServeTable,
 }
 DECODING = settings_of(SfiConfig)
 SETTINGS: dict[str, Setting] = DECODING | {
@@ -162,7 +164,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "trace replay": ("trigger_policy", *REPLAYED),
     "serve": (
         *(name for name in DECODING if not name.startswith("draft.")),
-        "audit.every", "trace.redact_text", "model.revision",
+        "audit.every", "trace.redact_text", "model.revision", "serve",
     ),
 }  # fmt: skip
 

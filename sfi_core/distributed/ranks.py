@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from sfi_core.errors import ConfigError, RankLostError, SfiError
 
 TIMEOUT, DEFAULT_TIMEOUT = "SFI_TIMEOUT", 300.0
 LOADING = timedelta(minutes=30)  # ranks may read a large checkpoint at very different speeds
+T = TypeVar("T")
 GLOO = "gloo/transport"  # its errors have no type of their own
 
 
@@ -92,6 +93,11 @@ class Ranks:
         if device.type == "cuda":
             state = torch.cuda.get_rng_state(device).to(device)
             torch.cuda.set_rng_state(self.gather(state)[0].cpu(), device)
+
+    def first_ones(self, fact: T) -> T:
+        """Return what the first rank has given, on every rank."""
+        told: list[T] = self._exchange(fact) if self.size > 1 else [fact]
+        return told[0]
 
     def check_same(self, facts: dict[str, Any]) -> None:
         """Refuse a run whose facts differ between the ranks.

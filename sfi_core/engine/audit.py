@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from sfi_core.distributed.ranks import Ranks
 from sfi_core.engine.layer import Layer
 from sfi_core.errors import ConfigError
 from sfi_core.observers.events import AuditEvent
@@ -70,7 +71,9 @@ class Audit:
         cosine_H = mass_HT.new_full((H,), torch.nan)
         if last is not None:
             cosine_H = torch.cosine_similarity(query_1HGD[0].float(), last[0].float(), -1).mean(1)
-        heads = self.config.heads or tuple(range(H))
+        heads = own_heads(self.config, layer.run.ranks, H)
+        if not heads:
+            return  # others are another rank's
         layer.run.observer.on(
             AuditEvent(
                 request=state.request,
@@ -90,8 +93,19 @@ class Audit:
         )
 
 
-def check_audit(config: AuditConfig, shapes: Sequence[LayerShape]) -> None:
+def own_heads(config: AuditConfig, ranks: Ranks, H: int) -> tuple[int, ...]:
+    """Return the audited KV heads among this rank's H; the settings count those of all ranks."""
+    chosen = config.heads or range(H * ranks.size)
+    return tuple(head - H * ranks.number for head in chosen if head // H == ranks.number)
+
+
+def check_audit(config: AuditConfig, shapes: Sequence[LayerShape], ranks: int = 1) -> None:
     """Refuse layers and heads that the model does not have.
+
+    Args:
+        config: The audit's settings.
+        shapes: The layers of one rank.
+        ranks: How many ranks share the heads.
 
     Raises:
         ConfigError: With those that it has.
@@ -100,7 +114,7 @@ def check_audit(config: AuditConfig, shapes: Sequence[LayerShape]) -> None:
     odd = sorted(set(config.layers or ()) - set(managed))
     if odd:
         raise ConfigError(f"audit.layers must be among {managed}, got {odd}")
-    fewest = min(shapes[layer].heads for layer in config.layers or managed)
+    fewest = ranks * min(shapes[layer].heads for layer in config.layers or managed)
     wrong = [head for head in config.heads or () if not 0 <= head < fewest]
     if wrong:
         raise ConfigError(f"audit.heads must be in 0 to {fewest - 1}, got {wrong}")

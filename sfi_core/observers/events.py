@@ -1,8 +1,10 @@
 """What happens in a run, as observers are told of it."""
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+from uuid import uuid4
 
 import torch
 
@@ -22,6 +24,10 @@ class RunEvent:
         model: What the model is, plain values: see `sfi_core.models.describe.describe_model`.
         audit: The audit's settings, plain values; None without an audit.
         lossless: Whether sparse steps draft only, and full attention verifies what they drafted.
+        rank: Which of the processes that share the model this is; it has the KV heads from rank * H on.
+        ranks: How many there are.
+        run_id: 32 hexadecimal digits, the same on every rank, of no other run.
+        began_unix_ns: When the run began, in nanoseconds since 1970; the first rank's, on every rank.
     """
 
     batch: int
@@ -34,6 +40,10 @@ class RunEvent:
     model: Mapping[str, Any]
     audit: Mapping[str, Any] | None
     lossless: bool = False
+    rank: int = 0
+    ranks: int = 1
+    run_id: str = field(default_factory=lambda: uuid4().hex)
+    began_unix_ns: int = field(default_factory=time.time_ns)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -51,13 +51,16 @@ OPTIONS = {
     "trace check": "--json",
     "trace diff": "--request --json --output --force",
     "trace export": "--format --table --output --force --quiet",
+    "trace import": """
+        --output --top --kv-heads --token-ids --tokenizer --trigger --force --json --quiet
+    """,
     "trace plot": "--kind --request --layer --head --top --format --output --force",
     "trace record": GENERATE.replace("--trace", "--report")
     .replace("--compare", "")
     .replace("--verify", ""),
     "trace replay": """
-        --trigger-policy --trigger --trigger-set --t-max --budget --set --request --layers --heads --batch
-        --against --play --step --speed --plot --output --force --json --quiet
+        --trigger-policy --trigger --trigger-set --t-max --refresh-every --budget --set --request --layers
+        --heads --batch --against --play --step --speed --plot --output --force --json --quiet
     """,
     "trace report": "--request --top --output --force",
     "trace show": "--request --layer --json --output --force",

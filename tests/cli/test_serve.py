@@ -10,6 +10,7 @@ from sfi_cli import app as cli
 from sfi_cli.commands.serve import job
 from sfi_core.errors import BackendError, ConfigError
 from sfi_core.hosts.vllm import versions
+from sfi_core.hosts.vllm.settings import Settings
 from sfi_core.settings.config import SfiConfig
 
 
@@ -46,6 +47,7 @@ def test_another_vllm_is_named(monkeypatch: pytest.MonkeyPatch):
     ("words", "told"),
     [
         (["--audit", "4"], "add --trace DIR"),
+        (["--set", "trace.redact_text=true"], "add --trace DIR"),
         (["--set", "draft.max_tokens=3"], "draft.max_tokens"),
         (["--budget", "0"], "budget must be positive"),
         (["--", "--kv-transfer-config", "{}"], "without --kv-transfer-config"),
@@ -74,6 +76,23 @@ def test_vllm_gets_what_differs_from_the_defaults(tmp_path):
     assert transfer["kv_connector_extra_config"] == {
         "policy": "sfi", "slots": 3, "budget": 77, "t_max": 9, "selector": {"alpha": 0.25},
     }  # fmt: skip
+
+
+def test_the_preset_is_named_and_what_differs_from_it(tmp_path):
+    words = made("--preset", "paper", "--budget", "99", "--set", "serve.slots_memory=0.5")
+    transfer = json.loads(words[words.index("--kv-transfer-config") + 1])
+    extra = transfer["kv_connector_extra_config"]
+    assert extra == {
+        "policy": "sfi", "slots": 16, "slots_memory": 0.5, "preset": "paper", "budget": 99,
+    }  # fmt: skip
+    assert Settings.of(extra).config == SfiConfig.preset("paper").replace(budget=99)
+
+
+def test_a_config_file_may_have_settings_of_a_trace(tmp_path):
+    file = tmp_path / "tuned.toml"
+    file.write_text("[audit]\nevery = 4\n")
+    assert "trace_audit" not in str(made("--config", str(file)))
+    assert '"trace_audit": 4' in str(made("--config", str(file), "--trace", str(tmp_path / "new")))
 
 
 def made(*words: str) -> list[str]:

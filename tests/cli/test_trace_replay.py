@@ -404,7 +404,7 @@ def test_an_exception_gives_the_terminal_back():
 def test_every_documented_example_parses(full):
     text = CliRunner().invoke(cli.app, ["trace", "replay", "--help"], env={"COLUMNS": "200"}).stdout
     examples = re.findall(r"^\s*(sfi trace replay .*?)\s*$", text, re.MULTILINE)
-    assert len(examples) == 5
+    assert len(examples) == 6
     for example in examples:
         options = [word for word in shlex.split(example) if word.startswith("-")]
         assert all(option in text.partition("Options")[2] for option in options), example

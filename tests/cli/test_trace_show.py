@@ -18,7 +18,7 @@ from tests.traces.small import change_manifest, redact, spoil, write_part
 SECTIONS = {
     "trace", "request", "layer", "run", "steps", "triggers", "stability", "lags", "audit", "logits",
     "selections", "latency", "phases", "break_even", "missing", "drift", "locality", "head_similarity",
-    "query_cosine", "corrections", "recalls", "lossless", "health", "coverage",
+    "query_cosine", "corrections", "recalls", "lossless", "ranks", "health", "coverage",
 }  # fmt: skip
 
 

@@ -199,20 +199,6 @@ def until(page, expression: str) -> None:
 
 
 @pytest.fixture
-def browser():
-    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    names = ("chromium", "chromium-browser", "google-chrome")
-    path = next(filter(None, map(shutil.which, names)), None)
-    if path is None:
-        pytest.skip(f"no browser: none of {names} is installed")
-    arguments = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
-    with sync_api.sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=path, args=arguments)
-        yield chromium
-        chromium.close()
-
-
-@pytest.fixture
 def opened(browser, sfi, tmp_path):
     """A report with text that would do harm."""
     strange = {"token_text": HOSTILE}

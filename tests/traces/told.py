@@ -58,7 +58,9 @@ class Told:
         rows: By table; `token_text` is left out.
     """
 
-    def __init__(self, observer: Observer, first: int, batch: int, steps: int, seed: int) -> None:
+    def __init__(
+        self, observer: Observer, first: int, batch: int, steps: int, seed: int, **run: Any
+    ) -> None:
         self._observer, self._first = observer, first
         self._rng = random.Random(seed)
         self.rows: Rows = {name: [] for name in TABLES}
@@ -67,7 +69,7 @@ class Told:
         self._selected: dict[Any, list[int]] = {}
         self._supports: dict[Any, dict[int, list[int]]] = {}
         self._refreshes: dict[Any, int] = {}
-        observer.on_run(run_event(batch))
+        observer.on_run(run_event(batch, **run))
         self._prompt(batch)
         for step in range(steps):
             alive = range(0 if step < steps // 2 else batch - 1, batch)  # only the last one goes on

@@ -41,6 +41,14 @@ def answers(llm: LLM) -> list[Any]:
     return [(list(o.outputs[0].token_ids), (o.kv_transfer_params or {}).get("sfi")) for o in done]
 
 
+def assert_cache_is_a_gpu_s() -> None:
+    """Check that the plain backend made the cache: a row of it is a key and a value."""
+    worker = engine_of_process()
+    assert worker is not None
+    key_PHND = worker.store.pages(0).key_PHND
+    assert key_PHND.stride(2) == 2 * key_PHND.shape[3]
+
+
 def test_small_budget_equals_the_cpu_backend() -> None:
     """Tokens, slow steps and reads; the cache is a GPU's, and segments are those given before it."""
     extra = {"budget": 24, "recent": 16, "sink": 4, "window_prefill": 1, "t_max": 6}
@@ -49,9 +57,7 @@ def test_small_budget_equals_the_cpu_backend() -> None:
     with plain_backend(), engine(extra, **OPTIONS) as llm:
         worker = engine_of_process()
         assert worker is not None
-        assert (
-            worker.store.pages(0).key_PHND.stride(2) == 2 * worker.store.pages(0).key_PHND.shape[3]
-        )
+        assert_cache_is_a_gpu_s()
         assert all(s.key_BHSD.shape[:3:2] == (4, 28) for s in worker.run.segments.values())
         assert answers(llm) == wanted
     assert all(report["read_ratio"] < 0.6 for _, report in wanted[3:])
@@ -60,10 +66,16 @@ def test_small_budget_equals_the_cpu_backend() -> None:
 def test_budget_of_all_equals_no_sfi() -> None:
     """Two of the four requests have no slot, so that vLLM's part of a batch does not lie together."""
     with engine(**OPTIONS) as llm:
-        plain = tokens(llm, IDS, max_tokens=12)
+        plain = tokens(llm, IDS, max_tokens=24)
     extra = {"budget": 8192, "slots": 2, "window_prefill": 1}
     with plain_backend(), engine(extra, **OPTIONS) as llm:
-        assert tokens(llm, IDS, max_tokens=12) == plain
+        assert_cache_is_a_gpu_s()
+        done = answers(llm)
+    assert [ids for ids, _ in done] == plain
+    dense = sorted(report["dense_steps"] for _, report in done)
+    assert dense[:2] == [0, 0]
+    assert dense[2] > 0, "two found no slot when they came"
+    assert sum(report["fast_steps"] for _, report in done) > 0
 
 
 def test_slots_that_need_too_much_are_refused_before_the_cache() -> None:

@@ -39,6 +39,12 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
         ({"trigger_delay": 0}, {"async_scheduling": True}, "trigger_delay must be at least 1"),
         ({"trigger_policy": "cosine"}, {}, "trigger_policy must not look at tensors"),
         ({"policy": "h2o"}, {}, "got h2o"),
+        ({}, {"runner": "pooling"}, "a pooling model"),
+        (
+            {},
+            {"hf_overrides": {"layer_types": ["full_attention", "linear_attention"] * 2}},
+            "layers of linear_attention",
+        ),
     ],
     ids=lambda value: next(iter(value), "") if isinstance(value, dict) else "",
 )
@@ -47,6 +53,19 @@ def test_settings_that_do_not_fit_are_refused(extra, options, part):
         checked(extra, **options)
     assert part in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_one_of_several_connectors_is_refused():
+    several = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "connectors": [{"kv_connector": "SfiConnector", "kv_role": "kv_both"}]
+        },
+    }
+    told = "sfi must be vLLM's only KV connector"
+    with pytest.raises(ConfigError, match=told), engine(None, kv_transfer_config=several):
+        pass
 
 
 def test_what_fits_is_taken():

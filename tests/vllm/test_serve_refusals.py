@@ -5,6 +5,7 @@ import json
 import pytest
 
 from sfi_cli.commands.serve.job import ServeJob
+from sfi_cli.settings.given import given
 from sfi_core.errors import SfiError
 from sfi_core.hosts.vllm.server import Server
 from sfi_core.settings.config import SfiConfig
@@ -12,8 +13,8 @@ from sfi_core.settings.config import SfiConfig
 
 def words(*flags: str, policy: str = "sfi", **settings) -> list[str]:
     return ServeJob(
-        model=None, revision=None, policy=policy, config=SfiConfig().replace(**settings), slots=4,
-        host="127.0.0.1", port=8000, trace=None, audit=None, redact_text=False,
+        model=None, revision=None, policy=policy, preset=None, config=SfiConfig().replace(**settings),
+        slots=4, host="127.0.0.1", port=8000, trace=None, settings=given("serve"),
         flags=("--max-model-len=2048", *flags),
     ).words()  # fmt: skip
 
@@ -45,6 +46,14 @@ MANY_HEADS = "--hf-overrides=" + json.dumps(
         (["--kv-cache-dtype=fp8"], "sfi", {}, "fp8"),
         ([], "h2o", {}, "scheduler can plan, got h2o"),
         ([], "sfi", {"trigger_policy": "entropy"}, "must not look at tensors in vLLM"),
+        (
+            ["Qwen/Qwen3-0.6B"],
+            "sfi",
+            {},
+            "give the model as --model before --, got 'Qwen/Qwen3-0.6B'",
+        ),
+        (["--headless"], "sfi", {}, "without --headless"),
+        (["--api-server-count=2"], "sfi", {}, "api_server_count must be 1"),
         (["--pipeline-parallel-size=2"], "sfi", {}, "pipeline_parallel_size above 1"),
         ([], "sfi", {"triggers": ("no token ends so",)}, "trigger"),
         (["--tokenizer=/nowhere/to/be/found"], "sfi", {}, "/nowhere/to/be/found does not exist"),

@@ -11,10 +11,15 @@ SCHEMA_VERSION = 1
 ADDED = {
     "steps": ("batch_step", "drafted", "draft_token_id"),
     "selections": ("reason", "query_cosine"),
+    "timings": ("rank",),
     "supports": ("read", "top_1_read", "retained_mass_min"),
 }
 MANIFEST = "manifest.json"
 PART = "part-{number:05d}.parquet"
+# of a run on several ranks, each but the first writes a trace of its own in such a folder of the first one's;
+# these tables are those of all ranks, and the others the first one's
+RANK = "rank-{number:05d}"
+OF_EVERY_RANK = ("selections", "recalls", "supports", "timings")
 
 KEY = [("request", pa.int32()), ("step", pa.int32())]
 HEAD = [("layer", pa.int16()), ("head", pa.int16())]
@@ -126,8 +131,8 @@ TABLES: dict[str, pa.Schema] = {
     ),
     # an audited request and step that was fast; of a lossless run one whose token a draft was tested for
     "logits": pa.schema([*KEY, ("kl_next_token", pa.float32()), ("argmax_agrees", pa.bool_())]),
-    # a span; `request` is the first of its run, `step` the batch's; `begin_us` counts from the trace's
-    # beginning
+    # a span; `request` is the first of its run, `step` the batch's; `begin_us` counts from `began_unix_ns`
+    # of the manifest, on every rank
     "timings": pa.schema(
         [
             *KEY,
@@ -137,6 +142,7 @@ TABLES: dict[str, pa.Schema] = {
             ("begin_us", pa.float64()),
             ("elapsed_us", pa.float64()),
             ("bytes", pa.int64()),
+            ("rank", pa.int16()),  # that it ran on
         ]
     ),
 }

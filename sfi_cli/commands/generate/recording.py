@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from sfi_cli.settings.tables import TraceTable
 from sfi_cli.terminal.output import message
 from sfi_core.distributed import torchrun
-from sfi_core.errors import ConfigError, SfiError
+from sfi_core.errors import ConfigError, RankLostError, SfiError
 from sfi_core.settings.audit import AuditConfig
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class TraceRecording:
             nvtx = self.settings.nvtx
             if nvtx if nvtx is not None else NvtxObserver.attached():
                 found.append(stack.enter_context(NvtxObserver()))
-            if self.folder is None or not torchrun.first():
+            if self.folder is None:
                 yield found, lambda _: None
                 return
             parquet = ParquetObserver(
@@ -67,9 +67,21 @@ class TraceRecording:
                 warn=message,
             )
             yield [*found, stack.enter_context(parquet)], parquet.close
+        _wait_for_ranks()
         if self.folder.exists() and not quiet:  # gone where the run ended before it began
             message(f"Wrote {self.folder}; look at it with: sfi trace show {self.folder}")
-            warn_of_problems(self.folder)
+            if torchrun.first():
+                warn_of_problems(self.folder)
+
+
+def _wait_for_ranks() -> None:
+    # what reads the trace next is to find every rank's end in it
+    from sfi_core.distributed.ranks import join
+
+    try:
+        join().first_ones(None)
+    except RankLostError:
+        message("another rank has ended early; its part of the trace may lack its end")
 
 
 def warn_of_problems(folder: Path) -> None:

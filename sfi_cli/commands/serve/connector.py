@@ -16,7 +16,7 @@ from sfi_core.hosts.vllm.connector import SfiConnector as PlainConnector
 from sfi_core.hosts.vllm.connector import SfiPlan
 from sfi_core.hosts.vllm.entry import Plan
 from sfi_core.hosts.vllm.names import KVConnectorRole, layer_shapes
-from sfi_core.hosts.vllm.reading import tokenizer_of
+from sfi_core.hosts.vllm.reading import settings_of, tokenizer_of
 from sfi_core.hosts.vllm.stats import ServerStats
 from sfi_core.hosts.vllm.versions import installed_version
 from sfi_core.hosts.vllm.wishes import OWN, Wishes
@@ -39,9 +39,10 @@ class SfiConnector(PlainConnector):
         """
         self._recorder: ParquetObserver | None = None
         self._steps: deque[AbstractContextManager[None]] = deque()  # those that the workers are at
+        if settings_of(vllm_config).options.trace is not None:
+            check_traced(vllm_config)  # before a folder is made
         super().__init__(vllm_config, role, kv_cache_config)
         if self._recorder is not None:
-            check_traced(vllm_config)
             self._recorder.on(self._run_event(layer_shapes(kv_cache_config, vllm_config)))
 
     def make_observer(self, role: Any) -> Observer:

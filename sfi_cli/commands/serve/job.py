@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sfi_cli.settings.given import Given
 from sfi_cli.terminal.output import message
 from sfi_core.errors import BackendError, ConfigError
 from sfi_core.hosts.vllm import VERSIONS
@@ -26,26 +27,26 @@ class ServeJob:
         model: Hub id or folder; None is the bundled checkpoint.
         revision: Branch, tag or commit on the hub.
         policy: The decoding policy.
+        preset: The preset that was named.
         config: Its settings.
         slots: Requests that may be sparse at once.
         host: Address to listen on.
         port: Its port.
         trace: Folder of the trace; None for none.
-        audit: Every how many steps are audited; None for no audit.
-        redact_text: Whether the trace has no text.
+        settings: What was given besides.
         flags: vLLM's own.
     """
 
     model: str | None
     revision: str | None
     policy: str
+    preset: str | None
     config: SfiConfig
     slots: int
     host: str
     port: int
     trace: Path | None
-    audit: int | None
-    redact_text: bool
+    settings: Given
     flags: tuple[str, ...]
 
     def run(self) -> None:
@@ -63,6 +64,10 @@ class ServeJob:
             ) from error
 
         server = Server.of(self.words())
+        if self.trace is not None:
+            from sfi_cli.commands.serve.connector import check_traced
+
+            check_traced(server.vllm)
         for line in self._lines(server):
             message(line)
         server.run()
@@ -91,22 +96,30 @@ class ServeJob:
 
     def _settings(self) -> dict[str, Any]:
         # the plugin's; of decoding only what is not the default, so that vLLM's log stays short
-        settings = {"policy": self.policy, "slots": self.slots} | changes(self.config)
+        settings = {"policy": self.policy, "slots": self.slots} | self.settings.of("serve")
+        if self.preset is not None:
+            settings["preset"] = self.preset
+        settings |= changes(self.config, self.preset)
         if self.trace is not None:
             settings["trace"] = str(self.trace.resolve())
-        if self.audit is not None:
-            settings["trace_audit"] = self.audit
-        if self.redact_text:
-            settings["trace_redact_text"] = True
+            settings |= {"trace_audit": self._audit} if self._audit else {}
+            redacted = self.settings.of("trace").get("redact_text")
+            settings |= {"trace_redact_text": True} if redacted else {}
         return settings
+
+    @property
+    def _audit(self) -> int | None:
+        every: int | None = self.settings.of("audit").get("every")
+        return every
 
     def _names(self) -> set[str]:
         return {flag.partition("=")[0].replace("_", "-") for flag in self.flags}
 
     def _check(self) -> None:
         # what can be said before vLLM is imported
-        if self.audit is not None and self.trace is None:
-            raise ConfigError("--audit needs a trace to write to; add --trace DIR")
+        for name in sorted(self.settings.said & {"audit.every", "trace.redact_text"}):
+            if self.trace is None:  # a config file may have them for other commands
+                raise ConfigError(f"{name} needs a trace to write to; add --trace DIR")
         if self.trace is not None and self.trace.exists():
             raise ConfigError(f"trace folder {self.trace} exists; name another one")
         for name in self._names().intersection(TAKEN):
@@ -130,7 +143,7 @@ class ServeJob:
         several = f"{config.trigger_policy}, {len(server.trigger_ids)} tokens"
         trace = "none"
         if self.trace is not None:
-            trace = f"{self.trace}, {f'audit every {self.audit}' if self.audit else 'no audit'}"
+            trace = f"{self.trace}, {f'audit every {self._audit}' if self._audit else 'no audit'}"
         reads = f"budget {config.budget:,} a KV head, recent {config.recent:,}, sink {config.sink}"
         if self.policy == "full-kv":
             reads = "every token at every step"
@@ -147,10 +160,10 @@ class ServeJob:
         ]
 
 
-def changes(config: SfiConfig) -> dict[str, Any]:
-    """Return the settings that are not the default, as `SfiConfig.replace` takes them."""
+def changes(config: SfiConfig, preset: str | None) -> dict[str, Any]:
+    """Return the settings that are not a preset's, as `SfiConfig.replace` takes them."""
     found: dict[str, Any] = {}
-    default = SfiConfig().to_dict()
+    default = SfiConfig.preset(preset or "default").to_dict()
     for name, value in config.to_dict().items():
         if isinstance(value, dict):
             inner = {key: one for key, one in value.items() if one != default[name][key]}

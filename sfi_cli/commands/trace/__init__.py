@@ -2,7 +2,7 @@
 
 import typer
 
-from sfi_cli.commands.trace import check, diff, export, plot, record, report, show, sql
+from sfi_cli.commands.trace import check, diff, export, importing, plot, record, report, show, sql
 from sfi_cli.commands.trace.replay.command import replay
 from sfi_cli.settings.moved import Command
 
@@ -13,6 +13,7 @@ app = typer.Typer(
 app.command()(check.check)
 app.command()(diff.diff)
 app.command()(export.export)
+app.command("import")(importing.import_)
 app.command()(plot.plot)
 app.command(cls=Command)(record.record)
 app.command(cls=Command)(replay)

@@ -12,7 +12,7 @@ def check_text(document: dict[str, Any]) -> str:
     """Return what each table holds, how far the steps go, and what is wrong."""
     rows = [
         (
-            one["table"], count(one["parts"]), count(one["rows"]), count(one["expected_rows"]),
+            _name(one), count(one["parts"]), count(one["rows"]), count(one["expected_rows"]),
             count(len(one["damaged"]) + len(one["absent"])),
         )
         for one in document["tables"]
@@ -34,3 +34,7 @@ def check_text(document: dict[str, Any]) -> str:
     state = "sound" if document["sound"] else "not sound"
     lines.append(state if found is None or found["sound"] else f"{state}, but not healthy")
     return rendered([table(document["trace"], columns, rows), *lines])
+
+
+def _name(table: dict[str, Any]) -> str:
+    return f"{table['table']} of rank {table['rank']}" if table["rank"] else str(table["table"])

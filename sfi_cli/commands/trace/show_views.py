@@ -20,6 +20,7 @@ from sfi_cli.commands.trace.observation_views import (
     query_cosine_table,
     recall_line,
 )
+from sfi_cli.commands.trace.rank_views import rank_table
 from sfi_cli.commands.trace.support_views import (
     audit_table,
     coverage_line,
@@ -33,6 +34,7 @@ from sfi_cli.terminal.tables import count, duration, number, pairs, percent, plu
 
 MOST_TRIGGERS = 12
 MOST_REQUESTS = 4
+OF_TIMES = ("latency", "break_even")  # sections that a trace without times has nothing for
 
 Row = dict[str, Any]
 
@@ -63,22 +65,29 @@ def show_text(document: Row) -> str:
         ("latency", _latency_table),
         ("phases", _phase_table),
         ("break_even", _break_even_line),
+        ("ranks", rank_table),
     )
-    parts = [view(document[name]) for name, view in sections if document[name]]
+    timed = document["latency"]["kinds"]
+    parts = [
+        view(document[name])
+        for name, view in sections
+        if document[name] and (timed or name not in OF_TIMES)
+    ]
     missing = [f"not recorded: {line}" for line in document["missing"]]
     return rendered([pairs(_run_lines(document)), "", *parts, *missing])
 
 
 def _run_lines(document: Row) -> Iterator[tuple[str, str]]:
     run, steps = document["run"], document["steps"]
-    yield "model", f"{run['model']} ({run['architecture']}), {run['backend']} on {run['device']}"
+    where = "" if run["imported"] else f", {run['backend']} on {run['device']}"
+    yield "model", f"{run['model']} ({run['architecture']}){where}"
     way = ", lossless" if run["lossless"] else ""
     yield "policy", f"{run['policy']}{way}, preset {run['preset'] or 'default'}"
     settings = ", ".join(f"{name} {_setting(value)}" for name, value in run["settings"].items())
     yield "settings", settings or "the defaults"
     yield "prompts", _prompts(run["requests"])
     yield "finished", _finished(run)
-    yield "audit", _audit(run["audit"])
+    yield "audit", _audit(run)
     reasons = ", ".join(f"{steps:,} {reason}" for reason, steps in steps["reasons"].items())
     slow = f"{steps['slow']:,} slow ({reasons}), {steps['fast']:,} fast"
     yield (
@@ -90,7 +99,10 @@ def _run_lines(document: Row) -> Iterator[tuple[str, str]]:
     yield "cache read", f"{read} of the context; fast steps {percent(steps['fast_read_ratio'])}"
 
 
-def _audit(audit: Row | None) -> str:
+def _audit(run: Row) -> str:
+    audit, imported = run["audit"], run["imported"]
+    if imported:
+        return f"{imported['kind']} of {imported['file']}, up to {audit['top']:,} positions"
     if not audit:
         return "none"
     often = (

@@ -280,6 +280,6 @@ class Session:
         if self.tiers is not None and self.ranks.size > 1:
             raise ConfigError("kv_device_budget must be off under tensor parallelism")
         if self.audit is not None:
-            check_audit(self.audit, self.shapes())
+            check_audit(self.audit, self.shapes(), self.ranks.size)
         if type(self.observer) is not NullObserver or self.ranks.size > 1:  # every rank, or none
             self.shapes()  # now: it takes a forward pass, which cannot be made within another

@@ -16,19 +16,19 @@ from sfi_core.hosts.vllm.names import (
     SupportsHMA,
     facts_of,
     full_group,
+    layer_index,
     tensor_parallel_ranks,
 )
 from sfi_core.hosts.vllm.planner import Planner
 from sfi_core.hosts.vllm.reading import (
     impl_of,
-    layer_index,
     scheduled_of,
     settings_of,
+    slot_count,
     tokenizer_of,
 )
 from sfi_core.hosts.vllm.settings import check_host, check_policy
 from sfi_core.hosts.vllm.stats import ServerStats, SfiMetrics
-from sfi_core.hosts.vllm.versions import check_version
 from sfi_core.hosts.vllm.wishes import Wishes
 from sfi_core.hosts.vllm.worker import WorkerEngine, watchers_of
 from sfi_core.observers.observer import NullObserver, Observer
@@ -56,10 +56,9 @@ class SfiConnector(KVConnectorBase_V1, SupportsHMA):
         """Begin the side that `role` names.
 
         Raises:
-            ConfigError: vLLM's version or settings, the plugin's settings, or the model do not fit.
+            ConfigError: vLLM's settings, the plugin's settings, or the model do not fit.
         """
         super().__init__(vllm_config, role, kv_cache_config)
-        check_version()
         self.settings = settings_of(vllm_config)
         self._vllm = vllm_config
         self.group, self.layer_names = full_group(kv_cache_config.kv_cache_groups)
@@ -82,8 +81,7 @@ class SfiConnector(KVConnectorBase_V1, SupportsHMA):
     @property
     def slots(self) -> int:
         """Requests that may be sparse at once."""
-        most: int = self._vllm.scheduler_config.max_num_seqs
-        return min(self.settings.options.slots, most)
+        return slot_count(self._vllm, self.settings.options)
 
     def make_policy(self, config: SfiConfig) -> Policy:
         """Make the policy of a request's settings."""
@@ -115,10 +113,7 @@ class SfiConnector(KVConnectorBase_V1, SupportsHMA):
 
     def on_new_request(self, request: Any) -> None:
         """Note a request that has arrived."""
-        parameters = request.sampling_params
-        if parameters is None:  # a pooling model's
-            return
-        wishes = Wishes.of(parameters.extra_args, self.settings.config, self._check)
+        wishes = Wishes.of(request.sampling_params.extra_args, self.settings.config, self._check)
         self.planner.see(request, wishes)
         if self.settings.options.cache_salt:
             own = wishes.salt(self.settings.options.policy)

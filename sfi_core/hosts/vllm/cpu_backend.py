@@ -19,7 +19,7 @@ from sfi_core.hosts.vllm.cpu_names import (
     CPUAttentionMetadataBuilder,
     current_config,
 )
-from sfi_core.hosts.vllm.reading import layer_index
+from sfi_core.hosts.vllm.names import layer_index
 from sfi_core.hosts.vllm.room import Room
 from sfi_core.hosts.vllm.serving import engine_of_process, is_configured, planned_engine
 from sfi_core.hosts.vllm.worker import Pass, Row, WorkerEngine
@@ -121,7 +121,7 @@ class SfiCpuImpl(Room, CPUAttentionBackendImpl):
         """Let vLLM write keys and values, and keep the norms."""
         super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
         engine = engine_of_process() if self.manages else None
-        if engine is not None:
+        if engine is not None and layer_index(layer.layer_name) in engine.store.layers:
             engine.store.note_norms(layer_index(layer.layer_name), key, slot_mapping)
 
     def forward(
@@ -130,7 +130,7 @@ class SfiCpuImpl(Room, CPUAttentionBackendImpl):
     ) -> torch.Tensor:  # fmt: skip
         """Attend with the batch's queries, [tokens, heads, D]."""
         engine = planned_engine() if self.manages and attn_metadata is not None else None
-        if engine is None:
+        if engine is None or layer_index(layer.layer_name) not in engine.store.layers:
             whole: torch.Tensor = super().forward(
                 layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs
             )

@@ -6,7 +6,6 @@ vLLM calls the plugin; nothing of vLLM is changed. tests/vllm/test_names.py chec
 import re
 from typing import Any
 
-from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -41,15 +40,17 @@ __all__ = [
     "KVConnectorStats",
     "KVConnectorWorkerMetadata",
     "SupportsHMA",
-    "VllmConfig",
     "facts_of",
     "full_group",
     "get_kv_transfer_group",
     "has_kv_transfer_group",
+    "layer_index",
     "layer_shapes",
     "register_backend",
     "tensor_parallel_ranks",
 ]
+
+SERVED = {"full_attention", "sliding_attention"}  # transformers' names
 
 
 def tensor_parallel_ranks() -> Ranks:
@@ -78,9 +79,24 @@ def facts_of(config: Any) -> HostFacts:
         cache_dtype=str(config.cache_config.cache_dtype),
         dtype=str(model.dtype).removeprefix("torch."),
         latent=bool(model.use_mla),
-        two_batches=bool(parallel.enable_dbo),
+        two_batches=bool(parallel.use_ubatching),
+        pooling=model.runner_type == "pooling",
+        other_layers=other_layers(model),
         asynchronous=bool(scheduler.async_scheduling),
     )
+
+
+def other_layers(model: Any) -> tuple[str, ...]:
+    """Name the kinds of layers that neither attend to everything nor to a sliding window."""
+    kinds = set(getattr(model.hf_text_config, "layer_types", None) or ()) - SERVED
+    if model.is_hybrid or model.is_attention_free:
+        kinds.add("state-space")
+    return tuple(sorted(kinds))
+
+
+def layer_index(name: str) -> int:
+    """Return the number of a transformer layer from its attention's name."""
+    return int(re.findall(r"\.(\d+)\.", name)[0])
 
 
 def layer_shapes(cache: Any, config: Any) -> list[LayerShape]:
@@ -96,7 +112,7 @@ def layer_shapes(cache: Any, config: Any) -> list[LayerShape]:
             spec = getattr(group.kv_cache_spec, "kv_cache_specs", {}).get(name, group.kv_cache_spec)
             if not isinstance(spec, AttentionSpec):
                 raise ConfigError(f"trace must be of layers with keys and values, got {spec}")
-            found[int(re.findall(r"\.(\d+)\.", name)[0])] = LayerShape(
+            found[layer_index(name)] = LayerShape(
                 heads=spec.num_kv_heads * ranks,
                 key_width=spec.head_size,
                 value_width=getattr(spec, "head_size_v", None) or spec.head_size,

@@ -18,8 +18,8 @@ from sfi_core.hosts.vllm.cuda_names import (
     KVCacheLayout,
     current_config,
 )
+from sfi_core.hosts.vllm.names import layer_index
 from sfi_core.hosts.vllm.parts import Part, part_of
-from sfi_core.hosts.vllm.reading import layer_index
 from sfi_core.hosts.vllm.room import Room
 from sfi_core.hosts.vllm.rows import HostRows, RowMatcher, last_blocks
 from sfi_core.hosts.vllm.serving import engine_of_process, is_configured, planned_engine
@@ -178,19 +178,22 @@ class PagedImpl(Room):
         """Let vLLM write keys and values, and keep the norms."""
         super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)  # type: ignore[misc]
         engine = engine_of_process() if self.manages else None
-        index = layer_index(layer.layer_name)
-        if engine is not None and index in engine.store.layers:
-            engine.store.note_norms(index, key, slot_mapping)
+        if engine is not None and layer_index(layer.layer_name) in engine.store.layers:
+            engine.store.note_norms(layer_index(layer.layer_name), key, slot_mapping)
 
     def forward(
         self, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
         kv_cache: torch.Tensor, attn_metadata: Any, output: torch.Tensor, *args: Any, **kwargs: Any,
     ) -> torch.Tensor:  # fmt: skip
         """Attend with the batch's queries, [tokens, heads, D]."""
-        engine, index = planned_engine() if self.manages else None, layer_index(layer.layer_name)
+        engine = planned_engine() if self.manages else None
         batch: Batch | None = getattr(attn_metadata, "sfi", None)
         attend = super().forward  # type: ignore[misc]
-        if engine is None or batch is None or index not in engine.store.layers:
+        if (
+            engine is None
+            or batch is None
+            or layer_index(layer.layer_name) not in engine.store.layers
+        ):
             whole: torch.Tensor = attend(
                 layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs
             )
@@ -205,7 +208,7 @@ class PagedImpl(Room):
         count = sum(row.count for row, _ in one.rows)
         H, D = self.num_kv_heads, self.head_size
         engine.attend(
-            index,
+            layer_index(layer.layer_name),
             query[:count].view(count, H, -1, D),
             output[:count].view(count, H, -1, output.shape[-1]),
             scale=self.scale,

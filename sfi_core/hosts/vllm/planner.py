@@ -166,7 +166,6 @@ class Planner:
     def _decode(self, tracked: Tracked) -> None:
         state = tracked.state
         if tracked.slot == NO_SLOT:
-            tracked.dense_steps += 1
             state.begin(slow=True, reason="dense", new_tokens=1)
             return
         plan = tracked.policy.plan(StepContext([state]))
@@ -214,10 +213,8 @@ class Planner:
             tally.count_reads(done.attended, done.context, done.selecting)
             self.totals["attended"] += done.attended
             self.totals["context"] += done.context
-        kind = (
-            "dense_steps" if done.reason == "dense" else "slow_steps" if done.slow else "fast_steps"
-        )
-        self.totals[kind] += 1
+        self.totals["slow_steps" if done.slow else "fast_steps"] += 1
+        self.totals["dense_steps"] += done.reason == "dense"
         self._observer.on(
             StepEvent(
                 request=tracked.state.request,

@@ -4,7 +4,7 @@ import importlib
 import logging
 
 from sfi_core.errors import ConfigError
-from sfi_core.hosts.vllm.versions import check_version
+from sfi_core.hosts.vllm.versions import check_version, installed_version
 
 logger = logging.getLogger(__name__)
 
@@ -16,5 +16,9 @@ def register(module: str = "sfi_core.hosts.vllm.connector") -> None:
     except ConfigError as error:
         logger.warning("sfi stays out: %s", error)
         return
-    # not before: another version may lack the names
-    importlib.import_module("sfi_core.hosts.vllm.seams").register(module)
+    try:  # not before: another version may lack the names
+        seams = importlib.import_module("sfi_core.hosts.vllm.seams")
+    except ImportError as error:
+        logger.warning("sfi stays out: vLLM %s lacks a name: %s", installed_version(), error)
+        return
+    seams.register(module)

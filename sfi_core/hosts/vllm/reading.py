@@ -1,6 +1,5 @@
 """What the plugin reads of vLLM's objects: its own settings, the tokenizer, layers, what was scheduled."""
 
-import re
 import shlex
 from typing import Any
 
@@ -8,7 +7,7 @@ from sfi_core.errors import ConfigError
 from sfi_core.hosts.vllm import attention_flags
 from sfi_core.hosts.vllm.names import facts_of
 from sfi_core.hosts.vllm.planner import Scheduled
-from sfi_core.hosts.vllm.settings import Settings, check_host
+from sfi_core.hosts.vllm.settings import PluginOptions, Settings, check_host
 from sfi_core.models.load import load_tokenizer
 
 
@@ -23,17 +22,25 @@ def settings_of(vllm_config: Any) -> Settings:
     return settings
 
 
+def slot_count(vllm_config: Any, options: PluginOptions) -> int:
+    """Return how many requests may be sparse at once."""
+    most: int = vllm_config.scheduler_config.max_num_seqs
+    return min(options.slots, most)
+
+
 def impl_of(module: Any) -> Any:
     """Return the implementation of an attention layer.
 
     Raises:
-        ConfigError: It is not ours.
+        ConfigError: It is not ours, or sfi is one of several connectors.
     """
     if not hasattr(module.impl, "pages"):
         raise ConfigError(
             f"attention must be sfi's own, got {type(module.impl).__name__}; "
             f"add {shlex.join(attention_flags())}"
         )
+    if not module.impl.manages:  # the settings that the layer saw name another connector
+        raise ConfigError("sfi must be vLLM's only KV connector, got it among several")
     return module.impl
 
 
@@ -52,11 +59,6 @@ def scheduled_of(output: Any, group: int) -> Scheduled:
             grown[name] = blocks[group]
     lost = tuple(output.preempted_req_ids or ())
     return Scheduled(output.num_scheduled_tokens, opened, grown, lost)
-
-
-def layer_index(name: str) -> int:
-    """Return the number of a transformer layer from its attention's name."""
-    return int(re.findall(r"\.(\d+)\.", name)[0])
 
 
 def tokenizer_of(vllm_config: Any) -> Any:

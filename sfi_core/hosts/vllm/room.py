@@ -5,7 +5,8 @@ from typing import Any
 import torch
 
 from sfi_core.errors import ConfigError
-from sfi_core.hosts.vllm.reading import layer_index, settings_of
+from sfi_core.hosts.vllm.names import layer_index
+from sfi_core.hosts.vllm.reading import settings_of, slot_count
 from sfi_core.hosts.vllm.serving import is_configured
 from sfi_core.hosts.vllm.settings import Settings
 from sfi_core.hosts.vllm.slots_memory import check_slots, norm_count, segment_rows
@@ -23,11 +24,14 @@ class Room:
             sfi does not serve, and in dense ones.
         norm_X: Room for the norms of the cached keys, float32; None where the cache's size does not follow
             from what is left, as on a CPU.
+        manages: Whether sfi serves the layer.
+        given: Whether `give_room` has been here.
     """
 
     segment: PackedSegment | None = None
     norm_X: torch.Tensor | None = None
     manages = False
+    given = False
     vllm_config: Any = None
     alibi_slopes: Any
     kv_sharing_target_layer_name: str | None
@@ -47,7 +51,7 @@ class Room:
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """See vLLM's; the first layer gives all layers their room. Weights may be loaded more than once."""
         super().process_weights_after_loading(act_dtype)  # type: ignore[misc]
-        if self.manages and self.norm_X is None and self.segment is None:
+        if self.manages and not self.given:
             give_room(self.vllm_config, act_dtype)
 
 
@@ -61,18 +65,18 @@ def give_room(vllm_config: Any, dtype: torch.dtype) -> None:
     impls = {name: getattr(module, "impl", None) for name, module in modules.items()}
     served = {layer_index(n): i for n, i in impls.items() if isinstance(i, Room) and i.manages}
     settings, device = settings_of(vllm_config), torch.device(vllm_config.device_config.device)
-    options, config = settings.options, settings.config
-    sparse = [layer for layer in served if layer not in config.dense_layers]
-    slots = min(options.slots, vllm_config.scheduler_config.max_num_seqs)
-    longest, total = vllm_config.model_config.max_model_len, total_bytes(device)
+    sparse = [layer for layer in served if layer not in settings.config.dense_layers]
+    slots, rows = slot_count(vllm_config, settings.options), rows_of(vllm_config, settings)
     shape = shape_of(next(iter(served.values())), dtype, device)
     check_room(vllm_config, settings, len(sparse), shape)
     for layer in sparse:
         shape = shape_of(served[layer], dtype, device)
-        served[layer].segment = PackedSegment(slots, segment_rows(config, longest), shape)
+        served[layer].segment = PackedSegment(slots, rows, shape)
+    for impl in served.values():
+        impl.given = True
     if device.type == "cuda":
         cache = vllm_config.cache_config
-        share = int((total or 0) * cache.gpu_memory_utilization)
+        share = int((total_bytes(device) or 0) * cache.gpu_memory_utilization)
         free = cache.kv_cache_memory_bytes or share - resident_bytes(device)
         for impl in served.values():
             count = norm_count(free, len(served), shape_of(impl, dtype, device))
@@ -123,9 +127,15 @@ def check_room(vllm_config: Any, settings: Settings, layers: int, shape: Segment
     on_cpu = shape.device.type == "cpu"
     sharing = vllm_config.parallel_config.tensor_parallel_size if on_cpu else 1
     limit = None if total is None else int(total * options.slots_memory) // sharing
-    slots = min(options.slots, vllm_config.scheduler_config.max_num_seqs)
-    longest = vllm_config.model_config.max_model_len
-    check_slots(settings.config, slots, longest, layers, shape, limit)
+    slots, rows = slot_count(vllm_config, options), rows_of(vllm_config, settings)
+    check_slots(settings.config, rows, slots, layers, shape, limit)
+
+
+def rows_of(vllm_config: Any, settings: Settings) -> int:
+    """Return the rows of a packed segment for the longest request, in whole blocks as the cache has it."""
+    block = vllm_config.cache_config.block_size
+    longest = -(-vllm_config.model_config.max_model_len // block) * block
+    return segment_rows(settings.config, longest, selects=settings.selects)
 
 
 def shape_of(impl: Any, dtype: torch.dtype, device: torch.device) -> SegmentShape:

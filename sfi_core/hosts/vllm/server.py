@@ -62,6 +62,7 @@ class Server:
         try:
             args = make_arg_parser(Flags()).parse_args([*words, *more])
             configure_logging_from_args(args)
+            check_flags(args)
             validate_parsed_serve_args(args)
             vllm = AsyncEngineArgs.from_cli_args(args).create_engine_config()
         except ConfigError:
@@ -76,12 +77,29 @@ class Server:
         """Serve until SIGINT or SIGTERM.
 
         Raises:
-            SfiError: vLLM's engine did not start, or died; it has said why.
+            SfiError: The address is taken, or vLLM's engine did not start, or died; it has said why.
         """
         try:
             run_loop(run_server(self.args))
-        except RuntimeError as error:
+        except (RuntimeError, OSError, ValueError, OverflowError) as error:
             raise SfiError(f"vLLM: {one_line(error)}") from error
+
+
+def check_flags(args: Any) -> None:
+    """Refuse flags of vLLM's that would be read and not followed: this is one server, of `--model`.
+
+    Raises:
+        ConfigError: With what to do.
+    """
+    if args.model_tag is not None:
+        raise ConfigError(
+            f"give the model as --model before --, got {args.model_tag!r} among vLLM's flags"
+        )
+    for name in ("headless", "grpc"):
+        if getattr(args, name, False):
+            raise ConfigError(f"vLLM's flags must be without --{name} for sfi serve, got it")
+    if (args.api_server_count or 1) > 1:
+        raise ConfigError(f"api_server_count must be 1 for sfi serve, got {args.api_server_count}")
 
 
 class Flags(FlexibleArgumentParser):

@@ -19,16 +19,10 @@ def engine_of_process() -> WorkerEngine | None:
     if not has_kv_transfer_group():
         return None
     group = get_kv_transfer_group()
-    members = group.sub_connectors() if hasattr(group, "sub_connectors") else [group]
-    ours = next((one for one in members if isinstance(one, SfiConnector)), None)
-    return None if ours is None else ours.engine
+    return group.engine if isinstance(group, SfiConnector) else None
 
 
 def is_configured(vllm_config: Any) -> bool:
-    """Say whether vLLM's settings name our connector, alone or among several."""
+    """Say whether vLLM's settings name our connector; one of several is refused as it starts."""
     transfer = vllm_config.kv_transfer_config
-    if transfer is None:
-        return False
-    inner = transfer.kv_connector_extra_config.get("connectors", ())
-    names = [transfer.kv_connector, *(one.get("kv_connector") for one in inner)]
-    return CONNECTOR in names
+    return transfer is not None and transfer.kv_connector == CONNECTOR

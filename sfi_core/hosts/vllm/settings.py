@@ -7,15 +7,16 @@ from typing import Any
 
 from sfi_core.errors import ConfigError
 from sfi_core.hosts.vllm import SLOTS
+from sfi_core.hosts.vllm.options import ServeTable
 from sfi_core.policies import policy_class
 from sfi_core.settings.audit import AuditConfig
 from sfi_core.settings.config import SfiConfig
-from sfi_core.settings.fields import check, setting
+from sfi_core.settings.fields import setting
 from sfi_core.triggers.trigger import Trigger
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PluginOptions:
+class PluginOptions(ServeTable):
     """What the plugin needs to know besides a run's settings; each field says what it does."""
 
     policy: str = setting("sfi", "The decoding policy.")
@@ -23,29 +24,14 @@ class PluginOptions:
     slots: int = setting(
         SLOTS,
         "Requests that may be sparse at once; each has packed segments of its own. Requests beyond them run "
-        "dense, which is correct and only slower.",
+        "dense and are only slower.",
         least=1,
-    )
-    slots_memory: float = setting(
-        0.25,
-        "Share of the GPU's memory, or of the machine's on a CPU, that packed segments may take. A server "
-        "whose budget and slots need more does not start.",
-        above=0.0,
-        most=1.0,
-    )
-    cache_salt: bool = setting(
-        True,
-        "Keep prefix caches of different settings apart. Keys and values of generated tokens depend on them.",
     )
     trace: str | None = setting(None, "Folder of a trace; none records nothing.")
     trace_audit: int = setting(
         0, "Compare every N-th step with dense attention; 0 for no audit. Needs a trace.", least=0
     )
     trace_redact_text: bool = setting(False, "Keep token ids and text out of the trace.")
-
-    def __post_init__(self) -> None:
-        """Reject values of another type."""
-        check(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +64,12 @@ class Settings:
         return cls(config, options)
 
     @property
+    def selects(self) -> bool:
+        """Whether the policy packs what it selects."""
+        policy = policy_class(self.options.policy)(self.config, Trigger(frozenset(), self.config))
+        return policy.selects_before or policy.selects_after
+
+    @property
     def audit(self) -> AuditConfig | None:
         """What to audit."""
         every = self.options.trace_audit
@@ -90,17 +82,18 @@ def check_policy(name: str, config: SfiConfig) -> None:
     Raises:
         ConfigError: With what is wrong.
     """
-    policy = policy_class(name)(config, Trigger(frozenset(), config))
+    kind = policy_class(name)
+    looks = isinstance(kind.signal, str) and kind.signal  # whatever its settings are
+    if looks or kind.observes_prompt or kind.selects_next or kind.mixes_heads:
+        raise ConfigError(f"policy must be one whose reads vLLM's scheduler can plan, got {name}")
+    policy = kind(config, Trigger(frozenset(), config))
     if policy.signal:
         raise ConfigError(
             f"trigger_policy must not look at tensors in vLLM, whose scheduler plans the steps, "
             f"got {config.trigger_policy}"
         )
-    if policy.observes_prompt or policy.selects_next or policy.mixes_heads:
-        raise ConfigError(
-            f"policy must be one whose reads vLLM's scheduler can plan, got {name}"
-            + (" with correction or representatives" if name == "sfi" else "")
-        )
+    if policy.mixes_heads:
+        raise ConfigError("sfi in vLLM must be without correction and representatives, got them")
 
 
 def check_host(facts: "HostFacts", config: SfiConfig) -> None:
@@ -115,7 +108,9 @@ def check_host(facts: "HostFacts", config: SfiConfig) -> None:
         "decode_context_parallel_size above 1": facts.context_parallel > 1,
         f"kv_cache_dtype {facts.cache_dtype}": facts.cache_dtype not in ("auto", facts.dtype),
         "multi-head latent attention": facts.latent,
-        "enable_dbo": facts.two_batches,
+        "enable_dbo or ubatch_size": facts.two_batches,
+        "a pooling model": facts.pooling,
+        f"layers of {' and '.join(facts.other_layers)}": bool(facts.other_layers),
         "more tensor-parallel processes than KV heads": facts.tensor_parallel > facts.kv_heads,
     }
     for name, is_so in refused.items():
@@ -142,6 +137,8 @@ class HostFacts:
         dtype: The model's.
         latent: Whether the model's attention is multi-head latent attention.
         two_batches: Whether a step is split into two batches that overlap.
+        pooling: Whether the model answers with embeddings or scores.
+        other_layers: Kinds of its layers that neither attend to everything nor to a sliding window.
         asynchronous: Whether a step is scheduled before the last one's tokens are known.
     """
 
@@ -154,6 +151,8 @@ class HostFacts:
     dtype: str
     latent: bool
     two_batches: bool
+    pooling: bool
+    other_layers: tuple[str, ...]
     asynchronous: bool
 
 

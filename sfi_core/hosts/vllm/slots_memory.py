@@ -12,20 +12,20 @@ from sfi_core.state.packed_segment import SegmentShape
 GB = 1e9
 
 
-def segment_rows(config: SfiConfig, longest: int) -> int:
+def segment_rows(config: SfiConfig, longest: int, *, selects: bool) -> int:
     """Return the rows of a packed segment: sink and selected tokens of a request of `longest` tokens."""
-    return config.sink + min(config.budget, longest)
+    return config.sink + (min(config.budget, longest) if selects else 0)
 
 
 def check_slots(
-    config: SfiConfig, slots: int, longest: int, layers: int, shape: SegmentShape, limit: int | None
+    config: SfiConfig, rows: int, slots: int, layers: int, shape: SegmentShape, limit: int | None
 ) -> None:
     """Refuse segments that take more memory than they may.
 
     Args:
         config: `budget` and `sink`.
+        rows: Rows of a segment.
         slots: Requests that may be sparse at once.
-        longest: Tokens that a request may reach.
         layers: Layers that have a segment.
         shape: What the segments' rows are, in this process.
         limit: Bytes that they may take; None where the system does not tell.
@@ -34,7 +34,6 @@ def check_slots(
         ConfigError: With the budget and the slots that fit.
     """
     row = layers * shape.row_bytes
-    rows = segment_rows(config, longest)
     need = slots * rows * row
     if limit is None or need <= limit:
         return

@@ -8,7 +8,7 @@ from sfi_core.hosts.vllm.planner import TOTALS, Planner
 MEANINGS = {
     "slow_steps": "Decoding steps, prompts' last included, that attended to everything.",
     "fast_steps": "Decoding steps that attended to sink, selected and recent tokens.",
-    "dense_steps": "Decoding steps of requests without a slot.",
+    "dense_steps": "Those of the slow steps whose request had no slot.",
     "requests": "Requests that have ended.",
     "attended": "Cached tokens read by decoding steps, the mean over KV heads and layers.",
     "context": "Cached tokens that full attention would have read in these steps.",

@@ -1,13 +1,20 @@
-"""What the scheduler's side knows of one request, in plain numbers; no torch, no vLLM."""
+"""What the scheduler's side knows of one request, in plain numbers; no tensor, no vLLM."""
 
-from collections import Counter, deque
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from sfi_core.engine.report import RequestReport
 from sfi_core.hosts.vllm.entry import NO_SLOT
 from sfi_core.hosts.vllm.wishes import Wishes
 from sfi_core.policies.base import Policy
 from sfi_core.state.request import RequestState
+
+# what `sfi generate --json` says of a request too
+SHARED = (
+    "prompt_tokens", "slow_steps", "fast_steps", "slow_at", "reasons",
+    "mean_attended_tokens", "read_ratio", "selection_ratio", "stored_ratio",
+)  # fmt: skip
 
 
 class LiveRequest(Protocol):
@@ -75,7 +82,6 @@ class Tracked:
         blocks: Its blocks of the cache.
         pending: Steps whose token is not known yet.
         preempted: How often it lost its blocks.
-        dense_steps: Steps without a slot.
     """
 
     live: LiveRequest
@@ -87,18 +93,10 @@ class Tracked:
     blocks: list[int] = field(default_factory=list)
     pending: deque[PlannedStep] = field(default_factory=deque)
     preempted: int = 0
-    dense_steps: int = 0
 
     def report(self) -> dict[str, Any]:
         """Return what the request's answer says of it, plain values."""
-        tally = self.state.tally
-        told: dict[str, Any] = {
-            "slow_steps": len(tally.slow_at),
-            "fast_steps": len(self.state.tokens) - len(tally.slow_at),
-            "slow_at": list(tally.slow_at),
-            "reasons": dict(Counter(tally.reasons)),
-            "read_ratio": tally.attended / tally.context if tally.context else 1.0,
-            "preempted": self.preempted,
-            "dense_steps": self.dense_steps,
-        }
+        shared = RequestReport.of(self.state, frozenset(), evicts=self.policy.evicts)
+        told: dict[str, Any] = {name: getattr(shared, name) for name in SHARED}
+        told |= {"preempted": self.preempted, "dense_steps": shared.reasons.get("dense", 0)}
         return {**told, "error": self.wishes.error} if self.wishes.error else told

@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,7 +28,13 @@ from sfi_core.policies import POLICIES
 from sfi_core.policies.base import Selection
 from sfi_core.policies.context import LayerContext
 from sfi_core.policies.sfi import SFI
+from sfi_core.settings.audit import AuditConfig
 from sfi_core.settings.engine import EngineOptions
+from sfi_traces import ParquetObserver, Trace
+from sfi_traces.export.perfetto import perfetto_text
+from sfi_traces.read.check import check
+from sfi_traces.read.query import Query
+from sfi_traces.summary import summarize
 from tests import tensor_parallel
 from tests.tensor_parallel import CASES
 
@@ -180,7 +187,7 @@ def test_a_rank_that_hangs_ends_the_others_within_the_timeout():
     assert words.count("\n") == 1
 
 
-def test_torchrun_writes_one_document_and_a_trace_of_the_first_ranks_heads(tmp_path):
+def test_torchrun_writes_one_document_and_a_trace_of_all_ranks(tmp_path):
     """What `sfi generate` says it does under torchrun, through `sfi trace record`, which is that and more."""
     paths = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "traces")]
     ran = subprocess.run(
@@ -196,12 +203,51 @@ def test_torchrun_writes_one_document_and_a_trace_of_the_first_ranks_heads(tmp_p
     document = json.loads(ran.stdout)
     model, tokenizer = load(device="cpu")
     example = read_prompts(None, None, None)
-    alone = generate(model, tokenizer, example.entries, example.config, max_new_tokens=6)
+    with ParquetObserver(tmp_path / "one", tokenizer=tokenizer) as observer:
+        alone = generate(
+            model, tokenizer, example.entries, example.config, max_new_tokens=6,
+            observers=[observer], audit=AuditConfig(every=4),
+        )  # fmt: skip
     assert document["ranks"] == 2
     assert document["requests"][0]["token_ids"] == alone.report.requests[0].token_ids
     about = json.loads((tmp_path / "run" / "manifest.json").read_text())["model"]
     assert about["tensor_parallel"] == {"rank": 0, "ranks": 2}
     assert (about["query_heads"], {layer["heads"] for layer in about["layers"]}) == (2, {1})
+    check_joined(Trace.open(tmp_path / "run"), Trace.open(tmp_path / "one"))
+
+
+def check_joined(joined: Trace, one: Trace) -> None:
+    """The ranks' trace is that of one process: same steps, selections and supports of all heads."""
+    assert check(joined)["problems"] == check(joined)["notes"] == []
+    assert [*joined.by_rank] == [0, 1]
+    heads = [layer["heads"] for layer in joined.manifest["model"]["layers"]]
+    assert heads == [layer["heads"] for layer in one.manifest["model"]["layers"]]
+    for name, columns in {
+        "prompts": ["request", "position", "token_id"],
+        "steps": ["request", "step", "token_id", "slow", "reason", "attended_tokens", "audited"],
+        "selections": [
+            "request",
+            "step",
+            "layer",
+            "head",
+            "selected",
+            "added",
+            "removed",
+            "positions",
+        ],
+        "supports": ["request", "step", "layer", "head", "positions"],
+    }.items():
+        assert joined.table(name, columns).equals(one.table(name, columns)), name
+    shown = summarize(joined)
+    assert shown["ranks"]["missing"] == []
+    assert [rank["steps"] for rank in shown["ranks"]["each"]] == [6, 6]
+    assert shown["audit"]["heads"][0].keys() == summarize(one)["audit"]["heads"][0].keys()
+    both = "SELECT rank, count(*), min(begin_us) >= 0 FROM timings GROUP BY rank ORDER BY rank"
+    (((_, spans, _), *_),) = found = [*Query(joined, both).batches()]
+    assert found == [[(0, spans, True), (1, spans, True)]]
+    events = json.loads("".join(perfetto_text(joined, lambda done, total: None)))["traceEvents"]
+    timed = Counter(event["pid"] for event in events if event["ph"] == "X")
+    assert timed == {1: spans + 6, 2: spans}
 
 
 def test_a_command_that_ranks_cannot_share_is_refused(monkeypatch):

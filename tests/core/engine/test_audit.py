@@ -8,9 +8,12 @@ import torch
 
 import sfi_core
 from sfi_core import SfiConfig, slow_fast
+from sfi_core.distributed.ranks import Ranks
+from sfi_core.engine.audit import check_audit, own_heads
 from sfi_core.errors import ConfigError
 from sfi_core.settings.audit import AuditConfig
 from sfi_core.settings.sampling import Sampling
+from sfi_core.state.layer_shape import LayerShape
 from tests.architectures import padded, prompts, tiny
 from tests.core.conftest import tiny_qwen3
 from tests.fakes import RecordingObserver
@@ -235,6 +238,17 @@ def test_every_nth_step_and_every_slow_step_is_audited(every):
             steps = [e.step for e in observer.audits if (e.request, e.layer) == (row, layer)]
             assert steps == due
         assert [e.step for e in observer.steps if e.request == row and e.audited] == due
+
+
+def test_ranks_share_the_chosen_heads():
+    """The settings count the KV heads of all ranks."""
+    chosen, whole = AuditConfig(heads=(1, 2, 3)), AuditConfig()
+    assert [own_heads(chosen, Ranks(rank, 3), 2) for rank in range(3)] == [(1,), (0, 1), ()]
+    assert [own_heads(whole, Ranks(rank, 2), 2) for rank in range(2)] == [(0, 1), (0, 1)]
+    shapes = [LayerShape(heads=2, key_width=8, value_width=8, itemsize=4)]
+    check_audit(chosen, shapes, ranks=2)
+    with pytest.raises(ConfigError, match=r"audit.heads must be in 0 to 1, got \[2, 3\]"):
+        check_audit(chosen, shapes)
 
 
 def test_only_the_chosen_layers_and_heads_are_audited():

@@ -2,7 +2,7 @@
 
 Tracks: the steps of each request, then the spans of each stream. An arrow leads from a refresh of a layer's
 selected memory to that layer's attention in the first fast step that reads it. A lossless run's verifications
-are marks on the request's track.
+are marks on the request's track. Each rank of a run is a process; the first one has the requests.
 """
 
 import heapq
@@ -15,7 +15,7 @@ from sfi_core.errors import TraceError
 from sfi_traces.read.reader import Trace
 from sfi_traces.summary.scope import Scope
 
-PID = 1
+FIRST_PID = 1  # of rank 0
 PIECE = 1000  # events in one piece of text
 COLORS = {True: "terrible", False: "good"}  # Chrome's names, of a slow step and a fast one
 ABOUT = ("sfi_version", "created", "policy", "preset", "backend", "device", "config", "model")
@@ -24,7 +24,7 @@ STEPS = """
     WITH extents AS (
         SELECT request AS batch, step AS batch_step, min(begin_us) AS begin_us,
             max(begin_us + elapsed_us) AS end_us
-        FROM timings GROUP BY request, step
+        FROM chosen_timings GROUP BY request, step
     )
     SELECT timed_steps.*, extents.begin_us,
         least(end_us, lead(begin_us) OVER (PARTITION BY request ORDER BY step)) AS end_us
@@ -33,7 +33,8 @@ STEPS = """
 """
 VERIFICATIONS = """
     WITH begun AS (
-        SELECT request AS batch, step AS batch_step, min(begin_us) AS begin_us FROM timings GROUP BY ALL
+        SELECT request AS batch, step AS batch_step, min(begin_us) AS begin_us FROM chosen_timings
+        GROUP BY ALL
     )
     SELECT verifications.*, begun.begin_us
     FROM verifications JOIN timed_steps USING (request, step)
@@ -42,30 +43,35 @@ VERIFICATIONS = """
 """
 # a span that holds others comes before them
 SPANS = """
-    SELECT request, step, layer, name, stream, begin_us, begin_us + elapsed_us AS end_us, bytes
+    SELECT coalesce(rank, 0) AS rank, request, step, layer, name, stream, begin_us,
+        begin_us + elapsed_us AS end_us, bytes
     FROM timings ORDER BY begin_us, elapsed_us DESC
 """
 # from the Selector, or the pack of a policy without one; nobody reads what the next refresh comes before
 FLOWS = """
     WITH ends AS (
-        SELECT DISTINCT ON (refresh, request, step, layer) name IN ('selector', 'pack') AS refresh,
-            request, step, layer, stream, begin_us + elapsed_us / 2 AS middle_us
+        SELECT DISTINCT ON (rank, refresh, request, step, layer) name IN ('selector', 'pack') AS refresh,
+            coalesce(rank, 0) AS rank, request, step, layer, stream, begin_us + elapsed_us / 2 AS middle_us
         FROM timings WHERE name IN ('selector', 'pack', 'attention.fast', 'attention.mixed')
-        ORDER BY refresh, request, step, layer, name = 'pack', begin_us
+        ORDER BY rank, refresh, request, step, layer, name = 'pack', begin_us
     ), refreshes AS (
-        SELECT *, lead(step) OVER (PARTITION BY request, layer ORDER BY step) AS next FROM ends WHERE refresh
+        SELECT *, lead(step) OVER (PARTITION BY rank, request, layer ORDER BY step) AS next
+        FROM ends WHERE refresh
     )
-    SELECT refreshes.layer, refreshes.stream AS from_stream, refreshes.middle_us AS from_us,
+    SELECT refreshes.rank, refreshes.stream AS from_stream, refreshes.middle_us AS from_us,
         readers.stream AS to_stream, readers.middle_us AS to_us
     FROM refreshes ASOF JOIN (FROM ends WHERE NOT refresh) readers
-    ON readers.request = refreshes.request AND readers.layer = refreshes.layer
-        AND readers.step > refreshes.step
+    ON readers.rank = refreshes.rank AND readers.request = refreshes.request
+        AND readers.layer = refreshes.layer AND readers.step > refreshes.step
     WHERE readers.step <= coalesce(next, readers.step)
     ORDER BY from_us
 """
 
 Event = dict[str, Any]
-Track = tuple[str, int | str]  # "request" and its number, or "stream" and its name
+Track = tuple[
+    str, int | str, int
+]  # "request" and its number, or "stream" and its name, and the rank
+Place = tuple[int, int]  # process and thread, as the format calls them
 
 
 def perfetto_text(trace: Trace, progress: Callable[[int, int], None]) -> Iterator[str]:
@@ -86,9 +92,9 @@ def perfetto_text(trace: Trace, progress: Callable[[int, int], None]) -> Iterato
     spans = scope.row("SELECT count(*) AS n FROM timings")["n"]
     tracks = _tracks(scope, steps)
     events = heapq.merge(
-        _step_events(steps, tracks),
-        _verification_events(verifications, tracks),
-        _counter_events(steps),
+        _step_events(steps, tracks, trace.rank),
+        _verification_events(verifications, tracks, trace.rank),
+        _counter_events(steps, trace.rank),
         _flow_events(flows, tracks),
         _span_events(scope, tracks),
         key=lambda event: event["ts"],
@@ -113,72 +119,87 @@ def _lines(
         progress(done, total)
 
 
-def _tracks(scope: Scope, steps: list[Event]) -> dict[Track, int]:
-    streams = scope.rows("SELECT stream FROM timings GROUP BY stream ORDER BY min(begin_us)")
-    tracks: list[Track] = [("request", number) for number in sorted({s["request"] for s in steps})]
-    tracks += [("stream", row["stream"]) for row in streams]
-    return {track: tid for tid, track in enumerate(tracks, 1)}
+def _tracks(scope: Scope, steps: list[Event]) -> dict[Track, Place]:
+    ours = scope.trace.rank
+    tracks: list[Track] = [
+        ("request", number, ours) for number in sorted({step["request"] for step in steps})
+    ]
+    streams = scope.rows("""
+        SELECT coalesce(rank, 0) AS rank, stream FROM timings GROUP BY ALL ORDER BY rank, min(begin_us)
+    """)
+    tracks += [("stream", row["stream"], row["rank"]) for row in streams]
+    return {track: (FIRST_PID + track[2], tid) for tid, track in enumerate(tracks, 1)}
 
 
-def _names(trace: Trace, tracks: dict[Track, int]) -> list[Event]:
-    process = {"name": f"sfi {trace.manifest['policy']} on {trace.manifest['model']['name']}"}
-    named = [_event("M", "process_name", 0, 0, args=process)]
-    for (kind, which), tid in tracks.items():
+def _names(trace: Trace, tracks: dict[Track, Place]) -> list[Event]:
+    run = f"sfi {trace.manifest['policy']} on {trace.manifest['model']['name']}"
+    named = []
+    for rank in sorted({rank for *_, rank in tracks}):
+        process = {"name": run if trace.ranks == 1 else f"{run}, rank {rank} of {trace.ranks}"}
+        named.append(_event("M", "process_name", (FIRST_PID + rank, 0), 0, args=process))
+    for (kind, which, _), place in tracks.items():
         name = f"steps of request {which}" if kind == "request" else which
-        named.append(_event("M", "thread_name", tid, 0, args={"name": name}))
-        named.append(_event("M", "thread_sort_index", tid, 0, args={"sort_index": tid}))
+        named.append(_event("M", "thread_name", place, 0, args={"name": name}))
+        named.append(_event("M", "thread_sort_index", place, 0, args={"sort_index": place[1]}))
     return named
 
 
-def _step_events(steps: list[Event], tracks: dict[Track, int]) -> Iterator[Event]:
+def _step_events(steps: list[Event], tracks: dict[Track, Place], rank: int) -> Iterator[Event]:
     shown = ("step", "token_text", "reason", "sentence", "context_tokens", "elapsed_us", "audited")
     for step in steps:
-        kind, tid = "slow" if step["slow"] else "fast", tracks["request", step["request"]]
+        kind = "slow" if step["slow"] else "fast"
         args = {name: step[name] for name in shown if step[name] not in (None, "")}
-        yield _slice(step, kind, kind, tid, args) | {"cname": COLORS[step["slow"]]}
+        place = tracks["request", step["request"], rank]
+        yield _slice(step, kind, kind, place, args) | {"cname": COLORS[step["slow"]]}
 
 
-def _verification_events(rows: list[Event], tracks: dict[Track, int]) -> Iterator[Event]:
+def _verification_events(
+    rows: list[Event], tracks: dict[Track, Place], rank: int
+) -> Iterator[Event]:
     shown = ("step", "base", "drafted", "accepted", "reason", "evidence_position")
     for row in rows:
         args = {name: row[name] for name in shown if row[name] is not None}
-        tid, name = tracks["request", row["request"]], f"kept {row['accepted']} of {row['drafted']}"
-        yield _event("i", name, tid, row["begin_us"], s="t", cat="verification", args=args)
+        place = tracks["request", row["request"], rank]
+        name = f"kept {row['accepted']} of {row['drafted']}"
+        yield _event("i", name, place, row["begin_us"], s="t", cat="verification", args=args)
 
 
-def _counter_events(steps: list[Event]) -> Iterator[Event]:
+def _counter_events(steps: list[Event], rank: int) -> Iterator[Event]:
+    place = FIRST_PID + rank, 0
     for step in steps:
         for counter, column in (
             ("attended tokens", "attended_tokens"),
             ("read ratio", "read_ratio"),
         ):
             name = f"{counter}, request {step['request']}"
-            yield _event("C", name, 0, step["begin_us"], args={counter: step[column]})
+            yield _event("C", name, place, step["begin_us"], args={counter: step[column]})
 
 
-def _flow_events(flows: list[Event], tracks: dict[Track, int]) -> list[Event]:
+def _flow_events(flows: list[Event], tracks: dict[Track, Place]) -> list[Event]:
     events = []
     for number, flow in enumerate(flows):
         for phase, end in (("s", "from"), ("f", "to")):
-            tid, at_us = tracks["stream", flow[f"{end}_stream"]], flow[f"{end}_us"]
-            event = _event(phase, "selected memory", tid, at_us, cat="refresh", id=number)
+            place = tracks["stream", flow[f"{end}_stream"], flow["rank"]]
+            at_us = flow[f"{end}_us"]
+            event = _event(phase, "selected memory", place, at_us, cat="refresh", id=number)
             # an arrow ends at the slice around it, not at the next one
             events.append(event | {"bp": "e"} if phase == "f" else event)
     return sorted(events, key=lambda event: event["ts"])
 
 
-def _span_events(scope: Scope, tracks: dict[Track, int]) -> Iterator[Event]:
+def _span_events(scope: Scope, tracks: dict[Track, Place]) -> Iterator[Event]:
     for span in scope.trace.scan(scope.connection, SPANS):
         args = {name: span[name] for name in ("step", "layer", "bytes") if span[name] is not None}
-        tid = tracks["stream", span["stream"]]
-        yield _slice(span, span["name"], span["name"].partition(".")[0], tid, args)
+        place = tracks["stream", span["stream"], span["rank"]]
+        yield _slice(span, span["name"], span["name"].partition(".")[0], place, args)
 
 
-def _slice(row: Event, name: str, category: str, tid: int, args: Event) -> Event:
+def _slice(row: Event, name: str, category: str, place: Place, args: Event) -> Event:
     # ends are rounded alike, so that a span within another stays within it
-    event = _event("X", name, tid, row["begin_us"], cat=category, args=args)
+    event = _event("X", name, place, row["begin_us"], cat=category, args=args)
     return event | {"dur": round(round(row["end_us"], 3) - event["ts"], 3)}
 
 
-def _event(phase: str, name: str, tid: int, at_us: float, **more: Any) -> Event:
-    return {"ph": phase, "name": name, "pid": PID, "tid": tid, "ts": round(at_us, 3), **more}
+def _event(phase: str, name: str, place: Place, at_us: float, **more: Any) -> Event:
+    pid, tid = place
+    return {"ph": phase, "name": name, "pid": pid, "tid": tid, "ts": round(at_us, 3), **more}

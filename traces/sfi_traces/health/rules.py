@@ -154,8 +154,9 @@ RULES = (
         name="top_1_dropped", severity=PROBLEM, threshold=0.2, least=8, share=0.1, needs=RECORD_AUDIT,
         reason="only steps whose largest probability is .05 or more count: in a diffuse head (measured in the "
         "last layer) the first of thousands of equals says nothing, and a run that drops it has the right "
-        "answer. A fifth of such steps, or of the first 32, whichever is more: measured .06 in the run with the "
-        "right answer, .25 to .90 in four with a wrong one; .09 with scores of zero, which other rules see",
+        "answer. A fifth of such steps, or of the first 32, whichever is more: measured .06 in the run with "
+        "the right answer, .25 to .90 in four with a wrong one; .09 with scores of zero, which other rules "
+        "see",
         means="the most probable position of dense attention was not read in {value} of the steps where it "
         "stands out",
         advice="raise budget, or refresh more often (t_max, triggers); retained mass alone does not show "
@@ -181,9 +182,9 @@ RULES = (
     Rule(
         name="fast_disagrees", severity=PROBLEM, threshold=0.1, least=30, needs=RECORD_AUDIT,
         reason="the last thing to see, and the plainest. Of all fast steps or of the first 32, whichever is "
-        "more: a run that has gone wrong repeats a word, and dense attention then repeats it too. Measured 0 in "
-        "the run with the right answer, .13 to .34 in four with a wrong one (.06 with scores of zero). Of 32 "
-        "steps 10 % are four; where one step in 100 differs, that comes once in 3,000 runs",
+        "more: a run that has gone wrong repeats a word, and dense attention then repeats it too. Measured 0 "
+        "in the run with the right answer, .13 to .34 in four with a wrong one (.06 with scores of zero). Of "
+        "32 steps 10 % are four; where one step in 100 differs, that comes once in 3,000 runs",
         means="{value} of the fast steps have another most probable token than dense attention",
         advice="see what the other rules say of the selection; raise budget, lower t_max, or use --lossless",
     ),

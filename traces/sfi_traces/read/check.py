@@ -9,6 +9,7 @@ from pyarrow import parquet
 
 from sfi_core.errors import ConfigError
 from sfi_traces.read.lossless_rules import broken_sums
+from sfi_traces.read.rank_rules import differing_steps, lacking_ranks, named
 from sfi_traces.read.reader import Trace
 from sfi_traces.read.step_rules import broken_rules
 from sfi_traces.schema import ADDED, PART, TABLES
@@ -20,15 +21,21 @@ ROWS = 10_000  # in memory at once
 def check(trace: Trace) -> dict[str, Any]:
     """Read every part of a trace, and see whether its steps follow from its tokens and verifications.
 
+    Of a run on several ranks, also whether all of them have recorded the same steps.
+
     Returns:
         `problems` has a line for each thing that is wrong; `sound` says that there is none. `notes` are about
         what is left of a run that was killed, which is sound, and about what could not be checked.
     """
-    tables = [_check_table(trace, name) for name in TABLES]
+    tables = [
+        _check_table(one, name, named(trace, rank))
+        for rank, one in trace.by_rank.items()
+        for name in TABLES
+    ]
     problems = [line for table in tables for line in _table_problems(table)]
     recorded: list[dict[str, int]] = []
     unchecked: str | None = "the table steps cannot be read"
-    readable = {table["table"]: _readable(table) for table in tables}
+    readable = {table["table"]: _readable(table) for table in tables if table["rank"] == trace.rank}
     if readable["steps"]:
         recorded = _recorded(trace)
         gaps = [
@@ -40,6 +47,7 @@ def check(trace: Trace) -> dict[str, Any]:
         broken, unchecked = _check_steps(trace, whole=not gaps)
         summed = not gaps and readable["verifications"]
         problems += gaps + broken + (_first_lines(broken_sums(trace)) if summed else [])
+        problems += _first_lines(differing_steps(trace))
     temporary = sorted(str(path.relative_to(trace.path)) for path in trace.path.rglob(".*.tmp"))
     return {
         "trace": str(trace.path),
@@ -55,21 +63,21 @@ def check(trace: Trace) -> dict[str, Any]:
     }
 
 
-def _check_table(trace: Trace, name: str) -> dict[str, Any]:
+def _check_table(trace: Trace, name: str, before: str) -> dict[str, Any]:
     parts = trace.parts(name)
     expected = trace.manifest.get("tables", {}).get(name) if trace.manifest["finished"] else None
     found: dict[str, Any] = {
-        "table": name, "parts": len(parts), "rows": 0, "expected_rows": expected,
+        "table": name, "rank": trace.rank, "parts": len(parts), "rows": 0, "expected_rows": expected,
         "damaged": [], "absent": [], "missing": [], "wrong": [], "extra": [],
     }  # fmt: skip
     for part in parts:
         try:
             _check_part(part, TABLES[name], found)
         except (OSError, pa.ArrowException):
-            found["damaged"].append(f"{name}/{part.name}")
+            found["damaged"].append(f"{before}{name}/{part.name}")
     numbers = [int(n) for part in parts if (n := part.stem.removeprefix("part-")).isdecimal()]
     absent = sorted(set(range(max(numbers, default=0))) - set(numbers))
-    found["absent"] = [f"{name}/{PART.format(number=number)}" for number in absent]
+    found["absent"] = [f"{before}{name}/{PART.format(number=number)}" for number in absent]
     return found
 
 
@@ -97,6 +105,8 @@ def _readable(table: dict[str, Any]) -> bool:
 
 def _table_problems(table: dict[str, Any]) -> Iterator[str]:
     name, expected = table["table"], table["expected_rows"]
+    if table["rank"]:
+        name = f"rank {table['rank']}: {name}"
     yield from (f"{part} is damaged or truncated" for part in table["damaged"])
     yield from (f"{part} is missing" for part in table["absent"])
     yield from (f"{name} lacks the column {column}" for column in table["missing"])
@@ -139,8 +149,10 @@ def _notes(trace: Trace, tables: list[dict[str, Any]], temporary: list[str]) -> 
         yield "not finished: the run was killed, or goes on"
     elif trace.manifest.get("stopped"):
         yield f"stopped early: {trace.manifest['stopped']}"
+    if trace.ranks > 1:
+        yield from lacking_ranks(trace)
     for table in tables:
-        if table["extra"]:
+        if table["extra"] and table["rank"] == trace.rank:
             yield f"{table['table']} has columns of a newer sfi: {', '.join(table['extra'])}"
     if temporary:
         yield f"left over from a write that broke off: {', '.join(temporary)}"

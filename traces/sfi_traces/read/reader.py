@@ -1,6 +1,5 @@
 """Reading a trace: its manifest, its tables, and DuckDB over them."""
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,49 +7,48 @@ from typing import Any, Self
 
 import duckdb
 import pyarrow as pa
+import pyarrow.compute as pc
 from pyarrow import dataset, parquet
 
 from sfi_core.errors import TraceError
-from sfi_traces.schema import MANIFEST, SCHEMA_VERSION, TABLES
+from sfi_traces.read.ranks import other_ranks, read_manifest, whole_model
+from sfi_traces.schema import OF_EVERY_RANK, TABLES
 
-REQUIRED = ("finished", "model", "policy", "config", "trigger_token_ids")  # of a manifest
 FETCHED = 10_000  # rows in memory at once
+ORDER = ("request", "step", "layer", "head")  # of a table that several ranks wrote
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """A trace on disk.
+    """A trace on disk; of a run on several ranks, that of all of them.
+
+    The tables of `OF_EVERY_RANK` have the rows of all ranks that are there. The others are the first one's:
+    steps, prompts and logits are the same on every rank.
 
     Attributes:
         path: Folder of the trace.
-        manifest: Provenance; `finished` is None when the run was killed.
+        manifest: Provenance; `finished` is None when the run was killed. The model's heads and bytes are
+            those of all ranks together.
+        others: The other ranks' own traces.
     """
 
     path: Path
     manifest: dict[str, Any]
+    others: tuple["Trace", ...] = ()
 
     @classmethod
     def open(cls, path: Path) -> Self:
         """Open a trace.
 
         Raises:
-            TraceError: No trace, a damaged one, or one of a newer schema.
+            TraceError: No trace, a damaged one, one of a newer schema, or ranks of different runs.
         """
-        file = path / MANIFEST
-        try:
-            manifest = json.loads(file.read_text(encoding="utf-8"))
-            version = manifest["schema_version"]
-        except (FileNotFoundError, NotADirectoryError) as error:
-            raise TraceError(f"{path} is not a trace: it has no {MANIFEST}") from error
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise TraceError(f"trace {path} has an unreadable {MANIFEST}: {error}") from error
-        if not isinstance(version, int) or version > SCHEMA_VERSION:
-            raise TraceError(
-                f"trace {path} has schema {version}, this sfi reads 1 to {SCHEMA_VERSION}; upgrade sfi"
-            )
-        if missing := [key for key in REQUIRED if key not in manifest]:
-            raise TraceError(f"trace {path} has a {MANIFEST} without {', '.join(missing)}")
-        return cls(path, manifest)
+        manifest = read_manifest(path)
+        others = [
+            cls(folder, whole_model(theirs))
+            for folder, theirs in other_ranks(path, manifest).items()
+        ]
+        return cls(path, whole_model(manifest), tuple(others))
 
     @property
     def lossless(self) -> bool:
@@ -62,9 +60,48 @@ class Trace:
         """Whether token ids and text were left out."""
         return bool(self.manifest.get("redacted"))
 
+    @property
+    def rank(self) -> int:
+        """The rank whose steps these are: the first one, unless another's own folder was opened."""
+        return int(self.manifest.get("rank", 0))
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks the run had, those included whose traces are not here."""
+        return int(self.manifest.get("ranks", 1))
+
+    @property
+    def by_rank(self) -> dict[int, "Trace"]:
+        """Each rank's own trace, of those that are here."""
+        alone = Trace(self.path, self.manifest)
+        return {self.rank: alone, **{other.rank: other for other in self.others}}
+
+    @property
+    def imported(self) -> dict[str, Any] | None:
+        """What the manifest says of the file that the trace was imported from; None for a recorded one."""
+        return self.manifest.get("imported")
+
+    @property
+    def masses(self) -> bool:
+        """Whether positions have their probability under dense attention; an import may lack them."""
+        return self.imported is None or bool(self.imported["masses"])
+
+    def require_masses(self) -> None:
+        """Refuse a trace of positions without their probability.
+
+        Raises:
+            TraceError: The trace was imported without.
+        """
+        if not self.masses:
+            raise TraceError(
+                f"trace {self.path} has no masses: it was imported from a file without them"
+            )
+
     def parts(self, table: str) -> list[Path]:
-        """List a table's complete part files, in order."""
-        return sorted((self.path / table).glob("part-*.parquet"))
+        """List a table's complete part files, in order; of some tables every rank's."""
+        own = sorted((self.path / table).glob("part-*.parquet"))
+        others = self.others if table in OF_EVERY_RANK else ()
+        return own + [part for other in others for part in other.parts(table)]
 
     def has(self, table: str) -> bool:
         """Say whether a table has any part."""
@@ -77,6 +114,8 @@ class Trace:
             TraceError: A part is damaged.
         """
         schema = TABLES[name]
+        if self.others and name in OF_EVERY_RANK:
+            return self._joined(name, columns)
         pieces = []
         for part in self.parts(name):
             try:
@@ -87,6 +126,16 @@ class Trace:
             pieces.append(piece)
         wanted = schema if columns is None else pa.schema([schema.field(c) for c in columns])
         return pa.concat_tables(pieces) if pieces else wanted.empty_table()
+
+    def _joined(self, name: str, columns: list[str] | None) -> pa.Table:
+        # in the order in which one process would have written
+        order = [key for key in ORDER if key in TABLES[name].names]
+        read = (
+            None if columns is None else [*columns, *(key for key in order if key not in columns)]
+        )
+        rows = pa.concat_tables([rank.table(name, read) for rank in self.by_rank.values()])
+        ordered = rows.take(pc.sort_indices(rows, [(key, "ascending") for key in order]))
+        return ordered if columns is None else ordered.select(columns)
 
     def require_audit(self, *, every_step: bool = False) -> None:
         """Refuse a trace without supports, such as a lossless run's; with `every_step`, one with gaps.

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 from sfi_core.errors import ConfigError, SfiError
+from sfi_traces.record.rank_folders import rank_folders
 from sfi_traces.schema import MANIFEST, TABLES
 
 
@@ -34,8 +35,16 @@ def claim(folder: Path, *, force: bool) -> None:
         raise ConfigError(f"trace folder {folder} exists; add --force to overwrite it")
 
 
-def clear(folder: Path) -> None:
-    """Remove a trace's tables and manifest, and nothing else that may lie beside them."""
+def clear(folder: Path, ranks: int = 1) -> None:
+    """Remove a trace's tables and manifest, and nothing else that may lie beside them.
+
+    Args:
+        folder: The trace's.
+        ranks: Those of the run that comes. Each clears its own folder; only folders beyond are removed.
+    """
+    for rank, path in rank_folders(folder).items():
+        if rank >= ranks:
+            shutil.rmtree(path)
     for table in TABLES:
         if (folder / table).exists():
             shutil.rmtree(folder / table)

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from sfi_core.distributed import torchrun
 from sfi_core.observers.events import (
     AuditEvent,
     BeginStepEvent,
@@ -22,6 +23,7 @@ from sfi_core.observers.events import (
 from sfi_core.observers.observer import NullObserver
 from sfi_traces.record.folder import claim
 from sfi_traces.record.manifest import describe_run
+from sfi_traces.record.rank_folders import rank_folder
 from sfi_traces.record.rows import TraceRows
 from sfi_traces.record.timing import TimingObserver
 from sfi_traces.record.writer import Told, TraceWriter
@@ -35,6 +37,9 @@ class ParquetObserver(NullObserver):
 
     Changes no token and waits for no device: tensors travel to the host on their own, and a background thread
     does the rest. Decoding waits only when 256 MiB of events are before the disk.
+
+    Of a model that several ranks share, every rank has an observer of the same folder. Each but the first
+    writes to a folder of its own in it; `sfi_traces.Trace` joins them.
     """
 
     def __init__(
@@ -65,7 +70,10 @@ class ParquetObserver(NullObserver):
             ConfigError: The folder holds something that may not be overwritten.
             SfiError: The folder cannot be made.
         """
-        claim(folder, force=force)
+        self._claimed = torchrun.first()  # another rank's folder is in the first one's
+        if self._claimed:
+            claim(folder, force=force)
+        self._force = force
         self._folder, self._positions, self._redacted = folder, positions, redact_text
         self._tokenizer, self._provenance = tokenizer, provenance or {}
         self._warn = warn or (lambda text: warnings.warn(text, RuntimeWarning, stacklevel=2))
@@ -100,6 +108,8 @@ class ParquetObserver(NullObserver):
             stopped: Why the run ended early: "interrupted" or an error's line.
         """
         writer = self._writer
+        if writer is None and not self._claimed:
+            return
         if writer is None:
             with suppress(OSError):  # not empty: an old trace whose place no run has taken
                 self._folder.rmdir()
@@ -173,9 +183,17 @@ class ParquetObserver(NullObserver):
         manifest = describe_run(
             event, self._provenance, positions=positions, redacted=self._redacted
         )
-        rows = TraceRows(self._tokenizer, positions=positions, redact_text=self._redacted)
+        self._folder = rank_folder(self._folder, event.rank)
+        if event.rank or not self._claimed:
+            claim(self._folder, force=self._force)
         clock = self._clock or event.device
         self._timing = TimingObserver(clock, lambda spans: self._told.append((spans, ())))
+        rows = TraceRows(
+            self._tokenizer,
+            positions=positions,
+            redact_text=self._redacted,
+            offset_us=(time.time_ns() - event.began_unix_ns) / 1e3,
+        )
         return TraceWriter(self._folder, rows, manifest)
 
     def _hand_over(self) -> None:
@@ -202,4 +220,4 @@ def _few(event: RunEvent) -> bool:
         for layer in event.model["layers"]
         if layer["window"] is None and layer["layer"] not in dense
     )
-    return bool(heads * budget <= POSITIONS)
+    return bool(heads * event.ranks * budget <= POSITIONS)

@@ -45,11 +45,21 @@ class TraceRows:
         prompts: The manifest's list of prompts.
     """
 
-    def __init__(self, tokenizer: Any, *, positions: bool, redact_text: bool) -> None:
+    def __init__(
+        self, tokenizer: Any, *, positions: bool, redact_text: bool, offset_us: float = 0.0
+    ) -> None:
+        """Start with nothing.
+
+        Args:
+            tokenizer: Gives the tokens' text, or None.
+            positions: Whether refreshes have their positions.
+            redact_text: Whether token ids and text are left out.
+            offset_us: When the spans' clock began, counted from the run's beginning.
+        """
         self.tables = {name: TableBuffer(schema) for name, schema in TABLES.items()}
         self.prompts: list[dict[str, Any]] = []
         self._text = TokenText(tokenizer) if tokenizer is not None and not redact_text else None
-        self._positions, self._redacted = positions, redact_text
+        self._positions, self._redacted, self._offset_us = positions, redact_text, offset_us
         self._first = self._requests = 0
         self._run_state()
         self._takers: dict[type, Callable[..., None]] = {
@@ -87,6 +97,9 @@ class TraceRows:
         self._first += self._requests
         self._requests = event.requests
         self._triggers = frozenset(event.trigger_token_ids)
+        self._rank = event.rank
+        heads = ((layer["layer"], layer["heads"]) for layer in event.model["layers"])
+        self._first_head = {layer: event.rank * count for layer, count in heads}
         self._run_state()
         for request in range(event.batch):
             self._prompt(request)
@@ -171,7 +184,7 @@ class TraceRows:
         sets = self._selected.setdefault((event.request, event.layer), SelectedSets(H))
         columns = {
             **self._key(event),
-            "head": heads,
+            "head": heads + self._first_head[event.layer],
             **dict.fromkeys(DIAGNOSTICS, np.nan),
             **{name: value.reshape(H)[heads] for name, value in diagnostics.items()},
             **sets.replace(heads, index_HK[heads]),
@@ -210,7 +223,7 @@ class TraceRows:
         read_HK = told.get("read_HK")
         columns = {
             **self._key(event),
-            "head": np.array(event.heads),
+            "head": np.array(event.heads) + self._first_head[event.layer],
             "positions": Lists.of(index_HK, kept_HK),
             "mass": Lists.of(mass_HK, kept_HK),
             "retained_mass": retained_H,
@@ -237,7 +250,11 @@ class TraceRows:
 
     def on_spans(self, spans: Sequence[Span]) -> None:
         """Take the spans of a step."""
-        self.tables["timings"].add_rows([span.row() for span in spans])
+        rows = []
+        for span in spans:
+            *key, begin_us, elapsed_us, moved = span.row()
+            rows.append((*key, begin_us + self._offset_us, elapsed_us, moved, self._rank))
+        self.tables["timings"].add_rows(rows)
 
     def _prompt(self, request: int) -> dict[str, Any]:
         # the manifest's entry; a request that waits gets it when its prompt is read

@@ -94,7 +94,7 @@ class TraceWriter:
             self._over = self._queue.get() is END
 
     def _record(self) -> None:
-        clear(self._folder)
+        clear(self._folder, self._manifest["ranks"])
         write_manifest(self._folder, self._manifest)
         due = next_parts(0)
         while True:

@@ -15,7 +15,7 @@ from sfi_traces.replay.setting import Setting
 from sfi_traces.replay.support import Supports, of_request
 
 PROMPT_TAIL = 400  # tokens of the prompt before the generated text
-REDACTED = "(the text is redacted)"
+REDACTED = "(the trace has no text)"
 MEASURES = ("retained_mass", "overlap_previous_step", "overlap_last_refresh")
 
 Numbers = npt.NDArray[np.float64]
@@ -112,7 +112,7 @@ class Playback:
             TraceError: The trace has no audit.
             ConfigError: No such request, layer or head.
         """
-        supports = Supports.load(trace, request, layers, heads, gaps=True)[0]
+        supports = Supports.load(trace, request, layers, heads, gaps=True)[0].spread_evenly()
         own = of_request(trace.table("steps"), supports.request).sort_by("step")
         rows = own.to_pylist()
         slow = np.array([row["slow"] for row in rows])

@@ -34,8 +34,9 @@ def replay_request(supports: Supports, setting: Setting, *, batch: int = 1) -> S
     """Replay a setting over one request, step by step.
 
     Raises:
-        TraceError: The budget is larger than what the audit recorded.
+        TraceError: The budget is larger than what the audit recorded, or the trace was imported.
     """
+    check_recorded(supports)
     check_budget(supports, setting.config.budget)
     reasons = schedule(supports, setting)
     slow_N = np.array([bool(reason) for reason in reasons])
@@ -55,6 +56,19 @@ def replay_request(supports: Supports, setting: Setting, *, batch: int = 1) -> S
         bytes_N=memory.bytes_read(model),
         dense_bytes_N=np.asarray(model.dense(supports.length_N)),
     )
+
+
+def check_recorded(supports: Supports) -> None:
+    """Refuse an imported trace: nobody knows what its model's bytes are.
+
+    Raises:
+        TraceError: Naming what can be replayed of it.
+    """
+    if supports.model["weight_bytes"] is None:
+        raise TraceError(
+            "trace must be recorded by sfi, got an imported one, of which the byte model is not known; "
+            "sfi trace replay DIR --refresh-every 1,2,4 replays how often to select"
+        )
 
 
 def check_budget(supports: Supports, budget: int) -> None:
@@ -166,13 +180,19 @@ def _unrecorded(mass_NUK: Floats, unseen_NU: Ints) -> Floats:
     return most
 
 
+def held_before(supports: Supports, step: int, new_NUK: Positions) -> Bools:
+    """Say which positions of later steps' supports a step's support had, [N, U, K]."""
+    old_UK = supports.position_NUK[step]
+    table_UT = np.zeros((len(old_UK), int(supports.length_N[-1]) + 1), np.bool_)
+    table_UT[np.arange(len(old_UK))[:, None], old_UK] = True
+    table_UT[:, -1] = False  # where the padded -1 went
+    return _look_up(table_UT, new_NUK)
+
+
 def overlap_after(supports: Supports, slow: int, new_NUK: Positions) -> Floats:
     """Return the overlap coefficient of later steps' supports with that of a step, [N, U]."""
     old_UK = supports.position_NUK[slow]
-    table_UT = np.zeros((len(old_UK), int(supports.length_N[-1]) + 1), np.bool_)
-    table_UT[np.arange(len(old_UK))[:, None], old_UK] = True
-    table_UT[:, -1] = False
-    both_NU = _look_up(table_UT, new_NUK).sum(-1)
+    both_NU = held_before(supports, slow, new_NUK).sum(-1)
     least_NU = np.minimum((old_UK >= 0).sum(-1), (new_NUK >= 0).sum(-1))
     overlap: Floats = both_NU / np.maximum(1, least_NU)
     return overlap

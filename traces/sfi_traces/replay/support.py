@@ -39,8 +39,9 @@ class Supports:
         layer_U: The audited layers, by pair.
         head_U: The audited KV heads, by pair.
         position_NUK: Positions, ascending, padded with -1; int32.
-        mass_NUK: The positions' probabilities under dense attention; 0 where padded.
+        mass_NUK: The positions' probabilities under dense attention; 0 where padded, and without `masses`.
         cosine_NU: Cosine of the query with the one before; NaN where there is none.
+        masses: Whether the probabilities are known; an import may lack them.
     """
 
     request: int
@@ -53,6 +54,7 @@ class Supports:
     position_NUK: Positions
     mass_NUK: Floats
     cosine_NU: Floats
+    masses: bool = True
 
     @classmethod
     def load(
@@ -113,6 +115,14 @@ class Supports:
     def prompt_tokens(self) -> int:
         """Tokens of the prompt."""
         return int(self.length_N[0])
+
+    def spread_evenly(self) -> Self:
+        """Give each position of a support the same share, where the probabilities are not known."""
+        if self.masses:
+            return self
+        known_NUK = self.position_NUK >= 0
+        share_NU1 = np.float32(1) / np.maximum(1, known_NUK.sum(-1, keepdims=True))
+        return replace(self, mass_NUK=(known_NUK * share_NU1).astype(np.float32))
 
     def without(self, layers: Collection[int]) -> Self:
         """Return the supports of other layers only."""
@@ -179,8 +189,11 @@ class Supports:
             layer_U=pair_U[0],
             head_U=pair_U[1],
             position_NUK=_padded(rows["positions"], place, (N, U, K), NO_POSITION),
-            mass_NUK=_padded(rows["mass"], place, (N, U, K), 0.0),
+            mass_NUK=_padded(rows["mass"], place, (N, U, K), 0.0)
+            if trace.masses
+            else np.broadcast_to(np.float32(0), (N, U, K)),
             cosine_NU=cosine,
+            masses=trace.masses,
         )
 
 

@@ -175,8 +175,8 @@ def tables(summary: Row) -> list[Table]:
     facts = {
         "model": f"{run['model']} ({run['architecture']})",
         "policy": f"{run['policy']}{way}, preset {run['preset'] or 'default'}",
-        "backend": f"{run['backend']} on {run['device']}",
-        "audit": _audit(run["audit"]),
+        "backend": run["backend"] and f"{run['backend']} on {run['device']}",
+        "audit": _audit(run),
         "begun": run["created"],
         "finished": run["finished"] or "no: the run was killed, or goes on",
         "stopped": run["stopped"],
@@ -213,7 +213,10 @@ def tables(summary: Row) -> list[Table]:
     ]  # fmt: skip
 
 
-def _audit(audit: Row | None) -> str:
+def _audit(run: Row) -> str:
+    audit, imported = run["audit"], run["imported"]
+    if imported:
+        return f"{imported['kind']} of {imported['file']}, up to {audit['top']:,} positions"
     if audit is None:
         return "none"
     often = (

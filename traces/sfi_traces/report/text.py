@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import numpy as np
+
 from sfi_traces.views.labels import printable
 from sfi_traces.views.view import View
 
@@ -40,9 +42,11 @@ def _about(view: View, row: int) -> str:
     steps = view.steps
     kind = f"slow, {steps.reason[row]}" if steps.slow[row] else "fast"
     kind += ", drafted" if steps.drafted[row] else ""
+    elapsed_us = steps.elapsed_us[row]  # an imported trace has none
+    took = "" if np.isnan(elapsed_us) else f"; {elapsed_us / 1000:,.2f} ms"
     return (
         f"step {steps.step[row]}: {kind}; attended {steps.attended[row]:,.0f} of {steps.context[row]:,} "
-        f"tokens; {steps.elapsed_us[row] / 1000:,.2f} ms"
+        f"tokens{took}"
     )
 
 

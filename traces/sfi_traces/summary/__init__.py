@@ -8,6 +8,7 @@ from sfi_traces.summary.coverage import coverage_facts
 from sfi_traces.summary.facts import run_facts, step_facts, trigger_tokens
 from sfi_traces.summary.lossless import lossless_facts
 from sfi_traces.summary.query_cosine import query_cosine
+from sfi_traces.summary.ranks import rank_facts
 from sfi_traces.summary.scope import Scope
 from sfi_traces.summary.similarity import head_similarity, over_time
 from sfi_traces.summary.speed import break_even, latency, phases
@@ -66,6 +67,7 @@ def summarize(trace: Trace, request: int | None = None, layer: int | None = None
         "layer": layer,
         "health": judge(scope),
         "run": run_facts(scope),
+        "ranks": rank_facts(scope),
         "steps": step_facts(scope),
         "lossless": lossless_facts(scope),
         "triggers": trigger_tokens(scope),
@@ -76,7 +78,7 @@ def summarize(trace: Trace, request: int | None = None, layer: int | None = None
         "latency": latency(scope),
         "break_even": break_even(scope),
         "missing": [
-            reason
+            reason.partition(" (")[0] if trace.imported else reason
             for name, reason in MISSING.items()
             if sections[name] is None and (name in OF_ALL_RUNS or not trace.lossless)
         ],

@@ -30,6 +30,7 @@ def run_facts(scope: Scope) -> dict[str, Any]:
         "model": manifest["model"]["name"],
         "architecture": manifest["model"]["architecture"],
         "lossless": scope.trace.lossless,
+        "imported": scope.trace.imported,
         **{key: manifest.get(key) for key in keys},
         "settings": changed_settings(manifest["config"]),
         "requests": [

@@ -21,6 +21,8 @@ PAIRS = 4096  # of lists of positions compared at once
 class Scope:
     """The rows of a trace that are summed up, as views `chosen_steps`, `chosen_supports`, ... in DuckDB.
 
+    Of a run on several ranks `chosen_timings` has the first rank's.
+
     Attributes:
         trace: The trace.
         connection: DuckDB; the whole tables are there too.
@@ -101,6 +103,9 @@ class Scope:
                 where.append(f"(request, greatest(step, 0)) IN ({mine})")
             elif self.request is not None:
                 where.append(f"request = {self.request:d}")
+            if name == "timings":  # the others run beside it: their times do not add up
+                rank = self.trace.rank
+                where.append(f"coalesce(rank, {rank:d}) = {rank:d}")
             if self.layer is not None and "layer" in schema.names and name != "timings":
                 where.append(f"layer = {self.layer:d}")
             self.connection.execute(

@@ -26,7 +26,7 @@ def latency(scope: Scope) -> dict[str, Any]:
                 WHEN bool_or(step = 0) THEN 'prefill' WHEN bool_and(slow) THEN 'slow'
                 WHEN bool_or(slow) THEN 'mixed' ELSE 'fast' END AS kind
             FROM steps
-            WHERE (coalesce(batch_step, step), elapsed_us)
+            WHERE elapsed_us IS NOT NULL AND (coalesce(batch_step, step), elapsed_us)
                 IN (SELECT (coalesce(batch_step, step), elapsed_us) FROM chosen_steps)
             GROUP BY coalesce(batch_step, step), elapsed_us
         )
@@ -61,7 +61,7 @@ def _spanned_us(scope: Scope) -> float:
             GROUP BY batch
         ), spanned AS (
             SELECT max(begin_us + elapsed_us) - min(begin_us) AS us
-            FROM timings JOIN decoded
+            FROM chosen_timings timings JOIN decoded
             ON timings.request = batch AND timings.step > prompt AND timings.step <= last
             GROUP BY batch
         )

@@ -147,6 +147,8 @@ def audit_facts(scope: Scope) -> dict[str, Any] | None:
         ORDER BY avg(retained_mass), layer, head
     """)  # noqa: S608 - our own words
     overall = {key: value for key, value in rows[0].items() if key != "layer"}
+    if not any(values["n"] for values in overall.values()):
+        return None  # an import may have none of these
     return {**overall, "layers": rows[1:], "heads": heads}
 
 

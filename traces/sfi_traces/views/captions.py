@@ -31,10 +31,18 @@ def subject(view: View) -> str:
     return ", ".join(words)
 
 
+def support(view: View, top: int) -> str:
+    """Say what a support of so many positions is; an import may have them of an indexer."""
+    imported = view.trace.imported
+    if imported and imported["kind"] == "selections":
+        return f"Imported selections of up to {top} positions"
+    return f"Top-{top} of dense attention"
+
+
 def stability(view: View, shown: ViewSupports) -> Caption:
     """Describe the heat map of some of the audited steps."""
     whole = view.supports
-    note = f"Top-{view.k} of dense attention, {places(list(whole.sets))}."
+    note = f"{support(view, view.k)}, {places(list(whole.sets))}."
     if not any(view.steps.text):
         note += " Axes: steps."
     else:
@@ -46,7 +54,7 @@ def stability(view: View, shown: ViewSupports) -> Caption:
 def lag(view: View) -> Caption:
     """Describe the overlap by lag."""
     note = (
-        f"Top-{view.k} of dense attention, {places(list(view.supports.sets))}. Pairs of audited steps up to "
+        f"{support(view, view.k)}, {places(list(view.supports.sets))}. Pairs of audited steps up to "
         f"{MOST_LAG} steps apart; bands hold 10 to 90 % of them."
     )
     return Caption("Support overlap by lag, within a sentence and across a boundary", note)
@@ -54,7 +62,7 @@ def lag(view: View) -> Caption:
 
 def raster(view: View, shown: Raster, why: str) -> Caption:
     """Describe a support raster; `why` says what is special about its layer and KV head, if anything."""
-    note = f"Top-{shown.top} of dense attention."
+    note = f"{support(view, shown.top)}."
     if why:
         note += f" In {places([shown.place])} {why}."
     if shown.per_cell > 1:

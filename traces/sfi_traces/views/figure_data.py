@@ -104,6 +104,7 @@ def retained_mass(view: View) -> Retained:
         TraceError: No audit.
     """
     view.trace.require_audit()
+    view.trace.require_masses()
     columns = ["request", "step", "layer", "head", "retained_mass"]
     rows = view.trace.table("supports", columns).filter(view.wanted)
     rows = rows.filter(pc.is_in(rows["step"], pa.array(view.steps.step[~view.steps.slow])))
@@ -185,7 +186,9 @@ def _stepless(view: View) -> int:
 
 def _spans(view: View, step: np.ndarray) -> dict[str, np.ndarray]:
     # microseconds of the spans of each of the batch's steps, by name
-    table = view.trace.table("timings", ["request", "step", "name", "elapsed_us"])
+    table = view.trace.table("timings", ["request", "step", "name", "elapsed_us", "rank"])
+    rank = view.trace.rank
+    table = table.filter(pc.equal(pc.fill_null(table["rank"], rank), rank))
     table = table.filter((pc.field("request") <= view.request) & (pc.field("step") >= 1))
     table = table.filter(pc.is_in(table["step"], pa.array(step)))
     if not len(table):

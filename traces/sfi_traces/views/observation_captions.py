@@ -1,6 +1,6 @@
 """Titles and notes of the figures of what SyncKV and FreeKV observed."""
 
-from sfi_traces.views.captions import Caption, left_out, places
+from sfi_traces.views.captions import Caption, left_out, places, support
 from sfi_traces.views.drift import Drift
 from sfi_traces.views.head_similarity import HeadSimilarity
 from sfi_traces.views.observations import Corrections, Cosines
@@ -10,7 +10,7 @@ from sfi_traces.views.view import View
 def drift(view: View, data: Drift) -> Caption:
     """Describe the overlap with the prompt's support."""
     where = places(list(data.overlap))
-    note = f"Top-{view.k} of dense attention, {where}."
+    note = f"{support(view, view.k)}, {where}."
     if data.points > 1:
         note += f" A point is over {data.points:,} of them; the band holds 10 to 90 %."
     return Caption(
@@ -22,7 +22,7 @@ def drift(view: View, data: Drift) -> Caption:
 def head_similarity(view: View, data: HeadSimilarity) -> Caption:
     """Describe the overlap of each two layers' heads."""
     note = (
-        f"Top-{view.k} of dense attention, {data.steps:,} steps. Mean overlap of each KV head of a layer "
+        f"{support(view, view.k)}, {data.steps:,} steps. Mean overlap of each KV head of a layer "
         "with those of another at the same step, and on the diagonal with the others of its own. "
         f"Within a layer {data.within:.3f}, between layers {data.between:.3f}."
     )

@@ -100,7 +100,7 @@ def choose_place(view: View) -> tuple[Place, str]:
     Without fast steps it is the one whose supports hold the most.
     """
     found = list(view.supports.sets)
-    if len(found) == 1:
+    if len(found) == 1 or not view.trace.masses:
         return found[0], ""
     data = retained_mass(view)
     mass = {

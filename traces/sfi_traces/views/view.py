@@ -113,6 +113,8 @@ class View:
             raise ConfigError(
                 f"top must be in 1 to {audit['top']}, which the audit recorded, got {top}"
             )
+        if top is not None and audit is not None and top < audit["top"]:
+            trace.require_masses()
         self.request: int = self.requests[0] if request is None else request
         self.steps = Steps.of(table.filter(pc.field("request") == self.request))
 

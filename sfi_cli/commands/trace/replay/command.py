@@ -48,6 +48,14 @@ def replay(
         ),
     ] = None,
     t_max: Annotated[Values, _grid("t_max", SLOW)] = None,
+    refresh_every: Annotated[
+        Values,
+        typer.Option(
+            help="Select anew every so many steps, and reuse what was recorded: 1,2,4,8,16.",
+            show_default="off; of an import these",
+            rich_help_panel=SLOW,
+        ),
+    ] = None,
     budget: Annotated[Values, _grid("budget", MEMORY)] = None,
     sets: Annotated[
         list[str] | None,
@@ -94,6 +102,7 @@ def replay(
 
     The recorded tokens and attention are held fixed: how often a step would have been slow, what the reused
     memory would have held of the attention, what that costs. Values with commas between make a grid.
+    --refresh-every asks how rarely a selection has to be made, of an imported trace too, without a memory.
 
     For example:
 
@@ -105,13 +114,17 @@ def replay(
 
       sfi trace replay dense --against sfi-run
 
+      sfi trace replay imported --refresh-every 1,2,4,8,16
+
       sfi trace replay run --play
     """
     from sfi_cli.commands.trace.replay.grid import ReplayGrid
     from sfi_cli.commands.trace.replay.job import Choice, PlayJob, ReplayJob
+    from sfi_cli.commands.trace.replay.reuse_job import ReuseJob, is_imported
     from sfi_cli.parsing import number_list
     from sfi_cli.settings.given import texts
     from sfi_cli.terminal.output import Output
+    from sfi_core.errors import ConfigError
 
     axes = texts(
         settings_for("trace replay"), sets,
@@ -132,8 +145,19 @@ def replay(
     )
     written = Output(output, plot=plot, force=force, json=json, quiet=quiet)
     if play:
+        if refresh_every is not None:
+            raise ConfigError("play shows the run as it was and must come without other settings")
         PlayJob(
             choice=choice, output=written, against=against, grid=grid, step=step, speed=speed
+        ).run()
+    elif refresh_every is not None or is_imported(trace):
+        ReuseJob(
+            choice=choice,
+            output=written,
+            against=against,
+            grid=grid,
+            every=refresh_every,
+            step=step,
         ).run()
     else:
         ReplayJob(

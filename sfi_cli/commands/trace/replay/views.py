@@ -20,7 +20,7 @@ KEPT = (
 
 def replay_text(document: dict[str, Any]) -> str:
     """Return the replayed settings, fastest first, and what a real run measured."""
-    blocks: list[Any] = [_heading(document)]
+    blocks: list[Any] = [heading(document)]
     if document["rows"]:
         blocks += [_rows_table(document), *_legend(document), ""]
     if document["validation"] is not None:
@@ -28,15 +28,18 @@ def replay_text(document: dict[str, Any]) -> str:
     return wrapped(blocks)
 
 
-def _heading(document: dict[str, Any]) -> str:
+def heading(document: dict[str, Any]) -> str:
+    """Say what is replayed."""
     requests = document["requests"]
     which = (
         f"request {requests[0]['request']}" if len(requests) == 1 else f"{len(requests)} requests"
     )
     prompt = max(request["prompt_tokens"] for request in requests)
     steps = sum(request["steps"] for request in requests)
+    policy = document["policy"]
+    how = policy if policy == "imported" else f"recorded with {policy}"
     return (
-        f"{document['trace']}: {document['model']}, recorded with {document['policy']}; {which}, up to "
+        f"{document['trace']}: {document['model']}, {how}; {which}, up to "
         f"{prompt:,} prompt tokens, {steps:,} steps, {len(document['layers'])} layers with "
         f"{document['heads']} KV heads in all, top {document['audit_top']:,}"
     )

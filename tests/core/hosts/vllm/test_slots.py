@@ -11,6 +11,7 @@ from sfi_core.hosts.vllm.borrowed import BorrowedPages
 from sfi_core.hosts.vllm.entry import Entry
 from sfi_core.hosts.vllm.parts import part_of
 from sfi_core.hosts.vllm.rows import HostRows, RowMatcher, last_blocks
+from sfi_core.hosts.vllm.settings import Settings
 from sfi_core.hosts.vllm.slots_memory import check_slots, norm_count, segment_rows
 from sfi_core.hosts.vllm.worker import Pass, Row
 from sfi_core.settings.config import SfiConfig
@@ -21,27 +22,28 @@ SHAPE = SegmentShape(
     heads=2, key_width=8, value_width=4, dtype=torch.float16, device=torch.device("cpu")
 )
 LAYERS, SLOTS, LONGEST = 3, 5, 1000
+ROWS = segment_rows(CONFIG, LONGEST, selects=True)
 NONE = torch.empty(0, dtype=torch.int64)
 
 
 def room(config: SfiConfig = CONFIG, slots: int = SLOTS) -> int:
     """Count what the segments' own tensors take."""
-    segment = PackedSegment(slots, segment_rows(config, LONGEST), SHAPE)
+    segment = PackedSegment(slots, segment_rows(config, LONGEST, selects=True), SHAPE)
     return LAYERS * (segment.nbytes - segment.length_BH.nbytes)
 
 
 def test_segments_fit_to_the_byte() -> None:
-    check_slots(CONFIG, SLOTS, LONGEST, LAYERS, SHAPE, room())
-    check_slots(CONFIG, SLOTS, LONGEST, LAYERS, SHAPE, None)
+    check_slots(CONFIG, ROWS, SLOTS, LAYERS, SHAPE, room())
+    check_slots(CONFIG, ROWS, SLOTS, LAYERS, SHAPE, None)
     with pytest.raises(ConfigError):
-        check_slots(CONFIG, SLOTS, LONGEST, LAYERS, SHAPE, room() - 1)
+        check_slots(CONFIG, ROWS, SLOTS, LAYERS, SHAPE, room() - 1)
 
 
 def test_refusal_names_what_fits() -> None:
     """The budget of the message fits, and so do its slots; one more of either does not."""
     limit = room(CONFIG.replace(budget=37)) + 10
     with pytest.raises(ConfigError) as caught:
-        check_slots(CONFIG, SLOTS, LONGEST, LAYERS, SHAPE, limit)
+        check_slots(CONFIG, ROWS, SLOTS, LAYERS, SHAPE, limit)
     assert "set budget to at most 37 or slots to at most 1 or slots_memory higher" in str(
         caught.value
     )
@@ -51,7 +53,16 @@ def test_refusal_names_what_fits() -> None:
 
 
 def test_a_budget_above_the_context_takes_the_context() -> None:
-    assert segment_rows(CONFIG.replace(budget=10**9), LONGEST) == 1004
+    assert segment_rows(CONFIG.replace(budget=10**9), LONGEST, selects=True) == 1004
+
+
+def test_a_policy_that_selects_nothing_has_room_for_the_sink_only() -> None:
+    selects = {
+        name: Settings.of({"policy": name}).selects
+        for name in ("sfi", "quest", "full-kv", "streaming-llm")
+    }
+    assert selects == {"sfi": True, "quest": True, "full-kv": False, "streaming-llm": False}
+    assert segment_rows(CONFIG, LONGEST, selects=False) == 4
 
 
 def test_norms_lie_in_the_room_given() -> None:

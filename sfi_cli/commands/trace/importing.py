@@ -1,0 +1,123 @@
+"""`sfi trace import`: selections of another program as a trace."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from sfi_cli import options as o
+from sfi_cli.commands.trace.import_views import import_text
+from sfi_cli.terminal.output import Output, dated_folder
+
+
+def import_(
+    file: Annotated[
+        Path,
+        typer.Argument(help=".npz, .npy, .parquet, .safetensors or .pt.", metavar="FILE"),
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            help="Folder of the trace.",
+            show_default="sfi-trace-DATE-TIME",
+            rich_help_panel=o.OUTPUT,
+        ),
+    ] = None,
+    top: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Only the most probable positions of each row.",
+            show_default="all; of attention, 1024",
+        ),
+    ] = None,
+    kv_heads: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="KV heads that the query heads of attention are averaged for.",
+            show_default="the file's, or one for each query head",
+        ),
+    ] = None,
+    token_ids: Annotated[
+        Path | None,
+        typer.Option(help="A .npy of prompt and generated ids, for a file without tokens."),
+    ] = None,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(help="Hub id or folder: the tokens' text, and which of them end a sentence."),
+    ] = None,
+    triggers: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--trigger",
+            help="A string that ends a sentence; repeat for more. \\n is a newline.",
+            show_default="the default preset's",
+        ),
+    ] = None,
+    force: o.Force = False,
+    json: o.Json = False,
+    quiet: o.Quiet = False,
+) -> None:
+    r"""Make a trace of what another program selected at each step, or of attention by transformers.
+
+    docs/import.md says what the file has: positions or blocks of an indexer (DeepSeek's, MiniMax's) by step,
+    layer and head; or attention probabilities. show, plot, report, sql, diff, check and replay read it.
+    How rarely would the indexer have to run? sfi trace replay DIR --refresh-every 1,2,4,8,16
+
+    For example:
+
+      sfi trace import indexer.npz -o run --tokenizer deepseek-ai/DeepSeek-V3.2-Exp
+
+      sfi trace import blocks.parquet -o run
+
+      sfi trace import attention.pt -o run --kv-heads 8 --top 256
+    """
+    from sfi_cli.parsing import unescaped
+    from sfi_cli.terminal.progress import BenchProgress
+    from sfi_core.errors import ConfigError
+    from sfi_core.settings.config import SfiConfig
+    from sfi_traces.importing.importer import import_trace
+    from sfi_traces.importing.schema import ImportOptions
+
+    if triggers and tokenizer is None:
+        raise ConfigError("trigger must come with --tokenizer, got none")
+    folder = output or dated_folder("sfi-trace")
+    options = ImportOptions(top=top, kv_heads=kv_heads, sequence=_sequence(token_ids))
+    with BenchProgress(quiet=quiet) as progress:
+        manifest = import_trace(
+            file,
+            folder,
+            options,
+            tokenizer=_tokenizer(tokenizer),
+            triggers=unescaped(triggers) if triggers else SfiConfig().triggers,
+            force=force,
+            progress=lambda done, total: progress.update("importing", done, total),
+        )
+    document: dict[str, Any] = {
+        "trace": str(folder),
+        **{name: manifest[name] for name in ("imported", "model", "audit", "prompts", "tables")},
+        "trigger_token_ids": manifest["trigger_token_ids"],
+    }
+    if json:
+        Output(json=True).data(document, import_text)
+    elif not quiet:
+        Output(quiet=quiet).say(import_text(document))
+
+
+def _sequence(path: Path | None) -> Any:
+    if path is None:
+        return None
+    from sfi_traces.importing.tokens import read_sequence
+
+    return read_sequence(path)
+
+
+def _tokenizer(name: str | None) -> Any:
+    if name is None:
+        return None
+    from sfi_core.models.load import load_tokenizer
+
+    return load_tokenizer(name)

@@ -1,0 +1,129 @@
+"""`sfi trace replay --refresh-every`: how rarely the recorded selections would have to be made."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sfi_cli.commands.trace.replay.grid import ReplayGrid
+from sfi_cli.commands.trace.replay.job import Choice
+from sfi_cli.commands.trace.replay.reuse_views import reuse_text
+from sfi_cli.parsing import numbers
+from sfi_cli.terminal.output import Output
+from sfi_cli.terminal.progress import BenchProgress
+from sfi_core.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReuseJob:
+    """Everything the options said.
+
+    Attributes:
+        choice: Which part of which trace.
+        output: The data.
+        against: Must be None.
+        grid: Settings of when a selection is made, besides the intervals.
+        every: The intervals, with commas between; None for none, or without any setting for the usual ones.
+        step: Must be None; only `--play` shows single steps.
+    """
+
+    choice: Choice
+    output: Output
+    against: Path | None
+    grid: ReplayGrid
+    every: str | None
+    step: str | None
+
+    def run(self) -> None:
+        """Load, replay, write and show.
+
+        Raises:
+            SfiError: What the user can mend.
+        """
+        if self.step is not None:
+            raise ConfigError(f"step must come with --play, got {self.step}")
+        for name, value in (("against", self.against), ("plot", self.output.plot)):
+            if value is not None:
+                raise ConfigError(f"{name} needs a recorded run's memory and bytes, got {value}")
+        self._check_axes()
+        with self.output:
+            self.output.data(self._document(), reuse_text)
+
+    def _check_axes(self) -> None:
+        from sfi_traces.replay.setting import MEMORY, PAGE_SIZE
+
+        for name in (*MEMORY, PAGE_SIZE):
+            if name in self.grid.axes:
+                raise ConfigError(
+                    f"{name} must come without --refresh-every and of no imported trace: selections are "
+                    "reused as they are"
+                )
+
+    def _document(self) -> dict[str, Any]:
+        from sfi_traces.read.reader import Trace
+        from sfi_traces.replay import Supports, chance, reuse, schedule
+
+        trace = Trace.open(self.choice.trace)
+        settings = self._settings(trace)
+        recorded = Supports.load(trace, self.choice.request, self.choice.layers, self.choice.heads)
+        rows: list[dict[str, Any]] = []
+        with BenchProgress(quiet=self.output.quiet) as progress:
+            for every, setting in settings:
+                progress.update("replaying schedules", len(rows), len(settings))
+                found = reuse(recorded, [schedule(one, setting) for one in recorded])
+                rows.append({"every": every, **_when(setting), **found.to_dict()})
+        return {
+            "trace": str(self.choice.trace),
+            "model": trace.manifest["model"]["name"],
+            "policy": trace.manifest["policy"],
+            "audit_top": recorded[0].top,
+            "requests": [
+                {"request": one.request, "prompt_tokens": one.prompt_tokens, "steps": one.steps}
+                for one in recorded
+            ],
+            "layers": sorted(set(recorded[0].layer_U.tolist())),
+            "heads": len(recorded[0].layer_U),
+            "masses": trace.masses,
+            "chance": chance(recorded),
+            "rows": rows,
+        }
+
+    def _settings(self, trace: Any) -> list[tuple[int | None, Any]]:
+        # the intervals, then what else was asked for
+        from sfi_traces.replay import EVERY, Setting
+
+        base = Setting.recorded(trace)
+        others = self.grid.settings(trace, note=self.output.say) if self.grid.given else []
+        every = list(EVERY) if self.every is None and not others else _intervals(self.every)
+        found: list[tuple[int | None, Any]] = []
+        for count in every:
+            config = base.config.replace(trigger_policy="stride", stride=count, slow_start=1)
+            found.append((count, Setting(config=config, trigger_token_ids=frozenset())))
+        return [*found, *((None, setting) for setting in others)]
+
+
+def is_imported(folder: Path) -> bool:
+    """Say whether a trace was imported, so that it has neither memory nor bytes.
+
+    Raises:
+        TraceError: It is none.
+    """
+    from sfi_traces.read.reader import Trace
+
+    return Trace.open(folder).imported is not None
+
+
+def _intervals(text: str | None) -> list[int]:
+    if text is None:
+        return []
+    found = numbers([text], int, "refresh-every must be whole numbers")
+    if not found or min(found) < 1:
+        raise ConfigError(f"refresh-every must be at least 1, got {text!r}")
+    return list(dict.fromkeys(found))
+
+
+def _when(setting: Any) -> dict[str, Any]:
+    # what the trigger policy looks at
+    from sfi_traces.replay import RULES
+
+    values = setting.to_dict()
+    return {"policy": values["policy"], **{name: values[name] for name in RULES[values["policy"]]}}

@@ -1,0 +1,315 @@
+"""What files of selections become a trace, and which are refused, with the row."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from sfi_core.errors import ConfigError, InputError, TraceError
+from sfi_traces.importing import row_table
+from sfi_traces.importing.importer import import_trace
+from sfi_traces.importing.schema import ImportOptions
+from sfi_traces.read.check import check
+from sfi_traces.read.reader import Trace
+from sfi_traces.replay import Setting, Supports, replay, reuse
+from sfi_traces.summary import summarize
+from sfi_traces.views.view import View
+from tests.traces.imports import (
+    LAYERS,
+    PROMPT,
+    STEPS,
+    STOP,
+    K,
+    selection_arrays,
+    selection_rows,
+    write_npz,
+    write_rows,
+)
+from tests.traces.made import overlap
+from tests.traces.small import rows
+
+
+def imported(path: Path, options: ImportOptions | None = None) -> Trace:
+    folder = path.with_suffix(".trace")
+    import_trace(path, folder, options)
+    return Trace.open(folder)
+
+
+def sets_of(arrays: dict[str, Any]) -> dict[tuple[int, int], list[int]]:
+    return {
+        (step, layer): sorted(position for position in row.tolist() if position >= 0)
+        for step, layers in enumerate(arrays["positions"])
+        for layer, row in enumerate(layers)
+    }
+
+
+def assert_supports_are(trace: Trace, sets: dict[tuple[int, int], list[int]]) -> None:
+    found = {(row["step"], row["layer"]): row for row in rows(trace, "supports")}
+    assert {key: row["positions"] for key, row in found.items()} == sets
+    for (step, layer), row in found.items():
+        before = None if step == 0 else overlap(sets[step - 1, layer], sets[step, layer])
+        assert row["overlap_previous_step"] == (before and pytest.approx(before))
+
+
+def test_an_indexer_s_positions_are_supports_and_selections(tmp_path):
+    arrays = selection_arrays()
+    trace = imported(write_npz(tmp_path / "a.npz"))
+    sets = sets_of(arrays)
+    assert_supports_are(trace, sets)
+    for row in rows(trace, "selections"):
+        own, before = sets[row["step"], row["layer"]], sets.get((row["step"] - 1, row["layer"]), [])
+        assert row["positions"] == own
+        assert row["added"] == len(set(own) - set(before))
+        assert row["removed"] == len(set(before) - set(own))
+    assert {row["mass"] for row in rows(trace, "supports")} == {None}
+    steps = rows(trace, "steps")
+    assert [row["token_id"] for row in steps] == arrays["token_ids"].tolist()
+    assert [row["sentence"] for row in steps] == [int(row["token_id"] > STOP) for row in steps]
+    assert [row["context_tokens"] for row in steps] == [PROMPT + step for step in range(STEPS)]
+    assert steps[-1]["attended_tokens"] == K
+    assert [row["token_id"] for row in rows(trace, "prompts")] == arrays[
+        "prompt_token_ids"
+    ].tolist()
+    assert trace.manifest["audit"]["top"] == K
+
+
+def test_an_imported_trace_is_sound_and_summed_up_without_masses(tmp_path):
+    trace = imported(write_npz(tmp_path / "a.npz"))
+    assert check(trace)["problems"] == []
+    assert check(trace)["steps_checked"]
+    summary = summarize(trace)
+    assert summary["stability"]["within"]["n"] == LAYERS * (STEPS - 2)
+    assert summary["audit"] is None
+    assert "retained mass, output error, query cosine" in summary["missing"]
+    with pytest.raises(TraceError, match="imported from a file without them"):
+        View(trace, top=2)
+
+
+def test_rows_of_a_parquet_file_are_the_same_trace(tmp_path, monkeypatch):
+    monkeypatch.setattr(row_table, "ROWS", 4)  # a step's rows come in two pieces
+    arrays = selection_arrays()
+    shuffled = sorted(selection_rows(arrays), key=lambda row: (row["step"], -row["layer"]))
+    trace = imported(write_rows(tmp_path / "a.parquet", shuffled))
+    assert_supports_are(trace, sets_of(arrays))
+    other = imported(write_npz(tmp_path / "b.npz"))
+    assert rows(trace, "steps") == rows(other, "steps")
+    assert trace.manifest["prompts"] == other.manifest["prompts"]
+
+
+def test_a_parquet_file_may_have_several_requests(tmp_path):
+    first = selection_rows(selection_arrays())
+    both = [{"request": request, **row} for request in range(2) for row in first]
+    said = {"prompt_token_ids": None, "prompt_tokens": [PROMPT, PROMPT + 5]}
+    trace = imported(write_rows(tmp_path / "a.parquet", both, **said))
+    steps = rows(trace, "steps")
+    assert [row["context_tokens"] for row in steps if row["step"] == 0] == [PROMPT, PROMPT + 5]
+    assert steps[STEPS]["sentence"] == 0
+    firsts = [row for row in rows(trace, "supports") if row["step"] == 0]
+    assert {row["overlap_previous_step"] for row in firsts} == {None}
+
+
+def test_blocks_are_the_positions_that_are_cached(tmp_path):
+    blocks = np.full((STEPS, 1, 2, 3), -1)
+    blocks[..., 0] = 5  # positions 20 to 23, cached one by one
+    blocks[..., 1] = 1
+    trace = imported(write_npz(tmp_path / "a.npz", positions=None, blocks=blocks, block_size=4,
+                               prompt_token_ids=np.arange(21)))  # fmt: skip
+    found = {(row["step"], row["head"]): row["positions"] for row in rows(trace, "supports")}
+    assert found[0, 0] == found[0, 1] == [4, 5, 6, 7, 20]
+    assert found[9, 1] == [4, 5, 6, 7, 20, 21, 22, 23]
+
+
+def test_masses_are_kept_and_give_the_best_positions(tmp_path):
+    arrays = selection_arrays()
+    mass = np.full(arrays["positions"].shape, 0.1)
+    mass[..., 2] = 0.3
+    path = write_npz(tmp_path / "a.npz", mass=mass)
+    row = rows(imported(path, ImportOptions(top=1)), "supports")[-1]
+    assert row["positions"] == [arrays["positions"][-1, -1, 2]]
+    assert row["mass"] == pytest.approx([0.3])
+    assert row["retained_mass"] == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+def test_tensors_are_the_same_trace(tmp_path, suffix):
+    from safetensors.torch import save_file  # noqa: PLC0415
+
+    arrays = selection_arrays()
+    tensors = {name: torch.as_tensor(np.asarray(value)) for name, value in arrays.items()}
+    path = tmp_path / f"a{suffix}"
+    if suffix == ".pt":
+        torch.save(tensors, path)
+    else:
+        del tensors["sfi_import_version"]
+        save_file(tensors, path, metadata={"sfi_import_version": "1"})
+    assert_supports_are(imported(path), sets_of(arrays))
+
+
+def test_an_array_alone_takes_its_tokens_from_a_sequence(tmp_path):
+    arrays = selection_arrays()
+    np.save(tmp_path / "a.npy", arrays["positions"])
+    sequence = np.concatenate([arrays["prompt_token_ids"], arrays["token_ids"]])
+    trace = imported(tmp_path / "a.npy", ImportOptions(sequence=sequence))
+    assert_supports_are(trace, sets_of(arrays))
+    assert [row["token_id"] for row in rows(trace, "steps")] == arrays["token_ids"].tolist()
+
+
+def test_rows_of_the_prompt_s_queries_are_left_out(tmp_path):
+    arrays = selection_arrays()
+    before = np.zeros((PROMPT - 3, LAYERS, K), int)
+    positions = np.concatenate([before, arrays["positions"]])
+    path = write_npz(tmp_path / "a.npz", positions=positions, first_query=2)
+    assert_supports_are(imported(path), sets_of(arrays))
+
+
+def changed(at: tuple[int, ...], value: int) -> np.ndarray:
+    positions = selection_arrays()["positions"]
+    positions[at] = value
+    return positions
+
+
+def twice() -> np.ndarray:
+    positions = selection_arrays()["positions"]
+    positions[3, 1, 0] = positions[3, 1, 5]
+    return positions
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"positions": changed((3, 1, 0), 23)}, r"positions\[3, 1\].*below 23, the step's positions, got 23"),
+        ({"positions": changed((3, 1, 0), -2)}, r"positions\[3, 1\].*or -1 for padding, got -2"),
+        ({"positions": twice()}, r"positions\[3, 1\].*must be different ones, got \d+ twice"),
+        ({"positions": changed((3, 1, 0), 1)[:, 0]}, "3 or 4 dimensions, got shape"),
+        ({"positions": np.zeros((STEPS, LAYERS, K))}, "must be whole numbers, got float64"),
+        ({"positions": None}, "must have positions, blocks or attention.PASS.LAYER, got neither"),
+        ({"block_size": 4}, "block_size .* must come with blocks"),
+        ({"token_ids": np.arange(5)}, "token_ids .* must be 12, one for each step, got 5"),
+        ({"token_ids": None}, "must have token_ids, got none"),
+        ({"prompt_token_ids": None}, "must have prompt_token_ids or prompt_tokens, got neither"),
+        ({"prompt_tokens": 4}, "prompt_tokens .* must be 20"),
+        ({"sfi_import_version": 2}, "has sfi_import_version 2, this sfi reads 1"),
+        ({"sfi_import_version": None}, "must have sfi_import_version 1, got none"),
+        ({"token_id": np.arange(STEPS)}, "unknown array 'token_id'"),
+        ({"layers": np.array([0, 1])}, "layers .* must be 3"),
+        ({"layers": np.array([2, 1, 0])}, "must ascend"),
+        ({"mass": np.full((STEPS, LAYERS, K), 0.4)}, r"positions\[0, 1\].*must add up to 1 at most, got 2.4"),
+        ({"mass": np.zeros((STEPS, K, LAYERS))}, r"mass .* must be \[12, 3, 6\] as positions"),
+        ({"first_query": 5}, "must have rows for the queries 5 to 30"),
+        ({"token_texts": np.array(["a"])}, "token_texts .* must be 12"),
+        ({"prompt_token_ids": np.array([3, -1])}, "prompt_token_ids .* at least 0, got -1 at 1"),
+    ],
+)  # fmt: skip
+def test_a_file_that_is_wrong_is_refused_in_a_line_and_leaves_nothing(tmp_path, changes, words):
+    path = write_npz(tmp_path / "a.npz", **changes)
+    with pytest.raises(InputError, match=words) as caught:
+        imported(path)
+    assert "\n" not in str(caught.value)
+    assert [one.name for one in tmp_path.iterdir()] == ["a.npz"]
+
+
+def without(step: int, layer: int) -> list[dict[str, Any]]:
+    found = selection_rows(selection_arrays())
+    return [row for row in found if (row["step"], row["layer"]) != (step, layer)]
+
+
+def rows_with(number: int, **changes: Any) -> list[dict[str, Any]]:
+    found = selection_rows(selection_arrays())
+    found[number] |= changes
+    return found
+
+
+@pytest.mark.parametrize(
+    ("table", "said", "words"),
+    [
+        (without(4, 1), {}, "row 12 .*: step 4 must have layer 1, head 0"),
+        (rows_with(13, layer=2), {}, "row 14 .*: layer 2, head 0 must come once a step"),
+        (rows_with(13, positions=[99]), {}, "row 13 .*: position must be below 24"),
+        (rows_with(13, positions=None), {}, "row 13 .*: positions must have a value, got null"),
+        (rows_with(13, positions=[3, None]), {}, "row 13 .*: positions must have no null"),
+        (rows_with(13, token_id=55), {}, "row 13 .*: token_id must be one"),
+        ([row for row in rows_with(0) if row["step"] != 2], {}, "row 6 .*: steps must ascend"),
+        ([{"request": 1, **row} for row in rows_with(0)], {}, "request must be one of the 1"),
+        ([{**row, "step": str(row["step"])} for row in rows_with(0)], {}, "column step .* whole numbers"),
+        ([{**row, "stepp": 1} for row in rows_with(0)], {}, "unknown column 'stepp'"),
+        ([{"head": 1, **row} for row in rows_with(0)], {}, "heads of layer 0 must be 0, 1"),
+        (rows_with(0), {"sfi_import_version": None}, "must have sfi_import_version 1"),
+        (rows_with(0), {"prompt_token_ids": None}, "prompt_token_ids or prompt_tokens, got neither"),
+        ([], {}, "must have positions or blocks"),
+    ],
+)  # fmt: skip
+def test_a_row_that_is_wrong_is_named(tmp_path, table, said, words):
+    with pytest.raises(InputError, match=words):
+        imported(write_rows(tmp_path / "a.parquet", table, **said))
+    assert [one.name for one in tmp_path.iterdir()] == ["a.parquet"]
+
+
+@pytest.mark.parametrize("suffix", [".npz", ".npy", ".parquet", ".safetensors", ".pt"])
+def test_what_is_no_such_file_is_refused(tmp_path, suffix):
+    path = tmp_path / f"a{suffix}"
+    with pytest.raises(InputError, match="must be a file, got none"):
+        imported(path)
+    path.write_bytes(b"not a file of any kind" * 9)
+    with pytest.raises(InputError, match=f"cannot be read as {suffix}"):
+        imported(path)
+
+
+def test_code_in_a_file_is_not_run(tmp_path):
+    torch.save({"sfi_import_version": 1, "positions": Path("x")}, tmp_path / "a.pt")
+    with pytest.raises(InputError, match=r"cannot be read as \.pt"):
+        imported(tmp_path / "a.pt")
+
+
+def test_a_trace_is_overwritten_with_force_alone_and_by_a_whole_one(tmp_path):
+    path = write_npz(tmp_path / "a.npz")
+    trace = imported(path)
+    with pytest.raises(ConfigError, match="add --force"):
+        imported(path)
+    with pytest.raises(InputError):
+        import_trace(write_npz(tmp_path / "b.npz", positions=twice()), trace.path, force=True)
+    assert check(trace)["sound"]
+    import_trace(path, trace.path, force=True)
+    assert check(Trace.open(trace.path))["sound"]
+
+
+def test_reuse_is_the_share_of_a_step_s_own_selection(tmp_path):
+    """Every third step selects anew; what it has is held against what the others have."""
+    sets = sets_of(selection_arrays())
+    (supports,) = Supports.load(imported(write_npz(tmp_path / "a.npz")))
+    reasons = ["x" if step % 3 == 0 else "" for step in range(STEPS)]
+    found = reuse([supports], [reasons])
+    recall, new = {}, {}
+    for (step, layer), own in sets.items():
+        if step % 3:
+            old, begin = sets[step - step % 3, layer], PROMPT + step - step % 3
+            recall[step, layer] = len(set(own) & set(old)) / len(own)
+            new[step, layer] = len({p for p in own if p in old or p >= begin}) / len(own)
+    assert (found.runs, found.reused_steps, found.saved) == (4, 8, pytest.approx(8 / 11))
+    assert found.recall == pytest.approx(np.mean([*recall.values()]))
+    assert found.recall_with_new == pytest.approx(np.mean([*new.values()]))
+    assert found.recall_with_new > found.recall
+    assert found.worst.recall == pytest.approx(min(recall.values()))
+    assert recall[found.worst.step, found.worst.layer] == pytest.approx(found.worst.recall)
+    for one in found.layers:
+        own = [value for (_, layer), value in recall.items() if layer == one.layer]
+        assert one.recall == pytest.approx(np.mean(own))
+    assert found.worst_layer == min(found.layers, key=lambda one: one.recall).layer
+    assert found.retained_mass is None
+
+
+def test_the_documented_file_is_imported(tmp_path, monkeypatch):
+    page = (Path(__file__).parents[2] / "docs" / "import.md").read_text()
+    code = page.split("```python\n")[1].split("```")[0]
+    monkeypatch.chdir(tmp_path)
+    exec(code, {})  # noqa: S102 - the page's own example
+    trace = imported(tmp_path / "indexer.npz")
+    assert len(rows(trace, "steps")) == 64
+    assert {len(row["positions"]) for row in rows(trace, "supports")} == {2048}
+
+
+def test_a_memory_cannot_be_replayed_of_an_import(tmp_path):
+    trace = imported(write_npz(tmp_path / "a.npz"))
+    with pytest.raises(TraceError, match="--refresh-every"):
+        replay(Supports.load(trace), Setting.recorded(trace))

@@ -1,0 +1,1 @@
+"""Selections and attention that other programs recorded, as a trace (docs/import.md)."""

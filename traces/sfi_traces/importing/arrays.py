@@ -1,0 +1,184 @@
+"""The arrays of a file by name, whatever its format; nothing is read before it is asked for."""
+
+import json
+import pickle
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors import SafetensorError, safe_open
+
+from sfi_core.errors import InputError
+from sfi_traces.importing.schema import VERSION, VERSION_NAME, check_version
+
+FORMATS = (".npz", ".npy", ".parquet", ".safetensors", ".pt")
+ATTENTIONS = "attentions"  # transformers' nested tuples, in a .pt file
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Arrays:
+    """The arrays of a file.
+
+    Attributes:
+        path: The file.
+        names: Names of the arrays, in the file's order.
+        read: Reads one of them.
+    """
+
+    path: Path
+    names: tuple[str, ...]
+    read: Callable[[str], Any]
+
+    def array(self, name: str, kinds: str, dimensions: tuple[int, ...]) -> Array:
+        """Return an array.
+
+        Args:
+            name: Name of the array.
+            kinds: Kinds of numpy's types that it may have, "iu" say.
+            dimensions: Numbers of dimensions that it may have.
+
+        Raises:
+            InputError: It is missing, or of another type or shape.
+        """
+        if name not in self.names:
+            raise InputError(f"import {self.path} must have {name}, got none")
+        with readable(self.path):
+            value = np.asarray(self.read(name))
+        if value.dtype.kind not in kinds:
+            wanted = {"i": "whole numbers", "f": "numbers", "U": "strings"}[kinds[0]]
+            raise InputError(f"{name} of {self.path} must be {wanted}, got {value.dtype}")
+        if value.ndim not in dimensions:
+            some = " or ".join(map(str, dimensions))
+            raise InputError(
+                f"{name} of {self.path} must have {some} dimensions, got shape {list(value.shape)}"
+            )
+        return value
+
+    def maybe(self, name: str, kinds: str, dimensions: tuple[int, ...]) -> Array | None:
+        """Return an array, or None where there is none.
+
+        Raises:
+            InputError: It is of another type or shape.
+        """
+        return self.array(name, kinds, dimensions) if name in self.names else None
+
+    def number(self, name: str, *, least: int) -> int | None:
+        """Return a whole number, or None where there is none.
+
+        Raises:
+            InputError: It is something else, or too small.
+        """
+        found = self.maybe(name, "iu", (0,))
+        if found is not None and found < least:
+            raise InputError(f"{name} of {self.path} must be at least {least}, got {found}")
+        return None if found is None else int(found)
+
+    def check_version(self) -> None:
+        """Refuse a file of another version.
+
+        Raises:
+            InputError: It is another one, or there is none.
+        """
+        found = None
+        if VERSION_NAME in self.names:
+            with readable(self.path):
+                found = np.asarray(self.read(VERSION_NAME)).item(0)
+        check_version(self.path, found)
+
+
+@contextmanager
+def open_arrays(path: Path) -> Iterator[Arrays]:
+    """Open a .npz, .npy, .safetensors or .pt file; nothing in it is run as code.
+
+    Yields:
+        Its arrays, which can be read until the end of the block.
+
+    Raises:
+        InputError: It cannot be read.
+    """
+    openers = {".npz": _npz, ".npy": _npy, ".safetensors": _safetensors, ".pt": _pt}
+    with ExitStack() as stack:
+        with readable(path):
+            arrays = openers[path.suffix](path, stack)
+        yield arrays
+
+
+@contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Turn what libraries say of a damaged file into one line.
+
+    Raises:
+        InputError: The file is missing, damaged or not what its name says.
+    """
+    damaged = (OSError, EOFError, ValueError, KeyError, RuntimeError)
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise InputError(f"import {path} must be a file, got none") from error
+    except (*damaged, zipfile.BadZipFile, pickle.UnpicklingError, SafetensorError) as error:
+        line = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise InputError(f"import {path} cannot be read as {path.suffix}: {line}") from error
+
+
+def _npz(path: Path, stack: ExitStack) -> Arrays:
+    file = np.load(path, allow_pickle=False)
+    if not isinstance(file, np.lib.npyio.NpzFile):
+        raise ValueError("it holds one array; name it .npy")  # noqa: TRY004 - as numpy of a damaged file
+    stack.enter_context(file)
+    return Arrays(path, tuple(file.files), file.__getitem__)
+
+
+def _npy(path: Path, stack: ExitStack) -> Arrays:
+    # an array alone: the positions; the format has no place for a version
+    array = np.load(path, mmap_mode="r", allow_pickle=False)
+    if not isinstance(array, np.ndarray):
+        stack.enter_context(array)
+        raise ValueError("it holds several arrays; name it .npz")  # noqa: TRY004 - as above
+    return _of_values(path, {VERSION_NAME: VERSION, "positions": array})
+
+
+def _safetensors(path: Path, stack: ExitStack) -> Arrays:
+    file = stack.enter_context(safe_open(path, framework="pt"))  # numpy has no bfloat16
+    said = {
+        name: json.loads(text) for name, text in (file.metadata() or {}).items() if name != "format"
+    }
+    tensors = tuple(file.keys())
+
+    def read(name: str) -> Any:
+        return _plain(file.get_tensor(name)) if name in tensors else said[name]
+
+    return Arrays(path, (*tensors, *(name for name in said if name not in tensors)), read)
+
+
+def _pt(path: Path, _: ExitStack) -> Arrays:
+    document = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    if not isinstance(document, Mapping):
+        raise ValueError(f"it must be a dict, got {type(document).__name__}")  # noqa: TRY004 - as above
+    values = {str(name): value for name, value in document.items() if name != ATTENTIONS}
+    for number, layers in enumerate(_passes(document.get(ATTENTIONS, ()))):
+        values |= {f"attention.{number}.{layer}": tensor for layer, tensor in enumerate(layers)}
+    return _of_values(path, values)
+
+
+def _passes(attentions: Any) -> Any:
+    # `generate` has a tuple of passes, each of layers; one forward pass has the layers alone
+    alone = len(attentions) > 0 and isinstance(attentions[0], torch.Tensor)
+    return (attentions,) if alone else attentions
+
+
+def _of_values(path: Path, values: Mapping[str, Any]) -> Arrays:
+    return Arrays(path, tuple(values), lambda name: _plain(values[name]))
+
+
+def _plain(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return (value.float() if value.is_floating_point() else value).numpy()

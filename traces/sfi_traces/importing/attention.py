@@ -1,0 +1,193 @@
+"""Attention that transformers returned: `attention.PASS.LAYER`, [1, H, Q, T] each (docs/import.md)."""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sfi_core.errors import ConfigError, InputError
+from sfi_core.settings.audit import AuditConfig
+from sfi_traces.importing.arrays import Arrays
+from sfi_traces.importing.checks import ROUNDING, strongest
+from sfi_traces.importing.schema import (
+    ATTENTION,
+    COMMON,
+    Floats,
+    Header,
+    ImportedStep,
+    ImportOptions,
+    check_known,
+)
+from sfi_traces.importing.tokens import Tokens
+
+NAME = re.compile(r"attention\.(\d+)\.(\d+)")
+
+
+class AttentionArrays:
+    """The steps of a file of attention probabilities, a forward pass after the other.
+
+    A pass of Q queries over T cached tokens has the queries at the positions T - Q to T - 1. Step t's is at
+    P - 1 + t; those before are the prompt's, and left out.
+
+    Attributes:
+        header: What is known before the steps are read.
+    """
+
+    def __init__(self, arrays: Arrays, options: ImportOptions) -> None:
+        """Read all but the tensors.
+
+        Raises:
+            InputError: An array is missing or has another shape than the others.
+            ConfigError: KV heads that do not divide the query heads.
+        """
+        others = [name for name in arrays.names if not NAME.fullmatch(name)]
+        check_known(arrays.path, "array", others, (*COMMON, *ATTENTION))
+        self._arrays = arrays
+        self._passes = _passes(arrays)
+        self._top = options.top or AuditConfig().top
+        self._tokens = Tokens.of(arrays, options, None)
+        first = self._read(0, self._passes[0][0])
+        self._query_heads = first.shape[1]
+        self._kv_heads = self._grouped(options)
+        self.header = Header(
+            kind="attention",
+            place_U=[(layer, head) for layer in self._passes[0] for head in range(self._kv_heads)],
+            query_heads=self._query_heads,
+            prompts=[self._tokens.prompt],
+            trigger_token_ids=self._tokens.triggers,
+            masses=True,
+            block_size=None,
+            model=self._tokens.model,
+            rows=len(self._tokens.token_ids),
+        )
+
+    def steps(self) -> Iterator[ImportedStep]:
+        """Yield the steps; a pass at a time is in memory.
+
+        Raises:
+            InputError: With the pass and layer that is wrong, or the step that is missing.
+        """
+        tokens, begin = self._tokens, self._tokens.prompt.tokens - 1
+        N, done = len(tokens.token_ids), 0
+        for number, layers in enumerate(self._passes):
+            tensors = [self._read(number, layer) for layer in layers]
+            Q, T = self._size(number, tensors)
+            for query in range(max(0, begin + done - (T - Q)), Q):
+                position = T - Q + query
+                step = position - begin
+                if step == done == N:  # the query of the last token, which has generated none
+                    break
+                if step != done:
+                    raise InputError(self._gap(number, position, done))
+                rows = [one[0, :, query, :] for one in tensors]
+                yield self._step(step, position + 1, number, rows)
+                done += 1
+            if done == N and number + 1 < len(self._passes):
+                raise InputError(
+                    f"attention of {self._arrays.path} must end with the {N:,} steps of token_ids, got pass "
+                    f"{number + 1}"
+                )
+        if done < N:
+            raise InputError(
+                f"attention of {self._arrays.path} must reach the {N:,} steps of token_ids, got {done:,}"
+            )
+
+    def _step(
+        self, step: int, length: int, number: int, rows: list[npt.NDArray[Any]]
+    ) -> ImportedStep:
+        mass_UT = np.concatenate([self._pooled(row[:, :length]) for row in rows])
+        self._check(mass_UT, number)
+        best_UK = strongest(mass_UT, np.zeros_like(mass_UT, np.int32), self._top)
+        texts = self._tokens.texts
+        return ImportedStep(
+            request=0,
+            step=step,
+            token_id=int(self._tokens.token_ids[step]),
+            token_text=None if texts is None else texts[step],
+            context_tokens=length,
+            index_UK=best_UK.astype(np.int32),
+            mass_UK=np.take_along_axis(mass_UT, best_UK, -1),
+            retained_U=np.ones(len(mass_UT), np.float32),
+            attended_tokens=float(length),
+            row=step + 1,
+        )
+
+    def _pooled(self, mass_QT: Floats) -> Floats:
+        group = self._query_heads // self._kv_heads
+        pooled: Floats = mass_QT.reshape(self._kv_heads, group, -1).mean(1, dtype=np.float32)
+        return pooled
+
+    def _check(self, mass_UT: Floats, number: int) -> None:
+        total_U = mass_UT.sum(-1)
+        wrong_U = ~((total_U <= 1 + ROUNDING) & (mass_UT.min(-1) >= 0))  # NaN too
+        if wrong_U.any():
+            unit = int(np.argmax(wrong_U))
+            layer, head = self.header.place_U[unit]
+            raise InputError(
+                f"{self._name(number, layer)}: probabilities of KV head {head} must be at least 0 and add up "
+                f"to 1 at most, got a sum of {total_U[unit]:g}"
+            )
+
+    def _read(self, number: int, layer: int) -> npt.NDArray[Any]:
+        tensor = self._arrays.array(f"attention.{number}.{layer}", "f", (4,))
+        if tensor.shape[0] != 1 or 0 in tensor.shape:
+            raise InputError(
+                f"{self._name(number, layer)} must be [1, heads, queries, tokens] of one request, got "
+                f"{list(tensor.shape)}"
+            )
+        return tensor
+
+    def _size(self, number: int, tensors: list[npt.NDArray[Any]]) -> tuple[int, int]:
+        Q, T = tensors[0].shape[2:]
+        for layer, tensor in zip(self._passes[number], tensors, strict=True):
+            if tensor.shape != (1, self._query_heads, Q, T) or Q > T:
+                raise InputError(
+                    f"{self._name(number, layer)} must be [1, {self._query_heads}, {Q}, {max(Q, T)}] as "
+                    f"other layers, got {list(tensor.shape)}; leave out layers with a sliding window"
+                )
+        return Q, T
+
+    def _grouped(self, options: ImportOptions) -> int:
+        said = options.kv_heads or self._arrays.number("kv_heads", least=1) or self._query_heads
+        if self._query_heads % said:
+            raise ConfigError(
+                f"kv-heads must divide the {self._query_heads} query heads, got {said}"
+            )
+        return said
+
+    def _gap(self, number: int, position: int, done: int) -> str:
+        wanted = self._tokens.prompt.tokens - 1 + done
+        return (
+            f"attention of {self._arrays.path} must have step {done:,}, the query at position {wanted:,}, "
+            f"got pass {number} at {position:,}"
+        )
+
+    def _name(self, number: int, layer: int) -> str:
+        return f"attention.{number}.{layer} of {self._arrays.path}"
+
+
+def _passes(arrays: Arrays) -> list[list[int]]:
+    # the layers of each pass
+    found: dict[int, list[int]] = {}
+    for match in filter(None, map(NAME.fullmatch, arrays.names)):
+        found.setdefault(int(match[1]), []).append(int(match[2]))
+    missing = sorted(set(range(len(found))) - found.keys())
+    if missing:
+        raise InputError(
+            f"attention of {arrays.path} must have pass {missing[0]}, got {sorted(found)}"
+        )
+    passes = [sorted(found[number]) for number in range(len(found))]
+    for number, layers in enumerate(passes):
+        if layers != passes[0]:
+            raise InputError(
+                f"attention of {arrays.path} must have the layers {passes[0]} in every pass, got {layers} in "
+                f"pass {number}"
+            )
+    return passes
+
+
+def has_attention(names: tuple[str, ...]) -> bool:
+    """Say whether a file has attention tensors."""
+    return any(NAME.fullmatch(name) for name in names)

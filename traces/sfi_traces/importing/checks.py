@@ -1,0 +1,85 @@
+"""What a selection must keep, checked for all layers and heads of a step at once."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from sfi_core.errors import InputError
+from sfi_traces.importing.schema import PADDING, Floats, Ints
+
+LAST = np.iinfo(np.int64).max  # sorts padding behind the positions
+ROUNDING = 0.01  # a row of bfloat16 probabilities adds up to one but for this
+
+Where = Callable[[int], str]  # names the row of a pair of a layer and a head
+
+
+def sorted_positions(
+    position_UK: Ints, length: int, where: Where, what: str = "position"
+) -> tuple[Ints, Ints]:
+    """Sort each row, padding last.
+
+    Args:
+        position_UK: Positions in any order, or blocks; -1 is padding.
+        length: One more than the largest that may be.
+        where: Names a row.
+        what: What the numbers are.
+
+    Returns:
+        The sorted rows, and the order that sorts them.
+
+    Raises:
+        InputError: A number is out of range, or twice in its row; with the row.
+    """
+    given_UK = position_UK.astype(np.int64)
+    for wrong_UK, rule in (
+        (given_UK < PADDING, f"must be at least 0, or {PADDING} for padding"),
+        (given_UK >= length, f"must be below {length:,}, the step's {what}s"),
+    ):
+        if wrong_UK.any():
+            unit, rank = np.argwhere(wrong_UK)[0]
+            raise InputError(f"{where(int(unit))}: {what} {rule}, got {given_UK[unit, rank]:,}")
+    key_UK = np.where(given_UK == PADDING, LAST, given_UK)
+    order_UK = np.argsort(key_UK, axis=-1, kind="stable")
+    sorted_UK = np.take_along_axis(given_UK, order_UK, -1)
+    twice_UK = (sorted_UK[:, 1:] == sorted_UK[:, :-1]) & (sorted_UK[:, 1:] != PADDING)
+    if twice_UK.any():
+        unit, rank = np.argwhere(twice_UK)[0]
+        raise InputError(
+            f"{where(int(unit))}: {what}s must be different ones, got {sorted_UK[unit, rank]:,} twice"
+        )
+    return sorted_UK.astype(np.int32), order_UK
+
+
+def checked_mass(mass_UK: Floats, index_UK: Ints, where: Where) -> Floats:
+    """Return the masses as float32, 0 where padded.
+
+    Raises:
+        InputError: One is no probability, or a row's sum is above 1; with the row.
+    """
+    known_UK = index_UK >= 0
+    out_UK = np.where(known_UK, mass_UK, 0).astype(np.float32)
+    wrong_UK = ~((out_UK >= 0) & (out_UK <= 1 + ROUNDING))  # NaN too
+    if wrong_UK.any():
+        unit, rank = np.argwhere(wrong_UK)[0]
+        raise InputError(f"{where(int(unit))}: mass must be in 0 to 1, got {out_UK[unit, rank]:g}")
+    total_U = out_UK.sum(-1)
+    if (total_U > 1 + ROUNDING).any():
+        unit = int(total_U.argmax())
+        raise InputError(f"{where(unit)}: masses must add up to 1 at most, got {total_U[unit]:g}")
+    return out_UK
+
+
+def positions_of_blocks(block_UB: Ints, block_size: int, length: int) -> Ints:
+    """Return the cached positions of ascending blocks: [U, B * block_size], padded with -1."""
+    first_UB1 = block_UB[:, :, None].astype(np.int64) * block_size
+    position_UBS = first_UB1 + np.arange(block_size)
+    known_UBS = (block_UB[:, :, None] >= 0) & (position_UBS < length)
+    # blocks ascend, padding comes last, and only the last block may be cut short
+    return np.where(known_UBS, position_UBS, PADDING).reshape(len(block_UB), -1).astype(np.int32)
+
+
+def strongest(score_UK: Floats, index_UK: Ints, top: int) -> Ints:
+    """Return the places of the `top` best positions of each row, ascending; of equal ones the first."""
+    score_UK = np.where(index_UK >= 0, score_UK, -np.inf)
+    best_UK = np.argsort(-score_UK, axis=-1, kind="stable")[:, :top]
+    return np.sort(best_UK, axis=-1)

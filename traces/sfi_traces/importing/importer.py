@@ -1,0 +1,190 @@
+"""A file of selections or attention, made a trace."""
+
+import hashlib
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from sfi_core.errors import InputError, SfiError
+from sfi_core.observers.events import RunEvent
+from sfi_core.settings.audit import AuditConfig
+from sfi_core.settings.config import SfiConfig
+from sfi_core.triggers.trigger_set import build_trigger_set
+from sfi_traces.importing.arrays import FORMATS, open_arrays
+from sfi_traces.importing.attention import AttentionArrays, has_attention
+from sfi_traces.importing.row_table import SelectionRows
+from sfi_traces.importing.schema import VERSION, Header, ImportOptions, Prompt, Source
+from sfi_traces.importing.selections import SelectionArrays
+from sfi_traces.importing.trace_tables import TraceTables
+from sfi_traces.record.folder import claim, clear
+from sfi_traces.record.manifest import describe_run, file_metadata, now, write_manifest
+from sfi_traces.record.part_files import PartFiles
+from sfi_traces.record.token_text import TokenText
+
+POLICY = "imported"
+Progress = Callable[[int, int], None]  # rows read, of how many
+
+
+@contextmanager
+def open_source(path: Path, options: ImportOptions) -> Iterator[Source]:
+    """Open a file to import.
+
+    Yields:
+        Its steps, which can be read until the end of the block.
+
+    Raises:
+        InputError: It cannot be read, or is not what docs/import.md says.
+        ConfigError: An option that the file has no use for.
+    """
+    if path.suffix not in FORMATS:
+        raise InputError(
+            f"import {path} must end in one of {FORMATS}, got {path.suffix or 'nothing'}"
+        )
+    if path.suffix == ".parquet":
+        yield SelectionRows(path, options)
+        return
+    with open_arrays(path) as arrays:
+        arrays.check_version()
+        kind = AttentionArrays if has_attention(arrays.names) else SelectionArrays
+        yield kind(arrays, options)
+
+
+def import_trace(
+    path: Path,
+    folder: Path,
+    options: ImportOptions | None = None,
+    *,
+    tokenizer: Any = None,
+    triggers: Sequence[str] = SfiConfig().triggers,
+    force: bool = False,
+    progress: Progress = lambda _done, _total: None,
+) -> dict[str, Any]:
+    """Write a file as a trace, whole or not at all.
+
+    Args:
+        path: The file; docs/import.md says what it has.
+        folder: Where the trace goes.
+        options: What to take of it.
+        tokenizer: Gives the tokens' text, and T_trig, where the file does not.
+        triggers: Trigger strings, for the tokenizer.
+        force: Whether to overwrite a trace.
+        progress: Told how far it is.
+
+    Returns:
+        The trace's manifest.
+
+    Raises:
+        InputError: The file is not what it should be; with the row.
+        ConfigError: The folder may not be overwritten, or an option has no use.
+        SfiError: The disk is full, say.
+    """
+    with open_source(path, options or ImportOptions()) as source:
+        trigger_ids = source.header.trigger_token_ids
+        if trigger_ids is None:
+            known = tokenizer is not None
+            trigger_ids = build_trigger_set(tokenizer, triggers).sorted_token_ids if known else ()
+        manifest = _describe(path, source.header, trigger_ids, tokenizer)
+        with _new_trace(folder, force=force) as work:
+            text = None if tokenizer is None else TokenText(tokenizer)
+            _write(source, work, manifest, text, progress)
+    return manifest
+
+
+@contextmanager
+def _new_trace(folder: Path, *, force: bool) -> Iterator[Path]:
+    # a folder beside it, whose files take the trace's place when the block has ended well
+    fresh = not folder.exists()
+    claim(folder, force=force)
+    work = folder.with_name(f".{folder.name}.tmp")
+    shutil.rmtree(work, ignore_errors=True)
+    try:
+        work.mkdir()
+        yield work
+        clear(folder)
+        for piece in sorted(work.iterdir()):
+            piece.replace(folder / piece.name)
+    except OSError as error:
+        raise SfiError(f"trace folder {folder} cannot be written: {error.strerror}") from error
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+        if fresh and not any(folder.iterdir()):
+            folder.rmdir()
+
+
+def _write(
+    source: Source,
+    folder: Path,
+    manifest: dict[str, Any],
+    text: TokenText | None,
+    progress: Progress,
+) -> None:
+    header, parts = source.header, PartFiles(folder, file_metadata(manifest))
+    tables = TraceTables(parts, header, frozenset(manifest["trigger_token_ids"]), text)
+    for step in source.steps():
+        if step.step == 0:
+            prompt = header.prompts[step.request]
+            tables.prompt(step.request, prompt)
+            manifest["prompts"].append(_prompt_entry(step.request, prompt))
+        tables.step(step)
+        progress(step.row, header.rows)
+    tables.flush()
+    top = max(1, tables.top)
+    manifest["audit"]["top"] = manifest["config"]["budget"] = top
+    manifest |= {"finished": now(), "tables": parts.written}
+    write_manifest(folder, manifest)
+
+
+def _describe(
+    path: Path, header: Header, triggers: tuple[int, ...], tokenizer: Any
+) -> dict[str, Any]:
+    # of another program's memory nothing is known but what it read
+    config = SfiConfig().replace(sink=0, recent=1, recent_mode="sliding")
+    event = RunEvent(
+        batch=len(header.prompts),
+        requests=len(header.prompts),
+        policy=POLICY,
+        backend="",
+        device="",
+        config=config.to_dict(),
+        trigger_token_ids=triggers,
+        model=_model(path, header, tokenizer),
+        audit=AuditConfig().to_dict(),
+    )
+    imported = {
+        "file": path.name,
+        "version": VERSION,
+        "kind": header.kind,
+        "masses": header.masses,
+        "block_size": header.block_size,
+    }
+    described = describe_run(event, {"imported": imported}, positions=True, redacted=False)
+    return described | {"backend": None, "device": None}
+
+
+def _model(path: Path, header: Header, tokenizer: Any) -> dict[str, Any]:
+    # as `describe_model`; widths and bytes are not known
+    heads: dict[int, int] = {}
+    for layer, _ in header.place_U:
+        heads[layer] = heads.get(layer, 0) + 1
+    unknown = dict.fromkeys(("key_width", "value_width", "itemsize", "window"))
+    return {
+        "name": header.model or path.stem,
+        "architecture": POLICY,
+        "model_type": None,
+        "dtype": None,
+        "layers": [{"layer": layer, "heads": count, **unknown} for layer, count in heads.items()],
+        "query_heads": header.query_heads,
+        "weight_bytes": None,
+        "embedding_bytes": None,
+        "max_positions": None,
+        "vocabulary": None if tokenizer is None else len(tokenizer),
+    }
+
+
+def _prompt_entry(request: int, prompt: Prompt) -> dict[str, Any]:
+    sha256 = None
+    if prompt.token_ids is not None:
+        sha256 = hashlib.sha256(prompt.token_ids.astype("<i4").tobytes()).hexdigest()
+    return {"request": request, "tokens": prompt.tokens, "sha256": sha256}

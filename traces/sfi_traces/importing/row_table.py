@@ -1,0 +1,291 @@
+"""Selections as rows of a Parquet file, a row for each step and layer (and head), read piece by piece."""
+
+import json
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyarrow import parquet
+
+from sfi_core.errors import ConfigError, InputError
+from sfi_traces.importing.arrays import readable
+from sfi_traces.importing.row_prompts import read_prompts
+from sfi_traces.importing.schema import (
+    COLUMNS,
+    PADDING,
+    VERSION_NAME,
+    Header,
+    ImportedStep,
+    ImportOptions,
+    Place,
+    check_known,
+    check_version,
+)
+from sfi_traces.importing.selections import Selected, check_top
+
+ROWS = 4096  # in memory at once, and those of one step
+KEYS = ("request", "step", "layer", "head")
+Group = tuple[int, pa.Table]  # the row that it begins at in the file, its rows
+
+
+class SelectionRows:
+    """The steps of a Parquet file of selections.
+
+    Attributes:
+        header: What is known before the steps are read.
+    """
+
+    def __init__(self, path: Path, options: ImportOptions) -> None:
+        """Read the file's metadata and its first step.
+
+        Raises:
+            InputError: A column is missing or of another type.
+            ConfigError: An option that the file has no use for.
+        """
+        for name, value in (("kv-heads", options.kv_heads), ("token-ids", options.sequence)):
+            if value is not None:
+                raise ConfigError(f"{name} must come with arrays, got {path.name}")
+        self._path, self._top = path, options.top
+        with readable(path), parquet.ParquetFile(path) as file:
+            self._schema, rows = file.schema_arrow, file.metadata.num_rows
+            said = _said(file)
+        check_version(path, said.get(VERSION_NAME))
+        self._columns = self._checked_columns()
+        self._name = "blocks" if "blocks" in self._columns else "positions"
+        block_size = _block_size(path, said, self._name)
+        check_top(options.top, block_size, ranked=bool({"mass", "scores"} & set(self._columns)))
+        self._prompts = read_prompts(path, said)
+        with closing(self._groups()) as groups:
+            first = next(groups, None)
+        if first is None:
+            raise InputError(f"import {path} must have a row, got none")
+        places = self._places(*first)
+        self._check_heads(places)
+        triggers = said.get("trigger_token_ids")
+        self.header = Header(
+            kind="selections",
+            place_U=places,
+            query_heads=1 + max(head for _, head in places),
+            prompts=self._prompts,
+            trigger_token_ids=None if triggers is None else tuple(sorted(triggers)),
+            masses="mass" in self._columns,
+            block_size=block_size,
+            model=said.get("model"),
+            rows=rows,
+        )
+
+    def steps(self) -> Iterator[ImportedStep]:
+        """Yield the steps.
+
+        Raises:
+            InputError: With the row that is wrong.
+        """
+        last = (0, -1)
+        with closing(self._groups()) as groups:
+            for begin, rows in groups:
+                last = self._next(begin, rows, last)
+                places = self._places(begin, rows)
+                if places != self.header.place_U:
+                    raise InputError(self._other_places(begin, last[1], places))
+                yield self._step(begin, rows, *last)
+
+    def _step(self, begin: int, rows: pa.Table, request: int, step: int) -> ImportedStep:
+        order = np.lexsort((_numbers(rows, "head"), _numbers(rows, "layer")))
+
+        def where(unit: int) -> str:
+            return self._row(begin + int(order[unit]))
+
+        values = {
+            name: _padded(rows[name], empty)[order] if name in self._columns else None
+            for name, empty in ((self._name, PADDING), ("mass", 0.0), ("scores", 0.0))
+        }
+        index_UK = values[self._name]
+        assert index_UK is not None, "the file has positions or blocks"
+        self._check_beside(rows, begin)
+        length = self._prompts[request].tokens + step
+        selected = Selected(
+            index_UK=index_UK, mass_UK=values["mass"], score_UK=values["scores"]
+        ).checked(length, self.header.block_size, self._top, where)
+        texts = rows["token_text"].to_pylist() if "token_text" in self._columns else [None]
+        return selected.step(
+            request=request, step=step, token_id=self._token(begin, rows), token_text=texts[0],
+            context_tokens=length, row=begin + len(rows),
+        )  # fmt: skip
+
+    def _groups(self) -> Generator[Group]:
+        # the rows of each step, as they follow each other
+        with readable(self._path), parquet.ParquetFile(self._path) as file:
+            begin, left = 0, None
+            for batch in file.iter_batches(ROWS, columns=self._columns):
+                piece = self._filled(pa.table(batch), begin + (0 if left is None else len(left)))
+                table = piece if left is None else pa.concat_tables([left, piece])
+                keys = np.stack([_numbers(table, name) for name in ("request", "step")])
+                edges = [0, *(np.flatnonzero((keys[:, 1:] != keys[:, :-1]).any(0)) + 1).tolist()]
+                for first, end in pairwise(edges):
+                    yield begin + first, table.slice(first, end - first)
+                begin, left = begin + edges[-1], table.slice(edges[-1])
+            if left is not None and len(left):
+                yield begin, left
+
+    def _filled(self, table: pa.Table, begin: int) -> pa.Table:
+        # with a request and a head where the file has none
+        for name in table.column_names:
+            if table[name].null_count and name != "token_text":
+                at = begin + int(pc.index(table[name].is_null(), value=True).as_py())
+                raise InputError(f"{self._row(at)}: {name} must have a value, got null")
+        for name in {"positions", "blocks", "mass", "scores"} & set(table.column_names):
+            values = pc.list_flatten(table[name])
+            if values.null_count:
+                inner = pc.index(values.is_null(), value=True).as_py()
+                at = begin + pc.list_parent_indices(table[name])[inner].as_py()
+                raise InputError(f"{self._row(at)}: {name} must have no null, got one")
+        for name in ("request", "head"):
+            if name not in table.column_names:
+                table = table.append_column(name, pa.array(np.zeros(len(table), np.int64)))
+        return table
+
+    def _next(self, begin: int, rows: pa.Table, last: tuple[int, int]) -> tuple[int, int]:
+        # request and step of the rows, which must follow
+        request, step = (int(_numbers(rows, name)[0]) for name in ("request", "step"))
+        if (request, step) not in ((last[0], last[1] + 1), (last[0] + 1, 0)):
+            raise InputError(
+                f"{self._row(begin)}: steps must ascend from 0 on without a gap, by request, got request "
+                f"{request}, step {step} after request {last[0]}, step {last[1]}"
+            )
+        if request >= len(self._prompts):
+            raise InputError(
+                f"{self._row(begin)}: request must be one of the {len(self._prompts)} with a prompt, got "
+                f"{request}"
+            )
+        return request, step
+
+    def _places(self, begin: int, rows: pa.Table) -> list[Place]:
+        pairs = list(
+            zip(*(_numbers(rows, name).tolist() for name in ("layer", "head")), strict=True)
+        )
+        for at, pair in enumerate(pairs):
+            if pair in pairs[:at]:
+                raise InputError(
+                    f"{self._row(begin + at)}: layer {pair[0]}, head {pair[1]} must come once a step, got "
+                    "twice"
+                )
+        return sorted(pairs)
+
+    def _other_places(self, begin: int, step: int, places: list[Place]) -> str:
+        missing = set(self.header.place_U) - set(places)
+        verb, names = (
+            ("have", missing) if missing else ("have no", set(places) - {*self.header.place_U})
+        )
+        layer, head = min(names)
+        return (
+            f"{self._row(begin)}: step {step} must {verb} layer {layer}, head {head}, as the first step, got "
+            f"{len(places)} layers and heads"
+        )
+
+    def _check_heads(self, places: list[Place]) -> None:
+        for layer in {layer for layer, _ in places}:
+            heads = [head for own, head in places if own == layer]
+            if layer < 0 or heads != list(range(len(heads))):
+                raise InputError(
+                    f"import {self._path}: heads of layer {layer} must be 0, 1, ... without a gap, got "
+                    f"{heads}"
+                )
+
+    def _check_beside(self, rows: pa.Table, begin: int) -> None:
+        sizes = pc.list_value_length(rows[self._name]).to_numpy()
+        for name in {"mass", "scores"} & set(self._columns):
+            wrong = pc.list_value_length(rows[name]).to_numpy() != sizes
+            if wrong.any():
+                at = int(np.argmax(wrong))
+                got = pc.list_value_length(rows[name])[at]
+                raise InputError(
+                    f"{self._row(begin + at)}: {name} must be {sizes[at]} numbers as {self._name}, got {got}"
+                )
+
+    def _token(self, begin: int, rows: pa.Table) -> int:
+        ids = _numbers(rows, "token_id")
+        wrong = (ids != ids[0]) | (ids < 0)
+        if wrong.any():
+            at = int(np.argmax(wrong))
+            raise InputError(
+                f"{self._row(begin + at)}: token_id must be one of at least 0 for all of a step, got "
+                f"{ids[at]} and {ids[0]}"
+            )
+        return int(ids[0])
+
+    def _checked_columns(self) -> list[str]:
+        names = self._schema.names
+        check_known(self._path, "column", names, COLUMNS)
+        given = [name for name in ("positions", "blocks") if name in names]
+        if len(given) != 1:
+            raise InputError(
+                f"import {self._path} must have positions or blocks, got {' and '.join(given) or 'neither'}"
+            )
+        for name in ("step", "layer", "token_id"):
+            if name not in names:
+                raise InputError(f"import {self._path} must have the column {name}, got {names}")
+        for field in self._schema:
+            self._check_type(field)
+        if given == ["blocks"] and {"mass", "scores"} & set(names):
+            raise InputError(f"mass and scores of {self._path} must be of positions, got blocks")
+        return list(names)
+
+    def _check_type(self, field: pa.Field) -> None:
+        kind, lists = field.type, field.name in ("positions", "blocks", "mass", "scores")
+        if lists:
+            kind = getattr(kind, "value_type", pa.null())
+        rules: dict[str, Callable[[pa.DataType], bool]] = {
+            "mass": pa.types.is_floating, "scores": pa.types.is_floating, "token_text": pa.types.is_string,
+        }  # fmt: skip
+        wanted = {"mass": "lists of numbers", "scores": "lists of numbers", "token_text": "strings"}
+        if not rules.get(field.name, pa.types.is_integer)(kind):
+            some = "lists of whole numbers" if lists else "whole numbers"
+            raise InputError(
+                f"column {field.name} of {self._path} must be {wanted.get(field.name, some)}, got "
+                f"{field.type}"
+            )
+
+    def _row(self, row: int) -> str:
+        return f"row {row:,} of {self._path}"
+
+
+def _said(file: parquet.ParquetFile) -> dict[str, Any]:
+    # other writers have keys of their own
+    found = {}
+    for key, text in (file.metadata.metadata or {}).items():
+        name = key.decode(errors="replace")
+        if name in (VERSION_NAME, "model") or name.startswith(
+            ("prompt_", "block_size", "trigger_")
+        ):
+            found[name] = json.loads(text)
+    return found
+
+
+def _block_size(path: Path, said: dict[str, Any], name: str) -> int | None:
+    block_size = said.get("block_size")
+    if (block_size is not None) != (name == "blocks"):
+        got = f"none with {name}" if block_size is None else f"{block_size} with {name}"
+        raise InputError(f"block_size of {path} must come with blocks, got {got}")
+    if block_size is not None and not (isinstance(block_size, int) and block_size >= 1):
+        raise InputError(f"block_size of {path} must be at least 1, got {block_size}")
+    return block_size
+
+
+def _numbers(table: pa.Table, name: str) -> npt.NDArray[np.int64]:
+    numbers: npt.NDArray[np.int64] = table[name].to_numpy().astype(np.int64)
+    return numbers
+
+
+def _padded(lists: pa.ChunkedArray, empty: float) -> npt.NDArray[Any]:
+    # [U, longest]; a shorter row ends in `empty`
+    count = pc.list_value_length(lists).to_numpy()
+    values = pc.list_flatten(lists).to_numpy()
+    padded = np.full((len(count), max(1, int(count.max()))), empty, values.dtype)
+    padded[np.arange(padded.shape[1]) < count[:, None]] = values
+    return padded

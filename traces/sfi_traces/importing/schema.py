@@ -1,0 +1,180 @@
+"""What `sfi trace import` takes: version 1 of the input schema, in words in docs/import.md.
+
+Dimensions: N steps from step 0 on, L layers, H heads, U pairs of a layer and a head, K positions of a
+selection, B blocks of a selection, P tokens of the prompt.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from sfi_core.errors import InputError
+
+VERSION = 1
+VERSION_NAME = "sfi_import_version"
+PADDING = -1  # after the positions or blocks of a selection that has fewer than others
+# what every file may say, and what it must say besides `VERSION_NAME`
+COMMON = (
+    VERSION_NAME, "token_ids", "prompt_token_ids", "prompt_tokens", "token_texts", "prompt_token_texts",
+    "trigger_token_ids", "model",
+)  # fmt: skip
+SELECTIONS = ("positions", "blocks", "block_size", "layers", "mass", "scores", "first_query")
+ATTENTION = ("kv_heads",)  # and `attention.PASS.LAYER`, or the nested `attentions`
+# of a Parquet file: columns, and keys of its metadata, whose values are JSON
+COLUMNS = (
+    "request",
+    "step",
+    "layer",
+    "head",
+    "positions",
+    "blocks",
+    "mass",
+    "scores",
+    "token_id",
+    "token_text",
+)
+METADATA = (
+    VERSION_NAME, "prompt_token_ids", "prompt_tokens", "prompt_token_texts", "block_size",
+    "trigger_token_ids", "model",
+)  # fmt: skip
+
+Place = tuple[int, int]  # layer, head
+Ints = npt.NDArray[np.integer[Any]]
+Floats = npt.NDArray[np.floating[Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImportOptions:
+    """What the caller says beside the file.
+
+    Attributes:
+        top: Keep so many positions of each selection, the most probable; None for all of a selection, and for
+            1,024 of an attention tensor.
+        kv_heads: KV heads that the query heads of an attention tensor are averaged for; None for the file's
+            word, or each query head by itself.
+        sequence: Ids of the prompt and of the generated tokens, [P + N], for a file without token ids.
+    """
+
+    top: int | None = None
+    kv_heads: int | None = None
+    sequence: Ints | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Prompt:
+    """A request's prompt.
+
+    Attributes:
+        tokens: How many tokens it has, P.
+        token_ids: The tokens; None where only their number is known.
+        texts: Text of each token; None where unknown.
+    """
+
+    tokens: int
+    token_ids: Ints | None = None
+    texts: Sequence[str] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Header:
+    """What is known of a file before its steps are read.
+
+    Attributes:
+        kind: "selections" or "attention".
+        place_U: The layers and heads, ascending.
+        query_heads: Query heads of a layer; of a selection its heads.
+        prompts: The requests' prompts.
+        trigger_token_ids: T_trig; None where the file does not say.
+        masses: Whether the positions have their probability under dense attention.
+        block_size: Positions of a block; None for positions.
+        model: Name of the model; None where the file does not say.
+        rows: Steps, or rows of a Parquet file: what `ImportedStep.row` counts up to.
+    """
+
+    kind: str
+    place_U: list[Place]
+    query_heads: int
+    prompts: list[Prompt]
+    trigger_token_ids: tuple[int, ...] | None
+    masses: bool
+    block_size: int | None
+    model: str | None
+    rows: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ImportedStep:
+    """One step of a request, checked.
+
+    Attributes:
+        request: Index of the request.
+        step: Decoding step t; 0 is the prompt's last position.
+        token_id: The token that it generated, x_t.
+        token_text: The token's text; None where unknown.
+        context_tokens: Cached tokens, the query's own included: P + t.
+        index_UK: Positions, ascending, padded with -1; int32.
+        mass_UK: Probability of each under dense attention, 0 where padded; None where unknown.
+        retained_U: Probability of all that the step attended; None where unknown.
+        attended_tokens: Tokens read for each head, the mean.
+        row: How far the file has been read; see `Header.rows`.
+    """
+
+    request: int
+    step: int
+    token_id: int
+    token_text: str | None
+    context_tokens: int
+    index_UK: Ints
+    mass_UK: Floats | None
+    retained_U: Floats | None
+    attended_tokens: float
+    row: int
+
+
+class Source(Protocol):
+    """A file to import.
+
+    Attributes:
+        header: What is known before the steps are read.
+    """
+
+    header: Header
+
+    def steps(self) -> Iterator[ImportedStep]:
+        """Yield the steps, by request and step.
+
+        Raises:
+            InputError: With the row that is wrong.
+        """
+
+
+def check_version(path: Path, version: object) -> None:
+    """Refuse a file of another version.
+
+    Raises:
+        InputError: It is another one, or there is none.
+    """
+    if version is None:
+        raise InputError(f"import {path} must have {VERSION_NAME} {VERSION}, got none")
+    if str(version) != str(VERSION):
+        raise InputError(
+            f"import {path} has {VERSION_NAME} {version}, this sfi reads {VERSION}; upgrade sfi, or write "
+            f"version {VERSION}"
+        )
+
+
+def check_known(path: Path, what: str, names: Sequence[str], known: Sequence[str]) -> None:
+    """Refuse names that the schema does not have: a misspelt one would be left out in silence.
+
+    Raises:
+        InputError: With the first one.
+    """
+    for name in names:
+        if name not in known:
+            raise InputError(
+                f"import {path} has an unknown {what} {name!r}; expected some of {known}"
+            )

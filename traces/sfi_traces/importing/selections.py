@@ -1,0 +1,243 @@
+"""Selections as one array, `positions` or `blocks`: [N, L, K] for all heads alike, or [N, L, H, K]."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from sfi_core.errors import ConfigError, InputError
+from sfi_traces.importing.arrays import Arrays
+from sfi_traces.importing.checks import (
+    Where,
+    checked_mass,
+    positions_of_blocks,
+    sorted_positions,
+    strongest,
+)
+from sfi_traces.importing.schema import (
+    COMMON,
+    SELECTIONS,
+    Floats,
+    Header,
+    ImportedStep,
+    ImportOptions,
+    Ints,
+    check_known,
+)
+from sfi_traces.importing.tokens import Tokens
+
+Array = npt.NDArray[Any]
+WITH_HEADS = ("steps", "layers", "heads", "positions")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Selected:
+    """What a step of a file selected, unchecked.
+
+    Attributes:
+        index_UK: Positions, or blocks, in any order, padded with -1.
+        mass_UK: Probability of each; None where unknown.
+        score_UK: What an indexer made of each; None where unknown.
+    """
+
+    index_UK: Ints
+    mass_UK: Floats | None = None
+    score_UK: Floats | None = None
+
+    def checked(self, length: int, block_size: int | None, top: int | None, where: Where) -> Self:
+        """Return them ascending, blocks as positions, and the best `top` of them where that is given.
+
+        Raises:
+            InputError: A row breaks a rule; with the row.
+        """
+        if block_size is not None:
+            blocks = -(-length // block_size)
+            block_UB, _ = sorted_positions(self.index_UK, blocks, where, "block")
+            return type(self)(index_UK=positions_of_blocks(block_UB, block_size, length))
+        index_UK, order_UK = sorted_positions(self.index_UK, length, where)
+        mass_UK, score_UK = (
+            None if given is None else np.take_along_axis(given, order_UK, -1)
+            for given in (self.mass_UK, self.score_UK)
+        )
+        if mass_UK is not None:
+            mass_UK = checked_mass(mass_UK, index_UK, where)
+        ranks_UK = mass_UK if mass_UK is not None else score_UK
+        if top is not None and ranks_UK is not None:
+            best_UK = strongest(ranks_UK, index_UK, top)
+            index_UK = np.take_along_axis(index_UK, best_UK, -1)
+            mass_UK = None if mass_UK is None else np.take_along_axis(mass_UK, best_UK, -1)
+        return type(self)(index_UK=index_UK, mass_UK=mass_UK)
+
+    def step(self, **facts: Any) -> ImportedStep:
+        """Return the step of a checked selection; `facts` are what else it has."""
+        sizes_U = (self.index_UK >= 0).sum(-1)
+        return ImportedStep(
+            index_UK=self.index_UK,
+            mass_UK=self.mass_UK,
+            retained_U=None if self.mass_UK is None else np.minimum(self.mass_UK.sum(-1), 1),
+            attended_tokens=float(sizes_U.mean()),
+            **facts,
+        )
+
+
+def check_top(top: int | None, block_size: int | None, *, ranked: bool) -> None:
+    """Refuse to take the best positions of a file that does not say which these are.
+
+    Raises:
+        ConfigError: With what it needs.
+    """
+    if top is not None and (block_size is not None or not ranked):
+        got = "blocks" if block_size is not None else "neither"
+        raise ConfigError(f"top needs positions with mass or scores, got {got}")
+
+
+class SelectionArrays:
+    """The steps of a file with one array of selections.
+
+    Attributes:
+        header: What is known before the steps are read.
+    """
+
+    def __init__(self, arrays: Arrays, options: ImportOptions) -> None:
+        """Read the arrays.
+
+        Raises:
+            InputError: One is missing or has another shape than the others.
+            ConfigError: An option that the file has no use for.
+        """
+        check_known(arrays.path, "array", arrays.names, (*COMMON, *SELECTIONS))
+        if options.kv_heads is not None:
+            raise ConfigError("kv-heads is for attention tensors, got selections")
+        self._path, self._top = arrays.path, options.top
+        self._name = _one_of(arrays, "positions", "blocks")
+        block_size = _block_size(arrays, self._name)
+        self._index = arrays.array(self._name, "iu", (3, 4))
+        self._mass, self._scores = (self._beside(arrays, name) for name in ("mass", "scores"))
+        ranked = self._mass is not None or self._scores is not None
+        check_top(options.top, block_size, ranked=ranked)
+        if 0 in self._index.shape:
+            raise InputError(
+                f"{self._name} of {self._path} must have steps, layers and positions, got shape "
+                f"{list(self._index.shape)}"
+            )
+        first = arrays.number("first_query", least=0)
+        steps = None if first is not None else len(self._index)
+        self._tokens = Tokens.of(arrays, options, steps)
+        self._left_out = _left_out(self, first)
+        heads = self._heads or 1
+        self.header = Header(
+            kind="selections",
+            place_U=[(layer, head) for layer in self._layers(arrays) for head in range(heads)],
+            query_heads=heads,
+            prompts=[self._tokens.prompt],
+            trigger_token_ids=self._tokens.triggers,
+            masses=self._mass is not None,
+            block_size=block_size,
+            model=self._tokens.model,
+            rows=len(self._tokens.token_ids),
+        )
+
+    def steps(self) -> Iterator[ImportedStep]:
+        """Yield the steps.
+
+        Raises:
+            InputError: With the row that is wrong.
+        """
+        tokens = self._tokens
+        for step, token_id in enumerate(tokens.token_ids.tolist()):
+            row, length = step + self._left_out, tokens.prompt.tokens + step
+            selected = Selected(
+                index_UK=self._row(self._index, row),
+                mass_UK=None if self._mass is None else self._row(self._mass, row),
+                score_UK=None if self._scores is None else self._row(self._scores, row),
+            ).checked(length, self.header.block_size, self._top, self._where(row))
+            yield selected.step(
+                request=0, step=step, token_id=token_id, context_tokens=length, row=step + 1,
+                token_text=None if tokens.texts is None else tokens.texts[step],
+            )  # fmt: skip
+
+    @property
+    def size(self) -> tuple[int, int, int]:
+        """Rows of the array, prompt tokens and generated tokens."""
+        return len(self._index), self._tokens.prompt.tokens, len(self._tokens.token_ids)
+
+    @property
+    def name(self) -> str:
+        """What an error calls the array."""
+        return f"{self._name} of {self._path}"
+
+    @property
+    def _heads(self) -> int | None:
+        # None where there is one selection for all heads, [N, L, K]
+        *_, heads, _ = self._index.shape[1:]
+        return int(heads) if self._index.ndim == len(WITH_HEADS) else None
+
+    def _beside(self, arrays: Arrays, name: str) -> Array | None:
+        found = arrays.maybe(name, "f", (3, 4))
+        if found is None:
+            return None
+        if self._name == "blocks":
+            raise InputError(f"{name} of {self._path} must be of positions, got blocks")
+        if found.shape != self._index.shape:
+            raise InputError(
+                f"{name} of {self._path} must be {list(self._index.shape)} as {self._name}, got "
+                f"{list(found.shape)}"
+            )
+        return found
+
+    def _layers(self, arrays: Arrays) -> list[int]:
+        count = self._index.shape[1]
+        given = arrays.maybe("layers", "iu", (1,))
+        layers = list(range(count)) if given is None else given.tolist()
+        if len(layers) != count:
+            raise InputError(
+                f"layers of {self._path} must be {count}, as {self._name} has, got {len(layers)}"
+            )
+        if layers != sorted(set(layers)) or layers[0] < 0:
+            raise InputError(f"layers of {self._path} must ascend from 0 on, got {layers}")
+        return layers
+
+    def _row(self, array: Array, row: int) -> Array:
+        return np.asarray(array[row]).reshape(-1, array.shape[-1])
+
+    def _where(self, row: int) -> Where:
+        heads = self._heads
+
+        def name(unit: int) -> str:
+            place = str(unit) if heads is None else f"{unit // heads}, {unit % heads}"
+            return f"{self._name}[{row}, {place}] of {self._path}"
+
+        return name
+
+
+def _one_of(arrays: Arrays, first: str, second: str) -> str:
+    found = [name for name in (first, second) if name in arrays.names]
+    if len(found) != 1:
+        got = " and ".join(found) or "neither"
+        raise InputError(
+            f"import {arrays.path} must have {first}, {second} or attention.PASS.LAYER, got {got}"
+        )
+    return found[0]
+
+
+def _block_size(arrays: Arrays, name: str) -> int | None:
+    block_size = arrays.number("block_size", least=1)
+    if (block_size is not None) != (name == "blocks"):
+        got = f"none with {name}" if block_size is None else f"{block_size} with {name}"
+        raise InputError(f"block_size of {arrays.path} must come with blocks, got {got}")
+    return block_size
+
+
+def _left_out(source: SelectionArrays, first: int | None) -> int:
+    # rows of the prompt's queries before its last one
+    rows, prompt, generated = source.size
+    if first is None:
+        return 0
+    if not first < prompt or first + rows != prompt + generated - 1:
+        raise InputError(
+            f"{source.name} must have rows for the queries {first:,} to {prompt + generated - 2:,} "
+            f"(first_query, {prompt:,} prompt tokens, {generated:,} generated), got {rows:,} rows"
+        )
+    return prompt - 1 - first

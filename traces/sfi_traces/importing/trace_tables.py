@@ -1,0 +1,139 @@
+"""The tables of an imported trace: the rows that a recorded one has, null where the file does not say."""
+
+from typing import Any
+
+import numpy as np
+
+from sfi_traces.importing.schema import Header, ImportedStep, Ints, Prompt
+from sfi_traces.overlap import Overlap
+from sfi_traces.record.part_files import PartFiles
+from sfi_traces.record.table_buffer import Lists, TableBuffer
+from sfi_traces.record.token_text import TokenText
+from sfi_traces.schema import TABLES
+
+REASON = "imported"  # of every step: it read, or chose, anew
+PART_BYTES = 64 << 20
+
+
+class TraceTables:
+    """Takes the steps of a file, and writes parts as they fill.
+
+    Attributes:
+        top: The most positions that a row has had.
+        steps: Steps so far.
+    """
+
+    def __init__(
+        self, parts: PartFiles, header: Header, triggers: frozenset[int], text: TokenText | None
+    ) -> None:
+        """Begin.
+
+        Args:
+            parts: Takes the parts.
+            header: What is known of the file.
+            triggers: T_trig.
+            text: Gives a token's text where the file has none.
+        """
+        self.top = self.steps = 0
+        self._parts, self._header, self._triggers, self._text = parts, header, triggers, text
+        self._tables = {name: TableBuffer(schema) for name, schema in TABLES.items()}
+        self._layer_U, self._head_U = np.array(header.place_U).T
+        self._last_UK: Ints = np.full((len(header.place_U), 0), -1, np.int32)
+        self._sentence = 0
+
+    def prompt(self, request: int, prompt: Prompt) -> None:
+        """Take the prompt of a request that begins."""
+        self._sentence = 0
+        if prompt.token_ids is None:
+            return
+        texts = prompt.texts
+        if texts is None and self._text is not None:
+            texts = [self._text(token_id) for token_id in prompt.token_ids.tolist()]
+        columns = {
+            "request": request,
+            "position": np.arange(prompt.tokens),
+            "token_id": prompt.token_ids,
+            "token_text": None if texts is None else np.array(texts, object),
+        }
+        self._add("prompts", prompt.tokens, columns)
+
+    def step(self, one: ImportedStep) -> None:
+        """Take a step."""
+        self._add("steps", 1, self._step_row(one))
+        self._sentence += one.token_id in self._triggers
+        change = Overlap.of(self._last_UK, one.index_UK)
+        overlap_U = np.full(len(change.both), np.nan) if one.step == 0 else change.coefficient
+        key = {
+            "request": one.request,
+            "step": one.step,
+            "layer": self._layer_U,
+            "head": self._head_U,
+        }
+        known_UK = one.index_UK >= 0
+        positions = Lists.of(one.index_UK, known_UK)
+        supports = {
+            **key,
+            "positions": positions,
+            "mass": None if one.mass_UK is None else Lists.of(one.mass_UK, known_UK),
+            "retained_mass": one.retained_U,
+            "overlap_previous_step": overlap_U,
+            "overlap_last_refresh": overlap_U,  # every step chose anew
+        }
+        self._add("supports", len(known_UK), supports)
+        if self._header.kind == "selections":
+            kept_U = change.both if one.step else np.zeros_like(change.both)
+            jaccard_U = np.full(len(kept_U), np.nan) if one.step == 0 else change.jaccard
+            selections = {
+                **key,
+                "selected": change.second,
+                "overlap_previous": overlap_U,
+                "jaccard_previous": jaccard_U,
+                "added": change.second - kept_U,
+                "removed": change.first - kept_U if one.step else np.zeros_like(kept_U),
+                "positions": positions,
+                "reason": "",
+            }
+            self._add("selections", len(known_UK), selections)
+        self._last_UK = one.index_UK
+        self.top = max(self.top, int(change.second.max()))
+        self.steps += 1
+        if sum(table.nbytes for table in self._tables.values()) >= PART_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what waits; `steps` last, so that what belongs to a step is there too.
+
+        Raises:
+            OSError: The disk is full, say.
+        """
+        for name, buffer in sorted(self._tables.items(), key=lambda item: item[0] == "steps"):
+            table = buffer.take()
+            if len(table):
+                self._parts.write(name, table)
+
+    def _step_row(self, one: ImportedStep) -> dict[str, Any]:
+        text = one.token_text
+        if text is None and self._text is not None:
+            text = self._text(one.token_id)
+        return {
+            "request": one.request,
+            "step": one.step,
+            "position": one.context_tokens - 1,
+            "token_id": one.token_id,
+            "token_text": text,
+            "slow": True,
+            "reason": REASON,
+            "steps_since_slow": 0,
+            "sentence": self._sentence,
+            "trigger": one.token_id in self._triggers,
+            "attended_tokens": one.attended_tokens,
+            "context_tokens": one.context_tokens,
+            "read_ratio": one.attended_tokens / one.context_tokens,
+            "audited": True,
+            "batch_step": one.step,
+            "drafted": False,
+        }
+
+    def _add(self, name: str, rows: int, columns: dict[str, Any]) -> None:
+        # what an import does not know is null, columns of later versions too
+        self._tables[name].add_columns(rows, {**dict.fromkeys(TABLES[name].names), **columns})
