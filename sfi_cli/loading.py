@@ -1,5 +1,6 @@
 """The model of a command: `--model`, `--random-weights`, `model.pack_weights`."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -45,18 +46,23 @@ class Subject:
         if self.pack_weights:
             _check_packing(self.loading)
 
-    def loaded(self, *, quiet: bool) -> tuple[Any, Any]:
-        """Return the model, packed if asked for, and a tokenizer, for random weights the bundled one's."""
-        model, tokenizer = self._loaded()
+    def loaded(self, *, quiet: bool, check: Callable[[Any], None] | None = None) -> tuple[Any, Any]:
+        """Return the model, packed if asked for, and a tokenizer, for random weights the bundled one's.
+
+        Args:
+            quiet: Show no progress.
+            check: Called with a checkpoint's config before its weights are read; may refuse it.
+        """
+        model, tokenizer = self._loaded(check)
         if self.pack_weights:
             _pack(model, quiet=quiet)
         return model, tokenizer
 
-    def _loaded(self) -> tuple[Any, Any]:
+    def _loaded(self, check: Callable[[Any], None] | None) -> tuple[Any, Any]:
         from sfi_core.models.load import load, load_tokenizer, resolve_device
 
         if self.random_weights is None:
-            return load(self.model, **self.loading)
+            return load(self.model, **self.loading, check=check)
         from sfi_core.measure.bench.architectures import random_config, random_model
 
         config, device = random_config(self.random_weights), resolve_device(self.loading["device"])

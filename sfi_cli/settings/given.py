@@ -79,9 +79,10 @@ def given(
         except ConfigError as error:
             raise ConfigError(f"{file}: {error}") from error
     said = _said(command, sets, options or {})
+    effective = settings_for(command).keys() - DECODING.keys()
     return Given(
         config=config.replace(**_nested(said)),
-        values={name: value for name, value in (values | said).items() if name not in DECODING},
+        values={name: value for name, value in (values | said).items() if name in effective},
         said=frozenset(said),
     )
 

@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 import torch
 
@@ -49,7 +49,8 @@ class Scheduler:
         limits: The most new tokens of each.
         sampler: Picks the tokens.
         pad_id: Stands for a request that has no new token.
-        on_token: Told the new tokens, by request; padding where there is none.
+        on_token: Told the new tokens, by request.
+        nothing: What it is told of a request that has none; in a plain run, one that has ended has padding.
         waiting: The requests that have not begun.
     """
 
@@ -58,7 +59,8 @@ class Scheduler:
     limits: Sequence[int]
     sampler: Picker
     pad_id: int
-    on_token: Callable[[list[int]], None] | None = None
+    on_token: Callable[[list[Any]], None] | None = None
+    nothing: int | None = None
     waiting: deque[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -103,7 +105,7 @@ class Scheduler:
 
     def _tell(self, told: dict[int, int]) -> None:
         if self.on_token is not None:
-            self.on_token([told.get(request, self.pad_id) for request in range(len(self.prompts))])
+            self.on_token([told.get(request, self.nothing) for request in range(len(self.prompts))])
 
     def _begin(self, row: int, request: int) -> int:
         # read the request's prompt into the row, and return its first token

@@ -51,6 +51,7 @@ class Result:
         peak_memory_bytes: Peak memory of the process (CPU) or of the allocator (GPU) during the run.
         error: Why the run stopped early; None when it did not.
         interrupted: Whether Ctrl-C stopped it.
+        seed: What the tokens were drawn with, for `verify`; None where none were drawn.
     """
 
     report: RunReport
@@ -62,6 +63,7 @@ class Result:
     peak_memory_bytes: int
     error: SfiError | None = None
     interrupted: bool = False
+    seed: int | None = None
 
 
 def generate(
@@ -85,7 +87,7 @@ def generate(
     engine: EngineOptions | None = None,
     lossless: bool = False,
     on_plan: Callable[[BatchPlan], None] | None = None,
-    on_token: Callable[[list[int]], None] | None = None,
+    on_token: Callable[[list[Any]], None] | None = None,
     on_prefill: Callable[[int, int], None] | None = None,
 ) -> Result:
     """Complete prompts with slow-fast decoding.
@@ -112,10 +114,11 @@ def generate(
         audit: What to compare with dense attention, for the observers; the tokens stay the same.
         shared: The prompts as `read_prompt` read them, to begin with; they are not read again.
         engine: How steps are run; None is `EngineOptions()`.
-        lossless: Generate full attention's own tokens: the policy's fast steps draft, dense passes verify.
+        lossless: Generate full attention's own tokens: the policy's fast steps draft, dense passes verify. So
+            does `engine.lossless`; either is enough.
         on_plan: Called before the run with how many requests are decoded together, and what that needs.
         on_token: Called with the tokens of each step, by prompt; padding for one that has ended or waits.
-            A lossless run gives several tokens at once: one call each, padding for a prompt that has fewer.
+            A lossless run gives several tokens at once: one call each, with None for a prompt that has fewer.
         on_prefill: Called with the prompt tokens read so far and in all, of the prompts that are read first.
 
     Returns:
@@ -180,7 +183,8 @@ def generate(
         if seed is None:
             seed = int(torch.randint(2**62, ())) if sampling.do_sample else 0
         sampler = Sampler(sampling, ids_BT, session.ranks, seed=seed, ahead=decoder.ahead)
-        scheduler = Scheduler(decoder, rows, limits, sampler, pad_id, on_token)
+        nothing = None if engine.lossless else pad_id
+        scheduler = Scheduler(decoder, rows, limits, sampler, pad_id, on_token, nothing)
         error: SfiError | None = None
         interrupted = False
         try:
@@ -195,7 +199,8 @@ def generate(
         except KeyboardInterrupt:
             interrupted = True
         report = _report(session, scheduler, error, interrupted=interrupted)
-        return _result(report, session, tokenizer, plan, error, interrupted=interrupted)
+        result = _result(report, session, tokenizer, plan, error, interrupted=interrupted)
+        return replace(result, seed=seed if sampling.do_sample else None)
 
 
 def _report(

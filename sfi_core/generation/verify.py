@@ -15,6 +15,7 @@ from sfi_core.generation.processors import processors
 from sfi_core.generation.prompts import check_lengths, encode
 from sfi_core.generation.verify_report import Differing, RequestCheck, VerifyReport
 from sfi_core.models.linear import wide_linears
+from sfi_core.models.rotation import pass_rotation
 from sfi_core.settings.sampling import Sampling
 
 NEAR_ULP = 4.0
@@ -59,7 +60,8 @@ def verify(
         chunk: Prompt tokens of one forward pass.
 
     Raises:
-        ConfigError: Not one output for each prompt, sampling without its seed, or a chunk below 1.
+        ConfigError: Not one output for each prompt, sampling without its seed, a chunk below 1, or a model
+            whose RoPE (`longrope`, `dynamic`) depends on the pieces that a text is read in.
         InputError: A prompt is empty, or longer with its output than the model's positions.
         NumericsError: The model's logits hold NaN or infinity.
     """
@@ -70,6 +72,10 @@ def verify(
         raise ConfigError("seed must be the run's where tokens were sampled, got None")
     if chunk < 1:
         raise ConfigError(f"chunk must be at least 1, got {chunk}")
+    if kind := pass_rotation(model.config):
+        raise ConfigError(
+            f"model must rotate each token by its own position, got RoPE of the kind {kind}"
+        )
     check_lengths(model, rows, [len(output) for output in outputs])
     judge = Judge(model, sampling, seed or 0)
     with wide_linears(model):

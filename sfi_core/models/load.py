@@ -1,7 +1,7 @@
 """Loading a checkpoint and its tokenizer."""
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,7 @@ def load(
     dtype: str = "auto",
     device: str = "auto",
     trust_remote_code: bool = False,
+    check: Callable[[Any], None] | None = None,
 ) -> tuple[Any, Any]:
     """Load a decoder-only model and its tokenizer; under torchrun, split by heads over all ranks.
 
@@ -63,6 +64,7 @@ def load(
         dtype: "auto" (the checkpoint's), "bfloat16", "float16" or "float32".
         device: "auto" (CUDA where there is one), "cpu", "cuda", "cuda:1", ...
         trust_remote_code: Run code that comes with the checkpoint.
+        check: Called with the checkpoint's config, before its weights are read; may refuse it.
 
     Returns:
         The model in evaluation mode, and the tokenizer.
@@ -87,6 +89,9 @@ def load(
             config = _decoder_config(source, common)
             digest = _digest(source.place, revision) if together.size > 1 else None
             split = parallel_options(config, together.size, trust_remote_code=trust_remote_code)
+        if check is not None:
+            with together.agreed():
+                check(config)
         together.check_same({"model": digest, "dtype": dtype, "device": where.type})
         if split:
             split["device_mesh"] = mesh(where)

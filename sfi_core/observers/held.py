@@ -8,7 +8,7 @@ from sfi_core.observers.observer import Observer, Observers
 
 
 class HeldSelections(Observers):
-    """Passes everything on, but holds what decoding steps select until `settle` or `drop`."""
+    """Passes everything on, but holds what decoding steps select until `settle`, `keep` or `drop`."""
 
     def __init__(self, observer: Observer) -> None:
         super().__init__([observer])
@@ -25,6 +25,12 @@ class HeldSelections(Observers):
         """Tell what a request has selected, at the step that it turned out to be."""
         for event in self._held.pop(request, ()):
             super().on(replace(event, step=step))
+
+    def keep(self, request: int, stop: int) -> None:
+        """Tell what a request's steps before `stop` have selected; the others fell with rejected tokens."""
+        for event in self._held.pop(request, ()):
+            if event.step < stop:
+                super().on(event)
 
     def drop(self, request: int) -> None:
         """Forget what a request has selected: it fell with a rejected token."""

@@ -72,6 +72,7 @@ class Policy:
         trigger: Says when a slow step is due.
         selects_before: Whether `select_before` is to be called on fast steps.
         selects_after: Whether `select_after` is to be called on slow steps.
+        prompt_only: Whether that is so at the prompt's end only, as of a slow step.
         observes_fast: Whether `observe_fast` is to be called.
         observes_prompt: Whether `observe_prompt` is to be called.
         selects_next: Whether `select_next` is to be called on fast steps.
@@ -86,6 +87,7 @@ class Policy:
 
     selects_before = False
     selects_after = False
+    prompt_only = False
     observes_fast = False
     observes_prompt = False
     selects_next = False
@@ -114,6 +116,15 @@ class Policy:
     def selects_in(self, layer: int) -> bool:
         """Say whether a slow step of a layer calls `select_after`."""
         return self.selects_after and layer not in self.config.dense_layers
+
+    @classmethod
+    def refreshes(cls) -> bool:
+        """Say whether slow decoding steps call `select_after`."""
+        return cls.selects_after and not cls.prompt_only
+
+    def refreshes_in(self, layer: int) -> bool:
+        """Say whether a slow decoding step of a layer calls `select_after`."""
+        return self.refreshes() and self.selects_in(layer)
 
     def select_before(self, context: LayerContext) -> Selection | None:
         """Select from the current query, before a fast layer attends (Quest, FreeKV)."""

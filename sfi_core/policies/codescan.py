@@ -36,6 +36,7 @@ class CodeScan(Policy):
 
     selects_before = True
     selects_after = True
+    prompt_only = True  # the basis is of the prompt, also in a lossless run
     drafts = True
     offloads = True
     _width = 0
@@ -52,8 +53,7 @@ class CodeScan(Policy):
     def select_after(self, context: LayerContext) -> None:
         """Learn the basis at the prompt's end; the first fast step selects."""
         for place, note in enumerate(context.notes):
-            if "basis" not in note:  # a verification of a lossless run comes here too
-                self._learn(context, place, note)
+            self._learn(context, place, note)
 
     def select_before(self, context: LayerContext) -> Selection:
         """Select by the current query."""

@@ -13,7 +13,7 @@ from sfi_core.settings.config import SfiConfig
 
 
 class SnapKV(EvidencePolicy):
-    """Select once, after the prompt; every later step is fast."""
+    """Select once, after the prompt; every later step is fast. A lossless run's verifications select anew."""
 
     evicts = True
     drafts = True

@@ -3,8 +3,11 @@
 import json
 
 import pytest
+from transformers import CONFIG_MAPPING
 
+from sfi_core.errors import NumericsError
 from sfi_core.generation import verify as verify_module
+from sfi_core.models.load import load_tokenizer
 from tests.cli.test_generate import PROMPT, batch_file, inside
 
 TEXT = PROMPT * 20
@@ -31,6 +34,7 @@ def test_the_tokens_are_full_attentions_and_verified(tmp_path, sampling):
     drafted = [request["lossless"]["drafted"] for request in document["requests"]]
     assert max(drafted) > 0
     assert "drafted tokens kept, " in error
+    assert error.count(" tokens a token given (") == len(drafted)
 
 
 def test_an_output_that_is_not_full_attentions_fails_after_it_is_shown(monkeypatch):
@@ -50,6 +54,20 @@ def test_an_output_that_is_not_full_attentions_fails_after_it_is_shown(monkeypat
     assert error.splitlines()[-1].startswith("error: output must be full attention's")
 
 
+def test_an_output_that_cannot_be_verified_is_shown_all_the_same(monkeypatch):
+    def broken(*_, **__):
+        raise NumericsError("logits must be finite, got NaN")
+
+    monkeypatch.setattr(verify_module, "verify", broken)
+    given = ("generate", TEXT, "-n", "3", *SETTINGS, "--lossless", "--verify")
+    code, stdout, error = inside(*given, "--json")
+    assert code == 1
+    document = json.loads(stdout)
+    assert len(tokens(document)[0]) == 3
+    assert document["verification"] == {"ok": False, "error": "logits must be finite, got NaN"}
+    assert error.splitlines()[-1].startswith("error: output cannot be verified: logits must be")
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -60,11 +78,38 @@ def test_an_output_that_is_not_full_attentions_fails_after_it_is_shown(monkeypat
             ("--lossless", "--policy", "tova"),
             "policy tova cannot draft for a lossless run; those that can: ",
         ),
+        (
+            ("--set", "draft.adaptive=false"),
+            "draft.adaptive must come with --lossless, got it alone",
+        ),
         (("--lossless", "--kv-device-budget", "20%"), "lossless must be off with kv_device_budget"),
+        (("--lossless", "--set", "correction=0.5"), "policy sfi with these settings cannot draft"),
+        (("--lossless", "--set", "trigger_policy=entropy"), "a trigger that looks at the entropy"),
+        (
+            ("--lossless", "--set", "engine.synchronized=true"),
+            "lossless must be off with engine.sync",
+        ),
+        (("--lossless", "--audit", "4", "--trace", "run"), "lossless must be off with an audit"),
     ],
 )
-def test_what_cannot_be_is_refused_in_one_line(options, words):
+def test_what_cannot_be_is_refused_in_one_line_before_a_model_is_loaded(
+    options, words, monkeypatch, tmp_path
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sfi_core.models.load.load", None)
     code, stdout, error = inside("generate", TEXT, "-n", "2", *options)
     assert (code, stdout) == (2, "")
     assert words in error
     assert error.count("\n") == 1
+
+
+def test_a_rotation_that_depends_on_the_pass_is_refused_before_weights_are_read(tmp_path):
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    load_tokenizer().save_pretrained(tmp_path)
+    CONFIG_MAPPING["llama"](rope_parameters=rope).save_pretrained(tmp_path)
+    given = ("generate", TEXT, "-n", "2", "--model", str(tmp_path))
+    code, _, error = inside(*given, "--lossless")
+    assert (code, error.count("\n")) == (2, 1)
+    assert "lossless must be off with RoPE of the kind dynamic" in error
+    code, _, error = inside(*given)  # without it, the weights are what is missing
+    assert code == 3

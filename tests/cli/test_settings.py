@@ -132,6 +132,16 @@ def test_a_preset_yields_to_the_file_and_the_file_to_the_command_line(tmp_path: 
     assert found.said == {"budget", "t_max", "engine.prefill_chunk"}
 
 
+def test_a_file_s_settings_of_other_commands_have_no_effect(tmp_path: Path):
+    file = tmp_path / "settings.toml"
+    file.write_text(
+        "[engine]\nlossless = true\nfused = false\nsynchronized = true\noverlap = false\n"
+    )
+    wanted = EngineTable(overlap=False)
+    assert given("bench", file=file).table(EngineTable) == wanted
+    assert given("generate", file=file).table(EngineTable).lossless
+
+
 def test_a_setting_of_another_place_says_where_it_has_an_effect():
     words = message("tune", "none", "--set", "slow_start=4")
     assert words.startswith("slow_start has no effect here, only on sfi generate, ")

@@ -7,17 +7,18 @@ import subprocess
 import sys
 
 import pytest
+from pyarrow import parquet
 from typer.testing import CliRunner
 
 from sfi_cli import app as cli
 from tests.cli.trace_commands import trace
 from tests.traces.made import make_trace
-from tests.traces.small import change_manifest, redact, spoil
+from tests.traces.small import change_manifest, redact, spoil, write_part
 
 SECTIONS = {
     "trace", "request", "layer", "run", "steps", "triggers", "stability", "lags", "audit", "logits",
     "selections", "latency", "phases", "break_even", "missing", "drift", "locality", "head_similarity",
-    "query_cosine", "corrections", "recalls", "lossless", "ranks",
+    "query_cosine", "corrections", "recalls", "lossless", "ranks", "health", "coverage",
 }  # fmt: skip
 
 
@@ -181,6 +182,20 @@ def test_check_of_a_sound_trace(recorded):
     assert "were compared with the token ids" in ended.stdout
     assert ended.stdout.endswith("\nsound\n")
     assert json.loads(trace("check", recorded, "--json").stdout)["sound"] is True
+
+
+def test_check_ends_with_1_for_a_health_problem_and_show_says_so(tmp_path):
+    folder = make_trace(tmp_path / "run", steps=60, policy="sfi")
+    part = folder / "selections" / "part-00000.parquet"
+    rows = parquet.read_table(part).to_pylist()
+    write_part(folder, "selections", [row | {"evidence_norm2": 0.0} for row in rows])
+    ended = trace("check", folder)
+    assert (ended.code, ended.stderr) == (1, "")
+    assert "health problem: evidence_broken: 100 % of the refreshes" in ended.stdout
+    assert ended.stdout.endswith("\nsound, but not healthy\n")
+    document = json.loads(trace("check", folder, "--json").stdout)
+    assert (document["sound"], document["health"]["sound"]) == (True, False)
+    assert "health problem: evidence_broken" in trace("show", folder).stdout
 
 
 def test_check_of_a_killed_trace_is_sound_and_not_finished(tmp_path):

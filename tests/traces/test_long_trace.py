@@ -8,7 +8,8 @@ from sfi_core.errors import TraceError
 from sfi_traces.read.check import check
 from sfi_traces.read.reader import Trace
 from sfi_traces.report import render
-from sfi_traces.summary import summarize
+from sfi_traces.summary import Scope, summarize
+from sfi_traces.summary.supports import selection_facts
 from sfi_traces.views.reads import Refreshes
 from sfi_traces.views.view import View
 from sfi_traces.views.words import step_words
@@ -40,7 +41,7 @@ def test_the_report_grows_by_little_a_step(trace, monkeypatch):
     assert "1 of 3 audited layers are drawn, evenly chosen." in page
 
 
-def test_a_summary_reads_no_position_of_a_selection(trace, tmp_path):
+def test_what_needs_no_position_of_a_selection_reads_none(trace, tmp_path):
     """Their column is spoiled in every part: whatever reads it fails."""
     copy = write(tmp_path / "spoiled", SHAPE)
     for part in sorted((copy / "selections").iterdir()):
@@ -50,14 +51,12 @@ def test_a_summary_reads_no_position_of_a_selection(trace, tmp_path):
         data = bytearray(part.read_bytes())
         for column in columns:
             if column.path_in_schema.startswith("positions"):
-                begin = column.data_page_offset
-                data[begin : begin + column.total_compressed_size] = bytes(
-                    column.total_compressed_size
-                )
+                begin, size = column.data_page_offset, column.total_compressed_size
+                data[begin : begin + size] = bytes(size)
         part.write_bytes(data)
     spoiled = Trace.open(copy)
-    found, expected = (summarize(one)["selections"]["lambda_star"] for one in (spoiled, trace))
-    assert found["mean"] == pytest.approx(expected["mean"])
+    found, expected = (selection_facts(Scope.of(one)) for one in (spoiled, trace))
+    assert found["lambda_star"]["mean"] == pytest.approx(expected["lambda_star"]["mean"])
     assert len(Refreshes.of(View(spoiled)).step) > 0
     with pytest.raises(TraceError, match="damaged part"):
         step_words(View(spoiled), SHAPE.steps - 1)
@@ -76,3 +75,21 @@ def test_one_step_takes_the_selections_of_one_refresh(trace, monkeypatch):
     monkeypatch.setattr(Trace, "rows", counted)
     step_words(View(trace), SHAPE.steps - 1)
     assert read == [SHAPE.layers * SHAPE.heads]
+
+
+def test_the_positions_of_a_sample_are_read_once(trace, monkeypatch):
+    """Health, coverage and the like of a long trace look at every n-th refresh."""
+    monkeypatch.setattr("sfi_traces.summary.sampled.MOST_POSITIONS", 1 << 12)
+    read, rows = [], Trace.rows
+
+    def counted(self, name, columns, where):
+        found = rows(self, name, columns, where)
+        if name == "selections" and "positions" in columns:
+            read.append(len(found))
+        return found
+
+    monkeypatch.setattr(Trace, "rows", counted)
+    every = summarize(trace)["coverage"]["every"]
+    assert every > 1
+    refreshes = len(set(trace.table("selections")["step"].to_pylist()))
+    assert read == [-(-refreshes // every) * SHAPE.layers * SHAPE.heads]

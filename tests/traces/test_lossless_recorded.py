@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from sfi_core import SfiConfig
+from sfi_core.policies import POLICIES
 from sfi_traces.read.check import check
 from sfi_traces.read.reader import Trace
 from sfi_traces.record.parquet import ParquetObserver
@@ -17,12 +18,14 @@ CASES: dict[str, dict[str, Any]] = {
     "fixed": {"draft": {"rule": "fixed", "max_tokens": 4, "adaptive": False}},
     "first": {"draft": {"evidence": "first", "confidence": 0.6}},
     "paper": {"slow_start": 1, "trigger_delay": 0, "span": 0, "t_max": 7},
+    "codescan": {"budget": 1, "recent": 2, "codescan": {"rest": 0.0}},
+    "quest": {"baseline": {"page": 4}},
 }
 
 
 def settings(name: str) -> SfiConfig:
     small = {"budget": 6, "recent": 8, "sink": 2, "window_prefill": 4}
-    return SfiConfig().replace(**small, **CASES[name])
+    return SfiConfig().replace(**(small | CASES[name]))
 
 
 def ids_of(result: Any) -> list[list[int]]:
@@ -31,11 +34,11 @@ def ids_of(result: Any) -> list[list[int]]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_lossless_trace_is_sound_and_changes_no_token(tmp_path, name):
-    config = settings(name)
+    config, policy = settings(name), name if name in POLICIES else "sfi"
     plain = ids_of(complete(config, policy="full-kv"))
-    untraced = ids_of(complete(config, lossless=True))
+    untraced = ids_of(complete(config, policy=policy, lossless=True))
     with ParquetObserver(tmp_path / "run", tokenizer=bundled()[1]) as observer:
-        traced = ids_of(complete(config, lossless=True, observers=[observer]))
+        traced = ids_of(complete(config, policy=policy, lossless=True, observers=[observer]))
     trace = Trace.open(tmp_path / "run")
     assert trace.lossless
     document = check(trace)
@@ -44,6 +47,19 @@ def test_a_lossless_trace_is_sound_and_changes_no_token(tmp_path, name):
     for request, tokens in enumerate(traced):
         own = [row["token_id"] for row in steps if row["request"] == request]
         assert own == tokens == untraced[request] == plain[request]
+    keys = [
+        tuple(row[n] for n in ("request", "step", "layer", "head"))
+        for row in rows(trace, "selections")
+    ]
+    assert len(keys) == len(set(keys))
+    drafted, told = (
+        {(row["request"], row["step"]) for row in kept}
+        for kept in (
+            [row for row in steps if row["drafted"]],
+            [row for row in rows(trace, "selections") if row["step"]],
+        )
+    )
+    assert told == drafted if policy != "sfi" else told and not told & drafted
     found = summarize(trace)["lossless"]
     assert 0 < found["accepted"] < found["drafted"]
     assert found["tested"] == len(rows(trace, "logits"))

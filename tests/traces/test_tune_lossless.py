@@ -208,3 +208,31 @@ def test_traces_that_cannot_be_judged_are_refused(tmp_path):
     change_manifest(folder, config=manifest["config"] | {"draft": draft})
     with pytest.raises(TraceError, match=r"draft.confidence, got 0.5; record it with 0"):
         LosslessTuning.of([Trace.open(folder)], axes={}, trigger_sets={})
+
+
+def test_a_policy_without_boundaries_is_searched_by_length_alone(tmp_path):
+    folder = tmp_path / "run"
+    with ParquetObserver(folder) as observer:
+        LosslessRun(observer, most=REQUESTS)
+    change_manifest(folder, policy="codescan")
+    tuning = LosslessTuning.of([Trace.open(folder)], axes={}, trigger_sets={})
+    assert tuning.costs.slow(900.0) == tuning.costs.model.dense(900.0)  # nothing is selected anew
+    found = tuning.search()
+    assert {(one.chosen, one.schedule.slow_start) for one in found} == {(None, 0)}
+    for given in (
+        {"axes": {"t_max": "4"}, "trigger_sets": {}},
+        {"axes": {}, "trigger_sets": {"a": "."}},
+    ):
+        with pytest.raises(ConfigError, match=r"policy must have boundaries .* got codescan"):
+            LosslessTuning.of([Trace.open(folder)], **given)
+
+
+def test_a_policy_that_is_not_installed_is_one_line(tmp_path):
+    folder = tmp_path / "run"
+    with ParquetObserver(folder) as observer:
+        LosslessRun(observer)
+    change_manifest(folder, policy="elsewhere")
+    with pytest.raises(ConfigError, match="unknown policy 'elsewhere'"):
+        LosslessTuning.of([Trace.open(folder)], axes={"t_max": "4"}, trigger_sets={})
+    with pytest.raises(ConfigError, match="unknown policy 'elsewhere'"):
+        LosslessTuning.of([Trace.open(folder)], axes={}, trigger_sets={}).search()

@@ -117,8 +117,11 @@ def generate(
         },
     )  # fmt: skip
     engine, weights = settings.table(EngineTable), settings.table(ModelTable)
-    for name, given_alone in (("--verify", verify), ("--draft-max", draft_max is not None)):
-        if given_alone and not engine.lossless:
+    drafting = [name for name in sorted(settings.said) if name.startswith("draft.")]
+    if draft_max is not None:
+        drafting = ["--draft-max"]
+    for name in (*drafting, *["--verify"] * verify):
+        if not engine.lossless:
             raise ConfigError(f"{name} must come with --lossless, got it alone")
     job = GenerateJob(
         prompts=prompts,

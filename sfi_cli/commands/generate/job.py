@@ -47,8 +47,12 @@ class GenerateJob:
             SfiError: What the user can mend.
             typer.Exit: With 130 after Ctrl-C.
         """
+        from sfi_core.models.rotation import check_rotation
+
         self._check()
-        model, tokenizer = self.subject.loaded(quiet=output.quiet)
+        model, tokenizer = self.subject.loaded(
+            quiet=output.quiet, check=check_rotation if self.engine.lossless else None
+        )
         prompts = [token_ids(entry, tokenizer, chat=self.chat) for entry in self.prompts.entries]
         shows = output.streams and not output.json and len(prompts) == 1
         decode = partial(self._decode, model, tokenizer, prompts, output.quiet)
@@ -61,7 +65,7 @@ class GenerateJob:
                 stopped("interrupted" if result.interrupted else str(result.error))
         document = self._document(result, str(model.device))
         if not result.interrupted and result.error is None:
-            document |= self._beside(decode)
+            document |= self._beside(decode, model.config)
             if self.verify:
                 document["verification"] = self._verified(model, prompts, result)
         if output.json:
@@ -79,27 +83,32 @@ class GenerateJob:
     def _check(self) -> None:
         # mistakes in settings show before a large model loads
         from sfi_core.engine.backends.registry import check_backend
-        from sfi_core.hosts.transformers.lossless import check_drafts
+        from sfi_core.hosts.transformers.lossless import check_asked, check_drafts
         from sfi_core.hosts.transformers.stores import check_offloads
         from sfi_core.models.load import resolve_device
         from sfi_core.policies import policy_class
+        from sfi_core.triggers.trigger import Trigger
 
         policy = policy_class(self.policy)
         if self.engine.kv_device_budget is not None:
             check_offloads(policy, self.policy)
         if self.engine.lossless:
             check_drafts(policy, self.policy)
+            made = policy(self.config, Trigger(frozenset(), self.config))
+            check_asked(made, self.policy, self.engine, audited=self.recording.audit is not None)
         check_backend(self.engine.backend, resolve_device(self.subject.loading["device"]))
         Sampling(**self.sampling)
         self.subject.check()
 
-    def _beside(self, decode: Callable[..., Any]) -> dict[str, Any]:
+    def _beside(self, decode: Callable[..., Any], config: Any) -> dict[str, Any]:
         # what runs after it, for comparison
+        from sfi_core.models.rotation import pass_rotation
+
         found = {}
         if self.compare:
             other = decode("full-kv", None, [], None)
             found["comparison"] = {"policy": "full-kv", **_measured(other)}
-        if self.beside:
+        if self.beside and not pass_rotation(config):
             other = decode(self.policy, None, [], None, lossless=True)
             found["lossless"] = {"policy": f"{self.policy}, lossless", **_measured(other)}
         return found
@@ -109,7 +118,10 @@ class GenerateJob:
 
         outputs = [request.token_ids for request in result.report.requests]
         sampling = Sampling(**self.sampling)
-        return verify(model, prompts, outputs, sampling=sampling, seed=self.seed).to_dict()
+        try:
+            return verify(model, prompts, outputs, sampling=sampling, seed=self.seed).to_dict()
+        except NumericsError as error:  # what was generated is shown all the same
+            return {"ok": False, "error": str(error)}
 
     def _decode(
         self,
@@ -196,7 +208,10 @@ def _fail(result: Any, document: dict[str, Any]) -> None:
     # once everything is told
     if result.error is not None:
         raise result.error
-    if not document.get("verification", {"ok": True})["ok"]:
+    verification = document.get("verification", {"ok": True})
+    if "error" in verification:
+        raise NumericsError(f"output cannot be verified: {verification['error']}")
+    if not verification["ok"]:
         raise NumericsError("output must be full attention's, got other tokens; see the report")
     if result.interrupted:
         raise typer.Exit(INTERRUPTED)

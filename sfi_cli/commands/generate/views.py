@@ -57,7 +57,8 @@ def _request_lines(request: dict[str, Any], prefix: str) -> list[str]:
     more = " ..." if slow > 16 else ""  # noqa: PLR2004
     context = request["prompt_tokens"] + len(request["token_ids"])
     counts = f"{request['prompt_tokens']:,} prompt, {len(request['token_ids']):,} generated"
-    read = f"{request['mean_attended_tokens']:,.0f} of {context:,} tokens a step"
+    each = "step" if request["lossless"] is None else "token given"
+    read = f"{request['mean_attended_tokens']:,.0f} of {context:,} tokens a {each}"
     lines = [
         f"{prefix}tokens       {counts}, ended by {request['finish_reason']}",
         f"{prefix}slow steps   {slow} of {slow + fast} ({reasons}), at {steps}{more}",
@@ -83,6 +84,8 @@ def _draft_line(lossless: dict[str, Any]) -> str:
 
 
 def _verified_line(found: dict[str, Any]) -> str:
+    if "error" in found:
+        return f"verified     nothing: {found['error']}"
     tokens, differing, ties = (found[name] for name in ("tokens", "differing", "near_ties"))
     rounding = " (by rounding alone)" if differing and found["ok"] else ""
     doubtful = [

@@ -46,11 +46,17 @@ def head_similarity_table(found: Row) -> Any:
     ]
     title = (
         f"Similarity of heads at the same step: {number(found['within'])} within a layer, "
-        f"{number(found['between'])} between layers ({found['steps']:,} steps)"
+        f"{number(found['between'])} between layers ({found['steps']:,} steps), "
+        f"{number(_mean(found['previous_layer']))} with the layer before"
     )
     if not few:
         return f"{title}; --json has the {len(layers)} layers\n"
     return table(title, ("layer", *map(str, layers)), rows)
+
+
+def _mean(values: list[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
 
 
 def query_cosine_table(found: Row) -> Any:

@@ -84,7 +84,7 @@ def _alike(layer: Layer) -> Iterator[slice]:
 
 def _dense_and_refresh(layer: Layer, rows: slice, query: torch.Tensor) -> torch.Tensor:
     # of a slow request, or of any request in a layer left dense, which selects nothing
-    if not layer.run.policy.selects_in(layer.index):
+    if not layer.run.policy.refreshes_in(layer.index):
         return _dense(layer, rows, query)
     # the evidence's logits come with it: a pass over the keys less
     place = 0 if layer.run.policy.config.draft.evidence == "first" else query.shape[3] - 1

@@ -35,7 +35,7 @@ def evidence_room(
     layer: Layer, step: StepDescriptor, query_BHGTD: torch.Tensor
 ) -> torch.Tensor | None:
     """Return where the slow requests' evidence goes; None where the layer selects nothing."""
-    if not (layer.run.policy.selects_in(layer.index) and step.slow_rows):
+    if not (layer.run.policy.refreshes_in(layer.index) and step.slow_rows):
         return None
     _, H, G, _, _ = query_BHGTD.shape
     numbers = step.slow_rows * H * G * layer.run.store.capacity

@@ -201,7 +201,7 @@ class Drafts:
 
     def _is_fresh(self, state: RequestState, *, whole: bool) -> bool:
         policy = self.run.policy
-        if whole or not policy.selects_after or policy.selects_before:
+        if whole or not policy.refreshes():
             return True
         # the first query's selection stands, unless rejected tokens may be in it
         return policy.config.draft.evidence == "first" and state.recent_start <= state.length
@@ -218,8 +218,10 @@ class Drafts:
         # in the order of the steps: what the verification did, then its tokens
         run, drafted = self.run, len(block.drafted)
         steps = self._steps.pop(state.request, [])
-        selects = run.policy.selects_after and state.fresh
-        if state.fresh:
+        selects = run.policy.refreshes() and state.fresh
+        if run.policy.selects_before:  # each fast step has selected for itself
+            self._observer.keep(state.request, state.step)
+        elif state.fresh:
             self._observer.settle(state.request, state.step)
         else:
             self._observer.drop(state.request)

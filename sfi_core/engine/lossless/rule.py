@@ -22,11 +22,13 @@ class DraftRule:
         config: The settings.
         stop_ids: Tokens that end a request.
         cost: What a fast step costs beside a verification, in (0, 1]; None where nobody knows.
+        selecting: What a fast step of a request reads besides, to choose; `Policy.selection_tokens`.
     """
 
     config: DraftConfig
     stop_ids: frozenset[int]
     cost: Cost | None = None
+    selecting: Callable[[RequestState], float] = lambda _: 0.0
 
     def reason(self, state: RequestState, room: int, planned: str, confidence: float) -> str:
         """Say why a request verifies now; empty where it drafts.
@@ -57,7 +59,8 @@ class DraftRule:
             return most
         tally = state.tally
         rate = (KEPT + tally.accepted) / (TRIED + tally.tested)
-        return best_length(rate, self.cost(state.length, state.fast_tokens), most)
+        read = state.fast_tokens + self.selecting(state)
+        return best_length(rate, self.cost(state.length, read), most)
 
 
 def best_length(rate: float, cost: float, most: int) -> int:

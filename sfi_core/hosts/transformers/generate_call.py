@@ -37,9 +37,9 @@ def generate_with(
             length + settings.max_new_tokens if settings.max_new_tokens else settings.max_length
         )
         cache = kwargs.get("past_key_values")
-        check_cache(cache, fresh=True)
         if session.engine.lossless:
             refuse_in_lossless(settings, kwargs)
+        check_cache(cache, fresh=True)
         if cache is None and prompt is not None and capacity:
             _check_memory(session, prompt.shape[0], length, capacity, settings)
         if session.ranks.size > 1:

@@ -6,10 +6,12 @@ from typing import Any
 from sfi_core.engine.picking.picker import CPU_PIECE, PIECE
 from sfi_core.errors import ConfigError
 from sfi_core.models.lossless_forecast import Drafting
+from sfi_core.models.rotation import check_rotation
 from sfi_core.observers.events import LogitsEvent
 from sfi_core.observers.observer import wants
 from sfi_core.policies import POLICIES
 from sfi_core.policies.base import Policy
+from sfi_core.settings.engine import EngineOptions
 
 LEAST_WINDOW = 3  # a sliding window that still holds a token before a draft of one
 
@@ -25,6 +27,7 @@ REFUSED = {
     "inputs_embeds": "a prompt of embeddings",
     "position_ids": "position_ids of one's own",
     "past_key_values": "a cache of one's own",
+    "remove_invalid_values": "replacing broken logits",
 }
 
 
@@ -61,14 +64,24 @@ def check_lossless(session: Any) -> None:
     Raises:
         ConfigError: With what is in the way.
     """
-    policy, engine = session.policy, session.engine
-    check_drafts(policy, session.policy_name)
+    audited = session.audit is not None
+    check_asked(session.policy, session.policy_name, session.engine, audited=audited)
+    check_rotation(session.model.config)
+
+
+def check_asked(policy: Policy, name: str, engine: EngineOptions, *, audited: bool) -> None:
+    """Refuse settings that a lossless run cannot have, whatever the model.
+
+    Raises:
+        ConfigError: With what is in the way.
+    """
+    check_drafts(policy, name)
     reasons = {
         f"a trigger that looks at the {policy.signal}": bool(policy.signal),
         "kv_device_budget, whose host pages cannot be taken back": engine.kv_device_budget
         is not None,
         "engine.synchronized, which makes requests verify for each other": engine.synchronized,
-        "an audit: a lossless run compares every drafted token itself": session.audit is not None,
+        "an audit: a lossless run compares every drafted token itself": audited,
     }
     for reason, holds in reasons.items():
         if holds:

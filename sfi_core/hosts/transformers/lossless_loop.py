@@ -36,6 +36,7 @@ def decode_lossless(
         config=replace(draft, max_tokens=most_drafted(session, draft.max_tokens)),
         stop_ids=run.stop_ids,
         cost=draft_cost(session),
+        selecting=run.policy.selection_tokens,
     )
     drafts = Drafts(run, rule, scheduler.limits, outcome)
     block_pass = BlockPass(decoder, scheduler.pad_id)
@@ -87,13 +88,13 @@ def together(session: Session, asked: int | None) -> int | None:
 
 def draft_cost(session: Session) -> Cost:
     """Return what a fast step costs beside a verification: by the bytes that both read."""
-    dense_layers = session.policy.config.dense_layers
+    dense_layers, refreshes = session.policy.config.dense_layers, session.policy.refreshes()
     batch = session.run.store.batch
     description = describe_model(session.model, session.shapes())
     model = ByteModel.of(description, dense_layers=dense_layers, batch=batch)
 
     def cost(length: float, attended: float) -> float:
-        whole = float(model.slow(length, min(length, attended)))
-        return min(1.0, float(model.fast(length, attended)) / whole)
+        whole = model.slow(length, min(length, attended)) if refreshes else model.dense(length)
+        return min(1.0, float(model.fast(length, attended)) / float(whole))
 
     return cost

@@ -52,6 +52,7 @@ def slow_fast(
             with other random numbers: with `do_sample` the tokens are those of
             `sfi_core.generate(policy="full-kv")` with the same processors and seed, and torch's generator
             gives one number a call, the seed. A loop of one's own around `model(...)` stays sparse.
+            `engine.lossless` asks for the same; either is enough.
 
     Yields:
         The session; its `report` tells what the last run did. The model is restored on exit.

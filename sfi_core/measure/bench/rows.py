@@ -140,7 +140,7 @@ def _latencies(runs: Sequence[DecodeSample]) -> dict[str, Any]:
 def _bytes(
     variant: DecodeVariant, runs: Sequence[DecodeSample], model: ByteModel, copy_gb_per_s: float
 ) -> dict[str, Any]:
-    selects = bool(variant.policy) and policy_class(variant.policy).selects_after
+    selects = bool(variant.policy) and policy_class(variant.policy).refreshes()
     reads = [read for run in runs for read in run.measured]
     selecting = sum(run.selecting for run in runs) * model.row_bytes
     # a token of each request: a step, but for a lossless run, whose passes give none or several

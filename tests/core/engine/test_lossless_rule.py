@@ -1,5 +1,7 @@
 """When a draft is verified, how long it may grow, and what of it is kept."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -65,6 +67,15 @@ def test_rejections_shorten_drafts_and_dear_drafts_are_shorter():
     assert rule.limit(state) < few < 16
     dear = DraftRule(config=DraftConfig(), stop_ids=frozenset(), cost=lambda length, read: 0.9)
     assert dear.limit(state) < rule.limit(state)
+
+
+def test_what_choosing_reads_makes_drafts_shorter():
+    state = RequestState(length=1000, tokens=[1], packed_tokens=40, recent_start=1000)
+    state.tally.count_verification(16, 12)
+    rule = DraftRule(
+        config=DraftConfig(), stop_ids=frozenset(), cost=lambda length, read: read / length
+    )
+    assert replace(rule, selecting=lambda one: one.length / 2).limit(state) < rule.limit(state)
 
 
 def test_what_is_kept_ends_at_the_first_other_token_and_at_a_stop_token():

@@ -2,22 +2,23 @@
 
 import random
 from functools import cache
-from itertools import pairwise
 
 import pytest
 import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from sfi_core.engine.lossless.drafts import Drafts
 from sfi_core.errors import ConfigError
 from sfi_core.generation.generate import generate
+from sfi_core.generation.verify import verify
 from sfi_core.hosts.transformers import lossless_loop
 from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.engine import EngineOptions
 from sfi_core.settings.sampling import Sampling
 from sfi_core.state.kv_cache import KVCache
-from tests.architectures import WORKS, prompts, tiny
+from sfi_kernels.key_codes.reference import encode_keys
+from tests.architectures import COMMON, WORKS, prompts, tiny
 from tests.covering import covering
-from tests.fakes import RecordingObserver
 
 pytestmark = pytest.mark.seam
 
@@ -68,9 +69,15 @@ def full(label, sampling="greedy"):
     return tokens(result)
 
 
-@pytest.mark.parametrize(
-    ("label", "policy", "draft", "sampling"), covering(LABELS, DRAFTERS, DRAFTS, SAMPLINGS)
-)
+CASES = covering(LABELS, DRAFTERS, DRAFTS, SAMPLINGS)
+
+
+def test_the_default_run_crosses_drafters_with_draft_rules():
+    kept = {case.values[1:3] for case in CASES if not case.marks}
+    assert len(kept) > 3 * max(len(DRAFTERS), len(DRAFTS))
+
+
+@pytest.mark.parametrize(("label", "policy", "draft", "sampling"), CASES)
 def test_tokens_are_those_of_full_attention(label, policy, draft, sampling):
     result = run(label, ROWS, policy=policy, draft=draft, sampling=SAMPLINGS[sampling], seed=5)
     assert tokens(result) == full(label, sampling)
@@ -196,66 +203,6 @@ def test_limits_end_a_request_within_a_block(limits):
         assert tokens(run("qwen3", ROWS, draft=draft, max_new_tokens=limits)) == wanted
 
 
-def test_observers_are_told_of_every_token_and_change_none():
-    seen = RecordingObserver()
-    result = run("qwen3", ROWS, draft="4", observers=[seen])
-    assert tokens(result) == full("qwen3")
-    for request, report in enumerate(result.report.requests):
-        steps = [one for one in seen.steps if one.request == request]
-        checks = [one for one in seen.verifications if one.request == request]
-        assert [one.token_id for one in steps] == report.token_ids
-        assert [one.step for one in steps] == list(range(STEPS))
-        assert 1 + sum(one.accepted + 1 for one in checks) == STEPS
-        assert sum(one.drafted for one in steps) == sum(one.accepted for one in checks)
-        assert [one.step for one in steps if one.slow][1:] == [one.step for one in checks]
-        bases = [one.base for one in checks]
-        assert bases == [steps[one.step - one.accepted - 1].position + 1 for one in checks]
-        read = sum(one.attended_tokens for one in checks)
-        context = sum(one.context_tokens for one in steps[1:])
-        assert report.read_ratio == pytest.approx(read / context)
-        for one in checks:
-            rejected = steps[one.step].draft_token_id not in (None, steps[one.step].token_id)
-            assert rejected == (one.accepted < one.drafted)
-
-
-def test_what_a_rejected_token_selected_is_never_read():
-    seen = RecordingObserver()
-    result = run("qwen3", ROWS, draft="4", observers=[seen])
-    for request, report in enumerate(result.report.requests):
-        checks = [one for one in seen.verifications if one.request == request]
-        fell = [one for one in checks if one.accepted < one.drafted]
-        assert fell, "something was rejected"
-        assert all(one.evidence_position is None for one in fell)
-        after = [then.reason for one, then in pairwise(checks) if one in fell]
-        assert set(after) == {"rejected"}
-        told = {one.step for one in seen.selections if one.request == request}
-        assert told == {0, *(one.step for one in checks if one not in fell)}
-        assert report.reasons["rejected"] == len(after)
-
-
-def test_drafts_are_compared_with_full_attention():
-    seen = RecordingObserver()
-    result = run("qwen3", ROWS, draft="4", observers=[seen])
-    drafted = {
-        (e.request, e.step): e.draft_token_id for e in seen.steps if e.draft_token_id is not None
-    }
-    told = {
-        (request, step): (kl.item(), agrees.item())
-        for event in seen.logits
-        for request, step, kl, agrees in zip(
-            event.requests, event.steps, event.kl_R, event.agrees_R, strict=True
-        )
-    }
-    assert set(told) == set(drafted)
-    for (request, step), (
-        kl,
-        agrees,
-    ) in told.items():  # greedy: the drafted token is the most probable one
-        token = result.report.requests[request].token_ids[step]
-        assert agrees == (drafted[request, step] == token)
-        assert kl >= 0
-
-
 def test_an_interrupted_run_reports_verified_tokens_only():
     given = []
 
@@ -289,6 +236,32 @@ def test_what_cannot_be_lossless_is_refused_by_name(message):
         run("qwen3", ROWS, **REFUSED[message])
 
 
+def moving(kind):
+    """A tiny model whose RoPE looks at the largest position of a pass."""
+    model_type, rope = MOVING[kind]
+    shape = {name: size for name, size in COMMON.items() if name != "head_dim"}
+    rope = {"rope_type": kind, "rope_theta": 1e4, **rope}
+    return AutoModelForCausalLM.from_config(
+        CONFIG_MAPPING[model_type](**shape, rope_parameters=rope)
+    )
+
+
+LONGROPE = {
+    "short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "original_max_position_embeddings": 64,
+}  # fmt: skip
+MOVING = {"longrope": ("phi3", LONGROPE), "dynamic": ("llama", {"factor": 2.0})}
+
+
+@pytest.mark.parametrize("kind", MOVING)
+def test_a_rotation_that_depends_on_the_pass_is_refused(kind):
+    given, model = [], moving(kind)
+    with pytest.raises(ConfigError, match=f"lossless must be off with RoPE of the kind {kind}"):
+        generate(model, None, ROWS, SMALL, lossless=True, on_token=given.append)
+    assert not given
+    with pytest.raises(ConfigError, match=f"got RoPE of the kind {kind}"):
+        verify(model, ROWS, [[1, 2]] * len(ROWS))
+
+
 def test_models_with_sliding_windows_decode_one_request_at_a_time():
     with pytest.raises(ConfigError, match=r"max_batch must be at most 1 .* got 2"):
         run("gemma-3", ROWS, max_batch=2)
@@ -309,5 +282,10 @@ def test_summaries_of_keys_forget_what_was_rejected(policy, runs):
                 low = key_HTD.reshape(len(key_HTD), pages, 4, -1).amin(2)
                 assert torch.equal(note["low"], low)
             else:
-                assert note["coded"] <= state.length
-                assert note.get("summed", 0) <= state.length
+                coded = note["coded"]
+                assert coded <= state.length
+                key_HTD = ours.store.keys(layer, row, 0, coded)[0]
+                assert torch.equal(note["codes"][:, :coded], encode_keys(key_HTD, note["basis"]))
+                known, first = note["summed"], state.sink(SMALL.sink)
+                value_HTD = ours.store.values(layer, row, first, known)[0]
+                torch.testing.assert_close(note["sum"], value_HTD.sum(1), rtol=1e-4, atol=1e-4)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import StoppingCriteria, TextIteratorStreamer
+from transformers import DynamicCache, StoppingCriteria, TextIteratorStreamer
 from transformers.generation import GenerateDecoderOnlyOutput
 
 import sfi_core
@@ -206,6 +206,14 @@ REFUSED = {
     "stopping_criteria": (
         {"stopping_criteria": [Stop()]},
         "a stopping criterion of one's own does not run in a lossless run, got stopping_criteria",
+    ),
+    "remove_invalid_values": (
+        {"remove_invalid_values": True},
+        "replacing broken logits does not run in a lossless run, got remove_invalid_values",
+    ),
+    "past_key_values": (
+        {"past_key_values": DynamicCache()},
+        "a cache of one's own does not run in a lossless run, got past_key_values",
     ),
     "streamer": (
         {"streamer": Streamer()},

@@ -172,7 +172,7 @@ def _layers(scope: Scope) -> tuple[int, dict[int, int]]:
 
 def _by_layers(scope: Scope, layers: dict[int, int]) -> Iterator[tuple[int, ViewSupports]]:
     # as many layers of a request as fit into memory: each read goes through all of its parts
-    together = max(1, MOST_POSITIONS // max(1, *layers.values()))
+    together = max(1, MOST_POSITIONS // max(layers.values(), default=1))
     for request, steps in _whole_steps(scope).items():
         scope.connection.register("whole_steps", pa.table({"step": pa.array(steps, pa.int32())}))
         for at in range(0, len(layers), together):

@@ -8,6 +8,7 @@ import numpy as np
 
 from sfi_core.errors import TraceError
 from sfi_core.models.byte_model import ByteModel, Count
+from sfi_core.policies import policy_class
 from sfi_core.settings.config import SfiConfig
 from sfi_traces.read.reader import Trace
 from sfi_traces.summary.lossless import lossless_facts
@@ -74,12 +75,14 @@ class Costs:
         attended: Tokens that a drafting step attends to, less those that it drafted; the layers' mean.
         grows: Tokens more for each drafted one: 1 with anchored recent tokens, 0 with sliding ones.
         packed: Sink and selected tokens.
+        refreshes: Whether a verification selects anew.
     """
 
     model: ByteModel
     attended: float
     grows: int
     packed: int
+    refreshes: bool = True
 
     @classmethod
     def of(cls, traces: Sequence[Trace], config: SfiConfig, batch: int) -> Self:
@@ -107,6 +110,7 @@ class Costs:
             attended=float(np.mean(found)) if found else float(packed + config.recent),
             grows=grows,
             packed=packed,
+            refreshes=policy_class(traces[0].manifest["policy"]).refreshes(),
         )
 
     def drafting(self, length: Count, depth: Count) -> Count:
@@ -119,6 +123,8 @@ class Costs:
 
     def slow(self, length: Count) -> Count:
         """Return the bytes of a verification; its further queries are left out."""
+        if not self.refreshes:
+            return self.model.dense(length)
         return self.model.slow(length, np.minimum(length, self.packed))
 
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, Self
 
-from sfi_core.policies import POLICIES
+from sfi_core.errors import ConfigError
+from sfi_core.policies import Policy, Triggered, policy_class
 from sfi_core.settings.config import SfiConfig
 from sfi_traces.read.reader import Trace
 from sfi_traces.replay import Setting
@@ -97,8 +98,13 @@ class LosslessTuning:
 
         Raises:
             TraceError: A plain run, or traces that do not go together.
-            ConfigError: A setting that is not searched, or out of range.
+            ConfigError: A setting that is not searched, or out of range, or boundaries of a policy without.
         """
+        policy = traces[0].manifest["policy"]
+        if (axes or trigger_sets) and not issubclass(policy_class(policy), Triggered):
+            raise ConfigError(
+                f"policy must have boundaries with trigger sets or a search of them, got {policy}"
+            )
         texts = [text for trace in traces for text in load_texts(trace)]
         setting = Setting.recorded(traces[0])
         for trace in traces[1:]:
@@ -118,8 +124,11 @@ class LosslessTuning:
     @property
     def repeats(self) -> bool:
         """Whether a slow step of its own follows a rejection; see `Drafts`."""
-        kind = POLICIES[self.traces[0].manifest["policy"]]
-        return self.base.draft.evidence == "last" and kind.selects_after and not kind.selects_before
+        return self.base.draft.evidence == "last" and self._kind.refreshes()
+
+    @property
+    def _kind(self) -> type[Policy]:
+        return policy_class(self.traces[0].manifest["policy"])
 
     def search(self, on_part: Callable[[int, int], None] = lambda *_: None) -> list[Candidate]:
         """Predict every combination, each behavior once, best first.
@@ -131,8 +140,9 @@ class LosslessTuning:
             The candidates whose acceptance is known to `LEAST_KNOWN`, and then the others.
         """
         found: list[Candidate] = []
-        for done, named in enumerate((*self.sets, None)):
-            on_part(done, len(self.sets) + 1)
+        sets = (*self.sets, None) if issubclass(self._kind, Triggered) else (None,)
+        for done, named in enumerate(sets):
+            on_part(done, len(sets))
             found += self.predict(named, self._schedules(named))
         found.sort(key=lambda one: (one.outcome.known < LEAST_KNOWN, -one.outcome.speed))
         kept: list[Candidate] = []
@@ -173,7 +183,7 @@ class LosslessTuning:
             trigger_delay=0,
             min_gap=0,
             t_max=MAX_TOKENS,
-            slow_start=self.base.slow_start,
+            slow_start=self.base.slow_start if issubclass(self._kind, Triggered) else 0,
             max_tokens=1,
         )
         lengths = range(1, MAX_TOKENS + 1)

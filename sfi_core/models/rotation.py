@@ -1,0 +1,37 @@
+"""Models whose rotary embedding depends on what else a forward pass brings."""
+
+from typing import Any
+
+from sfi_core.errors import ConfigError
+
+
+def pass_rotation(config: Any) -> str:
+    """Return the model's kind of RoPE if it rotates all tokens of a pass by the largest position among them.
+
+    With transformers' `longrope` and `dynamic` a token's keys depend on the pass that read it: pieces of
+    another size, or a longer request beside it, give other keys, and other tokens.
+
+    Args:
+        config: A model's, of transformers.
+
+    Returns:
+        The kind; empty for other models.
+    """
+    said = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    for one in (said, *said.values()):  # of the model, or by kind of layer
+        kind = one.get("rope_type") if isinstance(one, dict) else None
+        if kind and (kind == "longrope" or "dynamic" in kind):
+            return str(kind)
+    return ""
+
+
+def check_rotation(config: Any) -> None:
+    """Refuse a model whose tokens depend on how a text is cut into passes: nothing is lossless there.
+
+    Raises:
+        ConfigError: With the kind of its RoPE.
+    """
+    if kind := pass_rotation(config):
+        raise ConfigError(
+            f"lossless must be off with RoPE of the kind {kind}, which rotates a pass by its largest position"
+        )
