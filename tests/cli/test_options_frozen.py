@@ -63,7 +63,7 @@ OPTIONS = {
         --heads --batch --against --play --step --speed --plot --output --force --json --quiet
     """,
     "trace report": "--request --top --output --force",
-    "trace show": "--request --layer --json --output --force",
+    "trace show": "--request --layer --step --head --json --output --force",
     "trace sql": "--format --json --output --force",
 }
 

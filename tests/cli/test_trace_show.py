@@ -7,17 +7,18 @@ import subprocess
 import sys
 
 import pytest
+from pyarrow import parquet
 from typer.testing import CliRunner
 
 from sfi_cli import app as cli
 from tests.cli.trace_commands import trace
 from tests.traces.made import make_trace
-from tests.traces.small import change_manifest, redact, spoil, write_trace
+from tests.traces.small import change_manifest, redact, spoil, write_part, write_trace
 
 SECTIONS = {
     "trace", "request", "layer", "run", "steps", "triggers", "stability", "lags", "audit", "logits",
     "selections", "latency", "phases", "break_even", "missing", "drift", "locality", "head_similarity",
-    "query_cosine", "corrections", "recalls", "lossless", "ranks", "reads",
+    "query_cosine", "corrections", "recalls", "lossless", "ranks", "reads", "health", "coverage",
 }  # fmt: skip
 
 
@@ -183,6 +184,20 @@ def test_check_of_a_sound_trace(recorded):
     assert json.loads(trace("check", recorded, "--json").stdout)["sound"] is True
 
 
+def test_check_ends_with_1_for_a_health_problem_and_show_says_so(tmp_path):
+    folder = make_trace(tmp_path / "run", steps=60, policy="sfi")
+    part = folder / "selections" / "part-00000.parquet"
+    rows = parquet.read_table(part).to_pylist()
+    write_part(folder, "selections", [row | {"evidence_norm2": 0.0} for row in rows])
+    ended = trace("check", folder)
+    assert (ended.code, ended.stderr) == (1, "")
+    assert "health problem: evidence_broken: 100 % of the refreshes" in ended.stdout
+    assert ended.stdout.endswith("\nsound, but not healthy\n")
+    document = json.loads(trace("check", folder, "--json").stdout)
+    assert (document["sound"], document["health"]["sound"]) == (True, False)
+    assert "health problem: evidence_broken" in trace("show", folder).stdout
+
+
 def test_check_of_a_killed_trace_is_sound_and_not_finished(tmp_path):
     folder = change_manifest(make_trace(tmp_path / "run", steps=12), finished=None)
     ended = trace("check", folder)
@@ -217,3 +232,41 @@ def test_a_trace_of_replayed_steps_says_what_it_lacks_and_what_its_steps_read(tm
     assert "record with --set trace.spans=true" in text
     (row,) = [line.split() for line in text.splitlines() if "2.50 MB" in line]
     assert row == ["fast", "3", "2.0", "5,000", "2.50", "MB", "25.0%"]
+
+
+def test_a_step_is_shown_with_the_words_that_it_read(recorded):
+    ended = trace(
+        "show", recorded, "--request", 1, "--step", 17, "--layer", 1, "--head", 0, "--json"
+    )
+    assert (ended.code, ended.stderr) == (0, "")
+    document = json.loads(ended.stdout)
+    assert document["places"] == [{"layer": 1, "heads": [0]}]
+    text = trace("show", recorded, "--request", 1, "--step", 17, "--layer", 1, "--head", 0).stdout
+    missed = document["missed"][0]
+    for words in (
+        "17: fast, gave ' dog'",
+        "step 10",
+        "Passages that it read; all hold",
+        "Passages that dense attention looked at, and the step did not read",
+        f"{missed['first']}-{missed['last']}",
+        f"{missed['mass']:.4f}",
+    ):
+        assert words in text
+    assert len(text.splitlines()) < 60
+
+
+def test_what_a_step_read_is_refused_in_one_line(recorded, tmp_path):
+    ended = trace("show", recorded, "--head", 1)
+    assert (ended.code, ended.stderr) == (
+        2,
+        "error: head must come with --step, got --head 1 alone\n",
+    )
+    ended = trace("show", recorded, "--step", 99)
+    assert ended.code == 2
+    assert ended.stderr == "error: step must be in 0 to 29 of request 0, got 99\n"
+    hidden = redact(make_trace(tmp_path / "run", steps=12, policy="sfi"))
+    ended = trace("show", hidden, "--step", 5)
+    assert (ended.code, ended.stderr) == (
+        3,
+        f"error: trace {hidden} has no text: it was redacted\n",
+    )

@@ -11,17 +11,21 @@ import pytest
 import torch
 
 import sfi_core
+from sfi_cli.commands.generate.recording import warn_of_problems
 from sfi_core import SfiConfig
 from sfi_core.bundled.example import load_example
 from sfi_core.models.load import load
+from sfi_core.policies import POLICIES, Triggered
 from sfi_core.settings.audit import AuditConfig
 from sfi_traces.health import RULES, judge, line, problems
 from sfi_traces.health.rules import BY_NAME, NOTE
+from sfi_traces.health.run_measures import TRIGGERED
 from sfi_traces.read.reader import Trace
 from sfi_traces.record.parquet import ParquetObserver
+from sfi_traces.summary.coverage import coverage_facts
 from sfi_traces.summary.scope import Scope
-from tests.traces.made import CONFIG, make_trace
-from tests.traces.small import write_trace
+from tests.traces.made import CONFIG, PROMPT, make_trace
+from tests.traces.small import assert_spread, spoil, write_trace
 
 STEPS, CONTEXT, EVERY, BUDGET = 240, 2000, 10, 20
 Rows = list[dict[str, Any]]
@@ -37,8 +41,9 @@ def sound() -> Tables:
         slow, context = step % EVERY == 0, CONTEXT + step
         tables["steps"].append(
             {
-                "request": 0, "step": step, "position": context - 1, "context_tokens": context, "slow": slow,
-                "reason": "trigger" if slow else "", "trigger": step % EVERY == EVERY - 1, "audited": not slow,
+                "request": 0, "step": step, "position": context - 1, "context_tokens": context,
+                "slow": slow, "reason": "trigger" if slow else "", "trigger": step % EVERY == EVERY - 1,
+                "audited": not slow,
             }
         )  # fmt: skip
         for layer, head in [(0, 0), (0, 1), (1, 0), (1, 1)]:
@@ -51,8 +56,9 @@ def sound() -> Tables:
                 read = [*chosen[layer, head], *range(context - 4, context)]
                 tables["supports"].append(
                     {
-                        **key, "positions": read, "mass": [0.9 / len(read)] * 23 + [0.2], "retained_mass": 0.9,
-                        "read": [True] * len(read), "top_1_read": 1.0, "retained_mass_min": 0.8,
+                        **key, "positions": read, "mass": [0.9 / len(read)] * 23 + [0.2],
+                        "read": [True] * len(read), "top_1_read": 1.0, "retained_mass": 0.9,
+                        "retained_mass_min": 0.8,
                     }
                 )  # fmt: skip
         if not slow:
@@ -168,6 +174,15 @@ def test_a_drop_that_is_no_more_than_noise_is_no_drift(tmp_path):
     assert "drift_agreement" not in tripped(judged(tmp_path / "run", tables))
 
 
+def test_errors_at_the_beginning_are_not_hidden_by_a_long_run(tmp_path):
+    tables = sound()
+    each("logits", argmax_agrees=lambda row: row["step"] not in (11, 12, 13, 14))(tables)
+    each("supports", top_1_read=lambda row: float(row["step"] > 14))(tables)
+    found = judged(tmp_path / "run", tables)
+    assert tripped(found) == {"fast_disagrees", "top_1_dropped"}
+    assert found["findings"][1]["value"] == pytest.approx(4 / 32)
+
+
 def test_a_diffuse_head_may_drop_its_first_position(tmp_path):
     tables = sound()
     each("supports", top_1_read=0.0, mass=lambda row: [0.01] * len(row["positions"]))(tables)
@@ -211,13 +226,59 @@ def test_full_attention_and_older_traces_trip_nothing(tmp_path):
         assert not {"selection_frozen", "sink_unread", "evidence_broken"} & tripped(found)
 
 
-def test_quick_rules_read_no_positions(tmp_path):
+def test_quick_rules_look_at_no_position_by_itself(tmp_path):
     tables = sound()
     each("selections", positions=end, added=0, removed=0)(tables)
     trace = Trace.open(write_trace(tmp_path / "run", tables, config=CONFIG | {"recent": 16}))
     found = judge(Scope.of(trace), quick=True)
-    assert tripped(found) == {"selection_frozen"}
+    assert tripped(found) == {"selection_frozen", "selection_same"}
     assert not any(BY_NAME[one["rule"]].lists for one in found["judged"])
+
+
+def test_a_recorded_run_warns_of_problems_and_not_of_a_trace_cut_short(tmp_path, capsys):
+    tables = sound()
+    each("selections", added=0, removed=0, lambda_star=0.02)(tables)
+    folder = write_trace(tmp_path / "run", tables)
+    warn_of_problems(folder)
+    (said,) = capsys.readouterr().err.splitlines()  # a note is none
+    assert said.startswith("warning: selection_frozen: 100 % of the refreshes")
+    spoil(folder / "steps" / "part-00000.parquet")
+    warn_of_problems(folder)
+    warn_of_problems(tmp_path / "none")
+    assert capsys.readouterr().err == ""
+
+
+def test_coverage_distance_and_stay_are_those_of_the_positions(tmp_path):
+    tables = sound()
+    found = coverage_facts(
+        Scope.of(Trace.open(write_trace(tmp_path / "run", tables, config=CONFIG)))
+    )
+    assert found is not None
+    picked = tables["selections"]
+    heads = [
+        {
+            p
+            for row in picked
+            if (row["layer"], row["head"]) == place
+            for p in row["positions"]
+            if p < PROMPT
+        }
+        for place in [(0, 0), (0, 1), (1, 0), (1, 1)]
+    ]
+    assert found["selected"] == pytest.approx(sum(map(len, heads)) / 4 / PROMPT)
+    assert found["selected_by_any"] == pytest.approx(len(set().union(*heads)) / PROMPT)
+    assert found["stay"] == pytest.approx(
+        BUDGET * len(picked) / sum(row["added"] for row in picked)
+    )
+    far = [CONTEXT + row["step"] - 1 - p for row in picked for p in row["positions"]]
+    assert_spread(found["distance"], far)
+    assert coverage_facts(Scope.of(Trace.open(make_trace(tmp_path / "full")))) is None
+
+
+def test_the_triggered_policies_are_those_of_the_core():
+    assert {name for name, policy in POLICIES.items() if issubclass(policy, Triggered)} == set(
+        TRIGGERED
+    )
 
 
 # --- runs of the bundled checkpoint

@@ -83,6 +83,16 @@ def test_locality_is_the_overlap_of_every_two_steps(trace, monkeypatch, most):
         assert found["overlap"][one][other] == pytest.approx(pairs[0, one, other], abs=1e-4)
 
 
+def test_of_a_long_trace_every_nth_layer_is_taken_and_that_is_said(trace, monkeypatch):
+    whole = summarize(trace)["drift"]
+    assert (whole["layers_taken"], whole["layers_audited"]) == (LAYERS, LAYERS)
+    monkeypatch.setattr("sfi_traces.summary.similarity.MOST_TAKEN", 1)
+    found = summarize(trace)
+    for name in ("drift", "locality"):
+        assert (found[name]["layers_taken"], found[name]["layers_audited"]) == (1, LAYERS)
+    assert found["drift"]["mean"] == whole["layers"][0]["mean"]
+
+
 @pytest.mark.parametrize("most", [STEPS, 7])
 def test_heads_are_compared_within_and_between_layers_at_the_same_step(trace, monkeypatch, most):
     monkeypatch.setattr("sfi_traces.summary.similarity.MOST_STEPS", most)

@@ -7,6 +7,7 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,6 +19,8 @@ from sfi_core.settings.audit import AuditConfig
 from sfi_kernels.constants import EPS
 from sfi_traces.read.reader import Trace
 from sfi_traces.record.parquet import ParquetObserver
+from sfi_traces.views.reads import StepReads
+from sfi_traces.views.view import View
 
 NEW = 40
 # room for everything: the run sees what the plain model sees; no clip: lambda* is Eq. 17's own value
@@ -192,3 +195,17 @@ def test_every_table_has_what_the_run_had():
     first = next(r for r in dense if r["request"] == 0 and r["layer"] == 0)
     assert first["bytes"] == len(prompts()[0]) * 2 * (32 + 32) * 4
     assert trace.manifest["finished"] is not None
+
+
+def test_the_positions_that_a_step_is_said_to_read_are_those_that_it_attended():
+    """What the views derive from selections and settings is what the audit saw in the engine."""
+    trace = recorded(48)[1]
+    for request in (0, 1):
+        view = View(trace, request)
+        for step in {row["step"] for row in rows(48, "supports") if row["request"] == request}:
+            reads = StepReads.of(view, int(view.steps.rows(step)))
+            for row in rows(48, "supports"):
+                if (row["request"], row["step"]) == (request, step):
+                    place = row["layer"], row["head"]
+                    said = reads.of_place(place, np.array(row["positions"]))
+                    assert said.tolist() == row["read"]

@@ -4,6 +4,7 @@ import base64
 import json
 import re
 import shutil
+import zlib
 from contextlib import contextmanager
 from pathlib import Path
 from runpy import run_path
@@ -23,6 +24,7 @@ from sfi_traces.views.observations import (
     head_similarity_of,
 )
 from sfi_traces.views.raster import rasters
+from sfi_traces.views.reads import StepReads
 from sfi_traces.views.view import View
 from tests.traces.made import WORDS, make_trace
 from tests.traces.test_stability import rewrite
@@ -97,6 +99,58 @@ def test_the_figures_have_the_numbers_of_the_trace(sfi):
     assert [len(array(line["y"])) for line in courses] == [39] * 4
 
 
+def words(page: str) -> dict:
+    """What the page's script says a step read."""
+    return json.loads(
+        re.search(r'<script type="application/json" id="reading">(.*?)</script>', page)[1]
+    )
+
+
+@pytest.mark.parametrize("policy", ["sfi", "freekv"])
+def test_the_page_has_what_each_refresh_selected(tmp_path, policy):
+    """As many KV heads of each layer as the trace's own rows say, though some select on their own."""
+    view = View(Trace.open(make_trace(tmp_path / "t", steps=40, policy=policy)))
+    found = words(render(view))
+    begins, layers = found["counts"]["begins"], found["layers"]
+    deltas = np.frombuffer(zlib.decompress(base64.b64decode(found["counts"]["packed"])), np.uint8)
+    counts = deltas.reshape(len(begins), len(layers), -1).cumsum(0, dtype=np.uint8)
+    assert found["cells"][10] == f" {WORDS[0]}"
+    for step in (5, 17, 39):
+        reads = StepReads.of(view, int(view.steps.rows(step)))
+        state = np.searchsorted(begins, step, side="right") - 1
+        for row, layer in enumerate(layers):
+            expected = np.zeros(counts.shape[2], int)
+            for place, positions in reads.selected.items():
+                expected[positions] += place[0] == layer
+            assert counts[state, row].tolist() == expected.tolist()
+
+
+def test_the_page_has_the_places_with_the_most_attention(sfi):
+    half = [True, False] * 12
+    rewrite(sfi.trace.path, "supports", lambda rows: [row | {"read": half} for row in rows])
+    found = words(render(View(sfi.trace)))["mass"]
+    lists = np.frombuffer(zlib.decompress(base64.b64decode(found["packed"])), np.uint16)
+    lists = lists.reshape(len(found["steps"]), len(found["layers"]), found["list"], 3)
+    one = {place: sfi.supports.mass[place][7] for place in ((1, 0), (1, 1))}
+    whole, lost = np.zeros(260), np.zeros(260)
+    for place, mass in one.items():
+        np.add.at(whole, sfi.supports.sets[place][7], mass / 2)
+        np.add.at(lost, sfi.supports.sets[place][7][1::2], mass[1::2] / 2)
+    cell, mass, missed = lists[found["steps"].index(7), 1].astype(int).T
+    assert sorted(mass, reverse=True) == mass.tolist()
+    assert np.abs(mass / 65_535 - whole[cell]).max() < 1e-5
+    assert np.abs(missed / 65_535 - lost[cell]).max() < 1e-5
+
+
+def test_refreshes_that_do_not_fit_are_left_out_and_the_page_says_from_where(sfi, monkeypatch):
+    monkeypatch.setattr("sfi_traces.report.reading.MOST_BYTES", 0)
+    monkeypatch.setattr("sfi_traces.report.reading.MOST_CELLS", 100)
+    found = words(render(sfi))
+    assert found["perCell"] == 3
+    assert len(found["cells"]) == 80
+    assert (found["counts"]["begins"], found["counts"]["until"]) == ([1], 11)
+
+
 def test_a_report_of_corrections_says_how_many_and_what_was_recalled(tmp_path):
     view = View(Trace.open(make_trace(tmp_path / "t", steps=40, policy="freekv")))
     page = render(view)
@@ -156,6 +210,8 @@ def test_a_redacted_trace_shows_steps_for_tokens(full):
     assert "<summary>Prompt" not in page
     assert "> 29 </span>" in page
     assert data(page)["raster"]["texts"] == []
+    assert words(page) is None
+    assert "has no text: it was recorded without a tokenizer" in page
 
 
 def test_a_trace_of_steps_alone_makes_a_page_that_says_what_records_the_rest(tmp_path):
@@ -253,6 +309,7 @@ def test_the_page_works_in_a_browser(opened):
     _every_figure_is_drawn(page)
     _text_stays_text(page)
     _another_head_has_other_cells(page)
+    _a_token_lights_up_what_its_step_read(page)
     _a_pointer_shows_what_it_is_over(page)
     _dark_and_light_restyle_the_figures(page)
     for width, height in ((1366, 768), (480, 900)):
@@ -307,6 +364,41 @@ def _another_head_has_other_cells(page) -> None:
     page.select_option("#layer", str(1 - int(layer)))
     assert page.locator("#head").input_value() == "1"
     assert f"layer {1 - int(layer)}, KV head 1" in page.locator(".raster h2").text_content()
+
+
+def _a_token_lights_up_what_its_step_read(page) -> None:
+    """Click, keys, layer, dark and light: the trace's step 17 read what step 10 selected."""
+    until(page, "document.getElementById('source').dataset.ready === 'true'")
+    lit = "[...document.querySelectorAll('#source span')].flatMap((s, i) => s.style.background ? [i] : [])"
+    kept = "[...document.querySelectorAll('#source span')].flatMap((s, i) => s.matches('.kept') ? [i] : [])"
+    said = page.locator("#words-step")
+    page.select_option("#words-by", "heads")
+    page.locator("#text li span").nth(17).click()
+    assert said.text_content().startswith("step 17: fast; attended ")
+    first = page.evaluate(lit)
+    assert page.evaluate(kept) == [*range(4), *range(194, 217)]
+    page.select_option("#words-layer", "1")
+    of_layer = page.evaluate(lit)
+    assert set(of_layer) < set(first)
+    page.select_option("#words-by", "mass")
+    assert page.evaluate(lit) not in (first, of_layer)
+    passage = page.locator("#passages li").first
+    assert re.search(r"positions? \d+.*; \d+\.\d+ % of the attention", passage.inner_text())
+    passage.locator("button").click()
+    assert page.locator("#source .shown").count() > 0
+    page.select_option("#words-layer", "")
+    page.select_option("#words-by", "heads")
+    page.locator("#text").press("ArrowRight")
+    assert said.text_content().startswith("step 18: fast; ")
+    assert page.evaluate(lit) == first
+    page.locator("#text").press("ArrowRight")
+    page.locator("#text").press("ArrowRight")
+    assert said.text_content().startswith("step 20: slow, trigger; ")
+    assert "a slow step reads everything" in said.text_content()
+    assert page.evaluate(lit) == page.evaluate(kept) == []
+    page.locator("#text").press("Home")
+    assert page.locator("#text .chosen").count() == 1
+    assert said.text_content().startswith("step 0: slow")
 
 
 def _a_pointer_shows_what_it_is_over(page) -> None:

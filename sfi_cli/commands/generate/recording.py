@@ -73,7 +73,7 @@ class TraceRecording:
         if self.folder.exists() and not quiet:  # gone where the run ended before it began
             message(f"Wrote {self.folder}; look at it with: sfi trace show {self.folder}")
             if torchrun.first():
-                _warn(self.folder)
+                warn_of_problems(self.folder)
 
 
 def _wait_for_ranks() -> None:
@@ -86,15 +86,20 @@ def _wait_for_ranks() -> None:
         message("another rank has ended early; its part of the trace may lack its end")
 
 
-def _warn(folder: Path) -> None:
-    # the rules that read no lists of positions; a trace cut short, or a full disk, must not fail the run
+def warn_of_problems(folder: Path) -> None:
+    """Write a line for each health problem that the quick rules find in a trace.
+
+    A trace that is cut short, as by a full disk, has no line and fails no run.
+    """
+    import duckdb
+
     from sfi_traces.health import judge, line, problems
     from sfi_traces.read.reader import Trace
     from sfi_traces.summary import Scope
 
     try:
         found = judge(Scope.of(Trace.open(folder)), quick=True)
-    except (SfiError, OSError):
+    except (SfiError, OSError, duckdb.Error):
         return
     for one in problems(found):
         message(f"warning: {line(one)}")

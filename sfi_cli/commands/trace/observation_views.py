@@ -16,7 +16,13 @@ def drift_table(found: Row) -> Any:
         (_span(one["from_step"], one["to_step"]), number(one["mean"]), count(one["n"]))
         for one in found["bins"]
     ]
-    return table("Attention drift: overlap with the support of step 0", ("step", "mean", "n"), rows)
+    title = f"Attention drift: overlap with the support of step 0{_layers(found)}"
+    return table(title, ("step", "mean", "n"), rows)
+
+
+def _layers(found: Row) -> str:
+    taken, audited = found["layers_taken"], found["layers_audited"]
+    return "" if taken == audited else f" ({taken:,} of {audited:,} audited layers, evenly chosen)"
 
 
 def locality_table(found: Row) -> Any:
@@ -25,7 +31,7 @@ def locality_table(found: Row) -> Any:
         (_span(one["from_lag"], one["to_lag"]), number(one["mean"]), count(one["pairs"]))
         for one in found["lags"]
     ]
-    title = "Temporal locality: overlap of every two audited steps"
+    title = f"Temporal locality: overlap of every two audited steps{_layers(found)}"
     return table(title, ("steps apart", "mean", "pairs"), rows)
 
 
@@ -40,11 +46,17 @@ def head_similarity_table(found: Row) -> Any:
     ]
     title = (
         f"Similarity of heads at the same step: {number(found['within'])} within a layer, "
-        f"{number(found['between'])} between layers ({found['steps']:,} steps)"
+        f"{number(found['between'])} between layers ({found['steps']:,} steps), "
+        f"{number(_mean(found['previous_layer']))} with the layer before"
     )
     if not few:
         return f"{title}; --json has the {len(layers)} layers\n"
     return table(title, ("layer", *map(str, layers)), rows)
+
+
+def _mean(values: list[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
 
 
 def query_cosine_table(found: Row) -> Any:

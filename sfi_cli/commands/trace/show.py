@@ -11,6 +11,10 @@ def show(
     folder: o.TraceDir,
     request: o.RequestIndex = None,
     layer: Annotated[int | None, typer.Option(help="Only this layer.")] = None,
+    step: Annotated[
+        int | None, typer.Option(help="The text that this decoding step read, instead.")
+    ] = None,
+    head: Annotated[int | None, typer.Option(help="Only this KV head, with --step.")] = None,
     json: o.Json = False,
     output: o.OutputPath = None,
     force: o.Force = False,
@@ -21,17 +25,32 @@ def show(
     query cosine by layer and KV head (FreeKV); corrections and recalls where the run had them. Of a lossless
     run verifications, and acceptance by place in the sentence and by depth in the draft.
 
+    With --step the passages of the text that a decoding step read, by layer and KV head, with their share of
+    dense attention where the step was audited, and those that it should have read.
+
     For example:
 
       sfi trace show run
 
       sfi trace show run --request 0 --layer 3 --json
+
+      sfi trace show run --step 40 --layer 3 --head 1
     """
     from sfi_cli.commands.trace.show_views import show_text
+    from sfi_cli.commands.trace.step_views import step_text
     from sfi_cli.terminal.output import Output
+    from sfi_core.errors import ConfigError
     from sfi_traces.read.reader import Trace
     from sfi_traces.summary import summarize
+    from sfi_traces.views.view import View
+    from sfi_traces.views.words import step_words
 
     trace = Trace.open(folder)
+    if head is not None and step is None:
+        raise ConfigError(f"head must come with --step, got --head {head} alone")
     with Output(output, json=json, force=force) as written:
-        written.data(summarize(trace, request, layer), show_text)
+        if step is None:
+            written.data(summarize(trace, request, layer), show_text)
+        else:
+            words = step_words(View(trace, request, layer, head), step)
+            written.data(words.to_dict(), step_text)

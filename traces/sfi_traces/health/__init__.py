@@ -15,7 +15,7 @@ def judge(scope: Scope, *, quick: bool = False) -> dict[str, Any]:
 
     Args:
         scope: What of a trace is judged.
-        quick: Leave out the rules that read lists of positions.
+        quick: Leave out the rules that look at positions one by one.
 
     Returns:
         `findings`: for each rule and request that is beyond its threshold `rule`, `severity`, `request`,

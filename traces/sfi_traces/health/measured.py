@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
+BEGINNING = 32  # fast steps
+
 
 class Unjudged(Exception):  # noqa: N818 - no error: a rule that does not apply
     """A rule does not apply to this run, for the reason in its text."""
@@ -32,3 +34,12 @@ class Measured:
         """Take a row of a query; null counts as 0."""
         value = 0.0 if row["value"] is None else float(row["value"])
         return cls(row["request"], row.get("layer"), row.get("head"), value, row["n"])
+
+
+def worse_of_beginning(value: str) -> str:
+    """Write the SQL of a mean over all rows, or over the first by `place` if that is larger.
+
+    A run that has gone wrong soon repeats itself, and what repeats itself is easy: the errors stand at the
+    beginning, and a mean over the run hides them.
+    """
+    return f"greatest(avg({value}), avg({value}) FILTER (place <= {BEGINNING}))"

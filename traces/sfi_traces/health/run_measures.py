@@ -1,9 +1,13 @@
 """What health rules measure of a run's steps: triggers, the sparse path, drift."""
 
-from sfi_core.policies import POLICIES, Triggered
-from sfi_traces.health.measured import Measured, Unjudged
+from sfi_traces.health.measured import Measured, Unjudged, worse_of_beginning
 from sfi_traces.summary.scope import Scope
 
+TRIGGERED = (
+    "sfi",
+    "random-k",
+    "prior-only",
+)  # policies whose slow steps are the trigger's; read without torch
 NEGLIGIBLE_KL = 0.01  # nats; a step's next token hardly moves below
 
 
@@ -27,10 +31,19 @@ def trigger_always(scope: Scope) -> list[Measured]:
 
 
 def fast_disagrees(scope: Scope) -> list[Measured]:
-    """Share of fast steps with another most probable token, by request."""
+    """Share of fast steps with another most probable token, by request; or of the first ones if larger."""
     if scope.trace.lossless:
         raise Unjudged("a lossless run replaces the tokens that differ: see its acceptance")
-    return _measured(scope, _share("NOT argmax_agrees", "chosen_logits"))
+    return _measured(
+        scope,
+        f"""
+        SELECT request, count(*) AS n, {worse_of_beginning("(NOT argmax_agrees)::INT")} AS value
+        FROM (
+            SELECT *, row_number() OVER (PARTITION BY request ORDER BY step) AS place FROM chosen_logits
+        )
+        GROUP BY request
+        """,  # noqa: S608 - our own words
+    )
 
 
 def drift_agreement(scope: Scope) -> list[Measured]:
@@ -63,8 +76,7 @@ def drift_retained(scope: Scope) -> list[Measured]:
 
 def _trigger_share(scope: Scope, which: str) -> list[Measured]:
     manifest = scope.trace.manifest
-    policy = POLICIES.get(manifest["policy"])
-    if policy is None or not issubclass(policy, Triggered):
+    if manifest["policy"] not in TRIGGERED:
         raise Unjudged(f"{manifest['policy']} has no trigger")
     if manifest["config"].get("trigger_policy", "boundary") != "boundary":
         raise Unjudged(

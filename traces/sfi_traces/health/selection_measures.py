@@ -1,6 +1,5 @@
 """What health rules measure of the table `selections`."""
 
-from sfi_core.policies import POLICIES
 from sfi_traces.health.measured import Measured, Unjudged
 from sfi_traces.summary.sampled import sample_selections
 from sfi_traces.summary.scope import Scope
@@ -20,7 +19,9 @@ def evidence_broken(scope: Scope) -> list[Measured]:
         evidence_norm2 IS NULL OR NOT isfinite(evidence_norm2) OR evidence_norm2 <= 0
         OR lambda_star IS NULL OR NOT isfinite(lambda_star)
     """
-    return _of_selector(scope, f"avg(({broken})::INT)", "true")
+    return _of_selector(
+        scope, f"avg(({broken})::INT)", "coalesce(chosen_selections.reason, '') = ''"
+    )
 
 
 def evidence_flat(scope: Scope) -> list[Measured]:
@@ -129,12 +130,12 @@ def _of_selector(scope: Scope, value: str, where: str) -> list[Measured]:
 
 def _require_selector(scope: Scope) -> None:
     # sfi always has evidence; a policy of another package may
-    if scope.trace.manifest["policy"] != "sfi":
-        found = scope.row(
-            "SELECT count(evidence_norm2) + count(lambda_star) AS n FROM chosen_selections"
-        )
-        if not found["n"] or scope.trace.manifest["policy"] in POLICIES:
-            raise Unjudged(f"{scope.trace.manifest['policy']} has no Selector")
+    policy = scope.trace.manifest["policy"]
+    found = scope.row(
+        "SELECT count(evidence_norm2) + count(lambda_star) AS n FROM chosen_selections"
+    )
+    if policy != "sfi" and not found["n"]:
+        raise Unjudged(f"{policy} has no Selector")
 
 
 def _allowed(scope: Scope) -> str:

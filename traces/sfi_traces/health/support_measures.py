@@ -1,6 +1,6 @@
 """What health rules measure of the table `supports`: what dense attention would have read, of fast steps."""
 
-from sfi_traces.health.measured import Measured
+from sfi_traces.health.measured import Measured, worse_of_beginning
 from sfi_traces.health.selection_measures import SINKS
 from sfi_traces.summary.sampled import sample_supports
 from sfi_traces.summary.scope import Scope
@@ -34,15 +34,22 @@ def look_back(scope: Scope) -> list[Measured]:
 
 
 def top_1_dropped(scope: Scope) -> list[Measured]:
-    """Share of query heads whose most probable position was not read, of steps where one stands out."""
+    """Share of query heads whose most probable position was not read, of steps where one stands out.
+
+    Of all such steps, or of a head's first ones if that is larger.
+    """
     return _measured(
         scope,
         f"""
-        SELECT request, layer, head, avg(1 - top_1_read) AS value, count(*) AS n
-        FROM chosen_supports JOIN chosen_steps USING (request, step)
-        WHERE NOT slow AND top_1_read IS NOT NULL AND list_max(mass) >= {PEAK}
+        SELECT request, layer, head, {worse_of_beginning("1 - top_1_read")} AS value, count(*) AS n
+        FROM (
+            SELECT request, layer, head, top_1_read,
+                row_number() OVER (PARTITION BY request, layer, head ORDER BY step) AS place
+            FROM chosen_supports JOIN chosen_steps USING (request, step)
+            WHERE NOT slow AND top_1_read IS NOT NULL AND list_max(mass) >= {PEAK}
+        )
         GROUP BY request, layer, head
-        """,  # noqa: S608 - a number
+        """,  # noqa: S608 - our own words and a number
     )
 
 

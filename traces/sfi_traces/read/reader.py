@@ -127,6 +127,21 @@ class Trace:
         wanted = schema if columns is None else pa.schema([schema.field(c) for c in columns])
         return pa.concat_tables(pieces) if pieces else wanted.empty_table()
 
+    def rows(self, name: str, columns: list[str], where: pc.Expression) -> pa.Table:
+        """Read some rows and columns of a table, passing over the row groups that have none of them.
+
+        Raises:
+            TraceError: A part is damaged.
+        """
+        source = self.dataset(name)
+        if isinstance(source, pa.Table):  # no part: an empty one
+            return source.select(columns)
+        try:
+            found: pa.Table = source.to_table(columns=columns, filter=where)
+        except (OSError, pa.ArrowException) as error:
+            raise self._unreadable() from error
+        return found
+
     def _joined(self, name: str, columns: list[str] | None) -> pa.Table:
         # in the order in which one process would have written
         order = [key for key in ORDER if key in TABLES[name].names]

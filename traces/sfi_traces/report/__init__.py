@@ -7,11 +7,13 @@ from typing import Any
 
 from sfi_core.errors import BackendError, TraceError
 from sfi_traces.report.facts import cards, summed, tables
+from sfi_traces.report.reading import what_steps_read
 from sfi_traces.report.text import generated, prompt
 from sfi_traces.views.captions import subject
 from sfi_traces.views.view import View
 
 HERE = Path(__file__).parent
+SCRIPTS = ("page.js", "reading.js")
 
 
 def check_report() -> None:
@@ -38,6 +40,7 @@ def render(view: View) -> str:
     )  # fmt: skip
     figures, missing = _figures(view)
     summary = summed(view)
+    words = _words(view, missing)
     return environment.get_template("page.html").render(
         name=view.trace.path.resolve().name,
         subject=subject(view),
@@ -49,10 +52,20 @@ def render(view: View) -> str:
         missing=missing,
         text=generated(view),
         prompt=prompt(view),
+        words=words,
         style=(HERE / "page.css").read_text(encoding="utf-8"),
-        script=(HERE / "page.js").read_text(encoding="utf-8"),
+        script="\n".join((HERE / name).read_text(encoding="utf-8") for name in SCRIPTS),
         plotly=get_plotlyjs(),
     )
+
+
+def _words(view: View, missing: list[str]) -> dict[str, Any] | None:
+    # what the panel of the text needs to say what a step read; None if the trace lacks it, with the reason
+    try:
+        return what_steps_read(view)
+    except TraceError as error:
+        missing.append(str(error))
+        return None
 
 
 def _figures(view: View) -> tuple[dict[str, dict[str, Any]], list[str]]:

@@ -139,7 +139,7 @@ def _coverage_cards(found: Row | None) -> list[Card]:
         return []
     note = (
         f"of the prompt was ever selected by a KV head, {_percent(found['selected_by_any'], 1)} by any; half "
-        f"of the selected lie {_number(found['distance']['p50'], 0)} tokens back or more; a position stays "
+        f"of it lies {_number(found['distance']['p50'], 0)} tokens back or more; a position stays "
         f"for {_number(found['stay'], 1)} refreshes"
     )
     return [Card("Coverage", _percent(found["selected"], 1), note)]

@@ -13,7 +13,7 @@ from sfi_traces.views.raster import MISSED, READ, Raster, choose_place, meaning,
 from sfi_traces.views.view import View
 
 MOST_STEPS, MOST_CELLS = 600, 400
-ALL_CELLS = 24_000_000  # of all layers and heads; four to a byte, they make 8 MB
+ALL_CELLS = 16_000_000  # of all layers and heads; four to a byte, they make 5 MB
 LONGEST = 60  # characters of a cell's text
 
 

@@ -1,7 +1,13 @@
 """Evenly chosen steps, so that the lists of positions of a trace of any length are read in moderate time."""
 
-from sfi_traces.summary.scope import Scope
+import numpy as np
+import pyarrow as pa
 
+from sfi_traces.schema import KEY, TABLES
+from sfi_traces.summary.scope import Scope
+from sfi_traces.views.stability import of_steps
+
+SAMPLED = "sampled_selections"
 MOST_POSITIONS = 1 << 22  # read at once
 
 
@@ -11,17 +17,29 @@ def sample_selections(scope: Scope) -> int:
     Returns:
         n; 1 where all are read.
     """
-    size = scope.row("""
-        SELECT coalesce(sum(selected), 0) AS positions FROM chosen_selections WHERE positions IS NOT NULL
-    """)
+    size = scope.row("SELECT coalesce(sum(selected), 0) AS positions FROM chosen_selections")
     every = 1 + int(size["positions"]) // MOST_POSITIONS
+    if SAMPLED in scope.kept:
+        return every
+    picked = scope.rows(f"""
+        SELECT request, step FROM (SELECT DISTINCT request, step FROM chosen_selections)
+        QUALIFY row_number() OVER (PARTITION BY request ORDER BY step) % {every:d} = {1 % every:d}
+    """)  # noqa: S608 - a number
+    # read once: each scan through DuckDB decodes the positions of every selection
+    rows = scope.trace.rows(
+        "selections",
+        TABLES["selections"].names,
+        of_steps(np.array([row["step"] for row in picked])),
+    )
+    keys = {name: [row[name] for row in picked] for name in ("request", "step")}
+    scope.kept[SAMPLED] = rows, pa.table(keys, pa.schema(KEY))
+    for name, table in zip(("picked_rows", "picked_steps"), scope.kept[SAMPLED], strict=True):
+        scope.connection.register(name, table)
+    layer = "" if scope.layer is None else f"AND layer = {scope.layer:d}"
     scope.connection.execute(f"""
         CREATE OR REPLACE TEMP VIEW sampled_selections AS
-        SELECT * FROM chosen_selections SEMI JOIN (
-            SELECT request, step FROM (SELECT DISTINCT request, step FROM chosen_selections)
-            QUALIFY row_number() OVER (PARTITION BY request ORDER BY step) % {every:d} = {1 % every:d}
-        ) USING (request, step)
-        WHERE positions IS NOT NULL
+        SELECT * FROM picked_rows SEMI JOIN picked_steps USING (request, step)
+        WHERE positions IS NOT NULL {layer}
     """)  # noqa: S608 - a number
     return every
 

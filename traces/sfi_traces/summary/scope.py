@@ -1,6 +1,6 @@
 """What of a trace is summed up: all of it, one request, one layer."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import duckdb
@@ -28,12 +28,14 @@ class Scope:
         connection: DuckDB; the whole tables are there too.
         request: The request, or None for all.
         layer: The layer, or None for all.
+        kept: What was read once for several sections, by name.
     """
 
     trace: Trace
     connection: duckdb.DuckDBPyConnection
     request: int | None
     layer: int | None
+    kept: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, trace: Trace, request: int | None = None, layer: int | None = None) -> Self:

@@ -12,11 +12,11 @@ from sfi_core.errors import TraceError
 from sfi_traces.summary.scope import Scope
 from sfi_traces.views.drift import Drift, drift
 from sfi_traces.views.head_similarity import MOST_STEPS, HeadSimilarity
-from sfi_traces.views.stability import ViewSupports, thinning
+from sfi_traces.views.stability import MOST_POSITIONS, ViewSupports, thinning
 
+MOST_TAKEN = 1 << 25  # positions of a request; with more every n-th layer is taken
 MOST_PAIRED = 512  # steps of a request whose pairs are counted, the first ones
 MOST_SHOWN = 64  # steps of a request's matrix
-MOST_POSITIONS = 1 << 25  # in memory at once; a quarter of a GB, and its copies
 DIGITS = 4
 ROWS = 4096  # read at once
 
@@ -34,14 +34,20 @@ def over_time(scope: Scope) -> tuple[Row | None, Row | None]:
         The locality: `lags` has the mean over the pairs of steps that lie 1, 2, 3-4, 5-8, ... apart, among
         each request's first 512 audited steps; `overlap` has up to 64 of these steps of the first request in
         pairs. None without two audited steps.
+
+        Both have `layers_taken` and `layers_audited`: of a long trace every n-th layer is taken.
     """
     drifts: list[Drift] = []
     paired: dict[int, _Pairs] = {}
-    for request, supports in _by_layers(scope):
+    layers, taken = _layers(scope)
+    for request, supports in _by_layers(scope, taken):
         paired.setdefault(request, _Pairs()).add(supports.at(slice(None, MOST_PAIRED)))
         with suppress(TraceError):  # a request without step 0, or without a step after
             drifts.append(drift(supports))
-    return _drift_facts(drifts), _locality_facts(paired)
+    said = {"layers_taken": len(taken), "layers_audited": layers}
+    found = _drift_facts(drifts), _locality_facts(paired)
+    drifted, local = (one and one | said for one in found)
+    return drifted, local
 
 
 def head_similarity(scope: Scope) -> Row | None:
@@ -151,19 +157,26 @@ def _bins(at: np.ndarray, mean: np.ndarray, n: np.ndarray) -> Iterator[tuple[int
         yield first, last, _plain(np.average(mean[own], weights=n[own])), int(n[own].sum())
 
 
-def _by_layers(scope: Scope) -> Iterator[tuple[int, ViewSupports]]:
-    # as many layers of a request as fit into memory: each read goes through all of its parts
-    layers = scope.rows("""
+def _layers(scope: Scope) -> tuple[int, dict[int, int]]:
+    # how many layers were audited, and those that are taken, with their most positions in a request
+    audit = scope.trace.manifest.get("audit") or {"top": 0}
+    rows = scope.rows("""
         SELECT layer, max(n) AS n FROM (
-            SELECT request, layer, sum(len(positions)) AS n FROM chosen_supports GROUP BY request, layer
+            SELECT request, layer, count(*) AS n FROM chosen_supports GROUP BY request, layer
         ) GROUP BY layer ORDER BY layer
     """)
-    most = max((int(row["n"]) for row in layers), default=1)
-    together = max(1, MOST_POSITIONS // max(1, most))
+    positions = {row["layer"]: int(row["n"]) * audit["top"] for row in rows}
+    every = thinning(sum(positions.values()), MOST_TAKEN)
+    return len(rows), dict([*positions.items()][::every])
+
+
+def _by_layers(scope: Scope, layers: dict[int, int]) -> Iterator[tuple[int, ViewSupports]]:
+    # as many layers of a request as fit into memory: each read goes through all of its parts
+    together = max(1, MOST_POSITIONS // max(layers.values(), default=1))
     for request, steps in _whole_steps(scope).items():
         scope.connection.register("whole_steps", pa.table({"step": pa.array(steps, pa.int32())}))
         for at in range(0, len(layers), together):
-            chosen = ", ".join(str(row["layer"]) for row in layers[at : at + together])
+            chosen = ", ".join(map(str, [*layers][at : at + together]))
             where = f"request = {request:d} AND layer IN ({chosen}) AND step IN (FROM whole_steps)"
             yield request, _read(scope, where)
 

@@ -55,7 +55,7 @@ def lag(view: View) -> Caption:
     """Describe the overlap by lag."""
     note = (
         f"{support(view, view.k)}, {places(list(view.supports.sets))}. Pairs of audited steps up to "
-        f"{MOST_LAG} steps apart; bands hold 10 to 90 % of them."
+        f"{MOST_LAG} steps apart; bands hold 10 to 90 % of them.{layers_left_out(view)}"
     )
     return Caption("Support overlap by lag, within a sentence and across a boundary", note)
 
@@ -138,7 +138,7 @@ def _many(found: list[Place]) -> str:
 
 def left_out(view: View, whole: ViewSupports, shown: ViewSupports | Raster) -> str:
     """Say how many steps were not audited, and how many audited ones are not drawn; "" if none."""
-    said = ""
+    said = layers_left_out(view)
     if len(whole.step) < len(view.steps.step):
         said += f" {len(whole.step):,} of {len(view.steps.step):,} steps were audited."
     if len(shown.step) < len(whole.step):
@@ -146,3 +146,11 @@ def left_out(view: View, whole: ViewSupports, shown: ViewSupports | Raster) -> s
             f" {len(shown.step):,} of {len(whole.step):,} audited steps are drawn, evenly chosen."
         )
     return said
+
+
+def layers_left_out(view: View) -> str:
+    """Say how many audited layers are not drawn, because they would be too much; "" if none."""
+    drawn = len({layer for layer, _ in view.supports.sets})
+    if drawn == view.audited_layers:
+        return ""
+    return f" {drawn:,} of {view.audited_layers:,} audited layers are drawn, evenly chosen."

@@ -1,6 +1,6 @@
 """Titles and notes of the figures of what SyncKV and FreeKV observed."""
 
-from sfi_traces.views.captions import Caption, left_out, places, support
+from sfi_traces.views.captions import Caption, layers_left_out, left_out, places, support
 from sfi_traces.views.drift import Drift
 from sfi_traces.views.head_similarity import HeadSimilarity
 from sfi_traces.views.observations import Corrections, Cosines
@@ -25,6 +25,7 @@ def head_similarity(view: View, data: HeadSimilarity) -> Caption:
         f"{support(view, view.k)}, {data.steps:,} steps. Mean overlap of each KV head of a layer "
         "with those of another at the same step, and on the diagonal with the others of its own. "
         f"Within a layer {data.within:.3f}, between layers {data.between:.3f}."
+        f"{layers_left_out(view)}"
     )
     return Caption("Similarity of heads, layer by layer", note)
 

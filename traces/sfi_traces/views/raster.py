@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import pyarrow.compute as pc
 
+from sfi_core.errors import TraceError
 from sfi_traces.views.figure_data import retained_mass
+from sfi_traces.views.reads import Refreshes, Segments
 from sfi_traces.views.stability import Place, thinning
 from sfi_traces.views.view import View
 
@@ -77,12 +78,13 @@ def rasters(
     rows = view.steps.rows(supports.step)
     context, slow = view.steps.context[rows], view.steps.slow[rows]
     per_cell = thinning(int(context.max()), most_cells)
-    sink, starts = _segments(view)
-    recent = None if starts is None else starts[rows]
-    selections = _selections(view)
+    segments = Segments.of(view)
+    sink = segments.sink
+    recent = None if segments.recent is None else segments.recent[rows]
+    selected = _in_force(Refreshes.of(view), places, supports.step)
     drawn = []
     for place in places:
-        chosen = _in_force(view, selections.get(place, []), supports.step)
+        chosen = selected.get(place)
         sets = supports.of(place).strongest(top).sets[place]
         cells = _cells(sets, chosen, context, slow, sink, recent, per_cell)
         drawn.append(
@@ -128,44 +130,27 @@ def _top(view: View) -> int:
     return view.top or min(recorded, view.trace.manifest["config"]["budget"])
 
 
-def _segments(view: View) -> tuple[int, np.ndarray | None]:
-    # as `RequestState.move_recent` places them
-    config, steps = view.trace.manifest["config"], view.steps
-    if steps.slow.all():
-        return 0, None
-    sink = min(config["sink"], int(steps.context[0] - steps.step[0]))
-    start = np.maximum(sink, steps.context - config["recent"])
-    if config["recent_mode"] == "anchored":
-        last = np.maximum.accumulate(np.where(steps.slow, np.arange(len(start)), 0))
-        start = start[last]
-    return sink, start
-
-
-def _selections(view: View) -> dict[Place, list[tuple[int, np.ndarray]]]:
-    # the first step that a selection may serve and its positions, for each layer and KV head
-    columns = ["request", "step", "layer", "head", "reason", "positions"]
-    rows = view.trace.table("selections", columns).filter(view.of_request)
-    rows = rows.filter(pc.is_valid(pc.field("positions"))).sort_by("step")
-    found: dict[Place, list[tuple[int, np.ndarray]]] = {}
-    keys = (rows[name].to_pylist() for name in ("layer", "head", "step", "reason"))
-    for layer, head, step, reason, positions in zip(*keys, rows["positions"], strict=True):
-        values = positions.values.to_numpy()
-        begin = step + (reason == "speculative")
-        found.setdefault((layer, head), []).append((begin, values[values >= 0]))
-    return found
-
-
 def _in_force(
-    view: View, refreshes: list[tuple[int, np.ndarray]], step: np.ndarray
-) -> Selected | None:
-    # a slow step's selection serves the steps after it; one that a fast step made, that step too
-    refreshes = [(at, positions) for at, positions in refreshes if at <= step[-1]]
-    if not refreshes:
-        return None
-    at = np.array([refresh for refresh, _ in refreshes])
-    begin = at + view.steps.slow[view.steps.rows(at)]
-    since = np.searchsorted(begin, step, side="right")  # 0: nothing yet
-    return Selected([np.empty(0, np.int32), *(positions for _, positions in refreshes)], since)
+    refreshes: Refreshes, places: Sequence[Place], step: np.ndarray
+) -> dict[Place, Selected]:
+    # what each of the places had selected at the steps; none where it selected nothing so far
+    found = {}
+    for place in places:
+        rows = refreshes.of_place(place)
+        since = np.searchsorted(refreshes.begin[rows], step, side="right")  # 0: nothing yet
+        needed, since = np.unique(since, return_inverse=True)
+        if needed[-1]:
+            found[place] = rows[needed[needed > 0] - 1], since + (needed[0] > 0)
+    chosen = [rows for rows, _ in found.values()]
+    try:
+        sets = refreshes.positions(np.concatenate(chosen)) if chosen else []
+    except TraceError:  # recorded without positions
+        return {}
+    ends = np.cumsum([len(rows) for rows in chosen])
+    return {
+        place: Selected([np.empty(0, np.int32), *sets[end - len(rows) : end]], since)
+        for end, (place, (rows, since)) in zip(ends, found.items(), strict=True)
+    }
 
 
 def _cells(

@@ -13,6 +13,7 @@ from sfi_core.errors import TraceError
 from sfi_traces.read.reader import Trace
 
 MOST_STEPS = 1024  # steps whose pairs are counted at once, so that memory stays bounded
+MOST_POSITIONS = 1 << 25  # in memory at once; a quarter of a GB, and its copies
 MOST_LAG = 128
 BLOCK = 64  # steps of a block
 SPREAD = (0.1, 0.9)  # quantiles of a band
@@ -43,20 +44,25 @@ class ViewSupports:
         layer: int | None = None,
         head: int | None = None,
     ) -> "ViewSupports":
-        """Read the supports of a request, of all its audited layers and heads or of those asked for.
+        """Read the supports of a request, of its audited layers and heads or of those asked for.
 
-        Takes 8 bytes of memory for each recorded position, and twice that for a moment.
+        Takes 8 bytes of memory for each recorded position, and twice that for a moment; of more than
+        `MOST_POSITIONS` positions the supports of every n-th layer.
 
         Raises:
             TraceError: None was recorded; names the option that records it.
         """
         trace.require_audit()
-        columns = ["request", "step", "layer", "head", "positions", "mass"]
         wanted = rows_of(request, layer, head) & (pc.field("step") <= last_step)
-        table = trace.table("supports", columns).filter(wanted)
-        if not len(table):
+        found = trace.rows("supports", ["layer"], wanted)["layer"]
+        if not len(found):
             raise TraceError(_missing(trace, request, layer, head))
-        return cls.from_rows(table)
+        every = thinning(len(found) * trace.manifest["audit"]["top"], MOST_POSITIONS)
+        layers = pc.unique(found).sort()[::every]
+        columns = ["step", "layer", "head", "positions", "mass"]
+        return cls.from_rows(
+            trace.rows("supports", columns, wanted & pc.field("layer").isin(layers))
+        )
 
     @classmethod
     def from_rows(cls, table: pa.Table) -> "ViewSupports":
@@ -125,6 +131,14 @@ def rows_of(request: int, layer: int | None = None, head: int | None = None) -> 
         if value is not None:
             wanted &= pc.field(name) == value
     return wanted
+
+
+def of_steps(steps: np.ndarray) -> pc.Expression:
+    """Make a filter for the rows of some steps; the range lets a reader pass over row groups."""
+    at, among = pc.field("step"), pa.array(np.unique(steps), pa.int32())
+    if not len(among):
+        return pc.scalar(False)
+    return (at >= among[0]) & (at <= among[-1]) & at.isin(among)
 
 
 def _strongest(mass: np.ndarray, top: int) -> np.ndarray | slice:

@@ -9,7 +9,7 @@ import pyarrow.compute as pc
 
 from sfi_core.errors import ConfigError, TraceError
 from sfi_traces.read.reader import Trace
-from sfi_traces.views.stability import LagLine, ViewSupports, overlap_by_lag, rows_of
+from sfi_traces.views.stability import LagLine, Place, ViewSupports, overlap_by_lag, rows_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +128,17 @@ class View:
         """Make a filter for the rows of the request, of all layers and heads."""
         return rows_of(self.request)
 
+    @property
+    def places(self) -> list[Place]:
+        """Layers and KV heads of the model's full-attention layers, of those that the view names."""
+        return [
+            (one["layer"], head)
+            for one in self.trace.manifest["model"]["layers"]
+            if one["window"] is None and self.layer in (None, one["layer"])
+            for head in range(one["heads"])
+            if self.head in (None, head)
+        ]
+
     @cached_property
     def lags(self) -> tuple[LagLine, LagLine]:
         """Overlap by lag, within a sentence and across a boundary; raises `TraceError` as `supports`."""
@@ -142,6 +153,11 @@ class View:
     def k(self) -> int:
         """Positions of a support."""
         return self.top or int(self.trace.manifest["audit"]["top"])
+
+    @cached_property
+    def audited_layers(self) -> int:
+        """Layers that have supports, of those that the view names."""
+        return len(pc.unique(self.trace.rows("supports", ["layer"], self.wanted)["layer"]))
 
     @cached_property
     def supports(self) -> ViewSupports:

@@ -1,0 +1,95 @@
+"""Long traces open: a shorter one, as `benchmarks/long_trace.py` makes them."""
+
+import pytest
+from pyarrow import parquet
+
+from benchmarks.long_trace import Shape, write
+from sfi_core.errors import TraceError
+from sfi_traces.read.check import check
+from sfi_traces.read.reader import Trace
+from sfi_traces.report import render
+from sfi_traces.summary import Scope, summarize
+from sfi_traces.summary.supports import selection_facts
+from sfi_traces.views.reads import Refreshes
+from sfi_traces.views.view import View
+from sfi_traces.views.words import step_words
+
+plotly = pytest.importorskip("plotly.offline")
+SHAPE = Shape(
+    steps=1200, layers=6, heads=2, budget=64, prompt=2048, audit=64, audited_layers=3, top=32
+)
+BYTES_A_STEP = 900  # of the page, without Plotly
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory) -> Trace:
+    return Trace.open(write(tmp_path_factory.mktemp("long") / "run", SHAPE))
+
+
+def test_the_made_up_trace_is_a_sound_one(trace):
+    """What is measured on it is measured on what a run would have recorded."""
+    assert check(trace)["problems"] == []
+    steps = summarize(trace)["steps"]
+    assert steps["steps"] == SHAPE.steps
+    assert 1 / 30 < steps["slow_share"] < 1 / 12
+
+
+def test_the_report_grows_by_little_a_step(trace, monkeypatch):
+    monkeypatch.setattr("sfi_traces.views.stability.MOST_POSITIONS", 1 << 12)
+    page = render(View(trace))
+    assert len(page) - len(plotly.get_plotlyjs()) < BYTES_A_STEP * SHAPE.steps
+    assert "1 of 3 audited layers are drawn, evenly chosen." in page
+
+
+def test_what_needs_no_position_of_a_selection_reads_none(trace, tmp_path):
+    """Their column is spoiled in every part: whatever reads it fails."""
+    copy = write(tmp_path / "spoiled", SHAPE)
+    for part in sorted((copy / "selections").iterdir()):
+        metadata = parquet.read_metadata(part)
+        groups = [metadata.row_group(at) for at in range(metadata.num_row_groups)]
+        columns = [group.column(at) for group in groups for at in range(group.num_columns)]
+        data = bytearray(part.read_bytes())
+        for column in columns:
+            if column.path_in_schema.startswith("positions"):
+                begin, size = column.data_page_offset, column.total_compressed_size
+                data[begin : begin + size] = bytes(size)
+        part.write_bytes(data)
+    spoiled = Trace.open(copy)
+    found, expected = (selection_facts(Scope.of(one)) for one in (spoiled, trace))
+    assert found["lambda_star"]["mean"] == pytest.approx(expected["lambda_star"]["mean"])
+    assert len(Refreshes.of(View(spoiled)).step) > 0
+    with pytest.raises(TraceError, match="damaged part"):
+        step_words(View(spoiled), SHAPE.steps - 1)
+
+
+def test_one_step_takes_the_selections_of_one_refresh(trace, monkeypatch):
+    """Of all that a long trace has, `show --step` reads the rows that the step read."""
+    read, rows = [], Trace.rows
+
+    def counted(self, name, columns, where):
+        found = rows(self, name, columns, where)
+        if name == "selections" and "positions" in columns:
+            read.append(len(found))
+        return found
+
+    monkeypatch.setattr(Trace, "rows", counted)
+    step_words(View(trace), SHAPE.steps - 1)
+    assert read == [SHAPE.layers * SHAPE.heads]
+
+
+def test_the_positions_of_a_sample_are_read_once(trace, monkeypatch):
+    """Health, coverage and the like of a long trace look at every n-th refresh."""
+    monkeypatch.setattr("sfi_traces.summary.sampled.MOST_POSITIONS", 1 << 12)
+    read, rows = [], Trace.rows
+
+    def counted(self, name, columns, where):
+        found = rows(self, name, columns, where)
+        if name == "selections" and "positions" in columns:
+            read.append(len(found))
+        return found
+
+    monkeypatch.setattr(Trace, "rows", counted)
+    every = summarize(trace)["coverage"]["every"]
+    assert every > 1
+    refreshes = len(set(trace.table("selections")["step"].to_pylist()))
+    assert read == [-(-refreshes // every) * SHAPE.layers * SHAPE.heads]

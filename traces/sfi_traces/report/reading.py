@@ -1,0 +1,198 @@
+"""What each step read, packed for the report's page: by refresh, by layer, by cell of the source text."""
+
+import base64
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from sfi_core.errors import TraceError
+from sfi_traces.report.text import MOST_TOKENS
+from sfi_traces.views.labels import printable
+from sfi_traces.views.reads import Refreshes, Segments
+from sfi_traces.views.stability import Place, of_steps, thinning
+from sfi_traces.views.view import View
+from sfi_traces.views.words import text_of
+
+MOST_CELLS = 12_000  # of the source text; with more tokens a cell stands for several
+MOST_COUNTS = 32 << 20  # refreshes x layers x cells: bytes in the reader's memory
+MOST_BYTES = 3_500_000  # of these counts, packed: refreshes after that are left out
+MOST_LISTS = 10_000  # audited steps x layers
+LIST = 32  # cells with the most mass, of each audited step and layer
+TOGETHER = 1 << 16  # rows x positions read at once, about: refreshes at least one
+
+Packed = dict[str, Any]
+
+
+def what_steps_read(view: View) -> Packed:
+    """Pack what the steps of a request read.
+
+    Returns:
+        Plain values: the source text in `cells`, and for each refresh, layer and cell how many KV heads
+        selected a position of it (`counts`); the cells with the most mass of each audited step (`mass`).
+
+    Raises:
+        TraceError: The trace has no text, or neither positions nor an audit.
+    """
+    texts = text_of(view)
+    steps = view.steps
+    shown = min(len(steps.step), MOST_TOKENS)
+    prompt = len(texts) - len(steps.text)
+    dense = view.trace.manifest["config"]["dense_layers"]
+    layers = sorted({layer for layer, _ in view.places if layer not in dense})
+    refreshes = Refreshes.of(view)
+    last = int(steps.step[shown - 1])
+    begins = np.unique(refreshes.begin[refreshes.begin <= last])
+    width = prompt + shown
+    fitting = MOST_COUNTS // max(1, len(begins) * len(layers))
+    per_cell = thinning(width, max(1, min(MOST_CELLS, fitting)))
+    cells = -(-width // per_cell)
+    segments = Segments.of(view)
+    recent = None if segments.recent is None else segments.recent[:shown].tolist()
+    counts = _counts(refreshes, begins, layers, per_cell, cells)
+    mass = _mass(view, last, per_cell, cells)
+    if counts is None and mass is None and (recent is None or len(begins)):
+        raise TraceError(
+            f"trace {view.trace.path} does not say what its steps read; record it with "
+            "--set trace.positions=true, or with --audit 1"
+        )
+    return {
+        "cells": [
+            _lines("".join(texts[at : at + per_cell])) for at in range(0, width, per_cell)
+        ],
+        "perCell": per_cell,
+        "prompt": prompt,
+        "first": int(steps.step[0]),
+        "slow": np.flatnonzero(steps.slow[:shown]).tolist(),
+        "sink": segments.sink,
+        "recent": recent,
+        "layers": layers,
+        "heads": [sum(place[0] == layer for place in view.places) for layer in layers],
+        "dense": sorted(set(dense)),
+        "counts": counts,
+        "mass": mass,
+    }  # fmt: skip
+
+
+def _counts(
+    refreshes: Refreshes, begins: np.ndarray, layers: list[int], per_cell: int, cells: int
+) -> Packed | None:
+    # [refreshes, layers, cells] uint8, each refresh less the one before, modulo 256
+    packer, now = zlib.compressobj(6), np.zeros((len(layers), cells), np.uint8)
+    row_of = {layer: row for row, layer in enumerate(layers)}
+    held: dict[Place, np.ndarray] = {}
+    packed, kept = b"", 0
+    try:
+        for chosen in _refreshed(refreshes, begins, layers):
+            before = now.copy()
+            for place, position in chosen:
+                if place in held:
+                    now[row_of[place[0]], held[place]] -= 1
+                cell = position // per_cell  # ascending
+                held[place] = cell[np.diff(cell, prepend=-1) > 0]
+                now[row_of[place[0]], held[place]] += 1
+            packed += packer.compress((now - before).tobytes())
+            kept += 1
+            if len(packed) > MOST_BYTES:
+                break
+    except TraceError:  # recorded without positions
+        return None
+    if not kept:
+        return None
+    until = int(begins[kept]) if kept < len(begins) else None
+    packed += packer.flush()
+    return {"begins": begins[:kept].tolist(), "until": until, "packed": _base64(packed)}
+
+
+def _refreshed(
+    refreshes: Refreshes, begins: np.ndarray, layers: list[int]
+) -> Iterator[list[tuple[Place, np.ndarray]]]:
+    # for each step at which selections come into force, these; a few steps are read together
+    edges = np.searchsorted(refreshes.begin, np.append(begins, begins[-1:] + 1))
+    budget = refreshes.view.trace.manifest["config"].get("budget", 1)
+    together = max(1, TOGETHER * 64 // max(1, budget * len(refreshes.places)))
+    for at in range(0, len(begins), together):
+        part = edges[at : at + together + 1]
+        rows = np.arange(part[0], part[-1])
+        rows = rows[np.isin(refreshes.layer[rows], layers)]
+        found: dict[int, list[tuple[Place, np.ndarray]]] = {
+            int(begin): [] for begin in begins[at : at + together]
+        }
+        for row, position in zip(rows, refreshes.positions(rows), strict=True):
+            place = int(refreshes.layer[row]), int(refreshes.head[row])
+            found[int(refreshes.begin[row])].append((place, position))
+        yield from found.values()
+
+
+def _mass(view: View, last: int, per_cell: int, cells: int) -> Packed | None:
+    # [steps, layers, LIST, 3] uint16: cell, mass and mass that was not read, as shares of 65,535
+    wanted = view.wanted & (pc.field("step") <= last)
+    audited = view.trace.rows("supports", ["step", "layer"], wanted)
+    steps = np.unique(audited["step"].to_numpy())
+    if not len(steps) or not view.trace.masses:
+        return None
+    own = sorted(set(pc.unique(audited["layer"]).to_pylist()))
+    every = thinning(len(steps) * len(own), MOST_LISTS)
+    steps = steps[::every]
+    lists = np.zeros((len(steps), len(own), LIST, 3), np.uint16)
+    columns = ["step", "layer", "positions", "mass", "read"]
+    known = True
+    for at in range(0, len(steps), LIST):
+        table = view.trace.rows("supports", columns, wanted & of_steps(steps[at : at + LIST]))
+        known &= table["read"].null_count == 0
+        for key, group in _grouped(table):
+            place = int(np.searchsorted(steps, key[0])), own.index(key[1])
+            lists[place] = _strongest(*group, per_cell, cells)
+    return {
+        "steps": steps.tolist(), "every": every, "layers": own, "list": LIST, "known": bool(known),
+        "packed": _base64(zlib.compress(lists.tobytes(), 6)),
+    }  # fmt: skip
+
+
+Group = tuple[np.ndarray, np.ndarray, np.ndarray, int]
+
+
+def _grouped(table: pa.Table) -> Iterator[tuple[tuple[int, int], Group]]:
+    # of each step and layer: positions, mass and whether they were not read, of all heads; how many heads
+    table = table.sort_by([("step", "ascending"), ("layer", "ascending")]).combine_chunks()
+    length = pc.list_value_length(table["positions"]).to_numpy()
+    ends = np.concatenate([[0], np.cumsum(length)])
+    position, mass = (pc.list_flatten(table[name]).to_numpy() for name in ("positions", "mass"))
+    missed = np.zeros(len(position), bool)
+    if table["read"].null_count == 0:
+        missed = ~pc.list_flatten(table["read"]).to_numpy()
+    step, layer = table["step"].to_numpy().astype(np.int64), table["layer"].to_numpy()
+    edges = np.flatnonzero(np.diff(step << 16 | layer, prepend=-1))
+    for low, high in zip(edges, [*edges[1:], len(table)], strict=True):
+        own = slice(ends[low], ends[high])
+        yield (int(step[low]), int(layer[low])), (position[own], mass[own], missed[own], high - low)
+
+
+def _strongest(
+    position: np.ndarray,
+    mass: np.ndarray,
+    missed: np.ndarray,
+    heads: int,
+    per_cell: int,
+    cells: int,
+) -> np.ndarray:
+    cell = position // per_cell
+    inside = cell < cells
+    whole = np.bincount(cell[inside], mass[inside], minlength=cells) / heads
+    lost = np.bincount(cell[inside], (mass * missed)[inside], minlength=cells) / heads
+    top = np.argsort(-whole, kind="stable")[:LIST]
+    found = np.zeros((LIST, 3), np.uint16)
+    for column, value in enumerate((top, whole[top] * 65_535, lost[top] * 65_535)):
+        found[: len(top), column] = np.round(value)
+    return found
+
+
+def _lines(text: str) -> str:
+    return "\n".join(printable(line) for line in text.split("\n"))
+
+
+def _base64(packed: bytes) -> str:
+    return base64.b64encode(packed).decode()

@@ -1,0 +1,263 @@
+"""The passages of the text that one decoding step read, and those that it should have read."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+import pyarrow.compute as pc
+
+from sfi_core.errors import ConfigError, TraceError
+from sfi_traces.views.reads import StepReads
+from sfi_traces.views.stability import Place
+from sfi_traces.views.view import View
+
+GAP = 2  # positions between two of a passage that are not of it
+LONG, LONGEST = 24, 64  # a passage ends with a sentence once it is long, and nowhere later
+ENDS = (".", "!", "?", "\n")
+SINK, SELECTED, RECENT, ALL, MISSED = "sink", "selected", "recent", "all", "missed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passage:
+    """A stretch of positions.
+
+    Attributes:
+        part: "sink", "selected", "recent"; "all" where the step read everything; "missed".
+        first: First position.
+        last: Last position, which belongs to it.
+        text: Its tokens' text.
+        tokens: How many of its positions some layer and KV head read; of a missed passage, did not read.
+        places: Layers and KV heads that read one of them at least; of a missed passage, that missed one.
+        mass: Share of dense attention on these positions, the mean over the layers and KV heads that were
+            audited; None where the step was not audited.
+    """
+
+    part: str
+    first: int
+    last: int
+    text: str
+    tokens: int
+    places: list[Place]
+    mass: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepWords:
+    """What a step read.
+
+    Attributes:
+        step: The step.
+        slow: Whether it was slow.
+        reason: Why it was slow; "" for a fast step.
+        token: The token that it generated.
+        context: Cached tokens.
+        attended: Tokens read per KV head, the mean over all layers, as recorded.
+        audited: Layers and KV heads, of `places`, whose mass the trace has.
+        places: Layers and KV heads looked at: those of full-attention layers.
+        refreshed: Steps whose selections the step read.
+        passages: What it read; most mass first, else most places first.
+        missed: What dense attention looked at and the step did not read; most mass first. Empty where the
+            step was not audited.
+        notes: What the trace leaves open.
+    """
+
+    step: int
+    slow: bool
+    reason: str
+    token: str
+    context: int
+    attended: float
+    audited: list[Place]
+    places: list[Place]
+    refreshed: list[int]
+    passages: list[Passage]
+    missed: list[Passage]
+    notes: list[str] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Write it as plain values; layers and KV heads as `{"layer": 0, "heads": [0, 1]}`."""
+        found = asdict(self) | {
+            "audited": _by_layer(self.audited),
+            "places": _by_layer(self.places),
+        }
+        for name in ("passages", "missed"):
+            own = getattr(self, name)
+            for document, one in zip(found[name], own, strict=True):
+                document |= {"places": _by_layer(one.places), "heads": len(one.places)}
+        return found
+
+
+def text_of(view: View) -> list[str]:
+    """Return the text of each position, of the prompt and of what was generated.
+
+    Raises:
+        TraceError: It was redacted, or recorded without a tokenizer.
+    """
+    wanted = view.of_request
+    rows = view.trace.rows("prompts", ["position", "token_text"], wanted).sort_by("position")
+    texts = rows["token_text"].to_pylist()
+    if not texts or texts[0] is None:
+        why = "was redacted" if view.trace.redacted else "was recorded without a tokenizer"
+        raise TraceError(f"trace {view.trace.path} has no text: it {why}")
+    return [text or "" for text in texts] + view.steps.text
+
+
+def step_words(view: View, step: int) -> StepWords:
+    """Find what a step read.
+
+    Raises:
+        ConfigError: The request has no such step.
+        TraceError: The trace has no text, or no positions of selections though the step was fast.
+    """
+    steps = view.steps
+    row = int(steps.rows(np.array(step)))
+    if row == len(steps.step) or steps.step[row] != step:
+        raise ConfigError(
+            f"step must be in {steps.step[0]} to {steps.step[-1]} of request {view.request}, got {step}"
+        )
+    read = StepReads.of(view, row)
+    texts = text_of(view)
+    passages = _Passages(texts, int(steps.context[row]), read)
+    mass = _Mass.of(view, step, read)
+    return StepWords(
+        step=step,
+        slow=bool(steps.slow[row]),
+        reason=steps.reason[row],
+        token=steps.text[row],
+        context=int(steps.context[row]),
+        attended=float(steps.attended[row]),
+        audited=list(mass.found),
+        places=read.places,
+        refreshed=read.refreshed,
+        passages=passages.read(mass),
+        missed=passages.missed(mass),
+        notes=read.notes,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Mass:
+    # of the audited layers and KV heads: positions, their probabilities, and which of them were read
+    found: dict[Place, tuple[np.ndarray, np.ndarray, np.ndarray]]
+
+    @classmethod
+    def of(cls, view: View, step: int, reads: StepReads) -> "_Mass":
+        wanted = view.wanted & (pc.field("step") == step)
+        rows = view.trace.rows("supports", ["layer", "head", "positions", "mass", "read"], wanted)
+        found = {}
+        for row in rows.sort_by([("layer", "ascending"), ("head", "ascending")]).to_pylist():
+            place = row["layer"], row["head"]
+            position = np.array(row["positions"], int)
+            seen = row["read"]  # older traces lack it
+            read = reads.of_place(place, position) if seen is None else np.array(seen, bool)
+            mass = row["mass"] or np.zeros(len(position))  # an imported trace may lack it
+            found[place] = position, np.array(mass, float), read
+        return cls(found)
+
+    def weight(self, context: int, *, read: bool) -> np.ndarray:
+        # the mean mass of each position over the places, of those that were read or of the others
+        weight = np.zeros(context)
+        for position, mass, seen in self.found.values():
+            weight[position[seen == read]] += mass[seen == read] / len(self.found)
+        return weight
+
+    def marks(self, *, read: bool) -> dict[Place, np.ndarray]:
+        return {place: position[seen == read] for place, (position, _, seen) in self.found.items()}
+
+
+class _Passages:
+    # cuts the text into passages
+
+    def __init__(self, texts: list[str], context: int, reads: StepReads) -> None:
+        self._texts, self._context, self._reads = texts, context, reads
+
+    def read(self, mass: _Mass) -> list[Passage]:
+        reads = self._reads
+        weight = mass.weight(self._context, read=True)
+        marks = {place: reads.selected.get(place, np.empty(0, int)) for place in reads.places}
+        if len(reads.dense) == len(reads.places):
+            if not mass.found:
+                return [self._passage(ALL, 0, self._context - 1, self._context, reads.places, None)]
+            known = weight if weight.any() else None
+            found = self._cut(ALL, mass.marks(read=True), known, 0, self._context)
+        else:
+            found = self._cut(
+                SELECTED, marks, weight if mass.found else None, reads.sink, reads.recent
+            )
+            for part, first, end in ((SINK, 0, reads.sink), (RECENT, reads.recent, self._context)):
+                if end > first:
+                    held = float(weight[first:end].sum()) if mass.found else None
+                    found.append(
+                        self._passage(part, first, end - 1, end - first, reads.places, held)
+                    )
+        return _ranked(found)
+
+    def missed(self, mass: _Mass) -> list[Passage]:
+        weight = mass.weight(self._context, read=False)
+        return _ranked(self._cut(MISSED, mass.marks(read=False), weight, 0, self._context))
+
+    def _cut(
+        self,
+        part: str,
+        marks: dict[Place, np.ndarray],
+        weight: np.ndarray | None,
+        first: int,
+        end: int,
+    ) -> list[Passage]:
+        # what the places marked between two positions, as passages
+        marked = np.zeros(self._context, bool)
+        for position in marks.values():
+            marked[position] = True
+        marked[:first] = marked[end:] = False
+        at = np.flatnonzero(marked)
+        begins, ends = self._edges(at)
+        which = np.full(self._context, -1)
+        for number, (low, high) in enumerate(zip(begins, ends, strict=True)):
+            which[low : high + 1] = number
+        places: list[list[Place]] = [[] for _ in begins]
+        for place, position in marks.items():
+            for number in np.unique(which[position][marked[position]]).tolist():
+                places[number].append(place)
+        return [
+            self._passage(
+                part, low, high, int(marked[low : high + 1].sum()), places[number],
+                None if weight is None else float(weight[low : high + 1].sum()),
+            )
+            for number, (low, high) in enumerate(zip(begins, ends, strict=True))
+        ]  # fmt: skip
+
+    def _edges(self, at: np.ndarray) -> tuple[list[int], list[int]]:
+        begins: list[int] = []
+        ends: list[int] = []
+        for position in at.tolist():
+            if not ends or position - ends[-1] > GAP + 1 or self._is_long(begins[-1], ends[-1]):
+                begins.append(position)
+                ends.append(position)
+            ends[-1] = position
+        return begins, ends
+
+    def _is_long(self, first: int, last: int) -> bool:
+        tokens = last - first + 1
+        return tokens >= LONGEST or (
+            tokens >= LONG and self._texts[last].rstrip(" ").endswith(ENDS)
+        )
+
+    def _passage(
+        self, part: str, first: int, last: int, tokens: int, places: list[Place], mass: float | None
+    ) -> Passage:
+        text = "".join(self._texts[first : last + 1])
+        return Passage(
+            part=part, first=first, last=last, text=text, tokens=tokens, places=places, mass=mass
+        )
+
+
+def _by_layer(places: Sequence[Place]) -> list[dict[str, Any]]:
+    heads: dict[int, list[int]] = {}
+    for layer, head in sorted(places):
+        heads.setdefault(layer, []).append(head)
+    return [{"layer": layer, "heads": own} for layer, own in heads.items()]
+
+
+def _ranked(found: list[Passage]) -> list[Passage]:
+    return sorted(found, key=lambda one: (-(one.mass or 0.0), -len(one.places), one.first))
