@@ -11,13 +11,12 @@ import pytest
 import torch
 
 import sfi_core
-from sfi_cli.commands.generate.recording import warn_of_problems
 from sfi_core import SfiConfig
 from sfi_core.bundled.example import load_example
 from sfi_core.models.load import load
 from sfi_core.policies import POLICIES, Triggered
 from sfi_core.settings.audit import AuditConfig
-from sfi_traces.health import RULES, judge, line, problems
+from sfi_traces.health import RULES, judge, line, problems, quick_problems
 from sfi_traces.health.rules import BY_NAME, NOTE
 from sfi_traces.health.run_measures import TRIGGERED
 from sfi_traces.read.reader import Trace
@@ -235,17 +234,14 @@ def test_quick_rules_look_at_no_position_by_itself(tmp_path):
     assert not any(BY_NAME[one["rule"]].lists for one in found["judged"])
 
 
-def test_a_recorded_run_warns_of_problems_and_not_of_a_trace_cut_short(tmp_path, capsys):
+def test_quick_problems_are_lines_and_a_trace_cut_short_has_none(tmp_path):
     tables = sound()
     each("selections", added=0, removed=0, lambda_star=0.02)(tables)
     folder = write_trace(tmp_path / "run", tables)
-    warn_of_problems(folder)
-    (said,) = capsys.readouterr().err.splitlines()  # a note is none
-    assert said.startswith("warning: selection_frozen: 100 % of the refreshes")
+    (said,) = quick_problems(folder)  # a note is none
+    assert said.startswith("selection_frozen: 100 % of the refreshes")
     spoil(folder / "steps" / "part-00000.parquet")
-    warn_of_problems(folder)
-    warn_of_problems(tmp_path / "none")
-    assert capsys.readouterr().err == ""
+    assert quick_problems(folder) == quick_problems(tmp_path / "none") == []
 
 
 def test_coverage_distance_and_stay_are_those_of_the_positions(tmp_path):

@@ -81,11 +81,20 @@ def test_an_imported_trace_is_sound_and_summed_up_without_masses(tmp_path):
     assert check(trace)["problems"] == []
     assert check(trace)["steps_checked"]
     summary = summarize(trace)
+    assert summary["health"]["findings"] == []
+    assert "never_fast" not in {one["rule"] for one in summary["health"]["judged"]}
     assert summary["stability"]["within"]["n"] == LAYERS * (STEPS - 2)
     assert summary["audit"] is None
     assert "retained mass, output error, query cosine" in summary["missing"]
     with pytest.raises(TraceError, match="imported from a file without them"):
         View(trace, top=2)
+
+
+def test_an_indexer_that_chooses_the_last_positions_is_told(tmp_path):
+    last = [[np.arange(PROMPT + step - K, PROMPT + step)] * LAYERS for step in range(STEPS)]
+    trace = imported(write_npz(tmp_path / "a.npz", positions=np.array(last)))
+    rules = {one["rule"] for one in summarize(trace)["health"]["findings"]}
+    assert rules == {"selection_trailing", "sink_unselected"}
 
 
 def test_an_import_is_healthy_but_where_its_selections_are_not(tmp_path):

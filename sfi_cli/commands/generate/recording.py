@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from sfi_cli.settings.tables import TraceTable
 from sfi_cli.terminal.output import message
 from sfi_core.distributed import torchrun
-from sfi_core.errors import ConfigError, RankLostError, SfiError
+from sfi_core.errors import ConfigError, RankLostError
 from sfi_core.settings.audit import AuditConfig
 
 if TYPE_CHECKING:
@@ -73,7 +73,10 @@ class TraceRecording:
         if self.folder.exists() and not quiet:  # gone where the run ended before it began
             message(f"Wrote {self.folder}; look at it with: sfi trace show {self.folder}")
             if torchrun.first():
-                warn_of_problems(self.folder)
+                from sfi_traces.health import quick_problems
+
+                for line in quick_problems(self.folder):
+                    message(f"warning: {line}")
 
 
 def _wait_for_ranks() -> None:
@@ -84,25 +87,6 @@ def _wait_for_ranks() -> None:
         join().first_ones(None)
     except RankLostError:
         message("another rank has ended early; its part of the trace may lack its end")
-
-
-def warn_of_problems(folder: Path) -> None:
-    """Write a line for each health problem that the quick rules find in a trace.
-
-    A trace that is cut short, as by a full disk, has no line and fails no run.
-    """
-    import duckdb
-
-    from sfi_traces.health import judge, line, problems
-    from sfi_traces.read.reader import Trace
-    from sfi_traces.summary import Scope
-
-    try:
-        found = judge(Scope.of(Trace.open(folder)), quick=True)
-    except (SfiError, OSError, duckdb.Error):
-        return
-    for one in problems(found):
-        message(f"warning: {line(one)}")
 
 
 def measured_copy(device: Any) -> float:

@@ -1,10 +1,15 @@
 """Selection health: rules over a trace that say when what a run selected is wrong, silently."""
 
+from pathlib import Path
 from typing import Any
 
+import duckdb
+
+from sfi_core.errors import SfiError
 from sfi_traces.health import run_measures, selection_measures, support_measures
 from sfi_traces.health.measured import Measured, Unjudged
 from sfi_traces.health.rules import PROBLEM, RULES, Rule
+from sfi_traces.read.reader import Trace
 from sfi_traces.summary.scope import Scope
 
 MODULES = (run_measures, selection_measures, support_measures)
@@ -57,6 +62,17 @@ def problems(document: dict[str, Any]) -> list[dict[str, Any]]:
 def line(finding: dict[str, Any]) -> str:
     """Write a finding as a line."""
     return f"{finding['rule']}: {finding['message']}. To do: {finding['advice']}"
+
+
+def quick_problems(folder: Path) -> list[str]:
+    """Write a line for each problem that the quick rules find in a trace.
+
+    None of a trace that cannot be read: it is cut short, as by a full disk, and a run must not fail for that.
+    """
+    try:
+        return [line(one) for one in problems(judge(Scope.of(Trace.open(folder)), quick=True))]
+    except (SfiError, OSError, duckdb.Error):
+        return []
 
 
 def _enough(scope: Scope, rule: Rule) -> list[Measured]:
@@ -114,4 +130,4 @@ def _message(rule: Rule, worst: Measured, beyond: int, places: int) -> str:
     return f"{rule.means.format(value=value)} ({where})"
 
 
-__all__ = ["RULES", "judge", "line", "problems"]
+__all__ = ["RULES", "judge", "line", "problems", "quick_problems"]

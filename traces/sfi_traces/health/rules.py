@@ -152,11 +152,10 @@ RULES = (
     ),
     Rule(
         name="top_1_dropped", severity=PROBLEM, threshold=0.2, least=8, share=0.1, needs=RECORD_AUDIT,
-        reason="only steps whose largest probability is .05 or more count: in a diffuse head (measured in the "
-        "last layer) the first of thousands of equals says nothing, and a run that drops it has the right "
-        "answer. A fifth of such steps, or of the first 32, whichever is more: measured .06 in the run with "
-        "the right answer, .25 to .90 in four with a wrong one; .09 with scores of zero, which other rules "
-        "see",
+        reason="only steps whose largest probability is .05 or more count: in a diffuse head (measured in "
+        "the last layer) the first of thousands of equals says nothing, and a run that drops it may have the "
+        "right answer. A fifth of such steps, or of the first 32, whichever is more: measured .06 in the run "
+        "with the right answer, .25 to .90 in four with a wrong one; .09 with scores of zero (others see it)",
         means="the most probable position of dense attention was not read in {value} of the steps where it "
         "stands out",
         advice="raise budget, or refresh more often (t_max, triggers); retained mass alone does not show "
