@@ -3,7 +3,7 @@
     python benchmarks/tracing.py --output benchmarks/results/NAME.json
     python benchmarks/tracing.py --dry-run      a few steps on a CPU, to see that it runs
 
-Every way runs without CUDA graphs, which spans inside a step rule out; "off, graphs" says what is given up.
+Every way runs without CUDA graphs but "off, graphs" and "trace, graphs", the default on a GPU.
 The bundled example, decoded without observers and under each way of recording, in turns. `ratio` compares the
 mean step, `median_ratio` the median one: the median over the turns of a way's step to that of "off" in the
 same turn. "off, again" is a second run without observers: the distance of its ratio from 1 is the noise
@@ -43,6 +43,7 @@ WAYS: dict[str, dict[str, Any]] = {
     OFF: {},
     "off, again": {},
     "off, graphs": {"graphs": True},
+    "trace, graphs": {"trace": {"positions": False}, "graphs": True},
     "nvtx, no profiler": {"nvtx": True},
     "trace": {"trace": {"positions": False}},
     "trace --positions": {"trace": {"positions": True}},
@@ -61,7 +62,7 @@ def ways_on(device: torch.device) -> dict[str, dict[str, Any]]:
     """Return the ways that can be measured, and say which cannot."""
     lacking = {}
     if device.type != "cuda":
-        lacking["off, graphs"] = "needs a CUDA device"
+        lacking |= {way: "needs a CUDA device" for way in WAYS if way.endswith(", graphs")}
     if find_spec("nvtx") is None:
         lacking["nvtx, no profiler"] = "needs the nvtx package"
     for way, why in lacking.items():

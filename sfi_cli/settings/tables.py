@@ -47,6 +47,15 @@ class TraceTable(Table):
         None, "Record the positions of every selection; none does so while they are few."
     )
     redact_text: bool = setting(False, "Keep token ids and text out of the trace.")
+    spans: bool | None = setting(
+        None,
+        "Time the phases inside steps, which then run one kernel after the other; none does so only in steps "
+        "that are not replayed as CUDA graphs.",
+    )
+    bandwidth: bool = setting(
+        False,
+        "Measure before the run what the device copies, so that steps have their share of it.",
+    )
     nvtx: bool | None = setting(
         None,
         "Mark steps and phases for Nsight Systems; none does so when a profiler is attached.",

@@ -1,6 +1,6 @@
 """The audit: what dense attention would have read, beside what a step read; the run stays as it is."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -11,6 +11,7 @@ from sfi_core.errors import ConfigError
 from sfi_core.observers.events import AuditEvent
 from sfi_core.settings.audit import AuditConfig
 from sfi_core.state.layer_shape import LayerShape
+from sfi_core.state.request import RequestState
 from sfi_kernels.top_k import top_k
 
 
@@ -46,6 +47,16 @@ class Audit:
                 if self.config.due(state.step, slow=state.slow):
                     self._look(layer, row, query, out_BHGTE[row, :, :, -1])
                 self.queries[state.request, layer.index] = query.clone()
+
+    def take_queries(
+        self, states: Sequence[RequestState], query_BHGD: Mapping[int, torch.Tensor]
+    ) -> None:
+        """Take the queries of a step that this has not seen, by layer; a request's step 0 it has seen."""
+        for row, state in enumerate(states):
+            if state.step > 0 and not state.finished:
+                for layer, query in query_BHGD.items():
+                    if self.config.layers is None or layer in self.config.layers:
+                        self.queries[state.request, layer] = query[row : row + 1].clone()
 
     def forget(self, request: int) -> None:
         """Drop the queries of a request that has left."""

@@ -8,7 +8,6 @@ from typing import Protocol, Self
 import torch
 
 from sfi_core.engine.rows import Rows
-from sfi_core.observers.events import BeginStepEvent
 from sfi_core.policies.base import Policy
 from sfi_core.state.kv_store import KVStore
 from sfi_core.state.request import RequestState
@@ -117,15 +116,6 @@ class Forward:
     def generates(self) -> bool:
         """Whether any request has a next token after the pass."""
         return self.decodes or bool(self.ended)
-
-
-def begin_event(step: int, forward: Forward, requests: Sequence[RequestState]) -> BeginStepEvent:
-    """Describe the batch's step that a forward pass begins; `requests` has the one of each row."""
-    slow, fast = (
-        tuple(requests[row].request for row in rows)
-        for rows in (sorted((*forward.prompts, *forward.slow)), forward.fast)
-    )
-    return BeginStepEvent(step=step, slow=slow, fast=fast, reads_prompt=bool(forward.prompts))
 
 
 class Requests(Protocol):

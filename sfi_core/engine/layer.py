@@ -76,8 +76,7 @@ class Layer:
 
     def moved_bytes(self, rows: Sequence[int], *, dense: bool) -> int:
         """Return the bytes of keys and values that some requests' attention reads."""
-        states = [self.run.requests[row] for row in rows]
-        tokens = sum(state.length if dense else state.fast_tokens for state in states)
+        tokens = sum(self.run.requests[row].read(dense=dense) for row in rows)
         return tokens * self.pages.row_bytes
 
     def dense(self, row: int, query_1HGWD: torch.Tensor) -> torch.Tensor:

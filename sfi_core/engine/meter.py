@@ -26,6 +26,9 @@ class Meter:
         decode_seconds: Wall time of the other steps.
         not_replayed: Why steps ran one kernel after the other on a device that has CUDA graphs, where nobody
             asked for that; empty for none.
+        replayed: Whether the step under way was replayed as a CUDA graph.
+        row_bytes: Of a token's keys and values, counted once: in how many layers, in those left dense, in the
+            others.
         recalled: Rows that recalls brought from the host's tier, by the bytes of a row, int64, on the device.
         recall_seconds: Time that steps waited for them, where they do not come beside the steps.
         born: When the run was made, by the clock of `time.perf_counter`.
@@ -36,8 +39,10 @@ class Meter:
     paths: Counter[str] = field(default_factory=Counter)
     kernels: Launches = field(default_factory=Launches)
     not_replayed: str = ""
+    replayed: bool = False
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
+    row_bytes: tuple[int, int, int] = (0, 0, 0)
     recalled: dict[int, torch.Tensor] = field(default_factory=dict)
     recall_seconds: float = 0.0
     born: float = field(default_factory=time.perf_counter)
@@ -69,7 +74,8 @@ class Meter:
         self.kernels.add(launched, step, layer)
 
     def begin(self) -> None:
-        """Start the clock of a step."""
+        """Start the clock of a step, which is not replayed as far as is known."""
+        self.replayed = False
         self.began = time.perf_counter()
 
     def begin_with_the_last(self) -> None:
@@ -79,9 +85,13 @@ class Meter:
     def lap(self, *, prefill: bool) -> float:
         """End the step, and return its seconds."""
         self.ended = time.perf_counter()
-        seconds = self.ended - self.began
         if prefill:
-            self.prefill_seconds += seconds
+            self.prefill_seconds += self.lasted
         else:
-            self.decode_seconds += seconds
-        return seconds
+            self.decode_seconds += self.lasted
+        return self.lasted
+
+    @property
+    def lasted(self) -> float:
+        """The seconds of the last step that is over."""
+        return self.ended - self.began

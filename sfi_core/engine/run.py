@@ -18,7 +18,6 @@ from sfi_core.engine.forward import (
     Forward,
     FreshDescriptors,
     RequestPass,
-    begin_event,
     known_requests,
 )
 from sfi_core.engine.head_count import HeadCount
@@ -26,6 +25,7 @@ from sfi_core.engine.maintenance import Maintenance
 from sfi_core.engine.meter import WHOLE_STEP, Meter
 from sfi_core.engine.prompt_queries import PromptQueries
 from sfi_core.engine.rows import Rows
+from sfi_core.engine.step_shape import Shape, step_shape, tell_beginning
 from sfi_core.engine.telling import step_event, tell_recall
 from sfi_core.engine.watcher import Watcher
 from sfi_core.observers.observer import Observer
@@ -178,7 +178,7 @@ class Run:
         self.describe(passes, start)
         if self.descriptors.launched:
             self.meter.begin_with_the_last()
-        self.observer.on(begin_event(self.step, self.forward, self.requests))
+        tell_beginning(self)
 
     def describe(self, passes: Sequence[RequestPass], start: Sequence[int]) -> None:
         """Write down a pass that the requests have entered; `start` has their cached tokens before it."""
@@ -216,12 +216,13 @@ class Run:
 
     def record(self, token_B: Sequence[int]) -> None:
         """Note the tokens x_t, one a row, of the requests that the pass gave one; tell the observer."""
-        seconds = self.meter.lap(prefill=not self.forward.decodes)
+        self.meter.lap(prefill=not self.forward.decodes)
         mixed = self.head_count.settle()
+        shape = step_shape(self, mixed)
         rows = zip(self.requests, self.forward.passes, token_B, strict=True)
         for row, (state, one, token) in enumerate(rows):
             if one.generates:
-                self._record(state, token, seconds, mixed.get(row))
+                self._record(state, token, mixed.get(row), shape)
         self.recorded = True
 
     def end_pass(self) -> None:
@@ -282,7 +283,7 @@ class Run:
         else:
             state.length += one.count
 
-    def _record(self, state: RequestState, token: int, seconds: float, mixed: float | None) -> None:
+    def _record(self, state: RequestState, token: int, mixed: float | None, shape: Shape) -> None:
         state.finish_step(token)
         state.tally.time_step(state.step, self.meter.began, self.meter.ended)
         state.finished = token in self.stop_ids
@@ -291,4 +292,5 @@ class Run:
             selecting = 0.0 if state.slow else self.policy.selection_tokens(state)
             state.tally.count_reads(attended, state.length, selecting)
         audited = self.audit is not None and self.audit.due(state.step, slow=state.slow)
-        self.observer.on(step_event(state, self.step, attended, seconds, audited=audited))
+        seconds, more = self.meter.lasted, {"audited": audited, **shape}
+        self.observer.on(step_event(state, self.step, attended, seconds, **more))

@@ -23,8 +23,9 @@ from sfi_core.generation.prompts import (
     token_limits,
 )
 from sfi_core.generation.sampling import Sampler
-from sfi_core.hosts.transformers.decoder import Decoder, nothing_to_tell, records_steps
+from sfi_core.hosts.transformers.decoder import Decoder, nothing_to_tell
 from sfi_core.hosts.transformers.lossless_loop import decode_lossless, together
+from sfi_core.hosts.transformers.replays import records_steps
 from sfi_core.hosts.transformers.session import Session
 from sfi_core.hosts.transformers.slow_fast import slow_fast
 from sfi_core.machine.memory import peak_bytes, reset_peak

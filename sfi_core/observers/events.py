@@ -73,12 +73,19 @@ class BeginStepEvent:
         slow: Requests with g_t = 1.
         fast: The other unfinished requests.
         reads_prompt: Whether prompts are read.
+        cached_tokens: Tokens in the cache of these requests, the step's own included.
+        moved_bytes: Bytes of K and V that attention is going to read, as far as is known; see `StepEvent`.
+        not_replayed: Why the step runs one kernel after the other on a device that has CUDA graphs, where
+            nobody asked for that; empty for none.
     """
 
     step: int
     slow: tuple[int, ...]
     fast: tuple[int, ...]
     reads_prompt: bool = False
+    cached_tokens: int = 0
+    moved_bytes: int = 0
+    not_replayed: str = ""
 
     @property
     def kind(self) -> str:
@@ -108,6 +115,12 @@ class StepEvent:
         drafted: Of a lossless run: whether the token was drafted, and kept. Its step is the fast one that
             drafted it; the others are those of verifications.
         draft_token_id: Of a lossless run: the token that was drafted here, kept or not; None without one.
+        graphs: Whether the step was replayed as a CUDA graph; None where that is not known.
+        slow_requests: Requests of the batch's step that read everything, those whose prompt is read included.
+        fast_requests: The other ones.
+        cached_tokens: Tokens in the cache of all of them, the step's own included.
+        moved_bytes: Bytes of K and V that attention read for all of them in the full-attention layers, each
+            request's once. Of tensor-parallel ranks with models of their own, those of the rank's heads.
     """
 
     request: int
@@ -124,6 +137,11 @@ class StepEvent:
     audited: bool = False
     drafted: bool = False
     draft_token_id: int | None = None
+    graphs: bool | None = None
+    slow_requests: int | None = None
+    fast_requests: int | None = None
+    cached_tokens: int | None = None
+    moved_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,6 +18,9 @@ from sfi_core.observers.events import (
 )
 
 NOTHING = nullcontext()
+AHEAD = (
+    "ahead"  # the span of the next step's forward pass, where it is launched before its step begins
+)
 HANDLERS: dict[type[Event], str] = {
     RunEvent: "on_run",
     PromptEvent: "on_prompt",
@@ -50,9 +53,13 @@ class NullObserver:
 
     Attributes:
         listened: Whether anybody takes what the observer passes on; otherwise it wants nothing.
+        takes_spans: Of an observer that overrides `span`: True to have all spans, for which steps run one
+            kernel after the other where they could be replayed; None for the spans that there are; False for
+            none.
     """
 
     listened = True
+    takes_spans: bool | None = True
 
     def on(self, event: Event) -> None:
         """Hand the event to its own method."""
@@ -97,12 +104,14 @@ class Observers:
 
     Attributes:
         each: The observers.
+        spanning: Those of them that get spans.
     """
 
-    def __init__(self, observers: Sequence[Observer]) -> None:
+    def __init__(self, observers: Sequence[Observer], *, spans: bool = True) -> None:
+        """Take the observers; without `spans` they hear events only."""
         self.each = tuple(observers)
         # a span costs microseconds in every layer of every step: only observers that want spans pay
-        self._spanning = [observer for observer in observers if wants_spans(observer)]
+        self.spanning = [one for one in observers if spans and wants_spans(one)]
 
     def on(self, event: Event) -> None:
         """Forward the event to every observer."""
@@ -113,16 +122,16 @@ class Observers:
         self, name: str, layer: int | None = None, moved_bytes: int = 0
     ) -> AbstractContextManager[None]:
         """Nest every observer's span."""
-        if not self._spanning:
+        if not self.spanning:
             return NOTHING
-        if len(self._spanning) == 1:
-            return self._spanning[0].span(name, layer, moved_bytes)
+        if len(self.spanning) == 1:
+            return self.spanning[0].span(name, layer, moved_bytes)
         return self._nested(name, layer, moved_bytes)
 
     @contextmanager
     def _nested(self, name: str, layer: int | None, moved_bytes: int) -> Iterator[None]:
         with ExitStack() as stack:
-            for observer in self._spanning:
+            for observer in self.spanning:
                 stack.enter_context(observer.span(name, layer, moved_bytes))
             yield
 
@@ -146,12 +155,23 @@ def wants(observer: Observer, event: type[Event]) -> bool:
 def wants_spans(observer: Observer) -> bool:
     """Say whether an observer does anything with spans."""
     if isinstance(observer, Observers):
-        return any(wants_spans(one) for one in observer.each)
-    return _listened(observer) and _overrides(observer, "span")
+        return bool(observer.spanning)
+    return _listened(observer) and _overrides(observer, "span") and _takes(observer) is not False
+
+
+def needs_spans(observer: Observer) -> bool:
+    """Say whether an observer must have the spans inside steps, which a replayed step has none of."""
+    if isinstance(observer, Observers):
+        return any(needs_spans(one) for one in observer.spanning)
+    return wants_spans(observer) and _takes(observer) is True
 
 
 def _listened(observer: Observer) -> bool:
     return getattr(observer, "listened", True)  # an observer need not be a `NullObserver`
+
+
+def _takes(observer: Observer) -> bool | None:
+    return getattr(observer, "takes_spans", True)
 
 
 def _overrides(observer: Observer, method: str) -> bool:

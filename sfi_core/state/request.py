@@ -59,6 +59,10 @@ class RequestState:
         """Tokens that a fast step reads per KV head: sink, selected and recent (as Eq. 1)."""
         return self.packed_tokens + self.length - self.recent_start
 
+    def read(self, *, dense: bool) -> int:
+        """Return the tokens that a layer reads per KV head, if all its heads read densely or none does."""
+        return self.length if dense else self.fast_tokens
+
     def sink(self, sink: int) -> int:
         """Return how many of `sink` anchor tokens the request has: those of its prompt, all run long."""
         return min(sink, self.prompt_tokens)

@@ -479,8 +479,13 @@ def test_a_run_whose_steps_were_not_replayed_ends_with_a_warning():
         "requests": [], "kv_tiers": None, "policy": "quest", "prefill_seconds": 1.0, "decode_seconds": 2.0,
         "decode_tokens_per_second": 3.0, "peak_memory_bytes": 4, "advice": None, "not_replayed": "",
         "is_lossless": False,
-        "fused": {}, "left_alone": {},
+        "fused": {}, "left_alone": {}, "paths": {"triton.pack": 2},
     }  # fmt: skip
     lines = report_lines(document)
+    replayed = report_lines({**document, "paths": {"graph.replay": 1200, "graph.eager": 3}})
+    assert replayed == [
+        *lines,
+        "steps        1,200 replayed as CUDA graphs, 3 one kernel after the other",
+    ]
     warned = report_lines({**document, "not_replayed": "the model waits"})
     assert warned == [*lines, "warning      steps ran one kernel after the other: the model waits"]

@@ -13,12 +13,12 @@ from typer.testing import CliRunner
 from sfi_cli import app as cli
 from tests.cli.trace_commands import trace
 from tests.traces.made import make_trace
-from tests.traces.small import change_manifest, redact, spoil, write_part
+from tests.traces.small import change_manifest, redact, spoil, write_part, write_trace
 
 SECTIONS = {
     "trace", "request", "layer", "run", "steps", "triggers", "stability", "lags", "audit", "logits",
     "selections", "latency", "phases", "break_even", "missing", "drift", "locality", "head_similarity",
-    "query_cosine", "corrections", "recalls", "lossless", "ranks", "health", "coverage",
+    "query_cosine", "corrections", "recalls", "lossless", "ranks", "reads", "health", "coverage",
 }  # fmt: skip
 
 
@@ -211,6 +211,27 @@ def test_check_ends_with_3_in_json_too(tmp_path):
     ended = trace("check", folder, "--json")
     assert ended.code == 3
     assert json.loads(ended.stdout)["problems"] == ["steps/part-00000.parquet is missing"]
+
+
+def test_a_trace_of_replayed_steps_says_what_it_lacks_and_what_its_steps_read(tmp_path):
+    shape = {
+        "slow_requests": 0,
+        "fast_requests": 2,
+        "cached_tokens": 5000,
+        "moved_bytes": 2_500_000,
+    }
+    steps = [
+        {"request": 0, "step": step, "slow": step == 0, "batch_step": step, "graphs": step > 1}
+        | (shape | {"bandwidth_share": 0.25} if step else {})
+        for step in range(4)
+    ]
+    reason = "the model waits"
+    folder = write_trace(tmp_path / "run", {"steps": steps}, not_replayed=reason)
+    text = trace("show", folder).stdout
+    assert "CUDA graphs  2 of 3 decoding steps replayed: the model waits" in text
+    assert "record with --set trace.spans=true" in text
+    (row,) = [line.split() for line in text.splitlines() if "2.50 MB" in line]
+    assert row == ["fast", "3", "2.0", "5,000", "2.50", "MB", "25.0%"]
 
 
 def test_a_step_is_shown_with_the_words_that_it_read(recorded):

@@ -41,7 +41,15 @@ ROWS = [
     for n in (9, 30, 4, 17, 40, 6)
 ]
 LIMITS = [8, 3, 9, 1, 6, 5]
-ITS_OWN = ("request", "elapsed_us", "batch_step")  # what differs from the request alone
+ITS_OWN = (  # what differs from the request alone
+    "request",
+    "elapsed_us",
+    "batch_step",
+    "slow_requests",
+    "fast_requests",
+    "cached_tokens",
+    "moved_bytes",
+)
 
 
 @cache

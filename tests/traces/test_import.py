@@ -8,13 +8,14 @@ import pytest
 import torch
 
 from sfi_core.errors import ConfigError, InputError, TraceError
+from sfi_traces.health import judge
 from sfi_traces.importing import row_table
 from sfi_traces.importing.importer import import_trace
 from sfi_traces.importing.schema import ImportOptions
 from sfi_traces.read.check import check
 from sfi_traces.read.reader import Trace
 from sfi_traces.replay import Setting, Supports, replay, reuse
-from sfi_traces.summary import summarize
+from sfi_traces.summary import Scope, summarize
 from sfi_traces.views.view import View
 from tests.traces.imports import (
     LAYERS,
@@ -85,6 +86,18 @@ def test_an_imported_trace_is_sound_and_summed_up_without_masses(tmp_path):
     assert "retained mass, output error, query cosine" in summary["missing"]
     with pytest.raises(TraceError, match="imported from a file without them"):
         View(trace, top=2)
+
+
+def test_an_import_is_healthy_but_where_its_selections_are_not(tmp_path):
+    """Every step of it is slow by name only; selections that never change are said to."""
+    rng, N = np.random.default_rng(1), 40
+    facts = {"token_ids": np.arange(N) + 1, "prompt_token_ids": np.arange(200)}
+    moving = np.stack([[np.append(0, 1 + rng.permutation(199)[: K - 1])] for _ in range(N)])
+    found = {}
+    for name, positions in (("moving", moving), ("frozen", moving[:1].repeat(N, 0))):
+        trace = imported(write_npz(tmp_path / f"{name}.npz", positions=positions, **facts))
+        found[name] = [finding["rule"] for finding in judge(Scope.of(trace))["findings"]]
+    assert found == {"moving": [], "frozen": ["selection_frozen"]}
 
 
 def test_rows_of_a_parquet_file_are_the_same_trace(tmp_path, monkeypatch):
@@ -198,8 +211,9 @@ def twice() -> np.ndarray:
         ({"mass": np.full((STEPS, LAYERS, K), 0.4)}, r"positions\[0, 1\].*must add up to 1 at most, got 2.4"),
         ({"mass": np.zeros((STEPS, K, LAYERS))}, r"mass .* must be \[12, 3, 6\] as positions"),
         ({"first_query": 5}, "must have rows for the queries 5 to 30"),
+        ({"token_ids": np.full(STEPS, 2**40)}, "token_ids .* got 1099511627776 at 0"),
         ({"token_texts": np.array(["a"])}, "token_texts .* must be 12"),
-        ({"prompt_token_ids": np.array([3, -1])}, "prompt_token_ids .* at least 0, got -1 at 1"),
+        ({"prompt_token_ids": np.array([3, -1])}, "prompt_token_ids .* in 0 to 2147483647, got -1 at 1"),
     ],
 )  # fmt: skip
 def test_a_file_that_is_wrong_is_refused_in_a_line_and_leaves_nothing(tmp_path, changes, words):
@@ -297,6 +311,18 @@ def test_reuse_is_the_share_of_a_step_s_own_selection(tmp_path):
         assert one.recall == pytest.approx(np.mean(own))
     assert found.worst_layer == min(found.layers, key=lambda one: one.recall).layer
     assert found.retained_mass is None
+
+
+def test_positions_without_masses_are_shown_with_even_shares(tmp_path):
+    trace = imported(write_npz(tmp_path / "a.npz"))
+    (shown,) = Supports.load(trace, even=True)
+    (plain,) = Supports.load(trace)
+    known_NUK = shown.position_NUK >= 0
+    assert (shown.masses, plain.masses) == (True, False)
+    assert not plain.mass_NUK.any()
+    assert shown.mass_NUK.sum(-1) == pytest.approx(1)
+    assert shown.mass_NUK[0, 0] == pytest.approx(known_NUK[0, 0] / 4)
+    assert shown.mass_NUK[5, 0] == pytest.approx(known_NUK[5, 0] / K)
 
 
 def test_the_documented_file_is_imported(tmp_path, monkeypatch):

@@ -26,18 +26,19 @@ with NvtxObserver() as observer:
     assert wants_spans(observer)
     observer.on_run(run_event(3))
     for step, slow, fast in ((0, (0, 1, 2), ()), (1, (), (0, 2)), (2, (2,), (0,)), (3, (0,), ())):
-        observer.on_begin_step(BeginStepEvent(step=step, slow=slow, fast=fast))
+        told = {"cached_tokens": 70 + step, "moved_bytes": (9 << 32) + step}
+        observer.on_begin_step(BeginStepEvent(step=step, slow=slow, fast=fast, **told))
         with observer.span("forward"), observer.span("attention.mixed", 1, 100):
             pass
         for request in (*slow, *fast):
             observer.on_step(step_event(request, step))
 """
-# category, color and payload end a line
+# category, color and payload end a line; 64 bits are two numbers, the lower one first
 HEARD = """\
 category|sfi|1|run
 start|sfi|run sfi|1|ff8d99ae|3
 category|sfi|2|prefill steps
-start|sfi|prefill step|2|ff3a7ca5|0 3 0
+start|sfi|prefill step|2|ff3a7ca5|0 3 0 70 0 9
 category|sfi|3|forward
 push|sfi|forward|3|ff3a7ca5|0 -1
 category|sfi|4|attention
@@ -46,21 +47,21 @@ pop|sfi
 pop|sfi
 end|sfi|2
 category|sfi|5|fast steps
-start|sfi|fast step|5|ff2e9e5b|1 0 2
+start|sfi|fast step|5|ff2e9e5b|1 0 2 71 1 9
 push|sfi|forward|3|ff3a7ca5|1 -1
 push|sfi|attention.mixed|4|ffedae49|1 1
 pop|sfi
 pop|sfi
 end|sfi|3
 category|sfi|6|mixed steps
-start|sfi|mixed step|6|ffedae49|2 1 1
+start|sfi|mixed step|6|ffedae49|2 1 1 72 2 9
 push|sfi|forward|3|ff3a7ca5|2 -1
 push|sfi|attention.mixed|4|ffedae49|2 1
 pop|sfi
 pop|sfi
 end|sfi|4
 category|sfi|7|slow steps
-start|sfi|slow step|7|ffd1495b|3 1 0
+start|sfi|slow step|7|ffd1495b|3 1 0 73 3 9
 push|sfi|forward|3|ff3a7ca5|3 -1
 push|sfi|attention.mixed|4|ffedae49|3 1
 pop|sfi

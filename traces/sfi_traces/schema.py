@@ -9,7 +9,17 @@ import pyarrow as pa
 SCHEMA_VERSION = 1
 # columns that older traces of this version lack; they also lack the tables `recalls` and `verifications`
 ADDED = {
-    "steps": ("batch_step", "drafted", "draft_token_id"),
+    "steps": (
+        "batch_step",
+        "drafted",
+        "draft_token_id",
+        "graphs",
+        "slow_requests",
+        "fast_requests",
+        "cached_tokens",
+        "moved_bytes",
+        "bandwidth_share",
+    ),
     "selections": ("reason", "query_cosine"),
     "timings": ("rank",),
     "supports": ("read", "top_1_read", "retained_mass_min"),
@@ -59,6 +69,16 @@ TABLES: dict[str, pa.Schema] = {
                 "draft_token_id",
                 pa.int32(),
             ),  # what was drafted here, kept or not; null without a draft
+            ("graphs", pa.bool_()),  # the step was replayed as a CUDA graph
+            # of the batch's step, the same for all its requests; null where the engine does not know
+            ("slow_requests", pa.int32()),
+            ("fast_requests", pa.int32()),
+            ("cached_tokens", pa.int64()),
+            ("moved_bytes", pa.int64()),  # of K and V, that attention read in full-attention layers
+            (
+                "bandwidth_share",
+                pa.float32(),
+            ),  # moved_bytes over elapsed_us, of what the machine copies; null unless that was measured
         ]
     ),
     # a verification of a lossless run; `step` is that of the last token that it gave

@@ -56,10 +56,10 @@ class GenerateJob:
         prompts = [token_ids(entry, tokenizer, chat=self.chat) for entry in self.prompts.entries]
         shows = output.streams and not output.json and len(prompts) == 1
         decode = partial(self._decode, model, tokenizer, prompts, output.quiet)
-        with self.recording.observers(tokenizer, self._provenance(), output.quiet) as (
-            watch,
-            stopped,
-        ):
+        recording = self.recording.observers(
+            tokenizer, model.device, self._provenance(), output.quiet
+        )
+        with recording as (watch, stopped):
             result = decode(self.policy, output if shows else None, watch, self.recording.audit)
             if result.interrupted or result.error is not None:
                 stopped("interrupted" if result.interrupted else str(result.error))

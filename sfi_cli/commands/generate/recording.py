@@ -39,9 +39,9 @@ class TraceRecording:
 
     @contextmanager
     def observers(
-        self, tokenizer: Any, provenance: dict[str, Any], quiet: bool
+        self, tokenizer: Any, device: Any, provenance: dict[str, Any], quiet: bool
     ) -> Iterator[tuple[list["Observer"], Callable[[str | None], None]]]:
-        """Open the observers of the run, and close them however it ends.
+        """Open the observers of a run on a device, and close them however it ends.
 
         Yields:
             The observers, and a function that takes the reason why the run stopped early.
@@ -53,7 +53,7 @@ class TraceRecording:
             found: list[Observer] = []
             nvtx = self.settings.nvtx
             if nvtx if nvtx is not None else NvtxObserver.attached():
-                found.append(stack.enter_context(NvtxObserver()))
+                found.append(stack.enter_context(NvtxObserver(spans=self.settings.spans)))
             if self.folder is None:
                 yield found, lambda _: None
                 return
@@ -65,6 +65,8 @@ class TraceRecording:
                 provenance=provenance,
                 force=self.force,
                 warn=message,
+                spans=self.settings.spans,
+                copy_gb_per_s=measured_copy(device) if self.settings.bandwidth else None,
             )
             yield [*found, stack.enter_context(parquet)], parquet.close
         _wait_for_ranks()
@@ -101,3 +103,10 @@ def warn_of_problems(folder: Path) -> None:
         return
     for one in problems(found):
         message(f"warning: {line(one)}")
+
+
+def measured_copy(device: Any) -> float:
+    """Measure what a device copies, as `sfi bench` does: bytes read plus bytes written, in GB/s."""
+    from sfi_core.measure.kernel_bench.timing import clock_for, copy_gb_per_s
+
+    return copy_gb_per_s(device, clock_for(device, "torch"))

@@ -34,6 +34,7 @@ def report_lines(document: dict[str, Any]) -> list[str]:
     lines += _tier_lines(document["kv_tiers"])
     lines += fused_lines(document["fused"], document["left_alone"])
     lines += _speed_lines(document)
+    lines += _launch_lines(document["paths"])
     if document["not_replayed"]:
         lines.append(
             f"warning      steps ran one kernel after the other: {document['not_replayed']}"
@@ -48,6 +49,16 @@ def fused_lines(fused: dict[str, int], left_alone: dict[str, int]) -> list[str]:
         counts = ", ".join(f"{kind} x {count}" for kind, count in modules.items())
         told += [f"{name:<13}{counts}"] if modules else []
     return told
+
+
+def _launch_lines(paths: dict[str, int]) -> list[str]:
+    # how steps were launched, where any was replayed
+    replayed, eager = (paths.get(f"graph.{how}", 0) for how in ("replay", "eager"))
+    if not replayed:
+        return []
+    return [
+        f"steps        {replayed:,} replayed as CUDA graphs, {eager:,} one kernel after the other"
+    ]
 
 
 def _request_lines(request: dict[str, Any], prefix: str) -> list[str]:

@@ -16,6 +16,7 @@ from sfi_core.hosts.vllm.connector import SfiConnector as PlainConnector
 from sfi_core.hosts.vllm.connector import SfiPlan
 from sfi_core.hosts.vllm.entry import Plan
 from sfi_core.hosts.vllm.names import KVConnectorRole, layer_shapes
+from sfi_core.hosts.vllm.planner import Planner
 from sfi_core.hosts.vllm.reading import settings_of, tokenizer_of
 from sfi_core.hosts.vllm.stats import ServerStats
 from sfi_core.hosts.vllm.versions import installed_version
@@ -43,7 +44,9 @@ class SfiConnector(PlainConnector):
             check_traced(vllm_config)  # before a folder is made
         super().__init__(vllm_config, role, kv_cache_config)
         if self._recorder is not None:
-            self._recorder.on(self._run_event(layer_shapes(kv_cache_config, vllm_config)))
+            shapes = layer_shapes(kv_cache_config, vllm_config)
+            self.planner.row_bytes = sum(one.row_bytes for one in shapes if one.window is None)
+            self._recorder.on(self._run_event(shapes))
 
     def make_observer(self, role: Any) -> Observer:
         """Record the scheduler's side; a worker's events are gathered for it."""
@@ -82,7 +85,7 @@ class SfiConnector(PlainConnector):
         """Plan an engine step, and record that it begins."""
         made = super().build_connector_meta(scheduler_output)
         if self._recorder is not None and made.plan.entries:
-            self._recorder.on(begin_event(self.planner.step, made.plan))
+            self._recorder.on(begin_event(self.planner, made.plan))
             span = self._recorder.span("engine step")
             span.__enter__()
             self._steps.append(span)
@@ -134,12 +137,20 @@ def check_traced(vllm_config: Any) -> None:
         )
 
 
-def begin_event(step: int, plan: Plan) -> BeginStepEvent:
-    """Say what an engine step does."""
+def begin_event(planner: Planner, plan: Plan) -> BeginStepEvent:
+    """Say what the engine step does that was planned last."""
+    shape = planner.shape
     slow = tuple(entry.request for entry in plan.entries if entry.slow or not entry.decode)
     fast = tuple(entry.request for entry in plan.entries if entry.decode and not entry.slow)
     reads = any(not entry.decode for entry in plan.entries)
-    return BeginStepEvent(step=step, slow=slow, fast=fast, reads_prompt=reads)
+    return BeginStepEvent(
+        step=planner.step,
+        slow=slow,
+        fast=fast,
+        reads_prompt=reads,
+        cached_tokens=shape["cached_tokens"],
+        moved_bytes=shape.get("moved_bytes", 0),
+    )
 
 
 def own_settings(wishes: Wishes, config: Any) -> dict[str, Any]:

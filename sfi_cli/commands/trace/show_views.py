@@ -63,6 +63,7 @@ def show_text(document: Row) -> str:
         ("corrections", correction_table),
         ("recalls", recall_line),
         ("latency", _latency_table),
+        ("reads", _reads_table),
         ("phases", _phase_table),
         ("break_even", _break_even_line),
         ("ranks", rank_table),
@@ -88,6 +89,8 @@ def _run_lines(document: Row) -> Iterator[tuple[str, str]]:
     yield "prompts", _prompts(run["requests"])
     yield "finished", _finished(run)
     yield "audit", _audit(run)
+    if steps["launched"]:
+        yield "CUDA graphs", _graphs(run, steps)
     reasons = ", ".join(f"{steps:,} {reason}" for reason, steps in steps["reasons"].items())
     slow = f"{steps['slow']:,} slow ({reasons}), {steps['fast']:,} fast"
     yield (
@@ -97,6 +100,11 @@ def _run_lines(document: Row) -> Iterator[tuple[str, str]]:
     each = "token given" if run["lossless"] else "step"
     read = f"{number(steps['mean_attended_tokens'], 0)} tokens a {each}, {percent(steps['read_ratio'])}"
     yield "cache read", f"{read} of the context; fast steps {percent(steps['fast_read_ratio'])}"
+
+
+def _graphs(run: Row, steps: Row) -> str:
+    count_of = f"{steps['replayed']:,} of {plural(steps['launched'], 'decoding step')} replayed"
+    return count_of + (f": {run['not_replayed']}" if run["not_replayed"] else "")
 
 
 def _audit(run: Row) -> str:
@@ -157,6 +165,19 @@ def _latency_table(found: Row) -> Any:
     speed = f"{number(found['tokens_per_second'], 1)} tokens/s"
     title = f"Time of a step; {speed}" + (", the audit's cost included" if found["audited"] else "")
     return table(title, ("step", "n", "mean", "p50", "p95", "p99"), rows)
+
+
+def _reads_table(found: Sequence[Row]) -> Any:
+    rows = [
+        (
+            kind["kind"], count(kind["n"]), number(kind["requests"], 1), number(kind["cached_tokens"], 0),
+            f"{number(kind['moved_bytes'] / 1e6, 2)} MB",
+            "-" if kind["bandwidth_share"] is None else percent(kind["bandwidth_share"]),
+        )
+        for kind in found
+    ]  # fmt: skip
+    columns = ("step", "n", "requests", "cached tokens", "K and V read", "share of copy bandwidth")
+    return table("What a step of the batch holds and reads, in the mean", columns, rows)
 
 
 def _phase_table(found: Row) -> Any:

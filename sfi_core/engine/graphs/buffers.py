@@ -28,6 +28,8 @@ class StepBuffers:
         launched: Whether the step under way was launched before it began.
         rows: The slow requests, as the layers read them; None for a step that refreshes nothing.
         selections: What the layers selected, by layer.
+        queries: The last step's query of each layer, [B, H, G, D], where an audit compares it with the next
+            one's; None for no audit.
     """
 
     store: KVStore
@@ -38,6 +40,7 @@ class StepBuffers:
     launched: bool = False
     rows: Rows | None = None
     selections: dict[int, Selection] = field(default_factory=dict)
+    queries: dict[int, torch.Tensor] | None = None
     _written: list[StepRequest] = field(default_factory=list)
     _ahead: bool = False
 
@@ -88,6 +91,18 @@ class StepBuffers:
         self.descriptor = describe_again(self._written, self.descriptor)
         if self.dense is not None:
             self.dense = describe_again(known(dense=True), self.dense)
+
+    def forget(self) -> None:
+        """Forget a step that was described ahead: the one that begins is not done in these buffers."""
+        self._ahead = False
+
+    def keep(self, layer: int, query_BHGD: torch.Tensor) -> None:
+        """Keep a layer's query of the step, in a place that all graphs write."""
+        if self.queries is None:
+            return
+        if layer not in self.queries:  # before anything is recorded: a recorder does the work first
+            self.queries[layer] = torch.empty_like(query_BHGD)
+        self.queries[layer].copy_(query_BHGD)
 
     def begin(self) -> None:
         """Do on the device what a step does once for all layers."""

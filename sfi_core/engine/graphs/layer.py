@@ -25,6 +25,7 @@ def attend_replayed(buffers: StepBuffers, layer: Layer, query_BHGTD: torch.Tenso
     run = layer.run
     step = buffers.dense if layer.left_dense else buffers.descriptor
     assert step is not None, "the pass has been described"
+    buffers.keep(layer.index, query_BHGTD[:, :, :, -1])
     with run.launches(layer.index):
         result = decode(layer, step, query_BHGTD, evidence_room(layer, step, query_BHGTD))
     if result.logits_BHGWT is not None:

@@ -1,5 +1,6 @@
 """The step after the one under way, as far as it can be known before that one's tokens are read."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from sfi_core.engine.forward import RequestPass, Requests, known_requests
@@ -11,12 +12,15 @@ def foresee(run: Run) -> Requests | None:
     """Say what the next step's descriptor will say, if no request stops and no other takes its place.
 
     Returns:
-        What `StepBuffers.write` takes; None where the tokens decide, or the store is full.
+        What `StepBuffers.write` takes; None where the tokens decide, the step is audited, or the store is
+        full.
     """
     if tokens_decide(run):
         return None
     states = [replace(state) for state in run.requests]
     plan = run.policy.plan(StepContext(states))
+    if _audited(run, plan.slow_B):
+        return None
     passes = []
     for state, slow in zip(states, plan.slow_B, strict=True):
         if state.finished:
@@ -28,6 +32,20 @@ def foresee(run: Run) -> Requests | None:
     if max(state.length for state in states) > run.store.capacity:
         return None
     return known_requests(passes, states, run.policy)
+
+
+def audits_next(run: Run) -> bool:
+    """Say whether a request's next step is audited, which takes a step that is not replayed."""
+    return run.audit is not None and _audited(run, run.plan().slow_B)
+
+
+def _audited(run: Run, slow_B: Sequence[bool]) -> bool:
+    audit = run.audit
+    return audit is not None and any(
+        audit.due(state.step + 1, slow=slow)
+        for state, slow in zip(run.requests, slow_B, strict=True)
+        if not state.finished
+    )
 
 
 def tokens_decide(run: Run) -> bool:

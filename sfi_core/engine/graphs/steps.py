@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 
+from sfi_core.engine.audit import Audit
 from sfi_core.engine.forward import FreshDescriptors
 from sfi_core.engine.graphs.buffers import StepBuffers
 from sfi_core.engine.graphs.layer import attend_replayed, note_step
@@ -17,7 +18,7 @@ from sfi_core.engine.meter import WHOLE_STEP
 from sfi_core.engine.run import Run
 from sfi_core.errors import BackendError
 from sfi_core.observers.events import SelectionEvent
-from sfi_core.observers.observer import wants
+from sfi_core.observers.observer import AHEAD, Observers, wants
 from sfi_core.policies.base import Selection
 from sfi_core.state.side import Side
 from sfi_kernels.step_descriptor import sent
@@ -78,7 +79,10 @@ class StepGraphs:
         self._run, self._forward, self._recorder, self._required = run, forward, recorder, required
         self.given_up = ""
         self._buffers = StepBuffers.of(run.store, run.policy, run.device)
-        run.descriptors, run.attend = self._buffers, partial(attend_replayed, self._buffers)
+        if run.audit is not None:
+            self._buffers.queries = {}
+        self._keeps = False  # whether the last step left its queries in the buffers
+        self._take_over()
         self._token_B1 = torch.zeros(run.store.batch, 1, dtype=torch.long, device=run.device)
         self._logits_BV = torch.empty(0)
         self._launches: ByLayer = ByLayer()
@@ -97,15 +101,43 @@ class StepGraphs:
         if buffers.launched:
             done = self._graphs[buffers.refreshes]
         else:
-            sent(torch.tensor(token_B)[:, None], run.device, self._token_B1)
-            done = self._do(buffers.refreshes)
+            with run.observer.span("forward"):
+                sent(torch.tensor(token_B)[:, None], run.device, self._token_B1)
+                done = self._do(buffers.refreshes)
+        self._keeps = True
         self._note(done)
+        run.meter.replayed = done.replay is not None
         run.meter.count("graph.ahead", buffers.launched)
         run.meter.count("graph.replay" if done.replay else "graph.eager")
         if self.given_up:
-            run.descriptors = FreshDescriptors(run.policy, run.store, run.device)
-            run.attend = None
+            self._hand_back()
         return done.logits_BV
+
+    @contextmanager
+    def eager_step(self) -> Iterator[None]:
+        """Let the run's next step, inside, be one that the layers' watchers see: an audited one."""
+        run, options = self._run, self._run.engine
+        self._buffers.forget()
+        self._hand_back()
+        run.engine = replace(options, graphs=None)
+        try:
+            yield
+        finally:
+            run.engine = options
+            self._take_over()
+
+    def _take_over(self) -> None:
+        run, buffers = self._run, self._buffers
+        run.descriptors, run.attend = buffers, partial(attend_replayed, buffers)
+
+    def _hand_back(self) -> None:
+        run, queries = self._run, self._buffers.queries
+        run.descriptors = FreshDescriptors(run.policy, run.store, run.device)
+        run.attend = None
+        for watcher in run.watchers:
+            if self._keeps and queries is not None and isinstance(watcher, Audit):
+                watcher.take_queries(run.requests, queries)
+        self._keeps = False
 
     def ahead(self, token_B: torch.Tensor) -> None:
         """Launch the next step before its tokens are read, as far as it can be foreseen.
@@ -122,9 +154,10 @@ class StepGraphs:
             return
         replay = self._replay(self._buffers.key(known(dense=False)))
         if replay is not None:
-            self._buffers.write(known, ahead=True)
-            self._token_B1.copy_(token_B[:, None])
-            replay()
+            with self._run.observer.span(AHEAD):
+                self._buffers.write(known, ahead=True)
+                self._token_B1.copy_(token_B[:, None])
+                replay()
 
     def _replay(self, key: int) -> Work | None:
         return self._graphs[key].replay if key in self._graphs else None
@@ -160,13 +193,14 @@ class StepGraphs:
 
     @contextmanager
     def _apart(self) -> Iterator[None]:
-        # a graph counts its launches at each replay, and has a ring and events of its own
+        # a graph counts its launches at each replay, has a ring and events of its own, and nothing to time
         run = self._run
-        kernels, maintenance = run.meter.kernels, run.maintenance
+        kernels, maintenance, observer = run.meter.kernels, run.maintenance, run.observer
+        run.observer = Observers([observer], spans=False)
         try:
             yield
         finally:
-            run.meter.kernels, run.maintenance = kernels, maintenance
+            run.meter.kernels, run.maintenance, run.observer = kernels, maintenance, observer
 
     def _left(self) -> StepGraph:
         selections, side = self._buffers.selections, self._run.maintenance.side

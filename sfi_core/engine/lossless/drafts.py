@@ -10,6 +10,7 @@ from sfi_core.engine.forward import RequestPass
 from sfi_core.engine.logits import compare_logits
 from sfi_core.engine.lossless.rule import DraftRule
 from sfi_core.engine.run import Run
+from sfi_core.engine.step_shape import Shape, step_shape
 from sfi_core.engine.telling import step_event
 from sfi_core.observers.events import LogitsEvent, StepEvent, VerificationEvent
 from sfi_core.observers.held import HeldSelections
@@ -70,6 +71,7 @@ class Drafts:
     _steps: dict[int, list[Drafted]] = field(default_factory=dict)
     _confidence: dict[int, float] = field(default_factory=dict)
     _compares: bool = field(init=False)
+    _shape: Shape = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Hold the run's selections from now on."""
@@ -118,6 +120,7 @@ class Drafts:
         run, place = self.run, 0
         given: list[list[int]] = []
         seconds = run.meter.lap(prefill=False)
+        self._shape = step_shape(run)
         for state, block in zip(run.requests, self.blocks, strict=True):
             own = slice(place, place + (len(block.tokens) if block else 0))
             place = own.stop
@@ -164,7 +167,8 @@ class Drafts:
         state.drafted += 1
         attended = run.attended(state)
         tally.count_reads(attended, 0, run.policy.selection_tokens(state))
-        event = step_event(state, run.step, attended, seconds, drafted=True, draft_token_id=token)
+        more = {"drafted": True, "draft_token_id": token, **self._shape}
+        event = step_event(state, run.step, attended, seconds, **more)
         kept = logits_V.clone() if self._compares else None
         self._steps.setdefault(state.request, []).append(Drafted(event, kept))
 
@@ -245,7 +249,8 @@ class Drafts:
         for one in steps[:kept]:
             run.observer.on(one.event)
         other = block.drafted[kept] if kept < drafted else None
-        run.observer.on(step_event(state, run.step, state.length, seconds, draft_token_id=other))
+        more = {"draft_token_id": other, **self._shape}
+        run.observer.on(step_event(state, run.step, state.length, seconds, **more))
 
     def _compare(
         self, state: RequestState, tested: list[Drafted], logits_WV: torch.Tensor, first: int

@@ -9,17 +9,17 @@ from typing import Any, Self
 import torch
 
 from sfi_core.engine.graphs import recorder
+from sfi_core.engine.graphs.lookahead import audits_next
 from sfi_core.engine.graphs.steps import StepGraphs
 from sfi_core.engine.run import Run
 from sfi_core.engine.shared_prompt import SharedPrompt
 from sfi_core.engine.watcher import Watcher
-from sfi_core.errors import BackendError, ConfigError, SfiError
 from sfi_core.hosts.transformers.cache import SfiCache
 from sfi_core.hosts.transformers.moved import moved
+from sfi_core.hosts.transformers.replays import records_steps, refusal
 from sfi_core.hosts.transformers.session import Session
 from sfi_core.machine.threads import SMALL_BYTES, one_thread
 from sfi_core.models.weights import ModelWeights
-from sfi_core.observers.observer import wants_spans
 from sfi_kernels.step_descriptor import sent
 
 
@@ -72,7 +72,7 @@ class Decoder:
         session, model = self.session, self.session.model
         self._captures = records_steps(session)
         if recorder.can_record(model.device) and session.engine.graphs is not False:
-            self._missed = str(_refusal(session) or "")
+            self._missed = str(refusal(session) or "")
         self.cache = session.cache(self.capacity, self.ids_BT.shape[1], self.stop_ids)
         self.cache.requests, self.cache.generated = self.requests, self.generated
         known = inspect.signature(model.forward).parameters
@@ -103,10 +103,19 @@ class Decoder:
         """Decode one token of every request."""
         run = self.session.run
         if self._captures:
-            return self._replay(run, token_B)
+            graphs = self._recorded_steps(run)
+            if not audits_next(run):
+                return self._replay(graphs, token_B)
+            run.meter.count("graph.eager")
+            with graphs.eager_step():
+                return self._step(run, token_B)
         if self._missed:
             run.meter.not_replayed = self._missed
             run.meter.count("graph.eager")
+        return self._step(run, token_B)
+
+    def _step(self, run: Run, token_B: list[int]) -> torch.Tensor:
+        # one kernel after the other, watched by all that watch
         length_B = [state.length for state in run.requests]
         pair = sent(torch.tensor([token_B, length_B]), self.ids_BT.device)
         ids_B1, position_B1 = pair[0][:, None], pair[1][:, None]
@@ -176,7 +185,7 @@ class Decoder:
         cache.detach()
         return shared.logits_BV
 
-    def _replay(self, run: Run, token_B: list[int]) -> torch.Tensor:
+    def _recorded_steps(self, run: Run) -> StepGraphs:
         if self._graphs is None:
             made = recorder.make_recorder(run.device)
             self._graphs = StepGraphs(
@@ -186,10 +195,13 @@ class Decoder:
                 required=bool(self.session.engine.graphs),
                 patient=self.patient,
             )
-        logits_BV = self._graphs.step(token_B)
+        return self._graphs
+
+    def _replay(self, graphs: StepGraphs, token_B: list[int]) -> torch.Tensor:
+        logits_BV = graphs.step(token_B)
         self.cache.see(self.cache.seen + 1)
-        if self._graphs.given_up:
-            self._missed = run.meter.not_replayed = self._graphs.given_up
+        if graphs.given_up:
+            self._missed = self.run.meter.not_replayed = graphs.given_up
             self._graphs, self._captures = None, False
         return logits_BV
 
@@ -245,53 +257,3 @@ def reads_little(session: Session, batch: int, capacity: int) -> bool:
     rows = batch * capacity * sum(shape.row_bytes for shape in session.shapes())
     weights = ModelWeights.of(session.model).read(batch)
     return session.model.device.type == "cpu" and weights + rows < SMALL_BYTES
-
-
-def records_steps(session: Session) -> bool:
-    """Say whether the decoding steps of a session's runs are recorded as graphs.
-
-    Raises:
-        BackendError: Graphs were asked for and the device or the backend has none.
-        ConfigError: Graphs were asked for and the run asks for something that they cannot do.
-    """
-    wanted = session.engine.graphs
-    if wanted is False:
-        return False
-    refusal = _refusal(session)
-    if wanted and refusal is not None:
-        raise refusal
-    return refusal is None
-
-
-def _refusal(session: Session) -> SfiError | None:
-    device, policy = session.model.device, session.policy
-    if not recorder.can_record(device):
-        return BackendError(
-            f"CUDA graphs need a CUDA device, got {device.type}; use --set engine.graphs=false"
-        )
-    if session.backend != "triton":
-        return BackendError(
-            f"CUDA graphs need the triton backend, got {session.backend}; use --set engine.graphs=false"
-        )
-    reasons = {
-        "lossless decoding, whose passes bring different numbers of tokens": session.engine.lossless,
-        f"policy {session.policy_name}, which selects at fast steps": policy.selects_before
-        or policy.observes_fast,
-        f"policy {session.policy_name}, which selects with more than the evidence": (
-            policy.selects_after and not policy.needs_only_evidence
-        ),
-        f"a trigger that looks at the {policy.signal}": bool(policy.signal),
-        "tensor parallelism, whose ranks call each other": session.ranks.size > 1,
-        "an audit": session.audit is not None,
-        "layers of sliding windows, whose cache moves": any(
-            shape.window is not None for shape in session.shapes()
-        ),
-        "kv_device_budget, whose pages come and go": session.engine.kv_device_budget is not None,
-        "spans inside the step, as a trace has": wants_spans(session.observer),
-    }
-    for reason, holds in reasons.items():
-        if holds:
-            return ConfigError(
-                f"CUDA graphs must be off with {reason}; use --set engine.graphs=false"
-            )
-    return None

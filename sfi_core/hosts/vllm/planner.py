@@ -8,6 +8,7 @@ which `trigger_delay` of 1 allows.
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from sfi_core.hosts.vllm.entry import NO_SLOT, Entry, Plan
 from sfi_core.hosts.vllm.tracked import LiveRequest, PlannedStep, Tracked
@@ -48,6 +49,8 @@ class Planner:
         free: Slots that no request has.
         totals: Counts over all requests, which only grow.
         step: The engine's step, from 0 on.
+        row_bytes: Of a token's keys and values in all full-attention layers; None where nobody asks.
+        shape: The fields of `StepEvent` that all requests of the last planned step share.
     """
 
     def __init__(
@@ -77,6 +80,8 @@ class Planner:
         self.free = list(range(slots))[::-1]
         self.totals: dict[str, float] = dict.fromkeys(TOTALS, 0)
         self._freed: list[int] = []
+        self.row_bytes: int | None = None
+        self.shape: dict[str, Any] = {}
         self._arrived, self.step, self._since = 0, -1, time.perf_counter()
 
     def see(self, live: LiveRequest, wishes: Wishes) -> None:
@@ -100,13 +105,15 @@ class Planner:
         for name, blocks in scheduled.blocks.items():
             if name in self.tracked:
                 self.tracked[name].blocks += blocks
-        entries = []
+        entries, self.shape = [], {}
         for name, count in scheduled.count.items():
             if name in self.tracked:
                 opened = scheduled.opened.get(name)
                 if opened is not None:
                     self._open(self.tracked[name], *opened)
                 entries.append(self._enter(self.tracked[name], count, opens=opened is not None))
+        planned = [self.tracked[name] for name in scheduled.count if name in self.tracked]
+        self.shape |= self._shape_of(entries, planned)
         freed, self._freed = self._freed, []
         return Plan(entries, freed)
 
@@ -188,14 +195,34 @@ class Planner:
                 slow=state.slow,
                 reason=state.reason,
                 steps_since_slow=state.steps_since_slow,
-                attended=state.attended(self._layers, len(config.dense_layers)),
+                attended=self._attended(tracked),
                 context=state.length,
                 selecting=policy.selection_tokens(state) if fast else 0.0,
                 audited=self._audit is not None
                 and tracked.slot != NO_SLOT
                 and self._audit.due(state.step, slow=state.slow),
+                shape=self.shape,
             )
         )
+
+    def _shape_of(self, entries: Sequence[Entry], planned: Sequence[Tracked]) -> dict[str, Any]:
+        dense = [entry.slow or not entry.decode for entry in entries]
+        shape = {
+            "slow_requests": sum(dense),
+            "fast_requests": len(dense) - sum(dense),
+            "cached_tokens": sum(tracked.state.length for tracked in planned),
+        }
+        if self.row_bytes is not None:
+            read = sum(
+                tracked.state.length if whole else self._attended(tracked)
+                for whole, tracked in zip(dense, planned, strict=True)
+            )
+            shape["moved_bytes"] = round(self.row_bytes * read)
+        return shape
+
+    def _attended(self, tracked: Tracked) -> float:
+        left_dense = len(tracked.policy.config.dense_layers)
+        return tracked.state.attended(self._layers, left_dense)
 
     def _note(self, tracked: Tracked, elapsed: float) -> None:
         # the tokens that have become known, each with the step that made it
@@ -229,6 +256,7 @@ class Planner:
                 context_tokens=done.context,
                 elapsed_us=elapsed * 1e6,
                 audited=done.audited,
+                **done.shape,
             )
         )
 

@@ -1,6 +1,7 @@
 """What the scheduler's side knows of one request, in plain numbers; no tensor, no vLLM."""
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -54,6 +55,8 @@ class PlannedStep:
         context: Tokens that full attention reads.
         selecting: What selecting reads, in tokens' worth of keys and values.
         audited: Whether the workers compare it with dense attention.
+        shape: The fields of `StepEvent` that all requests of the engine's step share; filled once all of them
+            are planned.
     """
 
     step: int
@@ -65,6 +68,7 @@ class PlannedStep:
     attended: float
     context: int
     selecting: float
+    shape: Mapping[str, Any]
     audited: bool
 
 

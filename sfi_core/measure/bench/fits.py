@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from sfi_core.hosts.transformers.decoder import records_steps
+from sfi_core.hosts.transformers.replays import records_steps
 from sfi_core.hosts.transformers.shapes import cached_shapes
 from sfi_core.hosts.transformers.slow_fast import slow_fast
 from sfi_core.machine.memory import free_bytes

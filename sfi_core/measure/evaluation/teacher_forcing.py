@@ -12,7 +12,8 @@ from sfi_core.engine.shared_prompt import SharedPrompt
 from sfi_core.errors import ConfigError, NumericsError
 from sfi_core.generation.decode import decode
 from sfi_core.generation.prompts import check_lengths
-from sfi_core.hosts.transformers.decoder import Decoder, records_steps
+from sfi_core.hosts.transformers.decoder import Decoder
+from sfi_core.hosts.transformers.replays import records_steps
 from sfi_core.hosts.transformers.slow_fast import slow_fast
 from sfi_core.models.forecast import check_fits
 from sfi_core.observers.observer import Observer

@@ -310,8 +310,8 @@ def test_a_model_that_waits_for_the_device_runs_eagerly(complete, models, record
             {"config": CONFIG.replace(trigger_policy="entropy")},
             "a trigger that looks at the entropy",
         ),
-        ({"audit": AuditConfig()}, "an audit"),
-        ({"observers": [RecordingObserver()]}, "spans inside the step, as a trace has"),
+        ({"audit": AuditConfig()}, "an audit of every step"),
+        ({"observers": [RecordingObserver()]}, "spans inside the step, as trace.spans=true records"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -13,7 +13,7 @@ from sfi_core.distributed.ranks import ALONE
 from sfi_core.engine.report import RunReport
 from sfi_core.engine.run import Run
 from sfi_core.errors import ConfigError
-from sfi_core.hosts.transformers.decoder import records_steps
+from sfi_core.hosts.transformers.replays import records_steps
 from sfi_core.measure.bench.bench import DecodeResult
 from sfi_core.measure.bench.ours import run_ours
 from sfi_core.measure.bench.prompts import Prompts

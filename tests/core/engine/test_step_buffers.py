@@ -72,7 +72,6 @@ def test_a_step_that_turns_out_otherwise_is_described_anew(buffers, change):
 def test_a_selection_is_the_request_s_own_though_one_before_it_stopped(buffers):
     observer = RecordingObserver()
     run = Run(POLICY, observer, buffers.store)
-    run.layers = {0}
     for state in run.requests:
         state.prompt_tokens, state.length, state.recent_start, state.packed_tokens = 29, 29, 20, 4
     buffers.write(partial(requests, SLOW, SLOW, FAST), ahead=True)

@@ -15,6 +15,8 @@ def never_fast(scope: Scope) -> list[Measured]:
     """Share of slow steps from step 1 on, by request."""
     if scope.trace.manifest["policy"] == "full-kv":
         raise Unjudged("full-kv reads everything at every step")
+    if scope.trace.imported:
+        raise Unjudged("an imported trace does not say which steps were slow")
     return _measured(scope, _share("slow", "chosen_steps WHERE step > 0"))
 
 

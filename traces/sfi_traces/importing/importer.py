@@ -24,6 +24,7 @@ from sfi_traces.record.part_files import PartFiles
 from sfi_traces.record.token_text import TokenText
 
 POLICY = "imported"
+UNNAMED = "unnamed"  # so that sfi trace diff takes two files of a model that none of them names
 Progress = Callable[[int, int], None]  # rows read, of how many
 
 
@@ -149,7 +150,7 @@ def _describe(
         device="",
         config=config.to_dict(),
         trigger_token_ids=triggers,
-        model=_model(path, header, tokenizer),
+        model=_model(header, tokenizer),
         audit=AuditConfig().to_dict(),
     )
     imported = {
@@ -163,14 +164,14 @@ def _describe(
     return described | {"backend": None, "device": None}
 
 
-def _model(path: Path, header: Header, tokenizer: Any) -> dict[str, Any]:
+def _model(header: Header, tokenizer: Any) -> dict[str, Any]:
     # as `describe_model`; widths and bytes are not known
     heads: dict[int, int] = {}
     for layer, _ in header.place_U:
         heads[layer] = heads.get(layer, 0) + 1
     unknown = dict.fromkeys(("key_width", "value_width", "itemsize", "window"))
     return {
-        "name": header.model or path.stem,
+        "name": header.model or UNNAMED,
         "architecture": POLICY,
         "model_type": None,
         "dtype": None,

@@ -18,6 +18,8 @@ from sfi_traces.importing.arrays import readable
 from sfi_traces.importing.row_prompts import read_prompts
 from sfi_traces.importing.schema import (
     COLUMNS,
+    LARGEST,
+    LAYERS,
     PADDING,
     VERSION_NAME,
     Header,
@@ -191,7 +193,11 @@ class SelectionRows:
     def _check_heads(self, places: list[Place]) -> None:
         for layer in {layer for layer, _ in places}:
             heads = [head for own, head in places if own == layer]
-            if layer < 0 or heads != list(range(len(heads))):
+            if not 0 <= layer < LAYERS:
+                raise InputError(
+                    f"import {self._path}: layer must be in 0 to {LAYERS - 1}, got {layer}"
+                )
+            if heads != list(range(len(heads))):
                 raise InputError(
                     f"import {self._path}: heads of layer {layer} must be 0, 1, ... without a gap, got "
                     f"{heads}"
@@ -210,12 +216,12 @@ class SelectionRows:
 
     def _token(self, begin: int, rows: pa.Table) -> int:
         ids = _numbers(rows, "token_id")
-        wrong = (ids != ids[0]) | (ids < 0)
+        wrong = (ids != ids[0]) | (ids < 0) | (ids > LARGEST)
         if wrong.any():
             at = int(np.argmax(wrong))
             raise InputError(
-                f"{self._row(begin + at)}: token_id must be one of at least 0 for all of a step, got "
-                f"{ids[at]} and {ids[0]}"
+                f"{self._row(begin + at)}: token_id must be one in 0 to {LARGEST} for all of a step, "
+                f"got {ids[at]} and {ids[0]}"
             )
         return int(ids[0])
 

@@ -16,6 +16,8 @@ from sfi_core.errors import InputError
 
 VERSION = 1
 VERSION_NAME = "sfi_import_version"
+LARGEST = 2**31 - 1  # token id of a trace
+LAYERS = 2**15  # of a trace, at most
 PADDING = -1  # after the positions or blocks of a selection that has fewer than others
 # what every file may say, and what it must say besides `VERSION_NAME`
 COMMON = (

@@ -18,6 +18,7 @@ from sfi_traces.importing.checks import (
 )
 from sfi_traces.importing.schema import (
     COMMON,
+    LAYERS,
     SELECTIONS,
     Floats,
     Header,
@@ -195,8 +196,10 @@ class SelectionArrays:
             raise InputError(
                 f"layers of {self._path} must be {count}, as {self._name} has, got {len(layers)}"
             )
-        if layers != sorted(set(layers)) or layers[0] < 0:
-            raise InputError(f"layers of {self._path} must ascend from 0 on, got {layers}")
+        if layers != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] < LAYERS:
+            raise InputError(
+                f"layers of {self._path} must ascend, in 0 to {LAYERS - 1}, got {layers}"
+            )
         return layers
 
     def _row(self, array: Array, row: int) -> Array:

@@ -8,7 +8,7 @@ import numpy as np
 
 from sfi_core.errors import ConfigError, InputError
 from sfi_traces.importing.arrays import Arrays, open_arrays
-from sfi_traces.importing.schema import ImportOptions, Ints, Prompt
+from sfi_traces.importing.schema import LARGEST, ImportOptions, Ints, Prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -106,16 +106,17 @@ def _ids(arrays: Arrays, name: str) -> Ints:
 
 
 def check_ids(ids: Ints, what: str) -> None:
-    """Refuse an empty list of token ids, or one with a negative id.
+    """Refuse an empty list of token ids, or one with an id that is negative or too large for a trace.
 
     Raises:
         InputError: With the place of the id.
     """
     if not len(ids):
         raise InputError(f"{what} must have an id, got none")
-    if (ids < 0).any():
-        at = int(np.argmax(ids < 0))
-        raise InputError(f"{what} must be at least 0, got {ids[at]} at {at}")
+    wrong = (ids < 0) | (ids > LARGEST)
+    if wrong.any():
+        at = int(np.argmax(wrong))
+        raise InputError(f"{what} must be in 0 to {LARGEST}, got {ids[at]} at {at}")
 
 
 def _texts(arrays: Arrays, name: str, tokens: int) -> list[str] | None:

@@ -13,9 +13,9 @@ KEY = ("request", "step")
 
 def differing_steps(trace: Trace) -> Iterator[str]:
     """Name the steps whose token or slowness another rank tells otherwise, and what finished ranks lack."""
-    first = _steps(trace)
-    for rank, other in _others(trace).items():
-        theirs = _steps(other)
+    first = _steps(trace) if trace.others else {}
+    for other in trace.others:
+        rank, theirs = other.rank, _steps(other)
         for (request, step), ours in first.items():
             found = theirs.get((request, step), ours)
             for name in SAME:
@@ -55,10 +55,6 @@ def _fewer(rank: int, wanted: dict[Any, Any], found: dict[Any, Any]) -> Iterator
     if lacking := sorted(wanted.keys() - found.keys()):
         request, step = lacking[0]
         yield f"rank {rank} lacks {len(lacking):,} steps, from step {step} of request {request} on"
-
-
-def _others(trace: Trace) -> dict[int, Trace]:
-    return {other.rank: other for other in trace.others}
 
 
 def _whole(trace: Trace) -> bool:

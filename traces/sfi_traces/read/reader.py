@@ -12,6 +12,7 @@ from pyarrow import dataset, parquet
 
 from sfi_core.errors import TraceError
 from sfi_traces.read.ranks import other_ranks, read_manifest, whole_model
+from sfi_traces.read.shares import even_shares
 from sfi_traces.schema import OF_EVERY_RANK, TABLES
 
 FETCHED = 10_000  # rows in memory at once
@@ -130,6 +131,8 @@ class Trace:
     def rows(self, name: str, columns: list[str], where: pc.Expression) -> pa.Table:
         """Read some rows and columns of a table, passing over the row groups that have none of them.
 
+        Positions of an import without masses have even shares in the place of `mass`.
+
         Raises:
             TraceError: A part is damaged.
         """
@@ -140,7 +143,7 @@ class Trace:
             found: pa.Table = source.to_table(columns=columns, filter=where)
         except (OSError, pa.ArrowException) as error:
             raise self._unreadable() from error
-        return found
+        return even_shares(found) if "mass" in columns else found
 
     def _joined(self, name: str, columns: list[str] | None) -> pa.Table:
         # in the order in which one process would have written

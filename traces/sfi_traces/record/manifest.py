@@ -38,6 +38,8 @@ def describe_run(
         "stopped": None,
         "redacted": redacted,
         "positions": positions,
+        "graphs": None,
+        "not_replayed": None,
         "audit": None if event.audit is None else dict(event.audit),
         "model": dict(event.model),
         "policy": event.policy,
@@ -53,7 +55,7 @@ def describe_run(
 
 def file_metadata(document: dict[str, Any]) -> dict[str, str]:
     """Return what every part file says of the trace: the manifest but for how far it has come."""
-    coming = ("finished", "stopped", "prompts")
+    coming = ("finished", "stopped", "prompts", "graphs", "not_replayed")
     provenance = {key: value for key, value in document.items() if key not in coming}
     return {"schema_version": str(SCHEMA_VERSION), "provenance": json.dumps(provenance)}
 

@@ -13,9 +13,15 @@ from sfi_core.observers.observer import NOTHING, NullObserver
 DOMAIN = "sfi"
 Array = npt.NDArray[Any]
 RUN = np.dtype([("batch", np.int32)])
-STEP = np.dtype(
-    [("step", np.int32), ("slow", np.int32), ("fast", np.int32)]
-)  # requests of each kind
+STEP = np.dtype(  # requests of each kind; the bytes of K and V that attention is going to read
+    [
+        ("step", np.int32),
+        ("slow", np.int32),
+        ("fast", np.int32),
+        ("cached_tokens", np.int32),
+        ("moved_bytes", np.int64),
+    ]
+)
 SPAN = np.dtype([("step", np.int32), ("layer", np.int32)])  # layer -1 for what is not a layer's
 GREEN, RED, AMBER, BLUE = 0xFF2E9E5B, 0xFFD1495B, 0xFFEDAE49, 0xFF3A7CA5
 PURPLE, GREY = 0xFF7B5EA7, 0xFF8D99AE
@@ -23,6 +29,7 @@ KINDS = {"prefill": BLUE, "fast": GREEN, "slow": RED, "mixed": AMBER}  # a step'
 PHASES = {  # a span's category and color
     "prefill": ("forward", BLUE),
     "forward": ("forward", BLUE),
+    "ahead": ("forward", BLUE),
     "attention.fast": ("attention", GREEN),
     "attention.dense": ("attention", RED),
     "attention.mixed": ("attention", AMBER),
@@ -44,9 +51,13 @@ class NvtxObserver(NullObserver):
 
     Attributes:
         listened: Whether a profiler is attached; without one, no step has to run eagerly for the spans.
+        takes_spans: True to have the spans inside every step, so that none is replayed as a CUDA graph; None
+            for those inside steps that are not replayed; False for none.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, spans: bool | None = None) -> None:
+        """Look for a profiler."""
+        self.takes_spans = spans
         self._domain = _domain()
         self.listened = self._domain is not None
         self._known: dict[str, tuple[Any, Array]] = {}
@@ -96,7 +107,7 @@ class NvtxObserver(NullObserver):
         self._step, self._left = event.step, slow + fast
         kind = event.kind
         attributes, payload = self._about(f"{kind} step", f"{kind} steps", KINDS[kind], STEP)
-        payload[()] = (event.step, slow, fast)
+        payload[()] = (event.step, slow, fast, event.cached_tokens, event.moved_bytes)
         self._range = self._domain.start_range(attributes)
 
     def on_step(self, event: StepEvent) -> None:
@@ -109,7 +120,7 @@ class NvtxObserver(NullObserver):
         self, name: str, layer: int | None = None, moved_bytes: int = 0
     ) -> AbstractContextManager[None]:
         """Bracket a region with a range."""
-        if self._domain is None:
+        if self._domain is None or self.takes_spans is False:
             return NOTHING
         attributes, payload = self._about(name, *PHASES.get(name, OTHER), SPAN)
         place = (self._step, -1 if layer is None else layer)

@@ -20,7 +20,7 @@ from sfi_core.observers.events import (
     StepEvent,
     VerificationEvent,
 )
-from sfi_core.observers.observer import NullObserver
+from sfi_core.observers.observer import NOTHING, NullObserver
 from sfi_traces.record.folder import claim
 from sfi_traces.record.manifest import describe_run
 from sfi_traces.record.rank_folders import rank_folder
@@ -53,6 +53,8 @@ class ParquetObserver(NullObserver):
         force: bool = False,
         warn: Callable[[str], None] | None = None,
         clock: str | None = None,
+        spans: bool | None = None,
+        copy_gb_per_s: float | None = None,
     ) -> None:
         """Take the folder; an old trace in it stays until the first run begins.
 
@@ -65,6 +67,11 @@ class ParquetObserver(NullObserver):
             force: Whether to overwrite a trace.
             warn: Told once, in one line, when the disk takes no more; None is a RuntimeWarning.
             clock: The device whose clock times spans; None is the run's.
+            spans: Whether to record spans. True has those inside every step, so that no step is replayed as a
+                CUDA graph; None has those inside steps that are not replayed; False has none, nor those
+                outside of steps.
+            copy_gb_per_s: What the machine copies, bytes read plus bytes written, as `sfi bench` measures it;
+                steps then have their share of it.
 
         Raises:
             ConfigError: The folder holds something that may not be overwritten.
@@ -80,7 +87,8 @@ class ParquetObserver(NullObserver):
         self._told: list[Told] = []
         self._writer: TraceWriter | None = None
         self._timing: TimingObserver  # the first run brings the device
-        self._warned, self._clock = False, clock
+        self._warned, self._clock, self._not_replayed = False, clock, ""
+        self.takes_spans, self._copy_gb_per_s = spans, copy_gb_per_s
         self._due = 0.0
 
     def __enter__(self) -> Self:
@@ -134,6 +142,9 @@ class ParquetObserver(NullObserver):
         if time.monotonic() > self._due:
             self._hand_over()
         self._timing.on_begin_step(event)
+        if event.not_replayed != self._not_replayed:
+            self._not_replayed = event.not_replayed
+            self._told.append((event, ()))
 
     def on_prompt(self, event: PromptEvent) -> None:
         """Record a piece of the prompts."""
@@ -176,6 +187,8 @@ class ParquetObserver(NullObserver):
         self, name: str, layer: int | None = None, moved_bytes: int = 0
     ) -> AbstractContextManager[None]:
         """Time a region."""
+        if self.takes_spans is False:  # who has one observer asks it
+            return NOTHING
         return self._timing.span(name, layer, moved_bytes)
 
     def _begin(self, event: RunEvent) -> TraceWriter:
@@ -183,6 +196,7 @@ class ParquetObserver(NullObserver):
         manifest = describe_run(
             event, self._provenance, positions=positions, redacted=self._redacted
         )
+        manifest |= {"spans": self.takes_spans, "copy_gb_per_s": self._copy_gb_per_s}
         self._folder = rank_folder(self._folder, event.rank)
         if event.rank or not self._claimed:
             claim(self._folder, force=self._force)
@@ -193,6 +207,7 @@ class ParquetObserver(NullObserver):
             positions=positions,
             redact_text=self._redacted,
             offset_us=(time.time_ns() - event.began_unix_ns) / 1e3,
+            copy_gb_per_s=self._copy_gb_per_s,
         )
         return TraceWriter(self._folder, rows, manifest)
 

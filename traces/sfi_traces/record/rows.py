@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from sfi_core.observers.events import (
     AuditEvent,
+    BeginStepEvent,
     LogitsEvent,
     PromptEvent,
     RecallEvent,
@@ -19,6 +20,7 @@ from sfi_core.observers.events import (
     VerificationEvent,
 )
 from sfi_traces.overlap import Overlap
+from sfi_traces.record.batch_columns import batch_columns
 from sfi_traces.record.selected_sets import SelectedSets
 from sfi_traces.record.table_buffer import Lists, TableBuffer
 from sfi_traces.record.timing import Span
@@ -28,13 +30,8 @@ from sfi_traces.schema import TABLES
 Array = npt.NDArray[Any]
 Place = tuple[int, int]  # request, layer
 DIAGNOSTICS = (
-    "lambda_star",
-    "evidence_norm2",
-    "evidence_dot_prior",
-    "prior_norm2",
-    "evidence_entropy",
-    "query_cosine",
-)
+    "lambda_star", "evidence_norm2", "evidence_dot_prior", "prior_norm2", "evidence_entropy", "query_cosine",
+)  # fmt: skip
 
 
 class TraceRows:
@@ -43,10 +40,18 @@ class TraceRows:
     Attributes:
         tables: Rows that wait for their part file.
         prompts: The manifest's list of prompts.
+        graphs: Whether any step was replayed as a CUDA graph; None before the first decoding step.
+        not_replayed: Why steps were not, where nobody asked for that.
     """
 
     def __init__(
-        self, tokenizer: Any, *, positions: bool, redact_text: bool, offset_us: float = 0.0
+        self,
+        tokenizer: Any,
+        *,
+        positions: bool,
+        redact_text: bool,
+        offset_us: float = 0.0,
+        copy_gb_per_s: float | None = None,
     ) -> None:
         """Start with nothing.
 
@@ -55,16 +60,21 @@ class TraceRows:
             positions: Whether refreshes have their positions.
             redact_text: Whether token ids and text are left out.
             offset_us: When the spans' clock began, counted from the run's beginning.
+            copy_gb_per_s: What the device copies; None where that was not measured.
         """
         self.tables = {name: TableBuffer(schema) for name, schema in TABLES.items()}
         self.prompts: list[dict[str, Any]] = []
         self._text = TokenText(tokenizer) if tokenizer is not None and not redact_text else None
         self._positions, self._redacted, self._offset_us = positions, redact_text, offset_us
+        self._copy_gb_per_s = copy_gb_per_s
+        self.graphs: bool | None = None
+        self.not_replayed: str | None = None
         self._first = self._requests = 0
         self._run_state()
         self._takers: dict[type, Callable[..., None]] = {
             RunEvent: self.on_run,
             PromptEvent: self.on_prompt,
+            BeginStepEvent: self.on_begin_step,
             StepEvent: self.on_step,
             VerificationEvent: self.on_verification,
             SelectionEvent: self.on_selection,
@@ -125,6 +135,10 @@ class TraceRows:
             }
             self.tables["prompts"].add_columns(count, columns)
 
+    def on_begin_step(self, event: BeginStepEvent) -> None:
+        """Take why steps are not replayed."""
+        self.not_replayed = event.not_replayed or None
+
     def on_step(self, event: StepEvent) -> None:
         """Take a step."""
         trigger = event.token_id in self._triggers
@@ -147,9 +161,12 @@ class TraceRows:
             event.batch_step,
             event.drafted,
             None if self._redacted else event.draft_token_id,
+            *batch_columns(event, self._copy_gb_per_s),
         )
         self.tables["steps"].add_rows([row])
         self._sentence[event.request] += trigger
+        if event.step > 0 and event.graphs is not None:
+            self.graphs = event.graphs or bool(self.graphs)
 
     def on_verification(self, event: VerificationEvent) -> None:
         """Take a verification of a lossless run."""

@@ -8,7 +8,7 @@ from types import TracebackType
 import torch
 
 from sfi_core.observers.events import BeginStepEvent, RunEvent
-from sfi_core.observers.observer import NullObserver
+from sfi_core.observers.observer import AHEAD, NullObserver
 
 # a row of the table `timings`: request, step, layer, name, stream, begin_us, elapsed_us, bytes
 Row = tuple[int, int, int | None, str, str, float, float, int | None]
@@ -68,8 +68,10 @@ class TimingObserver(NullObserver):
     def span(
         self, name: str, layer: int | None = None, moved_bytes: int = 0
     ) -> AbstractContextManager[None]:
-        """Time a region."""
+        """Time a region; a pass that is launched ahead is the next step's `forward`."""
         key = (self._request, self._step, layer, name)
+        if name == AHEAD:
+            key = (self._request, self._step + 1, layer, "forward")
         if self._device is None:
             return HostSpan(self, key, moved_bytes, self._clock)
         return DeviceSpan(self, key, moved_bytes, self._device)

@@ -115,8 +115,13 @@ class TraceWriter:
         return time.monotonic() - self._began
 
     def _flush(self) -> None:
-        if self._manifest["prompts"] != self._rows.prompts:
-            self._manifest["prompts"] = [dict(prompt) for prompt in self._rows.prompts]
+        known = {
+            "prompts": self._rows.prompts,
+            "graphs": self._rows.graphs,
+            "not_replayed": self._rows.not_replayed,
+        }
+        if any(self._manifest[name] != value for name, value in known.items()):
+            self._manifest |= known | {"prompts": [dict(prompt) for prompt in self._rows.prompts]}
             write_manifest(self._folder, self._manifest)
         for name, buffer in sorted(self._rows.tables.items(), key=lambda item: item[0] == "steps"):
             table = buffer.take()

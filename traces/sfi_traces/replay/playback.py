@@ -112,7 +112,7 @@ class Playback:
             TraceError: The trace has no audit.
             ConfigError: No such request, layer or head.
         """
-        supports = Supports.load(trace, request, layers, heads, gaps=True)[0].spread_evenly()
+        supports = Supports.load(trace, request, layers, heads, gaps=True, even=True)[0]
         own = of_request(trace.table("steps"), supports.request).sort_by("step")
         rows = own.to_pylist()
         slow = np.array([row["slow"] for row in rows])

@@ -14,6 +14,7 @@ import pyarrow.compute as pc
 
 from sfi_core.errors import ConfigError, TraceError
 from sfi_traces.read.reader import Trace
+from sfi_traces.read.shares import even_shares
 
 STEPS = ["request", "step", "token_id", "trigger", "context_tokens"]
 SUPPORTS = ["request", "step", "layer", "head", "positions", "mass", "query_cosine"]
@@ -65,6 +66,7 @@ class Supports:
         heads: Collection[int] | None = None,
         *,
         gaps: bool = False,
+        even: bool = False,
     ) -> list[Self]:
         """Read the supports of one request, or of all.
 
@@ -77,6 +79,7 @@ class Supports:
             layers: Only these.
             heads: Only these KV heads.
             gaps: Take a trace whose audit skips steps; those have no positions.
+            even: Where masses are not known, take the same one for all positions of a support.
 
         Raises:
             TraceError: No audit, or one that skips steps.
@@ -87,6 +90,7 @@ class Supports:
         table = _chosen(
             trace.table("supports", SUPPORTS), request=request, layer=layers, head=heads
         )
+        table = even_shares(table) if even else table
         dense = trace.manifest["config"]["dense_layers"]
         table = table.filter(~pc.field("layer").isin(pa.array(dense, pa.int16())))
         pair_U, unit = np.unique(
@@ -115,14 +119,6 @@ class Supports:
     def prompt_tokens(self) -> int:
         """Tokens of the prompt."""
         return int(self.length_N[0])
-
-    def spread_evenly(self) -> Self:
-        """Give each position of a support the same share, where the probabilities are not known."""
-        if self.masses:
-            return self
-        known_NUK = self.position_NUK >= 0
-        share_NU1 = np.float32(1) / np.maximum(1, known_NUK.sum(-1, keepdims=True))
-        return replace(self, mass_NUK=(known_NUK * share_NU1).astype(np.float32))
 
     def without(self, layers: Collection[int]) -> Self:
         """Return the supports of other layers only."""
@@ -190,10 +186,10 @@ class Supports:
             head_U=pair_U[1],
             position_NUK=_padded(rows["positions"], place, (N, U, K), NO_POSITION),
             mass_NUK=_padded(rows["mass"], place, (N, U, K), 0.0)
-            if trace.masses
+            if not rows["mass"].null_count
             else np.broadcast_to(np.float32(0), (N, U, K)),
             cosine_NU=cosine,
-            masses=trace.masses,
+            masses=not rows["mass"].null_count,
         )
 
 

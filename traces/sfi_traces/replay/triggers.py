@@ -30,14 +30,14 @@ class RecordedVocabulary:
         texts: dict[int, str] = {}
         for trace in traces:
             table = trace.table("steps", ["token_id", "token_text"])
-            if table["token_text"].null_count and not trace.redacted:
-                raise TraceError(
-                    f"trace {trace.path} has no text of its tokens; it can be replayed with its own triggers "
-                    "only"
-                )
             if table["token_id"].null_count:
                 raise TraceError(
                     f"trace {trace.path} is redacted; it can be replayed with its own triggers only"
+                )
+            if table["token_text"].null_count:
+                raise TraceError(
+                    f"trace {trace.path} has no text of its tokens; it can be replayed with its own triggers "
+                    "only"
                 )
             pairs = zip(table["token_id"].to_pylist(), table["token_text"].to_pylist(), strict=True)
             texts.update(pairs)

@@ -11,7 +11,7 @@ from sfi_traces.summary.query_cosine import query_cosine
 from sfi_traces.summary.ranks import rank_facts
 from sfi_traces.summary.scope import Scope
 from sfi_traces.summary.similarity import head_similarity, over_time
-from sfi_traces.summary.speed import break_even, latency, phases
+from sfi_traces.summary.speed import batch_reads, break_even, latency, phases
 from sfi_traces.summary.supports import (
     audit_facts,
     logits_facts,
@@ -32,6 +32,9 @@ MISSING = {  # sections that a trace may lack, and what records them
     "selections": "lambda* and overlap of selections (record a policy that selects, such as --policy sfi)",
     "phases": "time by phase and break-even (the table timings is empty)",
 }
+SPANS = (
+    "phases inside replayed steps (record with --set trace.spans=true, which gives up CUDA graphs)"
+)
 OF_ALL_RUNS = ("selections", "phases")  # a lossless run has no audit, and needs none for its logits
 
 
@@ -47,6 +50,7 @@ def summarize(trace: Trace, request: int | None = None, layer: int | None = None
     """
     scope = Scope.of(trace, request, layer)
     drift, locality = over_time(scope)
+    steps = step_facts(scope)
     sections: dict[str, Any] = {
         "stability": stability(scope),
         "lags": overlap_by_lag(scope),
@@ -68,7 +72,7 @@ def summarize(trace: Trace, request: int | None = None, layer: int | None = None
         "health": judge(scope),
         "run": run_facts(scope),
         "ranks": rank_facts(scope),
-        "steps": step_facts(scope),
+        "steps": steps,
         "lossless": lossless_facts(scope),
         "triggers": trigger_tokens(scope),
         **sections,
@@ -77,10 +81,14 @@ def summarize(trace: Trace, request: int | None = None, layer: int | None = None
         "recalls": recalls(scope),
         "latency": latency(scope),
         "break_even": break_even(scope),
+        "reads": batch_reads(scope),
         "missing": [
-            reason.partition(" (")[0] if trace.imported else reason
-            for name, reason in MISSING.items()
-            if sections[name] is None and (name in OF_ALL_RUNS or not trace.lossless)
+            *(
+                reason.partition(" (")[0] if trace.imported else reason
+                for name, reason in MISSING.items()
+                if sections[name] is None and (name in OF_ALL_RUNS or not trace.lossless)
+            ),
+            *([SPANS] if steps["replayed"] and trace.manifest.get("spans") is None else []),
         ],
     }
 

@@ -25,6 +25,8 @@ def run_facts(scope: Scope) -> dict[str, Any]:
         "finished",
         "stopped",
         "audit",
+        "graphs",
+        "not_replayed",
     )
     return {
         "model": manifest["model"]["name"],
@@ -64,6 +66,8 @@ def step_facts(scope: Scope) -> dict[str, Any]:
 
     `read_ratio` is the sum of the tokens attended over the sum of those in the context. Of a lossless run
     both count what its drafts and verifications read, also for rejected tokens, which have no step.
+    `replayed` counts the steps that were replayed as CUDA graphs, of those from step 1 on that say so,
+    `launched`.
     """
     counts = scope.row("""
         SELECT
@@ -73,7 +77,9 @@ def step_facts(scope: Scope) -> dict[str, Any]:
             avg(slow::INT) FILTER (step > 0) AS slow_share,
             avg(attended_tokens) FILTER (step > 0) AS mean_attended_tokens,
             sum(attended_tokens) FILTER (step > 0) / sum(context_tokens) FILTER (step > 0) AS read_ratio,
-            sum(attended_tokens) FILTER (NOT slow) / sum(context_tokens) FILTER (NOT slow) AS fast_read_ratio
+            sum(attended_tokens) FILTER (NOT slow) / sum(context_tokens) FILTER (NOT slow) AS fast_read_ratio,
+            count(graphs) FILTER (step > 0) AS launched,
+            count(*) FILTER (graphs AND step > 0) AS replayed
         FROM chosen_steps
     """)
     reasons = scope.rows("""

@@ -5,6 +5,7 @@ from typing import Any
 from sfi_traces.summary.scope import Scope
 
 CONTAINERS = ("prefill", "forward")
+REPLAYED = "SELECT count(*) AS n FROM chosen_steps WHERE graphs"
 KINDS = ("prefill", "slow", "fast", "mixed")
 
 
@@ -50,6 +51,32 @@ def latency(scope: Scope) -> dict[str, Any]:
         "tokens_per_second": tokens / seconds if seconds else None,
         "audited": any(row["audited"] for row in decoding),
     }
+
+
+def batch_reads(scope: Scope) -> list[dict[str, Any]]:
+    """Say what the batch's steps held and moved by kind, from step 1 on; each step of a batch counts once.
+
+    `bandwidth_share` is None unless the machine's copy bandwidth was measured (`trace.bandwidth`), and takes
+    steps without an audit alone. A trace that lacks the columns has no rows.
+    """
+    return scope.rows("""
+        SELECT kind, count(*) AS n, avg(requests) AS requests, avg(cached_tokens) AS cached_tokens,
+            avg(moved_bytes) AS moved_bytes, avg(bandwidth_share) FILTER (NOT audited) AS bandwidth_share
+        FROM (
+            SELECT
+                CASE WHEN min(fast_requests) = 0 THEN 'slow' WHEN min(slow_requests) = 0 THEN 'fast'
+                    ELSE 'mixed' END AS kind,
+                min(slow_requests + fast_requests) AS requests, min(cached_tokens) AS cached_tokens,
+                min(moved_bytes) AS moved_bytes, min(bandwidth_share) AS bandwidth_share,
+                bool_or(audited) AS audited
+            FROM steps
+            WHERE step > 0 AND moved_bytes IS NOT NULL AND (coalesce(batch_step, step), elapsed_us)
+                IN (SELECT (coalesce(batch_step, step), elapsed_us) FROM chosen_steps)
+            GROUP BY coalesce(batch_step, step), elapsed_us
+        )
+        GROUP BY kind
+        ORDER BY kind = 'mixed', kind DESC
+    """)
 
 
 def _spanned_us(scope: Scope) -> float:
@@ -138,6 +165,10 @@ def break_even(scope: Scope) -> dict[str, Any]:
         return found | {"reason": "no step after step 0 was recorded"}
     if scope.trace.lossless:
         return found | {"reason": "a lossless run's verifications attend with several queries"}
+    if (dense is None or fast is None) and scope.row(REPLAYED)["n"]:
+        return found | {
+            "reason": "replayed steps have no phases (record with --set trace.spans=true)"
+        }
     if dense is None or fast is None:
         kind = "slow" if dense is None else "fast"
         return found | {"reason": f"no {kind} step after step 0 was timed"}

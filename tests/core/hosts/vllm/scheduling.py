@@ -8,6 +8,7 @@ from sfi_core.hosts.vllm.entry import Entry
 from sfi_core.hosts.vllm.planner import Planner, Scheduled
 from sfi_core.hosts.vllm.tracked import Tracked
 from sfi_core.hosts.vllm.wishes import Wishes
+from sfi_core.observers.observer import Observer
 from sfi_core.policies.sfi import SFI
 from sfi_core.settings.config import SfiConfig
 from sfi_core.triggers.trigger import Trigger
@@ -40,12 +41,20 @@ class Fake:
 class FakeScheduler:
     """Runs a planner; `late` tokens are known one engine step after the next one has been planned."""
 
-    def __init__(self, config: SfiConfig, *, slots: int = 4, late: bool = False, piece: int = 10):
+    def __init__(
+        self,
+        config: SfiConfig,
+        *,
+        slots: int = 4,
+        late: bool = False,
+        piece: int = 10,
+        observer: Observer | None = None,
+    ):
         def make(own: SfiConfig) -> SFI:
             return SFI(own, Trigger(frozenset({STOP}), own), [0, 1])
 
         self.config, self.late, self.piece = config, late, piece
-        self.planner = Planner(make, slots=slots, block=BLOCK, layers=2)
+        self.planner = Planner(make, slots=slots, block=BLOCK, layers=2, observer=observer)
         self.live: dict[str, Fake] = {}
         self.ended: dict[str, Tracked] = {}
         self.coming: list[tuple[Fake, int]] = []

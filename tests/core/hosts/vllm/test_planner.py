@@ -10,6 +10,7 @@ from sfi_core.settings.config import SfiConfig
 from sfi_traces.read.reader import Trace
 from sfi_traces.replay import Setting, Supports, schedule
 from tests.core.hosts.vllm.scheduling import BLOCK, STOP, FakeScheduler
+from tests.fakes import RecordingObserver
 from tests.traces import made
 
 SMALL = {"budget": 20, "recent": 8, "sink": 2, "t_max": 9}
@@ -193,3 +194,25 @@ def test_wishes_of_one_request_change_its_steps_alone():
     assert ended["dense"].report()["dense_steps"] == 49
     assert ended["wrong"].report()["dense_steps"] == 49
     assert "sfi.budget is no setting of one request" in ended["wrong"].report()["error"]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_steps_know_what_the_engine_s_step_reads_for_all_its_requests(late):
+    observer = RecordingObserver()
+    config = SfiConfig().replace(**SMALL, dense_layers=(1,))
+    host = FakeScheduler(config, late=late, observer=observer)
+    host.planner.row_bytes = 8
+    host.add("a", 40, draw_tokens(1, 30))
+    host.add("b", 55, draw_tokens(2, 12))
+    host.run()
+    kinds = set()
+    for event in observer.steps:
+        mates = [one for one in observer.steps if one.batch_step == event.batch_step]
+        assert event.graphs is None, "vLLM's own affair"
+        if event.slow_requests + event.fast_requests > len(mates):
+            continue  # one of them reads a piece of its prompt
+        kinds.add((event.slow_requests, event.fast_requests))
+        assert event.slow_requests == sum(one.slow for one in mates)
+        assert event.cached_tokens == sum(one.context_tokens for one in mates)
+        assert event.moved_bytes == 8 * sum(one.attended_tokens for one in mates)
+    assert kinds >= {(0, 1), (0, 2), (1, 0), (1, 1)}

@@ -1,0 +1,57 @@
+"""Whether the decoding steps of a session's runs are replayed as CUDA graphs, and why not."""
+
+from sfi_core.engine.graphs import recorder
+from sfi_core.errors import BackendError, ConfigError, SfiError
+from sfi_core.hosts.transformers.session import Session
+from sfi_core.observers.observer import needs_spans
+
+
+def records_steps(session: Session) -> bool:
+    """Say whether the decoding steps of a session's runs are recorded as graphs.
+
+    Raises:
+        BackendError: Graphs were asked for and the device or the backend has none.
+        ConfigError: Graphs were asked for and the run asks for something that they cannot do.
+    """
+    wanted = session.engine.graphs
+    if wanted is False:
+        return False
+    against = refusal(session)
+    if wanted and against is not None:
+        raise against
+    return against is None
+
+
+def refusal(session: Session) -> SfiError | None:
+    """Return why the decoding steps of a session's runs cannot be recorded as graphs; None where they can."""
+    device, policy = session.model.device, session.policy
+    if not recorder.can_record(device):
+        return BackendError(
+            f"CUDA graphs need a CUDA device, got {device.type}; use --set engine.graphs=false"
+        )
+    if session.backend != "triton":
+        return BackendError(
+            f"CUDA graphs need the triton backend, got {session.backend}; use --set engine.graphs=false"
+        )
+    reasons = {
+        "lossless decoding, whose passes bring different numbers of tokens": session.engine.lossless,
+        f"policy {session.policy_name}, which selects at fast steps": policy.selects_before
+        or policy.observes_fast,
+        f"policy {session.policy_name}, which selects with more than the evidence": (
+            policy.selects_after and not policy.needs_only_evidence
+        ),
+        f"a trigger that looks at the {policy.signal}": bool(policy.signal),
+        "tensor parallelism, whose ranks call each other": session.ranks.size > 1,
+        "an audit of every step": session.audit is not None and session.audit.every == 1,
+        "layers of sliding windows, whose cache moves": any(
+            shape.window is not None for shape in session.shapes()
+        ),
+        "kv_device_budget, whose pages come and go": session.engine.kv_device_budget is not None,
+        "spans inside the step, as trace.spans=true records": needs_spans(session.observer),
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            return ConfigError(
+                f"CUDA graphs must be off with {reason}; use --set engine.graphs=false"
+            )
+    return None
