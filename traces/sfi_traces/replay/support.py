@@ -195,13 +195,21 @@ def _chosen(table: pa.Table, **wanted: int | Collection[int] | None) -> pa.Table
         if one_or_more is None:
             continue
         values = [one_or_more] if isinstance(one_or_more, int) else sorted(one_or_more)
-        known = set(pc.unique(table[column]).to_pylist())
-        for value in values:
-            if value not in known:
-                raise ConfigError(f"{column} must be one of {_ranges(known)}, got {value}")
+        check_known(column, values, set(pc.unique(table[column]).to_pylist()))
         kind = table.schema.field(column).type
         table = table.filter(pc.field(column).isin(pa.array(values, kind)))
     return table
+
+
+def check_known(name: str, values: Collection[int], known: Collection[int]) -> None:
+    """Refuse a value that a trace does not have.
+
+    Raises:
+        ConfigError: Naming it, and those that the trace has.
+    """
+    for value in values:
+        if value not in known:
+            raise ConfigError(f"{name} must be one of {_ranges(known)}, got {value}")
 
 
 def _ranges(values: Collection[int]) -> Sequence[int] | str:
