@@ -145,4 +145,3 @@ def _read(trace: Trace, group: RowGroup, columns: list[str]) -> pa.Table:
             return file.read_row_group(group.index, columns=columns)
     except (OSError, pa.ArrowException) as error:
         raise trace.damaged(group.part) from error
-

@@ -157,6 +157,7 @@ class Playback:
         own = known[0] if request is None else request
         playback = cls(trace, own, of_request(steps, own).sort_by("step"), audited=audited)
         playback.choose(layers, heads)
+        playback.places = playback.chosen
         return playback
 
     def choose(
@@ -183,10 +184,11 @@ class Playback:
 
     @cached_property
     def prompt(self) -> list[str]:
-        """The tokens of the prompt; empty ones in a redacted trace."""
+        """The tokens of the prompt, by position; empty ones where the trace has no text."""
         table = self.trace.table("prompts", ["request", "position", "token_text"])
         own = of_request(table, self.request).sort_by("position")
-        return [text or "" for text in own["token_text"].to_pylist()]
+        texts = [text or "" for text in own["token_text"].to_pylist()]
+        return [""] * (int(self.memory.length_N[0]) - len(texts)) + texts
 
     @property
     def redacted(self) -> bool:
