@@ -177,7 +177,7 @@ class PlayJob:
         watched = steps is None and self.output.path is None
         watched = watched and sys.stdin.isatty() and sys.stdout.isatty()
         if watched:
-            _check_textual()
+            check_textual()
         playback = Playback.load(
             Trace.open(self.choice.trace), self.choice.request, self.choice.layers,
             self.choice.heads, audited=not watched,
@@ -192,7 +192,12 @@ class PlayJob:
             self.output.pieces(plain_frame(playback, t) for t in wanted if t < playback.steps)
 
 
-def _check_textual() -> None:
+def check_textual() -> None:
+    """Refuse to play where there is no Textual.
+
+    Raises:
+        BackendError: Naming what to install.
+    """
     if find_spec("textual") is None:
         raise BackendError(
             "the player needs Textual, which is not installed; pip install 'sfi-toolkit[player]', "

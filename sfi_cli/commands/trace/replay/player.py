@@ -1,5 +1,7 @@
 """`sfi trace replay --play`: a recorded run in the terminal, one step at a time."""
 
+import asyncio
+import signal
 from typing import Any, ClassVar
 
 from rich.text import Text
@@ -107,6 +109,13 @@ class PlayerApp(App[None]):
                 yield Static(id="state")
         yield Input(id="ask", compact=True)
         yield Footer(compact=True, show_command_palette=False)
+
+    def on_mount(self) -> None:
+        """Let signals end it as Ctrl-C does: the terminal has to be put back."""
+        if not self.is_headless:
+            loop = asyncio.get_running_loop()
+            loop.add_signal_handler(signal.SIGINT, self.action_interrupt)
+            loop.add_signal_handler(signal.SIGTERM, self.action_interrupt)
 
     def on_resize(self, event: Resize) -> None:
         """Show the step when the screen's size is known, and where it is another."""
