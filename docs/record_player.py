@@ -1,6 +1,6 @@
 """Record `sfi trace replay DIR --play` as an animated SVG: a film strip of frames behind a window.
 
-python docs/record_player.py run docs/player.svg --steps 10-22
+python docs/record_player.py run docs/player.svg --steps 10-20
 """
 
 import argparse
@@ -29,7 +29,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("trace", type=Path, help="a trace with --audit 1")
     parser.add_argument("output", type=Path)
-    parser.add_argument("--steps", default="10-22", help="first and last step")
+    parser.add_argument("--steps", default="10-20", help="first and last step")
     arguments = parser.parse_args()
     first, last = map(int, arguments.steps.split("-"))
     playback = Playback.load(Trace.open(arguments.trace))

@@ -104,7 +104,7 @@ class StepRows:
         return pa.concat_tables(pieces) if pieces else pa.table({c: [] for c in self._columns})
 
     def _chosen(self, keys: dict[str, Ints]) -> npt.NDArray[np.bool_]:
-        chosen = keys["request"] == self._request
+        chosen: npt.NDArray[np.bool_] = keys["request"] == self._request
         for name, wanted in (("layer", self.layers), ("head", self.heads)):
             if wanted is not None:
                 chosen &= np.isin(keys[name], list(wanted))

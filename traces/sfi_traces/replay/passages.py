@@ -48,7 +48,8 @@ def passages(playback: Playback, step: int, most: int = 40) -> list[Passage]:
     """
     memory = playback.memory
     length, start = int(memory.length_N[step]), int(memory.start_N[step])
-    position, rows = playback.selected(step)
+    sets = playback.in_force(step)
+    position = np.concatenate([*sets.values(), np.zeros(0, np.int32)])
     count_T = np.bincount(position, minlength=length)[:length].astype(np.float64)
     mass_T = None
     if playback.audited(step):
@@ -61,7 +62,7 @@ def passages(playback: Playback, step: int, most: int = 40) -> list[Passage]:
         return Passage(kind=kind, first=first, end=end, share=share, mass=mass, text=text)
 
     chosen = [
-        (float(count_T[first:end].sum()) / (rows * (end - first)), first, end)
+        (float(count_T[first:end].sum()) / (len(sets) * (end - first)), first, end)
         for first, end in _runs(np.flatnonzero(count_T))
     ]
     weight = mass_T if mass_T is not None else count_T

@@ -1,5 +1,6 @@
 """A recorded run step by step, as plain data for a player; rows are read when their step is shown."""
 
+from bisect import bisect_right
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,6 +19,7 @@ from sfi_traces.replay.setting import Setting
 from sfi_traces.replay.support import check_known, of_request
 
 PROMPT_TAIL = 400  # tokens of the prompt before the generated text
+AHEAD = "speculative"  # a selection that serves the next step
 REDACTED = "(the text is redacted)"
 MEASURES = ("retained_mass", "overlap_previous_step", "overlap_last_refresh")
 STEPS = (
@@ -118,7 +120,7 @@ class Playback:
         measured = ("positions", "mass", *MEASURES)
         self._supports = StepRows(trace, "supports", request, measured)
         self._selections = StepRows(
-            trace, "selections", request, ("layer", "head", "lambda_star", "positions")
+            trace, "selections", request, ("layer", "head", "lambda_star", "positions", "reason")
         )
         self.places = self._places(audited=audited)
         self.chosen = self.places
@@ -236,7 +238,7 @@ class Playback:
             removed=was_lit & ~lit & audited,
             sink=_marked(bins[: self.memory.sink], width),
             recent=_marked(bins[self.memory.start_N[step] :], width),
-            selected=_marked(bins[np.unique(self.selected(step)[0])], width),
+            selected=_marked(bins[np.unique(self.selected(step))], width),
         )
 
     def audited(self, step: int) -> bool:
@@ -251,13 +253,28 @@ class Playback:
         position, mass = (pc.list_flatten(rows[name]).to_numpy() for name in ("positions", "mass"))
         return position, mass.astype(np.float64) / len(self.chosen)
 
-    def selected(self, step: int) -> tuple[Ints, int]:
-        """Return the positions that the last refresh selected, of all its rows, and the number of rows."""
+    def selected(self, step: int) -> Ints:
+        """Return the positions that the last refresh selected, of all its layers and heads."""
         refresh = self._selections.last(step)
         if refresh is None:
-            return np.zeros(0, np.int32), 0
-        rows = self._selections.at(refresh)
-        return pc.list_flatten(rows["positions"]).to_numpy(), len(rows)
+            return np.zeros(0, np.int32)
+        found: Ints = pc.list_flatten(self._selections.at(refresh)["positions"]).to_numpy()
+        return found
+
+    def in_force(self, step: int) -> dict[Place, Ints]:
+        """Return the positions that each layer and KV head has selected last, up to a step.
+
+        Mostly those of the last slow step, or of this one if it is slow; a policy may let single heads select
+        anew in between (FreeKV), and ahead of the step that reads it.
+        """
+        behind = bisect_right(self.slow_at, step)
+        slow = self.slow_at[behind - 1] if behind else 0
+        found: dict[Place, Ints] = {}
+        at = self._selections.last(step)
+        while at is not None and at >= slow and len(found) < len(self.chosen):
+            found = _sets(self._selections.at(at), ahead=at < step) | found
+            at = self._selections.last(at - 1)
+        return found
 
     def _places(self, *, audited: bool) -> list[Place]:
         dense = set(self.trace.manifest["config"]["dense_layers"])
@@ -282,7 +299,19 @@ class Playback:
 
     def _mass(self, step: int, width: int, length: int) -> Numbers:
         position, mass = self.support(step)
-        return np.bincount(position.astype(np.int64) * width // length, mass, minlength=width)
+        bins = position.astype(np.int64) * width // length
+        found: Numbers = np.bincount(bins, mass, minlength=width).astype(np.float64)
+        return found
+
+
+def _sets(rows: pa.Table, *, ahead: bool) -> dict[Place, Ints]:
+    # positions by layer and KV head; with or without the selections that serve the step after theirs
+    if not ahead and "reason" in rows.column_names:  # older traces lack it
+        rows = rows.filter(pc.fill_null(pc.not_equal(rows["reason"], AHEAD), True))
+    place = zip(rows["layer"].to_pylist(), rows["head"].to_pylist(), strict=True)
+    lists = rows["positions"].combine_chunks()
+    size = pc.fill_null(pc.list_value_length(lists), 0).to_numpy()
+    return dict(zip(place, np.split(lists.flatten().to_numpy(), np.cumsum(size)[:-1]), strict=True))
 
 
 def _marked(bins: Ints, width: int) -> Marks:

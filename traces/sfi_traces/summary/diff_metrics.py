@@ -48,7 +48,7 @@ def metrics(document: Row) -> dict[str, float | None]:
     """
     requests = [row for row in document["requests"] if row["equal_share"] is not None]
     layers = [row["first_layer"] for row in requests if row["first_layer"] is not None]
-    first = min(layers, key=lambda one: (one["step"], one["layer"]), default={})
+    first: Row = min(layers, key=lambda one: (one["step"], one["layer"]), default={})
     differences = [row["first_difference"] for row in requests if row["first_difference"]]
     supports = (document["supports"] or {}).get("overlap", {})
     ratios = document["ratios"]

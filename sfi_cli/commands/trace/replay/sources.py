@@ -50,7 +50,8 @@ def marks_at(playback: Any, step: int) -> Marks:
     memory = playback.memory
     if not memory.slow_N[step]:
         read[: memory.sink] = SINK
-        read[playback.selected(step)[0]] = SELECTED
+        for positions in playback.in_force(step).values():
+            read[positions] = SELECTED
         read[memory.start_N[step] : memory.length_N[step]] = RECENT
     return Marks(place_T=place, read_T=read, slow_T=slow)
 
