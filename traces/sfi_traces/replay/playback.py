@@ -2,7 +2,6 @@
 
 from bisect import bisect_right
 from collections.abc import Collection
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Self
 
@@ -14,6 +13,7 @@ import pyarrow.compute as pc
 from sfi_core.errors import TraceError
 from sfi_traces.read.reader import Trace
 from sfi_traces.read.step_rows import StepRows
+from sfi_traces.replay.frames import Frame, Marks, Numbers, Strip
 from sfi_traces.replay.memory import Memory
 from sfi_traces.replay.setting import Setting
 from sfi_traces.replay.support import check_known, of_request
@@ -28,65 +28,7 @@ STEPS = (
 )  # fmt: skip
 
 Ints = npt.NDArray[np.integer[Any]]
-Numbers = npt.NDArray[np.float64]
-Marks = npt.NDArray[np.bool_]
 Place = tuple[int, int]  # layer, KV head
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Strip:
-    """The context as a row of bins, oldest first.
-
-    Attributes:
-        mass: Share of the recorded attention in each bin, of a step's whole attention.
-        added: Bins that hold more than an even share now, and did not at the audited step before.
-        removed: The other way round.
-        sink: Bins with sink tokens.
-        recent: Bins with recent tokens.
-        selected: Bins with tokens that the last refresh selected, where the trace has their positions.
-    """
-
-    mass: Numbers
-    added: Marks
-    removed: Marks
-    sink: Marks
-    recent: Marks
-    selected: Marks
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Frame:
-    """One step.
-
-    Attributes:
-        step: Decoding step t.
-        before: Text before the current sentence, from the end of the prompt on.
-        sentence: The current sentence before this step's token.
-        token: The token that the step generated.
-        slow: Whether the step was slow.
-        reason: Why; empty for a fast one.
-        steps_since_slow: Fast steps since the last slow step.
-        sentence_index: Number of the sentence.
-        attended_tokens: Tokens read per KV head.
-        context_tokens: Cached tokens.
-        audited: Whether the strip is known; without, it is empty.
-        measures: Retained mass and overlaps, by the names of their columns; None where not recorded.
-        lambda_star: Mean of lambda* at a refresh; None without a Selector.
-    """
-
-    step: int
-    before: str
-    sentence: str
-    token: str
-    slow: bool
-    reason: str
-    steps_since_slow: int
-    sentence_index: int
-    attended_tokens: float
-    context_tokens: int
-    audited: bool
-    measures: dict[str, float | None]
-    lambda_star: float | None
 
 
 class Playback:
@@ -308,6 +250,8 @@ def _sets(rows: pa.Table, *, ahead: bool) -> dict[Place, Ints]:
     # positions by layer and KV head; with or without the selections that serve the step after theirs
     if not ahead and "reason" in rows.column_names:  # older traces lack it
         rows = rows.filter(pc.fill_null(pc.not_equal(rows["reason"], AHEAD), True))
+    if not len(rows):
+        return {}
     place = zip(rows["layer"].to_pylist(), rows["head"].to_pylist(), strict=True)
     lists = rows["positions"].combine_chunks()
     size = pc.fill_null(pc.list_value_length(lists), 0).to_numpy()

@@ -115,19 +115,19 @@ def _text(views: dict[str, View], row: Row) -> Row:
 
 def _tables(document: Row) -> list[Table]:
     sides = document["a"], document["b"]
-    numbers = [
+    numbers: list[tuple[str, ...]] = [
         ("steps", *(f"{side['steps']:,}" for side in sides)),
         *((title, *(_number(side[name]) for side in sides)) for title, name in SHARES),
     ]
-    times = [
+    times: list[tuple[str, ...]] = [
         (title, *(_number(side[name], 1 / 1000) for side in sides),
          _number(document["ratios"].get(name)))
         for title, name in TIMES
     ]  # fmt: skip
-    settings = [
+    settings: list[tuple[str, ...]] = [
         (name, str(pair["a"]), str(pair["b"])) for name, pair in document["settings"].items()
     ]
-    layers = [
+    layers: list[tuple[str, ...]] = [
         (str(one["layer"]), _number(one["overlap"]["mean"]), _number(one["overlap"]["p5"]))
         for one in (document["supports"] or {"layers": []})["layers"]
     ]

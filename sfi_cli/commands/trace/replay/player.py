@@ -2,18 +2,18 @@
 
 import asyncio
 import signal
-from typing import Any, ClassVar
+from typing import Any
 
 from rich.text import Text
 from textual import on
 from textual.app import App, ComposeResult
-from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical
 from textual.events import Resize
 from textual.timer import Timer
 from textual.widgets import Footer, Input, OptionList, Select, Static
 
 from sfi_cli.commands.trace.replay.frame_view import head, measures, shades, strips
+from sfi_cli.commands.trace.replay.keys import KEYS
 from sfi_cli.commands.trace.replay.sources import marks_at, passage_text, tokens_of
 from sfi_cli.commands.trace.replay.text_layout import TextLayout
 from sfi_cli.commands.trace.replay.text_pane import TextPane
@@ -37,8 +37,8 @@ class PlayerApp(App[None]):
 
     ENABLE_COMMAND_PALETTE = False
     AUTO_FOCUS = None
-    HORIZONTAL_BREAKPOINTS: ClassVar[list[tuple[int, str]]] = [(0, "-narrow"), (90, "-wide")]
-    VERTICAL_BREAKPOINTS: ClassVar[list[tuple[int, str]]] = [(0, "-low"), (16, "-high")]
+    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (90, "-wide")]  # noqa: RUF012 - as Textual has them
+    VERTICAL_BREAKPOINTS = [(0, "-low"), (16, "-high")]  # noqa: RUF012
     CSS = """
     #about, #measures { height: 1; }
     #below { height: auto; }
@@ -54,32 +54,7 @@ class PlayerApp(App[None]):
     .-low #sources, .-low #pickers { display: none; }
     #ask { display: none; height: 1; border: none; padding: 0; }
     """
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("space,right,enter", "move(1)", "next", key_display="space"),
-        Binding("left,b,backspace", "move(-1)", "back", key_display="b"),
-        Binding("s", "slow(1)", "slow step"),
-        Binding("S", "slow(-1)", "slow step before", show=False),
-        Binding("g", "ask('go')", "go to"),
-        Binding("slash", "ask('search')", "search", key_display="/"),
-        Binding("n", "match(1)", "next"),
-        Binding("N", "match(-1)", "match before", show=False),
-        Binding("a", "play", "play"),
-        Binding("plus,equals_sign", "faster(2)", "faster", key_display="+"),
-        Binding("minus", "faster(0.5)", "slower", key_display="-"),
-        Binding("l", "pick('layer', 1)", "layer"),
-        Binding("L", "pick('layer', -1)", "layer before", show=False),
-        Binding("h", "pick('head', 1)", "head"),
-        Binding("H", "pick('head', -1)", "head before", show=False),
-        Binding("home", "go(0)", "first step", show=False),
-        Binding("end", "go(-1)", "last step", show=False),
-        Binding("up", "scroll(-1)", "up", show=False),
-        Binding("down", "scroll(1)", "down", show=False),
-        Binding("pageup", "scroll(-10)", "page up", show=False),
-        Binding("pagedown", "scroll(10)", "page down", show=False),
-        Binding("escape", "leave_field", "leave the field", show=False),
-        Binding("q,ctrl+d", "quit", "quit", key_display="q"),
-        Binding("ctrl+c", "interrupt", "interrupt", show=False, priority=True),
-    ]  # fmt: skip
+    BINDINGS = KEYS
 
     def __init__(self, playback: Any, speed: float, encoding: str | None = "utf-8") -> None:
         """Take an opened run, the speed at which it plays when asked to, and the terminal's encoding."""
