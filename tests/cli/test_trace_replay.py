@@ -1,17 +1,8 @@
 """`sfi trace replay`: tables, JSON, figures, and playing a run on a terminal."""
 
-import fcntl
 import json
-import os
-import pty
 import re
-import select
 import shlex
-import signal
-import struct
-import subprocess
-import termios
-import time
 from pathlib import Path
 
 import pytest
@@ -19,8 +10,6 @@ from pyarrow import parquet
 from typer.testing import CliRunner, Result
 
 from sfi_cli import app as cli
-from sfi_cli.commands.trace.replay import player as player_module
-from sfi_cli.commands.trace.replay.player import Player, split_keys
 from sfi_core.errors import ConfigError, SfiError, TraceError
 from sfi_traces import replay as engine
 from tests.traces.made import CONFIG, make_trace
@@ -264,141 +253,6 @@ def test_control_characters_of_a_model_do_not_reach_the_terminal(tmp_path):
     assert "\x1b" not in text
     assert "\r" not in text
     assert " [2Jgone " in text
-
-
-def keys(*pressed: str, steps: int = 60, **state) -> Player:
-    player = Player(steps=steps, slow_at=[0, 10, 20], speed=4, **state)
-    for key in pressed:
-        player.press(key)
-    return player
-
-
-@pytest.mark.parametrize(
-    ("start", "pressed", "step"),
-    [
-        (5, [" "], 6), (5, ["\x1b[C", "\r"], 7), (5, ["b"], 4), (5, ["\x1b[D", "\x7f"], 3),
-        (0, ["b"], 0), (59, [" "], 59), (5, ["n"], 10), (10, ["n"], 20), (20, ["n"], 20),
-        (10, ["p"], 0), (15, ["p", "x"], 10), (5, [*"g42", "\n"], 42), (5, [*"g999", "\n"], 59),
-        (5, [*"g42", "\x7f", "\n"], 4), (5, ["g", "\n"], 5), (5, [*"g42", "b"], 4),
-    ],
-)  # fmt: skip
-def test_keys_move_through_the_run(start, pressed, step):
-    player = keys(*pressed, step=start)
-    assert player.step == step
-    assert not player.done
-
-
-def test_autoplay_runs_to_the_end_at_its_speed():
-    player = keys("a", "+", "+", "-", steps=3)
-    assert (player.playing, player.speed) == (True, 8)
-    player.tick()
-    assert (player.step, player.playing) == (1, True)
-    player.tick()
-    assert (player.step, player.playing) == (2, False)
-    assert not keys("a", "a").playing
-    assert not keys("a", "b").playing
-    assert [keys(key).done for key in ("q", "", "\x04", "x")] == [True, True, True, False]
-
-
-def test_keys_are_split():
-    assert split_keys(b"a\x1b[C\x1b[Dq") == ["a", "\x1b[C", "\x1b[D", "q"]
-    assert split_keys(b"") == [""]
-
-
-class Terminal:
-    """The player on a terminal of its own."""
-
-    def __init__(self, command, environment, trace: str, encoding: str) -> None:
-        self.master, self.slave = pty.openpty()
-        fcntl.ioctl(self.slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
-        self.before = termios.tcgetattr(self.slave)
-        own = {name: value for name, value in environment.items() if name != "COLUMNS"}
-        self.process = subprocess.Popen(
-            [*command, "trace", "replay", trace, "--play", "--speed", "50"],
-            stdin=self.slave, stdout=self.slave, stderr=self.slave, start_new_session=True,
-            env={**own, "TERM": "xterm", "PYTHONIOENCODING": encoding},
-        )  # fmt: skip
-        self.shown = ""
-
-    def send(self, text: str) -> None:
-        os.write(self.master, text.encode())
-
-    def wait_for(self, text: str) -> None:
-        """Read what is drawn until a text comes."""
-        limit = time.monotonic() + 30
-        while text not in self.shown:
-            left = limit - time.monotonic()
-            assert left > 0, f"no {text!r} in {self.shown[-2000:]!r}"
-            if select.select([self.master], [], [], left)[0]:
-                self.shown += os.read(self.master, 65536).decode(errors="replace")
-        self.shown = self.shown.partition(text)[2]
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        os.close(self.master)
-        os.close(self.slave)
-
-
-@pytest.fixture
-def terminal(command, environment, real, request):
-    opened = Terminal(command, environment, real, getattr(request, "param", "utf-8"))
-    yield opened
-    opened.close()
-
-
-@pytest.mark.parametrize(
-    ("terminal", "darkest"), [("utf-8", "█"), ("ascii", "@")], indirect=["terminal"]
-)
-def test_shades_are_those_that_the_terminal_can_show(terminal, darkest):
-    terminal.wait_for("support  ")
-    terminal.wait_for(darkest)
-    terminal.wait_for("changed  ")
-
-
-def test_a_run_is_played_on_a_terminal(terminal):
-    terminal.wait_for("step 0 of 59")
-    terminal.send(" ")
-    terminal.wait_for("step 1 of 59")
-    terminal.send("\x1b[C")
-    terminal.wait_for("step 2 of 59")
-    terminal.send("n")
-    terminal.wait_for("step 10 of 59")
-    terminal.send("g")
-    terminal.wait_for("step: _")
-    terminal.send("33\r")
-    terminal.wait_for("step 33 of 59")
-    terminal.send("a")
-    terminal.wait_for("step 59 of 59")
-    terminal.send("q")
-    terminal.wait_for("\x1b[?1049l")  # back from the alternate screen
-    assert terminal.process.wait(10) == 0
-    assert termios.tcgetattr(terminal.slave) == terminal.before
-
-
-def test_ctrl_c_gives_the_terminal_back(terminal):
-    terminal.wait_for("step 0 of 59")
-    assert termios.tcgetattr(terminal.slave) != terminal.before
-    terminal.process.send_signal(signal.SIGINT)
-    terminal.wait_for("\x1b[?1049l")
-    assert terminal.process.wait(10) == 130
-    assert termios.tcgetattr(terminal.slave) == terminal.before
-
-
-def test_an_exception_gives_the_terminal_back():
-    master, slave = pty.openpty()
-    before = termios.tcgetattr(slave)
-
-    def fail():
-        with player_module.keys_at_once(slave):
-            assert termios.tcgetattr(slave) != before
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        fail()
-    assert termios.tcgetattr(slave) == before
-    os.close(master)
-    os.close(slave)
 
 
 def test_every_documented_example_parses(full):

@@ -1,6 +1,7 @@
 """Two traces side by side, against plain loops over their rows."""
 
 from collections import defaultdict
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,7 +9,8 @@ import pytest
 from sfi_core.errors import ConfigError, TraceError
 from sfi_traces.read.reader import Trace
 from sfi_traces.schema import TABLES
-from sfi_traces.summary.diff import compare
+from sfi_traces.summary.diff import SAME_MASS, compare
+from sfi_traces.summary.diff_metrics import METRICS, Limit
 from tests.traces.made import CONFIG, MODEL, make_trace, overlap
 from tests.traces.small import (
     assert_spread,
@@ -201,3 +203,83 @@ def test_a_killed_trace_may_know_no_prompts(pair):
     document = compare(pair[0], Trace.open(pair[1].path))
     assert document["supports"] is None
     assert document["requests"][1]["equal_share"] == 1.0
+
+
+def changed(folder, table: str, changes: dict[tuple[int, int, int], dict]) -> Trace:
+    """Change rows by step, layer and head."""
+    found = rows(Trace.open(folder), table)
+    places = [(row["step"], row["layer"], row["head"]) for row in found]
+    write_part(
+        folder,
+        table,
+        [row | changes.get(place, {}) for row, place in zip(found, places, strict=True)],
+    )
+    return Trace.open(folder)
+
+
+def test_the_first_layer_that_differs_is_the_lowest_of_the_first_step(tmp_path):
+    first, second = (make_trace(tmp_path / name, steps=20, policy="sfi") for name in "ab")
+    trace = Trace.open(first)
+    assert compare(trace, Trace.open(second))["requests"][0]["first_layer"] is None
+    kept = next(
+        r for r in rows(trace, "supports") if (r["step"], r["layer"], r["head"]) == (4, 1, 0)
+    )
+    mass = kept["retained_mass"]
+    other = changed(second, "supports", {
+        (4, 1, 0): {"retained_mass": mass + SAME_MASS / 2}, (7, 1, 0): {"positions": [1, 2]},
+        (7, 1, 1): {"positions": [3]}, (8, 0, 0): {"positions": [1]},
+    })  # fmt: skip
+    place = {"table": "supports", "step": 7, "layer": 1, "heads": [0, 1], "positions": True}
+    assert compare(trace, other)["requests"][0]["first_layer"] == place
+    other = changed(second, "supports", {(4, 1, 0): {"retained_mass": mass + 2 * SAME_MASS}})
+    found = compare(trace, other)
+    assert found["requests"][0]["first_layer"] == {
+        **place, "step": 4, "heads": [0], "positions": False,
+    }  # fmt: skip
+    assert [found["metrics"][name] for name in ("first_layer_step", "first_layer")] == [4, 1]
+    other = changed(second, "selections", {(0, 0, 1): {"positions": [9]}})
+    assert compare(trace, other)["requests"][0]["first_layer"] == {
+        **place, "table": "selections", "step": 0, "layer": 0, "heads": [1],
+    }  # fmt: skip
+
+
+def test_a_limit_compares_its_number(pair):
+    document = compare(*pair)
+    for text, holds in (
+        ("equal_share<0.96", True), ("equal_share >= 0.96", False), ("first_difference==23", True),
+        ("first_difference!=23", False), ("first_layer_step<=0", True), ("speed>1e-3", True),
+        (" overlap < .5 ", True),
+    ):  # fmt: skip
+        assert Limit.parse(text).meets(document) is holds, text
+    same = compare(pair[1], pair[1])
+    assert not Limit.parse("first_difference<1000000").meets(same)  # none ever comes
+    assert Limit.parse("first_layer>1000").meets(same)
+    assert set(document["metrics"]) == set(METRICS)
+    docs = (Path(__file__).parents[2] / "docs" / "traces.md").read_text()
+    assert all(f"`{name}`" in docs for name in METRICS)
+
+
+@pytest.mark.parametrize(
+    "text", ["overlap", "overlap<", "<1", "overlap=1", "overlap<x", "overlap<nan", ""]
+)
+def test_a_limit_that_does_not_parse_is_refused_with_the_names(text):
+    with pytest.raises(ConfigError, match=r"fail-if must be NAME, one of .* names: equal_share, "):
+        Limit.parse(text)
+
+
+def test_a_limit_without_its_number_is_refused(pair, tmp_path):
+    with pytest.raises(
+        ConfigError, match=r"unknown fail-if name 'wer'; expected one of equal_share"
+    ):
+        Limit.parse("wer<1")
+    bare = Trace.open(make_trace(tmp_path / "bare", steps=40, audit=None))
+    document = compare(bare, bare)
+    for name in ("overlap", "first_layer", "retained_mass"):
+        with pytest.raises(
+            TraceError, match=f"needs {name}, which the traces do not have; record "
+        ):
+            Limit.parse(f"{name}<1").meets(document)
+    redact(pair[1].path)
+    document = compare(pair[0], Trace.open(pair[1].path))
+    with pytest.raises(TraceError, match="needs first_difference"):
+        Limit.parse("first_difference<9").meets(document)

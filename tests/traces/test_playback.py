@@ -5,8 +5,11 @@ import pytest
 
 from sfi_core.errors import ConfigError, TraceError
 from sfi_traces.read.reader import Trace
+from sfi_traces.read.step_rows import StepRows
+from sfi_traces.replay.passages import passages
 from sfi_traces.replay.playback import PROMPT_TAIL, REDACTED, Playback
 from tests.traces.made import PROMPT, WORDS, make_trace, overlap
+from tests.traces.small import write_part, write_trace
 from tests.traces.test_replay_schedule import redact
 
 WIDTH = 50
@@ -139,3 +142,69 @@ def test_what_is_not_there_cannot_be_played(tmp_path, trace):
         Playback.load(trace, request=2)
     with pytest.raises(TraceError, match="has no audit; record it with --audit 1"):
         Playback.load(Trace.open(make_trace(tmp_path / "t", audit=None)))
+
+
+def test_passages_are_what_a_step_reads_with_its_text_and_mass(trace, playback):
+    refresh = rows(trace, "selections", 20)
+    chosen = {p for row in refresh for p in row["positions"]}
+    mass = np.zeros(PROMPT + 60)
+    for row in rows(trace, "supports", 23):
+        mass[row["positions"]] += np.array(row["mass"]) / 4
+    found = passages(playback, 23, most=100)
+    assert [one.kind for one in (found[0], found[-1])] == ["sink", "recent"]
+    assert [(one.first, one.end) for one in (found[0], found[-1])] == [
+        (0, 4),
+        (PROMPT + 4, PROMPT + 23),
+    ]
+    between = found[1:-1]
+    assert set(chosen) <= {p for one in between for p in range(one.first, one.end)}
+    assert sum(one.share * (one.end - one.first) * 4 for one in between) == pytest.approx(4 * 20)
+    assert [one.mass for one in between] == sorted((one.mass for one in between), reverse=True)
+    texts = [row["token_text"] for row in trace.table("prompts").to_pylist() if row["request"] == 1]
+    texts += [row["token_text"] for row in trace.table("steps").to_pylist() if row["request"] == 1]
+    for one in found:
+        assert one.mass == pytest.approx(mass[one.first : one.end].sum(), abs=1e-6)
+        assert one.text == "".join(texts[one.first : one.end])
+    assert len(passages(playback, 23, most=3)) == 5
+
+
+def test_the_selection_in_force_is_each_head_s_last(tmp_path):
+    def row(step: int, head: int, positions: list[int], reason: str = "") -> dict:
+        key = {"request": 0, "step": step, "layer": 0, "head": head}
+        return key | {"positions": positions, "reason": reason}
+
+    chosen = [
+        row(0, 0, [1]), row(0, 1, [2]), row(2, 1, [3], "correction"), row(3, 0, [4], "speculative"),
+        row(5, 0, [5]), row(5, 1, [6]),
+    ]  # fmt: skip
+    steps = [
+        {"request": 0, "step": t, "slow": t in (0, 5), "context_tokens": 100 + t} for t in range(7)
+    ]
+    trace = Trace.open(write_trace(tmp_path / "t", {"steps": steps, "selections": chosen}))
+    playback = Playback.load(trace, audited=False)
+    found = [
+        {place[1]: positions.tolist() for place, positions in playback.in_force(step).items()}
+        for step in range(7)
+    ]
+    assert found == [
+        {0: [1], 1: [2]}, {0: [1], 1: [2]}, {0: [1], 1: [3]}, {0: [1], 1: [3]}, {0: [4], 1: [3]},
+        {0: [5], 1: [6]}, {0: [5], 1: [6]},
+    ]  # fmt: skip
+
+
+def test_only_the_parts_that_may_hold_a_step_are_read(tmp_path):
+    """Three parts of ten steps: what is not asked for may even be damaged."""
+    folder = make_trace(tmp_path / "t", steps=30)
+    table = Trace.open(folder).table("supports").to_pylist()
+    for number in range(3):
+        part = [row for row in table if row["step"] // 10 == number]
+        path = write_part(folder, "supports", part, number)
+    found = StepRows(Trace.open(folder), "supports", 0, ["positions"])
+    path.write_bytes(b"")
+    assert found.last(14) == 14
+    assert found.at(14)["positions"].to_pylist() == [
+        row["positions"] for row in table if row["step"] == 14
+    ]
+    assert found.last(-1) is None
+    with pytest.raises(TraceError, match="cannot be read"):
+        found.at(25)

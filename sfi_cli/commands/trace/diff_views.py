@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from sfi_cli.terminal.tables import count, duration, number, pairs, percent, ratio, rendered, table
+from sfi_traces.summary.diff import place_words
 
 MOST_STEPS = 16
 NUMBERS = (  # name, title, how it is written
@@ -67,6 +68,8 @@ def _request_lines(request: Row) -> Iterator[str]:
     if first is not None:
         tokens = " in A, ".join(_token(first[side]) for side in "ab")
         yield f"  they part at step {first['step']:,}, after {first['before']!r}: {tokens} in B"
+    if request["first_layer"] is not None:
+        yield f"  their layers part at {place_words(request['first_layer'])}"
     compared = f"among the first {request['compared_steps']:,} steps"
     for side, only in (("A", request["slow_only_a"]), ("B", request["slow_only_b"])):
         if only:

@@ -311,7 +311,10 @@ def test_a_model_that_waits_for_the_device_runs_eagerly(complete, models, record
             "a trigger that looks at the entropy",
         ),
         ({"audit": AuditConfig()}, "an audit of every step"),
-        ({"observers": [RecordingObserver()]}, "spans inside the step, as trace.spans=true records"),
+        (
+            {"observers": [RecordingObserver()]},
+            "spans inside the step, as trace.spans=true records",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

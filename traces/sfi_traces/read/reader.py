@@ -123,7 +123,7 @@ class Trace:
                 # an older trace has nulls where the schema has a newer column
                 piece = parquet.read_table(part, columns=columns, schema=schema)
             except (OSError, pa.ArrowException) as error:
-                raise self._damaged(part) from error
+                raise self.damaged(part) from error
             pieces.append(piece)
         wanted = schema if columns is None else pa.schema([schema.field(c) for c in columns])
         return pa.concat_tables(pieces) if pieces else wanted.empty_table()
@@ -197,7 +197,7 @@ class Trace:
             try:
                 parquet.read_metadata(part)
             except (OSError, pa.ArrowException) as error:
-                raise self._damaged(part) from error
+                raise self.damaged(part) from error
         files, schema = [str(part) for part in parts], TABLES[name]
         return dataset.dataset(files, schema, format="parquet") if files else schema.empty_table()
 
@@ -238,7 +238,8 @@ class Trace:
             f"trace {self.path} has a damaged part; `sfi trace check {self.path}` names it"
         )
 
-    def _damaged(self, part: Path) -> TraceError:
+    def damaged(self, part: Path) -> TraceError:
+        """Return the error of a part that cannot be read."""
         return TraceError(
             f"trace part {part} cannot be read; `sfi trace check {self.path}` lists what is sound"
         )

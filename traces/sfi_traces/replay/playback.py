@@ -1,7 +1,8 @@
-"""A recorded run step by step, as plain data for a player."""
+"""A recorded run step by step, as plain data for a player; rows are read when their step is shown."""
 
+from bisect import bisect_right
 from collections.abc import Collection
-from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Self
 
 import numpy as np
@@ -9,94 +10,63 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from sfi_core.errors import TraceError
 from sfi_traces.read.reader import Trace
+from sfi_traces.read.shares import even_shares
+from sfi_traces.read.step_rows import StepRows
+from sfi_traces.replay.frames import Frame, Marks, Numbers, Strip
 from sfi_traces.replay.memory import Memory
 from sfi_traces.replay.setting import Setting
-from sfi_traces.replay.support import Supports, of_request
+from sfi_traces.replay.support import check_known, of_request
 
 PROMPT_TAIL = 400  # tokens of the prompt before the generated text
+AHEAD = "speculative"  # a selection that serves the next step
 REDACTED = "(the trace has no text)"
 MEASURES = ("retained_mass", "overlap_previous_step", "overlap_last_refresh")
+STEPS = (
+    "step", "token_text", "slow", "reason", "steps_since_slow", "sentence", "attended_tokens",
+    "context_tokens",
+)  # fmt: skip
 
-Numbers = npt.NDArray[np.float64]
-Marks = npt.NDArray[np.bool_]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Strip:
-    """The context as a row of bins, oldest first.
-
-    Attributes:
-        mass: Share of the recorded attention in each bin, of a step's whole attention.
-        added: Bins that hold more than an even share now, and did not at the audited step before.
-        removed: The other way round.
-        sink: Bins with sink tokens.
-        recent: Bins with recent tokens.
-        selected: Bins with tokens that the last refresh selected, where the trace has their positions.
-    """
-
-    mass: Numbers
-    added: Marks
-    removed: Marks
-    sink: Marks
-    recent: Marks
-    selected: Marks
+Ints = npt.NDArray[np.integer[Any]]
+Place = tuple[int, int]  # layer, KV head
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Frame:
-    """One step.
-
-    Attributes:
-        step: Decoding step t.
-        before: Text before the current sentence, from the end of the prompt on.
-        sentence: The current sentence before this step's token.
-        token: The token that the step generated.
-        slow: Whether the step was slow.
-        reason: Why; empty for a fast one.
-        steps_since_slow: Fast steps since the last slow step.
-        sentence_index: Number of the sentence.
-        attended_tokens: Tokens read per KV head.
-        context_tokens: Cached tokens.
-        audited: Whether the strip is known; without, it is empty.
-        measures: Retained mass and overlaps, by the names of their columns; None where not recorded.
-        lambda_star: Mean of lambda* at a refresh; None without a Selector.
-    """
-
-    step: int
-    before: str
-    sentence: str
-    token: str
-    slow: bool
-    reason: str
-    steps_since_slow: int
-    sentence_index: int
-    attended_tokens: float
-    context_tokens: int
-    audited: bool
-    measures: dict[str, float | None]
-    lambda_star: float | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Playback:
     """One request of a trace; everything is the mean over the chosen layers and KV heads.
 
     Attributes:
-        supports: Recorded supports of the request; steps without an audit have none.
-        memory: Sizes of its memory.
-        rows: Steps of the request, in order.
-        prompt: The end of its prompt.
-        measured: Means of the measures, by step.
-        refreshes: Selected positions and mean lambda* of each refresh, by step.
+        trace: The trace.
+        request: The request.
+        places: Layers and KV heads that may be chosen.
+        chosen: Those that are.
+        memory: Sizes of the request's memory.
+        texts: The generated tokens; None in a redacted trace.
+        slow_at: The slow steps.
     """
 
-    supports: Supports
-    memory: Memory
-    rows: list[dict[str, Any]]
-    prompt: str
-    measured: dict[int, dict[str, float | None]]
-    refreshes: dict[int, tuple[npt.NDArray[np.int32], float | None]]
+    def __init__(self, trace: Trace, request: int, rows: pa.Table, *, audited: bool) -> None:
+        """Take the steps of a request.
+
+        Raises:
+            TraceError: A layer that fast steps change was never audited, and `audited` asks for one; or the
+                settings are not this version's.
+        """
+        self.trace, self.request = trace, request
+        self._rows = rows
+        self._sentence = rows["sentence"].to_numpy()
+        self.texts: list[str | None] = rows["token_text"].to_pylist()
+        slow = rows["slow"].to_numpy()
+        self.slow_at: list[int] = np.flatnonzero(slow).tolist()
+        config = Setting.recorded(trace).config
+        self.memory = Memory.of(config, slow, rows["context_tokens"].to_numpy().astype(np.int64))
+        measured = ("positions", "mass", *MEASURES)
+        self._supports = StepRows(trace, "supports", request, measured)
+        self._selections = StepRows(
+            trace, "selections", request, ("layer", "head", "lambda_star", "positions", "reason")
+        )
+        self.places = self._places(audited=audited)
+        self.chosen = self.places
 
     @classmethod
     def load(
@@ -105,45 +75,80 @@ class Playback:
         request: int | None = None,
         layers: Collection[int] | None = None,
         heads: Collection[int] | None = None,
+        *,
+        audited: bool = True,
     ) -> Self:
-        """Read one request, the first where none is named.
+        """Open one request, the first where none is named.
+
+        Args:
+            trace: The trace.
+            request: The request.
+            layers: Only these.
+            heads: Only these KV heads.
+            audited: Refuse a trace without an audit, whose steps have no strip.
 
         Raises:
-            TraceError: The trace has no audit.
+            TraceError: The trace has no step, or no audit; or is one of a lossless run.
             ConfigError: No such request, layer or head.
         """
-        supports = Supports.load(trace, request, layers, heads, gaps=True, even=True)[0]
-        own = of_request(trace.table("steps"), supports.request).sort_by("step")
-        rows = own.to_pylist()
-        slow = np.array([row["slow"] for row in rows])
-        return cls(
-            supports=supports,
-            memory=Memory.of(Setting.recorded(trace).config, slow, supports.length_N),
-            rows=rows,
-            prompt=_prompt(trace, supports.request),
-            measured=_measured(trace, supports),
-            refreshes=_refreshes(trace, supports),
-        )
+        if audited or trace.lossless:
+            trace.require_audit()
+        steps = trace.table("steps", ["request", *STEPS])
+        known = sorted(pc.unique(steps["request"]).to_pylist())
+        if not known:
+            raise TraceError(f"trace {trace.path} has no finished step")
+        if request is not None:
+            check_known("request", [request], known)
+        own = known[0] if request is None else request
+        playback = cls(trace, own, of_request(steps, own).sort_by("step"), audited=audited)
+        playback.choose(layers, heads)
+        playback.places = playback.chosen
+        return playback
+
+    def choose(
+        self, layers: Collection[int] | None = None, heads: Collection[int] | None = None
+    ) -> None:
+        """Show these layers and KV heads from now on; None for all.
+
+        Raises:
+            ConfigError: No such layer or head.
+        """
+        chosen = self.places
+        for at, (name, wanted) in enumerate((("layer", layers), ("head", heads))):
+            if wanted is not None:
+                check_known(name, sorted(wanted), {place[at] for place in chosen})
+                chosen = [place for place in chosen if place[at] in wanted]
+        self.chosen = chosen
+        for rows in (self._supports, self._selections):
+            rows.layers, rows.heads = ({place[at] for place in chosen} for at in (0, 1))
 
     @property
     def steps(self) -> int:
         """Recorded steps."""
-        return len(self.rows)
+        return len(self.texts)
+
+    @cached_property
+    def prompt(self) -> list[str]:
+        """The tokens of the prompt, by position; empty ones where the trace has no text."""
+        table = self.trace.table("prompts", ["request", "position", "token_text"])
+        own = of_request(table, self.request).sort_by("position")
+        texts = [text or "" for text in own["token_text"].to_pylist()]
+        return [""] * (int(self.memory.length_N[0]) - len(texts)) + texts
 
     @property
-    def slow_at(self) -> list[int]:
-        """The slow steps."""
-        return [step for step, row in enumerate(self.rows) if row["slow"]]
+    def redacted(self) -> bool:
+        """Whether the text was left out."""
+        return self.texts[0] is None
 
     def frame(self, step: int) -> Frame:
         """Return a step."""
-        row = self.rows[step]
-        first = next(t for t, other in enumerate(self.rows) if other["sentence"] == row["sentence"])
-        texts = [other["token_text"] or "" for other in self.rows[: step + 1]]
-        redacted = row["token_text"] is None
+        row = self._rows.slice(step, 1).to_pylist()[0]
+        first = self.sentence_begin(step)
+        texts = [text or "" for text in self.texts[: step + 1]]
+        tail = "".join(self.prompt[-PROMPT_TAIL:])
         return Frame(
             step=step,
-            before=REDACTED if redacted else self.prompt + "".join(texts[:first]),
+            before=REDACTED if row["token_text"] is None else tail + "".join(texts[:first]),
             sentence="".join(texts[first:step]),
             token=texts[step],
             slow=row["slow"],
@@ -152,77 +157,115 @@ class Playback:
             sentence_index=row["sentence"],
             attended_tokens=row["attended_tokens"],
             context_tokens=row["context_tokens"],
-            audited=self._audited(step),
-            measures=self.measured.get(step, dict.fromkeys(MEASURES)),
-            lambda_star=self.refreshes.get(step, (None, None))[1],
+            audited=self.audited(step),
+            measures=self._measures(step),
+            lambda_star=self._lambda_star(step),
         )
+
+    def sentence_begin(self, step: int) -> int:
+        """Return the first step of a step's sentence."""
+        return int(np.argmax(self._sentence == self._sentence[step]))
 
     def strip(self, step: int, width: int) -> Strip:
         """Return a step's context in `width` bins; of the audited step before, its bins are this step's."""
-        length = int(self.supports.length_N[step])
+        length = int(self.memory.length_N[step])
         mass = self._mass(step, width, length)
-        earlier = next((t for t in range(step - 1, -1, -1) if self._audited(t)), None)
+        earlier = self._supports.last(step - 1)
         old = mass if earlier is None else self._mass(earlier, width, length)
         lit, was_lit = mass > 1 / width, old > 1 / width
         bins = np.arange(length) * width // length
-        refresh = max((t for t in self.refreshes if t <= step), default=None)
-        selected = np.zeros(0, np.int32) if refresh is None else self.refreshes[refresh][0]
+        audited = self.audited(step)
         return Strip(
             mass=mass,
-            added=lit & ~was_lit & self._audited(step),
-            removed=was_lit & ~lit & self._audited(step),
+            added=lit & ~was_lit & audited,
+            removed=was_lit & ~lit & audited,
             sink=_marked(bins[: self.memory.sink], width),
             recent=_marked(bins[self.memory.start_N[step] :], width),
-            selected=_marked(bins[selected], width),
+            selected=_marked(bins[np.unique(self.selected(step))], width),
         )
 
-    def _audited(self, step: int) -> bool:
-        return bool((self.supports.position_NUK[step] >= 0).any())
+    def audited(self, step: int) -> bool:
+        """Say whether a step has a support."""
+        return self._supports.last(step) == step
+
+    def support(self, step: int) -> tuple[Ints, Numbers]:
+        """Return all positions of a step's supports, and their shares of the mean attention."""
+        rows = self._supports.at(step)
+        if not len(rows):
+            return np.zeros(0, np.int32), np.zeros(0)
+        rows = even_shares(rows)  # an import may have no masses
+        position, mass = (pc.list_flatten(rows[name]).to_numpy() for name in ("positions", "mass"))
+        return position, mass.astype(np.float64) / len(self.chosen)
+
+    def selected(self, step: int) -> Ints:
+        """Return the positions that the last refresh selected, of all its layers and heads."""
+        refresh = self._selections.last(step)
+        if refresh is None:
+            return np.zeros(0, np.int32)
+        found: Ints = pc.list_flatten(self._selections.at(refresh)["positions"]).to_numpy()
+        return found
+
+    def in_force(self, step: int) -> dict[Place, Ints]:
+        """Return the positions that each layer and KV head has selected last, up to a step.
+
+        Mostly those of the last slow step, or of this one if it is slow; a policy may let single heads select
+        anew in between (FreeKV), and ahead of the step that reads it.
+        """
+        behind = bisect_right(self.slow_at, step)
+        slow = self.slow_at[behind - 1] if behind else 0
+        found: dict[Place, Ints] = {}
+        at = self._selections.last(step)
+        while at is not None and at >= slow and len(found) < len(self.chosen):
+            found = _sets(self._selections.at(at), ahead=at < step) | found
+            at = self._selections.last(at - 1)
+        return found
+
+    def _places(self, *, audited: bool) -> list[Place]:
+        dense = set(self.trace.manifest["config"]["dense_layers"])
+        recorded = self._supports.places()
+        if not recorded and not audited:
+            recorded = self._selections.places() or _places_of(self.trace.manifest["model"])
+        places = [place for place in recorded if place[0] not in dense]
+        if not places:
+            raise TraceError(
+                f"trace {self.trace.path} has no audited step of a layer that fast steps change"
+            )
+        return places
+
+    def _measures(self, step: int) -> dict[str, float | None]:
+        rows = self._supports.at(step)
+        return {name: pc.mean(rows[name]).as_py() if len(rows) else None for name in MEASURES}
+
+    def _lambda_star(self, step: int) -> float | None:
+        rows = self._selections.at(step)
+        found: float | None = pc.mean(rows["lambda_star"]).as_py() if len(rows) else None
+        return found
 
     def _mass(self, step: int, width: int, length: int) -> Numbers:
-        position_UK = self.supports.position_NUK[step]
-        known = position_UK >= 0
-        bins = position_UK[known].astype(np.int64) * width // length
-        mass = np.bincount(bins, self.supports.mass_NUK[step][known], minlength=width)
-        return mass / len(position_UK)
+        position, mass = self.support(step)
+        bins = position.astype(np.int64) * width // length
+        found: Numbers = np.bincount(bins, mass, minlength=width).astype(np.float64)
+        return found
 
 
-def _marked(bins: npt.NDArray[Any], width: int) -> Marks:
+def _sets(rows: pa.Table, *, ahead: bool) -> dict[Place, Ints]:
+    # positions by layer and KV head; with or without the selections that serve the step after theirs
+    if not ahead and "reason" in rows.column_names:  # older traces lack it
+        rows = rows.filter(pc.fill_null(pc.not_equal(rows["reason"], AHEAD), True))
+    if not len(rows):
+        return {}
+    place = zip(rows["layer"].to_pylist(), rows["head"].to_pylist(), strict=True)
+    lists = rows["positions"].combine_chunks()
+    size = pc.fill_null(pc.list_value_length(lists), 0).to_numpy()
+    return dict(zip(place, np.split(lists.flatten().to_numpy(), np.cumsum(size)[:-1]), strict=True))
+
+
+def _marked(bins: Ints, width: int) -> Marks:
     marks = np.zeros(width, np.bool_)
     marks[bins] = True
     return marks
 
 
-def _prompt(trace: Trace, request: int) -> str:
-    table = trace.table("prompts", ["request", "position", "token_text"])
-    own = table.filter(pc.field("request") == request).sort_by("position")
-    texts = own["token_text"].slice(max(0, own.num_rows - PROMPT_TAIL)).to_pylist()
-    return "".join(text or "" for text in texts)
-
-
-def _own(table: pa.Table, supports: Supports) -> pa.Table:
-    # the rows of the chosen layers and heads
-    return table.filter(
-        (pc.field("request") == supports.request)
-        & pc.field("layer").isin(pa.array(set(supports.layer_U.tolist()), pa.int16()))
-        & pc.field("head").isin(pa.array(set(supports.head_U.tolist()), pa.int16()))
-    )
-
-
-def _measured(trace: Trace, supports: Supports) -> dict[int, dict[str, float | None]]:
-    table = _own(trace.table("supports", ["request", "step", "layer", "head", *MEASURES]), supports)
-    means = table.group_by("step").aggregate([(name, "mean") for name in MEASURES]).to_pylist()
-    return {row["step"]: {name: row[f"{name}_mean"] for name in MEASURES} for row in means}
-
-
-def _refreshes(
-    trace: Trace, supports: Supports
-) -> dict[int, tuple[npt.NDArray[np.int32], float | None]]:
-    columns = ["request", "step", "layer", "head", "lambda_star", "positions"]
-    table = _own(trace.table("selections", columns), supports)
-    found = {}
-    for step in pc.unique(table["step"]).to_pylist():
-        own = table.filter(pc.field("step") == step)
-        positions = pc.unique(pc.list_flatten(own["positions"])).to_numpy()
-        found[step] = (positions, pc.mean(own["lambda_star"]).as_py())
-    return found
+def _places_of(model: dict[str, Any]) -> list[Place]:
+    layers = [layer for layer in model["layers"] if layer["window"] is None]
+    return [(layer["layer"], head) for layer in layers for head in range(layer["heads"])]

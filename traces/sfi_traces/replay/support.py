@@ -14,7 +14,6 @@ import pyarrow.compute as pc
 
 from sfi_core.errors import ConfigError, TraceError
 from sfi_traces.read.reader import Trace
-from sfi_traces.read.shares import even_shares
 
 STEPS = ["request", "step", "token_id", "trigger", "context_tokens"]
 SUPPORTS = ["request", "step", "layer", "head", "positions", "mass", "query_cosine"]
@@ -66,7 +65,6 @@ class Supports:
         heads: Collection[int] | None = None,
         *,
         gaps: bool = False,
-        even: bool = False,
     ) -> list[Self]:
         """Read the supports of one request, or of all.
 
@@ -79,7 +77,6 @@ class Supports:
             layers: Only these.
             heads: Only these KV heads.
             gaps: Take a trace whose audit skips steps; those have no positions.
-            even: Where masses are not known, take the same one for all positions of a support.
 
         Raises:
             TraceError: No audit, or one that skips steps.
@@ -90,7 +87,6 @@ class Supports:
         table = _chosen(
             trace.table("supports", SUPPORTS), request=request, layer=layers, head=heads
         )
-        table = even_shares(table) if even else table
         dense = trace.manifest["config"]["dense_layers"]
         table = table.filter(~pc.field("layer").isin(pa.array(dense, pa.int16())))
         pair_U, unit = np.unique(
@@ -204,13 +200,21 @@ def _chosen(table: pa.Table, **wanted: int | Collection[int] | None) -> pa.Table
         if one_or_more is None:
             continue
         values = [one_or_more] if isinstance(one_or_more, int) else sorted(one_or_more)
-        known = set(pc.unique(table[column]).to_pylist())
-        for value in values:
-            if value not in known:
-                raise ConfigError(f"{column} must be one of {_ranges(known)}, got {value}")
+        check_known(column, values, set(pc.unique(table[column]).to_pylist()))
         kind = table.schema.field(column).type
         table = table.filter(pc.field(column).isin(pa.array(values, kind)))
     return table
+
+
+def check_known(name: str, values: Collection[int], known: Collection[int]) -> None:
+    """Refuse a value that a trace does not have.
+
+    Raises:
+        ConfigError: Naming it, and those that the trace has.
+    """
+    for value in values:
+        if value not in known:
+            raise ConfigError(f"{name} must be one of {_ranges(known)}, got {value}")
 
 
 def _ranges(values: Collection[int]) -> Sequence[int] | str:

@@ -1,6 +1,5 @@
 """One request of a trace as one HTML file: figures, summary and text; it loads nothing from anywhere."""
 
-import json
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -94,11 +93,7 @@ def _figures(view: View) -> tuple[dict[str, dict[str, Any]], list[str]]:
     figures, missing = {}, []
     for name, draw in drawers.items():
         try:
-            panel = draw(view)
+            figures[name] = draw(view).plain()
         except TraceError as error:
             missing.append(str(error))
-            continue
-        plot = json.loads(panel.figure.to_json())  # arrays as base64, which Plotly reads
-        plot["layout"].pop("template", None)
-        figures[name] = {"caption": panel.caption, **plot, **panel.more}
     return figures, list(dict.fromkeys(missing))

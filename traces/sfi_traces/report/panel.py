@@ -1,5 +1,6 @@
 """What a drawer of the report hands over."""
 
+import json
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,3 +25,9 @@ class Panel:
     caption: Caption
     figure: go.Figure
     more: dict[str, Any] = field(default_factory=dict)
+
+    def plain(self) -> dict[str, Any]:
+        """Return all that the page's script and its section need."""
+        plot = json.loads(self.figure.to_json())  # arrays as base64, which Plotly reads
+        plot["layout"].pop("template", None)
+        return {"caption": self.caption, **plot, **self.more}

@@ -7,6 +7,7 @@ from typing import Any
 from sfi_core.errors import TraceError
 from sfi_traces.read.reader import Trace
 from sfi_traces.summary import summarize
+from sfi_traces.summary.diff_metrics import metrics
 from sfi_traces.summary.facts import flat_settings
 from sfi_traces.summary.scope import Scope, spread
 
@@ -16,6 +17,9 @@ MODEL = ("name", "architecture", "query_heads", "vocabulary")
 LAYER = ("layer", "heads", "key_width", "value_width", "window")
 COMPARED = ("equal_share", "first_difference", "compared_steps", "slow_only_a", "slow_only_b")
 UNKNOWN = dict.fromkeys(COMPARED)  # of a redacted trace
+SAME_MASS = (
+    1e-4  # retained masses that differ by no more are equal: float32 sums on two machines do
+)
 
 Row = dict[str, Any]
 
@@ -26,8 +30,16 @@ def compare(first: Trace, second: Trace, request: int | None = None) -> Row:
     Supports and selections are compared at equal steps up to the first whose token differs; the tokens before
     that one's query are still the same. In a redacted trace nobody knows which step that is.
 
+    A request's `first_layer` is where the runs part before a token shows it. Its `step` is the first of the
+    compared steps at which a layer and KV head of which both traces have a row (in `supports`, or in
+    `selections`) differs: in its positions, or in its retained mass by more than 1e-4. Its `layer` is the
+    lowest such layer of that step, with the KV heads that differ. A layer reads what the layers below it
+    wrote, so that the cause is there, or below in a layer that was not recorded. None where nothing differs,
+    and where there is nothing to compare.
+
     Returns:
-        Each trace's own numbers under `a` and `b`, ratios of b to a, and what takes both.
+        Each trace's own numbers under `a` and `b`, ratios of b to a, what takes both, and under `metrics` the
+        numbers that `sfi trace diff --fail-if` knows (`METRICS`).
 
     Raises:
         TraceError: They are of different models or prompts, or a part is damaged.
@@ -39,7 +51,10 @@ def compare(first: Trace, second: Trace, request: int | None = None) -> Row:
     requests = _compare_steps(scope, other)
     sides = [_numbers(trace, request) for trace in (first, second)]
     until = {row["request"]: row["compared_steps"] for row in requests if row["compared_steps"]}
-    return {
+    layers = _first_layers(scope, other, until)
+    for row in requests:
+        row["first_layer"] = layers.get(row["request"])
+    document = {
         "a": sides[0],
         "b": sides[1],
         "request": request,
@@ -52,6 +67,14 @@ def compare(first: Trace, second: Trace, request: int | None = None) -> Row:
             for name in ("slow_p50_us", "fast_p50_us", "tokens_per_second", "read_ratio")
         },
     }
+    return document | {"metrics": metrics(document)}
+
+
+def place_words(layer: Row) -> str:
+    """Say where the layers of two runs part, from a request's `first_layer`."""
+    heads = ", ".join(map(str, layer["heads"]))
+    what = "other positions" if layer["positions"] else "another retained mass"
+    return f"step {layer['step']:,}: layer {layer['layer']}, KV head {heads}, {what} in {layer['table']}"
 
 
 def _check_model(first: Trace, second: Trace) -> None:
@@ -128,24 +151,58 @@ def _compare_tokens(one: list[Row], two: list[Row]) -> Row:
 def _overlap(scope: Scope, other: Scope, table: str, until: dict[int, int]) -> Row | None:
     if not until:
         return None
-    steps = ", ".join(f"({request:d}, {count:d})" for request, count in until.items())
     scope.connection.register("others", other.trace.dataset(table))
     scope.compare(
         "pairs",
         f"""
-        WITH compared (request, steps) AS (VALUES {steps})
-        SELECT this.layer, this.positions AS first, that.positions AS second
-        FROM chosen_{table} this JOIN compared ON compared.request = this.request
-        JOIN others that ON (that.request, that.step, that.layer, that.head)
-            = (this.request, this.step, this.layer, this.head)
-        WHERE this.step < steps AND len(this.positions) > 0 AND len(that.positions) > 0
-        """,  # noqa: S608 - our own words and numbers
+        SELECT this.layer, this.positions AS first, that.positions AS second {_both(table, until)}
+            AND len(this.positions) > 0 AND len(that.positions) > 0
+        """,
     )
     rows = scope.rows(f"""
         SELECT layer, {spread("overlap")} AS overlap FROM pairs
         GROUP BY GROUPING SETS ((), (layer)) ORDER BY layer NULLS FIRST
     """)  # noqa: S608 - our own words and numbers
     return {"overlap": rows[0]["overlap"], "layers": rows[1:]} if len(rows) > 1 else None
+
+
+def _both(table: str, until: dict[int, int]) -> str:
+    # the SQL of the rows that both traces have, `this` and `that`, of the compared steps
+    steps = ", ".join(f"({request:d}, {count:d})" for request, count in until.items())
+    return f"""
+        FROM chosen_{table} this
+        JOIN (VALUES {steps}) compared (request, steps) ON compared.request = this.request
+        JOIN others that ON (that.request, that.step, that.layer, that.head)
+            = (this.request, this.step, this.layer, this.head)
+        WHERE this.step < compared.steps
+    """
+
+
+def _first_layers(scope: Scope, other: Scope, until: dict[int, int]) -> dict[int, Row]:
+    # by request; of both tables the earlier place
+    found: dict[int, Row] = {}
+    for table in ("supports", "selections") if until else ():
+        for row in _first_places(scope, other, table, until):
+            old = found.get(row["request"])
+            place = (row["step"], row["layer"])
+            if old is None or place < (old["step"], old["layer"]):
+                names = ("step", "layer", "heads", "positions")
+                found[row["request"]] = {"table": table} | {name: row[name] for name in names}
+    return found
+
+
+def _first_places(scope: Scope, other: Scope, table: str, until: dict[int, int]) -> list[Row]:
+    scope.connection.register("others", other.trace.dataset(table))
+    moved = "coalesce(this.positions <> that.positions, false)"
+    mass = f"coalesce(abs(this.retained_mass - that.retained_mass) > {SAME_MASS}, false)"
+    differs = f"({moved} OR {mass})" if table == "supports" else moved
+    return scope.rows(f"""
+        SELECT this.request, this.step, this.layer, list(this.head ORDER BY this.head) AS heads,
+            bool_or({moved}) AS positions
+        {_both(table, until)} AND {differs}
+        GROUP BY this.request, this.step, this.layer
+        QUALIFY row_number() OVER (PARTITION BY this.request ORDER BY this.step, this.layer) = 1
+    """)
 
 
 def _numbers(trace: Trace, request: int | None) -> Row:

@@ -1,15 +1,19 @@
 """What `sfi trace replay` does between its options and its output."""
 
 import re
+import sys
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import typer
+
 from sfi_cli.commands.trace.replay.grid import ReplayGrid
 from sfi_cli.commands.trace.replay.views import replay_text
-from sfi_cli.terminal.output import Output, leave_interrupted
+from sfi_cli.terminal.output import INTERRUPTED, Output, leave_interrupted
 from sfi_cli.terminal.progress import BenchProgress
-from sfi_core.errors import ConfigError
+from sfi_core.errors import BackendError, ConfigError
 
 RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
@@ -163,20 +167,55 @@ class PlayJob:
         Raises:
             SfiError: What the user can mend.
         """
-        from sfi_cli.commands.trace.replay.player import play, print_frames
+        from sfi_cli.commands.trace.replay.frame_view import plain_frame
         from sfi_traces.read.reader import Trace
         from sfi_traces.replay.playback import Playback
 
         if self.grid.given or any((self.against, self.output.plot, self.output.json)):
             raise ConfigError("play shows the run as it was and must come without other settings")
         steps = _steps(self.step)
-        trace = Trace.open(self.choice.trace)
-        playback = Playback.load(trace, self.choice.request, self.choice.layers, self.choice.heads)
+        watched = steps is None and self.output.path is None
+        watched = watched and sys.stdin.isatty() and sys.stdout.isatty()
+        if watched:
+            check_textual()
+        playback = Playback.load(
+            Trace.open(self.choice.trace), self.choice.request, self.choice.layers,
+            self.choice.heads, audited=not watched,
+        )  # fmt: skip
         if steps is not None and steps.start >= playback.steps:
             raise ConfigError(f"step must be one of 0 to {playback.steps - 1}, got {self.step}")
-        if steps is not None or self.output.path is not None or not play(playback, self.speed):
-            with self.output:
-                print_frames(playback, steps or range(playback.steps), self.output)
+        if watched:
+            _watch(playback, self.speed)
+            return
+        wanted = steps or range(playback.steps)
+        with self.output:
+            self.output.pieces(plain_frame(playback, t) for t in wanted if t < playback.steps)
+
+
+def check_textual() -> None:
+    """Refuse to play where there is no Textual.
+
+    Raises:
+        BackendError: Naming what to install.
+    """
+    if find_spec("textual") is None:
+        raise BackendError(
+            "the player needs Textual, which is not installed; pip install 'sfi-toolkit[player]', "
+            "or print steps with --step"
+        )
+
+
+def _watch(playback: Any, speed: float) -> None:
+    from sfi_cli.commands.trace.replay.player import PlayerApp
+
+    app = PlayerApp(playback, speed, sys.stdout.encoding)
+    app.run()
+    if app.failure is not None:
+        raise app.failure
+    if app.return_code == INTERRUPTED:
+        leave_interrupted()
+    if app.return_code:
+        raise typer.Exit(app.return_code)
 
 
 def _steps(text: str | None) -> range | None:

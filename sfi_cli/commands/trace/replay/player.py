@@ -1,160 +1,281 @@
 """`sfi trace replay --play`: a recorded run in the terminal, one step at a time."""
 
-import os
-import select
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+import asyncio
+import signal
 from typing import Any
 
-from sfi_cli.commands.trace.replay.frame_view import plain_frame, screen
-from sfi_cli.terminal.output import Output
+from rich.text import Text
+from textual import on
+from textual.app import App, ComposeResult
+from textual.containers import Horizontal, Vertical
+from textual.events import Resize
+from textual.timer import Timer
+from textual.widgets import Footer, Input, OptionList, Select, Static
+
+from sfi_cli.commands.trace.replay.frame_view import head, measures, shades, strips
+from sfi_cli.commands.trace.replay.keys import KEYS
+from sfi_cli.commands.trace.replay.sources import marks_at, passage_text, tokens_of
+from sfi_cli.commands.trace.replay.text_layout import TextLayout
+from sfi_cli.commands.trace.replay.text_pane import TextPane
+from sfi_cli.terminal.output import INTERRUPTED
+from sfi_core.errors import SfiError
+from sfi_traces.replay.passages import Passage, passages
 
 FASTEST = 64.0
-REDRAW = 0.5  # seconds, for a window that was resized
-KEYS = {
-    "\x1b[C": "next", "\x1b[B": "next", " ": "next", "\r": "next", "\n": "next",
-    "\x1b[D": "back", "\x1b[A": "back", "b": "back", "\x7f": "back",
-    "n": "next slow", "p": "previous slow", "a": "autoplay", "+": "faster", "=": "faster", "-": "slower",
-    "g": "go", "q": "quit", "\x04": "quit", "": "quit",
-}  # fmt: skip
+EVERY = -1  # value of a picker: all layers, all heads
+ASKED = {"go": "step", "search": "find"}
 
 
-@dataclass(slots=True, kw_only=True)
-class Player:
-    """What the keys do.
+class PlayerApp(App[None]):
+    """Shows a step: its text, the passages that it reads, where its attention lies.
 
     Attributes:
-        steps: Steps of the run.
-        slow_at: Slow steps of the run.
-        speed: Steps a second of autoplay.
         step: The step shown.
-        playing: Whether it plays by itself.
-        typed: Digits of the step to go to; None unless a number is being typed.
-        done: Whether to leave.
+        speed: Steps a second when it plays.
+        failure: The error that ended it; None without.
     """
 
-    steps: int
-    slow_at: Sequence[int]
-    speed: float
-    step: int = 0
-    playing: bool = False
-    typed: str | None = None
-    done: bool = False
+    ENABLE_COMMAND_PALETTE = False
+    AUTO_FOCUS = None
+    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (90, "-wide")]  # noqa: RUF012 - as Textual has them
+    VERTICAL_BREAKPOINTS = [(0, "-low"), (16, "-high")]  # noqa: RUF012
+    CSS = """
+    #about, #measures { height: 1; }
+    #below { height: auto; }
+    #strips { height: 3; }
+    #pickers { height: 1; }
+    #pickers Select { width: 20; }
+    #state { width: 1fr; text-align: right; color: $text-muted; }
+    #body { height: 1fr; }
+    #text { width: 3fr; height: 1fr; overflow-x: hidden; overflow-y: scroll; }
+    #sources { width: 2fr; height: 1fr; border: none; padding: 0; margin-left: 1; background: $surface; }
+    .-narrow #body { layout: vertical; }
+    .-narrow #text, .-narrow #sources { width: 100%; margin-left: 0; }
+    .-low #sources, .-low #pickers { display: none; }
+    #ask { display: none; height: 1; border: none; padding: 0; }
+    """
+    BINDINGS = KEYS
 
-    def press(self, key: str) -> None:
-        """Take a key, or an arrow's escape sequence; others do nothing."""
-        if self.typed is not None and self._type(key):
+    def __init__(self, playback: Any, speed: float, encoding: str | None = "utf-8") -> None:
+        """Take an opened run, the speed at which it plays when asked to, and the terminal's encoding."""
+        super().__init__()
+        self.playback, self.speed, self._shades = playback, speed, shades(encoding)
+        self.step = 0
+        self.failure: SfiError | None = None
+        self._timer: Timer | None = None
+        self._asked = "search"
+        self._words = ""
+        self._shown: list[Passage] = []
+
+    def compose(self) -> ComposeResult:
+        """Lay the screen out."""
+        playback = self.playback
+        yield Static(id="about")
+        with Horizontal(id="body"):
+            layout = TextLayout.of(tokens_of(playback))
+            yield TextPane(layout, marks_at(playback, self.step), id="text")
+            yield OptionList(id="sources")
+        with Vertical(id="below"):
+            yield Static(id="strips")
+            yield Static(id="measures")
+            with Horizontal(id="pickers"):
+                for at, name in enumerate(("layer", "head")):
+                    yield _picker(name, sorted({place[at] for place in playback.places}))
+                yield Static(id="state")
+        yield Input(id="ask", compact=True)
+        yield Footer(compact=True, show_command_palette=False)
+
+    def on_mount(self) -> None:
+        """Let signals end it as Ctrl-C does: the terminal has to be put back."""
+        if not self.is_headless:
+            loop = asyncio.get_running_loop()
+            loop.add_signal_handler(signal.SIGINT, self.action_interrupt)
+            loop.add_signal_handler(signal.SIGTERM, self.action_interrupt)
+
+    def on_resize(self, event: Resize) -> None:
+        """Show the step when the screen's size is known, and where it is another."""
+        self.call_after_refresh(self.show_step)
+
+    def show_step(self) -> None:
+        """Show the step; a part that cannot be read ends the player."""
+        try:
+            frame = self.playback.frame(self.step)
+            marks = marks_at(self.playback, self.step)
+            self._shown = passages(self.playback, self.step)
+            rows = strips(self.playback, self.step, self.size.width, self._shades)
+        except SfiError as error:
+            self.failure = error
+            self.exit(return_code=error.exit_code)
             return
-        match KEYS.get(key):
-            case "autoplay":
-                self.playing = not self.playing
-            case "faster":
-                self.speed = min(FASTEST, self.speed * 2)
-            case "slower":
-                self.speed = max(1 / FASTEST, self.speed / 2)
-            case "go":
-                self.typed, self.playing = "", False
-            case "quit":
-                self.done = True
-            case str(move):
-                self._move(self._target(move))
+        self.query_one("#about", Static).update(head(self.playback, frame))
+        self.query_one("#strips", Static).update(Text("\n").join(rows))
+        self.query_one("#measures", Static).update(measures(frame))
+        sources = self.query_one(OptionList)
+        sources.clear_options()
+        sources.add_options([passage_text(passage) for passage in self._shown])
+        pane = self.query_one(TextPane)
+        pane.mark(marks)
+        pane.show_token(len(self.playback.prompt) + self.step)
+        self.show_state()
+
+    def show_state(self) -> None:
+        """Say whether it plays, how fast, and what was searched for."""
+        playing = f"playing {self.speed:g}/s" if self._timer else f"{self.speed:g}/s"
+        words = f"/{self._words}  " if self._words else ""
+        self.query_one("#state", Static).update(f"{words}{playing}", layout=False)
+
+    def action_go(self, step: int) -> None:
+        """Show a step; -1 is the last one."""
+        last = self.playback.steps - 1
+        self._stop()
+        self.step = last if step < 0 else min(step, last)
+        self.show_step()
+
+    def action_move(self, steps: int) -> None:
+        """Go on, or back."""
+        self.action_go(max(0, self.step + steps))
+
+    def action_slow(self, side: int) -> None:
+        """Go to the next slow step, or the one before."""
+        slow = self.playback.slow_at
+        found = [t for t in slow if (t > self.step if side > 0 else t < self.step)]
+        if found:
+            self.action_go(found[0] if side > 0 else found[-1])
+
+    def action_scroll(self, lines: int) -> None:
+        """Scroll the text."""
+        self.query_one(TextPane).scroll_relative(y=lines, animate=False)
+
+    def action_play(self) -> None:
+        """Play, or stop."""
+        if self._timer:
+            self._stop()
+        else:
+            self._timer = self.set_interval(1 / self.speed, self.tick)
+        self.show_state()
+
+    def action_faster(self, factor: float) -> None:
+        """Play faster or slower."""
+        self.speed = max(1 / FASTEST, min(FASTEST, self.speed * factor))
+        if self._timer:
+            self._stop()
+            self._timer = self.set_interval(1 / self.speed, self.tick)
+        self.show_state()
 
     def tick(self) -> None:
         """Play one step; stop at the end."""
-        self.step = min(self.step + 1, self.steps - 1)
-        self.playing = self.step < self.steps - 1
+        if self.step >= self.playback.steps - 1:
+            self._stop()
+            self.show_state()
+            return
+        self.step += 1
+        self.show_step()
 
-    def _target(self, move: str) -> int:
-        if move == "next slow":
-            return next((t for t in self.slow_at if t > self.step), self.step)
-        if move == "previous slow":
-            return next((t for t in reversed(self.slow_at) if t < self.step), self.step)
-        return self.step + (1 if move == "next" else -1)
+    def _stop(self) -> None:
+        if self._timer:
+            self._timer.stop()
+            self._timer = None
 
-    def _move(self, step: int) -> None:
-        self.step, self.playing = max(0, min(step, self.steps - 1)), False
+    def action_pick(self, name: str, side: int) -> None:
+        """Choose the next layer or KV head, or the one before; all of them are one of the choices."""
+        picker = self.query_one(f"#{name}", Select)
+        at = 0 if name == "layer" else 1
+        values = [EVERY, *sorted({place[at] for place in self.playback.places})]
+        picker.value = values[(values.index(picker.value) + side) % len(values)]
 
-    def _type(self, key: str) -> bool:
-        # digits, then Enter; any other key ends the typing and keeps its own meaning
-        assert self.typed is not None, "a number is being typed"
-        if key.isdecimal() and key.isascii():
-            self.typed += key
-            return True
-        if key == "\x7f":
-            self.typed = self.typed[:-1]
-            return True
-        typed, self.typed = self.typed, None
-        if key in "\r\n" and key:
-            self._move(int(typed) if typed else self.step)
-            return True
-        return False
+    @on(Select.Changed)
+    def picked(self) -> None:
+        """Show the layers and KV heads that the pickers say; nothing new while there are none such."""
+        layer, kv_head = (self.query_one(f"#{name}", Select).value for name in ("layer", "head"))
+        wanted = [None if value == EVERY else [value] for value in (layer, kv_head)]
+        try:
+            self.playback.choose(*wanted)
+        except SfiError as error:
+            self.notify(str(error), severity="warning")
+            return
+        self.set_focus(None)
+        self.show_step()
+
+    @on(TextPane.Clicked)
+    def clicked(self, event: TextPane.Clicked) -> None:
+        """Go to the step that generated the token; a token of the prompt has none."""
+        if event.token >= len(self.playback.prompt):
+            self.action_go(event.token - len(self.playback.prompt))
+
+    @on(OptionList.OptionSelected)
+    def source_chosen(self, event: OptionList.OptionSelected) -> None:
+        """Show where in the text a passage is."""
+        passage = self._shown[event.option_index]
+        pane = self.query_one(TextPane)
+        pane.found = (
+            int(pane.text.start_T[passage.first]),
+            int(pane.text.start_T[passage.end]),
+        )
+        pane.show_token(passage.first)
+        pane.refresh()
+        self.set_focus(None)
+
+    def action_ask(self, what: str) -> None:
+        """Open the field for a step's number, or for words to find."""
+        self._stop()
+        self._asked = what
+        field = self.query_one("#ask", Input)
+        field.value, field.placeholder = "", f"{ASKED[what]}: "
+        field.display = True
+        field.focus()
+
+    def action_leave_field(self) -> None:
+        """Close the field, and forget what was found."""
+        self.query_one("#ask", Input).display = False
+        pane = self.query_one(TextPane)
+        pane.found = None
+        pane.refresh()
+        self.set_focus(None)
+
+    @on(Input.Submitted)
+    def answered(self, event: Input.Submitted) -> None:
+        """Go to the step, or to the first match."""
+        event.input.display = False
+        self.set_focus(None)
+        text = event.value.strip() if self._asked == "go" else event.value
+        if not text:
+            return
+        if self._asked == "search":
+            self._words = text
+            self.action_match(1)
+        elif text.isascii() and text.isdecimal():
+            self.action_go(int(text))
+        else:
+            self.notify(f"step must be a number, got {text}", severity="warning")
+
+    def action_match(self, side: int) -> None:
+        """Go to the next match, or the one before; to its step where it was generated."""
+        if not self._words:
+            return
+        pane = self.query_one(TextPane)
+        first_token = len(self.playback.prompt) + self.step
+        start = int(pane.text.start_T[first_token])
+        if pane.found is not None:
+            start = pane.found[0] + (1 if side > 0 else 0)
+        pane.found = pane.text.find(self._words, start, backwards=side < 0)
+        if pane.found is None:
+            self.notify(f"no {self._words!r} in the text", severity="warning")
+        else:
+            token = pane.text.token_at(pane.found[0])
+            if token >= len(self.playback.prompt):
+                self.action_go(token - len(self.playback.prompt))
+            pane.show_character(pane.found[0])
+        pane.refresh()
+        self.show_state()
+
+    def action_interrupt(self) -> None:
+        """Leave as Ctrl-C does."""
+        self.exit(return_code=INTERRUPTED)
 
 
-def play(playback: Any, speed: float) -> bool:
-    """Play until the user leaves; return False, and do nothing, without a terminal to do it on."""
-    if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        return False
-    from rich.console import Console
-    from rich.live import Live
-
-    player = Player(steps=playback.steps, slow_at=playback.slow_at, speed=speed)
-    console = Console(file=sys.stdout)
-    with (
-        keys_at_once(sys.stdin.fileno()) as keys,
-        Live(console=console, screen=True, auto_refresh=False) as live,
-    ):
-        while not player.done:
-            live.update(screen(playback, player, console), refresh=True)
-            pressed = keys(1 / player.speed if player.playing else REDRAW)
-            for key in pressed:
-                player.press(key)
-            if player.playing and not pressed:
-                player.tick()
-    return True
-
-
-@contextmanager
-def keys_at_once(descriptor: int) -> Iterator[Any]:
-    """Read keys without Enter and without echo; put the terminal back, whatever happens.
-
-    Yields:
-        A function that waits for keys, so many seconds at most, and returns them.
-    """
-    import termios
-    import tty
-
-    before = termios.tcgetattr(descriptor)
-
-    def keys(wait: float) -> list[str]:
-        ready, _, _ = select.select([descriptor], [], [], wait)
-        return split_keys(os.read(descriptor, 1024)) if ready else []
-
-    try:
-        tty.setcbreak(descriptor)
-        mode = termios.tcgetattr(descriptor)
-        mode[6][termios.VSUSP] = b"\0"  # Ctrl-Z would leave the shell with this screen
-        termios.tcsetattr(descriptor, termios.TCSADRAIN, mode)
-        yield keys
-    finally:
-        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
-
-
-def split_keys(read: bytes) -> list[str]:
-    """Split what the terminal sent into keys; the end of the input is an empty one."""
-    text = read.decode("ascii", errors="replace")
-    if not text:
-        return [""]
-    keys = []
-    while text:
-        size = 3 if text.startswith("\x1b[") else 1
-        keys.append(text[:size])
-        text = text[size:]
-    return keys
-
-
-def print_frames(playback: Any, steps: range, output: Output) -> None:
-    """Write steps as plain text, one after the other; those after the last one are not there."""
-    frames = (plain_frame(playback, step) for step in steps if step < playback.steps)
-    output.pieces(frames)
+def _picker(name: str, values: list[int]) -> Select[int]:
+    every = [(f"all {name}s", EVERY)]
+    options = [*every, *((f"{name} {value}", value) for value in values)]
+    return Select(
+        options, id=name, value=EVERY, allow_blank=False, compact=True, type_to_search=False
+    )

@@ -1,0 +1,62 @@
+"""What the player says of the passages that a step reads."""
+
+from typing import Any
+
+import numpy as np
+from rich.text import Text
+
+from sfi_cli.commands.trace.replay.frame_view import printable
+from sfi_cli.commands.trace.replay.text_pane import (
+    AHEAD,
+    BACKGROUND,
+    CURRENT,
+    PAST,
+    RECENT,
+    SELECTED,
+    SENTENCE,
+    SINK,
+    UNREAD,
+    Marks,
+)
+
+LONGEST = 240  # characters of a passage
+KINDS = {"sink": SINK, "selected": SELECTED, "recent": RECENT}
+
+
+def passage_text(passage: Any) -> Text:
+    """Write a passage: what it is, where it is, how much of it is read, and its text."""
+    mass = "" if passage.mass is None else f"  mass {passage.mass:.3f}"
+    share = "" if passage.kind != "selected" else f"  in {passage.share:.0%}"
+    kind = Text(f" {passage.kind} ", style=f"on {BACKGROUND[KINDS[passage.kind]]}")
+    head = Text.assemble(kind, f" {passage.first:,}-{passage.end - 1:,}{share}{mass}")
+    text = " ".join(printable(passage.text).split())
+    if len(text) > LONGEST:
+        half = LONGEST // 2
+        text = f"{text[:half]} ... {text[-half:]}"
+    return head.append(f"\n{text}") if text else head
+
+
+def marks_at(playback: Any, step: int) -> Marks:
+    """Return how prompt and generated tokens look at a step; a slow one reads all, and marks nothing."""
+    prompt = len(playback.prompt)
+    size = prompt + playback.steps
+    place = np.full(size, AHEAD, np.int8)
+    place[: prompt + step] = PAST
+    place[prompt + playback.sentence_begin(step) : prompt + step] = SENTENCE
+    place[prompt + step] = CURRENT
+    slow = np.zeros(size, bool)
+    slow[prompt + np.array(playback.slow_at, int)] = len(playback.slow_at) < playback.steps
+    read = np.full(size, UNREAD, np.int8)
+    memory = playback.memory
+    if not memory.slow_N[step]:
+        read[: memory.sink] = SINK
+        for positions in playback.in_force(step).values():
+            read[positions] = SELECTED
+        read[memory.start_N[step] : memory.length_N[step]] = RECENT
+    return Marks(place_T=place, read_T=read, slow_T=slow)
+
+
+def tokens_of(playback: Any) -> list[str]:
+    """Return the texts of prompt and generated tokens; a redacted step is its number."""
+    generated = [f" {step}" if text is None else text for step, text in enumerate(playback.texts)]
+    return [*playback.prompt, *generated]

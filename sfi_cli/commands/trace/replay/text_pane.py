@@ -1,0 +1,146 @@
+"""The text of a run in the player: scrolls, marks what the step reads, and tells which token is clicked."""
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from rich.segment import Segment
+from rich.style import Style
+from textual import events
+from textual.geometry import Size
+from textual.message import Message
+from textual.scroll_view import ScrollView
+from textual.strip import Strip
+
+from sfi_cli.commands.trace.replay.text_layout import Span, TextLayout
+
+AHEAD, PAST, SENTENCE, CURRENT = range(4)  # of a token: where it stands
+UNREAD, SINK, SELECTED, RECENT = range(4)  # of a token: why the step reads it
+KINDS = 16  # of the two above together; the slow steps' tokens and the word found are further ones
+BACKGROUND = {SINK: "#45306b", SELECTED: "#6b4f10", RECENT: "#1d4d3c"}
+PLACE = {AHEAD: "dim", PAST: "", SENTENCE: "bold", CURRENT: "bold reverse"}
+SLOW, FOUND = "#ff8a8a", "black on #ffd75f"
+
+Kinds = npt.NDArray[np.int8]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Marks:
+    """How the tokens of the text look at a step.
+
+    Attributes:
+        place_T: Where each token stands: ahead, past, in the current sentence, the current one.
+        read_T: Why the step reads each token, if it does.
+        slow_T: Whether a slow step generated each token.
+    """
+
+    place_T: Kinds
+    read_T: Kinds
+    slow_T: npt.NDArray[np.bool_]
+
+
+class TextPane(ScrollView, can_focus=False):
+    """The prompt and what was generated.
+
+    Attributes:
+        found: The characters that a search has found; None without.
+    """
+
+    @dataclass
+    class Clicked(Message):
+        """A token was clicked.
+
+        Attributes:
+            token: Its index, from the prompt's first.
+        """
+
+        token: int
+
+    def __init__(self, layout: TextLayout, marks: Marks, **options: Any) -> None:
+        """Take the text, and how it looks at first."""
+        super().__init__(**options)
+        self.text, self._marks = layout, marks
+        self.found: Span | None = None
+        self._width = 0
+        self._begins: list[int] = [0]
+        self._ends: list[int] = [0]
+        self._shown: int | None = None
+
+    def mark(self, marks: Marks) -> None:
+        """Let the tokens look like this."""
+        self._marks = marks
+        self.refresh()
+
+    def show_token(self, token: int) -> None:
+        """Bring a token into the window, into its middle if it was outside."""
+        self.show_character(int(self.text.start_T[token]))
+
+    def show_character(self, character: int) -> None:
+        """Bring a character into the window, into its middle if it was outside."""
+        self._shown = character
+        line = int(np.searchsorted(self._begins, character, "right")) - 1
+        height = self.scrollable_content_region.height
+        top = self.scroll_offset.y
+        if not top <= line < top + height:
+            self.scroll_to(y=max(0, line - height // 2), animate=False, immediate=True)
+
+    def on_resize(self, event: events.Resize) -> None:
+        """Break the lines anew where the width is another."""
+        width = max(1, self.scrollable_content_region.width)
+        if width != self._width:
+            self._width = width
+            self._begins, self._ends = self.text.wrapped(width)
+            self.virtual_size = Size(width, len(self._begins))
+        if self._shown is not None:
+            self.call_after_refresh(self.show_character, self._shown)
+
+    def on_click(self, event: events.Click) -> None:
+        """Say which token was clicked; nothing where there is none."""
+        at = event.get_content_offset(self)
+        if at is None or not 0 <= (line := at.y + self.scroll_offset.y) < len(self._begins):
+            return
+        character = self.text.character_at((self._begins[line], self._ends[line]), at.x)
+        if character is not None:
+            self.post_message(self.Clicked(self.text.token_at(character)))
+
+    def render_line(self, y: int) -> Strip:
+        """Draw a line of the window."""
+        line = y + self.scroll_offset.y
+        width = self.scrollable_content_region.width
+        if not 0 <= line < len(self._begins):
+            return Strip.blank(width, self.rich_style)
+        begin, end = self._begins[line], self._ends[line]
+        strip = Strip(self._segments(begin, end))
+        return strip.adjust_cell_length(width, self.rich_style).apply_style(self.rich_style)
+
+    def _segments(self, begin: int, end: int) -> list[Segment]:
+        # a segment for each run of characters that look alike
+        kind = self._kinds(begin, end)
+        edges = [0, *(np.flatnonzero(np.diff(kind)) + 1).tolist(), end - begin]
+        return [
+            Segment(self.text.text[begin + first : begin + last], _style(int(kind[first])))
+            for first, last in pairwise(edges)
+            if last > first
+        ]
+
+    def _kinds(self, begin: int, end: int) -> Kinds:
+        characters = np.arange(begin, end)
+        token = np.searchsorted(self.text.start_T, characters, "right") - 1
+        marks = self._marks
+        kind = marks.place_T[token] * 4 + marks.read_T[token] + KINDS * marks.slow_T[token]
+        if self.found is not None:
+            first, last = self.found
+            kind = np.where((characters >= first) & (characters < last), 2 * KINDS, kind)
+        return kind
+
+
+def _style(kind: int) -> Style:
+    if kind >= 2 * KINDS:
+        return Style.parse(FOUND)
+    place, read = divmod(kind % KINDS, 4)
+    style = Style.parse(PLACE[place])
+    if kind >= KINDS:
+        style += Style(color=SLOW)
+    return style + Style(bgcolor=BACKGROUND[read]) if read else style

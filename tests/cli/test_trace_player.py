@@ -1,0 +1,281 @@
+"""The player of `sfi trace replay --play`: screens as text, keys, the mouse, and a terminal of its own.
+
+Screens are compared as plain text, of the player's own widgets: colors, ids and the glyphs of Textual's
+pickers and footer change with its releases.
+"""
+
+import asyncio
+import fcntl
+import os
+import pty
+import select
+import signal
+import struct
+import subprocess
+import termios
+import time
+from collections.abc import Awaitable, Callable
+
+import pytest
+from textual.pilot import Pilot
+from textual.widgets import Input, OptionList, Select
+
+from sfi_cli.commands.trace.replay import job
+from sfi_cli.commands.trace.replay.frame_view import shades
+from sfi_cli.commands.trace.replay.player import FASTEST, PlayerApp
+from sfi_cli.commands.trace.replay.text_layout import TextLayout
+from sfi_cli.commands.trace.replay.text_pane import TextPane
+from sfi_core.errors import BackendError, TraceError
+from sfi_traces.read.reader import Trace
+from sfi_traces.replay.playback import Playback
+from tests.cli.screens import screen
+from tests.traces.made import PROMPT, make_trace
+from tests.traces.small import redact, spoil
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory) -> Trace:
+    folder = tmp_path_factory.mktemp("player") / "trace"
+    return Trace.open(make_trace(folder, policy="sfi"))
+
+
+def play(
+    trace: Trace, check: Callable[[PlayerApp, Pilot], Awaitable[None]], size=(100, 24), **options
+) -> None:
+    """Run the player without a terminal, and a check in it."""
+
+    async def run() -> None:
+        app = PlayerApp(Playback.load(trace, **options), 4)
+        async with app.run_test(size=size) as pilot:
+            await pilot.pause()
+            await check(app, pilot)
+
+    asyncio.run(run())
+
+
+def test_the_screen_of_a_step(trace):
+    async def check(app, pilot):
+        await pilot.press("space", "right", "s", "enter", "space")
+        shown = screen(app)
+        assert shown[0] == "step 12 of 59  fast, 2 since slow  sentence 1  reads 42 of 212 tokens"
+        assert [line[59:].strip() for line in shown[1:5]] == [
+            "sink  0-3  mass 0.005", "the cat sat on", "selected  60-72  in 27%  mass 0.103",
+            "the cat sat on a mat and dog ran home",
+        ]  # fmt: skip
+        assert shown[18][:9] == "support  "
+        assert shown[21].startswith("retained mass 0.805  overlap 0.917 with the last step")
+        assert shown[22].startswith("all layers")
+        assert shown[22].endswith("4/s")
+
+    play(trace, check)
+
+
+def test_keys_move_through_the_run(trace):
+    async def check(app, pilot):
+        for keys, step in (
+            (["s"], 10), (["s", "s"], 30), (["S"], 20), (["b"], 19), (["left", "backspace"], 17),
+            (["end"], 59), (["space"], 59), (["s"], 59), (["home"], 0), (["b"], 0), (["S"], 0),
+            (["g", *"42", "enter"], 42), (["g", *"999", "enter"], 59), (["g", "enter"], 59),
+            (["g", *"7x", "enter"], 59), (["g", *"7", "escape"], 59),
+        ):  # fmt: skip
+            await pilot.press(*keys)
+            assert app.step == step, keys
+        assert not app.query_one(Input).display
+
+    play(trace, check)
+
+
+def test_it_plays_to_the_end_at_its_speed(trace):
+    async def check(app, pilot):
+        await pilot.press("g", *"57", "enter", "plus", "plus", "minus", "a")
+        assert app.speed == 8
+        assert screen(app)[-2].endswith("playing 8/s")
+        await pilot.press("a")
+        step = app.step
+        app.tick()
+        assert app.step == step + 1
+        for _ in range(3):
+            app.tick()
+        assert app.step == 59
+        await pilot.press(*["plus"] * 9)
+        assert app.speed == FASTEST
+
+    play(trace, check)
+
+
+def test_a_search_goes_from_match_to_match_and_around(trace):
+    """Of the made-up text "dog" is in every ten words, of the prompt and of what was generated."""
+
+    async def check(app, pilot):
+        await pilot.press("slash", *"DOG", "enter")
+        assert app.step == 7
+        await pilot.press("n")
+        assert app.step == 17
+        await pilot.press("N", "N")
+        pane = app.query_one(TextPane)
+        assert app.step == 7  # the match before is in the prompt, and has no step
+        assert pane.text.token_at(pane.found[0]) == PROMPT - 3
+        await pilot.press("slash", *"zebra", "enter")
+        assert pane.found is None
+        assert app.step == 7
+
+    play(trace, check)
+
+
+def test_a_click_goes_to_a_token_s_step_and_to_a_passage(trace):
+    async def check(app, pilot):
+        pane = app.query_one(TextPane)
+        shown = screen(app)[1:]
+        row = next(row for row, line in enumerate(shown) if "dog ran." in line[:55])
+        await pilot.click(TextPane, offset=(shown[row].index("dog ran."), row))
+        step = app.step
+        assert app.playback.texts[step] == " dog"
+        app.query_one(OptionList).scroll_home(animate=False)
+        await pilot.click(OptionList, offset=(3, 0))
+        assert pane.text.text[slice(*pane.found)] == " the cat sat on"
+        assert pane.scroll_offset.y == 0
+        await pilot.click(TextPane, offset=(10, 0))  # a token of the prompt
+        assert app.step == step
+
+    play(trace, check)
+
+
+def test_the_pickers_choose_a_layer_and_a_head(trace):
+    async def check(app, pilot):
+        await pilot.press("l", "l", "h")
+        await pilot.pause()
+        assert app.playback.chosen == [(1, 0)]
+        assert [app.query_one(f"#{name}", Select).value for name in ("layer", "head")] == [1, 0]
+        await pilot.press("l", "H")
+        await pilot.pause()
+        assert app.playback.chosen == [(0, 0), (0, 1), (1, 0), (1, 1)]
+        before = screen(app)[-3]
+        await pilot.press("space", "L")
+        await pilot.pause()
+        assert screen(app)[-3] != before
+
+    play(trace, check)
+
+
+def test_it_follows_the_size_of_the_window(trace):
+    async def check(app, pilot):
+        wide = screen(app)
+        await pilot.resize_terminal(50, 30)
+        await pilot.pause()
+        narrow = screen(app)
+        assert max(map(len, narrow)) <= 50
+        assert app.query_one(OptionList).region.y > app.query_one(TextPane).region.y
+        assert next(line for line in narrow if line.startswith("memory")) != wide[20]
+        await pilot.resize_terminal(100, 10)
+        await pilot.pause()
+        assert not app.query_one(OptionList).display
+        assert any("the cat" in line for line in screen(app)[1:4])
+
+    play(trace, check)
+
+
+def test_traces_without_audit_or_text_play(tmp_path):
+    async def check(app, pilot):
+        await pilot.press("space")
+        shown = screen(app)
+        assert shown[0].startswith("step 1 of 11  fast")
+        assert "0 1 2 3 4 5 6 7 8 9 10 11" in "\n".join(shown)
+        assert "support  not audited" in shown
+        assert " selected " in "\n".join(shown)
+
+    folder = make_trace(tmp_path / "t", steps=12, policy="sfi", audit=None)
+    redact(folder)
+    play(Trace.open(folder), check, audited=False)
+
+
+def test_a_damaged_part_ends_it_with_the_error(tmp_path):
+    folder = make_trace(tmp_path / "t", steps=12, policy="sfi")
+    opened = Playback.load(Trace.open(folder))
+    spoil(folder / "supports" / "part-00000.parquet")
+    app = PlayerApp(opened, 4)
+
+    async def run() -> None:
+        async with app.run_test() as pilot:
+            await pilot.pause()
+
+    asyncio.run(run())
+    assert isinstance(app.failure, TraceError)
+    assert app.return_code == 3
+
+
+def test_a_layout_breaks_lines_by_columns_and_finds_characters():
+    layout = TextLayout.of(["ab", " cde", "\n", "", "你好吗", "x" * 7, "\x1b[2J"])
+    lines = [layout.text[begin:end] for begin, end in zip(*layout.wrapped(5), strict=True)]
+    assert lines == ["ab ", "cde", "你好", "吗xxx", "xxxx ", "[2J"]
+    begin = layout.text.index("你")
+    assert layout.character_at((begin, begin + 3), 3) == begin + 1
+    assert layout.character_at((begin, begin + 3), 6) is None
+    assert [layout.token_at(at) for at in (0, 2, 6, begin)] == [0, 1, 2, 4]
+    assert layout.find("CDE", 0) == (3, 6)
+    assert layout.find("ab", 3) == (0, 2)
+    assert layout.find("x", 2, backwards=True) == (begin + 9, begin + 10)
+    assert layout.find("absent", 0) is None
+
+
+def test_shades_are_those_that_the_terminal_can_show():
+    assert shades("utf-8")[-1] == "█"
+    assert shades("ascii")[-1] == "@"
+    assert shades(None)[-1] == "@"
+
+
+def test_without_textual_a_line_says_how_to_install_it(monkeypatch):
+    monkeypatch.setattr(job, "find_spec", lambda name: None)
+    with pytest.raises(BackendError, match=r"pip install 'sfi-toolkit\[player\]'"):
+        job.check_textual()
+
+
+class Terminal:
+    """The player on a terminal of its own."""
+
+    def __init__(self, command, environment, trace: str) -> None:
+        self.master, self.slave = pty.openpty()
+        fcntl.ioctl(self.slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
+        self.before = termios.tcgetattr(self.slave)
+        own = {name: value for name, value in environment.items() if name != "COLUMNS"}
+        self.process = subprocess.Popen(
+            [*command, "trace", "replay", trace, "--play", "--speed", "50"],
+            stdin=self.slave, stdout=self.slave, stderr=self.slave, start_new_session=True,
+            env={**own, "TERM": "xterm-256color", "PYTHONIOENCODING": "utf-8"},
+        )  # fmt: skip
+        self.shown = ""
+
+    def wait_for(self, text: str) -> None:
+        """Read what is drawn until a text comes."""
+        limit = time.monotonic() + 60
+        while text not in self.shown:
+            left = limit - time.monotonic()
+            assert left > 0, f"no {text!r} in {self.shown[-2000:]!r}"
+            if select.select([self.master], [], [], left)[0]:
+                self.shown += os.read(self.master, 65536).decode(errors="replace")
+        self.shown = self.shown.partition(text)[2]
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self.master)
+        os.close(self.slave)
+
+
+@pytest.mark.parametrize("end", ["q", "\x03", signal.SIGINT], ids=["q", "ctrl-c", "sigint"])
+def test_a_terminal_is_given_back(command, environment, trace, end):
+    terminal = Terminal(command, environment, str(trace.path))
+    try:
+        terminal.wait_for("step 0 of 59")
+        assert termios.tcgetattr(terminal.slave) != terminal.before
+        if end == "q":
+            os.write(terminal.master, b"s")
+            terminal.wait_for("trigger")
+        if isinstance(end, str):
+            os.write(terminal.master, end.encode())
+        else:
+            terminal.process.send_signal(end)
+        terminal.wait_for("\x1b[?1049l")  # back from the alternate screen
+        assert terminal.process.wait(30) == (0 if end == "q" else 130)
+        assert termios.tcgetattr(terminal.slave) == terminal.before
+    finally:
+        terminal.close()

@@ -1,0 +1,147 @@
+"""Rows of single steps of a long table: only the row groups that may hold them are read."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+from pyarrow import parquet
+
+from sfi_traces.read.reader import Trace
+
+KEYS, VALUES = 4, 2  # row groups whose keys, and whose wanted columns, stay in memory
+KEY = ("request", "step", "layer", "head")
+
+Ints = npt.NDArray[np.integer[Any]]
+Range = tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class RowGroup:
+    """A row group of a part, and what its statistics say.
+
+    Attributes:
+        part: The file.
+        index: Which of its row groups.
+        request: Least and greatest request.
+        step: Least and greatest step.
+    """
+
+    part: Path
+    index: int
+    request: Range
+    step: Range
+
+
+class StepRows:
+    """One request's rows of a table with a layer and a KV head, found by step.
+
+    Holds at most the keys of 4 row groups and the columns of 2: of a recorded trace 64 MiB a row group, since
+    a part is no larger.
+
+    Attributes:
+        layers: Only these layers; None for all.
+        heads: Only these KV heads; None for all.
+    """
+
+    def __init__(self, trace: Trace, table: str, request: int, columns: Collection[str]) -> None:
+        """Read the footers of the parts, and no row.
+
+        Raises:
+            TraceError: A part is truncated.
+        """
+        self.layers: Collection[int] | None = None
+        self.heads: Collection[int] | None = None
+        self._trace, self._request, self._columns = trace, request, list(columns)
+        self._groups = [
+            group
+            for part in trace.parts(table)
+            for group in _row_groups(trace, part)
+            if group.request[0] <= request <= group.request[1]
+        ]
+        self._keys = lru_cache(KEYS)(self._read_keys)
+        self._values = lru_cache(VALUES)(self._read_values)
+
+    def places(self) -> list[tuple[int, int]]:
+        """Return the layers and KV heads of the first row group with a row of the request; maybe none."""
+        for group in self._groups:
+            keys = self._keys(group)
+            mine = keys["request"] == self._request
+            if mine.any():
+                pairs = zip(keys["layer"][mine].tolist(), keys["head"][mine].tolist(), strict=True)
+                return sorted(set(pairs))
+        return []
+
+    def last(self, step: int) -> int | None:
+        """Return the last step up to `step` that has a row of the chosen layers and heads."""
+        found: int | None = None
+        for group in sorted(self._groups, key=lambda one: min(one.step[1], step), reverse=True):
+            if group.step[0] > step:
+                continue
+            if found is not None and min(group.step[1], step) <= found:
+                break
+            keys = self._keys(group)
+            steps = keys["step"][self._chosen(keys) & (keys["step"] <= step)]
+            if len(steps):
+                found = max(int(steps.max()), -1 if found is None else found)
+        return found
+
+    def at(self, step: int) -> pa.Table:
+        """Return the rows of a step of the chosen layers and heads, with the columns; maybe none."""
+        pieces = []
+        for group in self._groups:
+            if not group.step[0] <= step <= group.step[1]:
+                continue
+            keys = self._keys(group)
+            rows = np.flatnonzero(self._chosen(keys) & (keys["step"] == step))
+            if len(rows):
+                first, end = int(rows[0]), int(rows[-1]) + 1
+                pieces.append(self._values(group).slice(first, end - first).take(rows - first))
+        return pa.concat_tables(pieces) if pieces else pa.table({c: [] for c in self._columns})
+
+    def _chosen(self, keys: dict[str, Ints]) -> npt.NDArray[np.bool_]:
+        chosen: npt.NDArray[np.bool_] = keys["request"] == self._request
+        for name, wanted in (("layer", self.layers), ("head", self.heads)):
+            if wanted is not None:
+                chosen &= np.isin(keys[name], list(wanted))
+        return chosen
+
+    def _read_keys(self, group: RowGroup) -> dict[str, Ints]:
+        table = _read(self._trace, group, list(KEY))
+        return {name: table[name].to_numpy() for name in KEY}
+
+    def _read_values(self, group: RowGroup) -> pa.Table:
+        return _read(self._trace, group, self._columns).combine_chunks()
+
+
+def _row_groups(trace: Trace, part: Path) -> list[RowGroup]:
+    try:
+        metadata = parquet.read_metadata(part)
+    except (OSError, pa.ArrowException) as error:
+        raise trace.damaged(part) from error
+    groups = []
+    for index in range(metadata.num_row_groups):
+        group = metadata.row_group(index)
+        columns = [group.column(at) for at in range(metadata.num_columns)]
+        ranges = {column.path_in_schema: _range(column) for column in columns}
+        groups.append(RowGroup(part, index, ranges["request"], ranges["step"]))
+    return groups
+
+
+def _range(column: Any) -> Range:
+    # another writer may leave the statistics out
+    found = column.statistics
+    known = found is not None and found.has_min_max
+    return (found.min, found.max) if known else (-np.inf, np.inf)
+
+
+def _read(trace: Trace, group: RowGroup, columns: list[str]) -> pa.Table:
+    try:
+        with parquet.ParquetFile(group.part) as file:
+            return file.read_row_group(group.index, columns=columns)
+    except (OSError, pa.ArrowException) as error:
+        raise trace.damaged(group.part) from error

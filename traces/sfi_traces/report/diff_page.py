@@ -1,0 +1,143 @@
+"""Two traces as one HTML file: where they part, their figures side by side, and both summaries' numbers."""
+
+from pathlib import Path
+from typing import Any
+
+from sfi_core.errors import TraceError
+from sfi_traces.report.facts import Card, Table
+from sfi_traces.summary.diff import place_words
+from sfi_traces.views.captions import subject
+from sfi_traces.views.labels import printable
+from sfi_traces.views.view import View
+
+HERE = Path(__file__).parent
+AROUND = 40  # tokens shown before the first difference, and after it
+FIGURES = ("heatmap", "retained", "timeline")
+NONE = "-"
+TIMES = (("prefill", "prefill_p50_us"), ("slow step", "slow_p50_us"), ("fast step", "fast_p50_us"))
+SHARES = (
+    ("slow from step 1 on", "slow_share"), ("cache read", "read_ratio"),
+    ("retained mass of fast steps", "retained_mass"),
+)  # fmt: skip
+
+Row = dict[str, Any]
+
+
+def render_diff(first: View, second: View, document: Row) -> str:
+    """Write the page of one request of two traces.
+
+    Args:
+        first: The request in A.
+        second: The request in B.
+        document: What `compare` said of both traces.
+    """
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined  # noqa: PLC0415 - an extra
+    from plotly.offline import get_plotlyjs  # noqa: PLC0415 - an extra
+
+    environment = Environment(
+        loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+    views = {"a": first, "b": second}
+    (row,) = (one for one in document["requests"] if one["request"] == first.request)
+    figures, missing = _figures(views)
+    return environment.get_template("diff.html").render(
+        names={side: view.trace.path.resolve().name for side, view in views.items()},
+        subjects={side: subject(view) for side, view in views.items()},
+        cards=_cards(row, document),
+        text=_text(views, row),
+        names_of_figures=FIGURES,
+        figures=figures,
+        missing=missing,
+        tables=_tables(document),
+        style=(HERE / "page.css").read_text(encoding="utf-8"),
+        script=(HERE / "page.js").read_text(encoding="utf-8"),
+        plotly=get_plotlyjs(),
+    )
+
+
+def _figures(views: dict[str, View]) -> tuple[dict[str, Row], dict[str, str]]:
+    # by figure and side; or why there is none
+    from sfi_traces.report import step_figures, support_figures  # noqa: PLC0415
+
+    drawers = (support_figures.heatmap, step_figures.retained, step_figures.timeline)
+    figures, missing = {}, {}
+    for name, draw in zip(FIGURES, drawers, strict=True):
+        for side, view in views.items():
+            try:
+                figures[f"{name}-{side}"] = draw(view).plain()
+            except TraceError as error:
+                missing[f"{name}-{side}"] = str(error)
+    return figures, missing
+
+
+def _cards(row: Row, document: Row) -> list[Card]:
+    at, layer = row["first_difference"], row["first_layer"]
+    supports, speed = document["supports"], document["ratios"]["tokens_per_second"]
+    known = row["equal_share"] is not None
+    return [
+        Card("First other token", f"step {at['step']:,}" if at else "none" if known else NONE,
+             f"{row['compared_steps']:,} steps compared" if known else "token ids were left out"),
+        Card("First other layer", f"layer {layer['layer']}" if layer else NONE,
+             place_words(layer) if layer else "no support or selection of both differs"),
+        Card("Equal tokens", f"{row['equal_share']:.1%}" if known else NONE,
+             f"of {min(row['steps'].values()):,} that both have"),
+        Card("Overlap of supports", f"{supports['overlap']['mean']:.3f}" if supports else NONE,
+             "mean at equal steps" if supports else "record both with --audit N"),
+        Card("Speed", f"{speed:.2f}x" if speed else NONE, "tokens a second, B over A"),
+    ]  # fmt: skip
+
+
+def _text(views: dict[str, View], row: Row) -> Row:
+    # both texts around the first difference
+    first = row["first_difference"]
+    if first is None:
+        said = "No token differs." if row["equal_share"] is not None else "Token ids were left out."
+        return {"note": said, "lines": []}
+    lines = []
+    for side, view in views.items():
+        steps = view.steps
+        at = int(steps.rows(first["step"]))
+        begin = max(0, at - AROUND)
+        lines.append(
+            {
+                "side": side.upper(),
+                "step": int(steps.step[begin]),
+                "before": printable("".join(steps.text[begin:at])),
+                "token": printable(steps.text[at]) or f"id {first[side]['token_id']}",
+                "after": printable("".join(steps.text[at + 1 : at + 1 + AROUND])),
+                "about": f"step {first['step']}: {'slow' if steps.slow[at] else 'fast'}, "
+                f"token {first[side]['token_id']}",
+            }
+        )
+    return {"note": f"At step {first['step']:,}, marked.", "lines": lines}
+
+
+def _tables(document: Row) -> list[Table]:
+    sides = document["a"], document["b"]
+    numbers: list[tuple[str, ...]] = [
+        ("steps", *(f"{side['steps']:,}" for side in sides)),
+        *((title, *(_number(side[name]) for side in sides)) for title, name in SHARES),
+    ]
+    times: list[tuple[str, ...]] = [
+        (title, *(_number(side[name], 1 / 1000) for side in sides),
+         _number(document["ratios"].get(name)))
+        for title, name in TIMES
+    ]  # fmt: skip
+    settings: list[tuple[str, ...]] = [
+        (name, str(pair["a"]), str(pair["b"])) for name, pair in document["settings"].items()
+    ]
+    layers: list[tuple[str, ...]] = [
+        (str(one["layer"]), _number(one["overlap"]["mean"]), _number(one["overlap"]["p5"]))
+        for one in (document["supports"] or {"layers": []})["layers"]
+    ]
+    return [
+        Table("Numbers", ("", "A", "B"), numbers),
+        Table("Median times, in milliseconds", ("", "A", "B", "B / A"), times),
+        Table("Overlap of the supports", ("layer", "mean", "5th percentile"), layers),
+        Table("Settings that differ", ("", "A", "B"), settings),
+    ]
+
+
+def _number(value: float | None, factor: float = 1) -> str:
+    return NONE if value is None else f"{value * factor:,.3f}"

@@ -1,0 +1,136 @@
+"""The numbers of a comparison that a limit can be set for, as in `sfi trace diff --fail-if 'overlap<0.9'`."""
+
+import math
+import operator
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from sfi_core.errors import ConfigError, TraceError
+
+METRICS = {  # name: what it is, and what records it
+    "equal_share": ("share of equal tokens, of the request with the least", "both with token ids"),
+    "first_difference": ("first step whose token differs; infinite without one", "both with token ids"),
+    "first_layer_step": (
+        "first step at which a layer's support or selection differs; infinite without one",
+        "both with --audit N or trace.positions",
+    ),
+    "first_layer": (
+        "lowest layer that differs at first_layer_step; infinite without one",
+        "both with --audit N or trace.positions",
+    ),
+    "overlap": ("mean overlap of the supports at equal steps", "both with --audit N"),
+    "overlap_p5": ("its 5th percentile", "both with --audit N"),
+    "selection_overlap": ("mean overlap of the selections at equal steps", "both with trace.positions"),
+    "retained_mass": ("mean retained mass of B's fast steps", "B with --audit N"),
+    "speed": ("tokens a second of B over those of A", "both to a step after the first"),
+    "slow_time": ("median time of B's slow steps over that of A's", "slow steps in both"),
+    "fast_time": ("median time of B's fast steps over that of A's", "fast steps in both"),
+    "read_ratio": ("share of the cache that B reads over that of A", "both to a step after the first"),
+}  # fmt: skip
+NEVER = ("first_difference", "first_layer_step", "first_layer")
+OPERATORS: dict[str, Callable[[float, float], bool]] = {
+    "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge, "==": operator.eq,
+    "!=": operator.ne,
+}  # fmt: skip
+LIMIT = re.compile(
+    r"\s*([a-z0-9_]+)\s*(<=|>=|==|!=|<|>)\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)\s*"
+)
+
+Row = Mapping[str, Any]
+
+
+def metrics(document: Row) -> dict[str, float | None]:
+    """Return the numbers of `METRICS`, of a document without them.
+
+    None is a number that the traces do not have, or a difference that never comes: `value_of` tells which.
+    """
+    requests = [row for row in document["requests"] if row["equal_share"] is not None]
+    layers = [row["first_layer"] for row in requests if row["first_layer"] is not None]
+    first: Row = min(layers, key=lambda one: (one["step"], one["layer"]), default={})
+    differences = [row["first_difference"] for row in requests if row["first_difference"]]
+    supports = (document["supports"] or {}).get("overlap", {})
+    ratios = document["ratios"]
+    return {
+        "equal_share": min((row["equal_share"] for row in requests), default=None),
+        "first_difference": min((one["step"] for one in differences), default=None),
+        "first_layer_step": first.get("step"),
+        "first_layer": first.get("layer"),
+        "overlap": supports.get("mean"),
+        "overlap_p5": supports.get("p5"),
+        "selection_overlap": (document["selections"] or {}).get("overlap", {}).get("mean"),
+        "retained_mass": document["b"]["retained_mass"],
+        "speed": ratios["tokens_per_second"],
+        "slow_time": ratios["slow_p50_us"],
+        "fast_time": ratios["fast_p50_us"],
+        "read_ratio": ratios["read_ratio"],
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """A condition that a comparison must not meet.
+
+    Attributes:
+        text: The condition as it was written.
+        name: Name of a number, one of `METRICS`.
+        compares: The operator.
+        number: What the number is compared with.
+    """
+
+    text: str
+    name: str
+    compares: Callable[[float, float], bool]
+    number: float
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read `NAME OPERATOR NUMBER`, with or without blanks.
+
+        Raises:
+            ConfigError: It is no such condition, or has an unknown name.
+        """
+        match = LIMIT.fullmatch(text)
+        if match is None:
+            raise ConfigError(
+                f"fail-if must be NAME, one of {' '.join(OPERATORS)} and a number, got {text!r}; "
+                f"names: {', '.join(METRICS)}"
+            )
+        name, sign, number = match.groups()
+        if name not in METRICS:
+            raise ConfigError(
+                f"unknown fail-if name {name!r}; expected one of {', '.join(METRICS)}"
+            )
+        return cls(text.strip(), name, OPERATORS[sign], float(number))
+
+    def value_of(self, document: Row) -> float:
+        """Return the number; infinite for a difference that never comes.
+
+        Raises:
+            TraceError: The traces do not have it.
+        """
+        value: float | None = document["metrics"][self.name]
+        if value is None and self.name in NEVER and _looked(document, self.name):
+            return math.inf
+        if value is None:
+            raise TraceError(
+                f"fail-if {self.text!r} needs {self.name}, which the traces do not have; "
+                f"record {METRICS[self.name][1]}"
+            )
+        return value
+
+    def meets(self, document: Row) -> bool:
+        """Say whether the condition holds.
+
+        Raises:
+            TraceError: The traces do not have its number.
+        """
+        return self.compares(self.value_of(document), self.number)
+
+
+def _looked(document: Row, name: str) -> bool:
+    # whether a difference would have been seen
+    if name == "first_difference":
+        return document["metrics"]["equal_share"] is not None
+    return any(document[table] is not None for table in ("supports", "selections"))
