@@ -15,6 +15,7 @@ from sfi_traces.importing.schema import ImportOptions
 from sfi_traces.read.check import check
 from sfi_traces.read.reader import Trace
 from sfi_traces.replay import Setting, Supports, replay, reuse
+from sfi_traces.replay.playback import Playback
 from sfi_traces.summary import Scope, summarize
 from sfi_traces.views.view import View
 from tests.traces.imports import (
@@ -324,14 +325,11 @@ def test_reuse_is_the_share_of_a_step_s_own_selection(tmp_path):
 
 def test_positions_without_masses_are_shown_with_even_shares(tmp_path):
     trace = imported(write_npz(tmp_path / "a.npz"))
-    (shown,) = Supports.load(trace, even=True)
-    (plain,) = Supports.load(trace)
-    known_NUK = shown.position_NUK >= 0
-    assert (shown.masses, plain.masses) == (True, False)
-    assert not plain.mass_NUK.any()
-    assert shown.mass_NUK.sum(-1) == pytest.approx(1)
-    assert shown.mass_NUK[0, 0] == pytest.approx(known_NUK[0, 0] / 4)
-    assert shown.mass_NUK[5, 0] == pytest.approx(known_NUK[5, 0] / K)
+    playback = Playback.load(trace, layers=[0], heads=[0])
+    for step in (0, 5):
+        position, share = playback.support(step)
+        assert len(position)
+        assert share == pytest.approx(np.full(len(position), 1 / len(position)))
 
 
 def test_the_documented_file_is_imported(tmp_path, monkeypatch):
