@@ -1,9 +1,9 @@
-"""Long traces open: a shorter one, as `benchmarks/long_trace.py` makes them."""
+"""Long traces open: a shorter one, as `benchmarks/made_trace.py` writes them."""
 
 import pytest
 from pyarrow import parquet
 
-from benchmarks.long_trace import Shape, write
+from benchmarks.made_trace import Shape, write
 from sfi_core.errors import TraceError
 from sfi_traces.read.check import check
 from sfi_traces.read.reader import Trace
