@@ -91,6 +91,14 @@ def test_limits_that_hold_end_with_one_and_say_which(recorded, other):
     assert "needs selection_overlap, which the traces do not have; record both" in ended.stderr
 
 
+def test_the_report_and_the_data_are_two_files(recorded, tmp_path):
+    file, same = tmp_path / "x.html", tmp_path / "." / "y" / ".." / "x.html"
+    ended = trace("diff", recorded, recorded, "--report", file, "--output", same, "--force")
+    assert ended.code == 2
+    assert ended.stderr == f"error: report and output must be two files, got {file} for both\n"
+    assert not file.exists()
+
+
 def test_the_report_has_both_sides_of_a_request(recorded, other, tmp_path):
     pytest.importorskip("plotly")
     pytest.importorskip("jinja2")

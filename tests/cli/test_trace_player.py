@@ -53,6 +53,19 @@ def play(
     asyncio.run(run())
 
 
+def test_it_starts_where_a_loop_takes_no_signal_handlers(trace, monkeypatch):
+    def refuse(*_):
+        raise NotImplementedError
+
+    async def mount() -> None:
+        app = PlayerApp(Playback.load(trace), 4)
+        assert not app.is_headless
+        monkeypatch.setattr(asyncio.get_running_loop(), "add_signal_handler", refuse, raising=False)
+        app.on_mount()
+
+    asyncio.run(mount())
+
+
 def test_the_screen_of_a_step(trace):
     async def check(app, pilot):
         await pilot.press("space", "right", "s", "enter", "space")
