@@ -18,9 +18,9 @@ from sfi_traces.replay.frames import Frame, Marks, Numbers, Strip
 from sfi_traces.replay.memory import Memory
 from sfi_traces.replay.setting import Setting
 from sfi_traces.replay.support import check_known, of_request
+from sfi_traces.schema import AHEAD
 
 PROMPT_TAIL = 400  # tokens of the prompt before the generated text
-AHEAD = "speculative"  # a selection that serves the next step
 REDACTED = "(the trace has no text)"
 MEASURES = ("retained_mass", "overlap_previous_step", "overlap_last_refresh")
 STEPS = (
