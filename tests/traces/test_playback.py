@@ -1,6 +1,7 @@
 """A recorded run step by step."""
 
 import shutil
+from operator import itemgetter
 
 import numpy as np
 import pytest
@@ -12,6 +13,8 @@ from sfi_traces.read.reader import Trace
 from sfi_traces.read.step_rows import StepRows
 from sfi_traces.replay.passages import passages
 from sfi_traces.replay.playback import PROMPT_TAIL, REDACTED, Playback
+from sfi_traces.views.view import View
+from sfi_traces.views.words import step_words
 from tests.traces.made import PROMPT, WORDS, make_trace, overlap
 from tests.traces.small import write_part, write_trace
 from tests.traces.test_replay_schedule import redact
@@ -150,10 +153,13 @@ def test_what_is_not_there_cannot_be_played(tmp_path, trace):
 
 def test_passages_are_what_a_step_reads_with_its_text_and_mass(trace, playback):
     refresh = rows(trace, "selections", 20)
-    chosen = {p for row in refresh for p in row["positions"]}
+    chosen = [p for row in refresh for p in row["positions"] if 4 <= p < PROMPT + 4]
+    sets = {(row["layer"], row["head"]): row["positions"] for row in refresh}
     mass = np.zeros(PROMPT + 60)
     for row in rows(trace, "supports", 23):
-        mass[row["positions"]] += np.array(row["mass"]) / 4
+        own = {*range(4), *sets[row["layer"], row["head"]], *range(PROMPT + 4, PROMPT + 23)}
+        for position, share in zip(row["positions"], row["mass"], strict=True):
+            mass[position] += share / 4 if position in own else 0
     found = passages(playback, 23, most=100)
     assert [one.kind for one in (found[0], found[-1])] == ["sink", "recent"]
     assert [(one.first, one.end) for one in (found[0], found[-1])] == [
@@ -162,7 +168,7 @@ def test_passages_are_what_a_step_reads_with_its_text_and_mass(trace, playback):
     ]
     between = found[1:-1]
     assert set(chosen) <= {p for one in between for p in range(one.first, one.end)}
-    assert sum(one.share * (one.end - one.first) * 4 for one in between) == pytest.approx(4 * 20)
+    assert sum(one.share * (one.end - one.first) * 4 for one in between) == pytest.approx(len(chosen))
     assert [one.mass for one in between] == sorted((one.mass for one in between), reverse=True)
     texts = [row["token_text"] for row in trace.table("prompts").to_pylist() if row["request"] == 1]
     texts += [row["token_text"] for row in trace.table("steps").to_pylist() if row["request"] == 1]
@@ -170,6 +176,19 @@ def test_passages_are_what_a_step_reads_with_its_text_and_mass(trace, playback):
         assert one.mass == pytest.approx(mass[one.first : one.end].sum(), abs=1e-6)
         assert one.text == "".join(texts[one.first : one.end])
     assert len(passages(playback, 23, most=3)) == 5
+
+
+def test_the_passages_are_those_of_show(trace, playback):
+    """One definition of a passage, for the player and `sfi trace show --step`."""
+    shown = step_words(View(trace, request=1), 23).passages
+    assert len(shown) > 5
+    found = passages(playback, 23, most=100)
+    key = itemgetter(0)
+    assert sorted(((one.first, one.end - 1, one.text) for one in found), key=key) == sorted(
+        ((one.first, one.last, one.text) for one in shown), key=key
+    )
+    mass = {one.first: one.mass for one in shown}
+    assert {one.first: one.mass for one in found} == pytest.approx(mass, abs=1e-6)
 
 
 def test_the_selection_in_force_is_each_head_s_last(tmp_path):
@@ -247,7 +266,7 @@ def test_the_row_groups_of_neighbouring_steps_stay_in_memory_on_every_rank(
         for number in range(2):
             write_part(path, "supports", [r for r in table if r["step"] // 10 == number], number)
     found = StepRows(Trace.open(folder), "supports", 0, ["positions"])
-    read, true = [], step_rows._read
+    read, true = [], step_rows._read  # noqa: SLF001 - what it counts
     monkeypatch.setattr(step_rows, "_read", lambda *given: read.append(given) or true(*given))
     assert [len(found.at(step)) for step in (9, 10)] == [8, 8]
     assert len(read) == 8  # keys and values
