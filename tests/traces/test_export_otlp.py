@@ -160,7 +160,8 @@ def test_a_step_says_what_the_batch_did(tmp_path):
     shape = {"graphs": True, "slow_requests": 1, "fast_requests": 3, "cached_tokens": 700,
              "moved_bytes": 4096, "bandwidth_share": 0.5}  # fmt: skip
     given = {"request": 0, "step": 0, "slow": False, **shape}
-    timing = {"request": 0, "step": 0, "name": "forward", "stream": "main", "begin_us": 0.0, "elapsed_us": 9.0}
+    timing = {"request": 0, "step": 0, "name": "forward", "stream": "main",
+              "begin_us": 0.0, "elapsed_us": 9.0}  # fmt: skip
     trace = Trace.open(write_trace(tmp_path / "run", {"steps": [given], "timings": [timing]}))
     (step,) = (span for _, span in spans_of(exported(trace)) if span.name == "fast step")
     found = told(step.attributes)

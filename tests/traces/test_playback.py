@@ -168,7 +168,9 @@ def test_passages_are_what_a_step_reads_with_its_text_and_mass(trace, playback):
     ]
     between = found[1:-1]
     assert set(chosen) <= {p for one in between for p in range(one.first, one.end)}
-    assert sum(one.share * (one.end - one.first) * 4 for one in between) == pytest.approx(len(chosen))
+    assert sum(one.share * (one.end - one.first) * 4 for one in between) == pytest.approx(
+        len(chosen)
+    )
     assert [one.mass for one in between] == sorted((one.mass for one in between), reverse=True)
     texts = [row["token_text"] for row in trace.table("prompts").to_pylist() if row["request"] == 1]
     texts += [row["token_text"] for row in trace.table("steps").to_pylist() if row["request"] == 1]

@@ -68,7 +68,7 @@ class StepRows:
         self._values = lru_cache(VALUES * ranks)(self._read_values)
 
     def places(self) -> list[tuple[int, int]]:
-        """Return the layers and KV heads of each rank's first row group with a row of the request; maybe none."""
+        """Return the layers and KV heads of each rank's first row group with the request; maybe none."""
         found: dict[Path, set[tuple[int, int]]] = {}
         for group in self._groups:
             folder = group.part.parent  # of one rank
