@@ -50,7 +50,7 @@ class TraceTable(Table):
     spans: bool | None = setting(
         None,
         "Time the phases inside steps, which then run one kernel after the other; none does so only in steps "
-        "that are not replayed as CUDA graphs.",
+        "that are not replayed as CUDA graphs; false times none, outside steps neither.",
     )
     bandwidth: bool = setting(
         False,

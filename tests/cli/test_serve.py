@@ -46,7 +46,7 @@ def test_another_vllm_is_named(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--audit", "4"], "add --trace DIR"),
+        (["--audit", "4"], "--audit needs a trace to write to; add --trace DIR"),
         (["--set", "trace.redact_text=true"], "add --trace DIR"),
         (["--set", "draft.max_tokens=3"], "draft.max_tokens"),
         (["--budget", "0"], "budget must be positive"),

@@ -172,6 +172,7 @@ def test_a_prediction_beside_another_run(full, real):
         (["--request", "7"], ConfigError, "request must be one of 0 to 1, got 7"),
         (["--layers", "5"], ConfigError, "layer must be one of 0 to 1, got 5"),
         (["--step", "3"], ConfigError, "step must come with --play, got 3"),
+        (["--speed", "4"], ConfigError, "speed must come with --play, got 4"),
         (["--against", "x", "--t-max", "3"], ConfigError, "must come without others"),
         (["--plot", "x.pdf"], ConfigError, "plot must end in one of"),
         (["--play", "--step", "x"], ConfigError, "a range like 12-20, got x"),

@@ -55,11 +55,14 @@ def make_trace(
 
     Under "full-kv" every step is slow; otherwise step 0 and those after a trigger are. Under "freekv" fast
     steps correct a head whose query moved, let the others select for the next step, and recall what is new.
+    A `rank` other than 0 has the KV heads after those of the ranks before it.
     """
     rng = random.Random(seed)
     tables: dict[str, list[dict[str, Any]]] = {name: [] for name in TABLES}
     for request in range(requests):
         _request(tables, rng, request, steps, policy, sentence, audit)
+    for row in (*tables["supports"], *tables["selections"]):
+        row["head"] += HEADS * manifest.get("rank", 0)
     for name, rows in tables.items():
         if rows:
             (folder / name).mkdir(parents=True)

@@ -156,6 +156,18 @@ def test_steps_and_phases_say_what_their_rows_say(trace):
     assert {names[span.parent_span_id] for span in layers} == {"forward"}
 
 
+def test_a_step_says_what_the_batch_did(tmp_path):
+    shape = {"graphs": True, "slow_requests": 1, "fast_requests": 3, "cached_tokens": 700,
+             "moved_bytes": 4096, "bandwidth_share": 0.5}  # fmt: skip
+    given = {"request": 0, "step": 0, "slow": False, **shape}
+    timing = {"request": 0, "step": 0, "name": "forward", "stream": "main",
+              "begin_us": 0.0, "elapsed_us": 9.0}  # fmt: skip
+    trace = Trace.open(write_trace(tmp_path / "run", {"steps": [given], "timings": [timing]}))
+    (step,) = (span for _, span in spans_of(exported(trace)) if span.name == "fast step")
+    found = told(step.attributes)
+    assert {name: found[f"sfi.{name}"] for name in shape} == shape
+
+
 def test_requests_of_a_batch_link_to_the_one_that_has_the_phases(tmp_path):
     steps = [{"request": r, "step": s, "slow": s == 0} for r in (0, 1) for s in (0, 1)]
     timings = [

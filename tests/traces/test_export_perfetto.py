@@ -194,6 +194,15 @@ def test_a_span_on_another_stream_has_a_track_of_its_own_and_does_not_lengthen_t
     assert found == [(0.0, 10.0), (10.0, 8.0)]
 
 
+def test_the_earlier_pieces_of_a_prompt_are_part_of_its_first_step(tmp_path):
+    given = spans((0, "attention.dense"), (1, "attention.dense"), (2, "attention.fast"))
+    timings = [row | {"step": row["step"] - 1} for row in given]
+    steps = [{"request": 0, "step": step, "slow": step == 0} for step in range(2)]
+    trace = Trace.open(write_trace(tmp_path / "run", {"steps": steps, "timings": timings}))
+    found = [(e["ts"], e["dur"]) for e in events(trace, "X") if e["tid"] == 1]
+    assert found == [(0.0, 18.0), (20.0, 8.0)]
+
+
 def test_a_redacted_trace_has_a_timeline_without_text(tmp_path):
     folder = redact(make_trace(tmp_path / "run", steps=5, policy="sfi"))
     steps = [event for event in events(Trace.open(folder), "X") if event["tid"] == 1]

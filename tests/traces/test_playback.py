@@ -1,13 +1,20 @@
 """A recorded run step by step."""
 
+import shutil
+from operator import itemgetter
+
 import numpy as np
 import pytest
+from pyarrow import parquet
 
 from sfi_core.errors import ConfigError, TraceError
+from sfi_traces.read import step_rows
 from sfi_traces.read.reader import Trace
 from sfi_traces.read.step_rows import StepRows
 from sfi_traces.replay.passages import passages
 from sfi_traces.replay.playback import PROMPT_TAIL, REDACTED, Playback
+from sfi_traces.views.view import View
+from sfi_traces.views.words import step_words
 from tests.traces.made import PROMPT, WORDS, make_trace, overlap
 from tests.traces.small import write_part, write_trace
 from tests.traces.test_replay_schedule import redact
@@ -146,10 +153,13 @@ def test_what_is_not_there_cannot_be_played(tmp_path, trace):
 
 def test_passages_are_what_a_step_reads_with_its_text_and_mass(trace, playback):
     refresh = rows(trace, "selections", 20)
-    chosen = {p for row in refresh for p in row["positions"]}
+    chosen = [p for row in refresh for p in row["positions"] if 4 <= p < PROMPT + 4]
+    sets = {(row["layer"], row["head"]): row["positions"] for row in refresh}
     mass = np.zeros(PROMPT + 60)
     for row in rows(trace, "supports", 23):
-        mass[row["positions"]] += np.array(row["mass"]) / 4
+        own = {*range(4), *sets[row["layer"], row["head"]], *range(PROMPT + 4, PROMPT + 23)}
+        for position, share in zip(row["positions"], row["mass"], strict=True):
+            mass[position] += share / 4 if position in own else 0
     found = passages(playback, 23, most=100)
     assert [one.kind for one in (found[0], found[-1])] == ["sink", "recent"]
     assert [(one.first, one.end) for one in (found[0], found[-1])] == [
@@ -158,7 +168,9 @@ def test_passages_are_what_a_step_reads_with_its_text_and_mass(trace, playback):
     ]
     between = found[1:-1]
     assert set(chosen) <= {p for one in between for p in range(one.first, one.end)}
-    assert sum(one.share * (one.end - one.first) * 4 for one in between) == pytest.approx(4 * 20)
+    assert sum(one.share * (one.end - one.first) * 4 for one in between) == pytest.approx(
+        len(chosen)
+    )
     assert [one.mass for one in between] == sorted((one.mass for one in between), reverse=True)
     texts = [row["token_text"] for row in trace.table("prompts").to_pylist() if row["request"] == 1]
     texts += [row["token_text"] for row in trace.table("steps").to_pylist() if row["request"] == 1]
@@ -166,6 +178,19 @@ def test_passages_are_what_a_step_reads_with_its_text_and_mass(trace, playback):
         assert one.mass == pytest.approx(mass[one.first : one.end].sum(), abs=1e-6)
         assert one.text == "".join(texts[one.first : one.end])
     assert len(passages(playback, 23, most=3)) == 5
+
+
+def test_the_passages_are_those_of_show(trace, playback):
+    """One definition of a passage, for the player and `sfi trace show --step`."""
+    shown = step_words(View(trace, request=1), 23).passages
+    assert len(shown) > 5
+    found = passages(playback, 23, most=100)
+    key = itemgetter(0)
+    assert sorted(((one.first, one.end - 1, one.text) for one in found), key=key) == sorted(
+        ((one.first, one.last, one.text) for one in shown), key=key
+    )
+    mass = {one.first: one.mass for one in shown}
+    assert {one.first: one.mass for one in found} == pytest.approx(mass, abs=1e-6)
 
 
 def test_the_selection_in_force_is_each_head_s_last(tmp_path):
@@ -208,3 +233,44 @@ def test_only_the_parts_that_may_hold_a_step_are_read(tmp_path):
     assert found.last(-1) is None
     with pytest.raises(TraceError, match="cannot be read"):
         found.at(25)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory) -> Trace:
+    """A run of two ranks, KV heads 0 and 1 on the first, 2 and 3 on the second."""
+    folder = tmp_path_factory.mktemp("sfi") / "ranks"
+    for rank, path in enumerate((folder, folder / "rank-00001")):
+        make_trace(path, steps=20, policy="sfi", seed=rank, rank=rank, ranks=2)
+    return Trace.open(folder)
+
+
+def test_a_run_of_several_ranks_plays_with_all_its_heads(ranks):
+    playback = Playback.load(ranks)
+    assert playback.places == [(layer, head) for layer in (0, 1) for head in range(4)]
+    found = rows(ranks, "supports", 13, request=0)
+    assert len(found) == 8
+    mean = np.mean([row["retained_mass"] for row in found])
+    assert playback.frame(13).measures["retained_mass"] == pytest.approx(mean)
+    assert playback.strip(13, WIDTH).mass.sum() == pytest.approx(0.9)
+    (own,) = rows(ranks, "supports", 13, request=0, layer=1, head=3)
+    one = Playback.load(ranks, layers=[1], heads=[3])
+    assert one.frame(13).measures["retained_mass"] == pytest.approx(own["retained_mass"])
+
+
+def test_the_row_groups_of_neighbouring_steps_stay_in_memory_on_every_rank(
+    ranks, tmp_path, monkeypatch
+):
+    """Two parts of ten steps a rank: back and forth over their edge reads each only once."""
+    folder = tmp_path / "run"
+    shutil.copytree(ranks.path, folder)
+    for path in (folder, folder / "rank-00001"):
+        table = parquet.read_table(path / "supports").to_pylist()
+        for number in range(2):
+            write_part(path, "supports", [r for r in table if r["step"] // 10 == number], number)
+    found = StepRows(Trace.open(folder), "supports", 0, ["positions"])
+    read, true = [], step_rows._read  # noqa: SLF001 - what it counts
+    monkeypatch.setattr(step_rows, "_read", lambda *given: read.append(given) or true(*given))
+    assert [len(found.at(step)) for step in (9, 10)] == [8, 8]
+    assert len(read) == 8  # keys and values
+    assert [len(found.at(step)) for step in (9, 10, 9)] == [8, 8, 8]
+    assert len(read) == 8

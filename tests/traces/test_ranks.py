@@ -12,6 +12,7 @@ from sfi_cli.app import app
 from sfi_core.errors import TraceError
 from sfi_traces import ParquetObserver, Trace
 from sfi_traces.read.check import check
+from sfi_traces.record.folder import clear
 from sfi_traces.schema import MANIFEST
 from sfi_traces.summary import summarize
 from tests.traces.made import make_trace
@@ -81,6 +82,20 @@ def test_a_run_of_one_process_clears_away_the_ranks_of_the_one_before(tmp_path, 
         Told(observer, 0, batch=2, steps=4, seed=3)
     assert Trace.open(tmp_path / "run").by_rank.keys() == {0}
     assert not (tmp_path / "run" / "rank-00001").exists()
+
+
+def test_only_traces_are_cleared_away(tmp_path):
+    folder = made(tmp_path / "run")
+    kept = [
+        folder / "rank-00001" / "notes.txt",
+        folder / "rank-00007",
+        folder / "rank-00009" / "mine",
+    ]
+    kept[2].parent.mkdir()
+    for path in kept:
+        path.write_text("mine")
+    clear(folder)
+    assert sorted(path for path in folder.rglob("*") if path.is_file()) == sorted(kept)
 
 
 def test_ranks_of_different_runs_are_one_line(tmp_path):

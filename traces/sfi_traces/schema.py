@@ -30,6 +30,7 @@ PART = "part-{number:05d}.parquet"
 # these tables are those of all ranks, and the others the first one's
 RANK = "rank-{number:05d}"
 OF_EVERY_RANK = ("selections", "recalls", "supports", "timings")
+AHEAD = "speculative"  # the reason of a selection that serves the next step
 
 KEY = [("request", pa.int32()), ("step", pa.int32())]
 HEAD = [("layer", pa.int16()), ("head", pa.int16())]

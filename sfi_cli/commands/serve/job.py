@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from sfi_core.hosts.vllm.server import Server
 
 TAKEN = ("--kv-transfer-config", "--model", "--host", "--port", "--revision")  # ours set these
+OPTIONS = {"audit.every": "--audit"}  # of settings that have one
 CLOSING = 30  # seconds after Ctrl-C in which requests may end and a trace is finished
 
 
@@ -119,7 +120,8 @@ class ServeJob:
         # what can be said before vLLM is imported
         for name in sorted(self.settings.said & {"audit.every", "trace.redact_text"}):
             if self.trace is None:  # a config file may have them for other commands
-                raise ConfigError(f"{name} needs a trace to write to; add --trace DIR")
+                shown = OPTIONS.get(name, name)
+                raise ConfigError(f"{shown} needs a trace to write to; add --trace DIR")
         if self.trace is not None and self.trace.exists():
             raise ConfigError(f"trace folder {self.trace} exists; name another one")
         for name in self._names().intersection(TAKEN):

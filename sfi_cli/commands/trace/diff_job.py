@@ -9,6 +9,7 @@ import typer
 
 from sfi_cli.commands.trace.diff_views import diff_text
 from sfi_cli.terminal.output import Output, message
+from sfi_core.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +49,7 @@ class DiffJob:
         from sfi_traces.summary.diff import compare
         from sfi_traces.summary.diff_metrics import Limit
 
+        self._check_files()
         limits = [Limit.parse(text) for text in self.limits]
         traces = Trace.open(self.first), Trace.open(self.second)
         with ExitStack() as stack:
@@ -62,6 +64,12 @@ class DiffJob:
             message(f"failed: {limit.text}, {limit.name} is {value:.6g}")
         if met:
             raise typer.Exit(1)
+
+    def _check_files(self) -> None:
+        if self.report is None or self.output is None:
+            return
+        if self.report.resolve() == self.output.resolve():
+            raise ConfigError(f"report and output must be two files, got {self.report} for both")
 
     def _page(self, stack: ExitStack) -> Output | None:
         if self.report is None:

@@ -15,23 +15,11 @@ from typing import Any
 
 from sfi_core.errors import TraceError
 from sfi_traces.export.otlp_values import attributes, link, resource, span, trace_id_of
+from sfi_traces.export.placed_steps import PLACED_STEPS
 from sfi_traces.read.reader import Trace
 from sfi_traces.summary.scope import Scope
 
 LINE = 512  # spans in one line
-# a step lasts from its first span to its last, and not beyond the beginning of the request's next one; a
-# prompt's earlier pieces are part of step 0
-TIMED = """
-    CREATE TEMP VIEW placed_steps AS
-    WITH extents AS (
-        SELECT request AS batch, greatest(step, 0) AS batch_step, min(begin_us) AS begin_us,
-            max(begin_us + elapsed_us) AS end_us
-        FROM chosen_timings GROUP BY ALL
-    )
-    SELECT timed_steps.*, extents.begin_us,
-        least(end_us, lead(begin_us) OVER (PARTITION BY request ORDER BY step)) AS end_us
-    FROM timed_steps JOIN extents USING (batch, batch_step)
-"""
 REQUESTS = """
     WITH verified AS (
         SELECT request, sum(attended_tokens) FILTER (step > 0) AS attended FROM verifications GROUP BY request
@@ -50,7 +38,8 @@ SPANS = """
     FROM timings ORDER BY rank, batch, batch_step, begin_us, elapsed_us DESC, layer, name
 """
 OF_A_STEP = ("step", "slow", "reason", "steps_since_slow", "sentence", "attended_tokens", "context_tokens",
-             "read_ratio", "audited", "drafted")  # fmt: skip
+             "read_ratio", "audited", "drafted", "graphs", "slow_requests", "fast_requests", "cached_tokens",
+             "moved_bytes", "bandwidth_share")  # fmt: skip
 SAMPLING = ("temperature", "top_p", "top_k")
 
 Row = dict[str, Any]
@@ -147,7 +136,7 @@ def otlp_text(trace: Trace, progress: Callable[[int, int], None]) -> Iterator[st
         TraceError: No step was recorded or timed, or a part is damaged.
     """
     scope = Scope.of(trace)
-    scope.connection.execute(TIMED)
+    scope.connection.execute(PLACED_STEPS)
     requests = scope.rows(REQUESTS)
     if not requests:
         raise TraceError(f"trace {trace.path} has no timings, which spans are made of")

@@ -12,6 +12,7 @@ from itertools import chain, islice
 from typing import Any
 
 from sfi_core.errors import TraceError
+from sfi_traces.export.placed_steps import PLACED_STEPS
 from sfi_traces.read.reader import Trace
 from sfi_traces.summary.scope import Scope
 
@@ -19,27 +20,10 @@ FIRST_PID = 1  # of rank 0
 PIECE = 1000  # events in one piece of text
 COLORS = {True: "terrible", False: "good"}  # Chrome's names, of a slow step and a fast one
 ABOUT = ("sfi_version", "created", "policy", "preset", "backend", "device", "config", "model")
-# a step lasts from its first span to its last, and not beyond the beginning of the request's next one
-STEPS = """
-    WITH extents AS (
-        SELECT request AS batch, step AS batch_step, min(begin_us) AS begin_us,
-            max(begin_us + elapsed_us) AS end_us
-        FROM chosen_timings GROUP BY request, step
-    )
-    SELECT timed_steps.*, extents.begin_us,
-        least(end_us, lead(begin_us) OVER (PARTITION BY request ORDER BY step)) AS end_us
-    FROM timed_steps JOIN extents USING (batch, batch_step)
-    ORDER BY begin_us
-"""
+STEPS = "SELECT * FROM placed_steps ORDER BY begin_us"
 VERIFICATIONS = """
-    WITH begun AS (
-        SELECT request AS batch, step AS batch_step, min(begin_us) AS begin_us FROM chosen_timings
-        GROUP BY ALL
-    )
-    SELECT verifications.*, begun.begin_us
-    FROM verifications JOIN timed_steps USING (request, step)
-    JOIN begun ON (begun.batch, begun.batch_step) = (timed_steps.batch, timed_steps.batch_step)
-    ORDER BY begin_us
+    SELECT verifications.*, placed_steps.begin_us
+    FROM verifications JOIN placed_steps USING (request, step) ORDER BY begin_us
 """
 # a span that holds others comes before them
 SPANS = """
@@ -85,6 +69,7 @@ def perfetto_text(trace: Trace, progress: Callable[[int, int], None]) -> Iterato
         TraceError: No step was recorded or timed, or a part is damaged.
     """
     scope = Scope.of(trace)
+    scope.connection.execute(PLACED_STEPS)
     steps, flows = scope.rows(STEPS), scope.rows(FLOWS)
     verifications = scope.rows(VERIFICATIONS)
     if not steps:

@@ -9,7 +9,7 @@ from pyarrow import parquet
 
 from sfi_core.errors import ConfigError
 from sfi_traces.read.lossless_rules import broken_sums
-from sfi_traces.read.rank_rules import differing_steps, lacking_ranks, named
+from sfi_traces.read.rank_rules import differing_steps, file_prefix, lacking_ranks
 from sfi_traces.read.reader import Trace
 from sfi_traces.read.step_rules import broken_rules
 from sfi_traces.schema import ADDED, PART, TABLES
@@ -28,7 +28,7 @@ def check(trace: Trace) -> dict[str, Any]:
         what is left of a run that was killed, which is sound, and about what could not be checked.
     """
     tables = [
-        _check_table(one, name, named(trace, rank))
+        _check_table(one, name, file_prefix(trace, rank))
         for rank, one in trace.by_rank.items()
         for name in TABLES
     ]

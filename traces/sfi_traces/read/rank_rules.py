@@ -51,6 +51,11 @@ def lacking_ranks(trace: Trace) -> Iterator[str]:
         yield from _fewer(trace.rank, theirs, ours)
 
 
+def file_prefix(trace: Trace, rank: int) -> str:
+    """Return what stands before the names of a rank's files in the trace: "" for the one that was opened."""
+    return "" if rank == trace.rank else f"{rank_folder(trace.path, rank).name}/"
+
+
 def _fewer(rank: int, wanted: dict[Any, Any], found: dict[Any, Any]) -> Iterator[str]:
     if lacking := sorted(wanted.keys() - found.keys()):
         request, step = lacking[0]
@@ -67,8 +72,3 @@ def _steps(trace: Trace) -> dict[tuple[int, int], dict[str, Any]]:
     except TraceError:  # the check of its parts names them
         return {}
     return {(row["request"], row["step"]): row for row in rows}
-
-
-def named(trace: Trace, rank: int) -> str:
-    """Return what stands before the names of a rank's files in the trace: "" for the one that was opened."""
-    return "" if rank == trace.rank else f"{rank_folder(trace.path, rank).name}/"

@@ -13,7 +13,7 @@ from pyarrow import parquet
 
 from sfi_traces.read.reader import Trace
 
-KEYS, VALUES = 4, 2  # row groups whose keys, and whose wanted columns, stay in memory
+KEYS, VALUES = 4, 2  # row groups of a rank whose keys, and whose wanted columns, stay in memory
 KEY = ("request", "step", "layer", "head")
 
 Ints = npt.NDArray[np.integer[Any]]
@@ -40,8 +40,8 @@ class RowGroup:
 class StepRows:
     """One request's rows of a table with a layer and a KV head, found by step.
 
-    Holds at most the keys of 4 row groups and the columns of 2: of a recorded trace 64 MiB a row group, since
-    a part is no larger.
+    Holds at most the keys of 4 row groups of each rank and the columns of 2: of a recorded trace 64 MiB a row
+    group, since a part is no larger.
 
     Attributes:
         layers: Only these layers; None for all.
@@ -63,18 +63,23 @@ class StepRows:
             for group in _row_groups(trace, part)
             if group.request[0] <= request <= group.request[1]
         ]
-        self._keys = lru_cache(KEYS)(self._read_keys)
-        self._values = lru_cache(VALUES)(self._read_values)
+        ranks = len(trace.by_rank)  # each has a row group of its own for a step
+        self._keys = lru_cache(KEYS * ranks)(self._read_keys)
+        self._values = lru_cache(VALUES * ranks)(self._read_values)
 
     def places(self) -> list[tuple[int, int]]:
-        """Return the layers and KV heads of the first row group with a row of the request; maybe none."""
+        """Return the layers and KV heads of each rank's first row group with the request; maybe none."""
+        found: dict[Path, set[tuple[int, int]]] = {}
         for group in self._groups:
+            folder = group.part.parent  # of one rank
+            if folder in found:
+                continue
             keys = self._keys(group)
             mine = keys["request"] == self._request
             if mine.any():
                 pairs = zip(keys["layer"][mine].tolist(), keys["head"][mine].tolist(), strict=True)
-                return sorted(set(pairs))
-        return []
+                found[folder] = set(pairs)
+        return sorted(set().union(*found.values()))
 
     def last(self, step: int) -> int | None:
         """Return the last step up to `step` that has a row of the chosen layers and heads."""

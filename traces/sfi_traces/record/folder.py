@@ -40,11 +40,14 @@ def clear(folder: Path, ranks: int = 1) -> None:
 
     Args:
         folder: The trace's.
-        ranks: Those of the run that comes. Each clears its own folder; only folders beyond are removed.
+        ranks: Those of the run that comes. Each clears its own folder; those beyond are cleared here,
+            and removed where nothing else is in them.
     """
     for rank, path in rank_folders(folder).items():
-        if rank >= ranks:
-            shutil.rmtree(path)
+        if rank >= ranks and (path / MANIFEST).exists():
+            clear(path)
+            if not any(path.iterdir()):
+                path.rmdir()
     for table in TABLES:
         if (folder / table).exists():
             shutil.rmtree(folder / table)

@@ -18,9 +18,9 @@ from sfi_traces.replay.frames import Frame, Marks, Numbers, Strip
 from sfi_traces.replay.memory import Memory
 from sfi_traces.replay.setting import Setting
 from sfi_traces.replay.support import check_known, of_request
+from sfi_traces.schema import AHEAD
 
 PROMPT_TAIL = 400  # tokens of the prompt before the generated text
-AHEAD = "speculative"  # a selection that serves the next step
 REDACTED = "(the trace has no text)"
 MEASURES = ("retained_mass", "overlap_previous_step", "overlap_last_refresh")
 STEPS = (
@@ -60,7 +60,7 @@ class Playback:
         self.slow_at: list[int] = np.flatnonzero(slow).tolist()
         config = Setting.recorded(trace).config
         self.memory = Memory.of(config, slow, rows["context_tokens"].to_numpy().astype(np.int64))
-        measured = ("positions", "mass", *MEASURES)
+        measured = ("layer", "head", "positions", "mass", "read", *MEASURES)
         self._supports = StepRows(trace, "supports", request, measured)
         self._selections = StepRows(
             trace, "selections", request, ("layer", "head", "lambda_star", "positions", "reason")
@@ -135,6 +135,11 @@ class Playback:
         texts = [text or "" for text in own["token_text"].to_pylist()]
         return [""] * (int(self.memory.length_N[0]) - len(texts)) + texts
 
+    @cached_property
+    def words(self) -> list[str]:
+        """The tokens of the prompt and the generated ones, by position; empty ones without a text."""
+        return [*self.prompt, *(text or "" for text in self.texts)]
+
     @property
     def redacted(self) -> bool:
         """Whether the text was left out."""
@@ -196,6 +201,26 @@ class Playback:
         rows = even_shares(rows)  # an import may have no masses
         position, mass = (pc.list_flatten(rows[name]).to_numpy() for name in ("positions", "mass"))
         return position, mass.astype(np.float64) / len(self.chosen)
+
+    def read_support(self, step: int) -> tuple[Ints, Numbers]:
+        """Return as `support` does, of the positions that their layer and KV head read."""
+        position, mass = self.support(step)
+        rows = self._supports.at(step)
+        memory = self.memory
+        if memory.slow_N[step] or not len(rows):
+            return position, mass
+        if "read" in rows.column_names and not rows["read"].null_count:
+            read = pc.list_flatten(rows["read"]).to_numpy()
+        else:  # older traces lack it
+            size = pc.fill_null(pc.list_value_length(rows["positions"]), 0).to_numpy()
+            place = zip(rows["layer"].to_pylist(), rows["head"].to_pylist(), strict=True)
+            sets, none = self.in_force(step), np.zeros(0, np.int32)
+            pieces = np.split(position, np.cumsum(size)[:-1])
+            read = np.concatenate(
+                [np.isin(own, sets.get(key, none)) for key, own in zip(place, pieces, strict=True)]
+            )
+            read |= (position < memory.sink) | (position >= memory.start_N[step])
+        return position[read], mass[read]
 
     def selected(self, step: int) -> Ints:
         """Return the positions that the last refresh selected, of all its layers and heads."""

@@ -35,7 +35,8 @@ def compare(first: Trace, second: Trace, request: int | None = None) -> Row:
     `selections`) differs: in its positions, or in its retained mass by more than 1e-4. Its `layer` is the
     lowest such layer of that step, with the KV heads that differ. A layer reads what the layers below it
     wrote, so that the cause is there, or below in a layer that was not recorded. None where nothing differs,
-    and where there is nothing to compare.
+    and where there is nothing to compare. Positions have no tolerance: between two machines or backends the
+    last of them may differ by rounding alone, at step 0 already.
 
     Returns:
         Each trace's own numbers under `a` and `b`, ratios of b to a, what takes both, and under `metrics` the

@@ -7,11 +7,11 @@ import numpy as np
 import pyarrow.compute as pc
 
 from sfi_core.errors import TraceError
+from sfi_traces.schema import AHEAD
 from sfi_traces.views.stability import Place, of_steps
 from sfi_traces.views.view import View
 
 KEYS = ("step", "layer", "head", "reason")  # of a selection
-AHEAD = "speculative"
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,13 +8,11 @@ import numpy as np
 import pyarrow.compute as pc
 
 from sfi_core.errors import ConfigError, TraceError
+from sfi_traces.views.passage_edges import passage_edges
 from sfi_traces.views.reads import StepReads
 from sfi_traces.views.stability import Place
 from sfi_traces.views.view import View
 
-GAP = 2  # positions between two of a passage that are not of it
-LONG, LONGEST = 24, 64  # a passage ends with a sentence once it is long, and nowhere later
-ENDS = (".", "!", "?", "\n")
 SINK, SELECTED, RECENT, ALL, MISSED = "sink", "selected", "recent", "all", "missed"
 
 
@@ -211,11 +209,11 @@ class _Passages:
             marked[position] = True
         marked[:first] = marked[end:] = False
         at = np.flatnonzero(marked)
-        begins, ends = self._edges(at)
+        edges = passage_edges(at.tolist(), self._texts)
         which = np.full(self._context, -1)
-        for number, (low, high) in enumerate(zip(begins, ends, strict=True)):
+        for number, (low, high) in enumerate(edges):
             which[low : high + 1] = number
-        places: list[list[Place]] = [[] for _ in begins]
+        places: list[list[Place]] = [[] for _ in edges]
         for place, position in marks.items():
             for number in np.unique(which[position][marked[position]]).tolist():
                 places[number].append(place)
@@ -224,24 +222,8 @@ class _Passages:
                 part, low, high, int(marked[low : high + 1].sum()), places[number],
                 None if weight is None else float(weight[low : high + 1].sum()),
             )
-            for number, (low, high) in enumerate(zip(begins, ends, strict=True))
+            for number, (low, high) in enumerate(edges)
         ]  # fmt: skip
-
-    def _edges(self, at: np.ndarray) -> tuple[list[int], list[int]]:
-        begins: list[int] = []
-        ends: list[int] = []
-        for position in at.tolist():
-            if not ends or position - ends[-1] > GAP + 1 or self._is_long(begins[-1], ends[-1]):
-                begins.append(position)
-                ends.append(position)
-            ends[-1] = position
-        return begins, ends
-
-    def _is_long(self, first: int, last: int) -> bool:
-        tokens = last - first + 1
-        return tokens >= LONGEST or (
-            tokens >= LONG and self._texts[last].rstrip(" ").endswith(ENDS)
-        )
 
     def _passage(
         self, part: str, first: int, last: int, tokens: int, places: list[Place], mass: float | None

@@ -12,6 +12,7 @@ from sfi_core.settings.config import TRIGGER_POLICIES
 SLOW, MEMORY, PLAY = "When a step is slow", "What a fast step reads", "Playing the run"
 # a value, or several with commas between; without the option the trace's own
 Values = str | None
+SPEED = 4.0  # steps a second
 # a trace has no distributions
 REPLAYABLE = [name for name in TRIGGER_POLICIES if name != "entropy"]
 SETS = "More of them: span=0,10. Repeat for more; sfi config list has all settings."
@@ -84,8 +85,14 @@ def replay(
         ),
     ] = None,
     speed: Annotated[
-        float, typer.Option(min=0.1, help="Steps a second of autoplay.", rich_help_panel=PLAY)
-    ] = 4.0,
+        float | None,
+        typer.Option(
+            min=0.1,
+            help="Steps a second of autoplay.",
+            show_default=str(SPEED),
+            rich_help_panel=PLAY,
+        ),
+    ] = None,
     plot: Annotated[
         Path | None,
         typer.Option(
@@ -144,11 +151,18 @@ def replay(
         heads=number_list(heads, "heads"),
     )
     written = Output(output, plot=plot, force=force, json=json, quiet=quiet)
+    if speed is not None and not play:
+        raise ConfigError(f"speed must come with --play, got {speed:g}")
     if play:
         if refresh_every is not None:
             raise ConfigError("play shows the run as it was and must come without other settings")
         PlayJob(
-            choice=choice, output=written, against=against, grid=grid, step=step, speed=speed
+            choice=choice,
+            output=written,
+            against=against,
+            grid=grid,
+            step=step,
+            speed=speed or SPEED,
         ).run()
     elif refresh_every is not None or is_imported(trace):
         ReuseJob(

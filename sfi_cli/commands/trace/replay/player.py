@@ -2,6 +2,7 @@
 
 import asyncio
 import signal
+from contextlib import suppress
 from typing import Any
 
 from rich.text import Text
@@ -89,8 +90,9 @@ class PlayerApp(App[None]):
         """Let signals end it as Ctrl-C does: the terminal has to be put back."""
         if not self.is_headless:
             loop = asyncio.get_running_loop()
-            loop.add_signal_handler(signal.SIGINT, self.action_interrupt)
-            loop.add_signal_handler(signal.SIGTERM, self.action_interrupt)
+            with suppress(NotImplementedError):  # Windows' loops have none
+                loop.add_signal_handler(signal.SIGINT, self.action_interrupt)
+                loop.add_signal_handler(signal.SIGTERM, self.action_interrupt)
 
     def on_resize(self, event: Resize) -> None:
         """Show the step when the screen's size is known, and where it is another."""
