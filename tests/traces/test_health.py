@@ -55,7 +55,7 @@ def sound() -> Tables:
                 read = [*chosen[layer, head], *range(context - 4, context)]
                 tables["supports"].append(
                     {
-                        **key, "positions": read, "mass": [0.9 / len(read)] * 23 + [0.2],
+                        **key, "positions": read, "mass": [0.9 / len(read)] * 22 + [1e-5, 0.2],
                         "read": [True] * len(read), "top_1_read": 1.0, "retained_mass": 0.9,
                         "retained_mass_min": 0.8,
                     }
@@ -223,6 +223,32 @@ def test_full_attention_and_older_traces_trip_nothing(tmp_path):
         found = judge(Scope.of(Trace.open(make_trace(tmp_path / policy, policy=policy))))
         assert "top_1_dropped" in {one["rule"] for one in found["not_judged"]}
         assert not {"selection_frozen", "sink_unread", "evidence_broken"} & tripped(found)
+
+
+def not_judged(found: dict[str, Any]) -> dict[str, str]:
+    return {one["rule"]: one["reason"] for one in found["not_judged"]}
+
+
+def test_how_far_back_a_selection_reached_is_not_judged_without_its_positions(tmp_path):
+    tables = sound()
+    unread(1000, 0.06)(tables)
+    assert tripped(judged(tmp_path / "known", tables)) == set()
+    each("selections", positions=None)(tables)
+    found = judged(tmp_path / "unknown", tables)
+    assert tripped(found) == set()
+    assert "trace.positions" in not_judged(found)["look_back"]
+    each("selections", selected=0, positions=[])(tables)  # as streaming-llm
+    assert "look_back" in tripped(judged(tmp_path / "none", tables))
+
+
+def test_supports_cut_above_a_uniform_share_say_of_no_position_that_it_is_idle(tmp_path):
+    tables = sound()
+    each("supports", positions=lambda row: row["positions"][-4:], mass=[0.2] * 4, read=[True] * 4)(
+        tables
+    )
+    found = judged(tmp_path / "run", tables)
+    assert "budget_idle" not in tripped(found)
+    assert "audit.top" in not_judged(found)["budget_idle"]
 
 
 def test_quick_rules_look_at_no_position_by_itself(tmp_path):

@@ -90,7 +90,8 @@ class Arrays:
         found = None
         if VERSION_NAME in self.names:
             with readable(self.path):
-                found = np.asarray(self.read(VERSION_NAME)).item(0)
+                array = np.asarray(self.read(VERSION_NAME))
+            found = array.item() if array.size == 1 else array.tolist()
         check_version(self.path, found)
 
 
@@ -118,7 +119,9 @@ def readable(path: Path) -> Iterator[None]:
     Raises:
         InputError: The file is missing, damaged or not what its name says.
     """
-    damaged = (OSError, EOFError, ValueError, KeyError, RuntimeError)
+    damaged = (
+        OSError, EOFError, ValueError, KeyError, RuntimeError, TypeError, IndexError, OverflowError,
+    )  # fmt: skip
     try:
         yield
     except FileNotFoundError as error:
@@ -163,15 +166,25 @@ def _pt(path: Path, _: ExitStack) -> Arrays:
     if not isinstance(document, Mapping):
         raise ValueError(f"it must be a dict, got {type(document).__name__}")  # noqa: TRY004 - as above
     values = {str(name): value for name, value in document.items() if name != ATTENTIONS}
-    for number, layers in enumerate(_passes(document.get(ATTENTIONS, ()))):
+    for number, layers in enumerate(_passes(path, document.get(ATTENTIONS, ()))):
         values |= {f"attention.{number}.{layer}": tensor for layer, tensor in enumerate(layers)}
     return _of_values(path, values)
 
 
-def _passes(attentions: Any) -> Any:
+def _passes(path: Path, attentions: Any) -> Any:
     # `generate` has a tuple of passes, each of layers; one forward pass has the layers alone
-    alone = len(attentions) > 0 and isinstance(attentions[0], torch.Tensor)
-    return (attentions,) if alone else attentions
+    passes = (attentions,) if _are(attentions, torch.Tensor) and len(attentions) else attentions
+    if not _are(passes, list | tuple) or not all(_are(layers, torch.Tensor) for layers in passes):
+        # another implementation returns None for each layer
+        raise InputError(
+            f'attentions of {path} must be tuples of tensors, as a model with attn_implementation="eager" '
+            "returns them, got something else"
+        )
+    return passes
+
+
+def _are(values: Any, kind: Any) -> bool:
+    return isinstance(values, list | tuple) and all(isinstance(one, kind) for one in values)
 
 
 def _of_values(path: Path, values: Mapping[str, Any]) -> Arrays:
