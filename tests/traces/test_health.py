@@ -251,13 +251,22 @@ def test_supports_cut_above_a_uniform_share_say_of_no_position_that_it_is_idle(t
     assert "audit.top" in not_judged(found)["budget_idle"]
 
 
-def test_quick_rules_look_at_no_position_by_itself(tmp_path):
+def test_quick_rules_take_no_list_of_positions_apart(tmp_path, monkeypatch):
     tables = sound()
     each("selections", positions=end, added=0, removed=0)(tables)
     trace = Trace.open(write_trace(tmp_path / "run", tables, config=CONFIG | {"recent": 16}))
+    queries, rows = [], Scope.rows
+
+    def told(self, query, parameters=None):
+        queries.append(query)
+        return rows(self, query, parameters)
+
+    monkeypatch.setattr(Scope, "rows", told)
     found = judge(Scope.of(trace), quick=True)
     assert tripped(found) == {"selection_frozen", "selection_same"}
-    assert not any(BY_NAME[one["rule"]].lists for one in found["judged"])
+    assert not any("unnest" in query for query in queries)
+    judge(Scope.of(trace))
+    assert any("unnest" in query for query in queries)
 
 
 def test_quick_problems_are_lines_and_a_trace_cut_short_has_none(tmp_path):

@@ -20,6 +20,7 @@ from sfi_traces.replay import Setting, Supports, replay, reuse
 from sfi_traces.replay.playback import Playback
 from sfi_traces.summary import Scope, summarize
 from sfi_traces.views.view import View
+from sfi_traces.views.words import text_of
 from tests.traces.imports import (
     LAYERS,
     PROMPT,
@@ -98,6 +99,17 @@ def test_an_indexer_that_chooses_the_last_positions_is_told(tmp_path):
     trace = imported(write_npz(tmp_path / "a.npz", positions=np.array(last)))
     rules = {one["rule"] for one in summarize(trace)["health"]["findings"]}
     assert rules == {"selection_trailing", "sink_unselected"}
+    health = summarize(trace)["health"]
+    said = [one["advice"] for one in health["findings"]] + [
+        one["reason"] for one in health["not_judged"]
+    ]
+    assert not [
+        words
+        for words in said
+        if "--audit" in words or "trace.positions" in words or "sink=" in words
+    ]
+    with pytest.raises(TraceError, match="import it with --tokenizer"):
+        text_of(View(trace))
 
 
 def test_an_import_is_healthy_but_where_its_selections_are_not(tmp_path):

@@ -94,13 +94,15 @@ def text_of(view: View) -> list[str]:
     """Return the text of each position, of the prompt and of what was generated.
 
     Raises:
-        TraceError: It was redacted, or recorded without a tokenizer.
+        TraceError: It was redacted, or recorded or imported without a tokenizer.
     """
     wanted = view.of_request
     rows = view.trace.rows("prompts", ["position", "token_text"], wanted).sort_by("position")
     texts = rows["token_text"].to_pylist()
     if not texts or texts[0] is None:
         why = "was redacted" if view.trace.redacted else "was recorded without a tokenizer"
+        if view.trace.imported:
+            why = "was imported from a file without texts; import it with --tokenizer"
         raise TraceError(f"trace {view.trace.path} has no text: it {why}")
     return [text or "" for text in texts] + view.steps.text
 
