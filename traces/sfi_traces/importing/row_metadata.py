@@ -65,5 +65,7 @@ def _check(path: Path, name: str, value: Any) -> None:
 def _is(value: Any, kind: type, depth: int) -> bool:
     if depth:
         return isinstance(value, list) and all(_is(one, kind, depth - 1) for one in value)
+    if kind is str:
+        return isinstance(value, str)
     # JSON's true is no number
-    return type(value) is kind and (kind is str or 0 <= value <= LARGEST)
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= LARGEST
