@@ -145,11 +145,10 @@ class AttentionArrays:
         def wanted(tensor: Any) -> Any:
             nonlocal shape
             shape = np.shape(tensor)
-            return (
-                tensor[:, :, self._first(*shape[2:], done) :]
-                if len(shape) == DIMENSIONS
-                else tensor
-            )
+            if len(shape) != DIMENSIONS:
+                return tensor  # which is refused
+            _, _, Q, T = shape
+            return tensor[:, :, self._first(Q, T, done) :]
 
         tensor = self._arrays.array(f"attention.{number}.{layer}", "f", (DIMENSIONS,), wanted)
         if shape[0] != 1 or 0 in shape:
