@@ -92,7 +92,7 @@ def write(folder: Path, shape: Shape, seed: int = 0) -> Path:
         parts.write("timings", table)
     for table in _supports(shape, np.flatnonzero(audited), slow, rng):
         parts.write("supports", table)
-    write_manifest(folder, document | {"finished": now(), "rows": parts.written})
+    write_manifest(folder, document | {"finished": now(), "tables": parts.written})
     return folder
 
 

@@ -84,6 +84,26 @@ def test_every_reader_takes_it(imported, tmp_path):
     assert len(support.split()) > 1
 
 
+def test_a_step_read_its_own_selection_and_what_has_no_mass_shows_none(tmp_path):
+    texts = {
+        "prompt_token_texts": np.array([" p"] * PROMPT),
+        "token_texts": np.array([" x"] * STEPS),
+    }
+    trace("import", write_npz(tmp_path / "a.npz", **texts), "-o", tmp_path / "a")
+    found = json.loads(trace("show", tmp_path / "a", "--step", "5", "--json").stdout)
+    read = found["passages"]
+    assert {one["part"] for one in read} == {"selected"}
+    own = set(selection_arrays()["positions"][5].ravel().tolist())
+    assert sum(one["tokens"] for one in read) == len(own)
+    assert (found["refreshed"], found["notes"], found["missed"]) == ([5], [], [])
+    assert found["audited"] == []
+    assert {one["mass"] for one in read} == {None}
+    shown = trace("show", tmp_path / "a", "--step", "5").stdout
+    assert "Passages that it read" in shown
+    for words in ("all hold", "audited", "--audit", "of all that it read"):
+        assert words not in shown
+
+
 def test_intervals_are_replayed_without_being_asked_for(imported):
     rows = json.loads(trace("replay", imported, "--json").stdout)["rows"]
     assert [row["every"] for row in rows] == [1, 2, 4, 8, 16]
@@ -102,6 +122,7 @@ def test_intervals_are_replayed_without_being_asked_for(imported):
         (("--refresh-every", "x"), "refresh-every must be whole numbers"),
         (("--budget", "4"), "budget must come without --refresh-every"),
         (("--against", "x"), "against needs a recorded run's memory"),
+        (("--refresh-every", "2", "--batch", "8"), "batch must come without --refresh-every"),
         (("--play", "--refresh-every", "2"), "play shows the run as it was"),
         (("--trigger", "."), "has no text of its tokens"),
     ],

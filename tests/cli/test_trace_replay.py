@@ -219,6 +219,24 @@ def test_ctrl_c_keeps_what_was_replayed(full, monkeypatch):
     assert (result.exit_code, data["interrupted"], len(data["rows"])) == (130, True, 2)
 
 
+def test_ctrl_c_keeps_the_intervals_that_were_replayed(full, monkeypatch):
+    whole, calls = engine.reuse, []
+
+    def reuse(*arguments):
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return whole(*arguments)
+
+    monkeypatch.setattr(engine, "reuse", reuse)
+    result = invoke(full, "--refresh-every", "2,3,4", "--json")
+    data = json.loads(result.stdout)
+    assert (result.exit_code, data["interrupted"], len(data["rows"])) == (130, True, 1)
+    calls[:] = [()]  # before the first has ended
+    result = invoke(full, "--refresh-every", "2,3,4")
+    assert (result.exit_code, "Selections reused" in result.stdout) == (130, True)
+
+
 def test_frames_are_printed_without_a_terminal(full, real):
     text = invoke(real, "--play", "--step", "19-20").stdout
     frames = [part for part in text.split("\n\nstep ") if part]

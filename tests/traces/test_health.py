@@ -55,7 +55,7 @@ def sound() -> Tables:
                 read = [*chosen[layer, head], *range(context - 4, context)]
                 tables["supports"].append(
                     {
-                        **key, "positions": read, "mass": [0.9 / len(read)] * 23 + [0.2],
+                        **key, "positions": read, "mass": [0.9 / len(read)] * 22 + [1e-5, 0.2],
                         "read": [True] * len(read), "top_1_read": 1.0, "retained_mass": 0.9,
                         "retained_mass_min": 0.8,
                     }
@@ -225,13 +225,48 @@ def test_full_attention_and_older_traces_trip_nothing(tmp_path):
         assert not {"selection_frozen", "sink_unread", "evidence_broken"} & tripped(found)
 
 
-def test_quick_rules_look_at_no_position_by_itself(tmp_path):
+def not_judged(found: dict[str, Any]) -> dict[str, str]:
+    return {one["rule"]: one["reason"] for one in found["not_judged"]}
+
+
+def test_how_far_back_a_selection_reached_is_not_judged_without_its_positions(tmp_path):
+    tables = sound()
+    unread(1000, 0.06)(tables)
+    assert tripped(judged(tmp_path / "known", tables)) == set()
+    each("selections", positions=None)(tables)
+    found = judged(tmp_path / "unknown", tables)
+    assert tripped(found) == set()
+    assert "trace.positions" in not_judged(found)["look_back"]
+    each("selections", selected=0, positions=[])(tables)  # as streaming-llm
+    assert "look_back" in tripped(judged(tmp_path / "none", tables))
+
+
+def test_supports_cut_above_a_uniform_share_say_of_no_position_that_it_is_idle(tmp_path):
+    tables = sound()
+    each("supports", positions=lambda row: row["positions"][-4:], mass=[0.2] * 4, read=[True] * 4)(
+        tables
+    )
+    found = judged(tmp_path / "run", tables)
+    assert "budget_idle" not in tripped(found)
+    assert "audit.top" in not_judged(found)["budget_idle"]
+
+
+def test_quick_rules_take_no_list_of_positions_apart(tmp_path, monkeypatch):
     tables = sound()
     each("selections", positions=end, added=0, removed=0)(tables)
     trace = Trace.open(write_trace(tmp_path / "run", tables, config=CONFIG | {"recent": 16}))
+    queries, rows = [], Scope.rows
+
+    def told(self, query, parameters=None):
+        queries.append(query)
+        return rows(self, query, parameters)
+
+    monkeypatch.setattr(Scope, "rows", told)
     found = judge(Scope.of(trace), quick=True)
     assert tripped(found) == {"selection_frozen", "selection_same"}
-    assert not any(BY_NAME[one["rule"]].lists for one in found["judged"])
+    assert not any("unnest" in query for query in queries)
+    judge(Scope.of(trace))
+    assert any("unnest" in query for query in queries)
 
 
 def test_quick_problems_are_lines_and_a_trace_cut_short_has_none(tmp_path):

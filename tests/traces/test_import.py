@@ -4,8 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
+from pyarrow import parquet
 
 from sfi_core.errors import ConfigError, InputError, TraceError
 from sfi_traces.health import judge
@@ -18,6 +20,7 @@ from sfi_traces.replay import Setting, Supports, replay, reuse
 from sfi_traces.replay.playback import Playback
 from sfi_traces.summary import Scope, summarize
 from sfi_traces.views.view import View
+from sfi_traces.views.words import text_of
 from tests.traces.imports import (
     LAYERS,
     PROMPT,
@@ -33,9 +36,9 @@ from tests.traces.made import overlap
 from tests.traces.small import rows
 
 
-def imported(path: Path, options: ImportOptions | None = None) -> Trace:
+def imported(path: Path, options: ImportOptions | None = None, *, force: bool = False) -> Trace:
     folder = path.with_suffix(".trace")
-    import_trace(path, folder, options)
+    import_trace(path, folder, options, force=force)
     return Trace.open(folder)
 
 
@@ -96,6 +99,17 @@ def test_an_indexer_that_chooses_the_last_positions_is_told(tmp_path):
     trace = imported(write_npz(tmp_path / "a.npz", positions=np.array(last)))
     rules = {one["rule"] for one in summarize(trace)["health"]["findings"]}
     assert rules == {"selection_trailing", "sink_unselected"}
+    health = summarize(trace)["health"]
+    said = [one["advice"] for one in health["findings"]] + [
+        one["reason"] for one in health["not_judged"]
+    ]
+    assert not [
+        words
+        for words in said
+        if "--audit" in words or "trace.positions" in words or "sink=" in words
+    ]
+    with pytest.raises(TraceError, match="import it with --tokenizer"):
+        text_of(View(trace))
 
 
 def test_an_import_is_healthy_but_where_its_selections_are_not(tmp_path):
@@ -215,6 +229,7 @@ def twice() -> np.ndarray:
         ({"prompt_tokens": 4}, "prompt_tokens .* must be 20"),
         ({"sfi_import_version": 2}, "has sfi_import_version 2, this sfi reads 1"),
         ({"sfi_import_version": None}, "must have sfi_import_version 1, got none"),
+        ({"sfi_import_version": np.zeros(0)}, r"has sfi_import_version \[\], this sfi reads 1"),
         ({"token_id": np.arange(STEPS)}, "unknown array 'token_id'"),
         ({"layers": np.array([0, 1])}, "layers .* must be 3"),
         ({"layers": np.array([2, 1, 0])}, "must ascend"),
@@ -262,12 +277,55 @@ def rows_with(number: int, **changes: Any) -> list[dict[str, Any]]:
         (rows_with(0), {"sfi_import_version": None}, "must have sfi_import_version 1"),
         (rows_with(0), {"prompt_token_ids": None}, "prompt_token_ids or prompt_tokens, got neither"),
         ([], {}, "must have positions or blocks"),
+        (rows_with(0), {"trigger_token_ids": 5}, "trigger_token_ids .* must be a list of .*, got 5"),
+        (rows_with(0), {"trigger_token_ids": ["a"]}, r"trigger_token_ids .* must be .*, got \["),
+        (rows_with(0), {"prompt_token_ids": [2**70]}, "prompt_token_ids .* in 0 to 2147483647, .*, got"),
+        (rows_with(0), {"prompt_token_texts": 5}, "prompt_token_texts .* must be a list of strings"),
+        (rows_with(0), {"prompt_token_texts": [5]}, "prompt_token_texts .* must be a list of strings"),
+        (rows_with(0), {"prompt_token_ids": None, "prompt_tokens": True}, "prompt_tokens .*, got true"),
+        (rows_with(0), {"model": ["x"]}, "model .* must be a string"),
+        (rows_with(0), {"trigger_tokens_ids": [7]}, "unknown metadata key 'trigger_tokens_ids'"),
     ],
 )  # fmt: skip
 def test_a_row_that_is_wrong_is_named(tmp_path, table, said, words):
     with pytest.raises(InputError, match=words):
         imported(write_rows(tmp_path / "a.parquet", table, **said))
     assert [one.name for one in tmp_path.iterdir()] == ["a.parquet"]
+
+
+@pytest.mark.parametrize("kind", [pa.uint16(), pa.uint32(), pa.uint64(), pa.int8()])
+def test_positions_of_every_whole_type_are_taken(tmp_path, kind):
+    path = write_rows(tmp_path / "a.parquet", selection_rows(selection_arrays()))
+    table = parquet.read_table(path)
+    at = table.column_names.index("positions")
+    table = table.set_column(at, "positions", table["positions"].cast(pa.list_(kind)))
+    parquet.write_table(table, path)
+    assert_supports_are(imported(path), sets_of(selection_arrays()))
+    if kind == pa.uint64():
+        large = pa.array([[2**63]] * len(table), pa.list_(kind))
+        parquet.write_table(table.set_column(at, "positions", large), path)
+        with pytest.raises(
+            InputError, match=r"cannot be read as \.parquet: Integer value .* not in range"
+        ):
+            imported(path, force=True)
+
+
+@pytest.mark.parametrize(
+    "attentions", [None, 5, (None, None), ((None,), (None,)), [torch.ones(2), None]]
+)
+def test_attention_that_no_eager_model_returned_says_which_does(tmp_path, attentions):
+    torch.save({"sfi_import_version": 1, "attentions": attentions}, tmp_path / "a.pt")
+    with pytest.raises(InputError, match='attn_implementation="eager"'):
+        imported(tmp_path / "a.pt")
+
+
+def test_the_folder_of_the_shell_is_a_place_for_a_trace(tmp_path, monkeypatch):
+    path = write_npz(tmp_path / "a.npz")
+    (tmp_path / "new").mkdir()
+    monkeypatch.chdir(tmp_path / "new")
+    import_trace(path, Path())
+    assert check(Trace.open(tmp_path / "new"))["sound"]
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["a.npz", "new"]
 
 
 @pytest.mark.parametrize("suffix", [".npz", ".npy", ".parquet", ".safetensors", ".pt"])

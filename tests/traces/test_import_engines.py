@@ -13,6 +13,7 @@ import sfi_core
 from sfi_core import SfiConfig
 from sfi_core.errors import ConfigError, InputError
 from sfi_core.settings.audit import AuditConfig
+from sfi_traces.importing import arrays
 from sfi_traces.importing.importer import import_trace
 from sfi_traces.importing.schema import ImportOptions
 from sfi_traces.read.check import check
@@ -189,6 +190,20 @@ def test_attention_that_disagrees_with_its_tokens_is_refused(tmp_path, changes, 
     with pytest.raises((InputError, ConfigError), match=words):
         import_trace(save(tmp_path / "a.pt", **changes), tmp_path / "a")
     assert not (tmp_path / "a").exists()
+
+
+def test_of_the_prompt_s_attention_one_query_is_converted(tmp_path, monkeypatch):
+    read, whole = [], arrays.plain
+
+    def counted(value):
+        if isinstance(value, torch.Tensor) and value.ndim == 4:
+            read.append(value.shape[2])
+        return whole(value)
+
+    monkeypatch.setattr(arrays, "plain", counted)
+    import_trace(save(tmp_path / "a.pt"), tmp_path / "a")
+    assert attended()[1][0][0].shape[2] > 1
+    assert set(read) == {1}
 
 
 def test_attention_of_another_shape_or_no_probabilities_is_refused(tmp_path):

@@ -31,6 +31,7 @@ def test_the_made_up_trace_is_a_sound_one(trace):
     assert check(trace)["problems"] == []
     steps = summarize(trace)["steps"]
     assert steps["steps"] == SHAPE.steps
+    assert trace.manifest["tables"]["selections"] > 0
     assert 1 / 30 < steps["slow_share"] < 1 / 12
 
 
@@ -78,9 +79,9 @@ def test_one_step_takes_the_selections_of_one_refresh(trace, monkeypatch):
 
 
 def test_the_positions_of_a_sample_are_read_once(trace, monkeypatch):
-    """Health, coverage and the like of a long trace look at every n-th refresh."""
+    """Health, coverage and the like of a long trace look at every n-th refresh, and not through DuckDB."""
     monkeypatch.setattr("sfi_traces.summary.sampled.MOST_POSITIONS", 1 << 12)
-    read, rows = [], Trace.rows
+    read, rows, connect = [], Trace.rows, Trace.connect
 
     def counted(self, name, columns, where):
         found = rows(self, name, columns, where)
@@ -88,8 +89,20 @@ def test_the_positions_of_a_sample_are_read_once(trace, monkeypatch):
             read.append(len(found))
         return found
 
+    def without_positions(self):
+        connection, selections = connect(self), self.dataset("selections")
+        schema = selections.schema
+        connection.unregister("selections")
+        kept = schema.remove(schema.get_field_index("positions"))
+        connection.register("selections", selections.replace_schema(kept))
+        return connection
+
     monkeypatch.setattr(Trace, "rows", counted)
-    every = summarize(trace)["coverage"]["every"]
+    monkeypatch.setattr(Trace, "connect", without_positions)
+    summary = summarize(trace)
+    every = summary["coverage"]["every"]
     assert every > 1
+    why = {one["rule"]: one["reason"] for one in summary["health"]["not_judged"]}
+    assert why["look_back"].startswith("it takes 8 steps, got ")  # it was measured
     refreshes = len(set(trace.table("selections")["step"].to_pylist()))
     assert read == [-(-refreshes // every) * SHAPE.layers * SHAPE.heads]

@@ -14,6 +14,7 @@ import pytest
 
 from sfi_core.errors import BackendError
 from sfi_traces import report
+from sfi_traces.importing.importer import import_trace
 from sfi_traces.read.reader import Trace
 from sfi_traces.report import check_report, render
 from sfi_traces.report.raster_figure import pack
@@ -26,6 +27,8 @@ from sfi_traces.views.observations import (
 from sfi_traces.views.raster import rasters
 from sfi_traces.views.reads import StepReads
 from sfi_traces.views.view import View
+from tests.traces.imports import LAYERS, STEPS, selection_arrays, write_npz
+from tests.traces.imports import PROMPT as IMPORTED
 from tests.traces.made import WORDS, make_trace
 from tests.traces.test_stability import rewrite
 
@@ -149,6 +152,39 @@ def test_refreshes_that_do_not_fit_are_left_out_and_the_page_says_from_where(sfi
     assert found["perCell"] == 3
     assert len(found["cells"]) == 80
     assert (found["counts"]["begins"], found["counts"]["until"]) == ([1], 11)
+
+
+def test_a_step_whose_refresh_did_not_fit_lights_no_earlier_one(
+    browser, sfi, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("sfi_traces.report.reading.MOST_BYTES", 0)
+    file = tmp_path / "report.html"
+    file.write_text(render(sfi), encoding="utf-8")
+    lit = "[...document.querySelectorAll('#source span')].filter((s) => s.style.background).length"
+    with visited(browser, file) as page:
+        until(page, "document.getElementById('source').dataset.ready === 'true'")
+        page.select_option("#words-by", "heads")
+        for step, some in ((5, True), (15, False)):  # refreshes come into force at 1 and 11
+            page.locator("#text li span").nth(step).click()
+            assert (page.evaluate(lit) > 0) == some
+        assert "did not fit" in page.locator("#words-step").text_content()
+
+
+def test_an_imported_step_lights_the_positions_of_its_own_selection(tmp_path):
+    texts = np.array([f" t{position}" for position in range(IMPORTED)])
+    path = write_npz(
+        tmp_path / "a.npz", prompt_token_texts=texts, token_texts=np.array([" x"] * STEPS)
+    )
+    import_trace(path, tmp_path / "a")
+    found = words(render(View(Trace.open(tmp_path / "a"))))
+    assert found["slow"] == []
+    assert found["counts"]["begins"] == list(range(STEPS))
+    deltas = np.frombuffer(zlib.decompress(base64.b64decode(found["counts"]["packed"])), np.uint8)
+    counts = deltas.reshape(STEPS, LAYERS, -1).cumsum(0, dtype=np.uint8)
+    for step, layers in enumerate(selection_arrays()["positions"]):
+        for layer, position in enumerate(layers):
+            expected = sorted(position[position >= 0].tolist())
+            assert np.flatnonzero(counts[step, layer]).tolist() == expected
 
 
 def test_a_report_of_corrections_says_how_many_and_what_was_recalled(tmp_path):

@@ -26,6 +26,8 @@ def step_text(found: Row) -> str:
     if found["missed"]:
         title = "Passages that dense attention looked at, and the step did not read"
         parts.append(_passages(title, found, found["missed"]))
+    elif not found["masses"]:
+        parts.append("not recorded: mass, for the imported file has none")
     elif not found["audited"]:
         parts.append(
             "not recorded: mass, and what the step should have read (audit the step: --audit N)"
@@ -53,7 +55,8 @@ def _lines(found: Row) -> Iterator[tuple[str, str]]:
         yield "selected at", f"step {shown}{more}"
     looked = _heads(found["places"])
     audited = _heads(found["audited"])
-    yield "of", f"{plural(looked, 'KV head')}, {audited or 'none'} of them audited at this step"
+    audit = f", {audited or 'none'} of them audited at this step" * found["masses"]
+    yield "of", plural(looked, "KV head") + audit
 
 
 def _passages(title: str, found: Row, passages: Sequence[Row]) -> Any:

@@ -8,7 +8,7 @@ import duckdb
 from sfi_core.errors import SfiError
 from sfi_traces.health import run_measures, selection_measures, support_measures
 from sfi_traces.health.measured import Measured, Unjudged
-from sfi_traces.health.rules import PROBLEM, RULES, Rule
+from sfi_traces.health.rules import IMPORTED, PROBLEM, RECORD, RULES, Rule
 from sfi_traces.read.reader import Trace
 from sfi_traces.summary.scope import Scope
 
@@ -20,7 +20,7 @@ def judge(scope: Scope, *, quick: bool = False) -> dict[str, Any]:
 
     Args:
         scope: What of a trace is judged.
-        quick: Leave out the rules that look at positions one by one.
+        quick: Leave out the rules that take lists of positions apart.
 
     Returns:
         `findings`: for each rule and request that is beyond its threshold `rule`, `severity`, `request`,
@@ -33,12 +33,13 @@ def judge(scope: Scope, *, quick: bool = False) -> dict[str, Any]:
     """
     document: dict[str, Any] = {"findings": [], "judged": [], "not_judged": []}
     for rule in RULES:
-        if quick and rule.lists:
+        if quick and rule.unnests:
             continue
         try:
             found = _enough(scope, rule)
         except Unjudged as why:
-            document["not_judged"].append({"rule": rule.name, "reason": str(why)})
+            reason = IMPORTED if scope.trace.imported and str(why) in RECORD else str(why)
+            document["not_judged"].append({"rule": rule.name, "reason": reason})
             continue
         worst = max(found, key=lambda one: one.value)
         document["judged"].append(
@@ -49,7 +50,7 @@ def judge(scope: Scope, *, quick: bool = False) -> dict[str, Any]:
                 "places": len(found),
             }
         )
-        document["findings"] += _findings(rule, found)
+        document["findings"] += _findings(rule, found, imported=bool(scope.trace.imported))
     document["sound"] = not problems(document)
     return document
 
@@ -87,7 +88,7 @@ def _enough(scope: Scope, rule: Rule) -> list[Measured]:
     return enough
 
 
-def _findings(rule: Rule, found: list[Measured]) -> list[dict[str, Any]]:
+def _findings(rule: Rule, found: list[Measured], *, imported: bool) -> list[dict[str, Any]]:
     findings = []
     for request in sorted({one.request for one in found}):
         own = [one for one in found if one.request == request]
@@ -107,7 +108,7 @@ def _findings(rule: Rule, found: list[Measured]) -> list[dict[str, Any]]:
                 "beyond": len(beyond),
                 "places": len(own),
                 "message": _message(rule, worst, len(beyond), len(own)),
-                "advice": rule.advice,
+                "advice": (imported and rule.advice_imported) or rule.advice,
             }
         )
     return findings

@@ -10,7 +10,11 @@ from dataclasses import dataclass
 PROBLEM, NOTE = "problem", "note"
 RECORD_AUDIT = "record a sparse policy with --audit N"
 RECORD_POSITIONS = "record a policy that selects with --set trace.positions=true"
+RECORD_BOTH = "record a policy that selects with --audit 1 and trace.positions=true"
 RECORD_SELECTOR = "only a policy with the Selector, such as sfi, has its evidence"
+# in the place of these, of a trace that no run recorded
+IMPORTED = "the imported file does not hold what this rule looks at"
+RECORD = (RECORD_AUDIT, RECORD_POSITIONS, RECORD_BOTH, RECORD_SELECTOR)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,10 +31,11 @@ class Rule:
         share: Share of a request's KV heads that must be beyond it.
         means: What it means; `{value}` and `{threshold}` are put in, as percentages where `percent`.
         advice: What to do.
+        advice_imported: What to do where another engine selected; "" for the same.
         needs: What records what the rule looks at.
         samples: What `least` counts.
         percent: Whether the value is a share.
-        lists: Whether the rule looks at positions one by one, which takes longer.
+        unnests: Whether the rule takes lists apart, a row for each position, which takes longer.
     """
 
     name: str
@@ -41,10 +46,11 @@ class Rule:
     share: float = 0.0
     means: str
     advice: str
+    advice_imported: str = ""
     needs: str
     samples: str = "steps"
     percent: bool = True
-    lists: bool = False
+    unnests: bool = False
 
 
 RULES = (
@@ -109,7 +115,7 @@ RULES = (
     ),
     Rule(
         name="selection_trailing", severity=PROBLEM, threshold=0.95, share=0.5, needs=RECORD_POSITIONS,
-        lists=True,
+        unnests=True,
         reason="a selection that is the last positions before the recent window is a longer window; "
         "measured .00 to .03 (default) and .19 to .26 (paper). Half of the heads, for a single head may "
         "well be local",
@@ -136,7 +142,7 @@ RULES = (
     ),
     Rule(
         name="sink_unread", severity=PROBLEM, threshold=0.05, least=4, share=0.1, needs=RECORD_AUDIT,
-        lists=True,
+        unnests=True,
         reason="a model with sinks gives its first tokens a large share of the mass in most heads, and "
         "fails where they are evicted (StreamingLLM); .05 is far above what four of 1,000 tokens get by "
         "chance (.004). The bundled checkpoint has no sinks: measured below .001",
@@ -144,11 +150,13 @@ RULES = (
         advice="set sink=4 or more",
     ),
     Rule(
-        name="sink_unselected", severity=NOTE, threshold=1.0, needs=RECORD_POSITIONS, lists=True,
+        name="sink_unselected", severity=NOTE, threshold=1.0, needs=RECORD_POSITIONS, unnests=True,
         reason="a note, for models differ: one with learned sink logits (GPT-OSS) gives its first tokens "
         "nothing. Judged only where the policy does not read them by itself (sink=0)",
         means="{value} of the selections hold none of the first 4 positions, and nothing else reads them",
         advice="set sink=4; or see with --audit N whether these positions carry mass",
+        advice_imported="let the engine that selected keep the first 4 tokens; or see with masses of dense "
+        "attention (docs/import.md) whether they carry any",
     ),
     Rule(
         name="top_1_dropped", severity=PROBLEM, threshold=0.2, least=8, share=0.1, needs=RECORD_AUDIT,
@@ -163,7 +171,7 @@ RULES = (
     ),
     Rule(
         name="look_back", severity=PROBLEM, threshold=0.05, least=8, share=0.25, needs=RECORD_AUDIT,
-        lists=True,
+        unnests=True,
         reason="the mass of everything that lies further back than any selected token; what a selection of "
         "the whole context loses there is nothing, and 5 % in a quarter of the heads is more than the "
         "recent window can stand for",
@@ -172,7 +180,7 @@ RULES = (
     ),
     Rule(
         name="budget_idle", severity=NOTE, threshold=0.8, share=0.5,
-        needs="record a policy that selects with --audit 1 and trace.positions=true", lists=True,
+        needs=RECORD_BOTH, unnests=True,
         reason="a note: it costs time, not answers. A position counts as attended if dense attention gives "
         "it at least a uniform share (1 / context) at any audited fast step until the next refresh",
         means="{value} of the selected positions never carried a uniform share of the mass",

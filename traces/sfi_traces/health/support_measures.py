@@ -1,10 +1,17 @@
 """What health rules measure of the table `supports`: what dense attention would have read, of fast steps."""
 
-from sfi_traces.health.measured import Measured, worse_of_beginning
-from sfi_traces.health.selection_measures import SINKS
-from sfi_traces.summary.sampled import sample_supports
-from sfi_traces.summary.scope import Scope
+import numpy as np
+import pyarrow as pa
 
+from sfi_traces.health.measured import Measured, Unjudged, worse_of_beginning
+from sfi_traces.health.rules import RECORD_POSITIONS
+from sfi_traces.health.selection_measures import SINKS
+from sfi_traces.schema import TABLES
+from sfi_traces.summary.sampled import sample_selections, sample_supports
+from sfi_traces.summary.scope import Scope
+from sfi_traces.views.stability import of_steps
+
+RAISE_TOP = "raise audit.top: too few recorded supports reach below a uniform share (1 / context)"
 PEAK = 0.05  # the largest probability of a support that stands out
 INTERVALS, STEPS, FEWEST = (
     8,
@@ -21,14 +28,20 @@ def sink_unread(scope: Scope) -> list[Measured]:
 def look_back(scope: Scope) -> list[Measured]:
     """Unread dense mass further back than any selected or recent token; the mean over sampled steps.
 
-    The four earliest positions of a selection are left aside: a foreign engine's hold the sinks.
+    The four earliest positions of a selection are left aside: a foreign engine's hold the sinks. A policy
+    that selects nothing reaches no further than its recent tokens; of one whose positions were not recorded
+    it is not known how far.
     """
+    sample_selections(scope)
+    unknown = "SELECT count(*) AS n FROM sampled_refreshes WHERE selected > 0 AND positions IS NULL"
+    if scope.row(unknown)["n"]:
+        raise Unjudged(RECORD_POSITIONS)
     recent = int(scope.trace.manifest["config"].get("recent") or 0)
     scope.connection.execute(f"""
         CREATE OR REPLACE TEMP VIEW reach AS
         SELECT request, layer, head, max(position - coalesce(positions[{SINKS + 1}], positions[-1])) AS reach
-        FROM chosen_selections JOIN chosen_steps USING (request, step)
-        WHERE positions IS NOT NULL AND selected > 0 GROUP BY request, layer, head
+        FROM sampled_selections JOIN chosen_steps USING (request, step)
+        WHERE selected > 0 GROUP BY request, layer, head
     """)  # noqa: S608 - a number
     return _lost(scope, f"p >= {SINKS} AND position - p > greatest(coalesce(reach, 0), {recent:d})")
 
@@ -54,40 +67,73 @@ def top_1_dropped(scope: Scope) -> list[Measured]:
 
 
 def budget_idle(scope: Scope) -> list[Measured]:
-    """Share of the selected positions that no fast step until the next refresh gave a uniform share."""
-    return _measured(
+    """Share of the selected positions that no fast step until the next refresh gave a uniform share.
+
+    Only supports that reach below a uniform share count: behind the end of another, positions have it too.
+    """
+    if not _idle_intervals(scope):
+        return []
+    found = _measured(
         scope,
         f"""
+        WITH whole AS (
+            SELECT request, layer, head, refresh, context_tokens, positions, mass
+            FROM idle_supports JOIN idle_steps USING (request, step)
+            WHERE list_min(mass) * context_tokens < 1 OR len(positions) >= context_tokens
+        ), intervals AS (
+            SELECT request, layer, head, refresh FROM whole GROUP BY ALL HAVING count(*) >= {FEWEST}
+        ), used AS (
+            SELECT DISTINCT request, layer, head, refresh, p FROM (
+                SELECT * EXCLUDE (positions, mass), unnest(positions) AS p, unnest(mass) AS m FROM whole
+            ) WHERE m * context_tokens >= 1
+        ), chosen AS (
+            SELECT request, layer, head, step AS refresh, unnest(positions) AS p FROM idle_selections
+            WHERE coalesce(reason, '') = '' AND positions IS NOT NULL
+        )
+        SELECT request, layer, head, avg((used.request IS NULL)::INT) AS value, count(DISTINCT refresh) AS n
+        FROM (SELECT * FROM chosen SEMI JOIN intervals USING (request, layer, head, refresh))
+            LEFT JOIN used USING (request, layer, head, refresh, p)
+        GROUP BY request, layer, head
+        """,  # noqa: S608 - our own words and a number
+    )
+    known = "SELECT count(*) AS n FROM idle_selections WHERE positions IS NOT NULL"
+    if not found and scope.row(known)["n"]:
+        raise Unjudged(RAISE_TOP)
+    return found
+
+
+def _idle_intervals(scope: Scope) -> bool:
+    # the audited fast steps of the first intervals between refreshes, with their rows; whether there are any
+    steps = scope.rows(f"""
         WITH placed AS (
             SELECT request, step, slow, audited, context_tokens,
                 max(step) FILTER (slow) OVER (PARTITION BY request ORDER BY step) AS refresh
             FROM chosen_steps
         ), usable AS (
-            SELECT request, refresh, step, context_tokens FROM placed WHERE NOT slow AND audited
+            SELECT request, refresh, step, context_tokens FROM placed
+            WHERE NOT slow AND audited AND refresh IS NOT NULL
             QUALIFY row_number() OVER (PARTITION BY request, refresh ORDER BY step) <= {STEPS}
         ), intervals AS (
             SELECT request, refresh FROM usable GROUP BY request, refresh HAVING count(*) >= {FEWEST}
             QUALIFY row_number() OVER (PARTITION BY request ORDER BY refresh) <= {INTERVALS}
-        ), used AS (
-            SELECT DISTINCT request, layer, head, refresh, p FROM (
-                SELECT request, layer, head, refresh, context_tokens,
-                    unnest(positions) AS p, unnest(mass) AS m
-                FROM chosen_supports JOIN usable USING (request, step)
-                    SEMI JOIN intervals USING (request, refresh)
-            ) WHERE m * context_tokens >= 1
-        ), chosen AS (
-            SELECT picked.request, layer, head, refresh, unnest(positions) AS p
-            FROM chosen_selections picked JOIN intervals
-                ON picked.request = intervals.request AND picked.step = intervals.refresh
-            WHERE coalesce(reason, '') = '' AND positions IS NOT NULL
         )
-        SELECT request, layer, head, avg((used.request IS NULL)::INT) AS value, count(DISTINCT refresh) AS n
-        FROM (SELECT * FROM chosen SEMI JOIN (SELECT DISTINCT request, layer, head FROM chosen_supports)
-                USING (request, layer, head))
-            LEFT JOIN used USING (request, layer, head, refresh, p)
-        GROUP BY request, layer, head
-        """,  # noqa: S608 - our own numbers
-    )
+        SELECT request, refresh, step, context_tokens FROM usable SEMI JOIN intervals USING (request, refresh)
+    """)  # noqa: S608 - our own numbers
+    if not steps:
+        return False
+    scope.connection.register("idle_steps", pa.Table.from_pylist(steps))
+    for table, at in (("supports", "step"), ("selections", "refresh")):
+        # not through DuckDB, which reads the lists of every step
+        wanted = np.unique([step[at] for step in steps])
+        rows = scope.trace.rows(table, TABLES[table].names, of_steps(wanted))
+        scope.connection.register("idle_rows_" + table, rows)
+        layer = "true" if scope.layer is None else f"layer = {scope.layer:d}"
+        scope.connection.execute(f"""
+            CREATE OR REPLACE TEMP VIEW idle_{table} AS SELECT * FROM idle_rows_{table}
+            SEMI JOIN idle_steps picked ON idle_rows_{table}.request = picked.request
+                AND idle_rows_{table}.step = picked.{at} WHERE {layer}
+        """)  # noqa: S608 - our own names and a number
+    return True
 
 
 def _lost(scope: Scope, where: str) -> list[Measured]:

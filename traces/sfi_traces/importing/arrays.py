@@ -30,20 +30,27 @@ class Arrays:
     Attributes:
         path: The file.
         names: Names of the arrays, in the file's order.
-        read: Reads one of them.
+        read: Reads one of them, as numpy or PyTorch have it.
     """
 
     path: Path
     names: tuple[str, ...]
     read: Callable[[str], Any]
 
-    def array(self, name: str, kinds: str, dimensions: tuple[int, ...]) -> Array:
-        """Return an array.
+    def array(
+        self,
+        name: str,
+        kinds: str,
+        dimensions: tuple[int, ...],
+        part: Callable[[Any], Any] = lambda whole: whole,
+    ) -> Array:
+        """Return an array, floating-point tensors as float32.
 
         Args:
             name: Name of the array.
             kinds: Kinds of numpy's types that it may have, "iu" say.
             dimensions: Numbers of dimensions that it may have.
+            part: Takes of the array what is wanted, before it is converted.
 
         Raises:
             InputError: It is missing, or of another type or shape.
@@ -51,7 +58,7 @@ class Arrays:
         if name not in self.names:
             raise InputError(f"import {self.path} must have {name}, got none")
         with readable(self.path):
-            value = np.asarray(self.read(name))
+            value = np.asarray(plain(part(self.read(name))))
         if value.dtype.kind not in kinds:
             wanted = {"i": "whole numbers", "f": "numbers", "U": "strings"}[kinds[0]]
             raise InputError(f"{name} of {self.path} must be {wanted}, got {value.dtype}")
@@ -90,7 +97,8 @@ class Arrays:
         found = None
         if VERSION_NAME in self.names:
             with readable(self.path):
-                found = np.asarray(self.read(VERSION_NAME)).item(0)
+                array = np.asarray(plain(self.read(VERSION_NAME)))
+            found = array.item() if array.size == 1 else array.tolist()
         check_version(self.path, found)
 
 
@@ -118,7 +126,9 @@ def readable(path: Path) -> Iterator[None]:
     Raises:
         InputError: The file is missing, damaged or not what its name says.
     """
-    damaged = (OSError, EOFError, ValueError, KeyError, RuntimeError)
+    damaged = (
+        OSError, EOFError, ValueError, KeyError, RuntimeError, TypeError, IndexError, OverflowError,
+    )  # fmt: skip
     try:
         yield
     except FileNotFoundError as error:
@@ -153,7 +163,7 @@ def _safetensors(path: Path, stack: ExitStack) -> Arrays:
     tensors = tuple(file.keys())
 
     def read(name: str) -> Any:
-        return _plain(file.get_tensor(name)) if name in tensors else said[name]
+        return file.get_tensor(name) if name in tensors else said[name]
 
     return Arrays(path, (*tensors, *(name for name in said if name not in tensors)), read)
 
@@ -163,22 +173,33 @@ def _pt(path: Path, _: ExitStack) -> Arrays:
     if not isinstance(document, Mapping):
         raise ValueError(f"it must be a dict, got {type(document).__name__}")  # noqa: TRY004 - as above
     values = {str(name): value for name, value in document.items() if name != ATTENTIONS}
-    for number, layers in enumerate(_passes(document.get(ATTENTIONS, ()))):
+    for number, layers in enumerate(_passes(path, document.get(ATTENTIONS, ()))):
         values |= {f"attention.{number}.{layer}": tensor for layer, tensor in enumerate(layers)}
     return _of_values(path, values)
 
 
-def _passes(attentions: Any) -> Any:
+def _passes(path: Path, attentions: Any) -> Any:
     # `generate` has a tuple of passes, each of layers; one forward pass has the layers alone
-    alone = len(attentions) > 0 and isinstance(attentions[0], torch.Tensor)
-    return (attentions,) if alone else attentions
+    passes = (attentions,) if _are(attentions, torch.Tensor) and len(attentions) else attentions
+    if not _are(passes, list | tuple) or not all(_are(layers, torch.Tensor) for layers in passes):
+        # another implementation returns None for each layer
+        raise InputError(
+            f'attentions of {path} must be tuples of tensors, as a model with attn_implementation="eager" '
+            "returns them, got something else"
+        )
+    return passes
+
+
+def _are(values: Any, kind: Any) -> bool:
+    return isinstance(values, list | tuple) and all(isinstance(one, kind) for one in values)
 
 
 def _of_values(path: Path, values: Mapping[str, Any]) -> Arrays:
-    return Arrays(path, tuple(values), lambda name: _plain(values[name]))
+    return Arrays(path, tuple(values), values.__getitem__)
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """Return a tensor as numpy has it, floating-point numbers as float32; anything else as it is."""
     if not isinstance(value, torch.Tensor):
         return value
     return (value.float() if value.is_floating_point() else value).numpy()

@@ -1,7 +1,7 @@
 """Attention that transformers returned: `attention.PASS.LAYER`, [1, H, Q, T] each (docs/import.md)."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,8 @@ from sfi_traces.importing.schema import (
 )
 from sfi_traces.importing.tokens import Tokens
 
+Shape = tuple[int, ...]
+DIMENSIONS = 4  # request, head, query, token
 NAME = re.compile(r"attention\.(\d+)\.(\d+)")
 
 
@@ -48,8 +50,7 @@ class AttentionArrays:
         self._passes = _passes(arrays)
         self._top = options.top or AuditConfig().top
         self._tokens = Tokens.of(arrays, options, None)
-        first = self._read(0, self._passes[0][0])
-        self._query_heads = first.shape[1]
+        self._query_heads = self._read(0, self._passes[0][0], 0)[1][1]
         self._kv_heads = self._grouped(options)
         self.header = Header(
             kind="attention",
@@ -72,16 +73,19 @@ class AttentionArrays:
         tokens, begin = self._tokens, self._tokens.prompt.tokens - 1
         N, done = len(tokens.token_ids), 0
         for number, layers in enumerate(self._passes):
-            tensors = [self._read(number, layer) for layer in layers]
-            Q, T = self._size(number, tensors)
-            for query in range(max(0, begin + done - (T - Q)), Q):
+            tensors, shapes = zip(
+                *(self._read(number, layer, done) for layer in layers), strict=True
+            )
+            Q, T = self._size(number, shapes)
+            first = self._first(Q, T, done)
+            for query in range(first, Q):
                 position = T - Q + query
                 step = position - begin
                 if step == done == N:  # the query of the last token, which has generated none
                     break
                 if step != done:
                     raise InputError(self._gap(number, position, done))
-                rows = [one[0, :, query, :] for one in tensors]
+                rows = [one[0, :, query - first, :] for one in tensors]
                 yield self._step(step, position + 1, number, rows)
                 done += 1
             if done == N and number + 1 < len(self._passes):
@@ -130,22 +134,37 @@ class AttentionArrays:
                 f"to 1 at most, got a sum of {total_U[unit]:g}"
             )
 
-    def _read(self, number: int, layer: int) -> npt.NDArray[Any]:
-        tensor = self._arrays.array(f"attention.{number}.{layer}", "f", (4,))
-        if tensor.shape[0] != 1 or 0 in tensor.shape:
+    def _first(self, Q: int, T: int, done: int) -> int:
+        # of a pass, the query of step `done`; those before are the prompt's, or were in another pass
+        return max(0, self._tokens.prompt.tokens - 1 + done - (T - Q))
+
+    def _read(self, number: int, layer: int, done: int) -> tuple[npt.NDArray[Any], Shape]:
+        # the queries of the steps from `done` on, and the shape of all
+        shape: Shape = ()
+
+        def wanted(tensor: Any) -> Any:
+            nonlocal shape
+            shape = np.shape(tensor)
+            if len(shape) != DIMENSIONS:
+                return tensor  # which is refused
+            _, _, Q, T = shape
+            return tensor[:, :, self._first(Q, T, done) :]
+
+        tensor = self._arrays.array(f"attention.{number}.{layer}", "f", (DIMENSIONS,), wanted)
+        if shape[0] != 1 or 0 in shape:
             raise InputError(
                 f"{self._name(number, layer)} must be [1, heads, queries, tokens] of one request, got "
-                f"{list(tensor.shape)}"
+                f"{list(shape)}"
             )
-        return tensor
+        return tensor, shape
 
-    def _size(self, number: int, tensors: list[npt.NDArray[Any]]) -> tuple[int, int]:
-        Q, T = tensors[0].shape[2:]
-        for layer, tensor in zip(self._passes[number], tensors, strict=True):
-            if tensor.shape != (1, self._query_heads, Q, T) or Q > T:
+    def _size(self, number: int, shapes: Sequence[Shape]) -> tuple[int, int]:
+        Q, T = shapes[0][2:]
+        for layer, shape in zip(self._passes[number], shapes, strict=True):
+            if shape != (1, self._query_heads, Q, T) or Q > T:
                 raise InputError(
                     f"{self._name(number, layer)} must be [1, {self._query_heads}, {Q}, {max(Q, T)}] as "
-                    f"other layers, got {list(tensor.shape)}; leave out layers with a sliding window"
+                    f"other layers, got {list(shape)}; leave out layers with a sliding window"
                 )
         return Q, T
 

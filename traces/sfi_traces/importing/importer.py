@@ -98,7 +98,8 @@ def _new_trace(folder: Path, *, force: bool) -> Iterator[Path]:
     # a folder beside it, whose files take the trace's place when the block has ended well
     fresh = not folder.exists()
     claim(folder, force=force)
-    work = folder.with_name(f".{folder.name}.tmp")
+    whole = folder.resolve()  # "." has no name
+    work = whole.with_name(f".{whole.name}.tmp")
     shutil.rmtree(work, ignore_errors=True)
     try:
         work.mkdir()

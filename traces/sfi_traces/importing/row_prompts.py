@@ -15,7 +15,7 @@ def read_prompts(path: Path, said: dict[str, Any]) -> list[Prompt]:
 
     Args:
         path: The file.
-        said: Its metadata, decoded.
+        said: Its metadata, as `read_metadata` returns it.
 
     Raises:
         InputError: They are missing, or not what they should be.
@@ -27,13 +27,13 @@ def read_prompts(path: Path, said: dict[str, Any]) -> list[Prompt]:
         raise InputError(f"import {path} must have prompt_token_ids or prompt_tokens, got neither")
     counts = tokens if isinstance(tokens, list) else [tokens]
     for count in counts:
-        if not isinstance(count, int) or count < 1:
-            raise InputError(f"prompt_tokens of {path} must be at least 1, got {count!r}")
+        if count < 1:
+            raise InputError(f"prompt_tokens of {path} must be at least 1, got {count}")
     return [Prompt(tokens=count) for count in counts]
 
 
 def _of_ids(path: Path, ids: Any, texts: Any) -> list[Prompt]:
-    several = bool(ids) and isinstance(ids, list) and isinstance(ids[0], list)
+    several = bool(ids) and isinstance(ids[0], list)
     prompts, words = (ids, texts) if several else ([ids], [texts])
     if texts is None:
         words = [None] * len(prompts)
@@ -48,8 +48,6 @@ def _of_ids(path: Path, ids: Any, texts: Any) -> list[Prompt]:
 
 def _of(path: Path, request: int, ids: Any, texts: Any) -> Prompt:
     what = f"prompt_token_ids of request {request} of {path}"
-    if not isinstance(ids, list) or not all(isinstance(one, int) for one in ids):
-        raise InputError(f"{what} must be a list of whole numbers, got another value")
     array = np.array(ids, np.int64)
     check_ids(array, what)
     if texts is not None and len(texts) != len(ids):

@@ -1,6 +1,5 @@
 """Selections as rows of a Parquet file, a row for each step and layer (and head), read piece by piece."""
 
-import json
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from itertools import pairwise
@@ -15,6 +14,7 @@ from pyarrow import parquet
 
 from sfi_core.errors import ConfigError, InputError
 from sfi_traces.importing.arrays import readable
+from sfi_traces.importing.row_metadata import read_metadata
 from sfi_traces.importing.row_prompts import read_prompts
 from sfi_traces.importing.schema import (
     COLUMNS,
@@ -56,7 +56,7 @@ class SelectionRows:
         self._path, self._top = path, options.top
         with readable(path), parquet.ParquetFile(path) as file:
             self._schema, rows = file.schema_arrow, file.metadata.num_rows
-            said = _said(file)
+            said = read_metadata(path, file)
         check_version(path, said.get(VERSION_NAME))
         self._columns = self._checked_columns()
         self._name = "blocks" if "blocks" in self._columns else "positions"
@@ -136,7 +136,7 @@ class SelectionRows:
                 yield begin, left
 
     def _filled(self, table: pa.Table, begin: int) -> pa.Table:
-        # with a request and a head where the file has none
+        # with a request and a head where the file has none, and positions that are signed
         for name in table.column_names:
             if table[name].null_count and name != "token_text":
                 at = begin + int(pc.index(table[name].is_null(), value=True).as_py())
@@ -147,6 +147,10 @@ class SelectionRows:
                 inner = pc.index(values.is_null(), value=True).as_py()
                 at = begin + pc.list_parent_indices(table[name])[inner].as_py()
                 raise InputError(f"{self._row(at)}: {name} must have no null, got one")
+        for name in {"positions", "blocks"} & set(table.column_names):
+            # -1 pads, which an unsigned number cannot be
+            lists = table[name].cast(pa.list_(pa.int64()))
+            table = table.set_column(table.column_names.index(name), name, lists)
         for name in ("request", "head"):
             if name not in table.column_names:
                 table = table.append_column(name, pa.array(np.zeros(len(table), np.int64)))
@@ -168,16 +172,16 @@ class SelectionRows:
         return request, step
 
     def _places(self, begin: int, rows: pa.Table) -> list[Place]:
-        pairs = list(
-            zip(*(_numbers(rows, name).tolist() for name in ("layer", "head")), strict=True)
-        )
-        for at, pair in enumerate(pairs):
-            if pair in pairs[:at]:
+        seen: set[Place] = set()
+        numbers = (_numbers(rows, name).tolist() for name in ("layer", "head"))
+        for at, pair in enumerate(zip(*numbers, strict=True)):
+            if pair in seen:
                 raise InputError(
                     f"{self._row(begin + at)}: layer {pair[0]}, head {pair[1]} must come once a step, got "
                     "twice"
                 )
-        return sorted(pairs)
+            seen.add(pair)
+        return sorted(seen)
 
     def _other_places(self, begin: int, step: int, places: list[Place]) -> str:
         missing = set(self.header.place_U) - set(places)
@@ -261,24 +265,12 @@ class SelectionRows:
         return f"row {row:,} of {self._path}"
 
 
-def _said(file: parquet.ParquetFile) -> dict[str, Any]:
-    # other writers have keys of their own
-    found = {}
-    for key, text in (file.metadata.metadata or {}).items():
-        name = key.decode(errors="replace")
-        if name in (VERSION_NAME, "model") or name.startswith(
-            ("prompt_", "block_size", "trigger_")
-        ):
-            found[name] = json.loads(text)
-    return found
-
-
 def _block_size(path: Path, said: dict[str, Any], name: str) -> int | None:
     block_size = said.get("block_size")
     if (block_size is not None) != (name == "blocks"):
         got = f"none with {name}" if block_size is None else f"{block_size} with {name}"
         raise InputError(f"block_size of {path} must come with blocks, got {got}")
-    if block_size is not None and not (isinstance(block_size, int) and block_size >= 1):
+    if block_size is not None and block_size < 1:
         raise InputError(f"block_size of {path} must be at least 1, got {block_size}")
     return block_size
 

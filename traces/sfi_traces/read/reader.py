@@ -12,7 +12,6 @@ from pyarrow import dataset, parquet
 
 from sfi_core.errors import TraceError
 from sfi_traces.read.ranks import other_ranks, read_manifest, whole_model
-from sfi_traces.read.shares import even_shares
 from sfi_traces.schema import OF_EVERY_RANK, TABLES
 
 FETCHED = 10_000  # rows in memory at once
@@ -87,6 +86,11 @@ class Trace:
         """Whether positions have their probability under dense attention; an import may lack them."""
         return self.imported is None or bool(self.imported["masses"])
 
+    @property
+    def reads_own_selection(self) -> bool:
+        """Whether each step read what it selected itself: an imported indexer's, whose steps are all slow."""
+        return self.imported is not None and self.imported["kind"] == "selections"
+
     def require_masses(self) -> None:
         """Refuse a trace of positions without their probability.
 
@@ -131,8 +135,6 @@ class Trace:
     def rows(self, name: str, columns: list[str], where: pc.Expression) -> pa.Table:
         """Read some rows and columns of a table, passing over the row groups that have none of them.
 
-        Positions of an import without masses have even shares in the place of `mass`.
-
         Raises:
             TraceError: A part is damaged.
         """
@@ -140,10 +142,9 @@ class Trace:
         if isinstance(source, pa.Table):  # no part: an empty one
             return source.select(columns)
         try:
-            found: pa.Table = source.to_table(columns=columns, filter=where)
+            return source.to_table(columns=columns, filter=where)
         except (OSError, pa.ArrowException) as error:
             raise self._unreadable() from error
-        return even_shares(found) if "mass" in columns else found
 
     def _joined(self, name: str, columns: list[str] | None) -> pa.Table:
         # in the order in which one process would have written

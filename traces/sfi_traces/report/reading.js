@@ -39,7 +39,9 @@ class Reading {
   heads(row, layer) {
     const found = new Float64Array(this.width);
     if (!this.counts || this.slow.has(row)) return found;
-    const state = lastAtMost(reading.counts.begins, row + reading.first);
+    const step = row + reading.first;
+    if (reading.counts.until !== null && step >= reading.counts.until) return found; // not in this file
+    const state = lastAtMost(reading.counts.begins, step);
     if (state < 0) return found;
     reading.layers.forEach((each, at) => {
       if (layer !== null && each !== layer) return;

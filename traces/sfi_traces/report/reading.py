@@ -22,7 +22,7 @@ MOST_COUNTS = 32 << 20  # refreshes x layers x cells: bytes in the reader's memo
 MOST_BYTES = 3_500_000  # of these counts, packed: refreshes after that are left out
 MOST_LISTS = 10_000  # audited steps x layers
 LIST = 32  # cells with the most mass, of each audited step and layer
-TOGETHER = 1 << 16  # rows x positions read at once, about: refreshes at least one
+TOGETHER = 1 << 22  # positions read at once, about: those of a refresh at least
 
 Packed = dict[str, Any]
 
@@ -66,7 +66,7 @@ def what_steps_read(view: View) -> Packed:
         "perCell": per_cell,
         "prompt": prompt,
         "first": int(steps.step[0]),
-        "slow": np.flatnonzero(steps.slow[:shown]).tolist(),
+        "slow": [] if view.trace.reads_own_selection else np.flatnonzero(steps.slow[:shown]).tolist(),
         "sink": segments.sink,
         "recent": recent,
         "layers": layers,
@@ -113,7 +113,7 @@ def _refreshed(
     # for each step at which selections come into force, these; a few steps are read together
     edges = np.searchsorted(refreshes.begin, np.append(begins, begins[-1:] + 1))
     budget = refreshes.view.trace.manifest["config"].get("budget", 1)
-    together = max(1, TOGETHER * 64 // max(1, budget * len(refreshes.places)))
+    together = max(1, TOGETHER // max(1, budget * len(refreshes.places)))
     for at in range(0, len(begins), together):
         part = edges[at : at + together + 1]
         rows = np.arange(part[0], part[-1])

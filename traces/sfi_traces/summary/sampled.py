@@ -14,6 +14,8 @@ MOST_POSITIONS = 1 << 22  # read at once
 def sample_selections(scope: Scope) -> int:
     """Make the view `sampled_selections` of those with positions, of every n-th refresh of a request.
 
+    `sampled_refreshes` has those without positions too.
+
     Returns:
         n; 1 where all are read.
     """
@@ -37,10 +39,13 @@ def sample_selections(scope: Scope) -> int:
         scope.connection.register(name, table)
     layer = "" if scope.layer is None else f"AND layer = {scope.layer:d}"
     scope.connection.execute(f"""
-        CREATE OR REPLACE TEMP VIEW sampled_selections AS
-        SELECT * FROM picked_rows SEMI JOIN picked_steps USING (request, step)
-        WHERE positions IS NOT NULL {layer}
+        CREATE OR REPLACE TEMP VIEW sampled_refreshes AS
+        SELECT * FROM picked_rows SEMI JOIN picked_steps USING (request, step) WHERE true {layer}
     """)  # noqa: S608 - a number
+    scope.connection.execute("""
+        CREATE OR REPLACE TEMP VIEW sampled_selections AS
+        SELECT * FROM sampled_refreshes WHERE positions IS NOT NULL
+    """)
     return every
 
 

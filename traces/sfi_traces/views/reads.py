@@ -64,14 +64,17 @@ class Refreshes:
 
     @classmethod
     def of(cls, view: View) -> "Refreshes":
-        """Find them: a slow step's selection serves the steps after it, a fast step's that step too."""
+        """Find them: a slow step's selection serves the steps after it, a fast step's that step too.
+
+        As does that of an imported indexer, whose steps are all slow.
+        """
         steps = view.steps
         wanted = view.wanted & (pc.field("step") <= int(steps.step[-1]))
         rows = view.trace.rows("selections", list(KEYS), wanted)
         step, layer, head = (rows[name].to_numpy().astype(np.int64) for name in KEYS[:3])
         ahead = rows["reason"].to_numpy() == AHEAD
         slow = np.append(steps.slow, False)[steps.rows(step + ahead)]  # none after the last step
-        begin = step + ahead + slow
+        begin = step + ahead + (slow & (not view.trace.reads_own_selection))
         order = np.argsort(begin, kind="stable")
         return cls(view, *(each[order] for each in (step, layer, head, ahead, begin)))
 
@@ -148,7 +151,8 @@ class StepReads:
         """
         steps, config = view.steps, view.trace.manifest["config"]
         places = view.places
-        dense = {place for place in places if steps.slow[row] or place[0] in config["dense_layers"]}
+        slow = steps.slow[row] and not view.trace.reads_own_selection
+        dense = {place for place in places if slow or place[0] in config["dense_layers"]}
         segments, context = Segments.of(view), int(steps.context[row])
         recent = context if segments.recent is None else int(segments.recent[row])
         if len(dense) == len(places):
@@ -181,7 +185,8 @@ class StepReads:
 
 def _notes(view: View, row: int, dense: Sequence[Place]) -> list[str]:
     steps, found = view.steps, []
-    if steps.slow[row] and steps.attended[row] < steps.context[row] and not view.trace.lossless:
+    said = view.trace.lossless or view.trace.reads_own_selection
+    if steps.slow[row] and steps.attended[row] < steps.context[row] and not said:
         found.append(
             "in this slow step some KV heads read only what was selected; the trace does not say which"
         )

@@ -11,6 +11,7 @@ import pyarrow.compute as pc
 
 from sfi_core.errors import TraceError
 from sfi_traces.read.reader import Trace
+from sfi_traces.read.shares import even_shares
 
 MOST_STEPS = 1024  # steps whose pairs are counted at once, so that memory stays bounded
 MOST_POSITIONS = 1 << 25  # in memory at once; a quarter of a GB, and its copies
@@ -60,9 +61,8 @@ class ViewSupports:
         every = thinning(len(found) * trace.manifest["audit"]["top"], MOST_POSITIONS)
         layers = pc.unique(found).sort()[::every]
         columns = ["step", "layer", "head", "positions", "mass"]
-        return cls.from_rows(
-            trace.rows("supports", columns, wanted & pc.field("layer").isin(layers))
-        )
+        rows = trace.rows("supports", columns, wanted & pc.field("layer").isin(layers))
+        return cls.from_rows(even_shares(rows))  # an import may have no masses
 
     @classmethod
     def from_rows(cls, table: pa.Table) -> "ViewSupports":

@@ -56,7 +56,8 @@ class StepWords:
         refreshed: Steps whose selections the step read.
         passages: What it read; most mass first, else most places first.
         missed: What dense attention looked at and the step did not read; most mass first. Empty where the
-            step was not audited.
+            step was not audited, or has no masses.
+        masses: Whether the trace has masses at all: an import may lack them.
         notes: What the trace leaves open.
     """
 
@@ -71,6 +72,7 @@ class StepWords:
     refreshed: list[int]
     passages: list[Passage]
     missed: list[Passage]
+    masses: bool = True
     notes: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
@@ -90,13 +92,15 @@ def text_of(view: View) -> list[str]:
     """Return the text of each position, of the prompt and of what was generated.
 
     Raises:
-        TraceError: It was redacted, or recorded without a tokenizer.
+        TraceError: It was redacted, or recorded or imported without a tokenizer.
     """
     wanted = view.of_request
     rows = view.trace.rows("prompts", ["position", "token_text"], wanted).sort_by("position")
     texts = rows["token_text"].to_pylist()
     if not texts or texts[0] is None:
         why = "was redacted" if view.trace.redacted else "was recorded without a tokenizer"
+        if view.trace.imported:
+            why = "was imported from a file without texts; import it with --tokenizer"
         raise TraceError(f"trace {view.trace.path} has no text: it {why}")
     return [text or "" for text in texts] + view.steps.text
 
@@ -130,6 +134,7 @@ def step_words(view: View, step: int) -> StepWords:
         refreshed=read.refreshed,
         passages=passages.read(mass),
         missed=passages.missed(mass),
+        masses=view.trace.masses,
         notes=read.notes,
     )
 
@@ -141,6 +146,8 @@ class _Mass:
 
     @classmethod
     def of(cls, view: View, step: int, reads: StepReads) -> "_Mass":
+        if not view.trace.masses:
+            return cls({})
         wanted = view.wanted & (pc.field("step") == step)
         rows = view.trace.rows("supports", ["layer", "head", "positions", "mass", "read"], wanted)
         found = {}
@@ -149,8 +156,7 @@ class _Mass:
             position = np.array(row["positions"], int)
             seen = row["read"]  # older traces lack it
             read = reads.of_place(place, position) if seen is None else np.array(seen, bool)
-            mass = row["mass"] or np.zeros(len(position))  # an imported trace may lack it
-            found[place] = position, np.array(mass, float), read
+            found[place] = position, np.array(row["mass"], float), read
         return cls(found)
 
     def weight(self, context: int, *, read: bool) -> np.ndarray:
@@ -177,8 +183,7 @@ class _Passages:
         if len(reads.dense) == len(reads.places):
             if not mass.found:
                 return [self._passage(ALL, 0, self._context - 1, self._context, reads.places, None)]
-            known = weight if weight.any() else None
-            found = self._cut(ALL, mass.marks(read=True), known, 0, self._context)
+            found = self._cut(ALL, mass.marks(read=True), weight, 0, self._context)
         else:
             found = self._cut(
                 SELECTED, marks, weight if mass.found else None, reads.sink, reads.recent

@@ -171,6 +171,7 @@ def replay(
             against=against,
             grid=grid,
             every=refresh_every,
+            batch=batch,
             step=step,
         ).run()
     else:

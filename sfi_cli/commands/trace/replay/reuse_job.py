@@ -8,7 +8,7 @@ from sfi_cli.commands.trace.replay.grid import ReplayGrid
 from sfi_cli.commands.trace.replay.job import Choice
 from sfi_cli.commands.trace.replay.reuse_views import reuse_text
 from sfi_cli.parsing import numbers
-from sfi_cli.terminal.output import Output
+from sfi_cli.terminal.output import Output, leave_interrupted
 from sfi_cli.terminal.progress import BenchProgress
 from sfi_core.errors import ConfigError
 
@@ -23,6 +23,7 @@ class ReuseJob:
         against: Must be None.
         grid: Settings of when a selection is made, besides the intervals.
         every: The intervals, with commas between; None for none, or without any setting for the usual ones.
+        batch: Must be 1: no bytes are counted.
         step: Must be None; only `--play` shows single steps.
     """
 
@@ -31,6 +32,7 @@ class ReuseJob:
     against: Path | None
     grid: ReplayGrid
     every: str | None
+    batch: int
     step: str | None
 
     def run(self) -> None:
@@ -38,15 +40,23 @@ class ReuseJob:
 
         Raises:
             SfiError: What the user can mend.
+            typer.Exit: With 130 after Ctrl-C.
         """
         if self.step is not None:
             raise ConfigError(f"step must come with --play, got {self.step}")
         for name, value in (("against", self.against), ("plot", self.output.plot)):
             if value is not None:
                 raise ConfigError(f"{name} needs a recorded run's memory and bytes, got {value}")
+        if self.batch != 1:
+            raise ConfigError(
+                f"batch must come without --refresh-every and of no imported trace, got {self.batch}"
+            )
         self._check_axes()
         with self.output:
-            self.output.data(self._document(), reuse_text)
+            document = self._document()
+            self.output.data(document, reuse_text)
+        if document["interrupted"]:
+            leave_interrupted()
 
     def _check_axes(self) -> None:
         from sfi_traces.replay.setting import MEMORY, PAGE_SIZE
@@ -60,17 +70,12 @@ class ReuseJob:
 
     def _document(self) -> dict[str, Any]:
         from sfi_traces.read.reader import Trace
-        from sfi_traces.replay import Supports, chance, reuse, schedule
+        from sfi_traces.replay import Supports, chance
 
         trace = Trace.open(self.choice.trace)
         settings = self._settings(trace)
         recorded = Supports.load(trace, self.choice.request, self.choice.layers, self.choice.heads)
-        rows: list[dict[str, Any]] = []
-        with BenchProgress(quiet=self.output.quiet) as progress:
-            for every, setting in settings:
-                progress.update("replaying schedules", len(rows), len(settings))
-                found = reuse(recorded, [schedule(one, setting) for one in recorded])
-                rows.append({"every": every, **_when(setting), **found.to_dict()})
+        rows, interrupted = self._rows(recorded, settings)
         return {
             "trace": str(self.choice.trace),
             "model": trace.manifest["model"]["name"],
@@ -85,7 +90,25 @@ class ReuseJob:
             "masses": trace.masses,
             "chance": chance(recorded),
             "rows": rows,
+            "interrupted": interrupted,
         }
+
+    def _rows(
+        self, recorded: list[Any], settings: list[tuple[int | None, Any]]
+    ) -> tuple[list[dict[str, Any]], bool]:
+        # those before Ctrl-C where it came
+        from sfi_traces.replay import reuse, schedule
+
+        rows: list[dict[str, Any]] = []
+        try:
+            with BenchProgress(quiet=self.output.quiet) as progress:
+                for every, setting in settings:
+                    progress.update("replaying schedules", len(rows), len(settings))
+                    found = reuse(recorded, [schedule(one, setting) for one in recorded])
+                    rows.append({"every": every, **_when(setting), **found.to_dict()})
+        except KeyboardInterrupt:
+            return rows, True
+        return rows, False
 
     def _settings(self, trace: Any) -> list[tuple[int | None, Any]]:
         # the intervals, then what else was asked for

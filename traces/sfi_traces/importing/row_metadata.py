@@ -1,0 +1,71 @@
+"""The metadata of a Parquet file of selections: JSON under names of ours, beside other writers' own."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from pyarrow import parquet
+
+from sfi_core.errors import InputError
+from sfi_traces.importing.schema import LARGEST, METADATA, VERSION_NAME, check_known
+
+OURS = (
+    "sfi_",
+    "prompt_",
+    "block_size",
+    "trigger_",
+)  # what a name of ours begins with, but for `model`
+LONGEST = 60  # characters of a value in an error
+NUMBER, STRING = f"a whole number in 0 to {LARGEST}", "a string"
+NUMBERS, STRINGS = f"whole numbers in 0 to {LARGEST}", "strings"
+# what a value must be: of what, how deep lists of it may be, and that in words
+RULES: dict[str, tuple[type, tuple[int, ...], str]] = {
+    "model": (str, (0,), STRING),
+    "block_size": (int, (0,), NUMBER),
+    "prompt_tokens": (int, (0, 1), f"{NUMBER}, or a list of one for each request"),
+    "trigger_token_ids": (int, (1,), f"a list of {NUMBERS}"),
+    "prompt_token_ids": (int, (1, 2), f"a list of {NUMBERS}, or one for each request"),
+    "prompt_token_texts": (str, (1, 2), f"a list of {STRINGS}, or one for each request"),
+}
+
+
+def read_metadata(path: Path, file: parquet.ParquetFile) -> dict[str, Any]:
+    """Decode the metadata.
+
+    Args:
+        path: The file.
+        file: The same, open.
+
+    Returns:
+        The values of our names; whole numbers and strings, or lists of these, as the schema says.
+
+    Raises:
+        InputError: A name of ours is unknown, or a value of another type.
+        ValueError: A value is no JSON.
+    """
+    known = file.metadata.metadata or {}
+    said = {key.decode(errors="replace"): text for key, text in known.items()}
+    ours = [name for name in said if name == "model" or name.startswith(OURS)]
+    check_known(path, "metadata key", ours, METADATA)
+    found = {name: json.loads(said[name]) for name in ours}
+    for name, value in found.items():
+        if name != VERSION_NAME and value is not None:
+            _check(path, name, value)
+    return found
+
+
+def _check(path: Path, name: str, value: Any) -> None:
+    kind, depths, words = RULES[name]
+    if not any(_is(value, kind, depth) for depth in depths):
+        got = json.dumps(value)
+        got = got if len(got) <= LONGEST else f"{got[:LONGEST]}..."
+        raise InputError(f"{name} of {path} must be {words}, got {got}")
+
+
+def _is(value: Any, kind: type, depth: int) -> bool:
+    if depth:
+        return isinstance(value, list) and all(_is(one, kind, depth - 1) for one in value)
+    if kind is str:
+        return isinstance(value, str)
+    # JSON's true is no number
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= LARGEST
