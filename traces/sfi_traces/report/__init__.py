@@ -1,17 +1,16 @@
 """One request of a trace as one HTML file: figures, summary and text; it loads nothing from anywhere."""
 
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from sfi_core.errors import BackendError, TraceError
 from sfi_traces.report.facts import cards, summed, tables
+from sfi_traces.report.page import page
 from sfi_traces.report.reading import what_steps_read
 from sfi_traces.report.text import generated, prompt
 from sfi_traces.views.captions import subject
 from sfi_traces.views.view import View
 
-HERE = Path(__file__).parent
 SCRIPTS = ("page.js", "reading.js")
 
 
@@ -30,17 +29,12 @@ def check_report() -> None:
 
 def render(view: View) -> str:
     """Write the report of a request; where a figure lacks its data, it says what records it."""
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined  # noqa: PLC0415 - an extra
-    from plotly.offline import get_plotlyjs  # noqa: PLC0415 - an extra
-
-    environment = Environment(
-        loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined,
-        trim_blocks=True, lstrip_blocks=True,
-    )  # fmt: skip
     figures, missing = _figures(view)
     summary = summed(view)
     words = _words(view, missing)
-    return environment.get_template("page.html").render(
+    return page(
+        "page.html",
+        SCRIPTS,
         name=view.trace.path.resolve().name,
         subject=subject(view),
         health=summary["health"],
@@ -52,9 +46,6 @@ def render(view: View) -> str:
         text=generated(view),
         prompt=prompt(view),
         words=words,
-        style=(HERE / "page.css").read_text(encoding="utf-8"),
-        script="\n".join((HERE / name).read_text(encoding="utf-8") for name in SCRIPTS),
-        plotly=get_plotlyjs(),
     )
 
 

@@ -1,16 +1,15 @@
 """Two traces as one HTML file: where they part, their figures side by side, and both summaries' numbers."""
 
-from pathlib import Path
 from typing import Any
 
 from sfi_core.errors import TraceError
 from sfi_traces.report.facts import Card, Table
+from sfi_traces.report.page import page
 from sfi_traces.summary.diff import place_words
 from sfi_traces.views.captions import subject
 from sfi_traces.views.labels import printable
 from sfi_traces.views.view import View
 
-HERE = Path(__file__).parent
 AROUND = 40  # tokens shown before the first difference, and after it
 FIGURES = ("heatmap", "retained", "timeline")
 NONE = "-"
@@ -31,17 +30,12 @@ def render_diff(first: View, second: View, document: Row) -> str:
         second: The request in B.
         document: What `compare` said of both traces.
     """
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined  # noqa: PLC0415 - an extra
-    from plotly.offline import get_plotlyjs  # noqa: PLC0415 - an extra
-
-    environment = Environment(
-        loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined,
-        trim_blocks=True, lstrip_blocks=True,
-    )  # fmt: skip
     views = {"a": first, "b": second}
     (row,) = (one for one in document["requests"] if one["request"] == first.request)
     figures, missing = _figures(views)
-    return environment.get_template("diff.html").render(
+    return page(
+        "diff.html",
+        ("page.js",),
         names={side: view.trace.path.resolve().name for side, view in views.items()},
         subjects={side: subject(view) for side, view in views.items()},
         cards=_cards(row, document),
@@ -50,9 +44,6 @@ def render_diff(first: View, second: View, document: Row) -> str:
         figures=figures,
         missing=missing,
         tables=_tables(document),
-        style=(HERE / "page.css").read_text(encoding="utf-8"),
-        script=(HERE / "page.js").read_text(encoding="utf-8"),
-        plotly=get_plotlyjs(),
     )
 
 
