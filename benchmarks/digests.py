@@ -24,20 +24,22 @@ sys.path[:0] = [str(ROOT / folder) for folder in (".", "kernels", "traces")]
 
 import torch  # noqa: E402
 
-from sfi_core import AuditConfig, Sampling, SfiConfig, generate, load, slow_fast  # noqa: E402
+from sfi_core import AuditConfig, EngineOptions, Sampling, SfiConfig, generate, load, slow_fast  # noqa: E402
 from tests.architectures import BY_LABEL, WORKS, padded, prompts  # noqa: E402
 
 CONFIG = SfiConfig(
     sink=2, recent=8, budget=12, t_max=4, span=2, trigger_token_ids=tuple(range(0, 300, 5)),
     window_prefill=4,
+).replace(
+    synckv={"heads": "even", "representatives": 1}, freekv={"page": 4}, baseline={"page": 4}
 )  # fmt: skip
 PAPER = SfiConfig.preset("paper").replace(
     sink=2, recent=8, budget=12, t_max=4, trigger_token_ids=tuple(range(0, 300, 5))
 )
 RAGGED, STEPS = (70, 31, 50), 20
 POLICIES = (
-    "full-kv", "streaming-llm", "snapkv", "h2o", "tova", "quest", "tidaldecode", "refreshkv",
-    "oracle-top-k", "random-k", "prior-only",
+    "full-kv", "streaming-llm", "snapkv", "quest", "codescan", "freekv", "synckv", "oracle-top-k",
+    "random-k", "prior-only",
 )  # fmt: skip
 
 
@@ -154,8 +156,8 @@ def cases() -> dict[str, Callable[[], Any]]:
         some[f"policy {name}"] = lambda name=name: own_loop(llama(), policy=name)
     changes = {
         "paper": PAPER,
-        "cosine": CONFIG.replace(trigger_policy="cosine", cosine_threshold=0.0, t_max=50),
-        "entropy": CONFIG.replace(trigger_policy="entropy", entropy_threshold=4.6, t_max=50),
+        "random": CONFIG.replace(trigger_policy="random", random_rate=0.3, t_max=50),
+        "pages": CONFIG.replace(granularity="page", page_size=4),
         "stride": CONFIG.replace(trigger_policy="stride", stride=3),
         "delay 0": CONFIG.replace(trigger_delay=0),
         "dense layers": CONFIG.replace(dense_layers=(1,)),
@@ -165,6 +167,8 @@ def cases() -> dict[str, Callable[[], Any]]:
     for name, config in changes.items():
         some[f"config {name}"] = lambda config=config: own_loop(llama(), config)
     sampled = {"sampling": Sampling(temperature=1.5, top_k=50), "seed": 3}
+    lossless = {"engine": EngineOptions(lossless=True)}
+    tiers = {"engine": EngineOptions(kv_device_budget="60%", kv_page=4)}
     runs: dict[str, dict[str, Any]] = {
         "sampled": sampled,
         "chunks": {"prefill_chunk": 16},
@@ -185,16 +189,21 @@ def cases() -> dict[str, Callable[[], Any]]:
     }
     for name, options in runs.items():
         some[f"run {name}"] = lambda options=options: own_loop(llama(), **options)
-    some["max batch cosine"] = lambda: own_loop(
-        llama(), changes["cosine"], prompts(40, 31, 50, 22), max_batch=2
+    for name in ("full-kv", "sfi", "streaming-llm", "codescan"):
+        some[f"lossless {name}"] = lambda name=name: own_loop(llama(), policy=name, **lossless)
+    some["lossless sampled"] = lambda: own_loop(llama(), **lossless, **sampled)
+    some["lossless max batch"] = lambda: own_loop(
+        llama(), rows=prompts(40, 31, 50, 22), max_batch=2, **lossless
     )
+    for name in ("sfi", "codescan", "freekv"):
+        some[f"two tiers {name}"] = lambda name=name: own_loop(llama(), policy=name, **tiers)
     some["hosted sampled"] = lambda: hosted(llama(), do_sample=True, temperature=1.5)
     triton = {"backend": "triton", "page_size": 16, "max_new_tokens": 10}
     for label in ("llama", "gemma-2", "qwen3"):
         some[f"triton {label}"] = lambda label=label: own_loop(BY_LABEL[label].build(), **triton)
-    for name in ("paper", "dense layers", "cosine"):
+    for name in ("paper", "dense layers", "pages"):
         some[f"triton {name}"] = lambda name=name: own_loop(llama(), changes[name], **triton)
-    for name in ("quest", "snapkv", "h2o"):
+    for name in ("quest", "snapkv", "codescan", "freekv", "synckv"):
         some[f"triton {name}"] = lambda name=name: own_loop(llama(), policy=name, **triton)
     some["triton audit"] = lambda: own_loop(llama(), **triton, audit=AuditConfig(every=3, top=8))
     some["triton max batch"] = lambda: own_loop(
