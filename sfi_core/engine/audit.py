@@ -153,16 +153,18 @@ def _read(layer: Layer, row: int, all_HT: torch.Tensor) -> torch.Tensor:
     read_HT = all_HT.new_zeros(H, T + 1).scatter(1, position_HS.where(position_HS >= 0, T), 1)
     read_HT = read_HT[:, :T]
     read_HT[:, layer.run.requests[row].read_start :] = True
-    dense_H = layer.dense_heads.get(row)
-    return read_HT if dense_H is None else read_HT | dense_H[:, None]
+    for head in layer.dense_heads.get(row, ()):
+        read_HT[head] = True
+    return read_HT
 
 
 def _retained(
     layer: Layer, row: int, mass_HGT: torch.Tensor, read_HT: torch.Tensor
 ) -> torch.Tensor:
     retained_HG = (mass_HGT * read_HT[:, None]).sum(-1)
-    dense_H = layer.dense_heads.get(row)
-    return retained_HG if dense_H is None else retained_HG.masked_fill(dense_H[:, None], 1.0)
+    for head in layer.dense_heads.get(row, ()):
+        retained_HG[head] = 1.0
+    return retained_HG
 
 
 def _error(layer: Layer, row: int, query_1HGD: torch.Tensor, out_HGE: torch.Tensor) -> torch.Tensor:

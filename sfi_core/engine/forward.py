@@ -196,10 +196,8 @@ def _step_request(
     if policy.selects_before:  # this step's selection may be larger than the last one's
         packed = sink + min(policy.config.budget, max(0, state.recent_start - sink))
     mixed = policy.mixes_heads and not dense
-    # which heads of a fast request hand out evidence is known on the device alone
-    hands_out = dense or policy.corrects
     return StepRequest(
-        mode=SLOW if hands_out and one.kind == FAST else one.kind,
+        mode=SLOW if dense and one.kind == FAST else one.kind,
         length=state.length,
         recent_start=state.recent_start,
         packed=packed,

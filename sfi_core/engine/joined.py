@@ -27,7 +27,7 @@ def joins(layer: Layer, row: int) -> bool:
     run = layer.run
     policy, state = run.policy, run.requests[row]
     return (
-        policy.needs_only_evidence
+        isinstance(policy, EvidencePolicy)
         and run.store.whole_on_device
         and run.ranks.size == 1
         and state.recent_start > state.sink(policy.config.sink)

@@ -32,7 +32,7 @@ class Layer:
         left_dense: Whether the layer is dense at every step.
         logit_options: Scale and soft cap of the logits, as the ops take them.
         options: The same, and the learned sink logits.
-        dense_heads: Which KV heads read everything, [H] bool, by row, where a policy mixes heads in a step.
+        dense_heads: The KV heads that read everything, by row, where a policy mixes heads in a step.
         new: The keys and values that the pass brings, [B, H, T, D] and [B, H, T, E], a request's own last;
             None where a host does not hand them over.
         later: What is selected once all that watch have seen what the layer attended.
@@ -65,7 +65,7 @@ class Layer:
         self.logit_options: dict[str, Any] = {"scale": scale, "soft_cap": soft_cap}
         self.options: dict[str, Any] = {**self.logit_options, "sink_HG": sink_HG}
         self.new = new
-        self.dense_heads: dict[int, torch.Tensor] = {}
+        self.dense_heads: dict[int, Sequence[int]] = {}
         self.later: list[Callable[[], None]] = []
 
     def finish(self, query_BHGTD: torch.Tensor, out_BHGTE: torch.Tensor) -> None:

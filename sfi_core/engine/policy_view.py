@@ -1,7 +1,6 @@
 """What a layer shows its policy: logits, keys, norms and the policy's own notes, made when asked for."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -9,11 +8,7 @@ import torch
 from sfi_core.engine.layer import Layer
 from sfi_core.observers.events import SelectionEvent
 from sfi_core.observers.observer import wants
-from sfi_core.policies.context import SHARED, LayerContext
-from sfi_kernels.dense_attention import window_logits
-from sfi_kernels.partial_attention import capped
-
-BLOCK = 128  # queries of the prompt whose logits are held at once
+from sfi_core.policies.context import LayerContext
 
 
 def layer_context(
@@ -51,9 +46,7 @@ def layer_context(
         scale=layer.logit_options["scale"],
         keys=lambda place, start, stop: run.store.keys(index, rows[place], start, stop),
         values=lambda place, start, stop: run.store.values(index, rows[place], start, stop),
-        attended=lambda place: _attended(layer, rows[place], query_RHGWD[place, :, :, -1]),
         notes=tuple(run.notes[request, index] for request in requests),
-        shared=tuple(run.notes[request, SHARED] for request in requests),
     )
 
 
@@ -62,38 +55,3 @@ def _interval(layer: Layer, rows: tuple[int, ...]) -> tuple[int, int] | None:
         return None
     state = layer.run.requests[rows[0]]
     return state.sink(layer.run.policy.config.sink), state.recent_start
-
-
-def prompt_blocks(layer: Layer, query_BHGTD: torch.Tensor) -> Iterator[LayerContext]:
-    """Show every query of a piece of the prompt once, request by request."""
-    T = query_BHGTD.shape[3]
-    for row in layer.forward.prompts:
-        count = layer.forward.count[row]
-        for start in range(0, count, BLOCK):
-            stop = min(start + BLOCK, count)
-            query = query_BHGTD[row : row + 1, :, :, T - count + start : T - count + stop]
-            length = layer.forward.start[row] + stop
-            logits = partial(
-                window_logits.on(layer.backend),
-                query,
-                layer.pages.key_PHND,
-                layer.run.store.block_table_BP[row : row + 1],
-                torch.tensor([length], dtype=torch.int32, device=query.device),
-                **layer.logit_options,
-                longest=length,
-            )
-            yield replace(layer_context(layer, (row,), query), logits=logits)
-
-
-def _attended(layer: Layer, row: int, query_HGD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    run, scale = layer.run, layer.logit_options["scale"]
-    segment, state = run.segments[layer.index], run.requests[row]
-    packed, recent = state.packed_tokens, (state.recent_start, state.length)
-    recent_HND = run.store.keys(layer.index, row, *recent)[0]
-    key_HSD = torch.cat([segment.key_BHSD[row, :, :packed], recent_HND], 1)
-    recent_HN = torch.arange(*recent, device=key_HSD.device).expand(len(key_HSD), -1)
-    position_HS = torch.cat([segment.position_BHS[row, :, :packed].long(), recent_HN], 1)
-    logits_HGS = capped(
-        query_HGD.float() * scale @ key_HSD.float().mT, layer.logit_options["soft_cap"]
-    )
-    return logits_HGS, position_HS

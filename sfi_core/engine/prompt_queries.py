@@ -28,8 +28,8 @@ class PromptQueries:
     Every run has one for its first selection; `read_prompt` adds another as a `Watcher`.
 
     Attributes:
-        window: Queries kept, from the end; None for all, which H2O needs and which take as much memory as the
-            keys of as many heads.
+        window: Queries kept, from the end; None for all, which take as much memory as the keys of as many
+            heads.
         layers: What has been kept, by layer.
     """
 

@@ -8,27 +8,22 @@ import torch
 from sfi_core.engine.layer import Layer
 from sfi_core.engine.maintenance import first_together
 from sfi_core.engine.packing import apply
-from sfi_core.engine.policy_view import layer_context, prompt_blocks
+from sfi_core.engine.policy_view import layer_context
 from sfi_core.policies.base import Selection
 
 
 def end_prompt(layer: Layer, query_BHGTD: torch.Tensor) -> None:
-    """Show the policy a piece of the prompt; make the first selection of requests whose prompt ends with it.
+    """Make the first selection of the requests whose prompt ends with the pass.
 
     Args:
         layer: The layer; it has attended.
         query_BHGTD: The piece's queries; the last `window_prefill` of the prompt select.
     """
     run, ended = layer.run, layer.forward.ended
-    if not layer.forward.prompts:
-        return
-    if run.policy.observes_prompt:
-        for context in prompt_blocks(layer, query_BHGTD):
-            run.policy.observe_prompt(context)
     if layer.left_dense or not ended:
         return
     last_BHGWD = run.prompt_queries.with_kept(layer, query_BHGTD)
-    if not run.policy.selects_in(layer.index):
+    if not run.policy.selects_after:
         for row in ended:
             apply(layer, (row,), _nothing(last_BHGWD))
         return
@@ -80,8 +75,6 @@ def refresh(
     if not any(empty):
         context = layer_context(layer, rows, query_RHGWD, logits, log_sum_RHGW)
         selection = run.policy.select_after(context)
-        if run.policy.corrects:
-            run.policy.selected(context)
         run.meter.count(f"{layer.backend}.selector", len(rows))
         apply(layer, rows, selection)
         return
@@ -91,19 +84,6 @@ def refresh(
             apply(layer, (row,), _nothing(query))
         else:
             refresh(layer, (row,), query)
-
-
-def select_alone(
-    layer: Layer,
-    rows: tuple[int, ...],
-    query_RHG1D: torch.Tensor,
-    dense_RH: torch.Tensor,
-    logits: Callable[[], torch.Tensor],
-) -> None:
-    """Let the policy select anew for the heads of fast requests that have read everything."""
-    context = layer_context(layer, rows, query_RHG1D, logits)
-    layer.run.meter.count(f"{layer.backend}.correction", len(rows))
-    apply(layer, rows, layer.run.policy.select_alone(context, dense_RH), "correction")
 
 
 def select_next(layer: Layer, rows: tuple[int, ...], query_RHG1D: torch.Tensor) -> None:

@@ -20,7 +20,6 @@ from sfi_core.engine.forward import (
     RequestPass,
     known_requests,
 )
-from sfi_core.engine.head_count import HeadCount
 from sfi_core.engine.maintenance import Maintenance
 from sfi_core.engine.meter import WHOLE_STEP, Meter
 from sfi_core.engine.prompt_queries import PromptQueries
@@ -29,7 +28,7 @@ from sfi_core.engine.step_shape import Shape, step_shape, tell_beginning
 from sfi_core.engine.telling import step_event, tell_recall
 from sfi_core.engine.watcher import Watcher
 from sfi_core.observers.observer import Observer
-from sfi_core.policies.base import Policy, StepPlan
+from sfi_core.policies.base import EvidencePolicy, Policy, StepPlan
 from sfi_core.policies.context import Notes, StepContext
 from sfi_core.settings.audit import AuditConfig
 from sfi_core.settings.engine import DEFAULTS, EngineOptions
@@ -65,10 +64,9 @@ class Run:
         step: The batch's step; -1 before step 0.
         segments: The packed segment by layer.
         layers: Full-attention layers seen.
-        notes: What the policy keeps, by request (not row) and layer; `SHARED` stands for all layers.
+        notes: What the policy keeps, by request (not row) and layer.
         signals: What the policy's plan looks at besides tokens; None for nothing.
         prompt_queries: The last queries of pieces of the prompt, for the first selection.
-        head_count: How many KV heads read everything where a policy mixes them.
         maintenance: Selects and packs on slow steps, beside the next layers where it can.
         descriptors: Writes the descriptors of each pass.
         recorded: Whether the tokens of the last step have been noted.
@@ -93,7 +91,6 @@ class Run:
     notes: dict[tuple[int, int], Notes] = field(default_factory=lambda: defaultdict(dict))
     signals: Signals | None = field(init=False)
     prompt_queries: PromptQueries = field(init=False)
-    head_count: HeadCount = field(default_factory=HeadCount)
     maintenance: Maintenance = field(init=False)
     descriptors: Descriptors = field(init=False)
     recorded: bool = True
@@ -105,7 +102,7 @@ class Run:
         self.requests = [RequestState(request=row) for row in range(self.store.batch)]
         self.signals = Signals(policy.signal, self.ranks) if policy.signal else None
         self.prompt_queries = PromptQueries(policy.config.window_prefill)
-        overlap = self.engine.overlap and policy.needs_only_evidence
+        overlap = self.engine.overlap and isinstance(policy, EvidencePolicy)
         self.maintenance = Maintenance(side_of(self.device, overlap=overlap))
         self.descriptors = FreshDescriptors(policy, self.store, self.device)
 
@@ -217,12 +214,11 @@ class Run:
     def record(self, token_B: Sequence[int]) -> None:
         """Note the tokens x_t, one a row, of the requests that the pass gave one; tell the observer."""
         self.meter.lap(prefill=not self.forward.decodes)
-        mixed = self.head_count.settle()
-        shape = step_shape(self, mixed)
+        shape = step_shape(self)
         rows = zip(self.requests, self.forward.passes, token_B, strict=True)
-        for row, (state, one, token) in enumerate(rows):
+        for state, one, token in rows:
             if one.generates:
-                self._record(state, token, mixed.get(row), shape)
+                self._record(state, token, shape)
         self.recorded = True
 
     def end_pass(self) -> None:
@@ -241,10 +237,17 @@ class Run:
         self.segments[layer].reserve(rows)  # the store may have grown
         return self.segments[layer]
 
-    def attended(self, state: RequestState, mixed: float | None = None) -> float:
+    def attended(self, state: RequestState) -> float:
         """Return the tokens that a request's step reads for each KV head; see `RequestState.attended`."""
-        dense = len(self.layers & set(self.policy.config.dense_layers))
-        return state.attended(len(self.layers), dense, mixed)
+        others = self.layers.difference(self.policy.config.dense_layers)
+        dense = len(self.layers) - len(others)
+        if not (self.policy.mixes_heads and state.step > 0):
+            return state.attended(len(self.layers), dense)
+        shares = 0.0
+        for layer in others:
+            heads = self.store.pages(layer).key_PHND.shape[1]
+            shares += len(self.policy.dense_heads(state, layer, heads)) / heads
+        return state.attended(len(self.layers), dense, shares)
 
     def note_recall(self, layer: int, rows: Sequence[int], brought: Recall) -> None:
         """Count what a layer's selection brings from the host, and tell the observer, once it is there."""
@@ -283,11 +286,11 @@ class Run:
         else:
             state.length += one.count
 
-    def _record(self, state: RequestState, token: int, mixed: float | None, shape: Shape) -> None:
+    def _record(self, state: RequestState, token: int, shape: Shape) -> None:
         state.finish_step(token)
         state.tally.time_step(state.step, self.meter.began, self.meter.ended)
         state.finished = token in self.stop_ids
-        attended = self.attended(state, mixed)
+        attended = self.attended(state)
         if state.step > 0:
             selecting = 0.0 if state.slow else self.policy.selection_tokens(state)
             state.tally.count_reads(attended, state.length, selecting)

@@ -77,9 +77,8 @@ class SharedPrompt:
             ConfigError: The policy looks at queries that were not kept, or the pages are another backend's.
         """
         needed = policy.config.window_prefill
-        if self.window is not None and (policy.observes_prompt or needed > self.window):
-            wanted = "all" if policy.observes_prompt else needed
-            raise ConfigError(f"window must keep {wanted} queries of the prompt, got {self.window}")
+        if self.window is not None and needed > self.window:
+            raise ConfigError(f"window must keep {needed} queries of the prompt, got {self.window}")
         ours, theirs = (
             (self.store.backend, self.store.page_size),
             (backend, page_size or self.capacity),

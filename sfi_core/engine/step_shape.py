@@ -7,7 +7,6 @@ from sfi_core.observers.events import BeginStepEvent, StepEvent
 from sfi_core.observers.observer import wants
 
 Shape = Mapping[str, Any]
-NONE_MIXED: Mapping[int, float] = {}
 
 
 def tell_beginning(run: Any) -> None:
@@ -21,17 +20,16 @@ def tell_beginning(run: Any) -> None:
         fast=run.requests_of(forward.fast),
         reads_prompt=bool(forward.prompts),
         not_replayed=run.meter.not_replayed,
-        **_reads(run, NONE_MIXED),
+        **_reads(run),
     )
     run.observer.on(event)
 
 
-def step_shape(run: Any, mixed: Mapping[int, float] = NONE_MIXED) -> Shape:
+def step_shape(run: Any) -> Shape:
     """Return the fields of `StepEvent` that all requests of the pass under way share.
 
     Args:
         run: The `engine.run.Run`; its requests have not ended their step.
-        mixed: Rows where only some heads read everything, and of how many layers' worth they are.
 
     Returns:
         Nothing where nobody would hear it.
@@ -43,11 +41,11 @@ def step_shape(run: Any, mixed: Mapping[int, float] = NONE_MIXED) -> Shape:
         "graphs": run.meter.replayed,
         "slow_requests": len(forward.prompts) + len(forward.slow),
         "fast_requests": len(forward.fast),
-        **_reads(run, mixed),
+        **_reads(run),
     }
 
 
-def _reads(run: Any, mixed: Mapping[int, float]) -> dict[str, int]:
+def _reads(run: Any) -> dict[str, int]:
     forward, config = run.forward, run.policy.config
     seen, always, other = run.meter.row_bytes
     if seen != len(run.layers):
@@ -59,8 +57,8 @@ def _reads(run: Any, mixed: Mapping[int, float]) -> dict[str, int]:
     for row in (*forward.prompts, *forward.slow, *forward.fast):
         state = run.requests[row]
         cached += state.length
-        if row in mixed:
-            moved += (always + other) * run.attended(state, mixed[row])
+        if run.policy.mixes_heads and row not in forward.prompts:
+            moved += (always + other) * run.attended(state)
         else:
             moved += always * state.length + other * state.read(dense=state.slow)
     return {"cached_tokens": cached, "moved_bytes": round(moved)}

@@ -36,7 +36,7 @@ def read_prompt(
         tokenizer: Its tokenizer; may be None when prompts are token ids.
         prompts: Texts or token ids; they may differ in length.
         capacity: Tokens that a request may reach in a run from here, its prompt included.
-        window: Queries of the prompt to keep, from its end; None keeps all, which h2o needs.
+        window: Queries of the prompt to keep, from its end; None keeps all.
         prefill_chunk: Prompt tokens of one forward pass; 0 for all at once.
         backend: "auto", "torch" or "triton"; the runs' own.
         page_size: Tokens of a cache page; the runs' own.

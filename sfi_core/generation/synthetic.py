@@ -7,7 +7,6 @@ import torch
 
 from sfi_core.engine.prompt_queries import PromptLayer
 from sfi_core.engine.shared_prompt import SharedPrompt
-from sfi_core.errors import ConfigError
 from sfi_core.hosts.transformers.session import Session
 from sfi_core.state.kv_store import KVStore
 from sfi_core.state.layer_shape import LayerShape
@@ -47,15 +46,7 @@ class SyntheticPrompt:
         self._rows = list(range(len(self.contexts)) if rows is None else rows)
 
     def shared(self, session: Session) -> SharedPrompt:
-        """Return the prompts for a run of a session; the first call fills the pages.
-
-        Raises:
-            ConfigError: The policy looks at all of a prompt's queries.
-        """
-        if session.policy.observes_prompt:
-            raise ConfigError(
-                f"policy {session.policy_name} looks at every query of a prompt, which must be read then"
-            )
+        """Return the prompts for a run of a session; the first call fills the pages."""
         shapes, model = session.shapes(), session.model
         if self.store is None or session.tiers is not None or not self.store.whole_on_device:
             self.drop()  # before the next one is made: both may not fit

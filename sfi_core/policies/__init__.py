@@ -6,32 +6,24 @@ from sfi_core.policies.codescan import CodeScan
 from sfi_core.policies.context import Evidence, LayerContext, StepContext
 from sfi_core.policies.freekv import FreeKV
 from sfi_core.policies.full_kv import FullKV
-from sfi_core.policies.h2o import H2O
 from sfi_core.policies.oracle_top_k import OracleTopK
 from sfi_core.policies.outside import import_policy, installed, package_of
 from sfi_core.policies.prior_only import PriorOnly
 from sfi_core.policies.quest import Quest
 from sfi_core.policies.random_k import RandomK
-from sfi_core.policies.refreshkv import RefreshKV
 from sfi_core.policies.sfi import SFI
 from sfi_core.policies.shared import Triggered, always_fast, best
 from sfi_core.policies.snapkv import SnapKV
 from sfi_core.policies.streaming_llm import StreamingLLM
 from sfi_core.policies.synckv import SyncKV
-from sfi_core.policies.tidaldecode import TidalDecode
-from sfi_core.policies.tova import Tova
 
 POLICIES: dict[str, type[Policy]] = {
     "full-kv": FullKV,
     "sfi": SFI,
     "streaming-llm": StreamingLLM,
     "snapkv": SnapKV,
-    "h2o": H2O,
-    "tova": Tova,
     "quest": Quest,
     "codescan": CodeScan,
-    "tidaldecode": TidalDecode,
-    "refreshkv": RefreshKV,
     "freekv": FreeKV,
     "synckv": SyncKV,
     "oracle-top-k": OracleTopK,

@@ -72,13 +72,9 @@ class Policy:
         trigger: Says when a slow step is due.
         selects_before: Whether `select_before` is to be called on fast steps.
         selects_after: Whether `select_after` is to be called on slow steps.
-        prompt_only: Whether that is so at the prompt's end only, as of a slow step.
-        observes_fast: Whether `observe_fast` is to be called.
-        observes_prompt: Whether `observe_prompt` is to be called.
+        prompt_only: Whether `select_after` is for the prompt's end only, not for slow decoding steps.
         selects_next: Whether `select_next` is to be called on fast steps.
         mixes_heads: Whether `dense_heads` is to be called in decoding steps.
-        corrects: Whether the heads that it names on a fast step select anew by `select_alone`.
-        needs_only_evidence: Whether the policy is an `EvidencePolicy`.
         evicts: Whether what is not attended is gone for good; such methods also store less.
         drafts: Whether its fast steps can be taken back, as a lossless run does with rejected tokens.
         offloads: Whether it can run over a store that keeps most keys and values in host memory.
@@ -88,12 +84,8 @@ class Policy:
     selects_before = False
     selects_after = False
     prompt_only = False
-    observes_fast = False
-    observes_prompt = False
     selects_next = False
     mixes_heads = False
-    corrects = False
-    needs_only_evidence = False
     evicts = False
     drafts = False
     offloads = False
@@ -113,18 +105,10 @@ class Policy:
         """Decide, before the forward pass of step t >= 1, which requests are slow."""
         raise NotImplementedError
 
-    def selects_in(self, layer: int) -> bool:
-        """Say whether a slow step of a layer calls `select_after`."""
-        return self.selects_after and layer not in self.config.dense_layers
-
     @classmethod
     def refreshes(cls) -> bool:
-        """Say whether slow decoding steps call `select_after`."""
+        """Say whether slow decoding steps call `select_after`, in the layers that are not left dense."""
         return cls.selects_after and not cls.prompt_only
-
-    def refreshes_in(self, layer: int) -> bool:
-        """Say whether a slow decoding step of a layer calls `select_after`."""
-        return self.refreshes() and self.selects_in(layer)
 
     def select_before(self, context: LayerContext) -> Selection | None:
         """Select from the current query, before a fast layer attends (Quest, FreeKV)."""
@@ -138,33 +122,12 @@ class Policy:
         """Select for the next step, once a fast layer has attended (FreeKV's speculative retrieval)."""
         return None
 
-    def dense_heads(self, context: LayerContext) -> torch.Tensor | None:
-        """Say which KV heads of a decoding step read their request's whole history.
-
-        Returns:
-            [B, H] bool, on the device; None where all heads do as the step says: everything on a slow step,
-            the selected memory on a fast one.
-        """
-        return None
-
-    def select_alone(self, context: LayerContext, heads_BH: torch.Tensor) -> Selection | None:
-        """Select anew for the heads that `dense_heads` named on a fast step (`sfi` with correction).
-
-        The logits of other heads are undefined.
-        """
-        return None
-
-    def selected(self, context: LayerContext) -> None:
-        """Look at a layer whose memory a slow step has just selected, if the policy `corrects`."""
+    def dense_heads(self, state: RequestState, layer: int, heads: int) -> Sequence[int]:
+        """Return which of a layer's KV heads read the request's whole history in a decoding step (SyncKV)."""
+        return ()
 
     def rewind(self, note: Notes, length: int) -> None:
         """Forget what the notes of a request and layer hold of positions from `length` on, if it `drafts`."""
-
-    def observe_fast(self, context: LayerContext) -> None:
-        """Look at the logits of a fast layer's attended set, once it has attended (H2O, TOVA)."""
-
-    def observe_prompt(self, context: LayerContext) -> None:
-        """Look at the logits of some queries of the prompt, every one once, in order (H2O)."""
 
     @property
     def most_fast_steps(self) -> int | None:
@@ -192,7 +155,6 @@ class EvidencePolicy(Policy):
     """
 
     selects_after = True
-    needs_only_evidence = True
 
     def select_after(self, context: Evidence) -> Selection | None:
         """See `Policy.select_after`."""

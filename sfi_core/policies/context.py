@@ -11,7 +11,6 @@ from sfi_core.distributed.ranks import ALONE, Ranks
 from sfi_core.state.request import RequestState
 
 Notes = dict[str, Any]
-SHARED = -1  # stands for all layers where notes are kept by layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +68,7 @@ class LayerContext(Evidence):
         keys: Returns the cached keys of one request, by its place here, from a position to before another,
             [1, H, T, D].
         values: The same for the cached values.
-        attended: Returns, by place, the logits of the current query over what a fast step reads, [H, G, S],
-            and the positions, [H, S] (Eq. 1).
         notes: What the policy keeps in this layer from step to step, by request.
-        shared: The same for all layers.
     """
 
     states: tuple[RequestState, ...]
@@ -80,6 +76,4 @@ class LayerContext(Evidence):
     scale: float
     keys: Callable[[int, int, int], torch.Tensor]
     values: Callable[[int, int, int], torch.Tensor]
-    attended: Callable[[int], tuple[torch.Tensor, torch.Tensor]]
     notes: tuple[Notes, ...]
-    shared: tuple[Notes, ...]

@@ -1,9 +1,6 @@
 """Which KV head of a layer stands for which: SyncKV's representative heads (R-heads)."""
 
-from functools import cache
 from pathlib import Path
-
-import torch
 
 from sfi_core.errors import ConfigError
 from sfi_core.policies.head_clusters import HeadClusters
@@ -19,12 +16,11 @@ class Leaders:
         count: Representatives of a layer where they are.
     """
 
-    def __init__(self, source: str | None, setting: str, count: int) -> None:
+    def __init__(self, source: str | None, count: int) -> None:
         """Read the file of clusters.
 
         Args:
             source: The file, or "even".
-            setting: The setting that names the source, for the error.
             count: Representatives of a layer under "even".
 
         Raises:
@@ -33,8 +29,8 @@ class Leaders:
         """
         if source is None:
             raise ConfigError(
-                f"{setting} must be a file of head clusters, got none; make one with `sfi tune heads`, or "
-                f"set {setting}={EVEN}"
+                "synckv.heads must be a file of head clusters, got none; make one with `sfi tune heads`, or "
+                f"set synckv.heads={EVEN}"
             )
         self.clusters = None if source == EVEN else HeadClusters.load(Path(source))
         self.count = count
@@ -54,25 +50,3 @@ class Leaders:
         return tuple(
             -(-(head * self.count // heads) * heads // self.count) for head in range(heads)
         )
-
-
-def mask_of(leaders: tuple[int, ...], like_BHX: torch.Tensor) -> torch.Tensor:
-    """Return which heads are representatives, [B, H] bool, for as many requests as `like` has."""
-    return _mask(leaders, like_BHX.device).expand(len(like_BHX), -1)
-
-
-@cache
-def _mask(leaders: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    # sent once, not in every layer of every step
-    return torch.tensor([head in leaders for head in range(len(leaders))], device=device)
-
-
-def places_of(leaders: tuple[int, ...]) -> tuple[list[int], list[int]]:
-    """Return the representatives in order, and for each head the place of its own among them."""
-    chosen = sorted(set(leaders))
-    return chosen, [chosen.index(leader) for leader in leaders]
-
-
-def columns(value_BHX: torch.Tensor, heads: list[int]) -> torch.Tensor:
-    """Return some heads of a tensor, one by one: a list as an index would wait for the device."""
-    return torch.stack([value_BHX[:, head] for head in heads], 1)

@@ -2,9 +2,10 @@
 
 from sfi_core.policies.base import Policy, Selection, StepPlan
 from sfi_core.policies.context import LayerContext, StepContext
-from sfi_core.policies.shared import always_fast, best, window_probability
+from sfi_core.policies.shared import always_fast, best
 from sfi_core.settings.config import SfiConfig
 from sfi_core.state.request import RequestState
+from sfi_kernels.selector import attention_probability
 
 
 class OracleTopK(Policy):
@@ -24,7 +25,8 @@ class OracleTopK(Policy):
 
     def select_before(self, context: LayerContext) -> Selection:
         """Rank J by the mean probability over the query heads of a KV head."""
-        return best(context, window_probability(context), self.config.budget)
+        probability = attention_probability(context.logits(), context.allowed_BT)
+        return best(context, probability.mean(dim=(2, 3)), self.config.budget)
 
     def selection_tokens(self, state: RequestState) -> float:
         """Every key, which is half of what a token has."""

@@ -18,8 +18,9 @@ import torch
 
 from sfi_core.policies.base import Policy, Rule, Selection, StepPlan
 from sfi_core.policies.context import LayerContext, StepContext
-from sfi_core.policies.leaders import Leaders, columns, mask_of, places_of
+from sfi_core.policies.leaders import Leaders
 from sfi_core.settings.config import SfiConfig
+from sfi_core.state.request import RequestState
 from sfi_kernels.constants import MASKED_SCORE
 from sfi_kernels.step_descriptor import sent
 from sfi_kernels.top_k import top_k
@@ -38,7 +39,7 @@ class SyncKV(Policy):
         """See `Policy`; reads the file of head clusters."""
         super().__init__(config, trigger, layers)
         own = self.config.synckv
-        self.leaders = Leaders(own.heads, "synckv.heads", own.representatives)
+        self.leaders = Leaders(own.heads, own.representatives)
         # as written: in floating point 1 - 0.9 is less than 0.1
         share = 1 - Fraction(str(own.static))
         self.dynamic = int(share * self.config.budget)  # k_dyn of Eq. 6
@@ -54,14 +55,11 @@ class SyncKV(Policy):
         due = [(state.step + 1) % stride == 0 for state in context.requests]
         return StepPlan.by_reason(["anticipation" if one else "" for one in due])
 
-    def dense_heads(self, context: LayerContext) -> torch.Tensor:
+    def dense_heads(self, state: RequestState, layer: int, heads: int) -> Sequence[int]:
         """Name the representatives (SyncKV, Algorithm 1, line 22), or nobody between two anticipations."""
-        leaders = self.leaders.of(context.layer, context.key_norm_BHT.shape[1])
-        mask_BH = mask_of(leaders, context.key_norm_BHT)
-        if self.config.synckv.suspension == "dense":
-            return mask_BH
-        slow_B = sent(torch.tensor([state.slow for state in context.states]), mask_BH.device)
-        return mask_BH & slow_B[:, None]
+        if state.slow or self.config.synckv.suspension == "dense":
+            return self._representatives(layer, heads)
+        return ()
 
     @property
     def most_fast_steps(self) -> int:
@@ -70,19 +68,23 @@ class SyncKV(Policy):
 
     def resident_heads(self, layer: int, heads: int) -> Sequence[int]:
         """Keep the representatives' keys and values on the device (Sec. 4.2)."""
-        return super().resident_heads(layer, heads) or sorted(set(self.leaders.of(layer, heads)))
+        return super().resident_heads(layer, heads) or self._representatives(layer, heads)
 
     def select_after(self, context: LayerContext) -> Selection:
         """Choose the dynamic set by the representatives (SyncKV, Eq. 6); at step 0 both sets."""
-        chosen, place = places_of(self.leaders.of(context.layer, context.key_norm_BHT.shape[1]))
+        leaders = self.leaders.of(context.layer, context.key_norm_BHT.shape[1])
+        chosen = sorted(set(leaders))
         # Eq. 5; only the representatives' logits are there
-        logits = _written(context, columns(context.logits(), chosen))
+        logits = _written(context, _columns(context.logits(), chosen))
         score_BRT = logits.softmax(-1).amax(dim=(2, 3))
         score_BRT = score_BRT.masked_fill(~context.allowed_BT[:, None], MASKED_SCORE)
         rows = [
             self._select(context, at, score_RT) for at, score_RT in enumerate(score_BRT.unbind(0))
         ]
-        return Selection(columns(torch.stack(rows), place))
+        return Selection(_columns(torch.stack(rows), [chosen.index(leader) for leader in leaders]))
+
+    def _representatives(self, layer: int, heads: int) -> list[int]:
+        return sorted(set(self.leaders.of(layer, heads)))
 
     def _select(self, context: LayerContext, at: int, score_RT: torch.Tensor) -> torch.Tensor:
         note, K = context.notes[at], min(self.config.budget, score_RT.shape[1])
@@ -104,6 +106,11 @@ class SyncKV(Policy):
         spare_RT = spare_RT.scatter(1, static_RK.to(spare_RT.device) % (T + 1), MASKED_SCORE)
         dynamic_RK = best(spare_RT[None, :, :T].contiguous(), left)[0]
         return _united(static_RK.to(dynamic_RK), dynamic_RK)
+
+
+def _columns(value_BHX: torch.Tensor, heads: list[int]) -> torch.Tensor:
+    # some heads, one by one: a list as an index would wait for the device
+    return torch.stack([value_BHX[:, head] for head in heads], 1)
 
 
 def _written(context: LayerContext, logits_BRGWT: torch.Tensor) -> torch.Tensor:

@@ -146,18 +146,6 @@ class SfiConfig:
     group_reduce: str = setting(
         "power", "How the query heads of a KV head share evidence.", choices=GROUP_REDUCTIONS
     )
-    correction: float | None = setting(
-        None,
-        "Under sfi: on a fast step a KV head whose query has a cosine below this with the one that selected "
-        "for it reads everything and selects alone (FreeKV's correction); none for no correction.",
-        least=-1,
-        most=1,
-    )
-    representatives: str | None = setting(
-        None,
-        "Under sfi: file of head clusters, from `sfi tune heads`, or even. Slow steps read everything with "
-        "each cluster's representative only, whose evidence selects for the cluster (SyncKV's R-heads).",
-    )
     selector: SelectorConfig = field(default_factory=SelectorConfig)
     baseline: BaselineConfig = field(default_factory=BaselineConfig)
     freekv: FreeKVConfig = field(default_factory=FreeKVConfig)

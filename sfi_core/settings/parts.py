@@ -62,24 +62,13 @@ class SelectorConfig:
 class BaselineConfig:
     """Settings of the other methods, `sfi` looks at none of them; each field says what it does."""
 
-    pool: int = setting(
-        5,
-        "Positions over which SnapKV averages and RefreshKV takes the maximum of a score. Odd.",
-        least=1,
-    )
+    pool: int = setting(5, "Positions over which SnapKV averages a score. Odd.", least=1)
     page: int = setting(16, "Tokens of a page of Quest's.", least=1)
-    select_layers: tuple[int, ...] | None = setting(
-        None,
-        "Layers of TidalDecode that attend densely and choose for those after them. None is its layer 2 "
-        "and its correction layer, 13 of 32, at the same share of the model's depth.",
-        least=0,
-    )
 
     def __post_init__(self) -> None:
         """Reject values of another type or out of range."""
         check(self)
         require(self.pool % 2 == 1, f"pool must be odd, got {self.pool}")
-        require(self.select_layers != (), "select_layers must be at least one layer, got []")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,8 +21,7 @@ class RequestState:
         recent_start: First position of the recent segment.
         read_start: First token after the packed ones that a KV head reads in step t if it reads sparsely:
             `recent_start`, but on an anchored slow step, where the packed memory is still the last one.
-        packed_tokens: Sink and selected tokens per KV head; the most of a head where heads differ, which
-            takes a sliding window, heads that correct, and fewer candidates than the budget.
+        packed_tokens: Sink and selected tokens per KV head.
         sparse_tokens: What such a head reads on a slow step.
         next_packed: `packed_tokens` from the next step on, where it was selected ahead; None otherwise.
         tokens: Generated ids x_0, x_1, ...

@@ -15,7 +15,7 @@ from sfi_core.engine.joined import joins, refresh_later
 from sfi_core.engine.layer import Layer
 from sfi_core.engine.packing import apply
 from sfi_core.engine.policy_view import layer_context
-from sfi_core.engine.refresh import end_prompt, refresh, select_alone, select_next
+from sfi_core.engine.refresh import end_prompt, refresh, select_next
 from sfi_kernels.pseudo_token import PseudoToken
 from sfi_kernels.sparse_attention import sparse_attention
 from sfi_kernels.step_descriptor import FAST, PROMPT, sent
@@ -66,7 +66,7 @@ def _attend(layer: Layer, rows: slice, query: torch.Tensor) -> torch.Tensor:
 def _alike(layer: Layer) -> Iterator[slice]:
     # requests on their own, but for neighbors that only attend sparsely: those share their calls
     policy = layer.run.policy
-    own = policy.selects_before or policy.selects_next or policy.observes_fast
+    own = policy.selects_before or policy.selects_next
     shares = not (layer.left_dense or own or policy.mixes_heads)
     kinds = [
         "" if not one.count else "fast" if shares and one.kind == FAST else "alone"
@@ -84,7 +84,7 @@ def _alike(layer: Layer) -> Iterator[slice]:
 
 def _dense_and_refresh(layer: Layer, rows: slice, query: torch.Tensor) -> torch.Tensor:
     # of a slow request, or of any request in a layer left dense, which selects nothing
-    if not layer.run.policy.refreshes_in(layer.index):
+    if layer.left_dense or not layer.run.policy.refreshes():
         return _dense(layer, rows, query)
     # the evidence's logits come with it: a pass over the keys less
     place = 0 if layer.run.policy.config.draft.evidence == "first" else query.shape[3] - 1
@@ -115,28 +115,21 @@ def _whole(
 
 
 def _mixed(layer: Layer, rows: slice, query: torch.Tensor) -> torch.Tensor:
-    # some KV heads read everything, the others what a fast step reads; the memory is selected anew afterwards
-    run, policy, row = layer.run, layer.run.policy, rows.start
-    slow, logits = run.requests[row].slow, None
-    dense_1H = policy.dense_heads(layer_context(layer, (row,), query))
-    if dense_1H is None:
-        return _dense_and_refresh(layer, rows, query) if slow else _fast(layer, rows, query)
-    heads = [head for head, whole in enumerate(dense_1H[0].tolist()) if whole]
-    layer.dense_heads[row] = dense_1H[0]
-    run.head_count.add((row,), dense_1H)
+    # some KV heads read everything, the others the packed memory and the recent tokens; on a slow step the
+    # memory is selected anew afterwards
+    run, row = layer.run, rows.start
+    state, logits = run.requests[row], None
+    heads = run.policy.dense_heads(state, layer.index, query.shape[1])
+    layer.dense_heads[row] = heads
     out = _sparse(layer, rows, query, "mixed_attention")
     if heads:
         with run.observer.span("attention.heads", layer.index):
-            own, logits = layer.heads(row, query, heads, evidence=slow or policy.corrects)
+            own, logits = layer.heads(row, query, heads, evidence=state.slow)
         for place, head in enumerate(heads):
             out[:, head] = own[:, place]
     if logits is not None:
         made = logits
-        if slow:
-            layer.later.append(partial(refresh, layer, (row,), query, lambda: made))
-        else:
-            chosen = partial(select_alone, layer, (row,), query, dense_1H, lambda: made)
-            layer.later.append(chosen)
+        layer.later.append(partial(refresh, layer, (row,), query, lambda: made))
     return out
 
 
@@ -148,8 +141,6 @@ def _fast(layer: Layer, rows: slice, query: torch.Tensor) -> torch.Tensor:
             chosen = policy.select_before(layer_context(layer, row, query))
             apply(layer, row, chosen, "correction" if policy.selects_next else "")
     out = _sparse(layer, rows, query, pseudo=chosen.pseudo if chosen else None)
-    if policy.observes_fast:
-        policy.observe_fast(layer_context(layer, row, query))
     if policy.selects_next:
         layer.later.append(partial(select_next, layer, row, query))
     return out

@@ -8,12 +8,12 @@ from sfi_core.engine.first_piece import attend_to_itself, is_first_piece
 from sfi_core.engine.layer import Layer
 from sfi_core.engine.packing import apply
 from sfi_core.engine.policy_view import layer_context
-from sfi_core.engine.refresh import end_prompt, refresh, select_alone, select_next
+from sfi_core.engine.refresh import end_prompt, refresh, select_next
 from sfi_core.engine.run import Run
 from sfi_kernels.decode_attention import DecodeAttention, decode_attention
 from sfi_kernels.dense_attention import dense_attention
 from sfi_kernels.pseudo_token import PseudoToken
-from sfi_kernels.step_descriptor import QUERIES, StepDescriptor
+from sfi_kernels.step_descriptor import QUERIES, StepDescriptor, sent
 
 
 def attend(layer: Layer, query_BHGTD: torch.Tensor) -> torch.Tensor:
@@ -35,7 +35,7 @@ def evidence_room(
     layer: Layer, step: StepDescriptor, query_BHGTD: torch.Tensor
 ) -> torch.Tensor | None:
     """Return where the slow requests' evidence goes; None where the layer selects nothing."""
-    if not (layer.run.policy.refreshes_in(layer.index) and step.slow_rows):
+    if layer.left_dense or not (layer.run.policy.refreshes() and step.slow_rows):
         return None
     _, H, G, _, _ = query_BHGTD.shape
     numbers = step.slow_rows * H * G * layer.run.store.capacity
@@ -109,9 +109,6 @@ def _decode(layer: Layer, query_BHGTD: torch.Tensor) -> torch.Tensor:
     if result.logits_BHGWT is not None:
         query = _evidence_query(layer, step, query_BHGTD)
         run.maintenance.submit(partial(_maintain, layer, step.slow, query, result))
-    if policy.observes_fast:
-        for row in step.fast:
-            policy.observe_fast(layer_context(layer, (row,), last_BHG1D[row : row + 1]))
     if policy.selects_next and step.fast:
         query = _of(layer, step.fast, last_BHG1D)
         layer.later.append(partial(select_next, layer, step.fast, query))
@@ -147,49 +144,22 @@ def _spread(
 
 
 def _mixed_heads(layer: Layer, step: StepDescriptor, query_BHG1D: torch.Tensor) -> torch.Tensor:
-    # which heads read everything is known on the device alone: the host waits for nothing, and every request
-    # that might need evidence gets the room and the selection for it
-    run, policy, forward = layer.run, layer.run.policy, layer.forward
-    rows = tuple(sorted((*forward.slow, *forward.fast)))
-    dense_RH = policy.dense_heads(layer_context(layer, rows, _of(layer, rows, query_BHG1D)))
-    assert dense_RH is not None, "a policy that mixes heads says which"
-    run.head_count.add(rows, dense_RH)
-    layer.dense_heads = dict(zip(rows, dense_RH.unbind(), strict=True))
-    dense_BH = query_BHG1D.new_zeros(query_BHG1D.shape[:2], dtype=torch.int32)
-    dense_BH[run.rows(rows).request_R.long()] = dense_RH.int()
+    # some KV heads read everything, the others the packed memory and the recent tokens
+    run, forward = layer.run, layer.forward
+    B, H = query_BHG1D.shape[:2]
+    rows = (*forward.slow, *forward.fast)
+    for row in rows:
+        layer.dense_heads[row] = run.policy.dense_heads(run.requests[row], layer.index, H)
+    dense = [[int(h in layer.dense_heads.get(row, ())) for h in range(H)] for row in range(B)]
+    dense_BH = sent(torch.tensor(dense, dtype=torch.int32), query_BHG1D.device)
     into = evidence_room(layer, step, query_BHG1D)
     with run.observer.span("attention.heads", layer.index):
         result = decode(layer, step, query_BHG1D, into, dense_BH)
     run.meter.count("triton.mixed_attention", len(rows))
-    for kind in (forward.slow, forward.fast):
-        if result.logits_BHGWT is not None and kind and kind[0] in step.slow:
-            layer.later.append(partial(_select_mixed, layer, step, kind, query_BHG1D, result))
+    if result.logits_BHGWT is not None:
+        query = _of(layer, step.slow, query_BHG1D)
+        layer.later.append(partial(_maintain, layer, step.slow, query, result))
     return result.out_BHGWE
-
-
-def _select_mixed(
-    layer: Layer,
-    step: StepDescriptor,
-    rows: tuple[int, ...],
-    query_BHG1D: torch.Tensor,
-    result: DecodeAttention,
-) -> None:
-    # for slow requests, or for the heads of fast ones that have read everything
-    assert result.logits_BHGWT is not None, "evidence was asked for"
-    assert result.log_sum_BHGW is not None, "evidence was asked for"
-    query = _of(layer, rows, query_BHG1D)
-    logits = _places(result.logits_BHGWT, step, rows)[..., : layer.run.rows(rows).longest]
-    if rows == layer.forward.slow:
-        refresh(layer, rows, query, lambda: logits, _places(result.log_sum_BHGW, step, rows))
-    else:
-        chosen = torch.stack([layer.dense_heads[row] for row in rows])
-        select_alone(layer, rows, query, chosen, lambda: logits)
-
-
-def _places(value: torch.Tensor, step: StepDescriptor, rows: tuple[int, ...]) -> torch.Tensor:
-    if rows == step.slow:
-        return value
-    return torch.stack([value[step.slow.index(row)] for row in rows])
 
 
 def _maintain(

@@ -26,8 +26,7 @@ def check_heads(policy: Policy, shapes: list[LayerShape], model: Any, ranks: int
     """
     if policy.mixes_heads and ranks > 1:
         raise ConfigError(
-            "policies whose KV heads differ (synckv; correction and representatives of sfi) must run on one "
-            f"rank, got {ranks}"
+            f"policies whose KV heads differ (synckv) must run on one rank, got {ranks}"
         )
     leaders = getattr(policy, "leaders", None)
     if leaders is None:

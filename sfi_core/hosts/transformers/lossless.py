@@ -50,12 +50,9 @@ def check_drafts(policy: Policy | type[Policy], name: str) -> None:
     Raises:
         ConfigError: With those that can.
     """
-    if not policy.drafts or policy.mixes_heads:
+    if not policy.drafts:
         able = ", ".join(sorted(known for known, kind in POLICIES.items() if kind.drafts))
-        settings = " with these settings" if policy.drafts else ""
-        raise ConfigError(
-            f"policy {name}{settings} cannot draft for a lossless run; those that can: {able}"
-        )
+        raise ConfigError(f"policy {name} cannot draft for a lossless run; those that can: {able}")
 
 
 def check_lossless(session: Any) -> None:

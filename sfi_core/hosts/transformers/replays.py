@@ -4,6 +4,7 @@ from sfi_core.engine.graphs import recorder
 from sfi_core.errors import BackendError, ConfigError, SfiError
 from sfi_core.hosts.transformers.session import Session
 from sfi_core.observers.observer import needs_spans
+from sfi_core.policies.base import EvidencePolicy
 
 
 def records_steps(session: Session) -> bool:
@@ -35,10 +36,9 @@ def refusal(session: Session) -> SfiError | None:
         )
     reasons = {
         "lossless decoding, whose passes bring different numbers of tokens": session.engine.lossless,
-        f"policy {session.policy_name}, which selects at fast steps": policy.selects_before
-        or policy.observes_fast,
+        f"policy {session.policy_name}, which selects at fast steps": policy.selects_before,
         f"policy {session.policy_name}, which selects with more than the evidence": (
-            policy.selects_after and not policy.needs_only_evidence
+            policy.selects_after and not isinstance(policy, EvidencePolicy)
         ),
         f"a trigger that looks at the {policy.signal}": bool(policy.signal),
         "tensor parallelism, whose ranks call each other": session.ranks.size > 1,

@@ -18,7 +18,7 @@ from sfi_core.models.two_tier_forecast import (
     ring_pages,
     two_tier_bytes,
 )
-from sfi_core.policies import POLICIES, Policy, policy_class
+from sfi_core.policies import POLICIES, EvidencePolicy, Policy, policy_class
 from sfi_core.settings.device_budget import DeviceBudget
 from sfi_core.settings.engine import EngineOptions
 from sfi_core.state.layer_shape import LayerShape
@@ -191,7 +191,7 @@ def expect(
         drafting: How a lossless run drafts; None for other runs.
     """
     heads = model.config.get_text_config(decoder=True).num_attention_heads
-    joins = policy.needs_only_evidence and tiers is None
+    joins = isinstance(policy, EvidencePolicy) and tiers is None
     logits = heads * policy.config.window_prefill * capacity  # of a prompt's first selection
     joined = worked_off_together(heads * capacity, len(shapes)) if joins else 1
     expected = forecast(

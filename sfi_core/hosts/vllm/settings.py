@@ -84,7 +84,7 @@ def check_policy(name: str, config: SfiConfig) -> None:
     """
     kind = policy_class(name)
     looks = isinstance(kind.signal, str) and kind.signal  # whatever its settings are
-    if looks or kind.observes_prompt or kind.selects_next or kind.mixes_heads:
+    if looks or kind.selects_next or kind.mixes_heads:
         raise ConfigError(f"policy must be one whose reads vLLM's scheduler can plan, got {name}")
     policy = kind(config, Trigger(frozenset(), config))
     if policy.signal:
@@ -92,8 +92,6 @@ def check_policy(name: str, config: SfiConfig) -> None:
             f"trigger_policy must not look at tensors in vLLM, whose scheduler plans the steps, "
             f"got {config.trigger_policy}"
         )
-    if policy.mixes_heads:
-        raise ConfigError("sfi in vLLM must be without correction and representatives, got them")
 
 
 def check_host(facts: "HostFacts", config: SfiConfig) -> None:

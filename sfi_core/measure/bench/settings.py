@@ -125,10 +125,7 @@ class DecodeSettings:
 
     def _check_names(self) -> None:
         for policy in self.policies:
-            if policy_class(policy).observes_prompt and not self.prefill:
-                raise ConfigError(
-                    f"policy {policy} must come with prefill: it looks at every query of a prompt"
-                )
+            policy_class(policy)
         for baseline in self.baselines:
             if baseline not in BASELINES:
                 raise ConfigError(f"unknown baseline {baseline!r}; expected one of {BASELINES}")

@@ -179,12 +179,9 @@ class TaskGrid:
                     yield from (group[at : at + size] for at in range(0, len(group), size))
 
 
-def _window(methods: list[Method]) -> int | None:
-    # the queries of the prompt that these methods look at; None for all of them
-    policies = [(policy_class(method.policy), method.config) for method in methods]
-    if any(policy.observes_prompt for policy, _ in policies):
-        return None
-    return max(policy.adapt(config).window_prefill for policy, config in policies)
+def _window(methods: list[Method]) -> int:
+    # the queries of the prompt that these methods look at
+    return max(policy_class(one.policy).adapt(one.config).window_prefill for one in methods)
 
 
 def _together(model: Any, method: Method) -> int | None:

@@ -6,7 +6,6 @@ from sfi_traces.summary.scope import Scope
 from sfi_traces.summary.supports import with_clip
 
 SINKS = 4  # first positions; StreamingLLM's number
-SHARED = ("tidaldecode",)  # policies whose heads share a selection by design
 # positions that the Selector may choose from, about
 ALLOWED = "greatest(context_tokens - {sink} - {recent}, 0)"
 OF_STEP = "chosen_selections JOIN chosen_steps USING (request, step)"
@@ -69,11 +68,6 @@ def selection_trailing(scope: Scope) -> list[Measured]:
 
 def selection_same(scope: Scope) -> list[Measured]:
     """Share of a layer's refreshes at which two or more KV heads all selected the same positions."""
-    policy = scope.trace.manifest["policy"]
-    if policy in SHARED:
-        raise Unjudged(f"the heads of {policy} share a selection by design")
-    if scope.trace.manifest["config"].get("representatives"):
-        raise Unjudged("representatives select for other heads by design")
     sample_selections(scope)
     return _measured(
         scope,
