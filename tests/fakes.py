@@ -75,8 +75,7 @@ def layer_context(logits: torch.Tensor, **fields: Any) -> LayerContext:
     shown = {
         "layer": 0, "backend": "torch", "key_norm_BHT": torch.ones(shape), "logits": lambda: logits,
         "states": (RequestState(),), "query_BHGWD": empty, "keys": unexpected, "values": unexpected,
-        "attended": unexpected,
-        "notes": ({},), "shared": ({},), "scale": 1.0,
+        "notes": ({},), "scale": 1.0,
     }  # fmt: skip
     return LayerContext(**{**shown, **fields})
 

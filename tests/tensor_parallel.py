@@ -64,9 +64,6 @@ CASES = {
     "cosine": Case("llama", COSINE),
     "entropy": Case("llama", ENTROPY),
     "chunks": Case("llama", options={"prefill_chunk": 16}),
-    "refreshkv": Case(
-        "llama", CONFIG.replace(stride=3, cosine_threshold=0.1), {"policy": "refreshkv"}
-    ),
     "lossless": Case("llama", options={"lossless": True}),
     "lossless sampled": Case(
         "qwen3-moe",
@@ -78,7 +75,7 @@ CASES = {
     "hosted sampled": Case("llama", options={"do_sample": True, "temperature": 1.5}, hosted=True),
     **{
         policy: Case("llama", options={"policy": policy})
-        for policy in ("tova", "random-k", "quest", "h2o", "tidaldecode", "full-kv")
+        for policy in ("random-k", "quest", "full-kv")
     },
 }
 

@@ -275,7 +275,6 @@ def test_ctrl_c_before_the_first_run_leaves_no_file(tmp_path, monkeypatch):
     ("arguments", "code", "words"),
     [
         (("--policy", "sfl"), 2, "unknown policy 'sfl'; expected one of"),
-        (("--policy", "h2o"), 2, "policy h2o must come with prefill"),
         (("--baseline", "vllm"), 2, "unknown baseline 'vllm'; expected one of"),
         (("--steps", "0"), 2, "steps must be at least 1, got 0"),
         (("--context", "x"), 2, "contexts must be whole numbers such as 8192 or 8K, got 'x'"),

@@ -389,9 +389,7 @@ def test_harness_rows_say_what_they_are_worth(tmp_path, monkeypatch):
 
 
 EXTENDED = (
-    "freekv:freekv.tau=0.9", "corr=sfi:correction=0.8",
-    "reps=sfi:representatives=even,synckv.representatives=1",
-    "synckv:synckv.heads=even,synckv.representatives=1",
+    "freekv:freekv.tau=0.9", "synckv:synckv.heads=even,synckv.representatives=1",
 )  # fmt: skip
 
 

@@ -75,15 +75,14 @@ def test_an_output_that_cannot_be_verified_is_shown_all_the_same(monkeypatch):
         (("--draft-max", "4"), "--draft-max must come with --lossless, got it alone"),
         (("--verify",), "--verify must come with --lossless, got it alone"),
         (
-            ("--lossless", "--policy", "tova"),
-            "policy tova cannot draft for a lossless run; those that can: ",
+            ("--lossless", "--policy", "freekv"),
+            "policy freekv cannot draft for a lossless run; those that can: ",
         ),
         (
             ("--set", "draft.adaptive=false"),
             "draft.adaptive must come with --lossless, got it alone",
         ),
         (("--lossless", "--kv-device-budget", "20%"), "lossless must be off with kv_device_budget"),
-        (("--lossless", "--set", "correction=0.5"), "policy sfi with these settings cannot draft"),
         (("--lossless", "--set", "trigger_policy=entropy"), "a trigger that looks at the entropy"),
         (
             ("--lossless", "--set", "engine.synchronized=true"),

@@ -146,7 +146,7 @@ def test_a_setting_of_another_place_says_where_it_has_an_effect():
     words = message("tune", "none", "--set", "slow_start=4")
     assert words.startswith("slow_start has no effect here, only on sfi generate, ")
     assert "sfi tune --search" in words
-    for name in ("correction", "representatives", "freekv.tau", "synckv.static"):
+    for name in ("freekv.tau", "synckv.static"):
         for command in (("tune", "none", "--search"), ("trace", "replay", "none", "--set")):
             words = message(*command, f"{name}=0.5")
             assert words.startswith(f"{name} has no effect here, only on sfi generate, ")

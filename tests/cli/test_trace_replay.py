@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 from sfi_cli import app as cli
 from sfi_core.errors import ConfigError, SfiError, TraceError
 from sfi_traces import replay as engine
-from tests.traces.made import CONFIG, make_trace
+from tests.traces.made import make_trace
 
 
 @pytest.fixture(scope="module")
@@ -123,18 +123,6 @@ def test_an_sfi_trace_shows_what_it_measured(real):
     assert "predicted and measured" in text
     assert "request 1: 60 of 60 steps compared" in text
     assert document(real, "--budget", "5")["validation"] is None  # nobody measured that
-
-
-@pytest.mark.parametrize(("name", "value"), [("correction", 0.8), ("representatives", "even")])
-def test_a_run_of_extended_sfi_has_no_prediction(full, tmp_path, name, value):
-    config = {**CONFIG, name: value}
-    extended = str(make_trace(tmp_path / "run", requests=2, policy="sfi", config=config))
-    assert document(extended)["validation"] is None
-    words = f"trace {extended} must be without {name}, which replay cannot judge, got {value}"
-    for command in (["trace", "replay", full, "--against", extended], ["tune", extended]):
-        error = CliRunner().invoke(cli.app, command).exception
-        assert isinstance(error, TraceError)
-        assert str(error) == words
 
 
 def test_a_prediction_beside_another_run(full, real):

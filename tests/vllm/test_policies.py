@@ -14,9 +14,7 @@ from tests.vllm.engines import (
 )
 
 
-@pytest.mark.parametrize(
-    "policy", ["codescan", "quest", "streaming-llm", "full-kv", "tidaldecode", "snapkv"]
-)
+@pytest.mark.parametrize("policy", ["codescan", "quest", "streaming-llm", "full-kv", "snapkv"])
 def test_other_policies_give_the_same_as_generate(policy: str):
     prompts = [example_ids()[i * 40 : i * 40 + n] for i, n in enumerate([700, 33, 300, 64, 450])]
     with engine({**SELECTS, "policy": policy}, **SMALL_BATCH) as llm:

@@ -44,7 +44,7 @@ MANY_HEADS = "--hf-overrides=" + json.dumps(
         (["--max-model-len=999999"], "sfi", {}, "vLLM: .*max_model_len"),
         ([f"--speculative-config={DRAFTS}"], "sfi", {}, "speculative_config"),
         (["--kv-cache-dtype=fp8"], "sfi", {}, "fp8"),
-        ([], "h2o", {}, "scheduler can plan, got h2o"),
+        ([], "freekv", {}, "scheduler can plan, got freekv"),
         ([], "sfi", {"trigger_policy": "entropy"}, "must not look at tensors in vLLM"),
         (
             ["Qwen/Qwen3-0.6B"],

@@ -118,7 +118,7 @@ def test_two_ranks_select_in_each_kv_head_what_one_process_selects(name, one, tw
         assert first[where] + second[where] == index_HK, where
 
 
-@pytest.mark.parametrize("name", ["llama default", "llama paper", "cosine", "entropy", "refreshkv"])
+@pytest.mark.parametrize("name", ["llama default", "llama paper", "cosine", "entropy"])
 def test_cases_have_several_slow_steps_that_differ_between_requests(name, one):
     """Otherwise they would prove little."""
     slow_at = one[name]["slow_at"]

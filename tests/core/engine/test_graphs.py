@@ -305,7 +305,6 @@ def test_a_model_that_waits_for_the_device_runs_eagerly(complete, models, record
     [
         ({"policy": "quest"}, "policy quest, which selects at fast steps"),
         ({"policy": "random-k"}, "policy random-k, which selects with more than the evidence"),
-        ({"policy": "refreshkv"}, "a trigger that looks at the slow-cosine"),
         (
             {"config": CONFIG.replace(trigger_policy="entropy")},
             "a trigger that looks at the entropy",

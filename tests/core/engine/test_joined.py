@@ -104,15 +104,14 @@ def test_what_waits_is_worked_off_when_it_is_enough(complete):
 
 
 @pytest.mark.parametrize(
-    ("policy", "observer", "options"),
+    ("policy", "observer"),
     [
-        ("sfi", Spanning, {}),  # each layer's phases are timed
-        ("sfi", Watching, {"config": CONFIG.replace(correction=0.9)}),
-        ("random-k", Watching, {}),
+        ("sfi", Spanning),  # each layer's phases are timed
+        ("random-k", Watching),
     ],
 )
-def test_others_select_layer_by_layer(complete, policy, observer, options):
-    assert complete(policy=policy, observer=observer(), **options)[2] == []
+def test_others_select_layer_by_layer(complete, policy, observer):
+    assert complete(policy=policy, observer=observer())[2] == []
 
 
 def test_a_step_that_breaks_off_selects_no_more():

@@ -42,8 +42,8 @@ CONFIG = SfiConfig(
     freekv=FreeKVConfig(page=8),
     synckv=SyncKVConfig(heads="even", stride=3),
 )
-# one selects at slow steps, one before every step, one at every step from what it attended
-KINDS_OF_POLICY = ("sfi", "quest", "h2o")
+# one selects at slow steps, one before every step
+KINDS_OF_POLICY = ("sfi", "quest")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 

@@ -1,4 +1,4 @@
-"""FreeKV, SyncKV and sfi with heads of its own on the Triton kernels, beside the torch backend."""
+"""FreeKV and SyncKV on the Triton kernels, beside the torch backend."""
 
 from typing import Any
 
@@ -14,16 +14,12 @@ NEW = {"freekv": 5}  # which selects at every step, twice: the interpreter is sl
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 EVEN = {"heads": "even", "representatives": 2, "stride": 3}
 PAGES = {"page": 8, "tau": 0.2, "first_layer_dense": False}
-ONE_OF_TWO = {"representatives": "even", "synckv": {"representatives": 2}}
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "freekv": ("freekv", {"freekv": PAGES}),
     "synckv": ("synckv", {"synckv": EVEN}),
     "synckv sparse": ("synckv", {"synckv": {**EVEN, "suspension": "sparse"}}),
-    "correction": ("sfi", {"correction": 0.0}),
-    "representatives": ("sfi", ONE_OF_TWO),
-    "both": ("sfi", {"correction": 0.0, **ONE_OF_TWO}),
 }
-KEPT = ("freekv", "synckv", "both")
+KEPT = ("freekv", "synckv")
 
 
 def run(backend: str, way: str, **options: Any) -> tuple[Any, RecordingObserver]:
@@ -64,7 +60,7 @@ def test_the_kernels_choose_read_and_say_what_the_references_do(way: str):
     assert chosen(said) == chosen(told)
 
 
-@pytest.mark.parametrize("way", [case("both"), case("freekv"), case("synckv sparse")])
+@pytest.mark.parametrize("way", [case("synckv"), case("freekv"), case("synckv sparse")])
 def test_requests_that_follow_each_other_get_what_they_get_alone(way: str):
     prompts = [PROMPTS[2], PROMPTS[1], PROMPTS[2][:3]]
     together = run("triton", way, prompts=prompts, max_batch=2)[0].requests

@@ -220,9 +220,8 @@ def test_an_interrupted_run_reports_verified_tokens_only():
 
 
 REFUSED = {
-    "cannot draft": {"policy": "h2o"},
+    "cannot draft": {"policy": "freekv"},
     "full-kv cannot draft": {"policy": "full-kv"},
-    "with these settings cannot draft": {"config": SMALL.replace(correction=0.5)},
     "looks at the entropy": {"config": SMALL.replace(trigger_policy="entropy")},
     "kv_device_budget": {"engine": EngineOptions(kv_device_budget="50%", kv_page=4)},
     "engine.synchronized": {"engine": EngineOptions(synchronized=True)},

@@ -42,11 +42,8 @@ WAYS = {
     "sfi": {},
     "full-kv": {"policy": "full-kv"},
     "snapkv": {"policy": "snapkv"},
-    "h2o": {"policy": "h2o"},
     "quest": {"policy": "quest"},
     "codescan": {"policy": "codescan"},
-    "tidaldecode": {"policy": "tidaldecode"},
-    "refreshkv": {"policy": "refreshkv"},
     "cosine": {"config": SMALL.replace(trigger_policy="cosine")},
     "entropy": {"config": SMALL.replace(trigger_policy="entropy")},
     "sliding": {"config": SMALL.replace(recent_mode="sliding")},
@@ -100,7 +97,7 @@ def test_the_order_of_the_prompts_changes_only_the_order_of_the_results(order):
 def test_the_slow_steps_of_those_requests_differ():
     """So that the tests above are about requests that decide alone."""
     assert len({tuple(request.slow_at) for request in alone("gemma-2", "sfi")}) > 3
-    for way in ("refreshkv", "cosine", "entropy"):
+    for way in ("cosine", "entropy"):
         slow, fast = (
             sum(getattr(request, kind) for request in alone("gemma-2", way))
             for kind in ("slow_steps", "fast_steps")
@@ -281,7 +278,7 @@ def test_a_window_is_that_of_the_longest_prompt():
         assert reports(label, rows, limits, max_batch=2) == expected
 
 
-@pytest.mark.parametrize("way", ["refreshkv", "cosine", "entropy"])
+@pytest.mark.parametrize("way", ["cosine", "entropy"])
 def test_what_a_trigger_looks_at_is_the_requests_own(way, runs):
     def look():
         return {s.request: (s.step, s.cosine, s.entropy) for s in runs[-1].requests}
@@ -307,7 +304,7 @@ def test_what_a_trigger_looks_at_is_the_requests_own(way, runs):
 def test_a_request_that_leaves_takes_its_notes_along(runs):
     """A file of any length needs the memory of its slots."""
     watch = Watch(lambda: {request for request, _ in runs[0].notes})
-    run("qwen3", ROWS, LIMITS, max_batch=2, policy="h2o", observers=[watch])
+    run("qwen3", ROWS, LIMITS, max_batch=2, policy="quest", observers=[watch])
     assert max(map(len, watch.seen)) == 2
     assert set().union(*watch.seen) == set(range(7))
 

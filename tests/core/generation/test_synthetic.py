@@ -5,7 +5,6 @@ import torch
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 from sfi_core import SfiConfig, slow_fast
-from sfi_core.errors import ConfigError
 from sfi_core.generation.synthetic import BLOCK, SyntheticPrompt
 from sfi_core.hosts.transformers.decoder import Decoder
 from sfi_core.settings.engine import EngineOptions
@@ -108,11 +107,6 @@ def test_sliding_windows_are_filled_as_if_the_context_had_been_read():
     together, _ = decode(model, prompt)
     alone, _ = decode(model, SyntheticPrompt([100], 110))
     torch.testing.assert_close(together[:, 0], alone[:, 0])
-
-
-def test_a_policy_that_looks_at_the_whole_prompt_is_refused(tiny_model):
-    with pytest.raises(ConfigError, match="policy h2o looks at every query"):
-        decode(tiny_model, SyntheticPrompt([64], 80), policy="h2o")
 
 
 def test_requests_of_one_length_hold_different_keys(tiny_model):

@@ -254,7 +254,7 @@ def test_padding_on_the_right_and_a_cache_of_one_s_own_are_refused():
 
 def test_a_policy_that_cannot_draft_is_refused():
     with (
-        pytest.raises(ConfigError, match="policy h2o cannot draft"),
-        slow_fast(tiny("qwen3"), None, SMALL, policy="h2o", lossless=True),
+        pytest.raises(ConfigError, match="policy freekv cannot draft"),
+        slow_fast(tiny("qwen3"), None, SMALL, policy="freekv", lossless=True),
     ):
         pass

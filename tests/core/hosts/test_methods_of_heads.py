@@ -20,12 +20,6 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "codescan": ("codescan", {}),
     "synckv": ("synckv", {"synckv": EVEN}),
     "synckv sparse": ("synckv", {"synckv": {**EVEN, "suspension": "sparse"}}),
-    "correction": ("sfi", {"correction": 0.0}),
-    "representatives": ("sfi", {"representatives": "even", "synckv": {"representatives": 1}}),
-    "both": (
-        "sfi",
-        {"correction": 0.0, "representatives": "even", "synckv": {"representatives": 1}},
-    ),
 }
 CASES = covering(HANDFUL, WAYS)
 

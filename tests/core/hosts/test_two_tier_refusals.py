@@ -15,9 +15,7 @@ from tests.architectures import prompts, tiny
 
 ROWS = prompts(60)
 CONFIG = SfiConfig(sink=2, recent=16, budget=10, window_prefill=4, trigger_token_ids=(7,))
-OFFLOADING = (
-    "codescan, freekv, prior-only, quest, random-k, refreshkv, sfi, snapkv, streaming-llm, synckv"
-)
+OFFLOADING = "codescan, freekv, prior-only, quest, random-k, sfi, snapkv, streaming-llm, synckv"
 
 
 def engine(budget: str = "1MB", page: int = 16, **options: Any) -> EngineOptions:
@@ -37,8 +35,8 @@ TOO_SMALL = (
 )
 REFUSALS = {
     "policy": (
-        engine(), "h2o",
-        (f"policy h2o cannot run under kv_device_budget; those that can: {OFFLOADING}"),
+        engine(), "oracle-top-k",
+        (f"policy oracle-top-k cannot run under kv_device_budget; those that can: {OFFLOADING}"),
     ),
     "page": (
         engine(page=32), "quest",

@@ -353,7 +353,6 @@ def test_the_forecast_of_a_run_is_about_its_caches(tiny_model):
     [
         ({"policies": ("sfl",)}, "unknown policy 'sfl'"),
         ({"policies": (), "baselines": ()}, "policy must name at least one"),
-        ({"policies": ("h2o",)}, "policy h2o must come with prefill"),
         ({"baselines": ("vllm",)}, "unknown baseline 'vllm'"),
         ({"steps": 0}, "steps must be at least 1, got 0"),
         ({"repeats": 0}, "repeats must be at least 1, got 0"),

@@ -153,7 +153,7 @@ def test_rows_count_tokens_and_not_passes():
         ({"lossless": False}, "acceptance must come with lossless, got it alone"),
         ({"acceptance": 1.5}, r"acceptance must be in \[0, 1\], got 1.5"),
         ({"acceptance": None}, "lossless must come with a text whose prompts are read"),
-        ({"policies": ("full-kv", "tova")}, "policy full-kv cannot draft for a lossless run"),
+        ({"policies": ("full-kv", "freekv")}, "policy full-kv cannot draft for a lossless run"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(changes, message):

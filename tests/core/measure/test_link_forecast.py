@@ -241,5 +241,5 @@ def test_the_largest_context_fits_and_one_more_token_does_not(rows):
 
 def test_other_policies_have_no_rule(llama):
     link = Link(gb_per_s=25, assumed=ASSUMED)
-    with pytest.raises(ConfigError, match=r"forecast over a link knows .*, got 'tova'"):
-        link_forecast_document(llama, DecodeSettings(policies=("tova",)), CPU, link)
+    with pytest.raises(ConfigError, match=r"forecast over a link knows .*, got 'random-k'"):
+        link_forecast_document(llama, DecodeSettings(policies=("random-k",)), CPU, link)

@@ -40,11 +40,6 @@ def test_a_preset_follows_an_at_sign(preset):
         ),
         ("quest:baseline.page=32", {"baseline": {"page": 32}}),
         ("freekv:freekv.tau=0.9,freekv.page=16", {"freekv": {"tau": 0.9, "page": 16}}),
-        ("sfi:correction=0.8", {"correction": 0.8}),
-        (
-            "sfi:representatives=even,synckv.representatives=1",
-            {"representatives": "even", "synckv": {"representatives": 1}},
-        ),
         ("sfi:selector.lambda_clip_rows=null", {"selector": {"lambda_clip_rows": None}}),
     ],
 )

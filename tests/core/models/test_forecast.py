@@ -129,7 +129,6 @@ def test_the_total_is_the_sum_and_the_need_leaves_out_what_is_in_use():
         ("sfi", {"page_size": 32}),
         ("sfi", {"config": CONFIG.replace(dense_layers=(0,))}),
         ("oracle-top-k", {"config": CONFIG.replace(dense_layers=(1,))}),
-        ("tidaldecode", {}),
     ],
     ids=str,
 )

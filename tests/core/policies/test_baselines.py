@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import sfi_core
-from sfi_core.errors import ConfigError
 from sfi_core.policies import POLICIES, LayerContext, Policy
 from sfi_core.settings.config import SfiConfig
 from sfi_core.state.position_sets import allowed_positions
@@ -88,82 +87,6 @@ def test_snapkv_selects_once_and_keeps_what_it_decodes(tiny_model: Any):
     assert attended == [SINK + BUDGET + RECENT + step for step in range(1, 12)]
 
 
-# h2o and tova -------------------------------------------------------------------------------------
-
-
-def drive(policy: str, steps: int) -> list[tuple[list[list[int]], torch.Tensor]]:
-    """Run a policy over made-up logits; return each step's selection and those logits."""
-    method, note = make(policy), {}
-    prompt = random_logits(PROMPT, window=PROMPT)
-    if method.observes_prompt:
-        for start in (0, 16):  # in two blocks
-            stop = 16 if start == 0 else PROMPT
-            block = prompt[..., start:stop, :stop]
-            method.observe_prompt(shown(block, notes=(note,)))
-    first = method.select_after(shown(prompt[..., -1:, :], notes=(note,)))
-    rows = [(chosen(first.index_BHK), prompt)]
-    for step in range(1, steps):
-        T = PROMPT + step
-        logits = random_logits(T, seed=step)
-        selection = method.select_before(shown(logits, notes=(note,)))
-        got = chosen(selection.index_BHK)
-        positions = [[*range(SINK), *head, *range(T - RECENT, T)] for head in got]
-        position_HS = torch.tensor(positions)
-        attended_HGS = logits[0, :, :, 0].gather(2, position_HS[:, None].expand(-1, G, -1))
-        method.observe_fast(
-            shown(logits, notes=(note,), attended=lambda _, a=attended_HGS, p=position_HS: (a, p))
-        )
-        rows.append((got, logits))
-    return rows
-
-
-def test_h2o_keeps_the_largest_sums_of_attention_and_forgets_the_rest_for_good():
-    """Sums over every query of the prompt and of each step over what it read, by KV head."""
-    rows = drive("h2o", 15)
-    score = [[0.0] * 100 for _ in range(H)]
-    for head in range(H):
-        column = rows[0][1].double().softmax(-1)[0, head].sum(dim=(0, 1)).tolist()
-        score[head][:PROMPT] = column
-    kept = [best_of(score[h], range(SINK, PROMPT - RECENT)) for h in range(H)]
-    assert rows[0][0] == kept
-    for step, (got, logits) in enumerate(rows[1:], 1):
-        T = PROMPT + step
-        for head in range(H):
-            pool = [*kept[head], T - RECENT - 1]
-            kept[head] = sorted(sorted(pool, key=lambda j: (score[head][j], j))[1:])
-            read = [*range(SINK), *kept[head], *range(T - RECENT, T)]
-            probability = logits[0, head, :, 0][:, read].double().softmax(-1).sum(0)
-            for j, p in zip(read, probability.tolist(), strict=True):
-                score[head][j] += p
-        assert got == kept, step
-
-
-def test_tova_drops_what_the_last_query_attended_least_over_all_heads():
-    rows = drive("tova", 15)
-    mean = rows[0][1][..., -1, :].double().softmax(-1).mean(dim=(0, 1, 2)).tolist()
-    kept = best_of(mean, range(SINK, PROMPT - RECENT))
-    assert rows[0][0] == [kept] * H
-    for step, (got, logits) in enumerate(rows[1:], 1):
-        T = PROMPT + step
-        pool = [*kept, T - RECENT - 1]
-        kept = sorted(sorted(pool, key=lambda j: (mean[j], j))[1:])
-        assert got == [kept] * H, step
-        read = [*range(SINK), *kept, *range(T - RECENT, T)]
-        probability = logits[0, :, :, 0][:, :, read].double().softmax(-1).mean(dim=(0, 1))
-        mean = [0.0] * T
-        for j, p in zip(read, probability.tolist(), strict=True):
-            mean[j] = p
-
-
-@pytest.mark.parametrize("policy", ["h2o", "tova"])
-def test_an_evicted_position_never_comes_back(policy: str):
-    gone: set[int] = set()
-    for step, (got, _) in enumerate(drive(policy, 30)):
-        now = set(got[0])
-        assert not now & gone
-        gone = set(range(SINK, PROMPT + step - RECENT)) - now
-
-
 # quest --------------------------------------------------------------------------------------------
 
 
@@ -218,7 +141,7 @@ def test_quest_and_the_oracle_say_what_choosing_reads(tiny_model: Any):
 
 
 def test_a_method_that_evicts_stores_what_it_reads(tiny_model: Any):
-    for policy in ("h2o", "tova", "snapkv", "streaming-llm"):
+    for policy in ("snapkv", "streaming-llm"):
         request = run(tiny_model, policy).requests[0]
         assert request.stored_ratio == request.read_ratio < 0.5
 
@@ -228,75 +151,6 @@ def run(model: Any, policy: str, config: SfiConfig = CONFIG, **options: Any) -> 
         model, None, [list(range(PROMPT))], config, policy=policy, max_new_tokens=12,
         stop_token_ids=(), **options,
     ).report  # fmt: skip
-
-
-# tidaldecode --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("layers", "asked", "chooses", "dense"),
-    [
-        (tuple(range(32)), None, (2, 13), (0, 1, 2, 13)),
-        (tuple(range(36)), None, (2, 15), (0, 1, 2, 15)),
-        (tuple(range(1, 26, 2)), None, (5, 11), (1, 3, 5, 11)),  # every other layer slides
-        ((0, 1, 2, 3), None, (2,), (0, 1, 2)),
-        ((0, 1), None, (0,), (0,)),
-        ((0, 1, 2, 3), (1,), (1,), (0, 1)),
-    ],
-)
-def test_tidaldecode_s_layers(layers: Any, asked: Any, chooses: Any, dense: Any):
-    method = make("tidaldecode", CONFIG.replace(baseline={"select_layers": asked}), layers)
-    assert (method.chooses, method.config.dense_layers) == (chooses, dense)
-    assert [layer for layer in layers if method.selects_in(layer)] == list(chooses)
-
-
-def test_tidaldecode_refuses_a_layer_that_the_model_does_not_have():
-    with pytest.raises(ConfigError) as caught:
-        make("tidaldecode", CONFIG.replace(baseline={"select_layers": [1, 7]}))
-    assert str(caught.value) == "select_layers must be among [0, 1], got [7]"
-
-
-def test_tidaldecode_hands_one_layer_s_top_k_to_the_next():
-    method, shared = make("tidaldecode"), {}
-    logits = random_logits(PROMPT)
-    assert method.select_after(shown(logits, shared=(shared,))) is None
-    later = shown(random_logits(PROMPT, seed=1), layer=1, shared=(shared,))
-    got = chosen(method.select_before(later).index_BHK)
-    within = logits.double()[..., SINK : PROMPT - RECENT].softmax(-1).mean(dim=(2, 3))[0]
-    for head in range(H):
-        score = [0.0] * SINK + within[head].tolist()
-        assert got[head] == best_of(score, range(SINK, PROMPT - RECENT))
-
-
-def test_tidaldecode_reads_its_choosing_layers_whole(tiny_model: Any):
-    report = run(tiny_model, "tidaldecode")
-    sparse = SINK + BUDGET + RECENT
-    expected = [(PROMPT + step + sparse) / 2 for step in range(1, 12)]  # one of two layers
-    assert report.requests[0].mean_attended_tokens == pytest.approx(sum(expected) / 11)
-
-
-# refreshkv ----------------------------------------------------------------------------------------
-
-
-def test_refreshkv_takes_the_maximum_over_neighbors_and_group():
-    logits = random_logits(PROMPT)
-    got = chosen(make("refreshkv").select_after(shown(logits)).index_BHK)
-    within = logits.double()[0, :, :, 0, SINK : PROMPT - RECENT].softmax(-1).amax(1)
-    for head in range(H):
-        score = [
-            max(float(within[head, k - SINK]) for k in range(j - 2, j + 3) if SINK <= k < PROMPT - RECENT)
-            if SINK <= j < PROMPT - RECENT else 0.0
-            for j in range(PROMPT)
-        ]  # fmt: skip
-        assert got[head] == best_of(score, range(SINK, PROMPT - RECENT))
-
-
-@pytest.mark.parametrize(("threshold", "slow"), [(-1.0, [0]), (1.0, [0, 5, 10])])
-def test_refreshkv_looks_every_stride_and_spares_a_query_that_has_not_moved(
-    tiny_model: Any, threshold: float, slow: list[int]
-):
-    config = CONFIG.replace(stride=5, cosine_threshold=threshold)
-    assert run(tiny_model, "refreshkv", config).requests[0].slow_at == slow
 
 
 # controls -----------------------------------------------------------------------------------------

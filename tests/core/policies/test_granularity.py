@@ -118,20 +118,6 @@ def test_a_budget_of_all_candidates_is_full_attention(page_size: int):
         assert ours.fast_steps > 0
 
 
-def test_a_head_that_selects_alone_takes_pages_too():
-    """FreeKV's correction runs the same Selector."""
-    _, observer = complete(correction=0.9999, recent_mode="sliding")
-    corrected = [event for event in observer.selections if event.reason == "correction"]
-    chosen = [
-        (index, candidates(event))
-        for event in corrected
-        for index, own in zip(event.index_HK.tolist(), event.heads_H.tolist(), strict=True)
-        if own and len(candidates(event)) > BUDGET
-    ]
-    assert len(chosen) > NEW
-    assert {cut_pages(*one) for one in chosen} <= {0, 1}
-
-
 def test_other_policies_select_tokens_as_before():
     config = replace(CONFIG, granularity="token")
     for policy in ("oracle-top-k", "quest"):

@@ -32,7 +32,6 @@ CONFIG = SfiConfig(
     budget=BUDGET,
     t_max=T_MAX,
     stride=T_MAX + 1,
-    cosine_threshold=1.0,  # refreshkv then refreshes at every stride
     trigger_delay=0,
     trigger_token_ids=tuple(range(0, 96, 5)),
 ).replace(
@@ -90,7 +89,7 @@ def candidates(event: SelectionEvent, ahead: int = 0) -> range:
 def selects(policy: str, event: SelectionEvent) -> bool:
     """Say whether anything is selected; step 0 is dense and packs the sinks of those who select later."""
     chosen = make(policy)
-    return chosen.selects_in(event.layer) or (chosen.selects_before and event.step > 0)
+    return chosen.selects_after or (chosen.selects_before and event.step > 0)
 
 
 def most_tokens(policy: str, mode: str, event: StepEvent) -> float:
@@ -99,7 +98,7 @@ def most_tokens(policy: str, mode: str, event: StepEvent) -> float:
     sparse = SINK + BUDGET + RECENT
     if config.recent_mode == "anchored":  # SnapKV keeps what was decoded
         sparse += event.step if policy == "snapkv" else T_MAX
-    dense = len(config.dense_layers) / len(LAYERS)  # TidalDecode's
+    dense = len(config.dense_layers) / len(LAYERS)  # FreeKV's
     return (1 - dense) * sparse + dense * event.context_tokens
 
 
@@ -384,11 +383,8 @@ def test_oracle_top_k_selects_anew_at_every_step(complete: Any):
         ("random-k", (True, False), ("trigger", "")),
         ("prior-only", (True, False), ("trigger", "")),
         ("snapkv", (False, False), ("", "")),
-        ("h2o", (False, False), ("", "")),
-        ("tova", (False, False), ("", "")),
         ("quest", (False, False), ("", "")),
         ("codescan", (False, False), ("", "")),
-        ("tidaldecode", (False, False), ("", "")),
         ("freekv", (False, False), ("", "")),
         ("synckv", (False, True), ("", "anticipation")),
     ],

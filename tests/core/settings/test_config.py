@@ -41,8 +41,6 @@ PAPER = {
     "window_prefill": 16,
     "dense_layers": (),
     "group_reduce": "power",
-    "correction": None,
-    "representatives": None,
 }
 
 # what triggers other than the paper's look at
@@ -111,7 +109,7 @@ def test_a_preset_has_its_documented_values(preset: str, settings: dict, selecto
     assert {name: values[name] for name in wanted} == wanted
     assert values["beta"] == pytest.approx(-math.log(0.6) / 0.9)
     assert set(values) - set(wanted) == {
-        "beta", "pool", "page", "select_layers", *ALTERNATIVES, *METHODS,
+        "beta", "pool", "page", *ALTERNATIVES, *METHODS,
     }  # fmt: skip
 
 
@@ -282,9 +280,7 @@ WRONG_BASELINE = [
     ("pool", 0, "pool must be at least 1, got 0"),
     ("page", 0, "page must be at least 1, got 0"),
     ("page", 2.0, "page must be int, got 2.0"),
-    ("select_layers", [], "select_layers must be at least one layer, got []"),
-    ("select_layers", [3, -1], "select_layers must be at least 0 each, got [3, -1]"),
-    ("kernel", 3, "unknown setting 'kernel'; expected one of ('pool', 'page', 'select_layers')"),
+    ("kernel", 3, "unknown setting 'kernel'; expected one of ('pool', 'page')"),
 ]
 WRONG_SELECTOR = [
     ("alpha", 0.0, "alpha must be in (0, 1], got 0.0"),

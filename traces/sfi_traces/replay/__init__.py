@@ -4,7 +4,7 @@ supports = Supports.load(trace)
 outcome = replay(supports, Setting.recorded(trace))
 """
 
-from sfi_traces.replay.measured import Comparison, compare, extensions
+from sfi_traces.replay.measured import Comparison, compare
 from sfi_traces.replay.outcome import Outcome, StepMetrics, pareto
 from sfi_traces.replay.replay import replay, replay_request
 from sfi_traces.replay.reuse import EVERY, Reuse, chance, reuse
@@ -25,7 +25,6 @@ __all__ = [
     "Supports",
     "chance",
     "compare",
-    "extensions",
     "grid",
     "pareto",
     "replay",

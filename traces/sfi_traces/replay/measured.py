@@ -18,7 +18,6 @@ from sfi_traces.replay.setting import Setting
 from sfi_traces.replay.support import Floats, Supports, of_request
 
 POLICY = "sfi"
-EXTENSIONS = ("correction", "representatives")  # of sfi: they hang on queries that no trace has
 STEPS = ["request", "step", "token_id", "reason", "context_tokens", "attended_tokens"]
 SUPPORTS = ["request", "step", "layer", "head", "retained_mass", "overlap_last_refresh"]
 
@@ -162,31 +161,12 @@ def pooled(parts: Sequence[ComparedSteps]) -> Comparison:
     )
 
 
-def extensions(trace: Trace) -> dict[str, Any]:
-    """Return the settings of a run that no replay can judge, by name; older traces have none."""
-    values = {name: trace.manifest["config"].get(name) for name in EXTENSIONS}
-    return {name: value for name, value in values.items() if value is not None}
-
-
-def check_extensions(trace: Trace) -> None:
-    """Refuse a run with settings that no replay can judge.
-
-    Raises:
-        TraceError: With the setting.
-    """
-    for name, value in extensions(trace).items():
-        raise TraceError(
-            f"trace {trace.path} must be without {name}, which replay cannot judge, got {value}"
-        )
-
-
 def _check_pair(recorded: Sequence[Supports], trace: Trace, real: Trace) -> None:
     real.require_audit()
     if real.manifest["policy"] != POLICY:
         raise TraceError(
             f"trace {real.path} must be of --policy {POLICY}, got {real.manifest['policy']}"
         )
-    check_extensions(real)
     if real.path == trace.path:
         return
     check_one_model(trace, real)

@@ -9,7 +9,7 @@ from typing import Self
 
 from sfi_traces.read.reader import Trace
 from sfi_traces.replay import RecordedVocabulary, Setting, Supports
-from sfi_traces.replay.measured import check_extensions, check_one_model
+from sfi_traces.replay.measured import check_one_model
 from sfi_traces.tune.held_out import Mined, mine
 from sfi_traces.tune.objective import Evaluator, Limits, Objective
 from sfi_traces.tune.space import Space
@@ -68,11 +68,10 @@ class Tuning:
             batch: Requests that share the weights, in the byte model.
 
         Raises:
-            TraceError: No audit, different models, settings that replay cannot judge, a redacted trace where
-                its tokens are needed, or a budget beyond the audit's.
+            TraceError: No audit, different models, a redacted trace where its tokens are needed, or a budget
+                beyond the audit's.
             ConfigError: A setting out of range, or nothing to choose between.
         """
-        check_extensions(traces[0])
         for trace in traces[1:]:
             check_one_model(traces[0], trace)
         recorded = [Supports.load(trace) for trace in traces]

@@ -80,7 +80,7 @@ class ReplayJob:
 
     def _document(self) -> dict[str, Any]:
         from sfi_traces.read.reader import Trace
-        from sfi_traces.replay import Setting, Supports, compare, extensions
+        from sfi_traces.replay import Setting, Supports, compare
 
         trace = Trace.open(self.choice.trace)
         real = trace if self.against is None else Trace.open(self.against)
@@ -89,7 +89,6 @@ class ReplayJob:
         own = Setting.recorded(trace)
         rows, interrupted = self._rows(recorded, settings, own)
         ran = trace.manifest["policy"] == "sfi" and any(row["recorded"] for row in rows)
-        ran = ran and not extensions(trace)
         validation = None
         if self.against is not None or ran:
             validation = compare(recorded, trace, real, batch=self.batch).to_dict()
