@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch.nn.functional import pad
 
-from sfi_core.policies import POLICIES, SFI, Selection, StepContext, StepPlan
+from sfi_core.policies import POLICIES, SFI, Selection
 from sfi_core.policies.codescan import CodeScan
 from sfi_core.policies.context import LayerContext
 from sfi_core.policies.freekv import pooled_cosine
@@ -62,10 +62,6 @@ class WhereMoved(CodeScan):
 
 class SlowAtBoundaries(CodeScan, Triggered):
     """CodeScan's steps, and a dense step wherever `sfi` has a slow one."""
-
-    def plan(self, context: StepContext) -> StepPlan:
-        """See `Policy`."""
-        return Triggered.plan(self, context)
 
     def select_after(self, context: LayerContext) -> None:
         """Learn the basis at the prompt's end only."""

@@ -28,8 +28,8 @@ from sfi_core.engine.step_shape import Shape, step_shape, tell_beginning
 from sfi_core.engine.telling import step_event, tell_recall
 from sfi_core.engine.watcher import Watcher
 from sfi_core.observers.observer import Observer
-from sfi_core.policies.base import EvidencePolicy, Policy, StepPlan
-from sfi_core.policies.context import Notes, StepContext
+from sfi_core.policies.base import EvidencePolicy, Policy
+from sfi_core.policies.context import Notes
 from sfi_core.settings.audit import AuditConfig
 from sfi_core.settings.engine import DEFAULTS, EngineOptions
 from sfi_core.state.kv_store import KVStore, Recall
@@ -133,31 +133,27 @@ class Run:
         """
         self.begin([RequestPass.prompt(new, ends=final) for new in count])
 
-    def begin_decode(self, plan: StepPlan | None = None) -> None:
-        """Enter the step whose input is x_{t-1}, noted by `record`.
-
-        Args:
-            plan: Which requests are slow; None asks the policy.
-        """
+    def begin_decode(self) -> None:
+        """Enter the step whose input is x_{t-1}, noted by `record`."""
         assert self.recorded, "the last step's tokens have been noted"
-        plan = plan or self.plan()
         self.begin(
             [
                 RequestPass()
                 if state.finished
-                else RequestPass.decode(slow=plan.slow_B[row], reason=plan.reason_B[row])
-                for row, state in enumerate(self.requests)
+                else RequestPass.decode(slow=bool(reason), reason=reason)
+                for state, reason in zip(self.requests, self.plan(), strict=True)
             ]
         )
 
-    def plan(self) -> StepPlan:
-        """Ask the policy which requests are slow at the next step; most policies ask their trigger."""
+    def plan(self) -> list[str]:
+        """Ask the policy why each request is slow at the next step, "" for fast; most ask their trigger."""
         if self.signals is not None:
             self.signals.settle(self.requests)
-        plan = self.policy.plan(StepContext(self.requests))
-        if self.engine.synchronized:
-            plan = plan.synchronized([not state.finished for state in self.requests])
-        return plan
+        reasons = self.policy.plan(self.requests)
+        pairs = zip(reasons, self.requests, strict=True)
+        if self.engine.synchronized and any(reason and not one.finished for reason, one in pairs):
+            return [reason or "batch" for reason in reasons]
+        return reasons
 
     def begin(self, passes: Sequence[RequestPass]) -> None:
         """Enter a forward pass in which every request does its own."""

@@ -1,9 +1,9 @@
 """Decoding policies: which past tokens each KV head reads, and when that is decided anew."""
 
 from sfi_core.errors import ConfigError
-from sfi_core.policies.base import EvidencePolicy, Policy, Selection, StepPlan
+from sfi_core.policies.base import EvidencePolicy, Policy, Selection
 from sfi_core.policies.codescan import CodeScan
-from sfi_core.policies.context import Evidence, LayerContext, StepContext
+from sfi_core.policies.context import Evidence, LayerContext
 from sfi_core.policies.freekv import FreeKV
 from sfi_core.policies.full_kv import FullKV
 from sfi_core.policies.oracle_top_k import OracleTopK
@@ -12,7 +12,7 @@ from sfi_core.policies.prior_only import PriorOnly
 from sfi_core.policies.quest import Quest
 from sfi_core.policies.random_k import RandomK
 from sfi_core.policies.sfi import SFI
-from sfi_core.policies.shared import Triggered, always_fast, best
+from sfi_core.policies.shared import Triggered, best
 from sfi_core.policies.snapkv import SnapKV
 from sfi_core.policies.streaming_llm import StreamingLLM
 from sfi_core.policies.synckv import SyncKV
@@ -61,11 +61,8 @@ __all__ = [
     "OracleTopK",
     "Policy",
     "Selection",
-    "StepContext",
-    "StepPlan",
     "StreamingLLM",
     "Triggered",
-    "always_fast",
     "best",
     "policy_class",
 ]

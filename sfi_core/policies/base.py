@@ -2,39 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 
-from sfi_core.policies.context import Evidence, LayerContext, Notes, StepContext
+from sfi_core.policies.context import Evidence, LayerContext, Notes
 from sfi_core.settings.config import SfiConfig
 from sfi_core.state.layer_shape import LayerShape
 from sfi_core.state.request import RequestState
+from sfi_core.triggers.trigger import Trigger
 from sfi_kernels.pseudo_token import PseudoToken
-
-
-@dataclass(frozen=True, slots=True)
-class StepPlan:
-    """How the next step attends; each request of the batch decides alone.
-
-    Attributes:
-        slow_B: Dense attention over the whole history, instead of the current support.
-        reason_B: Why a request is slow; empty for a fast one.
-    """
-
-    slow_B: tuple[bool, ...]
-    reason_B: tuple[str, ...]
-
-    @classmethod
-    def by_reason(cls, reason_B: Sequence[str]) -> "StepPlan":
-        """Make the requests that have a reason slow."""
-        return cls(tuple(bool(reason) for reason in reason_B), tuple(reason_B))
-
-    def synchronized(self, running_B: Sequence[bool]) -> "StepPlan":
-        """Make every request slow if one that has not ended is."""
-        if not any(slow and running for slow, running in zip(self.slow_B, running_B, strict=True)):
-            return self
-        return StepPlan.by_reason([reason or "batch" for reason in self.reason_B])
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +28,6 @@ class Selection:
     diagnostics: Mapping[str, torch.Tensor] = field(default_factory=dict)
     heads_BH: torch.Tensor | None = None
     pseudo: PseudoToken | None = None
-
-
-class Rule(Protocol):
-    """Says when a slow step is due: `triggers.trigger.Trigger`, for any policy."""
-
-    def reason(self, state: RequestState) -> str:
-        """Say why the next step must be slow; empty if it may be fast."""
 
 
 class Policy:
@@ -91,7 +60,7 @@ class Policy:
     offloads = False
     signal = ""
 
-    def __init__(self, config: SfiConfig, trigger: Rule, layers: Sequence[int] = ()) -> None:
+    def __init__(self, config: SfiConfig, trigger: Trigger, layers: Sequence[int] = ()) -> None:
         """Take the settings; `layers`, the model's full-attention ones, are for policies that choose some."""
         self.config = self.adapt(config)
         self.trigger = trigger
@@ -101,9 +70,9 @@ class Policy:
         """Return the settings the method really runs with."""
         return config
 
-    def plan(self, context: StepContext) -> StepPlan:
-        """Decide, before the forward pass of step t >= 1, which requests are slow."""
-        raise NotImplementedError
+    def plan(self, requests: Sequence[RequestState]) -> list[str]:
+        """Say why each request is slow in the step to come, t >= 1; "" for a fast one."""
+        return [""] * len(requests)
 
     @classmethod
     def refreshes(cls) -> bool:

@@ -16,10 +16,10 @@ unread, with all of its estimated weight.
 
 import torch
 
-from sfi_core.policies.base import Policy, Selection, StepPlan
+from sfi_core.policies.base import Policy, Selection
 from sfi_core.policies.code_basis import learn_basis
-from sfi_core.policies.context import LayerContext, Notes, StepContext
-from sfi_core.policies.shared import always_fast, stacked
+from sfi_core.policies.context import LayerContext, Notes
+from sfi_core.policies.shared import stacked
 from sfi_core.settings.config import SfiConfig
 from sfi_core.state.layer_shape import LayerShape
 from sfi_core.state.request import RequestState
@@ -45,10 +45,6 @@ class CodeScan(Policy):
     def adapt(cls, config: SfiConfig) -> SfiConfig:
         """Slide the recent window: every step selects."""
         return config.replace(recent_mode="sliding", window_prefill=QUERIES)
-
-    def plan(self, context: StepContext) -> StepPlan:
-        """Attend sparsely after the prompt."""
-        return always_fast(context)
 
     def select_after(self, context: LayerContext) -> None:
         """Learn the basis at the prompt's end; the first fast step selects."""

@@ -1,6 +1,6 @@
-"""What a policy may look at: before a step, and inside a layer."""
+"""What a policy may look at inside a layer."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -11,13 +11,6 @@ from sfi_core.distributed.ranks import ALONE, Ranks
 from sfi_core.state.request import RequestState
 
 Notes = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class StepContext:
-    """What a policy may look at before a step: plain numbers, no tensors, no model."""
-
-    requests: Sequence[RequestState]
 
 
 def no_span(_: str) -> AbstractContextManager[None]:

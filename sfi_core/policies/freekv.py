@@ -14,13 +14,14 @@ from collections.abc import Sequence
 
 import torch
 
-from sfi_core.policies.base import Policy, Rule, Selection, StepPlan
-from sfi_core.policies.context import LayerContext, StepContext
+from sfi_core.policies.base import Policy, Selection
+from sfi_core.policies.context import LayerContext
 from sfi_core.policies.page_bounds import best_pages, bounds, extremes, extremes_bytes
-from sfi_core.policies.shared import always_fast, stacked
+from sfi_core.policies.shared import stacked
 from sfi_core.settings.config import SfiConfig
 from sfi_core.state.layer_shape import LayerShape
 from sfi_core.state.request import RequestState
+from sfi_core.triggers.trigger import Trigger
 
 
 class FreeKV(Policy):
@@ -31,7 +32,7 @@ class FreeKV(Policy):
     selects_next = True
     offloads = True
 
-    def __init__(self, config: SfiConfig, trigger: Rule, layers: Sequence[int] = ()) -> None:
+    def __init__(self, config: SfiConfig, trigger: Trigger, layers: Sequence[int] = ()) -> None:
         """See `Policy`; the first of `layers` may be left dense."""
         if config.freekv.first_layer_dense and layers:
             dense = {*config.dense_layers, min(layers)}
@@ -42,10 +43,6 @@ class FreeKV(Policy):
     def adapt(cls, config: SfiConfig) -> SfiConfig:
         """Slide the recent window: every step selects. The prompt's last query selects first."""
         return config.replace(recent_mode="sliding", window_prefill=1)
-
-    def plan(self, context: StepContext) -> StepPlan:
-        """Attend sparsely after the prompt."""
-        return always_fast(context)
 
     def select_after(self, context: LayerContext) -> Selection:
         """Select with the prompt's last query; it is the only slow step."""

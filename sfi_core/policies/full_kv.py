@@ -1,12 +1,14 @@
 """The baseline: dense attention at every step."""
 
-from sfi_core.policies.base import Policy, StepPlan
-from sfi_core.policies.context import StepContext
+from collections.abc import Sequence
+
+from sfi_core.policies.base import Policy
+from sfi_core.state.request import RequestState
 
 
 class FullKV(Policy):
     """Every step is slow and nothing is ever selected."""
 
-    def plan(self, context: StepContext) -> StepPlan:
+    def plan(self, requests: Sequence[RequestState]) -> list[str]:
         """Always attend densely."""
-        return StepPlan.by_reason(["full-kv"] * len(context.requests))
+        return ["full-kv"] * len(requests)

@@ -1,8 +1,8 @@
 """Control: at every step, the K positions with the most attention of this very step."""
 
-from sfi_core.policies.base import Policy, Selection, StepPlan
-from sfi_core.policies.context import LayerContext, StepContext
-from sfi_core.policies.shared import always_fast, best
+from sfi_core.policies.base import Policy, Selection
+from sfi_core.policies.context import LayerContext
+from sfi_core.policies.shared import best
 from sfi_core.settings.config import SfiConfig
 from sfi_core.state.request import RequestState
 from sfi_kernels.selector import attention_probability
@@ -18,10 +18,6 @@ class OracleTopK(Policy):
     def adapt(cls, config: SfiConfig) -> SfiConfig:
         """Slide the recent window: nothing needs an anchor when every step selects."""
         return config.replace(recent_mode="sliding")
-
-    def plan(self, context: StepContext) -> StepPlan:
-        """Attend sparsely after the prompt."""
-        return always_fast(context)
 
     def select_before(self, context: LayerContext) -> Selection:
         """Rank J by the mean probability over the query heads of a KV head."""

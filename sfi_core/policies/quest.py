@@ -5,10 +5,10 @@ and that layers 0 and 1 are not left dense unless `dense_layers` says so, so tha
 tokens read. A page may be cut short where the budget ends.
 """
 
-from sfi_core.policies.base import Policy, Selection, StepPlan
-from sfi_core.policies.context import LayerContext, Notes, StepContext
+from sfi_core.policies.base import Policy, Selection
+from sfi_core.policies.context import LayerContext, Notes
 from sfi_core.policies.page_bounds import best_pages, bounds, extremes, extremes_bytes, forget
-from sfi_core.policies.shared import always_fast, stacked
+from sfi_core.policies.shared import stacked
 from sfi_core.settings.config import SfiConfig
 from sfi_core.state.layer_shape import LayerShape
 from sfi_core.state.request import RequestState
@@ -25,10 +25,6 @@ class Quest(Policy):
     def adapt(cls, config: SfiConfig) -> SfiConfig:
         """Slide the recent window: nothing needs an anchor when every step selects."""
         return config.replace(recent_mode="sliding")
-
-    def plan(self, context: StepContext) -> StepPlan:
-        """Attend sparsely after the prompt."""
-        return always_fast(context)
 
     def select_before(self, context: LayerContext) -> Selection:
         """Take the tokens of the pages with the highest bounds."""

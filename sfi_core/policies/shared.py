@@ -5,16 +5,12 @@ from collections.abc import Sequence
 import torch
 from torch.nn.functional import pad
 
-from sfi_core.policies.base import Policy, Selection, StepPlan
-from sfi_core.policies.context import Evidence, StepContext
+from sfi_core.policies.base import Policy, Selection
+from sfi_core.policies.context import Evidence
+from sfi_core.state.request import RequestState
 from sfi_core.triggers.signals import COSINE, ENTROPY
 from sfi_kernels.constants import MASKED_SCORE
 from sfi_kernels.top_k import top_k
-
-
-def always_fast(context: StepContext) -> StepPlan:
-    """Attend sparsely at every step after the prompt."""
-    return StepPlan.by_reason([""] * len(context.requests))
 
 
 def best(context: Evidence, score_BHT: torch.Tensor, budget: int) -> Selection:
@@ -42,9 +38,9 @@ class Triggered(Policy):
         name = self.config.trigger_policy
         return name if name in (COSINE, ENTROPY) else ""
 
-    def plan(self, context: StepContext) -> StepPlan:
+    def plan(self, requests: Sequence[RequestState]) -> list[str]:
         """Apply the trigger to every request."""
-        return StepPlan.by_reason([self.trigger.reason(state) for state in context.requests])
+        return [self.trigger.reason(state) for state in requests]
 
 
 def stacked(index: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -6,9 +6,9 @@ tokens are always kept. Their window is `window_prefill`; every decoded token is
 
 import torch
 
-from sfi_core.policies.base import EvidencePolicy, Selection, StepPlan
-from sfi_core.policies.context import Evidence, StepContext
-from sfi_core.policies.shared import always_fast, best
+from sfi_core.policies.base import EvidencePolicy, Selection
+from sfi_core.policies.context import Evidence
+from sfi_core.policies.shared import best
 from sfi_core.settings.config import SfiConfig
 
 
@@ -23,10 +23,6 @@ class SnapKV(EvidencePolicy):
     def adapt(cls, config: SfiConfig) -> SfiConfig:
         """Freeze the recent window where the prompt left it."""
         return config.replace(recent_mode="anchored")
-
-    def plan(self, context: StepContext) -> StepPlan:
-        """Attend sparsely after the prompt."""
-        return always_fast(context)
 
     def select_after(self, context: Evidence) -> Selection:
         """Keep the positions with the most attention of the window, averaged over their neighbors."""

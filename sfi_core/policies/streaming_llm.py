@@ -3,9 +3,7 @@
 Differs from the paper in that keys keep the positions they had, instead of cache-relative ones.
 """
 
-from sfi_core.policies.base import Policy, StepPlan
-from sfi_core.policies.context import StepContext
-from sfi_core.policies.shared import always_fast
+from sfi_core.policies.base import Policy
 from sfi_core.settings.config import SfiConfig
 
 
@@ -20,7 +18,3 @@ class StreamingLLM(Policy):
     def adapt(cls, config: SfiConfig) -> SfiConfig:
         """Slide a window of `recent + budget` tokens, so that methods compare at equal tokens read."""
         return config.replace(recent_mode="sliding", recent=config.recent + config.budget)
-
-    def plan(self, context: StepContext) -> StepPlan:
-        """Never attend densely after the prompt."""
-        return always_fast(context)

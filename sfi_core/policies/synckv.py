@@ -16,11 +16,12 @@ from fractions import Fraction
 
 import torch
 
-from sfi_core.policies.base import Policy, Rule, Selection, StepPlan
-from sfi_core.policies.context import LayerContext, StepContext
+from sfi_core.policies.base import Policy, Selection
+from sfi_core.policies.context import LayerContext
 from sfi_core.policies.leaders import Leaders
 from sfi_core.settings.config import SfiConfig
 from sfi_core.state.request import RequestState
+from sfi_core.triggers.trigger import Trigger
 from sfi_kernels.constants import MASKED_SCORE
 from sfi_kernels.step_descriptor import sent
 from sfi_kernels.top_k import top_k
@@ -35,7 +36,7 @@ class SyncKV(Policy):
     mixes_heads = True
     offloads = True
 
-    def __init__(self, config: SfiConfig, trigger: Rule, layers: Sequence[int] = ()) -> None:
+    def __init__(self, config: SfiConfig, trigger: Trigger, layers: Sequence[int] = ()) -> None:
         """See `Policy`; reads the file of head clusters."""
         super().__init__(config, trigger, layers)
         own = self.config.synckv
@@ -49,11 +50,10 @@ class SyncKV(Policy):
         """Select with the prompt's last query (SyncKV, Eq. 3); keep what came since an anticipation."""
         return config.replace(recent_mode="anchored", window_prefill=1)
 
-    def plan(self, context: StepContext) -> StepPlan:
+    def plan(self, requests: Sequence[RequestState]) -> list[str]:
         """Anticipate at every step t with t mod m = 0 (SyncKV, Algorithm 1, line 26)."""
         stride = self.config.synckv.stride
-        due = [(state.step + 1) % stride == 0 for state in context.requests]
-        return StepPlan.by_reason(["anticipation" if one else "" for one in due])
+        return ["" if (state.step + 1) % stride else "anticipation" for state in requests]
 
     def dense_heads(self, state: RequestState, layer: int, heads: int) -> Sequence[int]:
         """Name the representatives (SyncKV, Algorithm 1, line 22), or nobody between two anticipations."""

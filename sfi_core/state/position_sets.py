@@ -1,4 +1,4 @@
-"""The position sets of the managed sparse state: what may be selected and what is read."""
+"""The candidate set of the managed sparse state: what may be selected."""
 
 import torch
 
@@ -18,25 +18,3 @@ def allowed_positions(
     """
     position = torch.arange(longest, device=sink_B.device)
     return (position >= sink_B[:, None]) & (position < recent_start_B[:, None])
-
-
-def attended_positions(
-    index_BHS: torch.Tensor, recent_start_B: torch.Tensor, length_B: torch.Tensor
-) -> torch.Tensor:
-    """Return what a fast step reads: sink, selected and recent tokens (Eqs. 1, 25).
-
-    Args:
-        index_BHS: Positions of the packed segment, sinks included, padded with -1.
-        recent_start_B: First position of the recent segment.
-        length_B: Cached tokens, the query's own included.
-
-    Returns:
-        `[B, H, T]` bool with T the longest length.
-    """
-    B, H, _ = index_BHS.shape
-    position = torch.arange(int(length_B.max()), device=index_BHS.device)
-    recent_BT = (position >= recent_start_B[:, None]) & (position < length_B[:, None])
-    read = recent_BT[:, None].repeat(1, H, 1)
-    packed = torch.zeros(B, H, len(position) + 1, dtype=torch.bool, device=index_BHS.device)
-    packed.scatter_(2, index_BHS.long() % (len(position) + 1), value=True)  # -1 lands past the end
-    return read | packed[:, :, :-1]

@@ -6,11 +6,11 @@ from typing import ClassVar
 import pytest
 import torch
 
-from sfi_core.state.position_sets import attended_positions
 from sfi_kernels.pack import pack
 from sfi_kernels.sparse_attention import sparse_attention
 from tests.covering import covering
 from tests.fakes import error_bound, kernel_device, paged, plain_attention
+from tests.positions import attended_positions
 
 H, G, D = 2, 2, 16
 SCALE = 0.3

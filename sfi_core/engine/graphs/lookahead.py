@@ -5,7 +5,6 @@ from dataclasses import replace
 
 from sfi_core.engine.forward import RequestPass, Requests, known_requests
 from sfi_core.engine.run import Run
-from sfi_core.policies.context import StepContext
 
 
 def foresee(run: Run) -> Requests | None:
@@ -18,14 +17,15 @@ def foresee(run: Run) -> Requests | None:
     if tokens_decide(run):
         return None
     states = [replace(state) for state in run.requests]
-    plan = run.policy.plan(StepContext(states))
-    if _audited(run, plan.slow_B):
+    reasons = run.policy.plan(states)
+    if _audited(run, reasons):
         return None
     passes = []
-    for state, slow in zip(states, plan.slow_B, strict=True):
+    for state, reason in zip(states, reasons, strict=True):
         if state.finished:
             passes.append(RequestPass())
             continue
+        slow = bool(reason)
         passes.append(RequestPass.decode(slow=slow, reason=""))
         state.begin(slow=slow, reason="", new_tokens=1)
         run.move_recent(state)
@@ -36,14 +36,14 @@ def foresee(run: Run) -> Requests | None:
 
 def audits_next(run: Run) -> bool:
     """Say whether a request's next step is audited, which takes a step that is not replayed."""
-    return run.audit is not None and _audited(run, run.plan().slow_B)
+    return run.audit is not None and _audited(run, run.plan())
 
 
-def _audited(run: Run, slow_B: Sequence[bool]) -> bool:
+def _audited(run: Run, reasons: Sequence[str]) -> bool:
     audit = run.audit
     return audit is not None and any(
-        audit.due(state.step + 1, slow=slow)
-        for state, slow in zip(run.requests, slow_B, strict=True)
+        audit.due(state.step + 1, slow=bool(reason))
+        for state, reason in zip(run.requests, reasons, strict=True)
         if not state.finished
     )
 

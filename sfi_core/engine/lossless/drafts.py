@@ -84,8 +84,7 @@ class Drafts:
         What a verification reads anew, it writes anew too: it starts where the verified tokens end.
         """
         run = self.run
-        plan = run.plan()
-        rows = zip(run.requests, plan.reason_B, strict=True)
+        rows = zip(run.requests, run.plan(), strict=True)
         self.blocks = [
             None if state.finished else self._block(state, planned) for state, planned in rows
         ]

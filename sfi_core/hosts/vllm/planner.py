@@ -16,7 +16,6 @@ from sfi_core.hosts.vllm.wishes import Wishes
 from sfi_core.observers.events import StepEvent
 from sfi_core.observers.observer import NullObserver, Observer
 from sfi_core.policies.base import Policy
-from sfi_core.policies.context import StepContext
 from sfi_core.settings.audit import AuditConfig
 from sfi_core.settings.config import SfiConfig
 from sfi_core.state.request import RequestState
@@ -175,8 +174,8 @@ class Planner:
         if tracked.slot == NO_SLOT:
             state.begin(slow=True, reason="dense", new_tokens=1)
             return
-        plan = tracked.policy.plan(StepContext([state]))
-        state.begin(slow=plan.slow_B[0], reason=plan.reason_B[0], new_tokens=1)
+        (reason,) = tracked.policy.plan([state])
+        state.begin(slow=bool(reason), reason=reason, new_tokens=1)
 
     def _pack(self, tracked: Tracked) -> None:
         # what the workers' own bookkeeping comes to, so that reads are known here

@@ -9,7 +9,7 @@ from sfi_core import SfiConfig
 from sfi_core.engine.graphs.buffers import StepBuffers
 from sfi_core.engine.graphs.layer import note_step
 from sfi_core.engine.run import Run
-from sfi_core.policies import SFI, Selection, StepPlan
+from sfi_core.policies import SFI, Selection
 from sfi_core.state.kv_cache import KVCache
 from sfi_core.triggers.trigger import Trigger
 from sfi_kernels.step_descriptor import FAST, IDLE, SLOW, StepRequest
@@ -69,7 +69,7 @@ def test_a_step_that_turns_out_otherwise_is_described_anew(buffers, change):
     assert not buffers.launched, "described, not ahead"
 
 
-def test_a_selection_is_the_request_s_own_though_one_before_it_stopped(buffers):
+def test_a_selection_is_the_request_s_own_though_one_before_it_stopped(buffers, monkeypatch):
     observer = RecordingObserver()
     run = Run(POLICY, observer, buffers.store)
     for state in run.requests:
@@ -77,7 +77,8 @@ def test_a_selection_is_the_request_s_own_though_one_before_it_stopped(buffers):
     buffers.write(partial(requests, SLOW, SLOW, FAST), ahead=True)
     run.descriptors = buffers
     run.requests[0].finished = True
-    run.begin_decode(StepPlan((True, True, False), ("trigger", "trigger", "")))
+    monkeypatch.setattr(Run, "plan", lambda _: ["trigger", "trigger", ""])
+    run.begin_decode()
     assert buffers.launched
     index = torch.tensor([[[5, 6]], [[7, 8]]], dtype=torch.int32)
     note_step(run, {0: Selection(index)}, buffers.places)

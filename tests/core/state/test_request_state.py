@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from sfi_core.state.position_sets import allowed_positions, attended_positions
+from sfi_core.state.position_sets import allowed_positions
 from sfi_core.state.request import RequestState
+from tests.positions import attended_positions
 
 SINK, RECENT = 4, 8
 
