@@ -1,6 +1,6 @@
 """The forward pass under way: what each request does in it, and what the pass hands to its layers."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol, Self
@@ -118,11 +118,8 @@ class Forward:
         return self.decodes or bool(self.ended)
 
 
-class Requests(Protocol):
-    """Says what a descriptor has to say of the requests of a pass."""
-
-    def __call__(self, *, dense: bool) -> list[StepRequest]:
-        """Return it; `dense` makes every decoding request slow."""
+# what a descriptor has to say of the requests of a pass; `dense=True` makes every decoding request slow
+Requests = Callable[..., list[StepRequest]]
 
 
 class Descriptors(Protocol):

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from sfi_core.engine.layer import Layer
 from sfi_core.engine.run import Run
+from sfi_core.engine.telling import tell_recall
 from sfi_core.observers.events import SelectionEvent
 from sfi_core.observers.observer import wants
 from sfi_core.policies.base import Selection
@@ -35,7 +36,7 @@ def apply(
             selection.heads_BH,
         )
     if brought is not None:
-        run.note_recall(index, rows, brought)
+        tell_recall(run, index, rows, brought)
     run.meter.count(f"{layer.backend}.pack", len(rows))
     heard = wants(run.observer, SelectionEvent)
     for place, row in enumerate(rows):

@@ -24,15 +24,14 @@ from sfi_core.engine.maintenance import Maintenance
 from sfi_core.engine.meter import WHOLE_STEP, Meter
 from sfi_core.engine.prompt_queries import PromptQueries
 from sfi_core.engine.rows import Rows
-from sfi_core.engine.step_shape import Shape, step_shape, tell_beginning
-from sfi_core.engine.telling import step_event, tell_recall
+from sfi_core.engine.telling import Shape, step_event, step_shape, tell_beginning
 from sfi_core.engine.watcher import Watcher
 from sfi_core.observers.observer import Observer
 from sfi_core.policies.base import EvidencePolicy, Policy
 from sfi_core.policies.context import Notes
 from sfi_core.settings.audit import AuditConfig
 from sfi_core.settings.engine import DEFAULTS, EngineOptions
-from sfi_core.state.kv_store import KVStore, Recall
+from sfi_core.state.kv_store import KVStore
 from sfi_core.state.layer_pages import LayerPages
 from sfi_core.state.packed_segment import PackedSegment
 from sfi_core.state.request import RequestState
@@ -244,11 +243,6 @@ class Run:
             heads = self.store.pages(layer).key_PHND.shape[1]
             shares += len(self.policy.dense_heads(state, layer, heads)) / heads
         return state.attended(len(self.layers), dense, shares)
-
-    def note_recall(self, layer: int, rows: Sequence[int], brought: Recall) -> None:
-        """Count what a layer's selection brings from the host, and tell the observer, once it is there."""
-        states = [self.requests[row] for row in rows]
-        tell_recall(self.observer, self.meter, self.step, layer, states, brought)
 
     def rows(self, rows: tuple[int, ...]) -> Rows:
         """Return what the layers need to refresh some requests; made once for all layers of the pass."""

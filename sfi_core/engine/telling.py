@@ -1,14 +1,14 @@
-"""What a run tells its observer of a step and of a recall."""
+"""What an `engine.run.Run` tells its observer: the beginning and end of steps, and recalls."""
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sfi_core.engine.meter import Meter
-from sfi_core.observers.events import RecallEvent, StepEvent
-from sfi_core.observers.observer import Observer
+from sfi_core.observers.events import BeginStepEvent, RecallEvent, StepEvent
+from sfi_core.observers.observer import wants
 from sfi_core.state.kv_store import Recall
 from sfi_core.state.request import RequestState
+
+Shape = Mapping[str, Any]
 
 
 def step_event(
@@ -39,36 +39,78 @@ def step_event(
     )
 
 
-def tell_recall(
-    observer: Observer,
-    meter: Meter,
-    batch_step: int,
-    layer: int,
-    states: Sequence[RequestState],
-    brought: Recall,
-) -> None:
+def tell_recall(run: Any, layer: int, rows: Sequence[int], brought: Recall) -> None:
     """Count what a layer's selection brings from the host, and tell the observer, once it is there."""
+    states, batch_step, observer = [run.requests[row] for row in rows], run.step, run.observer
     steps = [(state.request, state.step) for state in states]
-    brought.then(partial(_tell, observer, meter, batch_step, layer, steps, brought))
 
-
-def _tell(
-    observer: Observer,
-    meter: Meter,
-    batch_step: int,
-    layer: int,
-    steps: Sequence[tuple[int, int]],
-    brought: Recall,
-) -> None:
-    meter.count_recall(batch_step, brought)
-    for place, (request, step) in enumerate(steps):
-        observer.on(
-            RecallEvent(
-                request=request,
-                step=step,
-                layer=layer,
-                rows_H=brought.rows_RH[place],
-                row_bytes=brought.row_bytes,
-                waited_us=brought.waited * 1e6 / len(steps),
+    def tell() -> None:
+        run.meter.count_recall(batch_step, brought)
+        for place, (request, step) in enumerate(steps):
+            observer.on(
+                RecallEvent(
+                    request=request,
+                    step=step,
+                    layer=layer,
+                    rows_H=brought.rows_RH[place],
+                    row_bytes=brought.row_bytes,
+                    waited_us=brought.waited * 1e6 / len(steps),
+                )
             )
-        )
+
+    brought.then(tell)
+
+
+def tell_beginning(run: Any) -> None:
+    """Tell an `engine.run.Run`'s observer of the step that its requests have entered."""
+    if not wants(run.observer, BeginStepEvent):
+        return
+    forward = run.forward
+    event = BeginStepEvent(
+        step=run.step,
+        slow=run.requests_of(sorted((*forward.prompts, *forward.slow))),
+        fast=run.requests_of(forward.fast),
+        reads_prompt=bool(forward.prompts),
+        not_replayed=run.meter.not_replayed,
+        **_reads(run),
+    )
+    run.observer.on(event)
+
+
+def step_shape(run: Any) -> Shape:
+    """Return the fields of `StepEvent` that all requests of the pass under way share.
+
+    Args:
+        run: The `engine.run.Run`; its requests have not ended their step.
+
+    Returns:
+        Nothing where nobody would hear it.
+    """
+    if not wants(run.observer, StepEvent):
+        return {}
+    forward = run.forward
+    return {
+        "graphs": run.meter.replayed,
+        "slow_requests": len(forward.prompts) + len(forward.slow),
+        "fast_requests": len(forward.fast),
+        **_reads(run),
+    }
+
+
+def _reads(run: Any) -> dict[str, int]:
+    forward, config = run.forward, run.policy.config
+    seen, always, other = run.meter.row_bytes
+    if seen != len(run.layers):
+        sizes = {layer: run.store.pages(layer).row_bytes for layer in run.layers}
+        always = sum(sizes[layer] for layer in run.layers.intersection(config.dense_layers))
+        other = sum(sizes.values()) - always
+        run.meter.row_bytes = len(run.layers), always, other
+    cached, moved = 0, 0.0
+    for row in (*forward.prompts, *forward.slow, *forward.fast):
+        state = run.requests[row]
+        cached += state.length
+        if run.policy.mixes_heads and row not in forward.prompts:
+            moved += (always + other) * run.attended(state)
+        else:
+            moved += always * state.length + other * state.read(dense=state.slow)
+    return {"cached_tokens": cached, "moved_bytes": round(moved)}

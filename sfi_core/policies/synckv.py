@@ -13,12 +13,14 @@ were generated since the last anticipation are read.
 
 from collections.abc import Callable, Sequence
 from fractions import Fraction
+from pathlib import Path
 
 import torch
 
+from sfi_core.errors import ConfigError
 from sfi_core.policies.base import Policy, Selection
 from sfi_core.policies.context import LayerContext
-from sfi_core.policies.leaders import Leaders
+from sfi_core.policies.head_clusters import HeadClusters
 from sfi_core.settings.config import SfiConfig
 from sfi_core.state.request import RequestState
 from sfi_core.triggers.trigger import Trigger
@@ -26,21 +28,37 @@ from sfi_kernels.constants import MASKED_SCORE
 from sfi_kernels.step_descriptor import sent
 from sfi_kernels.top_k import top_k
 
+EVEN = "even"  # in place of a file: each layer's heads in groups of neighbors
 LAST = torch.iinfo(torch.int32).max
 
 
 class SyncKV(Policy):
-    """Slow for the representatives every `stride` steps; the others read static and dynamic set."""
+    """Slow for the representatives every `stride` steps; the others read static and dynamic set.
+
+    Attributes:
+        clusters: What the file of head clusters says; None where each layer's heads are split evenly.
+        dynamic: Positions of the dynamic set.
+    """
 
     selects_after = True
     mixes_heads = True
     offloads = True
 
     def __init__(self, config: SfiConfig, trigger: Trigger, layers: Sequence[int] = ()) -> None:
-        """See `Policy`; reads the file of head clusters."""
+        """See `Policy`; reads the file of head clusters.
+
+        Raises:
+            ConfigError: No file is named.
+            InputError: The file cannot be read or is damaged.
+        """
         super().__init__(config, trigger, layers)
         own = self.config.synckv
-        self.leaders = Leaders(own.heads, own.representatives)
+        if own.heads is None:
+            raise ConfigError(
+                "synckv.heads must be a file of head clusters, got none; make one with `sfi tune heads`, or "
+                f"set synckv.heads={EVEN}"
+            )
+        self.clusters = None if own.heads == EVEN else HeadClusters.load(Path(own.heads))
         # as written: in floating point 1 - 0.9 is less than 0.1
         share = 1 - Fraction(str(own.static))
         self.dynamic = int(share * self.config.budget)  # k_dyn of Eq. 6
@@ -61,6 +79,21 @@ class SyncKV(Policy):
             return self._representatives(layer, heads)
         return ()
 
+    def leaders(self, layer: int, heads: int) -> tuple[int, ...]:
+        """Return the representative of each of a layer's KV heads; a representative is its own.
+
+        Raises:
+            ConfigError: More representatives than heads.
+        """
+        if self.clusters is not None:
+            return self.clusters.leader_of(layer)
+        count = self.config.synckv.representatives
+        if count > heads:
+            raise ConfigError(
+                f"representatives must be at most the layer's {heads} KV heads, got {count}"
+            )
+        return tuple(-(-(head * count // heads) * heads // count) for head in range(heads))
+
     @property
     def most_fast_steps(self) -> int:
         """See `Policy`."""
@@ -72,7 +105,7 @@ class SyncKV(Policy):
 
     def select_after(self, context: LayerContext) -> Selection:
         """Choose the dynamic set by the representatives (SyncKV, Eq. 6); at step 0 both sets."""
-        leaders = self.leaders.of(context.layer, context.key_norm_BHT.shape[1])
+        leaders = self.leaders(context.layer, context.key_norm_BHT.shape[1])
         chosen = sorted(set(leaders))
         # Eq. 5; only the representatives' logits are there
         logits = _written(context, _columns(context.logits(), chosen))
@@ -84,7 +117,7 @@ class SyncKV(Policy):
         return Selection(_columns(torch.stack(rows), [chosen.index(leader) for leader in leaders]))
 
     def _representatives(self, layer: int, heads: int) -> list[int]:
-        return sorted(set(self.leaders.of(layer, heads)))
+        return sorted(set(self.leaders(layer, heads)))
 
     def _select(self, context: LayerContext, at: int, score_RT: torch.Tensor) -> torch.Tensor:
         note, K = context.notes[at], min(self.config.budget, score_RT.shape[1])

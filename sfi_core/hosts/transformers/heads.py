@@ -5,6 +5,7 @@ from typing import Any
 from sfi_core.errors import ConfigError
 from sfi_core.models.digest import HEADS, folder_of, model_digest
 from sfi_core.policies import Policy
+from sfi_core.policies.synckv import SyncKV
 from sfi_core.settings.config import SfiConfig
 from sfi_core.state.layer_shape import LayerShape
 
@@ -28,11 +29,10 @@ def check_heads(policy: Policy, shapes: list[LayerShape], model: Any, ranks: int
         raise ConfigError(
             f"policies whose KV heads differ (synckv) must run on one rank, got {ranks}"
         )
-    leaders = getattr(policy, "leaders", None)
-    if leaders is None:
+    if not isinstance(policy, SyncKV):
         return
     heads = {layer: shape.heads for layer, shape in enumerate(shapes) if shape.window is None}
-    if leaders.clusters is not None:
-        leaders.clusters.check(heads, model_digest(model))
+    if policy.clusters is not None:
+        policy.clusters.check(heads, model_digest(model))
     for layer, count in heads.items():
-        leaders.of(layer, count)
+        policy.leaders(layer, count)

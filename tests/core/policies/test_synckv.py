@@ -11,7 +11,6 @@ import torch
 
 from sfi_core.errors import ConfigError, InputError
 from sfi_core.policies.head_clusters import HeadClusters
-from sfi_core.policies.leaders import Leaders
 from sfi_core.policies.synckv import SyncKV
 from sfi_core.settings.config import SfiConfig
 from sfi_core.state.position_sets import allowed_positions
@@ -157,7 +156,7 @@ def test_reads_are_counted_as_the_positions_say(heads: Path, suspension: str, rh
 
 
 def test_even_splits_neighbors_and_takes_each_group_s_first_head():
-    by_count = {count: Leaders("even", "synckv.heads", count).of(0, 8) for count in (1, 2, 3, 8)}
+    by_count = {n: make("even", representatives=n).leaders(0, 8) for n in (1, 2, 3, 8)}
     assert by_count[1] == (0,) * 8
     assert by_count[2] == (0, 0, 0, 0, 4, 4, 4, 4)
     assert by_count[8] == tuple(range(8))
