@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Protocol, Self
 
 import torch
@@ -174,16 +173,12 @@ def known_requests(
     passes: Sequence[RequestPass], states: Sequence[RequestState], policy: Policy
 ) -> Requests:
     """Return what descriptors say of the requests of a pass that has begun."""
-    return partial(_step_requests, passes, states, policy)
 
+    def requests(*, dense: bool) -> list[StepRequest]:
+        pairs = zip(passes, states, strict=True)
+        return [_step_request(one, state, policy, dense=dense) for one, state in pairs]
 
-def _step_requests(
-    passes: Sequence[RequestPass], states: Sequence[RequestState], policy: Policy, *, dense: bool
-) -> list[StepRequest]:
-    return [
-        _step_request(one, state, policy, dense=dense)
-        for one, state in zip(passes, states, strict=True)
-    ]
+    return requests
 
 
 def _step_request(
