@@ -38,7 +38,6 @@ from sfi_core.state.layer_pages import LayerPages
 from sfi_core.state.packed_segment import PackedSegment
 from sfi_core.state.request import RequestState
 from sfi_core.state.side import side_of
-from sfi_core.triggers.signals import Signals
 from sfi_kernels.step_descriptor import FAST, SLOW
 
 CPU = torch.device("cpu")
@@ -57,7 +56,7 @@ class Run:
         engine: How steps are run.
         ranks: The processes among which the model's heads are split.
         audit: Which steps are audited; None without an audit.
-        watchers: Look at every layer, in this order, after `prompt_queries` and `signals`.
+        watchers: Look at every layer, in this order, after `prompt_queries`.
         meter: What ran, how often, and how long it took.
         attend: How layers attend, where `StepGraphs` has set it; None attends on the store's backend.
         requests: The state of each row's request.
@@ -66,7 +65,6 @@ class Run:
         segments: The packed segment by layer.
         layers: Full-attention layers seen.
         notes: What the policy keeps, by request (not row) and layer; `SHARED` stands for all layers.
-        signals: What the policy's plan looks at besides tokens; None for nothing.
         prompt_queries: The last queries of pieces of the prompt, for the first selection.
         head_count: How many KV heads read everything where a policy mixes them.
         maintenance: Selects and packs on slow steps, beside the next layers where it can.
@@ -91,7 +89,6 @@ class Run:
     segments: dict[int, PackedSegment] = field(default_factory=dict)
     layers: set[int] = field(default_factory=set)
     notes: dict[tuple[int, int], Notes] = field(default_factory=lambda: defaultdict(dict))
-    signals: Signals | None = field(init=False)
     prompt_queries: PromptQueries = field(init=False)
     head_count: HeadCount = field(default_factory=HeadCount)
     maintenance: Maintenance = field(init=False)
@@ -103,7 +100,6 @@ class Run:
         """Start with empty requests."""
         policy = self.policy
         self.requests = [RequestState(request=row) for row in range(self.store.batch)]
-        self.signals = Signals(policy.signal, self.ranks) if policy.signal else None
         self.prompt_queries = PromptQueries(policy.config.window_prefill)
         overlap = self.engine.overlap and policy.needs_only_evidence
         self.maintenance = Maintenance(side_of(self.device, overlap=overlap))
@@ -155,12 +151,7 @@ class Run:
 
     def plan(self) -> StepPlan:
         """Ask the policy which requests are slow at the next step; most policies ask their trigger."""
-        if self.signals is not None:
-            self.signals.settle(self.requests)
-        plan = self.policy.plan(StepContext(self.requests))
-        if self.engine.synchronized:
-            plan = plan.synchronized([not state.finished for state in self.requests])
-        return plan
+        return self.policy.plan(StepContext(self.requests))
 
     def begin(self, passes: Sequence[RequestPass]) -> None:
         """Enter a forward pass in which every request does its own."""
@@ -208,9 +199,6 @@ class Run:
         forward = self.forward
         if forward.prompts != forward.ended and self.policy.selects_after:
             self.prompt_queries.see(layer, query_BHGTD, out_BHGTE)
-        if self.signals is not None and forward.generates:
-            anew = (*forward.slow, *forward.ended)
-            self.signals.see_query(layer.index, query_BHGTD[:, :, :, -1], anew)
         for watcher in self.watchers:
             watcher.see(layer, query_BHGTD, out_BHGTE)
 

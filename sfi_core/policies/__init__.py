@@ -12,7 +12,6 @@ from sfi_core.policies.outside import import_policy, installed, package_of
 from sfi_core.policies.prior_only import PriorOnly
 from sfi_core.policies.quest import Quest
 from sfi_core.policies.random_k import RandomK
-from sfi_core.policies.refreshkv import RefreshKV
 from sfi_core.policies.sfi import SFI
 from sfi_core.policies.shared import Triggered, always_fast, best
 from sfi_core.policies.snapkv import SnapKV
@@ -31,7 +30,6 @@ POLICIES: dict[str, type[Policy]] = {
     "quest": Quest,
     "codescan": CodeScan,
     "tidaldecode": TidalDecode,
-    "refreshkv": RefreshKV,
     "freekv": FreeKV,
     "synckv": SyncKV,
     "oracle-top-k": OracleTopK,

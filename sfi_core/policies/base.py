@@ -30,12 +30,6 @@ class StepPlan:
         """Make the requests that have a reason slow."""
         return cls(tuple(bool(reason) for reason in reason_B), tuple(reason_B))
 
-    def synchronized(self, running_B: Sequence[bool]) -> "StepPlan":
-        """Make every request slow if one that has not ended is."""
-        if not any(slow and running for slow, running in zip(self.slow_B, running_B, strict=True)):
-            return self
-        return StepPlan.by_reason([reason or "batch" for reason in self.reason_B])
-
 
 @dataclass(frozen=True, slots=True)
 class Selection:
@@ -82,7 +76,6 @@ class Policy:
         evicts: Whether what is not attended is gone for good; such methods also store less.
         drafts: Whether its fast steps can be taken back, as a lossless run does with rejected tokens.
         offloads: Whether it can run over a store that keeps most keys and values in host memory.
-        signal: What the plan looks at besides tokens, a name of `sfi_core.triggers.signals`; "" for nothing.
     """
 
     selects_before = False
@@ -97,7 +90,6 @@ class Policy:
     evicts = False
     drafts = False
     offloads = False
-    signal = ""
 
     def __init__(self, config: SfiConfig, trigger: Rule, layers: Sequence[int] = ()) -> None:
         """Take the settings; `layers`, the model's full-attention ones, are for policies that choose some."""

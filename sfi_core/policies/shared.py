@@ -7,7 +7,6 @@ import torch
 from sfi_core.policies.base import Policy, Selection, StepPlan
 from sfi_core.policies.context import Evidence, LayerContext, StepContext
 from sfi_core.settings.config import SfiConfig
-from sfi_core.triggers.signals import COSINE, ENTROPY
 from sfi_kernels.constants import MASKED_SCORE
 from sfi_kernels.selector import attention_probability
 from sfi_kernels.top_k import top_k
@@ -41,12 +40,6 @@ class Triggered(Policy):
         """See `Policy`."""
         longest = {"stride": self.config.stride, "never": None, "always": 0}
         return longest.get(self.config.trigger_policy, self.config.t_max)
-
-    @property
-    def signal(self) -> str:  # type: ignore[override]  # plain where it does not depend on settings
-        """See `Policy`."""
-        name = self.config.trigger_policy
-        return name if name in (COSINE, ENTROPY) else ""
 
     def plan(self, context: StepContext) -> StepPlan:
         """Apply the trigger to every request."""

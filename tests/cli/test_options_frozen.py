@@ -2,10 +2,10 @@
 
 import pytest
 import typer
+from sfi_cli.settings.moved import MOVED
 from typer.testing import CliRunner
 
 from sfi_cli import app as cli
-from sfi_cli.settings.moved import MOVED
 from sfi_cli.settings.tables import COMMANDS, SETTINGS
 
 LINES = 100  # two screens of 50 lines

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import get_type_hints
 
 import pytest
+from sfi_cli.settings.moved import MOVED
 from typer.testing import CliRunner
 
 from sfi_cli import app as cli
 from sfi_cli.settings.complete import completions
 from sfi_cli.settings.given import given
-from sfi_cli.settings.moved import MOVED
 from sfi_cli.settings.tables import (
     COMMANDS,
     DECODING,

@@ -12,7 +12,7 @@ from sfi_core.settings.engine import EngineOptions
 
 METHODS = (
     "full-kv", "default=sfi", "paper=sfi@paper", "released=sfi@released", "streaming-llm", "snapkv", "h2o",
-    "tova", "quest", "tidaldecode", "refreshkv", "freekv", "synckv", "codescan", "oracle-top-k", "random-k",
+    "tova", "quest", "tidaldecode", "freekv", "synckv", "codescan", "oracle-top-k", "random-k",
 )  # fmt: skip
 BUNDLED_ONLY = ("synckv",)  # needs a head file, which other models seldom come with
 SHARES, LENGTHS, SAMPLES, SEED, RECENT = (0.05, 0.1, 0.15, 0.25), (1024, 4096), 20, 0, 128

@@ -83,15 +83,9 @@ def check_policy(name: str, config: SfiConfig) -> None:
         ConfigError: With what is wrong.
     """
     kind = policy_class(name)
-    looks = isinstance(kind.signal, str) and kind.signal  # whatever its settings are
-    if looks or kind.observes_prompt or kind.selects_next or kind.mixes_heads:
+    if kind.observes_prompt or kind.selects_next or kind.mixes_heads:
         raise ConfigError(f"policy must be one whose reads vLLM's scheduler can plan, got {name}")
     policy = kind(config, Trigger(frozenset(), config))
-    if policy.signal:
-        raise ConfigError(
-            f"trigger_policy must not look at tensors in vLLM, whose scheduler plans the steps, "
-            f"got {config.trigger_policy}"
-        )
     if policy.mixes_heads:
         raise ConfigError("sfi in vLLM must be without correction and representatives, got them")
 

@@ -1,5 +1,7 @@
 """The kernel benchmark's gates: what is wrong by a little is red."""
 
+from dataclasses import asdict
+
 import pytest
 import torch
 
@@ -18,10 +20,10 @@ from sfi_core.measure.kernel_bench.data import (
     norms,
     scores,
     select,
-    selector_options,
 )
 from sfi_core.measure.kernel_bench.key_code_variants import draw_basis
 from sfi_core.measure.kernel_bench.variants import KernelVariants
+from sfi_core.settings.parts import SelectorConfig
 from sfi_kernels.key_codes import encode_keys, scan_codes
 from sfi_kernels.selector import selector
 from sfi_kernels.top_k import top_k
@@ -78,7 +80,7 @@ def test_a_scores_error_of_a_thousandth_is_red():
     settings = tiny()
     data = layer_data(settings, CPU, one_page=True)
     logits, inside = evidence_logits(settings, data), allowed(settings, data)
-    norm, options = norms(settings, data), selector_options()
+    norm, options = norms(settings, data), asdict(SelectorConfig())
     score, weight = selector.reference(logits, norm, inside, **options)
 
     def error(score, weight):
