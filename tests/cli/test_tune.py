@@ -128,7 +128,7 @@ def test_the_front_is_drawn(full, folder, kind, start):
         (["--budget", "9:4"], ConfigError, "budget must be an ascending range"),
         (["--budget", "0"], ConfigError, "budget must be positive, got 0"),
         (["--budget", "25"], TraceError, "record with --set audit.top=25"),
-        (["--trigger-policy", "entropy"], ConfigError, "trigger_policy must be one of"),
+        (["--trigger-policy", "often"], ConfigError, "trigger_policy must be one of"),
         (["--trigger-policy", "never", "--t-max", "3"], ConfigError, "t_max must come with"),
         (["--trigger-set", "a=.", "--trigger-set", "a=!"], ConfigError, "got 'a' twice"),
         (["--objective", "speed"], ConfigError, "objective must be one of"),

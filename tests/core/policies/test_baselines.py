@@ -275,30 +275,6 @@ def test_tidaldecode_reads_its_choosing_layers_whole(tiny_model: Any):
     assert report.requests[0].mean_attended_tokens == pytest.approx(sum(expected) / 11)
 
 
-# refreshkv ----------------------------------------------------------------------------------------
-
-
-def test_refreshkv_takes_the_maximum_over_neighbors_and_group():
-    logits = random_logits(PROMPT)
-    got = chosen(make("refreshkv").select_after(shown(logits)).index_BHK)
-    within = logits.double()[0, :, :, 0, SINK : PROMPT - RECENT].softmax(-1).amax(1)
-    for head in range(H):
-        score = [
-            max(float(within[head, k - SINK]) for k in range(j - 2, j + 3) if SINK <= k < PROMPT - RECENT)
-            if SINK <= j < PROMPT - RECENT else 0.0
-            for j in range(PROMPT)
-        ]  # fmt: skip
-        assert got[head] == best_of(score, range(SINK, PROMPT - RECENT))
-
-
-@pytest.mark.parametrize(("threshold", "slow"), [(-1.0, [0]), (1.0, [0, 5, 10])])
-def test_refreshkv_looks_every_stride_and_spares_a_query_that_has_not_moved(
-    tiny_model: Any, threshold: float, slow: list[int]
-):
-    config = CONFIG.replace(stride=5, cosine_threshold=threshold)
-    assert run(tiny_model, "refreshkv", config).requests[0].slow_at == slow
-
-
 # controls -----------------------------------------------------------------------------------------
 
 

@@ -68,7 +68,6 @@ def selected(
 ) -> dict[int, list[int]]:
     """Let the Selector rank J = [sink, stop) for some heads; alone is without Eq. 23."""
     settings = dataclasses.asdict(CONFIG.selector)
-    settings.pop("lambda_clip_rows")
     if alone:
         settings["alpha_cross"] = 0.0
     logits = seen.logits_HGT[list(heads)][None, :, :, None]
