@@ -115,8 +115,6 @@ class EvalTable(Table):
 class TuneTable(Table):
     """How `sfi tune` searches."""
 
-    sampler: str = setting("tpe", "What proposes trials.", choices=("tpe", "nsga2"))
-    timeout: float | None = setting(None, "Seconds after which no new trial begins.", least=0)
     batch_size: int = setting(1, "Requests that share the weights in the byte model.", least=1)
     mine: bool = setting(
         True, "Search trigger sets mined from the traces too, where they beat punctuation."

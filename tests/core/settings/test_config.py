@@ -150,7 +150,7 @@ def test_a_file_changes_only_what_it_names(tmp_path: Path):
     base = SfiConfig.preset("released")
     merged = base.merge_toml(path)
     assert merged == base.replace(budget=7, selector={"alpha": 1.0})
-    assert merged.selector.lambda_clip == 0.35
+    assert merged.selector.lambda_clip == 0.25
 
 
 @pytest.mark.parametrize("preset", PRESETS)
