@@ -9,12 +9,12 @@ import torch
 
 from sfi_core.distributed.ranks import ALONE, Ranks
 from sfi_core.engine.picking.noise import gumbel, noise_key
-from sfi_core.engine.picking.picked import FINE, TOKEN, read
 from sfi_core.errors import NumericsError
 from sfi_kernels.step_descriptor import sent
 
 # most logits, or ids, that are processed at once: a CPU's caches hold them; elsewhere, 32 MiB as float64
 CPU_PIECE, PIECE = 2**19, 2**22
+TOKEN, FINE = range(2)  # rows of what the device tells
 
 
 @dataclass(slots=True)
@@ -85,7 +85,7 @@ class Picker(ABC):
         """
         row_X, index_X = range(len(self.rows)), [row.step for row in self.rows]
         told_2B = self._choose(logits_BV, row_X, index_X, [()] * len(self.rows))
-        token_B, fine_B = read(told_2B, self.ahead)
+        token_B, fine_B = _read(told_2B, self.ahead)
         fine_B = [ok or done for ok, done in zip(fine_B, finished_B, strict=True)]
         self._check(row_X, index_X, fine_B)
         pairs = list(zip(token_B, finished_B, strict=True))
@@ -115,7 +115,7 @@ class Picker(ABC):
         index_X = [
             self.rows[row].step + offset for row, offset in zip(row_X, offset_X, strict=True)
         ]
-        token_X, fine_X = read(self._choose(logits_XV, row_X, index_X, tail))
+        token_X, fine_X = _read(self._choose(logits_XV, row_X, index_X, tail))
         self._check(row_X, index_X, fine_X)
         return token_X
 
@@ -132,7 +132,7 @@ class Picker(ABC):
         index_X: Sequence[int],
         tail: Sequence[Sequence[int]],
     ) -> torch.Tensor:
-        # what `read` reads, settled between the ranks: [2, X], int64
+        # what `_read` reads, settled between the ranks: [2, X], int64
         X, V = logits_XV.shape
         told_2X = torch.empty(2, X, dtype=torch.int64, device=logits_XV.device)
         key_X = self._keys(row_X, index_X, logits_XV.device)
@@ -165,3 +165,21 @@ class Picker(ABC):
                     f"logits must be finite, got NaN or infinity at step {index} "
                     f"in request {self.rows[row].request}"
                 )
+
+
+def _read(
+    told_2X: torch.Tensor, ahead: Callable[[torch.Tensor], None] | None = None
+) -> tuple[list[int], list[int]]:
+    # tokens and checks on the host, in one copy, before what `ahead` asks of the device: nothing waits for that
+    host, done = told_2X, None
+    if told_2X.is_cuda:
+        host = torch.empty(told_2X.shape, dtype=told_2X.dtype, pin_memory=True)
+        host.copy_(told_2X, non_blocking=True)
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        done.record(torch.cuda.current_stream(told_2X.device))
+    if ahead is not None:
+        ahead(told_2X[TOKEN])
+    if done is not None:
+        done.synchronize()
+    token_X, fine_X = host.tolist()
+    return token_X, fine_X
