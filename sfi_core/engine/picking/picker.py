@@ -170,7 +170,7 @@ class Picker(ABC):
 def _read(
     told_2X: torch.Tensor, ahead: Callable[[torch.Tensor], None] | None = None
 ) -> tuple[list[int], list[int]]:
-    # tokens and checks on the host, in one copy, before what `ahead` asks of the device: nothing waits for that
+    # tokens and checks, copied to the host at once, before what `ahead` asks of the device: no wait for that
     host, done = told_2X, None
     if told_2X.is_cuda:
         host = torch.empty(told_2X.shape, dtype=told_2X.dtype, pin_memory=True)
