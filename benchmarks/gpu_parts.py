@@ -77,8 +77,7 @@ class Parts:
 
     def decode_more(self) -> list[Command]:
         """Decode a ragged batch, and from two tiers, whose steps no graph holds."""
-        ragged = "--ragged", "--set", "bench.synchronized=true"
-        first = self._bench("decode-4b-ragged", "qwen3-4b", *ragged, context="32K", batch="8")
+        first = self._bench("decode-4b-ragged", "qwen3-4b", "--ragged", context="32K", batch="8")
         self.graphs = False
         policies = "sfi,quest,freekv,synckv,snapkv"
         tiers = (

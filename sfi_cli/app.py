@@ -17,7 +17,6 @@ from sfi_cli.commands.serve.command import serve
 from sfi_cli.commands.tune.command import tune
 from sfi_cli.commands.tune_heads.command import heads
 from sfi_cli.settings.complete import take_name
-from sfi_cli.settings.moved import Command
 from sfi_cli.terminal.output import INTERRUPTED, message
 from sfi_cli.terminal.torchrun import check_command, leave, one_voice, tells
 
@@ -30,14 +29,14 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command(cls=Command)(generate)
-app.command(cls=Command)(serve)
-app.command("eval", cls=Command)(evaluate)
-app.command(cls=Command)(bench)
+app.command()(generate)
+app.command()(serve)
+app.command("eval")(evaluate)
+app.command()(bench)
 app.command()(kernel_bench)
 app.add_typer(trace.app, name="trace")
-app.command(cls=Command)(tune)
-app.command("tune heads", cls=Command)(heads)
+app.command()(tune)
+app.command("tune heads")(heads)
 app.add_typer(config.app, name="config")
 app.command()(doctor)
 

@@ -183,7 +183,7 @@ def append_one(
 
 def whole_attention(
     query_BHGWD, packed_key_BHSD, packed_value_BHSE, packed_length_BH, key_PHND, value_PHNE, table_BP, step,
-    *, scale, soft_cap=None, sink_HG=None, evidence=False, evidence_first=False, into=None, dense_BH=None,
+    *, scale, soft_cap=None, sink_HG=None, evidence=False, into=None, dense_BH=None,
     pseudo=None,
 ):  # fmt: skip
     """Attend to every page and packed row, with masks: lengths and modes are read where they lie."""

@@ -42,8 +42,6 @@ CONFIG = SfiConfig(
 PAPER = SfiConfig.preset("paper").replace(
     sink=2, recent=8, budget=12, t_max=4, trigger_token_ids=tuple(range(0, 300, 5))
 )
-COSINE = CONFIG.replace(trigger_policy="cosine", cosine_threshold=0.0, t_max=50)
-ENTROPY = CONFIG.replace(trigger_policy="entropy", entropy_threshold=4.6, t_max=50)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +59,11 @@ CASES = {
     **{f"{label} paper": Case(label, PAPER) for label in MODELS},
     "bundled": Case("", CONFIG.replace(budget=24, t_max=3)),
     "sampled": Case("llama", options={"sampling": Sampling(temperature=1.5), "seed": 3}),
-    "cosine": Case("llama", COSINE),
-    "entropy": Case("llama", ENTROPY),
     "chunks": Case("llama", options={"prefill_chunk": 16}),
     "lossless": Case("llama", options={"lossless": True}),
     "lossless sampled": Case(
         "qwen3-moe",
-        CONFIG.replace(draft={"confidence": 0.3}),
+        CONFIG,
         {"lossless": True, "sampling": Sampling(temperature=1.5), "seed": 3},
     ),
     "lossless codescan": Case("llama", options={"lossless": True, "policy": "codescan"}),
@@ -191,12 +187,11 @@ def every_refusal(folder: Path) -> dict[str, str]:
     return found
 
 
-def picked(rank: int, ranks: Ranks = ALONE) -> list[list[Any]]:
-    """Pick tokens of logits that each rank has made up by itself; return tokens and probabilities."""
+def picked(rank: int, ranks: Ranks = ALONE) -> list[int]:
+    """Pick tokens of logits that each rank has made up by itself."""
     logits_XV = torch.randn(4, 50, generator=torch.Generator().manual_seed(rank))
     sampler = Sampler(Sampling(do_sample=True), torch.zeros(2, 3).long(), ranks)
-    found = sampler.pick(logits_XV, [0, 0, 1, 1], [0, 1, 0, 1], [()] * 4)
-    return [found.token_X, found.probability_X]
+    return sampler.pick(logits_XV, [0, 0, 1, 1], [0, 1, 0, 1], [()] * 4)
 
 
 def lose_a_rank(how: str) -> None:

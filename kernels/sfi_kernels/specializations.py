@@ -54,15 +54,8 @@ SELECTOR: Any = {
     "alpha": 0.5, "gamma": 0.5, "beta": 0.5, "power": 1.8, "eta": 0.4, "lambda_clip": 0.02,
     "alpha_soft": 0.5, "radius": 16, "alpha_cross": 0.35, "temperature": 2.0,
 }  # fmt: skip
-# KV heads, query heads of each, queries of the window, span, group_reduce
-SELECTIONS = (
-    (1, 1, 1, 0, "power"),
-    (8, 4, 1, 0, "power"),
-    (8, 4, 16, 0, "power"),
-    (8, 4, 16, 10, "power"),
-    (8, 4, 16, 0, "mean"),
-    (8, 4, 16, 0, "max"),
-)
+# KV heads, query heads of each, queries of the window, span
+SELECTIONS = ((1, 1, 1, 0), (8, 4, 1, 0), (8, 4, 16, 0), (8, 4, 16, 10))
 # processors of the architectures' large chips; plans depend on them, compiled code does not
 PROCESSORS = 132
 
@@ -138,9 +131,9 @@ def _runs() -> Iterator[tuple[str, Callable[[], object]]]:
     rival = Case(torch.bfloat16, 128, 128, 4, None, sinks=False)
     yield "bf16, D=128, G=4, paper-like", partial(rival.decode, slow=False, block_n=16)
     yield "bf16, D=128, G=4, gather", partial(rival.decode, slow=False, position_BHS=rival.position)
-    for heads, group, window, span, reduce in SELECTIONS:
-        label = f"H={heads}, G={group}, W={window}, span={span}, {reduce}"
-        yield label, partial(_select, heads, group, window, span, reduce)
+    for heads, group, window, span in SELECTIONS:
+        label = f"H={heads}, G={group}, W={window}, span={span}"
+        yield label, partial(_select, heads, group, window, span)
 
 
 def _over_halves(label: str, case: "Case") -> Iterator[tuple[str, Callable[[], object]]]:
@@ -259,13 +252,12 @@ def _gate(dtype: torch.dtype) -> None:
     silu_mul.triton(gate, gate)
 
 
-def _select(heads: int, group: int, window: int, span: int, reduce: str) -> None:
+def _select(heads: int, group: int, window: int, span: int) -> None:
     score, _ = selector.triton(
         torch.empty(2, heads, group, window, T),
         torch.empty(2, heads, T),
         torch.empty(2, T, dtype=torch.bool),
         **SELECTOR,
         span=span,
-        group_reduce=reduce,
     )
     top_k.triton(score, 64)

@@ -1,1 +1,1 @@
-"""Settings on the command line: `--set`, `--config`, completion, and what was an option once."""
+"""Settings on the command line: `--set`, `--config` and completion."""

@@ -52,14 +52,6 @@ class TraceTable(Table):
         "Time the phases inside steps, which then run one kernel after the other; none does so only in steps "
         "that are not replayed as CUDA graphs; false times none, outside steps neither.",
     )
-    bandwidth: bool = setting(
-        False,
-        "Measure before the run what the device copies, so that steps have their share of it.",
-    )
-    nvtx: bool | None = setting(
-        None,
-        "Mark steps and phases for Nsight Systems; none does so when a profiler is attached.",
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +73,6 @@ class BenchTable(Table):
     prefill: bool = setting(
         False, "Read prompts for real, instead of filling the cache with random keys."
     )
-    synchronized: bool = setting(False, "Also measure sfi with batch-synchronized slow steps.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,8 +115,6 @@ class EvalTable(Table):
 class TuneTable(Table):
     """How `sfi tune` searches."""
 
-    sampler: str = setting("tpe", "What proposes trials.", choices=("tpe", "nsga2"))
-    timeout: float | None = setting(None, "Seconds after which no new trial begins.", least=0)
     batch_size: int = setting(1, "Requests that share the weights in the byte model.", least=1)
     mine: bool = setting(
         True, "Search trigger sets mined from the traces too, where they beat punctuation."
@@ -150,8 +139,7 @@ SETTINGS: dict[str, Setting] = DECODING | {
     name: one for table, cls in TABLES.items() for name, one in settings_of(cls, table).items()
 }
 SEARCHED = (  # the dimensions of `sfi tune`, besides the triggers
-    "t_max", "trigger_delay", "min_gap", "slow_start", "stride", "cosine_threshold",
-    "budget", "recent", "span",
+    "t_max", "trigger_delay", "min_gap", "slow_start", "stride", "budget", "recent", "span",
 )  # fmt: skip
 REPLAYED = (
     *SEARCHED, "trigger_token_ids", "random_rate", "trigger_seed", "recent_mode", "sink", "granularity",

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from sfi_core.distributed.ranks import Ranks
 from sfi_core.engine.layer import Layer
 from sfi_core.errors import ConfigError
 from sfi_core.observers.events import AuditEvent
@@ -82,41 +81,27 @@ class Audit:
         cosine_H = mass_HT.new_full((H,), torch.nan)
         if last is not None:
             cosine_H = torch.cosine_similarity(query_1HGD[0].float(), last[0].float(), -1).mean(1)
-        heads = own_heads(self.config, layer.run.ranks, H)
-        if not heads:
-            return  # others are another rank's
         layer.run.observer.on(
             AuditEvent(
                 request=state.request,
                 step=state.step,
                 layer=layer.index,
                 slow=state.slow,
-                heads=heads,
-                index_HK=_of(heads, index_HK),
-                mass_HK=_of(heads, _at(mass_HT, index_HK)),
-                retained_H=_of(heads, retained_HG.mean(1)),
-                query_cosine_H=_of(heads, cosine_H),
-                output_error_H=_of(heads, error_H),
-                read_HK=_of(heads, read_HT.gather(1, index_HK.clamp_min(0).long())),
-                top_1_read_H=_of(heads, read_HT.gather(1, mass_HGT.argmax(-1)).float().mean(1)),
-                retained_min_H=_of(heads, retained_HG.amin(1)),
+                heads=tuple(range(H)),
+                index_HK=index_HK,
+                mass_HK=_at(mass_HT, index_HK),
+                retained_H=retained_HG.mean(1),
+                query_cosine_H=cosine_H,
+                output_error_H=error_H,
+                read_HK=read_HT.gather(1, index_HK.clamp_min(0).long()),
+                top_1_read_H=read_HT.gather(1, mass_HGT.argmax(-1)).float().mean(1),
+                retained_min_H=retained_HG.amin(1),
             )
         )
 
 
-def own_heads(config: AuditConfig, ranks: Ranks, H: int) -> tuple[int, ...]:
-    """Return the audited KV heads among this rank's H; the settings count those of all ranks."""
-    chosen = config.heads or range(H * ranks.size)
-    return tuple(head - H * ranks.number for head in chosen if head // H == ranks.number)
-
-
-def check_audit(config: AuditConfig, shapes: Sequence[LayerShape], ranks: int = 1) -> None:
-    """Refuse layers and heads that the model does not have.
-
-    Args:
-        config: The audit's settings.
-        shapes: The layers of one rank.
-        ranks: How many ranks share the heads.
+def check_audit(config: AuditConfig, shapes: Sequence[LayerShape]) -> None:
+    """Refuse layers that the model does not have.
 
     Raises:
         ConfigError: With those that it has.
@@ -125,10 +110,6 @@ def check_audit(config: AuditConfig, shapes: Sequence[LayerShape], ranks: int = 
     odd = sorted(set(config.layers or ()) - set(managed))
     if odd:
         raise ConfigError(f"audit.layers must be among {managed}, got {odd}")
-    fewest = ranks * min(shapes[layer].heads for layer in config.layers or managed)
-    wrong = [head for head in config.heads or () if not 0 <= head < fewest]
-    if wrong:
-        raise ConfigError(f"audit.heads must be in 0 to {fewest - 1}, got {wrong}")
 
 
 def _mass(layer: Layer, row: int, query_1HGD: torch.Tensor) -> torch.Tensor:
@@ -139,11 +120,6 @@ def _mass(layer: Layer, row: int, query_1HGD: torch.Tensor) -> torch.Tensor:
 
 def _at(mass_HT: torch.Tensor, index_HK: torch.Tensor) -> torch.Tensor:
     return mass_HT.gather(1, index_HK.clamp_min(0).long()) * (index_HK >= 0)
-
-
-def _of(heads: tuple[int, ...], value: torch.Tensor) -> torch.Tensor:
-    # one by one: a list as an index would wait for the device
-    return value if len(heads) == len(value) else torch.stack([value[head] for head in heads])
 
 
 def _read(layer: Layer, row: int, all_HT: torch.Tensor) -> torch.Tensor:

@@ -91,14 +91,13 @@ class Layer:
         return out
 
     def dense_with_logits(
-        self, row: int, query_1HGWD: torch.Tensor, evidence: int = -1
+        self, row: int, query_1HGWD: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attend as `dense` does, and hand out the logits of one query, [1, H, G, 1, T]: the evidence.
+        """Attend as `dense` does, and hand out the last query's logits, [1, H, G, 1, T]: the evidence.
 
         Args:
             row: The request.
             query_1HGWD: Its last W queries; one where its pages are in two tiers.
-            evidence: Which of the queries' logits.
         """
         store = self.run.store
         if not store.whole_on_device:
@@ -107,8 +106,7 @@ class Layer:
         if query_1HGWD.shape[3] == 1:
             return dense_attention_with_logits(query_1HGWD, *self._whole(row), **self.options)
         native = multiplies_natively(query_1HGWD.dtype)
-        options = {**self.options, "evidence": evidence, "native": native}
-        return verification_attention(query_1HGWD, *self._whole(row), **options)
+        return verification_attention(query_1HGWD, *self._whole(row), **self.options, native=native)
 
     def heads(
         self, row: int, query_1HG1D: torch.Tensor, heads: Sequence[int], *, evidence: bool

@@ -16,8 +16,6 @@ def open_row(run: Run, row: int, state: RequestState) -> Run:
     Returns:
         A run of that one alone, over the row's part of the memory, for reading its prompt.
     """
-    if run.signals is not None:
-        run.signals.settle(run.requests)  # while the row is still the old request's
     run.left.append(forget(run, row))
     state.tally.queued_seconds = time.perf_counter() - run.meter.born
     run.requests[row] = state
@@ -47,14 +45,6 @@ def forget(run: Run, row: int) -> RequestState:
     for watcher in run.watchers:
         watcher.forget(ended.request)
     return ended
-
-
-def close_row(run: Run, row: int, alone: Run) -> None:
-    """Go on with a request whose prompt was read by `open_row`'s run."""
-    run.step = alone.step
-    if run.signals is not None and alone.signals is not None:
-        alone.signals.settle(alone.requests)
-        run.signals.seat(row, alone.signals)
 
 
 def dense_twin(run: Run) -> Run:

@@ -36,7 +36,6 @@ from sfi_core.state.layer_pages import LayerPages
 from sfi_core.state.packed_segment import PackedSegment
 from sfi_core.state.request import RequestState
 from sfi_core.state.side import side_of
-from sfi_core.triggers.signals import Signals
 from sfi_kernels.step_descriptor import FAST, SLOW
 
 CPU = torch.device("cpu")
@@ -55,7 +54,7 @@ class Run:
         engine: How steps are run.
         ranks: The processes among which the model's heads are split.
         audit: Which steps are audited; None without an audit.
-        watchers: Look at every layer, in this order, after `prompt_queries` and `signals`.
+        watchers: Look at every layer, in this order, after `prompt_queries`.
         meter: What ran, how often, and how long it took.
         attend: How layers attend, where `StepGraphs` has set it; None attends on the store's backend.
         requests: The state of each row's request.
@@ -64,7 +63,6 @@ class Run:
         segments: The packed segment by layer.
         layers: Full-attention layers seen.
         notes: What the policy keeps, by request (not row) and layer.
-        signals: What the policy's plan looks at besides tokens; None for nothing.
         prompt_queries: The last queries of pieces of the prompt, for the first selection.
         maintenance: Selects and packs on slow steps, beside the next layers where it can.
         descriptors: Writes the descriptors of each pass.
@@ -88,7 +86,6 @@ class Run:
     segments: dict[int, PackedSegment] = field(default_factory=dict)
     layers: set[int] = field(default_factory=set)
     notes: dict[tuple[int, int], Notes] = field(default_factory=lambda: defaultdict(dict))
-    signals: Signals | None = field(init=False)
     prompt_queries: PromptQueries = field(init=False)
     maintenance: Maintenance = field(init=False)
     descriptors: Descriptors = field(init=False)
@@ -99,7 +96,6 @@ class Run:
         """Start with empty requests."""
         policy = self.policy
         self.requests = [RequestState(request=row) for row in range(self.store.batch)]
-        self.signals = Signals(policy.signal, self.ranks) if policy.signal else None
         self.prompt_queries = PromptQueries(policy.config.window_prefill)
         overlap = self.engine.overlap and isinstance(policy, EvidencePolicy)
         self.maintenance = Maintenance(side_of(self.device, overlap=overlap))
@@ -146,13 +142,7 @@ class Run:
 
     def plan(self) -> list[str]:
         """Ask the policy why each request is slow at the next step, "" for fast; most ask their trigger."""
-        if self.signals is not None:
-            self.signals.settle(self.requests)
-        reasons = self.policy.plan(self.requests)
-        pairs = zip(reasons, self.requests, strict=True)
-        if self.engine.synchronized and any(reason and not one.finished for reason, one in pairs):
-            return [reason or "batch" for reason in reasons]
-        return reasons
+        return self.policy.plan(self.requests)
 
     def begin(self, passes: Sequence[RequestPass]) -> None:
         """Enter a forward pass in which every request does its own."""
@@ -200,9 +190,6 @@ class Run:
         forward = self.forward
         if forward.prompts != forward.ended and self.policy.selects_after:
             self.prompt_queries.see(layer, query_BHGTD, out_BHGTE)
-        if self.signals is not None and forward.generates:
-            anew = (*forward.slow, *forward.ended)
-            self.signals.see_query(layer.index, query_BHGTD[:, :, :, -1], anew)
         for watcher in self.watchers:
             watcher.see(layer, query_BHGTD, out_BHGTE)
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol, Self
 import torch
 
 from sfi_core.engine.left_pad import left_pad
-from sfi_core.engine.parts import close_row, open_row
+from sfi_core.engine.parts import open_row
 from sfi_core.engine.picking.picker import Picker
 from sfi_core.engine.run import Run
 from sfi_core.state.request import RequestState
@@ -116,7 +116,7 @@ class Scheduler:
         sampler = self.sampler.alone(ids_1T, request)
         tokens = self._sample(sampler, alone, decoder.prefill())
         self._record(alone, tokens)
-        close_row(run, row, alone)
+        run.step = alone.step
         self.decoder.seat(row, decoder)
         self.sampler.seat(row, sampler)
         return tokens[0]

@@ -111,5 +111,3 @@ class SharedPrompt:
                 with run.launches(index):
                     end_prompt(layer, kept.query_BHGTD)
                     run.tell(layer, kept.query_BHGTD, kept.query_BHGTD[..., :1])
-        if run.signals is not None:
-            run.signals.see_logits(self.logits_BV)

@@ -156,8 +156,8 @@ class VerificationEvent:
         drafted: Tokens that it tested.
         accepted: Those it kept; the token after them is full attention's own.
         reason: Why the draft ended: "first", "trigger", "t_max" and the like as `StepEvent.reason`, "limit"
-            (`draft.max_tokens`, or fewer where `draft.adaptive`), "confidence", "stop" (a drafted stop
-            token), "room" (no more tokens may be generated), "rejected" (the step after a rejection).
+            (`draft.max_tokens`, or fewer where `draft.adaptive`), "stop" (a drafted stop token), "room"
+            (no more tokens may be generated), "rejected" (the step after a rejection).
         evidence_position: Position of the query whose logits selected; None where nothing was selected, or
             what was selected fell with a rejected token.
         attended_tokens: Tokens read per KV head by the steps that drafted and by the verification.

@@ -47,7 +47,6 @@ class Policy:
         evicts: Whether what is not attended is gone for good; such methods also store less.
         drafts: Whether its fast steps can be taken back, as a lossless run does with rejected tokens.
         offloads: Whether it can run over a store that keeps most keys and values in host memory.
-        signal: What the plan looks at besides tokens, a name of `sfi_core.triggers.signals`; "" for nothing.
     """
 
     selects_before = False
@@ -58,7 +57,6 @@ class Policy:
     evicts = False
     drafts = False
     offloads = False
-    signal = ""
 
     def __init__(self, config: SfiConfig, trigger: Trigger, layers: Sequence[int] = ()) -> None:
         """Take the settings; `layers`, the model's full-attention ones, are for policies that choose some."""

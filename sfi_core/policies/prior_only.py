@@ -12,13 +12,8 @@ class PriorOnly(EvidencePolicy, Triggered):
     def select_after(self, context: Evidence) -> Selection:
         """Take the K positions that the prior prefers."""
         settings = self.config.selector
-        position_BT = position_factor(
-            normalized_position(context.allowed_BT),
-            settings.beta,
-            settings.power,
-            settings.eta,
-            settings.position_weight,
-        )
+        u_BT = normalized_position(context.allowed_BT)
+        position_BT = position_factor(u_BT, settings.beta, settings.power, settings.eta)
         norm_BHT = key_norm_factor(context.key_norm_BHT, settings.gamma)
         prior_BHT = prior(norm_BHT, position_BT, context.allowed_BT)
         return best(context, prior_BHT, self.config.budget)

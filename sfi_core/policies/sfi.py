@@ -21,28 +21,21 @@ class SFI(EvidencePolicy, Triggered):
         """See `Policy`."""
         super().__init__(config, trigger, layers)
         self._settings = dataclasses.asdict(self.config.selector)
-        self._clip_rows = self._settings.pop("lambda_clip_rows")
 
     def select_after(self, context: Evidence) -> Selection:
         """Run the Selector and keep its best positions (Algorithm 2)."""
-        settings, clip_rows = self._settings, self._clip_rows
         diagnostics: dict[str, torch.Tensor] = {}
         with context.span("selector"):
-            logits = context.logits()
-            # Paper gap: the released code has another clip for several rows; G query heads are rows too
-            if clip_rows is not None and logits.shape[2] * logits.shape[3] > 1:
-                settings = {**settings, "lambda_clip": clip_rows}
             score, diagnostics["lambda_star"] = selector.on(context.backend)(
-                logits,
+                context.logits(),
                 context.key_norm_BHT,
                 context.allowed_BT,
-                group_reduce=self.config.group_reduce,
                 span=self.config.span,
                 log_sum_BHGW=context.log_sum_BHGW,
                 diagnostics=diagnostics if context.wants_diagnostics else None,
                 gather=context.ranks.gather if context.ranks.size > 1 else None,
                 interval=context.interval,
-                **settings,
+                **self._settings,
             )
             if self.config.granularity == "page":
                 score = self.pooled(score)

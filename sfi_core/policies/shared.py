@@ -8,7 +8,6 @@ from torch.nn.functional import pad
 from sfi_core.policies.base import Policy, Selection
 from sfi_core.policies.context import Evidence
 from sfi_core.state.request import RequestState
-from sfi_core.triggers.signals import COSINE, ENTROPY
 from sfi_kernels.constants import MASKED_SCORE
 from sfi_kernels.top_k import top_k
 
@@ -31,12 +30,6 @@ class Triggered(Policy):
         """See `Policy`."""
         longest = {"stride": self.config.stride, "never": None, "always": 0}
         return longest.get(self.config.trigger_policy, self.config.t_max)
-
-    @property
-    def signal(self) -> str:  # type: ignore[override]  # plain where it does not depend on settings
-        """See `Policy`."""
-        name = self.config.trigger_policy
-        return name if name in (COSINE, ENTROPY) else ""
 
     def plan(self, requests: Sequence[RequestState]) -> list[str]:
         """Apply the trigger to every request."""

@@ -11,6 +11,8 @@ from sfi_core.policies.context import Evidence
 from sfi_core.policies.shared import best
 from sfi_core.settings.config import SfiConfig
 
+POOL = 5  # positions over which a score is averaged; the authors' kernel size
+
 
 class SnapKV(EvidencePolicy):
     """Select once, after the prompt; every later step is fast. A lossless run's verifications select anew."""
@@ -28,6 +30,5 @@ class SnapKV(EvidencePolicy):
         """Keep the positions with the most attention of the window, averaged over their neighbors."""
         mean_BHT = context.logits().softmax(-1).mean(dim=(2, 3))
         mean_BHT = mean_BHT.masked_fill(~context.allowed_BT[:, None], 0.0)
-        pool = self.config.baseline.pool
-        score_BHT = torch.nn.functional.avg_pool1d(mean_BHT, pool, stride=1, padding=pool // 2)
+        score_BHT = torch.nn.functional.avg_pool1d(mean_BHT, POOL, stride=1, padding=POOL // 2)
         return best(context, score_BHT, self.config.budget)

@@ -21,7 +21,6 @@ class AuditConfig:
     layers: tuple[int, ...] | None = setting(
         None, "Only these layers; none is all that sfi manages.", least=0
     )
-    heads: tuple[int, ...] | None = setting(None, "Only these KV heads; none is all.", least=0)
 
     def __post_init__(self) -> None:
         """Reject what cannot be audited."""

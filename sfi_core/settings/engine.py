@@ -37,11 +37,6 @@ class EngineOptions:
         "such as 20%, or a size such as 2GiB. None keeps everything on the device.",
     )
     kv_page: int = setting(32, "Tokens of a page that goes to the host's memory.", least=1)
-    synchronized: bool = setting(
-        False,
-        "Make every request slow as soon as one is. Engines that switch a whole batch do so; for "
-        "comparisons: it reads more, so it may also choose other tokens.",
-    )
 
     def __post_init__(self) -> None:
         """Reject values of another type, and a device budget that is none."""

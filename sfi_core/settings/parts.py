@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from sfi_core.settings.fields import check, require, setting
+from sfi_core.settings.fields import check, setting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,17 +30,8 @@ class SelectorConfig:
     eta: float = setting(
         0.4, "Strength of the tail brake, Eq. 11. Paper gap: the released code's.", least=0
     )
-    position_weight: float = setting(
-        1.0, "Exponent on Eq. 11's whole factor; 1 is the paper.", least=0
-    )
     lambda_clip: float = setting(
         0.02, "Upper bound of the prior's weight, Eq. 17.", least=0, most=1
-    )
-    lambda_clip_rows: float | None = setting(
-        None,
-        "The bound where several evidence rows are averaged; none takes lambda_clip.",
-        least=0,
-        most=1,
     )
     alpha_soft: float = setting(0.5, "Soft-NMS strength, Eq. 21.", least=0)
     radius: int = setting(
@@ -62,13 +53,11 @@ class SelectorConfig:
 class BaselineConfig:
     """Settings of the other methods, `sfi` looks at none of them; each field says what it does."""
 
-    pool: int = setting(5, "Positions over which SnapKV averages a score. Odd.", least=1)
     page: int = setting(16, "Tokens of a page of Quest's.", least=1)
 
     def __post_init__(self) -> None:
         """Reject values of another type or out of range."""
         check(self)
-        require(self.pool % 2 == 1, f"pool must be odd, got {self.pool}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,28 +134,10 @@ class DraftConfig:
     """How a lossless run drafts and verifies; each field says what it does."""
 
     max_tokens: int = setting(16, "Most tokens drafted before a verification.", least=1)
-    rule: str = setting(
-        "boundary",
-        "When a draft is verified before it has max_tokens: boundary at the policy's own slow steps; fixed "
-        "at no other time than what the other settings say.",
-        choices=("boundary", "fixed"),
-    )
-    confidence: float = setting(
-        0.0,
-        "A draft ends with a token whose probability is below this; 0 for no such end.",
-        least=0,
-        most=1,
-    )
     adaptive: bool = setting(
         True,
         "Draft no more tokens than pay by the request's running acceptance and the bytes that a fast step "
         "and a verification read.",
-    )
-    evidence: str = setting(
-        "last",
-        "The verified query whose logits select. last is the token after which the next draft begins; "
-        "where a token was rejected, the corrected one is a slow step of its own.",
-        choices=("last", "first"),
     )
 
     def __post_init__(self) -> None:

@@ -1,6 +1,5 @@
 """The managed sparse state of a request: the plain numbers that decide what its next step does; no torch."""
 
-import math
 from dataclasses import dataclass, field
 
 from sfi_core.state.tally import Tally
@@ -28,8 +27,6 @@ class RequestState:
         drafted: How many of the last tokens of a lossless run are drafts, which no dense pass has verified.
         fresh: Whether the selected memory fits what comes next; False in a lossless run after a rejection.
         finished: Whether the request has ended: with a stop token, or with as many tokens as it may have.
-        cosine: Mean cosine of the last step's query with an earlier one, where a trigger looks at it.
-        entropy: Entropy of the last step's next-token distribution in nats, where a trigger looks at it.
         tally: What is counted and decides nothing.
     """
 
@@ -49,8 +46,6 @@ class RequestState:
     drafted: int = 0
     fresh: bool = True
     finished: bool = False
-    cosine: float = math.nan
-    entropy: float = math.nan
     tally: Tally = field(default_factory=Tally)
 
     @property

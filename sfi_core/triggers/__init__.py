@@ -1,1 +1,1 @@
-"""When a step is slow: the trigger (Eq. 5), its token set, and signals besides tokens."""
+"""When a step is slow: the trigger (Eq. 5) and its token set."""

@@ -44,11 +44,6 @@ class Trigger:
         if policy == "boundary":
             boundary = state.step - config.trigger_delay  # x_{t-1-d}, for the step t to come
             return 0 <= boundary < len(state.tokens) and state.tokens[boundary] in self.token_ids
-        # Paper gap: FreeKV and LouisKV look at a step's own query; deciding before it saves a wait within
-        if policy == "cosine":
-            return state.cosine < config.cosine_threshold
-        if policy == "entropy":
-            return state.entropy > config.entropy_threshold
         if policy == "random":  # by request, not by its place in the batch
             draw = random.Random(f"{config.trigger_seed} {state.prompt_tokens} {state.step + 1}")  # noqa: S311 - no secret
             return draw.random() < config.random_rate

@@ -87,9 +87,9 @@ def test_the_document_has_the_keys_that_scripts_rely_on():
 
 
 def test_a_person_reads_a_table_and_the_notes():
-    code, stdout, _ = inside(*SMALL, "--batch", "2", "--set", "bench.synchronized=true", "-q")
+    code, stdout, _ = inside(*SMALL, "--batch", "2", "-q")
     assert code == 0
-    for policy in ("sfi", "sfi-synchronized", "full-kv", "transformers-static"):
+    for policy in ("sfi", "full-kv", "transformers-static"):
         assert re.search(rf"^  {policy} +300 +2 ", stdout, re.MULTILINE)
     assert re.search(r"^  full-kv .* 1\.00x +1\.00x +100% ", stdout, re.MULTILINE)
     assert "* transformers: greedy model.generate on the same model" in stdout

@@ -83,11 +83,6 @@ def test_an_output_that_cannot_be_verified_is_shown_all_the_same(monkeypatch):
             "draft.adaptive must come with --lossless, got it alone",
         ),
         (("--lossless", "--kv-device-budget", "20%"), "lossless must be off with kv_device_budget"),
-        (("--lossless", "--set", "trigger_policy=entropy"), "a trigger that looks at the entropy"),
-        (
-            ("--lossless", "--set", "engine.synchronized=true"),
-            "lossless must be off with engine.sync",
-        ),
         (("--lossless", "--audit", "4", "--trace", "run"), "lossless must be off with an audit"),
     ],
 )

@@ -5,8 +5,7 @@ import typer
 from typer.testing import CliRunner
 
 from sfi_cli import app as cli
-from sfi_cli.settings.moved import MOVED
-from sfi_cli.settings.tables import COMMANDS, SETTINGS
+from sfi_cli.settings.tables import SETTINGS
 
 LINES = 100  # two screens of 50 lines
 
@@ -94,16 +93,6 @@ def test_help_fits_two_screens(command: str):
     result = CliRunner().invoke(cli.app, [*command.split(), "--help"], env={"COLUMNS": "80"})
     assert result.exit_code == 0
     assert result.stdout.count("\n") <= LINES
-
-
-@pytest.mark.parametrize("command", MOVED)
-def test_an_option_that_has_moved_names_a_setting_and_is_no_option(command: str):
-    for option, target in MOVED[command].items():
-        flag, name = target.split()
-        assert flag in OPTIONS[command].split()
-        assert name.partition("=")[0] in SETTINGS
-        assert option not in OPTIONS[command].split()
-    assert set(COMMANDS) == set(MOVED)
 
 
 def test_nothing_but_the_command_line_runs_a_checkpoint_s_code():

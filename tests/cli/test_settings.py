@@ -1,4 +1,4 @@
-"""`--set`, `--config`, options that became settings, completion and `sfi config list`."""
+"""`--set`, `--config`, completion and `sfi config list`."""
 
 import json
 import subprocess
@@ -13,7 +13,6 @@ from typer.testing import CliRunner
 from sfi_cli import app as cli
 from sfi_cli.settings.complete import completions
 from sfi_cli.settings.given import given
-from sfi_cli.settings.moved import MOVED
 from sfi_cli.settings.tables import (
     COMMANDS,
     DECODING,
@@ -22,7 +21,6 @@ from sfi_cli.settings.tables import (
     TABLES,
     EngineTable,
     TraceTable,
-    TuneTable,
     settings_for,
 )
 from sfi_cli.settings.text import value_of, written
@@ -31,7 +29,7 @@ from sfi_core.settings.audit import AuditConfig
 from sfi_core.settings.config import PRESETS, SfiConfig
 from sfi_core.settings.engine import EngineOptions
 from sfi_core.settings.sampling import Sampling
-from sfi_traces.tune import space, study
+from sfi_traces.tune import space
 
 
 def message(*arguments: str) -> str:
@@ -55,7 +53,7 @@ def message(*arguments: str) -> str:
         ("dense_layers=[2, 1]", (2, 1)),
         ("dense_layers=[]", ()),
         ("trigger_token_ids=none", None),
-        ("cosine_threshold=-1", -1.0),
+        ("freekv.tau=-1", -1.0),
         ("selector.alpha=0.7", 0.7),
         ("baseline.page=8", 8),
     ],
@@ -70,12 +68,12 @@ def test_set_reads_values_by_the_setting_s_type(text: str, value: object):
 def test_tables_around_the_config_are_set_too():
     found = given(
         "generate",
-        sets=["engine.overlap=false", "engine.prefill_chunk=7", "trace.nvtx=true", "sampling.top_k=5"],
+        sets=["engine.overlap=false", "engine.prefill_chunk=7", "trace.spans=true", "sampling.top_k=5"],
         options={"audit.every": 4, "sampling.temperature": None},
     )  # fmt: skip
     engine = found.table(EngineTable)
     assert (engine.options.overlap, engine.options.graphs, engine.prefill_chunk) == (False, None, 7)
-    assert found.table(TraceTable) == TraceTable(nvtx=True)
+    assert found.table(TraceTable) == TraceTable(spans=True)
     assert found.table(AuditConfig) == AuditConfig(every=4)
     assert found.of("sampling") == {"top_k": 5}
     assert found.config == SfiConfig()
@@ -99,7 +97,7 @@ def test_tables_around_the_config_are_set_too():
         ("selector.alpha=1.5", "selector.alpha must be in (0, 1], got 1.5"),
         ("audit.layers=1-x", "audit.layers must be numbers and ranges like 0,3,8-11, got 1-x"),
         ("triggers=.", "triggers must be a list of str, got '.'"),
-        ("baseline.pool=4", "pool must be odd, got 4"),
+        ("baseline.page=0", "baseline.page must be at least 1, got 0"),
         ("freekv.tau=1.5", "freekv.tau must be in [-1, 1], got 1.5"),
     ],
 )  # fmt: skip
@@ -134,9 +132,7 @@ def test_a_preset_yields_to_the_file_and_the_file_to_the_command_line(tmp_path: 
 
 def test_a_file_s_settings_of_other_commands_have_no_effect(tmp_path: Path):
     file = tmp_path / "settings.toml"
-    file.write_text(
-        "[engine]\nlossless = true\nfused = false\nsynchronized = true\noverlap = false\n"
-    )
+    file.write_text("[engine]\nlossless = true\nfused = false\noverlap = false\n")
     wanted = EngineTable(overlap=False)
     assert given("bench", file=file).table(EngineTable) == wanted
     assert given("generate", file=file).table(EngineTable).lossless
@@ -150,8 +146,8 @@ def test_a_setting_of_another_place_says_where_it_has_an_effect():
         for command in (("tune", "none", "--search"), ("trace", "replay", "none", "--set")):
             words = message(*command, f"{name}=0.5")
             assert words.startswith(f"{name} has no effect here, only on sfi generate, ")
-    words = message("tune", "none", "--search", "tune.sampler=tpe")
-    assert words == "tune.sampler has no effect here, only on sfi tune"
+    words = message("tune", "none", "--search", "tune.mine=true")
+    assert words == "tune.mine has no effect here, only on sfi tune"
 
 
 @pytest.mark.parametrize("command", ["generate", "bench", "eval", "tune"])
@@ -184,7 +180,7 @@ def test_a_setting_and_its_option_do_not_come_together():
         ("[model]\ntrust_remote_code = true\n", "unknown setting 'model.trust_remote_code'; "),
         ("engine = 3\n", "unknown setting 'engine'; "),
         ("[bench]\nwarm_up = -1\n", "bench.warm_up must be at least 0, got -1"),
-        ("[baseline]\npool = 4\n", "pool must be odd, got 4"),
+        ("[baseline]\npage = 0\n", "baseline.page must be at least 1, got 0"),
     ],
 )  # fmt: skip
 def test_a_wrong_table_names_file_and_setting(content: str, words: str, tmp_path: Path):
@@ -195,45 +191,6 @@ def test_a_wrong_table_names_file_and_setting(content: str, words: str, tmp_path
     assert str(caught.value).startswith(f"{file}: {words}")
     with pytest.raises(InputError):
         given("generate", file=tmp_path / "absent.toml")
-
-
-@pytest.mark.parametrize(
-    ("command", "option"), [(command, one) for command, moved in MOVED.items() for one in moved]
-)
-def test_an_option_that_has_moved_says_what_to_write(command: str, option: str):
-    target = MOVED[command][option]
-    flag, name = target.split()
-    instead = target if "=" in name else f"{flag} {name}=4"
-    if name == "triggers":
-        instead = f"{flag} 'triggers=[\"4\"]'"
-    words = f"{option} is a setting now; write {instead} (sfi config list has all)"
-    value = ("4",) if "=" not in name else ()
-    assert message(*command.split(), "x", option, *value) == words
-
-
-@pytest.mark.parametrize(
-    ("arguments", "instead"),
-    [
-        (("generate", "--span=3"), "--set span=3"),
-        (("generate", "--span"), "--set span=10"),
-        (("generate", "--audit-layers", "0,3", "--span", "2"), "--set audit.layers=0,3"),
-        (("bench", "--trigger", "\\n"), "--set 'triggers=[\"\\n\"]'"),
-        (("tune", "x", "--span", "0:16"), "--search span=0:16"),
-        (("eval", "--include-path", "my tasks"), "--set 'eval.include_path=my tasks'"),
-    ],
-)
-def test_the_value_that_was_given_is_in_what_to_write(arguments: tuple[str, ...], instead: str):
-    assert f"; write {instead} (" in message(*arguments)
-
-
-def test_what_follows_two_dashes_is_no_option():
-    assert "unknown policy" in message("generate", "--policy", "none", "--", "--span")
-
-
-def test_a_moved_option_ends_with_2_and_one_line(run):
-    result = run("generate", "--no-overlap")
-    words = "error: --no-overlap is a setting now; write --set engine.overlap=false (sfi config list has all)"
-    assert (result.returncode, result.stdout, result.stderr) == (2, "", f"{words}\n")
 
 
 @pytest.mark.parametrize(
@@ -348,8 +305,6 @@ def test_the_list_is_a_table_of_what_begins_so():
 def test_the_command_line_s_copies_are_the_tuner_s():
     """Its own names come with torch, which `--help` must not wait for."""
     assert SEARCHED == space.SEARCHED
-    assert SETTINGS["tune.sampler"].choices == study.SAMPLERS
-    assert TuneTable().sampler in study.SAMPLERS
 
 
 def test_every_name_that_a_command_takes_exists():

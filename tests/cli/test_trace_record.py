@@ -80,20 +80,18 @@ def test_generate_records_the_same(recorded, tmp_path):
         assert ours.table(name).equals(theirs.table(name))
 
 
-def test_chosen_layers_and_heads_are_audited(tmp_path):
+def test_chosen_layers_are_audited(tmp_path):
     options = [
         "--audit",
         "4",
         "--set",
         "audit.layers=0,2-3",
-        "--set",
-        "audit.heads=1",
         "-q",
         *SHORT,
     ]
     assert inside("trace", "record", PROMPT, "-o", str(tmp_path / "run"), *options)[0] == 0
-    supports = Trace.open(tmp_path / "run").table("supports", ["layer", "head"]).to_pylist()
-    assert {(row["layer"], row["head"]) for row in supports} == {(0, 1), (2, 1), (3, 1)}
+    supports = Trace.open(tmp_path / "run").table("supports", ["layer"]).to_pylist()
+    assert {row["layer"] for row in supports} == {0, 2, 3}
 
 
 def test_a_redacted_trace_holds_no_text(tmp_path):
@@ -187,10 +185,6 @@ def test_a_report_that_is_there_stops_the_run_before_it_begins(tmp_path, monkeyp
         (
             ["trace", "record", "x", "-o", "T", "--audit", "1", "--set", "audit.layers=1-x"],
             "audit.layers must be numbers and ranges like 0,3,8-11, got 1-x",
-        ),
-        (
-            ["trace", "record", "x", "-o", "T", "--audit", "1", "--set", "audit.heads=2"],
-            "audit.heads must be in 0 to 1, got [2]",
         ),
     ],
 )

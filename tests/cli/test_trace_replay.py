@@ -102,15 +102,13 @@ def test_trigger_sets_are_compared_by_name(full):
     assert "note: no generated token matches the triggers ';'" in invoke(full, *sets).stderr
 
 
-def test_cosine_and_random_triggers(full):
+def test_stride_and_random_triggers(full):
     data = document(
-        full, "--trigger-policy", "cosine,random", "--set", "cosine_threshold=0,0.8",
+        full, "--trigger-policy", "stride,random", "--set", "stride=4,8",
         "--set", "random_rate=0.5", "--set", "trigger_seed=1,2",
     )  # fmt: skip
-    cosine = {
-        r["cosine_threshold"]: r["slow_rate"] for r in data["rows"] if r["policy"] == "cosine"
-    }
-    assert cosine[0.0] < cosine[0.8]
+    stride = {r["stride"]: r["slow_rate"] for r in data["rows"] if r["policy"] == "stride"}
+    assert stride[8] < stride[4]
     assert sorted(r["trigger_seed"] for r in data["rows"] if r["policy"] == "random") == [1, 2]
 
 
@@ -147,14 +145,12 @@ def test_a_prediction_beside_another_run(full, real):
             ConfigError,
             "stride must come with --trigger-policy stride, got boundary",
         ),
-        (["--set", "cosine_threshold=0.5"], ConfigError, "must come with --trigger-policy cosine"),
         (["--trigger-policy", "never", "--trigger", "."], ConfigError, "triggers must come with"),
         (
             ["--set", "trigger_seed=1"],
             ConfigError,
             "trigger_seed must come with --trigger-policy random",
         ),
-        (["--trigger-policy", "entropy"], ConfigError, "entropy cannot be replayed"),
         (["--trigger-set", "a=.", "--trigger-set", "a=!"], ConfigError, "got 'a' twice"),
         (["--trigger", ""], ConfigError, "triggers must be non-empty strings"),
         (["--request", "7"], ConfigError, "request must be one of 0 to 1, got 7"),
@@ -273,5 +269,5 @@ def test_every_documented_example_parses(full):
 
 def test_the_docs_name_every_option():
     text = (Path(__file__).parents[2] / "docs" / "replay.md").read_text()
-    for option in ("--trigger-set", "--set cosine_threshold", "--against", "--play", "audit.top"):
+    for option in ("--trigger-set", "--against", "--play", "audit.top"):
         assert option in text

@@ -222,7 +222,7 @@ def test_a_trace_of_replayed_steps_says_what_it_lacks_and_what_its_steps_read(tm
     }
     steps = [
         {"request": 0, "step": step, "slow": step == 0, "batch_step": step, "graphs": step > 1}
-        | (shape | {"bandwidth_share": 0.25} if step else {})
+        | (shape if step else {})
         for step in range(4)
     ]
     reason = "the model waits"
@@ -231,7 +231,7 @@ def test_a_trace_of_replayed_steps_says_what_it_lacks_and_what_its_steps_read(tm
     assert "CUDA graphs  2 of 3 decoding steps replayed: the model waits" in text
     assert "record with --set trace.spans=true" in text
     (row,) = [line.split() for line in text.splitlines() if "2.50 MB" in line]
-    assert row == ["fast", "3", "2.0", "5,000", "2.50", "MB", "25.0%"]
+    assert row == ["fast", "3", "2.0", "5,000", "2.50", "MB"]
 
 
 def test_a_step_is_shown_with_the_words_that_it_read(recorded):

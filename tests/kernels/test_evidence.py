@@ -94,31 +94,11 @@ def test_no_evidence_at_all_is_zero_and_not_nan():
     assert (evidence(torch.zeros(1, 2, 5), 0.5) == 0).all()
 
 
-def test_groups_can_be_averaged_before_the_power_mean(allowed):
-    p = attention_probability(torch.randn(B, H, G, W, T), allowed)
-    expected = power_mean(p.mean(2, keepdim=True), 0.5)
-    torch.testing.assert_close(power_mean(p, 0.5, group_reduce="mean"), expected)
-    assert not torch.allclose(expected, power_mean(p, 0.5))
-
-
-def test_groups_can_be_reduced_to_their_largest_probability(allowed):
-    p = attention_probability(torch.randn(B, H, G, W, T), allowed)
-    expected = power_mean(p.amax(2, keepdim=True), 0.5)
-    torch.testing.assert_close(power_mean(p, 0.5, group_reduce="max"), expected)
-    assert not torch.allclose(expected, power_mean(p, 0.5))
-
-
-def test_query_heads_and_queries_are_alike_by_default(allowed):
+def test_query_heads_and_queries_are_alike(allowed):
     """Paper gap at Eq. 7: the G heads of a group count as G further queries."""
     p = attention_probability(torch.randn(B, H, G, W, T), allowed)
     as_window = p.reshape(B, H, 1, G * W, T)
     torch.testing.assert_close(power_mean(p, 0.5), power_mean(as_window, 0.5))
-
-
-def test_an_unknown_group_reduction_names_the_known_ones():
-    message = "^group_reduce must be one of 'power', 'mean', 'max', got 'sum'$"
-    with pytest.raises(ValueError, match=message):
-        power_mean(torch.ones(1, 1, 1, 1, 3), 0.5, group_reduce="sum")
 
 
 def test_a_hit_brings_its_neighbors_within_the_span():

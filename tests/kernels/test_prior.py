@@ -71,13 +71,6 @@ def test_no_decay_and_no_brake_leave_every_position_alike():
     assert (position_factor(torch.rand(1, 9), beta=0.0, power=1.0, eta=0.0) == 1).all()
 
 
-def test_the_position_weight_is_an_exponent():
-    u = torch.rand(2, 9)
-    plain = position_factor(u, 0.57, 1.8, 0.4)
-    torch.testing.assert_close(position_factor(u, 0.57, 1.8, 0.4, 0.7), plain**0.7)
-    assert (position_factor(u, 0.57, 1.8, 0.4, 0.0) == 1).all()
-
-
 def test_the_prior_is_a_distribution_on_the_allowed_set(allowed):
     """Eq. 12."""
     r = prior(torch.rand(B, H, T), torch.rand(B, T), allowed)
@@ -115,3 +108,10 @@ def test_a_request_that_allows_nothing_has_a_prior_of_zeros(allowed):
     r = prior(torch.rand(B, H, T), torch.rand(B, T), allowed)
     assert (r[1] == 0).all()
     torch.testing.assert_close(r[0].sum(-1), torch.ones(H))
+
+
+def test_a_power_of_the_position_factor_is_its_beta_and_eta_times_that():
+    """The `released` preset: its code raises Eq. 11 to 0.7."""
+    u = torch.rand(2, 9)
+    plain = position_factor(u, 0.57, 1.8, 0.4)
+    torch.testing.assert_close(position_factor(u, 0.7 * 0.57, 1.8, 0.7 * 0.4), plain**0.7)

@@ -44,11 +44,7 @@ def oracle(logits, norm, allowed, c):
     z, weights = [], []
     for logits_h, norm_h in zip(logits, norm, strict=True):
         p = [[softmax_on(J, pooled(J, row, c["span"])) for row in group] for group in logits_h]
-        if c["group_reduce"] == "power":
-            rows = [row for group in p for row in group]  # all G * W rows alike
-        else:
-            fold = max if c["group_reduce"] == "max" else lambda values: sum(values) / len(values)
-            rows = [{j: fold([row[j] for row in same]) for j in J} for same in zip(*p, strict=True)]
+        rows = [row for group in p for row in group]  # all G * W rows alike
         mu = {j: sum(row[j] ** c["alpha"] for row in rows) / len(rows) for j in J}  # Eq. 7
         f = normal({j: mu[j] ** (1 / c["alpha"]) for j in J})  # Eq. 8
         r = {}
@@ -56,7 +52,7 @@ def oracle(logits, norm, allowed, c):
             # Eq. 10; its eps is lost beside the length in float32, where the last u is 1
             u = torch.tensor((j - J[0]) / (J[-1] - J[0] + EPS), dtype=torch.float32).item()
             place = math.exp(-c["beta"] * u ** c["power"]) * (1 - u + EPS) ** c["eta"]  # Eq. 11
-            r[j] = (norm_h[j] + EPS) ** -c["gamma"] * place ** c["position_weight"]  # Eqs. 9, 12
+            r[j] = (norm_h[j] + EPS) ** -c["gamma"] * place  # Eqs. 9, 12
         r = normal(r)
         ff, fr, rr = (sum(a[j] * b[j] for j in J) for a, b in ((f, f), (f, r), (r, r)))
         weight = min(max((ff - fr) / (ff - 2 * fr + rr), 0.0), c["lambda_clip"])  # Eq. 18
@@ -91,18 +87,16 @@ def normal(weight):
         {},
         {"lambda_clip": 1.0, "alpha_soft": 1.0, "alpha_cross": 0.85, "radius": 16},
         {"alpha": 0.2, "gamma": 2.0, "beta": 3.0, "eta": 1.0, "temperature": 0.5},
-        {"group_reduce": "mean", "lambda_clip": 0.5},
-        {"group_reduce": "max", "span": 2},
-        {"position_weight": 0.7, "lambda_clip": 1.0},
+        {"lambda_clip": 0.5, "span": 2},
     ],
-    ids=["default", "released", "sharp", "mean", "max-and-span", "position-weight"],
+    ids=["default", "released", "sharp", "span"],
 )
 def test_selector_equals_the_paper_in_slow_loops(allowed, changes):
     """Algorithm 2 on a ragged batch, W = 4, G = 2, H = 3."""
     logits, norm = 3 * torch.randn(B, H, G, W, T), torch.rand(B, H, T) + 1
     allowed[1, 10:13] = False  # J need not be contiguous
     score, weight = selector(logits, norm, allowed, **(DEFAULTS | changes))
-    constants = DEFAULTS | {"group_reduce": "power", "span": 0, "position_weight": 1.0} | changes
+    constants = DEFAULTS | {"span": 0} | changes
     for b in range(B):
         z, weights = oracle(logits[b].tolist(), norm[b].tolist(), allowed[b].tolist(), constants)
         expected = torch.tensor([[*row.values()] for row in z])
@@ -244,7 +238,6 @@ def test_the_span_lets_neighbors_of_a_hit_win():
         ({"alpha": 0.0}, r"^alpha must be in \(0, 1\], got 0.0$"),
         ({"lambda_clip": 1.5}, r"^lambda_clip must be in \[0, 1\], got 1.5$"),
         ({"temperature": 0.0}, "^temperature must be positive, got 0.0$"),
-        ({"group_reduce": "sum"}, "^group_reduce must be one of .*, got 'sum'$"),
         ({"span": -1}, "^span must be at least 0, got -1$"),
         ({"interval": (4, 51)}, r"^interval must hold positions in \[0, 50\), got \(4, 51\)$"),
         ({"interval": (4, 4)}, r"^interval must hold positions in \[0, 50\), got \(4, 4\)$"),
@@ -265,14 +258,12 @@ def test_a_mask_of_another_length_is_refused(allowed):
         run(allowed[:, :-1], torch.randn(B, H, G, W, T))
 
 
-@pytest.mark.parametrize("group_reduce", ["power", "mean", "max"])
-def test_a_log_sum_at_hand_changes_nothing(allowed, group_reduce):
+def test_a_log_sum_at_hand_changes_nothing(allowed):
     logits, norm = torch.randn(B, H, G, W, T), torch.rand(B, H, T) + 1
     logits[0, 1, 0, 2] = -INF  # sees nothing of J, and its log-sum-exp is -inf
-    settings = DEFAULTS | {"group_reduce": group_reduce}
     log_sum = logits.masked_fill(~allowed[:, None, None, None], -INF).logsumexp(-1)
-    actual = selector(logits, norm, allowed, **settings, log_sum_BHGW=log_sum)
-    torch.testing.assert_close(actual, selector(logits, norm, allowed, **settings))
+    actual = selector(logits, norm, allowed, **DEFAULTS, log_sum_BHGW=log_sum)
+    torch.testing.assert_close(actual, selector(logits, norm, allowed, **DEFAULTS))
 
 
 def test_a_log_sum_at_hand_weighs_its_query(allowed):

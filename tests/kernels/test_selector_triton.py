@@ -118,12 +118,9 @@ def test_kernel_equals_the_reference(run, T, heads):
     check(run, *inputs(1, *heads, T), radius=16)
 
 
-@pytest.mark.parametrize(
-    ("B", "T", "group_reduce"),
-    [(2, 33, "power"), (1, 97, "mean"), (1, 129, "max"), (1, 300, "power")],
-)
-def test_kernel_equals_the_reference_over_several_chunks(run, small_chunks, B, T, group_reduce):
-    check(run, *inputs(B, 2, 2, 2 if T < 129 else 1, T), group_reduce=group_reduce)
+@pytest.mark.parametrize(("B", "T"), [(2, 33), (1, 97), (1, 300)])
+def test_kernel_equals_the_reference_over_several_chunks(run, small_chunks, B, T):
+    check(run, *inputs(B, 2, 2, 2 if T < 129 else 1, T))
 
 
 @pytest.mark.parametrize(("T", "span"), [(5, 3), (70, 3), (70, 1), (70, 10), (100, 40)])
@@ -168,9 +165,8 @@ def test_70_000_tokens_are_scored_alike_whatever_the_cache_has_room_for(run):
         {"radius": 70},
         {"alpha_soft": 0.0},
         {"alpha": 0.25},
-        {"alpha": 1.0, "group_reduce": "mean"},
-        {"position_weight": 0.7},
-        {"position_weight": 0.0, "lambda_clip": 1.0},
+        {"alpha": 1.0},
+        {"beta": 0.0, "eta": 0.0, "lambda_clip": 1.0},
         {"lambda_clip": 0.0},
         {"lambda_clip": 1, "gamma": 2, "beta": 3, "power": 1, "eta": 1},
         {"temperature": 0.1, "alpha_cross": 0.85},
@@ -181,12 +177,11 @@ def test_settings(run, small_chunks, changes):
     check(run, *inputs(1, 3, 1, 1, 70), **changes)
 
 
-@pytest.mark.parametrize("group_reduce", ["power", "mean", "max"])
-def test_spiky_logits(run, small_chunks, group_reduce):
+def test_spiky_logits(run, small_chunks):
     """f of 1 at one position and below 1e-60 at others."""
     logits, norm, allowed = inputs(1, 1, 2, 2, 70)
     logits = torch.where(torch.rand_like(logits) < 0.1, 80.0, -80.0)
-    check(run, logits, norm, allowed, group_reduce=group_reduce)
+    check(run, logits, norm, allowed)
 
 
 def test_a_lone_spike_in_the_oldest_block_of_a_chunk(run, small_chunks):
@@ -347,7 +342,6 @@ def test_nothing_is_launched_for_no_requests(run):
     ("changes", "message"),
     [
         ({"alpha": 0.0}, r"^alpha must be in \(0, 1\], got 0.0$"),
-        ({"group_reduce": "sum"}, "^group_reduce must be one of .*, got 'sum'$"),
         ({"span": -1}, "^span must be at least 0, got -1$"),
         ({"radius": -1}, "^radius must be at least 0, got -1$"),
         ({"log_sum_BHGW": torch.zeros(1, 2, 2)}, r"^log_sum must be \[B=1, H=2, G=2, W=2\], got"),

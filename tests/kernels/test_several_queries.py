@@ -78,12 +78,11 @@ class Verification(Step):
         sink_HG: torch.Tensor | None = None,
         soft_cap: float | None = None,
         *,
-        first: bool = False,
         into: torch.Tensor | None = None,
     ) -> DecodeAttention:
         """Compare every query with float64 attention over the tokens up to its own, and the evidence."""
         options = {"sink_HG": sink_HG, "soft_cap": soft_cap, "into": into}
-        result = self.attend(evidence=True, evidence_first=first, **options)
+        result = self.attend(evidence=True, **options)
         out = result.out_BHGWE
         assert out.shape == (*self.query.shape[:4], self.E)
         for row, count in enumerate(self.counts):
@@ -95,18 +94,15 @@ class Verification(Step):
                 atol, _ = error_bound(*segment, SCALE)
                 got = out[row, head, :, w].double()
                 torch.testing.assert_close(got, expected[0, 0, :, 0], rtol=0, atol=atol)
-        self.assert_evidence(result, soft_cap, first=first)
+        self.assert_evidence(result, soft_cap)
         return result
 
-    def assert_evidence(
-        self, result: DecodeAttention, soft_cap: float | None, *, first: bool
-    ) -> None:
-        """Compare the slow requests' logits with Eq. 4 for one of their queries, and the sum over J."""
+    def assert_evidence(self, result: DecodeAttention, soft_cap: float | None) -> None:
+        """Compare the slow requests' logits with Eq. 4 for their last query, and the sum over J."""
         slow = [row for row, mode in enumerate(self.modes) if mode == SLOW]
         assert result.logits_BHGWT.shape[:4] == (len(slow), H, self.G, 1)
         for (place, row), head in product(enumerate(slow), range(H)):
-            w = self.W - self.counts[row] if first else self.W - 1
-            query, key, value = self.seen(row, head, w)
+            query, key, value = self.seen(row, head, self.W - 1)
             _, bound = error_bound(query, key, value, SCALE)
             expected = query[0, 0, :, 0].double() @ key[0, 0].double().mT * SCALE
             if soft_cap is not None:
@@ -180,12 +176,10 @@ def test_a_learned_sink_takes_its_weight_from_every_query(backend: str, places: 
     )
 
 
-@pytest.mark.parametrize("first", [False, True])
-def test_one_query_hands_out_its_logits(backend: str, first: bool):
-    """The last own one or the first, which does not see the tokens behind it."""
+def test_the_last_query_hands_out_its_logits(backend: str):
     step = Verification(backend, LENGTHS, MODES)
     room = torch.full((MODES.count(SLOW) * H * 2 * max(LENGTHS),), torch.nan)
-    result = step.assert_plain(first=first, into=room)
+    result = step.assert_plain(into=room)
     assert torch.equal(result.out_BHGWE, step.attend().out_BHGWE)
 
 

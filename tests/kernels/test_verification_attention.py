@@ -24,33 +24,30 @@ def small(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize(
-    ("page_size", "W", "options", "dtype", "native", "evidence", "group"),
+    ("page_size", "W", "options", "dtype", "native", "group"),
     covering(
         [16, 128], [1, 2, 5, 12, 17], OPTIONS, [torch.float32, torch.float16, torch.bfloat16],
-        [False, True], [-1, 0, -2], GROUPS,
+        [False, True], GROUPS,
     ),
 )  # fmt: skip
-def test_queries_attend_causally_and_one_hands_out_its_logits(
+def test_queries_attend_causally_and_the_last_hands_out_its_logits(
     monkeypatch: pytest.MonkeyPatch, page_size: int, W: int, options: dict[str, Any],
-    dtype: torch.dtype, native: bool, evidence: int, group: int,
+    dtype: torch.dtype, native: bool, group: int,
 ):  # fmt: skip
     monkeypatch.setattr(verification, "GROUP", group)
-    evidence = max(evidence, -W)
     query = torch.randn(len(LENGTHS), H, G, W, D).to(dtype)
     keys = [torch.randn(H, T, D).to(dtype) for T in LENGTHS]
     values = [torch.randn(H, T, D + 8).to(dtype) for T in LENGTHS]
     (key_PHND, table_BP), (value_PHNE, _) = paged(keys, page_size), paged(values, page_size)
     length_B = torch.tensor(LENGTHS, dtype=torch.int32)
     operands = query, key_PHND, value_PHNE, table_BP, length_B
-    out, logits = verification_attention(
-        *operands, scale=SCALE, evidence=evidence, native=native, **options
-    )
+    out, logits = verification_attention(*operands, scale=SCALE, native=native, **options)
     assert out.dtype == dtype
     assert logits.shape == (len(LENGTHS), H, G, 1, max(LENGTHS))
     for row, (key, value) in enumerate(zip(keys, values, strict=True)):
         one = slice(row, row + 1)
         check_output(out[one], query[one], key[None], value[None], options)
-        expected = evidence_of(query[row], key, evidence, options.get("soft_cap"))
+        expected = evidence_of(query[row], key, options.get("soft_cap"))
         torch.testing.assert_close(
             logits[row, ..., 0, : LENGTHS[row]].double(), expected, rtol=1e-5, atol=1e-5
         )
@@ -76,13 +73,11 @@ def check_output(
 
 
 def evidence_of(
-    query_HGWD: torch.Tensor, key_HTD: torch.Tensor, evidence: int, soft_cap: float | None
+    query_HGWD: torch.Tensor, key_HTD: torch.Tensor, soft_cap: float | None
 ) -> torch.Tensor:
-    """Return a query's logits, the product written out, -inf where the query may not look, [H, G, T]."""
-    W, T = query_HGWD.shape[2], key_HTD.shape[1]
-    chosen_HGD = query_HGWD[:, :, evidence].double()
+    """Return the last query's logits, the product written out, [H, G, T]."""
+    chosen_HGD = query_HGWD[:, :, -1].double()
     logits = SCALE * torch.einsum("hgd,htd->hgt", chosen_HGD, key_HTD.double())
     if soft_cap is not None:
         logits = soft_cap * torch.tanh(logits / soft_cap)
-    last = T - W + range(W)[evidence]  # position of the query
-    return logits.masked_fill(torch.arange(T) > last, -torch.inf)
+    return logits

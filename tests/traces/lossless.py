@@ -12,9 +12,7 @@ from tests.traces.made import CONFIG, STOP
 from tests.traces.told import run_event, step_event
 
 MOST, WRONG, PROMPT = 6, 88, 50
-DRAFT = {
-    "max_tokens": MOST, "rule": "boundary", "confidence": 0.0, "adaptive": False, "evidence": "last",
-}  # fmt: skip
+DRAFT = {"max_tokens": MOST, "adaptive": False}
 LOSSLESS = CONFIG | {"draft": DRAFT}
 
 

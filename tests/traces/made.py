@@ -16,9 +16,8 @@ STOP = 90  # the trigger's token id
 CONFIG = {
     "sink": 4, "recent": 16, "recent_mode": "anchored", "budget": 20, "t_max": 16, "min_gap": 0,
     "trigger_delay": 0, "slow_start": 1, "span": 0, "trigger_policy": "boundary", "stride": 16,
-    "triggers": ["."], "trigger_token_ids": None, "window_decode": 1, "window_prefill": 16,
-    "dense_layers": [], "group_reduce": "power",
-    "selector": {"lambda_clip": 0.02, "lambda_clip_rows": None},
+    "triggers": ["."], "trigger_token_ids": None, "window_prefill": 16,
+    "dense_layers": [], "selector": {"lambda_clip": 0.02},
 }  # fmt: skip
 LAYER = {"heads": HEADS, "key_width": 32, "value_width": 32, "itemsize": 4, "window": None}
 MODEL = {
@@ -73,7 +72,7 @@ def make_trace(
 
 
 def _manifest(policy: str, requests: int, audit: int | None) -> dict[str, Any]:
-    settings = {"every": audit, "top": TOP, "layers": None, "heads": None}
+    settings = {"every": audit, "top": TOP, "layers": None}
     return {
         "schema_version": SCHEMA_VERSION,
         "sfi_version": "0.1.0",
@@ -87,7 +86,6 @@ def _manifest(policy: str, requests: int, audit: int | None) -> dict[str, Any]:
         "graphs": False,
         "not_replayed": None,
         "spans": None,
-        "copy_gb_per_s": None,
         "redacted": False,
         "positions": True,
         "audit": settings if audit else None,

@@ -14,7 +14,6 @@ from pyarrow import parquet
 import sfi_core
 from sfi_core import SfiConfig
 from sfi_core.settings.audit import AuditConfig
-from sfi_core.settings.engine import EngineOptions
 from sfi_traces.export.perfetto import perfetto_text
 from sfi_traces.read.check import check
 from sfi_traces.read.reader import Trace
@@ -247,11 +246,3 @@ def test_a_trace_without_the_column_is_sound_and_reads_as_before(tmp_path):
     assert summarize(older, 2)["phases"]["decode"]
     assert "".join(perfetto_text(older, lambda done, total: None))
     assert len(step_phases(View(older, 2)).step) == LIMITS[2] - 1
-
-
-def test_a_run_whose_requests_are_slow_together_is_sound():
-    trace = record([0, 2, 4], engine=EngineOptions(synchronized=True))
-    reasons = {row["reason"] for row in trace.table("steps").to_pylist()}
-    assert "batch" in reasons
-    document = check(trace)
-    assert (document["sound"], document["steps_checked"]) == (True, True)

@@ -455,12 +455,12 @@ def test_a_real_run_measures_what_was_predicted(bundled_runs, source):
 @pytest.mark.parametrize(
     "rules",
     [
-        {"trigger_policy": "cosine", "cosine_threshold": 0.4, "min_gap": 3},
+        {"trigger_policy": "stride", "stride": 7},
         {"trigger_policy": "random", "random_rate": 0.3, "trigger_seed": 5},
     ],
 )
 def test_a_run_is_slow_where_its_replay_says(tmp_path, rules):
-    """Both ask one rule, which looks at the recorded queries or draws by prompt and step."""
+    """Both ask one rule, which counts the steps or draws by prompt and step."""
     model, tokenizer = load()
     with ParquetObserver(tmp_path / "run", tokenizer=tokenizer) as observer:
         sfi_core.generate(

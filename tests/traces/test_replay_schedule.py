@@ -94,28 +94,6 @@ def test_policies_without_boundaries(supports, rules, steps):
     assert list(slow_at(supports, setting(**rules))) == steps
 
 
-def test_a_query_that_moved_makes_the_next_step_slow(supports):
-    """The mean over layers and heads counts, without the unknown ones; T_max and the gap still apply."""
-    cosine = np.full((STEPS, 4), 0.9, np.float32)
-    cosine[20] = [0.2, 0.9, 0.9, 0.2]  # 0.55
-    cosine[30] = [0.2, 0.9, 0.9, 0.9]  # 0.725
-    cosine[40] = [0.5, np.nan, np.nan, 0.5]
-    cosine[42] = 0.1  # within the gap
-    cosine[45] = [0.7, np.nan, np.nan, 0.7]
-    cosine[0] = cosine[50] = np.nan
-    cosine[59] = 0.1  # of the last step: nothing comes after it
-    changed = replace(supports, cosine_NU=cosine)
-    base = setting(t_max=17, slow_start=2, min_gap=3)
-    (rules,) = grid(base, ["cosine"], {}, {"cosine_threshold": [0.6]})
-    assert slow_at(changed, rules) == {
-        0: "first", 1: "first", 19: "t_max", 37: "t_max", 41: "cosine", 59: "t_max",
-    }  # fmt: skip
-    (rules,) = grid(base, ["cosine"], {}, {"cosine_threshold": [0.6], "min_gap": [2]})
-    assert slow_at(changed, rules) == {
-        0: "first", 1: "first", 19: "t_max", 21: "cosine", 39: "t_max", 41: "cosine", 43: "cosine",
-    }  # fmt: skip
-
-
 def test_random_steps_are_those_of_the_run_s_own_rule(supports):
     def steps(rate, seed=0, **changes):
         axes = {"random_rate": [rate], "trigger_seed": [seed]}
@@ -129,11 +107,6 @@ def test_random_steps_are_those_of_the_run_s_own_rule(supports):
     assert list(steps(0.3, seed=4)) == [0, *(np.flatnonzero(drawn) + 1)]
     assert steps(0.3) != steps(0.3, seed=4)
     assert set(steps(0.3).values()) == {"first", "random"}
-
-
-def test_entropy_cannot_be_replayed(supports):
-    with pytest.raises(ConfigError, match="entropy cannot be replayed: a trace does not record"):
-        schedule(supports, setting(trigger_policy="entropy"))
 
 
 @pytest.mark.parametrize("mode", ["anchored", "sliding"])
@@ -181,7 +154,6 @@ def test_a_grid_holds_each_counterfactual_once():
     ("policy", "axes", "message"),
     [
         ("random", {"random_rate": [1.5]}, r"random_rate must be in \[0, 1\], got 1.5"),
-        ("cosine", {"cosine_threshold": [2]}, r"cosine_threshold must be in \[-1, 1\], got 2"),
         ("often", {}, "unknown trigger-policy 'often'; expected one of"),
         ("boundary", {"budget": [0]}, "budget must be positive, got 0"),
     ],

@@ -169,7 +169,7 @@ def test_lambda_is_the_distribution_over_layers_and_heads_at_each_refresh(sfi):
     values = [value for each in by_step.values() for value in each]
     clipped = [value for value in values if abs(value - 0.02) < 1e-6]
     assert 0 < len(clipped) < len(values)
-    assert (data.clips, data.clipped) == ((0.02,), len(clipped) / len(values))
+    assert (data.clip, data.clipped) == (0.02, len(clipped) / len(values))
 
 
 def test_phases_of_a_step_add_up_to_its_wall_time(sfi):

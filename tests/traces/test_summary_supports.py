@@ -7,7 +7,7 @@ import pytest
 
 from sfi_traces.read.reader import Trace
 from sfi_traces.summary import summarize
-from tests.traces.made import CONFIG, LAYERS, MODEL, STOP, TOP, make_trace, overlap
+from tests.traces.made import CONFIG, LAYERS, STOP, TOP, make_trace, overlap
 from tests.traces.small import assert_spread, rows, write_trace
 
 
@@ -185,24 +185,3 @@ def test_selections_and_how_often_lambda_is_clipped(sparse):
     clipped = sum(abs(row["lambda_star"] - 0.02) < 1e-6 for row in selections)
     assert 0 < clipped < len(selections)
     assert found["clipped_share"] == pytest.approx(clipped / len(selections))
-
-
-@pytest.mark.parametrize(("query_heads", "clipped"), [(2, 3 / 6), (4, 2 / 6)])
-def test_several_evidence_rows_have_a_clip_of_their_own(tmp_path, query_heads, clipped):
-    """The prefill has W queries, a later step one; each has a row for every query head of the KV head."""
-    lambdas = {0: [0.25, 0.35], 1: [0.35, 0.35], 2: [0.25, 0.1]}
-    config = CONFIG | {"selector": {"lambda_clip": 0.35, "lambda_clip_rows": 0.25}}
-    trace = write_trace(
-        tmp_path / "run",
-        {
-            "steps": [{"request": 0, "step": step, "slow": True} for step in lambdas],
-            "selections": [
-                {"request": 0, "step": step, "layer": 0, "head": head, "lambda_star": value}
-                for step, values in lambdas.items()
-                for head, value in enumerate(values)
-            ],
-        },
-        config=config,
-        model=MODEL | {"query_heads": query_heads},
-    )
-    assert summarize(Trace.open(trace))["selections"]["clipped_share"] == pytest.approx(clipped)

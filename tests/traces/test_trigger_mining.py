@@ -44,7 +44,6 @@ def made(seed: int, *, steps: int = 400, movers=(MOVER,), request: int = 0) -> S
     return Supports(
         request=request, model=MODEL, top=TOP, tokens=tokens, length_N=np.arange(CONTEXT, CONTEXT + steps),
         layer_U=np.array([0, 0, 1, 1]), head_U=np.array([0, 1, 0, 1]), position_NUK=position, mass_NUK=mass,
-        cosine_NU=np.full((steps, PAIRS), np.nan, np.float32),
     )  # fmt: skip
 
 

@@ -49,14 +49,13 @@ def open_(path: Path, purpose: Purpose = PURPOSE, **options) -> Search:
 
 
 @pytest.mark.parametrize("file", FILES)
-@pytest.mark.parametrize("sampler", ["tpe", "nsga2"])
-def test_a_study_has_the_trials_that_were_asked_for_and_is_gone_on_with(tmp_path, file, sampler):
-    search = open_(tmp_path / file, sampler=sampler)
+def test_a_study_has_the_trials_that_were_asked_for_and_is_gone_on_with(tmp_path, file):
+    search = open_(tmp_path / file)
     told: list[int] = []
     assert not search.run(suggest, measure, 12, first={"x": 5, "y": 2}, on_trial=told.append)
     assert told == list(range(1, 13))
     assert search.complete()[0].params == {"x": 5, "y": 2}
-    again = open_(tmp_path / file, sampler=sampler, resume=True)
+    again = open_(tmp_path / file, resume=True)
     assert (search.created, again.created) == (True, False)
     again.run(suggest, measure, 12, first={"x": 1, "y": 1})
     assert len(again.complete()) == 12
@@ -99,12 +98,6 @@ def test_a_trial_too_many_is_dropped(tmp_path, monkeypatch):
     assert len(faster) == 1
     search.study.tell(faster[0], [1.0, 1.0])
     assert len(search.complete()) == 5
-
-
-def test_a_timeout_ends_the_search(tmp_path):
-    search = open_(tmp_path / "s.journal")
-    assert not search.run(suggest, measure, 1000, timeout=0.0)
-    assert search.complete() == []
 
 
 def test_ctrl_c_finishes_the_trial_under_way(tmp_path):
@@ -213,7 +206,7 @@ def test_a_folder_that_is_not_there_is_one_line(tmp_path, file):
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"sampler": "grid"}, "sampler must be one of"), ({"path": "s.txt"}, "study must end in")],
+    [({"path": "s.txt"}, "study must end in")],
 )
 def test_unknown_names_are_refused(tmp_path, options, message):
     path = tmp_path / options.pop("path", "s.db")
@@ -233,10 +226,9 @@ def searched(path: Path, own: Tuning, trials: int = 40, **options) -> Found:
     return find(own, own.open(path, **options), trials)
 
 
-@pytest.mark.parametrize("sampler", ["tpe", "nsga2"])
-def test_nothing_tried_beats_the_front(tmp_path, trace, sampler):
+def test_nothing_tried_beats_the_front(tmp_path, trace):
     own = tuning(trace)
-    found = searched(tmp_path / "s.journal", own, sampler=sampler)
+    found = searched(tmp_path / "s.journal", own)
     data = found.document()
     assert len(data["points"]) == data["trials"] == 40
     front = [costs(one.outcome, own.objectives) for one in found.front]
@@ -278,7 +270,7 @@ def test_limits_that_nothing_keeps_say_how_close_it_came(tmp_path, trace):
         find(own, search, 20)
     assert len(search.complete()) == 20
     with pytest.raises(SfiError, match="no trial was finished; go on with --study"):
-        find(tuning(trace), tuning(trace).open(tmp_path / "t.journal"), 5, timeout=0.0)
+        find(tuning(trace), tuning(trace).open(tmp_path / "t.journal"), 0)
 
 
 def test_a_study_of_other_traces_or_objectives_is_refused(tmp_path, trace):

@@ -37,7 +37,6 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
         ({}, {"kv_cache_dtype": "fp8"}, "kv_cache_dtype fp8"),
         ({}, {"tensor_parallel_size": 4}, "more tensor-parallel processes than KV heads"),
         ({"trigger_delay": 0}, {"async_scheduling": True}, "trigger_delay must be at least 1"),
-        ({"trigger_policy": "cosine"}, {}, "trigger_policy must not look at tensors"),
         ({"policy": "freekv"}, {}, "got freekv"),
         ({}, {"runner": "pooling"}, "a pooling model"),
         (

@@ -45,7 +45,6 @@ MANY_HEADS = "--hf-overrides=" + json.dumps(
         ([f"--speculative-config={DRAFTS}"], "sfi", {}, "speculative_config"),
         (["--kv-cache-dtype=fp8"], "sfi", {}, "fp8"),
         ([], "freekv", {}, "scheduler can plan, got freekv"),
-        ([], "sfi", {"trigger_policy": "entropy"}, "must not look at tensors in vLLM"),
         (
             ["Qwen/Qwen3-0.6B"],
             "sfi",

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from sfi_kernels import step_descriptor as words
 from sfi_kernels.attention_tile.triton import LOG2E, add_sum, add_terms, finish, log_sum
-from sfi_kernels.decode_attention.query_rows_triton import QUERIES, evidence_place
+from sfi_kernels.decode_attention.query_rows_triton import QUERIES
 
 WORDS, EVIDENCE = tl.constexpr(words.WORDS), tl.constexpr(words.EVIDENCE)
 FIRST, SPLITS = tl.constexpr(words.FIRST), tl.constexpr(words.SPLITS)
@@ -28,7 +28,7 @@ def _join_sums(sums_ptr, head_row, stride, splits, TILE: tl.constexpr):
     return log_sum(peak, total)
 
 
-@triton.jit(do_not_specialize=["W", "evidence_first"])
+@triton.jit(do_not_specialize=["W"])
 def _join_splits_kernel(
     table_ptr,
     sink_ptr,
@@ -40,7 +40,6 @@ def _join_splits_kernel(
     sums_ptr,
     log_sum_ptr,
     W,
-    evidence_first,
     H: tl.constexpr,
     G: tl.constexpr,
     E: tl.constexpr,
@@ -58,7 +57,7 @@ def _join_splits_kernel(
         queries, w = tl.load(row + QUERIES), place_GW % W
         if w < W - queries:  # padding, whose output is zero already
             return
-        hands_out = w == evidence_place(W, queries, evidence_first)
+        hands_out = w == W - 1
         size_GW, g = G * W, g // W
     first, splits = tl.load(row + FIRST).to(tl.int64), tl.load(row + SPLITS)
     stride, head_row = H * size_GW, (first * H + h) * size_GW + place_GW

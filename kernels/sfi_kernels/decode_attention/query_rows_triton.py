@@ -65,23 +65,17 @@ def places(W, G: tl.constexpr, KIND: tl.constexpr):
 
 
 @triton.jit
-def evidence_place(W, queries, evidence_first):
-    """Return the place in W of the query that hands out evidence."""
-    return tl.where(evidence_first != 0, W - queries, W - 1)
-
-
-@triton.jit
 def evidence_rows(
-    query_ptr, g, place_GW, own, query, row_tile, tiles, W, queries, evidence_first,
+    query_ptr, g, place_GW, own, query, row_tile, tiles, W,
     G: tl.constexpr, D: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """Return the query heads, places in [G, W], marks and queries that hand out evidence, and their W.
+    """Return the query heads, places in [G, W], marks and queries that hand out evidence.
 
-    These are the tile's own rows where a request has one query, and rows of the last tile where it has more.
+    A request's last query does: the tile's own rows where it has one query, rows of the last tile where it
+    has more.
     """
-    w_J = W - 1
     if KIND == SEVERAL:
-        g, w_J = tl.arange(0, BLOCK_J), evidence_place(W, queries, evidence_first)
-        place_GW, own = g * W + w_J, g < tl.where(row_tile == tiles - 1, G, 0)
+        g = tl.arange(0, BLOCK_J)
+        place_GW, own = g * W + W - 1, g < tl.where(row_tile == tiles - 1, G, 0)
         query = rows(query_ptr, place_GW, D, own, D, BLOCK_D)
-    return g, place_GW, own, query, w_J
+    return g, place_GW, own, query

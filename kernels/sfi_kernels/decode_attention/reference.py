@@ -52,7 +52,6 @@ def decode_attention(
     soft_cap: float | None = None,
     sink_HG: torch.Tensor | None = None,
     evidence: bool = False,
-    evidence_first: bool = False,
     into: torch.Tensor | None = None,
     dense_BH: torch.Tensor | None = None,
     pseudo: PseudoToken | None = None,
@@ -75,9 +74,8 @@ def decode_attention(
         scale: Factor on the products.
         soft_cap: Soft cap of the logits; None for none.
         sink_HG: Learned sink logits; None for none.
-        evidence: Whether slow requests hand out the logits (Eq. 4) of one query, and log-sum-exp over J.
-        evidence_first: Whether that query is the request's first own one instead of its last.
-            Paper gap: a step of the paper has one query.
+        evidence: Whether slow requests hand out the logits (Eq. 4) of their last query, and log-sum-exp over
+            J. Paper gap: a step of the paper has one query.
         into: A flat float32 buffer for the logits; None makes one.
         dense_BH: In the mixed requests of the descriptor, 1 for a KV head that reads its whole history, 0 for
             one that reads its packed segment and the recent pages, int32; other requests read as their mode
@@ -117,7 +115,7 @@ def decode_attention(
     if not evidence or not descriptor.slow:
         return DecodeAttention(out)
     logits, log_sum = _evidence(
-        query_BHGWD, key_PHND, block_table_BP, descriptor, dense_BH, options, first=evidence_first
+        query_BHGWD, key_PHND, block_table_BP, descriptor, dense_BH, options
     )
     if into is not None:
         logits = into[: logits.numel()].view(logits.shape).copy_(logits)
@@ -131,16 +129,12 @@ def _evidence(
     descriptor: StepDescriptor,
     dense_BH: torch.Tensor | None,
     options: dict[str, Any],
-    *,
-    first: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    # of the slow requests: the logits of one query each, and their log-sum-exp over J
+    # of the slow requests: the logits of the last query each, and their log-sum-exp over J
     rows = torch.tensor(descriptor.slow)
-    slow, W = descriptor.table_BX[rows], query_BHGWD.shape[3]
-    later_R = slow[:, QUERIES] - 1 if first else torch.zeros_like(slow[:, QUERIES])
-    query_RHGD = query_BHGWD[rows, :, :, W - 1 - later_R.long()]
+    slow = descriptor.table_BX[rows]
     logits = window_logits(
-        query_RHGD[:, :, :, None], key_PHND, block_table_BP[rows], slow[:, LENGTH] - later_R,
+        query_BHGWD[rows, :, :, -1:], key_PHND, block_table_BP[rows], slow[:, LENGTH],
         longest=int(slow[:, LENGTH].max()), **options,
     )  # fmt: skip
     position = torch.arange(logits.shape[-1], device=logits.device)

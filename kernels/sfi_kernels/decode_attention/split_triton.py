@@ -75,15 +75,15 @@ def _store_logits(pointer, logits, g, own, token, stride, kept):
 
 @triton.jit
 def _evidence_logits(
-    logits, query_J, key, token, position_J, scale, soft_cap, CAPPED: tl.constexpr, KIND: tl.constexpr
+    logits, query_J, key, token, last, scale, soft_cap, CAPPED: tl.constexpr, KIND: tl.constexpr
 ):  # fmt: skip
-    """Return the logits of the queries that hand out evidence, -inf for the tokens behind them.
+    """Return the logits of the queries that hand out evidence, -inf for the tokens behind the last one.
 
     Of several queries they are a product of their own: sums over J of every row overflow the registers.
     """
     if KIND == SEVERAL:
         logits = scaled_logits(query_J, key, scale, soft_cap, CAPPED)
-        logits = tl.where(token[None, :] <= position_J, logits, float("-inf"))
+        logits = tl.where(token[None, :] <= last, logits, float("-inf"))
     return logits
 
 
@@ -96,7 +96,7 @@ def _visible(logits, token, valid, position, KIND: tl.constexpr):
     return tl.where(seen, logits, float("-inf"))
 
 
-@triton.jit(do_not_specialize=["S", "pages_per_request", "logits_stride", "W", "evidence_first"])
+@triton.jit(do_not_specialize=["S", "pages_per_request", "logits_stride", "W"])
 def _split_attention_kernel(
     query_ptr,
     packed_key_ptr,
@@ -123,7 +123,6 @@ def _split_attention_kernel(
     pages_per_request,
     logits_stride,
     W,
-    evidence_first,
     KEY_STRIDES: tl.constexpr,
     VALUE_STRIDES: tl.constexpr,
     H: tl.constexpr,
@@ -180,8 +179,8 @@ def _split_attention_kernel(
     size_GW = places(W, G, KIND)
     queries_at = query_ptr + pair * size_GW * D
     query = rows(queries_at, place_GW, D, own, D, BLOCK_D)
-    g_J, place_J, own_J, query_J, w_J = evidence_rows(
-        queries_at, g, place_GW, own, query, row_tile, tiles, W, queries, evidence_first,
+    g_J, place_J, own_J, query_J = evidence_rows(
+        queries_at, g, place_GW, own, query, row_tile, tiles, W,
         G, D, BLOCK_J, BLOCK_D, KIND,
     )  # fmt: skip
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -221,7 +220,7 @@ def _split_attention_kernel(
             logits = scaled_logits(query, key, scale, soft_cap, CAPPED)
             if SLOW:
                 logits_J = _evidence_logits(
-                    logits, query_J, key, token, length - W + w_J, scale, soft_cap, CAPPED, KIND
+                    logits, query_J, key, token, length - 1, scale, soft_cap, CAPPED, KIND
                 )
                 handed_out = token < evidence_stop
                 _store_logits(logits_to, logits_J, g_J, own_J, token, logits_stride, handed_out)

@@ -33,7 +33,6 @@ def decode_attention(
     soft_cap: float | None = None,
     sink_HG: torch.Tensor | None = None,
     evidence: bool = False,
-    evidence_first: bool = False,
     into: torch.Tensor | None = None,
     dense_BH: torch.Tensor | None = None,
     pseudo: PseudoToken | None = None,
@@ -52,7 +51,6 @@ def decode_attention(
         soft_cap=soft_cap,
         sink_HG=sink_HG,
         evidence=evidence,
-        evidence_first=evidence_first,
         into=into,
         dense_BH=dense_BH,
         pseudo=pseudo,
@@ -73,7 +71,6 @@ def attend(
     soft_cap: float | None = None,
     sink_HG: torch.Tensor | None = None,
     evidence: bool = False,
-    evidence_first: bool = False,
     into: torch.Tensor | None = None,
     dense_BH: torch.Tensor | None = None,
     pseudo: PseudoToken | None = None,
@@ -126,7 +123,7 @@ def attend(
             packed_length_BH if position_BHS is None else position_BHS,
             key_PHND, value_PHNE, block_table_BP, table, descriptor.work_XI, sink,
             *pseudo_operands, out_BHGWE, part, lse, logits, sums, scale, soft_cap or 1.0, S,
-            block_table_BP.shape[1], descriptor.longest, W, int(evidence_first),
+            block_table_BP.shape[1], descriptor.longest, W,
             KEY_STRIDES=key_strides, VALUE_STRIDES=value_strides,
             D=D, PAGE=page_size, BLOCK_M=own.rows, BLOCK_J=padded(G),
             BLOCK_N=block_n or own.tokens, BLOCK_D=tile.key_width, IDS=PAGE_IDS,
@@ -138,7 +135,7 @@ def attend(
         )  # fmt: skip
     launch(
         join_splits, (B, H, G * W), table, sink, *pseudo_operands, out_BHGWE, part, lse, sums,
-        log_sum, W, int(evidence_first), PSEUDO=pseudo is not None, SEVERAL=W > 1, **common,
+        log_sum, W, PSEUDO=pseudo is not None, SEVERAL=W > 1, **common,
         TILE=JOINED, max_registers=REGISTERS,
     )  # fmt: skip
     return DecodeAttention(out_BHGWE, logits if keeps else None, log_sum if keeps else None)

@@ -1,4 +1,4 @@
-"""Dense attention of a few queries at once, with the logits of one of them: what verifies a draft on a CPU.
+"""Dense attention of a few queries at once, with the logits of the last: what verifies a draft on a CPU.
 
 Logits, softmax and sums are float32. A key is turned into float32 once for all rows of the G query heads and
 the W queries, while it lies in the processor's cache.
@@ -28,19 +28,17 @@ def verification_attention(
     scale: float,
     soft_cap: float | None = None,
     sink_HG: torch.Tensor | None = None,
-    evidence: int = -1,
     native: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend as `dense_attention` does, and hand out the logits of one query, in one pass over the keys.
+    """Attend as `dense_attention` does, and hand out the last query's logits, in one pass over the keys.
 
-    Arguments are those of `dense_attention`, and two more: `evidence`, the query whose logits are handed out,
-    0 to W - 1, or from the end -1 to -W; and `native`, whether the weights are rounded to the values' dtype
-    and multiplied in it, as in PyTorch's flash attention. That is faster where the processor multiplies
-    numbers of that dtype; without `native` the product is one of float32.
+    Arguments are those of `dense_attention`, and one more: `native`, whether the weights are rounded to the
+    values' dtype and multiplied in it, as in PyTorch's flash attention. That is faster where the processor
+    multiplies numbers of that dtype; without `native` the product is one of float32.
 
     Returns:
         out, [B, H, G, W, E], in the query's dtype, zeros for padding; and l, [B, H, G, 1, T] float32 with T
-        the longest length, -inf where the evidence's query may not look.
+        the longest length, -inf beyond a request's own.
     """
     check(query_BHGWD, key_PHND, block_table_BP, length_B, value_PHNE, sink_HG)
     B, H, G, W, _ = query_BHGWD.shape
@@ -53,12 +51,10 @@ def verification_attention(
         own = min(W, length)
         key_HTD = read_pages(key_PHND, block_table_BP[row], 0, length)[0]
         value_HTE = read_pages(value_PHNE, block_table_BP[row], 0, length)[0]
-        place = evidence % W - (W - own)  # among the request's own; below 0 in its padding
         for heads in _groups(H, G * own * length):
             query_HGWD = query_BHGWD[row, heads, :, W - own :].float() * scale
             logits_HGWT = _logits(query_HGWD, key_HTD[heads], soft_cap)
-            if place >= 0:
-                evidence_BHG1T[row, heads, :, 0, :length] = logits_HGWT[:, :, place]
+            evidence_BHG1T[row, heads, :, 0, :length] = logits_HGWT[:, :, -1]
             sinks = None if sink_HG is None else sink_HG[heads]
             weight_HGWT = weights(logits_HGWT[None], sinks, all_see=True)[0]
             product = _native_product if native else _wide_product

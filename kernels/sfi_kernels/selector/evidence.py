@@ -1,7 +1,5 @@
 """Evidence from slow-step logits: Eqs. 6-8."""
 
-from collections.abc import Callable
-
 import torch
 
 from sfi_kernels.selector.numerics import (
@@ -10,13 +8,6 @@ from sfi_kernels.selector.numerics import (
     neighborhood_peak,
     widened,
 )
-
-# What happens to the G query heads of a KV head before the power mean.
-_GROUP_REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "power": lambda probability_BHGWT: probability_BHGWT,
-    "mean": lambda probability_BHGWT: probability_BHGWT.mean(2, keepdim=True),
-    "max": lambda probability_BHGWT: probability_BHGWT.amax(2, keepdim=True),
-}
 
 
 def spread(logits_BHGWT: torch.Tensor, allowed_BT: torch.Tensor | None, span: int) -> torch.Tensor:
@@ -71,35 +62,20 @@ def attention_probability(
     return p_BHGWT.nan_to_num(0.0)  # NaN where a query sees nothing
 
 
-def check_group_reduce(group_reduce: str) -> None:
-    """Raise `ValueError` unless `group_reduce` is one of the three that `power_mean` takes."""
-    if group_reduce not in _GROUP_REDUCTIONS:
-        names = ", ".join(map(repr, _GROUP_REDUCTIONS))
-        raise ValueError(f"group_reduce must be one of {names}, got {group_reduce!r}")
-
-
-def power_mean(
-    probability_BHGWT: torch.Tensor, alpha: float, group_reduce: str = "power"
-) -> torch.Tensor:
+def power_mean(probability_BHGWT: torch.Tensor, alpha: float) -> torch.Tensor:
     """Average the window in the alpha-power domain (Eq. 7).
 
-    Paper gap: Eq. 7 is per KV head and does not say how its G query heads share it.
+    Paper gap: Eq. 7 is per KV head and does not say how its G query heads share it. As in the released code,
+    the mean is over G heads and W queries alike.
 
     Args:
         probability_BHGWT: p.
         alpha: The power, in (0, 1].
-        group_reduce: `power` averages G heads and W queries alike, as the released code does;
-            `mean` averages p over G first; `max` takes the largest p of the G heads first.
 
     Returns:
         mu, [B, H, T]; not normalized.
-
-    Raises:
-        ValueError: `group_reduce` is none of the three.
     """
-    check_group_reduce(group_reduce)
-    row_BHGWT = _GROUP_REDUCTIONS[group_reduce](widened(probability_BHGWT))
-    return row_BHGWT.pow(alpha).mean(dim=(2, 3))
+    return widened(probability_BHGWT).pow(alpha).mean(dim=(2, 3))
 
 
 def evidence(mean_BHT: torch.Tensor, alpha: float) -> torch.Tensor:

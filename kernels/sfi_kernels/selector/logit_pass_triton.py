@@ -85,7 +85,7 @@ def _selector_log_sum_kernel(row_ptr, log_sum_ptr, chunks, CHUNKS: tl.constexpr)
 @triton.jit
 def _power_mean(
     logits_ptr, log_sum_ptr, start, inside, gives, group_stride, query_stride, W, alpha,
-    G: tl.constexpr, REDUCE: tl.constexpr, LEVELS: tl.constexpr, SPAN: tl.constexpr,
+    G: tl.constexpr, LEVELS: tl.constexpr, SPAN: tl.constexpr,
     BLOCK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     mean = tl.zeros([BLOCK], tl.float32)
@@ -96,20 +96,10 @@ def _power_mean(
             logit = _load_logits(query_ptr, start, inside, gives, LEVELS, SPAN, BLOCK, WIDE)
             # Eq. 6
             log_p = logit - finite(tl.load(log_sum_ptr + g * W + w))
-            if REDUCE == "power":
-                share += tl.exp(alpha * log_p)
-            elif REDUCE == "mean":
-                share += tl.exp(log_p) / G
-            else:
-                share = tl.maximum(share, tl.exp(log_p))
-        if REDUCE != "power":
-            power = tl.exp2(alpha * tl.log2(tl.where(share > 0, share, 1.0)))
-            share = tl.where(share > 0, power, 0.0)
+            share += tl.exp(alpha * log_p)
         mean += share
     # Eq. 7
-    if REDUCE == "power":
-        return mean / (G * W)
-    return mean / W
+    return mean / (G * W)
 
 
 @triton.jit(
@@ -121,7 +111,7 @@ def _power_mean(
 def _selector_mean_kernel(
     logits_ptr, log_sum_ptr, allowed_ptr, mean_ptr, partial_ptr,
     batch_stride, head_stride, group_stride, query_stride, allowed_stride, H, W, T, alpha,
-    G: tl.constexpr, REDUCE: tl.constexpr, LEVELS: tl.constexpr, SPAN: tl.constexpr,
+    G: tl.constexpr, LEVELS: tl.constexpr, SPAN: tl.constexpr,
     BLOCK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -135,7 +125,7 @@ def _selector_mean_kernel(
     gives = _load_allowed(allowed_ptr, chunk * BLOCK - SPAN, T, WIDE)
     mean = _power_mean(
         logits_ptr, log_sum_ptr, chunk * BLOCK, inside, gives, group_stride, query_stride, W, alpha,
-        G, REDUCE, LEVELS, SPAN, BLOCK, WIDE,
+        G, LEVELS, SPAN, BLOCK, WIDE,
     )  # fmt: skip
     tl.store(mean_ptr + t, mean, mask=t < T)
     first, last = tl.where(inside, t, T), tl.where(inside, t, -1)

@@ -38,11 +38,7 @@ def normalized_position(allowed_BT: torch.Tensor) -> torch.Tensor:
 
 
 def position_factor(
-    position_BT: torch.Tensor,
-    beta: float,
-    power: float,
-    eta: float,
-    position_weight: float = 1.0,
+    position_BT: torch.Tensor, beta: float, power: float, eta: float
 ) -> torch.Tensor:
     """Discount recency globally and brake at the tail (Eq. 11).
 
@@ -51,15 +47,13 @@ def position_factor(
         beta: Strength of the global decay. At least 0. Paper gap: not given.
         power: Curvature p of the decay. At least 1. Paper gap: not given.
         eta: Strength of the tail brake. At least 0. Paper gap: not given.
-        position_weight: Exponent on the whole factor, its weight in log space. Paper gap: Eq. 12
-            multiplies the two factors evenly, which is 1; the released code weights this one 0.7.
 
     Returns:
         pi_pos, [B, T]; unnormalized, in [0, 1].
     """
     position_BT = widened(position_BT)
     decay_BT = torch.exp(-beta * position_BT.pow(power))
-    return (decay_BT * (1.0 - position_BT + EPS).pow(eta)).pow(position_weight)
+    return decay_BT * (1.0 - position_BT + EPS).pow(eta)
 
 
 @lru_cache(maxsize=4)

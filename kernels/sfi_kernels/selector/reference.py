@@ -8,7 +8,6 @@ from torch.nn.functional import pad
 from sfi_kernels.constants import MASKED_SCORE
 from sfi_kernels.selector.evidence import (
     attention_probability,
-    check_group_reduce,
     evidence,
     power_mean,
     spread,
@@ -41,9 +40,7 @@ def selector(
     radius: int,
     alpha_cross: float,
     temperature: float,
-    group_reduce: str = "power",
     span: int = 0,
-    position_weight: float = 1.0,
     log_sum_BHGW: torch.Tensor | None = None,
     diagnostics: dict[str, torch.Tensor] | None = None,
     gather: Callable[[torch.Tensor], torch.Tensor] | None = None,
@@ -68,9 +65,7 @@ def selector(
         radius: Half-width of its neighborhood, in tokens.
         alpha_cross: Strength of the exclusivity across KV heads (Eq. 23).
         temperature: The paper's T (Eq. 22). Above 0.
-        group_reduce: How the G query heads share the evidence; see `power_mean`.
         span: Neighbors a hit brings along; see `spread`. 0 is the paper.
-        position_weight: Exponent on the position factor; see `position_factor`. 1 is the paper.
         log_sum_BHGW: Log-sum-exp over J of each query's logits, if attention left it: float32, -inf where a
             query sees nothing of J. Ignored with a span, whose pooled logits have another sum.
         diagnostics: Receives `evidence_norm2`, `evidence_dot_prior`, `prior_norm2` (|f|^2, f.r, |r|^2) and
@@ -87,7 +82,7 @@ def selector(
         ValueError: A shape does not fit, `allowed_BT` is not bool, or an argument is out of range.
     """
     check(logits_BHGWT, key_norm_BHT, allowed_BT, log_sum_BHGW)
-    check_settings(alpha, lambda_clip, temperature, group_reduce, span, radius)
+    check_settings(alpha, lambda_clip, temperature, span, radius)
     T = logits_BHGWT.shape[-1]
     check_interval(interval, T)
     if interval is not None:
@@ -97,14 +92,14 @@ def selector(
         allowed_BT = None
     pooled_BHGWT = spread(logits_BHGWT, allowed_BT, span)
     p_BHGWT = attention_probability(pooled_BHGWT, allowed_BT, None if span else log_sum_BHGW)
-    f_BHT = evidence(power_mean(p_BHGWT, alpha, group_reduce), alpha)
+    f_BHT = evidence(power_mean(p_BHGWT, alpha), alpha)
 
     if allowed_BT is None:
         shape_T = (logits_BHGWT.shape[-1], logits_BHGWT.device)
-        pi_pos_BT = factor_everywhere(*shape_T, beta, power, eta, position_weight)
+        pi_pos_BT = factor_everywhere(*shape_T, beta, power, eta)
     else:
         u_BT = normalized_position(allowed_BT)
-        pi_pos_BT = position_factor(u_BT, beta, power, eta, position_weight)
+        pi_pos_BT = position_factor(u_BT, beta, power, eta)
     r_BHT = prior(key_norm_factor(key_norm_BHT, gamma), pi_pos_BT, allowed_BT)
 
     lambda_BH = stable_weight(f_BHT, r_BHT, lambda_clip)
@@ -163,12 +158,7 @@ def check_interval(interval: tuple[int, int] | None, T: int) -> None:
 
 
 def check_settings(
-    alpha: float,
-    lambda_clip: float,
-    temperature: float,
-    group_reduce: str,
-    span: int,
-    radius: int,
+    alpha: float, lambda_clip: float, temperature: float, span: int, radius: int
 ) -> None:
     """Raise `ValueError` on what would give wrong or non-finite scores without a word."""
     if not 0 < alpha <= 1:
@@ -177,6 +167,5 @@ def check_settings(
         raise ValueError(f"lambda_clip must be in [0, 1], got {lambda_clip}")
     if temperature <= 0:
         raise ValueError(f"temperature must be positive, got {temperature}")
-    check_group_reduce(group_reduce)
     check_not_negative(span, "span")
     check_not_negative(radius, "radius")

@@ -52,7 +52,7 @@ def _evidence(mean, peak, alpha):
 
 
 @triton.jit
-def _prior_power(t, key_norm, inside, first, last, gamma, beta, power, eta, position_weight):
+def _prior_power(t, key_norm, inside, first, last, gamma, beta, power, eta):
     """Return the logarithm to base 2 of the prior before normalization; -inf outside J."""
     # Eq. 9
     key_power = tl.minimum(-gamma * tl.log2(key_norm + EPSILON), LOG2_LARGEST)
@@ -63,14 +63,14 @@ def _prior_power(t, key_norm, inside, first, last, gamma, beta, power, eta, posi
     decay = tl.exp2(power * tl.log2(tl.maximum(u, SMALLEST)))
     position_power = eta * tl.log2(1.0 - u + EPSILON) - beta * LOG2E * decay
     # Eq. 12
-    return tl.where(inside, key_power + position_weight * position_power, NOTHING)
+    return tl.where(inside, key_power + position_power, NOTHING)
 
 
 @triton.jit(do_not_specialize=["allowed_stride", "norm_batch_stride", "norm_head_stride", "H", "T"])
 def _selector_sum_kernel(
     mean_ptr, key_norm_ptr, allowed_ptr, partial_ptr, sums_ptr,
     allowed_stride, norm_batch_stride, norm_head_stride, H, T,
-    alpha, gamma, beta, power, eta, position_weight,
+    alpha, gamma, beta, power, eta,
     BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -89,9 +89,7 @@ def _selector_sum_kernel(
     mean = tl.load(mean_ptr + t, mask=inside, other=0.0)
     key_norm = tl.load(key_norm_ptr + t, mask=inside, other=1.0).to(tl.float32)
     f, f_power = _evidence(mean, evidence_peak, alpha)
-    r_power = _prior_power(
-        t, key_norm, inside, first, last, gamma, beta, power, eta, position_weight
-    )
+    r_power = _prior_power(t, key_norm, inside, first, last, gamma, beta, power, eta)
     # whole powers of two rescale without rounding
     peak = tl.ceil(tl.max(r_power, 0))
     f = f.to(tl.float64)  # [BLOCK]
@@ -156,7 +154,7 @@ def _selector_weigh_kernel(
 def _selector_score_kernel(
     mean_ptr, key_norm_ptr, allowed_ptr, merged_ptr,
     allowed_stride, norm_batch_stride, norm_head_stride, H, T,
-    alpha, gamma, beta, power, eta, position_weight,
+    alpha, gamma, beta, power, eta,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
@@ -170,9 +168,7 @@ def _selector_score_kernel(
     f, _ = _evidence(mean, tl.load(merged_ptr + EVIDENCE_PEAK * rows), alpha)
     first = -tl.load(merged_ptr + NEGATIVE_FIRST * rows)
     last = tl.load(merged_ptr + LAST * rows)
-    r_power = _prior_power(
-        t, key_norm, inside, first, last, gamma, beta, power, eta, position_weight
-    )
+    r_power = _prior_power(t, key_norm, inside, first, last, gamma, beta, power, eta)
     f *= tl.load(merged_ptr + EVIDENCE_SCALE * rows)
     r = tl.exp2(r_power - tl.load(merged_ptr + PRIOR_PEAK * rows))
     r *= tl.load(merged_ptr + PRIOR_SCALE * rows)

@@ -59,9 +59,7 @@ def selector(
     radius: int,
     alpha_cross: float,
     temperature: float,
-    group_reduce: str = "power",
     span: int = 0,
-    position_weight: float = 1.0,
     log_sum_BHGW: torch.Tensor | None = None,
     diagnostics: dict[str, torch.Tensor] | None = None,
     gather: Callable[[torch.Tensor], torch.Tensor] | None = None,
@@ -72,7 +70,7 @@ def selector(
     if allowed_BT is None or interval is not None:
         allowed_BT = everywhere(logits_BHGWT, interval)
     B, H, G, W, T = _check(logits_BHGWT, key_norm_BHT, allowed_BT, log_sum_BHGW)
-    check_settings(alpha, lambda_clip, temperature, group_reduce, span, radius)
+    check_settings(alpha, lambda_clip, temperature, span, radius)
     rows, chunks = B * H, triton.cdiv(T, BLOCK)
     empty = partial(torch.empty, dtype=torch.float32, device=logits_BHGWT.device)
     z_BHT = empty(B, H, T)
@@ -96,10 +94,10 @@ def selector(
         )
     launch(
         _selector_mean_kernel, (rows, chunks), logits_BHGWT, log_sum_BHGW, allowed_BT, z_BHT,
-        partials, *queries, float(alpha), G=G, REDUCE=group_reduce, **pooled,
+        partials, *queries, float(alpha), G=G, **pooled,
     )  # fmt: skip
     sizes = (allowed_BT.stride(0), *key_norm_BHT.stride()[:2], H, T)
-    formula = [float(value) for value in (alpha, gamma, beta, power, eta, position_weight)]
+    formula = [float(value) for value in (alpha, gamma, beta, power, eta)]
     launch(
         _selector_sum_kernel, (rows, chunks), z_BHT, key_norm_BHT, allowed_BT, partials, sums,
         *sizes, *formula, BLOCK=BLOCK, CHUNKS=CHUNKS,

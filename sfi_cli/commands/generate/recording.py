@@ -51,8 +51,7 @@ class TraceRecording:
 
         with ExitStack() as stack:
             found: list[Observer] = []
-            nvtx = self.settings.nvtx
-            if nvtx if nvtx is not None else NvtxObserver.attached():
+            if NvtxObserver.attached():
                 found.append(stack.enter_context(NvtxObserver(spans=self.settings.spans)))
             if self.folder is None:
                 yield found, lambda _: None
@@ -66,7 +65,6 @@ class TraceRecording:
                 force=self.force,
                 warn=message,
                 spans=self.settings.spans,
-                copy_gb_per_s=measured_copy(device) if self.settings.bandwidth else None,
             )
             yield [*found, stack.enter_context(parquet)], parquet.close
         _wait_for_ranks()
@@ -87,10 +85,3 @@ def _wait_for_ranks() -> None:
         join().first_ones(None)
     except RankLostError:
         message("another rank has ended early; its part of the trace may lack its end")
-
-
-def measured_copy(device: Any) -> float:
-    """Measure what a device copies, as `sfi bench` does: bytes read plus bytes written, in GB/s."""
-    from sfi_core.measure.kernel_bench.timing import clock_for, copy_gb_per_s
-
-    return copy_gb_per_s(device, clock_for(device, "torch"))

@@ -4,7 +4,6 @@ import typer
 
 from sfi_cli.commands.trace import check, diff, export, importing, plot, record, report, show, sql
 from sfi_cli.commands.trace.replay.command import replay
-from sfi_cli.settings.moved import Command
 
 app = typer.Typer(
     help="Record what the model attended to, and look at it.",
@@ -15,8 +14,8 @@ app.command()(diff.diff)
 app.command()(export.export)
 app.command("import")(importing.import_)
 app.command()(plot.plot)
-app.command(cls=Command)(record.record)
-app.command(cls=Command)(replay)
+app.command()(record.record)
+app.command()(replay)
 app.command()(report.report)
 app.command()(show.show)
 app.command()(sql.sql)

@@ -172,11 +172,10 @@ def _reads_table(found: Sequence[Row]) -> Any:
         (
             kind["kind"], count(kind["n"]), number(kind["requests"], 1), number(kind["cached_tokens"], 0),
             f"{number(kind['moved_bytes'] / 1e6, 2)} MB",
-            "-" if kind["bandwidth_share"] is None else percent(kind["bandwidth_share"]),
         )
         for kind in found
     ]  # fmt: skip
-    columns = ("step", "n", "requests", "cached tokens", "K and V read", "share of copy bandwidth")
+    columns = ("step", "n", "requests", "cached tokens", "K and V read")
     return table("What a step of the batch holds and reads, in the mean", columns, rows)
 
 

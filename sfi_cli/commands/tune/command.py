@@ -38,8 +38,8 @@ def tune(
         Values,
         _axis(
             "trigger_policy",
-            "boundary,cosine,stride,t-max",
-            help="boundary, t-max, stride, cosine, random, never, always.",
+            "boundary,stride,t-max",
+            help="boundary, t-max, stride, random, never, always.",
         ),
     ] = None,
     trigger_set: Annotated[

@@ -145,16 +145,14 @@ class TuneJob:
         tuning = self._tuning()
         confirm = self._confirmer(tuning) if self.confirming.count else None
         search = tuning.open(
-            self.searching.study, sampler=self.searching.settings.sampler, seed=self.searching.seed,
-            resume=self.searching.resume,
-        )  # fmt: skip
+            self.searching.study, seed=self.searching.seed, resume=self.searching.resume
+        )
         trials = self.searching.trials
         with BenchProgress(quiet=self.output.quiet) as progress:
             found = find(
                 tuning,
                 search,
                 trials,
-                timeout=self.searching.settings.timeout,
                 on_trial=lambda done: progress.update("searching", done, trials),
             )
         if confirm is not None and not found.interrupted:

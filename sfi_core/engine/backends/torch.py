@@ -87,12 +87,11 @@ def _dense_and_refresh(layer: Layer, rows: slice, query: torch.Tensor) -> torch.
     if layer.left_dense or not layer.run.policy.refreshes():
         return _dense(layer, rows, query)
     # the evidence's logits come with it: a pass over the keys less
-    place = 0 if layer.run.policy.config.draft.evidence == "first" else query.shape[3] - 1
-    out, own = _whole(layer, rows, query, partial(layer.dense_with_logits, evidence=place))
+    out, own = _whole(layer, rows, query, layer.dense_with_logits)
     if joins(layer, rows.start):
         refresh_later(layer, rows.start, own)
     else:
-        refresh(layer, (rows.start,), query[:, :, :, place : place + 1], lambda: own)
+        refresh(layer, (rows.start,), query[:, :, :, -1:], lambda: own)
     return out
 
 

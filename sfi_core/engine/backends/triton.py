@@ -13,7 +13,7 @@ from sfi_core.engine.run import Run
 from sfi_kernels.decode_attention import DecodeAttention, decode_attention
 from sfi_kernels.dense_attention import dense_attention
 from sfi_kernels.pseudo_token import PseudoToken
-from sfi_kernels.step_descriptor import QUERIES, StepDescriptor, sent
+from sfi_kernels.step_descriptor import StepDescriptor, sent
 
 
 def attend(layer: Layer, query_BHGTD: torch.Tensor) -> torch.Tensor:
@@ -52,8 +52,8 @@ def decode(
 ) -> DecodeAttention:
     """Attend with the decoding requests, and put the slow ones' evidence `into` a buffer.
 
-    A request's tokens are the last of T; a verified one has several (`draft.evidence` says whose logits are
-    the evidence). `dense_BH` says which KV heads read everything, int32, where the policy mixes them.
+    A request's tokens are the last of T; a verified one has several, and the last one's logits are the
+    evidence. `dense_BH` says which KV heads read everything, int32, where the policy mixes them.
     """
     segment = layer.run.segment(layer.index)
     return decode_attention.triton(
@@ -67,7 +67,6 @@ def decode(
         step,
         **layer.options,
         evidence=into is not None,
-        evidence_first=_selects_by_first(layer),
         into=into,
         dense_BH=dense_BH,
         pseudo=pseudo,
@@ -107,26 +106,12 @@ def _decode(layer: Layer, query_BHGTD: torch.Tensor) -> torch.Tensor:
         result = decode(layer, step, query_BHGTD, into, pseudo=pseudo)
     count_attention(run, step)
     if result.logits_BHGWT is not None:
-        query = _evidence_query(layer, step, query_BHGTD)
+        query = _of(layer, step.slow, last_BHG1D)
         run.maintenance.submit(partial(_maintain, layer, step.slow, query, result))
     if policy.selects_next and step.fast:
         query = _of(layer, step.fast, last_BHG1D)
         layer.later.append(partial(select_next, layer, step.fast, query))
     return result.out_BHGWE
-
-
-def _selects_by_first(layer: Layer) -> bool:
-    return layer.run.policy.config.draft.evidence == "first"
-
-
-def _evidence_query(layer: Layer, step: StepDescriptor, query_BHGTD: torch.Tensor) -> torch.Tensor:
-    # of the slow requests, [R, H, G, 1, D]: the query whose logits they hand out
-    T, query_RHGTD = query_BHGTD.shape[3], _of(layer, step.slow, query_BHGTD)
-    if T == 1 or not _selects_by_first(layer):
-        return query_RHGTD[:, :, :, -1:]
-    place_R = T - step.table_BX[layer.run.rows(step.slow).request_R.long(), QUERIES].long()
-    R, H, G, _, D = query_RHGTD.shape
-    return query_RHGTD.gather(3, place_R.view(R, 1, 1, 1, 1).expand(R, H, G, 1, D))
 
 
 def _spread(

@@ -51,6 +51,4 @@ def _audited(run: Run, reasons: Sequence[str]) -> bool:
 def tokens_decide(run: Run) -> bool:
     """Say whether a step may be slow or fast by the tokens that it decodes."""
     config = run.policy.config
-    # a request that stops may take the reason to be slow of a synchronized batch with it
-    boundary = config.trigger_policy == "boundary" and config.trigger_delay == 0
-    return boundary or run.engine.synchronized
+    return config.trigger_policy == "boundary" and config.trigger_delay == 0

@@ -68,7 +68,6 @@ class Drafts:
     blocks: list[Block | None] = field(default_factory=list)
     _observer: HeldSelections = field(init=False)
     _steps: dict[int, list[Drafted]] = field(default_factory=dict)
-    _confidence: dict[int, float] = field(default_factory=dict)
     _compares: bool = field(init=False)
     _shape: Shape = field(default_factory=dict)
 
@@ -102,14 +101,11 @@ class Drafts:
         )
         return self.blocks
 
-    def record(
-        self, token_X: Sequence[int], probability_X: Sequence[float], logits_XV: torch.Tensor
-    ) -> list[list[int]]:
+    def record(self, token_X: Sequence[int], logits_XV: torch.Tensor) -> list[list[int]]:
         """Take what was picked at every position of the pass, request after request.
 
         Args:
             token_X: The tokens.
-            probability_X: Their probabilities.
             logits_XV: What they were picked from.
 
         Returns:
@@ -127,7 +123,6 @@ class Drafts:
             elif block.reason:
                 given.append(self._verified(state, block, token_X[own], logits_XV[own], seconds))
             else:
-                self._confidence[state.request] = probability_X[own.start]
                 self._drafted(state, token_X[own.start], logits_XV[own.start], seconds)
                 given.append([])
         run.recorded = True
@@ -143,8 +138,7 @@ class Drafts:
     def _block(self, state: RequestState, planned: str) -> Block:
         verified = len(state.tokens) - state.drafted
         room = self.limits[state.request] - verified
-        confidence = self._confidence.get(state.request, 1.0)
-        reason = self.rule.reason(state, room, planned, confidence)
+        reason = self.rule.reason(state, room, planned)
         draft = tuple(state.tokens[verified:])
         if reason:
             return Block((state.tokens[verified - 1], *draft), draft, reason)
@@ -188,7 +182,8 @@ class Drafts:
         kept, read = len(given) - 1, state.length
         state.length -= drafted - kept
         state.step -= drafted - kept
-        state.fresh = self._is_fresh(state, whole=kept == drafted)
+        # the last query's selection falls with a rejected token
+        state.fresh = kept == drafted or not run.policy.refreshes()
         state.tokens += given[:-1]
         state.finish_step(given[-1])
         state.finished = given[-1] in self.rule.stop_ids or (
@@ -197,16 +192,8 @@ class Drafts:
         tally.count_reads(read, sum(range(state.length - kept, state.length + 1)), 0.0)
         tally.count_verification(drafted, accepted)
         tally.time_step(state.step, run.meter.began, run.meter.ended)
-        self._confidence.pop(state.request, None)
         self._tell(state, block, kept, read, logits_WV, seconds)
         return given
-
-    def _is_fresh(self, state: RequestState, *, whole: bool) -> bool:
-        policy = self.run.policy
-        if whole or not policy.refreshes():
-            return True
-        # the first query's selection stands, unless rejected tokens may be in it
-        return policy.config.draft.evidence == "first" and state.recent_start <= state.length
 
     def _tell(
         self,
@@ -227,18 +214,16 @@ class Drafts:
             self._observer.settle(state.request, state.step)
         else:
             self._observer.drop(state.request)
-        first = run.policy.config.draft.evidence == "first"
-        base = state.length - kept - 1
         run.observer.on(
             VerificationEvent(
                 request=state.request,
                 step=state.step,
                 batch_step=run.step,
-                base=base,
+                base=state.length - kept - 1,
                 drafted=drafted,
                 accepted=kept,
                 reason=state.reason,
-                evidence_position=(base if first else read - 1) if selects else None,
+                evidence_position=read - 1 if selects else None,
                 attended_tokens=read + sum(one.event.attended_tokens for one in steps),
                 elapsed_us=seconds * 1e6,
             )

@@ -30,27 +30,24 @@ class DraftRule:
     cost: Cost | None = None
     selecting: Callable[[RequestState], float] = lambda _: 0.0
 
-    def reason(self, state: RequestState, room: int, planned: str, confidence: float) -> str:
+    def reason(self, state: RequestState, room: int, planned: str) -> str:
         """Say why a request verifies now; empty where it drafts.
 
         Args:
             state: The request; its last tokens are the draft.
             room: Tokens that it may still generate, the drafted ones included.
             planned: Why its policy's plan makes the next step slow; empty where it does not.
-            confidence: Probability of the last drafted token.
         """
-        drafted, config = state.drafted, self.config
+        drafted = state.drafted
         if not state.fresh:
             return "rejected"
-        if planned and (config.rule == "boundary" or planned == "first"):
+        if planned:
             return planned
         if drafted + 1 >= room:  # a verification gives one token more than it tests
             return "room"
         if drafted and state.tokens[-1] in self.stop_ids:
             return "stop"
-        if drafted >= self.limit(state):
-            return "limit"
-        return "confidence" if drafted and confidence < config.confidence else ""
+        return "limit" if drafted >= self.limit(state) else ""
 
     def limit(self, state: RequestState) -> int:
         """Return the most tokens that a request drafts before a verification."""

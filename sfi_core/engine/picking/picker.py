@@ -9,12 +9,12 @@ import torch
 
 from sfi_core.distributed.ranks import ALONE, Ranks
 from sfi_core.engine.picking.noise import gumbel, noise_key
-from sfi_core.engine.picking.picked import FINE, PROBABILITY, TOKEN, Picked, read
 from sfi_core.errors import NumericsError
 from sfi_kernels.step_descriptor import sent
 
 # most logits, or ids, that are processed at once: a CPU's caches hold them; elsewhere, 32 MiB as float64
 CPU_PIECE, PIECE = 2**19, 2**22
+TOKEN, FINE = range(2)  # rows of what the device tells
 
 
 @dataclass(slots=True)
@@ -84,8 +84,8 @@ class Picker(ABC):
             NumericsError: A running request's logits hold NaN or +inf, or nothing finite.
         """
         row_X, index_X = range(len(self.rows)), [row.step for row in self.rows]
-        told_2B = self._choose(logits_BV, row_X, index_X, [()] * len(self.rows), likely=False)
-        token_B, fine_B, _ = read(told_2B, self.ahead)
+        told_2B = self._choose(logits_BV, row_X, index_X, [()] * len(self.rows))
+        token_B, fine_B = _read(told_2B, self.ahead)
         fine_B = [ok or done for ok, done in zip(fine_B, finished_B, strict=True)]
         self._check(row_X, index_X, fine_B)
         pairs = list(zip(token_B, finished_B, strict=True))
@@ -98,7 +98,7 @@ class Picker(ABC):
         row_X: Sequence[int],
         offset_X: Sequence[int],
         tail: Sequence[Sequence[int]],
-    ) -> Picked:
+    ) -> list[int]:
         """Pick tokens for X positions of a pass, of any rows, and note none; `ahead` is not called.
 
         The same row, index, context and logits give the token that a step gives.
@@ -115,10 +115,9 @@ class Picker(ABC):
         index_X = [
             self.rows[row].step + offset for row, offset in zip(row_X, offset_X, strict=True)
         ]
-        told_3X = self._choose(logits_XV, row_X, index_X, tail, likely=True)
-        token_X, fine_X, probability_X = read(told_3X)
+        token_X, fine_X = _read(self._choose(logits_XV, row_X, index_X, tail))
         self._check(row_X, index_X, fine_X)
-        return Picked(token_X, probability_X)
+        return token_X
 
     def advance(self, tokens: Sequence[Sequence[int]]) -> None:
         """Note each row's new tokens: any number, none for some rows."""
@@ -132,39 +131,21 @@ class Picker(ABC):
         row_X: Sequence[int],
         index_X: Sequence[int],
         tail: Sequence[Sequence[int]],
-        *,
-        likely: bool,
     ) -> torch.Tensor:
-        # what `read` reads, settled between the ranks: [3 if likely else 2, X], int64
+        # what `_read` reads, settled between the ranks: [2, X], int64
         X, V = logits_XV.shape
-        told_RX = torch.empty(2 + likely, X, dtype=torch.int64, device=logits_XV.device)
+        told_2X = torch.empty(2, X, dtype=torch.int64, device=logits_XV.device)
         key_X = self._keys(row_X, index_X, logits_XV.device)
         most = CPU_PIECE if logits_XV.device.type == "cpu" else PIECE
         size = max(1, most // self.widest(V))
         for part in (slice(start, start + size) for start in range(0, X, size)):
             logits_PV = logits_XV[part].float()
             scores_PV = self.scores(logits_PV, row_X[part], tail[part])
-            self._tell(
-                told_RX[:, part], logits_PV, scores_PV, None if key_X is None else key_X[part]
-            )
-        return self._ranks.settle(told_RX)
-
-    @staticmethod
-    def _tell(
-        told_RP: torch.Tensor,
-        logits_PV: torch.Tensor,
-        scores_PV: torch.Tensor,
-        key_P: torch.Tensor | None,
-    ) -> None:
-        noisy_PV = scores_PV
-        if key_P is not None:
-            noisy_PV = gumbel(key_P, scores_PV.shape[1]).add_(scores_PV)
-        told_RP[TOKEN] = token_P = noisy_PV.argmax(-1)
-        told_RP[FINE] = logits_PV.amax(-1).isfinite()
-        if len(told_RP) > PROBABILITY:
-            score_P = scores_PV.gather(1, token_P[:, None])[:, 0]
-            probability_P = (score_P - scores_PV.logsumexp(-1)).exp()
-            told_RP[PROBABILITY] = probability_P.double().view(torch.int64)
+            if key_X is not None:
+                scores_PV = gumbel(key_X[part], scores_PV.shape[1]).add_(scores_PV)
+            told_2X[TOKEN, part] = scores_PV.argmax(-1)
+            told_2X[FINE, part] = logits_PV.amax(-1).isfinite()
+        return self._ranks.settle(told_2X)
 
     def _keys(
         self, row_X: Sequence[int], index_X: Sequence[int], device: torch.device
@@ -184,3 +165,21 @@ class Picker(ABC):
                     f"logits must be finite, got NaN or infinity at step {index} "
                     f"in request {self.rows[row].request}"
                 )
+
+
+def _read(
+    told_2X: torch.Tensor, ahead: Callable[[torch.Tensor], None] | None = None
+) -> tuple[list[int], list[int]]:
+    # tokens and checks, copied to the host at once, before what `ahead` asks of the device: no wait for that
+    host, done = told_2X, None
+    if told_2X.is_cuda:
+        host = torch.empty(told_2X.shape, dtype=told_2X.dtype, pin_memory=True)
+        host.copy_(told_2X, non_blocking=True)
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        done.record(torch.cuda.current_stream(told_2X.device))
+    if ahead is not None:
+        ahead(told_2X[TOKEN])
+    if done is not None:
+        done.synchronize()
+    token_X, fine_X = host.tolist()
+    return token_X, fine_X

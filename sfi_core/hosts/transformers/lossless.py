@@ -74,10 +74,8 @@ def check_asked(policy: Policy, name: str, engine: EngineOptions, *, audited: bo
     """
     check_drafts(policy, name)
     reasons = {
-        f"a trigger that looks at the {policy.signal}": bool(policy.signal),
         "kv_device_budget, whose host pages cannot be taken back": engine.kv_device_budget
         is not None,
-        "engine.synchronized, which makes requests verify for each other": engine.synchronized,
         "an audit: a lossless run compares every drafted token itself": audited,
     }
     for reason, holds in reasons.items():

@@ -43,8 +43,8 @@ def decode_lossless(
     try:
         while scheduler.admit(token_B):
             logits_XV = block_pass(drafts)
-            picked = scheduler.sampler.pick(logits_XV, *positions(drafts.blocks))
-            given = drafts.record(picked.token_X, picked.probability_X, logits_XV)
+            token_X = scheduler.sampler.pick(logits_XV, *positions(drafts.blocks))
+            given = drafts.record(token_X, logits_XV)
             block_pass.keep(drafts.blocks, given)
             scheduler.take(given)
             token_B = [state.tokens[-1] for state in run.requests]

@@ -40,7 +40,6 @@ def refusal(session: Session) -> SfiError | None:
         f"policy {session.policy_name}, which selects with more than the evidence": (
             policy.selects_after and not isinstance(policy, EvidencePolicy)
         ),
-        f"a trigger that looks at the {policy.signal}": bool(policy.signal),
         "tensor parallelism, whose ranks call each other": session.ranks.size > 1,
         "an audit of every step": session.audit is not None and session.audit.every == 1,
         "layers of sliding windows, whose cache moves": any(

@@ -211,8 +211,6 @@ class Session:
             if run is None:
                 return
             run.maintenance.join()
-            if run.signals is not None:
-                run.signals.see_logits(output.logits[:, -1])
             self._shadow.compare(run, output.logits[:, -1])
 
     def start(
@@ -280,6 +278,6 @@ class Session:
         if self.tiers is not None and self.ranks.size > 1:
             raise ConfigError("kv_device_budget must be off under tensor parallelism")
         if self.audit is not None:
-            check_audit(self.audit, self.shapes(), self.ranks.size)
+            check_audit(self.audit, self.shapes())
         if type(self.observer) is not NullObserver or self.ranks.size > 1:  # every rank, or none
             self.shapes()  # now: it takes a forward pass, which cannot be made within another

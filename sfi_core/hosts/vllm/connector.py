@@ -27,7 +27,7 @@ from sfi_core.hosts.vllm.reading import (
     slot_count,
     tokenizer_of,
 )
-from sfi_core.hosts.vllm.settings import check_host, check_policy
+from sfi_core.hosts.vllm.settings import check_host
 from sfi_core.hosts.vllm.stats import ServerStats, SfiMetrics
 from sfi_core.hosts.vllm.wishes import Wishes
 from sfi_core.hosts.vllm.worker import WorkerEngine, watchers_of
@@ -123,7 +123,6 @@ class SfiConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _check(self, config: SfiConfig) -> None:
         # of a request's own settings
-        check_policy(self.settings.options.policy, config)
         check_host(facts_of(self._vllm), config)
         if config.trigger_policy == "boundary" and not self.trigger_ids:
             raise ConfigError(

@@ -58,7 +58,7 @@ class Settings:
         own = {f.name for f in dataclasses.fields(PluginOptions)}
         options = PluginOptions(**{name: values.pop(name) for name in own & values.keys()})
         config = SfiConfig.preset(options.preset).replace(**values)
-        check_policy(options.policy, config)
+        check_policy(options.policy)
         if options.trace_audit and options.trace is None:
             raise ConfigError("trace_audit needs a trace, got trace=none")
         return cls(config, options)
@@ -76,22 +76,15 @@ class Settings:
         return AuditConfig(every=every) if every else None
 
 
-def check_policy(name: str, config: SfiConfig) -> None:
+def check_policy(name: str) -> None:
     """Refuse a policy whose steps the scheduler cannot plan, or whose prompts vLLM reads otherwise.
 
     Raises:
         ConfigError: With what is wrong.
     """
     kind = policy_class(name)
-    looks = isinstance(kind.signal, str) and kind.signal  # whatever its settings are
-    if looks or kind.selects_next or kind.mixes_heads:
+    if kind.selects_next or kind.mixes_heads:
         raise ConfigError(f"policy must be one whose reads vLLM's scheduler can plan, got {name}")
-    policy = kind(config, Trigger(frozenset(), config))
-    if policy.signal:
-        raise ConfigError(
-            f"trigger_policy must not look at tensors in vLLM, whose scheduler plans the steps, "
-            f"got {config.trigger_policy}"
-        )
 
 
 def check_host(facts: "HostFacts", config: SfiConfig) -> None:

@@ -9,7 +9,7 @@ import torch
 from sfi_core.engine.audit import Audit
 from sfi_core.engine.backends.registry import attend, end_prompts
 from sfi_core.engine.forward import RequestPass
-from sfi_core.engine.parts import close_row, forget, open_row
+from sfi_core.engine.parts import forget, open_row
 from sfi_core.engine.run import Run
 from sfi_core.hosts.vllm.borrowed import BorrowedPages
 from sfi_core.hosts.vllm.entry import NO_SLOT, Entry, Plan
@@ -156,7 +156,7 @@ class WorkerEngine:
             alone = self._reading[entry.slot]
             alone.end_pass()
             if entry.final:
-                close_row(self.run, entry.slot, self._reading.pop(entry.slot))
+                self.run.step = self._reading.pop(entry.slot).step
 
     def _read(self, entry: Entry) -> None:
         if entry.opens:

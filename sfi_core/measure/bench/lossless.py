@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from sfi_core.engine.picking.picked import Picked
 from sfi_core.engine.scheduler import Scheduler
 from sfi_core.generation.sampling import Sampler
 from sfi_core.hosts.transformers.lossless_loop import decode_lossless
@@ -74,7 +73,7 @@ class GivenTokens(Sampler):
         row_X: Sequence[int],
         offset_X: Sequence[int],
         tail: Sequence[Sequence[int]],
-    ) -> Picked:
+    ) -> list[int]:
         """See `Sampler.pick`."""
         self._raise(logits_XV, row_X, offset_X)
         return super().pick(logits_XV, row_X, offset_X, tail)

@@ -105,19 +105,19 @@ class LosslessExpectation(Expectation):
     def cycle(self, policy: str, context: int, batch: int) -> Cycle:
         """Return what a request of a policy's lossless run does between two verifications.
 
-        A draft ends before a stated slow step where `draft.rule` is boundary, with `draft.max_tokens`, and
+        A draft ends before a stated slow step, with `draft.max_tokens`, and
         where `draft.adaptive`, at the length that the engine chooses at this acceptance. The shorter draft
         that is left of a sentence after full ones is not counted.
         """
         settings, config = self.settings, self.settings.config.draft
         acceptance, rate = settings.acceptance or 0.0, self._rate if policy == "sfi" else 0
         most = config.max_tokens
-        if config.rule == "boundary" and rate:
+        if rate:
             most = min(most, int(1 / rate) - 1)  # of a fraction: exact
         if config.adaptive and most:
             fast, slow = self._steps(policy, context, batch, most)
             most = best_length(acceptance, min(1.0, fast / slow), most)
-        again = 1 - acceptance**most if config.evidence == "last" and policy == "sfi" else 0.0
+        again = 1 - acceptance**most if policy == "sfi" else 0.0
         return Cycle(most, cycle_tokens(acceptance, most), again)
 
     def _steps(self, policy: str, context: int, batch: int, drafts: int) -> tuple[float, float]:

@@ -56,7 +56,6 @@ def _row(variant: DecodeVariant, point: Point, runs: Sequence[DecodeSample]) -> 
         "context": point.context,
         "batch": point.batch,
         "ragged": point.ragged,
-        "synchronized": variant.engine.synchronized,
         "decode_tokens_per_second": statistics.median(rates),
         "decode_tokens_per_second_q1": percentile(rates, 25),
         "decode_tokens_per_second_q3": percentile(rates, 75),

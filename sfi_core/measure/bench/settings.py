@@ -11,7 +11,7 @@ from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.engine import EngineOptions
 
 BASELINES = ("transformers-dynamic", "transformers-static")
-SYNCHRONIZED, LOSSLESS = "sfi-synchronized", "{}-lossless"
+LOSSLESS = "{}-lossless"
 LEAST_STEPS = 3  # a run measures at least so many, however slow they are
 
 
@@ -72,7 +72,6 @@ class DecodeSettings:
         slow_rate: Share of steps at which a request is slow; None where `text_ids` decide.
         text_ids: Tokens that decide the slow steps under the config; None for a stated rate.
         ragged: Whether contexts of a batch fall evenly from the context to half of it.
-        synchronized: Whether sfi with batch-synchronized slow steps is measured too.
         lossless: Whether policies that can draft are measured in lossless runs too.
         acceptance: Their stated chance that a tested token is kept, in [0, 1]. None measures it: then the
             prompts are the text's, are read, and every run of ours generates its own tokens.
@@ -95,7 +94,6 @@ class DecodeSettings:
     slow_rate: Fraction | None = Fraction(1, 20)
     text_ids: tuple[int, ...] | None = None
     ragged: bool = False
-    synchronized: bool = False
     lossless: bool = False
     acceptance: float | None = None
     prefill: bool = False
@@ -141,8 +139,6 @@ class DecodeSettings:
             raise ConfigError(
                 f"warm_up must be at least trigger_delay ({self.config.trigger_delay}), got {self.warm_up}"
             )
-        if self.synchronized and "sfi" not in self.policies:
-            raise ConfigError(f"synchronized needs policy sfi, got {self.policies}")
 
     def _check_lossless(self) -> None:
         if not self.lossless:
@@ -194,17 +190,13 @@ class DecodeSettings:
             DecodeVariant(policy, policy, engine_for(policy, self.engine))
             for policy in dict.fromkeys(self.policies)
         ]
-        if self.synchronized:
-            after = next(i for i, one in enumerate(ours) if one.policy == "sfi") + 1
-            engine = replace(self.engine, synchronized=True)
-            ours.insert(after, DecodeVariant(SYNCHRONIZED, "sfi", engine))
         if self.lossless:
             ours = [each for one in ours for each in (one, *self._lossless(one))]
         return ours + [DecodeVariant(name) for name in dict.fromkeys(self.baselines)]
 
     def _lossless(self, plain: DecodeVariant) -> list[DecodeVariant]:
-        # beside a policy that can draft; not beside a variant of it
-        if plain.name != plain.policy or not policy_class(plain.policy).drafts:
+        # beside a policy that can draft
+        if not policy_class(plain.policy).drafts:
             return []
         # a lossless run has no graphs: where they are asked for, the other variants have them
         graphs = False if self.engine.graphs is False else None

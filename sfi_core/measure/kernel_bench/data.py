@@ -145,16 +145,9 @@ def allowed(settings: KernelSettings, data: LayerData) -> torch.Tensor:
     return inside.expand(settings.batch, -1).contiguous()
 
 
-def selector_options() -> dict[str, Any]:
-    """Return the Selector's default settings, as its keyword arguments."""
-    options = asdict(SelectorConfig())
-    del options["lambda_clip_rows"]
-    return options
-
-
 def scores(settings: KernelSettings, data: LayerData, logits: torch.Tensor) -> torch.Tensor:
     """Return the reference's scores, for Top-K."""
-    options = selector_options()
+    options = asdict(SelectorConfig())
     rows = []
     for row in range(settings.batch):  # a request at a time, to keep the transients small
         one = slice(row, row + 1)

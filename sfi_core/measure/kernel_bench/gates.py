@@ -163,7 +163,6 @@ def _algorithm_2(
     beta: float,
     power: float,
     eta: float,
-    position_weight: float,
     lambda_clip: float,
     alpha_soft: float,
     radius: int,
@@ -177,7 +176,7 @@ def _algorithm_2(
     f = f / f.sum(-1, keepdim=True)  # Eq. 8
     # Eq. 10 in float32, as its definition: 1 - u is small at the end and keeps u's rounding
     u = (torch.arange(J, device=f.device, dtype=torch.float32) / (J - 1 + EPS)).double()
-    place = ((-beta * u.pow(power)).exp() * (1 - u + EPS).pow(eta)).pow(position_weight)  # Eq. 11
+    place = (-beta * u.pow(power)).exp() * (1 - u + EPS).pow(eta)  # Eq. 11
     r = (norm_HJ.double() + EPS).pow(-gamma) * place
     r = r / r.sum(-1, keepdim=True)  # Eqs. 9, 12
     weight = ((f * (f - r)).sum(-1) / (f - r).square().sum(-1)).clamp(0, lambda_clip)  # Eq. 17

@@ -1,6 +1,7 @@
 """The variants that the benchmark runs: the ops on one backend, and their rivals."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -16,7 +17,6 @@ from sfi_core.measure.kernel_bench.data import (
     norms,
     scores,
     select,
-    selector_options,
 )
 from sfi_core.measure.kernel_bench.fused_variants import fused_variants
 from sfi_core.measure.kernel_bench.key_code_variants import key_code_variants
@@ -27,6 +27,7 @@ from sfi_core.measure.kernel_bench.rivals import rivals
 from sfi_core.measure.kernel_bench.settings import CODE_OPS, PACKED_OPS, KernelSettings
 from sfi_core.measure.kernel_bench.variant import KernelVariant, alone, guarded
 from sfi_core.measure.kernel_bench.verify_variants import verify_variants
+from sfi_core.settings.parts import SelectorConfig
 from sfi_kernels.append import append
 from sfi_kernels.decode_attention import DecodeAttention, decode_attention, resident_programs
 from sfi_kernels.dense_attention import dense_attention
@@ -215,7 +216,7 @@ class KernelVariants:
 
     def _selection(self) -> Iterator[KernelVariant]:
         settings, data, ops = self.settings, self.data, self.settings.ops
-        logits, options = evidence_logits(settings, data), selector_options()
+        logits, options = evidence_logits(settings, data), asdict(SelectorConfig())
         norm, inside = norms(settings, data), allowed(settings, data)
         if "selector" in ops:
             log_sum = logits.masked_fill(~inside[:, None, None, None], -torch.inf).logsumexp(-1)

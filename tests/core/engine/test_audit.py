@@ -8,12 +8,9 @@ import torch
 
 import sfi_core
 from sfi_core import SfiConfig, slow_fast
-from sfi_core.distributed.ranks import Ranks
-from sfi_core.engine.audit import check_audit, own_heads
 from sfi_core.errors import ConfigError
 from sfi_core.settings.audit import AuditConfig
 from sfi_core.settings.sampling import Sampling
-from sfi_core.state.layer_shape import LayerShape
 from tests.architectures import padded, prompts, tiny
 from tests.core.conftest import tiny_qwen3
 from tests.fakes import RecordingObserver
@@ -240,27 +237,16 @@ def test_every_nth_step_and_every_slow_step_is_audited(every):
         assert [e.step for e in observer.steps if e.request == row and e.audited] == due
 
 
-def test_ranks_share_the_chosen_heads():
-    """The settings count the KV heads of all ranks."""
-    chosen, whole = AuditConfig(heads=(1, 2, 3)), AuditConfig()
-    assert [own_heads(chosen, Ranks(rank, 3), 2) for rank in range(3)] == [(1,), (0, 1), ()]
-    assert [own_heads(whole, Ranks(rank, 2), 2) for rank in range(2)] == [(0, 1), (0, 1)]
-    shapes = [LayerShape(heads=2, key_width=8, value_width=8, itemsize=4)]
-    check_audit(chosen, shapes, ranks=2)
-    with pytest.raises(ConfigError, match=r"audit.heads must be in 0 to 1, got \[2, 3\]"):
-        check_audit(chosen, shapes)
-
-
-def test_only_the_chosen_layers_and_heads_are_audited():
+def test_only_the_chosen_layers_are_audited():
     observer = RecordingObserver()
-    audit = AuditConfig(top=TOP, layers=(1,), heads=(1,))
+    audit = AuditConfig(top=TOP, layers=(1,))
     complete(observers=[observer], audit=audit)
     everything = [event for event in audited()[1].audits if event.layer == 1]
     assert len(observer.audits) == len(everything)
     for one, all_of_it in zip(observer.audits, everything, strict=True):
-        assert (one.layer, one.heads) == (1, (1,))
-        assert torch.equal(one.index_HK, all_of_it.index_HK[1:])
-        assert torch.equal(one.retained_H, all_of_it.retained_H[1:])
+        assert (one.layer, one.heads) == (1, (0, 1))
+        assert torch.equal(one.index_HK, all_of_it.index_HK)
+        assert torch.equal(one.retained_H, all_of_it.retained_H)
 
 
 def test_a_layer_left_dense_retains_everything():
@@ -294,7 +280,6 @@ def test_the_kernels_audit_as_the_references_do(kernel_device):
         ({"every": 0}, "every must be positive, got 0"),
         ({"top": -3}, "top must be positive, got -3"),
         ({"layers": (0, 7)}, r"audit.layers must be among \[0, 1\], got \[7\]"),
-        ({"heads": (2,)}, r"audit.heads must be in 0 to 1, got \[2\]"),
     ],
 )
 def test_what_cannot_be_audited_is_refused(settings, message):

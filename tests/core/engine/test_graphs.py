@@ -65,9 +65,7 @@ def complete(monkeypatch, models, recorder):
     """Run with or without graphs; return all that the run said."""
     use_tensors(monkeypatch)
 
-    def run(
-        graphs: bool | None, name: str = "qwen3", *, synchronized: bool = False, **options: Any
-    ) -> tuple[Any, ...]:
+    def run(graphs: bool | None, name: str = "qwen3", **options: Any) -> tuple[Any, ...]:
         observer = Listener()
         options = {
             "config": CONFIG, "max_new_tokens": NEW, "stop_token_ids": (), "prompts": PROMPTS, **options,
@@ -75,7 +73,7 @@ def complete(monkeypatch, models, recorder):
         result = sfi_core.generate(
             models[name], None, options.pop("prompts"), backend="triton", page_size=16,
             observers=[observer, *options.pop("observers", [])],
-            engine=EngineOptions(graphs=graphs, synchronized=synchronized), **options,
+            engine=EngineOptions(graphs=graphs), **options,
         )  # fmt: skip
         return result.report, observer
 
@@ -128,7 +126,7 @@ def test_replayed_steps_are_the_eager_ones(complete, recorder, name, sizes):
     "change",
     [
         {"recent_mode": "sliding", "dense_layers": (1,)},
-        {"sink": 0, "recent": 25, "budget": 60, "group_reduce": "mean"},
+        {"sink": 0, "recent": 25, "budget": 60},
         {"granularity": "page", "page_size": 6},
     ],
     ids=str,
@@ -182,19 +180,6 @@ def test_a_request_that_stopped_runs_one_step_too_many_and_nobody_notes_it(compl
     assert graphed[0].paths["graph.ahead"] > 0
     same(graphed, eager)
     assert len({len(request.token_ids) for request in graphed[0].requests}) > 1
-
-
-def test_a_batch_that_is_slow_together_is_not_foreseen(complete):
-    """The request that made it slow may have stopped."""
-    options = {
-        "config": DELAYED,
-        "prompts": PROMPTS[1:3],
-        "max_new_tokens": 6,
-        "synchronized": True,
-    }
-    eager, graphed = complete(False, **options), complete(True, **options)
-    assert "graph.ahead" not in graphed[0].paths
-    same(graphed, eager)
 
 
 def test_sampled_tokens_are_fed_on_as_well(complete):
@@ -305,10 +290,6 @@ def test_a_model_that_waits_for_the_device_runs_eagerly(complete, models, record
     [
         ({"policy": "quest"}, "policy quest, which selects at fast steps"),
         ({"policy": "random-k"}, "policy random-k, which selects with more than the evidence"),
-        (
-            {"config": CONFIG.replace(trigger_policy="entropy")},
-            "a trigger that looks at the entropy",
-        ),
         ({"audit": AuditConfig()}, "an audit of every step"),
         (
             {"observers": [RecordingObserver()]},

@@ -15,10 +15,10 @@ STOP = 7
 PLAIN = DraftConfig(max_tokens=4, adaptive=False)
 
 
-def reason(config=PLAIN, *, tokens=(1, 2), drafted=1, room=50, planned="", confidence=1.0, **more):
+def reason(config=PLAIN, *, tokens=(1, 2), drafted=1, room=50, planned="", **more):
     state = RequestState(tokens=list(tokens), drafted=drafted, **more)
     rule = DraftRule(config=config, stop_ids=frozenset([STOP]))
-    return rule.reason(state, room, planned, confidence)
+    return rule.reason(state, room, planned)
 
 
 def test_a_draft_ends_for_one_reason():
@@ -31,16 +31,6 @@ def test_a_draft_ends_for_one_reason():
     assert reason(tokens=(STOP,), drafted=0) == ""
     assert reason(drafted=4) == "limit"
     assert reason(drafted=3) == ""
-    confident = DraftConfig(confidence=0.5, adaptive=False)
-    assert reason(confident, confidence=0.4) == "confidence"
-    assert reason(confident, confidence=0.5) == ""
-    assert reason(confident, confidence=0.4, drafted=0) == ""
-
-
-def test_the_rule_fixed_listens_to_no_boundary_but_to_the_first_steps():
-    fixed = DraftConfig(rule="fixed", adaptive=False)
-    assert reason(fixed, planned="trigger") == ""
-    assert reason(fixed, planned="first") == "first"
 
 
 def cycle(rate, cost, k):

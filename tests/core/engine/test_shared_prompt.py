@@ -20,7 +20,7 @@ PROMPTS = [list(range(40, 90)), [7, 8], list(range(20))]
 NEW = 20
 CONFIG = SfiConfig(
     slow_start=1, min_gap=0, span=0,
-    sink=3, recent=6, budget=5, t_max=4, stride=5, cosine_threshold=0.9, window_prefill=4,
+    sink=3, recent=6, budget=5, t_max=4, stride=5, window_prefill=4,
     trigger_token_ids=tuple(range(0, 96, 5)), synckv=SyncKVConfig(heads="even", representatives=1),
 )  # fmt: skip
 CAPACITY = 50 + NEW
@@ -44,14 +44,6 @@ def test_every_policy_runs_as_if_it_had_read_the_prompt(tiny_model: Any, shared:
     own = complete(tiny_model, policy, prefill_chunk=16).report.requests
     for _ in range(2):
         assert complete(tiny_model, policy, shared).report.requests == own
-
-
-@pytest.mark.parametrize("policy", ["cosine", "entropy"])
-def test_signals_go_on_from_the_prompt(tiny_model: Any, shared: Any, policy: str):
-    config = CONFIG.replace(trigger_policy=policy, t_max=50, entropy_threshold=2.0)
-    own = complete(tiny_model, "sfi", config=config).report.requests
-    assert {len(request.slow_at) for request in own} != {1}
-    assert complete(tiny_model, "sfi", shared, config=config).report.requests == own
 
 
 def test_the_observers_and_the_audit_see_the_same_run(tiny_model: Any, shared: Any):

@@ -89,7 +89,7 @@ def test_every_policy_gives_the_tokens_of_the_references(policy: str):
 @pytest.mark.parametrize(
     "change",
     [
-        case({"span": 3, "slow_start": 2, "group_reduce": "max"}),
+        case({"span": 3, "slow_start": 2}),
         {"recent_mode": "sliding", "dense_layers": (1,)},
         case({"sink": 0, "recent": 25}),
         {"granularity": "page", "page_size": 6, "budget": 15},

@@ -22,12 +22,11 @@ CONFIG = SfiConfig(
 
 
 @pytest.mark.parametrize("rows", [ROWS, ROWS[1:2]], ids=["ragged", "alone"])
-@pytest.mark.parametrize("evidence", ["last", "first"])
-def test_both_backends_draft_and_verify_alike(rows: list[list[int]], evidence: str, monkeypatch):
+def test_both_backends_draft_and_verify_alike(rows: list[list[int]], monkeypatch):
     """What a verification selects shows in the next drafts, and how many of them are kept."""
     if not torch.cuda.is_available():
         use_references(monkeypatch)
-    config = CONFIG.replace(draft=DraftConfig(max_tokens=5, adaptive=False, evidence=evidence))
+    config = CONFIG.replace(draft=DraftConfig(max_tokens=5, adaptive=False))
     model = tiny("qwen3").to("cuda" if torch.cuda.is_available() else "cpu")
     runs = [
         generate(

@@ -36,10 +36,9 @@ ROWS = prompts(9, 37, 24)
 STEPS = 28
 DRAFTS = {
     "1": {"max_tokens": 1, "adaptive": False},
-    "4": {"max_tokens": 4, "rule": "fixed", "adaptive": False},
+    "4": {"max_tokens": 4, "adaptive": False},
     "16 to the boundary": {"adaptive": False},
-    "adaptive, first query": {"evidence": "first"},
-    "confident": {"confidence": 0.3, "adaptive": False},
+    "adaptive": {},
 }
 DRAFTERS = ("sfi", "codescan", "quest", "streaming-llm", "snapkv")
 LABELS = [architecture.label for architecture in WORKS]
@@ -91,7 +90,7 @@ def test_an_adversarial_drafter_changes_no_token(drafter, monkeypatch):
     wanted, record = full("qwen3"), Drafts.record
     draw = random.Random(0)
 
-    def told(drafts, token_X, probability_X, logits_XV):
+    def told(drafts, token_X, logits_XV):
         place, changed = 0, list(token_X)
         for state, block in zip(drafts.run.requests, drafts.blocks, strict=True):
             if block is not None and not block.reason:
@@ -101,7 +100,7 @@ def test_an_adversarial_drafter_changes_no_token(drafter, monkeypatch):
                     drafter
                 ]
             place += len(block.tokens) if block else 0
-        return record(drafts, changed, probability_X, logits_XV)
+        return record(drafts, changed, logits_XV)
 
     monkeypatch.setattr(Drafts, "record", told)
     result = run("qwen3", ROWS, draft="4")
@@ -222,9 +221,7 @@ def test_an_interrupted_run_reports_verified_tokens_only():
 REFUSED = {
     "cannot draft": {"policy": "freekv"},
     "full-kv cannot draft": {"policy": "full-kv"},
-    "looks at the entropy": {"config": SMALL.replace(trigger_policy="entropy")},
     "kv_device_budget": {"engine": EngineOptions(kv_device_budget="50%", kv_page=4)},
-    "engine.synchronized": {"engine": EngineOptions(synchronized=True)},
     "CUDA graphs": {"engine": EngineOptions(graphs=True)},
 }
 

@@ -12,7 +12,6 @@ from sfi_core.hosts.transformers.session import Session
 from sfi_core.observers.observer import NullObserver
 from sfi_core.settings.audit import AuditConfig
 from sfi_core.settings.config import SfiConfig
-from sfi_core.settings.engine import EngineOptions
 from sfi_core.settings.sampling import Sampling
 from tests.architectures import prompts, tiny
 from tests.covering import covering
@@ -31,8 +30,6 @@ SMALL = SfiConfig(
     t_max=4,
     stride=3,
     window_prefill=8,
-    cosine_threshold=0.3,
-    entropy_threshold=4.9,
     trigger_token_ids=BOUNDARIES,
 )
 # shorter and longer than the windows of 12 tokens of Gemma 2 and GPT-OSS; the fifth is the longest by far
@@ -44,8 +41,6 @@ WAYS = {
     "snapkv": {"policy": "snapkv"},
     "quest": {"policy": "quest"},
     "codescan": {"policy": "codescan"},
-    "cosine": {"config": SMALL.replace(trigger_policy="cosine")},
-    "entropy": {"config": SMALL.replace(trigger_policy="entropy")},
     "sliding": {"config": SMALL.replace(recent_mode="sliding")},
 }
 
@@ -97,12 +92,6 @@ def test_the_order_of_the_prompts_changes_only_the_order_of_the_results(order):
 def test_the_slow_steps_of_those_requests_differ():
     """So that the tests above are about requests that decide alone."""
     assert len({tuple(request.slow_at) for request in alone("gemma-2", "sfi")}) > 3
-    for way in ("cosine", "entropy"):
-        slow, fast = (
-            sum(getattr(request, kind) for request in alone("gemma-2", way))
-            for kind in ("slow_steps", "fast_steps")
-        )
-        assert (slow > len(ROWS), fast > 0) == (True, True), way
 
 
 @pytest.mark.exhaustive  # test_triton_backend.py has requests that end and ragged batches
@@ -278,29 +267,6 @@ def test_a_window_is_that_of_the_longest_prompt():
         assert reports(label, rows, limits, max_batch=2) == expected
 
 
-@pytest.mark.parametrize("way", ["cosine", "entropy"])
-def test_what_a_trigger_looks_at_is_the_requests_own(way, runs):
-    def look():
-        return {s.request: (s.step, s.cosine, s.entropy) for s in runs[-1].requests}
-
-    def signals(rows, limits, **options):
-        watch = Watch(look)
-        run("gemma-2", rows, limits, observers=[watch], **options, **WAYS[way])
-        seen = {
-            (request, step): signal
-            for look in reversed(watch.seen)  # of each step what was there when it ended
-            for request, (step, *signal) in look.items()
-            if step > 0
-        }
-        return [[seen[n, t] for t in range(1, limit)] for n, limit in enumerate(limits)]
-
-    expected = [signals([row], [limit])[0] for row, limit in zip(ROWS, LIMITS, strict=True)]
-    got = signals(ROWS, LIMITS, max_batch=2)
-    for ours, theirs in zip(got, expected, strict=True):
-        for one, other in zip(ours, theirs, strict=True):
-            assert one == pytest.approx(other, abs=1e-4, nan_ok=True)
-
-
 def test_a_request_that_leaves_takes_its_notes_along(runs):
     """A file of any length needs the memory of its slots."""
     watch = Watch(lambda: {request for request, _ in runs[0].notes})
@@ -425,42 +391,3 @@ def test_limits_that_make_no_sense_are_refused(limits, message):
 def test_no_place_at_all_is_refused():
     with pytest.raises(ConfigError, match=r"^max_batch must be positive, got 0$"):
         run("qwen3", ROWS, LIMITS, max_batch=0)
-
-
-def test_a_request_that_ended_makes_no_other_one_slow():
-    """Its last token may be a boundary for ever."""
-    boundary = alone("qwen3", "sfi")[0].token_ids[0]
-    rows, limits = [ROWS[0], ROWS[1]], [1, 9]
-    config = SMALL.replace(trigger_token_ids=(boundary,), t_max=90, trigger_delay=0)
-    options = {"config": config, "engine": EngineOptions(synchronized=True)}
-    assert (
-        reports("qwen3", rows, limits, **options)[1]
-        == reports("qwen3", rows[1:], limits[1:], **options)[0]
-    )
-
-
-@pytest.mark.parametrize("max_batch", [None, 2])
-def test_slow_steps_of_a_batch_that_goes_slow_as_a_whole(max_batch):
-    observer = RecordingObserver()
-    options = {"engine": EngineOptions(synchronized=True), "max_batch": max_batch}
-    result = run("qwen3", ROWS, LIMITS, observers=[observer], **options)
-    steps = [event for event in observer.steps if event.step]
-    for batch_step in {event.batch_step for event in steps}:
-        assert len({event.slow for event in steps if event.batch_step == batch_step}) == 1
-    reasons = [event.reason for event in steps if event.slow]
-    assert reasons.count("batch") > 0
-    for batch_step in {event.batch_step for event in steps if event.slow}:
-        together = {event.reason for event in steps if event.batch_step == batch_step}
-        assert together & {"trigger", "t_max"}
-    apart = run("qwen3", ROWS, LIMITS, max_batch=max_batch)
-    assert sum(r.slow_steps for r in result.report.requests) > sum(
-        r.slow_steps for r in apart.report.requests
-    )
-
-
-@pytest.mark.parametrize("max_batch", [None, 3])
-def test_with_room_for_everything_a_synchronized_batch_is_full_attention(max_batch):
-    options = {"config": SMALL.replace(budget=200), "engine": EngineOptions(synchronized=True)}
-    result = run("gpt-oss", ROWS, LIMITS, max_batch=max_batch, **options)
-    assert tokens(result) == [request.token_ids for request in alone("gpt-oss", "full-kv")]
-    assert any(request.fast_steps for request in result.report.requests)

@@ -84,12 +84,6 @@ def test_the_forced_tokens_make_exactly_the_stated_steps_slow(tiny_model, delay)
     assert warm == [*["fast"] * delay, "slow", "mixed", "fast", "fast"][:4]
 
 
-def test_synchronized_steps_are_slow_for_all_as_soon_as_one_is(tiny_model):
-    sample = ours(tiny_model, settings(), engine=EngineOptions(synchronized=True))
-    assert [read.kind == "slow" for read in sample.measured] == [t % 5 in (0, 2) for t in range(10)]
-    assert sample.slow_rate == 0.4
-
-
 def test_the_tokens_of_a_text_decide_under_the_config(tiny_model):
     text = tuple([7] * 5 + [9] + [7] * 6)
     config = SMALL.replace(trigger_token_ids=(9,), trigger_delay=0, slow_start=1, t_max=100)
@@ -187,12 +181,11 @@ def test_all_variants_take_their_turn_in_every_repeat(tiny_model, monkeypatch):
 
     monkeypatch.setattr(bench, "run_ours", note(bench.run_ours, lambda a: a[1].name))
     monkeypatch.setattr(bench, "run_theirs", note(bench.run_theirs, lambda a: a[1]))
-    result = run_bench(tiny_model, settings(synchronized=True, steps=5))
-    turn = ["sfi", "sfi-synchronized", "full-kv", *BASELINES]
+    result = run_bench(tiny_model, settings(steps=5))
+    turn = ["sfi", "full-kv", *BASELINES]
     assert order == turn * 2
     assert [row["policy"] for row in result.rows] == turn
     assert {row["repeats"] for row in result.rows} == {2}
-    assert result.rows[1]["slow_rate"] == 2 * result.rows[0]["slow_rate"]
 
 
 # rows
@@ -363,7 +356,6 @@ def test_the_forecast_of_a_run_is_about_its_caches(tiny_model):
         ({"contexts": (0,)}, "contexts must be positive"),
         ({"contexts": (1,)}, "contexts must be at least 2"),
         ({"batches": ()}, "batches must be positive"),
-        ({"policies": ("full-kv",), "synchronized": True}, "synchronized needs policy sfi"),
     ],
 )
 def test_bad_settings_are_refused(changes, words):

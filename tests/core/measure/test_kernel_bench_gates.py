@@ -1,5 +1,7 @@
 """The kernel benchmark's gates: what is wrong by a little is red."""
 
+from dataclasses import asdict
+
 import pytest
 import torch
 
@@ -18,10 +20,10 @@ from sfi_core.measure.kernel_bench.data import (
     norms,
     scores,
     select,
-    selector_options,
 )
 from sfi_core.measure.kernel_bench.key_code_variants import draw_basis
 from sfi_core.measure.kernel_bench.variants import KernelVariants
+from sfi_core.settings.parts import SelectorConfig
 from sfi_kernels.key_codes import encode_keys, scan_codes
 from sfi_kernels.selector import selector
 from sfi_kernels.top_k import top_k
@@ -78,7 +80,7 @@ def test_a_scores_error_of_a_thousandth_is_red():
     settings = tiny()
     data = layer_data(settings, CPU, one_page=True)
     logits, inside = evidence_logits(settings, data), allowed(settings, data)
-    norm, options = norms(settings, data), selector_options()
+    norm, options = norms(settings, data), asdict(SelectorConfig())
     score, weight = selector.reference(logits, norm, inside, **options)
 
     def error(score, weight):
@@ -189,9 +191,10 @@ def test_a_verification_that_mixes_up_its_queries_is_red(monkeypatch, mistake: s
             return self.attend
 
         def attend(self, *operands, **options):
-            if mistake == "another query's evidence":
-                return reference(*operands, **options, evidence_first=True)
             result = reference(*operands, **options)
+            if mistake == "another query's evidence":
+                mixed = (operands[0].roll(1, 3), *operands[1:])
+                return result._replace(logits_BHGWT=reference(*mixed, **options).logits_BHGWT)
             return result._replace(out_BHGWE=result.out_BHGWE.roll(1, 3))
 
     data = layer_data(settings, CPU, one_page=True)

@@ -77,7 +77,6 @@ def test_if_all_is_kept_a_lossless_run_reads_what_its_policy_reads(model):
     [
         ({"adaptive": False}, {}, 16),
         ({"adaptive": False}, {"slow_rate": Fraction(1, 8)}, 7),
-        ({"adaptive": False, "rule": "fixed"}, {"slow_rate": Fraction(1, 8)}, 16),
         ({"adaptive": False}, {"slow_rate": Fraction(1)}, 0),
     ],
 )
@@ -96,9 +95,6 @@ def test_an_adaptive_draft_has_the_engine_s_length_and_depends_on_the_point(mode
     assert found[1] == 1 < found[0]
 
 
-def test_the_first_query_s_evidence_needs_no_slow_step_after_a_rejection(model):
-    first, last = (
-        LosslessExpectation(model, settings({"evidence": evidence}), CPU).cycle("sfi", 32768, 16)
-        for evidence in ("first", "last")
-    )
-    assert first.again == 0 < last.again == 1 - 0.9**last.drafts
+def test_a_slow_step_follows_a_rejection(model):
+    last = LosslessExpectation(model, settings(), CPU).cycle("sfi", 32768, 16)
+    assert last.again == 1 - 0.9**last.drafts

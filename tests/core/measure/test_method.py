@@ -29,10 +29,6 @@ def test_a_preset_follows_an_at_sign(preset):
             "sfi:selector.alpha_soft=0,selector.alpha_cross=0.5",
             {"selector": {"alpha_soft": 0, "alpha_cross": 0.5}},
         ),
-        (
-            "sfi:trigger_policy=cosine,cosine_threshold=0.7",
-            {"trigger_policy": "cosine", "cosine_threshold": 0.7},
-        ),
         ("sfi:trigger_policy=t-max , t_max=8", {"trigger_policy": "t-max", "t_max": 8}),
         (
             'sfi:triggers=[".", ",]\\n"],dense_layers=[0,1],span=1',
@@ -40,7 +36,6 @@ def test_a_preset_follows_an_at_sign(preset):
         ),
         ("quest:baseline.page=32", {"baseline": {"page": 32}}),
         ("freekv:freekv.tau=0.9,freekv.page=16", {"freekv": {"tau": 0.9, "page": 16}}),
-        ("sfi:selector.lambda_clip_rows=null", {"selector": {"lambda_clip_rows": None}}),
     ],
 )
 def test_settings_follow_a_colon(text, changes):

@@ -59,7 +59,6 @@ def test_a_page_counts_as_the_mean_of_the_selector_s_scores():
         key_norm_BHT=torch.rand(1, 2, T) + 0.5,
     )
     settings = CONFIG.to_dict()["selector"]
-    settings.pop("lambda_clip_rows")
     score, _ = selector(
         layer.logits(), layer.key_norm_BHT, layer.allowed_BT, span=CONFIG.span, **settings
     )

@@ -277,32 +277,11 @@ def test_sfi_with_room_for_everything_is_full_attention(complete: Any, tiny_mode
         assert ours.fast_steps > 0
 
 
-@pytest.mark.parametrize(
-    ("groups", "window", "rows", "expected"),
-    [(1, 1, 0.25, 0.35), (2, 1, 0.25, 0.25), (1, 3, 0.25, 0.25), (2, 1, None, 0.35)],
-)
-def test_several_evidence_rows_have_a_clip_of_their_own(
-    groups: int, window: int, rows: float | None, expected: float
-):
-    """The `released` preset; one token takes all attention, so that lambda* lies beyond both bounds."""
-    config = SfiConfig.preset("released").replace(
-        budget=BUDGET, sink=SINK, selector={"lambda_clip_rows": rows}
-    )
-    logits = torch.zeros(1, 2, groups, window, 30)
-    logits[..., 10] = 50.0
-    selection = make("sfi", config.replace(trigger_token_ids=())).select_after(context(logits, 30))
-    expected_BH = torch.full((1, 2), expected)
-    torch.testing.assert_close(selection.diagnostics["lambda_star"], expected_BH)
-
-
 def test_sfi_selects_the_best_scores_of_the_selector():
     logits = torch.randn(1, 2, 2, 1, 30)
     layer = context(logits, 30)
-    score, _ = selector(logits, layer.key_norm_BHT, layer.allowed_BT, **{
-        name: value
-        for name, value in CONFIG.to_dict()["selector"].items()
-        if name != "lambda_clip_rows"
-    })  # fmt: skip
+    settings = CONFIG.to_dict()["selector"]
+    score, _ = selector(logits, layer.key_norm_BHT, layer.allowed_BT, **settings)
     best = score.argsort(-1, descending=True)[..., :BUDGET].sort(-1).values
     assert torch.equal(make("sfi").select_after(layer).index_BHK.long(), best)
 
@@ -332,7 +311,7 @@ def test_who_listens_to_selections_gets_their_diagnostics(
     assert heard == {observed}
 
 
-@pytest.mark.parametrize(("setting", "value"), [("span", 3), ("group_reduce", "max")])
+@pytest.mark.parametrize(("setting", "value"), [("span", 3), ("selector", {"lambda_clip": 1.0})])
 def test_sfi_hands_its_settings_to_the_selector(setting: str, value: Any):
     logits = 3 * torch.randn(1, 2, 4, 2, 200)
     layer = context(logits, 200)

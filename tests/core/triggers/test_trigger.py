@@ -1,5 +1,7 @@
 """Eq. 5, T_max and the rules around them."""
 
+from typing import Any
+
 import pytest
 
 from sfi_core.settings.config import SfiConfig
@@ -126,3 +128,28 @@ def test_the_first_steps_are_slow_under_every_policy_if_asked(trigger_policy: st
 
 def test_one_slow_start_is_the_paper_s_step_0_alone():
     assert slow_steps(text(8), slow_start=1) == {}
+
+
+def drawn(settings: dict[str, Any], **fields: Any) -> str:
+    config = PAPER.replace(trigger_policy="random", **settings)
+    state = RequestState(
+        **{"step": 9, "steps_since_slow": 9, "prompt_tokens": 50, "tokens": [1], **fields}
+    )
+    return Trigger(frozenset(), config).reason(state)
+
+
+def test_gap_and_t_max_hold_for_chance():
+    sure = {"random_rate": 1.0}
+    assert drawn(sure) == "random"
+    assert drawn({**sure, "min_gap": 11}) == ""
+    assert drawn({**sure, "min_gap": 11, "t_max": 9}) == "t_max"
+
+
+def test_chance_follows_rate_and_seed():
+    def steps(**settings: Any) -> list[int]:
+        return [i for i in range(2000) if drawn(settings, step=i)]
+
+    assert len(steps(random_rate=0.25)) == pytest.approx(500, abs=80)
+    assert steps(random_rate=0.25) == steps(random_rate=0.25)
+    assert steps(random_rate=0.25) != steps(random_rate=0.25, trigger_seed=1)
+    assert set(steps(random_rate=0.1)) < set(steps(random_rate=0.25))

@@ -25,9 +25,9 @@ def draw(view: View) -> Figure:
     else:
         axes.fill_between(data.step, data.low, data.high, color=WITHIN, alpha=0.2, linewidth=0)
         axes.plot(data.step, data.median, color=WITHIN, linewidth=1.2, label=label)
-    for clip in data.clips:
-        axes.axhline(clip, color=CLIP, linestyle="--", linewidth=1.2, label=f"clip at {clip:g}")
-    axes.set_ylim(0, 1.12 * max(*data.clips, data.high.max()))
+    clip = data.clip
+    axes.axhline(clip, color=CLIP, linestyle="--", linewidth=1.2, label=f"clip at {clip:g}")
+    axes.set_ylim(0, 1.12 * max(clip, data.high.max()))
     axes.set_xlabel("decoding step")
     axes.set_ylabel("lambda*")
     figure.legend(loc="outside lower left", ncols=3, frameon=False, fontsize=9)

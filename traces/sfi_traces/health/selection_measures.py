@@ -3,7 +3,7 @@
 from sfi_traces.health.measured import Measured, Unjudged
 from sfi_traces.summary.sampled import sample_selections
 from sfi_traces.summary.scope import Scope
-from sfi_traces.summary.supports import with_clip
+from sfi_traces.summary.supports import at_clip
 
 SINKS = 4  # first positions; StreamingLLM's number
 # positions that the Selector may choose from, about
@@ -40,13 +40,11 @@ def prior_outweighs(scope: Scope) -> list[Measured]:
 def lambda_clipped(scope: Scope) -> list[Measured]:
     """Share of refreshes where lambda* equals its clip."""
     _require_selector(scope)
-    source, parameters = with_clip(scope)
     query = f"""
-        SELECT request, layer, head, count(*) AS n,
-            avg((abs(lambda_star - clip) <= 1e-6 * clip)::INT) AS value
-        FROM ({source}) WHERE lambda_star IS NOT NULL {OF_EACH_HEAD}
+        SELECT request, layer, head, count(*) AS n, avg({at_clip(scope)}::INT) AS value
+        FROM chosen_selections WHERE lambda_star IS NOT NULL {OF_EACH_HEAD}
     """  # noqa: S608 - our own words
-    return [Measured.of(row) for row in scope.rows(query, parameters)]
+    return [Measured.of(row) for row in scope.rows(query)]
 
 
 def selection_trailing(scope: Scope) -> list[Measured]:

@@ -21,23 +21,20 @@ COLUMNS = [
     "context_tokens",
     "draft_token_id",
 ]
-SIGNALS = ("cosine", "entropy")  # reasons that the tokens do not give
-OTHERS = "batch"  # slow because another request of the batch was
 SERVED = (
     "dense",
     "resumed",
 )  # in a server: without a slot, or its cache was taken away and filled anew
-DRAFTS = ("limit", "confidence", "stop", "room")  # why a lossless run verifies besides
+DRAFTS = ("limit", "stop", "room")  # why a lossless run verifies besides
 
 
 def broken_rules(trace: Trace) -> Iterator[str]:
     """Name the steps whose trigger, sentence or, under sfi, slowness is not what the tokens before give.
 
     Each step is judged by the steps before it as recorded, so that one wrong step is one line. A step that a
-    query's cosine, an entropy, another request or a server's lack of room made slow is taken as it is. So is
-    a verification of a lossless run that rejected a token: what ended its draft may be a token that is not
-    there. One whose draft ended for a reason of its own must have none of Eq. 5's; `draft.rule` "fixed" knows
-    none but "first".
+    server's lack of room made slow is taken as it is. So is a verification of a lossless run that rejected a
+    token: what ended its draft may be a token that is not there. A verification whose draft ended for a
+    reason of its own must have none of Eq. 5's.
 
     Args:
         trace: One with token ids, and each request's steps from 0 on without a gap.
@@ -69,11 +66,7 @@ def broken_rules(trace: Trace) -> Iterator[str]:
                 yield f"{where}: sentence must be {sentence}, got {row['sentence']}"
             if rules:
                 reason = trigger.reason(state)
-                if trace.lossless and config.draft.rule == "fixed" and reason != "first":
-                    reason = ""
-                unknown = row["slow"] and _unknown(
-                    row, reason, trigger.config, lossless=trace.lossless
-                )
+                unknown = row["slow"] and _unknown(row, reason, lossless=trace.lossless)
                 if not unknown and (bool(reason), reason) != (row["slow"], row["reason"]):
                     yield f"{where}: must be {_kind(reason)}, got {_kind(row['reason'], slow=row['slow'])}"
             state.begin(slow=row["slow"], reason=row["reason"], new_tokens=1)
@@ -81,16 +74,13 @@ def broken_rules(trace: Trace) -> Iterator[str]:
             sentence += ends
 
 
-def _unknown(row: dict[str, Any], reason: str, config: SfiConfig, *, lossless: bool) -> bool:
+def _unknown(row: dict[str, Any], reason: str, *, lossless: bool) -> bool:
     # whether a slow step's reason does not follow from the tokens
     if lossless and (row["reason"] == REJECTED or row["draft_token_id"] is not None):
         return True
     if lossless and row["reason"] in DRAFTS:
         return not reason
-    if row["reason"] in SERVED:
-        return True
-    signal = row["reason"] == config.trigger_policy in SIGNALS
-    return signal or (row["reason"] == OTHERS and not reason)
+    return row["reason"] in SERVED
 
 
 def _kind(reason: str, *, slow: bool | None = None) -> str:

@@ -54,7 +54,6 @@ class ParquetObserver(NullObserver):
         warn: Callable[[str], None] | None = None,
         clock: str | None = None,
         spans: bool | None = None,
-        copy_gb_per_s: float | None = None,
     ) -> None:
         """Take the folder; an old trace in it stays until the first run begins.
 
@@ -70,8 +69,6 @@ class ParquetObserver(NullObserver):
             spans: Whether to record spans. True has those inside every step, so that no step is replayed as a
                 CUDA graph; None has those inside steps that are not replayed; False has none, nor those
                 outside of steps.
-            copy_gb_per_s: What the machine copies, bytes read plus bytes written, as `sfi bench` measures it;
-                steps then have their share of it.
 
         Raises:
             ConfigError: The folder holds something that may not be overwritten.
@@ -88,7 +85,7 @@ class ParquetObserver(NullObserver):
         self._writer: TraceWriter | None = None
         self._timing: TimingObserver  # the first run brings the device
         self._warned, self._clock, self._not_replayed = False, clock, ""
-        self.takes_spans, self._copy_gb_per_s = spans, copy_gb_per_s
+        self.takes_spans = spans
         self._due = 0.0
 
     def __enter__(self) -> Self:
@@ -196,7 +193,7 @@ class ParquetObserver(NullObserver):
         manifest = describe_run(
             event, self._provenance, positions=positions, redacted=self._redacted
         )
-        manifest |= {"spans": self.takes_spans, "copy_gb_per_s": self._copy_gb_per_s}
+        manifest |= {"spans": self.takes_spans}
         self._folder = rank_folder(self._folder, event.rank)
         if event.rank or not self._claimed:
             claim(self._folder, force=self._force)
@@ -207,7 +204,6 @@ class ParquetObserver(NullObserver):
             positions=positions,
             redact_text=self._redacted,
             offset_us=(time.time_ns() - event.began_unix_ns) / 1e3,
-            copy_gb_per_s=self._copy_gb_per_s,
         )
         return TraceWriter(self._folder, rows, manifest)
 

@@ -20,7 +20,6 @@ from sfi_core.observers.events import (
     VerificationEvent,
 )
 from sfi_traces.overlap import Overlap
-from sfi_traces.record.batch_columns import batch_columns
 from sfi_traces.record.selected_sets import SelectedSets
 from sfi_traces.record.table_buffer import Lists, TableBuffer
 from sfi_traces.record.timing import Span
@@ -51,7 +50,6 @@ class TraceRows:
         positions: bool,
         redact_text: bool,
         offset_us: float = 0.0,
-        copy_gb_per_s: float | None = None,
     ) -> None:
         """Start with nothing.
 
@@ -60,13 +58,11 @@ class TraceRows:
             positions: Whether refreshes have their positions.
             redact_text: Whether token ids and text are left out.
             offset_us: When the spans' clock began, counted from the run's beginning.
-            copy_gb_per_s: What the device copies; None where that was not measured.
         """
         self.tables = {name: TableBuffer(schema) for name, schema in TABLES.items()}
         self.prompts: list[dict[str, Any]] = []
         self._text = TokenText(tokenizer) if tokenizer is not None and not redact_text else None
         self._positions, self._redacted, self._offset_us = positions, redact_text, offset_us
-        self._copy_gb_per_s = copy_gb_per_s
         self.graphs: bool | None = None
         self.not_replayed: str | None = None
         self._first = self._requests = 0
@@ -161,7 +157,12 @@ class TraceRows:
             event.batch_step,
             event.drafted,
             None if self._redacted else event.draft_token_id,
-            *batch_columns(event, self._copy_gb_per_s),
+            event.graphs,
+            event.slow_requests,
+            event.fast_requests,
+            event.cached_tokens,
+            event.moved_bytes,
+            None,  # bandwidth_share: a run does not measure what its device copies
         )
         self.tables["steps"].add_rows([row])
         self._sentence[event.request] += trigger

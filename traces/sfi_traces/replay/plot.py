@@ -10,7 +10,6 @@ COLORS = {
     "boundary": "tab:blue",
     "t-max": "tab:orange",
     "stride": "tab:green",
-    "cosine": "tab:purple",
     "random": "tab:gray",
     "never": "tab:red",
     "always": "black",

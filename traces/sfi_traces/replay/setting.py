@@ -14,8 +14,6 @@ RULES: dict[str, tuple[str, ...]] = {
     "boundary": ("triggers", "t_max", "min_gap", "trigger_delay", "slow_start"),
     "t-max": ("t_max", "slow_start"),
     "stride": ("stride", "slow_start"),
-    "cosine": ("cosine_threshold", "t_max", "min_gap", "slow_start"),
-    "entropy": ("entropy_threshold", "t_max", "min_gap", "slow_start"),
     "random": ("random_rate", "trigger_seed", "t_max", "min_gap", "slow_start"),
     "never": ("slow_start",),
     "always": (),

@@ -16,7 +16,7 @@ from sfi_core.errors import ConfigError, TraceError
 from sfi_traces.read.reader import Trace
 
 STEPS = ["request", "step", "token_id", "trigger", "context_tokens"]
-SUPPORTS = ["request", "step", "layer", "head", "positions", "mass", "query_cosine"]
+SUPPORTS = ["request", "step", "layer", "head", "positions", "mass"]
 NO_POSITION = -1
 NO_TOKEN = -1  # of a redacted trace, where it did not trigger
 
@@ -40,7 +40,6 @@ class Supports:
         head_U: The audited KV heads, by pair.
         position_NUK: Positions, ascending, padded with -1; int32.
         mass_NUK: The positions' probabilities under dense attention; 0 where padded, and without `masses`.
-        cosine_NU: Cosine of the query with the one before; NaN where there is none.
         masses: Whether the probabilities are known; an import may lack them.
     """
 
@@ -53,7 +52,6 @@ class Supports:
     head_U: Ints
     position_NUK: Positions
     mass_NUK: Floats
-    cosine_NU: Floats
     masses: bool = True
 
     @classmethod
@@ -125,7 +123,6 @@ class Supports:
             head_U=self.head_U[kept_U],
             position_NUK=self.position_NUK[:, kept_U],
             mass_NUK=self.mass_NUK[:, kept_U],
-            cosine_NU=self.cosine_NU[:, kept_U],
         )
 
     def first(self, steps: int) -> Self:
@@ -136,7 +133,6 @@ class Supports:
             length_N=self.length_N[:steps],
             position_NUK=self.position_NUK[:steps],
             mass_NUK=self.mass_NUK[:steps],
-            cosine_NU=self.cosine_NU[:steps],
         )
 
     def since(self, step: int) -> Self:
@@ -147,7 +143,6 @@ class Supports:
             length_N=self.length_N[step:],
             position_NUK=self.position_NUK[step:],
             mass_NUK=self.mass_NUK[step:],
-            cosine_NU=self.cosine_NU[step:],
         )
 
     @classmethod
@@ -170,8 +165,6 @@ class Supports:
         place = (step[kept], rows["unit"].to_numpy()[kept])
         rows = rows.filter(pa.array(kept))
         K = pc.max(pc.list_value_length(rows["positions"])).as_py() or 0
-        cosine = np.full((N, U), np.nan, np.float32)
-        cosine[place] = rows["query_cosine"].to_numpy()
         return cls(
             request=request,
             model=trace.manifest["model"],
@@ -184,7 +177,6 @@ class Supports:
             mass_NUK=_padded(rows["mass"], place, (N, U, K), 0.0)
             if not rows["mass"].null_count
             else np.broadcast_to(np.float32(0), (N, U, K)),
-            cosine_NU=cosine,
             masses=not rows["mass"].null_count,
         )
 

@@ -66,12 +66,10 @@ def lambda_star(view: View) -> Panel:
         },
         line={"color": WITHIN}, hovertemplate="step %{x}: %{y:.5f}<extra></extra>",
     )  # fmt: skip
-    for clip in data.clips:
-        figure.add_hline(
-            clip, line={"dash": "dash", "color": CLIP}, annotation_text=f"clip at {clip:g}"
-        )
+    label = f"clip at {data.clip:g}"
+    figure.add_hline(data.clip, line={"dash": "dash", "color": CLIP}, annotation_text=label)
     figure.update_layout(
         height=300, margin=MARGIN, xaxis={"title": {"text": "decoding step"}},
-        yaxis={"title": {"text": "lambda*"}, "range": [0, 1.15 * max(*data.clips, data.high.max())]},
+        yaxis={"title": {"text": "lambda*"}, "range": [0, 1.15 * max(data.clip, data.high.max())]},
     )  # fmt: skip
     return Panel(captions.lambda_star(data), figure)

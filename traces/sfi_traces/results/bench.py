@@ -12,7 +12,6 @@ SCHEMA_VERSION = 1
 INCHES_A_PANEL = (5.6, 4.4)
 COLORS = {
     "sfi": "tab:blue",
-    "sfi-synchronized": "tab:cyan",
     "sfi-lossless": "midnightblue",
     "full-kv": "tab:orange",
     "transformers-dynamic": "tab:red",

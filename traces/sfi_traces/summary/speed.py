@@ -56,19 +56,17 @@ def latency(scope: Scope) -> dict[str, Any]:
 def batch_reads(scope: Scope) -> list[dict[str, Any]]:
     """Say what the batch's steps held and moved by kind, from step 1 on; each step of a batch counts once.
 
-    `bandwidth_share` is None unless the machine's copy bandwidth was measured (`trace.bandwidth`), and takes
-    steps without an audit alone. A trace that lacks the columns has no rows.
+    A trace that lacks the columns has no rows.
     """
     return scope.rows("""
         SELECT kind, count(*) AS n, avg(requests) AS requests, avg(cached_tokens) AS cached_tokens,
-            avg(moved_bytes) AS moved_bytes, avg(bandwidth_share) FILTER (NOT audited) AS bandwidth_share
+            avg(moved_bytes) AS moved_bytes
         FROM (
             SELECT
                 CASE WHEN min(fast_requests) = 0 THEN 'slow' WHEN min(slow_requests) = 0 THEN 'fast'
                     ELSE 'mixed' END AS kind,
                 min(slow_requests + fast_requests) AS requests, min(cached_tokens) AS cached_tokens,
-                min(moved_bytes) AS moved_bytes, min(bandwidth_share) AS bandwidth_share,
-                bool_or(audited) AS audited
+                min(moved_bytes) AS moved_bytes
             FROM steps
             WHERE step > 0 AND moved_bytes IS NOT NULL AND (coalesce(batch_step, step), elapsed_us)
                 IN (SELECT (coalesce(batch_step, step), elapsed_us) FROM chosen_steps)

@@ -166,37 +166,19 @@ def selection_facts(scope: Scope) -> dict[str, Any] | None:
 
     `clipped_share` is the share of lambda* at its clip. Returns None without refreshes.
     """
-    clipped, parameters = with_clip(scope)
     query = f"""
         SELECT count(*) AS rows,
             {spread("overlap_previous")} AS overlap_previous,
             {spread("jaccard_previous")} AS jaccard_previous,
             {spread("lambda_star")} AS lambda_star,
-            avg((abs(lambda_star - clip) <= 1e-6 * clip)::INT) AS clipped_share
-        FROM ({clipped})
+            avg({at_clip(scope)}::INT) AS clipped_share
+        FROM chosen_selections
     """  # noqa: S608 - our own words
-    found = scope.row(query, parameters)
+    found = scope.row(query)
     return found if found["rows"] else None
 
 
-def with_clip(scope: Scope) -> tuple[str, list[Any]]:
-    """Write the query of the selections with their `clip` of lambda*, and give its parameters.
-
-    The clip is `lambda_clip`, or `lambda_clip_rows` where several rows of evidence were averaged (query heads
-    of a KV head x queries of the window).
-    """
-    manifest = scope.trace.manifest
-    config, model = manifest["config"], manifest["model"]
-    clip = config["selector"]["lambda_clip"]
-    clip_rows = config["selector"].get("lambda_clip_rows")
-    shapes = ((place["layer"], model["query_heads"] // place["heads"]) for place in model["layers"])
-    groups = ", ".join(f"({layer:d}, {group:d})" for layer, group in shapes)
-    query = f"""
-        SELECT chosen_selections.*, CASE
-            WHEN query_heads * CASE WHEN step = 0 THEN least(?, context_tokens) ELSE ? END > 1
-            THEN ?::DOUBLE ELSE ? END AS clip
-        FROM chosen_selections JOIN (VALUES {groups}) AS groups (layer, query_heads) USING (layer)
-            LEFT JOIN chosen_steps USING (request, step)
-    """  # noqa: S608 - our own words and numbers
-    windows = [config["window_prefill"], config["window_decode"]]
-    return query, [*windows, clip if clip_rows is None else clip_rows, clip]
+def at_clip(scope: Scope) -> str:
+    """Write the SQL condition that a selection's lambda* is at its upper bound, `selector.lambda_clip`."""
+    clip = f"{scope.trace.manifest['config']['selector']['lambda_clip']!r}::DOUBLE"
+    return f"(abs(lambda_star - {clip}) <= 1e-6 * {clip})"

@@ -177,7 +177,6 @@ def find(
     search: Search,
     trials: int,
     *,
-    timeout: float | None = None,
     on_trial: Callable[[int], None] = lambda _: None,
 ) -> Found:
     """Search until the study has so many trials; see `Search.run`.
@@ -195,8 +194,7 @@ def find(
         return values, tuning.limits.violations(outcome)
 
     interrupted = search.run(
-        tuning.space.setting, measure, trials, first=tuning.space.base_values(), timeout=timeout,
-        on_trial=on_trial,
+        tuning.space.setting, measure, trials, first=tuning.space.base_values(), on_trial=on_trial,
     )  # fmt: skip
     front = front_of(search, tuning.space, tuning.evaluate, tuning.objectives)
     if not front and not interrupted:

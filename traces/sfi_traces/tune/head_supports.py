@@ -26,12 +26,11 @@ def largest_top(traces: Sequence[Trace]) -> int:
     for trace in traces:
         trace.require_audit()
         audit = trace.manifest["audit"]
-        for name in ("layers", "heads"):
-            if audit[name] is not None:
-                raise TraceError(
-                    f"trace {trace.path} must audit all {name}, got {audit[name]}; "
-                    f"record it without audit.{name}"
-                )
+        if audit["layers"] is not None:
+            raise TraceError(
+                f"trace {trace.path} must audit all layers, got {audit['layers']}; "
+                "record it without audit.layers"
+            )
     for trace in traces[1:]:
         check_one_model(traces[0], trace)
     return min(int(trace.manifest["audit"]["top"]) for trace in traces)

@@ -6,24 +6,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, Self
 
-import numpy as np
-
 from sfi_core.errors import ConfigError
 from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.fields import settings_of
 from sfi_traces.replay import RULES, Setting, Supports
 from sfi_traces.replay.replay import check_budget
-from sfi_traces.replay.schedule import mean_cosine
 from sfi_traces.tune.trigger_sets import NamedSet
 
-POLICIES = ("boundary", "cosine", "stride", "t-max")
+POLICIES = ("boundary", "stride", "t-max")
 SEARCHED = (  # besides the policy and the trigger sets
-    "t_max", "trigger_delay", "min_gap", "slow_start", "stride", "cosine_threshold",
-    "budget", "recent", "span",
+    "t_max", "trigger_delay", "min_gap", "slow_start", "stride", "budget", "recent", "span",
 )  # fmt: skip
 SETTINGS = settings_of(SfiConfig)
 LOG = 8  # a range of whole numbers whose ends are so far apart is searched by its logarithm
-COSINES = (1, 50)  # percentiles of the recorded query cosines, the default range of the threshold
 
 
 class Trial(Protocol):
@@ -200,18 +195,12 @@ def _defaults(recorded: Sequence[Supports], sets: Sequence[NamedSet]) -> dict[st
     most = max(1, min(top, longest // 4))
     few = max(1, min(most, longest // 64))
     recent = max(1, min(512, longest // 8))
-    cosine = np.concatenate([mean_cosine(one) for one in recorded])
-    known = cosine[~np.isnan(cosine)]
-    policies = [policy for policy in POLICIES if policy != "cosine" or len(known)]
-    low, high = (
-        (float(round(x, 3)) for x in np.percentile(known, COSINES)) if len(known) else (0, 1)
-    )
     ranges = {
         "t_max": (8, 128), "min_gap": (0, 16), "stride": (4, 64), "span": (0, 16),
-        "budget": (few, most), "recent": (min(32, recent), recent), "cosine_threshold": (low, high),
+        "budget": (few, most), "recent": (min(32, recent), recent),
     }  # fmt: skip
     found = {
-        "trigger_policy": Axis("trigger_policy", tuple(policies)),
+        "trigger_policy": Axis("trigger_policy", POLICIES),
         "triggers": Axis("triggers", tuple(one.name for one in sets)),
         "trigger_delay": Axis("trigger_delay", (0, 1, 2)),
         "slow_start": Axis("slow_start", (1, 2)),
@@ -227,9 +216,8 @@ def _check(
 ) -> None:
     policies = axes["trigger_policy"].values
     for policy in policies:
-        if policy not in RULES or policy == "entropy":
-            known = [name for name in RULES if name != "entropy"]
-            raise ConfigError(f"trigger_policy must be one of {known}, got {policy!r}")
+        if policy not in RULES:
+            raise ConfigError(f"trigger_policy must be one of {[*RULES]}, got {policy!r}")
     for name in sorted(given - {"trigger_policy"}):
         if not any(_used(name, policy) for policy in policies):
             users = [rule for rule, names in RULES.items() if name in names]

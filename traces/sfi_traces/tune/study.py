@@ -10,17 +10,15 @@ import random
 import signal
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from sfi_core.errors import ConfigError, InputError
+from sfi_core.errors import InputError
 from sfi_traces.tune.storage import careful, check_path, open_storage
 
-SAMPLERS = ("tpe", "nsga2")
 PREFIX = "sfi-tune"
 Direction = Literal["minimize", "maximize"]
 Measured = tuple[
@@ -78,7 +76,6 @@ class Search:
         purpose: Purpose,
         directions: Sequence[Direction],
         *,
-        sampler: str = "tpe",
         seed: int = 0,
         resume: bool = False,
     ) -> "Search":
@@ -88,20 +85,17 @@ class Search:
             path: The study's file: SQLite or a journal, by the suffix.
             purpose: The traces, space and objectives of the study.
             directions: "minimize" or "maximize", for each objective.
-            sampler: "tpe" or "nsga2".
             seed: Seed of the sampler; a process that joins a study draws other numbers.
             resume: Whether to go on with a study that exists.
 
         Raises:
-            ConfigError: An unknown suffix or sampler, or a file that is there without `resume`.
+            ConfigError: An unknown suffix, or a file that is there without `resume`.
             InputError: The file is no study, a damaged one, or was made for something else.
             SfiError: The file is locked or cannot be written.
         """
         import optuna  # noqa: PLC0415 - an extra
 
         check_path(path, resume=resume)
-        if sampler not in SAMPLERS:
-            raise ConfigError(f"sampler must be one of {SAMPLERS}, got {sampler!r}")
         with careful(path):
             storage = open_storage(path)
             names = optuna.get_all_study_names(storage)
@@ -117,8 +111,8 @@ class Search:
             except optuna.exceptions.DuplicatedStudyError:
                 study = optuna.load_study(study_name=purpose.name, storage=storage)
                 created = False
-            kinds = {"tpe": optuna.samplers.TPESampler, "nsga2": optuna.samplers.NSGAIISampler}
-            study.sampler = kinds[sampler](seed=seed if created else _joined_seed(seed, study))
+            own_seed = seed if created else _joined_seed(seed, study)
+            study.sampler = optuna.samplers.TPESampler(seed=own_seed)
         return cls(study=study, path=path, created=created)
 
     def run(
@@ -128,7 +122,6 @@ class Search:
         trials: int,
         *,
         first: Mapping[str, Any] | None = None,
-        timeout: float | None = None,
         on_trial: Callable[[int], None] = lambda _: None,
     ) -> bool:
         """Try settings until all workers together have tried as many as asked for.
@@ -138,7 +131,6 @@ class Search:
             measure: Returns a setting's values; equal settings of all workers are measured once.
             trials: How many the study is to have in all.
             first: Values to begin with, if this process made the study.
-            timeout: Seconds after which no new trial begins.
             on_trial: Told how many the study has.
 
         Returns:
@@ -147,11 +139,10 @@ class Search:
         Raises:
             SfiError: The file is locked or cannot be written.
         """
-        end = None if timeout is None else time.monotonic() + timeout
         with careful(self.path), _interrupts() as interrupted:
             if first and self.created:
                 self.study.enqueue_trial(dict(first), skip_if_exists=True)
-            while not interrupted() and (end is None or time.monotonic() < end):
+            while not interrupted():
                 if len(self._trials("COMPLETE", "RUNNING")) >= trials:
                     break
                 trial = self.study.ask()

@@ -104,14 +104,10 @@ class Tuning:
             objectives="-".join([*self.objectives, *map(str, limits)]),
         )
 
-    def open(
-        self, path: Path, *, sampler: str = "tpe", seed: int = 0, resume: bool = False
-    ) -> Search:
+    def open(self, path: Path, *, seed: int = 0, resume: bool = False) -> Search:
         """Make its study, or go on with it; see `Search.open`."""
         directions = [one.direction for one in self.objectives.values()]
-        return Search.open(
-            path, self.purpose, directions, sampler=sampler, seed=seed, resume=resume
-        )
+        return Search.open(path, self.purpose, directions, seed=seed, resume=resume)
 
 
 def replayable(setting: Setting, recorded: Sequence[Supports]) -> Setting:

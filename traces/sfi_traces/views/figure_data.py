@@ -27,8 +27,8 @@ class Lambda:
         median: Median over layers and KV heads.
         low: 10 % quantile.
         high: 90 % quantile.
-        clips: Upper bounds that the run's config sets.
-        clipped: Share of all values that stand at a bound.
+        clip: Upper bound that the run's config sets.
+        clipped: Share of all values that stand at the bound.
         places: The layers and KV heads.
     """
 
@@ -36,7 +36,7 @@ class Lambda:
     median: np.ndarray
     low: np.ndarray
     high: np.ndarray
-    clips: tuple[float, ...]
+    clip: float
     clipped: float
     places: list[Place]
 
@@ -62,11 +62,9 @@ def lambda_over_time(view: View) -> Lambda:
         np.array([np.quantile(group, share) for group in groups])
         for share in (SPREAD[0], 0.5, SPREAD[1])
     )
-    settings = view.trace.manifest["config"]["selector"]
-    both = {settings["lambda_clip"], settings.get("lambda_clip_rows")} - {None}
-    clips = tuple(sorted(both))
-    clipped = np.isclose(value[:, None], clips, rtol=1e-4).any(1).mean()
-    return Lambda(step, median, low, high, clips, float(clipped), _places(rows))
+    clip = view.trace.manifest["config"]["selector"]["lambda_clip"]
+    clipped = np.isclose(value, clip, rtol=1e-4).mean()
+    return Lambda(step, median, low, high, clip, float(clipped), _places(rows))
 
 
 @dataclass(frozen=True, slots=True)

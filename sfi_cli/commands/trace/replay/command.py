@@ -13,8 +13,6 @@ SLOW, MEMORY, PLAY = "When a step is slow", "What a fast step reads", "Playing t
 # a value, or several with commas between; without the option the trace's own
 Values = str | None
 SPEED = 4.0  # steps a second
-# a trace has no distributions
-REPLAYABLE = [name for name in TRIGGER_POLICIES if name != "entropy"]
 SETS = "More of them: span=0,10. Repeat for more; sfi config list has all settings."
 
 
@@ -30,7 +28,7 @@ def _part(what: str, example: str) -> Any:
 def replay(
     trace: o.TraceDir,
     trigger_policy: Annotated[
-        Values, _grid("trigger_policy", SLOW, help=f"{', '.join(REPLAYABLE)}.")
+        Values, _grid("trigger_policy", SLOW, help=f"{', '.join(TRIGGER_POLICIES)}.")
     ] = None,
     triggers: Annotated[
         list[str] | None,
@@ -117,7 +115,7 @@ def replay(
 
       sfi trace replay dense --trigger-set marks=". ? !" --trigger-set lines="\n" --json
 
-      sfi trace replay dense --trigger-policy boundary,cosine --set cosine_threshold=0.7,0.8
+      sfi trace replay dense --trigger-policy boundary,stride --set stride=8,16
 
       sfi trace replay dense --against sfi-run
 

@@ -6,9 +6,9 @@ from sfi_cli.terminal.tables import number, percent, ratio, table, wrapped
 
 SETTINGS = {  # heading of a setting's column
     "policy": "trigger policy", "triggers": "triggers", "t_max": "T_max", "min_gap": "gap",
-    "trigger_delay": "delay", "slow_start": "slow start", "stride": "stride", "cosine_threshold": "cosine",
-    "entropy_threshold": "entropy", "random_rate": "rate", "trigger_seed": "seed",
-    "budget": "budget", "recent": "recent", "recent_mode": "mode", "sink": "sink", "span": "span",
+    "trigger_delay": "delay", "slow_start": "slow start", "stride": "stride",
+    "random_rate": "rate", "trigger_seed": "seed", "budget": "budget",
+    "recent": "recent", "recent_mode": "mode", "sink": "sink", "span": "span",
     "granularity": "granularity", "page_size": "page",
 }  # fmt: skip
 OUTCOME = ("slow", "kept", "at most", "p5", "worst", "overlap", "read", "MB/token", "speed-up")
