@@ -8,7 +8,6 @@ import pytest
 from pyarrow import parquet
 
 from sfi_core.errors import TraceError
-from sfi_traces.figures import draw
 from sfi_traces.read.check import check
 from sfi_traces.read.reader import Trace
 from sfi_traces.record.selected_sets import SelectedSets
@@ -94,7 +93,7 @@ def test_an_older_trace_lacks_what_came_later_and_is_sound(tmp_path):
 def test_without_corrections_the_figure_names_the_policy(tmp_path):
     view = View(Trace.open(make_trace(tmp_path / "run", steps=12, policy="sfi")))
     with pytest.raises(TraceError, match="no corrections of request 0, recorded with policy sfi"):
-        draw("corrections", view)
+        observations.corrections_of(view)
 
 
 def test_a_selection_for_the_next_step_is_in_force_then(tmp_path):
