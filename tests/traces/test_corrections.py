@@ -5,13 +5,10 @@ from itertools import product
 
 import numpy as np
 import pytest
-from pyarrow import parquet
 
 from sfi_core.errors import TraceError
-from sfi_traces.read.check import check
 from sfi_traces.read.reader import Trace
 from sfi_traces.record.selected_sets import SelectedSets
-from sfi_traces.schema import TABLES
 from sfi_traces.summary import summarize
 from sfi_traces.views import observations
 from sfi_traces.views.raster import rasters
@@ -75,19 +72,6 @@ def test_recalls_are_summed_by_step_and_layer(trace):
         assert one["step_bytes"] == pytest.approx(one["bytes"] / (STEPS - 1))
         assert one["step_waited_us"] == pytest.approx(one["waited_us"] / (STEPS - 1))
     assert len(found["layers"]) == LAYERS
-
-
-def test_an_older_trace_lacks_what_came_later_and_is_sound(tmp_path):
-    trace = Trace.open(make_trace(tmp_path / "run", steps=12, policy="sfi"))
-    part = trace.path / "selections" / "part-00000.parquet"
-    older = parquet.read_table(part).drop_columns(["reason", "query_cosine"])
-    parquet.write_table(older, part)
-    assert check(trace)["sound"]
-    found = summarize(trace)
-    assert found["selections"]["rows"] == len(older)
-    assert found["corrections"] is found["recalls"] is None
-    assert not trace.has("recalls")
-    assert trace.table("recalls").schema == TABLES["recalls"]
 
 
 def test_without_corrections_the_figure_names_the_policy(tmp_path):

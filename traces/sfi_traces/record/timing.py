@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from types import TracebackType
 
 import torch
 
@@ -89,12 +88,7 @@ class HostSpan:
         """Note when it begins."""
         self._begin = time.perf_counter_ns()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Note when it ends."""
         self._end = time.perf_counter_ns()
         self._observer.ended.append(self)
@@ -172,12 +166,7 @@ class DeviceSpan:
         self._anchor = self._clock.anchor
         self._begin, self._stream = self._clock.record()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Mark where it ends."""
         self._end, _ = self._clock.record()
         self._observer.ended.append(self)

@@ -1,7 +1,7 @@
 """A replay's prediction beside what a run of the same setting measured."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
 
@@ -60,10 +60,6 @@ class Comparison:
     mean_difference: float | None
     mean_distance: float | None
     requests: list[Compared]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return asdict(self)
 
 
 def compare(
@@ -163,7 +159,7 @@ def pooled(parts: Sequence[ComparedSteps]) -> Comparison:
 
 
 def extensions(trace: Trace) -> dict[str, Any]:
-    """Return the settings of a run that no replay can judge, by name; older traces have none."""
+    """Return the settings of a run that no replay can judge, by name."""
     values = {name: trace.manifest["config"].get(name) for name in EXTENSIONS}
     return {name: value for name, value in values.items() if value is not None}
 

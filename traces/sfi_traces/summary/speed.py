@@ -57,7 +57,7 @@ def batch_reads(scope: Scope) -> list[dict[str, Any]]:
     """Say what the batch's steps held and moved by kind, from step 1 on; each step of a batch counts once.
 
     `bandwidth_share` is None unless the machine's copy bandwidth was measured (`trace.bandwidth`), and takes
-    steps without an audit alone. A trace that lacks the columns has no rows.
+    steps without an audit alone. An imported trace has no rows.
     """
     return scope.rows("""
         SELECT kind, count(*) AS n, avg(requests) AS requests, avg(cached_tokens) AS cached_tokens,

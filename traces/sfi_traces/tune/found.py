@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import Any, Self
@@ -101,8 +101,8 @@ class Found:
             ],
             "mining": mined and {
                 "split": mined.split,
-                "tokens": [one.to_dict() for one in mined.tokens],
-                "proposals": [one.to_dict() for one in mined.verdicts],
+                "tokens": [asdict(one) for one in mined.tokens],
+                "proposals": [asdict(one) for one in mined.verdicts],
             },
             "objectives": [
                 {"name": name, "direction": one.direction} for name, one in tuning.objectives.items()
@@ -214,4 +214,4 @@ def find(
 
 def _row(setting: Setting, outcome: Outcome) -> dict[str, Any]:
     ids = sorted(setting.trigger_token_ids) if setting.policy == "boundary" else []
-    return {**setting.to_dict(), "trigger_token_ids": ids, **outcome.to_dict()}
+    return {**setting.to_dict(), "trigger_token_ids": ids, **asdict(outcome)}

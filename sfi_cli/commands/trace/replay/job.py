@@ -2,7 +2,7 @@
 
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -92,7 +92,7 @@ class ReplayJob:
         ran = ran and not extensions(trace)
         validation = None
         if self.against is not None or ran:
-            validation = compare(recorded, trace, real, batch=self.batch).to_dict()
+            validation = asdict(compare(recorded, trace, real, batch=self.batch))
         return {
             "trace": str(self.choice.trace),
             "model": trace.manifest["model"]["name"],
@@ -132,7 +132,7 @@ class ReplayJob:
             {
                 **setting.to_dict(),
                 "trigger_token_ids": sorted(setting.trigger_token_ids),
-                **outcome.to_dict(),
+                **asdict(outcome),
                 "pareto": best,
                 "recorded": setting.same_as(own),
             }

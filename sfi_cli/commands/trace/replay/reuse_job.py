@@ -1,6 +1,6 @@
 """`sfi trace replay --refresh-every`: how rarely the recorded selections would have to be made."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +105,7 @@ class ReuseJob:
                 for every, setting in settings:
                     progress.update("replaying schedules", len(rows), len(settings))
                     found = reuse(recorded, [schedule(one, setting) for one in recorded])
-                    rows.append({"every": every, **_when(setting), **found.to_dict()})
+                    rows.append({"every": every, **_when(setting), **asdict(found)})
         except KeyboardInterrupt:
             return rows, True
         return rows, False
