@@ -51,9 +51,8 @@ class SelectionRows:
             InputError: A column is missing or of another type.
             ConfigError: An option that the file has no use for.
         """
-        for name, value in (("kv-heads", options.kv_heads), ("token-ids", options.sequence)):
-            if value is not None:
-                raise ConfigError(f"{name} must come with arrays, got {path.name}")
+        if options.kv_heads is not None:
+            raise ConfigError(f"kv-heads must come with arrays, got {path.name}")
         self._path, self._top = path, options.top
         with readable(path), parquet.ParquetFile(path) as file:
             self._schema, rows = file.schema_arrow, file.metadata.num_rows
