@@ -6,10 +6,7 @@ from sfi_cli.commands.trace import check, diff, export, importing, plot, record,
 from sfi_cli.commands.trace.replay.command import replay
 from sfi_cli.settings.moved import Command
 
-app = typer.Typer(
-    help="Record what the model attended to, and look at it.",
-    no_args_is_help=True,
-)
+app = typer.Typer(help="Record what the model attended to, and look at it.", no_args_is_help=True)
 app.command()(check.check)
 app.command()(diff.diff)
 app.command()(export.export)

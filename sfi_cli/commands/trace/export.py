@@ -10,8 +10,7 @@ from sfi_cli import options as o
 def export(
     folder: o.TraceDir,
     form: Annotated[
-        str,
-        typer.Option("--format", help="perfetto, csv or jsonl.", rich_help_panel=o.OUTPUT),
+        str, typer.Option("--format", help="perfetto, csv or jsonl.", rich_help_panel=o.OUTPUT)
     ],
     table: Annotated[
         str | None,

@@ -11,10 +11,7 @@ from sfi_cli.terminal.output import Output, dated_folder
 
 
 def import_(
-    file: Annotated[
-        Path,
-        typer.Argument(help=".npz, .parquet or .pt.", metavar="FILE"),
-    ],
+    file: Annotated[Path, typer.Argument(help=".npz, .parquet or .pt.", metavar="FILE")],
     output: Annotated[
         Path | None,
         typer.Option(

@@ -7,14 +7,7 @@ import typer
 
 from sfi_cli import options as o
 from sfi_cli.settings.complete import completer
-from sfi_cli.settings.tables import (
-    DIMENSIONS,
-    SETTINGS,
-    TRIALS,
-    EngineTable,
-    ModelTable,
-    TuneTable,
-)
+from sfi_cli.settings.tables import DIMENSIONS, SETTINGS, TRIALS, EngineTable, ModelTable, TuneTable
 
 SPACE, SEARCH, CONFIRM = "Search space: 8,16,32 or 8:64", "Search", "Confirmation"
 OUTPUT = Path("tuned.toml")

@@ -22,9 +22,7 @@ class TimingObserver(NullObserver):
     """
 
     def __init__(
-        self,
-        device: torch.device | str,
-        sink: Callable[[Sequence["Span"]], None] | None = None,
+        self, device: torch.device | str, sink: Callable[[Sequence["Span"]], None] | None = None
     ) -> None:
         """Start the clock.
 

@@ -50,9 +50,7 @@ class Found:
         return tuned_config(setting, self.tuning.space.sets.get(setting.triggers))
 
     def confirm(
-        self,
-        run: Callable[[Sequence[SfiConfig]], tuple[list[Confirmation], float]],
-        count: int,
+        self, run: Callable[[Sequence[SfiConfig]], tuple[list[Confirmation], float]], count: int
     ) -> Self:
         """Run `count` settings for real, spread over the front, the chosen one among them.
 
@@ -203,12 +201,7 @@ def find(
         raise no_feasible(search, tuning.space, tuning.evaluate, tuning.limits)
     chosen, rule = choose(front, tuning.objectives, tuning.limits) if front else (0, "")
     return Found(
-        tuning=tuning,
-        search=search,
-        front=front,
-        chosen=chosen,
-        rule=rule,
-        interrupted=interrupted,
+        tuning=tuning, search=search, front=front, chosen=chosen, rule=rule, interrupted=interrupted
     )
 
 

@@ -202,9 +202,7 @@ def _kept(metrics: StepMetrics) -> Floats:
     return kept_N
 
 
-def interval(
-    differences: Sequence[Floats],
-) -> tuple[float, float, str] | tuple[None, None, None]:
+def interval(differences: Sequence[Floats]) -> tuple[float, float, str] | tuple[None, None, None]:
     """Bootstrap the mean of some requests' steps, in blocks of consecutive ones.
 
     Returns:
