@@ -17,7 +17,6 @@ from sfi_traces.report import render
 from sfi_traces.summary import summarize
 from sfi_traces.summary.diff import compare
 from sfi_traces.tune.head_supports import largest_top
-from sfi_traces.views.acceptance import acceptance_of
 from sfi_traces.views.view import View
 from tests.traces.lossless import PROMPT, LosslessRun
 from tests.traces.made import STOP, make_trace
@@ -132,8 +131,11 @@ def bin_of(number: int) -> str:
 
 
 def test_a_plain_run_has_no_acceptance(tmp_path):
+    pytest.importorskip("plotly")
+    from sfi_traces.report.acceptance_figure import acceptance  # noqa: PLC0415 - an extra
+
     with pytest.raises(TraceError, match="no drafted tokens of request 0; record it with --loss"):
-        acceptance_of(View(Trace.open(make_trace(tmp_path / "plain", steps=3))))
+        acceptance(View(Trace.open(make_trace(tmp_path / "plain", steps=3))))
 
 
 def test_the_timeline_marks_verifications_on_the_track_of_their_request(told):

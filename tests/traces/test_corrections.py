@@ -58,7 +58,7 @@ def test_corrections_are_a_share_of_fast_steps_layers_and_heads(trace):
         assert (one["n"], one["corrected"]) == (len(wanted), len(corrected.intersection(wanted)))
     view = observations.corrections_of(View(trace, 1, layer=0, head=1))
     wanted = [k for k in could if (k[0], *k[2:]) == (1, 0, 1)]
-    assert view.overall == pytest.approx(len(corrected.intersection(wanted)) / len(wanted))
+    assert view["share"] == pytest.approx(len(corrected.intersection(wanted)) / len(wanted))
 
 
 def test_recalls_are_summed_by_step_and_layer(trace):

@@ -151,8 +151,9 @@ def test_query_cosines_are_averaged_and_those_under_tau_counted(trace):
     assert lowest["query_cosine"] == pytest.approx(expected)
     view = observations.cosines_of(View(trace, 1, layer=1))
     own = [v for (r, layer, _, _), v in cosine.items() if (r, layer) == (1, 1)]
-    assert (view.overall, view.values) == (pytest.approx(mean(own)), len(own))
-    assert (view.mean.layers, view.mean.heads, len(view.lowest)) == ([1], [0, 1], 2)
+    assert (view["mean"], view["n"]) == (pytest.approx(mean(own)), len(own))
+    shown = observations.HeadMap.of(view["heads"], "mean")
+    assert (shown.layers, shown.heads, len(view["lowest"])) == ([1], [0, 1], 2)
 
 
 def lose_step_0(supports: list[dict]) -> list[dict]:
@@ -190,21 +191,3 @@ def test_what_a_view_lacks_is_one_line(tmp_path, read, section, change, words):
     found = summarize(Trace.open(folder))
     assert found[section] is None
     assert len([line for line in found["missing"] if "--audit" in line]) >= 1
-
-
-def test_the_report_has_the_numbers(trace):
-    pytest.importorskip("plotly")
-    from sfi_traces.report import observation_figures as drawn  # noqa: PLC0415 - an extra
-
-    view = View(trace, 1)
-    mean = drawn.drift(view).figure.data[-1]
-    assert list(mean.y) == observations.drift_of(view).mean.tolist()
-    cells = drawn.head_similarity(view).figure.data[0]
-    assert np.array_equal(cells.z, observations.head_similarity_of(view).matrix)
-    cosines, (cells, *lines) = observations.cosines_of(view), drawn.query_cosine(view).figure.data
-    assert np.array_equal(cells.z, cosines.mean.value)
-    courses = zip(lines, cosines.lowest.values(), strict=True)
-    assert all(np.allclose(line.y, cosine, atol=1e-3) for line, (_, cosine) in courses)
-    found, (cells, bars) = observations.corrections_of(view), drawn.corrections(view).figure.data
-    assert np.array_equal(cells.z, found.share.value)
-    assert list(bars.y) == [*found.since_slow.values()]

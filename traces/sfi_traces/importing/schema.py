@@ -4,10 +4,10 @@ Dimensions: N steps from step 0 on, L layers, H heads, U pairs of a layer and a 
 selection, B blocks of a selection, P tokens of the prompt.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -133,23 +133,6 @@ class ImportedStep:
     retained_U: Floats | None
     attended_tokens: float
     row: int
-
-
-class Source(Protocol):
-    """A file to import.
-
-    Attributes:
-        header: What is known before the steps are read.
-    """
-
-    header: Header
-
-    def steps(self) -> Iterator[ImportedStep]:
-        """Yield the steps, by request and step.
-
-        Raises:
-            InputError: With the row that is wrong.
-        """
 
 
 def check_version(path: Path, version: object) -> None:

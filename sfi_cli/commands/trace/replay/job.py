@@ -34,6 +34,21 @@ class Choice:
     layers: tuple[int, ...] | None
     heads: tuple[int, ...] | None
 
+    def describe(self, trace: Any, recorded: list[Any]) -> dict[str, Any]:
+        """Return the beginning of a document: what is replayed."""
+        return {
+            "trace": str(self.trace),
+            "model": trace.manifest["model"]["name"],
+            "policy": trace.manifest["policy"],
+            "audit_top": recorded[0].top,
+            "requests": [
+                {"request": one.request, "prompt_tokens": one.prompt_tokens, "steps": one.steps}
+                for one in recorded
+            ],
+            "layers": sorted(set(recorded[0].layer_U.tolist())),
+            "heads": len(recorded[0].layer_U),
+        }
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayJob:
@@ -94,17 +109,8 @@ class ReplayJob:
         if self.against is not None or ran:
             validation = asdict(compare(recorded, trace, real, batch=self.batch))
         return {
-            "trace": str(self.choice.trace),
-            "model": trace.manifest["model"]["name"],
-            "policy": trace.manifest["policy"],
-            "audit_top": recorded[0].top,
+            **self.choice.describe(trace, recorded),
             "batch": self.batch,
-            "requests": [
-                {"request": one.request, "prompt_tokens": one.prompt_tokens, "steps": one.steps}
-                for one in recorded
-            ],
-            "layers": sorted(set(recorded[0].layer_U.tolist())),
-            "heads": len(recorded[0].layer_U),
             "rows": rows,
             "against": None if self.against is None else str(self.against),
             "validation": validation,

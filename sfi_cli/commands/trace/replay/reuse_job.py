@@ -77,16 +77,7 @@ class ReuseJob:
         recorded = Supports.load(trace, self.choice.request, self.choice.layers, self.choice.heads)
         rows, interrupted = self._rows(recorded, settings)
         return {
-            "trace": str(self.choice.trace),
-            "model": trace.manifest["model"]["name"],
-            "policy": trace.manifest["policy"],
-            "audit_top": recorded[0].top,
-            "requests": [
-                {"request": one.request, "prompt_tokens": one.prompt_tokens, "steps": one.steps}
-                for one in recorded
-            ],
-            "layers": sorted(set(recorded[0].layer_U.tolist())),
-            "heads": len(recorded[0].layer_U),
+            **self.choice.describe(trace, recorded),
             "masses": trace.masses,
             "chance": chance(recorded),
             "rows": rows,
