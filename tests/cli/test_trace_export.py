@@ -89,7 +89,7 @@ def test_a_compressed_export_that_fails_leaves_the_old_file_and_no_other(
     [
         (
             ["--format", "xlsx"],
-            "unknown format 'xlsx'; expected one of ('perfetto', 'otlp', 'csv', 'jsonl')",
+            "unknown format 'xlsx'; expected one of ('perfetto', 'csv', 'jsonl')",
         ),
         (
             ["--format", "csv"],

@@ -134,8 +134,8 @@ def test_the_front_is_drawn(full, folder, kind, start):
         (["--objective", "speed"], ConfigError, "objective must be one of"),
         (["--objective", "bytes"], ConfigError, "objective must name a cost"),
         (["--min-retained", "2"], ConfigError, "min-retained must be in"),
-        (["--study", "x.txt"], ConfigError, "study must end in one of"),
-        (["--study", "none/x.db"], SfiError, "cannot be written: No such file"),
+        (["--study", "x.txt"], ConfigError, "study must end in .journal"),
+        (["--study", "none/x.journal"], SfiError, "cannot be written: No such file"),
         (["-o", "none/x.toml"], SfiError, "cannot be written: No such file"),
         (["--plot", "x.pdf"], ConfigError, "plot must end in one of"),
         (["--prompt-file", "x"], ConfigError, "must come with --confirm"),
@@ -196,9 +196,9 @@ def start(command: list[str], environment: dict[str, str], folder: Path, *argume
 
 
 @pytest.mark.exhaustive  # test_tune_study.py races workers on a study
-@pytest.mark.parametrize("study", ["shared.journal", "shared.db"])
-def test_processes_share_one_study(command, environment, full, folder, study):
+def test_processes_share_one_study(command, environment, full, folder):
     """Three begin at once on a file that is not there yet; together they make what was asked for."""
+    study = "shared.journal"
     workers = [
         start(command, environment, folder, full, "--study", study, "--resume", "--trials", "12", "-o",
               f"{name}.toml", "--json")

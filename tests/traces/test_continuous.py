@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from pyarrow import parquet
 
 import sfi_core
 from sfi_core import SfiConfig
@@ -231,18 +230,3 @@ def test_runs_one_after_the_other_keep_their_requests_apart():
         assert rows(trace, "steps", number) == rows(continuous(), "steps", number)
     assert {row["request"] for row in trace.table("timings").to_pylist()} == {0, 3}
     assert summarize(trace, 4)["phases"]["decode"]
-
-
-def test_a_trace_without_the_column_is_sound_and_reads_as_before(tmp_path):
-    """One of an older sfi, in which all requests begin together."""
-    trace = record([0, 1, 2])
-    (part,) = trace.parts("steps")
-    parquet.write_table(
-        parquet.read_table(part, partitioning=None).drop_columns(["batch_step"]), part
-    )
-    older = Trace.open(trace.path)
-    assert check(older)["sound"]
-    assert summarize(older)["latency"]["tokens_per_second"] > 0
-    assert summarize(older, 2)["phases"]["decode"]
-    assert "".join(perfetto_text(older, lambda done, total: None))
-    assert len(step_phases(View(older, 2)).step) == LIMITS[2] - 1

@@ -5,14 +5,10 @@ from itertools import product
 
 import numpy as np
 import pytest
-from pyarrow import parquet
 
 from sfi_core.errors import TraceError
-from sfi_traces.figures import draw
-from sfi_traces.read.check import check
 from sfi_traces.read.reader import Trace
 from sfi_traces.record.selected_sets import SelectedSets
-from sfi_traces.schema import TABLES
 from sfi_traces.summary import summarize
 from sfi_traces.views import observations
 from sfi_traces.views.raster import rasters
@@ -62,7 +58,7 @@ def test_corrections_are_a_share_of_fast_steps_layers_and_heads(trace):
         assert (one["n"], one["corrected"]) == (len(wanted), len(corrected.intersection(wanted)))
     view = observations.corrections_of(View(trace, 1, layer=0, head=1))
     wanted = [k for k in could if (k[0], *k[2:]) == (1, 0, 1)]
-    assert view.overall == pytest.approx(len(corrected.intersection(wanted)) / len(wanted))
+    assert view["share"] == pytest.approx(len(corrected.intersection(wanted)) / len(wanted))
 
 
 def test_recalls_are_summed_by_step_and_layer(trace):
@@ -78,23 +74,10 @@ def test_recalls_are_summed_by_step_and_layer(trace):
     assert len(found["layers"]) == LAYERS
 
 
-def test_an_older_trace_lacks_what_came_later_and_is_sound(tmp_path):
-    trace = Trace.open(make_trace(tmp_path / "run", steps=12, policy="sfi"))
-    part = trace.path / "selections" / "part-00000.parquet"
-    older = parquet.read_table(part).drop_columns(["reason", "query_cosine"])
-    parquet.write_table(older, part)
-    assert check(trace)["sound"]
-    found = summarize(trace)
-    assert found["selections"]["rows"] == len(older)
-    assert found["corrections"] is found["recalls"] is None
-    assert not trace.has("recalls")
-    assert trace.table("recalls").schema == TABLES["recalls"]
-
-
 def test_without_corrections_the_figure_names_the_policy(tmp_path):
     view = View(Trace.open(make_trace(tmp_path / "run", steps=12, policy="sfi")))
     with pytest.raises(TraceError, match="no corrections of request 0, recorded with policy sfi"):
-        draw("corrections", view)
+        observations.corrections_of(view)
 
 
 def test_a_selection_for_the_next_step_is_in_force_then(tmp_path):

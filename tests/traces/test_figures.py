@@ -43,7 +43,7 @@ def labels(axis) -> list[str]:
     return [label.get_text() for label in axis.get_ticklabels()]
 
 
-@pytest.mark.parametrize("kind", sorted(set(KINDS) - {"acceptance"}))
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_is_written_and_says_of_which_run_it_is(tmp_path, kind):
     view = View(Trace.open(make_trace(tmp_path / "t", steps=40, policy="freekv")))
     figure = draw(kind, view)
@@ -95,7 +95,7 @@ def test_a_redacted_heat_map_has_the_numbers_of_the_steps(full):
     hide = {"token_id": None, "token_text": None}
     rewrite(full.trace.path, "steps", lambda rows: [row | hide for row in rows])
     rewrite(full.trace.path, "prompts", lambda _: [])
-    for kind in set(KINDS) - {"lambda", "corrections", "acceptance"}:
+    for kind in set(KINDS) - {"lambda"}:
         draw(kind, View(full.trace))
     axes = draw("heatmap", View(full.trace)).axes[0]
     assert labels(axes.xaxis) == [str(step) for step in range(30)]
@@ -113,29 +113,6 @@ def test_tokens_that_look_like_markup_or_that_no_font_has_are_drawn_as_they_are(
         "$\\frac$", "\\n", "␣␣", "漢字", "\\x00", "a" * 13 + "…", "_{x}$", "<b>",
     ]  # fmt: skip
     save(figure, tmp_path / "x.tmp", kind="svg")
-
-
-def test_the_raster_shows_the_head_that_retains_least_and_marks_slow_steps(sfi):
-    figure = draw("raster", sfi)
-    axes = figure.axes[0]
-    layer, head = retained_mass(sfi).extremes[0]
-    assert texts(figure)[0] == f"Support of each step in layer {layer}, KV head {head}"
-    assert f"In layer {layer}, KV head {head} fast steps retain the least mass." in texts(figure)[1]
-    assert axes.images[0].get_array().shape == (239, 40)  # positions of the last step's context
-    assert axes.images[0].get_extent() == [-0.5, 39.5, -0.5, 238.5]
-    slow = next(line for line in axes.lines if line.get_marker() == "^")
-    assert slow.get_xdata().tolist() == [0, 10, 20, 30]
-    shown = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert shown == [
-        "in the support, read", "in the support, not read", "selected, not in the support",
-        "where the sink ends and the recent tokens begin", "slow step",
-    ]  # fmt: skip
-
-
-def test_the_raster_of_full_attention_has_nothing_but_supports(full):
-    figure = draw("raster", View(full.trace, layer=0, head=1))
-    assert texts(figure)[0] == "Support of each step in layer 0, KV head 1"
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["in the support"]
 
 
 def test_the_lag_figure_has_a_line_and_a_band_for_each_kind_of_pairs(sfi):

@@ -17,7 +17,7 @@ from sfi_core.models.load import load
 from sfi_core.policies import POLICIES, Triggered
 from sfi_core.settings.audit import AuditConfig
 from sfi_traces.health import RULES, judge, line, problems, quick_problems
-from sfi_traces.health.rules import BY_NAME, NOTE
+from sfi_traces.health.rules import NOTE
 from sfi_traces.health.run_measures import TRIGGERED
 from sfi_traces.read.reader import Trace
 from sfi_traces.record.parquet import ParquetObserver
@@ -29,6 +29,8 @@ from tests.traces.small import assert_spread, spoil, write_trace
 STEPS, CONTEXT, EVERY, BUDGET = 240, 2000, 10, 20
 Rows = list[dict[str, Any]]
 Tables = dict[str, Rows]
+
+BY_NAME = {rule.name: rule for rule in RULES}
 
 
 def sound() -> Tables:
@@ -218,7 +220,7 @@ def test_what_was_not_recorded_is_not_judged_and_says_what_records_it(tmp_path):
     assert why["trigger_never"] == "it takes 200 tokens, got 20"
 
 
-def test_full_attention_and_older_traces_trip_nothing(tmp_path):
+def test_a_trace_without_top_1_read_trips_nothing(tmp_path):
     for policy in ("full-kv", "sfi", "freekv"):
         found = judge(Scope.of(Trace.open(make_trace(tmp_path / policy, policy=policy))))
         assert "top_1_dropped" in {one["rule"] for one in found["not_judged"]}

@@ -169,36 +169,11 @@ def test_masses_are_kept_and_give_the_best_positions(tmp_path):
     assert row["retained_mass"] == pytest.approx(0.3)
 
 
-@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
-def test_tensors_are_the_same_trace(tmp_path, suffix):
-    from safetensors.torch import save_file  # noqa: PLC0415
-
+def test_tensors_are_the_same_trace(tmp_path):
     arrays = selection_arrays()
     tensors = {name: torch.as_tensor(np.asarray(value)) for name, value in arrays.items()}
-    path = tmp_path / f"a{suffix}"
-    if suffix == ".pt":
-        torch.save(tensors, path)
-    else:
-        del tensors["sfi_import_version"]
-        save_file(tensors, path, metadata={"sfi_import_version": "1"})
-    assert_supports_are(imported(path), sets_of(arrays))
-
-
-def test_an_array_alone_takes_its_tokens_from_a_sequence(tmp_path):
-    arrays = selection_arrays()
-    np.save(tmp_path / "a.npy", arrays["positions"])
-    sequence = np.concatenate([arrays["prompt_token_ids"], arrays["token_ids"]])
-    trace = imported(tmp_path / "a.npy", ImportOptions(sequence=sequence))
-    assert_supports_are(trace, sets_of(arrays))
-    assert [row["token_id"] for row in rows(trace, "steps")] == arrays["token_ids"].tolist()
-
-
-def test_rows_of_the_prompt_s_queries_are_left_out(tmp_path):
-    arrays = selection_arrays()
-    before = np.zeros((PROMPT - 3, LAYERS, K), int)
-    positions = np.concatenate([before, arrays["positions"]])
-    path = write_npz(tmp_path / "a.npz", positions=positions, first_query=2)
-    assert_supports_are(imported(path), sets_of(arrays))
+    torch.save(tensors, tmp_path / "a.pt")
+    assert_supports_are(imported(tmp_path / "a.pt"), sets_of(arrays))
 
 
 def changed(at: tuple[int, ...], value: int) -> np.ndarray:
@@ -235,7 +210,6 @@ def twice() -> np.ndarray:
         ({"layers": np.array([2, 1, 0])}, "must ascend"),
         ({"mass": np.full((STEPS, LAYERS, K), 0.4)}, r"positions\[0, 1\].*must add up to 1 at most, got 2.4"),
         ({"mass": np.zeros((STEPS, K, LAYERS))}, r"mass .* must be \[12, 3, 6\] as positions"),
-        ({"first_query": 5}, "must have rows for the queries 5 to 30"),
         ({"token_ids": np.full(STEPS, 2**40)}, "token_ids .* got 1099511627776 at 0"),
         ({"token_texts": np.array(["a"])}, "token_texts .* must be 12"),
         ({"prompt_token_ids": np.array([3, -1])}, "prompt_token_ids .* in 0 to 2147483647, got -1 at 1"),
@@ -328,7 +302,7 @@ def test_the_folder_of_the_shell_is_a_place_for_a_trace(tmp_path, monkeypatch):
     assert sorted(one.name for one in tmp_path.iterdir()) == ["a.npz", "new"]
 
 
-@pytest.mark.parametrize("suffix", [".npz", ".npy", ".parquet", ".safetensors", ".pt"])
+@pytest.mark.parametrize("suffix", [".npz", ".parquet", ".pt"])
 def test_what_is_no_such_file_is_refused(tmp_path, suffix):
     path = tmp_path / f"a{suffix}"
     with pytest.raises(InputError, match="must be a file, got none"):

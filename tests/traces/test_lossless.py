@@ -1,18 +1,11 @@
 """Traces of lossless runs: their rows, and what adds up."""
 
-import json
-
 import pytest
-from pyarrow import parquet
 
 from sfi_traces.read.check import check
 from sfi_traces.read.reader import Trace
 from sfi_traces.record.parquet import ParquetObserver
-from sfi_traces.schema import MANIFEST
-from sfi_traces.summary import summarize
-from sfi_traces.views.view import View
 from tests.traces.lossless import LosslessRun
-from tests.traces.made import make_trace
 from tests.traces.small import change_manifest, rows
 from tests.traces.test_stability import rewrite
 
@@ -139,18 +132,3 @@ def test_a_redacted_trace_hides_drafts_and_still_adds_up(tmp_path):
     assert problems(trace.path) == []
     nth(trace.path, 0, "verifications", accepted=0)
     assert any("must give 1 tokens" in line for line in problems(trace.path))
-
-
-def test_an_older_trace_is_of_a_plain_run_and_sound(tmp_path):
-    trace = Trace.open(make_trace(tmp_path / "run", steps=12, policy="sfi"))
-    part = trace.path / "steps" / "part-00000.parquet"
-    older = parquet.read_table(part, partitioning=None)
-    parquet.write_table(older.drop_columns(["drafted", "draft_token_id"]), part)
-    manifest = json.loads((trace.path / MANIFEST).read_text())
-    del manifest["lossless"]
-    (trace.path / MANIFEST).write_text(json.dumps(manifest))
-    trace = Trace.open(trace.path)
-    assert not trace.lossless
-    assert check(trace)["problems"] == []
-    assert summarize(trace)["lossless"] is None
-    assert not View(trace).steps.drafted.any()

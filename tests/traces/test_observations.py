@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from sfi_core.errors import TraceError
-from sfi_traces.figures import draw
 from sfi_traces.read.reader import Trace
 from sfi_traces.summary import summarize
 from sfi_traces.views import observations
@@ -152,8 +151,9 @@ def test_query_cosines_are_averaged_and_those_under_tau_counted(trace):
     assert lowest["query_cosine"] == pytest.approx(expected)
     view = observations.cosines_of(View(trace, 1, layer=1))
     own = [v for (r, layer, _, _), v in cosine.items() if (r, layer) == (1, 1)]
-    assert (view.overall, view.values) == (pytest.approx(mean(own)), len(own))
-    assert (view.mean.layers, view.mean.heads, len(view.lowest)) == ([1], [0, 1], 2)
+    assert (view["mean"], view["n"]) == (pytest.approx(mean(own)), len(own))
+    shown = observations.HeadMap.of(view["heads"], "mean")
+    assert (shown.layers, shown.heads, len(view["lowest"])) == ([1], [0, 1], 2)
 
 
 def lose_step_0(supports: list[dict]) -> list[dict]:
@@ -169,38 +169,25 @@ def keep_step_0(supports: list[dict]) -> list[dict]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "section", "change", "words"),
+    ("read", "section", "change", "words"),
     [
-        ("drift", "drift", lose_step_0, "drift needs the support of step 0"),
-        ("drift", "drift", keep_step_0, "drift needs an audited step after step 0"),
-        ("head-similarity", "head_similarity", keep_layer_1, "or more, got layer 1 alone"),
-        ("query-cosine", "query_cosine", keep_step_0, "has no query cosine of request 0"),
+        (observations.drift_of, "drift", lose_step_0, "drift needs the support of step 0"),
+        (observations.drift_of, "drift", keep_step_0, "drift needs an audited step after step 0"),
+        (
+            observations.head_similarity_of,
+            "head_similarity",
+            keep_layer_1,
+            "or more, got layer 1 alone",
+        ),
+        (observations.cosines_of, "query_cosine", keep_step_0, "has no query cosine of request 0"),
     ],
 )
-def test_what_a_view_lacks_is_one_line(tmp_path, kind, section, change, words):
+def test_what_a_view_lacks_is_one_line(tmp_path, read, section, change, words):
     folder = make_trace(tmp_path / "run", steps=12)
     rewrite(folder, "supports", change)
     with pytest.raises(TraceError, match=words) as error:
-        draw(kind, View(Trace.open(folder)))
+        read(View(Trace.open(folder)))
     assert "\n" not in str(error.value)
     found = summarize(Trace.open(folder))
     assert found[section] is None
     assert len([line for line in found["missing"] if "--audit" in line]) >= 1
-
-
-def test_the_figures_have_the_numbers(trace):
-    view = View(trace, 1)
-    lines = draw("drift", view).axes[0].lines
-    assert lines[0].get_ydata().tolist() == observations.drift_of(view).mean.tolist()
-    cells = draw("head-similarity", view).axes[0].images[0].get_array()
-    assert cells.tolist() == observations.head_similarity_of(view).matrix.tolist()
-    figure = draw("query-cosine", view)
-    cosines = observations.cosines_of(view)
-    assert figure.axes[0].images[0].get_array().tolist() == cosines.mean.value.tolist()
-    drawn = [line.get_ydata().tolist() for line in figure.axes[1].lines[: len(cosines.lowest)]]
-    assert drawn == [values.tolist() for _, values in cosines.lowest.values()]
-    figure = draw("corrections", view)
-    found = observations.corrections_of(view)
-    assert figure.axes[0].images[0].get_array().tolist() == found.share.value.tolist()
-    heights = [bar.get_height() for bar in figure.axes[1].patches]
-    assert heights == [*found.since_slow.values()]

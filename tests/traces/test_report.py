@@ -19,6 +19,7 @@ from sfi_traces.read.reader import Trace
 from sfi_traces.report import check_report, render
 from sfi_traces.report.raster_figure import pack
 from sfi_traces.views.observations import (
+    HeadMap,
     corrections_of,
     cosines_of,
     drift_of,
@@ -98,7 +99,9 @@ def test_the_figures_have_the_numbers_of_the_trace(sfi):
     alike = array(figures["head-similarity"]["data"][0]["z"])
     assert alike.tolist() == head_similarity_of(sfi).matrix.tolist()
     cosine, *courses = figures["query-cosine"]["data"]
-    assert array(cosine["z"]).tolist() == cosines_of(sfi).mean.value.tolist()
+    assert (
+        array(cosine["z"]).tolist() == HeadMap.of(cosines_of(sfi)["heads"], "mean").value.tolist()
+    )
     assert [len(array(line["y"])) for line in courses] == [39] * 4
 
 
@@ -192,9 +195,9 @@ def test_a_report_of_corrections_says_how_many_and_what_was_recalled(tmp_path):
     page = render(view)
     found = corrections_of(view)
     cells, bars = data(page)["corrections"]["data"]
-    assert array(cells["z"]).tolist() == found.share.value.tolist()
+    assert array(cells["z"]).tolist() == HeadMap.of(found["heads"], "share").value.tolist()
     assert bars["x"] == ["1", "2", "3-4", "5-8", "9-16"]
-    assert f"{100 * found.overall:.1f} %" in page
+    assert f"{100 * found['share']:.1f} %" in page
     recalled = sum(row["bytes"] for row in view.trace.table("recalls").to_pylist()) / 39
     assert f"{recalled:,.0f} bytes" in page
 

@@ -9,6 +9,8 @@ from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
 
 Ints = npt.NDArray[np.integer[Any]]
 Floats = npt.NDArray[np.floating[Any]]
@@ -57,3 +59,18 @@ def size(index: Ints) -> Ints:
 def _share(part: Ints, whole: Ints) -> Floats:
     nothing = np.full(part.shape, np.nan, np.float32)
     return np.divide(part, whole, out=nothing, where=whole > 0)
+
+
+def padded(
+    lists: pa.ListArray | pa.ChunkedArray, empty: float = -1, width: int | None = None
+) -> npt.NDArray[Any]:
+    """Lay lists out as rows, [N, width], shorter lists and nulls filled up with `empty`.
+
+    Without a width the rows are as wide as the longest list, and at least 1.
+    """
+    length = np.asarray(pc.fill_null(pc.list_value_length(lists), 0))
+    values = np.asarray(pc.list_flatten(lists))
+    wide = int(length.max(initial=1)) if width is None else width
+    found = np.full((len(length), wide), empty, values.dtype)
+    found[np.arange(wide) < length[:, None]] = values
+    return found

@@ -7,23 +7,6 @@ versions 1 to N; a new column raises no version, a changed or missing one does.
 import pyarrow as pa
 
 SCHEMA_VERSION = 1
-# columns that older traces of this version lack; they also lack the tables `recalls` and `verifications`
-ADDED = {
-    "steps": (
-        "batch_step",
-        "drafted",
-        "draft_token_id",
-        "graphs",
-        "slow_requests",
-        "fast_requests",
-        "cached_tokens",
-        "moved_bytes",
-        "bandwidth_share",
-    ),
-    "selections": ("reason", "query_cosine"),
-    "timings": ("rank",),
-    "supports": ("read", "top_1_read", "retained_mass_min"),
-}
 MANIFEST = "manifest.json"
 PART = "part-{number:05d}.parquet"
 # of a run on several ranks, each but the first writes a trace of its own in such a folder of the first one's;

@@ -10,8 +10,7 @@ from sfi_cli import options as o
 def export(
     folder: o.TraceDir,
     form: Annotated[
-        str,
-        typer.Option("--format", help="perfetto, otlp, csv or jsonl.", rich_help_panel=o.OUTPUT),
+        str, typer.Option("--format", help="perfetto, csv or jsonl.", rich_help_panel=o.OUTPUT)
     ],
     table: Annotated[
         str | None,
@@ -23,9 +22,7 @@ def export(
     force: o.Force = False,
     quiet: o.Quiet = False,
 ) -> None:
-    """Write a trace as a timeline for ui.perfetto.dev, as OpenTelemetry spans, or as CSV or JSON lines.
-
-    otlp has a JSON object of OTLP's traces a line, which the OpenTelemetry Collector reads.
+    """Write a trace as a timeline for ui.perfetto.dev, or as CSV or JSON lines.
 
     All tables go to a folder, a file for each; a list is written as JSON. A file that ends in .gz is
     compressed, which ui.perfetto.dev opens too.
@@ -33,8 +30,6 @@ def export(
     For example:
 
       sfi trace export run --format perfetto -o timeline.json.gz
-
-      sfi trace export run --format otlp -o spans.jsonl
 
       sfi trace export run --format csv -o tables
 

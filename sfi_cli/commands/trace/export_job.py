@@ -11,8 +11,8 @@ from sfi_cli.terminal.output import Output
 from sfi_cli.terminal.progress import Progress
 from sfi_core.errors import ConfigError, SfiError
 
-TIMELINES = ("perfetto", "otlp")  # of the whole trace, in one file
-FORMATS = (*TIMELINES, "csv", "jsonl")
+TIMELINE = "perfetto"  # of the whole trace, in one file
+FORMATS = (TIMELINE, "csv", "jsonl")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,17 +45,17 @@ class ExportJob:
 
         if self.form not in FORMATS:
             raise ConfigError(f"unknown format {self.form!r}; expected one of {FORMATS}")
-        if self.table is not None and self.form in TIMELINES:
+        if self.table is not None and self.form == TIMELINE:
             raise ConfigError(f"table must come with --format csv or jsonl, got {self.form}")
         if self.table is not None and self.table not in TABLES:
             raise ConfigError(f"unknown table {self.table!r}; expected one of {tuple(TABLES)}")
-        if self.output is None and self.table is None and self.form not in TIMELINES:
+        if self.output is None and self.table is None and self.form != TIMELINE:
             raise ConfigError(
                 f"{self.form} of all tables must have a folder; add -o FOLDER or --table NAME"
             )
         trace = Trace.open(folder)
         with ExportProgress(quiet=self.quiet) as progress:
-            if self.form in TIMELINES or self.table is not None:
+            if self.form == TIMELINE or self.table is not None:
                 pieces = self._pieces(trace, self.table, progress)
                 with Output(self.output, force=self.force) as written:
                     written.pieces(pieces)
@@ -63,13 +63,10 @@ class ExportJob:
                 self._write_tables(trace, list(TABLES), self.output, progress)
 
     def _pieces(self, trace: Any, table: str | None, progress: "ExportProgress") -> Iterator[str]:
-        from sfi_traces.export.otlp import otlp_text
         from sfi_traces.export.perfetto import perfetto_text
         from sfi_traces.export.rows import table_text
 
         if table is None:
-            if self.form == "otlp":
-                return otlp_text(trace, partial(progress.update, "the spans"))
             return perfetto_text(trace, partial(progress.update, "the timeline"))
         return table_text(trace, table, self.form, partial(progress.update, table))
 

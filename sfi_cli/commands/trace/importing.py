@@ -11,10 +11,7 @@ from sfi_cli.terminal.output import Output, dated_folder
 
 
 def import_(
-    file: Annotated[
-        Path,
-        typer.Argument(help=".npz, .npy, .parquet, .safetensors or .pt.", metavar="FILE"),
-    ],
+    file: Annotated[Path, typer.Argument(help=".npz, .parquet or .pt.", metavar="FILE")],
     output: Annotated[
         Path | None,
         typer.Option(
@@ -40,10 +37,6 @@ def import_(
             help="KV heads that the query heads of attention are averaged for.",
             show_default="the file's, or one for each query head",
         ),
-    ] = None,
-    token_ids: Annotated[
-        Path | None,
-        typer.Option(help="A .npy of prompt and generated ids, for a file without tokens."),
     ] = None,
     tokenizer: Annotated[
         str | None,
@@ -85,7 +78,7 @@ def import_(
     if triggers and tokenizer is None:
         raise ConfigError("trigger must come with --tokenizer, got none")
     folder = output or dated_folder("sfi-trace")
-    options = ImportOptions(top=top, kv_heads=kv_heads, sequence=_sequence(token_ids))
+    options = ImportOptions(top=top, kv_heads=kv_heads)
     with BenchProgress(quiet=quiet) as progress:
         manifest = import_trace(
             file,
@@ -105,14 +98,6 @@ def import_(
         Output(json=True).data(document, import_text)
     elif not quiet:
         Output(quiet=quiet).say(import_text(document))
-
-
-def _sequence(path: Path | None) -> Any:
-    if path is None:
-        return None
-    from sfi_traces.importing.tokens import read_sequence
-
-    return read_sequence(path)
 
 
 def _tokenizer(name: str | None) -> Any:

@@ -15,8 +15,7 @@ def plot(
     kind: Annotated[
         list[str] | None,
         typer.Option(
-            help="heatmap, raster, lag, lambda, drift, head-similarity, query-cosine, corrections, "
-            "acceptance, retained, timeline; comma list or repeated.",
+            help="heatmap, lag, lambda, retained, timeline; comma list or repeated.",
             show_default="all that the trace has data for",
             rich_help_panel=WHAT,
         ),
@@ -29,21 +28,23 @@ def plot(
         int | None,
         typer.Option(
             help="Only this layer; not of the timeline.",
-            show_default="the mean over all; of the raster, the one that retains least",
+            show_default="the mean over all",
             rich_help_panel=WHAT,
         ),
     ] = None,
     head: Annotated[
         int | None,
         typer.Option(
-            help="Only this KV head; likewise.", show_default="likewise", rich_help_panel=WHAT
+            help="Only this KV head; not of the timeline.",
+            show_default="the mean over all",
+            rich_help_panel=WHAT,
         ),
     ] = None,
     top: Annotated[
         int | None,
         typer.Option(
             help="Only the most probable positions of each support.",
-            show_default="all that the audit recorded; of the raster, the budget",
+            show_default="all that the audit recorded",
             rich_help_panel=WHAT,
         ),
     ] = None,
@@ -63,15 +64,11 @@ def plot(
     ] = None,
     force: o.Force = False,
 ) -> None:
-    """Draw what the model attended to: supports, their overlap, lambda*, retained mass, time.
+    """Draw the figures of a paper or a README: overlap of supports, lambda*, retained mass, time.
 
-    heatmap: overlap of every two steps' supports. raster: positions of each step's support. lag: overlap by
-    how many steps lie between. lambda: weight of the prior. drift: overlap with the prompt's support, by
-    step. head-similarity: overlap of the heads of each two layers. query-cosine: of each step's query with
-    the one before, by layer and KV head, and the lowest heads by step. corrections: how often FreeKV
-    corrected, by layer and KV head. acceptance: drafted tokens that a lossless run kept, by place in the
-    sentence and by depth in the draft. retained: mass that fast steps kept, by layer and KV head. timeline:
-    phases of each step. All but lambda, corrections, acceptance and timeline need a trace of --audit 1.
+    heatmap: overlap of every two steps' supports. lag: overlap by how many steps lie between. lambda: weight
+    of the prior. retained: mass that fast steps kept, by layer and KV head. timeline: phases of each step.
+    All but lambda and timeline need a trace of --audit 1. sfi trace report has more figures.
 
     For example:
 
@@ -79,9 +76,7 @@ def plot(
 
       sfi trace plot run --kind heatmap --top 64 -o overlap.svg
 
-      sfi trace plot run --kind raster,lag --layer 3 --head 1
-
-      sfi trace plot run --kind drift,head-similarity,query-cosine
+      sfi trace plot run --kind lag,retained --layer 3 --head 1
     """
     from sfi_cli.commands.trace.figure_jobs import PlotJob
     from sfi_cli.parsing import words

@@ -31,6 +31,7 @@ from sfi_cli.commands.trace.support_views import (
     worst_heads_line,
 )
 from sfi_cli.terminal.tables import count, duration, number, pairs, percent, plural, rendered, table
+from sfi_traces.report.facts import audit_words
 
 MOST_TRIGGERS = 12
 MOST_REQUESTS = 4
@@ -88,7 +89,7 @@ def _run_lines(document: Row) -> Iterator[tuple[str, str]]:
     yield "settings", settings or "the defaults"
     yield "prompts", _prompts(run["requests"])
     yield "finished", _finished(run)
-    yield "audit", _audit(run)
+    yield "audit", audit_words(run)
     if steps["launched"]:
         yield "CUDA graphs", _graphs(run, steps)
     reasons = ", ".join(f"{steps:,} {reason}" for reason, steps in steps["reasons"].items())
@@ -105,18 +106,6 @@ def _run_lines(document: Row) -> Iterator[tuple[str, str]]:
 def _graphs(run: Row, steps: Row) -> str:
     count_of = f"{steps['replayed']:,} of {plural(steps['launched'], 'decoding step')} replayed"
     return count_of + (f": {run['not_replayed']}" if run["not_replayed"] else "")
-
-
-def _audit(run: Row) -> str:
-    audit, imported = run["audit"], run["imported"]
-    if imported:
-        return f"{imported['kind']} of {imported['file']}, up to {audit['top']:,} positions"
-    if not audit:
-        return "none"
-    often = (
-        "every step" if audit["every"] == 1 else f"every {audit['every']} steps and the slow ones"
-    )
-    return f"{often}, the top {audit['top']:,} positions"
 
 
 def _setting(value: object) -> str:

@@ -7,14 +7,7 @@ import typer
 
 from sfi_cli import options as o
 from sfi_cli.settings.complete import completer
-from sfi_cli.settings.tables import (
-    DIMENSIONS,
-    SETTINGS,
-    TRIALS,
-    EngineTable,
-    ModelTable,
-    TuneTable,
-)
+from sfi_cli.settings.tables import DIMENSIONS, SETTINGS, TRIALS, EngineTable, ModelTable, TuneTable
 
 SPACE, SEARCH, CONFIRM = "Search space: 8,16,32 or 8:64", "Search", "Confirmation"
 OUTPUT = Path("tuned.toml")
@@ -79,16 +72,10 @@ def tune(
         int, _option("Trials of the study in all, by every process on it.", SEARCH, min=1)
     ] = TRIALS,
     seed: Annotated[int, _option("Seed of the sampler.", SEARCH, min=0, max=2**32 - 1)] = 0,
-    lossless: Annotated[
-        bool,
-        typer.Option(
-            "--lossless", help="How to draft, from lossless traces.", rich_help_panel=SEARCH
-        ),
-    ] = False,
     study: Annotated[
         Path | None,
         _option(
-            "File of the study, which processes may share: .db (SQLite) or .journal.",
+            "File of the study, which processes may share: Optuna's .journal.",
             SEARCH,
             show_default="the output's name, .journal",
         ),
@@ -139,18 +126,14 @@ def tune(
 
       sfi tune dense --confirm 3 --plot front.png
 
-      sfi tune drafts --lossless --confirm 3
-
       sfi tune code chat --trigger-set lines="\n" --search span=0:16 --trials 500
     """
     from sfi_cli.commands.tune.job import Confirming, Searching, TuneJob
-    from sfi_cli.commands.tune.lossless_job import LosslessTuneJob
     from sfi_cli.settings.given import given, texts
     from sfi_cli.terminal.output import Output
 
     settings = given("tune", sets=sets)
-    job = LosslessTuneJob if lossless else TuneJob
-    job(
+    TuneJob(
         traces=traces,
         axes=texts(
             DIMENSIONS, search,

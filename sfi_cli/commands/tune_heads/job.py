@@ -131,10 +131,7 @@ class HeadsJob:
             "pooled": "max",
         }
         return Measured(
-            texts=texts,
-            model=self.model or "bundled",
-            digest=model_digest(model),
-            made_from=source,
+            texts=texts, model=self.model or "bundled", digest=model_digest(model), made_from=source
         )
 
     def _texts(

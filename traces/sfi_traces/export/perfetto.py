@@ -12,7 +12,6 @@ from itertools import chain, islice
 from typing import Any
 
 from sfi_core.errors import TraceError
-from sfi_traces.export.placed_steps import PLACED_STEPS
 from sfi_traces.read.reader import Trace
 from sfi_traces.summary.scope import Scope
 
@@ -20,6 +19,19 @@ FIRST_PID = 1  # of rank 0
 PIECE = 1000  # events in one piece of text
 COLORS = {True: "terrible", False: "good"}  # Chrome's names, of a slow step and a fast one
 ABOUT = ("sfi_version", "created", "policy", "preset", "backend", "device", "config", "model")
+# a step lasts from its first span to its last, and not beyond the beginning of the request's next one; a
+# prompt's earlier pieces are part of step 0
+PLACED_STEPS = """
+    CREATE TEMP VIEW placed_steps AS
+    WITH extents AS (
+        SELECT request AS batch, greatest(step, 0) AS batch_step, min(begin_us) AS begin_us,
+            max(begin_us + elapsed_us) AS end_us
+        FROM chosen_timings GROUP BY ALL
+    )
+    SELECT timed_steps.*, extents.begin_us,
+        least(end_us, lead(begin_us) OVER (PARTITION BY request ORDER BY step)) AS end_us
+    FROM timed_steps JOIN extents USING (batch, batch_step)
+"""
 STEPS = "SELECT * FROM placed_steps ORDER BY begin_us"
 VERIFICATIONS = """
     SELECT verifications.*, placed_steps.begin_us

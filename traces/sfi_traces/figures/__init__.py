@@ -7,14 +7,8 @@ from sfi_traces.views.view import View
 
 KINDS = {  # kind: module
     "heatmap": "heatmap",
-    "raster": "raster",
     "lag": "lag",
     "lambda": "lambda_star",
-    "drift": "drift",
-    "head-similarity": "head_similarity",
-    "query-cosine": "query_cosine",
-    "corrections": "corrections",
-    "acceptance": "acceptance",
     "retained": "retained",
     "timeline": "timeline",
 }

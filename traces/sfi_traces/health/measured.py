@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
+from sfi_traces.summary.scope import Scope
+
 BEGINNING = 32  # fast steps
 
 
@@ -43,3 +45,8 @@ def worse_of_beginning(value: str) -> str:
     beginning, and a mean over the run hides them.
     """
     return f"greatest(avg({value}), avg({value}) FILTER (place <= {BEGINNING}))"
+
+
+def measured(scope: Scope, query: str, parameters: list[Any] | None = None) -> list[Measured]:
+    """Take the rows of a query."""
+    return [Measured.of(row) for row in scope.rows(query, parameters)]

@@ -218,4 +218,3 @@ RULES = (
         advice="a budget of fixed size holds less of a growing context; see whether agreement falls too",
     ),
 )  # fmt: skip
-BY_NAME = {rule.name: rule for rule in RULES}

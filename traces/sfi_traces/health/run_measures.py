@@ -1,6 +1,6 @@
 """What health rules measure of a run's steps: triggers, the sparse path, drift."""
 
-from sfi_traces.health.measured import Measured, Unjudged, worse_of_beginning
+from sfi_traces.health.measured import Measured, Unjudged, measured, worse_of_beginning
 from sfi_traces.summary.scope import Scope
 
 TRIGGERED = (
@@ -17,7 +17,7 @@ def never_fast(scope: Scope) -> list[Measured]:
         raise Unjudged("full-kv reads everything at every step")
     if scope.trace.imported:
         raise Unjudged("an imported trace does not say which steps were slow")
-    return _measured(scope, _share("slow", "chosen_steps WHERE step > 0"))
+    return measured(scope, _share("slow", "chosen_steps WHERE step > 0"))
 
 
 def trigger_never(scope: Scope) -> list[Measured]:
@@ -34,7 +34,7 @@ def fast_disagrees(scope: Scope) -> list[Measured]:
     """Share of fast steps with another most probable token, by request; or of the first ones if larger."""
     if scope.trace.lossless:
         raise Unjudged("a lossless run replaces the tokens that differ: see its acceptance")
-    return _measured(
+    return measured(
         scope,
         f"""
         SELECT request, count(*) AS n, {worse_of_beginning("(NOT argmax_agrees)::INT")} AS value
@@ -82,7 +82,7 @@ def _trigger_share(scope: Scope, which: str) -> list[Measured]:
         raise Unjudged(
             f"the trigger is {manifest['config']['trigger_policy']}, not the sentence's end"
         )
-    return _measured(scope, _share(which, "chosen_steps"))
+    return measured(scope, _share(which, "chosen_steps"))
 
 
 def _share(which: str, source: str) -> str:
@@ -93,7 +93,7 @@ def _share(which: str, source: str) -> str:
 
 def _fall(scope: Scope, query: str) -> list[Measured]:
     # first third less last third; 0 within three standard errors
-    return _measured(
+    return measured(
         scope,
         f"""
         WITH parts AS (
@@ -108,7 +108,3 @@ def _fall(scope: Scope, query: str) -> list[Measured]:
         SELECT request, n, CASE WHEN fall > 3 * coalesce(error, 0) THEN fall ELSE 0.0 END AS value FROM fallen
         """,  # noqa: S608 - our own words
     )
-
-
-def _measured(scope: Scope, query: str) -> list[Measured]:
-    return [Measured.of(row) for row in scope.rows(query)]

@@ -1,6 +1,6 @@
 """What health rules measure of the table `selections`."""
 
-from sfi_traces.health.measured import Measured, Unjudged
+from sfi_traces.health.measured import Measured, Unjudged, measured
 from sfi_traces.summary.sampled import sample_selections
 from sfi_traces.summary.scope import Scope
 from sfi_traces.summary.supports import at_clip
@@ -44,14 +44,14 @@ def lambda_clipped(scope: Scope) -> list[Measured]:
         SELECT request, layer, head, count(*) AS n, avg({at_clip(scope)}::INT) AS value
         FROM chosen_selections WHERE lambda_star IS NOT NULL {OF_EACH_HEAD}
     """  # noqa: S608 - our own words
-    return [Measured.of(row) for row in scope.rows(query)]
+    return measured(scope, query)
 
 
 def selection_trailing(scope: Scope) -> list[Measured]:
     """Share of the selected positions among the last ones before the recent window, of as many."""
     sample_selections(scope)
     recent = _setting(scope, "recent")
-    return _measured(
+    return measured(
         scope,
         f"""
         SELECT request, layer, head, count(DISTINCT step) AS n,
@@ -67,7 +67,7 @@ def selection_trailing(scope: Scope) -> list[Measured]:
 def selection_same(scope: Scope) -> list[Measured]:
     """Share of a layer's refreshes at which two or more KV heads all selected the same positions."""
     sample_selections(scope)
-    return _measured(
+    return measured(
         scope,
         f"""
         SELECT request, layer, count(*) AS n, avg((different = 1)::INT) AS value
@@ -84,7 +84,7 @@ def selection_same(scope: Scope) -> list[Measured]:
 
 def selection_frozen(scope: Scope) -> list[Measured]:
     """Share of the refreshes, but for the first, that changed not one position."""
-    return _measured(
+    return measured(
         scope,
         f"""
         SELECT request, layer, head, count(*) AS n, avg((added = 0 AND removed = 0)::INT) AS value
@@ -100,7 +100,7 @@ def sink_unselected(scope: Scope) -> list[Measured]:
     if _setting(scope, "sink"):
         raise Unjudged("the policy reads the first tokens by itself (sink)")
     sample_selections(scope)
-    return _measured(
+    return measured(
         scope,
         f"""
         SELECT request, layer, head, count(*) AS n, avg((positions[1] >= {SINKS})::INT) AS value
@@ -111,7 +111,7 @@ def sink_unselected(scope: Scope) -> list[Measured]:
 
 def _of_selector(scope: Scope, value: str, where: str) -> list[Measured]:
     _require_selector(scope)
-    return _measured(
+    return measured(
         scope,
         f"""
         SELECT request, layer, head, count(*) AS n, {value} AS value
@@ -138,7 +138,3 @@ def _allowed(scope: Scope) -> str:
 def _setting(scope: Scope, name: str) -> int:
     # a trace of another engine may lack it
     return int(scope.trace.manifest["config"].get(name) or 0)
-
-
-def _measured(scope: Scope, query: str) -> list[Measured]:
-    return [Measured.of(row) for row in scope.rows(query)]

@@ -3,7 +3,7 @@
 import numpy as np
 import pyarrow as pa
 
-from sfi_traces.health.measured import Measured, Unjudged, worse_of_beginning
+from sfi_traces.health.measured import Measured, Unjudged, measured, worse_of_beginning
 from sfi_traces.health.rules import RECORD_POSITIONS
 from sfi_traces.health.selection_measures import SINKS
 from sfi_traces.schema import TABLES
@@ -51,7 +51,7 @@ def top_1_dropped(scope: Scope) -> list[Measured]:
 
     Of all such steps, or of a head's first ones if that is larger.
     """
-    return _measured(
+    return measured(
         scope,
         f"""
         SELECT request, layer, head, {worse_of_beginning("1 - top_1_read")} AS value, count(*) AS n
@@ -73,7 +73,7 @@ def budget_idle(scope: Scope) -> list[Measured]:
     """
     if not _idle_intervals(scope):
         return []
-    found = _measured(
+    found = measured(
         scope,
         f"""
         WITH whole AS (
@@ -141,7 +141,7 @@ def _lost(scope: Scope, where: str) -> list[Measured]:
     reach = ""
     if "reach" in where:
         reach = "LEFT JOIN reach USING (request, layer, head)"
-    return _measured(
+    return measured(
         scope,
         f"""
         SELECT request, layer, head, sum(m) FILTER (NOT r AND {where}) / count(DISTINCT step) AS value,
@@ -154,7 +154,3 @@ def _lost(scope: Scope, where: str) -> list[Measured]:
         GROUP BY request, layer, head
         """,  # noqa: S608 - our own words and numbers
     )
-
-
-def _measured(scope: Scope, query: str) -> list[Measured]:
-    return [Measured.of(row) for row in scope.rows(query)]

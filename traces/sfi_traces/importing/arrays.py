@@ -1,6 +1,5 @@
 """The arrays of a file by name, whatever its format; nothing is read before it is asked for."""
 
-import json
 import pickle
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
@@ -12,12 +11,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from safetensors import SafetensorError, safe_open
 
 from sfi_core.errors import InputError
-from sfi_traces.importing.schema import VERSION, VERSION_NAME, check_version
+from sfi_traces.importing.schema import VERSION_NAME, check_version
 
-FORMATS = (".npz", ".npy", ".parquet", ".safetensors", ".pt")
+FORMATS = (".npz", ".parquet", ".pt")
 ATTENTIONS = "attentions"  # transformers' nested tuples, in a .pt file
 
 Array = npt.NDArray[Any]
@@ -104,7 +102,7 @@ class Arrays:
 
 @contextmanager
 def open_arrays(path: Path) -> Iterator[Arrays]:
-    """Open a .npz, .npy, .safetensors or .pt file; nothing in it is run as code.
+    """Open a .npz or .pt file; nothing in it is run as code.
 
     Yields:
         Its arrays, which can be read until the end of the block.
@@ -112,11 +110,18 @@ def open_arrays(path: Path) -> Iterator[Arrays]:
     Raises:
         InputError: It cannot be read.
     """
-    openers = {".npz": _npz, ".npy": _npy, ".safetensors": _safetensors, ".pt": _pt}
+    if path.suffix == ".pt":
+        with readable(path):
+            arrays = _pt(path)
+        yield arrays
+        return
     with ExitStack() as stack:
         with readable(path):
-            arrays = openers[path.suffix](path, stack)
-        yield arrays
+            file = np.load(path, allow_pickle=False)
+            if not isinstance(file, np.lib.npyio.NpzFile):
+                raise ValueError("it holds one array without a name")  # noqa: TRY004 - as of a damaged file
+            stack.enter_context(file)
+        yield Arrays(path, tuple(file.files), file.__getitem__)
 
 
 @contextmanager
@@ -133,49 +138,19 @@ def readable(path: Path) -> Iterator[None]:
         yield
     except FileNotFoundError as error:
         raise InputError(f"import {path} must be a file, got none") from error
-    except (*damaged, zipfile.BadZipFile, pickle.UnpicklingError, SafetensorError) as error:
+    except (*damaged, zipfile.BadZipFile, pickle.UnpicklingError) as error:
         line = str(error).strip().partition("\n")[0] or type(error).__name__
         raise InputError(f"import {path} cannot be read as {path.suffix}: {line}") from error
 
 
-def _npz(path: Path, stack: ExitStack) -> Arrays:
-    file = np.load(path, allow_pickle=False)
-    if not isinstance(file, np.lib.npyio.NpzFile):
-        raise ValueError("it holds one array; name it .npy")  # noqa: TRY004 - as numpy of a damaged file
-    stack.enter_context(file)
-    return Arrays(path, tuple(file.files), file.__getitem__)
-
-
-def _npy(path: Path, stack: ExitStack) -> Arrays:
-    # an array alone: the positions; the format has no place for a version
-    array = np.load(path, mmap_mode="r", allow_pickle=False)
-    if not isinstance(array, np.ndarray):
-        stack.enter_context(array)
-        raise ValueError("it holds several arrays; name it .npz")  # noqa: TRY004 - as above
-    return _of_values(path, {VERSION_NAME: VERSION, "positions": array})
-
-
-def _safetensors(path: Path, stack: ExitStack) -> Arrays:
-    file = stack.enter_context(safe_open(path, framework="pt"))  # numpy has no bfloat16
-    said = {
-        name: json.loads(text) for name, text in (file.metadata() or {}).items() if name != "format"
-    }
-    tensors = tuple(file.keys())
-
-    def read(name: str) -> Any:
-        return file.get_tensor(name) if name in tensors else said[name]
-
-    return Arrays(path, (*tensors, *(name for name in said if name not in tensors)), read)
-
-
-def _pt(path: Path, _: ExitStack) -> Arrays:
+def _pt(path: Path) -> Arrays:
     document = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     if not isinstance(document, Mapping):
         raise ValueError(f"it must be a dict, got {type(document).__name__}")  # noqa: TRY004 - as above
     values = {str(name): value for name, value in document.items() if name != ATTENTIONS}
     for number, layers in enumerate(_passes(path, document.get(ATTENTIONS, ()))):
         values |= {f"attention.{number}.{layer}": tensor for layer, tensor in enumerate(layers)}
-    return _of_values(path, values)
+    return Arrays(path, tuple(values), values.__getitem__)
 
 
 def _passes(path: Path, attentions: Any) -> Any:
@@ -192,10 +167,6 @@ def _passes(path: Path, attentions: Any) -> Any:
 
 def _are(values: Any, kind: Any) -> bool:
     return isinstance(values, list | tuple) and all(isinstance(one, kind) for one in values)
-
-
-def _of_values(path: Path, values: Mapping[str, Any]) -> Arrays:
-    return Arrays(path, tuple(values), values.__getitem__)
 
 
 def plain(value: Any) -> Any:

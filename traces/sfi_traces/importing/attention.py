@@ -49,7 +49,7 @@ class AttentionArrays:
         self._arrays = arrays
         self._passes = _passes(arrays)
         self._top = options.top or AuditConfig().top
-        self._tokens = Tokens.of(arrays, options, None)
+        self._tokens = Tokens.of(arrays, None)
         self._query_heads = self._read(0, self._passes[0][0], 0)[1][1]
         self._kv_heads = self._grouped(options)
         self.header = Header(

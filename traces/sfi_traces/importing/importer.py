@@ -15,7 +15,7 @@ from sfi_core.triggers.trigger_set import build_trigger_set
 from sfi_traces.importing.arrays import FORMATS, open_arrays
 from sfi_traces.importing.attention import AttentionArrays, has_attention
 from sfi_traces.importing.row_table import SelectionRows
-from sfi_traces.importing.schema import VERSION, Header, ImportOptions, Prompt, Source
+from sfi_traces.importing.schema import VERSION, Header, ImportOptions, Prompt
 from sfi_traces.importing.selections import SelectionArrays
 from sfi_traces.importing.trace_tables import TraceTables
 from sfi_traces.record.folder import claim, clear
@@ -26,6 +26,7 @@ from sfi_traces.record.token_text import TokenText
 POLICY = "imported"
 UNNAMED = "unnamed"  # so that sfi trace diff takes two files of a model that none of them names
 Progress = Callable[[int, int], None]  # rows read, of how many
+Source = SelectionRows | SelectionArrays | AttentionArrays
 
 
 @contextmanager

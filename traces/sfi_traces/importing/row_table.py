@@ -30,6 +30,7 @@ from sfi_traces.importing.schema import (
     check_version,
 )
 from sfi_traces.importing.selections import Selected, check_top
+from sfi_traces.overlap import padded
 
 ROWS = 4096  # in memory at once, and those of one step
 KEYS = ("request", "step", "layer", "head")
@@ -50,9 +51,8 @@ class SelectionRows:
             InputError: A column is missing or of another type.
             ConfigError: An option that the file has no use for.
         """
-        for name, value in (("kv-heads", options.kv_heads), ("token-ids", options.sequence)):
-            if value is not None:
-                raise ConfigError(f"{name} must come with arrays, got {path.name}")
+        if options.kv_heads is not None:
+            raise ConfigError(f"kv-heads must come with arrays, got {path.name}")
         self._path, self._top = path, options.top
         with readable(path), parquet.ParquetFile(path) as file:
             self._schema, rows = file.schema_arrow, file.metadata.num_rows
@@ -104,7 +104,7 @@ class SelectionRows:
             return self._row(begin + int(order[unit]))
 
         values = {
-            name: _padded(rows[name], empty)[order] if name in self._columns else None
+            name: padded(rows[name], empty)[order] if name in self._columns else None
             for name, empty in ((self._name, PADDING), ("mass", 0.0), ("scores", 0.0))
         }
         index_UK = values[self._name]
@@ -278,12 +278,3 @@ def _block_size(path: Path, said: dict[str, Any], name: str) -> int | None:
 def _numbers(table: pa.Table, name: str) -> npt.NDArray[np.int64]:
     numbers: npt.NDArray[np.int64] = table[name].to_numpy().astype(np.int64)
     return numbers
-
-
-def _padded(lists: pa.ChunkedArray, empty: float) -> npt.NDArray[Any]:
-    # [U, longest]; a shorter row ends in `empty`
-    count = pc.list_value_length(lists).to_numpy()
-    values = pc.list_flatten(lists).to_numpy()
-    padded = np.full((len(count), max(1, int(count.max()))), empty, values.dtype)
-    padded[np.arange(padded.shape[1]) < count[:, None]] = values
-    return padded

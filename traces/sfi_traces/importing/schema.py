@@ -4,10 +4,10 @@ Dimensions: N steps from step 0 on, L layers, H heads, U pairs of a layer and a 
 selection, B blocks of a selection, P tokens of the prompt.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +24,7 @@ COMMON = (
     VERSION_NAME, "token_ids", "prompt_token_ids", "prompt_tokens", "token_texts", "prompt_token_texts",
     "trigger_token_ids", "model",
 )  # fmt: skip
-SELECTIONS = ("positions", "blocks", "block_size", "layers", "mass", "scores", "first_query")
+SELECTIONS = ("positions", "blocks", "block_size", "layers", "mass", "scores")
 ATTENTION = ("kv_heads",)  # and `attention.PASS.LAYER`, or the nested `attentions`
 # of a Parquet file: columns, and keys of its metadata, whose values are JSON
 COLUMNS = (
@@ -58,12 +58,10 @@ class ImportOptions:
             1,024 of an attention tensor.
         kv_heads: KV heads that the query heads of an attention tensor are averaged for; None for the file's
             word, or each query head by itself.
-        sequence: Ids of the prompt and of the generated tokens, [P + N], for a file without token ids.
     """
 
     top: int | None = None
     kv_heads: int | None = None
-    sequence: Ints | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -135,23 +133,6 @@ class ImportedStep:
     retained_U: Floats | None
     attended_tokens: float
     row: int
-
-
-class Source(Protocol):
-    """A file to import.
-
-    Attributes:
-        header: What is known before the steps are read.
-    """
-
-    header: Header
-
-    def steps(self) -> Iterator[ImportedStep]:
-        """Yield the steps, by request and step.
-
-        Raises:
-            InputError: With the row that is wrong.
-        """
 
 
 def check_version(path: Path, version: object) -> None:

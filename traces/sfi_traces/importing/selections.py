@@ -123,10 +123,7 @@ class SelectionArrays:
                 f"{self._name} of {self._path} must have steps, layers and positions, got shape "
                 f"{list(self._index.shape)}"
             )
-        first = arrays.number("first_query", least=0)
-        steps = None if first is not None else len(self._index)
-        self._tokens = Tokens.of(arrays, options, steps)
-        self._left_out = _left_out(self, first)
+        self._tokens = Tokens.of(arrays, len(self._index))
         heads = self._heads or 1
         self.header = Header(
             kind="selections",
@@ -148,26 +145,16 @@ class SelectionArrays:
         """
         tokens = self._tokens
         for step, token_id in enumerate(tokens.token_ids.tolist()):
-            row, length = step + self._left_out, tokens.prompt.tokens + step
+            length = tokens.prompt.tokens + step
             selected = Selected(
-                index_UK=self._row(self._index, row),
-                mass_UK=None if self._mass is None else self._row(self._mass, row),
-                score_UK=None if self._scores is None else self._row(self._scores, row),
-            ).checked(length, self.header.block_size, self._top, self._where(row))
+                index_UK=self._row(self._index, step),
+                mass_UK=None if self._mass is None else self._row(self._mass, step),
+                score_UK=None if self._scores is None else self._row(self._scores, step),
+            ).checked(length, self.header.block_size, self._top, self._where(step))
             yield selected.step(
                 request=0, step=step, token_id=token_id, context_tokens=length, row=step + 1,
                 token_text=None if tokens.texts is None else tokens.texts[step],
             )  # fmt: skip
-
-    @property
-    def size(self) -> tuple[int, int, int]:
-        """Rows of the array, prompt tokens and generated tokens."""
-        return len(self._index), self._tokens.prompt.tokens, len(self._tokens.token_ids)
-
-    @property
-    def name(self) -> str:
-        """What an error calls the array."""
-        return f"{self._name} of {self._path}"
 
     @property
     def _heads(self) -> int | None:
@@ -231,16 +218,3 @@ def _block_size(arrays: Arrays, name: str) -> int | None:
         got = f"none with {name}" if block_size is None else f"{block_size} with {name}"
         raise InputError(f"block_size of {arrays.path} must come with blocks, got {got}")
     return block_size
-
-
-def _left_out(source: SelectionArrays, first: int | None) -> int:
-    # rows of the prompt's queries before its last one
-    rows, prompt, generated = source.size
-    if first is None:
-        return 0
-    if not first < prompt or first + rows != prompt + generated - 1:
-        raise InputError(
-            f"{source.name} must have rows for the queries {first:,} to {prompt + generated - 2:,} "
-            f"(first_query, {prompt:,} prompt tokens, {generated:,} generated), got {rows:,} rows"
-        )
-    return prompt - 1 - first

@@ -1,14 +1,13 @@
 """The tokens of a file of arrays, which has one request."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Self
 
 import numpy as np
 
-from sfi_core.errors import ConfigError, InputError
-from sfi_traces.importing.arrays import Arrays, open_arrays
-from sfi_traces.importing.schema import LARGEST, ImportOptions, Ints, Prompt
+from sfi_core.errors import InputError
+from sfi_traces.importing.arrays import Arrays
+from sfi_traces.importing.schema import LARGEST, Ints, Prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -30,23 +29,13 @@ class Tokens:
     model: str | None
 
     @classmethod
-    def of(cls, arrays: Arrays, options: ImportOptions, steps: int | None) -> Self:
-        """Read them.
-
-        Args:
-            arrays: The file.
-            options: `sequence` stands in for a file without tokens.
-            steps: Steps that the file has, N; None where only the tokens say it.
+    def of(cls, arrays: Arrays, steps: int | None) -> Self:
+        """Read the tokens of a file that has N = `steps` steps; None where only the tokens say how many.
 
         Raises:
-            InputError: They are missing, or not as many as the steps.
-            ConfigError: `sequence` for a file that has tokens.
+            InputError: Tokens are missing, or not as many as the steps.
         """
-        if options.sequence is not None:
-            prompt, token_ids = _split(arrays, options.sequence, steps)
-        else:
-            token_ids = _ids(arrays, "token_ids")
-            prompt = _prompt(arrays)
+        token_ids = _ids(arrays, "token_ids")
         if steps is not None and len(token_ids) != steps:
             raise InputError(
                 f"token_ids of {arrays.path} must be {steps:,}, one for each step, got {len(token_ids):,}"
@@ -54,31 +43,12 @@ class Tokens:
         triggers = arrays.maybe("trigger_token_ids", "iu", (1,))
         model = arrays.maybe("model", "U", (0,))
         return cls(
-            prompt=prompt,
+            prompt=_prompt(arrays),
             token_ids=token_ids,
             texts=_texts(arrays, "token_texts", len(token_ids)),
             triggers=None if triggers is None else tuple(sorted(triggers.tolist())),
             model=None if model is None else str(model),
         )
-
-
-def _split(arrays: Arrays, sequence: Ints, steps: int | None) -> tuple[Prompt, Ints]:
-    for name in ("token_ids", "prompt_token_ids"):
-        if name in arrays.names:
-            raise ConfigError(
-                f"token-ids is for a file without tokens, got {name} in {arrays.path}"
-            )
-    prompt_tokens = arrays.number("prompt_tokens", least=1)
-    if prompt_tokens is None:
-        if steps is None:
-            raise InputError(f"import {arrays.path} must have prompt_tokens, got none")
-        prompt_tokens = len(sequence) - steps
-    if not 1 <= prompt_tokens < len(sequence):
-        raise InputError(
-            f"token-ids must be a prompt and a token for each step, got {len(sequence):,} ids"
-        )
-    ids = sequence[:prompt_tokens]
-    return Prompt(tokens=prompt_tokens, token_ids=ids), sequence[prompt_tokens:]
 
 
 def _prompt(arrays: Arrays) -> Prompt:
@@ -126,17 +96,3 @@ def _texts(arrays: Arrays, name: str, tokens: int) -> list[str] | None:
             f"{name} of {arrays.path} must be {tokens:,}, as the ids are, got {len(texts):,}"
         )
     return None if texts is None else [str(text) for text in texts]
-
-
-def read_sequence(path: Path) -> Ints:
-    """Read a .npy file of token ids, the prompt's and then the generated ones.
-
-    Raises:
-        InputError: It is something else.
-    """
-    if path.suffix != ".npy":
-        raise InputError(f"token-ids must be a .npy file, got {path.name}")
-    with open_arrays(path) as arrays:
-        ids = Arrays(path, ("ids",), lambda _: arrays.read("positions")).array("ids", "iu", (1,))
-    check_ids(ids, f"token-ids {path}")
-    return ids

@@ -12,7 +12,7 @@ from sfi_traces.read.lossless_rules import broken_sums
 from sfi_traces.read.rank_rules import differing_steps, file_prefix, lacking_ranks
 from sfi_traces.read.reader import Trace
 from sfi_traces.read.step_rules import broken_rules
-from sfi_traces.schema import ADDED, PART, TABLES
+from sfi_traces.schema import PART, TABLES
 
 MOST = 10  # lines about steps
 ROWS = 10_000  # in memory at once
@@ -85,9 +85,8 @@ def _check_part(part: Path, schema: pa.Schema, found: dict[str, Any]) -> None:
     with parquet.ParquetFile(part, page_checksum_verification=True) as file:
         own = file.schema_arrow
         found["rows"] += sum(len(batch) for batch in file.iter_batches(ROWS))
-    needed = [name for name in schema.names if name not in ADDED.get(found["table"], ())]
     differ = {
-        "missing": [name for name in needed if name not in own.names],
+        "missing": [name for name in schema.names if name not in own.names],
         "wrong": [
             f"{field.name} ({own.field(field.name).type}, not {field.type})"
             for field in schema

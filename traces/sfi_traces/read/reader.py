@@ -52,7 +52,7 @@ class Trace:
 
     @property
     def lossless(self) -> bool:
-        """Whether sparse steps drafted only, and full attention verified; older traces are of plain runs."""
+        """Whether sparse steps only drafted, and full attention verified."""
         return bool(self.manifest.get("lossless"))
 
     @property
@@ -124,7 +124,6 @@ class Trace:
         pieces = []
         for part in self.parts(name):
             try:
-                # an older trace has nulls where the schema has a newer column
                 piece = parquet.read_table(part, columns=columns, schema=schema)
             except (OSError, pa.ArrowException) as error:
                 raise self.damaged(part) from error

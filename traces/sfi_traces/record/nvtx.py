@@ -1,7 +1,6 @@
 """Ranges for Nsight Systems, in the domain "sfi": of every run, of every step of its batch, of every span."""
 
 from contextlib import AbstractContextManager
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -74,12 +73,7 @@ class NvtxObserver(NullObserver):
         """Start."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Close what is open."""
         self.close()
 
@@ -158,12 +152,7 @@ class _Range:
         self._payload[()] = self._place
         self._domain.push_range(self._attributes)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._domain.pop_range()
 
 

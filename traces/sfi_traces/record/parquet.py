@@ -5,7 +5,6 @@ import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from sfi_core.distributed import torchrun
@@ -93,10 +92,7 @@ class ParquetObserver(NullObserver):
         return self
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
+        self, _kind: type[BaseException] | None, error: BaseException | None, _trace: object
     ) -> None:
         """Finish the trace, whatever happened."""
         if error is None:

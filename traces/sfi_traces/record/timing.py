@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from types import TracebackType
 
 import torch
 
@@ -23,9 +22,7 @@ class TimingObserver(NullObserver):
     """
 
     def __init__(
-        self,
-        device: torch.device | str,
-        sink: Callable[[Sequence["Span"]], None] | None = None,
+        self, device: torch.device | str, sink: Callable[[Sequence["Span"]], None] | None = None
     ) -> None:
         """Start the clock.
 
@@ -89,12 +86,7 @@ class HostSpan:
         """Note when it begins."""
         self._begin = time.perf_counter_ns()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Note when it ends."""
         self._end = time.perf_counter_ns()
         self._observer.ended.append(self)
@@ -172,12 +164,7 @@ class DeviceSpan:
         self._anchor = self._clock.anchor
         self._begin, self._stream = self._clock.record()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Mark where it ends."""
         self._end, _ = self._clock.record()
         self._observer.ended.append(self)

@@ -1,9 +1,8 @@
 """A replay's prediction beside what a run of the same setting measured."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import takewhile
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -59,10 +58,6 @@ class Comparison:
     mean_difference: float | None
     mean_distance: float | None
     requests: list[Compared]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return asdict(self)
 
 
 def compare(

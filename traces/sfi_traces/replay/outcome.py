@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import numpy as np
@@ -132,10 +132,6 @@ class Outcome:
             dense_bytes_per_token=dense / each,
             speedup=dense / bytes_ if bytes_ else 1.0,
         )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return asdict(self)
 
 
 def pareto(outcomes: Sequence[Outcome]) -> list[bool]:

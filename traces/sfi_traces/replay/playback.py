@@ -209,9 +209,9 @@ class Playback:
         memory = self.memory
         if memory.slow_N[step] or not len(rows):
             return position, mass
-        if "read" in rows.column_names and not rows["read"].null_count:
+        if not rows["read"].null_count:
             read = pc.list_flatten(rows["read"]).to_numpy()
-        else:  # older traces lack it
+        else:
             size = pc.fill_null(pc.list_value_length(rows["positions"]), 0).to_numpy()
             place = zip(rows["layer"].to_pylist(), rows["head"].to_pylist(), strict=True)
             sets, none = self.in_force(step), np.zeros(0, np.int32)
@@ -275,8 +275,8 @@ class Playback:
 
 def _sets(rows: pa.Table, *, ahead: bool) -> dict[Place, Ints]:
     # positions by layer and KV head; with or without the selections that serve the step after theirs
-    if not ahead and "reason" in rows.column_names:  # older traces lack it
-        rows = rows.filter(pc.fill_null(pc.not_equal(rows["reason"], AHEAD), True))
+    if not ahead and len(rows):
+        rows = rows.filter(pc.not_equal(rows["reason"], AHEAD))
     if not len(rows):
         return {}
     place = zip(rows["layer"].to_pylist(), rows["head"].to_pylist(), strict=True)

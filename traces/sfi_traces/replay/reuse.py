@@ -5,9 +5,9 @@ support of every step will do, an imported one (docs/import.md) as well.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 
@@ -70,10 +70,6 @@ class Reuse:
     worst: Place | None
     worst_layer: int | None
     layers: list[LayerReuse]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from sfi_core.errors import ConfigError, TraceError
+from sfi_traces.overlap import padded
 from sfi_traces.read.reader import Trace
 
 STEPS = ["request", "step", "token_id", "trigger", "context_tokens"]
@@ -173,8 +174,8 @@ class Supports:
             length_N=steps["context_tokens"].to_numpy().astype(np.int64)[:N],
             layer_U=pair_U[0],
             head_U=pair_U[1],
-            position_NUK=_padded(rows["positions"], place, (N, U, K), NO_POSITION),
-            mass_NUK=_padded(rows["mass"], place, (N, U, K), 0.0)
+            position_NUK=_placed(rows["positions"], place, (N, U, K), NO_POSITION),
+            mass_NUK=_placed(rows["mass"], place, (N, U, K), 0.0)
             if not rows["mass"].null_count
             else np.broadcast_to(np.float32(0), (N, U, K)),
             masses=not rows["mass"].null_count,
@@ -223,13 +224,10 @@ def _tokens(trace: Trace, steps: pa.Table) -> list[int]:
     return [first if trigger else NO_TOKEN for trigger in steps["trigger"].to_pylist()]
 
 
-def _padded(
+def _placed(
     lists: pa.ChunkedArray, place: tuple[Any, Any], shape: tuple[int, int, int], empty: float
 ) -> npt.NDArray[Any]:
-    values = pc.list_flatten(lists).to_numpy()
-    count = pc.fill_null(pc.list_value_length(lists), 0).to_numpy()
-    padded = np.full((len(count), shape[2]), empty, values.dtype)
-    padded[np.arange(shape[2]) < count[:, None]] = values
-    out = np.full(shape, empty, values.dtype)
-    out[place] = padded
+    rows = padded(lists, empty, shape[2])
+    out = np.full(shape, empty, rows.dtype)
+    out[place] = rows
     return out

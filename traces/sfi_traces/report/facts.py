@@ -176,7 +176,7 @@ def tables(summary: Row) -> list[Table]:
         "model": f"{run['model']} ({run['architecture']})",
         "policy": f"{run['policy']}{way}, preset {run['preset'] or 'default'}",
         "backend": run["backend"] and f"{run['backend']} on {run['device']}",
-        "audit": _audit(run),
+        "audit": audit_words(run),
         "begun": run["created"],
         "finished": run["finished"] or "no: the run was killed, or goes on",
         "stopped": run["stopped"],
@@ -213,7 +213,8 @@ def tables(summary: Row) -> list[Table]:
     ]  # fmt: skip
 
 
-def _audit(run: Row) -> str:
+def audit_words(run: Row) -> str:
+    """Say what was audited, or imported."""
     audit, imported = run["audit"], run["imported"]
     if imported:
         return f"{imported['kind']} of {imported['file']}, up to {audit['top']:,} positions"

@@ -5,9 +5,9 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from sfi_traces.report.head_map import axes, cells
-from sfi_traces.report.panel import LEGEND, MARGIN, Panel
+from sfi_traces.report.panel import LEGEND, MARGIN, Panel, span
 from sfi_traces.report.support_figures import faint
-from sfi_traces.views import observation_captions as captions
+from sfi_traces.views.captions import Caption, layers_left_out, left_out, places, support
 from sfi_traces.views.labels import CLIP, WITHIN
 from sfi_traces.views.observations import (
     HeadMap,
@@ -41,7 +41,12 @@ def drift(view: View) -> Panel:
         xaxis={"title": {"text": "decoding step"}, "rangemode": "tozero"},
         yaxis={"title": {"text": "overlap"}, "range": [0, 1]},
     )  # fmt: skip
-    return Panel(captions.drift(view, data), figure)
+    note = f"{support(view, view.k)}, {places(list(data.overlap))}."
+    if data.points > 1:
+        note += f" A point is over {data.points:,} of them; the band holds 10 to 90 %."
+    note += left_out(view, view.supports, view.supports)
+    name = "Attention drift: overlap with the support of step 0, the prompt's"
+    return Panel(Caption(name, note), figure)
 
 
 def head_similarity(view: View) -> Panel:
@@ -60,37 +65,56 @@ def head_similarity(view: View) -> Panel:
     )  # fmt: skip
     layout = axes(data.layers)
     figure.update_layout({**layout, "height": max(360, layout["height"])}, margin=MARGIN)
-    return Panel(captions.head_similarity(view, data), figure)
+    note = (
+        f"{support(view, view.k)}, {data.steps:,} steps. Mean overlap of each KV head of a layer "
+        "with those of another at the same step, and on the diagonal with the others of its own. "
+        f"Within a layer {data.within:.3f}, between layers {data.between:.3f}."
+        f"{layers_left_out(view)}"
+    )
+    return Panel(Caption("Similarity of heads, layer by layer", note), figure)
 
 
 def query_cosine(view: View) -> Panel:
     """Draw the map, and beside it the lowest heads with FreeKV's thresholds."""
     data = cosines_of(view)
-    figure = _beside(data.mean, float(np.nanmin(data.mean.value)), 1, "cosine")
-    for (layer, head), (step, cosine) in data.lowest.items():
+    mean = HeadMap.of(data["heads"], "mean")
+    figure = _beside(mean, float(np.nanmin(mean.value)), 1, "cosine")
+    for one in data["lowest"]:
         figure.add_scatter(
-            x=step, y=np.round(cosine, 4), mode="lines", name=f"layer {layer}, KV head {head}",
-            line={"width": 1.5}, row=1, col=2,
+            x=np.array(one["steps"]), y=np.round(one["query_cosine"], 4), mode="lines",
+            name=f"layer {one['layer']}, KV head {one['head']}", line={"width": 1.5}, row=1, col=2,
         )  # fmt: skip
-    for tau in data.below:
+    for tau in data["thresholds"]:
         line = {"dash": "dash", "color": CLIP}
         figure.add_hline(tau, line=line, annotation_text=f"tau {tau:g}", row=1, col=2)
     figure.update_xaxes(title_text="decoding step", row=1, col=2)
-    return Panel(captions.query_cosine(data), figure)
+    shares = zip(data["thresholds"], data["below"], strict=True)
+    under = " and ".join(f"{share:.1%} under {tau:g}" for tau, share in shares)
+    note = (
+        f"Mean over the query heads of a KV head, rotated queries. Of {data['n']:,} values, mean "
+        f"{data['mean']:.3f}, {under}: where FreeKV would correct at this tau. The course is that of the "
+        "lowest heads."
+    )
+    return Panel(Caption("Query cosine with the step before", note), figure)
 
 
 def corrections(view: View) -> Panel:
     """Draw the map, and beside it a bar for each place in the sentence."""
     data = corrections_of(view)
-    high = max(0.01, float(np.nanmax(data.share.value)))
-    figure = _beside(data.share, 0, high, "corrected")
+    share, bars = HeadMap.of(data["heads"], "share"), data["since_slow"]
+    figure = _beside(share, 0, max(0.01, float(np.nanmax(share.value))), "corrected")
     figure.add_bar(
-        x=[*data.since_slow], y=[*data.since_slow.values()], marker={"color": WITHIN},
+        x=[span(one["from_step"], one["to_step"]) for one in bars], y=[one["share"] for one in bars],
+        marker={"color": WITHIN},
         hovertemplate="%{x} steps: %{y:.1%}<extra></extra>", showlegend=False, row=1, col=2,
     )  # fmt: skip
     figure.update_xaxes(title_text="steps since the last slow one", type="category", row=1, col=2)
     figure.update_yaxes(tickformat=".0%", row=1, col=2)
-    return Panel(captions.corrections(data), figure)
+    note = (
+        f"Share of {data['n']:,} fast steps x layers x KV heads whose query moved, so that the head "
+        f"selected anew before it attended: {data['share']:.1%}."
+    )
+    return Panel(Caption("Corrections of single heads (FreeKV)", note), figure)
 
 
 def _beside(found: HeadMap, low: float, high: float, word: str) -> go.Figure:

@@ -12,6 +12,11 @@ MARGIN = {"l": 8, "r": 8, "t": 8, "b": 8}
 LEGEND = {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "traceorder": "normal"}
 
 
+def span(first: int, last: int) -> str:
+    """Name a bin of whole numbers: "1", "3-4"."""
+    return f"{first}" if first == last else f"{first}-{last}"
+
+
 @dataclass(frozen=True, slots=True)
 class Panel:
     """A figure with its words.

@@ -77,12 +77,7 @@ def lag(view: View) -> Panel:
     figure.update_yaxes(title_text="overlap", range=[0, 1], row=1, col=1)
     figure.update_yaxes(title_text="pairs", rangemode="tozero", nticks=3, row=2, col=1)
     figure.update_xaxes(title_text="steps apart", rangemode="tozero", row=2, col=1)
-    figure.update_layout(
-        height=360,
-        hovermode="x",
-        legend=LEGEND,
-        margin=MARGIN,
-    )
+    figure.update_layout(height=360, hovermode="x", legend=LEGEND, margin=MARGIN)
     return Panel(captions.lag(view), figure)
 
 

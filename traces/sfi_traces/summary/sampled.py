@@ -52,7 +52,7 @@ def sample_selections(scope: Scope) -> int:
 def sample_supports(scope: Scope) -> int:
     """Make the view `sampled_supports`, with the query's `position`, of every n-th audited fast step.
 
-    Supports without `read`, of an older trace, are not in it.
+    Supports without `read`, as an import has, are left out.
 
     Returns:
         n; 1 where all are read.

@@ -4,12 +4,10 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 import duckdb
-import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from sfi_core.errors import ConfigError, TraceError
-from sfi_traces.overlap import Overlap
+from sfi_traces.overlap import Overlap, padded
 from sfi_traces.read.reader import Trace
 from sfi_traces.schema import TABLES
 
@@ -72,7 +70,7 @@ class Scope:
         """
         pieces = []
         for batch in self.trace.batches(self.connection, query, PAIRS):
-            first, second = (_padded(batch.column(side)) for side in ("first", "second"))
+            first, second = (padded(batch.column(side)) for side in ("first", "second"))
             overlap = pa.array(Overlap.of(first, second).coefficient)
             rest = batch.drop_columns(["first", "second"])
             pieces.append(rest.append_column("overlap", overlap))
@@ -123,15 +121,6 @@ def spread(column: str) -> str:
         f"{{'n': count({value}), 'mean': avg({value}), 'sd': stddev_samp({value}),"
         f" 'p5': {p5}, 'p50': {p50}, 'p95': {p95}, 'min': min({value}), 'max': max({value})}}"
     )
-
-
-def _padded(lists: pa.ListArray) -> np.ndarray:
-    # [rows, longest], the end of a shorter one filled with -1
-    length = np.asarray(pc.list_value_length(lists).fill_null(0))
-    longest = int(length.max(initial=0))
-    array = np.full((len(lists), longest), -1, np.int32)
-    array[np.arange(longest) < length[:, None]] = lists.flatten()
-    return array
 
 
 def _check(name: str, value: int | None, known: list[int]) -> None:

@@ -56,7 +56,7 @@ def latency(scope: Scope) -> dict[str, Any]:
 def batch_reads(scope: Scope) -> list[dict[str, Any]]:
     """Say what the batch's steps held and moved by kind, from step 1 on; each step of a batch counts once.
 
-    A trace that lacks the columns has no rows.
+    An imported trace has no rows.
     """
     return scope.rows("""
         SELECT kind, count(*) AS n, avg(requests) AS requests, avg(cached_tokens) AS cached_tokens,

@@ -123,8 +123,8 @@ def audit_facts(scope: Scope) -> dict[str, Any] | None:
 
     Slow steps read everything: they retain 1 by definition and would flatter. `heads` has every KV head, the
     one that retains least first. `retained_mass_min` is of each KV head's query head that retains least,
-    `top_1_read` the share of query heads whose most probable position was attended; both are empty of an
-    older trace. Returns None without supports.
+    `top_1_read` the share of query heads whose most probable position was attended. Returns None without
+    supports.
     """
     rows = scope.rows(f"""
         SELECT layer,

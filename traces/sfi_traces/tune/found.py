@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import Any, Self
@@ -50,9 +50,7 @@ class Found:
         return tuned_config(setting, self.tuning.space.sets.get(setting.triggers))
 
     def confirm(
-        self,
-        run: Callable[[Sequence[SfiConfig]], tuple[list[Confirmation], float]],
-        count: int,
+        self, run: Callable[[Sequence[SfiConfig]], tuple[list[Confirmation], float]], count: int
     ) -> Self:
         """Run `count` settings for real, spread over the front, the chosen one among them.
 
@@ -101,8 +99,8 @@ class Found:
             ],
             "mining": mined and {
                 "split": mined.split,
-                "tokens": [one.to_dict() for one in mined.tokens],
-                "proposals": [one.to_dict() for one in mined.verdicts],
+                "tokens": [asdict(one) for one in mined.tokens],
+                "proposals": [asdict(one) for one in mined.verdicts],
             },
             "objectives": [
                 {"name": name, "direction": one.direction} for name, one in tuning.objectives.items()
@@ -201,15 +199,10 @@ def find(
         raise no_feasible(search, tuning.space, tuning.evaluate, tuning.limits)
     chosen, rule = choose(front, tuning.objectives, tuning.limits) if front else (0, "")
     return Found(
-        tuning=tuning,
-        search=search,
-        front=front,
-        chosen=chosen,
-        rule=rule,
-        interrupted=interrupted,
+        tuning=tuning, search=search, front=front, chosen=chosen, rule=rule, interrupted=interrupted
     )
 
 
 def _row(setting: Setting, outcome: Outcome) -> dict[str, Any]:
     ids = sorted(setting.trigger_token_ids) if setting.policy == "boundary" else []
-    return {**setting.to_dict(), "trigger_token_ids": ids, **outcome.to_dict()}
+    return {**setting.to_dict(), "trigger_token_ids": ids, **asdict(outcome)}

@@ -7,7 +7,7 @@ punctuation if it keeps more there, beyond doubt.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -55,10 +55,6 @@ class Verdict:
     high: float | None
     interval_method: str | None
     beats: bool
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,9 +202,7 @@ def _kept(metrics: StepMetrics) -> Floats:
     return kept_N
 
 
-def interval(
-    differences: Sequence[Floats],
-) -> tuple[float, float, str] | tuple[None, None, None]:
+def interval(differences: Sequence[Floats]) -> tuple[float, float, str] | tuple[None, None, None]:
     """Bootstrap the mean of some requests' steps, in blocks of consecutive ones.
 
     Returns:

@@ -7,8 +7,7 @@ occurrences; its interval is Student's, at a level that holds for all tokens tog
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -20,7 +19,7 @@ from sfi_traces.tune.trigger_sets import NamedSet
 
 LEVEL = 0.95
 LEAST = 3  # occurrences, without which there is no interval worth the name
-MOST_RATE = 0.2  # of the steps that a proposed set may make slow
+MOST_RATE = 0.2  # of the steps that a proposed set's tokens may be; the first token is taken anyway
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,10 +43,6 @@ class MinedToken:
     movement: float
     low: float | None
     high: float | None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return asdict(self)
 
 
 def rank(
@@ -87,15 +82,12 @@ def rank(
     return sorted(found, key=lambda one: (one.low is None, -(one.low or 0), -one.movement))
 
 
-def propose(
-    tokens: Sequence[MinedToken], recorded: NamedSet, *, most_rate: float = MOST_RATE
-) -> list[NamedSet]:
+def propose(tokens: Sequence[MinedToken], recorded: NamedSet) -> list[NamedSet]:
     """Make trigger sets of the tokens that the support moves after, beyond doubt.
 
     Args:
         tokens: As `rank` orders them.
         recorded: Punctuation, with which the second proposal is united.
-        most_rate: Share of the steps that a set's tokens may be; the first token is taken in any case.
 
     Returns:
         "mined" and "mined+punctuation"; nothing where no token is beyond doubt.
@@ -104,7 +96,7 @@ def propose(
     for one in tokens:
         if one.low is None or one.low <= 0:
             break
-        if not chosen or sum(other.rate for other in chosen) + one.rate <= most_rate:
+        if not chosen or sum(other.rate for other in chosen) + one.rate <= MOST_RATE:
             chosen.append(one)
     if not chosen:
         return []

@@ -4,7 +4,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from sfi_core.errors import ConfigError
 from sfi_core.settings.config import SfiConfig
@@ -19,19 +19,6 @@ SEARCHED = (  # besides the policy and the trigger sets
 )  # fmt: skip
 SETTINGS = settings_of(SfiConfig)
 LOG = 8  # a range of whole numbers whose ends are so far apart is searched by its logarithm
-
-
-class Trial(Protocol):
-    """What suggests values: a trial of Optuna, or its FixedTrial."""
-
-    def suggest_categorical(self, name: str, choices: Sequence[Any]) -> Any:
-        """Pick one."""
-
-    def suggest_int(self, name: str, low: int, high: int, *, log: bool = False) -> int:
-        """Pick a whole number, both ends included."""
-
-    def suggest_float(self, name: str, low: float, high: float) -> float:
-        """Pick a number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +56,8 @@ class Axis:
             raise ConfigError(f"{name} must have a value, got {text!r}")
         return cls(name, tuple(values), is_range=bool(colon) and len(values) > 1)
 
-    def suggest(self, trial: Trial) -> Any:
-        """Let a trial pick a value; one that is fixed does not reach it."""
+    def suggest(self, trial: Any) -> Any:
+        """Let a trial of Optuna pick a value; a fixed value is not asked for."""
         if len(self.values) == 1:
             return self.values[0]
         if not self.is_range:
@@ -143,8 +130,8 @@ class Space:
             )
         return cls(base=base, sets={one.name: one for one in sets}, axes=kept)
 
-    def setting(self, trial: Trial) -> Setting:
-        """Let a trial pick a setting; it is asked only for what its trigger policy looks at."""
+    def setting(self, trial: Any) -> Setting:
+        """Let a trial of Optuna pick a setting: only what its trigger policy looks at."""
         policy = self.axes["trigger_policy"].suggest(trial)
         values = {
             name: axis.suggest(trial)

@@ -82,7 +82,7 @@ class Search:
         """Make a study, or go on with one.
 
         Args:
-            path: The study's file: SQLite or a journal, by the suffix.
+            path: The study's file, a `.journal` of Optuna's.
             purpose: The traces, space and objectives of the study.
             directions: "minimize" or "maximize", for each objective.
             seed: Seed of the sampler; a process that joins a study draws other numbers.

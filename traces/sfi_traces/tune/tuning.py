@@ -14,12 +14,7 @@ from sfi_traces.tune.held_out import Mined, mine
 from sfi_traces.tune.objective import Evaluator, Limits, Objective
 from sfi_traces.tune.space import Space
 from sfi_traces.tune.study import Purpose, Search
-from sfi_traces.tune.trigger_sets import (
-    distinct,
-    given_sets,
-    punctuation_sets,
-    recorded_set,
-)
+from sfi_traces.tune.trigger_sets import distinct, given_sets, punctuation_sets, recorded_set
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,6 @@ from sfi_traces.summary.query_cosine import query_cosine
 from sfi_traces.summary.scope import Scope
 from sfi_traces.views.drift import Drift, drift
 from sfi_traces.views.head_similarity import MOST_STEPS, HeadSimilarity
-from sfi_traces.views.stability import Place
 from sfi_traces.views.view import View
 
 Row = dict[str, Any]
@@ -40,42 +39,6 @@ class HeadMap:
         return cls(layers, heads, np.array(value, np.float64))
 
 
-@dataclass(frozen=True, slots=True)
-class Cosines:
-    """The cosine of each step's query with the one before.
-
-    Attributes:
-        mean: By layer and KV head.
-        overall: The mean of all.
-        values: How many there are.
-        below: The share of all under each threshold.
-        lowest: Steps and cosines of the layers and KV heads whose mean is lowest, the lowest first.
-    """
-
-    mean: HeadMap
-    overall: float
-    values: int
-    below: dict[float, float]
-    lowest: dict[Place, tuple[np.ndarray, np.ndarray]]
-
-
-@dataclass(frozen=True, slots=True)
-class Corrections:
-    """How often FreeKV corrected.
-
-    Attributes:
-        share: By layer and KV head.
-        overall: The share of all fast steps x layers x KV heads.
-        pairs: How many these are.
-        since_slow: Shares by steps since the last slow one: "1", "2", "3-4", ...
-    """
-
-    share: HeadMap
-    overall: float
-    pairs: int
-    since_slow: dict[str, float]
-
-
 def drift_of(view: View) -> Drift:
     """Compare each step's supports with the prompt's.
 
@@ -94,8 +57,8 @@ def head_similarity_of(view: View) -> HeadSimilarity:
     return HeadSimilarity.of(view.supports.thinned(MOST_STEPS))
 
 
-def cosines_of(view: View) -> Cosines:
-    """Average the query cosine.
+def cosines_of(view: View) -> Row:
+    """Average the query cosine; see `query_cosine`.
 
     Raises:
         TraceError: No audit, or none of a step that has one before it.
@@ -107,20 +70,11 @@ def cosines_of(view: View) -> Cosines:
             f"trace {view.trace.path} has no query cosine of request {view.request}: it needs an audited "
             "step after step 0; record it with --audit 1"
         )
-    return Cosines(
-        mean=HeadMap.of(found["heads"], "mean"),
-        overall=found["mean"],
-        values=found["n"],
-        below=dict(zip(found["thresholds"], found["below"], strict=True)),
-        lowest={
-            (one["layer"], one["head"]): (np.array(one["steps"]), np.array(one["query_cosine"]))
-            for one in found["lowest"]
-        },
-    )
+    return found
 
 
-def corrections_of(view: View) -> Corrections:
-    """Count the corrections.
+def corrections_of(view: View) -> Row:
+    """Count the corrections; see `corrections`.
 
     Raises:
         TraceError: The policy corrects nothing, or no step was fast.
@@ -131,18 +85,8 @@ def corrections_of(view: View) -> Corrections:
             f"trace {view.trace.path} has no corrections of request {view.request}, recorded with policy "
             f"{view.trace.manifest['policy']}; record it with a policy that corrects, as FreeKV does"
         )
-    return Corrections(
-        share=HeadMap.of(found["heads"], "share"),
-        overall=found["share"],
-        pairs=found["n"],
-        since_slow={_span(one): one["share"] for one in found["since_slow"]},
-    )
+    return found
 
 
 def _scope(view: View) -> Scope:
     return Scope.of(view.trace, view.request, view.layer)
-
-
-def _span(one: Row) -> str:
-    first, last = one["from_step"], one["to_step"]
-    return f"{first}" if first == last else f"{first}-{last}"

@@ -154,7 +154,7 @@ class _Mass:
         for row in rows.sort_by([("layer", "ascending"), ("head", "ascending")]).to_pylist():
             place = row["layer"], row["head"]
             position = np.array(row["positions"], int)
-            seen = row["read"]  # older traces lack it
+            seen = row["read"]  # an import has none
             read = reads.of_place(place, position) if seen is None else np.array(seen, bool)
             found[place] = position, np.array(row["mass"], float), read
         return cls(found)

@@ -57,8 +57,7 @@ def replay(
     ] = None,
     budget: Annotated[Values, _grid("budget", MEMORY)] = None,
     sets: Annotated[
-        list[str] | None,
-        o.sets("trace replay", MEMORY, metavar="NAME=VALUES", help=SETS),
+        list[str] | None, o.sets("trace replay", MEMORY, metavar="NAME=VALUES", help=SETS)
     ] = None,
     request: o.RequestIndex = None,
     layers: Annotated[str | None, _part("layers", "0,3,8-11")] = None,

@@ -2,7 +2,7 @@
 
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,21 @@ class Choice:
     request: int | None
     layers: tuple[int, ...] | None
     heads: tuple[int, ...] | None
+
+    def describe(self, trace: Any, recorded: list[Any]) -> dict[str, Any]:
+        """Return the beginning of a document: what is replayed."""
+        return {
+            "trace": str(self.trace),
+            "model": trace.manifest["model"]["name"],
+            "policy": trace.manifest["policy"],
+            "audit_top": recorded[0].top,
+            "requests": [
+                {"request": one.request, "prompt_tokens": one.prompt_tokens, "steps": one.steps}
+                for one in recorded
+            ],
+            "layers": sorted(set(recorded[0].layer_U.tolist())),
+            "heads": len(recorded[0].layer_U),
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,19 +106,10 @@ class ReplayJob:
         ran = trace.manifest["policy"] == "sfi" and any(row["recorded"] for row in rows)
         validation = None
         if self.against is not None or ran:
-            validation = compare(recorded, trace, real, batch=self.batch).to_dict()
+            validation = asdict(compare(recorded, trace, real, batch=self.batch))
         return {
-            "trace": str(self.choice.trace),
-            "model": trace.manifest["model"]["name"],
-            "policy": trace.manifest["policy"],
-            "audit_top": recorded[0].top,
+            **self.choice.describe(trace, recorded),
             "batch": self.batch,
-            "requests": [
-                {"request": one.request, "prompt_tokens": one.prompt_tokens, "steps": one.steps}
-                for one in recorded
-            ],
-            "layers": sorted(set(recorded[0].layer_U.tolist())),
-            "heads": len(recorded[0].layer_U),
             "rows": rows,
             "against": None if self.against is None else str(self.against),
             "validation": validation,
@@ -131,7 +137,7 @@ class ReplayJob:
             {
                 **setting.to_dict(),
                 "trigger_token_ids": sorted(setting.trigger_token_ids),
-                **outcome.to_dict(),
+                **asdict(outcome),
                 "pareto": best,
                 "recorded": setting.same_as(own),
             }

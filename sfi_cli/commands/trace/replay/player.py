@@ -209,10 +209,7 @@ class PlayerApp(App[None]):
         """Show where in the text a passage is."""
         passage = self._shown[event.option_index]
         pane = self.query_one(TextPane)
-        pane.found = (
-            int(pane.text.start_T[passage.first]),
-            int(pane.text.start_T[passage.end]),
-        )
+        pane.found = (int(pane.text.start_T[passage.first]), int(pane.text.start_T[passage.end]))
         pane.show_token(passage.first)
         pane.refresh()
         self.set_focus(None)

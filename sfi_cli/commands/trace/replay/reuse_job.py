@@ -1,6 +1,6 @@
 """`sfi trace replay --refresh-every`: how rarely the recorded selections would have to be made."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -77,16 +77,7 @@ class ReuseJob:
         recorded = Supports.load(trace, self.choice.request, self.choice.layers, self.choice.heads)
         rows, interrupted = self._rows(recorded, settings)
         return {
-            "trace": str(self.choice.trace),
-            "model": trace.manifest["model"]["name"],
-            "policy": trace.manifest["policy"],
-            "audit_top": recorded[0].top,
-            "requests": [
-                {"request": one.request, "prompt_tokens": one.prompt_tokens, "steps": one.steps}
-                for one in recorded
-            ],
-            "layers": sorted(set(recorded[0].layer_U.tolist())),
-            "heads": len(recorded[0].layer_U),
+            **self.choice.describe(trace, recorded),
             "masses": trace.masses,
             "chance": chance(recorded),
             "rows": rows,
@@ -105,7 +96,7 @@ class ReuseJob:
                 for every, setting in settings:
                     progress.update("replaying schedules", len(rows), len(settings))
                     found = reuse(recorded, [schedule(one, setting) for one in recorded])
-                    rows.append({"every": every, **_when(setting), **found.to_dict()})
+                    rows.append({"every": every, **_when(setting), **asdict(found)})
         except KeyboardInterrupt:
             return rows, True
         return rows, False
