@@ -62,7 +62,7 @@ MOVED: dict[str, Mapping[str, str]] = {
         "--synchronized": "--set bench.synchronized=true",
         **_moved("bandwidth memory", "forecast"),
     },
-    "eval": {**LOADING, **_moved("windows include-path", "eval")},
+    "eval": {**LOADING, **_moved("windows", "eval")},
     "tune": {
         **_moved(
             "trigger-delay min-gap slow-start stride cosine-threshold recent span", flag="--search"

@@ -92,14 +92,6 @@ def bench(
             rich_help_panel=FORECAST,
         ),
     ] = False,
-    link: Annotated[
-        str | None,
-        typer.Option(
-            help="Expect a cache in host memory behind this link: GB/s, pcie4 or pcie5.",
-            show_default="none",
-            rich_help_panel=FORECAST,
-        ),
-    ] = None,
     model: o.Model = None,
     random_weights: Annotated[
         str | None,
@@ -147,8 +139,6 @@ def bench(
       sfi bench --context 8K --batch 8 --ragged --lossless --acceptance 0.95
 
       sfi bench --random-weights qwen3-4b --forecast --set forecast.bandwidth=4300
-
-      sfi bench --random-weights llama-3.1-8b --forecast --link pcie4 --policy freekv,full-kv
     """
     from sfi_cli.commands.bench.job import DecodeBenchJob
     from sfi_cli.loading import Subject
@@ -183,6 +173,5 @@ def bench(
         text=text,
         threads=threads,
         forecast=settings.table(ForecastTable) if forecast else None,
-        link=link,
         output=Output(output, plot=plot, json=json, quiet=quiet, force=force),
     ).run()  # fmt: skip

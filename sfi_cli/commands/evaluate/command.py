@@ -8,7 +8,7 @@ import typer
 from sfi_cli import options as o
 from sfi_cli.commands.evaluate import request
 
-WHAT, HOW, TEXT, HARNESS = "Tasks", "Methods", "Fidelity", "lm-evaluation-harness"
+WHAT, HOW, TEXT = "Tasks", "Methods", "Fidelity"
 
 
 def _list(values: tuple[float, ...]) -> str:
@@ -97,16 +97,6 @@ def evaluate(
             rich_help_panel=TEXT,
         ),
     ] = None,
-    harness: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Tasks of lm-evaluation-harness; comma list or repeated.", rich_help_panel=HARNESS
-        ),
-    ] = None,
-    limit: Annotated[
-        int | None,
-        typer.Option(help="Documents of each harness task.", rich_help_panel=HARNESS),
-    ] = None,
     model: o.Model = None,
     dtype: o.Dtype = "auto",
     device: o.Device = "auto",
@@ -138,7 +128,8 @@ def evaluate(
     """Measure what methods cost in quality, at equal numbers of tokens read.
 
     Every method decodes the same prompts from the same cache, read once. Each result is on the disk before
-    the next is made: Ctrl-C or a crash loses at most one sample, and --resume goes on.
+    the next is made: Ctrl-C or a crash loses at most one sample, and --resume goes on. Tasks of
+    lm-evaluation-harness: sfi lm-eval.
 
     For example:
 
@@ -153,8 +144,6 @@ def evaluate(
       sfi eval --model Qwen/Qwen3-0.6B --task niah-single,variable-tracking --length 8192 --json
 
       sfi eval --fidelity book.txt --length 4096 --tokens 256 --method sfi --method quest --share 0.15
-
-      sfi eval --harness gsm8k --limit 50 --method full-kv --method sfi --budget 512
     """
     from sfi_cli.commands.evaluate.job import EvaluationJob
     from sfi_cli.parsing import words
@@ -172,7 +161,7 @@ def evaluate(
         "budgets": request.numbers("budget", budget, int), "recent": recent,
         "tasks": words(task) if task else None, "lengths": request.numbers("length", length, int),
         "samples": samples, "seed": seed, "fidelity": None if fidelity is None else str(fidelity),
-        "tokens": tokens, "harness": words(harness) if harness else None, "limit": limit,
+        "tokens": tokens,
         **settings.of("eval"), **settings.of("engine"), **settings.of("model"),
     }  # fmt: skip
     EvaluationJob(

@@ -11,7 +11,6 @@ from sfi_core.errors import InputError
 KEYS: dict[str, dict[str, type]] = {
     "samples": {"method": str, "size": str, "task": str, "length": int, "seed": int},
     "fidelity": {"method": str, "size": str, "length": int, "window": int},
-    "harness": {"method": str, "size": str, "asked": str},
 }
 COMMON = ("policy", "preset", "settings", "share", "error")
 NEEDED: dict[str, tuple[str, ...]] = {
@@ -20,7 +19,6 @@ NEEDED: dict[str, tuple[str, ...]] = {
         "fast_steps", "generated", "tokens_per_second",
     ),
     "fidelity": (*COMMON, "tokens", "steps", "report"),
-    "harness": (*COMMON, "metrics"),
 }  # fmt: skip
 
 

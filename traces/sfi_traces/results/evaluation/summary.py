@@ -15,7 +15,6 @@ RATIOS = ("read_ratio", "selection_ratio", "stored_ratio")
 FIDELITY = (
     "steps", "slow_rate", "kl", "kl_p95", "agreement", "perplexity", "perplexity_full", *RATIOS,
 )  # fmt: skip
-HARNESS = ("metric", "value", "stderr", "samples", "decoding", *RATIOS, "truncated")
 Row = Mapping[str, Any]
 
 
@@ -66,22 +65,6 @@ def summarize_fidelity(rows: Iterable[Row]) -> list[dict[str, Any]]:
             }
         )
     return summaries
-
-
-def summarize_harness(rows: Iterable[Row]) -> list[dict[str, Any]]:
-    """Give every metric of every task a row of its own."""
-    nothing = dict.fromkeys(HARNESS)
-    return [
-        {
-            **{name: row[name] for name in NAMES},
-            "task": row["asked"],
-            "error": row["error"],
-            **metric,
-            "read": _read(metric),
-        }
-        for row in rows
-        for metric in row["metrics"] or [nothing]
-    ]
 
 
 def _read(ratios: Row) -> float | None:
