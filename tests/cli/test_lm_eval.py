@@ -2,6 +2,7 @@
 
 import json
 import sys
+from functools import partial
 from importlib.util import find_spec
 
 import pytest
@@ -33,7 +34,11 @@ def call(*words):
 
 
 @pytest.fixture
-def folder(tmp_path):
+def folder(tmp_path, monkeypatch):
+    """A folder of one task; lm-eval's own thousands, which take seconds to index, are left out."""
+    from lm_eval import tasks  # noqa: PLC0415 - an extra
+
+    monkeypatch.setattr(tasks, "TaskManager", partial(tasks.TaskManager, include_defaults=False))
     story = "Belora hid a red lantern under the old bridge. Belora hid"
     row = {"q": story, "choices": [" a red lantern", " a green map"], "a": 0}
     (tmp_path / "tiny.jsonl").write_text(json.dumps(row))

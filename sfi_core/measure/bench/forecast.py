@@ -200,12 +200,7 @@ def step_bytes(
 ) -> tuple[float, float]:
     """Return the bytes of a fast and of a slow step of a request, with its share of the weights.
 
-    Args:
-        model: The bytes of a token.
-        config: Sink, budget and recent tokens.
-        policy: A name of `POLICIES`.
-        context: Cached tokens.
-        rate: Share of slow steps.
+    `rate` is the share of slow steps, on which the length of an anchored recent window depends.
     """
     adapted = policy_class(policy).adapt(config)
     selected = selected_tokens(config, policy)

@@ -133,14 +133,7 @@ def reference(
     prefill_chunk: int = 0,
     backend: str = "auto",
 ) -> Reference:
-    """Read windows' prompts and decode their continuations under full attention, all windows together.
-
-    Args:
-        model: A decoder-only model of transformers.
-        tokenizer: Its tokenizer.
-        windows: Windows of one length, with prompts of one length.
-        prefill_chunk: Prompt tokens of one forward pass; 0 for all at once.
-        backend: "auto", "torch" or "triton".
+    """Read prompts of one length and decode their continuations under full attention, all windows together.
 
     Raises:
         SfiError: As `read_prompt` and `teacher_force_batch`.
@@ -187,11 +180,8 @@ def fidelity(
         full: Full attention's account of the windows.
         config: The settings; None is the `default` preset.
         policy: A name from `sfi_core.policies.POLICIES`.
-        backend: "auto", "torch" or "triton"; the same as for `full`.
+        backend: The same as for `full`.
         engine: How steps are run.
-
-    Returns:
-        What the steps of each window showed.
 
     Raises:
         SfiError: As `teacher_force_batch`.

@@ -192,10 +192,7 @@ class Size:
 
 
 def check_distinct(values: Mapping[str, Sequence[Any]]) -> None:
-    """Refuse an empty grid, and one with two methods or sizes of one name.
-
-    Args:
-        values: The values of each kind, by the name of the kind in the singular.
+    """Refuse an empty grid, and one with two methods or sizes of one name; `values` by kind, in the singular.
 
     Raises:
         ConfigError: The grid is one of these.

@@ -16,11 +16,7 @@ def positions_of(model: Any) -> int | None:
 
 
 def check_lengths_asked(limit: int | None, lengths: Iterable[int]) -> None:
-    """Refuse lengths that are longer than the model.
-
-    Args:
-        limit: The model's positions; None for no limit.
-        lengths: Tokens of the prompts.
+    """Refuse lengths that are longer than the model's positions (`limit`; None for no limit).
 
     Raises:
         InputError: With the length and the limit.

@@ -23,11 +23,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
 
 
 def read_lines(path: Path, table: str) -> tuple[list[dict[str, Any]], list[str]]:
-    """Read the whole lines of a file; what follows the last one, which a crash has torn, is left out.
-
-    Args:
-        path: The file; one that is not there has no lines.
-        table: The table of its rows.
+    """Read the whole lines of a file; a torn last line is left out. A file that is not there has no lines.
 
     Returns:
         The rows, and for each damaged line its number and what is wrong with it.

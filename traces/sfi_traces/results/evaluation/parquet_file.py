@@ -39,14 +39,7 @@ def flat(table: str, rows: Sequence[Row]) -> Sequence[Row]:
 
 
 def write_table(path: Path, rows: Sequence[Row], table: str, manifest: Row) -> None:
-    """Write rows as a file.
-
-    Args:
-        path: Where to.
-        rows: At least one, as `flat` gives them.
-        table: Name of the table, for the file's metadata.
-        manifest: The folder's manifest, for the file's metadata.
-    """
+    """Write rows as `flat` gives them, at least one; table and manifest go into the file's metadata."""
     facts = {"table": table, "manifest": json.dumps(manifest, ensure_ascii=False)}
     with atomic_file(path) as temporary:
         write_rows(temporary, rows, facts, text=TEXT, integers=INTEGERS, lists=LISTS, ids=IDS)
