@@ -60,18 +60,8 @@ class SfiLM(HFLM):  # type: ignore[misc]
     ) -> None:
         """Load the model; the arguments are those of `--model_args`.
 
-        Args:
-            pretrained: Hub id, folder, GGUF file, alias, or "bundled".
-            policy: A name from `sfi_core.policies.POLICIES`.
-            preset: Name of a preset, or a TOML file of settings.
-            backend: "auto", "torch" or "triton".
-            device: As `load`.
-            dtype: As `load`.
-            revision: As `load`.
-            trust_remote_code: As `load`.
-            kv_device_budget: As `EngineOptions`.
-            **settings: Fields of `SfiConfig`, those of a table with its name, such as `selector.alpha`; and
-                what lm-eval's own model of transformers takes (`THEIRS`).
+        `settings` are fields of `SfiConfig`, those of a table with its name, such as `selector.alpha`; and
+        what lm-eval's own model of transformers takes (`THEIRS`). `preset` may be a TOML file.
 
         Raises:
             ConfigError: A setting is unknown or out of range.
@@ -181,13 +171,8 @@ class SfiLM(HFLM):  # type: ignore[misc]
         return answers
 
     def _read(self, prompt: list[int], most: int) -> SharedPrompt:
-        return read_prompt(
-            self.model,
-            None,
-            [prompt],
-            capacity=len(prompt) + most - 1,
-            backend=self._sfi_backend,
-        )
+        capacity, backend = len(prompt) + most - 1, self._sfi_backend
+        return read_prompt(self.model, None, [prompt], capacity=capacity, backend=backend)
 
     def _score(
         self, prompt: list[int], continuation: list[int], shared: SharedPrompt

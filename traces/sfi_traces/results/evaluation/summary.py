@@ -42,7 +42,7 @@ def summarize_fidelity(rows: Iterable[Row]) -> list[dict[str, Any]]:
 
     Returns:
         Plain rows: KL, agreement and perplexities over all steps but a window's first, which is full
-        attention's; the same by position in the sentence and by step; ratios, the mean over windows.
+        attention's; the same by position in the sentence; ratios, the mean over windows.
     """
     from sfi_core.measure.evaluation.text_grid import from_rows  # noqa: PLC0415 - torch, for those who need it
 
@@ -61,7 +61,6 @@ def summarize_fidelity(rows: Iterable[Row]) -> list[dict[str, Any]]:
                 **{name: whole[name] for name in FIDELITY},
                 "read": _read(whole),
                 "by_sentence_position": found.by_sentence_position(),
-                "by_step": found.by_step(),
             }
         )
     return summaries
