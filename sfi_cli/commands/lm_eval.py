@@ -37,7 +37,8 @@ def lm_eval(context: typer.Context) -> None:
 
     from sfi_core.models.load import first_line
 
-    model_registry.register("sfi", target=MODEL)
+    if "sfi" not in model_registry:
+        model_registry.register("sfi", target=MODEL)
     ours, sys.argv = sys.argv, ["lm-eval", *context.args]
     try:
         cli_evaluate()
