@@ -13,6 +13,7 @@ from sfi_cli.commands.evaluate.command import evaluate
 from sfi_cli.commands.generate.command import generate
 from sfi_cli.commands.groups import Group
 from sfi_cli.commands.kernel_bench.command import kernel_bench
+from sfi_cli.commands.lm_eval import lm_eval
 from sfi_cli.commands.serve.command import serve
 from sfi_cli.commands.tune.command import tune
 from sfi_cli.commands.tune_heads.command import heads
@@ -32,6 +33,14 @@ app = typer.Typer(
 app.command()(generate)
 app.command()(serve)
 app.command("eval")(evaluate)
+app.command(
+    "lm-eval",
+    context_settings={
+        "allow_extra_args": True,
+        "ignore_unknown_options": True,
+        "allow_interspersed_args": False,
+    },
+)(lm_eval)
 app.command()(bench)
 app.command()(kernel_bench)
 app.add_typer(trace.app, name="trace")

@@ -15,6 +15,11 @@ MODEL, METHOD, SAMPLING, OUTPUT = "Model", "Slow-fast decoding", "Sampling", "Ou
 TRACE = "Trace"
 
 
+def option(panel: str, text: str, *flags: str, shown: str | bool = True) -> Any:
+    """Declare an option of one command; `shown` stands for its default."""
+    return typer.Option(*flags, help=text, show_default=shown, rich_help_panel=panel)
+
+
 def _setting(name: str, *flags: str, panel: str = METHOD, **more: Any) -> Any:
     # an option for a setting, which says what it does
     one = SETTINGS[name]

@@ -70,13 +70,6 @@ def read_table(table: str, path: Path = METHODS) -> dict[str, Any]:
     return found
 
 
-def labels(path: Path = METHODS) -> dict[str, str]:
-    """Return the label of each method of any table, by the text that rows name it by."""
-    tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    methods = [(text, Method.parse(text)) for table in tables.values() for text in table["methods"]]
-    return {spec(text, method): method.label for text, method in reversed(methods)}
-
-
 def spec(written: str, method: Method) -> str:
     """Return a method's text without its label."""
     return written.strip().removeprefix(f"{method.label}=")

@@ -83,18 +83,6 @@ class ForecastTable(Table):
         None, "GB/s of the memory; none measures this machine's.", above=0
     )
     memory: float | None = setting(None, "GB of memory; none takes this machine's.", above=0)
-    turnover: float = setting(
-        0.1,
-        "Share of the selected rows that a recall over --link brings anew. Paper gap: no paper gives it.",
-        least=0,
-        most=1,
-    )
-    corrected: float = setting(
-        0.1,
-        "Share of the KV heads that FreeKV corrects at a step over --link. Paper gap: not given.",
-        least=0,
-        most=1,
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,12 +90,8 @@ class EvalTable(Table):
     """Details of `sfi eval`."""
 
     windows: int = setting(4, "Places of the text of --fidelity, evenly apart.", least=1)
-    include_path: str | None = setting(None, "Folder with further task files of --harness.")
     batch_size: int = setting(
         1, "Prompts of a task and length, or windows of a text, decoded together.", least=1
-    )
-    weights: str | None = setting(
-        None, "Weights of tasks in the average, such as niah-single=2,bundled-recall=1; 1 without."
     )
 
 

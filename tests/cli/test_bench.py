@@ -292,15 +292,11 @@ def test_ctrl_c_before_the_first_run_leaves_no_file(tmp_path, monkeypatch):
         (("--forecast", "--kv-device-budget", "20%"), 2, "engine.kv_device_budget must come without --forec"),
         (("--kv-device-budget", "20"), 2, "kv_device_budget must hold sink + recent + one page, at least "),
         (("--kv-device-budget", "a lot"), 2, "kv_device_budget must be a share such as 20% or a size"),
-        (("--link", "25"), 2, "link must come with --forecast, got it alone"),
         (("--forecast", "--link", "usb"), 2, "link must be GB/s such as 25, or one of ('pcie4', 'pcie5')"),
-        (("--forecast", "--set", "forecast.turnover=0.2"), 2, "forecast.turnover must come with --link"),
-        (("--forecast", "--set", "forecast.corrected=2"), 2, "forecast.corrected must be in [0, 1], got 2.0"),
         (("--forecast", "--policy", "quest"), 2, "forecast knows the policies ('full-kv',"),
         (("--lossless",), 2, "lossless must come with --text and a checkpoint, whose acceptance"),
         (("--lossless", "--random-weights", "qwen3-0.6b", "--text", "bundled"), 2, "lossless must come with"),
         (("--forecast", "--lossless"), 2, "lossless must come with --text and a checkpoint"),
-        (("--forecast", "--lossless", "--link", "pcie4"), 2, "lossless must come without --link"),
         (("--acceptance", "0.9"), 2, "acceptance must come with lossless, got it alone"),
         (("--lossless", "--acceptance", "2"), 2, "acceptance must be in [0, 1], got 2"),
         (("--set", "model.pack_weights=true", "--dtype", "float32"), 4, "packed weights must be bfloat16"),
@@ -367,21 +363,3 @@ def test_a_forecast_runs_nothing_and_needs_no_weights(tiny, tmp_path, monkeypatc
     assert code == 0
     assert json.loads(stdout)["model"]["architecture"] == "Qwen3ForCausalLM"
     assert inside("--forecast", "--set", "forecast.bandwidth=1", "-q")[0] == 0
-
-
-def test_a_forecast_over_a_link_says_what_moves_and_what_is_assumed(tmp_path):
-    file = tmp_path / "x.json"
-    code, stdout, _ = inside(
-        "--forecast", "--link", "pcie5", "--random-weights", "llama-3.1-8b", "--context", "64K",
-        "--policy", "quest,snapkv", "--set", "forecast.bandwidth=1000", "--set", "forecast.memory=40",
-        "--set", "forecast.turnover=0.3", "-o", str(file), "--plot", str(tmp_path / "x.svg"),
-    )  # fmt: skip
-    assert code == 0
-    # 0.3 x 2,048 rows of 131,072 bytes; at 50 GB/s 1.611 ms, which the step waits for
-    assert re.search(r"^  quest +65,536 +1 .* 80\.5\d .* 1\.61\d +0% ", stdout, re.MULTILINE)
-    assert re.search(r"^  snapkv +65,536 +1 .* 0 +[\d.]+ +0 +- ", stdout, re.MULTILINE)
-    assert "* assumed: a recall brings 0.3 of the selected rows anew" in stdout
-    assert json.loads(file.read_text())["link"] == {
-        "gb_per_s": 50, "turnover": 0.3, "corrected": 0.1,
-    }  # fmt: skip
-    assert (tmp_path / "x.svg").stat().st_size > 0

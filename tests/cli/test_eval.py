@@ -4,7 +4,6 @@ import json
 import re
 import shlex
 import shutil
-import subprocess
 from collections import Counter
 from importlib.util import find_spec
 
@@ -16,8 +15,7 @@ from sfi_cli.commands.evaluate import request
 from sfi_cli.commands.evaluate.progress import EvaluationProgress, clock
 from sfi_core.bundled.train import draw
 from sfi_core.errors import ConfigError, InputError, MemoryForecastError, SfiError
-from sfi_core.measure.evaluation import harness_grid, runner
-from sfi_core.measure.evaluation.harness import HarnessRow
+from sfi_core.measure.evaluation import runner
 from sfi_core.measure.evaluation.method import Method
 from sfi_core.measure.evaluation.tasks import TASKS
 from sfi_core.models import load as core_model
@@ -127,25 +125,6 @@ def test_ctrl_c_keeps_what_is_there_and_resume_ends_as_if_nothing_had_been(
     assert samples(folder) == samples(whole[0])
 
 
-def test_two_processes_share_a_folder(whole, tmp_path, command, environment):
-    folder = tmp_path / "shared"
-    folder.mkdir()
-    manifest = json.loads((whole[0] / "manifest.json").read_text()) | {"finished": None}
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-    started = [
-        subprocess.Popen([*command, "eval", "-o", folder, "--resume", "-q"], env=environment)
-        for _ in range(2)
-    ]
-    assert [one.wait(600) for one in started] == [0, 0]
-    found = {runner_key(row): row for row in samples(folder)}
-    assert len(samples(folder)) == ROWS
-    assert [found[runner_key(row)] for row in samples(whole[0])] == samples(whole[0])
-    document = json.loads(call("-o", folder, "--resume", "--json").stdout)
-    assert document["finished"]
-    scores = [[row["score"] for row in one["rows"]] for one in (document, whole[1])]
-    assert scores[0] == scores[1]
-
-
 def test_what_failed_is_tried_again(whole, tmp_path, monkeypatch):
     folder = tmp_path / "failed"
     generate = runner.generate
@@ -252,21 +231,8 @@ def test_a_folder_that_is_there_is_not_overwritten(whole):
         (["--share", "2"], r"share must be in \(0, 1\], got 2"),
         (["--samples", "0"], "sample must be given at least once, got none"),
         (["--share", "0.1", "--budget", "9"], "share and budget must not come together, got both"),
-        (
-            ["--set", "eval.weights=needle=2"],
-            "eval.weights must be of tasks among bundled-recall, got needle",
-        ),
-        (
-            ["--set", "eval.weights=bundled-recall=0"],
-            "eval.weights must be TASK=NUMBER, positive and once each, got bundled-recall=0",
-        ),
         (["--set", "eval.batch_size=0"], "eval.batch_size must be at least 1, got 0"),
         (["--tokens", "9"], "tokens must come with --fidelity, got it alone"),
-        (["--limit", "9"], "limit must come with --harness, got it alone"),
-        (
-            ["--harness", "arc", "--share", "0.1"],
-            "harness takes --budget, since its prompts differ",
-        ),
         (["--resume"], "resume must come with --output DIR, got none"),
         (["--plot", "a.png", "--fidelity", "a.txt"], "plot shows scores and must come with --task"),
         (["--plot", "a.pdf"], r"plot must end in one of \('.png', '.svg'\), got a.pdf"),
@@ -300,7 +266,7 @@ def test_what_cannot_be_read_leaves_no_folder(arguments, message, tmp_path):
     assert not (tmp_path / "results").exists()
 
 
-def test_tasks_are_averaged_by_weights_that_a_resumed_run_may_change(tmp_path):
+def test_tasks_are_averaged(tmp_path):
     folder = tmp_path / "results"
     arguments = [
         "--length", "160", "--samples", "2", "--share", "0.3", "--method", "full-kv", "--method", "sfi",
@@ -310,13 +276,10 @@ def test_tasks_are_averaged_by_weights_that_a_resumed_run_may_change(tmp_path):
     scores = {(row["task"], row["method"]): row["score"] for row in document["rows"]}
     one, five = (scores[task, "sfi"] for task in ("bundled-recall-1", "bundled-recall"))
     assert document["averages"][1]["score"] == pytest.approx((one + five) / 2)
-    weights = ["--set", "eval.weights=bundled-recall=3"]
-    again = json.loads(call("-o", folder, "--resume", *weights, "--json").stdout)
-    assert again["averages"][1]["score"] == pytest.approx((one + 3 * five) / 4)
-    assert again["asked"]["weights"] == "bundled-recall=3"
-    text = call("-o", folder, "--resume", *weights).stdout
-    assert "mean over 2 tasks and lengths, weighted: bundled-recall-1 1, bundled-recall 3" in text
-    assert f"{again['averages'][1]['score']:.2f} ({again['averages'][1]['low']:.2f}-" in text
+    text = call("-o", folder, "--resume").stdout
+    average = document["averages"][1]
+    assert "mean over 2 tasks and lengths" in text
+    assert f"{average['score']:.2f} ({average['low']:.2f}-" in text
     (row,) = [r for r in document["rows"] if (r["task"], r["method"]) == ("bundled-recall", "sfi")]
     places = [f"{part['place']:,.0f}" for part in row["by_place"]]
     assert len(places) == 5
@@ -353,39 +316,6 @@ def draw_text():
 
     drawn = draw(random.Random(5), 200, 5)
     return drawn.prompt + drawn.answer
-
-
-def test_harness_rows_say_what_they_are_worth(tmp_path, monkeypatch):
-    """A stand-in for the harness, which is an extra."""
-
-    def evaluate(model, tokenizer, tasks, policy, config, **options):
-        common = {"stderr": float("nan"), "samples": 3, "read_ratio": 0.25, "selection_ratio": 0.125,
-                  "stored_ratio": 1.0}  # fmt: skip
-        return [
-            HarnessRow(task="mmlu", metric="acc", value=0.5, decoding=False, truncated=0, **common),
-            HarnessRow(
-                task="gsm8k", metric="exact", value=0.75, decoding=True, truncated=2, **common
-            ),
-        ]
-
-    monkeypatch.setattr(harness_grid, "check_harness", lambda: None)
-    monkeypatch.setattr(harness_grid, "load_tasks", lambda *_: [])
-    monkeypatch.setattr(harness_grid, "evaluate_harness", evaluate)
-    folder = tmp_path / "results"
-    arguments = ["--harness", "a", "--method", "sfi", "--budget", "9", "-o", folder]
-    document = json.loads(call(*arguments, "--json").stdout)
-    assert [(row["metric"], row["stderr"], row["read"]) for row in document["harness"]] == [
-        ("acc", None, 0.375), ("exact", None, 0.375),
-    ]  # fmt: skip
-    assert (document["rows"], document["fidelity"]) == ([], [])
-    lines = call("-o", folder, "--resume").stdout.splitlines()
-    (first,) = [line for line in lines if "mmlu" in line]
-    (second,) = [line for line in lines if "gsm8k" in line]
-    assert first.endswith(
-        "37.5%   100.0%   settled by the prompt, which every method reads densely"
-    )
-    assert second.split()[:5] == ["gsm8k", "exact", "sfi", "K", "9"]
-    assert second.split()[-5:] == ["37.5%", "100.0%", "2", "contexts", "cut"]
 
 
 EXTENDED = (
@@ -449,7 +379,7 @@ def test_tasks_are_listed_without_a_model(monkeypatch):
 def test_every_documented_example_parses():
     text = CliRunner().invoke(cli.app, ["eval", "--help"], env={"COLUMNS": "200"}).stdout
     examples = re.findall(r"^\s*(sfi .*?)\s*$", text, re.MULTILINE)
-    assert len(examples) == 7
+    assert len(examples) == 6
     for example in examples:
         words = shlex.split(example)
         assert all(word in text for word in words if word.startswith("-")), example

@@ -23,12 +23,12 @@ OPTIONS = {
     """,
     "eval": """
         --method --share --budget --recent --task --list-tasks --length --samples --seed --fidelity --tokens
-        --harness --limit --model --dtype --device --kv-device-budget --trust-remote-code --set
+        --model --dtype --device --kv-device-budget --trust-remote-code --set
         --output --resume --plot --force --json --quiet
     """,
     "bench": """
         --policy --context --batch --baseline --steps --repeats --time-limit --slow-rate --text --ragged
-        --lossless --acceptance --seed --threads --forecast --link --model --random-weights --dtype --device
+        --lossless --acceptance --seed --threads --forecast --model --random-weights --dtype --device
         --kv-device-budget --trust-remote-code --preset --config --set --budget --plot --output --force --json
         --quiet
     """,
@@ -45,6 +45,7 @@ OPTIONS = {
         --prompt-file --length --parts --clusters --top-k --model --dtype --device --trust-remote-code --set
         --output --plot --force --json --quiet
     """,
+    "lm-eval": "",
     "doctor": "--model --json",
     "config list": "--preset --json",
     "trace check": "--json",

@@ -2,19 +2,26 @@
 
 import errno
 import json
+import os
 import re
+import subprocess
+import sys
 from importlib.util import find_spec
 
 import pytest
 from pyarrow import parquet
 
 from sfi_core.errors import ConfigError, InputError, SfiError
-from sfi_core.measure.evaluation.statistics import paired_difference, wilson
-from sfi_core.measure.evaluation.weighted import weighted_difference, weighted_mean
+from sfi_core.measure.evaluation.statistics import (
+    difference_of_groups,
+    mean_of_groups,
+    paired_difference,
+    wilson,
+)
 from sfi_traces.results.evaluation.averages import summarize_averages
 from sfi_traces.results.evaluation.evaluation_manifest import check_new
 from sfi_traces.results.evaluation.store import ResultsFolder
-from sfi_traces.results.evaluation.summary import summarize, summarize_fidelity, summarize_harness
+from sfi_traces.results.evaluation.summary import summarize, summarize_fidelity
 
 MANIFEST = {
     "asked": {"samples": 2}, "model": {"name": "made-up"}, "methods": [], "text": None, "device": "cpu",
@@ -58,18 +65,6 @@ def window(method="sfi", *, number=0, kl=(0.0, 0.5, 0.25), **changes):
     } | changes  # fmt: skip
 
 
-def harness(**changes):
-    metrics = [
-        {"task": "arc", "metric": metric, "value": value, "stderr": stderr, "samples": 4, "decoding": True,
-         "read_ratio": 0.25, "selection_ratio": 0.5, "stored_ratio": 1.0, "truncated": 0}
-        for metric, value, stderr in (("acc", 0.5, 0.1), ("acc_norm", 0.75, None))
-    ]  # fmt: skip
-    return {
-        "method": "sfi", "policy": "sfi", "preset": "default", "settings": {}, "size": "own", "share": None,
-        "budget": 2048, "recent": 256, "asked": "arc", "metrics": metrics, "error": None,
-    } | changes  # fmt: skip
-
-
 def opened(path, rows=()):
     results = ResultsFolder.create(path, MANIFEST, force=False)
     for one in rows:
@@ -96,6 +91,7 @@ def test_a_folder_resumed_after_a_torn_line_ends_as_an_uninterrupted_one(tmp_pat
     file.write_bytes(data[:-cut])
     resumed = ResultsFolder.resume(torn.path)
     assert resumed.rows["samples"] == rows[:2]
+    resumed.begin()
     for one in rows[2:]:
         resumed.append("samples", one)
     assert file.read_bytes() == (whole.path / "samples.jsonl").read_bytes()
@@ -169,7 +165,6 @@ def test_failures_can_be_forgotten(tmp_path):
 def test_closing_writes_a_parquet_file_of_each_table(tmp_path):
     results = opened(tmp_path / "results", [row(), failed(seed=1)])
     results.append("fidelity", window())
-    results.append("harness", harness())
     results.close()
     samples = parquet.read_table(results.path / "results.parquet")
     assert samples.column("seed").to_pylist() == [0, 1]
@@ -181,8 +176,6 @@ def test_closing_writes_a_parquet_file_of_each_table(tmp_path):
     assert [(one["window"], one["step"], one["kl"]) for one in steps] == [
         (0, 0, 0.0), (0, 1, 0.5), (0, 2, 0.25),
     ]  # fmt: skip
-    metrics = parquet.read_table(results.path / "harness.parquet").to_pylist()
-    assert [(one["metric"], one["stderr"]) for one in metrics] == [("acc", 0.1), ("acc_norm", None)]
     assert json.loads((results.path / "manifest.json").read_text())["finished"]
 
 
@@ -228,6 +221,53 @@ def test_force_replaces_the_results_and_nothing_else(tmp_path):
     assert sorted(file.name for file in results.path.iterdir()) == [
         ".lock", "manifest.json", "notes.txt",
     ]  # fmt: skip
+
+
+class Seeds:
+    """A grid with a row for each of four seeds."""
+
+    table = "samples"
+    keys = tuple((seed,) for seed in range(4))
+
+    def key(self, one):
+        return (one["seed"],)
+
+
+def test_the_rows_of_a_closed_folder_are_in_the_order_of_an_uninterrupted_run(tmp_path):
+    results = opened(tmp_path / "results", [row(seed=seed) for seed in (2, 0, 3)])
+    results.close(None, [Seeds()])
+    assert [one["seed"] for one in results.rows["samples"]] == [0, 2, 3]
+
+
+HOLD = """
+import sys
+from pathlib import Path
+from sfi_traces.results.evaluation.store import ResultsFolder
+results = ResultsFolder.resume(Path(sys.argv[1]))
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no record locks")
+def test_a_folder_has_one_process_at_a_time(tmp_path):
+    """The lock ends with the process, however it ends."""
+    results = opened(tmp_path / "results", [row()])
+    results.close()
+    other = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(results.path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )  # fmt: skip
+    with other:
+        assert other.stdout.readline() == b"held\n"
+        for take in (
+            lambda: ResultsFolder.resume(results.path),
+            lambda: ResultsFolder.create(results.path, MANIFEST, force=True),
+        ):
+            with pytest.raises(ConfigError, match="must be free, got another process on it"):
+                take()
+        other.kill()
+    assert ResultsFolder.resume(results.path).rows["samples"] == [row()]
 
 
 def test_what_is_no_evaluation_cannot_be_resumed(tmp_path):
@@ -311,7 +351,7 @@ def test_sentences_are_averaged_by_their_place():
     assert summarize([row()])[0]["by_place"] == []
 
 
-def test_an_average_weighs_tasks_at_each_length():
+def test_an_average_is_over_tasks_and_lengths():
     samples = {
         ("recall", 512): [1.0, 0.0],
         ("recall", 1024): [0.0],
@@ -323,23 +363,20 @@ def test_an_average_weighs_tasks_at_each_length():
         for seed, score in enumerate(scores)
         for method, size, factor in (("full-kv", "all", 1.0), ("sfi", "10%", 0.5))
     ]
-    full, sparse = summarize_averages(rows, {"other": 2.0})
-    strata = [(1.0, [1.0, 0.0]), (1.0, [0.0]), (2.0, [1.0, 1.0, 0.5])]
-    expected = weighted_mean(strata)
+    full, sparse = summarize_averages(rows)
+    expected = mean_of_groups([*samples.values()])
     assert (full["score"], full["low"], full["high"]) == (
         expected.mean,
         expected.low,
         expected.high,
     )
-    assert full["score"] == pytest.approx(0.25 * 0.5 + 0.25 * 0.0 + 0.5 * 2.5 / 3)
-    assert (full["places"], full["n"], full["weights"]) == (3, 6, {"recall": 1.0, "other": 2.0})
-    difference = weighted_difference([(w, [-0.5 * x for x in scores]) for w, scores in strata])
+    assert full["score"] == pytest.approx((0.5 + 0.0 + 2.5 / 3) / 3)
+    assert (full["places"], full["n"]) == (3, 6)
+    difference = difference_of_groups([[-0.5 * x for x in scores] for scores in samples.values()])
     assert (sparse["difference"], sparse["difference_low"], sparse["difference_high"]) == (
         pytest.approx(difference.mean), pytest.approx(difference.low), pytest.approx(difference.high),
     )  # fmt: skip
     assert sparse["read"] == pytest.approx(0.125 + 0.0625)
-    even = summarize_averages(rows)[0]["score"]
-    assert even == pytest.approx((0.5 + 0.0 + 2.5 / 3) / 3)
 
 
 def test_a_method_without_a_score_somewhere_has_no_average():
@@ -365,14 +402,6 @@ def test_fidelity_is_over_all_windows_but_for_their_first_steps():
 def test_fidelity_without_a_window_has_no_numbers():
     (one,) = summarize_fidelity([window(steps=None, report=None, error="no memory")])
     assert (one["windows"], one["kl"], one["by_sentence_position"]) == (0, None, [])
-
-
-def test_harness_metrics_are_rows():
-    found = summarize_harness([harness(), harness(asked="mmlu", metrics=[], error="no memory")])
-    assert [(one["task"], one["metric"], one["value"], one["read"], one["error"]) for one in found] == [
-        ("arc", "acc", 0.5, 0.75, None), ("arc", "acc_norm", 0.75, 0.75, None),
-        ("mmlu", None, None, None, "no memory"),
-    ]  # fmt: skip
 
 
 @pytest.mark.skipif(find_spec("matplotlib") is None, reason="the plots extra is not installed")

@@ -2,9 +2,7 @@
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
-
-import typer
+from typing import Annotated, Any
 
 from sfi_cli import options as o
 from sfi_cli.settings.tables import BenchTable, EngineTable, ForecastTable, ModelTable
@@ -22,11 +20,8 @@ SHOWN = {
 }
 
 
-def _measure(name: str, text: str) -> typer.models.OptionInfo:
-    option: typer.models.OptionInfo = typer.Option(
-        help=text, show_default=SHOWN.get(name, "none"), rich_help_panel=MEASURE
-    )
-    return option
+def _measure(name: str, text: str) -> Any:
+    return o.option(MEASURE, text, shown=SHOWN.get(name, "none"))
 
 
 def bench(
@@ -60,53 +55,33 @@ def bench(
     ] = None,
     ragged: Annotated[
         bool,
-        typer.Option(
+        o.option(
+            MEASURE,
+            "Let contexts of a batch fall evenly from the context to half of it.",
             "--ragged",
-            help="Let contexts of a batch fall evenly from the context to half of it.",
-            rich_help_panel=MEASURE,
         ),
     ] = False,
     lossless: Annotated[
-        bool,
-        typer.Option(
-            "--lossless",
-            help="Measure lossless runs too.",
-            rich_help_panel=MEASURE,
-        ),
+        bool, o.option(MEASURE, "Measure lossless runs too.", "--lossless")
     ] = False,
     acceptance: Annotated[
         float | None, _measure("acceptance", "State what share of drafts is kept.")
     ] = None,
-    seed: Annotated[
-        int, typer.Option(help="Seed of weights, keys, values and tokens.", rich_help_panel=MEASURE)
-    ] = 0,
-    threads: Annotated[
-        int | None,
-        typer.Option(help="CPU threads.", show_default="PyTorch's own", rich_help_panel=MEASURE),
-    ] = None,
+    seed: Annotated[int, o.option(MEASURE, "Seed of weights, keys, values and tokens.")] = 0,
+    threads: Annotated[int | None, o.option(MEASURE, "CPU threads.", shown="PyTorch's own")] = None,
     forecast: Annotated[
         bool,
-        typer.Option(
-            "--forecast",
-            help="Say what to expect, without weights and without running.",
-            rich_help_panel=FORECAST,
+        o.option(
+            FORECAST, "Say what to expect, without weights and without running.", "--forecast"
         ),
     ] = False,
-    link: Annotated[
-        str | None,
-        typer.Option(
-            help="Expect a cache in host memory behind this link: GB/s, pcie4 or pcie5.",
-            show_default="none",
-            rich_help_panel=FORECAST,
-        ),
-    ] = None,
     model: o.Model = None,
     random_weights: Annotated[
         str | None,
-        typer.Option(
-            help="A config.json, or a name such as qwen3-4b or llama-3.1-8b: no checkpoint needed.",
-            show_default="none",
-            rich_help_panel=o.MODEL,
+        o.option(
+            o.MODEL,
+            "A config.json, or a name such as qwen3-4b or llama-3.1-8b: no checkpoint needed.",
+            shown="none",
         ),
     ] = None,
     dtype: o.Dtype = "auto",
@@ -117,18 +92,10 @@ def bench(
     config: o.Config = None,
     sets: Annotated[list[str] | None, o.sets("bench")] = None,
     budget: o.Budget = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option(help="Draw throughput to a .png or .svg.", rich_help_panel=o.OUTPUT),
-    ] = None,
+    plot: Annotated[Path | None, o.option(o.OUTPUT, "Draw throughput to a .png or .svg.")] = None,
     output: Annotated[
         Path | None,
-        typer.Option(
-            "--output",
-            "-o",
-            help="Write the data there too: .json or .parquet.",
-            rich_help_panel=o.OUTPUT,
-        ),
+        o.option(o.OUTPUT, "Write the data there too: .json or .parquet.", "--output", "-o"),
     ] = None,
     force: o.Force = False,
     json: o.Json = False,
@@ -147,8 +114,6 @@ def bench(
       sfi bench --context 8K --batch 8 --ragged --lossless --acceptance 0.95
 
       sfi bench --random-weights qwen3-4b --forecast --set forecast.bandwidth=4300
-
-      sfi bench --random-weights llama-3.1-8b --forecast --link pcie4 --policy freekv,full-kv
     """
     from sfi_cli.commands.bench.job import DecodeBenchJob
     from sfi_cli.loading import Subject
@@ -183,6 +148,5 @@ def bench(
         text=text,
         threads=threads,
         forecast=settings.table(ForecastTable) if forecast else None,
-        link=link,
         output=Output(output, plot=plot, json=json, quiet=quiet, force=force),
     ).run()  # fmt: skip

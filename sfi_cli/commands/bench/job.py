@@ -17,7 +17,6 @@ FORMATS = (".json", ".parquet")
 BUNDLED_TEXT, NO_BASELINE, KILO = "bundled", "none", 1024
 SLOW_RATE = "1/20"
 TIERS = ("engine.kv_device_budget", "engine.kv_page")
-LINKED = ("forecast.turnover", "forecast.corrected")
 TRIGGERS = ("t_max", "min_gap", "triggers", "trigger_policy", "stride", "slow_start")
 
 
@@ -34,7 +33,6 @@ class DecodeBenchJob:
         text: A file, or bundled; None for a stated rate.
         threads: CPU threads; None for PyTorch's own.
         forecast: The machine to compute for; None measures on this one.
-        link: GB/s or a name of the link to a cache in host memory; None for a cache on the device.
         output: The document, or its rows, and the figure.
     """
 
@@ -46,7 +44,6 @@ class DecodeBenchJob:
     text: str | None
     threads: int | None
     forecast: ForecastTable | None
-    link: str | None
     output: Output
 
     def run(self) -> None:
@@ -97,9 +94,8 @@ class DecodeBenchJob:
             leave_interrupted()
 
     def _forecast(self, settings: Any, device: Any, machine: ForecastTable) -> None:
-        from sfi_cli.commands.bench.views import forecast_text, link_text
+        from sfi_cli.commands.bench.views import forecast_text
         from sfi_core.measure.bench.forecast import forecast_document
-        from sfi_core.measure.bench.link_forecast import link_forecast_document
         from sfi_core.measure.bench.lossless_forecast import lossless_forecast_document
 
         model = self.subject.unloaded()
@@ -107,23 +103,10 @@ class DecodeBenchJob:
             "bandwidth_gb_per_s": machine.bandwidth,
             "memory_bytes": None if machine.memory is None else machine.memory * 1e9,
         }
-        link = self._link(machine)
-        if settings.lossless:
-            document = lossless_forecast_document(model, settings, device, **sizes)
-        elif link is None:
-            document = forecast_document(model, settings, device, **sizes)
-        else:
-            document = link_forecast_document(model, settings, device, link, **sizes)
+        compute = lossless_forecast_document if settings.lossless else forecast_document
+        document = compute(model, settings, device, **sizes)
         document["model"]["name"] = self.subject.name
-        self._write(document, forecast_text if link is None else link_text)
-
-    def _link(self, machine: ForecastTable) -> Any:
-        from sfi_core.measure.bench.link import Assumptions, Link, link_gb_per_s
-
-        if self.link is None:
-            return None
-        assumed = Assumptions(turnover=machine.turnover, corrected=machine.corrected)
-        return Link(gb_per_s=link_gb_per_s(self.link), assumed=assumed)
+        self._write(document, forecast_text)
 
     def _write(self, document: dict[str, Any], view: Callable[[dict[str, Any]], str]) -> None:
         from sfi_traces.results.bench import write_parquet, write_plot
@@ -145,8 +128,6 @@ class DecodeBenchJob:
 
     def _check_lossless(self) -> None:
         lossless, acceptance = self.settings["lossless"], self.settings["acceptance"]
-        if lossless and self.link is not None:
-            raise ConfigError("lossless must come without --link, whose pages cannot be taken back")
         if not lossless or acceptance is not None:
             return
         if self.text is None or self.subject.random_weights is not None:
@@ -159,19 +140,13 @@ class DecodeBenchJob:
         for name in sorted(self.said) if self.forecast is None else ():
             if name.startswith("forecast."):
                 raise ConfigError(f"{name} must come with --forecast, got it alone")
-        for name in LINKED if self.link is None else ():
-            if name in self.said:
-                raise ConfigError(f"{name} must come with --link, got it alone")
         if self.forecast is None:
-            if self.link is not None:
-                raise ConfigError("link must come with --forecast, got it alone")
             return
         for name in TIERS:
             if name in self.said:
-                raise ConfigError(f"{name} must come without --forecast; --link computes two tiers")
+                raise ConfigError(f"{name} must come without --forecast")
         if self.text is not None:
             raise ConfigError("forecast needs a stated --slow-rate, got --text")
-        self._link(self.forecast)  # a mistake shows before the model is made
 
     def _settings(self, loaded: tuple[Any, Any] | None) -> Any:
         from sfi_core.measure.bench.settings import DecodeSettings

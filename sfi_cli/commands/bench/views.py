@@ -140,33 +140,6 @@ def _cycles(document: dict[str, Any]) -> Any:
     return table("Lossless runs", columns, rows)
 
 
-def link_text(document: dict[str, Any]) -> str:
-    """Return the rows and notes of a forecast over a link."""
-    machine = document["machine"]
-    columns = (
-        "policy", "context", "batch", "needs GB", "cache GB", "host GB", "fits", "largest context",
-        "reads GB", "link MB", "device ms", "link ms", "hidden", "step ms", "tokens/s", "x full-kv",
-    )  # fmt: skip
-    rows = [
-        (
-            row["policy"], count(row["context"]), str(row["batch"]), _gigabytes(row["memory_bytes"]),
-            *(_gigabytes(row[f"kv_{side}_bytes"]) for side in ("device", "host")),
-            "yes" if row["fits"] else "no", count(row["largest_context"]),
-            _gigabytes(row["bytes_per_step"]), f"{row['link_bytes_per_step'] / 1e6:,.4g}",
-            _milliseconds(row["device_ms"]), _milliseconds(row["link_ms"]), percent(row["hidden_share"], 0),
-            _milliseconds(row["step_ms"]), _rate(row["roofline_tokens_per_second"]),
-            ratio(row["speedup_over_resident"]),
-        )
-        for row in document["rows"]
-    ]  # fmt: skip
-    title = (
-        f"{document['model']['name']}, {document['model']['dtype']}: cache in host memory, link "
-        f"{document['link']['gb_per_s']:,.4g} GB/s, device {machine['bandwidth_gb_per_s']:,.1f} GB/s, "
-        f"{machine['memory_bytes'] / 1e9:,.1f} GB"
-    )
-    return noted([table(title, columns, rows)], document["notes"])
-
-
 def _rate(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"  # noqa: PLR2004
 

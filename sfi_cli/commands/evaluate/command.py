@@ -8,7 +8,7 @@ import typer
 from sfi_cli import options as o
 from sfi_cli.commands.evaluate import request
 
-WHAT, HOW, TEXT, HARNESS = "Tasks", "Methods", "Fidelity", "lm-evaluation-harness"
+WHAT, HOW, TEXT = "Tasks", "Methods", "Fidelity"
 
 
 def _list(values: tuple[float, ...]) -> str:
@@ -18,94 +18,65 @@ def _list(values: tuple[float, ...]) -> str:
 def evaluate(
     method: Annotated[
         list[str] | None,
-        typer.Option(
-            help="LABEL=POLICY@PRESET:key=value,... or less of it, POLICY alone; PRESET may be a .toml file; "
+        o.option(
+            HOW,
+            "LABEL=POLICY@PRESET:key=value,... or less of it, POLICY alone; PRESET may be a .toml file; "
             "repeat for more.",
-            show_default="all policies, sfi with every preset",
-            rich_help_panel=HOW,
+            shown="all policies, sfi with every preset",
         ),
     ] = None,
     share: Annotated[
         str | None,
-        typer.Option(
-            help="Sink, selected and recent tokens over the context; comma list.",
-            show_default=_list(request.SHARES),
-            rich_help_panel=HOW,
+        o.option(
+            HOW,
+            "Sink, selected and recent tokens over the context; comma list.",
+            shown=_list(request.SHARES),
         ),
     ] = None,
     budget: Annotated[
-        str | None,
-        typer.Option(
-            help="Selected tokens per KV head instead of shares; comma list.", rich_help_panel=HOW
-        ),
+        str | None, o.option(HOW, "Selected tokens per KV head instead of shares; comma list.")
     ] = None,
     recent: Annotated[
         int | None,
-        typer.Option(
-            help="Tokens of the recent window; at most half of a share.",
-            show_default=str(request.RECENT),
-            rich_help_panel=HOW,
+        o.option(
+            HOW, "Tokens of the recent window; at most half of a share.", shown=str(request.RECENT)
         ),
     ] = None,
     task: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Comma list or repeated; see --list-tasks.",
-            show_default="bundled-recall for the bundled checkpoint, else all others",
-            rich_help_panel=WHAT,
+        o.option(
+            WHAT,
+            "Comma list or repeated; see --list-tasks.",
+            shown="bundled-recall for the bundled checkpoint, else all others",
         ),
     ] = None,
     list_tasks: Annotated[
-        bool, typer.Option("--list-tasks", help="Print the tasks and stop.", rich_help_panel=WHAT)
+        bool, o.option(WHAT, "Print the tasks and stop.", "--list-tasks")
     ] = False,
     length: Annotated[
         str | None,
-        typer.Option(
-            help="Tokens of the prompts; comma list.",
-            show_default=_list(request.LENGTHS),
-            rich_help_panel=WHAT,
-        ),
+        o.option(WHAT, "Tokens of the prompts; comma list.", shown=_list(request.LENGTHS)),
     ] = None,
     samples: Annotated[
         int | None,
-        typer.Option(
-            help="Prompts of each task and length.",
-            show_default=str(request.SAMPLES),
-            rich_help_panel=WHAT,
-        ),
+        o.option(WHAT, "Prompts of each task and length.", shown=str(request.SAMPLES)),
     ] = None,
     seed: Annotated[
         int | None,
-        typer.Option(
-            help="Seed of the first prompt; the others follow.",
-            show_default=str(request.SEED),
-            rich_help_panel=WHAT,
-        ),
+        o.option(WHAT, "Seed of the first prompt; the others follow.", shown=str(request.SEED)),
     ] = None,
     fidelity: Annotated[
         Path | None,
-        typer.Option(
-            help="Text to decode with its own tokens: KL, agreement and perplexity beside full attention's.",
-            rich_help_panel=TEXT,
+        o.option(
+            TEXT,
+            "Text to decode with its own tokens: KL, agreement and perplexity beside full attention's.",
         ),
     ] = None,
     tokens: Annotated[
         int | None,
-        typer.Option(
-            help="Tokens decoded after each prompt of --length tokens.",
-            show_default=str(request.TOKENS),
-            rich_help_panel=TEXT,
+        o.option(
+            TEXT, "Tokens decoded after each prompt of --length tokens.", shown=str(request.TOKENS)
         ),
-    ] = None,
-    harness: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Tasks of lm-evaluation-harness; comma list or repeated.", rich_help_panel=HARNESS
-        ),
-    ] = None,
-    limit: Annotated[
-        int | None,
-        typer.Option(help="Documents of each harness task.", rich_help_panel=HARNESS),
     ] = None,
     model: o.Model = None,
     dtype: o.Dtype = "auto",
@@ -115,21 +86,11 @@ def evaluate(
     sets: Annotated[list[str] | None, o.sets("eval", o.MODEL)] = None,
     output: Annotated[
         Path | None,
-        typer.Option(
-            "--output",
-            "-o",
-            help="Folder of the results.",
-            show_default="sfi-eval-DATE-TIME",
-            rich_help_panel=o.OUTPUT,
-        ),
+        o.option(o.OUTPUT, "Folder of the results.", "--output", "-o", shown="sfi-eval-DATE-TIME"),
     ] = None,
-    resume: Annotated[
-        bool,
-        typer.Option("--resume", help="Go on with the folder.", rich_help_panel=o.OUTPUT),
-    ] = False,
+    resume: Annotated[bool, o.option(o.OUTPUT, "Go on with the folder.", "--resume")] = False,
     plot: Annotated[
-        Path | None,
-        typer.Option(help="Draw score against read to a .png or .svg.", rich_help_panel=o.OUTPUT),
+        Path | None, o.option(o.OUTPUT, "Draw score against read to a .png or .svg.")
     ] = None,
     force: o.Force = False,
     json: o.Json = False,
@@ -138,7 +99,8 @@ def evaluate(
     """Measure what methods cost in quality, at equal numbers of tokens read.
 
     Every method decodes the same prompts from the same cache, read once. Each result is on the disk before
-    the next is made: Ctrl-C or a crash loses at most one sample, and --resume goes on.
+    the next is made: Ctrl-C or a crash loses at most one sample, and --resume goes on. Tasks of
+    lm-evaluation-harness: sfi lm-eval.
 
     For example:
 
@@ -153,8 +115,6 @@ def evaluate(
       sfi eval --model Qwen/Qwen3-0.6B --task niah-single,variable-tracking --length 8192 --json
 
       sfi eval --fidelity book.txt --length 4096 --tokens 256 --method sfi --method quest --share 0.15
-
-      sfi eval --harness gsm8k --limit 50 --method full-kv --method sfi --budget 512
     """
     from sfi_cli.commands.evaluate.job import EvaluationJob
     from sfi_cli.parsing import words
@@ -172,7 +132,7 @@ def evaluate(
         "budgets": request.numbers("budget", budget, int), "recent": recent,
         "tasks": words(task) if task else None, "lengths": request.numbers("length", length, int),
         "samples": samples, "seed": seed, "fidelity": None if fidelity is None else str(fidelity),
-        "tokens": tokens, "harness": words(harness) if harness else None, "limit": limit,
+        "tokens": tokens,
         **settings.of("eval"), **settings.of("engine"), **settings.of("model"),
     }  # fmt: skip
     EvaluationJob(

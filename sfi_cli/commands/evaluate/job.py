@@ -9,14 +9,12 @@ from typing import Any
 
 from sfi_cli.commands.evaluate.progress import EvaluationProgress
 from sfi_cli.commands.evaluate.request import (
-    FREE,
     described,
     engine_of,
     filled,
     methods_of,
     parts_of,
     resumed,
-    weights_of,
 )
 from sfi_cli.commands.evaluate.same import check_same
 from sfi_cli.commands.evaluate.views import evaluation_text
@@ -57,7 +55,7 @@ class EvaluationJob:
             raise ConfigError("resume must come with --output DIR, got none")
         with self.output:
             results, interrupted = self._results()
-            document = document_of(results, self.given)
+            document = document_of(results)
             self.output.show(document, evaluation_text)
             if document["rows"]:
                 from sfi_traces.results.evaluation.plots import write_plot
@@ -65,8 +63,6 @@ class EvaluationJob:
                 self.output.figure(write_plot, document)
         if interrupted:
             leave_interrupted(f"interrupted; go on with: sfi eval -o {results.path} --resume")
-        if results.manifest["stopped"]:
-            self.output.say(f"{results.manifest['stopped']}; the last one completes {results.path}")
         self.output.say(f"Wrote {results.path}")
         check_exact(results.rows["samples"], results.manifest["model"]["dtype"])
 
@@ -87,7 +83,6 @@ class EvaluationJob:
             asked = filled(self.given)
         if self.output.plot is not None and not asked["tasks"]:
             raise ConfigError("plot shows scores and must come with --task, got none")
-        weights_of(asked)
         text = _text(asked["fidelity"])
         parts = parts_of(asked, text)
         facts = {
@@ -128,7 +123,7 @@ class EvaluationJob:
         tokenizer: Any,
         asked: Mapping[str, Any],
     ) -> bool:
-        # make the rows that no other process has; whether Ctrl-C ended that
+        # make the rows that are not there; whether Ctrl-C ended that
         options = {
             "backend": asked["backend"], "prefill_chunk": asked["prefill_chunk"],
             "engine": engine_of(asked), "batch_size": asked["batch_size"],
@@ -138,10 +133,11 @@ class EvaluationJob:
             results.begin()
             for part in parts:
                 weights = map(part.weight, _left(part, results))
+                done = {part.key(row) for row in results.rows[part.table]}
                 with EvaluationProgress(part.table, weights, quiet=self.output.quiet) as shown:
-                    # once more after a pass with rows: a process that has died leaves its claims
-                    while self._passed(results, part, shown, model, tokenizer, options):
-                        pass
+                    for row in part.run(model, tokenizer, done, **options):
+                        results.append(part.table, row)
+                        shown.update(part.weight(part.key(row)))
             stopped = None
         except KeyboardInterrupt:
             pass
@@ -152,50 +148,23 @@ class EvaluationJob:
             results.close(stopped, parts)
         return stopped is not None
 
-    def _passed(
-        self,
-        results: Any,
-        part: Grid,
-        shown: EvaluationProgress,
-        model: Any,
-        tokenizer: Any,
-        options: Mapping[str, Any],
-    ) -> int:
-        # go through a part once; how many rows that made
-        made, shared = 0, results.shared(part)
-        for row in part.run(model, tokenizer, shared, claims=shared, **options):
-            results.append(part.table, row)
-            shown.update(part.weight(part.key(row)))
-            made += 1
-        return made
 
-
-def document_of(results: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Sum results up as the document of `--json`.
-
-    Args:
-        results: The folder.
-        given: Values of the options; those that change no row win over the folder's.
-    """
+def document_of(results: Any) -> dict[str, Any]:
+    """Sum a folder's results up as the document of `--json`."""
     from sfi_traces.results.evaluation.averages import summarize_averages
     from sfi_traces.results.evaluation.summary import (
         summarize,
         summarize_fidelity,
-        summarize_harness,
     )
 
     manifest = results.manifest
-    names = ("model", "device", "machine", "versions", "created", "finished", "stopped")
-    free = {name: given[name] for name in FREE if given.get(name) is not None}
-    asked = manifest["asked"] | free
+    names = ("asked", "model", "device", "machine", "versions", "created", "finished", "stopped")
     return {
         "results": str(results.path),
-        "asked": asked,
         **{name: manifest[name] for name in names},
         "rows": summarize(results.rows["samples"]),
-        "averages": summarize_averages(results.rows["samples"], weights_of(asked)),
+        "averages": summarize_averages(results.rows["samples"]),
         "fidelity": summarize_fidelity(results.rows["fidelity"]),
-        "harness": summarize_harness(results.rows["harness"]),
         "samples": str(results.path / "samples.jsonl"),
     }
 

@@ -1,8 +1,6 @@
 """What `sfi eval` was asked, as plain values that a results folder keeps and a resumed run compares."""
 
-import math
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from sfi_cli import parsing
@@ -17,11 +15,11 @@ METHODS = (
 BUNDLED_ONLY = ("synckv",)  # needs a head file, which other models seldom come with
 SHARES, LENGTHS, SAMPLES, SEED, RECENT = (0.05, 0.1, 0.15, 0.25), (1024, 4096), 20, 0, 128
 TOKENS = 128
-FREE = ("batch_size", "weights")  # change no row, so that a resumed run may change them
+FREE = "batch_size"  # changes no row, so that a resumed run may change it
 DEFAULTS: dict[str, Any] = {
     "model": None, "dtype": "auto", "methods": list(METHODS),
     "shares": list(SHARES), "budgets": None, "recent": RECENT, "tasks": None, "lengths": list(LENGTHS),
-    "samples": SAMPLES, "seed": SEED, "fidelity": None, "tokens": TOKENS, "harness": None, "limit": None,
+    "samples": SAMPLES, "seed": SEED, "fidelity": None, "tokens": TOKENS,
     **{name.rpartition(".")[2]: one.default for name, one in settings_for("eval").items()},
 }  # fmt: skip
 
@@ -30,7 +28,7 @@ def filled(given: Mapping[str, Any]) -> dict[str, Any]:
     """Lay what was given over the defaults; tasks only where nothing else is measured.
 
     Raises:
-        ConfigError: Shares and budgets, or an option of fidelity or harness without it.
+        ConfigError: Shares and budgets, or an option of fidelity without it.
     """
     said = {name: value for name, value in given.items() if value is not None}
     asked = DEFAULTS | said
@@ -40,19 +38,11 @@ def filled(given: Mapping[str, Any]) -> dict[str, Any]:
         if "shares" in said:
             raise ConfigError("share and budget must not come together, got both")
         asked["shares"] = None
-    for name, of in (
-        ("tokens", "fidelity"),
-        ("windows", "fidelity"),
-        ("include_path", "harness"),
-        ("limit", "harness"),
-    ):
-        if name in said and of not in said:
-            raise ConfigError(f"{name} must come with --{of}, got it alone")
-    if "shares" in said and "harness" in said and not {"tasks", "fidelity"} & said.keys():
-        raise ConfigError("harness takes --budget, since its prompts differ in length, got --share")
+    for name in ("tokens", "windows"):
+        if name in said and "fidelity" not in said:
+            raise ConfigError(f"{name} must come with --fidelity, got it alone")
     if asked["tasks"] is None:
-        other = asked["fidelity"] is not None or asked["harness"] is not None
-        asked["tasks"] = [] if other else default_tasks(asked["model"])
+        asked["tasks"] = [] if asked["fidelity"] else default_tasks(asked["model"])
     return asked
 
 
@@ -76,7 +66,7 @@ def resumed(given: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, An
                 f"results folder must be of options that this sfi knows, got {name} {before[name]}"
             )
     for name, value in given.items():
-        if name in FREE:
+        if name == FREE:
             continue
         kept = before.get(
             name, DEFAULTS[name]
@@ -86,8 +76,8 @@ def resumed(given: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, An
             raise ConfigError(
                 f"resume must keep the folder's {option} {_shown(kept)}, got {_shown(value)}"
             )
-    free = {name: given[name] for name in FREE if given.get(name) is not None}
-    return DEFAULTS | dict(before) | free
+    size = given.get(FREE)
+    return DEFAULTS | dict(before) | ({} if size is None else {FREE: size})
 
 
 OPTIONS = {
@@ -116,11 +106,10 @@ def numbers(option: str, text: str | None, kind: Callable[[str], Any]) -> list[A
 
 
 def parts_of(asked: Mapping[str, Any], text: str | None) -> list[Any]:
-    """Make what is to be run: a grid of tasks, one of windows of the text, one of harness tasks.
+    """Make what is to be run: a grid of tasks, and one of windows of the text.
 
     Raises:
         ConfigError: A method, size, task or length that is none.
-        BackendError: Harness tasks without the harness.
     """
     methods, sizes = methods_of(asked), sizes_of(asked)
     parts: list[Any] = []
@@ -143,17 +132,6 @@ def parts_of(asked: Mapping[str, Any], text: str | None) -> list[Any]:
                 count=asked["windows"],
             )
         )  # fmt: skip
-    if asked["harness"]:
-        from sfi_core.measure.evaluation.harness_grid import HarnessGrid
-
-        folder = asked["include_path"]
-        parts.append(
-            HarnessGrid(
-                methods=methods, sizes=() if asked["budgets"] is None else sizes,
-                tasks=tuple(asked["harness"]), include_path=None if folder is None else Path(folder),
-                limit=asked["limit"], lengths=lengths,
-            )
-        )  # fmt: skip
     return parts
 
 
@@ -172,31 +150,6 @@ def sizes_of(asked: Mapping[str, Any]) -> tuple[Any, ...]:
     if asked["budgets"] is not None:
         return tuple(Size(budget=budget, recent=recent) for budget in asked["budgets"])
     return tuple(Size(share=share, recent=recent) for share in asked["shares"])
-
-
-def weights_of(asked: Mapping[str, Any]) -> dict[str, float]:
-    """Read the weights of tasks in the average.
-
-    Raises:
-        ConfigError: Another form, a task twice or not asked for, or a weight that is not positive.
-    """
-    text, weights = asked.get("weights"), {}
-    for part in parsing.words([text] if text else None):
-        task, equals, written = part.partition("=")
-        if task.strip() not in asked["tasks"]:
-            raise ConfigError(
-                f"eval.weights must be of tasks among {','.join(asked['tasks'])}, got {task.strip()}"
-            )
-        try:
-            weight = float(written) if equals and task.strip() not in weights else math.nan
-        except ValueError:
-            weight = math.nan
-        if not (math.isfinite(weight) and weight > 0):
-            raise ConfigError(
-                f"eval.weights must be TASK=NUMBER, positive and once each, got {part}"
-            )
-        weights[task.strip()] = weight
-    return weights
 
 
 def engine_of(asked: Mapping[str, Any]) -> EngineOptions:

@@ -19,7 +19,7 @@ POSITIONS = "steps since the token that ended a sentence"
 
 
 def evaluation_text(document: dict[str, Any]) -> str:
-    """Return tables of the tasks, of the text and of the harness, what failed, and what columns mean."""
+    """Return tables of the tasks and of the text, what failed, and what columns mean."""
     parts: list[Any] = [_heading(document), ""]
     rows = document["rows"]
     for place, own in _groups(rows, ("task", "length")):
@@ -35,12 +35,9 @@ def evaluation_text(document: dict[str, Any]) -> str:
     parts += [note.format(_methods(rows)) for note in NOTES] if rows else ()
     for (length,), own in _groups(document["fidelity"], ("length",)):
         parts += [_fidelity(length, own), _by_position(own)]
-    if document["harness"]:
-        parts.append(_harness(document["harness"]))
     parts += [
         _failure(row) for name in ("rows", "fidelity") for row in document[name] if row["failed"]
     ]
-    parts += [_failure(row) for row in document["harness"] if row["error"]]
     return rendered(parts)
 
 
@@ -139,13 +136,7 @@ def _differing(found: Row) -> str:
 
 
 def _averages(rows: list[Row]) -> list[Any]:
-    first = rows[0]
-    weights = ", ".join(f"{task} {weight:g}" for task, weight in first["weights"].items())
-    even = len(set(first["weights"].values())) == 1
-    title = f"mean over {first['places']} tasks and lengths, " + (
-        "all of one weight" if even else f"weighted: {weights}"
-    )
-    return [_scores(title, rows), AVERAGED]
+    return [_scores(f"mean over {rows[0]['places']} tasks and lengths", rows), AVERAGED]
 
 
 def _fidelity(length: int, rows: list[Row]) -> Any:
@@ -184,29 +175,6 @@ def _by_position(rows: list[Row]) -> Any:
         ],
         left=2,
     )
-
-
-def _harness(rows: list[Row]) -> Any:
-    return table(
-        "lm-evaluation-harness",
-        ["task", "metric", "method", "size", "value", "stderr", "documents", "read", "stored", ""],
-        [
-            [
-                row["task"], row["metric"], row["method"], row["size"], number(row["value"]),
-                number(row["stderr"]), str(row["samples"]), percent(row["read"]),
-                percent(row["stored_ratio"]), _remark(row),
-            ]
-            for row in rows
-            if not row["error"]
-        ],
-        left=4,
-    )  # fmt: skip
-
-
-def _remark(row: Row) -> str:
-    if not row["decoding"]:
-        return "settled by the prompt, which every method reads densely"
-    return f"{row['truncated']:,} contexts cut" if row["truncated"] else ""
 
 
 def _sizes(rows: Iterable[Row]) -> list[str]:

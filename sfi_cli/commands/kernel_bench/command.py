@@ -1,9 +1,7 @@
 """`sfi kernel-bench`: check every kernel, then time it."""
 
 from pathlib import Path
-from typing import Annotated
-
-import typer
+from typing import Annotated, Any
 
 from sfi_cli import options as o
 
@@ -22,11 +20,8 @@ SHOWN = {
 }
 
 
-def _shape(name: str, text: str) -> typer.models.OptionInfo:
-    option: typer.models.OptionInfo = typer.Option(
-        help=text, show_default=SHOWN[name], rich_help_panel=SHAPE
-    )
-    return option
+def _shape(name: str, text: str) -> Any:
+    return o.option(SHAPE, text, shown=SHOWN[name])
 
 
 def kernel_bench(
@@ -35,10 +30,7 @@ def kernel_bench(
     heads: Annotated[int | None, _shape("heads", "Query heads.")] = None,
     kv_heads: Annotated[int | None, _shape("kv_heads", "KV heads.")] = None,
     head_dim: Annotated[int | None, _shape("head_dim", "Numbers of a head.")] = None,
-    dtype: Annotated[
-        str,
-        typer.Option(help="auto (bfloat16), bfloat16, float16, float32.", rich_help_panel=SHAPE),
-    ] = "auto",
+    dtype: Annotated[str, o.option(SHAPE, "auto (bfloat16), bfloat16, float16, float32.")] = "auto",
     retention: Annotated[
         list[str] | None,
         _shape(
@@ -47,61 +39,43 @@ def kernel_bench(
     ] = None,
     op: Annotated[
         list[str] | None,
-        typer.Option(
-            help="What to time; comma list or repeated.",
-            show_default=SHOWN["ops"],
-            rich_help_panel=MEASURE,
-        ),
+        o.option(MEASURE, "What to time; comma list or repeated.", shown=SHOWN["ops"]),
     ] = None,
     sweep: Annotated[
         str | None,
-        typer.Option(
-            help="retention: the paper's Table 1, of fast and dense unless --op says otherwise.",
-            rich_help_panel=MEASURE,
+        o.option(
+            MEASURE,
+            "retention: the paper's Table 1, of fast and dense unless --op says otherwise.",
         ),
     ] = None,
     repeats: Annotated[
-        int | None,
-        typer.Option(
-            help="Timed calls of each op.", show_default="9, on CUDA 100", rich_help_panel=MEASURE
-        ),
+        int | None, o.option(MEASURE, "Timed calls of each op.", shown="9, on CUDA 100")
     ] = None,
-    seed: Annotated[
-        int, typer.Option(help="Seed of the random inputs.", rich_help_panel=MEASURE)
-    ] = 0,
-    backend: Annotated[
-        str, typer.Option(help="auto, torch or triton.", rich_help_panel=MEASURE)
-    ] = "auto",
-    device: Annotated[
-        str, typer.Option(help="auto, cpu, cuda, cuda:1, ...", rich_help_panel=MEASURE)
-    ] = "auto",
+    seed: Annotated[int, o.option(MEASURE, "Seed of the random inputs.")] = 0,
+    backend: Annotated[str, o.option(MEASURE, "auto, torch or triton.")] = "auto",
+    device: Annotated[str, o.option(MEASURE, "auto, cpu, cuda, cuda:1, ...")] = "auto",
     compile_only: Annotated[
         bool,
-        typer.Option(
+        o.option(
+            COMPILE,
+            "Compile every kernel without a GPU; show registers, spills, shared memory.",
             "--compile-only",
-            help="Compile every kernel without a GPU; show registers, spills, shared memory.",
-            rich_help_panel=COMPILE,
         ),
     ] = False,
     arch: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Targets; comma list or repeated.",
-            show_default=ARCHITECTURES,
-            rich_help_panel=COMPILE,
-        ),
+        o.option(COMPILE, "Targets; comma list or repeated.", shown=ARCHITECTURES),
     ] = None,
     plot: Annotated[
-        Path | None,
-        typer.Option(help="Draw speed-up and GB/s to a .png or .svg.", rich_help_panel=o.OUTPUT),
+        Path | None, o.option(o.OUTPUT, "Draw speed-up and GB/s to a .png or .svg.")
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option(
+        o.option(
+            o.OUTPUT,
+            "Write the data there too: .parquet, .json; with --compile-only .md.",
             "--output",
             "-o",
-            help="Write the data there too: .parquet, .json; with --compile-only .md.",
-            rich_help_panel=o.OUTPUT,
         ),
     ] = None,
     force: o.Force = False,

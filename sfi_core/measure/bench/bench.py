@@ -103,15 +103,9 @@ class DecodeResult:
 def run_bench(
     model: Any, settings: DecodeSettings, progress: Progress = lambda *_: None
 ) -> DecodeResult:
-    """Measure every point.
+    """Measure every point; after Ctrl-C the result holds the rows measured until then.
 
-    Args:
-        model: A decoder-only model of transformers, outside `slow_fast`.
-        settings: What to measure.
-        progress: Told the phase, how many runs are done, and of how many.
-
-    Returns:
-        The result; after Ctrl-C it holds the rows measured until then.
+    `progress` gets the phase, the runs done and the runs in all. The model is outside `slow_fast`.
 
     Raises:
         MemoryForecastError: Nothing fits.

@@ -20,15 +20,7 @@ LOGITS = 3 * 4
 def needed_bytes(
     model: Any, variant: DecodeVariant, point: Point, settings: DecodeSettings, config: SfiConfig
 ) -> int:
-    """Return the bytes that a variant needs on top of the model.
-
-    Args:
-        model: The model, outside `slow_fast`.
-        variant: The policy or baseline.
-        point: The contexts and the batch.
-        settings: Decides steps, prefill and backend.
-        config: The settings that the policies run with.
-    """
+    """Return the bytes that a variant needs on top of the model, which is outside `slow_fast`."""
     capacity = settings.capacity(point.context)
     if not variant.policy:
         return _theirs(model, variant.name, cached_shapes(model), point, capacity, settings)
@@ -52,12 +44,7 @@ def sort_out(
 ) -> tuple[dict[DecodeVariant, int], list[dict[str, Any]]]:
     """Return the bytes of each variant that fits a point, and a row for each that does not fit.
 
-    Args:
-        model: The model, outside `slow_fast`; no cache of it is alive.
-        variants: All variants.
-        point: The contexts and the batch.
-        settings: Decides steps, prefill and backend.
-        config: The settings that the policies run with.
+    No cache of the model is alive yet. `config` has the settings that the policies run with.
     """
     free = free_bytes(model.device)
     fitting: dict[DecodeVariant, int] = {}

@@ -16,7 +16,7 @@ from sfi_core.measure.bench.settings import DecodeSettings
 from sfi_core.measure.kernel_bench.timing import clock_for, copy_gb_per_s
 from sfi_core.models.byte_model import ByteModel, fast_tokens
 from sfi_core.models.describe import describe_model
-from sfi_core.models.forecast import CPU_SLACK, Forecast, forecast, largest_batch
+from sfi_core.models.forecast import CPU_SLACK, forecast, largest_batch
 from sfi_core.models.weights import ModelWeights
 from sfi_core.policies import policy_class
 from sfi_core.settings.config import SfiConfig
@@ -38,6 +38,8 @@ def forecast_document(
     *,
     bandwidth_gb_per_s: float | None = None,
     memory_bytes: float | None = None,
+    kind: "type[Expectation] | None" = None,
+    notes: Sequence[str] = NOTES,
 ) -> dict[str, Any]:
     """Compute memory, bytes and the speed that they allow, for every policy and point.
 
@@ -47,43 +49,17 @@ def forecast_document(
         device: The device whose bandwidth and memory count where no others are given.
         bandwidth_gb_per_s: Bandwidth; None measures the device's copy bandwidth.
         memory_bytes: Memory; None is the device's.
+        kind: Computes the rows; None is `Expectation`.
+        notes: What a reader of the rows must know.
 
     Raises:
         ConfigError: The bytes of a policy's steps depend on more than the number of slow steps.
         UnsupportedModelError: The model does not show its shapes without weights.
     """
-    check_known(settings)
-    return document_of(
-        Expectation(model, settings, device), NOTES, bandwidth_gb_per_s, memory_bytes
-    )
-
-
-def check_known(settings: DecodeSettings) -> None:
-    """Refuse policies whose bytes depend on more than the number of slow steps.
-
-    Raises:
-        ConfigError: With those that have a forecast.
-    """
     for policy in settings.policies:
         if policy not in POLICIES:
             raise ConfigError(f"forecast knows the policies {POLICIES}, got {policy!r}")
-
-
-def document_of(
-    expected: "Expectation",
-    notes: Sequence[str],
-    bandwidth_gb_per_s: float | None,
-    memory_bytes: float | None,
-) -> dict[str, Any]:
-    """Compute a row for every policy and point of an expectation, and say of what and on what machine.
-
-    Args:
-        expected: The model under the settings of a benchmark.
-        notes: What a reader of the rows must know.
-        bandwidth_gb_per_s: Bandwidth; None measures the device's copy bandwidth.
-        memory_bytes: Memory; None is the device's.
-    """
-    settings, device = expected.settings, expected.device
+    expected = (kind or Expectation)(model, settings, device)
     if bandwidth_gb_per_s is None:
         bandwidth_gb_per_s = copy_gb_per_s(device, clock_for(device, "torch"))
     memory = int((total_bytes(device) or 0) if memory_bytes is None else memory_bytes)
@@ -120,10 +96,7 @@ class Expectation:
         shapes: The shape of every layer.
         weights: The bytes of the weights.
         description: The `model` of the document.
-        selecting: The policies that select.
     """
-
-    selecting: tuple[str, ...] = ("sfi",)
 
     def __init__(self, model: Any, settings: DecodeSettings, device: torch.device) -> None:
         assert settings.slow_rate is not None, "a forecast has a stated rate"
@@ -173,46 +146,38 @@ class Expectation:
         """The names of the rows of a point, in order."""
         return [*dict.fromkeys(self.settings.policies)]
 
-    @property
-    def graphs(self) -> bool:
-        """Whether the run would replay its steps."""
-        moves = any(shape.window is not None for shape in self.shapes)
-        wanted = self.settings.engine.graphs is not False and self.settings.backend != "torch"
-        return self.device.type == "cuda" and wanted and not moves
-
     def slow_rate(self, policy: str) -> float:
         """Return the share of slow steps."""
         return {"full-kv": 1.0, "streaming-llm": 0.0}.get(policy, float(self._rate))
 
-    def byte_model(self, batch: int, dense_layers: Sequence[int] | None = None) -> ByteModel:
-        """Return the bytes of a token, for `batch` requests; None leaves the config's layers dense."""
+    def byte_model(self, batch: int) -> ByteModel:
+        """Return the bytes of a token, for `batch` requests."""
         description = {**self.description, "weight_bytes": self.weights.read(batch)}
-        dense = self.settings.config.dense_layers if dense_layers is None else dense_layers
-        return ByteModel.of(description, dense_layers=dense, batch=batch)
+        dense_layers = self.settings.config.dense_layers
+        return ByteModel.of(description, dense_layers=dense_layers, batch=batch)
 
-    def memory(self, policy: str, context: int, batch: int) -> Forecast:
-        """Return the bytes of a run whose cache lies on the device, with all weights."""
+    def _memory(self, policy: str, context: int, batch: int) -> dict[str, int]:
+        # the bytes of a run, with all weights
+        moves = any(shape.window is not None for shape in self.shapes)
+        wanted = self.settings.engine.graphs is not False and self.settings.backend != "torch"
         expected = forecast(
             self.model,
             self.shapes,
             self.settings.config,
-            selects=policy in self.selecting,
+            selects=policy == "sfi",
             batch=batch,
             prompt_tokens=1,
             capacity=self.settings.capacity(context),
             refreshed_together=batch if self.device.type == "cuda" else 1,
             evidence_buffers=ring_places(self.device, overlap=self.settings.engine.overlap),
-            graphs=self.graphs,
+            graphs=self.device.type == "cuda" and wanted and not moves,
         )
         slack = CPU_SLACK if self.device.type == "cpu" else 1
-        return replace(
+        expected = replace(
             expected,
             resident_bytes=self.weights.total_bytes,
             workspace_bytes=expected.workspace_bytes * slack,
         )
-
-    def _memory(self, policy: str, context: int, batch: int) -> dict[str, int]:
-        expected = self.memory(policy, context, batch)
         return {
             "memory_bytes": expected.total_bytes,
             "kv_bytes": expected.kv_bytes + expected.norm_bytes + expected.sliding_bytes,
@@ -235,12 +200,7 @@ def step_bytes(
 ) -> tuple[float, float]:
     """Return the bytes of a fast and of a slow step of a request, with its share of the weights.
 
-    Args:
-        model: The bytes of a token.
-        config: Sink, budget and recent tokens.
-        policy: A name of `POLICIES`.
-        context: Cached tokens.
-        rate: Share of slow steps.
+    `rate` is the share of slow steps, on which the length of an anchored recent window depends.
     """
     adapted = policy_class(policy).adapt(config)
     selected = selected_tokens(config, policy)

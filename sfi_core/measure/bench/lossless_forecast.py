@@ -9,8 +9,7 @@ from sfi_core.engine.lossless.rule import best_length
 from sfi_core.measure.bench.forecast import (
     NOTES,
     Expectation,
-    check_known,
-    document_of,
+    forecast_document,
     step_bytes,
 )
 from sfi_core.measure.bench.settings import LOSSLESS, DecodeSettings
@@ -44,31 +43,14 @@ class Cycle:
 
 
 def lossless_forecast_document(
-    model: Any,
-    settings: DecodeSettings,
-    device: torch.device,
-    *,
-    bandwidth_gb_per_s: float | None = None,
-    memory_bytes: float | None = None,
+    model: Any, settings: DecodeSettings, device: torch.device, **sizes: float | None
 ) -> dict[str, Any]:
-    """Compute what `forecast_document` does, with a row for each policy's lossless run beside its own.
-
-    Args:
-        model: A model on the meta device; see `empty_model`.
-        settings: Policies, contexts, batches, slow rate, acceptance, and what the policies run with.
-        device: The device whose bandwidth and memory count where no others are given.
-        bandwidth_gb_per_s: Bandwidth; None measures the device's copy bandwidth.
-        memory_bytes: Memory; None is the device's.
-
-    Raises:
-        ConfigError: The bytes of a policy's steps depend on more than the number of slow steps.
-        UnsupportedModelError: The model does not show its shapes without weights.
-    """
+    """Compute what `forecast_document` does, with a row for each policy's lossless run beside its own."""
     assert settings.acceptance is not None, "a forecast has a stated acceptance"
-    check_known(settings)
     notes = (*NOTES, NOTE.format(settings.acceptance))
-    expected = LosslessExpectation(model, settings, device)
-    return document_of(expected, notes, bandwidth_gb_per_s, memory_bytes)
+    return forecast_document(
+        model, settings, device, **sizes, kind=LosslessExpectation, notes=notes
+    )
 
 
 class LosslessExpectation(Expectation):

@@ -21,11 +21,7 @@ def point_rows(
 ) -> list[dict[str, Any]]:
     """Return a row for each variant that has samples, with its speed-ups over the others of the point.
 
-    Args:
-        point: The contexts and the batch.
-        samples: The runs of each variant.
-        models: Gives the bytes of a step, by variant.
-        copy_gb_per_s: The copy bandwidth of the machine.
+    `models` gives the bytes of a step, by variant; `copy_gb_per_s` is the machine's copy bandwidth.
     """
     rows = [
         {

@@ -59,13 +59,7 @@ def run_theirs(
 ) -> DecodeSample:
     """Decode greedily with `model.generate`, which attends and compiles as it does by itself.
 
-    Args:
-        model: The model, outside `slow_fast`.
-        name: A name of `BASELINES`.
-        point: The contexts and the batch.
-        settings: Decides steps, warm-up and time limit.
-        prompts: The prompts, read or made up.
-        on_step: Called with the sample after every step.
+    `name` is one of `BASELINES`; the other arguments are those of `run_ours`.
     """
     sample = DecodeSample(point.batch, settings.warm_up)
     reset_peak(model.device)

@@ -22,9 +22,7 @@ from sfi_core.settings.engine import DEFAULTS, EngineOptions
 from sfi_core.triggers.trigger_set import resolve_triggers
 
 FULL = "full-kv"
-# where groups begin: of positions in a sentence, and of steps since the prompt
-EDGES = (0, 1, 2, 4, 8, 16, 32)
-DECODED_EDGES = (*EDGES, 64, 128, 256, 512, 1024, 2048)
+EDGES = (0, 1, 2, 4, 8, 16, 32)  # where groups of positions in a sentence begin
 
 
 @dataclass(slots=True, kw_only=True)
@@ -83,17 +81,12 @@ class Fidelity:
 
     def by_sentence_position(self) -> list[dict[str, Any]]:
         """Sum up by position in the sentence: 0, 1, 2-3, 4-7, 8-15, 16-31, 32+."""
-        return self._grouped(self.in_sentence, EDGES)
-
-    def by_step(self) -> list[dict[str, Any]]:
-        """Sum up by steps since the prompt: 1, 2-3, 4-7 and so on; step 0 is always full attention."""
-        return self._grouped(self.step, DECODED_EDGES)
-
-    def _grouped(self, values: Sequence[int], edges: Sequence[int]) -> list[dict[str, Any]]:
         rows = []
-        for low, high in pairwise((*edges, math.inf)):
+        for low, high in pairwise((*EDGES, math.inf)):
             chosen = [
-                i for i, value in enumerate(values) if low <= value < high and self.step[i] > 0
+                i
+                for i, place in enumerate(self.in_sentence)
+                if low <= place < high and self.step[i] > 0
             ]
             if chosen:
                 rows.append({"position": _label(low, high), "first": low, **self._over(chosen)})
@@ -133,14 +126,7 @@ def reference(
     prefill_chunk: int = 0,
     backend: str = "auto",
 ) -> Reference:
-    """Read windows' prompts and decode their continuations under full attention, all windows together.
-
-    Args:
-        model: A decoder-only model of transformers.
-        tokenizer: Its tokenizer.
-        windows: Windows of one length, with prompts of one length.
-        prefill_chunk: Prompt tokens of one forward pass; 0 for all at once.
-        backend: "auto", "torch" or "triton".
+    """Read prompts of one length and decode their continuations under full attention, all windows together.
 
     Raises:
         SfiError: As `read_prompt` and `teacher_force_batch`.
@@ -187,11 +173,8 @@ def fidelity(
         full: Full attention's account of the windows.
         config: The settings; None is the `default` preset.
         policy: A name from `sfi_core.policies.POLICIES`.
-        backend: "auto", "torch" or "triton"; the same as for `full`.
+        backend: The same as for `full`.
         engine: How steps are run.
-
-    Returns:
-        What the steps of each window showed.
 
     Raises:
         SfiError: As `teacher_force_batch`.

@@ -35,11 +35,7 @@ class Difference:
 
 
 def differences(rows: Iterable[Row]) -> list[Difference]:
-    """Compare lossless rows with those of full attention on the same samples, in the order of the rows.
-
-    Args:
-        rows: Rows of `TaskGrid.run`; those that failed, and those without a counterpart, are not compared.
-    """
+    """Compare lossless rows with full attention's on the same samples, in the order of the rows."""
     found = [row for row in rows if row.get("token_ids") is not None]
     whole = {_sample(row): row["token_ids"] for row in found if row["policy"] == WHOLE}
     return [
@@ -69,14 +65,10 @@ def check_exact(rows: Iterable[Row], dtype: str) -> None:
 def drafting(rows: Sequence[Row], full: Sequence[Row]) -> dict[str, Any] | None:
     """Sum up what the samples of a lossless method drafted and kept; None for another method.
 
-    Args:
-        rows: Rows of a method at a size that have a score.
-        full: Rows of full attention on the same samples; may be none.
-
     Returns:
-        Plain values: accepted tokens a verification (None without one), the share of drafted tokens that
-        was kept (None without one), forward passes a token after the first, how many samples full attention
-        has as well, and on how many of these its tokens are others.
+        Accepted tokens a verification and the kept share of drafted tokens (None without one), forward passes
+        a token after the first; of the samples that full attention (`full`) has as well their number, and
+        the number of those whose tokens differ.
     """
     if not rows or not is_lossless(rows[0]):
         return None

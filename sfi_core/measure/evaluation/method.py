@@ -18,6 +18,7 @@ from sfi_core.triggers.trigger_set import resolve_triggers
 WHOLE = "full-kv"  # this policy reads and stores everything, whatever its sizes
 EVERYTHING, OWN = "all", "own"  # labels of full attention's size, and of a method's own size
 RECENT = 128  # tokens of the recent window by default
+FILE = ".toml"  # ends a preset that is a file of settings
 LOSSLESS = "lossless"  # a setting of a method that is none of the policy
 WRITTEN = re.compile(
     r"(?:(?P<label>[^=:]+)=)?(?P<policy>[^@:=]+)(?:@(?P<preset>[^:=]+))?(?::(?P<settings>.+))?",
@@ -69,8 +70,7 @@ class Method:
             policy_class(policy)
             settings = _settings(match["settings"] or "")
             lossless = _lossless(policy, settings)
-            base, own = _base(preset)
-            config = base.replace(
+            config = preset_config(preset).replace(
                 **{name: one for name, one in settings.items() if name != LOSSLESS}
             )
         except ConfigError as error:
@@ -81,7 +81,7 @@ class Method:
             preset=preset,
             settings=settings,
             config=config,
-            sized=policy != WHOLE and not own and "budget" not in settings,
+            sized=policy != WHOLE and not preset.endswith(FILE) and "budget" not in settings,
             lossless=lossless,
         )
 
@@ -192,10 +192,7 @@ class Size:
 
 
 def check_distinct(values: Mapping[str, Sequence[Any]]) -> None:
-    """Refuse an empty grid, and one with two methods or sizes of one name.
-
-    Args:
-        values: The values of each kind, by the name of the kind in the singular.
+    """Refuse an empty grid, and one with two methods or sizes of one name; `values` by kind, in the singular.
 
     Raises:
         ConfigError: The grid is one of these.
@@ -236,11 +233,16 @@ def _lossless(policy: str, settings: Mapping[str, Any]) -> bool:
     return wanted
 
 
-def _base(preset: str) -> tuple[SfiConfig, bool]:
-    # the settings to start from, and whether the method keeps their sizes
-    if preset.endswith(".toml"):
-        return SfiConfig().merge_toml(Path(preset)), True
-    return SfiConfig.preset(preset), False
+def preset_config(preset: str) -> SfiConfig:
+    """Return the settings of a preset, or of a TOML file over the default preset.
+
+    Raises:
+        ConfigError: No such preset, or a setting of the file is out of range.
+        InputError: The file cannot be read.
+    """
+    if preset.endswith(FILE):
+        return SfiConfig().merge_toml(Path(preset))
+    return SfiConfig.preset(preset)
 
 
 def _settings(text: str) -> dict[str, Any]:

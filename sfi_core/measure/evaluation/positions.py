@@ -7,8 +7,6 @@ from sfi_core.errors import InputError
 from sfi_core.measure.evaluation.tasks import Task, TaskSample
 from sfi_core.measure.evaluation.text_windows import Window
 
-GENERATED = 256  # tokens of an answer where a harness task names none; the harness's own default
-
 
 def positions_of(model: Any) -> int | None:
     """Return how many positions a model has; None where its config does not say."""
@@ -18,11 +16,7 @@ def positions_of(model: Any) -> int | None:
 
 
 def check_lengths_asked(limit: int | None, lengths: Iterable[int]) -> None:
-    """Refuse lengths that are longer than the model.
-
-    Args:
-        limit: The model's positions; None for no limit.
-        lengths: Tokens of the prompts.
+    """Refuse lengths that are longer than the model's positions (`limit`; None for no limit).
 
     Raises:
         InputError: With the length and the limit.
@@ -70,24 +64,3 @@ def check_window(limit: int | None, window: Window) -> None:
             f"fidelity of length {prompt} must fit the model's {limit} positions, "
             f"got {prompt} prompt and {whole - prompt} new tokens"
         )
-
-
-def check_harness_tasks(limit: int | None, loaded: Iterable[Any]) -> None:
-    """Refuse harness tasks whose answers leave no position for a prompt.
-
-    Args:
-        limit: The model's positions; None for no limit.
-        loaded: Tasks as `load_tasks` gives them.
-
-    Raises:
-        InputError: With the task, the tokens and the limit.
-    """
-    for task in (task for found in loaded for task in found["tasks"].values()):
-        if limit is None or task.OUTPUT_TYPE != "generate_until":
-            continue
-        most = (task.get_config("generation_kwargs") or {}).get("max_gen_toks", GENERATED)
-        if most >= limit:
-            raise InputError(
-                f"lm-eval task {task.task_name!r} must leave room in the model's {limit} positions, "
-                f"got answers of {most} tokens"
-            )

@@ -10,8 +10,7 @@ from sfi_core.generation.generate import generate
 from sfi_core.generation.read_prompt import read_prompt
 from sfi_core.hosts.transformers.lossless import most_together
 from sfi_core.hosts.transformers.slow_fast import slow_fast
-from sfi_core.measure.evaluation.claims import ALONE, Claims, grouped, taken
-from sfi_core.measure.evaluation.grid import FAILURES, Key
+from sfi_core.measure.evaluation.grid import FAILURES, Key, grouped
 from sfi_core.measure.evaluation.method import Method, MethodVariant, Size, check_distinct
 from sfi_core.measure.evaluation.positions import check_lengths_asked, check_task, positions_of
 from sfi_core.measure.evaluation.task_rows import decoded_rows, empty_row
@@ -112,7 +111,6 @@ class TaskGrid:
         tokenizer: Any,
         done: Container[Key] = frozenset(),
         *,
-        claims: Claims = ALONE,
         batch_size: int = 1,
         backend: str = "auto",
         prefill_chunk: int = 0,
@@ -124,7 +122,6 @@ class TaskGrid:
             model: A decoder-only model of transformers; `check` it first.
             tokenizer: Its tokenizer.
             done: Keys of rows that are not made again.
-            claims: Which samples are this process's, where several share the grid.
             batch_size: The most samples of a task and length that are decoded together. Samples are, where
                 every size gives their prompts the same budget; a batch that fails is decoded one by one.
             backend: "auto", "torch" or "triton".
@@ -156,14 +153,15 @@ class TaskGrid:
             configs = [one.config(context) for one in variants]
             return tuple((config.budget, config.recent) for config in configs)
 
-        for units in self._batches(batch_size, sizes, lambda unit: bool(left(unit))):
-            with taken(claims, units, lambda unit: bool(left(unit))) as mine:
-                for together in grouped(mine, lambda unit: [one.key for one in left(unit)]):
-                    own, chosen = left(together[0]), list(map(drawn, together))
-                    yield from _rows(model, tokenizer, chosen, own, engine, options, alone)
+        for units in self._batches(batch_size, sizes, left):
+            for together in grouped(
+                filter(left, units), lambda unit: [one.key for one in left(unit)]
+            ):
+                own, chosen = left(together[0]), list(map(drawn, together))
+                yield from _rows(model, tokenizer, chosen, own, engine, options, alone)
 
     def _batches(
-        self, size: int, alike: Callable[[int], Key], left: Callable[[int], bool]
+        self, size: int, alike: Callable[[int], Key], left: Callable[[int], Any]
     ) -> Iterator[list[int]]:
         # numbers of samples of one task and length that are alike; in the order of `samples` for a size of 1
         places = len(self.lengths) * len(self.tasks)

@@ -40,16 +40,9 @@ def counts(report: LosslessReport) -> dict[str, int]:
 def decoded_rows(
     variant: MethodVariant, samples: Iterable[TaskSample], result: Result, tokenizer: Any
 ) -> list[dict[str, Any]]:
-    """Score the requests of a run, one a sample.
+    """Score the requests of a run, one a sample, in the order of the run's prompts.
 
-    Args:
-        variant: The method at its size.
-        samples: The samples, in the order of the run's prompts.
-        result: The run.
-        tokenizer: The model's tokenizer.
-
-    Returns:
-        Plain rows. Seconds are a request's own; `tokens_per_second` is the whole run's.
+    Seconds are a request's own; `tokens_per_second` is the whole run's.
     """
     rows = []
     for sample, report, text in zip(samples, result.report.requests, result.texts, strict=True):

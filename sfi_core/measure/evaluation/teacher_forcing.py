@@ -35,20 +35,7 @@ def teacher_force(
 ) -> RunReport:
     """Read the first tokens as a prompt, then decode the others one by one, whatever the logits are.
 
-    Args:
-        model: A decoder-only model of transformers.
-        tokenizer: Turns trigger strings into token ids.
-        ids: The tokens of the text.
-        prompt_tokens: Tokens of the prompt; the tokens after them are decoded.
-        on_logits: Called with each step and its logits, `[V]` float32.
-        config: The settings; None is the `default` preset.
-        **options: As those of `teacher_force_batch`.
-
-    Returns:
-        The run's report, with its slow steps and read ratio.
-
-    Raises:
-        SfiError: As `teacher_force_batch`.
+    As `teacher_force_batch` with one text, whose logits `on_logits` gets as `[V]`.
     """
     return teacher_force_batch(
         model,
@@ -87,8 +74,7 @@ def teacher_force_batch(
         tokenizer: Turns trigger strings into token ids.
         texts: The tokens of each text; all have the same number of tokens.
         prompt_tokens: Tokens of each prompt; the tokens after them are decoded.
-        on_logits: Called with each step and its logits, `[B, V]` float32. An iterator would give the model
-            back to its caller before the run ends.
+        on_logits: Called with each step and its logits, `[B, V]` float32.
         config: The settings; None is the `default` preset.
         policy: A name from `sfi_core.policies.POLICIES`.
         prefill_chunk: Prompt tokens of one forward pass; 0 for all at once.
@@ -97,9 +83,6 @@ def teacher_force_batch(
         shared: The prompts as `read_prompt` read them; the prompts are not read again.
         observers: Told of every step, refresh and span.
         audit: What to compare with dense attention, for the observers.
-
-    Returns:
-        The run's report, a request a text, with slow steps and read ratios.
 
     Raises:
         ConfigError: A setting is out of range, the texts differ in length, a prompt leaves no token, or

@@ -7,9 +7,8 @@ from typing import Any, ClassVar
 from sfi_core.engine.report import RequestReport
 from sfi_core.errors import ConfigError, InputError
 from sfi_core.hosts.transformers.stores import engine_for
-from sfi_core.measure.evaluation.claims import ALONE, Claims, grouped, taken
 from sfi_core.measure.evaluation.fidelity import Fidelity, fidelity, reference
-from sfi_core.measure.evaluation.grid import FAILURES, Key
+from sfi_core.measure.evaluation.grid import FAILURES, Key, grouped
 from sfi_core.measure.evaluation.method import WHOLE, Method, MethodVariant, Size, check_distinct
 from sfi_core.measure.evaluation.positions import check_lengths_asked, check_window, positions_of
 from sfi_core.measure.evaluation.text_windows import Window, text_ids, windows
@@ -121,7 +120,6 @@ class TextGrid:
         tokenizer: Any,
         done: Container[Key] = frozenset(),
         *,
-        claims: Claims = ALONE,
         batch_size: int = 1,
         backend: str = "auto",
         prefill_chunk: int = 0,
@@ -139,16 +137,15 @@ class TextGrid:
             return [one for one in variants if (*one.key, length, number) not in done]
 
         for units in self._batches(batch_size):
-            with taken(claims, units, lambda unit: bool(left(unit))) as mine:
-                for together in grouped(mine, lambda unit: [one.key for one in left(unit)]):
-                    length = self._place(together[0])[1]
-                    spread = self.windows(tokenizer, length)
-                    numbers = [self._place(unit)[0] for unit in together]
-                    chosen = {number: spread[number] for number in numbers}
-                    own = left(together[0])
-                    yield from self._rows(
-                        model, tokenizer, chosen, own, prefill_chunk, engine, options
-                    )
+            for together in grouped(
+                filter(left, units), lambda unit: [one.key for one in left(unit)]
+            ):
+                length = self._place(together[0])[1]
+                spread = self.windows(tokenizer, length)
+                numbers = [self._place(unit)[0] for unit in together]
+                chosen = {number: spread[number] for number in numbers}
+                own = left(together[0])
+                yield from self._rows(model, tokenizer, chosen, own, prefill_chunk, engine, options)
 
     def _rows(
         self,

@@ -34,14 +34,8 @@ def run_bench(
 ) -> KernelResult:
     """Check every variant, then time all of them in turn.
 
-    Args:
-        settings: What to measure.
-        backend: "torch" or "triton"; see `resolve_backend`.
-        device: The device that is measured.
-        progress: Called with the phase, how many calls of the phase are done, and of how many.
-
-    Returns:
-        The measurements. A variant that fails is noted and the others are timed; see `KernelResult.check`.
+    `progress` gets the phase, the calls done and the calls in all. A variant that fails is noted, and the
+    others are timed; see `KernelResult.check`.
 
     Raises:
         MemoryForecastError: The inputs and their checks do not fit.

@@ -45,11 +45,7 @@ CODES = (
 def compile_kernels(
     archs: Sequence[str] = ARCHS, on_kernel: Callable[[dict[str, Any]], None] | None = None
 ) -> list[dict[str, Any]]:
-    """Compile every specialization of every kernel.
-
-    Args:
-        archs: Names from `ARCHS`.
-        on_kernel: Called with each row once it is made, from several threads.
+    """Compile every specialization of every kernel; `on_kernel` gets each row once it is made, from a thread.
 
     Returns:
         A row for each: `kernel`, `arch`, `registers`, `spill_bytes`, `shared_bytes`, `async_buffers`,

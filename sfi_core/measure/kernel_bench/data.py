@@ -9,8 +9,11 @@ from sfi_core.measure.kernel_bench.settings import KernelSettings
 from sfi_core.settings.engine import PAGE_SIZE
 from sfi_core.settings.parts import SelectorConfig
 from sfi_core.state.layer_pages import LayerPages
+from sfi_kernels.decode_attention import resident_programs
 from sfi_kernels.dense_attention import window_logits
 from sfi_kernels.selector import selector
+from sfi_kernels.split_plan import split_plan, work_items
+from sfi_kernels.step_descriptor import StepDescriptor, StepRequest, describe_step
 
 # standard deviation of the logits: attention then rests on some thirty tokens of 16K, so that a missing
 # token shows in the output; with queries of unit length it would be a mean over all of them
@@ -129,6 +132,34 @@ def select(settings: KernelSettings, data: LayerData, retention: float) -> Selec
     selected = Selected(index.int(), key, value, position, length)
     selected.poison()
     return selected
+
+
+def step_plan(
+    settings: KernelSettings,
+    backend: str,
+    device: torch.device,
+    *,
+    programs: int | None = None,
+    **request: Any,
+) -> StepDescriptor:
+    """Plan a step of `settings.batch` equal requests; no variant times its plan, one serves all layers.
+
+    Args:
+        settings: The shape.
+        backend: "torch" or "triton".
+        device: Where the plan lies.
+        programs: Programs that share the work; None for those that the device runs at once.
+        **request: Fields of `StepRequest`, besides the lengths and the sink.
+    """
+    made = StepRequest(
+        length=settings.context, recent_start=settings.context - settings.recent, sink=settings.sink,
+        **request,
+    )  # fmt: skip
+    programs = resident_programs(device) if programs is None else programs
+    room = work_items(settings.batch, settings.kv_heads, programs)
+    plan = describe_step([made] * settings.batch, room, device)
+    split_plan.on(backend)(plan, settings.kv_heads, programs)
+    return plan
 
 
 def evidence_logits(settings: KernelSettings, data: LayerData) -> torch.Tensor:

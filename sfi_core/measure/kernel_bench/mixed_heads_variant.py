@@ -5,12 +5,11 @@ from collections.abc import Callable
 import torch
 
 from sfi_core.measure.kernel_bench import bytes_moved, gates
-from sfi_core.measure.kernel_bench.data import LayerData, Selected
+from sfi_core.measure.kernel_bench.data import LayerData, Selected, step_plan
 from sfi_core.measure.kernel_bench.settings import KernelSettings
 from sfi_core.measure.kernel_bench.variant import KernelVariant
-from sfi_kernels.decode_attention import decode_attention, resident_programs
-from sfi_kernels.split_plan import split_plan, work_items
-from sfi_kernels.step_descriptor import FAST, StepRequest, describe_step
+from sfi_kernels.decode_attention import decode_attention
+from sfi_kernels.step_descriptor import FAST
 
 DENSE_EVERY = 8
 
@@ -45,21 +44,8 @@ def _call(
     dense_BH: torch.Tensor,
     backend: str,
 ) -> Callable[[], torch.Tensor]:
-    heads, device = settings.kv_heads, data.length_B.device
-    places = resident_programs(device)
-    request = StepRequest(
-        mode=FAST,
-        length=settings.context,
-        recent_start=settings.context - settings.recent,
-        packed=selected.key_BHSD.shape[2],
-        sink=settings.sink,
-        mixed=True,
-    )
-    # the plan is not timed: a step plans once for all layers
-    plan = describe_step(
-        [request] * settings.batch, work_items(settings.batch, heads, places), device
-    )
-    split_plan.on(backend)(plan, heads, places)
+    rows = selected.key_BHSD.shape[2]
+    plan = step_plan(settings, backend, dense_BH.device, mode=FAST, packed=rows, mixed=True)
     packed = selected.key_BHSD, selected.value_BHSD, selected.length_BH
     attend, query_BHG1D = decode_attention.on(backend), data.query_BHGD[:, :, :, None]
 

@@ -17,6 +17,7 @@ from sfi_core.measure.kernel_bench.data import (
     norms,
     scores,
     select,
+    step_plan,
 )
 from sfi_core.measure.kernel_bench.fused_variants import fused_variants
 from sfi_core.measure.kernel_bench.key_code_variants import key_code_variants
@@ -29,13 +30,12 @@ from sfi_core.measure.kernel_bench.variant import KernelVariant, alone, guarded
 from sfi_core.measure.kernel_bench.verify_variants import verify_variants
 from sfi_core.settings.parts import SelectorConfig
 from sfi_kernels.append import append
-from sfi_kernels.decode_attention import DecodeAttention, decode_attention, resident_programs
+from sfi_kernels.decode_attention import DecodeAttention, decode_attention
 from sfi_kernels.dense_attention import dense_attention
 from sfi_kernels.pack import pack
 from sfi_kernels.selector import selector
 from sfi_kernels.sparse_attention import sparse_attention
-from sfi_kernels.split_plan import split_plan, work_items
-from sfi_kernels.step_descriptor import FAST, SLOW, StepDescriptor, StepRequest, describe_step
+from sfi_kernels.step_descriptor import FAST, SLOW, StepDescriptor
 from sfi_kernels.top_k import top_k
 
 PAPER_TILE = 16  # tokens of a tile in the kernel that the paper was compared with
@@ -48,6 +48,7 @@ class KernelVariants:
         """Draw the inputs; nothing is timed or checked yet."""
         self.settings, self.backend, self.device = settings, backend, device
         self.notes: list[str] = []
+        self._plan = partial(step_plan, settings, backend, device)
         self.data = layer_data(settings, device, one_page=backend == "torch")
         row = self.data.key_BHTD[:, :, :1].contiguous()  # a slow step reads no packed rows
         self.nothing = row, row, self.data.length_B.new_zeros(row.shape[:2])
@@ -99,10 +100,10 @@ class KernelVariants:
         if self.backend == "torch":
             yield variant("dense", self._dense_in_torch)
         else:
-            plan = self._plan(SLOW, resident_programs(self.device))
+            plan = self._plan(mode=SLOW, packed=0)
             yield variant("dense", partial(self._attend, plan))
             yield self._with_evidence(plan, expected)
-            one_split = self._plan(SLOW, settings.kv_heads)
+            one_split = self._plan(mode=SLOW, packed=0, programs=settings.kv_heads)
             yield variant("dense.paper_like", partial(self._attend, one_split, block_n=PAPER_TILE))
         if not {"fast", "dense"} & set(settings.ops):
             return
@@ -144,7 +145,7 @@ class KernelVariants:
             yield variant("fast", partial(self._fast_in_torch, selected))
             return
         packed = settings.sink + settings.budget(retention)
-        plan = self._plan(FAST, resident_programs(self.device), packed)
+        plan = self._plan(mode=FAST, packed=packed)
         yield variant("fast", partial(self._attend, plan, selected))
         in_place = partial(self._attend, plan, selected, position_BHS=selected.position_BHS)
         yield variant("fast.gather", in_place, packed)
@@ -162,18 +163,6 @@ class KernelVariants:
             data.query_BHGD, selected.key_BHSD, selected.value_BHSD, selected.length_BH, *data.paged,
             data.recent_start_B, data.length_B, scale=self.settings.scale,
         )  # fmt: skip
-
-    def _plan(self, mode: int, programs: int, packed: int = 0) -> StepDescriptor:
-        # not timed: a step plans once for all layers
-        settings, B = self.settings, self.settings.batch
-        length, start = settings.context, settings.context - settings.recent
-        request = StepRequest(
-            mode=mode, length=length, recent_start=start, packed=packed, sink=settings.sink
-        )
-        room = work_items(B, settings.kv_heads, programs)
-        descriptor = describe_step([request] * B, room, self.device)
-        split_plan.on(self.backend)(descriptor, settings.kv_heads, programs)
-        return descriptor
 
     def _attend(self, plan: StepDescriptor, *selected: Selected, **options: Any) -> torch.Tensor:
         return self._attend_whole(plan, *selected, **options).out_BHGWE[:, :, :, 0]

@@ -9,13 +9,12 @@ from functools import partial
 import torch
 
 from sfi_core.measure.kernel_bench import bytes_moved, gates
-from sfi_core.measure.kernel_bench.data import PEAKEDNESS, LayerData
+from sfi_core.measure.kernel_bench.data import PEAKEDNESS, LayerData, step_plan
 from sfi_core.measure.kernel_bench.settings import VERIFIED, KernelSettings
 from sfi_core.measure.kernel_bench.variant import KernelVariant
-from sfi_kernels.decode_attention import DecodeAttention, decode_attention, resident_programs
+from sfi_kernels.decode_attention import DecodeAttention, decode_attention
 from sfi_kernels.dense_attention import window_logits
-from sfi_kernels.split_plan import split_plan, work_items
-from sfi_kernels.step_descriptor import SLOW, StepDescriptor, StepRequest, describe_step
+from sfi_kernels.step_descriptor import SLOW
 
 
 def verify_variants(
@@ -47,26 +46,12 @@ def _queries(settings: KernelSettings, count: int, device: torch.device) -> torc
 def _call(
     settings: KernelSettings, data: LayerData, backend: str, query_BHGWD: torch.Tensor
 ) -> Callable[[], DecodeAttention]:
-    plan = _plan(settings, backend, query_BHGWD.shape[3], query_BHGWD.device)
+    count = query_BHGWD.shape[3]
+    plan = step_plan(settings, backend, query_BHGWD.device, mode=SLOW, packed=0, count=count)
     row = data.key_BHTD[:, :, :1].contiguous()  # a slow step reads no packed rows
     packed = row, row, data.length_B.new_zeros(row.shape[:2])
     attend = partial(decode_attention.on(backend), query_BHGWD, *packed, *data.paged, plan)
     return partial(attend, scale=settings.scale, evidence=True)
-
-
-def _plan(
-    settings: KernelSettings, backend: str, count: int, device: torch.device
-) -> StepDescriptor:
-    # not timed: a step plans once for all layers
-    request = StepRequest(
-        mode=SLOW, length=settings.context, recent_start=settings.context - settings.recent,
-        packed=0, sink=settings.sink, count=count,
-    )  # fmt: skip
-    heads, places = settings.kv_heads, resident_programs(device)
-    room = work_items(settings.batch, heads, places)
-    plan = describe_step([request] * settings.batch, room, device)
-    split_plan.on(backend)(plan, heads, places)
-    return plan
 
 
 def _error(

@@ -7,7 +7,6 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from sfi_core.errors import ConfigError, NumericsError
-from sfi_core.measure.evaluation.harness_grid import HarnessGrid
 from sfi_core.measure.evaluation.lossless_rows import check_exact, differences, drafting
 from sfi_core.measure.evaluation.method import Method, Size
 from sfi_core.measure.evaluation.runner import TaskGrid
@@ -129,7 +128,7 @@ def test_the_sums_of_a_method_are_over_all_its_samples():
     assert drafting(full, full) is None
 
 
-def test_teacher_forcing_and_harness_have_no_lossless_methods():
+def test_teacher_forcing_has_no_lossless_methods():
     methods = (Method.parse("sfi"), Method.parse(LOSSLESS))
     text = {"text": "", "lengths": (40,), "tokens": 4, "count": 1, "sizes": SIZES}
     assert [one.method.label for one in TextGrid(methods=methods, **text).variants] == ["sfi"]
@@ -137,5 +136,3 @@ def test_teacher_forcing_and_harness_have_no_lossless_methods():
         ConfigError, match="fidelity must have a method besides full-kv and lossless"
     ):
         TextGrid(methods=methods[1:], **text)
-    with pytest.raises(ConfigError, match=r"harness must come without .*got exact"):
-        HarnessGrid(methods=methods, sizes=(), tasks=("gsm8k",), include_path=None, limit=None)

@@ -179,28 +179,6 @@ def test_a_batch_of_prompts_that_does_not_fit_is_read_one_by_one(loaded, monkeyp
     assert by_key(grid, grid.run(*loaded, batch_size=2)) == expected
 
 
-def test_what_another_process_has_is_left_to_it(loaded):
-    class Others:
-        """Another process has the second sample, and made the third one just before we took it."""
-
-        def take(self, unit):
-            if unit == 2:
-                done.update(grid.keys[4:6])
-            return unit != 1
-
-        def give_back(self, unit):
-            given.append(unit)
-
-    grid, done, given = (
-        grid_of("full-kv", "streaming-llm", shares=(0.2,), seeds=(0, 1, 2)),
-        set(),
-        [],
-    )
-    rows = list(grid.run(*loaded, done, claims=Others(), batch_size=3))
-    assert [grid.key(row) for row in rows] == grid.keys[:2]
-    assert given == [0, 2]
-
-
 def test_a_prompt_that_does_not_fit_fails_all_its_rows(loaded, monkeypatch):
     def refuse(*_, **__):
         raise torch.OutOfMemoryError("no memory")

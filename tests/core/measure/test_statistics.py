@@ -11,6 +11,8 @@ from sfi_core.measure.evaluation.statistics import (
     RESAMPLES,
     Z,
     bootstrap,
+    difference_of_groups,
+    mean_of_groups,
     paired_difference,
     wilson,
 )
@@ -136,3 +138,54 @@ def test_samples_are_drawn_with_what_belongs_to_them(monkeypatch, scipy):
         seed=0,
     )
     assert (low, high) == (2.0, 2.0)
+
+
+RIGHT, HALF = [1.0] * 20, [1.0, 0.0] * 5
+
+
+def test_one_group_has_wilsons_interval():
+    found, alone = mean_of_groups([HALF]), wilson(HALF)
+    assert (found.mean, found.n) == (0.5, 10)
+    assert (found.low, found.high) == (pytest.approx(alone.low), pytest.approx(alone.high))
+
+
+def test_the_ends_of_groups_are_movers():
+    """L = m - sqrt(sum (w_i (m_i - l_i))^2), U likewise (Zou and Donner 2008), by hand."""
+    one, other = wilson(RIGHT), wilson(HALF)
+    found = mean_of_groups([RIGHT, HALF])
+    assert found.mean == pytest.approx(0.75)
+    assert found.low == pytest.approx(0.75 - 0.5 * math.hypot(1 - one.low, 0.5 - other.low))
+    assert found.high == pytest.approx(0.75 + 0.5 * math.hypot(one.high - 1, other.high - 0.5))
+
+
+@pytest.mark.parametrize("chances", [(0.5, 0.5), (0.95, 0.6), (0.99, 0.9)])
+def test_the_interval_of_groups_covers_the_mean_chance(chances):
+    """Groups of 20 and 8 samples: at least 92 of 100 times for an interval of 95."""
+    rng = np.random.default_rng(1)
+    hits = 0
+    for _ in range(1000):
+        found = mean_of_groups(
+            [
+                (rng.random(n) < chance).astype(float).tolist()
+                for n, chance in zip((20, 8), chances, strict=True)
+            ]
+        )
+        hits += found.low <= sum(chances) / 2 <= found.high
+    assert hits >= 920
+
+
+def test_a_difference_is_resampled_within_its_groups():
+    """Differences that are equal within each group leave nothing to chance."""
+    found = difference_of_groups([[1.0] * 5, [-1.0] * 4])
+    assert (found.mean, found.low, found.high, found.n) == (0.0, 0.0, 0.0, 9)
+    mixed = difference_of_groups([[1.0] * 5, [-1.0, 0.0] * 8])
+    drawn = np.random.default_rng(2).integers(2, size=(100_000, 16)).mean(1) - 1
+    low, high = np.quantile(0.5 + 0.5 * drawn, (0.025, 0.975))
+    assert (mixed.low, mixed.high) == (pytest.approx(low, abs=0.02), pytest.approx(high, abs=0.02))
+
+
+@pytest.mark.parametrize("groups", [[], [HALF, []]])
+def test_groups_without_samples_are_refused(groups):
+    for average in (mean_of_groups, difference_of_groups):
+        with pytest.raises(ValueError, match="groups must have samples"):
+            average(groups)

@@ -1,17 +1,12 @@
-"""The grids of text windows and of harness tasks."""
-
-import math
-from dataclasses import replace
+"""The grid of text windows."""
 
 import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from sfi_core.errors import ConfigError, InputError, NumericsError
-from sfi_core.measure.evaluation import harness_grid, text_grid
+from sfi_core.measure.evaluation import text_grid
 from sfi_core.measure.evaluation.fidelity import Fidelity, fidelity, reference
-from sfi_core.measure.evaluation.harness import HarnessRow
-from sfi_core.measure.evaluation.harness_grid import HarnessGrid
 from sfi_core.measure.evaluation.method import Method, Size
 from sfi_core.measure.evaluation.text_grid import TextGrid, from_rows, read_text
 from tests.core.conftest import TINY
@@ -141,79 +136,3 @@ def test_a_text_that_is_none_is_named(tmp_path):
     file.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(InputError, match=r"text\.txt is not UTF-8"):
         read_text(file)
-
-
-@pytest.fixture
-def harness(monkeypatch):
-    """The harness without lm-eval: a metric that says what it was asked."""
-    asked = []
-
-    def evaluate(model, tokenizer, tasks, policy, config, **options):
-        asked.append((tasks, policy, config, options))
-        metric = HarnessRow(
-            task=tasks[0], metric="acc", value=0.5, stderr=math.nan, samples=3, decoding=True,
-            read_ratio=0.2, selection_ratio=0.1, stored_ratio=1.0, truncated=0,
-        )  # fmt: skip
-        return [metric, replace(metric, metric="other")]
-
-    monkeypatch.setattr(harness_grid, "check_harness", lambda: None)
-    monkeypatch.setattr(harness_grid, "load_tasks", lambda tasks, *_: [*tasks])
-    monkeypatch.setattr(harness_grid, "evaluate_harness", evaluate)
-    return asked
-
-
-def harness_grid_of(**changes):
-    values = {
-        "methods": tuple(map(Method.parse, ("full-kv", "sfi@paper"))), "sizes": (), "tasks": ("a", "b"),
-        "include_path": None, "limit": 3,
-    }  # fmt: skip
-    return HarnessGrid(**values | changes)
-
-
-def test_harness_methods_keep_their_sizes_without_a_budget(harness):
-    grid = harness_grid_of()
-    rows = list(grid.run(None, None))
-    assert [grid.key(row) for row in rows] == grid.keys
-    assert [row["size"] for row in rows] == ["all", "own"] * 2
-    tasks, policy, config, options = harness[1]
-    assert (tasks, policy, config) == (["a"], "sfi", Method.parse("sfi@paper").config)
-    assert (options["limit"], options["chat"]) == (3, False)
-    assert [options["loaded"] for *_, options in harness] == [["a"], ["a"], ["b"], ["b"]]
-    assert [(one["metric"], one["stderr"]) for one in rows[0]["metrics"]] == [
-        ("acc", None), ("other", None),
-    ]  # fmt: skip
-
-
-def test_harness_methods_take_a_budget(harness):
-    grid = harness_grid_of(sizes=(Size(budget=9, recent=5), Size(budget=19, recent=5)))
-    rows = list(grid.run(None, None, set(grid.keys[3:])))
-    assert [row["size"] for row in rows] == ["all", "K 9", "K 19"]
-    assert [(config.budget, config.recent) for *_, config, _ in harness[1:]] == [(9, 5), (19, 5)]
-
-
-def test_harness_batches_that_fail_are_done_one_by_one(harness, monkeypatch):
-    evaluate = harness_grid.evaluate_harness
-
-    def scarce(*args, batch_size, **options):
-        if batch_size > 1 and args[3] == "sfi":
-            raise torch.OutOfMemoryError("no memory")
-        return evaluate(*args, batch_size=batch_size, **options)
-
-    monkeypatch.setattr(harness_grid, "evaluate_harness", scarce)
-    rows = list(harness_grid_of(tasks=("a",)).run(None, None, batch_size=4))
-    assert [row["error"] for row in rows] == [None, None]
-    assert [options["batch_size"] for *_, options in harness] == [4, 1]
-
-
-def test_a_harness_run_that_fails_does_not_stop_the_others(harness, monkeypatch):
-    def fail(*_, **__):
-        raise torch.OutOfMemoryError("no memory")
-
-    monkeypatch.setattr(harness_grid, "evaluate_harness", fail)
-    rows = list(harness_grid_of().run(None, None))
-    assert [(row["error"], row["metrics"]) for row in rows] == [("no memory", [])] * 4
-
-
-def test_a_limit_of_none_is_refused(harness):
-    with pytest.raises(ConfigError, match="limit must be positive, got 0"):
-        harness_grid_of(limit=0)

@@ -31,10 +31,7 @@ def write_parquet(document: dict[str, Any], path: Path) -> None:
 def write_plot(document: dict[str, Any], path: Path, *, kind: str) -> None:
     """Draw tokens a second against context, a panel for each batch: measured solid, what bytes allow dashed.
 
-    Args:
-        document: The benchmark's or the forecast's document, with at least one row.
-        path: Where to.
-        kind: "png" or "svg"; the path may end in something else.
+    `kind` is "png" or "svg". The document, a benchmark's or a forecast's, has at least one row.
     """
     rows = document["rows"]
     batches = sorted({row["batch"] for row in rows})

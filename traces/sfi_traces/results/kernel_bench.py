@@ -30,10 +30,7 @@ def write_parquet(document: dict[str, Any], path: Path) -> None:
 def write_plot(document: dict[str, Any], path: Path, *, kind: str) -> None:
     """Draw the fast step's speed-up and bandwidth against retention; ops without a time are left out.
 
-    Args:
-        document: The benchmark's document, with at least one timed row of op fast.
-        path: Where to.
-        kind: "png" or "svg"; the path may end in something else.
+    `kind` is "png" or "svg". The document has at least one timed row of op fast.
     """
     document = {**document, "rows": [row for row in document["rows"] if row["median_us"]]}
     rows = [row for row in document["rows"] if row["op"] == "fast"]

@@ -19,19 +19,11 @@ def write_rows(
     lists: Collection[str] = (),
     ids: Collection[str] = (),
 ) -> None:
-    """Write rows as one table; tables within a row, such as `settings`, become JSON.
+    """Write at least one row as one table; tables within a row, such as `settings`, become JSON.
 
-    Few rows may not show a column's type. A column of nulls keeps the one named here, else it holds floats,
-    so that the files of different runs can be read together.
-
-    Args:
-        path: Where to.
-        rows: At least one.
-        metadata: Facts for the file's key-value metadata.
-        text: Columns of text.
-        integers: Columns of whole numbers.
-        lists: Columns of lists of floats.
-        ids: Columns of lists of token ids.
+    Few rows may not show a column's type. A column of nulls keeps the type named here (`text`, `integers`,
+    `lists` of floats, `ids`: lists of token ids), else the column holds floats, so that the files of
+    different runs can be read together.
     """
     named = {
         **dict.fromkeys(text, pa.string()),

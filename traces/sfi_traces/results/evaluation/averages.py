@@ -1,9 +1,9 @@
-"""What the samples of all tasks and lengths come to: one weighted mean for each method and size."""
+"""The mean over all tasks and lengths: one row for each method and size."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from sfi_core.measure.evaluation.weighted import weighted_difference, weighted_mean
+from sfi_core.measure.evaluation.statistics import difference_of_groups, mean_of_groups
 from sfi_traces.results.evaluation.summary import (
     NAMES,
     PLACE,
@@ -17,76 +17,55 @@ Row = Mapping[str, Any]
 Place = tuple[Any, ...]  # a task and a length
 
 
-def summarize_averages(
-    rows: Iterable[Row], weights: Mapping[str, float] | None = None
-) -> list[dict[str, Any]]:
-    """Average the scores of each method and size over tasks and lengths.
-
-    Args:
-        rows: The samples' rows.
-        weights: Weights of tasks, at each of their lengths; 1 for a task without one.
+def summarize_averages(rows: Iterable[Row]) -> list[dict[str, Any]]:
+    """Average the scores of each method and size over tasks and lengths, each of the same weight.
 
     Returns:
-        Plain rows: `score`, `low` and `high` of the weighted mean; `difference` to full attention on the
-        same samples; `read` and `stored_ratio`, weighted in the same way; `places`, the tasks and lengths,
-        and `weights`. A method without a score at one of the places has none here.
+        Plain rows: `score`, `low` and `high`; `difference` to full attention on the same samples; `read` and
+        `stored_ratio`; `places`, the tasks and lengths. A method without a score at one of the places has
+        None in their stead.
     """
     found: dict[tuple[Any, ...], dict[Place, list[Row]]] = {}
+    names: dict[tuple[Any, ...], dict[str, Any]] = {}
     whole: dict[Place, dict[int, float]] = {}
     for row in rows:
-        place = tuple(row[name] for name in PLACE)
-        own = found.setdefault(tuple(row[name] for name in VARIANT), {}).setdefault(place, [])
+        key, place = (tuple(row[name] for name in columns) for columns in (VARIANT, PLACE))
+        names[key] = {name: row[name] for name in NAMES}
+        own = found.setdefault(key, {}).setdefault(place, [])
         whole.setdefault(place, {})
         if row["score"] is None:
             continue
         own.append(row)
         if row["policy"] == REFERENCE:
             whole[place].setdefault(row["seed"], row["score"])
-    names = {
-        tuple(row[name] for name in VARIANT): {name: row[name] for name in NAMES} for row in rows
-    }
-    chosen = {place: (weights or {}).get(place[0], 1.0) for place in whole}
-    return [{**names[key], **_average(own, whole, chosen)} for key, own in found.items()]
+    return [{**names[key], **_average(own, whole)} for key, own in found.items()]
 
 
 def _average(
-    groups: Mapping[Place, Sequence[Row]],
-    whole: Mapping[Place, Mapping[int, float]],
-    weights: Mapping[Place, float],
+    own: Mapping[Place, Sequence[Row]], whole: Mapping[Place, Mapping[int, float]]
 ) -> dict[str, Any]:
-    complete = all(groups.get(place) for place in whole)
-    pairs = {
-        place: [
-            row["score"] - whole[place][row["seed"]]
-            for row in groups.get(place, ())
-            if row["seed"] in whole[place]
-        ]
-        for place in whole
-    }
-    score = difference = None
-    if complete:
-        score = weighted_mean([(weights[p], [row["score"] for row in groups[p]]) for p in whole])
-        if all(pairs.values()):
-            difference = weighted_difference([(weights[place], pairs[place]) for place in whole])
-    means = {name: _mean(groups, weights, name) if complete else None for name in RATIOS}
-    read, selection = means["read_ratio"], means["selection_ratio"]
+    groups = [own.get(place, ()) for place in whole]
+    pairs = [
+        [row["score"] - full[row["seed"]] for row in group if row["seed"] in full]
+        for group, full in zip(groups, whole.values(), strict=True)
+    ]
+    score = difference = read = stored = None
+    if all(groups):
+        score = mean_of_groups([[row["score"] for row in group] for group in groups])
+        if all(pairs):
+            difference = difference_of_groups(pairs)
+        means = {name: _mean(groups, name) for name in RATIOS}
+        read, stored = means["read_ratio"] + means["selection_ratio"], means["stored_ratio"]
     return {
         "places": len(whole),
-        "n": sum(map(len, groups.values())),
+        "n": sum(map(len, groups)),
         **interval_of(score, "score"),
         **interval_of(difference, "difference"),
         "interval_method": difference and difference.method,
-        "read": None if read is None or selection is None else read + selection,
-        "stored_ratio": means["stored_ratio"],
-        "weights": {str(task): weight for (task, _), weight in weights.items()},
+        "read": read,
+        "stored_ratio": stored,
     }
 
 
-def _mean(
-    groups: Mapping[Place, Sequence[Row]], weights: Mapping[Place, float], name: str
-) -> float:
-    total = sum(weights.values())
-    found = 0.0
-    for place, weight in weights.items():
-        found += weight / total * sum(row[name] for row in groups[place]) / len(groups[place])
-    return found
+def _mean(groups: Sequence[Sequence[Row]], name: str) -> float:
+    return sum(sum(row[name] for row in group) / len(group) for group in groups) / len(groups)

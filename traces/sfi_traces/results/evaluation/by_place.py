@@ -10,15 +10,11 @@ Row = Mapping[str, Any]
 
 
 def by_place(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Average the scores of sentences at the same place of an answer.
-
-    Args:
-        rows: Scored samples of one task; those without sentences do not count.
+    """Average the scores of sentences at the same place of an answer; samples without sentences do not count.
 
     Returns:
-        Plain rows from the answer's beginning to its end, a group of neighboring sentences each: the numbers
-        of its `first` and `last` one, from 1 on, the mean `place` of the first one in tokens from the
-        answer's beginning, the mean `score`, and `n`, the sentences of all samples in it.
+        A row for each group of neighboring sentences: the numbers of its `first` and `last` one, from 1 on,
+        the mean `place` of the first one in tokens, the mean `score`, and `n`, its sentences in all samples.
     """
     known = [row for row in rows if row.get("sentence_scores")]
     most = max((len(row["sentence_scores"]) for row in known), default=0)

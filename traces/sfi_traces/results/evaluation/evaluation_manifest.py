@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from sfi_core.errors import ConfigError, InputError
-from sfi_traces.results.evaluation.folder_lock import LOCK
 from sfi_traces.schema import MANIFEST
 
 SCHEMA_VERSION = 1
+LOCK = ".lock"  # an empty file; the process that writes the folder holds a lock on it
 KIND = "evaluation"
 # what a resumed run compares or shows
 NEEDED = (

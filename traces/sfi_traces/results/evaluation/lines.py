@@ -11,7 +11,6 @@ from sfi_core.errors import InputError
 KEYS: dict[str, dict[str, type]] = {
     "samples": {"method": str, "size": str, "task": str, "length": int, "seed": int},
     "fidelity": {"method": str, "size": str, "length": int, "window": int},
-    "harness": {"method": str, "size": str, "asked": str},
 }
 COMMON = ("policy", "preset", "settings", "share", "error")
 NEEDED: dict[str, tuple[str, ...]] = {
@@ -20,16 +19,11 @@ NEEDED: dict[str, tuple[str, ...]] = {
         "fast_steps", "generated", "tokens_per_second",
     ),
     "fidelity": (*COMMON, "tokens", "steps", "report"),
-    "harness": (*COMMON, "metrics"),
 }  # fmt: skip
 
 
 def read_lines(path: Path, table: str) -> tuple[list[dict[str, Any]], list[str]]:
-    """Read the whole lines of a file; what follows the last one, which a crash has torn, is left out.
-
-    Args:
-        path: The file; one that is not there has no lines.
-        table: The table of its rows.
+    """Read the whole lines of a file; a torn last line is left out. A file that is not there has no lines.
 
     Returns:
         The rows, and for each damaged line its number and what is wrong with it.

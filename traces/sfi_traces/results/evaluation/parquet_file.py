@@ -6,26 +6,24 @@ from pathlib import Path
 from typing import Any
 
 from sfi_traces.atomic_file import atomic_file
-from sfi_traces.results.evaluation.summary import NAMES, summarize_harness
+from sfi_traces.results.evaluation.summary import NAMES
 from sfi_traces.results.parquet import write_rows
 
 Row = Mapping[str, Any]
 
 # columns whose type a table of few rows may not show; the others are floats
 TEXT = (
-    "method", "policy", "preset", "size", "task", "text", "finish_reason", "error", "metric",
+    "method", "policy", "preset", "size", "task", "text", "finish_reason", "error",
 )  # fmt: skip
 INTEGERS = (
-    "budget", "recent", "length", "seed", "prompt_tokens", "generated", "slow_steps", "fast_steps", "samples",
+    "budget", "recent", "length", "seed", "prompt_tokens", "generated", "slow_steps", "fast_steps",
     "verifications", "drafted", "tested", "accepted",
 )  # fmt: skip
 LISTS, IDS = ("sentence_places", "sentence_scores"), ("token_ids",)
 
 
 def flat(table: str, rows: Sequence[Row]) -> Sequence[Row]:
-    """Return what a file has a row for: a sample, a step of a window, a metric of a harness task."""
-    if table == "harness":
-        return summarize_harness(rows)
+    """Return what a file has a row for: a sample, a step of a window."""
     if table == "samples":
         return rows
     return [
@@ -41,14 +39,7 @@ def flat(table: str, rows: Sequence[Row]) -> Sequence[Row]:
 
 
 def write_table(path: Path, rows: Sequence[Row], table: str, manifest: Row) -> None:
-    """Write rows as a file.
-
-    Args:
-        path: Where to.
-        rows: At least one, as `flat` gives them.
-        table: Name of the table, for the file's metadata.
-        manifest: The folder's manifest, for the file's metadata.
-    """
+    """Write rows as `flat` gives them, at least one; table and manifest go into the file's metadata."""
     facts = {"table": table, "manifest": json.dumps(manifest, ensure_ascii=False)}
     with atomic_file(path) as temporary:
         write_rows(temporary, rows, facts, text=TEXT, integers=INTEGERS, lists=LISTS, ids=IDS)

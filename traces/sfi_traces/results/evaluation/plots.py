@@ -18,13 +18,7 @@ MARKERS = "os^Dv<>PX*h"
 
 
 def write_plot(document: dict[str, Any], path: Path, *, kind: str) -> None:
-    """Draw a panel for each task and length, with a line for each method.
-
-    Args:
-        document: The document of `sfi eval`, with at least one row; a row's length may be None.
-        path: Where to.
-        kind: "png" or "svg"; the path may end in something else.
-    """
+    """Draw a panel for each task and length, with a line for each method; `kind` is "png" or "svg"."""
     rows = [row for row in document["rows"] if row["score"] is not None]
     panels = list(dict.fromkeys((row["task"], row["length"]) for row in rows))
     columns = min(COLUMNS, max(1, len(panels)))

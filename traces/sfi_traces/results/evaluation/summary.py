@@ -15,7 +15,6 @@ RATIOS = ("read_ratio", "selection_ratio", "stored_ratio")
 FIDELITY = (
     "steps", "slow_rate", "kl", "kl_p95", "agreement", "perplexity", "perplexity_full", *RATIOS,
 )  # fmt: skip
-HARNESS = ("metric", "value", "stderr", "samples", "decoding", *RATIOS, "truncated")
 Row = Mapping[str, Any]
 
 
@@ -43,7 +42,7 @@ def summarize_fidelity(rows: Iterable[Row]) -> list[dict[str, Any]]:
 
     Returns:
         Plain rows: KL, agreement and perplexities over all steps but a window's first, which is full
-        attention's; the same by position in the sentence and by step; ratios, the mean over windows.
+        attention's; the same by position in the sentence; ratios, the mean over windows.
     """
     from sfi_core.measure.evaluation.text_grid import from_rows  # noqa: PLC0415 - torch, for those who need it
 
@@ -62,26 +61,9 @@ def summarize_fidelity(rows: Iterable[Row]) -> list[dict[str, Any]]:
                 **{name: whole[name] for name in FIDELITY},
                 "read": _read(whole),
                 "by_sentence_position": found.by_sentence_position(),
-                "by_step": found.by_step(),
             }
         )
     return summaries
-
-
-def summarize_harness(rows: Iterable[Row]) -> list[dict[str, Any]]:
-    """Give every metric of every task a row of its own."""
-    nothing = dict.fromkeys(HARNESS)
-    return [
-        {
-            **{name: row[name] for name in NAMES},
-            "task": row["asked"],
-            "error": row["error"],
-            **metric,
-            "read": _read(metric),
-        }
-        for row in rows
-        for metric in row["metrics"] or [nothing]
-    ]
 
 
 def _read(ratios: Row) -> float | None:

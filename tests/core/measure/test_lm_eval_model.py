@@ -1,0 +1,294 @@
+"""lm-evaluation-harness's model `sfi` on tasks of local files; no network."""
+
+import json
+import socket
+from importlib.util import find_spec
+
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from sfi_core.errors import ConfigError, InputError
+
+INSTALLED = find_spec("lm_eval") is not None and find_spec("accelerate") is not None
+pytestmark = pytest.mark.skipif(not INSTALLED, reason="the eval extra is not installed")
+if INSTALLED:
+    from lm_eval import simple_evaluate
+    from lm_eval.api.instance import Instance
+    from lm_eval.api.model import CachingLM
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    from sfi_core.measure.evaluation.lm_eval_model import SfiLM
+
+SMALL = {
+    "slow_start": 1, "min_gap": 0, "span": 0, "sink": 1, "recent": 3, "budget": 2, "window_prefill": 2,
+    "trigger_policy": "never",
+}  # fmt: skip
+STORY = (
+    "Belora hid a red lantern under the old bridge. Tamvex stole a blue kettle near the cold mill."
+)
+QUESTIONS = [
+    {"q": f"{STORY} Belora hid", "choices": ["a red lantern", "a blue lantern"], "a": 0},
+    {"q": f"{STORY} Tamvex stole a", "choices": ["red lantern", "blue kettle near", "map"], "a": 1},
+    {"q": f"{STORY} Later, Jorash kept", "choices": ["a tiny", "a huge umbrella"], "a": 0},
+]
+PROMPTS = [
+    {"q": STORY, "a": "x"},
+    {"q": f"{STORY} Nearby, Tamvex", "a": "x"},
+    {"q": "Later,", "a": "x"},
+]
+METRICS = "metric_list: [{metric: acc}, {metric: acc_norm}]\n"
+COMMON = """task: {name}
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {folder}/{name}.jsonl}}, cache_dir: {folder}/cache}}
+test_split: test
+doc_to_text: "{{{{q}}}}"
+"""
+
+
+@pytest.fixture(autouse=True)
+def _no_network(monkeypatch):
+    def refused(*_):
+        raise AssertionError("a test must not reach for the network")
+
+    monkeypatch.setattr(socket.socket, "connect", refused)
+
+
+@pytest.fixture(scope="module")
+def loaded(tiny_tokenizer, tmp_path_factory):
+    """The folder of a random model with few positions, the model, and a tokenizer of its own size."""
+    torch.manual_seed(1)
+    config = Qwen3Config(
+        vocab_size=len(tiny_tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=128,
+        initializer_range=0.3,
+        tie_word_embeddings=False,
+    )
+    model, folder = Qwen3ForCausalLM(config).eval(), tmp_path_factory.mktemp("model")
+    model.save_pretrained(folder)
+    tiny_tokenizer.save_pretrained(folder)
+    return folder, model, tiny_tokenizer
+
+
+def write_task(folder, name, rows, settings):
+    (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (folder / f"{name}.yaml").write_text(COMMON.format(name=name, folder=folder) + settings)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tasks")
+    choice = (
+        'output_type: multiple_choice\ndoc_to_choice: "{{choices}}"\ndoc_to_target: "{{a}}"\n'
+        + METRICS
+    )
+    write_task(path, "tiny_choice", QUESTIONS, choice)
+    text = (
+        'output_type: generate_until\ndoc_to_target: "{{a}}"\n'
+        "generation_kwargs: {until: ['.'], max_gen_toks: 6}\n"
+        "metric_list: [{metric: exact_match}]\n"
+    )
+    write_task(path, "tiny_text", PROMPTS, text)
+    return path
+
+
+def requests_of(kind, arguments):
+    return [
+        Instance(request_type=kind, doc={}, arguments=a, idx=i) for i, a in enumerate(arguments)
+    ]
+
+
+def plain(loaded):
+    return HFLM(pretrained=loaded[1], tokenizer=loaded[2], backend="causal", batch_size=1)
+
+
+def policied(loaded, policy, batch_size=1):
+    return SfiLM(
+        str(loaded[0]), policy, backend="torch", device="cpu", batch_size=batch_size, **SMALL
+    )
+
+
+def told(lm):
+    return lm.get_model_info()["sfi"]
+
+
+SCORED = [(row["q"], f" {choice}") for row in QUESTIONS for choice in row["choices"]]
+GENERATED = [(row["q"], {"until": ["."], "max_gen_toks": 8}) for row in PROMPTS]
+
+
+def test_full_attention_scores_continuations_as_the_harness_does(loaded):
+    found = policied(loaded, "full-kv").loglikelihood(requests_of("loglikelihood", SCORED))
+    expected = plain(loaded).loglikelihood(requests_of("loglikelihood", SCORED))
+    assert [log for log, _ in found] == pytest.approx([log for log, _ in expected], abs=1e-3)
+    assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
+
+
+def test_a_continuation_is_greedy_only_as_a_whole(loaded):
+    context = loaded[2](STORY)["input_ids"]
+    ids = torch.tensor([context])
+    greedy = loaded[1].generate(ids, max_new_tokens=3, do_sample=False)[0, len(context) :].tolist()
+    asked = [(None, context, greedy), (None, context, [*greedy[:2], greedy[2] + 1])]
+    for lm in (policied(loaded, "full-kv"), plain(loaded)):
+        found = lm._loglikelihood_tokens(asked)  # noqa: SLF001
+        assert [is_greedy for _, is_greedy in found] == [True, False]
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_full_attention_generates_what_the_harness_does(loaded, batch_size):
+    """A batch is ragged, padded on the left."""
+    lm = policied(loaded, "full-kv", batch_size)
+    found = lm.generate_until(requests_of("generate_until", GENERATED))
+    assert found == plain(loaded).generate_until(requests_of("generate_until", GENERATED))
+    assert any(found)
+    assert told(lm)["decoding_steps"] > 0
+    assert [told(lm)[name] for name in ("read_ratio", "selection_ratio", "stored_ratio")] == [
+        1,
+        0,
+        1,
+    ]
+
+
+def test_a_policy_decodes_a_continuation_but_not_its_first_token(loaded):
+    pairs = [(STORY, " a red lantern under"), (STORY, " map")]
+    lm = policied(loaded, "streaming-llm")
+    longer, word = lm.loglikelihood(requests_of("loglikelihood", pairs))
+    full = policied(loaded, "full-kv").loglikelihood(requests_of("loglikelihood", pairs))
+    assert abs(longer[0] - full[0][0]) > 1e-3
+    assert word == full[1]
+    assert told(lm)["read_ratio"] == told(lm)["stored_ratio"] < 0.5  # streaming-llm evicts
+
+
+def test_a_policy_acts_on_generated_text(loaded):
+    found = policied(loaded, "streaming-llm").generate_until(
+        requests_of("generate_until", GENERATED)
+    )
+    assert found != plain(loaded).generate_until(requests_of("generate_until", GENERATED))
+
+
+def test_a_whole_text_is_scored_as_the_harness_does_beyond_the_models_positions(loaded):
+    """Its windows have one token of context and as many to predict as the model has positions."""
+    texts = [(STORY,), (" ".join([STORY] * 8),)]
+    assert len(loaded[2](texts[1][0])["input_ids"]) > 128
+    lm = policied(loaded, "full-kv")
+    found = lm.loglikelihood_rolling(requests_of("loglikelihood_rolling", texts))
+    expected = plain(loaded).loglikelihood_rolling(requests_of("loglikelihood_rolling", texts))
+    assert found == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_context_too_long_for_the_model_loses_its_start(loaded, caplog):
+    """The results are lm-eval's own all the same."""
+    long = " ".join([STORY] * 8)
+    lm, theirs = policied(loaded, "full-kv", 2), plain(loaded)
+    asked = [(STORY, GENERATED[0][1]), (long, GENERATED[0][1])]
+    found = lm.generate_until(requests_of("generate_until", asked))
+    assert found == theirs.generate_until(requests_of("generate_until", asked))
+    pairs = [(STORY, " a map"), (long, " a map")]
+    found = lm.loglikelihood(requests_of("loglikelihood", pairs))
+    expected = theirs.loglikelihood(requests_of("loglikelihood", pairs))
+    assert [log for log, _ in found] == pytest.approx([log for log, _ in expected], abs=1e-3)
+    assert "1 contexts lost their start: 128 positions" in caplog.text
+
+
+def test_a_task_gives_the_figures_of_lm_evals_own_model(loaded, folder):
+    found = [
+        simple_evaluate(
+            lm,
+            tasks=["tiny_choice", "tiny_text"],
+            task_manager=TaskManager(include_path=str(folder), include_defaults=False),
+            bootstrap_iters=0,
+        )
+        for lm in (policied(loaded, "full-kv"), plain(loaded))
+    ]
+    assert found[0]["results"] == found[1]["results"]
+    assert found[0]["config"]["sfi"]["policy"] == "full-kv"
+
+
+def test_the_choices_of_a_question_share_a_prefill(loaded, monkeypatch):
+    seen, read = [], SfiLM._read  # noqa: SLF001
+    monkeypatch.setattr(SfiLM, "_read", lambda *args: seen.append(1) or read(*args))
+    policied(loaded, "sfi").loglikelihood(requests_of("loglikelihood", SCORED))
+    assert len(seen) == len(QUESTIONS)
+
+
+def test_a_run_that_was_cut_goes_on_with_the_answers_of_its_cache(loaded, tmp_path, monkeypatch):
+    score, made = SfiLM._score, []  # noqa: SLF001
+
+    def cut(*args):
+        if len(made) == 3:
+            raise KeyboardInterrupt
+        made.append(score(*args))
+        return made[-1]
+
+    asked = requests_of("loglikelihood", SCORED)
+    whole = policied(loaded, "sfi").loglikelihood(asked)
+    with monkeypatch.context() as patch:
+        patch.setattr(SfiLM, "_score", cut)
+        with pytest.raises(KeyboardInterrupt):
+            CachingLM(policied(loaded, "sfi"), str(tmp_path / "cache.db")).loglikelihood(asked)
+    scored = []
+    monkeypatch.setattr(SfiLM, "_score", lambda *args: scored.append(1) or score(*args))
+    assert (
+        CachingLM(policied(loaded, "sfi"), str(tmp_path / "cache.db")).loglikelihood(asked) == whole
+    )
+    assert len(scored) == len(SCORED) - 3
+
+
+def test_the_model_is_itself_again(loaded):
+    lm = policied(loaded, "sfi")
+    lm.loglikelihood(requests_of("loglikelihood", SCORED))
+    lm.generate_until(requests_of("generate_until", GENERATED))
+    assert not any("sfi_seam" in module.__dict__ for module in lm.model.modules())
+    assert "generate" not in lm.model.__dict__
+
+
+def test_answers_of_one_token_are_marked_as_beyond_the_policys_reach(loaded, caplog):
+    policied(loaded, "sfi").loglikelihood(requests_of("loglikelihood", [(STORY, " map")]))
+    assert (
+        "no decoding step: prompts are read densely, so any policy scores the same" in caplog.text
+    )
+
+
+def test_settings_of_a_table_and_of_lm_eval_reach_the_run():
+    lm = SfiLM.create_from_arg_obj(
+        {"selector.alpha": 0.25, "triggers": ["."], "preset": "paper", "max_length": 64, "device": "cpu"},
+        {"device": "cuda:0", "batch_size": 3, "max_batch_size": None},
+    )  # fmt: skip
+    found = told(lm)
+    assert (found["config"]["selector"]["alpha"], found["config"]["recent_mode"]) == (
+        0.25,
+        "sliding",
+    )
+    assert (lm.max_length, lm.batch_size) == (64, 3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"bugdet": 3}, "bugdet"),
+        ({"selector.alhpa": 3}, "alhpa"),
+        ({"budget": 0}, "budget must be positive, got 0"),
+        ({"policy": "h3o"}, "unknown policy 'h3o'"),
+        ({"preset": "none"}, "unknown preset 'none'"),
+        ({"dtype": "int8"}, "unknown dtype 'int8'"),
+        ({"kv_device_budget": "much"}, "kv_device_budget must be a share"),
+    ],
+)
+def test_mistakes_in_the_arguments_are_one_line(arguments, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        SfiLM(**{"device": "cpu", **arguments})
+    assert "\n" not in str(caught.value)
+
+
+def test_answers_that_fill_the_models_positions_are_refused(loaded):
+    asked = requests_of("generate_until", [(STORY, {"until": ["."], "max_gen_toks": 128})])
+    with pytest.raises(
+        InputError, match=r"max_gen_toks must leave room in .* 128 positions, got 128"
+    ):
+        policied(loaded, "sfi").generate_until(asked)
