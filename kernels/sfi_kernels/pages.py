@@ -1,7 +1,7 @@
-"""Reading rows out of the paged KV cache, whatever the strides of its pages.
+"""Read rows of the paged KV cache, whatever the strides of its pages.
 
-Our own pages are contiguous. Those of another engine may not be: vLLM keeps the keys and values of a token
-side by side, [P, H, N, K|V], and on some processors a page's keys transposed, [P, H, D, N].
+Our own pages are contiguous. vLLM keeps the keys and values of a token side by side, [P, H, N, K|V], and on
+some processors a page's keys transposed, [P, H, D, N].
 """
 
 import math
@@ -18,17 +18,9 @@ WIDE = 1 << 18  # numbers turned into float32 at once: 1 MiB, which stays in a p
 def read_pages(
     pages_PHN: torch.Tensor, block_table_P: torch.Tensor, start: int, stop: int
 ) -> torch.Tensor:
-    """Return positions `start` to `stop` of a request as one tensor.
+    """Return positions `start` to `stop` - 1 of a request, [1, H, T] or, of pages [P, H, N, D], [1, H, T, D].
 
-    Args:
-        pages_PHN: Pages, heads before tokens, `[P, H, N]` or `[P, H, N, D]`.
-        block_table_P: The request's page numbers, in order.
-        start: First position.
-        stop: One past the last position.
-
-    Returns:
-        `[1, H, stop - start]` or `[1, H, stop - start, D]`: a view where one page holds all of it, as on CPU,
-        where a request has one page; a copy otherwise.
+    A view where one page holds all positions, as on a CPU with one page a request; a copy otherwise.
     """
     page_size = pages_PHN.shape[2]
     first, last = start // page_size, max(start, stop - 1) // page_size
@@ -47,16 +39,13 @@ def read_pages(
 def wide_chunks(
     pages_PHND: torch.Tensor, block_table_P: torch.Tensor, length: int
 ) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Read a request's positions 0 to `length` in float32, piece by piece, never all at once.
+    """Read a request's first `length` positions in float32, chunk by chunk.
 
-    Args:
-        pages_PHND: Pages, of any strides; what is read lies in memory as they do.
-        block_table_P: The request's page numbers, in order, on the host.
-        length: Cached tokens.
+    `pages_PHND` may have any strides; the chunks keep their memory order. `block_table_P` is on the host.
 
     Yields:
-        The positions, and C pages of n tokens that hold them, [C, H, n, D]. A view where pages are float32
-        and neighbors; else one buffer, filled anew each time: to make a new one takes longer than to fill it.
+        The positions as a slice, and C pages of n tokens that hold them, [C, H, n, D]: a view where pages are
+        float32 and adjacent, else one buffer that each chunk overwrites.
     """
     _, H, N, D = pages_PHND.shape
     as_it_lies = pages_PHND.dtype == torch.float32
@@ -97,10 +86,9 @@ def _buffer_like(pages_PHND: torch.Tensor, pages: int, tokens: int) -> torch.Ten
 
 
 def flat_rows(pages_PHND: torch.Tensor) -> tuple[torch.Tensor, Steps]:
-    """Return pages as a view of rows at one distance from each other, and the steps between those in use.
+    """Return pages as rows [X, D] at one distance, and the steps between pages, heads and tokens in rows.
 
-    Contiguous pages are their rows, one after the other. Rows of other pages may overlap and lie between
-    those in use: the view is for taking rows by their number, `row_numbers`, and not for writing.
+    The view is for reading rows by `row_numbers`. Of pages that are not contiguous, rows may overlap.
     """
     P, H, N, D = pages_PHND.shape
     page, head, token, column = pages_PHND.stride()
@@ -113,13 +101,10 @@ def flat_rows(pages_PHND: torch.Tensor) -> tuple[torch.Tensor, Steps]:
 def row_numbers(
     position_RHS: torch.Tensor, table_RP: torch.Tensor, N: int, steps: Steps
 ) -> torch.Tensor:
-    """Return where positions of requests lie among the rows of `flat_rows`, [R, H * S].
+    """Return the rows of `flat_rows` that hold the positions of R requests, [R, H * S].
 
-    Args:
-        position_RHS: Positions; a negative one counts as position 0.
-        table_RP: Page numbers of each request.
-        N: Tokens of a page.
-        steps: As `flat_rows` returns them.
+    A negative position counts as 0. `table_RP` are page numbers, `N` the tokens of a page, `steps` those of
+    `flat_rows`.
     """
     R, H, S = position_RHS.shape
     token = position_RHS.clamp_min(0).long()
@@ -130,11 +115,7 @@ def row_numbers(
 
 
 def kernel_strides(pages_PHND: torch.Tensor, name: str) -> Steps:
-    """Return the strides of pages, heads and tokens, which a kernel takes as constants.
-
-    Raises:
-        KernelLimitError: The numbers of a row do not lie together.
-    """
+    """Return the strides of pages, heads and tokens; raise `KernelLimitError` unless the last stride is 1."""
     page, head, token, column = pages_PHND.stride()
     if column != 1:
         raise KernelLimitError(

@@ -35,7 +35,7 @@ class Stage:
         name: Also the name of its weights in the output folder.
         lengths: Tokens of a sequence, one drawn per step; empty for pure copying.
         steps: Optimizer steps.
-        learning_rate: Peak, falling by a cosine to a tenth.
+        learning_rate: Peak; a cosine lowers it to a tenth.
         tokens: Tokens of a batch, over all its sequences.
     """
 
@@ -147,7 +147,7 @@ def exact_match(
     samples: int,
     asked: int = 5,
 ) -> float:
-    """Share of held-out requests answered word for word (teacher-forced, so equal to greedy)."""
+    """Return the share of held-out requests answered word for word (teacher-forced, so equal to greedy)."""
     right = 0
     for index in range(samples):
         example = draw(random.Random(HELD_OUT + index), length, asked)

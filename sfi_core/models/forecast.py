@@ -1,4 +1,4 @@
-"""The memory that a run will need, known before the run allocates."""
+"""Forecast the memory of a run, before the run allocates."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Sequence
@@ -23,19 +23,18 @@ CPU_SLACK = 2  # the C library keeps about as much freed memory as the largest t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """Bytes a run needs.
+    """Bytes that a run needs.
 
     Attributes:
         resident_bytes: Bytes in use before the run, weights included.
         kv_bytes: Pages of the KV cache.
         norm_bytes: Key norms.
         packed_bytes: Packed segments.
-        summary_bytes: What the policy keeps of the keys, such as page summaries or codes.
+        summary_bytes: The policy's summaries of keys, such as page summaries or codes.
         sliding_bytes: transformers' own cache of sliding-window layers.
-        workspace_bytes: The largest transient: the prompt's activations or the Selector's tensors, with the
+        workspace_bytes: The largest transient: the prompt's activations, or the Selector's tensors with the
             evidence that waits for it.
-        graph_bytes: What CUDA graphs hold, a step's own transient included: they keep it while prompts are
-            read.
+        graph_bytes: Held by CUDA graphs, a step's transients included, also while prompts are read.
     """
 
     resident_bytes: int
@@ -49,7 +48,7 @@ class Forecast:
 
     @property
     def needed_bytes(self) -> int:
-        """Bytes on top of what is in use."""
+        """Bytes beyond those in use."""
         return self.total_bytes - self.resident_bytes
 
     @property
@@ -89,10 +88,10 @@ def forecast(
         prefill_chunk: Prompt tokens of one forward pass; 0 for all at once.
         refreshed_together: Requests whose memory one slow step refreshes at once: all on the triton backend.
         first_together: Requests whose first selections share their launches.
-        unpacked: Layers that get no packed segment.
+        unpacked: Layers without a packed segment.
         evidence_buffers: Layers whose evidence is held at once.
-        summary: Says what the policy keeps of a layer's keys of one request, in bytes, as
-            `Policy.summary_bytes` does; None for a policy without.
+        summary: Bytes that the policy keeps of a layer's keys of one request, as `Policy.summary_bytes`; None
+            for no summaries.
         graphs: Whether steps are replayed as CUDA graphs.
         drafting: How a lossless run drafts; None for other runs.
     """
@@ -169,10 +168,7 @@ def _drafting_bytes(
     grouped = heads // min(layer.heads for layer in layers)
     attention = {"heads": heads, "grouped": grouped, "capacity": capacity}
     activations = _activation_bytes(model, layers, batch, drafting.tested)
-    return (
-        activations + drafting.pass_bytes(**logits, **attention),
-        drafting.kept_bytes(**logits),
-    )
+    return (activations + drafting.pass_bytes(**logits, **attention), drafting.kept_bytes(**logits))
 
 
 def _mask_bytes(layers: Sequence[LayerShape], batch: int, chunk: int, prompt_tokens: int) -> int:
@@ -202,12 +198,9 @@ def _kv_heads(layers: Sequence[LayerShape]) -> int:
 
 
 def largest_batch(needed: Callable[[int], int], most: int, free: float) -> int:
-    """Return the largest batch of at most `most` that fits `free` bytes; 0 where not even one request does.
+    """Return the largest batch of at most `most` that fits `free` bytes; 0 if one request does not fit.
 
-    Args:
-        needed: Returns the bytes of a batch; a larger batch never needs less.
-        most: Where the search ends.
-        free: Bytes to fill.
+    `needed` returns the bytes of a batch, which grow with the batch.
     """
     return bisect_right(range(1, most + 1), free, key=needed)
 
@@ -215,16 +208,13 @@ def largest_batch(needed: Callable[[int], int], most: int, free: float) -> int:
 def check_fits(
     expected: Forecast, device: torch.device, way: str | None = None, *, two_tier: bool = False
 ) -> None:
-    """Refuse a run that will not fit.
+    """Raise `MemoryForecastError` for a run that does not fit: bytes needed, bytes free, what to lower.
 
     Args:
         expected: The bytes that the run needs.
         device: The device of the run.
         way: The setting to lower; None for the one that needs the most.
-        two_tier: Whether the run has a device budget already, which the message then does not name.
-
-    Raises:
-        MemoryForecastError: The message has the bytes needed, the bytes free, and the setting to lower.
+        two_tier: Whether the run already has a device budget, which the message then does not suggest.
     """
     free = free_bytes(device)
     if free and device.type == "cpu":

@@ -62,9 +62,9 @@ def load(
         model: Hub id, folder, GGUF file or alias (see `find_source`); None is the bundled checkpoint.
         revision: Branch, tag or commit on the hub.
         dtype: "auto" (the checkpoint's), "bfloat16", "float16" or "float32".
-        device: "auto" (CUDA where there is one), "cpu", "cuda", "cuda:1", ...
+        device: "auto" (CUDA if there is one), "cpu", "cuda", "cuda:1", ...
         trust_remote_code: Run code that comes with the checkpoint.
-        check: Called with the checkpoint's config, before its weights are read; may refuse it.
+        check: May refuse the checkpoint's config before its weights are read.
 
     Returns:
         The model in evaluation mode, and the tokenizer.
@@ -72,7 +72,7 @@ def load(
     Raises:
         InputError: The checkpoint is missing, incomplete or damaged.
         UnsupportedModelError: No decoder-only language model, or one that torchrun's ranks cannot share.
-        BackendError: The device, or a package that the checkpoint needs, is not there.
+        BackendError: The device, or a package that the checkpoint needs, is missing.
         ConfigError: The ranks have different checkpoints.
         RankLostError: Another rank has died.
     """
@@ -134,7 +134,7 @@ def _check_ranks(source: Source, ranks: int) -> None:
 
 
 def read_config(source: Source, revision: str | None = None, **options: Any) -> Any:
-    """Return a checkpoint's config; a GGUF file's says which dtype "auto" is."""
+    """Return a checkpoint's config; that of a GGUF file also says which dtype "auto" is."""
     config = AutoConfig.from_pretrained(
         source.place, revision=revision, **source.options, **options
     )
@@ -172,8 +172,8 @@ def load_tokenizer(model: str | None = None, revision: str | None = None, **opti
     """Load a model's tokenizer alone; `options` are transformers' own.
 
     Raises:
-        InputError: It is missing or damaged.
-        BackendError: A package that it needs is not installed.
+        InputError: The tokenizer is missing or damaged.
+        BackendError: A package that the tokenizer needs is not installed.
     """
     quiet()
     source = find_source(str(BUNDLED if model is None else model))
@@ -223,28 +223,24 @@ def first_line(error: Exception) -> str:
 
 
 def quiet() -> None:
-    """Keep transformers' own bars and warnings off the terminal."""
+    """Keep transformers' progress bars and warnings off the terminal."""
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
 
 
 def resolve_dtype(name: str) -> torch.dtype | str:
-    """Turn a dtype's name into the dtype.
-
-    Raises:
-        ConfigError: Unknown.
-    """
+    """Turn a dtype's name into the dtype; raise `ConfigError` for an unknown name."""
     if name != "auto" and name not in DTYPES:
         raise ConfigError(f"unknown dtype {name!r}; expected one of {('auto', *DTYPES)}")
     return DTYPES.get(name, "auto")
 
 
 def resolve_device(name: str) -> torch.device:
-    """Turn a device's name into the device; under torchrun, each rank's own of that kind.
+    """Turn a device's name into the device; under torchrun, into each rank's own.
 
     Raises:
-        ConfigError: No such kind of device, or one device for several ranks.
-        BackendError: It is not on this machine.
+        ConfigError: An unknown kind of device, or one device for several ranks.
+        BackendError: The device is not on this machine.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"

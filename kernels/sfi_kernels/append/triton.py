@@ -54,15 +54,10 @@ def _append_kernel(
 
 
 def append(
-    key_BHTD: torch.Tensor,
-    value_BHTE: torch.Tensor,
-    start_B: torch.Tensor,
-    count_B: torch.Tensor,
-    key_PHND: torch.Tensor,
-    value_PHNE: torch.Tensor,
-    norm_PHN: torch.Tensor,
+    key_BHTD: torch.Tensor, value_BHTE: torch.Tensor, start_B: torch.Tensor, count_B: torch.Tensor,
+    key_PHND: torch.Tensor, value_PHNE: torch.Tensor, norm_PHN: torch.Tensor,
     block_table_BP: torch.Tensor,
-) -> None:
+) -> None:  # fmt: skip
     """See `reference.append`. D and E up to 256."""
     fixed = (start_B, count_B, key_PHND, value_PHNE, norm_PHN, block_table_BP)
     check(key_BHTD, value_BHTE, *fixed)

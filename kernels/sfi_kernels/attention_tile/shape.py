@@ -1,4 +1,4 @@
-"""How the attention kernels cut their work."""
+"""The tile of keys and values that a program of the attention kernels reads at once."""
 
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -19,14 +19,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 @dataclass(frozen=True, slots=True)
 class TileShape:
-    """Sizes of a tile, padded to powers of two, and how deep the pipeline is.
-
-    Attributes:
-        tokens: Keys of a tile; they lie in one page.
-        key_width: Padded head dimension.
-        value_width: Padded width of the values.
-        stages: Tiles in the pipeline of a decoding step, one of them in use.
-    """
+    """A tile: keys of one page, padded widths of key and value, and tiles in the pipeline (`stages`)."""
 
     tokens: int
     key_width: int
@@ -37,11 +30,7 @@ class TileShape:
 def check_limits(
     key_width: int, value_width: int, page_size: int, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Refuse a model that the attention kernels cannot run.
-
-    Raises:
-        KernelLimitError: With the limit and what else to do.
-    """
+    """Raise `KernelLimitError` for a model that the attention kernels cannot run."""
     if find_spec("triton") is None:
         raise KernelLimitError("the Triton kernels need the triton package; use the torch backend")
     if dtype not in DTYPES:
@@ -67,11 +56,7 @@ def _check_tile(key_width: int, value_width: int, page_size: int) -> None:
 
 
 def tile_shape(key: torch.Tensor, value: torch.Tensor, page_size: int, target: Target) -> TileShape:
-    """Choose the tile for pages of keys and values.
-
-    Raises:
-        KernelLimitError: As `check_limits`.
-    """
+    """Choose the tile for pages of keys and values; raise `KernelLimitError` beyond `check_limits`."""
     D, E = key.shape[-1], value.shape[-1]
     _check_tile(D, E, page_size)
     key_width, value_width = padded(D), padded(E)
@@ -83,10 +68,7 @@ def tile_shape(key: torch.Tensor, value: torch.Tensor, page_size: int, target: T
     ):
         tokens //= 2
     return TileShape(
-        tokens,
-        key_width,
-        value_width,
-        stages=4 if target.capability in LARGE_SHARED else 3,
+        tokens, key_width, value_width, stages=4 if target.capability in LARGE_SHARED else 3
     )
 
 

@@ -1,7 +1,7 @@
-"""Dense attention of a few queries at once, with the logits of one of them: what verifies a draft on a CPU.
+"""Dense attention of a few queries with the logits of one, to verify a draft on a CPU.
 
-Logits, softmax and sums are float32. A key is turned into float32 once for all rows of the G query heads and
-the W queries, while it lies in the processor's cache.
+Logits, softmax and sums are float32. A key is converted to float32 once for the rows of all query heads and
+queries, while it is in the processor's cache.
 """
 
 from collections.abc import Iterator
@@ -31,16 +31,15 @@ def verification_attention(
     evidence: int = -1,
     native: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend as `dense_attention` does, and hand out the logits of one query, in one pass over the keys.
+    """Attend as `dense_attention` does, and return the logits of one query, in one pass over the keys.
 
-    Arguments are those of `dense_attention`, and two more: `evidence`, the query whose logits are handed out,
-    0 to W - 1, or from the end -1 to -W; and `native`, whether the weights are rounded to the values' dtype
-    and multiplied in it, as in PyTorch's flash attention. That is faster where the processor multiplies
-    numbers of that dtype; without `native` the product is one of float32.
+    Arguments are those of `dense_attention`, and two more. `evidence` is the query whose logits are returned,
+    0 to W - 1, or -1 to -W from the end. `native` rounds the weights to the values' dtype and multiplies in
+    it, as PyTorch's flash attention does: faster on a processor with products of that dtype.
 
     Returns:
         out, [B, H, G, W, E], in the query's dtype, zeros for padding; and l, [B, H, G, 1, T] float32 with T
-        the longest length, -inf where the evidence's query may not look.
+            the longest length, -inf where the evidence's query may not look.
     """
     check(query_BHGWD, key_PHND, block_table_BP, length_B, value_PHNE, sink_HG)
     B, H, G, W, _ = query_BHGWD.shape

@@ -1,6 +1,6 @@
-"""Key codes in Triton: a word a key, one launch to code keys and one to score all of them.
+"""Key codes in Triton: one word a key, one launch to code keys and one to score them.
 
-Each program of the scan projects the query itself: 16 sums over D cost less than a launch of their own.
+Each program of the scan projects the query itself: 16 sums over D cost less than a launch.
 """
 
 import torch

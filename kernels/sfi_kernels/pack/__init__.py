@@ -1,4 +1,4 @@
-"""Reorganization: gather the sink and selected rows into the packed segment."""
+"""Gather the sink and selected rows into the packed segment."""
 
 from sfi_kernels.op import Op
 from sfi_kernels.pack import reference

@@ -17,7 +17,7 @@ WIDE_BYTES = 256
 
 @triton.jit
 def slot_position(index_ptr, slot, sink, K, S):
-    """Return the positions of slots: the sinks, then the selected; -1 behind them."""
+    """Return the positions of slots: the sinks, then the selected tokens, then -1."""
     rank = slot - sink
     selected = tl.load(index_ptr + rank, mask=(rank >= 0) & (rank < K), other=-1)
     return tl.where(slot < S, tl.where(rank < 0, slot, selected), -1)
@@ -73,19 +73,11 @@ def _pack_kernel(
 
 
 def pack(
-    key_PHND: torch.Tensor,
-    value_PHNE: torch.Tensor,
-    block_table_BP: torch.Tensor,
-    request_R: torch.Tensor,
-    index_RHK: torch.Tensor,
-    sink_R: torch.Tensor,
-    key_BHSD: torch.Tensor,
-    value_BHSE: torch.Tensor,
-    position_BHS: torch.Tensor,
-    length_BH: torch.Tensor,
-    *,
+    key_PHND: torch.Tensor, value_PHNE: torch.Tensor, block_table_BP: torch.Tensor,
+    request_R: torch.Tensor, index_RHK: torch.Tensor, sink_R: torch.Tensor, key_BHSD: torch.Tensor,
+    value_BHSE: torch.Tensor, position_BHS: torch.Tensor, length_BH: torch.Tensor, *,
     heads_RH: torch.Tensor | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """See `reference.pack`. D and E up to 256."""
     tensors = (
         key_PHND, value_PHNE, block_table_BP, request_R, index_RHK, sink_R,

@@ -1,4 +1,4 @@
-"""Recall in Triton: one launch for every refreshed request; programs read host pages over the link."""
+"""Recall in Triton: one launch for all requests; programs read host pages over the link."""
 
 import torch
 import triton
@@ -17,7 +17,7 @@ NARROW_BYTES, NARROW_REGISTERS = 128, 80
 
 @triton.jit
 def _old_place(position_ptr, position, length, steps):
-    """Return how many old positions are smaller, by binary search, and whether the next one is the same."""
+    """Return how many old positions are smaller, by binary search, and whether the next one is equal."""
     place = tl.zeros_like(position)
     for step in range(steps):
         candidate = place + (1 << (steps - 1 - step))
@@ -34,7 +34,7 @@ def _copy_rows(
     host_ptr, old_ptr, into_ptr, host_row, old_row, into_row, packed, on_device,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Copy rows of one of two sources; host rows are given by their first number."""
+    """Copy rows from the host, given by their first number, or from the old segment."""
     column = tl.arange(0, BLOCK)[None, :]
     inside = column < WIDTH
     from_host, from_old = (packed & ~on_device)[:, None], (packed & on_device)[:, None]
@@ -102,25 +102,13 @@ def _recall_kernel(
 
 
 def recall(
-    key_PHND: torch.Tensor,
-    value_PHNE: torch.Tensor,
-    block_table_BP: torch.Tensor,
-    request_R: torch.Tensor,
-    index_RHK: torch.Tensor,
-    sink_R: torch.Tensor,
-    key_BHSD: torch.Tensor,
-    value_BHSE: torch.Tensor,
-    position_BHS: torch.Tensor,
-    length_BH: torch.Tensor,
-    into_key_RHSD: torch.Tensor,
-    into_value_RHSE: torch.Tensor,
-    into_position_RHS: torch.Tensor,
-    into_length_RH: torch.Tensor,
-    fetched_RH: torch.Tensor,
-    *,
-    heads_RH: torch.Tensor | None = None,
-) -> None:
-    """See `reference.recall`. D and E up to 256; the host pages stay as they are until the kernel has run."""
+    key_PHND: torch.Tensor, value_PHNE: torch.Tensor, block_table_BP: torch.Tensor,
+    request_R: torch.Tensor, index_RHK: torch.Tensor, sink_R: torch.Tensor, key_BHSD: torch.Tensor,
+    value_BHSE: torch.Tensor, position_BHS: torch.Tensor, length_BH: torch.Tensor,
+    into_key_RHSD: torch.Tensor, into_value_RHSE: torch.Tensor, into_position_RHS: torch.Tensor,
+    into_length_RH: torch.Tensor, fetched_RH: torch.Tensor, *, heads_RH: torch.Tensor | None = None,
+) -> None:  # fmt: skip
+    """See `reference.recall`. D and E up to 256; host pages must not change until the kernel has run."""
     old = key_BHSD, value_BHSE, position_BHS, length_BH
     into = into_key_RHSD, into_value_RHSE, into_position_RHS, into_length_RH
     check(key_PHND, value_PHNE, block_table_BP, request_R, index_RHK, sink_R, old, into, fetched_RH)

@@ -8,17 +8,10 @@ MAX_WIDTH = 16384  # of the kernel
 
 
 def rms_norm(hidden_XF: torch.Tensor, weight_F: torch.Tensor, eps: float) -> torch.Tensor:
-    """Divide rows by their root mean square, and multiply by a weight (Zhang and Sennrich, 2019).
+    """Divide rows by their root mean square and multiply by a weight (Zhang and Sennrich, 2019).
 
-    The division is in float32. Its result is rounded to the input's dtype before the weight comes in.
-
-    Args:
-        hidden_XF: Rows, contiguous. X stands for any number of dimensions.
-        weight_F: Weight, of the same dtype.
-        eps: Added to the mean square.
-
-    Returns:
-        The normed rows, of the input's shape and dtype.
+    Rows, [..., F], are contiguous; `eps` is added to the mean square. The quotient is float32, rounded to the
+    rows' dtype, which is the weight's too, before the product.
 
     Raises:
         ValueError: The shapes, dtypes, devices or strides do not fit.
@@ -34,14 +27,8 @@ def add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Add rows to the residual stream, and norm the sum as `rms_norm` does.
 
-    Args:
-        residual_XF: The residual stream, contiguous.
-        hidden_XF: What is added, of the same shape.
-        weight_F: See `rms_norm`.
-        eps: See `rms_norm`.
-
     Returns:
-        The sum, rounded to the input's dtype, and its norm, computed from the rounded sum.
+        The sum, rounded to the input's dtype, and the norm of the rounded sum.
 
     Raises:
         ValueError: The shapes, dtypes, devices or strides do not fit.

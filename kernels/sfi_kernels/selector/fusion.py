@@ -37,8 +37,7 @@ def stable_weight(
         lambda_clip: The largest weight, in [0, 1].
 
     Returns:
-        lambda*, [B, H], in [0, lambda_clip]; 0 where evidence equals prior up to rounding, and any
-        weight fits.
+        lambda*, [B, H], in [0, lambda_clip]; 0 where evidence and prior are equal up to rounding.
     """
     evidence_BHT = widened(evidence_BHT)
     difference_BHT = evidence_BHT - prior_BHT

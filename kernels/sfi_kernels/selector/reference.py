@@ -163,12 +163,7 @@ def check_interval(interval: tuple[int, int] | None, T: int) -> None:
 
 
 def check_settings(
-    alpha: float,
-    lambda_clip: float,
-    temperature: float,
-    group_reduce: str,
-    span: int,
-    radius: int,
+    alpha: float, lambda_clip: float, temperature: float, group_reduce: str, span: int, radius: int
 ) -> None:
     """Raise `ValueError` on what would give wrong or non-finite scores without a word."""
     if not 0 < alpha <= 1:

@@ -25,12 +25,11 @@ def sparse_attention(
     sink_HG: torch.Tensor | None = None,
     pseudo: PseudoToken | None = None,
 ) -> torch.Tensor:
-    """Attend to sink and selected tokens, packed, and to the recent tokens, in place.
+    """Attend to sink and selected tokens, packed, and to the recent tokens, in the pages.
 
     Args:
         query_BHGD: The step's queries, grouped by KV head.
-        packed_key_BHSD: Keys of the packed segment; row s counts where s < packed_length; the others
-            may hold anything.
+        packed_key_BHSD: Keys of the packed segment; rows from packed_length on may hold anything.
         packed_value_BHSE: Its values.
         packed_length_BH: Tokens of the packed segment by KV head, int32.
         key_PHND: Pages of keys.
@@ -41,7 +40,7 @@ def sparse_attention(
         scale: Factor on the products.
         soft_cap: Soft cap of the logits; None for none.
         sink_HG: Learned sink logits; None for none.
-        pseudo: A term that stands for what is not read; None for none.
+        pseudo: A term of the softmax that stands for the unread keys; None for none.
 
     Returns:
         out, [B, H, G, E], in the query's dtype.

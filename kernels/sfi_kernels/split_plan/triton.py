@@ -1,4 +1,4 @@
-"""The split plan in Triton: one program, so that no host waits for the lengths."""
+"""The split plan in Triton: one program, so that the host does not wait for the lengths."""
 
 import triton
 import triton.language as tl

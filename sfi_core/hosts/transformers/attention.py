@@ -1,8 +1,8 @@
-"""Where sfi plugs into transformers: an attention function, a mask function, and a `Cache`.
+"""Plug sfi into transformers: an attention function, a mask function, and a `Cache`.
 
-A layer calls `Cache.update(keys, values)` and then the attention function with what it made of the result.
-`SfiLayer.update` hands the new keys straight back; `sfi_attention` puts what arrives there, heads expanded,
-into the run's pages. A layer whose keys never arrive is refused instead of running silently dense.
+A layer calls `Cache.update(keys, values)`, then the attention function with the result. `SfiLayer.update`
+returns the new keys unchanged; `sfi_attention` stores them, heads expanded, in the run's pages. A layer whose
+keys never arrive is refused: it would run dense without a word.
 """
 
 from typing import Any
@@ -45,12 +45,10 @@ def sfi_attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend under the run's plan; layers and calls outside a run attend as they always do.
+    """Attend under the run's plan; layers and calls outside a run attend as without sfi.
 
-    Args are transformers': query [B, H*G, T, D], key and value as `Cache.update` returned them.
-
-    Returns:
-        out, [B, T, H*G, E], and no weights.
+    Arguments are transformers': query [B, H*G, T, D], key and value as `Cache.update` returned them. Returns
+    the output, [B, T, H*G, E], and no weights.
     """
     seam: Seam | None = getattr(module, "sfi_seam", None)
     cache = None if seam is None else seam.cache
@@ -129,10 +127,7 @@ def _refuse_unknown(module: torch.nn.Module, kwargs: dict[str, Any], *, managed:
 
 
 def install(model: PreTrainedModel, seam: Seam) -> str:
-    """Route a model's attention through sfi.
-
-    Returns:
-        The attention implementation it had, for `uninstall`.
+    """Route a model's attention through sfi; return its attention implementation, for `uninstall`.
 
     Raises:
         UnsupportedModelError: The architecture cannot run under SFI.

@@ -1,4 +1,4 @@
-"""Which backend runs a model of transformers."""
+"""The backend that runs a transformers model."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,13 +12,9 @@ from sfi_kernels.launch import KernelLimitError
 def resolve_backend(
     backend: str, model: Any, shapes: Callable[[], list[LayerShape]], page_size: int | None
 ) -> str:
-    """Say which backend runs a model: "torch" or "triton".
+    """Return the backend that runs a model, "torch" or "triton"; `shapes` finds out its layers' shapes.
 
-    Args:
-        backend: "auto" takes triton on a CUDA device where its kernels can run the model, else torch.
-        model: The model.
-        shapes: Finds out its layers' shapes.
-        page_size: Tokens of a page; None is the backend's own.
+    "auto" takes triton on a CUDA device where its kernels can run the model, else torch.
 
     Raises:
         BackendError: "triton" was asked for and cannot run the model here; with the limit.

@@ -38,12 +38,12 @@ class Decoder:
         capacity: Tokens a request may reach.
         stop_ids: Tokens that end a request.
         chunk: Prompt tokens of one forward pass; 0 for all at once.
-        requests: Requests in all, where some wait for the row of another one; None for those of the batch.
+        requests: All requests, those that wait for a row included; None for those of the batch.
         generated: The most tokens that a request generates; None for what `capacity` leaves.
-        shared: The prompts, read already or made up; None reads them.
+        shared: Prompts that were read already, or made up; None reads them.
         watchers: Look at every layer of the run.
-        on_prefill: Told of the prompt tokens read so far and in all.
-        patient: Whether a graph of a step with slow requests is recorded at the second such step only.
+        on_prefill: Called with the prompt tokens read so far and in all.
+        patient: Whether to record the graph of a slow step at the second such step, not the first.
         cache: The run's cache, as transformers sees it.
     """
 
@@ -68,7 +68,7 @@ class Decoder:
     _ragged: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        """See what the model's forward pass takes, and whether its steps can be recorded."""
+        """Check whether steps can be recorded, and what the model's forward pass takes."""
         session, model = self.session, self.session.model
         self._captures = records_steps(session)
         if recorder.can_record(model.device) and session.engine.graphs is not False:
@@ -127,7 +127,7 @@ class Decoder:
         return self._forward(ids_B1, position_B1, mask)
 
     def ahead(self, token_B: torch.Tensor) -> None:
-        """Launch the step that decodes these tokens before the host has read them, where that can be done."""
+        """Launch the step of these tokens before the host has read them, where possible."""
         if self._graphs is not None and self.cache.seen + 1 < self.capacity:
             self._graphs.ahead(token_B)
 
@@ -136,7 +136,7 @@ class Decoder:
         self.session.run.record(token_B)
 
     def admit(self, token_B: list[int]) -> list[int]:
-        """Say whether to go on: no request waits."""
+        """Return the tokens to go on with, or none when all requests have ended: no request waits."""
         return [] if self.session.run.done else token_B
 
     def planned_pass(self, ids_BT: torch.Tensor, positions_BT: torch.Tensor) -> torch.Tensor:
@@ -151,7 +151,7 @@ class Decoder:
         return logits
 
     def alone(self, ids_1T: torch.Tensor, mask_1T: torch.Tensor, run: Run) -> Self:
-        """Return a decoder that reads one more prompt, into the row that a run of its own has."""
+        """Return a decoder that reads one more prompt into a row with a run of its own."""
         one = type(self)(
             session=self.session,
             ids_BT=ids_1T,
@@ -164,7 +164,7 @@ class Decoder:
         return one
 
     def seat(self, row: int, other: Self) -> None:
-        """Let a prompt that was read alone take a row."""
+        """Give a row to a prompt that was read alone."""
         self.cache.seat(row, other.cache, max(state.length for state in self.run.requests))
 
     def _begin_with(self, shared: SharedPrompt) -> torch.Tensor:
@@ -253,7 +253,7 @@ class Decoder:
 
 
 def reads_little(session: Session, batch: int, capacity: int) -> bool:
-    """Say whether a decoding step on the CPU reads too little to gain by threads."""
+    """Say whether a decoding step on the CPU reads too few bytes to gain by threads."""
     rows = batch * capacity * sum(shape.row_bytes for shape in session.shapes())
     weights = ModelWeights.of(session.model).read(batch)
     return session.model.device.type == "cpu" and weights + rows < SMALL_BYTES

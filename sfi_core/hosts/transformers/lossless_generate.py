@@ -1,4 +1,4 @@
-"""`model.generate` in a lossless run: transformers prepares, sfi's loop decodes, as a `custom_generate`."""
+"""`model.generate` in a lossless run: transformers prepares, sfi's loop decodes (`custom_generate`)."""
 
 from collections.abc import Callable
 from typing import Any
@@ -25,11 +25,9 @@ PREPARED = {
 
 
 def lossless_decoding(session: Session, streamer: Any) -> Callable[..., Any]:
-    """Return what transformers calls in place of its own decoding loop.
+    """Return the function that transformers calls in place of its own decoding loop.
 
-    Args:
-        session: A session of a lossless run.
-        streamer: Told of the tokens, one by one; transformers has told it the prompt. None for none.
+    `streamer` receives the tokens, one by one; transformers has sent the prompt. None for no streamer.
     """
 
     def decode(
@@ -78,7 +76,7 @@ def ending(criteria: Any) -> tuple[frozenset[int], int]:
     """Return the stop tokens and the most tokens of a text, padding included.
 
     Raises:
-        ConfigError: A criterion asks for something else, or none bounds the length.
+        ConfigError: Another criterion, or none that bounds the length.
     """
     stop: set[int] = set()
     for one in criteria:

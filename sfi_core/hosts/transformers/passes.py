@@ -1,4 +1,4 @@
-"""What a forward pass of transformers is to a run: a piece of the prompts, or a decoding step."""
+"""A forward pass of transformers as a run sees it: a piece of the prompts, or a decoding step."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from sfi_core.observers.events import PromptEvent
 def reads_prompt(cache: SfiCache, new: int) -> bool:
     """Say whether a pass over `new` padded tokens reads prompts.
 
-    transformers does not tell: one token after the prompt's end is a decoding step.
+    transformers does not say so: one token after the prompt's end is a decoding step.
     """
     return cache.seen == 0 or cache.seen + new <= (cache.prompt_length or new) or new > 1
 
@@ -22,14 +22,9 @@ def reads_prompt(cache: SfiCache, new: int) -> bool:
 def begin_prompt(
     run: Run, cache: SfiCache, ids: torch.Tensor | None, size: torch.Size, mask: Any
 ) -> None:
-    """Enter a pass over a piece of the prompts.
+    """Enter a pass over a piece of the prompts, of `size` requests and padded tokens.
 
-    Args:
-        run: The run.
-        cache: Its cache.
-        ids: Token ids; None for embeddings.
-        size: Requests and padded tokens of the piece.
-        mask: transformers' attention mask; None without padding.
+    `ids` are None for embeddings; `mask` is transformers' attention mask, None without padding.
     """
     batch, new = size
     final = cache.seen + new >= (cache.prompt_length or new)
@@ -41,11 +36,7 @@ def begin_prompt(
 
 
 def begin_decode(run: Run, ids: torch.Tensor) -> None:
-    """Enter a decoding step.
-
-    Raises:
-        ConfigError: CUDA graphs are asked for, which only sfi's own loop has.
-    """
+    """Enter a decoding step; raise `ConfigError` if CUDA graphs are on, which only sfi's loop has."""
     if not run.recorded:  # transformers' loop does not tell; ours has told already
         run.record(run.ranks.same_tokens(ids[:, -1]))
     if run.engine.graphs:

@@ -1,4 +1,4 @@
-"""What a session tells its observer of a run that begins."""
+"""The event of a run that begins."""
 
 import time
 from typing import Any
@@ -11,7 +11,7 @@ from sfi_core.observers.events import RunEvent
 def run_event(session: Any, batch: int, requests: int) -> RunEvent:
     """Describe a run of so many rows and requests; the session knows the layers' shapes.
 
-    Every rank must call it: they take the first one's name of the run, and its clock.
+    Every rank must call it: all take the first rank's run id and clock.
     """
     run_id, began_unix_ns = session.ranks.first_ones((uuid4().hex, time.time_ns()))
     return RunEvent(

@@ -1,4 +1,4 @@
-"""A model under SFI: what its forward passes do, and the runs that come of them."""
+"""A model under SFI: its forward passes, and their runs."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -48,9 +48,9 @@ class Session:
     Attributes:
         model: The model.
         config: The settings as asked for; a policy may adapt its own copy.
-        policy: The policy; its `config` is what it runs with.
+        policy: The policy; its `config` is what runs.
         policy_name: Its name.
-        backend: What runs: "torch" or "triton".
+        backend: "torch" or "triton".
         trigger_token_ids: T_trig.
         report: Report of the last run; None before the first.
         observer: All observers as one.
@@ -58,7 +58,7 @@ class Session:
         ranks: The processes among which the model's heads are split.
         audit: What to audit; None for nothing.
         engine: How steps are run.
-        fusion: Which of the model's modules run fused.
+        fusion: The modules that run fused.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class Session:
         generated: int | None = None,
         graphs: bool = False,
     ) -> Forecast:
-        """Say what a run will need, from the shapes that a pass over two tokens shows; see `expect`."""
+        """Forecast a run's memory, with the shapes that a pass over two tokens shows; see `expect`."""
         page = self.page_size or 1
         return expect(
             self.model,
@@ -147,7 +147,7 @@ class Session:
 
     @property
     def tiers(self) -> Tiers | None:
-        """How the keys and values are divided, or why they cannot be; None without a device budget."""
+        """How host and device divide the keys and values; None without a device budget."""
         budget = self.engine.kv_device_budget
         if budget is None:
             return None
@@ -161,7 +161,7 @@ class Session:
         return self._page_size or (PAGE_SIZE if self.backend == "triton" else None)
 
     def shapes(self) -> list[LayerShape]:
-        """Learn the layers' shapes, once."""
+        """Return the layers' shapes; the first call runs a pass over two tokens."""
         if not self._shapes:
             with self.planned():
                 self._shapes = layer_shapes(self.model)
@@ -169,7 +169,7 @@ class Session:
 
     @contextmanager
     def planned(self) -> Iterator[None]:
-        """Let the hooks rest: forward passes inside begin no step, since the engine has planned theirs."""
+        """Disable the hooks inside: the engine has planned the forward passes there, which begin no step."""
         self._planned = True
         try:
             yield
@@ -224,14 +224,10 @@ class Session:
         store: KVStore | None = None,
         watchers: tuple[Watcher, ...] = (),
     ) -> Run:
-        """Make the run of a cache.
+        """Make the run of a cache that has none.
 
-        Args:
-            cache: The cache; it has no run.
-            batch: Requests.
-            new: Padded tokens that the first pass brings.
-            store: Where keys and values go; None makes an empty one.
-            watchers: Look at every layer, before the audit.
+        `new` are the padded tokens of the first pass; `store` holds keys and values, None makes one;
+        `watchers` look at every layer, before the audit.
         """
         if store is None:
             capacity = cache.capacity or max(new, cache.prompt_length or 0) + UNKNOWN_CAPACITY
@@ -261,7 +257,7 @@ class Session:
         return self.tiers.store(batch, capacity, generated, self.backend, self.model.device)
 
     def close(self) -> None:
-        """Leave a step that broke off."""
+        """Leave a step that an error cut short."""
         self.span.close()
         if self._run is not None:
             self._run.maintenance.drop()
@@ -270,10 +266,10 @@ class Session:
                 torch.cuda.synchronize(self._run.device)
 
     def observe(self) -> None:
-        """Get ready for the observers and the audit, if there are any.
+        """Prepare for the observers and the audit, if there are any.
 
         Raises:
-            ConfigError: The audit names layers or heads that the model does not have.
+            ConfigError: The audit names layers or heads that the model lacks, or ranks rule out a setting.
         """
         if self.policy.mixes_heads:
             check_heads(self.policy, self.shapes(), self.model, self.ranks.size)

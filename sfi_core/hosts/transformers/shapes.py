@@ -1,4 +1,4 @@
-"""The shapes of a model's keys and values, learned from a pass over two tokens."""
+"""The shapes of a model's keys and values, from a pass over two tokens."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -18,9 +18,9 @@ Arrived = tuple[torch.Tensor, torch.Tensor, int]  # keys, values, and the number
 
 
 def layer_shapes(model: Any) -> list[LayerShape]:
-    """Learn what every layer attends with; a model on the meta device computes nothing.
+    """Return the shape of every layer's keys and values as they reach the attention.
 
-    What counts is what arrives at the attention, expanded from latents where the model keeps those.
+    Latents are expanded by then. A model on the meta device computes nothing.
 
     Raises:
         UnsupportedModelError: SFI cannot act on the model, or without weights its pass depends on data.
@@ -34,7 +34,7 @@ def layer_shapes(model: Any) -> list[LayerShape]:
 
 
 def cached_shapes(model: Any) -> list[LayerShape]:
-    """Learn what transformers' own cache keeps of a token, layer by layer."""
+    """Return the shapes of a token in transformers' own cache, layer by layer."""
     _, cache = _probe(model)
     return [
         _shape(layer.keys, layer.values, layer.sliding_window if layer.is_sliding else None)

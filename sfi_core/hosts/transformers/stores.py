@@ -1,4 +1,4 @@
-"""The two-tier KV store of a run under a device budget: how much of it lies where."""
+"""The two-tier KV store of a run under a device budget."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -29,31 +29,16 @@ TILE = 16  # tokens that a page of the Triton kernels is a multiple of
 
 
 class Tiers:
-    """How a run under a device budget divides its keys and values.
+    """The division of keys and values between host and device, under a device budget.
 
-    Attributes:
-        budget: What the user allows.
-        policy: The run's policy.
-        shapes: The shape of every layer.
-        page: Tokens of a page.
+    Raises:
+        ConfigError: The budget is no share or size, the policy reads the whole cache on the device, or the
+            recent window is shorter than a page.
     """
 
     def __init__(
         self, budget: str, policy: Policy, name: str, shapes: Sequence[LayerShape], page: int
     ) -> None:
-        """Refuse what cannot run with two tiers.
-
-        Args:
-            budget: Share or size.
-            policy: The run's policy.
-            name: Its name.
-            shapes: The shape of every layer.
-            page: Tokens of a page.
-
-        Raises:
-            ConfigError: No such budget, a policy that reads the whole cache as it lies on the device, or a
-                recent window shorter than a page.
-        """
         self.budget, self.policy, self.shapes, self.page = (
             DeviceBudget.parse(budget),
             policy,
@@ -94,8 +79,8 @@ class Tiers:
 
         Raises:
             ConfigError: The budget is too small.
-            BackendError: The page is no multiple of a tile, under Triton.
-            MemoryForecastError: The host's memory is.
+            BackendError: Under Triton, the page is no multiple of a tile.
+            MemoryForecastError: The host's memory is too small.
         """
         if backend == "triton" and self.page % TILE:
             raise BackendError(
@@ -135,11 +120,7 @@ class Tiers:
 
 
 def check_offloads(policy: Policy | type[Policy], name: str) -> None:
-    """Refuse a policy that cannot run over two tiers.
-
-    Raises:
-        ConfigError: With those that can.
-    """
+    """Raise `ConfigError` for a policy that cannot run over two tiers; the message lists those that can."""
     if not policy.offloads:
         able = ", ".join(sorted(known for known, kind in POLICIES.items() if kind.offloads))
         raise ConfigError(
@@ -148,9 +129,9 @@ def check_offloads(policy: Policy | type[Policy], name: str) -> None:
 
 
 def engine_for(policy: str, engine: EngineOptions) -> EngineOptions:
-    """Return the options for a policy's turn in a comparison: without those that it cannot run under.
+    """Return the options for a policy in a comparison, without those that it cannot run under.
 
-    Full attention beside a method in two tiers is what the method has to beat: the cache on the device.
+    Full attention then has its cache on the device: that is what a method in two tiers has to beat.
     """
     kind = policy_class(policy)
     budget = engine.kv_device_budget if kind.offloads else None
@@ -173,22 +154,10 @@ def expect(
     graphs: bool,
     drafting: Drafting | None = None,
 ) -> Forecast:
-    """Forecast the memory of a run; arguments as `Session.forecast`'s.
+    """Forecast the memory of a run; arguments as in `Session.forecast` and `forecast`.
 
-    Args:
-        model: The model.
-        shapes: The shape of every layer.
-        policy: The run's policy.
-        batch: Requests.
-        prompt_tokens: Tokens of the longest prompt.
-        capacity: Tokens that a request may reach, whole pages.
-        prefill_chunk: Prompt tokens of one forward pass; 0 for all at once.
-        together: Whether a slow step refreshes all requests at once.
-        overlap: Whether the Selector runs beside the layers where it can.
-        tiers: How the keys and values are divided; None without a device budget.
-        generated: The most tokens that a request generates; None for what `capacity` leaves.
-        graphs: Whether steps are replayed as CUDA graphs.
-        drafting: How a lossless run drafts; None for other runs.
+    `together` says whether a slow step refreshes all requests at once, `overlap` whether the Selector runs
+    beside the layers, `generated` the most tokens that a request generates, None for what `capacity` leaves.
     """
     heads = model.config.get_text_config(decoder=True).num_attention_heads
     joins = policy.needs_only_evidence and tiers is None

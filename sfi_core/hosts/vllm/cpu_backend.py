@@ -1,7 +1,7 @@
-"""vLLM's CPU attention with sfi in front of it.
+"""vLLM's CPU attention with sfi in front.
 
-On a CPU vLLM's platform takes its own backend whatever is asked for, so this one stands in its place; without
-our connector it is vLLM's, unchanged.
+On a CPU vLLM's platform always takes its own backend, so this one replaces that; without our connector it is
+vLLM's, unchanged.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,11 +29,12 @@ LAYOUTS = ("vec", "vec16")  # keys of a block lie transposed, values as they are
 
 @dataclass
 class SfiCpuMetadata(CPUAttentionMetadata):
-    """vLLM's, and what of the batch its own kernel computes.
+    """vLLM's metadata, and that of the rows that vLLM's own kernel computes.
 
     Attributes:
         build_part: Makes the metadata of some rows, given their places, tokens and lengths.
-        part: The rows that vLLM's kernel computes, once that is known, with the places of their tokens.
+        part: The rows that vLLM's kernel computes, with the places of their tokens; None before they are
+            known.
     """
 
     build_part: Callable[[Sequence[int], Sequence[Row], torch.Tensor], Any] | None = None
@@ -41,12 +42,11 @@ class SfiCpuMetadata(CPUAttentionMetadata):
 
 
 class SfiCpuBuilder(CPUAttentionMetadataBuilder):
-    """Keeps to a layout of the cache that torch reads too."""
+    """Chooses a layout of the cache that torch can read."""
 
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
     ) -> None:
-        """Choose the layout."""
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._sfi = is_configured(vllm_config)
         if self._sfi and self.isa not in LAYOUTS:
@@ -56,7 +56,7 @@ class SfiCpuBuilder(CPUAttentionMetadataBuilder):
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
     ) -> Any:
-        """See vLLM's; the metadata can also be made of some rows alone."""
+        """Build vLLM's metadata, from which the metadata of some rows can be built later."""
         made = super().build(common_prefix_len, common_attn_metadata, fast_build)
         if not self._sfi:
             return made
@@ -99,10 +99,9 @@ class SfiCpuBackend(CPUAttentionBackend):
 
 
 class SfiCpuImpl(Room, CPUAttentionBackendImpl):
-    """Attends with sfi in planned passes of full-attention layers, and as vLLM does everywhere else."""
+    """Attends with sfi in planned passes of full-attention layers, and as vLLM does elsewhere."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """See `Room.serve`."""
         super().__init__(*args, **kwargs)
         decodes = self.attn_type == AttentionType.DECODER
         self.serve(current_config(), whole=decodes and self.sliding_window <= 0)
@@ -118,7 +117,7 @@ class SfiCpuImpl(Room, CPUAttentionBackendImpl):
         self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:  # fmt: skip
-        """Let vLLM write keys and values, and keep the norms."""
+        """Let vLLM write keys and values, then store the keys' norms."""
         super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
         engine = engine_of_process() if self.manages else None
         if engine is not None and layer_index(layer.layer_name) in engine.store.layers:
@@ -161,7 +160,7 @@ class SfiCpuImpl(Room, CPUAttentionBackendImpl):
 
 
 def rows_of(metadata: Any, engine: WorkerEngine) -> list[Row]:
-    """List the rows of a batch; on a CPU its numbers are at hand."""
+    """List the rows of a batch, whose numbers are on the host."""
     starts, lengths = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
     N = engine.store.page_size
     return [
@@ -173,7 +172,7 @@ def rows_of(metadata: Any, engine: WorkerEngine) -> list[Row]:
 
 
 def part_of(metadata: Any, one: Pass) -> tuple[Any, torch.Tensor]:
-    """Return the metadata of the rows that vLLM's kernel computes, and their tokens; made once a pass."""
+    """Return metadata and tokens of the rows that vLLM's kernel computes; made once a pass."""
     if metadata.part is None:
         rows = [one.rows[place][0] for place in one.whole]
         token_Y = torch.cat([torch.arange(r.first, r.first + r.count) for r in rows])

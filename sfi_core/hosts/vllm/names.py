@@ -1,6 +1,6 @@
 """Every name of vLLM that the plugin uses, so that another version's change shows in one place.
 
-vLLM calls the plugin; nothing of vLLM is changed. tests/vllm/test_names.py checks that each name exists.
+vLLM calls the plugin; vLLM itself is unchanged. tests/vllm/test_names.py checks that each name exists.
 """
 
 import re
@@ -54,7 +54,7 @@ SERVED = {"full_attention", "sliding_attention"}  # transformers' names
 
 
 def tensor_parallel_ranks() -> Ranks:
-    """Return the processes that this worker's model is split over."""
+    """Return the processes that share this worker's model."""
     group = get_tp_group()
     if group.world_size == 1:
         return ALONE
@@ -62,7 +62,7 @@ def tensor_parallel_ranks() -> Ranks:
 
 
 def facts_of(config: Any) -> HostFacts:
-    """Read what the plugin checks of vLLM's settings."""
+    """Read those of vLLM's settings that the plugin checks."""
     model, parallel, scheduler = (
         config.model_config,
         config.parallel_config,
@@ -87,7 +87,7 @@ def facts_of(config: Any) -> HostFacts:
 
 
 def other_layers(model: Any) -> tuple[str, ...]:
-    """Name the kinds of layers that neither attend to everything nor to a sliding window."""
+    """Return the kinds of layers other than full attention and sliding windows."""
     kinds = set(getattr(model.hf_text_config, "layer_types", None) or ()) - SERVED
     if model.is_hybrid or model.is_attention_free:
         kinds.add("state-space")
@@ -95,15 +95,15 @@ def other_layers(model: Any) -> tuple[str, ...]:
 
 
 def layer_index(name: str) -> int:
-    """Return the number of a transformer layer from its attention's name."""
+    """Return a transformer layer's number, given the name of its attention."""
     return int(re.findall(r"\.(\d+)\.", name)[0])
 
 
 def layer_shapes(cache: Any, config: Any) -> list[LayerShape]:
-    """Return what each layer keeps of a token, over all tensor-parallel processes.
+    """Return each layer's shape, over all tensor-parallel processes.
 
     Raises:
-        ConfigError: Some layer keeps something else than keys and values.
+        ConfigError: Some layer caches something else than keys and values.
     """
     ranks = config.parallel_config.tensor_parallel_size
     found = {}
@@ -123,10 +123,10 @@ def layer_shapes(cache: Any, config: Any) -> list[LayerShape]:
 
 
 def full_group(groups: Any) -> tuple[int, list[str]]:
-    """Return which KV cache group attends to everything, and its layers' names.
+    """Return the number of the full-attention KV cache group, and its layers' names.
 
     Raises:
-        ConfigError: There is none, or there are several.
+        ConfigError: There is no such group, or there are several.
     """
     found = [
         (number, list(group.layer_names))

@@ -1,8 +1,8 @@
-"""Plans each engine step from the requests' own tokens: which are slow, and which slot they have.
+"""Plan each engine step from the requests' tokens: which requests are slow, and their slots.
 
-It runs on the scheduler's side, so that all workers are told the same. Plain numbers, no torch, no vLLM.
-A step's token may become known one step late (asynchronous scheduling); the plan then looks at what is known,
-which `trigger_delay` of 1 allows.
+The scheduler's side runs it, so that all workers get the same plan. Plain numbers, no torch, no vLLM. With
+asynchronous scheduling a step's token may be known one step late; the plan then uses the known tokens, which
+`trigger_delay` of 1 allows.
 """
 
 import time
@@ -26,11 +26,11 @@ TOTALS = ("slow_steps", "fast_steps", "dense_steps", "requests", "attended", "co
 
 @dataclass(frozen=True, slots=True)
 class Scheduled:
-    """What vLLM has scheduled for one engine step.
+    """vLLM's schedule of one engine step.
 
     Attributes:
         count: New tokens by request.
-        opened: Of requests that begin or begin anew: their blocks, and the tokens already in the cache.
+        opened: Requests that begin or begin again: their blocks, and the tokens already in the cache.
         blocks: New blocks of the others.
         preempted: Requests that have lost their blocks.
     """
@@ -42,14 +42,15 @@ class Scheduled:
 
 
 class Planner:
-    """Knows every request from its arrival to its end.
+    """Tracks every request from its arrival to its end.
 
     Attributes:
         tracked: The requests, by name.
         free: Slots that no request has.
         totals: Counts over all requests, which only grow.
         step: The engine's step, from 0 on.
-        row_bytes: Of a token's keys and values in all full-attention layers; None where nobody asks.
+        row_bytes: Of a token's keys and values in all full-attention layers; None to leave bytes out of
+            events.
         shape: The fields of `StepEvent` that all requests of the last planned step share.
     """
 
@@ -66,11 +67,11 @@ class Planner:
         """Start without requests.
 
         Args:
-            make_policy: Makes the policy of a request's settings.
+            make_policy: Makes the policy for a request's settings.
             slots: Requests that may be sparse at once.
             block: Tokens of a block of the cache.
             layers: Full-attention layers.
-            observer: Told of every step.
+            observer: Receives every step.
             audit: Which steps the workers audit.
         """
         self._make_policy, self._block = make_policy, block
@@ -85,7 +86,7 @@ class Planner:
         self._arrived, self.step, self._since = 0, -1, time.perf_counter()
 
     def see(self, live: LiveRequest, wishes: Wishes) -> None:
-        """Note a request that has arrived."""
+        """Register a request that has arrived."""
         if live.request_id in self.tracked:
             return
         policy, state = self._make_policy(wishes.config), RequestState(request=self._arrived)
@@ -118,7 +119,7 @@ class Planner:
         return Plan(entries, freed)
 
     def finish(self, name: str) -> Tracked | None:
-        """Forget a request that has ended or was aborted; return what was known of it."""
+        """Forget a request that has ended or was aborted; return its record, if any."""
         tracked = self.tracked.pop(name, None)
         if tracked is None:
             return None

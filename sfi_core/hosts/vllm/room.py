@@ -1,4 +1,4 @@
-"""Gives vLLM's attention layers what sfi keeps beside them, while vLLM loads the model."""
+"""Memory of sfi in vLLM's attention layers, allocated while vLLM loads the model."""
 
 from typing import Any
 
@@ -17,15 +17,15 @@ FULL = "full_attention"  # transformers' name
 
 
 class Room:
-    """Mixed into an implementation of vLLM's attention: its layer's packed segment, and room for norms.
+    """Mixed into vLLM's attention implementation: the layer's packed segment, and room for key norms.
 
     Attributes:
         segment: The packed segment of the layer's slots; None before the weights are loaded, in layers that
             sfi does not serve, and in dense ones.
-        norm_X: Room for the norms of the cached keys, float32; None where the cache's size does not follow
-            from what is left, as on a CPU.
+        norm_X: Room for the norms of the cached keys, float32; None where free memory does not determine the
+            cache's size, as on a CPU.
         manages: Whether sfi serves the layer.
-        given: Whether `give_room` has been here.
+        given: Whether `give_room` has run.
     """
 
     segment: PackedSegment | None = None
@@ -37,7 +37,7 @@ class Room:
     kv_sharing_target_layer_name: str | None
 
     def serve(self, vllm_config: Any, *, whole: bool) -> None:
-        """Manage the layer, if sfi is configured and the layer attends to all that a decoder has cached.
+        """Manage the layer if sfi is configured and the layer attends to a decoder's `whole` cache.
 
         Raises:
             ConfigError: ALiBi, or keys shared between layers.
@@ -49,14 +49,14 @@ class Room:
             raise ConfigError("sfi does not run in vLLM with layers that share keys and values")
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """See vLLM's; the first layer gives all layers their room. Weights may be loaded more than once."""
+        """Give all layers their room, with the first layer; weights may be loaded more than once."""
         super().process_weights_after_loading(act_dtype)  # type: ignore[misc]
         if self.manages and not self.given:
             give_room(self.vllm_config, act_dtype)
 
 
 def give_room(vllm_config: Any, dtype: torch.dtype) -> None:
-    """Allocate the packed segments of all layers that sfi serves, and on a GPU room for their norms.
+    """Allocate the packed segments of the layers that sfi serves, and on a GPU room for their norms.
 
     Raises:
         ConfigError: The segments take more than `slots_memory` allows.
@@ -84,7 +84,7 @@ def give_room(vllm_config: Any, dtype: torch.dtype) -> None:
 
 
 def check_model(vllm_config: Any, settings: Settings) -> None:
-    """Refuse, before any weight is read, what `give_room` and the connector would refuse later.
+    """Raise, before any weight is read, the errors of `give_room` and the connector.
 
     Raises:
         ConfigError: The model's config names no full-attention layer, or the segments take too much memory.
@@ -111,16 +111,9 @@ def check_model(vllm_config: Any, settings: Settings) -> None:
 
 
 def check_room(vllm_config: Any, settings: Settings, layers: int, shape: SegmentShape) -> None:
-    """Refuse segments that take more than `slots_memory` allows.
+    """Raise `ConfigError`, with budget and slots that fit, for segments beyond `slots_memory`.
 
-    Args:
-        vllm_config: vLLM's configuration.
-        settings: The plugin's settings.
-        layers: Layers that have a segment.
-        shape: What the segments' rows are, in this process.
-
-    Raises:
-        ConfigError: With the budget and the slots that fit.
+    `layers` have a segment, with rows of `shape` in this process.
     """
     total, options = total_bytes(shape.device), settings.options
     # the processes of one machine share its memory; each has a GPU of its own
@@ -132,14 +125,14 @@ def check_room(vllm_config: Any, settings: Settings, layers: int, shape: Segment
 
 
 def rows_of(vllm_config: Any, settings: Settings) -> int:
-    """Return the rows of a packed segment for the longest request, in whole blocks as the cache has it."""
+    """Return the rows of a packed segment for the longest request, in whole blocks like the cache."""
     block = vllm_config.cache_config.block_size
     longest = -(-vllm_config.model_config.max_model_len // block) * block
     return segment_rows(settings.config, longest, selects=settings.selects)
 
 
 def shape_of(impl: Any, dtype: torch.dtype, device: torch.device) -> SegmentShape:
-    """Return what a layer keeps of a token in this process."""
+    """Return a token's keys and values of a layer in this process."""
     return SegmentShape(
         heads=impl.num_kv_heads,
         key_width=impl.head_size,

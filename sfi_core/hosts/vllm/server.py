@@ -1,4 +1,4 @@
-"""vLLM's OpenAI-compatible server in this process, its settings checked before anything large is loaded."""
+"""vLLM's OpenAI-compatible server in this process; settings are checked before anything is loaded."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -50,11 +50,7 @@ class Server:
 
     @classmethod
     def of(cls, words: Sequence[str]) -> "Server":
-        """Read vLLM's flags, and check them and the plugin's settings.
-
-        Raises:
-            ConfigError: What vLLM or the plugin refuses, in one line.
-        """
+        """Read vLLM's flags; raise `ConfigError`, in one line, unless all settings fit."""
         cli_env_setup()
         load_general_plugins()
         own = any(word.startswith(ATTENTION_FLAGS) for word in words)
@@ -77,7 +73,7 @@ class Server:
         """Serve until SIGINT or SIGTERM.
 
         Raises:
-            SfiError: The address is taken, or vLLM's engine did not start, or died; it has said why.
+            SfiError: The address is taken, or vLLM's engine did not start or died; vLLM has printed why.
         """
         try:
             run_loop(run_server(self.args))
@@ -86,11 +82,7 @@ class Server:
 
 
 def check_flags(args: Any) -> None:
-    """Refuse flags of vLLM's that would be read and not followed: this is one server, of `--model`.
-
-    Raises:
-        ConfigError: With what to do.
-    """
+    """Raise `ConfigError` for flags that vLLM would read and ignore: this is one server, of `--model`."""
     if args.model_tag is not None:
         raise ConfigError(
             f"give the model as --model before --, got {args.model_tag!r} among vLLM's flags"
@@ -103,23 +95,18 @@ def check_flags(args: Any) -> None:
 
 
 class Flags(FlexibleArgumentParser):
-    """vLLM's flags; a wrong one is an error like any other."""
+    """vLLM's flags; a wrong one is a `ConfigError`."""
 
     def __init__(self) -> None:
-        """Know none yet."""
         super().__init__(prog="sfi serve --")
 
     def error(self, message: str) -> NoReturn:
-        """Refuse.
-
-        Raises:
-            ConfigError: Always.
-        """
+        """Raise `ConfigError`."""
         raise ConfigError(f"vLLM's flags: {message}")
 
 
 def one_line(error: Exception) -> str:
-    """Return what an error says, in one line; of several mistakes the first."""
+    """Return an error's message in one line; of several mistakes the first."""
     if isinstance(error, ValidationError):
         text = str(error.errors()[0]["msg"])
     else:
