@@ -6,12 +6,14 @@ some processors a page's keys transposed, [P, H, D, N].
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
 from sfi_kernels.launch import KernelLimitError
 
 Steps = tuple[int, int, int]  # rows from a page, a head and a token to the next
+MAX_WIDTH = 256  # numbers of a row that the copying kernels take
 WIDE = 1 << 18  # numbers turned into float32 at once: 1 MiB, which stays in a processor's own cache
 
 
@@ -112,6 +114,25 @@ def row_numbers(
     head = torch.arange(H, device=position_RHS.device)[:, None]
     row_RHS = (token % N).mul_(steps[2]).add_(page, alpha=steps[0]).add_(head, alpha=steps[1])
     return row_RHS.flatten(1)
+
+
+def row_constants(key_PHND: torch.Tensor, value_PHNE: torch.Tensor) -> dict[str, Any]:
+    """Return the constants of a kernel that copies rows: strides, widths and padded widths of pages.
+
+    Raises:
+        KernelLimitError: A row is too wide, or its numbers are not adjacent.
+    """
+    D, E = key_PHND.shape[3], value_PHNE.shape[3]
+    if max(D, E) > MAX_WIDTH:
+        raise KernelLimitError(
+            f"key and value must be at most {MAX_WIDTH} wide for the kernel, got {D} and {E}; "
+            "use the torch backend"
+        )
+    return {
+        "KEY_STRIDES": kernel_strides(key_PHND, "key_pages"),
+        "VALUE_STRIDES": kernel_strides(value_PHNE, "value_pages"),
+        "D": D, "E": E, "BLOCK_D": 1 << (D - 1).bit_length(), "BLOCK_E": 1 << (E - 1).bit_length(),
+    }  # fmt: skip
 
 
 def kernel_strides(pages_PHND: torch.Tensor, name: str) -> Steps:

@@ -24,11 +24,11 @@ def partial_attention(
         scale: Factor on the products.
         soft_cap: c of c * tanh(logit / c); None for none.
         causal: Query w sees keys 0 to w only; then W = T, and `visible_BHGWT` is None.
-        visible_BHGWT: Which keys a query sees, broadcastable; None for all. A query without keys gets zeros
-            and a log-sum-exp of -inf.
+        visible_BHGWT: Which keys a query sees, broadcastable; None for all.
 
     Returns:
-        out, [B, H, G, W, E] float32, and the log-sum-exp of the logits, [B, H, G, W] float32.
+        out, [B, H, G, W, E] float32, and the log-sum-exp of the logits, [B, H, G, W] float32; zeros and -inf
+            for a query without keys.
     """
     fused = (
         query_BHGWD.device.type == "cpu"

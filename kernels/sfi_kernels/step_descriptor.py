@@ -130,7 +130,7 @@ class StepRequest:
         recent_start: First token of the recent segment.
         packed: Tokens of the packed segment; at least as many as any KV head has.
         sink: Sink tokens.
-        count: New tokens, which are a decoding request's queries: one, or more in a slow request that is not
+        count: New tokens: a decoding request's queries, more than one only in a slow request that is not
             mixed.
         mixed: Whether some KV heads of a decoding request read everything although others read sparsely.
         sparse_start: First token of the pages that sparse heads read; None for `recent_start`. On a slow step
@@ -174,11 +174,8 @@ def describe_step(
 ) -> StepDescriptor:
     """Write a descriptor on the host and send it in one copy; `split_plan` fills in the work.
 
-    Args:
-        requests: The batch.
-        work_items: Room for work items, from `split_plan.work_items`; 0 for a pass that decodes nothing.
-        device: Where the kernels run.
-        into: The buffer of an earlier descriptor of as many requests and work items; None makes one.
+    `work_items` comes from `split_plan.work_items`, 0 for a pass that decodes nothing. `into` is the buffer
+    of an earlier descriptor of as many requests and work items; None makes one.
 
     Raises:
         ValueError: A decoding request has no query, or more than its kind may have.
@@ -241,12 +238,8 @@ def uniform_step(
 ) -> StepDescriptor:
     """Write a descriptor of one mode, one query a request and no evidence, from device tensors.
 
-    Args:
-        mode: FAST or SLOW.
-        length_B: Cached tokens, int32.
-        start_B: First token read from the pages, int32.
-        packed: The most tokens of a packed segment.
-        work_items: As in `describe_step`.
+    `mode` is FAST or SLOW, `start_B` the first token read from the pages, `packed` the most tokens of a
+    packed segment.
     """
     B = length_B.shape[0]
     buffer = length_B.new_zeros(LISTS * list_room(B) + WORDS * B + 4 * work_items)

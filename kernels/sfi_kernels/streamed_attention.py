@@ -69,13 +69,9 @@ def streamed_attention_with_logits(
 
 
 def streamed_logits(
-    query_1HGWD: torch.Tensor,
-    blocks: Iterable[Block],
-    length: int,
-    *,
-    scale: float,
+    query_1HGWD: torch.Tensor, blocks: Iterable[Block], length: int, *, scale: float,
     soft_cap: float | None = None,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """Return the logits of a request's last W queries, [1, H, G, W, length] float32; -inf for later keys."""
     W = query_1HGWD.shape[3]
     logits = torch.cat([_logits(query_1HGWD, key, scale, soft_cap) for _, key, _ in blocks], -1)

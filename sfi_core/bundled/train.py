@@ -29,14 +29,10 @@ SENTENCE_TOKENS = 10.6  # mean, with its share of paragraph openers
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One stage of the curriculum.
+    """One stage of the curriculum; its `name` is also that of its weights in the output folder.
 
-    Attributes:
-        name: Also the name of its weights in the output folder.
-        lengths: Tokens of a sequence, one drawn per step; empty for pure copying.
-        steps: Optimizer steps.
-        learning_rate: Peak; a cosine lowers it to a tenth.
-        tokens: Tokens of a batch, over all its sequences.
+    Each step draws one of the `lengths` for its sequences, empty for pure copying; a batch has `tokens` over
+    all sequences. A cosine lowers the learning rate to a tenth.
     """
 
     name: str

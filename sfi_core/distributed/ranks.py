@@ -31,12 +31,9 @@ GLOO = "gloo/transport"  # its errors have no type of their own
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """The processes that run one model, seen from one of them.
+    """The processes that run one model, seen from the one with this `number`.
 
-    Attributes:
-        number: This process; rank r holds the KV heads from `r * H` on.
-        size: How many there are.
-        group: Their process group; None for the default one.
+    Rank r of `size` holds the KV heads from `r * H` on. A `group` of None is the default process group.
     """
 
     number: int = 0
@@ -62,8 +59,7 @@ class Ranks:
     def settle(self, told_RX: torch.Tensor) -> torch.Tensor:
         """Return the first rank's rows, except row 1: 1 where every rank is fine; one collective.
 
-        Args:
-            told_RX: Integers, or other numbers' bits; row 1 is 1 where this rank is fine, else 0.
+        `told_RX` are integers, or other numbers' bits; row 1 is 1 where this rank is fine, else 0.
         """
         if self.size == 1:
             return told_RX

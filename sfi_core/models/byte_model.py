@@ -143,15 +143,9 @@ def cycle_mean(
 ) -> Count:
     """Return the mean bytes of a token of a lossless run: a cycle is some fast steps and a slow one.
 
-    A verification counts as one slow step; its further queries are left out. Any cost that adds up over
-    steps, such as seconds, may stand for the bytes.
-
-    Args:
-        fast: Bytes of a fast step.
-        slow: Bytes of a slow step.
-        drafted: Fast steps of a cycle.
-        tokens: Tokens that a cycle gives; see `cycle_tokens`.
-        again: Share of the cycles after which a slow step of the corrected token makes the selection.
+    A cycle has `drafted` fast steps and gives `tokens`, see `cycle_tokens`; after a share `again` of the
+    cycles a slow step of the corrected token makes the selection. A verification counts as one slow step; its
+    further queries are left out. Any cost that adds up over steps, such as seconds, may stand for the bytes.
     """
     return (drafted * fast + (1 + again) * slow) / (tokens + again)
 

@@ -90,11 +90,11 @@ def forecast(
         first_together: Requests whose first selections share their launches.
         unpacked: Layers without a packed segment.
         evidence_buffers: Layers whose evidence is held at once.
-        summary: Bytes that the policy keeps of a layer's keys of one request, as `Policy.summary_bytes`; None
-            for no summaries.
+        summary: As `Policy.summary_bytes`; None for no summaries.
         graphs: Whether steps are replayed as CUDA graphs.
         drafting: How a lossless run drafts; None for other runs.
     """
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size
     managed = [layer for layer in layers if layer.window is None]
     sliding = [layer for layer in layers if layer.window is not None]
     packing = [layer for index, layer in enumerate(layers) if index not in unpacked]
@@ -104,39 +104,29 @@ def forecast(
     first = _first_bytes(model, managed, config.window_prefill) * first_together * capacity
     later = _later_bytes(model, managed, evidence_buffers) * refreshed_together * capacity
     first, later = (first, later) if selects else (0, 0)
-    verifying, kept = (
-        (0, 0) if drafting is None else _drafting_bytes(model, managed, drafting, batch, capacity)
-    )
+    verifying, kept, held = 0, 0, 1
+    if drafting is not None:
+        verifying, kept = _drafting_bytes(model, managed, drafting, batch, capacity)
+        held = HELD
+    reading = _activation_bytes(model, managed, batch, chunk)
+    reading += _mask_bytes(sliding, batch, chunk, prompt_tokens)
+    slack = CPU_SLACK if model.device.type == "cpu" else 1
+    window_bytes = sum(layer.row_bytes * min(layer.window or 0, capacity) for layer in sliding)
     return Forecast(
         resident_bytes=resident_bytes(model.device),
         kv_bytes=sum(layer.row_bytes for layer in managed) * batch * capacity,
         norm_bytes=sum(layer.heads for layer in managed) * FLOAT32 * batch * capacity,
         packed_bytes=sum(layer.row_bytes for layer in chosen) * batch * rows,
         summary_bytes=batch * sum(summary(layer, capacity) for layer in managed if summary),
-        sliding_bytes=sum(layer.row_bytes * min(layer.window or 0, capacity) for layer in sliding)
-        * batch
-        * (1 if drafting is None else HELD),
-        workspace_bytes=max(
-            _activation_bytes(model, managed, batch, chunk)
-            + _mask_bytes(sliding, batch, chunk, prompt_tokens),
-            first,
-            later,
-            verifying,
-        )
-        * (CPU_SLACK if model.device.type == "cpu" else 1)
-        + kept,
+        sliding_bytes=window_bytes * batch * held,
+        workspace_bytes=max(reading, first, later, verifying) * slack + kept,
         graph_bytes=graph_bytes(
-            chosen,
-            config,
-            selects=selects,
-            batch=batch,
-            capacity=capacity,
-            vocabulary=model.config.get_text_config(decoder=True).vocab_size,
+            chosen, config, selects=selects, batch=batch, capacity=capacity, vocabulary=vocabulary,
             step_bytes=later + _activation_bytes(model, managed, batch, 1),
         )
         if graphs
         else 0,
-    )
+    )  # fmt: skip
 
 
 def _activation_bytes(model: Any, layers: Sequence[LayerShape], batch: int, chunk: int) -> int:
@@ -210,11 +200,8 @@ def check_fits(
 ) -> None:
     """Raise `MemoryForecastError` for a run that does not fit: bytes needed, bytes free, what to lower.
 
-    Args:
-        expected: The bytes that the run needs.
-        device: The device of the run.
-        way: The setting to lower; None for the one that needs the most.
-        two_tier: Whether the run already has a device budget, which the message then does not suggest.
+    `way` is the setting to lower, None for the one that needs the most. The message does not suggest a device
+    budget to a run that has two tiers already.
     """
     free = free_bytes(device)
     if free and device.type == "cpu":

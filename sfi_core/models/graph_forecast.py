@@ -31,14 +31,8 @@ def graph_bytes(
 ) -> int:
     """Add up the bytes of a run's graphs: a shared memory pool, and each graph's own.
 
-    Args:
-        layers: The shapes of the layers that select.
-        config: The budget.
-        selects: Whether the policy selects on slow steps.
-        batch: Requests.
-        capacity: Tokens that a request may reach.
-        vocabulary: Numbers of a request's logits.
-        step_bytes: The largest transient of a step with all requests slow; graphs run one after the other.
+    `layers` are those that select, `vocabulary` the numbers of a request's logits, `step_bytes` the largest
+    transient of a step with all requests slow; graphs run one after the other.
     """
     sizes = step_sizes(batch, selects=selects)
     logits = len(sizes) * batch * vocabulary * layers[0].itemsize

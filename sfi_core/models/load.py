@@ -20,7 +20,7 @@ from transformers import (
 from sfi_core.distributed import torchrun
 from sfi_core.distributed.ranks import join, mesh
 from sfi_core.errors import BackendError, ConfigError, InputError, UnsupportedModelError
-from sfi_core.models.digest import checkpoint_digest, commit_of
+from sfi_core.models.digest import source_digest
 from sfi_core.models.gguf_file import DTYPE, check_positions, read_metadata
 from sfi_core.models.gguf_tokenizer import build_tokenizer
 from sfi_core.models.source import Source, find_source
@@ -29,22 +29,18 @@ from sfi_core.models.tensor_parallel import parallel_options
 BUNDLED = Path(__file__).parents[1] / "bundled" / "checkpoint"
 # what transformers and its readers raise for a checkpoint that they cannot read
 DAMAGED = (
-    OSError,
-    ValueError,
-    LookupError,
-    NotImplementedError,
-    struct.error,
-    SafetensorError,
+    OSError, ValueError, LookupError, NotImplementedError, struct.error, SafetensorError,
     StrictDataclassError,
-)
+)  # fmt: skip
 DTYPES = {
-    "bfloat16": torch.bfloat16,
-    "bf16": torch.bfloat16,
-    "float16": torch.float16,
-    "fp16": torch.float16,
-    "float32": torch.float32,
-    "fp32": torch.float32,
-}
+    "bfloat16": torch.bfloat16, "bf16": torch.bfloat16, "float16": torch.float16, "fp16": torch.float16,
+    "float32": torch.float32, "fp32": torch.float32,
+}  # fmt: skip
+
+
+TOKENIZERS = (
+    "tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json", "vocab.txt", "spiece.model",
+)  # fmt: skip
 
 
 def load(
@@ -82,12 +78,16 @@ def load(
     together = join()
     with together.agreed():
         source = find_source(str(BUNDLED if model is None else model))
-        _check_ranks(source, together.size)
+        if source.gguf is not None and together.size > 1:
+            raise UnsupportedModelError(
+                f"{source.name} is a GGUF file, which {together.size} ranks cannot share; "
+                "use its folder or hub id"
+            )
     with source.opened():
         with together.agreed(), _readable(source.name):
             _check_place(source)
             config = _decoder_config(source, common)
-            digest = _digest(source.place, revision) if together.size > 1 else None
+            digest = source_digest(source, revision) if together.size > 1 else None
             split = parallel_options(config, together.size, trust_remote_code=trust_remote_code)
         if check is not None:
             with together.agreed():
@@ -119,18 +119,6 @@ def _readable(name: str, what: str = "model") -> Iterator[None]:
         yield
     except DAMAGED as error:
         raise InputError(f"{what} {name} cannot be loaded: {first_line(error)}") from error
-
-
-def _digest(source: str, revision: str | None) -> str | None:
-    folder = Path(source)
-    return checkpoint_digest(folder) if folder.is_dir() else commit_of(source, revision)
-
-
-def _check_ranks(source: Source, ranks: int) -> None:
-    if source.gguf is not None and ranks > 1:
-        raise UnsupportedModelError(
-            f"{source.name} is a GGUF file, which {ranks} ranks cannot share; use its folder or hub id"
-        )
 
 
 def read_config(source: Source, revision: str | None = None, **options: Any) -> Any:
@@ -189,8 +177,7 @@ def _tokenizer(source: Source, revision: str | None = None, **options: Any) -> A
 
 
 def _check_place(source: Source) -> None:
-    place = source.place
-    folder = Path(place)
+    place, folder = source.place, Path(source.place)
     if not folder.is_dir():
         if folder.exists():
             raise InputError(
@@ -204,15 +191,7 @@ def _check_place(source: Source) -> None:
         file = next(folder.glob("*.gguf"), None)
         hint = f"; for its GGUF file say {place}:{file.name}" if file else ""
         raise InputError(f"model folder {place} has no config.json{hint}")
-    tokenizers = (
-        "tokenizer.json",
-        "tokenizer.model",
-        "vocab.json",
-        "tekken.json",
-        "vocab.txt",
-        "spiece.model",
-    )
-    if not any((folder / name).exists() for name in tokenizers):
+    if not any((folder / name).exists() for name in TOKENIZERS):
         raise InputError(f"model folder {place} has no tokenizer; save one there")
 
 

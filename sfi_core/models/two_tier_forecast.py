@@ -18,7 +18,7 @@ from sfi_core.state.layer_shape import LayerShape
 INT32 = 4
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class TwoTierBytes:
     """Bytes of a two-tier KV cache.
 
@@ -60,9 +60,8 @@ def two_tier_bytes(
         longest_recent: The most recent tokens that a step reads.
         selects: Whether the policy selects at all.
         norms: Whether the norms of all keys count, which the store keeps for every policy.
-        summary: Bytes that the policy keeps of a layer's keys of one request, as `Policy.summary_bytes`; None
-            for no summaries.
-        resident: Heads of a layer that stay on the device, as `Policy.resident_heads`; None for none.
+        summary: As `Policy.summary_bytes`; None for no summaries.
+        resident: As `Policy.resident_heads`; None for no heads that stay on the device.
     """
     full = {index: layer for index, layer in enumerate(layers) if layer.window is None}
     sparse = [layer for index, layer in full.items() if index not in config.dense_layers]
@@ -75,28 +74,19 @@ def two_tier_bytes(
         for index, layer in full.items()
     )
     noted = (_note_bytes(layer, config, capacity, summary) for layer in sparse)
+    row_bytes = [layer.row_bytes for layer in full.values()]
+    norm_bytes = FLOAT32 * sum(layer.heads for layer in full.values())
+    room = batch * pages * page
     parts = {
-        "ring": batch
-        * ring
-        * sum(layer.row_bytes + FLOAT32 * layer.heads for layer in full.values()),
+        "ring": batch * ring * (sum(row_bytes) + norm_bytes),
         "packed": batch * sum(packed),
         "scratch": max(packed, default=0),
-        "norms": batch
-        * FLOAT32
-        * pages
-        * page
-        * sum(layer.heads for layer in full.values() if norms),
+        "norms": room * norm_bytes if norms else 0,
         "notes": batch * sum(noted) if selects else 0,
-        "stream": BUFFERS
-        * block_tokens(pages * page, page)
-        * max((layer.row_bytes for layer in full.values()), default=0),
-        "resident": batch * pages * page * kept,
+        "stream": BUFFERS * block_tokens(pages * page, page) * max(row_bytes, default=0),
+        "resident": room * kept,
     }
-    return TwoTierBytes(
-        device_bytes=sum(parts.values()),
-        host_bytes=batch * pages * page * sum(layer.row_bytes for layer in full.values()),
-        parts=MappingProxyType(parts),
-    )
+    return TwoTierBytes(sum(parts.values()), room * sum(row_bytes), MappingProxyType(parts))
 
 
 def _packed_bytes(layer: LayerShape, rows: int) -> int:

@@ -15,18 +15,16 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunEvent:
-    """A run begins.
+    """A run begins; mappings hold plain values.
 
     Attributes:
         batch: Requests that are decoded together.
         requests: All requests, those that wait for a row included.
-        policy: The policy's name.
         backend: "torch" or "triton".
-        device: Where the model is.
-        config: The policy's settings, plain values.
+        config: The policy's settings.
         trigger_token_ids: T_trig, ascending.
-        model: The model in plain values, from `sfi_core.models.describe.describe_model`.
-        audit: The audit's settings, plain values; None without an audit.
+        model: From `sfi_core.models.describe.describe_model`.
+        audit: The audit's settings; None without an audit.
         lossless: Whether sparse steps only draft, and full attention verifies the drafts.
         rank: This process among those that share the model; its KV heads begin at rank * H.
         ranks: Processes that share the model.

@@ -22,16 +22,10 @@ AHEAD = (
     "ahead"  # the span of the next step's forward pass, where it is launched before its step begins
 )
 HANDLERS: dict[type[Event], str] = {
-    RunEvent: "on_run",
-    PromptEvent: "on_prompt",
-    BeginStepEvent: "on_begin_step",
-    StepEvent: "on_step",
-    VerificationEvent: "on_verification",
-    SelectionEvent: "on_selection",
-    RecallEvent: "on_recall",
-    AuditEvent: "on_audit",
-    LogitsEvent: "on_logits",
-}
+    RunEvent: "on_run", PromptEvent: "on_prompt", BeginStepEvent: "on_begin_step", StepEvent: "on_step",
+    VerificationEvent: "on_verification", SelectionEvent: "on_selection", RecallEvent: "on_recall",
+    AuditEvent: "on_audit", LogitsEvent: "on_logits",
+}  # fmt: skip
 
 
 class Observer(Protocol):

@@ -8,9 +8,7 @@ import torch
 from sfi_kernels.launch import KernelLimitError, Target, check_device
 
 WIDEST = 256  # numbers of a head
-STAGE_BYTES = (
-    32768  # keys and values of a tile: four in flight on each processor cover its memory's latency
-)
+STAGE_BYTES = 32768  # of a tile: four in flight on each processor cover its memory's latency
 SMALLEST = 16  # tensor cores take no fewer rows
 # compute capabilities times ten that fit two programs of four stages, and that fit little
 LARGE_SHARED, SMALL_SHARED = (90, 100, 103), (86, 89, 120, 121)
@@ -42,12 +40,17 @@ def check_limits(
     check_device(device, dtype)
 
 
-def _check_tile(key_width: int, value_width: int, page_size: int) -> None:
-    if max(key_width, value_width) > WIDEST:
+def check_width(width: int) -> None:
+    """Raise `KernelLimitError` for heads wider than the attention kernels take."""
+    if width > WIDEST:
         raise KernelLimitError(
-            f"head dimension must be at most {WIDEST} for the Triton kernels, "
-            f"got {max(key_width, value_width)}; use the torch backend"
+            f"head dimension must be at most {WIDEST} for the Triton kernels, got {width}; "
+            "use the torch backend"
         )
+
+
+def _check_tile(key_width: int, value_width: int, page_size: int) -> None:
+    check_width(max(key_width, value_width))
     if page_size % SMALLEST:
         raise KernelLimitError(
             f"page size must be a multiple of {SMALLEST} for the Triton kernels, got {page_size}; "

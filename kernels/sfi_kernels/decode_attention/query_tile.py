@@ -26,12 +26,8 @@ NARROW, WIDE = 64, 128  # padded width of a head
 class QueryTile:
     """What a program of the split kernel holds and reads at once.
 
-    Attributes:
-        rows: Rows of queries: queries times query heads.
-        warps: Warps of the program.
-        tokens: Keys of a tile, all in one page.
-        stages: Depth of the software pipeline.
-        registers: The most registers of a thread.
+    `rows` are queries times query heads; the keys of a tile, `tokens`, lie in one page; `stages` is the depth
+    of the software pipeline, `registers` the most of a thread.
     """
 
     rows: int

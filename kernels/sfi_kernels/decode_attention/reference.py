@@ -194,12 +194,8 @@ def check(
         pseudo.check(query[:, :, :, 0], value.shape[3])
     check_same(query, "query", packed_key=packed_key, packed_value=packed_value)
     check_pages(query, "query", key=key, value=value)
-    check_int32(
-        query.device,
-        packed_length=packed_length,
-        block_table=block_table,
-        descriptor=descriptor.buffer,
-    )
+    numbers = {"packed_length": packed_length, "block_table": block_table}
+    check_int32(query.device, **numbers, descriptor=descriptor.buffer)
     _check_dense(dense, descriptor, query)
     if pseudo is not None and dense is not None:
         raise ValueError("pseudo must be None in a step with mixed requests, got both")

@@ -29,23 +29,10 @@ def decode_attention(
 ) -> DecodeAttention:  # fmt: skip
     """See `reference.decode_attention`. Heads of at most 256 numbers, pages of multiples of 16 tokens."""
     return attend(
-        query_BHGWD,
-        packed_key_BHSD,
-        packed_value_BHSE,
-        packed_length_BH,
-        key_PHND,
-        value_PHNE,
-        block_table_BP,
-        descriptor,
-        scale=scale,
-        soft_cap=soft_cap,
-        sink_HG=sink_HG,
-        evidence=evidence,
-        evidence_first=evidence_first,
-        into=into,
-        dense_BH=dense_BH,
-        pseudo=pseudo,
-    )
+        query_BHGWD, packed_key_BHSD, packed_value_BHSE, packed_length_BH, key_PHND, value_PHNE,
+        block_table_BP, descriptor, scale=scale, soft_cap=soft_cap, sink_HG=sink_HG, evidence=evidence,
+        evidence_first=evidence_first, into=into, dense_BH=dense_BH, pseudo=pseudo,
+    )  # fmt: skip
 
 
 def attend(

@@ -41,21 +41,18 @@ def dense_attention(
         if W == 0:
             continue
         query = query_BHGWD[row : row + 1, :, :, -W:]
-        spans = (
-            [(0, length - W, False), (length - W, length, True)] if W > 1 else [(0, length, False)]
-        )
-        parts = [
-            partial_attention(
-                query,
-                read_pages(key_PHND, block_table_BP[row], start, stop),
-                read_pages(value_PHNE, block_table_BP[row], start, stop),
-                scale=scale,
-                soft_cap=soft_cap,
-                causal=causal,
-            )
-            for start, stop, causal in spans
-            if stop > start
-        ]
+        first = length - W if W > 1 else length  # from here on, attention is causal
+        parts = []
+        for start, stop, causal in ((0, first, False), (first, length, True)):
+            if stop > start:
+                key, value = (
+                    read_pages(pages, block_table_BP[row], start, stop)
+                    for pages in (key_PHND, value_PHNE)
+                )
+                part = partial_attention(
+                    query, key, value, scale=scale, soft_cap=soft_cap, causal=causal
+                )
+                parts.append(part)
         out[row : row + 1, :, :, -W:] = combine(parts, sink_HG)
     return out
 

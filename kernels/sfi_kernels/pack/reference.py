@@ -84,13 +84,8 @@ def pack_layers(
 ) -> None:
     """Pack one request in L layers, in place; the indices of all layers are computed at once.
 
-    Args:
-        layers: Of each layer: pages of keys and values, and packed keys, values, positions and lengths, as in
-            `pack`. All have equal KV heads, page sizes and packed rows.
-        block_table_BP: Page numbers of each request, int32.
-        request: The request.
-        index_LHK: Positions to pack behind the sinks, int32, padded with -1 at the end.
-        sink_1: The request's sink tokens, int32.
+    Arguments as in `pack`, but `layers`: of each layer, pages of keys and values, and packed keys, values,
+    positions and lengths. All layers have equal KV heads, page sizes and packed rows.
 
     Raises:
         ValueError: The positions do not fit the layers.

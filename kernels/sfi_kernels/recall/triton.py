@@ -5,10 +5,10 @@ import triton
 import triton.language as tl
 
 from sfi_kernels.attention_tile.triton import row_start
-from sfi_kernels.launch import KernelLimitError, launch
+from sfi_kernels.launch import launch
 from sfi_kernels.pack.reference import check_heads
-from sfi_kernels.pack.triton import BLOCK_S, MAX_WIDTH, WIDE_BYTES, slot_position
-from sfi_kernels.pages import kernel_strides
+from sfi_kernels.pack.triton import BLOCK_S, WIDE_BYTES, slot_position
+from sfi_kernels.pages import row_constants
 from sfi_kernels.recall.reference import check
 
 # of a thread: left alone, the compiler spills narrow rows for more programs
@@ -115,13 +115,8 @@ def recall(
     if heads_RH is not None:
         check_heads(heads_RH, index_RHK)
     (R, H, K), (S, N) = index_RHK.shape, (key_BHSD.shape[2], key_PHND.shape[2])
-    D, E = key_BHSD.shape[3], value_BHSE.shape[3]
-    if max(D, E) > MAX_WIDTH:
-        raise KernelLimitError(
-            f"key and value must be at most {MAX_WIDTH} wide for the kernel, got {D} and {E}; "
-            "use the torch backend"
-        )
-    row_bytes = max(D, E) * key_BHSD.element_size()
+    constants = row_constants(key_PHND, value_PHNE)
+    row_bytes = max(constants["D"], constants["E"]) * key_BHSD.element_size()
     fetched_RH.zero_()  # the programs of a head add to one count
     # an empty segment still has a length to write
     grid = (R, H, max(1, triton.cdiv(S, BLOCK_S)))
@@ -132,8 +127,5 @@ def recall(
         H, K, S, N, block_table_BP.shape[1], S.bit_length(),
         num_warps=8 if row_bytes > WIDE_BYTES else 4,
         max_registers=NARROW_REGISTERS if row_bytes <= NARROW_BYTES else None,
-        KEY_STRIDES=kernel_strides(key_PHND, "key_pages"),
-        VALUE_STRIDES=kernel_strides(value_PHNE, "value_pages"), D=D, E=E, BLOCK_S=BLOCK_S,
-        BLOCK_D=triton.next_power_of_2(D), BLOCK_E=triton.next_power_of_2(E),
-        HEADS=heads_RH is not None,
+        BLOCK_S=BLOCK_S, HEADS=heads_RH is not None, **constants,
     )  # fmt: skip

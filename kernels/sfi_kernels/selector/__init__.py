@@ -14,19 +14,7 @@ from sfi_kernels.selector.refinement import exclude_across_heads, log_score, sof
 selector = Op(reference.selector, triton="sfi_kernels.selector.triton")
 
 __all__ = [
-    "attention_probability",
-    "evidence",
-    "exclude_across_heads",
-    "fuse",
-    "key_norm_factor",
-    "log_score",
-    "normalized_position",
-    "pool_by_page",
-    "position_factor",
-    "power_mean",
-    "prior",
-    "selector",
-    "soft_nms",
-    "spread",
-    "stable_weight",
-]
+    "attention_probability", "evidence", "exclude_across_heads", "fuse", "key_norm_factor", "log_score",
+    "normalized_position", "pool_by_page", "position_factor", "power_mean", "prior", "selector", "soft_nms",
+    "spread", "stable_weight",
+]  # fmt: skip

@@ -18,13 +18,11 @@ def log_score(score_BHT: torch.Tensor, allowed_BT: torch.Tensor | None) -> torch
 def soft_nms(score_BHT: torch.Tensor, alpha_soft: float, radius: int) -> torch.Tensor:
     """Lower each score by its gap to the best score nearby (Eqs. 20-21).
 
-    Args:
-        score_BHT: Log scores z, `MASKED_SCORE` outside J.
-        alpha_soft: Strength of the decay. At least 0; 0 returns the scores as they are.
-        radius: Half-width of the neighborhood N(j), in tokens. Paper gap: not given.
+    `alpha_soft` >= 0 is the strength of the decay; `radius` is the half-width of the neighborhood N(j), in
+    tokens. Paper gap: the radius is not given.
 
     Returns:
-        z_nms, [B, H, T]; `MASKED_SCORE` or lower outside J.
+        z_nms, [B, H, T]; `MASKED_SCORE` or lower outside J, where the scores z are `MASKED_SCORE`.
 
     Raises:
         ValueError: `radius` is negative.

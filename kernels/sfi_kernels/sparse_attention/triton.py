@@ -28,16 +28,6 @@ def sparse_attention(
     step = uniform_step(FAST, length_B, recent_start_B, packed_key_BHSD.shape[2], items)
     split_plan(step, H, resident_programs(device))
     return decode_attention(
-        query_BHGD[:, :, :, None],
-        packed_key_BHSD,
-        packed_value_BHSE,
-        packed_length_BH,
-        key_PHND,
-        value_PHNE,
-        block_table_BP,
-        step,
-        scale=scale,
-        soft_cap=soft_cap,
-        sink_HG=sink_HG,
-        pseudo=pseudo,
-    ).out_BHGWE[:, :, :, 0]
+        query_BHGD[:, :, :, None], packed_key_BHSD, packed_value_BHSE, packed_length_BH, key_PHND,
+        value_PHNE, block_table_BP, step, scale=scale, soft_cap=soft_cap, sink_HG=sink_HG, pseudo=pseudo,
+    ).out_BHGWE[:, :, :, 0]  # fmt: skip

@@ -34,12 +34,9 @@ def split_plan(descriptor: StepDescriptor, heads: int, programs: int) -> None:
     """Split every request's units into work items of about one size, in place.
 
     Slow requests come first, so that long work does not start last. Among a few sizes from the least that
-    fills the processors, the one with the lowest cost in waves of work wins.
-
-    Args:
-        descriptor: The step; its work list and the words FIRST and SPLITS are written.
-        heads: KV heads, each of which runs every work item.
-        programs: Programs that run at once on the device.
+    fills the processors, the one with the lowest cost in waves of work wins. Each of the KV `heads` runs
+    every work item; `programs` run at once on the device. The work list and the words FIRST and SPLITS are
+    written.
 
     Raises:
         ValueError: The descriptor has less room than `work_items` asks for.

@@ -24,15 +24,9 @@ from sfi_kernels.partial_attention import combine, partial_attention
 NAME = "sfi"
 HANDLED = {"softcap", "s_aux", "sliding_window", "is_causal"}
 KNOWN = HANDLED | {  # the others do not change the attention of a decoder
-    "position_ids",
-    "cache_position",
-    "use_cache",
-    "output_attentions",
-    "output_hidden_states",
-    "output_router_logits",
-    "return_dict",
-    "logits_to_keep",
-}
+    "position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states",
+    "output_router_logits", "return_dict", "logits_to_keep",
+}  # fmt: skip
 
 
 def sfi_attention(
@@ -84,27 +78,17 @@ def sfi_attention(
 
 
 def _unmanaged(
-    query_BHGTD: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    scale: float,
-    soft_cap: float | None,
-    sink_HG: torch.Tensor | None,
-) -> torch.Tensor:
+    query_BHGTD: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None,
+    scale: float, soft_cap: float | None, sink_HG: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
     # PyTorch's SDPA knows neither soft caps nor learned sinks, and transformers drops them without a word
     T = query_BHGTD.shape[3]
     causal = mask is None and T > 1
     visible = None if mask is None else mask[:, :, None]
     part = partial_attention(
-        query_BHGTD,
-        key,
-        value,
-        scale=scale,
-        soft_cap=soft_cap,
-        causal=causal,
-        visible_BHGWT=visible,
-    )
+        query_BHGTD, key, value,
+        scale=scale, soft_cap=soft_cap, causal=causal, visible_BHGWT=visible,
+    )  # fmt: skip
     return combine([part], sink_HG).to(query_BHGTD.dtype)
 
 

@@ -31,13 +31,9 @@ def lossless_decoding(session: Session, streamer: Any) -> Callable[..., Any]:
     """
 
     def decode(
-        model: Any,
-        input_ids: torch.Tensor,
-        logits_processor: Any,
-        stopping_criteria: Any,
-        generation_config: Any,
-        **prepared: Any,
-    ) -> Any:
+        model: Any, input_ids: torch.Tensor, logits_processor: Any, stopping_criteria: Any,
+        generation_config: Any, **prepared: Any,
+    ) -> Any:  # fmt: skip
         del model
         if unknown := sorted(set(prepared) - PREPARED):
             raise ConfigError(

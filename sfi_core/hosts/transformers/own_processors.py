@@ -46,12 +46,8 @@ class OwnProcessors(Picker):
     ) -> None:
         """Start with the first token of some requests.
 
-        Args:
-            chosen: The processors.
-            ids_RT: The padded prompts of all requests.
-            requests: Those that have a row.
-            ranks: The processes that share the model.
-            seed: Seed of the draws; None takes the best token.
+        `ids_RT` are the padded prompts of all requests, `requests` those with a row; `seed` is that of the
+        draws, None for the best token.
 
         Raises:
             ConfigError: A processor keeps a state from step to step.

@@ -20,9 +20,12 @@ from sfi_core.hosts.transformers.checks import (
 )
 from sfi_core.hosts.transformers.fusion.fuse import Fusion
 from sfi_core.hosts.transformers.heads import check_heads, with_head_file
-from sfi_core.hosts.transformers.lossless import drafting_of
-from sfi_core.hosts.transformers.passes import begin_decode, begin_prompt, reads_prompt
-from sfi_core.hosts.transformers.run_event import run_event
+from sfi_core.hosts.transformers.passes import (
+    begin_decode,
+    begin_prompt,
+    reads_prompt,
+    run_event,
+)
 from sfi_core.hosts.transformers.shadow import Shadow
 from sfi_core.hosts.transformers.shapes import layer_shapes
 from sfi_core.hosts.transformers.stores import Tiers, expect
@@ -46,13 +49,10 @@ class Session:
     """A model under SFI.
 
     Attributes:
-        model: The model.
         config: The settings as asked for; a policy may adapt its own copy.
         policy: The policy; its `config` is what runs.
-        policy_name: Its name.
         backend: "torch" or "triton".
         trigger_token_ids: T_trig.
-        report: Report of the last run; None before the first.
         observer: All observers as one.
         span: The observer's span of the forward pass under way.
         ranks: The processes among which the model's heads are split.
@@ -111,10 +111,8 @@ class Session:
     ) -> SfiCache:
         """Make the `past_key_values` of one run, for a loop of one's own around `model(...)`.
 
-        Args:
-            capacity: Tokens a request may reach; without it the cache grows by copying.
-            prompt_length: Padded prompt tokens, for a prompt that comes in several pieces.
-            stop_ids: Tokens that end a request.
+        Without a `capacity`, the tokens a request may reach, the cache grows by copying. `prompt_length` are
+        the padded tokens of a prompt that comes in several pieces; `stop_ids` end a request.
         """
         return SfiCache(self.model, capacity, prompt_length, stop_ids)
 
@@ -127,23 +125,14 @@ class Session:
         generated: int | None = None,
         graphs: bool = False,
     ) -> Forecast:
-        """Forecast a run's memory, with the shapes that a pass over two tokens shows; see `expect`."""
-        page = self.page_size or 1
+        """Forecast a run's memory, with the shapes that a pass over two tokens shows.
+
+        `generated` are the most tokens that a request generates; None for what `capacity` leaves.
+        """
         return expect(
-            self.model,
-            self.shapes(),
-            self.policy,
-            batch=batch,
-            prompt_tokens=prompt_tokens,
-            capacity=-(-capacity // page) * page,
-            prefill_chunk=prefill_chunk,
-            together=self.backend == "triton",
-            overlap=self.engine.overlap,
-            tiers=self.tiers,
-            generated=generated,
-            graphs=graphs,
-            drafting=drafting_of(self),
-        )
+            self, batch, prompt_tokens, capacity,
+            prefill_chunk=prefill_chunk, generated=generated, graphs=graphs,
+        )  # fmt: skip
 
     @property
     def tiers(self) -> Tiers | None:
@@ -235,16 +224,9 @@ class Session:
             store = self.store(batch, capacity, cache.generated or capacity - prompt)
         audit = () if self.audit is None else (Audit(self.audit),)
         self._run = Run(
-            self.policy,
-            self.observer,
-            store,
-            cache.stop_ids,
-            self.model.device,
-            self.engine,
-            self.ranks,
-            self.audit,
-            (*watchers, *audit),
-        )
+            self.policy, self.observer, store, cache.stop_ids, self.model.device, self.engine,
+            self.ranks, self.audit, (*watchers, *audit),
+        )  # fmt: skip
         cache.attach(self._run)
         if self._shapes:
             self.observer.on(run_event(self, batch, cache.requests or batch))

@@ -80,13 +80,9 @@ def _shape(
     key: torch.Tensor, value: torch.Tensor, window: int | None, query_heads: int = 0
 ) -> LayerShape:
     return LayerShape(
-        heads=key.shape[1],
-        key_width=key.shape[3],
-        value_width=value.shape[3],
-        itemsize=key.itemsize,
-        window=window,
-        query_heads=query_heads,
-    )
+        heads=key.shape[1], key_width=key.shape[3], value_width=value.shape[3],
+        itemsize=key.itemsize, window=window, query_heads=query_heads,
+    )  # fmt: skip
 
 
 @contextmanager

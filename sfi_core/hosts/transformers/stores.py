@@ -8,9 +8,9 @@ import torch
 
 from sfi_core.engine.maintenance import first_together, worked_off_together
 from sfi_core.errors import BackendError, ConfigError, MemoryForecastError
+from sfi_core.hosts.transformers.lossless import drafting_of
 from sfi_core.machine.memory import free_bytes
 from sfi_core.models.forecast import Forecast, forecast
-from sfi_core.models.lossless_forecast import Drafting
 from sfi_core.models.two_tier_forecast import (
     TwoTierBytes,
     check_device_budget,
@@ -139,27 +139,21 @@ def engine_for(policy: str, engine: EngineOptions) -> EngineOptions:
 
 
 def expect(
-    model: Any,
-    shapes: Sequence[LayerShape],
-    policy: Policy,
-    *,
+    session: Any,
     batch: int,
     prompt_tokens: int,
     capacity: int,
+    *,
     prefill_chunk: int,
-    together: bool,
-    overlap: bool,
-    tiers: Tiers | None,
     generated: int | None,
     graphs: bool,
-    drafting: Drafting | None = None,
 ) -> Forecast:
-    """Forecast the memory of a run; arguments as in `Session.forecast` and `forecast`.
-
-    `together` says whether a slow step refreshes all requests at once, `overlap` whether the Selector runs
-    beside the layers, `generated` the most tokens that a request generates, None for what `capacity` leaves.
-    """
+    """Forecast the memory of a session's run; arguments as in `Session.forecast`."""
+    model, policy, tiers, shapes = session.model, session.policy, session.tiers, session.shapes()
+    page = session.page_size or 1
+    capacity = -(-capacity // page) * page
     heads = model.config.get_text_config(decoder=True).num_attention_heads
+    together = session.backend == "triton"  # a slow step refreshes all requests at once
     joins = policy.needs_only_evidence and tiers is None
     logits = heads * policy.config.window_prefill * capacity  # of a prompt's first selection
     joined = worked_off_together(heads * capacity, len(shapes)) if joins else 1
@@ -176,25 +170,16 @@ def expect(
         refreshed_together=batch if together else joined,
         first_together=min(batch, first_together(logits)) if together else 1,
         unpacked=() if together else policy.config.dense_layers,
-        evidence_buffers=ring_places(model.device, overlap=overlap),
+        evidence_buffers=ring_places(model.device, overlap=session.engine.overlap),
         graphs=graphs,
-        drafting=drafting,
+        drafting=drafting_of(session),
     )
     if tiers is None:
         return expected
     own = tiers.bytes(batch, capacity, generated or capacity - prompt_tokens)
-    return tiered(expected, own, model.device)
-
-
-def tiered(expected: Forecast, tiers: TwoTierBytes, device: torch.device) -> Forecast:
-    """Return a run's forecast with two tiers; on a CPU both lie in the same memory."""
-    host = tiers.host_bytes if device.type == "cpu" else 0
-    parts = dict(tiers.parts)
-    packed, norms = parts.pop("packed"), parts.pop("norms")
+    host = own.host_bytes if model.device.type == "cpu" else 0  # both tiers in one memory
+    packed, norms = own.parts["packed"], own.parts["norms"]
+    others = own.device_bytes - packed - norms
     return replace(
-        expected,
-        kv_bytes=host + sum(parts.values()),
-        packed_bytes=packed,
-        summary_bytes=0,
-        norm_bytes=norms,
+        expected, kv_bytes=host + others, packed_bytes=packed, summary_bytes=0, norm_bytes=norms
     )

@@ -19,9 +19,8 @@ from sfi_core.hosts.vllm.cpu_names import (
     CPUAttentionMetadataBuilder,
     current_config,
 )
-from sfi_core.hosts.vllm.names import layer_index
 from sfi_core.hosts.vllm.room import Room
-from sfi_core.hosts.vllm.serving import engine_of_process, is_configured, planned_engine
+from sfi_core.hosts.vllm.serving import is_configured
 from sfi_core.hosts.vllm.worker import Pass, Row, WorkerEngine
 
 LAYOUTS = ("vec", "vec16")  # keys of a block lie transposed, values as they are
@@ -113,23 +112,13 @@ class SfiCpuImpl(Room, CPUAttentionBackendImpl):
         key, value = kv_cache.view(P, H, 2 * N, D).chunk(2, dim=2)
         return key.view(P, H, D, N).transpose(2, 3), value
 
-    def do_kv_cache_update(
-        self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor,
-        slot_mapping: torch.Tensor,
-    ) -> None:  # fmt: skip
-        """Let vLLM write keys and values, then store the keys' norms."""
-        super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
-        engine = engine_of_process() if self.manages else None
-        if engine is not None and layer_index(layer.layer_name) in engine.store.layers:
-            engine.store.note_norms(layer_index(layer.layer_name), key, slot_mapping)
-
     def forward(
         self, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
         kv_cache: torch.Tensor, attn_metadata: Any, output: torch.Tensor, *args: Any, **kwargs: Any,
     ) -> torch.Tensor:  # fmt: skip
         """Attend with the batch's queries, [tokens, heads, D]."""
-        engine = planned_engine() if self.manages and attn_metadata is not None else None
-        if engine is None or layer_index(layer.layer_name) not in engine.store.layers:
+        engine = None if attn_metadata is None else self.engine_of(layer, planned=True)
+        if engine is None:
             whole: torch.Tensor = super().forward(
                 layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs
             )
@@ -146,16 +135,7 @@ class SfiCpuImpl(Room, CPUAttentionBackendImpl):
             own = output.new_empty(len(token_Y), *output.shape[1:])
             super().forward(layer, query[token_Y], key, value, kv_cache, part, own, *args, **kwargs)
             output[token_Y] = own
-        count, H, D = attn_metadata.num_actual_tokens, self.num_kv_heads, self.head_size
-        sinks = None if self.sinks is None else self.sinks.view(H, -1)
-        engine.attend(
-            layer_index(layer.layer_name),
-            query[:count].view(count, H, -1, D),
-            output[:count].view(count, H, -1, output.shape[-1]),
-            scale=self.scale,
-            soft_cap=self.logits_soft_cap or None,
-            sink_HG=sinks,
-        )
+        self.attend_rows(engine, layer, query, output, attn_metadata.num_actual_tokens)
         return output
 
 

@@ -29,26 +29,11 @@ from sfi_core.hosts.vllm.settings import HostFacts
 from sfi_core.state.layer_shape import LayerShape
 
 __all__ = [
-    "AttentionBackendEnum",
-    "AttentionSpec",
-    "FullAttentionSpec",
-    "KVConnectorBase_V1",
-    "KVConnectorFactory",
-    "KVConnectorMetadata",
-    "KVConnectorPromMetrics",
-    "KVConnectorRole",
-    "KVConnectorStats",
-    "KVConnectorWorkerMetadata",
-    "SupportsHMA",
-    "facts_of",
-    "full_group",
-    "get_kv_transfer_group",
-    "has_kv_transfer_group",
-    "layer_index",
-    "layer_shapes",
-    "register_backend",
-    "tensor_parallel_ranks",
-]
+    "AttentionBackendEnum", "AttentionSpec", "FullAttentionSpec", "KVConnectorBase_V1", "KVConnectorFactory",
+    "KVConnectorMetadata", "KVConnectorPromMetrics", "KVConnectorRole", "KVConnectorStats",
+    "KVConnectorWorkerMetadata", "SupportsHMA", "facts_of", "full_group", "get_kv_transfer_group",
+    "has_kv_transfer_group", "layer_index", "layer_shapes", "register_backend", "tensor_parallel_ranks",
+]  # fmt: skip
 
 SERVED = {"full_attention", "sliding_attention"}  # transformers' names
 

@@ -18,11 +18,10 @@ from sfi_core.hosts.vllm.cuda_names import (
     KVCacheLayout,
     current_config,
 )
-from sfi_core.hosts.vllm.names import layer_index
 from sfi_core.hosts.vllm.parts import Part, part_of
 from sfi_core.hosts.vllm.room import Room
 from sfi_core.hosts.vllm.rows import HostRows, RowMatcher, last_blocks
-from sfi_core.hosts.vllm.serving import engine_of_process, is_configured, planned_engine
+from sfi_core.hosts.vllm.serving import is_configured
 from sfi_core.hosts.vllm.worker import Pass, WorkerEngine
 
 
@@ -117,24 +116,12 @@ class PagedBackend:
         return bool(attn_type == AttentionType.DECODER)
 
     @classmethod
-    def supports_mm_prefix(cls) -> bool:
-        """Refuse tokens that attend to later ones."""
+    def _no(cls) -> bool:
         return False
 
-    @classmethod
-    def supports_non_causal(cls) -> bool:
-        """Refuse tokens that attend to later ones."""
-        return False
-
-    @classmethod
-    def supports_rswa(cls) -> bool:
-        """Refuse layers that forget generated tokens."""
-        return False
-
-    @classmethod
-    def supports_batch_invariance(cls) -> bool:
-        """Say that cutting a prompt into other passes may change the last bits."""
-        return False
+    supports_mm_prefix = supports_non_causal = _no  # no token attends to later ones
+    supports_rswa = _no  # no layer forgets generated tokens
+    supports_batch_invariance = _no  # other pieces of a prompt may change the last bits
 
 
 class PagedImpl(Room):
@@ -142,11 +129,6 @@ class PagedImpl(Room):
 
     attn_type: Any
     sliding_window: tuple[int, int]
-    head_size: int
-    num_kv_heads: int
-    scale: float
-    logits_soft_cap: float
-    sinks: torch.Tensor | None
     supports_dcp = False
     supports_pcp = False
 
@@ -169,29 +151,15 @@ class PagedImpl(Room):
             )
         return kv_cache[..., :D], kv_cache[..., D:]
 
-    def do_kv_cache_update(
-        self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor,
-        slot_mapping: torch.Tensor,
-    ) -> None:  # fmt: skip
-        """Let vLLM write keys and values, then store the keys' norms."""
-        super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)  # type: ignore[misc]
-        engine = engine_of_process() if self.manages else None
-        if engine is not None and layer_index(layer.layer_name) in engine.store.layers:
-            engine.store.note_norms(layer_index(layer.layer_name), key, slot_mapping)
-
     def forward(
         self, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
         kv_cache: torch.Tensor, attn_metadata: Any, output: torch.Tensor, *args: Any, **kwargs: Any,
     ) -> torch.Tensor:  # fmt: skip
         """Attend with the batch's queries, [tokens, heads, D]."""
-        engine = planned_engine() if self.manages else None
+        engine = self.engine_of(layer, planned=True)
         batch: Batch | None = getattr(attn_metadata, "sfi", None)
         attend = super().forward  # type: ignore[misc]
-        if (
-            engine is None
-            or batch is None
-            or layer_index(layer.layer_name) not in engine.store.layers
-        ):
+        if engine is None or batch is None:
             whole: torch.Tensor = attend(
                 layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs
             )
@@ -203,14 +171,5 @@ class PagedImpl(Room):
             own, out = batch.part.take(query, key, value), batch.part.room(output)
             attend(layer, *own, kv_cache, batch.part.metadata, out, *args, **kwargs)
             batch.part.put(out, output)
-        count = sum(row.count for row, _ in one.rows)
-        H, D = self.num_kv_heads, self.head_size
-        engine.attend(
-            layer_index(layer.layer_name),
-            query[:count].view(count, H, -1, D),
-            output[:count].view(count, H, -1, output.shape[-1]),
-            scale=self.scale,
-            soft_cap=self.logits_soft_cap or None,
-            sink_HG=None if self.sinks is None else self.sinks.view(H, -1),
-        )
+        self.attend_rows(engine, layer, query, output, sum(row.count for row, _ in one.rows))
         return output

@@ -7,7 +7,7 @@ asynchronous scheduling a step's token may be known one step late; the plan then
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sfi_core.hosts.vllm.entry import NO_SLOT, Entry, Plan
@@ -66,13 +66,8 @@ class Planner:
     ) -> None:
         """Start without requests.
 
-        Args:
-            make_policy: Makes the policy for a request's settings.
-            slots: Requests that may be sparse at once.
-            block: Tokens of a block of the cache.
-            layers: Full-attention layers.
-            observer: Receives every step.
-            audit: Which steps the workers audit.
+        At most `slots` requests are sparse at once; `block` are the tokens of a cache block, `layers` the
+        full-attention layers; `audit` says which steps the workers audit.
         """
         self._make_policy, self._block = make_policy, block
         self._layers, self._observer = layers, observer or NullObserver()
@@ -188,23 +183,24 @@ class Planner:
             state.note_packed(config.sink, config.budget)
         elif state.slow:
             state.note_packed(config.sink, 0)
-        tracked.pending.append(
-            PlannedStep(
-                step=state.step,
-                batch_step=self.step,
-                position=state.length - 1,
-                slow=state.slow,
-                reason=state.reason,
-                steps_since_slow=state.steps_since_slow,
-                attended=self._attended(tracked),
-                context=state.length,
-                selecting=policy.selection_tokens(state) if fast else 0.0,
-                audited=self._audit is not None
-                and tracked.slot != NO_SLOT
-                and self._audit.due(state.step, slow=state.slow),
-                shape=self.shape,
-            )
+        event = StepEvent(
+            request=state.request,
+            step=state.step,
+            batch_step=self.step,
+            position=state.length - 1,
+            token_id=-1,
+            slow=state.slow,
+            reason=state.reason,
+            steps_since_slow=state.steps_since_slow,
+            attended_tokens=self._attended(tracked),
+            context_tokens=state.length,
+            elapsed_us=0.0,
+            audited=self._audit is not None
+            and tracked.slot != NO_SLOT
+            and self._audit.due(state.step, slow=state.slow),
         )
+        selecting = policy.selection_tokens(state) if fast else 0.0
+        tracked.pending.append(PlannedStep(event, selecting, self.shape))
 
     def _shape_of(self, entries: Sequence[Entry], planned: Sequence[Tracked]) -> dict[str, Any]:
         dense = [entry.slow or not entry.decode for entry in entries]
@@ -234,32 +230,16 @@ class Planner:
                 self._count(tracked, tracked.pending.popleft(), token, elapsed)
 
     def _count(self, tracked: Tracked, done: PlannedStep, token: int, elapsed: float) -> None:
-        tally = tracked.state.tally
-        if done.slow:
-            tally.count_slow(done.step, done.reason)
-        if done.step > 0:
-            tally.count_reads(done.attended, done.context, done.selecting)
-            self.totals["attended"] += done.attended
-            self.totals["context"] += done.context
-        self.totals["slow_steps" if done.slow else "fast_steps"] += 1
-        self.totals["dense_steps"] += done.reason == "dense"
-        self._observer.on(
-            StepEvent(
-                request=tracked.state.request,
-                step=done.step,
-                batch_step=done.batch_step,
-                position=done.position,
-                token_id=token,
-                slow=done.slow,
-                reason=done.reason,
-                steps_since_slow=done.steps_since_slow,
-                attended_tokens=done.attended,
-                context_tokens=done.context,
-                elapsed_us=elapsed * 1e6,
-                audited=done.audited,
-                **done.shape,
-            )
-        )
+        tally, event = tracked.state.tally, done.event
+        if event.slow:
+            tally.count_slow(event.step, event.reason)
+        if event.step > 0:
+            tally.count_reads(event.attended_tokens, event.context_tokens, done.selecting)
+            self.totals["attended"] += event.attended_tokens
+            self.totals["context"] += event.context_tokens
+        self.totals["slow_steps" if event.slow else "fast_steps"] += 1
+        self.totals["dense_steps"] += event.reason == "dense"
+        self._observer.on(replace(event, token_id=token, elapsed_us=elapsed * 1e6, **done.shape))
 
     def _release(self, tracked: Tracked) -> None:
         if tracked.slot != NO_SLOT:

@@ -7,9 +7,10 @@ import torch
 from sfi_core.errors import ConfigError
 from sfi_core.hosts.vllm.names import layer_index
 from sfi_core.hosts.vllm.reading import settings_of, slot_count
-from sfi_core.hosts.vllm.serving import is_configured
+from sfi_core.hosts.vllm.serving import engine_of_process, is_configured, planned_engine
 from sfi_core.hosts.vllm.settings import Settings
 from sfi_core.hosts.vllm.slots_memory import check_slots, norm_count, segment_rows
+from sfi_core.hosts.vllm.worker import WorkerEngine
 from sfi_core.machine.memory import resident_bytes, total_bytes
 from sfi_core.state.packed_segment import PackedSegment, SegmentShape
 
@@ -35,6 +36,11 @@ class Room:
     vllm_config: Any = None
     alibi_slopes: Any
     kv_sharing_target_layer_name: str | None
+    head_size: int
+    num_kv_heads: int
+    scale: float
+    logits_soft_cap: float
+    sinks: torch.Tensor | None
 
     def serve(self, vllm_config: Any, *, whole: bool) -> None:
         """Manage the layer if sfi is configured and the layer attends to a decoder's `whole` cache.
@@ -47,6 +53,42 @@ class Room:
             raise ConfigError("sfi does not run in vLLM with ALiBi; leave the connector out")
         if self.manages and self.kv_sharing_target_layer_name is not None:
             raise ConfigError("sfi does not run in vLLM with layers that share keys and values")
+
+    def engine_of(self, layer: Any, *, planned: bool) -> WorkerEngine | None:
+        """Return the engine that serves the layer, within a planned pass only if `planned`; else None."""
+        engine = (planned_engine if planned else engine_of_process)() if self.manages else None
+        if engine is None or layer_index(layer.layer_name) not in engine.store.layers:
+            return None
+        return engine
+
+    def do_kv_cache_update(
+        self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """Let vLLM write keys and values, then store the keys' norms."""
+        super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)  # type: ignore[misc]
+        engine = self.engine_of(layer, planned=False)
+        if engine is not None:
+            engine.store.note_norms(layer_index(layer.layer_name), key, slot_mapping)
+
+    def attend_rows(
+        self,
+        engine: WorkerEngine,
+        layer: Any,
+        query: torch.Tensor,
+        output: torch.Tensor,
+        count: int,
+    ) -> None:
+        """Attend with the decoding rows of the batch's `count` tokens, [tokens, heads, D]."""
+        H, D = self.num_kv_heads, self.head_size
+        engine.attend(
+            layer_index(layer.layer_name),
+            query[:count].view(count, H, -1, D),
+            output[:count].view(count, H, -1, output.shape[-1]),
+            scale=self.scale,
+            soft_cap=self.logits_soft_cap or None,
+            sink_HG=None if self.sinks is None else self.sinks.view(H, -1),
+        )
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Give all layers their room, with the first layer; weights may be loaded more than once."""

@@ -34,14 +34,7 @@ ATTENTION_FLAGS = (
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A server whose settings fit, not started yet.
-
-    Attributes:
-        args: vLLM's flags.
-        vllm: vLLM's configuration.
-        settings: The plugin's settings.
-        trigger_ids: T_trig of the model's tokenizer.
-    """
+    """A server whose settings fit, not started yet: vLLM's flags and configuration, and the plugin's."""
 
     args: Any
     vllm: Any

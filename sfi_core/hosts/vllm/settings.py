@@ -120,8 +120,7 @@ class HostFacts:
         context_parallel: Processes that share a context.
         tensor_parallel: Tensor-parallel processes.
         kv_heads: KV heads of the model, over all processes.
-        cache_dtype: The dtype of cached keys and values.
-        dtype: The model's.
+        cache_dtype: The dtype of cached keys and values; `dtype` is the model's.
         latent: Whether the model has multi-head latent attention.
         two_batches: Whether a step is split into two batches that overlap.
         pooling: Whether the model answers with embeddings or scores.

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from sfi_core.engine.report import RequestReport
 from sfi_core.hosts.vllm.entry import NO_SLOT
 from sfi_core.hosts.vllm.wishes import Wishes
+from sfi_core.observers.events import StepEvent
 from sfi_core.policies.base import Policy
 from sfi_core.state.request import RequestState
 
@@ -38,30 +39,14 @@ class PlannedStep:
     """A step that the workers got, until its token is known.
 
     Attributes:
-        step: Decoding step t.
-        batch_step: The engine's step.
-        position: Position of the query token.
-        slow: Whether it is dense, g_t.
-        reason: Why.
-        steps_since_slow: Fast steps since the last slow one.
-        attended: Tokens read per KV head.
-        context: Tokens that full attention reads.
+        event: The step's event, without the token, the time and the fields in `shape`.
         selecting: Cost of selecting, in tokens' keys and values.
         shape: The fields of `StepEvent` that all requests of the engine's step share; filled later.
-        audited: Whether the workers compare it with dense attention.
     """
 
-    step: int
-    batch_step: int
-    position: int
-    slow: bool
-    reason: str
-    steps_since_slow: int
-    attended: float
-    context: int
+    event: StepEvent
     selecting: float
     shape: Mapping[str, Any]
-    audited: bool
 
 
 @dataclass(slots=True)
@@ -71,7 +56,6 @@ class Tracked:
     Attributes:
         live: vLLM's request.
         wishes: The request's own settings.
-        policy: Plans its steps.
         state: Numbers that decide its steps, and its known tokens.
         slot: Its slot; `NO_SLOT` while it has none.
         begun: Whether its prompt has been read.
