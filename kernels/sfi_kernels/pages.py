@@ -119,8 +119,7 @@ def row_numbers(
 def row_constants(key_PHND: torch.Tensor, value_PHNE: torch.Tensor) -> dict[str, Any]:
     """Return the constants of a kernel that copies rows: strides, widths and padded widths of pages.
 
-    Raises:
-        KernelLimitError: A row is too wide, or its numbers are not adjacent.
+    Raise `KernelLimitError` for rows that are too wide, or whose numbers are not adjacent.
     """
     D, E = key_PHND.shape[3], value_PHNE.shape[3]
     if max(D, E) > MAX_WIDTH:

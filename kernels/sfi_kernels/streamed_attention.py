@@ -10,9 +10,8 @@ import torch
 
 from sfi_kernels.partial_attention import capped, combine, finite, partial_attention
 
-Block = tuple[
-    int, torch.Tensor, torch.Tensor
-]  # first position, keys [1, H, N, D], values [1, H, N, E]
+# first position, keys [1, H, N, D], values [1, H, N, E]
+Block = tuple[int, torch.Tensor, torch.Tensor]
 Part = tuple[torch.Tensor, torch.Tensor]  # what `partial_attention` returns
 
 

@@ -20,9 +20,7 @@ from sfi_core.bundled.corpus import Recall, recall, vocabulary
 from sfi_core.bundled.tokenizer import build_tokenizer
 
 MAX_LENGTH = 16384
-HELD_OUT = (
-    900_000  # first seed of the test documents; training draws from seeds below 1000 * (seed + 1)
-)
+HELD_OUT = 900_000  # first seed of the test documents; training's are below 1000 * (seed + 1)
 ADJACENT_SHARE = 0.2  # of requests that ask for neighbours
 SENTENCE_TOKENS = 10.6  # mean, with its share of paragraph openers
 
@@ -218,11 +216,8 @@ def main() -> None:
                 print(f"{stage.name}: exact match at {length} tokens: {score:.3f}", flush=True)
         tokenizer.save_pretrained(arguments.output)
         model.save_pretrained(arguments.output)
-    (arguments.output / "training.json").write_text(
-        json.dumps(
-            {"seed": arguments.seed, "stages": [asdict(stage) for stage in STAGES]}, indent=1
-        )
-    )
+    facts = {"seed": arguments.seed, "stages": [asdict(stage) for stage in STAGES]}
+    (arguments.output / "training.json").write_text(json.dumps(facts, indent=1))
 
 
 if __name__ == "__main__":

@@ -101,8 +101,9 @@ def forecast(
     rows = config.sink + (min(config.budget, capacity) if selects else 0)
     chunk = min(prefill_chunk or prompt_tokens, prompt_tokens)
     chosen = [layer for layer in packing if layer.window is None]
-    first = _first_bytes(model, managed, config.window_prefill) * first_together * capacity
-    later = _later_bytes(model, managed, evidence_buffers) * refreshed_together * capacity
+    # a prompt's selection has logits, probabilities and their powers, a slow step's its evidence
+    first = _selection_bytes(model, managed, 4 * config.window_prefill) * first_together * capacity
+    later = _selection_bytes(model, managed, evidence_buffers) * refreshed_together * capacity
     first, later = (first, later) if selects else (0, 0)
     verifying, kept, held = 0, 0, 1
     if drafting is not None:
@@ -149,16 +150,12 @@ def _drafting_bytes(
     model: Any, layers: Sequence[LayerShape], drafting: Drafting, batch: int, capacity: int
 ) -> tuple[int, int]:
     # the largest transient of a verification, and the logits that observers wait for
-    heads = _query_heads(model)
-    logits = {
-        "batch": batch,
-        "vocabulary": model.config.get_text_config(decoder=True).vocab_size,
-        "itemsize": model.dtype.itemsize,
-    }
+    heads, vocabulary = _query_heads(model), model.config.get_text_config(decoder=True).vocab_size
+    logits = {"batch": batch, "vocabulary": vocabulary, "itemsize": model.dtype.itemsize}
     grouped = heads // min(layer.heads for layer in layers)
-    attention = {"heads": heads, "grouped": grouped, "capacity": capacity}
+    passing = drafting.pass_bytes(**logits, heads=heads, grouped=grouped, capacity=capacity)
     activations = _activation_bytes(model, layers, batch, drafting.tested)
-    return (activations + drafting.pass_bytes(**logits, **attention), drafting.kept_bytes(**logits))
+    return activations + passing, drafting.kept_bytes(**logits)
 
 
 def _mask_bytes(layers: Sequence[LayerShape], batch: int, chunk: int, prompt_tokens: int) -> int:
@@ -167,24 +164,15 @@ def _mask_bytes(layers: Sequence[LayerShape], batch: int, chunk: int, prompt_tok
     return batch * chunk * min(longest + chunk, prompt_tokens) if layers else 0
 
 
-def _first_bytes(model: Any, layers: Sequence[LayerShape], window: int) -> int:
-    # by position, of a prompt's selection: logits, probabilities and their powers; then about a dozen tensors
-    # of one number per head
-    return (4 * _query_heads(model) * window + 12 * _kv_heads(layers)) * FLOAT32
-
-
-def _later_bytes(model: Any, layers: Sequence[LayerShape], evidence_buffers: int) -> int:
-    # by position, of a slow step's
-    return (evidence_buffers * _query_heads(model) + 12 * _kv_heads(layers)) * FLOAT32
+def _selection_bytes(model: Any, layers: Sequence[LayerShape], queries: int) -> int:
+    # by position: numbers of each query, and about a dozen tensors of one number per KV head
+    heads = max(layer.heads for layer in layers)
+    return (queries * _query_heads(model) + 12 * heads) * FLOAT32
 
 
 def _query_heads(model: Any) -> int:
     heads: int = model.config.get_text_config(decoder=True).num_attention_heads
     return heads // ranks_of(model).size
-
-
-def _kv_heads(layers: Sequence[LayerShape]) -> int:
-    return max(layer.heads for layer in layers)
 
 
 def largest_batch(needed: Callable[[int], int], most: int, free: float) -> int:

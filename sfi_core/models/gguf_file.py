@@ -48,9 +48,7 @@ def read_once() -> Iterator[None]:
 def read_metadata(place: str, file: str, revision: str | None) -> dict[str, Any]:
     """Return a file's metadata; under `tensors` the names of its tensors.
 
-    Raises:
-        OSError: The file is missing.
-        ValueError: The file is not GGUF.
+    Raise `OSError` for a missing file, `ValueError` for a file that is not GGUF.
     """
     import gguf  # noqa: PLC0415 - of an extra
 

@@ -159,9 +159,7 @@ def _check_complete(source: str, info: dict[str, Any]) -> None:
 def load_tokenizer(model: str | None = None, revision: str | None = None, **options: Any) -> Any:
     """Load a model's tokenizer alone; `options` are transformers' own.
 
-    Raises:
-        InputError: The tokenizer is missing or damaged.
-        BackendError: A package that the tokenizer needs is not installed.
+    Raise `InputError` for a missing or damaged tokenizer, `BackendError` for a missing package.
     """
     quiet()
     source = find_source(str(BUNDLED if model is None else model))
@@ -217,9 +215,8 @@ def resolve_dtype(name: str) -> torch.dtype | str:
 def resolve_device(name: str) -> torch.device:
     """Turn a device's name into the device; under torchrun, into each rank's own.
 
-    Raises:
-        ConfigError: An unknown kind of device, or one device for several ranks.
-        BackendError: The device is not on this machine.
+    Raise `ConfigError` for an unknown kind of device, or one device for several ranks, and `BackendError` for
+    a device that this machine lacks.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"

@@ -41,9 +41,8 @@ class Drafting:
         comparing = self.tested * vocabulary * COMPARING if self.compares else 0
         all_logits = heads * self.tested * capacity
         held = min(all_logits, max(GROUP, grouped * self.tested * capacity))
-        attention = (
-            3 * FLOAT32 * held if self.explicit else 0
-        )  # logits, weights, and these once more
+        # logits, weights, and these once more
+        attention = 3 * FLOAT32 * held if self.explicit else 0
         return max(numbers * itemsize + max(picking, comparing), attention)
 
     def kept_bytes(self, *, batch: int, vocabulary: int, itemsize: int) -> int:

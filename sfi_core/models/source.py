@@ -38,11 +38,8 @@ class Source:
 def find_source(model: str) -> Source:
     """Find an alias, `file.gguf`, `folder:file.gguf`, `hub/id:file.gguf`; all else is a folder or a hub id.
 
-    An alias wins over a folder of that name; `./smollm2` is the folder.
-
-    Raises:
-        InputError: The GGUF file does not exist.
-        BackendError: A package that ships or reads the file is not installed.
+    An alias wins over a folder of that name; `./smollm2` is the folder. Raise `InputError` for a missing GGUF
+    file, and `BackendError` for a missing package that ships or reads the file.
     """
     if model not in SHIPPED and not model.endswith(".gguf"):
         return Source(model, model)

@@ -14,8 +14,7 @@ SPLIT = "colwise"  # the style of a projection whose heads stay on their ranks
 def parallel_options(config: Any, size: int, *, trust_remote_code: bool) -> dict[str, Any]:
     """Return `from_pretrained`'s arguments, besides a device mesh, for a model split over `size` ranks.
 
-    Raises:
-        UnsupportedModelError: The model's heads cannot be split.
+    Raise `UnsupportedModelError` if the model's heads cannot be split.
     """
     if size == 1:
         return {}
@@ -50,9 +49,7 @@ def _plan_with_whole_head(config: Any, *, trust_remote_code: bool) -> dict[str, 
     # the vocabulary does not split evenly, and transformers refuses to split it otherwise
     with torch.device("meta"):
         twin = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    heads = (
-        twin.get_output_embeddings(),
-        twin.get_input_embeddings(),
-    )  # where tied, they split as one
+    # where tied, they split as one
+    heads = twin.get_output_embeddings(), twin.get_input_embeddings()
     whole = {name for name, module in twin.named_modules() if module in heads}
     return {module: style for module, style in twin.tp_plan.items() if module not in whole}

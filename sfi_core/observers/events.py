@@ -275,13 +275,6 @@ class LogitsEvent:
 
 
 Event = (
-    RunEvent
-    | PromptEvent
-    | BeginStepEvent
-    | StepEvent
-    | VerificationEvent
-    | SelectionEvent
-    | RecallEvent
-    | AuditEvent
-    | LogitsEvent
-)
+    RunEvent | PromptEvent | BeginStepEvent | StepEvent | VerificationEvent | SelectionEvent
+    | RecallEvent | AuditEvent | LogitsEvent
+)  # fmt: skip

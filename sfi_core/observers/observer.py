@@ -18,9 +18,7 @@ from sfi_core.observers.events import (
 )
 
 NOTHING = nullcontext()
-AHEAD = (
-    "ahead"  # the span of the next step's forward pass, where it is launched before its step begins
-)
+AHEAD = "ahead"  # the span of a forward pass that is launched before its step begins
 HANDLERS: dict[type[Event], str] = {
     RunEvent: "on_run", PromptEvent: "on_prompt", BeginStepEvent: "on_begin_step", StepEvent: "on_step",
     VerificationEvent: "on_verification", SelectionEvent: "on_selection", RecallEvent: "on_recall",

@@ -56,19 +56,14 @@ def parts_of_pass(
 
     `tile` is the largest that the pages allow; `full` says whether numbers have 32 bits.
     """
-    one = one_query_tile(group, tile, full=full)
+    # float32 products run in registers, which need more threads
+    registers, warps = (REGISTERS, 8) if full else (HALF_REGISTERS, 4)
+    one = QueryTile(padded(group), warps, tile.tokens, tile.stages, registers)
     if queries == 1:
         return [PartOfPass(EACH, one)]
     rows = group * queries
     several = several_queries_tile(rows, tile, target, full=full)
     return [PartOfPass(LAST, one), PartOfPass(SEVERAL, several, -(-rows // several.rows))]
-
-
-def one_query_tile(group: int, tile: TileShape, *, full: bool) -> QueryTile:
-    """Choose the tile for the query heads of one query."""
-    # float32 products run in registers, which need more threads
-    registers = REGISTERS if full else HALF_REGISTERS
-    return QueryTile(padded(group), 8 if full else 4, tile.tokens, tile.stages, registers)
 
 
 def several_queries_tile(queries: int, tile: TileShape, target: Target, *, full: bool) -> QueryTile:

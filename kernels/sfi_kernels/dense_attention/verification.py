@@ -12,9 +12,7 @@ from sfi_kernels.dense_attention.reference import check, weights
 from sfi_kernels.pages import read_pages
 from sfi_kernels.partial_attention import capped
 
-GROUP = (
-    1 << 20
-)  # logits that are held at once; fewer KV heads are taken together where a history is long
+GROUP = 1 << 20  # logits held at once; a long history takes fewer KV heads together
 TOKENS = 4096  # of all KV heads taken together, turned into float32 at once
 
 

@@ -11,10 +11,7 @@ def encode_keys(key_HTD: torch.Tensor, basis: CodeBasis) -> torch.Tensor:
 
     Returns:
         level_HTC, [H, T, C] uint8, with the tokens of a channel adjacent in memory. The Triton kernel returns
-        word_HT, [H, T] int32, with the same levels.
-
-    Raises:
-        ValueError: The shapes do not fit.
+            word_HT, [H, T] int32, with the same levels.
     """
     check(key_HTD, basis)
     device = key_HTD.device
@@ -27,16 +24,10 @@ def encode_keys(key_HTD: torch.Tensor, basis: CodeBasis) -> torch.Tensor:
 def scan_codes(
     query_HGD: torch.Tensor, code_HTX: torch.Tensor, basis: CodeBasis, *, scale: float
 ) -> torch.Tensor:
-    """Estimate the logits of all keys for one request's queries, from the keys' codes.
+    """Estimate the logits of all keys, [H, G, T] float32, for one request's queries, from the keys' codes.
 
     `code_HTX` are the codes that `encode_keys` of the same backend returned; `scale` is the factor on the
-    products.
-
-    Returns:
-        logits_HGT, [H, G, T] float32.
-
-    Raises:
-        ValueError: The shapes do not fit.
+    products. As `encode_keys`, it raises `ValueError` where shapes do not fit.
     """
     check(query_HGD, basis)
     query_HGD = query_HGD.float() * scale

@@ -5,5 +5,3 @@ from sfi_kernels.pack import reference
 
 pack = Op(reference.pack, triton="sfi_kernels.pack.triton")
 pack_layers = reference.pack_layers
-
-__all__ = ["pack", "pack_layers"]

@@ -11,10 +11,8 @@ def rms_norm(hidden_XF: torch.Tensor, weight_F: torch.Tensor, eps: float) -> tor
     """Divide rows by their root mean square and multiply by a weight (Zhang and Sennrich, 2019).
 
     Rows, [..., F], are contiguous; `eps` is added to the mean square. The quotient is float32, rounded to the
-    rows' dtype, which is the weight's too, before the product.
-
-    Raises:
-        ValueError: The shapes, dtypes, devices or strides do not fit.
+    rows' dtype, which is the weight's too, before the product. Raise `ValueError` where shapes, dtypes,
+    devices or strides do not fit.
     """
     check(hidden_XF, weight_F)
     wide_XF = hidden_XF.float()
@@ -25,14 +23,7 @@ def rms_norm(hidden_XF: torch.Tensor, weight_F: torch.Tensor, eps: float) -> tor
 def add_rms_norm(
     residual_XF: torch.Tensor, hidden_XF: torch.Tensor, weight_F: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Add rows to the residual stream, and norm the sum as `rms_norm` does.
-
-    Returns:
-        The sum, rounded to the input's dtype, and the norm of the rounded sum.
-
-    Raises:
-        ValueError: The shapes, dtypes, devices or strides do not fit.
-    """
+    """Add rows to the residual stream; return the sum, rounded to the dtype, and that sum's `rms_norm`."""
     check_residual(residual_XF, hidden_XF, weight_F)
     sum_XF = residual_XF + hidden_XF
     return sum_XF, rms_norm(sum_XF, weight_F, eps)

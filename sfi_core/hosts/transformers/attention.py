@@ -113,8 +113,7 @@ def _refuse_unknown(module: torch.nn.Module, kwargs: dict[str, Any], *, managed:
 def install(model: PreTrainedModel, seam: Seam) -> str:
     """Route a model's attention through sfi; return its attention implementation, for `uninstall`.
 
-    Raises:
-        UnsupportedModelError: The architecture cannot run under SFI.
+    Raise `UnsupportedModelError` for an architecture that cannot run under SFI.
     """
     check_supported(model)
     AttentionInterface.register(NAME, sfi_attention)

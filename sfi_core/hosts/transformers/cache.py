@@ -50,11 +50,7 @@ class SfiLayer(CacheLayerMixin):
         self.seen, self.is_initialized = seen, True
 
     def store(self, key_BHTD: torch.Tensor, value_BHTE: torch.Tensor) -> Run:
-        """Store the keys and values of the attention in the run's pages.
-
-        Raises:
-            UnsupportedModelError: The layer did not go through `update` first.
-        """
+        """Store the attention's keys and values in the run's pages, once `update` has seen them."""
         if self.run is None or not self.pending:
             raise UnsupportedModelError(f"layer {self.index} attends without updating its cache")
         self.pending = False
@@ -154,8 +150,7 @@ class SfiCache(Cache):
     def detach(self) -> None:
         """Take the run from the layers, which then refuse keys until the next pass.
 
-        Raises:
-            UnsupportedModelError: Keys of the last pass did not reach `sfi_attention`.
+        Raise `UnsupportedModelError` if keys of the last pass did not reach `sfi_attention`.
         """
         for layer in self.managed:
             layer.run = None

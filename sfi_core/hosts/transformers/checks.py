@@ -39,9 +39,8 @@ def check_dense_layers(asked: Sequence[int], layers: Sequence[int]) -> None:
 def prompt_tokens(mask: Any, batch: int, new: int, seen: int, *, final: bool) -> list[int]:
     """Count each request's own tokens among the `new` ones of a padded batch.
 
-    Raises:
-        ConfigError: The mask is not two-dimensional, or pads elsewhere than on the left.
-        InputError: A whole prompt was padding.
+    Raise `ConfigError` for a mask that is not two-dimensional, or pads elsewhere than on the left, and
+    `InputError` for a prompt of padding only.
     """
     if mask is None:
         return [new] * batch
@@ -109,11 +108,8 @@ def check_supported(model: PreTrainedModel) -> None:
     if odd := sorted(kind.__name__ for kind in kinds - {DynamicLayer, DynamicSlidingWindowLayer}):
         raise UnsupportedModelError(f"{name} has layers that sfi does not know, cached as {odd}")
     if DynamicLayer not in kinds:
-        why = (
-            "every layer attends to a sliding window"
-            if layers
-            else "its config lists no attention layers"
-        )
+        sliding = "every layer attends to a sliding window"
+        why = sliding if layers else "its config lists no attention layers"
         raise UnsupportedModelError(f"{name} leaves nothing for sfi to do: {why}")
     if shared := text.num_hidden_layers - len(layers):
         raise UnsupportedModelError(

@@ -27,13 +27,11 @@ def generate_with(
     ) -> Any:
         settings = _settings(session, generation_config, kwargs)
         refuse_modes(settings, kwargs)
-        prompt = (
-            inputs if inputs is not None else kwargs.get("input_ids", kwargs.get("inputs_embeds"))
-        )
-        length = 0 if prompt is None else prompt.shape[1]
-        capacity = (
-            length + settings.max_new_tokens if settings.max_new_tokens else settings.max_length
-        )
+        prompt = inputs
+        if inputs is None:
+            prompt = kwargs.get("input_ids", kwargs.get("inputs_embeds"))
+        length, new = 0 if prompt is None else prompt.shape[1], settings.max_new_tokens
+        capacity = length + new if new else settings.max_length
         cache = kwargs.get("past_key_values")
         if session.engine.lossless:
             refuse_in_lossless(settings, kwargs)

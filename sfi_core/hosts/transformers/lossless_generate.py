@@ -71,8 +71,7 @@ def lossless_decoding(session: Session, streamer: Any) -> Callable[..., Any]:
 def ending(criteria: Any) -> tuple[frozenset[int], int]:
     """Return the stop tokens and the most tokens of a text, padding included.
 
-    Raises:
-        ConfigError: Another criterion, or none that bounds the length.
+    Raise `ConfigError` for any other criterion, and without a bound on the length.
     """
     stop: set[int] = set()
     for one in criteria:
@@ -93,8 +92,5 @@ def generated(session: Session, padding: int, like: torch.Tensor) -> torch.Tenso
     """Return the new tokens of all requests, padded on the right, [B, T]."""
     tokens = [state.tokens for state in session.run.states]
     width = max(map(len, tokens))
-    return torch.tensor(
-        [row + [padding] * (width - len(row)) for row in tokens],
-        dtype=like.dtype,
-        device=like.device,
-    )
+    rows = [row + [padding] * (width - len(row)) for row in tokens]
+    return torch.tensor(rows, dtype=like.dtype, device=like.device)

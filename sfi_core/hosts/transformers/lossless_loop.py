@@ -64,10 +64,9 @@ def positions(blocks: Sequence[Block | None]) -> tuple[list[int], list[int], lis
 
 
 def together(session: Session, asked: int | None) -> int | None:
-    """Return the most requests to decode together: `asked`, or fewer where the model allows no more.
+    """Return the most requests to decode together: `asked`, or the model's limit in lossless runs.
 
-    Raises:
-        ConfigError: `asked` is more than a lossless run of the model allows.
+    Raise `ConfigError` if `asked` is more than the limit.
     """
     most = most_together(session) if session.engine.lossless else None
     if most is None:

@@ -44,13 +44,10 @@ class OwnProcessors(Picker):
         ranks: Ranks,
         seed: int | None,
     ) -> None:
-        """Start with the first token of some requests.
+        """Start with the first token of some requests; raise `ConfigError` for a processor with a state.
 
         `ids_RT` are the padded prompts of all requests, `requests` those with a row; `seed` is that of the
         draws, None for the best token.
-
-        Raises:
-            ConfigError: A processor keeps a state from step to step.
         """
         super().__init__(requests, ranks, seed=seed)
         for one in chosen:

@@ -9,9 +9,7 @@ from sfi_core.observers.observer import needs_spans
 def records_steps(session: Session) -> bool:
     """Say whether a session's decoding steps are recorded as graphs.
 
-    Raises:
-        BackendError: Graphs were asked for, and the device or the backend has none.
-        ConfigError: Graphs were asked for, and the run needs something that graphs cannot do.
+    Raise `BackendError` or `ConfigError`, as `refusal` has it, if graphs are asked for and impossible.
     """
     wanted = session.engine.graphs
     if wanted is False:

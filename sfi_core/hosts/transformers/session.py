@@ -250,8 +250,7 @@ class Session:
     def observe(self) -> None:
         """Prepare for the observers and the audit, if there are any.
 
-        Raises:
-            ConfigError: The audit names layers or heads that the model lacks, or ranks rule out a setting.
+        Raise `ConfigError` for layers or heads that the model lacks, and for settings that ranks rule out.
         """
         if self.policy.mixes_heads:
             check_heads(self.policy, self.shapes(), self.model, self.ranks.size)

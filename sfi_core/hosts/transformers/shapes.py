@@ -20,10 +20,8 @@ Arrived = tuple[torch.Tensor, torch.Tensor, int]  # keys, values, and the number
 def layer_shapes(model: Any) -> list[LayerShape]:
     """Return the shape of every layer's keys and values as they reach the attention.
 
-    Latents are expanded by then. A model on the meta device computes nothing.
-
-    Raises:
-        UnsupportedModelError: SFI cannot act on the model, or without weights its pass depends on data.
+    Latents are expanded by then. A model on the meta device computes nothing. Raise `UnsupportedModelError`
+    where SFI cannot act, or where without weights the pass depends on data.
     """
     arrived, cache = _probe(model)
     windows = [layer.sliding_window if layer.is_sliding else None for layer in cache.layers]

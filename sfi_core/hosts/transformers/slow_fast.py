@@ -5,10 +5,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
-from sfi_core.engine.backends.registry import check_backend
-from sfi_core.errors import ConfigError
+from sfi_core.engine.backends.registry import check_backend, check_shapes
+from sfi_core.errors import BackendError, ConfigError
 from sfi_core.hosts.transformers.attention import install, uninstall
-from sfi_core.hosts.transformers.backend import resolve_backend
 from sfi_core.hosts.transformers.fusion.fuse import fused, wants_fusion
 from sfi_core.hosts.transformers.generate_call import generate_with
 from sfi_core.hosts.transformers.lossless import check_lossless
@@ -19,6 +18,7 @@ from sfi_core.observers.observer import Observer
 from sfi_core.settings.audit import AuditConfig
 from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.engine import DEFAULTS, EngineOptions
+from sfi_kernels.launch import KernelLimitError
 
 
 @contextmanager
@@ -84,7 +84,7 @@ def slow_fast(
         if session.engine.lossless:
             check_lossless(session)
         with session.ranks.guarded(), wide_linears(model), ExitStack() as stack:
-            session.backend = resolve_backend(backend, model, session.shapes, page_size)
+            session.backend = _resolved(backend, session, page_size)
             session.observe()
             if wants_fusion(session.engine.fused, session.backend, model.device):
                 session.fusion = stack.enter_context(fused(model))
@@ -97,3 +97,27 @@ def slow_fast(
         if own is not None:
             model.generate = own
         uninstall(model, previous)
+
+
+def _resolved(backend: str, session: Session, page_size: int | None) -> str:
+    # the backend that runs the model: "auto" takes triton on a CUDA device whose kernels can
+    model = session.model
+    if backend == "torch" or (backend == "auto" and model.device.type != "cuda"):
+        return "torch"
+    try:
+        _check_one_device(model)
+        check_shapes(session.shapes(), page_size, model.dtype, model.device)
+    except KernelLimitError as error:
+        if backend == "auto":
+            return "torch"
+        raise BackendError(str(error)) from error
+    return "triton"
+
+
+def _check_one_device(model: Any) -> None:
+    devices = {parameter.device for parameter in model.parameters()}
+    if len(devices) > 1:
+        names = ", ".join(sorted(map(str, devices)))
+        raise KernelLimitError(
+            f"the triton backend needs the model on one device, got {names}; use the torch backend"
+        )

@@ -31,20 +31,15 @@ TILE = 16  # tokens that a page of the Triton kernels is a multiple of
 class Tiers:
     """The division of keys and values between host and device, under a device budget.
 
-    Raises:
-        ConfigError: The budget is no share or size, the policy reads the whole cache on the device, or the
-            recent window is shorter than a page.
+    Raise `ConfigError` if the budget is no share or size, the policy reads the whole cache on the device, or
+    the recent window is shorter than a page.
     """
 
     def __init__(
         self, budget: str, policy: Policy, name: str, shapes: Sequence[LayerShape], page: int
     ) -> None:
-        self.budget, self.policy, self.shapes, self.page = (
-            DeviceBudget.parse(budget),
-            policy,
-            shapes,
-            page,
-        )
+        self.budget = DeviceBudget.parse(budget)
+        self.policy, self.shapes, self.page = policy, shapes, page
         check_offloads(policy, name)
         if policy.config.recent < page:
             raise ConfigError(

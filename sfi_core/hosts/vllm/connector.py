@@ -47,11 +47,7 @@ class SfiConnector(KVConnectorBase_V1, SupportsHMA):
     """Plans on the scheduler's side; on the worker's side, hands the plan to the attention."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
-        """Begin the side that `role` names.
-
-        Raises:
-            ConfigError: vLLM's settings, the plugin's settings, or the model do not fit.
-        """
+        """Begin the side that `role` names; raise `ConfigError` if settings or model do not fit."""
         super().__init__(vllm_config, role, kv_cache_config)
         self.settings = settings_of(vllm_config)
         self._vllm = vllm_config
@@ -85,8 +81,7 @@ class SfiConnector(KVConnectorBase_V1, SupportsHMA):
     def make_observer(self, role: Any) -> Observer:
         """Return the observer of the side; a worker gathers its events for the scheduler's side.
 
-        Raises:
-            ConfigError: A trace is asked for, which only the command line's connector records.
+        Raise `ConfigError` for a trace, which only the command line's connector records.
         """
         if self.settings.options.trace is None:
             return NullObserver()

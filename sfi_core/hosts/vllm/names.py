@@ -48,11 +48,7 @@ def tensor_parallel_ranks() -> Ranks:
 
 def facts_of(config: Any) -> HostFacts:
     """Read those of vLLM's settings that the plugin checks."""
-    model, parallel, scheduler = (
-        config.model_config,
-        config.parallel_config,
-        config.scheduler_config,
-    )
+    model, parallel = config.model_config, config.parallel_config
     return HostFacts(
         speculative=config.speculative_config is not None,
         pipeline=parallel.pipeline_parallel_size,
@@ -67,7 +63,7 @@ def facts_of(config: Any) -> HostFacts:
         two_batches=bool(parallel.use_ubatching),
         pooling=model.runner_type == "pooling",
         other_layers=other_layers(model),
-        asynchronous=bool(scheduler.async_scheduling),
+        asynchronous=bool(config.scheduler_config.async_scheduling),
     )
 
 
@@ -87,8 +83,7 @@ def layer_index(name: str) -> int:
 def layer_shapes(cache: Any, config: Any) -> list[LayerShape]:
     """Return each layer's shape, over all tensor-parallel processes.
 
-    Raises:
-        ConfigError: Some layer caches something else than keys and values.
+    Raise `ConfigError` for a layer that caches something else than keys and values.
     """
     ranks = config.parallel_config.tensor_parallel_size
     found = {}
@@ -108,10 +103,9 @@ def layer_shapes(cache: Any, config: Any) -> list[LayerShape]:
 
 
 def full_group(groups: Any) -> tuple[int, list[str]]:
-    """Return the number of the full-attention KV cache group, and its layers' names.
+    """Return the number of the only full-attention KV cache group, and its layers' names.
 
-    Raises:
-        ConfigError: There is no such group, or there are several.
+    Raise `ConfigError` for no such group, or several.
     """
     found = [
         (number, list(group.layer_names))

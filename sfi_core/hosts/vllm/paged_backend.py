@@ -138,11 +138,7 @@ class PagedImpl(Room):
         self.serve(current_config(), whole=decodes and self.sliding_window == (-1, -1))
 
     def pages(self, layer: Any, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """View a layer's cache, [blocks, H, tokens, K|V], as keys and values: halves of each row.
-
-        Raises:
-            ConfigError: A row is not as wide as a key and a value.
-        """
+        """View a layer's cache, [blocks, H, tokens, K|V], as keys and values: halves of each row."""
         D = self.head_size
         *_, width = kv_cache.shape
         if width != 2 * D:

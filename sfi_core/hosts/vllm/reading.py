@@ -27,8 +27,7 @@ def slot_count(vllm_config: Any, options: PluginOptions) -> int:
 def impl_of(module: Any) -> Any:
     """Return the implementation of an attention layer.
 
-    Raises:
-        ConfigError: The implementation is not ours, or sfi is one of several connectors.
+    Raise `ConfigError` unless the implementation is ours, and sfi is the only connector.
     """
     if not hasattr(module.impl, "pages"):
         raise ConfigError(

@@ -45,8 +45,7 @@ class Room:
     def serve(self, vllm_config: Any, *, whole: bool) -> None:
         """Manage the layer if sfi is configured and the layer attends to a decoder's `whole` cache.
 
-        Raises:
-            ConfigError: ALiBi, or keys shared between layers.
+        Raise `ConfigError` for ALiBi, and for keys shared between layers.
         """
         self.vllm_config, self.manages = vllm_config, whole and is_configured(vllm_config)
         if self.manages and self.alibi_slopes is not None:
@@ -100,8 +99,7 @@ class Room:
 def give_room(vllm_config: Any, dtype: torch.dtype) -> None:
     """Allocate the packed segments of the layers that sfi serves, and on a GPU room for their norms.
 
-    Raises:
-        ConfigError: The segments take more than `slots_memory` allows.
+    Raise `ConfigError` for segments that take more than `slots_memory` allows.
     """
     modules = vllm_config.compilation_config.static_forward_context
     impls = {name: getattr(module, "impl", None) for name, module in modules.items()}
@@ -126,11 +124,7 @@ def give_room(vllm_config: Any, dtype: torch.dtype) -> None:
 
 
 def check_model(vllm_config: Any, settings: Settings) -> None:
-    """Raise, before any weight is read, the errors of `give_room` and the connector.
-
-    Raises:
-        ConfigError: The model's config names no full-attention layer, or the segments take too much memory.
-    """
+    """Raise `ConfigError` for no full attention, or too little room, before any weight is read."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     kinds = getattr(model.hf_text_config, "layer_types", None)
     if kinds is None:

@@ -65,8 +65,7 @@ class Server:
     def run(self) -> None:
         """Serve until SIGINT or SIGTERM.
 
-        Raises:
-            SfiError: The address is taken, or vLLM's engine did not start or died; vLLM has printed why.
+        Raise `SfiError` if the address is taken or vLLM's engine did not start or died; vLLM has printed why.
         """
         try:
             run_loop(run_server(self.args))

@@ -45,9 +45,8 @@ class Settings:
     def of(cls, extra: Mapping[str, Any]) -> "Settings":
         """Read `kv_connector_extra_config`: the fields of `PluginOptions` and of `SfiConfig`.
 
-        Raises:
-            ConfigError: An unknown key, a value of the wrong type or out of range, or a policy that a server
-                cannot plan.
+        Raise `ConfigError` for an unknown key, a value that does not fit, or a policy that a server cannot
+        plan.
         """
         values = {name: _tuples(value) for name, value in extra.items()}
         own = {f.name for f in dataclasses.fields(PluginOptions)}

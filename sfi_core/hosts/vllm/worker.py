@@ -125,11 +125,8 @@ class WorkerEngine:
     ) -> None:
         """Attend with the pass's decoding rows, and select for prompts that vLLM has attended with.
 
-        Args:
-            layer: Index of the layer.
-            query_XHGD: The batch's queries, grouped by KV head.
-            out_XHGE: Its outputs; those of `Pass.whole` are already set.
-            options: `scale`, `soft_cap` and `sink_HG` of `engine.layer.Layer`.
+        Queries are grouped by KV head; the outputs of `Pass.whole` are already set. `options` are `scale`,
+        `soft_cap` and `sink_HG` of `engine.layer.Layer`.
         """
         one = self._pass
         assert one is not None, "the pass has been entered"

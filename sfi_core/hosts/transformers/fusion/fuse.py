@@ -50,11 +50,7 @@ class Fusion:
 
 
 def wants_fusion(wanted: bool | None, backend: str, device: torch.device) -> bool:
-    """Say whether a model runs fused: by default on the triton backend of a CUDA device.
-
-    Raises:
-        ConfigError: Fusion is asked for on the torch backend.
-    """
+    """Say whether a model runs fused: by default on the triton backend of a CUDA device."""
     if wanted and backend != "triton":
         raise ConfigError(f"engine.fused must be none or false on the {backend} backend, got true")
     return backend == "triton" and (device.type == "cuda" if wanted is None else wanted)

@@ -83,12 +83,10 @@ class _Bare(ast.NodeTransformer):
         return self.generic_visit(node)
 
     def visit_arg(self, node: ast.arg) -> ast.AST:
-        """Drop an argument's annotation."""
         node.annotation = None
         return node
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
-        """Drop a variable's annotation."""
         if node.value is None:
             return node
         return ast.Assign(targets=[node.target], value=node.value)
