@@ -62,10 +62,8 @@ def launch(
 
     `arguments` are all but the constexprs, which are `constants`. `num_stages` is the depth of the software
     pipeline. `max_registers` limits a thread; None leaves the limit to the compiler. With `contracts=0` a
-    product and a sum stay two instructions, each of which rounds.
-
-    Raises:
-        KernelLimitError: There is no CUDA device and no interpreter, or bfloat16 in the interpreter.
+    product and a sum stay two instructions, each of which rounds. Raise `KernelLimitError` as `check_device`
+    does.
     """
     options = {"num_warps": num_warps, "num_stages": num_stages}
     if max_registers is not None:

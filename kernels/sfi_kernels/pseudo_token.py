@@ -8,11 +8,10 @@ from sfi_kernels.shapes import check_shape
 
 
 class PseudoToken(NamedTuple):
-    """The pseudo tokens of a step.
+    """The pseudo tokens of a step, float32.
 
-    Attributes:
-        logit_BHG: Logit for each query, after scale and soft cap, float32; -inf for no pseudo token.
-        value_BHE: Value by KV head, float32; finite for a fast request, anything for another.
+    `logit_BHG` is after scale and soft cap, -inf for no pseudo token; `value_BHE` is finite for a fast
+    request, anything for another.
     """
 
     logit_BHG: torch.Tensor

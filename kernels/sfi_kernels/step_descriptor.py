@@ -175,10 +175,8 @@ def describe_step(
     """Write a descriptor on the host and send it in one copy; `split_plan` fills in the work.
 
     `work_items` comes from `split_plan.work_items`, 0 for a pass that decodes nothing. `into` is the buffer
-    of an earlier descriptor of as many requests and work items; None makes one.
-
-    Raises:
-        ValueError: A decoding request has no query, or more than its kind may have.
+    of an earlier descriptor of as many requests and work items; None makes one. Raise `ValueError` for a
+    decoding request without a query, or with more than its kind may have.
     """
     slow = tuple(row for row, request in enumerate(requests) if request.mode == SLOW)
     slow_requests = [requests[row] for row in slow]

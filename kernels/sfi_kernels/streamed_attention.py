@@ -16,14 +16,9 @@ Part = tuple[torch.Tensor, torch.Tensor]  # what `partial_attention` returns
 
 
 def streamed_attention(
-    query_1HGWD: torch.Tensor,
-    blocks: Iterable[Block],
-    length: int,
-    *,
-    scale: float,
-    soft_cap: float | None = None,
-    sink_HG: torch.Tensor | None = None,
-) -> torch.Tensor:
+    query_1HGWD: torch.Tensor, blocks: Iterable[Block], length: int, *, scale: float,
+    soft_cap: float | None = None, sink_HG: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Attend causally to every position; the W queries are the last of the request's `length` tokens.
 
     `blocks` hold the keys and values of positions 0 to `length` - 1, in order, without gaps. Other arguments
@@ -44,13 +39,9 @@ def streamed_attention(
 
 
 def streamed_attention_with_logits(
-    query_1HG1D: torch.Tensor,
-    blocks: Iterable[Block],
-    *,
-    scale: float,
-    soft_cap: float | None = None,
-    sink_HG: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    query_1HG1D: torch.Tensor, blocks: Iterable[Block], *, scale: float,
+    soft_cap: float | None = None, sink_HG: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Attend as `streamed_attention` does with one query, and return the logits.
 
     Returns:

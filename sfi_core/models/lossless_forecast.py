@@ -16,11 +16,9 @@ HELD = 2  # sliding windows: the one after the last verified token, and the draf
 class Drafting:
     """How a lossless run drafts, for the forecast.
 
-    Attributes:
-        tested: The most tokens that a request brings to a pass: its draft and the token before.
-        together: Logits that are picked from at once.
-        compares: Whether an observer wants the divergence of drafts from full attention.
-        explicit: Whether a verification's attention holds all its logits, as the torch backend's does.
+    A request brings `tested` tokens to a pass: its draft and the token before. `together` logits are picked
+    from at once. `compares` says whether an observer wants the divergence of drafts from full attention,
+    `explicit` whether a verification's attention holds all its logits, as the torch backend's does.
     """
 
     tested: int

@@ -92,16 +92,10 @@ def window_logits(
 
 
 def dense_attention_with_logits(
-    query_BHGWD: torch.Tensor,
-    key_PHND: torch.Tensor,
-    value_PHNE: torch.Tensor,
-    block_table_BP: torch.Tensor,
-    length_B: torch.Tensor,
-    *,
-    scale: float,
-    soft_cap: float | None = None,
-    sink_HG: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    query_BHGWD: torch.Tensor, key_PHND: torch.Tensor, value_PHNE: torch.Tensor,
+    block_table_BP: torch.Tensor, length_B: torch.Tensor, *, scale: float,
+    soft_cap: float | None = None, sink_HG: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Attend and return the logits, in one pass over keys and values.
 
     PyTorch's fused attention does not return the logits: the evidence would read the keys a second time.

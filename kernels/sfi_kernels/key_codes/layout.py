@@ -18,10 +18,8 @@ SHIFTS = tuple(accumulate(BITS, initial=0))[:-1]
 class CodeBasis(NamedTuple):
     """The projections of a layer's keys and queries to channels, by KV head; float32.
 
-    Attributes:
-        mean_HD: Subtracted from keys before they are coded.
-        encode_HDC: Keys to channels, in steps of the channel.
-        query_HDC: Queries to channels, times the channel's step.
+    `mean_HD` is subtracted from keys before they are coded. `encode_HDC` gives the keys' channels in steps of
+    the channel, `query_HDC` those of queries times the channel's step.
     """
 
     mean_HD: torch.Tensor

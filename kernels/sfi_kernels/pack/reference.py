@@ -84,11 +84,8 @@ def pack_layers(
 ) -> None:
     """Pack one request in L layers, in place; the indices of all layers are computed at once.
 
-    Arguments as in `pack`, but `layers`: of each layer, pages of keys and values, and packed keys, values,
-    positions and lengths. All layers have equal KV heads, page sizes and packed rows.
-
-    Raises:
-        ValueError: The positions do not fit the layers.
+    Arguments and errors as in `pack`, but `layers`: of each layer, pages of keys and values, and packed keys,
+    values, positions and lengths. All layers have equal KV heads, page sizes and packed rows.
     """
     key_PHND, _, key_BHSD, *_ = layers[0]
     H, S, N = key_PHND.shape[1], key_BHSD.shape[2], key_PHND.shape[2]

@@ -36,10 +36,7 @@ def split_plan(descriptor: StepDescriptor, heads: int, programs: int) -> None:
     Slow requests come first, so that long work does not start last. Among a few sizes from the least that
     fills the processors, the one with the lowest cost in waves of work wins. Each of the KV `heads` runs
     every work item; `programs` run at once on the device. The work list and the words FIRST and SPLITS are
-    written.
-
-    Raises:
-        ValueError: The descriptor has less room than `work_items` asks for.
+    written. Raise `ValueError` for a descriptor with less room than `work_items` asks for.
     """
     check(descriptor, heads, programs)
     table, work = descriptor.table_BX, descriptor.work_XI

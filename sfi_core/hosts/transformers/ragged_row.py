@@ -13,9 +13,8 @@ from sfi_kernels.step_descriptor import sent
 class RaggedRow:
     """The mapping between a row of X tokens and the padded batch [B, T] of an attention layer.
 
-    Attributes:
-        place_BT: Places in the row of a request's tokens, the last of T; 0 for padding.
-        place_X: Places of the row's tokens in the flattened batch.
+    `place_BT` are the places in the row of each request's tokens, the last of T, 0 for padding; `place_X`
+    those of the row's tokens in the flattened batch.
     """
 
     place_BT: torch.Tensor

@@ -30,10 +30,8 @@ LAYOUTS = ("vec", "vec16")  # keys of a block lie transposed, values as they are
 class SfiCpuMetadata(CPUAttentionMetadata):
     """vLLM's metadata, and that of the rows that vLLM's own kernel computes.
 
-    Attributes:
-        build_part: Makes the metadata of some rows, given their places, tokens and lengths.
-        part: The rows that vLLM's kernel computes, with the places of their tokens; None before they are
-            known.
+    `build_part` makes the metadata of some rows, given their places, tokens and lengths; `part` is that of
+    the rows for vLLM's kernel with the places of their tokens, None before they are known.
     """
 
     build_part: Callable[[Sequence[int], Sequence[Row], torch.Tensor], Any] | None = None

@@ -12,11 +12,9 @@ from sfi_kernels.step_descriptor import sent
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Some rows of a batch, as a batch of their own.
+    """Some rows of a batch, as a batch of their own with vLLM's metadata.
 
-    Attributes:
-        metadata: vLLM's metadata of the part.
-        tokens: The part's tokens in the batch: a slice where they are adjacent, else their places.
+    `tokens` are the part's in the batch: a slice where they are adjacent, else their places.
     """
 
     metadata: Any

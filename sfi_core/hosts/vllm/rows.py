@@ -24,10 +24,9 @@ from sfi_kernels.step_descriptor import sent
 class HostRows:
     """What the host knows of a batch's rows.
 
-    Attributes:
-        start: Each row's first query in the batch, and the end of the last row's.
-        length: Tokens in the cache, the new ones included.
-        number: The request's number in the model runner's table; None where the runner does not say.
+    `start` has each row's first query in the batch, and the end of the last row's; `length` the tokens in the
+    cache, the new ones included; `number` the requests' in the model runner's table, None where the runner
+    does not say.
     """
 
     start: Sequence[int]

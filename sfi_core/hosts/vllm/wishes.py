@@ -20,10 +20,8 @@ OWN = ("trigger_policy", "t_max", "min_gap", "trigger_delay", "slow_start", "str
 class Wishes:
     """How one request is to be decoded.
 
-    Attributes:
-        config: Its settings; those of the server but for `OWN`.
-        enabled: Whether it may be sparse.
-        error: What was wrong with its settings; the request then runs dense.
+    `config` is the server's but for `OWN`; a request that is not `enabled` runs dense, and so does one whose
+    settings have an `error`.
     """
 
     config: SfiConfig

@@ -19,13 +19,9 @@ from sfi_kernels.step_descriptor import PROMPT, sent
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row of vLLM's batch.
+    """A row of vLLM's batch: its first token in the batch and its number of tokens.
 
-    Attributes:
-        first: Its first token in the batch.
-        count: Its tokens.
-        length: Tokens in the cache, these included.
-        block: The block of the last token.
+    `length` are the tokens in the cache, these included; `block` is the last token's.
     """
 
     first: int

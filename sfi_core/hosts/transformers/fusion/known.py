@@ -23,9 +23,8 @@ ROTARY = {"apply_rotary_pos_emb": "4a8f8b85ee37bd3f", "rotate_half": "7b6c9b425c
 class AttentionSource:
     """The differences between the known attentions.
 
-    Attributes:
-        norms: Whether each head of queries and keys is normed before its rotation.
-        window: Where the sliding window comes from: the module, its config, or nowhere.
+    `norms` says whether queries and keys are normed before the rotation, `window` where the sliding window
+    comes from: the module, its config, or nowhere.
     """
 
     norms: bool
