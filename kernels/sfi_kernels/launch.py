@@ -1,4 +1,4 @@
-"""The one place that launches Triton kernels: it counts them, or records them instead of running them."""
+"""Launches Triton kernels, for all ops; counts the launches, or records them without a GPU."""
 
 import os
 from collections import Counter
@@ -13,17 +13,12 @@ import torch
 
 
 class KernelLimitError(ValueError):
-    """A kernel cannot take this shape, dtype or device; the message names the limit and what else to do."""
+    """A kernel cannot take a shape, dtype or device; the message names the limit and the alternative."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a kernel's configuration depends on.
-
-    Attributes:
-        capability: Compute capability times ten: 80, 90, 100.
-        processors: Streaming multiprocessors.
-    """
+    """A GPU: its compute capability times ten (80, 90, 100) and its streaming multiprocessors."""
 
     capability: int
     processors: int
@@ -31,14 +26,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A launch that was recorded instead of made.
-
-    Attributes:
-        kernel: The `triton.jit` function.
-        arguments: Its positional arguments.
-        constants: Its constexpr arguments by name.
-        options: Warps of a program, depth of the software pipeline and the like.
-    """
+    """A recorded launch: the `triton.jit` function, positional arguments, constexprs and options."""
 
     kernel: Any
     arguments: tuple[Any, ...]
@@ -48,7 +36,7 @@ class Launch:
 
 @dataclass(slots=True)
 class Recording:
-    """Launches that ops would make on a target, for compiling them without a GPU."""
+    """Launches that ops would make on a target, to compile without a GPU."""
 
     target: Target
     launches: list[Launch] = field(default_factory=list)
@@ -70,21 +58,12 @@ def launch(
     contracts: int = 1,
     **constants: Any,
 ) -> None:
-    """Launch a kernel on its first tensor's device.
+    """Launch a `triton.jit` kernel on its first tensor's device, or record the launch inside `recording`.
 
-    Args:
-        kernel: A `triton.jit` function.
-        grid: Programs.
-        *arguments: Its arguments but the constexprs.
-        num_warps: Warps of a program.
-        num_stages: Depth of the software pipeline.
-        max_registers: Registers of a thread; None lets the compiler weigh occupancy against spills.
-        contracts: 1 lets the compiler make one instruction, which rounds once, of a product and a sum.
-        **constants: Its constexpr arguments.
-
-    Raises:
-        KernelLimitError: There is neither a CUDA device nor Triton's interpreter, or the interpreter would
-            compute bfloat16 wrongly.
+    `arguments` are all but the constexprs, which are `constants`. `num_stages` is the depth of the software
+    pipeline. `max_registers` limits a thread; None leaves the limit to the compiler. With `contracts=0` a
+    product and a sum stay two instructions, each of which rounds. Raise `KernelLimitError` as `check_device`
+    does.
     """
     options = {"num_warps": num_warps, "num_stages": num_stages}
     if max_registers is not None:
@@ -108,17 +87,13 @@ def launch(
 
 
 def name_of(kernel: Any) -> str:
-    """Return a kernel's name as people read it."""
+    """Return a kernel's name without `_` and `_kernel`."""
     name: str = kernel.__name__
     return name.strip("_").removesuffix("_kernel")
 
 
 def check_device(device: torch.device, *dtypes: torch.dtype) -> None:
-    """Refuse a device that no kernel runs on, or a dtype that its interpreter gets wrong.
-
-    Raises:
-        KernelLimitError: With the limit and what else to do.
-    """
+    """Raise `KernelLimitError` where no kernel runs, and for bfloat16 in Triton's interpreter."""
     if device.type == "cuda":
         return
     if not interpreted():
@@ -153,7 +128,7 @@ def _cuda_target(device: torch.device) -> Target:
 
 @contextmanager
 def counting(counter: Counter[str]) -> Iterator[None]:
-    """Count the launches inside, by the kernel's name, but for those of a counter further inside."""
+    """Count the launches inside by kernel; a nested `counting` takes its own."""
     token = _counter.set(counter)
     try:
         yield
@@ -163,7 +138,7 @@ def counting(counter: Counter[str]) -> Iterator[None]:
 
 @contextmanager
 def recording(target: Target) -> Iterator[Recording]:
-    """Record the launches inside instead of making them; what the ops return is then undefined."""
+    """Record the launches inside instead of making them; the ops' results are then undefined."""
     record = Recording(target)
     token = _recording.set(record)
     try:

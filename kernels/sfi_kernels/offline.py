@@ -1,6 +1,6 @@
-"""Compiling recorded launches without a GPU: registers, spills and shared memory by architecture.
+"""Compile recorded launches without a GPU: registers, spills and shared memory by architecture.
 
-Triton's interpreter must be off in the process: it is chosen once, when kernels are imported.
+Triton's interpreter must be off: the process chooses it when it imports the kernels.
 """
 
 import json
@@ -21,27 +21,16 @@ from sfi_kernels.specializations import signature, specializations
 WARP = 32
 # bytes of shared memory that one program may have (CUDA programming guide, compute capabilities)
 SHARED_LIMIT = {
-    80: 163 << 10,
-    86: 99 << 10,
-    89: 99 << 10,
-    90: 227 << 10,
-    100: 227 << 10,
-    120: 99 << 10,
-}
+    80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """What the compiler made of a kernel.
+    """A compiled kernel: registers and spilled bytes of a thread, shared bytes of a program.
 
-    Attributes:
-        kernel: Its name and what it is specialized for.
-        arch: "sm_90" and the like.
-        registers: Of a thread.
-        spill_bytes: Of a thread, in local memory.
-        shared_bytes: Of a program.
-        async_buffers: Tiles of the largest operand that asynchronous copies fill; 0 without a pipeline.
-        over_limit: Whether the architecture has less shared memory than that.
+    `async_buffers` counts the tiles of the largest operand that asynchronous copies fill; 0 without a
+    pipeline. `over_limit` says whether the architecture has less shared memory.
     """
 
     kernel: str
@@ -54,7 +43,7 @@ class Compiled:
 
 
 def compile_launch(label: str, launch: Launch, capability: int) -> Compiled:
-    """Compile a recorded launch for a compute capability times ten; `label` says which one it is."""
+    """Compile a recorded launch for a compute capability times ten; `label` goes into the kernel's name."""
     types, constants, attributes = signature(launch)
     source = ASTSource(fn=launch.kernel, signature=types, constexprs=constants, attrs=attributes)
     gpu = GPUTarget("cuda", capability, WARP)
@@ -90,7 +79,7 @@ def _buffers(ttgir: str) -> int:
 
 
 def main() -> None:
-    """Compile part of the specializations; print one JSON object a line: `... sm_80,sm_90 I/N`."""
+    """Compile every N-th specialization from I on, with `sm_80,sm_90 I/N`; print one JSON object a line."""
     archs, part = sys.argv[1:]
     place, parts = map(int, part.split("/"))
     for arch in archs.split(","):

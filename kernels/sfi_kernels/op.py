@@ -12,19 +12,19 @@ R = TypeVar("R")
 
 
 class Op(Generic[P, R]):
-    """Calls the Triton kernel when one of its tensors is on CUDA, the reference otherwise.
+    """Runs the Triton kernel where a tensor is on CUDA, the reference otherwise.
 
     `op.reference(...)` and `op.triton(...)` name an implementation; neither falls back.
     """
 
     def __init__(self, reference: Callable[P, R], *, triton: str | None = None) -> None:
-        """Take the reference, and the module holding a kernel of the same name, if any."""
+        """Take the reference and the module of the kernel, which has the same name; None for no kernel."""
         self.reference = reference
         self._triton_module = triton
         update_wrapper(self, reference)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run the implementation that suits the tensors' device; pages of a recall may stay on the host."""
+        """Run the kernel if any tensor is on CUDA: the host pages of a recall are not."""
         values = (*args, *kwargs.values())
         on_cuda = any(isinstance(value, torch.Tensor) and value.is_cuda for value in values)
         return (self.triton if on_cuda and self.has_triton else self.reference)(*args, **kwargs)
@@ -40,7 +40,7 @@ class Op(Generic[P, R]):
 
     @cached_property
     def triton(self) -> Callable[P, R]:
-        """The kernel, imported on first use so that references run without Triton."""
+        """The kernel, imported on first use, so that references run where Triton is missing."""
         if self._triton_module is None:
             raise NotImplementedError(f"{self.reference.__name__} has no Triton kernel")
         module = import_module(self._triton_module)

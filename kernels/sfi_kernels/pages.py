@@ -1,34 +1,28 @@
-"""Reading rows out of the paged KV cache, whatever the strides of its pages.
+"""Read rows of the paged KV cache, whatever the strides of its pages.
 
-Our own pages are contiguous. Those of another engine may not be: vLLM keeps the keys and values of a token
-side by side, [P, H, N, K|V], and on some processors a page's keys transposed, [P, H, D, N].
+Our own pages are contiguous. vLLM keeps the keys and values of a token side by side, [P, H, N, K|V], and on
+some processors a page's keys transposed, [P, H, D, N].
 """
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
 from sfi_kernels.launch import KernelLimitError
 
 Steps = tuple[int, int, int]  # rows from a page, a head and a token to the next
+MAX_WIDTH = 256  # numbers of a row that the copying kernels take
 WIDE = 1 << 18  # numbers turned into float32 at once: 1 MiB, which stays in a processor's own cache
 
 
 def read_pages(
     pages_PHN: torch.Tensor, block_table_P: torch.Tensor, start: int, stop: int
 ) -> torch.Tensor:
-    """Return positions `start` to `stop` of a request as one tensor.
+    """Return positions `start` to `stop` - 1 of a request, [1, H, T] or, of pages [P, H, N, D], [1, H, T, D].
 
-    Args:
-        pages_PHN: Pages, heads before tokens, `[P, H, N]` or `[P, H, N, D]`.
-        block_table_P: The request's page numbers, in order.
-        start: First position.
-        stop: One past the last position.
-
-    Returns:
-        `[1, H, stop - start]` or `[1, H, stop - start, D]`: a view where one page holds all of it, as on CPU,
-        where a request has one page; a copy otherwise.
+    A view where one page holds all positions, as on a CPU with one page a request; a copy otherwise.
     """
     page_size = pages_PHN.shape[2]
     first, last = start // page_size, max(start, stop - 1) // page_size
@@ -47,16 +41,13 @@ def read_pages(
 def wide_chunks(
     pages_PHND: torch.Tensor, block_table_P: torch.Tensor, length: int
 ) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Read a request's positions 0 to `length` in float32, piece by piece, never all at once.
+    """Read a request's first `length` positions in float32, chunk by chunk.
 
-    Args:
-        pages_PHND: Pages, of any strides; what is read lies in memory as they do.
-        block_table_P: The request's page numbers, in order, on the host.
-        length: Cached tokens.
+    `pages_PHND` may have any strides; the chunks keep their memory order. `block_table_P` is on the host.
 
     Yields:
-        The positions, and C pages of n tokens that hold them, [C, H, n, D]. A view where pages are float32
-        and neighbors; else one buffer, filled anew each time: to make a new one takes longer than to fill it.
+        The positions as a slice, and C pages of n tokens that hold them, [C, H, n, D]: a view where pages are
+        float32 and adjacent, else one buffer that each chunk overwrites.
     """
     _, H, N, D = pages_PHND.shape
     as_it_lies = pages_PHND.dtype == torch.float32
@@ -97,10 +88,9 @@ def _buffer_like(pages_PHND: torch.Tensor, pages: int, tokens: int) -> torch.Ten
 
 
 def flat_rows(pages_PHND: torch.Tensor) -> tuple[torch.Tensor, Steps]:
-    """Return pages as a view of rows at one distance from each other, and the steps between those in use.
+    """Return pages as rows [X, D] at one distance, and the steps between pages, heads and tokens in rows.
 
-    Contiguous pages are their rows, one after the other. Rows of other pages may overlap and lie between
-    those in use: the view is for taking rows by their number, `row_numbers`, and not for writing.
+    The view is for reading rows by `row_numbers`. Of pages that are not contiguous, rows may overlap.
     """
     P, H, N, D = pages_PHND.shape
     page, head, token, column = pages_PHND.stride()
@@ -113,13 +103,10 @@ def flat_rows(pages_PHND: torch.Tensor) -> tuple[torch.Tensor, Steps]:
 def row_numbers(
     position_RHS: torch.Tensor, table_RP: torch.Tensor, N: int, steps: Steps
 ) -> torch.Tensor:
-    """Return where positions of requests lie among the rows of `flat_rows`, [R, H * S].
+    """Return the rows of `flat_rows` that hold the positions of R requests, [R, H * S].
 
-    Args:
-        position_RHS: Positions; a negative one counts as position 0.
-        table_RP: Page numbers of each request.
-        N: Tokens of a page.
-        steps: As `flat_rows` returns them.
+    A negative position counts as 0. `table_RP` are page numbers, `N` the tokens of a page, `steps` those of
+    `flat_rows`.
     """
     R, H, S = position_RHS.shape
     token = position_RHS.clamp_min(0).long()
@@ -129,12 +116,26 @@ def row_numbers(
     return row_RHS.flatten(1)
 
 
-def kernel_strides(pages_PHND: torch.Tensor, name: str) -> Steps:
-    """Return the strides of pages, heads and tokens, which a kernel takes as constants.
+def row_constants(key_PHND: torch.Tensor, value_PHNE: torch.Tensor) -> dict[str, Any]:
+    """Return the constants of a kernel that copies rows: strides, widths and padded widths of pages.
 
-    Raises:
-        KernelLimitError: The numbers of a row do not lie together.
+    Raise `KernelLimitError` for rows that are too wide, or whose numbers are not adjacent.
     """
+    D, E = key_PHND.shape[3], value_PHNE.shape[3]
+    if max(D, E) > MAX_WIDTH:
+        raise KernelLimitError(
+            f"key and value must be at most {MAX_WIDTH} wide for the kernel, got {D} and {E}; "
+            "use the torch backend"
+        )
+    return {
+        "KEY_STRIDES": kernel_strides(key_PHND, "key_pages"),
+        "VALUE_STRIDES": kernel_strides(value_PHNE, "value_pages"),
+        "D": D, "E": E, "BLOCK_D": 1 << (D - 1).bit_length(), "BLOCK_E": 1 << (E - 1).bit_length(),
+    }  # fmt: skip
+
+
+def kernel_strides(pages_PHND: torch.Tensor, name: str) -> Steps:
+    """Return the strides of pages, heads and tokens; raise `KernelLimitError` unless the last stride is 1."""
     page, head, token, column = pages_PHND.stride()
     if column != 1:
         raise KernelLimitError(

@@ -24,11 +24,11 @@ def partial_attention(
         scale: Factor on the products.
         soft_cap: c of c * tanh(logit / c); None for none.
         causal: Query w sees keys 0 to w only; then W = T, and `visible_BHGWT` is None.
-        visible_BHGWT: Which keys a query sees, broadcastable; None for all. A query that sees none gets zeros
-            and a log-sum-exp of -inf.
+        visible_BHGWT: Which keys a query sees, broadcastable; None for all.
 
     Returns:
-        out, [B, H, G, W, E] float32, and the log-sum-exp of the logits, [B, H, G, W] float32.
+        out, [B, H, G, W, E] float32, and the log-sum-exp of the logits, [B, H, G, W] float32; zeros and -inf
+            for a query without keys.
     """
     fused = (
         query_BHGWD.device.type == "cpu"
@@ -47,14 +47,12 @@ def partial_attention(
 def combine(
     parts: list[tuple[torch.Tensor, torch.Tensor]], sink_HG: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Join the segments of one softmax.
+    """Join the segments of one softmax; `parts` are `partial_attention`'s results for disjoint segments.
 
-    Args:
-        parts: What `partial_attention` returned for each segment; the segments do not overlap.
-        sink_HG: Learned sink logits that take part in the softmax without a value (gpt-oss).
+    `sink_HG` are learned logits that take part in the softmax without a value (gpt-oss).
 
     Returns:
-        out, [B, H, G, W, E] float32; zeros where no segment shows a key.
+        out, [B, H, G, W, E] float32; zeros for a query without keys.
     """
     if len(parts) == 1 and sink_HG is None:
         return parts[0][0]
@@ -89,13 +87,9 @@ def _fused(
 
 
 def _explicit(
-    query_BHGWD: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scale: float,
-    soft_cap: float | None,
-    visible: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    query_BHGWD: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float,
+    soft_cap: float | None, visible: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     B, H, G, W, _ = query_BHGWD.shape
     T = key.shape[2]
     block = max(1, BLOCK_ELEMENTS // (B * H * G * T))
@@ -114,7 +108,7 @@ def _explicit(
 
 
 def finite(lse: torch.Tensor) -> torch.Tensor:
-    """Put 0 for -inf, so that a row that sees nothing gets weights exp(-inf) = 0, while NaN stays NaN."""
+    """Replace -inf by 0, so that exp(-inf - lse) is 0 for a query without keys; NaN stays NaN."""
     return lse.masked_fill(lse == -torch.inf, 0.0)
 
 

@@ -1,4 +1,4 @@
-"""A pseudo token: one more term of a softmax, with its own logit and value, for keys that are not read."""
+"""A pseudo token: one term of a softmax that stands for all keys that are not read."""
 
 from typing import NamedTuple
 
@@ -8,32 +8,27 @@ from sfi_kernels.shapes import check_shape
 
 
 class PseudoToken(NamedTuple):
-    """What stands for the unread keys of a step.
+    """The pseudo tokens of a step, float32.
 
-    Attributes:
-        logit_BHG: Its logit for each query, after scale and soft cap, float32; -inf where there is none.
-        value_BHE: Its value by KV head, float32; finite for a fast request, anything for another.
+    `logit_BHG` is after scale and soft cap, -inf for no pseudo token; `value_BHE` is finite for a fast
+    request, anything for another.
     """
 
     logit_BHG: torch.Tensor
     value_BHE: torch.Tensor
 
     def part(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return it as `partial_attention` returns a segment: its output and the log-sum-exp."""
+        """Return output and log-sum-exp, as `partial_attention` returns a segment's."""
         B, H, G = self.logit_BHG.shape
         value_BHG1E = self.value_BHE[:, :, None, None].expand(B, H, G, 1, -1)
         return value_BHG1E, self.logit_BHG[..., None]
 
     def of(self, rows: slice) -> "PseudoToken":
-        """Return those of some requests."""
+        """Return the pseudo tokens of some requests."""
         return PseudoToken(self.logit_BHG[rows], self.value_BHE[rows])
 
     def check(self, query_BHGD: torch.Tensor, width: int) -> None:
-        """Refuse one that does not fit the queries and the values' width.
-
-        Raises:
-            ValueError: With the tensor's name.
-        """
+        """Raise `ValueError` unless the pseudo tokens fit the queries and the values' width."""
         B, H, G, _ = query_BHGD.shape
         check_shape(self.logit_BHG, "pseudo logit", B=B, H=H, G=G)
         check_shape(self.value_BHE, "pseudo value", B=B, H=H, E=width)

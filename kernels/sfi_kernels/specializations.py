@@ -1,7 +1,4 @@
-"""Every kernel specialization that a model can need, made by driving the ops on recorded launches.
-
-What the ops launch on a GPU is what gets compiled, so that the two cannot differ.
-"""
+"""Every kernel specialization that a model can need, found by recording the ops' own launches."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -61,7 +58,7 @@ PROCESSORS = 132
 
 
 def specializations(capability: int) -> Iterator[tuple[str, Launch]]:
-    """Yield every specialization for a compute capability times ten, with a name that says which it is."""
+    """Yield every specialization for a compute capability times ten, with a name."""
     seen: set[str] = set()
     names: Counter[str] = Counter()
     for label, run in _runs():
@@ -77,7 +74,7 @@ def specializations(capability: int) -> Iterator[tuple[str, Launch]]:
 
 
 def signature(launch: Launch) -> tuple[dict[str, str], dict[Any, Any], dict[Any, Any]]:
-    """Return what Triton specializes a launch for: types by name, constants and attributes by place."""
+    """Return Triton's key of a launch: types by name, constants and attributes by place."""
     types: dict[str, str] = {}
     constants, attributes = {}, {}
     values = dict(zip(launch.kernel.arg_names, launch.arguments, strict=False)) | launch.constants
@@ -147,18 +144,12 @@ def _over_halves(label: str, case: "Case") -> Iterator[tuple[str, Callable[[], o
 
 
 class Case:
-    """Operands of one kind, small and never read."""
+    """Small operands of one kind, never read."""
 
     def __init__(
-        self,
-        dtype: torch.dtype,
-        D: int,
-        E: int,
-        G: int,
-        soft_cap: float | None,
-        sinks: bool,
+        self, dtype: torch.dtype, D: int, E: int, G: int, soft_cap: float | None, sinks: bool,
         halves: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.query = torch.empty(2, H, G, W, D, dtype=dtype)
         self.key, self.value = (torch.empty(2 * PAGES, H, PAGE, n, dtype=dtype) for n in (D, E))
         if halves:  # a token's key and value side by side, as in vLLM
@@ -174,7 +165,7 @@ class Case:
         self.pseudo = PseudoToken(torch.empty(2, H, G), torch.empty(2, H, E))
 
     def decode(self, *, slow: bool, queries: int = 1, heads: bool = False, **variant: Any) -> None:
-        """Plan and attend with so many queries of the first request; or a variant of the benchmark."""
+        """Plan and attend with several queries of the first request, or a variant of the benchmark."""
         places = resident_programs(self.query.device)
         numbers: Any = {"length": T, "recent_start": 100, "packed": S, "sink": 4, "mixed": heads}
         requests = [
@@ -208,7 +199,7 @@ class Case:
         scan_codes.triton(self.query[0, :, :, 0], word_HT, basis, scale=1.0)
 
     def move(self, *, heads: bool = False) -> None:
-        """Append a token and a piece of a prompt, pack, and recall; the last two for some heads or all."""
+        """Append a token and a piece of a prompt, pack, and recall, the last two for some heads or all."""
         norm = torch.empty(2 * PAGES, H, PAGE)
         for tokens in (1, PAGE):
             append.triton(

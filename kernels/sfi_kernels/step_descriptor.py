@@ -1,21 +1,21 @@
-"""The step descriptor (Sec. 4.2): what every layer of a pass reads, in one int32 buffer sent once.
+"""The step descriptor (Sec. 4.2): the numbers that every layer of a pass reads, in one int32 buffer.
 
     lists  [7, ...B]   of the requests: length, start and count of the new tokens; then of the slow requests,
-                       in order: which, their sink tokens, lengths and first recent tokens
+        in
+                       order: row, sink tokens, length and first recent token
     table  [B, WORDS]  a row for each request, its words named below
     work   [X, 4]      work items of the split attention: request, first unit, units, unused;
-                       request -1 where there is none
+                       request -1 for no item
 
-Every list starts at a multiple of 16 bytes, as the table and the work do, so that a kernel is compiled once
-for all sizes of batches.
+Lists, table and work begin at multiples of 16 bytes, so that a kernel is compiled once for all batch sizes.
 
 A decoding request reads its packed segment, then its pages from START on. A slow one has no packed tokens and
-starts at 0, so that attention needs no look at its mode. A unit is 64 tokens of either. A request that reads
-its prompt has no work here: the prompt's own kernel attends for it.
+starts at 0, so that attention ignores the mode. A unit is 64 tokens of either. A request that reads its
+prompt has no work here: the prompt's own kernel attends for it.
 
-In a mixed request some KV heads read everything and others read sparsely. Its row says what the first kind
-reads, so that the plan has work for them; the sparse heads read their own packed rows, then the pages from
-the place on that MIXED holds.
+In a mixed request some KV heads read everything and others read sparsely. START and PACKED describe the heads
+that read everything, so that the plan has work for them; a sparse head reads its own packed rows, then the
+pages from the position in MIXED on.
 
 A slow request that verifies a draft decodes several new tokens; each sees the tokens up to its own.
 """
@@ -55,8 +55,8 @@ class StepDescriptor:
         batch: Requests.
         slow: Rows of the requests with g_t = 1, in order.
         fast: Rows of the other decoding requests, in order.
-        longest: Cached tokens of the longest slow request, or a bound on them; 0 without one.
-        padding: Rows behind the slow requests' lists, of no request: -1 in each list.
+        longest: Cached tokens of the longest slow request, or a bound; 0 without slow requests.
+        padding: Rows of -1 behind the slow requests' lists.
         mixed: Rows of the mixed requests, in order; None where only the device knows, as in a CUDA graph.
         queries: The most queries of a decoding request.
     """
@@ -72,7 +72,7 @@ class StepDescriptor:
 
     @property
     def slow_rows(self) -> int:
-        """Rows of the slow requests' lists."""
+        """Rows of the slow requests' lists, padding included."""
         return len(self.slow) + self.padding
 
     @property
@@ -82,12 +82,12 @@ class StepDescriptor:
 
     @property
     def append_start_B(self) -> torch.Tensor:
-        """Where the new tokens go."""
+        """Position of the first new token."""
         return self._list(1, self.batch)
 
     @property
     def append_count_B(self) -> torch.Tensor:
-        """How many new tokens there are."""
+        """New tokens."""
         return self._list(2, self.batch)
 
     @property
@@ -97,7 +97,7 @@ class StepDescriptor:
 
     @property
     def slow_R(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The slow requests and padding: which, their sink tokens, lengths and first recent tokens."""
+        """Rows, sink tokens, lengths and first recent tokens of the slow requests and the padding."""
         which, sink, length, start = (
             self._list(place, self.slow_rows) for place in range(3, LISTS)
         )
@@ -130,11 +130,11 @@ class StepRequest:
         recent_start: First token of the recent segment.
         packed: Tokens of the packed segment; at least as many as any KV head has.
         sink: Sink tokens.
-        count: New tokens; those of a request that decodes are its queries, of which only a slow one that is
-            not mixed may have more than one.
+        count: New tokens: a decoding request's queries, more than one only in a slow request that is not
+            mixed.
         mixed: Whether some KV heads of a decoding request read everything although others read sparsely.
-        sparse_start: First token of the pages that its sparse heads read; None for `recent_start`. On a slow
-            step their packed segment is still the last one, and J ends at another place than it did.
+        sparse_start: First token of the pages that sparse heads read; None for `recent_start`. On a slow step
+            their packed segment is still the last one, while J has grown.
     """
 
     mode: int
@@ -148,7 +148,7 @@ class StepRequest:
 
     @property
     def has_mixed_heads(self) -> bool:
-        """Whether the request decodes, with heads of both kinds."""
+        """Whether the request decodes with both kinds of heads."""
         return self.mixed and self.decodes
 
     @property
@@ -157,7 +157,7 @@ class StepRequest:
         return self.mode in (FAST, SLOW)
 
     def check(self) -> None:
-        """Refuse queries that the decoding kernel does not take."""
+        """Raise `ValueError` for a number of queries that the decoding kernel does not take."""
         most = self.length if self.mode == SLOW and not self.mixed else 1
         if self.decodes and not 1 <= self.count <= most:
             rule = "at most its length in a slow request, and 1 in a fast or mixed one"
@@ -174,14 +174,9 @@ def describe_step(
 ) -> StepDescriptor:
     """Write a descriptor on the host and send it in one copy; `split_plan` fills in the work.
 
-    Args:
-        requests: The batch.
-        work_items: Room for work items, from `split_plan.work_items`; 0 for a pass that decodes nothing.
-        device: Where the kernels run.
-        into: The buffer of an earlier descriptor of as many requests and work items; None makes one.
-
-    Raises:
-        ValueError: A decoding request has no query, or more than its kind may have.
+    `work_items` comes from `split_plan.work_items`, 0 for a pass that decodes nothing. `into` is the buffer
+    of an earlier descriptor of as many requests and work items; None makes one. Raise `ValueError` for a
+    decoding request without a query, or with more than its kind may have.
     """
     slow = tuple(row for row, request in enumerate(requests) if request.mode == SLOW)
     slow_requests = [requests[row] for row in slow]
@@ -223,14 +218,14 @@ def _words(request: StepRequest, evidence: int) -> list[int]:
 
 
 def list_room(batch: int) -> int:
-    """Return the numbers that each list has room for."""
+    """Return the size of each list: the batch, rounded up to 16 bytes."""
     return -(-batch // ALIGNED) * ALIGNED
 
 
 def sent(
     tensor: torch.Tensor, device: torch.device, into: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Send a host tensor to a device, or into a tensor there, without waiting for it."""
+    """Send a host tensor to a device, or into a tensor there, without waiting for the copy."""
     if device.type == "cuda":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True) if into is None else into.copy_(tensor, True)
@@ -239,14 +234,10 @@ def sent(
 def uniform_step(
     mode: int, length_B: torch.Tensor, start_B: torch.Tensor, packed: int, work_items: int
 ) -> StepDescriptor:
-    """Write a descriptor of one mode and one query for every request from device tensors, without evidence.
+    """Write a descriptor of one mode, one query a request and no evidence, from device tensors.
 
-    Args:
-        mode: FAST or SLOW.
-        length_B: Cached tokens, int32.
-        start_B: First token read from the pages, int32.
-        packed: The most tokens of a packed segment.
-        work_items: As in `describe_step`.
+    `mode` is FAST or SLOW, `start_B` the first token read from the pages, `packed` the most tokens of a
+    packed segment.
     """
     B = length_B.shape[0]
     buffer = length_B.new_zeros(LISTS * list_room(B) + WORDS * B + 4 * work_items)

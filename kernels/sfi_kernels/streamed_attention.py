@@ -1,7 +1,7 @@
-"""Dense attention over keys and values that come in blocks, one after the other, and never lie together.
+"""Dense attention to keys and values that come block by block, and never lie together.
 
-Each block is attended by itself, and the results are joined by their log-sum-exp, which is exact. A KV cache
-whose whole lies in host memory is read this way, and single KV heads of a cache.
+Blocks are attended one by one and joined by log-sum-exp, which is exact. For a KV cache in host memory, and
+for single KV heads of a cache.
 """
 
 from collections.abc import Iterable, Iterator
@@ -10,30 +10,19 @@ import torch
 
 from sfi_kernels.partial_attention import capped, combine, finite, partial_attention
 
-Block = tuple[
-    int, torch.Tensor, torch.Tensor
-]  # first position, keys [1, H, N, D], values [1, H, N, E]
+# first position, keys [1, H, N, D], values [1, H, N, E]
+Block = tuple[int, torch.Tensor, torch.Tensor]
 Part = tuple[torch.Tensor, torch.Tensor]  # what `partial_attention` returns
 
 
 def streamed_attention(
-    query_1HGWD: torch.Tensor,
-    blocks: Iterable[Block],
-    length: int,
-    *,
-    scale: float,
-    soft_cap: float | None = None,
-    sink_HG: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Attend causally to every position; the W queries are the request's last W tokens.
+    query_1HGWD: torch.Tensor, blocks: Iterable[Block], length: int, *, scale: float,
+    soft_cap: float | None = None, sink_HG: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Attend causally to every position; the W queries are the last of the request's `length` tokens.
 
-    Args:
-        query_1HGWD: Queries of one request, grouped by KV head.
-        blocks: Keys and values of positions 0 to `length`, in order, without gaps.
-        length: Cached tokens, the queries' own included.
-        scale: Factor on the products.
-        soft_cap: Soft cap of the logits; None for none.
-        sink_HG: Learned sink logits; None for none.
+    `blocks` hold the keys and values of positions 0 to `length` - 1, in order, without gaps. Other arguments
+    as in `dense_attention`.
 
     Returns:
         out, [1, H, G, W, E], in the query's dtype.
@@ -50,14 +39,10 @@ def streamed_attention(
 
 
 def streamed_attention_with_logits(
-    query_1HG1D: torch.Tensor,
-    blocks: Iterable[Block],
-    *,
-    scale: float,
-    soft_cap: float | None = None,
-    sink_HG: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend as `streamed_attention` does with one query, and hand out the logits.
+    query_1HG1D: torch.Tensor, blocks: Iterable[Block], *, scale: float,
+    soft_cap: float | None = None, sink_HG: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Attend as `streamed_attention` does with one query, and return the logits.
 
     Returns:
         out, [1, H, G, 1, E], and the logits, [1, H, G, 1, T] float32.
@@ -74,17 +59,10 @@ def streamed_attention_with_logits(
 
 
 def streamed_logits(
-    query_1HGWD: torch.Tensor,
-    blocks: Iterable[Block],
-    length: int,
-    *,
-    scale: float,
+    query_1HGWD: torch.Tensor, blocks: Iterable[Block], length: int, *, scale: float,
     soft_cap: float | None = None,
-) -> torch.Tensor:
-    """Return the logits of a request's last W queries, [1, H, G, W, length] float32.
-
-    -inf where a query may not look.
-    """
+) -> torch.Tensor:  # fmt: skip
+    """Return the logits of a request's last W queries, [1, H, G, W, length] float32; -inf for later keys."""
     W = query_1HGWD.shape[3]
     logits = torch.cat([_logits(query_1HGWD, key, scale, soft_cap) for _, key, _ in blocks], -1)
     position_T = torch.arange(length, device=logits.device)

@@ -1,6 +1,6 @@
-"""Whether Triton really runs here: `python -m sfi_kernels.triton_check` launches one small kernel.
+"""Launch one small Triton kernel, to see whether Triton runs: `python -m sfi_kernels.triton_check`.
 
-In a process of its own, since Triton's interpreter is chosen once for all.
+In its own process, since a process chooses Triton's interpreter once.
 """
 
 import torch
@@ -17,11 +17,7 @@ def _double_kernel(source, target, SIZE: tl.constexpr):  # noqa: ANN001, ANN202 
 
 
 def main() -> None:
-    """Launch the kernel and compare.
-
-    Raises:
-        RuntimeError: It ran and gave something else.
-    """
+    """Launch the kernel; raise `RuntimeError` if the result is wrong."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     source = torch.arange(SIZE, dtype=torch.float32, device=device)
     target = torch.full_like(source, torch.nan)

@@ -1,8 +1,8 @@
-"""A synthetic, readable corpus: one sentence per person, then a request to recall some of them.
+"""A synthetic, readable corpus: one sentence a person, then a request to recall some of them.
 
-A document is paragraphs of sentences such as ``Belora hid a red lantern under the old bridge.``; each
-person is named in one sentence only. The request lists people, so the answer, their sentences word for
-word, is fully determined by the document.
+A document is paragraphs of sentences such as ``Belora hid a red lantern under the old bridge.``; only one
+sentence names a person. The request lists people, so the document determines the answer, their sentences word
+for word.
 """
 
 import random
@@ -82,13 +82,9 @@ def sentence(rng: random.Random, name: str, ending: str) -> str:
 
 
 def recall(rng: random.Random, sentences: int, asked: int, *, adjacent: bool = False) -> Recall:
-    """Make a document of `sentences` sentences and ask for `asked` of them.
+    """Make a document of `sentences` people, at most `len(NAMES)`, and ask for `asked` of them.
 
-    Args:
-        rng: Source of every choice.
-        sentences: People in the document; at most `len(NAMES)`.
-        asked: People in the request; at most `sentences`.
-        adjacent: Ask for neighbours in the document's order, instead of anybody in any order.
+    `adjacent` asks for neighbors in the document's order, otherwise for anybody in any order.
     """
     names = rng.sample(NAMES, sentences)
     told: dict[str, str] = {}
@@ -111,7 +107,7 @@ def recall(rng: random.Random, sentences: int, asked: int, *, adjacent: bool = F
 
 
 def vocabulary() -> list[str]:
-    """List every piece of text that must be one token."""
+    """List the texts that must be one token each."""
     words = [*NAMES, *VERBS, *ADJECTIVES, *OBJECTS, *PREPOSITIONS, *PLACE_ADJECTIVES, *PLACES]
     words += ["a", "an", "the", "and", "right", "What", "is", "written", "about"]
     bare = [*OPENERS, "Question", "Answer", ".", "!", ";", "?", ",", ":", ".\n", "!\n", "?\n", "\n"]

@@ -1,4 +1,4 @@
-"""The bundled example: a long document, a request, the right answer, and the settings it is run with.
+"""The bundled example: a long document, a request, the answer, and the run's settings.
 
 `python -m sfi_core.bundled.example` writes `example.json` anew.
 """
@@ -20,12 +20,10 @@ SETTINGS = {"budget": 256, "recent": 128, "window_prefill": 1, "slow_start": 1}
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A prompt with its answer.
+    """A prompt with its only right completion.
 
-    Attributes:
-        prompt: Document, request and the first word of the answer.
-        answer: The only right completion.
-        config: Settings under which `sfi` selects less than a tenth of the context.
+    Under `config`, `sfi` selects less than a tenth of the context. The prompt ends with the first word of the
+    answer.
     """
 
     prompt: str

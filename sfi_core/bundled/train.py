@@ -20,23 +20,17 @@ from sfi_core.bundled.corpus import Recall, recall, vocabulary
 from sfi_core.bundled.tokenizer import build_tokenizer
 
 MAX_LENGTH = 16384
-HELD_OUT = (
-    900_000  # first seed of the test documents; training draws from seeds below 1000 * (seed + 1)
-)
+HELD_OUT = 900_000  # first seed of the test documents; training's are below 1000 * (seed + 1)
 ADJACENT_SHARE = 0.2  # of requests that ask for neighbours
 SENTENCE_TOKENS = 10.6  # mean, with its share of paragraph openers
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One stage of the curriculum.
+    """One stage of the curriculum; its `name` is also that of its weights in the output folder.
 
-    Attributes:
-        name: Also the name of its weights in the output folder.
-        lengths: Tokens of a sequence, one drawn per step; empty for pure copying.
-        steps: Optimizer steps.
-        learning_rate: Peak, falling by a cosine to a tenth.
-        tokens: Tokens of a batch, over all its sequences.
+    Each step draws one of the `lengths` for its sequences, empty for pure copying; a batch has `tokens` over
+    all sequences. A cosine lowers the learning rate to a tenth.
     """
 
     name: str
@@ -147,7 +141,7 @@ def exact_match(
     samples: int,
     asked: int = 5,
 ) -> float:
-    """Share of held-out requests answered word for word (teacher-forced, so equal to greedy)."""
+    """Return the share of held-out requests answered word for word (teacher-forced, so equal to greedy)."""
     right = 0
     for index in range(samples):
         example = draw(random.Random(HELD_OUT + index), length, asked)
@@ -222,11 +216,8 @@ def main() -> None:
                 print(f"{stage.name}: exact match at {length} tokens: {score:.3f}", flush=True)
         tokenizer.save_pretrained(arguments.output)
         model.save_pretrained(arguments.output)
-    (arguments.output / "training.json").write_text(
-        json.dumps(
-            {"seed": arguments.seed, "stages": [asdict(stage) for stage in STAGES]}, indent=1
-        )
-    )
+    facts = {"seed": arguments.seed, "stages": [asdict(stage) for stage in STAGES]}
+    (arguments.output / "training.json").write_text(json.dumps(facts, indent=1))
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""Several processes: torchrun's environment, and the ranks that a model is split over."""
+"""Several processes: torchrun's environment, and the ranks that share a model."""

@@ -1,8 +1,8 @@
-"""Processes that run one model together, one for each device, and what they tell each other.
+"""Processes that run one model together, one a device, and their messages.
 
-`Ranks` is handed to whatever must agree or see more than its own heads. A model that one process runs has
-`ALONE`, whose methods give back what they were given. Every rank must make the same calls in the same order;
-what decides about a call must therefore be the same on every rank.
+Code that must agree, or needs other ranks' heads, takes a `Ranks`. `ALONE`, of a model in one process, gives
+back its arguments. Every rank must make the same calls in the same order, so whatever decides about a call
+must be equal on every rank.
 """
 
 import hashlib
@@ -31,12 +31,9 @@ GLOO = "gloo/transport"  # its errors have no type of their own
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """The processes that run one model, seen from one of them.
+    """The processes that run one model, seen from the one with this `number`.
 
-    Attributes:
-        number: Which of them this is; rank r holds the KV heads from `r * H` on.
-        size: How many there are.
-        group: Their process group; None for the default one.
+    Rank r of `size` holds the KV heads from `r * H` on. A `group` of None is the default process group.
     """
 
     number: int = 0
@@ -60,10 +57,9 @@ class Ranks:
         return min(self._exchange(number)) if self.size > 1 else number
 
     def settle(self, told_RX: torch.Tensor) -> torch.Tensor:
-        """Return the first rank's rows, but in row 1 where every rank is fine, in one collective.
+        """Return the first rank's rows, except row 1: 1 where every rank is fine; one collective.
 
-        Args:
-            told_RX: Integers, which may be another number's bits; row 1 is 1 where this rank is fine, else 0.
+        `told_RX` are integers, or other numbers' bits; row 1 is 1 where this rank is fine, else 0.
         """
         if self.size == 1:
             return told_RX
@@ -76,18 +72,14 @@ class Ranks:
         return told_RX
 
     def same_tokens(self, token_B: torch.Tensor) -> list[int]:
-        """Return a step's tokens, which others than us have sampled on every rank.
-
-        Raises:
-            SfiError: The ranks have sampled different ones.
-        """
+        """Return a step's tokens, which other code sampled on every rank; raise `SfiError` if they differ."""
         rows: list[list[int]] = self.gather(token_B).tolist()
         if any(row != rows[0] for row in rows):
             raise SfiError(f"every rank must sample the same tokens, got {rows}; seed them alike")
         return rows[0]
 
     def share_seed(self, device: torch.device) -> None:
-        """Give every rank the first one's random state, so that they sample alike."""
+        """Give every rank the first one's random state, so that all sample alike."""
         state = torch.get_rng_state().to(device)
         torch.set_rng_state(self.gather(state)[0].cpu())
         if device.type == "cuda":
@@ -95,19 +87,12 @@ class Ranks:
             torch.cuda.set_rng_state(self.gather(state)[0].cpu(), device)
 
     def first_ones(self, fact: T) -> T:
-        """Return what the first rank has given, on every rank."""
+        """Return the first rank's `fact`, on every rank."""
         told: list[T] = self._exchange(fact) if self.size > 1 else [fact]
         return told[0]
 
     def check_same(self, facts: dict[str, Any]) -> None:
-        """Refuse a run whose facts differ between the ranks.
-
-        Args:
-            facts: By name; compared by what `repr` says of them.
-
-        Raises:
-            ConfigError: On every rank, with the first name whose facts differ.
-        """
+        """Raise `ConfigError` on every rank if a fact differs between them; facts are compared by `repr`."""
         if self.size == 1:
             return
         ours = {name: hashlib.sha256(repr(fact).encode()).digest() for name, fact in facts.items()}
@@ -120,10 +105,9 @@ class Ranks:
 
     @contextmanager
     def agreed(self) -> Iterator[None]:
-        """Raise on every rank what one of them raised inside, where no rank may call another.
+        """Raise an `SfiError` of one rank on every rank; inside, no rank may call another.
 
-        Raises:
-            SfiError: The error of the first rank that has one, which it names unless all have the same.
+        The first rank's error wins; the message names the rank unless all have the same error.
         """
         error: SfiError | None = None
         try:
@@ -143,11 +127,7 @@ class Ranks:
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """Turn the failure of a collective into one error, where other ranks are called inside.
-
-        Raises:
-            RankLostError: Another rank has died, or has not answered in time.
-        """
+        """Turn a collective that failed inside, by a dead or silent rank, into `RankLostError`."""
         try:
             yield
         except RuntimeError as error:
@@ -171,11 +151,7 @@ ALONE = Ranks()
 
 
 def timeout() -> float:
-    """Return the seconds after which a rank that does not answer is given up.
-
-    Raises:
-        ConfigError: The environment says something else than a positive number.
-    """
+    """Return the seconds to wait for a rank; raise `ConfigError` if SFI_TIMEOUT is not a positive number."""
     text = os.environ.get(TIMEOUT, str(DEFAULT_TIMEOUT))
     try:
         seconds = float(text)
@@ -187,13 +163,9 @@ def timeout() -> float:
 
 
 def join() -> Ranks:
-    """Meet the other processes that torchrun has started, once.
+    """Meet the other processes of torchrun, once; raise `RankLostError` if one does not come.
 
-    Returns:
-        The ranks, for what happens before the model runs: they wait as long as loading may take.
-
-    Raises:
-        RankLostError: Another one does not come.
+    The ranks are for what happens before the model runs: they wait as long as loading may take.
     """
     if torchrun.size() == 1:
         return ALONE
@@ -209,7 +181,7 @@ def join() -> Ranks:
 
 @cache
 def mesh(device: torch.device) -> DeviceMesh:
-    """Make the device mesh of a tensor-parallel model over all ranks; calls end after `timeout()`."""
+    """Make the device mesh of a tensor-parallel model over all ranks; its calls end after `timeout()`."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     group = dist.new_group(
@@ -221,7 +193,7 @@ def mesh(device: torch.device) -> DeviceMesh:
 
 
 def ranks_of(model: Any) -> Ranks:
-    """Return the ranks over which transformers has split a model; `ALONE` for any other."""
+    """Return the ranks over which transformers has split a model; `ALONE` for an unsplit one."""
     settings = getattr(model.config, "distributed_config", None)
     if settings is None or (settings.tp_size or 1) == 1:
         return ALONE
@@ -237,7 +209,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def tells_errors() -> bool:
-    """Say whether this process is to tell of an error: the first one that asks does."""
+    """Say whether this process reports an error: of all ranks, the first that asks does."""
     if torchrun.size() == 1 or not dist.is_initialized():
         return torchrun.local() == 0
     try:

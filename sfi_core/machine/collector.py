@@ -1,4 +1,4 @@
-"""Python's garbage collector, kept away from a CUDA graph under way."""
+"""Python's garbage collector, kept away while a CUDA graph is captured."""
 
 import gc
 from collections.abc import Iterator
@@ -7,10 +7,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Collect garbage now and none inside; the collector is as before afterwards.
+    """Collect garbage now, and none inside.
 
-    A CUDA graph that is freed while another one is captured makes the capture fail, and a graph in a circle
-    of references is freed whenever the collector runs: torch.cuda.graph has not collected first since 2.9.
+    Freeing a CUDA graph during the capture of another makes the capture fail, and the collector frees graphs
+    in circles of references: torch.cuda.graph has not collected first since 2.9.
     """
     gc.collect()
     enabled = gc.isenabled()

@@ -1,4 +1,4 @@
-"""The machine in plain values, for the doctor and for results that are compared with each other."""
+"""The machine in plain values, for the doctor and for results."""
 
 import platform
 import re
@@ -33,7 +33,7 @@ def describe() -> dict[str, Any]:
 
 
 def describe_measured(device: torch.device | None = None) -> dict[str, Any]:
-    """Describe the machine, the device that was measured, and the software that drives the device."""
+    """Describe the machine, the measured device, and the software that drives the device."""
     machine = {
         **describe(),
         "device": None if device is None else str(device),
@@ -53,7 +53,7 @@ def describe_measured(device: torch.device | None = None) -> dict[str, Any]:
 
 
 def name(machine: dict[str, Any]) -> str:
-    """Return the words for a figure's title: the GPU, or the processor and its threads."""
+    """Return a machine's name for a figure's title: the GPU, or the processor and its threads."""
     return str(machine.get("gpu") or f"{machine['processor']}, {machine['threads']} threads")
 
 

@@ -1,4 +1,4 @@
-"""What memory this machine has left, and what the process took at its peak."""
+"""Free memory of this machine, and the process's peak."""
 
 import resource
 from pathlib import Path
@@ -11,10 +11,7 @@ STATUS, CLEAR_REFS, MEMINFO = (
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Return the free memory of a device, what PyTorch's allocator keeps unused included.
-
-    None where the system does not tell.
-    """
+    """Return a device's free memory, including what PyTorch's allocator keeps unused; None for unknown."""
     if device.type == "cuda":
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + kept
@@ -22,16 +19,16 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def give_back(device: torch.device) -> None:
-    """Give what PyTorch's allocator keeps unused back to the device.
+    """Return what PyTorch's allocator keeps unused to the device.
 
-    What an earlier run left on other streams, or in the memory pool of its graphs, is of no use otherwise.
+    Memory that an earlier run left on other streams or in its graphs' pool cannot be reused otherwise.
     """
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def total_bytes(device: torch.device) -> int | None:
-    """Return the memory of a device, free or not; None where the system does not tell."""
+    """Return the memory of a device, free or not; None for unknown."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return _field(MEMINFO, "MemTotal:")

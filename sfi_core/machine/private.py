@@ -1,6 +1,6 @@
-"""The private names of other packages that sfi_core uses, each because no public name says the same.
+"""Private names of other packages that sfi_core uses, each for lack of a public one.
 
-`tests/test_private_names.py` lists them, and those of the kernels, and tells when one is gone.
+`tests/test_private_names.py` lists them with those of the kernels, and fails when one is gone.
 """
 
 from collections.abc import Callable
@@ -13,19 +13,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 def attention_implementation(config: Any) -> str:
     """Return the attention implementation of a model's config.
 
-    transformers documents the argument `attn_implementation` and `set_attn_implementation`, but nothing that
-    reads the value back.
+    transformers documents `attn_implementation` and `set_attn_implementation`, but nothing that reads the
+    value.
     """
     name: str = config._attn_implementation
     return name
 
 
 class LastOperation(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the last aten operation that was begun inside; the public way to see each one is this class.
-
-    Attributes:
-        name: Its name, as `aten::nonzero`; empty before the first.
-    """
+    """Notes the last aten operation that began inside; `name` is like `aten::nonzero`, "" at first."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -38,23 +34,20 @@ class LastOperation(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Note the operation, and do it."""
+        """Note the operation and run it."""
         self.name = func.name()
         return func(*args, **(kwargs or {}))
 
 
 def has_hooks(module: torch.nn.Module) -> bool:
-    """Say whether anybody is told of a module's calls.
-
-    PyTorch has functions to add hooks and to remove them, but none to ask for them.
-    """
+    """Say whether a module has forward hooks; PyTorch can add and remove hooks, but not list them."""
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def multiplies_natively(dtype: torch.dtype) -> bool:
     """Say whether oneDNN multiplies matrices of a dtype on this CPU; True for other than half precisions.
 
-    `torch.backends.mkldnn` tells whether oneDNN is there, not what it supports.
+    `torch.backends.mkldnn` says whether oneDNN exists, not what it supports.
     """
     supported = {
         torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
@@ -64,9 +57,9 @@ def multiplies_natively(dtype: torch.dtype) -> bool:
 
 
 def operators(call: Callable[[], object]) -> list[str]:
-    """Run a call and return the names of the ATen operators that it came down to, in order.
+    """Run a call and return the names of the ATen operators that it ran, in order.
 
-    The profiler is public and names them too, but Kineto's writes lines to stderr.
+    The public profiler names them too, but Kineto writes lines to stderr.
     """
     seen = Operators()
     with seen:
@@ -82,6 +75,6 @@ class Operators(TorchDispatchMode):
         self.names: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Note the name, and run the operator."""
+        """Note the name and run the operator."""
         self.names.append(func.overloadpacket.__name__)
         return func(*args, **(kwargs or {}))

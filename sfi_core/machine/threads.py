@@ -1,4 +1,4 @@
-"""How many of PyTorch's threads a piece of work on the CPU gets."""
+"""PyTorch's threads for small work on the CPU."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ SMALL_BYTES = 1 << 26
 
 @contextmanager
 def one_thread(*, wanted: bool) -> Iterator[None]:
-    """Run what is inside on one thread, if that is wanted; the number is the process' own."""
+    """Run the code inside on one thread if `wanted`; the setting is the whole process's."""
     threads = torch.get_num_threads()
     if not wanted or threads == 1:
         yield

@@ -1,1 +1,1 @@
-"""A checkpoint: how it is loaded, described and split, and what it will need."""
+"""A checkpoint: loading, description, tensor parallelism, memory forecasts."""

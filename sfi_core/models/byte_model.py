@@ -1,4 +1,4 @@
-"""The bytes that a decoding step has to read: the limit of a machine whose memory is the bottleneck.
+"""The bytes that a decoding step reads: its time where memory is the bottleneck.
 
 Weights are read once for the whole batch, keys and values once for each request. A slow step reads all keys
 and values and 16 bytes of scores for each position and KV head, and copies the new sink and selected rows.
@@ -32,7 +32,7 @@ class ByteModel:
         row_bytes: A token's keys and values in the layers that SFI acts on.
         heads: KV heads of all those layers together.
         layers: The number of those layers.
-        dense_row_bytes: As `row_bytes`, in full-attention layers that are left dense.
+        dense_row_bytes: `row_bytes` of full-attention layers that are left dense.
         dense_layers: The number of layers that are left dense.
         windows: Window and `row_bytes` of each sliding-window layer.
     """
@@ -50,9 +50,9 @@ class ByteModel:
     def of(
         cls, model: Mapping[str, Any], *, dense_layers: Sequence[int] = (), batch: int = 1
     ) -> Self:
-        """Take the numbers from the `model` of a manifest.
+        """Take the numbers from a trace manifest's `model`.
 
-        The `weight_bytes` of a mixture count the experts of one token; a batch reads more experts.
+        `weight_bytes` of a mixture count one token's experts; a batch reads more.
         """
         full = [layer for layer in model["layers"] if layer["window"] is None]
         sparse = [layer for layer in full if layer["layer"] not in dense_layers]
@@ -87,11 +87,9 @@ class ByteModel:
     def mean(self, length: Count, attended: Count, packed: Count, slow_rate: float) -> Count:
         """Return the mean bytes of a run's steps.
 
-        Args:
-            length: Cached tokens.
-            attended: Tokens read for each KV head, the mean over all steps and full-attention layers.
-            packed: Sink and selected tokens that a slow step copies.
-            slow_rate: Share of slow steps.
+        `attended` is the mean of tokens read for each KV head, over all steps and full-attention layers;
+        `packed` are the sink and selected tokens that a slow step copies; `slow_rate` is the share of slow
+        steps.
         """
         layers = max(1, self.layers + self.dense_layers)
         sparse = (layers * attended - self.dense_layers * length) / max(1, self.layers)
@@ -100,8 +98,8 @@ class ByteModel:
     def break_even(self, attended: float, packed: float, slow_rate: float) -> float | None:
         """Return the cached tokens at which SFI and full attention read as much; None for never.
 
-        With weights, windows and layers left dense on both sides, a share s of slow steps, row bytes b, score
-        bytes r of a token, F tokens attended by a fast step and P packed by a slow one, equal at
+        With a share s of slow steps, row bytes b, score bytes r of a token, F tokens attended by a fast step
+        and P packed by a slow one, and the same weights, windows and dense layers on both sides, equal at
 
             (1 - s) b F + s (b C + r C + 2 b P) = b C,  so  C = b ((1 - s) F + 2 s P) / ((1 - s) b - s r)
         """
@@ -124,23 +122,18 @@ class ByteModel:
 
 
 def fast_tokens(config: SfiConfig, selected: int, slow_rate: float) -> float:
-    """Return the tokens that a fast step reads for each KV head in a context that holds more.
+    """Return the tokens that a fast step reads for each KV head in a longer context.
 
-    Args:
-        config: Sink and recent tokens; anchored ones grow by half the steps between two slow ones.
-        selected: Selected tokens.
-        slow_rate: Share of slow steps.
+    With anchored recent tokens the window grows by half the steps between two slow ones, in the mean.
     """
     grown = 0.5 / slow_rate if config.recent_mode == "anchored" and slow_rate else 0.0
     return config.sink + selected + config.recent + grown
 
 
 def cycle_tokens(rate: float, drafted: int) -> float:
-    """Return the tokens that a verification of a draft gives, in the mean (Leviathan et al., 2023, Eq. 1).
+    """Return the mean tokens that the verification of a draft gives (Leviathan et al., 2023, Eq. 1).
 
-    Args:
-        rate: Chance that a drafted token is kept if all before it are.
-        drafted: Tokens of the draft.
+    `rate` is the chance that a drafted token is kept if all before it are; `drafted` the draft's tokens.
     """
     return sum(rate**place for place in range(drafted + 1))
 
@@ -148,17 +141,11 @@ def cycle_tokens(rate: float, drafted: int) -> float:
 def cycle_mean(
     fast: Count, slow: Count, *, drafted: float, tokens: float, again: float = 0.0
 ) -> Count:
-    """Return the mean bytes of a token of a lossless run, whose cycle is some fast steps and a slow one.
+    """Return the mean bytes of a token of a lossless run: a cycle is some fast steps and a slow one.
 
-    A verification reads what a slow step reads, whatever it tests; its further queries are left out. The
-    result holds for any cost that adds up over steps, such as seconds.
-
-    Args:
-        fast: Bytes of a fast step.
-        slow: Bytes of a slow step.
-        drafted: Fast steps of a cycle.
-        tokens: Tokens that a cycle gives; see `cycle_tokens`.
-        again: Share of the cycles after which a slow step of the corrected token makes the selection.
+    A cycle has `drafted` fast steps and gives `tokens`, see `cycle_tokens`; after a share `again` of the
+    cycles a slow step of the corrected token makes the selection. A verification counts as one slow step; its
+    further queries are left out. Any cost that adds up over steps, such as seconds, may stand for the bytes.
     """
     return (drafted * fast + (1 + again) * slow) / (tokens + again)
 

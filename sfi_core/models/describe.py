@@ -10,17 +10,12 @@ from sfi_core.state.layer_shape import LayerShape
 
 
 def describe_model(model: Any, shapes: Sequence[LayerShape]) -> dict[str, Any]:
-    """Say what a model is and what a decoding step of one request has to read.
+    """Describe a model, of layers with `shapes`, in plain values.
 
-    Args:
-        model: A model of transformers.
-        shapes: Its layers' keys and values.
-
-    Returns:
-        Plain values. `weight_bytes` are the weights that one token reads: without the rows of the input
-        embedding that belong to other tokens, and with the active experts of a mixture only. `layers` has the
-        heads, widths and bytes of a number of each layer, and the window of a sliding one. Of a model that is
-        split over ranks, heads and bytes are this rank's, and `tensor_parallel` says which rank that is.
+    `weight_bytes` are the weights that one token reads: without the rows of the input embedding that belong
+    to other tokens, and with the active experts of a mixture only. `layers` has each layer's heads, widths,
+    bytes of a number, and window. Of a model that is split over ranks, heads and bytes are this rank's, and
+    `tensor_parallel` names the rank.
     """
     config, ranks = model.config.get_text_config(decoder=True), ranks_of(model)
     name = config.name_or_path or model.config.name_or_path

@@ -1,6 +1,6 @@
-"""What tells checkpoints apart: the digest of a folder or GGUF file, or a hub id's commit.
+"""A checkpoint's identity: the digest of a folder or GGUF file, or the commit of a hub id.
 
-Ranks compare it when they load one model; a head file (`sfi tune heads`) names its model by it.
+Ranks that load one model compare it; a head file (`sfi tune heads`) names its model by it.
 """
 
 import hashlib
@@ -20,10 +20,10 @@ PLACES = 1024  # samples of a file whose tensors' places are not known
 
 
 def model_digest(model: Any) -> str:
-    """Return what tells a loaded model from others of its architecture; "" where nothing is known.
+    """Return a loaded model's digest, which others of its architecture do not share; "" for unknown.
 
-    `load` notes on the model where the checkpoint came from. Of a model that transformers loaded itself, the
-    folder in its config counts; random weights and a hub id without its revision have no digest.
+    `load` notes the checkpoint's source on the model; for a model that transformers loaded itself, the folder
+    in its config counts. Random weights and a hub id without its revision have no digest.
     """
     origin = getattr(model, "sfi_origin", None)
     if origin is not None:
@@ -33,7 +33,7 @@ def model_digest(model: Any) -> str:
 
 
 def folder_of(model: Any) -> Path | None:
-    """Return the folder that a loaded model's checkpoint lies in; None where it has none."""
+    """Return the folder of a loaded model's checkpoint; None without a folder."""
     origin = getattr(model, "sfi_origin", None)
     name = getattr(model.config, "name_or_path", "") if origin is None else origin[0].place
     return Path(name) if name and Path(name).is_dir() else None
@@ -52,14 +52,14 @@ def source_digest(source: Source, revision: str | None = None) -> str:
 
 
 def file_digest(path: Path) -> str:
-    """Return a digest of a file's size and samples, whatever the file is called."""
+    """Return a digest of a file's size and samples; its name does not count."""
     digest = hashlib.sha256(f"{path.stat().st_size}".encode())
     _add_weights(digest, path)
     return digest.hexdigest()
 
 
 def commit_of(hub_id: str, revision: str | None) -> str | None:
-    """Return the commit on the hub that a revision has in the local cache; None where it is not there."""
+    """Return the commit of a hub revision in the local cache; None where the cache lacks it."""
     config = try_to_load_from_cache(hub_id, "config.json", revision=revision)
     # the cache keeps each commit's files in a folder that has the commit as its name
     return Path(config).parent.name if isinstance(config, str) else None
@@ -68,8 +68,8 @@ def commit_of(hub_id: str, revision: str | None) -> str | None:
 def checkpoint_digest(folder: Path) -> str:
     """Return a digest of a checkpoint's names, sizes, texts, and a sample of every tensor.
 
-    It takes a read of a kilobyte a tensor, not of the weights: two checkpoints of one architecture differ in
-    it unless they agree in all those places.
+    It reads a kilobyte a tensor, not the weights: two checkpoints of one architecture have different digests
+    unless they agree in all samples.
     """
     digest = hashlib.sha256()
     for path in sorted(folder.iterdir()):

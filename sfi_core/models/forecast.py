@@ -1,4 +1,4 @@
-"""The memory that a run will need, known before the run allocates."""
+"""Forecast the memory of a run, before the run allocates."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Sequence
@@ -23,19 +23,18 @@ CPU_SLACK = 2  # the C library keeps about as much freed memory as the largest t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """Bytes a run needs.
+    """Bytes that a run needs.
 
     Attributes:
         resident_bytes: Bytes in use before the run, weights included.
         kv_bytes: Pages of the KV cache.
         norm_bytes: Key norms.
         packed_bytes: Packed segments.
-        summary_bytes: What the policy keeps of the keys, such as page summaries or codes.
+        summary_bytes: The policy's summaries of keys, such as page summaries or codes.
         sliding_bytes: transformers' own cache of sliding-window layers.
-        workspace_bytes: The largest transient: the prompt's activations or the Selector's tensors, with the
+        workspace_bytes: The largest transient: the prompt's activations, or the Selector's tensors with the
             evidence that waits for it.
-        graph_bytes: What CUDA graphs hold, a step's own transient included: they keep it while prompts are
-            read.
+        graph_bytes: Held by CUDA graphs, a step's transients included, also while prompts are read.
     """
 
     resident_bytes: int
@@ -49,7 +48,7 @@ class Forecast:
 
     @property
     def needed_bytes(self) -> int:
-        """Bytes on top of what is in use."""
+        """Bytes beyond those in use."""
         return self.total_bytes - self.resident_bytes
 
     @property
@@ -89,55 +88,46 @@ def forecast(
         prefill_chunk: Prompt tokens of one forward pass; 0 for all at once.
         refreshed_together: Requests whose memory one slow step refreshes at once: all on the triton backend.
         first_together: Requests whose first selections share their launches.
-        unpacked: Layers that get no packed segment.
+        unpacked: Layers without a packed segment.
         evidence_buffers: Layers whose evidence is held at once.
-        summary: Says what the policy keeps of a layer's keys of one request, in bytes, as
-            `Policy.summary_bytes` does; None for a policy without.
+        summary: As `Policy.summary_bytes`; None for no summaries.
         graphs: Whether steps are replayed as CUDA graphs.
         drafting: How a lossless run drafts; None for other runs.
     """
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size
     managed = [layer for layer in layers if layer.window is None]
     sliding = [layer for layer in layers if layer.window is not None]
     packing = [layer for index, layer in enumerate(layers) if index not in unpacked]
     rows = config.sink + (min(config.budget, capacity) if selects else 0)
     chunk = min(prefill_chunk or prompt_tokens, prompt_tokens)
     chosen = [layer for layer in packing if layer.window is None]
-    first = _first_bytes(model, managed, config.window_prefill) * first_together * capacity
-    later = _later_bytes(model, managed, evidence_buffers) * refreshed_together * capacity
+    # a prompt's selection has logits, probabilities and their powers, a slow step's its evidence
+    first = _selection_bytes(model, managed, 4 * config.window_prefill) * first_together * capacity
+    later = _selection_bytes(model, managed, evidence_buffers) * refreshed_together * capacity
     first, later = (first, later) if selects else (0, 0)
-    verifying, kept = (
-        (0, 0) if drafting is None else _drafting_bytes(model, managed, drafting, batch, capacity)
-    )
+    verifying, kept, held = 0, 0, 1
+    if drafting is not None:
+        verifying, kept = _drafting_bytes(model, managed, drafting, batch, capacity)
+        held = HELD
+    reading = _activation_bytes(model, managed, batch, chunk)
+    reading += _mask_bytes(sliding, batch, chunk, prompt_tokens)
+    slack = CPU_SLACK if model.device.type == "cpu" else 1
+    window_bytes = sum(layer.row_bytes * min(layer.window or 0, capacity) for layer in sliding)
     return Forecast(
         resident_bytes=resident_bytes(model.device),
         kv_bytes=sum(layer.row_bytes for layer in managed) * batch * capacity,
         norm_bytes=sum(layer.heads for layer in managed) * FLOAT32 * batch * capacity,
         packed_bytes=sum(layer.row_bytes for layer in chosen) * batch * rows,
         summary_bytes=batch * sum(summary(layer, capacity) for layer in managed if summary),
-        sliding_bytes=sum(layer.row_bytes * min(layer.window or 0, capacity) for layer in sliding)
-        * batch
-        * (1 if drafting is None else HELD),
-        workspace_bytes=max(
-            _activation_bytes(model, managed, batch, chunk)
-            + _mask_bytes(sliding, batch, chunk, prompt_tokens),
-            first,
-            later,
-            verifying,
-        )
-        * (CPU_SLACK if model.device.type == "cpu" else 1)
-        + kept,
+        sliding_bytes=window_bytes * batch * held,
+        workspace_bytes=max(reading, first, later, verifying) * slack + kept,
         graph_bytes=graph_bytes(
-            chosen,
-            config,
-            selects=selects,
-            batch=batch,
-            capacity=capacity,
-            vocabulary=model.config.get_text_config(decoder=True).vocab_size,
+            chosen, config, selects=selects, batch=batch, capacity=capacity, vocabulary=vocabulary,
             step_bytes=later + _activation_bytes(model, managed, batch, 1),
         )
         if graphs
         else 0,
-    )
+    )  # fmt: skip
 
 
 def _activation_bytes(model: Any, layers: Sequence[LayerShape], batch: int, chunk: int) -> int:
@@ -160,19 +150,12 @@ def _drafting_bytes(
     model: Any, layers: Sequence[LayerShape], drafting: Drafting, batch: int, capacity: int
 ) -> tuple[int, int]:
     # the largest transient of a verification, and the logits that observers wait for
-    heads = _query_heads(model)
-    logits = {
-        "batch": batch,
-        "vocabulary": model.config.get_text_config(decoder=True).vocab_size,
-        "itemsize": model.dtype.itemsize,
-    }
+    heads, vocabulary = _query_heads(model), model.config.get_text_config(decoder=True).vocab_size
+    logits = {"batch": batch, "vocabulary": vocabulary, "itemsize": model.dtype.itemsize}
     grouped = heads // min(layer.heads for layer in layers)
-    attention = {"heads": heads, "grouped": grouped, "capacity": capacity}
+    passing = drafting.pass_bytes(**logits, heads=heads, grouped=grouped, capacity=capacity)
     activations = _activation_bytes(model, layers, batch, drafting.tested)
-    return (
-        activations + drafting.pass_bytes(**logits, **attention),
-        drafting.kept_bytes(**logits),
-    )
+    return activations + passing, drafting.kept_bytes(**logits)
 
 
 def _mask_bytes(layers: Sequence[LayerShape], batch: int, chunk: int, prompt_tokens: int) -> int:
@@ -181,15 +164,10 @@ def _mask_bytes(layers: Sequence[LayerShape], batch: int, chunk: int, prompt_tok
     return batch * chunk * min(longest + chunk, prompt_tokens) if layers else 0
 
 
-def _first_bytes(model: Any, layers: Sequence[LayerShape], window: int) -> int:
-    # by position, of a prompt's selection: logits, probabilities and their powers; then about a dozen tensors
-    # of one number per head
-    return (4 * _query_heads(model) * window + 12 * _kv_heads(layers)) * FLOAT32
-
-
-def _later_bytes(model: Any, layers: Sequence[LayerShape], evidence_buffers: int) -> int:
-    # by position, of a slow step's
-    return (evidence_buffers * _query_heads(model) + 12 * _kv_heads(layers)) * FLOAT32
+def _selection_bytes(model: Any, layers: Sequence[LayerShape], queries: int) -> int:
+    # by position: numbers of each query, and about a dozen tensors of one number per KV head
+    heads = max(layer.heads for layer in layers)
+    return (queries * _query_heads(model) + 12 * heads) * FLOAT32
 
 
 def _query_heads(model: Any) -> int:
@@ -197,17 +175,10 @@ def _query_heads(model: Any) -> int:
     return heads // ranks_of(model).size
 
 
-def _kv_heads(layers: Sequence[LayerShape]) -> int:
-    return max(layer.heads for layer in layers)
-
-
 def largest_batch(needed: Callable[[int], int], most: int, free: float) -> int:
-    """Return the largest batch of at most `most` that fits `free` bytes; 0 where not even one request does.
+    """Return the largest batch of at most `most` that fits `free` bytes; 0 if one request does not fit.
 
-    Args:
-        needed: Returns the bytes of a batch; a larger batch never needs less.
-        most: Where the search ends.
-        free: Bytes to fill.
+    `needed` returns the bytes of a batch, which grow with the batch.
     """
     return bisect_right(range(1, most + 1), free, key=needed)
 
@@ -215,16 +186,10 @@ def largest_batch(needed: Callable[[int], int], most: int, free: float) -> int:
 def check_fits(
     expected: Forecast, device: torch.device, way: str | None = None, *, two_tier: bool = False
 ) -> None:
-    """Refuse a run that will not fit.
+    """Raise `MemoryForecastError` for a run that does not fit: bytes needed, bytes free, what to lower.
 
-    Args:
-        expected: The bytes that the run needs.
-        device: The device of the run.
-        way: The setting to lower; None for the one that needs the most.
-        two_tier: Whether the run has a device budget already, which the message then does not name.
-
-    Raises:
-        MemoryForecastError: The message has the bytes needed, the bytes free, and the setting to lower.
+    `way` is the setting to lower, None for the one that needs the most. The message does not suggest a device
+    budget to a run that has two tiers already.
     """
     free = free_bytes(device)
     if free and device.type == "cpu":

@@ -1,4 +1,4 @@
-"""GGUF files, which transformers loads: what that takes, and what it drops or gets wrong without a word."""
+"""GGUF files, which transformers loads: how to do so fast, and what it drops without a word."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
@@ -17,11 +17,7 @@ PACKAGES = ("gguf", "accelerate")  # transformers asks for both
 
 
 def check_packages() -> None:
-    """Refuse to read a GGUF file where a package of the extra is missing.
-
-    Raises:
-        BackendError: Naming what to install.
-    """
+    """Raise `BackendError` where a package that reads GGUF files is missing."""
     for package in PACKAGES:
         if find_spec(package) is None:
             raise BackendError(
@@ -31,10 +27,10 @@ def check_packages() -> None:
 
 @contextmanager
 def read_once() -> Iterator[None]:
-    """Let transformers parse a file once instead of once a use, and without a progress bar.
+    """Let transformers parse a file once, not once a use, and without a progress bar.
 
-    A parse takes seconds, all of them for the vocabulary; the names of all tensors it works out for each of
-    the model's modules anew.
+    A parse takes seconds, mostly for the vocabulary; transformers also works out the names of all tensors
+    anew for each of the model's modules.
     """
     import gguf  # noqa: PLC0415 - of an extra
 
@@ -52,9 +48,7 @@ def read_once() -> Iterator[None]:
 def read_metadata(place: str, file: str, revision: str | None) -> dict[str, Any]:
     """Return a file's metadata; under `tensors` the names of its tensors.
 
-    Raises:
-        OSError: The file is not there.
-        ValueError: It is not a GGUF file.
+    Raise `OSError` for a missing file, `ValueError` for a file that is not GGUF.
     """
     import gguf  # noqa: PLC0415 - of an extra
 
@@ -64,11 +58,7 @@ def read_metadata(place: str, file: str, revision: str | None) -> dict[str, Any]
 
 
 def check_positions(config: Any, metadata: Mapping[str, Any]) -> None:
-    """Refuse scaled positions that did not arrive in the config.
-
-    Raises:
-        ValueError: transformers dropped them.
-    """
+    """Raise `ValueError` if a file scales positions and transformers dropped the scaling."""
     parameters = getattr(config, "rope_parameters", None) or {}
     if parameters.get("rope_type", "default") != "default":
         return

@@ -1,7 +1,7 @@
 """The tokenizer of a GGUF file, from its metadata.
 
-transformers 5.17 makes one too, but for a Llama it splits every text as GPT-2 does, and takes the token that
-begins a text for the one that ends it.
+transformers 5.17 makes one too, but for a Llama it splits every text as GPT-2 does, and confuses the token
+that begins a text with the one that ends it.
 """
 
 from collections.abc import Mapping
@@ -34,11 +34,7 @@ SPLITS: dict[str, PreTokenizer] = {
 
 
 def build_tokenizer(metadata: Mapping[str, Any]) -> PreTrainedTokenizerFast:
-    """Build the tokenizer that a file's metadata describes.
-
-    Raises:
-        ValueError: It is of a kind that sfi does not know.
-    """
+    """Build the tokenizer that a file's metadata describes; raise `ValueError` for an unknown kind."""
     facts = {
         name.removeprefix("tokenizer.ggml."): value
         for name, value in metadata.items()

@@ -1,4 +1,4 @@
-"""The memory that CUDA graphs of whole decoding steps hold, besides what the same steps take without them."""
+"""The memory of CUDA graphs of whole decoding steps, beyond that of the same steps without graphs."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ LIBRARY_BYTES = 32 << 20
 
 
 def step_sizes(batch: int, *, selects: bool) -> list[int]:
-    """Return the numbers of slow requests that a run has a graph for, padding included."""
+    """Return the numbers of slow requests, padding included, that a run has graphs for."""
     if not selects:
         return [0]
     return [0, *sorted({min(batch, 1 << power) for power in range(batch.bit_length() + 1)})]
@@ -29,16 +29,10 @@ def graph_bytes(
     vocabulary: int,
     step_bytes: int,
 ) -> int:
-    """Add up the bytes of a run's graphs: a memory pool for all, and what each one leaves for the host.
+    """Add up the bytes of a run's graphs: a shared memory pool, and each graph's own.
 
-    Args:
-        layers: The shapes of the layers that select.
-        config: The budget.
-        selects: Whether the policy selects on slow steps.
-        batch: Requests.
-        capacity: Tokens that a request may reach.
-        vocabulary: Numbers of a request's logits.
-        step_bytes: The largest transient of a step with all requests slow; graphs run one after the other.
+    `layers` are those that select, `vocabulary` the numbers of a request's logits, `step_bytes` the largest
+    transient of a step with all requests slow; graphs run one after the other.
     """
     sizes = step_sizes(batch, selects=selects)
     logits = len(sizes) * batch * vocabulary * layers[0].itemsize

@@ -1,12 +1,11 @@
 """Weight matrices on a CPU without arithmetic of their dtype, where PyTorch's own product crawls.
 
-On such a CPU, any x86 without AVX-512, every number of a bfloat16 or float16 matrix is widened anew for each
-row that it is multiplied with. Two other ways lead to the same products, summed in float32:
+On such a CPU, any x86 without AVX-512, PyTorch widens every number of a bfloat16 or float16 matrix anew for
+each row that it multiplies. Two other ways give the same products, summed in float32:
 
-- `wide_linears`: many rows, as a prompt or a long verification has them, in float32 by the library that
-  multiplies float32 matrices.
-- `pack_weights`: few rows, as a decoding step has them, by FBGEMM, which ships with PyTorch. It keeps the
-  weights as float16 in tiles, in as many bytes.
+- `wide_linears`: for many rows, as in a prompt or a long verification: the float32 library.
+- `pack_weights`: for few rows, as in a decoding step: FBGEMM, which ships with PyTorch. It keeps the weights
+    as float16 in tiles, in as many bytes.
 """
 
 from collections.abc import Callable, Iterator
@@ -45,10 +44,10 @@ class WideLinear(torch.nn.Linear):
 
 
 class PackedLinear(torch.nn.Linear):
-    """A `Linear` whose weights lie in FBGEMM's layout: for a few rows, and for running a model only.
+    """A `Linear` with weights in FBGEMM's layout: for a few rows, and for inference only.
 
-    A bfloat16 weight below 2^-14 in size may change by up to 2^-25, the spacing of float16 there. All other
-    weights keep their values.
+    A bfloat16 weight below 2^-14 in size may change by up to 2^-25, float16's spacing there; no other
+    changes.
     """
 
     _packed: Any
@@ -65,7 +64,7 @@ class PackedLinear(torch.nn.Linear):
 
     @property
     def weight(self) -> torch.Tensor:  # type: ignore[override]
-        """The weights, unpacked anew each time, [N, K]."""
+        """The weights, unpacked at each access, [N, K]."""
         return torch.ops.quantized.linear_unpack_fp16(self._packed)[0].to(self._dtype)  # type: ignore[no-any-return]
 
     @property
@@ -100,18 +99,12 @@ def wide_linears(model: Any) -> Iterator[None]:
 
 
 def pack_weights(model: Any, progress: Callable[[int, int], None] | None = None) -> None:
-    """Pack the weights of a model's `Linear` layers in place, for good.
+    """Pack the weights of a model's `Linear` layers in place, for good; raise as `check_packing`.
 
-    A product of a few rows gains the most: on an AVX2 processor four rows take a quarter of the time, one row
-    takes three quarters. Packing itself is slow, about 20 ns a weight and core. An output matrix that is also
-    the input embedding is kept twice. A layer with a weight beyond float16's range is not packed.
-
-    Args:
-        model: A model of transformers, in bfloat16 or float16 on a CPU.
-        progress: Called with how many layers are packed, and of how many.
-
-    Raises:
-        BackendError: The dtype or the device cannot be packed, or the model is split over ranks.
+    Four rows take a quarter of the time on an AVX2 processor, one row three quarters. Packing is slow, about
+    20 ns a weight and core. An output matrix that is also the input embedding is kept twice. A layer with a
+    weight beyond float16's range is not packed; a model that is split over ranks is refused. `progress`
+    receives how many layers are packed, and of how many.
     """
     check_packing(model.device, model.dtype)
     if ranks_of(model).size > 1:
@@ -126,11 +119,7 @@ def pack_weights(model: Any, progress: Callable[[int, int], None] | None = None)
 
 
 def check_packing(device: torch.device, dtype: torch.dtype) -> None:
-    """Refuse what cannot be packed.
-
-    Raises:
-        BackendError: The model is not on a CPU or not in bfloat16 or float16, or PyTorch has no FBGEMM.
-    """
+    """Raise `BackendError` unless the model is half precision on a CPU, and PyTorch has FBGEMM."""
     if device.type != "cpu" or dtype not in HALVES:
         got = f"{str(dtype).removeprefix('torch.')} on {device.type}"
         raise BackendError(f"packed weights must be bfloat16 or float16 on a CPU, got {got}")

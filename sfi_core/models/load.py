@@ -20,7 +20,7 @@ from transformers import (
 from sfi_core.distributed import torchrun
 from sfi_core.distributed.ranks import join, mesh
 from sfi_core.errors import BackendError, ConfigError, InputError, UnsupportedModelError
-from sfi_core.models.digest import checkpoint_digest, commit_of
+from sfi_core.models.digest import source_digest
 from sfi_core.models.gguf_file import DTYPE, check_positions, read_metadata
 from sfi_core.models.gguf_tokenizer import build_tokenizer
 from sfi_core.models.source import Source, find_source
@@ -29,22 +29,18 @@ from sfi_core.models.tensor_parallel import parallel_options
 BUNDLED = Path(__file__).parents[1] / "bundled" / "checkpoint"
 # what transformers and its readers raise for a checkpoint that they cannot read
 DAMAGED = (
-    OSError,
-    ValueError,
-    LookupError,
-    NotImplementedError,
-    struct.error,
-    SafetensorError,
+    OSError, ValueError, LookupError, NotImplementedError, struct.error, SafetensorError,
     StrictDataclassError,
-)
+)  # fmt: skip
 DTYPES = {
-    "bfloat16": torch.bfloat16,
-    "bf16": torch.bfloat16,
-    "float16": torch.float16,
-    "fp16": torch.float16,
-    "float32": torch.float32,
-    "fp32": torch.float32,
-}
+    "bfloat16": torch.bfloat16, "bf16": torch.bfloat16, "float16": torch.float16, "fp16": torch.float16,
+    "float32": torch.float32, "fp32": torch.float32,
+}  # fmt: skip
+
+
+TOKENIZERS = (
+    "tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json", "vocab.txt", "spiece.model",
+)  # fmt: skip
 
 
 def load(
@@ -62,9 +58,9 @@ def load(
         model: Hub id, folder, GGUF file or alias (see `find_source`); None is the bundled checkpoint.
         revision: Branch, tag or commit on the hub.
         dtype: "auto" (the checkpoint's), "bfloat16", "float16" or "float32".
-        device: "auto" (CUDA where there is one), "cpu", "cuda", "cuda:1", ...
+        device: "auto" (CUDA if there is one), "cpu", "cuda", "cuda:1", ...
         trust_remote_code: Run code that comes with the checkpoint.
-        check: Called with the checkpoint's config, before its weights are read; may refuse it.
+        check: May refuse the checkpoint's config before its weights are read.
 
     Returns:
         The model in evaluation mode, and the tokenizer.
@@ -72,7 +68,7 @@ def load(
     Raises:
         InputError: The checkpoint is missing, incomplete or damaged.
         UnsupportedModelError: No decoder-only language model, or one that torchrun's ranks cannot share.
-        BackendError: The device, or a package that the checkpoint needs, is not there.
+        BackendError: The device, or a package that the checkpoint needs, is missing.
         ConfigError: The ranks have different checkpoints.
         RankLostError: Another rank has died.
     """
@@ -82,12 +78,16 @@ def load(
     together = join()
     with together.agreed():
         source = find_source(str(BUNDLED if model is None else model))
-        _check_ranks(source, together.size)
+        if source.gguf is not None and together.size > 1:
+            raise UnsupportedModelError(
+                f"{source.name} is a GGUF file, which {together.size} ranks cannot share; "
+                "use its folder or hub id"
+            )
     with source.opened():
         with together.agreed(), _readable(source.name):
             _check_place(source)
             config = _decoder_config(source, common)
-            digest = _digest(source.place, revision) if together.size > 1 else None
+            digest = source_digest(source, revision) if together.size > 1 else None
             split = parallel_options(config, together.size, trust_remote_code=trust_remote_code)
         if check is not None:
             with together.agreed():
@@ -121,20 +121,8 @@ def _readable(name: str, what: str = "model") -> Iterator[None]:
         raise InputError(f"{what} {name} cannot be loaded: {first_line(error)}") from error
 
 
-def _digest(source: str, revision: str | None) -> str | None:
-    folder = Path(source)
-    return checkpoint_digest(folder) if folder.is_dir() else commit_of(source, revision)
-
-
-def _check_ranks(source: Source, ranks: int) -> None:
-    if source.gguf is not None and ranks > 1:
-        raise UnsupportedModelError(
-            f"{source.name} is a GGUF file, which {ranks} ranks cannot share; use its folder or hub id"
-        )
-
-
 def read_config(source: Source, revision: str | None = None, **options: Any) -> Any:
-    """Return a checkpoint's config; a GGUF file's says which dtype "auto" is."""
+    """Return a checkpoint's config; that of a GGUF file also says which dtype "auto" is."""
     config = AutoConfig.from_pretrained(
         source.place, revision=revision, **source.options, **options
     )
@@ -171,9 +159,7 @@ def _check_complete(source: str, info: dict[str, Any]) -> None:
 def load_tokenizer(model: str | None = None, revision: str | None = None, **options: Any) -> Any:
     """Load a model's tokenizer alone; `options` are transformers' own.
 
-    Raises:
-        InputError: It is missing or damaged.
-        BackendError: A package that it needs is not installed.
+    Raise `InputError` for a missing or damaged tokenizer, `BackendError` for a missing package.
     """
     quiet()
     source = find_source(str(BUNDLED if model is None else model))
@@ -189,8 +175,7 @@ def _tokenizer(source: Source, revision: str | None = None, **options: Any) -> A
 
 
 def _check_place(source: Source) -> None:
-    place = source.place
-    folder = Path(place)
+    place, folder = source.place, Path(source.place)
     if not folder.is_dir():
         if folder.exists():
             raise InputError(
@@ -204,15 +189,7 @@ def _check_place(source: Source) -> None:
         file = next(folder.glob("*.gguf"), None)
         hint = f"; for its GGUF file say {place}:{file.name}" if file else ""
         raise InputError(f"model folder {place} has no config.json{hint}")
-    tokenizers = (
-        "tokenizer.json",
-        "tokenizer.model",
-        "vocab.json",
-        "tekken.json",
-        "vocab.txt",
-        "spiece.model",
-    )
-    if not any((folder / name).exists() for name in tokenizers):
+    if not any((folder / name).exists() for name in TOKENIZERS):
         raise InputError(f"model folder {place} has no tokenizer; save one there")
 
 
@@ -223,28 +200,23 @@ def first_line(error: Exception) -> str:
 
 
 def quiet() -> None:
-    """Keep transformers' own bars and warnings off the terminal."""
+    """Keep transformers' progress bars and warnings off the terminal."""
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
 
 
 def resolve_dtype(name: str) -> torch.dtype | str:
-    """Turn a dtype's name into the dtype.
-
-    Raises:
-        ConfigError: Unknown.
-    """
+    """Turn a dtype's name into the dtype; raise `ConfigError` for an unknown name."""
     if name != "auto" and name not in DTYPES:
         raise ConfigError(f"unknown dtype {name!r}; expected one of {('auto', *DTYPES)}")
     return DTYPES.get(name, "auto")
 
 
 def resolve_device(name: str) -> torch.device:
-    """Turn a device's name into the device; under torchrun, each rank's own of that kind.
+    """Turn a device's name into the device; under torchrun, into each rank's own.
 
-    Raises:
-        ConfigError: No such kind of device, or one device for several ranks.
-        BackendError: It is not on this machine.
+    Raise `ConfigError` for an unknown kind of device, or one device for several ranks, and `BackendError` for
+    a device that this machine lacks.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"

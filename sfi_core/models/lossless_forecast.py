@@ -1,4 +1,4 @@
-"""The memory that a lossless run needs on top: logits of several tokens, and drafts that wait."""
+"""The additional memory of a lossless run: logits of several tokens, and drafts that wait."""
 
 from dataclasses import dataclass
 
@@ -14,13 +14,11 @@ HELD = 2  # sliding windows: the one after the last verified token, and the draf
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drafting:
-    """What the forecast has to know of a lossless run.
+    """How a lossless run drafts, for the forecast.
 
-    Attributes:
-        tested: The most tokens that a request brings to a pass: its draft and the token before.
-        together: Logits that are picked from at once.
-        compares: Whether observers are told how far drafts are from full attention.
-        explicit: Whether the attention of a verification holds all its logits, as the torch backend's does.
+    A request brings `tested` tokens to a pass: its draft and the token before. `together` logits are picked
+    from at once. `compares` says whether an observer wants the divergence of drafts from full attention,
+    `explicit` whether a verification's attention holds all its logits, as the torch backend's does.
     """
 
     tested: int
@@ -33,24 +31,18 @@ class Drafting:
     ) -> int:
         """Add up what a verification of all requests holds, the model's activations left out.
 
-        Args:
-            batch: Requests.
-            vocabulary: Numbers of a token's logits.
-            itemsize: Bytes of one.
-            heads: Query heads.
-            grouped: Query heads of a KV head.
-            capacity: Tokens that a request may reach.
+        `vocabulary` numbers of `itemsize` bytes are a token's logits; `heads` are all query heads, `grouped`
+        those of a KV head; `capacity` are the tokens that a request may reach.
         """
         numbers = batch * self.tested * vocabulary
         picking = min(numbers, max(self.together, vocabulary)) * PICKING
         comparing = self.tested * vocabulary * COMPARING if self.compares else 0
         all_logits = heads * self.tested * capacity
         held = min(all_logits, max(GROUP, grouped * self.tested * capacity))
-        attention = (
-            3 * FLOAT32 * held if self.explicit else 0
-        )  # logits, weights, and these once more
+        # logits, weights, and these once more
+        attention = 3 * FLOAT32 * held if self.explicit else 0
         return max(numbers * itemsize + max(picking, comparing), attention)
 
     def kept_bytes(self, *, batch: int, vocabulary: int, itemsize: int) -> int:
-        """Return the bytes of the logits that drafted tokens were picked from, until they are compared."""
+        """Return the bytes of the drafted tokens' logits, kept until they are compared."""
         return batch * (self.tested - 1) * vocabulary * itemsize if self.compares else 0

@@ -1,4 +1,4 @@
-"""Models whose rotary embedding depends on what else a forward pass brings."""
+"""Models whose rotary embedding depends on the other tokens of a forward pass."""
 
 from typing import Any
 
@@ -6,16 +6,10 @@ from sfi_core.errors import ConfigError
 
 
 def pass_rotation(config: Any) -> str:
-    """Return the model's kind of RoPE if it rotates all tokens of a pass by the largest position among them.
+    """Return the kind of RoPE that rotates all tokens of a pass by its largest position; else "".
 
-    With transformers' `longrope` and `dynamic` a token's keys depend on the pass that read it: pieces of
-    another size, or a longer request beside it, give other keys, and other tokens.
-
-    Args:
-        config: A model's, of transformers.
-
-    Returns:
-        The kind; empty for other models.
+    With transformers' `longrope` and `dynamic` a token's keys depend on the pass that read the token: pieces
+    of another size, or a longer request beside it, give other keys, and other tokens.
     """
     said = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
     for one in (said, *said.values()):  # of the model, or by kind of layer
@@ -26,11 +20,7 @@ def pass_rotation(config: Any) -> str:
 
 
 def check_rotation(config: Any) -> None:
-    """Refuse a model whose tokens depend on how a text is cut into passes: nothing is lossless there.
-
-    Raises:
-        ConfigError: With the kind of its RoPE.
-    """
+    """Raise `ConfigError` where tokens depend on how a text is cut into passes: no run is lossless."""
     if kind := pass_rotation(config):
         raise ConfigError(
             f"lossless must be off with RoPE of the kind {kind}, which rotates a pass by its largest position"

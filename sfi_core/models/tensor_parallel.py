@@ -1,4 +1,4 @@
-"""transformers' tensor parallelism: how a model is loaded that is split by heads, and what cannot be."""
+"""transformers' tensor parallelism: loading a model that is split by heads."""
 
 from typing import Any
 
@@ -12,10 +12,9 @@ SPLIT = "colwise"  # the style of a projection whose heads stay on their ranks
 
 
 def parallel_options(config: Any, size: int, *, trust_remote_code: bool) -> dict[str, Any]:
-    """Return what `from_pretrained` takes, besides a device mesh, to split a model over `size` ranks.
+    """Return `from_pretrained`'s arguments, besides a device mesh, for a model split over `size` ranks.
 
-    Raises:
-        UnsupportedModelError: The model cannot be split by its heads.
+    Raise `UnsupportedModelError` if the model's heads cannot be split.
     """
     if size == 1:
         return {}
@@ -27,11 +26,7 @@ def parallel_options(config: Any, size: int, *, trust_remote_code: bool) -> dict
 
 
 def check_split(config: Any, plan: dict[str, str], size: int) -> None:
-    """Refuse a model whose attention does not split into `size` equal parts by its heads.
-
-    Raises:
-        UnsupportedModelError: With the reason.
-    """
+    """Raise `UnsupportedModelError` unless a model's attention splits by heads into `size` equal parts."""
     name, text = config.model_type, config.get_text_config(decoder=True)
     if not plan:
         raise UnsupportedModelError(
@@ -54,9 +49,7 @@ def _plan_with_whole_head(config: Any, *, trust_remote_code: bool) -> dict[str, 
     # the vocabulary does not split evenly, and transformers refuses to split it otherwise
     with torch.device("meta"):
         twin = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    heads = (
-        twin.get_output_embeddings(),
-        twin.get_input_embeddings(),
-    )  # where tied, they split as one
+    # where tied, they split as one
+    heads = twin.get_output_embeddings(), twin.get_input_embeddings()
     whole = {name for name, module in twin.named_modules() if module in heads}
     return {module: style for module, style in twin.tp_plan.items() if module not in whole}

@@ -1,4 +1,4 @@
-"""The memory of a two-tier KV cache: every key and value in host memory, what a step reads on the device.
+"""The memory of a two-tier KV cache: all keys and values on the host, a step's on the device.
 
 Nothing here runs a model or allocates. The sizes are those of `TwoTierStore`, on either backend.
 """
@@ -18,7 +18,7 @@ from sfi_core.state.layer_shape import LayerShape
 INT32 = 4
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class TwoTierBytes:
     """Bytes of a two-tier KV cache.
 
@@ -26,9 +26,9 @@ class TwoTierBytes:
         device_bytes: On the device, the sum of `parts`.
         host_bytes: In host memory: every layer's keys and values, rounded up to pages.
         parts: Bytes on the device by purpose: `ring`, the pages of the recent tokens; `packed`, the sink and
-            selected rows; `scratch`, where recalled rows of one request arrive; `norms` of the keys; `notes`,
-            what a policy keeps, above all summaries of pages; `stream`, the buffers of dense reads;
-            `resident`, the heads that never leave the device.
+            selected rows; `scratch`, for one request's recalled rows; `norms` of the keys; `notes` of the
+            policy, above all summaries of pages; `stream`, the buffers of dense reads; `resident`, the heads
+            that stay on the device.
     """
 
     device_bytes: int
@@ -60,10 +60,8 @@ def two_tier_bytes(
         longest_recent: The most recent tokens that a step reads.
         selects: Whether the policy selects at all.
         norms: Whether the norms of all keys count, which the store keeps for every policy.
-        summary: Says, for a layer and `capacity`, what the policy keeps of a request's keys in bytes, as
-            `Policy.summary_bytes` does; None for a policy without.
-        resident: Says, for a layer and its number of KV heads, which heads stay on the device beside what all
-            heads have, as `Policy.resident_heads` does; None for none.
+        summary: As `Policy.summary_bytes`; None for no summaries.
+        resident: As `Policy.resident_heads`; None for no heads that stay on the device.
     """
     full = {index: layer for index, layer in enumerate(layers) if layer.window is None}
     sparse = [layer for index, layer in full.items() if index not in config.dense_layers]
@@ -76,28 +74,19 @@ def two_tier_bytes(
         for index, layer in full.items()
     )
     noted = (_note_bytes(layer, config, capacity, summary) for layer in sparse)
+    row_bytes = [layer.row_bytes for layer in full.values()]
+    norm_bytes = FLOAT32 * sum(layer.heads for layer in full.values())
+    room = batch * pages * page
     parts = {
-        "ring": batch
-        * ring
-        * sum(layer.row_bytes + FLOAT32 * layer.heads for layer in full.values()),
+        "ring": batch * ring * (sum(row_bytes) + norm_bytes),
         "packed": batch * sum(packed),
         "scratch": max(packed, default=0),
-        "norms": batch
-        * FLOAT32
-        * pages
-        * page
-        * sum(layer.heads for layer in full.values() if norms),
+        "norms": room * norm_bytes if norms else 0,
         "notes": batch * sum(noted) if selects else 0,
-        "stream": BUFFERS
-        * block_tokens(pages * page, page)
-        * max((layer.row_bytes for layer in full.values()), default=0),
-        "resident": batch * pages * page * kept,
+        "stream": BUFFERS * block_tokens(pages * page, page) * max(row_bytes, default=0),
+        "resident": room * kept,
     }
-    return TwoTierBytes(
-        device_bytes=sum(parts.values()),
-        host_bytes=batch * pages * page * sum(layer.row_bytes for layer in full.values()),
-        parts=MappingProxyType(parts),
-    )
+    return TwoTierBytes(sum(parts.values()), room * sum(row_bytes), MappingProxyType(parts))
 
 
 def _packed_bytes(layer: LayerShape, rows: int) -> int:
@@ -127,29 +116,18 @@ def least_device_bytes(
 ) -> int:
     """Return the least device bytes of a run: those of a step that reads `config.recent` recent tokens.
 
-    A run whose recent window grows between two slow steps (`anchored`) needs more.
-
-    Args:
-        layers: The shape of every layer.
-        config: Sink, recent and budget.
-        batch: Requests.
-        capacity: Tokens that a request may reach.
-        sizes: The other arguments of `two_tier_bytes`, without `longest_recent`.
+    An anchored recent window, which grows between slow steps, needs more. `sizes` are the other arguments of
+    `two_tier_bytes`, without `longest_recent`.
     """
     sizes |= {"batch": batch, "capacity": capacity, "longest_recent": config.recent}
     return two_tier_bytes(layers, config, **sizes).device_bytes
 
 
 def check_device_budget(budget: DeviceBudget, expected: TwoTierBytes, least_bytes: int) -> None:
-    """Refuse a device budget that a run's two-tier cache exceeds.
+    """Raise `ConfigError` for a device budget that a run's two-tier cache exceeds.
 
-    Args:
-        budget: What the user allows; a share is one of the host's bytes, the full cache.
-        expected: The bytes of the run.
-        least_bytes: Those of the run with the shortest recent window; see `least_device_bytes`.
-
-    Raises:
-        ConfigError: The message has the bytes needed, the bytes allowed, and what to change.
+    `budget` may be a share of the full cache, `expected.host_bytes`; `least_bytes` are those of
+    `least_device_bytes`.
     """
     allowed = budget.bytes_of(expected.host_bytes)
     if allowed < least_bytes:

@@ -9,12 +9,12 @@ from sfi_core.models.linear import PackedLinear
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelWeights:
-    """The bytes of a model's weights, by use; of a model that is split over ranks, this rank's part.
+    """The bytes of a model's weights, by use; of a split model, this rank's part.
 
     Attributes:
         total_bytes: All weights; shared ones count once.
         embedding_bytes: The input embedding.
-        unread_bytes: The part of the embedding that a step does not read: all, unless the output shares it.
+        unread_bytes: The input embedding, or 0 where it is the output matrix too, which a step reads.
         routed_bytes: Experts of mixtures, all layers together.
         experts: Routed experts of a layer; 0 without a mixture.
         active: Routed experts that a token goes through.

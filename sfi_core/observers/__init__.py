@@ -1,1 +1,1 @@
-"""What a run tells: events, and the protocol of who listens."""
+"""The events of a run, and the protocol of its observers."""

@@ -1,4 +1,8 @@
-"""What happens in a run, as observers are told of it."""
+"""The events of a run, which observers receive.
+
+In every event `request` is a request's index, `step` its decoding step t and `layer` a transformer layer's
+index. Tensors are on the model's device.
+"""
 
 import time
 from collections.abc import Mapping
@@ -11,23 +15,21 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunEvent:
-    """A run begins.
+    """A run begins; mappings hold plain values.
 
     Attributes:
         batch: Requests that are decoded together.
-        requests: Requests in all, those included that wait until another one has ended.
-        policy: The policy's name.
+        requests: All requests, those that wait for a row included.
         backend: "torch" or "triton".
-        device: Where the model is.
-        config: The policy's settings, plain values.
+        config: The policy's settings.
         trigger_token_ids: T_trig, ascending.
-        model: What the model is, plain values: see `sfi_core.models.describe.describe_model`.
-        audit: The audit's settings, plain values; None without an audit.
-        lossless: Whether sparse steps draft only, and full attention verifies what they drafted.
-        rank: Which of the processes that share the model this is; it has the KV heads from rank * H on.
-        ranks: How many there are.
-        run_id: 32 hexadecimal digits, the same on every rank, of no other run.
-        began_unix_ns: When the run began, in nanoseconds since 1970; the first rank's, on every rank.
+        model: From `sfi_core.models.describe.describe_model`.
+        audit: The audit's settings; None without an audit.
+        lossless: Whether sparse steps only draft, and full attention verifies the drafts.
+        rank: This process among those that share the model; its KV heads begin at rank * H.
+        ranks: Processes that share the model.
+        run_id: 32 hexadecimal digits, unique to the run, the same on every rank.
+        began_unix_ns: When the run began on the first rank, in nanoseconds since 1970.
     """
 
     batch: int
@@ -48,13 +50,13 @@ class RunEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptEvent:
-    """A piece of the prompts is about to be read.
+    """A forward pass is about to read a piece of the prompts.
 
     Attributes:
-        requests: Which requests these are.
-        ids_BT: Token ids, padded on the left; on the model's device.
-        count: How many of T, the last ones, are each request's own.
-        settings: Those of `RunEvent.config` that are others for these requests, plain values.
+        requests: The requests that are read.
+        ids_BT: Token ids, padded on the left.
+        count: Each request's own tokens, the last of T.
+        settings: Settings of these requests that differ from `RunEvent.config`, plain values.
     """
 
     requests: tuple[int, ...]
@@ -68,15 +70,15 @@ class BeginStepEvent:
     """The batch enters a step, or a piece of the prompt.
 
     Attributes:
-        step: Step of the batch; 0 is the prompts' last piece, -1 an earlier one. A request that begins later,
-            in the place of one that has ended, has its prompt read in a step of the batch of its own.
+        step: Step of the batch; 0 is the prompts' last piece, -1 an earlier one. A request that takes the row
+            of a finished one has its prompt read in a batch step of its own.
         slow: Requests with g_t = 1.
         fast: The other unfinished requests.
         reads_prompt: Whether prompts are read.
-        cached_tokens: Tokens in the cache of these requests, the step's own included.
-        moved_bytes: Bytes of K and V that attention is going to read, as far as is known; see `StepEvent`.
-        not_replayed: Why the step runs one kernel after the other on a device that has CUDA graphs, where
-            nobody asked for that; empty for none.
+        cached_tokens: Cached tokens of these requests, the step's own included.
+        moved_bytes: Bytes of K and V that attention will read, as far as known; see `StepEvent`.
+        not_replayed: Why the step is not replayed on a device with CUDA graphs, unless the user turned graphs
+            off; empty for no reason.
     """
 
     step: int
@@ -89,7 +91,7 @@ class BeginStepEvent:
 
     @property
     def kind(self) -> str:
-        """Say "prefill", "slow", "fast" or "mixed"."""
+        """The kind of step: "prefill", "slow", "fast" or "mixed"."""
         if self.reads_prompt or self.step <= 0:
             return "prefill"
         return "mixed" if self.slow and self.fast else "slow" if self.slow else "fast"
@@ -100,9 +102,8 @@ class StepEvent:
     """One finished decoding step of one request.
 
     Attributes:
-        request: Index of the request.
         step: Decoding step t of the request; 0 is the prefill's last position.
-        batch_step: The step of the batch that it was part of.
+        batch_step: The batch's step.
         position: Position of the query token.
         token_id: The token this step generated, x_t.
         slow: Whether the step ran dense attention, g_t.
@@ -112,15 +113,15 @@ class StepEvent:
         context_tokens: Tokens that full attention reads.
         elapsed_us: Wall time of the batch's step, in microseconds; an audited step's includes the audit.
         audited: Whether the audit looked at the step.
-        drafted: Of a lossless run: whether the token was drafted, and kept. Its step is the fast one that
-            drafted it; the others are those of verifications.
-        draft_token_id: Of a lossless run: the token that was drafted here, kept or not; None without one.
-        graphs: Whether the step was replayed as a CUDA graph; None where that is not known.
-        slow_requests: Requests of the batch's step that read everything, those whose prompt is read included.
-        fast_requests: The other ones.
-        cached_tokens: Tokens in the cache of all of them, the step's own included.
-        moved_bytes: Bytes of K and V that attention read for all of them in the full-attention layers, each
-            request's once. Of tensor-parallel ranks with models of their own, those of the rank's heads.
+        drafted: Lossless runs: whether a fast step drafted the token and verification kept it. `step` is the
+            drafting step; other tokens have the step of their verification.
+        draft_token_id: Lossless runs: the token drafted here, kept or not; None without a draft.
+        graphs: Whether the step was replayed as a CUDA graph; None for unknown.
+        slow_requests: Requests of the batch's step that read everything, prompts included.
+        fast_requests: The other requests of the batch's step.
+        cached_tokens: Cached tokens of all of them, the step's own included.
+        moved_bytes: Bytes of K and V that attention read for all of them in the full-attention layers, once a
+            request. With tensor parallelism, those of the rank's heads.
     """
 
     request: int
@@ -146,22 +147,21 @@ class StepEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerificationEvent:
-    """One forward pass of a lossless run has verified what a request drafted; it precedes its steps' events.
+    """A forward pass of a lossless run has verified a request's draft; its steps' events follow.
 
     Attributes:
-        request: Index of the request.
-        step: Decoding step of the last token that it gave: the step whose row is slow.
-        batch_step: The step of the batch that it was part of.
-        base: Tokens in the cache that were verified before it, the prompt's included.
-        drafted: Tokens that it tested.
-        accepted: Those it kept; the token after them is full attention's own.
-        reason: Why the draft ended: "first", "trigger", "t_max" and the like as `StepEvent.reason`, "limit"
-            (`draft.max_tokens`, or fewer where `draft.adaptive`), "stop" (a drafted stop token), "room"
-            (no more tokens may be generated), "rejected" (the step after a rejection).
-        evidence_position: Position of the query whose logits selected; None where nothing was selected, or
-            what was selected fell with a rejected token.
-        attended_tokens: Tokens read per KV head by the steps that drafted and by the verification.
-        elapsed_us: Wall time of its pass, in microseconds.
+        step: Decoding step of the last token of the pass: the step whose row is slow.
+        batch_step: The batch's step.
+        base: Verified tokens in the cache before the pass, the prompt's included.
+        drafted: Drafted tokens that were tested.
+        accepted: Drafted tokens that were kept; the token after them is full attention's own.
+        reason: Why the draft ended: a `StepEvent.reason`, "limit" (`draft.max_tokens`, or fewer where
+            `draft.adaptive`), "stop" (a drafted stop token), "room" (no more tokens may be
+            generated) or "rejected" (the step after a rejection).
+        evidence_position: Position of the query whose logits selected; None without a selection, or where a
+            rejected token took it along.
+        attended_tokens: Tokens read per KV head by the drafting steps and the verification.
+        elapsed_us: Wall time of the pass, in microseconds.
     """
 
     request: int
@@ -181,16 +181,13 @@ class SelectionEvent:
     """The selected memory of one request and layer was refreshed.
 
     Attributes:
-        request: Index of the request.
-        step: Decoding step t.
-        layer: Index of the transformer layer.
-        index_HK: Selected positions by KV head, int32, padded with -1; on the device.
-        diagnostics: The policy's tensors, such as `lambda_star`; on the device.
+        index_HK: Selected positions by KV head, int32, padded with -1.
+        diagnostics: The policy's tensors, such as `lambda_star`.
         reason: "" for a refresh at a slow step; "correction" where a KV head's query moved (FreeKV,
             fine-grained correction); "speculative" for a selection that serves the next step (FreeKV,
             speculative retrieval).
-        heads_H: Which KV heads selected, bool [H], on the device; None for all. The rows of `index_HK` and
-            of the diagnostics count for these heads only.
+        heads_H: KV heads that selected, bool [H]; None for all. Other rows of `index_HK` and of the
+            diagnostics do not count.
     """
 
     request: int
@@ -207,12 +204,9 @@ class RecallEvent:
     """One layer of one request fetched rows of keys and values from the host.
 
     Attributes:
-        request: Index of the request.
-        step: Decoding step t.
-        layer: Index of the transformer layer.
-        rows_H: Rows of K and V fetched by KV head, int32 [H]; on the device.
-        row_bytes: Bytes of one row of one head, its key and its value.
-        waited_us: Microseconds that the step stood still for the rows.
+        rows_H: Fetched rows of K and V by KV head, int32 [H].
+        row_bytes: Bytes of one head's row, key and value.
+        waited_us: Microseconds that the step waited for the rows.
     """
 
     request: int
@@ -225,29 +219,25 @@ class RecallEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditEvent:
-    """What dense attention would have read in one layer of an audited step, beside what the step read.
+    """One layer of an audited step, compared with dense attention.
 
     Probabilities are the softmax over all cached tokens, averaged over a KV head's query heads; a learned
-    sink logit takes no share. All tensors are on the device, for the audited KV heads only.
+    sink logit takes no share. Tensors have the audited KV heads only.
 
     Attributes:
-        request: Index of the request.
-        step: Decoding step t.
-        layer: Index of the transformer layer.
         slow: Whether the step was slow, g_t.
         heads: The audited KV heads.
         index_HK: Positions of the K highest probabilities, int32, ascending, padded with -1.
         mass_HK: Their probabilities, float32; 0 where padded.
-        retained_H: Probability of what the step attended; 1 for a slow step.
-        query_cosine_H: Cosine of the query with the previous step's, averaged over the query heads
-            (FreeKV, C_i); NaN where there is none.
-        output_error_H: Norm of the difference between the step's attention output and dense attention's,
-            over the norm of the latter.
-        read_HK: Whether the step attended to each of `index_HK`, bool; all true where it read everything.
-        top_1_read_H: Share of the KV head's query heads whose most probable position the step attended,
-            float32.
-        retained_min_H: As `retained_H`, of the query head that retained least. The last three are None from
-            who does not look at them.
+        retained_H: Probability of the positions that the step attended; 1 for a slow step.
+        query_cosine_H: Cosine of the query with the previous step's, averaged over the query heads (FreeKV,
+            C_i); NaN without a previous step.
+        output_error_H: Norm of the difference between the step's attention output and dense attention's, over
+            the norm of the latter.
+        read_HK: Whether the step attended to each of `index_HK`, bool.
+        top_1_read_H: Share of the query heads whose most probable position the step attended, float32.
+        retained_min_H: `retained_H` of the query head that retained least. Observers that skip the last three
+            get None.
     """
 
     request: int
@@ -267,16 +257,15 @@ class AuditEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogitsEvent:
-    """Next-token distributions of fast steps against dense attention's.
+    """Next-token distributions of fast steps, compared with dense attention's.
 
-    Of an audited step that had fast requests, or of the drafted tokens that a lossless run has tested.
+    From an audited step with fast requests, or from the tested drafts of a lossless run.
 
     Attributes:
         requests: The fast requests; of a verification, the request of each tested token.
         steps: Their decoding steps t.
-        kl_R: Kullback-Leibler divergence of the step's distribution from dense attention's, in nats; on the
-            device.
-        agrees_R: Whether both have the same most probable token; on the device.
+        kl_R: Kullback-Leibler divergence of the step's distribution from dense attention's, in nats.
+        agrees_R: Whether both have the same most probable token.
     """
 
     requests: tuple[int, ...]
@@ -286,13 +275,6 @@ class LogitsEvent:
 
 
 Event = (
-    RunEvent
-    | PromptEvent
-    | BeginStepEvent
-    | StepEvent
-    | VerificationEvent
-    | SelectionEvent
-    | RecallEvent
-    | AuditEvent
-    | LogitsEvent
-)
+    RunEvent | PromptEvent | BeginStepEvent | StepEvent | VerificationEvent | SelectionEvent
+    | RecallEvent | AuditEvent | LogitsEvent
+)  # fmt: skip

@@ -1,4 +1,4 @@
-"""What the core tells the outside world. The core knows no observer but this protocol."""
+"""The protocol of observers, all that the core knows of them."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -18,44 +18,33 @@ from sfi_core.observers.events import (
 )
 
 NOTHING = nullcontext()
-AHEAD = (
-    "ahead"  # the span of the next step's forward pass, where it is launched before its step begins
-)
+AHEAD = "ahead"  # the span of a forward pass that is launched before its step begins
 HANDLERS: dict[type[Event], str] = {
-    RunEvent: "on_run",
-    PromptEvent: "on_prompt",
-    BeginStepEvent: "on_begin_step",
-    StepEvent: "on_step",
-    VerificationEvent: "on_verification",
-    SelectionEvent: "on_selection",
-    RecallEvent: "on_recall",
-    AuditEvent: "on_audit",
-    LogitsEvent: "on_logits",
-}
+    RunEvent: "on_run", PromptEvent: "on_prompt", BeginStepEvent: "on_begin_step", StepEvent: "on_step",
+    VerificationEvent: "on_verification", SelectionEvent: "on_selection", RecallEvent: "on_recall",
+    AuditEvent: "on_audit", LogitsEvent: "on_logits",
+}  # fmt: skip
 
 
 class Observer(Protocol):
     """Receives events and brackets spans; must not change what the core computes."""
 
     def on(self, event: Event) -> None:
-        """Take note of an event; an observer may see several runs, one after the other."""
+        """Receive an event; an observer may see several runs in turn."""
 
     def span(
         self, name: str, layer: int | None = None, moved_bytes: int = 0
     ) -> AbstractContextManager[None]:
-        """Bracket a region, for NVTX ranges and timings; `moved_bytes` is what it has to move."""
+        """Bracket a region that has to move `moved_bytes`, for NVTX ranges and timings."""
 
 
 class NullObserver:
-    """Observes nothing, at no cost; a base for observers that want some events only.
-
-    An observer overrides the methods of the events that it wants, or `on` for all of them.
+    """Observes nothing, at no cost: a base for observers, which override `on_step` and the like, or `on`.
 
     Attributes:
-        listened: Whether anybody takes what the observer passes on; otherwise it wants nothing.
-        takes_spans: Of an observer that overrides `span`: True to have all spans, for which steps run one
-            kernel after the other where they could be replayed; None for the spans that there are; False for
-            none.
+        listened: Whether anybody uses what the observer passes on; if not, the observer wants nothing.
+        takes_spans: For an observer that overrides `span`. True: all spans, so steps cannot be replayed as
+            graphs. None: the spans that happen to exist. False: none.
     """
 
     listened = True
@@ -69,16 +58,16 @@ class NullObserver:
         """A run begins."""
 
     def on_prompt(self, event: PromptEvent) -> None:
-        """A piece of the prompts is about to be read."""
+        """A pass is about to read a piece of the prompts."""
 
     def on_begin_step(self, event: BeginStepEvent) -> None:
         """A step begins."""
 
     def on_step(self, event: StepEvent) -> None:
-        """One step of one request is over."""
+        """One step of one request has ended."""
 
     def on_verification(self, event: VerificationEvent) -> None:
-        """A pass of a lossless run has verified what a request drafted."""
+        """A pass of a lossless run has verified a request's draft."""
 
     def on_selection(self, event: SelectionEvent) -> None:
         """The selected memory of one request and layer was refreshed."""
@@ -100,15 +89,9 @@ class NullObserver:
 
 
 class Observers:
-    """Several observers as one.
-
-    Attributes:
-        each: The observers.
-        spanning: Those of them that get spans.
-    """
+    """Several observers as one: `each` are all of them, `spanning` those that get spans."""
 
     def __init__(self, observers: Sequence[Observer], *, spans: bool = True) -> None:
-        """Take the observers; without `spans` they hear events only."""
         self.each = tuple(observers)
         # a span costs microseconds in every layer of every step: only observers that want spans pay
         self.spanning = [one for one in observers if spans and wants_spans(one)]
@@ -137,14 +120,14 @@ class Observers:
 
 
 def as_one(observers: Sequence[Observer]) -> Observer:
-    """Return an observer that stands for all of them."""
+    """Return one observer for all of them."""
     if not observers:
         return NullObserver()
     return observers[0] if len(observers) == 1 else Observers(observers)
 
 
 def wants(observer: Observer, event: type[Event]) -> bool:
-    """Say whether an observer does anything with an event."""
+    """Say whether an observer uses an event."""
     if isinstance(observer, Observers):
         return any(wants(one, event) for one in observer.each)
     return _listened(observer) and any(
@@ -153,14 +136,14 @@ def wants(observer: Observer, event: type[Event]) -> bool:
 
 
 def wants_spans(observer: Observer) -> bool:
-    """Say whether an observer does anything with spans."""
+    """Say whether an observer uses spans."""
     if isinstance(observer, Observers):
         return bool(observer.spanning)
     return _listened(observer) and _overrides(observer, "span") and _takes(observer) is not False
 
 
 def needs_spans(observer: Observer) -> bool:
-    """Say whether an observer must have the spans inside steps, which a replayed step has none of."""
+    """Say whether an observer needs the spans inside steps, which replayed steps lack."""
     if isinstance(observer, Observers):
         return any(needs_spans(one) for one in observer.spanning)
     return wants_spans(observer) and _takes(observer) is True

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sfi_core.hosts.vllm import cpu_backend
+from sfi_core.hosts.vllm import cpu_backend, room
 from tests.vllm.engines import EXAMPLE, SELECTS, engine, example_ids, reference, tokens
 
 ROOT = Path(__file__).parent.parent.parent
@@ -65,8 +65,9 @@ def test_installed_but_not_configured_it_is_vllm(monkeypatch: pytest.MonkeyPatch
     def reached(*_: Any, **__: Any) -> None:
         raise AssertionError("sfi's code is on the path of a server that did not ask for it")
 
-    for name in ("planned_engine", "engine_of_process", "rows_of"):
-        monkeypatch.setattr(cpu_backend, name, reached)
+    monkeypatch.setattr(room, "planned_engine", reached)
+    monkeypatch.setattr(room, "engine_of_process", reached)
+    monkeypatch.setattr(cpu_backend, "rows_of", reached)
     with engine() as llm:
         found = tokens(llm, [EXAMPLE["prompt"]], max_tokens=48)[0]
     without = run_apart(None, {"VLLM_PLUGINS": "none"})

@@ -4,5 +4,3 @@ from sfi_kernels.append import reference
 from sfi_kernels.op import Op
 
 append = Op(reference.append, triton="sfi_kernels.append.triton")
-
-__all__ = ["append"]

@@ -17,17 +17,15 @@ def append(
     norm_PHN: torch.Tensor,
     block_table_BP: torch.Tensor,
 ) -> None:
-    """Write each request's new tokens, in place: keys, values and the keys' L2 norms.
-
-    A request's new tokens are the last `count` of T; what precedes them is padding.
+    """Write each request's new tokens in place: keys, values and the keys' L2 norms.
 
     Args:
-        key_BHTD: New keys, of the pages' dtype. Any strides but the last, which is 1.
+        key_BHTD: New keys, in the pages' dtype; a request's are the last `count` of T. The last stride is 1.
         value_BHTE: New values, likewise.
         start_B: Position of each request's first new token, int32.
-        count_B: New tokens, int32, at most T; 0 leaves a request as it is.
-        key_PHND: Pages of keys. Any strides, as everywhere; a kernel wants a last one of 1.
-        value_PHNE: Pages of values.
+        count_B: New tokens, int32, at most T; 0 leaves a request unchanged.
+        key_PHND: Pages of keys, of any strides; the kernel wants a last stride of 1.
+        value_PHNE: Pages of values, likewise.
         norm_PHN: Norms of the keys, float32.
         block_table_BP: Page numbers of each request, int32, with room for all new tokens.
 
@@ -58,15 +56,10 @@ def _pieces(start: int, count: int, page_size: int) -> Iterator[tuple[int, int, 
 
 
 def check(
-    key_BHTD: torch.Tensor,
-    value_BHTE: torch.Tensor,
-    start_B: torch.Tensor,
-    count_B: torch.Tensor,
-    key_PHND: torch.Tensor,
-    value_PHNE: torch.Tensor,
-    norm_PHN: torch.Tensor,
+    key_BHTD: torch.Tensor, value_BHTE: torch.Tensor, start_B: torch.Tensor, count_B: torch.Tensor,
+    key_PHND: torch.Tensor, value_PHNE: torch.Tensor, norm_PHN: torch.Tensor,
     block_table_BP: torch.Tensor,
-) -> None:
+) -> None:  # fmt: skip
     """Raise the errors of `append`."""
     check_shape(key_BHTD, "key", B=None, H=None, T=None, D=None)
     B, H, T, D = key_BHTD.shape

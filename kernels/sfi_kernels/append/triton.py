@@ -6,11 +6,10 @@ import triton.language as tl
 
 from sfi_kernels.append.reference import check
 from sfi_kernels.attention_tile.triton import row_start
-from sfi_kernels.launch import KernelLimitError, launch
-from sfi_kernels.pages import kernel_strides
+from sfi_kernels.launch import launch
+from sfi_kernels.pages import row_constants
 
 BLOCK_T = 32
-MAX_WIDTH = 256
 
 
 @triton.jit
@@ -54,30 +53,17 @@ def _append_kernel(
 
 
 def append(
-    key_BHTD: torch.Tensor,
-    value_BHTE: torch.Tensor,
-    start_B: torch.Tensor,
-    count_B: torch.Tensor,
-    key_PHND: torch.Tensor,
-    value_PHNE: torch.Tensor,
-    norm_PHN: torch.Tensor,
+    key_BHTD: torch.Tensor, value_BHTE: torch.Tensor, start_B: torch.Tensor, count_B: torch.Tensor,
+    key_PHND: torch.Tensor, value_PHNE: torch.Tensor, norm_PHN: torch.Tensor,
     block_table_BP: torch.Tensor,
-) -> None:
+) -> None:  # fmt: skip
     """See `reference.append`. D and E up to 256."""
     fixed = (start_B, count_B, key_PHND, value_PHNE, norm_PHN, block_table_BP)
     check(key_BHTD, value_BHTE, *fixed)
-    (B, H, T, D), E, N = key_BHTD.shape, value_BHTE.shape[3], key_PHND.shape[2]
-    if max(D, E) > MAX_WIDTH:
-        raise KernelLimitError(
-            f"key and value must be at most {MAX_WIDTH} wide for the kernel, got {D} and {E}; "
-            "use the torch backend"
-        )
+    (B, H, T, _), N = key_BHTD.shape, key_PHND.shape[2]
     block = 1 if T == 1 else BLOCK_T
     launch(
         _append_kernel, (B, H, triton.cdiv(T, block)), key_BHTD, value_BHTE, *fixed,
         H, T, N, block_table_BP.shape[1], *key_BHTD.stride()[:3], *value_BHTE.stride()[:3],
-        num_warps=1 if T == 1 else 4,
-        KEY_STRIDES=kernel_strides(key_PHND, "key_pages"),
-        VALUE_STRIDES=kernel_strides(value_PHNE, "value_pages"), D=D, E=E, BLOCK_T=block,
-        BLOCK_D=triton.next_power_of_2(D), BLOCK_E=triton.next_power_of_2(E),
+        num_warps=1 if T == 1 else 4, BLOCK_T=block, **row_constants(key_PHND, value_PHNE),
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""How the attention kernels cut their work."""
+"""The tile of keys and values that a program of the attention kernels reads at once."""
 
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -8,9 +8,7 @@ import torch
 from sfi_kernels.launch import KernelLimitError, Target, check_device
 
 WIDEST = 256  # numbers of a head
-STAGE_BYTES = (
-    32768  # keys and values of a tile: four in flight on each processor cover its memory's latency
-)
+STAGE_BYTES = 32768  # of a tile: four in flight on each processor cover its memory's latency
 SMALLEST = 16  # tensor cores take no fewer rows
 # compute capabilities times ten that fit two programs of four stages, and that fit little
 LARGE_SHARED, SMALL_SHARED = (90, 100, 103), (86, 89, 120, 121)
@@ -19,14 +17,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 @dataclass(frozen=True, slots=True)
 class TileShape:
-    """Sizes of a tile, padded to powers of two, and how deep the pipeline is.
-
-    Attributes:
-        tokens: Keys of a tile; they lie in one page.
-        key_width: Padded head dimension.
-        value_width: Padded width of the values.
-        stages: Tiles in the pipeline of a decoding step, one of them in use.
-    """
+    """A tile: keys of one page, padded widths of key and value, and tiles in the pipeline (`stages`)."""
 
     tokens: int
     key_width: int
@@ -37,11 +28,7 @@ class TileShape:
 def check_limits(
     key_width: int, value_width: int, page_size: int, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Refuse a model that the attention kernels cannot run.
-
-    Raises:
-        KernelLimitError: With the limit and what else to do.
-    """
+    """Raise `KernelLimitError` for a model that the attention kernels cannot run."""
     if find_spec("triton") is None:
         raise KernelLimitError("the Triton kernels need the triton package; use the torch backend")
     if dtype not in DTYPES:
@@ -53,12 +40,17 @@ def check_limits(
     check_device(device, dtype)
 
 
-def _check_tile(key_width: int, value_width: int, page_size: int) -> None:
-    if max(key_width, value_width) > WIDEST:
+def check_width(width: int) -> None:
+    """Raise `KernelLimitError` for heads wider than the attention kernels take."""
+    if width > WIDEST:
         raise KernelLimitError(
-            f"head dimension must be at most {WIDEST} for the Triton kernels, "
-            f"got {max(key_width, value_width)}; use the torch backend"
+            f"head dimension must be at most {WIDEST} for the Triton kernels, got {width}; "
+            "use the torch backend"
         )
+
+
+def _check_tile(key_width: int, value_width: int, page_size: int) -> None:
+    check_width(max(key_width, value_width))
     if page_size % SMALLEST:
         raise KernelLimitError(
             f"page size must be a multiple of {SMALLEST} for the Triton kernels, got {page_size}; "
@@ -67,11 +59,7 @@ def _check_tile(key_width: int, value_width: int, page_size: int) -> None:
 
 
 def tile_shape(key: torch.Tensor, value: torch.Tensor, page_size: int, target: Target) -> TileShape:
-    """Choose the tile for pages of keys and values.
-
-    Raises:
-        KernelLimitError: As `check_limits`.
-    """
+    """Choose the tile for pages of keys and values; raise `KernelLimitError` beyond `check_limits`."""
     D, E = key.shape[-1], value.shape[-1]
     _check_tile(D, E, page_size)
     key_width, value_width = padded(D), padded(E)
@@ -83,10 +71,7 @@ def tile_shape(key: torch.Tensor, value: torch.Tensor, page_size: int, target: T
     ):
         tokens //= 2
     return TileShape(
-        tokens,
-        key_width,
-        value_width,
-        stages=4 if target.capability in LARGE_SHARED else 3,
+        tokens, key_width, value_width, stages=4 if target.capability in LARGE_SHARED else 3
     )
 
 

@@ -1,4 +1,4 @@
-"""One tile of keys in an online softmax. Logits are natural; the softmax runs in powers of two."""
+"""One tile of keys in an online softmax. Logits are natural; exponentials are powers of two."""
 
 import triton
 import triton.language as tl
@@ -9,7 +9,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def rows(pointer, row, width, mask, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Load rows of `WIDTH` numbers, padded to `BLOCK`: `pointer` and `row` give where each begins."""
+    """Load rows of `WIDTH` numbers, padded to `BLOCK`; row i begins at `pointer + row[i] * width`."""
     column = tl.arange(0, BLOCK)
     where = pointer + row[:, None] * width + column[None, :]
     if WIDTH == BLOCK:
@@ -36,10 +36,10 @@ def scaled_logits(query, key, scale, soft_cap, CAPPED: tl.constexpr):
 
 @triton.jit
 def add_tile(peak, total, out, logits, value, log2_scale=LOG2E):
-    """Add a tile to the running softmax; a logit of -inf is not seen.
+    """Add a tile to the running softmax; a logit of -inf does not count.
 
-    `log2_scale`, which is positive, turns what `logits` and `peak` hold into logarithms to base two: products
-    that are not scaled yet save a multiplication of the whole tile.
+    `log2_scale` > 0 turns `logits` and `peak` into logarithms to base two. Passing products that are not
+    scaled yet saves a multiplication of the tile.
     """
     new_peak = tl.maximum(peak, tl.max(logits, 1))
     # a row that has seen nothing yet has a peak of -inf, and -inf less -inf is NaN
@@ -79,7 +79,7 @@ def finish(peak, total, out):
 
 @triton.jit
 def add_pseudo(out, lse, logit, value):
-    """Give a pseudo token its share of the softmax; a logit of -inf changes no bit."""
+    """Add a pseudo token to a finished softmax; a logit of -inf changes no bit."""
     peak = tl.maximum(lse, logit)
     # a row may have seen nothing and have no pseudo token either
     base = tl.where(peak == float("-inf"), 0.0, peak)

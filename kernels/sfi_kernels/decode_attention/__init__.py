@@ -1,4 +1,4 @@
-"""The attention of a decoding step: fast and slow requests together (Secs. 4.1, 4.2)."""
+"""Attention of a decoding step: fast and slow requests together (Secs. 4.1, 4.2)."""
 
 import torch
 

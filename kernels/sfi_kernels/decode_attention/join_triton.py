@@ -1,7 +1,7 @@
-"""The join kernel: partial outputs by log-sum-exp, and the evidence's sums over J.
+"""The join kernel: merge the splits' outputs by log-sum-exp, and sum the evidence over J.
 
-A program joins the splits of one query. It loads all parts of a tile of splits at once, so that it waits
-for memory as often for thirty splits as for two.
+A program joins the splits of one query. It loads a tile of splits at once: thirty splits wait for memory as
+often as two.
 """
 
 import triton
@@ -30,26 +30,11 @@ def _join_sums(sums_ptr, head_row, stride, splits, TILE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["W"])
 def _join_splits_kernel(
-    table_ptr,
-    sink_ptr,
-    pseudo_logit_ptr,
-    pseudo_value_ptr,
-    out_ptr,
-    part_ptr,
-    lse_ptr,
-    sums_ptr,
-    log_sum_ptr,
-    W,
-    H: tl.constexpr,
-    G: tl.constexpr,
-    E: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    TILE: tl.constexpr,
-    SINKS: tl.constexpr,
-    PSEUDO: tl.constexpr,
-    SLOW: tl.constexpr,
-    SEVERAL: tl.constexpr,
-):
+    table_ptr, sink_ptr, pseudo_logit_ptr, pseudo_value_ptr, out_ptr, part_ptr, lse_ptr, sums_ptr,
+    log_sum_ptr, W, H: tl.constexpr, G: tl.constexpr, E: tl.constexpr,
+    BLOCK_E: tl.constexpr, TILE: tl.constexpr, SINKS: tl.constexpr, PSEUDO: tl.constexpr,
+    SLOW: tl.constexpr, SEVERAL: tl.constexpr,
+):  # fmt: skip
     request, h = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     row, place_GW = table_ptr + request * WORDS, tl.program_id(2)
     hands_out, size_GW, g = True, G, place_GW + tl.arange(0, 1)

@@ -1,6 +1,6 @@
 """Which queries the rows of a tile are, by the kind of the launch (`query_tile`).
 
-Every function has one `return`: Triton also compiles what follows a `return` in a branch, and wants one type.
+Every function has one `return`: Triton compiles what follows a `return` in a branch too, and wants one type.
 """
 
 import triton
@@ -26,7 +26,7 @@ def work_item(W, G: tl.constexpr, BLOCK_M: tl.constexpr, KIND: tl.constexpr):
 
 @triton.jit
 def queries_of(row, KIND: tl.constexpr):
-    """Return how many queries the request of a row of the table has."""
+    """Return the number of queries of a request, given its row of the table."""
     queries = 1
     if KIND != EACH:
         queries = tl.load(row + QUERIES)
@@ -35,7 +35,7 @@ def queries_of(row, KIND: tl.constexpr):
 
 @triton.jit
 def is_idle(queries, row_tile, W, G: tl.constexpr, BLOCK_M: tl.constexpr, KIND: tl.constexpr):
-    """Say whether another launch attends for a request of so many queries, or the tile has none of them."""
+    """Say whether the other launch attends for this request, or the tile has none of its queries."""
     idle = queries > 1
     if KIND == SEVERAL:
         idle = (queries <= 1) | ((row_tile + 1) * BLOCK_M <= (W - queries) * G)
@@ -46,7 +46,7 @@ def is_idle(queries, row_tile, W, G: tl.constexpr, BLOCK_M: tl.constexpr, KIND: 
 def query_rows(row_tile, W, queries, G: tl.constexpr, BLOCK_M: tl.constexpr, KIND: tl.constexpr):
     """Return the rows' query heads, places in [G, W], whether they are queries, and places in W.
 
-    The G query heads of a query lie side by side, so that a tile of several holds neighboring queries.
+    The G query heads of a query are adjacent, so that a tile holds neighboring queries.
     """
     row = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     g, w, place, own = row, row, row, row < G
@@ -69,10 +69,9 @@ def evidence_rows(
     query_ptr, g, place_GW, own, query, row_tile, tiles, W,
     G: tl.constexpr, D: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """Return the query heads, places in [G, W], marks and queries that hand out evidence.
+    """Return query heads, places in [G, W], marks and queries of the evidence.
 
-    A request's last query does: the tile's own rows where it has one query, rows of the last tile where it
-    has more.
+    With one query a request these are the tile's own rows, with several they are rows of the last tile.
     """
     if KIND == SEVERAL:
         g = tl.arange(0, BLOCK_J)

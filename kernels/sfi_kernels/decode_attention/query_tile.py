@@ -1,8 +1,8 @@
-"""Which launches of the split kernel make a pass, and their tiles.
+"""The launches of the split kernel in a pass, and their tiles.
 
-A pass in which no request brings more than one query is one launch: `EACH`. A pass of several is two, because
-a request of one query has too few rows for a large tile: `LAST` for the requests with one query, the last of
-W; `SEVERAL` for those that verify a draft. A work item of a request of the other kind leaves at once.
+With one query a request, a pass is one launch: `EACH`. Otherwise it is two, since one query has too few rows
+for a large tile: `LAST` for requests with one query, the last of W; `SEVERAL` for requests that verify a
+draft. A program whose request belongs to the other launch returns at once.
 """
 
 from dataclasses import dataclass
@@ -26,12 +26,8 @@ NARROW, WIDE = 64, 128  # padded width of a head
 class QueryTile:
     """What a program of the split kernel holds and reads at once.
 
-    Attributes:
-        rows: Queries, those of the G query heads counted apart.
-        warps: Warps of the program.
-        tokens: Keys of a tile, which lie in one page.
-        stages: Depth of the software pipeline.
-        registers: The most of a thread.
+    `rows` are queries times query heads; the keys of a tile, `tokens`, lie in one page; `stages` is the depth
+    of the software pipeline, `registers` the most of a thread.
     """
 
     rows: int
@@ -43,12 +39,9 @@ class QueryTile:
 
 @dataclass(frozen=True, slots=True)
 class PartOfPass:
-    """A launch of the split kernel.
+    """A launch of the split kernel: EACH, LAST or SEVERAL, with its tile.
 
-    Attributes:
-        kind: EACH, LAST or SEVERAL.
-        tile: What its programs hold.
-        tiles: Tiles that a request's queries need; each of them reads the keys and values.
+    `tiles` counts the tiles that a request's queries need; each tile reads the keys and values.
     """
 
     kind: int
@@ -59,16 +52,13 @@ class PartOfPass:
 def parts_of_pass(
     group: int, queries: int, tile: TileShape, target: Target, *, full: bool
 ) -> list[PartOfPass]:
-    """Choose the launches of a pass.
+    """Choose the launches of a pass with W = `queries`, for `group` query heads per KV head.
 
-    Args:
-        group: Query heads per KV head.
-        queries: The W of the pass.
-        tile: What the pages allow.
-        target: The device.
-        full: Whether numbers have 32 bits.
+    `tile` is the largest that the pages allow; `full` says whether numbers have 32 bits.
     """
-    one = one_query_tile(group, tile, full=full)
+    # float32 products run in registers, which need more threads
+    registers, warps = (REGISTERS, 8) if full else (HALF_REGISTERS, 4)
+    one = QueryTile(padded(group), warps, tile.tokens, tile.stages, registers)
     if queries == 1:
         return [PartOfPass(EACH, one)]
     rows = group * queries
@@ -76,18 +66,11 @@ def parts_of_pass(
     return [PartOfPass(LAST, one), PartOfPass(SEVERAL, several, -(-rows // several.rows))]
 
 
-def one_query_tile(group: int, tile: TileShape, *, full: bool) -> QueryTile:
-    """Choose the tile for the query heads of one query."""
-    # float32 products run in registers, which need more threads
-    registers = REGISTERS if full else HALF_REGISTERS
-    return QueryTile(padded(group), 8 if full else 4, tile.tokens, tile.stages, registers)
-
-
 def several_queries_tile(queries: int, tile: TileShape, target: Target, *, full: bool) -> QueryTile:
-    """Choose the tile for queries that verify a draft, those of the query heads counted apart.
+    """Choose the tile for requests that verify a draft; `queries` counts each query head.
 
-    Two programs of 4 warps fit a processor, one of 8 warps. Half the keys of a tile make room for twice the
-    queries in registers; a stage more keeps as many bytes in flight.
+    A processor fits two programs of 4 warps, or one of 8. Half the keys in a tile free registers for twice
+    the queries; one more stage keeps as many bytes in flight.
     """
     if full:
         rows = min(padded(queries), FEW, FLOAT32_NUMBERS // tile.key_width)

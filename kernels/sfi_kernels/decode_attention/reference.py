@@ -23,14 +23,15 @@ from sfi_kernels.step_descriptor import (
 
 
 class DecodeAttention(NamedTuple):
-    """What a step's attention gives.
+    """The result of a step's attention.
 
     Attributes:
-        out_BHGWE: The attention's output, in the query's dtype; zeros for padding and for an idle request.
-        logits_BHGWT: The slow requests' logits in order, of one query each, W = 1, T the longest's length,
-            float32; -inf where that query may not look and for the sparse heads of a mixed request, undefined
-            beyond a request's own length. None without evidence.
-        log_sum_BHGW: Their log-sum-exp over the candidate set J; -inf where J is empty, and for those heads.
+        out_BHGWE: Output in the query's dtype; zeros for padding and for an idle request.
+        logits_BHGWT: Logits of the slow requests in order, one query each (W = 1), T the longest's length,
+            float32; None without evidence. -inf where that query may not look and for the sparse heads of a
+            mixed request, undefined beyond a request's own length.
+        log_sum_BHGW: Log-sum-exp of these logits over the candidate set J; -inf where J is empty, and for
+            sparse heads.
     """
 
     out_BHGWE: torch.Tensor
@@ -58,12 +59,12 @@ def decode_attention(
 ) -> DecodeAttention:
     """Attend with the last tokens of every request: fast ones sparsely, slow ones to their whole history.
 
-    A slow request that verifies a draft has several queries, its last tokens, and each sees the tokens up to
-    its own. Any other decoding request has one.
+    A slow request that verifies a draft has several queries, its last tokens; each sees the tokens up to its
+    own. Any other decoding request has one.
 
     Args:
-        query_BHGWD: The step's queries, grouped by KV head. A request's own are the last of W, as many as the
-            descriptor says; the others are padding and may hold anything.
+        query_BHGWD: Queries, grouped by KV head. A request's own are the last of W, as many as the descriptor
+            says; the others are padding and may hold anything.
         packed_key_BHSD: Keys of the packed segments; row s counts where s < packed_length.
         packed_value_BHSE: Their values; E may differ from D.
         packed_length_BH: Tokens of the packed segment by KV head, int32.
@@ -74,18 +75,17 @@ def decode_attention(
         scale: Factor on the products.
         soft_cap: Soft cap of the logits; None for none.
         sink_HG: Learned sink logits; None for none.
-        evidence: Whether slow requests hand out the logits (Eq. 4) of their last query, and log-sum-exp over
-            J. Paper gap: a step of the paper has one query.
+        evidence: Whether to return the logits (Eq. 4) of the last query of each slow request, and their
+            log-sum-exp over J. Paper gap: a step of the paper has one query.
         into: A flat float32 buffer for the logits; None makes one.
-        dense_BH: In the mixed requests of the descriptor, 1 for a KV head that reads its whole history, 0 for
-            one that reads its packed segment and the recent pages, int32; other requests read as their mode
-            says. None for a step without mixed requests.
-        pseudo: A term of the fast requests' softmax that stands for what they do not read, -inf where there
-            is none, as for every other request; None for a step without. A step with mixed requests has none.
+        dense_BH: For mixed requests, 1 for a KV head that reads its whole history, 0 for one that reads its
+            packed segment and the recent pages, int32. None for a step without mixed requests.
+        pseudo: A term of the fast requests' softmax that stands for the unread keys, -inf for every other
+            request; None for a step without pseudo tokens. Not together with mixed requests.
 
     Raises:
-        ValueError: A tensor's shape, dtype, layout or device does not fit; with its name. Or `dense_BH` is
-            missing although a request is mixed, is given although none is, or beside `pseudo`.
+        ValueError: A tensor's shape, dtype, layout or device does not fit, or `dense_BH` does not fit the
+            descriptor's mixed requests, or comes with `pseudo`.
     """
     check(query_BHGWD, packed_key_BHSD, packed_value_BHSE, packed_length_BH, key_PHND, value_PHNE,
           block_table_BP, descriptor, sink_HG, dense_BH, pseudo)  # fmt: skip
@@ -123,13 +123,9 @@ def decode_attention(
 
 
 def _evidence(
-    query_BHGWD: torch.Tensor,
-    key_PHND: torch.Tensor,
-    block_table_BP: torch.Tensor,
-    descriptor: StepDescriptor,
-    dense_BH: torch.Tensor | None,
-    options: dict[str, Any],
-) -> tuple[torch.Tensor, torch.Tensor]:
+    query_BHGWD: torch.Tensor, key_PHND: torch.Tensor, block_table_BP: torch.Tensor,
+    descriptor: StepDescriptor, dense_BH: torch.Tensor | None, options: dict[str, Any],
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     # of the slow requests: the logits of the last query each, and their log-sum-exp over J
     rows = torch.tensor(descriptor.slow)
     slow = descriptor.table_BX[rows]
@@ -149,19 +145,11 @@ def _evidence(
 
 
 def _mixed_heads(
-    query_BHGD: torch.Tensor,
-    packed_key_BHSD: torch.Tensor,
-    packed_value_BHSE: torch.Tensor,
-    packed_length_BH: torch.Tensor,
-    key_PHND: torch.Tensor,
-    value_PHNE: torch.Tensor,
-    block_table_BP: torch.Tensor,
-    recent_start_B: torch.Tensor,
-    length_B: torch.Tensor,
-    dense_H: torch.Tensor,
-    sink_HG: torch.Tensor | None,
-    options: dict[str, Any],
-) -> torch.Tensor:
+    query_BHGD: torch.Tensor, packed_key_BHSD: torch.Tensor, packed_value_BHSE: torch.Tensor,
+    packed_length_BH: torch.Tensor, key_PHND: torch.Tensor, value_PHNE: torch.Tensor,
+    block_table_BP: torch.Tensor, recent_start_B: torch.Tensor, length_B: torch.Tensor,
+    dense_H: torch.Tensor, sink_HG: torch.Tensor | None, options: dict[str, Any],
+) -> torch.Tensor:  # fmt: skip
     # of one request; a head that reads everything has no packed rows and a recent segment that begins at 0
     packed_length_BH = packed_length_BH * (dense_H == 0)
     outs = []
@@ -178,19 +166,12 @@ def _mixed_heads(
 
 
 def check(
-    query: torch.Tensor,
-    packed_key: torch.Tensor,
-    packed_value: torch.Tensor,
-    packed_length: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    block_table: torch.Tensor,
-    descriptor: StepDescriptor,
-    sink: torch.Tensor | None,
-    dense: torch.Tensor | None = None,
+    query: torch.Tensor, packed_key: torch.Tensor, packed_value: torch.Tensor,
+    packed_length: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block_table: torch.Tensor,
+    descriptor: StepDescriptor, sink: torch.Tensor | None, dense: torch.Tensor | None = None,
     pseudo: PseudoToken | None = None,
-) -> None:
-    """Refuse operands that do not fit together."""
+) -> None:  # fmt: skip
+    """Raise the errors of `decode_attention`."""
     check_shape(query, "query", B=descriptor.batch, H=None, G=None, W=None, D=None)
     B, H, G, W, D = query.shape
     if descriptor.queries > W:
@@ -207,12 +188,8 @@ def check(
         pseudo.check(query[:, :, :, 0], value.shape[3])
     check_same(query, "query", packed_key=packed_key, packed_value=packed_value)
     check_pages(query, "query", key=key, value=value)
-    check_int32(
-        query.device,
-        packed_length=packed_length,
-        block_table=block_table,
-        descriptor=descriptor.buffer,
-    )
+    numbers = {"packed_length": packed_length, "block_table": block_table}
+    check_int32(query.device, **numbers, descriptor=descriptor.buffer)
     _check_dense(dense, descriptor, query)
     if pseudo is not None and dense is not None:
         raise ValueError("pseudo must be None in a step with mixed requests, got both")

@@ -1,9 +1,9 @@
 """The split kernel. A program reads the K and V rows of its units once, 64 * (D + E) numbers a unit.
 
-A mixed request has the work items of a dense read. A sparse head numbers units of its own over the same
-items: its packed units, then those from the recent segment on. These are fewer as a rule, and an item behind
-the head's last unit leaves a part that weighs nothing. They are one more where the packed rows fill all that
-precedes a recent segment that begins inside a unit: the last item reads what is left, however much.
+A mixed request has the work items of a dense read. Its sparse heads spread units of their own over the same
+items: first the packed units, then those from the recent segment on. These are fewer as a rule; an item
+behind the head's last unit writes a part of weight zero. They can be one more, where the packed rows cover
+everything before a recent segment that begins inside a unit: the last item reads all that is left.
 
 Page numbers stay in registers: loading one inside the loop would leave the pipeline a single buffer.
 """
@@ -42,7 +42,7 @@ MIXED = tl.constexpr(words.MIXED)
 
 @triton.jit
 def _page_ids(table, place, packed_stop, stop, shift, pages_per_request, PAGE: tl.constexpr):
-    """Load the page numbers of tiles; 0 for the packed ones."""
+    """Load the page numbers of tiles; 0 for packed tiles."""
     page_slot = (place + shift) // PAGE
     in_pages = (place >= packed_stop) & (place < stop) & (page_slot < pages_per_request)
     return tl.load(table + page_slot, mask=in_pages, other=0)
@@ -50,7 +50,7 @@ def _page_ids(table, place, packed_stop, stop, shift, pages_per_request, PAGE: t
 
 @triton.jit
 def _step(is_packed, WIDTH: tl.constexpr, STRIDES: tl.constexpr):
-    """Return the distance of a tile's rows, packed or in a page: a constant where both are the same."""
+    """Return the distance between a tile's rows, packed or in a page; a constant where both are equal."""
     step = WIDTH
     if STRIDES[2] != WIDTH:
         step = tl.where(is_packed, WIDTH, STRIDES[2])
@@ -59,7 +59,7 @@ def _step(is_packed, WIDTH: tl.constexpr, STRIDES: tl.constexpr):
 
 @triton.jit
 def _sparse_stop(stop, length, start, packed):
-    """Return where a sparse head stops in an item of a dense read that stops at `stop`."""
+    """Return where a sparse head stops in a work item of a dense read that stops at `stop`."""
     dense_stop = tl.cdiv(length, UNIT) * UNIT
     own_stop = tl.cdiv(packed, UNIT) * UNIT + dense_stop - start // UNIT * UNIT
     return tl.where(stop < dense_stop, tl.minimum(stop, own_stop), own_stop)
@@ -67,7 +67,7 @@ def _sparse_stop(stop, length, start, packed):
 
 @triton.jit
 def _store_logits(pointer, logits, g, own, token, stride, kept):
-    """Hand out a tile's logits."""
+    """Store a tile's logits."""
     # Eq. 4
     where = pointer + g[:, None].to(tl.int64) * stride + token[None, :]
     tl.store(where, logits, mask=own[:, None] & kept[None, :])
@@ -77,9 +77,9 @@ def _store_logits(pointer, logits, g, own, token, stride, kept):
 def _evidence_logits(
     logits, query_J, key, token, last, scale, soft_cap, CAPPED: tl.constexpr, KIND: tl.constexpr
 ):  # fmt: skip
-    """Return the logits of the queries that hand out evidence, -inf for the tokens behind the last one.
+    """Return the logits of the evidence's queries, -inf for later tokens.
 
-    Of several queries they are a product of their own: sums over J of every row overflow the registers.
+    With several queries they are computed anew: sums over J of every row would overflow the registers.
     """
     if KIND == SEVERAL:
         logits = scaled_logits(query_J, key, scale, soft_cap, CAPPED)
@@ -89,7 +89,7 @@ def _evidence_logits(
 
 @triton.jit
 def _visible(logits, token, valid, position, KIND: tl.constexpr):
-    """Mask the tokens that rows do not see: those behind a row's own where a request has several queries."""
+    """Mask the tokens that rows do not see: with several queries, those behind each row's own token."""
     seen = valid[None, :]
     if KIND == SEVERAL:
         seen = token[None, :] <= position[:, None]
@@ -98,52 +98,16 @@ def _visible(logits, token, valid, position, KIND: tl.constexpr):
 
 @triton.jit(do_not_specialize=["S", "pages_per_request", "logits_stride", "W"])
 def _split_attention_kernel(
-    query_ptr,
-    packed_key_ptr,
-    packed_value_ptr,
-    packed_length_ptr,
-    dense_ptr,
-    position_ptr,
-    key_ptr,
-    value_ptr,
-    block_table_ptr,
-    table_ptr,
-    work_ptr,
-    sink_ptr,
-    pseudo_logit_ptr,
-    pseudo_value_ptr,
-    out_ptr,
-    part_ptr,
-    lse_ptr,
-    logits_ptr,
-    sums_ptr,
-    scale,
-    soft_cap,
-    S,
-    pages_per_request,
-    logits_stride,
-    W,
-    KEY_STRIDES: tl.constexpr,
-    VALUE_STRIDES: tl.constexpr,
-    H: tl.constexpr,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    E: tl.constexpr,
-    PAGE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_J: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    IDS: tl.constexpr,
-    CAPPED: tl.constexpr,
-    SINKS: tl.constexpr,
-    PSEUDO: tl.constexpr,
-    SLOW: tl.constexpr,
-    GATHER: tl.constexpr,
-    HEADS: tl.constexpr,
-    KIND: tl.constexpr,
-):
+    query_ptr, packed_key_ptr, packed_value_ptr, packed_length_ptr, dense_ptr, position_ptr,
+    key_ptr, value_ptr, block_table_ptr, table_ptr, work_ptr, sink_ptr, pseudo_logit_ptr,
+    pseudo_value_ptr, out_ptr, part_ptr, lse_ptr, logits_ptr, sums_ptr, scale, soft_cap, S,
+    pages_per_request, logits_stride, W, KEY_STRIDES: tl.constexpr,
+    VALUE_STRIDES: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, IDS: tl.constexpr, CAPPED: tl.constexpr,
+    SINKS: tl.constexpr, PSEUDO: tl.constexpr, SLOW: tl.constexpr, GATHER: tl.constexpr,
+    HEADS: tl.constexpr, KIND: tl.constexpr,
+):  # fmt: skip
     item, row_tile, tiles = work_item(W, G, BLOCK_M, KIND)
     h = tl.program_id(1).to(tl.int64)
     request = tl.load(work_ptr + item * 4).to(tl.int64)

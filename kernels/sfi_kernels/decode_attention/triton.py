@@ -1,4 +1,4 @@
-"""Split-KV decoding attention in Triton: fast and slow requests in one launch, then a join."""
+"""Split-KV decoding attention in Triton: one launch for fast and slow requests, then a join."""
 
 import math
 
@@ -20,68 +20,35 @@ JOINED = MAX_SPLITS  # partial results that a program of the join holds at once:
 
 
 def decode_attention(
-    query_BHGWD: torch.Tensor,
-    packed_key_BHSD: torch.Tensor,
-    packed_value_BHSE: torch.Tensor,
-    packed_length_BH: torch.Tensor,
-    key_PHND: torch.Tensor,
-    value_PHNE: torch.Tensor,
-    block_table_BP: torch.Tensor,
-    descriptor: StepDescriptor,
-    *,
-    scale: float,
-    soft_cap: float | None = None,
-    sink_HG: torch.Tensor | None = None,
-    evidence: bool = False,
+    query_BHGWD: torch.Tensor, packed_key_BHSD: torch.Tensor, packed_value_BHSE: torch.Tensor,
+    packed_length_BH: torch.Tensor, key_PHND: torch.Tensor, value_PHNE: torch.Tensor,
+    block_table_BP: torch.Tensor, descriptor: StepDescriptor, *, scale: float,
+    soft_cap: float | None = None, sink_HG: torch.Tensor | None = None, evidence: bool = False,
     into: torch.Tensor | None = None,
-    dense_BH: torch.Tensor | None = None,
-    pseudo: PseudoToken | None = None,
-) -> DecodeAttention:
+    dense_BH: torch.Tensor | None = None, pseudo: PseudoToken | None = None,
+) -> DecodeAttention:  # fmt: skip
     """See `reference.decode_attention`. Heads of at most 256 numbers, pages of multiples of 16 tokens."""
     return attend(
-        query_BHGWD,
-        packed_key_BHSD,
-        packed_value_BHSE,
-        packed_length_BH,
-        key_PHND,
-        value_PHNE,
-        block_table_BP,
-        descriptor,
-        scale=scale,
-        soft_cap=soft_cap,
-        sink_HG=sink_HG,
-        evidence=evidence,
-        into=into,
-        dense_BH=dense_BH,
-        pseudo=pseudo,
-    )
+        query_BHGWD, packed_key_BHSD, packed_value_BHSE, packed_length_BH, key_PHND, value_PHNE,
+        block_table_BP, descriptor, scale=scale, soft_cap=soft_cap, sink_HG=sink_HG, evidence=evidence,
+        into=into, dense_BH=dense_BH, pseudo=pseudo,
+    )  # fmt: skip
 
 
 def attend(
-    query_BHGWD: torch.Tensor,
-    packed_key_BHSD: torch.Tensor,
-    packed_value_BHSE: torch.Tensor,
-    packed_length_BH: torch.Tensor,
-    key_PHND: torch.Tensor,
-    value_PHNE: torch.Tensor,
-    block_table_BP: torch.Tensor,
-    descriptor: StepDescriptor,
-    *,
-    scale: float,
-    soft_cap: float | None = None,
-    sink_HG: torch.Tensor | None = None,
-    evidence: bool = False,
+    query_BHGWD: torch.Tensor, packed_key_BHSD: torch.Tensor, packed_value_BHSE: torch.Tensor,
+    packed_length_BH: torch.Tensor, key_PHND: torch.Tensor, value_PHNE: torch.Tensor,
+    block_table_BP: torch.Tensor, descriptor: StepDescriptor, *, scale: float,
+    soft_cap: float | None = None, sink_HG: torch.Tensor | None = None, evidence: bool = False,
     into: torch.Tensor | None = None,
-    dense_BH: torch.Tensor | None = None,
-    pseudo: PseudoToken | None = None,
-    block_n: int | None = None,
-    position_BHS: torch.Tensor | None = None,
-) -> DecodeAttention:
-    """Run `decode_attention`, or one of the variants that the kernel benchmark compares it with.
+    dense_BH: torch.Tensor | None = None, pseudo: PseudoToken | None = None,
+    block_n: int | None = None, position_BHS: torch.Tensor | None = None,
+) -> DecodeAttention:  # fmt: skip
+    """Run `decode_attention`, or a variant that the kernel benchmark compares it with.
 
     Args beyond those of `reference.decode_attention`:
-        block_n: Keys of a tile; None is ours.
-        position_BHS: Positions of the packed rows: read these from the pages, and no packed row at all.
+        block_n: Keys of a tile; None takes ours.
+        position_BHS: Positions of the packed rows, to read these from the pages and no packed row.
     """
     check(query_BHGWD, packed_key_BHSD, packed_value_BHSE, packed_length_BH, key_PHND, value_PHNE,
           block_table_BP, descriptor, sink_HG, dense_BH, pseudo)  # fmt: skip

@@ -1,4 +1,4 @@
-"""Attention over a request's whole history, and the window logits that the Selector needs."""
+"""Attention to a request's whole history, and the window logits for the Selector."""
 
 from sfi_kernels.dense_attention import reference
 from sfi_kernels.op import Op

@@ -1,4 +1,4 @@
-"""Which tiles the kernels of many queries take, by head dimension, dtype and architecture."""
+"""The tiles of the kernels for many queries, by head dimension, dtype and architecture."""
 
 from dataclasses import dataclass
 
@@ -16,12 +16,12 @@ class PromptTile:
     """What a program reads at once.
 
     Attributes:
-        rows: Queries of the tile, those of the G query heads counted apart: 16, 32, 64 or 128.
-        warps: Warps of the program. Each takes 16 rows or more, or columns of its own: more of them would
-            compute the same products twice.
-        tokens: Keys of a tile, which lie in one page.
-        stages: Depth of the software pipeline. Page numbers are fetched ahead of the keys, so that 5 stages
-            hold three tiles of keys and 3 hold two, of which the one in use is in registers on sm_80.
+        rows: Rows of queries: queries times query heads; 16, 32, 64 or 128.
+        warps: Warps of the program. Each takes 16 rows or columns of its own; more warps would compute the
+            same products twice.
+        tokens: Keys of a tile, all in one page.
+        stages: Depth of the software pipeline. Page numbers are fetched ahead of the keys: 5 stages hold
+            three tiles of keys and 3 hold two, of which the one in use is in registers on sm_80.
     """
 
     rows: int
@@ -31,7 +31,7 @@ class PromptTile:
 
 
 def prompt_tile(query_BHGWD: torch.Tensor, tile: TileShape, target: Target) -> PromptTile:
-    """Choose the tile for a piece of a prompt; `tile` is what the pages allow."""
+    """Choose the tile for a piece of a prompt; `tile` is the largest that the pages allow."""
     _, _, G, W, D = query_BHGWD.shape
     width, stages = max(tile.key_width, tile.value_width), _stages(target)
     if query_BHGWD.dtype == torch.float32:

@@ -41,21 +41,18 @@ def dense_attention(
         if W == 0:
             continue
         query = query_BHGWD[row : row + 1, :, :, -W:]
-        spans = (
-            [(0, length - W, False), (length - W, length, True)] if W > 1 else [(0, length, False)]
-        )
-        parts = [
-            partial_attention(
-                query,
-                read_pages(key_PHND, block_table_BP[row], start, stop),
-                read_pages(value_PHNE, block_table_BP[row], start, stop),
-                scale=scale,
-                soft_cap=soft_cap,
-                causal=causal,
-            )
-            for start, stop, causal in spans
-            if stop > start
-        ]
+        first = length - W if W > 1 else length  # from here on, attention is causal
+        parts = []
+        for start, stop, causal in ((0, first, False), (first, length, True)):
+            if stop > start:
+                key, value = (
+                    read_pages(pages, block_table_BP[row], start, stop)
+                    for pages in (key_PHND, value_PHNE)
+                )
+                part = partial_attention(
+                    query, key, value, scale=scale, soft_cap=soft_cap, causal=causal
+                )
+                parts.append(part)
         out[row : row + 1, :, :, -W:] = combine(parts, sink_HG)
     return out
 
@@ -72,8 +69,8 @@ def window_logits(
 ) -> torch.Tensor:
     """Return the attention logits of a request's last W queries (Eq. 4).
 
-    Arguments are those of `dense_attention`, and `longest`, the largest of the lengths: with None it is read
-    from `length_B`, which waits for the device.
+    Arguments are those of `dense_attention`, and `longest`, the largest length; None reads `length_B`, which
+    waits for the device.
 
     Returns:
         l, [B, H, G, W, T] float32 with T the longest length; -inf where a query may not look.
@@ -95,23 +92,16 @@ def window_logits(
 
 
 def dense_attention_with_logits(
-    query_BHGWD: torch.Tensor,
-    key_PHND: torch.Tensor,
-    value_PHNE: torch.Tensor,
-    block_table_BP: torch.Tensor,
-    length_B: torch.Tensor,
-    *,
-    scale: float,
-    soft_cap: float | None = None,
-    sink_HG: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend as `dense_attention` does, and hand out the logits, in one pass over keys and values.
+    query_BHGWD: torch.Tensor, key_PHND: torch.Tensor, value_PHNE: torch.Tensor,
+    block_table_BP: torch.Tensor, length_B: torch.Tensor, *, scale: float,
+    soft_cap: float | None = None, sink_HG: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Attend and return the logits, in one pass over keys and values.
 
-    Arguments are those of `dense_attention`. PyTorch's fused attention does not hand the logits out: the
-    evidence would have to read the keys a second time.
+    PyTorch's fused attention does not return the logits: the evidence would read the keys a second time.
 
     Returns:
-        What `dense_attention` and `window_logits` return.
+        What `dense_attention` and `window_logits` return, which have the same arguments.
     """
     check(query_BHGWD, key_PHND, block_table_BP, length_B, value_PHNE, sink_HG)
     logits = window_logits(
@@ -128,12 +118,9 @@ def dense_attention_with_logits(
 
 
 def _row_logits(
-    query_HGWD: torch.Tensor,
-    key_PHND: torch.Tensor,
-    table_P: torch.Tensor,
-    length: int,
+    query_HGWD: torch.Tensor, key_PHND: torch.Tensor, table_P: torch.Tensor, length: int,
     soft_cap: float | None,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     # [H, G, W, length] of one request
     H, G, W, D = query_HGWD.shape
     query_HXD = query_HGWD.reshape(H, G * W, D)
@@ -168,10 +155,8 @@ def weights(
 ) -> torch.Tensor:
     """Return the softmax of logits, [B, H, G, W, T]; zeros for a query that sees nothing.
 
-    Args:
-        logits_BHGWT: Logits, -inf where a query may not look.
-        sink_HG: Learned sink logits; None for none.
-        all_see: Whether every query sees a key, which needs fewer operations.
+    Logits are -inf where a query may not look. `all_see` promises that every query sees a key, which saves
+    operations.
     """
     if sink_HG is None and all_see:
         return logits_BHGWT.softmax(-1)
@@ -182,14 +167,10 @@ def weights(
 
 
 def check(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    block_table: torch.Tensor,
-    length: torch.Tensor,
-    value: torch.Tensor | None = None,
-    sink: torch.Tensor | None = None,
-) -> None:
-    """Refuse operands that do not fit together."""
+    query: torch.Tensor, key: torch.Tensor, block_table: torch.Tensor, length: torch.Tensor,
+    value: torch.Tensor | None = None, sink: torch.Tensor | None = None,
+) -> None:  # fmt: skip
+    """Raise `ValueError` unless the operands fit together."""
     check_shape(query, "query", B=None, H=None, G=None, W=None, D=None)
     B, H, G, _, D = query.shape
     check_shape(key, "key", P=None, H=H, N=None, D=D)

@@ -1,7 +1,7 @@
-"""Dense attention of several queries in Triton, for prompts and for verifying drafts, and their logits.
+"""Dense attention of several queries in Triton, for prompts and verified drafts, and their logits.
 
-The rows of a tile are the G query heads of neighboring queries, so that a tile of keys serves them all. Keys
-that every row of a tile sees come first and take no mask; only those around the diagonal do.
+A tile's rows are the G query heads of neighboring queries, which share each tile of keys. Keys that every row
+sees come first and take no mask; only those around the diagonal do.
 """
 
 import torch
@@ -30,7 +30,7 @@ CHUNK = 512  # keys of a program that writes logits
 
 @triton.jit
 def _logits(query, key, scale, soft_cap, CAPPED: tl.constexpr):
-    """Return a tile's logits with a soft cap, its bare products without; `_log2_scale` belongs to both."""
+    """Return a tile's logits with a soft cap, its unscaled products without; `add_tile` scales these."""
     if CAPPED:
         return scaled_logits(query, key, scale, soft_cap, CAPPED)
     return tl.dot(query, tl.trans(key), input_precision="ieee")
@@ -122,16 +122,10 @@ def _window_logits_kernel(
 
 
 def dense_attention(
-    query_BHGWD: torch.Tensor,
-    key_PHND: torch.Tensor,
-    value_PHNE: torch.Tensor,
-    block_table_BP: torch.Tensor,
-    length_B: torch.Tensor,
-    *,
-    scale: float,
-    soft_cap: float | None = None,
-    sink_HG: torch.Tensor | None = None,
-) -> torch.Tensor:
+    query_BHGWD: torch.Tensor, key_PHND: torch.Tensor, value_PHNE: torch.Tensor,
+    block_table_BP: torch.Tensor, length_B: torch.Tensor, *, scale: float,
+    soft_cap: float | None = None, sink_HG: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """See `reference.dense_attention`. Heads of at most 256 numbers, pages of multiples of 16 tokens.
 
     Without a soft cap `scale` must be positive, as every model's is.
@@ -141,18 +135,12 @@ def dense_attention(
 
 
 def attend(
-    query_BHGWD: torch.Tensor,
-    key_PHND: torch.Tensor,
-    value_PHNE: torch.Tensor,
-    block_table_BP: torch.Tensor,
-    length_B: torch.Tensor,
-    *,
-    scale: float,
-    soft_cap: float | None = None,
-    sink_HG: torch.Tensor | None = None,
+    query_BHGWD: torch.Tensor, key_PHND: torch.Tensor, value_PHNE: torch.Tensor,
+    block_table_BP: torch.Tensor, length_B: torch.Tensor, *, scale: float,
+    soft_cap: float | None = None, sink_HG: torch.Tensor | None = None,
     shape: PromptTile | None = None,
-) -> torch.Tensor:
-    """Run `dense_attention` with the tiles of `shape`, which benchmarks vary; None is ours."""
+) -> torch.Tensor:  # fmt: skip
+    """Run `dense_attention` with the tiles of `shape`, which benchmarks vary; None takes ours."""
     check(query_BHGWD, key_PHND, block_table_BP, length_B, value_PHNE, sink_HG)
     check_int32(query_BHGWD.device, block_table=block_table_BP, length=length_B)
     B, H, G, W, D = query_BHGWD.shape
@@ -175,15 +163,10 @@ def attend(
 
 
 def window_logits(
-    query_BHGWD: torch.Tensor,
-    key_PHND: torch.Tensor,
-    block_table_BP: torch.Tensor,
-    length_B: torch.Tensor,
-    *,
-    scale: float,
-    soft_cap: float | None = None,
+    query_BHGWD: torch.Tensor, key_PHND: torch.Tensor, block_table_BP: torch.Tensor,
+    length_B: torch.Tensor, *, scale: float, soft_cap: float | None = None,
     longest: int | None = None,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """See `reference.window_logits`."""
     check(query_BHGWD, key_PHND, block_table_BP, length_B)
     check_int32(query_BHGWD.device, block_table=block_table_BP, length=length_B)

@@ -1,7 +1,7 @@
-"""Dense attention of a few queries at once, with the logits of the last: what verifies a draft on a CPU.
+"""Dense attention of a few queries with the logits of the last, to verify a draft on a CPU.
 
-Logits, softmax and sums are float32. A key is turned into float32 once for all rows of the G query heads and
-the W queries, while it lies in the processor's cache.
+Logits, softmax and sums are float32. A key is converted to float32 once for the rows of all query heads and
+queries, while it is in the processor's cache.
 """
 
 from collections.abc import Iterator
@@ -12,9 +12,7 @@ from sfi_kernels.dense_attention.reference import check, weights
 from sfi_kernels.pages import read_pages
 from sfi_kernels.partial_attention import capped
 
-GROUP = (
-    1 << 20
-)  # logits that are held at once; fewer KV heads are taken together where a history is long
+GROUP = 1 << 20  # logits held at once; a long history takes fewer KV heads together
 TOKENS = 4096  # of all KV heads taken together, turned into float32 at once
 
 
@@ -30,15 +28,14 @@ def verification_attention(
     sink_HG: torch.Tensor | None = None,
     native: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend as `dense_attention` does, and hand out the last query's logits, in one pass over the keys.
+    """Attend as `dense_attention` does, and return the last query's logits, in one pass over the keys.
 
-    Arguments are those of `dense_attention`, and one more: `native`, whether the weights are rounded to the
-    values' dtype and multiplied in it, as in PyTorch's flash attention. That is faster where the processor
-    multiplies numbers of that dtype; without `native` the product is one of float32.
+    Arguments are those of `dense_attention`, and `native`, which rounds the weights to the values' dtype and
+    multiplies in it, as PyTorch's flash attention does: faster on a processor with products of that dtype.
 
     Returns:
         out, [B, H, G, W, E], in the query's dtype, zeros for padding; and l, [B, H, G, 1, T] float32 with T
-        the longest length, -inf beyond a request's own.
+            the longest length, -inf beyond a request's own.
     """
     check(query_BHGWD, key_PHND, block_table_BP, length_B, value_PHNE, sink_HG)
     B, H, G, W, _ = query_BHGWD.shape

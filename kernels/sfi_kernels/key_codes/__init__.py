@@ -1,4 +1,4 @@
-"""Codes of 32 bits for keys, and the logits of all keys from their codes."""
+"""32-bit codes of keys, and the logits of all keys from their codes."""
 
 from sfi_kernels.key_codes import reference
 from sfi_kernels.key_codes.layout import BITS, CHANNELS, CodeBasis

@@ -1,7 +1,7 @@
-"""What a key's code looks like: 16 channels in one 32-bit word, the channels that matter most with more bits.
+"""Layout of a key's code: 16 channels in a 32-bit word, more bits for the channels that matter most.
 
-A channel is a projection of the key. Its level is a whole number n of 0 to 2^bits - 1 and stands for
-(n + 0.5 - 2^(bits - 1)) steps. Channel c lies in the word from bit `SHIFTS[c]` on.
+A channel is a projection of the key. Its level n, 0 to 2^bits - 1, stands for (n + 0.5 - 2^(bits - 1)) steps.
+Channel c begins at bit `SHIFTS[c]` of the word.
 """
 
 from functools import cache
@@ -16,12 +16,10 @@ SHIFTS = tuple(accumulate(BITS, initial=0))[:-1]
 
 
 class CodeBasis(NamedTuple):
-    """What turns a layer's keys and queries into channels, by KV head.
+    """The projections of a layer's keys and queries to channels, by KV head; float32.
 
-    Attributes:
-        mean_HD: Taken from keys before they are coded, float32.
-        encode_HDC: Keys to channels, in steps of the channel, float32.
-        query_HDC: Queries to channels, times the channel's step, float32.
+    `mean_HD` is subtracted from keys before they are coded. `encode_HDC` gives the keys' channels in steps of
+    the channel, `query_HDC` those of queries times the channel's step.
     """
 
     mean_HD: torch.Tensor
@@ -31,12 +29,12 @@ class CodeBasis(NamedTuple):
 
 @cache
 def half_levels(device: torch.device) -> torch.Tensor:
-    """Return 2^(bits - 1) of each channel, [C] float32; one tensor for all callers."""
+    """Return 2^(bits - 1) of each channel, [C] float32, cached."""
     return torch.tensor([2.0 ** (bits - 1) for bits in BITS], device=device)
 
 
 @cache
 def level_range(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the lowest and the highest level of each channel, [C] float32 each, like `half_levels`."""
+    """Return the lowest and the highest level of each channel, [C] float32 each, cached."""
     highest_C = 2 * half_levels(device) - 1
     return torch.zeros_like(highest_C), highest_C

@@ -1,4 +1,4 @@
-"""Key codes in PyTorch: a byte a channel, channel by channel, so that a scan is one matrix product."""
+"""Key codes in PyTorch: one byte a channel, so that a scan is one matrix product."""
 
 import torch
 
@@ -9,16 +9,9 @@ from sfi_kernels.shapes import check_shape
 def encode_keys(key_HTD: torch.Tensor, basis: CodeBasis) -> torch.Tensor:
     """Code the keys of one request.
 
-    Args:
-        key_HTD: Keys.
-        basis: The layer's basis.
-
     Returns:
-        level_HTC, [H, T, C] uint8; a channel's tokens follow each other in memory. The Triton kernel returns
-        word_HT, [H, T] int32, with the same levels.
-
-    Raises:
-        ValueError: The shapes do not fit.
+        level_HTC, [H, T, C] uint8, with the tokens of a channel adjacent in memory. The Triton kernel returns
+            word_HT, [H, T] int32, with the same levels.
     """
     check(key_HTD, basis)
     device = key_HTD.device
@@ -31,19 +24,10 @@ def encode_keys(key_HTD: torch.Tensor, basis: CodeBasis) -> torch.Tensor:
 def scan_codes(
     query_HGD: torch.Tensor, code_HTX: torch.Tensor, basis: CodeBasis, *, scale: float
 ) -> torch.Tensor:
-    """Estimate a query's logits of all keys from their codes.
+    """Estimate the logits of all keys, [H, G, T] float32, for one request's queries, from the keys' codes.
 
-    Args:
-        query_HGD: The step's queries of one request.
-        code_HTX: The keys' codes, as `encode_keys` of the same backend returned them.
-        basis: The layer's basis.
-        scale: Factor on the products.
-
-    Returns:
-        logits_HGT, [H, G, T] float32.
-
-    Raises:
-        ValueError: The shapes do not fit.
+    `code_HTX` are the codes that `encode_keys` of the same backend returned; `scale` is the factor on the
+    products. As `encode_keys`, it raises `ValueError` where shapes do not fit.
     """
     check(query_HGD, basis)
     query_HGD = query_HGD.float() * scale
@@ -55,7 +39,7 @@ def scan_codes(
 
 
 def check(rows_HXD: torch.Tensor, basis: CodeBasis) -> None:
-    """Refuse operands that do not fit together."""
+    """Raise `ValueError` unless keys or queries fit the basis."""
     check_shape(rows_HXD, "keys or queries", H=None, X=None, D=None)
     H, _, D = rows_HXD.shape
     check_shape(basis.mean_HD, "mean", H=H, D=D)

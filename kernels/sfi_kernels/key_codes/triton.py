@@ -1,17 +1,17 @@
-"""Key codes in Triton: a word a key, one launch to code keys and one to score all of them.
+"""Key codes in Triton: one word a key, one launch to code keys and one to score them.
 
-Each program of the scan projects the query itself: 16 sums over D cost less than a launch of their own.
+Each program of the scan projects the query itself: 16 sums over D cost less than a launch.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from sfi_kernels.attention_tile.shape import WIDEST, padded
+from sfi_kernels.attention_tile.shape import check_width, padded
 from sfi_kernels.attention_tile.triton import rows
 from sfi_kernels.key_codes import layout
 from sfi_kernels.key_codes.reference import check
-from sfi_kernels.launch import KernelLimitError, launch
+from sfi_kernels.launch import launch
 from sfi_kernels.shapes import check_int32, check_shape
 
 BITS, SHIFTS = tl.constexpr(layout.BITS), tl.constexpr(layout.SHIFTS)
@@ -78,7 +78,7 @@ def encode_keys(key_HTD: torch.Tensor, basis: layout.CodeBasis) -> torch.Tensor:
     """See `reference.encode_keys`; returns word_HT. D up to 256."""
     check(key_HTD, basis)
     H, T, D = key_HTD.shape
-    _check_width(D)
+    check_width(D)
     if key_HTD.stride(2) != 1:
         key_HTD = key_HTD.contiguous()
     word_HT = key_HTD.new_empty(H, T, dtype=torch.int32)
@@ -96,7 +96,7 @@ def scan_codes(
     """See `reference.scan_codes`; the codes are word_HT, with any stride of H. D up to 256."""
     check(query_HGD, basis)
     H, G, D = query_HGD.shape
-    _check_width(D)
+    check_width(D)
     check_shape(code_HTX, "words", H=H, T=None)
     check_int32(query_HGD.device, words=code_HTX[0])
     T, block = code_HTX.shape[1], min(GROUP, triton.next_power_of_2(G))
@@ -108,11 +108,3 @@ def scan_codes(
         G=G, D=D, BLOCK_G=block, BLOCK_T=TOKENS, BLOCK_D=padded(D),
     )  # fmt: skip
     return logits_HGT
-
-
-def _check_width(D: int) -> None:
-    if D > WIDEST:
-        raise KernelLimitError(
-            f"head dimension must be at most {WIDEST} for the Triton kernels, got {D}; "
-            "use the torch backend"
-        )

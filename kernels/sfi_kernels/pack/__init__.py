@@ -1,9 +1,7 @@
-"""Reorganization: gather the sink and selected rows into the packed segment."""
+"""Gather the sink and selected rows into the packed segment."""
 
 from sfi_kernels.op import Op
 from sfi_kernels.pack import reference
 
 pack = Op(reference.pack, triton="sfi_kernels.pack.triton")
 pack_layers = reference.pack_layers
-
-__all__ = ["pack", "pack_layers"]

@@ -26,26 +26,23 @@ def pack(
     *,
     heads_RH: torch.Tensor | None = None,
 ) -> None:
-    """Refresh the packed segment of some requests, in place: the sinks, then the selected.
-
-    R is the number of refreshed requests here; the segments of the other requests do not change.
+    """Rewrite the packed segments of R requests, in place: the sinks, then the selected tokens.
 
     Args:
         key_PHND: Pages of keys.
         value_PHNE: Pages of values.
         block_table_BP: Page numbers of each request, int32.
-        request_R: The refreshed requests, int32, each once; -1 for a row without a request.
+        request_R: The requests to pack, int32, each once; -1 for a row without a request.
         index_RHK: Positions to pack behind the sinks, int32, padded with -1 at the end.
         sink_R: Sink tokens, positions 0 to `sink - 1`, int32. At most S - K; further sinks are cut off.
         key_BHSD: Packed keys; rows beyond a request's length are undefined.
         value_BHSE: Packed values, likewise.
         position_BHS: The packed rows' positions, int32, padded with -1.
         length_BH: Rows that count, int32.
-        heads_RH: 0 for a KV head whose rows, positions and length stay, int32; None refreshes every head.
+        heads_RH: 0 for a KV head that keeps its rows, positions and length, int32; None packs every head.
 
     Raises:
-        ValueError: The shapes, dtypes or devices do not fit each other, or a tensor but
-            the pages is not contiguous.
+        ValueError: The shapes, dtypes or devices do not fit, or a tensor but the pages is not contiguous.
     """
     check(
         key_PHND, value_PHNE, block_table_BP, request_R, index_RHK, sink_R,
@@ -85,21 +82,10 @@ def pack_layers(
     index_LHK: torch.Tensor,
     sink_1: torch.Tensor,
 ) -> None:
-    """Refresh the packed segments of one request in L layers, in place, as `pack` does in one.
+    """Pack one request in L layers, in place; the indices of all layers are computed at once.
 
-    What `pack` computes for a layer in some thirty operations is computed for all layers at once; a layer's
-    own are the copies.
-
-    Args:
-        layers: Of each layer: pages of keys and values, and packed keys, values, positions and lengths, as
-            `pack` takes them. All have as many KV heads, tokens of a page and packed rows.
-        block_table_BP: Page numbers of each request, int32.
-        request: The refreshed request.
-        index_LHK: Positions to pack behind the sinks, int32, padded with -1 at the end.
-        sink_1: The request's sink tokens, int32.
-
-    Raises:
-        ValueError: The positions do not fit the layers.
+    Arguments and errors as in `pack`, but `layers`: of each layer, pages of keys and values, and packed keys,
+    values, positions and lengths. All layers have equal KV heads, page sizes and packed rows.
     """
     key_PHND, _, key_BHSD, *_ = layers[0]
     H, S, N = key_PHND.shape[1], key_BHSD.shape[2], key_PHND.shape[2]
@@ -154,17 +140,10 @@ def check_heads(heads_RH: torch.Tensor, index_RHK: torch.Tensor) -> None:
 
 
 def check(
-    key_PHND: torch.Tensor,
-    value_PHNE: torch.Tensor,
-    block_table_BP: torch.Tensor,
-    request_R: torch.Tensor,
-    index_RHK: torch.Tensor,
-    sink_R: torch.Tensor,
-    key_BHSD: torch.Tensor,
-    value_BHSE: torch.Tensor,
-    position_BHS: torch.Tensor,
-    length_BH: torch.Tensor,
-) -> None:
+    key_PHND: torch.Tensor, value_PHNE: torch.Tensor, block_table_BP: torch.Tensor,
+    request_R: torch.Tensor, index_RHK: torch.Tensor, sink_R: torch.Tensor, key_BHSD: torch.Tensor,
+    value_BHSE: torch.Tensor, position_BHS: torch.Tensor, length_BH: torch.Tensor,
+) -> None:  # fmt: skip
     """Raise the errors of `pack`."""
     check_shape(key_PHND, "key_pages", P=None, H=None, N=None, D=None)
     check_shape(key_BHSD, "key", B=None, H=key_PHND.shape[1], S=None, D=key_PHND.shape[3])

@@ -5,19 +5,18 @@ import triton
 import triton.language as tl
 
 from sfi_kernels.attention_tile.triton import row_start
-from sfi_kernels.launch import KernelLimitError, launch
+from sfi_kernels.launch import launch
 from sfi_kernels.pack.reference import check, check_heads
-from sfi_kernels.pages import kernel_strides
+from sfi_kernels.pages import row_constants
 
 BLOCK_S = 64
-MAX_WIDTH = 256
 # wider rows are copied by twice the warps, to keep a tile in registers
 WIDE_BYTES = 256
 
 
 @triton.jit
 def slot_position(index_ptr, slot, sink, K, S):
-    """Return the positions of slots: the sinks, then the selected; -1 behind them."""
+    """Return the positions of slots: the sinks, then the selected tokens, then -1."""
     rank = slot - sink
     selected = tl.load(index_ptr + rank, mask=(rank >= 0) & (rank < K), other=-1)
     return tl.where(slot < S, tl.where(rank < 0, slot, selected), -1)
@@ -73,19 +72,11 @@ def _pack_kernel(
 
 
 def pack(
-    key_PHND: torch.Tensor,
-    value_PHNE: torch.Tensor,
-    block_table_BP: torch.Tensor,
-    request_R: torch.Tensor,
-    index_RHK: torch.Tensor,
-    sink_R: torch.Tensor,
-    key_BHSD: torch.Tensor,
-    value_BHSE: torch.Tensor,
-    position_BHS: torch.Tensor,
-    length_BH: torch.Tensor,
-    *,
+    key_PHND: torch.Tensor, value_PHNE: torch.Tensor, block_table_BP: torch.Tensor,
+    request_R: torch.Tensor, index_RHK: torch.Tensor, sink_R: torch.Tensor, key_BHSD: torch.Tensor,
+    value_BHSE: torch.Tensor, position_BHS: torch.Tensor, length_BH: torch.Tensor, *,
     heads_RH: torch.Tensor | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """See `reference.pack`. D and E up to 256."""
     tensors = (
         key_PHND, value_PHNE, block_table_BP, request_R, index_RHK, sink_R,
@@ -95,20 +86,13 @@ def pack(
     if heads_RH is not None:
         check_heads(heads_RH, index_RHK)
     (R, H, K), (S, N) = index_RHK.shape, (key_BHSD.shape[2], key_PHND.shape[2])
-    D, E = key_BHSD.shape[3], value_BHSE.shape[3]
-    if max(D, E) > MAX_WIDTH:
-        raise KernelLimitError(
-            f"key and value must be at most {MAX_WIDTH} wide for the kernel, got {D} and {E}; "
-            "use the torch backend"
-        )
+    constants = row_constants(key_PHND, value_PHNE)
+    row_bytes = max(constants["D"], constants["E"]) * key_BHSD.element_size()
     # an empty segment still has a length to write
     grid = (R, H, max(1, triton.cdiv(S, BLOCK_S)))
     launch(
         _pack_kernel, grid, *tensors, length_BH if heads_RH is None else heads_RH,
         H, K, S, N, block_table_BP.shape[1],
-        num_warps=8 if max(D, E) * key_BHSD.element_size() > WIDE_BYTES else 4,
-        KEY_STRIDES=kernel_strides(key_PHND, "key_pages"),
-        VALUE_STRIDES=kernel_strides(value_PHNE, "value_pages"), D=D, E=E, BLOCK_S=BLOCK_S,
-        BLOCK_D=triton.next_power_of_2(D), BLOCK_E=triton.next_power_of_2(E),
-        HEADS=heads_RH is not None,
+        num_warps=8 if row_bytes > WIDE_BYTES else 4,
+        BLOCK_S=BLOCK_S, HEADS=heads_RH is not None, **constants,
     )  # fmt: skip

@@ -25,41 +25,27 @@ def recall(
     *,
     heads_RH: torch.Tensor | None = None,
 ) -> None:
-    """Write what `pack` would write into a scratch segment, from host pages and the rows of the old segment.
+    """Write what `pack` would into a scratch segment, reading host pages only for rows that are new.
 
-    A row comes from the old segment where its position is there, and from the host pages otherwise. The
-    caller publishes the scratch to the segment afterwards. R is the number of refreshed requests here.
+    A row comes from the old segment if its position is there, else from the host pages. The caller copies the
+    scratch to the segment afterwards.
 
     FreeKV (Sec. 4.2) and SyncKV (Eq. 7) copy pages from the host to the device. Here the kernel on the device
     reads the rows over the link itself (zero copy), so that the host never waits for the indices. FreeKV
-    converts the layout on recall, since its device pages are token-major. Ours are head-major already
-    (`append` transposes as it writes), so that a row is copied as it is.
+    converts the layout on recall, since its device pages are token-major; ours are head-major.
 
     Paper gap: SyncKV does not say whether rows that stay selected are fetched again. FreeKV keeps a cache of
     selected pages on the device. We reuse single rows, from the packed segment alone.
 
-    Args:
-        key_PHND: Host pages of keys; pinned when the rest is on a CUDA device. FreeKV's pages hold the keys
-            and values of a head side by side, [P, H, 2, N, D], and are passed as two views.
-        value_PHNE: Host pages of values, likewise.
-        block_table_BP: Numbers of the host pages of each request, int32, on the device.
-        request_R: The refreshed requests, int32, each once; -1 for a row without a request.
-        index_RHK: Positions to recall behind the sinks, ascending, int32, padded with -1 at the end.
-        sink_R: Sink tokens, positions 0 to `sink - 1`, int32. At most S - K; further sinks are cut off.
-        key_BHSD: Packed keys on the device; rows beyond a head's length may hold anything.
-        value_BHSE: Packed values, likewise.
-        position_BHS: Their positions, ascending within a head's length, int32.
-        length_BH: Rows that count, int32.
-        into_key_RHSD: Receives the keys; rows beyond a head's new length are undefined.
-        into_value_RHSE: Receives the values, likewise.
-        into_position_RHS: Receives the positions, int32, padded with -1.
-        into_length_RH: Receives the rows that count, int32.
-        fetched_RH: Receives how many rows came from the host, int32; 0 for a row without a request.
-        heads_RH: 0 for a KV head that gets a copy of its old rows, positions and length, int32; None recalls
-            for every head.
+    Arguments as in `pack`, with these differences. The pages are on the host, pinned when the rest is on a
+    CUDA device, and `block_table_BP` numbers them; FreeKV's pages, [P, H, 2, N, D] with keys and values side
+    by side, are passed as two views. The positions to recall and those of the old segment ascend. The results
+    go to the `into` tensors, which have R rows in place of B, and `fetched_RH`, int32, gets how many rows
+    came from the host, 0 for a row without a request. A head whose `heads_RH` is 0 gets a copy of its old
+    rows, positions and length.
 
     Raises:
-        ValueError: The shapes, dtypes or devices do not fit each other, or a tensor's layout does not.
+        ValueError: A tensor's shape, dtype, device or layout does not fit.
     """
     old = key_BHSD, value_BHSE, position_BHS, length_BH
     into = into_key_RHSD, into_value_RHSE, into_position_RHS, into_length_RH
@@ -85,12 +71,9 @@ def recall(
 
 
 def _recall_head(
-    pages: tuple[torch.Tensor, torch.Tensor],
-    block_table_P: torch.Tensor,
-    wanted_X: torch.Tensor,
-    old: tuple[torch.Tensor, ...],
-    into: tuple[torch.Tensor, ...],
-) -> int:
+    pages: tuple[torch.Tensor, torch.Tensor], block_table_P: torch.Tensor, wanted_X: torch.Tensor,
+    old: tuple[torch.Tensor, ...], into: tuple[torch.Tensor, ...],
+) -> int:  # fmt: skip
     *old_rows, position_S, length = old
     *into_rows, into_position_S, into_length = into
     known = position_S[: int(length)]
@@ -109,16 +92,10 @@ def _recall_head(
 
 
 def check(
-    key_PHND: torch.Tensor,
-    value_PHNE: torch.Tensor,
-    block_table_BP: torch.Tensor,
-    request_R: torch.Tensor,
-    index_RHK: torch.Tensor,
-    sink_R: torch.Tensor,
-    old: tuple[torch.Tensor, ...],
-    into: tuple[torch.Tensor, ...],
-    fetched_RH: torch.Tensor,
-) -> None:
+    key_PHND: torch.Tensor, value_PHNE: torch.Tensor, block_table_BP: torch.Tensor,
+    request_R: torch.Tensor, index_RHK: torch.Tensor, sink_R: torch.Tensor,
+    old: tuple[torch.Tensor, ...], into: tuple[torch.Tensor, ...], fetched_RH: torch.Tensor,
+) -> None:  # fmt: skip
     """Raise the errors of `recall`; `old` and `into` are keys, values, positions and lengths."""
     check_shape(key_PHND, "key_pages", P=None, H=None, N=None, D=None)
     P, H, N, D = key_PHND.shape

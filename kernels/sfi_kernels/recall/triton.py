@@ -1,14 +1,14 @@
-"""Recall in Triton: one launch for every refreshed request; programs read host pages over the link."""
+"""Recall in Triton: one launch for all requests; programs read host pages over the link."""
 
 import torch
 import triton
 import triton.language as tl
 
 from sfi_kernels.attention_tile.triton import row_start
-from sfi_kernels.launch import KernelLimitError, launch
+from sfi_kernels.launch import launch
 from sfi_kernels.pack.reference import check_heads
-from sfi_kernels.pack.triton import BLOCK_S, MAX_WIDTH, WIDE_BYTES, slot_position
-from sfi_kernels.pages import kernel_strides
+from sfi_kernels.pack.triton import BLOCK_S, WIDE_BYTES, slot_position
+from sfi_kernels.pages import row_constants
 from sfi_kernels.recall.reference import check
 
 # of a thread: left alone, the compiler spills narrow rows for more programs
@@ -17,7 +17,7 @@ NARROW_BYTES, NARROW_REGISTERS = 128, 80
 
 @triton.jit
 def _old_place(position_ptr, position, length, steps):
-    """Return how many old positions are smaller, by binary search, and whether the next one is the same."""
+    """Return how many old positions are smaller, by binary search, and whether the next one is equal."""
     place = tl.zeros_like(position)
     for step in range(steps):
         candidate = place + (1 << (steps - 1 - step))
@@ -34,7 +34,7 @@ def _copy_rows(
     host_ptr, old_ptr, into_ptr, host_row, old_row, into_row, packed, on_device,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Copy rows of one of two sources; host rows are given by their first number."""
+    """Copy rows from the host, given by their first number, or from the old segment."""
     column = tl.arange(0, BLOCK)[None, :]
     inside = column < WIDTH
     from_host, from_old = (packed & ~on_device)[:, None], (packed & on_device)[:, None]
@@ -102,38 +102,21 @@ def _recall_kernel(
 
 
 def recall(
-    key_PHND: torch.Tensor,
-    value_PHNE: torch.Tensor,
-    block_table_BP: torch.Tensor,
-    request_R: torch.Tensor,
-    index_RHK: torch.Tensor,
-    sink_R: torch.Tensor,
-    key_BHSD: torch.Tensor,
-    value_BHSE: torch.Tensor,
-    position_BHS: torch.Tensor,
-    length_BH: torch.Tensor,
-    into_key_RHSD: torch.Tensor,
-    into_value_RHSE: torch.Tensor,
-    into_position_RHS: torch.Tensor,
-    into_length_RH: torch.Tensor,
-    fetched_RH: torch.Tensor,
-    *,
-    heads_RH: torch.Tensor | None = None,
-) -> None:
-    """See `reference.recall`. D and E up to 256; the host pages stay as they are until the kernel has run."""
+    key_PHND: torch.Tensor, value_PHNE: torch.Tensor, block_table_BP: torch.Tensor,
+    request_R: torch.Tensor, index_RHK: torch.Tensor, sink_R: torch.Tensor, key_BHSD: torch.Tensor,
+    value_BHSE: torch.Tensor, position_BHS: torch.Tensor, length_BH: torch.Tensor,
+    into_key_RHSD: torch.Tensor, into_value_RHSE: torch.Tensor, into_position_RHS: torch.Tensor,
+    into_length_RH: torch.Tensor, fetched_RH: torch.Tensor, *, heads_RH: torch.Tensor | None = None,
+) -> None:  # fmt: skip
+    """See `reference.recall`. D and E up to 256; host pages must not change until the kernel has run."""
     old = key_BHSD, value_BHSE, position_BHS, length_BH
     into = into_key_RHSD, into_value_RHSE, into_position_RHS, into_length_RH
     check(key_PHND, value_PHNE, block_table_BP, request_R, index_RHK, sink_R, old, into, fetched_RH)
     if heads_RH is not None:
         check_heads(heads_RH, index_RHK)
     (R, H, K), (S, N) = index_RHK.shape, (key_BHSD.shape[2], key_PHND.shape[2])
-    D, E = key_BHSD.shape[3], value_BHSE.shape[3]
-    if max(D, E) > MAX_WIDTH:
-        raise KernelLimitError(
-            f"key and value must be at most {MAX_WIDTH} wide for the kernel, got {D} and {E}; "
-            "use the torch backend"
-        )
-    row_bytes = max(D, E) * key_BHSD.element_size()
+    constants = row_constants(key_PHND, value_PHNE)
+    row_bytes = max(constants["D"], constants["E"]) * key_BHSD.element_size()
     fetched_RH.zero_()  # the programs of a head add to one count
     # an empty segment still has a length to write
     grid = (R, H, max(1, triton.cdiv(S, BLOCK_S)))
@@ -144,8 +127,5 @@ def recall(
         H, K, S, N, block_table_BP.shape[1], S.bit_length(),
         num_warps=8 if row_bytes > WIDE_BYTES else 4,
         max_registers=NARROW_REGISTERS if row_bytes <= NARROW_BYTES else None,
-        KEY_STRIDES=kernel_strides(key_PHND, "key_pages"),
-        VALUE_STRIDES=kernel_strides(value_PHNE, "value_pages"), D=D, E=E, BLOCK_S=BLOCK_S,
-        BLOCK_D=triton.next_power_of_2(D), BLOCK_E=triton.next_power_of_2(E),
-        HEADS=heads_RH is not None,
+        BLOCK_S=BLOCK_S, HEADS=heads_RH is not None, **constants,
     )  # fmt: skip

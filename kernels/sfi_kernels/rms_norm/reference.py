@@ -8,20 +8,11 @@ MAX_WIDTH = 16384  # of the kernel
 
 
 def rms_norm(hidden_XF: torch.Tensor, weight_F: torch.Tensor, eps: float) -> torch.Tensor:
-    """Divide rows by their root mean square, and multiply by a weight (Zhang and Sennrich, 2019).
+    """Divide rows by their root mean square and multiply by a weight (Zhang and Sennrich, 2019).
 
-    The division is in float32. Its result is rounded to the input's dtype before the weight comes in.
-
-    Args:
-        hidden_XF: Rows, contiguous. X stands for any number of dimensions.
-        weight_F: Weight, of the same dtype.
-        eps: Added to the mean square.
-
-    Returns:
-        The normed rows, of the input's shape and dtype.
-
-    Raises:
-        ValueError: The shapes, dtypes, devices or strides do not fit.
+    Rows, [..., F], are contiguous; `eps` is added to the mean square. The quotient is float32, rounded to the
+    rows' dtype, which is the weight's too, before the product. Raise `ValueError` where shapes, dtypes,
+    devices or strides do not fit.
     """
     check(hidden_XF, weight_F)
     wide_XF = hidden_XF.float()
@@ -32,20 +23,7 @@ def rms_norm(hidden_XF: torch.Tensor, weight_F: torch.Tensor, eps: float) -> tor
 def add_rms_norm(
     residual_XF: torch.Tensor, hidden_XF: torch.Tensor, weight_F: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Add rows to the residual stream, and norm the sum as `rms_norm` does.
-
-    Args:
-        residual_XF: The residual stream, contiguous.
-        hidden_XF: What is added, of the same shape.
-        weight_F: See `rms_norm`.
-        eps: See `rms_norm`.
-
-    Returns:
-        The sum, rounded to the input's dtype, and its norm, computed from the rounded sum.
-
-    Raises:
-        ValueError: The shapes, dtypes, devices or strides do not fit.
-    """
+    """Add rows to the residual stream; return the sum, rounded to the dtype, and that sum's `rms_norm`."""
     check_residual(residual_XF, hidden_XF, weight_F)
     sum_XF = residual_XF + hidden_XF
     return sum_XF, rms_norm(sum_XF, weight_F, eps)

@@ -1,4 +1,4 @@
-"""RMSNorm in Triton: a program a row, which it reads once."""
+"""RMSNorm in Triton: one program a row, which reads the row once."""
 
 import torch
 import triton
@@ -51,15 +51,9 @@ def add_rms_norm(
 
 
 def _launch(
-    hidden_XF: torch.Tensor,
-    residual_XF: torch.Tensor,
-    weight_F: torch.Tensor,
-    sum_XF: torch.Tensor,
-    out_XF: torch.Tensor,
-    eps: float,
-    *,
-    add: bool,
-) -> None:
+    hidden_XF: torch.Tensor, residual_XF: torch.Tensor, weight_F: torch.Tensor,
+    sum_XF: torch.Tensor, out_XF: torch.Tensor, eps: float, *, add: bool,
+) -> None:  # fmt: skip
     F = weight_F.shape[0]
     if F > MAX_WIDTH:
         raise KernelLimitError(f"hidden must be at most {MAX_WIDTH} wide for the kernel, got {F}")

@@ -1,4 +1,4 @@
-"""Rotary positions of queries and keys, after the norms of their heads where a model has these."""
+"""Rotary positions of queries and keys, after the norms of heads where a model has them."""
 
 from sfi_kernels.op import Op
 from sfi_kernels.rotary import reference

@@ -23,10 +23,10 @@ def rotary(
     products and their sum are rounded to the dtype.
 
     Args:
-        query_BTXD: Queries as their projection leaves them, contiguous. X are all query heads; D is even.
+        query_BTXD: Queries as projected, contiguous. X are all query heads; D is even.
         key_BTHD: Keys, likewise.
         cos_BTD: Cosines of the positions' angles, of the same dtype; B may be 1. The last stride is 1.
-        sin_BTD: Their sines, with the cosines' strides.
+        sin_BTD: Sines, with the cosines' strides.
         query_weight_D: Weight of the queries' norm; None for no norm.
         key_weight_D: Weight of the keys' norm; both or neither.
         eps: Of the norms.
@@ -35,7 +35,7 @@ def rotary(
         Queries [B, X, T, D] and keys [B, H, T, D], both as views of tensors with T before the heads.
 
     Raises:
-        ValueError: The shapes, dtypes, devices or strides do not fit, or there is one weight without another.
+        ValueError: The shapes, dtypes, devices or strides do not fit, or only one weight is given.
     """
     check(query_BTXD, key_BTHD, cos_BTD, sin_BTD, query_weight_D, key_weight_D)
     pairs = ((query_BTXD, query_weight_D), (key_BTHD, key_weight_D))
@@ -58,13 +58,9 @@ def _rotated(
 
 
 def check(
-    query_BTXD: torch.Tensor,
-    key_BTHD: torch.Tensor,
-    cos_BTD: torch.Tensor,
-    sin_BTD: torch.Tensor,
-    query_weight_D: torch.Tensor | None,
-    key_weight_D: torch.Tensor | None,
-) -> None:
+    query_BTXD: torch.Tensor, key_BTHD: torch.Tensor, cos_BTD: torch.Tensor, sin_BTD: torch.Tensor,
+    query_weight_D: torch.Tensor | None, key_weight_D: torch.Tensor | None,
+) -> None:  # fmt: skip
     """Raise the errors of `rotary`."""
     check_shape(query_BTXD, "query", B=None, T=None, X=None, D=None)
     B, T, _, D = query_BTXD.shape

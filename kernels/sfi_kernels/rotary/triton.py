@@ -69,14 +69,10 @@ def _rotary_kernel(
 
 
 def rotary(
-    query_BTXD: torch.Tensor,
-    key_BTHD: torch.Tensor,
-    cos_BTD: torch.Tensor,
-    sin_BTD: torch.Tensor,
-    query_weight_D: torch.Tensor | None = None,
-    key_weight_D: torch.Tensor | None = None,
+    query_BTXD: torch.Tensor, key_BTHD: torch.Tensor, cos_BTD: torch.Tensor, sin_BTD: torch.Tensor,
+    query_weight_D: torch.Tensor | None = None, key_weight_D: torch.Tensor | None = None,
     eps: float = 0.0,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """See `reference.rotary`. D up to 256."""
     check(query_BTXD, key_BTHD, cos_BTD, sin_BTD, query_weight_D, key_weight_D)
     (B, T, X, D), H = query_BTXD.shape, key_BTHD.shape[2]

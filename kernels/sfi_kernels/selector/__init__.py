@@ -1,6 +1,6 @@
 """The Selector's scores: evidence, prior, fusion, refinement (Algorithm 2).
 
-`evidence` and `prior` name both a formula and the file it lives in: here they are the functions.
+`evidence` and `prior` are the functions here; files of these names hold them.
 """
 
 from sfi_kernels.op import Op
@@ -8,30 +8,13 @@ from sfi_kernels.selector import reference
 from sfi_kernels.selector.evidence import attention_probability, evidence, power_mean, spread
 from sfi_kernels.selector.fusion import fuse, stable_weight
 from sfi_kernels.selector.page_pool import pool_by_page
-from sfi_kernels.selector.prior import (
-    key_norm_factor,
-    normalized_position,
-    position_factor,
-    prior,
-)
+from sfi_kernels.selector.prior import key_norm_factor, normalized_position, position_factor, prior
 from sfi_kernels.selector.refinement import exclude_across_heads, log_score, soft_nms
 
 selector = Op(reference.selector, triton="sfi_kernels.selector.triton")
 
 __all__ = [
-    "attention_probability",
-    "evidence",
-    "exclude_across_heads",
-    "fuse",
-    "key_norm_factor",
-    "log_score",
-    "normalized_position",
-    "pool_by_page",
-    "position_factor",
-    "power_mean",
-    "prior",
-    "selector",
-    "soft_nms",
-    "spread",
-    "stable_weight",
-]
+    "attention_probability", "evidence", "exclude_across_heads", "fuse", "key_norm_factor", "log_score",
+    "normalized_position", "pool_by_page", "position_factor", "power_mean", "prior", "selector", "soft_nms",
+    "spread", "stable_weight",
+]  # fmt: skip

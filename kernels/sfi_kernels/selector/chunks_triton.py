@@ -1,9 +1,9 @@
 """Partial results of the Selector's kernels.
 
-A row of T positions, of one KV head, is cut into chunks of one size, a program each. A program leaves what it
-found in `partial` and `sums`, [quantity, row, chunk], and the next launch merges a row's chunks, CHUNKS at a
-time: lane by lane, then the lanes. So chunks behind the last candidate change no bit, and a T that is only a
-bound gives the scores of the true one. `merged`, [quantity, row], holds what all chunks share.
+A row of T positions, of one KV head, is cut into chunks of one size, a program each. A program writes its
+results to `partial` and `sums`, [quantity, row, chunk], and the next launch merges a row's chunks, CHUNKS at
+a time: lane by lane, then the lanes. So empty chunks behind the last candidate change no bit, and a T that is
+only a bound gives the scores of the true T. `merged`, [quantity, row], holds the results of whole rows.
 """
 
 import triton
@@ -25,20 +25,20 @@ SUMS = 6
 
 @triton.jit
 def finite(peak):
-    """Replace the peak of nothing, so that -inf less the peak is -inf and not NaN."""
+    """Replace a peak of -inf by 0, so that -inf less the peak is -inf and not NaN."""
     return tl.where(peak == NOTHING, 0.0, peak)
 
 
 @triton.jit
 def load_chunks(values_ptr, first, chunks, default, CHUNKS: tl.constexpr):
-    """Load what CHUNKS of a row's chunks left of one quantity, from the chunk `first` on."""
+    """Load one quantity of CHUNKS of a row's chunks, from the chunk `first` on."""
     chunk = first + tl.arange(0, CHUNKS)
     return tl.load(values_ptr + chunk, mask=chunk < chunks, other=default)  # [CHUNKS]
 
 
 @triton.jit
 def merge_peak(values_ptr, chunks, CHUNKS: tl.constexpr):
-    """Return the largest of what a row's chunks left."""
+    """Return the largest value of a row's chunks."""
     peak = tl.full([CHUNKS], NOTHING, tl.float32)
     for first in range(0, chunks, CHUNKS):
         peak = tl.maximum(peak, load_chunks(values_ptr, first, chunks, NOTHING, CHUNKS))

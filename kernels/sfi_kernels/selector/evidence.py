@@ -2,23 +2,18 @@
 
 import torch
 
-from sfi_kernels.selector.numerics import (
-    check_not_negative,
-    masked,
-    neighborhood_peak,
-    widened,
-)
+from sfi_kernels.selector.numerics import check_not_negative, masked, neighborhood_peak, widened
 
 
 def spread(logits_BHGWT: torch.Tensor, allowed_BT: torch.Tensor | None, span: int) -> torch.Tensor:
     """Give each allowed position the best logit nearby, so that a hit brings its neighbors.
 
-    An extension of ours, not in the paper. The softmax is monotone, so that pooling the logits
-    pools each query's evidence, up to its normalization.
+    An extension of ours, not in the paper. Pooling logits pools each query's evidence, up to its
+    normalization, since the softmax is monotone.
 
     Args:
         logits_BHGWT: Scaled attention logits. Any float; -inf where a query may not look.
-        allowed_BT: The candidate set J. Positions outside it neither give nor receive. None: all allowed.
+        allowed_BT: The candidate set J; positions outside keep their logits and give none. None: all allowed.
         span: Positions pooled on each side. 0 returns the input unchanged.
 
     Returns:

@@ -11,12 +11,9 @@ from sfi_kernels.selector.numerics import widened
 def fuse(
     evidence_BHT: torch.Tensor, prior_BHT: torch.Tensor, weight_BH: torch.Tensor
 ) -> torch.Tensor:
-    """Mix evidence and prior, the minimizer of the reverse-KL objective (Eq. 15).
+    """Mix evidence f and prior r, the minimizer of the reverse-KL objective (Eq. 15).
 
-    Args:
-        evidence_BHT: f; each row sums to 1.
-        prior_BHT: r, on the same support.
-        weight_BH: The prior's weight lambda, in [0, 1].
+    The rows of f and r sum to 1, on the same support; `weight_BH` is the prior's weight lambda, in [0, 1].
 
     Returns:
         s, [B, H, T]; each row sums to 1.
@@ -31,14 +28,10 @@ def stable_weight(
 ) -> torch.Tensor:
     """Find the prior's weight that makes the fused ranking most stable (Eqs. 17-18).
 
-    Args:
-        evidence_BHT: f; each row sums to 1.
-        prior_BHT: r, on the same support.
-        lambda_clip: The largest weight, in [0, 1].
+    The rows of evidence f and prior r sum to 1, on the same support.
 
     Returns:
-        lambda*, [B, H], in [0, lambda_clip]; 0 where evidence equals prior up to rounding, and any
-        weight fits.
+        lambda*, [B, H], in [0, lambda_clip]; 0 where evidence and prior are equal up to rounding.
     """
     evidence_BHT = widened(evidence_BHT)
     difference_BHT = evidence_BHT - prior_BHT

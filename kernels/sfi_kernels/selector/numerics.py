@@ -14,20 +14,20 @@ def check_not_negative(value: int, name: str) -> None:
 
 
 def widened(tensor: torch.Tensor) -> torch.Tensor:
-    """Bring half precision to float32; float32 and float64 stay as they are."""
+    """Convert half precision to float32; float32 and float64 stay as they are."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def masked(tensor: torch.Tensor, allowed: torch.Tensor | None, value: float) -> torch.Tensor:
-    """Put `value` where `allowed`, which is broadcast, is False; None allows everything."""
+    """Put `value` where the broadcast `allowed` is False; None allows everything."""
     return tensor if allowed is None else tensor.masked_fill(~allowed, value)
 
 
 def distribution(weight_BHT: torch.Tensor) -> torch.Tensor:
-    """Scale nonnegative weights to sum to 1 over T; a row without any weight stays 0.
+    """Scale nonnegative weights to sum to 1 over T; a row of zeros stays 0.
 
-    Dividing by the peak first keeps rows of very small or very large weights exact, where an
-    epsilon in the denominator would not.
+    Dividing by the peak first keeps rows of very small or large weights exact; an epsilon in the denominator
+    would not.
     """
     peak_BH1 = weight_BHT.amax(-1, keepdim=True)
     relative_BHT = weight_BHT / peak_BH1.masked_fill(peak_BH1 == 0, 1.0)
@@ -44,7 +44,7 @@ def neighborhood_peak(tensor: torch.Tensor, radius: int) -> torch.Tensor:
 
 
 def by_numpy(tensor: torch.Tensor) -> bool:
-    """Say whether numpy takes maxima: in a third of PyTorch's time for rows of some thousand numbers."""
+    """Say whether numpy takes maxima: three times as fast as PyTorch for rows of some thousand numbers."""
     return tensor.device.type == "cpu" and tensor.dtype != torch.bfloat16
 
 

@@ -1,4 +1,4 @@
-"""Page granularity: scores of whole pages, so that Top-K takes pages in place of single tokens."""
+"""Scores of whole pages, so that Top-K takes pages instead of single tokens."""
 
 import torch
 from torch.nn.functional import pad
@@ -11,10 +11,10 @@ from sfi_kernels.shapes import check_shape
 def pool_by_page(score_BHT: torch.Tensor, page_size: int) -> torch.Tensor:
     """Give every position of J the score of its page: the logarithm of the mean of its tokens' scores.
 
-    Pages begin at position 0, as the blocks of a paged cache do. `top_k` of what is returned takes whole
-    pages, the one with the higher score first, the lower one where two tie. Of a page at an edge of J it
-    takes the positions in J, and of the last page as many as the budget has left, from the front. So it takes
-    as many positions as without pages. Nothing here waits for a device.
+    Pages begin at position 0, as the blocks of a paged cache do. `top_k` of the result takes whole pages, the
+    one with the higher score first, the lower page at a tie; of a page at an edge of J only the positions in
+    J, and of the last page the first ones, as many as the budget has left. It takes as many positions as
+    without pages. The host never waits for a device.
 
     Paper gap: the paper selects single tokens. The mean was chosen over the best score and the mean log score
     (docs/evidence/granularity.md).

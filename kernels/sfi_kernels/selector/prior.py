@@ -11,13 +11,11 @@ from sfi_kernels.selector.numerics import distribution, masked, widened
 def key_norm_factor(key_norm_BHT: torch.Tensor, gamma: float) -> torch.Tensor:
     """Penalize unusually long keys (Eq. 9).
 
-    Args:
-        key_norm_BHT: Euclidean norms of the cached keys. Any float.
-        gamma: Strength of the penalty. At least 0. Paper gap: not given.
+    `gamma` >= 0 is the strength of the penalty. Paper gap: not given.
 
     Returns:
         pi_kn, [B, H, T] in float32, of float64 norms in float64; unnormalized, and finite even for a key of
-        norm 0.
+            norm 0.
     """
     factor_BHT = (widened(key_norm_BHT) + EPS).pow(-gamma)
     return factor_BHT.clamp_max(torch.finfo(torch.float32).max)
@@ -58,14 +56,10 @@ def position_factor(
 
 @lru_cache(maxsize=4)
 def factor_everywhere(T: int, device: torch.device, *settings: float) -> torch.Tensor:
-    """Return the position factor where all of T positions are allowed, [1, T]; do not write to it.
+    """Return `position_factor` where all T positions are allowed, [1, T], cached; do not write to it.
 
-    It is the same for all layers of a step, and at 4K tokens a fifth of the Selector's time on a CPU.
-
-    Args:
-        T: Positions.
-        device: Where it is to be.
-        settings: `position_factor`'s, from `beta` on.
+    All layers of a step share the factor; at 4K tokens it takes a fifth of the Selector's time on a CPU.
+    `settings` are `position_factor`'s, from `beta` on.
     """
     allowed_1T = torch.ones(1, T, dtype=torch.bool, device=device)
     return position_factor(normalized_position(allowed_1T), *settings)

@@ -10,7 +10,7 @@ from sfi_kernels.selector.numerics import check_not_negative, masked, neighborho
 
 
 def log_score(score_BHT: torch.Tensor, allowed_BT: torch.Tensor | None) -> torch.Tensor:
-    """Move to log space (Eq. 19). Returns z, [B, H, T], `MASKED_SCORE` outside J; None allows everything."""
+    """Take the logarithm, z [B, H, T], `MASKED_SCORE` outside J; None allows everything (Eq. 19)."""
     allowed_B1T = None if allowed_BT is None else allowed_BT[:, None]
     return masked((widened(score_BHT) + EPS).log(), allowed_B1T, MASKED_SCORE)
 
@@ -18,13 +18,11 @@ def log_score(score_BHT: torch.Tensor, allowed_BT: torch.Tensor | None) -> torch
 def soft_nms(score_BHT: torch.Tensor, alpha_soft: float, radius: int) -> torch.Tensor:
     """Lower each score by its gap to the best score nearby (Eqs. 20-21).
 
-    Args:
-        score_BHT: Log scores z, `MASKED_SCORE` outside J.
-        alpha_soft: Strength of the decay. At least 0; 0 returns the scores as they are.
-        radius: Half-width of the neighborhood N(j), in tokens. Paper gap: not given.
+    `alpha_soft` >= 0 is the strength of the decay; `radius` is the half-width of the neighborhood N(j), in
+    tokens. Paper gap: the radius is not given.
 
     Returns:
-        z_nms, [B, H, T]; `MASKED_SCORE` or lower outside J.
+        z_nms, [B, H, T]; `MASKED_SCORE` or lower outside J, where the scores z are `MASKED_SCORE`.
 
     Raises:
         ValueError: `radius` is negative.
@@ -46,10 +44,10 @@ def exclude_across_heads(
         score_BHT: z_nms, finite.
         alpha_cross: Strength of the exclusivity. At least 0; 0 returns the scores as they are.
         temperature: The paper's T; lower is sharper. Above 0. Paper gap: not given.
-        gather: Returns every process' tensor, stacked in front, where each has some of the layer's heads.
+        gather: Stacks the tensors of all processes that share the layer's heads; None where one has them all.
 
     Returns:
-        z_adj, [B, H, T]. A single KV head has no other to compete with and keeps its scores.
+        z_adj, [B, H, T]. A single KV head keeps its scores.
     """
     score_BHT = widened(score_BHT)
     if alpha_cross == 0:

@@ -1,7 +1,7 @@
 """From the power mean to the scores: Eqs. 8 to 23.
 
-Evidence and prior are never stored: they are cheap to make again from the power mean and the key norm. The
-prior is a power of two until its peak is known, so that neither long nor zero keys take it out of range.
+Evidence and prior are never stored: recomputing them from the power mean and the key norm is cheap. The prior
+stays a power of two until its peak is known, so that neither long nor zero keys overflow.
 """
 
 import math

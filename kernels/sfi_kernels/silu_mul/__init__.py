@@ -4,5 +4,3 @@ from sfi_kernels.op import Op
 from sfi_kernels.silu_mul import reference
 
 silu_mul = Op(reference.silu_mul, triton="sfi_kernels.silu_mul.triton")
-
-__all__ = ["silu_mul"]

@@ -8,17 +8,8 @@ from sfi_kernels.shapes import check_same
 def silu_mul(gate_XF: torch.Tensor, up_XF: torch.Tensor) -> torch.Tensor:
     """Multiply SiLU(gate) = gate / (1 + exp(-gate)) by up (Shazeer, 2020, Eq. 6).
 
-    SiLU is in float32 and rounded to the inputs' dtype before the product is.
-
-    Args:
-        gate_XF: The gate's projection, contiguous. X stands for any number of dimensions.
-        up_XF: The other projection, of the same shape and dtype.
-
-    Returns:
-        The product, of the inputs' shape and dtype.
-
-    Raises:
-        ValueError: The shapes, dtypes, devices or strides do not fit.
+    Both are contiguous, of one shape and dtype, or `ValueError` is raised. SiLU is float32, rounded to that
+    dtype before the product.
     """
     check(gate_XF, up_XF)
     return torch.nn.functional.silu(gate_XF) * up_XF

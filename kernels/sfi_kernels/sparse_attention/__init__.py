@@ -1,4 +1,4 @@
-"""The fast step's attention: the packed segment and the recent pages, in one softmax."""
+"""Attention of a fast step: the packed segment and the recent pages, in one softmax."""
 
 from sfi_kernels.op import Op
 from sfi_kernels.sparse_attention import reference

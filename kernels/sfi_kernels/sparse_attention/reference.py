@@ -25,23 +25,10 @@ def sparse_attention(
     sink_HG: torch.Tensor | None = None,
     pseudo: PseudoToken | None = None,
 ) -> torch.Tensor:
-    """Attend to sink and selected tokens, packed, and to the recent tokens, in place.
+    """Attend to sink and selected tokens, packed, and to the recent tokens, in the pages.
 
-    Args:
-        query_BHGD: The step's queries, grouped by KV head.
-        packed_key_BHSD: Keys of the packed segment; row s counts where s < packed_length; the others
-            may hold anything.
-        packed_value_BHSE: Its values.
-        packed_length_BH: Tokens of the packed segment by KV head, int32.
-        key_PHND: Pages of keys.
-        value_PHNE: Pages of values.
-        block_table_BP: Page numbers of each request, int32.
-        recent_start_B: First position of the recent segment, int32; no packed token lies there.
-        length_B: Cached tokens, the query's own included, int32.
-        scale: Factor on the products.
-        soft_cap: Soft cap of the logits; None for none.
-        sink_HG: Learned sink logits; None for none.
-        pseudo: A term that stands for what is not read; None for none.
+    Arguments as in `decode_attention`, but `recent_start_B`, the first position of the recent segment, where
+    no packed token lies, and `length_B`, cached tokens, the query's own included; both int32.
 
     Returns:
         out, [B, H, G, E], in the query's dtype.

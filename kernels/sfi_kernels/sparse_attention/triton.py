@@ -12,21 +12,12 @@ from sfi_kernels.step_descriptor import FAST, uniform_step
 
 
 def sparse_attention(
-    query_BHGD: torch.Tensor,
-    packed_key_BHSD: torch.Tensor,
-    packed_value_BHSE: torch.Tensor,
-    packed_length_BH: torch.Tensor,
-    key_PHND: torch.Tensor,
-    value_PHNE: torch.Tensor,
-    block_table_BP: torch.Tensor,
-    recent_start_B: torch.Tensor,
-    length_B: torch.Tensor,
-    *,
-    scale: float,
-    soft_cap: float | None = None,
-    sink_HG: torch.Tensor | None = None,
+    query_BHGD: torch.Tensor, packed_key_BHSD: torch.Tensor, packed_value_BHSE: torch.Tensor,
+    packed_length_BH: torch.Tensor, key_PHND: torch.Tensor, value_PHNE: torch.Tensor,
+    block_table_BP: torch.Tensor, recent_start_B: torch.Tensor, length_B: torch.Tensor, *,
+    scale: float, soft_cap: float | None = None, sink_HG: torch.Tensor | None = None,
     pseudo: PseudoToken | None = None,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """See `reference.sparse_attention`. Heads of at most 256 numbers, pages of multiples of 16 tokens."""
     B, H, *_ = query_BHGD.shape
     device = query_BHGD.device
@@ -37,16 +28,6 @@ def sparse_attention(
     step = uniform_step(FAST, length_B, recent_start_B, packed_key_BHSD.shape[2], items)
     split_plan(step, H, resident_programs(device))
     return decode_attention(
-        query_BHGD[:, :, :, None],
-        packed_key_BHSD,
-        packed_value_BHSE,
-        packed_length_BH,
-        key_PHND,
-        value_PHNE,
-        block_table_BP,
-        step,
-        scale=scale,
-        soft_cap=soft_cap,
-        sink_HG=sink_HG,
-        pseudo=pseudo,
-    ).out_BHGWE[:, :, :, 0]
+        query_BHGD[:, :, :, None], packed_key_BHSD, packed_value_BHSE, packed_length_BH, key_PHND,
+        value_PHNE, block_table_BP, step, scale=scale, soft_cap=soft_cap, sink_HG=sink_HG, pseudo=pseudo,
+    ).out_BHGWE[:, :, :, 0]  # fmt: skip

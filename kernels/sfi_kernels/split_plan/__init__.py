@@ -1,4 +1,4 @@
-"""The plan that splits the requests' keys over the processors, made on the device once per step."""
+"""The plan that splits the requests' keys over the processors, made on the device each step."""
 
 from sfi_kernels.op import Op
 from sfi_kernels.split_plan import reference

@@ -33,16 +33,10 @@ def work_items(batch: int, heads: int, programs: int) -> int:
 def split_plan(descriptor: StepDescriptor, heads: int, programs: int) -> None:
     """Split every request's units into work items of about one size, in place.
 
-    Slow requests come first, so that long work does not start last. The size is the one, among a few above
-    the least that fills the processors, with the lowest cost in waves of work.
-
-    Args:
-        descriptor: The step; its work list and the words FIRST and SPLITS are written.
-        heads: KV heads, each of which runs every work item.
-        programs: Programs that run at once on the device.
-
-    Raises:
-        ValueError: The descriptor has less room than `work_items` asks for.
+    Slow requests come first, so that long work does not start last. Among a few sizes from the least that
+    fills the processors, the one with the lowest cost in waves of work wins. Each of the KV `heads` runs
+    every work item; `programs` run at once on the device. The work list and the words FIRST and SPLITS are
+    written. Raise `ValueError` for a descriptor with less room than `work_items` asks for.
     """
     check(descriptor, heads, programs)
     table, work = descriptor.table_BX, descriptor.work_XI
@@ -75,7 +69,7 @@ def split_plan(descriptor: StepDescriptor, heads: int, programs: int) -> None:
 
 
 def check(descriptor: StepDescriptor, heads: int, programs: int) -> None:
-    """Refuse a descriptor that a plan could overflow."""
+    """Raise `ValueError` if a plan could overflow the descriptor."""
     have, need = descriptor.work_XI.shape[0], work_items(descriptor.batch, heads, programs)
     if have < need:
         raise ValueError(f"descriptor must have room for {need} work items, got {have}")

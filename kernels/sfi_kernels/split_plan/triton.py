@@ -1,4 +1,4 @@
-"""The split plan in Triton: one program, so that no host waits for the lengths."""
+"""The split plan in Triton: one program, so that the host does not wait for the lengths."""
 
 import triton
 import triton.language as tl
@@ -72,14 +72,6 @@ def split_plan(descriptor: StepDescriptor, heads: int, programs: int) -> None:
     numbers.check(descriptor, heads, programs)
     B, items = descriptor.batch, descriptor.work_XI.shape[0]
     launch(
-        _split_plan_kernel,
-        (1,),
-        descriptor.table_BX,
-        descriptor.work_XI,
-        B,
-        items,
-        heads,
-        programs,
-        BLOCK_B=triton.next_power_of_2(B),
-        BLOCK_X=128,
-    )
+        _split_plan_kernel, (1,), descriptor.table_BX, descriptor.work_XI, B, items, heads, programs,
+        BLOCK_B=triton.next_power_of_2(B), BLOCK_X=128,
+    )  # fmt: skip

@@ -4,5 +4,3 @@ from sfi_kernels.op import Op
 from sfi_kernels.top_k import reference
 
 top_k = Op(reference.top_k, triton="sfi_kernels.top_k.triton")
-
-__all__ = ["top_k"]

@@ -10,17 +10,17 @@ from sfi_kernels.shapes import check_shape
 def top_k(score_BHT: torch.Tensor, budget: int) -> torch.Tensor:
     """Select the best positions of every KV head; the lower position wins a tie (Eq. 24).
 
-    The result is a function of the scores alone, the same on every device; `torch.topk` breaks
-    ties as it likes. Nothing here waits for a device.
+    The result depends on the scores alone and is the same on every device; `torch.topk` breaks ties as it
+    likes. The host never waits for a device.
 
     Args:
-        score_BHT: Refined log scores, not NaN. Any float; a position at or below
-            `MASKED_SCORE / 2` is outside J and never selected.
+        score_BHT: Refined log scores, not NaN. Any float; a position at or below `MASKED_SCORE / 2` is
+            outside J and never selected.
         budget: Positions to select per KV head, in tokens.
 
     Returns:
-        index, [B, H, K] int32 with K = min(budget, T): ascending positions, then -1 where fewer
-        than K may be selected.
+        index, [B, H, K] int32 with K = min(budget, T): ascending positions, then -1 where fewer than K are
+            allowed.
 
     Raises:
         ValueError: `budget` is not positive, or the scores are not of rank 3.
@@ -31,7 +31,7 @@ def top_k(score_BHT: torch.Tensor, budget: int) -> torch.Tensor:
 
 
 def without_wait(score_BHT: torch.Tensor, K: int) -> torch.Tensor:
-    """Do `top_k`'s work in operations that never wait for a device."""
+    """Compute `top_k` without waiting for a device."""
     B, H, T = score_BHT.shape
     worst_BH1 = score_BHT.topk(K, dim=-1).values[..., -1:]
     above_BHT = score_BHT > worst_BH1

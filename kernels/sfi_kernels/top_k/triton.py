@@ -1,15 +1,14 @@
 """Top-K in Triton: an exact radix select in five launches, none of which waits for another program.
 
-A score's key is an int32 of the same order. Four launches narrow the K-th best key by 8 bits each: every
-program counts the next digit of the keys that still match into a histogram that the row's programs share,
-and first finds the digit that the launch before it settled. Nothing is zeroed beforehand: in the first
-launch each chunk has a histogram of its own, and the first chunk's program zeroes those of the next
-launches. The fifth launch writes the positions; the fourth left it the counts that say how many positions
-the chunks before its own take.
+A score's key is an int32 of the same order. Four launches narrow the K-th best key by 8 bits each: a program
+first finds the digit that the launch before settled, then counts the next digit of the keys that still match
+into a histogram that the row's programs share. Nothing is zeroed beforehand: in the first launch each chunk
+has its own histogram, and the first chunk's program zeroes those of the next launches. The fourth launch also
+counts how many positions each chunk takes; the fifth writes the positions.
 
 Every launch reads every score once: 20 bytes per position of float32 scores, 10 of half precision. The
-scratch is 4 KiB per row and 1 KiB per chunk of 4096 positions. All counts are integers, so the order in
-which programs run does not show.
+scratch is 4 KiB per row and 1 KiB per chunk of 4096 positions. All counts are integers, so the order of
+programs does not matter.
 """
 
 from functools import partial
@@ -50,7 +49,7 @@ def _load_keys(row_ptr, t, T):
 
 @triton.jit
 def _first_counts(chunk_ptr, chunks):
-    """Add up what the first launch counted in a row's chunks, [BINS]."""
+    """Add up the first launch's counts of a row's chunks, [BINS]."""
     digit = tl.arange(0, BINS)[None, :]
     counts = tl.zeros([ADDED, BINS], tl.int32)
     for first in range(0, chunks, ADDED):
@@ -61,7 +60,7 @@ def _first_counts(chunk_ptr, chunks):
 
 @triton.jit
 def _narrow(counts_ptr, state_ptr, chunk_ptr, chunks, budget, PASS: tl.constexpr):
-    """Return the threshold's first PASS digits and how many of the keys that share them to take."""
+    """Return the threshold's first PASS digits, and how many keys with these digits to take."""
     if PASS == 0:
         return 0, budget
     if PASS == 1:

@@ -1,8 +1,8 @@
-"""Where sfi plugs into transformers: an attention function, a mask function, and a `Cache`.
+"""Plug sfi into transformers: an attention function, a mask function, and a `Cache`.
 
-A layer calls `Cache.update(keys, values)` and then the attention function with what it made of the result.
-`SfiLayer.update` hands the new keys straight back; `sfi_attention` puts what arrives there, heads expanded,
-into the run's pages. A layer whose keys never arrive is refused instead of running silently dense.
+A layer calls `Cache.update(keys, values)`, then the attention function with the result. `SfiLayer.update`
+returns the new keys unchanged; `sfi_attention` stores them, heads expanded, in the run's pages. A layer whose
+keys never arrive is refused: it would run dense without a word.
 """
 
 from typing import Any
@@ -24,15 +24,9 @@ from sfi_kernels.partial_attention import combine, partial_attention
 NAME = "sfi"
 HANDLED = {"softcap", "s_aux", "sliding_window", "is_causal"}
 KNOWN = HANDLED | {  # the others do not change the attention of a decoder
-    "position_ids",
-    "cache_position",
-    "use_cache",
-    "output_attentions",
-    "output_hidden_states",
-    "output_router_logits",
-    "return_dict",
-    "logits_to_keep",
-}
+    "position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states",
+    "output_router_logits", "return_dict", "logits_to_keep",
+}  # fmt: skip
 
 
 def sfi_attention(
@@ -45,12 +39,10 @@ def sfi_attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend under the run's plan; layers and calls outside a run attend as they always do.
+    """Attend under the run's plan; layers and calls outside a run attend as without sfi.
 
-    Args are transformers': query [B, H*G, T, D], key and value as `Cache.update` returned them.
-
-    Returns:
-        out, [B, T, H*G, E], and no weights.
+    Arguments are transformers': query [B, H*G, T, D], key and value as `Cache.update` returned them. Returns
+    the output, [B, T, H*G, E], and no weights.
     """
     seam: Seam | None = getattr(module, "sfi_seam", None)
     cache = None if seam is None else seam.cache
@@ -86,27 +78,17 @@ def sfi_attention(
 
 
 def _unmanaged(
-    query_BHGTD: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    scale: float,
-    soft_cap: float | None,
-    sink_HG: torch.Tensor | None,
-) -> torch.Tensor:
+    query_BHGTD: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None,
+    scale: float, soft_cap: float | None, sink_HG: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
     # PyTorch's SDPA knows neither soft caps nor learned sinks, and transformers drops them without a word
     T = query_BHGTD.shape[3]
     causal = mask is None and T > 1
     visible = None if mask is None else mask[:, :, None]
     part = partial_attention(
-        query_BHGTD,
-        key,
-        value,
-        scale=scale,
-        soft_cap=soft_cap,
-        causal=causal,
-        visible_BHGWT=visible,
-    )
+        query_BHGTD, key, value,
+        scale=scale, soft_cap=soft_cap, causal=causal, visible_BHGWT=visible,
+    )  # fmt: skip
     return combine([part], sink_HG).to(query_BHGTD.dtype)
 
 
@@ -129,13 +111,9 @@ def _refuse_unknown(module: torch.nn.Module, kwargs: dict[str, Any], *, managed:
 
 
 def install(model: PreTrainedModel, seam: Seam) -> str:
-    """Route a model's attention through sfi.
+    """Route a model's attention through sfi; return its attention implementation, for `uninstall`.
 
-    Returns:
-        The attention implementation it had, for `uninstall`.
-
-    Raises:
-        UnsupportedModelError: The architecture cannot run under SFI.
+    Raise `UnsupportedModelError` for an architecture that cannot run under SFI.
     """
     check_supported(model)
     AttentionInterface.register(NAME, sfi_attention)

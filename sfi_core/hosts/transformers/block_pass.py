@@ -1,4 +1,4 @@
-"""The forward passes of a lossless run: each request brings one token, or the several that it verifies."""
+"""The forward passes of a lossless run: a request brings one token, or several to verify."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -14,7 +14,7 @@ from sfi_kernels.step_descriptor import sent
 
 
 class Steps(Protocol):
-    """A model's decoding steps, as `Decoder` has them."""
+    """A model's decoding steps, as in `Decoder`."""
 
     session: Session
     cache: SfiCache
@@ -25,25 +25,20 @@ class Steps(Protocol):
 
 
 class BlockPass:
-    """Runs the passes of one run.
+    """Runs the passes of one run, from the end of the prefill.
 
-    Where requests bring different numbers of tokens, the model sees one row of them all, [1, X]. Our layers
-    tell the requests apart; layers with a sliding window cannot, and run one request at a time.
+    Where requests bring different numbers of tokens, the model sees one row of all, [1, X]. Our layers tell
+    the requests apart; layers with a sliding window cannot, and run one request at a time. `pad_id` stands
+    for a request that rests.
     """
 
     def __init__(self, decoder: Steps, pad_id: int) -> None:
-        """Take over a run's decoding steps.
-
-        Args:
-            decoder: The decoder, after its prefill.
-            pad_id: Stands for a request that rests.
-        """
         self._decoder, self._pad_id = decoder, pad_id
         self._sliding = [layer for layer in decoder.cache.layers if layer.is_sliding]
         self._verified, self._request = self._marked(), -1
 
     def __call__(self, drafts: Drafts) -> torch.Tensor:
-        """Run a pass; return the logits of every token of every block, [X, V]."""
+        """Run a pass; return the logits of all tokens of all blocks, [X, V]."""
         blocks = drafts.begin()
         brought = [() if block is None else block.tokens for block in blocks]
         run, cache, device = drafts.run, self._decoder.cache, self._decoder.ids_BT.device
@@ -73,7 +68,7 @@ class BlockPass:
         return logits_XV.index_select(0, sent(torch.tensor(kept), device))
 
     def keep(self, blocks: Sequence[Block | None], given: Sequence[Sequence[int]]) -> None:
-        """Leave the rejected tokens out of the sliding windows; ours are overwritten."""
+        """Remove the rejected tokens from the sliding windows; our own layers overwrite theirs."""
         if not self._sliding or blocks[0] is None or not blocks[0].reason:
             return
         brought, kept = len(blocks[0].tokens), len(given[0])

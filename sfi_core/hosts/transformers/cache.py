@@ -1,16 +1,11 @@
-"""transformers' view of a run: its `Cache`, and which models can have one."""
+"""transformers' view of a run: the `Cache` and its layers."""
 
 from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
 from transformers import PreTrainedModel
-from transformers.cache_utils import (
-    Cache,
-    CacheLayerMixin,
-    DynamicCache,
-    DynamicLayer,
-)
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
 
 from sfi_core.engine.run import Run
 from sfi_core.errors import UnsupportedModelError
@@ -18,7 +13,7 @@ from sfi_core.hosts.transformers.ragged_row import RaggedRow
 
 
 class SfiLayer(CacheLayerMixin):
-    """A full-attention layer's place in the cache; the keys themselves live in the run's pages."""
+    """A full-attention layer of the cache; the run's pages hold the keys."""
 
     is_compileable = False
     is_croppable = False
@@ -38,9 +33,9 @@ class SfiLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Hand the new keys back, to be stored when they arrive at `sfi_attention`.
+        """Return the new keys, which `sfi_attention` stores when they arrive there.
 
-        Multi-head latent attention passes its latents here and expands them afterwards.
+        Multi-head latent attention passes latents here, and expands them afterwards.
         """
         if self.run is None:
             raise UnsupportedModelError("an sfi cache works inside slow_fast(...) only")
@@ -51,15 +46,11 @@ class SfiLayer(CacheLayerMixin):
         return key_states, value_states
 
     def resume(self, seen: int) -> None:
-        """Begin with `seen` padded tokens that are in the run's pages already."""
+        """Begin with `seen` padded tokens that the run's pages hold already."""
         self.seen, self.is_initialized = seen, True
 
     def store(self, key_BHTD: torch.Tensor, value_BHTE: torch.Tensor) -> Run:
-        """Put what the layer attends with into the run's pages.
-
-        Raises:
-            UnsupportedModelError: The layer did not go through `update` first.
-        """
+        """Store the attention's keys and values in the run's pages, once `update` has seen them."""
         if self.run is None or not self.pending:
             raise UnsupportedModelError(f"layer {self.index} attends without updating its cache")
         self.pending = False
@@ -71,11 +62,11 @@ class SfiLayer(CacheLayerMixin):
         return self.seen + query_length, 0
 
     def get_seq_length(self) -> int:
-        """Return the padded length, which transformers counts in."""
+        """Return the padded length."""
         return self.seen
 
     def get_max_length(self) -> int:
-        """Return that there is no maximum."""
+        """Return -1, for no maximum."""
         return -1
 
     def reset(self) -> None:
@@ -88,16 +79,16 @@ class SfiLayer(CacheLayerMixin):
 
 
 class SfiCache(Cache):
-    """transformers' view of a run: `SfiLayer` for full attention, transformers' own for sliding windows.
+    """transformers' view of a run: `SfiLayer` for full attention, its own layers for sliding windows.
 
     Attributes:
         capacity: Tokens a request may reach, when known; the pages are allocated once for that many.
         prompt_length: Padded prompt tokens, when known; a piece that ends before them is not step 0.
         stop_ids: Tokens that end a request.
-        requests: Requests in all, where some wait for the place of another one; None for those of the batch.
-        generated: The most tokens that a request generates, when known; what `capacity` leaves otherwise.
+        requests: All requests, those that wait for a row included; None for those of the batch.
+        generated: The most tokens that a request generates; None for what `capacity` leaves.
         run: Made at the first forward pass, when the batch is known.
-        ragged: How the tokens of the pass under way lie, where the model sees one row of several requests'.
+        ragged: The layout of the pass under way, where one row holds several requests' tokens.
     """
 
     def __init__(
@@ -136,14 +127,14 @@ class SfiCache(Cache):
             layer.seen = seen
 
     def attach(self, run: Run) -> Self:
-        """Give the layers their run, for a forward pass."""
+        """Give the layers their run for a forward pass."""
         self.run = run
         for layer in self.managed:
             layer.run = run
         return self
 
     def seat(self, row: int, other: Self, width: int) -> None:
-        """Let a request that was read alone take a row; from now on the longest has `width` tokens."""
+        """Give a row to a request that was read alone; the longest now has `width` tokens."""
         for ours, theirs in zip(self.layers, other.layers, strict=True):
             if isinstance(ours, SfiLayer):
                 ours.seen = width
@@ -157,10 +148,9 @@ class SfiCache(Cache):
         self.prompt_length = width  # so that what comes next is no piece of a prompt
 
     def detach(self) -> None:
-        """Take the run from the layers, which refuse keys until the next pass under a session.
+        """Take the run from the layers, which then refuse keys until the next pass.
 
-        Raises:
-            UnsupportedModelError: Keys of the last pass did not reach `sfi_attention`.
+        Raise `UnsupportedModelError` if keys of the last pass did not reach `sfi_attention`.
         """
         for layer in self.managed:
             layer.run = None
@@ -174,11 +164,7 @@ class SfiCache(Cache):
 
 @dataclass(slots=True)
 class Seam:
-    """What a model's attention modules hold while it is installed.
-
-    Attributes:
-        cache: The sfi cache of the forward pass under way; None when it runs without one.
-    """
+    """Held by the model's attention modules: the sfi cache of the forward pass under way, or None."""
 
     cache: SfiCache | None = None
 

@@ -1,4 +1,4 @@
-"""What `slow_fast` refuses: models, caches, padding and generation modes that it cannot run."""
+"""What `slow_fast` refuses: models, caches, padding and generation modes."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -29,11 +29,7 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
 
 
 def check_dense_layers(asked: Sequence[int], layers: Sequence[int]) -> None:
-    """Refuse to leave a layer dense that SFI does not act on: it would have no effect.
-
-    Raises:
-        ConfigError: With the layers that there are.
-    """
+    """Raise `ConfigError` for a dense layer that SFI does not act on: the setting would have no effect."""
     if unknown := sorted(set(asked) - set(layers)):
         raise ConfigError(
             f"dense_layers must be among the full-attention layers {list(layers)}, got {unknown}"
@@ -43,9 +39,8 @@ def check_dense_layers(asked: Sequence[int], layers: Sequence[int]) -> None:
 def prompt_tokens(mask: Any, batch: int, new: int, seen: int, *, final: bool) -> list[int]:
     """Count each request's own tokens among the `new` ones of a padded batch.
 
-    Raises:
-        ConfigError: The mask is not two-dimensional, or pads elsewhere than on the left.
-        InputError: A prompt is over and was padding only.
+    Raise `ConfigError` for a mask that is not two-dimensional, or pads elsewhere than on the left, and
+    `InputError` for a prompt of padding only.
     """
     if mask is None:
         return [new] * batch
@@ -62,11 +57,7 @@ def prompt_tokens(mask: Any, batch: int, new: int, seen: int, *, final: bool) ->
 
 
 def check_cache(cache: Any, *, fresh: bool = False) -> None:
-    """Refuse a cache that SFI would not act on; no cache is fine.
-
-    Raises:
-        ConfigError: It is not an sfi cache, or not a fresh one where it has to be.
-    """
+    """Raise `ConfigError` for a cache that is not sfi's, or that has tokens although it must be `fresh`."""
     if cache is None:
         return
     if not isinstance(cache, SfiCache):
@@ -76,11 +67,7 @@ def check_cache(cache: Any, *, fresh: bool = False) -> None:
 
 
 def refuse_modes(settings: Any, kwargs: Mapping[str, Any]) -> None:
-    """Refuse the generation modes that SFI does not run.
-
-    Raises:
-        ConfigError: With the mode's name.
-    """
+    """Raise `ConfigError` for a generation mode that SFI does not run."""
     for name, (what, harmless) in REFUSED.items():
         value = kwargs.get(name, getattr(settings, name, None))
         if not any(value is ok or value == ok for ok in harmless):
@@ -91,21 +78,13 @@ def refuse_modes(settings: Any, kwargs: Mapping[str, Any]) -> None:
 
 
 def full_attention_layers(model: PreTrainedModel) -> tuple[int, ...]:
-    """Return the layers that SFI acts on.
-
-    Raises:
-        UnsupportedModelError: SFI cannot act on the model.
-    """
+    """Return the layers that SFI acts on; raise `UnsupportedModelError` as `check_supported`."""
     check_supported(model)
     return tuple(layer.index for layer in SfiCache(model, None, None, frozenset()).managed)
 
 
 def check_supported(model: PreTrainedModel) -> None:
-    """Refuse what SFI cannot act on.
-
-    Raises:
-        UnsupportedModelError: With the architecture's name and the reason.
-    """
+    """Raise `UnsupportedModelError`, with the architecture and the reason, where SFI cannot act."""
     name, config = type(model).__name__, model.config
     if config.is_encoder_decoder:
         raise UnsupportedModelError(
@@ -129,11 +108,8 @@ def check_supported(model: PreTrainedModel) -> None:
     if odd := sorted(kind.__name__ for kind in kinds - {DynamicLayer, DynamicSlidingWindowLayer}):
         raise UnsupportedModelError(f"{name} has layers that sfi does not know, cached as {odd}")
     if DynamicLayer not in kinds:
-        why = (
-            "every layer attends to a sliding window"
-            if layers
-            else "its config lists no attention layers"
-        )
+        sliding = "every layer attends to a sliding window"
+        why = sliding if layers else "its config lists no attention layers"
         raise UnsupportedModelError(f"{name} leaves nothing for sfi to do: {why}")
     if shared := text.num_hidden_layers - len(layers):
         raise UnsupportedModelError(

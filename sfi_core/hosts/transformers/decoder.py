@@ -3,7 +3,7 @@
 import copy
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import torch
@@ -15,11 +15,11 @@ from sfi_core.engine.run import Run
 from sfi_core.engine.shared_prompt import SharedPrompt
 from sfi_core.engine.watcher import Watcher
 from sfi_core.hosts.transformers.cache import SfiCache
-from sfi_core.hosts.transformers.moved import moved
 from sfi_core.hosts.transformers.replays import records_steps, refusal
 from sfi_core.hosts.transformers.session import Session
 from sfi_core.machine.threads import SMALL_BYTES, one_thread
 from sfi_core.models.weights import ModelWeights
+from sfi_core.state.kv_store import KVStore
 from sfi_kernels.step_descriptor import sent
 
 
@@ -32,19 +32,17 @@ class Decoder:
     """A transformers model under a session, as `decode` drives it.
 
     Attributes:
-        session: The session, whose model is inside `slow_fast`.
         ids_BT: Left-padded prompts.
         mask_BT: 1 where a token counts.
         capacity: Tokens a request may reach.
         stop_ids: Tokens that end a request.
         chunk: Prompt tokens of one forward pass; 0 for all at once.
-        requests: Requests in all, where some wait for the row of another one; None for those of the batch.
+        requests: All requests, those that wait for a row included; None for those of the batch.
         generated: The most tokens that a request generates; None for what `capacity` leaves.
-        shared: The prompts, read already or made up; None reads them.
+        shared: Prompts that were read already, or made up; None reads them.
         watchers: Look at every layer of the run.
-        on_prefill: Told of the prompt tokens read so far and in all.
-        patient: Whether a graph of a step with slow requests is recorded at the second such step only.
-        cache: The run's cache, as transformers sees it.
+        on_prefill: Called with the prompt tokens read so far and in all.
+        patient: Whether to record the graph of a slow step at the second such step, not the first.
     """
 
     session: Session
@@ -68,7 +66,7 @@ class Decoder:
     _ragged: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        """See what the model's forward pass takes, and whether its steps can be recorded."""
+        """Check whether steps can be recorded, and what the model's forward pass takes."""
         session, model = self.session, self.session.model
         self._captures = records_steps(session)
         if recorder.can_record(model.device) and session.engine.graphs is not False:
@@ -127,7 +125,7 @@ class Decoder:
         return self._forward(ids_B1, position_B1, mask)
 
     def ahead(self, token_B: torch.Tensor) -> None:
-        """Launch the step that decodes these tokens before the host has read them, where that can be done."""
+        """Launch the step of these tokens before the host has read them, where possible."""
         if self._graphs is not None and self.cache.seen + 1 < self.capacity:
             self._graphs.ahead(token_B)
 
@@ -136,7 +134,7 @@ class Decoder:
         self.session.run.record(token_B)
 
     def admit(self, token_B: list[int]) -> list[int]:
-        """Say whether to go on: no request waits."""
+        """Return the tokens to go on with, or none when all requests have ended: no request waits."""
         return [] if self.session.run.done else token_B
 
     def planned_pass(self, ids_BT: torch.Tensor, positions_BT: torch.Tensor) -> torch.Tensor:
@@ -151,20 +149,16 @@ class Decoder:
         return logits
 
     def alone(self, ids_1T: torch.Tensor, mask_1T: torch.Tensor, run: Run) -> Self:
-        """Return a decoder that reads one more prompt, into the row that a run of its own has."""
+        """Return a decoder that reads one more prompt into a row with a run of its own."""
         one = type(self)(
-            session=self.session,
-            ids_BT=ids_1T,
-            mask_BT=mask_1T,
-            capacity=self.capacity,
-            stop_ids=self.stop_ids,
-            chunk=self.chunk,
-        )
+            session=self.session, ids_BT=ids_1T, mask_BT=mask_1T, capacity=self.capacity,
+            stop_ids=self.stop_ids, chunk=self.chunk,
+        )  # fmt: skip
         one.cache.attach(run)
         return one
 
     def seat(self, row: int, other: Self) -> None:
-        """Let a prompt that was read alone take a row."""
+        """Give a row to a prompt that was read alone."""
         self.cache.seat(row, other.cache, max(state.length for state in self.run.requests))
 
     def _begin_with(self, shared: SharedPrompt) -> torch.Tensor:
@@ -172,7 +166,7 @@ class Decoder:
         if session.tiers is not None and shared.store.whole_on_device:
             count = shared.count
             own = session.store(len(count), shared.capacity, shared.capacity - max(count))
-            shared = moved(shared, own)
+            shared = _moved(shared, own)
         shared.check_run(session.policy, session.backend, session.page_size)
         run = session.start(
             cache, *self.ids_BT.shape, watchers=self.watchers, store=shared.store_for_a_run()
@@ -188,12 +182,9 @@ class Decoder:
     def _recorded_steps(self, run: Run) -> StepGraphs:
         if self._graphs is None:
             made = recorder.make_recorder(run.device)
+            required = bool(self.session.engine.graphs)
             self._graphs = StepGraphs(
-                run,
-                self._captured_pass,
-                made,
-                required=bool(self.session.engine.graphs),
-                patient=self.patient,
+                run, self._captured_pass, made, required=required, patient=self.patient
             )
         return self._graphs
 
@@ -252,8 +243,25 @@ class Decoder:
         return logits
 
 
+def _moved(shared: SharedPrompt, store: KVStore) -> SharedPrompt:
+    # prompts that were read on the device, in an empty store of two tiers
+    batch = len(shared.count)
+    begin, count = [0] * batch, [0] * batch
+    for layer in shared.layers:
+        begin[:] = [0] * batch
+        for row, length in enumerate(shared.count):
+            for first, key, value in shared.store.blocks(layer, row, length):
+                begin[row], count[row] = first, key.shape[2]
+                # the other rows have no new tokens: their part is padding
+                key_BHTD, value_BHTE = (x.expand(batch, -1, -1, -1) for x in (key, value))
+                begin_B, count_B = torch.tensor([begin, count], dtype=torch.int32).to(key.device)
+                store.append(layer, key_BHTD, value_BHTE, begin_B, count_B, begin, count)
+            begin[row], count[row] = length, 0
+    return replace(shared, store=store, copied=False)
+
+
 def reads_little(session: Session, batch: int, capacity: int) -> bool:
-    """Say whether a decoding step on the CPU reads too little to gain by threads."""
+    """Say whether a decoding step on the CPU reads too few bytes to gain by threads."""
     rows = batch * capacity * sum(shape.row_bytes for shape in session.shapes())
     weights = ModelWeights.of(session.model).read(batch)
     return session.model.device.type == "cpu" and weights + rows < SMALL_BYTES

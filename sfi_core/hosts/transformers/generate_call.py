@@ -1,4 +1,4 @@
-"""What a session makes of one call of `model.generate`."""
+"""`model.generate` inside a session."""
 
 import copy
 from collections.abc import Callable
@@ -16,12 +16,10 @@ from sfi_core.models.forecast import check_fits
 def generate_with(
     session: Session, generate: Callable[..., Any], lossless: Callable[[Session, Any], Any]
 ) -> Callable[..., Any]:
-    """Return `model.generate` with our cache, or our loop; everything else stays as it is.
+    """Return `model.generate` with our cache, or our loop in a lossless run.
 
-    Args:
-        session: The session.
-        generate: The model's own.
-        lossless: Returns the decoding of a lossless run, by session and streamer, as `custom_generate`.
+    `generate` is the model's own. `lossless` returns a lossless run's decoding, by session and streamer, for
+    `custom_generate`.
     """
 
     def generate_with_sfi(
@@ -29,13 +27,11 @@ def generate_with(
     ) -> Any:
         settings = _settings(session, generation_config, kwargs)
         refuse_modes(settings, kwargs)
-        prompt = (
-            inputs if inputs is not None else kwargs.get("input_ids", kwargs.get("inputs_embeds"))
-        )
-        length = 0 if prompt is None else prompt.shape[1]
-        capacity = (
-            length + settings.max_new_tokens if settings.max_new_tokens else settings.max_length
-        )
+        prompt = inputs
+        if inputs is None:
+            prompt = kwargs.get("input_ids", kwargs.get("inputs_embeds"))
+        length, new = 0 if prompt is None else prompt.shape[1], settings.max_new_tokens
+        capacity = length + new if new else settings.max_length
         cache = kwargs.get("past_key_values")
         if session.engine.lossless:
             refuse_in_lossless(settings, kwargs)

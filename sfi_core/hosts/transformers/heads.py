@@ -1,4 +1,4 @@
-"""The head clusters of a run: where the file lies, and whether it is of the model."""
+"""The head clusters of a run: finding their file, and checking that the model is theirs."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from sfi_core.state.layer_shape import LayerShape
 
 
 def with_head_file(config: SfiConfig, policy: str, model: Any) -> SfiConfig:
-    """Return settings that name the head file of the model's own folder, where synckv has no other."""
+    """Return settings with the head file of the model's folder, where synckv names no other."""
     folder = folder_of(model)
     if policy != "synckv" or config.synckv.heads is not None or folder is None:
         return config
@@ -20,11 +20,7 @@ def with_head_file(config: SfiConfig, policy: str, model: Any) -> SfiConfig:
 
 
 def check_heads(policy: Policy, shapes: list[LayerShape], model: Any, ranks: int) -> None:
-    """Refuse head clusters of another model, and heads that differ where ranks share them.
-
-    Raises:
-        ConfigError: Which, and what to do.
-    """
+    """Raise `ConfigError` for head clusters of another model, and for mixed heads on several ranks."""
     if policy.mixes_heads and ranks > 1:
         raise ConfigError(
             f"policies whose KV heads differ (synckv) must run on one rank, got {ranks}"

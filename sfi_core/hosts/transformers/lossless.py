@@ -1,4 +1,4 @@
-"""What a lossless run asks of a model, a policy and the engine's options."""
+"""What a lossless run needs of a model, a policy and the engine's options."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -32,11 +32,7 @@ REFUSED = {
 
 
 def refuse_in_lossless(settings: Any, kwargs: Mapping[str, Any]) -> None:
-    """Refuse what `model.generate` may be asked under sfi, but not in a lossless run.
-
-    Raises:
-        ConfigError: With its name.
-    """
+    """Raise `ConfigError` for arguments of `model.generate` that run under sfi, but not losslessly."""
     for name, what in REFUSED.items():
         value = kwargs.get(name, getattr(settings, name, None))
         if value is None or value is False or value == []:
@@ -45,33 +41,21 @@ def refuse_in_lossless(settings: Any, kwargs: Mapping[str, Any]) -> None:
 
 
 def check_drafts(policy: Policy | type[Policy], name: str) -> None:
-    """Refuse a policy that cannot draft.
-
-    Raises:
-        ConfigError: With those that can.
-    """
+    """Raise `ConfigError` for a policy that cannot draft; the message lists those that can."""
     if not policy.drafts:
         able = ", ".join(sorted(known for known, kind in POLICIES.items() if kind.drafts))
         raise ConfigError(f"policy {name} cannot draft for a lossless run; those that can: {able}")
 
 
 def check_lossless(session: Any) -> None:
-    """Refuse a session whose lossless runs could not be.
-
-    Raises:
-        ConfigError: With what is in the way.
-    """
+    """Raise `ConfigError` for a session that cannot run losslessly."""
     audited = session.audit is not None
     check_asked(session.policy, session.policy_name, session.engine, audited=audited)
     check_rotation(session.model.config)
 
 
 def check_asked(policy: Policy, name: str, engine: EngineOptions, *, audited: bool) -> None:
-    """Refuse settings that a lossless run cannot have, whatever the model.
-
-    Raises:
-        ConfigError: With what is in the way.
-    """
+    """Raise `ConfigError` for settings that a lossless run cannot have, whatever the model."""
     check_drafts(policy, name)
     reasons = {
         "kv_device_budget, whose host pages cannot be taken back": engine.kv_device_budget
@@ -86,20 +70,20 @@ def check_asked(policy: Policy, name: str, engine: EngineOptions, *, audited: bo
 def most_together(session: Any) -> int | None:
     """Return the most requests that a lossless run decodes together; None for no limit.
 
-    transformers' caches of sliding windows take tokens back from all requests alike.
+    transformers' caches of sliding windows can only take back tokens from all requests alike.
     """
     windows = [shape.window for shape in session.shapes() if shape.window is not None]
     return 1 if windows else None
 
 
 def most_drafted(session: Any, asked: int) -> int:
-    """Return the most tokens of a draft: a sliding window must hold them all, and the token before them."""
+    """Return the most tokens of a draft: a sliding window must hold them and the token before."""
     windows: list[int] = [one.window for one in session.shapes() if one.window is not None]
     return max(1, min([asked, *(window - LEAST_WINDOW + 1 for window in windows)]))
 
 
 def drafting_of(session: Any) -> Drafting | None:
-    """Return what a forecast has to know of a session's lossless runs; None for other runs."""
+    """Return how a session's lossless runs draft, for the forecast; None for other runs."""
     if not session.engine.lossless:
         return None
     return Drafting(

@@ -1,4 +1,4 @@
-"""`model.generate` in a lossless run: transformers prepares, sfi's loop decodes, as a `custom_generate`."""
+"""`model.generate` in a lossless run: transformers prepares, sfi's loop decodes (`custom_generate`)."""
 
 from collections.abc import Callable
 from typing import Any
@@ -25,21 +25,15 @@ PREPARED = {
 
 
 def lossless_decoding(session: Session, streamer: Any) -> Callable[..., Any]:
-    """Return what transformers calls in place of its own decoding loop.
+    """Return the function that transformers calls in place of its own decoding loop.
 
-    Args:
-        session: A session of a lossless run.
-        streamer: Told of the tokens, one by one; transformers has told it the prompt. None for none.
+    `streamer` receives the tokens, one by one; transformers has sent the prompt. None for no streamer.
     """
 
     def decode(
-        model: Any,
-        input_ids: torch.Tensor,
-        logits_processor: Any,
-        stopping_criteria: Any,
-        generation_config: Any,
-        **prepared: Any,
-    ) -> Any:
+        model: Any, input_ids: torch.Tensor, logits_processor: Any, stopping_criteria: Any,
+        generation_config: Any, **prepared: Any,
+    ) -> Any:  # fmt: skip
         del model
         if unknown := sorted(set(prepared) - PREPARED):
             raise ConfigError(
@@ -77,8 +71,7 @@ def lossless_decoding(session: Session, streamer: Any) -> Callable[..., Any]:
 def ending(criteria: Any) -> tuple[frozenset[int], int]:
     """Return the stop tokens and the most tokens of a text, padding included.
 
-    Raises:
-        ConfigError: A criterion asks for something else, or none bounds the length.
+    Raise `ConfigError` for any other criterion, and without a bound on the length.
     """
     stop: set[int] = set()
     for one in criteria:
@@ -99,8 +92,5 @@ def generated(session: Session, padding: int, like: torch.Tensor) -> torch.Tenso
     """Return the new tokens of all requests, padded on the right, [B, T]."""
     tokens = [state.tokens for state in session.run.states]
     width = max(map(len, tokens))
-    return torch.tensor(
-        [row + [padding] * (width - len(row)) for row in tokens],
-        dtype=like.dtype,
-        device=like.device,
-    )
+    rows = [row + [padding] * (width - len(row)) for row in tokens]
+    return torch.tensor(rows, dtype=like.dtype, device=like.device)

@@ -17,15 +17,11 @@ from sfi_core.models.describe import describe_model
 def decode_lossless(
     scheduler: Scheduler, decoder: Steps, outcome: Outcome | None = None
 ) -> Generator[list[list[int]]]:
-    """Yield what each pass gives every row: nothing where it drafts, one to several tokens where it verifies.
+    """Yield each pass's tokens by row: none where a request drafts, one or more where it verifies.
 
-    A request's tokens are those of full attention: a fast step's token counts only once a dense pass over
-    the draft has picked the same one, with the same random numbers.
-
-    Args:
-        scheduler: The requests, of which none has begun.
-        decoder: The scheduler's decoder.
-        outcome: Decides in a benchmark how much of a draft is kept, whatever was picked; None for the picks.
+    The tokens are full attention's: a drafted token counts once a dense pass over the draft has picked the
+    same one, with the same random numbers. No request of the `scheduler` has begun. For benchmarks, `outcome`
+    decides how much of a draft is kept; None compares the picks.
     """
     token_B = scheduler.sample(scheduler.prefill())
     scheduler.record(token_B)
@@ -53,10 +49,8 @@ def decode_lossless(
         drafts.drop()
 
 
-def positions(
-    blocks: Sequence[Block | None],
-) -> tuple[list[int], list[int], list[tuple[int, ...]]]:
-    """Return of every token that a pass brings: its row, and the drafted tokens before the one it picks."""
+def positions(blocks: Sequence[Block | None]) -> tuple[list[int], list[int], list[tuple[int, ...]]]:
+    """Return the row of every token to pick, how many drafted tokens precede it, and which."""
     row_X, offset_X, tail_X = [], [], []
     for row, block in enumerate(blocks):
         if block is None:
@@ -70,10 +64,9 @@ def positions(
 
 
 def together(session: Session, asked: int | None) -> int | None:
-    """Return the most requests that are decoded together: `asked`, or fewer where the model allows no more.
+    """Return the most requests to decode together: `asked`, or the model's limit in lossless runs.
 
-    Raises:
-        ConfigError: More are asked for than a lossless run of the model allows.
+    Raise `ConfigError` if `asked` is more than the limit.
     """
     most = most_together(session) if session.engine.lossless else None
     if most is None:
@@ -87,7 +80,7 @@ def together(session: Session, asked: int | None) -> int | None:
 
 
 def draft_cost(session: Session) -> Cost:
-    """Return what a fast step costs beside a verification: by the bytes that both read."""
+    """Return the cost of a fast step relative to a verification, by the bytes that both read."""
     dense_layers, refreshes = session.policy.config.dense_layers, session.policy.refreshes()
     batch = session.run.store.batch
     description = describe_model(session.model, session.shapes())

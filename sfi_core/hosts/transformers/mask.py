@@ -1,4 +1,4 @@
-"""The attention masks of a model under sfi: none for the layers whose tokens the run counts itself."""
+"""The attention masks of a model under sfi: none for the layers whose tokens the run counts."""
 
 from typing import Any
 
@@ -13,12 +13,12 @@ _seams: dict[int, Seam] = {}
 
 
 def sfi_mask(*args: Any, config: Any = None, **kwargs: Any) -> torch.Tensor | None:
-    """Make the mask that a layer's attention reads; arguments are those of transformers' `sdpa_mask`.
+    """Make the mask for a layer's attention; arguments are those of transformers' `sdpa_mask`.
 
     Returns:
         None for the full-attention layers of a run: a request's tokens are those in its pages, and a mask
-        would take [B, 1, T, T] bytes that nobody reads. Else, for sliding windows and calls outside a run,
-        what `sdpa_mask` makes, [B, 1, T, S] bool or None.
+            would take [B, 1, T, T] bytes that nobody reads. For sliding windows and calls outside a run,
+            `sdpa_mask`'s mask, [B, 1, T, S] bool or None.
     """
     seam = _seams.get(id(config))
     plain = kwargs.get("mask_function", causal_mask_function) is causal_mask_function
@@ -29,12 +29,12 @@ def sfi_mask(*args: Any, config: Any = None, **kwargs: Any) -> torch.Tensor | No
 
 
 def watch(model: PreTrainedModel, seam: Seam) -> None:
-    """Let the masks of a model depend on whether its seam has a cache."""
+    """Let a model's masks depend on whether its seam has a cache."""
     _seams.update(dict.fromkeys(_configs(model), seam))
 
 
 def forget(model: PreTrainedModel) -> None:
-    """Give a model its masks back."""
+    """Give a model its own masks back."""
     for config in _configs(model):
         _seams.pop(config, None)
 

@@ -1,4 +1,4 @@
-"""Picking tokens as `model.generate` does, but each position of a pass on its own."""
+"""Pick tokens as `model.generate` does, but each position of a pass on its own."""
 
 from collections.abc import Sequence
 
@@ -29,13 +29,11 @@ BY_ROW = (
 
 
 class OwnProcessors(Picker):
-    """A picker with transformers' prepared processors, which see a position's row as `model.generate` has it.
+    """A picker with transformers' processors, which see each position's row as in `model.generate`.
 
-    A row's tokens are the padded prompt and what follows it, so that processors that count tokens count
-    right. A processor must be a function of tokens and scores: it is called for drafted tokens too.
-
-    Attributes:
-        tokens: Those of each row so far, padded prompts included.
+    A row's tokens are the padded prompt and what follows, so that processors that count tokens count right. A
+    processor must be a function of tokens and scores: it is called for drafted tokens too. `tokens` has each
+    row's so far.
     """
 
     def __init__(
@@ -46,17 +44,10 @@ class OwnProcessors(Picker):
         ranks: Ranks,
         seed: int | None,
     ) -> None:
-        """Start with the first token of some requests.
+        """Start with the first token of some requests; raise `ConfigError` for a processor with a state.
 
-        Args:
-            chosen: The processors.
-            ids_RT: The padded prompts of all requests.
-            requests: Those that have a row.
-            ranks: The processes that share the model.
-            seed: What tokens are drawn with; None takes the best one.
-
-        Raises:
-            ConfigError: A processor keeps a state from step to step.
+        `ids_RT` are the padded prompts of all requests, `requests` those with a row; `seed` is that of the
+        draws, None for the best token.
         """
         super().__init__(requests, ranks, seed=seed)
         for one in chosen:
@@ -69,7 +60,7 @@ class OwnProcessors(Picker):
         self._by_row = any(_knows_rows(one) for one in chosen)
 
     def alone(self, ids_1T: torch.Tensor, request: int) -> "OwnProcessors":
-        """See `Picker`; the request's prompt is known with its padding."""
+        """See `Picker`; the request's prompt keeps its padding."""
         del ids_1T
         return OwnProcessors(self._chosen, self._ids_RT, [request], self._ranks, self._seed)
 

@@ -1,6 +1,8 @@
-"""What a forward pass of transformers is to a run: a piece of the prompts, or a decoding step."""
+"""How a run begins, and its forward passes: a piece of the prompts, or a decoding step."""
 
+import time
 from typing import Any
+from uuid import uuid4
 
 import torch
 
@@ -8,13 +10,38 @@ from sfi_core.engine.run import Run
 from sfi_core.errors import ConfigError
 from sfi_core.hosts.transformers.cache import SfiCache
 from sfi_core.hosts.transformers.checks import prompt_tokens
-from sfi_core.observers.events import PromptEvent
+from sfi_core.models.describe import describe_model
+from sfi_core.observers.events import PromptEvent, RunEvent
+
+
+def run_event(session: Any, batch: int, requests: int) -> RunEvent:
+    """Describe a run of so many rows and requests, which begins; the session knows the shapes.
+
+    Every rank must call it: all take the first rank's run id and clock.
+    """
+    run_id, began_unix_ns = session.ranks.first_ones((uuid4().hex, time.time_ns()))
+    return RunEvent(
+        batch=batch,
+        requests=requests,
+        policy=session.policy_name,
+        backend=session.backend,
+        device=str(session.model.device),
+        config=session.policy.config.to_dict(),
+        trigger_token_ids=session.trigger_token_ids,
+        model=describe_model(session.model, session.shapes()),
+        lossless=session.engine.lossless,
+        audit=None if session.audit is None else session.audit.to_dict(),
+        rank=session.ranks.number,
+        ranks=session.ranks.size,
+        run_id=run_id,
+        began_unix_ns=began_unix_ns,
+    )
 
 
 def reads_prompt(cache: SfiCache, new: int) -> bool:
     """Say whether a pass over `new` padded tokens reads prompts.
 
-    transformers does not tell: one token after the prompt's end is a decoding step.
+    transformers does not say so: one token after the prompt's end is a decoding step.
     """
     return cache.seen == 0 or cache.seen + new <= (cache.prompt_length or new) or new > 1
 
@@ -22,14 +49,9 @@ def reads_prompt(cache: SfiCache, new: int) -> bool:
 def begin_prompt(
     run: Run, cache: SfiCache, ids: torch.Tensor | None, size: torch.Size, mask: Any
 ) -> None:
-    """Enter a pass over a piece of the prompts.
+    """Enter a pass over a piece of the prompts, of `size` requests and padded tokens.
 
-    Args:
-        run: The run.
-        cache: Its cache.
-        ids: Token ids; None for embeddings.
-        size: Requests and padded tokens of the piece.
-        mask: transformers' attention mask; None without padding.
+    `ids` are None for embeddings; `mask` is transformers' attention mask, None without padding.
     """
     batch, new = size
     final = cache.seen + new >= (cache.prompt_length or new)
@@ -41,11 +63,7 @@ def begin_prompt(
 
 
 def begin_decode(run: Run, ids: torch.Tensor) -> None:
-    """Enter a decoding step.
-
-    Raises:
-        ConfigError: CUDA graphs are asked for, which only sfi's own loop has.
-    """
+    """Enter a decoding step; raise `ConfigError` if CUDA graphs are on, which only sfi's loop has."""
     if not run.recorded:  # transformers' loop does not tell; ours has told already
         run.record(run.ranks.same_tokens(ids[:, -1]))
     if run.engine.graphs:

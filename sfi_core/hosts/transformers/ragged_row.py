@@ -1,4 +1,4 @@
-"""The new tokens of several requests in one row, request after request, so that no padding is multiplied."""
+"""The new tokens of several requests in one row, one request after another, without padding."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,11 +11,10 @@ from sfi_kernels.step_descriptor import sent
 
 @dataclass(frozen=True, slots=True)
 class RaggedRow:
-    """How a row of X tokens and the padded batch [B, T] of an attention layer belong together.
+    """The mapping between a row of X tokens and the padded batch [B, T] of an attention layer.
 
-    Attributes:
-        place_BT: Where in the row a request's tokens are, its own the last of T; 0 for padding.
-        place_X: Where in the flattened batch the row's tokens are.
+    `place_BT` are the places in the row of each request's tokens, the last of T, 0 for padding; `place_X`
+    those of the row's tokens in the flattened batch.
     """
 
     place_BT: torch.Tensor
@@ -23,7 +22,7 @@ class RaggedRow:
 
     @classmethod
     def of(cls, count: Sequence[int], device: torch.device) -> Self:
-        """Lay out so many tokens of each request."""
+        """Lay out `count` tokens of each request."""
         T, begin = max(count), 0
         place_BT: list[list[int]] = []
         place_X: list[int] = []
@@ -34,12 +33,12 @@ class RaggedRow:
         return cls(sent(torch.tensor(place_BT), device), sent(torch.tensor(place_X), device))
 
     def spread(self, row_1HXD: torch.Tensor) -> torch.Tensor:
-        """Return the padded batch of a row of queries, keys or values, [B, H, T, D]."""
+        """Return a row of queries, keys or values as a padded batch, [B, H, T, D]."""
         B, T = self.place_BT.shape
         flat_HYD = row_1HXD[0].index_select(1, self.place_BT.flatten())
         return flat_HYD.view(len(flat_HYD), B, T, -1).transpose(0, 1)
 
     def join(self, out_BHGTE: torch.Tensor) -> torch.Tensor:
-        """Return the row of a padded batch of outputs, [1, H, G, X, E]."""
+        """Return a padded batch of outputs as a row, [1, H, G, X, E]."""
         flat_HGYE = out_BHGTE.permute(1, 2, 0, 3, 4).flatten(2, 3)
         return flat_HGYE.index_select(2, self.place_X)[None]

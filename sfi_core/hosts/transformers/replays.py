@@ -1,4 +1,4 @@
-"""Whether the decoding steps of a session's runs are replayed as CUDA graphs, and why not."""
+"""Whether a session's decoding steps are replayed as CUDA graphs, and why not."""
 
 from sfi_core.engine.graphs import recorder
 from sfi_core.errors import BackendError, ConfigError, SfiError
@@ -8,11 +8,9 @@ from sfi_core.policies.base import EvidencePolicy
 
 
 def records_steps(session: Session) -> bool:
-    """Say whether the decoding steps of a session's runs are recorded as graphs.
+    """Say whether a session's decoding steps are recorded as graphs.
 
-    Raises:
-        BackendError: Graphs were asked for and the device or the backend has none.
-        ConfigError: Graphs were asked for and the run asks for something that they cannot do.
+    Raise `BackendError` or `ConfigError`, as `refusal` has it, if graphs are asked for and impossible.
     """
     wanted = session.engine.graphs
     if wanted is False:
@@ -24,7 +22,7 @@ def records_steps(session: Session) -> bool:
 
 
 def refusal(session: Session) -> SfiError | None:
-    """Return why the decoding steps of a session's runs cannot be recorded as graphs; None where they can."""
+    """Return why a session's decoding steps cannot be recorded as graphs; None where they can."""
     device, policy = session.model.device, session.policy
     if not recorder.can_record(device):
         return BackendError(

@@ -1,4 +1,4 @@
-"""A model under SFI: what its forward passes do, and the runs that come of them."""
+"""A model under SFI: its forward passes, and their runs."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -20,9 +20,12 @@ from sfi_core.hosts.transformers.checks import (
 )
 from sfi_core.hosts.transformers.fusion.fuse import Fusion
 from sfi_core.hosts.transformers.heads import check_heads, with_head_file
-from sfi_core.hosts.transformers.lossless import drafting_of
-from sfi_core.hosts.transformers.passes import begin_decode, begin_prompt, reads_prompt
-from sfi_core.hosts.transformers.run_event import run_event
+from sfi_core.hosts.transformers.passes import (
+    begin_decode,
+    begin_prompt,
+    reads_prompt,
+    run_event,
+)
 from sfi_core.hosts.transformers.shadow import Shadow
 from sfi_core.hosts.transformers.shapes import layer_shapes
 from sfi_core.hosts.transformers.stores import Tiers, expect
@@ -46,19 +49,16 @@ class Session:
     """A model under SFI.
 
     Attributes:
-        model: The model.
         config: The settings as asked for; a policy may adapt its own copy.
-        policy: The policy; its `config` is what it runs with.
-        policy_name: Its name.
-        backend: What runs: "torch" or "triton".
+        policy: The policy; its `config` is what runs.
+        backend: "torch" or "triton".
         trigger_token_ids: T_trig.
-        report: Report of the last run; None before the first.
         observer: All observers as one.
         span: The observer's span of the forward pass under way.
         ranks: The processes among which the model's heads are split.
         audit: What to audit; None for nothing.
         engine: How steps are run.
-        fusion: Which of the model's modules run fused.
+        fusion: The modules that run fused.
     """
 
     def __init__(
@@ -111,10 +111,8 @@ class Session:
     ) -> SfiCache:
         """Make the `past_key_values` of one run, for a loop of one's own around `model(...)`.
 
-        Args:
-            capacity: Tokens a request may reach; without it the cache grows by copying.
-            prompt_length: Padded prompt tokens, for a prompt that comes in several pieces.
-            stop_ids: Tokens that end a request.
+        Without a `capacity`, the tokens a request may reach, the cache grows by copying. `prompt_length` are
+        the padded tokens of a prompt that comes in several pieces; `stop_ids` end a request.
         """
         return SfiCache(self.model, capacity, prompt_length, stop_ids)
 
@@ -127,27 +125,18 @@ class Session:
         generated: int | None = None,
         graphs: bool = False,
     ) -> Forecast:
-        """Say what a run will need, from the shapes that a pass over two tokens shows; see `expect`."""
-        page = self.page_size or 1
+        """Forecast a run's memory, with the shapes that a pass over two tokens shows.
+
+        `generated` are the most tokens that a request generates; None for what `capacity` leaves.
+        """
         return expect(
-            self.model,
-            self.shapes(),
-            self.policy,
-            batch=batch,
-            prompt_tokens=prompt_tokens,
-            capacity=-(-capacity // page) * page,
-            prefill_chunk=prefill_chunk,
-            together=self.backend == "triton",
-            overlap=self.engine.overlap,
-            tiers=self.tiers,
-            generated=generated,
-            graphs=graphs,
-            drafting=drafting_of(self),
-        )
+            self, batch, prompt_tokens, capacity,
+            prefill_chunk=prefill_chunk, generated=generated, graphs=graphs,
+        )  # fmt: skip
 
     @property
     def tiers(self) -> Tiers | None:
-        """How the keys and values are divided, or why they cannot be; None without a device budget."""
+        """How host and device divide the keys and values; None without a device budget."""
         budget = self.engine.kv_device_budget
         if budget is None:
             return None
@@ -161,7 +150,7 @@ class Session:
         return self._page_size or (PAGE_SIZE if self.backend == "triton" else None)
 
     def shapes(self) -> list[LayerShape]:
-        """Learn the layers' shapes, once."""
+        """Return the layers' shapes; the first call runs a pass over two tokens."""
         if not self._shapes:
             with self.planned():
                 self._shapes = layer_shapes(self.model)
@@ -169,7 +158,7 @@ class Session:
 
     @contextmanager
     def planned(self) -> Iterator[None]:
-        """Let the hooks rest: forward passes inside begin no step, since the engine has planned theirs."""
+        """Disable the hooks inside: the engine has planned the forward passes there, which begin no step."""
         self._planned = True
         try:
             yield
@@ -222,14 +211,10 @@ class Session:
         store: KVStore | None = None,
         watchers: tuple[Watcher, ...] = (),
     ) -> Run:
-        """Make the run of a cache.
+        """Make the run of a cache that has none.
 
-        Args:
-            cache: The cache; it has no run.
-            batch: Requests.
-            new: Padded tokens that the first pass brings.
-            store: Where keys and values go; None makes an empty one.
-            watchers: Look at every layer, before the audit.
+        `new` are the padded tokens of the first pass; `store` holds keys and values, None makes one;
+        `watchers` look at every layer, before the audit.
         """
         if store is None:
             capacity = cache.capacity or max(new, cache.prompt_length or 0) + UNKNOWN_CAPACITY
@@ -237,16 +222,9 @@ class Session:
             store = self.store(batch, capacity, cache.generated or capacity - prompt)
         audit = () if self.audit is None else (Audit(self.audit),)
         self._run = Run(
-            self.policy,
-            self.observer,
-            store,
-            cache.stop_ids,
-            self.model.device,
-            self.engine,
-            self.ranks,
-            self.audit,
-            (*watchers, *audit),
-        )
+            self.policy, self.observer, store, cache.stop_ids, self.model.device, self.engine,
+            self.ranks, self.audit, (*watchers, *audit),
+        )  # fmt: skip
         cache.attach(self._run)
         if self._shapes:
             self.observer.on(run_event(self, batch, cache.requests or batch))
@@ -259,7 +237,7 @@ class Session:
         return self.tiers.store(batch, capacity, generated, self.backend, self.model.device)
 
     def close(self) -> None:
-        """Leave a step that broke off."""
+        """Leave a step that an error cut short."""
         self.span.close()
         if self._run is not None:
             self._run.maintenance.drop()
@@ -268,10 +246,9 @@ class Session:
                 torch.cuda.synchronize(self._run.device)
 
     def observe(self) -> None:
-        """Get ready for the observers and the audit, if there are any.
+        """Prepare for the observers and the audit, if there are any.
 
-        Raises:
-            ConfigError: The audit names layers or heads that the model does not have.
+        Raise `ConfigError` for layers or heads that the model lacks, and for settings that ranks rule out.
         """
         if self.policy.mixes_heads:
             check_heads(self.policy, self.shapes(), self.model, self.ranks.size)

@@ -1,4 +1,4 @@
-"""The shadow pass: an audited step run densely first, for the next-token distribution it would have had."""
+"""The shadow pass: run an audited step densely first, for its dense next-token distribution."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,10 +13,9 @@ from sfi_core.observers.events import LogitsEvent
 
 
 class Shadow:
-    """Runs an audited step twice, so that the second time finds nothing changed.
+    """Runs an audited step twice; the second pass finds nothing changed.
 
-    Attributes:
-        under_way: Whether the forward pass that runs is a shadow.
+    `under_way` says whether the current forward pass is a shadow.
     """
 
     def __init__(self) -> None:
@@ -25,15 +24,15 @@ class Shadow:
 
     @staticmethod
     def due(run: Run) -> bool:
-        """Say whether the step that has begun is audited and not dense by itself."""
+        """Say whether the step that has begun is audited, and not dense already."""
         return bool(audited_rows(run))
 
     def run(
         self, model: Any, cache: SfiCache, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
-        """Run the model's step densely, and take back what it did to the cache.
+        """Run the model's step densely, then undo its changes to the cache.
 
-        What it writes for the step's own token, the step overwrites.
+        The keys of the step's own token stay: the step overwrites them.
         """
         run = cache.run
         assert run is not None, "a run has begun"
@@ -50,7 +49,7 @@ class Shadow:
             cache.attach(run)
 
     def compare(self, run: Run, logits_BV: torch.Tensor) -> None:
-        """Tell the observer how far the step's distributions are from its shadow's, if it had one."""
+        """Tell the observer how far the step's distributions are from its shadow's, if there is one."""
         if self._dense_BV is None:
             return
         dense_BV, self._dense_BV = self._dense_BV, None
@@ -64,7 +63,7 @@ class Shadow:
 
 
 def audited_rows(run: Run) -> tuple[int, ...]:
-    """Return the rows of the audited requests whose step is fast."""
+    """Return the rows of the audited requests whose step reads sparsely."""
     audit, states = run.audit, run.requests
     if audit is None:
         return ()

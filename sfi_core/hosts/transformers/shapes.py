@@ -1,4 +1,4 @@
-"""The shapes of a model's keys and values, learned from a pass over two tokens."""
+"""The shapes of a model's keys and values, from a pass over two tokens."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -18,12 +18,10 @@ Arrived = tuple[torch.Tensor, torch.Tensor, int]  # keys, values, and the number
 
 
 def layer_shapes(model: Any) -> list[LayerShape]:
-    """Learn what every layer attends with; a model on the meta device computes nothing.
+    """Return the shape of every layer's keys and values as they reach the attention.
 
-    What counts is what arrives at the attention, expanded from latents where the model keeps those.
-
-    Raises:
-        UnsupportedModelError: SFI cannot act on the model, or without weights its pass depends on data.
+    Latents are expanded by then. A model on the meta device computes nothing. Raise `UnsupportedModelError`
+    where SFI cannot act, or where without weights the pass depends on data.
     """
     arrived, cache = _probe(model)
     windows = [layer.sliding_window if layer.is_sliding else None for layer in cache.layers]
@@ -34,7 +32,7 @@ def layer_shapes(model: Any) -> list[LayerShape]:
 
 
 def cached_shapes(model: Any) -> list[LayerShape]:
-    """Learn what transformers' own cache keeps of a token, layer by layer."""
+    """Return the shapes of a token in transformers' own cache, layer by layer."""
     _, cache = _probe(model)
     return [
         _shape(layer.keys, layer.values, layer.sliding_window if layer.is_sliding else None)
@@ -80,13 +78,9 @@ def _shape(
     key: torch.Tensor, value: torch.Tensor, window: int | None, query_heads: int = 0
 ) -> LayerShape:
     return LayerShape(
-        heads=key.shape[1],
-        key_width=key.shape[3],
-        value_width=value.shape[3],
-        itemsize=key.itemsize,
-        window=window,
-        query_heads=query_heads,
-    )
+        heads=key.shape[1], key_width=key.shape[3], value_width=value.shape[3],
+        itemsize=key.itemsize, window=window, query_heads=query_heads,
+    )  # fmt: skip
 
 
 @contextmanager

@@ -1,14 +1,13 @@
-"""`slow_fast(...)`: run a transformers model with Slow-Fast Inference, whoever drives it."""
+"""`slow_fast(...)`: run a transformers model with Slow-Fast Inference, under any loop."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
-from sfi_core.engine.backends.registry import check_backend
-from sfi_core.errors import ConfigError
+from sfi_core.engine.backends.registry import check_backend, check_shapes
+from sfi_core.errors import BackendError, ConfigError
 from sfi_core.hosts.transformers.attention import install, uninstall
-from sfi_core.hosts.transformers.backend import resolve_backend
 from sfi_core.hosts.transformers.fusion.fuse import fused, wants_fusion
 from sfi_core.hosts.transformers.generate_call import generate_with
 from sfi_core.hosts.transformers.lossless import check_lossless
@@ -19,6 +18,7 @@ from sfi_core.observers.observer import Observer
 from sfi_core.settings.audit import AuditConfig
 from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.engine import DEFAULTS, EngineOptions
+from sfi_kernels.launch import KernelLimitError
 
 
 @contextmanager
@@ -42,20 +42,19 @@ def slow_fast(
         tokenizer: Turns trigger strings into token ids; not needed with `trigger_token_ids`.
         config: The settings; None is the `default` preset.
         policy: A name from `sfi_core.policies.POLICIES`.
-        observers: Told of every step, refresh and span.
+        observers: Receive every step, refresh and span.
         backend: "torch", "triton", or "auto", which takes triton on a CUDA device.
         page_size: Tokens of a cache page; None is one page a request under torch, 64 tokens under triton.
         audit: What to compare with dense attention, for the observers; the tokens stay the same.
         engine: How steps are run; None is `EngineOptions()`.
         lossless: Let `model.generate` give full attention's own tokens: the policy's fast steps draft, dense
-            passes verify. Greedy decoding gives what `model.generate` gives without sfi. transformers samples
-            with other random numbers: with `do_sample` the tokens are those of
-            `sfi_core.generate(policy="full-kv")` with the same processors and seed, and torch's generator
-            gives one number a call, the seed. A loop of one's own around `model(...)` stays sparse.
-            `engine.lossless` asks for the same; either is enough.
+            passes verify. `engine.lossless` does the same. Greedy decoding gives what `model.generate` gives
+            without sfi. Sampling gives the tokens of `sfi_core.generate(policy="full-kv")` with the same
+            processors and seed, not those of transformers, which draws other random numbers; the seed is one
+            number a call from torch's generator. A loop of one's own around `model(...)` stays sparse.
 
     Yields:
-        The session; its `report` tells what the last run did. The model is restored on exit.
+        The session; its `report` describes the last run. The model is restored on exit.
 
     Raises:
         ConfigError: Unknown policy or backend, trigger strings without a tokenizer, a nested use, or what a
@@ -68,14 +67,7 @@ def slow_fast(
     if lossless:
         engine = replace(engine, lossless=True)
     session = Session(
-        model,
-        tokenizer,
-        config or SfiConfig(),
-        policy,
-        observers,
-        page_size,
-        audit,
-        engine,
+        model, tokenizer, config or SfiConfig(), policy, observers, page_size, audit, engine
     )
     own = model.__dict__.get("generate")
     if own is not None and getattr(own, "sfi", False):
@@ -92,7 +84,7 @@ def slow_fast(
         if session.engine.lossless:
             check_lossless(session)
         with session.ranks.guarded(), wide_linears(model), ExitStack() as stack:
-            session.backend = resolve_backend(backend, model, session.shapes, page_size)
+            session.backend = _resolved(backend, session, page_size)
             session.observe()
             if wants_fusion(session.engine.fused, session.backend, model.device):
                 session.fusion = stack.enter_context(fused(model))
@@ -105,3 +97,27 @@ def slow_fast(
         if own is not None:
             model.generate = own
         uninstall(model, previous)
+
+
+def _resolved(backend: str, session: Session, page_size: int | None) -> str:
+    # the backend that runs the model: "auto" takes triton on a CUDA device whose kernels can
+    model = session.model
+    if backend == "torch" or (backend == "auto" and model.device.type != "cuda"):
+        return "torch"
+    try:
+        _check_one_device(model)
+        check_shapes(session.shapes(), page_size, model.dtype, model.device)
+    except KernelLimitError as error:
+        if backend == "auto":
+            return "torch"
+        raise BackendError(str(error)) from error
+    return "triton"
+
+
+def _check_one_device(model: Any) -> None:
+    devices = {parameter.device for parameter in model.parameters()}
+    if len(devices) > 1:
+        names = ", ".join(sorted(map(str, devices)))
+        raise KernelLimitError(
+            f"the triton backend needs the model on one device, got {names}; use the torch backend"
+        )

@@ -1,4 +1,4 @@
-"""The two-tier KV store of a run under a device budget: how much of it lies where."""
+"""The two-tier KV store of a run under a device budget."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -8,9 +8,9 @@ import torch
 
 from sfi_core.engine.maintenance import first_together, worked_off_together
 from sfi_core.errors import BackendError, ConfigError, MemoryForecastError
+from sfi_core.hosts.transformers.lossless import drafting_of
 from sfi_core.machine.memory import free_bytes
 from sfi_core.models.forecast import Forecast, forecast
-from sfi_core.models.lossless_forecast import Drafting
 from sfi_core.models.two_tier_forecast import (
     TwoTierBytes,
     check_device_budget,
@@ -29,37 +29,17 @@ TILE = 16  # tokens that a page of the Triton kernels is a multiple of
 
 
 class Tiers:
-    """How a run under a device budget divides its keys and values.
+    """The division of keys and values between host and device, under a device budget.
 
-    Attributes:
-        budget: What the user allows.
-        policy: The run's policy.
-        shapes: The shape of every layer.
-        page: Tokens of a page.
+    Raise `ConfigError` if the budget is no share or size, the policy reads the whole cache on the device, or
+    the recent window is shorter than a page.
     """
 
     def __init__(
         self, budget: str, policy: Policy, name: str, shapes: Sequence[LayerShape], page: int
     ) -> None:
-        """Refuse what cannot run with two tiers.
-
-        Args:
-            budget: Share or size.
-            policy: The run's policy.
-            name: Its name.
-            shapes: The shape of every layer.
-            page: Tokens of a page.
-
-        Raises:
-            ConfigError: No such budget, a policy that reads the whole cache as it lies on the device, or a
-                recent window shorter than a page.
-        """
-        self.budget, self.policy, self.shapes, self.page = (
-            DeviceBudget.parse(budget),
-            policy,
-            shapes,
-            page,
-        )
+        self.budget = DeviceBudget.parse(budget)
+        self.policy, self.shapes, self.page = policy, shapes, page
         check_offloads(policy, name)
         if policy.config.recent < page:
             raise ConfigError(
@@ -94,8 +74,8 @@ class Tiers:
 
         Raises:
             ConfigError: The budget is too small.
-            BackendError: The page is no multiple of a tile, under Triton.
-            MemoryForecastError: The host's memory is.
+            BackendError: Under Triton, the page is no multiple of a tile.
+            MemoryForecastError: The host's memory is too small.
         """
         if backend == "triton" and self.page % TILE:
             raise BackendError(
@@ -135,11 +115,7 @@ class Tiers:
 
 
 def check_offloads(policy: Policy | type[Policy], name: str) -> None:
-    """Refuse a policy that cannot run over two tiers.
-
-    Raises:
-        ConfigError: With those that can.
-    """
+    """Raise `ConfigError` for a policy that cannot run over two tiers; the message lists those that can."""
     if not policy.offloads:
         able = ", ".join(sorted(known for known, kind in POLICIES.items() if kind.offloads))
         raise ConfigError(
@@ -148,9 +124,9 @@ def check_offloads(policy: Policy | type[Policy], name: str) -> None:
 
 
 def engine_for(policy: str, engine: EngineOptions) -> EngineOptions:
-    """Return the options for a policy's turn in a comparison: without those that it cannot run under.
+    """Return the options for a policy in a comparison, without those that it cannot run under.
 
-    Full attention beside a method in two tiers is what the method has to beat: the cache on the device.
+    Full attention then has its cache on the device: that is what a method in two tiers has to beat.
     """
     kind = policy_class(policy)
     budget = engine.kv_device_budget if kind.offloads else None
@@ -158,39 +134,21 @@ def engine_for(policy: str, engine: EngineOptions) -> EngineOptions:
 
 
 def expect(
-    model: Any,
-    shapes: Sequence[LayerShape],
-    policy: Policy,
-    *,
+    session: Any,
     batch: int,
     prompt_tokens: int,
     capacity: int,
+    *,
     prefill_chunk: int,
-    together: bool,
-    overlap: bool,
-    tiers: Tiers | None,
     generated: int | None,
     graphs: bool,
-    drafting: Drafting | None = None,
 ) -> Forecast:
-    """Forecast the memory of a run; arguments as `Session.forecast`'s.
-
-    Args:
-        model: The model.
-        shapes: The shape of every layer.
-        policy: The run's policy.
-        batch: Requests.
-        prompt_tokens: Tokens of the longest prompt.
-        capacity: Tokens that a request may reach, whole pages.
-        prefill_chunk: Prompt tokens of one forward pass; 0 for all at once.
-        together: Whether a slow step refreshes all requests at once.
-        overlap: Whether the Selector runs beside the layers where it can.
-        tiers: How the keys and values are divided; None without a device budget.
-        generated: The most tokens that a request generates; None for what `capacity` leaves.
-        graphs: Whether steps are replayed as CUDA graphs.
-        drafting: How a lossless run drafts; None for other runs.
-    """
+    """Forecast the memory of a session's run; arguments as in `Session.forecast`."""
+    model, policy, tiers, shapes = session.model, session.policy, session.tiers, session.shapes()
+    page = session.page_size or 1
+    capacity = -(-capacity // page) * page
     heads = model.config.get_text_config(decoder=True).num_attention_heads
+    together = session.backend == "triton"  # a slow step refreshes all requests at once
     joins = isinstance(policy, EvidencePolicy) and tiers is None
     logits = heads * policy.config.window_prefill * capacity  # of a prompt's first selection
     joined = worked_off_together(heads * capacity, len(shapes)) if joins else 1
@@ -207,25 +165,16 @@ def expect(
         refreshed_together=batch if together else joined,
         first_together=min(batch, first_together(logits)) if together else 1,
         unpacked=() if together else policy.config.dense_layers,
-        evidence_buffers=ring_places(model.device, overlap=overlap),
+        evidence_buffers=ring_places(model.device, overlap=session.engine.overlap),
         graphs=graphs,
-        drafting=drafting,
+        drafting=drafting_of(session),
     )
     if tiers is None:
         return expected
     own = tiers.bytes(batch, capacity, generated or capacity - prompt_tokens)
-    return tiered(expected, own, model.device)
-
-
-def tiered(expected: Forecast, tiers: TwoTierBytes, device: torch.device) -> Forecast:
-    """Return a run's forecast with two tiers; on a CPU both lie in the same memory."""
-    host = tiers.host_bytes if device.type == "cpu" else 0
-    parts = dict(tiers.parts)
-    packed, norms = parts.pop("packed"), parts.pop("norms")
+    host = own.host_bytes if model.device.type == "cpu" else 0  # both tiers in one memory
+    packed, norms = own.parts["packed"], own.parts["norms"]
+    others = own.device_bytes - packed - norms
     return replace(
-        expected,
-        kv_bytes=host + sum(parts.values()),
-        packed_bytes=packed,
-        summary_bytes=0,
-        norm_bytes=norms,
+        expected, kv_bytes=host + others, packed_bytes=packed, summary_bytes=0, norm_bytes=norms
     )

@@ -1,4 +1,4 @@
-"""vLLM's paged cache as a `KVStore`: vLLM allocates and appends, and rows are slots."""
+"""vLLM's paged cache as a `KVStore`: vLLM allocates and appends; a row is a slot."""
 
 from typing import Any, NoReturn
 
@@ -9,20 +9,12 @@ from sfi_core.state.paged_view import PagedView
 
 
 class BorrowedPages(PagedView):
-    """The blocks of vLLM's cache, with norms of our own beside them."""
+    """Views of the blocks of vLLM's cache, with our own key norms."""
 
     def __init__(
         self, backend: str, page_size: int, slots: int, capacity: int, device: torch.device
     ) -> None:
-        """View no layer yet.
-
-        Args:
-            backend: Whose ops run: "torch" or "triton".
-            page_size: Tokens of a block.
-            slots: Rows.
-            capacity: Tokens that a request may reach.
-            device: Where the blocks are.
-        """
+        """View no layer yet; `capacity` are the tokens that a request may reach."""
         table_BP = torch.zeros(slots, -(-capacity // page_size), dtype=torch.int32, device=device)
         super().__init__(backend, page_size, table_BP)
 
@@ -33,13 +25,9 @@ class BorrowedPages(PagedView):
         value_PHNE: torch.Tensor,
         norm_X: torch.Tensor | None = None,
     ) -> None:
-        """View a layer's blocks, with any strides, and add norms to them.
+        """View a layer's keys and values, [blocks, KV heads, tokens, width] of any strides, and add norms.
 
-        Args:
-            layer: Index of the layer.
-            key_PHND: Its keys, [blocks, KV heads, tokens, width].
-            value_PHNE: Its values.
-            norm_X: Room for the norms, float32; they get room of their own where it is missing or too small.
+        `norm_X` is float32 room for the norms; a missing or too small one is replaced.
         """
         shape = key_PHND.shape[:3]
         if norm_X is None or norm_X.numel() < shape.numel():
@@ -48,12 +36,9 @@ class BorrowedPages(PagedView):
         self.layers[layer] = LayerPages(key_PHND, value_PHNE, norm_PHN)
 
     def note_norms(self, layer: int, key_XHD: torch.Tensor, place_X: torch.Tensor) -> None:
-        """Keep the norms of the keys that vLLM has just written.
+        """Store the norms of keys that vLLM has just written.
 
-        Args:
-            layer: Index of the layer.
-            key_XHD: The keys.
-            place_X: Where they went: block times tokens of a block, plus the token; -1 for padding.
+        `place_X` has block number * block size + token of each key; -1 for padding.
         """
         norm_PHN, N = self.layers[layer].norm_PHN, self.page_size
         norm_XH = torch.linalg.vector_norm(key_XHD, dim=-1, dtype=torch.float32)
@@ -62,11 +47,7 @@ class BorrowedPages(PagedView):
         norm_PHN[place_X // N, :, place_X % N] = norm_XH[: len(place_X)]
 
     def grow(self, capacity: int) -> None:
-        """See `KVStore`.
-
-        Raises:
-            ValueError: There is less room; vLLM's `max_model_len` says how much there is.
-        """
+        """Raise `ValueError` beyond vLLM's `max_model_len`: the cache cannot grow."""
         if capacity > self.capacity:
             raise ValueError(f"cache holds {self.capacity} tokens a request, got {capacity}")
 

@@ -1,4 +1,4 @@
-"""The seam between vLLM's scheduler and its workers: a KV connector that moves no KV, only the plan."""
+"""A KV connector that moves no KV: it sends the plan from vLLM's scheduler to its workers."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -20,13 +20,7 @@ from sfi_core.hosts.vllm.names import (
     tensor_parallel_ranks,
 )
 from sfi_core.hosts.vllm.planner import Planner
-from sfi_core.hosts.vllm.reading import (
-    impl_of,
-    scheduled_of,
-    settings_of,
-    slot_count,
-    tokenizer_of,
-)
+from sfi_core.hosts.vllm.reading import impl_of, scheduled_of, settings_of, slot_count, tokenizer_of
 from sfi_core.hosts.vllm.settings import check_host
 from sfi_core.hosts.vllm.stats import ServerStats, SfiMetrics
 from sfi_core.hosts.vllm.wishes import Wishes
@@ -44,20 +38,16 @@ REPORT = "sfi"  # the key of an answer's `kv_transfer_params`
 
 @dataclass
 class SfiPlan(KVConnectorMetadata):
-    """What the workers are told of one engine step."""
+    """The plan of one engine step, for the workers."""
 
     plan: Plan
 
 
 class SfiConnector(KVConnectorBase_V1, SupportsHMA):
-    """Plans on the scheduler's side, and hands the plan to the attention of the worker's side."""
+    """Plans on the scheduler's side; on the worker's side, hands the plan to the attention."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
-        """Begin the side that `role` names.
-
-        Raises:
-            ConfigError: vLLM's settings, the plugin's settings, or the model do not fit.
-        """
+        """Begin the side that `role` names; raise `ConfigError` if settings or model do not fit."""
         super().__init__(vllm_config, role, kv_cache_config)
         self.settings = settings_of(vllm_config)
         self._vllm = vllm_config
@@ -84,15 +74,14 @@ class SfiConnector(KVConnectorBase_V1, SupportsHMA):
         return slot_count(self._vllm, self.settings.options)
 
     def make_policy(self, config: SfiConfig) -> Policy:
-        """Make the policy of a request's settings."""
+        """Make the policy for a request's settings."""
         trigger = Trigger(frozenset(self.trigger_ids), config)
         return policy_class(self.settings.options.policy)(config, trigger, self.layers)
 
     def make_observer(self, role: Any) -> Observer:
-        """Return what hears of the side's events; a worker's are gathered for the scheduler's side.
+        """Return the observer of the side; a worker gathers its events for the scheduler's side.
 
-        Raises:
-            ConfigError: A trace is asked for, which the command line's connector records.
+        Raise `ConfigError` for a trace, which only the command line's connector records.
         """
         if self.settings.options.trace is None:
             return NullObserver()
@@ -112,7 +101,7 @@ class SfiConnector(KVConnectorBase_V1, SupportsHMA):
         return 0, False
 
     def on_new_request(self, request: Any) -> None:
-        """Note a request that has arrived."""
+        """Register a request that has arrived."""
         wishes = Wishes.of(request.sampling_params.extra_args, self.settings.config, self._check)
         self.planner.see(request, wishes)
         if self.settings.options.cache_salt:
@@ -130,14 +119,14 @@ class SfiConnector(KVConnectorBase_V1, SupportsHMA):
             )
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Do nothing: `build_connector_meta` says what was allocated."""
+        """Do nothing: `build_connector_meta` gets the allocations."""
 
     def build_connector_meta(self, scheduler_output: Any) -> SfiPlan:
         """Plan an engine step."""
         return SfiPlan(self.planner.plan(scheduled_of(scheduler_output, self.group)))
 
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
-        """Report on a request that has ended, in its answer."""
+        """Add a report on the request to its answer."""
         ended = self.planner.finish(request.request_id)
         return False, None if ended is None else {REPORT: ended.report()}
 
@@ -148,19 +137,19 @@ class SfiConnector(KVConnectorBase_V1, SupportsHMA):
         return self.request_finished(request, block_ids)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """Tell the observer what the workers' layers have told."""
+        """Pass the workers' events to the observer."""
         told = connector_output.kv_connector_worker_meta
         if isinstance(told, WorkerEvents):
             for event in told.joined():
                 self.observer.on(event)
 
     def get_kv_connector_stats(self) -> ServerStats | None:
-        """Return what has been counted since the last call, on the scheduler's side."""
+        """Return the counts since the last call, on the scheduler's side."""
         return self.stats.since(self.planner) if self.role == KVConnectorRole.SCHEDULER else None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ServerStats:
-        """Make counts out of what another process has sent."""
+        """Make counts from another process's data."""
         return ServerStats(data=data or {})
 
     @classmethod
@@ -172,7 +161,7 @@ class SfiConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """Whether KV must arrive elsewhere: no."""
+        """Whether another instance needs the KV: no."""
         return False
 
     # the worker's side
@@ -213,20 +202,20 @@ class SfiConnector(KVConnectorBase_V1, SupportsHMA):
         self.engine = WorkerEngine(run, store)
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """Send what this worker's layers told in the pass, if it is traced."""
+        """Send the events of this worker's layers in the pass, if there is a trace."""
         if not isinstance(self.observer, Gathered) or self.engine is None:
             return None
         told = self.observer.take()
         return WorkerEvents({self.engine.run.ranks.number: told}) if told else None
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
-        """Take the plan of the forward pass that comes."""
+        """Take the plan of the next forward pass."""
         super().bind_connector_metadata(connector_metadata)
         if self.engine is not None:
             self.engine.begin(connector_metadata.plan)
 
     def wait_for_save(self) -> None:
-        """The forward pass is over."""
+        """End the forward pass."""
         if self.engine is not None:
             self.engine.leave()
 

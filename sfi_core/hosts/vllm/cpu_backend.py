@@ -1,7 +1,7 @@
-"""vLLM's CPU attention with sfi in front of it.
+"""vLLM's CPU attention with sfi in front.
 
-On a CPU vLLM's platform takes its own backend whatever is asked for, so this one stands in its place; without
-our connector it is vLLM's, unchanged.
+On a CPU vLLM's platform always takes its own backend, so this one replaces that; without our connector it is
+vLLM's, unchanged.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,9 +19,8 @@ from sfi_core.hosts.vllm.cpu_names import (
     CPUAttentionMetadataBuilder,
     current_config,
 )
-from sfi_core.hosts.vllm.names import layer_index
 from sfi_core.hosts.vllm.room import Room
-from sfi_core.hosts.vllm.serving import engine_of_process, is_configured, planned_engine
+from sfi_core.hosts.vllm.serving import is_configured
 from sfi_core.hosts.vllm.worker import Pass, Row, WorkerEngine
 
 LAYOUTS = ("vec", "vec16")  # keys of a block lie transposed, values as they are
@@ -29,11 +28,10 @@ LAYOUTS = ("vec", "vec16")  # keys of a block lie transposed, values as they are
 
 @dataclass
 class SfiCpuMetadata(CPUAttentionMetadata):
-    """vLLM's, and what of the batch its own kernel computes.
+    """vLLM's metadata, and that of the rows that vLLM's own kernel computes.
 
-    Attributes:
-        build_part: Makes the metadata of some rows, given their places, tokens and lengths.
-        part: The rows that vLLM's kernel computes, once that is known, with the places of their tokens.
+    `build_part` makes the metadata of some rows, given their places, tokens and lengths; `part` is that of
+    the rows for vLLM's kernel with the places of their tokens, None before they are known.
     """
 
     build_part: Callable[[Sequence[int], Sequence[Row], torch.Tensor], Any] | None = None
@@ -41,12 +39,11 @@ class SfiCpuMetadata(CPUAttentionMetadata):
 
 
 class SfiCpuBuilder(CPUAttentionMetadataBuilder):
-    """Keeps to a layout of the cache that torch reads too."""
+    """Chooses a layout of the cache that torch can read."""
 
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
     ) -> None:
-        """Choose the layout."""
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._sfi = is_configured(vllm_config)
         if self._sfi and self.isa not in LAYOUTS:
@@ -56,7 +53,7 @@ class SfiCpuBuilder(CPUAttentionMetadataBuilder):
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
     ) -> Any:
-        """See vLLM's; the metadata can also be made of some rows alone."""
+        """Build vLLM's metadata, from which the metadata of some rows can be built later."""
         made = super().build(common_prefix_len, common_attn_metadata, fast_build)
         if not self._sfi:
             return made
@@ -99,10 +96,9 @@ class SfiCpuBackend(CPUAttentionBackend):
 
 
 class SfiCpuImpl(Room, CPUAttentionBackendImpl):
-    """Attends with sfi in planned passes of full-attention layers, and as vLLM does everywhere else."""
+    """Attends with sfi in planned passes of full-attention layers, and as vLLM does elsewhere."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """See `Room.serve`."""
         super().__init__(*args, **kwargs)
         decodes = self.attn_type == AttentionType.DECODER
         self.serve(current_config(), whole=decodes and self.sliding_window <= 0)
@@ -114,23 +110,13 @@ class SfiCpuImpl(Room, CPUAttentionBackendImpl):
         key, value = kv_cache.view(P, H, 2 * N, D).chunk(2, dim=2)
         return key.view(P, H, D, N).transpose(2, 3), value
 
-    def do_kv_cache_update(
-        self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor,
-        slot_mapping: torch.Tensor,
-    ) -> None:  # fmt: skip
-        """Let vLLM write keys and values, and keep the norms."""
-        super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
-        engine = engine_of_process() if self.manages else None
-        if engine is not None and layer_index(layer.layer_name) in engine.store.layers:
-            engine.store.note_norms(layer_index(layer.layer_name), key, slot_mapping)
-
     def forward(
         self, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
         kv_cache: torch.Tensor, attn_metadata: Any, output: torch.Tensor, *args: Any, **kwargs: Any,
     ) -> torch.Tensor:  # fmt: skip
         """Attend with the batch's queries, [tokens, heads, D]."""
-        engine = planned_engine() if self.manages and attn_metadata is not None else None
-        if engine is None or layer_index(layer.layer_name) not in engine.store.layers:
+        engine = None if attn_metadata is None else self.engine_of(layer, planned=True)
+        if engine is None:
             whole: torch.Tensor = super().forward(
                 layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs
             )
@@ -147,21 +133,12 @@ class SfiCpuImpl(Room, CPUAttentionBackendImpl):
             own = output.new_empty(len(token_Y), *output.shape[1:])
             super().forward(layer, query[token_Y], key, value, kv_cache, part, own, *args, **kwargs)
             output[token_Y] = own
-        count, H, D = attn_metadata.num_actual_tokens, self.num_kv_heads, self.head_size
-        sinks = None if self.sinks is None else self.sinks.view(H, -1)
-        engine.attend(
-            layer_index(layer.layer_name),
-            query[:count].view(count, H, -1, D),
-            output[:count].view(count, H, -1, output.shape[-1]),
-            scale=self.scale,
-            soft_cap=self.logits_soft_cap or None,
-            sink_HG=sinks,
-        )
+        self.attend_rows(engine, layer, query, output, attn_metadata.num_actual_tokens)
         return output
 
 
 def rows_of(metadata: Any, engine: WorkerEngine) -> list[Row]:
-    """List the rows of a batch; on a CPU its numbers are at hand."""
+    """List the rows of a batch, whose numbers are on the host."""
     starts, lengths = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
     N = engine.store.page_size
     return [
@@ -173,7 +150,7 @@ def rows_of(metadata: Any, engine: WorkerEngine) -> list[Row]:
 
 
 def part_of(metadata: Any, one: Pass) -> tuple[Any, torch.Tensor]:
-    """Return the metadata of the rows that vLLM's kernel computes, and their tokens; made once a pass."""
+    """Return metadata and tokens of the rows that vLLM's kernel computes; made once a pass."""
     if metadata.part is None:
         rows = [one.rows[place][0] for place in one.whole]
         token_Y = torch.cat([torch.arange(r.first, r.first + r.count) for r in rows])

@@ -10,10 +10,6 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 
 __all__ = [
-    "AttentionType",
-    "CPUAttentionBackend",
-    "CPUAttentionBackendImpl",
-    "CPUAttentionMetadata",
-    "CPUAttentionMetadataBuilder",
-    "current_config",
-]
+    "AttentionType", "CPUAttentionBackend", "CPUAttentionBackendImpl", "CPUAttentionMetadata",
+    "CPUAttentionMetadataBuilder", "current_config",
+]  # fmt: skip

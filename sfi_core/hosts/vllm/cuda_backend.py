@@ -1,4 +1,4 @@
-"""vLLM's attention on GPUs with sfi in front of it; vLLM's flags choose it, see `attention_flags`.
+"""vLLM's attention on GPUs with sfi in front; vLLM's flags choose it, see `attention_flags`.
 
 It has not run on a GPU.
 """
@@ -18,7 +18,7 @@ class SfiCudaImpl(PagedImpl, _Impl):  # type: ignore[misc, valid-type]
 
 
 class SfiCudaBackend(PagedBackend, _Backend):  # type: ignore[misc, valid-type]
-    """What vLLM's registry has under `CUSTOM`."""
+    """The backend that vLLM's registry has as `CUSTOM`."""
 
     @staticmethod
     def get_impl_cls() -> type[SfiCudaImpl]:

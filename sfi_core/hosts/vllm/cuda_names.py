@@ -1,7 +1,7 @@
 """The names of vLLM's attention on GPUs that the plugin uses; `names` has the others.
 
-They can be imported on any machine. vLLM has two backends that fit: FlashAttention is the faster one and
-wants a GPU of compute capability 8.0 and a half precision; Triton's runs elsewhere.
+Any machine can import them. vLLM has two backends that fit: FlashAttention is faster and needs a GPU of
+compute capability 8.0 and a half precision; Triton's runs on the others.
 """
 
 from typing import Any
@@ -22,17 +22,11 @@ from vllm.v1.attention.backends.triton_attn import (
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-__all__ = [
-    "AttentionCGSupport",
-    "AttentionType",
-    "KVCacheLayout",
-    "bases",
-    "current_config",
-]
+__all__ = ["AttentionCGSupport", "AttentionType", "KVCacheLayout", "bases", "current_config"]
 
 
 def bases() -> tuple[Any, Any, Any]:
-    """Return vLLM's backend for this machine, with its builder and its implementation."""
+    """Return vLLM's backend for this machine, its builder and its implementation."""
     if is_flash_attn_varlen_func_available() and current_platform.has_device_capability(80):
         return FlashAttentionBackend, FlashAttentionMetadataBuilder, FlashAttentionImpl
     return TritonAttentionBackend, TritonAttentionMetadataBuilder, TritonAttentionImpl

@@ -11,17 +11,17 @@ class Entry:
 
     Attributes:
         request: Its number among all that the server has seen.
-        slot: Where its packed segments are; `NO_SLOT` for a request that runs dense.
+        slot: The row of its packed segments; `NO_SLOT` for a request that runs dense.
         start: Tokens in the cache before the step.
         count: New tokens.
-        block: The block that the last new token goes to. It is nobody else's, so it names the batch's row.
-        decode: Whether it decodes; otherwise it reads a piece of its prompt.
-        final: Whether the piece is the prompt's last, or the last of what is recomputed after a preemption.
+        block: The block of the last new token. No other request has it, so it identifies the batch's row.
+        decode: Whether the request decodes; otherwise it reads a piece of its prompt.
+        final: Whether the piece is the prompt's last, or the last that is recomputed after a preemption.
         slow: Whether a decoding step is dense, g_t.
         reason: Why a step is slow.
-        step: Decoding step t that it enters; the one it will begin with, for a piece before the last.
-        opens: Whether the slot is given to the request with this piece.
-        generated: Tokens generated before, of a request that opens a slot.
+        step: The decoding step t; of a piece before the last, the first step to come.
+        opens: Whether the request gets its slot with this piece.
+        generated: Tokens generated before the slot was opened.
     """
 
     request: int
@@ -40,12 +40,7 @@ class Entry:
 
 @dataclass(slots=True)
 class Plan:
-    """What the workers are told of one step.
-
-    Attributes:
-        entries: The scheduled requests.
-        freed: Slots that have become free since the last step.
-    """
+    """The plan of one step: the scheduled requests, and the slots freed since the last step."""
 
     entries: list[Entry] = field(default_factory=list)
     freed: list[int] = field(default_factory=list)

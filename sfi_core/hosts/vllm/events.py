@@ -1,4 +1,4 @@
-"""What the workers' layers tell, on its way to the one observer on the scheduler's side."""
+"""Events of the workers' layers, on their way to the observer on the scheduler's side."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -15,43 +15,38 @@ LayerEvent = SelectionEvent | AuditEvent
 
 
 class Gathered(NullObserver):
-    """Keeps selections and audits of one worker until the scheduler's side takes them."""
+    """Keeps one worker's selections and audits until the scheduler's side takes them."""
 
     def __init__(self) -> None:
-        """Start with nothing."""
         self._told: list[LayerEvent] = []
 
     def on_selection(self, event: SelectionEvent) -> None:
-        """Keep it."""
+        """Keep the event."""
         self._told.append(event)
 
     def on_audit(self, event: AuditEvent) -> None:
-        """Keep it."""
+        """Keep the event."""
         self._told.append(event)
 
     def take(self) -> list[LayerEvent]:
-        """Return what was told since the last call, on the host; waits for the device where there is any."""
+        """Return the events since the last call, on the host; this waits for the device."""
         told, self._told = self._told, []
         return [on_host(event) for event in told]
 
 
 @dataclass
 class WorkerEvents(KVConnectorWorkerMetadata):
-    """What the workers' layers told in one engine step.
-
-    Attributes:
-        by_rank: Their events, all on the host, by tensor-parallel rank.
-    """
+    """The events of one engine step by tensor-parallel rank, all on the host."""
 
     by_rank: dict[int, list[LayerEvent]]
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> Self:
-        """Add another worker's."""
+        """Add another worker's events."""
         self.by_rank |= other.by_rank
         return self
 
     def joined(self) -> list[Event]:
-        """Return the events of all heads: rank r has those from r times its own number on."""
+        """Return the events with the KV heads of all ranks, in the order of the ranks."""
         found: dict[tuple[Any, ...], list[LayerEvent]] = defaultdict(list)
         for rank in sorted(self.by_rank):
             for event in self.by_rank[rank]:
@@ -72,7 +67,7 @@ def on_host(event: LayerEvent) -> LayerEvent:
 
 
 def side_by_side(events: Sequence[LayerEvent]) -> LayerEvent:
-    """Join the ranks' events of one request, step and layer: the KV heads of each follow the last's."""
+    """Join the ranks' events of one request, step and layer: concatenate their KV heads."""
     first = events[0]
     if len(events) == 1:
         return first

@@ -1,6 +1,6 @@
 """Every name of vLLM that the plugin uses, so that another version's change shows in one place.
 
-vLLM calls the plugin; nothing of vLLM is changed. tests/vllm/test_names.py checks that each name exists.
+vLLM calls the plugin; vLLM itself is unchanged. tests/vllm/test_names.py checks that each name exists.
 """
 
 import re
@@ -29,32 +29,17 @@ from sfi_core.hosts.vllm.settings import HostFacts
 from sfi_core.state.layer_shape import LayerShape
 
 __all__ = [
-    "AttentionBackendEnum",
-    "AttentionSpec",
-    "FullAttentionSpec",
-    "KVConnectorBase_V1",
-    "KVConnectorFactory",
-    "KVConnectorMetadata",
-    "KVConnectorPromMetrics",
-    "KVConnectorRole",
-    "KVConnectorStats",
-    "KVConnectorWorkerMetadata",
-    "SupportsHMA",
-    "facts_of",
-    "full_group",
-    "get_kv_transfer_group",
-    "has_kv_transfer_group",
-    "layer_index",
-    "layer_shapes",
-    "register_backend",
-    "tensor_parallel_ranks",
-]
+    "AttentionBackendEnum", "AttentionSpec", "FullAttentionSpec", "KVConnectorBase_V1", "KVConnectorFactory",
+    "KVConnectorMetadata", "KVConnectorPromMetrics", "KVConnectorRole", "KVConnectorStats",
+    "KVConnectorWorkerMetadata", "SupportsHMA", "facts_of", "full_group", "get_kv_transfer_group",
+    "has_kv_transfer_group", "layer_index", "layer_shapes", "register_backend", "tensor_parallel_ranks",
+]  # fmt: skip
 
 SERVED = {"full_attention", "sliding_attention"}  # transformers' names
 
 
 def tensor_parallel_ranks() -> Ranks:
-    """Return the processes that this worker's model is split over."""
+    """Return the processes that share this worker's model."""
     group = get_tp_group()
     if group.world_size == 1:
         return ALONE
@@ -62,12 +47,8 @@ def tensor_parallel_ranks() -> Ranks:
 
 
 def facts_of(config: Any) -> HostFacts:
-    """Read what the plugin checks of vLLM's settings."""
-    model, parallel, scheduler = (
-        config.model_config,
-        config.parallel_config,
-        config.scheduler_config,
-    )
+    """Read those of vLLM's settings that the plugin checks."""
+    model, parallel = config.model_config, config.parallel_config
     return HostFacts(
         speculative=config.speculative_config is not None,
         pipeline=parallel.pipeline_parallel_size,
@@ -82,12 +63,12 @@ def facts_of(config: Any) -> HostFacts:
         two_batches=bool(parallel.use_ubatching),
         pooling=model.runner_type == "pooling",
         other_layers=other_layers(model),
-        asynchronous=bool(scheduler.async_scheduling),
+        asynchronous=bool(config.scheduler_config.async_scheduling),
     )
 
 
 def other_layers(model: Any) -> tuple[str, ...]:
-    """Name the kinds of layers that neither attend to everything nor to a sliding window."""
+    """Return the kinds of layers other than full attention and sliding windows."""
     kinds = set(getattr(model.hf_text_config, "layer_types", None) or ()) - SERVED
     if model.is_hybrid or model.is_attention_free:
         kinds.add("state-space")
@@ -95,15 +76,14 @@ def other_layers(model: Any) -> tuple[str, ...]:
 
 
 def layer_index(name: str) -> int:
-    """Return the number of a transformer layer from its attention's name."""
+    """Return a transformer layer's number, given the name of its attention."""
     return int(re.findall(r"\.(\d+)\.", name)[0])
 
 
 def layer_shapes(cache: Any, config: Any) -> list[LayerShape]:
-    """Return what each layer keeps of a token, over all tensor-parallel processes.
+    """Return each layer's shape, over all tensor-parallel processes.
 
-    Raises:
-        ConfigError: Some layer keeps something else than keys and values.
+    Raise `ConfigError` for a layer that caches something else than keys and values.
     """
     ranks = config.parallel_config.tensor_parallel_size
     found = {}
@@ -123,10 +103,9 @@ def layer_shapes(cache: Any, config: Any) -> list[LayerShape]:
 
 
 def full_group(groups: Any) -> tuple[int, list[str]]:
-    """Return which KV cache group attends to everything, and its layers' names.
+    """Return the number of the only full-attention KV cache group, and its layers' names.
 
-    Raises:
-        ConfigError: There is none, or there are several.
+    Raise `ConfigError` for no such group, or several.
     """
     found = [
         (number, list(group.layer_names))

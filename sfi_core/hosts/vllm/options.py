@@ -1,4 +1,4 @@
-"""Settings of the plugin that `sfi serve` takes by `--set`; no torch, no vLLM."""
+"""The plugin's settings that `sfi serve` takes by `--set`; no torch, no vLLM."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from sfi_core.settings.fields import check, setting
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeTable:
-    """What a server keeps for sfi."""
+    """A server's settings for sfi."""
 
     slots_memory: float = setting(
         0.25,

@@ -1,8 +1,8 @@
-"""Sfi in front of an attention backend of vLLM's whose cache is `[blocks, KV heads, tokens, K|V]`.
+"""Sfi in front of a vLLM attention backend with a cache of `[blocks, KV heads, tokens, K|V]`.
 
-Mixed into a backend, its builder and its implementation. vLLM's own kernels write keys and values, and
-attend with prompts and with requests that have no slot; decoding rows with a slot attend by sfi's kernels
-over the same blocks. `cuda_backend` has the backends that are used. It has not run on a GPU.
+Mixed into a backend, its builder and its implementation, which `cuda_backend` chooses. vLLM's own kernels
+write keys and values, and attend with prompts and with requests without a slot; sfi's kernels attend with the
+decoding rows that have one, over the same blocks. It has not run on a GPU.
 """
 
 import copy
@@ -18,23 +18,22 @@ from sfi_core.hosts.vllm.cuda_names import (
     KVCacheLayout,
     current_config,
 )
-from sfi_core.hosts.vllm.names import layer_index
 from sfi_core.hosts.vllm.parts import Part, part_of
 from sfi_core.hosts.vllm.room import Room
 from sfi_core.hosts.vllm.rows import HostRows, RowMatcher, last_blocks
-from sfi_core.hosts.vllm.serving import engine_of_process, is_configured, planned_engine
+from sfi_core.hosts.vllm.serving import is_configured
 from sfi_core.hosts.vllm.worker import Pass, WorkerEngine
 
 
 @dataclass(slots=True)
 class Batch:
-    """What all layers of a pass share, beside vLLM's metadata.
+    """Shared by all layers of a pass, beside vLLM's metadata.
 
     Attributes:
-        common: What vLLM made its metadata of.
-        builder: Who made it.
+        common: The input of vLLM's metadata.
+        builder: Its builder.
         entered: The pass, once a layer has entered it.
-        part: What vLLM's kernel computes; None for all rows or none, as `entered` tells.
+        part: The rows that vLLM's kernel computes; None for all rows or none, as `entered` tells.
     """
 
     common: Any
@@ -43,7 +42,7 @@ class Batch:
     part: Part | None = None
 
     def enter(self, engine: WorkerEngine) -> Pass:
-        """Enter the pass with the first layer; the others are given the same."""
+        """Enter the pass with the first layer, and return it for the others."""
         if self.entered is None:
             common, table_RP = self.common, self.common.block_table_tensor
             rows = HostRows(
@@ -60,7 +59,7 @@ class Batch:
 
 
 class PagedBuilder:
-    """Makes vLLM's metadata, and keeps what it was made of."""
+    """Builds vLLM's metadata, and keeps its input."""
 
     reorder_batch_threshold = 1  # decoding rows first, so that vLLM's part lies together
     supports_update_block_table = False  # the metadata of another group is not ours
@@ -68,14 +67,13 @@ class PagedBuilder:
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
     ) -> None:
-        """Know whether sfi is on."""
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)  # type: ignore[call-arg]
         self._sfi = is_configured(vllm_config)
         self.matcher = RowMatcher()
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
-        """Keep attention out of CUDA graphs where sfi is on: whether a step is slow is decided in Python."""
+        """Keep attention out of CUDA graphs where sfi is on: Python decides whether a step is slow."""
         if is_configured(vllm_config):
             return AttentionCGSupport.NEVER
         return super().get_cudagraph_support(vllm_config, kv_cache_spec)  # type: ignore[misc]
@@ -84,7 +82,7 @@ class PagedBuilder:
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False,
         **options: Any,
     ) -> Any:  # fmt: skip
-        """See vLLM's; no schedule is made ahead, since the rows of vLLM's kernel are not known yet."""
+        """Build vLLM's metadata without a schedule: the rows of vLLM's kernel are not known yet."""
         made: Any = super().build(  # type: ignore[misc]
             common_prefix_len, common_attn_metadata, fast_build or self._sfi, **options
         )
@@ -93,18 +91,18 @@ class PagedBuilder:
         return made
 
     def build_part(self, common: Any) -> Any:
-        """Make vLLM's metadata of a part of the batch."""
+        """Build vLLM's metadata for a part of the batch."""
         return super().build(0, common, True)  # type: ignore[misc]
 
 
 class PagedBackend:
-    """A backend of vLLM's without what sfi cannot do; vLLM tells the user what is missing at start."""
+    """A vLLM backend without the features that sfi lacks; vLLM names missing ones at start."""
 
     supported_kv_cache_dtypes = ("auto", "float16", "bfloat16")
 
     @staticmethod
     def get_name() -> str:
-        """Return the name that vLLM has for backends of others."""
+        """Return vLLM's name for backends of others."""
         return "CUSTOM"
 
     @classmethod
@@ -114,55 +112,33 @@ class PagedBackend:
 
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
-        """Say that only decoders are served."""
+        """Serve decoders only."""
         return bool(attn_type == AttentionType.DECODER)
 
     @classmethod
-    def supports_mm_prefix(cls) -> bool:
-        """Say that no token attends to later ones."""
+    def _no(cls) -> bool:
         return False
 
-    @classmethod
-    def supports_non_causal(cls) -> bool:
-        """Say that no token attends to later ones."""
-        return False
-
-    @classmethod
-    def supports_rswa(cls) -> bool:
-        """Say that layers that forget generated tokens are not served."""
-        return False
-
-    @classmethod
-    def supports_batch_invariance(cls) -> bool:
-        """Say that how a prompt is cut into passes may change the last bits."""
-        return False
+    supports_mm_prefix = supports_non_causal = _no  # no token attends to later ones
+    supports_rswa = _no  # no layer forgets generated tokens
+    supports_batch_invariance = _no  # other pieces of a prompt may change the last bits
 
 
 class PagedImpl(Room):
-    """Attends with sfi in planned passes of full-attention layers, and as vLLM does everywhere else."""
+    """Attends with sfi in planned passes of full-attention layers, and as vLLM does elsewhere."""
 
     attn_type: Any
     sliding_window: tuple[int, int]
-    head_size: int
-    num_kv_heads: int
-    scale: float
-    logits_soft_cap: float
-    sinks: torch.Tensor | None
     supports_dcp = False
     supports_pcp = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """See `Room.serve`."""
         super().__init__(*args, **kwargs)
         decodes = self.attn_type == AttentionType.DECODER
         self.serve(current_config(), whole=decodes and self.sliding_window == (-1, -1))
 
     def pages(self, layer: Any, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """View a layer's cache, [blocks, H, tokens, K|V], as keys and values: halves of each row.
-
-        Raises:
-            ConfigError: The rows are not as wide as a key and a value.
-        """
+        """View a layer's cache, [blocks, H, tokens, K|V], as keys and values: halves of each row."""
         D = self.head_size
         *_, width = kv_cache.shape
         if width != 2 * D:
@@ -171,29 +147,15 @@ class PagedImpl(Room):
             )
         return kv_cache[..., :D], kv_cache[..., D:]
 
-    def do_kv_cache_update(
-        self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor,
-        slot_mapping: torch.Tensor,
-    ) -> None:  # fmt: skip
-        """Let vLLM write keys and values, and keep the norms."""
-        super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)  # type: ignore[misc]
-        engine = engine_of_process() if self.manages else None
-        if engine is not None and layer_index(layer.layer_name) in engine.store.layers:
-            engine.store.note_norms(layer_index(layer.layer_name), key, slot_mapping)
-
     def forward(
         self, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
         kv_cache: torch.Tensor, attn_metadata: Any, output: torch.Tensor, *args: Any, **kwargs: Any,
     ) -> torch.Tensor:  # fmt: skip
         """Attend with the batch's queries, [tokens, heads, D]."""
-        engine = planned_engine() if self.manages else None
+        engine = self.engine_of(layer, planned=True)
         batch: Batch | None = getattr(attn_metadata, "sfi", None)
         attend = super().forward  # type: ignore[misc]
-        if (
-            engine is None
-            or batch is None
-            or layer_index(layer.layer_name) not in engine.store.layers
-        ):
+        if engine is None or batch is None:
             whole: torch.Tensor = attend(
                 layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs
             )
@@ -205,14 +167,5 @@ class PagedImpl(Room):
             own, out = batch.part.take(query, key, value), batch.part.room(output)
             attend(layer, *own, kv_cache, batch.part.metadata, out, *args, **kwargs)
             batch.part.put(out, output)
-        count = sum(row.count for row, _ in one.rows)
-        H, D = self.num_kv_heads, self.head_size
-        engine.attend(
-            layer_index(layer.layer_name),
-            query[:count].view(count, H, -1, D),
-            output[:count].view(count, H, -1, output.shape[-1]),
-            scale=self.scale,
-            soft_cap=self.logits_soft_cap or None,
-            sink_HG=None if self.sinks is None else self.sinks.view(H, -1),
-        )
+        self.attend_rows(engine, layer, query, output, sum(row.count for row, _ in one.rows))
         return output

@@ -12,41 +12,35 @@ from sfi_kernels.step_descriptor import sent
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Some rows of a batch, as a batch of their own.
+    """Some rows of a batch, as a batch of their own with vLLM's metadata.
 
-    Attributes:
-        metadata: vLLM's metadata of it.
-        tokens: Its tokens in the batch: a slice where they lie together, else their places.
+    `tokens` are the part's in the batch: a slice where they are adjacent, else their places.
     """
 
     metadata: Any
     tokens: slice | torch.Tensor
 
     def take(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the part's rows of tensors of one row a token."""
+        """Return the part's rows of tensors with one row a token."""
         return tuple(tensor[self.tokens] for tensor in tensors)
 
     def room(self, output: torch.Tensor) -> torch.Tensor:
-        """Return where the part's outputs go: their rows of the batch's, or a tensor of their own."""
+        """Return the tensor for the part's outputs: a view of the batch's rows, or a new one."""
         if isinstance(self.tokens, slice):
             return output[self.tokens]
         return output.new_empty(len(self.tokens), *output.shape[1:])
 
     def put(self, out: torch.Tensor, output: torch.Tensor) -> None:
-        """Put the part's outputs into the batch's, where they are not there already."""
+        """Copy the part's outputs into the batch's, unless they are a view."""
         if not isinstance(self.tokens, slice):
             output[self.tokens] = out
 
 
 def part_of(common: Any, one: Pass, build: Callable[[Any], Any]) -> Part | None:
-    """Return the rows that vLLM's kernel computes; None where there are none, or no others.
+    """Return the rows that vLLM's kernel computes; None for no rows, or all.
 
-    Decoding rows come first, so that these lie together unless a decoding request has no slot.
-
-    Args:
-        common: vLLM's `CommonAttentionMetadata` of the batch.
-        one: The pass.
-        build: Makes vLLM's metadata of the part's.
+    Decoding rows come first, so that the part's are adjacent unless a decoding request has no slot. `common`
+    is the batch's `CommonAttentionMetadata`; `build` makes vLLM's metadata from the part's.
     """
     if not one.whole or len(one.whole) == len(one.rows):
         return None

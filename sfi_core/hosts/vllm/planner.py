@@ -1,13 +1,13 @@
-"""Plans each engine step from the requests' own tokens: which are slow, and which slot they have.
+"""Plan each engine step from the requests' tokens: which requests are slow, and their slots.
 
-It runs on the scheduler's side, so that all workers are told the same. Plain numbers, no torch, no vLLM.
-A step's token may become known one step late (asynchronous scheduling); the plan then looks at what is known,
-which `trigger_delay` of 1 allows.
+The scheduler's side runs it, so that all workers get the same plan. Plain numbers, no torch, no vLLM. With
+asynchronous scheduling a step's token may be known one step late; the plan then uses the known tokens, which
+`trigger_delay` of 1 allows.
 """
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sfi_core.hosts.vllm.entry import NO_SLOT, Entry, Plan
@@ -25,11 +25,11 @@ TOTALS = ("slow_steps", "fast_steps", "dense_steps", "requests", "attended", "co
 
 @dataclass(frozen=True, slots=True)
 class Scheduled:
-    """What vLLM has scheduled for one engine step.
+    """vLLM's schedule of one engine step.
 
     Attributes:
         count: New tokens by request.
-        opened: Of requests that begin or begin anew: their blocks, and the tokens already in the cache.
+        opened: Requests that begin or begin again: their blocks, and the tokens already in the cache.
         blocks: New blocks of the others.
         preempted: Requests that have lost their blocks.
     """
@@ -41,14 +41,15 @@ class Scheduled:
 
 
 class Planner:
-    """Knows every request from its arrival to its end.
+    """Tracks every request from its arrival to its end.
 
     Attributes:
         tracked: The requests, by name.
         free: Slots that no request has.
         totals: Counts over all requests, which only grow.
         step: The engine's step, from 0 on.
-        row_bytes: Of a token's keys and values in all full-attention layers; None where nobody asks.
+        row_bytes: Of a token's keys and values in all full-attention layers; None to leave bytes out of
+            events.
         shape: The fields of `StepEvent` that all requests of the last planned step share.
     """
 
@@ -64,13 +65,8 @@ class Planner:
     ) -> None:
         """Start without requests.
 
-        Args:
-            make_policy: Makes the policy of a request's settings.
-            slots: Requests that may be sparse at once.
-            block: Tokens of a block of the cache.
-            layers: Full-attention layers.
-            observer: Told of every step.
-            audit: Which steps the workers audit.
+        At most `slots` requests are sparse at once; `block` are the tokens of a cache block, `layers` the
+        full-attention layers; `audit` says which steps the workers audit.
         """
         self._make_policy, self._block = make_policy, block
         self._layers, self._observer = layers, observer or NullObserver()
@@ -84,7 +80,7 @@ class Planner:
         self._arrived, self.step, self._since = 0, -1, time.perf_counter()
 
     def see(self, live: LiveRequest, wishes: Wishes) -> None:
-        """Note a request that has arrived."""
+        """Register a request that has arrived."""
         if live.request_id in self.tracked:
             return
         policy, state = self._make_policy(wishes.config), RequestState(request=self._arrived)
@@ -117,7 +113,7 @@ class Planner:
         return Plan(entries, freed)
 
     def finish(self, name: str) -> Tracked | None:
-        """Forget a request that has ended or was aborted; return what was known of it."""
+        """Forget a request that has ended or was aborted; return its record, if any."""
         tracked = self.tracked.pop(name, None)
         if tracked is None:
             return None
@@ -186,23 +182,24 @@ class Planner:
             state.note_packed(config.sink, config.budget)
         elif state.slow:
             state.note_packed(config.sink, 0)
-        tracked.pending.append(
-            PlannedStep(
-                step=state.step,
-                batch_step=self.step,
-                position=state.length - 1,
-                slow=state.slow,
-                reason=state.reason,
-                steps_since_slow=state.steps_since_slow,
-                attended=self._attended(tracked),
-                context=state.length,
-                selecting=policy.selection_tokens(state) if fast else 0.0,
-                audited=self._audit is not None
-                and tracked.slot != NO_SLOT
-                and self._audit.due(state.step, slow=state.slow),
-                shape=self.shape,
-            )
+        event = StepEvent(
+            request=state.request,
+            step=state.step,
+            batch_step=self.step,
+            position=state.length - 1,
+            token_id=-1,
+            slow=state.slow,
+            reason=state.reason,
+            steps_since_slow=state.steps_since_slow,
+            attended_tokens=self._attended(tracked),
+            context_tokens=state.length,
+            elapsed_us=0.0,
+            audited=self._audit is not None
+            and tracked.slot != NO_SLOT
+            and self._audit.due(state.step, slow=state.slow),
         )
+        selecting = policy.selection_tokens(state) if fast else 0.0
+        tracked.pending.append(PlannedStep(event, selecting, self.shape))
 
     def _shape_of(self, entries: Sequence[Entry], planned: Sequence[Tracked]) -> dict[str, Any]:
         dense = [entry.slow or not entry.decode for entry in entries]
@@ -232,32 +229,16 @@ class Planner:
                 self._count(tracked, tracked.pending.popleft(), token, elapsed)
 
     def _count(self, tracked: Tracked, done: PlannedStep, token: int, elapsed: float) -> None:
-        tally = tracked.state.tally
-        if done.slow:
-            tally.count_slow(done.step, done.reason)
-        if done.step > 0:
-            tally.count_reads(done.attended, done.context, done.selecting)
-            self.totals["attended"] += done.attended
-            self.totals["context"] += done.context
-        self.totals["slow_steps" if done.slow else "fast_steps"] += 1
-        self.totals["dense_steps"] += done.reason == "dense"
-        self._observer.on(
-            StepEvent(
-                request=tracked.state.request,
-                step=done.step,
-                batch_step=done.batch_step,
-                position=done.position,
-                token_id=token,
-                slow=done.slow,
-                reason=done.reason,
-                steps_since_slow=done.steps_since_slow,
-                attended_tokens=done.attended,
-                context_tokens=done.context,
-                elapsed_us=elapsed * 1e6,
-                audited=done.audited,
-                **done.shape,
-            )
-        )
+        tally, event = tracked.state.tally, done.event
+        if event.slow:
+            tally.count_slow(event.step, event.reason)
+        if event.step > 0:
+            tally.count_reads(event.attended_tokens, event.context_tokens, done.selecting)
+            self.totals["attended"] += event.attended_tokens
+            self.totals["context"] += event.context_tokens
+        self.totals["slow_steps" if event.slow else "fast_steps"] += 1
+        self.totals["dense_steps"] += event.reason == "dense"
+        self._observer.on(replace(event, token_id=token, elapsed_us=elapsed * 1e6, **done.shape))
 
     def _release(self, tracked: Tracked) -> None:
         if tracked.slot != NO_SLOT:

@@ -1,4 +1,4 @@
-"""The entry point that vLLM calls in each of its processes; with another version it stays out."""
+"""The entry point that vLLM calls in each process; under another version of vLLM it does nothing."""
 
 import importlib
 import logging
@@ -10,7 +10,7 @@ logger = logging.getLogger(__name__)
 
 
 def register(module: str = "sfi_core.hosts.vllm.connector") -> None:
-    """Register connector and backends, once or more often a process; `module` has the connector's class."""
+    """Register connector and backends, as often as called; `module` has the connector's class."""
     try:
         check_version()
     except ConfigError as error:

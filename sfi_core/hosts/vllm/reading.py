@@ -1,4 +1,4 @@
-"""What the plugin reads of vLLM's objects: its own settings, the tokenizer, layers, what was scheduled."""
+"""Read vLLM's objects: the plugin's settings, the tokenizer, layers, the schedule."""
 
 import shlex
 from typing import Any
@@ -12,11 +12,7 @@ from sfi_core.models.load import load_tokenizer
 
 
 def settings_of(vllm_config: Any) -> Settings:
-    """Read the plugin's settings, and check vLLM's.
-
-    Raises:
-        ConfigError: They do not fit.
-    """
+    """Read the plugin's settings; raise `ConfigError` where these or vLLM's own do not fit."""
     settings = Settings.of(vllm_config.kv_transfer_config.kv_connector_extra_config)
     check_host(facts_of(vllm_config), settings.config)
     return settings
@@ -31,8 +27,7 @@ def slot_count(vllm_config: Any, options: PluginOptions) -> int:
 def impl_of(module: Any) -> Any:
     """Return the implementation of an attention layer.
 
-    Raises:
-        ConfigError: It is not ours, or sfi is one of several connectors.
+    Raise `ConfigError` unless the implementation is ours, and sfi is the only connector.
     """
     if not hasattr(module.impl, "pages"):
         raise ConfigError(
@@ -45,7 +40,7 @@ def impl_of(module: Any) -> Any:
 
 
 def scheduled_of(output: Any, group: int) -> Scheduled:
-    """Read a `SchedulerOutput`, for one KV cache group."""
+    """Read a `SchedulerOutput` for one KV cache group."""
     opened = {
         new.req_id: (new.block_ids[group], new.num_computed_tokens)
         for new in output.scheduled_new_reqs

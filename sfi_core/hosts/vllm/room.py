@@ -1,4 +1,4 @@
-"""Gives vLLM's attention layers what sfi keeps beside them, while vLLM loads the model."""
+"""Memory of sfi in vLLM's attention layers, allocated while vLLM loads the model."""
 
 from typing import Any
 
@@ -7,9 +7,10 @@ import torch
 from sfi_core.errors import ConfigError
 from sfi_core.hosts.vllm.names import layer_index
 from sfi_core.hosts.vllm.reading import settings_of, slot_count
-from sfi_core.hosts.vllm.serving import is_configured
+from sfi_core.hosts.vllm.serving import engine_of_process, is_configured, planned_engine
 from sfi_core.hosts.vllm.settings import Settings
 from sfi_core.hosts.vllm.slots_memory import check_slots, norm_count, segment_rows
+from sfi_core.hosts.vllm.worker import WorkerEngine
 from sfi_core.machine.memory import resident_bytes, total_bytes
 from sfi_core.state.packed_segment import PackedSegment, SegmentShape
 
@@ -17,15 +18,15 @@ FULL = "full_attention"  # transformers' name
 
 
 class Room:
-    """Mixed into an implementation of vLLM's attention: its layer's packed segment, and room for norms.
+    """Mixed into vLLM's attention implementation: the layer's packed segment, and room for key norms.
 
     Attributes:
         segment: The packed segment of the layer's slots; None before the weights are loaded, in layers that
             sfi does not serve, and in dense ones.
-        norm_X: Room for the norms of the cached keys, float32; None where the cache's size does not follow
-            from what is left, as on a CPU.
+        norm_X: Room for the norms of the cached keys, float32; None where free memory does not determine the
+            cache's size, as on a CPU.
         manages: Whether sfi serves the layer.
-        given: Whether `give_room` has been here.
+        given: Whether `give_room` has run.
     """
 
     segment: PackedSegment | None = None
@@ -35,12 +36,16 @@ class Room:
     vllm_config: Any = None
     alibi_slopes: Any
     kv_sharing_target_layer_name: str | None
+    head_size: int
+    num_kv_heads: int
+    scale: float
+    logits_soft_cap: float
+    sinks: torch.Tensor | None
 
     def serve(self, vllm_config: Any, *, whole: bool) -> None:
-        """Manage the layer, if sfi is configured and the layer attends to all that a decoder has cached.
+        """Manage the layer if sfi is configured and the layer attends to a decoder's `whole` cache.
 
-        Raises:
-            ConfigError: ALiBi, or keys shared between layers.
+        Raise `ConfigError` for ALiBi, and for keys shared between layers.
         """
         self.vllm_config, self.manages = vllm_config, whole and is_configured(vllm_config)
         if self.manages and self.alibi_slopes is not None:
@@ -48,18 +53,53 @@ class Room:
         if self.manages and self.kv_sharing_target_layer_name is not None:
             raise ConfigError("sfi does not run in vLLM with layers that share keys and values")
 
+    def engine_of(self, layer: Any, *, planned: bool) -> WorkerEngine | None:
+        """Return the engine that serves the layer, within a planned pass only if `planned`; else None."""
+        engine = (planned_engine if planned else engine_of_process)() if self.manages else None
+        if engine is None or layer_index(layer.layer_name) not in engine.store.layers:
+            return None
+        return engine
+
+    def do_kv_cache_update(
+        self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """Let vLLM write keys and values, then store the keys' norms."""
+        super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)  # type: ignore[misc]
+        engine = self.engine_of(layer, planned=False)
+        if engine is not None:
+            engine.store.note_norms(layer_index(layer.layer_name), key, slot_mapping)
+
+    def attend_rows(
+        self,
+        engine: WorkerEngine,
+        layer: Any,
+        query: torch.Tensor,
+        output: torch.Tensor,
+        count: int,
+    ) -> None:
+        """Attend with the decoding rows of the batch's `count` tokens, [tokens, heads, D]."""
+        H, D = self.num_kv_heads, self.head_size
+        engine.attend(
+            layer_index(layer.layer_name),
+            query[:count].view(count, H, -1, D),
+            output[:count].view(count, H, -1, output.shape[-1]),
+            scale=self.scale,
+            soft_cap=self.logits_soft_cap or None,
+            sink_HG=None if self.sinks is None else self.sinks.view(H, -1),
+        )
+
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """See vLLM's; the first layer gives all layers their room. Weights may be loaded more than once."""
+        """Give all layers their room, with the first layer; weights may be loaded more than once."""
         super().process_weights_after_loading(act_dtype)  # type: ignore[misc]
         if self.manages and not self.given:
             give_room(self.vllm_config, act_dtype)
 
 
 def give_room(vllm_config: Any, dtype: torch.dtype) -> None:
-    """Allocate the packed segments of all layers that sfi serves, and on a GPU room for their norms.
+    """Allocate the packed segments of the layers that sfi serves, and on a GPU room for their norms.
 
-    Raises:
-        ConfigError: The segments take more than `slots_memory` allows.
+    Raise `ConfigError` for segments that take more than `slots_memory` allows.
     """
     modules = vllm_config.compilation_config.static_forward_context
     impls = {name: getattr(module, "impl", None) for name, module in modules.items()}
@@ -84,11 +124,7 @@ def give_room(vllm_config: Any, dtype: torch.dtype) -> None:
 
 
 def check_model(vllm_config: Any, settings: Settings) -> None:
-    """Refuse, before any weight is read, what `give_room` and the connector would refuse later.
-
-    Raises:
-        ConfigError: The model's config names no full-attention layer, or the segments take too much memory.
-    """
+    """Raise `ConfigError` for no full attention, or too little room, before any weight is read."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     kinds = getattr(model.hf_text_config, "layer_types", None)
     if kinds is None:
@@ -111,16 +147,9 @@ def check_model(vllm_config: Any, settings: Settings) -> None:
 
 
 def check_room(vllm_config: Any, settings: Settings, layers: int, shape: SegmentShape) -> None:
-    """Refuse segments that take more than `slots_memory` allows.
+    """Raise `ConfigError`, with budget and slots that fit, for segments beyond `slots_memory`.
 
-    Args:
-        vllm_config: vLLM's configuration.
-        settings: The plugin's settings.
-        layers: Layers that have a segment.
-        shape: What the segments' rows are, in this process.
-
-    Raises:
-        ConfigError: With the budget and the slots that fit.
+    `layers` have a segment, with rows of `shape` in this process.
     """
     total, options = total_bytes(shape.device), settings.options
     # the processes of one machine share its memory; each has a GPU of its own
@@ -132,14 +161,14 @@ def check_room(vllm_config: Any, settings: Settings, layers: int, shape: Segment
 
 
 def rows_of(vllm_config: Any, settings: Settings) -> int:
-    """Return the rows of a packed segment for the longest request, in whole blocks as the cache has it."""
+    """Return the rows of a packed segment for the longest request, in whole blocks like the cache."""
     block = vllm_config.cache_config.block_size
     longest = -(-vllm_config.model_config.max_model_len // block) * block
     return segment_rows(settings.config, longest, selects=settings.selects)
 
 
 def shape_of(impl: Any, dtype: torch.dtype, device: torch.device) -> SegmentShape:
-    """Return what a layer keeps of a token in this process."""
+    """Return a token's keys and values of a layer in this process."""
     return SegmentShape(
         heads=impl.num_kv_heads,
         key_width=impl.head_size,

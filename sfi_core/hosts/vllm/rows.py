@@ -1,12 +1,12 @@
-"""Which row of vLLM's batch is which entry of the plan, without waiting for the device where that can be.
+"""Match the rows of vLLM's batch with the plan's entries, mostly without waiting for the device.
 
-The metadata of a pass has host copies of where each row's queries begin and of how many tokens it has
-cached (`CommonAttentionMetadata.query_start_loc_cpu` and `seq_lens_cpu_upper_bound`, which is exact without
+The metadata of a pass has host copies of each row's first query and cached tokens
+(`CommonAttentionMetadata.query_start_loc_cpu` and `seq_lens_cpu_upper_bound`, which is exact without
 speculative decoding), and from the second model runner each row's number in the runner's table (`req_idx`).
-The plan has both counts too. Rows whose counts nobody shares are known by them; rows that share them are
-known by their number, once it has been seen. What is left is told apart by the block that its last token goes
-to, which is one read of the device: the second runner needs it when requests of one length begin together,
-the first one in every pass in which rows share their counts.
+The plan has both counts too. A row with unique counts is known by them; others are known by their number,
+once it has been seen. What is left is told apart by the block of its last token, which is one read of the
+device: the second runner needs it when requests of one length begin together, the first one in every pass in
+which rows share their counts.
 """
 
 from collections import defaultdict
@@ -24,10 +24,9 @@ from sfi_kernels.step_descriptor import sent
 class HostRows:
     """What the host knows of a batch's rows.
 
-    Attributes:
-        start: Where each row's queries begin in the batch, and where the last one's end.
-        length: Tokens in the cache, the new ones included.
-        number: Of its request in the model runner's table; None where the runner does not tell.
+    `start` has each row's first query in the batch, and the end of the last row's; `length` the tokens in the
+    cache, the new ones included; `number` the requests' in the model runner's table, None where the runner
+    does not say.
     """
 
     start: Sequence[int]
@@ -36,27 +35,23 @@ class HostRows:
 
     @property
     def count(self) -> list[int]:
-        """New tokens of each row; rows of none, which pad the batch, come last and are left out."""
+        """New tokens of each row, without the rows of no tokens that pad the batch at the end."""
         counts = [stop - start for start, stop in zip(self.start, self.start[1:], strict=False)]
         return counts[: counts.index(0)] if 0 in counts else counts
 
 
 class RowMatcher:
-    """Matches the rows of one pass after the other."""
+    """Matches the rows of one pass after another."""
 
     def __init__(self) -> None:
-        """Know no request."""
         self._request_of: dict[int, int] = {}
 
     def match(
         self, rows: HostRows, entries: Sequence[Entry], read_blocks: Callable[[], Sequence[int]]
     ) -> list[Row]:
-        """Return the rows, each with its entry's block.
+        """Return the rows, each with its entry's block; there are as many `entries` as rows.
 
-        Args:
-            rows: What the host knows of them.
-            entries: The plan's; as many as rows.
-            read_blocks: Reads the block of each row's last token from the device.
+        `read_blocks` reads the block of each row's last token from the device.
         """
         same = defaultdict(list)
         for entry in entries:
@@ -87,13 +82,7 @@ class RowMatcher:
 
 
 def last_blocks(table_RP: torch.Tensor, rows: HostRows, page_size: int) -> list[int]:
-    """Read the block of each row's last token from the device: the one wait of a pass.
-
-    Args:
-        table_RP: The rows' blocks.
-        rows: What the host knows of them.
-        page_size: Tokens of a block.
-    """
+    """Read the block of each row's last token from the device: the one wait of a pass."""
     last = [(rows.length[place] - 1) // page_size for place in range(len(rows.count))]
     column_R1 = sent(torch.tensor(last, dtype=torch.int64)[:, None], table_RP.device)
     blocks: list[int] = table_RP[: len(last)].gather(1, column_R1)[:, 0].tolist()

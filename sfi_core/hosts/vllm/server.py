@@ -1,4 +1,4 @@
-"""vLLM's OpenAI-compatible server in this process, its settings checked before anything large is loaded."""
+"""vLLM's OpenAI-compatible server in this process; settings are checked before anything is loaded."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,14 +34,7 @@ ATTENTION_FLAGS = (
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A server whose settings fit, not started yet.
-
-    Attributes:
-        args: vLLM's flags.
-        vllm: vLLM's configuration.
-        settings: The plugin's settings.
-        trigger_ids: T_trig of the model's tokenizer.
-    """
+    """A server whose settings fit, not started yet: vLLM's flags and configuration, and the plugin's."""
 
     args: Any
     vllm: Any
@@ -50,11 +43,7 @@ class Server:
 
     @classmethod
     def of(cls, words: Sequence[str]) -> "Server":
-        """Read vLLM's flags, and check them and the plugin's settings.
-
-        Raises:
-            ConfigError: What vLLM or the plugin refuses, in one line.
-        """
+        """Read vLLM's flags; raise `ConfigError`, in one line, unless all settings fit."""
         cli_env_setup()
         load_general_plugins()
         own = any(word.startswith(ATTENTION_FLAGS) for word in words)
@@ -76,8 +65,7 @@ class Server:
     def run(self) -> None:
         """Serve until SIGINT or SIGTERM.
 
-        Raises:
-            SfiError: The address is taken, or vLLM's engine did not start, or died; it has said why.
+        Raise `SfiError` if the address is taken or vLLM's engine did not start or died; vLLM has printed why.
         """
         try:
             run_loop(run_server(self.args))
@@ -86,11 +74,7 @@ class Server:
 
 
 def check_flags(args: Any) -> None:
-    """Refuse flags of vLLM's that would be read and not followed: this is one server, of `--model`.
-
-    Raises:
-        ConfigError: With what to do.
-    """
+    """Raise `ConfigError` for flags that vLLM would read and ignore: this is one server, of `--model`."""
     if args.model_tag is not None:
         raise ConfigError(
             f"give the model as --model before --, got {args.model_tag!r} among vLLM's flags"
@@ -103,23 +87,18 @@ def check_flags(args: Any) -> None:
 
 
 class Flags(FlexibleArgumentParser):
-    """vLLM's flags; a wrong one is an error like any other."""
+    """vLLM's flags; a wrong one is a `ConfigError`."""
 
     def __init__(self) -> None:
-        """Know none yet."""
         super().__init__(prog="sfi serve --")
 
     def error(self, message: str) -> NoReturn:
-        """Refuse.
-
-        Raises:
-            ConfigError: Always.
-        """
+        """Raise `ConfigError`."""
         raise ConfigError(f"vLLM's flags: {message}")
 
 
 def one_line(error: Exception) -> str:
-    """Return what an error says, in one line; of several mistakes the first."""
+    """Return an error's message in one line; of several mistakes the first."""
     if isinstance(error, ValidationError):
         text = str(error.errors()[0]["msg"])
     else:

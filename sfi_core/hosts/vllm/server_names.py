@@ -11,14 +11,7 @@ from vllm.plugins import load_general_plugins
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 __all__ = [
-    "AsyncEngineArgs",
-    "FlexibleArgumentParser",
-    "cli_env_setup",
-    "configure_logging_from_args",
-    "current_platform",
-    "load_general_plugins",
-    "make_arg_parser",
-    "run_loop",
-    "run_server",
+    "AsyncEngineArgs", "FlexibleArgumentParser", "cli_env_setup", "configure_logging_from_args",
+    "current_platform", "load_general_plugins", "make_arg_parser", "run_loop", "run_server",
     "validate_parsed_serve_args",
-]
+]  # fmt: skip

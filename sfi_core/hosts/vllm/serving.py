@@ -1,4 +1,4 @@
-"""Which engine serves an attention layer of the process's forward pass."""
+"""The engine that serves an attention layer in this process."""
 
 from typing import Any
 
@@ -23,6 +23,6 @@ def engine_of_process() -> WorkerEngine | None:
 
 
 def is_configured(vllm_config: Any) -> bool:
-    """Say whether vLLM's settings name our connector; one of several is refused as it starts."""
+    """Say whether vLLM's settings name our connector; one among several is refused later."""
     transfer = vllm_config.kv_transfer_config
     return transfer is not None and transfer.kv_connector == CONNECTOR

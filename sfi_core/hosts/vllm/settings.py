@@ -1,4 +1,4 @@
-"""The plugin's settings, from vLLM's `kv_connector_extra_config`, and what of vLLM's it cannot run with."""
+"""The plugin's settings, from vLLM's `kv_connector_extra_config`, and the vLLM settings it refuses."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from sfi_core.triggers.trigger import Trigger
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PluginOptions(ServeTable):
-    """What the plugin needs to know besides a run's settings; each field says what it does."""
+    """The plugin's own settings, beside a run's."""
 
     policy: str = setting("sfi", "The decoding policy.")
     preset: str = setting("default", "The preset that the settings start from.")
@@ -36,12 +36,7 @@ class PluginOptions(ServeTable):
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """All settings of one server.
-
-    Attributes:
-        config: The settings of every run.
-        options: The plugin's own.
-    """
+    """All settings of one server: those of every run, and the plugin's own."""
 
     config: SfiConfig
     options: PluginOptions
@@ -50,9 +45,8 @@ class Settings:
     def of(cls, extra: Mapping[str, Any]) -> "Settings":
         """Read `kv_connector_extra_config`: the fields of `PluginOptions` and of `SfiConfig`.
 
-        Raises:
-            ConfigError: An unknown key, a value of the wrong type or out of range, or a policy that a server
-                cannot plan.
+        Raise `ConfigError` for an unknown key, a value that does not fit, or a policy that a server cannot
+        plan.
         """
         values = {name: _tuples(value) for name, value in extra.items()}
         own = {f.name for f in dataclasses.fields(PluginOptions)}
@@ -65,7 +59,7 @@ class Settings:
 
     @property
     def selects(self) -> bool:
-        """Whether the policy packs what it selects."""
+        """Whether the policy packs its selection."""
         policy = policy_class(self.options.policy)(self.config, Trigger(frozenset(), self.config))
         return policy.selects_before or policy.selects_after
 
@@ -77,22 +71,14 @@ class Settings:
 
 
 def check_policy(name: str) -> None:
-    """Refuse a policy whose steps the scheduler cannot plan, or whose prompts vLLM reads otherwise.
-
-    Raises:
-        ConfigError: With what is wrong.
-    """
+    """Raise `ConfigError` for a policy whose steps vLLM's scheduler cannot plan."""
     kind = policy_class(name)
     if kind.selects_next or kind.mixes_heads:
         raise ConfigError(f"policy must be one whose reads vLLM's scheduler can plan, got {name}")
 
 
 def check_host(facts: "HostFacts", config: SfiConfig) -> None:
-    """Refuse what of vLLM's settings the plugin cannot run with.
-
-    Raises:
-        ConfigError: With the setting.
-    """
+    """Raise `ConfigError`, with the setting, for vLLM settings that the plugin cannot run with."""
     refused = {
         "speculative_config": facts.speculative,
         "pipeline_parallel_size above 1": facts.pipeline > 1,
@@ -116,7 +102,7 @@ def check_host(facts: "HostFacts", config: SfiConfig) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostFacts:
-    """What the plugin asks of vLLM's settings; `names.facts_of` reads them.
+    """The vLLM settings that the plugin checks; `names.facts_of` reads them.
 
     Attributes:
         speculative: Whether drafts are decoded.
@@ -124,12 +110,11 @@ class HostFacts:
         context_parallel: Processes that share a context.
         tensor_parallel: Tensor-parallel processes.
         kv_heads: KV heads of the model, over all processes.
-        cache_dtype: The type of cached keys and values.
-        dtype: The model's.
-        latent: Whether the model's attention is multi-head latent attention.
+        cache_dtype: The dtype of cached keys and values; `dtype` is the model's.
+        latent: Whether the model has multi-head latent attention.
         two_batches: Whether a step is split into two batches that overlap.
         pooling: Whether the model answers with embeddings or scores.
-        other_layers: Kinds of its layers that neither attend to everything nor to a sliding window.
+        other_layers: Kinds of layers other than full attention and sliding windows.
         asynchronous: Whether a step is scheduled before the last one's tokens are known.
     """
 

@@ -1,8 +1,8 @@
-"""The memory of the slots: packed segments, allocated before vLLM measures what is left for its cache.
+"""The memory of the slots: packed segments, allocated before vLLM measures the rest for its cache.
 
 vLLM loads the weights, lets each attention layer finish them (`process_weights_after_loading`), runs the
-model once to see what it takes, and gives the rest to its cache. A layer that allocates its segment while it
-finishes its weights makes the cache smaller by it; one that allocates later would end in "out of memory".
+model once to measure its memory, and gives the rest to its cache. A segment that is allocated in the second
+step makes the cache smaller; one that is allocated later would end in "out of memory".
 """
 
 from sfi_core.errors import ConfigError
@@ -20,18 +20,9 @@ def segment_rows(config: SfiConfig, longest: int, *, selects: bool) -> int:
 def check_slots(
     config: SfiConfig, rows: int, slots: int, layers: int, shape: SegmentShape, limit: int | None
 ) -> None:
-    """Refuse segments that take more memory than they may.
+    """Raise `ConfigError`, with budget and slots that fit, for segments of more than `limit` bytes.
 
-    Args:
-        config: `budget` and `sink`.
-        rows: Rows of a segment.
-        slots: Requests that may be sparse at once.
-        layers: Layers that have a segment.
-        shape: What the segments' rows are, in this process.
-        limit: Bytes that they may take; None where the system does not tell.
-
-    Raises:
-        ConfigError: With the budget and the slots that fit.
+    `layers` have a segment of `rows` rows of `shape`, for each slot; a `limit` of None allows everything.
     """
     row = layers * shape.row_bytes
     need = slots * rows * row
@@ -48,12 +39,9 @@ def check_slots(
 
 
 def norm_count(free: int, layers: int, shape: SegmentShape) -> int:
-    """Return how many norms (float32) a layer of a cache needs that takes what is free, norms included.
+    """Return the norms (float32) of a layer in a cache that fills `free` bytes, norms included.
 
-    Args:
-        free: Bytes for keys, values and norms of all layers; those of activations may be among them.
-        layers: Full-attention layers.
-        shape: What a layer keeps of a token.
+    `free` may include bytes of activations: they only make the room too large.
     """
     keys = (shape.key_width + shape.value_width) * shape.dtype.itemsize
     return max(free, 0) // (layers * (keys + 4))

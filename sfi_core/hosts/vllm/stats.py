@@ -1,4 +1,4 @@
-"""What the server counts: vLLM's log line and its `/metrics`."""
+"""The server's counts: vLLM's log line and its `/metrics`."""
 
 from typing import Any
 
@@ -19,12 +19,11 @@ class ServerStats(KVConnectorStats):
     """Counts since the last report, by the names of `TOTALS`."""
 
     def __init__(self, data: dict[str, Any] | None = None) -> None:
-        """Start with some counts."""
         super().__init__(data=data or {})
         self._told: dict[str, float] = {}
 
     def since(self, planner: Planner) -> "ServerStats":
-        """Return what a planner has counted since the last call."""
+        """Return a planner's counts since the last call."""
         new = {name: value - self._told.get(name, 0) for name, value in planner.totals.items()}
         self._told = dict(planner.totals)
         return ServerStats(new)
@@ -40,14 +39,14 @@ class ServerStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """Return what vLLM's log line says of them."""
+        """Return the counts for vLLM's log line."""
         counts = {f"sfi_{name}": int(self.data.get(name, 0)) for name in TOTALS[:4]}
         context = self.data.get("context", 0)
         ratio = self.data.get("attended", 0) / context if context else 1.0
         return {**counts, "sfi_read_ratio": round(ratio, 4)}
 
     def is_empty(self) -> bool:
-        """Say whether nothing was counted."""
+        """Say whether all counts are 0."""
         return not any(self.data.values())
 
 
@@ -55,7 +54,6 @@ class SfiMetrics(KVConnectorPromMetrics):
     """Counters `vllm:sfi_<name>` for Prometheus, by engine."""
 
     def __init__(self, config: Any, types: Any, labels: list[str], values: dict[int, Any]) -> None:
-        """Register them."""
         super().__init__(config, types, labels, values)
         self._counters = {
             name: {engine: counter.labels(*own) for engine, own in values.items()}
@@ -68,7 +66,7 @@ class SfiMetrics(KVConnectorPromMetrics):
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Add what was counted."""
+        """Add counts."""
         for name, value in transfer_stats_data.items():
             if name in self._counters:
                 self._counters[name][engine_idx].inc(value)

@@ -1,4 +1,4 @@
-"""What the scheduler's side knows of one request, in plain numbers; no tensor, no vLLM."""
+"""The scheduler's record of one request, in plain numbers; no tensor, no vLLM."""
 
 from collections import deque
 from collections.abc import Mapping
@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from sfi_core.engine.report import RequestReport
 from sfi_core.hosts.vllm.entry import NO_SLOT
 from sfi_core.hosts.vllm.wishes import Wishes
+from sfi_core.observers.events import StepEvent
 from sfi_core.policies.base import Policy
 from sfi_core.state.request import RequestState
 
@@ -19,57 +20,33 @@ SHARED = (
 
 
 class LiveRequest(Protocol):
-    """What is read of vLLM's `Request`, which changes as the request goes on.
-
-    Attributes:
-        request_id: Its name.
-        num_prompt_tokens: Tokens of its prompt.
-        num_tokens: Those and the generated ones that are known.
-        output_token_ids: Those generated and known.
-    """
+    """The part of vLLM's `Request` that the planner reads; it changes as the request goes on."""
 
     request_id: str
     num_prompt_tokens: int
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the prompt, and the generated ones that are known."""
+        """Tokens of the prompt, and the known generated ones."""
 
     @property
     def output_token_ids(self) -> Any:
-        """The generated ids that are known."""
+        """The known generated ids."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedStep:
-    """A step that workers were told of, until its token is known.
+    """A step that the workers got, until its token is known.
 
     Attributes:
-        step: Decoding step t.
-        batch_step: The engine's step.
-        position: Position of the query token.
-        slow: Whether it is dense, g_t.
-        reason: Why.
-        steps_since_slow: Fast steps since the last slow one.
-        attended: Tokens read per KV head.
-        context: Tokens that full attention reads.
-        selecting: What selecting reads, in tokens' worth of keys and values.
-        audited: Whether the workers compare it with dense attention.
-        shape: The fields of `StepEvent` that all requests of the engine's step share; filled once all of them
-            are planned.
+        event: The step's event, without the token, the time and the fields in `shape`.
+        selecting: Cost of selecting, in tokens' keys and values.
+        shape: The fields of `StepEvent` that all requests of the engine's step share; filled later.
     """
 
-    step: int
-    batch_step: int
-    position: int
-    slow: bool
-    reason: str
-    steps_since_slow: int
-    attended: float
-    context: int
+    event: StepEvent
     selecting: float
     shape: Mapping[str, Any]
-    audited: bool
 
 
 @dataclass(slots=True)
@@ -77,10 +54,9 @@ class Tracked:
     """One request from its arrival to its end.
 
     Attributes:
-        live: vLLM's own.
-        wishes: How it is to be decoded.
-        policy: Plans its steps.
-        state: What decides about them; its tokens are those that are known.
+        live: vLLM's request.
+        wishes: The request's own settings.
+        state: Numbers that decide its steps, and its known tokens.
         slot: Its slot; `NO_SLOT` while it has none.
         begun: Whether its prompt has been read.
         blocks: Its blocks of the cache.
@@ -99,7 +75,7 @@ class Tracked:
     preempted: int = 0
 
     def report(self) -> dict[str, Any]:
-        """Return what the request's answer says of it, plain values."""
+        """Return the report in the request's answer, plain values."""
         shared = RequestReport.of(self.state, frozenset(), evicts=self.policy.evicts)
         told: dict[str, Any] = {name: getattr(shared, name) for name in SHARED}
         told |= {"preempted": self.preempted, "dense_steps": shared.reasons.get("dense", 0)}

@@ -1,4 +1,4 @@
-"""Which vLLM is installed, and whether the plugin was made for it: asked before vLLM is imported."""
+"""The installed vLLM's version, checked before vLLM is imported."""
 
 from importlib.metadata import PackageNotFoundError, version
 
@@ -19,11 +19,7 @@ def installed_version() -> str:
 
 
 def check_version() -> None:
-    """Refuse a vLLM that the plugin was not made for.
-
-    Raises:
-        ConfigError: With both versions.
-    """
+    """Raise `ConfigError` for a vLLM that the plugin was not made for."""
     found = installed_version()
     if found == "unknown" or found not in SpecifierSet(VERSIONS):
         raise ConfigError(f"vLLM must be {VERSIONS} for sfi, got {found}")

@@ -1,4 +1,4 @@
-"""Settings of one request: vLLM's `extra_args`, over HTTP `vllm_xargs`, with names that begin with `sfi.`."""
+"""One request's settings: vLLM's `extra_args`, over HTTP `vllm_xargs`, with names `sfi.*`."""
 
 import dataclasses
 import hashlib
@@ -20,10 +20,8 @@ OWN = ("trigger_policy", "t_max", "min_gap", "trigger_delay", "slow_start", "str
 class Wishes:
     """How one request is to be decoded.
 
-    Attributes:
-        config: Its settings; those of the server but for `OWN`.
-        enabled: Whether it may be sparse.
-        error: What was wrong with its settings; the request runs dense then.
+    `config` is the server's but for `OWN`; a request that is not `enabled` runs dense, and so does one whose
+    settings have an `error`.
     """
 
     config: SfiConfig
@@ -32,19 +30,12 @@ class Wishes:
 
     @classmethod
     def of(
-        cls,
-        extra: Mapping[str, Any] | None,
-        config: SfiConfig,
-        check: Callable[[SfiConfig], None],
+        cls, extra: Mapping[str, Any] | None, config: SfiConfig, check: Callable[[SfiConfig], None]
     ) -> "Wishes":
-        """Read a request's settings; what is wrong with them is told in its answer.
+        """Read a request's settings from its `extra_args`, over the server's `config`.
 
-        A scheduler cannot refuse a request: an error there ends the server.
-
-        Args:
-            extra: The request's `extra_args`.
-            config: The server's settings.
-            check: Raises ConfigError where settings cannot run on this server.
+        A mistake goes into `error`: a scheduler cannot refuse a request, and an exception there ends the
+        server. `check` raises ConfigError for settings that cannot run on this server.
         """
         given = (extra or {}).items()
         own = {name.removeprefix(PREFIX): value for name, value in given if name.startswith(PREFIX)}
@@ -61,18 +52,14 @@ class Wishes:
             return cls(config, enabled=False, error=str(error))
 
     def salt(self, policy: str) -> str:
-        """Name what the keys and values of the request's generated tokens depend on."""
+        """Return a name for all that the keys and values of generated tokens depend on."""
         facts = {"policy": policy, **self.config.to_dict()} if self.enabled else {}
         text = json.dumps(facts, sort_keys=True)
         return "sfi-" + hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def check_own(own: Mapping[str, Any]) -> None:
-    """Refuse settings that are the same for all rows of a batch, or none.
-
-    Raises:
-        ConfigError: With those that a request may have.
-    """
+    """Raise `ConfigError` for settings that a request cannot have."""
     for name in sorted(own.keys() - set(OWN)):
         raise ConfigError(
             f"{PREFIX}{name} is no setting of one request; expected one of {(ENABLED, *OWN)}"

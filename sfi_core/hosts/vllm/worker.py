@@ -19,13 +19,9 @@ from sfi_kernels.step_descriptor import PROMPT, sent
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row of vLLM's batch.
+    """A row of vLLM's batch: its first token in the batch and its number of tokens.
 
-    Attributes:
-        first: Its first token in the batch.
-        count: Its tokens.
-        length: Tokens in the cache, these included.
-        block: The block of the last one.
+    `length` are the tokens in the cache, these included; `block` is the last token's.
     """
 
     first: int
@@ -60,12 +56,12 @@ class WorkerEngine:
     """The engine of one worker process.
 
     Attributes:
-        run: The run of all decoding rows; every prompt under way has one of its own over its slot.
+        run: The run of all decoding rows; a prompt under way has a run of its own over its slot.
         store: vLLM's cache.
     """
 
     def __init__(self, run: Run, store: BorrowedPages) -> None:
-        """Take a run over vLLM's cache, whose layers are all known."""
+        """Take a run over vLLM's cache, with all layers known."""
         self.run, self.store = run, store
         run.requests = [RequestState(request=-1, finished=True) for _ in run.requests]
         self._reading: dict[int, Run] = {}
@@ -79,7 +75,7 @@ class WorkerEngine:
 
     @property
     def entries(self) -> Sequence[Entry]:
-        """What the scheduler has planned of the pass under way."""
+        """The scheduler's entries of the pass under way."""
         return () if self._plan is None else self._plan.entries
 
     def begin(self, plan: Plan) -> None:
@@ -96,11 +92,9 @@ class WorkerEngine:
         return self._pass
 
     def enter(self, rows: Sequence[Row], table_RP: torch.Tensor) -> Pass:
-        """Match the batch's rows with the plan's entries, once a pass, and enter the pass.
+        """Match the batch's rows with the plan's entries and enter the pass; later calls return it.
 
-        Args:
-            rows: The batch's rows.
-            table_RP: Their blocks, int32.
+        `table_RP` are the rows' blocks, int32.
         """
         assert self._plan is not None, "the scheduler has planned the pass"
         if self._pass is not None:
@@ -125,13 +119,10 @@ class WorkerEngine:
     def attend(
         self, layer: int, query_XHGD: torch.Tensor, out_XHGE: torch.Tensor, **options: Any
     ) -> None:
-        """Attend with the pass's decoding rows, and let prompts that vLLM has attended select.
+        """Attend with the pass's decoding rows, and select for prompts that vLLM has attended with.
 
-        Args:
-            layer: Index of the layer.
-            query_XHGD: The batch's queries, grouped by KV head.
-            out_XHGE: Its outputs; those of `Pass.whole` are there already.
-            options: `scale`, `soft_cap` and `sink_HG` of `engine.layer.Layer`.
+        Queries are grouped by KV head; the outputs of `Pass.whole` are already set. `options` are `scale`,
+        `soft_cap` and `sink_HG` of `engine.layer.Layer`.
         """
         one = self._pass
         assert one is not None, "the pass has been entered"
@@ -146,7 +137,7 @@ class WorkerEngine:
             end_prompts(self._reading[entry.slot], layer, query, out, **options)
 
     def leave(self) -> None:
-        """Leave the pass, once vLLM's model is through."""
+        """Leave the pass, after vLLM's model."""
         self._plan, done, self._pass = None, self._pass, None
         if done is None:
             return
@@ -188,5 +179,5 @@ def _pass_of(entry: Entry | None) -> RequestPass:
 
 
 def watchers_of(audit: Any) -> tuple[Audit, ...]:
-    """Return what watches the layers of a run that is audited, or of one that is not."""
+    """Return the watchers of a run's layers: the audit, if there is one."""
     return () if audit is None else (Audit(audit),)

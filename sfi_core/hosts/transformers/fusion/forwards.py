@@ -1,7 +1,7 @@
-"""The forwards that take the places of transformers' own: the same products, sums and roundings.
+"""Forwards that replace transformers' own: the same products, sums and roundings.
 
-Each calls the modules that it would pass over where these have hooks, where gradients are on, or where the
-tensors are not what the kernels take.
+A forward calls the replaced modules where these have hooks, where gradients are on, or where the kernels do
+not take the tensors.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from sfi_kernels.silu_mul import silu_mul
 
 
 def takes(*tensors: torch.Tensor) -> bool:
-    """Say whether kernels take tensors together: contiguous, of one dtype and device, without gradients."""
+    """Say whether kernels take the tensors: contiguous, of one dtype and device, without gradients."""
     like = tensors[0]
     return not torch.is_grad_enabled() and all(
         x.dtype == like.dtype and x.device == like.device and x.is_contiguous() for x in tensors
@@ -76,7 +76,7 @@ def layer_forward(
 
 
 def attention_forward(source: AttentionSource) -> Callable[..., Any]:
-    """Return the forward of an attention, whose norms and rotations are one kernel."""
+    """Return an attention's forward, whose norms and rotations are one kernel."""
 
     def forward(
         self: Any,
@@ -110,13 +110,9 @@ def attention_forward(source: AttentionSource) -> Callable[..., Any]:
 
 
 def _rotated(
-    self: Any,
-    source: AttentionSource,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    cos: torch.Tensor,
+    self: Any, source: AttentionSource, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor,
     sin: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     # queries and keys, [B, T, heads, D] each, with their heads before T
     norms = (self.q_norm, self.k_norm) if source.norms else ()
     weights = [norm.weight for norm in norms]

@@ -1,4 +1,4 @@
-"""`fused(model)`: give the modules of a model whose source is known forwards of fewer kernels."""
+"""`fused(model)`: run modules whose source is known with fewer kernels."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -36,27 +36,21 @@ TOLD = ("Norm", "MLP", "Attention", "DecoderLayer")
 
 @dataclass(frozen=True, slots=True)
 class Fusion:
-    """What of a model runs fused.
+    """The modules that run with our forward, and those left alone, counted by class.
 
-    Attributes:
-        modules: Modules with a forward of ours, by their class.
-        left_alone: Norms, MLPs, attentions and decoder layers with their own forward, by their class.
+    `left_alone` counts norms, MLPs, attentions and decoder layers only.
     """
 
     modules: Counter[str] = field(default_factory=Counter)
     left_alone: Counter[str] = field(default_factory=Counter)
 
     def told(self, report: RunReport) -> RunReport:
-        """Return a run's report with what ran fused."""
+        """Return a run's report with the fused modules added."""
         return replace(report, fused=dict(self.modules), left_alone=dict(self.left_alone))
 
 
 def wants_fusion(wanted: bool | None, backend: str, device: torch.device) -> bool:
-    """Say whether a model runs fused: by default on the triton backend of a CUDA device.
-
-    Raises:
-        ConfigError: Fusion is asked for on the torch backend.
-    """
+    """Say whether a model runs fused: by default on the triton backend of a CUDA device."""
     if wanted and backend != "triton":
         raise ConfigError(f"engine.fused must be none or false on the {backend} backend, got true")
     return backend == "triton" and (device.type == "cuda" if wanted is None else wanted)
@@ -64,7 +58,7 @@ def wants_fusion(wanted: bool | None, backend: str, device: torch.device) -> boo
 
 @contextmanager
 def fused(model: Any) -> Iterator[Fusion]:
-    """Inside, let a model's known modules run with fewer kernels; others stay as they are."""
+    """Inside, run the model's known modules with fewer kernels, and the others unchanged."""
     fusion = Fusion()
     found = {module: forward_for(module) for module in model.modules()}
     for module, forward in found.items():
@@ -83,7 +77,7 @@ def fused(model: Any) -> Iterator[Fusion]:
 
 
 def forward_for(module: Any) -> Forward | None:
-    """Return the forward that takes the place of a module's own; None where it is to be left alone."""
+    """Return the forward that replaces a module's own; None to leave the module alone."""
     name = type(module).__name__
     if not name.endswith(TOLD) or "forward" in vars(module):  # of another library, perhaps
         return None

@@ -1,4 +1,4 @@
-"""Which of transformers' forwards sfi can replace: those whose source is known, whatever their class."""
+"""The forwards of transformers that sfi can replace, known by their source, whatever their class."""
 
 import ast
 import hashlib
@@ -21,11 +21,10 @@ ROTARY = {"apply_rotary_pos_emb": "4a8f8b85ee37bd3f", "rotate_half": "7b6c9b425c
 
 @dataclass(frozen=True, slots=True)
 class AttentionSource:
-    """What tells the known attentions apart.
+    """The differences between the known attentions.
 
-    Attributes:
-        norms: Whether each head of queries and keys is normed before its rotation.
-        window: Where the sliding window comes from: the module, its config, or nowhere.
+    `norms` says whether queries and keys are normed before the rotation, `window` where the sliding window
+    comes from: the module, its config, or nowhere.
     """
 
     norms: bool
@@ -43,10 +42,9 @@ ATTENTION = {
 
 @cache
 def digest(function: Callable[..., Any]) -> str:
-    """Return a digest of what a function does: its source without annotations, comments and docstring.
+    """Return sixteen hexadecimal digits of a function's source, or `UNKNOWN` where there is none.
 
-    Returns:
-        Sixteen hexadecimal digits; `UNKNOWN` where there is no source to read.
+    Annotations, comments and the docstring do not count.
     """
     try:
         source = textwrap.dedent(inspect.getsource(function))
@@ -76,7 +74,7 @@ class _Bare(ast.NodeTransformer):
     """Drops what changes nothing; comments and line breaks are gone already."""
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
-        """Drop the docstring, the annotation of what is returned, and decorators about the kernels hub."""
+        """Drop the docstring, the return annotation, and decorators of the kernels hub."""
         node.returns = None
         node.decorator_list = [one for one in node.decorator_list if not _about_the_hub(one)]
         if ast.get_docstring(node) is not None:
@@ -84,12 +82,10 @@ class _Bare(ast.NodeTransformer):
         return self.generic_visit(node)
 
     def visit_arg(self, node: ast.arg) -> ast.AST:
-        """Drop an argument's annotation."""
         node.annotation = None
         return node
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
-        """Drop a variable's annotation."""
         if node.value is None:
             return node
         return ast.Assign(targets=[node.target], value=node.value)
