@@ -104,7 +104,7 @@ def assert_plain(backend: str, H: int, G: int, D: int, T: int, dtype=torch.float
 
 @pytest.mark.parametrize(
     ("H", "G", "D", "T"),
-    [(1, 1, 64, 1), (2, 3, 80, 63), (3, 7, 128, 65), (1, 3, 256, 130), (2, 1, 8, 1025), (1, 40, 16, 7)],
+    [(1, 1, 64, 1), (3, 7, 128, 65), (1, 3, 256, 130), (1, 40, 16, 7)],
 )  # fmt: skip
 def test_levels_and_logits_are_those_of_the_formula(backend: str, H: int, G: int, D: int, T: int):
     """Neither the keys nor the heads of a group fill a program's block."""

@@ -55,20 +55,10 @@ def test_no_allowed_position_gives_no_nan():
     assert ((u >= 0) & (u <= 1)).all()
 
 
-def test_the_position_factor_falls_with_recency():
-    """Eq. 11."""
-    factor = position_factor(torch.linspace(0, 1, 20)[None], beta=0.57, power=1.8, eta=0.4)
-    assert (factor.diff() < 0).all()
-
-
 def test_the_position_factor_is_the_product_of_decay_and_brake():
     """Eq. 11 at u = 1/2: exp(-beta / 2^p) * (1/2)^eta."""
     factor = position_factor(torch.tensor([[0.5]]), beta=2.0, power=3.0, eta=2.0)
     torch.testing.assert_close(factor, torch.tensor([[0.25]]) * torch.tensor(-0.25).exp())
-
-
-def test_no_decay_and_no_brake_leave_every_position_alike():
-    assert (position_factor(torch.rand(1, 9), beta=0.0, power=1.0, eta=0.0) == 1).all()
 
 
 def test_the_position_weight_is_an_exponent():

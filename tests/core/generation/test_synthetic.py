@@ -68,22 +68,21 @@ def test_runs_that_share_the_pages_start_from_the_same_state(tiny_model):
     torch.testing.assert_close(dense, fresh, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("context", [300, BLOCK + 77])
 @pytest.mark.parametrize(
-    ("policy", "config"),
+    ("policy", "context", "change"),
     [
-        ("sfi", CONFIG.replace(recent_mode="sliding")),
-        ("freekv", CONFIG.replace(freekv={"page": 8, "tau": 0.5})),
-        ("synckv", CONFIG.replace(synckv={"heads": "even", "representatives": 1})),
+        ("sfi", BLOCK + 77, {"recent_mode": "sliding"}),
+        ("freekv", 300, {"freekv": {"page": 8, "tau": 0.5}}),
+        ("synckv", 300, {"synckv": {"heads": "even", "representatives": 1}}),
     ],
 )
-def test_a_store_of_two_tiers_is_filled_for_every_run(tiny_model, policy, config, context):
+def test_a_store_of_two_tiers_is_filled_for_every_run(tiny_model, policy, context, change):
     """Thirty decoded tokens turn the ring of 8 + 1 recent tokens over more than once."""
     contexts, steps = [context, 90], 30
     engine = EngineOptions(kv_device_budget="1GiB", kv_page=4)
     prompt = SyntheticPrompt(contexts, context + steps, seed=3)
     device = SyntheticPrompt(contexts, context + steps, seed=3)
-    options = {"policy": policy, "config": config, "steps": steps}
+    options = {"policy": policy, "config": CONFIG.replace(**change), "steps": steps}
     whole, _ = decode(tiny_model, device, **options)
     for _ in range(2):
         found, report = decode(tiny_model, prompt, engine=engine, **options)
