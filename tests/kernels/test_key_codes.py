@@ -159,8 +159,7 @@ def test_keys_and_codes_may_be_views(backend: str):
 def test_a_basis_may_be_laid_out_channel_by_channel(backend: str):
     basis = draw_basis(2, 24)
     turned = basis._replace(
-        encode_HDC=basis.encode_HDC.mT.contiguous().mT,
-        query_HDC=basis.query_HDC.mT.contiguous().mT,
+        encode_HDC=basis.encode_HDC.mT.contiguous().mT, query_HDC=basis.query_HDC.mT.contiguous().mT
     )
     key, query = draw_keys(basis, 9), torch.randn(2, 3, 24)
     code = encode(backend, key, basis)

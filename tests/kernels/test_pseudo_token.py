@@ -165,8 +165,5 @@ def test_a_step_with_mixed_requests_has_none(backend: str):
     step = Step(backend, [65, 130], [FAST, SLOW], dense=[[1, 0], [0, 1]], mixed=(0, 1))
     with pytest.raises(ValueError, match=r"^pseudo must be None in a step with mixed requests"):
         decode_attention.on(backend)(
-            **step.operands(),
-            descriptor=step.descriptor(),
-            scale=SCALE,
-            pseudo=pseudo_of(step),
+            **step.operands(), descriptor=step.descriptor(), scale=SCALE, pseudo=pseudo_of(step)
         )

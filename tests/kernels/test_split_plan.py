@@ -1,7 +1,7 @@
 """The split plan: every key once, items of about one size, in the room there is, and Triton's the same."""
 
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
@@ -245,14 +245,3 @@ def test_triton_plans_the_same(kernel_device, batch: Batch, spare: int):
     """And marks all the room that it has as unused."""
     pytest.importorskip("triton")
     assert same_in_triton(batch, kernel_device, spare)
-
-
-def test_a_batch_of_any_size_is_planned_the_same(kernel_device):
-    """Not a power of two, and a request beyond the first that is alone in its kind."""
-    pytest.importorskip("triton")
-    for count in (1, 2, 5, 33):
-        requests = [request(FAST, 1000 + 64 * row, packed=68) for row in range(count)]
-        for row in {0, count // 2, count - 1}:
-            mixed = list(requests)
-            mixed[row] = replace(requests[row], mode=SLOW)
-            assert same_in_triton(Batch(tuple(mixed), 2, 8), kernel_device)

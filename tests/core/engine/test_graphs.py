@@ -238,10 +238,7 @@ def test_the_kernels_themselves_can_be_replayed(monkeypatch, recorder):
 @pytest.mark.parametrize("look", ["item", "tensor"])
 def test_a_model_that_waits_for_the_device_runs_eagerly(complete, models, recorder, look):
     """Its logits are those of every step; asked for graphs, it is refused instead."""
-    looks = {
-        "item": lambda x: x.sum().item(),
-        "tensor": lambda x: x + torch.tensor([1.0]),
-    }
+    looks = {"item": lambda x: x.sum().item(), "tensor": lambda x: x + torch.tensor([1.0])}
     hook = models["qwen3"].model.norm.register_forward_pre_hook(
         lambda _, args: (looks[look](args[0]), None)[1]
     )

@@ -15,14 +15,7 @@ def test_each_step_decodes_the_token_before_it():
     """Step 0 is the prompt's; step t reads x_{t-1}, then notes x_t."""
     model = ScriptedModel([[5, 6, 7]])
     list(decode(model, greedy, 3))
-    assert model.calls == [
-        "prefill",
-        ("record", [5]),
-        [5],
-        ("record", [6]),
-        [6],
-        ("record", [7]),
-    ]
+    assert model.calls == ["prefill", ("record", [5]), [5], ("record", [6]), [6], ("record", [7])]
 
 
 @pytest.mark.parametrize("bound", [1, 2])

@@ -98,12 +98,6 @@ def test_finished_request_counts_no_more_steps_or_attended_tokens(model, stop):
         assert getattr(ended, name) == getattr(short, name)
 
 
-def test_run_ends_when_every_request_has_ended(model, expected):
-    shown = []
-    run(model, stop_token_ids=[row[2] for row in expected], on_token=shown.append)
-    assert len(shown) == 3
-
-
 def test_stop_tokens_of_the_model_are_the_default(model, expected, stop, monkeypatch):
     monkeypatch.setattr(model.generation_config, "eos_token_id", [stop])
     assert tokens(run(model)) == [until(row, stop) for row in expected]
@@ -112,14 +106,6 @@ def test_stop_tokens_of_the_model_are_the_default(model, expected, stop, monkeyp
 def test_empty_stop_token_ids_turn_the_models_off(model, expected, stop, monkeypatch):
     monkeypatch.setattr(model.generation_config, "eos_token_id", stop)
     assert tokens(run(model, stop_token_ids=())) == expected
-
-
-def test_one_new_token_needs_no_decoding_step(model, expected):
-    result = run(model, max_new_tokens=1)
-    assert tokens(result) == [row[:1] for row in expected]
-    assert [(r.slow_at, r.fast_steps, r.read_ratio) for r in result.report.requests] == [
-        ([0], 0, 1.0)
-    ] * 3
 
 
 def due(generated, config):
@@ -181,25 +167,6 @@ def test_nan_logits_end_the_run_with_the_step_and_keep_the_tokens_so_far(model, 
     assert tokens(result) == [row[:5] for row in expected]
     assert [request.finish_reason for request in result.report.requests] == ["error"] * 3
     assert not result.interrupted
-
-
-def test_nan_logits_at_step_0_leave_no_tokens(model):
-    begun = []
-    with break_logits(model, lambda: begun):
-        result = run(model, on_prefill=lambda read, total: None, observers=[FirstSpan(begun)])
-    assert "at step 0 in request 0" in str(result.error)
-    assert tokens(result) == [[], [], []]
-
-
-class FirstSpan(NullObserver):
-    """Notes that the prompt is being read; the memory forecast's pass is not observed."""
-
-    def __init__(self, begun):
-        self.begun = begun
-
-    def span(self, name, layer=None, moved_bytes=0):
-        self.begun.append(name)
-        return super().span(name, layer, moved_bytes)
 
 
 def test_nan_logits_of_a_request_that_has_ended_do_no_harm(model, expected, stop):

@@ -107,12 +107,6 @@ def test_probability_is_that_of_the_processed_distribution(ids: torch.Tensor):
         assert probability == pytest.approx(weight[token] / sum(weight.values()), rel=1e-5)
 
 
-def test_greedy_probability_is_that_of_softmax(ids: torch.Tensor, logits_SBV: torch.Tensor):
-    picked = Sampler(Sampling(), ids).pick(logits_SBV[0], range(B), [0] * B, [()] * B)
-    assert picked.token_X == logits_SBV[0].argmax(-1).tolist()
-    assert picked.probability_X == pytest.approx(logits_SBV[0].softmax(-1).amax(-1).tolist())
-
-
 def test_picking_notes_nothing(ids: torch.Tensor, logits_SBV: torch.Tensor):
     sampling = Sampling(do_sample=True, repetition_penalty=1.5)
     sampler = Sampler(sampling, ids, seed=4)

@@ -112,8 +112,3 @@ def test_sliding_windows_are_filled_as_if_the_context_had_been_read():
 def test_a_policy_that_looks_at_the_whole_prompt_is_refused(tiny_model):
     with pytest.raises(ConfigError, match="policy h2o looks at every query"):
         decode(tiny_model, SyntheticPrompt([64], 80), policy="h2o")
-
-
-def test_requests_of_one_length_hold_different_keys(tiny_model):
-    together, _ = decode(tiny_model, SyntheticPrompt([100, 100], 110))
-    assert not torch.allclose(together[:, 0], together[:, 1])

@@ -6,7 +6,6 @@ import pytest
 import torch
 from transformers import (
     DynamicCache,
-    GenerationConfig,
     LogitsProcessor,
     StoppingCriteria,
     TextIteratorStreamer,
@@ -111,10 +110,7 @@ MODES = {
         True,
         "reading attention weights does not run under sfi, got output_attentions=True",
     ),
-    "past_key_values": (
-        DynamicCache(),
-        "past_key_values must be an sfi cache, got DynamicCache",
-    ),
+    "past_key_values": (DynamicCache(), "past_key_values must be an sfi cache, got DynamicCache"),
 }
 
 
@@ -213,12 +209,6 @@ def test_attention_argument_that_sfi_does_not_know_is_refused_by_name(model):
     assert str(refusal.value) == (
         "Qwen3Attention passes attention arguments that sfi does not know: ['position_bias']"
     )
-
-
-def test_attention_argument_that_is_none_is_no_argument(model):
-    attention, query = model.model.layers[0].self_attn, torch.zeros(1, 4, 1, 16)
-    out, weights = sfi_attention(attention, query, query, query, None, position_bias=None)
-    assert (out.shape, weights) == ((1, 1, 4, 16), None)
 
 
 def test_attention_in_both_directions_is_refused(model):
@@ -324,16 +314,6 @@ def test_row_that_stops_early_is_left_out_of_the_report(model, expected):
     [request] = [r for r in session.report.requests if r.prompt_tokens == 9]
     assert request.token_ids == expected[1][: expected[1].index(stop) + 1]
     assert request.finish_reason == "stop"
-
-
-def test_stop_token_of_the_models_generation_config_counts_beside_a_config_of_ones_own(
-    model, expected, monkeypatch
-):
-    """transformers fills what the given config leaves out from the model's."""
-    monkeypatch.setattr(model.generation_config, "eos_token_id", expected[1][3])
-    with slow_fast(model, None, SMALL) as session:
-        model.generate(**padded(ROWS), generation_config=GenerationConfig(max_new_tokens=STEPS))
-    assert session.report.requests[1].finish_reason == "stop"
 
 
 @pytest.mark.parametrize("label", ["qwen3", "gemma-2"])

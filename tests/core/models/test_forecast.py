@@ -32,12 +32,6 @@ def expect(model: Any, layers: list[LayerShape], config: SfiConfig = CONFIG, **c
     return forecast(model, layers, config, **sizes)
 
 
-def test_a_layer_s_row_is_a_key_and_a_value_of_every_head():
-    assert FULL.row_bytes == 2 * (8 + 8) * 4
-    wide = LayerShape(heads=1, key_width=192, value_width=128, itemsize=2)
-    assert wide.row_bytes == 640
-
-
 def test_the_forecast_of_a_known_model_equals_hand_arithmetic(tiny_model: Any):
     expected = expect(tiny_model, [FULL, FULL])
     assert expected.kv_bytes == 2 * 128 * 3 * 40  # layers x row x requests x tokens
@@ -103,20 +97,6 @@ def test_reading_the_prompt_in_pieces_needs_less(tiny_model: Any):
     ]
     whole, longer, same, half = (size.workspace_bytes for size in sizes)
     assert whole == longer == same > half
-
-
-def test_the_total_is_the_sum_and_the_need_leaves_out_what_is_in_use():
-    numbers = {
-        "resident_bytes": 100000,
-        "kv_bytes": 20000,
-        "norm_bytes": 3000,
-        "packed_bytes": 400,
-        "summary_bytes": 50,
-        "sliding_bytes": 6,
-        "workspace_bytes": 7000000,
-    }
-    assert Forecast(**numbers).total_bytes == 7123456
-    assert Forecast(**numbers).needed_bytes == 7023456
 
 
 @pytest.mark.parametrize(

@@ -217,26 +217,6 @@ def test_one_page_per_request_is_a_contiguous_tensor():
     assert torch.equal(pages.key_PHND[:, :, :6], torch.stack(written.keys))
 
 
-def test_the_block_table_gives_every_request_pages_of_its_own():
-    cache = KVCache(3, 33, 16)
-    assert cache.block_table_BP.shape == (3, 3)
-    assert sorted(cache.block_table_BP.flatten().tolist()) == list(range(9))
-    assert cache.block_table_BP.dtype == torch.int32
-
-
-@pytest.mark.parametrize("page_size", [None, 4, 64])
-def test_keys_come_back_by_position_whatever_the_pages(page_size: int | None):
-    cache = KVCache(2, 30, page_size)
-    key, value = torch.randn(2, 3, 20, 4), torch.randn(2, 3, 20, 4)
-    start, count = (
-        torch.tensor([0, 0], dtype=torch.int32),
-        torch.tensor([20, 20], dtype=torch.int32),
-    )
-    cache.append(0, key, value, start, count, start.tolist(), count.tolist())
-    for first, last in ((0, 20), (3, 17), (4, 8), (7, 8), (5, 5)):
-        assert torch.equal(cache.keys(0, 1, first, last), key[1:, :, first:last])
-
-
 def test_a_copy_of_a_cache_is_its_own():
     cache = KVCache(1, 8)
     start, count = torch.tensor([0], dtype=torch.int32), torch.tensor([3], dtype=torch.int32)
