@@ -193,11 +193,9 @@ def test_slow_requests_hand_out_their_logits_in_order(backend: str):
         T = LENGTHS[row]
         product = torch.einsum("hgd,htd->hgt", step.query[row].double(), step.keys[row].double())
         _, lse_bound = error_bound(
-            step.query[row : row + 1, :, :, None],
-            step.keys[row][None],
-            step.values[row][None],
+            step.query[row : row + 1, :, :, None], step.keys[row][None], step.values[row][None],
             SCALE,
-        )
+        )  # fmt: skip
         expected = product * SCALE
         torch.testing.assert_close(
             logits[place, :, :, 0, :T].double(), expected, rtol=0, atol=lse_bound

@@ -284,11 +284,9 @@ class Compared(SFI):
         for head, index_BK in enumerate(whole.index_BHK.unbind(1)):
             own = slice(head, head + 1)
             local = replace(
-                context,
-                logits=partial(lambda own: logits_BHGWT[:, own], own),
-                key_norm_BHT=context.key_norm_BHT[:, own],
-                log_sum_BHGW=None,
-            )
+                context, logits=partial(lambda own: logits_BHGWT[:, own], own),
+                key_norm_BHT=context.key_norm_BHT[:, own], log_sum_BHGW=None,
+            )  # fmt: skip
             chosen = set(super().select_after(local).index_BHK.flatten().tolist())
             Compared.other += len(set(index_BK.flatten().tolist()) - chosen)
             Compared.total += index_BK.numel()

@@ -24,16 +24,9 @@ ROWS = [
     for n in (40, 17, 6)
 ]
 CONFIG = SfiConfig(
-    slow_start=1,
-    min_gap=0,
-    span=0,
-    sink=2,
-    recent=5,
-    budget=6,
-    t_max=3,
-    window_prefill=4,
+    slow_start=1, min_gap=0, span=0, sink=2, recent=5, budget=6, t_max=3, window_prefill=4,
     trigger_token_ids=tuple(range(0, 96, 9)),
-)
+)  # fmt: skip
 AUDIT = AuditConfig(every=1, top=TOP)
 
 

@@ -14,17 +14,9 @@ from tests.fakes import RecordingObserver
 
 ROWS = [[*range(5, 25)], [*range(40, 47)]]
 CONFIG = SfiConfig(
-    slow_start=1,
-    min_gap=0,
-    span=0,
-    sink=2,
-    recent=4,
-    budget=3,
-    t_max=2,
-    trigger_delay=0,
-    trigger_token_ids=(7, 90),
-    window_prefill=2,
-)
+    slow_start=1, min_gap=0, span=0, sink=2, recent=4, budget=3, t_max=2, trigger_delay=0,
+    trigger_token_ids=(7, 90), window_prefill=2,
+)  # fmt: skip
 
 
 def record(model: Any, rows: list[list[int]] = ROWS, **options: Any) -> RecordingObserver:

@@ -29,18 +29,10 @@ PROMPTS = [
     for n in (70, 30, 7)
 ]
 CONFIG = SfiConfig(
-    slow_start=1,
-    min_gap=0,
-    span=0,
-    sink=2,
-    recent=8,
-    budget=16,
-    t_max=3,
-    trigger_token_ids=tuple(range(2, 96, 5)),
-    window_prefill=4,
-    freekv=FreeKVConfig(page=8),
+    slow_start=1, min_gap=0, span=0, sink=2, recent=8, budget=16, t_max=3,
+    trigger_token_ids=tuple(range(2, 96, 5)), window_prefill=4, freekv=FreeKVConfig(page=8),
     synckv=SyncKVConfig(heads="even", stride=3),
-)
+)  # fmt: skip
 # one selects at slow steps, two before every step, by bounds and by codes; test_triton_heads.py has others
 KINDS_OF_POLICY = ("sfi", "quest", "codescan")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

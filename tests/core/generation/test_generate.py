@@ -9,25 +9,12 @@ from sfi_core.bundled.tokenizer import build_tokenizer
 from sfi_core.errors import ConfigError, InputError, NumericsError
 from sfi_core.generation.generate import generate
 from sfi_core.observers.observer import NullObserver
-from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.sampling import Sampling
-from tests.architectures import padded, prompts, tiny
+from tests.architectures import SMALL, padded, prompts, tiny
 
 pytestmark = pytest.mark.seam
 
 STEPS = 12
-BOUNDARIES = tuple(range(0, 300, 6))
-SMALL = SfiConfig(
-    slow_start=1,
-    min_gap=0,
-    span=0,
-    sink=2,
-    recent=6,
-    budget=5,
-    t_max=4,
-    window_prefill=8,
-    trigger_token_ids=BOUNDARIES,
-)
 ROWS = prompts(37, 9, 24)
 PAD = 0
 
@@ -114,7 +101,11 @@ def due(generated, config):
     for step in range(1, len(generated)):
         past = step - max(slow)  # steps from the last slow one
         boundary = step - 1 - config.trigger_delay
-        if boundary >= 0 and generated[boundary] in BOUNDARIES and past >= config.min_gap:
+        if (
+            boundary >= 0
+            and generated[boundary] in SMALL.trigger_token_ids
+            and past >= config.min_gap
+        ):
             slow[step] = "trigger"
         elif past > config.t_max:
             slow[step] = "t_max"

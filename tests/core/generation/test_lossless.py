@@ -22,15 +22,9 @@ from tests.covering import covering
 pytestmark = pytest.mark.seam
 
 SMALL = SfiConfig(
-    sink=2,
-    recent=6,
-    budget=5,
-    t_max=8,
-    min_gap=0,
-    span=0,
-    window_prefill=8,
+    sink=2, recent=6, budget=5, t_max=8, min_gap=0, span=0, window_prefill=8,
     trigger_token_ids=tuple(range(0, 300, 6)),
-)
+)  # fmt: skip
 ROWS = prompts(9, 37, 24)
 STEPS = 28
 DRAFTS = {

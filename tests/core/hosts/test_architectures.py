@@ -11,8 +11,7 @@ from sfi_core.errors import UnsupportedModelError
 from sfi_core.generation.generate import generate
 from sfi_core.hosts.transformers.checks import check_supported
 from sfi_core.hosts.transformers.slow_fast import slow_fast
-from sfi_core.settings.config import SfiConfig
-from tests.architectures import BY_LABEL, PAGE, REFUSED, WORKS, padded, page, prompts, tiny
+from tests.architectures import BY_LABEL, PAGE, REFUSED, SMALL, WORKS, padded, page, prompts, tiny
 from tests.covering import each_value
 
 pytestmark = pytest.mark.seam
@@ -21,19 +20,7 @@ WORKING = [architecture.label for architecture in WORKS]
 HANDFUL = ["qwen3", "gemma-2", "gpt-oss", "deepseek-v3", "llama"]
 LENGTHS = {1: (37,), 2: (9, 37), 3: (24, 37, 9), 4: (37, 9, 16, 24)}
 STEPS = 12
-BOUNDARIES = tuple(range(0, 300, 6))
-WHOLE = SfiConfig(
-    slow_start=1,
-    min_gap=0,
-    span=0,
-    sink=4,
-    recent=6,
-    budget=1000,
-    t_max=4,
-    window_prefill=8,
-    trigger_token_ids=BOUNDARIES,
-)
-SMALL = WHOLE.replace(sink=2, budget=5)
+WHOLE = SMALL.replace(sink=4, budget=1000)
 EVERY_STEP = {
     "policy always": WHOLE.replace(budget=1, trigger_policy="always"),
     "t_max 0": WHOLE.replace(budget=1, t_max=0, trigger_token_ids=()),

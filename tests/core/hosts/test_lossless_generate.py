@@ -16,23 +16,13 @@ from sfi_core.hosts.transformers.slow_fast import slow_fast
 from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.parts import DraftConfig
 from sfi_core.settings.sampling import Sampling
+from tests import architectures
 from tests.architectures import VOCABULARY, padded, prompts, tiny
 
 pytestmark = pytest.mark.seam
 
 STEPS = 20
-SMALL = SfiConfig(
-    slow_start=1,
-    min_gap=0,
-    span=0,
-    sink=2,
-    recent=6,
-    budget=5,
-    t_max=4,
-    window_prefill=8,
-    trigger_token_ids=tuple(range(0, VOCABULARY, 6)),
-    draft=DraftConfig(max_tokens=4),
-)
+SMALL = architectures.SMALL.replace(draft=DraftConfig(max_tokens=4))
 ROWS = prompts(37, 9, 24)
 
 

@@ -6,8 +6,8 @@ import pytest
 
 from sfi_core.generation.generate import generate
 from sfi_core.settings.audit import AuditConfig
-from tests.architectures import prompts, tiny
-from tests.core.hosts.test_architectures import HANDFUL, LENGTHS, SMALL, STEPS, WHOLE, reference
+from tests.architectures import SMALL, prompts, tiny
+from tests.core.hosts.test_architectures import HANDFUL, LENGTHS, STEPS, WHOLE, reference
 from tests.covering import each_value
 from tests.fakes import RecordingObserver
 

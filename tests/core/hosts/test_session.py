@@ -17,22 +17,11 @@ from sfi_core.hosts.transformers.attention import sfi_attention
 from sfi_core.hosts.transformers.slow_fast import slow_fast
 from sfi_core.settings.config import SfiConfig
 from sfi_core.triggers.trigger_set import build_trigger_set
-from tests.architectures import padded, prompts, tiny
+from tests.architectures import SMALL, padded, prompts, tiny
 
 pytestmark = pytest.mark.seam
 
 STEPS = 10
-SMALL = SfiConfig(
-    slow_start=1,
-    min_gap=0,
-    span=0,
-    sink=2,
-    recent=6,
-    budget=5,
-    t_max=4,
-    window_prefill=8,
-    trigger_token_ids=tuple(range(0, 300, 6)),
-)
 ROWS = prompts(37, 9, 24)
 
 

@@ -157,12 +157,9 @@ def test_a_run_that_does_not_fit_is_refused_with_the_numbers(
 ):
     fake_free(monkeypatch, tmp_path, 3_000_000)
     expected = need(
-        resident=9_000_000_000,
-        kv=2_000_000_000,
-        norm=500_000_000,
-        packed=250_000_000,
+        resident=9_000_000_000, kv=2_000_000_000, norm=500_000_000, packed=250_000_000,
         workspace=1_000_000_000,
-    )
+    )  # fmt: skip
     with pytest.raises(MemoryForecastError) as caught:
         check_fits(expected, CPU)
     assert str(caught.value) == (

@@ -48,12 +48,8 @@ def write(model: Any, tiny_tokenizer: Any) -> Callable[..., Path]:
 
     def written(path: Path, *, edit: Edit | None = None, **changed: Any) -> Path:
         facts = {
-            "architecture": "llama",
-            "pre": "smollm",
-            "kind": "gpt2",
-            "drop": "none",
-            **changed,
-        }
+            "architecture": "llama", "pre": "smollm", "kind": "gpt2", "drop": "none", **changed,
+        }  # fmt: skip
         writer = gguf.GGUFWriter(path, facts["architecture"])
         _write_config(writer, model.config)
         _write_tokenizer(writer, tiny_tokenizer, facts["kind"], facts["pre"])
