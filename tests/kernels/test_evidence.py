@@ -49,6 +49,12 @@ def test_a_query_that_sees_nothing_does_not_change_the_evidence(allowed):
     torch.testing.assert_close(f_all, f_seeing)
 
 
+def test_one_query_makes_the_evidence_its_attention(allowed):
+    """Below Eq. 7: with W = 1, Eq. 8 recovers f = p_1 exactly."""
+    p = attention_probability(torch.randn(B, H, 1, 1, T), allowed)
+    torch.testing.assert_close(evidence(power_mean(p, 0.5), 0.5), p[:, :, 0, 0])
+
+
 def test_alpha_of_one_averages_the_probabilities(allowed):
     """Eqs. 7-8 with alpha = 1 are the plain mean over the window."""
     p = attention_probability(torch.randn(B, H, G, W, T), allowed)

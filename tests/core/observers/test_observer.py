@@ -1,5 +1,7 @@
 """Observers: several act as one, and none costs nothing."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 
@@ -46,19 +48,11 @@ def test_spans_close_in_reverse_order():
     order = []
 
     class Ordered(RecordingObserver):
+        @contextmanager
         def span(self, name, layer=None, moved_bytes=0):
-            outer = super().span(name, layer, moved_bytes)
-
-            class Noted:
-                def __enter__(noted):  # noqa: N805
-                    order.append(("open", self))
-                    return outer.__enter__()
-
-                def __exit__(noted, *problem):  # noqa: N805
-                    order.append(("close", self))
-                    return outer.__exit__(*problem)
-
-            return Noted()
+            order.append(("open", self))
+            yield
+            order.append(("close", self))
 
     first, second = Ordered(), Ordered()
     with Observers([first, second]).span("pack"):

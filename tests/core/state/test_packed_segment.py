@@ -63,13 +63,6 @@ def test_a_smaller_selection_forgets_the_larger_one():
     packed.assert_holds(0, [0, 1, 5, 9, 20, 22], [0, 1, 2, 3, 27, 29])
 
 
-def test_requests_of_different_sinks_are_refreshed_together():
-    packed = Packed(6)
-    packed.repack_all([1, 0], [[[4, 6], [6, -1]], [[5, 9], [2, 3]]], [0, 2])
-    packed.assert_holds(0, [0, 1, 5, 9], [0, 1, 2, 3])
-    packed.assert_holds(1, [4, 6], [6])
-
-
 def test_the_kernel_packs_what_the_reference_does():
     pytest.importorskip("triton")
     if torch.cuda.is_available():
