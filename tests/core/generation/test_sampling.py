@@ -32,15 +32,9 @@ SETTINGS = [
     {"do_sample": True, "top_k": 4},
     {"do_sample": True, "top_p": 0.4},
     {"do_sample": True, "min_p": 0.2},
-    {
-        "do_sample": True,
-        "temperature": 1.8,
-        "top_k": 20,
-        "top_p": 0.8,
-        "min_p": 0.05,
-        "repetition_penalty": 1.3,
-    },
-]
+    {"do_sample": True, "temperature": 1.8, "top_k": 20, "top_p": 0.8, "min_p": 0.05,
+        "repetition_penalty": 1.3},
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)

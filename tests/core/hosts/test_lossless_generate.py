@@ -172,41 +172,25 @@ class Streamer:
 
 
 REFUSED = {
-    "output_scores": (
-        {"output_scores": True, "return_dict_in_generate": True},
-        "reading scores does not run in a lossless run, got output_scores",
-    ),
-    "output_logits": (
-        {"output_logits": True},
-        "reading logits does not run in a lossless run, got output_logits",
-    ),
-    "stop_strings": (
-        {"stop_strings": ["x"]},
-        "stop_strings does not run in a lossless run, got stop_strings",
-    ),
+    "output_scores": ({"output_scores": True, "return_dict_in_generate": True},
+        "reading scores does not run in a lossless run, got output_scores"),
+    "output_logits": ({"output_logits": True},
+        "reading logits does not run in a lossless run, got output_logits"),
+    "stop_strings": ({"stop_strings": ["x"]},
+        "stop_strings does not run in a lossless run, got stop_strings"),
     "max_time": ({"max_time": 9.0}, "max_time does not run in a lossless run, got max_time"),
-    "stopping_criteria": (
-        {"stopping_criteria": [Stop()]},
-        "a stopping criterion of one's own does not run in a lossless run, got stopping_criteria",
-    ),
-    "remove_invalid_values": (
-        {"remove_invalid_values": True},
-        "replacing broken logits does not run in a lossless run, got remove_invalid_values",
-    ),
-    "past_key_values": (
-        {"past_key_values": DynamicCache()},
-        "a cache of one's own does not run in a lossless run, got past_key_values",
-    ),
-    "streamer": (
-        {"streamer": Streamer()},
-        "prompts must be one with a streamer in a lossless run, got 3",
-    ),
+    "stopping_criteria": ({"stopping_criteria": [Stop()]},
+        "a stopping criterion of one's own does not run in a lossless run, got stopping_criteria"),
+    "remove_invalid_values": ({"remove_invalid_values": True},
+        "replacing broken logits does not run in a lossless run, got remove_invalid_values"),
+    "past_key_values": ({"past_key_values": DynamicCache()},
+        "a cache of one's own does not run in a lossless run, got past_key_values"),
+    "streamer": ({"streamer": Streamer()},
+        "prompts must be one with a streamer in a lossless run, got 3"),
     "num_beams": ({"num_beams": 2}, "beam search does not run under sfi, got num_beams=2"),
-    "custom_generate": (
-        {"custom_generate": "user/repo"},
-        "a custom generate does not run under sfi, got custom_generate='user/repo'",
-    ),
-}
+    "custom_generate": ({"custom_generate": "user/repo"},
+        "a custom generate does not run under sfi, got custom_generate='user/repo'"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("options", "message"), REFUSED.values(), ids=REFUSED)

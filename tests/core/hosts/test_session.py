@@ -72,35 +72,22 @@ class Only(LogitsProcessor):
 
 MODES = {
     "num_beams": (2, "beam search does not run under sfi, got num_beams=2"),
-    "assistant_model": (
-        torch.nn.Identity(),
-        "assisted decoding does not run under sfi, got assistant_model=Identity",
-    ),
-    "prompt_lookup_num_tokens": (
-        1,
-        "prompt-lookup decoding does not run under sfi, got prompt_lookup_num_tokens=1",
-    ),
+    "assistant_model": (torch.nn.Identity(),
+        "assisted decoding does not run under sfi, got assistant_model=Identity"),
+    "prompt_lookup_num_tokens": (1,
+        "prompt-lookup decoding does not run under sfi, got prompt_lookup_num_tokens=1"),
     "penalty_alpha": (1.0, "contrastive search does not run under sfi, got penalty_alpha=1.0"),
     "dola_layers": ("low", "DoLa decoding does not run under sfi, got dola_layers='low'"),
-    "guidance_scale": (
-        1.5,
-        "classifier-free guidance does not run under sfi, got guidance_scale=1.5",
-    ),
-    "cache_implementation": (
-        "static",
-        "another cache does not run under sfi, got cache_implementation='static'",
-    ),
-    "custom_generate": (
-        "user/repo",
-        "a custom generate does not run under sfi, got custom_generate='user/repo'",
-    ),
+    "guidance_scale": (1.5, "classifier-free guidance does not run under sfi, got guidance_scale=1.5"),
+    "cache_implementation": ("static",
+        "another cache does not run under sfi, got cache_implementation='static'"),
+    "custom_generate": ("user/repo",
+        "a custom generate does not run under sfi, got custom_generate='user/repo'"),
     "use_cache": (False, "use_cache must be true under sfi, got False"),
-    "output_attentions": (
-        True,
-        "reading attention weights does not run under sfi, got output_attentions=True",
-    ),
+    "output_attentions": (True,
+        "reading attention weights does not run under sfi, got output_attentions=True"),
     "past_key_values": (DynamicCache(), "past_key_values must be an sfi cache, got DynamicCache"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MODES)
