@@ -143,7 +143,7 @@ def longer(logits, norm, allowed, T):
 
 def test_room_behind_the_longest_request_changes_no_bit(run, small_chunks):
     """More positions than two chunks of 32 hold, and room for twice as many."""
-    made = inputs(1, 4, 4, 2, 128)
+    made = inputs(1, 2, 2, 1, 128)
     score, weight = run(*made)
     padded, same = run(*longer(*made, 300))
     assert torch.equal(padded[..., :128], score)
@@ -228,10 +228,10 @@ def test_equal_candidates_have_equal_scores(run, small_chunks):
 
 def test_evidence_equal_to_the_prior_up_to_rounding_has_weight_zero(run, small_chunks):
     """Eq. 18 where f = r, neither uniform: the logits are the logarithm of the prior."""
-    norm = torch.rand(1, 2, 300, dtype=torch.float64) * 3 + 1
+    norm = torch.rand(1, 2, 100, dtype=torch.float64) * 3 + 1
     logits = (-0.5 * norm.log()).float()[:, :, None, None]
     flat = {"beta": 0.0, "eta": 0.0, "lambda_clip": 1.0}
-    everywhere = torch.ones(1, 300, dtype=torch.bool)
+    everywhere = torch.ones(1, 100, dtype=torch.bool)
     _, weight = run(logits, norm.float(), everywhere, **flat)
     assert (weight == 0).all()
     # a thousandth away is far above the rounding

@@ -11,6 +11,7 @@ from sfi_kernels.streamed_attention import (
     streamed_attention_with_logits,
     streamed_logits,
 )
+from tests.covering import covering
 from tests.fakes import causal_mask, error_bound, paged, plain_attention
 
 H, G, D, SCALE = 2, 2, 16, 0.3
@@ -60,6 +61,10 @@ class Streamed:
         return window_logits(*operands, scale=SCALE, soft_cap=soft_cap)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "W", "options", "E", "dtype"),
+    covering(BLOCKS, [1, 9, 12], OPTIONS, [D, 24], [torch.float32, torch.float16]),
+)
 def test_queries_attend_causally_across_the_borders_of_blocks(
     sizes: list[int], W: int, options: dict[str, Any], E: int, dtype: torch.dtype
 ):
