@@ -1,35 +1,54 @@
-"""Parameters of tests: the whole cross product for `make test-all`, and what covers it for `make test`."""
+"""Parameters of tests: few cases of a cross product, with every value or every pair of values."""
 
 from collections.abc import Collection
-from itertools import product
+from itertools import combinations, product
 from typing import Any
 
 import pytest
 
 
 def covering(*axes: Collection[Any]) -> list[Any]:
-    """Return the cross product of parameters; the default run has every value of each in a case.
-
-    From the third axis on, each round through an axis begins at another value: axes of one length would
-    otherwise pair the same values again and again.
-    """
+    """Return cases with every pair of values of two axes; the default run has every value in a case."""
     values = [list(axis) for axis in axes]
-    longest = max(map(len, values))
-    kept = {
-        tuple(
-            (place + max(0, number - 1) * (place // len(axis))) % len(axis)
-            for number, axis in enumerate(values)
-        )
-        for place in range(longest)
-    }
-    return [
-        case(
-            *(axis[place] for axis, place in zip(values, places, strict=True)), kept=places in kept
-        )
-        for places in product(*(range(len(axis)) for axis in values))
-    ]
+    kept = _rounds(values)
+    cases, paired = list(kept), {pair for places in kept for pair in _pairs(places)}
+    every = list(product(*(range(len(axis)) for axis in values)))
+    # cases that bring many new pairs come first, so that few are needed
+    for wanted in range(len(axes) * (len(axes) - 1) // 2, 0, -1):
+        for places in every:
+            new = _pairs(places) - paired
+            if len(new) >= wanted:
+                cases.append(places)
+                paired |= new
+    return [case(*_taken(values, places), kept=places in kept) for places in cases]
+
+
+def each_value(*axes: Collection[Any]) -> list[tuple[Any, ...]]:
+    """Return as many cases as the longest axis has values; every value of each axis is in one."""
+    values = [list(axis) for axis in axes]
+    return [_taken(values, places) for places in _rounds(values)]
 
 
 def case(*values: Any, kept: bool = False) -> Any:
     """Return a parameter set that the default run leaves out, unless it is kept."""
     return pytest.param(*values, marks=() if kept else pytest.mark.exhaustive)
+
+
+def _rounds(values: list[list[Any]]) -> list[tuple[int, ...]]:
+    # From the third axis on, each round through an axis begins at another value: axes of one length would
+    # otherwise pair the same values again and again.
+    return [
+        tuple(
+            (place + max(0, number - 1) * (place // len(axis))) % len(axis)
+            for number, axis in enumerate(values)
+        )
+        for place in range(max(map(len, values)))
+    ]
+
+
+def _pairs(places: tuple[int, ...]) -> set[Any]:
+    return set(combinations(enumerate(places), 2))
+
+
+def _taken(values: list[list[Any]], places: tuple[int, ...]) -> tuple[Any, ...]:
+    return tuple(axis[place] for axis, place in zip(values, places, strict=True))

@@ -31,14 +31,9 @@ MODELS = ("llama", "qwen3-moe", "gemma-3")
 MORE_HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
 LENGTHS, STEPS = (90, 31, 60), 16
 CONFIG = SfiConfig(
-    sink=2,
-    recent=8,
-    budget=12,
-    t_max=4,
-    span=2,
-    trigger_token_ids=tuple(range(0, 300, 5)),
+    sink=2, recent=8, budget=12, t_max=4, span=2, trigger_token_ids=tuple(range(0, 300, 5)),
     window_prefill=4,
-)
+)  # fmt: skip
 PAPER = SfiConfig.preset("paper").replace(
     sink=2, recent=8, budget=12, t_max=4, trigger_token_ids=tuple(range(0, 300, 5))
 )

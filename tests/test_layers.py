@@ -37,19 +37,11 @@ LONGEST_CHAIN = 20
 # third-party packages that only these files may import
 ONLY_IN = {
     "triton": ("kernels/sfi_kernels/",),
-    "transformers": (
-        "sfi_core/hosts/transformers/",
-        "sfi_core/models/",
-        "sfi_core/generation/processors.py",
-        "sfi_core/measure/bench/",
-        "sfi_core/bundled/",
-    ),
+    "transformers": ("sfi_core/hosts/transformers/", "sfi_core/models/",
+        "sfi_core/generation/processors.py", "sfi_core/measure/bench/", "sfi_core/bundled/"),
     "huggingface_hub": ("sfi_core/models/", "sfi_core/measure/bench/architectures.py"),
-    "tokenizers": (
-        "sfi_core/bundled/",
-        "sfi_core/generation/text_stream.py",
-        "sfi_core/models/gguf_tokenizer.py",
-    ),
+    "tokenizers": ("sfi_core/bundled/", "sfi_core/generation/text_stream.py",
+        "sfi_core/models/gguf_tokenizer.py"),
     "gguf": ("sfi_core/models/gguf_file.py",),
     "vllm": ("sfi_core/hosts/vllm/",),
     "pyarrow": ("traces/",),
@@ -64,7 +56,7 @@ ONLY_IN = {
     "textual": ("sfi_cli/commands/trace/replay/",),
     "typer": ("sfi_cli/",),
     "click": (),
-}
+}  # fmt: skip
 
 
 def modules() -> dict[str, Path]:
@@ -120,13 +112,9 @@ def run_fresh(script: str) -> None:
     paths = os.pathsep.join(str(ROOT / folder) for folder in (".", "kernels", "traces"))
     environment = os.environ | {"PYTHONPATH": paths}
     result = subprocess.run(
-        [sys.executable, "-c", script],
-        check=False,
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
+        [sys.executable, "-c", script], check=False, cwd=ROOT, env=environment, capture_output=True,
         text=True,
-    )
+    )  # fmt: skip
     assert result.returncode == 0, result.stderr
 
 

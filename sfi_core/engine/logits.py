@@ -3,6 +3,14 @@
 import torch
 
 
+def divergence(log_p_RV: torch.Tensor, log_q_RV: torch.Tensor) -> torch.Tensor:
+    """Return KL(p || q) in nats of rows of log-probabilities, [R]; never negative."""
+    p_RV = log_p_RV.exp()
+    terms = torch.where(p_RV > 0, p_RV * (log_p_RV - log_q_RV), 0.0)
+    # rounding may leave the sum just below zero
+    return terms.sum(-1).clamp_min(0)
+
+
 def compare_logits(
     logits_RV: torch.Tensor, dense_RV: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -12,6 +20,4 @@ def compare_logits(
         KL(dense || ours) in nats, [R], and whether both have the same most probable token, [R].
     """
     ours, dense = (x.float().log_softmax(-1) for x in (logits_RV, dense_RV))
-    weight = dense.exp()
-    terms = torch.where(weight > 0, weight * (dense - ours), 0.0)
-    return terms.sum(-1), ours.argmax(-1) == dense.argmax(-1)
+    return divergence(dense, ours), ours.argmax(-1) == dense.argmax(-1)

@@ -9,14 +9,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from sfi_core.bundled.tokenizer import build_tokenizer
 
 TINY = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 1024,
-}
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 1024,
+}  # fmt: skip
 
 
 def tiny_qwen3(vocab_size: int = 96, layers: int = 2) -> Any:

@@ -7,16 +7,9 @@ import pytest
 from sfi_core import errors
 
 CODES = {
-    "SfiError": 1,
-    "ConfigError": 2,
-    "InputError": 3,
-    "TraceError": 3,
-    "BackendError": 4,
-    "UnsupportedModelError": 4,
-    "MemoryForecastError": 4,
-    "NumericsError": 1,
-    "RankLostError": 1,
-}
+    "SfiError": 1, "ConfigError": 2, "InputError": 3, "TraceError": 3, "BackendError": 4,
+    "UnsupportedModelError": 4, "MemoryForecastError": 4, "NumericsError": 1, "RankLostError": 1,
+}  # fmt: skip
 
 
 def classes() -> dict[str, type[errors.SfiError]]:

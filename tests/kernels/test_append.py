@@ -58,8 +58,10 @@ def norm_bound(key: torch.Tensor) -> float:
     return (key.shape[-1] / 2 + 2) * torch.finfo(torch.float32).eps
 
 
-@pytest.mark.parametrize("page_size", [1, 16, 64, 300])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    ("page_size", "dtype"),
+    [(1, torch.float32), (16, torch.float16), (64, torch.float32), (300, torch.float16)],
+)
 def test_ragged_pieces_land_behind_what_is_cached(run, page_size: int, dtype: torch.dtype):
     """Whatever the pages' borders; nothing is written before a request's start or behind its end."""
     start, count, capacity = [5, 0, 63, 17], [70, 3, 2, 0], 100
@@ -80,7 +82,7 @@ def test_ragged_pieces_land_behind_what_is_cached(run, page_size: int, dtype: to
         assert cached[:, part.stop :].isnan().all()
 
 
-@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("page_size", [1, 64])
 def test_one_token_a_request_is_a_decoding_step(run, page_size: int):
     start, count = [63, 64, 5], [1, 1, 0]
     cache = Cache(3, 80, page_size)
@@ -94,7 +96,7 @@ def test_one_token_a_request_is_a_decoding_step(run, page_size: int):
     assert int((~cache.norm_PHN.isnan()).sum()) == 2 * H
 
 
-@pytest.mark.parametrize("T", [1, 31, 32, 33, 65])
+@pytest.mark.parametrize("T", [31, 32, 33])
 def test_pieces_around_the_size_of_a_tile(run, T: int):
     cache = Cache(1, 70, 16)
     key, value = new_tokens(1, T, [T])
@@ -104,16 +106,9 @@ def test_pieces_around_the_size_of_a_tile(run, T: int):
 
 
 @pytest.mark.parametrize(
-    ("D", "E", "dtype"),
-    [
-        (64, 64, torch.float16),
-        (80, 96, torch.float16),
-        (1, 7, torch.float32),
-        (192, 128, torch.float32),
-        (256, 256, torch.float16),
-    ],
-)
-@pytest.mark.parametrize("T", [1, 5])
+    ("D", "E", "dtype", "T"),
+    [(80, 96, torch.half, 5), (1, 7, torch.float, 5), (192, 128, torch.float, 1), (256, 256, torch.half, 5)],
+)  # fmt: skip
 def test_rows_of_any_width_are_copied_bit_by_bit(run, D: int, E: int, dtype, T: int):
     cache = Cache(1, 8, 4, D, E, dtype)
     key, value = new_tokens(1, T, [T], D, E, dtype)

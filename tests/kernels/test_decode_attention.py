@@ -22,7 +22,7 @@ from tests.fakes import error_bound, kernel_device, paged, plain_attention
 
 H, SINK, SCALE = 2, 2, 0.3
 # lengths that fill a tile, miss it by one, and need several splits
-LENGTHS = [1000, 65, 64, 63, 130, 1, 300]
+LENGTHS = [260, 65, 64, 63, 130, 1, 200]
 MODES = [SLOW, FAST, SLOW, FAST, IDLE, SLOW, FAST]
 
 
@@ -145,25 +145,23 @@ def test_fast_slow_and_idle_requests_share_a_step(backend: str, dtype: torch.dty
     Step(backend, LENGTHS, MODES, dtype=dtype).assert_plain()
 
 
-@pytest.mark.parametrize(
-    ("G", "D", "E"), [(1, 16, 16), (3, 24, 40), (16, 8, 8), (2, 64, 32), (5, 96, 96)]
-)
+@pytest.mark.parametrize(("G", "D", "E"), [(1, 16, 16), (3, 24, 40), (16, 8, 8), (5, 96, 96)])
 def test_heads_and_groups_of_any_size_up_to_the_limits(backend: str, G: int, D: int, E: int):
     Step(backend, [65, 130], [FAST, SLOW], G=G, D=D, E=E).assert_plain()
 
 
-@pytest.mark.parametrize("page_size", [16, 64, 128])
+@pytest.mark.parametrize("page_size", [16, 128])
 def test_a_page_holds_one_tile_or_several(backend: str, page_size: int):
-    Step(backend, [65, 300], [FAST, SLOW], page_size=page_size).assert_plain()
+    Step(backend, [65, 200], [FAST, SLOW], page_size=page_size).assert_plain()
 
 
 @pytest.mark.parametrize("places", [2, 8, 64])
 def test_the_plan_does_not_change_the_result(backend: str, places: int):
-    """One split a request, a few, and as many as there are."""
-    step = Step(backend, [1000, 300, 65], [SLOW, FAST, SLOW], places=places)
+    """One split a request, a few, and as many as there are; a learned sink takes its weight once."""
+    step = Step(backend, [500, 300, 65], [SLOW, FAST, SLOW], places=places)
     splits = step.descriptor().table_BX[:, SPLITS].tolist()
     assert (max(splits) == 1) == (places == 2)
-    step.assert_plain()
+    step.assert_plain(sink_HG=torch.tensor([[2.0, -1.0], [0.0, 4.0]]))
 
 
 def test_a_program_of_the_join_may_hold_fewer_parts_than_a_request_has(monkeypatch):
@@ -179,15 +177,7 @@ def test_a_program_of_the_join_may_hold_fewer_parts_than_a_request_has(monkeypat
 
 
 def test_a_soft_cap_bends_every_logit(backend: str):
-    Step(backend, [65, 300], [FAST, SLOW]).assert_plain(soft_cap=0.5)
-
-
-@pytest.mark.parametrize("places", [2, 64])
-def test_a_learned_sink_takes_its_weight_once_however_often_the_keys_are_split(
-    backend: str, places: int
-):
-    sink_HG = torch.tensor([[2.0, -1.0], [0.0, 4.0]])
-    Step(backend, [300, 1000], [FAST, SLOW], places=places).assert_plain(sink_HG=sink_HG)
+    Step(backend, [65, 130], [FAST, SLOW]).assert_plain(soft_cap=0.5)
 
 
 def test_slow_requests_hand_out_their_logits_in_order(backend: str):
@@ -196,17 +186,16 @@ def test_slow_requests_hand_out_their_logits_in_order(backend: str):
     result = step.attend(evidence=True)
     slow = [row for row, mode in enumerate(MODES) if mode == SLOW]
     logits, log_sum = result.logits_BHGWT, result.log_sum_BHGW
-    assert logits.shape == (len(slow), H, 2, 1, 1000)
+    assert torch.equal(result.out_BHGWE, step.attend().out_BHGWE)
+    assert logits.shape == (len(slow), H, 2, 1, 260)
     assert (logits.dtype, log_sum.dtype) == (torch.float32, torch.float32)
     for place, row in enumerate(slow):
         T = LENGTHS[row]
         product = torch.einsum("hgd,htd->hgt", step.query[row].double(), step.keys[row].double())
         _, lse_bound = error_bound(
-            step.query[row : row + 1, :, :, None],
-            step.keys[row][None],
-            step.values[row][None],
+            step.query[row : row + 1, :, :, None], step.keys[row][None], step.values[row][None],
             SCALE,
-        )
+        )  # fmt: skip
         expected = product * SCALE
         torch.testing.assert_close(
             logits[place, :, :, 0, :T].double(), expected, rtol=0, atol=lse_bound
@@ -229,14 +218,9 @@ def test_without_a_slow_request_there_is_no_evidence(backend: str, modes: list[i
     assert result.log_sum_BHGW is None
 
 
-def test_evidence_does_not_change_the_output(backend: str):
-    step = Step(backend, LENGTHS, MODES)
-    assert torch.equal(step.attend(evidence=True).out_BHGWE, step.attend().out_BHGWE)
-
-
 def test_logits_of_every_size_come_out_right(backend: str):
     """Softmaxes that underflow and overflow where the running peak is forgotten."""
-    step = Step(backend, [300, 300], [FAST, SLOW])
+    step = Step(backend, [130, 130], [FAST, SLOW])
     step.query *= 100
     step.assert_plain()
 

@@ -55,13 +55,6 @@ def test_stable_weight_of_equal_distributions_is_zero():
     assert (stable_weight(f, f, lambda_clip=0.02) == 0).all()
 
 
-def test_the_fused_score_is_a_distribution():
-    """Eq. 15 needs no normalization."""
-    f, r = distribution(0, torch.float32), distribution(1, torch.float32)
-    s = fuse(f, r, torch.rand(B, H))
-    torch.testing.assert_close(s.sum(-1), torch.ones(B, H))
-
-
 def test_each_head_is_fused_with_its_own_weight():
     f, r = distribution(0), distribution(1)
     weight_BH = torch.zeros(B, H, dtype=f.dtype)

@@ -104,7 +104,7 @@ def assert_plain(backend: str, H: int, G: int, D: int, T: int, dtype=torch.float
 
 @pytest.mark.parametrize(
     ("H", "G", "D", "T"),
-    [(1, 1, 64, 1), (2, 3, 80, 63), (3, 7, 128, 65), (1, 3, 256, 130), (2, 1, 8, 1025), (1, 40, 16, 7)],
+    [(1, 1, 64, 1), (3, 7, 128, 65), (1, 3, 256, 130), (1, 40, 16, 7)],
 )  # fmt: skip
 def test_levels_and_logits_are_those_of_the_formula(backend: str, H: int, G: int, D: int, T: int):
     """Neither the keys nor the heads of a group fill a program's block."""
@@ -159,8 +159,7 @@ def test_keys_and_codes_may_be_views(backend: str):
 def test_a_basis_may_be_laid_out_channel_by_channel(backend: str):
     basis = draw_basis(2, 24)
     turned = basis._replace(
-        encode_HDC=basis.encode_HDC.mT.contiguous().mT,
-        query_HDC=basis.query_HDC.mT.contiguous().mT,
+        encode_HDC=basis.encode_HDC.mT.contiguous().mT, query_HDC=basis.query_HDC.mT.contiguous().mT
     )
     key, query = draw_keys(basis, 9), torch.randn(2, 3, 24)
     code = encode(backend, key, basis)

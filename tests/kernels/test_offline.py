@@ -75,16 +75,17 @@ def compiled(tmp_path_factory) -> dict[tuple[str, str], dict]:
     return {(row["kernel"], row["arch"]): row for row in rows}
 
 
-def test_a_kernel_that_fits_is_clean(compiled):
+def test_registers_spills_and_buffers_are_what_the_compiler_made(compiled):
+    """The buffers are the tiles in the pipeline."""
     row = compiled["product [small]", "sm_80"]
     assert 16 < row["registers"] < 255
     assert (row["spill_bytes"], row["over_limit"]) == (0, False)
     assert row["shared_bytes"] >= 2 * 2 * 64 * 64 * 2  # two buffers of two tiles of 16-bit numbers
-
-
-def test_async_buffers_are_the_tiles_in_the_pipeline(compiled):
-    assert compiled["product [small]", "sm_80"]["async_buffers"] in (2, 3)
+    assert row["async_buffers"] in (2, 3)
     assert compiled["product [one stage]", "sm_80"]["async_buffers"] == 0
+    spilled = compiled["product [spills]", "sm_80"]
+    assert spilled["registers"] <= 32
+    assert spilled["spill_bytes"] > 0
 
 
 def test_too_much_shared_memory_is_over_the_limit_of_the_architecture(compiled):
@@ -93,12 +94,6 @@ def test_too_much_shared_memory_is_over_the_limit_of_the_architecture(compiled):
     assert on_80["over_limit"]
     assert on_90["shared_bytes"] > 163 * 1024
     assert not on_90["over_limit"]
-
-
-def test_spilled_registers_are_counted(compiled):
-    row = compiled["product [spills]", "sm_80"]
-    assert row["registers"] <= 32
-    assert row["spill_bytes"] > 0
 
 
 def test_a_program_may_have_what_the_programming_guide_says():
@@ -196,15 +191,10 @@ def found(listed) -> list[dict]:
     return [one for one in listed if one["capability"] == 90]
 
 
-def test_specializations_have_names_of_their_own(found):
+def test_specializations_have_names_of_their_own_and_none_is_compiled_twice(found):
     """A table has a row for each."""
-    names = Counter(f"{one['kernel']} [{one['label']}]" for one in found)
-    assert names.most_common(1)[0][1] == 1
-
-
-def test_no_specialization_is_compiled_twice(found):
-    kinds = Counter(f"{one['kernel']} {one['all']} {one['options']}" for one in found)
-    assert kinds.most_common(1)[0][1] == 1
+    for key in ("{kernel} [{label}]", "{kernel} {all} {options}"):
+        assert Counter(key.format(**one) for one in found).most_common(1)[0][1] == 1
 
 
 def test_every_pass_of_the_selection_has_its_own_specialization(found):

@@ -50,12 +50,12 @@ def test_an_op_shows_the_name_docstring_and_signature_of_its_reference():
     assert inspect.signature(op) == inspect.signature(double)
 
 
-def test_an_op_without_a_kernel_runs_its_reference():
-    assert Op(double)(torch.ones(1)).item() == 2
-
-
-def test_an_op_off_the_gpu_runs_its_reference():
-    assert Op(double, triton="no.such.module")(times=2, score=torch.ones(1)).item() == 4
+def test_an_op_off_the_gpu_runs_its_reference_and_imports_no_kernel():
+    op = Op(double, triton="no.such.module")
+    assert op(times=2, score=torch.ones(1)).item() == Op(double)(torch.ones(1), 2).item() == 4
+    assert op.on("torch") is double
+    with pytest.raises(ModuleNotFoundError):
+        _ = op.triton
 
 
 def test_a_tensor_on_cuda_runs_the_kernel_even_when_passed_by_name(monkeypatch):
@@ -75,19 +75,8 @@ def test_asking_for_a_kernel_that_does_not_exist_says_so():
     assert not Op(double).has_triton
     with pytest.raises(NotImplementedError, match=r"^double has no Triton kernel$"):
         _ = Op(double).triton
-
-
-def test_the_kernels_module_is_imported_on_first_use():
-    op = Op(double, triton="no.such.module")
-    assert op(torch.ones(1)).item() == 2
-    with pytest.raises(ModuleNotFoundError):
-        _ = op.triton
-
-
-def test_the_kernel_has_its_references_name(monkeypatch):
-    module = SimpleNamespace(double=lambda score, times=1: score + times)
-    monkeypatch.setitem(sys.modules, "fake_kernels", module)
-    assert Op(double, triton="fake_kernels").triton(1, 4) == 5
+    with pytest.raises(NotImplementedError, match=r"^double has no Triton kernel$"):
+        Op(double).on("triton")
 
 
 def test_a_backend_names_an_implementation_whatever_the_device(monkeypatch):
@@ -99,15 +88,6 @@ def test_a_backend_names_an_implementation_whatever_the_device(monkeypatch):
     op = Op(double, triton="fake_kernels")
     assert op.on("triton")(torch.ones(1)) == "kernel"
     assert op.on("torch")(torch.ones(1).as_subclass(OnCuda)).item() == 2
-
-
-def test_the_torch_backend_is_chosen_without_importing_the_kernel():
-    assert Op(double, triton="no.such.module").on("torch") is double
-
-
-def test_an_op_without_a_kernel_has_no_triton_backend():
-    with pytest.raises(NotImplementedError, match=r"^double has no Triton kernel$"):
-        Op(double).on("triton")
 
 
 def test_another_backend_is_a_mistake():

@@ -5,6 +5,7 @@ import torch
 
 from sfi_kernels import partial_attention as module
 from sfi_kernels.partial_attention import capped, combine, partial_attention
+from tests.covering import covering, each_value
 from tests.fakes import causal_mask, error_bound, plain_attention
 
 B, H, D = 2, 2, 16
@@ -23,6 +24,7 @@ def assert_plain(part: tuple[torch.Tensor, torch.Tensor], segment: Segment, **op
     """Compare with the float64 result of the inputs as they were rounded."""
     out, lse = plain_attention(*segment, SCALE, **options)
     of_out, of_lse = error_bound(*segment, SCALE)
+    assert [tensor.dtype for tensor in part] == [torch.float32] * 2
     torch.testing.assert_close(part[0].double(), out, rtol=0, atol=of_out)
     torch.testing.assert_close(part[1].double(), lse, rtol=0, atol=of_lse)
 
@@ -47,23 +49,19 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     return request.param
 
 
-@pytest.mark.parametrize("T", LENGTHS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("T", "dtype"), each_value(LENGTHS, DTYPES))
 def test_a_segment_is_softmax_attention(path: str, T: int, dtype: torch.dtype):
     segment = inputs(T, dtype=dtype)
     assert_plain(partial_attention(*segment, scale=SCALE), segment)
 
 
-@pytest.mark.parametrize("G", [1, 2, 4])
-@pytest.mark.parametrize("W", [1, 5])
+@pytest.mark.parametrize(("G", "W"), [(1, 5), (2, 1), (4, 5)])
 def test_every_query_of_a_group_and_window_attends_for_itself(path: str, G: int, W: int):
     segment = inputs(63, G=G, W=W)
     assert_plain(partial_attention(*segment, scale=SCALE), segment)
 
 
-@pytest.mark.parametrize("T", LENGTHS[:-1])
-@pytest.mark.parametrize("G", [1, 2, 4])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("T", "G", "dtype"), covering(LENGTHS[:-1], [1, 2, 4], DTYPES))
 def test_a_causal_query_sees_itself_and_what_is_before_it(
     path: str, T: int, G: int, dtype: torch.dtype
 ):
@@ -94,18 +92,10 @@ def test_a_soft_cap_keeps_small_logits_and_bounds_large_ones():
     assert capped(logits, None) is logits
 
 
-@pytest.mark.parametrize("W", [1, 5])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dtype", "W"), each_value(DTYPES, [1, 5]))
 def test_a_query_reads_only_the_keys_it_is_shown(W: int, dtype: torch.dtype):
     segment = inputs(63, W=W, dtype=dtype)
     visible = torch.rand(B, H, 1, W, 63) < 0.5
-    part = partial_attention(*segment, scale=SCALE, visible_BHGWT=visible)
-    assert_plain(part, segment, visible=visible)
-
-
-def test_one_mask_row_serves_every_query():
-    segment = inputs(63, W=5)
-    visible = torch.rand(B, 1, 1, 1, 63) < 0.5
     part = partial_attention(*segment, scale=SCALE, visible_BHGWT=visible)
     assert_plain(part, segment, visible=visible)
 
@@ -130,8 +120,9 @@ def test_a_broken_key_is_not_hidden(path: str):
     assert out[1].isfinite().all()
 
 
-@pytest.mark.parametrize("block_elements", [1, 2 * B * H * 2 * 65, 1 << 24])
-@pytest.mark.parametrize("per_query", [False, True])
+@pytest.mark.parametrize(
+    ("block_elements", "per_query"), [(1, True), (2 * B * H * 2 * 65, False), (1 << 24, True)]
+)
 def test_the_queries_of_a_block_do_not_change_the_result(
     monkeypatch: pytest.MonkeyPatch, block_elements: int, per_query: bool
 ):
@@ -142,13 +133,7 @@ def test_the_queries_of_a_block_do_not_change_the_result(
     assert_plain(part, segment, visible=visible)
 
 
-def test_results_are_float32_whatever_goes_in(path: str):
-    part = partial_attention(*inputs(5, dtype=torch.bfloat16), scale=SCALE)
-    assert [tensor.dtype for tensor in part] == [torch.float32] * 2
-
-
-@pytest.mark.parametrize("split", [1, 31, 64])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("split", "dtype"), each_value([1, 31, 64], DTYPES))
 def test_two_segments_joined_are_one(path: str, split: int, dtype: torch.dtype):
     query, key, value = inputs(65, W=3, dtype=dtype)
     parts = [

@@ -48,11 +48,15 @@ for capability in (80, 90):
 
 
 @pytest.mark.parametrize(
-    "shape",
-    [PromptTile(16, 4, 16, 3), PromptTile(32, 8, 32, 5), PromptTile(128, 8, 64, 5)],
+    ("shape", "W", "lengths"),
+    [
+        (PromptTile(16, 4, 16, 3), 20, [33, 64]),
+        (PromptTile(32, 8, 32, 5), 70, [129, 30]),
+        (PromptTile(128, 8, 64, 5), 140, [300, 130]),
+        (PromptTile(32, 8, 32, 5), 3, [64, 65]),
+    ],
     ids=str,
 )
-@pytest.mark.parametrize(("W", "lengths"), [(70, [129, 300]), (90, [200, 30]), (3, [64, 65])])
 def test_every_tile_attends_as_the_textbook_does(shape: PromptTile, W: int, lengths: list[int]):
     """Across the diagonal, before it, and where a request is shorter than the piece."""
     device = kernel_device("triton", torch.float32, 64)

@@ -12,7 +12,7 @@ from sfi_kernels.step_descriptor import FAST, IDLE, SLOW, SPLITS
 from tests.fakes import error_bound
 from tests.kernels.test_decode_attention import SCALE, H, Step
 
-LENGTHS, MODES = [300, 65, 130, 64], [SLOW, FAST, IDLE, FAST]
+LENGTHS, MODES = [200, 65, 130, 64], [SLOW, FAST, IDLE, FAST]
 SINK_HG = torch.tensor([[2.0, -1.0], [0.0, 4.0]])
 
 
@@ -77,8 +77,9 @@ def assert_plain(step: Step, **options: Any) -> None:
             torch.testing.assert_close(got, expected, rtol=0, atol=atol * max(1, largest))
 
 
-@pytest.mark.parametrize("options", [{}, {"sink_HG": SINK_HG}, {"soft_cap": 0.5}])
-@pytest.mark.parametrize("places", [2, 64])
+@pytest.mark.parametrize(
+    ("places", "options"), [(2, {}), (64, {"sink_HG": SINK_HG}), (64, {"soft_cap": 0.5})]
+)
 def test_it_takes_its_share_once_however_often_the_keys_are_split(
     backend: str, places: int, options: dict[str, Any]
 ):
@@ -89,20 +90,19 @@ def test_it_takes_its_share_once_however_often_the_keys_are_split(
     assert_plain(step, **options)
 
 
-@pytest.mark.parametrize(("G", "E"), [(1, 16), (3, 40), (8, 24)])
+@pytest.mark.parametrize(("G", "E"), [(1, 16), (3, 40)])
 def test_each_query_head_has_its_own_logit_and_each_kv_head_its_own_value(
     backend: str, G: int, E: int
 ):
-    assert_plain(Step(backend, [65, 300], [FAST, SLOW], G=G, E=E))
+    assert_plain(Step(backend, [65, 130], [FAST, SLOW], G=G, E=E))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_it_meets_keys_of_half_precision(backend: str, dtype: torch.dtype):
-    assert_plain(Step(backend, [300, 65], [FAST, FAST], dtype=dtype))
+    assert_plain(Step(backend, [130, 65], [FAST, FAST], dtype=dtype))
 
 
-@pytest.mark.parametrize("options", [{}, {"sink_HG": SINK_HG}])
-@pytest.mark.parametrize("places", [2, 64])
+@pytest.mark.parametrize(("places", "options"), [(2, {}), (64, {"sink_HG": SINK_HG})])
 def test_a_logit_of_minus_infinity_changes_nothing(
     backend: str, places: int, options: dict[str, Any]
 ):
@@ -115,10 +115,9 @@ def test_a_logit_of_minus_infinity_changes_nothing(
         torch.testing.assert_close(got, without)
 
 
-@pytest.mark.parametrize("places", [2, 64])
-def test_one_that_outweighs_every_key_is_the_output(backend: str, places: int):
+def test_one_that_outweighs_every_key_is_the_output(backend: str):
     """Neither its exponential nor that of keys far below it may leave the range of float32."""
-    step = Step(backend, [300, 65], [FAST, FAST], places=places)
+    step = Step(backend, [300, 65], [FAST, FAST], places=64)
     pseudo = pseudo_of(step)
     pseudo = pseudo._replace(logit_BHG=torch.full_like(pseudo.logit_BHG, 1e4))
     expected = pseudo.value_BHE[:, :, None].expand(2, H, 2, -1)
@@ -166,8 +165,5 @@ def test_a_step_with_mixed_requests_has_none(backend: str):
     step = Step(backend, [65, 130], [FAST, SLOW], dense=[[1, 0], [0, 1]], mixed=(0, 1))
     with pytest.raises(ValueError, match=r"^pseudo must be None in a step with mixed requests"):
         decode_attention.on(backend)(
-            **step.operands(),
-            descriptor=step.descriptor(),
-            scale=SCALE,
-            pseudo=pseudo_of(step),
+            **step.operands(), descriptor=step.descriptor(), scale=SCALE, pseudo=pseudo_of(step)
         )

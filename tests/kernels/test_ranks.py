@@ -54,9 +54,9 @@ def test_nothing_is_asked_without_exclusivity():
 def test_selector_scores_heads_apart_as_heads_together(backend, kernel_device):
     if backend == "triton":
         pytest.importorskip("triton")
-    logits = (torch.randn(2, 4, 2, 1, 70) * 3).to(kernel_device)
-    norm = (torch.rand(2, 4, 70) + 0.5).to(kernel_device)
-    allowed = (torch.arange(70) < torch.tensor([[66], [40]])).to(kernel_device)
+    logits = (torch.randn(2, 4, 2, 1, 40) * 3).to(kernel_device)
+    norm = (torch.rand(2, 4, 40) + 0.5).to(kernel_device)
+    allowed = (torch.arange(40) < torch.tensor([[36], [20]])).to(kernel_device)
     score = selector.on(backend)
     whole, _ = score(logits, norm, allowed, **SETTINGS)
 

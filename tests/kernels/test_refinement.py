@@ -18,12 +18,6 @@ def test_log_score_is_the_log_inside_and_masked_outside():
     assert z[0, 0, 2] == MASKED_SCORE
 
 
-def test_a_local_maximum_keeps_its_score():
-    """Below Eq. 21."""
-    z = torch.tensor([[[-5.0, -1.0, -3.0, -9.0, -2.0]]])
-    assert soft_nms(z, 0.5, 1)[0, 0, [1, 4]].tolist() == [-1.0, -2.0]
-
-
 def test_the_others_lose_in_proportion_to_their_gap():
     """Eq. 21."""
     z = torch.tensor([[[-5.0, -1.0, -3.0, -9.0, -2.0]]])
@@ -34,12 +28,6 @@ def test_the_neighborhood_ends_at_the_radius():
     """Eq. 20."""
     z = torch.tensor([[[-1.0, -5.0, -5.0, -5.0]]])
     assert soft_nms(z, 1.0, 2).flatten().tolist() == [-1.0, -9.0, -9.0, -5.0]
-
-
-def test_soft_nms_of_strength_zero_changes_nothing():
-    z = torch.randn(B, H, T)
-    z[..., :4] = MASKED_SCORE
-    assert torch.equal(soft_nms(z, 0.0, 16), z)
 
 
 def test_masked_positions_do_not_suppress_their_neighbors():
@@ -56,13 +44,6 @@ def test_masked_positions_stay_masked_and_finite():
     assert z_nms.isfinite().all()
 
 
-@pytest.mark.parametrize("length", [1, 2, 63])
-def test_a_radius_beyond_the_row_reaches_all_of_it(length: int):
-    z = torch.randn(B, H, length)
-    expected = z - 0.5 * (z.amax(-1, keepdim=True) - z)
-    torch.testing.assert_close(soft_nms(z, 0.5, 64), expected)
-
-
 def test_a_negative_radius_is_refused():
     with pytest.raises(ValueError, match=r"^radius must be at least 0, got -1$"):
         soft_nms(torch.zeros(B, H, T), 0.5, -1)
@@ -75,30 +56,11 @@ def test_exclusivity_lowers_each_score_by_the_log_of_its_responsibility():
     torch.testing.assert_close(exclude_across_heads(z, 0.35, 2.0), expected)
 
 
-def test_the_leading_head_loses_least():
-    """Below Eq. 23."""
-    z = torch.tensor([-1.0, -2.0, -6.0]).view(1, 3, 1)
-    loss = (z - exclude_across_heads(z, 0.35, 1.0)).flatten()
-    assert (loss > 0).all()
-    assert (loss.diff() > 0).all()
-
-
-def test_a_higher_temperature_is_a_softer_competition():
-    """Below Eq. 22."""
-    z = torch.tensor([-1.0, -6.0]).view(1, 2, 1)
-    gaps = [exclude_across_heads(z, 0.35, t).flatten().diff().item() for t in (0.5, 1.0, 4.0)]
-    assert gaps == sorted(gaps)
-    assert gaps[0] < gaps[-1] < -5.0
-
-
-def test_one_head_has_nobody_to_compete_with():
-    z = torch.randn(B, 1, T)
-    assert torch.equal(exclude_across_heads(z, 0.35, 1.0), z)
-
-
-def test_exclusivity_of_strength_zero_changes_nothing():
+def test_one_head_has_nobody_to_compete_with_and_strength_zero_changes_nothing():
     z = torch.randn(B, H, T)
+    assert torch.equal(exclude_across_heads(z[:, :1], 0.35, 1.0), z[:, :1])
     assert torch.equal(exclude_across_heads(z, 0.0, 1.0), z)
+    assert torch.equal(soft_nms(z, 0.0, 16), z)
 
 
 def test_responsibility_is_bounded_from_below():
@@ -123,10 +85,12 @@ def test_refinements_of_half_precision_are_float32(dtype: torch.dtype):
     assert torch.equal(actual, expected)
 
 
-@pytest.mark.parametrize("radius", [0, 1, 2, 3, 4, 10, 63, 64, 200])
-def test_the_peak_of_a_neighborhood_is_what_pooling_finds(radius: int):
-    score = torch.randn(3, 64).masked_fill(torch.rand(3, 64) < 0.2, -torch.inf)
+@pytest.mark.parametrize(
+    ("radius", "length"), [(0, 64), (1, 64), (3, 64), (4, 64), (63, 64), (200, 64), (16, 1)]
+)
+def test_the_peak_of_a_neighborhood_is_what_pooling_finds(radius: int, length: int):
+    score = torch.randn(3, length).masked_fill(torch.rand(3, length) < 0.2, -torch.inf)
     peak = neighborhood_peak(score, radius)
-    for position in range(64):
+    for position in range(length):
         near = score[:, max(0, position - radius) : position + radius + 1]
         assert torch.equal(peak[:, position], near.amax(-1))

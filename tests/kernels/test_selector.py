@@ -123,17 +123,6 @@ def test_a_request_without_candidates_scores_nothing_beside_one_that_has_some(al
     assert (score[1][:, allowed[1]] > MASKED_SCORE / 2).all()
 
 
-def test_a_request_in_a_batch_scores_as_it_does_alone(allowed):
-    logits, norm = torch.randn(B, H, G, W, T), torch.rand(B, H, T) + 1
-    together, weight = selector(logits, norm, allowed, **DEFAULTS)
-    end = int(allowed[1].nonzero().max()) + 1  # alone, without the padding of the longer one
-    alone, weight_alone = selector(
-        logits[1:, ..., :end], norm[1:, :, :end], allowed[1:, :end], **DEFAULTS
-    )
-    torch.testing.assert_close(together[1:, :, :end], alone)
-    torch.testing.assert_close(weight[1:], weight_alone)
-
-
 def test_what_lies_outside_the_allowed_set_does_not_matter(allowed):
     """A ragged batch holds garbage there."""
     logits, norm = torch.randn(B, H, G, W, T), torch.rand(B, H, T) + 1
@@ -142,47 +131,6 @@ def test_what_lies_outside_the_allowed_set_does_not_matter(allowed):
     dirty_logits = logits.masked_fill(~allowed[:, None, None, None], float("nan"))
     actual = selector(dirty_logits, norm.masked_fill(outside, float("nan")), allowed, **DEFAULTS)
     torch.testing.assert_close(actual, expected)
-
-
-def test_a_single_candidate_is_the_only_one_selected(allowed):
-    allowed[0] = torch.arange(T) == 7
-    score, _ = run(allowed)
-    assert top_k(score, 3)[0].tolist() == [[7, -1, -1]] * H
-
-
-def test_fewer_candidates_than_budget_are_all_selected(allowed):
-    score, _ = run(allowed)
-    index = top_k(score, T)
-    for b in range(B):
-        inside = allowed[b].nonzero().flatten().tolist()
-        assert index[b].tolist() == [inside + [-1] * (T - len(inside))] * H
-
-
-def test_evidence_equal_to_the_prior_has_weight_zero(allowed):
-    """Eq. 18 where f = r: both uniform."""
-    _, weight = run(
-        allowed, torch.zeros(B, H, G, W, T), gamma=0.0, beta=0.0, eta=0.0, lambda_clip=1.0
-    )
-    assert (weight == 0).all()
-
-
-def test_no_refinement_leaves_the_log_of_the_evidence(allowed):
-    """alpha_soft, alpha_cross and lambda_clip of 0, one query: z = log(p + eps)."""
-    logits = torch.randn(B, H, 1, 1, T)
-    score, weight = run(allowed, logits, alpha_soft=0.0, alpha_cross=0.0, lambda_clip=0.0)
-    masked = logits[:, :, 0, 0].masked_fill(~allowed[:, None], -INF)
-    inside = allowed[:, None].expand_as(score)
-    torch.testing.assert_close(score[inside], (masked.softmax(-1) + EPS).log()[inside])
-    assert (weight == 0).all()
-
-
-def test_one_kv_head_is_not_touched_by_exclusivity(allowed):
-    logits = torch.randn(B, 1, G, W, T)
-    torch.manual_seed(1)
-    with_it, _ = run(allowed, logits, alpha_cross=0.35)
-    torch.manual_seed(1)
-    without, _ = run(allowed, logits, alpha_cross=0.0)
-    assert torch.equal(with_it, without)
 
 
 def test_a_head_that_sees_nothing_ranks_its_candidates_alike(allowed):

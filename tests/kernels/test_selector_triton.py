@@ -112,7 +112,7 @@ def check(run, logits, norm, allowed, **changes):
 
 @pytest.mark.parametrize(
     ("T", "heads"),
-    [(1, (2, 1, 1)), (63, (8, 4, 1)), (64, (3, 2, 3)), (65, (1, 1, 16)), (1000, (2, 4, 1))],
+    [(1, (2, 1, 1)), (63, (8, 4, 1)), (64, (3, 2, 3)), (65, (1, 1, 16)), (600, (2, 4, 1))],
 )
 def test_kernel_equals_the_reference(run, T, heads):
     check(run, *inputs(1, *heads, T), radius=16)
@@ -123,7 +123,7 @@ def test_kernel_equals_the_reference_over_several_chunks(run, small_chunks, B, T
     check(run, *inputs(B, 2, 2, 2 if T < 129 else 1, T))
 
 
-@pytest.mark.parametrize(("T", "span"), [(5, 3), (70, 3), (70, 1), (70, 10), (100, 40)])
+@pytest.mark.parametrize(("T", "span"), [(5, 3), (70, 10), (100, 40)])
 def test_pooled_logits(run, small_chunks, T, span):
     """Positions outside J neither give nor receive, at the ends of a block as elsewhere."""
     check(run, *inputs(1, 2, 2, 1, T), span=span)
@@ -138,23 +138,12 @@ def longer(logits, norm, allowed, T):
     return *rows, torch.nn.functional.pad(allowed, (0, T - old))
 
 
-@pytest.mark.parametrize("room", [129, 300])
-def test_room_behind_the_longest_request_changes_no_bit(run, small_chunks, room):
-    made = inputs(1, 4, 4, 2, 128)
+def test_room_behind_the_longest_request_changes_no_bit(run, small_chunks):
+    """More positions than two chunks of 32 hold, and room for twice as many."""
+    made = inputs(1, 2, 2, 1, 128)
     score, weight = run(*made)
-    padded, same = run(*longer(*made, room))
+    padded, same = run(*longer(*made, 300))
     assert torch.equal(padded[..., :128], score)
-    assert torch.equal(same, weight)
-
-
-@pytest.mark.exhaustive
-def test_70_000_tokens_are_scored_alike_whatever_the_cache_has_room_for(run):
-    """More positions than 128 chunks of 512 hold."""
-    torch.manual_seed(2)  # chunks that grow with T give 9,729 scores other bits
-    made = inputs(1, 1, 1, 2, 70_000)
-    score, weight = run(*made)
-    padded, same = run(*longer(*made, 140_000))
-    assert torch.equal(padded[..., :70_000], score)
     assert torch.equal(same, weight)
 
 
@@ -222,20 +211,6 @@ def test_queries_that_see_nothing_of_the_candidates(run, small_chunks):
     check(run, logits, norm, allowed)
 
 
-def test_garbage_outside_the_candidates_does_not_matter(run, small_chunks):
-    logits, norm, allowed = inputs(1, 2, 1, 1, 70)
-    for span in (0, 3):
-        clean, weight = run(logits, norm, allowed, span=span)
-        dirty = run(
-            logits.masked_fill(~allowed[:, None, None, None], torch.nan),
-            norm.masked_fill(~allowed[:, None], torch.nan),
-            allowed,
-            span=span,
-        )
-        assert torch.equal(dirty[0], clean)
-        assert torch.equal(dirty[1], weight)
-
-
 def test_equal_candidates_have_equal_scores(run, small_chunks):
     """Ties are what Eq. 24's rule is for; noise must not break them."""
     _, _, allowed = inputs(2, 2, 1, 1, 100)
@@ -248,10 +223,10 @@ def test_equal_candidates_have_equal_scores(run, small_chunks):
 
 def test_evidence_equal_to_the_prior_up_to_rounding_has_weight_zero(run, small_chunks):
     """Eq. 18 where f = r, neither uniform: the logits are the logarithm of the prior."""
-    norm = torch.rand(1, 2, 300, dtype=torch.float64) * 3 + 1
+    norm = torch.rand(1, 2, 100, dtype=torch.float64) * 3 + 1
     logits = (-0.5 * norm.log()).float()[:, :, None, None]
     flat = {"beta": 0.0, "eta": 0.0, "lambda_clip": 1.0}
-    everywhere = torch.ones(1, 300, dtype=torch.bool)
+    everywhere = torch.ones(1, 100, dtype=torch.bool)
     _, weight = run(logits, norm.float(), everywhere, **flat)
     assert (weight == 0).all()
     # a thousandth away is far above the rounding
@@ -259,20 +234,14 @@ def test_evidence_equal_to_the_prior_up_to_rounding_has_weight_zero(run, small_c
     check(run, logits, norm.float(), everywhere, **flat)
 
 
-@pytest.mark.parametrize("gamma", [0.5, 5.0])
-def test_a_key_of_norm_zero_takes_the_whole_prior(run, small_chunks, gamma):
-    """Eq. 9 leaves float32 from gamma = 5 on, and stops at its largest number."""
+@pytest.mark.parametrize(("gamma", "scale"), [(0.5, 1), (5.0, 1), (5.0, 1e10)])
+def test_a_key_of_norm_zero_takes_the_whole_prior(run, small_chunks, gamma, scale):
+    """Eq. 9 leaves float32 from gamma = 5 on, and stops at its largest number; long keys' are below it."""
     logits, norm, allowed = inputs(1, 2, 1, 1, 100)
     allowed[:] = True
     norm[..., 40] = 0.0
     norm[..., 41] = 2e-8
-    check(run, logits, norm, allowed, gamma=gamma)
-
-
-def test_long_keys_do_not_lose_the_prior(run, small_chunks):
-    """All of Eq. 9 below the smallest float32."""
-    logits, norm, allowed = inputs(1, 2, 1, 1, 100)
-    check(run, logits, 1e10 * norm, allowed, gamma=5.0)
+    check(run, logits, scale * norm, allowed, gamma=gamma)
 
 
 def test_padded_and_strided_inputs(run, kernel_device, small_chunks):
@@ -312,25 +281,6 @@ def test_a_given_log_sum_is_used_as_it_is(run):
     poison = torch.full_like(log_sum, torch.nan)
     pooled, _ = run(logits, norm, allowed, span=2, log_sum_BHGW=poison)
     assert torch.equal(pooled, run(logits, norm, allowed, span=2)[0])
-
-
-def test_one_kv_head_keeps_its_scores(run):
-    """Eq. 22: nobody to compete with."""
-    logits, norm, allowed = inputs(1, 1, 2, 1, 70)
-    with_it, _ = run(logits, norm, allowed, alpha_cross=0.85)
-    without, _ = run(logits, norm, allowed, alpha_cross=0.0)
-    assert torch.equal(with_it, without)
-
-
-def test_no_refinement_leaves_the_log_of_the_evidence(run):
-    """One query, no prior: z = log(p + eps)."""
-    logits, norm, allowed = inputs(1, 2, 1, 1, 70)
-    score, _ = run(logits, norm, allowed, alpha_soft=0.0, alpha_cross=0.0, lambda_clip=0.0)
-    p = logits.double()[0, :, 0, 0, allowed[0]].softmax(-1)
-    error = relative_error(logits, norm, allowed, DEFAULTS) + 8 * ROUNDING * 20
-    torch.testing.assert_close(
-        score[0][:, allowed[0]].double(), (p + EPS).log(), rtol=0, atol=error
-    )
 
 
 def test_nothing_is_launched_for_no_requests(run):

@@ -26,7 +26,7 @@ from tests.fakes import error_bound, plain_attention
 from tests.kernels.test_decode_attention import SCALE, SINK, H, Step
 
 # a unit of 64 tokens filled, missed by one and passed by one; requests no longer than their queries
-LENGTHS = [300, 64, 65, 63, 17, 4, 1000, 130, 30]
+LENGTHS = [150, 64, 65, 63, 17, 4, 260, 130, 30]
 MODES = [SLOW, FAST, SLOW, SLOW, SLOW, SLOW, SLOW, IDLE, FAST]
 COUNTS = [5, 1, 17, 2, 17, 4, 1, 0, 1]
 
@@ -125,14 +125,14 @@ def test_requests_with_any_number_of_queries_share_a_step(backend: str, dtype: t
     Verification(backend, LENGTHS, MODES, dtype=dtype).assert_plain()
 
 
-@pytest.mark.parametrize("W", range(1, 18))
+@pytest.mark.parametrize("W", [1, 2, 8, 9, 16])
 def test_every_number_of_queries_up_to_a_drafts_most(backend: str, W: int):
     """The draft of 16 tokens, the default's most, and the token before."""
     counts = [W, 1, max(1, W - 1)]
     Verification(backend, [130, 65, 64], [SLOW, FAST, SLOW], counts=counts, W=W).assert_plain()
 
 
-@pytest.mark.parametrize("length", [17, 63, 64, 65, 80, 127, 128, 129])
+@pytest.mark.parametrize("length", [17, 63, 65, 80, 128])
 def test_the_causal_limit_lies_anywhere_in_a_tile(backend: str, length: int):
     Verification(backend, [length, length], [SLOW, SLOW], counts=[17, 9]).assert_plain()
 
@@ -142,43 +142,36 @@ def test_the_causal_limit_lies_anywhere_in_a_tile(backend: str, length: int):
 )
 def test_heads_and_groups_of_any_size(backend: str, G: int, D: int, E: int, W: int):
     """Up to 136 rows, more than the largest tile has; 51 rows of wide heads make two tiles in float32."""
-    counts = [W, 1, 2]
-    Verification(
-        backend, [130, 70, 65], [SLOW, SLOW, SLOW], G=G, D=D, E=E, counts=counts, W=W
-    ).assert_plain()
+    step = Verification(backend, [70, 65], [SLOW, SLOW], G=G, D=D, E=E, counts=[W, 2], W=W)
+    step.assert_plain()
 
 
-@pytest.mark.parametrize("page_size", [16, 64, 128])
+@pytest.mark.parametrize("page_size", [16, 128])
 def test_a_page_holds_one_tile_or_several(backend: str, page_size: int):
     Verification(
-        backend, [300, 65], [SLOW, FAST], page_size=page_size, counts=[9, 1], W=9
+        backend, [150, 65], [SLOW, FAST], page_size=page_size, counts=[9, 1], W=9
     ).assert_plain()
 
 
 @pytest.mark.parametrize("places", [2, 8, 64])
 def test_the_plan_does_not_change_the_result(backend: str, places: int):
-    """One split a request, a few, and many; among them one that only the last queries see."""
-    step = Verification(backend, [1025, 300], [SLOW, FAST], counts=[9, 1], W=9, places=places)
+    """One split a request, a few, and many; among them one that only the last queries see.
+
+    A learned sink takes its weight from every query, and once.
+    """
+    step = Verification(backend, [513, 300], [SLOW, FAST], counts=[9, 1], W=9, places=places)
     splits = step.descriptor().table_BX[:, SPLITS].tolist()
     assert (max(splits) == 1) == (places == 2)
-    step.assert_plain()
+    step.assert_plain(sink_HG=torch.tensor([[2.0, -1.0], [0.0, 4.0]]))
 
 
 def test_a_soft_cap_bends_every_logit(backend: str):
-    Verification(backend, [300, 65], [SLOW, FAST], counts=[5, 1], W=5).assert_plain(soft_cap=0.5)
-
-
-@pytest.mark.parametrize("places", [2, 64])
-def test_a_learned_sink_takes_its_weight_from_every_query(backend: str, places: int):
-    sink_HG = torch.tensor([[2.0, -1.0], [0.0, 4.0]])
-    Verification(backend, [300, 65], [SLOW, FAST], counts=[5, 1], W=6, places=places).assert_plain(
-        sink_HG=sink_HG
-    )
+    Verification(backend, [130, 65], [SLOW, FAST], counts=[5, 1], W=5).assert_plain(soft_cap=0.5)
 
 
 def test_the_last_query_hands_out_its_logits(backend: str):
-    step = Verification(backend, LENGTHS, MODES)
-    room = torch.full((MODES.count(SLOW) * H * 2 * max(LENGTHS),), torch.nan)
+    step = Verification(backend, [150, 65, 17], [SLOW, FAST, SLOW], counts=[5, 1, 17])
+    room = torch.full((2 * H * 2 * 150,), torch.nan)
     result = step.assert_plain(into=room)
     assert torch.equal(result.out_BHGWE, step.attend().out_BHGWE)
 

@@ -1,9 +1,9 @@
 """The split plan: every key once, items of about one size, in the room there is, and Triton's the same."""
 
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate
 
 import pytest
 import torch
@@ -22,7 +22,6 @@ from sfi_kernels.step_descriptor import (
     StepRequest,
     describe_step,
 )
-from tests.covering import case
 
 CPU = torch.device("cpu")
 UNUSED = [-1, 0, 0, 0]
@@ -114,7 +113,8 @@ EXTREMES = [
 ]
 # what a wave costs beyond its units decides this one's size
 WAVES = uneven(26)
-BATCHES = [*map(drawn, range(120)), *EXTREMES, WAVES]
+IDLES = Batch((request(IDLE), request(IDLE, 1)))
+BATCHES = [*map(drawn, range(60)), *EXTREMES, WAVES, IDLES]
 
 
 @pytest.fixture(scope="module")
@@ -122,68 +122,32 @@ def plans() -> list[tuple[Batch, StepDescriptor]]:
     return [(batch, batch.planned()) for batch in BATCHES]
 
 
-def test_every_unit_is_read_once_and_in_order(plans):
+def test_every_unit_is_read_once_in_items_that_stand_close_together(plans):
+    """Requests that do not decode have none, the others 1 to 64 each; slow requests come first."""
     for batch, step in plans:
-        for row, (units, items) in enumerate(zip(batch.units, items_of(step), strict=True)):
-            reached = 0
-            for item in items:
-                assert item[0] == row
-                assert item[1] == reached
-                assert item[2] > 0
-                reached += item[2]
-            assert reached == units
-
-
-def test_the_items_stand_close_together_and_the_rest_is_unused(plans):
-    for _, step in plans:
-        used = int(step.table_BX[:, SPLITS].sum())
-        work = step.work_XI.tolist()
-        assert all(item[0] >= 0 for item in work[:used])
+        places, work = step.table_BX[:, SPLITS].tolist(), step.work_XI.tolist()
+        assert max(places) <= MAX_SPLITS == 64
+        used = sum(places)
+        assert used <= len(work) == work_items(len(batch.requests), batch.heads, batch.programs)
         assert work[used:] == [UNUSED] * (len(work) - used)
-
-
-def test_work_items_is_never_exceeded(plans):
-    for batch, step in plans:
-        room = work_items(len(batch.requests), batch.heads, batch.programs)
-        assert step.table_BX[:, SPLITS].sum() <= room == step.work_XI.shape[0]
+        order = [(-batch.requests[row].mode, row) for row, *_ in work[:used]]
+        assert order == sorted(order)
+        for row, (units, items) in enumerate(zip(batch.units, items_of(step), strict=True)):
+            assert bool(items) == (batch.requests[row].mode not in (IDLE, PROMPT))
+            assert all(item[0] == row and item[2] > 0 for item in items)
+            reached = [0, *accumulate(item[2] for item in items)]
+            assert [item[1] for item in items] == reached[:-1]
+            assert reached[-1] == units
 
 
 def test_work_items_is_never_exceeded_by_lengths_made_to_round_up():
     """Each request one unit beyond a multiple of some size."""
     for size in (2, 3, 5, 8, 13, 64, 300):
-        for count, heads, programs in (
-            (1, 1, 400),
-            (16, 4, 264),
-            (64, 8, 264),
-            (64, 1, 400),
-            (5, 3, 7),
-        ):
+        for count, heads, programs in ((1, 1, 400), (16, 4, 264), (64, 1, 400), (5, 3, 7)):
             requests = tuple(
                 request(SLOW, (size * (row % 4 + 1) + 1) * UNIT) for row in range(count)
             )
             Batch(requests, heads, programs).planned()  # an IndexError if there were no room
-
-
-def test_a_request_has_at_most_64_items(plans):
-    most = max(int(step.table_BX[:, SPLITS].max()) for _, step in plans)
-    assert most <= MAX_SPLITS == 64
-    alone = Batch((request(SLOW, 300_000),), heads=1, programs=400).planned()
-    assert alone.table_BX[0, SPLITS] > 32
-
-
-def test_requests_that_do_not_decode_have_no_work_and_others_have_some(plans):
-    for batch, step in plans:
-        for one, splits in zip(batch.requests, step.table_BX[:, SPLITS].tolist(), strict=True):
-            assert (splits == 0) == (one.mode in (IDLE, PROMPT))
-
-
-def test_slow_requests_come_first_each_kind_in_order(plans):
-    for batch, step in plans:
-        kinds = [batch.requests[item[0]].mode for item in step.work_XI.tolist() if item[0] >= 0]
-        rows = [item[0] for item in step.work_XI.tolist() if item[0] >= 0]
-        assert kinds == sorted(kinds, reverse=True)
-        for (kind, row), (next_kind, next_row) in pairwise(zip(kinds, rows, strict=True)):
-            assert kind != next_kind or row <= next_row
 
 
 def test_items_are_about_one_size(plans):
@@ -217,6 +181,8 @@ def test_one_long_request_fills_the_processors():
     step = Batch((request(SLOW, 32_768),), heads=8, programs=264).planned()
     programs = 8 * int(step.table_BX[0, SPLITS])
     assert 0.8 * 264 < programs <= 264
+    alone = Batch((request(SLOW, 300_000),), heads=1, programs=400).planned()
+    assert alone.table_BX[0, SPLITS] > 32
 
 
 def test_one_fast_request_is_split_as_finely_as_an_item_may_be():
@@ -238,12 +204,6 @@ def test_a_fast_request_counts_its_packed_units_and_the_page_its_recent_segment_
     one = StepRequest(mode=FAST, length=129, recent_start=63, packed=65, sink=4)
     (items,) = items_of(Batch((one,), programs=1).planned())
     assert sum(item[2] for item in items) == 5
-
-
-def test_an_idle_batch_has_no_work():
-    step = Batch((request(IDLE), request(IDLE, 1))).planned()
-    assert step.table_BX[:, SPLITS].tolist() == [0, 0]
-    assert step.work_XI.tolist() == [UNUSED] * step.work_XI.shape[0]
 
 
 def test_no_other_word_is_touched():
@@ -273,32 +233,15 @@ def same_in_triton(batch: Batch, device: str, spare: int = 0) -> bool:
     return torch.equal(kernel.buffer.cpu(), reference.buffer)
 
 
-@pytest.mark.parametrize("seed", [case(seed, kept=seed < 6) for seed in range(30)])
-def test_triton_plans_the_same(kernel_device, seed: int):
-    pytest.importorskip("triton")
-    assert same_in_triton(drawn(seed), kernel_device)
-
-
 @pytest.mark.parametrize(
-    "batch", [*EXTREMES, WAVES], ids=lambda batch: f"{batch.heads}-{batch.programs}"
+    ("batch", "spare"),
+    [
+        *((drawn(seed), spare) for seed, spare in enumerate((0, 1, 127, 128, 300))),
+        *((batch, 0) for batch in (*EXTREMES[::5], WAVES, IDLES)),
+    ],
+    ids=lambda value: f"{value.heads}-{value.programs}" if isinstance(value, Batch) else value,
 )
-def test_triton_plans_the_same_at_the_extremes(kernel_device, batch: Batch):
+def test_triton_plans_the_same(kernel_device, batch: Batch, spare: int):
+    """And marks all the room that it has as unused."""
     pytest.importorskip("triton")
-    assert same_in_triton(batch, kernel_device)
-
-
-@pytest.mark.parametrize("spare", [1, 127, 128, 300])
-def test_triton_marks_all_the_room_it_has_as_unused(kernel_device, spare: int):
-    pytest.importorskip("triton")
-    assert same_in_triton(drawn(3), kernel_device, spare)
-
-
-def test_a_batch_of_any_size_is_planned_the_same(kernel_device):
-    """Not a power of two, and a request beyond the first that is alone in its kind."""
-    pytest.importorskip("triton")
-    for count in (1, 2, 5, 33):
-        requests = [request(FAST, 1000 + 64 * row, packed=68) for row in range(count)]
-        for row in {0, count // 2, count - 1}:
-            mixed = list(requests)
-            mixed[row] = replace(requests[row], mode=SLOW)
-            assert same_in_triton(Batch(tuple(mixed), 2, 8), kernel_device)
+    assert same_in_triton(batch, kernel_device, spare)

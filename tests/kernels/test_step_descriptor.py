@@ -39,52 +39,28 @@ RAGGED = (
 )
 
 
-def words(*names: int) -> list[list[int]]:
-    return describe_step(RAGGED, 3, CPU).table_BX[:, list(names)].tolist()
-
-
-def test_the_numbers_of_the_words_are_distinct_and_fit_a_row():
-    named = [
-        MODE,
-        LENGTH,
-        START,
-        PACKED,
-        SINK,
-        ALLOWED_START,
-        ALLOWED_STOP,
-        EVIDENCE,
-        FIRST,
-        SPLITS,
-        MIXED,
-        QUERIES,
-    ]
-    assert sorted(named) == list(range(12))
-    assert len(named) <= WORDS
-    assert (IDLE, PROMPT, FAST, SLOW) == (0, 1, 2, 3)
-
-
-def test_every_request_has_its_mode_length_and_sink_tokens():
-    assert words(MODE, LENGTH, SINK) == [
-        [SLOW, 130, 4],
-        [IDLE, 77, 3],
-        [FAST, 1000, 5],
-        [SLOW, 2000, 2],
-        [FAST, 9, 1],
-    ]
-
-
-def test_slow_requests_read_no_packed_token_and_every_page():
-    assert words(START, PACKED) == [[0, 0], [50, 20], [873, 68], [0, 0], [1, 1]]
-
-
-def test_the_candidate_set_lies_between_the_sink_and_the_recent_segment():
-    assert words(ALLOWED_START, ALLOWED_STOP) == [[4, 101], [3, 50], [5, 873], [2, 1900], [1, 1]]
-
-
-def test_evidence_has_a_place_for_every_slow_request_in_order():
+def test_the_words_of_a_ragged_batch():
+    """Slow requests read no packed token and every page; candidates lie between sink and recent tokens."""
     step = describe_step(RAGGED, 3, CPU)
-    assert step.table_BX[:, EVIDENCE].tolist() == [0, -1, -1, 1, -1]
-    assert step.slow == (0, 3)
+    named = [
+        MODE, LENGTH, SINK, START, PACKED, ALLOWED_START, ALLOWED_STOP, EVIDENCE, QUERIES,
+        FIRST, SPLITS, MIXED,
+    ]  # fmt: skip
+    assert sorted(named) == list(range(12))
+    assert step.table_BX[:, [*named, *range(12, WORDS)]].tolist() == [
+        [*words, *[0] * (WORDS - 9)]
+        for words in (
+            [SLOW, 130, 4, 0, 0, 4, 101, 0, 1],
+            [IDLE, 77, 3, 50, 20, 3, 50, -1, 0],
+            [FAST, 1000, 5, 873, 68, 5, 873, -1, 1],
+            [SLOW, 2000, 2, 0, 0, 2, 1900, 1, 1],
+            [FAST, 9, 1, 1, 1, 1, 1, -1, 1],
+        )
+    ]
+    assert (IDLE, PROMPT, FAST, SLOW) == (0, 1, 2, 3)
+    assert (step.slow, step.longest) == ((0, 3), 2000)
+    assert [part.tolist() for part in step.slow_R] == [[0, 3], [4, 2], [130, 2000], [101, 1900]]
+    assert step.work_XI.tolist() == [[-1] * 4] * 3
 
 
 def test_the_lists_hold_lengths_new_tokens_and_recent_starts():
@@ -94,16 +70,6 @@ def test_the_lists_hold_lengths_new_tokens_and_recent_starts():
     assert step.append_start_B.tolist() == [129, 77, 999, 1999, 8, 0]
     assert step.append_count_B.tolist() == [1, 0, 1, 1, 1, 40]
     assert step.recent_start_B.tolist() == [101, 50, 873, 1900, 1, 30]
-
-
-def test_the_slow_lists_hold_the_slow_requests_alone():
-    lists = [part.tolist() for part in describe_step(RAGGED, 3, CPU).slow_R]
-    assert lists == [[0, 3], [4, 2], [130, 2000], [101, 1900]]
-
-
-def test_the_longest_is_the_longest_slow_request():
-    assert describe_step(RAGGED, 3, CPU).longest == 2000
-    assert describe_step(RAGGED[:3], 3, CPU).longest == 130
 
 
 def test_without_a_slow_request_the_slow_lists_are_empty():
@@ -135,19 +101,11 @@ def test_every_view_lies_in_the_one_buffer_apart_and_aligned(batch: int):
     assert int(step.buffer.sum()) == total  # all of them were the buffer's own memory
 
 
-def test_the_work_begins_unused_and_has_the_room_asked_for():
-    assert describe_step(RAGGED, 3, CPU).work_XI.tolist() == [[-1] * 4] * 3
-    assert describe_step(RAGGED, 0, CPU).work_XI.shape == (0, 4)
-
-
-def test_the_plan_and_unnamed_words_begin_at_zero():
-    assert words(FIRST, SPLITS, MIXED, *range(12, WORDS)) == [[0] * 7] * 5
-
-
 def test_the_queries_of_a_request_that_decodes_are_its_new_tokens():
     draft = replace(RAGGED[0], count=9)
     prompt = replace(RAGGED[1], mode=PROMPT, count=20)
     step = describe_step([*RAGGED, draft, prompt], 0, CPU)
+    assert step.work_XI.shape == (0, 4)
     assert step.table_BX[:, QUERIES].tolist() == [1, 0, 1, 1, 1, 9, 0]
     assert step.queries == 9
     assert describe_step([RAGGED[1], prompt], 0, CPU).queries == 1

@@ -22,7 +22,6 @@ OPTIONS: list[dict[str, Any]] = [
     {"soft_cap": 0.5},
     {"sink_HG": torch.tensor([[2.0, -1.0], [0.0, 4.0]])},
 ]
-CASES = covering(BLOCKS, [1, 9, 12], OPTIONS, [D, 24], [torch.float32, torch.float16])
 
 
 class Streamed:
@@ -62,13 +61,24 @@ class Streamed:
         return window_logits(*operands, scale=SCALE, soft_cap=soft_cap)
 
 
-@pytest.mark.parametrize(("sizes", "W", "options", "E", "dtype"), CASES)
+@pytest.mark.parametrize(
+    ("sizes", "W", "options", "E", "dtype"),
+    covering(BLOCKS, [1, 9, 12], OPTIONS, [D, 24], [torch.float32, torch.float16]),
+)
 def test_queries_attend_causally_across_the_borders_of_blocks(
     sizes: list[int], W: int, options: dict[str, Any], E: int, dtype: torch.dtype
 ):
-    made = Streamed(sizes, W, E, dtype)
+    """The logits are those over pages, and later keys have none (Eq. 4)."""
+    made, cap = Streamed(sizes, W, E, dtype), options.get("soft_cap")
     out = streamed_attention(made.query, iter(made.blocks), made.length, scale=SCALE, **options)
     made.assert_plain(out, **options)
+    logits = streamed_logits(made.query, made.blocks, made.length, scale=SCALE, soft_cap=cap)
+    torch.testing.assert_close(logits, made.window_logits(cap), rtol=1e-5, atol=1e-5)
+    assert torch.equal(logits == -torch.inf, ~causal_mask(W, made.length).expand_as(logits))
+    made.query = made.query[:, :, :, -1:]
+    out, logits = streamed_attention_with_logits(made.query, made.blocks, scale=SCALE, **options)
+    made.assert_plain(out, **options)
+    torch.testing.assert_close(logits, made.window_logits(cap), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("sizes", BLOCKS)
@@ -77,30 +87,6 @@ def test_a_whole_prompt_may_come_in_blocks(sizes: list[int]):
     made = Streamed(sizes, sum(sizes), D, torch.float32)
     out = streamed_attention(made.query, made.blocks, made.length, scale=SCALE)
     made.assert_plain(out)
-
-
-@pytest.mark.parametrize(("sizes", "W", "options", "E", "dtype"), CASES)
-def test_one_query_s_logits_come_with_what_it_reads(
-    sizes: list[int], W: int, options: dict[str, Any], E: int, dtype: torch.dtype
-):
-    made = Streamed(sizes, 1, E, dtype)
-    out, logits = streamed_attention_with_logits(made.query, made.blocks, scale=SCALE, **options)
-    made.assert_plain(out, **options)
-    expected = made.window_logits(options.get("soft_cap"))
-    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize(("sizes", "W", "options", "E", "dtype"), CASES)
-def test_logits_are_those_over_pages_and_later_keys_have_none(
-    sizes: list[int], W: int, options: dict[str, Any], E: int, dtype: torch.dtype
-):
-    """Eq. 4."""
-    made, cap = Streamed(sizes, W, E, dtype), options.get("soft_cap")
-    logits = streamed_logits(made.query, made.blocks, made.length, scale=SCALE, soft_cap=cap)
-    torch.testing.assert_close(logits, made.window_logits(cap), rtol=1e-5, atol=1e-5)
-    hidden = ~causal_mask(W, made.length).expand_as(logits)
-    assert (logits[hidden] == -torch.inf).all()
-    assert logits[~hidden].isfinite().all()
 
 
 def test_one_head_s_blocks_give_that_head():

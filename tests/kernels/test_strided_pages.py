@@ -199,8 +199,7 @@ ON_CPU = (attends_with_logits, verifies, verifies_natively, packs_layers)
 CASES = [
     ("torch", run, layout, E)
     for run in (*WITH_KERNEL, *ON_CPU)
-    for layout in (halves, tokens_first, transposed_keys)
-    for E in (D, 24)
+    for layout, E in ((halves, D), (tokens_first, 24), (transposed_keys, 24))
 ]
 # what a kernel takes: the numbers of a row lie together
 CASES += [

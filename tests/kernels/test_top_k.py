@@ -36,14 +36,19 @@ def by_sorting(scores: list[float], budget: int) -> list[int]:
     ("length", "budget", "values"), covering([1, 63, 64, 65, 1000], [1, 64, 2048], [1, 3, 1000])
 )
 def test_top_k_equals_sorting_under_heavy_ties(select, length: int, budget: int, values: int):
+    """One row has no candidate at all; the index is int32, and the scores stay as they were."""
     score = torch.randint(-values, values, (2, 2, length)).float()
-    score[0, :, : length // 2] = MASKED_SCORE
-    expected = [[by_sorting(row, budget) for row in rows] for rows in score.tolist()]
-    assert select(score, budget).tolist() == expected
+    score[0, 0], score[0, 1, : length // 2] = MASKED_SCORE, MASKED_SCORE
+    before = score.tolist()
+    index = select(score, budget)
+    assert index.tolist() == [[by_sorting(row, budget) for row in rows] for rows in before]
+    assert index.dtype == torch.int32
+    assert index.is_contiguous()
+    assert score.tolist() == before
 
 
 @pytest.mark.parametrize(
-    ("length", "budget"), covering([CHUNK - 1, CHUNK, CHUNK + 1, 9000], [100, 8192])
+    ("length", "budget"), [(CHUNK - 1, 100), (CHUNK, 8192), (CHUNK + 1, 8192), (9000, 100)]
 )
 def test_rows_of_several_chunks(select, length: int, budget: int):
     """Plain scores, few values, one value, and a candidate set in the middle."""
@@ -78,14 +83,17 @@ def test_better_scores_of_earlier_chunks_make_room_whatever_the_last_byte(select
 
 
 @pytest.mark.parametrize("byte", [0, 1, 2, 3])
-@pytest.mark.parametrize("sign", [1, -1])
-def test_keys_that_differ_in_one_byte_alone_are_told_apart(select, byte: int, sign: int):
+def test_keys_that_differ_in_one_byte_alone_are_told_apart(select, byte: int):
     """Each of the four passes over a key has to count its own byte."""
     step = torch.randperm(256)[:120] if byte < 3 else torch.randperm(120)
     base = 0x3F808080 & ~(255 << 8 * byte)
-    score = (base + (step << 8 * byte)).int().view(torch.float32).view(1, 1, -1) * sign
+    score = (base + (step << 8 * byte)).int().view(torch.float32)[None, None] * torch.tensor(
+        [[[1], [-1]]]
+    )
     for budget in (1, 50, 119):
-        assert select(score, budget).tolist() == [[by_sorting(score[0, 0].tolist(), budget)]]
+        assert select(score, budget).tolist() == [
+            [by_sorting(row, budget) for row in score[0].tolist()]
+        ]
 
 
 def test_extreme_scores_rank_as_numbers_do(select):
@@ -103,44 +111,11 @@ def test_minus_zero_ties_with_zero(select):
     assert select(score, 3).tolist() == [[[1, 2, 3]]]
 
 
-def test_lower_positions_win_a_tie(select):
-    assert select(torch.tensor([[[1.0, 2.0, 1.0, 2.0, 1.0]]]), 3).tolist() == [[[0, 1, 3]]]
-
-
-def test_positions_ascend_whatever_the_scores_do(select):
-    score = torch.arange(9.0).flip(0).view(1, 1, 9)
-    assert select(score, 4).tolist() == [[[0, 1, 2, 3]]]
-
-
-def test_the_index_is_int32_and_contiguous(select):
-    index = select(torch.randn(2, 3, 50), 8)
-    assert (index.dtype, index.shape) == (torch.int32, (2, 3, 8))
-    assert index.is_contiguous()
-
-
-def test_too_few_candidates_are_padded_at_the_end(select):
-    score = torch.full((1, 1, 6), MASKED_SCORE)
-    score[..., [2, 5]] = torch.tensor([-3.0, -1.0])
-    assert select(score, 4).tolist() == [[[2, 5, -1, -1]]]
-
-
 def test_one_candidate_far_behind_is_found(select):
     """The padding is longer than a chunk."""
     score = torch.full((1, 1, 2 * CHUNK + 9), MASKED_SCORE)
     score[..., 2 * CHUNK + 3] = -1e6
     assert select(score, CHUNK + 100).tolist() == [[[2 * CHUNK + 3] + [-1] * (CHUNK + 99)]]
-
-
-def test_a_budget_beyond_the_cache_keeps_every_candidate_once(select):
-    assert select(torch.randn(1, 1, 3), 10).tolist() == [[[0, 1, 2]]]
-
-
-def test_no_candidates_select_nothing_beside_a_request_that_has_some(select):
-    score = torch.randn(2, 2, 20)
-    score[0] = MASKED_SCORE
-    index = select(score, 5)
-    assert (index[0] == -1).all()
-    assert (index[1] >= 0).all()
 
 
 def test_a_score_lowered_below_the_mask_is_still_masked(select):
@@ -150,23 +125,20 @@ def test_a_score_lowered_below_the_mask_is_still_masked(select):
     assert select(score, 5).tolist() == [[[4, -1, -1, -1, -1]]]
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_other_precisions_rank_the_same(dtype: torch.dtype):
-    """The mask is -inf in float16."""
+def test_double_precision_ranks_the_same_in_the_reference():
     score = torch.randint(9, (2, 3, 50)).float()
     score[1, :, 5:] = MASKED_SCORE
-    assert torch.equal(top_k.reference(score.to(dtype), 8), top_k.reference(score, 8))
+    assert torch.equal(top_k.reference(score.double(), 8), top_k.reference(score, 8))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_ranks_the_same_in_the_kernel(
-    select, dtype: torch.dtype, kernel_device: str
-):
+def test_half_precision_ranks_the_same(select, dtype: torch.dtype, kernel_device: str):
+    """The mask is -inf in float16."""
     if dtype == torch.bfloat16 and kernel_device == "cpu":
         pytest.skip("Triton's interpreter has no bfloat16")
     score = torch.randn(2, 2, 1000).to(dtype)
     score[1, :, 5:] = MASKED_SCORE
-    assert torch.equal(select(score, 64), top_k.reference(score, 64))
+    assert torch.equal(select(score, 64), top_k.reference(score.float(), 64))
 
 
 def test_double_precision_is_refused_by_the_kernel():
@@ -183,19 +155,9 @@ def test_scores_inside_a_larger_buffer_are_read_in_place(select, part: slice):
     assert torch.equal(select(score, 9), top_k.reference(score.contiguous(), 9))
 
 
-def test_the_scores_are_left_as_they_were(select):
-    score = torch.randn(1, 2, 30)
-    before = score.clone()
-    select(score, 5)
-    assert torch.equal(score, before)
-
-
 @pytest.mark.parametrize("budget", [0, -3])
 def test_a_budget_that_is_not_positive_is_refused(select, budget: int):
     with pytest.raises(ValueError, match=f"^budget must be positive, got {budget}$"):
         select(torch.zeros(1, 1, 4), budget)
-
-
-def test_scores_of_another_rank_are_refused(select):
     with pytest.raises(ValueError, match=r"^score must be \[B, H, T\], got \[4\]$"):
         select(torch.zeros(4), 2)

@@ -12,6 +12,7 @@ from typing import Any, Self
 
 import torch
 
+from sfi_core.engine.logits import divergence
 from sfi_core.engine.report import RequestReport
 from sfi_core.engine.shared_prompt import SharedPrompt
 from sfi_core.generation.read_prompt import read_prompt
@@ -188,7 +189,7 @@ def fidelity(
         for found, ids, log_V, full_V in zip(parts, given, log_BV, full.log_SBV[step], strict=True):
             token = ids[step]
             found.step.append(step)
-            found.kl.append(divergence(full_V, log_V))
+            found.kl.append(float(divergence(full_V.double(), log_V.double())))
             found.agrees.append(bool(log_V.argmax() == full_V.argmax()))
             found.nll.append(-float(log_V[token]))
             found.nll_full.append(-float(full_V[token]))
@@ -213,13 +214,6 @@ def fidelity(
         found.window = [window.start] * len(found.step)
         found.reports = [report]
     return parts
-
-
-def divergence(log_p_V: torch.Tensor, log_q_V: torch.Tensor) -> float:
-    """Return KL(p || q) in nats of two rows of log-probabilities; exactly 0 for equal ones."""
-    p, q = log_p_V.double(), log_q_V.double()
-    # rounding may leave a sum just below zero
-    return max(0.0, float((p.exp() * (p - q)).nansum()))
 
 
 def _label(low: float, high: float) -> str:

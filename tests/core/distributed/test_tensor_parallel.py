@@ -104,14 +104,10 @@ def refusals(ranks) -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_two_ranks_choose_the_tokens_and_slow_steps_of_one_process(name, one, two):
+def test_two_ranks_choose_and_select_what_one_process_does(name, one, two):
     for rank in two:
         assert rank[name]["tokens"] == one[name]["tokens"]
         assert rank[name]["slow_at"] == one[name]["slow_at"]
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_two_ranks_select_in_each_kv_head_what_one_process_selects(name, one, two):
     first, second = (rank[name]["selected"] for rank in two)
     assert first.keys() == second.keys() == one[name]["selected"].keys()
     for where, index_HK in one[name]["selected"].items():
@@ -288,11 +284,9 @@ class Compared(SFI):
         for head, index_BK in enumerate(whole.index_BHK.unbind(1)):
             own = slice(head, head + 1)
             local = replace(
-                context,
-                logits=partial(lambda own: logits_BHGWT[:, own], own),
-                key_norm_BHT=context.key_norm_BHT[:, own],
-                log_sum_BHGW=None,
-            )
+                context, logits=partial(lambda own: logits_BHGWT[:, own], own),
+                key_norm_BHT=context.key_norm_BHT[:, own], log_sum_BHGW=None,
+            )  # fmt: skip
             chosen = set(super().select_after(local).index_BHK.flatten().tolist())
             Compared.other += len(set(index_BK.flatten().tolist()) - chosen)
             Compared.total += index_BK.numel()

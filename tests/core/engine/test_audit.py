@@ -21,16 +21,9 @@ ROWS = [
     for n in (40, 17, 6)
 ]
 CONFIG = SfiConfig(
-    slow_start=1,
-    min_gap=0,
-    span=0,
-    sink=2,
-    recent=5,
-    budget=6,
-    t_max=3,
-    window_prefill=4,
+    slow_start=1, min_gap=0, span=0, sink=2, recent=5, budget=6, t_max=3, window_prefill=4,
     trigger_token_ids=tuple(range(0, 96, 9)),
-)
+)  # fmt: skip
 AUDIT = AuditConfig(every=1, top=TOP)
 
 
@@ -68,7 +61,7 @@ def dense_attentions(row: int, step: int) -> tuple[Any, torch.Tensor]:
     return output.attentions, output.logits[0, -1]
 
 
-@pytest.mark.parametrize("policy", ["sfi", "full-kv", "streaming-llm", "oracle-top-k"])
+@pytest.mark.parametrize("policy", ["sfi", "full-kv", "oracle-top-k"])
 def test_an_audit_changes_neither_a_token_nor_what_ran(policy):
     plain, watched = complete(policy=policy), audited(policy)[0]
     assert tokens(watched) == tokens(plain)
@@ -109,7 +102,7 @@ def test_an_audit_inside_transformers_own_loop_sees_the_same():
         torch.testing.assert_close(ours.kl_R, theirs.kl_R)
 
 
-@pytest.mark.parametrize("step", [0, 4, NEW - 1])
+@pytest.mark.parametrize("step", [0, NEW - 1])
 def test_a_support_holds_the_most_attended_positions_of_dense_attention(step):
     _, observer = audited("full-kv")
     for row in range(len(ROWS)):
@@ -226,7 +219,7 @@ def test_the_query_cosine_is_that_of_neighbouring_steps():
         torch.testing.assert_close(event.query_cosine_H, expected.view(2, 2).mean(1))
 
 
-@pytest.mark.parametrize("every", [1, 3, 100])
+@pytest.mark.parametrize("every", [1, 3])
 def test_every_nth_step_and_every_slow_step_is_audited(every):
     result, observer = audited(every=every)
     for row, request in enumerate(result.report.requests):
@@ -254,24 +247,6 @@ def test_a_layer_left_dense_retains_everything():
     complete(config=CONFIG.replace(dense_layers=(0,)), observers=[observer], audit=AUDIT)
     assert all((e.retained_H == 1).all() for e in observer.audits if e.layer == 0)
     assert not all((e.retained_H == 1).all() for e in observer.audits if e.layer == 1)
-
-
-@pytest.mark.exhaustive  # each kernel equals its reference in tests/kernels
-def test_the_kernels_audit_as_the_references_do(kernel_device):
-    audit, runs = AuditConfig(every=2, top=8), []
-    options = {"model": tiny_qwen3().to(kernel_device), "audit": audit, "max_new_tokens": 4}
-    for backend in ("torch", "triton"):
-        observer = RecordingObserver()
-        complete(backend=backend, observers=[observer], **options)
-        runs.append(observer)
-    ours, theirs = runs
-    assert len(ours.audits) == len(theirs.audits) > 0
-    for one, other in zip(ours.audits, theirs.audits, strict=True):
-        assert torch.equal(one.index_HK, other.index_HK)
-        torch.testing.assert_close(one.retained_H, other.retained_H, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(one.output_error_H, other.output_error_H, rtol=1e-2, atol=1e-5)
-    for one, other in zip(ours.logits, theirs.logits, strict=True):
-        torch.testing.assert_close(one.kl_R, other.kl_R, rtol=1e-2, atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ def in_order(references, complete):
     return found
 
 
-@pytest.mark.parametrize("side", [Lazy, *(lambda seed=seed: AnyTime(seed) for seed in range(3))])
+@pytest.mark.parametrize("side", [Lazy, *(lambda seed=seed: AnyTime(seed) for seed in range(2))])
 def test_every_legal_schedule_gives_what_the_code_s_order_gives(complete, in_order, side):
     made = side()
     assert complete(made) == in_order

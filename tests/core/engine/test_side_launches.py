@@ -14,7 +14,6 @@ from sfi_core.engine.graphs import layer as graphs_layer
 from sfi_core.settings.engine import EngineOptions
 from sfi_kernels.launch import name_of
 from tests.core.conftest import tiny_qwen3
-from tests.covering import case
 from tests.fake_graph import FakeRecorder, memory
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="counted on CPU tensors")
@@ -69,14 +68,13 @@ def side_launches(monkeypatch) -> dict[int, list[str]]:
     return found
 
 
-@pytest.mark.parametrize(("span", "most"), [case(10, 14, kept=True), case(0, 12)])
-def test_a_layer_makes_few_launches_on_the_side(side_launches, span: int, most: int):
+def test_a_layer_makes_few_launches_on_the_side(side_launches):
     """One copy of the key norms, five launches of the Selector and two for a span, top-k's five, and pack."""
     sfi_core.generate(
-        tiny_qwen3(layers=2), None, [list(range(3, 25))], CONFIG.replace(span=span), page_size=16,
+        tiny_qwen3(layers=2), None, [list(range(3, 25))], CONFIG.replace(span=10), page_size=16,
         backend="triton", max_new_tokens=3, stop_token_ids=(), engine=EngineOptions(graphs=True),
     )  # fmt: skip
     first, second = side_launches[0], side_launches[1]
     assert {"pack", "selector_refine", "top_k_write"} <= set(second)
-    assert len(second) <= most, second
-    assert len(first) <= most + 3, first  # an index for all layers
+    assert len(second) <= 14, second
+    assert len(first) <= 17, first  # an index for all layers

@@ -18,7 +18,6 @@ from transformers import (
 import sfi_core
 from sfi_core import SfiConfig, slow_fast
 from sfi_core.errors import BackendError
-from sfi_core.policies import POLICIES
 from sfi_core.settings.parts import FreeKVConfig, SyncKVConfig
 from tests.core.conftest import TINY, tiny_qwen3
 from tests.covering import case
@@ -30,20 +29,12 @@ PROMPTS = [
     for n in (70, 30, 7)
 ]
 CONFIG = SfiConfig(
-    slow_start=1,
-    min_gap=0,
-    span=0,
-    sink=2,
-    recent=8,
-    budget=16,
-    t_max=3,
-    trigger_token_ids=tuple(range(2, 96, 5)),
-    window_prefill=4,
-    freekv=FreeKVConfig(page=8),
+    slow_start=1, min_gap=0, span=0, sink=2, recent=8, budget=16, t_max=3,
+    trigger_token_ids=tuple(range(2, 96, 5)), window_prefill=4, freekv=FreeKVConfig(page=8),
     synckv=SyncKVConfig(heads="even", stride=3),
-)
-# one selects at slow steps, one before every step
-KINDS_OF_POLICY = ("sfi", "quest")
+)  # fmt: skip
+# one selects at slow steps, two before every step, by bounds and by codes; test_triton_heads.py has others
+KINDS_OF_POLICY = ("sfi", "quest", "codescan")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -72,7 +63,7 @@ def tokens(result: Any) -> list[list[int]]:
     return [request.token_ids for request in result.report.requests]
 
 
-@pytest.mark.parametrize("policy", [case(name, kept=name in KINDS_OF_POLICY) for name in POLICIES])
+@pytest.mark.parametrize("policy", KINDS_OF_POLICY)
 def test_every_policy_gives_the_tokens_of_the_references(policy: str):
     """A ragged batch whose requests are slow at different steps; the prompt comes in pieces."""
     options = {"policy": policy, "prefill_chunk": 40}
@@ -89,10 +80,8 @@ def test_every_policy_gives_the_tokens_of_the_references(policy: str):
 @pytest.mark.parametrize(
     "change",
     [
-        case({"span": 3, "slow_start": 2}),
-        {"recent_mode": "sliding", "dense_layers": (1,)},
-        case({"sink": 0, "recent": 25}),
-        {"granularity": "page", "page_size": 6, "budget": 15},
+        {"recent_mode": "sliding", "dense_layers": (1,), "span": 3, "slow_start": 2},
+        {"granularity": "page", "page_size": 6, "budget": 15, "sink": 0, "recent": 25},
     ],
     ids=str,
 )

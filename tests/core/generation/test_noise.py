@@ -90,9 +90,3 @@ def test_neighbouring_places_have_independent_noise(other: tuple[int, int, int],
     noise_2V = gumbel(keys, 100_000)
     pair = torch.stack([noise_2V[0, shift:], noise_2V[1, : 100_000 - shift]])
     assert pair.corrcoef()[0, 1].abs() < 0.02  # 6 standard deviations
-
-
-def test_neighbouring_token_ids_have_independent_noise():
-    noise_V = gumbel(torch.tensor([noise_key(0, 0, 0)]), 100_000)[0]
-    for apart in (1, 2, 64):
-        assert torch.stack([noise_V[apart:], noise_V[:-apart]]).corrcoef()[0, 1].abs() < 0.02

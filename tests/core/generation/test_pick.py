@@ -99,8 +99,7 @@ def test_picking_notes_nothing(ids: torch.Tensor, logits_SBV: torch.Tensor):
     ]
 
 
-@pytest.mark.parametrize("do_sample", [False, True])
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize(("do_sample", "bad"), [(False, torch.nan), (True, torch.inf)])
 def test_a_broken_position_is_named_with_its_own_step(
     ids: torch.Tensor, bad: float, do_sample: bool
 ):

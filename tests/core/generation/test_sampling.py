@@ -32,15 +32,9 @@ SETTINGS = [
     {"do_sample": True, "top_k": 4},
     {"do_sample": True, "top_p": 0.4},
     {"do_sample": True, "min_p": 0.2},
-    {
-        "do_sample": True,
-        "temperature": 1.8,
-        "top_k": 20,
-        "top_p": 0.8,
-        "min_p": 0.05,
-        "repetition_penalty": 1.3,
-    },
-]
+    {"do_sample": True, "temperature": 1.8, "top_k": 20, "top_p": 0.8, "min_p": 0.05,
+        "repetition_penalty": 1.3},
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
@@ -84,13 +78,9 @@ def test_the_ends_of_the_ranges_are_allowed(settings: dict):
 
 
 def test_greedy_takes_the_most_likely_token(ids: torch.Tensor):
+    """And ignores the settings of sampling, as transformers does with do_sample=False."""
     logits = torch.randn(B, V)
     assert sampled(Sampling(), logits, ids) == logits.argmax(-1).tolist()
-
-
-def test_greedy_ignores_the_settings_of_sampling(ids: torch.Tensor):
-    """As transformers does with do_sample=False."""
-    logits = torch.randn(B, V)
     settings = Sampling(temperature=0.1, top_k=2, top_p=0.1, min_p=0.5)
     assert sampled(settings, logits, ids) == logits.argmax(-1).tolist()
 
@@ -157,14 +147,6 @@ def test_the_penalty_of_a_row_that_was_taken_sees_its_new_request_only(length: i
     assert set(sampler.tokens.ids_BT[0, length + 2 :].tolist()) <= {8}
 
 
-def test_the_penalty_sees_the_prompt_and_what_was_generated(ids: torch.Tensor):
-    logits = torch.zeros(B, V)
-    logits[:, 7], logits[:, 8], logits[:, 9] = 3.0, 2.9, 2.8
-    sampler = Sampler(Sampling(repetition_penalty=2.0), torch.full((B, T), 7))
-    assert [sampler(logits, RUNNING, PAD) for _ in range(2)] == [[8] * B, [9] * B]
-    assert sampler.tokens.ids_BT[:, T:].tolist() == [[8, 9]] * B
-
-
 def test_a_finished_request_gets_padding(ids: torch.Tensor):
     logits = torch.randn(B, V)
     sampler = Sampler(Sampling(), ids)
@@ -187,8 +169,7 @@ def test_tokens_so_far_are_kept_in_room_that_seldom_moves(ids: torch.Tensor):
     assert len(places) == 3, "256, 512 and 1024 tokens"
 
 
-@pytest.mark.parametrize("do_sample", [False, True])
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize(("do_sample", "bad"), [(False, torch.nan), (True, torch.inf)])
 def test_broken_logits_are_named_with_step_and_request(
     ids: torch.Tensor, bad: float, do_sample: bool
 ):
@@ -220,8 +201,9 @@ def test_forbidden_tokens_are_fine_and_never_drawn(ids: torch.Tensor, do_sample:
     assert sampled(Sampling(do_sample=do_sample), logits, ids) == [11] * B
 
 
-@pytest.mark.parametrize("do_sample", [False, True])
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize(
+    ("do_sample", "bad"), [(False, torch.nan), (True, torch.inf), (True, -torch.inf)]
+)
 def test_a_finished_request_may_hold_anything(ids: torch.Tensor, bad: float, do_sample: bool):
     logits = torch.randn(B, V)
     logits[1] = bad

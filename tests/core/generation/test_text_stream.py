@@ -65,14 +65,6 @@ def test_a_character_split_over_tokens_waits_until_it_is_whole(make):
     assert pushed(text_stream(tokenizer), ids)[len(before) :] == [""] * waited + ["数"]
 
 
-def test_every_line_keeps_its_indentation_where_the_decoder_strips_a_space():
-    tokenizer = llama_2_like()
-    ids = encode(tokenizer, CODE)
-    assert tokenizer.decode(ids) == CODE
-    lines = "".join(pushed(text_stream(tokenizer), ids)).split("\n")
-    assert lines == CODE.split("\n")
-
-
 def test_a_text_may_begin_with_spaces_of_which_the_decoder_strips_one():
     tokenizer = llama_2_like()
     ids = tokenizer.convert_tokens_to_ids(["▁", "▁", "▁▁▁▁", "x"])

@@ -11,9 +11,8 @@ from sfi_core.errors import UnsupportedModelError
 from sfi_core.generation.generate import generate
 from sfi_core.hosts.transformers.checks import check_supported
 from sfi_core.hosts.transformers.slow_fast import slow_fast
-from sfi_core.settings.config import SfiConfig
-from tests.architectures import BY_LABEL, PAGE, REFUSED, WORKS, padded, page, prompts, tiny
-from tests.covering import covering
+from tests.architectures import BY_LABEL, PAGE, REFUSED, SMALL, WORKS, padded, page, prompts, tiny
+from tests.covering import each_value
 
 pytestmark = pytest.mark.seam
 
@@ -21,19 +20,7 @@ WORKING = [architecture.label for architecture in WORKS]
 HANDFUL = ["qwen3", "gemma-2", "gpt-oss", "deepseek-v3", "llama"]
 LENGTHS = {1: (37,), 2: (9, 37), 3: (24, 37, 9), 4: (37, 9, 16, 24)}
 STEPS = 12
-BOUNDARIES = tuple(range(0, 300, 6))
-WHOLE = SfiConfig(
-    slow_start=1,
-    min_gap=0,
-    span=0,
-    sink=4,
-    recent=6,
-    budget=1000,
-    t_max=4,
-    window_prefill=8,
-    trigger_token_ids=BOUNDARIES,
-)
-SMALL = WHOLE.replace(sink=2, budget=5)
+WHOLE = SMALL.replace(sink=4, budget=1000)
 EVERY_STEP = {
     "policy always": WHOLE.replace(budget=1, trigger_policy="always"),
     "t_max 0": WHOLE.replace(budget=1, t_max=0, trigger_token_ids=()),
@@ -53,7 +40,7 @@ def complete(model, rows, **options):
 
 @cache
 def reference(label, batch):
-    """Full attention's greedy tokens, and the smallest lead of a token over the next best."""
+    """Full attention's greedy tokens, which vary; none is nearly tied, so that rounding changes no token."""
     rows = padded(prompts(*LENGTHS[batch]))
     output = tiny(label).generate(
         **rows, max_new_tokens=STEPS, do_sample=False, output_logits=True,
@@ -61,7 +48,9 @@ def reference(label, batch):
     )  # fmt: skip
     best = torch.stack(output.logits).topk(2).values
     tokens = output.sequences[:, rows["input_ids"].shape[1] :].tolist()
-    return tokens, (best[..., 0] - best[..., 1]).min().item()
+    assert (best[..., 0] - best[..., 1]).min() > 1e-4
+    assert len({token for row in tokens for token in row}) > STEPS // 2
+    return tokens
 
 
 def under_sfi(label, rows, config, *, policy="sfi", page_size=None, **options):
@@ -79,28 +68,20 @@ def own_loop(label, rows, config, **options):
     return [request.token_ids for request in result.report.requests], result.report
 
 
-@pytest.mark.parametrize(("label", "batch"), covering(WORKING, LENGTHS))
-def test_reference_tokens_vary_and_none_is_nearly_tied(label, batch):
-    """Otherwise the tests below could pass, or fail, for no reason."""
-    tokens, lead = reference(label, batch)
-    assert lead > 1e-4
-    assert len({token for row in tokens for token in row}) > STEPS // 2
-
-
-@pytest.mark.parametrize(("label", "batch"), covering(WORKING, LENGTHS))
+@pytest.mark.parametrize(("label", "batch"), each_value(WORKING, LENGTHS))
 def test_anchored_budget_over_all_positions_gives_full_attentions_tokens(label, batch):
     rows = prompts(*LENGTHS[batch])
     tokens, report = under_sfi(label, rows, WHOLE)
-    assert tokens == reference(label, batch)[0] == [r.token_ids for r in report.requests]
+    assert tokens == reference(label, batch) == [r.token_ids for r in report.requests]
     assert [r.prompt_tokens for r in report.requests] == [len(row) for row in rows]
     assert all(r.slow_steps > 1 and r.fast_steps > 0 for r in report.requests)
     assert report.paths["torch.sparse_attention"] > 0
 
 
-@pytest.mark.parametrize(("label", "rule"), covering(WORKING, EVERY_STEP))
+@pytest.mark.parametrize(("label", "rule"), each_value(WORKING, EVERY_STEP))
 def test_slow_step_every_time_gives_full_attentions_tokens(label, rule):
     tokens, report = under_sfi(label, prompts(*LENGTHS[3]), EVERY_STEP[rule])
-    assert tokens == reference(label, 3)[0]
+    assert tokens == reference(label, 3)
     assert "torch.sparse_attention" not in report.paths
     assert [r.fast_steps for r in report.requests] == [0, 0, 0]
 
@@ -108,11 +89,11 @@ def test_slow_step_every_time_gives_full_attentions_tokens(label, rule):
 @pytest.mark.parametrize("label", WORKING)
 def test_full_kv_gives_full_attentions_tokens(label):
     tokens, report = under_sfi(label, prompts(*LENGTHS[3]), SMALL, policy="full-kv")
-    assert tokens == reference(label, 3)[0]
+    assert tokens == reference(label, 3)
     assert [r.read_ratio for r in report.requests] == [1, 1, 1]
 
 
-@pytest.mark.parametrize("label", WORKING)
+@pytest.mark.parametrize("label", HANDFUL)
 def test_small_budget_reads_less_and_moves_the_logits(label):
     """So that the other tests with a small budget compare sparse runs."""
     batch = padded(prompts(37))
@@ -125,15 +106,10 @@ def test_small_budget_reads_less_and_moves_the_logits(label):
 
 
 @pytest.mark.parametrize("label", HANDFUL)
-def test_own_loop_equals_transformers_generate_when_greedy(label):
+def test_own_loop_gives_the_tokens_and_slow_steps_of_transformers_generate(label):
     rows = prompts(*LENGTHS[4])
-    assert own_loop(label, rows, SMALL)[0] == under_sfi(label, rows, SMALL)[0]
-
-
-@pytest.mark.parametrize("label", HANDFUL)
-def test_own_loop_reports_the_slow_steps_that_transformers_generate_has(label):
-    rows = prompts(*LENGTHS[4])
-    ours, theirs = own_loop(label, rows, SMALL)[1], under_sfi(label, rows, SMALL)[1]
+    (ids, ours), (expected, theirs) = own_loop(label, rows, SMALL), under_sfi(label, rows, SMALL)
+    assert ids == expected
     assert ours.requests == theirs.requests
     assert ours.paths == theirs.paths
 
@@ -146,7 +122,7 @@ def test_row_in_a_ragged_batch_equals_the_row_alone(label):
     assert together.requests == alone
 
 
-@pytest.mark.parametrize(("label", "chunk"), covering(HANDFUL, [5, 12, 16, 64]))
+@pytest.mark.parametrize(("label", "chunk"), each_value(HANDFUL, [5, 12, 16, 64]))
 def test_prompt_in_pieces_gives_the_tokens_of_one_piece(label, chunk):
     """With 37 tokens and a window of 8 queries the last piece is 2, 1, 5 or 37 tokens long."""
     rows = prompts(*LENGTHS[3])
@@ -157,7 +133,7 @@ def test_prompt_in_pieces_gives_the_tokens_of_one_piece(label, chunk):
     assert pieces.requests == whole.requests
 
 
-@pytest.mark.parametrize(("label", "chunk"), covering(HANDFUL, [5, 12, 16]))
+@pytest.mark.parametrize(("label", "chunk"), each_value(HANDFUL, [5, 12, 16]))
 def test_transformers_prefill_chunks_give_the_tokens_of_one_piece(label, chunk):
     rows = prompts(*LENGTHS[3])
     _, whole = under_sfi(label, rows, SMALL)
@@ -180,21 +156,9 @@ def traces_of_sfi(model):
     return model.config._attn_implementation, [*modules, *hooks, *own]  # noqa: SLF001
 
 
-@pytest.mark.parametrize("label", HANDFUL)
-def test_model_is_restored_on_exit(label):
+@pytest.mark.parametrize("label", ["qwen3", "gpt-oss"])
+def test_model_is_restored_on_exit_and_after_an_exception(label):
     model = tiny(label)
-    with slow_fast(model, None, SMALL):
-        name, left = traces_of_sfi(model)
-        assert (name, len(left) > 3) == ("sfi", True)
-        complete(model, prompts(*LENGTHS[2]))
-    assert traces_of_sfi(model) == ("eager" if BY_LABEL[label].eager else "sdpa", [])
-    assert complete(model, prompts(*LENGTHS[2])) == reference(label, 2)[0]
-
-
-@pytest.mark.parametrize("label", HANDFUL)
-def test_model_is_restored_after_an_exception(label):
-    model = tiny(label)
-    before = traces_of_sfi(model)
 
     def break_the_second_layer(module, args):
         raise ZeroDivisionError
@@ -202,8 +166,12 @@ def test_model_is_restored_after_an_exception(label):
     hook = model.model.layers[1].register_forward_pre_hook(break_the_second_layer)
     with hook, pytest.raises(ZeroDivisionError), slow_fast(model, None, SMALL):
         complete(model, prompts(9))
-    assert traces_of_sfi(model) == before
-    assert complete(model, prompts(*LENGTHS[2])) == reference(label, 2)[0]
+    with slow_fast(model, None, SMALL):
+        name, left = traces_of_sfi(model)
+        assert (name, len(left) > 3) == ("sfi", True)
+        complete(model, prompts(*LENGTHS[2]))
+    assert traces_of_sfi(model) == ("eager" if BY_LABEL[label].eager else "sdpa", [])
+    assert complete(model, prompts(*LENGTHS[2])) == reference(label, 2)
 
 
 @pytest.mark.parametrize("architecture", REFUSED, ids=lambda a: a.label)

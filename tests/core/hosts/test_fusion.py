@@ -170,17 +170,8 @@ def test_a_layer_of_a_decoding_step_is_fifteen_kernels(monkeypatch, kind: str, p
     assert per_layer(monkeypatch, kind, on=False).total() == plain
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="counts what the interpreter is given")
-def test_gemma_is_left_as_it_is(monkeypatch):
-    """Its norms multiply in float32, by one plus the weight."""
-    ours, plain = (per_layer(monkeypatch, "gemma3_text", on=on) for on in (True, False))
-    assert ours == plain
-    assert plain.total() == 84
-
-
 @pytest.mark.skipif(DEVICE == "cuda", reason="on CPU tensors")
-@pytest.mark.parametrize("kind", ["qwen3", "llama"])
-def test_fused_steps_can_be_replayed(monkeypatch, quick, kind: str):
+def test_fused_steps_can_be_replayed(monkeypatch, quick):
     recorder = FakeRecorder()
     recorder.install(monkeypatch)
     reports = []
@@ -188,7 +179,7 @@ def test_fused_steps_can_be_replayed(monkeypatch, quick, kind: str):
         options = {"engine": EngineOptions(fused=True, graphs=graphs), "backend": "triton"}
         reports.append(
             sfi_core.generate(
-                tiny(kind), None, PROMPTS, CONFIG, page_size=16, max_new_tokens=6, stop_token_ids=(),
+                tiny("qwen3"), None, PROMPTS, CONFIG, page_size=16, max_new_tokens=6, stop_token_ids=(),
                 **options,
             ).report
         )  # fmt: skip

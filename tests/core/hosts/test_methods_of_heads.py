@@ -6,9 +6,9 @@ import pytest
 
 from sfi_core.generation.generate import generate
 from sfi_core.settings.audit import AuditConfig
-from tests.architectures import prompts, tiny
-from tests.core.hosts.test_architectures import HANDFUL, LENGTHS, SMALL, STEPS, WHOLE, reference
-from tests.covering import covering
+from tests.architectures import SMALL, prompts, tiny
+from tests.core.hosts.test_architectures import HANDFUL, LENGTHS, STEPS, WHOLE, reference
+from tests.covering import each_value
 from tests.fakes import RecordingObserver
 
 pytestmark = pytest.mark.seam
@@ -21,7 +21,7 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "synckv": ("synckv", {"synckv": EVEN}),
     "synckv sparse": ("synckv", {"synckv": {**EVEN, "suspension": "sparse"}}),
 }
-CASES = covering(HANDFUL, WAYS)
+CASES = each_value(HANDFUL, WAYS)
 
 
 def run(label: str, way: str, rows: list[list[int]], config: Any = SMALL, **options: Any) -> Any:
@@ -37,11 +37,10 @@ def run(label: str, way: str, rows: list[list[int]], config: Any = SMALL, **opti
 def test_a_budget_of_all_positions_gives_full_attentions_tokens(label: str, way: str):
     """Requests with a sink and a recent window only, too: one more token leaves each step."""
     requests = run(label, way, prompts(*LENGTHS[3]), WHOLE)
-    assert [request.token_ids for request in requests] == reference(label, 3)[0]
+    assert [request.token_ids for request in requests] == reference(label, 3)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("length", [1, 3, 9, 10, 11])
+@pytest.mark.parametrize(("way", "length"), each_value(WAYS, [10, 1, 9, 11, 3]))
 def test_a_budget_of_all_positions_does_however_short_the_prompt(way: str, length: int):
     """Of 10 tokens all are sink or recent, and the first leaves the window in step 1."""
     row, config = prompts(length), WHOLE.replace(sink=4, recent=6)

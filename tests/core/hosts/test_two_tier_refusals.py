@@ -110,14 +110,6 @@ def test_a_run_of_unknown_length_is_refused_where_it_outgrows_its_room(
     )
 
 
-def test_a_budget_that_is_none_is_refused_at_once():
-    with pytest.raises(ConfigError) as caught:
-        engine("a lot")
-    assert str(caught.value) == (
-        "kv_device_budget must be a share such as 20% or a size such as 2GiB, got 'a lot'"
-    )
-
-
 def test_prompts_that_were_read_before_move_into_two_tiers():
     shared = read_prompt(tiny("qwen3"), None, ROWS, capacity=64)
     run = complete(engine(), shared=shared)

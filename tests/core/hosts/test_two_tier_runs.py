@@ -16,6 +16,7 @@ from sfi_core.settings.device_budget import DeviceBudget
 from sfi_core.settings.engine import EngineOptions
 from sfi_core.state.side import InOrder
 from tests.architectures import prompts, tiny
+from tests.covering import each_value
 from tests.fakes import RecordingObserver, use_references
 from tests.schedules import AnyTime, Lazy, Watching
 
@@ -69,8 +70,7 @@ def on_the_device(method: str, label: str = "qwen3") -> list[list[int]]:
     return tokens(complete(method, label=label))
 
 
-@pytest.mark.parametrize("page", [1, 3, 8])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "page"), each_value(METHODS, [1, 3, 8]))
 def test_a_budget_changes_no_token(method: str, page: int):
     allowed = 150_000 if method == "codescan" else 110_000  # codes of every key
     result = complete(method, str(allowed), page=page)
@@ -93,17 +93,22 @@ def test_a_budget_changes_no_token_of_other_policies(policy: str):
     assert tokens(whole) == tokens(tiered)
 
 
-@pytest.mark.parametrize("label", ["gemma-2", "gpt-oss", "cohere-2", "deepseek-v3", "gpt-2"])
-@pytest.mark.parametrize("method", ["sfi", "freekv", "synckv"])
+@pytest.mark.parametrize(
+    ("label", "method"),
+    each_value(
+        ["gemma-2", "gpt-oss", "cohere-2", "deepseek-v3", "gpt-2"], ["sfi", "freekv", "synckv"]
+    ),
+)
 def test_a_budget_changes_no_token_of_other_architectures(label: str, method: str):
     found = tokens(complete(method, "1MB", label))
     assert found == on_the_device(method, label)
 
 
 @pytest.mark.parametrize(
-    "options", [{"max_batch": 1}, {"max_batch": 2}, {"prefill_chunk": 7}], ids=str
+    ("method", "options"),
+    each_value(METHODS, [{"max_batch": 1}, {"prefill_chunk": 7}, {"max_batch": 2}]),
+    ids=str,
 )
-@pytest.mark.parametrize("method", METHODS)
 def test_neither_waiting_nor_chunks_change_a_token(method: str, options: dict[str, Any]):
     expected = tokens(complete(method, **options))
     assert tokens(complete(method, "500kB", **options)) == expected
@@ -126,8 +131,7 @@ def test_all_heads_of_a_resident_layer_are_read_from_the_device():
     assert streamed[1] < streamed[0] / 2
 
 
-@pytest.mark.parametrize("label", ["qwen3", "deepseek-v3"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "label"), each_value(METHODS, ["qwen3", "deepseek-v3"]))
 def test_the_forecast_is_a_close_upper_bound(method: str, label: str):
     """The device's bytes stay under the budget because the forecast does."""
     rows, (policy, own) = prompts(90, 90), METHODS[method]
@@ -164,7 +168,7 @@ def test_shares_of_a_long_prompt_give_its_answer(bundled: tuple[Any, Any, str], 
         )  # fmt: skip
 
     expected = answer(None)
-    for share in ("10%", "20%", "50%"):
+    for share in ("10%", "50%"):
         found = answer(share)
         tiers = found.report.kv_tiers
         assert found.texts == expected.texts
@@ -182,9 +186,14 @@ def beside(monkeypatch: pytest.MonkeyPatch):
     return run
 
 
-@pytest.mark.parametrize("options", [{}, {"max_batch": 1, "max_new_tokens": [5, 9, 14]}], ids=str)
-@pytest.mark.parametrize("side", [Lazy, *(lambda seed=seed: AnyTime(seed) for seed in range(2))])
-@pytest.mark.parametrize("method", BESIDE)
+@pytest.mark.parametrize(
+    ("method", "side", "options"),
+    each_value(
+        BESIDE,
+        [Lazy, lambda: AnyTime(0), lambda: AnyTime(1)],
+        [{}, {"max_batch": 1, "max_new_tokens": [5, 9, 14]}],
+    ),
+)
 def test_every_legal_schedule_gives_what_the_code_s_order_gives(
     beside: Any, method: str, side: Any, options: dict[str, Any]
 ):
@@ -197,7 +206,7 @@ def test_every_legal_schedule_gives_what_the_code_s_order_gives(
     assert made.most > 1, "jobs were late"
 
 
-@pytest.mark.parametrize("method", ["sfi", "quest", "freekv", "synckv"])
+@pytest.mark.parametrize("method", ["sfi", "freekv"])
 def test_a_step_that_does_not_wait_for_its_rows_shows(
     beside: Any, monkeypatch: pytest.MonkeyPatch, method: str
 ):
@@ -219,7 +228,7 @@ def test_a_block_that_is_read_before_it_has_come_shows(beside: Any):
     assert tokens(beside("sfi", side)) != expected
 
 
-@pytest.mark.parametrize("method", ["sfi", "freekv", "synckv"])
+@pytest.mark.parametrize("method", ["sfi", "synckv"])
 def test_observers_and_audits_change_nothing_and_add_up(method: str):
     observer = RecordingObserver()
     result = complete(method, "500kB", observers=[observer], audit=AuditConfig(every=2))

@@ -12,7 +12,7 @@ from sfi_core import SfiConfig
 from sfi_core.engine.report import RequestReport
 from sfi_core.errors import ConfigError, InputError, NumericsError
 from sfi_core.generation.read_prompt import read_prompt
-from sfi_core.measure.evaluation.fidelity import Fidelity, divergence, fidelity, reference
+from sfi_core.measure.evaluation.fidelity import Fidelity, fidelity, reference
 from sfi_core.measure.evaluation.teacher_forcing import teacher_force
 from sfi_core.measure.evaluation.text_windows import Window, sentence_positions, text_ids, windows
 from sfi_core.models.load import BUNDLED
@@ -159,16 +159,6 @@ def test_slow_steps_are_full_attentions_only_where_history_does_not_tell(tiny_mo
     assert [step for step, slow in enumerate(found.slow) if slow] == report.slow_at
     assert 1 < len(report.slow_at) < NEW
     assert len(found.kl) == len(found.step) == len(found.in_sentence) == NEW
-
-
-def test_the_divergence_of_two_coins():
-    p, q = torch.tensor([0.5, 0.5]).log(), torch.tensor([0.9, 0.1]).log()
-    by_hand = 0.5 * math.log(0.5 / 0.9) + 0.5 * math.log(0.5 / 0.1)
-    assert divergence(p, q) == pytest.approx(by_hand, rel=1e-6)
-    assert divergence(p, p) == 0
-    never = torch.tensor([1.0, 0.0]).log()
-    assert divergence(never, p) == pytest.approx(math.log(2))
-    assert divergence(p, never) == math.inf
 
 
 def test_divergence_and_likelihood_are_those_of_the_logits(tiny_model, window, full):

@@ -62,7 +62,7 @@ def test_the_example_is_what_its_script_writes(tmp_path, monkeypatch):
     )
 
 
-@pytest.mark.parametrize(("length", "samples"), [(1024, 12), case(4096, 4), case(8192, 2)])
+@pytest.mark.parametrize(("length", "samples"), [(1024, 12), case(4096, 4)])
 def test_the_checkpoint_recalls_word_for_word(loaded, length, samples):
     """The model card's numbers come from many more documents."""
     assert exact_match(*loaded, length, samples=samples) > 0.5

@@ -85,57 +85,6 @@ def test_the_break_even_is_where_both_read_the_same():
     assert bytes_.break_even(attended, packed, 0.99) is None
 
 
-def test_layers_left_dense_do_not_change_the_break_even():
-    whole = {"heads": 2, "key_width": 64, "value_width": 64, "itemsize": 2, "window": None}
-    layers = [{"layer": index, **whole} for index in range(3)]
-    some, all_ = (
-        ByteModel.of({"weight_bytes": 1e6, "layers": layers}, dense_layers=dense)
-        for dense in ((0,), ())
-    )
-    assert some.break_even(300, 200, 0.1) == pytest.approx(all_.break_even(300, 200, 0.1))
-    mean_attended = some.mean_attended(1000, 0.9 * 300 + 0.1 * 1000)
-    steps = 0.9 * some.fast(1000, 300) + 0.1 * some.slow(1000, 200)
-    assert some.mean(1000, mean_attended, 200, 0.1) == pytest.approx(steps)
-
-
-H200, LAUNCHES, STEP = 0.85 * 4.3e12, 9 * 1.2e-6, 1e-4  # B/s; s of a layer's kernels; s of a step
-
-
-@pytest.mark.parametrize(
-    ("name", "context", "batch", "sentences", "long_sentences", "best"),
-    [
-        ("Qwen3-0.6B", 8, 1, 1.17, 0.99, {0.9: (0.98, 2), 0.8: (0.92, 1)}),
-        ("Qwen3-0.6B", 32, 16, 4.65, 5.16, {0.9: (3.05, 10), 0.8: (2.18, 6)}),
-        ("Qwen3-4B", 8, 1, 1.05, 0.89, {0.9: (0.96, 1), 0.8: (0.91, 1)}),
-        ("Qwen3-4B", 32, 16, 3.65, 3.72, {0.9: (2.41, 8), 0.8: (1.83, 5)}),
-        ("Qwen3-4B", 128, 4, 4.49, 4.77, {0.9: (2.95, 9), 0.8: (2.17, 5)}),
-        ("Qwen3-8B", 32, 4, 1.76, 1.55, {0.9: (1.32, 3), 0.8: (1.17, 2)}),
-    ],
-)
-def test_a_lossless_run_is_as_fast_as_the_notes_say(
-    name, context, batch, sentences, long_sentences, best
-):
-    """Speed over full attention on an H200: of drafts of 9.2 that give 10.05, of 20 at 98 % a token, and of
-    the best length at 90 and 80 %."""
-    bytes_, length = model(name, batch), context * K
-    dense, fast, slow = (
-        batch * each / H200 + bytes_.layers * LAUNCHES + STEP
-        for each in (bytes_.dense(length), bytes_.fast(length, FAST), bytes_.slow(length, 2052))
-    )
-    found = [
-        dense / cycle_mean(fast, slow, drafted=drafted, tokens=tokens)
-        for drafted, tokens in ((9.2, 10.05), (20, cycle_tokens(0.98, 20)))
-    ]
-    assert found == pytest.approx([sentences, long_sentences], abs=0.011)
-    for rate, expected in best.items():
-        speeds = {
-            k: dense / cycle_mean(fast, slow, drafted=k, tokens=cycle_tokens(rate, k))
-            for k in range(1, 17)
-        }
-        longest = max(speeds, key=speeds.get)
-        assert (pytest.approx(speeds[longest], abs=0.006), longest) == expected
-
-
 @pytest.mark.parametrize(("rate", "drafted"), [(0.0, 3), (0.7, 4), (1.0, 16)])
 def test_a_cycle_is_the_mean_over_every_place_of_the_first_rejection(rate, drafted):
     """Outcome by outcome: the chance of each, its tokens, and the slow step of a corrected token."""

@@ -48,12 +48,8 @@ def write(model: Any, tiny_tokenizer: Any) -> Callable[..., Path]:
 
     def written(path: Path, *, edit: Edit | None = None, **changed: Any) -> Path:
         facts = {
-            "architecture": "llama",
-            "pre": "smollm",
-            "kind": "gpt2",
-            "drop": "none",
-            **changed,
-        }
+            "architecture": "llama", "pre": "smollm", "kind": "gpt2", "drop": "none", **changed,
+        }  # fmt: skip
         writer = gguf.GGUFWriter(path, facts["architecture"])
         _write_config(writer, model.config)
         _write_tokenizer(writer, tiny_tokenizer, facts["kind"], facts["pre"])
@@ -332,9 +328,7 @@ def test_smollm2_answers_and_stops(smollm2: tuple[Any, Any]):
     assert result.report.requests[0].token_ids[-1] == tokenizer.eos_token_id
 
 
-def test_smollm2_gives_full_attention_s_tokens_with_everything_selected(
-    smollm2: tuple[Any, Any],
-):
+def test_smollm2_gives_full_attention_s_tokens_with_everything_selected(smollm2: tuple[Any, Any]):
     model, tokenizer = smollm2
     text = "Slow-fast inference reads all tokens at the end of a sentence. " * 8 + "In between,"
     whole = SfiConfig(budget=1000, recent=16, recent_mode="anchored")

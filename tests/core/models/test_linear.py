@@ -14,6 +14,7 @@ from sfi_core.models import linear
 from sfi_core.models.linear import PackedLinear, WideLinear, pack_weights, wide_linears
 from sfi_core.models.weights import ModelWeights
 from tests.architectures import COMMON
+from tests.covering import each_value
 
 MANY, FEW = linear.WIDE_ROWS, 4
 fbgemm = pytest.mark.skipif(
@@ -43,9 +44,12 @@ def product(module: Any, rows: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.linear(rows.double(), module.weight.double(), bias)
 
 
-@pytest.mark.parametrize("shape", [(MANY, 40), (2, MANY // 2, 40), (FEW, 40), (1, 1, 40)])
-@pytest.mark.parametrize("dtype", linear.HALVES)
-@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(
+    ("shape", "dtype", "bias"),
+    each_value(
+        [(MANY, 40), (2, MANY // 2, 40), (FEW, 40), (1, 1, 40)], linear.HALVES, [True, False]
+    ),
+)
 def test_wide_products_are_rounded_once(shape: tuple[int, ...], dtype: torch.dtype, *, bias: bool):
     one, rows = layer(dtype, bias=bias), torch.randn(shape).to(dtype)
     with wide_linears(Holder(one)):
@@ -58,9 +62,10 @@ def test_wide_products_are_rounded_once(shape: tuple[int, ...], dtype: torch.dty
 
 
 @fbgemm
-@pytest.mark.parametrize("shape", [(MANY, 40), (3, 40), (1, 1, 40), (0, 40)])
-@pytest.mark.parametrize("dtype", linear.HALVES)
-@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(
+    ("shape", "dtype", "bias"),
+    each_value([(MANY, 40), (3, 40), (1, 1, 40), (0, 40)], linear.HALVES, [True, False]),
+)
 def test_packed_products_are_rounded_once(
     shape: tuple[int, ...], dtype: torch.dtype, *, bias: bool
 ):

@@ -13,15 +13,9 @@ import torch
 from transformers import T5Config, ViTConfig
 
 from sfi_core.distributed.ranks import Ranks
-from sfi_core.errors import (
-    BackendError,
-    ConfigError,
-    InputError,
-    SfiError,
-    UnsupportedModelError,
-)
+from sfi_core.errors import BackendError, ConfigError, InputError, SfiError, UnsupportedModelError
 from sfi_core.models.digest import checkpoint_digest, commit_of
-from sfi_core.models.load import first_line, load, load_tokenizer, resolve_device, resolve_dtype
+from sfi_core.models.load import first_line, load, resolve_device, resolve_dtype
 from tests.core.conftest import tiny_qwen3
 
 pytestmark = pytest.mark.seam
@@ -128,10 +122,6 @@ def test_ranks_compare_the_commit_of_a_hub_id_and_the_digest_of_a_folder(
         load(hub_id if hub else str(saved), device="cpu")
     digest = COMMIT if hub else checkpoint_digest(saved)
     assert told.value.args == ({"model": digest, "dtype": "auto", "device": "cpu"},)
-
-
-def test_the_tokenizer_loads_alone(saved: Path, tiny_tokenizer: Any):
-    assert load_tokenizer(str(saved)).get_vocab() == tiny_tokenizer.get_vocab()
 
 
 @pytest.mark.parametrize(
@@ -264,7 +254,7 @@ def test_an_unknown_dtype_is_named_with_the_known_ones(saved: Path):
     )
 
 
-@pytest.mark.parametrize("name", ["gpu", "", "meta", "mps", "cuda:x", "cuda:-1"])
+@pytest.mark.parametrize("name", ["", "mps", "cuda:-1"])
 def test_an_unknown_device_is_named_with_the_known_ones(saved: Path, name: str):
     """PyTorch knows more kinds, which sfi does not run on."""
     message = f"unknown device {name!r}; expected one of ('auto', 'cpu', 'cuda')"
@@ -272,7 +262,7 @@ def test_an_unknown_device_is_named_with_the_known_ones(saved: Path, name: str):
 
 
 @no_cuda
-@pytest.mark.parametrize("name", ["cuda", "cuda:0", "cuda:3"])
+@pytest.mark.parametrize("name", ["cuda", "cuda:3"])
 def test_a_gpu_that_is_not_there_is_a_machine_s_limit(saved: Path, name: str):
     assert refusal(BackendError, str(saved), device=name) == (
         f"device {name} is not on this machine, which has 0 CUDA devices; use cpu"
@@ -292,10 +282,6 @@ def test_a_gpu_beyond_the_last_is_a_machine_s_limit(monkeypatch: pytest.MonkeyPa
 def test_auto_takes_the_cpu_where_there_is_no_gpu():
     assert resolve_device("auto") == torch.device("cpu")
     assert resolve_dtype("auto") == "auto"
-
-
-def test_settings_are_checked_before_the_model_is_looked_for():
-    assert refusal(ConfigError, "/no/such/folder", dtype="int8").startswith("unknown dtype")
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Observers: several act as one, and none costs nothing."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 
@@ -8,18 +10,9 @@ from sfi_core.observers.observer import NullObserver, Observers, wants, wants_sp
 from tests.fakes import RecordingObserver
 
 STEP = StepEvent(
-    request=0,
-    step=3,
-    batch_step=3,
-    position=7,
-    token_id=5,
-    slow=False,
-    reason="",
-    steps_since_slow=2,
-    attended_tokens=4.0,
-    context_tokens=8,
-    elapsed_us=1.0,
-)
+    request=0, step=3, batch_step=3, position=7, token_id=5, slow=False, reason="",
+    steps_since_slow=2, attended_tokens=4.0, context_tokens=8, elapsed_us=1.0,
+)  # fmt: skip
 SELECTION = SelectionEvent(
     request=0, step=3, layer=1, index_HK=torch.zeros(2, 3, dtype=torch.int32), diagnostics={}
 )
@@ -55,19 +48,11 @@ def test_spans_close_in_reverse_order():
     order = []
 
     class Ordered(RecordingObserver):
+        @contextmanager
         def span(self, name, layer=None, moved_bytes=0):
-            outer = super().span(name, layer, moved_bytes)
-
-            class Noted:
-                def __enter__(noted):  # noqa: N805
-                    order.append(("open", self))
-                    return outer.__enter__()
-
-                def __exit__(noted, *problem):  # noqa: N805
-                    order.append(("close", self))
-                    return outer.__exit__(*problem)
-
-            return Noted()
+            order.append(("open", self))
+            yield
+            order.append(("close", self))
 
     first, second = Ordered(), Ordered()
     with Observers([first, second]).span("pack"):

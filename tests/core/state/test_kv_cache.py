@@ -8,6 +8,7 @@ import torch
 from sfi_core.state.kv_cache import GROWTH, KVCache
 from sfi_kernels.launch import counting
 from sfi_kernels.pages import read_pages
+from tests.covering import each_value
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 B, H, D, E = 3, 2, 4, 6
@@ -54,8 +55,7 @@ class Written:
             torch.testing.assert_close(norms.double(), expected, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("page_size", [None, 1, 5, 16, 64])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("page_size", "dtype"), each_value([None, 1, 5, 16, 64], DTYPES))
 def test_tokens_are_found_again_across_page_borders(page_size: int | None, dtype: torch.dtype):
     written = Written(40, page_size, dtype)
     for count in ((17, 17, 17), (1, 1, 1), (15, 15, 15), (7, 7, 7)):
@@ -86,14 +86,6 @@ def test_left_padding_is_dropped_on_the_way_in(page_size: int | None):
     written.assert_found()
 
 
-def test_a_finished_request_gets_no_token():
-    written = Written(20)
-    written.append(4, 4, 4)
-    written.append(1, 0, 1)
-    assert [key.shape[1] for key in written.keys] == [5, 4, 5]
-    written.assert_found()
-
-
 def test_nothing_is_written_beyond_a_request_s_tokens():
     written = Written(20, 5)
     written.append(12, 1, 7)
@@ -114,18 +106,6 @@ def test_layers_do_not_share_pages():
     second.assert_found(1)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_norms_are_computed_in_float32(dtype: torch.dtype):
-    """A float16 norm of these keys would overflow, a bfloat16 one round to 3 digits."""
-    cache = KVCache(1, 4)
-    key = torch.tensor([40000.0, 30000.0, 1000.0, 40000.0]).to(dtype).expand(1, 1, 1, D)
-    cache.append(0, key, key, int32(0), int32(1), [0], [1])
-    norm = cache.norms(0, [0], 1)
-    assert norm.dtype == torch.float32
-    expected = torch.linalg.vector_norm(key[0, 0, 0].double())
-    torch.testing.assert_close(norm.double().item(), expected.item(), rtol=1e-6, atol=0)
-
-
 @pytest.mark.parametrize(("capacity", "page_size", "room"), [(10, None, 10), (10, 4, 12)])
 def test_one_token_too_many_is_refused(capacity: int, page_size: int | None, room: int):
     """Several pages round the room up to whole pages."""
@@ -136,8 +116,7 @@ def test_one_token_too_many_is_refused(capacity: int, page_size: int | None, roo
         written.append(1, 1, 1)
 
 
-@pytest.mark.parametrize("wanted", [11, 30, 2000])
-@pytest.mark.parametrize("page_size", [None, 1, 5])
+@pytest.mark.parametrize(("wanted", "page_size"), [(11, None), (2000, 1), (30, 5)])
 def test_a_grown_cache_keeps_what_it_held(wanted: int, page_size: int | None):
     written, second = Written(10, page_size), Written(10, page_size)
     second.cache = written.cache
@@ -182,15 +161,9 @@ def test_a_page_of_a_given_size_keeps_it():
     assert written.cache.layers[0].key_PHND.shape[2] == 16
 
 
-def test_a_cache_grown_before_its_first_token_has_the_room():
-    written = Written(10, 5)
-    written.cache.grow(300)
-    written.append(300, 1, 1)
-    written.assert_found()
-
-
-@pytest.mark.parametrize("page_size", [None, 1, 5, 64])
-@pytest.mark.parametrize("rows", [[0, 1, 2], [1, 2], [2, 0], [1]])
+@pytest.mark.parametrize(
+    ("page_size", "rows"), [(None, [0, 1, 2]), (1, [1, 2]), (5, [2, 0]), (64, [1])]
+)
 def test_norms_of_several_requests_come_in_one_tensor(page_size: int | None, rows: list[int]):
     written = Written(20, page_size)
     written.append(12, 20, 17)
@@ -230,26 +203,6 @@ def test_one_page_per_request_is_a_contiguous_tensor():
     assert pages.value_PHNE.shape == (B, H, 20, E)
     assert pages.key_PHND.is_contiguous()
     assert torch.equal(pages.key_PHND[:, :, :6], torch.stack(written.keys))
-
-
-def test_the_block_table_gives_every_request_pages_of_its_own():
-    cache = KVCache(3, 33, 16)
-    assert cache.block_table_BP.shape == (3, 3)
-    assert sorted(cache.block_table_BP.flatten().tolist()) == list(range(9))
-    assert cache.block_table_BP.dtype == torch.int32
-
-
-@pytest.mark.parametrize("page_size", [None, 4, 64])
-def test_keys_come_back_by_position_whatever_the_pages(page_size: int | None):
-    cache = KVCache(2, 30, page_size)
-    key, value = torch.randn(2, 3, 20, 4), torch.randn(2, 3, 20, 4)
-    start, count = (
-        torch.tensor([0, 0], dtype=torch.int32),
-        torch.tensor([20, 20], dtype=torch.int32),
-    )
-    cache.append(0, key, value, start, count, start.tolist(), count.tolist())
-    for first, last in ((0, 20), (3, 17), (4, 8), (7, 8), (5, 5)):
-        assert torch.equal(cache.keys(0, 1, first, last), key[1:, :, first:last])
 
 
 def test_a_copy_of_a_cache_is_its_own():

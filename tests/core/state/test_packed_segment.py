@@ -63,27 +63,6 @@ def test_a_smaller_selection_forgets_the_larger_one():
     packed.assert_holds(0, [0, 1, 5, 9, 20, 22], [0, 1, 2, 3, 27, 29])
 
 
-def test_padding_counts_for_its_own_head_only():
-    packed = Packed(6)
-    packed.repack(0, [[5, -1, -1], [2, 3, 29]])
-    packed.assert_holds(0, [0, 1, 5], [0, 1, 2, 3, 29])
-
-
-def test_refreshing_a_request_leaves_the_others_alone():
-    packed = Packed(6)
-    packed.repack(0, [[5, 9], [2, 3]])
-    packed.repack(1, [[4], [6]])
-    packed.assert_holds(0, [0, 1, 5, 9], [0, 1, 2, 3])
-    packed.assert_holds(1, [0, 1, 4], [0, 1, 6])
-
-
-def test_requests_of_different_sinks_are_refreshed_together():
-    packed = Packed(6)
-    packed.repack_all([1, 0], [[[4, 6], [6, -1]], [[5, 9], [2, 3]]], [0, 2])
-    packed.assert_holds(0, [0, 1, 5, 9], [0, 1, 2, 3])
-    packed.assert_holds(1, [4, 6], [6])
-
-
 def test_the_kernel_packs_what_the_reference_does():
     pytest.importorskip("triton")
     if torch.cuda.is_available():
@@ -94,19 +73,6 @@ def test_the_kernel_packs_what_the_reference_does():
     assert launches == {"pack": 1}
     packed.assert_holds(0, [0, 1, 5, 9], [0, 1, 2, 3])
     packed.assert_holds(1, [4, 6], [6])
-
-
-def test_without_a_selection_only_the_sinks_are_packed():
-    packed = Packed(6)
-    packed.repack(0, [[5, 9], [2, 3]])
-    packed.repack(0, [[], []])
-    packed.assert_holds(0, [0, 1], [0, 1])
-
-
-def test_nothing_at_all_may_be_packed():
-    packed = Packed(6)
-    packed.repack(0, [[], []], sink=0)
-    packed.assert_holds(0, [], [])
 
 
 def test_a_new_segment_is_empty():

@@ -75,19 +75,10 @@ def test_a_fast_step_reads_sink_selected_and_recent_tokens_of_each_head():
     assert attended(index, [8], [11]) == [[[0, 1, 5, 8, 9, 10], [0, 1, 3, 6, 8, 9, 10]]]
 
 
-def test_each_request_of_a_ragged_batch_reads_its_own_tokens():
-    index = [[[0, 2, -1]], [[0, -1, -1]]]
-    assert attended(index, [4, 1], [6, 3]) == [[[0, 2, 4, 5]], [[0, 1, 2]]]
-
-
 def test_padding_reads_neither_the_last_token_nor_one_past_it():
     """Index -1 would be the last position; only the recent segment may read that."""
     assert attended([[[-1, -1]]], [3], [3]) == [[[]]]
     assert attended([[[-1, 0]], [[-1, -1]]], [5, 2], [6, 2]) == [[[0, 5]], [[]]]
-
-
-def test_the_last_token_is_read_when_it_is_packed():
-    assert attended([[[2, -1]]], [3], [3]) == [[[2]]]
 
 
 @pytest.mark.parametrize("sliding", [False, True])

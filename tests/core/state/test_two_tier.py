@@ -8,6 +8,7 @@ import torch
 from sfi_core.errors import ConfigError
 from sfi_core.state.packed_segment import PackedSegment
 from sfi_kernels.launch import counting
+from tests.covering import each_value
 from tests.two_tier import CAPACITY, RING, SIDES, B, D, E, H, N, Written, int32, joined
 
 pytestmark = pytest.mark.usefixtures("poisoned_host_memory")
@@ -22,9 +23,9 @@ PIECES = {
 }
 
 
-@pytest.mark.parametrize("resident", [(), (1,), (0, 1)], ids=str)
-@pytest.mark.parametrize("side", SIDES)
-@pytest.mark.parametrize("pieces", PIECES)
+@pytest.mark.parametrize(
+    ("pieces", "side", "resident"), each_value(PIECES, SIDES, [(), (1,), (0, 1)])
+)
 def test_every_token_is_found_again(pieces: str, side: str, resident: tuple[int, ...]):
     written = Written(SIDES[side](), resident)
     for count in PIECES[pieces]:
