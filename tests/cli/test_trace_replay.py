@@ -284,6 +284,6 @@ def test_every_documented_example_parses(full):
 
 
 def test_the_docs_name_every_option():
-    text = (Path(__file__).parents[2] / "docs" / "replay.md").read_text()
-    for option in ("--trigger-set", "--set cosine_threshold", "--against", "--play", "audit.top"):
+    text = (Path(__file__).parents[2] / "docs" / "tune.md").read_text()
+    for option in ("--trigger-set", "--refresh-every", "--against", "--play", "audit.top"):
         assert option in text
