@@ -92,7 +92,7 @@ class SfiConfig:
         2,
         "Steps from step 0 on that are slow. 1 is the paper (g_0 = 1); 2 lets the first generated token, "
         "not only the prompt's last queries, make the selection that the first sentence reads "
-        "(docs/evaluation.md has what that is worth, as for span and trigger_delay).",
+        "(docs/evidence/evaluation.md has what that is worth, as for span and trigger_delay).",
         least=1,
     )
     span: int = setting(

@@ -14,6 +14,7 @@ from sfi_cli.settings.tables import COMMANDS, DIMENSIONS, SETTINGS, settings_for
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
+HANDED_ON = ("lm-eval",)  # commands that hand every argument on to another program
 START = re.compile(r"(?:^|&& |\| )(?:\$ )?(?:[\w.]+/)*sfi (?=[a-z])|-m sfi_cli (?=[a-z])")
 # a comment, another command, or flags for another program
 END = re.compile(r"\s(?:#|--\s|[|&;>]+(?:\s|$))")
@@ -69,6 +70,8 @@ def of_command(line: str) -> list[str]:
     if name is None:
         groups = {known.split()[0] for known in options()}
         return [] if words[0] in groups and len(words) == 1 else [f"sfi {line}: no such command"]
+    if name in HANDED_ON:
+        return []
     return of_words(line, options()[name], settings_for(name) if name in COMMANDS else {})
 
 

@@ -268,6 +268,6 @@ def test_every_documented_example_parses(full):
 
 
 def test_the_docs_name_every_option():
-    text = (Path(__file__).parents[2] / "docs" / "replay.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "tune.md").read_text()
     for option in ("--trigger-set", "--against", "--play", "audit.top"):
         assert option in text

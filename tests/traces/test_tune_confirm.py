@@ -80,7 +80,7 @@ def test_a_prediction_is_the_replay_s(confirmed, trace, recorded):
 
 
 def test_right_and_wrong_answers_are_told_apart(confirmed):
-    """A stride of 8 loses the thread, whatever its budget (docs/replay.md)."""
+    """A stride of 8 loses the thread, whatever its budget (docs/tune.md)."""
     rows, _, _ = confirmed
     assert [row.exact_match for row in rows] == [True, True, False]
     assert rows[2].comparison.requests[0].steps < 50

@@ -103,7 +103,7 @@ def bench(
 ) -> None:
     """Measure decoding throughput: policies, contexts and batches beside transformers, in one process.
 
-    Caches are filled with random keys: no prompt has to be read. See docs/bench.md.
+    Caches are filled with random keys: no prompt has to be read. See docs/speed.md.
 
     For example:
 

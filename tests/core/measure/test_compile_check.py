@@ -17,7 +17,7 @@ from tests.covering import case
 
 ROOT = Path(__file__).parents[3]
 HOME = Path(sfi_kernels.__path__[0])
-DOCS = ROOT / "docs" / "kernels.md"
+DOCS = ROOT / "docs" / "evidence" / "kernels.md"
 KERNEL = re.compile(r"^def _(\w+)_kernel\(", re.MULTILINE)
 FLOOR = 150  # specializations, so that a loop that ends early does not pass
 SOME = """
@@ -137,7 +137,7 @@ def test_every_attention_in_16_bits_copies_the_next_tile_while_it_computes(compi
 
 
 def test_the_documentation_lists_every_specialization(listed):
-    """Rewrite it with `sfi kernel-bench --compile-only --output docs/kernels.md --force`."""
+    """Rewrite it with `sfi kernel-bench --compile-only --output docs/evidence/kernels.md --force`."""
     rows = re.findall(r"^\| `(.*?)` \|", DOCS.read_text(), re.MULTILINE)
     assert sorted(rows) == sorted(row["kernel"] for row in listed)
 
@@ -229,7 +229,7 @@ def test_the_table_has_a_row_for_each_kernel_and_a_column_for_each_architecture(
     ]
     text = markdown(rows)
     assert text.startswith("# What the compiler makes of the kernels\n")
-    assert "--compile-only --arch sm_80,sm_90 --output docs/kernels.md" in text
+    assert "--compile-only --arch sm_80,sm_90 --output docs/evidence/kernels.md" in text
     assert text.endswith("\n")
     assert text.splitlines()[-4:] == [
         "| kernel | sm_80 | sm_90 |",
