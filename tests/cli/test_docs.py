@@ -1,4 +1,4 @@
-"""What the documents say to type, and where they point: commands, options, settings, links and files that there are."""
+"""What the documents say to type and where they point: options, settings, links and files that there are."""
 
 import re
 import shlex
@@ -103,7 +103,9 @@ def dead_ends(path: Path) -> list[str]:
         if not target.exists() or (anchor and anchor not in anchors(target)):
             found.append(link)
     files = r"\b((?:sfi_core|sfi_cli|kernels|traces|tests|benchmarks)/[\w/.-]+\.(?:py|sh))\b"
-    return found + [name for name in re.findall(files, path.read_text()) if not (ROOT / name).exists()]
+    return found + [
+        name for name in re.findall(files, path.read_text()) if not (ROOT / name).exists()
+    ]
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
@@ -113,7 +115,7 @@ def test_a_document_names_only_what_there_is(path: Path):
 
 
 def test_the_prompt_of_the_readme_fits_the_model():
-    """smollm2 has 8,192 positions; these texts have 3.6 bytes a token and more."""
+    """smollm2 has 8,192 positions; its tokens have some four bytes."""
     files = re.search(r"^cat (.+) > long.txt$", (ROOT / "README.md").read_text(), re.MULTILINE)
     assert files
     assert sum((ROOT / name).stat().st_size for name in files[1].split()) < 25_000
