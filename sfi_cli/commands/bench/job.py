@@ -99,7 +99,7 @@ class DecodeBenchJob:
         from sfi_core.measure.bench.lossless_forecast import lossless_forecast_document
 
         model = self.subject.unloaded()
-        sizes = {
+        sizes: dict[str, Any] = {
             "bandwidth_gb_per_s": machine.bandwidth,
             "memory_bytes": None if machine.memory is None else machine.memory * 1e9,
         }

@@ -107,7 +107,8 @@ class SfiLM(HFLM):  # type: ignore[misc]
             "decoding_steps": self._steps,
             **{name: total / self._steps for name, total in self._sums.items() if self._steps},
         }
-        return super().get_model_info() | {"sfi": own}
+        info: dict[str, Any] = super().get_model_info()
+        return info | {"sfi": own}
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
         """Generate the answers.

@@ -166,7 +166,7 @@ class DeviceSpan:
 
     def __exit__(self, *_: object) -> None:
         """Mark where it ends."""
-        self._end, _ = self._clock.record()
+        self._end = self._clock.record()[0]
         self._observer.ended.append(self)
 
     def row(self) -> Row:

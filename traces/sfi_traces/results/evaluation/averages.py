@@ -68,4 +68,5 @@ def _average(
 
 
 def _mean(groups: Sequence[Sequence[Row]], name: str) -> float:
-    return sum(sum(row[name] for row in group) / len(group) for group in groups) / len(groups)
+    means = [sum(row[name] for row in group) / len(group) for group in groups]
+    return float(sum(means) / len(means))
