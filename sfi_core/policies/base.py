@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
@@ -9,7 +10,6 @@ from sfi_core.policies.context import Evidence, LayerContext, Notes
 from sfi_core.settings.config import SfiConfig
 from sfi_core.state.layer_shape import LayerShape
 from sfi_core.state.request import RequestState
-from sfi_core.triggers.trigger import Trigger
 from sfi_kernels.pseudo_token import PseudoToken
 
 
@@ -28,6 +28,13 @@ class Selection:
     diagnostics: Mapping[str, torch.Tensor] = field(default_factory=dict)
     heads_BH: torch.Tensor | None = None
     pseudo: PseudoToken | None = None
+
+
+class Rule(Protocol):
+    """Says when a slow step is due: `triggers.trigger.Trigger`, for any policy."""
+
+    def reason(self, state: RequestState) -> str:
+        """Say why the next step must be slow; empty if it may be fast."""
 
 
 class Policy:
@@ -58,7 +65,7 @@ class Policy:
     drafts = False
     offloads = False
 
-    def __init__(self, config: SfiConfig, trigger: Trigger, layers: Sequence[int] = ()) -> None:
+    def __init__(self, config: SfiConfig, trigger: Rule, layers: Sequence[int] = ()) -> None:
         """Take the settings; `layers`, the model's full-attention ones, are for policies that choose some."""
         self.config = self.adapt(config)
         self.trigger = trigger

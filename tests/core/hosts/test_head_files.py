@@ -23,10 +23,9 @@ def clusters(digest: str = "", layers: int = 2, heads: int = 2) -> HeadClusters:
     )
 
 
-def use(path: Path, model: Any, **changes: Any) -> Any:
-    own = changes or {"synckv": {"heads": str(path)}}
-    policy = "sfi" if changes else "synckv"
-    with slow_fast(model, None, IDS.replace(**own), policy=policy) as session:
+def use(path: Path, model: Any) -> Any:
+    config = IDS.replace(synckv={"heads": str(path)})
+    with slow_fast(model, None, config, policy="synckv") as session:
         return session.policy
 
 
@@ -40,14 +39,10 @@ def use(path: Path, model: Any, **changes: Any) -> Any:
         (clusters(heads=3), r"must have the model's 2 KV heads in layer 0, got 3"),
     ],
 )
-@pytest.mark.parametrize("setting", ["synckv.heads", "representatives"])
-def test_a_file_of_another_model_is_refused(
-    tmp_path: Path, made: HeadClusters, message: str, setting: str
-):
+def test_a_file_of_another_model_is_refused(tmp_path: Path, made: HeadClusters, message: str):
     made.save(path := tmp_path / "heads.json")
-    changes = {"representatives": str(path)} if setting == "representatives" else {}
     with pytest.raises(ConfigError, match=message):
-        use(path, tiny_qwen3(), **changes)
+        use(path, tiny_qwen3())
 
 
 def test_a_file_of_another_checkpoint_is_refused(tmp_path: Path):
