@@ -61,7 +61,7 @@ def test_the_manifest_says_where_the_trace_comes_from(recorded):
     assert manifest["config"] == document["config"]
     assert manifest["trigger_token_ids"] == document["trigger_token_ids"]
     assert (manifest["preset"], manifest["seed"], manifest["max_new_tokens"]) == ("default", 0, 12)
-    assert manifest["audit"] == {"every": 2, "top": 16, "layers": None, "heads": None}
+    assert manifest["audit"] == {"every": 2, "top": 16, "layers": None}
     assert manifest["stopped"] is None
 
 
