@@ -162,7 +162,7 @@ def token(token_id: int, low: float | None, rate: float) -> MinedToken:
 def test_proposals_take_the_surest_tokens_up_to_a_rate():
     stops = NamedSet(name="recorded", token_ids=frozenset({99}))
     ranked = [token(1, 0.3, 0.1), token(2, 0.2, 0.15), token(3, 0.1, 0.05), token(4, 0.0, 0.01)]
-    one, both = propose(ranked, stops, most_rate=0.2)
+    one, both = propose(ranked, stops)
     assert (one.token_ids, one.texts) == ({1, 3}, ("1", "3"))
     assert both.token_ids == {1, 3, 99}
     assert propose([token(1, 0.1, 0.9)], stops)[0].token_ids == {1}
