@@ -51,7 +51,6 @@ ONLY_IN = {
     "plotly": ("traces/",),
     "optuna": ("traces/",),
     "lm_eval": ("sfi_core/measure/evaluation/",),
-    "datasets": ("sfi_core/measure/evaluation/",),
     "rich": ("sfi_cli/",),
     "textual": ("sfi_cli/commands/trace/replay/",),
     "typer": ("sfi_cli/",),

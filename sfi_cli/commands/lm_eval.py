@@ -1,13 +1,6 @@
 """`sfi lm-eval`: lm-evaluation-harness's own command line, with our decoding as its model `sfi`."""
 
-import sys
-from importlib.util import find_spec
-
 import typer
-
-MODEL = "sfi_core.measure.evaluation.lm_eval_model:SfiLM"
-# what lm-eval raises for a task, a file or an argument that it cannot take
-THEIRS = (ValueError, KeyError, OSError)
 
 
 def lm_eval(context: typer.Context) -> None:
@@ -25,26 +18,6 @@ def lm_eval(context: typer.Context) -> None:
 
       sfi lm-eval ls tasks
     """
-    from sfi_core.errors import BackendError, ConfigError, SfiError
+    from sfi_core.measure.evaluation.lm_eval_run import run_lm_eval
 
-    missing = [name for name in ("lm_eval", "accelerate") if find_spec(name) is None]
-    if missing:
-        raise BackendError(
-            f"lm-eval needs {missing[0]}, which is not installed; pip install 'sfi-toolkit[eval]'"
-        )
-    from lm_eval.__main__ import cli_evaluate
-    from lm_eval.api.registry import model_registry
-
-    from sfi_core.models.load import first_line
-
-    if "sfi" not in model_registry:
-        model_registry.register("sfi", target=MODEL)
-    ours, sys.argv = sys.argv, ["lm-eval", *context.args]
-    try:
-        cli_evaluate()
-    except SfiError:
-        raise
-    except THEIRS as error:
-        raise ConfigError(f"lm-eval: {first_line(error)}") from error
-    finally:
-        sys.argv = ours
+    run_lm_eval(context.args)

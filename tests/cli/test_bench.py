@@ -292,7 +292,6 @@ def test_ctrl_c_before_the_first_run_leaves_no_file(tmp_path, monkeypatch):
         (("--forecast", "--kv-device-budget", "20%"), 2, "engine.kv_device_budget must come without --forec"),
         (("--kv-device-budget", "20"), 2, "kv_device_budget must hold sink + recent + one page, at least "),
         (("--kv-device-budget", "a lot"), 2, "kv_device_budget must be a share such as 20% or a size"),
-        (("--forecast", "--link", "usb"), 2, "link must be GB/s such as 25, or one of ('pcie4', 'pcie5')"),
         (("--forecast", "--policy", "quest"), 2, "forecast knows the policies ('full-kv',"),
         (("--lossless",), 2, "lossless must come with --text and a checkpoint, whose acceptance"),
         (("--lossless", "--random-weights", "qwen3-0.6b", "--text", "bundled"), 2, "lossless must come with"),

@@ -9,8 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from sfi_cli import app as cli
-from sfi_cli.commands import lm_eval
 from sfi_core.errors import BackendError, ConfigError, SfiError
+from sfi_core.measure.evaluation import lm_eval_run
 
 INSTALLED = find_spec("lm_eval") is not None and find_spec("accelerate") is not None
 needs_it = pytest.mark.skipif(not INSTALLED, reason="the eval extra is not installed")
@@ -84,6 +84,6 @@ def test_help_before_a_command_is_ours_and_after_it_lm_evals():
 
 
 def test_without_lm_eval_the_line_says_how_to_install_it(monkeypatch):
-    monkeypatch.setattr(lm_eval, "find_spec", lambda _: None)
+    monkeypatch.setattr(lm_eval_run, "find_spec", lambda _: None)
     with pytest.raises(BackendError, match=r"needs lm_eval.*pip install 'sfi-toolkit\[eval\]'"):
         call("--model", "sfi")

@@ -1,0 +1,42 @@
+"""lm-evaluation-harness's own command line, which finds our decoding as its model `sfi`."""
+
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+
+from sfi_core.errors import BackendError, ConfigError, SfiError
+from sfi_core.models.load import first_line
+
+MODEL = "sfi_core.measure.evaluation.lm_eval_model:SfiLM"
+# what lm-eval raises for a task, a file or an argument that it cannot take
+THEIRS = (ValueError, KeyError, OSError)
+
+
+def run_lm_eval(words: Sequence[str]) -> None:
+    """Run lm-eval with these arguments.
+
+    Raises:
+        BackendError: lm-eval is not installed.
+        ConfigError: lm-eval refuses a task, a file or an argument.
+        SfiError: As the model `sfi`.
+    """
+    missing = [name for name in ("lm_eval", "accelerate") if find_spec(name) is None]
+    if missing:
+        raise BackendError(
+            f"lm-eval needs {missing[0]}, which is not installed; pip install 'sfi-toolkit[eval]'"
+        )
+    # lm-eval is slow to import, and optional
+    from lm_eval.__main__ import cli_evaluate  # noqa: PLC0415
+    from lm_eval.api.registry import model_registry  # noqa: PLC0415
+
+    if "sfi" not in model_registry:
+        model_registry.register("sfi", target=MODEL)
+    ours, sys.argv = sys.argv, ["lm-eval", *words]
+    try:
+        cli_evaluate()
+    except SfiError:
+        raise
+    except THEIRS as error:
+        raise ConfigError(f"lm-eval: {first_line(error)}") from error
+    finally:
+        sys.argv = ours
