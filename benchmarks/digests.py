@@ -168,7 +168,7 @@ def cases() -> dict[str, Callable[[], Any]]:
         some[f"config {name}"] = lambda config=config: own_loop(llama(), config)
     sampled = {"sampling": Sampling(temperature=1.5, top_k=50), "seed": 3}
     lossless = {"engine": EngineOptions(lossless=True)}
-    tiers = {"engine": EngineOptions(kv_device_budget="60%", kv_page=4)}
+    tiers = {"engine": EngineOptions(kv_device_budget="90%", kv_page=4)}
     runs: dict[str, dict[str, Any]] = {
         "sampled": sampled,
         "chunks": {"prefill_chunk": 16},
@@ -189,7 +189,7 @@ def cases() -> dict[str, Callable[[], Any]]:
     }
     for name, options in runs.items():
         some[f"run {name}"] = lambda options=options: own_loop(llama(), **options)
-    for name in ("full-kv", "sfi", "streaming-llm", "codescan"):
+    for name in ("sfi", "streaming-llm", "codescan"):
         some[f"lossless {name}"] = lambda name=name: own_loop(llama(), policy=name, **lossless)
     some["lossless sampled"] = lambda: own_loop(llama(), **lossless, **sampled)
     some["lossless max batch"] = lambda: own_loop(

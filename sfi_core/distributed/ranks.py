@@ -48,10 +48,6 @@ class Ranks:
         dist.all_gather(parts, tensor.contiguous(), group=self.group)
         return torch.stack(parts)
 
-    def mean(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the mean over the ranks, the same bits on every rank."""
-        return tensor if self.size == 1 else self.gather(tensor).mean(0)
-
     def least(self, number: int) -> int:
         """Return the smallest of the ranks' numbers."""
         return min(self._exchange(number)) if self.size > 1 else number
