@@ -2,16 +2,16 @@
 
 import os
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from sfi_cli.commands import config, trace
 from sfi_cli.commands.bench.command import bench
 from sfi_cli.commands.doctor import doctor
 from sfi_cli.commands.evaluate.command import evaluate
 from sfi_cli.commands.generate.command import generate
-from sfi_cli.commands.groups import Group
 from sfi_cli.commands.kernel_bench.command import kernel_bench
 from sfi_cli.commands.lm_eval import lm_eval
 from sfi_cli.commands.serve.command import serve
@@ -22,6 +22,22 @@ from sfi_cli.terminal.output import INTERRUPTED, message
 from sfi_cli.terminal.torchrun import check_command, leave, one_voice, tells
 
 HELP = "Slow-Fast Inference: decode long contexts and see what the model reads."
+
+
+class Group(TyperGroup):
+    """Finds a command named by two words (`sfi tune heads`) before one named by the first (`sfi tune`)."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return a command's name, the command, and the words after the name."""
+        name = " ".join(args[:2])
+        if len(args) > 1 and name in self.commands:
+            return name, self.commands[name], args[2:]
+        return super().resolve_command(ctx, args)
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> Any:
+        """Leave out names of two words: a shell would insert such a name as a single word."""
+        return [one for one in super().shell_complete(ctx, incomplete) if " " not in one.value]
+
 
 app = typer.Typer(
     cls=Group,
@@ -69,7 +85,7 @@ def root(
 
 
 def main() -> None:
-    """Run the app; a user's mistake prints one line, a bug keeps its traceback."""
+    """Run the app: a user's mistake prints one line, a bug its traceback."""
     from sfi_core.errors import SfiError
 
     debug = "--debug" in sys.argv
@@ -89,4 +105,4 @@ def main() -> None:
         message("interrupted")
         sys.exit(INTERRUPTED)
     except BrokenPipeError:
-        sys.exit(1)  # the reader of a pipe has gone
+        sys.exit(1)  # the program that reads our pipe has ended

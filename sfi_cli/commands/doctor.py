@@ -9,10 +9,7 @@ from sfi_cli import options as o
 MARKS = {True: "ok", False: "FAILS", None: "-"}
 
 
-def doctor(
-    model: o.Model = None,
-    json: o.Json = False,
-) -> None:
+def doctor(model: o.Model = None, json: o.Json = False) -> None:
     """Try the backends, and print versions, hardware and the trigger set of a model's tokenizer.
 
     For example:

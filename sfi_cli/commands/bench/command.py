@@ -8,7 +8,7 @@ from sfi_cli import options as o
 from sfi_cli.settings.tables import BenchTable, EngineTable, ForecastTable, ModelTable
 
 MEASURE, FORECAST = "Measurement", "Forecast"
-# defaults live in DecodeSettings, which imports torch; the help repeats them and a test compares
+# copies of the defaults of DecodeSettings, which imports torch; a test compares the two
 SHOWN = {
     "policies": "sfi,full-kv",
     "contexts": "4096",

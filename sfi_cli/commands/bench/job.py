@@ -1,4 +1,4 @@
-"""What `sfi bench` does between its options and its output."""
+"""`sfi bench` after its options are read."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,18 +22,16 @@ TRIGGERS = ("t_max", "min_gap", "triggers", "trigger_policy", "stride", "slow_st
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeBenchJob:
-    """Everything the options said.
+    """The options of `sfi bench`.
 
     Attributes:
-        subject: The model.
-        lists: Comma lists by field of `DecodeSettings`; None stays at its default.
-        settings: Other fields; None stays at the default.
-        said: Names of the settings that the command line gave.
-        slow_rate: A share such as 1/20; None for the default, where no text is given.
-        text: A file, or bundled; None for a stated rate.
+        lists: Comma lists by field of `DecodeSettings`; None keeps the field's default.
+        settings: Other fields of `DecodeSettings`; None keeps the field's default.
+        said: Names of the settings that the user gave.
+        slow_rate: A share such as 1/20; None for the default or with `text`.
+        text: A file, or bundled; None without a text.
         threads: CPU threads; None for PyTorch's own.
-        forecast: The machine to compute for; None measures on this one.
-        output: The document, or its rows, and the figure.
+        forecast: The machine to compute for; None measures on this machine.
     """
 
     subject: Subject
@@ -47,12 +45,7 @@ class DecodeBenchJob:
     output: Output
 
     def run(self) -> None:
-        """Load, measure or compute, write and show.
-
-        Raises:
-            SfiError: What the user can mend.
-            typer.Exit: With 130 after Ctrl-C.
-        """
+        """Load the model, measure or forecast, write and show the result."""
         import torch
 
         from sfi_core.engine.backends.registry import check_backend
@@ -64,7 +57,7 @@ class DecodeBenchJob:
         if self.threads is not None:
             torch.set_num_threads(self.threads)
         device = resolve_device(self.subject.loading["device"])
-        settings = self._settings(None)  # mistakes show before a large model loads
+        settings = self._settings(None)  # report mistakes before a large model loads
         check_backend(settings.backend, device)
         check_engine(settings, device)
         if self.text is not None:
@@ -137,10 +130,10 @@ class DecodeBenchJob:
             )
 
     def _check_forecast(self) -> None:
-        for name in sorted(self.said) if self.forecast is None else ():
-            if name.startswith("forecast."):
-                raise ConfigError(f"{name} must come with --forecast, got it alone")
         if self.forecast is None:
+            for name in sorted(self.said):
+                if name.startswith("forecast."):
+                    raise ConfigError(f"{name} must come with --forecast, got it alone")
             return
         for name in TIERS:
             if name in self.said:
@@ -156,7 +149,9 @@ class DecodeBenchJob:
             if values:
                 given[name] = _read_list(name, values)
         if given["lossless"] and given.get("acceptance") is None:
-            given["prefill"] = True  # real prompts have to be read
+            given["prefill"] = (
+                True  # acceptance is measured on real prompts, which must be prefilled
+            )
         if self.text is None:
             return DecodeSettings(**given, slow_rate=_rate(self.slow_rate or SLOW_RATE))
         if loaded is None:
@@ -190,7 +185,7 @@ def _rate(value: str) -> Fraction:
 def _with_text(given: dict[str, Any], source: str, model: Any, tokenizer: Any) -> dict[str, Any]:
     from sfi_core.triggers.trigger_set import resolve_triggers
 
-    # random weights have no tokenizer: the bundled one's ids stand in, folded into their vocabulary
+    # random weights have no tokenizer: take the bundled tokenizer's ids modulo the model's vocabulary
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     ids = tokenizer(_read_text(source), add_special_tokens=False)["input_ids"]
     if not ids:

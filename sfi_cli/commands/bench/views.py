@@ -6,7 +6,7 @@ from sfi_cli.terminal.tables import count, noted, number, percent, ratio, table
 
 
 def bench_text(document: dict[str, Any]) -> str:
-    """Return the measured rows, what did not fit, and the notes."""
+    """Return the measured rows, the runs that did not fit into memory, and the notes."""
     tables = [_measured(document)]
     if any(row["kv_device_budget"] for row in document["rows"]):
         tables.append(_tiers(document))

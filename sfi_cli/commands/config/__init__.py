@@ -1,4 +1,4 @@
-"""`sfi config ...`: the settings that there are."""
+"""`sfi config ...`: show the settings."""
 
 import typer
 

@@ -9,15 +9,14 @@ from sfi_cli.settings.complete import names
 from sfi_cli.settings.tables import SETTINGS
 
 Prefix = Annotated[
-    str, typer.Argument(help="Only names that begin so: selector, t_.", autocompletion=names(SETTINGS))
+    str, typer.Argument(help="Only settings whose names begin with this: selector, t_.", autocompletion=names(SETTINGS))
 ]  # fmt: skip
 
 
 def list_settings(prefix: Prefix = "", preset: o.Preset = None, json: o.Json = False) -> None:
     r"""List the settings that --set NAME=VALUE and a TOML file of --config take.
 
-    A table's settings have its name before a dot; in the file they stand below that name in
-    brackets.
+    The name of a setting in a table is TABLE.NAME; in a file it stands below [TABLE].
 
     For example:
 

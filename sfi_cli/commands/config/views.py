@@ -9,14 +9,14 @@ from sfi_cli.terminal.tables import plain_console, printed
 from sfi_core.errors import ConfigError
 from sfi_core.settings.config import SfiConfig
 
-LEAST_WIDTH = 100  # below it the meanings would be columns of single words
+LEAST_WIDTH = 100  # of the table; a narrower one would break the meanings into single words
 
 
 def rows_of(prefix: str, preset: str | None) -> list[dict[str, Any]]:
-    """Describe the settings whose names begin so, in plain values.
+    """Describe the settings whose names begin with `prefix`, in plain values.
 
     Raises:
-        ConfigError: There is none, or no such preset.
+        ConfigError: No setting's name begins so, or the preset is unknown.
     """
     config = SfiConfig() if preset is None else SfiConfig.preset(preset)
     values = config.to_dict()

@@ -1,4 +1,4 @@
-"""What `sfi eval` does between its options and its output."""
+"""`sfi eval` after its options are read."""
 
 import hashlib
 import json
@@ -26,15 +26,14 @@ from sfi_core.measure.evaluation.lossless_rows import check_exact
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationJob:
-    """Everything the options said.
+    """The options of `sfi eval`.
 
     Attributes:
-        given: Values of the options; None where an option was not given.
-        loading: How to load the model, besides what was asked.
-        folder: Where the results go; None names a new folder after the time.
-        resume: Whether to go on with the folder.
+        given: Values of the options; None for an option that was not given.
+        loading: Arguments of `load` that a results folder does not keep.
+        folder: Folder of the results; None makes a new folder named after the time.
+        resume: Whether to complete the results in the folder.
         force: Whether the results in the folder may be replaced.
-        output: The document on stdout, and the figure.
     """
 
     given: Mapping[str, Any]
@@ -45,12 +44,7 @@ class EvaluationJob:
     output: Output
 
     def run(self) -> None:
-        """Evaluate what is not there yet, and show everything.
-
-        Raises:
-            SfiError: What the user can mend.
-            typer.Exit: With 130 after Ctrl-C.
-        """
+        """Make the rows that the folder lacks, and show all rows."""
         if self.resume and self.folder is None:
             raise ConfigError("resume must come with --output DIR, got none")
         with self.output:
@@ -67,7 +61,7 @@ class EvaluationJob:
         check_exact(results.rows["samples"], results.manifest["model"]["dtype"])
 
     def _results(self) -> tuple[Any, bool]:
-        # open the folder, and run what is not in it yet; whether Ctrl-C ended that
+        # the folder with all its rows, and whether Ctrl-C ended the run
         from sfi_traces.results.evaluation.evaluation_manifest import check_new
         from sfi_traces.results.evaluation.store import ResultsFolder
 
@@ -123,7 +117,7 @@ class EvaluationJob:
         tokenizer: Any,
         asked: Mapping[str, Any],
     ) -> bool:
-        # make the rows that are not there; whether Ctrl-C ended that
+        # make the missing rows; return whether Ctrl-C ended the run
         options = {
             "backend": asked["backend"], "prefill_chunk": asked["prefill_chunk"],
             "engine": engine_of(asked), "batch_size": asked["batch_size"],
@@ -152,10 +146,7 @@ class EvaluationJob:
 def document_of(results: Any) -> dict[str, Any]:
     """Sum a folder's results up as the document of `--json`."""
     from sfi_traces.results.evaluation.averages import summarize_averages
-    from sfi_traces.results.evaluation.summary import (
-        summarize,
-        summarize_fidelity,
-    )
+    from sfi_traces.results.evaluation.summary import summarize, summarize_fidelity
 
     manifest = results.manifest
     names = ("asked", "model", "device", "machine", "versions", "created", "finished", "stopped")
@@ -178,12 +169,11 @@ def _check_facts(results: Any, facts: Mapping[str, Any], names: Sequence[str]) -
 
 
 def plain(value: Any) -> Any:
-    """Return a value as JSON gives it back."""
+    """Return a value as it comes back from JSON: tuples become lists, keys become strings."""
     return json.loads(json.dumps(value))
 
 
 def _facts(model: Any) -> dict[str, Any]:
-    # what a results folder says of the model and the machine
     from sfi_core.machine.describe import describe
     from sfi_core.machine.versions import versions
     from sfi_core.models.describe import describe_model
@@ -205,6 +195,6 @@ def _text(path: str | None) -> str | None:
 
 
 def _left(part: Grid, results: Any) -> list[Any]:
-    # keys of the rows that are not there, or failed
+    # keys of the rows that are missing or failed
     done = {part.key(row) for row in results.rows[part.table] if row["error"] is None}
     return [key for key in part.keys if key not in done]

@@ -1,4 +1,4 @@
-"""What `sfi eval` was asked, as plain values that a results folder keeps and a resumed run compares."""
+"""The options of `sfi eval` as plain values, which a results folder keeps and a resumed run compares."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,10 +12,10 @@ METHODS = (
     "full-kv", "default=sfi", "paper=sfi@paper", "released=sfi@released", "streaming-llm", "snapkv", "quest",
     "freekv", "synckv", "codescan", "oracle-top-k", "random-k",
 )  # fmt: skip
-BUNDLED_ONLY = ("synckv",)  # needs a head file, which other models seldom come with
+BUNDLED_ONLY = ("synckv",)  # needs a head file, which few other models have
 SHARES, LENGTHS, SAMPLES, SEED, RECENT = (0.05, 0.1, 0.15, 0.25), (1024, 4096), 20, 0, 128
 TOKENS = 128
-FREE = "batch_size"  # changes no row, so that a resumed run may change it
+FREE = "batch_size"  # has no effect on a row: a resumed run may change it
 DEFAULTS: dict[str, Any] = {
     "model": None, "dtype": "auto", "methods": list(METHODS),
     "shares": list(SHARES), "budgets": None, "recent": RECENT, "tasks": None, "lengths": list(LENGTHS),
@@ -25,10 +25,10 @@ DEFAULTS: dict[str, Any] = {
 
 
 def filled(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Lay what was given over the defaults; tasks only where nothing else is measured.
+    """Fill the defaults in; with `fidelity`, no task is a default.
 
     Raises:
-        ConfigError: Shares and budgets, or an option of fidelity without it.
+        ConfigError: Shares together with budgets, or an option of fidelity without `fidelity`.
     """
     said = {name: value for name, value in given.items() if value is not None}
     asked = DEFAULTS | said
@@ -47,18 +47,19 @@ def filled(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def default_tasks(model: str | None) -> list[str]:
-    """Name the bundled checkpoint's own task, or those for any other model."""
+    """Name the bundled checkpoint's task, or the tasks for any other model."""
     from sfi_core.measure.evaluation.tasks import TASKS
 
-    own = ["bundled-recall"]
-    return own if model is None else [name for name, task in TASKS.items() if not task.bundled]
+    if model is None:
+        return ["bundled-recall"]
+    return [name for name, task in TASKS.items() if not task.bundled]
 
 
 def resumed(given: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a folder was asked, where what is given now does not contradict it.
+    """Return the options of the folder's first run (`before`) for a run that resumes it.
 
     Raises:
-        ConfigError: It does, with the option; or the folder was asked what this version does not know.
+        ConfigError: An option given now differs from the folder's, or the folder has an unknown option.
     """
     for name in before:
         if name not in DEFAULTS:
@@ -68,9 +69,8 @@ def resumed(given: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, An
     for name, value in given.items():
         if name == FREE:
             continue
-        kept = before.get(
-            name, DEFAULTS[name]
-        )  # a folder of an earlier version lacks newer options
+        # a folder of an earlier version lacks newer options
+        kept = before.get(name, DEFAULTS[name])
         if value is not None and value != kept:
             option = OPTIONS.get(name, name).replace("_", "-")
             raise ConfigError(
@@ -93,7 +93,7 @@ def numbers(option: str, text: str | None, kind: Callable[[str], Any]) -> list[A
     """Read a comma list of ints or floats.
 
     Raises:
-        ConfigError: A word of it is none, or there is none.
+        ConfigError: A word is not such a number, or the list is empty.
     """
     if text is None:
         return None
@@ -106,10 +106,10 @@ def numbers(option: str, text: str | None, kind: Callable[[str], Any]) -> list[A
 
 
 def parts_of(asked: Mapping[str, Any], text: str | None) -> list[Any]:
-    """Make what is to be run: a grid of tasks, and one of windows of the text.
+    """Make the grids to run: one of tasks, one of windows of the text.
 
     Raises:
-        ConfigError: A method, size, task or length that is none.
+        ConfigError: A method, size, task or length is invalid.
     """
     methods, sizes = methods_of(asked), sizes_of(asked)
     parts: list[Any] = []
@@ -136,14 +136,14 @@ def parts_of(asked: Mapping[str, Any], text: str | None) -> list[Any]:
 
 
 def methods_of(asked: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Read the methods."""
+    """Parse the methods."""
     from sfi_core.measure.evaluation.method import Method
 
     return tuple(Method.parse(text) for text in asked["methods"])
 
 
 def sizes_of(asked: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Make the sizes of shares, or of budgets."""
+    """Make the sizes from the budgets, or without budgets from the shares."""
     from sfi_core.measure.evaluation.method import Size
 
     recent = asked["recent"]
@@ -156,14 +156,14 @@ def engine_of(asked: Mapping[str, Any]) -> EngineOptions:
     """Make the engine's options.
 
     Raises:
-        ConfigError: No such device budget.
+        ConfigError: The device budget is invalid.
     """
     asked = DEFAULTS | dict(asked)
     return EngineOptions(kv_device_budget=asked["kv_device_budget"], kv_page=asked["kv_page"])
 
 
 def described(methods: tuple[Any, ...]) -> list[dict[str, Any]]:
-    """Say what the methods are, for the manifest; a preset may be another tomorrow."""
+    """Describe the methods for the manifest, with all settings: a preset may change between versions."""
     return [
         {
             "label": method.label,

@@ -1,4 +1,4 @@
-"""Whether a folder's facts are those of the run that goes on with it."""
+"""Checks that a resumed run has the model, text and methods of its results folder."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -6,21 +6,21 @@ from typing import Any
 
 from sfi_core.errors import ConfigError
 
-SHOWN = 3  # differences that a message names
+SHOWN = 3  # differences named in the message
 Facts = Mapping[str, Any]
 
 
 def check_same(what: str, got: Any, wanted: Any, versions: tuple[Facts, Facts]) -> None:
-    """Refuse to go on with another model, another text or other methods.
+    """Refuse to resume a folder whose facts are not this run's.
 
     Args:
-        what: The name of the facts in the manifest.
+        what: The name of the facts in the manifest: model, text or methods.
         got: The facts of this run.
-        wanted: Those of the folder.
-        versions: The versions of this run and of the folder, which may be why the facts differ.
+        wanted: The folder's facts.
+        versions: The versions of this run and of the folder; the message names them if they differ.
 
     Raises:
-        ConfigError: With what differs.
+        ConfigError: The facts differ; the message names the first `SHOWN` differences.
     """
     one, other = dict(_leaves(got)), dict(_leaves(wanted))
     names = [name for name in other | one if one.get(name) != other.get(name)]
@@ -39,7 +39,7 @@ def check_same(what: str, got: Any, wanted: Any, versions: tuple[Facts, Facts]) 
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    # each plain value by its path; of a list of methods by their labels
+    # each plain value by its path; in a list of methods a method's label is the part of the path
     if isinstance(value, Mapping) and value:
         for name, inner in value.items():
             yield from _leaves(inner, f"{path}.{name}" if path else name)

@@ -5,7 +5,10 @@ from typing import Any
 
 from sfi_cli.terminal.tables import number, percent, plural, rendered, table
 
-ANY_SIZE = ("all", "own")  # what is the same at all sizes: full attention, a method with its own
+ANY_SIZE = (
+    "all",
+    "own",
+)  # sizes of rows that hold at all sizes: full attention, methods with own sizes
 Row = dict[str, Any]
 NOTES = (
     "score: mean and 95 % Wilson interval; against full-kv: paired difference, 95 % bootstrap interval{}.",
@@ -19,7 +22,7 @@ POSITIONS = "steps since the token that ended a sentence"
 
 
 def evaluation_text(document: dict[str, Any]) -> str:
-    """Return tables of the tasks and of the text, what failed, and what columns mean."""
+    """Return the tables of the tasks and of the text, notes on the columns, and the failures."""
     parts: list[Any] = [_heading(document), ""]
     rows = document["rows"]
     for place, own in _groups(rows, ("task", "length")):
@@ -183,7 +186,7 @@ def _sizes(rows: Iterable[Row]) -> list[str]:
 
 
 def _lines(rows: list[Row], sizes: list[str]) -> list[tuple[str, list[Row | None]]]:
-    # a method's rows by size; what has one for all sizes is shown at each
+    # a method's row for each size; a row for all sizes stands at each size
     lines = []
     for (method,), own in _groups(rows, ("method",)):
         by_size = {row["size"]: row for row in own}
@@ -209,7 +212,7 @@ def _difference(row: Row) -> str:
 
 
 def _methods(rows: list[Row]) -> str:
-    # an interval without width is the same by any method
+    # name the interval methods; an interval without width would be the same by any method
     wide = [row for row in rows if row["difference_low"] != row["difference_high"]]
     names = sorted({row["interval_method"] for row in wide})
     return f" ({', '.join(names)})" if names else ""

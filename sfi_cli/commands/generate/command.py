@@ -46,7 +46,7 @@ def generate(
         bool | None,
         typer.Option(
             "--compare/--no-compare",
-            help="Run full-kv beside it.",
+            help="Run full-kv too, for comparison.",
             show_default="only for the bundled example",
         ),
     ] = None,
@@ -86,8 +86,8 @@ def generate(
 ) -> None:
     """Continue a prompt and stream the text; a report of what was read follows on stderr.
 
-    Without arguments it asks the bundled checkpoint about a long bundled text,
-    and runs full attention and a lossless run beside it.
+    Without arguments, the bundled checkpoint answers a question about a long bundled text; full attention
+    and a lossless run follow for comparison.
 
     For example:
 
@@ -168,6 +168,6 @@ def _audit(settings: Given) -> AuditConfig | None:
 
 
 def _sampling(said: dict[str, Any]) -> dict[str, Any]:
-    # any of these means to sample, unless that is switched off
+    # each of these settings switches sampling on, unless do_sample=false is given
     implied = any(name in said for name in ("temperature", "top_k", "top_p", "min_p"))
     return {"do_sample": implied, **said}

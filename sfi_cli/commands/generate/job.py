@@ -1,4 +1,4 @@
-"""What `sfi generate` does between its options and its output."""
+"""`sfi generate` after its options are read."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -22,7 +22,7 @@ from sfi_core.settings.sampling import Sampling
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateJob:
-    """Everything the options said."""
+    """The options of `sfi generate`; `beside` asks for a lossless run too, for comparison."""
 
     prompts: Prompts
     chat: bool
@@ -41,12 +41,7 @@ class GenerateJob:
     engine: EngineTable
 
     def run(self, output: Output) -> None:
-        """Load, decode, write the text or the document, and report.
-
-        Raises:
-            SfiError: What the user can mend.
-            typer.Exit: With 130 after Ctrl-C.
-        """
+        """Load the model, decode, write the text or the document, and report."""
         from sfi_core.models.rotation import check_rotation
 
         self._check()
@@ -81,7 +76,7 @@ class GenerateJob:
         _fail(result, document)
 
     def _check(self) -> None:
-        # mistakes in settings show before a large model loads
+        # report mistakes in settings before a large model loads
         from sfi_core.engine.backends.registry import check_backend
         from sfi_core.hosts.transformers.lossless import check_asked, check_drafts
         from sfi_core.hosts.transformers.stores import check_offloads
@@ -101,7 +96,7 @@ class GenerateJob:
         self.subject.check()
 
     def _beside(self, decode: Callable[..., Any], config: Any) -> dict[str, Any]:
-        # what runs after it, for comparison
+        # runs for comparison
         from sfi_core.models.rotation import pass_rotation
 
         found = {}
@@ -120,7 +115,7 @@ class GenerateJob:
         sampling = Sampling(**self.sampling)
         try:
             return verify(model, prompts, outputs, sampling=sampling, seed=self.seed).to_dict()
-        except NumericsError as error:  # what was generated is shown all the same
+        except NumericsError as error:  # the generated text is shown all the same
             return {"ok": False, "error": str(error)}
 
     def _decode(
@@ -205,7 +200,7 @@ class GenerateJob:
 
 
 def _fail(result: Any, document: dict[str, Any]) -> None:
-    # once everything is told
+    # raise only after the text and the report are written
     if result.error is not None:
         raise result.error
     verification = document.get("verification", {"ok": True})

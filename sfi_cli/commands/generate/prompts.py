@@ -1,4 +1,4 @@
-"""Where prompts come from: an argument, a file, stdin, a JSON Lines file, or the bundled example."""
+"""Prompts from an argument, a file, stdin, a JSON Lines file, or the bundled example."""
 
 import json
 import sys
@@ -15,13 +15,12 @@ Entry = str | list[dict[str, Any]]  # a text, or chat messages
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """Prompts and what belongs to them.
+    """The prompts of a command.
 
     Attributes:
-        entries: Texts or chat messages.
-        max_new_tokens: The most new tokens of each, None where its line says nothing; empty without a file.
-        config: The settings they are run with when nothing else is said.
+        config: The settings to start from: the example's own, else the defaults.
         expected: The right answer, for the bundled example.
+        max_new_tokens: Each prompt's limit, None for a line without one; empty without a JSON Lines file.
     """
 
     entries: list[Entry]
@@ -30,22 +29,22 @@ class Prompts:
     max_new_tokens: tuple[int | None, ...] = ()
 
     def limits(self, default: int) -> list[int]:
-        """Return the most new tokens of each entry; `default` where its line says nothing."""
+        """Return each entry's limit of new tokens; `default` for an entry without its own."""
         own = self.max_new_tokens or (None,) * len(self.entries)
         return [default if limit is None else limit for limit in own]
 
     @property
     def is_example(self) -> bool:
-        """Whether this is the bundled example."""
+        """Whether the prompt is the bundled example."""
         return self.expected is not None
 
 
 def read_prompts(argument: str | None, file: Path | None, batch: Path | None) -> Prompts:
-    """Read the prompts of a command.
+    """Read the prompts of a command; without a source, the bundled example.
 
     Raises:
         ConfigError: Two sources are given.
-        InputError: A file cannot be read, or a line of it is malformed.
+        InputError: A file cannot be read, or has a malformed line.
     """
     given = [source for source in (argument, file, batch) if source is not None]
     if len(given) > 1:
@@ -93,7 +92,7 @@ def _read_batch(path: Path) -> list[tuple[Entry, int | None]]:
 
 
 def _entry(line: str, where: str) -> tuple[Entry, int | None]:
-    # the prompt, and the most new tokens if the line says so
+    # the prompt, and the line's limit of new tokens
     try:
         data = json.loads(line)
     except json.JSONDecodeError as error:
@@ -115,7 +114,7 @@ def _entry(line: str, where: str) -> tuple[Entry, int | None]:
 
 
 def token_ids(entry: Entry, tokenizer: Any, *, chat: bool) -> list[int]:
-    """Return the tokens of an entry, in the chat template where it is a conversation or `chat` says so.
+    """Return the tokens of an entry; messages, or with `chat` also a text, in the chat template.
 
     Raises:
         InputError: The tokenizer has no chat template.
@@ -127,6 +126,6 @@ def token_ids(entry: Entry, tokenizer: Any, *, chat: bool) -> list[int]:
     if not getattr(tokenizer, "chat_template", None):
         raise InputError("the model's tokenizer must have a chat template for --chat and messages")
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    # the template writes the special tokens itself: another one at the beginning would come twice
+    # the template writes the special tokens itself
     ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     return ids

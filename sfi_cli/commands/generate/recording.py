@@ -1,4 +1,4 @@
-"""The observers of a run that the options ask for: the trace, and NVTX ranges for a profiler."""
+"""The observers of `sfi generate`: the trace, and NVTX ranges for a profiler."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -18,13 +18,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceRecording:
-    """The options of the trace.
+    """The options of the trace; without `folder` there is none, without `audit` no audit.
 
-    Attributes:
-        folder: Where the trace goes; None for no trace.
-        force: Whether a trace that is there may be replaced.
-        settings: What the trace holds.
-        audit: The audit; None without one.
+    `force` allows to replace a trace in the folder.
     """
 
     folder: Path | None
@@ -33,7 +29,7 @@ class TraceRecording:
     audit: AuditConfig | None
 
     def __post_init__(self) -> None:
-        """Refuse an audit that is written nowhere."""
+        """Refuse an audit without a trace."""
         if self.audit is not None and self.folder is None:
             raise ConfigError("--audit needs a trace to write to; add --trace DIR")
 
@@ -41,7 +37,7 @@ class TraceRecording:
     def observers(
         self, tokenizer: Any, device: Any, provenance: dict[str, Any], quiet: bool
     ) -> Iterator[tuple[list["Observer"], Callable[[str | None], None]]]:
-        """Open the observers of a run on a device, and close them however it ends.
+        """Open the observers of a run, close them at its end, and name the trace.
 
         Yields:
             The observers, and a function that takes the reason why the run stopped early.
@@ -68,7 +64,7 @@ class TraceRecording:
             )
             yield [*found, stack.enter_context(parquet)], parquet.close
         _wait_for_ranks()
-        if self.folder.exists() and not quiet:  # gone where the run ended before it began
+        if self.folder.exists() and not quiet:  # absent if the run ended before its first step
             message(f"Wrote {self.folder}; look at it with: sfi trace show {self.folder}")
             if torchrun.first():
                 from sfi_traces.health import quick_problems
@@ -78,7 +74,7 @@ class TraceRecording:
 
 
 def _wait_for_ranks() -> None:
-    # what reads the trace next is to find every rank's end in it
+    # the trace is complete only when every rank has closed its part
     from sfi_core.distributed.ranks import join
 
     try:

@@ -1,12 +1,12 @@
-"""What a person reads at the end of a command, from plain data."""
+"""The report of `sfi generate`, from its document."""
 
 from typing import Any
 
-OTHERS = ("comparison", "lossless")  # runs beside the one that was asked for
+OTHERS = ("comparison", "lossless")  # runs for comparison
 
 
 def plan_line(plan: Any) -> str:
-    """Say how many requests will be decoded together, and what that needs."""
+    """Say how many requests are decoded together, and how much memory they need."""
     together = "all together" if plan.slots == plan.requests else f"{plan.slots} at a time"
     free = "" if plan.free_bytes is None else f" of {plan.free_bytes / 1e9:.2f} GB free"
     if plan.tiers is None:
@@ -20,7 +20,7 @@ def plan_line(plan: Any) -> str:
 
 
 def report_lines(document: dict[str, Any]) -> list[str]:
-    """Sum a generation up: steps, reasons, what was read, speed, memory."""
+    """Sum a generation up: steps, reasons of slow steps, tokens read, speed, memory."""
     lines = [""]
     if "exact_match" in document:
         verdict = "correct, word for word" if document["exact_match"] else "not the expected one"
@@ -43,7 +43,7 @@ def report_lines(document: dict[str, Any]) -> list[str]:
 
 
 def fused_lines(fused: dict[str, int], left_alone: dict[str, int]) -> list[str]:
-    """Say which modules ran fused and which did not, by class; nothing where fusion was off."""
+    """Count by class the modules that ran fused and those that did not; [] without fusion."""
     told = []
     for name, modules in (("fused", fused), ("left alone", left_alone)):
         counts = ", ".join(f"{kind} x {count}" for kind, count in modules.items())
@@ -52,7 +52,7 @@ def fused_lines(fused: dict[str, int], left_alone: dict[str, int]) -> list[str]:
 
 
 def _launch_lines(paths: dict[str, int]) -> list[str]:
-    # how steps were launched, where any was replayed
+    # [] if no step was replayed
     replayed, eager = (paths.get(f"graph.{how}", 0) for how in ("replay", "eager"))
     if not replayed:
         return []
@@ -141,7 +141,7 @@ def _speed_lines(document: dict[str, Any]) -> list[str]:
 
 
 def _compared(rows: list[tuple[str, dict[str, Any]]], full: dict[str, Any]) -> list[str]:
-    # each run's tokens, and the first one's speed, beside full attention's
+    # whether each run's tokens are full attention's, and the first run's speed over full attention's
     others = [(name, data) for name, data in rows if data is not full]
     same = ["yes" if _tokens(data) == _tokens(full) else "no" for _, data in others]
     told = same[0]
@@ -161,7 +161,7 @@ def _tokens(data: dict[str, Any]) -> list[list[int]]:
 
 
 def _read(data: dict[str, Any]) -> float:
-    # the mean over requests, by the tokens that each decoded
+    # the mean over requests, weighted by the tokens that each decoded
     weights = [max(1, len(request["token_ids"]) - 1) for request in data["requests"]]
     reads = [request["read_ratio"] for request in data["requests"]]
     read: float = sum(w * r for w, r in zip(weights, reads, strict=True)) / max(1, sum(weights))

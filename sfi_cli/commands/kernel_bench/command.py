@@ -7,7 +7,7 @@ from sfi_cli import options as o
 
 SHAPE, MEASURE, COMPILE = "Shape", "Measurement", "Offline compilation"
 ARCHITECTURES = "sm_80,sm_90,sm_100"
-# defaults live in KernelSettings, which imports torch; the help repeats them and a test compares
+# copies of the defaults of KernelSettings, which imports torch; a test compares the two
 SHOWN = {
     "context": "16384",
     "batch": "16",
@@ -84,7 +84,7 @@ def kernel_bench(
 ) -> None:
     """Check each kernel against its formula, then time it beside PyTorch's SDPA and other rivals.
 
-    Without a GPU the PyTorch backend is timed. An op that fails its check is named and has no time.
+    Without a GPU the PyTorch backend is timed. An op that fails its check is named and not timed.
 
     For example:
 
@@ -94,11 +94,7 @@ def kernel_bench(
 
       sfi kernel-bench --compile-only --arch sm_80,sm_90
     """
-    from sfi_cli.commands.kernel_bench.job import (
-        CompileJob,
-        KernelBenchJob,
-        check_combination,
-    )
+    from sfi_cli.commands.kernel_bench.job import CompileJob, KernelBenchJob, check_combination
     from sfi_cli.parsing import numbers, words
     from sfi_cli.terminal.output import Output
 

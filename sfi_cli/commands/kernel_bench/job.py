@@ -1,4 +1,4 @@
-"""What `sfi kernel-bench` does between its options and its output."""
+"""`sfi kernel-bench` after its options are read."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -31,15 +31,7 @@ def check_combination(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelBenchJob:
-    """Everything the options of a timed run said.
-
-    Attributes:
-        settings: Keyword arguments of `KernelSettings`; those that are None stay at its defaults.
-        sweep: A sweep's name, or None.
-        backend: auto, torch or triton.
-        device: auto, cpu, cuda, ...
-        output: The document, or its rows, and the figure.
-    """
+    """The options of a timed run; `settings` are those of `KernelSettings`, None for its default."""
 
     settings: dict[str, Any]
     sweep: str | None
@@ -48,12 +40,7 @@ class KernelBenchJob:
     output: Output
 
     def run(self) -> None:
-        """Check, time, write and show.
-
-        Raises:
-            SfiError: What the user can mend, or ops that failed; what they are is written and shown before.
-            typer.Exit: With 130 after Ctrl-C.
-        """
+        """Check and time the ops, write and show the result; then raise if an op failed its check."""
         from sfi_core.measure.kernel_bench import KernelSettings, resolve_backend
         from sfi_core.models.load import resolve_device
 
@@ -93,25 +80,20 @@ class KernelBenchJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompileJob:
-    """Everything the options of an offline compilation said.
-
-    Attributes:
-        architectures: Names such as sm_90.
-        output: The document; a .md gets the Markdown table.
-    """
+    """The options of an offline compilation; an output .md gets the Markdown table."""
 
     architectures: list[str]
     output: Output
 
     def run(self) -> None:
-        """Compile every kernel for every architecture, and show what came of it.
+        """Compile every kernel for every architecture, and show registers, spills and shared memory.
 
         Raises:
             typer.Exit: With 1 if a kernel spills registers or does not fit.
         """
         from sfi_core.measure.kernel_bench.compile_check import ARCHS
 
-        for name in self.architectures:  # before the first word on stderr
+        for name in self.architectures:
             if name not in ARCHS:
                 raise ConfigError(f"unknown arch {name!r}; expected one of {ARCHS}")
         self.output.check_format(COMPILED_FORMATS)

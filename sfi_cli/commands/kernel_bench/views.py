@@ -8,7 +8,7 @@ RIVALS = ("dense", "sdpa", "paper_like")
 
 
 def bench_text(document: dict[str, Any], *, sweep: bool) -> str:
-    """Return every row, Table 1's row beside ours for a sweep, and the notes."""
+    """Return every row, for a sweep the paper's Table 1 beside ours, and the notes."""
     tables = [_rows_table(document)]
     if sweep:
         tables.append(_sweep_table(document))
@@ -16,7 +16,7 @@ def bench_text(document: dict[str, Any], *, sweep: bool) -> str:
 
 
 def compiled_text(compiled: list[dict[str, Any]]) -> str:
-    """Return what the compiler made of every kernel."""
+    """Return registers, spills and shared memory of every compiled kernel."""
     rows = [
         (
             row["kernel"], row["arch"], str(row["registers"]), str(row["spill_bytes"]),

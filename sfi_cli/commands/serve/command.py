@@ -59,8 +59,8 @@ def serve(
 ) -> None:
     """Serve a model over HTTP with vLLM, its requests decoded slow-fast.
 
-    vLLM's own OpenAI-compatible server runs, with sfi as a plugin; it is installed beside sfi
-    in an environment of its own (docs/vllm.md). What stands after -- goes to vLLM. Ctrl-C ends it.
+    vLLM's own OpenAI-compatible server runs, with sfi as a plugin. vLLM and sfi need an environment of
+    their own (docs/vllm.md). Flags after -- go to vLLM. Ctrl-C ends the server.
 
     For example:
 

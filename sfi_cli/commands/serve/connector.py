@@ -1,7 +1,7 @@
 """The plugin's connector with a trace; vLLM finds it by `kv_connector_module_path`.
 
-The core does not know traces, so this one stands above both. One writer, on the scheduler's side, records
-what the planner and all workers tell.
+It is here because `sfi_core` cannot import `sfi_traces`. The scheduler's process writes the trace, with
+the events of the planner and of all workers.
 """
 
 from collections import deque
@@ -33,13 +33,15 @@ class SfiConnector(PlainConnector):
     """The plugin's connector with a trace."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
-        """Begin the side that `role` names; the scheduler's begins the trace.
+        """Begin the scheduler's or a worker's side; the scheduler's side begins the trace.
 
         Raises:
             ConfigError: As the plugin's own; the trace's folder is not empty; the model cannot be described.
         """
         self._recorder: ParquetObserver | None = None
-        self._steps: deque[AbstractContextManager[None]] = deque()  # those that the workers are at
+        self._steps: deque[AbstractContextManager[None]] = (
+            deque()
+        )  # spans of the steps that the workers run now
         if settings_of(vllm_config).options.trace is not None:
             check_traced(vllm_config)  # before a folder is made
         super().__init__(vllm_config, role, kv_cache_config)
@@ -49,7 +51,7 @@ class SfiConnector(PlainConnector):
             self._recorder.on(self._run_event(shapes))
 
     def make_observer(self, role: Any) -> Observer:
-        """Record the scheduler's side; a worker's events are gathered for it."""
+        """Return the trace's writer on the scheduler's side; a worker gathers its events for it."""
         options = self.settings.options
         if options.trace is None or role == KVConnectorRole.WORKER:
             return super().make_observer(role)
@@ -61,12 +63,12 @@ class SfiConnector(PlainConnector):
                 "preset": options.preset,
                 "server": {"vllm": installed_version(), "slots": self.slots},
             },
-            clock="cpu",  # the scheduler's process leaves the device alone
+            clock="cpu",  # the scheduler's process does not use the device
         )
         return self._recorder
 
     def on_new_request(self, request: Any) -> None:
-        """Note a request that has arrived, and record its prompt."""
+        """Register a new request, and record its prompt."""
         super().on_new_request(request)
         tracked = self.planner.tracked.get(request.request_id)
         if self._recorder is None or tracked is None or request.prompt_token_ids is None:
@@ -92,7 +94,7 @@ class SfiConnector(PlainConnector):
         return made
 
     def get_kv_connector_stats(self) -> ServerStats | None:
-        """Return what has been counted since the last call; vLLM asks at the end of each engine step."""
+        """Return the counts since the last call; vLLM calls this at the end of each engine step."""
         if self._steps:
             self._steps.popleft().__exit__(None, None, None)
         return super().get_kv_connector_stats()
@@ -123,7 +125,7 @@ class SfiConnector(PlainConnector):
 
 
 def check_traced(vllm_config: Any) -> None:
-    """Refuse a server that no trace can describe.
+    """Refuse a server that a trace cannot describe: data parallel, or quantized.
 
     Raises:
         ConfigError: With the setting of vLLM.
@@ -133,12 +135,12 @@ def check_traced(vllm_config: Any) -> None:
     kind = vllm_config.model_config.quantization
     if kind is not None:
         raise ConfigError(
-            f"trace must be of weights whose bytes it can tell, got quantization={kind}"
+            f"trace must be of weights that are not quantized, got quantization={kind}"
         )
 
 
 def begin_event(planner: Planner, plan: Plan) -> BeginStepEvent:
-    """Say what the engine step does that was planned last."""
+    """Return the event of the engine step that was planned last."""
     shape = planner.shape
     slow = tuple(entry.request for entry in plan.entries if entry.slow or not entry.decode)
     fast = tuple(entry.request for entry in plan.entries if entry.decode and not entry.slow)
@@ -154,7 +156,7 @@ def begin_event(planner: Planner, plan: Plan) -> BeginStepEvent:
 
 
 def own_settings(wishes: Wishes, config: Any) -> dict[str, Any]:
-    """Return the settings of a request that are not the server's."""
+    """Return the settings in which a request differs from the server."""
     return {
         name: value
         for name in OWN

@@ -1,4 +1,4 @@
-"""What `sfi serve` does between its options and vLLM's server."""
+"""`sfi serve` after its options are read."""
 
 import json
 from dataclasses import dataclass
@@ -15,26 +15,26 @@ from sfi_core.settings.config import SfiConfig
 if TYPE_CHECKING:
     from sfi_core.hosts.vllm.server import Server
 
-TAKEN = ("--kv-transfer-config", "--model", "--host", "--port", "--revision")  # ours set these
-OPTIONS = {"audit.every": "--audit"}  # of settings that have one
-CLOSING = 30  # seconds after Ctrl-C in which requests may end and a trace is finished
+TAKEN = (
+    "--kv-transfer-config",
+    "--model",
+    "--host",
+    "--port",
+    "--revision",
+)  # sfi serve sets these
+OPTIONS = {"audit.every": "--audit"}  # the option of a setting
+CLOSING = 30  # seconds after Ctrl-C to end requests and finish the trace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeJob:
-    """Everything the options said.
+    """The options of `sfi serve`.
 
     Attributes:
         model: Hub id or folder; None is the bundled checkpoint.
-        revision: Branch, tag or commit on the hub.
-        policy: The decoding policy.
-        preset: The preset that was named.
-        config: Its settings.
         slots: Requests that may be sparse at once.
-        host: Address to listen on.
-        port: Its port.
-        trace: Folder of the trace; None for none.
-        settings: What was given besides.
+        trace: Folder of the trace; None for no trace.
+        settings: The settings that the user gave.
         flags: vLLM's own.
     """
 
@@ -51,15 +51,13 @@ class ServeJob:
     flags: tuple[str, ...]
 
     def run(self) -> None:
-        """Check everything, say what is served, and serve until Ctrl-C.
-
-        Raises:
-            SfiError: What the user can mend.
-        """
+        """Check the options, print what is served, and serve until Ctrl-C."""
         self._check()
         try:
             from sfi_core.hosts.vllm.server import Server
-        except ImportError as error:  # of another version, or of one that this machine cannot load
+        except (
+            ImportError
+        ) as error:  # another version of vLLM, or one that this machine cannot load
             raise BackendError(
                 f"sfi serve needs vLLM {VERSIONS} that can be imported, got: {error}"
             ) from error
@@ -76,7 +74,7 @@ class ServeJob:
             message(f"Wrote {self.trace}; look at it with: sfi trace show {self.trace}")
 
     def words(self) -> list[str]:
-        """Return the flags that vLLM gets."""
+        """Return the flags for vLLM."""
         from sfi_core.models.load import BUNDLED
 
         words = ["--model", self.model or str(BUNDLED)]
@@ -96,7 +94,7 @@ class ServeJob:
         return [*words, *address, *self.flags, "--kv-transfer-config", json.dumps(transfer)]
 
     def _settings(self) -> dict[str, Any]:
-        # the plugin's; of decoding only what is not the default, so that vLLM's log stays short
+        # the plugin's settings; only those of decoding that differ from the preset, to keep vLLM's log short
         settings = {"policy": self.policy, "slots": self.slots} | self.settings.of("serve")
         if self.preset is not None:
             settings["preset"] = self.preset
@@ -117,9 +115,9 @@ class ServeJob:
         return {flag.partition("=")[0].replace("_", "-") for flag in self.flags}
 
     def _check(self) -> None:
-        # what can be said before vLLM is imported
+        # all checks that do not need to import vLLM
         for name in sorted(self.settings.said & {"audit.every", "trace.redact_text"}):
-            if self.trace is None:  # a config file may have them for other commands
+            if self.trace is None:
                 shown = OPTIONS.get(name, name)
                 raise ConfigError(f"{shown} needs a trace to write to; add --trace DIR")
         if self.trace is not None and self.trace.exists():
@@ -135,7 +133,7 @@ class ServeJob:
 
         from sfi_core.hosts.vllm.versions import check_version
 
-        check_version()  # before vLLM is imported, whose names may be others
+        check_version()  # before the import: another version has other names
 
     def _lines(self, server: "Server") -> list[str]:
         config, limit = server.settings.config, server.vllm.scheduler_config.max_num_seqs
@@ -163,7 +161,7 @@ class ServeJob:
 
 
 def changes(config: SfiConfig, preset: str | None) -> dict[str, Any]:
-    """Return the settings that are not a preset's, as `SfiConfig.replace` takes them."""
+    """Return the settings that differ from a preset's, as `SfiConfig.replace` takes them."""
     found: dict[str, Any] = {}
     default = SfiConfig.preset(preset or "default").to_dict()
     for name, value in config.to_dict().items():

@@ -1,4 +1,4 @@
-"""`sfi trace ...`: record once, then look at it from every side."""
+"""`sfi trace ...`: record a run, and analyze the recording."""
 
 import typer
 

@@ -1,4 +1,4 @@
-"""`sfi trace check`: whether a trace is whole."""
+"""`sfi trace check`: whether a trace is sound, and its selections healthy."""
 
 import typer
 
@@ -8,15 +8,15 @@ UNSOUND, UNHEALTHY = 3, 1
 
 
 def check(folder: o.TraceDir, json: o.Json = False) -> None:
-    """Read every part of a trace, and see whether its slow steps follow from its tokens.
+    """Read every part of a trace, and check that its slow steps follow from its tokens.
 
-    Of a lossless run also whether its verifications add up: to each other, and to the steps that they gave.
-    What is left of a run that was killed is sound as long as it can be read. Exits with 3 if a part is
-    damaged, a column is missing or a step breaks a rule.
+    In a lossless run, verifications must also agree with each other and with the steps. The trace of a run
+    that was killed is sound if it can be read. Exits with 3 if a part is damaged, a column is missing or a
+    step breaks a rule.
 
     A sound trace is then judged by the rules of selection health (docs/traces.md): evicted sinks, a selection
     that is a window or never changes, scores that are all equal, dropped top positions, drift and more. Exits
-    with 1 if there is such a problem; a note changes nothing.
+    with 1 if a rule finds a problem; notes do not change the exit code.
 
     For example:
 

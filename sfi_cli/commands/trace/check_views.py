@@ -9,7 +9,7 @@ MOST_REQUESTS = 8
 
 
 def check_text(document: dict[str, Any]) -> str:
-    """Return what each table holds, how far the steps go, and what is wrong."""
+    """Return the rows of each table, the steps of each request, problems and health."""
     rows = [
         (
             _name(one), count(one["parts"]), count(one["rows"]), count(one["expected_rows"]),

@@ -1,4 +1,4 @@
-"""`sfi trace diff`: two traces beside each other."""
+"""`sfi trace diff`: compare two traces."""
 
 from pathlib import Path
 from typing import Annotated
@@ -16,7 +16,7 @@ def diff(
         list[str] | None,
         typer.Option(
             metavar="LIMIT",
-            help="End with code 1 if this holds: overlap<0.9, first_difference<100, speed<0.8. "
+            help="Exit with 1 if this holds: overlap<0.9, first_difference<100, speed<0.8. "
             "Repeat for more; docs/traces.md has the names.",
         ),
     ] = None,

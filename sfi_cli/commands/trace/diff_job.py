@@ -1,4 +1,4 @@
-"""What `sfi trace diff` does between its options and its output."""
+"""`sfi trace diff` after its options are read."""
 
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -14,17 +14,14 @@ from sfi_core.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiffJob:
-    """Everything the options of `sfi trace diff` said.
+    """The options of `sfi trace diff`.
 
     Attributes:
         first: Folder of A.
         second: Folder of B.
         request: The request, or None for all.
-        limits: Conditions that must not hold, as they were written.
+        limits: Conditions that must not hold, as the user wrote them.
         report: The HTML file, or None.
-        output: The data's file, or None for stdout.
-        json: Whether the data is the document.
-        force: Whether files may be overwritten.
     """
 
     first: Path
@@ -37,13 +34,13 @@ class DiffJob:
     force: bool
 
     def run(self) -> None:
-        """Compare, write, and look at the limits.
+        """Compare the traces, write the comparison, and judge the limits.
 
         Raises:
-            ConfigError: A limit, request or file that cannot be.
-            TraceError: Traces that cannot be compared, or that lack a limit's number.
+            ConfigError: A limit, request or file is invalid.
+            TraceError: The traces cannot be compared, or lack a limit's number.
             BackendError: A report without Plotly.
-            typer.Exit: With 1 where a limit holds.
+            typer.Exit: With 1 if a limit holds.
         """
         from sfi_traces.read.reader import Trace
         from sfi_traces.summary.diff import compare

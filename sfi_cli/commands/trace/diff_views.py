@@ -7,7 +7,7 @@ from sfi_cli.terminal.tables import count, duration, number, pairs, percent, rat
 from sfi_traces.summary.diff import place_words
 
 MOST_STEPS = 16
-NUMBERS = (  # name, title, how it is written
+NUMBERS = (  # name, title, function that writes it
     ("steps", "steps", count),
     ("slow", "slow steps", count),
     ("slow_share", "slow from step 1 on", percent),
@@ -24,7 +24,7 @@ Row = dict[str, Any]
 
 
 def diff_text(document: Row) -> str:
-    """Return the numbers of both, which settings differ, where the tokens part and what supports share."""
+    """Return both traces' numbers, the settings that differ, where tokens part, and overlaps of supports."""
     lines = [*_setting_lines(document["settings"]), ""]
     for request in document["requests"]:
         lines += _request_lines(request)

@@ -24,8 +24,8 @@ def export(
 ) -> None:
     """Write a trace as a timeline for ui.perfetto.dev, or as CSV or JSON lines.
 
-    All tables go to a folder, a file for each; a list is written as JSON. A file that ends in .gz is
-    compressed, which ui.perfetto.dev opens too.
+    Without --table, each table is a file in a folder; a list is written as JSON. A file that ends in .gz is
+    compressed; ui.perfetto.dev opens such a file.
 
     For example:
 

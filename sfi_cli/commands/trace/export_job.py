@@ -1,4 +1,4 @@
-"""What `sfi trace export` does between its options and its files."""
+"""`sfi trace export` after its options are read."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -17,14 +17,12 @@ FORMATS = (TIMELINE, "csv", "jsonl")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportJob:
-    """Everything the options said.
+    """The options of `sfi trace export`.
 
     Attributes:
         form: One of `FORMATS`.
-        table: The only table to write, or None.
-        output: File, or folder of a file for each table; None is stdout.
-        force: Whether files may be overwritten.
-        quiet: Whether stderr shows no progress.
+        table: The table to write, or None for all.
+        output: File, or without `table` a folder; None is stdout.
     """
 
     form: str
@@ -34,11 +32,11 @@ class ExportJob:
     quiet: bool
 
     def run(self, folder: Path) -> None:
-        """Write what was asked for.
+        """Write the timeline, the table or all tables.
 
         Raises:
             ConfigError: Options that do not go together, or a file that exists.
-            TraceError: The trace cannot be read, or lacks what the format is made of.
+            TraceError: The trace cannot be read, or lacks data for the format.
         """
         from sfi_traces.read.reader import Trace
         from sfi_traces.schema import TABLES
@@ -82,7 +80,7 @@ class ExportJob:
         except OSError as error:
             raise SfiError(f"output {folder} cannot be written: {error.strerror}") from error
         with ExitStack() as stack:
-            # all before the first is written, so that one that exists stops the export at once
+            # open all files first, so that a file that exists stops the export before anything is written
             files = {
                 name: stack.enter_context(Output(folder / f"{name}.{self.form}", force=self.force))
                 for name in tables

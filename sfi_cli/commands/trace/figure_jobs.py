@@ -1,4 +1,4 @@
-"""What `sfi trace plot` and `sfi trace report` do between their options and their files."""
+"""`sfi trace plot` and `sfi trace report` after their options are read."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -12,18 +12,16 @@ from sfi_core.errors import ConfigError, SfiError, TraceError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlotJob:
-    """Everything the options of `sfi trace plot` said.
+    """The options of `sfi trace plot`.
 
     Attributes:
-        trace: The trace's folder.
         kinds: Figures to draw; empty for all that the trace has data for.
         request: The request, or None for the first.
-        layer: The layer, or None.
-        head: The KV head, or None.
-        top: Positions of a support, or None.
-        form: "png", "svg" or None.
-        output: A folder, a file, or None.
-        force: Whether files may be overwritten.
+        layer: The layer, or None for the mean over all.
+        head: The KV head, or None for the mean over all.
+        top: Positions of a support, or None for all that the audit recorded.
+        form: "png", "svg" or None for the output's ending, else png.
+        output: A folder, a file, or None for files beside the trace.
     """
 
     trace: Path
@@ -40,8 +38,8 @@ class PlotJob:
         """Draw each figure into its file.
 
         Raises:
-            ConfigError: A kind, format, request, layer, head or file that cannot be.
-            TraceError: A figure that was asked for lacks its data, or all do.
+            ConfigError: A kind, format, request, layer, head or file is invalid.
+            TraceError: The trace lacks the data of a figure in `kinds`, or of all figures.
             BackendError: No matplotlib.
         """
         from sfi_traces.figures.style import check_matplotlib
@@ -105,7 +103,7 @@ def write_report(
     """Write the report of a request.
 
     Raises:
-        ConfigError: A request, top or file that cannot be.
+        ConfigError: The request, top or file is invalid.
         TraceError: No trace, or one without a step.
         BackendError: No Plotly.
     """
@@ -119,7 +117,7 @@ def write_report(
 
 @contextmanager
 def report_after(trace: Path, *, force: bool, quiet: bool) -> Iterator[None]:
-    """Write the report of a trace that the body records; what would stop the report stops the body.
+    """Write the report of the trace that the body records; check before the body that it can be written.
 
     Raises:
         ConfigError: The report's file exists and `force` is off.
@@ -132,16 +130,15 @@ def report_after(trace: Path, *, force: bool, quiet: bool) -> Iterator[None]:
     _make(path.parent)
     with Output(path, force=force, quiet=quiet) as file:
         yield
-        if file.path is not None:  # one process of several writes
+        if file.path is not None:  # None on all ranks but the first
             file.text(render(open_view(trace, None)))
 
 
 def beside(trace: Path, name: str) -> Path:
-    """Name a file after a trace, in the folder that the trace lies in."""
+    """Name a file after a trace, in the trace's parent folder."""
     folder = trace.resolve()
-    place = (
-        trace.parent if trace.name == folder.name else folder.parent
-    )  # the name of `.` says nothing
+    # the parent as the user wrote it, unless the trace is a path such as `.`
+    place = trace.parent if trace.name == folder.name else folder.parent
     return place / f"{folder.name}-{name}"
 
 
@@ -152,7 +149,7 @@ def open_view(
     head: int | None = None,
     top: int | None = None,
 ) -> Any:
-    """Open a trace and choose what to show of it; say so if there are other requests.
+    """Open a trace and choose the part to show; tell the user about other requests.
 
     Raises:
         ConfigError: The trace has no such request, layer, head or support.

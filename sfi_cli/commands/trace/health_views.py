@@ -1,4 +1,4 @@
-"""What `sfi trace check`, `show` and a recorded run say about selection health."""
+"""Selection health as lines, for `sfi trace check` and `show`."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ Row = dict[str, Any]
 
 
 def health_lines(found: Row) -> str:
-    """Write a line for each finding, problems first, and one that says how many rules were judged."""
+    """Write a line for each finding, problems first, and the number of rules judged."""
     from sfi_traces.health import line, problems
 
     worse = problems(found)
@@ -21,7 +21,7 @@ def health_lines(found: Row) -> str:
 
 
 def unjudged_lines(found: Row) -> list[str]:
-    """Write why rules were not judged, those of one reason together."""
+    """Write a line for each reason why rules were not judged."""
     reasons: dict[str, list[str]] = {}
     for one in found["not_judged"]:
         reasons.setdefault(one["reason"], []).append(one["rule"])

@@ -1,4 +1,4 @@
-"""`sfi trace import`: selections of another program as a trace."""
+"""`sfi trace import`: make a trace of another program's selections."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -6,8 +6,8 @@ from typing import Annotated, Any
 import typer
 
 from sfi_cli import options as o
-from sfi_cli.commands.trace.import_views import import_text
 from sfi_cli.terminal.output import Output, dated_folder
+from sfi_cli.terminal.tables import plural
 
 
 def import_(
@@ -54,10 +54,10 @@ def import_(
     json: o.Json = False,
     quiet: o.Quiet = False,
 ) -> None:
-    r"""Make a trace of what another program selected at each step, or of attention by transformers.
+    r"""Make a trace of another program's selections at each step, or of transformers' attention.
 
-    docs/import.md says what the file has: positions or blocks of an indexer (DeepSeek's, MiniMax's) by step,
-    layer and head; or attention probabilities. show, plot, report, sql, diff, check and replay read it.
+    docs/import.md describes the file: positions or blocks of an indexer (DeepSeek's, MiniMax's) by step,
+    layer and head; or attention probabilities. show, plot, report, sql, diff, check and replay read the trace.
     How rarely would the indexer have to run? sfi trace replay DIR --refresh-every 1,2,4,8,16
 
     For example:
@@ -98,6 +98,28 @@ def import_(
         Output(json=True).data(document, import_text)
     elif not quiet:
         Output(quiet=quiet).say(import_text(document))
+
+
+def import_text(document: dict[str, Any]) -> str:
+    """Say what the trace holds, and what the file lacks."""
+    imported, rows = document["imported"], document["tables"]
+    what = f"{imported['kind']} of {imported['file']}"
+    if imported["block_size"]:
+        what += f", blocks of {imported['block_size']} positions"
+    layers = document["model"]["layers"]
+    heads = max(layer["heads"] for layer in layers)
+    lines = [
+        f"{what}: {plural(len(document['prompts']), 'request')}, {plural(rows['steps'], 'step')}, "
+        f"{plural(len(layers), 'layer')} of {plural(heads, 'head')}, "
+        f"up to {document['audit']['top']:,} positions a row"
+    ]
+    if not imported["masses"]:
+        lines.append("note: the file has no masses, so overlaps are known and retained mass is not")
+    if not document["trigger_token_ids"]:
+        lines.append(
+            "note: no token ends a sentence; give --tokenizer, or trigger_token_ids in the file"
+        )
+    return "\n".join([*lines, f"trace: {document['trace']}"])
 
 
 def _tokenizer(name: str | None) -> Any:

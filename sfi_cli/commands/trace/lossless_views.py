@@ -1,4 +1,4 @@
-"""What `sfi trace show` prints of a lossless run: its verifications, and what they kept."""
+"""The verifications of a lossless run, for `sfi trace show`."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ Row = dict[str, Any]
 
 
 def lossless_line(found: Row) -> str:
-    """Say how many tokens a verification gave, and how many drafted ones were kept."""
+    """Say how many tokens a verification gave, and how many drafted tokens were kept."""
     each = number(found["tokens_per_verification"], 2)
     passes = number(found["passes_per_token"], 2)
     kept = f"{count(found['accepted'])} of {count(found['drafted'])} drafted tokens"
@@ -20,7 +20,7 @@ def lossless_line(found: Row) -> str:
 
 
 def reason_table(found: Row) -> Any:
-    """Show why drafts ended, and what was kept of them."""
+    """Show why drafts ended, and how many of their tokens were kept."""
     rows = [
         (
             one["reason"], count(one["verifications"]), count(one["drafted"]), count(one["accepted"]),
@@ -33,19 +33,19 @@ def reason_table(found: Row) -> Any:
 
 
 def place_table(found: Row) -> Any:
-    """Show where in a sentence drafts fail."""
+    """Show acceptance by place in the sentence."""
     title = "Acceptance by place in the sentence; 0 is its first token"
     return table(title, ("place", "kept", "of tested", "share"), _bins(found["places"], "place"))
 
 
 def depth_table(found: Row) -> Any:
-    """Show how far into a draft its tokens are kept."""
+    """Show acceptance by depth in the draft."""
     title = "Acceptance by depth in the draft; 1 is its first token"
     return table(title, ("depth", "kept", "of tested", "share"), _bins(found["depths"], "depth"))
 
 
 def tested_line(found: Row) -> str:
-    """Say how far a draft's next-token distribution is from full attention's over the same tokens."""
+    """Say how far the drafts' next-token distributions are from full attention's."""
     kl = found["kl_next_token"]
     return (
         f"tested tokens: KL {number(kl['mean'], 4)} nats on average, p95 {number(kl['p95'], 4)}, at most "

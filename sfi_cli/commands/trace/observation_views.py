@@ -1,4 +1,4 @@
-"""The tables of `sfi trace show` about what SyncKV and FreeKV observed, and about FreeKV's corrections."""
+"""Tables of what the SyncKV and FreeKV papers observed, and of FreeKV's corrections, for `sfi trace show`."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ Row = dict[str, Any]
 
 
 def drift_table(found: Row) -> Any:
-    """Show how little of the prompt's support is left as decoding goes on."""
+    """Show how the overlap with the support of step 0 falls with the step."""
     rows = [
         (_span(one["from_step"], one["to_step"]), number(one["mean"]), count(one["n"]))
         for one in found["bins"]
@@ -26,7 +26,7 @@ def _layers(found: Row) -> str:
 
 
 def locality_table(found: Row) -> Any:
-    """Show how the overlap of two steps falls with the steps between."""
+    """Show how the overlap of two steps falls with their distance."""
     rows = [
         (_span(one["from_lag"], one["to_lag"]), number(one["mean"]), count(one["pairs"]))
         for one in found["lags"]
@@ -36,7 +36,7 @@ def locality_table(found: Row) -> Any:
 
 
 def head_similarity_table(found: Row) -> Any:
-    """Show how alike the heads of each two layers are, and the two means."""
+    """Show the similarity of heads by pair of layers, and its means within and between layers."""
     layers, matrix = found["layers"], found["matrix"]
     few = len(layers) <= MOST_LAYERS
     rows = [
@@ -60,7 +60,7 @@ def _mean(values: list[float | None]) -> float | None:
 
 
 def query_cosine_table(found: Row) -> Any:
-    """Show by layer how far queries turn, and how often FreeKV would correct."""
+    """Show by layer the query cosine, and how often FreeKV would correct."""
     rows = [
         (
             place, number(one["mean"]), number(one["min"]), *(percent(share) for share in one["below"]),
@@ -74,7 +74,7 @@ def query_cosine_table(found: Row) -> Any:
 
 
 def lowest_heads_line(found: Row) -> str:
-    """Name the KV heads whose queries turn most."""
+    """Name the KV heads with the lowest query cosine."""
     heads = (
         f"layer {head['layer']} head {head['head']} {number(head['mean'])}"
         for head in found["heads"][:LOWEST_HEADS]
@@ -83,7 +83,7 @@ def lowest_heads_line(found: Row) -> str:
 
 
 def correction_table(found: Row) -> Any:
-    """Show how often single heads were corrected, by layer and by steps since the last slow one."""
+    """Show how often heads were corrected, by layer and by distance from the last slow step."""
     places = [("all", found), *((f"layer {one['layer']}", one) for one in found["layers"])]
     places += [
         (f"{_span(one['from_step'], one['to_step'])} after a slow step", one)
@@ -101,7 +101,7 @@ def correction_table(found: Row) -> Any:
 
 
 def recall_line(found: Row) -> str:
-    """Say how much was fetched from the host, and how long steps waited for it."""
+    """Say how much KV was recalled from the host, and how long steps waited for it."""
     return (
         f"recalled from the host: {number(found['step_bytes'], 0)} bytes a step ({count(found['rows'])} rows "
         f"in {count(found['steps'])} steps), waited {duration(found['step_waited_us'])} a step\n"

@@ -11,12 +11,8 @@ from sfi_cli import options as o
 from sfi_cli.commands.generate.command import generate
 from sfi_cli.terminal.output import dated_folder
 
-ELSEWHERE = (
-    "trace",
-    "output",
-    "compare",
-    "verify",
-)  # options of `sfi generate` that mean something else here
+# options of `sfi generate` that `record` sets itself
+ELSEWHERE = ("trace", "output", "compare", "verify")
 Folder = Annotated[
     Path | None,
     typer.Option(
@@ -34,10 +30,10 @@ Report = Annotated[
 
 
 def record(*, output: Folder = None, report: Report = False, **options: Any) -> None:
-    """Continue a prompt as `sfi generate` does, and record what was read and why.
+    """Continue a prompt as `sfi generate` does, and record the positions read and the triggers.
 
     A trace is a folder of Parquet tables: steps, triggers, selections and lambda*, timings; with --audit N
-    also, for every N-th step, what dense attention would have read. Without a prompt: the bundled example.
+    also the dense attention of every N-th step. Without a prompt: the bundled example.
 
     For example:
 
@@ -58,7 +54,7 @@ def record(*, output: Folder = None, report: Report = False, **options: Any) -> 
 
 
 def _take_options_of_generate() -> None:
-    # Typer reads the signature: all of generate's options, the folder in place of its output, the report
+    # give `record` the signature that Typer reads: generate's options but ELSEWHERE, and its own
     hints = get_type_hints(generate, include_extras=True)
     shared = [
         parameter.replace(annotation=hints[name])
