@@ -15,8 +15,7 @@ class Subject:
 
     Attributes:
         model: Hub id, folder, GGUF file or alias; None is the bundled checkpoint.
-        loading: `load`'s options.
-        pack_weights: Whether to pack its weights.
+        loading: Other arguments of `load`.
         random_weights: A config file or a known architecture, instead of a checkpoint; None for none.
         seed: Seed of random weights.
     """
@@ -29,25 +28,34 @@ class Subject:
 
     @property
     def name(self) -> str:
-        """What a document calls the model."""
+        """The model's name in documents."""
         return self.random_weights or self.model or "bundled"
 
     def check(self) -> None:
-        """Refuse options that contradict each other, before a large model loads.
+        """Check the options before a large model loads.
 
         Raises:
-            ConfigError: A checkpoint and random weights are given.
+            ConfigError: Both a checkpoint and random weights are given.
             BackendError: The weights cannot be packed.
         """
         if self.model is not None and self.random_weights is not None:
             raise ConfigError(
                 f"random_weights must come without --model, got {self.random_weights} and {self.model}"
             )
-        if self.pack_weights:
-            _check_packing(self.loading)
+        if not self.pack_weights:
+            return
+        import torch
+
+        from sfi_core.models.linear import check_packing
+        from sfi_core.models.load import resolve_device, resolve_dtype
+
+        dtype = resolve_dtype(self.loading["dtype"])
+        # "auto" is known only when the model is loaded
+        known = dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
+        check_packing(resolve_device(self.loading["device"]), known)
 
     def loaded(self, *, quiet: bool, check: Callable[[Any], None] | None = None) -> tuple[Any, Any]:
-        """Return the model, packed if asked for, and a tokenizer, for random weights the bundled one's.
+        """Return the model, packed if asked for, and its tokenizer; for random weights the bundled one.
 
         Args:
             quiet: Show no progress.
@@ -55,7 +63,10 @@ class Subject:
         """
         model, tokenizer = self._loaded(check)
         if self.pack_weights:
-            _pack(model, quiet=quiet)
+            from sfi_core.models.linear import pack_weights
+
+            with BenchProgress(quiet=quiet) as progress:
+                pack_weights(model, partial(progress.update, "packing the weights"))
         return model, tokenizer
 
     def _loaded(self, check: Callable[[Any], None] | None) -> tuple[Any, Any]:
@@ -88,22 +99,3 @@ class Subject:
 
         dtype = resolve_dtype(self.loading["dtype"])
         return torch.bfloat16 if dtype == "auto" else dtype
-
-
-def _check_packing(loading: dict[str, Any]) -> None:
-    import torch
-
-    from sfi_core.models import linear
-    from sfi_core.models.load import resolve_device, resolve_dtype
-
-    dtype = resolve_dtype(loading["dtype"])
-    # "auto" is known only when the model is loaded
-    known = dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
-    linear.check_packing(resolve_device(loading["device"]), known)
-
-
-def _pack(model: Any, *, quiet: bool) -> None:
-    from sfi_core.models.linear import pack_weights
-
-    with BenchProgress(quiet=quiet) as progress:
-        pack_weights(model, partial(progress.update, "packing the weights"))

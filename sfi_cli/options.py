@@ -16,35 +16,28 @@ TRACE = "Trace"
 
 
 def option(panel: str, text: str, *flags: str, shown: str | bool = True) -> Any:
-    """Declare an option of one command; `shown` stands for its default."""
+    """Declare an option of one command; the help shows `shown` as its default."""
     return typer.Option(*flags, help=text, show_default=shown, rich_help_panel=panel)
 
 
 def _setting(name: str, *flags: str, panel: str = METHOD, **more: Any) -> Any:
-    # an option for a setting, which says what it does
+    # an option with the help and default of a setting
     one = SETTINGS[name]
     shown = {"help": one.brief, "show_default": written(one.default), **more}
     return typer.Option(*flags, rich_help_panel=panel, **shown)
 
 
 def _one_of(names: Iterable[str]) -> Callable[[str], list[str]]:
-    # completes a name in a shell
+    # completion of a name in a shell
     return lambda incomplete: [name for name in names if name.startswith(incomplete)]
 
 
 def sets(command: str, panel: str = METHOD, **more: Any) -> Any:
     """Declare `--set` of a command."""
-    shown = {
-        "metavar": "NAME=VALUE",
-        "help": "Another of sfi config list; repeat for more.",
-        **more,
-    }
-    return typer.Option(
-        "--set",
-        autocompletion=completer(settings_for(command)),
-        rich_help_panel=panel,
-        **shown,
-    )
+    help_text = "Another setting of sfi config list; repeat for more."
+    shown = {"metavar": "NAME=VALUE", "help": help_text, **more}
+    complete = completer(settings_for(command))
+    return typer.Option("--set", autocompletion=complete, rich_help_panel=panel, **shown)
 
 
 Model = Annotated[
@@ -58,7 +51,7 @@ Dtype = Annotated[
     str, typer.Option(help="auto, bfloat16, float16 or float32.", rich_help_panel=MODEL)
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...", rich_help_panel=MODEL)]
-TrustRemoteCode = Annotated[  # no setting: somebody else's config file must not switch it on
+TrustRemoteCode = Annotated[  # not a setting: a config file must not switch it on
     bool,
     typer.Option(
         "--trust-remote-code", help="Run code from the checkpoint.", rich_help_panel=MODEL
@@ -68,7 +61,7 @@ KvDeviceBudget = Annotated[
     str | None,
     _setting(
         "engine.kv_device_budget", "--kv-device-budget", panel=MODEL,
-        help="Most of the KV cache there: 20%, 2GiB.", show_default="all",
+        help="Most of the KV cache on the device: 20%, 2GiB.", show_default="all",
     ),
 ]  # fmt: skip
 Policy = Annotated[
@@ -88,8 +81,7 @@ Preset = Annotated[
 Config = Annotated[
     Path | None,
     typer.Option(
-        "--config", help="TOML file; --set and options win over it.",
-        rich_help_panel=METHOD,
+        "--config", help="TOML file; --set and options override it.", rich_help_panel=METHOD
     ),
 ]  # fmt: skip
 Budget = Annotated[int | None, _setting("budget")]

@@ -10,7 +10,7 @@ NAMED = re.compile(r"([\w-]+)=(.+)", re.DOTALL)
 
 
 def words(values: Iterable[str] | None) -> list[str]:
-    """Split comma lists, and join what was repeated."""
+    """Split comma lists, and join the words of all."""
     return [word.strip() for value in values or () for word in value.split(",") if word.strip()]
 
 
@@ -21,7 +21,7 @@ def numbers(
 
     Args:
         values: The lists.
-        kind: Reads one number, `int` say; raises ValueError where there is none.
+        kind: Reads one number, such as `int`; raises ValueError for another word.
         rule: Beginning of the error, such as "budget must be whole numbers".
         got: Text that the error shows; None for the word that is no number.
 
@@ -38,10 +38,10 @@ def numbers(
 
 
 def number_list(text: str | None, option: str) -> tuple[int, ...] | None:
-    """Read `0,3,8-11`.
+    """Read numbers and ranges, `0,3,8-11`.
 
     Raises:
-        ConfigError: It is written otherwise.
+        ConfigError: The text has another form.
     """
     if text is None:
         return None
@@ -59,7 +59,7 @@ def named_strings(texts: Iterable[str] | None) -> dict[str, list[str]]:
     """Read trigger sets, `NAME=A B C` or only `A B C`.
 
     Raises:
-        ConfigError: Two have one name.
+        ConfigError: Two sets have one name.
     """
     found: dict[str, list[str]] = {}
     for text in texts or ():
@@ -72,5 +72,5 @@ def named_strings(texts: Iterable[str] | None) -> dict[str, list[str]]:
 
 
 def unescaped(triggers: Iterable[str]) -> list[str]:
-    r"""Put newlines in the place of `\n` in trigger strings."""
+    r"""Replace `\n` by newlines in trigger strings."""
     return [trigger.replace("\\n", "\n") for trigger in triggers]

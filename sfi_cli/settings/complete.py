@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, MutableMapping
 from sfi_cli.settings.text import NONE
 from sfi_core.settings.fields import Setting
 
-NAME = "_SFI_COMPLETE_NAME"  # of the setting whose value bash asks for
+NAME = "_SFI_COMPLETE_NAME"  # variable with the name of the setting whose value bash completes
 
 
 def completer(known: Mapping[str, Setting]) -> Callable[[str], list[tuple[str, str]]]:
-    """Return what completes one of these settings."""
+    """Return the function that completes `NAME=VALUE` of these settings."""
 
     def complete(incomplete: str) -> list[tuple[str, str]]:
         name = os.environ.get(NAME)
@@ -22,7 +22,7 @@ def completer(known: Mapping[str, Setting]) -> Callable[[str], list[tuple[str, s
 
 
 def names(known: Mapping[str, Setting]) -> Callable[[str], list[tuple[str, str]]]:
-    """Return what completes the name of one of these settings."""
+    """Return the function that completes the name of one of these settings."""
 
     def complete(incomplete: str) -> list[tuple[str, str]]:
         return [(name, one.brief) for name, one in known.items() if name.startswith(incomplete)]
@@ -31,7 +31,7 @@ def names(known: Mapping[str, Setting]) -> Callable[[str], list[tuple[str, str]]
 
 
 def completions(incomplete: str, known: Mapping[str, Setting]) -> list[tuple[str, str]]:
-    """Complete a name, or after `=` the value of a setting that has few, each with its meaning."""
+    """Complete a name, or after `=` the value of a setting with choices; each with its meaning."""
     name, equals, _ = incomplete.partition("=")
     if not equals:
         found = [(f"{full}=", one.brief) for full, one in known.items()]
@@ -41,7 +41,7 @@ def completions(incomplete: str, known: Mapping[str, Setting]) -> list[tuple[str
 
 
 def take_name(environment: MutableMapping[str, str]) -> None:
-    """Take `NAME=` out of the words that bash gives, which it splits at `=`; the value is completed alone."""
+    """Move `NAME=` from bash's words to the variable `NAME`: bash splits at `=` and completes the value."""
     if environment.get("_SFI_COMPLETE") != "complete_bash":
         return
     words = environment["COMP_WORDS"].split("\n")[: int(environment["COMP_CWORD"]) + 1]

@@ -1,4 +1,4 @@
-"""What a command was given: a preset, a config file over it, `--set` and options over both."""
+"""The settings of a command: a preset, overridden by a config file, then by `--set` and options."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -20,9 +20,9 @@ class Given:
     """The settings of a command.
 
     Attributes:
-        config: Those of decoding.
-        values: What was given of the other tables, by full name.
-        said: Names of the settings that the command line itself gave.
+        config: The settings of decoding.
+        values: The given settings of the other tables, by full name.
+        said: Names of the settings given by `--set` or an option.
     """
 
     config: SfiConfig
@@ -30,7 +30,7 @@ class Given:
     said: frozenset[str]
 
     def of(self, name: str) -> dict[str, Any]:
-        """Return what was given of a table."""
+        """Return the given settings of a table."""
         return {
             full.removeprefix(f"{name}."): value
             for full, value in self.values.items()
@@ -38,7 +38,7 @@ class Given:
         }
 
     def table(self, kind: type[T]) -> T:
-        """Fill a table: what was given, and its defaults."""
+        """Make a table: the given settings, and defaults for the others."""
         name = next(name for name, cls in TABLES.items() if cls is kind)
         return kind(**self.of(name))
 
@@ -52,20 +52,21 @@ def given(
     sets: Iterable[str] | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Given:
-    """Lay a config file over a preset, and what the command line says over both.
+    """Collect the settings of a command.
 
-    A file may hold tables of other commands. They are checked, and have no effect.
+    The config file overrides the preset; `--set` and options override both. A file may hold tables of other
+    commands: they are checked, and have no effect.
 
     Args:
         command: The command's name, such as `trace record`.
-        base: Stands where no preset is named; None is the default preset.
+        base: The settings without a preset; None is the default preset.
         preset: Name of a preset.
         file: A TOML file.
-        sets: `NAME=VALUE` each; the last one of a name counts.
-        options: Values of options by setting; None where an option was not given.
+        sets: Each `NAME=VALUE`; the last one of a name counts.
+        options: Values of options by setting; None for an option that was not given.
 
     Raises:
-        ConfigError: A setting that is none, is refused, or is given by `--set` and by its option.
+        ConfigError: A setting is unknown, invalid, or given by `--set` and by its option.
         InputError: The file cannot be read, or is no TOML.
     """
     config = base or SfiConfig()
@@ -114,10 +115,10 @@ def texts(
     sets: Iterable[str] | None,
     options: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Join `NAME=VALUE` and values of options by setting, as they were written.
+    """Join `NAME=VALUE` and options into texts by setting.
 
     Raises:
-        ConfigError: A setting that is none, or is given by `NAME=VALUE` and by its option.
+        ConfigError: A setting is unknown, or given by `NAME=VALUE` and by its option.
     """
     assigned = {}
     for text in sets or ():
@@ -130,7 +131,7 @@ def texts(
 
 
 def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    # those of `SfiConfig`, as its `replace` takes them
+    # the settings of `SfiConfig`, as its `replace` takes them
     changes: dict[str, Any] = {}
     for full in values.keys() & DECODING.keys():
         table, _, name = full.rpartition(".")

@@ -1,4 +1,4 @@
-"""Settings as text: `NAME=VALUE` of the command line, and values as it takes them."""
+"""Settings as text: reads `NAME=VALUE`, writes values."""
 
 import json
 import tomllib
@@ -18,7 +18,7 @@ def assignment(text: str, known: Mapping[str, Setting]) -> tuple[Setting, str]:
     """Split `NAME=VALUE`.
 
     Raises:
-        ConfigError: Another form, or a setting that is none or is not among the known ones.
+        ConfigError: The text has another form, or the setting is unknown or has no effect on the command.
     """
     name, equals, value = text.partition("=")
     name = name.strip()
@@ -34,7 +34,7 @@ def lookup(name: str, known: Mapping[str, Setting]) -> Setting:
     """Find a setting by its full name.
 
     Raises:
-        ConfigError: There is none; with those that are called alike.
+        ConfigError: There is no such setting; the message names similar ones.
     """
     if name in known:
         return known[name]
@@ -46,10 +46,10 @@ def lookup(name: str, known: Mapping[str, Setting]) -> Setting:
 
 
 def value_of(setting: Setting, text: str) -> Any:
-    """Read a value: a bare word, `none`, numbers like `0,3,8-11`, or what TOML has.
+    """Read a value: a bare word, `none`, numbers like `0,3,8-11`, or a TOML value.
 
     Raises:
-        ConfigError: Another type than the setting's, or out of range.
+        ConfigError: The value is of another type than the setting's, or out of range.
     """
     if setting.optional and text == NONE:
         return None

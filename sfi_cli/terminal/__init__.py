@@ -1,1 +1,1 @@
-"""What every command shares: one way to write results, progress, tables and errors."""
+"""What every command shares: results, progress, tables and errors on a terminal."""

@@ -1,4 +1,4 @@
-"""Where a command's words go: data to stdout or a file, a figure to its file, everything else to stderr."""
+"""Output of a command: data to stdout or a file, a figure to its file, everything else to stderr."""
 
 import gzip
 import json
@@ -26,11 +26,7 @@ def message(text: str) -> None:
 
 
 def leave_interrupted(text: str = "interrupted") -> NoReturn:
-    """End a command that Ctrl-C has stopped.
-
-    Raises:
-        typer.Exit: With 130.
-    """
+    """End a command after Ctrl-C with exit code 130."""
     message(text)
     raise typer.Exit(INTERRUPTED)
 
@@ -43,14 +39,14 @@ def dated_folder(name: str) -> Path:
 class Output:
     """All that a command writes: its data, a figure, and lines for a person.
 
-    `with` checks the files before the work starts and makes a temporary one beside each. A file takes its
-    name when it is complete; the temporary file of a command that failed is removed.
+    `with` checks the files before the work starts and makes a temporary file beside each. A complete file is
+    renamed from its temporary file; if the command fails, temporary files are removed.
 
     Attributes:
         path: File of the data; None for stdout.
-        plot: File of the figure; None for none.
-        json: Whether the data is the document.
-        quiet: Whether stderr stays empty.
+        plot: File of the figure; None without a figure.
+        json: Whether the data is written as JSON.
+        quiet: Whether `say` writes nothing.
     """
 
     def __init__(
@@ -62,16 +58,12 @@ class Output:
         force: bool = False,
         quiet: bool = False,
     ) -> None:
-        """Take what the output options said; `force` lets files be overwritten."""
+        """Take the output options; `force` allows to overwrite files."""
         self.path, self.plot, self.json, self.quiet = path, plot, json, quiet
         self._force = force
 
     def check_format(self, formats: tuple[str, ...]) -> None:
-        """Refuse a file of the data whose suffix is none of `formats`.
-
-        Raises:
-            ConfigError: It is another one.
-        """
+        """Raise `ConfigError` if the suffix of the data's file is not among `formats`."""
         if self.path is not None and self.path.suffix not in formats:
             raise ConfigError(f"output must end in one of {formats}, got {self.path.name}")
 
@@ -89,7 +81,7 @@ class Output:
             check_plot(self.plot)
         try:
             if self.path is not None and not self._claim(self.path):
-                self.path = None  # one process of several writes
+                self.path = None  # another rank writes
             if self.plot is not None and not self._claim(self.plot):
                 self.plot = None
         except BaseException:
@@ -116,32 +108,32 @@ class Output:
 
     @property
     def streams(self) -> bool:
-        """Whether text shows as it comes."""
+        """Whether data goes to stdout."""
         return self.path is None
 
     def stream(self, text: str) -> None:
-        """Show a piece of text at once.
+        """Write a piece of text to stdout at once.
 
         Raises:
-            SfiError: The disk behind stdout is full, say.
-            BrokenPipeError: Nobody reads any more.
+            SfiError: Stdout cannot be written, such as to a full disk.
+            BrokenPipeError: The reader of the pipe has ended.
         """
         try:
             sys.stdout.write(text)
             sys.stdout.flush()
         except OSError as error:
-            # what is still in the buffer would fail again when Python exits
+            # Python flushes the buffer at exit: without this it would fail again
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             if isinstance(error, BrokenPipeError):
                 raise
             raise SfiError(f"output stdout cannot be written: {error.strerror}") from error
 
     def show(self, document: Document, view: Callable[[Document], str]) -> None:
-        """Print on stdout the document, or the text that a person reads."""
+        """Write to stdout the document as JSON, or as the text of `view`."""
         self.stream(_json(document) if self.json else view(document))
 
     def data(self, document: Document, view: Callable[[Document], str]) -> None:
-        """Write the document, or the text that a person reads, to the file or stdout."""
+        """Write to the file or stdout the document as JSON, or as the text of `view`."""
         self.text(_json(document) if self.json else view(document))
 
     def document(self, data: Document) -> None:
@@ -153,12 +145,10 @@ class Output:
         self.pieces([text])
 
     def pieces(self, pieces: Iterable[str]) -> None:
-        """Write text that comes in pieces: to stdout at once, to the file when all are there.
-
-        A file whose name ends in .gz is compressed.
+        """Write pieces of text: to stdout one by one, or to the file; a .gz file is compressed.
 
         Raises:
-            SfiError: The disk is full, say.
+            SfiError: The output cannot be written, such as to a full disk.
         """
         if self.path is None:
             for piece in pieces:
@@ -174,26 +164,26 @@ class Output:
         self.save(write)
 
     def rows(self, document: Document, write_parquet: Callable[[Document, Path], None]) -> None:
-        """Write the document to the file, or its rows where the file is Parquet; nothing without a file."""
+        """Write the document to the file, if there is one; to a .parquet file only the rows."""
         if self.path is not None and self.path.suffix == ".parquet":
             self.save(lambda path: write_parquet(document, path))
         elif self.path is not None:
             self.document(document)
 
     def save(self, write: Callable[[Path], None]) -> None:
-        """Let `write` fill the file of the data.
+        """Call `write` with the temporary file of the data.
 
         Raises:
-            SfiError: The disk is full, say.
+            SfiError: The file cannot be written, such as on a full disk.
         """
         assert self.path is not None, "a command that saves has a file"
         self._save(self.path, write)
 
     def figure(self, draw: Callable[..., None], what: Any) -> None:
-        """Let `draw(what, path, kind=...)` fill the file of the figure; nothing without one.
+        """Call `draw(what, path, kind=...)` for the figure's file, if there is one.
 
         Raises:
-            SfiError: The disk is full, say.
+            SfiError: The file cannot be written, such as on a full disk.
         """
         if self.plot is not None:
             kind = self.plot.suffix.removeprefix(".")
@@ -208,7 +198,7 @@ class Output:
         self.say(f"Wrote {path}")
 
     def say(self, text: str) -> None:
-        """Tell a person what is happening."""
+        """Print a line for a person on stderr, unless `quiet`."""
         if not self.quiet:
             message(text)
 
@@ -218,7 +208,7 @@ def _json(data: Document) -> str:
 
 
 def _text_file(file: BinaryIO, *, packed: bool) -> TextIO:
-    # gzip gets no name and no time, so that the same text makes the same file
+    # without a name and a time, so that equal texts make equal files
     return TextIOWrapper(
         gzip.GzipFile("", "wb", 6, file, mtime=0) if packed else file, encoding="utf-8"
     )

@@ -13,7 +13,7 @@ PATIENCE = 2.0  # seconds between plain lines
 
 
 class Progress:
-    """Shows how far a phase of the work is; gone when the work is done."""
+    """Shows how far a phase of the work is; removed when the work is done."""
 
     def __init__(self, *, quiet: bool) -> None:
         self._quiet = quiet
@@ -30,11 +30,11 @@ class Progress:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Take the bar away, whatever happened."""
+        """Remove the bar."""
         self._stop()
 
     def _show(self, phase: str, done: int, total: int, line: str) -> None:
-        # a bar on a terminal; otherwise `line`, if the last one is a while ago
+        # a bar on a terminal; elsewhere `line`, at most one in PATIENCE seconds
         if self._quiet:
             return
         if sys.stderr.isatty():
@@ -61,7 +61,7 @@ class Progress:
 
 
 class PrefillProgress(Progress):
-    """Shows how many prompt tokens were read; gone when decoding starts."""
+    """Shows how many prompt tokens were read; removed when decoding starts."""
 
     def __init__(self, *, quiet: bool, label: str) -> None:
         super().__init__(quiet=quiet)
@@ -77,14 +77,14 @@ class PrefillProgress(Progress):
 
 
 class DecodeProgress(Progress):
-    """Shows how many tokens were decoded, where no text streams."""
+    """Shows how many tokens were decoded."""
 
     def update(self, done: int, total: int) -> None:
-        """Show that `done` of at most `total` steps are behind us."""
+        """Show that `done` of at most `total` steps are done."""
         self._show("decoding", done, total, f"decoded {done:,} of at most {total:,} tokens")
 
     def requests(self, done: int, running: int, waiting: int) -> None:
-        """Show how many requests are done, running and waiting for one of those to end."""
+        """Show how many requests are done, running and waiting."""
         total, state = done + running + waiting, f"{running:,} running, {waiting:,} waiting"
         self._show(
             f"requests: {state}", done, total, f"{done:,} of {total:,} requests done, {state}"
@@ -99,17 +99,17 @@ class BenchProgress(Progress):
         self._compiled = 0
 
     def update(self, phase: str, done: int, total: int) -> None:
-        """Show that `done` of `total` parts of a phase are behind us; a total of 0 is not known."""
+        """Show that `done` of `total` parts of a phase are done; 0 is an unknown total."""
         self._show(phase, done, total, f"{phase}, {done} of {total}" if total else phase)
 
     def compiled(self, row: dict[str, Any]) -> None:
-        """Show a compiled kernel; nobody knows beforehand how many there are."""
+        """Show a compiled kernel; their number is not known beforehand."""
         self._compiled += 1
         self.update(f"compiled {self._compiled} kernels, {row['kernel']} on {row['arch']}", 0, 0)
 
 
 class ProgressObserver(NullObserver):
-    """Shows the step that the batch has reached, or how many requests where some have to wait."""
+    """Shows the step of the batch; if requests wait, how many are done, running and waiting."""
 
     def __init__(self, progress: DecodeProgress, most: int) -> None:
         self._progress, self._most = progress, most
@@ -117,7 +117,7 @@ class ProgressObserver(NullObserver):
         self._queues = False
 
     def on_run(self, event: RunEvent) -> None:
-        """See whether requests wait."""
+        """Note whether requests wait."""
         self._begun, self._requests = event.batch, event.requests
         self._queues = event.requests > event.batch
 

@@ -5,13 +5,13 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-WIDTH, TEXT_WIDTH = 400, 110  # a table takes the part of its width that it needs; text is wrapped
+WIDTH, TEXT_WIDTH = 400, 110  # most columns of a table; columns at which text is wrapped
 
 
 def table(
     title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1
 ) -> Any:
-    """Lay rows out; the first `left` columns are words, the others numbers."""
+    """Make a table; its first `left` columns are words, the others numbers."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Group
     from rich.table import Table
@@ -21,12 +21,12 @@ def table(
         grid.add_column(heading, justify="left" if index < left else "right", no_wrap=index >= left)
     for row in rows:
         grid.add_row(*row)
-    # a title of the table's own would be broken at its width
+    # rich would break the title of a Table at the table's width
     return Group(title, grid) if title else grid
 
 
 def pairs(rows: Iterable[tuple[str, str]]) -> Any:
-    """Lay names and what they stand for out."""
+    """Make a table of names and values."""
     from rich.table import Table
 
     grid = Table.grid(padding=(0, 2))
@@ -36,12 +36,12 @@ def pairs(rows: Iterable[tuple[str, str]]) -> Any:
 
 
 def rendered(parts: Iterable[Any]) -> str:
-    """Return tables and lines as text, without empty lines around."""
+    """Return tables and lines as text, without empty lines before and after."""
     return printed(plain_console(WIDTH), parts).strip("\n") + "\n"
 
 
 def wrapped(blocks: Iterable[Any]) -> str:
-    """Return tables, and lines at a readable width, as text."""
+    """Return tables and lines as text, the lines wrapped."""
     return rendered(
         part
         for block in blocks
@@ -55,7 +55,7 @@ def noted(tables: Iterable[Any], notes: Iterable[str] = ()) -> str:
 
 
 def plain_console(width: int) -> Any:
-    """Return a console of so many columns that keeps plain text."""
+    """Return a console that writes plain text of `width` columns to memory."""
     from rich.console import Console
 
     return Console(
@@ -76,32 +76,32 @@ def printed(console: Any, parts: Iterable[Any]) -> str:
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """Write a number with a fixed count of decimals; a dash where there is none."""
+    """Write a number with `digits` decimals; a dash for None."""
     return "-" if value is None else f"{value:,.{digits}f}"
 
 
 def count(value: int | None) -> str:
-    """Write a whole number; a dash where there is none."""
+    """Write a whole number; a dash for None."""
     return "-" if value is None else f"{value:,}"
 
 
 def plural(value: int, noun: str) -> str:
-    """Count things."""
+    """Write a count with its noun: 1 step, 2 steps."""
     return f"{value:,} {noun}{'' if value == 1 else 's'}"
 
 
 def percent(value: float | None, digits: int = 1) -> str:
-    """Write a share; a dash where there is none."""
+    """Write a share; a dash for None."""
     return "-" if value is None else f"{value:.{digits}%}"
 
 
 def ratio(value: float | None) -> str:
-    """Write a factor; a dash where there is none."""
+    """Write a factor; a dash for None."""
     return "-" if value is None else f"{value:.2f}x"
 
 
 def duration(microseconds: float | None) -> str:
-    """Write a time in the unit that suits it."""
+    """Write a time in us, ms or s; a dash for None."""
     if microseconds is None:
         return "-"
     for unit, size in (("s", 1e6), ("ms", 1e3)):

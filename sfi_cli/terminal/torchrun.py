@@ -1,4 +1,4 @@
-"""Several processes of one command, under torchrun: the first one speaks."""
+"""A command under torchrun: only the first of its processes writes to stdout and stderr."""
 
 import os
 import sys
@@ -13,11 +13,7 @@ COMMANDS = (["generate"], ["trace", "record"])
 
 
 def check_command(words: Sequence[str]) -> None:
-    """Refuse a command that several processes cannot share.
-
-    Raises:
-        ConfigError: The command is none that several processes can share; the message names those.
-    """
+    """Raise `ConfigError` for a command that several processes cannot share."""
     if torchrun.size() > 1 and not any(list(words[: len(names)]) == names for names in COMMANDS):
         known = " and ".join(f"sfi {' '.join(names)}" for names in COMMANDS)
         raise ConfigError(
@@ -27,8 +23,8 @@ def check_command(words: Sequence[str]) -> None:
 
 @contextmanager
 def one_voice() -> Iterator[None]:
-    """Keep all processes but the first from writing to stdout and stderr inside."""
-    if torchrun.size() > 1:  # set before PyTorch is imported: each rank would print its remarks
+    """Redirect stdout and stderr of all processes but the first to nowhere."""
+    if torchrun.size() > 1:  # before PyTorch is imported: its warnings would come from each rank
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     with ExitStack() as stack:
         if not torchrun.first():
@@ -39,7 +35,7 @@ def one_voice() -> Iterator[None]:
 
 
 def tells() -> bool:
-    """Say whether this process prints an error; all processes may have met the same one."""
+    """Say whether this process prints an error: all processes may have met the same error."""
     if torchrun.size() == 1:
         return True
     from sfi_core.distributed.ranks import tells_errors
@@ -48,7 +44,7 @@ def tells() -> bool:
 
 
 def leave(error: SfiError) -> None:
-    """End the process; without closing the process group where another process is lost."""
+    """End the process; if a rank is lost, at once: closing the process group would wait for it."""
     if isinstance(error, RankLostError):
         sys.stderr.flush()
         os._exit(error.exit_code)

@@ -9,7 +9,7 @@ from sfi_cli.settings.complete import names
 from sfi_cli.settings.tables import SETTINGS
 
 Prefix = Annotated[
-    str, typer.Argument(help="Only settings whose names begin with this: selector, t_.", autocompletion=names(SETTINGS))
+    str, typer.Argument(help="Only names that begin with this: selector, t_.", autocompletion=names(SETTINGS))
 ]  # fmt: skip
 
 

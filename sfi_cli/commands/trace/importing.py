@@ -57,7 +57,7 @@ def import_(
     r"""Make a trace of another program's selections at each step, or of transformers' attention.
 
     docs/import.md describes the file: positions or blocks of an indexer (DeepSeek's, MiniMax's) by step,
-    layer and head; or attention probabilities. show, plot, report, sql, diff, check and replay read the trace.
+    layer and head; or attention probabilities. show, plot, report, sql, diff, check and replay read a trace.
     How rarely would the indexer have to run? sfi trace replay DIR --refresh-every 1,2,4,8,16
 
     For example:
@@ -108,11 +108,12 @@ def import_text(document: dict[str, Any]) -> str:
         what += f", blocks of {imported['block_size']} positions"
     layers = document["model"]["layers"]
     heads = max(layer["heads"] for layer in layers)
-    lines = [
-        f"{what}: {plural(len(document['prompts']), 'request')}, {plural(rows['steps'], 'step')}, "
+    sizes = (
+        f"{plural(len(document['prompts']), 'request')}, {plural(rows['steps'], 'step')}, "
         f"{plural(len(layers), 'layer')} of {plural(heads, 'head')}, "
         f"up to {document['audit']['top']:,} positions a row"
-    ]
+    )
+    lines = [f"{what}: {sizes}"]
     if not imported["masses"]:
         lines.append("note: the file has no masses, so overlaps are known and retained mass is not")
     if not document["trigger_token_ids"]:

@@ -17,7 +17,7 @@ def report(
         int | None,
         typer.Option(
             help="Only the most probable positions of each support.",
-            show_default="all that the audit recorded; of the raster, the budget",
+            show_default="all that the audit recorded; in the raster, the budget",
         ),
     ] = None,
     output: Annotated[
@@ -34,8 +34,7 @@ def report(
 ) -> None:
     """Write one HTML file with interactive figures, the summary and the generated text.
 
-    It holds all it needs, works offline and loads nothing. It also holds the prompt, unless the trace was
-    recorded with trace.redact_text.
+    The file works offline. It contains the prompt, unless the trace was recorded with trace.redact_text.
 
     For example:
 

@@ -12,7 +12,7 @@ def show(
     request: o.RequestIndex = None,
     layer: Annotated[int | None, typer.Option(help="Only this layer.")] = None,
     step: Annotated[
-        int | None, typer.Option(help="The text that this decoding step read, instead.")
+        int | None, typer.Option(help="Show the text that this decoding step read, instead.")
     ] = None,
     head: Annotated[int | None, typer.Option(help="Only this KV head, with --step.")] = None,
     json: o.Json = False,
@@ -21,12 +21,12 @@ def show(
 ) -> None:
     """Sum a trace up: steps, triggers, overlap of supports, retained mass, lambda*, latency, break-even.
 
-    Of an audited trace also attention drift, temporal locality and the similarity of heads (SyncKV), and the
-    query cosine by layer and KV head (FreeKV); corrections and recalls where the run had them. Of a lossless
-    run verifications, and acceptance by place in the sentence and by depth in the draft.
+    An audited trace also shows attention drift, temporal locality and the similarity of heads (SyncKV), and
+    the query cosine by layer and KV head (FreeKV); a run with corrections or recalls shows these. A lossless
+    run shows verifications, and acceptance by place in the sentence and by depth in the draft.
 
-    With --step the passages of the text that a decoding step read, by layer and KV head, with their share of
-    dense attention where the step was audited, and those that it should have read.
+    --step shows the passages that a decoding step read, by layer and KV head. If the step was audited, it
+    also shows their share of dense attention, and the passages that the step should have read.
 
     For example:
 

@@ -1,4 +1,4 @@
-"""What `sfi trace show` prints, from the document of its `--json`."""
+"""The sections of `sfi trace show`, from its document."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -20,7 +20,6 @@ from sfi_cli.commands.trace.observation_views import (
     query_cosine_table,
     recall_line,
 )
-from sfi_cli.commands.trace.rank_views import rank_table
 from sfi_cli.commands.trace.support_views import (
     audit_table,
     coverage_line,
@@ -35,13 +34,13 @@ from sfi_traces.report.facts import audit_words
 
 MOST_TRIGGERS = 12
 MOST_REQUESTS = 4
-OF_TIMES = ("latency", "break_even")  # sections that a trace without times has nothing for
+OF_TIMES = ("latency", "break_even")  # sections left out for a trace without times
 
 Row = dict[str, Any]
 
 
 def show_text(document: Row) -> str:
-    """Return every section that the trace has data for, and what the others need."""
+    """Return every section that the trace has data for, and what it lacks for the others."""
     sections = (
         ("health", health_lines),
         ("lossless", lossless_line),
@@ -67,7 +66,7 @@ def show_text(document: Row) -> str:
         ("reads", _reads_table),
         ("phases", _phase_table),
         ("break_even", _break_even_line),
-        ("ranks", rank_table),
+        ("ranks", _rank_table),
     )
     timed = document["latency"]["kinds"]
     parts = [
@@ -180,6 +179,21 @@ def _phase_table(found: Row) -> Any:
     ]  # fmt: skip
     columns = ("", "phase", "share", "total", "per step with it", "spans")
     return table("Time by phase", columns, rows, left=2)
+
+
+def _rank_table(found: Row) -> Any:
+    rows = [
+        (
+            str(one["rank"]), count(one["steps"]), count(one["selections"]), count(one["spans"]),
+            duration(one["forward_us"]), duration(one["attention_us"]),
+            "yes" if one["finished"] else "no: killed, or goes on",
+        )
+        for one in found["each"]
+    ]  # fmt: skip
+    missing = ", ".join(map(str, found["missing"]))
+    title = f"Ranks: {len(rows)} of {found['size']}" + (f", without {missing}" if missing else "")
+    columns = ("rank", "steps", "selections", "spans", "pass (median)", "its attention", "finished")
+    return table(title, columns, rows)
 
 
 def _break_even_line(found: Row) -> str:

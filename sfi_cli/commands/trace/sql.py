@@ -17,9 +17,9 @@ def sql(
     output: o.OutputPath = None,
     force: o.Force = False,
 ) -> None:
-    """Query the tables of a trace, which stays as it is.
+    """Query the tables of a trace; a query cannot change the trace.
 
-    These are prompts, steps, verifications, selections, recalls, supports, logits and timings.
+    The tables are prompts, steps, verifications, selections, recalls, supports, logits and timings.
     `SHOW TABLES` lists them, `DESCRIBE steps` shows a table's columns.
 
     For example:

@@ -1,4 +1,4 @@
-"""What `sfi trace sql` prints."""
+"""The rows of `sfi trace sql` as a table, CSV or JSON."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ def query_pieces(trace: Any, sql: str, form: str) -> Iterator[str]:
     """Run a query and write its rows, piece by piece.
 
     Raises:
-        ConfigError: The query is refused, or has two columns of one name where JSON needs names.
+        ConfigError: The query is refused, or for JSON two columns have one name.
         TraceError: A part is truncated.
     """
     from sfi_traces.export.rows import csv_text, json_text
@@ -48,5 +48,7 @@ def _cell(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.9g}"
     text = "" if value is None else str(value)
-    text = text if text.isprintable() else repr(text)[1:-1]  # a newline token keeps to its line
+    text = (
+        text if text.isprintable() else repr(text)[1:-1]
+    )  # a newline would break the table's line
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."

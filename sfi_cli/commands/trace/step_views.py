@@ -1,4 +1,4 @@
-"""What `sfi trace show --step` prints, from the document of its `--json`."""
+"""A step of `sfi trace show --step`, from its document."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -14,7 +14,7 @@ Row = dict[str, Any]
 
 
 def step_text(found: Row) -> str:
-    """Return the step in a few lines, then the passages that it read, then those that it missed."""
+    """Return facts of the step, the passages that it read, and the passages that it missed."""
     parts: list[Any] = [pairs(_lines(found)), ""]
     parts += [f"note: {note}" for note in found["notes"]]
     title = (

@@ -11,7 +11,7 @@ Row = dict[str, Any]
 
 
 def stability_table(found: Row) -> Any:
-    """Set the overlap of consecutive supports within sentences beside that across boundaries."""
+    """Show the overlap of consecutive supports, within sentences and across boundaries."""
     rows = [
         (place, kind, *_spread(values[key]))
         for place, values in [
@@ -26,7 +26,7 @@ def stability_table(found: Row) -> Any:
 
 
 def lag_table(found: Row) -> Any:
-    """Show how the overlap falls with the steps since the last refresh."""
+    """Show how the overlap with the support of the last refresh falls."""
     rows = []
     for lag in found["lags"]:
         first, last = lag["from_lag"], lag["to_lag"]
@@ -43,7 +43,7 @@ def lag_table(found: Row) -> Any:
 
 
 def audit_table(found: Row) -> Any:
-    """Show by layer what fast steps kept, their error and how far queries turn."""
+    """Show by layer the mass that fast steps retained, their output error, and the query cosine."""
     rows = []
     for place, one in [("all", found), *((str(one["layer"]), one) for one in found["layers"])]:
         names = ("retained_mass", "retained_mass_min", "top_1_read", "output_error", "query_cosine")
@@ -65,7 +65,7 @@ def audit_table(found: Row) -> Any:
 
 
 def worst_heads_line(found: Row) -> str:
-    """Name the KV heads that retain least."""
+    """Name the KV heads that retain the least mass."""
     if not found["heads"]:
         return "no fast step was audited, so there is neither retained mass nor output error\n"
     heads = (
@@ -86,7 +86,7 @@ def logits_line(found: Row) -> str:
 
 
 def selection_table(found: Row) -> Any:
-    """Show how far a selection is from the one before, and lambda*."""
+    """Show the overlap of consecutive selections, and lambda*."""
     names = {
         "overlap_previous": "overlap with the one before",
         "jaccard_previous": "Jaccard index with it",
@@ -107,7 +107,7 @@ def selection_table(found: Row) -> Any:
 
 
 def coverage_line(found: Row) -> str:
-    """Say how much of the prompt was ever selected, how far back it lies and how long it stays."""
+    """Say how much of the prompt was ever selected, at what distance, and for how many refreshes."""
     far = found["distance"]
     sampled = f", positions of every {found['every']}th refresh" if found["every"] > 1 else ""
     p5, p50, p95, most = (number(far[name], 0) for name in ("p5", "p50", "p95", "max"))

@@ -1,4 +1,4 @@
-"""What `sfi tune` does between its options and its output."""
+"""`sfi tune` after its options are read."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -17,17 +17,15 @@ from sfi_core.errors import ConfigError, InputError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Searching:
-    """What the options of the search said.
+    """The options of the search.
 
     Attributes:
         objectives: Names of objectives; empty for the default ones.
         min_retained: Least mean retained mass.
-        max_read: Largest share read.
+        max_read: Largest share of the cached tokens read.
         trials: Trials of the study in all.
-        seed: Seed of the sampler.
         study: The study's file.
-        resume: Whether to go on with a study that exists.
-        settings: How to search.
+        resume: Whether to continue a study that exists.
     """
 
     objectives: list[str]
@@ -42,15 +40,14 @@ class Searching:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Confirming:
-    """What the options of the confirmation said.
+    """The options of the confirmation.
 
     Attributes:
         count: Settings to run for real.
-        prompt_file: A file with a prompt; None for the traces' own prompts.
-        batch: A JSON Lines file of prompts; None for none.
+        prompt_file: A file with a prompt; None for `batch` or the traces' own prompts.
+        batch: A JSON Lines file of prompts; None without one.
         model: A hub id or folder; None for the bundled checkpoint.
-        engine: How it computes.
-        loading: How to load the model.
+        loading: Other arguments of `load`.
     """
 
     count: int
@@ -65,20 +62,11 @@ class Confirming:
         """Whether the options name prompts."""
         return self.prompt_file is not None or self.batch is not None
 
-    def check(self) -> None:
-        """Refuse prompts that nothing is run on.
-
-        Raises:
-            ConfigError: Prompts without a confirmation.
-        """
-        if self.has_prompts and not self.count:
-            raise ConfigError("prompt-file and batch must come with --confirm, got none")
-
     def load(self, traces: Sequence[Any]) -> tuple[Any, Any]:
-        """Load the model, and its tokenizer, that traces were recorded with.
+        """Load the model and its tokenizer.
 
         Raises:
-            SfiError: It cannot be loaded, or is another one.
+            SfiError: The model cannot be loaded, or is not the one that the traces were recorded with.
         """
         from sfi_core.engine.backends.registry import check_backend
         from sfi_core.models.load import load, resolve_device
@@ -94,7 +82,7 @@ class Confirming:
         """Read the prompts that the options name.
 
         Raises:
-            InputError: There are none, or messages.
+            InputError: The file has no prompts, or it has messages.
         """
         entries = read_prompts(None, self.prompt_file, self.batch).entries
         texts = [entry for entry in entries if isinstance(entry, str)]
@@ -105,15 +93,11 @@ class Confirming:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuneJob:
-    """Everything the options said.
+    """The options of `sfi tune`.
 
     Attributes:
-        traces: Folders of the traces.
-        axes: Values or ranges by setting.
-        trigger_sets: `NAME=A B C`.
-        searching: The search.
-        confirming: The confirmation.
-        output: The settings, the document on stdout, and the figure.
+        axes: Values or ranges by setting, as the user wrote them.
+        trigger_sets: Each `NAME=A B C`.
     """
 
     traces: Sequence[Path]
@@ -124,17 +108,13 @@ class TuneJob:
     output: Output
 
     def run(self) -> None:
-        """Search, confirm, show and write.
-
-        Raises:
-            SfiError: What the user can mend.
-            typer.Exit: With 130 after Ctrl-C; the study is kept.
-        """
+        """Search, confirm, show the front and write the chosen settings; Ctrl-C keeps the study."""
         from sfi_traces.tune.storage import check_optuna, check_path
 
         check_optuna()
         check_path(self.searching.study, resume=self.searching.resume)
-        self.confirming.check()
+        if self.confirming.has_prompts and not self.confirming.count:
+            raise ConfigError("prompt-file and batch must come with --confirm, got none")
         with self.output:
             self._run()
 
@@ -185,7 +165,7 @@ class TuneJob:
         )
 
     def _confirmer(self, tuning: Any) -> Callable[[Any], Any]:
-        # loads the model before the search: a mistake shows before the work
+        # loads the model before the search, to report a mistake early
         from sfi_traces.tune.confirm import Confirmer, Material
 
         own = self.confirming

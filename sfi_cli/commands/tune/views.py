@@ -11,15 +11,15 @@ from sfi_cli.commands.trace.replay.views import (
 )
 from sfi_cli.terminal.tables import number, percent, plural, table, wrapped
 
-ROWS, TOKENS = 16, 5  # of a front and of mined tokens that a terminal shows
-LEFT_OUT = ("worst", "overlap")  # of the columns of a replay
+ROWS, TOKENS = 16, 5  # rows of the front and mined tokens shown
+LEFT_OUT = ("worst", "overlap")  # columns of a replay that the front does not show
 CONFIRMED = ("", "slow", "kept, predicted", "may be off by", "measured", "off by", "steps", "KL", "argmax",
              "tokens/s", "answer")  # fmt: skip
 ANSWERS = {True: "right", False: "WRONG", None: "-"}
 
 
 def tune_text(document: dict[str, Any]) -> str:
-    """Return the front, what mining found, what was measured, and what was chosen."""
+    """Return the mined tokens, the front, the real runs and the chosen setting."""
     blocks: list[Any] = [_heading(document), *_mining(document["mining"]), "", _front(document)]
     blocks += _legend(document)
     if document["confirmed"]:
@@ -99,7 +99,7 @@ def _front(document: dict[str, Any]) -> Any:
 
 
 def _shown(front: list[dict[str, Any]], confirmed: set[int]) -> list[int]:
-    # evenly over the front, with what was chosen or run
+    # places evenly over the front, with the chosen and the confirmed settings
     wanted = confirmed | {place for place, row in enumerate(front) if row["chosen"]}
     step = max(1, -(-len(front) // ROWS))
     return sorted(wanted | set(range(0, len(front), step)) | {len(front) - 1})

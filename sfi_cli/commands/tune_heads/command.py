@@ -74,11 +74,11 @@ def heads(
     json: o.Json = False,
     quiet: o.Quiet = False,
 ) -> None:
-    """Cluster the KV heads of each layer by what they attend to, with a head for each cluster (SyncKV).
+    """Cluster the KV heads of each layer by what they attend to; choose a head for each cluster (SyncKV).
 
-    Two heads are as similar as their top-k sets overlap, on average over steps and texts. The texts come from
-    traces, which need no model, or from files that the model reads. With traces, --model only names the
-    checkpoint that the head file is of.
+    The similarity of two heads is the overlap of their top-k sets, on average over steps and texts. The texts
+    come from traces, which need no model, or from files that the model reads. With traces, --model only names
+    the checkpoint in the head file.
 
     For example:
 

@@ -1,4 +1,4 @@
-"""What `sfi tune heads` does between its options and its output."""
+"""`sfi tune heads` after its options are read."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -13,18 +13,18 @@ from sfi_cli.terminal.progress import BenchProgress
 from sfi_core.errors import ConfigError
 
 T = TypeVar("T")
-TOP = 64  # k where nothing is said. Paper gap: the paper gives none
+TOP = 64  # default of k. Paper gap: the paper gives none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What the similarities were measured on.
+    """The similarities, and what they were measured on.
 
     Attributes:
-        texts: Similarity of each text by layer.
+        texts: Similarity by layer, for each text.
         model: The model's name.
-        digest: The checkpoint's digest; "" where it is not known.
-        made_from: Where the texts came from, plain values.
+        digest: The checkpoint's digest; "" if unknown.
+        made_from: The source of the texts, plain values.
     """
 
     texts: Sequence[dict[int, Any]]
@@ -35,19 +35,15 @@ class Measured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadsJob:
-    """Everything the options said.
+    """The options of `sfi tune heads`.
 
     Attributes:
-        traces: Folders of traces.
         files: Files with texts.
         length: Tokens of a text.
         parts: Disjoint parts of the texts; None for the default.
         clusters: N_r.
         top: k; None for the default.
         model: A hub id, folder or GGUF file; None is the bundled checkpoint.
-        engine: How the model reads.
-        loading: How to load the model.
-        output: The head file, the document on stdout, and the figure.
     """
 
     traces: Sequence[Path]
@@ -62,11 +58,7 @@ class HeadsJob:
     output: Output
 
     def run(self) -> None:
-        """Measure, cluster, show and write.
-
-        Raises:
-            SfiError: What the user can mend.
-        """
+        """Measure the similarities, cluster the heads, show the clusters and write the head file."""
         from sfi_core.measure.heads.clustering import check_scipy
         from sfi_core.measure.heads.layers import cluster_layers, parts_of
         from sfi_traces.tune.heads_plot import write_plot
@@ -99,7 +91,7 @@ class HeadsJob:
         )
 
     def _digest_of_name(self, name: str) -> str:
-        # a trace does not say which checkpoint of its model's name was run; --model does
+        # a trace has only the model's name; --model names the checkpoint
         from sfi_core.models.digest import source_digest
         from sfi_core.models.load import BUNDLED
         from sfi_core.models.source import find_source
@@ -137,7 +129,7 @@ class HeadsJob:
     def _texts(
         self, texts: Sequence[T], read: Callable[[T], Iterable[tuple[int, Any]]]
     ) -> list[dict[int, Any]]:
-        # the similarities of each text; settings that cannot be are refused by the first
+        # the similarities of each text; invalid settings are refused at the first text
         from sfi_core.measure.heads.clustering import check_count
         from sfi_core.measure.heads.layers import part_count
         from sfi_core.measure.heads.similarity import Similarity

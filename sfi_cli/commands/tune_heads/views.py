@@ -15,7 +15,7 @@ TRIVIAL = " One cluster, or a cluster for each head: there the pairs agree whate
 
 
 def heads_text(document: dict[str, Any]) -> str:
-    """Return what was measured, the clusters of each layer, and how far the parts agree."""
+    """Return the clusters of each layer, and how far the parts agree."""
     blocks: list[Any] = [_heading(document), "", _clusters(document["layers"])]
     blocks.append(
         f"alike: overlap of the top {document['top_k']:,} of two heads, of one cluster or of two, over "

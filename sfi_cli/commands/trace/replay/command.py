@@ -1,4 +1,4 @@
-"""`sfi trace replay`: what other settings would have done on a recorded run, and the run step by step."""
+"""`sfi trace replay`: replay a recorded run under other settings, or watch it step by step."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,10 +10,9 @@ from sfi_cli.settings.tables import SETTINGS, settings_for
 from sfi_core.settings.config import TRIGGER_POLICIES
 
 SLOW, MEMORY, PLAY = "When a step is slow", "What a fast step reads", "Playing the run"
-# a value, or several with commas between; without the option the trace's own
-Values = str | None
+Values = str | None  # one or more with commas between; None is the trace's own
 SPEED = 4.0  # steps a second
-SETS = "More of them: span=0,10. Repeat for more; sfi config list has all settings."
+SETS = "Another setting: span=0,10. Repeat for more; sfi config list has all settings."
 
 
 def _grid(name: str, panel: str, **more: Any) -> Any:
@@ -42,7 +41,7 @@ def replay(
     trigger_set: Annotated[
         list[str] | None,
         typer.Option(
-            help="A set of such strings, blanks between: NAME='. ? !'. Repeat to compare sets.",
+            help="A set of trigger strings, blanks between: NAME='. ? !'. Repeat to compare sets.",
             rich_help_panel=SLOW,
         ),
     ] = None,
@@ -50,8 +49,8 @@ def replay(
     refresh_every: Annotated[
         Values,
         typer.Option(
-            help="Select anew every so many steps, and reuse what was recorded: 1,2,4,8,16.",
-            show_default="off; of an import these",
+            help="Reuse each recorded selection for so many steps: 1,2,4,8,16.",
+            show_default="off; for an imported trace these",
             rich_help_panel=SLOW,
         ),
     ] = None,
@@ -68,7 +67,7 @@ def replay(
     against: Annotated[
         Path | None,
         typer.Option(
-            help="A real run of --policy sfi: predict its setting, beside what it measured."
+            help="Trace of a run of --policy sfi: replay its settings, and compare with what it measured."
         ),
     ] = None,
     play: Annotated[
@@ -104,9 +103,9 @@ def replay(
 ) -> None:
     r"""Replay a trace of --audit 1 under other settings, without the model, or watch it with --play.
 
-    The recorded tokens and attention are held fixed: how often a step would have been slow, what the reused
-    memory would have held of the attention, what that costs. Values with commas between make a grid.
-    --refresh-every asks how rarely a selection has to be made, of an imported trace too, without a memory.
+    The recorded tokens and attention stay as they are. The table shows for each setting the share of slow
+    steps, the attention mass that the reused memory retains, and the bytes read. Values with commas between
+    make a grid. --refresh-every shows how rarely a selection has to be made, also for an imported trace.
 
     For example:
 
@@ -148,20 +147,16 @@ def replay(
         heads=number_list(heads, "heads"),
     )
     written = Output(output, plot=plot, force=force, json=json, quiet=quiet)
-    if speed is not None and not play:
-        raise ConfigError(f"speed must come with --play, got {speed:g}")
     if play:
-        if refresh_every is not None:
+        if grid.given or json or any((refresh_every, against, plot)):
             raise ConfigError("play shows the run as it was and must come without other settings")
-        PlayJob(
-            choice=choice,
-            output=written,
-            against=against,
-            grid=grid,
-            step=step,
-            speed=speed or SPEED,
-        ).run()
-    elif refresh_every is not None or is_imported(trace):
+        PlayJob(choice=choice, output=written, step=step, speed=speed or SPEED).run()
+        return
+    if speed is not None:
+        raise ConfigError(f"speed must come with --play, got {speed:g}")
+    if step is not None:
+        raise ConfigError(f"step must come with --play, got {step}")
+    if refresh_every is not None or is_imported(trace):
         ReuseJob(
             choice=choice,
             output=written,
@@ -169,9 +164,6 @@ def replay(
             grid=grid,
             every=refresh_every,
             batch=batch,
-            step=step,
         ).run()
     else:
-        ReplayJob(
-            choice=choice, output=written, against=against, grid=grid, batch=batch, step=step
-        ).run()
+        ReplayJob(choice=choice, output=written, against=against, grid=grid, batch=batch).run()

@@ -1,4 +1,4 @@
-"""How a step of `--play` looks: the text, where the support lies, what the step kept."""
+"""A step of `--play` as text: the generated text, strips of the context, what the audit measured."""
 
 import shutil
 import sys
@@ -22,7 +22,7 @@ def plain_frame(playback: Any, step: int) -> str:
 
 
 def head(playback: Any, frame: Any) -> Any:
-    """Return the line that says which step it is, and what it read."""
+    """Return a line: the step's number, why it is slow or fast, and how much it reads."""
     from rich.text import Text
 
     kind = f"slow ({frame.reason})" if frame.slow else f"fast, {frame.steps_since_slow} since slow"
@@ -42,13 +42,13 @@ def _text(frame: Any) -> Any:
 
 
 def printable(text: str) -> str:
-    """Write a blank for each control character: a terminal would obey one in the text of a model."""
+    """Replace control characters by blanks: a terminal would execute them."""
     odd = {ord(c): " " for c in set(text) if not c.isprintable() and c != "\n"}
     return text.translate(odd) if odd else text
 
 
 def strips(playback: Any, step: int, width: int, shades: str) -> list[Any]:
-    """Return where in the context the support lies, what changed, and what is in memory: three lines."""
+    """Return three lines over the context: the support, its changes, and the memory."""
     from rich.text import Text
 
     strip = playback.strip(step, max(1, width - LABEL - 1))
@@ -74,7 +74,7 @@ def strips(playback: Any, step: int, width: int, shades: str) -> list[Any]:
 
 
 def shades(encoding: str | None) -> str:
-    """Return the characters for more and more, from none on, that an encoding has."""
+    """Return the characters of a strip that an encoding has, from empty to full."""
     try:
         BLOCKS.encode(encoding or "ascii")
     except UnicodeEncodeError:
@@ -83,7 +83,7 @@ def shades(encoding: str | None) -> str:
 
 
 def measures(frame: Any) -> Any:
-    """Return the line of what the audit measured, as far as there was one."""
+    """Return the line of what the audit measured; empty for a step that was not audited."""
     from rich.text import Text
 
     named = (

@@ -1,4 +1,4 @@
-"""The settings that `sfi trace replay` is asked for."""
+"""The settings to replay, from the options of `sfi trace replay`."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,14 +11,14 @@ from sfi_core.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayGrid:
-    """The settings that the options ask for, as they were written.
+    """The options, as the user wrote them.
 
     Attributes:
         policies: Trigger policies, with commas between.
         triggers: Trigger strings of one set.
         trigger_ids: Token ids of the same set, with commas between.
-        trigger_sets: More sets, `NAME=A B C`.
-        axes: Values of settings, with commas between.
+        trigger_sets: Other sets, each `NAME=A B C`.
+        axes: Values by setting, with commas between.
     """
 
     policies: str | None
@@ -29,14 +29,14 @@ class ReplayGrid:
 
     @property
     def given(self) -> bool:
-        """Whether there was any option."""
+        """Whether the user gave any of these options."""
         return any((self.policies, self.triggers, self.trigger_ids, self.trigger_sets, self.axes))
 
     def settings(self, trace: Any, *, note: Callable[[str], None]) -> list[Any]:
         """Combine the values into the settings to replay, each once.
 
         Raises:
-            ConfigError: A value that is none, or an option without effect.
+            ConfigError: A value is invalid, or an option has no effect.
             TraceError: Trigger strings for a redacted trace.
         """
         from sfi_traces.replay import Setting, grid
@@ -80,7 +80,7 @@ class ReplayGrid:
 
 
 def _values(name: str, text: str) -> list[Any]:
-    # a list of ints, floats or names; each once, in their order
+    # ints, floats or names, each once
     kind = SETTINGS[name].kind
     rule = f"{name} must be {'numbers' if kind is float else 'whole numbers'}"
     found: list[Any] = words([text]) if kind is str else numbers([text], kind, rule)

@@ -1,4 +1,4 @@
-"""What `sfi trace replay` does between its options and its output."""
+"""`sfi trace replay` after its options are read."""
 
 import re
 import sys
@@ -20,14 +20,7 @@ RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """Which part of a trace.
-
-    Attributes:
-        trace: The trace's folder.
-        request: One request; None for all.
-        layers: Some layers; None for all.
-        heads: Some KV heads; None for all.
-    """
+    """The part of a trace to replay: a request, layers, KV heads; None for all."""
 
     trace: Path
     request: int | None
@@ -35,7 +28,7 @@ class Choice:
     heads: tuple[int, ...] | None
 
     def describe(self, trace: Any, recorded: list[Any]) -> dict[str, Any]:
-        """Return the beginning of a document: what is replayed."""
+        """Return the first fields of a document: the part that is replayed."""
         return {
             "trace": str(self.trace),
             "model": trace.manifest["model"]["name"],
@@ -52,15 +45,11 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayJob:
-    """Everything the options of a replay said.
+    """The options of a replay.
 
     Attributes:
-        choice: Which part of which trace.
-        output: The data and the figure.
-        against: Folder of a real run to predict; None for none.
-        grid: The settings.
-        batch: Requests that share the weights.
-        step: Must be None; only `--play` shows single steps.
+        against: Trace of a real run, whose settings are replayed; None for none.
+        batch: Requests that share the weights in the byte model.
     """
 
     choice: Choice
@@ -68,17 +57,9 @@ class ReplayJob:
     against: Path | None
     grid: ReplayGrid
     batch: int
-    step: str | None
 
     def run(self) -> None:
-        """Load, replay, write and show.
-
-        Raises:
-            SfiError: What the user can mend.
-            typer.Exit: With 130 after Ctrl-C.
-        """
-        if self.step is not None:
-            raise ConfigError(f"step must come with --play, got {self.step}")
+        """Load the trace, replay the settings, write and show the outcomes."""
         if self.against is not None and (self.grid.given or self.output.plot is not None):
             raise ConfigError(
                 "against replays the other trace's setting and must come without others, or a plot"
@@ -119,7 +100,7 @@ class ReplayJob:
     def _rows(
         self, recorded: list[Any], settings: list[Any], own: Any
     ) -> tuple[list[dict[str, Any]], bool]:
-        # the replayed settings, fastest first; those before Ctrl-C where it came
+        # a row for each setting, fastest first, and whether Ctrl-C left settings out
         from sfi_traces.replay import pareto, replay
 
         found: list[tuple[Any, Any]] = []
@@ -148,36 +129,25 @@ class ReplayJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlayJob:
-    """Everything the options of `--play` said.
+    """The options of `--play`.
 
     Attributes:
-        choice: Which part of which trace; the first request where none was chosen.
-        output: The frames.
-        against: Must be None.
-        grid: Must be empty.
+        choice: The part to show; the first request if `choice.request` is None.
         step: Steps to print, `12` or `12-20`; None to play.
         speed: Steps a second.
     """
 
     choice: Choice
     output: Output
-    against: Path | None
-    grid: ReplayGrid
     step: str | None
     speed: float
 
     def run(self) -> None:
-        """Play on a terminal, print the steps elsewhere.
-
-        Raises:
-            SfiError: What the user can mend.
-        """
+        """Play the run on a terminal; print the steps if `step` is given or there is no terminal."""
         from sfi_cli.commands.trace.replay.frame_view import plain_frame
         from sfi_traces.read.reader import Trace
         from sfi_traces.replay.playback import Playback
 
-        if self.grid.given or any((self.against, self.output.plot, self.output.json)):
-            raise ConfigError("play shows the run as it was and must come without other settings")
         steps = _steps(self.step)
         watched = steps is None and self.output.path is None
         watched = watched and sys.stdin.isatty() and sys.stdout.isatty()
@@ -198,10 +168,10 @@ class PlayJob:
 
 
 def check_textual() -> None:
-    """Refuse to play where there is no Textual.
+    """Refuse to play without Textual.
 
     Raises:
-        BackendError: Naming what to install.
+        BackendError: Textual is not installed; the message says how to install it.
     """
     if find_spec("textual") is None:
         raise BackendError(

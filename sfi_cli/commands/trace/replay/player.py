@@ -32,8 +32,8 @@ class PlayerApp(App[None]):
 
     Attributes:
         step: The step shown.
-        speed: Steps a second when it plays.
-        failure: The error that ended it; None without.
+        speed: Steps a second while playing.
+        failure: The error that ended the player; None without an error.
     """
 
     ENABLE_COMMAND_PALETTE = False
@@ -58,7 +58,7 @@ class PlayerApp(App[None]):
     BINDINGS = KEYS
 
     def __init__(self, playback: Any, speed: float, encoding: str | None = "utf-8") -> None:
-        """Take an opened run, the speed at which it plays when asked to, and the terminal's encoding."""
+        """Show the first step of a run; `encoding` is the terminal's."""
         super().__init__()
         self.playback, self.speed, self._shades = playback, speed, shades(encoding)
         self.step = 0
@@ -87,19 +87,19 @@ class PlayerApp(App[None]):
         yield Footer(compact=True, show_command_palette=False)
 
     def on_mount(self) -> None:
-        """Let signals end it as Ctrl-C does: the terminal has to be put back."""
+        """Let signals end the player as Ctrl-C does, so that the terminal is restored."""
         if not self.is_headless:
             loop = asyncio.get_running_loop()
-            with suppress(NotImplementedError):  # Windows' loops have none
+            with suppress(NotImplementedError):  # on Windows
                 loop.add_signal_handler(signal.SIGINT, self.action_interrupt)
                 loop.add_signal_handler(signal.SIGTERM, self.action_interrupt)
 
     def on_resize(self, event: Resize) -> None:
-        """Show the step when the screen's size is known, and where it is another."""
+        """Show the step anew after the screen's size has changed."""
         self.call_after_refresh(self.show_step)
 
     def show_step(self) -> None:
-        """Show the step; a part that cannot be read ends the player."""
+        """Show the step; end the player if a part of the trace cannot be read."""
         try:
             frame = self.playback.frame(self.step)
             marks = marks_at(self.playback, self.step)
@@ -121,7 +121,7 @@ class PlayerApp(App[None]):
         self.show_state()
 
     def show_state(self) -> None:
-        """Say whether it plays, how fast, and what was searched for."""
+        """Show whether the run plays, the speed, and the words searched for."""
         playing = f"playing {self.speed:g}/s" if self._timer else f"{self.speed:g}/s"
         words = f"/{self._words}  " if self._words else ""
         self.query_one("#state", Static).update(f"{words}{playing}", layout=False)
@@ -134,11 +134,11 @@ class PlayerApp(App[None]):
         self.show_step()
 
     def action_move(self, steps: int) -> None:
-        """Go on, or back."""
+        """Go forward by `steps`, or back."""
         self.action_go(max(0, self.step + steps))
 
     def action_slow(self, side: int) -> None:
-        """Go to the next slow step, or the one before."""
+        """Go to the next slow step, or to the previous one."""
         slow = self.playback.slow_at
         found = [t for t in slow if (t > self.step if side > 0 else t < self.step)]
         if found:
@@ -165,7 +165,7 @@ class PlayerApp(App[None]):
         self.show_state()
 
     def tick(self) -> None:
-        """Play one step; stop at the end."""
+        """Show the next step; stop at the end."""
         if self.step >= self.playback.steps - 1:
             self._stop()
             self.show_state()
@@ -179,7 +179,7 @@ class PlayerApp(App[None]):
             self._timer = None
 
     def action_pick(self, name: str, side: int) -> None:
-        """Choose the next layer or KV head, or the one before; all of them are one of the choices."""
+        """Choose the next layer or KV head, or the previous one; "all" is one of the choices."""
         picker = self.query_one(f"#{name}", Select)
         at = 0 if name == "layer" else 1
         values = [EVERY, *sorted({place[at] for place in self.playback.places})]
@@ -187,7 +187,7 @@ class PlayerApp(App[None]):
 
     @on(Select.Changed)
     def picked(self) -> None:
-        """Show the layers and KV heads that the pickers say; nothing new while there are none such."""
+        """Show the chosen layers and KV heads; warn if the trace has none such."""
         layer, kv_head = (self.query_one(f"#{name}", Select).value for name in ("layer", "head"))
         wanted = [None if value == EVERY else [value] for value in (layer, kv_head)]
         try:
@@ -200,13 +200,13 @@ class PlayerApp(App[None]):
 
     @on(TextPane.Clicked)
     def clicked(self, event: TextPane.Clicked) -> None:
-        """Go to the step that generated the token; a token of the prompt has none."""
+        """Go to the step that generated the token; do nothing for a token of the prompt."""
         if event.token >= len(self.playback.prompt):
             self.action_go(event.token - len(self.playback.prompt))
 
     @on(OptionList.OptionSelected)
     def source_chosen(self, event: OptionList.OptionSelected) -> None:
-        """Show where in the text a passage is."""
+        """Show a passage in the text."""
         passage = self._shown[event.option_index]
         pane = self.query_one(TextPane)
         pane.found = (int(pane.text.start_T[passage.first]), int(pane.text.start_T[passage.end]))
@@ -224,7 +224,7 @@ class PlayerApp(App[None]):
         field.focus()
 
     def action_leave_field(self) -> None:
-        """Close the field, and forget what was found."""
+        """Close the field, and end the search."""
         self.query_one("#ask", Input).display = False
         pane = self.query_one(TextPane)
         pane.found = None
@@ -248,7 +248,7 @@ class PlayerApp(App[None]):
             self.notify(f"step must be a number, got {text}", severity="warning")
 
     def action_match(self, side: int) -> None:
-        """Go to the next match, or the one before; to its step where it was generated."""
+        """Show the next match or the previous one, and its step if it was generated."""
         if not self._words:
             return
         pane = self.query_one(TextPane)
@@ -268,7 +268,7 @@ class PlayerApp(App[None]):
         self.show_state()
 
     def action_interrupt(self) -> None:
-        """Leave as Ctrl-C does."""
+        """End the player with the exit code of Ctrl-C."""
         self.exit(return_code=INTERRUPTED)
 
 

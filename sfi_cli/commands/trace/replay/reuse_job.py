@@ -1,4 +1,4 @@
-"""`sfi trace replay --refresh-every`: how rarely the recorded selections would have to be made."""
+"""`sfi trace replay --refresh-every`: how well recorded selections would serve later steps."""
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,16 +15,13 @@ from sfi_core.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReuseJob:
-    """Everything the options said.
+    """The options of `--refresh-every`.
 
     Attributes:
-        choice: Which part of which trace.
-        output: The data.
         against: Must be None.
-        grid: Settings of when a selection is made, besides the intervals.
-        every: The intervals, with commas between; None for none, or without any setting for the usual ones.
+        grid: Other schedules of selections.
+        every: The intervals, with commas between; None for `EVERY` without a grid, else for none.
         batch: Must be 1: no bytes are counted.
-        step: Must be None; only `--play` shows single steps.
     """
 
     choice: Choice
@@ -33,23 +30,15 @@ class ReuseJob:
     grid: ReplayGrid
     every: str | None
     batch: int
-    step: str | None
 
     def run(self) -> None:
-        """Load, replay, write and show.
-
-        Raises:
-            SfiError: What the user can mend.
-            typer.Exit: With 130 after Ctrl-C.
-        """
-        if self.step is not None:
-            raise ConfigError(f"step must come with --play, got {self.step}")
+        """Load the trace, replay the schedules, write and show the outcomes."""
         for name, value in (("against", self.against), ("plot", self.output.plot)):
             if value is not None:
                 raise ConfigError(f"{name} needs a recorded run's memory and bytes, got {value}")
         if self.batch != 1:
             raise ConfigError(
-                f"batch must come without --refresh-every and of no imported trace, got {self.batch}"
+                f"batch must come without --refresh-every and an imported trace, got {self.batch}"
             )
         self._check_axes()
         with self.output:
@@ -64,7 +53,7 @@ class ReuseJob:
         for name in (*MEMORY, PAGE_SIZE):
             if name in self.grid.axes:
                 raise ConfigError(
-                    f"{name} must come without --refresh-every and of no imported trace: selections are "
+                    f"{name} must come without --refresh-every and an imported trace: selections are "
                     "reused as they are"
                 )
 
@@ -87,7 +76,7 @@ class ReuseJob:
     def _rows(
         self, recorded: list[Any], settings: list[tuple[int | None, Any]]
     ) -> tuple[list[dict[str, Any]], bool]:
-        # those before Ctrl-C where it came
+        # a row for each schedule, and whether Ctrl-C left schedules out
         from sfi_traces.replay import reuse, schedule
 
         rows: list[dict[str, Any]] = []
@@ -102,7 +91,7 @@ class ReuseJob:
         return rows, False
 
     def _settings(self, trace: Any) -> list[tuple[int | None, Any]]:
-        # the intervals, then what else was asked for
+        # the intervals with their settings, then the grid's settings
         from sfi_traces.replay import EVERY, Setting
 
         base = Setting.recorded(trace)
@@ -116,11 +105,7 @@ class ReuseJob:
 
 
 def is_imported(folder: Path) -> bool:
-    """Say whether a trace was imported, so that it has neither memory nor bytes.
-
-    Raises:
-        TraceError: It is none.
-    """
+    """Say whether a trace was imported: such a trace has neither memory nor bytes."""
     from sfi_traces.read.reader import Trace
 
     return Trace.open(folder).imported is not None
@@ -136,7 +121,7 @@ def _intervals(text: str | None) -> list[int]:
 
 
 def _when(setting: Any) -> dict[str, Any]:
-    # what the trigger policy looks at
+    # the trigger policy and the settings that it uses
     from sfi_traces.replay import RULES
 
     values = setting.to_dict()

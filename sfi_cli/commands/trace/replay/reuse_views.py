@@ -7,7 +7,7 @@ from sfi_cli.terminal.tables import count, number, percent, table, wrapped
 
 COLUMNS = ("selected anew", "saved", "recall", "p5", "with new tokens", "worst layer", "worst")
 MASSES = ("mass", "of its own")
-MOST_LAYERS = 12  # of the table by layer, those with the least recall
+MOST_LAYERS = 12  # the table by layer shows those with the least recall
 LEGEND = (
     "recall: share of a step's own selection that is in the reused one, mean over the steps that reuse, "
     "their layers and heads; with new tokens: if all tokens since are read besides; worst: with its request, "
@@ -22,7 +22,7 @@ Row = dict[str, Any]
 
 
 def reuse_text(document: Row) -> str:
-    """Return what each schedule would have reused, and the layers that it suits least."""
+    """Return a row for each schedule, and the recall of the worst layers."""
     masses = document["masses"]
     random = f"A random selection would have a recall of {number(document['chance'])}."
     blocks: list[Any] = [heading(document), _rows_table(document), LEGEND, random]

@@ -1,4 +1,4 @@
-"""What the player says of the passages that a step reads."""
+"""The passages that a step reads, as the player shows them."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ KINDS = {"sink": SINK, "selected": SELECTED, "recent": RECENT}
 
 
 def passage_text(passage: Any) -> Text:
-    """Write a passage: what it is, where it is, how much of it is read, and its text."""
+    """Write a passage: its kind, its positions, the share that is read, its mass and its text."""
     mass = "" if passage.mass is None else f"  mass {passage.mass:.3f}"
     share = "" if passage.kind != "selected" else f"  in {passage.share:.0%}"
     kind = Text(f" {passage.kind} ", style=f"on {BACKGROUND[KINDS[passage.kind]]}")
@@ -37,7 +37,7 @@ def passage_text(passage: Any) -> Text:
 
 
 def marks_at(playback: Any, step: int) -> Marks:
-    """Return how prompt and generated tokens look at a step; a slow one reads all, and marks nothing."""
+    """Mark the tokens for a step; a slow step reads all, so none is marked as read."""
     prompt = len(playback.prompt)
     size = prompt + playback.steps
     place = np.full(size, AHEAD, np.int8)
@@ -57,6 +57,6 @@ def marks_at(playback: Any, step: int) -> Marks:
 
 
 def tokens_of(playback: Any) -> list[str]:
-    """Return the texts of prompt and generated tokens; a redacted step is its number."""
+    """Return the texts of prompt and generated tokens; a redacted token is its step's number."""
     generated = [f" {step}" if text is None else text for step, text in enumerate(playback.texts)]
     return [*playback.prompt, *generated]

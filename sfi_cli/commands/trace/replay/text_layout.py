@@ -1,4 +1,4 @@
-"""The text of a run as lines of a terminal: which token is where, and where a word is."""
+"""The text of a run as lines of a terminal: finds tokens and words by place."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,18 +10,18 @@ import numpy.typing as npt
 from sfi_cli.commands.trace.replay.frame_view import printable
 
 Ints = npt.NDArray[np.integer[Any]]
-Span = tuple[int, int]  # first character, and the one after the last
+Span = tuple[int, int]  # first character, end (exclusive)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TextLayout:
-    """Tokens side by side.
+    """The text of a run's tokens.
 
     Attributes:
         text: The tokens' text; control characters are blanks.
-        start_T: First character of each token, and the length of the text.
-        cell_C: Columns before each character, and of all of the text.
-        folded: The text as a search compares it, of the same length.
+        start_T: First character of each token, then the length of the text.
+        cell_C: Columns before each character, then those of the whole text.
+        folded: The text in small letters, for the search; as long as `text`.
     """
 
     text: str
@@ -31,19 +31,18 @@ class TextLayout:
 
     @classmethod
     def of(cls, tokens: Sequence[str]) -> Self:
-        """Lay tokens out."""
+        """Join tokens, and compute where each one begins."""
         text = printable("".join(tokens))
-        # a character that is longer in small letters stays as it is
         folded = text.lower() if text.isascii() else "".join(map(_lower, text))
         size = np.fromiter(map(len, tokens), np.int64, len(tokens))
         start_T = np.concatenate([[0], np.cumsum(size)])
         return cls(text=text, start_T=start_T, cell_C=_cells(text), folded=folded)
 
     def wrapped(self, width: int) -> tuple[list[int], list[int]]:
-        """Break the text after blanks, at so many columns.
+        """Break the text after blanks into lines of at most `width` columns.
 
         Returns:
-            The first character of each line, and the one after its last.
+            The first character of each line, and each line's end (exclusive).
         """
         begins, ends = [], []
         at, size = 0, len(self.text)
@@ -63,18 +62,18 @@ class TextLayout:
         return begins, ends
 
     def token_at(self, character: int) -> int:
-        """Return the token that a character is of."""
+        """Return the token of a character."""
         return int(np.searchsorted(self.start_T, character, "right")) - 1
 
     def character_at(self, line: Span, column: int) -> int | None:
-        """Return the character in a column of a line; None behind its end."""
+        """Return the character in a column of a line; None behind the line's end."""
         first, end = line
         cell = self.cell_C[first] + column
         at = int(np.searchsorted(self.cell_C, cell, "right")) - 1
         return at if at < end else None
 
     def find(self, words: str, start: int, *, backwards: bool = False) -> Span | None:
-        """Find words, in any case, from a character on, or before it; past the end from the other one."""
+        """Find words from `start` on, or before it; wrap around at the end, ignore case."""
         wanted = "".join(map(_lower, words))
         if backwards:
             at = self.folded.rfind(wanted, 0, max(0, start + len(wanted) - 1))
@@ -86,6 +85,7 @@ class TextLayout:
 
 
 def _lower(character: str) -> str:
+    # a character whose small form is longer stays as it is, so that lengths agree
     small = character.lower()
     return small if len(small) == 1 else character
 

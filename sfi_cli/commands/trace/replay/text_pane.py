@@ -1,4 +1,4 @@
-"""The text of a run in the player: scrolls, marks what the step reads, and tells which token is clicked."""
+"""The text of a run in the player: scrolls, marks the tokens that a step reads, reports clicks."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -16,9 +16,11 @@ from textual.strip import Strip
 
 from sfi_cli.commands.trace.replay.text_layout import Span, TextLayout
 
-AHEAD, PAST, SENTENCE, CURRENT = range(4)  # of a token: where it stands
-UNREAD, SINK, SELECTED, RECENT = range(4)  # of a token: why the step reads it
-KINDS = 16  # of the two above together; the slow steps' tokens and the word found are further ones
+AHEAD, PAST, SENTENCE, CURRENT = range(4)  # a token's place
+UNREAD, SINK, SELECTED, RECENT = range(4)  # why the step reads a token
+KINDS = (
+    16  # pairs of the two; KINDS is added for slow steps' tokens, 2 * KINDS stands for found words
+)
 BACKGROUND = {SINK: "#45306b", SELECTED: "#6b4f10", RECENT: "#1d4d3c"}
 PLACE = {AHEAD: "dim", PAST: "", SENTENCE: "bold", CURRENT: "bold reverse"}
 SLOW, FOUND = "#ff8a8a", "black on #ffd75f"
@@ -31,8 +33,8 @@ class Marks:
     """How the tokens of the text look at a step.
 
     Attributes:
-        place_T: Where each token stands: ahead, past, in the current sentence, the current one.
-        read_T: Why the step reads each token, if it does.
+        place_T: Each token's place: AHEAD, PAST, SENTENCE (the current one) or CURRENT.
+        read_T: Why the step reads each token: UNREAD, SINK, SELECTED or RECENT.
         slow_T: Whether a slow step generated each token.
     """
 
@@ -42,24 +44,20 @@ class Marks:
 
 
 class TextPane(ScrollView, can_focus=False):
-    """The prompt and what was generated.
+    """The prompt and the generated text.
 
     Attributes:
-        found: The characters that a search has found; None without.
+        found: The characters that a search has found; None without a match.
     """
 
     @dataclass
     class Clicked(Message):
-        """A token was clicked.
-
-        Attributes:
-            token: Its index, from the prompt's first.
-        """
+        """A token was clicked; `token` counts from the prompt's first."""
 
         token: int
 
     def __init__(self, layout: TextLayout, marks: Marks, **options: Any) -> None:
-        """Take the text, and how it looks at first."""
+        """Show a text with its first marks."""
         super().__init__(**options)
         self.text, self._marks = layout, marks
         self.found: Span | None = None
@@ -69,16 +67,16 @@ class TextPane(ScrollView, can_focus=False):
         self._shown: int | None = None
 
     def mark(self, marks: Marks) -> None:
-        """Let the tokens look like this."""
+        """Replace the marks."""
         self._marks = marks
         self.refresh()
 
     def show_token(self, token: int) -> None:
-        """Bring a token into the window, into its middle if it was outside."""
+        """Scroll a token that is outside the window into its middle."""
         self.show_character(int(self.text.start_T[token]))
 
     def show_character(self, character: int) -> None:
-        """Bring a character into the window, into its middle if it was outside."""
+        """Scroll a character that is outside the window into its middle."""
         self._shown = character
         line = int(np.searchsorted(self._begins, character, "right")) - 1
         height = self.scrollable_content_region.height
@@ -87,7 +85,7 @@ class TextPane(ScrollView, can_focus=False):
             self.scroll_to(y=max(0, line - height // 2), animate=False, immediate=True)
 
     def on_resize(self, event: events.Resize) -> None:
-        """Break the lines anew where the width is another."""
+        """Break the lines anew after the width has changed."""
         width = max(1, self.scrollable_content_region.width)
         if width != self._width:
             self._width = width
@@ -97,7 +95,7 @@ class TextPane(ScrollView, can_focus=False):
             self.call_after_refresh(self.show_character, self._shown)
 
     def on_click(self, event: events.Click) -> None:
-        """Say which token was clicked; nothing where there is none."""
+        """Post `Clicked` if there is a token at the place."""
         at = event.get_content_offset(self)
         if at is None or not 0 <= (line := at.y + self.scroll_offset.y) < len(self._begins):
             return
@@ -116,7 +114,7 @@ class TextPane(ScrollView, can_focus=False):
         return strip.adjust_cell_length(width, self.rich_style).apply_style(self.rich_style)
 
     def _segments(self, begin: int, end: int) -> list[Segment]:
-        # a segment for each run of characters that look alike
+        # a segment for each run of characters of one style
         kind = self._kinds(begin, end)
         edges = [0, *(np.flatnonzero(np.diff(kind)) + 1).tolist(), end - begin]
         return [

@@ -19,7 +19,7 @@ KEPT = (
 
 
 def replay_text(document: dict[str, Any]) -> str:
-    """Return the replayed settings, fastest first, and what a real run measured."""
+    """Return the replayed settings, fastest first, then predicted beside measured for a real run."""
     blocks: list[Any] = [heading(document)]
     if document["rows"]:
         blocks += [_rows_table(document), *_legend(document), ""]
@@ -29,7 +29,7 @@ def replay_text(document: dict[str, Any]) -> str:
 
 
 def heading(document: dict[str, Any]) -> str:
-    """Say what is replayed."""
+    """Say which part of which trace is replayed."""
     requests = document["requests"]
     which = (
         f"request {requests[0]['request']}" if len(requests) == 1 else f"{len(requests)} requests"
@@ -122,12 +122,12 @@ def outcome_cells(row: dict[str, Any]) -> list[str]:
 
 
 def setting_values(rows: list[dict[str, Any]], name: str) -> list[str]:
-    """Return what a setting is in the rows whose trigger policy looks at it, each once."""
+    """Return a setting's values, each once, in the rows whose trigger policy uses it."""
     return list(dict.fromkeys(setting_cell(row[name]) for row in rows if row[name] is not None))
 
 
 def setting_cell(value: Any) -> str:
-    """Write a setting's value; a dash where its trigger policy does not look at it."""
+    """Write a setting's value; a dash if the row's trigger policy does not use it."""
     if isinstance(value, float):
         return f"{value:.3g}"
     return "-" if value is None else str(value).replace("\n", "\\n")
