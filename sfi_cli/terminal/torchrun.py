@@ -44,7 +44,7 @@ def tells() -> bool:
 
 
 def leave(error: SfiError) -> None:
-    """End the process; if a rank is lost, at once: closing the process group would wait for it."""
+    """End the process with the error's code; if a rank is lost, without closing the process group."""
     if isinstance(error, RankLostError):
         sys.stderr.flush()
         os._exit(error.exit_code)

@@ -1,1 +1,1 @@
-"""Numbers: benchmarks, evaluation and a check of the machine. Nothing else in the core imports it."""
+"""Benchmarks, evaluation and a check of the machine. Nothing else in the core imports this package."""

@@ -1,4 +1,4 @@
-"""What this machine can run, found out by trying."""
+"""Tries what this machine can run."""
 
 import os
 import subprocess
@@ -21,13 +21,7 @@ TIMEOUT = 120  # seconds; the first Triton compilation takes a few
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing that was tried.
-
-    Attributes:
-        name: What was tried.
-        ok: Whether it works; None on a machine that cannot have it.
-        detail: What was seen.
-    """
+    """The outcome of a check; `ok` is None on a machine that lacks the hardware."""
 
     name: str
     ok: bool | None
@@ -35,7 +29,7 @@ class Check:
 
 
 def checks() -> list[Check]:
-    """Try what a run needs, one by one."""
+    """Check everything that a run may need."""
     return [_cuda(), _backend("torch"), _triton(), _triton_backend(), _nvtx(), *_policies()]
 
 
@@ -71,11 +65,8 @@ def _backend(backend: str) -> Check:
         return Check(f"backend {backend}", False, str(error))
     same = sfi.report.requests[0].token_ids == full.report.requests[0].token_ids
     word = "equals" if same else "differs from"
-    return Check(
-        f"backend {backend}",
-        same,
-        f"sfi with everything selected {word} full attention on {model.device}",
-    )
+    detail = f"sfi with everything selected {word} full attention on {model.device}"
+    return Check(f"backend {backend}", same, detail)
 
 
 def _triton() -> Check:
@@ -95,9 +86,7 @@ def _triton() -> Check:
     if done.returncode:
         lines = done.stderr.strip().splitlines() or ["no message"]
         return Check("triton", False, lines[-1])
-    return Check(
-        "triton", True, "a kernel ran in the interpreter" if mode else "a kernel ran on the GPU"
-    )
+    return Check("triton", True, f"a kernel ran {'in the interpreter' if mode else 'on the GPU'}")
 
 
 def _triton_backend() -> Check:
@@ -111,8 +100,5 @@ def _nvtx() -> Check:
         [sys.executable, "-c", "import nvtx; nvtx.push_range('sfi'); nvtx.pop_range()"],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
-    return Check(
-        "nvtx",
-        done.returncode == 0,
-        "ranges can be pushed" if done.returncode == 0 else "not importable",
-    )
+    works = done.returncode == 0
+    return Check("nvtx", works, "ranges can be pushed" if works else "not importable")

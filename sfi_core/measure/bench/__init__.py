@@ -1,1 +1,1 @@
-"""The end-to-end decoding benchmark: what `sfi bench` runs."""
+"""The end-to-end decoding benchmark of `sfi bench`."""

@@ -1,4 +1,4 @@
-"""Models without weights: an architecture from its config, filled with numbers that keep logits finite."""
+"""Models without a checkpoint: an architecture from its config, with random weights or none."""
 
 from pathlib import Path
 from typing import Any
@@ -55,8 +55,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
     },
 }  # fmt: skip
-# numbers are uniform in +-SPREAD, whose standard deviation is the usual one of a new model's weights, 0.02
-SPREAD = 0.035
+SPREAD = 0.035  # uniform in +-SPREAD: a standard deviation of 0.02, as usual for new weights
 BLOCK = (1 << 20) - 3  # numbers drawn once and repeated; odd, so that rows of a matrix differ
 
 
@@ -78,11 +77,11 @@ def random_config(source: str) -> Any:
 
 
 def model_config(source: str | None) -> Any:
-    """Return the config of a model that is not loaded; None is the bundled model.
+    """Read the config of a model without loading the model; None is the bundled model.
 
     Raises:
         InputError: The model has no config, or the config is damaged.
-        BackendError: A package that it needs is not installed.
+        BackendError: The config needs a package that is not installed.
     """
     quiet()
     path = str(BUNDLED if source is None else source)
@@ -95,7 +94,7 @@ def model_config(source: str | None) -> Any:
 
 
 def empty_model(config: Any, device: torch.device, dtype: torch.dtype) -> Any:
-    """Make a model without setting its weights; on the meta device the weights take no memory.
+    """Make a model with uninitialized weights; on the meta device they take no memory.
 
     Raises:
         UnsupportedModelError: The config is not one of a causal language model.
@@ -113,7 +112,7 @@ def empty_model(config: Any, device: torch.device, dtype: torch.dtype) -> Any:
 
 @torch.no_grad()
 def random_model(config: Any, device: torch.device, dtype: torch.dtype, seed: int = 0) -> Any:
-    """Make a model with random weights, in about the time that writing them takes.
+    """Make a model with random weights, in about the time that it takes to write them.
 
     A block of uniform numbers is drawn once and repeated; norms scale by 1, biases are 0.
 

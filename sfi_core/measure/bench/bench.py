@@ -1,4 +1,4 @@
-"""The benchmark's run: at every point all variants in turn, again and again, in one process."""
+"""The run of the benchmark: at every point the variants take turns, repeatedly, in one process."""
 
 import gc
 from collections.abc import Callable
@@ -40,13 +40,12 @@ class DecodeResult:
     """The measurements so far.
 
     Attributes:
-        settings: The settings of the run.
-        model: The model in numbers.
+        model: The description of the model.
         machine: The machine and its copy bandwidth.
         rows: A row for each variant and point.
         skipped: A row for each variant and point that did not fit.
-        notes: What a reader of the rows must know.
-        interrupted: Whether Ctrl-C ended it early.
+        notes: Remarks that the rows need.
+        interrupted: Whether Ctrl-C ended the run early.
     """
 
     settings: DecodeSettings
@@ -58,7 +57,7 @@ class DecodeResult:
     interrupted: bool = False
 
     def document(self) -> dict[str, Any]:
-        """Return the JSON document."""
+        """Return the document of `--json`."""
         asked = self.settings
         return {
             "rows": self.rows,
@@ -103,12 +102,12 @@ class DecodeResult:
 def run_bench(
     model: Any, settings: DecodeSettings, progress: Progress = lambda *_: None
 ) -> DecodeResult:
-    """Measure every point; after Ctrl-C the result holds the rows measured until then.
+    """Measure every point; after Ctrl-C, return the rows measured until then.
 
-    `progress` gets the phase, the runs done and the runs in all. The model is outside `slow_fast`.
+    `progress` gets the phase, the runs done and the number of runs. The model is outside `slow_fast`.
 
     Raises:
-        MemoryForecastError: Nothing fits.
+        MemoryForecastError: No variant fits into memory at any point.
         BackendError: The backend or the engine's switches cannot run here.
         UnsupportedModelError: The architecture cannot run under SFI.
         ConfigError: A lossless run cannot decode such a batch, or a text is shorter than a prompt.
@@ -131,11 +130,7 @@ def run_bench(
 
 
 def check_engine(settings: DecodeSettings, device: torch.device) -> None:
-    """Refuse engine options that this machine cannot run.
-
-    Raises:
-        BackendError: CUDA graphs are asked for on another device.
-    """
+    """Raise `BackendError` if CUDA graphs are asked for on another device."""
     if settings.engine.graphs and device.type != "cuda":
         raise BackendError(
             f"graphs must run on a CUDA device, got {device.type}; drop engine.graphs"
@@ -143,13 +138,13 @@ def check_engine(settings: DecodeSettings, device: torch.device) -> None:
 
 
 def release(device: torch.device) -> None:
-    """Free the memory of the last run: caches in reference cycles, and blocks that PyTorch keeps."""
+    """Free the memory of the last run: caches in reference cycles, and PyTorch's cached blocks."""
     gc.collect()
     give_back(device)
 
 
 class Bench:
-    """One benchmark under way."""
+    """A benchmark that runs."""
 
     def __init__(self, model: Any, settings: DecodeSettings, progress: Progress) -> None:
         self.model, self.settings, self.progress = model, settings, progress
@@ -222,7 +217,7 @@ class Bench:
         release(model.device)
         free = free_bytes(model.device)
         if not variant.policy and made_up and free is not None and needed > free:
-            made_up.drop()  # the next run of ours fills the made-up cache again
+            made_up.drop()  # our next run fills the made-up cache again
             release(model.device)
         resident = resident_bytes(model.device)
         if variant.policy:
@@ -267,8 +262,7 @@ class Bench:
             notes.append("transformers compiles the forward pass with its static cache by itself")
         if not settings.prefill:
             notes.append(
-                "caches are filled with random keys and values; under sfi and our other policies the tokens "
-                "are given"
+                "caches are filled with random keys and values; our policies decode given tokens"
             )
         whole = [
             one.name for one in settings.variants()
@@ -276,7 +270,7 @@ class Bench:
         ]  # fmt: skip
         if whole:
             notes.append(
-                f"{', '.join(whole)}: all keys and values on the device, no run under kv_device_budget"
+                f"{', '.join(whole)}: all keys and values on the device, without kv_device_budget"
             )
         limit = self.result.model["max_positions"]
         if limit is not None and max(settings.contexts) + settings.total_steps > limit:

@@ -1,4 +1,4 @@
-"""What a variant needs at a point, before anything is allocated."""
+"""Memory that a variant needs at a point, known before it is allocated."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -20,7 +20,7 @@ LOGITS = 3 * 4
 def needed_bytes(
     model: Any, variant: DecodeVariant, point: Point, settings: DecodeSettings, config: SfiConfig
 ) -> int:
-    """Return the bytes that a variant needs on top of the model, which is outside `slow_fast`."""
+    """Return the bytes that a variant needs besides the model, which is outside `slow_fast`."""
     capacity = settings.capacity(point.context)
     if not variant.policy:
         return _theirs(model, variant.name, cached_shapes(model), point, capacity, settings)
@@ -42,9 +42,9 @@ def sort_out(
     settings: DecodeSettings,
     config: SfiConfig,
 ) -> tuple[dict[DecodeVariant, int], list[dict[str, Any]]]:
-    """Return the bytes of each variant that fits a point, and a row for each that does not fit.
+    """Return the needed bytes of each variant that fits into memory, and a row for each other variant.
 
-    No cache of the model is alive yet. `config` has the settings that the policies run with.
+    Call it before a cache is allocated. `config` has the settings that the policies run with.
     """
     free = free_bytes(model.device)
     fitting: dict[DecodeVariant, int] = {}
@@ -84,13 +84,13 @@ def _theirs(
     sizes = [shape.row_bytes * min(shape.window or capacity, capacity) for shape in shapes]
     largest = max(sizes)
     group = text.num_attention_heads / min(shape.heads for shape in shapes)
-    # a masked step repeats a layer's keys and values for its query heads; a growing cache copies a layer
+    # a masked step repeats a layer's keys and values for all query heads; a growing cache copies a layer
     repeats = largest * group if name == STATIC or point.ragged or settings.prefill else 0
     grown = 0 if name == STATIC else largest
     read = point.context if settings.prefill else 1
     widest: int = 4 * (text.hidden_size + (getattr(text, "intermediate_size", 0) or 0))
     activations = widest * read * model.dtype.itemsize
-    # a prompt has logits for its last token only; its mask is square
+    # the mask of a prompt is read x capacity; only the last token has logits
     mask = read * capacity * model.dtype.itemsize if settings.prefill else 0
     each = sum(sizes) + repeats + grown + activations + LOGITS * text.vocab_size + mask
     return int(point.batch * each)

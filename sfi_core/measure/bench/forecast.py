@@ -1,4 +1,4 @@
-"""What to expect of a model and a machine, from bytes alone: nothing is loaded and nothing runs."""
+"""Memory and upper bounds of speed for a model on a machine, computed from bytes; nothing runs."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -41,20 +41,20 @@ def forecast_document(
     kind: "type[Expectation] | None" = None,
     notes: Sequence[str] = NOTES,
 ) -> dict[str, Any]:
-    """Compute memory, bytes and the speed that they allow, for every policy and point.
+    """Compute memory, bytes and the largest speed for every policy and point.
 
     Args:
         model: A model on the meta device; see `empty_model`.
-        settings: Policies, contexts, batches, slow rate, and what the policies run with.
-        device: The device whose bandwidth and memory count where no others are given.
+        settings: The settings of the benchmark.
+        device: The device to forecast for.
         bandwidth_gb_per_s: Bandwidth; None measures the device's copy bandwidth.
         memory_bytes: Memory; None is the device's.
         kind: Computes the rows; None is `Expectation`.
-        notes: What a reader of the rows must know.
+        notes: Remarks that the rows need.
 
     Raises:
-        ConfigError: The bytes of a policy's steps depend on more than the number of slow steps.
-        UnsupportedModelError: The model does not show its shapes without weights.
+        ConfigError: The forecast does not know a policy: its bytes depend on more than the slow rate.
+        UnsupportedModelError: The shapes of the model's layers are unknown without weights.
     """
     for policy in settings.policies:
         if policy not in POLICIES:
@@ -87,15 +87,9 @@ def forecast_document(
 
 
 class Expectation:
-    """A model in bytes, under the settings of a benchmark.
+    """Computes rows for a model on the meta device, under the settings of a benchmark.
 
-    Attributes:
-        model: A model on the meta device.
-        settings: The settings of the benchmark.
-        device: Where the run would be.
-        shapes: The shape of every layer.
-        weights: The bytes of the weights.
-        description: The `model` of the document.
+    `description` is the field `model` of the document.
     """
 
     def __init__(self, model: Any, settings: DecodeSettings, device: torch.device) -> None:
@@ -109,7 +103,7 @@ class Expectation:
     def row(
         self, policy: str, context: int, batch: int, bandwidth_gb_per_s: float, memory: int
     ) -> dict[str, Any]:
-        """Return what to expect of a policy at a point."""
+        """Return the row of a policy at a point."""
         bytes_ = self.byte_model(batch)
         rate = self.slow_rate(policy)
         together = 1 - (1 - rate) ** batch if policy == "sfi" else rate
@@ -143,11 +137,11 @@ class Expectation:
 
     @property
     def names(self) -> list[str]:
-        """The names of the rows of a point, in order."""
+        """The names of a point's rows, in order."""
         return [*dict.fromkeys(self.settings.policies)]
 
     def slow_rate(self, policy: str) -> float:
-        """Return the share of slow steps."""
+        """Return a policy's share of slow steps."""
         return {"full-kv": 1.0, "streaming-llm": 0.0}.get(policy, float(self._rate))
 
     def byte_model(self, batch: int) -> ByteModel:
@@ -157,7 +151,7 @@ class Expectation:
         return ByteModel.of(description, dense_layers=dense_layers, batch=batch)
 
     def _memory(self, policy: str, context: int, batch: int) -> dict[str, int]:
-        # the bytes of a run, with all weights
+        # all weights count, also those of experts that a step does not read
         moves = any(shape.window is not None for shape in self.shapes)
         wanted = self.settings.engine.graphs is not False and self.settings.backend != "torch"
         expected = forecast(
@@ -198,9 +192,9 @@ class Expectation:
 def step_bytes(
     model: ByteModel, config: SfiConfig, policy: str, context: int, rate: float
 ) -> tuple[float, float]:
-    """Return the bytes of a fast and of a slow step of a request, with its share of the weights.
+    """Return the bytes of a fast and of a slow step of a request, including its share of the weights.
 
-    `rate` is the share of slow steps, on which the length of an anchored recent window depends.
+    `rate` is the share of slow steps; an anchored recent window is longer at a lower rate.
     """
     adapted = policy_class(policy).adapt(config)
     selected = selected_tokens(config, policy)

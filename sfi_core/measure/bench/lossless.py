@@ -1,4 +1,4 @@
-"""A lossless run of one of our policies, with measured or with stated acceptance."""
+"""A lossless run of one of our policies, with measured or stated acceptance."""
 
 import random
 import time
@@ -25,7 +25,7 @@ from sfi_core.state.request import RequestState
 from sfi_kernels.step_descriptor import sent
 
 STATED = (
-    "lossless rows: acceptance is stated, {:g} for each tested token, and decides whatever was drafted; "
+    "lossless rows: acceptance is stated, {:g} for each tested token, and does not depend on the drafts; "
     "the tokens mean nothing"
 )
 MEASURED = "lossless rows: acceptance is measured on the text's prompts; our runs generate their own tokens"
@@ -33,18 +33,18 @@ MEASURED = "lossless rows: acceptance is measured on the text's prompts; our run
 
 @dataclass(frozen=True, slots=True)
 class StatedAcceptance:
-    """Keeps drafted tokens by chance: `outcome` of a lossless run whose tokens mean nothing.
+    """Keeps drafted tokens by chance: the `outcome` of a lossless run with stated acceptance.
 
     Attributes:
         rate: The chance that a token is kept if all before it are, in [0, 1].
-        seed: With a request and the index of a token, it decides for that token, whatever the batch.
+        seed: The outcome of a token depends on this seed, its request and its index, not on the batch.
     """
 
     rate: float
     seed: int
 
     def __call__(self, state: RequestState, draft: Sequence[int], _: Sequence[int]) -> int:
-        """Return how many tokens of a request's draft are kept; its step is that of the token after them."""
+        """Return how many tokens of a request's draft are kept; `state.step` follows the draft."""
         first = state.step - len(draft)
         kept = (self._keeps(state.request, first + place) for place in range(len(draft)))
         return sum(takewhile(bool, kept))
@@ -54,10 +54,10 @@ class StatedAcceptance:
 
 
 class GivenTokens(Sampler):
-    """Picks given tokens, whose logits it makes the largest, from drafts and in verifications alike."""
+    """Picks given tokens in drafts and in verifications: it makes their logits the largest."""
 
     def __init__(self, ids_BT: torch.Tensor, token_SB: Sequence[Sequence[int]]) -> None:
-        """Take the tokens of each request by index."""
+        """Take the prompts, and the tokens to pick by step and request."""
         super().__init__(Sampling(), ids_BT)
         self._token_SB = token_SB
 
@@ -101,12 +101,13 @@ def run_lossless(
 ) -> DecodeSample:
     """Decode losslessly under a policy; the arguments are those of `run_ours`.
 
-    With a stated acceptance the tokens are the stream's, and chance decides which drafts are kept; without
-    one they are what the model generates. The measurement begins after the warm-up and ends, with as many
-    tokens as asked for, at passes that verify: alone, a request is measured in whole cycles.
+    With a stated acceptance, the run decodes the stream's tokens, and chance decides which drafts are kept;
+    without one, the model generates its own tokens. The measurement begins and ends at a pass that verifies,
+    so that a single request is measured in whole cycles: it begins after the warm-up, and ends once the
+    requests have the number of tokens asked for.
 
     Returns:
-        The sample; its steps are passes, and a pass gives a request no token or several.
+        The sample; its steps are passes, and a pass gives a request no token, one or several.
     """
     sample = DecodeSample(point.batch, settings.warm_up)
     reset_peak(model.device)
@@ -141,7 +142,7 @@ def _measure(
         if number:
             sample.reads.append(step_read(run))
         if began is None:
-            sample.warm_up = number  # so far
+            sample.warm_up = number  # the warm-up lasts until a pass that verifies
             if number >= settings.warm_up and sample.gave[-1]:
                 began = counted
                 sample.selecting -= selecting(run)
@@ -156,7 +157,7 @@ def _measure(
 
 
 def lossless_notes(settings: DecodeSettings) -> list[str]:
-    """Say of the lossless rows which acceptance they have; nothing without such rows."""
+    """Say whether the acceptance of lossless rows is measured or stated; [] without such rows."""
     if not settings.lossless:
         return []
     return [MEASURED if settings.acceptance is None else STATED.format(settings.acceptance)]

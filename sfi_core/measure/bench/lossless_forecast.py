@@ -1,4 +1,4 @@
-"""What to expect of lossless runs, from bytes and a stated acceptance: nothing is loaded and nothing runs."""
+"""The forecast of lossless runs, computed from bytes and a stated acceptance; nothing runs."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -17,19 +17,19 @@ from sfi_core.models.byte_model import cycle_mean, cycle_tokens
 from sfi_core.policies import policy_class
 
 NOTE = (
-    "lossless: acceptance is stated, {:g} for each tested token; a verification reads what a slow step "
-    "does; the mean is of a token of each request"
+    "lossless: acceptance is stated, {:g} for each tested token; a verification reads as much as a slow "
+    "step; the mean is of a token of each request"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Cycle:
-    """What a request does between two verifications, in the mean.
+    """A draft and its verification, on average.
 
     Attributes:
         drafts: Tokens drafted before a verification.
         tokens: Tokens that the verification gives.
-        again: Share of the verifications after which a slow step of the corrected token selects.
+        again: Share of the verifications that a slow step of the corrected token follows, which selects.
     """
 
     drafts: int
@@ -38,14 +38,14 @@ class Cycle:
 
     @property
     def passes_per_token(self) -> float:
-        """Forward passes of a token."""
+        """Forward passes per token."""
         return (self.drafts + 1 + self.again) / (self.tokens + self.again)
 
 
 def lossless_forecast_document(
     model: Any, settings: DecodeSettings, device: torch.device, **sizes: float | None
 ) -> dict[str, Any]:
-    """Compute what `forecast_document` does, with a row for each policy's lossless run beside its own."""
+    """Compute `forecast_document` with a second row for each policy: its lossless run."""
     assert settings.acceptance is not None, "a forecast has a stated acceptance"
     notes = (*NOTES, NOTE.format(settings.acceptance))
     return forecast_document(
@@ -54,11 +54,11 @@ def lossless_forecast_document(
 
 
 class LosslessExpectation(Expectation):
-    """A model in bytes, with rows for lossless runs."""
+    """Computes rows for lossless runs too."""
 
     @property
     def names(self) -> list[str]:
-        """The policies, and after each that can draft its lossless run."""
+        """The policies, each followed by its lossless run if the policy can draft."""
         return [
             name
             for policy in super().names
@@ -68,7 +68,7 @@ class LosslessExpectation(Expectation):
     def row(
         self, policy: str, context: int, batch: int, bandwidth_gb_per_s: float, memory: int
     ) -> dict[str, Any]:
-        """Return what to expect of a policy, or of its lossless run, at a point."""
+        """Return the row of a policy, or of its lossless run, at a point."""
         nothing = dict.fromkeys(
             ("stated_acceptance", "drafts", "tokens_per_verification", "passes_per_token")
         )
@@ -85,11 +85,10 @@ class LosslessExpectation(Expectation):
         }
 
     def cycle(self, policy: str, context: int, batch: int) -> Cycle:
-        """Return what a request of a policy's lossless run does between two verifications.
+        """Return the mean cycle of a request in a policy's lossless run.
 
-        A draft ends before a stated slow step, with `draft.max_tokens`, and
-        where `draft.adaptive`, at the length that the engine chooses at this acceptance. The shorter draft
-        that is left of a sentence after full ones is not counted.
+        A draft ends before a stated slow step, at `draft.max_tokens`, and with `draft.adaptive` at the length
+        that the engine chooses for this acceptance. The shorter last draft of a sentence is not counted.
         """
         settings, config = self.settings, self.settings.config.draft
         acceptance, rate = settings.acceptance or 0.0, self._rate if policy == "sfi" else 0
@@ -103,7 +102,7 @@ class LosslessExpectation(Expectation):
         return Cycle(most, cycle_tokens(acceptance, most), again)
 
     def _steps(self, policy: str, context: int, batch: int, drafts: int) -> tuple[float, float]:
-        # anchored recent tokens grow with the drafts between two verifications
+        # bytes of a fast step and a verification; an anchored recent window grows with the drafts
         rate, config = 1 / (drafts + 1), self.settings.config
         return step_bytes(self.byte_model(batch), config, policy, context, rate)
 

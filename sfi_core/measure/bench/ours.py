@@ -1,4 +1,4 @@
-"""A run of one of our policies, as `sfi_core.generate` decodes, with forced tokens."""
+"""A run of one of our policies, decoded as by `sfi_core.generate`, with given tokens."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -35,15 +35,15 @@ def run_ours(
     stream: Stream,
     on_step: Callable[[DecodeSample], None],
 ) -> DecodeSample:
-    """Decode under a policy; the sampler takes the stream's tokens, whose logits are made the largest.
+    """Decode under a policy; the logits of the stream's tokens are made the largest, so they are picked.
 
     Args:
         model: The model, outside `slow_fast`.
         variant: The policy and the engine's switches.
         point: The contexts and the batch.
-        settings: Decides steps, warm-up, time limit and backend.
+        settings: The steps, warm-up, time limit and backend.
         prompts: The prompts, read or made up.
-        stream: The tokens that are generated.
+        stream: The tokens to decode.
         on_step: Called with the sample after every step.
     """
     sample = DecodeSample(point.batch, settings.warm_up)
@@ -56,7 +56,7 @@ def run_ours(
         token_SB1 = torch.tensor(stream.token_SB, device=model.device)[:, :, None]
 
         def pick(logits_BV: torch.Tensor) -> list[int]:
-            # the device takes the given token: a step that starts before the host has read it is right too
+            # on the device, because the next step may start before the host has read the token
             if not settings.real_prompts:
                 logits_BV.scatter_(1, token_SB1[len(sample.at)], torch.finfo(logits_BV.dtype).max)
             return greedy(logits_BV, finished, 0)
@@ -87,7 +87,7 @@ def decoder_of(
     prompts: Prompts,
     config: SfiConfig,
 ) -> Iterator[Decoder]:
-    """Put a model under a policy and yield a decoder of a point's prompts; `config` has its triggers."""
+    """Put a model under a policy, and yield a decoder of a point's prompts."""
     with (
         main_stream(model.device, overlap=variant.engine.overlap),
         slow_fast(
@@ -99,25 +99,25 @@ def decoder_of(
             session=session, ids_BT=prompts.ids_BT, mask_BT=prompts.mask_BT,
             capacity=settings.capacity(point.context), chunk=settings.prefill_chunk,
             shared=None if prompts.made_up is None else prompts.made_up.shared(session),
-            patient=False,  # the warm-up meets every kind of step once: no graph is left for later
+            patient=False,  # record graphs at once: the warm-up has every kind of step only once
         )  # fmt: skip
 
 
 def note_report(sample: DecodeSample, run: Run) -> None:
-    """Note where keys and values lay, and what really ran."""
+    """Copy the run's tiers and paths into the sample."""
     report = RunReport.of(run)
     sample.tiers, sample.paths = report.kv_tiers, report.paths
     sample.not_replayed = report.not_replayed
 
 
 def _period(variant: DecodeVariant, settings: DecodeSettings) -> int:
-    # a run that stops between two slow steps has another slow rate than the stated one
+    # steps between two slow steps: a run that stops within them would miss the stated slow rate
     triggered = issubclass(policy_class(variant.policy), Triggered)
     return settings.slow_rate.denominator if triggered and settings.slow_rate else 1
 
 
 def step_read(run: Run) -> StepRead:
-    """Say what the run's last step read; of a verification, without the tokens that were rejected."""
+    """Return what the run's last step read; a verification's rejected tokens do not count."""
     states = run.requests
     return StepRead(
         tuple(state.slow for state in states),
@@ -128,5 +128,5 @@ def step_read(run: Run) -> StepRead:
 
 
 def selecting(run: Run) -> float:
-    """Return what a run has read to select, in tokens of a layer's keys and values."""
+    """Return how much a run has read to select, in tokens of a layer's keys and values."""
     return sum(state.tally.selecting for state in run.requests)

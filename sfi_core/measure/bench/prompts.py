@@ -1,4 +1,4 @@
-"""A point's prompts: made up once for all runs that can share the cache, or read by each run."""
+"""A point's prompts: a random cache made once for all runs, or tokens that each run reads."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,9 +15,9 @@ class Prompts:
     """The prompts of a point.
 
     Attributes:
-        ids_BT: Left-padded tokens; read only where the settings ask for a prefill.
+        ids_BT: Left-padded tokens; a run reads them if `settings.prefill`.
         mask_BT: 1 for a token of the prompt, 0 for padding.
-        made_up: The cache that stands for a prefill; None where the prompts are read.
+        made_up: The random cache in place of a prefill; None if the prompts are read.
     """
 
     ids_BT: torch.Tensor
@@ -28,10 +28,10 @@ class Prompts:
     def of(
         cls, settings: DecodeSettings, point: Point, vocabulary: int, device: torch.device
     ) -> "Prompts":
-        """Make the prompts of a point; the first run fills the cache of made-up prompts.
+        """Make the prompts of a point; the first run fills the random cache.
 
         Raises:
-            ConfigError: Prompts are a text's, and it is shorter than a prompt.
+            ConfigError: The text is shorter than a prompt.
         """
         generator = torch.Generator(device).manual_seed(settings.seed)
         shape = (point.batch, point.context)
@@ -49,12 +49,12 @@ class Prompts:
 
 
 def _windows(text_ids: Sequence[int], point: Point) -> list[list[int]]:
-    # evenly apart, one for each request; the first ends where the text ends
+    # a window for each request, evenly apart; the first one ends at the end of the text
     room = len(text_ids) - point.context
     if room < 0:
         raise ConfigError(
-            f"text must have a token for each of a prompt's {point.context:,}, got {len(text_ids):,}; lower "
-            "the context"
+            f"text must have at least a prompt's {point.context:,} tokens, got {len(text_ids):,}; lower the "
+            "context"
         )
     starts = [room - row * room // max(1, point.batch - 1) for row in range(point.batch)]
     return [list(text_ids[start : start + point.context]) for start in starts]

@@ -1,4 +1,4 @@
-"""Rows of the result, made from samples."""
+"""Rows of the benchmark, made from samples."""
 
 import statistics
 from collections import Counter
@@ -19,9 +19,9 @@ def point_rows(
     models: Mapping[str, ByteModel],
     copy_gb_per_s: float,
 ) -> list[dict[str, Any]]:
-    """Return a row for each variant that has samples, with its speed-ups over the others of the point.
+    """Return a row for each variant with samples, and its speed-ups over full-kv and transformers.
 
-    `models` gives the bytes of a step, by variant; `copy_gb_per_s` is the machine's copy bandwidth.
+    `models` computes the bytes of a step, by variant; `copy_gb_per_s` is the machine's copy bandwidth.
     """
     rows = [
         {
@@ -66,9 +66,7 @@ def _row(variant: DecodeVariant, point: Point, runs: Sequence[DecodeSample]) -> 
         "warm_up": min(run.warm_up for run in runs),
         "tokens_measured": sum(run.tokens for run in runs),
         "stopped_early": any(run.stopped for run in runs),
-        "slow_rate": None
-        if not variant.policy
-        else statistics.fmean(run.slow_rate for run in runs),
+        "slow_rate": statistics.fmean(run.slow_rate for run in runs) if variant.policy else None,
         **_drafting(variant, runs),
         **_latencies(runs),
         "peak_memory_bytes": max(run.peak_bytes for run in runs),
@@ -79,7 +77,7 @@ def _row(variant: DecodeVariant, point: Point, runs: Sequence[DecodeSample]) -> 
 
 
 def _drafting(variant: DecodeVariant, runs: Sequence[DecodeSample]) -> dict[str, Any]:
-    # None in the rows of other runs; acceptance is either measured or stated, which no row mixes
+    # None for runs that are not lossless; acceptance is measured or stated for all runs of a row
     found = [run.drafting for run in runs if run.drafting is not None]
     verified, drafted, tested, accepted = (
         sum(getattr(one, name) for one in found)
@@ -99,7 +97,7 @@ def _drafting(variant: DecodeVariant, runs: Sequence[DecodeSample]) -> dict[str,
 
 
 def _paths(runs: Sequence[DecodeSample]) -> dict[str, Any]:
-    # of all runs, warm-up included: `graph.replay` beside `graph.eager` says how steps were launched
+    # over all runs and their warm-up: `graph.replay` and `graph.eager` count how steps were launched
     paths: Counter[str] = Counter()
     for run in runs:
         paths.update(run.paths)
@@ -108,7 +106,7 @@ def _paths(runs: Sequence[DecodeSample]) -> dict[str, Any]:
 
 
 def _tiers(variant: DecodeVariant, runs: Sequence[DecodeSample]) -> dict[str, Any]:
-    # over all decoding steps, the warm-up included; None where everything lies on the device
+    # over all decoding steps and the warm-up; None if the whole cache lies on the device
     tiers = [run.tiers for run in runs if run.tiers is not None]
     recalled = [one.recalled_bytes_per_step for one in tiers]
     return {
@@ -138,7 +136,7 @@ def _bytes(
     selects = bool(variant.policy) and policy_class(variant.policy).refreshes()
     reads = [read for run in runs for read in run.measured]
     selecting = sum(run.selecting for run in runs) * model.row_bytes
-    # a token of each request: a step, but for a lossless run, whose passes give none or several
+    # tokens per request: the steps, or in a lossless run what its passes gave
     rounds = sum(run.tokens for run in runs) / runs[0].batch
     needed = (sum(step_bytes(model, read, selects=selects) for read in reads) + selecting) / rounds
     dense = statistics.fmean(sum(map(float, map(model.dense, read.length_B))) for read in reads)
@@ -155,7 +153,7 @@ def _bytes(
 
 
 def step_bytes(model: ByteModel, read: StepRead, *, selects: bool) -> float:
-    """Return the bytes that a step of a batch must read; `selects` says whether slow requests select anew."""
+    """Return the bytes that a step of a batch must read; `selects` says whether slow requests select."""
     total = 0.0
     for slow, length, tokens, packed in zip(
         read.slow_B, read.length_B, read.read_B, read.packed_B, strict=True

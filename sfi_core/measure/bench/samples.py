@@ -32,25 +32,25 @@ class StepRead:
 
     @classmethod
     def dense(cls, contexts: Sequence[int], step: int) -> "StepRead":
-        """Return what step `step` >= 1 reads under full attention."""
+        """Return what a step (from 1 on) reads under full attention."""
         length = tuple(context + step for context in contexts)
         return cls((True,) * len(length), length, length, (0,) * len(length))
 
     @property
     def kind(self) -> str:
-        """Whether all requests are fast, all are slow, or the step is mixed."""
+        """ "fast" or "slow" if all requests are, else "mixed"."""
         return SLOW if all(self.slow_B) else MIXED if any(self.slow_B) else FAST
 
 
 @dataclass(frozen=True, slots=True)
 class Drafting:
-    """What the requests of a lossless run have drafted and verified.
+    """Counts of a lossless run over its requests.
 
     Attributes:
-        verifications: Dense passes of a request, after the prompt's.
-        drafted: Tokens that they were given to test.
-        tested: Those whose every predecessor was kept.
-        accepted: Those that were kept.
+        verifications: Dense passes after the prompt's.
+        drafted: Drafted tokens.
+        tested: Drafted tokens before which all tokens of the draft were kept.
+        accepted: Drafted tokens that were kept.
     """
 
     verifications: int = 0
@@ -60,12 +60,12 @@ class Drafting:
 
     @classmethod
     def of(cls, tallies: Iterable[Tally]) -> Self:
-        """Add up what has been counted so far."""
+        """Add up the counts of several requests."""
         found = [(one.verifications, one.drafted, one.tested, one.accepted) for one in tallies]
         return cls(*map(sum, zip(*found, strict=True)))
 
     def since(self, earlier: Self) -> Self:
-        """Return what was counted after `earlier`."""
+        """Return the counts since `earlier`."""
         pairs = zip(astuple(self), astuple(earlier), strict=True)
         return type(self)(*(now - before for now, before in pairs))
 
@@ -77,20 +77,18 @@ class DecodeSample:
     Attributes:
         batch: Requests.
         warm_up: Decoding steps that are not measured.
-        began: When the prefill began.
-        at: When the tokens of step 0, 1, ... arrived; step 0 is the prefill.
-        gave: Tokens that each pass of a lossless run gave all requests, the prefill first; empty for runs
-            whose steps give one to each.
-        drafting: What the measured passes of a lossless run drafted and verified; None of another run.
+        began: Time when the prefill began, in seconds.
+        at: Times when the tokens of step 0, 1, ... arrived; step 0 is the prefill.
+        gave: In a lossless run, the tokens that each pass gave to all requests, the prefill first; else empty.
+        drafting: Counts of the measured passes of a lossless run; None for another run.
         reads: What each step from step 1 on read.
-        selecting: What the policy read to select, in the measured steps: tokens of a layer's keys and values.
-        peak_bytes: Peak memory during the run.
+        selecting: Tokens of a layer's keys and values that the policy read to select, in the measured steps.
         forecast_bytes: Peak memory as forecast.
         prefilled: Whether the prompts were read, not made up.
         stopped: Whether the time limit ended the run.
         tiers: Where keys and values lay under a device budget; None without one.
-        paths: Calls by what really ran, warm-up and prompt included; empty for transformers.
-        not_replayed: Why steps ran one kernel after the other where graphs were expected; empty for none.
+        paths: Calls by path (`graph.replay`, ...), with warm-up and prompt; empty for transformers.
+        not_replayed: Why steps were not replayed as graphs although graphs are on; "" if all were.
     """
 
     batch: int
@@ -111,12 +109,12 @@ class DecodeSample:
 
     @property
     def steps(self) -> int:
-        """Decoding steps measured; of a lossless run, its passes."""
+        """Decoding steps measured; in a lossless run, passes."""
         return max(0, len(self.at) - 1 - self.warm_up)
 
     @property
     def tokens(self) -> int:
-        """Tokens that the measured steps gave, of all requests."""
+        """Tokens that the measured steps gave to all requests."""
         return sum(self.gave[1 + self.warm_up :]) if self.gave else self.batch * self.steps
 
     @property
@@ -132,12 +130,12 @@ class DecodeSample:
 
     @property
     def decode_rate(self) -> float:
-        """Tokens a second of the steps after the warm-up."""
+        """Tokens per second after the warm-up."""
         return self.tokens / (self.at[-1] - self.at[self.warm_up])
 
     @property
     def all_decode_rate(self) -> float:
-        """Tokens a second of all steps after the prefill, warm-up and graph capture included."""
+        """Tokens per second after the prefill, including warm-up and graph capture."""
         tokens = sum(self.gave[1:]) if self.gave else self.batch * (len(self.at) - 1)
         return tokens / (self.at[-1] - self.at[0])
 
@@ -148,24 +146,24 @@ class DecodeSample:
 
     @property
     def slow_rate(self) -> float:
-        """Slow requests of the measured steps over all of them."""
+        """Share of slow requests in the measured steps."""
         return statistics.fmean(slow for step in self.measured for slow in step.slow_B)
 
     def shorten_warm_up(self, limit: float | None) -> None:
-        """End the warm-up with the last step, if it has lasted for longer than `limit` seconds."""
+        """End the warm-up with the last step if it has taken more than `limit` seconds."""
         warmed = len(self.at) - 1
         if limit is not None and 0 < warmed < self.warm_up and self.at[-1] - self.at[0] > limit:
             self.warm_up = warmed
 
     def over(self, limit: float | None) -> bool:
-        """Say whether the run has measured enough, and for longer than `limit` seconds."""
+        """Say whether the run has measured `LEAST_STEPS`, for more than `limit` seconds."""
         if limit is None or self.steps < LEAST_STEPS:
             return False
         return self.at[-1] - self.at[self.warm_up] > limit
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Return a percentile of sorted or unsorted values, linear between neighbors."""
+    """Return a percentile of values in any order, linear between neighbors."""
     ordered = sorted(values)
     place = percent / 100 * (len(ordered) - 1)
     below = int(place)

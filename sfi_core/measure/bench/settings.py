@@ -1,4 +1,4 @@
-"""What the benchmark measures."""
+"""The settings of the benchmark, and the points and variants that it measures."""
 
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -12,7 +12,7 @@ from sfi_core.settings.engine import EngineOptions
 
 BASELINES = ("transformers-dynamic", "transformers-static")
 LOSSLESS = "{}-lossless"
-LEAST_STEPS = 3  # a run measures at least so many, however slow they are
+LEAST_STEPS = 3  # a run measures at least so many, whatever its time limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,11 +20,9 @@ class DecodeVariant:
     """One way to decode.
 
     Attributes:
-        name: The name of the variant in rows.
-        policy: Our policy; empty for a baseline.
-        engine: How our engine runs a step.
-        acceptance: In a lossless run: the stated chance that a tested token is kept; None keeps those that
-            full attention picks as well.
+        name: The name in rows.
+        policy: Our policy; "" for a baseline.
+        acceptance: In a lossless run, the stated chance that a tested token is kept; None verifies tokens.
     """
 
     name: str
@@ -64,23 +62,20 @@ class DecodeSettings:
         policies: Names from `sfi_core.policies.POLICIES`.
         contexts: Cached tokens of a request.
         batches: Requests that are decoded together.
-        baselines: Some of `BASELINES`.
+        baselines: Names from `BASELINES`.
         steps: Decoding steps measured in each run.
-        warm_up: Decoding steps before them.
-        repeats: Runs of each variant; in each repeat every variant takes its turn.
-        time_limit: Seconds after which a run stops early, once it measured `LEAST_STEPS`; None for none.
-        slow_rate: Share of steps at which a request is slow; None where `text_ids` decide.
-        text_ids: Tokens that decide the slow steps under the config; None for a stated rate.
+        warm_up: Decoding steps before the measured ones.
+        repeats: Runs of each variant; in each repeat every variant runs once.
+        time_limit: Seconds after which a run stops, once it measured `LEAST_STEPS`; None for no limit.
+        slow_rate: Share of steps at which a request is slow; None if `text_ids` decide.
+        text_ids: Tokens that decide the slow steps under the config; None with a stated rate.
         ragged: Whether contexts of a batch fall evenly from the context to half of it.
         lossless: Whether policies that can draft are measured in lossless runs too.
-        acceptance: Their stated chance that a tested token is kept, in [0, 1]. None measures it: then the
-            prompts are the text's, are read, and every run of ours generates its own tokens.
+        acceptance: In lossless runs, the stated chance that a tested token is kept, in [0, 1]. None measures
+            it: prompts are then read from the text, and our runs generate their own tokens.
         prefill: Whether prompts are read instead of made up.
         prefill_chunk: Prompt tokens of one forward pass of a prefill; 0 for all at once.
         seed: Seed of keys, values and tokens.
-        config: The policies' settings.
-        engine: How our engine runs a step.
-        backend: "auto", "torch" or "triton".
     """
 
     policies: tuple[str, ...] = ("sfi", "full-kv")
@@ -104,13 +99,13 @@ class DecodeSettings:
     backend: str = "auto"
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be measured."""
+        """Refuse settings that cannot be measured."""
         self._check_names()
         for name in ("contexts", "batches"):
             values = getattr(self, name)
             if not values or min(values) < 1:
                 raise ConfigError(f"{name} must be positive, got {values}")
-        if min(self.contexts) < 2:  # noqa: PLR2004 - half of a ragged context is a token still
+        if min(self.contexts) < 2:  # noqa: PLR2004 - half of a ragged context must be a token
             raise ConfigError(f"contexts must be at least 2, got {self.contexts}")
         for name, least in (("steps", 1), ("warm_up", 0), ("repeats", 1), ("prefill_chunk", 0)):
             value = getattr(self, name)
@@ -157,7 +152,7 @@ class DecodeSettings:
 
     @property
     def real_prompts(self) -> bool:
-        """Whether prompts are the text's, and tokens are what the model makes of them."""
+        """Whether runs read the text's prompts and generate their own tokens."""
         return self.lossless and self.acceptance is None
 
     @property
@@ -167,13 +162,13 @@ class DecodeSettings:
 
     @property
     def most_tokens(self) -> int:
-        """The most tokens that a request may generate; in a lossless run one may get ahead of the others."""
+        """The most tokens of a request; in a lossless run a request may get ahead of the others."""
         if not self.lossless:
             return self.total_steps + 1
         return 2 * (self.total_steps + self.config.draft.max_tokens + 1)
 
     def capacity(self, context: int) -> int:
-        """Return the tokens that a request may reach; the last token's keys are not needed."""
+        """Return the most cached tokens of a request; the last token is not cached."""
         return context + self.most_tokens - 1
 
     def points(self) -> list[Point]:
@@ -185,7 +180,7 @@ class DecodeSettings:
         ]
 
     def variants(self) -> list[DecodeVariant]:
-        """Return the variants, which take turns at every point; each takes the device budget if it can."""
+        """Return the variants; a policy that cannot offload runs without the device budget."""
         ours = [
             DecodeVariant(policy, policy, engine_for(policy, self.engine))
             for policy in dict.fromkeys(self.policies)
@@ -195,10 +190,10 @@ class DecodeSettings:
         return ours + [DecodeVariant(name) for name in dict.fromkeys(self.baselines)]
 
     def _lossless(self, plain: DecodeVariant) -> list[DecodeVariant]:
-        # beside a policy that can draft
+        # the lossless run of a policy that can draft
         if not policy_class(plain.policy).drafts:
             return []
-        # a lossless run has no graphs: where they are asked for, the other variants have them
+        # a lossless run has no graphs: engine.graphs=true holds for the other variants
         graphs = False if self.engine.graphs is False else None
         engine = replace(self.engine, lossless=True, kv_device_budget=None, graphs=graphs)
         name = LOSSLESS.format(plain.policy)

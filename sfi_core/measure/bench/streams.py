@@ -1,4 +1,4 @@
-"""The tokens that a benchmark's requests generate. They are given: random weights decide no trigger."""
+"""The tokens that a benchmark decodes; given, because tokens of random weights mean nothing."""
 
 import math
 import random
@@ -25,7 +25,7 @@ class Stream:
 
 
 def stream(settings: DecodeSettings, batch: int, vocabulary: int) -> Stream:
-    """Make the tokens of `batch` requests under the settings' text or slow rate."""
+    """Make the tokens of `batch` requests from the settings' text or slow rate."""
     if settings.text_ids is not None:
         return _from_text(settings, batch, settings.text_ids)
     assert settings.slow_rate is not None, "the settings have one of the two"
@@ -33,10 +33,10 @@ def stream(settings: DecodeSettings, batch: int, vocabulary: int) -> Stream:
 
 
 def slow_steps(rate: Fraction, row: int, batch: int, first: int, last: int) -> list[int]:
-    """Return the steps from `first` to before `last` at which a request is slow, 0 being the first measured.
+    """Return the slow steps of a request in `range(first, last)`; 0 is the first measured step.
 
-    Slow steps are evenly apart and staggered: at a rate of 1/n, request r is slow at step r n / batch and at
-    every n-th step from there.
+    Slow steps are evenly apart, and staggered over the requests: at a rate of 1/n, request r is slow at step
+    r n / batch and at every n-th step from there.
     """
     if rate == 0:
         return []
@@ -59,7 +59,7 @@ def _at_rate(settings: DecodeSettings, batch: int, rate: Fraction, vocabulary: i
         tokens = [rng.randrange(TRIGGER + 1, vocabulary) for _ in range(most)]
         last = most - 1 - warm_up
         slow = [1 + warm_up + step for step in slow_steps(rate, row, batch, 0, last)]
-        if rate > 0:  # the warm-up meets every kind of step: all slow, one slow, all fast
+        if rate > 0:  # the warm-up has every kind of step: all slow, one slow, all fast
             slow += [1 + delay, *([2 + delay] if row == 0 else [])][: max(0, warm_up - delay)]
         for step in slow:
             tokens[step - 1 - delay] = TRIGGER

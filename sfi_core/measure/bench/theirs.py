@@ -1,4 +1,4 @@
-"""A run of transformers' own `generate`, with its dynamic or its static cache."""
+"""A run of transformers' `generate`, with its dynamic or its static cache."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +19,7 @@ STATIC = "transformers-static"
 
 
 class StepClock:
-    """A streamer that notes when each step's tokens arrive."""
+    """A streamer that notes the time when each step's tokens arrive."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class StepClock:
         self._began = False
 
     def put(self, value: torch.Tensor) -> None:
-        """Note tokens; the prompt comes first, when the prefill begins."""
+        """Note the time; the first call has the prompt, when the prefill begins."""
         now, sample = time.perf_counter(), self._sample
         if not self._began:
             self._began, sample.began = True, now
@@ -57,7 +57,7 @@ def run_theirs(
     prompts: Prompts,
     on_step: Callable[[DecodeSample], None],
 ) -> DecodeSample:
-    """Decode greedily with `model.generate`, which attends and compiles as it does by itself.
+    """Decode greedily with `model.generate`, with its own attention and compilation.
 
     `name` is one of `BASELINES`; the other arguments are those of `run_ours`.
     """
@@ -66,7 +66,7 @@ def run_theirs(
     capacity = settings.capacity(point.context)
     cache = _cache(model, name, capacity)
     if prompts.made_up is not None:
-        # all but the last token: step 0 reads the last one, as in a run of ours
+        # all but the last token, which step 0 reads, as in our runs
         _fill(model, cache, prompts.made_up, point.context - 1)
 
     def late(ids_BT: torch.Tensor, _: Any) -> torch.Tensor:
@@ -87,7 +87,7 @@ def run_theirs(
 
 @contextmanager
 def _plain_settings(model: Any) -> Iterator[None]:
-    """Inside, decode greedily and without stop tokens, whatever the checkpoint's own settings say."""
+    """Replace the checkpoint's generation settings by greedy decoding without stop tokens."""
     own = model.generation_config
     model.generation_config = GenerationConfig(do_sample=False, pad_token_id=0, eos_token_id=None)
     try:

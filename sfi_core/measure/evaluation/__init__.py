@@ -1,1 +1,1 @@
-"""Quality of policies: tasks with exact answers, fidelity to full attention, a model for lm-eval."""
+"""Quality of policies: tasks with exact answers, fidelity to full attention, and lm-eval."""

@@ -1,7 +1,7 @@
-"""How far a policy's next-token distributions are from full attention's, on any text.
+"""Distance of a policy's next-token distributions from full attention's, on any text.
 
-A window of the text is read as a prompt and a continuation. The continuation is decoded twice with its own
-tokens, under full attention and under the policy, so that both predict the same token from the same history.
+A window of the text is a prompt and a continuation. The continuation is decoded twice with its own tokens,
+under full attention and under the policy, so that both predict the same token from the same history.
 """
 
 import math
@@ -28,19 +28,19 @@ EDGES = (0, 1, 2, 4, 8, 16, 32)  # where groups of positions in a sentence begin
 
 @dataclass(slots=True, kw_only=True)
 class Fidelity:
-    """What the steps of some windows showed; plain lists, an entry per step.
+    """Measures of the steps of some windows; lists with an entry per step.
 
     Attributes:
         window: The window's start.
         step: Decoding step; 0 is the prompt's last position, the same under every policy.
         in_sentence: Steps since the last step whose input token ended a sentence. 0 is that step itself,
-            which Eq. 5 makes slow. Before any such token the count starts with the window.
+            which Eq. 5 makes slow. Before the first such step, the steps since the window's start.
         slow: Whether the step was slow.
         kl: KL(full attention || policy) of the next token, nats.
         agrees: Whether the same token is most likely under both.
         nll: Negative log-likelihood of the text's token under the policy, nats.
-        nll_full: The same under full attention.
-        reports: The policy's report of each window.
+        nll_full: Negative log-likelihood of the text's token under full attention, nats.
+        reports: The policy's report of each window; an entry per window.
     """
 
     window: list[int] = field(default_factory=list)
@@ -63,7 +63,7 @@ class Fidelity:
         return whole
 
     def summary(self) -> dict[str, float]:
-        """Sum up all steps but step 0 of each window, which is dense under every policy.
+        """Average over all steps but step 0 of each window, which is dense under every policy.
 
         Returns:
             `windows`, `steps`, `slow_rate`, `kl` (mean, nats), `kl_p95`, `agreement`, `perplexity`,
@@ -81,7 +81,7 @@ class Fidelity:
         }
 
     def by_sentence_position(self) -> list[dict[str, Any]]:
-        """Sum up by position in the sentence: 0, 1, 2-3, 4-7, 8-15, 16-31, 32+."""
+        """Average by position in the sentence: 0, 1, 2-3, 4-7, 8-15, 16-31, 32+."""
         rows = []
         for low, high in pairwise((*EDGES, math.inf)):
             chosen = [
@@ -106,12 +106,11 @@ class Fidelity:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """Full attention's account of some windows of one length.
+    """Full attention's predictions for windows of one length.
 
     Attributes:
-        windows: The windows.
-        log_SBV: Their next-token log-probabilities, [S, B, V] float32.
-        shared: Their prompts, read once for all policies.
+        log_SBV: Next-token log-probabilities, [S, B, V] float32.
+        shared: The prompts, read once for all policies.
     """
 
     windows: Sequence[Window]
@@ -127,7 +126,7 @@ def reference(
     prefill_chunk: int = 0,
     backend: str = "auto",
 ) -> Reference:
-    """Read prompts of one length and decode their continuations under full attention, all windows together.
+    """Read prompts of one length, and decode their continuations under full attention.
 
     Raises:
         SfiError: As `read_prompt` and `teacher_force_batch`.
@@ -171,11 +170,11 @@ def fidelity(
     Args:
         model: A decoder-only model of transformers.
         tokenizer: Turns trigger strings into token ids; a sentence ends with one of these tokens.
-        full: Full attention's account of the windows.
+        full: Full attention's predictions for the windows.
         config: The settings; None is the `default` preset.
         policy: A name from `sfi_core.policies.POLICIES`.
-        backend: The same as for `full`.
-        engine: How steps are run.
+        backend: The backend of `full`.
+        engine: The engine's switches.
 
     Raises:
         SfiError: As `teacher_force_batch`.
@@ -228,5 +227,5 @@ def _mean(values: Iterable[float]) -> float:
 
 
 def _percentile(values: Sequence[float], share: float) -> float:
-    # the smallest value that at least this share of them do not exceed
+    # the smallest value that at least this share of the values do not exceed
     return sorted(values)[math.ceil(share * len(values)) - 1] if values else math.nan

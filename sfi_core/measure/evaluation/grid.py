@@ -1,4 +1,4 @@
-"""What the parts of an evaluation have in common: samples of tasks, windows of a text."""
+"""The protocol of the two parts of an evaluation: samples of tasks, windows of a text."""
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any, ClassVar, Protocol
@@ -8,31 +8,27 @@ import torch
 from sfi_core.errors import MemoryForecastError, NumericsError
 
 Key = tuple[Any, ...]
-# errors of one method, after which the other methods go on
+# errors that fail the rows of one method and do not stop the evaluation
 FAILURES = (MemoryForecastError, NumericsError, torch.OutOfMemoryError, MemoryError)
 
 
 class Grid(Protocol):
-    """The rows of a part of an evaluation; each row has a key.
-
-    Attributes:
-        table: The table of the rows.
-    """
+    """Makes the rows of the table named `table`; each row has a key."""
 
     table: ClassVar[str]
 
     @property
     def keys(self) -> list[Key]:
-        """The keys of all rows, in the order in which they come."""
+        """The keys of all rows, in order."""
 
     def key(self, row: Mapping[str, Any]) -> Key:
         """Return a row's key."""
 
     def weight(self, key: Key) -> int:
-        """Return what a row's time grows with."""
+        """Return a number that a row's time grows with, such as its context's length."""
 
     def check(self, model: Any, tokenizer: Any) -> None:
-        """Refuse, before anything runs, what cannot run."""
+        """Refuse, before anything runs, methods and tasks that cannot run."""
 
     def run(
         self, model: Any, tokenizer: Any, done: Container[Key], **options: Any
@@ -41,7 +37,7 @@ class Grid(Protocol):
 
 
 def grouped(units: Iterable[int], alike: Callable[[int], Any]) -> list[list[int]]:
-    """Put units together for which `alike` gives the same, in the order of each group's first one."""
+    """Group units of equal `alike(unit)`, which need not be hashable; in the order of their first units."""
     found: list[tuple[Any, list[int]]] = []
     for unit in units:
         key = alike(unit)
