@@ -38,7 +38,7 @@ class StepRead:
 
     @property
     def kind(self) -> str:
-        """ "fast" or "slow" if all requests are, else "mixed"."""
+        """Whether the step is fast for all requests, slow for all, or mixed."""
         return SLOW if all(self.slow_B) else MIXED if any(self.slow_B) else FAST
 
 
@@ -79,7 +79,7 @@ class DecodeSample:
         warm_up: Decoding steps that are not measured.
         began: Time when the prefill began, in seconds.
         at: Times when the tokens of step 0, 1, ... arrived; step 0 is the prefill.
-        gave: In a lossless run, the tokens that each pass gave to all requests, the prefill first; else empty.
+        gave: Tokens that each pass of a lossless run gave to all requests, the prefill first; else empty.
         drafting: Counts of the measured passes of a lossless run; None for another run.
         reads: What each step from step 1 on read.
         selecting: Tokens of a layer's keys and values that the policy read to select, in the measured steps.

@@ -1,4 +1,4 @@
-"""What lossless methods drafted and kept, and where their tokens are not those of full attention."""
+"""Lossless methods: counts of drafted and kept tokens, and differences from full attention's tokens."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,18 +9,17 @@ from sfi_core.errors import NumericsError
 from sfi_core.measure.evaluation.method import LOSSLESS, WHOLE
 
 SAMPLE = ("task", "length", "seed")
-EXACT = "float32"  # below it, two passes over other numbers of tokens round differently
+EXACT = "float32"  # in a shorter dtype, passes over different numbers of tokens round differently
 Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A sample on which a lossless method gave another token than full attention.
+    """A sample for which a lossless method gave another token than full attention.
 
     Attributes:
         method: The method's label.
-        size: The label of its size.
-        task: The task.
+        size: The size's label.
         length: Tokens of the prompt, as asked for.
         seed: The sample's seed.
         index: The first generated token that differs, or that only one of the two gave.
@@ -47,10 +46,10 @@ def differences(rows: Iterable[Row]) -> list[Difference]:
 
 
 def check_exact(rows: Iterable[Row], dtype: str) -> None:
-    """Refuse a lossless method that gave other tokens than full attention, where nothing can excuse that.
+    """Refuse other tokens than full attention's from a lossless method in float32.
 
     Raises:
-        NumericsError: In float32; with method, task, length, seed and index of the first such token.
+        NumericsError: With method, task, length, seed and index of the first difference.
     """
     found = differences(rows) if dtype == EXACT else []
     if found:
@@ -63,12 +62,12 @@ def check_exact(rows: Iterable[Row], dtype: str) -> None:
 
 
 def drafting(rows: Sequence[Row], full: Sequence[Row]) -> dict[str, Any] | None:
-    """Sum up what the samples of a lossless method drafted and kept; None for another method.
+    """Sum up the drafts of a lossless method; None for another method.
 
     Returns:
-        Accepted tokens a verification and the kept share of drafted tokens (None without one), forward passes
-        a token after the first; of the samples that full attention (`full`) has as well their number, and
-        the number of those whose tokens differ.
+        Accepted tokens per verification, the kept share of drafted tokens, and forward passes per token after
+        the first, each None without data; `compared`, the samples that full attention (`full`) has too, and
+        `differing`, those of them with other tokens.
     """
     if not rows or not is_lossless(rows[0]):
         return None
@@ -91,7 +90,7 @@ def is_lossless(row: Row) -> bool:
 
 
 def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> list[int]:
-    """Return the index of the first token that differs, or nothing."""
+    """Return the index of the first token that differs, in a list; [] for equal tokens."""
     pairs = enumerate(zip_longest(ours, theirs))
     return [index for index, (one, other) in pairs if one != other][:1]
 

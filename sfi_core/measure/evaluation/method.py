@@ -15,11 +15,11 @@ from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.engine import EngineOptions
 from sfi_core.triggers.trigger_set import resolve_triggers
 
-WHOLE = "full-kv"  # this policy reads and stores everything, whatever its sizes
+WHOLE = "full-kv"  # full attention, to which sizes do not apply
 EVERYTHING, OWN = "all", "own"  # labels of full attention's size, and of a method's own size
-RECENT = 128  # tokens of the recent window by default
-FILE = ".toml"  # ends a preset that is a file of settings
-LOSSLESS = "lossless"  # a setting of a method that is none of the policy
+RECENT = 128  # default tokens of the recent window
+FILE = ".toml"  # ending of a preset that is a file of settings
+LOSSLESS = "lossless"  # a setting of the method, not of `SfiConfig`
 WRITTEN = re.compile(
     r"(?:(?P<label>[^=:]+)=)?(?P<policy>[^@:=]+)(?:@(?P<preset>[^:=]+))?(?::(?P<settings>.+))?",
     re.DOTALL,
@@ -29,17 +29,16 @@ KEY = re.compile(r"\s*([\w.]+)\s*=\s*")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
-    """A policy and its settings, but for the sizes.
+    """A policy and its settings, without sizes.
 
     Attributes:
         label: The name of the method in tables.
-        policy: A name from `sfi_core.policies.POLICIES`.
         preset: The preset that the settings start from.
-        settings: What differs from the preset, as `SfiConfig.replace` takes it; `lossless` too.
+        settings: Differences from the preset, as `SfiConfig.replace` takes them, and `lossless`.
         config: The preset with these settings.
-        sized: Whether the evaluation sets the sizes: not for full attention, which has none, and not for a
-            method that states its budget.
-        lossless: Whether its fast steps only draft, so that its tokens are those of full attention.
+        sized: Whether the evaluation sets the sizes; not for full attention, nor for a method that states its
+            budget.
+        lossless: Whether fast steps only draft, so that the tokens are full attention's.
     """
 
     label: str
@@ -58,7 +57,7 @@ class Method:
         The setting `lossless=true` makes a lossless run of the policy.
 
         Raises:
-            ConfigError: `text` has another form, a policy, preset or setting does not exist, or a policy
+            ConfigError: `text` has another form; a policy, preset or setting does not exist; or a policy
                 cannot draft for a lossless run.
             InputError: The preset's file cannot be read.
         """
@@ -86,7 +85,7 @@ class Method:
         )
 
     def resolved(self, tokenizer: Any) -> "Method":
-        """Return the method with its triggers as token ids: with a large vocabulary that takes a while.
+        """Return the method with its triggers as token ids, found once: a large vocabulary takes a while.
 
         Raises:
             ConfigError: No trigger is a token.
@@ -95,7 +94,7 @@ class Method:
         return replace(self, config=self.config.replace(trigger_token_ids=ids))
 
     def engine(self, engine: EngineOptions) -> EngineOptions:
-        """Return how the method's steps are run: without a device budget where it cannot run under one."""
+        """Return the method's engine options: without the device budget if the method cannot offload."""
         if not self.lossless:
             return engine_for(self.policy, engine)
         return replace(engine, lossless=True, kv_device_budget=None)
@@ -107,25 +106,20 @@ class Method:
 
 @dataclass(frozen=True, slots=True)
 class MethodVariant:
-    """A method at a size.
-
-    Attributes:
-        method: The method.
-        size: How much a fast step may read; None for the method's own.
-    """
+    """A method at a size; None for the method's own size."""
 
     method: Method
     size: "Size | None"
 
     @property
     def key(self) -> tuple[str, str]:
-        """The labels of method and size, which no two variants share."""
+        """The labels of method and size, unique in a grid."""
         if self.size is not None:
             return self.method.label, self.size.label
         return self.method.label, EVERYTHING if self.method.policy == WHOLE else OWN
 
     def config(self, context: int) -> SfiConfig:
-        """Return the settings that decode a prompt of `context` tokens.
+        """Return the settings for a prompt of `context` tokens.
 
         Raises:
             ConfigError: The size leaves no selected token.
@@ -139,7 +133,7 @@ class MethodVariant:
         return at_share(config.replace(recent=recent), context, size.share)
 
     def columns(self, context: int) -> dict[str, Any]:
-        """Describe the variant in plain values, for the rows of results."""
+        """Return the columns of the variant in the rows of results."""
         method, size, config = self.method, self.size, self.config(context)
         whole = method.policy == WHOLE
         return {
@@ -161,7 +155,7 @@ class Size:
     Attributes:
         share: Sink, selected and recent tokens over the tokens of the prompt. In (0, 1].
         budget: Selected tokens of a KV head; None with a share.
-        recent: Tokens of the recent window; with a share, the most that it may have.
+        recent: Tokens of the recent window; with a share, its most tokens.
     """
 
     share: float | None = None
@@ -169,11 +163,7 @@ class Size:
     recent: int = RECENT
 
     def __post_init__(self) -> None:
-        """Reject what is no size.
-
-        Raises:
-            ConfigError: Both or neither of share and budget are given, or one is out of range.
-        """
+        """Raise `ConfigError` unless one of share and budget is given, and in range."""
         if (self.share is None) == (self.budget is None):
             raise ConfigError(
                 f"size must be a share or a budget, got {self.share} and {self.budget}"
@@ -192,11 +182,7 @@ class Size:
 
 
 def check_distinct(values: Mapping[str, Sequence[Any]]) -> None:
-    """Refuse an empty grid, and one with two methods or sizes of one name; `values` by kind, in the singular.
-
-    Raises:
-        ConfigError: The grid is one of these.
-    """
+    """Raise `ConfigError` if a list of `values` is empty or has a value twice; keys name the values."""
     for name, given in values.items():
         if not given:
             raise ConfigError(f"{name} must be given at least once, got none")
@@ -205,13 +191,13 @@ def check_distinct(values: Mapping[str, Sequence[Any]]) -> None:
 
 
 def at_share(config: SfiConfig, context: int, share: float) -> SfiConfig:
-    """Split a share of the context into recent and selected tokens, beside the sink.
+    """Set recent and selected tokens so that they and the sink are a share of the context.
 
-    The recent window takes `config.recent` tokens, but no more than half of the share; the selected
-    tokens take the rest. So every method reads the same number of tokens in a fast step.
+    The recent window takes `config.recent` tokens, but at most half of the share; the selected tokens take
+    the rest. So every method reads the same number of tokens in a fast step.
 
     Raises:
-        ConfigError: Nothing is left to select.
+        ConfigError: No token is left to select.
     """
     total = int(share * context)
     recent = min(config.recent, total // 2)
@@ -246,7 +232,7 @@ def preset_config(preset: str) -> SfiConfig:
 
 
 def _settings(text: str) -> dict[str, Any]:
-    # key=value,key=value; a dot leads into a table such as `selector`
+    # key=value,key=value; TABLE.NAME is a setting of a table such as `selector`
     found: dict[str, Any] = {}
     at = 0
     while at < len(text):
@@ -263,7 +249,7 @@ def _settings(text: str) -> dict[str, Any]:
 
 
 def _value(text: str, start: int) -> tuple[Any, int]:
-    # a JSON value, or a bare word up to the next comma; and where the next setting starts
+    # a JSON value, or a bare word up to the next comma; and the start of the next setting
     try:
         value, end = json.JSONDecoder().raw_decode(text, start)
     except json.JSONDecodeError:

@@ -1,4 +1,4 @@
-"""What a model's positions hold, asked before anything runs."""
+"""Checks that prompts and answers fit a model's positions, before anything runs."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -9,18 +9,14 @@ from sfi_core.measure.evaluation.text_windows import Window
 
 
 def positions_of(model: Any) -> int | None:
-    """Return how many positions a model has; None where its config does not say."""
+    """Return how many positions a model has; None if its config does not say."""
     config = model.config.get_text_config(decoder=True)
     found: int | None = getattr(config, "max_position_embeddings", None)
     return found or None
 
 
 def check_lengths_asked(limit: int | None, lengths: Iterable[int]) -> None:
-    """Refuse lengths that are longer than the model's positions (`limit`; None for no limit).
-
-    Raises:
-        InputError: With the length and the limit.
-    """
+    """Raise `InputError` if a length exceeds the model's positions (`limit`; None for no limit)."""
     longest = max(lengths)
     if limit is not None and longest > limit:
         raise InputError(f"length must be at most the model's {limit} positions, got {longest}")
@@ -29,15 +25,12 @@ def check_lengths_asked(limit: int | None, lengths: Iterable[int]) -> None:
 def check_task(
     limit: int | None, task: Task, tokenizer: Any, length: int, seeds: Sequence[int]
 ) -> TaskSample:
-    """Refuse a task of a length whose prompt and answer the model's positions cannot hold.
+    """Check that a task's prompts and answers fit the model's positions; return the first seed's sample.
 
-    The first seed stands for all, but for a length so near the limit that a longer answer might not fit.
-
-    Returns:
-        The sample of the first seed.
+    Only the first seed is checked, unless the length is so near the limit that a longer answer might not fit.
 
     Raises:
-        InputError: With the task, the length, the tokens and the limit.
+        InputError: A sample does not fit.
     """
     first = task.sample(tokenizer, length, seeds[0])
     near = limit is not None and length + 2 * first.max_new_tokens > limit
@@ -53,11 +46,7 @@ def check_task(
 
 
 def check_window(limit: int | None, window: Window) -> None:
-    """Refuse a window of a text that the model's positions cannot hold.
-
-    Raises:
-        InputError: With the length, the tokens and the limit.
-    """
+    """Raise `InputError` if a window of a text exceeds the model's positions."""
     prompt, whole = window.prompt_tokens, len(window.ids)
     if limit is not None and whole > limit:
         raise InputError(

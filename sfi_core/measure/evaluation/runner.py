@@ -1,4 +1,4 @@
-"""Decode samples of tasks under many methods: each prompt is read once, each method decodes from it."""
+"""Decode samples of tasks: each prompt is read once, and every method decodes from the shared cache."""
 
 from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from sfi_core.models.load import first_line
 from sfi_core.policies import policy_class
 from sfi_core.settings.engine import DEFAULTS, EngineOptions
 
-POOL = 8  # batches of seeds among which prompts with the same budgets are looked for
+POOL = 8  # batches of seeds that are searched for prompts of equal budgets
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,12 +27,9 @@ class TaskGrid:
     """The rows of a run: every method at every size on every sample.
 
     Attributes:
-        methods: The methods that decode; a method with its own size runs once a sample.
-        sizes: How much a fast step may read.
         tasks: Names from `sfi_core.measure.evaluation.tasks.TASKS`.
         lengths: Tokens of the prompts.
-        seeds: Seeds; each gives a sample of every task and length.
-        table: The table of the rows.
+        seeds: Each gives a sample of every task and length.
     """
 
     methods: tuple[Method, ...]
@@ -43,11 +40,7 @@ class TaskGrid:
     table: ClassVar[str] = "samples"
 
     def __post_init__(self) -> None:
-        """Reject an empty grid, and one with two methods or sizes of one name.
-
-        Raises:
-            ConfigError: The grid is one of these, or a task is unknown.
-        """
+        """Raise `ConfigError` for an empty grid, a value given twice, or an unknown task."""
         check_distinct(
             {
                 "method": [method.label for method in self.methods],
@@ -64,11 +57,11 @@ class TaskGrid:
 
     @property
     def variants(self) -> list[MethodVariant]:
-        """The methods at their sizes, each of which decodes every sample."""
+        """The methods at their sizes; each decodes every sample."""
         return [one for method in self.methods for one in method.variants(self.sizes)]
 
     def samples(self) -> Iterator[tuple[str, int, int]]:
-        """Yield task, length and seed of each sample, seed by seed: a cut run has all tasks and lengths."""
+        """Yield task, length and seed of each sample, by seed: a stopped run has all tasks and lengths."""
         for seed in self.seeds:
             for length in self.lengths:
                 for task in self.tasks:
@@ -76,7 +69,7 @@ class TaskGrid:
 
     @property
     def keys(self) -> list[Key]:
-        """The keys of all rows, in the order in which they come."""
+        """The keys of all rows, in order."""
         return [(*one.key, *sample) for sample in self.samples() for one in self.variants]
 
     def key(self, row: Mapping[str, Any]) -> Key:
@@ -84,15 +77,15 @@ class TaskGrid:
         return row["method"], row["size"], row["task"], row["length"], row["seed"]
 
     def weight(self, key: Key) -> int:
-        """Return the context of a row, which its time grows with."""
+        """Return the context of a row."""
         return int(key[3])
 
     def check(self, model: Any, tokenizer: Any) -> None:
-        """Refuse, before anything runs, contexts that the model cannot hold and sizes that select nothing.
+        """Check the grid before anything runs.
 
         Raises:
-            InputError: With the task, the length and the model's limit.
-            ConfigError: With the share and the context, or with what keeps a method from a lossless run.
+            InputError: A prompt and its answer exceed the model's positions.
+            ConfigError: A size selects no token, or a method cannot run losslessly with this model.
         """
         for method in self.methods:
             if method.lossless:
@@ -116,23 +109,23 @@ class TaskGrid:
         prefill_chunk: int = 0,
         engine: EngineOptions = DEFAULTS,
     ) -> Iterator[dict[str, Any]]:
-        """Decode greedily and yield one plain row for each method, size and sample.
+        """Decode greedily, and yield one row of plain values for each method, size and sample.
 
         Args:
             model: A decoder-only model of transformers; `check` it first.
-            tokenizer: Its tokenizer.
+            tokenizer: The model's tokenizer.
             done: Keys of rows that are not made again.
-            batch_size: The most samples of a task and length that are decoded together. Samples are, where
-                every size gives their prompts the same budget; a batch that fails is decoded one by one.
+            batch_size: The most samples of a task and length that are decoded together. They must have equal
+                budgets at every size. A batch that fails is decoded again one by one.
             backend: "auto", "torch" or "triton".
             prefill_chunk: Prompt tokens of one forward pass; 0 for all at once.
-            engine: How steps are run; a policy that cannot run under its device budget runs without it.
+            engine: The engine's switches; a policy that cannot offload runs without the device budget.
 
         Yields:
             Rows; a method that ran out of memory or gave broken logits has an `error` and no score.
 
         Raises:
-            KeyboardInterrupt: On Ctrl-C; the rows under way are lost.
+            KeyboardInterrupt: On Ctrl-C; the rows of the current batch are lost.
         """
         options: dict[str, Any] = {"backend": backend, "prefill_chunk": prefill_chunk}
         methods = [method.resolved(tokenizer) for method in self.methods]
@@ -163,7 +156,7 @@ class TaskGrid:
     def _batches(
         self, size: int, alike: Callable[[int], Key], left: Callable[[int], Any]
     ) -> Iterator[list[int]]:
-        # numbers of samples of one task and length that are alike; in the order of `samples` for a size of 1
+        # batches of sample numbers of one task, length and `alike`; for size 1 in the order of `samples`
         places = len(self.lengths) * len(self.tasks)
         pool = size if size == 1 else POOL * size
         for first in range(0, len(self.seeds), pool):
@@ -177,13 +170,8 @@ class TaskGrid:
                     yield from (group[at : at + size] for at in range(0, len(group), size))
 
 
-def _window(methods: list[Method]) -> int:
-    # the queries of the prompt that these methods look at
-    return max(policy_class(one.policy).adapt(one.config).window_prefill for one in methods)
-
-
 def _together(model: Any, method: Method) -> int | None:
-    # the most samples that a lossless run decodes together, whatever its triggers; None for no limit
+    # the most samples that a lossless run decodes together; None for no limit. Triggers do not matter
     config, engine = method.config.replace(trigger_token_ids=(0,)), method.engine(DEFAULTS)
     with slow_fast(model, None, config, policy=method.policy, engine=engine) as session:
         return most_together(session)
@@ -198,8 +186,8 @@ def _rows(
     options: Mapping[str, Any],
     alone: Container[str] = (),
 ) -> Iterator[dict[str, Any]]:
-    # read the prompts once and decode them together under each method; what fails is done one by one, as
-    # are the methods of `alone`
+    # read the prompts once and decode them together under each method; methods that fail, and those in
+    # `alone`, decode them one by one
     shared, problem = None, ""
     try:
         shared = read_prompt(
@@ -207,7 +195,10 @@ def _rows(
             tokenizer,
             [sample.prompt_ids for sample in samples],
             capacity=max(len(sample.prompt_ids) + sample.max_new_tokens for sample in samples),
-            window=_window([one.method for one in pending]),
+            window=max(
+                policy_class(one.method.policy).adapt(one.method.config).window_prefill
+                for one in pending
+            ),
             **options,
         )
     except FAILURES as error:
@@ -227,7 +218,7 @@ def _rows(
     if len(samples) == 1:
         yield from (empty_row(one, samples[0]) | {"error": problem} for one in failed)
         return
-    del shared  # its memory is the next prompt's
+    del shared  # frees memory for the next prompt
     for sample in samples if failed else ():
         yield from _rows(model, tokenizer, [sample], failed, engine, options)
 
@@ -239,7 +230,7 @@ def _decoded(
     samples: list[TaskSample],
     options: Mapping[str, Any],
 ) -> tuple[list[dict[str, Any]] | None, str]:
-    # decode samples by one method and score them; None and the error where that fails
+    # decode samples by one method and score them; None and the error if decoding fails
     prompts = [sample.prompt_ids for sample in samples]
     try:
         result = generate(

@@ -1,4 +1,4 @@
-"""Confidence intervals of means of a few samples, and of means over groups that were drawn apart."""
+"""Confidence intervals of means of a few samples, and of means over groups of samples."""
 
 import math
 import warnings
@@ -19,14 +19,9 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A mean and its 95 % confidence interval.
+    """A mean of `n` samples and its 95 % confidence interval from `low` to `high`.
 
-    Attributes:
-        mean: The mean of the samples.
-        low: The lower end.
-        high: The upper end.
-        n: The number of samples.
-        method: "Wilson", "BCa", "percentile", "Wilson, MOVER" or "stratified".
+    `method` is "Wilson", "BCa", "percentile", "Wilson, MOVER" or "stratified".
     """
 
     mean: float
@@ -37,16 +32,13 @@ class Interval:
 
 
 def wilson(scores: Sequence[float]) -> Interval:
-    """Give the mean of scores in [0, 1] its Wilson score interval (Wilson 1927, JASA 22, 209-212).
+    """Compute the Wilson score interval of the mean of scores in [0, 1] (Wilson 1927, JASA 22, 209-212).
 
-    It is exact in form for scores of 0 and 1. Fractions between have at most the variance of such a
-    score of the same mean, so that for them the interval is wider than it needs to be.
-
-    Args:
-        scores: At least one score.
+    The interval holds for scores of 0 and 1. Scores between have at most the variance of such scores with the
+    same mean: for them the interval is wider than necessary.
 
     Raises:
-        ValueError: There is no score, or one outside [0, 1].
+        ValueError: There is no score, or a score is outside [0, 1].
     """
     n = len(scores)
     if n == 0 or not 0 <= min(scores) <= max(scores) <= 1:
@@ -54,7 +46,7 @@ def wilson(scores: Sequence[float]) -> Interval:
     mean, weight = math.fsum(scores) / n, 1 + Z**2 / n
     center = (mean + Z**2 / (2 * n)) / weight
     half = Z / weight * math.sqrt(mean * (1 - mean) / n + Z**2 / (4 * n**2))
-    # the ends at 0 and 1 are exact; floating point misses them by a rounding
+    # ends that are exactly 0 or 1 (or the mean) must not be off by rounding
     low, high = max(0.0, min(mean, center - half)), min(1.0, max(mean, center + half))
     return Interval(mean, low, high, n, "Wilson")
 
@@ -62,16 +54,10 @@ def wilson(scores: Sequence[float]) -> Interval:
 def paired_difference(
     scores: Sequence[float], others: Sequence[float], *, seed: int = 0
 ) -> Interval:
-    """Give the mean of `scores - others` on the same samples a bootstrap interval.
+    """Compute a bootstrap interval of the mean of `scores - others` on the same samples.
 
-    Samples are drawn with their pairs, so that what makes a sample hard for both cancels
-    (Efron 1979; 10,000 resamples). Where all differences are equal the interval has no width: it
-    knows of no difference that no sample showed.
-
-    Args:
-        scores: One method's scores, at least one.
-        others: The other method's scores, in the same order of samples.
-        seed: The seed of the resampling.
+    Pairs are drawn together, so that a sample's difficulty for both methods cancels (Efron 1979; 10,000
+    resamples). If all differences are equal, the interval has no width.
 
     Raises:
         ValueError: There is no pair, or one method has more scores than the other.
@@ -88,13 +74,13 @@ def paired_difference(
 def bootstrap(
     samples: Sequence[Array], statistic: Callable[..., Array], *, resamples: int, seed: int
 ) -> tuple[float, float, str]:
-    """Give a statistic its 95 % bootstrap interval.
+    """Compute a statistic's 95 % bootstrap interval.
 
-    With SciPy it is the BCa interval (Efron 1987), which corrects for bias and skew. It is the percentile
-    interval without SciPy, and where BCa is not defined: for one sample, or samples that are all equal.
+    With SciPy, the BCa interval (Efron 1987), which corrects for bias and skew. Without SciPy, and for a
+    single sample or equal samples, where BCa is not defined, the percentile interval.
 
     Args:
-        samples: Arrays of one length; what has the same index is drawn together.
+        samples: Arrays of one length; values of one index are drawn together.
         statistic: Takes the arrays and `axis`, the axis of the samples.
         resamples: The number of resamples.
         seed: The seed of the resampling.
@@ -115,13 +101,13 @@ def bootstrap(
 def _bca(
     samples: Sequence[Array], statistic: Callable[..., Array], resamples: int, seed: int
 ) -> tuple[float, float]:
-    # not a number where there is no such interval
+    # NaN if the interval is not defined
     if find_spec("scipy") is None or len(samples[0]) == 1:
         return math.nan, math.nan
     from scipy.stats import bootstrap as scipy_bootstrap  # noqa: PLC0415 - an extra
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # SciPy's of what is not defined is one
+        warnings.simplefilter("ignore", RuntimeWarning)  # SciPy warns of an undefined interval
         low, high = scipy_bootstrap(
             samples, statistic, n_resamples=resamples, vectorized=True, paired=True, axis=0, method="BCa",
             random_state=np.random.default_rng(seed),
@@ -130,14 +116,14 @@ def _bca(
 
 
 def mean_of_groups(groups: Sequence[Sequence[float]]) -> Interval:
-    """Give the mean of the means of groups of scores in [0, 1] its 95 % interval (MOVER).
+    """Compute the 95 % interval of the mean of groups' means, for scores in [0, 1] (MOVER).
 
-    Each end is as far from the mean as the ends of the groups' Wilson intervals are from theirs, by squares
-    (Zou and Donner 2008, Statistics in Medicine 27, 1693-1702; Newcombe 1998 for a difference). The interval
-    has a width where all scores are right, and groups may differ in size and mean.
+    The distances of the groups' Wilson ends from the groups' means add by squares (Zou and Donner 2008,
+    Statistics in Medicine 27, 1693-1702; Newcombe 1998 for a difference). The interval has a width even if
+    all scores are right; groups may differ in size and mean.
 
     Raises:
-        ValueError: There is no group, or a group is no scores.
+        ValueError: There is no group, a group is empty, or a score is outside [0, 1].
     """
     share, parts = _share(groups), [wilson(scores) for scores in groups]
     mean = math.fsum(share * part.mean for part in parts)
@@ -148,9 +134,9 @@ def mean_of_groups(groups: Sequence[Sequence[float]]) -> Interval:
 
 
 def difference_of_groups(groups: Sequence[Sequence[float]], *, seed: int = 0) -> Interval:
-    """Give the mean of the means of groups of paired differences a stratified percentile bootstrap interval.
+    """Compute a stratified bootstrap interval of the mean of groups' means, for paired differences.
 
-    Each resample draws every group's pairs anew, as many as the group has (10,000 resamples).
+    Each of 10,000 resamples draws from every group as many pairs as it has; the ends are percentiles.
 
     Raises:
         ValueError: There is no group, or a group is empty.
@@ -167,7 +153,7 @@ def difference_of_groups(groups: Sequence[Sequence[float]], *, seed: int = 0) ->
 
 
 def _share(groups: Sequence[Sequence[float]]) -> float:
-    # of each group in the mean
+    # a group's share of the mean
     if not groups or not all(map(len, groups)):
         raise ValueError("groups must have samples, got none or an empty one")
     return 1 / len(groups)

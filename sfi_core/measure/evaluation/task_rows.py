@@ -1,9 +1,8 @@
-"""The row of a sample under a method: what was asked, what came, and what it is worth."""
+"""The row of a sample under a method: the prompt, the answer and its scores."""
 
 from collections.abc import Iterable
 from typing import Any
 
-from sfi_core.engine.report import LosslessReport
 from sfi_core.generation.generate import Result
 from sfi_core.measure.evaluation.method import MethodVariant
 from sfi_core.measure.evaluation.tasks import TaskSample, find_task
@@ -18,7 +17,7 @@ MEASURED = (
 
 
 def empty_row(variant: MethodVariant, sample: TaskSample) -> dict[str, Any]:
-    """Return the columns that are known before decoding; every row has them in this order."""
+    """Return a row with the columns known before decoding, all others empty; it sets the order."""
     return {
         **variant.columns(len(sample.prompt_ids)),
         "task": sample.task,
@@ -32,22 +31,18 @@ def empty_row(variant: MethodVariant, sample: TaskSample) -> dict[str, Any]:
     }
 
 
-def counts(report: LosslessReport) -> dict[str, int]:
-    """Return what a lossless request verified, drafted, tested and accepted, as columns."""
-    return {name: getattr(report, name) for name in COUNTS}
-
-
 def decoded_rows(
     variant: MethodVariant, samples: Iterable[TaskSample], result: Result, tokenizer: Any
 ) -> list[dict[str, Any]]:
-    """Score the requests of a run, one a sample, in the order of the run's prompts.
+    """Return a row for each request of a run; `samples` are in the order of the run's prompts.
 
-    Seconds are a request's own; `tokens_per_second` is the whole run's.
+    `decode_seconds` is a request's own; `tokens_per_second` is the whole run's.
     """
     rows = []
     for sample, report, text in zip(samples, result.report.requests, result.texts, strict=True):
         scores = dict(find_task(sample.task).score(sample, report.token_ids, text, tokenizer))
         places, right = by_sentence(sample, text, tokenizer)
+        lossless = report.lossless
         rows.append(
             empty_row(variant, sample)
             | {
@@ -66,7 +61,7 @@ def decoded_rows(
                 "sentence_scores": right,
                 "text": text,
                 "token_ids": report.token_ids,
-                **({} if report.lossless is None else counts(report.lossless)),
+                **({name: getattr(lossless, name) for name in COUNTS} if lossless else {}),
             }
         )
     return rows

@@ -1,4 +1,4 @@
-"""Decode given texts under a policy, and hand out the model's logits at each step."""
+"""Decode given texts under a policy, and pass the logits of each step to a function."""
 
 from collections.abc import Callable, Sequence
 from itertools import count
@@ -33,10 +33,7 @@ def teacher_force(
     config: SfiConfig | None = None,
     **options: Any,
 ) -> RunReport:
-    """Read the first tokens as a prompt, then decode the others one by one, whatever the logits are.
-
-    As `teacher_force_batch` with one text, whose logits `on_logits` gets as `[V]`.
-    """
+    """Call `teacher_force_batch` with one text; `on_logits` gets its logits as `[V]`."""
     return teacher_force_batch(
         model,
         tokenizer,
@@ -64,10 +61,10 @@ def teacher_force_batch(
     observers: Sequence[Observer] = (),
     audit: AuditConfig | None = None,
 ) -> RunReport:
-    """Read the first tokens of texts of one length as prompts, then decode the others together.
+    """Read the first tokens of texts of one length as prompts, then decode the others, all texts together.
 
     Step t predicts `text[prompt_tokens + t]` and reads the token before it, as in `generate`. Step 0 is the
-    prompt's last position: dense under every policy. Stop tokens of a text do not end the run.
+    prompt's last position and dense under every policy. Stop tokens in a text do not end the run.
 
     Args:
         model: A decoder-only model of transformers.
@@ -79,10 +76,10 @@ def teacher_force_batch(
         policy: A name from `sfi_core.policies.POLICIES`.
         prefill_chunk: Prompt tokens of one forward pass; 0 for all at once.
         backend: "auto", "torch" or "triton".
-        engine: How steps are run.
-        shared: The prompts as `read_prompt` read them; the prompts are not read again.
-        observers: Told of every step, refresh and span.
-        audit: What to compare with dense attention, for the observers.
+        engine: The engine's switches.
+        shared: The cache of the prompts from `read_prompt`; None reads the prompts.
+        observers: Get the events of the run.
+        audit: The audit whose events the observers get.
 
     Raises:
         ConfigError: A setting is out of range, the texts differ in length, a prompt leaves no token, or
@@ -98,7 +95,7 @@ def teacher_force_batch(
         raise ConfigError(
             f"prompt_tokens must be positive and below the text's {sizes[0]}, got {prompt_tokens}"
         )
-    capacity = sizes[0] - 1  # the last token is predicted, never read
+    capacity = sizes[0] - 1  # the last token is only predicted
     check_lengths(model, [ids[:capacity] for ids in texts], 0)
     ids_BT, mask_BT = left_pad([ids[:prompt_tokens] for ids in texts], model.device)
     if shared is not None:
@@ -136,7 +133,7 @@ def teacher_force_batch(
 def _given(
     given: Sequence[Sequence[int]], on_logits: OnLogits
 ) -> Callable[[torch.Tensor], list[int]]:
-    # what picks the texts' own tokens, step by step
+    # a function that picks the texts' own tokens
     steps = count()
 
     def next_token(logits_BV: torch.Tensor) -> list[int]:

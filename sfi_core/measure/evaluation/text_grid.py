@@ -1,4 +1,4 @@
-"""Compare methods with full attention on windows of a text, a row for each method, size and window."""
+"""Compare methods with full attention on windows of a text."""
 
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -20,16 +20,12 @@ from sfi_core.settings.engine import DEFAULTS, EngineOptions
 class TextGrid:
     """The rows of a comparison: every method at every size on every window.
 
-    Full attention and lossless methods have no row: what a text's own tokens ask of them is the reference.
+    Full attention and lossless methods have no rows: they would equal the reference.
 
     Attributes:
-        methods: The methods that decode.
-        sizes: How much a fast step may read.
-        text: The text.
         lengths: Tokens of the windows' prompts.
         tokens: Tokens of each continuation, which are decoded.
         count: Windows of each length.
-        table: The table of the rows.
     """
 
     methods: tuple[Method, ...]
@@ -41,11 +37,7 @@ class TextGrid:
     table: ClassVar[str] = "fidelity"
 
     def __post_init__(self) -> None:
-        """Reject an empty grid, and one with two methods or sizes of one name.
-
-        Raises:
-            ConfigError: The grid is one of these.
-        """
+        """Raise `ConfigError` for an empty grid or a value given twice."""
         check_distinct(
             {
                 "method": [method.label for method in self.methods],
@@ -59,14 +51,14 @@ class TextGrid:
                 "got none"
             )
         for name, value in (("tokens", self.tokens), ("windows", self.count)):
-            # the first token follows from the prompt, which every method reads densely
+            # the first token is the same under every method: the prompt is read densely
             least = 2 if name == "tokens" else 1
             if value < least:
                 raise ConfigError(f"{name} must be at least {least}, got {value}")
 
     @property
     def variants(self) -> list[MethodVariant]:
-        """The methods at their sizes, each of which decodes every window; none that is full attention."""
+        """The methods at their sizes, without those that are full attention."""
         methods = [
             method for method in self.methods if method.policy != WHOLE and not method.lossless
         ]
@@ -74,7 +66,7 @@ class TextGrid:
 
     @property
     def keys(self) -> list[Key]:
-        """The keys of all rows, in the order in which they come."""
+        """The keys of all rows, in order."""
         return [
             (*one.key, length, window)
             for window in range(self.count)
@@ -87,15 +79,15 @@ class TextGrid:
         return row["method"], row["size"], row["length"], row["window"]
 
     def weight(self, key: Key) -> int:
-        """Return the context of a row, which its time grows with."""
+        """Return the context of a row."""
         return int(key[2])
 
     def check(self, model: Any, tokenizer: Any) -> None:
-        """Refuse, before anything runs, a text that is too short and windows that the model cannot hold.
+        """Check the grid before anything runs.
 
         Raises:
             InputError: The text is too short, or a window too long.
-            ConfigError: A size selects nothing.
+            ConfigError: A size selects no token.
         """
         limit = positions_of(model)
         check_lengths_asked(limit, self.lengths)
@@ -157,7 +149,7 @@ class TextGrid:
         engine: EngineOptions,
         options: Mapping[str, Any],
     ) -> Iterator[dict[str, Any]]:
-        # decode windows of one length together; what fails is done one by one
+        # decode windows of one length together; methods that fail decode them one by one
         length, full, problem = next(iter(chosen.values())).prompt_tokens, None, ""
         try:
             full = reference(
@@ -186,7 +178,7 @@ class TextGrid:
         if len(chosen) == 1:
             yield from (self._row(one, length, *chosen) | {"error": problem} for one in failed)
             return
-        del full  # its memory is the next window's
+        del full  # frees memory for the next window
         for number, window in chosen.items() if failed else ():
             alone = {number: window}
             yield from self._rows(model, tokenizer, alone, failed, prefill_chunk, engine, options)
@@ -208,7 +200,7 @@ class TextGrid:
         return number, self.lengths[length]
 
     def _batches(self, size: int) -> Iterator[list[int]]:
-        # units of one length, in the order of the keys for a size of 1
+        # batches of units of one length; for size 1 in the order of the keys
         for first in range(0, self.count, size):
             numbers = range(first, min(first + size, self.count))
             for length in range(len(self.lengths)):
@@ -223,7 +215,7 @@ def to_row(found: Fidelity) -> dict[str, Any]:
 
 
 def from_rows(rows: Sequence[Mapping[str, Any]]) -> Fidelity:
-    """Put the steps of some windows together again."""
+    """Join the steps of the windows of some rows; the inverse of `to_row`."""
     known = {field.name for field in fields(RequestReport)}
     return Fidelity.join(
         Fidelity(

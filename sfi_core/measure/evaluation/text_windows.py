@@ -12,9 +12,9 @@ class Window:
     """A piece of a text.
 
     Attributes:
-        start: The place of its first token in the text.
+        start: The index of the window's first token in the text.
         prompt_tokens: Tokens that are read as a prompt.
-        ids: Its tokens, with those that every window starts with.
+        ids: The window's tokens, after the prefix that every window starts with.
     """
 
     start: int
@@ -33,10 +33,10 @@ def windows(
 
     Args:
         ids: The text's tokens, without special ones.
-        prompt_tokens: Tokens of each prompt, `prefix` included.
+        prompt_tokens: Tokens of each prompt, including `prefix`.
         new_tokens: Tokens of each continuation.
         count: The number of windows.
-        prefix: The tokens that every window starts with, such as the tokenizer's start-of-text token.
+        prefix: Special tokens that every window starts with, such as the start-of-text token.
 
     Raises:
         InputError: The text is too short.
@@ -60,7 +60,7 @@ def windows(
 
 
 def text_ids(tokenizer: Any, text: str) -> tuple[list[int], list[int]]:
-    """Return a text's own tokens, and the special ones that the tokenizer puts before a text."""
+    """Return a text's own tokens, and the special tokens that the tokenizer puts before a text."""
     own: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     start = tokenizer.bos_token_id
     first = tokenizer("a")["input_ids"][:1]
@@ -68,7 +68,7 @@ def text_ids(tokenizer: Any, text: str) -> tuple[list[int], list[int]]:
 
 
 def sentence_positions(window: Window, ends: Collection[int]) -> list[int]:
-    """Return each step's distance from the last step or prompt token whose token is one of `ends`."""
+    """Return for each step the tokens since the last one among `ends`, in the prompt or decoded."""
     last, found = 0, []
     for place, token in enumerate(window.ids[:-1]):
         last = place if token in ends else last

@@ -1,1 +1,1 @@
-"""Which KV heads of a layer attend alike: similarity, clusters, agreement of parts of a corpus."""
+"""Similarity of a layer's KV heads, clusters of heads, and agreement of clusters between texts."""

@@ -1,13 +1,13 @@
-"""How far the clusters of disjoint parts of a corpus agree (SyncKV, B.1, robustness)."""
+"""Agreement of the clusters of disjoint parts of a corpus (SyncKV, B.1, robustness)."""
 
 from collections.abc import Sequence
 from itertools import combinations
 
 
 def pair_agreement(first: Sequence[int], second: Sequence[int]) -> float:
-    """Return the share of head pairs that both clusterings put together, or both keep apart (Rand index).
+    """Return the share of head pairs on which two clusterings agree: both join or both separate (Rand index).
 
-    The numbers of the clusters do not matter. A layer with one head has no pair: 1.
+    The numbers of the clusters do not matter. Without a pair (one head) the share is 1.
 
     Paper gap: the paper reports no measure ("the vast majority of heads remained consistent"). The plain
     share is not adjusted for chance: two clusters of eight heads agree on about half of the pairs by chance.
@@ -20,6 +20,6 @@ def pair_agreement(first: Sequence[int], second: Sequence[int]) -> float:
 
 
 def mean_agreement(clusterings: Sequence[Sequence[int]]) -> tuple[float, float]:
-    """Return the mean and the least `pair_agreement` of every two clusterings; at least two are given."""
+    """Return the mean and the least `pair_agreement` over the pairs of at least two clusterings."""
     shares = [pair_agreement(first, second) for first, second in combinations(clusterings, 2)]
     return sum(shares) / len(shares), min(shares)

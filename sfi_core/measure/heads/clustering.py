@@ -8,18 +8,14 @@ import numpy.typing as npt
 from sfi_core.errors import BackendError, ConfigError
 from sfi_core.measure.heads.similarity import Matrix
 
-STARTS, ROUNDS = 32, 100  # seeded starts of K-Means, and its iterations at most
-DIGITS, NEAR = 9, 1e-8  # of a distance; what differs by less is equal, whatever the order of a sum
+STARTS, ROUNDS = 32, 100  # seeded starts of K-Means, and its most iterations
+DIGITS, NEAR = 9, 1e-8  # of a distance: smaller differences may come from the order of a sum
 
 Labels = tuple[int, ...]
 
 
 def check_scipy() -> None:
-    """Refuse to cluster where a package of the extra is missing.
-
-    Raises:
-        BackendError: Naming what to install.
-    """
+    """Raise `BackendError` if SciPy is not installed."""
     if find_spec("scipy") is None:
         raise BackendError(
             "head clusters need scipy, which is not installed; pip install 'sfi-toolkit[tune]'"
@@ -27,11 +23,7 @@ def check_scipy() -> None:
 
 
 def check_count(clusters: int, heads: int) -> None:
-    """Refuse more clusters than a layer has KV heads.
-
-    Raises:
-        ConfigError: With both numbers.
-    """
+    """Raise `ConfigError` for more clusters than KV heads."""
     if clusters > heads:
         raise ConfigError(
             f"representatives must be at most the layer's {heads} KV heads, got {clusters}"
@@ -47,11 +39,11 @@ def distance(similarity_HH: Matrix) -> Matrix:
 def cluster(similarity_HH: Matrix, clusters: int, seed: int = 0) -> tuple[Labels, Labels]:
     """Cluster the KV heads of a layer, and choose a representative for each cluster (SyncKV, B.1, 3-4).
 
-    Every head is a row of the distance matrix, its distances to all heads.
+    K-Means clusters the rows of the distance matrix; a head's row has its distances to all heads.
 
     Paper gap: how K-Means starts is not given. Ours takes the best of 32 seeded k-means++ starts, the one
-    with the least sum of squared distances to the centroids. Where the heads have fewer different rows than
-    there are clusters, heads of the largest cluster fill the others.
+    with the least sum of squared distances to the centroids. If there are fewer different rows than clusters,
+    heads of the largest cluster fill the empty clusters.
 
     Args:
         similarity_HH: S of every two heads.
@@ -59,8 +51,8 @@ def cluster(similarity_HH: Matrix, clusters: int, seed: int = 0) -> tuple[Labels
         seed: Seed of the starts.
 
     Returns:
-        Each head's cluster, and each cluster's representative: the head nearest to the centroid, the lower
-        one of two that are as near. Clusters are numbered by their lowest heads.
+        Each head's cluster, and each cluster's representative: the head nearest to the centroid, the lower of
+        equally near heads. Clusters are numbered by their lowest heads.
 
     Raises:
         ConfigError: More clusters than heads.
@@ -95,7 +87,7 @@ def _k_means(row_HX: Matrix, clusters: int, seed: int) -> npt.NDArray[np.int64]:
 
 
 def _filled(label_H: npt.NDArray[np.int64], clusters: int) -> npt.NDArray[np.int64]:
-    # the last head of the largest cluster goes to a cluster that has none
+    # move the last head of the largest cluster into an empty cluster
     found = label_H.copy()
     for number in range(clusters):
         if not (found == number).any():

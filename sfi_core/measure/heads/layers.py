@@ -1,4 +1,4 @@
-"""The clusters of every layer, of all texts and of disjoint parts of them."""
+"""The clusters of every layer, over all texts and over disjoint parts of the texts."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from sfi_core.measure.heads.agreement import mean_agreement
 from sfi_core.measure.heads.clustering import Labels, check_count, cluster
 from sfi_core.measure.heads.similarity import Matrix, Similarity, joined
 
-PARTS = 2  # where there are as many texts
+PARTS = 2  # default number of parts
 Sums = Mapping[int, Similarity]  # by layer
 
 
@@ -61,7 +61,7 @@ class LayerClusters:
 
 
 def part_count(texts: int, parts: int | None) -> int:
-    """Return how many parts some texts make: `parts`, or where that is None 2, or 1 for a single text.
+    """Return the number of parts; by default 2, or 1 for a single text.
 
     Raises:
         ConfigError: More parts than texts.
@@ -73,10 +73,10 @@ def part_count(texts: int, parts: int | None) -> int:
 
 
 def parts_of(texts: Sequence[Sums], parts: int | None) -> list[dict[int, Similarity]]:
-    """Deal texts out to disjoint parts in turns, and join the similarities of each part.
+    """Deal texts out to disjoint parts, and join the similarities of each part.
 
     Args:
-        texts: Similarities of each text by layer, of the same layers.
+        texts: Similarities by layer, for each text; all texts have the same layers.
         parts: See `part_count`.
 
     Raises:
@@ -87,7 +87,7 @@ def parts_of(texts: Sequence[Sums], parts: int | None) -> list[dict[int, Similar
 
 
 def cluster_layers(parts: Sequence[Sums], clusters: int) -> list[LayerClusters]:
-    """Cluster the KV heads of every layer, by all parts and by each part alone (SyncKV, 4.1 and B.1).
+    """Cluster the KV heads of every layer, over all parts and over each part (SyncKV, 4.1 and B.1).
 
     Args:
         parts: Similarities of disjoint texts by layer.

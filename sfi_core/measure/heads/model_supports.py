@@ -1,6 +1,6 @@
-"""What the KV heads of a model attend to in a text: top-k sets of the text's last queries (SyncKV, B.1)."""
+"""Top-k sets of a model's KV heads for the last queries of a text (SyncKV, B.1)."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,21 +13,20 @@ from sfi_core.state.kv_store import KVStore
 from sfi_kernels.dense_attention import window_logits
 from sfi_kernels.top_k import top_k
 
-QUERIES = 128  # queries of a text that are looked at, from its end
-PIECE = 16  # of them at once
+QUERIES = 128  # last queries of a text
+PIECE = 16  # queries computed at once
 
 
 def cut_texts(tokenizer: Any, texts: Sequence[str], length: int, top: int) -> list[list[int]]:
-    """Cut texts into pieces of `length` tokens, as many as each has; a text's shorter rest is dropped.
+    """Cut texts into pieces of `length` tokens; drop a text's shorter rest, keep a shorter text.
 
-    A text shorter than `length` is one piece. Paper gap: B.1 takes the first 1,000 tokens of each article; a
-    long file of ours makes several texts.
+    Paper gap: B.1 takes the first 1,000 tokens of each article; a long file of ours makes several texts.
 
     Args:
         tokenizer: The model's tokenizer.
         texts: The texts.
         length: Tokens of a piece.
-        top: k. With at most k tokens, every head's set would be the same.
+        top: k; a piece of at most k tokens would give every head the same set.
 
     Raises:
         InputError: A piece has at most `top` tokens.
@@ -49,26 +48,22 @@ def text_supports(
     model: Any,
     ids: Sequence[int],
     top: int,
-    *,
-    on_read: Callable[[int, int], None] | None = None,
     **reading: Any,
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Read a text densely, and say what its last queries attend to most.
+    """Read a text densely, and yield the positions that its last queries attend to most.
 
-    The text's own tokens are the steps: what a model that writes this text would attend to. Paper gap:
-    "within a local window" (B.1, step 2) is read as the last 128 queries, each of which sees every token
-    before it.
+    Each query stands for a decoding step that writes the text. Paper gap: "within a local window" (B.1,
+    step 2) is read as the last 128 queries, each of which sees every token before it.
 
     Args:
         model: A model of transformers.
         ids: Token ids of the text, more than `top`.
         top: k.
-        on_read: Called with the tokens read so far and in all.
         reading: Options of `read_prompt`: backend and prefill_chunk.
 
     Yields:
-        Each full-attention layer, with [N, H, K] int32: the k positions of each query and KV head that weigh
-        most, ascending. A KV head's weight is the largest of its query heads' (B.1, GQA).
+        Each full-attention layer, with [N, H, K] int32: for each query and KV head the k positions of largest
+        weight, ascending. A KV head's weight is the largest of its query heads' (B.1, GQA).
 
     Raises:
         InputError: The text is longer than the model's positions.
@@ -76,9 +71,7 @@ def text_supports(
         MemoryForecastError: The text would not fit.
     """
     queries = min(QUERIES, len(ids) - top)
-    read = read_prompt(
-        model, None, [ids], capacity=len(ids), window=queries, on_prefill=on_read, **reading
-    )
+    read = read_prompt(model, None, [ids], capacity=len(ids), window=queries, **reading)
     for layer, kept in read.layers.items():
         yield layer, _layer_supports(read.store, layer, kept, len(ids), top)
 
@@ -110,14 +103,14 @@ def pooled_weight(logits_HGWT: torch.Tensor, sink_HG: torch.Tensor | None = None
     """Pool the attention weights of a KV head's query heads by their maximum (SyncKV, B.1, GQA).
 
     Args:
-        logits_HGWT: Logits of W queries, float32; -inf where a query may not look.
-        sink_HG: Learned sink logits, which take their share of the softmax; None for none.
+        logits_HGWT: Logits of W queries, float32; -inf at masked positions.
+        sink_HG: Learned sink logits, which take their share of the softmax; None without.
 
     Returns:
-        [W, H, T] float32; -inf where a query may not look, so that `top_k` never picks such a position.
+        Log weights, [W, H, T] float32; -inf at masked positions, which `top_k` never picks.
     """
     log_sum_HGW = logits_HGWT.logsumexp(-1)
     if sink_HG is not None:
         log_sum_HGW = torch.logaddexp(log_sum_HGW, sink_HG.float()[:, :, None])
-    # the logarithm of the weight: its order is the weight's, and small weights do not become 0
+    # the logarithm keeps the order of the weights, and small weights do not become 0
     return (logits_HGWT - log_sum_HGW[..., None]).amax(1).transpose(0, 1).contiguous()

@@ -1,4 +1,4 @@
-"""How alike the KV heads of a layer attend: overlap of their top-k sets (SyncKV, Section 4.1)."""
+"""Similarity of a layer's KV heads: the overlap of their top-k sets (SyncKV, Section 4.1)."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 
 Matrix = npt.NDArray[np.float64]
-PIECE = 16  # steps compared at once: each head and cached token takes a float of a step
+PIECE = 16  # steps compared at once; a step takes a float for each head and cached token
 
 
 def overlap(index_NHK: torch.Tensor) -> torch.Tensor:
@@ -19,12 +19,11 @@ def overlap(index_NHK: torch.Tensor) -> torch.Tensor:
         index_NHK: For N steps the attended positions of each KV head, integers, padded with -1.
 
     Returns:
-        [N, H, H] float64 in 0 to 1: the shared positions over those of the smaller set; 0 where a set is
-        empty.
+        [N, H, H] float64 in [0, 1]: the shared positions over those of the smaller set; 0 for an empty set.
     """
     N, H, _ = index_NHK.shape
     T = int(index_NHK.max()) + 1 if index_NHK.numel() else 0
-    # padding is put into a column of its own, which is cut off
+    # padding goes to an extra column, which is cut off
     member_NHT = torch.zeros(N, H, T + 1, device=index_NHK.device)
     place_NHK = torch.where(index_NHK < 0, T, index_NHK).long()
     member_NHT = member_NHT.scatter_(2, place_NHK, 1.0)[..., :T]
@@ -36,12 +35,7 @@ def overlap(index_NHK: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Similarity:
-    """Sums of overlaps over steps and texts, of one layer.
-
-    Attributes:
-        total_HH: Sum of the overlap coefficients.
-        steps: Steps that were added.
-    """
+    """A layer's overlap coefficients, summed over `steps` steps."""
 
     total_HH: Matrix
     steps: int
@@ -62,7 +56,7 @@ class Similarity:
 
 
 def joined(parts: Iterable[Mapping[int, Similarity]]) -> dict[int, Similarity]:
-    """Add similarities up by layer; every step counts the same, whichever text the step is of."""
+    """Add similarities up by layer; all steps of all texts count the same."""
     found: dict[int, Similarity] = {}
     for part in parts:
         for layer, one in part.items():

@@ -1,4 +1,4 @@
-"""The kernel benchmark checks each op against its formula, then times the op and its rivals."""
+"""The kernel benchmark: check each op against its formula, then time the op and its rivals."""
 
 from sfi_core.measure.kernel_bench.bench import run_bench
 from sfi_core.measure.kernel_bench.result import KernelResult, WrongResultError

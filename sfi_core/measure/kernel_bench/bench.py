@@ -1,4 +1,4 @@
-"""The benchmark's run: check everything, then time everything, then make the rows."""
+"""The run of the kernel benchmark: check every variant, then time all of them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -32,13 +32,13 @@ def run_bench(
     device: torch.device,
     progress: Progress = lambda *_: None,
 ) -> KernelResult:
-    """Check every variant, then time all of them in turn.
+    """Check every variant, then time the variants in turns.
 
-    `progress` gets the phase, the calls done and the calls in all. A variant that fails is noted, and the
-    others are timed; see `KernelResult.check`.
+    `progress` gets the phase, the calls done and the number of calls. A variant that fails is noted and not
+    timed; see `KernelResult.check`.
 
     Raises:
-        MemoryForecastError: The inputs and their checks do not fit.
+        MemoryForecastError: The inputs and their checks do not fit into memory.
         BackendError: A kernel does not take this shape.
     """
     _check_fits(settings, backend, device)
@@ -85,7 +85,7 @@ def _time(result: KernelResult, clock: Clock, device: torch.device, progress: Pr
         try:
             for one, time_us in zip(timed, clock.time(calls), strict=True):
                 one.times.times_us.append(time_us)
-        except RuntimeError as error:  # on CUDA nobody knows which call it was
+        except RuntimeError as error:  # CUDA does not tell which call failed
             result.stopped = reason(error)
             return
     progress("timing", repeats, repeats)

@@ -1,4 +1,4 @@
-"""The bytes an op cannot avoid: every input that counts read once, every output written once.
+"""The least bytes that an op moves: every input read once, every output written once.
 
     attention over A tokens   B H A (D + E) s of keys and values, 2 B H G D s of query and output
       with evidence           and 4 B H G T of logits
@@ -22,8 +22,7 @@
 
 s is the bytes of a number, E = D here, S = sink + K, C = 16 channels, c = 4 bytes of a key's code, in
 PyTorch C. Of recall's rows, S - C come over the link to the host.
-Work lists, lengths, block tables and the log-sum-exp, which a slow step hands to the Selector with the
-logits, are left out.
+Work lists, lengths, block tables and the log-sum-exp (which a slow step passes to the Selector) are left out.
 """
 
 from sfi_core.measure.kernel_bench.settings import (
@@ -55,7 +54,7 @@ def attention_bytes(
 
 
 def mixed_heads_bytes(settings: KernelSettings, tokens: int, dense: int) -> int:
-    """Return the bytes of attention over `tokens` tokens, but over all of them in `dense` KV heads."""
+    """Return the bytes of attention over `tokens` tokens, over all tokens in `dense` of the KV heads."""
     more = (settings.context - tokens) * _row_bytes(settings) * dense // settings.kv_heads
     return attention_bytes(settings, tokens) + more
 
@@ -73,13 +72,13 @@ def top_k_bytes(settings: KernelSettings, budget: int) -> int:
 
 
 def pack_bytes(settings: KernelSettings, rows: int) -> int:
-    """Return the bytes of packing `rows` rows, sinks included, of every request."""
+    """Return the bytes of packing `rows` rows of every request, including sinks."""
     positions = settings.batch * settings.kv_heads * rows
     return 2 * rows * _row_bytes(settings) + positions * INT32
 
 
 def recall_bytes(settings: KernelSettings, rows: int, reused: int) -> int:
-    """Return the bytes of recalling `rows` rows, sinks included; `reused` of them are on the device."""
+    """Return the bytes of recalling `rows` rows, including sinks; `reused` of them are on the device."""
     positions = settings.batch * settings.kv_heads * (rows - settings.sink + reused)
     return pack_bytes(settings, rows) + positions * INT32
 
@@ -90,7 +89,7 @@ def append_bytes(settings: KernelSettings) -> int:
 
 
 def encode_bytes(settings: KernelSettings, code_bytes: int) -> int:
-    """Return the bytes of coding all keys, in `code_bytes` bytes each; each request reads the basis."""
+    """Return the bytes of coding all keys, with `code_bytes` bytes a key; each request reads the basis."""
     keys = settings.context * _row_bytes(settings) // 2
     return keys + _keys(settings) * code_bytes + _basis_bytes(settings)
 
@@ -110,7 +109,7 @@ def prompt_bytes(settings: KernelSettings, queries: int, tokens: int) -> int:
 
 
 def prompt_flops(settings: KernelSettings, queries: int, tokens: int) -> int:
-    """Return the multiplications and additions of the same: a key's product and a value's, where seen."""
+    """Return the multiplications and additions of the same queries; masked pairs do not count."""
     pairs = queries * tokens - queries * (queries - 1) // 2
     return 4 * settings.heads * settings.head_dim * pairs
 
@@ -120,7 +119,7 @@ def _keys(settings: KernelSettings) -> int:
 
 
 def _basis_bytes(settings: KernelSettings) -> int:
-    # a mean, and what projects keys or queries
+    # a mean, and the projection of keys or queries
     heads = settings.batch * settings.kv_heads
     return heads * settings.head_dim * (CHANNELS + 1) * FLOAT32
 
@@ -134,20 +133,22 @@ def _row_bytes(settings: KernelSettings) -> int:
 def forecast_bytes(settings: KernelSettings, backend: str) -> int:
     """Return the memory that the inputs and their checks need."""
     history = settings.context * _row_bytes(settings)
-    total = history * (2 if backend == "triton" else 1)  # contiguous for SDPA, and in pages
+    total = history * (
+        2 if backend == "triton" else 1
+    )  # contiguous for SDPA, for Triton also in pages
     packed = [s + settings.sink for s in map(settings.budget, settings.retentions)]
     if PACKED_OPS & set(settings.ops):
         total += sum(packed) * _row_bytes(settings)
     if "recall" in settings.ops:
-        # the old and the new segment; pages on the host, which a CUDA device's memory does not hold
+        # the old and the new segment, and the host's pages, which a CUDA device does not hold
         total += 2 * sum(packed) * _row_bytes(settings)
         total += history if backend == "torch" else 0
     if {"selector", "top_k"} & set(settings.ops):
         positions = settings.batch * settings.context * FLOAT32
-        # the reference's transients: four tensors like the logits, a dozen like the scores
+        # the reference's temporary tensors: four of the logits' size, a dozen of the scores'
         total += positions * (5 * settings.heads + 12 * settings.kv_heads)
     if CODE_OPS & set(settings.ops):
-        # codes and unpacked levels; a request's channels in float64, a few times
+        # codes and unpacked levels; six tensors of a request's channels in float64
         total += _keys(settings) * CHANNELS * (1 + FLOAT32)
         total += _keys(settings) // settings.batch * CHANNELS * 2 * FLOAT32 * 6
     if "prompt" in settings.ops:  # a piece's queries and outputs, and a rival's own keys and values
@@ -157,7 +158,7 @@ def forecast_bytes(settings: KernelSettings, backend: str) -> int:
         numbers = settings.batch * settings.heads * settings.head_dim
         total += numbers * 2 * sum(VERIFIED) * settings.torch_dtype.itemsize
         total += 2 * numbers * max(VERIFIED) * FLOAT32
-    # the check takes a request at a time: keys and values in twice their precision, logits and weights
+    # the check of one request at a time: keys and values in twice their precision, logits and weights
     wide = 2 * settings.torch_dtype.itemsize
     request = settings.context * (3 * settings.kv_heads * settings.head_dim + 4 * settings.heads)
     return total + wide * request

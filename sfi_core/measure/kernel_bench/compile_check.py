@@ -1,4 +1,4 @@
-"""Compiling every Triton kernel without a GPU, in processes of their own."""
+"""Compile every Triton kernel without a GPU, in subprocesses."""
 
 import json
 import os
@@ -45,7 +45,7 @@ CODES = (
 def compile_kernels(
     archs: Sequence[str] = ARCHS, on_kernel: Callable[[dict[str, Any]], None] | None = None
 ) -> list[dict[str, Any]]:
-    """Compile every specialization of every kernel; `on_kernel` gets each row once it is made, from a thread.
+    """Compile every specialization of every kernel; a thread calls `on_kernel` with each row at once.
 
     Returns:
         A row for each: `kernel`, `arch`, `registers`, `spill_bytes`, `shared_bytes`, `async_buffers`,
@@ -88,12 +88,12 @@ def _part(
 
 
 def is_clean(row: dict[str, Any]) -> bool:
-    """Say whether a kernel neither spills nor asks for more shared memory than there is."""
+    """Say whether a kernel neither spills registers nor exceeds the shared memory."""
     return not row["spill_bytes"] and not row["over_limit"]
 
 
 def markdown(rows: Sequence[dict[str, Any]]) -> str:
-    """Write the table for docs/."""
+    """Write the page docs/evidence/kernels.md."""
     archs = list(dict.fromkeys(row["arch"] for row in rows))
     cells = {(row["kernel"], row["arch"]): row for row in rows}
     lines = [

@@ -1,4 +1,4 @@
-"""The random inputs of the benchmark: one layer of a decoding step, never zeros."""
+"""The random inputs of the benchmark: one layer of a decoding step."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -15,8 +15,8 @@ from sfi_kernels.selector import selector
 from sfi_kernels.split_plan import split_plan, work_items
 from sfi_kernels.step_descriptor import StepDescriptor, StepRequest, describe_step
 
-# standard deviation of the logits: attention then rests on some thirty tokens of 16K, so that a missing
-# token shows in the output; with queries of unit length it would be a mean over all of them
+# standard deviation of the logits: attention rests on some thirty tokens of 16K, so that a missing token
+# shows in the output; with queries of unit length the output would be almost the mean over all tokens
 PEAKEDNESS = 2.5
 
 
@@ -25,9 +25,7 @@ class LayerData:
     """A layer's cache and one step's query for every request.
 
     Attributes:
-        query_BHGD: The step's queries.
         key_BHTD: Keys, contiguous, as SDPA reads them.
-        value_BHTD: Values.
         pages: The same rows in pages; several pages of a request are in a shuffled order.
         block_table_BP: Page numbers.
         length_B: Cached tokens, int32.
@@ -50,14 +48,16 @@ class LayerData:
 
 @dataclass(frozen=True, slots=True)
 class Selected:
-    """What one retention selects: random positions of J, and room for their rows.
+    """The selection of a retention: random positions of J, and a segment for their rows.
+
+    The segment holds poison until `pack` has run.
 
     Attributes:
         index_BHK: The selected positions, ascending, int32.
-        key_BHSD: Packed keys. These and the tensors below hold poison until `pack` has run.
+        key_BHSD: Packed keys.
         value_BHSD: Packed values.
         position_BHS: Positions of the packed rows, int32.
-        length_BH: Rows that count, int32.
+        length_BH: Packed rows, int32.
     """
 
     index_BHK: torch.Tensor
@@ -72,7 +72,7 @@ class Selected:
         return self.key_BHSD, self.value_BHSD, self.position_BHS, self.length_BH
 
     def empty_like(self) -> "Selected":
-        """Return the same positions with room of their own, poisoned."""
+        """Return the same positions with a new, poisoned segment."""
         made = Selected(self.index_BHK, *(torch.empty_like(part) for part in self.segment))
         made.poison()
         return made
@@ -86,7 +86,7 @@ class Selected:
 
 
 def layer_data(settings: KernelSettings, device: torch.device, *, one_page: bool) -> LayerData:
-    """Draw a layer's cache."""
+    """Draw a layer's cache and queries."""
     generator = torch.Generator(device).manual_seed(settings.seed)
     options: dict[str, Any] = {"dtype": settings.torch_dtype, "device": device}
     B, H, T, D = settings.batch, settings.kv_heads, settings.context, settings.head_dim
@@ -96,6 +96,16 @@ def layer_data(settings: KernelSettings, device: torch.device, *, one_page: bool
     pages, table = _pages(key, value, T if one_page else PAGE_SIZE, generator)
     whole = torch.full((B,), T, dtype=torch.int32, device=device)
     return LayerData(query, key, value, pages, table, whole, whole - settings.recent)
+
+
+def draw_queries(
+    settings: KernelSettings, batch: int, count: int, device: torch.device, *, seed: int
+) -> torch.Tensor:
+    """Draw `count` queries of each request, [B, H, G, W, D]; `seed` is added to the settings' seed."""
+    generator = torch.Generator(device).manual_seed(settings.seed + seed)
+    sizes = batch, settings.kv_heads, settings.group, count, settings.head_dim
+    query = torch.randn(sizes, generator=generator, dtype=settings.torch_dtype, device=device)
+    return query * PEAKEDNESS
 
 
 def _pages(
@@ -142,13 +152,13 @@ def step_plan(
     programs: int | None = None,
     **request: Any,
 ) -> StepDescriptor:
-    """Plan a step of `settings.batch` equal requests; no variant times its plan, one serves all layers.
+    """Plan a step of `settings.batch` equal requests; planning is not timed, as a plan serves all layers.
 
     Args:
         settings: The shape.
         backend: "torch" or "triton".
-        device: Where the plan lies.
-        programs: Programs that share the work; None for those that the device runs at once.
+        device: The device of the plan.
+        programs: Programs that share the work; None for as many as the device runs at once.
         **request: Fields of `StepRequest`, besides the lengths and the sink.
     """
     made = StepRequest(
@@ -163,7 +173,7 @@ def step_plan(
 
 
 def evidence_logits(settings: KernelSettings, data: LayerData) -> torch.Tensor:
-    """Return the step's logits, [B, H, G, 1, T] float32, which a slow step hands to the Selector."""
+    """Return the step's logits, [B, H, G, 1, T] float32, the Selector's evidence."""
     query = data.query_BHGD[:, :, :, None]
     key, _, table = data.paged
     return window_logits.reference(query, key, table, data.length_B, scale=settings.scale)
@@ -177,10 +187,10 @@ def allowed(settings: KernelSettings, data: LayerData) -> torch.Tensor:
 
 
 def scores(settings: KernelSettings, data: LayerData, logits: torch.Tensor) -> torch.Tensor:
-    """Return the reference's scores, for Top-K."""
+    """Return the reference's scores, [B, H, T], the input of Top-K."""
     options = asdict(SelectorConfig())
     rows = []
-    for row in range(settings.batch):  # a request at a time, to keep the transients small
+    for row in range(settings.batch):  # a request at a time, to keep temporary tensors small
         one = slice(row, row + 1)
         norm = norms(settings, data)[one]
         rows.append(

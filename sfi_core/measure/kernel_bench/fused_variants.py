@@ -1,4 +1,4 @@
-"""The benchmark's norms, rotation and gate: what a decoding step does besides products and attention."""
+"""Variants of norm, rotation and gate: the ops of a decoding step besides products and attention."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -19,7 +19,7 @@ ROUNDINGS = 4  # to the dtype: a norm, its weight, a product and a sum
 def fused_variants(
     settings: KernelSettings, backend: str, device: torch.device
 ) -> Iterator[KernelVariant]:
-    """Yield the variants, at one token of every request; a row is as wide as all query heads."""
+    """Yield the variants for one token of every request; a row is as wide as all query heads."""
     made = {"rms_norm": _norm, "rotary": _rotation, "silu_mul": _gate}
     generator = torch.Generator(device).manual_seed(settings.seed + 3)
 
@@ -85,7 +85,7 @@ def _gate(settings: KernelSettings, backend: str, draw: Draw) -> Made:
 
 
 def _error(got: torch.Tensor, expected: torch.Tensor, sizes: torch.Tensor | None = None) -> float:
-    # each rounding is off by half an epsilon; float32 rows add their squares with up to a few more
+    # half an epsilon for each rounding, and a few float32 epsilons for the sums of squares
     kind = torch.finfo(got.dtype)
     bound = ROUNDINGS * (kind.eps + 4 * torch.finfo(torch.float32).eps)
     sizes = expected.abs() if sizes is None else sizes

@@ -1,4 +1,4 @@
-"""The gate before the clock: each op against its formula, written out in higher precision without our code.
+"""Checks before timing: each op against its formula, written in higher precision without our kernels.
 
 A check returns the error as a share of what rounding allows; above 1 the op is wrong. Copies must be exact.
 """
@@ -15,12 +15,12 @@ EXACT, WRONG = 0.0, float("inf")
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """An attention's output and how far rounding may take another one from it.
+    """The output of an attention, and bounds of the rounding error.
 
     Attributes:
         out_BHGD: The output, in a higher precision.
-        bound_BHGD: The bound for products and softmax in float32 and weights in the inputs' precision.
-        loose_BHGD: The bound for logits rounded to the inputs' precision as well, as some rivals do.
+        bound_BHGD: The bound for products and softmax in float32, and weights in the inputs' precision.
+        loose_BHGD: The bound if the logits are rounded to the inputs' precision too, as some rivals do.
     """
 
     out_BHGD: torch.Tensor
@@ -28,12 +28,12 @@ class Expected:
     loose_BHGD: torch.Tensor
 
     def error(self, out_BHGD: torch.Tensor, *, rival: bool = False) -> float:
-        """Return the largest error as a share of what is allowed; NaN counts as infinite."""
+        """Return the largest error as a share of its bound; NaN counts as infinite."""
         bound = self.loose_BHGD if rival else self.bound_BHGD
         return share((out_BHGD.to(self.out_BHGD) - self.out_BHGD).abs(), bound)
 
     def where(self, mine: torch.Tensor, other: "Expected") -> "Expected":
-        """Return these outputs where `mine` says so, and another attention's elsewhere."""
+        """Return this output where `mine` is true, and another attention's elsewhere."""
         pairs = (
             (self.out_BHGD, other.out_BHGD),
             (self.bound_BHGD, other.bound_BHGD),
@@ -43,12 +43,12 @@ class Expected:
 
 
 def share(error: torch.Tensor, bound: torch.Tensor | float) -> float:
-    """Return the largest error over its bound, infinite where it is not a number."""
+    """Return the largest error as a share of its bound; NaN counts as infinite."""
     return float((error / bound).nan_to_num(nan=WRONG).max())
 
 
 def same(got: torch.Tensor, expected: torch.Tensor) -> float:
-    """Compare copies."""
+    """Return `EXACT` for equal tensors, else `WRONG`."""
     return EXACT if torch.equal(got, expected) else WRONG
 
 
@@ -61,11 +61,11 @@ def textbook(
 ) -> Expected:
     """Attend to the positions `index_BHS`, or to all: softmax of q.k times v.
 
-    The precision is float64 for float32 inputs, and float32 for shorter ones, which round far more.
+    The precision is float64 for float32 inputs, and float32 for shorter inputs, which round far more.
 
-    A float32 product of D terms is off by D + 2 roundings of the sum of its terms' sizes, a softmax weight by
-    twice what its logits are and a few roundings of its own, and once more by a rounding to the inputs'
-    precision (to a multiple of its smallest number, at least) before it meets its value.
+    Bounds: a float32 product of D terms is off by D + 2 roundings of the sum of its terms' sizes. A softmax
+    weight is off by twice the error of its logits, by a few roundings of its own, and by a rounding to the
+    inputs' precision (at least to a multiple of the smallest number) before it multiplies its value.
     """
     own, single = torch.finfo(query_BHGD.dtype), torch.finfo(torch.float32).eps
     wide = torch.float64 if query_BHGD.dtype == torch.float32 else torch.float32
@@ -78,7 +78,7 @@ def textbook(
         query, key, value = query.to(wide), key.to(wide), value.to(wide)
         weight = (query @ key.mT * scale).softmax(-1)
         out = weight @ value
-        # the sum of a product's terms' sizes is at most the product of the lengths
+        # the sizes of a product's terms add up to at most the product of the two norms
         sizes = float(query.norm(dim=-1).max() * key.norm(dim=-1).max()) * scale
         logit = sizes * (key.shape[-1] + 2) * single
         relative = 4 * logit + own.eps + 32 * single
@@ -92,7 +92,7 @@ def textbook(
 def logits_error(
     got: torch.Tensor, expected: torch.Tensor, query: torch.Tensor, key: torch.Tensor, scale: float
 ) -> float:
-    """Compare the evidence with float32 logits; both are products of D terms."""
+    """Compare evidence with float32 logits; both are products of D terms."""
     sizes = query.float().norm(dim=-1).max() * max(row.float().norm(dim=-1).max() for row in key)
     bound = 2 * float(sizes) * scale * (key.shape[-1] + 2) * torch.finfo(torch.float32).eps
     return share((got - expected).abs(), bound)
@@ -107,7 +107,7 @@ def attended(index_BHK: torch.Tensor, sink: int, recent_start: int, length: int)
 
 
 def top_k_error(score_BHT: torch.Tensor, index_BHK: torch.Tensor) -> float:
-    """Compare with a stable sort, whose ties go to the lower position."""
+    """Compare with a stable sort: at a tie the lower position wins."""
     order = score_BHT.sort(descending=True, stable=True).indices[..., : index_BHK.shape[2]]
     return same(index_BHK.long(), order.sort().values)
 
@@ -123,7 +123,7 @@ def pack_error(
 
 
 def norm_error(norm: torch.Tensor, key: torch.Tensor) -> float:
-    """Compare key norms; a sum of D squares is off by at most D roundings, its root by half as many."""
+    """Compare key norms; a sum of D squares is off by at most D roundings, its root by D / 2."""
     expected = key.double().square().sum(-1).sqrt()
     allowed = (key.shape[-1] / 2 + 2) * torch.finfo(torch.float32).eps * expected
     return share((norm.double() - expected).abs(), allowed)
@@ -138,8 +138,8 @@ def selector_error(
 ) -> float:
     """Compare scores and weights with Algorithm 2.
 
-    A score is a logarithm of about a dozen float32 steps and two differences of such logarithms: each is off
-    by a few roundings of numbers as large as the scores.
+    A score is a logarithm after about a dozen float32 steps, less two differences of such logarithms; each is
+    off by a few roundings of numbers as large as the scores.
     """
     worst = EXACT
     for row in range(logits.shape[0]):
@@ -169,12 +169,12 @@ def _algorithm_2(
     alpha_cross: float,
     temperature: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    # of one request, on a contiguous J
+    # for one request, on a contiguous J
     J = norm_HJ.shape[1]
     mu = logits_HGWJ.softmax(-1).pow(alpha).mean((1, 2))  # Eqs. 6, 7
     f = mu.pow(1 / alpha)
     f = f / f.sum(-1, keepdim=True)  # Eq. 8
-    # Eq. 10 in float32, as its definition: 1 - u is small at the end and keeps u's rounding
+    # Eq. 10 in float32, as in the kernels: 1 - u is small at the end, where u's rounding shows
     u = (torch.arange(J, device=f.device, dtype=torch.float32) / (J - 1 + EPS)).double()
     place = (-beta * u.pow(power)).exp() * (1 - u + EPS).pow(eta)  # Eq. 11
     r = (norm_HJ.double() + EPS).pow(-gamma) * place

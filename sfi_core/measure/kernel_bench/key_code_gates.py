@@ -1,4 +1,4 @@
-"""The gate before the clock for key codes: levels and logits in float64, without our code."""
+"""Checks of key codes before timing: levels and logits in float64, without our kernels."""
 
 import torch
 
@@ -7,7 +7,7 @@ from sfi_kernels.key_codes import BITS, CodeBasis
 
 
 def levels(code: torch.Tensor) -> torch.Tensor:
-    """Return a code's levels, [H, T, C] int64: those of a byte each, or the bits of a word."""
+    """Return a code's levels, [H, T, C] int64, from bytes (PyTorch) or from the bits of a word (Triton)."""
     if code.dtype == torch.uint8:
         return code.long()
     rest, fields = code.long() % 2**32, []
@@ -18,10 +18,10 @@ def levels(code: torch.Tensor) -> torch.Tensor:
 
 
 def encode_error(key_HTD: torch.Tensor, code: torch.Tensor, basis: CodeBasis) -> float:
-    """Compare each channel with the span of keys that its level stands for.
+    """Compare each key's channel with the interval of its level.
 
-    A key within rounding of an edge may have the level on either side. A float32 product of D differences is
-    off by D + 3 roundings of the sum of its terms' sizes.
+    Within rounding of an edge, either level is right. A float32 product of D differences is off by D + 3
+    roundings of the sum of its terms' sizes.
     """
     mean, encode = basis.mean_HD.double(), basis.encode_HDC.double()
     key = key_HTD.double()
@@ -43,16 +43,16 @@ def scan_error(
     basis: CodeBasis,
     scale: float,
 ) -> float:
-    """Compare logits with the product of the query and the middles of the levels' steps.
+    """Compare logits with the product of the query and the middles of the levels' intervals.
 
-    A product of D terms, then one of C and a sum of both: each is off by as many roundings of the sum of its
+    A product of D terms, a product of C terms and their sum are off by as many roundings of the sum of the
     terms' sizes.
     """
     query, mean, project = (x.double() for x in (query_HGD, basis.mean_HD, basis.query_HDC))
     half_C = torch.tensor([2.0 ** (bits - 1) for bits in BITS], device=query.device).double()
     level_HTC = levels(code).double()
     expected = query @ mean[..., None] + query @ project @ (level_HTC + 0.5 - half_C).mT
-    # a product may take the levels and their middle apart
+    # an implementation may multiply the levels and their middle separately
     sizes = query.abs() @ mean.abs()[..., None]
     sizes = sizes + query.abs() @ project.abs() @ (level_HTC + half_C).mT
     terms = query.shape[-1] + len(BITS) + 4

@@ -1,4 +1,4 @@
-"""The benchmark's key codes: all keys coded, all keys scored, and PyTorch's plain product as a rival."""
+"""Variants of key codes: code all keys, score all keys, and PyTorch's product as a rival."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -12,14 +12,13 @@ from sfi_core.measure.kernel_bench.variant import KernelVariant
 from sfi_kernels.key_codes import BITS, CHANNELS, CodeBasis, encode_keys, scan_codes
 
 CODE_BYTES = {"triton": 4, "torch": CHANNELS}
-# standard deviations on either side of the mean that a channel's steps cover; the keys are normal
-COVERED = 2.5
+COVERED = 2.5  # a channel's levels cover so many standard deviations on either side of the mean
 
 
 def key_code_variants(
     settings: KernelSettings, data: LayerData, backend: str
 ) -> Iterator[KernelVariant]:
-    """Yield the variants. Each runs once for every request, as a decoding step does."""
+    """Yield the variants; a call runs the op once for every request, as a decoding step does."""
     basis = draw_basis(settings, data.length_B.device)
     encode = partial(_encode, data, basis, backend)
     codes = encode()
@@ -36,7 +35,7 @@ def key_code_variants(
 
 
 def draw_basis(settings: KernelSettings, device: torch.device) -> CodeBasis:
-    """Draw directions at random; each channel's levels cover `COVERED` standard deviations of its keys."""
+    """Draw random directions; each channel's levels cover `COVERED` standard deviations of its keys."""
     generator = torch.Generator(device).manual_seed(settings.seed + 2)
     H, D = settings.kv_heads, settings.head_dim
     direction = torch.randn(H, D, CHANNELS, generator=generator, device=device)

@@ -1,4 +1,4 @@
-"""The benchmark's step of mixed heads: one of eight KV heads reads everything, the others sparsely."""
+"""The variant of mixed heads: one of eight KV heads reads all tokens, the others read sparsely."""
 
 from collections.abc import Callable
 
@@ -17,7 +17,7 @@ DENSE_EVERY = 8
 def mixed_heads_variant(
     settings: KernelSettings, data: LayerData, selected: Selected, retention: float, backend: str
 ) -> KernelVariant:
-    """Make the variant; `selected` is packed by the time it is called."""
+    """Make the variant; pack `selected` before the variant is called."""
     dense_BH = dense_heads(settings, data.length_B.device)
     call = _call(settings, data, selected, dense_BH, backend)
     start = settings.context - settings.recent
@@ -32,7 +32,7 @@ def mixed_heads_variant(
 
 
 def dense_heads(settings: KernelSettings, device: torch.device) -> torch.Tensor:
-    """Return the marks, [B, H] int32: 1 for the first head of each eight."""
+    """Return the marks of dense heads, [B, H] int32: 1 for the first head of every eight."""
     head = torch.arange(settings.kv_heads, device=device)
     return (head % DENSE_EVERY == 0).int().expand(settings.batch, -1).contiguous()
 

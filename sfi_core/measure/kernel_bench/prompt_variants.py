@@ -1,7 +1,4 @@
-"""The benchmark's prompt: a piece's queries over themselves, and over a cache that others have filled.
-
-One request: prompts are read when their request comes. PyTorch's SDPA is the rival, on contiguous keys.
-"""
+"""Variants of a prompt's first and last piece, for one request; the rival is PyTorch's SDPA."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -11,22 +8,22 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from sfi_core.measure.kernel_bench import bytes_moved, gates
-from sfi_core.measure.kernel_bench.data import PEAKEDNESS, LayerData
+from sfi_core.measure.kernel_bench.data import LayerData, draw_queries
 from sfi_core.measure.kernel_bench.settings import KernelSettings
 from sfi_core.measure.kernel_bench.variant import KernelVariant, reason
 from sfi_kernels.dense_attention import dense_attention
 
-CHECKED = 16  # queries of a piece that the gate computes
+CHECKED = 16  # queries of a piece that the check computes
 
 
 def prompt_variants(
     settings: KernelSettings, data: LayerData, backend: str, notes: list[str]
 ) -> Iterator[KernelVariant]:
-    """Yield the first piece of a prompt and the last one, each beside its rival."""
+    """Yield the first piece of a prompt and the last piece, each followed by its rival."""
     device = data.query_BHGD.device
     first, last = settings.piece(device), settings.piece(device, last=True)
     for name, count, tokens in (("prompt", first, first), ("prompt.piece", last, settings.context)):
-        query = _queries(settings, count, device)
+        query = draw_queries(settings, 1, count, device, seed=2)
         made = partial(_variant, settings, data, query, tokens)
         ours = partial(_attend, settings, data, backend, query, tokens)
         yield made(name, ours)
@@ -40,7 +37,7 @@ def prompt_variants(
 
 
 def checked_queries(count: int) -> list[int]:
-    """Return the queries of a piece that are checked: evenly spread, the first and the last one included."""
+    """Return the queries of a piece that are checked: evenly spread, including the first and the last."""
     return sorted({round(at * (count - 1) / (CHECKED - 1)) for at in range(CHECKED)})
 
 
@@ -77,13 +74,6 @@ def _variant(
     )
 
 
-def _queries(settings: KernelSettings, count: int, device: torch.device) -> torch.Tensor:
-    generator = torch.Generator(device).manual_seed(settings.seed + 2)
-    sizes = 1, settings.kv_heads, settings.group, count, settings.head_dim
-    query = torch.randn(sizes, generator=generator, dtype=settings.torch_dtype, device=device)
-    return query * PEAKEDNESS
-
-
 def _attend(
     settings: KernelSettings, data: LayerData, backend: str, query: torch.Tensor, tokens: int
 ) -> torch.Tensor:
@@ -100,7 +90,7 @@ def _rival(
 ) -> Callable[[], torch.Tensor]:
     W, heads = query_1HGWD.shape[3], query_1HGWD.flatten(1, 2)
     key, value = (x[:1, :, :tokens].contiguous() for x in (data.key_BHTD, data.value_BHTD))
-    # a bias that PyTorch's flash attention knows without making it; a whole prompt needs none
+    # a bias that PyTorch's flash attention does not materialize; a whole prompt needs none
     causal = {"is_causal": True} if tokens == W else {"attn_mask": causal_lower_right(W, tokens)}
 
     def call() -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The benchmark's recall: a selection of which the device has most rows already, from pages on the host."""
+"""The variant of recall: the device has most selected rows, the host's pages have the others."""
 
 from functools import partial
 
@@ -11,7 +11,7 @@ from sfi_core.measure.kernel_bench.variant import KernelVariant
 from sfi_kernels.pack import pack
 from sfi_kernels.recall import recall
 
-FETCHED_EVERY = 4  # each fourth selected row is not on the device
+FETCHED_EVERY = 4  # every fourth selected row comes from the host
 
 
 def recall_variant(
@@ -19,7 +19,7 @@ def recall_variant(
 ) -> KernelVariant:
     """Make the variant: the old segment has the sinks and three of four selected rows.
 
-    Paper gap: how many rows stay from one selection to the next depends on the model; we take three of four.
+    Paper gap: the share of rows that stay selected depends on the model; we take three of four.
     """
     pages = host_pages(data)
     request = torch.arange(settings.batch, dtype=torch.int32, device=data.length_B.device)
@@ -51,7 +51,7 @@ def fetched_rows(budget: int) -> int:
 
 
 def host_pages(data: LayerData) -> tuple[torch.Tensor, torch.Tensor]:
-    """Copy the pages to the host as FreeKV lays them out, [P, H, 2, N, D]; pinned for a CUDA device."""
+    """Copy the pages to the host in FreeKV's layout, [P, H, 2, N, D]; pinned for a CUDA device."""
     key_PHND, value_PHNE, _ = data.paged
     P, H, N, D = key_PHND.shape
     pages = torch.empty(P, H, 2, N, D, dtype=key_PHND.dtype, pin_memory=key_PHND.is_cuda)

@@ -1,4 +1,4 @@
-"""What the kernel benchmark found: rows of what was timed, and of what failed."""
+"""The result of the kernel benchmark: a row for each variant that was timed or failed."""
 
 import math
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ SPEEDUPS = {
 
 
 class WrongResultError(NumericsError):
-    """An op does not run, or differs from its formula by more than rounding; the others were timed."""
+    """An op does not run, or differs from its formula by more than rounding; other ops were timed."""
 
 
 @dataclass(slots=True)
@@ -28,10 +28,8 @@ class Measurement:
     """A variant, its error and its times.
 
     Attributes:
-        variant: The variant.
-        error: Its error over the error that rounding allows; None where it did not run.
-        failure: Why it is not timed; None where it is.
-        times: Its times.
+        error: The error as a share of what rounding allows; None if the variant did not run.
+        failure: Why the variant is not timed; None if it is.
     """
 
     variant: KernelVariant
@@ -41,7 +39,7 @@ class Measurement:
 
     @classmethod
     def of(cls, variant: KernelVariant) -> "Measurement":
-        """Check a variant; what it raises becomes its failure.
+        """Check a variant; an exception becomes its failure.
 
         Raises:
             KernelLimitError: The kernels do not take this shape.
@@ -54,7 +52,7 @@ class Measurement:
         return one
 
     def fail(self, reason: str) -> None:
-        """Note why it is not timed."""
+        """Note why the variant is not timed."""
         self.failure = reason
 
 
@@ -63,13 +61,11 @@ class KernelResult:
     """The measurements so far.
 
     Attributes:
-        settings: The settings of the run.
         backend: "torch" or "triton".
-        measurements: The measurement of every variant.
-        machine: The machine, its copy bandwidth and what the clock adds.
-        notes: What a reader of the rows must know.
-        stopped: What ended the timing early; None where nothing did.
-        interrupted: Whether Ctrl-C ended it early.
+        machine: The machine, its copy bandwidth and the time that the clock adds to a call.
+        notes: Remarks that the rows need.
+        stopped: The error that ended the timing early; None without an error.
+        interrupted: Whether Ctrl-C ended the run early.
     """
 
     settings: KernelSettings
@@ -82,18 +78,14 @@ class KernelResult:
 
     @property
     def failures(self) -> list[str]:
-        """What was not timed, or not to the end, and why."""
+        """The variants that were not timed, and why; and why the timing stopped."""
         failed = [
             f"{one.variant.label} ({one.failure})" for one in self.measurements if one.failure
         ]
         return failed + ([] if self.stopped is None else [f"timing ({self.stopped})"])
 
     def check(self) -> None:
-        """Refuse a result with failures.
-
-        Raises:
-            WrongResultError: With all of them, on one line.
-        """
+        """Raise `WrongResultError` with all failures on one line, if there are any."""
         if self.failures:
             raise WrongResultError(
                 "every op must run and equal its formula up to rounding, got "
@@ -101,7 +93,7 @@ class KernelResult:
             )
 
     def document(self) -> dict[str, Any]:
-        """Return the JSON document."""
+        """Return the document of `--json`."""
         return {
             "rows": self.rows(),
             "compiled": [],
@@ -114,7 +106,7 @@ class KernelResult:
         }
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return a row for every variant that was timed, SDPA in its faster form, and each that failed."""
+        """Return a row for every variant that was timed (of SDPA's two forms the faster) or failed."""
         timed: dict[tuple[str, float | None], Measurement] = {}
         for one in self.measurements:
             key = one.variant.name, one.variant.retention
@@ -179,7 +171,7 @@ class KernelResult:
         median: float | None,
         medians: dict[tuple[str, float | None], float],
     ) -> dict[str, float | None]:
-        # a prompt's piece stands beside its own rival, not beside a decoding step
+        # a prompt's piece is compared with its own rival, not with a decoding step
         prompt = variant.flops is not None
         row: dict[str, float | None] = {}
         for name, op in SPEEDUPS.items():

@@ -1,4 +1,4 @@
-"""Dense attention of other projects, each in its best form."""
+"""Dense attention of other projects."""
 
 from collections.abc import Callable, Iterator
 from importlib import import_module
@@ -18,10 +18,10 @@ Rival = tuple[str, str | None, Callable[[], torch.Tensor]]
 
 
 def rivals(settings: KernelSettings, data: LayerData, notes: list[str]) -> Iterator[Rival]:
-    """Yield a row's name, form and call, which returns [B, H, G, D]; name absent rivals in `notes`.
+    """Yield each rival's name, form and call, which returns [B, H, G, D]; note rivals that are absent.
 
-    PyTorch's SDPA comes in two forms on contiguous keys and values, with `enable_gqa` and with the group's
-    query heads as rows; the faster counts.
+    PyTorch's SDPA has two forms on contiguous keys and values: with `enable_gqa`, and with the group's query
+    heads as rows. The faster form counts.
     """
     query_BHGD, key, value = data.query_BHGD, data.key_BHTD, data.value_BHTD
     B, H, G, D = query_BHGD.shape
@@ -47,13 +47,13 @@ def rivals(settings: KernelSettings, data: LayerData, notes: list[str]) -> Itera
 
 
 def sdpa_backend(call: Callable[[], torch.Tensor]) -> str | None:
-    """Run a call and say which backend its `scaled_dot_product_attention` took; None if nothing tells."""
+    """Run a call, and return the backend of its `scaled_dot_product_attention`; None if unknown."""
     try:
         ran = operators(call)
     except RuntimeError:
-        return None  # its check says why
+        return None  # the check of the variant reports the error
     took = {name.removeprefix(SDPA) for name in ran if name.startswith(SDPA)}
-    if not took and SOFTMAX & set(ran):  # the plain one shows as its parts
+    if not took and SOFTMAX & set(ran):  # the math backend is not one operator
         return "attention_math"
     return ", ".join(sorted(took)) or None
 
@@ -65,7 +65,7 @@ def _working(
     data: LayerData,
     notes: list[str],
 ) -> Iterator[Rival]:
-    # another project's limits must not end our benchmark; its message becomes a note
+    # an error of another project becomes a note
     try:
         call = make(settings, data)
         call()

@@ -1,4 +1,4 @@
-"""What the kernel benchmark measures, and at which shape."""
+"""The settings of the kernel benchmark: ops and shape."""
 
 from dataclasses import dataclass
 
@@ -11,11 +11,10 @@ OPS = (
     "fast", "dense", "verify", "mixed_heads", "selector", "top_k", "pack", "recall", "append",
     "encode_keys", "scan_codes", "prompt", "rms_norm", "rotary", "silu_mul",
 )  # fmt: skip
-# the ops that work on the packed rows of a retention
-PACKED_OPS = {"fast", "mixed_heads", "pack", "recall"}
+PACKED_OPS = {"fast", "mixed_heads", "pack", "recall"}  # work on the packed rows of a retention
 FUSED_OPS = ("rms_norm", "rotary", "silu_mul")
 CODE_OPS = {"encode_keys", "scan_codes"}
-VERIFIED = (1, 5, 8, 9, 17)  # queries of a request that verifies a draft of one token less
+VERIFIED = (1, 5, 8, 9, 17)  # queries of a verification: one more than its draft has tokens
 SWEEPS = ("retention",)
 DTYPES = {
     "auto": torch.bfloat16,
@@ -41,22 +40,19 @@ PIECES = {"cpu": 256, "cuda": 2048}  # queries of a prompt's piece, by device
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelSettings:
-    """One run of the benchmark. The shape's defaults are a layer of Qwen3-4B under the paper's Table 1.
+    """One run of the benchmark; the default shape is a layer of Qwen3-4B under the paper's Table 1.
 
     Attributes:
         ops: The ops to measure, some of `OPS`.
         retentions: Shares of the context that the fast step reads, each in (0, 1].
-        sweep: Whether the retentions are those of Table 1 that the context is long enough for.
+        sweep: Whether the retentions are those of Table 1.
         heads: Query heads.
-        kv_heads: KV heads.
         head_dim: Numbers of a head.
         context: Cached tokens of a request.
         batch: Requests.
         dtype: A name in `DTYPES`.
-        sink: Sink tokens.
         recent: Tokens of the recent segment.
         repeats: Timed calls of each variant; None for `REPEATS`.
-        seed: Seed of the random inputs.
     """
 
     ops: tuple[str, ...] = OPS
@@ -74,7 +70,7 @@ class KernelSettings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be measured."""
+        """Refuse settings that cannot be measured."""
         for op in self.ops:
             if op not in OPS:
                 raise ConfigError(f"unknown op {op!r}; expected one of {OPS}")
@@ -111,7 +107,7 @@ class KernelSettings:
     def for_sweep(
         cls, sweep: str, ops: tuple[str, ...] | None, **shape: object
     ) -> "KernelSettings":
-        """Make the settings of a sweep over Table 1's retentions; by default of the two attentions.
+        """Make the settings of a sweep over the retentions of Table 1 that the context allows.
 
         Raises:
             ConfigError: The sweep is unknown, or a setting cannot be measured.
@@ -148,11 +144,11 @@ class KernelSettings:
         return self.attended(retention) - self.sink - self.recent
 
     def piece(self, device: torch.device, *, last: bool = False) -> int:
-        """Return the queries of a prompt's first piece, or of the last one, which has a cache before it."""
+        """Return the queries of a prompt's first piece, or of the last piece, which follows a cache."""
         return min(PIECES[device.type], self.context // 2 if last else self.context)
 
     def shown(self) -> dict[str, object]:
-        """Return what every row says of the shape."""
+        """Return the shape's columns of every row."""
         return {
             "context": self.context,
             "batch": self.batch,

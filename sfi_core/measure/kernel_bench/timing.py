@@ -1,8 +1,8 @@
-"""Clocks: every variant in turn in one process, each call with a cold cache; median and spread.
+"""Clocks: time every variant in turns in one process, each call with a cold cache.
 
-Before each call a buffer larger than the last-level cache is read (not written: the lines left behind are
-clean, so that the timed call pays for no write-back). On CUDA a call is captured in a graph and its replay is
-timed by events; the read keeps the GPU busy while the host enqueues them. On a CPU the wall clock is read.
+Before each call, a buffer larger than the last-level cache is read (not written: the timed call would pay for
+writing it back). On CUDA, a call is captured in a graph, and events time the replay; reading the buffer keeps
+the GPU busy while the host enqueues events and replay. On a CPU, the wall clock is read.
 """
 
 import statistics
@@ -29,11 +29,11 @@ class KernelTimes:
 
     @property
     def median_us(self) -> float:
-        """The median."""
+        """The median time."""
         return statistics.median(self.times_us)
 
     def percentile_us(self, percent: int) -> float:
-        """Return a percentile; with few samples the lowest or highest."""
+        """Return a percentile, one of the times."""
         ordered = sorted(self.times_us)
         return ordered[min(len(ordered) - 1, percent * len(ordered) // 100)]
 
@@ -42,12 +42,10 @@ class Clock(Protocol):
     """Times prepared calls."""
 
     def prepare(self, call: Callable[[], Any]) -> Callable[[], Any]:
-        """Warm up, and make the call as it will be timed."""
-        ...
+        """Warm up, and return the call to time."""
 
     def time(self, calls: list[Callable[[], Any]]) -> Iterator[float]:
         """Time each call once, in order; microseconds."""
-        ...
 
 
 class CpuClock:
@@ -96,7 +94,7 @@ class CudaClock:
         return graph.replay
 
     def time(self, calls: list[Callable[[], Any]]) -> Iterator[float]:
-        """Time each call once; the host never waits between two of them."""
+        """Time each call once; the host does not wait between calls."""
         pairs = []
         for call in calls:
             begin, end = self._event(), self._event()
@@ -114,14 +112,14 @@ class CudaClock:
 
 
 def clock_for(device: torch.device, backend: str) -> Clock:
-    """Return the clock of a device; no graph captures PyTorch's references, which wait for the device."""
+    """Return the clock of a device; PyTorch's references cannot be captured: they wait for the device."""
     if device.type == "cuda":
         return CudaClock(device, graphs=backend == "triton")
     return CpuClock()
 
 
 def copy_gb_per_s(device: torch.device, clock: Clock) -> float:
-    """Measure the copy bandwidth, bytes read plus bytes written; a bandwidth share is a share of it."""
+    """Measure the copy bandwidth, bytes read plus bytes written."""
     source = torch.ones(COPY_BYTES[device.type] // 4, device=device)
     target = torch.zeros_like(source)
     call = clock.prepare(lambda: target.copy_(source))
@@ -130,7 +128,7 @@ def copy_gb_per_s(device: torch.device, clock: Clock) -> float:
 
 
 def floor_us(device: torch.device, clock: Clock) -> float:
-    """Measure a call that does almost nothing, for the time that the clock adds to every call."""
+    """Measure the time that the clock adds to every call, by a call that does almost nothing."""
     number = torch.ones(1, device=device)
     call = clock.prepare(lambda: number.add_(1))
     return KernelTimes([*clock.time([call] * COPIES)]).median_us

@@ -1,4 +1,4 @@
-"""One thing that the benchmark checks and times."""
+"""An op or rival that the benchmark checks and times."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -10,17 +10,17 @@ from sfi_kernels.launch import KernelLimitError
 
 @dataclass(frozen=True, slots=True)
 class KernelVariant:
-    """One thing that is checked and timed.
+    """An op or rival that is checked and timed.
 
     Attributes:
         name: The op of the row.
-        retention: The share of the context that the op works on; None where that does not apply.
+        retention: The share of the context that the op works on; None if it does not depend on one.
         call: Runs the op.
         bytes: The bytes that the op must move.
-        error: Runs the op and compares; above 1 the result is wrong.
-        form: The form of the call, where there are several.
-        flops: Its multiplications and additions; None where bytes decide.
-        shape: What of the settings does not hold for it.
+        error: Runs the op, and returns its error; above 1 the result is wrong.
+        form: The form of the call, if there are several.
+        flops: Multiplications and additions; None if bytes decide the time.
+        shape: Values that replace the settings' shape in the row.
     """
 
     name: str
@@ -34,22 +34,22 @@ class KernelVariant:
 
     @property
     def label(self) -> str:
-        """The name, with the retention that it works on."""
+        """The name with the retention."""
         at = "" if self.retention is None else f" at retention {self.retention:g}"
         return f"{self.name}{at}"
 
     @contextmanager
     def noting(self, tell: Callable[[str], None]) -> Iterator[None]:
-        """Tell what is raised inside, on one line, and go on.
+        """Pass an exception's `reason` to `tell`, and go on.
 
         Raises:
-            KernelLimitError: The kernels do not take this shape, which no variant can mend.
+            KernelLimitError: The kernels do not take this shape: no variant would run.
         """
         try:
             yield
         except KernelLimitError:
             raise
-        except Exception as error:  # noqa: BLE001 - a compiler, a driver and a rival raise what they like
+        except Exception as error:  # noqa: BLE001 - compilers, drivers and rivals raise anything
             tell(reason(error))
 
 
@@ -62,7 +62,7 @@ def reason(error: BaseException) -> str:
 def guarded(
     name: str, retention: float | None, variants: Iterable[KernelVariant]
 ) -> Iterator[KernelVariant]:
-    """Yield variants; where making the next one raises, a variant in its place that raises the same.
+    """Yield variants; if making one raises, yield a variant that raises the same, and stop.
 
     Raises:
         KernelLimitError: The kernels do not take this shape.
@@ -72,16 +72,14 @@ def guarded(
     except KernelLimitError:
         raise
     except Exception as error:  # noqa: BLE001 - as above
-        yield _broken(name, retention, error)
+        failure = error
+
+        def again() -> float:
+            raise failure
+
+        yield KernelVariant(name, retention, again, 0, again)
 
 
 def alone(make: Callable[..., KernelVariant], *operands: Any) -> Iterator[KernelVariant]:
-    """Yield one variant, made when it is asked for."""
+    """Yield one variant; `guarded` handles what `make` raises."""
     yield make(*operands)
-
-
-def _broken(name: str, retention: float | None, error: Exception) -> KernelVariant:
-    def again() -> float:
-        raise error
-
-    return KernelVariant(name, retention, again, 0, again)

@@ -38,14 +38,14 @@ from sfi_kernels.sparse_attention import sparse_attention
 from sfi_kernels.step_descriptor import FAST, SLOW, StepDescriptor
 from sfi_kernels.top_k import top_k
 
-PAPER_TILE = 16  # tokens of a tile in the kernel that the paper was compared with
+PAPER_TILE = 16  # tokens of a tile of `dense.paper_like`
 
 
 class KernelVariants:
     """Builds the variants of one backend on one device."""
 
     def __init__(self, settings: KernelSettings, backend: str, device: torch.device) -> None:
-        """Draw the inputs; nothing is timed or checked yet."""
+        """Draw the inputs."""
         self.settings, self.backend, self.device = settings, backend, device
         self.notes: list[str] = []
         self._plan = partial(step_plan, settings, backend, device)
@@ -57,10 +57,10 @@ class KernelVariants:
             self.selected = {r: select(settings, self.data, r) for r in settings.retentions}
 
     def build(self) -> Iterator[KernelVariant]:
-        """Yield the variants that the settings ask for, and the dense attention for comparison.
+        """Yield the variants of the settings' ops, and dense attention for comparison.
 
-        The caller must check a variant before it asks for the next: the check of `pack` empties what `fast`
-        reads. Where making a variant raises, one that raises the same takes its place.
+        The caller must check a variant before it takes the next one: the check of `pack` empties the segment
+        that `fast` reads. See `guarded` for a variant whose making raises.
         """
         ops, settings = self.settings.ops, self.settings
         yield from guarded("dense", 1.0, self._dense())
@@ -69,7 +69,8 @@ class KernelVariants:
         for retention, selected in self.selected.items():
             if "pack" in ops:
                 yield from guarded("pack", retention, alone(self._pack, retention, selected))
-            self._fill(selected)
+            # by the reference, so that a wrong `pack` does not make other ops wrong
+            pack.reference(*self._pack_operands(selected))
             if "fast" in ops:
                 yield from guarded("fast", retention, self._fast(retention, selected))
             more = settings, self.data, selected, retention, self.backend
@@ -94,8 +95,13 @@ class KernelVariants:
         expected = gates.textbook(data.query_BHGD, data.key_BHTD, data.value_BHTD, settings.scale)
         moved = bytes_moved.attention_bytes(settings, settings.context)
 
-        def variant(name: str, call: Callable[[], Any]) -> KernelVariant:
-            return KernelVariant(name, 1.0, call, moved, lambda: expected.error(call()))
+        def variant(
+            name: str, call: Callable[[], Any], form: str | None = None, *, rival: bool = False
+        ) -> KernelVariant:
+            def error() -> float:
+                return expected.error(call(), rival=rival)
+
+            return KernelVariant(name, 1.0, call, moved, error, form)
 
         if self.backend == "torch":
             yield variant("dense", self._dense_in_torch)
@@ -108,9 +114,7 @@ class KernelVariants:
         if not {"fast", "dense"} & set(settings.ops):
             return
         for name, form, call in rivals(settings, data, self.notes):
-            yield KernelVariant(
-                name, 1.0, call, moved, partial(_rival_error, expected, call), form
-            )  # fmt: skip
+            yield variant(name, call, form, rival=True)
 
     def _with_evidence(self, plan: StepDescriptor, expected: gates.Expected) -> KernelVariant:
         settings, data = self.settings, self.data
@@ -180,10 +184,6 @@ class KernelVariants:
         query_BHG1D = data.query_BHGD[:, :, :, None]
         return attend(query_BHG1D, *packed, *data.paged, plan, scale=self.settings.scale, **options)
 
-    def _fill(self, selected: Selected) -> None:
-        # by the reference: no other op is wrong because `pack` is
-        pack.reference(*self._pack_operands(selected))
-
     def _pack_operands(self, selected: Selected) -> tuple[torch.Tensor, ...]:
         settings = self.settings
         request = torch.arange(settings.batch, dtype=torch.int32, device=self.device)
@@ -232,7 +232,7 @@ class KernelVariants:
         )
 
     def _append(self) -> KernelVariant:
-        # writes the last token once more, so that the cache stays the same
+        # appends the last token again, so that the cache stays the same
         settings, data = self.settings, self.data
         key, value = (x[:, :, -1:].clone() for x in (data.key_BHTD, data.value_BHTD))
         count = torch.ones_like(data.length_B)
@@ -253,7 +253,3 @@ class KernelVariants:
             return max(wrong, gates.norm_error(pages.norm_PHN[last, :, offset], key[:, :, 0]))
 
         return KernelVariant("append", None, call, bytes_moved.append_bytes(settings), error)
-
-
-def _rival_error(expected: gates.Expected, call: Callable[[], torch.Tensor]) -> float:
-    return expected.error(call(), rival=True)

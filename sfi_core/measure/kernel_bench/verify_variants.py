@@ -1,6 +1,6 @@
-"""The benchmark's verifications: dense passes of several queries a request, which hand out one's evidence.
+"""Variants of verifications: dense passes of several queries a request, with the last query's evidence.
 
-That of one query is what any slow step runs: the others are timed beside it.
+A verification of one query is a slow step, the base of comparison.
 """
 
 from collections.abc import Callable, Iterator
@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from sfi_core.measure.kernel_bench import bytes_moved, gates
-from sfi_core.measure.kernel_bench.data import PEAKEDNESS, LayerData, step_plan
+from sfi_core.measure.kernel_bench.data import LayerData, draw_queries, step_plan
 from sfi_core.measure.kernel_bench.settings import VERIFIED, KernelSettings
 from sfi_core.measure.kernel_bench.variant import KernelVariant
 from sfi_kernels.decode_attention import DecodeAttention, decode_attention
@@ -20,27 +20,20 @@ from sfi_kernels.step_descriptor import SLOW
 def verify_variants(
     settings: KernelSettings, data: LayerData, backend: str
 ) -> Iterator[KernelVariant]:
-    """Yield a verification for each number of queries in `VERIFIED` that the context holds, if asked for."""
+    """Yield a verification for each number of queries in `VERIFIED`, if the settings have `verify`."""
     for count in VERIFIED:
         if "verify" in settings.ops and count <= settings.context:
             yield _variant(settings, data, backend, count)
 
 
 def _variant(settings: KernelSettings, data: LayerData, backend: str, count: int) -> KernelVariant:
-    query_BHGWD = _queries(settings, count, data.length_B.device)
+    query_BHGWD = draw_queries(settings, settings.batch, count, data.length_B.device, seed=3)
     call = _call(settings, data, backend, query_BHGWD)
     moved = bytes_moved.attention_bytes(settings, settings.context, evidence=True, queries=count)
     return KernelVariant(
         "verify", 1.0, call, moved, partial(_error, settings, data, query_BHGWD, call),
         form=f"{count} {'query' if count == 1 else 'queries'}",
     )  # fmt: skip
-
-
-def _queries(settings: KernelSettings, count: int, device: torch.device) -> torch.Tensor:
-    generator = torch.Generator(device).manual_seed(settings.seed + 3)
-    sizes = settings.batch, settings.kv_heads, settings.group, count, settings.head_dim
-    query = torch.randn(sizes, generator=generator, dtype=settings.torch_dtype, device=device)
-    return query * PEAKEDNESS
 
 
 def _call(
@@ -60,7 +53,7 @@ def _error(
     query_BHGWD: torch.Tensor,
     call: Callable[[], DecodeAttention],
 ) -> float:
-    # of the first query, the middle one and the last, and of the last one's evidence
+    # of the first, the middle and the last query, and of the last query's evidence
     result, W = call(), query_BHGWD.shape[3]
     assert result.logits_BHGWT is not None, "evidence was asked for"
     key, _, table = data.paged

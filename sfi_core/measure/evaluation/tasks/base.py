@@ -1,4 +1,4 @@
-"""What a task is: a prompt of a given length with answers that can be checked exactly."""
+"""Tasks: prompts of a given length with answers that can be checked exactly."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from sfi_core.errors import InputError
 
-PROBE = 32  # units of the first guess, from which the tokens of a unit are learned
+PROBE = 32  # units of the first guess, which shows how many tokens a unit has
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,15 +15,13 @@ class TaskSample:
     """One prompt of a task.
 
     Attributes:
-        task: The task's name.
         length: Prompt tokens asked for, an upper bound.
-        seed: The seed that the prompt is drawn from.
-        prompt: The text, chat template included.
-        prompt_ids: Its tokens, at most `length`.
+        prompt: The text, including the chat template.
+        prompt_ids: The text's tokens, at most `length`.
         answers: The strings that the task's score looks for.
         max_new_tokens: Tokens that a full answer needs, with room to spare.
-        sentences: The sentences of the right answer, in order; joined they are the answer. Empty where an
-            answer is no sentences.
+        sentences: The sentences of the right answer, which is their concatenation; () if the answer does not
+            consist of sentences.
     """
 
     task: str
@@ -38,12 +36,12 @@ class TaskSample:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A document with a question, of which a prompt is made.
+    """A document with a question.
 
     Attributes:
-        text: Instruction, document and question: what the user says.
-        lead: First words of the answer; the model goes on from here.
-        answers: The strings that a right answer holds.
+        text: Instruction, document and question: the user's turn.
+        lead: First words of the answer, which the model continues.
+        answers: The strings that a right answer contains.
         sentences: See `TaskSample`.
     """
 
@@ -54,21 +52,21 @@ class Question:
 
 
 class Task(Protocol):
-    """What `sfi eval` asks of a task."""
+    """A task of `sfi eval`."""
 
     @property
     def name(self) -> str:
-        """The name that a user asks for."""
+        """The name on the command line."""
 
     @property
     def bundled(self) -> bool:
         """Whether the task is made for the bundled checkpoint only."""
 
     def sample(self, tokenizer: Any, length: int, seed: int) -> TaskSample:
-        """Draw a prompt of at most `length` tokens; the same one every time.
+        """Draw a prompt of at most `length` tokens; the same one for the same arguments.
 
         Raises:
-            InputError: No prompt of the task is that short, or there is no tokenizer that can write it.
+            InputError: No prompt of the task is that short, or the tokenizer is missing or cannot write it.
         """
 
     def score(
@@ -78,28 +76,24 @@ class Task(Protocol):
 
 
 def seeded(name: str, length: int, seed: int) -> random.Random:
-    """Return the random numbers that decide all of a sample."""
+    """Return the random generator of a sample."""
     return random.Random(f"{name} {length} {seed}")  # noqa: S311 - a sample is no secret
 
 
 def depths(seed: int, count: int) -> list[float]:
-    """Return relative depths in [0, 1), evenly apart, that cover the document evenly over the seeds."""
-    first = seed * 0.6180339887498949 % 1  # the golden ratio spreads any row of seeds evenly
+    """Return relative depths in [0, 1), evenly apart and shifted with the seed."""
+    first = seed * 0.6180339887498949 % 1  # the golden ratio: consecutive seeds cover [0, 1) evenly
     return [(first + index / count) % 1 for index in range(count)]
 
 
 def need_tokenizer(name: str, tokenizer: Any) -> None:
-    """Refuse to write a prompt without a tokenizer.
-
-    Raises:
-        InputError: There is no tokenizer.
-    """
+    """Raise `InputError` without a tokenizer."""
     if tokenizer is None:
         raise InputError(f"task {name!r} must have a tokenizer, got none")
 
 
 def write_prompt(tokenizer: Any, question: Question) -> tuple[str, tuple[int, ...]]:
-    """Return a question as text and as tokens, in the tokenizer's chat template where it has one."""
+    """Return a question as text and as tokens, in the tokenizer's chat template if it has one."""
     if getattr(tokenizer, "chat_template", None):
         turn = [{"role": "user", "content": question.text}]
         text = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
@@ -110,12 +104,12 @@ def write_prompt(tokenizer: Any, question: Question) -> tuple[str, tuple[int, ..
 
 
 def fit(name: str, tokens: Callable[[int], int], length: int, least: int = 0) -> int:
-    """Return the largest number of units, `least` or more, whose prompt has at most `length` tokens.
+    """Return the largest number of units, at least `least`, whose prompt has at most `length` tokens.
 
-    Each guess follows from the tokens of the last ones, so that a prompt is tokenized a few times only.
+    Guesses interpolate between earlier ones, so that few prompts are tokenized.
 
     Raises:
-        InputError: Even `least` units are too long, or more units give no more tokens.
+        InputError: Even `least` units are too long, or more units do not give more tokens.
     """
     low, low_tokens = least, tokens(least)
     if low_tokens > length:
@@ -142,23 +136,18 @@ def fit(name: str, tokens: Callable[[int], int], length: int, least: int = 0) ->
 
 @dataclass(frozen=True, slots=True)
 class DocumentTask:
-    """A question over a document of as many units as a prompt's length allows.
-
-    Attributes:
-        name: The task's name.
-        bundled: Whether the task is made for the bundled checkpoint only.
-    """
+    """A question over a document of as many units as a prompt's length allows."""
 
     name: str
     bundled: bool = False
 
     @property
     def least(self) -> int:
-        """The fewest units of a document that has the question's answers."""
+        """The fewest units of a document that contains the answers."""
         return 0
 
     def question(self, length: int, seed: int, units: int) -> Question:
-        """Draw the question over a document of `units` units; the same one every time."""
+        """Draw the question over a document of `units` units; the same one for the same arguments."""
         raise NotImplementedError
 
     def sample(self, tokenizer: Any, length: int, seed: int) -> TaskSample:
@@ -182,15 +171,14 @@ class DocumentTask:
             prompt=text,
             prompt_ids=ids,
             answers=chosen.answers,
-            max_new_tokens=2 * len(expected)
-            + 16,  # for an answer in other words, or with words between
+            max_new_tokens=2 * len(expected) + 16,  # room for words between the answers
             sentences=chosen.sentences,
         )
 
     def score(
         self, sample: TaskSample, token_ids: Sequence[int], text: str, tokenizer: Any
     ) -> dict[str, float]:
-        """Return the share of the answers that the text holds, case apart (RULER's string_match_all)."""
+        """Return the share of the answers in the text, ignoring case (RULER's string_match_all)."""
         said = text.lower()
         found = sum(answer.lower() in said for answer in sample.answers)
         return {"score": found / len(sample.answers)}

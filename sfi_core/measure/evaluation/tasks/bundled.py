@@ -1,7 +1,7 @@
-"""The bundled checkpoint's own task: repeat what a document tells of some people.
+"""The bundled checkpoint's task: repeat a document's sentences about some people.
 
-Documents are drawn as for training, from seeds that it never used. Score: 1 where the answer is right token
-for token, the end of the text included; "token_accuracy" is the share of right tokens.
+Documents are drawn as for training, from seeds that training did not use. Score: 1 if all tokens of the
+answer are right, including the end of the text; "token_accuracy" is the share of right tokens.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from typing import Any
 from sfi_core.errors import InputError
 from sfi_core.measure.evaluation.tasks.base import TaskSample, need_tokenizer
 
-ROOM = 5  # tokens beyond the right answer, so that the score sees an answer that goes on
+ROOM = 5  # tokens beyond the right answer, to notice an answer that does not end
 SENTENCE = 11  # tokens; a document is cut by whole sentences
 LONGEST = 10_600  # tokens; the largest document has a thousand people
 
@@ -77,6 +77,6 @@ class BundledRecall:
 
 
 def _sentences(answer: str, names: Sequence[str]) -> tuple[str, ...]:
-    # each begins with its person, who is named nowhere else
+    # each begins with the name of its person, which occurs only there
     starts = [answer.index(f" {name} ") for name in names]
     return tuple(answer[start:end] for start, end in pairwise([*starts, len(answer)]))

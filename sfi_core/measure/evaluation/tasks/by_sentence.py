@@ -8,18 +8,13 @@ from sfi_core.measure.evaluation.tasks.base import TaskSample
 def by_sentence(
     sample: TaskSample, text: str, tokenizer: Any
 ) -> tuple[list[float] | None, list[float] | None]:
-    """Score the sentences of an answer one by one: 1 where the text has it word for word, white space apart.
+    """Score the sentences of an answer: 1 if the text contains the sentence, ignoring white space.
 
-    A sentence counts wherever the text has it, so that a lost or an added word spoils one sentence only.
-
-    Args:
-        sample: The sample, with the sentences of its right answer.
-        text: The answer that came.
-        tokenizer: The model's tokenizer.
+    A sentence may stand anywhere in the text, so that a lost or added word spoils one sentence only.
 
     Returns:
-        For each sentence its place, the tokens of the right answer before it, and its score. None for both
-        where a right answer does not have several sentences.
+        For each sentence the tokens of the right answer before it, and its score; None for both if the right
+        answer does not have several sentences.
     """
     if len(sample.sentences) < 2:  # noqa: PLR2004 - several
         return None, None

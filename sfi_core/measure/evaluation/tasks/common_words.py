@@ -14,7 +14,7 @@ INSTRUCTION = (
     "Keep count of them; a question about them follows the list."
 )
 _ALL = sorted({*ADJECTIVES, *OBJECTS, *PLACE_ADJECTIVES, *PLACES, *VERBS})
-# no word is part of another: the score would take the one for the other
+# no word is part of another, which the score would find in it
 WORDS = tuple(word for word in _ALL if sum(word in other for other in _ALL) == 1)
 
 
@@ -30,11 +30,11 @@ class CommonWords(DocumentTask):
         return ASKED * RATIO + ASKED
 
     def question(self, length: int, seed: int, units: int) -> Question:
-        """Draw the list; all words get more frequent with its length."""
+        """Draw the list; a longer list repeats all words more often."""
         rng = seeded(self.name, length, seed)
         words = rng.sample(WORDS, len(WORDS))
         common, rare = words[:ASKED], words[ASKED:]
-        times = -(-units // (ASKED * RATIO + len(rare)))  # how often the rare words occur at most
+        times = -(-units // (ASKED * RATIO + len(rare)))  # most occurrences of a rare word
         entries = common * (RATIO * times)
         left = units - len(entries)
         entries += (rare * times)[:left]

@@ -1,4 +1,4 @@
-"""Needles in a haystack: numbers told in a long text, one or several asked for (after RULER, 2404.06654).
+"""Needles in a haystack: find one or several numbers in a long text (after RULER, 2404.06654).
 
 ``The secret number of Belora Tamvex is 1234567.`` Score: the share of the expected numbers in the answer.
 """
@@ -33,7 +33,7 @@ class Needles(DocumentTask):
     decoys: bool = False
 
     def question(self, length: int, seed: int, units: int) -> Question:
-        """Draw a haystack with its needles, the first at a depth that walks evenly with the seed."""
+        """Draw a haystack with its needles at the seed's `depths`."""
         rng = seeded(self.name, length, seed)
         count = self.keys * self.values
         drawn = rng.sample(NUMBERS, count)

@@ -1,8 +1,8 @@
 """Sentence recall: repeat eight sentences of a long text word for word.
 
-Every sentence of the text is about another person. The answer has many sentence boundaries, each followed by
-a jump to another place of the text. Score: the share of the asked sentences that stand in the answer exactly,
-white space apart; "exact" is 1 where all of them do.
+Every sentence of the text is about another person. At each sentence boundary of the answer, the model must
+jump to another place of the text. Score: the share of the asked sentences in the answer, ignoring white
+space; "exact" is 1 if the answer has all of them.
 """
 
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ class SentenceRecall(DocumentTask):
         }
 
     def question(self, length: int, seed: int, units: int) -> Question:
-        """Draw a text and the people asked about, who stand anywhere in it."""
+        """Draw a text and the people asked about, anywhere in the text."""
         rng = seeded(self.name, length, seed)
         names = full_names(rng, units)
         told = {name: sentence(rng, name, ".").strip() for name in names}

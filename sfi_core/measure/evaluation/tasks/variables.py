@@ -1,4 +1,4 @@
-"""Variable tracking: find every variable that got a value through a chain (after RULER, 2404.06654).
+"""Variable tracking: find all variables that have a value through a chain (after RULER, 2404.06654).
 
 ``VAR QXBLR = 48213.``, further on ``VAR TMHEA = VAR QXBLR.`` and so on; a second chain starts from another
 value. Score: the share of the asked chain's variables in the answer.
@@ -20,7 +20,7 @@ INSTRUCTION = (
 
 @dataclass(frozen=True, slots=True)
 class VariableTracking(DocumentTask):
-    """Chains of five variables in filler, one chain asked for."""
+    """Chains of five variables in filler; the question is about one chain."""
 
     name: str = "variable-tracking"
 

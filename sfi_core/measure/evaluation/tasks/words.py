@@ -8,7 +8,7 @@ from sfi_core.bundled.corpus import NAMES, sentence
 
 
 def full_names(rng: random.Random, count: int) -> list[str]:
-    """Draw different names of two words, such as ``Belora Tamvex``; a million are to be had."""
+    """Draw different names of two words, such as ``Belora Tamvex``; there are about a million."""
     drawn = rng.sample(range(len(NAMES) ** 2), count)
     return [f"{NAMES[index // len(NAMES)]} {NAMES[index % len(NAMES)]}" for index in drawn]
 
