@@ -15,9 +15,9 @@ MODEL, METHOD, SAMPLING, OUTPUT = "Model", "Slow-fast decoding", "Sampling", "Ou
 TRACE = "Trace"
 
 
-def option(panel: str, text: str, *flags: str, shown: str | bool = True) -> Any:
+def option(panel: str, text: str, *flags: str, shown: str | bool = True, **more: Any) -> Any:
     """Declare an option of one command; the help shows `shown` as its default."""
-    return typer.Option(*flags, help=text, show_default=shown, rich_help_panel=panel)
+    return typer.Option(*flags, help=text, show_default=shown, rich_help_panel=panel, **more)
 
 
 def _setting(name: str, *flags: str, panel: str = METHOD, **more: Any) -> Any:

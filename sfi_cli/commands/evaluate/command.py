@@ -58,8 +58,7 @@ def evaluate(
         o.option(WHAT, "Tokens of the prompts; comma list.", shown=_list(request.LENGTHS)),
     ] = None,
     samples: Annotated[
-        int | None,
-        o.option(WHAT, "Prompts of each task and length.", shown=str(request.SAMPLES)),
+        int | None, o.option(WHAT, "Prompts of each task and length.", shown=str(request.SAMPLES))
     ] = None,
     seed: Annotated[
         int | None,

@@ -21,8 +21,7 @@ def generate(
         typer.Argument(help="Text to continue; - reads stdin. Without one: the bundled example."),
     ] = None,
     prompt_file: Annotated[
-        Path | None,
-        typer.Option("--prompt-file", "-f", help="File of a prompt; - is stdin."),
+        Path | None, typer.Option("--prompt-file", "-f", help="File of a prompt; - is stdin.")
     ] = None,
     batch: Annotated[
         Path | None,
@@ -66,18 +65,12 @@ def generate(
     lossless: o.Lossless = False,
     draft_max: o.DraftMax = None,
     verify: Annotated[
-        bool,
-        typer.Option(
-            "--verify", help="Check a lossless output, token for token.", rich_help_panel=o.METHOD
-        ),
+        bool, o.option(o.METHOD, "Check a lossless output, token for token.", "--verify")
     ] = False,
     temperature: o.Temperature = None,
     top_p: o.TopP = None,
     seed: o.Seed = 0,
-    trace: Annotated[
-        Path | None,
-        typer.Option(help="Record a trace into this folder.", rich_help_panel=o.TRACE),
-    ] = None,
+    trace: Annotated[Path | None, o.option(o.TRACE, "Record a trace into this folder.")] = None,
     audit: o.Audit = None,
     json: o.Json = False,
     quiet: o.Quiet = False,

@@ -44,8 +44,7 @@ def kernel_bench(
     sweep: Annotated[
         str | None,
         o.option(
-            MEASURE,
-            "retention: the paper's Table 1, of fast and dense unless --op says otherwise.",
+            MEASURE, "retention: the paper's Table 1, of fast and dense unless --op says otherwise."
         ),
     ] = None,
     repeats: Annotated[
@@ -63,8 +62,7 @@ def kernel_bench(
         ),
     ] = False,
     arch: Annotated[
-        list[str] | None,
-        o.option(COMPILE, "Targets; comma list or repeated.", shown=ARCHITECTURES),
+        list[str] | None, o.option(COMPILE, "Targets; comma list or repeated.", shown=ARCHITECTURES)
     ] = None,
     plot: Annotated[
         Path | None, o.option(o.OUTPUT, "Draw speed-up and GB/s to a .png or .svg.")

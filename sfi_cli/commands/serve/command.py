@@ -24,13 +24,13 @@ def serve(
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option(
+        o.option(
+            o.MODEL,
+            "Hub id or folder.",
             "--model",
             "-m",
+            shown="the bundled checkpoint",
             envvar="SFI_MODEL",
-            help="Hub id or folder.",
-            show_default="the bundled checkpoint",
-            rich_help_panel=o.MODEL,
         ),
     ] = None,
     policy: o.Policy = "sfi",
@@ -42,19 +42,11 @@ def serve(
     trigger: o.Triggers = None,
     t_max: o.TMax = None,
     slots: Annotated[
-        int,
-        typer.Option(
-            help="Requests that may be sparse at once; others run dense.", rich_help_panel=o.METHOD
-        ),
+        int, o.option(o.METHOD, "Requests that may be sparse at once; others run dense.")
     ] = SLOTS,
-    host: Annotated[
-        str, typer.Option(help="Address; 0.0.0.0 is every one.", rich_help_panel=SERVER)
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port.", rich_help_panel=SERVER)] = PORT,
-    trace: Annotated[
-        Path | None,
-        typer.Option(help="Record a trace into this new folder.", rich_help_panel=o.TRACE),
-    ] = None,
+    host: Annotated[str, o.option(SERVER, "Address; 0.0.0.0 is every one.")] = "127.0.0.1",
+    port: Annotated[int, o.option(SERVER, "Port.")] = PORT,
+    trace: Annotated[Path | None, o.option(o.TRACE, "Record a trace into this new folder.")] = None,
     audit: o.Audit = None,
 ) -> None:
     """Serve a model over HTTP with vLLM, its requests decoded slow-fast.

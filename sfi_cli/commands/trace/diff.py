@@ -21,10 +21,7 @@ def diff(
         ),
     ] = None,
     report: Annotated[
-        Path | None,
-        typer.Option(
-            help="Write both beside each other as one HTML file.", rich_help_panel=o.OUTPUT
-        ),
+        Path | None, o.option(o.OUTPUT, "Write both beside each other as one HTML file.")
     ] = None,
     json: o.Json = False,
     output: o.OutputPath = None,

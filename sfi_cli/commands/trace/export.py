@@ -2,21 +2,14 @@
 
 from typing import Annotated
 
-import typer
-
 from sfi_cli import options as o
 
 
 def export(
     folder: o.TraceDir,
-    form: Annotated[
-        str, typer.Option("--format", help="perfetto, csv or jsonl.", rich_help_panel=o.OUTPUT)
-    ],
+    form: Annotated[str, o.option(o.OUTPUT, "perfetto, csv or jsonl.", "--format")],
     table: Annotated[
-        str | None,
-        typer.Option(
-            help="Only this table, of csv and jsonl.", show_default="all", rich_help_panel=o.OUTPUT
-        ),
+        str | None, o.option(o.OUTPUT, "Only this table, of csv and jsonl.", shown="all")
     ] = None,
     output: o.OutputPath = None,
     force: o.Force = False,

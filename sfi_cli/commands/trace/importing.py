@@ -14,13 +14,7 @@ def import_(
     file: Annotated[Path, typer.Argument(help=".npz, .parquet or .pt.", metavar="FILE")],
     output: Annotated[
         Path | None,
-        typer.Option(
-            "--output",
-            "-o",
-            help="Folder of the trace.",
-            show_default="sfi-trace-DATE-TIME",
-            rich_help_panel=o.OUTPUT,
-        ),
+        o.option(o.OUTPUT, "Folder of the trace.", "--output", "-o", shown="sfi-trace-DATE-TIME"),
     ] = None,
     top: Annotated[
         int | None,

@@ -3,8 +3,6 @@
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from sfi_cli import options as o
 
 WHAT = "What to draw"
@@ -14,52 +12,38 @@ def plot(
     trace: o.TraceDir,
     kind: Annotated[
         list[str] | None,
-        typer.Option(
-            help="heatmap, lag, lambda, retained, timeline; comma list or repeated.",
-            show_default="all that the trace has data for",
-            rich_help_panel=WHAT,
+        o.option(
+            WHAT,
+            "heatmap, lag, lambda, retained, timeline; comma list or repeated.",
+            shown="all that the trace has data for",
         ),
     ] = None,
-    request: Annotated[
-        int | None,
-        typer.Option(help="The request.", show_default="the first", rich_help_panel=WHAT),
-    ] = None,
+    request: Annotated[int | None, o.option(WHAT, "The request.", shown="the first")] = None,
     layer: Annotated[
         int | None,
-        typer.Option(
-            help="Only this layer; not of the timeline.",
-            show_default="the mean over all",
-            rich_help_panel=WHAT,
-        ),
+        o.option(WHAT, "Only this layer; not of the timeline.", shown="the mean over all"),
     ] = None,
     head: Annotated[
         int | None,
-        typer.Option(
-            help="Only this KV head; not of the timeline.",
-            show_default="the mean over all",
-            rich_help_panel=WHAT,
-        ),
+        o.option(WHAT, "Only this KV head; not of the timeline.", shown="the mean over all"),
     ] = None,
     top: Annotated[
         int | None,
-        typer.Option(
-            help="Only the most probable positions of each support.",
-            show_default="all that the audit recorded",
-            rich_help_panel=WHAT,
+        o.option(
+            WHAT,
+            "Only the most probable positions of each support.",
+            shown="all that the audit recorded",
         ),
     ] = None,
-    form: Annotated[
-        str | None,
-        typer.Option("--format", help="png or svg.", show_default="png", rich_help_panel=o.OUTPUT),
-    ] = None,
+    form: Annotated[str | None, o.option(o.OUTPUT, "png or svg.", "--format", shown="png")] = None,
     output: Annotated[
         Path | None,
-        typer.Option(
+        o.option(
+            o.OUTPUT,
+            "A folder, or for one figure a .png or .svg.",
             "--output",
             "-o",
-            help="A folder, or for one figure a .png or .svg.",
-            show_default="files DIR-KIND.png beside the trace",
-            rich_help_panel=o.OUTPUT,
+            shown="files DIR-KIND.png beside the trace",
         ),
     ] = None,
     force: o.Force = False,

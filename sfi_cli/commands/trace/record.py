@@ -5,8 +5,6 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
-import typer
-
 from sfi_cli import options as o
 from sfi_cli.commands.generate.command import generate
 from sfi_cli.terminal.output import dated_folder
@@ -15,18 +13,14 @@ from sfi_cli.terminal.output import dated_folder
 ELSEWHERE = ("trace", "output", "compare", "verify")
 Folder = Annotated[
     Path | None,
-    typer.Option(
-        "--output", "-o", help="Folder of the trace.", show_default="sfi-trace-DATE-TIME",
-        rich_help_panel=o.TRACE,
-    ),
-]  # fmt: skip
+    o.option(o.TRACE, "Folder of the trace.", "--output", "-o", shown="sfi-trace-DATE-TIME"),
+]
 Report = Annotated[
     bool,
-    typer.Option(
-        "--report", help="Write DIR-report.html beside the trace, as sfi trace report does.",
-        rich_help_panel=o.TRACE,
+    o.option(
+        o.TRACE, "Write DIR-report.html beside the trace, as sfi trace report does.", "--report"
     ),
-]  # fmt: skip
+]
 
 
 def record(*, output: Folder = None, report: Report = False, **options: Any) -> None:

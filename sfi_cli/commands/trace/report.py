@@ -22,12 +22,8 @@ def report(
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option(
-            "--output",
-            "-o",
-            help="The HTML file.",
-            show_default="DIR-report.html beside the trace",
-            rich_help_panel=o.OUTPUT,
+        o.option(
+            o.OUTPUT, "The HTML file.", "--output", "-o", shown="DIR-report.html beside the trace"
         ),
     ] = None,
     force: o.Force = False,

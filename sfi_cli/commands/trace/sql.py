@@ -10,9 +10,7 @@ from sfi_cli import options as o
 def sql(
     folder: o.TraceDir,
     query: Annotated[str, typer.Argument(help="A statement of DuckDB's SQL.", metavar="SQL")],
-    form: Annotated[
-        str, typer.Option("--format", help="table, csv or json.", rich_help_panel=o.OUTPUT)
-    ] = "table",
+    form: Annotated[str, o.option(o.OUTPUT, "table, csv or json.", "--format")] = "table",
     json: o.Json = False,
     output: o.OutputPath = None,
     force: o.Force = False,

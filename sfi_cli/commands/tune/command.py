@@ -19,10 +19,6 @@ def _axis(name: str, default: str, **more: Any) -> Any:
     return typer.Option(rich_help_panel=SPACE, **shown)
 
 
-def _option(help_text: str, panel: str, **more: Any) -> Any:
-    return typer.Option(help=help_text, rich_help_panel=panel, **more)
-
-
 def tune(
     traces: Annotated[
         list[Path], typer.Argument(help="Traces of --audit 1, of one model.", metavar="DIR...")
@@ -47,57 +43,53 @@ def tune(
     budget: Annotated[Values, _axis("budget", "1/64 to 1/4 of the context")] = None,
     search: Annotated[
         list[str] | None,
-        typer.Option(
+        o.option(
+            SPACE,
+            "Another dimension, repeat for more: span=0:16 or span=0,4,8.",
             metavar="NAME=VALUES",
-            help="Another dimension, repeat for more: span=0:16 or span=0,4,8.",
             autocompletion=completer(DIMENSIONS),
-            rich_help_panel=SPACE,
         ),
     ] = None,
     objective: Annotated[
         list[str] | None,
-        _option(
-            "slow-rate, bytes, retained, retained-p5; comma list or repeated.",
+        o.option(
             SEARCH,
-            show_default="bytes,retained",
+            "slow-rate, bytes, retained, retained-p5; comma list or repeated.",
+            shown="bytes,retained",
         ),
     ] = None,
     min_retained: Annotated[
-        float | None, _option("Least mean retained mass, as replayed.", SEARCH)
+        float | None, o.option(SEARCH, "Least mean retained mass, as replayed.")
     ] = None,
     max_read: Annotated[
-        float | None, _option("Largest share of the cached tokens read.", SEARCH)
+        float | None, o.option(SEARCH, "Largest share of the cached tokens read.")
     ] = None,
     trials: Annotated[
-        int, _option("Trials of the study in all, by every process on it.", SEARCH, min=1)
+        int, o.option(SEARCH, "Trials of the study in all, by every process on it.", min=1)
     ] = TRIALS,
-    seed: Annotated[int, _option("Seed of the sampler.", SEARCH, min=0, max=2**32 - 1)] = 0,
+    seed: Annotated[int, o.option(SEARCH, "Seed of the sampler.", min=0, max=2**32 - 1)] = 0,
     study: Annotated[
         Path | None,
-        _option(
-            "File of the study, which processes may share: Optuna's .journal.",
+        o.option(
             SEARCH,
-            show_default="the output's name, .journal",
+            "File of the study, which processes may share: Optuna's .journal.",
+            shown="the output's name, .journal",
         ),
     ] = None,
     resume: Annotated[
-        bool,
-        typer.Option(
-            "--resume", help="Go on with the study if it is there.", rich_help_panel=SEARCH
-        ),
+        bool, o.option(SEARCH, "Go on with the study if it is there.", "--resume")
     ] = False,
     confirm: Annotated[
         int,
-        _option(
-            "Run so many settings of the front for real, the chosen one among them.", CONFIRM, min=0
+        o.option(
+            CONFIRM, "Run so many settings of the front for real, the chosen one among them.", min=0
         ),
     ] = 0,
     prompt_file: Annotated[
-        Path | None,
-        _option("Run them on this prompt.", CONFIRM, show_default="the traces' own prompts"),
+        Path | None, o.option(CONFIRM, "Run them on this prompt.", shown="the traces' own prompts")
     ] = None,
     batch: Annotated[
-        Path | None, _option('Run them on JSON Lines: {"prompt": ...} a line.', CONFIRM)
+        Path | None, o.option(CONFIRM, 'Run them on JSON Lines: {"prompt": ...} a line.')
     ] = None,
     model: o.Model = None,
     dtype: o.Dtype = "auto",
@@ -105,12 +97,11 @@ def tune(
     trust_remote_code: o.TrustRemoteCode = False,
     sets: Annotated[list[str] | None, o.sets("tune", SEARCH)] = None,
     output: Annotated[
-        Path,
-        typer.Option("--output", "-o", help="Settings for --config.", rich_help_panel=o.OUTPUT),
+        Path, o.option(o.OUTPUT, "Settings for --config.", "--output", "-o")
     ] = OUTPUT,
     plot: Annotated[
         Path | None,
-        _option("Draw trials, front and what was measured to a .png or .svg.", o.OUTPUT),
+        o.option(o.OUTPUT, "Draw trials, front and what was measured to a .png or .svg."),
     ] = None,
     force: o.Force = False,
     json: o.Json = False,

@@ -21,39 +21,34 @@ def heads(
     ] = None,
     prompt_file: Annotated[
         list[Path] | None,
-        typer.Option(
+        o.option(
+            TEXTS,
+            "Read the model on this text instead; repeat for more.",
             "--prompt-file",
             "-f",
-            help="Read the model on this text instead; repeat for more.",
-            show_default="the bundled document, for the bundled checkpoint",
-            rich_help_panel=TEXTS,
+            shown="the bundled document, for the bundled checkpoint",
         ),
     ] = None,
     length: Annotated[
-        int,
-        typer.Option(
-            help="Tokens of a text; a longer file is several.", min=2, rich_help_panel=TEXTS
-        ),
+        int, o.option(TEXTS, "Tokens of a text; a longer file is several.", min=2)
     ] = 1000,
     parts: Annotated[
         int | None,
-        typer.Option(
-            help="Disjoint parts of the texts, whose clusters are compared.",
+        o.option(
+            TEXTS,
+            "Disjoint parts of the texts, whose clusters are compared.",
+            shown="2, or 1 for a single text",
             min=1,
-            show_default="2, or 1 for a single text",
-            rich_help_panel=TEXTS,
         ),
     ] = None,
-    clusters: Annotated[
-        int, typer.Option(help="Clusters of each layer, N_r.", min=1, rich_help_panel=CLUSTERS)
-    ] = 2,
+    clusters: Annotated[int, o.option(CLUSTERS, "Clusters of each layer, N_r.", min=1)] = 2,
     top_k: Annotated[
         int | None,
-        typer.Option(
-            help="Positions of each head's set, k.",
+        o.option(
+            CLUSTERS,
+            "Positions of each head's set, k.",
+            shown="64, or what the traces have of them",
             min=1,
-            show_default="64, or what the traces have of them",
-            rich_help_panel=CLUSTERS,
         ),
     ] = None,
     model: o.Model = None,
@@ -61,14 +56,9 @@ def heads(
     device: o.Device = "auto",
     trust_remote_code: o.TrustRemoteCode = False,
     sets: Annotated[list[str] | None, o.sets("tune heads", o.MODEL)] = None,
-    output: Annotated[
-        Path, typer.Option("--output", "-o", help="Head file.", rich_help_panel=o.OUTPUT)
-    ] = OUTPUT,
+    output: Annotated[Path, o.option(o.OUTPUT, "Head file.", "--output", "-o")] = OUTPUT,
     plot: Annotated[
-        Path | None,
-        typer.Option(
-            help="Draw the similarity of heads to a .png or .svg.", rich_help_panel=o.OUTPUT
-        ),
+        Path | None, o.option(o.OUTPUT, "Draw the similarity of heads to a .png or .svg.")
     ] = None,
     force: o.Force = False,
     json: o.Json = False,

@@ -31,27 +31,26 @@ def replay(
     ] = None,
     triggers: Annotated[
         list[str] | None,
-        typer.Option(
+        o.option(
+            SLOW,
+            "A string that ends a sentence; repeat for more. \\n is a newline.",
             "--trigger",
-            help="A string that ends a sentence; repeat for more. \\n is a newline.",
-            show_default="the trace's own",
-            rich_help_panel=SLOW,
+            shown="the trace's own",
         ),
     ] = None,
     trigger_set: Annotated[
         list[str] | None,
-        typer.Option(
-            help="A set of trigger strings, blanks between: NAME='. ? !'. Repeat to compare sets.",
-            rich_help_panel=SLOW,
+        o.option(
+            SLOW, "A set of trigger strings, blanks between: NAME='. ? !'. Repeat to compare sets."
         ),
     ] = None,
     t_max: Annotated[Values, _grid("t_max", SLOW)] = None,
     refresh_every: Annotated[
         Values,
-        typer.Option(
-            help="Reuse each recorded selection for so many steps: 1,2,4,8,16.",
-            show_default="off; for an imported trace these",
-            rich_help_panel=SLOW,
+        o.option(
+            SLOW,
+            "Reuse each recorded selection for so many steps: 1,2,4,8,16.",
+            shown="off; for an imported trace these",
         ),
     ] = None,
     budget: Annotated[Values, _grid("budget", MEMORY)] = None,
@@ -70,31 +69,16 @@ def replay(
             help="Trace of a run of --policy sfi: replay its settings, and compare with what it measured."
         ),
     ] = None,
-    play: Annotated[
-        bool, typer.Option("--play", help="Step through the run.", rich_help_panel=PLAY)
-    ] = False,
+    play: Annotated[bool, o.option(PLAY, "Step through the run.", "--play")] = False,
     step: Annotated[
-        str | None,
-        typer.Option(
-            help="Print these steps, 12 or 12-20, instead of waiting for keys.",
-            rich_help_panel=PLAY,
-        ),
+        str | None, o.option(PLAY, "Print these steps, 12 or 12-20, instead of waiting for keys.")
     ] = None,
     speed: Annotated[
-        float | None,
-        typer.Option(
-            min=0.1,
-            help="Steps a second of autoplay.",
-            show_default=str(SPEED),
-            rich_help_panel=PLAY,
-        ),
+        float | None, o.option(PLAY, "Steps a second of autoplay.", shown=str(SPEED), min=0.1)
     ] = None,
     plot: Annotated[
         Path | None,
-        typer.Option(
-            help="Draw retained mass against slow rate and speed-up to a .png or .svg.",
-            rich_help_panel=o.OUTPUT,
-        ),
+        o.option(o.OUTPUT, "Draw retained mass against slow rate and speed-up to a .png or .svg."),
     ] = None,
     output: o.OutputPath = None,
     force: o.Force = False,
