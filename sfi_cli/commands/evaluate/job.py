@@ -7,15 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sfi_cli.commands.evaluate import request
 from sfi_cli.commands.evaluate.progress import EvaluationProgress
-from sfi_cli.commands.evaluate.request import (
-    described,
-    engine_of,
-    filled,
-    methods_of,
-    parts_of,
-    resumed,
-)
 from sfi_cli.commands.evaluate.same import check_same
 from sfi_cli.commands.evaluate.views import evaluation_text
 from sfi_cli.terminal.output import Output, dated_folder, leave_interrupted
@@ -71,17 +64,17 @@ class EvaluationJob:
             results = ResultsFolder.resume(path)
             for line in results.damaged:
                 self.output.say(f"{line}; its row is made again")
-            asked = resumed(self.given, results.manifest["asked"])
+            asked = request.resumed(self.given, results.manifest["asked"])
         else:
             check_new(path, force=self.force)
-            asked = filled(self.given)
+            asked = request.filled(self.given)
         if self.output.plot is not None and not asked["tasks"]:
             raise ConfigError("plot shows scores and must come with --task, got none")
         text = _text(asked["fidelity"])
-        parts = parts_of(asked, text)
+        parts = request.parts_of(asked, text)
         facts = {
             "asked": dict(asked),
-            "methods": plain(described(methods_of(asked))),
+            "methods": plain(request.described(request.methods_of(asked))),
             "text": None if text is None else hashlib.sha256(text.encode()).hexdigest(),
         }
         if results is not None:
@@ -120,7 +113,7 @@ class EvaluationJob:
         # make the missing rows; return whether Ctrl-C ended the run
         options = {
             "backend": asked["backend"], "prefill_chunk": asked["prefill_chunk"],
-            "engine": engine_of(asked), "batch_size": asked["batch_size"],
+            "engine": request.engine_of(asked), "batch_size": asked["batch_size"],
         }  # fmt: skip
         stopped: str | None = "interrupted"
         try:

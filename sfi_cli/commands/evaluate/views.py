@@ -34,7 +34,8 @@ def evaluation_text(document: dict[str, Any]) -> str:
         if any(row["lossless"] for row in own):
             parts.append(_drafts([row for row in own if row["lossless"]]))
     if len({(row["task"], row["length"]) for row in rows}) > 1:
-        parts += _averages(document["averages"])
+        means = document["averages"]
+        parts += [_scores(f"mean over {means[0]['places']} tasks and lengths", means), AVERAGED]
     parts += [note.format(_methods(rows)) for note in NOTES] if rows else ()
     for (length,), own in _groups(document["fidelity"], ("length",)):
         parts += [_fidelity(length, own), _by_position(own)]
@@ -86,7 +87,11 @@ def _costs(rows: list[Row]) -> Any:
 
     return table(
         "",
-        ["method", *(f"{_words(name)} at {size}" for name in names for size in sizes), "tokens/s"],
+        [
+            "method",
+            *(f"{name.replace('_', ' ')} at {size}" for name in names for size in sizes),
+            "tokens/s",
+        ],
         [
             [
                 method,
@@ -136,10 +141,6 @@ def _drafts(rows: list[Row]) -> Any:
 
 def _differing(found: Row) -> str:
     return f"{found['differing']} of {found['compared']}" if found["compared"] else "-"
-
-
-def _averages(rows: list[Row]) -> list[Any]:
-    return [_scores(f"mean over {rows[0]['places']} tasks and lengths", rows), AVERAGED]
 
 
 def _fidelity(length: int, rows: list[Row]) -> Any:
@@ -216,10 +217,6 @@ def _methods(rows: list[Row]) -> str:
     wide = [row for row in rows if row["difference_low"] != row["difference_high"]]
     names = sorted({row["interval_method"] for row in wide})
     return f" ({', '.join(names)})" if names else ""
-
-
-def _words(name: str) -> str:
-    return name.replace("_", " ")
 
 
 def _failure(row: Row) -> str:

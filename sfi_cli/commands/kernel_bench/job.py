@@ -111,12 +111,8 @@ class CompileJob:
         self.output.say(f"compiling every kernel for {targets}; no GPU is needed")
         with BenchProgress(quiet=self.output.quiet) as progress:
             compiled = compile_kernels(self.architectures, progress.compiled)
-        document = {
-            "rows": [],
-            "compiled": compiled,
-            "machine": describe_measured(),
-            "versions": versions(),
-        }
+        about = {"machine": describe_measured(), "versions": versions()}
+        document = {"rows": [], "compiled": compiled, **about}
         self.output.show(document, lambda _: compiled_text(compiled))
         if self.output.path is not None and self.output.path.suffix == ".md":
             self.output.text(markdown(compiled))

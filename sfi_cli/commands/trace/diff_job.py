@@ -46,7 +46,8 @@ class DiffJob:
         from sfi_traces.summary.diff import compare
         from sfi_traces.summary.diff_metrics import Limit
 
-        self._check_files()
+        if self.report and self.output and self.report.resolve() == self.output.resolve():
+            raise ConfigError(f"report and output must be two files, got {self.report} for both")
         limits = [Limit.parse(text) for text in self.limits]
         traces = Trace.open(self.first), Trace.open(self.second)
         with ExitStack() as stack:
@@ -61,12 +62,6 @@ class DiffJob:
             message(f"failed: {limit.text}, {limit.name} is {value:.6g}")
         if met:
             raise typer.Exit(1)
-
-    def _check_files(self) -> None:
-        if self.report is None or self.output is None:
-            return
-        if self.report.resolve() == self.output.resolve():
-            raise ConfigError(f"report and output must be two files, got {self.report} for both")
 
     def _page(self, stack: ExitStack) -> Output | None:
         if self.report is None:

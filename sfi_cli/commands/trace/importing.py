@@ -65,6 +65,7 @@ def import_(
     from sfi_cli.parsing import unescaped
     from sfi_cli.terminal.progress import BenchProgress
     from sfi_core.errors import ConfigError
+    from sfi_core.models.load import load_tokenizer
     from sfi_core.settings.config import SfiConfig
     from sfi_traces.importing.importer import import_trace
     from sfi_traces.importing.schema import ImportOptions
@@ -78,7 +79,7 @@ def import_(
             file,
             folder,
             options,
-            tokenizer=_tokenizer(tokenizer),
+            tokenizer=None if tokenizer is None else load_tokenizer(tokenizer),
             triggers=unescaped(triggers) if triggers else SfiConfig().triggers,
             force=force,
             progress=lambda done, total: progress.update("importing", done, total),
@@ -115,11 +116,3 @@ def import_text(document: dict[str, Any]) -> str:
             "note: no token ends a sentence; give --tokenizer, or trigger_token_ids in the file"
         )
     return "\n".join([*lines, f"trace: {document['trace']}"])
-
-
-def _tokenizer(name: str | None) -> Any:
-    if name is None:
-        return None
-    from sfi_core.models.load import load_tokenizer
-
-    return load_tokenizer(name)

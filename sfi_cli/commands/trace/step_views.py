@@ -17,11 +17,9 @@ def step_text(found: Row) -> str:
     """Return facts of the step, the passages that it read, and the passages that it missed."""
     parts: list[Any] = [pairs(_lines(found)), ""]
     parts += [f"note: {note}" for note in found["notes"]]
-    title = (
-        "Passages that it read"
-        if not _whole(found)
-        else "Passages it looked at most, of all that it read"
-    )
+    title = "Passages that it read"
+    if any(one["part"] == "all" for one in found["passages"]):
+        title = "Passages it looked at most, of all that it read"
     parts.append(_passages(title, found, found["passages"]))
     if found["missed"]:
         title = "Passages that dense attention looked at, and the step did not read"
@@ -33,10 +31,6 @@ def step_text(found: Row) -> str:
             "not recorded: mass, and what the step should have read (audit the step: --audit N)"
         )
     return rendered(parts)
-
-
-def _whole(found: Row) -> bool:
-    return any(one["part"] == "all" for one in found["passages"])
 
 
 def _lines(found: Row) -> Iterator[tuple[str, str]]:

@@ -34,9 +34,8 @@ def lag_table(found: Row) -> Any:
         mean, _, *quantiles, n = _spread(lag["reuse"])
         refresh = _spread(lag["refresh"])
         rows.append((where, mean, *quantiles, n, refresh[0], refresh[-1]))
-    since = (
-        "last refresh" if found["refreshes"] == "recorded" else "last step that Eq. 5 makes slow"
-    )
+    recorded = found["refreshes"] == "recorded"
+    since = "last refresh" if recorded else "last step that Eq. 5 makes slow"
     title = f"Overlap with the support at the {since}, by steps since then"
     columns = ("lag", "mean", *SPREAD[2:], "n", "at refreshes", "n")
     return table(title, columns, rows)
@@ -98,11 +97,9 @@ def selection_table(found: Row) -> Any:
         if found[name]["n"]
     ]
     clipped = found["clipped_share"]
-    title = (
-        "Selections"
-        if clipped is None
-        else f"Selections; lambda* is clipped in {percent(clipped)} of them"
-    )
+    title = "Selections"
+    if clipped is not None:
+        title += f"; lambda* is clipped in {percent(clipped)} of them"
     return table(title, ("", *SPREAD, "n"), rows)
 
 
