@@ -1,4 +1,4 @@
-"""The metadata of a Parquet file of selections: JSON under names of ours, beside other writers' own."""
+"""Reads the metadata of a Parquet file of selections: JSON under our names, beside other writers' keys."""
 
 import json
 from pathlib import Path
@@ -9,16 +9,11 @@ from pyarrow import parquet
 from sfi_core.errors import InputError
 from sfi_traces.importing.schema import LARGEST, METADATA, VERSION_NAME, check_known
 
-OURS = (
-    "sfi_",
-    "prompt_",
-    "block_size",
-    "trigger_",
-)  # what a name of ours begins with, but for `model`
+OURS = ("sfi_", "prompt_", "block_size", "trigger_")  # prefixes of our names; `model` is one too
 LONGEST = 60  # characters of a value in an error
 NUMBER, STRING = f"a whole number in 0 to {LARGEST}", "a string"
 NUMBERS, STRINGS = f"whole numbers in 0 to {LARGEST}", "strings"
-# what a value must be: of what, how deep lists of it may be, and that in words
+# by name: a value's type, how deep it may be nested in lists, and both in words
 RULES: dict[str, tuple[type, tuple[int, ...], str]] = {
     "model": (str, (0,), STRING),
     "block_size": (int, (0,), NUMBER),
@@ -30,17 +25,10 @@ RULES: dict[str, tuple[type, tuple[int, ...], str]] = {
 
 
 def read_metadata(path: Path, file: parquet.ParquetFile) -> dict[str, Any]:
-    """Decode the metadata.
-
-    Args:
-        path: The file.
-        file: The same, open.
-
-    Returns:
-        The values of our names; whole numbers and strings, or lists of these, as the schema says.
+    """Decode the metadata under our names: whole numbers, strings, or lists of these.
 
     Raises:
-        InputError: A name of ours is unknown, or a value of another type.
+        InputError: A name of ours is unknown, or a value has another type.
         ValueError: A value is no JSON.
     """
     known = file.metadata.metadata or {}
@@ -67,5 +55,4 @@ def _is(value: Any, kind: type, depth: int) -> bool:
         return isinstance(value, list) and all(_is(one, kind, depth - 1) for one in value)
     if kind is str:
         return isinstance(value, str)
-    # JSON's true is no number
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= LARGEST

@@ -1,4 +1,4 @@
-"""The prompts in a Parquet file's metadata: JSON, of one request or a list by request."""
+"""Reads the prompts from a Parquet file's metadata, of one request or a list by request."""
 
 from pathlib import Path
 from typing import Any
@@ -11,14 +11,10 @@ from sfi_traces.importing.tokens import check_ids
 
 
 def read_prompts(path: Path, said: dict[str, Any]) -> list[Prompt]:
-    """Return the prompt of each request.
-
-    Args:
-        path: The file.
-        said: Its metadata, as `read_metadata` returns it.
+    """Return the prompt of each request; `said` is what `read_metadata` returned.
 
     Raises:
-        InputError: They are missing, or not what they should be.
+        InputError: The prompts are missing or malformed.
     """
     ids, tokens = said.get("prompt_token_ids"), said.get("prompt_tokens")
     if ids is not None:

@@ -1,4 +1,4 @@
-"""Selections as rows of a Parquet file, a row for each step and layer (and head), read piece by piece."""
+"""Imports selections from the rows of a Parquet file: one for each step and layer (and head)."""
 
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
@@ -32,9 +32,8 @@ from sfi_traces.importing.schema import (
 from sfi_traces.importing.selections import Selected, check_top
 from sfi_traces.overlap import padded
 
-ROWS = 4096  # in memory at once, and those of one step
-KEYS = ("request", "step", "layer", "head")
-Group = tuple[int, pa.Table]  # the row that it begins at in the file, its rows
+ROWS = 4096  # in memory at once, besides the rows of one step
+Group = tuple[int, pa.Table]  # the rows of a step, after the number of the first one in the file
 
 
 class SelectionRows:
@@ -48,8 +47,8 @@ class SelectionRows:
         """Read the file's metadata and its first step.
 
         Raises:
-            InputError: A column is missing or of another type.
-            ConfigError: An option that the file has no use for.
+            InputError: A column is missing or has another type.
+            ConfigError: An option does not fit the file.
         """
         if options.kv_heads is not None:
             raise ConfigError(f"kv-heads must come with arrays, got {path.name}")
@@ -86,7 +85,7 @@ class SelectionRows:
         """Yield the steps.
 
         Raises:
-            InputError: With the row that is wrong.
+            InputError: Names the faulty row.
         """
         last = (0, -1)
         with closing(self._groups()) as groups:
@@ -121,7 +120,6 @@ class SelectionRows:
         )  # fmt: skip
 
     def _groups(self) -> Generator[Group]:
-        # the rows of each step, as they follow each other
         with readable(self._path), parquet.ParquetFile(self._path) as file:
             begin, left = 0, None
             for batch in file.iter_batches(ROWS, columns=self._columns):
@@ -136,7 +134,7 @@ class SelectionRows:
                 yield begin, left
 
     def _filled(self, table: pa.Table, begin: int) -> pa.Table:
-        # with a request and a head where the file has none, and positions that are signed
+        # adds a request and a head where the file has none, and makes positions signed
         for name in table.column_names:
             if table[name].null_count and name != "token_text":
                 at = begin + int(pc.index(table[name].is_null(), value=True).as_py())
@@ -148,7 +146,6 @@ class SelectionRows:
                 at = begin + pc.list_parent_indices(table[name])[inner].as_py()
                 raise InputError(f"{self._row(at)}: {name} must have no null, got one")
         for name in {"positions", "blocks"} & set(table.column_names):
-            # -1 pads, which an unsigned number cannot be
             lists = table[name].cast(pa.list_(pa.int64()))
             table = table.set_column(table.column_names.index(name), name, lists)
         for name in ("request", "head"):
@@ -157,7 +154,7 @@ class SelectionRows:
         return table
 
     def _next(self, begin: int, rows: pa.Table, last: tuple[int, int]) -> tuple[int, int]:
-        # request and step of the rows, which must follow
+        # request and step of the rows, which must follow `last`
         request, step = (int(_numbers(rows, name)[0]) for name in ("request", "step"))
         if (request, step) not in ((last[0], last[1] + 1), (last[0] + 1, 0)):
             raise InputError(

@@ -1,4 +1,4 @@
-"""Where a long answer comes apart: the share of right sentences by their place in the answer."""
+"""Averages sentence scores by their place in the answer: shows where a long answer goes wrong."""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -10,11 +10,11 @@ Row = Mapping[str, Any]
 
 
 def by_place(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Average the scores of sentences at the same place of an answer; samples without sentences do not count.
+    """Average the scores of sentences at the same place of an answer; samples without sentences are skipped.
 
     Returns:
-        A row for each group of neighboring sentences: the numbers of its `first` and `last` one, from 1 on,
-        the mean `place` of the first one in tokens, the mean `score`, and `n`, its sentences in all samples.
+        A row for each group of neighboring sentences: the numbers of its `first` and `last` sentence, from 1
+        on; the first one's mean `place` in tokens; the mean `score`; and `n` sentences over all samples.
     """
     known = [row for row in rows if row.get("sentence_scores")]
     most = max((len(row["sentence_scores"]) for row in known), default=0)
