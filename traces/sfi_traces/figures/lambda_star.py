@@ -12,7 +12,7 @@ MOST_BARS = 60  # more would hide each other
 
 
 def draw(view: View) -> Figure:
-    """Draw the median and the spread over layers and KV heads, and the clip."""
+    """Draw the median, the spread over layers and KV heads, and the clip."""
     data = lambda_over_time(view)
     figure = new_figure(9, 4.6)
     axes = figure.subplots()
