@@ -25,7 +25,7 @@ def sink_unread(scope: Scope) -> list[Measured]:
 def look_back(scope: Scope) -> list[Measured]:
     """Unread dense mass further back than any selected or recent token; the mean over sampled steps.
 
-    A selection's four earliest positions do not count, since another engine's include the sinks. A policy that
+    A selection's four earliest positions do not count: another engine's include the sinks. A policy that
     selects nothing reaches as far as its recent tokens; without recorded positions the reach is unknown.
     """
     sample_selections(scope)

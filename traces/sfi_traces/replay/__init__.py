@@ -1,4 +1,4 @@
-"""Counterfactuals from a recorded run, without the model (docs/tune.md).
+"""Predicts from a recorded run, without the model, what another setting would have kept (docs/tune.md).
 
 supports = Supports.load(trace)
 outcome = replay(supports, Setting.recorded(trace))

@@ -7,10 +7,7 @@ from sfi_traces.replay.support import Supports
 
 
 def schedule(supports: Supports, setting: Setting) -> list[str]:
-    """Say why each step would be slow; empty for a fast one.
-
-    A step is asked with the run's own rules (`Trigger.reason`), the recorded tokens held fixed.
-    """
+    """Say why each step would be slow, empty for a fast one, if the tokens stayed as recorded."""
     trigger = Trigger(setting.trigger_token_ids, setting.config)
     state = RequestState(prompt_tokens=supports.prompt_tokens)
     state.begin(slow=True, reason="first", new_tokens=supports.prompt_tokens)

@@ -20,8 +20,8 @@ def lossless_facts(scope: Scope) -> Row | None:
     """Count verifications and kept tokens: in all, by reason, by place in the sentence, by draft depth.
 
     A verification tests drafted tokens up to the first that it rejects. `acceptance` is over all drafted
-    tokens; `token_acceptance`, `places` and `depths` are over tested ones. A drafted stop token counts as kept,
-    if the trace has token ids. Place 0 is the first token after a trigger or the prompt, depth 1 a draft's
+    tokens; `token_acceptance`, `places` and `depths` are over tested ones. A drafted stop token counts as
+    kept, if the trace has token ids. Place 0 is the first token after a trigger or the prompt, depth 1 a draft's
     first token; both have bins 1, 2, 3-4, 5-8, ...
 
     Returns:

@@ -14,8 +14,8 @@ def latency(scope: Scope) -> dict[str, Any]:
 
     Kind "prefill" is step 0 of a request. A step is "mixed" if it is slow for some requests of the batch and
     fast for others; their rows have the same `elapsed_us`. An audit slows a step down, so a kind's unaudited
-    steps are taken alone; `audited` says that there are none. `tokens_per_second` is over all steps from 1 on,
-    and its `audited` says that one of them was audited.
+    steps are taken alone; `audited` says that there are none. `tokens_per_second` is over all steps from 1
+    on, and its `audited` says that one of them was audited.
 
     A lossless run's slow steps are verifications, and its rejected drafts have no step: its
     `tokens_per_second` is over the time from the first span of decoding to the end of the last.
