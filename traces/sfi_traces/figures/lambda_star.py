@@ -8,7 +8,7 @@ from sfi_traces.views.figure_data import lambda_over_time
 from sfi_traces.views.labels import CLIP, WITHIN
 from sfi_traces.views.view import View
 
-MOST_BARS = 60  # more would hide each other
+MOST_BARS = 60  # beyond, error bars would hide each other
 
 
 def draw(view: View) -> Figure:

@@ -133,11 +133,6 @@ class Playback:
         """The prompt's and the generated tokens by position; empty where the trace has no text."""
         return [*self.prompt, *(text or "" for text in self.texts)]
 
-    @property
-    def redacted(self) -> bool:
-        """Whether the text was left out."""
-        return self.texts[0] is None
-
     def frame(self, step: int) -> Frame:
         """Return what is shown of a step."""
         row = self._rows.slice(step, 1).to_pylist()[0]

@@ -1,4 +1,4 @@
-"""What a drawer of the report hands over."""
+"""A figure of the report with its words."""
 
 import json
 from dataclasses import dataclass, field
@@ -13,17 +13,16 @@ LEGEND = {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "traceorde
 
 
 def span(first: int, last: int) -> str:
-    """Name a bin of whole numbers: "1", "3-4"."""
+    """Name a bin of integers: "1", "3-4"."""
     return f"{first}" if first == last else f"{first}-{last}"
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """A figure with its words.
+    """A figure with its caption.
 
     Attributes:
-        caption: Title and note.
-        figure: Without colors of text, paper and grid: the page sets them, light or dark.
+        figure: Without colors of text, paper and grid, which the page sets for light or dark.
         more: Further plain values for the page's script.
     """
 
@@ -32,7 +31,7 @@ class Panel:
     more: dict[str, Any] = field(default_factory=dict)
 
     def plain(self) -> dict[str, Any]:
-        """Return all that the page's script and its section need."""
+        """Return what the page's script and section need."""
         plot = json.loads(self.figure.to_json())  # arrays as base64, which Plotly reads
         plot["layout"].pop("template", None)
         return {"caption": self.caption, **plot, **self.more}

@@ -21,8 +21,8 @@ def lossless_facts(scope: Scope) -> Row | None:
 
     A verification tests drafted tokens up to the first that it rejects. `acceptance` is over all drafted
     tokens; `token_acceptance`, `places` and `depths` are over tested ones. A drafted stop token counts as
-    kept, if the trace has token ids. Place 0 is the first token after a trigger or the prompt, depth 1 a draft's
-    first token; both have bins 1, 2, 3-4, 5-8, ...
+    kept, if the trace has token ids. Place 0 is the first token after a trigger or the prompt, depth 1 the
+    first token of a draft; both have bins 1, 2, 3-4, 5-8, ...
 
     Returns:
         `passes_per_token` counts one forward pass for each drafted token and each verification; for
