@@ -1,8 +1,6 @@
 """Values that health rules measure."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
 
 from sfi_traces.summary.scope import Scope
 
@@ -28,12 +26,6 @@ class Measured:
     value: float
     n: int
 
-    @classmethod
-    def of(cls, row: Mapping[str, Any]) -> Self:
-        """Convert a row of a query; null becomes 0."""
-        value = 0.0 if row["value"] is None else float(row["value"])
-        return cls(row["request"], row.get("layer"), row.get("head"), value, row["n"])
-
 
 def worse_of_beginning(value: str) -> str:
     """Write the SQL of a mean over all rows, or over the first rows by `place` if that is larger.
@@ -44,6 +36,11 @@ def worse_of_beginning(value: str) -> str:
     return f"greatest(avg({value}), avg({value}) FILTER (place <= {BEGINNING}))"
 
 
-def measured(scope: Scope, query: str, parameters: list[Any] | None = None) -> list[Measured]:
-    """Run a query and convert its rows."""
-    return [Measured.of(row) for row in scope.rows(query, parameters)]
+def measured(scope: Scope, query: str) -> list[Measured]:
+    """Run a query and convert its rows; a null value becomes 0."""
+    return [
+        Measured(
+            row["request"], row.get("layer"), row.get("head"), float(row["value"] or 0), row["n"]
+        )
+        for row in scope.rows(query)
+    ]

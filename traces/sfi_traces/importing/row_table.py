@@ -4,7 +4,6 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +28,7 @@ from sfi_traces.importing.schema import (
     check_known,
     check_version,
 )
-from sfi_traces.importing.selections import Selected, check_top
+from sfi_traces.importing.selections import Selected, check_block_size, check_top
 from sfi_traces.overlap import padded
 
 ROWS = 4096  # in memory at once, besides the rows of one step
@@ -59,7 +58,8 @@ class SelectionRows:
         check_version(path, said.get(VERSION_NAME))
         self._columns = self._checked_columns()
         self._name = "blocks" if "blocks" in self._columns else "positions"
-        block_size = _block_size(path, said, self._name)
+        block_size = said.get("block_size")
+        check_block_size(path, block_size, self._name)
         check_top(options.top, block_size, ranked=bool({"mass", "scores"} & set(self._columns)))
         self._prompts = read_prompts(path, said)
         with closing(self._groups()) as groups:
@@ -260,16 +260,6 @@ class SelectionRows:
 
     def _row(self, row: int) -> str:
         return f"row {row:,} of {self._path}"
-
-
-def _block_size(path: Path, said: dict[str, Any], name: str) -> int | None:
-    block_size = said.get("block_size")
-    if (block_size is not None) != (name == "blocks"):
-        got = f"none with {name}" if block_size is None else f"{block_size} with {name}"
-        raise InputError(f"block_size of {path} must come with blocks, got {got}")
-    if block_size is not None and block_size < 1:
-        raise InputError(f"block_size of {path} must be at least 1, got {block_size}")
-    return block_size
 
 
 def _numbers(table: pa.Table, name: str) -> npt.NDArray[np.int64]:

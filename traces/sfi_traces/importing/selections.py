@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
@@ -90,6 +91,15 @@ def check_top(top: int | None, block_size: int | None, *, ranked: bool) -> None:
         raise ConfigError(f"top needs positions with mass or scores, got {got}")
 
 
+def check_block_size(path: Path, block_size: int | None, name: str) -> None:
+    """Raise `InputError` unless blocks, and only blocks, have a block size of at least 1."""
+    if (block_size is not None) != (name == "blocks"):
+        got = f"none with {name}" if block_size is None else f"{block_size} with {name}"
+        raise InputError(f"block_size of {path} must come with blocks, got {got}")
+    if block_size is not None and block_size < 1:
+        raise InputError(f"block_size of {path} must be at least 1, got {block_size}")
+
+
 class SelectionArrays:
     """The steps of a file with one array of selections.
 
@@ -109,7 +119,8 @@ class SelectionArrays:
             raise ConfigError("kv-heads is for attention tensors, got selections")
         self._path, self._top = arrays.path, options.top
         self._name = _one_of(arrays, "positions", "blocks")
-        block_size = _block_size(arrays, self._name)
+        block_size = arrays.number("block_size", least=1)
+        check_block_size(self._path, block_size, self._name)
         self._index = arrays.array(self._name, "iu", (3, 4))
         self._mass, self._scores = (self._beside(arrays, name) for name in ("mass", "scores"))
         ranked = self._mass is not None or self._scores is not None
@@ -206,11 +217,3 @@ def _one_of(arrays: Arrays, first: str, second: str) -> str:
             f"import {arrays.path} must have {first}, {second} or attention.PASS.LAYER, got {got}"
         )
     return found[0]
-
-
-def _block_size(arrays: Arrays, name: str) -> int | None:
-    block_size = arrays.number("block_size", least=1)
-    if (block_size is not None) != (name == "blocks"):
-        got = f"none with {name}" if block_size is None else f"{block_size} with {name}"
-        raise InputError(f"block_size of {arrays.path} must come with blocks, got {got}")
-    return block_size

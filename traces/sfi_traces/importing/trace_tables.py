@@ -92,11 +92,8 @@ class TraceTables:
             self.flush()
 
     def flush(self) -> None:
-        """Write the waiting rows, `steps` last, so that a recorded step has its other rows too."""
-        for name, buffer in sorted(self._tables.items(), key=lambda item: item[0] == "steps"):
-            table = buffer.take()
-            if len(table):
-                self._parts.write(name, table)
+        """Write the waiting rows; see `PartFiles.flush`."""
+        self._parts.flush(self._tables)
 
     def _step_row(self, one: ImportedStep) -> dict[str, Any]:
         text = one.token_text

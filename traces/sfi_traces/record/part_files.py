@@ -1,11 +1,13 @@
 """The part files of a trace's tables."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import pyarrow as pa
 from pyarrow import parquet
 
 from sfi_traces.atomic_file import write_atomically
+from sfi_traces.record.table_buffer import TableBuffer
 from sfi_traces.schema import PART, POSITIONS, TABLES
 
 
@@ -21,6 +23,13 @@ class PartFiles:
         self._folder, self._metadata = folder, metadata
         self._parts = dict.fromkeys(TABLES, 0)
         self.written = dict.fromkeys(TABLES, 0)
+
+    def flush(self, tables: Mapping[str, TableBuffer]) -> None:
+        """Write the waiting rows, `steps` last, so that a recorded step has its other rows too."""
+        for name, buffer in sorted(tables.items(), key=lambda item: item[0] == "steps"):
+            table = buffer.take()
+            if len(table):
+                self.write(name, table)
 
     def write(self, name: str, table: pa.Table) -> None:
         """Write a table's next part; an OSError leaves the parts before as they were."""

@@ -112,10 +112,7 @@ class TraceWriter:
         if any(self._manifest[name] != value for name, value in known.items()):
             self._manifest |= known | {"prompts": [dict(prompt) for prompt in self._rows.prompts]}
             write_manifest(self._folder, self._manifest)
-        for name, buffer in sorted(self._rows.tables.items(), key=lambda item: item[0] == "steps"):
-            table = buffer.take()
-            if len(table):
-                self._parts.write(name, table)
+        self._parts.flush(self._rows.tables)
 
 
 class Batch:

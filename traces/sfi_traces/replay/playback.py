@@ -1,7 +1,7 @@
 """A recorded run step by step, as plain data for a player; rows are read when their step is shown."""
 
 from bisect import bisect_right
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from functools import cached_property
 from typing import Any, Self
 
@@ -151,8 +151,8 @@ class Playback:
             attended_tokens=row["attended_tokens"],
             context_tokens=row["context_tokens"],
             audited=self.audited(step),
-            measures=self._measures(step),
-            lambda_star=self._lambda_star(step),
+            measures=_means(self._supports.at(step), MEASURES),
+            lambda_star=_means(self._selections.at(step), ["lambda_star"])["lambda_star"],
         )
 
     def sentence_begin(self, step: int) -> int:
@@ -237,22 +237,18 @@ class Playback:
         dense = set(self.trace.manifest["config"]["dense_layers"])
         recorded = self._supports.places()
         if not recorded and not audited:
-            recorded = self._selections.places() or _places_of(self.trace.manifest["model"])
+            recorded = self._selections.places() or [
+                (layer["layer"], head)
+                for layer in self.trace.manifest["model"]["layers"]
+                if layer["window"] is None
+                for head in range(layer["heads"])
+            ]
         places = [place for place in recorded if place[0] not in dense]
         if not places:
             raise TraceError(
                 f"trace {self.trace.path} has no audited step of a layer that fast steps change"
             )
         return places
-
-    def _measures(self, step: int) -> dict[str, float | None]:
-        rows = self._supports.at(step)
-        return {name: pc.mean(rows[name]).as_py() if len(rows) else None for name in MEASURES}
-
-    def _lambda_star(self, step: int) -> float | None:
-        rows = self._selections.at(step)
-        found: float | None = pc.mean(rows["lambda_star"]).as_py() if len(rows) else None
-        return found
 
     def _mass(self, step: int, width: int, length: int) -> Numbers:
         position, mass = self.support(step)
@@ -273,12 +269,11 @@ def _sets(rows: pa.Table, *, ahead: bool) -> dict[Place, Ints]:
     return dict(zip(place, np.split(lists.flatten().to_numpy(), np.cumsum(size)[:-1]), strict=True))
 
 
+def _means(rows: pa.Table, names: Sequence[str]) -> dict[str, float | None]:
+    return {name: pc.mean(rows[name]).as_py() if len(rows) else None for name in names}
+
+
 def _marked(bins: Ints, width: int) -> Marks:
     marks = np.zeros(width, np.bool_)
     marks[bins] = True
     return marks
-
-
-def _places_of(model: dict[str, Any]) -> list[Place]:
-    layers = [layer for layer in model["layers"] if layer["window"] is None]
-    return [(layer["layer"], head) for layer in layers for head in range(layer["heads"])]

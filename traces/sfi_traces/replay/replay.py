@@ -14,9 +14,10 @@ import numpy as np
 from sfi_core.errors import TraceError
 from sfi_core.models.byte_model import ByteModel
 from sfi_core.settings.config import SfiConfig
+from sfi_core.state.request import RequestState
+from sfi_core.triggers.trigger import Trigger
 from sfi_traces.replay.memory import Memory
 from sfi_traces.replay.outcome import Outcome, StepMetrics
-from sfi_traces.replay.schedule import schedule
 from sfi_traces.replay.setting import Setting
 from sfi_traces.replay.support import Bools, Floats, Ints, Positions, Supports
 
@@ -56,6 +57,20 @@ def replay_request(supports: Supports, setting: Setting, *, batch: int = 1) -> S
         bytes_N=memory.bytes_read(model),
         dense_bytes_N=np.asarray(model.dense(supports.length_N)),
     )
+
+
+def schedule(supports: Supports, setting: Setting) -> list[str]:
+    """Say why each step would be slow, empty for a fast one, if the tokens stayed as recorded."""
+    trigger = Trigger(setting.trigger_token_ids, setting.config)
+    state = RequestState(prompt_tokens=supports.prompt_tokens)
+    state.begin(slow=True, reason="first", new_tokens=supports.prompt_tokens)
+    reasons = ["first"]
+    for token in supports.tokens[:-1]:
+        state.finish_step(token)
+        reason = trigger.reason(state)
+        state.begin(slow=bool(reason), reason=reason, new_tokens=1)
+        reasons.append(reason)
+    return reasons
 
 
 def check_recorded(supports: Supports) -> None:

@@ -3,8 +3,7 @@
 import numpy as np
 import plotly.graph_objects as go
 
-from sfi_traces.report.head_map import axes, cells
-from sfi_traces.report.panel import LEGEND, MARGIN, Panel
+from sfi_traces.report.panel import LEGEND, MARGIN, Panel, axes, cells
 from sfi_traces.views import captions
 from sfi_traces.views.figure_data import lambda_over_time, retained_mass, step_phases
 from sfi_traces.views.labels import CLIP, PHASES, SLOW, WITHIN

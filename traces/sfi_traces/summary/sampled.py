@@ -46,11 +46,8 @@ def sample_selections(scope: Scope) -> int:
     return every
 
 
-def sample_supports(scope: Scope) -> int:
-    """Make the view `sampled_supports`: rows with `read`, of every n-th audited fast step.
-
-    Adds the query's `position`. Returns n.
-    """
+def sample_supports(scope: Scope) -> None:
+    """Make the view `sampled_supports`: rows with `read` of every n-th audited fast step, with `position`."""
     size = scope.row("SELECT count(*) AS rows FROM chosen_supports WHERE read IS NOT NULL")
     top = int((scope.trace.manifest.get("audit") or {}).get("top", 1))
     every = 1 + int(size["rows"]) * top // MOST_POSITIONS
@@ -62,4 +59,3 @@ def sample_supports(scope: Scope) -> int:
         ) USING (request, step)
         WHERE read IS NOT NULL
     """)  # noqa: S608 - a number
-    return every

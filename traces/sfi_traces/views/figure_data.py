@@ -63,7 +63,8 @@ def lambda_over_time(view: View) -> Lambda:
     )
     clip = view.trace.manifest["config"]["selector"]["lambda_clip"]
     clipped = np.isclose(value, clip, rtol=1e-4).mean()
-    return Lambda(step, median, low, high, clip, float(clipped), _places(rows))
+    pairs = zip(rows["layer"].to_pylist(), rows["head"].to_pylist(), strict=True)
+    return Lambda(step, median, low, high, clip, float(clipped), sorted(set(pairs)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +157,8 @@ def step_phases(view: View) -> Timeline:
     width = thinning(len(step), MOST_BARS)
     edges = np.arange(0, len(step), width)
     counts = np.diff([*edges, len(step)])
+    columns = ["request", "drafted", "accepted"]
+    checks = view.trace.table("verifications", columns).filter(view.of_request)
     return Timeline(
         step=step[edges],
         per_bar=width,
@@ -167,14 +170,8 @@ def step_phases(view: View) -> Timeline:
         slow=step[steps.slow[later]],
         prefill_us=None if later.all() else float(steps.elapsed_us[0]),
         audit_us=float(audit_us.mean()),
-        stepless=_stepless(view),
+        stepless=int(checks["drafted"].to_numpy().sum() - checks["accepted"].to_numpy().sum()),
     )
-
-
-def _stepless(view: View) -> int:
-    columns = ["request", "drafted", "accepted"]
-    rows = view.trace.table("verifications", columns).filter(view.of_request)
-    return int(rows["drafted"].to_numpy().sum() - rows["accepted"].to_numpy().sum())
 
 
 def _spans(view: View, step: np.ndarray) -> dict[str, np.ndarray]:
@@ -193,8 +190,3 @@ def _spans(view: View, step: np.ndarray) -> dict[str, np.ndarray]:
         spent_us = found.setdefault(row["name"], np.zeros(len(step)))
         spent_us[np.searchsorted(step, row["step"])] = row["elapsed_us_sum"]
     return found
-
-
-def _places(rows: pa.Table) -> list[Place]:
-    pairs = zip(rows["layer"].to_pylist(), rows["head"].to_pylist(), strict=True)
-    return sorted(set(pairs))

@@ -66,7 +66,8 @@ def rasters(
     If the view has no `top`, supports are cut to the run's budget, so that missed positions mean something.
     Beyond `most_steps` every n-th step is taken; beyond `most_cells` a cell stands for several positions.
     """
-    top = _top(view)
+    manifest = view.trace.manifest
+    top = view.top or min(manifest["audit"]["top"], manifest["config"]["budget"])
     supports = view.supports.thinned(most_steps)
     rows = view.steps.rows(supports.step)
     context, slow = view.steps.context[rows], view.steps.slow[rows]
@@ -116,11 +117,6 @@ def meaning(raster: Raster) -> dict[int, str]:
         SELECTED: "selected, not in the support",
     }
     return {kind: text for kind, text in words.items() if (raster.cells == kind).any()}
-
-
-def _top(view: View) -> int:
-    recorded: int = view.trace.manifest["audit"]["top"]
-    return view.top or min(recorded, view.trace.manifest["config"]["budget"])
 
 
 def _in_force(
