@@ -13,8 +13,7 @@ from pyarrow import parquet
 
 from sfi_core.errors import ConfigError, InputError
 from sfi_traces.importing.arrays import readable
-from sfi_traces.importing.row_metadata import read_metadata
-from sfi_traces.importing.row_prompts import read_prompts
+from sfi_traces.importing.row_metadata import read_metadata, read_prompts
 from sfi_traces.importing.schema import (
     COLUMNS,
     LARGEST,

@@ -1,4 +1,4 @@
-"""What FreeKV observed, for one view: query cosine and corrections; and maps of layers x KV heads."""
+"""What SyncKV and FreeKV observed, for one view: drift, head similarity, query cosine, corrections."""
 
 from dataclasses import dataclass
 from typing import Any, Self
@@ -9,6 +9,8 @@ from sfi_core.errors import TraceError
 from sfi_traces.summary.corrections import corrections
 from sfi_traces.summary.query_cosine import query_cosine
 from sfi_traces.summary.scope import Scope
+from sfi_traces.views.drift import Drift, drift
+from sfi_traces.views.head_similarity import MOST_STEPS, HeadSimilarity
 from sfi_traces.views.view import View
 
 Row = dict[str, Any]
@@ -29,6 +31,16 @@ class HeadMap:
         layers, heads = (sorted({place[axis] for place in found}) for axis in (0, 1))
         value = [[found.get((layer, head), np.nan) for head in heads] for layer in layers]
         return cls(layers, heads, np.array(value, np.float64))
+
+
+def drift_of(view: View) -> Drift:
+    """Compare each step's supports with step 0's; see `drift`."""
+    return drift(view.supports)
+
+
+def head_similarity_of(view: View) -> HeadSimilarity:
+    """Compare the heads at up to 64 evenly chosen steps; see `HeadSimilarity.of`."""
+    return HeadSimilarity.of(view.supports.thinned(MOST_STEPS))
 
 
 def cosines_of(view: View) -> Row:

@@ -1,11 +1,11 @@
 """Summarizes the rows of an evaluation: one row for each task, length, method and size."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from sfi_core.measure.evaluation.lossless_rows import drafting
 from sfi_core.measure.evaluation.statistics import Interval, paired_difference, wilson
-from sfi_traces.results.evaluation.by_place import by_place
 
 REFERENCE = "full-kv"
 PLACE = ("task", "length")
@@ -15,6 +15,7 @@ RATIOS = ("read_ratio", "selection_ratio", "stored_ratio")
 FIDELITY = (
     "steps", "slow_rate", "kl", "kl_p95", "agreement", "perplexity", "perplexity_full", *RATIOS,
 )  # fmt: skip
+GROUPS = 8  # of neighboring sentences, at most
 Row = Mapping[str, Any]
 
 
@@ -64,6 +65,33 @@ def summarize_fidelity(rows: Iterable[Row]) -> list[dict[str, Any]]:
             }
         )
     return summaries
+
+
+def by_place(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Average the scores of sentences at the same place of an answer; samples without sentences are skipped.
+
+    Returns:
+        A row for each group of neighboring sentences: the numbers of its `first` and `last` sentence, from 1
+        on; the first one's mean `place` in tokens; the mean `score`; and `n` sentences over all samples.
+    """
+    known = [row for row in rows if row.get("sentence_scores")]
+    most = max((len(row["sentence_scores"]) for row in known), default=0)
+    count = min(GROUPS, most)
+    edges = [round(group * most / count) for group in range(count + 1)] if count else []
+    found = []
+    for first, end in pairwise(edges):
+        scores = [score for row in known for score in row["sentence_scores"][first:end]]
+        places = [place for row in known for place in row["sentence_places"][first : first + 1]]
+        found.append(
+            {
+                "first": first + 1,
+                "last": end,
+                "place": sum(places) / len(places),
+                "score": sum(scores) / len(scores),
+                "n": len(scores),
+            }
+        )
+    return found
 
 
 def _read(ratios: Row) -> float | None:
