@@ -1,7 +1,4 @@
-"""Traces of a run: the observers that record one, and what reads, replays and tunes from it.
-
-Reads `sfi_core`, never the reverse: the core knows the `Observer` protocol, not who implements it.
-"""
+"""Traces of a run: the observers that record one, and what reads, replays and tunes from it."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""A file that is there whole or not at all."""
+"""Files that are replaced whole, so that a reader never sees half of one."""
 
 import os
 from collections.abc import Iterator
@@ -7,19 +7,15 @@ from pathlib import Path
 
 
 def temporary_path(path: Path) -> Path:
-    """Name the temporary file of a path; its name starts with a dot."""
+    """Return the hidden path that a file is written to before it gets its name."""
     return path.with_name(f".{path.name}.tmp")
 
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
-    """Give a file its name when it is whole.
+    """Yield a temporary path to write, and rename it to `path` once the block has ended well.
 
-    Yields:
-        The temporary path to write. A body that fails leaves the old file, and no temporary one.
-
-    Raises:
-        OSError: The disk is full, say.
+    A block that fails leaves the old file and no temporary one. OSErrors pass through.
     """
     temporary = temporary_path(path)
     try:
@@ -32,10 +28,6 @@ def atomic_file(path: Path) -> Iterator[Path]:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Write a file that is there whole or not at all.
-
-    Raises:
-        OSError: The disk is full, say; the old file stays.
-    """
+    """Write a file through `atomic_file`."""
     with atomic_file(path) as temporary:
         temporary.write_bytes(data)

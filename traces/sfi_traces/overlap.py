@@ -1,6 +1,6 @@
-"""How much two supports share, for many heads at once.
+"""Overlap of sets of positions, for many heads at once.
 
-A set is a row of an int array: its positions in ascending order, then -1 as padding; leading dimensions
+A set is a row of an int array: its positions in ascending order, then -1 as padding. Leading dimensions
 agree.
 """
 
@@ -18,13 +18,7 @@ Floats = npt.NDArray[np.floating[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """Positions of two sets, counted: arrays of one number for each pair.
-
-    Attributes:
-        first: Positions in the first set.
-        second: Positions in the second set.
-        both: Positions in both sets.
-    """
+    """Sizes of pairs of sets, and of their intersections: one number for each pair."""
 
     first: Ints
     second: Ints
@@ -34,20 +28,18 @@ class Overlap:
     def of(cls, first: Ints, second: Ints) -> Self:
         """Compare [..., K] with [..., M]."""
         joined = np.concatenate([first, second], -1)
-        joined.sort(
-            axis=-1, kind="stable"
-        )  # merges two ascending runs; what both have lies side by side
+        joined.sort(axis=-1, kind="stable")  # equal positions become neighbors
         met = (joined[..., 1:] == joined[..., :-1]) & (joined[..., 1:] >= 0)
         return cls(size(first), size(second), np.asarray(np.count_nonzero(met, axis=-1)))
 
     @property
     def coefficient(self) -> Floats:
-        """The share of the smaller set that is in the other (SyncKV); NaN where one is empty."""
+        """|A and B| / min(|A|, |B|), as in SyncKV; NaN where a set is empty."""
         return _share(self.both, np.minimum(self.first, self.second))
 
     @property
     def jaccard(self) -> Floats:
-        """The share of the union that is in both; NaN where both are empty."""
+        """|A and B| / |A or B|; NaN where both sets are empty."""
         return _share(self.both, self.first + self.second - self.both)
 
 
@@ -64,7 +56,7 @@ def _share(part: Ints, whole: Ints) -> Floats:
 def padded(
     lists: pa.ListArray | pa.ChunkedArray, empty: float = -1, width: int | None = None
 ) -> npt.NDArray[Any]:
-    """Lay lists out as rows, [N, width], shorter lists and nulls filled up with `empty`.
+    """Pad lists to rows, [N, width]; nulls are empty lists.
 
     Without a width the rows are as wide as the longest list, and at least 1.
     """

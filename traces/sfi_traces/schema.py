@@ -1,7 +1,7 @@
 """The tables of a trace: `manifest.json`, and a folder of Parquet parts for each table.
 
-A row's `request` numbers the requests of all runs that one trace holds, in order. A reader of version N reads
-versions 1 to N; a new column raises no version, a changed or missing one does.
+Column `request` numbers the requests of all runs in one trace, in order. A reader of version N reads
+versions 1 to N. A new column raises no version; a changed or removed column does.
 """
 
 import pyarrow as pa
@@ -9,8 +9,8 @@ import pyarrow as pa
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
 PART = "part-{number:05d}.parquet"
-# of a run on several ranks, each but the first writes a trace of its own in such a folder of the first one's;
-# these tables are those of all ranks, and the others the first one's
+# a run on several ranks: rank 0 writes the trace, each other rank a trace in such a folder inside it; a
+# reader joins OF_EVERY_RANK over all ranks and takes the other tables from rank 0
 RANK = "rank-{number:05d}"
 OF_EVERY_RANK = ("selections", "recalls", "supports", "timings")
 AHEAD = "speculative"  # the reason of a selection that serves the next step
@@ -20,7 +20,7 @@ HEAD = [("layer", pa.int16()), ("head", pa.int16())]
 POSITIONS = pa.list_(pa.int32())
 
 TABLES: dict[str, pa.Schema] = {
-    # a prompt's token; text and ids are null in a redacted trace, here and in `steps`
+    # one row a prompt token; a redacted trace has null ids and texts, here and in `steps`
     "prompts": pa.schema(
         [
             ("request", pa.int32()),
@@ -29,8 +29,8 @@ TABLES: dict[str, pa.Schema] = {
             ("token_text", pa.string()),
         ]
     ),
-    # a request and step; `position` is the query's, `token_id` the token that the step generated,
-    # `batch_step` the step of the batch, another one where the request began later; null is the same one
+    # one row a request and step; `position` is the query's, `token_id` the generated token; `batch_step`
+    # counts the batch's steps, which differ from the request's if it began later (null: equal)
     "steps": pa.schema(
         [
             *KEY,
@@ -48,24 +48,18 @@ TABLES: dict[str, pa.Schema] = {
             ("elapsed_us", pa.float64()),
             ("audited", pa.bool_()),
             ("batch_step", pa.int32()),
-            ("drafted", pa.bool_()),  # of a lossless run: the token was drafted, and kept
-            (
-                "draft_token_id",
-                pa.int32(),
-            ),  # what was drafted here, kept or not; null without a draft
+            ("drafted", pa.bool_()),  # lossless run: the token was drafted, and kept
+            ("draft_token_id", pa.int32()),  # the drafted token, kept or not
             ("graphs", pa.bool_()),  # the step was replayed as a CUDA graph
-            # of the batch's step, the same for all its requests; null where the engine does not know
+            # of the whole batch step, so equal for all its requests; null where the engine does not know
             ("slow_requests", pa.int32()),
             ("fast_requests", pa.int32()),
             ("cached_tokens", pa.int64()),
             ("moved_bytes", pa.int64()),  # of K and V, that attention read in full-attention layers
-            (
-                "bandwidth_share",
-                pa.float32(),
-            ),  # moved_bytes over elapsed_us, of what the machine copies; null unless that was measured
+            ("bandwidth_share", pa.float32()),  # null: no run measures the machine's bandwidth
         ]
     ),
-    # a verification of a lossless run; `step` is that of the last token that it gave
+    # one row a verification of a lossless run; `step` is the step of the last token it gave
     "verifications": pa.schema(
         [
             *KEY,
@@ -75,12 +69,13 @@ TABLES: dict[str, pa.Schema] = {
             ("accepted", pa.int32()),
             ("reason", pa.string()),
             ("evidence_position", pa.int32()),  # null where nothing was selected
-            ("attended_tokens", pa.float32()),  # of the steps that drafted and of the verification
-            ("elapsed_us", pa.float64()),  # of the verification's pass
+            ("attended_tokens", pa.float32()),  # sum over the drafting steps and the verification
+            ("elapsed_us", pa.float64()),  # of the verification's forward pass
         ]
     ),
-    # a request, refresh, layer and KV head that selected; null where the policy has no Selector or there was
-    # none before; `reason` is "" for a slow step's refresh, else "correction" or "speculative" (FreeKV)
+    # one row a request, refresh, layer and KV head; lambda* and evidence are null without a Selector,
+    # overlaps at a first selection; `reason` is "" at a slow step, else FreeKV's "correction" or
+    # "speculative"
     "selections": pa.schema(
         [
             *KEY,
@@ -97,20 +92,20 @@ TABLES: dict[str, pa.Schema] = {
             ("removed", pa.int32()),
             ("positions", POSITIONS),
             ("reason", pa.string()),
-            ("query_cosine", pa.float32()),  # C_i, where the policy looked at it
+            ("query_cosine", pa.float32()),  # FreeKV's C_i
         ]
     ),
-    # a request, step and layer that fetched keys and values from the host
+    # one row a request, step and layer that fetched keys and values from the host
     "recalls": pa.schema(
         [
             *KEY,
             ("layer", pa.int16()),
-            ("rows", pa.int32()),  # of K and V, the sum over KV heads
+            ("rows", pa.int32()),  # summed over KV heads
             ("bytes", pa.int64()),
             ("waited_us", pa.float64()),
         ]
     ),
-    # an audited request, step, layer and KV head
+    # one row an audited request, step, layer and KV head
     "supports": pa.schema(
         [
             *KEY,
@@ -122,31 +117,25 @@ TABLES: dict[str, pa.Schema] = {
             ("overlap_last_refresh", pa.float32()),  # with the last slow step before this one
             ("query_cosine", pa.float32()),
             ("output_error", pa.float32()),
-            (
-                "read",
-                pa.list_(pa.bool_()),
-            ),  # of each of `positions`: whether the step attended to it
-            (
-                "top_1_read",
-                pa.float32(),
-            ),  # share of query heads whose most probable one was attended
-            ("retained_mass_min", pa.float32()),  # that of the query head that retained least
+            ("read", pa.list_(pa.bool_())),  # for each position: whether the step attended to it
+            ("top_1_read", pa.float32()),  # share of query heads whose top position was attended
+            ("retained_mass_min", pa.float32()),  # the least over the KV head's query heads
         ]
     ),
-    # an audited request and step that was fast; of a lossless run one whose token a draft was tested for
+    # one row an audited fast step; in a lossless run, a step whose draft was tested
     "logits": pa.schema([*KEY, ("kl_next_token", pa.float32()), ("argmax_agrees", pa.bool_())]),
-    # a span; `request` is the first of its run, `step` the batch's; `begin_us` counts from `began_unix_ns`
-    # of the manifest, on every rank
+    # one row a span; `request` is the first of its run, `step` the batch's; `begin_us` counts from the
+    # manifest's `began_unix_ns`, on every rank
     "timings": pa.schema(
         [
             *KEY,
-            ("layer", pa.int16()),  # null for what is not a layer's
+            ("layer", pa.int16()),  # null outside of layers
             ("name", pa.string()),
             ("stream", pa.string()),
             ("begin_us", pa.float64()),
             ("elapsed_us", pa.float64()),
             ("bytes", pa.int64()),
-            ("rank", pa.int16()),  # that it ran on
+            ("rank", pa.int16()),
         ]
     ),
 }

@@ -1,1 +1,1 @@
-"""A trace in other programs' formats, as pieces of text, so that a large one is never whole in memory."""
+"""Writes a trace in other programs' formats, as pieces of text: a large one is never whole in memory."""

@@ -1,8 +1,8 @@
 """A trace as a timeline for ui.perfetto.dev or chrome://tracing, in Chrome's Trace Event Format.
 
-Tracks: the steps of each request, then the spans of each stream. An arrow leads from a refresh of a layer's
-selected memory to that layer's attention in the first fast step that reads it. A lossless run's verifications
-are marks on the request's track. Each rank of a run is a process; the first one has the requests.
+Each request has a track of its steps, each stream one of its spans. An arrow leads from a layer's refresh to
+its attention in the first fast step that reads what was selected. A lossless run's verifications are marks on
+the request's track. Each rank is a process; the first has the requests.
 """
 
 import heapq
@@ -17,10 +17,10 @@ from sfi_traces.summary.scope import Scope
 
 FIRST_PID = 1  # of rank 0
 PIECE = 1000  # events in one piece of text
-COLORS = {True: "terrible", False: "good"}  # Chrome's names, of a slow step and a fast one
+COLORS = {True: "terrible", False: "good"}  # Chrome's color names, by whether a step is slow
 ABOUT = ("sfi_version", "created", "policy", "preset", "backend", "device", "config", "model")
-# a step lasts from its first span to its last, and not beyond the beginning of the request's next one; a
-# prompt's earlier pieces are part of step 0
+# a step lasts from its first span to its last, and ends before the request's next step; all pieces of a
+# prompt are part of step 0
 PLACED_STEPS = """
     CREATE TEMP VIEW placed_steps AS
     WITH extents AS (
@@ -37,13 +37,14 @@ VERIFICATIONS = """
     SELECT verifications.*, placed_steps.begin_us
     FROM verifications JOIN placed_steps USING (request, step) ORDER BY begin_us
 """
-# a span that holds others comes before them
+# outer spans come before the spans they contain
 SPANS = """
     SELECT coalesce(rank, 0) AS rank, request, step, layer, name, stream, begin_us,
         begin_us + elapsed_us AS end_us, bytes
     FROM timings ORDER BY begin_us, elapsed_us DESC
 """
-# from the Selector, or the pack of a policy without one; nobody reads what the next refresh comes before
+# a refresh is the Selector's span, or the pack of a policy without one; a selection that no fast step reads
+# before the next refresh has no arrow
 FLOWS = """
     WITH ends AS (
         SELECT DISTINCT ON (rank, refresh, request, step, layer) name IN ('selector', 'pack') AS refresh,
@@ -64,18 +65,14 @@ FLOWS = """
 """
 
 Event = dict[str, Any]
-Track = tuple[
-    str, int | str, int
-]  # "request" and its number, or "stream" and its name, and the rank
-Place = tuple[int, int]  # process and thread, as the format calls them
+Track = tuple[str, int | str, int]  # "request" and number or "stream" and name; rank
+Place = tuple[int, int]  # process and thread, in the format's terms
 
 
 def perfetto_text(trace: Trace, progress: Callable[[int, int], None]) -> Iterator[str]:
     """Write the timeline, piece by piece.
 
-    Args:
-        trace: The trace.
-        progress: Told after each piece how many events of how many are written.
+    After each piece `progress` is told how many events are written, and of how many.
 
     Raises:
         TraceError: No step was recorded or timed, or a part is damaged.
@@ -164,10 +161,8 @@ def _verification_events(
 def _counter_events(steps: list[Event], rank: int) -> Iterator[Event]:
     place = FIRST_PID + rank, 0
     for step in steps:
-        for counter, column in (
-            ("attended tokens", "attended_tokens"),
-            ("read ratio", "read_ratio"),
-        ):
+        for column in ("attended_tokens", "read_ratio"):
+            counter = column.replace("_", " ")
             name = f"{counter}, request {step['request']}"
             yield _event("C", name, place, step["begin_us"], args={counter: step[column]})
 
@@ -192,7 +187,7 @@ def _span_events(scope: Scope, tracks: dict[Track, Place]) -> Iterator[Event]:
 
 
 def _slice(row: Event, name: str, category: str, place: Place, args: Event) -> Event:
-    # ends are rounded alike, so that a span within another stays within it
+    # begin and end are rounded alike, so that an inner span stays inside
     event = _event("X", name, place, row["begin_us"], cat=category, args=args)
     return event | {"dur": round(round(row["end_us"], 3) - event["ts"], 3)}
 

@@ -1,4 +1,4 @@
-"""Rows as CSV or JSON."""
+"""Writes rows as CSV or JSON."""
 
 import csv
 import io
@@ -10,7 +10,6 @@ from typing import Any
 
 import pyarrow as pa
 
-from sfi_core.errors import TraceError
 from sfi_traces.read.reader import Trace
 from sfi_traces.schema import TABLES
 
@@ -22,13 +21,9 @@ Rows = Sequence[Sequence[Any]]
 def table_text(
     trace: Trace, name: str, form: str, progress: Callable[[int, int], None]
 ) -> Iterator[str]:
-    """Write a table as text, piece by piece.
+    """Write a table as "csv" or "jsonl", piece by piece.
 
-    Args:
-        trace: The trace.
-        name: The table.
-        form: "csv" or "jsonl".
-        progress: Told after each piece how many rows of how many are written.
+    After each piece `progress` is told how many rows are written, and of how many.
 
     Raises:
         TraceError: A part is damaged.
@@ -47,26 +42,24 @@ def _table_rows(trace: Trace, name: str, progress: Callable[[int, int], None]) -
             done += len(batch)
             progress(done, total)
     except (OSError, pa.ArrowException) as error:
-        raise TraceError(
-            f"trace {trace.path} has a damaged part; `sfi trace check {trace.path}` names it"
-        ) from error
+        raise trace.unreadable() from error
 
 
 def csv_text(columns: Sequence[str], batches: Iterable[Rows]) -> Iterator[str]:
-    """Write rows as CSV, a line of names first; a null is empty, a list or a boolean its JSON."""
+    """Write rows as CSV with a header; a null is empty, lists and booleans are JSON."""
     yield _csv_lines([columns])
     for rows in batches:
         yield _csv_lines([[_cell(value) for value in row] for row in rows])
 
 
 def jsonl_text(columns: Sequence[str], batches: Iterable[Rows]) -> Iterator[str]:
-    """Write a JSON object a line."""
+    """Write one JSON object a line."""
     for rows in batches:
         yield "".join(f"{one}\n" for one in _objects(columns, rows))
 
 
 def json_text(columns: Sequence[str], batches: Iterable[Rows]) -> Iterator[str]:
-    """Write one JSON document with the names of the columns, and an object for each row."""
+    """Write one JSON document: the columns' names, and an object for each row."""
     yield f'{{"columns": {json.dumps(list(columns), ensure_ascii=False)}, "rows": ['
     between = "\n"
     for rows in batches:
@@ -82,14 +75,14 @@ def _objects(columns: Sequence[str], rows: Rows) -> Iterator[str]:
 
 
 def _json(value: Any) -> str:
-    try:  # nearly always: long lists of plain numbers need no look at each
+    try:  # the fast way, which nearly always works
         return json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError):
         return json.dumps(_plain(value), ensure_ascii=False)
 
 
 def _plain(value: Any) -> Any:
-    """Turn a value of DuckDB's into one that JSON has; a number that is none is null."""
+    """Turn a DuckDB value into one that JSON has; NaN and infinities become null."""
     if isinstance(value, float | Decimal):
         return float(value) if math.isfinite(value) else None
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""Figures of a trace, drawn by matplotlib: one file for each kind, `draw(view)` makes it."""
+"""Figures of a trace by matplotlib, one module for each kind."""
 
 from importlib import import_module
 from typing import Any
@@ -15,12 +15,9 @@ KINDS = {  # kind: module
 
 
 def draw(kind: str, view: View) -> Any:
-    """Draw a figure.
-
-    Returns:
-        A `matplotlib.figure.Figure`.
+    """Draw a figure as a `matplotlib.figure.Figure`.
 
     Raises:
-        TraceError: The trace lacks what the figure shows; names the option that records it.
+        TraceError: The trace lacks the figure's data; names the option that records it.
     """
     return import_module(f"sfi_traces.figures.{KINDS[kind]}").draw(view)

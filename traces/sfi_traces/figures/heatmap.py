@@ -1,4 +1,4 @@
-"""Support stability (the paper's Figure 1A): overlap of each two steps' supports."""
+"""Support stability (the paper's Figure 1A): overlap of every two steps' supports."""
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -14,7 +14,7 @@ MOST_LINES = 24
 
 
 def draw(view: View) -> Figure:
-    """Draw a cell for each two audited steps."""
+    """Draw a cell for every two audited steps."""
     supports = view.supports.thinned()
     overlap, count = supports.overlap, len(supports.step)
     figure = new_figure(9.6, 8.8)
@@ -24,7 +24,7 @@ def draw(view: View) -> Figure:
     sentence = view.steps.sentence[view.steps.rows(supports.step)]
     edges = np.flatnonzero(np.diff(sentence)) + 0.5
     ends = np.array([-0.5, *edges, count - 0.5])
-    # across the whole map, or if they are many around each sentence
+    # lines cross the whole map; many lines only frame each sentence
     begin, end = (-0.5, count - 0.5) if len(edges) <= MOST_LINES else (ends[:-2], ends[2:])
     for lines in (axes.vlines, axes.hlines):
         lines(edges, begin, end, color="white", linewidth=1 if count <= MOST_LABELS else 0.6)

@@ -9,7 +9,7 @@ from sfi_traces.views.view import View
 
 
 def draw(view: View) -> Figure:
-    """Draw pairs within a sentence and pairs across a boundary, and how many there are."""
+    """Draw the overlap of pairs within a sentence and across a boundary, and the number of pairs."""
     lines = view.lags
     figure = new_figure(9, 5.6)
     axes, below = figure.subplots(2, 1, sharex=True, height_ratios=(4, 1))

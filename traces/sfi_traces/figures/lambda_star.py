@@ -8,11 +8,11 @@ from sfi_traces.views.figure_data import lambda_over_time
 from sfi_traces.views.labels import CLIP, WITHIN
 from sfi_traces.views.view import View
 
-MOST_BARS = 60  # more would hide each other
+MOST_BARS = 60  # beyond, error bars would hide each other
 
 
 def draw(view: View) -> Figure:
-    """Draw the median and the spread over layers and KV heads, and the clip."""
+    """Draw the median, the spread over layers and KV heads, and the clip."""
     data = lambda_over_time(view)
     figure = new_figure(9, 4.6)
     axes = figure.subplots()

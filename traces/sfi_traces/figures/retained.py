@@ -12,7 +12,7 @@ MOST_NUMBERS = 400  # cells with their number written in
 
 
 def draw(view: View) -> Figure:
-    """Draw a cell for each layer and KV head, with the number where there are few, and a color bar."""
+    """Draw a cell for each layer and KV head, with its number if there are few."""
     data = retained_mass(view)
     rows, columns = data.mass.shape
     width, height = 2.6 + 0.62 * columns, 1.9 + 0.34 * rows

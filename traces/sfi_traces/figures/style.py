@@ -1,4 +1,4 @@
-"""What all figures have in common; matplotlib is an extra and loads with the first figure."""
+"""The style of all figures; matplotlib is an extra, imported with the first figure."""
 
 import textwrap
 import warnings
@@ -25,14 +25,7 @@ MARGIN, TITLE, LINE = 0.12, 0.27, 0.165  # inches
 
 
 def check_matplotlib(what: str) -> None:
-    """Refuse where nothing can be drawn.
-
-    Args:
-        what: Name of the drawings in the error, such as "plots".
-
-    Raises:
-        BackendError: matplotlib is not installed.
-    """
+    """Raise `BackendError` if matplotlib is not installed; `what`, such as "plots", is in the message."""
     if find_spec("matplotlib") is None:
         raise BackendError(
             f"{what} need matplotlib, which is not installed; pip install 'sfi-toolkit[plots]'"
@@ -40,10 +33,10 @@ def check_matplotlib(what: str) -> None:
 
 
 def check_plot(path: Path) -> None:
-    """Refuse a figure that cannot be drawn, before the work starts.
+    """Refuse a figure that cannot be drawn, before any work.
 
     Raises:
-        ConfigError: Neither PNG nor SVG.
+        ConfigError: The path ends in neither .png nor .svg.
         BackendError: matplotlib is not installed.
     """
     suffixes = tuple(f".{form}" for form in FORMATS)
@@ -53,7 +46,7 @@ def check_plot(path: Path) -> None:
 
 
 def new_figure(width: float, height: float) -> "Figure":
-    """Make an empty figure, its size in inches."""
+    """Make an empty figure; sizes are in inches."""
     from matplotlib.figure import Figure  # noqa: PLC0415 - an extra
 
     return Figure(figsize=(width, height), layout="constrained")
@@ -76,7 +69,7 @@ def title(figure: "Figure", caption: Caption, view: View) -> None:
 
 
 def mark_slow(axes: "Axes", at: np.ndarray) -> None:
-    """Put a tick below an axis for each slow step; nothing where all steps are slow."""
+    """Mark slow steps with triangles below the axis."""
     axes.tick_params(axis="x", pad=7)
     axes.plot(
         at, np.full(len(at), -0.012), "^", color=SLOW, markersize=3.5, markeredgewidth=0,
@@ -85,7 +78,7 @@ def mark_slow(axes: "Axes", at: np.ndarray) -> None:
 
 
 def plain(axes: "Axes") -> None:
-    """Take away what carries no information."""
+    """Remove the frame at the top and right, and add a light grid."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", alpha=0.25, linewidth=0.6)
     axes.set_axisbelow(True)
@@ -93,6 +86,6 @@ def plain(axes: "Axes") -> None:
 
 def save(figure: Any, path: Path, *, kind: str) -> None:
     """Write a figure as "png" or "svg", whatever the path ends in."""
-    with warnings.catch_warnings():  # a box stands for a token's character that no font has
+    with warnings.catch_warnings():  # characters that no font has are drawn as boxes
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         figure.savefig(path, format=kind, dpi=DPI)

@@ -1,4 +1,4 @@
-"""Timeline: what the time of each decoding step went to."""
+"""Timeline: the time of each decoding step by phase."""
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -11,7 +11,7 @@ from sfi_traces.views.view import View
 
 
 def draw(view: View) -> Figure:
-    """Draw a bar for each step, its phases on top of each other."""
+    """Draw a bar for each step, its phases stacked."""
     data = step_phases(view)
     figure = new_figure(11, 5.4)
     axes = figure.subplots()

@@ -1,4 +1,4 @@
-"""Selection health: rules over a trace that say when what a run selected is wrong, silently."""
+"""Selection health: rules that find silently wrong selections in a trace."""
 
 from pathlib import Path
 from typing import Any
@@ -16,17 +16,13 @@ MODULES = (run_measures, selection_measures, support_measures)
 
 
 def judge(scope: Scope, *, quick: bool = False) -> dict[str, Any]:
-    """Apply every rule.
-
-    Args:
-        scope: What of a trace is judged.
-        quick: Leave out the rules that take lists of positions apart.
+    """Apply every rule; with `quick`, without those that unnest lists of positions.
 
     Returns:
-        `findings`: for each rule and request that is beyond its threshold `rule`, `severity`, `request`,
-        `layer` and `head` of the worst value (None for what is not theirs), `value`, `threshold`, `beyond` of
-        `places` (KV heads, layers or requests), `message` and `advice`. `judged`: rule, worst value,
-        threshold, places. `not_judged`: rule, and what records what it needs. `sound`: no problem was found.
+        `findings`: for each rule and request beyond its threshold `rule`, `severity`, `request`, `layer` and
+        `head` of the worst value (None if the rule has none), `value`, `threshold`, `beyond` of `places` (KV
+        heads, layers or requests), `message` and `advice`. `judged`: rule, worst value, threshold, places.
+        `not_judged`: rule, and what would record its data. `sound`: whether there is no problem.
 
     Raises:
         TraceError: A part is damaged in its middle.
@@ -56,7 +52,7 @@ def judge(scope: Scope, *, quick: bool = False) -> dict[str, Any]:
 
 
 def problems(document: dict[str, Any]) -> list[dict[str, Any]]:
-    """Pick the findings that are problems, of what `judge` returned."""
+    """Pick the findings of severity "problem" from what `judge` returned."""
     return [one for one in document["findings"] if one["severity"] == PROBLEM]
 
 
@@ -66,9 +62,9 @@ def line(finding: dict[str, Any]) -> str:
 
 
 def quick_problems(folder: Path) -> list[str]:
-    """Write a line for each problem that the quick rules find in a trace.
+    """Return a line for each problem that the quick rules find in a trace.
 
-    None of a trace that cannot be read: it is cut short, as by a full disk, and a run must not fail for that.
+    An unreadable trace, as after a full disk, has none: the run that calls this must not fail.
     """
     try:
         return [line(one) for one in problems(judge(Scope.of(Trace.open(folder)), quick=True))]

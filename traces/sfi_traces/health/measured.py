@@ -1,8 +1,6 @@
-"""What a health rule measures, and why it may measure nothing."""
+"""Values that health rules measure."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
 
 from sfi_traces.summary.scope import Scope
 
@@ -10,19 +8,16 @@ BEGINNING = 32  # fast steps
 
 
 class Unjudged(Exception):  # noqa: N818 - no error: a rule that does not apply
-    """A rule does not apply to this run, for the reason in its text."""
+    """Raised where a rule does not apply to a run; the text says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One value.
+    """One value of a rule; `n` counts the samples behind it.
 
     Attributes:
-        request: The request.
-        layer: The layer; None for what is not a layer's.
-        head: The KV head; None for what is not a head's.
-        value: The value.
-        n: Samples behind it.
+        layer: None for a value of all layers.
+        head: The KV head; None for a value of all heads.
     """
 
     request: int
@@ -31,22 +26,21 @@ class Measured:
     value: float
     n: int
 
-    @classmethod
-    def of(cls, row: Mapping[str, Any]) -> Self:
-        """Take a row of a query; null counts as 0."""
-        value = 0.0 if row["value"] is None else float(row["value"])
-        return cls(row["request"], row.get("layer"), row.get("head"), value, row["n"])
-
 
 def worse_of_beginning(value: str) -> str:
-    """Write the SQL of a mean over all rows, or over the first by `place` if that is larger.
+    """Write the SQL of a mean over all rows, or over the first rows by `place` if that is larger.
 
-    A run that has gone wrong soon repeats itself, and what repeats itself is easy: the errors stand at the
-    beginning, and a mean over the run hides them.
+    A run that went wrong often ends in repetition, which is easy to predict: its errors are at the beginning,
+    and a mean over the run hides them.
     """
     return f"greatest(avg({value}), avg({value}) FILTER (place <= {BEGINNING}))"
 
 
-def measured(scope: Scope, query: str, parameters: list[Any] | None = None) -> list[Measured]:
-    """Take the rows of a query."""
-    return [Measured.of(row) for row in scope.rows(query, parameters)]
+def measured(scope: Scope, query: str) -> list[Measured]:
+    """Run a query and convert its rows; a null value becomes 0."""
+    return [
+        Measured(
+            row["request"], row.get("layer"), row.get("head"), float(row["value"] or 0), row["n"]
+        )
+        for row in scope.rows(query)
+    ]

@@ -1,4 +1,4 @@
-"""The rules of selection health: one table, each threshold with its reason.
+"""The rules of selection health, in one table; each threshold has its reason.
 
 "Measured" is on the bundled example (8,068 tokens of prompt, 4 layers x 2 KV heads, audit of every step):
 under the default settings, whose answer is right; under the presets `paper` and `released`, streaming-llm and
@@ -12,30 +12,27 @@ RECORD_AUDIT = "record a sparse policy with --audit N"
 RECORD_POSITIONS = "record a policy that selects with --set trace.positions=true"
 RECORD_BOTH = "record a policy that selects with --audit 1 and trace.positions=true"
 RECORD_SELECTOR = "only a policy with the Selector, such as sfi, has its evidence"
-# in the place of these, of a trace that no run recorded
+# replaces these for an imported trace
 IMPORTED = "the imported file does not hold what this rule looks at"
 RECORD = (RECORD_AUDIT, RECORD_POSITIONS, RECORD_BOTH, RECORD_SELECTOR)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """One thing that may be wrong with what a run selected.
+    """One thing that may be wrong with a run's selections.
 
     Attributes:
-        name: The rule's name.
-        severity: "problem" (the run does not do what it is thought to do, or loses what it needs) or "note"
-            (worth knowing, and may be right).
-        threshold: A value of at least this is beyond the rule.
+        severity: "problem" (the run does not do what it should, or loses what it needs) or "note" (may be
+            right, but worth knowing).
+        threshold: Values of at least this are beyond the rule.
         reason: Why this threshold.
         least: Samples (refreshes, steps, tokens) that a value needs to be judged.
-        share: Share of a request's KV heads that must be beyond it.
-        means: What it means; `{value}` and `{threshold}` are put in, as percentages where `percent`.
-        advice: What to do.
-        advice_imported: What to do where another engine selected; "" for the same.
-        needs: What records what the rule looks at.
+        share: Share of a request's KV heads that must be beyond the threshold.
+        means: The finding in words, with `{value}`, a percentage where `percent`.
+        advice_imported: The advice where another engine selected; "" for the same.
+        needs: How to record what the rule needs.
         samples: What `least` counts.
-        percent: Whether the value is a share.
-        unnests: Whether the rule takes lists apart, a row for each position, which takes longer.
+        unnests: Whether the rule unnests lists of positions, which takes longer.
     """
 
     name: str

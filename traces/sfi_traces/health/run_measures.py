@@ -3,12 +3,9 @@
 from sfi_traces.health.measured import Measured, Unjudged, measured, worse_of_beginning
 from sfi_traces.summary.scope import Scope
 
-TRIGGERED = (
-    "sfi",
-    "random-k",
-    "prior-only",
-)  # policies whose slow steps are the trigger's; read without torch
-NEGLIGIBLE_KL = 0.01  # nats; a step's next token hardly moves below
+# policies whose slow steps a trigger decides; listed here, since their classes import torch
+TRIGGERED = ("sfi", "random-k", "prior-only")
+NEGLIGIBLE_KL = 0.01  # nats; below, a step's next token hardly changes
 
 
 def never_fast(scope: Scope) -> list[Measured]:
@@ -31,7 +28,7 @@ def trigger_always(scope: Scope) -> list[Measured]:
 
 
 def fast_disagrees(scope: Scope) -> list[Measured]:
-    """Share of fast steps with another most probable token, by request; or of the first ones if larger."""
+    """Share of fast steps whose most probable token differs from dense attention's, by request."""
     if scope.trace.lossless:
         raise Unjudged("a lossless run replaces the tokens that differ: see its acceptance")
     return measured(
@@ -92,7 +89,7 @@ def _share(which: str, source: str) -> str:
 
 
 def _fall(scope: Scope, query: str) -> list[Measured]:
-    # first third less last third; 0 within three standard errors
+    # mean of the first third less the last third's; 0 within three standard errors
     return measured(
         scope,
         f"""

@@ -6,14 +6,14 @@ from sfi_traces.summary.scope import Scope
 from sfi_traces.summary.supports import at_clip
 
 SINKS = 4  # first positions; StreamingLLM's number
-# positions that the Selector may choose from, about
+# SQL: how many positions the Selector may choose from, about
 ALLOWED = "greatest(context_tokens - {sink} - {recent}, 0)"
 OF_STEP = "chosen_selections JOIN chosen_steps USING (request, step)"
 OF_EACH_HEAD = "GROUP BY request, layer, head"
 
 
 def evidence_broken(scope: Scope) -> list[Measured]:
-    """Share of refreshes whose evidence or lambda* is zero, infinite or null (a NaN is recorded as null)."""
+    """Share of refreshes whose evidence or lambda* is zero, infinite or null (NaN is recorded as null)."""
     broken = """
         evidence_norm2 IS NULL OR NOT isfinite(evidence_norm2) OR evidence_norm2 <= 0
         OR lambda_star IS NULL OR NOT isfinite(lambda_star)
@@ -24,7 +24,7 @@ def evidence_broken(scope: Scope) -> list[Measured]:
 
 
 def evidence_flat(scope: Scope) -> list[Measured]:
-    """Share of the allowed positions that the evidence is spread over: exp(entropy) / allowed; the mean."""
+    """Mean share of the allowed positions that the evidence is spread over: exp(entropy) / allowed."""
     return _of_selector(
         scope,
         f"avg(exp(evidence_entropy) / {_allowed(scope)})",
@@ -48,7 +48,7 @@ def lambda_clipped(scope: Scope) -> list[Measured]:
 
 
 def selection_trailing(scope: Scope) -> list[Measured]:
-    """Share of the selected positions among the last ones before the recent window, of as many."""
+    """Share of the selected positions among as many last ones before the recent window."""
     sample_selections(scope)
     recent = _setting(scope, "recent")
     return measured(
@@ -83,7 +83,7 @@ def selection_same(scope: Scope) -> list[Measured]:
 
 
 def selection_frozen(scope: Scope) -> list[Measured]:
-    """Share of the refreshes, but for the first, that changed not one position."""
+    """Share of the refreshes after the first that changed no position."""
     return measured(
         scope,
         f"""
@@ -96,7 +96,7 @@ def selection_frozen(scope: Scope) -> list[Measured]:
 
 
 def sink_unselected(scope: Scope) -> list[Measured]:
-    """Share of selections without one of the first positions, where nothing else reads them."""
+    """Share of selections without any of the first positions, where nothing else reads these."""
     if _setting(scope, "sink"):
         raise Unjudged("the policy reads the first tokens by itself (sink)")
     sample_selections(scope)
@@ -121,7 +121,7 @@ def _of_selector(scope: Scope, value: str, where: str) -> list[Measured]:
 
 
 def _require_selector(scope: Scope) -> None:
-    # sfi always has evidence; a policy of another package may
+    # sfi always has a Selector; another package's policy may have one
     policy = scope.trace.manifest["policy"]
     found = scope.row(
         "SELECT count(evidence_norm2) + count(lambda_star) AS n FROM chosen_selections"
@@ -136,5 +136,5 @@ def _allowed(scope: Scope) -> str:
 
 
 def _setting(scope: Scope, name: str) -> int:
-    # a trace of another engine may lack it
+    # an import may lack the setting
     return int(scope.trace.manifest["config"].get(name) or 0)

@@ -1,4 +1,4 @@
-"""What health rules measure of the table `supports`: what dense attention would have read, of fast steps."""
+"""What health rules measure of the table `supports`: what fast steps did not read."""
 
 import numpy as np
 import pyarrow as pa
@@ -13,11 +13,8 @@ from sfi_traces.views.stability import of_steps
 
 RAISE_TOP = "raise audit.top: too few recorded supports reach below a uniform share (1 / context)"
 PEAK = 0.05  # the largest probability of a support that stands out
-INTERVALS, STEPS, FEWEST = (
-    8,
-    16,
-    4,
-)  # between refreshes, audited fast steps of each, and how many it needs
+INTERVALS = 8  # first intervals between refreshes that are measured
+STEPS, FEWEST = 16, 4  # most and least audited fast steps of an interval
 
 
 def sink_unread(scope: Scope) -> list[Measured]:
@@ -28,9 +25,8 @@ def sink_unread(scope: Scope) -> list[Measured]:
 def look_back(scope: Scope) -> list[Measured]:
     """Unread dense mass further back than any selected or recent token; the mean over sampled steps.
 
-    The four earliest positions of a selection are left aside: a foreign engine's hold the sinks. A policy
-    that selects nothing reaches no further than its recent tokens; of one whose positions were not recorded
-    it is not known how far.
+    A selection's four earliest positions do not count: another engine's include the sinks. A policy that
+    selects nothing reaches as far as its recent tokens; without recorded positions the reach is unknown.
     """
     sample_selections(scope)
     unknown = "SELECT count(*) AS n FROM sampled_refreshes WHERE selected > 0 AND positions IS NULL"
@@ -47,9 +43,9 @@ def look_back(scope: Scope) -> list[Measured]:
 
 
 def top_1_dropped(scope: Scope) -> list[Measured]:
-    """Share of query heads whose most probable position was not read, of steps where one stands out.
+    """Share of query heads whose most probable position was not read, in steps where one stands out.
 
-    Of all such steps, or of a head's first ones if that is larger.
+    The mean over all such steps, or over a head's first ones if that is larger.
     """
     return measured(
         scope,
@@ -67,9 +63,9 @@ def top_1_dropped(scope: Scope) -> list[Measured]:
 
 
 def budget_idle(scope: Scope) -> list[Measured]:
-    """Share of the selected positions that no fast step until the next refresh gave a uniform share.
+    """Share of the selected positions that got a uniform share at no fast step until the next refresh.
 
-    Only supports that reach below a uniform share count: behind the end of another, positions have it too.
+    Supports whose least mass is above a uniform share do not count: they may lack positions that have one.
     """
     if not _idle_intervals(scope):
         return []
@@ -103,7 +99,7 @@ def budget_idle(scope: Scope) -> list[Measured]:
 
 
 def _idle_intervals(scope: Scope) -> bool:
-    # the audited fast steps of the first intervals between refreshes, with their rows; whether there are any
+    # makes views of the first intervals' audited fast steps and their rows; False if there are none
     steps = scope.rows(f"""
         WITH placed AS (
             SELECT request, step, slow, audited, context_tokens,
@@ -123,7 +119,7 @@ def _idle_intervals(scope: Scope) -> bool:
         return False
     scope.connection.register("idle_steps", pa.Table.from_pylist(steps))
     for table, at in (("supports", "step"), ("selections", "refresh")):
-        # not through DuckDB, which reads the lists of every step
+        # not through DuckDB, which would read the lists of every step
         wanted = np.unique([step[at] for step in steps])
         rows = scope.trace.rows(table, TABLES[table].names, of_steps(wanted))
         scope.connection.register("idle_rows_" + table, rows)
@@ -138,9 +134,7 @@ def _idle_intervals(scope: Scope) -> bool:
 
 def _lost(scope: Scope, where: str) -> list[Measured]:
     sample_supports(scope)
-    reach = ""
-    if "reach" in where:
-        reach = "LEFT JOIN reach USING (request, layer, head)"
+    reach = "LEFT JOIN reach USING (request, layer, head)" if "reach" in where else ""
     return measured(
         scope,
         f"""

@@ -1,1 +1,1 @@
-"""Selections and attention that other programs recorded, as a trace (docs/import.md)."""
+"""Imports selections and attention that other programs recorded (docs/import.md)."""

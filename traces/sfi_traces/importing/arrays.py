@@ -1,4 +1,4 @@
-"""The arrays of a file by name, whatever its format; nothing is read before it is asked for."""
+"""Reads the arrays of an import file by name, each only when it is asked for."""
 
 import pickle
 import zipfile
@@ -26,9 +26,8 @@ class Arrays:
     """The arrays of a file.
 
     Attributes:
-        path: The file.
         names: Names of the arrays, in the file's order.
-        read: Reads one of them, as numpy or PyTorch have it.
+        read: Reads an array, as numpy's or PyTorch's.
     """
 
     path: Path
@@ -46,12 +45,12 @@ class Arrays:
 
         Args:
             name: Name of the array.
-            kinds: Kinds of numpy's types that it may have, "iu" say.
-            dimensions: Numbers of dimensions that it may have.
-            part: Takes of the array what is wanted, before it is converted.
+            kinds: Allowed kinds of numpy dtypes, such as "iu".
+            dimensions: Allowed numbers of dimensions.
+            part: Cuts out what is wanted, before the conversion.
 
         Raises:
-            InputError: It is missing, or of another type or shape.
+            InputError: The array is missing, or has another type or shape.
         """
         if name not in self.names:
             raise InputError(f"import {self.path} must have {name}, got none")
@@ -68,18 +67,14 @@ class Arrays:
         return value
 
     def maybe(self, name: str, kinds: str, dimensions: tuple[int, ...]) -> Array | None:
-        """Return an array, or None where there is none.
-
-        Raises:
-            InputError: It is of another type or shape.
-        """
+        """Return an array as `array` does, or None if the file has none."""
         return self.array(name, kinds, dimensions) if name in self.names else None
 
     def number(self, name: str, *, least: int) -> int | None:
-        """Return a whole number, or None where there is none.
+        """Return a whole number, or None if the file has none.
 
         Raises:
-            InputError: It is something else, or too small.
+            InputError: The value is no whole number, or below `least`.
         """
         found = self.maybe(name, "iu", (0,))
         if found is not None and found < least:
@@ -87,11 +82,7 @@ class Arrays:
         return None if found is None else int(found)
 
     def check_version(self) -> None:
-        """Refuse a file of another version.
-
-        Raises:
-            InputError: It is another one, or there is none.
-        """
+        """Raise `InputError` for a file without the schema's version, or of another one."""
         found = None
         if VERSION_NAME in self.names:
             with readable(self.path):
@@ -102,13 +93,10 @@ class Arrays:
 
 @contextmanager
 def open_arrays(path: Path) -> Iterator[Arrays]:
-    """Open a .npz or .pt file; nothing in it is run as code.
-
-    Yields:
-        Its arrays, which can be read until the end of the block.
+    """Open a .npz or .pt file, running no code from it; its arrays can be read within the block.
 
     Raises:
-        InputError: It cannot be read.
+        InputError: The file cannot be read.
     """
     if path.suffix == ".pt":
         with readable(path):
@@ -126,11 +114,7 @@ def open_arrays(path: Path) -> Iterator[Arrays]:
 
 @contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """Turn what libraries say of a damaged file into one line.
-
-    Raises:
-        InputError: The file is missing, damaged or not what its name says.
-    """
+    """Turn the exceptions that libraries raise for a damaged file into one `InputError`."""
     damaged = (
         OSError, EOFError, ValueError, KeyError, RuntimeError, TypeError, IndexError, OverflowError,
     )  # fmt: skip
@@ -154,11 +138,10 @@ def _pt(path: Path) -> Arrays:
 
 
 def _passes(path: Path, attentions: Any) -> Any:
-    # `generate` has a tuple of passes, each of layers; one forward pass has the layers alone
+    # `generate` returns a tuple of passes, each a tuple of layers; a forward pass returns its layers
     passes = (attentions,) if _are(attentions, torch.Tensor) and len(attentions) else attentions
     if not _are(passes, list | tuple) or not all(_are(layers, torch.Tensor) for layers in passes):
-        # another implementation returns None for each layer
-        raise InputError(
+        raise InputError(  # attention other than "eager" returns None for each layer
             f'attentions of {path} must be tuples of tensors, as a model with attn_implementation="eager" '
             "returns them, got something else"
         )
@@ -170,7 +153,7 @@ def _are(values: Any, kind: Any) -> bool:
 
 
 def plain(value: Any) -> Any:
-    """Return a tensor as numpy has it, floating-point numbers as float32; anything else as it is."""
+    """Return a tensor as a numpy array, floats as float32; return anything else unchanged."""
     if not isinstance(value, torch.Tensor):
         return value
     return (value.float() if value.is_floating_point() else value).numpy()

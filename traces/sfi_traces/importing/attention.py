@@ -1,4 +1,4 @@
-"""Attention that transformers returned: `attention.PASS.LAYER`, [1, H, Q, T] each (docs/import.md)."""
+"""Imports transformers' attention: arrays `attention.PASS.LAYER`, [1, H, Q, T] each (docs/import.md)."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -28,21 +28,21 @@ NAME = re.compile(r"attention\.(\d+)\.(\d+)")
 
 
 class AttentionArrays:
-    """The steps of a file of attention probabilities, a forward pass after the other.
+    """The steps of a file of attention probabilities, one forward pass after the other.
 
-    A pass of Q queries over T cached tokens has the queries at the positions T - Q to T - 1. Step t's is at
-    P - 1 + t; those before are the prompt's, and left out.
+    A pass with Q queries and T cached tokens has the queries of positions T - Q to T - 1. Step t is the query
+    at position P - 1 + t; earlier queries are the prompt's and are skipped.
 
     Attributes:
         header: What is known before the steps are read.
     """
 
     def __init__(self, arrays: Arrays, options: ImportOptions) -> None:
-        """Read all but the tensors.
+        """Read everything except the attention tensors.
 
         Raises:
-            InputError: An array is missing or has another shape than the others.
-            ConfigError: KV heads that do not divide the query heads.
+            InputError: An array is missing, or its shape contradicts the others.
+            ConfigError: The number of KV heads does not divide that of the query heads.
         """
         others = [name for name in arrays.names if not NAME.fullmatch(name)]
         check_known(arrays.path, "array", others, (*COMMON, *ATTENTION))
@@ -65,10 +65,10 @@ class AttentionArrays:
         )
 
     def steps(self) -> Iterator[ImportedStep]:
-        """Yield the steps; a pass at a time is in memory.
+        """Yield the steps; one pass at a time is in memory.
 
         Raises:
-            InputError: With the pass and layer that is wrong, or the step that is missing.
+            InputError: Names the faulty pass and layer, or the missing step.
         """
         tokens, begin = self._tokens, self._tokens.prompt.tokens - 1
         N, done = len(tokens.token_ids), 0
@@ -81,7 +81,7 @@ class AttentionArrays:
             for query in range(first, Q):
                 position = T - Q + query
                 step = position - begin
-                if step == done == N:  # the query of the last token, which has generated none
+                if step == done == N:  # the query of the last token, which generated none
                     break
                 if step != done:
                     raise InputError(self._gap(number, position, done))
@@ -135,18 +135,18 @@ class AttentionArrays:
             )
 
     def _first(self, Q: int, T: int, done: int) -> int:
-        # of a pass, the query of step `done`; those before are the prompt's, or were in another pass
+        # the row of step `done` in a pass; rows before it are the prompt's, or an earlier pass had them
         return max(0, self._tokens.prompt.tokens - 1 + done - (T - Q))
 
     def _read(self, number: int, layer: int, done: int) -> tuple[npt.NDArray[Any], Shape]:
-        # the queries of the steps from `done` on, and the shape of all
+        # the queries from step `done` on, and the shape of the whole tensor
         shape: Shape = ()
 
         def wanted(tensor: Any) -> Any:
             nonlocal shape
             shape = np.shape(tensor)
             if len(shape) != DIMENSIONS:
-                return tensor  # which is refused
+                return tensor  # `array` refuses it
             _, _, Q, T = shape
             return tensor[:, :, self._first(Q, T, done) :]
 

@@ -1,4 +1,4 @@
-"""What a selection must keep, checked for all layers and heads of a step at once."""
+"""Checks a step's selections, of all layers and heads at once."""
 
 from collections.abc import Callable
 
@@ -8,27 +8,27 @@ from sfi_core.errors import InputError
 from sfi_traces.importing.schema import PADDING, Floats, Ints
 
 LAST = np.iinfo(np.int64).max  # sorts padding behind the positions
-ROUNDING = 0.01  # a row of bfloat16 probabilities adds up to one but for this
+ROUNDING = 0.01  # a row of bfloat16 probabilities may add up to so much more than 1
 
-Where = Callable[[int], str]  # names the row of a pair of a layer and a head
+Where = Callable[[int], str]  # names the row of a layer and head, by its index
 
 
 def sorted_positions(
     position_UK: Ints, length: int, where: Where, what: str = "position"
 ) -> tuple[Ints, Ints]:
-    """Sort each row, padding last.
+    """Sort the positions of each row, padding last.
 
     Args:
-        position_UK: Positions in any order, or blocks; -1 is padding.
-        length: One more than the largest that may be.
-        where: Names a row.
-        what: What the numbers are.
+        position_UK: Positions or blocks in any order; -1 is padding.
+        length: Exclusive upper bound of the positions.
+        where: Names a row, for errors.
+        what: "position" or "block", for errors.
 
     Returns:
         The sorted rows, and the order that sorts them.
 
     Raises:
-        InputError: A number is out of range, or twice in its row; with the row.
+        InputError: A number is out of range, or occurs twice in its row.
     """
     given_UK = position_UK.astype(np.int64)
     for wrong_UK, rule in (
@@ -54,7 +54,7 @@ def checked_mass(mass_UK: Floats, index_UK: Ints, where: Where) -> Floats:
     """Return the masses as float32, 0 where padded.
 
     Raises:
-        InputError: One is no probability, or a row's sum is above 1; with the row.
+        InputError: A mass is no probability, or a row's sum is above 1.
     """
     known_UK = index_UK >= 0
     out_UK = np.where(known_UK, mass_UK, 0).astype(np.float32)
@@ -74,12 +74,12 @@ def positions_of_blocks(block_UB: Ints, block_size: int, length: int) -> Ints:
     first_UB1 = block_UB[:, :, None].astype(np.int64) * block_size
     position_UBS = first_UB1 + np.arange(block_size)
     known_UBS = (block_UB[:, :, None] >= 0) & (position_UBS < length)
-    # blocks ascend, padding comes last, and only the last block may be cut short
+    # padding stays last: blocks ascend, and only the last block may be cut short
     return np.where(known_UBS, position_UBS, PADDING).reshape(len(block_UB), -1).astype(np.int32)
 
 
 def strongest(score_UK: Floats, index_UK: Ints, top: int) -> Ints:
-    """Return the places of the `top` best positions of each row, ascending; of equal ones the first."""
+    """Return the indices of each row's `top` best positions, ascending; the first of equal ones."""
     score_UK = np.where(index_UK >= 0, score_UK, -np.inf)
     best_UK = np.argsort(-score_UK, axis=-1, kind="stable")[:, :top]
     return np.sort(best_UK, axis=-1)

@@ -1,4 +1,4 @@
-"""A file of selections or attention, made a trace."""
+"""Turns a file of selections or attention into a trace."""
 
 import hashlib
 import shutil
@@ -24,21 +24,18 @@ from sfi_traces.record.part_files import PartFiles
 from sfi_traces.record.token_text import TokenText
 
 POLICY = "imported"
-UNNAMED = "unnamed"  # so that sfi trace diff takes two files of a model that none of them names
+UNNAMED = "unnamed"  # one name, so that sfi trace diff compares files without a model's name
 Progress = Callable[[int, int], None]  # rows read, of how many
 Source = SelectionRows | SelectionArrays | AttentionArrays
 
 
 @contextmanager
 def open_source(path: Path, options: ImportOptions) -> Iterator[Source]:
-    """Open a file to import.
-
-    Yields:
-        Its steps, which can be read until the end of the block.
+    """Open a file to import; its steps can be read within the block.
 
     Raises:
-        InputError: It cannot be read, or is not what docs/import.md says.
-        ConfigError: An option that the file has no use for.
+        InputError: The file cannot be read, or contradicts docs/import.md.
+        ConfigError: An option does not fit the file.
     """
     if path.suffix not in FORMATS:
         raise InputError(
@@ -63,24 +60,21 @@ def import_trace(
     force: bool = False,
     progress: Progress = lambda _done, _total: None,
 ) -> dict[str, Any]:
-    """Write a file as a trace, whole or not at all.
+    """Write a file as a trace, whole or not at all, and return the trace's manifest.
 
     Args:
-        path: The file; docs/import.md says what it has.
+        path: The file; docs/import.md describes its contents.
         folder: Where the trace goes.
-        options: What to take of it.
-        tokenizer: Gives the tokens' text, and T_trig, where the file does not.
+        options: What to take from the file.
+        tokenizer: Gives the tokens' text and T_trig where the file has none.
         triggers: Trigger strings, for the tokenizer.
         force: Whether to overwrite a trace.
-        progress: Told how far it is.
-
-    Returns:
-        The trace's manifest.
+        progress: Told how many rows are read, and of how many.
 
     Raises:
-        InputError: The file is not what it should be; with the row.
-        ConfigError: The folder may not be overwritten, or an option has no use.
-        SfiError: The disk is full, say.
+        InputError: The file contradicts docs/import.md; names the row.
+        ConfigError: The folder may not be overwritten, or an option does not fit the file.
+        SfiError: The trace cannot be written.
     """
     with open_source(path, options or ImportOptions()) as source:
         trigger_ids = source.header.trigger_token_ids
@@ -96,7 +90,7 @@ def import_trace(
 
 @contextmanager
 def _new_trace(folder: Path, *, force: bool) -> Iterator[Path]:
-    # a folder beside it, whose files take the trace's place when the block has ended well
+    # a folder beside `folder`; its files move there once the block has ended well
     fresh = not folder.exists()
     claim(folder, force=force)
     whole = folder.resolve()  # "." has no name
@@ -142,7 +136,7 @@ def _write(
 def _describe(
     path: Path, header: Header, triggers: tuple[int, ...], tokenizer: Any
 ) -> dict[str, Any]:
-    # of another program's memory nothing is known but what it read
+    # nothing is known of the other program's memory: these settings leave it empty
     config = SfiConfig().replace(sink=0, recent=1, recent_mode="sliding")
     event = RunEvent(
         batch=len(header.prompts),
@@ -167,7 +161,7 @@ def _describe(
 
 
 def _model(header: Header, tokenizer: Any) -> dict[str, Any]:
-    # as `describe_model`; widths and bytes are not known
+    # as `describe_model`; widths and bytes are unknown
     heads: dict[int, int] = {}
     for layer, _ in header.place_U:
         heads[layer] = heads.get(layer, 0) + 1

@@ -1,24 +1,21 @@
-"""The metadata of a Parquet file of selections: JSON under names of ours, beside other writers' own."""
+"""Reads the metadata of a Parquet file of selections: JSON under our names, beside other writers' keys."""
 
 import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from pyarrow import parquet
 
 from sfi_core.errors import InputError
-from sfi_traces.importing.schema import LARGEST, METADATA, VERSION_NAME, check_known
+from sfi_traces.importing.schema import LARGEST, METADATA, VERSION_NAME, Prompt, check_known
+from sfi_traces.importing.tokens import check_ids
 
-OURS = (
-    "sfi_",
-    "prompt_",
-    "block_size",
-    "trigger_",
-)  # what a name of ours begins with, but for `model`
+OURS = ("sfi_", "prompt_", "block_size", "trigger_")  # prefixes of our names; `model` is one too
 LONGEST = 60  # characters of a value in an error
 NUMBER, STRING = f"a whole number in 0 to {LARGEST}", "a string"
 NUMBERS, STRINGS = f"whole numbers in 0 to {LARGEST}", "strings"
-# what a value must be: of what, how deep lists of it may be, and that in words
+# by name: a value's type, how deep it may be nested in lists, and both in words
 RULES: dict[str, tuple[type, tuple[int, ...], str]] = {
     "model": (str, (0,), STRING),
     "block_size": (int, (0,), NUMBER),
@@ -30,17 +27,10 @@ RULES: dict[str, tuple[type, tuple[int, ...], str]] = {
 
 
 def read_metadata(path: Path, file: parquet.ParquetFile) -> dict[str, Any]:
-    """Decode the metadata.
-
-    Args:
-        path: The file.
-        file: The same, open.
-
-    Returns:
-        The values of our names; whole numbers and strings, or lists of these, as the schema says.
+    """Decode the metadata under our names: whole numbers, strings, or lists of these.
 
     Raises:
-        InputError: A name of ours is unknown, or a value of another type.
+        InputError: A name of ours is unknown, or a value has another type.
         ValueError: A value is no JSON.
     """
     known = file.metadata.metadata or {}
@@ -67,5 +57,45 @@ def _is(value: Any, kind: type, depth: int) -> bool:
         return isinstance(value, list) and all(_is(one, kind, depth - 1) for one in value)
     if kind is str:
         return isinstance(value, str)
-    # JSON's true is no number
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= LARGEST
+
+
+def read_prompts(path: Path, said: dict[str, Any]) -> list[Prompt]:
+    """Return the prompt of each request; `said` is what `read_metadata` returned.
+
+    Raises:
+        InputError: The prompts are missing or malformed.
+    """
+    ids, tokens = said.get("prompt_token_ids"), said.get("prompt_tokens")
+    if ids is not None:
+        return _of_ids(path, ids, said.get("prompt_token_texts"))
+    if tokens is None:
+        raise InputError(f"import {path} must have prompt_token_ids or prompt_tokens, got neither")
+    counts = tokens if isinstance(tokens, list) else [tokens]
+    for count in counts:
+        if count < 1:
+            raise InputError(f"prompt_tokens of {path} must be at least 1, got {count}")
+    return [Prompt(tokens=count) for count in counts]
+
+
+def _of_ids(path: Path, ids: Any, texts: Any) -> list[Prompt]:
+    several = bool(ids) and isinstance(ids[0], list)
+    prompts, words = (ids, texts) if several else ([ids], [texts])
+    if texts is None:
+        words = [None] * len(prompts)
+    if len(words) != len(prompts):
+        raise InputError(
+            f"prompt_token_texts of {path} must be {len(prompts)} lists, got {len(words)}"
+        )
+    return [
+        _of(path, request, *pair) for request, pair in enumerate(zip(prompts, words, strict=True))
+    ]
+
+
+def _of(path: Path, request: int, ids: Any, texts: Any) -> Prompt:
+    what = f"prompt_token_ids of request {request} of {path}"
+    array = np.array(ids, np.int64)
+    check_ids(array, what)
+    if texts is not None and len(texts) != len(ids):
+        raise InputError(f"{what} must have {len(ids):,} texts, got {len(texts):,}")
+    return Prompt(tokens=len(ids), token_ids=array, texts=texts)

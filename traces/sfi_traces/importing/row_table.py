@@ -1,10 +1,9 @@
-"""Selections as rows of a Parquet file, a row for each step and layer (and head), read piece by piece."""
+"""Imports selections from the rows of a Parquet file: one for each step and layer (and head)."""
 
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,8 +13,7 @@ from pyarrow import parquet
 
 from sfi_core.errors import ConfigError, InputError
 from sfi_traces.importing.arrays import readable
-from sfi_traces.importing.row_metadata import read_metadata
-from sfi_traces.importing.row_prompts import read_prompts
+from sfi_traces.importing.row_metadata import read_metadata, read_prompts
 from sfi_traces.importing.schema import (
     COLUMNS,
     LARGEST,
@@ -29,12 +27,11 @@ from sfi_traces.importing.schema import (
     check_known,
     check_version,
 )
-from sfi_traces.importing.selections import Selected, check_top
+from sfi_traces.importing.selections import Selected, check_block_size, check_top
 from sfi_traces.overlap import padded
 
-ROWS = 4096  # in memory at once, and those of one step
-KEYS = ("request", "step", "layer", "head")
-Group = tuple[int, pa.Table]  # the row that it begins at in the file, its rows
+ROWS = 4096  # in memory at once, besides the rows of one step
+Group = tuple[int, pa.Table]  # the rows of a step, after the number of the first one in the file
 
 
 class SelectionRows:
@@ -48,8 +45,8 @@ class SelectionRows:
         """Read the file's metadata and its first step.
 
         Raises:
-            InputError: A column is missing or of another type.
-            ConfigError: An option that the file has no use for.
+            InputError: A column is missing or has another type.
+            ConfigError: An option does not fit the file.
         """
         if options.kv_heads is not None:
             raise ConfigError(f"kv-heads must come with arrays, got {path.name}")
@@ -60,7 +57,8 @@ class SelectionRows:
         check_version(path, said.get(VERSION_NAME))
         self._columns = self._checked_columns()
         self._name = "blocks" if "blocks" in self._columns else "positions"
-        block_size = _block_size(path, said, self._name)
+        block_size = said.get("block_size")
+        check_block_size(path, block_size, self._name)
         check_top(options.top, block_size, ranked=bool({"mass", "scores"} & set(self._columns)))
         self._prompts = read_prompts(path, said)
         with closing(self._groups()) as groups:
@@ -86,7 +84,7 @@ class SelectionRows:
         """Yield the steps.
 
         Raises:
-            InputError: With the row that is wrong.
+            InputError: Names the faulty row.
         """
         last = (0, -1)
         with closing(self._groups()) as groups:
@@ -121,7 +119,6 @@ class SelectionRows:
         )  # fmt: skip
 
     def _groups(self) -> Generator[Group]:
-        # the rows of each step, as they follow each other
         with readable(self._path), parquet.ParquetFile(self._path) as file:
             begin, left = 0, None
             for batch in file.iter_batches(ROWS, columns=self._columns):
@@ -136,7 +133,7 @@ class SelectionRows:
                 yield begin, left
 
     def _filled(self, table: pa.Table, begin: int) -> pa.Table:
-        # with a request and a head where the file has none, and positions that are signed
+        # adds a request and a head where the file has none, and makes positions signed
         for name in table.column_names:
             if table[name].null_count and name != "token_text":
                 at = begin + int(pc.index(table[name].is_null(), value=True).as_py())
@@ -148,7 +145,6 @@ class SelectionRows:
                 at = begin + pc.list_parent_indices(table[name])[inner].as_py()
                 raise InputError(f"{self._row(at)}: {name} must have no null, got one")
         for name in {"positions", "blocks"} & set(table.column_names):
-            # -1 pads, which an unsigned number cannot be
             lists = table[name].cast(pa.list_(pa.int64()))
             table = table.set_column(table.column_names.index(name), name, lists)
         for name in ("request", "head"):
@@ -157,7 +153,7 @@ class SelectionRows:
         return table
 
     def _next(self, begin: int, rows: pa.Table, last: tuple[int, int]) -> tuple[int, int]:
-        # request and step of the rows, which must follow
+        # request and step of the rows, which must follow `last`
         request, step = (int(_numbers(rows, name)[0]) for name in ("request", "step"))
         if (request, step) not in ((last[0], last[1] + 1), (last[0] + 1, 0)):
             raise InputError(
@@ -263,16 +259,6 @@ class SelectionRows:
 
     def _row(self, row: int) -> str:
         return f"row {row:,} of {self._path}"
-
-
-def _block_size(path: Path, said: dict[str, Any], name: str) -> int | None:
-    block_size = said.get("block_size")
-    if (block_size is not None) != (name == "blocks"):
-        got = f"none with {name}" if block_size is None else f"{block_size} with {name}"
-        raise InputError(f"block_size of {path} must come with blocks, got {got}")
-    if block_size is not None and block_size < 1:
-        raise InputError(f"block_size of {path} must be at least 1, got {block_size}")
-    return block_size
 
 
 def _numbers(table: pa.Table, name: str) -> npt.NDArray[np.int64]:

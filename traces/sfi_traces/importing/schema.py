@@ -1,4 +1,4 @@
-"""What `sfi trace import` takes: version 1 of the input schema, in words in docs/import.md.
+"""The input of `sfi trace import`: version 1 of the schema; docs/import.md describes it.
 
 Dimensions: N steps from step 0 on, L layers, H heads, U pairs of a layer and a head, K positions of a
 selection, B blocks of a selection, P tokens of the prompt.
@@ -16,17 +16,17 @@ from sfi_core.errors import InputError
 
 VERSION = 1
 VERSION_NAME = "sfi_import_version"
-LARGEST = 2**31 - 1  # token id of a trace
-LAYERS = 2**15  # of a trace, at most
-PADDING = -1  # after the positions or blocks of a selection that has fewer than others
-# what every file may say, and what it must say besides `VERSION_NAME`
+LARGEST = 2**31 - 1  # greatest token id of a trace
+LAYERS = 2**15  # most layers of a trace
+PADDING = -1  # fills up the positions or blocks of shorter selections
+# arrays of every file
 COMMON = (
     VERSION_NAME, "token_ids", "prompt_token_ids", "prompt_tokens", "token_texts", "prompt_token_texts",
     "trigger_token_ids", "model",
 )  # fmt: skip
 SELECTIONS = ("positions", "blocks", "block_size", "layers", "mass", "scores")
-ATTENTION = ("kv_heads",)  # and `attention.PASS.LAYER`, or the nested `attentions`
-# of a Parquet file: columns, and keys of its metadata, whose values are JSON
+ATTENTION = ("kv_heads",)  # besides `attention.PASS.LAYER`, or the nested `attentions`
+# a Parquet file's columns, and the keys of its metadata, whose values are JSON
 COLUMNS = (
     "request",
     "step",
@@ -51,13 +51,13 @@ Floats = npt.NDArray[np.floating[Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportOptions:
-    """What the caller says beside the file.
+    """The caller's choices.
 
     Attributes:
-        top: Keep so many positions of each selection, the most probable; None for all of a selection, and for
+        top: Keep so many positions of each selection, the most probable; None keeps all of a selection, and
             1,024 of an attention tensor.
-        kv_heads: KV heads that the query heads of an attention tensor are averaged for; None for the file's
-            word, or each query head by itself.
+        kv_heads: KV heads; an attention tensor's query heads are averaged for each. None takes the file's
+            number, or else each query head by itself.
     """
 
     top: int | None = None
@@ -66,13 +66,7 @@ class ImportOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Prompt:
-    """A request's prompt.
-
-    Attributes:
-        tokens: How many tokens it has, P.
-        token_ids: The tokens; None where only their number is known.
-        texts: Text of each token; None where unknown.
-    """
+    """A request's prompt; ids and texts are None where unknown."""
 
     tokens: int
     token_ids: Ints | None = None
@@ -86,13 +80,12 @@ class Header:
     Attributes:
         kind: "selections" or "attention".
         place_U: The layers and heads, ascending.
-        query_heads: Query heads of a layer; of a selection its heads.
-        prompts: The requests' prompts.
+        query_heads: Query heads of a layer; for selections, the heads.
         trigger_token_ids: T_trig; None where the file does not say.
         masses: Whether the positions have their probability under dense attention.
         block_size: Positions of a block; None for positions.
         model: Name of the model; None where the file does not say.
-        rows: Steps, or rows of a Parquet file: what `ImportedStep.row` counts up to.
+        rows: Steps, or rows of a Parquet file; `ImportedStep.row` counts up to it.
     """
 
     kind: str
@@ -111,15 +104,14 @@ class ImportedStep:
     """One step of a request, checked.
 
     Attributes:
-        request: Index of the request.
         step: Decoding step t; 0 is the prompt's last position.
-        token_id: The token that it generated, x_t.
+        token_id: The generated token, x_t.
         token_text: The token's text; None where unknown.
         context_tokens: Cached tokens, the query's own included: P + t.
         index_UK: Positions, ascending, padded with -1; int32.
-        mass_UK: Probability of each under dense attention, 0 where padded; None where unknown.
+        mass_UK: Their probabilities under dense attention, 0 where padded; None where unknown.
         retained_U: Probability of all that the step attended; None where unknown.
-        attended_tokens: Tokens read for each head, the mean.
+        attended_tokens: Mean tokens read per head.
         row: How far the file has been read; see `Header.rows`.
     """
 
@@ -136,11 +128,7 @@ class ImportedStep:
 
 
 def check_version(path: Path, version: object) -> None:
-    """Refuse a file of another version.
-
-    Raises:
-        InputError: It is another one, or there is none.
-    """
+    """Raise `InputError` for a missing or another version."""
     if version is None:
         raise InputError(f"import {path} must have {VERSION_NAME} {VERSION}, got none")
     if str(version) != str(VERSION):
@@ -151,11 +139,7 @@ def check_version(path: Path, version: object) -> None:
 
 
 def check_known(path: Path, what: str, names: Sequence[str], known: Sequence[str]) -> None:
-    """Refuse names that the schema does not have: a misspelt one would be left out in silence.
-
-    Raises:
-        InputError: With the first one.
-    """
+    """Raise `InputError` for a name that the schema does not have, such as a misspelt one."""
     for name in names:
         if name not in known:
             raise InputError(

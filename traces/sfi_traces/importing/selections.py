@@ -1,7 +1,8 @@
-"""Selections as one array, `positions` or `blocks`: [N, L, K] for all heads alike, or [N, L, H, K]."""
+"""Imports selections from one array, `positions` or `blocks`: [N, L, K] for all heads, or [N, L, H, K]."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
@@ -35,12 +36,12 @@ WITH_HEADS = ("steps", "layers", "heads", "positions")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Selected:
-    """What a step of a file selected, unchecked.
+    """A step's selection as the file has it, unchecked.
 
     Attributes:
-        index_UK: Positions, or blocks, in any order, padded with -1.
-        mass_UK: Probability of each; None where unknown.
-        score_UK: What an indexer made of each; None where unknown.
+        index_UK: Positions or blocks in any order, padded with -1.
+        mass_UK: Their probabilities; None where unknown.
+        score_UK: Their scores by an indexer; None where unknown.
     """
 
     index_UK: Ints
@@ -48,10 +49,10 @@ class Selected:
     score_UK: Floats | None = None
 
     def checked(self, length: int, block_size: int | None, top: int | None, where: Where) -> Self:
-        """Return them ascending, blocks as positions, and the best `top` of them where that is given.
+        """Return ascending positions, those of blocks too; only the best `top` if that is given.
 
         Raises:
-            InputError: A row breaks a rule; with the row.
+            InputError: A row breaks a rule; names the row.
         """
         if block_size is not None:
             blocks = -(-length // block_size)
@@ -72,7 +73,7 @@ class Selected:
         return type(self)(index_UK=index_UK, mass_UK=mass_UK)
 
     def step(self, **facts: Any) -> ImportedStep:
-        """Return the step of a checked selection; `facts` are what else it has."""
+        """Return the step of a checked selection; `facts` are its other fields."""
         sizes_U = (self.index_UK >= 0).sum(-1)
         return ImportedStep(
             index_UK=self.index_UK,
@@ -84,14 +85,19 @@ class Selected:
 
 
 def check_top(top: int | None, block_size: int | None, *, ranked: bool) -> None:
-    """Refuse to take the best positions of a file that does not say which these are.
-
-    Raises:
-        ConfigError: With what it needs.
-    """
+    """Raise `ConfigError` for a `top` of positions that have neither mass nor scores."""
     if top is not None and (block_size is not None or not ranked):
         got = "blocks" if block_size is not None else "neither"
         raise ConfigError(f"top needs positions with mass or scores, got {got}")
+
+
+def check_block_size(path: Path, block_size: int | None, name: str) -> None:
+    """Raise `InputError` unless blocks, and only blocks, have a block size of at least 1."""
+    if (block_size is not None) != (name == "blocks"):
+        got = f"none with {name}" if block_size is None else f"{block_size} with {name}"
+        raise InputError(f"block_size of {path} must come with blocks, got {got}")
+    if block_size is not None and block_size < 1:
+        raise InputError(f"block_size of {path} must be at least 1, got {block_size}")
 
 
 class SelectionArrays:
@@ -105,15 +111,16 @@ class SelectionArrays:
         """Read the arrays.
 
         Raises:
-            InputError: One is missing or has another shape than the others.
-            ConfigError: An option that the file has no use for.
+            InputError: An array is missing, or its shape contradicts the others.
+            ConfigError: An option does not fit the file.
         """
         check_known(arrays.path, "array", arrays.names, (*COMMON, *SELECTIONS))
         if options.kv_heads is not None:
             raise ConfigError("kv-heads is for attention tensors, got selections")
         self._path, self._top = arrays.path, options.top
         self._name = _one_of(arrays, "positions", "blocks")
-        block_size = _block_size(arrays, self._name)
+        block_size = arrays.number("block_size", least=1)
+        check_block_size(self._path, block_size, self._name)
         self._index = arrays.array(self._name, "iu", (3, 4))
         self._mass, self._scores = (self._beside(arrays, name) for name in ("mass", "scores"))
         ranked = self._mass is not None or self._scores is not None
@@ -141,7 +148,7 @@ class SelectionArrays:
         """Yield the steps.
 
         Raises:
-            InputError: With the row that is wrong.
+            InputError: Names the faulty row.
         """
         tokens = self._tokens
         for step, token_id in enumerate(tokens.token_ids.tolist()):
@@ -158,7 +165,7 @@ class SelectionArrays:
 
     @property
     def _heads(self) -> int | None:
-        # None where there is one selection for all heads, [N, L, K]
+        # None for [N, L, K], one selection for all heads
         *_, heads, _ = self._index.shape[1:]
         return int(heads) if self._index.ndim == len(WITH_HEADS) else None
 
@@ -210,11 +217,3 @@ def _one_of(arrays: Arrays, first: str, second: str) -> str:
             f"import {arrays.path} must have {first}, {second} or attention.PASS.LAYER, got {got}"
         )
     return found[0]
-
-
-def _block_size(arrays: Arrays, name: str) -> int | None:
-    block_size = arrays.number("block_size", least=1)
-    if (block_size is not None) != (name == "blocks"):
-        got = f"none with {name}" if block_size is None else f"{block_size} with {name}"
-        raise InputError(f"block_size of {arrays.path} must come with blocks, got {got}")
-    return block_size

@@ -1,4 +1,4 @@
-"""The tokens of a file of arrays, which has one request."""
+"""Reads the tokens from a file of arrays, which has one request."""
 
 from dataclasses import dataclass
 from typing import Self
@@ -12,14 +12,13 @@ from sfi_traces.importing.schema import LARGEST, Ints, Prompt
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Tokens:
-    """A request's tokens.
+    """A request's tokens; what the file does not say is None.
 
     Attributes:
-        prompt: The prompt.
         token_ids: The generated ids x_0, x_1, ..., [N].
-        texts: Their texts; None where unknown.
-        triggers: T_trig; None where the file does not say.
-        model: Name of the model; None where the file does not say.
+        texts: The generated tokens' texts.
+        triggers: T_trig.
+        model: Name of the model.
     """
 
     prompt: Prompt
@@ -30,10 +29,10 @@ class Tokens:
 
     @classmethod
     def of(cls, arrays: Arrays, steps: int | None) -> Self:
-        """Read the tokens of a file that has N = `steps` steps; None where only the tokens say how many.
+        """Read the tokens of a file with N = `steps` steps; None if the tokens alone say how many.
 
         Raises:
-            InputError: Tokens are missing, or not as many as the steps.
+            InputError: Tokens are missing, or are not as many as the steps.
         """
         token_ids = _ids(arrays, "token_ids")
         if steps is not None and len(token_ids) != steps:
@@ -76,11 +75,7 @@ def _ids(arrays: Arrays, name: str) -> Ints:
 
 
 def check_ids(ids: Ints, what: str) -> None:
-    """Refuse an empty list of token ids, or one with an id that is negative or too large for a trace.
-
-    Raises:
-        InputError: With the place of the id.
-    """
+    """Raise `InputError` for an empty list of token ids, or an id that is negative or above `LARGEST`."""
     if not len(ids):
         raise InputError(f"{what} must have an id, got none")
     wrong = (ids < 0) | (ids > LARGEST)

@@ -1,4 +1,4 @@
-"""The tables of an imported trace: the rows that a recorded one has, null where the file does not say."""
+"""Writes the tables of an imported trace; null stands for what the file does not say."""
 
 from typing import Any
 
@@ -11,30 +11,22 @@ from sfi_traces.record.table_buffer import Lists, TableBuffer
 from sfi_traces.record.token_text import TokenText
 from sfi_traces.schema import TABLES
 
-REASON = "imported"  # of every step: it read, or chose, anew
+REASON = "imported"  # of every step, since all are slow
 PART_BYTES = 64 << 20
 
 
 class TraceTables:
-    """Takes the steps of a file, and writes parts as they fill.
+    """Turns a file's steps into rows, and writes parts as they fill.
 
     Attributes:
-        top: The most positions that a row has had.
-        steps: Steps so far.
+        top: The most positions of a row so far.
     """
 
     def __init__(
         self, parts: PartFiles, header: Header, triggers: frozenset[int], text: TokenText | None
     ) -> None:
-        """Begin.
-
-        Args:
-            parts: Takes the parts.
-            header: What is known of the file.
-            triggers: T_trig.
-            text: Gives a token's text where the file has none.
-        """
-        self.top = self.steps = 0
+        """Start without rows; `triggers` is T_trig, `text` gives a token's text where the file has none."""
+        self.top = 0
         self._parts, self._header, self._triggers, self._text = parts, header, triggers, text
         self._tables = {name: TableBuffer(schema) for name, schema in TABLES.items()}
         self._layer_U, self._head_U = np.array(header.place_U).T
@@ -42,7 +34,7 @@ class TraceTables:
         self._sentence = 0
 
     def prompt(self, request: int, prompt: Prompt) -> None:
-        """Take the prompt of a request that begins."""
+        """Begin a request with its prompt."""
         self._sentence = 0
         if prompt.token_ids is None:
             return
@@ -58,7 +50,7 @@ class TraceTables:
         self._add("prompts", prompt.tokens, columns)
 
     def step(self, one: ImportedStep) -> None:
-        """Take a step."""
+        """Add a step."""
         self._add("steps", 1, self._step_row(one))
         self._sentence += one.token_id in self._triggers
         change = Overlap.of(self._last_UK, one.index_UK)
@@ -77,7 +69,7 @@ class TraceTables:
             "mass": None if one.mass_UK is None else Lists.of(one.mass_UK, known_UK),
             "retained_mass": one.retained_U,
             "overlap_previous_step": overlap_U,
-            "overlap_last_refresh": overlap_U,  # every step chose anew
+            "overlap_last_refresh": overlap_U,  # every step refreshed
         }
         self._add("supports", len(known_UK), supports)
         if self._header.kind == "selections":
@@ -96,20 +88,12 @@ class TraceTables:
             self._add("selections", len(known_UK), selections)
         self._last_UK = one.index_UK
         self.top = max(self.top, int(change.second.max()))
-        self.steps += 1
         if sum(table.nbytes for table in self._tables.values()) >= PART_BYTES:
             self.flush()
 
     def flush(self) -> None:
-        """Write what waits; `steps` last, so that what belongs to a step is there too.
-
-        Raises:
-            OSError: The disk is full, say.
-        """
-        for name, buffer in sorted(self._tables.items(), key=lambda item: item[0] == "steps"):
-            table = buffer.take()
-            if len(table):
-                self._parts.write(name, table)
+        """Write the waiting rows; see `PartFiles.flush`."""
+        self._parts.flush(self._tables)
 
     def _step_row(self, one: ImportedStep) -> dict[str, Any]:
         text = one.token_text
@@ -135,5 +119,5 @@ class TraceTables:
         }
 
     def _add(self, name: str, rows: int, columns: dict[str, Any]) -> None:
-        # what an import does not know is null, columns of later versions too
+        # columns that an import does not know are null
         self._tables[name].add_columns(rows, {**dict.fromkeys(TABLES[name].names), **columns})

@@ -1,4 +1,4 @@
-"""Whether a trace is whole: its files, its columns, its steps."""
+"""Checks that a trace is whole: its files, its columns, its steps."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,18 +14,18 @@ from sfi_traces.read.reader import Trace
 from sfi_traces.read.step_rules import broken_rules
 from sfi_traces.schema import PART, TABLES
 
-MOST = 10  # lines about steps
+MOST = 10  # lines about steps that are shown
 ROWS = 10_000  # in memory at once
 
 
 def check(trace: Trace) -> dict[str, Any]:
-    """Read every part of a trace, and see whether its steps follow from its tokens and verifications.
+    """Read every part of a trace, and check that its steps follow from its tokens and verifications.
 
-    Of a run on several ranks, also whether all of them have recorded the same steps.
+    For a run on several ranks, also check that all ranks recorded the same steps.
 
     Returns:
-        `problems` has a line for each thing that is wrong; `sound` says that there is none. `notes` are about
-        what is left of a run that was killed, which is sound, and about what could not be checked.
+        `problems` has a line for each fault; `sound` says that there is none. `notes` are about the sound
+        rest of a killed run, and about what could not be checked.
     """
     tables = [
         _check_table(one, name, file_prefix(trace, rank))
@@ -123,14 +123,12 @@ def _recorded(trace: Trace) -> list[dict[str, int]]:
 
 
 def _check_steps(trace: Trace, *, whole: bool) -> tuple[list[str], str | None]:
-    # the lines about steps that break a rule, and why they were not looked at
+    # a line for each broken rule; or why the steps were not checked
     if not whole:
         return [], "steps not checked against their tokens: some are missing"
     if trace.redacted:
-        return (
-            [],
-            "steps not checked against their tokens: token ids were left out (trace.redact_text)",
-        )
+        why = "steps not checked against their tokens: token ids were left out (trace.redact_text)"
+        return [], why
     try:
         return _first_lines(broken_rules(trace)), None
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""Whether a lossless trace's verifications add up to its steps."""
+"""Checks that a lossless trace's verifications add up to its steps."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -18,18 +18,16 @@ COLUMNS = [
     "drafted",
     "draft_token_id",
 ]
-REJECTED = "rejected"  # why a request is verified that has drafted nothing since a rejection
+REJECTED = "rejected"  # the reason of a verification right after one that rejected a token
 
 Row = dict[str, Any]
 
 
 def broken_sums(trace: Trace) -> Iterator[str]:
-    """Name the verifications that do not follow from each other, or not from the steps that they gave.
+    """Name the verifications that contradict each other, or the steps that they gave.
 
-    A verification that a killed run has written without its steps is left out.
-
-    Args:
-        trace: One whose requests have steps from 0 on without a gap.
+    A killed run may have written a verification without its steps; such a one is left out. The requests'
+    steps must be consecutive from 0 on.
     """
     given: dict[int, list[Row]] = defaultdict(list)
     verified: dict[int, list[Row]] = defaultdict(list)
@@ -51,7 +49,8 @@ def broken_sums(trace: Trace) -> Iterator[str]:
 
 def _of_request(trace: Trace, steps: list[Row], verifications: list[Row]) -> Iterator[str]:
     base, first, left = steps[0]["context_tokens"] if steps else 0, 1, 0
-    redoes = _redoes(trace)
+    # sfi selects anew in a slow step after a rejection; other policies may select in no slow step
+    redoes = trace.manifest["policy"] == "sfi"
     for row in verifications:
         where = f"verification at step {row['step']}"
         rules = (
@@ -77,7 +76,7 @@ def _own_lines(trace: Trace, row: Row) -> Iterator[str]:
 
 
 def _chain_lines(row: Row, base: int, left: int, *, redoes: bool) -> Iterator[str]:
-    # `left`: how many drafted tokens the verification before did not keep
+    # `left`: drafted tokens that the verification before rejected or left untested
     if row["base"] != base:
         yield f"base must be {base:,}, got {row['base']:,}"
     again = row["reason"] == REJECTED
@@ -110,23 +109,14 @@ def _draft_lines(row: Row, given: list[Row], steps: int) -> Iterator[str]:
         if draft != token:
             yield f"step {one['step']} must keep the drafted token {draft}, got {token}"
     for last in given[-1:]:
-        draft, token, whole = (
-            last["draft_token_id"],
-            last["token_id"],
-            row["accepted"] == row["drafted"],
-        )
+        draft, token = last["draft_token_id"], last["token_id"]
+        whole = row["accepted"] == row["drafted"]
         if whole and draft is not None:
             yield f"its own step must have no draft where all were accepted, got {draft}"
-        # a drafted stop token ends the request as the verification's own
+        # a drafted stop token that ends the request counts as the verification's own
         ends = draft == token and last["step"] + 1 == steps
         if not whole and draft in (None, token) and not ends:
             yield f"its own step must have another token than the drafted one, got {draft}"
-
-
-def _redoes(trace: Trace) -> bool:
-    # whether a corrected token is a slow step of its own; other policies may select nothing in one
-    draft = trace.manifest["config"].get("draft", {})
-    return bool(trace.manifest["policy"] == "sfi" and draft.get("evidence") == "last")
 
 
 def _most(trace: Trace) -> int:

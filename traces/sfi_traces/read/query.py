@@ -1,4 +1,4 @@
-"""SQL over a trace's tables, from outside."""
+"""SQL queries over a trace's tables."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -12,17 +12,13 @@ ROWS = 1000  # fetched at once
 
 
 class Query:
-    """A query and its rows; a query reads the tables of one trace and no file.
-
-    Attributes:
-        columns: Names of the columns.
-    """
+    """A query and its rows; it reads the tables of one trace and no file."""
 
     def __init__(self, trace: Trace, sql: str) -> None:
-        """Run it.
+        """Run the query.
 
         Raises:
-            ConfigError: DuckDB's words on what is wrong with it.
+            ConfigError: DuckDB refuses the query; in its words.
             TraceError: A part is truncated.
         """
         self._connection = trace.connect()
@@ -38,7 +34,7 @@ class Query:
         """Yield the rows, some at a time.
 
         Raises:
-            ConfigError: DuckDB's words on what went wrong on the way.
+            ConfigError: The query fails on the way; in DuckDB's words.
         """
         while self.columns:
             try:
@@ -51,6 +47,6 @@ class Query:
 
 
 def _refused(error: duckdb.Error) -> ConfigError:
-    # what comes after the first empty line repeats the query
+    # after the first empty line DuckDB repeats the query
     words = str(error).split("\n\n")[0].split()
     return ConfigError(f"query fails: {' '.join(words)}")

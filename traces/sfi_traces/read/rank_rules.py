@@ -1,18 +1,18 @@
-"""Whether the ranks of a run have recorded the same steps, and which of them lacks what."""
+"""Checks that the ranks of a run recorded the same steps, and which ranks lack some."""
 
 from collections.abc import Iterator
 from typing import Any
 
 from sfi_core.errors import TraceError
 from sfi_traces.read.reader import Trace
-from sfi_traces.record.rank_folders import rank_folder
+from sfi_traces.record.folder import rank_folder
 
-SAME = ("token_id", "slow", "reason")  # of a step, on every rank
+SAME = ("token_id", "slow", "reason")  # equal on every rank
 KEY = ("request", "step")
 
 
 def differing_steps(trace: Trace) -> Iterator[str]:
-    """Name the steps whose token or slowness another rank tells otherwise, and what finished ranks lack."""
+    """Name steps whose token, slowness or reason differ between ranks, and steps that finished ranks lack."""
     first = _steps(trace) if trace.others else {}
     for other in trace.others:
         rank, theirs = other.rank, _steps(other)
@@ -31,7 +31,7 @@ def differing_steps(trace: Trace) -> Iterator[str]:
 
 
 def lacking_ranks(trace: Trace) -> Iterator[str]:
-    """Say which ranks are not here, or ended before the first one: what is left of a run that was killed."""
+    """Name the ranks that are missing here or ended before rank 0, as after a killed run."""
     if trace.rank:
         yield f"rank {trace.rank} of {trace.ranks} alone; the whole run's trace is {trace.path.parent}"
         return
@@ -52,7 +52,7 @@ def lacking_ranks(trace: Trace) -> Iterator[str]:
 
 
 def file_prefix(trace: Trace, rank: int) -> str:
-    """Return what stands before the names of a rank's files in the trace: "" for the one that was opened."""
+    """Return the path of a rank's files within the trace: "" for the rank that was opened."""
     return "" if rank == trace.rank else f"{rank_folder(trace.path, rank).name}/"
 
 
@@ -69,6 +69,6 @@ def _whole(trace: Trace) -> bool:
 def _steps(trace: Trace) -> dict[tuple[int, int], dict[str, Any]]:
     try:
         rows = trace.table("steps", [*KEY, *SAME]).to_pylist()
-    except TraceError:  # the check of its parts names them
+    except TraceError:  # `check` names the damaged parts
         return {}
     return {(row["request"], row["step"]): row for row in rows}

@@ -1,4 +1,4 @@
-"""The traces of a run's ranks: which lie in a folder, whether they belong together, and what is not there."""
+"""Finds the traces of a run's ranks in a folder, and checks that they belong together."""
 
 import json
 from collections.abc import Mapping
@@ -6,15 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from sfi_core.errors import TraceError
-from sfi_traces.record.rank_folders import rank_folder, rank_folders
+from sfi_traces.record.folder import rank_folder, rank_folders
 from sfi_traces.schema import MANIFEST, SCHEMA_VERSION
 
 REQUIRED = ("finished", "model", "policy", "config", "trigger_token_ids")  # of a manifest
-OF_A_RANK = (
-    "query_heads",
-    "weight_bytes",
-    "embedding_bytes",
-)  # of a manifest's model: a rank's own
+OF_A_RANK = ("query_heads", "weight_bytes", "embedding_bytes")  # a rank's share of the model
 
 Manifest = dict[str, Any]
 
@@ -23,7 +19,7 @@ def read_manifest(folder: Path) -> Manifest:
     """Read a trace's manifest.
 
     Raises:
-        TraceError: No trace, a damaged one, or one of a newer schema.
+        TraceError: There is no trace, a damaged one, or one of a newer schema.
     """
     file = folder / MANIFEST
     try:
@@ -45,14 +41,10 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def other_ranks(folder: Path, manifest: Manifest) -> dict[Path, Manifest]:
-    """Read the manifests of a run's other ranks; a rank that has written none yet is left out.
-
-    Args:
-        folder: The first rank's.
-        manifest: The first rank's.
+    """Read the manifests of ranks 1 and up; a rank without a manifest is left out.
 
     Raises:
-        TraceError: The ranks are of different runs, or one of them cannot be read.
+        TraceError: The ranks are of different runs, or a manifest cannot be read.
     """
     found = {
         rank: (path, read_manifest(path))
@@ -74,7 +66,7 @@ def other_ranks(folder: Path, manifest: Manifest) -> dict[Path, Manifest]:
 
 
 def whole_model(manifest: Manifest) -> Manifest:
-    """Return a manifest whose model has the heads and the bytes of all ranks; one rank's stays as it is."""
+    """Return a rank's manifest with the heads and bytes of the whole model."""
     ranks = manifest.get("ranks", 1)
     if ranks == 1:
         return manifest

@@ -1,4 +1,4 @@
-"""Reading a trace: its manifest, its tables, and DuckDB over them."""
+"""Reads a trace: its manifest, its tables, and SQL over them."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,15 +20,15 @@ ORDER = ("request", "step", "layer", "head")  # of a table that several ranks wr
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """A trace on disk; of a run on several ranks, that of all of them.
+    """A trace on disk; for a run on several ranks, of all of them.
 
-    The tables of `OF_EVERY_RANK` have the rows of all ranks that are there. The others are the first one's:
-    steps, prompts and logits are the same on every rank.
+    The tables of `OF_EVERY_RANK` have the rows of all ranks found. Steps, prompts and logits are the same on
+    every rank and come from the first.
 
     Attributes:
         path: Folder of the trace.
-        manifest: Provenance; `finished` is None when the run was killed. The model's heads and bytes are
-            those of all ranks together.
+        manifest: Provenance; `finished` is None if the run was killed. The model's heads and bytes are those
+            of all ranks together.
         others: The other ranks' own traces.
     """
 
@@ -41,7 +41,7 @@ class Trace:
         """Open a trace.
 
         Raises:
-            TraceError: No trace, a damaged one, one of a newer schema, or ranks of different runs.
+            TraceError: There is no trace, a damaged one, one of a newer schema, or ranks of different runs.
         """
         manifest = read_manifest(path)
         others = [
@@ -52,7 +52,7 @@ class Trace:
 
     @property
     def lossless(self) -> bool:
-        """Whether sparse steps only drafted, and full attention verified."""
+        """Whether the run was lossless: fast steps drafted, full attention verified."""
         return bool(self.manifest.get("lossless"))
 
     @property
@@ -62,48 +62,44 @@ class Trace:
 
     @property
     def rank(self) -> int:
-        """The rank whose steps these are: the first one, unless another's own folder was opened."""
+        """The opened rank: 0, unless another rank's own folder was opened."""
         return int(self.manifest.get("rank", 0))
 
     @property
     def ranks(self) -> int:
-        """How many ranks the run had, those included whose traces are not here."""
+        """The number of ranks of the run, missing ones included."""
         return int(self.manifest.get("ranks", 1))
 
     @property
     def by_rank(self) -> dict[int, "Trace"]:
-        """Each rank's own trace, of those that are here."""
+        """Each rank's own trace, of the ranks found."""
         alone = Trace(self.path, self.manifest)
         return {self.rank: alone, **{other.rank: other for other in self.others}}
 
     @property
     def imported(self) -> dict[str, Any] | None:
-        """What the manifest says of the file that the trace was imported from; None for a recorded one."""
+        """The manifest's entry on the imported file; None for a recorded trace."""
         return self.manifest.get("imported")
 
     @property
     def masses(self) -> bool:
-        """Whether positions have their probability under dense attention; an import may lack them."""
+        """Whether positions have their probability under dense attention; an import may lack it."""
         return self.imported is None or bool(self.imported["masses"])
 
     @property
     def reads_own_selection(self) -> bool:
-        """Whether each step read what it selected itself: an imported indexer's, whose steps are all slow."""
+        """Whether each step read its own selection: an imported indexer, whose steps are all slow."""
         return self.imported is not None and self.imported["kind"] == "selections"
 
     def require_masses(self) -> None:
-        """Refuse a trace of positions without their probability.
-
-        Raises:
-            TraceError: The trace was imported without.
-        """
+        """Raise `TraceError` for an import without masses."""
         if not self.masses:
             raise TraceError(
                 f"trace {self.path} has no masses: it was imported from a file without them"
             )
 
     def parts(self, table: str) -> list[Path]:
-        """List a table's complete part files, in order; of some tables every rank's."""
+        """List a table's complete part files in order; those of all ranks for tables of every rank."""
         own = sorted((self.path / table).glob("part-*.parquet"))
         others = self.others if table in OF_EVERY_RANK else ()
         return own + [part for other in others for part in other.parts(table)]
@@ -132,21 +128,21 @@ class Trace:
         return pa.concat_tables(pieces) if pieces else wanted.empty_table()
 
     def rows(self, name: str, columns: list[str], where: pc.Expression) -> pa.Table:
-        """Read some rows and columns of a table, passing over the row groups that have none of them.
+        """Read the rows and columns that are asked for, skipping row groups that have none of them.
 
         Raises:
             TraceError: A part is damaged.
         """
         source = self.dataset(name)
-        if isinstance(source, pa.Table):  # no part: an empty one
+        if isinstance(source, pa.Table):  # the table has no part
             return source.select(columns)
         try:
             return source.to_table(columns=columns, filter=where)
         except (OSError, pa.ArrowException) as error:
-            raise self._unreadable() from error
+            raise self.unreadable() from error
 
     def _joined(self, name: str, columns: list[str] | None) -> pa.Table:
-        # in the order in which one process would have written
+        # rows in the order in which a single process would have written them
         order = [key for key in ORDER if key in TABLES[name].names]
         read = (
             None if columns is None else [*columns, *(key for key in order if key not in columns)]
@@ -156,10 +152,10 @@ class Trace:
         return ordered if columns is None else ordered.select(columns)
 
     def require_audit(self, *, every_step: bool = False) -> None:
-        """Refuse a trace without supports, such as a lossless run's; with `every_step`, one with gaps.
+        """Refuse a trace without supports, or with `every_step` one whose audit skips steps.
 
         Raises:
-            TraceError: Naming the option that records them.
+            TraceError: Names the option that records them. A lossless run has no supports.
         """
         if self.lossless:
             raise TraceError(
@@ -174,20 +170,20 @@ class Trace:
             )
 
     def connect(self) -> duckdb.DuckDBPyConnection:
-        """Open DuckDB on the tables by name, read as a query needs them; it can touch no file.
+        """Open DuckDB on the tables; it reads what a query needs, and can touch no file.
 
         Raises:
             TraceError: A part is truncated.
         """
         connection = duckdb.connect()
         for name in TABLES:
-            # Arrow's reader and not DuckDB's: a file that DuckDB may read, COPY may overwrite
+            # read by Arrow: if DuckDB may open files, COPY may overwrite them
             connection.register(name, self.dataset(name))
         connection.execute("SET enable_external_access = false; SET lock_configuration = true")
         return connection
 
     def dataset(self, name: str) -> Any:
-        """Return a table for DuckDB, read as a query needs it; an empty one where the trace has none.
+        """Return a table that is read lazily; an empty one where the trace has none.
 
         Raises:
             TraceError: A part is truncated.
@@ -204,7 +200,7 @@ class Trace:
     def scan(
         self, connection: duckdb.DuckDBPyConnection, query: str, parameters: list[Any] | None = None
     ) -> Iterator[dict[str, Any]]:
-        """Yield what a query of ours finds in the tables of `connect`, row by row.
+        """Yield the rows that a query finds in the tables of `connect`.
 
         Raises:
             TraceError: A part is damaged in its middle.
@@ -215,13 +211,13 @@ class Trace:
             while rows := found.fetchmany(FETCHED):
                 for row in rows:
                     yield dict(zip(names, row, strict=True))
-        except duckdb.InvalidInputException as error:  # DuckDB's word for what Arrow could not read
-            raise self._unreadable() from error
+        except duckdb.InvalidInputException as error:  # raised where Arrow cannot read
+            raise self.unreadable() from error
 
     def batches(
         self, connection: duckdb.DuckDBPyConnection, query: str, rows: int
     ) -> Iterator[pa.RecordBatch]:
-        """Yield what a query of ours finds as Arrow's batches of at most so many rows; one at least.
+        """Yield what a query finds as Arrow batches of at most `rows` rows, at least one batch.
 
         Raises:
             TraceError: A part is damaged in its middle.
@@ -231,9 +227,10 @@ class Trace:
             yield pa.RecordBatch.from_pylist([], found.schema)
             yield from found
         except (duckdb.InvalidInputException, OSError) as error:
-            raise self._unreadable() from error
+            raise self.unreadable() from error
 
-    def _unreadable(self) -> TraceError:
+    def unreadable(self) -> TraceError:
+        """Return the error of a trace with a damaged part."""
         return TraceError(
             f"trace {self.path} has a damaged part; `sfi trace check {self.path}` names it"
         )

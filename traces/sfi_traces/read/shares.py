@@ -1,4 +1,4 @@
-"""Positions without a known mass, for what shows where a step read."""
+"""Even masses in place of unknown ones, for views that show where a step read."""
 
 import numpy as np
 import pyarrow as pa
@@ -6,13 +6,9 @@ import pyarrow.compute as pc
 
 
 def even_shares(supports: pa.Table) -> pa.Table:
-    """Give each position of a row without masses the same share, so that it can be drawn as others are.
+    """Give each position of a row without masses the same share of the row.
 
-    Args:
-        supports: Rows of the table `supports`, with `positions` and `mass`; an import may lack masses.
-
-    Returns:
-        The same rows; where a row has masses they stay.
+    `supports` are rows of the table `supports` with `positions` and `mass`; known masses stay.
     """
     if not supports["mass"].null_count:
         return supports

@@ -1,4 +1,4 @@
-"""Rows of single steps of a long table: only the row groups that may hold them are read."""
+"""Reads the rows of single steps of a long table, through the row groups that may hold them."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from pyarrow import parquet
 
 from sfi_traces.read.reader import Trace
 
-KEYS, VALUES = 4, 2  # row groups of a rank whose keys, and whose wanted columns, stay in memory
+KEYS, VALUES = 4, 2  # row groups of a rank whose keys and whose columns are cached
 KEY = ("request", "step", "layer", "head")
 
 Ints = npt.NDArray[np.integer[Any]]
@@ -22,14 +22,7 @@ Range = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class RowGroup:
-    """A row group of a part, and what its statistics say.
-
-    Attributes:
-        part: The file.
-        index: Which of its row groups.
-        request: Least and greatest request.
-        step: Least and greatest step.
-    """
+    """A row group of a part; `request` and `step` are ranges from its statistics."""
 
     part: Path
     index: int
@@ -38,14 +31,14 @@ class RowGroup:
 
 
 class StepRows:
-    """One request's rows of a table with a layer and a KV head, found by step.
+    """One request's rows of a table with layer and KV head, found by step.
 
-    Holds at most the keys of 4 row groups of each rank and the columns of 2: of a recorded trace 64 MiB a row
-    group, since a part is no larger.
+    For each rank, the keys of at most 4 row groups and the columns of 2 stay in memory; a recorded row group
+    has at most 64 MiB.
 
     Attributes:
-        layers: Only these layers; None for all.
-        heads: Only these KV heads; None for all.
+        layers: Layers whose rows are wanted; None for all.
+        heads: KV heads whose rows are wanted; None for all.
     """
 
     def __init__(self, trace: Trace, table: str, request: int, columns: Collection[str]) -> None:
@@ -63,15 +56,15 @@ class StepRows:
             for group in _row_groups(trace, part)
             if group.request[0] <= request <= group.request[1]
         ]
-        ranks = len(trace.by_rank)  # each has a row group of its own for a step
+        ranks = len(trace.by_rank)  # each rank has its own row group for a step
         self._keys = lru_cache(KEYS * ranks)(self._read_keys)
         self._values = lru_cache(VALUES * ranks)(self._read_values)
 
     def places(self) -> list[tuple[int, int]]:
-        """Return the layers and KV heads of each rank's first row group with the request; maybe none."""
+        """Return the layers and KV heads in each rank's first row group of the request; maybe none."""
         found: dict[Path, set[tuple[int, int]]] = {}
         for group in self._groups:
-            folder = group.part.parent  # of one rank
+            folder = group.part.parent  # one for each rank
             if folder in found:
                 continue
             keys = self._keys(group)
@@ -82,7 +75,7 @@ class StepRows:
         return sorted(set().union(*found.values()))
 
     def last(self, step: int) -> int | None:
-        """Return the last step up to `step` that has a row of the chosen layers and heads."""
+        """Return the last step up to `step` with a row of the chosen layers and heads."""
         found: int | None = None
         for group in sorted(self._groups, key=lambda one: min(one.step[1], step), reverse=True):
             if group.step[0] > step:
@@ -96,7 +89,7 @@ class StepRows:
         return found
 
     def at(self, step: int) -> pa.Table:
-        """Return the rows of a step of the chosen layers and heads, with the columns; maybe none."""
+        """Return a step's rows of the chosen layers and heads; maybe none."""
         pieces = []
         for group in self._groups:
             if not group.step[0] <= step <= group.step[1]:
@@ -138,8 +131,7 @@ def _row_groups(trace: Trace, part: Path) -> list[RowGroup]:
 
 
 def _range(column: Any) -> Range:
-    # another writer may leave the statistics out
-    found = column.statistics
+    found = column.statistics  # another writer may leave them out
     known = found is not None and found.has_min_max
     return (found.min, found.max) if known else (-np.inf, np.inf)
 

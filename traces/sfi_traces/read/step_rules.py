@@ -1,4 +1,4 @@
-"""Whether a trace's steps are what Algorithm 1 makes of its token ids."""
+"""Checks that a trace's steps are slow where Algorithm 1 makes them so."""
 
 from collections.abc import Iterator
 from itertools import groupby
@@ -21,23 +21,18 @@ COLUMNS = [
     "context_tokens",
     "draft_token_id",
 ]
-SERVED = (
-    "dense",
-    "resumed",
-)  # in a server: without a slot, or its cache was taken away and filled anew
-DRAFTS = ("limit", "stop", "room")  # why a lossless run verifies besides
+# a server's reasons: no slot is free; the cache was taken away and filled anew
+SERVED = ("dense", "resumed")
+DRAFTS = ("limit", "stop", "room")  # a lossless run's own reasons to verify
 
 
 def broken_rules(trace: Trace) -> Iterator[str]:
-    """Name the steps whose trigger, sentence or, under sfi, slowness is not what the tokens before give.
+    """Name the steps whose trigger, sentence or (policy sfi) slowness does not follow from the tokens before.
 
-    Each step is judged by the steps before it as recorded, so that one wrong step is one line. A step that a
-    server's lack of room made slow is taken as it is. So is a verification of a lossless run that rejected a
-    token: what ended its draft may be a token that is not there. A verification whose draft ended for a
-    reason of its own must have none of Eq. 5's.
-
-    Args:
-        trace: One with token ids, and each request's steps from 0 on without a gap.
+    Each step is judged by the recorded steps before it, so that a wrong step is one line. Some slow steps are
+    accepted as they are: those that a server made slow for lack of room, and a lossless run's verifications
+    that rejected a token, whose cause may be the rejected token. A verification that its draft's length, end
+    or room caused must not also be due by Eq. 5. Requires token ids, and consecutive steps from 0 on.
 
     Raises:
         ConfigError: The trace has settings that this sfi does not know.
@@ -75,7 +70,7 @@ def broken_rules(trace: Trace) -> Iterator[str]:
 
 
 def _unknown(row: dict[str, Any], reason: str, *, lossless: bool) -> bool:
-    # whether a slow step's reason does not follow from the tokens
+    # whether the tokens alone cannot say if the slow step is right
     if lossless and (row["reason"] == REJECTED or row["draft_token_id"] is not None):
         return True
     if lossless and row["reason"] in DRAFTS:

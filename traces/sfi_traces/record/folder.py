@@ -1,21 +1,21 @@
-"""The folder of a trace to be recorded: which one may be taken, and how an old trace makes room."""
+"""Folders of traces: which may be recorded into, how an old trace is removed, where each rank writes."""
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
 from sfi_core.errors import ConfigError, SfiError
-from sfi_traces.record.rank_folders import rank_folders
-from sfi_traces.schema import MANIFEST, TABLES
+from sfi_traces.schema import MANIFEST, RANK, TABLES
 
 
 def claim(folder: Path, *, force: bool) -> None:
-    """Make the folder, or see that it may be taken; an old trace in it stays until `clear`.
+    """Make the folder, or check that it may be recorded into; an old trace stays until `clear`.
 
     Raises:
-        ConfigError: It holds a trace and `force` is off, or something else.
-        SfiError: It cannot be made or written.
+        ConfigError: The folder holds a trace and `force` is off, or other files.
+        SfiError: The folder cannot be made or written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -36,12 +36,10 @@ def claim(folder: Path, *, force: bool) -> None:
 
 
 def clear(folder: Path, ranks: int = 1) -> None:
-    """Remove a trace's tables and manifest, and nothing else that may lie beside them.
+    """Remove a trace's tables and manifest, and no other file.
 
-    Args:
-        folder: The trace's.
-        ranks: Those of the run that comes. Each clears its own folder; those beyond are cleared here,
-            and removed where nothing else is in them.
+    Each rank of the next run, of `ranks`, clears its own folder. Folders of further ranks, which an earlier
+    run left, are cleared here and removed if empty.
     """
     for rank, path in rank_folders(folder).items():
         if rank >= ranks and (path / MANIFEST).exists():
@@ -51,9 +49,18 @@ def clear(folder: Path, ranks: int = 1) -> None:
     for table in TABLES:
         if (folder / table).exists():
             shutil.rmtree(folder / table)
-    (folder / MANIFEST).unlink(
-        missing_ok=True
-    )  # last: what is half removed is still known as a trace
+    (folder / MANIFEST).unlink(missing_ok=True)  # last: a half removed trace is still one
+
+
+def rank_folder(folder: Path, rank: int) -> Path:
+    """Return where a rank writes: rank 0 to the trace's folder, every other to a folder inside it."""
+    return folder / RANK.format(number=rank) if rank else folder
+
+
+def rank_folders(folder: Path) -> dict[int, Path]:
+    """Find the folders of ranks 1 and up, by rank; each may or may not hold a trace."""
+    named = ((re.fullmatch(r"rank-(\d{5,})", path.name), path) for path in folder.glob("rank-*"))
+    return dict(sorted((int(name[1]), path) for name, path in named if name is not None))
 
 
 def _is_trace(folder: Path) -> bool:

@@ -16,13 +16,9 @@ from sfi_traces.schema import MANIFEST, SCHEMA_VERSION
 def describe_run(
     event: RunEvent, provenance: Mapping[str, Any], *, positions: bool, redacted: bool
 ) -> dict[str, Any]:
-    """Say what is being recorded, in plain values.
+    """Return the manifest of a run that begins, in plain values.
 
-    Args:
-        event: The first run.
-        provenance: Facts that only the caller knows, such as preset and seed; our own keys win.
-        positions: Whether refreshes have their positions.
-        redacted: Whether token ids and text are left out.
+    `provenance` has what only the caller knows, such as preset and seed; our own keys win.
     """
     return {
         "preset": None,
@@ -54,7 +50,7 @@ def describe_run(
 
 
 def file_metadata(document: dict[str, Any]) -> dict[str, str]:
-    """Return what every part file says of the trace: the manifest but for how far it has come."""
+    """Return each part file's metadata: the manifest without what changes while the run goes on."""
     coming = ("finished", "stopped", "prompts", "graphs", "not_replayed")
     provenance = {key: value for key, value in document.items() if key not in coming}
     return {"schema_version": str(SCHEMA_VERSION), "provenance": json.dumps(provenance)}
@@ -66,10 +62,6 @@ def now() -> str:
 
 
 def write_manifest(folder: Path, document: dict[str, Any]) -> None:
-    """Write or replace the manifest of a trace.
-
-    Raises:
-        OSError: The disk is full, say; an old manifest stays.
-    """
+    """Write or replace a trace's manifest; an OSError leaves the old one."""
     text = json.dumps(document, ensure_ascii=False, indent=2) + "\n"
     write_atomically(folder / MANIFEST, text.encode())

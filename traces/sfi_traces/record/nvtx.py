@@ -1,4 +1,4 @@
-"""Ranges for Nsight Systems, in the domain "sfi": of every run, of every step of its batch, of every span."""
+"""NVTX ranges in the domain "sfi" for Nsight Systems: one for each run, step of the batch, and span."""
 
 from contextlib import AbstractContextManager
 from typing import Any, Self
@@ -12,7 +12,7 @@ from sfi_core.observers.observer import NOTHING, NullObserver
 DOMAIN = "sfi"
 Array = npt.NDArray[Any]
 RUN = np.dtype([("batch", np.int32)])
-STEP = np.dtype(  # requests of each kind; the bytes of K and V that attention is going to read
+STEP = np.dtype(  # slow and fast: requests; moved_bytes: bytes of K and V that attention will read
     [
         ("step", np.int32),
         ("slow", np.int32),
@@ -21,7 +21,7 @@ STEP = np.dtype(  # requests of each kind; the bytes of K and V that attention i
         ("moved_bytes", np.int64),
     ]
 )
-SPAN = np.dtype([("step", np.int32), ("layer", np.int32)])  # layer -1 for what is not a layer's
+SPAN = np.dtype([("step", np.int32), ("layer", np.int32)])  # layer -1: outside of layers
 GREEN, RED, AMBER, BLUE = 0xFF2E9E5B, 0xFFD1495B, 0xFFEDAE49, 0xFF3A7CA5
 PURPLE, GREY = 0xFF7B5EA7, 0xFF8D99AE
 KINDS = {"prefill": BLUE, "fast": GREEN, "slow": RED, "mixed": AMBER}  # a step's color by its kind
@@ -41,17 +41,16 @@ OTHER = ("other", GREY)
 
 
 class NvtxObserver(NullObserver):
-    """Tells an attached profiler of runs, steps and spans; does nothing where there is none.
+    """Marks runs, steps and spans for an attached profiler; without one it does nothing.
 
-    Runs and steps are start/end ranges, because what drives the model may open a span before a step and close
-    it within; spans are push/pop ranges. A step's message says its kind only, so that a profiler's statistics
-    group by it; the number is in the payload. A step that gives no request a token, as where a lossless run
-    drafts, ends where the next one begins.
+    Runs and steps are start/end ranges, since a span may begin before a step and end within it; spans are
+    push/pop ranges. A step's message is its kind alone, so that profilers group by it; its number is in the
+    payload. A step that gives no token (drafting) ends where the next one begins.
 
     Attributes:
-        listened: Whether a profiler is attached; without one, no step has to run eagerly for the spans.
-        takes_spans: True to have the spans inside every step, so that none is replayed as a CUDA graph; None
-            for those inside steps that are not replayed; False for none.
+        listened: Whether a profiler is attached; without one no step has to run eagerly for its spans.
+        takes_spans: True marks spans in every step, so that none is replayed as a CUDA graph; None marks them
+            only in steps that are not replayed; False marks none.
     """
 
     def __init__(self, *, spans: bool | None = None) -> None:
@@ -78,7 +77,7 @@ class NvtxObserver(NullObserver):
         self.close()
 
     def close(self) -> None:
-        """Close the run, and the step that an error left open."""
+        """Close the run's range, and a step's that an error left open."""
         self._end_step()
         if self._run is not None:
             self._domain.end_range(self._run)
@@ -128,8 +127,8 @@ class NvtxObserver(NullObserver):
     def _about(
         self, message: str, category: str, color: int, kind: np.dtype[Any]
     ) -> tuple[Any, Array]:
-        # registered with the profiler once: a payload is read where it lies when a range begins, and setting
-        # one anew would take longer than the rest of a range
+        # registered once: the profiler reads the payload in place when a range begins; a new payload for each
+        # range would cost more than the range itself
         if message not in self._known:
             payload = np.zeros((), kind)
             self._known[message] = (
@@ -157,8 +156,7 @@ class _Range:
 
 
 def _domain() -> Any:
-    # the domain, or None where nobody listens
-    try:
+    try:  # None without a profiler
         import nvtx  # noqa: PLC0415 - a machine without it decodes as well
     except ImportError:
         return None

@@ -1,4 +1,4 @@
-"""Recording a run as a trace on disk."""
+"""Records a run as a trace on disk."""
 
 import time
 import warnings
@@ -20,25 +20,24 @@ from sfi_core.observers.events import (
     VerificationEvent,
 )
 from sfi_core.observers.observer import NOTHING, NullObserver
-from sfi_traces.record.folder import claim
+from sfi_traces.record.folder import claim, rank_folder
 from sfi_traces.record.manifest import describe_run
-from sfi_traces.record.rank_folders import rank_folder
 from sfi_traces.record.rows import TraceRows
 from sfi_traces.record.timing import TimingObserver
 from sfi_traces.record.writer import Told, TraceWriter
 
-PATIENCE = 0.05  # seconds of events that go to the thread together: waking it takes a while
-POSITIONS = 1 << 16  # of one refresh, by all layers and heads: with more they are off by default
+PATIENCE = 0.05  # seconds between hand-overs to the thread, which takes time to wake
+POSITIONS = 1 << 16  # of one refresh, all layers and heads; beyond, they are off by default
 
 
 class ParquetObserver(NullObserver):
     """Records the runs it sees, one after the other, as one trace.
 
-    Changes no token and waits for no device: tensors travel to the host on their own, and a background thread
-    does the rest. Decoding waits only when 256 MiB of events are before the disk.
+    Changes no token and waits for no device: tensors are copied to the host asynchronously, and a background
+    thread writes. Decoding waits only while 256 MiB of events are queued.
 
-    Of a model that several ranks share, every rank has an observer of the same folder. Each but the first
-    writes to a folder of its own in it; `sfi_traces.Trace` joins them.
+    Every rank of a tensor-parallel run has an observer of the same folder; ranks 1 and up write to folders
+    inside it, and `sfi_traces.Trace` joins them.
     """
 
     def __init__(
@@ -54,26 +53,25 @@ class ParquetObserver(NullObserver):
         clock: str | None = None,
         spans: bool | None = None,
     ) -> None:
-        """Take the folder; an old trace in it stays until the first run begins.
+        """Claim the folder; an old trace in it stays until the first run begins.
 
         Args:
-            folder: Where the trace goes; must not exist, be empty, or hold a trace that `force` gives up.
-            tokenizer: Gives the tokens' text; None records token ids only.
-            positions: Whether a refresh has its positions; None says yes while they are at most 65,536.
+            folder: A new or empty folder, or one with a trace if `force`.
+            tokenizer: Gives tokens their text; None records ids only.
+            positions: Whether selections record their positions; None: if a refresh has at most 65,536.
             redact_text: Leave out token ids, their text and the prompts' hashes.
-            provenance: Facts that only the caller knows, such as preset and seed, in plain values.
+            provenance: What only the caller knows, such as preset and seed, in plain values.
             force: Whether to overwrite a trace.
-            warn: Told once, in one line, when the disk takes no more; None is a RuntimeWarning.
-            clock: The device whose clock times spans; None is the run's.
-            spans: Whether to record spans. True has those inside every step, so that no step is replayed as a
-                CUDA graph; None has those inside steps that are not replayed; False has none, nor those
-                outside of steps.
+            warn: Called once, with one line, if writing fails; None: a RuntimeWarning.
+            clock: The device whose clock times spans; None: the run's.
+            spans: Whether to time spans. True: in every step, so that none is replayed as a CUDA graph. None:
+                only in steps that are not replayed. False: none.
 
         Raises:
-            ConfigError: The folder holds something that may not be overwritten.
+            ConfigError: The folder may not be overwritten.
             SfiError: The folder cannot be made.
         """
-        self._claimed = torchrun.first()  # another rank's folder is in the first one's
+        self._claimed = torchrun.first()  # other ranks' folders are inside it
         if self._claimed:
             claim(folder, force=force)
         self._force = force
@@ -82,7 +80,7 @@ class ParquetObserver(NullObserver):
         self._warn = warn or (lambda text: warnings.warn(text, RuntimeWarning, stacklevel=2))
         self._told: list[Told] = []
         self._writer: TraceWriter | None = None
-        self._timing: TimingObserver  # the first run brings the device
+        self._timing: TimingObserver  # the first run names the device
         self._warned, self._clock, self._not_replayed = False, clock, ""
         self.takes_spans = spans
         self._due = 0.0
@@ -94,7 +92,7 @@ class ParquetObserver(NullObserver):
     def __exit__(
         self, _kind: type[BaseException] | None, error: BaseException | None, _trace: object
     ) -> None:
-        """Finish the trace, whatever happened."""
+        """Close the trace, also after an error."""
         if error is None:
             self.close()
         elif isinstance(error, KeyboardInterrupt):
@@ -103,16 +101,15 @@ class ParquetObserver(NullObserver):
             self.close(str(error).partition("\n")[0] or type(error).__name__)
 
     def close(self, stopped: str | None = None) -> None:
-        """Write what is left and finish the trace; once.
+        """Write what is left and finish the trace; a second call does nothing.
 
-        Args:
-            stopped: Why the run ended early: "interrupted" or an error's line.
+        `stopped` says why the run ended early: "interrupted", or an error's first line.
         """
         writer = self._writer
         if writer is None and not self._claimed:
             return
         if writer is None:
-            with suppress(OSError):  # not empty: an old trace whose place no run has taken
+            with suppress(OSError):  # not empty: an old trace, which no run has replaced
                 self._folder.rmdir()
         elif not writer.closed:
             self._hand_over()
@@ -131,7 +128,7 @@ class ParquetObserver(NullObserver):
         self._told.append((event, ()))
 
     def on_begin_step(self, event: BeginStepEvent) -> None:
-        """Hand over the steps before, if the last time is a while ago."""
+        """Hand over the steps before, if `PATIENCE` has passed since the last time."""
         if time.monotonic() > self._due:
             self._hand_over()
         self._timing.on_begin_step(event)
@@ -180,7 +177,7 @@ class ParquetObserver(NullObserver):
         self, name: str, layer: int | None = None, moved_bytes: int = 0
     ) -> AbstractContextManager[None]:
         """Time a region."""
-        if self.takes_spans is False:  # who has one observer asks it
+        if self.takes_spans is False:  # with a single observer the engine asks it directly
             return NOTHING
         return self._timing.span(name, layer, moved_bytes)
 

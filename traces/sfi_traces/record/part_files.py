@@ -1,33 +1,38 @@
 """The part files of a trace's tables."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import pyarrow as pa
 from pyarrow import parquet
 
 from sfi_traces.atomic_file import write_atomically
+from sfi_traces.record.table_buffer import TableBuffer
 from sfi_traces.schema import PART, POSITIONS, TABLES
 
 
 class PartFiles:
-    """Writes tables, a part after the other.
+    """Writes the tables of a trace, part by part.
 
     Attributes:
         written: Rows written, by table.
     """
 
     def __init__(self, folder: Path, metadata: dict[str, str]) -> None:
-        """Take the folder, which exists, and every file's key-value metadata."""
+        """Write to an existing folder; `metadata` goes into every file."""
         self._folder, self._metadata = folder, metadata
         self._parts = dict.fromkeys(TABLES, 0)
         self.written = dict.fromkeys(TABLES, 0)
 
-    def write(self, name: str, table: pa.Table) -> None:
-        """Write a table's next part.
+    def flush(self, tables: Mapping[str, TableBuffer]) -> None:
+        """Write the waiting rows, `steps` last, so that a recorded step has its other rows too."""
+        for name, buffer in sorted(tables.items(), key=lambda item: item[0] == "steps"):
+            table = buffer.take()
+            if len(table):
+                self.write(name, table)
 
-        Raises:
-            OSError: The disk is full, say; the table is as it was.
-        """
+    def write(self, name: str, table: pa.Table) -> None:
+        """Write a table's next part; an OSError leaves the parts before as they were."""
         folder = self._folder / name
         folder.mkdir(exist_ok=True)
         sink = pa.BufferOutputStream()
@@ -35,10 +40,10 @@ class PartFiles:
             sink,
             table.schema,
             compression="zstd",
-            write_page_checksum=True,  # `sfi trace check` looks at them
+            write_page_checksum=True,  # for `sfi trace check`
             use_dictionary=[field.name for field in table.schema if field.type == pa.string()],
             column_encoding=_encoding(table.schema),
-            store_schema=False,  # the types survive without, and it weighs more than a small part
+            store_schema=False,  # types survive without it, and it can outweigh a small part
         ) as writer:
             writer.write_table(table)
             writer.add_key_value_metadata(self._metadata)
@@ -48,7 +53,7 @@ class PartFiles:
 
 
 def _encoding(schema: pa.Schema) -> dict[str, str]:
-    # integers grow from row to row, positions within a list; masses differ least in their exponents
+    # integers and positions mostly grow; masses differ least in their exponents
     encoding = {}
     for field in schema:
         if pa.types.is_integer(field.type):

@@ -1,4 +1,4 @@
-"""Copies of tensors to the host, while the device and the decoding thread go on."""
+"""Copies tensors to the host without blocking the device or the decoding thread."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -11,8 +11,8 @@ import torch
 class Readback:
     """Copies of some tensors on the host.
 
-    Those on a CUDA device are joined by type, copied to pinned memory without waiting, and there once an
-    event has passed. All other tensors are kept until `wait`; the caller must not write to them before.
+    CUDA tensors are joined by type and copied to pinned memory asynchronously. Other tensors are kept as they
+    are until `wait`; the caller must not write to them before.
 
     Attributes:
         nbytes: Bytes to copy.
@@ -35,7 +35,7 @@ class Readback:
             self._events.append(event)
 
     def wait(self) -> list[npt.NDArray[Any]]:
-        """Return what the tensors hold, in order, once it is on the host; floats as float32."""
+        """Return the tensors' values in order, once they are on the host; floats as float32."""
         for event in self._events:
             event.synchronize()
         for places, flat in self._copies:

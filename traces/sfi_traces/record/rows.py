@@ -1,4 +1,4 @@
-"""From events to rows: what the background thread works out while decoding goes on."""
+"""Turns events into rows of tables, in the background thread."""
 
 import hashlib
 from collections import defaultdict
@@ -40,7 +40,7 @@ class TraceRows:
         tables: Rows that wait for their part file.
         prompts: The manifest's list of prompts.
         graphs: Whether any step was replayed as a CUDA graph; None before the first decoding step.
-        not_replayed: Why steps were not, where nobody asked for that.
+        not_replayed: Why steps were not replayed though graphs were on.
     """
 
     def __init__(
@@ -51,13 +51,9 @@ class TraceRows:
         redact_text: bool,
         offset_us: float = 0.0,
     ) -> None:
-        """Start with nothing.
+        """Start with empty tables.
 
-        Args:
-            tokenizer: Gives the tokens' text, or None.
-            positions: Whether refreshes have their positions.
-            redact_text: Whether token ids and text are left out.
-            offset_us: When the spans' clock began, counted from the run's beginning.
+        `tokenizer` may be None; `offset_us` is when the spans' clock began, from the run's beginning.
         """
         self.tables = {name: TableBuffer(schema) for name, schema in TABLES.items()}
         self.prompts: list[dict[str, Any]] = []
@@ -82,15 +78,15 @@ class TraceRows:
 
     @property
     def nbytes(self) -> int:
-        """What waits for its part files, about."""
+        """Estimated bytes of the waiting rows."""
         return sum(table.nbytes for table in self.tables.values())
 
     def take(self, event: Any, *arrays: Array) -> None:
-        """Take an event, or a list of spans, and what the event's tensors hold."""
+        """Dispatch an event and its tensors' values, or a list of spans."""
         self._takers[type(event)](event, *arrays)
 
     def _run_state(self) -> None:
-        # requests are numbered as the run does; they mean others in the next one
+        # by the run's own request numbers, which the next run uses anew
         self._sentence: dict[int, int] = defaultdict(int)
         self._selected: dict[Place, SelectedSets] = {}
         self._last: dict[Place, tuple[int, Array]] = {}
@@ -111,7 +107,7 @@ class TraceRows:
             self._prompt(request)
 
     def on_prompt(self, event: PromptEvent, ids_BT: Array) -> None:
-        """Take a piece of every request's prompt."""
+        """Add a piece of every request's prompt."""
         for row, (request, count) in enumerate(zip(event.requests, event.count, strict=True)):
             entry = self._prompt(request)
             start, entry["tokens"] = entry["tokens"], entry["tokens"] + count
@@ -122,7 +118,7 @@ class TraceRows:
             ids = ids_BT[row, ids_BT.shape[1] - count :].astype("<i4")
             digest = self._hashes.setdefault(request, hashlib.sha256())
             digest.update(ids.tobytes())
-            entry["sha256"] = digest.hexdigest()  # not if redacted: a short prompt can be guessed
+            entry["sha256"] = digest.hexdigest()  # not if redacted: short prompts can be guessed
             columns = {
                 "request": entry["request"],
                 "position": np.arange(start, start + count, dtype=np.int32),
@@ -132,11 +128,11 @@ class TraceRows:
             self.tables["prompts"].add_columns(count, columns)
 
     def on_begin_step(self, event: BeginStepEvent) -> None:
-        """Take why steps are not replayed."""
+        """Note why steps are not replayed."""
         self.not_replayed = event.not_replayed or None
 
     def on_step(self, event: StepEvent) -> None:
-        """Take a step."""
+        """Add a step."""
         trigger = event.token_id in self._triggers
         row = (
             self._first + event.request,
@@ -162,7 +158,7 @@ class TraceRows:
             event.fast_requests,
             event.cached_tokens,
             event.moved_bytes,
-            None,  # bandwidth_share: a run does not measure what its device copies
+            None,  # bandwidth_share
         )
         self.tables["steps"].add_rows([row])
         self._sentence[event.request] += trigger
@@ -170,7 +166,7 @@ class TraceRows:
             self.graphs = event.graphs or bool(self.graphs)
 
     def on_verification(self, event: VerificationEvent) -> None:
-        """Take a verification of a lossless run."""
+        """Add a verification of a lossless run."""
         row = (
             self._first + event.request,
             event.step,
@@ -186,12 +182,9 @@ class TraceRows:
         self.tables["verifications"].add_rows([row])
 
     def on_selection(self, event: SelectionEvent, index_HK: Array, *others: Array) -> None:
-        """Take a selection; one of nothing, by a policy that never selects, has no rows.
+        """Add a selection; an empty one without diagnostics (a policy that never selects) adds no rows.
 
-        Args:
-            event: The selection.
-            index_HK: Its positions.
-            others: Its diagnostics, and `heads_H` where it has that.
+        `others` are the event's diagnostics, then `heads_H` if it has that.
         """
         diagnostics = dict(zip(event.diagnostics, others, strict=False))
         H = len(index_HK)
@@ -212,7 +205,7 @@ class TraceRows:
         self.tables["selections"].add_columns(len(heads), columns)
 
     def on_recall(self, event: RecallEvent, rows_H: Array) -> None:
-        """Take the rows that one layer fetched from the host."""
+        """Add the rows that one layer fetched from the host."""
         rows = int(rows_H.sum())
         row = (*self._key(event).values(), rows, rows * event.row_bytes, event.waited_us)
         self.tables["recalls"].add_rows([row])
@@ -227,7 +220,7 @@ class TraceRows:
         output_error_H: Array,
         *reads: Array,
     ) -> None:
-        """Take one layer of an audited step; `reads` are those of the event's tensors that may be None."""
+        """Add one layer of an audited step; `reads` are the event's optional tensors that are not None."""
         place = (event.request, event.layer)
         step, last = self._last.get(place, (-1, None))
         refreshed = self._refreshed.get(place)
@@ -256,7 +249,7 @@ class TraceRows:
         self.tables["supports"].add_columns(len(index_HK), columns)
 
     def on_logits(self, event: LogitsEvent, kl_R: Array, agrees_R: Array) -> None:
-        """Take the next-token distributions of an audited step, or of tested drafts."""
+        """Add the next-token comparison of an audited step, or of tested drafts."""
         requests = [self._first + request for request in event.requests]
         columns = {
             "request": np.array(requests),
@@ -267,7 +260,7 @@ class TraceRows:
         self.tables["logits"].add_columns(len(requests), columns)
 
     def on_spans(self, spans: Sequence[Span]) -> None:
-        """Take the spans of a step."""
+        """Add the spans of a step."""
         rows = []
         for span in spans:
             *key, begin_us, elapsed_us, moved = span.row()
@@ -275,7 +268,7 @@ class TraceRows:
         self.tables["timings"].add_rows(rows)
 
     def _prompt(self, request: int) -> dict[str, Any]:
-        # the manifest's entry; a request that waits gets it when its prompt is read
+        # the manifest's entry, made when the request's prompt is first read
         if request not in self._prompts:
             entry = {"request": self._first + request, "tokens": 0, "sha256": None}
             self._prompts[request] = entry
@@ -287,10 +280,9 @@ class TraceRows:
         return {"request": request, "step": event.step, "layer": event.layer}
 
     def _texts(self, ids: Array) -> Array | None:
-        # of each distinct id once, then of all by its place among them
         if self._text is None:
             return None
-        distinct, place = np.unique(ids, return_inverse=True)
+        distinct, place = np.unique(ids, return_inverse=True)  # each distinct id is looked up once
         texts = [self._text(token_id) for token_id in distinct.tolist()]
         return np.array(texts, object)[place]
 

@@ -1,4 +1,4 @@
-"""What each KV head of one layer selected last, to say what its next selection changes."""
+"""Each KV head's last selection, to count what the next one changes."""
 
 from typing import Any
 
@@ -11,22 +11,22 @@ Array = npt.NDArray[Any]
 
 
 class SelectedSets:
-    """The last selection of each KV head of one request and layer; a head may select without the others."""
+    """The last selection of each KV head of one request and layer; heads may select at different steps."""
 
     def __init__(self, heads: int) -> None:
         self._known_H = np.zeros(heads, bool)
         self._index_HK = np.full((heads, 0), -1, np.int32)
 
     def replace(self, heads: Array, index_NK: Array) -> dict[str, Array]:
-        """Take the selections of some heads, and compare each with the head's own before.
+        """Store the selections of some heads, and compare each with the head's selection before.
 
         Args:
             heads: N KV heads, ascending.
             index_NK: Their positions, ascending, padded with -1.
 
         Returns:
-            Columns of the table `selections`, [N] each; a head's first selection is all new, and has NaN for
-            an overlap.
+            Columns of the table `selections`, [N] each. A head's first selection has NaN overlaps, and all
+            its positions are new.
         """
         change = Overlap.of(self._index_HK[heads], index_NK)
         first = ~self._known_H[heads]

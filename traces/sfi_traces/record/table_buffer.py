@@ -10,39 +10,34 @@ import pyarrow as pa
 
 from sfi_traces.overlap import Ints
 
-ROW_BYTES = 512  # what a row of Python values takes, about
+ROW_BYTES = 512  # estimate for a row of Python values
 
-Chunk = tuple[int, Mapping[str, Any]]  # how many rows, and their columns
+Chunk = tuple[int, Mapping[str, Any]]  # number of rows, columns
 
 
 @dataclass(frozen=True, slots=True)
 class Lists:
-    """A column of lists.
-
-    Attributes:
-        values: The values of all lists, one after the other.
-        sizes: The number of values in each list.
-    """
+    """A column of lists: their values one after the other, and each list's size."""
 
     values: npt.NDArray[Any]
     sizes: Ints
 
     @classmethod
     def of(cls, values: npt.NDArray[Any], kept: npt.NDArray[np.bool_]) -> Self:
-        """Make a list of each row of [N, K] values, of those that are kept."""
+        """Make a list of the kept values of each row of [N, K]."""
         return cls(values[kept], kept.sum(1))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the values and sizes."""
+        """Bytes of values and sizes."""
         return self.values.nbytes + self.sizes.nbytes
 
 
 class TableBuffer:
-    """Takes rows one by one or many as columns, and gives them as a table; a table has one kind only.
+    """Collects rows, either one by one or as columns, and gives them as a table.
 
     Attributes:
-        nbytes: Bytes of the waiting rows, about.
+        nbytes: Estimated bytes of the waiting rows.
     """
 
     def __init__(self, schema: pa.Schema) -> None:
@@ -52,12 +47,12 @@ class TableBuffer:
         self.nbytes = 0
 
     def add_rows(self, rows: Sequence[Sequence[Any]]) -> None:
-        """Take rows, their values in the schema's order."""
+        """Add rows; their values are in the schema's order."""
         self._rows += rows
         self.nbytes += ROW_BYTES * len(rows)
 
     def add_columns(self, rows: int, columns: Mapping[str, Any]) -> None:
-        """Take many rows; a column is an array, in which NaN is null, `Lists`, or one value for all."""
+        """Add many rows; a column is an array (NaN is null), `Lists`, or one value for all rows."""
         self._chunks.append((rows, columns))
         self.nbytes += sum(getattr(column, "nbytes", 8) for column in columns.values())
 

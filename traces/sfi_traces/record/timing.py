@@ -1,4 +1,4 @@
-"""How long each span took: CUDA events on a CUDA device, the monotonic clock elsewhere."""
+"""Times spans: by CUDA events on a CUDA device, by the monotonic clock elsewhere."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -15,10 +15,10 @@ Key = tuple[int, int, int | None, str]
 
 
 class TimingObserver(NullObserver):
-    """Times every span, one that fails too.
+    """Times every span, also one that ends in an error.
 
-    On a CUDA device a span lasts from when the device reaches its beginning to when it reaches its end, and
-    nothing waits for the device until somebody asks for the rows.
+    On a CUDA device a span lasts from when the device reaches its beginning to when it reaches its end.
+    Nothing waits for the device until the rows are read.
     """
 
     def __init__(
@@ -28,18 +28,19 @@ class TimingObserver(NullObserver):
 
         Args:
             device: Where the model runs.
-            sink: Takes the spans of each step when the next one begins; without it they gather for `rows`.
+            sink: Takes a step's spans when the next step begins; without it they gather for `rows`.
         """
         self.ended: list[Span] = []
         self._gathered: list[Span] = []
         self._sink = self._gathered.extend if sink is None else sink
         self._clock = time.perf_counter_ns()
-        self._device = DeviceClock(torch.device(device)) if _is_cuda(device) else None
+        device = torch.device(device)
+        self._device = DeviceClock(device) if device.type == "cuda" else None
         self._request = self._requests = self._step = 0
 
     @property
     def rows(self) -> list[Row]:
-        """Rows of all spans so far, without a sink; waits for the device."""
+        """Rows of all spans so far, if there is no sink; waits for the device."""
         self.flush()
         return [span.row() for span in self._gathered]
 
@@ -50,7 +51,7 @@ class TimingObserver(NullObserver):
         self._requests = event.requests
 
     def on_begin_step(self, event: BeginStepEvent) -> None:
-        """Hand over the last step's spans."""
+        """Hand over the spans of the step before."""
         self.flush()
         self._step = event.step
         if self._device is not None:
@@ -65,7 +66,7 @@ class TimingObserver(NullObserver):
     def span(
         self, name: str, layer: int | None = None, moved_bytes: int = 0
     ) -> AbstractContextManager[None]:
-        """Time a region; a pass that is launched ahead is the next step's `forward`."""
+        """Time a region; a pass launched ahead counts as the next step's `forward`."""
         key = (self._request, self._step, layer, name)
         if name == AHEAD:
             key = (self._request, self._step + 1, layer, "forward")
@@ -98,10 +99,9 @@ class HostSpan:
 
 
 class DeviceClock:
-    """Tells when CUDA events passed, counted in microseconds from when the clock was made.
+    """Tells when CUDA events passed, in microseconds since the clock was made.
 
-    The runtime gives the time between two events in float32, too coarse over a long run; so every step has an
-    event of its own to count from.
+    `Event.elapsed_time` is float32, too coarse over a long run, so each step counts from an event of its own.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -111,12 +111,12 @@ class DeviceClock:
         self.anchor = Anchor(self.record()[0], None)
 
     def begin_step(self) -> None:
-        """Count from here; steps begin on the main stream."""
+        """Count from here on; steps begin on the main stream."""
         self._streams[torch.cuda.current_stream(self._device).cuda_stream] = "main"
         self.anchor = Anchor(self.record()[0], self.anchor)
 
     def record(self) -> tuple[torch.cuda.Event, str]:
-        """Put an event on the current stream, and return it with the stream's name."""
+        """Record an event on the current stream; return it with the stream's name."""
         stream = torch.cuda.current_stream(self._device)
         event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
         event.record(stream)
@@ -129,14 +129,14 @@ class DeviceClock:
 
 
 class Anchor:
-    """An event to count from."""
+    """An event that later events count from."""
 
     def __init__(self, event: torch.cuda.Event, before: "Anchor | None") -> None:
         self._event, self._before = event, before
         self._at_us = 0.0
 
     def at_us(self) -> float:
-        """Return when it passed; waits for it."""
+        """Return when the event passed; waits for it."""
         if self._before is not None:
             self._at_us, self._before = self._before.until_us(self._event), None
         return self._at_us
@@ -176,7 +176,3 @@ class DeviceSpan:
 
 
 Span = HostSpan | DeviceSpan
-
-
-def _is_cuda(device: torch.device | str) -> bool:
-    return torch.device(device).type == "cuda"

@@ -1,4 +1,4 @@
-"""The text that each token adds."""
+"""Text of single tokens."""
 
 from typing import Any
 
@@ -6,9 +6,9 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class TokenText:
-    """The text of token ids by a tokenizer, so that the texts of a sequence join to its text.
+    """Texts of token ids, such that the texts of a sequence join to the sequence's text.
 
-    A token that holds only some bytes of a character has the tokenizer's own name for it instead.
+    A token with only some bytes of a character has the tokenizer's own name for it.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -25,7 +25,7 @@ class TokenText:
         alone = self._decode([token_id])
         if REPLACEMENT in alone:
             return str(self._tokenizer.convert_ids_to_tokens(token_id))
-        # SentencePiece drops a text's first space, so see what the token adds to a text: itself
+        # SentencePiece drops a text's first space: take what a second copy of the token adds
         return self._decode([token_id, token_id])[len(alone) :]
 
     def _decode(self, ids: list[int]) -> str:

@@ -1,4 +1,4 @@
-"""The background thread that turns events into part files, so that decoding does not wait for the disk."""
+"""The background thread that writes part files, so that decoding does not wait for the disk."""
 
 import errno
 import queue
@@ -18,9 +18,9 @@ from sfi_traces.record.readback import Readback
 from sfi_traces.record.rows import TraceRows
 
 QUEUE_BYTES = 256 << 20
-EVENT_BYTES = 512  # what an event takes besides its tensors, about
+EVENT_BYTES = 512  # estimate for an event without its tensors
 PART_BYTES = 64 << 20
-SOONEST, LATEST, SHARE = 2.0, 60.0, 0.1  # seconds, seconds, of the time so far
+SOONEST, LATEST, SHARE = 2.0, 60.0, 0.1  # seconds, seconds, share of the time so far
 
 Told = tuple[Any, tuple[torch.Tensor, ...]]  # an event and its tensors
 
@@ -28,47 +28,36 @@ Told = tuple[Any, tuple[torch.Tensor, ...]]  # an event and its tensors
 class TraceWriter:
     """Writes a trace in a thread of its own.
 
-    All tables get their next part together, `steps` last, so that what belongs to a recorded step is there
-    too: when 64 MiB wait, or when a tenth of the time so far has passed since the last parts, but at least 2
-    seconds and at most a minute. So a killed run loses no more than that, and one of an hour has about a
-    hundred parts.
+    Parts of all tables are written together, `steps` last, so that a recorded step has its other rows too:
+    when 64 MiB wait, or after a tenth of the run's time so far (at least 2, at most 60 seconds). A killed run
+    loses no more than that, and a run of an hour has about a hundred parts.
 
     Attributes:
-        failure: Why the disk took no more; the events after that are dropped.
+        failure: The OSError that ended writing; later events are dropped.
         closed: Whether the trace is finished.
     """
 
     def __init__(self, folder: Path, rows: TraceRows, manifest: dict[str, Any]) -> None:
-        """Begin a trace in a folder that `trace_folder.claim` has allowed.
-
-        Args:
-            folder: Where the trace goes.
-            rows: Makes rows of events; the thread's own from now on.
-            manifest: Description of the run.
-        """
+        """Begin a trace in a folder that `claim` has accepted; `rows` is the thread's own from now on."""
         self.failure: OSError | None = None
         self.closed = False
-        self._over = False  # whether the thread has seen the end
+        self._over = False  # whether the thread has taken END from the queue
         self._error: BaseException | None = None
         self._folder, self._rows, self._manifest = folder, rows, manifest
         self._queue = BytesQueue(QUEUE_BYTES)
         self._began = time.monotonic()
         self._parts = PartFiles(folder, file_metadata(manifest))
-        # a daemon: a main thread that crashes does not wait for this one
+        # a daemon, so that a crashing main thread does not wait for it
         self._thread = Thread(target=self._run, name="sfi-trace", daemon=True)
         self._thread.start()
 
     def put(self, told: Sequence[Told]) -> None:
-        """Hand over some events; waits for room, and for nothing else."""
+        """Queue some events; waits only for room."""
         if self.failure is None:
             self._queue.put(Batch(told))
 
     def close(self, stopped: str | None) -> None:
-        """Write what is left, and the manifest as that of a finished run.
-
-        Args:
-            stopped: Why the run ended early.
-        """
+        """Write what is left and the final manifest; `stopped` says why the run ended early."""
         self.closed = True
         self._queue.put(END)
         self._thread.join()
@@ -88,9 +77,9 @@ class TraceWriter:
             self._record()
         except OSError as error:
             self.failure = error
-        except BaseException as error:  # noqa: BLE001 - `close` raises it, where somebody sees it
+        except BaseException as error:  # noqa: BLE001 - `close` raises it in the main thread
             self._error = error
-        while not self._over:  # nobody may wait for room for ever
+        while not self._over:  # drain the queue, so that `put` does not block forever
             self._over = self._queue.get() is END
 
     def _record(self) -> None:
@@ -123,14 +112,11 @@ class TraceWriter:
         if any(self._manifest[name] != value for name, value in known.items()):
             self._manifest |= known | {"prompts": [dict(prompt) for prompt in self._rows.prompts]}
             write_manifest(self._folder, self._manifest)
-        for name, buffer in sorted(self._rows.tables.items(), key=lambda item: item[0] == "steps"):
-            table = buffer.take()
-            if len(table):
-                self._parts.write(name, table)
+        self._parts.flush(self._rows.tables)
 
 
 class Batch:
-    """Events on their way to the thread, with their tensors on their way to the host."""
+    """Events for the thread, their tensors on the way to the host."""
 
     def __init__(self, told: Sequence[Told]) -> None:
         self._told = told
@@ -138,7 +124,7 @@ class Batch:
         self.nbytes = self._readback.nbytes + EVENT_BYTES * max(1, len(told))
 
     def give(self, rows: TraceRows) -> None:
-        """Make rows of the events."""
+        """Add the events to the rows."""
         arrays = iter(self._readback.wait())
         for event, tensors in self._told:
             rows.take(event, *[next(arrays) for _ in tensors])
@@ -148,7 +134,7 @@ END = Batch(())
 
 
 class BytesQueue(queue.Queue[Batch]):
-    """A queue bounded by the bytes of what is in it; one batch may exceed them."""
+    """A queue bounded by the bytes in it; a single batch may exceed the bound."""
 
     def _init(self, maxsize: int) -> None:
         self.queue: deque[Batch] = deque()
@@ -168,7 +154,7 @@ class BytesQueue(queue.Queue[Batch]):
 
 
 def next_parts(elapsed: float) -> float:
-    """Return when the next parts are due, in seconds of the run, after those written now."""
+    """Return when the next parts are due, in seconds since the run began, after parts at `elapsed`."""
     return elapsed + min(max(SOONEST, SHARE * elapsed), LATEST)
 
 

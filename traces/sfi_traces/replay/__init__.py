@@ -1,4 +1,4 @@
-"""Counterfactuals from a recorded run, without the model (docs/tune.md).
+"""Predicts from a recorded run, without the model, what another setting would have kept (docs/tune.md).
 
 supports = Supports.load(trace)
 outcome = replay(supports, Setting.recorded(trace))
@@ -6,9 +6,8 @@ outcome = replay(supports, Setting.recorded(trace))
 
 from sfi_traces.replay.measured import Comparison, compare
 from sfi_traces.replay.outcome import Outcome, StepMetrics, pareto
-from sfi_traces.replay.replay import replay, replay_request
+from sfi_traces.replay.replay import replay, replay_request, schedule
 from sfi_traces.replay.reuse import EVERY, Reuse, chance, reuse
-from sfi_traces.replay.schedule import schedule
 from sfi_traces.replay.setting import RULES, Setting, grid
 from sfi_traces.replay.support import Supports
 from sfi_traces.replay.triggers import RecordedVocabulary

@@ -11,15 +11,13 @@ Marks = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Strip:
-    """The context as a row of bins, oldest first.
+    """The context in bins, oldest first.
 
     Attributes:
-        mass: Share of the recorded attention in each bin, of a step's whole attention.
-        added: Bins that hold more than an even share now, and did not at the audited step before.
-        removed: The other way round.
-        sink: Bins with sink tokens.
-        recent: Bins with recent tokens.
-        selected: Bins with tokens that the last refresh selected, where the trace has their positions.
+        mass: Share of the step's dense attention in each bin.
+        added: Bins above an even share that were not at the audited step before.
+        removed: Bins that were above an even share then, and are not now.
+        selected: Bins with tokens of the last refresh, if the trace has their positions.
     """
 
     mass: Numbers
@@ -35,19 +33,14 @@ class Frame:
     """One step.
 
     Attributes:
-        step: Decoding step t.
         before: Text before the current sentence, from the end of the prompt on.
         sentence: The current sentence before this step's token.
-        token: The token that the step generated.
-        slow: Whether the step was slow.
-        reason: Why; empty for a fast one.
+        reason: Why the step was slow; empty for a fast one.
         steps_since_slow: Fast steps since the last slow step.
-        sentence_index: Number of the sentence.
         attended_tokens: Tokens read per KV head.
-        context_tokens: Cached tokens.
-        audited: Whether the strip is known; without, it is empty.
-        measures: Retained mass and overlaps, by the names of their columns; None where not recorded.
-        lambda_star: Mean of lambda* at a refresh; None without a Selector.
+        audited: Whether the step has a strip.
+        measures: Retained mass and overlaps by column name; None where not recorded.
+        lambda_star: Mean lambda* of a refresh; None without a Selector.
     """
 
     step: int

@@ -1,4 +1,4 @@
-"""A replay's prediction beside what a run of the same setting measured."""
+"""Compares a replay's prediction with a run of the same setting."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -23,14 +23,7 @@ SUPPORTS = ["request", "step", "layer", "head", "retained_mass", "overlap_last_r
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """How many steps of a request had the same tokens before them in both runs.
-
-    Attributes:
-        request: Index of the request.
-        steps: Compared steps, step 0 included.
-        recorded_steps: Steps of the replayed trace.
-        measured_steps: Steps of the other.
-    """
+    """A request's compared `steps`, step 0 included: those with the same tokens before them in both runs."""
 
     request: int
     steps: int
@@ -45,11 +38,10 @@ class Comparison:
     Attributes:
         predicted: From the replayed trace.
         measured: From the run.
-        same_schedule: Whether the same steps are slow, for the same reasons.
-        mean_difference: Predicted retained mass (at least) less the measured one, the mean over fast steps,
-            layers and heads; None without fast steps.
-        mean_distance: The mean of its absolute value.
-        requests: How far each request was compared.
+        same_schedule: Whether the same steps are slow for the same reasons.
+        mean_difference: Mean over fast steps, layers and heads of the predicted retained mass (lower bound)
+            less the measured one; None without fast steps.
+        mean_distance: Mean of the difference's absolute value.
     """
 
     predicted: Outcome
@@ -63,9 +55,9 @@ class Comparison:
 def compare(
     recorded: Sequence[Supports], trace: Trace, real: Trace, *, batch: int = 1
 ) -> Comparison:
-    """Replay the setting of a real run over another trace, or its own, and set both side by side.
+    """Replay a real run's setting over a trace of another run, or its own, and compare.
 
-    Once the runs' tokens differ they are different texts: only the steps up to there are compared.
+    Only steps up to the first different token are compared; then the texts differ.
 
     Args:
         recorded: Supports of `trace`.
@@ -81,13 +73,7 @@ def compare(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ComparedSteps:
-    """What was compared of each request of a trace.
-
-    Attributes:
-        predictions: From the replayed trace.
-        measurements: From the run.
-        requests: How far each request was compared.
-    """
+    """The steps of each compared request."""
 
     predictions: list[StepMetrics]
     measurements: list[StepMetrics]
@@ -97,11 +83,7 @@ class ComparedSteps:
 def compare_steps(
     recorded: Sequence[Supports], trace: Trace, real: Trace, *, batch: int = 1
 ) -> ComparedSteps:
-    """As `compare`, step by step.
-
-    Raises:
-        TraceError: Another model, prompt or policy, or no audit.
-    """
+    """Compare as `compare`, without the sums."""
     _check_pair(recorded, trace, real)
     setting = Setting.recorded(real)
     steps = real.table("steps", STEPS)
@@ -135,7 +117,7 @@ def compare_steps(
 
 
 def pooled(parts: Sequence[ComparedSteps]) -> Comparison:
-    """Sum the requests of some traces up, every step with the same weight."""
+    """Sum up the requests of several traces, every step with the same weight."""
     predictions = [one for part in parts for one in part.predictions]
     measurements = [one for part in parts for one in part.measurements]
     pairs = list(zip(predictions, measurements, strict=True))
@@ -182,11 +164,7 @@ def _check_pair(recorded: Sequence[Supports], trace: Trace, real: Trace) -> None
 
 
 def check_one_model(trace: Trace, other: Trace) -> None:
-    """Refuse traces of different models.
-
-    Raises:
-        TraceError: With the first fact that differs.
-    """
+    """Raise `TraceError` for traces of different models; names the first fact that differs."""
     for name, value in trace.manifest["model"].items():
         if other.manifest["model"].get(name) != value:
             raise TraceError(
@@ -195,7 +173,7 @@ def check_one_model(trace: Trace, other: Trace) -> None:
 
 
 def _common(supports: Supports, steps: pa.Table) -> int:
-    """Count the steps whose query, x_{t-1}, and all before it are the same in both."""
+    """Count the steps whose query, x_{t-1}, and all tokens before it are the same in both."""
     pairs = zip(supports.tokens, steps["token_id"].to_pylist(), strict=False)
     equal = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1] or pair[1] is None, pairs))
     return min(equal + 1, supports.steps, int(steps.num_rows))

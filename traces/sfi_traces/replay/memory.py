@@ -1,4 +1,4 @@
-"""How many tokens the managed memory holds at each step, from the steps that are slow."""
+"""How many tokens the managed memory holds at each step, given the slow steps."""
 
 from dataclasses import dataclass
 from typing import Any, Self
@@ -15,12 +15,10 @@ Bools = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Memory:
-    """The sizes of a request's memory; N steps from step 0 on.
+    """Sizes of a request's memory at N steps from step 0 on.
 
     Attributes:
-        slow_N: Which steps are slow; step 0 is.
         length_N: Cached tokens.
-        sink: Sink tokens.
         start_N: First position of the recent segment.
         packed_N: Sink and selected tokens per KV head.
         read_N: Tokens read per KV head in a layer that SFI acts on.
@@ -35,7 +33,7 @@ class Memory:
 
     @classmethod
     def of(cls, config: SfiConfig, slow_N: Bools, length_N: Ints) -> Self:
-        """Follow `RequestState` over all steps at once; step 0 holds the prompt."""
+        """Do for all steps what `RequestState` does step by step; step 0 holds the prompt."""
         sink = min(config.sink, int(length_N[0]))
         fresh_N = np.maximum(sink, length_N - config.recent)
         last_N = np.maximum.accumulate(np.where(slow_N, np.arange(len(slow_N)), 0))
@@ -51,6 +49,6 @@ class Memory:
         )
 
     def bytes_read(self, model: ByteModel) -> npt.NDArray[Any]:
-        """Return the bytes of each step's token."""
+        """Return the bytes read at each step."""
         slow_N = model.slow(self.length_N, self.packed_N)
         return np.where(self.slow_N, slow_N, model.fast(self.length_N, self.read_N))

@@ -1,8 +1,8 @@
-"""What a setting costs and keeps: step by step, and summed up."""
+"""What a setting costs and keeps, step by step and in sum."""
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
@@ -15,17 +15,14 @@ LOW = 5  # percentile
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepMetrics:
-    """One request's steps, predicted or measured; N steps, U pairs of a layer and a KV head.
+    """One request's steps, predicted or measured: N steps, U pairs of a layer and a KV head.
 
     Attributes:
-        request: Index of the request.
-        layer_U: The layers, by pair.
-        head_U: The KV heads, by pair.
         reasons: Why each step is slow; empty for a fast one.
         length_N: Cached tokens.
-        attended_N: Tokens read per KV head, the mean over the full-attention layers.
-        lower_NU: Retained mass, at least; 1 at slow steps, NaN where not measured.
-        upper_NU: Retained mass, at most.
+        attended_N: Tokens read per KV head, the mean over full-attention layers.
+        lower_NU: Retained mass, lower bound; 1 at slow steps, NaN where not measured.
+        upper_NU: Retained mass, upper bound.
         overlap_NU: Overlap coefficient with the support at the last slow step; NaN at slow steps.
         bytes_N: Bytes read for each token.
         dense_bytes_N: The same under full attention.
@@ -48,13 +45,6 @@ class StepMetrics:
         """Which steps are slow."""
         return np.array([bool(reason) for reason in self.reasons])
 
-    def first(self, steps: int) -> Self:
-        """Return the first steps only."""
-        names = [
-            name for name in self.__slots__ if name == "reasons" or name.split("_")[-1][0] == "N"
-        ]
-        return replace(self, **{name: getattr(self, name)[:steps] for name in names})
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Worst:
@@ -69,23 +59,21 @@ class Worst:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """A setting, summed up over requests. Step 0, the prefill's last position, counts as a slow step only.
+    """A setting summed up over requests; step 0, the prefill's last position, counts as a slow step only.
 
     Attributes:
         slow_steps: Slow steps, step 0 of each request included.
-        fast_steps: The others.
-        reasons: Slow steps by reason.
-        slow_rate: Share of the decoding steps, from step 1 on, that are slow.
-        retained_mass: Mean over fast steps, layers and heads, at least; 1 without fast steps.
-        retained_mass_upper: The same, at most.
-        retained_mass_p5: 5th percentile of what is kept at least.
-        worst: Where least was kept; None without fast steps.
+        slow_rate: Share of slow steps from step 1 on.
+        retained_mass: Mean over fast steps, layers and heads, lower bound; 1 without fast steps.
+        retained_mass_upper: The same, upper bound.
+        retained_mass_p5: 5th percentile of the lower bound.
+        worst: None without fast steps.
         overlap_at_reuse: Mean overlap coefficient of a fast step's support with the last slow step's.
         attended_tokens: Mean tokens read per decoding step and KV head.
-        read_ratio: Share of the cached tokens read by the decoding steps.
+        read_ratio: Share of the cached tokens read by decoding steps.
         bytes_per_token: Bytes read for a generated token.
         dense_bytes_per_token: The same under full attention.
-        speedup: Speed-up of decoding over full attention, where memory is the bottleneck.
+        speedup: Speed-up of decoding over full attention, if memory is the bottleneck.
     """
 
     slow_steps: int
@@ -105,7 +93,7 @@ class Outcome:
 
     @classmethod
     def of(cls, requests: Sequence[StepMetrics]) -> Self:
-        """Sum some requests up, every decoding step with the same weight."""
+        """Sum up requests, every decoding step with the same weight."""
         reasons = Counter(reason for one in requests for reason in one.reasons if reason)
         slow, steps = reasons.total(), sum(len(one.reasons) for one in requests)
         decoded = steps - len(requests)
@@ -135,7 +123,7 @@ class Outcome:
 
 
 def pareto(outcomes: Sequence[Outcome]) -> list[bool]:
-    """Mark the settings of which no other is faster and keeps as much, or keeps more and is as fast."""
+    """Mark the outcomes that no other beats in speed-up and retained mass."""
     points = [(one.speedup, one.retained_mass) for one in outcomes]
     best, front = -1.0, set()
     for speedup, kept in sorted(points, reverse=True):

@@ -1,4 +1,4 @@
-"""The passages of the context that a step reads, with their text and their share of the attention."""
+"""The passages of the context that a step reads, with text and attention mass."""
 
 from dataclasses import dataclass
 
@@ -16,11 +16,10 @@ class Passage:
 
     Attributes:
         kind: "sink", "selected" or "recent".
-        first: Position of the first token.
-        end: Position after the last.
-        share: Share of the (token, layer, KV head) triples of the passage that are read; 0 to 1.
-        mass: Share of the step's dense attention, 0 to 1, on the passage's positions that were read; None for
-            a step without an audit.
+        end: Position after the last token.
+        share: Share of the passage's (token, layer, KV head) triples that are read; 0 to 1.
+        mass: Share of the step's dense attention on the passage's read positions, 0 to 1; None without an
+            audit.
         text: The tokens; "" in a redacted trace.
     """
 
@@ -35,8 +34,8 @@ class Passage:
 def passages(playback: Playback, step: int, most: int = 40) -> list[Passage]:
     """Return what a step reads: the sink, up to `most` selected passages, the recent tokens.
 
-    A slow step reads all of the context; its selected passages are those that it selected, which the fast
-    steps after it read. They come by mass, or where there is no audit by share, the greatest first.
+    A slow step reads all of the context; its selected passages are those that the following fast steps read.
+    Passages are sorted by mass, or without an audit by share, greatest first.
     """
     memory = playback.memory
     length, start = int(memory.length_N[step]), int(memory.start_N[step])

@@ -1,7 +1,7 @@
 """A recorded run step by step, as plain data for a player; rows are read when their step is shown."""
 
 from bisect import bisect_right
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from functools import cached_property
 from typing import Any, Self
 
@@ -33,13 +33,11 @@ Place = tuple[int, int]  # layer, KV head
 
 
 class Playback:
-    """One request of a trace; everything is the mean over the chosen layers and KV heads.
+    """One request of a trace; values are means over the chosen layers and KV heads.
 
     Attributes:
-        trace: The trace.
-        request: The request.
         places: Layers and KV heads that may be chosen.
-        chosen: Those that are.
+        chosen: The layers and KV heads that are shown.
         memory: Sizes of the request's memory.
         texts: The generated tokens; None in a redacted trace.
         slow_at: The slow steps.
@@ -49,8 +47,7 @@ class Playback:
         """Take the steps of a request.
 
         Raises:
-            TraceError: A layer that fast steps change was never audited, and `audited` asks for one; or the
-                settings are not this version's.
+            TraceError: `audited`, and no layer that fast steps change was audited; or unknown settings.
         """
         self.trace, self.request = trace, request
         self._rows = rows
@@ -78,17 +75,13 @@ class Playback:
         *,
         audited: bool = True,
     ) -> Self:
-        """Open one request, the first where none is named.
+        """Open one request, by default the first, of a trace.
 
-        Args:
-            trace: The trace.
-            request: The request.
-            layers: Only these.
-            heads: Only these KV heads.
-            audited: Refuse a trace without an audit, whose steps have no strip.
+        `layers` and `heads` limit what is shown; `audited` refuses a trace without an audit, which has no
+        strips.
 
         Raises:
-            TraceError: The trace has no step, or no audit; or is one of a lossless run.
+            TraceError: The trace has no step, no audit, or is of a lossless run.
             ConfigError: No such request, layer or head.
         """
         if audited or trace.lossless:
@@ -129,7 +122,7 @@ class Playback:
 
     @cached_property
     def prompt(self) -> list[str]:
-        """The tokens of the prompt, by position; empty ones where the trace has no text."""
+        """The prompt's tokens by position; empty where the trace has no text."""
         table = self.trace.table("prompts", ["request", "position", "token_text"])
         own = of_request(table, self.request).sort_by("position")
         texts = [text or "" for text in own["token_text"].to_pylist()]
@@ -137,16 +130,11 @@ class Playback:
 
     @cached_property
     def words(self) -> list[str]:
-        """The tokens of the prompt and the generated ones, by position; empty ones without a text."""
+        """The prompt's and the generated tokens by position; empty where the trace has no text."""
         return [*self.prompt, *(text or "" for text in self.texts)]
 
-    @property
-    def redacted(self) -> bool:
-        """Whether the text was left out."""
-        return self.texts[0] is None
-
     def frame(self, step: int) -> Frame:
-        """Return a step."""
+        """Return what is shown of a step."""
         row = self._rows.slice(step, 1).to_pylist()[0]
         first = self.sentence_begin(step)
         texts = [text or "" for text in self.texts[: step + 1]]
@@ -163,8 +151,8 @@ class Playback:
             attended_tokens=row["attended_tokens"],
             context_tokens=row["context_tokens"],
             audited=self.audited(step),
-            measures=self._measures(step),
-            lambda_star=self._lambda_star(step),
+            measures=_means(self._supports.at(step), MEASURES),
+            lambda_star=_means(self._selections.at(step), ["lambda_star"])["lambda_star"],
         )
 
     def sentence_begin(self, step: int) -> int:
@@ -172,7 +160,7 @@ class Playback:
         return int(np.argmax(self._sentence == self._sentence[step]))
 
     def strip(self, step: int, width: int) -> Strip:
-        """Return a step's context in `width` bins; of the audited step before, its bins are this step's."""
+        """Return a step's context in `width` bins; the audited step before is put into the same bins."""
         length = int(self.memory.length_N[step])
         mass = self._mass(step, width, length)
         earlier = self._supports.last(step - 1)
@@ -203,7 +191,7 @@ class Playback:
         return position, mass.astype(np.float64) / len(self.chosen)
 
     def read_support(self, step: int) -> tuple[Ints, Numbers]:
-        """Return as `support` does, of the positions that their layer and KV head read."""
+        """Return the part of `support` whose layer and KV head read the position."""
         position, mass = self.support(step)
         rows = self._supports.at(step)
         memory = self.memory
@@ -223,7 +211,7 @@ class Playback:
         return position[read], mass[read]
 
     def selected(self, step: int) -> Ints:
-        """Return the positions that the last refresh selected, of all its layers and heads."""
+        """Return the positions that the last refresh selected, in all chosen layers and heads."""
         refresh = self._selections.last(step)
         if refresh is None:
             return np.zeros(0, np.int32)
@@ -231,10 +219,10 @@ class Playback:
         return found
 
     def in_force(self, step: int) -> dict[Place, Ints]:
-        """Return the positions that each layer and KV head has selected last, up to a step.
+        """Return the positions that each layer and KV head reads at a step, by its last selection.
 
-        Mostly those of the last slow step, or of this one if it is slow; a policy may let single heads select
-        anew in between (FreeKV), and ahead of the step that reads it.
+        Mostly that of the last slow step, or of this one if it is slow. FreeKV also selects for single heads
+        in between, and ahead of the step that reads the selection.
         """
         behind = bisect_right(self.slow_at, step)
         slow = self.slow_at[behind - 1] if behind else 0
@@ -249,22 +237,18 @@ class Playback:
         dense = set(self.trace.manifest["config"]["dense_layers"])
         recorded = self._supports.places()
         if not recorded and not audited:
-            recorded = self._selections.places() or _places_of(self.trace.manifest["model"])
+            recorded = self._selections.places() or [
+                (layer["layer"], head)
+                for layer in self.trace.manifest["model"]["layers"]
+                if layer["window"] is None
+                for head in range(layer["heads"])
+            ]
         places = [place for place in recorded if place[0] not in dense]
         if not places:
             raise TraceError(
                 f"trace {self.trace.path} has no audited step of a layer that fast steps change"
             )
         return places
-
-    def _measures(self, step: int) -> dict[str, float | None]:
-        rows = self._supports.at(step)
-        return {name: pc.mean(rows[name]).as_py() if len(rows) else None for name in MEASURES}
-
-    def _lambda_star(self, step: int) -> float | None:
-        rows = self._selections.at(step)
-        found: float | None = pc.mean(rows["lambda_star"]).as_py() if len(rows) else None
-        return found
 
     def _mass(self, step: int, width: int, length: int) -> Numbers:
         position, mass = self.support(step)
@@ -274,7 +258,7 @@ class Playback:
 
 
 def _sets(rows: pa.Table, *, ahead: bool) -> dict[Place, Ints]:
-    # positions by layer and KV head; with or without the selections that serve the step after theirs
+    # positions by layer and KV head; `ahead` includes selections that serve the next step
     if not ahead and len(rows):
         rows = rows.filter(pc.not_equal(rows["reason"], AHEAD))
     if not len(rows):
@@ -285,12 +269,11 @@ def _sets(rows: pa.Table, *, ahead: bool) -> dict[Place, Ints]:
     return dict(zip(place, np.split(lists.flatten().to_numpy(), np.cumsum(size)[:-1]), strict=True))
 
 
+def _means(rows: pa.Table, names: Sequence[str]) -> dict[str, float | None]:
+    return {name: pc.mean(rows[name]).as_py() if len(rows) else None for name in names}
+
+
 def _marked(bins: Ints, width: int) -> Marks:
     marks = np.zeros(width, np.bool_)
     marks[bins] = True
     return marks
-
-
-def _places_of(model: dict[str, Any]) -> list[Place]:
-    layers = [layer for layer in model["layers"] if layer["window"] is None]
-    return [(layer["layer"], head) for layer in layers for head in range(layer["heads"])]

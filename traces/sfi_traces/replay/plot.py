@@ -1,4 +1,4 @@
-"""Replayed settings as a figure: what they keep against what they cost."""
+"""Replayed settings as a figure of what they retain against what they cost."""
 
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,7 @@ COLORS = {
 def write_plot(document: dict[str, Any], path: Path, *, kind: str) -> None:
     """Draw retained mass against slow rate and against the estimated speed-up.
 
-    Args:
-        document: The replay's document, with at least one row.
-        path: Where to.
-        kind: "png" or "svg"; the path may end in something else.
+    `document`, the replay's, has at least one row; `kind` is "png" or "svg".
     """
     figure = new_figure(*INCHES)
     left, right = figure.subplots(1, 2, sharey=True)

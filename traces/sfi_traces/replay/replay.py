@@ -1,9 +1,9 @@
-"""What a recorded run would have kept under another setting.
+"""What a recorded run would have retained under another setting.
 
-At a fast step the attended set is the sink, the recent segment and what the last slow step s selected: here
-the `budget` most probable positions of J(s) in the recorded dense attention, where a run asks the Selector.
-What the set holds of the step's own recorded probabilities is a lower bound of its retained mass, since
-positions beyond the recorded ones have some too; the upper bound gives it all that they can have.
+At a fast step the attended set is the sink, the recent segment and the selection of the last slow step s. In
+place of the Selector's choice it is the `budget` most probable positions of J(s) in the recorded dense
+attention. The set's recorded probability at the step is a lower bound of its retained mass, since unrecorded
+positions have some too; the upper bound adds all that they can have.
 """
 
 from collections.abc import Sequence
@@ -14,18 +14,19 @@ import numpy as np
 from sfi_core.errors import TraceError
 from sfi_core.models.byte_model import ByteModel
 from sfi_core.settings.config import SfiConfig
+from sfi_core.state.request import RequestState
+from sfi_core.triggers.trigger import Trigger
 from sfi_traces.replay.memory import Memory
 from sfi_traces.replay.outcome import Outcome, StepMetrics
-from sfi_traces.replay.schedule import schedule
 from sfi_traces.replay.setting import Setting
 from sfi_traces.replay.support import Bools, Floats, Ints, Positions, Supports
 
 
 def replay(recorded: Sequence[Supports], setting: Setting, *, batch: int = 1) -> Outcome:
-    """Replay a setting over some requests, all their steps taken together.
+    """Replay a setting over several requests, and sum up their steps.
 
     Raises:
-        TraceError: The budget is larger than what the audit recorded.
+        TraceError: The budget exceeds what the audit recorded.
     """
     return Outcome.of([replay_request(supports, setting, batch=batch) for supports in recorded])
 
@@ -34,7 +35,7 @@ def replay_request(supports: Supports, setting: Setting, *, batch: int = 1) -> S
     """Replay a setting over one request, step by step.
 
     Raises:
-        TraceError: The budget is larger than what the audit recorded, or the trace was imported.
+        TraceError: The budget exceeds what the audit recorded, or the trace was imported.
     """
     check_recorded(supports)
     check_budget(supports, setting.config.budget)
@@ -58,12 +59,22 @@ def replay_request(supports: Supports, setting: Setting, *, batch: int = 1) -> S
     )
 
 
-def check_recorded(supports: Supports) -> None:
-    """Refuse an imported trace: nobody knows what its model's bytes are.
+def schedule(supports: Supports, setting: Setting) -> list[str]:
+    """Say why each step would be slow, empty for a fast one, if the tokens stayed as recorded."""
+    trigger = Trigger(setting.trigger_token_ids, setting.config)
+    state = RequestState(prompt_tokens=supports.prompt_tokens)
+    state.begin(slow=True, reason="first", new_tokens=supports.prompt_tokens)
+    reasons = ["first"]
+    for token in supports.tokens[:-1]:
+        state.finish_step(token)
+        reason = trigger.reason(state)
+        state.begin(slow=bool(reason), reason=reason, new_tokens=1)
+        reasons.append(reason)
+    return reasons
 
-    Raises:
-        TraceError: Naming what can be replayed of it.
-    """
+
+def check_recorded(supports: Supports) -> None:
+    """Raise `TraceError` for an imported trace, whose model's bytes are unknown."""
     if supports.model["weight_bytes"] is None:
         raise TraceError(
             "trace must be recorded by sfi, got an imported one, of which the byte model is not known; "
@@ -72,11 +83,7 @@ def check_recorded(supports: Supports) -> None:
 
 
 def check_budget(supports: Supports, budget: int) -> None:
-    """Refuse to select more positions than were recorded.
-
-    Raises:
-        TraceError: Naming the option that records more.
-    """
+    """Raise `TraceError` for a budget of more positions than were recorded."""
     if budget > supports.top and supports.length_N[-1] > supports.top:
         raise TraceError(
             f"budget must be at most the audit's {supports.top} positions, got {budget}; "
@@ -85,7 +92,7 @@ def check_budget(supports: Supports, budget: int) -> None:
 
 
 def _kept(supports: Supports, config: SfiConfig, memory: Memory) -> tuple[Floats, Floats, Floats]:
-    # from a slow step to the next: one table of positions by pair, one look-up of all recorded ones
+    # for each slow step: a table of its attended positions, in which all fast steps are looked up at once
     N, U, _ = supports.position_NUK.shape
     lower_NU, upper_NU = np.ones((N, U), np.float32), np.ones((N, U), np.float32)
     overlap_NU = np.full((N, U), np.nan, np.float32)
@@ -124,7 +131,7 @@ def _attended(supports: Supports, slow: int, config: SfiConfig, memory: Memory) 
         if paged:
             score_UT = by_page(score_UT, sink, config.page_size)
         table_UT[:, sink:start] = top(score_UT, config.budget)
-    else:  # the recorded positions are candidates enough
+    else:  # the best positions are among the recorded ones
         score_UK = np.zeros_like(mass_UK)
         score_UK[unit, rank] = mass_UK[unit, rank]
         unit, rank = np.nonzero(top(score_UK, config.budget))
@@ -156,7 +163,7 @@ def spread(score_UT: Floats, span: int) -> Floats:
 
 
 def by_page(score_UT: Floats, first: int, page_size: int) -> Floats:
-    """Give each position the mean score of its page; pages begin at 0, the columns at position `first`."""
+    """Give each position the mean score of its page; column 0 is position `first`, page 0 begins at 0."""
     before, T = first % page_size, score_UT.shape[1]
     ends = (before, -(before + T) % page_size)
     sum_UP = np.pad(score_UT, ((0, 0), ends)).reshape(len(score_UT), -1, page_size).sum(-1)
@@ -166,7 +173,7 @@ def by_page(score_UT: Floats, first: int, page_size: int) -> Floats:
 
 
 def _look_up(table_UT: Bools, position_NUK: Positions) -> Bools:
-    # a padded -1 lands in the column before its row: the last one of the row above, which is False
+    # a padded -1 reads the last column of the row above, which is False
     U, width = table_UT.shape
     row_U1 = (np.arange(U) * width).astype(np.int32 if U * width < 2**31 else np.int64)[:, None]
     found: Bools = table_UT.ravel().take(position_NUK + row_U1)
@@ -181,7 +188,7 @@ def _unrecorded(mass_NUK: Floats, unseen_NU: Ints) -> Floats:
 
 
 def held_before(supports: Supports, step: int, new_NUK: Positions) -> Bools:
-    """Say which positions of later steps' supports a step's support had, [N, U, K]."""
+    """Say which positions of later steps' supports are in a step's support, [N, U, K]."""
     old_UK = supports.position_NUK[step]
     table_UT = np.zeros((len(old_UK), int(supports.length_N[-1]) + 1), np.bool_)
     table_UT[np.arange(len(old_UK))[:, None], old_UK] = True

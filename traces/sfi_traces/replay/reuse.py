@@ -1,7 +1,7 @@
-"""How rarely a selection has to be made anew: each step's own, beside the one that it would have reused.
+"""How much of each step's own selection a reused, older selection still has.
 
-No memory, no budget, no bytes: the recorded selections are what is reused, as they are. So any trace with a
-support of every step will do, an imported one (docs/import.md) as well.
+Recorded selections are reused as they are, without memory, budget or bytes. So any trace with a support of
+every step will do, also an imported one (docs/import.md).
 """
 
 from collections.abc import Sequence
@@ -42,21 +42,18 @@ class LayerReuse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reuse:
-    """A schedule, summed up over requests; means are over the steps that reuse, their layers and heads.
+    """A schedule summed up over requests; means are over the steps that reuse, their layers and heads.
 
     Attributes:
         runs: Steps that select anew, step 0 of each request included.
-        reused_steps: The others.
-        saved: Share of the decoding steps, from step 1 on, that reuse.
+        saved: Share of reusing steps from step 1 on.
         recall: Share of a step's own selection that is in the reused one; None where no step reuses.
         recall_p5: Its 5th percentile.
-        recall_with_new: The same if all tokens since the last selection are read besides.
-        retained_mass: What the reused selection and these tokens hold of the step's dense attention, of the
-            recorded positions alone; None where the trace has no masses.
-        own_mass: What the step's own selection holds of it.
+        recall_with_new: Recall if all tokens since the last selection are read too.
+        retained_mass: Recorded mass of the reused selection and these tokens; None without masses.
+        own_mass: Recorded mass of the step's own selection.
         worst: Where recall is least.
-        worst_layer: The layer whose mean recall is least.
-        layers: By layer.
+        worst_layer: The layer with the least mean recall.
     """
 
     runs: int
@@ -74,17 +71,14 @@ class Reuse:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ReusedSteps:
-    """One request's steps, NaN where a step selects anew or has selected nothing.
+    """One request's steps; NaN where a step selects anew or has selected nothing.
 
     Attributes:
-        request: Index of the request.
-        layer_U: The layers, by pair.
-        head_U: The heads, by pair.
-        slow: Steps that select anew.
-        recall_NU: Share of the own selection that the reused one has.
-        with_new_NU: The same with the tokens since.
-        kept_NU: Mass of the positions in either; NaN without masses.
-        own_NU: Mass of the own selection; NaN without masses.
+        slow: Number of steps that select anew.
+        recall_NU: Share of the step's own selection that is in the reused one.
+        with_new_NU: Recall with the tokens since the last selection.
+        kept_NU: Mass of the reused selection and these tokens; NaN without masses.
+        own_NU: Mass of the step's own selection; NaN without masses.
     """
 
     request: int
@@ -98,7 +92,7 @@ class ReusedSteps:
 
     @classmethod
     def of(cls, supports: Supports, reasons: Sequence[str]) -> Self:
-        """Compare each step with the last one that a schedule has a reason for."""
+        """Compare each step with the last step before it that has a reason to select."""
         N, U, _ = supports.position_NUK.shape
         recall_NU, with_new_NU, kept_NU, own_NU = (
             np.full((N, U), np.nan, np.float32) for _ in range(4)
@@ -122,7 +116,7 @@ class ReusedSteps:
         )  # fmt: skip
 
     def worst(self) -> Place | None:
-        """Find where recall is least."""
+        """Find where recall is least; None where no step reuses."""
         if np.isnan(self.recall_NU).all():
             return None
         step, unit = np.unravel_index(int(np.nanargmin(self.recall_NU)), self.recall_NU.shape)
@@ -136,11 +130,9 @@ class ReusedSteps:
 
 
 def reuse(recorded: Sequence[Supports], schedules: Sequence[Sequence[str]]) -> Reuse:
-    """Replay a schedule over some requests.
+    """Replay a schedule over several requests.
 
-    Args:
-        recorded: The requests.
-        schedules: For each of them why each step selects anew; empty where it reuses. See `schedule`.
+    `schedules` has for each request why its steps select anew, empty where they reuse; see `schedule`.
     """
     found = [ReusedSteps.of(*pair) for pair in zip(recorded, schedules, strict=True)]
     runs, steps = sum(one.slow for one in found), sum(len(one.recall_NU) for one in found)
@@ -164,7 +156,7 @@ def reuse(recorded: Sequence[Supports], schedules: Sequence[Sequence[str]]) -> R
 
 
 def chance(recorded: Sequence[Supports]) -> float:
-    """Return the recall of a random selection: the mean share of the context that a selection has."""
+    """Return a random selection's recall: the mean share of the context that a selection has."""
     shares = [
         ((one.position_NUK >= 0).sum(-1) / one.length_N[:, None])[1:].ravel() for one in recorded
     ]

@@ -1,4 +1,4 @@
-"""What is replayed: a trigger with its rules, and a memory."""
+"""A setting to replay: a trigger with its rules, and a memory."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from sfi_core.errors import ConfigError, TraceError
 from sfi_core.settings.config import TRIGGER_POLICIES, SfiConfig
 from sfi_traces.read.reader import Trace
 
-# what each trigger policy looks at; the others would only repeat a row
+# the settings that each trigger policy uses; varying others would only repeat a row
 RULES: dict[str, tuple[str, ...]] = {
     "boundary": ("triggers", "t_max", "min_gap", "trigger_delay", "slow_start"),
     "t-max": ("t_max", "slow_start"),
@@ -19,7 +19,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "always": (),
 }
 MEMORY = ("budget", "recent", "recent_mode", "sink", "span", "granularity")
-PAGE_SIZE = "page_size"  # what granularity=page looks at besides
+PAGE_SIZE = "page_size"  # used with granularity=page
 RECORDED = "recorded"
 
 assert set(TRIGGER_POLICIES) == set(RULES)
@@ -27,13 +27,7 @@ assert set(TRIGGER_POLICIES) == set(RULES)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """One counterfactual.
-
-    Attributes:
-        config: The settings.
-        trigger_token_ids: T_trig.
-        triggers: Name of the trigger set.
-    """
+    """One setting; `triggers` names the trigger set, `trigger_token_ids` is T_trig."""
 
     config: SfiConfig
     trigger_token_ids: frozenset[int]
@@ -41,10 +35,10 @@ class Setting:
 
     @classmethod
     def recorded(cls, trace: Trace) -> Self:
-        """Return the settings that a trace was recorded with.
+        """Return the setting that a trace was recorded with.
 
         Raises:
-            TraceError: They are not this version's.
+            TraceError: This version does not know the trace's settings.
         """
         try:
             config = SfiConfig().replace(**trace.manifest["config"])
@@ -60,7 +54,7 @@ class Setting:
         return self.config.trigger_policy
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values; None for what the trigger policy, or a selection of tokens, does not look at."""
+        """Return plain values; None for what the trigger policy or granularity does not use."""
         used = [*RULES[self.policy], *MEMORY]
         if self.config.granularity == "page":
             used.append(PAGE_SIZE)
@@ -79,7 +73,7 @@ class Setting:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What makes it this counterfactual, hashable."""
+        """Hashable values that are equal for equal settings, whatever their trigger sets are called."""
         values = self.to_dict()
         if values["triggers"] is not None:
             values["triggers"] = self.trigger_token_ids
@@ -92,13 +86,13 @@ def grid(
     trigger_sets: Mapping[str, frozenset[int]],
     axes: Mapping[str, Sequence[Any]],
 ) -> list[Setting]:
-    """Combine values into settings, each counterfactual once.
+    """Combine values into settings, each distinct one once.
 
     Args:
         base: Gives what no axis changes.
         policies: Trigger policies.
         trigger_sets: Token ids by name; empty for those of `base`.
-        axes: Values by name: fields of `SfiConfig`.
+        axes: Values by name of an `SfiConfig` field.
 
     Raises:
         ConfigError: An unknown policy, or a value out of range.

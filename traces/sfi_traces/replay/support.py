@@ -19,7 +19,7 @@ from sfi_traces.read.reader import Trace
 STEPS = ["request", "step", "token_id", "trigger", "context_tokens"]
 SUPPORTS = ["request", "step", "layer", "head", "positions", "mass"]
 NO_POSITION = -1
-NO_TOKEN = -1  # of a redacted trace, where it did not trigger
+NO_TOKEN = -1  # a redacted token that is no trigger
 
 Ints = npt.NDArray[np.int64]
 Positions = npt.NDArray[np.int32]
@@ -32,15 +32,12 @@ class Supports:
     """One request's recorded supports.
 
     Attributes:
-        request: Index of the request.
         model: The manifest's `model`.
-        top: Positions that the audit recorded at most.
-        tokens: Generated ids x_0, x_1, ...; of a redacted trace the first trigger's id for any trigger.
+        top: Most positions of a support.
+        tokens: Generated ids x_0, x_1, ...; in a redacted trace the first trigger's id for any trigger.
         length_N: Cached tokens at each step, the query's own included.
-        layer_U: The audited layers, by pair.
-        head_U: The audited KV heads, by pair.
         position_NUK: Positions, ascending, padded with -1; int32.
-        mass_NUK: The positions' probabilities under dense attention; 0 where padded, and without `masses`.
+        mass_NUK: Their probabilities under dense attention; 0 where padded, and without `masses`.
         masses: Whether the probabilities are known; an import may lack them.
     """
 
@@ -65,17 +62,10 @@ class Supports:
         *,
         gaps: bool = False,
     ) -> list[Self]:
-        """Read the supports of one request, or of all.
+        """Read the supports of one request, or of all; optionally of some layers and KV heads.
 
-        Layers that the run left dense are left out. A request counts up to its last step that was recorded
-        whole, which in a killed run is not the last one.
-
-        Args:
-            trace: A trace with an audit.
-            request: Only this one.
-            layers: Only these.
-            heads: Only these KV heads.
-            gaps: Take a trace whose audit skips steps; those have no positions.
+        Layers that the run left dense are left out. A request ends with its last wholly recorded step. `gaps`
+        accepts an audit that skips steps, which then have no positions.
 
         Raises:
             TraceError: No audit, or one that skips steps.
@@ -116,7 +106,7 @@ class Supports:
         return int(self.length_N[0])
 
     def without(self, layers: Collection[int]) -> Self:
-        """Return the supports of other layers only."""
+        """Return the supports without some layers."""
         kept_U = ~np.isin(self.layer_U, list(layers))
         return replace(
             self,
@@ -137,7 +127,7 @@ class Supports:
         )
 
     def since(self, step: int) -> Self:
-        """Return the steps from one on, as if the prompt had ended there."""
+        """Return the steps from `step` on, as if the prompt had ended there."""
         return replace(
             self,
             tokens=self.tokens[step:],
@@ -188,7 +178,7 @@ def of_request(table: pa.Table, request: int) -> pa.Table:
 
 
 def _chosen(table: pa.Table, **wanted: int | Collection[int] | None) -> pa.Table:
-    # the rows whose columns have one of the wanted values; None wants all
+    # rows whose columns have one of the wanted values; None for all
     for column, one_or_more in wanted.items():
         if one_or_more is None:
             continue
@@ -200,11 +190,7 @@ def _chosen(table: pa.Table, **wanted: int | Collection[int] | None) -> pa.Table
 
 
 def check_known(name: str, values: Collection[int], known: Collection[int]) -> None:
-    """Refuse a value that a trace does not have.
-
-    Raises:
-        ConfigError: Naming it, and those that the trace has.
-    """
+    """Raise `ConfigError` for a value that a trace does not have."""
     for value in values:
         if value not in known:
             raise ConfigError(f"{name} must be one of {_ranges(known)}, got {value}")

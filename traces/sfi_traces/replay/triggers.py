@@ -1,4 +1,4 @@
-"""Trigger strings of a trace, which has tokens but no tokenizer."""
+"""Matches trigger strings with a trace's tokens, without a tokenizer."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -10,9 +10,9 @@ from sfi_traces.read.reader import Trace
 
 
 class RecordedVocabulary:
-    """Stands in for the tokenizer: the generated tokens, the only ones that can make a step slow.
+    """Stands in for a tokenizer: its vocabulary is the generated tokens, the only ones that can trigger.
 
-    Special tokens are not known as such; one without a letter or digit would count by its text.
+    Special tokens are unknown: one without letters or digits counts by its text.
     """
 
     all_special_ids: list[int] = []  # noqa: RUF012 - the interface of a tokenizer
@@ -22,10 +22,10 @@ class RecordedVocabulary:
 
     @classmethod
     def of(cls, traces: Iterable[Trace]) -> "RecordedVocabulary":
-        """Collect the tokens of some traces of one model.
+        """Collect the tokens of several traces of one model.
 
         Raises:
-            TraceError: One is redacted.
+            TraceError: A trace is redacted, or has no token texts.
         """
         texts: dict[int, str] = {}
         for trace in traces:
@@ -44,11 +44,11 @@ class RecordedVocabulary:
         return cls(texts)
 
     def get_vocab(self) -> dict[str, int]:
-        """Return the id of every token; different ones may have one text, so a count follows it."""
+        """Return the id of every token; a count makes equal texts distinct."""
         return {text + "\0" * rank: i for rank, (i, text) in enumerate(self.texts.items())}
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Return the tokens that are the whole text."""
+        """Return the tokens whose text is the whole text."""
         return [i for i, own in self.texts.items() if own == text]
 
     def batch_decode(self, sequences: list[list[int]], /) -> list[str]:
@@ -56,7 +56,7 @@ class RecordedVocabulary:
         return ["".join(self.texts[i] for i in chain(sequence)) for sequence in sequences]
 
     def trigger_ids(self, triggers: Sequence[str]) -> frozenset[int]:
-        """Return which generated tokens the triggers stand for, by the rules of a run; maybe none.
+        """Return the generated tokens that the triggers match, by the rules of a run; maybe none.
 
         Raises:
             ConfigError: A trigger is empty.

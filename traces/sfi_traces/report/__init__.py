@@ -1,4 +1,4 @@
-"""One request of a trace as one HTML file: figures, summary and text; it loads nothing from anywhere."""
+"""One request of a trace as one HTML file with figures, summary and text; it loads nothing."""
 
 from importlib.util import find_spec
 from typing import Any
@@ -15,11 +15,7 @@ SCRIPTS = ("page.js", "reading.js")
 
 
 def check_report() -> None:
-    """Refuse where the report cannot be made.
-
-    Raises:
-        BackendError: Plotly or Jinja2 is not installed.
-    """
+    """Raise `BackendError` if Plotly or Jinja2 is not installed."""
     for module, name in (("plotly", "Plotly"), ("jinja2", "Jinja2")):
         if find_spec(module) is None:
             raise BackendError(
@@ -28,10 +24,14 @@ def check_report() -> None:
 
 
 def render(view: View) -> str:
-    """Write the report of a request; where a figure lacks its data, it says what records it."""
+    """Return the report of a request; a figure without data says what records it."""
     figures, missing = _figures(view)
     summary = summed(view)
-    words = _words(view, missing)
+    words = None
+    try:
+        words = what_steps_read(view)
+    except TraceError as error:
+        missing.append(str(error))
     return page(
         "page.html",
         SCRIPTS,
@@ -49,17 +49,8 @@ def render(view: View) -> str:
     )
 
 
-def _words(view: View, missing: list[str]) -> dict[str, Any] | None:
-    # what the panel of the text needs to say what a step read; None if the trace lacks it, with the reason
-    try:
-        return what_steps_read(view)
-    except TraceError as error:
-        missing.append(str(error))
-        return None
-
-
 def _figures(view: View) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    # what each figure's script and section need, by name, and why others are not there
+    # what each figure's script and section need, by name; and why other figures are missing
     from sfi_traces.report import (  # noqa: PLC0415
         acceptance_figure,
         observation_figures,

@@ -1,4 +1,4 @@
-"""The report's figure of a lossless run: where drafted tokens were kept."""
+"""The report's figure of a lossless run: the share of drafted tokens that was kept."""
 
 from plotly.subplots import make_subplots
 
@@ -10,17 +10,17 @@ from sfi_traces.views.captions import Caption
 from sfi_traces.views.labels import WITHIN
 from sfi_traces.views.view import View
 
-AXES = {  # what stands below the bars of each side
+AXES = {  # axis titles
     "place": "place in the sentence; 0 is its first token",
     "depth": "depth in the draft; 1 is its first token",
 }
 
 
 def acceptance(view: View) -> Panel:
-    """Draw a bar for each place in the sentence, and beside them one for each depth in the draft.
+    """Draw a bar for each place in the sentence, and one for each depth in the draft.
 
     Raises:
-        TraceError: The run was a plain one, or no drafted token was tested.
+        TraceError: The run was plain, or no drafted token was tested.
     """
     found = lossless_facts(Scope.of(view.trace, view.request))
     if found is None or not found["tested"]:

@@ -1,4 +1,4 @@
-"""Two traces as one HTML file: where they part, their figures side by side, and both summaries' numbers."""
+"""Two traces as one HTML file: where they differ first, figures side by side, and numbers."""
 
 from typing import Any
 
@@ -23,13 +23,7 @@ Row = dict[str, Any]
 
 
 def render_diff(first: View, second: View, document: Row) -> str:
-    """Write the page of one request of two traces.
-
-    Args:
-        first: The request in A.
-        second: The request in B.
-        document: What `compare` said of both traces.
-    """
+    """Return the page of one request of two traces; `document` is the result of `compare`."""
     views = {"a": first, "b": second}
     (row,) = (one for one in document["requests"] if one["request"] == first.request)
     figures, missing = _figures(views)
@@ -48,7 +42,7 @@ def render_diff(first: View, second: View, document: Row) -> str:
 
 
 def _figures(views: dict[str, View]) -> tuple[dict[str, Row], dict[str, str]]:
-    # by figure and side; or why there is none
+    # by figure and side; and why some are missing
     from sfi_traces.report import step_figures, support_figures  # noqa: PLC0415
 
     drawers = (support_figures.heatmap, step_figures.retained, step_figures.timeline)
@@ -80,7 +74,6 @@ def _cards(row: Row, document: Row) -> list[Card]:
 
 
 def _text(views: dict[str, View], row: Row) -> Row:
-    # both texts around the first difference
     first = row["first_difference"]
     if first is None:
         said = "No token differs." if row["equal_share"] is not None else "Token ids were left out."

@@ -1,4 +1,4 @@
-"""The numbers at the top of the page and the tables at its end, from the trace's summary."""
+"""The page's numbers and tables, from the trace's summary."""
 
 from typing import Any, NamedTuple
 
@@ -17,13 +17,7 @@ NONE = "-"
 
 
 class Card(NamedTuple):
-    """One number.
-
-    Attributes:
-        name: Name of the number.
-        value: The number.
-        note: The subject of the number.
-    """
+    """One number with its name, and a note on what it counts."""
 
     name: str
     value: str
@@ -31,13 +25,7 @@ class Card(NamedTuple):
 
 
 class Table(NamedTuple):
-    """A small table.
-
-    Attributes:
-        title: Caption of the table.
-        head: Names of the columns; empty for a list of names and values.
-        rows: Cells of the table, by row.
-    """
+    """A small table; `head` is empty for a list of names and values."""
 
     title: str
     head: tuple[str, ...]
@@ -45,7 +33,7 @@ class Table(NamedTuple):
 
 
 def summed(view: View) -> Row:
-    """Sum the request up as `sfi trace show` does, without the sections that the page has figures of."""
+    """Summarize the request as `sfi trace show` does, without the sections that have figures here."""
     scope = Scope.of(view.trace, view.request)
     return {
         "health": judge(scope),
@@ -65,7 +53,7 @@ def summed(view: View) -> Row:
 
 
 def cards(summary: Row) -> list[Card]:
-    """Choose the numbers that a reader wants first, of those that the trace has."""
+    """Choose the numbers that a reader wants first, if the trace has them."""
     steps, lossless = summary["steps"], summary["lossless"]
     reasons = ", ".join(f"{count:,} {reason}" for reason, count in steps["reasons"].items())
     found = [
@@ -169,7 +157,7 @@ def _speed_cards(latency: Row) -> list[Card]:
 
 
 def tables(summary: Row) -> list[Table]:
-    """Write out the run, its settings, its triggers and its times."""
+    """List the run, its settings, its triggers and its times."""
     run = summary["run"]
     way = ", lossless" if run["lossless"] else ""
     facts = {
@@ -214,7 +202,7 @@ def tables(summary: Row) -> list[Table]:
 
 
 def audit_words(run: Row) -> str:
-    """Say what was audited, or imported."""
+    """Describe what was audited, or imported."""
     audit, imported = run["audit"], run["imported"]
     if imported:
         return f"{imported['kind']} of {imported['file']}, up to {audit['top']:,} positions"

@@ -1,11 +1,10 @@
-"""The report's figures of what SyncKV and FreeKV observed."""
+"""The report's figures of SyncKV's and FreeKV's observations."""
 
 import numpy as np
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from sfi_traces.report.head_map import axes, cells
-from sfi_traces.report.panel import LEGEND, MARGIN, Panel, span
+from sfi_traces.report.panel import LEGEND, MARGIN, Panel, axes, cells, span
 from sfi_traces.report.support_figures import faint
 from sfi_traces.views.captions import Caption, layers_left_out, left_out, places, support
 from sfi_traces.views.labels import CLIP, WITHIN
@@ -19,13 +18,13 @@ from sfi_traces.views.observations import (
 from sfi_traces.views.view import View
 
 LEAST_HEIGHT = 300
-BESIDE = 0.44  # where a map ends that has something beside it
+BESIDE = 0.44  # width of a map with a plot beside it
 BAR = {"x": 0.385, "thickness": 12, "outlinewidth": 0, "tickformat": ".2f"}
 MOST_NUMBERS = 64
 
 
 def drift(view: View) -> Panel:
-    """Draw the mean over layers and KV heads, and their spread."""
+    """Draw the mean over layers and KV heads, and its band."""
     data = drift_of(view)
     low, high = data.band
     edge = {"mode": "lines", "line": {"width": 0}, "hoverinfo": "skip", "showlegend": False}
@@ -50,7 +49,7 @@ def drift(view: View) -> Panel:
 
 
 def head_similarity(view: View) -> Panel:
-    """Draw a cell for each two layers."""
+    """Draw a cell for every two layers."""
     data = head_similarity_of(view)
     names = [f"layer {layer}" for layer in data.layers]
     matrix = data.matrix
@@ -75,7 +74,7 @@ def head_similarity(view: View) -> Panel:
 
 
 def query_cosine(view: View) -> Panel:
-    """Draw the map, and beside it the lowest heads with FreeKV's thresholds."""
+    """Draw the map, and beside it the lowest heads over time with FreeKV's thresholds."""
     data = cosines_of(view)
     mean = HeadMap.of(data["heads"], "mean")
     figure = _beside(mean, float(np.nanmin(mean.value)), 1, "cosine")
@@ -118,7 +117,7 @@ def corrections(view: View) -> Panel:
 
 
 def _beside(found: HeadMap, low: float, high: float, word: str) -> go.Figure:
-    # the map on the left, and room on the right
+    # the map on the left, and empty axes on the right
     figure = make_subplots(1, 2, column_widths=[BESIDE, 1 - BESIDE], horizontal_spacing=0.14)
     figure.add_trace(
         cells(found.value, found.layers, found.heads, low, high, word), row=1, col=1

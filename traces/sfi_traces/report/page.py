@@ -1,4 +1,4 @@
-"""An HTML page that loads nothing from anywhere: a template with its style, its scripts and Plotly."""
+"""Fills HTML pages that load nothing: template, style, scripts and Plotly in one file."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,13 +8,7 @@ HERE = Path(__file__).parent
 
 
 def page(template: str, scripts: Sequence[str], **values: Any) -> str:
-    """Fill a template of this folder.
-
-    Args:
-        template: Its name.
-        scripts: Names of its scripts, one after the other.
-        values: What the template names.
-    """
+    """Fill a template of this folder; `scripts` are files beside it, `values` what the template names."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined  # noqa: PLC0415 - an extra
     from plotly.offline import get_plotlyjs  # noqa: PLC0415 - an extra
 

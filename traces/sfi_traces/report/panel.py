@@ -1,29 +1,30 @@
-"""What a drawer of the report hands over."""
+"""A figure of the report with its words, and the map of layers x KV heads that several figures have."""
 
 import json
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import plotly.graph_objects as go
 
 from sfi_traces.views.captions import Caption
 
 MARGIN = {"l": 8, "r": 8, "t": 8, "b": 8}
 LEGEND = {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "traceorder": "normal"}
+MOST_NUMBERS = 64  # cells of a map with their number written in
 
 
 def span(first: int, last: int) -> str:
-    """Name a bin of whole numbers: "1", "3-4"."""
+    """Name a bin of integers: "1", "3-4"."""
     return f"{first}" if first == last else f"{first}-{last}"
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """A figure with its words.
+    """A figure with its caption.
 
     Attributes:
-        caption: Title and note.
-        figure: Without colors of text, paper and grid: the page sets them, light or dark.
+        figure: Without colors of text, paper and grid, which the page sets for light or dark.
         more: Further plain values for the page's script.
     """
 
@@ -32,7 +33,30 @@ class Panel:
     more: dict[str, Any] = field(default_factory=dict)
 
     def plain(self) -> dict[str, Any]:
-        """Return all that the page's script and its section need."""
+        """Return what the page's script and section need."""
         plot = json.loads(self.figure.to_json())  # arrays as base64, which Plotly reads
         plot["layout"].pop("template", None)
         return {"caption": self.caption, **plot, **self.more}
+
+
+def cells(
+    value: np.ndarray, layers: list[int], heads: list[int], low: float, high: float, word: str
+) -> go.Heatmap:
+    """Draw a cell for each layer and KV head; `word` names the number in the hover text."""
+    return go.Heatmap(
+        z=value, x=[f"head {head}" for head in heads], y=[f"layer {layer}" for layer in layers],
+        colorscale="Viridis", xgap=1, ygap=1, zmin=low, zmax=high, hoverongaps=False,
+        colorbar={"thickness": 12, "outlinewidth": 0, "tickformat": ".2f"},
+        texttemplate="%{z:.3f}" if value.size <= MOST_NUMBERS else None,
+        hovertemplate=f"%{{y}}, KV %{{x}}<br>{word} %{{z:.4f}}<extra></extra>",
+    )  # fmt: skip
+
+
+def axes(layers: list[int]) -> dict[str, Any]:
+    """Return the layout of a figure whose first axes have the map."""
+    axis = {"type": "category", "showgrid": False, "ticks": ""}
+    return {
+        "height": min(900, max(200, 90 + 24 * len(layers))),
+        "xaxis": axis,
+        "yaxis": {**axis, "autorange": "reversed"},
+    }

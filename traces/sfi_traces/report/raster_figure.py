@@ -1,4 +1,4 @@
-"""The report's support raster: every audited layer and KV head, one at a time."""
+"""The report's support raster of every audited layer and KV head, shown one at a time."""
 
 import base64
 from math import sqrt
@@ -13,12 +13,12 @@ from sfi_traces.views.raster import MISSED, READ, Raster, choose_place, meaning,
 from sfi_traces.views.view import View
 
 MOST_STEPS, MOST_CELLS = 600, 400
-ALL_CELLS = 16_000_000  # of all layers and heads; four to a byte, they make 5 MB
+ALL_CELLS = 16_000_000  # of all layers and heads; 5 MB at four to a byte
 LONGEST = 60  # characters of a cell's text
 
 
 def raster(view: View) -> Panel:
-    """Draw steps to the right and positions upward; the page's script puts the cells in."""
+    """Draw steps to the right and positions upward; the page's script fills in the cells."""
     places = list(view.supports.sets)
     first, why = choose_place(view)
     shrink = min(1.0, sqrt(ALL_CELLS / (MOST_STEPS * MOST_CELLS * len(places))))
@@ -42,7 +42,7 @@ def raster(view: View) -> Panel:
 
 
 def pack(cells: np.ndarray) -> str:
-    """Put four cells, each 0 to 3, into a byte, the first into the lowest bits; base64."""
+    """Pack four cells, each 0 to 3, into a byte, the first in the lowest bits; base64."""
     four = np.pad(cells.ravel(), (0, -cells.size % 4)).reshape(-1, 4)
     packed = (four << np.array([0, 2, 4, 6], np.uint8)).sum(axis=1, dtype=np.uint8)
     return base64.b64encode(packed.tobytes()).decode()
@@ -94,7 +94,7 @@ def _figure(shown: Raster, words: dict[int, str]) -> go.Figure:
 
 
 def _texts(view: View, shown: Raster) -> list[str]:
-    # what stands at each cell's positions; empty in a redacted trace
+    # the text at each cell's positions; empty in a redacted trace
     table = view.trace.table("prompts").filter(view.of_request).sort_by("position")
     tokens = [text or "" for text in table["token_text"].to_pylist()] + view.steps.text
     if not any(tokens):

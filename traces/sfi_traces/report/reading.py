@@ -1,4 +1,4 @@
-"""What each step read, packed for the report's page: by refresh, by layer, by cell of the source text."""
+"""Packs what each step read, for the report's page: by refresh, layer and cell of the source text."""
 
 import base64
 import zlib
@@ -17,12 +17,12 @@ from sfi_traces.views.stability import Place, of_steps, thinning
 from sfi_traces.views.view import View
 from sfi_traces.views.words import text_of
 
-MOST_CELLS = 12_000  # of the source text; with more tokens a cell stands for several
-MOST_COUNTS = 32 << 20  # refreshes x layers x cells: bytes in the reader's memory
-MOST_BYTES = 3_500_000  # of these counts, packed: refreshes after that are left out
+MOST_CELLS = 12_000  # of the source text; beyond, a cell stands for several tokens
+MOST_COUNTS = 32 << 20  # refreshes x layers x cells: bytes in the browser's memory
+MOST_BYTES = 3_500_000  # of these counts, packed; later refreshes are left out
 MOST_LISTS = 10_000  # audited steps x layers
-LIST = 32  # cells with the most mass, of each audited step and layer
-TOGETHER = 1 << 22  # positions read at once, about: those of a refresh at least
+LIST = 32  # cells with the most mass that are kept of each audited step and layer
+TOGETHER = 1 << 22  # positions read at once, about; at least those of a refresh
 
 Packed = dict[str, Any]
 
@@ -31,8 +31,8 @@ def what_steps_read(view: View) -> Packed:
     """Pack what the steps of a request read.
 
     Returns:
-        Plain values: the source text in `cells`, and for each refresh, layer and cell how many KV heads
-        selected a position of it (`counts`); the cells with the most mass of each audited step (`mass`).
+        Plain values: the source text in `cells`; for each refresh, layer and cell how many KV heads selected
+        a position of it (`counts`); and the cells with the most mass of each audited step (`mass`).
 
     Raises:
         TraceError: The trace has no text, or neither positions nor an audit.
@@ -80,7 +80,7 @@ def what_steps_read(view: View) -> Packed:
 def _counts(
     refreshes: Refreshes, begins: np.ndarray, layers: list[int], per_cell: int, cells: int
 ) -> Packed | None:
-    # [refreshes, layers, cells] uint8, each refresh less the one before, modulo 256
+    # [refreshes, layers, cells] uint8, as differences from the refresh before, modulo 256
     packer, now = zlib.compressobj(6), np.zeros((len(layers), cells), np.uint8)
     row_of = {layer: row for row, layer in enumerate(layers)}
     held: dict[Place, np.ndarray] = {}
@@ -110,7 +110,7 @@ def _counts(
 def _refreshed(
     refreshes: Refreshes, begins: np.ndarray, layers: list[int]
 ) -> Iterator[list[tuple[Place, np.ndarray]]]:
-    # for each step at which selections come into force, these; a few steps are read together
+    # the selections that begin at each of the steps `begins`; reads several steps together
     edges = np.searchsorted(refreshes.begin, np.append(begins, begins[-1:] + 1))
     budget = refreshes.view.trace.manifest["config"].get("budget", 1)
     together = max(1, TOGETHER // max(1, budget * len(refreshes.places)))
@@ -128,7 +128,7 @@ def _refreshed(
 
 
 def _mass(view: View, last: int, per_cell: int, cells: int) -> Packed | None:
-    # [steps, layers, LIST, 3] uint16: cell, mass and mass that was not read, as shares of 65,535
+    # [steps, layers, LIST, 3] uint16: cell, mass and unread mass, scaled to 65,535
     wanted = view.wanted & (pc.field("step") <= last)
     audited = view.trace.rows("supports", ["step", "layer"], wanted)
     steps = np.unique(audited["step"].to_numpy())
@@ -156,7 +156,7 @@ Group = tuple[np.ndarray, np.ndarray, np.ndarray, int]
 
 
 def _grouped(table: pa.Table) -> Iterator[tuple[tuple[int, int], Group]]:
-    # of each step and layer: positions, mass and whether they were not read, of all heads; how many heads
+    # for each step and layer: positions, masses and whether unread, of all heads; number of heads
     table = table.sort_by([("step", "ascending"), ("layer", "ascending")]).combine_chunks()
     length = pc.list_value_length(table["positions"]).to_numpy()
     ends = np.concatenate([[0], np.cumsum(length)])

@@ -3,14 +3,13 @@
 import numpy as np
 import plotly.graph_objects as go
 
-from sfi_traces.report.head_map import axes, cells
-from sfi_traces.report.panel import LEGEND, MARGIN, Panel
+from sfi_traces.report.panel import LEGEND, MARGIN, Panel, axes, cells
 from sfi_traces.views import captions
 from sfi_traces.views.figure_data import lambda_over_time, retained_mass, step_phases
 from sfi_traces.views.labels import CLIP, PHASES, SLOW, WITHIN
 from sfi_traces.views.view import View
 
-MOST_BARS = 60  # error bars; more would hide each other
+MOST_BARS = 60  # beyond, error bars would hide each other
 
 
 def retained(view: View) -> Panel:
@@ -23,10 +22,10 @@ def retained(view: View) -> Panel:
 
 
 def timeline(view: View) -> Panel:
-    """Draw the phases of each step on top of each other."""
+    """Draw the phases of each step, stacked."""
     data = step_phases(view)
     figure = go.Figure()
-    # areas whose steps lie between two points, with one more point before the first and after the last bar
+    # stepped areas change midway between points; one more point at each end completes the outer bars
     middle = data.step + (data.per_bar - 1) / 2
     edge = 0.49 * data.per_bar
     at = np.concatenate([middle[:1] - edge, middle, middle[-1:] + edge])
@@ -54,7 +53,7 @@ def timeline(view: View) -> Panel:
 
 
 def lambda_star(view: View) -> Panel:
-    """Draw the median and the spread over layers and KV heads, and the clip."""
+    """Draw the median, the spread over layers and KV heads, and the clip."""
     data = lambda_over_time(view)
     few = len(data.step) <= MOST_BARS
     figure = go.Figure()

@@ -1,4 +1,4 @@
-"""The report's figures of overlap: every two steps, and by lag."""
+"""The report's figures of overlap: of every two steps, and by lag."""
 
 import html
 
@@ -17,7 +17,7 @@ MOST_LINES = 24
 
 
 def heatmap(view: View) -> Panel:
-    """Draw a cell for each two audited steps; the axes' labels are steps with their tokens."""
+    """Draw a cell for every two audited steps, labeled by step and token."""
     supports = view.supports.thinned(MOST_STEPS)
     rows = view.steps.rows(supports.step)
     labels = [
@@ -45,7 +45,7 @@ def heatmap(view: View) -> Panel:
 
 
 def _boundaries(sentence: np.ndarray) -> dict[str, object]:
-    # lines across the whole map, or if they are many around each sentence
+    # lines cross the whole map; many lines only frame each sentence
     edges = [-0.5, *(np.flatnonzero(np.diff(sentence)) + 0.5).tolist(), len(sentence) - 0.5]
     path = ""
     for before, at, after in zip(edges, edges[1:], edges[2:], strict=False):
@@ -55,7 +55,7 @@ def _boundaries(sentence: np.ndarray) -> dict[str, object]:
 
 
 def lag(view: View) -> Panel:
-    """Draw pairs within a sentence and pairs across a boundary, and how many there are."""
+    """Draw the overlap of pairs within a sentence and across a boundary, and the number of pairs."""
     figure = make_subplots(2, 1, shared_xaxes=True, row_heights=[0.78, 0.22], vertical_spacing=0.05)
     for line, color in zip(view.lags, (WITHIN, ACROSS), strict=True):
         same = {"legendgroup": line.name, "x": line.lag}
@@ -82,6 +82,6 @@ def lag(view: View) -> Panel:
 
 
 def faint(color: str) -> str:
-    """Make a color `#rrggbb` fit for a band."""
+    """Make a color `#rrggbb` transparent, for a band."""
     red, green, blue = (int(color[at : at + 2], 16) for at in (1, 3, 5))
     return f"rgba({red}, {green}, {blue}, 0.18)"

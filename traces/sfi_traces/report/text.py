@@ -1,4 +1,4 @@
-"""The text of a request, token by token, for the page."""
+"""The text of a request, token by token."""
 
 from typing import Any
 
@@ -15,8 +15,8 @@ def generated(view: View) -> dict[str, Any]:
     """Split the generated tokens into sentences.
 
     Returns:
-        `sentences`, each with the `step` it begins at and its `tokens`; `marked`, whether slow steps are;
-        `left_out`, how many tokens are.
+        `sentences`, each with its first `step` and its `tokens`; `marked`, whether slow steps are marked;
+        `left_out`, the number of tokens left out.
     """
     steps = view.steps
     sentences: list[dict[str, Any]] = []
@@ -30,10 +30,9 @@ def generated(view: View) -> dict[str, Any]:
                 "about": _about(view, row),
             }
         )
-    # a run that is slow throughout has no steps worth a mark
     return {
         "sentences": sentences,
-        "marked": not steps.slow.all(),
+        "marked": not steps.slow.all(),  # not where every step is slow
         "left_out": max(0, len(steps.step) - MOST_TOKENS),
     }
 
@@ -51,12 +50,11 @@ def _about(view: View, row: int) -> str:
 
 
 def prompt(view: View) -> dict[str, Any]:
-    """Return the prompt's text, its middle left out if it is long."""
+    """Return the prompt's text, without its middle if it is long."""
     table = view.trace.table("prompts").filter(view.of_request).sort_by("position")
     text = "".join(token or "" for token in table["token_text"].to_pylist())
     left_out = len(text) - MOST_CHARACTERS
     half = MOST_CHARACTERS // 2
     begin, end = (text, "") if left_out <= 0 else (text[:half], text[-half:])
-    lines = ("\n".join(printable(line) for line in part.split("\n")) for part in (begin, end))
-    begin, end = lines
+    begin, end = ("\n".join(printable(line) for line in part.split("\n")) for part in (begin, end))
     return {"begin": begin, "end": end, "left_out": max(0, left_out), "tokens": len(table)}

@@ -1,1 +1,1 @@
-"""Measurements of benchmarks and evaluations, as Parquet files and figures."""
+"""Results of benchmarks and evaluations as Parquet files and figures."""

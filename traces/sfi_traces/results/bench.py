@@ -1,4 +1,4 @@
-"""The decoding benchmark's document as a Parquet table and as a figure: throughput against context."""
+"""The decoding benchmark's document as a Parquet table and as a figure of throughput against context."""
 
 import json
 from pathlib import Path
@@ -22,14 +22,14 @@ LISTS, TEXTS = ("repeat_rates",), ("not_replayed", "acceptance")
 
 
 def write_parquet(document: dict[str, Any], path: Path) -> None:
-    """Write the rows as one table; the rest of the document goes into the file's metadata."""
+    """Write the rows as one table; the document's other entries go into the file's metadata."""
     facts = {key: value for key, value in document.items() if key != "rows"}
     metadata = {"schema_version": str(SCHEMA_VERSION), "bench": json.dumps(facts)}
     write_rows(path, document["rows"], metadata, text=TEXTS, lists=LISTS)
 
 
 def write_plot(document: dict[str, Any], path: Path, *, kind: str) -> None:
-    """Draw tokens a second against context, a panel for each batch: measured solid, what bytes allow dashed.
+    """Draw tokens per second against context, a panel for each batch: measured solid, byte bound dashed.
 
     `kind` is "png" or "svg". The document, a benchmark's or a forecast's, has at least one row.
     """
@@ -69,7 +69,7 @@ def _draw(axes: Any, rows: list[dict[str, Any]], colors: dict[str, str]) -> None
             )
             axes.fill_between(at, low, high, color=color, alpha=0.15, linewidth=0)
             axes.plot(at, measured, "-o", color=color, label=policy)
-        if not policy.startswith("transformers"):  # its bytes are full-kv's
+        if not policy.startswith("transformers"):  # moves the same bytes as full-kv
             label = f"{policy}, bytes" if None in measured else None
             bound = [row["roofline_tokens_per_second"] for row in line]
             axes.plot(at, bound, "--", color=color, label=label)

@@ -28,7 +28,7 @@ def write_parquet(document: dict[str, Any], path: Path) -> None:
 
 
 def write_plot(document: dict[str, Any], path: Path, *, kind: str) -> None:
-    """Draw the fast step's speed-up and bandwidth against retention; ops without a time are left out.
+    """Draw the fast step's speed-up and bandwidth against retention, without ops that were not timed.
 
     `kind` is "png" or "svg". The document has at least one timed row of op fast.
     """
@@ -58,7 +58,7 @@ def write_plot(document: dict[str, Any], path: Path, *, kind: str) -> None:
 
 
 def _apart(ticks: list[float]) -> list[float]:
-    # labels closer than a tenth would lie on each other; the last one stays
+    # labels within a tenth of the next would overlap it
     following = [*ticks[1:], float("inf")]
     return [tick for tick, after in zip(ticks, following, strict=True) if after > 1.1 * tick]
 

@@ -19,11 +19,10 @@ def write_rows(
     lists: Collection[str] = (),
     ids: Collection[str] = (),
 ) -> None:
-    """Write at least one row as one table; tables within a row, such as `settings`, become JSON.
+    """Write at least one row as one table; dicts within a row, such as `settings`, become JSON.
 
-    Few rows may not show a column's type. A column of nulls keeps the type named here (`text`, `integers`,
-    `lists` of floats, `ids`: lists of token ids), else the column holds floats, so that the files of
-    different runs can be read together.
+    A column of nulls does not show its type. It has the type named here (`text`, `integers`, `lists` of
+    floats, `ids`: lists of token ids), else float, so that the files of different runs can be read together.
     """
     named = {
         **dict.fromkeys(text, pa.string()),

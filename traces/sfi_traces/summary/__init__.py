@@ -1,4 +1,4 @@
-"""The numbers of `sfi trace show`: a trace summed up, as plain values."""
+"""Summarizes a trace as plain values: the numbers of `sfi trace show`."""
 
 from typing import Any
 
@@ -35,14 +35,14 @@ MISSING = {  # sections that a trace may lack, and what records them
 SPANS = (
     "phases inside replayed steps (record with --set trace.spans=true, which gives up CUDA graphs)"
 )
-OF_ALL_RUNS = ("selections", "phases")  # a lossless run has no audit, and needs none for its logits
+OF_ALL_RUNS = ("selections", "phases")  # the only ones missed in a lossless run, which has no audit
 
 
 def summarize(trace: Trace, request: int | None = None, layer: int | None = None) -> dict[str, Any]:
-    """Sum a trace up, or one request or layer of it.
+    """Summarize a trace, or one request or layer.
 
-    A section that the trace has no data for is None, and `missing` says what records it. `layer` leaves
-    aside only what is a layer's: steps, latency and phases stay whole.
+    A section without data is None, and `missing` says what records it. `layer` does not limit steps, latency
+    and phases.
 
     Raises:
         ConfigError: The trace has no such request or layer.

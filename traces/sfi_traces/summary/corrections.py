@@ -1,4 +1,4 @@
-"""How often single heads selected anew at fast steps (FreeKV), and what was fetched from the host for it."""
+"""FreeKV's corrections, where single heads select anew at fast steps, and what was fetched from the host."""
 
 from typing import Any
 
@@ -11,15 +11,9 @@ Row = dict[str, Any]
 def corrections(scope: Scope, head: int | None = None) -> Row | None:
     """Count FreeKV's corrections: of fast steps x layers x KV heads, by layer, by head, by steps since slow.
 
-    `since_slow` has steps 1, 2, 3-4, 5-8, ... after the last slow one: the place in the sentence.
-    The layers and heads are those that ever select; a layer that the policy leaves dense does not count.
-
-    Args:
-        scope: What to sum up.
-        head: Only this KV head; None for all.
-
-    Returns:
-        None where the trace has neither a correction nor a speculative selection.
+    `since_slow` has steps 1, 2, 3-4, 5-8, ... after the last slow step. Layers that never select, such as
+    those left dense, do not count. With `head`, only this KV head. None without a correction or speculative
+    selection.
     """
     _place(scope, head)
     kinds = scope.row("""
@@ -49,10 +43,10 @@ def corrections(scope: Scope, head: int | None = None) -> Row | None:
 
 
 def recalls(scope: Scope) -> Row | None:
-    """Sum up what decoding steps fetched from the host, and how long they stood still for it, by layer too.
+    """Sum up what decoding steps fetched from the host, and how long they waited, by layer too.
 
     Returns:
-        Rows and bytes of K and V, microseconds, and each by step of a request; None without a recall.
+        Rows and bytes of K and V and microseconds, in all and per step of a request; None without a recall.
     """
     steps = scope.row("SELECT count(*) AS steps FROM chosen_steps WHERE step > 0")["steps"]
     rows = scope.rows(
@@ -92,6 +86,6 @@ def _place(scope: Scope, head: int | None) -> None:
 
 
 def _of(rows: list[Row], kind: int, keys: tuple[str, ...]) -> list[Row]:
-    # bits of `kind` are set for the columns that a row's group leaves out
+    # `kind` is SQL's grouping(): a bit is set for each column that the group leaves out
     names = (*keys, "n", "corrected", "share")
     return [{name: row[name] for name in names} for row in rows if row["kind"] == kind]

@@ -1,4 +1,4 @@
-"""Where selected positions lie: how much of the prompt they cover, how old they are, how long they stay."""
+"""Where selected positions lie: how much of the prompt they cover, how far back, how long they stay."""
 
 from typing import Any
 
@@ -7,14 +7,13 @@ from sfi_traces.summary.scope import Scope, spread
 
 
 def coverage_facts(scope: Scope) -> dict[str, Any] | None:
-    """Measure the selections: coverage of the prompt, distance behind the query, and stay.
+    """Measure where selected positions lie; None without positions of selections.
 
     Returns:
-        `selected`: share of a prompt's positions that a KV head ever selected, the mean over heads;
-        `selected_by_any` that some head did, the mean over requests; `layers` the former by layer.
-        `distance`: of the query's position to a selected one, in tokens. `stay`: refreshes that a position
-        stays selected, the mean (from every refresh). `every`: positions are of every n-th refresh. None
-        without positions of selections.
+        `selected`: share of a prompt's positions that a KV head ever selected, the mean over heads, and in
+        `layers` by layer. `selected_by_any`: share that any head selected, the mean over requests.
+        `distance`: tokens from a selected position to the query. `stay`: refreshes that a position stays
+        selected, the mean (over all refreshes). `every`: positions are taken from every n-th refresh.
     """
     every = sample_selections(scope)
     prompts = ", ".join(

@@ -1,4 +1,4 @@
-"""Two traces of one model and the same prompts, beside each other."""
+"""Compares two traces of one model and the same prompts."""
 
 from itertools import groupby
 from operator import itemgetter
@@ -16,10 +16,8 @@ FACTS = ("policy", "preset", "seed", "backend", "device", "sfi_version")
 MODEL = ("name", "architecture", "query_heads", "vocabulary")
 LAYER = ("layer", "heads", "key_width", "value_width", "window")
 COMPARED = ("equal_share", "first_difference", "compared_steps", "slow_only_a", "slow_only_b")
-UNKNOWN = dict.fromkeys(COMPARED)  # of a redacted trace
-SAME_MASS = (
-    1e-4  # retained masses that differ by no more are equal: float32 sums on two machines do
-)
+UNKNOWN = dict.fromkeys(COMPARED)  # for a redacted trace
+SAME_MASS = 1e-4  # tolerance of retained masses, for float32 sums on two machines
 
 Row = dict[str, Any]
 
@@ -27,24 +25,24 @@ Row = dict[str, Any]
 def compare(first: Trace, second: Trace, request: int | None = None) -> Row:
     """Compare two traces, or one request of both.
 
-    Supports and selections are compared at equal steps up to the first whose token differs; the tokens before
-    that one's query are still the same. In a redacted trace nobody knows which step that is.
+    Supports and selections are compared at equal steps, up to and including the first step whose token
+    differs; its query still follows equal tokens. Redacted traces do not show which step that is, so nothing
+    is compared.
 
-    A request's `first_layer` is where the runs part before a token shows it. Its `step` is the first of the
-    compared steps at which a layer and KV head of which both traces have a row (in `supports`, or in
-    `selections`) differs: in its positions, or in its retained mass by more than 1e-4. Its `layer` is the
-    lowest such layer of that step, with the KV heads that differ. A layer reads what the layers below it
-    wrote, so that the cause is there, or below in a layer that was not recorded. None where nothing differs,
-    and where there is nothing to compare. Positions have no tolerance: between two machines or backends the
-    last of them may differ by rounding alone, at step 0 already.
+    A request's `first_layer` is where the runs first differ, often before a token does: the first compared
+    `step` at which a row that both traces have (in `supports` or `selections`) differs in positions, or in
+    retained mass by more than 1e-4; the lowest such `layer`; and its KV heads that differ. The cause is in
+    this layer, or in a layer below it that was not recorded. None without a difference or common rows.
+    Positions have no tolerance: between machines or backends, rounding alone may change the last of them,
+    even at step 0.
 
     Returns:
-        Each trace's own numbers under `a` and `b`, ratios of b to a, what takes both, and under `metrics` the
+        Each trace's own numbers under `a` and `b`; ratios of b to a; comparisons; and under `metrics` the
         numbers that `sfi trace diff --fail-if` knows (`METRICS`).
 
     Raises:
-        TraceError: They are of different models or prompts, or a part is damaged.
-        ConfigError: One has no such request.
+        TraceError: The traces are of different models or prompts, or a part is damaged.
+        ConfigError: A trace has no such request.
     """
     _check_model(first, second)
     scope, other = Scope.of(first, request), Scope.of(second, request)
@@ -72,7 +70,7 @@ def compare(first: Trace, second: Trace, request: int | None = None) -> Row:
 
 
 def place_words(layer: Row) -> str:
-    """Say where the layers of two runs part, from a request's `first_layer`."""
+    """Describe a request's `first_layer` in words."""
     heads = ", ".join(map(str, layer["heads"]))
     what = "other positions" if layer["positions"] else "another retained mass"
     return f"step {layer['step']:,}: layer {layer['layer']}, KV head {heads}, {what} in {layer['table']}"
@@ -95,7 +93,7 @@ def _check_prompts(scope: Scope, other: Scope) -> None:
         counts = f"{len(one)} in {scope.trace.path} and {len(two)} in {other.trace.path}"
         raise TraceError(f"traces must have the same requests, got {counts}; choose with --request")
     for request, prompt in one.items():
-        # a redacted trace has no hashes, one killed early no prompts
+        # None: a redacted trace has no hashes, an early killed one no prompts
         if any(a != b for a, b in zip(prompt, two[request], strict=True) if None not in (a, b)):
             counts = f"{prompt[0]} tokens in {scope.trace.path} and {two[request][0]} in {other.trace.path}"
             raise TraceError(
@@ -168,7 +166,7 @@ def _overlap(scope: Scope, other: Scope, table: str, until: dict[int, int]) -> R
 
 
 def _both(table: str, until: dict[int, int]) -> str:
-    # the SQL of the rows that both traces have, `this` and `that`, of the compared steps
+    # SQL: pairs of rows, `this` and `that`, that both traces have at the compared steps
     steps = ", ".join(f"({request:d}, {count:d})" for request, count in until.items())
     return f"""
         FROM chosen_{table} this
@@ -180,7 +178,7 @@ def _both(table: str, until: dict[int, int]) -> str:
 
 
 def _first_layers(scope: Scope, other: Scope, until: dict[int, int]) -> dict[int, Row]:
-    # by request; of both tables the earlier place
+    # by request, the earlier place of both tables
     found: dict[int, Row] = {}
     for table in ("supports", "selections") if until else ():
         for row in _first_places(scope, other, table, until):

@@ -1,4 +1,4 @@
-"""The numbers of a comparison that a limit can be set for, as in `sfi trace diff --fail-if 'overlap<0.9'`."""
+"""The numbers of a comparison that can have a limit, as in `sfi trace diff --fail-if 'overlap<0.9'`."""
 
 import math
 import operator
@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from sfi_core.errors import ConfigError, TraceError
 
-METRICS = {  # name: what it is, and what records it
+METRICS = {  # name: meaning, what records it
     "equal_share": ("share of equal tokens, of the request with the least", "both with token ids"),
     "first_difference": ("first step whose token differs; infinite without one", "both with token ids"),
     "first_layer_step": (
@@ -42,9 +42,9 @@ Row = Mapping[str, Any]
 
 
 def metrics(document: Row) -> dict[str, float | None]:
-    """Return the numbers of `METRICS`, of a document without them.
+    """Return the numbers of `METRICS` from a comparison.
 
-    None is a number that the traces do not have, or a difference that never comes: `value_of` tells which.
+    None means that the traces do not have the number, or that no difference was found: see `value_of`.
     """
     requests = [row for row in document["requests"] if row["equal_share"] is not None]
     layers = [row["first_layer"] for row in requests if row["first_layer"] is not None]
@@ -70,14 +70,7 @@ def metrics(document: Row) -> dict[str, float | None]:
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """A condition that a comparison must not meet.
-
-    Attributes:
-        text: The condition as it was written.
-        name: Name of a number, one of `METRICS`.
-        compares: The operator.
-        number: What the number is compared with.
-    """
+    """A condition that fails a comparison which meets it: a metric's name, an operator and a number."""
 
     text: str
     name: str
@@ -89,7 +82,7 @@ class Limit:
         """Read `NAME OPERATOR NUMBER`, with or without blanks.
 
         Raises:
-            ConfigError: It is no such condition, or has an unknown name.
+            ConfigError: The text is no such condition, or the name is unknown.
         """
         match = LIMIT.fullmatch(text)
         if match is None:
@@ -105,10 +98,10 @@ class Limit:
         return cls(text.strip(), name, OPERATORS[sign], float(number))
 
     def value_of(self, document: Row) -> float:
-        """Return the number; infinite for a difference that never comes.
+        """Return the comparison's number; infinite for a difference that was not found.
 
         Raises:
-            TraceError: The traces do not have it.
+            TraceError: The traces do not have the number.
         """
         value: float | None = document["metrics"][self.name]
         if value is None and self.name in NEVER and _looked(document, self.name):
@@ -121,16 +114,12 @@ class Limit:
         return value
 
     def meets(self, document: Row) -> bool:
-        """Say whether the condition holds.
-
-        Raises:
-            TraceError: The traces do not have its number.
-        """
+        """Say whether the condition holds; raises as `value_of`."""
         return self.compares(self.value_of(document), self.number)
 
 
 def _looked(document: Row, name: str) -> bool:
-    # whether a difference would have been seen
+    # whether a difference could have been seen
     if name == "first_difference":
         return document["metrics"]["equal_share"] is not None
     return any(document[table] is not None for table in ("supports", "selections"))

@@ -1,4 +1,4 @@
-"""What was run, how its steps went and which tokens made them slow."""
+"""What was run, how its steps went, and which tokens triggered slow steps."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from sfi_traces.summary.scope import Scope
 
 
 def run_facts(scope: Scope) -> dict[str, Any]:
-    """Say what was run, from the manifest, and how far it got."""
+    """Describe the run from its manifest, and count its recorded steps."""
     manifest = scope.trace.manifest
     recorded = {
         row["request"]: row["steps"]
@@ -43,7 +43,7 @@ def run_facts(scope: Scope) -> dict[str, Any]:
 
 
 def changed_settings(config: dict[str, Any]) -> dict[str, Any]:
-    """Pick the settings that differ from the defaults; those of the Selector as `selector.name`."""
+    """Pick the settings that differ from the defaults, nested ones as `selector.name`."""
     default = flat_settings(SfiConfig().to_dict())
     return {
         name: value for name, value in flat_settings(config).items() if value != default.get(name)
@@ -51,7 +51,7 @@ def changed_settings(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def flat_settings(config: dict[str, Any]) -> dict[str, Any]:
-    """Write nested settings as `selector.name`, and tuples as the lists that JSON has."""
+    """Flatten nested settings to `selector.name`; tuples become lists, as in JSON."""
     flat: dict[str, Any] = {}
     for name, value in config.items():
         if isinstance(value, dict):
@@ -64,10 +64,9 @@ def flat_settings(config: dict[str, Any]) -> dict[str, Any]:
 def step_facts(scope: Scope) -> dict[str, Any]:
     """Count steps by reason, and what they read; shares are of the steps from 1 on.
 
-    `read_ratio` is the sum of the tokens attended over the sum of those in the context. Of a lossless run
-    both count what its drafts and verifications read, also for rejected tokens, which have no step.
-    `replayed` counts the steps that were replayed as CUDA graphs, of those from step 1 on that say so,
-    `launched`.
+    `read_ratio` is attended tokens over context tokens, both summed. In a lossless run both include what
+    drafts and verifications read for rejected tokens, which have no step. `launched` counts the steps from 1
+    on that report whether they were replayed as CUDA graphs, `replayed` those that were.
     """
     counts = scope.row("""
         SELECT
@@ -94,8 +93,8 @@ def step_facts(scope: Scope) -> dict[str, Any]:
 def trigger_tokens(scope: Scope) -> list[dict[str, Any]]:
     """Count the generated tokens of T_trig, and the share of them that a slow step followed.
 
-    The step asked is the one after the token, `trigger_delay` later; a token too near the end has none. All
-    tokens are one in a redacted trace.
+    The slow step is expected `1 + trigger_delay` steps after the token; tokens too near the end do not count.
+    In a redacted trace all tokens are one row.
     """
     query = """
         SELECT token_id, token_text, count(*) AS count, avg(after::INT) AS slow_after

@@ -1,4 +1,4 @@
-"""What a lossless run drafted, what its verifications kept, and what it read for that."""
+"""What a lossless run drafted, how much its verifications kept, and what it read."""
 
 from typing import Any
 
@@ -6,8 +6,8 @@ from sfi_traces.summary.scope import Scope
 from sfi_traces.summary.supports import FROM_LAG, TO_LAG
 
 Row = dict[str, Any]
-# a drafted stop token is kept too, as the verification's own; a killed run may have written a verification
-# and not yet its steps
+# counts a drafted stop token, which becomes the verification's own, as accepted; the join drops verifications
+# whose steps a killed run had not yet written
 VERIFIED = """(
     SELECT verified.* REPLACE (
         verified.accepted + coalesce(draft_token_id = token_id, false)::INT AS accepted
@@ -17,17 +17,16 @@ VERIFIED = """(
 
 
 def lossless_facts(scope: Scope) -> Row | None:
-    """Count verifications and what they kept: in all, by reason, by place in the sentence, by depth.
+    """Count verifications and kept tokens: in all, by reason, by place in the sentence, by draft depth.
 
-    A verification tests the drafted tokens up to the first one that it rejects; those after it go untested.
-    So `acceptance` is of the drafted tokens, and `token_acceptance` of the tested ones, as are the shares of
-    `places` and `depths`. A drafted stop token counts as kept, if the trace has token ids. Place 0 is the
-    first token after a trigger, or after the prompt; depth 1 the first token of a draft. Both have bins 1, 2,
-    3-4, 5-8, ...
+    A verification tests drafted tokens up to the first that it rejects. `acceptance` is over all drafted
+    tokens; `token_acceptance`, `places` and `depths` are over tested ones. A drafted stop token counts as
+    kept, if the trace has token ids. Place 0 is the first token after a trigger or the prompt, depth 1 the
+    first token of a draft; both have bins 1, 2, 3-4, 5-8, ...
 
     Returns:
-        `passes_per_token` counts a forward pass for each drafted token and each verification; `read_ratio` is
-        as `step_facts` has it. None of a plain run, and of one that verified nothing.
+        `passes_per_token` counts one forward pass for each drafted token and each verification; for
+        `read_ratio` see `lossless_reads`. None for a plain run, or without a verification.
     """
     if not scope.trace.lossless:
         return None
@@ -63,11 +62,11 @@ def lossless_facts(scope: Scope) -> Row | None:
 
 
 def lossless_reads(scope: Scope) -> Row:
-    """Measure what drafts and verifications read, those of rejected tokens included.
+    """Measure what drafts and verifications read, for rejected tokens too.
 
     Returns:
-        `mean_attended_tokens` is a token's; `read_ratio` the sum of the tokens attended over what full
-        attention would have read, the sum of the contexts of the tokens given. None without a verification.
+        `mean_attended_tokens`: per generated token. `read_ratio`: attended tokens over what full attention
+        would have read, the summed contexts of the generated tokens. None without a verification.
     """
     return scope.row(f"""
         WITH given AS (
@@ -80,8 +79,8 @@ def lossless_reads(scope: Scope) -> Row:
 
 
 def _place_tested(scope: Scope) -> None:
-    # a token that was kept has its own step; the first one that was not, that of the token in its place: the
-    # same token where it ended the request
+    # a kept token has its own step; the first rejected one has the step of the token that replaced it, which
+    # is the same token if it ended the request
     scope.connection.execute("""
         CREATE OR REPLACE TEMP VIEW tested AS
         WITH placed AS (

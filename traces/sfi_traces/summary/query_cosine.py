@@ -1,11 +1,11 @@
-"""How far queries turn from one step to the next: the observation of FreeKV (Fig. 3a and 3c)."""
+"""How far queries turn from one step to the next, as FreeKV observed (Fig. 3a and 3c)."""
 
 from typing import Any
 
 from sfi_traces.summary.scope import Scope
 
 THRESHOLDS = (0.8, 0.9)  # tau in FreeKV's experiments: long inputs, and long outputs
-LOWEST = 4  # heads with their course over the steps
+LOWEST = 4  # heads whose course over the steps is returned
 
 Row = dict[str, Any]
 BELOW = ", ".join(f"avg((query_cosine < {tau})::INT)" for tau in THRESHOLDS)
@@ -14,18 +14,12 @@ BELOW = ", ".join(f"avg((query_cosine < {tau})::INT)" for tau in THRESHOLDS)
 def query_cosine(scope: Scope, head: int | None = None) -> Row | None:
     """Average the cosine of each step's query with the one before, by layer and KV head (FreeKV, C_i).
 
-    `below` has the share of all values under each of `thresholds`: how often FreeKV would correct at that
-    tau. `heads` has the lowest mean first, `lowest` the course over the steps of the first four.
+    `below` has the share of values under each of `thresholds`, where FreeKV would correct with that tau.
+    `heads` has the lowest mean first, `lowest` the course over the steps of the first four. With `head`, only
+    this KV head. None where no audited step has a query before it.
 
     Paper gap: FreeKV's Figure 3 shows attention heads; a trace has C_i pooled over the query heads of a KV
     head, which is what FreeKV compares with tau.
-
-    Args:
-        scope: What to sum up.
-        head: Only this KV head; None for all.
-
-    Returns:
-        None where no audited step has a query before it.
     """
     _choose(scope, head)
     rows = scope.rows(f"""

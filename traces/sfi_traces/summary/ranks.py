@@ -1,4 +1,4 @@
-"""How the ranks of one run compare: which are there, how far they came, how long their passes took."""
+"""Compares the ranks of one run: which are present, their steps, and how long their passes took."""
 
 from typing import Any
 
@@ -6,10 +6,10 @@ from sfi_traces.summary.scope import Scope
 
 
 def rank_facts(scope: Scope) -> dict[str, Any] | None:
-    """Compare the ranks of a run; None for a run of one process.
+    """Compare the ranks of a run; None for a single process.
 
-    `forward_us` is the median time of a rank's decoding passes, `attention_us` the mean over them of what its
-    layers' attention took in one. A pass contains the wait for the other ranks.
+    `forward_us` is the median time of a rank's decoding passes, which includes waiting for the other ranks;
+    `attention_us` is the mean time of all layers' attention in a pass.
     """
     trace = scope.trace
     if trace.ranks == 1:

@@ -1,4 +1,4 @@
-"""Evenly chosen steps, so that the lists of positions of a trace of any length are read in moderate time."""
+"""Views of evenly chosen steps, so that positions of a long trace are read in moderate time."""
 
 import numpy as np
 import pyarrow as pa
@@ -12,12 +12,9 @@ MOST_POSITIONS = 1 << 22  # read at once
 
 
 def sample_selections(scope: Scope) -> int:
-    """Make the view `sampled_selections` of those with positions, of every n-th refresh of a request.
+    """Make the view `sampled_selections`: selections with positions, from every n-th refresh of a request.
 
-    `sampled_refreshes` has those without positions too.
-
-    Returns:
-        n; 1 where all are read.
+    The view `sampled_refreshes` includes those without positions. Returns n.
     """
     size = scope.row("SELECT coalesce(sum(selected), 0) AS positions FROM chosen_selections")
     every = 1 + int(size["positions"]) // MOST_POSITIONS
@@ -27,7 +24,7 @@ def sample_selections(scope: Scope) -> int:
         SELECT request, step FROM (SELECT DISTINCT request, step FROM chosen_selections)
         QUALIFY row_number() OVER (PARTITION BY request ORDER BY step) % {every:d} = {1 % every:d}
     """)  # noqa: S608 - a number
-    # read once: each scan through DuckDB decodes the positions of every selection
+    # not through DuckDB, which decodes the positions of every selection in each scan
     rows = scope.trace.rows(
         "selections",
         TABLES["selections"].names,
@@ -49,14 +46,8 @@ def sample_selections(scope: Scope) -> int:
     return every
 
 
-def sample_supports(scope: Scope) -> int:
-    """Make the view `sampled_supports`, with the query's `position`, of every n-th audited fast step.
-
-    Supports without `read`, as an import has, are left out.
-
-    Returns:
-        n; 1 where all are read.
-    """
+def sample_supports(scope: Scope) -> None:
+    """Make the view `sampled_supports`: rows with `read` of every n-th audited fast step, with `position`."""
     size = scope.row("SELECT count(*) AS rows FROM chosen_supports WHERE read IS NOT NULL")
     top = int((scope.trace.manifest.get("audit") or {}).get("top", 1))
     every = 1 + int(size["rows"]) * top // MOST_POSITIONS
@@ -68,4 +59,3 @@ def sample_supports(scope: Scope) -> int:
         ) USING (request, step)
         WHERE read IS NOT NULL
     """)  # noqa: S608 - a number
-    return every

@@ -1,4 +1,4 @@
-"""What of a trace is summed up: all of it, one request, one layer."""
+"""The part of a trace that is summarized: all of it, one request, one layer."""
 
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -17,16 +17,12 @@ PAIRS = 4096  # of lists of positions compared at once
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """The rows of a trace that are summed up, as views `chosen_steps`, `chosen_supports`, ... in DuckDB.
+    """Rows of a trace as DuckDB views `chosen_steps`, `chosen_supports`, ... beside the whole tables.
 
-    Of a run on several ranks `chosen_timings` has the first rank's.
+    `chosen_timings` has the first rank's alone. `request` and `layer` are None for all.
 
     Attributes:
-        trace: The trace.
-        connection: DuckDB; the whole tables are there too.
-        request: The request, or None for all.
-        layer: The layer, or None for all.
-        kept: What was read once for several sections, by name.
+        kept: What several sections use and is read once, by name.
     """
 
     trace: Trace
@@ -37,7 +33,7 @@ class Scope:
 
     @classmethod
     def of(cls, trace: Trace, request: int | None = None, layer: int | None = None) -> Self:
-        """Choose.
+        """Open a trace and make the views.
 
         Raises:
             ConfigError: The trace has no such request, or its model no such layer.
@@ -64,9 +60,9 @@ class Scope:
         return found
 
     def compare(self, name: str, query: str) -> None:
-        """Make a table of what a query finds, with the `overlap` of its lists `first` and `second`.
+        """Make a table of a query's rows, with the `overlap` of its lists `first` and `second`.
 
-        Not in SQL: DuckDB intersects lists with a hash table for each, and a long trace has a million pairs.
+        Not in SQL: DuckDB builds a hash table for each list, and a long trace has a million pairs.
         """
         pieces = []
         for batch in self.trace.batches(self.connection, query, PAIRS):
@@ -77,7 +73,7 @@ class Scope:
         self.connection.register(name, pa.Table.from_batches(pieces))
 
     def _choose(self) -> None:
-        # a span has the first request of its run: the last one with spans that is not behind the request
+        # spans carry the first request of their run: the last request with spans up to this one
         self.connection.execute("""
             CREATE TEMP VIEW batches AS
             SELECT steps.request, max(spans.request) AS batch
@@ -90,7 +86,7 @@ class Scope:
             SELECT steps.* REPLACE (coalesce(batch_step, step) AS batch_step), batch
             FROM steps JOIN batches USING (request)
         """)
-        # a prompt is read in a step of the batch of its own where its request had to wait
+        # a request that had to wait has a prefill later than step 0 of the batch
         self.connection.execute("""
             CREATE TEMP VIEW prefills AS
             SELECT DISTINCT request, step FROM timings WHERE step <= 0 OR name = 'prefill'
@@ -99,11 +95,11 @@ class Scope:
             where = ["true"]
             if self.request is not None and name == "timings":
                 mine = f"SELECT batch, batch_step FROM timed_steps WHERE request = {self.request:d}"  # noqa: S608 - a number
-                # the pieces of the first prompts, step -1, belong to their step 0
+                # step -1 has pieces of the first prompts, which belong to step 0
                 where.append(f"(request, greatest(step, 0)) IN ({mine})")
             elif self.request is not None:
                 where.append(f"request = {self.request:d}")
-            if name == "timings":  # the others run beside it: their times do not add up
+            if name == "timings":  # one rank's: ranks run in parallel, so their times do not add up
                 rank = self.trace.rank
                 where.append(f"coalesce(rank, {rank:d}) = {rank:d}")
             if self.layer is not None and "layer" in schema.names and name != "timings":
@@ -114,7 +110,7 @@ class Scope:
 
 
 def spread(column: str) -> str:
-    """Write the SQL of a column's distribution; what is null, or no number, does not count."""
+    """Write the SQL of a column's distribution, without nulls, NaN and infinities."""
     value = f"CASE WHEN isfinite({column}) THEN {column}::DOUBLE END"
     p5, p50, p95 = (f"quantile_cont({value}, {share})" for share in QUANTILES)
     return (

@@ -1,4 +1,4 @@
-"""How supports drift, how long they last and how alike heads are: the observations of SyncKV (Fig. 2)."""
+"""How supports drift, how long they last and how alike heads are, as SyncKV observed (Fig. 2)."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -14,8 +14,8 @@ from sfi_traces.views.drift import Drift, drift
 from sfi_traces.views.head_similarity import MOST_STEPS, HeadSimilarity
 from sfi_traces.views.stability import MOST_POSITIONS, ViewSupports, thinning
 
-MOST_TAKEN = 1 << 25  # positions of a request; with more every n-th layer is taken
-MOST_PAIRED = 512  # steps of a request whose pairs are counted, the first ones
+MOST_TAKEN = 1 << 25  # positions of a request; beyond, every n-th layer is taken
+MOST_PAIRED = 512  # first steps of a request whose pairs are counted
 MOST_SHOWN = 64  # steps of a request's matrix
 DIGITS = 4
 ROWS = 4096  # read at once
@@ -27,15 +27,15 @@ def over_time(scope: Scope) -> tuple[Row | None, Row | None]:
     """Measure attention drift (SyncKV, Fig. 2a) and temporal locality (Fig. 2b), some layers at a time.
 
     Returns:
-        The drift: `steps` with the `mean` over requests, layers and heads and the number `n` behind each;
-        the same by layer; and `bins` of steps 1, 2, 3-4, 5-8, ... None without a support of step 0 and a
-        later one.
+        The drift: by `steps`, the `mean` over requests, layers and heads, and the number `n` behind it; the
+        same by layer; and `bins` of steps 1, 2, 3-4, 5-8, ... None unless step 0 and a later one have
+        supports.
 
-        The locality: `lags` has the mean over the pairs of steps that lie 1, 2, 3-4, 5-8, ... apart, among
-        each request's first 512 audited steps; `overlap` has up to 64 of these steps of the first request in
-        pairs. None without two audited steps.
+        The locality: `lags` has the mean over pairs of steps that are 1, 2, 3-4, 5-8, ... apart, among each
+        request's first 512 audited steps; `overlap` is a matrix of up to 64 of these steps, of the first
+        request. None without two audited steps.
 
-        Both have `layers_taken` and `layers_audited`: of a long trace every n-th layer is taken.
+        Both have `layers_taken` and `layers_audited`: a long trace has every n-th layer taken.
     """
     drifts: list[Drift] = []
     paired: dict[int, _Pairs] = {}
@@ -53,8 +53,8 @@ def over_time(scope: Scope) -> tuple[Row | None, Row | None]:
 def head_similarity(scope: Scope) -> Row | None:
     """Measure how alike the heads of one layer and of different layers are (SyncKV, Fig. 2c).
 
-    `previous_layer` has each layer's overlap with the one before it, None for the first. Taken at up to 64
-    audited steps of each request, evenly chosen. Returns None where fewer than two layers were audited.
+    Takes up to 64 evenly chosen audited steps of each request. `previous_layer` has each layer's overlap with
+    the layer before it, None for the first. None if fewer than two layers were audited.
     """
     found: HeadSimilarity | None = None
     for request, steps in _whole_steps(scope).items():
@@ -77,7 +77,7 @@ def head_similarity(scope: Scope) -> Row | None:
 
 
 class _Pairs:
-    # the overlaps of each two steps of a request, summed over layers and heads
+    # overlaps of every two steps of a request, summed over layers and heads
 
     def __init__(self) -> None:
         self.step = np.empty(0, int)
@@ -139,7 +139,7 @@ def _locality_facts(paired: dict[int, _Pairs]) -> Row | None:
 
 
 def _pooled(drifts: list[Drift]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    # steps, the mean of all overlaps at each, and how many these are
+    # the steps, the mean overlap at each, and the number of overlaps behind it
     step = np.concatenate([one.step for one in drifts])
     weight = np.concatenate([np.full(len(one.step), one.points) for one in drifts])
     total = np.concatenate([one.mean * one.points for one in drifts])
@@ -149,7 +149,7 @@ def _pooled(drifts: list[Drift]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def _bins(at: np.ndarray, mean: np.ndarray, n: np.ndarray) -> Iterator[tuple[int, int, float, int]]:
-    # weighted means over 1, 2, 3-4, 5-8, ...: the power of two that a number does not exceed ends its bin
+    # weighted means over 1, 2, 3-4, 5-8, ...: each bin ends at a power of two
     end = 2 ** np.ceil(np.log2(at)).astype(int)
     for last in np.unique(end).tolist():
         own = end == last
@@ -158,7 +158,7 @@ def _bins(at: np.ndarray, mean: np.ndarray, n: np.ndarray) -> Iterator[tuple[int
 
 
 def _layers(scope: Scope) -> tuple[int, dict[int, int]]:
-    # how many layers were audited, and those that are taken, with their most positions in a request
+    # the number of audited layers; and of each layer taken, its most positions in a request
     audit = scope.trace.manifest.get("audit") or {"top": 0}
     rows = scope.rows("""
         SELECT layer, max(n) AS n FROM (
@@ -171,7 +171,7 @@ def _layers(scope: Scope) -> tuple[int, dict[int, int]]:
 
 
 def _by_layers(scope: Scope, layers: dict[int, int]) -> Iterator[tuple[int, ViewSupports]]:
-    # as many layers of a request as fit into memory: each read goes through all of its parts
+    # reads as many layers at once as fit into memory, since each read scans all parts
     together = max(1, MOST_POSITIONS // max(layers.values(), default=1))
     for request, steps in _whole_steps(scope).items():
         scope.connection.register("whole_steps", pa.table({"step": pa.array(steps, pa.int32())}))
@@ -182,7 +182,7 @@ def _by_layers(scope: Scope, layers: dict[int, int]) -> Iterator[tuple[int, View
 
 
 def _whole_steps(scope: Scope) -> dict[int, list[int]]:
-    # the audited steps of each request that lack no layer or head
+    # by request, the audited steps that have every layer and head
     found: dict[int, list[int]] = defaultdict(list)
     for row in scope.rows("""
         SELECT request, step FROM chosen_supports SEMI JOIN chosen_steps USING (request, step)
@@ -200,6 +200,6 @@ def _read(scope: Scope, where: str) -> ViewSupports:
 
 
 def _plain(values: np.ndarray | float) -> Any:
-    # rounded, with None for what is no number
+    # rounded; None for NaN
     rounded = np.asarray(np.round(np.asarray(values, np.float64), DIGITS))
     return np.where(np.isnan(rounded), np.array(None, object), rounded.astype(object)).tolist()

@@ -1,4 +1,4 @@
-"""Where the time went: latency of steps, phases, and the context length from which SFI pays."""
+"""Where the time went: latency of steps, phases, and the context length from which SFI pays off."""
 
 from typing import Any
 
@@ -10,16 +10,15 @@ KINDS = ("prefill", "slow", "fast", "mixed")
 
 
 def latency(scope: Scope) -> dict[str, Any]:
-    """Measure the time of steps by kind; each step of a batch counts once.
+    """Measure the time of the batch's steps by kind.
 
-    Step 0 of a request is the whole prefill's. A step is mixed if it is slow for some requests of the batch
-    and fast for others: their rows share one time, to the last bit. An audited step's time has the audit's
-    cost in it, so that a kind's unaudited steps are taken alone where it has any; `audited` says that it has
-    none.
-    `tokens_per_second` is of all steps from 1 on, and its `audited` says that one of them was audited.
+    Kind "prefill" is step 0 of a request. A step is "mixed" if it is slow for some requests of the batch and
+    fast for others; their rows have the same `elapsed_us`. An audit slows a step down, so a kind's unaudited
+    steps are taken alone; `audited` says that there are none. `tokens_per_second` is over all steps from 1
+    on, and its `audited` says that one of them was audited.
 
-    Of a lossless run, the slow steps are verifications, and a pass whose draft was rejected has no step: so
-    `tokens_per_second` takes the time from the first span of decoding to the end of the last one.
+    A lossless run's slow steps are verifications, and its rejected drafts have no step: its
+    `tokens_per_second` is over the time from the first span of decoding to the end of the last.
     """
     rows = scope.rows("""
         WITH batch_steps AS (
@@ -45,7 +44,7 @@ def latency(scope: Scope) -> dict[str, Any]:
     else:
         seconds = sum(row["total_us"] for row in decoding) / 1e6
     tokens = scope.row("SELECT count(*) AS n FROM chosen_steps WHERE step > 0")["n"]
-    found = {row["kind"]: row for row in rows}  # an unaudited row comes after the audited one
+    found = {row["kind"]: row for row in rows}  # the unaudited row, which comes last, wins
     return {
         "kinds": [found[kind] for kind in KINDS if kind in found],
         "tokens_per_second": tokens / seconds if seconds else None,
@@ -54,10 +53,7 @@ def latency(scope: Scope) -> dict[str, Any]:
 
 
 def batch_reads(scope: Scope) -> list[dict[str, Any]]:
-    """Say what the batch's steps held and moved by kind, from step 1 on; each step of a batch counts once.
-
-    An imported trace has no rows.
-    """
+    """Average what the batch's steps held and moved, by kind, from step 1 on; none for an import."""
     return scope.rows("""
         SELECT kind, count(*) AS n, avg(requests) AS requests, avg(cached_tokens) AS cached_tokens,
             avg(moved_bytes) AS moved_bytes
@@ -78,7 +74,7 @@ def batch_reads(scope: Scope) -> list[dict[str, Any]]:
 
 
 def _spanned_us(scope: Scope) -> float:
-    # from the first span of decoding to the end of the last one, summed over the runs; 0 without spans
+    # from the first span of decoding to the end of the last, summed over runs; 0 without spans
     found = scope.row("""
         WITH decoded AS (
             SELECT batch, min(batch_step) AS prompt, max(batch_step) AS last
@@ -96,11 +92,11 @@ def _spanned_us(scope: Scope) -> float:
 
 
 def phases(scope: Scope) -> dict[str, Any] | None:
-    """Share out the time of the prefill and of decoding over the spans that hold no other.
+    """Share out the time of the prefill and of decoding over the innermost spans.
 
-    The whole is that of the forward passes and of what is no layer's and lies outside them: sampling, shadow
-    passes. "other" is what the forward passes took beyond their layers' spans; a span on another stream may
-    run beside them and counts on top. `step_us` is the mean over the steps that have such a span.
+    The whole is the forward passes and what is outside of them and of layers: sampling, shadow passes.
+    "other" is what forward passes took beyond their layers' spans. Spans on another stream may overlap and
+    count on top. `step_us` is the mean over the steps that have such a span.
     """
     rows = scope.rows("""
         SELECT (request, step) IN (FROM prefills) AS prefill, stream, name, layer IS NULL AS outside,
@@ -151,9 +147,9 @@ def break_even(scope: Scope) -> dict[str, Any]:
     with b the time of `attention.dense` per cached token, F that of `attention.fast` (and `select_before`)
     per fast step, r that of `selector` and `top_k` per cached token and P that of `pack` per refresh, all of
     one request's step, summed over the layers that are not left dense. b and r are ratios of sums: within a
-    run the context varies too little to tell apart what does not grow with it. Steps whose batch was slow and
-    fast in one kernel are not measured. Of a lossless run no length is found: its verifications attend with
-    several queries, which is not what full attention takes for a token.
+    run the context varies too little to separate constant costs. Steps that are slow and fast in one kernel
+    are not measured. A lossless run has no such length: its verifications attend with several queries, which
+    says nothing of full attention's time for a token.
     """
     costs = _costs(scope)
     share = scope.row("SELECT avg(slow::INT) AS share FROM chosen_steps WHERE step > 0")["share"]
@@ -178,7 +174,7 @@ def break_even(scope: Scope) -> dict[str, Any]:
 
 
 def _costs(scope: Scope) -> dict[str, Any]:
-    # spans are a batch's: their time is divided by what its requests' steps have in all
+    # spans are a batch's: their time is divided by the sums over the batch's requests
     query = """
         WITH spans AS (
             SELECT request AS batch, step,

@@ -1,4 +1,4 @@
-"""How stable the supports are, what the fast steps kept of them, and what the Selector made of them."""
+"""How stable supports are, what fast steps retained of them, and what the Selector decided."""
 
 from typing import Any
 
@@ -12,9 +12,9 @@ TO_LAG = "CASE WHEN lag <= 2 THEN lag ELSE 2 ** ceil(log2(lag)) END"
 def stability(scope: Scope) -> dict[str, Any] | None:
     """Measure the overlap coefficient of consecutive supports, within sentences and across boundaries.
 
-    Two steps are across a boundary if they generate tokens of different sentences: the later one's query is
-    the boundary token. `chance` is the overlap of two random supports: the share of the context that one
-    holds. Returns None where no two consecutive steps were audited.
+    A pair of steps is across a boundary if it generates tokens of different sentences; the later query is
+    then the boundary token. `chance` is the overlap of two random supports: a support's share of the context.
+    None where no two consecutive steps were audited.
     """
     rows = scope.rows(f"""
         WITH marked AS (
@@ -46,13 +46,13 @@ def stability(scope: Scope) -> dict[str, Any] | None:
 def overlap_by_lag(scope: Scope) -> dict[str, Any] | None:
     """Measure the overlap of a step's support with the one at the last refresh, by steps since then.
 
-    A trace without a fast step, such as one under full-kv, has no refresh worth the name. There the support
-    is compared with the one at the last earlier step that Eq. 5 makes slow under the trace's triggers and
-    `trigger_delay` (`t_max` and `min_gap` apart): what a run that reuses supports would have met.
+    A trace without fast steps, such as full-kv's, has no refreshes. There the last earlier step counts that
+    Eq. 5 would make slow under the trace's triggers and `trigger_delay` (without `t_max` and `min_gap`): the
+    overlap that a run would have met that reuses supports.
 
     Returns:
         `refreshes` is "recorded" or "boundaries". `lags` has an entry for lags 1, 2, 3-4, 5-8, ...: `reuse`
-        at steps that are no refresh themselves, `refresh` at those that are. None without such supports.
+        at steps that are no refresh, `refresh` at refreshes. None without such supports.
     """
     recorded = bool(scope.row("SELECT count(*) AS n FROM chosen_steps WHERE NOT slow")["n"])
     pairs = "recorded_pairs" if recorded else "boundary_pairs"
@@ -119,12 +119,11 @@ def _placed(refresh: str) -> str:
 
 
 def audit_facts(scope: Scope) -> dict[str, Any] | None:
-    """Measure what the audited steps kept: retained mass and output error of fast ones, query cosine of all.
+    """Measure the audited steps: retained mass and output error of fast ones, query cosine of all.
 
-    Slow steps read everything: they retain 1 by definition and would flatter. `heads` has every KV head, the
-    one that retains least first. `retained_mass_min` is of each KV head's query head that retains least,
-    `top_1_read` the share of query heads whose most probable position was attended. Returns None without
-    supports.
+    Slow steps read everything and retain 1 by definition, so they do not count. `heads` has every KV head,
+    the lowest retained mass first. `retained_mass_min` is of each KV head's query head that retains least;
+    `top_1_read` is the share of query heads whose most probable position was attended. None without supports.
     """
     rows = scope.rows(f"""
         SELECT layer,
@@ -153,7 +152,7 @@ def audit_facts(scope: Scope) -> dict[str, Any] | None:
 
 
 def logits_facts(scope: Scope) -> dict[str, Any] | None:
-    """Measure the next-token distributions of audited fast steps against dense attention's."""
+    """Compare the next-token distributions of audited fast steps with dense attention's."""
     found = scope.row(f"""
         SELECT {spread("kl_next_token")} AS kl_next_token, avg(argmax_agrees::INT) AS argmax_agreement
         FROM chosen_logits
@@ -164,7 +163,7 @@ def logits_facts(scope: Scope) -> dict[str, Any] | None:
 def selection_facts(scope: Scope) -> dict[str, Any] | None:
     """Measure the refreshes: how far a selection differs from the one before, and lambda*.
 
-    `clipped_share` is the share of lambda* at its clip. Returns None without refreshes.
+    `clipped_share` is the share of lambda* at its clip. None without refreshes.
     """
     query = f"""
         SELECT count(*) AS rows,

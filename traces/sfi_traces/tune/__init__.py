@@ -1,1 +1,1 @@
-"""Settings searched on recorded runs, and confirmed by real ones (docs/tune.md)."""
+"""Searches settings on recorded runs, and confirms them by real runs (docs/tune.md)."""

@@ -1,4 +1,4 @@
-"""Tuned settings run for real: what was predicted, and what the run's own audit measured."""
+"""Runs tuned settings for real, and compares the predictions with the runs' own audits."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -31,11 +31,7 @@ MAX_NEW_TOKENS = 256  # for prompts that are not a trace's
 
 
 def check_model(model: Any, tokenizer: Any, trace: Trace) -> None:
-    """Refuse a model that the trace was not recorded with.
-
-    Raises:
-        TraceError: With the first fact that differs.
-    """
+    """Raise `TraceError` for a model that the trace was not recorded with; names the fact that differs."""
     with slow_fast(model, tokenizer, SfiConfig(trigger_policy="never")) as session:
         facts = describe_model(model, session.shapes())
     for name, value in trace.manifest["model"].items():
@@ -51,7 +47,7 @@ def prompt_rows(trace: Trace) -> list[list[int]]:
     """Read the token ids of a trace's prompts.
 
     Raises:
-        TraceError: It has none.
+        TraceError: The trace has no ids.
     """
     table = trace.table("prompts", ["request", "position", "token_id"]).sort_by(
         [("request", "ascending"), ("position", "ascending")]
@@ -68,16 +64,13 @@ def prompt_rows(trace: Trace) -> list[list[int]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Material:
-    """What the settings are run on.
+    """Prompts to run settings on.
 
     Attributes:
-        trace: Gives predictions; None predicts from each run's own audit.
+        trace: The trace to predict from; None predicts from each run's own audit.
         recorded: The trace's supports; None without a trace.
         rows: Token ids of each request.
-        sampling: How tokens are picked.
-        seed: Seed of sampling.
-        max_new_tokens: Most tokens of a request.
-        expected: The right answer of the only request; None where nobody knows it.
+        expected: The right answer of the only request; None if unknown.
     """
 
     trace: Trace | None
@@ -90,15 +83,15 @@ class Material:
 
     @classmethod
     def of_texts(cls, texts: Sequence[str], tokenizer: Any) -> "Material":
-        """Take prompts of the user's, greedily decoded."""
+        """Take prompts of the user's, to be decoded greedily."""
         return cls(trace=None, recorded=None, rows=encode(tokenizer, texts))
 
     @classmethod
     def of_trace(cls, trace: Trace, recorded: Sequence[Supports], tokenizer: Any) -> "Material":
-        """Take a trace's own prompts, as it was recorded.
+        """Take a trace's own prompts, to be run as they were recorded.
 
         Raises:
-            TraceError: It has no prompts.
+            TraceError: The trace has no prompts.
         """
         rows = prompt_rows(trace)
         example = load_example()
@@ -116,7 +109,7 @@ class Material:
 
 @dataclass(slots=True)
 class Tally:
-    """What the runs of one setting gave, over all material."""
+    """Results of one setting's runs, over all material."""
 
     steps: list[ComparedSteps] = field(default_factory=list)
     divergences: list[float] = field(default_factory=list)
@@ -131,14 +124,11 @@ class Confirmer:
     """Runs settings for real.
 
     Attributes:
-        model: A model of transformers.
-        tokenizer: The model's tokenizer.
-        backend: "auto", "torch" or "triton".
         batch: Requests that share the weights, in the byte model.
         top: Positions of an audited support.
         prefill_chunk: Prompt tokens of one forward pass.
         engine: How steps are run; full attention runs without its device budget.
-        on_run: Told before each run how many are behind us, and of how many.
+        on_run: Told before each run how many are done, and of how many.
     """
 
     model: Any
@@ -153,10 +143,10 @@ class Confirmer:
     def __call__(
         self, material: Sequence[Material], configs: Sequence[SfiConfig]
     ) -> tuple[list[Confirmation], float]:
-        """Run settings, at least one, on some prompts: audited, and once more for the speed.
+        """Run at least one setting: once audited, once more for its speed.
 
         Returns:
-            What came of each, and full attention's tokens per second.
+            The settings' confirmations, and full attention's tokens per second.
 
         Raises:
             KeyboardInterrupt: Ctrl-C.

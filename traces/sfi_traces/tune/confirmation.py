@@ -1,4 +1,4 @@
-"""What came of a tuned setting that was run for real, beside its prediction."""
+"""A tuned setting's real run beside its prediction."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -12,12 +12,12 @@ class Confirmation:
     """A setting's prediction beside its run.
 
     Attributes:
-        comparison: Over the steps whose tokens before are the trace's.
-        kl_next_token: Mean divergence from dense attention's next-token distribution at fast steps, nats;
-            None without fast steps.
+        comparison: Over the steps whose earlier tokens are the trace's.
+        kl_next_token: Mean KL from dense attention's next-token distribution at fast steps, nats; None
+            without fast steps.
         argmax_agreement: Share of fast steps with dense attention's most probable token.
-        decode_tokens_per_second: Speed of the run without the audit.
-        exact_match: Whether the answer is right, word for word; None where nobody knows it.
+        decode_tokens_per_second: Speed without the audit.
+        exact_match: Whether the answer is right, word for word; None if the right one is unknown.
     """
 
     comparison: Comparison
@@ -28,13 +28,13 @@ class Confirmation:
 
     @property
     def error(self) -> float:
-        """Predicted retained mass (at least) less the measured one."""
+        """Predicted retained mass (lower bound) less the measured one."""
         found = self.comparison
         return found.predicted.retained_mass - found.measured.retained_mass
 
     @property
     def bounds(self) -> float:
-        """How far apart the replay's own bounds are."""
+        """The width of the replay's own bounds."""
         predicted = self.comparison.predicted
         return predicted.retained_mass_upper - predicted.retained_mass
 
@@ -56,11 +56,10 @@ class Confirmation:
 
 
 def stated_errors(rows: Sequence[Confirmation]) -> list[float | None]:
-    """Return by how much each prediction may be off, from what the other rows measured.
+    """Return the error to expect of each prediction; None for a single row.
 
-    The width of the replay's own bounds, for what the audit did not record, and on top the largest error
-    among the *other* rows, for what a replay does not model: a row's own error says nothing of itself. None
-    for a single row.
+    It is the width of the replay's bounds, for positions that were not recorded, plus the largest error among
+    the *other* rows, for what a replay does not model.
     """
     return [
         one.bounds + max(abs(other.error) for other in rows if other is not one)

@@ -1,4 +1,4 @@
-"""What a search found: the front, the choice, confirmations, and what is written."""
+"""The result of a search: the front, the choice, confirmations, and the files written."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -22,17 +22,15 @@ SHOWN = ("slow_rate", "retained_mass", "retained_mass_upper", "retained_mass_p5"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """What a search found.
+    """The result of a search.
 
     Attributes:
-        tuning: The traces, space and objectives that were searched.
-        search: The study of the search.
         front: The settings that no other trial beats, cheapest first.
-        chosen: The place of the one to take.
+        chosen: Place of the recommended setting on the front.
         rule: Why it was chosen.
-        interrupted: Whether Ctrl-C ended it.
-        confirmed: Real runs, by their setting's place.
-        full_kv_tokens_per_second: Full attention's speed beside them.
+        interrupted: Whether Ctrl-C ended the search.
+        confirmed: Real runs, by place on the front.
+        full_kv_tokens_per_second: Full attention's speed in the same runs.
     """
 
     tuning: Tuning
@@ -45,20 +43,17 @@ class Found:
     full_kv_tokens_per_second: float | None = None
 
     def config(self, place: int) -> SfiConfig:
-        """Return the settings at a place of the front, as a run takes them."""
+        """Return the config to run the setting at a place of the front."""
         setting = self.front[place].setting
         return tuned_config(setting, self.tuning.space.sets.get(setting.triggers))
 
     def confirm(
         self, run: Callable[[Sequence[SfiConfig]], tuple[list[Confirmation], float]], count: int
     ) -> Self:
-        """Run `count` settings for real, spread over the front, the chosen one among them.
+        """Run `count` settings for real, spread over the front and including the chosen one.
 
-        Where the chosen one misses a limit or the right answer when it runs, one that does not is chosen.
-
-        Args:
-            run: Gives what came of each, and full attention's tokens per second: a `Confirmer`.
-            count: How many, at least one.
+        If the chosen one breaks a limit or gives a wrong answer, a confirmed one that does not is chosen
+        instead. `run` is a `Confirmer`: it returns the confirmations and full attention's tokens per second.
         """
         places = spread(len(self.front), count, self.chosen)
         rows, speed = run([self.config(place) for place in places])
@@ -79,7 +74,7 @@ class Found:
         return one.exact_match is not False and self.tuning.limits.kept_by(one.comparison.measured)
 
     def document(self) -> dict[str, Any]:
-        """Return everything, for JSON, the tables and the figure."""
+        """Return everything as plain values, for JSON, the tables and the figure."""
         tuning = self.tuning
         base, trials = tuning.space.base, self.search.complete()
         mined = tuning.mined
@@ -137,7 +132,7 @@ class Found:
         ]
 
     def toml(self) -> str:
-        """Return the chosen settings and where they come from, for `--config`."""
+        """Return the chosen settings and their provenance, for `--config`."""
         document, chosen = self.document(), self.front[self.chosen]
         ran = next((row for row in document["confirmed"] if row["place"] == self.chosen), None)
         confirmed = ran and {
@@ -179,8 +174,7 @@ def find(
 ) -> Found:
     """Search until the study has so many trials; see `Search.run`.
 
-    Returns:
-        The front, with its chosen setting; an empty one only after Ctrl-C.
+    The front is empty only after Ctrl-C.
 
     Raises:
         SfiError: No trial keeps the limits; the study is kept.

@@ -1,4 +1,4 @@
-"""The Pareto front of a study, and which of its settings to take."""
+"""The Pareto front of a study, and which of its settings to choose."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,12 +20,7 @@ RULES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A setting of the front.
-
-    Attributes:
-        setting: The setting to run.
-        outcome: The setting's outcome, as replayed.
-    """
+    """A setting of the front with its replayed outcome."""
 
     setting: Setting
     outcome: Outcome
@@ -45,7 +40,7 @@ def front_of(
 
 
 def no_feasible(search: Search, space: Space, evaluate: Evaluator, limits: Limits) -> SfiError:
-    """Say how close the closest trial comes to the limits; the study is kept."""
+    """Return an error that says how close the best trial comes to the limits."""
     from optuna.trial import FixedTrial  # noqa: PLC0415 - an extra
 
     trials = search.complete()
@@ -69,10 +64,10 @@ def no_feasible(search: Search, space: Space, evaluate: Evaluator, limits: Limit
 def choose(
     front: Sequence[Candidate], chosen: Mapping[str, Objective], limits: Limits
 ) -> tuple[int, str]:
-    """Pick a setting of the front; return its place and the rule.
+    """Choose a setting of the front; return its place and the rule.
 
-    With a least retained mass the cheapest is taken, since every setting of a feasible front has enough; with
-    a limit of what is read alone the one that keeps most; without limits the knee.
+    With a least retained mass it is the cheapest, since all settings of a feasible front retain enough. With
+    only a limit of what is read it is the one that retains most; without limits the knee.
     """
     table = np.array([costs(one.outcome, chosen) for one in front])
     directions = [one.direction for one in chosen.values()]
@@ -86,7 +81,7 @@ def choose(
 
 
 def spread(count: int, wanted: int, included: int) -> list[int]:
-    """Return places evenly over a front's, one of which is a given one."""
+    """Return `wanted` of `count` places, evenly spread and with `included` among them."""
     if wanted >= count:
         return list(range(count))
     if wanted <= 1:

@@ -1,7 +1,7 @@
-"""The top-k sets that a trace's audit recorded, by layer and KV head, for `sfi tune heads`.
+"""Top-k sets that a trace's audit recorded, by layer and KV head, for `sfi tune heads`.
 
-The audit's probabilities are the mean over a KV head's query heads, where SyncKV's B.1 takes the maximum.
-Paper gap: sets of a trace are the mean's. With one query head for each KV head the two are the same.
+Paper gap: the audit averages probabilities over a KV head's query heads, SyncKV's B.1 takes their maximum.
+With one query head for each KV head the two are the same.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,7 +18,7 @@ LAST_STEP = 2**31 - 1
 
 
 def largest_top(traces: Sequence[Trace]) -> int:
-    """Return the most positions that every support of some traces holds.
+    """Return the largest number of positions that every support of the traces has.
 
     Raises:
         TraceError: A trace has no audit, lacks a layer or KV head, or is of another model.
@@ -37,23 +37,16 @@ def largest_top(traces: Sequence[Trace]) -> int:
 
 
 def requests_of(trace: Trace) -> list[int]:
-    """List the requests of a trace that have supports."""
+    """List a trace's requests that have supports."""
     found: list[int] = trace.table("supports", ["request"])["request"].unique().to_pylist()
     return sorted(found)
 
 
 def request_supports(trace: Trace, request: int, top: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """Say what a request's audited steps attended to most under dense attention.
+    """Yield the top-k sets of a request's audited steps, [N, H, K] int32 padded with -1, for each layer.
 
-    Steps with at most `top` cached tokens are left out: every head's set would be the same.
-
-    Args:
-        trace: A trace that `largest_top` has accepted.
-        request: The request.
-        top: k.
-
-    Yields:
-        Each audited layer, with [N, H, K] int32: k positions for each step and KV head, padded with -1.
+    Steps with at most `top` = K cached tokens are left out, since all their sets would be equal. The trace
+    must have passed `largest_top`.
 
     Raises:
         ConfigError: The audit recorded fewer than `top` positions.

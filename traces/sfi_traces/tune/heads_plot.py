@@ -1,4 +1,4 @@
-"""Similarity of KV heads as heat maps, a map for each layer (SyncKV, Figure 2c, within layers)."""
+"""Similarity of KV heads as heat maps, one for each layer (SyncKV, Figure 2c, within layers)."""
 
 from pathlib import Path
 from typing import Any
@@ -11,14 +11,10 @@ COLUMNS, SIZE = 6, 2.1  # maps side by side; inches of a map
 
 
 def write_plot(document: dict[str, Any], path: Path, *, kind: str) -> None:
-    """Draw the similarity of every two KV heads of each layer, heads in the order of their clusters.
+    """Draw the similarity of every two KV heads of each layer, sorted by cluster.
 
-    White lines divide clusters; representatives have a star.
-
-    Args:
-        document: The document of `sfi tune heads`.
-        path: Where to.
-        kind: "png" or "svg"; the path may end in something else.
+    White lines separate clusters; a star marks representatives. `document` is that of `sfi tune heads`;
+    `kind` is "png" or "svg".
     """
     layers = document["layers"]
     columns = min(COLUMNS, len(layers))

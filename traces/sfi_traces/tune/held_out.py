@@ -1,9 +1,9 @@
-"""Whether mined trigger sets beat punctuation on what they were not mined from.
+"""Tests whether mined trigger sets beat punctuation on held-out data.
 
-A set takes its T_max and gap on the mined part, so that it is slow there no more often than punctuation as
-recorded. On the rest it is set beside punctuation at the same slow rate: the best mixture, by time, of two of
-punctuation's own T_max and gaps, chosen on the rest itself, which is in punctuation's favor. The set beats
-punctuation if it keeps more there, beyond doubt.
+On the mined part a set gets the T_max and gap with which it retains most, among those whose slow rate is no
+higher than recorded punctuation's. On the held-out part its rival is punctuation at the same slow rate: the
+best mixture, by time, of two of punctuation's own T_max and gaps, chosen on the held-out part itself, which
+favors punctuation. The set wins if the interval of its gain in retained mass is above 0.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,29 +19,24 @@ from sfi_traces.replay.support import Floats
 from sfi_traces.tune.mining import MinedToken, propose, rank
 from sfi_traces.tune.trigger_sets import NamedSet
 
-SHARE = 0.6  # of the requests, or of the steps of the only one, that are mined
+SHARE = 0.6  # mined share of the requests, or of a single request's steps
 T_MAX, GAPS = (8, 16, 32, 64, 128), (0, 4, 8, 16, 24)
-BLOCK = 16  # steps; what one refresh serves is not independent
+BLOCK = 16  # steps; those that share a refresh are not independent
 LEAST_BLOCKS = 5
 DRAWS, SEED = 2000, 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """A proposed set beside punctuation, on the part that was held out.
+    """A proposed set against punctuation, on the held-out part.
 
     Attributes:
-        name: Name of the trigger set.
-        tokens: The texts of its mined tokens.
-        token_ids: Token ids of the trigger set.
-        t_max: T_max, chosen on the mined part.
-        min_gap: The gap, chosen on the mined part.
-        slow_rate: Share of slow steps, held out; of punctuation the same, but where it cannot be so slow.
-        difference: Retained mass over all steps, a slow one counting 1, less punctuation's.
-        low: Lower end of the interval of the difference; None where too little was held out.
-        high: Upper end.
+        t_max: Chosen on the mined part, as is `min_gap`.
+        slow_rate: Share of slow steps; punctuation has the same, unless it cannot be so slow.
+        difference: Mean retained mass over all steps, 1 at slow ones, less punctuation's.
+        low: Lower end of the difference's interval; None if too little was held out.
         interval_method: "BCa" or "percentile"; None without an interval.
-        beats: Whether it keeps more beyond doubt.
+        beats: Whether `low` is above 0.
     """
 
     name: str
@@ -59,13 +54,13 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mined:
-    """What mining found.
+    """The result of mining.
 
     Attributes:
         tokens: The tokens of the mined part, ranked.
-        verdicts: The proposals; empty where the support moves after no token beyond doubt.
+        verdicts: The proposals; empty if no token's movement is significant.
         better: The sets that beat punctuation.
-        split: The mined part, in words.
+        split: How the data was divided, in words.
     """
 
     tokens: list[MinedToken]
@@ -77,13 +72,13 @@ class Mined:
 def mine(
     recorded: Sequence[Supports], base: Setting, punctuation: NamedSet, texts: Mapping[int, str]
 ) -> Mined:
-    """Mine one part of some requests, and try the mined triggers on the other part.
+    """Mine one part of some requests, and test the mined triggers on the other part.
 
     Args:
         recorded: The requests.
-        base: The trace's own setting; its trigger delay says how far to look.
+        base: The trace's own setting; its trigger delay says how many steps after a token count.
         punctuation: The trigger set to beat.
-        texts: The tokens' texts.
+        texts: Token texts by id.
 
     Raises:
         TraceError: A trace is redacted.
@@ -103,7 +98,7 @@ def mine(
 
 
 def divide(recorded: Sequence[Supports]) -> tuple[list[Supports], list[Supports], str]:
-    """Return what is mined, what is held out, and how it was divided."""
+    """Return the mined part, the held-out part, and the division in words."""
     if len(recorded) > 1:
         count = min(len(recorded) - 1, max(1, round(SHARE * len(recorded))))
         words = f"{count} of {len(recorded)} requests mined, the others held out"
@@ -154,7 +149,7 @@ def _verdict(
 
 
 def _grid(setting: Setting) -> list[Setting]:
-    # the set with other T_max and gaps, and with no slow step at all
+    # the same triggers with other T_max and gaps, and with no slow step at all
     config = setting.config
     pairs = product(sorted({*T_MAX, config.t_max}), sorted({*GAPS, config.min_gap}))
     configs = [config.replace(t_max=t_max, min_gap=gap) for t_max, gap in pairs]
@@ -164,7 +159,7 @@ def _grid(setting: Setting) -> list[Setting]:
 
 
 def mixture(rivals: Sequence[Sequence[StepMetrics]], rate: float) -> list[Floats]:
-    """Mix the two settings that keep most at a slow rate, in the shares that give it; steps by request."""
+    """Mix the two rivals that retain most at a slow rate, in proportion; return retained mass by request."""
     points = [(_slow_rate(one), _mean_kept(one), one) for one in rivals]
     best: tuple[float, float, Any, Any] | None = None
     for low, high in product(points, points):
@@ -197,16 +192,16 @@ def _slow_rate(metrics: Sequence[StepMetrics]) -> float:
 
 
 def _kept(metrics: StepMetrics) -> Floats:
-    # of each decoding step, the mean over layers and heads; 1 where it is slow
+    # retained mass of each decoding step, the mean over layers and heads; 1 where slow
     kept_N: Floats = metrics.lower_NU[1:].mean(1)
     return kept_N
 
 
 def interval(differences: Sequence[Floats]) -> tuple[float, float, str] | tuple[None, None, None]:
-    """Bootstrap the mean of some requests' steps, in blocks of consecutive ones.
+    """Bootstrap the mean over several requests' steps, in blocks of consecutive ones.
 
     Returns:
-        Both ends of the interval and its method; None where there are too few blocks.
+        Both ends of the interval and its method; all None with too few blocks.
     """
     blocks = [
         one[start : start + BLOCK] for one in differences for start in range(0, len(one), BLOCK)

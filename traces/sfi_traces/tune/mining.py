@@ -1,8 +1,8 @@
-"""Which tokens the support moves after: candidates for a trigger set, from a recorded run.
+"""Ranks tokens by how far the support moves after them: candidates for a trigger set.
 
-The movement after a token is by how much less than usual the support of the steps that follow overlaps with
-that of the step which generated it, the mean over lags, layers and heads. The sample of a token is its
-occurrences; its interval is Student's, at a level that holds for all tokens together (Bonferroni).
+A token's movement is how much less than usual its step's support overlaps with those of the following steps,
+the mean over lags, layers and heads. The sample is the token's occurrences. Its interval is Student's, at a
+level that holds for all tokens together (Bonferroni).
 """
 
 import math
@@ -18,21 +18,19 @@ from sfi_traces.replay.support import NO_TOKEN, Floats
 from sfi_traces.tune.trigger_sets import NamedSet
 
 LEVEL = 0.95
-LEAST = 3  # occurrences, without which there is no interval worth the name
-MOST_RATE = 0.2  # of the steps that a proposed set's tokens may be; the first token is taken anyway
+LEAST = 3  # occurrences that an interval needs
+MOST_RATE = 0.2  # most of the steps that a set's tokens may be, but for its first token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MinedToken:
-    """A generated token, and how the support moves after it.
+    """A generated token, and how far the support moves after it.
 
     Attributes:
-        token_id: Id of the token.
-        text: Text of the token.
-        count: Occurrences that enough steps follow.
-        rate: The tokens' share of the steps.
-        movement: How much less than usual the supports overlap, the mean.
-        low: Lower end of the interval of that mean; None with too few occurrences.
+        count: Occurrences with enough steps after them.
+        rate: The occurrences' share of the steps.
+        movement: Mean loss of overlap.
+        low: Lower end of the mean's interval; None with too few occurrences.
         high: Upper end.
     """
 
@@ -52,9 +50,9 @@ def rank(
 
     Args:
         recorded: The requests to look at.
-        texts: The tokens' texts.
-        lags: Steps after a token to look at; one more than the trigger delay sees the refresh's own step.
-        budget: How many of a step's most probable positions are its support.
+        texts: Token texts by id.
+        lags: Steps after a token to look at; trigger delay + 1 includes the refresh's own step.
+        budget: Most probable positions that make up a step's support.
 
     Raises:
         TraceError: The trace is redacted.
@@ -68,9 +66,8 @@ def rank(
     samples: dict[int, list[float]] = {}
     for supports, overlap_NL in zip(recorded, overlaps, strict=True):
         moved = (usual_L - overlap_NL).mean(1).tolist()
-        for token, movement in zip(
-            supports.tokens, moved, strict=False
-        ):  # the last have no steps after
+        # the last tokens have no steps after them
+        for token, movement in zip(supports.tokens, moved, strict=False):
             samples.setdefault(token, []).append(movement)
     steps = sum(map(len, overlaps))
     tested = max(1, sum(len(values) >= LEAST for values in samples.values()))
@@ -83,14 +80,10 @@ def rank(
 
 
 def propose(tokens: Sequence[MinedToken], recorded: NamedSet) -> list[NamedSet]:
-    """Make trigger sets of the tokens that the support moves after, beyond doubt.
+    """Make trigger sets of the tokens whose movement is significantly above 0.
 
-    Args:
-        tokens: As `rank` orders them.
-        recorded: Punctuation, with which the second proposal is united.
-
-    Returns:
-        "mined" and "mined+punctuation"; nothing where no token is beyond doubt.
+    `tokens` are in the order of `rank`. Returns "mined", and "mined+punctuation" united with `recorded`;
+    nothing without such a token.
     """
     chosen: list[MinedToken] = []
     for one in tokens:
@@ -107,7 +100,7 @@ def propose(tokens: Sequence[MinedToken], recorded: NamedSet) -> list[NamedSet]:
 
 
 def _overlaps(supports: Supports, lags: int, budget: int) -> Floats:
-    # [N - lags, lags]: of each step's support with those of the steps after it
+    # [N - lags, lags]: overlap of each step's support with the following ones
     strongest = _strongest(supports, budget)
     found = [
         overlap_after(strongest, step, strongest.position_NUK[step + 1 : step + 1 + lags]).mean(1)

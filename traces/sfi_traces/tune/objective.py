@@ -1,4 +1,4 @@
-"""What a tuning asks of a setting: objectives, and limits that it has to keep."""
+"""Objectives of a tuning, and limits that a setting must keep."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,12 +10,7 @@ from sfi_traces.tune.study import Direction
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """One number of an outcome, and where it should go.
-
-    Attributes:
-        field: The number, a field of `Outcome`.
-        direction: "minimize" or "maximize".
-    """
+    """A field of `Outcome` to minimize or maximize."""
 
     field: str
     direction: Direction
@@ -25,7 +20,7 @@ class Objective:
         return float(getattr(outcome, self.field))
 
     def cost(self, outcome: Outcome) -> float:
-        """Return the number so that less is better."""
+        """Return the number with the sign that makes less better."""
         return self.of(outcome) if self.direction == "minimize" else -self.of(outcome)
 
 
@@ -39,10 +34,10 @@ DEFAULT = ("bytes", "retained")
 
 
 def objectives(names: Sequence[str]) -> dict[str, Objective]:
-    """Look objectives up: at least one cost of a setting, and one measure of the mass that it keeps.
+    """Look up objectives: at least one cost, and at least one measure of retained mass.
 
     Raises:
-        ConfigError: An unknown name, or one side only.
+        ConfigError: A name is unknown, or one of the two kinds is missing.
     """
     found = {}
     for name in names or DEFAULT:
@@ -59,34 +54,25 @@ def objectives(names: Sequence[str]) -> dict[str, Objective]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What a setting has to keep to be feasible.
+    """What a feasible setting must keep; None for no limit.
 
     Attributes:
-        min_retained: Least mean retained mass; None for no limit.
-        max_read: Largest share of the cached tokens read; None for no limit.
+        min_retained: Least mean retained mass.
+        max_read: Largest share of the cached tokens read.
     """
 
     min_retained: float | None = None
     max_read: float | None = None
 
     def __post_init__(self) -> None:
-        """Reject what is no share.
-
-        Raises:
-            ConfigError: Out of (0, 1].
-        """
+        """Raise `ConfigError` for a limit outside (0, 1]."""
         for name in ("min_retained", "max_read"):
             value = getattr(self, name)
             if value is not None and not 0 < value <= 1:
                 raise ConfigError(f"{name.replace('_', '-')} must be in (0, 1], got {value}")
 
-    @property
-    def given(self) -> bool:
-        """Whether there is any."""
-        return self.min_retained is not None or self.max_read is not None
-
     def violations(self, outcome: Outcome) -> dict[str, float]:
-        """Return by how much each limit is missed; 0 or less where it is kept."""
+        """Return by how much each limit is exceeded; at most 0 where it is kept."""
         found = {}
         if self.min_retained is not None:
             found["min-retained"] = self.min_retained - outcome.retained_mass
@@ -95,16 +81,15 @@ class Limits:
         return found
 
     def kept_by(self, outcome: Outcome) -> bool:
-        """Whether an outcome keeps all of them."""
+        """Say whether an outcome keeps all limits."""
         return all(value <= 0 for value in self.violations(outcome).values())
 
 
 @dataclass(slots=True, kw_only=True)
 class Evaluator:
-    """Replays settings, each once.
+    """Replays each setting once over every request of every trace.
 
     Attributes:
-        recorded: Supports to replay: every request of every trace.
         batch: Requests that share the weights, in the byte model.
     """
 
@@ -113,10 +98,10 @@ class Evaluator:
     _known: dict[tuple[object, ...], Outcome] = field(default_factory=dict)
 
     def __call__(self, setting: Setting) -> Outcome:
-        """Return what a setting costs and keeps, all requests pooled.
+        """Return a setting's outcome over all requests.
 
         Raises:
-            TraceError: The budget is larger than what an audit recorded.
+            TraceError: The budget exceeds what an audit recorded.
         """
         key = setting.key
         if key not in self._known:
@@ -125,5 +110,5 @@ class Evaluator:
 
 
 def costs(outcome: Outcome, chosen: Mapping[str, Objective]) -> tuple[float, ...]:
-    """Return the objectives of an outcome so that less is better."""
+    """Return an outcome's objectives with the sign that makes less better."""
     return tuple(one.cost(outcome) for one in chosen.values())

@@ -1,4 +1,4 @@
-"""A tuning as a figure: every trial, the front, and what was measured."""
+"""A tuning as a figure: all trials, the front, and measured settings."""
 
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,9 @@ FIELDS = {
 
 
 def write_plot(document: dict[str, Any], path: Path, *, kind: str) -> None:
-    """Draw what settings keep against what they cost, an axis for each pair of objectives.
+    """Draw retained mass against cost, one panel for each pair of objectives.
 
-    Args:
-        document: The tuning's document, with at least one setting on the front.
-        path: Where to.
-        kind: "png" or "svg"; the path may end in something else.
+    `document`, the tuning's, has at least one setting on the front; `kind` is "png" or "svg".
     """
     names = [one["name"] for one in document["objectives"]]
     rows = [name for name in names if name in KEPT]
@@ -72,7 +69,7 @@ def _draw(axes: Any, document: dict[str, Any], cost: str, kept: str) -> None:
                 *_place(row, cost, kept), s=110, facecolors="none", edgecolors=CHOSEN, linewidths=1.6,
                 label="chosen", zorder=4,
             )  # fmt: skip
-    # a run whose tokens soon differ was measured on a few steps only, which the front's numbers are not of
+    # a run whose tokens soon differ is comparable on a few steps only, and is left out
     whole = [one for one in document["confirmed"] if one["steps"] == one["recorded_steps"]]
     measured = [one["measured"] for one in whole]
     if measured:

@@ -1,4 +1,4 @@
-"""What a tuning searches: settings, each with some values or a range."""
+"""The search space of a tuning: settings, each with values or a range."""
 
 import hashlib
 import json
@@ -18,7 +18,7 @@ SEARCHED = (  # besides the policy and the trigger sets
     "t_max", "trigger_delay", "min_gap", "slow_start", "stride", "budget", "recent", "span",
 )  # fmt: skip
 SETTINGS = settings_of(SfiConfig)
-LOG = 8  # a range of whole numbers whose ends are so far apart is searched by its logarithm
+LOG = 8  # a range of integers with a larger ratio of its ends is searched by its logarithm
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +26,8 @@ class Axis:
     """One dimension of the search.
 
     Attributes:
-        name: A field of `SfiConfig`; "triggers" has the names of trigger sets.
-        values: Values to try, or the two ends of a range.
+        name: A field of `SfiConfig`; "triggers" has names of trigger sets.
+        values: Values to try, or both ends of a range.
         is_range: Whether everything between the ends may be tried.
     """
 
@@ -40,7 +40,7 @@ class Axis:
         """Read `8,16,32`, `8:64` or one value.
 
         Raises:
-            ConfigError: No value, one that is none, or a range that does not ascend.
+            ConfigError: There is no value, an invalid one, or a range that does not ascend.
         """
         low, colon, high = text.partition(":")
         if name in ("trigger_policy", "triggers"):
@@ -57,7 +57,7 @@ class Axis:
         return cls(name, tuple(values), is_range=bool(colon) and len(values) > 1)
 
     def suggest(self, trial: Any) -> Any:
-        """Let a trial of Optuna pick a value; a fixed value is not asked for."""
+        """Let an Optuna trial pick a value; a single value is no parameter of the trial."""
         if len(self.values) == 1:
             return self.values[0]
         if not self.is_range:
@@ -88,7 +88,7 @@ class Space:
     """The settings that a tuning may try.
 
     Attributes:
-        base: Gives what is not searched.
+        base: Gives the settings that are not searched.
         sets: The trigger sets, by name.
         axes: The dimensions, by name.
     """
@@ -105,17 +105,17 @@ class Space:
         sets: Sequence[NamedSet],
         given: Mapping[str, str | None],
     ) -> Self:
-        """Take the dimensions that were given, and for the others the default ones.
+        """Combine given dimensions with the default ones.
 
         Args:
             base: The trace's own setting.
-            recorded: The traces' supports: the budget can be no larger than what they hold.
+            recorded: The traces' supports, which limit the budget.
             sets: Trigger sets, the trace's own first.
             given: Values or a range by name, as `Axis.parse` reads them; None takes the default.
 
         Raises:
-            ConfigError: A value that cannot run or has no effect, or nothing to choose between.
-            TraceError: A budget beyond the audit's.
+            ConfigError: A value cannot run or has no effect, or there is nothing to choose.
+            TraceError: A budget exceeds the audit's.
         """
         texts = {name: text for name, text in given.items() if text is not None}
         axes = _defaults(recorded, sets)
@@ -131,7 +131,7 @@ class Space:
         return cls(base=base, sets={one.name: one for one in sets}, axes=kept)
 
     def setting(self, trial: Any) -> Setting:
-        """Let a trial of Optuna pick a setting: only what its trigger policy looks at."""
+        """Let an Optuna trial pick a setting: only values that its trigger policy uses."""
         policy = self.axes["trigger_policy"].suggest(trial)
         values = {
             name: axis.suggest(trial)
@@ -145,7 +145,7 @@ class Space:
         return Setting(config=config, trigger_token_ids=chosen.token_ids, triggers=chosen.name)
 
     def base_values(self) -> dict[str, Any] | None:
-        """Return the values that give the base, for a first trial; None where it lies outside."""
+        """Return the trial parameters of the base; None where it lies outside the space."""
         config = self.base.config
         values = {
             name: self.base.triggers if name == "triggers" else getattr(config, name)
@@ -157,14 +157,14 @@ class Space:
         return {n: v for n, v in values.items() if len(self.axes[n].values) > 1}
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON; ranges as LOW:HIGH."""
+        """Return plain values, for JSON; ranges as LOW:HIGH."""
         return {
             name: f"{axis.values[0]}:{axis.values[1]}" if axis.is_range else list(axis.values)
             for name, axis in self.axes.items()
         }
 
     def fingerprint(self) -> str:
-        """Return what tells this space from others."""
+        """Return a hash that identifies the space."""
         sets = {name: sorted(one.token_ids) for name, one in self.sets.items()}
         own = {**self.base.config.to_dict(), "ids": sorted(self.base.trigger_token_ids)}
         text = json.dumps([self.to_dict(), sets, own], sort_keys=True)

@@ -1,4 +1,4 @@
-"""The file of a study, a journal of Optuna's, and one-line errors for what can go wrong."""
+"""A study's file, an Optuna journal, with one-line errors."""
 
 import json
 import logging
@@ -15,11 +15,7 @@ SUFFIX = ".journal"
 
 
 def check_optuna() -> None:
-    """Refuse to search where a package of the extra is missing.
-
-    Raises:
-        BackendError: Naming what to install.
-    """
+    """Raise `BackendError` if a package of the extra is missing."""
     for package in ("optuna", "scipy"):
         if find_spec(package) is None:
             raise BackendError(
@@ -28,11 +24,7 @@ def check_optuna() -> None:
 
 
 def check_path(path: Path, *, resume: bool) -> None:
-    """Refuse a study's file before any work.
-
-    Raises:
-        ConfigError: Another suffix, or a file that is there without `resume`.
-    """
+    """Raise `ConfigError` for another suffix, or for a file that exists without `resume`."""
     if path.suffix != SUFFIX:
         raise ConfigError(f"study must end in {SUFFIX}, got {path.name}")
     if path.exists() and not resume:
@@ -41,11 +33,7 @@ def check_path(path: Path, *, resume: bool) -> None:
 
 @contextmanager
 def careful(path: Path) -> Iterator[None]:
-    """Keep Optuna's own lines and warnings off the terminal, and give errors of the file in one line.
-
-    Raises:
-        SfiError: The file cannot be written.
-    """
+    """Silence Optuna's messages, and raise `SfiError` if the file cannot be written."""
     import optuna  # noqa: PLC0415 - an extra
 
     optuna.logging.set_verbosity(logging.CRITICAL)
@@ -58,10 +46,10 @@ def careful(path: Path) -> Iterator[None]:
 
 
 def open_storage(path: Path) -> Any:
-    """Open a study's file for Optuna, or make it; inside `careful`.
+    """Open or make a study's file; call it inside `careful`.
 
     Raises:
-        InputError: The file is damaged, or something else.
+        InputError: The file is damaged or something else.
     """
     from optuna.storages import JournalStorage  # noqa: PLC0415 - an extra
     from optuna.storages.journal import JournalFileBackend  # noqa: PLC0415

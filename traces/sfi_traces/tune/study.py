@@ -1,8 +1,8 @@
 """The search: an Optuna study on disk, which several processes on several machines may share.
 
-A study's name identifies its traces, space and objectives. The file counts the work: a trial is one too
-many if as many trials as asked for, done or under way, have a smaller number. Optuna's `MaxTrialsCallback`
-counts only after a trial, so that workers who finish together would begin too many.
+A study's name identifies its traces, space and objectives. Workers coordinate by the file: a trial is too
+many if its number is preceded by as many trials, done or running, as were asked for. Optuna's
+`MaxTrialsCallback` counts only after a trial, so workers that finish together would begin too many.
 """
 
 import os
@@ -21,20 +21,12 @@ from sfi_traces.tune.storage import careful, check_path, open_storage
 
 PREFIX = "sfi-tune"
 Direction = Literal["minimize", "maximize"]
-Measured = tuple[
-    Sequence[float], Mapping[str, float]
-]  # values, and constraints: at most 0 where kept
+Measured = tuple[Sequence[float], Mapping[str, float]]  # values; constraints, kept if at most 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Purpose:
-    """The purpose of a study; trials of a study with another purpose cannot be compared.
-
-    Attributes:
-        traces: Identifies the traces.
-        space: Identifies the search space.
-        objectives: Identifies the objectives and limits.
-    """
+    """What a study searches, as hashes; trials of studies with different purposes cannot be compared."""
 
     traces: str
     space: str
@@ -46,7 +38,7 @@ class Purpose:
         return f"{PREFIX}/{self.traces}/{self.space}/{self.objectives}"
 
     def difference(self, name: str) -> str:
-        """Say in what another study differs."""
+        """Say in what a study with another name differs."""
         prefix, *parts = name.split("/")
         own = {"traces": self.traces, "search space": self.space, "objectives": self.objectives}
         if prefix != PREFIX or len(parts) != len(own):
@@ -57,13 +49,7 @@ class Purpose:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Search:
-    """A study that is open.
-
-    Attributes:
-        study: Optuna's study.
-        path: The study's file.
-        created: Whether this process made it.
-    """
+    """An open study; `created` says whether this process made it."""
 
     study: Any
     path: Path
@@ -82,15 +68,15 @@ class Search:
         """Make a study, or go on with one.
 
         Args:
-            path: The study's file, a `.journal` of Optuna's.
+            path: The study's file, an Optuna `.journal`.
             purpose: The traces, space and objectives of the study.
             directions: "minimize" or "maximize", for each objective.
-            seed: Seed of the sampler; a process that joins a study draws other numbers.
+            seed: Seed of the sampler; a process that joins a study derives another.
             resume: Whether to go on with a study that exists.
 
         Raises:
-            ConfigError: An unknown suffix, or a file that is there without `resume`.
-            InputError: The file is no study, a damaged one, or was made for something else.
+            ConfigError: The suffix is another, or the file exists without `resume`.
+            InputError: The file is no study, damaged, or of another purpose.
             SfiError: The file is locked or cannot be written.
         """
         import optuna  # noqa: PLC0415 - an extra
@@ -124,17 +110,17 @@ class Search:
         first: Mapping[str, Any] | None = None,
         on_trial: Callable[[int], None] = lambda _: None,
     ) -> bool:
-        """Try settings until all workers together have tried as many as asked for.
+        """Try settings until all workers together have made `trials`.
 
         Args:
             suggest: Lets a trial pick a setting.
             measure: Returns a setting's values; equal settings of all workers are measured once.
             trials: How many the study is to have in all.
-            first: Values to begin with, if this process made the study.
-            on_trial: Told how many the study has.
+            first: Values of the first trial, if this process made the study.
+            on_trial: Told how many trials the study has.
 
         Returns:
-            Whether Ctrl-C ended it; a trial under way is finished first.
+            Whether Ctrl-C ended it; a running trial is finished first.
 
         Raises:
             SfiError: The file is locked or cannot be written.
@@ -159,7 +145,7 @@ class Search:
             return interrupted()
 
     def complete(self) -> list[Any]:
-        """Return the trials that have values, by number."""
+        """Return the finished trials, by number."""
         with careful(self.path):
             return self._trials("COMPLETE")
 
@@ -197,14 +183,14 @@ class Search:
 
 
 def _joined_seed(seed: int, study: Any) -> int:
-    # workers that draw alike would try the same settings
+    # another seed for each worker, so that they try different settings
     mixed = f"{seed} {len(study.get_trials(deepcopy=False))} {socket.gethostname()} {os.getpid()}"
     return random.Random(mixed).getrandbits(32)  # noqa: S311 - no secret
 
 
 @contextmanager
 def _interrupts() -> Iterator[Callable[[], bool]]:
-    # a Ctrl-C within a write would leave half a line in a file that others read; a second one is at once
+    # the first Ctrl-C waits: inside a write it would tear a line that others read; a second one is immediate
     asked = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield asked.is_set

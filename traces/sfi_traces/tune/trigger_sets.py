@@ -1,4 +1,4 @@
-"""Trigger sets with names: the trace's own, punctuation, and those that a user or mining proposes."""
+"""Named trigger sets: the trace's own, punctuation, and sets from the user or from mining."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,10 +20,9 @@ class NamedSet:
     """A trigger set.
 
     Attributes:
-        name: Name of the set in tables.
-        token_ids: T_trig; of `strings` only the ids that the traces generated, all a replay needs.
-        strings: Strings that a tokenizer turns into the set; None where only ids are known.
-        texts: The tokens' texts, where they are known.
+        token_ids: T_trig; for `strings` only the ids that the traces generated, all that a replay needs.
+        strings: Strings that a tokenizer turns into the set; None if only ids are known.
+        texts: The tokens' texts, if known.
     """
 
     name: str
@@ -40,14 +39,14 @@ def recorded_set(base: Setting) -> NamedSet:
 
 
 def punctuation_sets(traces: Sequence[Trace]) -> list[NamedSet]:
-    """Build the punctuation sets that the generated tokens can tell apart; none of a redacted trace."""
+    """Build the punctuation sets from the generated tokens; none for a redacted trace."""
     if any(trace.manifest["redacted"] for trace in traces):
         return []
     return given_sets(traces, PUNCTUATION)
 
 
 def given_sets(traces: Iterable[Trace], strings: Mapping[str, Sequence[str]]) -> list[NamedSet]:
-    """Match strings with the generated tokens, by the rules of a run.
+    """Build named sets by matching strings with the generated tokens, by the rules of a run.
 
     Raises:
         ConfigError: A string is empty.
@@ -61,10 +60,10 @@ def given_sets(traces: Iterable[Trace], strings: Mapping[str, Sequence[str]]) ->
 
 
 def distinct(sets: Iterable[NamedSet], generated: Iterable[int]) -> list[NamedSet]:
-    """Keep the first of the sets that no generated token tells apart; empty ones only where it comes first.
+    """Drop sets that equal an earlier one on the generated tokens, and empty ones but for the first set.
 
     Raises:
-        ConfigError: Two different sets have one name.
+        ConfigError: Two sets have one name.
     """
     known = frozenset(generated)
     found: dict[frozenset[int], NamedSet] = {}

@@ -1,4 +1,4 @@
-"""The file that a tuning ends in: settings for `--config`, and where they come from."""
+"""The file that a tuning writes: settings for `--config`, and their provenance."""
 
 import json
 import math
@@ -11,7 +11,7 @@ from sfi_traces.tune.trigger_sets import NamedSet
 
 
 def tuned_config(setting: Setting, chosen: NamedSet | None) -> SfiConfig:
-    """Return the settings to run: a set of strings by its strings, a mined one by its token ids."""
+    """Return the config to run: a set of strings as strings, a mined one as token ids."""
     if chosen is None or setting.policy != "boundary":
         return setting.config
     if chosen.strings is not None:
@@ -20,12 +20,12 @@ def tuned_config(setting: Setting, chosen: NamedSet | None) -> SfiConfig:
 
 
 def tuned_toml(config: SfiConfig, provenance: Mapping[str, Any]) -> str:
-    """Write settings as `--config` reads them, with a table of where they come from, which it skips."""
+    """Write settings for `--config`, with their provenance in a table that `--config` skips."""
     return config.to_toml() + _tables("provenance", provenance)
 
 
 def _tables(name: str, values: Mapping[str, Any], *, row: bool = False) -> str:
-    # TOML has no null, and its plain keys come before the tables below
+    # TOML has no null, and plain keys must come before tables
     known = {key: value for key, value in values.items() if _told(value)}
     plain = {k: v for k, v in known.items() if not isinstance(v, Mapping) and not _rows(v)}
     heading = f"[[{name}]]" if row else f"[{name}]"
@@ -39,7 +39,7 @@ def _tables(name: str, values: Mapping[str, Any], *, row: bool = False) -> str:
 
 
 def _line(pair: tuple[str, Any]) -> str:
-    # JSON's strings, numbers, booleans and arrays are TOML too, but for a bare DEL
+    # JSON's strings, numbers, booleans and arrays are valid TOML, except for a bare DEL
     return f"{pair[0]} = {json.dumps(pair[1], ensure_ascii=False)}".replace("\x7f", "\\u007f")
 
 

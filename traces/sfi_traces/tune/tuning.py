@@ -1,4 +1,4 @@
-"""What is tuned: traces, what was mined from them, the search space, objectives and limits."""
+"""A tuning: traces, mined triggers, the search space, objectives and limits."""
 
 import hashlib
 import json
@@ -19,17 +19,7 @@ from sfi_traces.tune.trigger_sets import distinct, given_sets, punctuation_sets,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuning:
-    """What is searched, and on what.
-
-    Attributes:
-        traces: The traces, of one model.
-        recorded: The supports of each.
-        space: The settings that may be tried.
-        objectives: Objectives of the search.
-        limits: Limits that a feasible setting keeps.
-        evaluate: Replays them.
-        mined: Result of mining; None where mining was off.
-    """
+    """What is searched, on which traces; `mined` is None where mining was off."""
 
     traces: Sequence[Trace]
     recorded: Sequence[Sequence[Supports]]
@@ -51,7 +41,7 @@ class Tuning:
         limits: Limits,
         batch: int = 1,
     ) -> Self:
-        """Read traces, mine them, and lay the search space out.
+        """Read traces, mine them, and lay out the search space.
 
         Args:
             traces: At least one, audited at every step, of one model; the first gives what is not searched.
@@ -63,9 +53,9 @@ class Tuning:
             batch: Requests that share the weights, in the byte model.
 
         Raises:
-            TraceError: No audit, different models, a redacted trace where its tokens are needed, or a budget
-                beyond the audit's.
-            ConfigError: A setting out of range, or nothing to choose between.
+            TraceError: A trace has no audit, is of another model, or is redacted though its tokens are
+                needed; or a budget exceeds the audit's.
+            ConfigError: A setting is out of range, or there is nothing to choose.
         """
         for trace in traces[1:]:
             check_one_model(traces[0], trace)
@@ -90,7 +80,7 @@ class Tuning:
 
     @property
     def purpose(self) -> Purpose:
-        """What a study of it is for."""
+        """The purpose of the tuning's study."""
         manifests = sorted(json.dumps(trace.manifest, sort_keys=True) for trace in self.traces)
         limits = [self.limits.min_retained, self.limits.max_read]
         return Purpose(
@@ -100,13 +90,13 @@ class Tuning:
         )
 
     def open(self, path: Path, *, seed: int = 0, resume: bool = False) -> Search:
-        """Make its study, or go on with it; see `Search.open`."""
+        """Make the tuning's study, or go on with it; see `Search.open`."""
         directions = [one.direction for one in self.objectives.values()]
         return Search.open(path, self.purpose, directions, seed=seed, resume=resume)
 
 
 def replayable(setting: Setting, recorded: Sequence[Supports]) -> Setting:
-    """Cut a trace's own budget to what its audit recorded; more of it cannot be replayed."""
+    """Cut a trace's own budget to what its audit recorded, since more cannot be replayed."""
     tops = [one.top for one in recorded if one.length_N[-1] > one.top]
     budget = min([setting.config.budget, *tops])
     return replace(setting, config=setting.config.replace(budget=budget))
@@ -114,5 +104,5 @@ def replayable(setting: Setting, recorded: Sequence[Supports]) -> Setting:
 
 def _texts(traces: Sequence[Trace]) -> Mapping[int, str]:
     if any(trace.manifest["redacted"] for trace in traces):
-        return {}  # mining says what is missing
+        return {}  # `rank` raises the error
     return RecordedVocabulary.of(traces).texts

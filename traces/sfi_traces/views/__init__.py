@@ -1,1 +1,1 @@
-"""What figures and reports show of a trace, as plain numbers and words."""
+"""What figures and reports show of a trace, as numbers and words."""

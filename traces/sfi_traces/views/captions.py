@@ -1,4 +1,4 @@
-"""Titles and notes of the figures, the same in `sfi trace plot` and in `sfi trace report`."""
+"""Titles and notes of the figures, shared by `sfi trace plot` and `sfi trace report`."""
 
 from typing import NamedTuple
 
@@ -9,14 +9,14 @@ from sfi_traces.views.view import View
 
 
 class Caption(NamedTuple):
-    """What a figure shows, and what one has to know to read it."""
+    """A figure's title, and the note that explains it."""
 
     title: str
     note: str
 
 
 def subject(view: View) -> str:
-    """Say which run a figure is of."""
+    """Describe the run of a figure."""
     manifest, steps = view.trace.manifest, view.steps
     prompt = int(steps.context[0] - steps.step[0])
     words = [
@@ -32,7 +32,7 @@ def subject(view: View) -> str:
 
 
 def support(view: View, top: int) -> str:
-    """Say what a support of so many positions is; an import may have them of an indexer."""
+    """Describe supports of `top` positions; an import may have an indexer's selections instead."""
     imported = view.trace.imported
     if imported and imported["kind"] == "selections":
         return f"Imported selections of up to {top} positions"
@@ -40,7 +40,7 @@ def support(view: View, top: int) -> str:
 
 
 def stability(view: View, shown: ViewSupports) -> Caption:
-    """Describe the heat map of some of the audited steps."""
+    """Caption the heat map of the steps in `shown`."""
     whole = view.supports
     note = f"{support(view, view.k)}, {places(list(whole.sets))}."
     if not any(view.steps.text):
@@ -52,7 +52,7 @@ def stability(view: View, shown: ViewSupports) -> Caption:
 
 
 def lag(view: View) -> Caption:
-    """Describe the overlap by lag."""
+    """Caption the overlap by lag."""
     note = (
         f"{support(view, view.k)}, {places(list(view.supports.sets))}. Pairs of audited steps up to "
         f"{MOST_LAG} steps apart; bands hold 10 to 90 % of them.{layers_left_out(view)}"
@@ -61,7 +61,7 @@ def lag(view: View) -> Caption:
 
 
 def raster(view: View, shown: Raster, why: str) -> Caption:
-    """Describe a support raster; `why` says what is special about its layer and KV head, if anything."""
+    """Caption a support raster; `why` says what is special about its layer and KV head, if anything."""
     note = f"{support(view, shown.top)}."
     if why:
         note += f" In {places([shown.place])} {why}."
@@ -77,7 +77,7 @@ def raster(view: View, shown: Raster, why: str) -> Caption:
 
 
 def lambda_star(data: Lambda) -> Caption:
-    """Describe lambda* over time."""
+    """Caption lambda* over time."""
     where = f"in {places(data.places)}"
     if many := _many(data.places):
         where = f"median and 10 to 90 % of {many}"
@@ -88,7 +88,7 @@ def lambda_star(data: Lambda) -> Caption:
 
 
 def retained(view: View, data: Retained) -> Caption:
-    """Describe the retained mass, or what stands in for it."""
+    """Caption the retained mass, or what stands in for it."""
     least, most = (places([place]) for place in data.extremes)
     worst = f"Least in {least}; most in {most}."
     if data.coverage:
@@ -105,7 +105,7 @@ def retained(view: View, data: Retained) -> Caption:
 
 
 def timeline(data: Timeline) -> Caption:
-    """Describe the timeline."""
+    """Caption the timeline."""
     note = "Sums over layers."
     if data.prefill_us is not None:
         note += f" Step 0, the prefill, took {data.prefill_us / 1000:,.1f} ms and is left out."
@@ -119,7 +119,7 @@ def timeline(data: Timeline) -> Caption:
 
 
 def places(found: list[Place]) -> str:
-    """Say which layers and KV heads a figure is about."""
+    """Name the layers and KV heads of a figure."""
     layers, heads = ({place[axis] for place in found} for axis in (0, 1))
     one = [
         f"{name} {next(iter(values))}"
@@ -149,7 +149,7 @@ def left_out(view: View, whole: ViewSupports, shown: ViewSupports | Raster) -> s
 
 
 def layers_left_out(view: View) -> str:
-    """Say how many audited layers are not drawn, because they would be too much; "" if none."""
+    """Say how many audited layers are drawn if not all, because of their size; "" if all."""
     drawn = len({layer for layer, _ in view.supports.sets})
     if drawn == view.audited_layers:
         return ""

@@ -1,4 +1,4 @@
-"""Attention drift (SyncKV, Fig. 2a): what is left of the prompt's support as decoding goes on."""
+"""Attention drift (SyncKV, Fig. 2a): how much of the prompt's support remains as decoding goes on."""
 
 from dataclasses import dataclass
 
@@ -45,18 +45,18 @@ class Drift:
 
     @property
     def points(self) -> int:
-        """How many overlaps a step's mean is over: layers x KV heads."""
+        """Overlaps behind a step's mean: layers x KV heads."""
         return len(self.overlap)
 
 
 def drift(supports: ViewSupports) -> Drift:
-    """Compare the supports of each step with those of step 0, by the overlap coefficient (SyncKV, Eq. 1).
+    """Compare each step's supports with step 0's by the overlap coefficient (SyncKV, Eq. 1).
 
     Paper gap: SyncKV compares with the prefill without saying which of its queries counts; step 0 is the
     prompt's last position, whose support is the first that decoding could have kept.
 
     Raises:
-        TraceError: No support of step 0, or of no step after.
+        TraceError: Step 0, or every later step, has no support.
     """
     if not len(supports.step) or supports.step[0] != 0:
         raise TraceError(

@@ -1,4 +1,4 @@
-"""Numbers of the figures that are not about the overlap of supports: lambda*, retained mass, phases."""
+"""Numbers of the figures of lambda*, retained mass and phases."""
 
 from dataclasses import dataclass
 
@@ -10,10 +10,10 @@ from sfi_core.errors import TraceError
 from sfi_traces.views.stability import SPREAD, Place, thinning
 from sfi_traces.views.view import View
 
-PHASES = (  # leaf spans, in the order in which a bar stacks them
+PHASES = (  # innermost spans, in a bar's order
     "attention.fast", "attention.dense", "attention.mixed", "selector", "top_k", "pack", "append", "sample",
 )  # fmt: skip
-AUDIT = ("audit", "shadow")  # spans that are there because somebody looks
+AUDIT = ("audit", "shadow")  # spans of the audit itself
 REST = "rest of the step"
 MOST_BARS = 2000
 
@@ -23,13 +23,12 @@ class Lambda:
     """The prior's weight lambda* over time.
 
     Attributes:
-        step: Slow steps at which the memory was refreshed.
+        step: Refreshes.
         median: Median over layers and KV heads.
         low: 10 % quantile.
         high: 90 % quantile.
-        clip: Upper bound that the run's config sets.
-        clipped: Share of all values that stand at the bound.
-        places: The layers and KV heads.
+        clip: Upper bound in the run's config.
+        clipped: Share of all values at the bound.
     """
 
     step: np.ndarray
@@ -64,7 +63,8 @@ def lambda_over_time(view: View) -> Lambda:
     )
     clip = view.trace.manifest["config"]["selector"]["lambda_clip"]
     clipped = np.isclose(value, clip, rtol=1e-4).mean()
-    return Lambda(step, median, low, high, clip, float(clipped), _places(rows))
+    pairs = zip(rows["layer"].to_pylist(), rows["head"].to_pylist(), strict=True)
+    return Lambda(step, median, low, high, clip, float(clipped), sorted(set(pairs)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +75,9 @@ class Retained:
         layers: Rows of the map.
         heads: Columns.
         mass: `[layers, heads]`; NaN where a layer has no such head.
-        steps: Audited steps that a mean is over.
-        coverage: False: mass of what fast steps attended. True: there was no audited fast step, and it is the
-            mass of the supports instead.
+        steps: Audited steps behind a mean.
+        coverage: False: the mass that fast steps attended. True: no fast step was audited, and it is the mass
+            of the supports.
     """
 
     layers: list[int]
@@ -88,7 +88,7 @@ class Retained:
 
     @property
     def extremes(self) -> tuple[Place, Place]:
-        """Return the layers and heads with the least and the most mass."""
+        """The layers and heads with the least and the most mass."""
         least, most = np.nanargmin(self.mass), np.nanargmax(self.mass)
         ends = [np.unravel_index(at, self.mass.shape) for at in (least, most)]
         low, high = ((self.layers[row], self.heads[column]) for row, column in ends)
@@ -96,11 +96,7 @@ class Retained:
 
 
 def retained_mass(view: View) -> Retained:
-    """Average the retained mass over the fast audited steps.
-
-    Raises:
-        TraceError: No audit.
-    """
+    """Average the retained mass over the audited fast steps; raises `TraceError` without audit or masses."""
     view.trace.require_audit()
     view.trace.require_masses()
     columns = ["request", "step", "layer", "head", "retained_mass"]
@@ -121,16 +117,16 @@ def retained_mass(view: View) -> Retained:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """What the time of each decoding step went to.
+    """The time of each decoding step by phase.
 
     Attributes:
         step: First step of each bar; step 0, the prefill, is left out.
         per_bar: Steps that a bar averages; 1 unless there are many.
-        phases: Microseconds of each phase that took any, by name.
+        phases: Microseconds by the name of each phase that took any.
         slow: Slow steps.
         prefill_us: Wall time of step 0; None where it was not recorded.
-        audit_us: Time of the audit, the mean over the steps; not in `phases`.
-        stepless: Passes of a lossless run that have no step: their drafted token was none of its request's.
+        audit_us: Mean time of the audit in a step; not in `phases`.
+        stepless: Drafting passes of a lossless run whose token was rejected, so that they have no step.
     """
 
     step: np.ndarray
@@ -143,13 +139,13 @@ class Timeline:
 
 
 def step_phases(view: View) -> Timeline:
-    """Sum the leaf spans of each decoding step by phase.
+    """Sum the innermost spans of each decoding step by phase.
 
-    The rest of a step is its wall time less these and the audit's. A run's spans carry its first request's
-    number, and the batch's steps.
+    The rest of a step is its wall time less these and the audit's. Spans have the number of their run's first
+    request, and the batch's steps.
 
     Raises:
-        TraceError: No timings of decoding steps.
+        TraceError: No decoding step has timings.
     """
     steps, later = view.steps, view.steps.step >= 1
     step = steps.step[later]
@@ -161,6 +157,8 @@ def step_phases(view: View) -> Timeline:
     width = thinning(len(step), MOST_BARS)
     edges = np.arange(0, len(step), width)
     counts = np.diff([*edges, len(step)])
+    columns = ["request", "drafted", "accepted"]
+    checks = view.trace.table("verifications", columns).filter(view.of_request)
     return Timeline(
         step=step[edges],
         per_bar=width,
@@ -172,18 +170,12 @@ def step_phases(view: View) -> Timeline:
         slow=step[steps.slow[later]],
         prefill_us=None if later.all() else float(steps.elapsed_us[0]),
         audit_us=float(audit_us.mean()),
-        stepless=_stepless(view),
+        stepless=int(checks["drafted"].to_numpy().sum() - checks["accepted"].to_numpy().sum()),
     )
 
 
-def _stepless(view: View) -> int:
-    columns = ["request", "drafted", "accepted"]
-    rows = view.trace.table("verifications", columns).filter(view.of_request)
-    return int(rows["drafted"].to_numpy().sum() - rows["accepted"].to_numpy().sum())
-
-
 def _spans(view: View, step: np.ndarray) -> dict[str, np.ndarray]:
-    # microseconds of the spans of each of the batch's steps, by name
+    # microseconds of each span name, for each of the batch's steps
     table = view.trace.table("timings", ["request", "step", "name", "elapsed_us", "rank"])
     rank = view.trace.rank
     table = table.filter(pc.equal(pc.fill_null(table["rank"], rank), rank))
@@ -198,8 +190,3 @@ def _spans(view: View, step: np.ndarray) -> dict[str, np.ndarray]:
         spent_us = found.setdefault(row["name"], np.zeros(len(step)))
         spent_us[np.searchsorted(step, row["step"])] = row["elapsed_us_sum"]
     return found
-
-
-def _places(rows: pa.Table) -> list[Place]:
-    pairs = zip(rows["layer"].to_pylist(), rows["head"].to_pylist(), strict=True)
-    return sorted(set(pairs))

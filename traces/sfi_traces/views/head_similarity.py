@@ -8,17 +8,16 @@ import numpy as np
 from sfi_core.errors import TraceError
 from sfi_traces.views.stability import Place, ViewSupports, intersections
 
-MOST_STEPS = 64  # of a request, evenly chosen: heads are alike or not at any step
+MOST_STEPS = 64  # of a request, evenly chosen
 
 
 @dataclass(frozen=True, slots=True)
 class HeadSimilarity:
-    """Sums of the overlap of each two KV heads at the same step.
+    """Sums of the overlap of every two KV heads at the same step.
 
     Attributes:
         places: P layers and KV heads, ascending.
-        total: Sum of the overlap coefficients over the steps, [P, P].
-        steps: The number of steps.
+        total: Overlap coefficients summed over the steps, [P, P].
     """
 
     places: list[Place]
@@ -30,7 +29,7 @@ class HeadSimilarity:
         """Compare all heads at each step by the overlap coefficient (SyncKV, Eq. 1).
 
         Raises:
-            TraceError: There is but one layer.
+            TraceError: There is only one layer.
         """
         places = sorted(supports.sets)
         if places[0][0] == places[-1][0]:
@@ -56,9 +55,9 @@ class HeadSimilarity:
 
     @property
     def matrix(self) -> np.ndarray:
-        """Mean over the pairs of a head of the row's layer and one of the column's, [L, L].
+        """Mean over pairs of a head of the row's layer and one of the column's, [L, L].
 
-        The diagonal leaves a head's overlap with itself aside; it is NaN where a layer has one head.
+        The diagonal excludes a head's overlap with itself; it is NaN where a layer has one head.
 
         Paper gap: SyncKV averages "from each head in a source layer to a target layer"; each head of the
         target layer counts alike here, and not the most similar one alone.

@@ -1,4 +1,4 @@
-"""Colors and tokens, the same in `sfi trace plot` and in `sfi trace report`."""
+"""Colors and token labels, shared by `sfi trace plot` and `sfi trace report`."""
 
 import itertools
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from sfi_traces.views.view import Steps
 
 LONGEST = 14  # characters of a label
 SIDES: Final = ("left", "right")
-# colors that stand out from white and from black
+# colors visible on white and on black
 SLOW, WITHIN, ACROSS, CLIP, SEGMENT = "#d1495b", "#2f7fc1", "#e08a2e", "#8a94a0", "#3aa17e"
 RASTER = {SELECTED: "#e8b878", READ: "#2f7fc1", MISSED: "#d1495b"}
 PHASES = {
@@ -29,31 +29,22 @@ PHASES = {
 
 
 def printable(text: str) -> str:
-    """Write a line break, and all else that does not print, as Python would."""
+    """Escape line breaks and all else that does not print, as Python's repr does."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def visible(text: str, longest: int = LONGEST) -> str:
-    """Write a token so that a line of a figure shows it: no line break, no lone blank, not too long."""
+    """Write a token for a figure: no line break, no lone blank, at most `longest` characters."""
     shown = printable(text)
     shown = shown.strip() or "␣" * len(shown)
     return shown if len(shown) <= longest else shown[: longest - 1] + "…"
 
 
 def step_ticks(steps: Steps, step: np.ndarray, most: int) -> tuple[list[int], list[str]]:
-    """Choose the labels of an axis that has an entry for each of some steps.
+    """Choose labels for an axis with an entry for each step in `step`; return entries and labels.
 
-    Up to `most` entries are all labeled, each with its step's token. More are labeled where a sentence
-    begins, with its first words, as far as the labels keep their distance. A redacted trace has the
-    numbers of steps.
-
-    Args:
-        steps: The request's steps.
-        step: Steps of the axis.
-        most: Labels that the axis has room for.
-
-    Returns:
-        Entries of the axis, and their labels.
+    Up to `most` entries are all labeled with their step's token. More are labeled at beginnings of sentences,
+    with the first words, as far apart as `most` labels would be. A redacted trace has step numbers.
     """
     rows = steps.rows(step)
     if len(step) <= most:
@@ -70,7 +61,7 @@ def step_ticks(steps: Steps, step: np.ndarray, most: int) -> tuple[list[int], li
 
 
 def number_ticks(step: np.ndarray, most: int) -> tuple[list[int], list[str]]:
-    """Choose up to about `most` entries whose steps are round, or follow a round number; and their labels."""
+    """Choose up to about `most` entries at or after round step numbers; return entries and labels."""
     unit = next(unit for unit in _units() if (step[-1] - step[0]) / unit <= most)
     round_steps = np.arange(-(-step[0] // unit) * unit, step[-1] + 1, unit)
     entries = np.unique(np.searchsorted(step, round_steps)).tolist()
@@ -87,7 +78,7 @@ def _token(steps: Steps, row: int) -> str:
 
 
 def _sentence(steps: Steps, row: int) -> str:
-    # the first words, though the sentence's first step may be one that the axis does not have
+    # the sentence's first words, also if the axis lacks its first step
     begin, end = (np.searchsorted(steps.sentence, steps.sentence[row], side) for side in SIDES)
     words = visible("".join(steps.text[begin : min(end, begin + LONGEST)]), LONGEST + 6)
     return f"{steps.step[row]}  {words}".strip()

@@ -1,4 +1,4 @@
-"""What SyncKV and FreeKV observed, of one view: drift, similarity of heads, query cosine, corrections."""
+"""What SyncKV and FreeKV observed, for one view: drift, head similarity, query cosine, corrections."""
 
 from dataclasses import dataclass
 from typing import Any, Self
@@ -18,13 +18,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class HeadMap:
-    """A number for each layer and KV head.
-
-    Attributes:
-        layers: Rows of the map.
-        heads: Columns.
-        value: The numbers, [layers, heads]; NaN where a layer has no such head.
-    """
+    """A number for each layer (row) and KV head (column); NaN where a layer has no such head."""
 
     layers: list[int]
     heads: list[int]
@@ -32,7 +26,7 @@ class HeadMap:
 
     @classmethod
     def of(cls, rows: list[Row], name: str) -> Self:
-        """Take one column of rows that have a `layer` and a `head`."""
+        """Take column `name` of rows with a `layer` and a `head`."""
         found = {(row["layer"], row["head"]): row[name] for row in rows}
         layers, heads = (sorted({place[axis] for place in found}) for axis in (0, 1))
         value = [[found.get((layer, head), np.nan) for head in heads] for layer in layers]
@@ -40,20 +34,12 @@ class HeadMap:
 
 
 def drift_of(view: View) -> Drift:
-    """Compare each step's supports with the prompt's.
-
-    Raises:
-        TraceError: No audit, or none of step 0 and a later one.
-    """
+    """Compare each step's supports with step 0's; see `drift`."""
     return drift(view.supports)
 
 
 def head_similarity_of(view: View) -> HeadSimilarity:
-    """Compare the heads at up to 64 steps, evenly chosen.
-
-    Raises:
-        TraceError: No audit, or one of one layer.
-    """
+    """Compare the heads at up to 64 evenly chosen steps; see `HeadSimilarity.of`."""
     return HeadSimilarity.of(view.supports.thinned(MOST_STEPS))
 
 
@@ -61,7 +47,7 @@ def cosines_of(view: View) -> Row:
     """Average the query cosine; see `query_cosine`.
 
     Raises:
-        TraceError: No audit, or none of a step that has one before it.
+        TraceError: No audit, or none of a step after step 0.
     """
     view.trace.require_audit()
     found = query_cosine(_scope(view), view.head)

@@ -1,4 +1,4 @@
-"""Where a passage of the text begins and ends, for every list of passages.
+"""Cuts marked positions of a text into passages, for every list of passages.
 
 Paper gap: what a passage is. Positions with at most `GAP` others between them are one; it ends with a
 sentence once it has `LONG` tokens, and with `LONGEST` at the latest.
@@ -6,20 +6,14 @@ sentence once it has `LONG` tokens, and with `LONGEST` at the latest.
 
 from collections.abc import Iterable, Sequence
 
-GAP = 2  # positions between two of a passage that are not of it
-LONG, LONGEST = 24, 64  # a passage ends with a sentence once it is long, and nowhere later
+GAP, LONG, LONGEST = 2, 24, 64  # see above
 ENDS = (".", "!", "?", "\n")
 
 
 def passage_edges(at: Iterable[int], texts: Sequence[str]) -> list[tuple[int, int]]:
-    """Cut marked positions into passages.
+    """Return the first and last position of each passage.
 
-    Args:
-        at: The positions, ascending.
-        texts: The text of each position of the context.
-
-    Returns:
-        First and last position of each passage.
+    `at` are the marked positions, ascending; `texts` has the text of each position of the context.
     """
     found: list[tuple[int, int]] = []
     first = last = -1

@@ -1,4 +1,4 @@
-"""The support raster: which positions the support of each step holds, and which of them the step read."""
+"""The support raster: the positions of each step's support, and which of them the step read."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,14 +24,14 @@ class Raster:
         top: Positions of a support, K.
         step: Audited steps, ascending.
         per_cell: Positions of a cell.
-        cells: `[positions / per_cell, steps]` uint8. Where a cell holds positions of the support, no fewer
-            than if they were spread evenly: `MISSED` if most of them were not read, else `READ`, also if that
-            is not known. Elsewhere `SELECTED` if so many were selected, or `NOTHING`.
+        cells: `[positions / per_cell, steps]` uint8. A cell with at least as many positions of the support as
+            an even spread would give is `MISSED` if most of them were not read, else `READ`, also if unknown.
+            Another cell is `SELECTED` if that many were selected, else `NOTHING`.
         slow: Whether each step was slow.
         context: Tokens cached at each step.
-        sink: Anchor tokens; 0 for full attention.
+        sink: Sink tokens; 0 for full attention.
         recent: First position of each step's recent segment; None for full attention.
-        known: Whether the trace has what the run had selected.
+        known: Whether the trace has the run's selections.
     """
 
     place: Place
@@ -48,11 +48,10 @@ class Raster:
 
 @dataclass(frozen=True, slots=True)
 class Selected:
-    """What the run had selected, in one layer and KV head.
+    """The selections of one layer and KV head: an empty set and those of each refresh.
 
     Attributes:
-        sets: Positions; first none, then those of each refresh.
-        since: For each step which of the sets is in force.
+        since: For each step the index of its set.
     """
 
     sets: list[np.ndarray]
@@ -62,18 +61,13 @@ class Selected:
 def rasters(
     view: View, places: Sequence[Place], *, most_steps: int, most_cells: int
 ) -> list[Raster]:
-    """Draw the rasters of some layers and KV heads.
+    """Compute the rasters of several layers and KV heads.
 
-    Supports have as many positions as the run's budget, if more were recorded and the view does not say how
-    many: only then does what the run left out say something.
-
-    Args:
-        view: The request.
-        places: Places of the audited layers and heads.
-        most_steps: Steps; with more every n-th is taken.
-        most_cells: Cells of a step; with more positions than that a cell stands for several.
+    If the view has no `top`, supports are cut to the run's budget, so that missed positions mean something.
+    Beyond `most_steps` every n-th step is taken; beyond `most_cells` a cell stands for several positions.
     """
-    top = _top(view)
+    manifest = view.trace.manifest
+    top = view.top or min(manifest["audit"]["top"], manifest["config"]["budget"])
     supports = view.supports.thinned(most_steps)
     rows = view.steps.rows(supports.step)
     context, slow = view.steps.context[rows], view.steps.slow[rows]
@@ -97,9 +91,9 @@ def rasters(
 
 
 def choose_place(view: View) -> tuple[Place, str]:
-    """Choose the layer and KV head of the view where fast steps retain the least mass, and say so.
+    """Choose the layer and KV head whose fast steps retain the least mass, and give the reason in words.
 
-    Without fast steps it is the one whose supports hold the most.
+    Without fast steps it is the one whose supports have the most mass.
     """
     found = list(view.supports.sets)
     if len(found) == 1 or not view.trace.masses:
@@ -116,7 +110,7 @@ def choose_place(view: View) -> tuple[Place, str]:
 
 
 def meaning(raster: Raster) -> dict[int, str]:
-    """Say what each kind of cell means, of those that the raster has."""
+    """Explain each kind of cell that the raster has."""
     words = {
         READ: "in the support, read" if raster.known else "in the support",
         MISSED: "in the support, not read",
@@ -125,15 +119,10 @@ def meaning(raster: Raster) -> dict[int, str]:
     return {kind: text for kind, text in words.items() if (raster.cells == kind).any()}
 
 
-def _top(view: View) -> int:
-    recorded: int = view.trace.manifest["audit"]["top"]
-    return view.top or min(recorded, view.trace.manifest["config"]["budget"])
-
-
 def _in_force(
     refreshes: Refreshes, places: Sequence[Place], step: np.ndarray
 ) -> dict[Place, Selected]:
-    # what each of the places had selected at the steps; none where it selected nothing so far
+    # the selections of each place at the steps; places that selected nothing are left out
     found = {}
     for place in places:
         rows = refreshes.of_place(place)
@@ -188,7 +177,7 @@ def _flat(sets: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
 def _count(
     row: np.ndarray, position: np.ndarray, rows: int, high: int, per_cell: int
 ) -> np.ndarray:
-    # how many of each row's positions are in a cell, [high, rows]
+    # how many positions of each row are in each cell, [high, rows]
     cell = position // per_cell * rows + row
     return np.bincount(cell, minlength=high * rows).reshape(high, rows)
 
@@ -196,7 +185,7 @@ def _count(
 def _dense(
     count: np.ndarray, sets: list[np.ndarray], context: np.ndarray, per_cell: int
 ) -> np.ndarray:
-    # whether a cell holds as many as it would if they were spread evenly, and one at least
+    # whether a cell has at least one position, and as many as an even spread would give
     size = np.array([len(one) for one in sets])
     found: np.ndarray = count >= np.maximum(1, size * per_cell / context)
     return found
@@ -205,7 +194,7 @@ def _dense(
 def _is_in(
     position: np.ndarray, which: np.ndarray, sets: list[np.ndarray], width: int
 ) -> np.ndarray:
-    # whether each position is in the set of its own number; sets are ascending, so that their keys are too
+    # whether each position is in the set with its number; sets ascend, so their keys do too
     keys = np.concatenate(
         [number * width + one.astype(np.int64) for number, one in enumerate(sets)]
     )

@@ -1,4 +1,4 @@
-"""What each step of a request read: the sink, what was selected for it, and the recent tokens."""
+"""What each step of a request read: the sink, its selection, and the recent tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,10 +16,10 @@ KEYS = ("step", "layer", "head", "reason")  # of a selection
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """The parts of the cache that a fast step reads whatever was selected.
+    """The parts of the cache that every fast step reads.
 
     Attributes:
-        sink: Anchor tokens; 0 for full attention.
+        sink: Sink tokens; 0 for full attention.
         recent: First position of each step's recent segment; None for full attention.
     """
 
@@ -28,7 +28,7 @@ class Segments:
 
     @classmethod
     def of(cls, view: View) -> "Segments":
-        """Place them as `RequestState.move_recent` does."""
+        """Compute them as `RequestState.move_recent` does."""
         config, steps = view.trace.manifest["config"], view.steps
         if steps.slow.all():
             return cls(0, None)
@@ -42,17 +42,14 @@ class Segments:
 
 @dataclass(frozen=True, slots=True)
 class Refreshes:
-    """The selections of a request, in the order in which they come into force.
+    """The selections of a request, in the order of the steps that first read them.
 
-    Making this reads no position; `positions` and `batches` read those of some selections.
+    `positions` reads the positions of some; making this reads none.
 
     Attributes:
-        view: The request, and the layer and KV head if it names them.
         step: The step that selected.
-        layer: The layer.
-        head: The KV head.
         ahead: Whether it selected for the next step alone (FreeKV's speculative selection).
-        begin: The first step that reads what was selected.
+        begin: The first step that reads the selection.
     """
 
     view: View
@@ -64,9 +61,10 @@ class Refreshes:
 
     @classmethod
     def of(cls, view: View) -> "Refreshes":
-        """Find them: a slow step's selection serves the steps after it, a fast step's that step too.
+        """Find the selections of a view.
 
-        As does that of an imported indexer, whose steps are all slow.
+        A slow step's selection serves the steps after it; a fast step's, and an imported indexer's, also its
+        own step.
         """
         steps = view.steps
         wanted = view.wanted & (pc.field("step") <= int(steps.step[-1]))
@@ -95,7 +93,7 @@ class Refreshes:
         return np.sort(end - 1 - back)
 
     def positions(self, rows: np.ndarray) -> list[np.ndarray]:
-        """Read the positions of some rows, ascending, in the order of `rows`.
+        """Read the positions of some rows, ascending in each.
 
         Raises:
             TraceError: The trace has none, or a part is damaged.
@@ -104,7 +102,10 @@ class Refreshes:
             "selections", [*KEYS, "positions"], self.view.wanted & of_steps(self.step[rows])
         )
         if table["positions"].null_count or len(table) == 0 < len(rows):
-            raise no_positions(self.view)
+            raise TraceError(
+                f"trace {self.view.trace.path} has no positions of its selections; record it with "
+                "--set trace.positions=true"
+            )
         keys = zip(*(table[name].to_pylist() for name in KEYS), strict=True)
         at = {(*key[:3], key[3] == AHEAD): row for row, key in enumerate(keys)}
         lists = table["positions"].combine_chunks()
@@ -122,12 +123,12 @@ class Refreshes:
 
 @dataclass(frozen=True, slots=True)
 class StepReads:
-    """Which positions a step read, by layer and KV head.
+    """The positions that a step read, by layer and KV head.
 
     Attributes:
         places: Layers and KV heads of the view's full-attention layers.
         dense: Those that read everything.
-        sink: Anchor tokens that the others read.
+        sink: Sink tokens that the others read.
         recent: First of the recent tokens that the others read.
         selected: Positions selected for the others.
         refreshed: Steps that selected them.
@@ -144,7 +145,7 @@ class StepReads:
 
     @classmethod
     def of(cls, view: View, row: int) -> "StepReads":
-        """Find them for the step in a row of the view's steps.
+        """Find what the step in row `row` of the view's steps read.
 
         Raises:
             TraceError: The step was fast, and its selections have no positions.
@@ -176,7 +177,7 @@ class StepReads:
         return cls(places, dense, segments.sink, recent, selected, refreshed, notes)
 
     def of_place(self, place: Place, position: np.ndarray) -> np.ndarray:
-        """Say which of some positions a layer and KV head read."""
+        """Say for each position whether a layer and KV head read it."""
         if place in self.dense:
             return np.ones(len(position), bool)
         found: np.ndarray = (position < self.sink) | (position >= self.recent)
@@ -197,11 +198,3 @@ def _notes(view: View, row: int, dense: Sequence[Place]) -> list[str]:
     if sliding and view.layer is None:
         found.append(f"{len(sliding)} layers with a sliding window are left aside")
     return found
-
-
-def no_positions(view: View) -> TraceError:
-    """Say what the trace lacks."""
-    return TraceError(
-        f"trace {view.trace.path} has no positions of its selections; record it with "
-        "--set trace.positions=true"
-    )

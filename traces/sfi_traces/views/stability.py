@@ -13,7 +13,7 @@ from sfi_core.errors import TraceError
 from sfi_traces.read.reader import Trace
 from sfi_traces.read.shares import even_shares
 
-MOST_STEPS = 1024  # steps whose pairs are counted at once, so that memory stays bounded
+MOST_STEPS = 1024  # steps whose pairs are counted at once
 MOST_POSITIONS = 1 << 25  # in memory at once; a quarter of a GB, and its copies
 MOST_LAG = 128
 BLOCK = 64  # steps of a block
@@ -27,8 +27,8 @@ class ViewSupports:
     """The supports of one request, by layer and KV head.
 
     Attributes:
-        step: Audited steps, ascending; those that lack a support somewhere are left out.
-        sets: For each layer and KV head the positions of each step's support, ascending.
+        step: Audited steps, ascending; steps that lack a layer or head are left out.
+        sets: Positions of each step's support, ascending, by layer and KV head.
         mass: The positions' probabilities.
     """
 
@@ -45,13 +45,13 @@ class ViewSupports:
         layer: int | None = None,
         head: int | None = None,
     ) -> "ViewSupports":
-        """Read the supports of a request, of its audited layers and heads or of those asked for.
+        """Read the supports of a request up to `last_step`, of all layers and heads unless one is given.
 
-        Takes 8 bytes of memory for each recorded position, and twice that for a moment; of more than
-        `MOST_POSITIONS` positions the supports of every n-th layer.
+        Takes 8 bytes of memory for each recorded position, and twice that for a moment. Beyond
+        `MOST_POSITIONS` positions, every n-th layer is read.
 
         Raises:
-            TraceError: None was recorded; names the option that records it.
+            TraceError: There are none; names the option that records them.
         """
         trace.require_audit()
         wanted = rows_of(request, layer, head) & (pc.field("step") <= last_step)
@@ -66,7 +66,7 @@ class ViewSupports:
 
     @classmethod
     def from_rows(cls, table: pa.Table) -> "ViewSupports":
-        """Take the supports of one request, a row or more, from `supports`."""
+        """Take at least one row of one request from the table `supports`."""
         ends = np.cumsum(pc.list_value_length(table["positions"]).to_numpy())[:-1]
         position, mass = (
             np.split(pc.list_flatten(table[name]).to_numpy(), ends)
@@ -87,7 +87,7 @@ class ViewSupports:
         """Keep some of the steps."""
         chosen = np.arange(len(self.step))[index]
         if len(chosen) == len(self.step):
-            return self  # with the overlaps that it may have counted already
+            return self  # keeps the cached overlap
         return ViewSupports(
             self.step[chosen],
             *({p: [rows[i] for i in chosen] for p, rows in each.items()} for each in (self.sets, self.mass)),
@@ -98,7 +98,7 @@ class ViewSupports:
         return ViewSupports(self.step, {place: self.sets[place]}, {place: self.mass[place]})
 
     def strongest(self, top: int) -> "ViewSupports":
-        """Keep the most probable positions of each support; of equal ones the first."""
+        """Keep the `top` most probable positions of each support; the first of equal ones."""
         sets: dict[Place, list[np.ndarray]] = {}
         masses: dict[Place, list[np.ndarray]] = {}
         for place, rows in self.mass.items():
@@ -113,7 +113,7 @@ class ViewSupports:
 
     @cached_property
     def overlap(self) -> np.ndarray:
-        """Overlap coefficient of each two steps, the mean over layers and KV heads (SyncKV, Eq. 1).
+        """Overlap coefficient of every two steps, the mean over layers and KV heads (SyncKV, Eq. 1).
 
         `[S, S]` float32, in the order of `step`.
         """
@@ -125,7 +125,7 @@ class ViewSupports:
 
 
 def rows_of(request: int, layer: int | None = None, head: int | None = None) -> pc.Expression:
-    """Make a filter for the rows of a request, and of a layer or KV head where one is given."""
+    """Make a filter for the rows of a request, and optionally of a layer or KV head."""
     wanted = pc.field("request") == request
     for name, value in (("layer", layer), ("head", head)):
         if value is not None:
@@ -134,7 +134,7 @@ def rows_of(request: int, layer: int | None = None, head: int | None = None) -> 
 
 
 def of_steps(steps: np.ndarray) -> pc.Expression:
-    """Make a filter for the rows of some steps; the range lets a reader pass over row groups."""
+    """Make a filter for the rows of some steps; its range lets readers skip row groups."""
     at, among = pc.field("step"), pa.array(np.unique(steps), pa.int32())
     if not len(among):
         return pc.scalar(False)
@@ -148,7 +148,7 @@ def _strongest(mass: np.ndarray, top: int) -> np.ndarray | slice:
 
 
 def thinning(count: int, most: int) -> int:
-    """Say how far apart to take `count` things so that at most `most` are taken."""
+    """Return n such that every n-th of `count` things makes at most `most`."""
     return max(1, -(-count // most))
 
 
@@ -162,7 +162,7 @@ def _missing(trace: Trace, request: int, layer: int | None, head: int | None) ->
 
 
 def color_range(overlap: np.ndarray) -> tuple[float, float]:
-    """Choose the ends of a color scale: tenths around all overlaps but those of a step with itself."""
+    """Choose a color scale: tenths around all overlaps except those of a step with itself."""
     others = overlap[~np.eye(len(overlap), dtype=bool)]
     if not len(others):
         return 0.0, 1.0
@@ -170,16 +170,10 @@ def color_range(overlap: np.ndarray) -> tuple[float, float]:
 
 
 def intersections(sets: Sequence[np.ndarray]) -> np.ndarray:
-    """Count what each two sets of positions share: the product of their membership matrix with itself.
+    """Count the positions that every two sets share: [S, S] float32, exact below 2 ** 24.
 
-    Taken block by block, of the positions alone that both blocks' sets hold: supports drift, so that blocks
-    that are far apart share few.
-
-    Args:
-        sets: Positions, each at most once in a set.
-
-    Returns:
-        `[S, S]` float32; exact, since no count reaches 2 ** 24.
+    It multiplies the membership matrix with itself, block by block, over the positions in both blocks only:
+    supports drift, so distant blocks share few.
     """
     end = 1 + max(int(one.max(initial=0)) for one in sets)
     blocks = [_Block.of(sets[at : at + BLOCK], end) for at in range(0, len(sets), BLOCK)]
@@ -217,11 +211,11 @@ class _Block:
 
 @dataclass(frozen=True, slots=True)
 class LagLine:
-    """Overlap by how many steps apart two steps are.
+    """Overlap of pairs of steps by their distance.
 
     Attributes:
         name: Name of the kind of pairs.
-        lag: Steps apart, ascending; only those that some pair has.
+        lag: Distances in steps that occur, ascending.
         mean: Mean overlap of the pairs.
         low: The pairs' 10 % quantile.
         high: The pairs' 90 % quantile.
@@ -245,18 +239,12 @@ class LagLine:
 def overlap_by_lag(
     supports: ViewSupports, sentence: np.ndarray, most: int = MOST_LAG
 ) -> tuple[LagLine, LagLine]:
-    """Sort the pairs of steps by lag, those within a sentence apart from those across a boundary.
+    """Sort pairs of steps by lag, up to `most`: first within a sentence, then across a boundary.
 
-    Args:
-        supports: The supports of S steps; a pair's overlap is the mean over their layers and KV heads.
-        sentence: The sentence of each of the steps.
-        most: Largest lag.
-
-    Returns:
-        Within a sentence, across a boundary.
+    A pair's overlap is the mean over layers and KV heads; `sentence` has each step's sentence.
     """
     pieces = []
-    # no pair is further apart than `most` steps, so that stretches that overlap by as many hold all of them
+    # stretches overlap by `most` steps, so that each pair lies within one
     for begin in range(0, len(supports.step), MOST_STEPS):
         part = supports.at(slice(begin, begin + MOST_STEPS + most))
         lag = part.step[None] - part.step[:, None]

@@ -14,20 +14,18 @@ from sfi_traces.views.stability import LagLine, Place, ViewSupports, overlap_by_
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """A request's steps, one number or word for each, in order.
+    """A request's steps: one value of each kind for each step, in order.
 
     Attributes:
-        step: Decoding step t.
         text: The generated token; "" in a redacted trace.
-        slow: Whether the step was slow.
-        reason: Why; "" for a fast step.
-        sentence: Which sentence the step belongs to.
+        reason: Why the step was slow; "" for a fast step.
+        sentence: Index of the step's sentence.
         attended: Tokens read per KV head.
         context: Tokens that full attention reads.
         elapsed_us: Wall time.
-        audited: Whether the audit looked at it, which takes time.
-        batch_step: The batch's step that it was part of.
-        drafted: Of a lossless run: whether the token was drafted, and kept.
+        audited: Whether the step was audited, which takes time.
+        batch_step: The batch's step of which it was part.
+        drafted: Whether a lossless run drafted the token, and kept it.
     """
 
     step: np.ndarray
@@ -44,29 +42,24 @@ class Steps:
 
     @classmethod
     def of(cls, rows: pa.Table) -> "Steps":
-        """Take them from the table `steps`."""
+        """Take the steps from the table `steps`."""
         rows = rows.sort_by("step")
-        names = (
-            "step",
-            "slow",
-            "sentence",
-            "attended_tokens",
-            "context_tokens",
-            "elapsed_us",
-            "audited",
-        )
-        columns = [rows[name].to_numpy() for name in names]
-        step, slow, sentence, attended, context, elapsed_us, audited = columns
-        text = [text or "" for text in rows["token_text"].to_pylist()]
-        reason = rows["reason"].to_pylist()
-        batch_step = pc.coalesce(rows["batch_step"], rows["step"]).to_numpy()
-        drafted = pc.fill_null(rows["drafted"], False).to_numpy()
         return cls(
-            step, text, slow, reason, sentence, attended, context, elapsed_us, audited, batch_step, drafted
-        )  # fmt: skip
+            step=rows["step"].to_numpy(),
+            text=[text or "" for text in rows["token_text"].to_pylist()],
+            slow=rows["slow"].to_numpy(),
+            reason=rows["reason"].to_pylist(),
+            sentence=rows["sentence"].to_numpy(),
+            attended=rows["attended_tokens"].to_numpy(),
+            context=rows["context_tokens"].to_numpy(),
+            elapsed_us=rows["elapsed_us"].to_numpy(),
+            audited=rows["audited"].to_numpy(),
+            batch_step=pc.coalesce(rows["batch_step"], rows["step"]).to_numpy(),
+            drafted=pc.fill_null(rows["drafted"], False).to_numpy(),
+        )
 
     def rows(self, step: np.ndarray) -> np.ndarray:
-        """Find where some of the steps stand."""
+        """Find the rows of the steps in `step`."""
         return np.searchsorted(self.step, step)
 
 
@@ -74,13 +67,10 @@ class View:
     """One request of a trace, and optionally one layer or KV head; read once for all figures.
 
     Attributes:
-        trace: The trace.
-        request: The request.
         requests: All requests that have a step.
-        layer: The layer, or None for all.
-        head: The KV head, or None for all.
+        layer: The layer; None for all.
+        head: The KV head; None for all.
         top: Positions of a support, K; None for all that were recorded.
-        steps: The request's steps.
     """
 
     def __init__(
@@ -91,7 +81,7 @@ class View:
         head: int | None = None,
         top: int | None = None,
     ) -> None:
-        """Choose; without a request the first.
+        """Choose what to show; by default the first request.
 
         Raises:
             ConfigError: The trace has no such request or no supports so large, or its model no such layer or
@@ -120,17 +110,17 @@ class View:
 
     @property
     def wanted(self) -> pc.Expression:
-        """Make a filter for the rows of the request, layer and head."""
+        """A filter for the rows of the request, layer and head."""
         return rows_of(self.request, self.layer, self.head)
 
     @property
     def of_request(self) -> pc.Expression:
-        """Make a filter for the rows of the request, of all layers and heads."""
+        """A filter for the rows of the request, of all layers and heads."""
         return rows_of(self.request)
 
     @property
     def places(self) -> list[Place]:
-        """Layers and KV heads of the model's full-attention layers, of those that the view names."""
+        """The chosen layers and KV heads of full-attention layers."""
         return [
             (one["layer"], head)
             for one in self.trace.manifest["model"]["layers"]
@@ -141,7 +131,7 @@ class View:
 
     @cached_property
     def lags(self) -> tuple[LagLine, LagLine]:
-        """Overlap by lag, within a sentence and across a boundary; raises `TraceError` as `supports`."""
+        """Overlap by lag, within a sentence and across a boundary; raises `TraceError` for one step."""
         step = self.supports.step
         if len(step) == 1:
             raise TraceError(
@@ -156,13 +146,13 @@ class View:
 
     @cached_property
     def audited_layers(self) -> int:
-        """Layers that have supports, of those that the view names."""
+        """Number of the chosen layers that have supports."""
         return len(pc.unique(self.trace.rows("supports", ["layer"], self.wanted)["layer"]))
 
     @cached_property
     def supports(self) -> ViewSupports:
         """Supports of the steps; raises `TraceError` where there are none."""
-        # a killed run may have written a step's supports and not yet the step
+        # a killed run may have written the supports of a step before the step
         last = int(self.steps.step[-1])
         found = ViewSupports.read(self.trace, self.request, last, self.layer, self.head)
         return found if self.top is None else found.strongest(self.top)

@@ -1,4 +1,4 @@
-"""The passages of the text that one decoding step read, and those that it should have read."""
+"""The passages of the text that a decoding step read, and those that it should have read."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -22,13 +22,11 @@ class Passage:
 
     Attributes:
         part: "sink", "selected", "recent"; "all" where the step read everything; "missed".
-        first: First position.
-        last: Last position, which belongs to it.
-        text: Its tokens' text.
-        tokens: How many of its positions some layer and KV head read; of a missed passage, did not read.
-        places: Layers and KV heads that read one of them at least; of a missed passage, that missed one.
-        mass: Share of dense attention on these positions, the mean over the layers and KV heads that were
-            audited; None where the step was not audited.
+        last: Last position, included.
+        tokens: Positions that some layer and KV head read; in a missed passage, did not read.
+        places: Layers and KV heads that read any of them; in a missed passage, that missed any.
+        mass: Share of dense attention on these positions, the mean over audited layers and KV heads; None if
+            the step was not audited.
     """
 
     part: str
@@ -45,19 +43,16 @@ class StepWords:
     """What a step read.
 
     Attributes:
-        step: The step.
-        slow: Whether it was slow.
         reason: Why it was slow; "" for a fast step.
-        token: The token that it generated.
-        context: Cached tokens.
+        token: The generated token.
         attended: Tokens read per KV head, the mean over all layers, as recorded.
-        audited: Layers and KV heads, of `places`, whose mass the trace has.
-        places: Layers and KV heads looked at: those of full-attention layers.
+        audited: The layers and KV heads in `places` whose mass the trace has.
+        places: Layers and KV heads of full-attention layers.
         refreshed: Steps whose selections the step read.
-        passages: What it read; most mass first, else most places first.
-        missed: What dense attention looked at and the step did not read; most mass first. Empty where the
-            step was not audited, or has no masses.
-        masses: Whether the trace has masses at all: an import may lack them.
+        passages: What it read; sorted by mass, then by number of places.
+        missed: What dense attention attended to and the step did not read, most mass first. Empty without an
+            audit of the step, or masses.
+        masses: Whether the trace has masses; an import may lack them.
         notes: What the trace leaves open.
     """
 
@@ -76,7 +71,7 @@ class StepWords:
     notes: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
-        """Write it as plain values; layers and KV heads as `{"layer": 0, "heads": [0, 1]}`."""
+        """Return plain values; layers and KV heads as `{"layer": 0, "heads": [0, 1]}`."""
         found = asdict(self) | {
             "audited": _by_layer(self.audited),
             "places": _by_layer(self.places),
@@ -89,10 +84,10 @@ class StepWords:
 
 
 def text_of(view: View) -> list[str]:
-    """Return the text of each position, of the prompt and of what was generated.
+    """Return the text of each position, of the prompt and of the generated tokens.
 
     Raises:
-        TraceError: It was redacted, or recorded or imported without a tokenizer.
+        TraceError: The text was redacted, or recorded or imported without a tokenizer.
     """
     wanted = view.of_request
     rows = view.trace.rows("prompts", ["position", "token_text"], wanted).sort_by("position")
@@ -141,7 +136,7 @@ def step_words(view: View, step: int) -> StepWords:
 
 @dataclass(frozen=True, slots=True)
 class _Mass:
-    # of the audited layers and KV heads: positions, their probabilities, and which of them were read
+    # positions of each audited layer and KV head, their probabilities, and which were read
     found: dict[Place, tuple[np.ndarray, np.ndarray, np.ndarray]]
 
     @classmethod
@@ -160,7 +155,7 @@ class _Mass:
         return cls(found)
 
     def weight(self, context: int, *, read: bool) -> np.ndarray:
-        # the mean mass of each position over the places, of those that were read or of the others
+        # each position's mean mass over the places that read it, or over those that did not
         weight = np.zeros(context)
         for position, mass, seen in self.found.values():
             weight[position[seen == read]] += mass[seen == read] / len(self.found)
@@ -208,7 +203,7 @@ class _Passages:
         first: int,
         end: int,
     ) -> list[Passage]:
-        # what the places marked between two positions, as passages
+        # passages of the marked positions from `first` to before `end`
         marked = np.zeros(self._context, bool)
         for position in marks.values():
             marked[position] = True

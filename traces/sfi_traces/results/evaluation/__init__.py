@@ -1,1 +1,1 @@
-"""Results of `sfi eval`: their folder, what they come to, and the figure."""
+"""Results of `sfi eval`: their folder, their summaries, and the figure."""

@@ -1,4 +1,4 @@
-"""The mean over all tasks and lengths: one row for each method and size."""
+"""Averages an evaluation over tasks and lengths: one row for each method and size."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -18,12 +18,12 @@ Place = tuple[Any, ...]  # a task and a length
 
 
 def summarize_averages(rows: Iterable[Row]) -> list[dict[str, Any]]:
-    """Average the scores of each method and size over tasks and lengths, each of the same weight.
+    """Average the scores of each method and size over tasks and lengths, each with the same weight.
 
     Returns:
-        Plain rows: `score`, `low` and `high`; `difference` to full attention on the same samples; `read` and
-        `stored_ratio`; `places`, the tasks and lengths. A method without a score at one of the places has
-        None in their stead.
+        Plain rows: `score`, `low` and `high`; `difference` from full attention on the same samples; `read`
+        and `stored_ratio`; `places`, the number of tasks x lengths. All but `places` are None if a method
+        lacks a score at one of them.
     """
     found: dict[tuple[Any, ...], dict[Place, list[Row]]] = {}
     names: dict[tuple[Any, ...], dict[str, Any]] = {}

@@ -1,4 +1,4 @@
-"""The manifest of an evaluation's folder: whether it is one, and one that this version reads."""
+"""The manifest of an evaluation's folder."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ from sfi_core.errors import ConfigError, InputError
 from sfi_traces.schema import MANIFEST
 
 SCHEMA_VERSION = 1
-LOCK = ".lock"  # an empty file; the process that writes the folder holds a lock on it
+LOCK = ".lock"  # an empty file, locked by the process that writes the folder
 KIND = "evaluation"
 # what a resumed run compares or shows
 NEEDED = (
@@ -21,7 +21,7 @@ def check_new(path: Path, *, force: bool) -> None:
     """Refuse a folder that cannot take a new evaluation.
 
     Raises:
-        ConfigError: It holds an evaluation and `force` is off, or something else.
+        ConfigError: The folder holds an evaluation and `force` is off, or other files.
     """
     if path.exists() and not path.is_dir():
         raise ConfigError(f"results folder {path} must be a folder, got a file")
@@ -40,10 +40,10 @@ def check_new(path: Path, *, force: bool) -> None:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Read what an evaluation was asked.
+    """Read the manifest of an evaluation.
 
     Raises:
-        InputError: The folder holds none, a damaged one, or one of another version.
+        InputError: The folder has no manifest, a damaged one, or one of another version.
     """
     file = path / MANIFEST
     try:

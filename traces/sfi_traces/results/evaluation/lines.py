@@ -1,4 +1,4 @@
-"""The lines of a results file: a JSON object a row, and which of them are damaged."""
+"""Reads and writes the lines of a results file, a JSON object for each row."""
 
 import json
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ from typing import Any
 
 from sfi_core.errors import InputError
 
-# what a row must have: the columns that tell it from others with their types, and what the tables need
+# required columns: those that identify a row, with their types, and those that the tables show
 KEYS: dict[str, dict[str, type]] = {
     "samples": {"method": str, "size": str, "task": str, "length": int, "seed": int},
     "fidelity": {"method": str, "size": str, "length": int, "window": int},
@@ -23,10 +23,10 @@ NEEDED: dict[str, tuple[str, ...]] = {
 
 
 def read_lines(path: Path, table: str) -> tuple[list[dict[str, Any]], list[str]]:
-    """Read the whole lines of a file; a torn last line is left out. A file that is not there has no lines.
+    """Read the whole lines of a file; a torn last line is dropped, a missing file has none.
 
     Returns:
-        The rows, and for each damaged line its number and what is wrong with it.
+        The rows; and for each damaged line its number and fault.
 
     Raises:
         InputError: The file cannot be read.
@@ -50,12 +50,11 @@ def read_lines(path: Path, table: str) -> tuple[list[dict[str, Any]], list[str]]
 
 
 def write_line(row: Mapping[str, Any]) -> bytes:
-    """Write a row as a line."""
+    """Return a row as a line."""
     return (json.dumps(row, ensure_ascii=False) + "\n").encode()
 
 
 def _fault(row: Any, table: str) -> str | None:
-    # what is wrong with a row; None where nothing is
     if not isinstance(row, dict):
         return f"no row of {table}"
     missing = [name for name in (*KEYS[table], *NEEDED[table]) if name not in row]

@@ -11,10 +11,8 @@ from sfi_traces.results.parquet import write_rows
 
 Row = Mapping[str, Any]
 
-# columns whose type a table of few rows may not show; the others are floats
-TEXT = (
-    "method", "policy", "preset", "size", "task", "text", "finish_reason", "error",
-)  # fmt: skip
+# types of columns that may hold only nulls; all others are floats
+TEXT = ("method", "policy", "preset", "size", "task", "text", "finish_reason", "error")
 INTEGERS = (
     "budget", "recent", "length", "seed", "prompt_tokens", "generated", "slow_steps", "fast_steps",
     "verifications", "drafted", "tested", "accepted",
@@ -23,7 +21,7 @@ LISTS, IDS = ("sentence_places", "sentence_scores"), ("token_ids",)
 
 
 def flat(table: str, rows: Sequence[Row]) -> Sequence[Row]:
-    """Return what a file has a row for: a sample, a step of a window."""
+    """Return one row for each sample, or for each step of a window."""
     if table == "samples":
         return rows
     return [
@@ -39,7 +37,7 @@ def flat(table: str, rows: Sequence[Row]) -> Sequence[Row]:
 
 
 def write_table(path: Path, rows: Sequence[Row], table: str, manifest: Row) -> None:
-    """Write rows as `flat` gives them, at least one; table and manifest go into the file's metadata."""
+    """Write rows that `flat` returned, at least one; table name and manifest go into the file's metadata."""
     facts = {"table": table, "manifest": json.dumps(manifest, ensure_ascii=False)}
     with atomic_file(path) as temporary:
         write_rows(temporary, rows, facts, text=TEXT, integers=INTEGERS, lists=LISTS, ids=IDS)

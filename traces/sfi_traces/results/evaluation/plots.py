@@ -1,4 +1,4 @@
-"""An evaluation as a figure: the score against what was read to get it."""
+"""An evaluation as a figure of the score against the share of the cache that was read."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +9,7 @@ from sfi_traces.results.evaluation.summary import REFERENCE
 
 PANEL = (5.2, 4.0)  # inches
 COLUMNS = 3  # panels of a row, at most
-# thirteen methods must be told apart; more take the colors with other markers
+# further methods reuse the colors with other markers
 COLORS = (
     "tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple", "tab:brown", "tab:pink", "tab:olive",
     "tab:cyan", "goldenrod", "black", "navy", "deeppink",

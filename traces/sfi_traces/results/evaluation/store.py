@@ -1,4 +1,4 @@
-"""The folder of an evaluation: a manifest, and a line of JSON for each result as soon as it is there."""
+"""The folder of an evaluation: a manifest, and a line of JSON for each result, written as it is made."""
 
 import json
 import os
@@ -29,30 +29,28 @@ TABLES = {"samples": "results", "fidelity": "fidelity"}  # table: its Parquet fi
 
 
 class ResultsFolder:
-    """An evaluation's results; each row is on the disk before the next one is made.
+    """An evaluation's results; each row is on disk before the next is made.
 
     The folder is locked for this process until `close` or `leave`.
 
     Attributes:
-        path: The folder.
         manifest: The request, the model, the machine, and whether the run is complete.
         rows: The rows so far, by table.
-        damaged: What is wrong with lines that hold no row, each with its file and number.
+        damaged: Faults of damaged lines, each with its file and line number.
     """
 
     def __init__(self, path: Path, manifest: dict[str, Any], lock: int | None) -> None:
-        """Take a folder that is ready to be written; see `create` and `resume`."""
+        """Take a folder that `create` or `resume` has prepared and locked."""
         self.path, self.manifest, self._lock = path, manifest, lock
         self.rows: dict[str, list[dict[str, Any]]] = {table: [] for table in TABLES}
         self.damaged: list[str] = []
 
     @classmethod
     def create(cls, path: Path, manifest: Mapping[str, Any], *, force: bool) -> Self:
-        """Begin a folder; with `force` in the place of an older evaluation.
+        """Begin a folder; with `force` in place of an older evaluation.
 
         Raises:
-            ConfigError: The folder exists and `force` is off, holds something else, or another process uses
-                it.
+            ConfigError: The folder exists and `force` is off, has other files, or another process uses it.
             SfiError: The folder cannot be written.
         """
         check_new(path, force=force)
@@ -79,10 +77,10 @@ class ResultsFolder:
         """Open a folder to show its rows; `begin` prepares it for more.
 
         Raises:
-            InputError: The folder holds no evaluation, or a file of it cannot be read.
+            InputError: The folder holds no evaluation, or a file cannot be read.
             ConfigError: Another process uses the folder.
         """
-        read_manifest(path)  # refuses a folder of something else before a lock file is made there
+        read_manifest(path)  # before a lock file is made in a folder that is none of ours
         lock = _locked(path)
         results = cls(path, read_manifest(path), lock)
         for table in TABLES:
@@ -91,10 +89,10 @@ class ResultsFolder:
         return results
 
     def begin(self) -> None:
-        """Remove rows that have an error, and lines that are damaged or torn: they are made again.
+        """Remove rows with an error and damaged lines, which the resumed run makes again.
 
         Raises:
-            SfiError: The disk is full, say; the rows stay.
+            SfiError: The folder cannot be written; the rows stay.
         """
         with _writing(self.path):
             for table, rows in self.rows.items():
@@ -107,10 +105,10 @@ class ResultsFolder:
             self.damaged = []
 
     def append(self, table: str, row: dict[str, Any]) -> None:
-        """Add a row, and wait until the disk has it.
+        """Add a row, and wait until it is on disk.
 
         Raises:
-            SfiError: The disk is full, say.
+            SfiError: The folder cannot be written.
         """
         line = write_line(row)
         with _writing(self.path), _lines(self.path, table).open("ab") as file:
@@ -120,14 +118,14 @@ class ResultsFolder:
         self.rows[table].append(json.loads(line))  # as a resumed run will read it
 
     def close(self, stopped: str | None = None, parts: Sequence[Grid] = ()) -> None:
-        """Write the Parquet files, say in the manifest how the run ended, and unlock the folder.
+        """Write the Parquet files, note in the manifest how the run ended, and unlock the folder.
 
         Args:
-            stopped: Why the run ended early; None when it is complete.
-            parts: Their keys give the order of the rows.
+            stopped: Why the run ended early; None if it is complete.
+            parts: Grids whose keys give the order of the rows.
 
         Raises:
-            SfiError: The disk is full, say.
+            SfiError: The folder cannot be written.
         """
         with _writing(self.path):
             self.order(parts)
@@ -139,20 +137,20 @@ class ResultsFolder:
         self.leave()
 
     def leave(self) -> None:
-        """Unlock the folder; it can be read from here on, not written."""
+        """Unlock the folder, which can then only be read."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
     def order(self, parts: Sequence[Grid]) -> None:
-        """Put the rows, which a resumed run appends as it makes them, into the order of the parts' keys."""
+        """Sort the rows, which a resumed run appends as it makes them, by the parts' keys."""
         for part in parts:
             found = {part.key(row): row for row in self.rows[part.table]}
             self.rows[part.table] = [found[key] for key in part.keys if key in found]
 
 
 def _locked(path: Path) -> int | None:
-    # the descriptor of the locked file; the lock ends with the process at the latest
+    # returns the locked file's descriptor; the lock ends with the process at the latest
     if sys.platform == "win32":
         return None
     try:

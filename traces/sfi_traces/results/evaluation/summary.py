@@ -1,11 +1,11 @@
-"""What the rows of an evaluation come to: one for each task, length, method and size."""
+"""Summarizes the rows of an evaluation: one row for each task, length, method and size."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from sfi_core.measure.evaluation.lossless_rows import drafting
 from sfi_core.measure.evaluation.statistics import Interval, paired_difference, wilson
-from sfi_traces.results.evaluation.by_place import by_place
 
 REFERENCE = "full-kv"
 PLACE = ("task", "length")
@@ -15,18 +15,19 @@ RATIOS = ("read_ratio", "selection_ratio", "stored_ratio")
 FIDELITY = (
     "steps", "slow_rate", "kl", "kl_p95", "agreement", "perplexity", "perplexity_full", *RATIOS,
 )  # fmt: skip
+GROUPS = 8  # of neighboring sentences, at most
 Row = Mapping[str, Any]
 
 
 def summarize(rows: Iterable[Row]) -> list[dict[str, Any]]:
-    """Average the samples of each task, length, method and size, in the order in which they came.
+    """Average the samples of each task, length, method and size, in the order of the rows.
 
     Returns:
-        Plain rows. `score`, `low` and `high` are the mean and its Wilson interval; `difference` is the
-        paired one to full attention on the same samples, None without it, and `interval_method` that of
-        its bootstrap interval; `read` is what attention and selection read together; `n` counts scored
-        samples and `failed` those without a score, which no mean holds; `by_place` the share of right
-        sentences by place in the answer; `lossless` what a lossless method drafted and kept, see `drafting`.
+        Plain rows. `score`, `low` and `high`: the mean and its Wilson interval. `difference`: paired, from
+        full attention on the same samples, None without it; `interval_method`: of its bootstrap interval.
+        `read`: share read by attention and selection. `n`: scored samples; `failed`: those without a score,
+        which no mean includes. `by_place`: share of right sentences by place in the answer. `lossless`: see
+        `drafting`.
     """
     found = _grouped(rows, (*PLACE, *VARIANT))
     references: dict[tuple[Any, ...], list[Row]] = {}
@@ -38,11 +39,11 @@ def summarize(rows: Iterable[Row]) -> list[dict[str, Any]]:
 
 
 def summarize_fidelity(rows: Iterable[Row]) -> list[dict[str, Any]]:
-    """Sum the windows of each length, method and size up.
+    """Summarize the windows of each length, method and size.
 
     Returns:
-        Plain rows: KL, agreement and perplexities over all steps but a window's first, which is full
-        attention's; the same by position in the sentence; ratios, the mean over windows.
+        Plain rows: KL, agreement and perplexities over all steps except each window's first, which is full
+        attention's; the same by position in the sentence; ratios, averaged over windows.
     """
     from sfi_core.measure.evaluation.text_grid import from_rows  # noqa: PLC0415 - torch, for those who need it
 
@@ -66,8 +67,34 @@ def summarize_fidelity(rows: Iterable[Row]) -> list[dict[str, Any]]:
     return summaries
 
 
+def by_place(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Average the scores of sentences at the same place of an answer; samples without sentences are skipped.
+
+    Returns:
+        A row for each group of neighboring sentences: the numbers of its `first` and `last` sentence, from 1
+        on; the first one's mean `place` in tokens; the mean `score`; and `n` sentences over all samples.
+    """
+    known = [row for row in rows if row.get("sentence_scores")]
+    most = max((len(row["sentence_scores"]) for row in known), default=0)
+    count = min(GROUPS, most)
+    edges = [round(group * most / count) for group in range(count + 1)] if count else []
+    found = []
+    for first, end in pairwise(edges):
+        scores = [score for row in known for score in row["sentence_scores"][first:end]]
+        places = [place for row in known for place in row["sentence_places"][first : first + 1]]
+        found.append(
+            {
+                "first": first + 1,
+                "last": end,
+                "place": sum(places) / len(places),
+                "score": sum(scores) / len(scores),
+                "n": len(scores),
+            }
+        )
+    return found
+
+
 def _read(ratios: Row) -> float | None:
-    # what attention and selection read together
     if ratios["read_ratio"] is None:
         return None
     return float(ratios["read_ratio"] + ratios["selection_ratio"])
@@ -109,7 +136,7 @@ def _summary(group: Sequence[Row], full: Sequence[Row]) -> dict[str, Any]:
 
 
 def interval_of(interval: Interval | None, name: str) -> dict[str, float | None]:
-    """Return an interval's numbers as columns; None without one."""
+    """Return an interval as columns `name`, low and high; all None without an interval."""
     ends = ("low", "high") if name == "score" else (f"{name}_low", f"{name}_high")
     if interval is None:
         return dict.fromkeys((name, *ends))
@@ -121,7 +148,7 @@ def _scored(group: Sequence[Row]) -> list[Row]:
 
 
 def _further(scored: Sequence[Row]) -> dict[str, float]:
-    # what else the task measures, such as the share of right tokens, where it is a number everywhere
+    # means of the task's other measures, such as the share of right tokens, that are always numbers
     names = dict.fromkeys(name for row in scored for name in row["scores"])
     return {
         name: sum(row["scores"][name] for row in scored) / len(scored)
