@@ -5,7 +5,6 @@ import re
 from dataclasses import asdict
 
 import pytest
-import torch
 from pyarrow import parquet
 from typer.testing import CliRunner
 
@@ -17,7 +16,6 @@ from sfi_core.errors import SfiError
 from sfi_core.measure.bench import bench, fits
 from sfi_core.measure.bench.settings import DecodeSettings
 from sfi_core.measure.kernel_bench import timing
-from sfi_core.models.linear import ENGINES
 
 SMALL = (
     "--context", "300", "--steps", "5", "--repeats", "1", "--budget", "64", "--set", "recent=32",
@@ -169,37 +167,6 @@ def test_lossless_rows_say_whether_acceptance_is_stated_or_measured(tmp_path):
     assert document["settings"]["prefill"]
 
 
-def test_a_forecast_of_lossless_runs_states_the_acceptance():
-    code, stdout, _ = inside(
-        "--forecast", "--random-weights", "qwen3-4b", "--context", "32K", "--batch", "16", "--lossless",
-        "--acceptance", "0.9", "--preset", "paper", "--set", "forecast.bandwidth=4300",
-    )  # fmt: skip
-    assert code == 0
-    assert re.search(
-        r"^  sfi-lossless +32,768 +16 +stated 90\.0% +\d+ +\d\.\d\d +1\.", stdout, re.MULTILINE
-    )
-    assert "* lossless: acceptance is stated, 0.9" in stdout
-
-
-def test_a_person_reads_where_the_cache_lies(tiny):
-    code, stdout, _ = inside("--random-weights", tiny, *TIERED, "-q")
-    assert code == 0
-    title = r"KV cache under a device budget of 90%\n"
-    assert re.search(title + r"(.*\n)+?  synckv +600 +1 +0\.0\d\d +0\.082 +0\.00\d\n", stdout)
-
-
-@pytest.mark.skipif(
-    torch.backends.quantized.engine not in ENGINES, reason="no FBGEMM on this machine"
-)
-def test_packed_weights_are_measured_and_said(tiny):
-    code, stdout, _ = inside(
-        "--random-weights", tiny, *SMALL, "--set", "model.pack_weights=true", "--json"
-    )
-    document = json.loads(stdout)
-    assert (code, document["model"]["packed_weights"]) == (0, True)
-    assert len(document["rows"]) == 4
-
-
 def test_lists_come_by_comma_or_repeated_and_in_thousands(tiny):
     arguments = (
         "--random-weights", tiny, "--context", "64,0.25K", "--steps", "3", "--repeats", "1",
@@ -259,16 +226,6 @@ def test_ctrl_c_writes_the_rows_so_far_and_ends_with_130(tmp_path, monkeypatch):
     assert document["interrupted"] is True
     assert [row["policy"] for row in document["rows"]] == ["sfi", "full-kv", "transformers-dynamic"]
     assert "transformers-dynamic" in stdout
-
-
-def test_ctrl_c_before_the_first_run_leaves_no_file(tmp_path, monkeypatch):
-    def stopped(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(bench, "copy_gb_per_s", stopped)
-    code, stdout, _ = inside(*SMALL, "-o", str(tmp_path / "x.json"))
-    assert (code, stdout) == (130, "")
-    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize(

@@ -71,16 +71,6 @@ def test_packed_weights_answer_too():
     assert json.loads(stdout)["exact_match"]
 
 
-def test_weights_that_cannot_be_packed_end_with_one_line():
-    code, stdout, stderr = inside(
-        "generate", "--set", "model.pack_weights=true", "--dtype", "float32"
-    )
-    assert (code, stdout) == (4, "")
-    assert stderr.startswith(
-        "error: packed weights must be bfloat16 or float16 on a CPU, got float32"
-    )
-
-
 def test_the_document_has_the_keys_that_scripts_rely_on(example):
     assert set(example) >= KEYS
     assert set(example["requests"][0]) >= REQUEST_KEYS
@@ -119,11 +109,6 @@ def test_streaming_llm_fails_the_same_question_with_as_many_tokens(example):
     assert read >= example["config"]["budget"]
 
 
-def test_full_kv_finds_the_answer():
-    _, stdout, _ = inside("generate", "--policy", "full-kv", "--json")
-    assert json.loads(stdout)["exact_match"]
-
-
 def test_a_prompt_may_come_from_stdin():
     code, stdout, _ = inside(
         "generate", "-", "-n", "4", "--quiet", "--policy", "full-kv", text=PROMPT
@@ -134,14 +119,6 @@ def test_a_prompt_may_come_from_stdin():
 def test_the_same_seed_samples_the_same_text():
     arguments = ("generate", PROMPT, "-n", "12", "--temperature", "1.5", "--seed", "3", "--quiet")
     assert inside(*arguments) == inside(*arguments)
-
-
-def test_a_batch_gives_a_request_for_every_line(tmp_path):
-    lines = [json.dumps({"prompt": PROMPT}), json.dumps({"prompt": "Later, " + PROMPT})]
-    file = tmp_path / "batch.jsonl"
-    file.write_text("\n".join(lines))
-    _, stdout, _ = inside("generate", "--batch", str(file), "-n", "6", "--json")
-    assert len(json.loads(stdout)["requests"]) == 2
 
 
 def batch_file(folder: Path) -> Path:
@@ -219,25 +196,6 @@ def test_a_device_budget_changes_where_the_cache_lies_and_no_token(tmp_path):
     shown = f"KV cache     {tiers['device_bytes'] / 1e6:.1f} MB of {tiers['allowed_bytes'] / 1e6:.1f} MB on"
     assert f"\n{shown} the device, {tiers['host_bytes'] / 1e6:.1f} MB in host memory\n" in error
     assert re.search(r"\nrecalled     0\.\d MB a step, waited \d\.\d\d s for them\n", error)
-
-
-def test_full_attention_stands_beside_a_device_budget_without_one():
-    prompt = PROMPT * 20
-    code, stdout, _ = inside("generate", prompt, "-n", "2", *BUDGET, "--compare", "--json")
-    assert code == 0
-    document = json.loads(stdout)
-    assert document["kv_tiers"]["host_bytes"] > 0
-    assert document["comparison"]["kv_tiers"] is None
-
-
-def test_a_trace_of_prompts_that_waited_is_sound(tmp_path):
-    trace = tmp_path / "trace"
-    arguments = ("generate", "--batch", str(batch_file(tmp_path)), "-n", "5", "--max-batch", "1")
-    assert inside(*arguments, "--trace", str(trace), "-q")[0] == 0
-    code, stdout, _ = inside("trace", "check", str(trace), "--json")
-    assert (code, json.loads(stdout)["sound"]) == (0, True)
-    code, stdout, _ = inside("trace", "show", str(trace), "--request", "2", "--json")
-    assert (code, json.loads(stdout)["steps"]["steps"]) == (0, 3)
 
 
 @pytest.mark.parametrize("limit", ["0", "-2", "1.5", '"5"', "true"])
@@ -397,12 +355,6 @@ def test_debug_shows_the_traceback(run):
     assert "Traceback" in result.stderr
 
 
-def test_without_debug_there_is_none(run):
-    result = run("generate", PROMPT, "--budget", "0")
-    assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr == "error: budget must be positive, got 0\n"
-
-
 def test_cuda_without_a_gpu_exits_4():
     if torch.cuda.is_available():
         pytest.skip("this machine has CUDA")
@@ -457,16 +409,6 @@ def test_a_run_that_reads_more_than_full_attention_is_advised_against(budget):
     )
     assert document["advice"] == expected
     assert f"advice       {expected}" in stderr.splitlines()
-
-
-def test_where_no_context_pays_the_advice_says_what_was_read():
-    _, stdout, _ = inside("generate", PROMPT, "-n", "6", "--json", "--set", "t_max=0")
-    document = json.loads(stdout)
-    ratio = 1 / document["byte_limit"]["speedup"]
-    assert ratio > 1
-    assert document["advice"] == (
-        f"full-kv should be faster here: sfi read {ratio:.2f} times as many bytes"
-    )
 
 
 def test_a_run_that_reads_less_gets_no_advice(example):

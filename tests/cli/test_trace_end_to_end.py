@@ -2,14 +2,11 @@
 
 import json
 import re
-import shlex
 import struct
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from sfi_cli import app as cli
 from sfi_core.bundled.example import load_example
 from sfi_traces.figures import KINDS
 from tests.cli.trace_commands import trace
@@ -113,13 +110,3 @@ def test_check_finds_it_sound(folder):
 
 
 COMMANDS = ["check", "diff", "export", "plot", "record", "replay", "report", "show", "sql"]
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_documented_example_uses_options_that_exist(command):
-    text = CliRunner().invoke(cli.app, ["trace", command, "--help"], env={"COLUMNS": "200"}).stdout
-    examples = re.findall(r"^\s*(sfi trace .*?)\s*$", text, re.MULTILINE)
-    assert examples
-    for example in examples:
-        words = [word for word in shlex.split(example)[1:] if word.startswith("-")]
-        assert all(word in text for word in words), example

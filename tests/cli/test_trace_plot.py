@@ -1,14 +1,9 @@
 """`sfi trace plot` and `sfi trace report`: which files come, and what is refused."""
 
-import re
-import shlex
-
 import pytest
-from typer.testing import CliRunner
 
-from sfi_cli import app as cli
-from sfi_cli.commands.trace.figure_jobs import PlotJob, beside, write_report
-from sfi_core.errors import ConfigError, SfiError, TraceError
+from sfi_cli.commands.trace.figure_jobs import PlotJob, write_report
+from sfi_core.errors import ConfigError, TraceError
 from tests.traces.made import make_trace
 
 pytest.importorskip("matplotlib")
@@ -97,31 +92,6 @@ def test_a_figure_that_was_asked_for_and_lacks_its_data_ends_with_3(run, tmp_pat
     assert not (tmp_path / "x.png").exists()
 
 
-def test_a_trace_without_any_figure_is_an_error(tmp_path):
-    trace = make_trace(tmp_path / "run", steps=1, audit=None)
-    with pytest.raises(TraceError, match="has no audit"):
-        plot(trace, output=tmp_path / "figures")
-    assert list((tmp_path / "figures").iterdir()) == []
-
-
-def test_no_trace_is_an_error_of_input(tmp_path):
-    for work in (
-        plot,
-        lambda path: write_report(path, request=None, top=None, output=None, force=False),
-    ):
-        with pytest.raises(TraceError, match="is not a trace"):
-            work(tmp_path)
-
-
-def test_other_requests_are_mentioned(tmp_path, capsys):
-    trace = make_trace(tmp_path / "run", steps=6, requests=3)
-    plot(trace, kinds=("lag",), output=tmp_path / "x.png")
-    said = capsys.readouterr().err.splitlines()
-    assert said == ["showing request 0 of 3; --request chooses another", f"Wrote {tmp_path}/x.png"]
-    plot(trace, kinds=("lag",), output=tmp_path / "y.png", request=2)
-    assert capsys.readouterr().err.splitlines() == [f"Wrote {tmp_path}/y.png"]
-
-
 def test_the_report_overwrites_only_when_told(trace, tmp_path):
     page = tmp_path / "page.html"
     page.write_text("mine")
@@ -130,26 +100,3 @@ def test_the_report_overwrites_only_when_told(trace, tmp_path):
     assert page.read_text() == "mine"
     write_report(trace, request=0, top=5, output=page, force=True)
     assert "Top-5 of dense attention" in page.read_text(encoding="utf-8")
-
-
-def test_a_folder_that_cannot_be_made_is_said(trace, tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(SfiError, match="cannot be made: Not a directory"):
-        plot(trace, output=tmp_path / "file" / "figures")
-
-
-def test_a_file_beside_the_current_folder_has_the_folders_name(trace, monkeypatch):
-    monkeypatch.chdir(trace)
-    assert beside(trace / "..", "x") == trace.parent.parent / f"{trace.parent.name}-x"
-    assert beside(type(trace)(), "lag.png") == trace.parent / "run-lag.png"
-    assert beside(type(trace)("../run"), "lag.png") == type(trace)("../run-lag.png")
-
-
-@pytest.mark.parametrize("command", ["plot", "report"])
-def test_every_documented_example_parses(command):
-    text = CliRunner().invoke(cli.app, ["trace", command, "--help"], env={"COLUMNS": "200"}).stdout
-    examples = re.findall(r"^\s*(sfi trace .*?)\s*$", text, re.MULTILINE)
-    assert len(examples) >= 2
-    for example in examples:
-        words = [word for word in shlex.split(example)[1:] if word.startswith("-")]
-        assert all(word in text for word in words), example

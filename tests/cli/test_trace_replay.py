@@ -1,9 +1,6 @@
 """`sfi trace replay`: tables, JSON, figures, and playing a run on a terminal."""
 
 import json
-import re
-import shlex
-from pathlib import Path
 
 import pytest
 from pyarrow import parquet
@@ -100,16 +97,6 @@ def test_trigger_sets_are_compared_by_name(full):
     assert found[";"]["slow_steps"] == 2
     assert found[". 1"]["trigger_token_ids"] == [1, 90]
     assert "note: no generated token matches the triggers ';'" in invoke(full, *sets).stderr
-
-
-def test_stride_and_random_triggers(full):
-    data = document(
-        full, "--trigger-policy", "stride,random", "--set", "stride=4,8",
-        "--set", "random_rate=0.5", "--set", "trigger_seed=1,2",
-    )  # fmt: skip
-    stride = {r["stride"]: r["slow_rate"] for r in data["rows"] if r["policy"] == "stride"}
-    assert stride[8] < stride[4]
-    assert sorted(r["trigger_seed"] for r in data["rows"] if r["policy"] == "random") == [1, 2]
 
 
 def test_an_sfi_trace_shows_what_it_measured(real):
@@ -239,12 +226,6 @@ def test_frames_are_printed_without_a_terminal(full, real):
     assert [f"step {step} of 59  slow (full-kv)" in whole for step in (0, 30, 59)] == [True] * 3
 
 
-def test_frames_may_go_to_a_file(real, tmp_path):
-    path = tmp_path / "frames.txt"
-    assert invoke(real, "--play", "--step", "3", "-o", str(path)).stdout == ""
-    assert path.read_text().startswith("step 3 of 59")
-
-
 def test_control_characters_of_a_model_do_not_reach_the_terminal(tmp_path):
     folder = make_trace(tmp_path / "t")
     part = folder / "steps" / "part-00000.parquet"
@@ -256,18 +237,3 @@ def test_control_characters_of_a_model_do_not_reach_the_terminal(tmp_path):
     assert "\x1b" not in text
     assert "\r" not in text
     assert " [2Jgone " in text
-
-
-def test_every_documented_example_parses(full):
-    text = CliRunner().invoke(cli.app, ["trace", "replay", "--help"], env={"COLUMNS": "200"}).stdout
-    examples = re.findall(r"^\s*(sfi trace replay .*?)\s*$", text, re.MULTILINE)
-    assert len(examples) == 6
-    for example in examples:
-        options = [word for word in shlex.split(example) if word.startswith("-")]
-        assert all(option in text.partition("Options")[2] for option in options), example
-
-
-def test_the_docs_name_every_option():
-    text = (Path(__file__).parents[2] / "docs" / "tune.md").read_text()
-    for option in ("--trigger-set", "--against", "--play", "audit.top"):
-        assert option in text

@@ -19,8 +19,6 @@ from sfi_traces.read.reader import Trace
 from sfi_traces.record.parquet import ParquetObserver
 from sfi_traces.summary import summarize
 from sfi_traces.summary.diff import compare
-from sfi_traces.views.figure_data import step_phases
-from sfi_traces.views.view import View
 from tests.core.conftest import tiny_qwen3
 
 CONFIG = SfiConfig(
@@ -95,12 +93,6 @@ def test_a_requests_rows_are_those_of_the_request_alone(table, request_number):
         for name, value in theirs.items():
             number = isinstance(value, float) or name == "mass"  # a batch may round otherwise
             assert ours[name] == (pytest.approx(value, rel=1e-3, abs=1e-5) if number else value)
-
-
-def test_the_manifest_has_every_prompt_in_order():
-    prompts = continuous().manifest["prompts"]
-    assert [entry["request"] for entry in prompts] == list(range(6))
-    assert prompts == together().manifest["prompts"]
 
 
 def test_it_is_sound():
@@ -202,31 +194,3 @@ def test_the_timeline_shows_each_step_where_its_spans_are():
         for number in range(6)
     }
     assert began[0] == began[1] < began[2] < began[3] < began[4] < began[5]
-
-
-@pytest.mark.parametrize("number", [0, 4])
-def test_the_figure_of_a_requests_steps_has_its_own_spans(number):
-    timings = continuous().table("timings").to_pylist()
-    steps = continuous().table("steps").to_pylist()
-    own = [r["batch_step"] for r in steps if r["request"] == number and r["step"]]
-    found = step_phases(View(continuous(), number))
-    assert found.step.tolist() == list(range(1, LIMITS[number]))
-    spent = [
-        sum(r["elapsed_us"] for r in timings if r["name"] == "sample" and r["step"] == step)
-        for step in own
-    ]
-    assert found.phases["sample"].tolist() == pytest.approx(spent)
-
-
-def test_runs_one_after_the_other_keep_their_requests_apart():
-    folder = Path(mkdtemp()) / "trace"
-    with ParquetObserver(folder, positions=True) as observer:
-        complete([0, 1, 2], observer, max_batch=1)
-        complete([3, 4, 5], observer, max_batch=2)
-    trace = Trace.open(folder)
-    assert check(trace)["sound"]
-    assert [entry["tokens"] for entry in trace.manifest["prompts"]] == [len(row) for row in ROWS]
-    for number in range(6):
-        assert rows(trace, "steps", number) == rows(continuous(), "steps", number)
-    assert {row["request"] for row in trace.table("timings").to_pylist()} == {0, 3}
-    assert summarize(trace, 4)["phases"]["decode"]

@@ -8,7 +8,6 @@ import pytest
 
 from sfi_core.errors import ConfigError, TraceError
 from sfi_traces.read.reader import Trace
-from sfi_traces.schema import TABLES
 from sfi_traces.summary.diff import SAME_MASS, compare
 from sfi_traces.summary.diff_metrics import METRICS, Limit
 from tests.traces.made import CONFIG, MODEL, make_trace, overlap
@@ -193,16 +192,6 @@ def test_a_trace_beside_itself_differs_in_nothing(pair):
     assert {row["equal_share"] for row in document["requests"]} == {1.0}
     assert document["supports"]["overlap"]["min"] == document["selections"]["overlap"]["min"] == 1.0
     assert list(document["ratios"].values()) == pytest.approx([1.0] * len(document["ratios"]))
-
-
-def test_a_killed_trace_may_know_no_prompts(pair):
-    for name in set(TABLES) - {"steps"}:
-        for part in pair[1].parts(name):
-            part.unlink()
-    change_manifest(pair[1].path, finished=None, prompts=[])
-    document = compare(pair[0], Trace.open(pair[1].path))
-    assert document["supports"] is None
-    assert document["requests"][1]["equal_share"] == 1.0
 
 
 def changed(folder, table: str, changes: dict[tuple[int, int, int], dict]) -> Trace:

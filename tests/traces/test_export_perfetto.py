@@ -5,7 +5,6 @@ from collections import Counter, defaultdict
 
 import pytest
 
-from sfi_core.errors import TraceError
 from sfi_traces.export.perfetto import perfetto_text
 from sfi_traces.read.reader import Trace
 from tests.traces.made import LAYERS, make_trace
@@ -208,17 +207,3 @@ def test_a_redacted_trace_has_a_timeline_without_text(tmp_path):
     steps = [event for event in events(Trace.open(folder), "X") if event["tid"] == 1]
     assert len(steps) == 5
     assert not any("token_text" in event["args"] for event in steps)
-
-
-def test_without_timings_there_is_no_timeline(tmp_path):
-    steps = [{"request": 0, "step": 0, "slow": True}]
-    trace = Trace.open(write_trace(tmp_path / "run", {"steps": steps}))
-    with pytest.raises(TraceError, match="has no timings, which a timeline is made of"):
-        timeline(trace)
-
-
-def test_progress_counts_events(trace):
-    told = []
-    text = "".join(perfetto_text(trace, lambda done, total: told.append((done, total))))
-    count = len(json.loads(text)["traceEvents"])
-    assert told[-1] == (count, count)

@@ -72,14 +72,6 @@ def test_boundaries_and_t_max_follow_eq_5(supports, seed):
     assert slow_at(changed, rules) == expected(tokens, rules.config)
 
 
-def test_the_schedule_of_an_sfi_trace_is_its_own(tmp_path):
-    trace = Trace.open(make_trace(tmp_path / "trace", policy="sfi", requests=2))
-    steps = trace.table("steps").to_pylist()
-    for one in Supports.load(trace):
-        own = {r["step"]: r["reason"] for r in steps if r["request"] == one.request and r["slow"]}
-        assert slow_at(one, Setting.recorded(trace)) == own
-
-
 @pytest.mark.parametrize(
     ("rules", "steps"),
     [
@@ -148,19 +140,6 @@ def test_a_grid_holds_each_counterfactual_once():
         None,
     )
     assert row["budget"] == 20
-
-
-@pytest.mark.parametrize(
-    ("policy", "axes", "message"),
-    [
-        ("random", {"random_rate": [1.5]}, r"random_rate must be in \[0, 1\], got 1.5"),
-        ("often", {}, "unknown trigger-policy 'often'; expected one of"),
-        ("boundary", {"budget": [0]}, "budget must be positive, got 0"),
-    ],
-)
-def test_what_cannot_be_replayed_is_refused(policy, axes, message):
-    with pytest.raises(ConfigError, match=message):
-        grid(setting(), [policy], {}, axes)
 
 
 def test_trigger_strings_match_recorded_tokens_as_a_run_would_match_its_tokenizer():

@@ -12,15 +12,12 @@ from runpy import run_path
 import numpy as np
 import pytest
 
-from sfi_core.errors import BackendError
-from sfi_traces import report
 from sfi_traces.importing.importer import import_trace
 from sfi_traces.read.reader import Trace
-from sfi_traces.report import check_report, render
+from sfi_traces.report import render
 from sfi_traces.report.raster_figure import pack
 from sfi_traces.views.observations import (
     HeadMap,
-    corrections_of,
     cosines_of,
     drift_of,
     head_similarity_of,
@@ -157,22 +154,6 @@ def test_refreshes_that_do_not_fit_are_left_out_and_the_page_says_from_where(sfi
     assert (found["counts"]["begins"], found["counts"]["until"]) == ([1], 11)
 
 
-def test_a_step_whose_refresh_did_not_fit_lights_no_earlier_one(
-    browser, sfi, tmp_path, monkeypatch
-):
-    monkeypatch.setattr("sfi_traces.report.reading.MOST_BYTES", 0)
-    file = tmp_path / "report.html"
-    file.write_text(render(sfi), encoding="utf-8")
-    lit = "[...document.querySelectorAll('#source span')].filter((s) => s.style.background).length"
-    with visited(browser, file) as page:
-        until(page, "document.getElementById('source').dataset.ready === 'true'")
-        page.select_option("#words-by", "heads")
-        for step, some in ((5, True), (15, False)):  # refreshes come into force at 1 and 11
-            page.locator("#text li span").nth(step).click()
-            assert (page.evaluate(lit) > 0) == some
-        assert "did not fit" in page.locator("#words-step").text_content()
-
-
 def test_an_imported_step_lights_the_positions_of_its_own_selection(tmp_path):
     texts = np.array([f" t{position}" for position in range(IMPORTED)])
     path = write_npz(
@@ -188,18 +169,6 @@ def test_an_imported_step_lights_the_positions_of_its_own_selection(tmp_path):
         for layer, position in enumerate(layers):
             expected = sorted(position[position >= 0].tolist())
             assert np.flatnonzero(counts[step, layer]).tolist() == expected
-
-
-def test_a_report_of_corrections_says_how_many_and_what_was_recalled(tmp_path):
-    view = View(Trace.open(make_trace(tmp_path / "t", steps=40, policy="freekv")))
-    page = render(view)
-    found = corrections_of(view)
-    cells, bars = data(page)["corrections"]["data"]
-    assert array(cells["z"]).tolist() == HeadMap.of(found["heads"], "share").value.tolist()
-    assert bars["x"] == ["1", "2", "3-4", "5-8", "9-16"]
-    assert f"{100 * found['share']:.1f} %" in page
-    recalled = sum(row["bytes"] for row in view.trace.table("recalls").to_pylist()) / 39
-    assert f"{recalled:,.0f} bytes" in page
 
 
 def test_the_raster_has_the_cells_of_every_layer_and_head(sfi):
@@ -260,23 +229,6 @@ def test_a_trace_of_steps_alone_makes_a_page_that_says_what_records_the_rest(tmp
     assert data(page) == {}
     assert "record it with --audit 1" in page
     assert "3 steps, killed" in page
-
-
-def test_a_run_that_is_slow_throughout_has_no_marks(full):
-    page = render(full)
-    assert "Marked" not in page
-    assert 'class="slow"' not in page
-    assert sorted(data(page)) == sorted(set(FIGURES) - {"lambda"})
-
-
-@pytest.mark.parametrize(("module", "name"), [("plotly", "Plotly"), ("jinja2", "Jinja2")])
-def test_without_its_libraries_the_extra_is_named(monkeypatch, module, name):
-    found = report.find_spec
-    monkeypatch.setattr(
-        report, "find_spec", lambda wanted: None if wanted == module else found(wanted)
-    )
-    with pytest.raises(BackendError, match=rf"needs {name}.*pip install 'sfi-toolkit\[report\]'"):
-        check_report()
 
 
 # every figure is as wide as its place

@@ -149,25 +149,6 @@ def test_what_is_no_number_does_not_count(tmp_path):
     assert_spread(summarize(Trace.open(trace))["audit"]["query_cosine"], [0.5, 0.7])
 
 
-def test_a_first_step_has_no_pair_whatever_its_row_says(tmp_path):
-    """Steps before it may be lost."""
-    place = {"request": 0, "layer": 0, "head": 0, "positions": [1], "mass": [1.0]}
-    overlaps = {"overlap_previous_step": 0.25, "overlap_last_refresh": 0.5}
-    trace = write_trace(
-        tmp_path / "run",
-        {
-            "steps": [
-                {"request": 0, "step": step, "slow": step == 5, "sentence": step}
-                for step in (5, 6, 7)
-            ],
-            "supports": [{**place, **overlaps, "step": step} for step in (5, 6, 7)],
-        },
-    )
-    found = summarize(Trace.open(trace))
-    assert (found["stability"]["within"], found["stability"]["across"]["n"]) == (None, 2)
-    assert [lag["from_lag"] for lag in found["lags"]["lags"]] == [1, 2]
-
-
 def test_next_token_divergence_and_agreement(sparse):
     found, logits = summarize(sparse)["logits"], rows(sparse, "logits")
     assert_spread(found["kl_next_token"], [row["kl_next_token"] for row in logits])

@@ -45,10 +45,6 @@ def test_the_first_generated_token_counts():
     assert slow_steps(text(5, 0)) == {1: "trigger"}
 
 
-def test_boundary_tokens_in_a_row_each_make_a_step_slow():
-    assert slow_steps(text(6, 2, 3)) == {3: "trigger", 4: "trigger"}
-
-
 @pytest.mark.parametrize("delay", [0, 1, 2])
 def test_a_delay_puts_the_slow_step_off_by_that_many_steps(delay: int):
     assert list(slow_steps(text(12, 3, 7), trigger_delay=delay)) == [4 + delay, 8 + delay]
@@ -69,10 +65,6 @@ def test_t_max_is_the_largest_number_of_consecutive_fast_steps(t_max: int):
     slow = slow_steps(text(30), t_max=t_max)
     assert list(slow) == list(range(t_max + 1, 31, t_max + 1))
     assert set(slow.values()) == {"t_max"}
-
-
-def test_a_trigger_restarts_the_count_of_fast_steps():
-    assert slow_steps(text(12, 2), t_max=4) == {3: "trigger", 8: "t_max"}
 
 
 def test_a_trigger_is_named_when_both_are_due():
@@ -124,10 +116,6 @@ def test_a_trigger_set_of_every_token_makes_every_step_slow():
 def test_the_first_steps_are_slow_under_every_policy_if_asked(trigger_policy: str):
     settings = {"slow_start": 3, "trigger_policy": trigger_policy}
     assert slow_steps(text(8), **settings) == {1: "first", 2: "first"}
-
-
-def test_one_slow_start_is_the_paper_s_step_0_alone():
-    assert slow_steps(text(8), slow_start=1) == {}
 
 
 def drawn(settings: dict[str, Any], **fields: Any) -> str:
