@@ -194,12 +194,8 @@ def test_a_folder_that_is_there_is_not_overwritten(whole):
     ("arguments", "message"),
     [
         (["--method", "sfl"], "unknown policy 'sfl'; expected one of"),
-        (["--method", "sfi@fast"], "unknown preset 'fast'; expected one of"),
-        (["--task", "spam"], "unknown task 'spam'; expected one of"),
         (["--share", "lots"], "share must be numbers with commas between, got 'lots'"),
         (["--length", "1.5"], "length must be whole numbers with commas between, got '1.5'"),
-        (["--share", "2"], r"share must be in \(0, 1\], got 2"),
-        (["--samples", "0"], "sample must be given at least once, got none"),
         (["--share", "0.1", "--budget", "9"], "share and budget must not come together, got both"),
         (["--set", "eval.batch_size=0"], "eval.batch_size must be at least 1, got 0"),
         (["--tokens", "9"], "tokens must come with --fidelity, got it alone"),
@@ -300,13 +296,7 @@ def test_extended_methods_decode_the_same_under_a_device_budget(tmp_path):
     call(*asked, "-o", tmp_path / "whole", "-q")
     call(*asked, "-o", tmp_path / "tiers", "-q", "--kv-device-budget", "4MB")
     whole, tiers = samples(tmp_path / "whole"), samples(tmp_path / "tiers")
-    assert {row["method"] for row in tiers} == {
-        *EXTENDED[:1],
-        "corr",
-        "reps",
-        EXTENDED[3],
-        "full-kv",
-    }
+    assert {row["method"] for row in tiers} == {*EXTENDED, "full-kv"}
     assert [row["error"] for row in tiers] == [None] * len(whole)
     for one, other in zip(whole, tiers, strict=True):
         assert one == other

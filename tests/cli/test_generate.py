@@ -19,7 +19,6 @@ from sfi_cli.commands.generate.views import report_lines
 from sfi_core.errors import SfiError
 from sfi_core.models.linear import ENGINES
 from sfi_core.models.load import BUNDLED, load_tokenizer
-from tests.covering import case
 
 KEYS = {
     "model", "policy", "preset", "config", "trigger_token_ids", "requests", "prefill_seconds",
@@ -235,7 +234,6 @@ def test_options_win_over_the_config_file_and_that_over_the_preset(tmp_path):
     ("arguments", "code", "words"),
     [
         (("--budget", "0"), 2, "budget must be positive, got 0"),
-        (("--budget", "-5"), 2, "budget must be positive, got -5"),
         (("--t-max", "-1"), 2, "t_max must be at least 0, got -1"),
         (("--policy", "sfl"), 2, "unknown policy 'sfl'; expected one of ('full-kv', 'sfi', "),
         (("--preset", "papers"), 2, "unknown preset 'papers'; expected one of ('default', "),
@@ -317,11 +315,10 @@ def test_an_unwritable_output_is_refused_before_the_model_loads(tmp_path):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")
-@pytest.mark.parametrize("form", [[], case(["--json"])])
-def test_a_full_disk_is_one_line(command, environment, form):
+def test_a_full_disk_is_one_line(command, environment):
     with Path("/dev/full").open("w") as full:
         result = subprocess.run(
-            [*command, "generate", PROMPT, "-n", "3", "--quiet", *form],
+            [*command, "generate", PROMPT, "-n", "3", "--quiet"],
             stdout=full, stderr=subprocess.PIPE, text=True, env=environment, check=False,
         )  # fmt: skip
     assert (result.returncode, result.stderr) == (

@@ -1,5 +1,8 @@
 """The options of every command: a new knob is a setting, unless people change it from run to run."""
 
+import re
+import shlex
+
 import pytest
 import typer
 from typer.testing import CliRunner
@@ -90,10 +93,15 @@ def test_the_options_of_every_command_are_these():
 
 
 @pytest.mark.parametrize("command", OPTIONS)
-def test_help_fits_two_screens(command: str):
-    result = CliRunner().invoke(cli.app, [*command.split(), "--help"], env={"COLUMNS": "80"})
+def test_help_fits_two_screens_and_its_examples_use_options_that_exist(command: str):
+    words = [*command.split(), "--help"]
+    result = CliRunner().invoke(cli.app, words, env={"COLUMNS": "80"})
     assert result.exit_code == 0
     assert result.stdout.count("\n") <= LINES
+    text = CliRunner().invoke(cli.app, words, env={"COLUMNS": "200"}).stdout
+    for example in re.findall(r"^\s*(sfi .*?)\s*$", text, re.MULTILINE):
+        options = [word for word in shlex.split(example)[1:] if word.startswith("-")]
+        assert all(option in text for option in options), example
 
 
 def test_nothing_but_the_command_line_runs_a_checkpoint_s_code():

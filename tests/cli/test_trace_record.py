@@ -94,20 +94,8 @@ def test_chosen_layers_are_audited(tmp_path):
 
 def test_a_redacted_trace_holds_no_text(tmp_path):
     folder = tmp_path / "run"
-    assert (
-        inside(
-            "trace",
-            "record",
-            PROMPT,
-            "-o",
-            str(folder),
-            "--set",
-            "trace.redact_text=true",
-            "-q",
-            *SHORT,
-        )[0]
-        == 0
-    )
+    options = ("--set", "trace.redact_text=true", "-q", *SHORT)
+    assert inside("trace", "record", PROMPT, "-o", str(folder), *options)[0] == 0
     trace = Trace.open(folder)
     assert trace.table("prompts").num_rows == 0
     assert trace.table("steps")["token_id"].null_count == 12

@@ -7,7 +7,7 @@ from pyarrow import parquet
 from typer.testing import CliRunner, Result
 
 from sfi_cli import app as cli
-from sfi_core.errors import ConfigError, SfiError, TraceError
+from sfi_core.errors import ConfigError, SfiError
 from sfi_traces import replay as engine
 from tests.traces.made import make_trace
 
@@ -126,7 +126,6 @@ def test_a_prediction_beside_another_run(full, real):
         (["--t-max", "x"], ConfigError, "t_max must be whole numbers, got 'x'"),
         (["--t-max", ","], ConfigError, "t_max must have a value, got ','"),
         (["--budget", "0"], ConfigError, "budget must be positive, got 0"),
-        (["--budget", "25"], TraceError, "record with --set audit.top=25"),
         (
             ["--set", "stride=4"],
             ConfigError,
@@ -139,15 +138,12 @@ def test_a_prediction_beside_another_run(full, real):
             "trigger_seed must come with --trigger-policy random",
         ),
         (["--trigger-set", "a=.", "--trigger-set", "a=!"], ConfigError, "got 'a' twice"),
-        (["--trigger", ""], ConfigError, "triggers must be non-empty strings"),
         (["--request", "7"], ConfigError, "request must be one of 0 to 1, got 7"),
-        (["--layers", "5"], ConfigError, "layer must be one of 0 to 1, got 5"),
         (["--step", "3"], ConfigError, "step must come with --play, got 3"),
         (["--speed", "4"], ConfigError, "speed must come with --play, got 4"),
         (["--against", "x", "--t-max", "3"], ConfigError, "must come without others"),
         (["--plot", "x.pdf"], ConfigError, "plot must end in one of"),
         (["--play", "--step", "x"], ConfigError, "a range like 12-20, got x"),
-        (["--play", "--step", "5-3"], ConfigError, "an ascending range, got 5-3"),
         (["--play", "--step", "60"], ConfigError, "step must be one of 0 to 59, got 60"),
         (["--play", "--budget", "3"], ConfigError, "must come without other settings"),
     ],

@@ -83,16 +83,16 @@ def rows(trace: Trace, table: str, request: int) -> list[dict[str, Any]]:
     return [{key: row[key] for key in row if key not in ITS_OWN} for row in found]
 
 
-@pytest.mark.parametrize("request_number", range(6))
-@pytest.mark.parametrize("table", ["prompts", "steps", "selections", "supports", "logits"])
-def test_a_requests_rows_are_those_of_the_request_alone(table, request_number):
+@pytest.mark.parametrize("request_number", [0, 2, 5])
+def test_a_requests_rows_are_those_of_the_request_alone(request_number):
     alone = record([request_number], prefill_chunk=16)
-    found, expected = rows(continuous(), table, request_number), rows(alone, table, 0)
-    assert len(found) == len(expected)
-    for ours, theirs in zip(found, expected, strict=True):
-        for name, value in theirs.items():
-            number = isinstance(value, float) or name == "mass"  # a batch may round otherwise
-            assert ours[name] == (pytest.approx(value, rel=1e-3, abs=1e-5) if number else value)
+    for table in ("prompts", "steps", "selections", "supports", "logits"):
+        found, expected = rows(continuous(), table, request_number), rows(alone, table, 0)
+        for ours, theirs in zip(found, expected, strict=True):
+            for name, value in theirs.items():
+                number = isinstance(value, float) or name == "mass"  # a batch may round otherwise
+                wanted = pytest.approx(value, rel=1e-3, abs=1e-5) if number else value
+                assert ours[name] == wanted, (table, name)
 
 
 def test_it_is_sound():

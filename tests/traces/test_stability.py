@@ -183,8 +183,7 @@ def test_the_audits_time_is_in_no_phase(sfi):
     assert data.phases[REST].tolist() == pytest.approx(before.phases[REST].tolist())
 
 
-@pytest.mark.parametrize("most_cells", [1000, 8])
-@pytest.mark.parametrize("place", [(0, 0), (0, 1), (1, 0), (1, 1)])
+@pytest.mark.parametrize(("place", "most_cells"), [((0, 1), 1000), ((1, 0), 8)])
 def test_a_rasters_cells_say_what_the_step_read_of_its_support(sfi, place, most_cells):
     """Selected before a slow step: still in force there; sink and recent tokens are always read."""
     raster = rasters(sfi, [place], most_steps=1000, most_cells=most_cells)[0]

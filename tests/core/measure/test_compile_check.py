@@ -74,18 +74,6 @@ def listed(_paths) -> list[dict]:
     return [json.loads(line) for line in ran.stdout.splitlines()]
 
 
-@pytest.fixture(scope="module")
-def some(listed) -> list[dict]:
-    return [row for row in listed if "arch" in row]
-
-
-@pytest.fixture(scope="module", params=[case(arch) for arch in ARCHS])
-def compiled(request, _paths) -> list[dict]:
-    """Compile everything for an architecture; a minute on two cores."""
-    pytest.importorskip("triton")
-    return compile_kernels([request.param])
-
-
 def names(rows: list[dict]) -> set[str]:
     return {row["kernel"].split(" [")[0] for row in rows}
 
@@ -109,30 +97,24 @@ def assert_pipelined(rows: list[dict], floor: int) -> None:
     assert [row for row in attention if row["async_buffers"] < 2] == []
 
 
-def test_no_kernel_spills_or_needs_more_shared_memory_than_there_is(some):
+def test_every_kernel_compiles_clean_and_attention_in_16_bits_is_pipelined(listed):
+    some = [row for row in listed if "arch" in row]
     assert [row for row in some if not is_clean(row)] == []
-
-
-def test_every_kernel_is_compiled(some, listed):
     assert_every_kernel(some)
     assert_every_kernel(listed)
     assert len(listed) >= FLOOR
-
-
-def test_attention_in_16_bits_copies_the_next_tile_while_it_computes(some):
     assert_pipelined(some, 2)
 
 
-def test_no_specialization_spills_or_needs_more_shared_memory_than_there_is(compiled):
+@pytest.mark.parametrize("arch", [case(arch) for arch in ARCHS])
+@pytest.mark.usefixtures("_paths")
+def test_every_specialization_does_so_for_every_architecture(arch):
+    """Compile everything; a minute on two cores."""
+    pytest.importorskip("triton")
+    compiled = compile_kernels([arch])
     assert [row for row in compiled if not is_clean(row)] == []
-
-
-def test_every_kernel_is_compiled_for_every_architecture(compiled):
     assert_every_kernel(compiled)
     assert len(compiled) >= FLOOR
-
-
-def test_every_attention_in_16_bits_copies_the_next_tile_while_it_computes(compiled):
     assert_pipelined(compiled, 30)
 
 
