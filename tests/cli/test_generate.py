@@ -267,10 +267,7 @@ def test_a_mistake_is_one_line_and_an_exit_code(arguments, code, words, monkeypa
     ("content", "words"),
     [
         ("budgett = 3\n", "unknown setting 'budgett'; did you mean budget?"),
-        (
-            "[selector]\nalfa = 1\n",
-            "unknown setting 'selector.alfa'; did you mean selector.alpha",
-        ),
+        ("[selector]\nalfa = 1\n", "unknown setting 'selector.alfa'; did you mean selector.alpha"),
         ("budget = \n", "not valid TOML"),
         ('budget = "many"\n', "budget must be int, got 'many'"),
     ],

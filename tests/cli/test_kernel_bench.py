@@ -12,13 +12,7 @@ from typer.testing import CliRunner
 from sfi_cli import app as cli
 from sfi_cli.commands.kernel_bench import command
 from sfi_core.errors import SfiError
-from sfi_core.measure.kernel_bench import (
-    KernelSettings,
-    compile_check,
-    settings,
-    timing,
-    variants,
-)
+from sfi_core.measure.kernel_bench import KernelSettings, compile_check, settings, timing, variants
 
 SHAPE = (
     "--context", "700", "--batch", "2", "--heads", "4", "--kv-heads", "2", "--head-dim", "16",

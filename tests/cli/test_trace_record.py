@@ -79,14 +79,7 @@ def test_generate_records_the_same(recorded, tmp_path):
 
 
 def test_chosen_layers_are_audited(tmp_path):
-    options = [
-        "--audit",
-        "4",
-        "--set",
-        "audit.layers=0,2-3",
-        "-q",
-        *SHORT,
-    ]
+    options = ["--audit", "4", "--set", "audit.layers=0,2-3", "-q", *SHORT]
     assert inside("trace", "record", PROMPT, "-o", str(tmp_path / "run"), *options)[0] == 0
     supports = Trace.open(tmp_path / "run").table("supports", ["layer"]).to_pylist()
     assert {row["layer"] for row in supports} == {0, 2, 3}

@@ -11,14 +11,7 @@ from sfi_traces.read.reader import Trace
 from sfi_traces.summary.diff import SAME_MASS, compare
 from sfi_traces.summary.diff_metrics import METRICS, Limit
 from tests.traces.made import CONFIG, MODEL, make_trace, overlap
-from tests.traces.small import (
-    assert_spread,
-    change_manifest,
-    redact,
-    rows,
-    write_part,
-    write_trace,
-)
+from tests.traces.small import assert_spread, change_manifest, redact, rows, write_part, write_trace
 
 
 @pytest.fixture

@@ -16,12 +16,7 @@ from sfi_traces.importing.importer import import_trace
 from sfi_traces.read.reader import Trace
 from sfi_traces.report import render
 from sfi_traces.report.raster_figure import pack
-from sfi_traces.views.observations import (
-    HeadMap,
-    cosines_of,
-    drift_of,
-    head_similarity_of,
-)
+from sfi_traces.views.observations import HeadMap, cosines_of, drift_of, head_similarity_of
 from sfi_traces.views.raster import rasters
 from sfi_traces.views.reads import StepReads
 from sfi_traces.views.view import View

@@ -119,12 +119,7 @@ def test_a_study_made_for_something_else_is_refused(tmp_path, purpose, message):
 
 
 @pytest.mark.parametrize(
-    "content",
-    [
-        b"hello\n",
-        b'{"op_code": 0, "worker_id": "a"}\nhello\nworld\n',
-        b"\xff\xfe\n",
-    ],
+    "content", [b"hello\n", b'{"op_code": 0, "worker_id": "a"}\nhello\nworld\n', b"\xff\xfe\n"]
 )
 def test_a_damaged_file_is_refused_in_one_line(tmp_path, content):
     path = tmp_path / "s.journal"

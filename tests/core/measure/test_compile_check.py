@@ -65,11 +65,7 @@ def listed(_paths) -> list[dict]:
     pytest.importorskip("triton")
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     ran = subprocess.run(
-        [sys.executable, "-c", SOME],
-        check=True,
-        env=environment,
-        stdout=subprocess.PIPE,
-        text=True,
+        [sys.executable, "-c", SOME], check=True, env=environment, stdout=subprocess.PIPE, text=True
     )
     return [json.loads(line) for line in ran.stdout.splitlines()]
 

@@ -101,8 +101,7 @@ def test_what_no_share_changes_runs_once(text, size):
 
 
 @pytest.mark.parametrize(
-    "sizes",
-    [{"share": 0.0}, {"share": 1.5}, {"budget": 0}, {"share": 0.1, "recent": 0}, {}],
+    "sizes", [{"share": 0.0}, {"share": 1.5}, {"budget": 0}, {"share": 0.1, "recent": 0}, {}]
 )
 def test_sizes_that_are_none_are_refused(sizes):
     with pytest.raises(ConfigError):

@@ -163,11 +163,7 @@ def test_only_the_queries_that_the_methods_look_at_are_kept(loaded, monkeypatch)
         return read_prompt(*args, window=window, **options)
 
     monkeypatch.setattr(runner, "read_prompt", read)
-    for methods in (
-        ["full-kv", "sfi"],
-        ["sfi:window_prefill=5", "freekv"],
-        ["sfi", "codescan"],
-    ):
+    for methods in (["full-kv", "sfi"], ["sfi:window_prefill=5", "freekv"], ["sfi", "codescan"]):
         assert all(row["error"] is None for row in grid_of(*methods, seeds=(0,)).run(*loaded))
     assert windows == [16, 5, 256]
 

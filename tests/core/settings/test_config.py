@@ -41,11 +41,7 @@ PAPER = {
 }
 
 # what triggers other than the paper's look at
-ALTERNATIVES = {
-    "stride",
-    "random_rate",
-    "trigger_seed",
-}
+ALTERNATIVES = {"stride", "random_rate", "trigger_seed"}
 
 
 def mistake(error: type[Exception], message: str):
@@ -80,12 +76,7 @@ METHODS = {"codescan", "draft", "freekv", "synckv"}
         (
             "released",
             PAPER
-            | {
-                "budget": 1568,
-                "min_gap": 16,
-                "trigger_delay": 1,
-                "triggers": (".", "?", "!"),
-            },
+            | {"budget": 1568, "min_gap": 16, "trigger_delay": 1, "triggers": (".", "?", "!")},
             OPEN
             | {
                 "lambda_clip": 0.25,
