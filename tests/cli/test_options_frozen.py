@@ -41,7 +41,7 @@ OPTIONS = {
     """,
     "tune": """
         --trigger-policy --trigger-set --t-max --budget --search --objective --min-retained --max-read
-        --trials --seed --lossless --study --resume --confirm --prompt-file --batch --model --dtype --device
+        --trials --seed --study --resume --confirm --prompt-file --batch --model --dtype --device
         --trust-remote-code --set --output --plot --force --json --quiet
     """,
     "tune heads": """
@@ -55,7 +55,7 @@ OPTIONS = {
     "trace diff": "--request --fail-if --report --json --output --force",
     "trace export": "--format --table --output --force --quiet",
     "trace import": """
-        --output --top --kv-heads --token-ids --tokenizer --trigger --force --json --quiet
+        --output --top --kv-heads --tokenizer --trigger --force --json --quiet
     """,
     "trace plot": "--kind --request --layer --head --top --format --output --force",
     "trace record": GENERATE.replace("--trace", "--report")

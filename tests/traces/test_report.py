@@ -41,6 +41,14 @@ def sfi(tmp_path) -> View:
     return View(Trace.open(make_trace(tmp_path / "sfi", steps=40, policy="sfi")))
 
 
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory) -> tuple[View, str]:
+    """A view that nothing changes, and its page."""
+    folder = tmp_path_factory.mktemp("shown") / "sfi"
+    view = View(Trace.open(make_trace(folder, steps=40, policy="sfi")))
+    return view, render(view)
+
+
 @pytest.fixture
 def full(tmp_path) -> View:
     return View(Trace.open(make_trace(tmp_path / "full", steps=30, requests=2)), request=1)
@@ -64,8 +72,8 @@ def array(value: dict) -> np.ndarray:
     return flat.reshape([int(size) for size in value.get("shape", str(len(flat))).split(",")])
 
 
-def test_the_page_has_the_numbers_of_the_summary(sfi):
-    page = render(sfi)
+def test_the_page_has_the_numbers_of_the_summary(shown):
+    sfi, page = shown
     assert sorted(data(page)) == sorted(FIGURES)
     for words in (
         "<h1>sfi</h1>", "made-up, policy sfi, request 0, 200 prompt tokens, 40 steps",
@@ -78,8 +86,9 @@ def test_the_page_has_the_numbers_of_the_summary(sfi):
     assert f'<p class="value">{100 * ratio:.1f} %</p>' in page
 
 
-def test_the_figures_have_the_numbers_of_the_trace(sfi):
-    figures = data(render(sfi))
+def test_the_figures_have_the_numbers_of_the_trace(shown):
+    sfi, page = shown
+    figures = data(page)
     heat = figures["heatmap"]["data"][0]
     assert (array(heat["z"]) == np.round(100 * sfi.supports.overlap)).all()
     assert heat["x"][:2] == ["0 the", "1 cat"]
@@ -104,10 +113,9 @@ def words(page: str) -> dict:
     )
 
 
-@pytest.mark.parametrize("policy", ["sfi", "freekv"])
-def test_the_page_has_what_each_refresh_selected(tmp_path, policy):
+def test_the_page_has_what_each_refresh_selected(tmp_path):
     """As many KV heads of each layer as the trace's own rows say, though some select on their own."""
-    view = View(Trace.open(make_trace(tmp_path / "t", steps=40, policy=policy)))
+    view = View(Trace.open(make_trace(tmp_path / "t", steps=40, policy="freekv")))
     found = words(render(view))
     begins, layers = found["counts"]["begins"], found["layers"]
     deltas = np.frombuffer(zlib.decompress(base64.b64decode(found["counts"]["packed"])), np.uint8)
@@ -166,8 +174,9 @@ def test_an_imported_step_lights_the_positions_of_its_own_selection(tmp_path):
             assert np.flatnonzero(counts[step, layer]).tolist() == expected
 
 
-def test_the_raster_has_the_cells_of_every_layer_and_head(sfi):
-    figure = data(render(sfi))["raster"]
+def test_the_raster_has_the_cells_of_every_layer_and_head(shown):
+    sfi, page = shown
+    figure = data(page)["raster"]
     places = [(choice["layer"], choice["head"]) for choice in figure["choices"]]
     assert places == [(0, 0), (0, 1), (1, 0), (1, 1)]
     for raster, choice in zip(
