@@ -216,10 +216,6 @@ def test_mistakes_show_before_the_model_loads(arguments, message, tmp_path, monk
     ("arguments", "message"),
     [
         (["--length", "128,20000"], "length must be at most the model's 16384 positions, got 20000"),
-        (
-            ["--length", "16384", "--task", "niah-single", "--share", "0.1"],
-            "task 'niah-single' of length 16384 must fit the model's 16384 positions, got 16... prompt and",
-        ),
         (["--length", "128", "--fidelity", "{tmp}/none.txt"], r"none\.txt cannot be read: No such file"),
         (["--length", "900", "--fidelity", "{tmp}/text.txt"], "text must have at least .* tokens"),
     ],
