@@ -4,6 +4,7 @@ import pytest
 
 from sfi_cli.commands.trace.figure_jobs import PlotJob, write_report
 from sfi_core.errors import ConfigError, TraceError
+from tests.cli.trace_commands import trace as command
 from tests.traces.made import make_trace
 
 pytest.importorskip("matplotlib")
@@ -24,15 +25,15 @@ def plot(trace, **options) -> None:
     PlotJob(trace=trace, **NOTHING | options).run()
 
 
-def test_plot_and_report_write_beside_the_trace(run, trace, tmp_path):
-    result = run("trace", "plot", str(trace))
-    assert (result.returncode, result.stdout) == (0, "")
+def test_plot_and_report_write_beside_the_trace(trace, tmp_path):
+    result = command("plot", trace)
+    assert (result.code, result.stdout) == (0, "")
     wrote = [f"Wrote {tmp_path}/run-{kind}.png" for kind in KINDS]
     assert sorted(result.stderr.splitlines()) == sorted(wrote)
     with pytest.raises(ConfigError, match=f"output {tmp_path}/run-heatmap.png exists; add --force"):
         plot(trace)
-    result = run("trace", "report", str(trace))
-    assert (result.returncode, result.stderr) == (0, f"Wrote {tmp_path}/run-report.html\n")
+    result = command("report", trace)
+    assert (result.code, result.stderr) == (0, f"Wrote {tmp_path}/run-report.html\n")
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == sorted(["run", "run-report.html", *(f"run-{kind}.png" for kind in KINDS)])
 
@@ -85,10 +86,10 @@ def test_figures_without_data_are_left_out_unless_asked_for(tmp_path, capsys):
     assert [path.name for path in (tmp_path / "other").iterdir()] == ["run-timeline.png"]
 
 
-def test_a_figure_that_was_asked_for_and_lacks_its_data_ends_with_3(run, tmp_path):
+def test_a_figure_that_was_asked_for_and_lacks_its_data_ends_with_3(tmp_path):
     trace = make_trace(tmp_path / "full", steps=5)
-    ended = run("trace", "plot", str(trace), "--kind", "lambda", "-o", str(tmp_path / "x.png"))
-    assert (ended.returncode, ended.stdout, ended.stderr.count("\n")) == (3, "", 1)
+    ended = command("plot", trace, "--kind", "lambda", "-o", tmp_path / "x.png")
+    assert (ended.code, ended.stdout, ended.stderr.count("\n")) == (3, "", 1)
     assert not (tmp_path / "x.png").exists()
 
 
