@@ -72,6 +72,3 @@ def test_check_finds_it_sound(folder):
     ended = trace("check", folder / "run")
     assert ended.code == 0
     assert "sound" in ended.stdout
-
-
-COMMANDS = ["check", "diff", "export", "plot", "record", "replay", "report", "show", "sql"]

@@ -164,21 +164,6 @@ def test_of_one_request_only_the_steps_it_took_part_in_are_summed_up(number):
     assert sampling["total_us"] == pytest.approx(sum(spent))
 
 
-def test_break_even_counts_the_context_of_the_steps_that_were_timed():
-    """Dense attention of the decoding steps only, over the tokens cached in them."""
-    found = summarize(continuous())["break_even"]
-    timings = continuous().table("timings").to_pylist()
-    steps = [row for row in continuous().table("steps").to_pylist() if row["step"]]
-    passes = {row["batch_step"] for row in steps}
-    dense = sum(
-        row["elapsed_us"]
-        for row in timings
-        if row["name"] == "attention.dense" and row["step"] in passes
-    )
-    context = sum(row["context_tokens"] for row in steps if row["slow"])
-    assert found["dense_us_per_token"] == pytest.approx(dense / context)
-
-
 def test_the_timeline_shows_each_step_where_its_spans_are():
     text = "".join(perfetto_text(continuous(), lambda done, total: None))
     events = json.loads(text)["traceEvents"]

@@ -64,16 +64,6 @@ def test_the_heat_map_has_the_overlap_with_the_text_along_its_axes(full):
     assert others.max() <= high < others.max() + 0.1
 
 
-def test_a_redacted_heat_map_has_the_numbers_of_the_steps(full):
-    hide = {"token_id": None, "token_text": None}
-    rewrite(full.trace.path, "steps", lambda rows: [row | hide for row in rows])
-    rewrite(full.trace.path, "prompts", lambda _: [])
-    for kind in set(KINDS) - {"lambda"}:
-        draw(kind, View(full.trace))
-    axes = draw("heatmap", View(full.trace)).axes[0]
-    assert labels(axes.xaxis) == [str(step) for step in range(30)]
-
-
 def test_tokens_that_look_like_markup_or_that_no_font_has_are_drawn_as_they_are(full, tmp_path):
     odd = ["$\\frac$", "\n", "  ", "漢字", "\x00", "a" * 99, "_{x}$", "<b>"]
     rewrite(

@@ -8,7 +8,7 @@ from pyarrow import parquet
 
 import sfi_core
 from sfi_core.bundled.example import load_example
-from sfi_core.errors import ConfigError, TraceError
+from sfi_core.errors import TraceError
 from sfi_core.models.load import load
 from sfi_core.settings.audit import AuditConfig
 from sfi_core.settings.config import SfiConfig
@@ -193,19 +193,6 @@ def test_a_chosen_request_layer_and_head(trace):
     assert len(one.tokens) == one.steps == 60
 
 
-@pytest.mark.parametrize(
-    ("wanted", "message"),
-    [
-        ({"request": 5}, "request must be one of 0 to 1, got 5"),
-        ({"layers": [0, 9]}, "layer must be one of 0 to 1, got 9"),
-        ({"heads": [2]}, "head must be one of 0 to 1, got 2"),
-    ],
-)
-def test_what_was_not_recorded_cannot_be_chosen(trace, wanted, message):
-    with pytest.raises(ConfigError, match=message):
-        Supports.load(trace, **wanted)
-
-
 def test_a_killed_run_counts_up_to_its_last_whole_step(tmp_path, recorded):
     folder = make_trace(tmp_path / "trace", requests=2, seed=3, finished=None)
     part = folder / "supports" / "part-00000.parquet"
@@ -223,27 +210,6 @@ def test_a_killed_run_counts_up_to_its_last_whole_step(tmp_path, recorded):
     parquet.write_table(table.slice(0, 4 * 30), part)  # nothing at all of request 1
     (only,) = Supports.load(Trace.open(folder))
     assert (only.request, only.steps) == (0, 30)
-
-
-def test_shorter_supports_are_padded(tmp_path):
-    """A context shorter than the audit's top has fewer positions."""
-    folder = make_trace(tmp_path / "trace", steps=12)
-    part = folder / "supports" / "part-00000.parquet"
-    rows = parquet.read_table(part).to_pylist()
-    for row in rows:
-        row["positions"], row["mass"] = (
-            row["positions"][: 5 + row["step"]],
-            row["mass"][: 5 + row["step"]],
-        )
-    schema = parquet.read_schema(part)
-    parquet.write_table(type(parquet.read_table(part)).from_pylist(rows, schema=schema), part)
-    (supports,) = Supports.load(Trace.open(folder))
-    assert supports.position_NUK.shape == (12, 4, 16)
-    assert supports.position_NUK[0, 0].tolist() == rows[0]["positions"] + [-1] * 11
-    metrics = replay_request(supports, setting(trigger_policy="never"))
-    new, old = rows[11 * 4], rows[0]
-    shared = len(set(new["positions"]) & set(old["positions"]))
-    assert metrics.overlap_NU[11, 0] == pytest.approx(shared / 5)
 
 
 def test_a_run_is_compared_with_its_own_prediction(tmp_path):

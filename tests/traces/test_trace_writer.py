@@ -1,9 +1,7 @@
 """The thread that writes a trace."""
 
-import errno
 import threading
 import time
-from contextlib import suppress
 from itertools import count, islice
 
 import pytest
@@ -131,27 +129,6 @@ def writer(tmp_path, monkeypatch) -> TraceWriter:
     manifest = describe_run(run_event(1), {}, positions=True, redacted=False)
     rows = TraceRows(None, positions=True, redact_text=False)
     return TraceWriter(tmp_path / "trace", rows, manifest)
-
-
-@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "full"), ZeroDivisionError("a mistake")])
-def test_what_fails_at_the_very_end_ends_the_thread(tmp_path, monkeypatch, error):
-    def failing(*_):
-        raise error
-
-    monkeypatch.setattr(PartFiles, "write", failing)
-    observer = ParquetObserver(tmp_path / "trace", warn=lambda _: None)
-    observer.on_run(run_event(1))
-    tell(observer, range(3))
-
-    def close() -> None:
-        with suppress(ZeroDivisionError):
-            observer.close()
-
-    closing = threading.Thread(target=close, daemon=True)
-    closing.start()
-    closing.join(30)
-
-    assert not closing.is_alive()
 
 
 def test_a_mistake_in_the_thread_is_raised_when_the_trace_is_closed(writer, tmp_path, monkeypatch):

@@ -116,14 +116,6 @@ def test_nothing_is_claimed_of_noise():
     assert better == 0
 
 
-def test_a_set_that_only_mining_saw_is_not_claimed():
-    """After the mined part the token moves nothing any more."""
-    first, later = made(2, steps=240), made(3, steps=160, movers=(), request=1)
-    found = mined(first, later)
-    assert found.verdicts[0].token_ids == (MOVER,)
-    assert found.better == []
-
-
 def token(token_id: int, low: float | None, rate: float) -> MinedToken:
     return MinedToken(
         token_id=token_id, text=str(token_id), count=9, rate=rate, movement=0.1, low=low, high=0.2

@@ -196,15 +196,6 @@ def test_a_study_of_other_traces_or_objectives_is_refused(tmp_path, trace):
     assert not tuning(trace).open(path, resume=True).created
 
 
-def test_several_traces_are_searched_as_one(tmp_path, trace):
-    other = Trace.open(make_trace(tmp_path / "other", seed=9, config={**CONFIG, "t_max": 8}))
-    own = tuning(trace, other)
-    assert len(own.evaluate.recorded) == 3
-    data = searched(tmp_path / "s.journal", own, 3).document()
-    assert (data["requests"], data["steps"]) == (3, 180)
-    assert data["recorded"]["t_max"] == 16  # the first trace's
-
-
 def test_a_budget_beyond_the_audit_s_is_cut_to_it_and_the_table_says_so(tmp_path):
     """The default budget is larger than what an audit records by default."""
     wide = Trace.open(make_trace(tmp_path / "b", config=CONFIG | {"budget": 2048}))

@@ -260,19 +260,6 @@ def test_measured_bytes_are_the_byte_models(tiny_model):
     assert reads[0].read_B[0] == 34 + 16
 
 
-def test_the_document_is_plain_and_names_all_that_a_reader_needs(tiny_model):
-    document = run_bench(tiny_model, settings(repeats=1, contexts=(1100,))).document()
-    assert {"rows", "skipped", "machine", "versions", "settings", "notes", "date"} <= set(document)
-    assert document["settings"]["seed"] == 0
-    assert document["settings"]["slow_rate"] == "1/5"
-    assert document["machine"]["copy_gb_per_s"] > 0
-    assert any("exceed the model's 1,024 positions" in note for note in document["notes"])
-    for row in document["rows"]:
-        assert row["peak_memory_bytes"] > 0
-        assert row["forecast_memory_bytes"] > 0
-        assert row["steps"] == 10
-
-
 # what does not fit, and what is refused
 
 

@@ -5,7 +5,6 @@ import math
 
 import pytest
 import torch
-from tokenizers import processors
 from transformers import AutoTokenizer
 
 from sfi_core import SfiConfig
@@ -221,13 +220,6 @@ def test_the_start_token_is_told_from_the_text(tiny_tokenizer):
     own, prefix = text_ids(tiny_tokenizer, "Belora hid it. Tamvex")
     assert prefix == [tiny_tokenizer.bos_token_id]
     assert [*prefix, *own] == tiny_tokenizer("Belora hid it. Tamvex")["input_ids"]
-
-
-def test_a_start_token_that_the_tokenizer_does_not_write_is_not_made_up(tiny_tokenizer):
-    bare = copy.deepcopy(tiny_tokenizer)
-    bare.backend_tokenizer.post_processor = processors.Sequence([])
-    assert bare.bos_token_id is not None
-    assert text_ids(bare, "Belora hid it.") == (bare("Belora hid it.")["input_ids"], [])
 
 
 def test_sentences_end_at_the_settings_triggers_whatever_the_policy_does(tiny_model):

@@ -136,15 +136,6 @@ def test_bytes_by_op():
     assert bytes_moved.recall_bytes(settings, 13, 5) == packed + 2 * 2 * (9 + 5) * 4
 
 
-def test_the_forecast_covers_the_tensors_that_are_made():
-    settings = tiny(retentions=(0.5, 1.0))
-    made = KernelVariants(settings, "torch", CPU)
-    kept = [made.data.key_BHTD, made.data.value_BHTD]
-    for selected in made.selected.values():
-        kept += [selected.key_BHSD, selected.value_BHSD]
-    assert sum(tensor.nbytes for tensor in kept) <= bytes_moved.forecast_bytes(settings, "torch")
-
-
 def test_a_run_that_does_not_fit_is_refused_before_anything_is_made(monkeypatch):
     monkeypatch.setattr(bench, "free_bytes", lambda _: 1000)
     monkeypatch.setattr(bench, "KernelVariants", None)

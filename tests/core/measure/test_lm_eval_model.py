@@ -223,14 +223,6 @@ def test_a_run_that_was_cut_goes_on_with_the_answers_of_its_cache(loaded, tmp_pa
     assert len(scored) == len(SCORED) - 3
 
 
-def test_the_model_is_itself_again(loaded):
-    lm = policied(loaded, "sfi")
-    lm.loglikelihood(requests_of("loglikelihood", SCORED))
-    lm.generate_until(requests_of("generate_until", GENERATED))
-    assert not any("sfi_seam" in module.__dict__ for module in lm.model.modules())
-    assert "generate" not in lm.model.__dict__
-
-
 def test_settings_of_a_table_and_of_lm_eval_reach_the_run():
     lm = SfiLM.create_from_arg_obj(
         {"selector.alpha": 0.25, "triggers": ["."], "preset": "paper", "max_length": 64, "device": "cpu"},

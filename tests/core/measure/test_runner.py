@@ -7,7 +7,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import sfi_core
-from sfi_core.errors import ConfigError, InputError, MemoryForecastError, NumericsError
+from sfi_core.errors import ConfigError, InputError, NumericsError
 from sfi_core.measure.evaluation import runner
 from sfi_core.measure.evaluation.method import Method, Size
 from sfi_core.measure.evaluation.runner import TaskGrid
@@ -132,19 +132,6 @@ def test_a_batch_that_fails_is_decoded_one_by_one(loaded, monkeypatch):
             assert row == expected[key]
 
 
-def test_a_batch_of_prompts_that_does_not_fit_is_read_one_by_one(loaded, monkeypatch):
-    grid = replace(grid_of("full-kv", "sfi", seeds=(0, 1)), sizes=(Size(budget=24, recent=16),))
-    expected, read = by_key(grid, grid.run(*loaded)), runner.read_prompt
-
-    def scarce(model, tokenizer, prompts, **options):
-        if len(prompts) > 1:
-            raise MemoryForecastError("the run must fit")
-        return read(model, tokenizer, prompts, **options)
-
-    monkeypatch.setattr(runner, "read_prompt", scarce)
-    assert by_key(grid, grid.run(*loaded, batch_size=2)) == expected
-
-
 def test_ctrl_c_ends_the_run_between_rows(loaded, monkeypatch):
     decode = runner.generate
     monkeypatch.setattr(
@@ -152,20 +139,6 @@ def test_ctrl_c_ends_the_run_between_rows(loaded, monkeypatch):
     )
     with pytest.raises(KeyboardInterrupt):
         list(grid_of("full-kv").run(*loaded))
-
-
-def test_only_the_queries_that_the_methods_look_at_are_kept(loaded, monkeypatch):
-    windows = []
-    read_prompt = runner.read_prompt
-
-    def read(*args, window, **options):
-        windows.append(window)
-        return read_prompt(*args, window=window, **options)
-
-    monkeypatch.setattr(runner, "read_prompt", read)
-    for methods in (["full-kv", "sfi"], ["sfi:window_prefill=5", "freekv"], ["sfi", "codescan"]):
-        assert all(row["error"] is None for row in grid_of(*methods, seeds=(0,)).run(*loaded))
-    assert windows == [16, 5, 256]
 
 
 @pytest.mark.parametrize(

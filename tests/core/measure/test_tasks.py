@@ -2,8 +2,6 @@
 
 import random
 import re
-import subprocess
-import sys
 from collections import Counter
 
 import pytest
@@ -110,15 +108,6 @@ def test_the_answers_stand_in_the_document_and_not_in_the_question(tokenizer, na
     assert len(set(sample.answers)) == len(sample.answers)
 
 
-@pytest.mark.parametrize("name", RULER)
-def test_an_answer_has_room_in_the_new_tokens(tokenizer, name):
-    sample = find_task(name).sample(tokenizer, 2048, 0)
-    for text in (" ".join(sample.answers), ", ".join(sample.answers)):
-        needed = len(tokenizer(text, add_special_tokens=False)["input_ids"])
-        assert needed < sample.max_new_tokens
-    assert sample.max_new_tokens < 3 * needed + 20
-
-
 def test_needles_lie_at_all_depths_over_the_seeds(tokenizer):
     places = [
         sample.prompt.index(sample.answers[0]) / len(sample.prompt)
@@ -197,11 +186,6 @@ def test_a_length_too_short_for_the_task_is_refused_with_the_shortest(tokenizer,
 def test_a_task_without_a_tokenizer_is_refused(name):
     with pytest.raises(InputError, match="must have a tokenizer, got none"):
         find_task(name).sample(None, 1024, 0)
-
-
-def test_tasks_are_listed_without_torch():
-    script = "import sys, sfi_core.measure.evaluation.tasks; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
 
 
 def test_the_checkpoint_answers_its_task_under_full_attention():
