@@ -1,10 +1,6 @@
 """The study behind docs/evidence.md: its texts, what it resumes, its statistics, a tiny run of each part."""
 
 import json
-import os
-import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,15 +8,13 @@ import pytest
 import scipy.stats
 import torch
 
-from benchmarks.study import prose, texts
+from benchmarks.study import texts
 from benchmarks.study.bootstrap import estimate
 from benchmarks.study.command import main
 from benchmarks.study.front import READS, interpolated
 from benchmarks.study.measured import COLUMNS, KL, TOTAL
-from benchmarks.study.own_tasks import OWN
 from benchmarks.study.sentences import by_lag, gaps, retained, shuffled
 from benchmarks.study.supports import RECENT, SINK, Recorder, Shared
-from sfi_core.models.load import load_tokenizer
 from sfi_core.observers.events import AuditEvent
 from sfi_traces.overlap import Overlap
 
@@ -82,34 +76,6 @@ def test_no_document_is_in_both_halves(kind):
     assert not [one for one in documents if one in dev and one in held]
 
 
-def test_explanations_hold_a_paragraph_once(monkeypatch):
-    monkeypatch.setattr(prose, "EXPLAINED", ())  # docstrings take a while to parse
-    paragraphs = "\n\n".join(prose.explanations()).split("\n\n")
-    assert len(paragraphs) == len(set(paragraphs)) > 100
-
-
-def test_texts_are_the_same_in_another_process():
-    kinds = ("prose", "lists", "dialogue")
-    script = (
-        f"from benchmarks.study.texts import *; print([text_digest(k, 'dev') for k in {kinds}])"
-    )
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONHASHSEED": "7"}
-    other = subprocess.run(
-        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True
-    )
-    assert other.stdout.strip() == str([texts.text_digest(kind, "dev") for kind in kinds])
-
-
-def test_windows_do_not_overlap_and_the_first_are_spread():
-    tokenizer = load_tokenizer()
-    size = 2000
-    count = texts.windows_of(tokenizer, "lists", "dev", size)
-    places = [texts.Place(number, "lists", "dev", size - 100) for number in range(count)]
-    starts = [texts.window(tokenizer, place, 100).start for place in places]
-    assert min(np.diff(sorted(starts))) >= size - 1
-    assert np.ptp(starts[:4]) > 0.5 * max(starts)
-
-
 def test_a_second_run_makes_only_what_is_missing(study, tmp_path):
     rows = study("fidelity", *WINDOW, "--windows", "2", "--process", "0/2")
     assert {row["number"] for row in rows} == {0}
@@ -123,22 +89,6 @@ def test_a_second_run_makes_only_what_is_missing(study, tmp_path):
     assert [row["method"] for row in more[len(rows) :]] == ["snapkv", "snapkv"]
 
 
-def test_fidelity_is_exact_where_everything_is_read(study):
-    full, everything, window = study("fidelity", *WINDOW, "--windows", "1")
-    assert max(everything["kl"]) < 1e-6
-    assert everything["nll"] == pytest.approx(np.mean(full["nll"][1:]), rel=1e-3)
-    assert max(window["kl"]) > 0
-    assert window["read"] == pytest.approx(24 / 243, rel=0.05)
-
-
-def test_a_method_that_cannot_run_is_a_row_with_its_error(study):
-    rows = study("fidelity", *WINDOW, "--windows", "1", "--shares", "0.1")
-    assert "error" not in rows[-1]
-    short = [option if option != "240" else "40" for option in WINDOW]
-    rows = study("fidelity", *short, "--windows", "1", "--shares", "0.1")
-    assert "share must leave a selected token" in rows[-1]["error"]
-
-
 @pytest.mark.parametrize("count", [8, 30])
 def test_the_interval_is_scipy_s(count):
     sample = np.random.default_rng(count).gamma(2, size=count)
@@ -148,11 +98,6 @@ def test_the_interval_is_scipy_s(count):
     ).confidence_interval
     assert found.value == pytest.approx(sample.mean())
     assert (found.low, found.high) == pytest.approx(tuple(expected), abs=0.1 * np.ptp(expected))
-
-
-def test_kinds_weigh_the_same_and_are_drawn_apart():
-    found = estimate({"a": np.full((2, 1), 1.0), "b": np.full((40, 1), 3.0)})
-    assert (found.value, found.low, found.high) == (2, 2, 2)
 
 
 def test_between_shares_log_kl_is_linear_in_log_reads():
@@ -202,18 +147,6 @@ def test_places_tell_a_boundary_from_the_steps_within():
     others = [shuffled(place_N, np.random.default_rng(seed)) for seed in range(8)]
     assert all(sorted(other_N) == sorted(place_N) for other_N in others)
     assert {tuple(np.flatnonzero(other_N == 0)) for other_N in others} == {(2, 6), (2, 7)}
-
-
-@pytest.mark.parametrize("task", OWN.values(), ids=OWN)
-def test_an_answer_is_told_once_and_not_by_the_first_token(task):
-    for seed in range(6):
-        question = task.question(600, seed, 20)
-        (answer,) = question.answers
-        sentences = re.split(r"(?<=[.?])\s", question.text)
-        (told,) = [one for one in sentences if question.lead in one and one.endswith(".")]
-        between = told.removeprefix(question.lead).removesuffix(".").split(answer)[0]
-        assert answer in told
-        assert between.split()  # a word or more before the answer
 
 
 def test_every_part_runs_and_is_reported(study, tmp_path):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.vllm_parts import differences, points, table
+from benchmarks.vllm_parts import differences, table
 from tests.test_layers import ROOT
 
 
@@ -45,10 +45,6 @@ def test_differences_are_those_of_the_first_token() -> None:
         "logprobs": [[step(t1=-0.1), step(t2=-0.5, t3=-0.6)]] * 3,
     }
     assert differences(plain, {"tokens": [[1, 2], [1, 3], [1, 9]]}) == [None, 0.1, 1e9]
-
-
-def test_points_of_few_tokens_come_first() -> None:
-    assert list(points((8, 32), (1, 8)))[:2] == [(8, 1), (32, 1)]
 
 
 @pytest.mark.parametrize(("token", "code"), [(2, 0), (9, 1)])

@@ -1,13 +1,10 @@
 """The command line as a whole: help, version, doctor."""
 
 import json
-import re
 import resource
-import shlex
 import subprocess
 import sys
 
-import pytest
 from typer.testing import CliRunner
 
 from sfi_cli import app as cli
@@ -43,18 +40,9 @@ def test_version_is_printed(run):
     assert (result.returncode, result.stdout) == (0, "sfi 0.1.0\n")
 
 
-@pytest.mark.parametrize("command", ["generate", "doctor"])
-def test_every_documented_example_parses(command):
-    """Examples in a command's help use options that exist."""
-    text = CliRunner().invoke(cli.app, [command, "--help"], env={"COLUMNS": "200"}).stdout
-    examples = re.findall(r"^\s*(sfi .*?)\s*$", text, re.MULTILINE)
-    assert examples
-    for example in examples:
-        words = [word for word in shlex.split(example)[1:] if word.startswith("-")]
-        assert all(word in text for word in words), example
-
-
 def test_doctor_tries_the_backends():
+    text = CliRunner().invoke(cli.app, ["doctor"], env={"COLUMNS": "200"}).stdout
+    assert "backend torch   ok" in text
     result = CliRunner().invoke(cli.app, ["doctor", "--json"])
     document = json.loads(result.stdout)
     checks = {check["name"]: check["ok"] for check in document["checks"]}
@@ -62,11 +50,6 @@ def test_doctor_tries_the_backends():
     assert checks["backend torch"] is True
     assert {"machine", "versions", "triggers"} <= set(document)
     assert {row["trigger"] for row in document["triggers"]} == {"'.'", "'?'", "'!'", "';'", r"'\n'"}
-
-
-def test_doctor_reads_well():
-    result = CliRunner().invoke(cli.app, ["doctor"], env={"COLUMNS": "200"})
-    assert "backend torch   ok" in result.stdout
 
 
 def test_the_policies_of_the_help_are_the_core_s():

@@ -19,7 +19,6 @@ from sfi_cli.commands.generate.views import report_lines
 from sfi_core.errors import SfiError
 from sfi_core.models.linear import ENGINES
 from sfi_core.models.load import BUNDLED, load_tokenizer
-from tests.covering import case
 
 KEYS = {
     "model", "policy", "preset", "config", "trigger_token_ids", "requests", "prefill_seconds",
@@ -44,19 +43,23 @@ def inside(*arguments: str, text: str = "") -> tuple[int, str, str]:
 
 
 @pytest.fixture(scope="module")
-def example() -> dict:
-    code, stdout, _ = inside("generate", "--json")
+def answered() -> tuple[dict, str]:
+    """What `sfi generate` says of the bundled example: the document, and the closing report."""
+    code, stdout, stderr = inside("generate", "--json")
     assert code == 0
-    return json.loads(stdout)
+    return json.loads(stdout), stderr
 
 
-def test_the_first_command_answers_the_bundled_question_word_for_word(run):
-    result = run("generate")
-    assert result.returncode == 0
-    assert "correct, word for word" in result.stderr
-    assert "full-kv" in result.stderr
-    assert "same tokens  sfi yes, sfi, lossless yes" in result.stderr
-    assert result.stdout.startswith(" ")
+@pytest.fixture(scope="module")
+def example(answered) -> dict:
+    return answered[0]
+
+
+def test_the_first_command_answers_the_bundled_question_word_for_word(answered):
+    _, stderr = answered
+    assert "correct, word for word" in stderr
+    assert "full-kv" in stderr
+    assert "same tokens  sfi yes, sfi, lossless yes" in stderr
 
 
 @pytest.mark.skipif(
@@ -69,16 +72,6 @@ def test_packed_weights_answer_too():
     )  # fmt: skip
     assert code == 0
     assert json.loads(stdout)["exact_match"]
-
-
-def test_weights_that_cannot_be_packed_end_with_one_line():
-    code, stdout, stderr = inside(
-        "generate", "--set", "model.pack_weights=true", "--dtype", "float32"
-    )
-    assert (code, stdout) == (4, "")
-    assert stderr.startswith(
-        "error: packed weights must be bfloat16 or float16 on a CPU, got float32"
-    )
 
 
 def test_the_document_has_the_keys_that_scripts_rely_on(example):
@@ -119,11 +112,6 @@ def test_streaming_llm_fails_the_same_question_with_as_many_tokens(example):
     assert read >= example["config"]["budget"]
 
 
-def test_full_kv_finds_the_answer():
-    _, stdout, _ = inside("generate", "--policy", "full-kv", "--json")
-    assert json.loads(stdout)["exact_match"]
-
-
 def test_a_prompt_may_come_from_stdin():
     code, stdout, _ = inside(
         "generate", "-", "-n", "4", "--quiet", "--policy", "full-kv", text=PROMPT
@@ -134,14 +122,6 @@ def test_a_prompt_may_come_from_stdin():
 def test_the_same_seed_samples_the_same_text():
     arguments = ("generate", PROMPT, "-n", "12", "--temperature", "1.5", "--seed", "3", "--quiet")
     assert inside(*arguments) == inside(*arguments)
-
-
-def test_a_batch_gives_a_request_for_every_line(tmp_path):
-    lines = [json.dumps({"prompt": PROMPT}), json.dumps({"prompt": "Later, " + PROMPT})]
-    file = tmp_path / "batch.jsonl"
-    file.write_text("\n".join(lines))
-    _, stdout, _ = inside("generate", "--batch", str(file), "-n", "6", "--json")
-    assert len(json.loads(stdout)["requests"]) == 2
 
 
 def batch_file(folder: Path) -> Path:
@@ -221,25 +201,6 @@ def test_a_device_budget_changes_where_the_cache_lies_and_no_token(tmp_path):
     assert re.search(r"\nrecalled     0\.\d MB a step, waited \d\.\d\d s for them\n", error)
 
 
-def test_full_attention_stands_beside_a_device_budget_without_one():
-    prompt = PROMPT * 20
-    code, stdout, _ = inside("generate", prompt, "-n", "2", *BUDGET, "--compare", "--json")
-    assert code == 0
-    document = json.loads(stdout)
-    assert document["kv_tiers"]["host_bytes"] > 0
-    assert document["comparison"]["kv_tiers"] is None
-
-
-def test_a_trace_of_prompts_that_waited_is_sound(tmp_path):
-    trace = tmp_path / "trace"
-    arguments = ("generate", "--batch", str(batch_file(tmp_path)), "-n", "5", "--max-batch", "1")
-    assert inside(*arguments, "--trace", str(trace), "-q")[0] == 0
-    code, stdout, _ = inside("trace", "check", str(trace), "--json")
-    assert (code, json.loads(stdout)["sound"]) == (0, True)
-    code, stdout, _ = inside("trace", "show", str(trace), "--request", "2", "--json")
-    assert (code, json.loads(stdout)["steps"]["steps"]) == (0, 3)
-
-
 @pytest.mark.parametrize("limit", ["0", "-2", "1.5", '"5"', "true"])
 def test_a_limit_that_is_no_positive_number_names_file_and_line(tmp_path, limit):
     file = tmp_path / "batch.jsonl"
@@ -277,7 +238,6 @@ def test_options_win_over_the_config_file_and_that_over_the_preset(tmp_path):
     ("arguments", "code", "words"),
     [
         (("--budget", "0"), 2, "budget must be positive, got 0"),
-        (("--budget", "-5"), 2, "budget must be positive, got -5"),
         (("--t-max", "-1"), 2, "t_max must be at least 0, got -1"),
         (("--policy", "sfl"), 2, "unknown policy 'sfl'; expected one of ('full-kv', 'sfi', "),
         (("--preset", "papers"), 2, "unknown preset 'papers'; expected one of ('default', "),
@@ -311,10 +271,7 @@ def test_a_mistake_is_one_line_and_an_exit_code(arguments, code, words, monkeypa
     ("content", "words"),
     [
         ("budgett = 3\n", "unknown setting 'budgett'; did you mean budget?"),
-        (
-            "[selector]\nalfa = 1\n",
-            "unknown setting 'selector.alfa'; did you mean selector.alpha",
-        ),
+        ("[selector]\nalfa = 1\n", "unknown setting 'selector.alfa'; did you mean selector.alpha"),
         ("budget = \n", "not valid TOML"),
         ('budget = "many"\n', "budget must be int, got 'many'"),
     ],
@@ -359,11 +316,10 @@ def test_an_unwritable_output_is_refused_before_the_model_loads(tmp_path):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")
-@pytest.mark.parametrize("form", [[], case(["--json"])])
-def test_a_full_disk_is_one_line(command, environment, form):
+def test_a_full_disk_is_one_line(command, environment):
     with Path("/dev/full").open("w") as full:
         result = subprocess.run(
-            [*command, "generate", PROMPT, "-n", "3", "--quiet", *form],
+            [*command, "generate", PROMPT, "-n", "3", "--quiet"],
             stdout=full, stderr=subprocess.PIPE, text=True, env=environment, check=False,
         )  # fmt: skip
     assert (result.returncode, result.stderr) == (
@@ -395,12 +351,6 @@ def test_debug_shows_the_traceback(run):
     result = run("--debug", "generate", PROMPT, "--budget", "0")
     assert result.returncode == 1
     assert "Traceback" in result.stderr
-
-
-def test_without_debug_there_is_none(run):
-    result = run("generate", PROMPT, "--budget", "0")
-    assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr == "error: budget must be positive, got 0\n"
 
 
 def test_cuda_without_a_gpu_exits_4():
@@ -457,16 +407,6 @@ def test_a_run_that_reads_more_than_full_attention_is_advised_against(budget):
     )
     assert document["advice"] == expected
     assert f"advice       {expected}" in stderr.splitlines()
-
-
-def test_where_no_context_pays_the_advice_says_what_was_read():
-    _, stdout, _ = inside("generate", PROMPT, "-n", "6", "--json", "--set", "t_max=0")
-    document = json.loads(stdout)
-    ratio = 1 / document["byte_limit"]["speedup"]
-    assert ratio > 1
-    assert document["advice"] == (
-        f"full-kv should be faster here: sfi read {ratio:.2f} times as many bytes"
-    )
 
 
 def test_a_run_that_reads_less_gets_no_advice(example):

@@ -1,5 +1,8 @@
 """The options of every command: a new knob is a setting, unless people change it from run to run."""
 
+import re
+import shlex
+
 import pytest
 import typer
 from typer.testing import CliRunner
@@ -38,7 +41,7 @@ OPTIONS = {
     """,
     "tune": """
         --trigger-policy --trigger-set --t-max --budget --search --objective --min-retained --max-read
-        --trials --seed --lossless --study --resume --confirm --prompt-file --batch --model --dtype --device
+        --trials --seed --study --resume --confirm --prompt-file --batch --model --dtype --device
         --trust-remote-code --set --output --plot --force --json --quiet
     """,
     "tune heads": """
@@ -52,7 +55,7 @@ OPTIONS = {
     "trace diff": "--request --fail-if --report --json --output --force",
     "trace export": "--format --table --output --force --quiet",
     "trace import": """
-        --output --top --kv-heads --token-ids --tokenizer --trigger --force --json --quiet
+        --output --top --kv-heads --tokenizer --trigger --force --json --quiet
     """,
     "trace plot": "--kind --request --layer --head --top --format --output --force",
     "trace record": GENERATE.replace("--trace", "--report")
@@ -90,10 +93,15 @@ def test_the_options_of_every_command_are_these():
 
 
 @pytest.mark.parametrize("command", OPTIONS)
-def test_help_fits_two_screens(command: str):
-    result = CliRunner().invoke(cli.app, [*command.split(), "--help"], env={"COLUMNS": "80"})
+def test_help_fits_two_screens_and_its_examples_use_options_that_exist(command: str):
+    words = [*command.split(), "--help"]
+    result = CliRunner().invoke(cli.app, words, env={"COLUMNS": "80"})
     assert result.exit_code == 0
     assert result.stdout.count("\n") <= LINES
+    text = CliRunner().invoke(cli.app, words, env={"COLUMNS": "200"}).stdout
+    for example in re.findall(r"^\s*(sfi .*?)\s*$", text, re.MULTILINE):
+        options = [word for word in shlex.split(example)[1:] if word.startswith("-")]
+        assert all(option in text for option in options), example
 
 
 def test_nothing_but_the_command_line_runs_a_checkpoint_s_code():

@@ -36,12 +36,6 @@ def shown(limits: list[int], **options: Any) -> Shown:
     return progress
 
 
-def test_a_batch_shows_its_steps():
-    progress = shown([3, 3])
-    assert progress.counts == []
-    assert sorted(set(progress.steps)) == [(1, 3), (2, 3), (3, 3)]
-
-
 def test_a_file_shows_how_many_are_done_running_and_waiting():
     """Of five, two at a time: 1 ends first, 2 with its first token, then 0 and 3 together."""
     progress = shown([4, 2, 1, 3, 2], max_batch=2)

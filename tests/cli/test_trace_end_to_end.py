@@ -1,17 +1,11 @@
 """The bundled example recorded, and every other `sfi trace` command on what was recorded."""
 
 import json
-import re
-import shlex
-import struct
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from sfi_cli import app as cli
 from sfi_core.bundled.example import load_example
-from sfi_traces.figures import KINDS
 from tests.cli.trace_commands import trace
 
 
@@ -39,24 +33,6 @@ def test_show_has_every_section_and_the_papers_question(folder):
     assert f"{within:.3f}" in text
 
 
-def test_plot_draws_every_figure(folder, tmp_path):
-    ended = trace("plot", folder / "run", "-o", tmp_path)
-    assert ended.code == 0
-    drawn = {path.stem.removeprefix("run-"): path for path in tmp_path.glob("*.png")}
-    assert set(drawn) == {*KINDS}
-    for path in drawn.values():
-        width, height = struct.unpack(">II", path.read_bytes()[16:24])
-        assert min(width, height) > 500
-
-
-def test_report_is_one_file_that_asks_for_nothing_else(folder, tmp_path):
-    """`tests/traces/test_report.py` opens it in a browser."""
-    assert trace("report", folder / "run", "-o", tmp_path / "run.html").code == 0
-    page = (tmp_path / "run.html").read_text()
-    assert "crystal" in page
-    assert not re.search(r"<(script|link|img|iframe)[^>]*(src|href)=", page)
-
-
 def test_replay_predicts_what_the_real_run_measured(folder):
     """From full attention's trace alone; the tokens are the same, so every step is compared."""
     ended = trace("replay", folder / "dense", "--against", folder / "run", "--json")
@@ -66,14 +42,6 @@ def test_replay_predicts_what_the_real_run_measured(folder):
     assert found["requests"][0]["steps"] == 50
     assert predicted["slow_rate"] == measured["slow_rate"]
     assert predicted["retained_mass"] == pytest.approx(measured["retained_mass"], abs=0.02)
-
-
-def test_replay_compares_settings(folder, tmp_path):
-    grid = ["--t-max", "5,64", "--budget", "64,256", "--trigger-policy", "boundary,never"]
-    ended = trace("replay", folder / "dense", *grid, "--json", "--plot", tmp_path / "front.svg")
-    rows = json.loads(ended.stdout)["rows"]
-    assert len(rows) == 6  # never has no T_max
-    assert (tmp_path / "front.svg").stat().st_size > 10_000
 
 
 def test_replay_plays_a_step(folder):
@@ -94,12 +62,6 @@ def test_export_makes_a_timeline_and_tables(folder, tmp_path):
     assert len(lines) > 50
 
 
-def test_diff_finds_no_differing_token(folder):
-    document = json.loads(trace("diff", folder / "run", folder / "dense", "--json").stdout)
-    (request,) = document["requests"]
-    assert request["first_difference"] is None
-
-
 def test_sql_answers(folder):
     query = "SELECT reason, count(*) AS n FROM steps WHERE slow GROUP BY reason ORDER BY reason"
     ended = trace("sql", folder / "run", query, "--format", "csv")
@@ -110,16 +72,3 @@ def test_check_finds_it_sound(folder):
     ended = trace("check", folder / "run")
     assert ended.code == 0
     assert "sound" in ended.stdout
-
-
-COMMANDS = ["check", "diff", "export", "plot", "record", "replay", "report", "show", "sql"]
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_documented_example_uses_options_that_exist(command):
-    text = CliRunner().invoke(cli.app, ["trace", command, "--help"], env={"COLUMNS": "200"}).stdout
-    examples = re.findall(r"^\s*(sfi trace .*?)\s*$", text, re.MULTILINE)
-    assert examples
-    for example in examples:
-        words = [word for word in shlex.split(example)[1:] if word.startswith("-")]
-        assert all(word in text for word in words), example

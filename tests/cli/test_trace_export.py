@@ -109,13 +109,3 @@ def test_options_that_do_not_go_together_are_refused(recorded, arguments, line):
     ended = trace("export", recorded, *arguments)
     assert (ended.code, ended.stdout) == (2, "")
     assert ended.stderr.startswith(f"error: {line}")
-
-
-def test_a_folder_of_tables_cannot_be_a_file(recorded, tmp_path):
-    path = tmp_path / "file"
-    path.write_text("x")
-    ended = trace("export", recorded, "--format", "csv", "-o", path)
-    assert (ended.code, ended.stderr) == (
-        2,
-        f"error: output {path} must be a folder for all tables, got a file\n",
-    )

@@ -132,14 +132,3 @@ def test_what_an_import_cannot_be_asked_is_refused(imported, arguments, words):
     assert ended.code in (2, 3)
     assert words in ended.stderr
     assert ended.stderr.count("\n") == 1
-
-
-def test_a_recorded_trace_has_masses_to_keep(tmp_path):
-    from tests.traces.made import make_trace  # noqa: PLC0415
-
-    make_trace(tmp_path / "run", steps=20)
-    (row,) = json.loads(trace("replay", tmp_path / "run", "--refresh-every", "4", "--json").stdout)[
-        "rows"
-    ]
-    assert 0 < row["retained_mass"] <= row["own_mass"] <= 1
-    assert "of its own" in trace("replay", tmp_path / "run", "--refresh-every", "4").stdout

@@ -1,14 +1,10 @@
 """`sfi trace plot` and `sfi trace report`: which files come, and what is refused."""
 
-import re
-import shlex
-
 import pytest
-from typer.testing import CliRunner
 
-from sfi_cli import app as cli
-from sfi_cli.commands.trace.figure_jobs import PlotJob, beside, write_report
-from sfi_core.errors import ConfigError, SfiError, TraceError
+from sfi_cli.commands.trace.figure_jobs import PlotJob, write_report
+from sfi_core.errors import ConfigError, TraceError
+from tests.cli.trace_commands import trace as command
 from tests.traces.made import make_trace
 
 pytest.importorskip("matplotlib")
@@ -29,15 +25,15 @@ def plot(trace, **options) -> None:
     PlotJob(trace=trace, **NOTHING | options).run()
 
 
-def test_plot_and_report_write_beside_the_trace(run, trace, tmp_path):
-    result = run("trace", "plot", str(trace))
-    assert (result.returncode, result.stdout) == (0, "")
+def test_plot_and_report_write_beside_the_trace(trace, tmp_path):
+    result = command("plot", trace)
+    assert (result.code, result.stdout) == (0, "")
     wrote = [f"Wrote {tmp_path}/run-{kind}.png" for kind in KINDS]
     assert sorted(result.stderr.splitlines()) == sorted(wrote)
     with pytest.raises(ConfigError, match=f"output {tmp_path}/run-heatmap.png exists; add --force"):
         plot(trace)
-    result = run("trace", "report", str(trace))
-    assert (result.returncode, result.stderr) == (0, f"Wrote {tmp_path}/run-report.html\n")
+    result = command("report", trace)
+    assert (result.code, result.stderr) == (0, f"Wrote {tmp_path}/run-report.html\n")
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == sorted(["run", "run-report.html", *(f"run-{kind}.png" for kind in KINDS)])
 
@@ -90,36 +86,11 @@ def test_figures_without_data_are_left_out_unless_asked_for(tmp_path, capsys):
     assert [path.name for path in (tmp_path / "other").iterdir()] == ["run-timeline.png"]
 
 
-def test_a_figure_that_was_asked_for_and_lacks_its_data_ends_with_3(run, tmp_path):
+def test_a_figure_that_was_asked_for_and_lacks_its_data_ends_with_3(tmp_path):
     trace = make_trace(tmp_path / "full", steps=5)
-    ended = run("trace", "plot", str(trace), "--kind", "lambda", "-o", str(tmp_path / "x.png"))
-    assert (ended.returncode, ended.stdout, ended.stderr.count("\n")) == (3, "", 1)
+    ended = command("plot", trace, "--kind", "lambda", "-o", tmp_path / "x.png")
+    assert (ended.code, ended.stdout, ended.stderr.count("\n")) == (3, "", 1)
     assert not (tmp_path / "x.png").exists()
-
-
-def test_a_trace_without_any_figure_is_an_error(tmp_path):
-    trace = make_trace(tmp_path / "run", steps=1, audit=None)
-    with pytest.raises(TraceError, match="has no audit"):
-        plot(trace, output=tmp_path / "figures")
-    assert list((tmp_path / "figures").iterdir()) == []
-
-
-def test_no_trace_is_an_error_of_input(tmp_path):
-    for work in (
-        plot,
-        lambda path: write_report(path, request=None, top=None, output=None, force=False),
-    ):
-        with pytest.raises(TraceError, match="is not a trace"):
-            work(tmp_path)
-
-
-def test_other_requests_are_mentioned(tmp_path, capsys):
-    trace = make_trace(tmp_path / "run", steps=6, requests=3)
-    plot(trace, kinds=("lag",), output=tmp_path / "x.png")
-    said = capsys.readouterr().err.splitlines()
-    assert said == ["showing request 0 of 3; --request chooses another", f"Wrote {tmp_path}/x.png"]
-    plot(trace, kinds=("lag",), output=tmp_path / "y.png", request=2)
-    assert capsys.readouterr().err.splitlines() == [f"Wrote {tmp_path}/y.png"]
 
 
 def test_the_report_overwrites_only_when_told(trace, tmp_path):
@@ -130,26 +101,3 @@ def test_the_report_overwrites_only_when_told(trace, tmp_path):
     assert page.read_text() == "mine"
     write_report(trace, request=0, top=5, output=page, force=True)
     assert "Top-5 of dense attention" in page.read_text(encoding="utf-8")
-
-
-def test_a_folder_that_cannot_be_made_is_said(trace, tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(SfiError, match="cannot be made: Not a directory"):
-        plot(trace, output=tmp_path / "file" / "figures")
-
-
-def test_a_file_beside_the_current_folder_has_the_folders_name(trace, monkeypatch):
-    monkeypatch.chdir(trace)
-    assert beside(trace / "..", "x") == trace.parent.parent / f"{trace.parent.name}-x"
-    assert beside(type(trace)(), "lag.png") == trace.parent / "run-lag.png"
-    assert beside(type(trace)("../run"), "lag.png") == type(trace)("../run-lag.png")
-
-
-@pytest.mark.parametrize("command", ["plot", "report"])
-def test_every_documented_example_parses(command):
-    text = CliRunner().invoke(cli.app, ["trace", command, "--help"], env={"COLUMNS": "200"}).stdout
-    examples = re.findall(r"^\s*(sfi trace .*?)\s*$", text, re.MULTILINE)
-    assert len(examples) >= 2
-    for example in examples:
-        words = [word for word in shlex.split(example)[1:] if word.startswith("-")]
-        assert all(word in text for word in words), example

@@ -1,16 +1,13 @@
 """`sfi trace replay`: tables, JSON, figures, and playing a run on a terminal."""
 
 import json
-import re
-import shlex
-from pathlib import Path
 
 import pytest
 from pyarrow import parquet
 from typer.testing import CliRunner, Result
 
 from sfi_cli import app as cli
-from sfi_core.errors import ConfigError, SfiError, TraceError
+from sfi_core.errors import ConfigError, SfiError
 from sfi_traces import replay as engine
 from tests.traces.made import make_trace
 
@@ -102,16 +99,6 @@ def test_trigger_sets_are_compared_by_name(full):
     assert "note: no generated token matches the triggers ';'" in invoke(full, *sets).stderr
 
 
-def test_stride_and_random_triggers(full):
-    data = document(
-        full, "--trigger-policy", "stride,random", "--set", "stride=4,8",
-        "--set", "random_rate=0.5", "--set", "trigger_seed=1,2",
-    )  # fmt: skip
-    stride = {r["stride"]: r["slow_rate"] for r in data["rows"] if r["policy"] == "stride"}
-    assert stride[8] < stride[4]
-    assert sorted(r["trigger_seed"] for r in data["rows"] if r["policy"] == "random") == [1, 2]
-
-
 def test_an_sfi_trace_shows_what_it_measured(real):
     data, text = document(real), invoke(real).stdout
     validation = data["validation"]
@@ -139,7 +126,6 @@ def test_a_prediction_beside_another_run(full, real):
         (["--t-max", "x"], ConfigError, "t_max must be whole numbers, got 'x'"),
         (["--t-max", ","], ConfigError, "t_max must have a value, got ','"),
         (["--budget", "0"], ConfigError, "budget must be positive, got 0"),
-        (["--budget", "25"], TraceError, "record with --set audit.top=25"),
         (
             ["--set", "stride=4"],
             ConfigError,
@@ -152,15 +138,12 @@ def test_a_prediction_beside_another_run(full, real):
             "trigger_seed must come with --trigger-policy random",
         ),
         (["--trigger-set", "a=.", "--trigger-set", "a=!"], ConfigError, "got 'a' twice"),
-        (["--trigger", ""], ConfigError, "triggers must be non-empty strings"),
         (["--request", "7"], ConfigError, "request must be one of 0 to 1, got 7"),
-        (["--layers", "5"], ConfigError, "layer must be one of 0 to 1, got 5"),
         (["--step", "3"], ConfigError, "step must come with --play, got 3"),
         (["--speed", "4"], ConfigError, "speed must come with --play, got 4"),
         (["--against", "x", "--t-max", "3"], ConfigError, "must come without others"),
         (["--plot", "x.pdf"], ConfigError, "plot must end in one of"),
         (["--play", "--step", "x"], ConfigError, "a range like 12-20, got x"),
-        (["--play", "--step", "5-3"], ConfigError, "an ascending range, got 5-3"),
         (["--play", "--step", "60"], ConfigError, "step must be one of 0 to 59, got 60"),
         (["--play", "--budget", "3"], ConfigError, "must come without other settings"),
     ],
@@ -239,12 +222,6 @@ def test_frames_are_printed_without_a_terminal(full, real):
     assert [f"step {step} of 59  slow (full-kv)" in whole for step in (0, 30, 59)] == [True] * 3
 
 
-def test_frames_may_go_to_a_file(real, tmp_path):
-    path = tmp_path / "frames.txt"
-    assert invoke(real, "--play", "--step", "3", "-o", str(path)).stdout == ""
-    assert path.read_text().startswith("step 3 of 59")
-
-
 def test_control_characters_of_a_model_do_not_reach_the_terminal(tmp_path):
     folder = make_trace(tmp_path / "t")
     part = folder / "steps" / "part-00000.parquet"
@@ -256,18 +233,3 @@ def test_control_characters_of_a_model_do_not_reach_the_terminal(tmp_path):
     assert "\x1b" not in text
     assert "\r" not in text
     assert " [2Jgone " in text
-
-
-def test_every_documented_example_parses(full):
-    text = CliRunner().invoke(cli.app, ["trace", "replay", "--help"], env={"COLUMNS": "200"}).stdout
-    examples = re.findall(r"^\s*(sfi trace replay .*?)\s*$", text, re.MULTILINE)
-    assert len(examples) == 6
-    for example in examples:
-        options = [word for word in shlex.split(example) if word.startswith("-")]
-        assert all(option in text.partition("Options")[2] for option in options), example
-
-
-def test_the_docs_name_every_option():
-    text = (Path(__file__).parents[2] / "docs" / "tune.md").read_text()
-    for option in ("--trigger-set", "--against", "--play", "audit.top"):
-        assert option in text

@@ -68,13 +68,6 @@ def test_a_trace_makes_a_head_file_without_a_model(folder):
     assert "does not say which checkpoint it is of; add --model" in " ".join(result.stdout.split())
 
 
-def test_model_names_the_checkpoint_of_a_trace(folder):
-    make_trace(folder / "run", steps=3)
-    assert invoke("heads", "run", "--model", str(BUNDLED), "-q").exit_code == 0
-    found = HeadClusters.load(Path("heads.json")).model_digest
-    assert found == HeadClusters.load(BUNDLED / "heads.json").model_digest
-
-
 def test_what_cannot_be_clustered_is_refused_in_one_line(folder):
     make_trace(folder / "run", steps=3)
     Path("a.txt").write_text("words " * 50)
@@ -100,14 +93,6 @@ def test_every_other_word_after_tune_is_a_trace(folder):
         assert "made-up, 1 request, 30 steps" in " ".join(result.stdout.split())
     assert invoke("./heads", *searching, "--study", "4.journal").exit_code == 0
     assert isinstance(refused("head", *searching, "--study", "5.journal"), TraceError)
-
-
-def test_the_help_of_tune_has_its_own_options_and_names_heads():
-    shown = invoke("--help").stdout
-    assert "--min-retained" in shown
-    assert "sfi tune heads" in shown
-    assert "--clusters" not in shown
-    assert "--clusters" in invoke("heads", "--help").stdout
 
 
 def test_a_shell_is_not_offered_a_name_of_two_words():

@@ -82,20 +82,3 @@ def test_the_figure_has_a_panel_for_each_batch(tmp_path, document, drawn, kind, 
         solid[policy].get_color() for policy in ("sfi", "full-kv", "quest")
     ]
     assert [*dashed[0].get_ydata()] == [50, 50]
-
-
-def test_a_forecast_is_drawn_dashed(tmp_path, document, drawn):
-    document["rows"] = [row("sfi", context, 1, None) for context in (4096, 8192)]
-    write_plot(document, tmp_path / "x.tmp", kind="png")
-    (line,) = drawn[0].axes[0].get_lines()
-    assert (line.get_label(), line.get_linestyle()) == ("sfi, bytes", "--")
-
-
-def test_a_variant_that_did_not_fit_everywhere_has_a_shorter_line(tmp_path, document, drawn):
-    document["rows"] = [
-        r for r in document["rows"] if (r["policy"], r["context"]) != ("quest", 8192)
-    ]
-    write_plot(document, tmp_path / "x.tmp", kind="png")
-    lines = {line.get_label(): line for line in drawn[0].axes[0].get_lines()}
-    assert [*lines["quest"].get_xdata()] == [4096]
-    assert [*lines["sfi"].get_xdata()] == [4096, 8192]

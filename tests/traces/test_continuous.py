@@ -19,8 +19,6 @@ from sfi_traces.read.reader import Trace
 from sfi_traces.record.parquet import ParquetObserver
 from sfi_traces.summary import summarize
 from sfi_traces.summary.diff import compare
-from sfi_traces.views.figure_data import step_phases
-from sfi_traces.views.view import View
 from tests.core.conftest import tiny_qwen3
 
 CONFIG = SfiConfig(
@@ -85,22 +83,16 @@ def rows(trace: Trace, table: str, request: int) -> list[dict[str, Any]]:
     return [{key: row[key] for key in row if key not in ITS_OWN} for row in found]
 
 
-@pytest.mark.parametrize("request_number", range(6))
-@pytest.mark.parametrize("table", ["prompts", "steps", "selections", "supports", "logits"])
-def test_a_requests_rows_are_those_of_the_request_alone(table, request_number):
+@pytest.mark.parametrize("request_number", [0, 2, 5])
+def test_a_requests_rows_are_those_of_the_request_alone(request_number):
     alone = record([request_number], prefill_chunk=16)
-    found, expected = rows(continuous(), table, request_number), rows(alone, table, 0)
-    assert len(found) == len(expected)
-    for ours, theirs in zip(found, expected, strict=True):
-        for name, value in theirs.items():
-            number = isinstance(value, float) or name == "mass"  # a batch may round otherwise
-            assert ours[name] == (pytest.approx(value, rel=1e-3, abs=1e-5) if number else value)
-
-
-def test_the_manifest_has_every_prompt_in_order():
-    prompts = continuous().manifest["prompts"]
-    assert [entry["request"] for entry in prompts] == list(range(6))
-    assert prompts == together().manifest["prompts"]
+    for table in ("prompts", "steps", "selections", "supports", "logits"):
+        found, expected = rows(continuous(), table, request_number), rows(alone, table, 0)
+        for ours, theirs in zip(found, expected, strict=True):
+            for name, value in theirs.items():
+                number = isinstance(value, float) or name == "mass"  # a batch may round otherwise
+                wanted = pytest.approx(value, rel=1e-3, abs=1e-5) if number else value
+                assert ours[name] == wanted, (table, name)
 
 
 def test_it_is_sound():
@@ -172,21 +164,6 @@ def test_of_one_request_only_the_steps_it_took_part_in_are_summed_up(number):
     assert sampling["total_us"] == pytest.approx(sum(spent))
 
 
-def test_break_even_counts_the_context_of_the_steps_that_were_timed():
-    """Dense attention of the decoding steps only, over the tokens cached in them."""
-    found = summarize(continuous())["break_even"]
-    timings = continuous().table("timings").to_pylist()
-    steps = [row for row in continuous().table("steps").to_pylist() if row["step"]]
-    passes = {row["batch_step"] for row in steps}
-    dense = sum(
-        row["elapsed_us"]
-        for row in timings
-        if row["name"] == "attention.dense" and row["step"] in passes
-    )
-    context = sum(row["context_tokens"] for row in steps if row["slow"])
-    assert found["dense_us_per_token"] == pytest.approx(dense / context)
-
-
 def test_the_timeline_shows_each_step_where_its_spans_are():
     text = "".join(perfetto_text(continuous(), lambda done, total: None))
     events = json.loads(text)["traceEvents"]
@@ -202,31 +179,3 @@ def test_the_timeline_shows_each_step_where_its_spans_are():
         for number in range(6)
     }
     assert began[0] == began[1] < began[2] < began[3] < began[4] < began[5]
-
-
-@pytest.mark.parametrize("number", [0, 4])
-def test_the_figure_of_a_requests_steps_has_its_own_spans(number):
-    timings = continuous().table("timings").to_pylist()
-    steps = continuous().table("steps").to_pylist()
-    own = [r["batch_step"] for r in steps if r["request"] == number and r["step"]]
-    found = step_phases(View(continuous(), number))
-    assert found.step.tolist() == list(range(1, LIMITS[number]))
-    spent = [
-        sum(r["elapsed_us"] for r in timings if r["name"] == "sample" and r["step"] == step)
-        for step in own
-    ]
-    assert found.phases["sample"].tolist() == pytest.approx(spent)
-
-
-def test_runs_one_after_the_other_keep_their_requests_apart():
-    folder = Path(mkdtemp()) / "trace"
-    with ParquetObserver(folder, positions=True) as observer:
-        complete([0, 1, 2], observer, max_batch=1)
-        complete([3, 4, 5], observer, max_batch=2)
-    trace = Trace.open(folder)
-    assert check(trace)["sound"]
-    assert [entry["tokens"] for entry in trace.manifest["prompts"]] == [len(row) for row in ROWS]
-    for number in range(6):
-        assert rows(trace, "steps", number) == rows(continuous(), "steps", number)
-    assert {row["request"] for row in trace.table("timings").to_pylist()} == {0, 3}
-    assert summarize(trace, 4)["phases"]["decode"]

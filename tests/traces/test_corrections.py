@@ -6,7 +6,6 @@ from itertools import product
 import numpy as np
 import pytest
 
-from sfi_core.errors import TraceError
 from sfi_traces.read.reader import Trace
 from sfi_traces.record.selected_sets import SelectedSets
 from sfi_traces.summary import summarize
@@ -14,7 +13,7 @@ from sfi_traces.views import observations
 from sfi_traces.views.raster import rasters
 from sfi_traces.views.view import View
 from tests.traces.made import HEADS, LAYERS, make_trace
-from tests.traces.small import rows, write_trace
+from tests.traces.small import rows
 from tests.traces.test_stability import rewrite
 
 PLACES = [*product(range(LAYERS), range(HEADS))]
@@ -74,12 +73,6 @@ def test_recalls_are_summed_by_step_and_layer(trace):
     assert len(found["layers"]) == LAYERS
 
 
-def test_without_corrections_the_figure_names_the_policy(tmp_path):
-    view = View(Trace.open(make_trace(tmp_path / "run", steps=12, policy="sfi")))
-    with pytest.raises(TraceError, match="no corrections of request 0, recorded with policy sfi"):
-        observations.corrections_of(view)
-
-
 def test_a_selection_for_the_next_step_is_in_force_then(tmp_path):
     def speculate(selections):
         one = next(row for row in selections if row["step"] == 10)
@@ -121,12 +114,3 @@ def test_a_heads_selection_is_compared_with_its_own_before():
                 assert found["jaccard_previous"][at] == pytest.approx(both / len(new | old))
             held[head] = new
     assert len(held) == 3
-
-
-def test_a_trace_of_recalls_alone_has_their_totals(tmp_path):
-    step = [{"request": 0, "step": at, "slow": not at} for at in range(3)]
-    recalled = {"request": 0, "step": 2, "layer": 1, "rows": 3, "bytes": 768, "waited_us": 5.0}
-    trace = Trace.open(write_trace(tmp_path / "run", {"steps": step, "recalls": [recalled]}))
-    found = summarize(trace)
-    assert (found["recalls"]["step_bytes"], found["recalls"]["step_waited_us"]) == (384, 2.5)
-    assert found["corrections"] is None

@@ -72,15 +72,6 @@ def opened(path, rows=()):
     return results
 
 
-def test_each_row_is_on_the_disk_at_once(tmp_path):
-    results = opened(tmp_path / "new" / "folder")
-    for seed in range(3):
-        results.append("samples", row(seed=seed))
-        lines = (results.path / "samples.jsonl").read_text().splitlines()
-        assert [json.loads(line)["seed"] for line in lines] == list(range(seed + 1))
-    assert json.loads((results.path / "manifest.json").read_text())["finished"] is None
-
-
 @pytest.mark.parametrize("cut", [1, 20, 400])
 def test_a_folder_resumed_after_a_torn_line_ends_as_an_uninterrupted_one(tmp_path, cut):
     rows = [row(seed=seed, text=' "é"\n') for seed in range(4)]
@@ -154,14 +145,6 @@ def test_a_damaged_manifest_is_one_line(tmp_path, text, message):
     assert "\n" not in str(caught.value)
 
 
-def test_failures_can_be_forgotten(tmp_path):
-    results = opened(tmp_path / "results", [row(), failed(seed=1), row(seed=2)])
-    results.begin()
-    results.append("samples", row(seed=1))
-    assert [one["seed"] for one in results.rows["samples"]] == [0, 2, 1]
-    assert ResultsFolder.resume(results.path).rows == results.rows
-
-
 def test_closing_writes_a_parquet_file_of_each_table(tmp_path):
     results = opened(tmp_path / "results", [row(), failed(seed=1)])
     results.append("fidelity", window())
@@ -177,24 +160,6 @@ def test_closing_writes_a_parquet_file_of_each_table(tmp_path):
         (0, 0, 0.0), (0, 1, 0.5), (0, 2, 0.25),
     ]  # fmt: skip
     assert json.loads((results.path / "manifest.json").read_text())["finished"]
-
-
-def test_types_do_not_hang_on_what_a_run_has_seen(tmp_path):
-    """A file of failures can be read together with one of scores."""
-    first, second = opened(tmp_path / "a", [row()]), opened(tmp_path / "b", [failed()])
-    schemas = []
-    for results in (first, second):
-        results.close()
-        schemas.append(parquet.read_schema(results.path / "results.parquet"))
-    assert schemas[0].equals(schemas[1], check_metadata=False)
-
-
-def test_a_stopped_run_is_not_finished(tmp_path):
-    results = opened(tmp_path / "results", [row()])
-    results.close("interrupted")
-    manifest = ResultsFolder.resume(results.path).manifest
-    assert (manifest["finished"], manifest["stopped"]) == (None, "interrupted")
-    assert (results.path / "results.parquet").exists()
 
 
 def test_a_folder_is_never_taken_from_others(tmp_path):
@@ -270,16 +235,6 @@ def test_a_folder_has_one_process_at_a_time(tmp_path):
     assert ResultsFolder.resume(results.path).rows["samples"] == [row()]
 
 
-def test_what_is_no_evaluation_cannot_be_resumed(tmp_path):
-    with pytest.raises(InputError, match="must hold an evaluation, got none to go on with"):
-        ResultsFolder.resume(tmp_path)
-    results = opened(tmp_path / "results")
-    manifest = json.loads((results.path / "manifest.json").read_text()) | {"schema_version": 9}
-    (results.path / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(InputError, match="has schema 9, this sfi reads 1"):
-        ResultsFolder.resume(results.path)
-
-
 def test_a_summary_is_the_mean_of_its_samples():
     scores, reference = [1.0, 0.0, 1.0], [1.0, 1.0, 0.5]
     rows = [
@@ -329,12 +284,6 @@ def test_a_difference_is_over_the_samples_that_both_have():
     assert [one["difference"] for one in summarize(rows[1:])] == [None]
 
 
-def test_lengths_and_tasks_are_kept_apart():
-    rows = [row(length=1), row(length=2), row(task="other", length=1)]
-    found = [(one["task"], one["length"]) for one in summarize(rows)]
-    assert found == [("recall", 1), ("recall", 2), ("other", 1)]
-
-
 def test_sentences_are_averaged_by_their_place():
     """Ten sentences make eight groups; a sample without sentences does not count."""
     places = [11.0 * number for number in range(10)]
@@ -379,13 +328,6 @@ def test_an_average_is_over_tasks_and_lengths():
     assert sparse["read"] == pytest.approx(0.125 + 0.0625)
 
 
-def test_a_method_without_a_score_somewhere_has_no_average():
-    rows = [row(), row("quest"), row(length=9), failed(method="quest", length=9, policy="quest")]
-    ours, quest = summarize_averages(rows)
-    assert (ours["score"], ours["places"], ours["difference"]) == (1.0, 2, None)
-    assert (quest["score"], quest["low"], quest["read"], quest["n"]) == (None, None, None, 1)
-
-
 def test_fidelity_is_over_all_windows_but_for_their_first_steps():
     rows = [window(), window(number=1, kl=(0.0, 0.1, 0.75)), window("quest")]
     rows.append(window(number=2) | {"steps": None, "report": None, "error": "no memory"})
@@ -397,11 +339,6 @@ def test_fidelity_is_over_all_windows_but_for_their_first_steps():
     places = [(part["position"], part["kl"]) for part in ours["by_sentence_position"]]
     assert places == [("0", pytest.approx(0.3)), ("1", pytest.approx(0.5))]
     assert quest["method"] == "quest"
-
-
-def test_fidelity_without_a_window_has_no_numbers():
-    (one,) = summarize_fidelity([window(steps=None, report=None, error="no memory")])
-    assert (one["windows"], one["kl"], one["by_sentence_position"]) == (0, None, [])
 
 
 @pytest.mark.skipif(find_spec("matplotlib") is None, reason="the plots extra is not installed")
@@ -426,11 +363,3 @@ def test_a_figure_has_a_panel_for_each_task_and_length_and_all_methods(tmp_path,
         text = data.decode()
         for words in (*methods, "full-kv", "recall, 512 tokens", "recall, 1,024 tokens"):
             assert f"<!-- {words} -->" in text
-
-
-@pytest.mark.skipif(find_spec("matplotlib") is None, reason="the plots extra is not installed")
-def test_no_two_of_thirty_methods_look_the_same():
-    from sfi_traces.results.evaluation.plots import _styles  # noqa: PLC0415 - an extra
-
-    styles = _styles([row(f"method {index}") for index in range(30)])
-    assert len({tuple(style.values()) for style in styles.values()}) == 30

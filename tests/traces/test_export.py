@@ -5,12 +5,11 @@ import json
 
 import pytest
 
-from sfi_core.errors import TraceError
 from sfi_traces.export.rows import csv_text, json_text, jsonl_text, table_text
 from sfi_traces.read.reader import Trace
 from sfi_traces.schema import TABLES
 from tests.traces.made import make_trace
-from tests.traces.small import redact, rows, spoil
+from tests.traces.small import redact, rows
 
 
 def silent(done: int, total: int) -> None:
@@ -50,24 +49,6 @@ def test_a_table_without_rows_is_its_names(tmp_path):
         == "request,position,token_id,token_text\n"
     )
     assert "".join(table_text(trace, "prompts", "jsonl", silent)) == ""
-
-
-def test_progress_counts_rows(trace):
-    told = []
-    list(table_text(trace, "supports", "csv", lambda done, total: told.append((done, total))))
-    assert told[-1] == (80, 80)
-
-
-def test_a_damaged_part_is_refused(tmp_path):
-    folder = make_trace(tmp_path / "run", steps=20)
-    data = bytearray((folder / "supports" / "part-00000.parquet").read_bytes())
-    data[200:1200] = bytes(1000)
-    (folder / "supports" / "part-00000.parquet").write_bytes(data)
-    with pytest.raises(TraceError, match=r"damaged part; `sfi trace check .*` names it"):
-        list(table_text(Trace.open(folder), "supports", "jsonl", silent))
-    part = spoil(folder / "steps" / "part-00000.parquet")
-    with pytest.raises(TraceError, match=f"{part} cannot be read"):
-        list(table_text(Trace.open(folder), "steps", "csv", silent))
 
 
 def test_what_json_lacks_is_written_as_what_it_has():

@@ -5,7 +5,6 @@ from collections import Counter, defaultdict
 
 import pytest
 
-from sfi_core.errors import TraceError
 from sfi_traces.export.perfetto import perfetto_text
 from sfi_traces.read.reader import Trace
 from tests.traces.made import LAYERS, make_trace
@@ -150,17 +149,6 @@ def flows(tmp_path, *given: tuple[int, str]) -> list[tuple[float, float]]:
     return [(one["ts"], two["ts"]) for one, two in zip(starts, ends, strict=True)]
 
 
-def test_a_selection_that_is_replaced_before_anybody_reads_it_leads_nowhere(tmp_path):
-    given = [
-        (0, "selector"),
-        (1, "selector"),
-        (2, "attention.fast"),
-        (3, "attention.fast"),
-        (4, "selector"),
-    ]
-    assert flows(tmp_path, *given) == [(14.0, 24.0)]
-
-
 def test_without_a_selector_the_pack_is_the_refresh_and_a_mixed_step_reads(tmp_path):
     given = [
         (0, "pack"),
@@ -194,31 +182,8 @@ def test_a_span_on_another_stream_has_a_track_of_its_own_and_does_not_lengthen_t
     assert found == [(0.0, 10.0), (10.0, 8.0)]
 
 
-def test_the_earlier_pieces_of_a_prompt_are_part_of_its_first_step(tmp_path):
-    given = spans((0, "attention.dense"), (1, "attention.dense"), (2, "attention.fast"))
-    timings = [row | {"step": row["step"] - 1} for row in given]
-    steps = [{"request": 0, "step": step, "slow": step == 0} for step in range(2)]
-    trace = Trace.open(write_trace(tmp_path / "run", {"steps": steps, "timings": timings}))
-    found = [(e["ts"], e["dur"]) for e in events(trace, "X") if e["tid"] == 1]
-    assert found == [(0.0, 18.0), (20.0, 8.0)]
-
-
 def test_a_redacted_trace_has_a_timeline_without_text(tmp_path):
     folder = redact(make_trace(tmp_path / "run", steps=5, policy="sfi"))
     steps = [event for event in events(Trace.open(folder), "X") if event["tid"] == 1]
     assert len(steps) == 5
     assert not any("token_text" in event["args"] for event in steps)
-
-
-def test_without_timings_there_is_no_timeline(tmp_path):
-    steps = [{"request": 0, "step": 0, "slow": True}]
-    trace = Trace.open(write_trace(tmp_path / "run", {"steps": steps}))
-    with pytest.raises(TraceError, match="has no timings, which a timeline is made of"):
-        timeline(trace)
-
-
-def test_progress_counts_events(trace):
-    told = []
-    text = "".join(perfetto_text(trace, lambda done, total: told.append((done, total))))
-    count = len(json.loads(text)["traceEvents"])
-    assert told[-1] == (count, count)

@@ -1,22 +1,13 @@
 """Figures of a trace: what is on their axes, and that they are drawn."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 
-from sfi_core.errors import BackendError, TraceError
+from sfi_core.errors import BackendError
 from sfi_traces.figures import KINDS, draw, style
 from sfi_traces.figures.style import check_matplotlib, save
 from sfi_traces.read.reader import Trace
-from sfi_traces.views.figure_data import (
-    REST,
-    Retained,
-    lambda_over_time,
-    retained_mass,
-    step_phases,
-)
-from sfi_traces.views.labels import number_ticks, step_ticks, visible
+from sfi_traces.views.figure_data import REST, lambda_over_time, retained_mass, step_phases
 from sfi_traces.views.view import View
 from tests.traces.made import TOP, WORDS, make_trace
 from tests.traces.test_stability import rewrite
@@ -73,34 +64,6 @@ def test_the_heat_map_has_the_overlap_with_the_text_along_its_axes(full):
     assert others.max() <= high < others.max() + 0.1
 
 
-def test_the_heat_map_of_one_head_says_so(full):
-    figure = draw("heatmap", View(full.trace, layer=1, head=0, top=5))
-    assert "Top-5 of dense attention, layer 1, KV head 0." in texts(figure)[1]
-
-
-def test_a_long_heat_map_has_labels_where_sentences_begin(tmp_path):
-    view = View(Trace.open(make_trace(tmp_path / "t", steps=400, sentence=8, audit=2)))
-    rewrite(view.trace.path, "supports", lambda rows: [r for r in rows if r["step"] % 2 == 0])
-    figure = draw("heatmap", View(view.trace))
-    axes = figure.axes[0]
-    assert "200 of 400 steps were audited." in texts(figure)[1].replace("\n", " ")
-    shown = labels(axes.yaxis)
-    assert len(shown) == 50
-    assert shown[1].startswith("8  ran home the cat")
-    edge = axes.collections[0].get_paths()[1].vertices  # a box around each sentence, of 4 steps
-    assert edge.tolist() == [[7.5, 3.5], [7.5, 11.5]]
-
-
-def test_a_redacted_heat_map_has_the_numbers_of_the_steps(full):
-    hide = {"token_id": None, "token_text": None}
-    rewrite(full.trace.path, "steps", lambda rows: [row | hide for row in rows])
-    rewrite(full.trace.path, "prompts", lambda _: [])
-    for kind in set(KINDS) - {"lambda"}:
-        draw(kind, View(full.trace))
-    axes = draw("heatmap", View(full.trace)).axes[0]
-    assert labels(axes.xaxis) == [str(step) for step in range(30)]
-
-
 def test_tokens_that_look_like_markup_or_that_no_font_has_are_drawn_as_they_are(full, tmp_path):
     odd = ["$\\frac$", "\n", "  ", "漢字", "\x00", "a" * 99, "_{x}$", "<b>"]
     rewrite(
@@ -145,13 +108,6 @@ def test_the_map_of_retained_mass_has_its_numbers(sfi, full):
     assert "all slow" in texts(figure)[1]
 
 
-def test_numbers_stand_out_from_their_cells(sfi, monkeypatch):
-    data = Retained([0], [0, 1], np.array([[0.2, 0.9]]), steps=1, coverage=False)
-    monkeypatch.setattr("sfi_traces.figures.retained.retained_mass", lambda _: data)
-    colors = [text.get_color() for text in draw("retained", sfi).axes[0].texts]
-    assert colors == ["white", "black"]
-
-
 def test_the_timeline_stacks_the_phases(sfi):
     figure = draw("timeline", sfi)
     axes = figure.axes[0]
@@ -169,37 +125,7 @@ def test_the_timeline_stacks_the_phases(sfi):
     assert "Step 0, the prefill, took 0.9 ms and is left out." in texts(figure)[1]
 
 
-def test_what_a_figure_lacks_is_said(full):
-    with pytest.raises(TraceError, match="record it with --policy sfi"):
-        draw("lambda", full)
-
-
 def test_without_matplotlib_the_extra_is_named(monkeypatch):
     monkeypatch.setattr(style, "find_spec", lambda _: None)
     with pytest.raises(BackendError, match=r"pip install 'sfi-toolkit\[plots\]'"):
         check_matplotlib("figures")
-
-
-def test_number_ticks_are_round_and_fall_on_what_there_is():
-    step = np.array([0, 3, 9, 10, 14, 21, 30])
-    assert number_ticks(step, 4) == ([0, 3, 5, 6], ["0", "10", "21", "30"])
-    assert number_ticks(np.arange(5, 9), 15)[1] == ["5", "6", "7", "8"]
-    assert number_ticks(np.array([7]), 15) == ([0], ["7"])
-    assert number_ticks(np.arange(1300), 15)[1] == [str(step) for step in range(0, 1300, 100)]
-
-
-def test_labels_keep_their_distance(tmp_path):
-    view = View(Trace.open(make_trace(tmp_path / "t", steps=100, sentence=3)))
-    entries, shown = step_ticks(view.steps, view.steps.step, 20)
-    assert min(np.diff(entries)) >= 5
-    assert len(shown) == len(entries) <= 20
-    assert all(entry % 3 == 0 for entry in entries)
-    redacted = dataclasses.replace(view.steps, text=[""] * 100)
-    assert step_ticks(redacted, view.steps.step, 20) == number_ticks(view.steps.step, 20)
-
-
-def test_visible_text_has_one_line_and_is_short():
-    assert visible(" the") == "the"
-    assert visible("a\nb") == "a\\nb"
-    assert visible("") == ""
-    assert visible("x" * 20, 5) == "xxxx…"

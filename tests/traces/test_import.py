@@ -10,15 +10,13 @@ import torch
 from pyarrow import parquet
 
 from sfi_core.errors import ConfigError, InputError, TraceError
-from sfi_traces.health import judge
 from sfi_traces.importing import row_table
 from sfi_traces.importing.importer import import_trace
 from sfi_traces.importing.schema import ImportOptions
 from sfi_traces.read.check import check
 from sfi_traces.read.reader import Trace
-from sfi_traces.replay import Setting, Supports, replay, reuse
-from sfi_traces.replay.playback import Playback
-from sfi_traces.summary import Scope, summarize
+from sfi_traces.replay import Supports, reuse
+from sfi_traces.summary import summarize
 from sfi_traces.views.view import View
 from sfi_traces.views.words import text_of
 from tests.traces.imports import (
@@ -110,18 +108,6 @@ def test_an_indexer_that_chooses_the_last_positions_is_told(tmp_path):
     ]
     with pytest.raises(TraceError, match="import it with --tokenizer"):
         text_of(View(trace))
-
-
-def test_an_import_is_healthy_but_where_its_selections_are_not(tmp_path):
-    """Every step of it is slow by name only; selections that never change are said to."""
-    rng, N = np.random.default_rng(1), 40
-    facts = {"token_ids": np.arange(N) + 1, "prompt_token_ids": np.arange(200)}
-    moving = np.stack([[np.append(0, 1 + rng.permutation(199)[: K - 1])] for _ in range(N)])
-    found = {}
-    for name, positions in (("moving", moving), ("frozen", moving[:1].repeat(N, 0))):
-        trace = imported(write_npz(tmp_path / f"{name}.npz", positions=positions, **facts))
-        found[name] = [finding["rule"] for finding in judge(Scope.of(trace))["findings"]]
-    assert found == {"moving": [], "frozen": ["selection_frozen"]}
 
 
 def test_rows_of_a_parquet_file_are_the_same_trace(tmp_path, monkeypatch):
@@ -293,15 +279,6 @@ def test_attention_that_no_eager_model_returned_says_which_does(tmp_path, attent
         imported(tmp_path / "a.pt")
 
 
-def test_the_folder_of_the_shell_is_a_place_for_a_trace(tmp_path, monkeypatch):
-    path = write_npz(tmp_path / "a.npz")
-    (tmp_path / "new").mkdir()
-    monkeypatch.chdir(tmp_path / "new")
-    import_trace(path, Path())
-    assert check(Trace.open(tmp_path / "new"))["sound"]
-    assert sorted(one.name for one in tmp_path.iterdir()) == ["a.npz", "new"]
-
-
 @pytest.mark.parametrize("suffix", [".npz", ".parquet", ".pt"])
 def test_what_is_no_such_file_is_refused(tmp_path, suffix):
     path = tmp_path / f"a{suffix}"
@@ -355,15 +332,6 @@ def test_reuse_is_the_share_of_a_step_s_own_selection(tmp_path):
     assert found.retained_mass is None
 
 
-def test_positions_without_masses_are_shown_with_even_shares(tmp_path):
-    trace = imported(write_npz(tmp_path / "a.npz"))
-    playback = Playback.load(trace, layers=[0], heads=[0])
-    for step in (0, 5):
-        position, share = playback.support(step)
-        assert len(position)
-        assert share == pytest.approx(np.full(len(position), 1 / len(position)))
-
-
 def test_the_documented_file_is_imported(tmp_path, monkeypatch):
     page = (Path(__file__).parents[2] / "docs" / "import.md").read_text()
     code = page.split("```python\n")[1].split("```")[0]
@@ -372,9 +340,3 @@ def test_the_documented_file_is_imported(tmp_path, monkeypatch):
     trace = imported(tmp_path / "indexer.npz")
     assert len(rows(trace, "steps")) == 64
     assert {len(row["positions"]) for row in rows(trace, "supports")} == {2048}
-
-
-def test_a_memory_cannot_be_replayed_of_an_import(tmp_path):
-    trace = imported(write_npz(tmp_path / "a.npz"))
-    with pytest.raises(TraceError, match="--refresh-every"):
-        replay(Supports.load(trace), Setting.recorded(trace))

@@ -5,9 +5,6 @@ import json
 import pytest
 from pyarrow import parquet
 
-from sfi_core.errors import BackendError, ConfigError
-from sfi_traces.figures import style
-from sfi_traces.figures.style import check_plot
 from sfi_traces.results.kernel_bench import write_parquet, write_plot
 
 
@@ -58,37 +55,3 @@ def test_the_figure_is_written_in_its_format(tmp_path, document, kind, start):
     pytest.importorskip("matplotlib")
     write_plot(document, tmp_path / "x.tmp", kind=kind)
     assert (tmp_path / "x.tmp").read_bytes().startswith(start)
-
-
-def test_the_figure_names_the_machine_and_the_paper(tmp_path, document):
-    """Text stays text in an SVG where fonts are not turned into paths."""
-    matplotlib = pytest.importorskip("matplotlib")
-    with matplotlib.rc_context({"svg.fonttype": "none"}):
-        write_plot(document, tmp_path / "x.svg", kind="svg")
-    text = (tmp_path / "x.svg").read_text()
-    for words in (
-        "a processor, 2 threads",
-        "paper, Table 1",
-        "over PyTorch SDPA",
-        "copy, measured",
-    ):
-        assert words in text
-    assert "paper-like" not in text  # there is no such row
-
-
-def test_one_retention_makes_a_figure_too(tmp_path, document):
-    pytest.importorskip("matplotlib")
-    document["rows"] = [row("fast", 0.3, 50.0)]
-    write_plot(document, tmp_path / "x.tmp", kind="png")
-    assert (tmp_path / "x.tmp").stat().st_size > 1000
-
-
-def test_a_figure_of_another_kind_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"plot must end in one of .* got x\.jpg"):
-        check_plot(tmp_path / "x.jpg")
-
-
-def test_a_figure_without_matplotlib_says_what_to_install(tmp_path, monkeypatch):
-    monkeypatch.setattr(style, "find_spec", lambda _: None)
-    with pytest.raises(BackendError, match=r"pip install 'sfi-toolkit\[plots\]'"):
-        check_plot(tmp_path / "x.png")

@@ -5,7 +5,6 @@ from pyarrow import parquet
 
 from benchmarks.made_trace import Shape, write
 from sfi_core.errors import TraceError
-from sfi_traces.read.check import check
 from sfi_traces.read.reader import Trace
 from sfi_traces.report import render
 from sfi_traces.summary import Scope, summarize
@@ -24,15 +23,6 @@ BYTES_A_STEP = 900  # of the page, without Plotly
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory) -> Trace:
     return Trace.open(write(tmp_path_factory.mktemp("long") / "run", SHAPE))
-
-
-def test_the_made_up_trace_is_a_sound_one(trace):
-    """What is measured on it is measured on what a run would have recorded."""
-    assert check(trace)["problems"] == []
-    steps = summarize(trace)["steps"]
-    assert steps["steps"] == SHAPE.steps
-    assert trace.manifest["tables"]["selections"] > 0
-    assert 1 / 30 < steps["slow_share"] < 1 / 12
 
 
 def test_the_report_grows_by_little_a_step(trace, monkeypatch):
@@ -61,21 +51,6 @@ def test_what_needs_no_position_of_a_selection_reads_none(trace, tmp_path):
     assert len(Refreshes.of(View(spoiled)).step) > 0
     with pytest.raises(TraceError, match="damaged part"):
         step_words(View(spoiled), SHAPE.steps - 1)
-
-
-def test_one_step_takes_the_selections_of_one_refresh(trace, monkeypatch):
-    """Of all that a long trace has, `show --step` reads the rows that the step read."""
-    read, rows = [], Trace.rows
-
-    def counted(self, name, columns, where):
-        found = rows(self, name, columns, where)
-        if name == "selections" and "positions" in columns:
-            read.append(len(found))
-        return found
-
-    monkeypatch.setattr(Trace, "rows", counted)
-    step_words(View(trace), SHAPE.steps - 1)
-    assert read == [SHAPE.layers * SHAPE.heads]
 
 
 def test_the_positions_of_a_sample_are_read_once(trace, monkeypatch):

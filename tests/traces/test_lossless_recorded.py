@@ -15,10 +15,8 @@ from tests.traces.test_recorded import bundled, complete
 
 CASES: dict[str, dict[str, Any]] = {
     "boundary": {},
-    "fixed": {"draft": {"max_tokens": 4, "adaptive": False}},
     "paper": {"slow_start": 1, "trigger_delay": 0, "span": 0, "t_max": 7},
     "codescan": {"budget": 1, "recent": 2, "codescan": {"rest": 0.0}},
-    "quest": {"baseline": {"page": 4}},
 }
 
 

@@ -159,23 +159,6 @@ def test_a_step_ends_with_its_last_request(listener):
     assert listener.open == []
 
 
-def test_a_piece_of_the_prompt_ends_where_the_next_begins(listener):
-    observer = NvtxObserver()
-    observer.on_begin_step(BeginStepEvent(step=-1, slow=(0,), fast=()))
-    observer.on_begin_step(BeginStepEvent(step=0, slow=(0,), fast=()))
-
-    assert listener.open == ["prefill step"]
-
-
-def test_a_span_around_a_step_s_beginning_ends_as_itself(listener):
-    observer = NvtxObserver()
-    with observer.span("forward"):
-        observer.on_begin_step(BeginStepEvent(step=1, slow=(), fast=(0,)))
-        observer.on_step(step_event(0, 1))
-
-    assert listener.open == []
-
-
 @pytest.mark.parametrize("failure", [ValueError, KeyboardInterrupt])
 def test_what_a_failure_leaves_open_is_closed(listener, failure):
     def run() -> None:
@@ -190,12 +173,3 @@ def test_what_a_failure_leaves_open_is_closed(listener, failure):
         run()
 
     assert listener.open == []
-
-
-def test_the_next_run_closes_the_one_before(listener):
-    observer = NvtxObserver()
-    observer.on_run(run_event())
-    observer.on_begin_step(BeginStepEvent(step=1, slow=(0,), fast=()))
-    observer.on_run(run_event(policy="full-kv"))
-
-    assert listener.open == ["run full-kv"]

@@ -5,7 +5,6 @@ from collections import defaultdict
 from itertools import combinations, product
 from statistics import mean
 
-import numpy as np
 import pytest
 
 from sfi_core.errors import TraceError
@@ -82,16 +81,6 @@ def test_locality_is_the_overlap_of_every_two_steps(trace, monkeypatch, most):
         assert found["overlap"][one][other] == pytest.approx(pairs[0, one, other], abs=1e-4)
 
 
-def test_of_a_long_trace_every_nth_layer_is_taken_and_that_is_said(trace, monkeypatch):
-    whole = summarize(trace)["drift"]
-    assert (whole["layers_taken"], whole["layers_audited"]) == (LAYERS, LAYERS)
-    monkeypatch.setattr("sfi_traces.summary.similarity.MOST_TAKEN", 1)
-    found = summarize(trace)
-    for name in ("drift", "locality"):
-        assert (found[name]["layers_taken"], found[name]["layers_audited"]) == (1, LAYERS)
-    assert found["drift"]["mean"] == whole["layers"][0]["mean"]
-
-
 @pytest.mark.parametrize("most", [STEPS, 7])
 def test_heads_are_compared_within_and_between_layers_at_the_same_step(trace, monkeypatch, most):
     monkeypatch.setattr("sfi_traces.summary.similarity.MOST_STEPS", most)
@@ -116,15 +105,6 @@ def test_heads_are_compared_within_and_between_layers_at_the_same_step(trace, mo
     one = observations.head_similarity_of(View(trace, 1))
     assert one.within == pytest.approx(average(lambda r, a, b: r == 1 and a == b))
     assert one.between == pytest.approx(average(lambda r, a, b: r == 1 and a != b))
-
-
-def test_layers_of_one_head_are_compared_with_each_other_alone(trace):
-    found = observations.head_similarity_of(View(trace, 0, head=1))
-    held = sets(trace)
-    values = [overlap(held[0, 0, 1, step], held[0, 1, 1, step]) for step in range(STEPS)]
-    assert math.isnan(found.within)
-    assert np.isnan(np.diag(found.matrix)).all()
-    assert found.between == found.matrix[0, 1] == pytest.approx(mean(values))
 
 
 def test_query_cosines_are_averaged_and_those_under_tau_counted(trace):

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from sfi_core.bundled.tokenizer import build_tokenizer
-from sfi_core.errors import ConfigError, SfiError
+from sfi_core.errors import ConfigError
 from sfi_core.observers.events import PromptEvent, SelectionEvent
 from sfi_traces.read.reader import Trace
 from sfi_traces.record import readback
@@ -67,20 +67,6 @@ def test_every_table_says_what_the_observer_was_told(tmp_path):
         assert len(rows) > 5
         assert trace.table(name).equals(expected), name
         assert trace.manifest["tables"][name] == len(rows)
-
-
-def test_spans_become_timings_of_their_step(tmp_path):
-    trace = record(tmp_path / "trace")
-
-    rows = trace.table("timings").to_pylist()
-
-    assert {row["step"] for row in rows} == set(range(12))
-    last = [(row["name"], row["layer"], row["bytes"]) for row in rows if row["step"] == 11]
-    assert last == [
-        ("attention.dense", 0, 100),
-        ("attention.dense", 1, 101),
-        ("forward", None, None),
-    ]
 
 
 def test_the_manifest_has_the_keys_that_readers_know(tmp_path):
@@ -157,15 +143,6 @@ def test_texts_join_to_the_prompt(tmp_path):
     texts = trace.table("prompts")["token_text"].to_pylist()
     assert "".join(texts) == text
     assert trace.table("steps")["token_text"].to_pylist() == [texts[2]]
-
-
-def test_a_piece_of_a_character_has_the_tokenizer_s_name_for_it():
-    tokenizer = build_tokenizer(512)
-    ids = tokenizer("é", add_special_tokens=False)["input_ids"]
-    text = TokenText(tokenizer)
-
-    assert len(ids) == 2
-    assert [text(token) for token in ids] == tokenizer.convert_ids_to_tokens(ids)
 
 
 def test_sentencepiece_s_leading_spaces_are_kept():
@@ -264,28 +241,6 @@ def test_an_interrupted_run_is_a_whole_trace_that_says_so(tmp_path):
     assert len(trace.table("steps")) == trace.manifest["tables"]["steps"] == 18
 
 
-def test_a_failed_run_has_the_error_s_first_line(tmp_path):
-    with pytest.raises(SfiError):
-        stopped_by(SfiError("logits must be finite, got NaN\nin layer 3"), tmp_path / "trace")
-
-    assert Trace.open(tmp_path / "trace").manifest["stopped"] == "logits must be finite, got NaN"
-
-
-def test_closing_twice_keeps_the_first_reason(tmp_path):
-    with ParquetObserver(tmp_path / "trace") as observer:
-        observer.on_run(run_event())
-        observer.close("interrupted")
-
-    assert Trace.open(tmp_path / "trace").manifest["stopped"] == "interrupted"
-
-
-def test_an_observer_that_saw_no_run_leaves_no_folder(tmp_path):
-    with ParquetObserver(tmp_path / "trace"):
-        pass
-
-    assert not (tmp_path / "trace").exists()
-
-
 def test_a_trace_is_overwritten_only_by_force(tmp_path):
     record(tmp_path / "trace")
 
@@ -321,22 +276,6 @@ def test_what_is_no_trace_is_never_overwritten(tmp_path, manifest):
         ParquetObserver(tmp_path, force=True)
 
     assert (tmp_path / "thesis.tex").read_text() == "mine"
-
-
-def test_a_folder_that_cannot_be_made_is_one_line(tmp_path):
-    (tmp_path / "file").write_text("")
-
-    with pytest.raises(ConfigError, match=r"file must be a folder, got a file"):
-        ParquetObserver(tmp_path / "file")
-    with pytest.raises(SfiError, match=r"cannot be made: Not a directory"):
-        ParquetObserver(tmp_path / "file" / "trace")
-
-
-def test_a_folder_that_cannot_be_written_is_known_before_the_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)  # root may write anywhere
-
-    with pytest.raises(SfiError, match=r"cannot be written: permission denied"):
-        ParquetObserver(tmp_path / "trace")
 
 
 def test_it_watches_without_a_tokenizer_and_changes_nothing_it_is_shown(tmp_path):

@@ -7,17 +7,16 @@ import numpy as np
 import pytest
 from pyarrow import parquet
 
-from sfi_core.errors import ConfigError, TraceError
+from sfi_core.errors import TraceError
 from sfi_traces.read import step_rows
 from sfi_traces.read.reader import Trace
 from sfi_traces.read.step_rows import StepRows
 from sfi_traces.replay.passages import passages
-from sfi_traces.replay.playback import PROMPT_TAIL, REDACTED, Playback
+from sfi_traces.replay.playback import PROMPT_TAIL, Playback
 from sfi_traces.views.view import View
 from sfi_traces.views.words import step_words
-from tests.traces.made import PROMPT, WORDS, make_trace, overlap
+from tests.traces.made import PROMPT, WORDS, make_trace
 from tests.traces.small import write_part, write_trace
-from tests.traces.test_replay_schedule import redact
 
 WIDTH = 50
 
@@ -109,24 +108,6 @@ def test_a_strip_bins_the_mass_and_marks_the_memory(trace, playback):
     assert strip.added.any() or strip.removed.any()
 
 
-def test_a_strip_may_be_wider_than_the_context(playback):
-    strip = playback.strip(5, 1000)
-    assert strip.mass.sum() == pytest.approx(0.9)
-    assert strip.sink.sum() == 4
-
-
-def test_one_layer_and_head(trace):
-    playback = Playback.load(trace, 1, layers=[1], heads=[0])
-    (row,) = rows(trace, "supports", 13, layer=1, head=0)
-    frame = playback.frame(13)
-    assert frame.measures["retained_mass"] == pytest.approx(row["retained_mass"])
-    (old,) = rows(trace, "supports", 12, layer=1, head=0)
-    assert frame.measures["overlap_previous_step"] == pytest.approx(
-        overlap(old["positions"], row["positions"])
-    )
-    assert playback.strip(13, WIDTH).mass.sum() == pytest.approx(sum(row["mass"]))
-
-
 def test_steps_without_an_audit_have_an_empty_strip(tmp_path):
     playback = Playback.load(Trace.open(make_trace(tmp_path / "t", policy="sfi", audit=4)))
     assert [playback.frame(step).audited for step in (4, 5, 6, 7, 8)] == [True, *[False] * 3, True]
@@ -135,20 +116,6 @@ def test_steps_without_an_audit_have_an_empty_strip(tmp_path):
     assert not strip.removed.any()
     assert playback.frame(5).measures["retained_mass"] is None
     assert playback.strip(8, WIDTH).added.any()
-
-
-def test_a_redacted_trace_plays_without_text(tmp_path):
-    folder = make_trace(tmp_path / "t")
-    redact(folder)
-    frame = Playback.load(Trace.open(folder)).frame(15)
-    assert (frame.before, frame.sentence, frame.token) == (REDACTED, "", "")
-
-
-def test_what_is_not_there_cannot_be_played(tmp_path, trace):
-    with pytest.raises(ConfigError, match="request must be one of 0 to 1, got 2"):
-        Playback.load(trace, request=2)
-    with pytest.raises(TraceError, match="has no audit; record it with --audit 1"):
-        Playback.load(Trace.open(make_trace(tmp_path / "t", audit=None)))
 
 
 def test_passages_are_what_a_step_reads_with_its_text_and_mass(trace, playback):

@@ -2,11 +2,10 @@
 
 import pytest
 
-from sfi_core.errors import ConfigError, TraceError
-from sfi_traces.read.query import ROWS, Query
+from sfi_core.errors import ConfigError
+from sfi_traces.read.query import Query
 from sfi_traces.read.reader import Trace
 from tests.traces.made import make_trace
-from tests.traces.small import spoil
 
 
 @pytest.fixture(scope="module")
@@ -30,11 +29,6 @@ def test_a_query_sees_the_tables_by_name(trace):
     ]  # fmt: skip
     described = found(trace, "DESCRIBE supports")[1]
     assert ("positions", "INTEGER[]") in [row[:2] for row in described]
-
-
-def test_rows_come_some_at_a_time(trace):
-    query = Query(trace, "SELECT * FROM range(2500)")
-    assert [len(batch) for batch in query.batches()] == [ROWS, ROWS, 500]
 
 
 @pytest.mark.parametrize(
@@ -64,16 +58,3 @@ def test_a_row_that_fails_on_the_way_is_a_line_too(trace):
     )
     with pytest.raises(ConfigError, match="query fails: Invalid Input Error: here"):
         list(query.batches())
-
-
-def test_what_a_query_makes_does_not_outlive_it(trace):
-    found(trace, "CREATE TABLE mine AS SELECT 1 AS one")
-    with pytest.raises(ConfigError, match="mine does not exist"):
-        found(trace, "SELECT * FROM mine")
-
-
-def test_a_truncated_part_is_named(tmp_path):
-    folder = make_trace(tmp_path / "run", steps=5)
-    part = spoil(folder / "steps" / "part-00000.parquet")
-    with pytest.raises(TraceError, match=str(part)):
-        Query(Trace.open(folder), "SELECT 1")

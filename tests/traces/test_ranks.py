@@ -12,7 +12,6 @@ from sfi_cli.app import app
 from sfi_core.errors import TraceError
 from sfi_traces import ParquetObserver, Trace
 from sfi_traces.read.check import check
-from sfi_traces.record.folder import clear
 from sfi_traces.schema import MANIFEST
 from sfi_traces.summary import summarize
 from tests.traces.made import make_trace
@@ -84,20 +83,6 @@ def test_a_run_of_one_process_clears_away_the_ranks_of_the_one_before(tmp_path, 
     assert not (tmp_path / "run" / "rank-00001").exists()
 
 
-def test_only_traces_are_cleared_away(tmp_path):
-    folder = made(tmp_path / "run")
-    kept = [
-        folder / "rank-00001" / "notes.txt",
-        folder / "rank-00007",
-        folder / "rank-00009" / "mine",
-    ]
-    kept[2].parent.mkdir()
-    for path in kept:
-        path.write_text("mine")
-    clear(folder)
-    assert sorted(path for path in folder.rglob("*") if path.is_file()) == sorted(kept)
-
-
 def test_ranks_of_different_runs_are_one_line(tmp_path):
     folder = made(tmp_path / "run")
     change_manifest(folder / "rank-00001", run_id="6" * 32, created="2026-11-22T10:00:00+00:00")
@@ -109,13 +94,6 @@ def test_ranks_of_different_runs_are_one_line(tmp_path):
         Trace.open(folder)
     done = CliRunner().invoke(app, ["trace", "show", str(folder)])
     assert isinstance(done.exception, TraceError)
-
-
-def test_a_rank_in_another_one_s_place_is_refused(tmp_path):
-    folder = made(tmp_path / "run")
-    (folder / "rank-00001").rename(folder / "rank-00003")
-    with pytest.raises(TraceError, match="rank-00003 must be of rank 3, got rank 1"):
-        Trace.open(folder)
 
 
 def test_a_rank_that_is_not_there_is_named_and_the_rest_is_read(tmp_path):
@@ -145,18 +123,6 @@ def test_a_killed_rank_is_read_as_far_as_it_came(tmp_path):
     assert Trace.open(folder).by_rank.keys() == {0}
 
 
-def test_without_the_first_rank_the_line_names_one_that_is_there(tmp_path):
-    folder = made(tmp_path / "run")
-    (folder / MANIFEST).unlink()
-    with pytest.raises(
-        TraceError, match=r"no manifest\.json of rank 0; rank 1 alone is .*rank-00001$"
-    ):
-        Trace.open(folder)
-    alone = check(Trace.open(folder / "rank-00001"))
-    assert alone["sound"]
-    assert alone["notes"] == [f"rank 1 of 2 alone; the whole run's trace is {folder}"]
-
-
 def test_ranks_that_disagree_about_a_step_are_not_sound(tmp_path):
     folder = made(tmp_path / "run")
     assert check(Trace.open(folder))["problems"] == []
@@ -177,12 +143,3 @@ def test_a_finished_rank_with_fewer_steps_or_a_damaged_part_is_not_sound(tmp_pat
     problems = check(Trace.open(folder))["problems"]
     assert "rank 1 must have the 20 steps of rank 0, got 15" in problems
     assert "rank-00001/logits/part-00001.parquet is missing" in problems
-
-
-def test_times_are_those_of_one_rank(tmp_path, monkeypatch):
-    """Two ranks at once do not take twice the time."""
-    record(tmp_path / "run", monkeypatch)
-    joined = summarize(Trace.open(tmp_path / "run"))
-    shutil.rmtree(tmp_path / "run" / "rank-00001")
-    assert joined["phases"] == summarize(Trace.open(tmp_path / "run"))["phases"]
-    assert [one["rank"] for one in joined["ranks"]["each"]] == [0, 1]

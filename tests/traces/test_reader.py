@@ -23,12 +23,6 @@ def test_a_folder_without_a_manifest_is_no_trace(tmp_path):
         Trace.open(tmp_path)
 
 
-def test_a_file_is_no_trace(tmp_path):
-    (tmp_path / "file").write_text("x")
-    with pytest.raises(TraceError, match="is not a trace"):
-        Trace.open(tmp_path / "file")
-
-
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"name": "an extension"}'])
 def test_a_manifest_of_something_else_is_refused(folder, text):
     (folder / MANIFEST).write_text(text)
@@ -79,20 +73,6 @@ def test_a_truncated_part_is_named(folder):
         with pytest.raises(TraceError, match=rf"{part} cannot be read; `sfi trace check"):
             read()
     assert len(trace.table("steps")) == 12
-
-
-def test_a_part_damaged_in_its_middle_is_no_crash(folder):
-    part = folder / "supports" / "part-00000.parquet"
-    data = bytearray(part.read_bytes())
-    data[200:1200] = bytes(1000)
-    part.write_bytes(data)
-    trace = Trace.open(folder)
-    with pytest.raises(TraceError, match=r"damaged part; `sfi trace check .*` names it"):
-        list(
-            trace.scan(
-                trace.connect(), "SELECT sum(retained_mass), sum(len(positions)) FROM supports"
-            )
-        )
 
 
 @pytest.mark.parametrize("name", ["budget=64", "run[1]", "it's", "a*b?", "två ord"])

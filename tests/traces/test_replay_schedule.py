@@ -58,7 +58,7 @@ def expected(tokens: list[int], config: SfiConfig) -> dict[int, str]:
     return slow
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(5))
 def test_boundaries_and_t_max_follow_eq_5(supports, seed):
     chance = random.Random(seed)
     tokens = [STOP if chance.random() < 0.15 else 1 for _ in range(STEPS)]
@@ -70,14 +70,6 @@ def test_boundaries_and_t_max_follow_eq_5(supports, seed):
         slow_start=chance.choice([1, 2, 5]),
     )
     assert slow_at(changed, rules) == expected(tokens, rules.config)
-
-
-def test_the_schedule_of_an_sfi_trace_is_its_own(tmp_path):
-    trace = Trace.open(make_trace(tmp_path / "trace", policy="sfi", requests=2))
-    steps = trace.table("steps").to_pylist()
-    for one in Supports.load(trace):
-        own = {r["step"]: r["reason"] for r in steps if r["request"] == one.request and r["slow"]}
-        assert slow_at(one, Setting.recorded(trace)) == own
 
 
 @pytest.mark.parametrize(
@@ -109,8 +101,9 @@ def test_random_steps_are_those_of_the_run_s_own_rule(supports):
     assert set(steps(0.3).values()) == {"first", "random"}
 
 
-@pytest.mark.parametrize("mode", ["anchored", "sliding"])
-@pytest.mark.parametrize("recent", [1, 16, 150, 190, 1000])
+@pytest.mark.parametrize(
+    ("mode", "recent"), [("anchored", 1), ("sliding", 16), ("anchored", 190), ("sliding", 1000)]
+)
 def test_sizes_of_the_memory_are_those_of_the_sparse_state(supports, mode, recent):
     rules = setting(recent_mode=mode, recent=recent, budget=20, t_max=7)
     reasons = schedule(supports, rules)
@@ -148,19 +141,6 @@ def test_a_grid_holds_each_counterfactual_once():
         None,
     )
     assert row["budget"] == 20
-
-
-@pytest.mark.parametrize(
-    ("policy", "axes", "message"),
-    [
-        ("random", {"random_rate": [1.5]}, r"random_rate must be in \[0, 1\], got 1.5"),
-        ("often", {}, "unknown trigger-policy 'often'; expected one of"),
-        ("boundary", {"budget": [0]}, "budget must be positive, got 0"),
-    ],
-)
-def test_what_cannot_be_replayed_is_refused(policy, axes, message):
-    with pytest.raises(ConfigError, match=message):
-        grid(setting(), [policy], {}, axes)
 
 
 def test_trigger_strings_match_recorded_tokens_as_a_run_would_match_its_tokenizer():

@@ -156,20 +156,3 @@ def test_who_asks_for_spans_gives_graphs_up_and_the_trace_says_so(tmp_path, reco
     summary = summarize(trace)
     assert summary["run"]["not_replayed"] == trace.manifest["not_replayed"]
     assert not any("replayed" in line for line in summary["missing"])
-
-
-def test_who_wants_no_spans_gets_none(tmp_path, recorder):
-    trace = recorded(tmp_path / "run", None, spans=False)
-    assert recorder.plays > 0
-    assert not trace.has("timings")
-    assert summarize(trace)["latency"]["tokens_per_second"] > 0
-
-
-def test_show_says_that_phases_of_replayed_steps_are_missing(traces):
-    eager, replayed = map(summarize, traces)
-    assert replayed["steps"]["replayed"] > eager["steps"]["replayed"] == 0
-    assert any("trace.spans=true" in line for line in replayed["missing"])
-    assert not any("trace.spans=true" in line for line in eager["missing"])
-    assert "trace.spans=true" in replayed["break_even"]["reason"]
-    kinds = {kind["kind"]: kind for kind in replayed["reads"]}
-    assert kinds["fast"]["moved_bytes"] < kinds["slow"]["moved_bytes"]

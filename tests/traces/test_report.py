@@ -12,19 +12,11 @@ from runpy import run_path
 import numpy as np
 import pytest
 
-from sfi_core.errors import BackendError
-from sfi_traces import report
 from sfi_traces.importing.importer import import_trace
 from sfi_traces.read.reader import Trace
-from sfi_traces.report import check_report, render
+from sfi_traces.report import render
 from sfi_traces.report.raster_figure import pack
-from sfi_traces.views.observations import (
-    HeadMap,
-    corrections_of,
-    cosines_of,
-    drift_of,
-    head_similarity_of,
-)
+from sfi_traces.views.observations import HeadMap, cosines_of, drift_of, head_similarity_of
 from sfi_traces.views.raster import rasters
 from sfi_traces.views.reads import StepReads
 from sfi_traces.views.view import View
@@ -47,6 +39,14 @@ FIGURES = [
 @pytest.fixture
 def sfi(tmp_path) -> View:
     return View(Trace.open(make_trace(tmp_path / "sfi", steps=40, policy="sfi")))
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory) -> tuple[View, str]:
+    """A view that nothing changes, and its page."""
+    folder = tmp_path_factory.mktemp("shown") / "sfi"
+    view = View(Trace.open(make_trace(folder, steps=40, policy="sfi")))
+    return view, render(view)
 
 
 @pytest.fixture
@@ -72,8 +72,8 @@ def array(value: dict) -> np.ndarray:
     return flat.reshape([int(size) for size in value.get("shape", str(len(flat))).split(",")])
 
 
-def test_the_page_has_the_numbers_of_the_summary(sfi):
-    page = render(sfi)
+def test_the_page_has_the_numbers_of_the_summary(shown):
+    sfi, page = shown
     assert sorted(data(page)) == sorted(FIGURES)
     for words in (
         "<h1>sfi</h1>", "made-up, policy sfi, request 0, 200 prompt tokens, 40 steps",
@@ -86,8 +86,9 @@ def test_the_page_has_the_numbers_of_the_summary(sfi):
     assert f'<p class="value">{100 * ratio:.1f} %</p>' in page
 
 
-def test_the_figures_have_the_numbers_of_the_trace(sfi):
-    figures = data(render(sfi))
+def test_the_figures_have_the_numbers_of_the_trace(shown):
+    sfi, page = shown
+    figures = data(page)
     heat = figures["heatmap"]["data"][0]
     assert (array(heat["z"]) == np.round(100 * sfi.supports.overlap)).all()
     assert heat["x"][:2] == ["0 the", "1 cat"]
@@ -112,10 +113,9 @@ def words(page: str) -> dict:
     )
 
 
-@pytest.mark.parametrize("policy", ["sfi", "freekv"])
-def test_the_page_has_what_each_refresh_selected(tmp_path, policy):
+def test_the_page_has_what_each_refresh_selected(tmp_path):
     """As many KV heads of each layer as the trace's own rows say, though some select on their own."""
-    view = View(Trace.open(make_trace(tmp_path / "t", steps=40, policy=policy)))
+    view = View(Trace.open(make_trace(tmp_path / "t", steps=40, policy="freekv")))
     found = words(render(view))
     begins, layers = found["counts"]["begins"], found["layers"]
     deltas = np.frombuffer(zlib.decompress(base64.b64decode(found["counts"]["packed"])), np.uint8)
@@ -157,22 +157,6 @@ def test_refreshes_that_do_not_fit_are_left_out_and_the_page_says_from_where(sfi
     assert (found["counts"]["begins"], found["counts"]["until"]) == ([1], 11)
 
 
-def test_a_step_whose_refresh_did_not_fit_lights_no_earlier_one(
-    browser, sfi, tmp_path, monkeypatch
-):
-    monkeypatch.setattr("sfi_traces.report.reading.MOST_BYTES", 0)
-    file = tmp_path / "report.html"
-    file.write_text(render(sfi), encoding="utf-8")
-    lit = "[...document.querySelectorAll('#source span')].filter((s) => s.style.background).length"
-    with visited(browser, file) as page:
-        until(page, "document.getElementById('source').dataset.ready === 'true'")
-        page.select_option("#words-by", "heads")
-        for step, some in ((5, True), (15, False)):  # refreshes come into force at 1 and 11
-            page.locator("#text li span").nth(step).click()
-            assert (page.evaluate(lit) > 0) == some
-        assert "did not fit" in page.locator("#words-step").text_content()
-
-
 def test_an_imported_step_lights_the_positions_of_its_own_selection(tmp_path):
     texts = np.array([f" t{position}" for position in range(IMPORTED)])
     path = write_npz(
@@ -190,20 +174,9 @@ def test_an_imported_step_lights_the_positions_of_its_own_selection(tmp_path):
             assert np.flatnonzero(counts[step, layer]).tolist() == expected
 
 
-def test_a_report_of_corrections_says_how_many_and_what_was_recalled(tmp_path):
-    view = View(Trace.open(make_trace(tmp_path / "t", steps=40, policy="freekv")))
-    page = render(view)
-    found = corrections_of(view)
-    cells, bars = data(page)["corrections"]["data"]
-    assert array(cells["z"]).tolist() == HeadMap.of(found["heads"], "share").value.tolist()
-    assert bars["x"] == ["1", "2", "3-4", "5-8", "9-16"]
-    assert f"{100 * found['share']:.1f} %" in page
-    recalled = sum(row["bytes"] for row in view.trace.table("recalls").to_pylist()) / 39
-    assert f"{recalled:,.0f} bytes" in page
-
-
-def test_the_raster_has_the_cells_of_every_layer_and_head(sfi):
-    figure = data(render(sfi))["raster"]
+def test_the_raster_has_the_cells_of_every_layer_and_head(shown):
+    sfi, page = shown
+    figure = data(page)["raster"]
     places = [(choice["layer"], choice["head"]) for choice in figure["choices"]]
     assert places == [(0, 0), (0, 1), (1, 0), (1, 1)]
     for raster, choice in zip(
@@ -260,23 +233,6 @@ def test_a_trace_of_steps_alone_makes_a_page_that_says_what_records_the_rest(tmp
     assert data(page) == {}
     assert "record it with --audit 1" in page
     assert "3 steps, killed" in page
-
-
-def test_a_run_that_is_slow_throughout_has_no_marks(full):
-    page = render(full)
-    assert "Marked" not in page
-    assert 'class="slow"' not in page
-    assert sorted(data(page)) == sorted(set(FIGURES) - {"lambda"})
-
-
-@pytest.mark.parametrize(("module", "name"), [("plotly", "Plotly"), ("jinja2", "Jinja2")])
-def test_without_its_libraries_the_extra_is_named(monkeypatch, module, name):
-    found = report.find_spec
-    monkeypatch.setattr(
-        report, "find_spec", lambda wanted: None if wanted == module else found(wanted)
-    )
-    with pytest.raises(BackendError, match=rf"needs {name}.*pip install 'sfi-toolkit\[report\]'"):
-        check_report()
 
 
 # every figure is as wide as its place

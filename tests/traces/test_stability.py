@@ -7,15 +7,14 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from sfi_core.errors import ConfigError, TraceError
 from sfi_traces.read.reader import Trace
 from sfi_traces.schema import TABLES
 from sfi_traces.views import stability
 from sfi_traces.views.figure_data import REST, lambda_over_time, retained_mass, step_phases
 from sfi_traces.views.raster import MISSED, NOTHING, READ, SELECTED, choose_place, rasters
-from sfi_traces.views.stability import ViewSupports, intersections, overlap_by_lag
+from sfi_traces.views.stability import intersections, overlap_by_lag
 from sfi_traces.views.view import View
-from tests.traces.made import CONFIG, PROMPT, make_trace, overlap
+from tests.traces.made import CONFIG, make_trace, overlap
 
 
 def rows(view: View, table: str) -> list[dict]:
@@ -68,12 +67,6 @@ def test_overlap_is_the_mean_of_the_coefficients_of_all_layers_and_heads(full):
         assert full.supports.overlap[first, second] == pytest.approx(expected, rel=1e-6)
 
 
-def test_overlap_is_of_the_smaller_set():
-    """|A and B| / min(|A|, |B|): early supports are as large as the context."""
-    sets = {(0, 0): [np.array([1, 2]), np.array([1, 2, 3, 4])]}
-    assert ViewSupports(np.arange(2), sets, sets).overlap.tolist() == [[1, 1], [1, 1]]
-
-
 def test_overlap_of_one_layer_and_head_with_the_step_before_is_the_recorded_column(full):
     view = View(full.trace, 1, layer=1, head=0)
     matrix = view.supports.overlap
@@ -119,19 +112,6 @@ def test_lags_of_a_long_run_are_counted_stretch_by_stretch(full, monkeypatch):
         assert line.pairs.tolist() == expected.pairs.tolist()
         assert line.mean.tolist() == pytest.approx(expected.mean.tolist(), rel=1e-6)
         assert line.high.tolist() == pytest.approx(expected.high.tolist(), rel=1e-6)
-
-
-def test_thinning_takes_every_nth_step(full):
-    assert full.supports.thinned(20).step.tolist() == list(range(0, 45, 3))
-    assert full.supports.thinned(45) is full.supports
-
-
-def test_top_keeps_the_most_probable_positions(full):
-    view = View(full.trace, 1, top=5)
-    for (layer, head, step), row in supports(full).items():
-        by_mass = sorted(zip(row["mass"], row["positions"], strict=True), key=lambda p: -p[0])
-        expected = sorted(position for _, position in by_mass[:5])
-        assert view.supports.sets[layer, head][step].tolist() == expected
 
 
 def test_retained_mass_is_the_mean_over_fast_steps(sfi):
@@ -203,27 +183,7 @@ def test_the_audits_time_is_in_no_phase(sfi):
     assert data.phases[REST].tolist() == pytest.approx(before.phases[REST].tolist())
 
 
-def test_a_later_request_of_a_batch_has_the_batchs_timings(full):
-    def first_only(timings):
-        return [row for row in timings if row["request"] == 0]
-
-    expected = step_phases(View(full.trace, 0)).phases["attention.dense"]
-    rewrite(full.trace.path, "timings", first_only)
-    assert step_phases(full).phases["attention.dense"].tolist() == expected.tolist()
-
-
-def test_many_steps_share_a_bar(sfi, monkeypatch):
-    whole = step_phases(sfi).phases["sample"]
-    monkeypatch.setattr("sfi_traces.views.figure_data.MOST_BARS", 20)
-    data = step_phases(sfi)
-    assert data.per_bar == 3
-    assert data.step.tolist() == list(range(1, 45, 3))
-    assert data.phases["sample"][0] == pytest.approx(whole[:3].mean())
-    assert data.phases["sample"][-1] == pytest.approx(whole[42:].mean())
-
-
-@pytest.mark.parametrize("most_cells", [1000, 8])
-@pytest.mark.parametrize("place", [(0, 0), (0, 1), (1, 0), (1, 1)])
+@pytest.mark.parametrize(("place", "most_cells"), [((0, 1), 1000), ((1, 0), 8)])
 def test_a_rasters_cells_say_what_the_step_read_of_its_support(sfi, place, most_cells):
     """Selected before a slow step: still in force there; sink and recent tokens are always read."""
     raster = rasters(sfi, [place], most_steps=1000, most_cells=most_cells)[0]
@@ -309,45 +269,3 @@ def test_a_step_that_lacks_a_support_somewhere_is_left_out(sfi):
     rewrite(sfi.trace.path, "supports", lose)
     assert View(sfi.trace).supports.step.tolist() == [*range(7), *range(8, 45)]
     assert 7 in View(sfi.trace, layer=0).supports.step
-
-
-@pytest.mark.parametrize(
-    ("choice", "message"),
-    [
-        ({"request": 2}, "request must be in 0 to 1, got 2"),
-        ({"layer": 2}, "layer must be in 0 to 1, got 2"),
-        ({"head": -1}, "head must be in 0 to 1, got -1"),
-        ({"top": 25}, "top must be in 1 to 24, which the audit recorded, got 25"),
-        ({"top": 0}, "top must be in 1 to 24, which the audit recorded, got 0"),
-    ],
-)
-def test_what_the_trace_does_not_have_is_refused_with_what_it_has(full, choice, message):
-    with pytest.raises(ConfigError, match=message):
-        View(full.trace, **choice)
-
-
-def test_missing_data_name_the_option_that_records_them(tmp_path, full):
-    trace = Trace.open(make_trace(tmp_path / "plain", steps=5, audit=None))
-    for read in (lambda view: view.supports, retained_mass):
-        with pytest.raises(TraceError, match="has no audit; record it with --audit 1"):
-            read(View(trace))
-    with pytest.raises(TraceError, match=r"no lambda\* of request 1, .*with --policy sfi"):
-        lambda_over_time(full)
-    rewrite(full.trace.path, "supports", lambda rows: [row for row in rows if row["layer"] == 0])
-    with pytest.raises(TraceError, match=r"layer 1; record it with --audit 1 --set audit.layers=1"):
-        _ = View(full.trace, 1, layer=1).supports
-    one = Trace.open(make_trace(tmp_path / "one", steps=1))
-    with pytest.raises(TraceError, match="has one audited step"):
-        _ = View(one).lags
-    with pytest.raises(TraceError, match="has no timings of decoding steps"):
-        step_phases(View(one))
-    rewrite(one.path, "steps", lambda _: [])
-    with pytest.raises(TraceError, match="has no finished step"):
-        View(one)
-
-
-def test_the_recent_window_slides_when_the_run_says_so(tmp_path):
-    config = CONFIG | {"recent_mode": "sliding"}
-    folder = make_trace(tmp_path / "t", steps=20, policy="sfi", config=config)
-    raster = rasters(View(Trace.open(folder)), [(0, 0)], most_steps=99, most_cells=99)[0]
-    assert raster.recent.tolist() == [PROMPT + step - 16 for step in range(20)]

@@ -8,7 +8,7 @@ import pytest
 from sfi_traces.read.reader import Trace
 from sfi_traces.summary import summarize
 from tests.traces.made import CONFIG, LAYERS, STOP, TOP, make_trace, overlap
-from tests.traces.small import assert_spread, rows, write_trace
+from tests.traces.small import assert_spread, rows
 
 
 @pytest.fixture(scope="module")
@@ -134,38 +134,6 @@ def test_query_cosine_counts_all_steps_that_have_one(sparse):
         row["query_cosine"] for row in rows(sparse, "supports") if row["query_cosine"] is not None
     ]
     assert_spread(summarize(sparse)["audit"]["query_cosine"], values)
-
-
-def test_what_is_no_number_does_not_count(tmp_path):
-    place = {"request": 0, "layer": 0, "head": 0, "positions": [1], "mass": [1.0]}
-    cosines = [float("nan"), 0.5, None, 0.7, float("inf")]
-    trace = write_trace(
-        tmp_path / "run",
-        {
-            "steps": [{"request": 0, "step": step, "slow": not step} for step in range(5)],
-            "supports": [{**place, "step": s, "query_cosine": c} for s, c in enumerate(cosines)],
-        },
-    )
-    assert_spread(summarize(Trace.open(trace))["audit"]["query_cosine"], [0.5, 0.7])
-
-
-def test_a_first_step_has_no_pair_whatever_its_row_says(tmp_path):
-    """Steps before it may be lost."""
-    place = {"request": 0, "layer": 0, "head": 0, "positions": [1], "mass": [1.0]}
-    overlaps = {"overlap_previous_step": 0.25, "overlap_last_refresh": 0.5}
-    trace = write_trace(
-        tmp_path / "run",
-        {
-            "steps": [
-                {"request": 0, "step": step, "slow": step == 5, "sentence": step}
-                for step in (5, 6, 7)
-            ],
-            "supports": [{**place, **overlaps, "step": step} for step in (5, 6, 7)],
-        },
-    )
-    found = summarize(Trace.open(trace))
-    assert (found["stability"]["within"], found["stability"]["across"]["n"]) == (None, 2)
-    assert [lag["from_lag"] for lag in found["lags"]["lags"]] == [1, 2]
 
 
 def test_next_token_divergence_and_agreement(sparse):

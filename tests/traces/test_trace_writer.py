@@ -1,15 +1,8 @@
 """The thread that writes a trace."""
 
-import errno
-import os
-import queue
-import subprocess
-import sys
 import threading
 import time
-from contextlib import suppress
 from itertools import count, islice
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,10 +15,8 @@ from sfi_traces.record.manifest import describe_run
 from sfi_traces.record.parquet import ParquetObserver
 from sfi_traces.record.part_files import PartFiles
 from sfi_traces.record.rows import TraceRows
-from sfi_traces.record.writer import Batch, BytesQueue, TraceWriter, next_parts
+from sfi_traces.record.writer import TraceWriter, next_parts
 from tests.traces.told import run_event, step_event
-
-REPOSITORY = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -106,14 +97,6 @@ def test_parts_come_less_and_less_often(elapsed, due):
     assert next_parts(elapsed) == pytest.approx(due)
 
 
-def test_an_hour_has_about_a_hundred_parts():
-    elapsed, parts = 0.0, 0
-    while elapsed < 3600:
-        elapsed, parts = next_parts(elapsed), parts + 1
-
-    assert 80 < parts < 120
-
-
 def test_a_full_disk_ends_the_trace_and_not_the_run(tmp_path, monkeypatch):
     """/dev/full takes the part's place: a real ENOSPC from a real write."""
     monkeypatch.setattr(trace_writer, "PART_BYTES", 512)
@@ -138,23 +121,6 @@ def test_a_full_disk_ends_the_trace_and_not_the_run(tmp_path, monkeypatch):
     assert leftovers(folder) == []
 
 
-def test_a_failing_disk_is_a_warning_where_nobody_else_takes_it(tmp_path, monkeypatch):
-    def full(*_):
-        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
-
-    def run() -> None:
-        with ParquetObserver(tmp_path / "trace") as observer:
-            observer.on_run(run_event(1))
-            tell(observer, range(50))
-
-    monkeypatch.setattr(trace_writer, "write_manifest", full)
-    with pytest.warns(RuntimeWarning, match="the run goes on: .*quota") as caught:
-        run()
-
-    assert len(caught) == 1
-    assert leftovers(tmp_path) == []
-
-
 @pytest.fixture
 def writer(tmp_path, monkeypatch) -> TraceWriter:
     monkeypatch.setattr(trace_writer, "PART_BYTES", 512)
@@ -163,41 +129,6 @@ def writer(tmp_path, monkeypatch) -> TraceWriter:
     manifest = describe_run(run_event(1), {}, positions=True, redacted=False)
     rows = TraceRows(None, positions=True, redact_text=False)
     return TraceWriter(tmp_path / "trace", rows, manifest)
-
-
-def test_nobody_waits_for_a_disk_that_takes_no_more(writer, tmp_path, monkeypatch):
-    def full(*_):
-        raise OSError(errno.ENOSPC, "full")
-
-    monkeypatch.setattr(PartFiles, "write", full)
-    writer.put([(run_event(1), ())])
-    for step in range(500):
-        writer.put([(step_event(0, step), ())])
-    writer.close(None)
-
-    assert str(writer.failure) == "[Errno 28] full"
-    assert Trace.open(tmp_path / "trace").manifest["tables"]["steps"] == 0
-
-
-@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "full"), ZeroDivisionError("a mistake")])
-def test_what_fails_at_the_very_end_ends_the_thread(tmp_path, monkeypatch, error):
-    def failing(*_):
-        raise error
-
-    monkeypatch.setattr(PartFiles, "write", failing)
-    observer = ParquetObserver(tmp_path / "trace", warn=lambda _: None)
-    observer.on_run(run_event(1))
-    tell(observer, range(3))
-
-    def close() -> None:
-        with suppress(ZeroDivisionError):
-            observer.close()
-
-    closing = threading.Thread(target=close, daemon=True)
-    closing.start()
-    closing.join(30)
-
-    assert not closing.is_alive()
 
 
 def test_a_mistake_in_the_thread_is_raised_when_the_trace_is_closed(writer, tmp_path, monkeypatch):
@@ -212,20 +143,6 @@ def test_a_mistake_in_the_thread_is_raised_when_the_trace_is_closed(writer, tmp_
     with pytest.raises(ZeroDivisionError, match="a mistake"):
         writer.close(None)
     assert Trace.open(tmp_path / "trace").manifest["finished"] is None
-
-
-def test_a_full_queue_blocks_and_does_not_grow():
-    waiting = BytesQueue(5000)
-    waiting.put(Batch([(None, (torch.zeros(1000),))]))
-    waiting.put(Batch([(None, (torch.zeros(100_000),))]))  # one may exceed the bound
-
-    with pytest.raises(queue.Full):
-        waiting.put(Batch(()), timeout=0.02)
-    assert waiting.get().nbytes == 4000 + trace_writer.EVENT_BYTES
-    with pytest.raises(queue.Full):
-        waiting.put(Batch(()), timeout=0.02)
-    waiting.get()
-    waiting.put(Batch(()), timeout=0.02)
 
 
 def test_decoding_waits_for_a_slow_disk_only_when_the_queue_is_full(tmp_path, monkeypatch):
@@ -259,18 +176,3 @@ def test_decoding_waits_for_a_slow_disk_only_when_the_queue_is_full(tmp_path, mo
         decoder.join()
 
     assert len(Trace.open(tmp_path / "trace").table("selections")) == 40
-
-
-def test_a_crash_does_not_wait_for_the_thread(tmp_path):
-    script = (
-        "import sys; from pathlib import Path; from tests.traces.told import run_event\n"
-        "from sfi_traces.record.parquet import ParquetObserver\n"
-        "ParquetObserver(Path(sys.argv[1])).on_run(run_event())\n"
-        "raise SystemExit(7)"
-    )
-    paths = [REPOSITORY, REPOSITORY / "traces", REPOSITORY / "kernels"]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))}
-    command = [sys.executable, "-c", script, str(tmp_path / "trace")]
-    done = subprocess.run(command, env=environment, timeout=60, check=False)
-
-    assert done.returncode == 7

@@ -94,12 +94,6 @@ def test_movement_is_by_how_much_less_than_usual_the_supports_overlap(moving):
     assert first.high - first.low == pytest.approx(2 * half, rel=1e-4)
 
 
-def test_the_strongest_positions_are_the_support(moving):
-    few = rank([moving], TEXTS, lags=2, budget=8)[0]
-    assert few.token_id == MOVER
-    assert few.movement != rank([moving], TEXTS, lags=2, budget=TOP)[0].movement
-
-
 def test_what_moves_the_support_beats_punctuation_on_what_was_held_out(moving):
     found = mined(moving)
     assert found.split == "480 of 800 steps mined, the others held out"
@@ -111,12 +105,6 @@ def test_what_moves_the_support_beats_punctuation_on_what_was_held_out(moving):
     assert found.better[0].token_ids == {MOVER}
 
 
-def test_other_requests_are_held_out_where_there_are_any():
-    found = mined(*(made(seed, steps=120, request=seed) for seed in range(5)))
-    assert found.split == "3 of 5 requests mined, the others held out"
-    assert found.verdicts[0].beats
-
-
 def test_nothing_is_claimed_of_noise():
     """The supports drift alike after every token; of 20 such runs a 95 % level may err in one or two."""
     proposals, better = 0, 0
@@ -126,31 +114,6 @@ def test_nothing_is_claimed_of_noise():
         better += bool(found.better)
     assert proposals <= 2
     assert better == 0
-
-
-def test_punctuation_that_moves_the_support_is_not_beaten_by_itself():
-    found = mined(made(1, movers=(STOP,)))
-    assert [one.token_ids for one in found.verdicts] == [(STOP,)]
-    assert found.verdicts[0].difference <= 0
-    assert found.better == []
-
-
-def test_a_set_that_only_mining_saw_is_not_claimed():
-    """After the mined part the token moves nothing any more."""
-    first, later = made(2, steps=240), made(3, steps=160, movers=(), request=1)
-    found = mined(first, later)
-    assert found.verdicts[0].token_ids == (MOVER,)
-    assert found.better == []
-
-
-def test_too_few_steps_held_out_claim_nothing(moving):
-    found = mined(moving.first(120))
-    assert all(one.low is None and not one.beats for one in found.verdicts)
-
-
-def test_a_run_of_a_few_steps_is_mined_without_finding_anything(moving):
-    for steps in (1, 2, 5):
-        assert mined(moving.first(steps)).better == []
 
 
 def token(token_id: int, low: float | None, rate: float) -> MinedToken:

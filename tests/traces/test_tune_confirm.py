@@ -119,14 +119,6 @@ def test_a_model_that_the_trace_is_not_of_is_refused(loaded, tmp_path, trace):
         check_model(*loaded, Trace(trace.path, {**trace.manifest, "model": layers}))
 
 
-def test_a_trace_without_prompts_says_what_to_give(loaded, tmp_path):
-    folder = make_trace(tmp_path / "t")
-    (folder / "prompts" / "part-00000.parquet").unlink()
-    other = Trace.open(folder)
-    with pytest.raises(TraceError, match="has no prompts to run again; give --prompt-file"):
-        Material.of_trace(other, Supports.load(other), loaded[1])
-
-
 def row_of(
     predicted: float, upper: float, measured: float, *, exact: bool | None = True
 ) -> Confirmation:
@@ -201,8 +193,3 @@ def test_a_choice_that_misses_a_limit_when_it_runs_gives_way(found):
 
     after = strict.confirm(run, 3)
     assert after.chosen == 0  # the cheapest of the two that keep it
-
-
-def test_configs_of_the_front_are_what_is_run(found):
-    assert [found.config(place).budget for place in range(3)] == [64, 256, 1000]
-    assert found.config(0).triggers == (".", "?", "!", ";", "\n")

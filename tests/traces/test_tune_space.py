@@ -11,7 +11,7 @@ from sfi_core.settings.config import SfiConfig
 from sfi_traces.read.reader import Trace
 from sfi_traces.replay import Outcome, Setting, Supports
 from sfi_traces.tune.front import RULES, Candidate, choose, spread
-from sfi_traces.tune.objective import OBJECTIVES, Evaluator, Limits, objectives
+from sfi_traces.tune.objective import Evaluator, Limits, objectives
 from sfi_traces.tune.space import Axis, Space
 from sfi_traces.tune.trigger_sets import (
     NamedSet,
@@ -84,11 +84,6 @@ def test_what_is_no_value_or_range_is_refused(text):
 def test_a_space_that_cannot_be_searched_is_refused(base, recorded, given, kind, message):
     with pytest.raises(kind, match=message):
         space(base, recorded, **given)
-
-
-def test_the_default_space_stays_within_what_was_recorded(base, recorded):
-    axes = space(base, recorded).axes
-    assert max(axes["budget"].values) == 24  # the audit's top
 
 
 class Asked:
@@ -167,12 +162,6 @@ def test_objectives_are_looked_up():
     ):
         with pytest.raises(ConfigError, match=message):
             objectives(wrong)
-
-
-@pytest.mark.parametrize("value", [0, 1.5, -1])
-def test_limits_are_shares(value):
-    with pytest.raises(ConfigError, match=r"max-read must be in \(0, 1\], got"):
-        Limits(max_read=value)
 
 
 def test_an_outcome_is_replayed_once(base, recorded, monkeypatch):
@@ -254,7 +243,3 @@ def test_sets_are_written_as_a_run_needs_them(base):
         config=base.config.replace(trigger_policy="never"), trigger_token_ids=frozenset({3})
     )
     assert asdict(tuned_config(never, mined)) == asdict(never.config)
-
-
-def test_every_objective_is_a_number_of_an_outcome():
-    assert {one.field for one in OBJECTIVES.values()} <= set(Outcome.__slots__)

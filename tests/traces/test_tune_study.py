@@ -3,19 +3,16 @@
 import signal
 from pathlib import Path
 
-import optuna
 import pytest
 
 from sfi_cli.commands.tune.views import tune_text
-from sfi_core.errors import ConfigError, InputError, SfiError
+from sfi_core.errors import InputError, SfiError
 from sfi_traces.read.reader import Trace
-from sfi_traces.tune import storage as storage_module
 from sfi_traces.tune.found import Found, find
 from sfi_traces.tune.objective import Limits, costs, objectives
-from sfi_traces.tune.storage import careful, check_optuna, open_storage
 from sfi_traces.tune.study import Purpose, Search
 from sfi_traces.tune.tuning import Tuning
-from tests.traces.made import CONFIG, MODEL, make_trace
+from tests.traces.made import CONFIG, make_trace
 
 PURPOSE = Purpose(traces="t", space="s", objectives="o")
 DIRECTIONS = ("minimize", "maximize")
@@ -107,19 +104,6 @@ def test_ctrl_c_finishes_the_trial_under_way(tmp_path):
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_an_error_in_a_trial_leaves_none_under_way(tmp_path):
-    search = open_(tmp_path / "s.journal")
-
-    def broken(setting):
-        raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        search.run(suggest, broken, 10)
-    assert [trial.state.name for trial in search.study.get_trials()] == ["FAIL"]
-    search.run(suggest, measure, 3)
-    assert len(search.complete()) == 3
-
-
 @pytest.mark.parametrize(
     ("purpose", "message"),
     [
@@ -134,28 +118,8 @@ def test_a_study_made_for_something_else_is_refused(tmp_path, purpose, message):
         open_(tmp_path / "s.journal", purpose, resume=True)
 
 
-def test_another_program_s_study_is_refused(tmp_path):
-    path = tmp_path / "s.journal"
-    with careful(path):
-        optuna.create_study(storage=open_storage(path), study_name="mine")
-    with pytest.raises(InputError, match="was made by another program; choose another --study"):
-        open_(path, resume=True)
-
-
-def test_a_study_that_is_there_is_not_taken_unasked(tmp_path):
-    path = tmp_path / "s.journal"
-    open_(path)
-    with pytest.raises(ConfigError, match="exists; remove it, or add --resume"):
-        open_(path)
-
-
 @pytest.mark.parametrize(
-    "content",
-    [
-        b"hello\n",
-        b'{"op_code": 0, "worker_id": "a"}\nhello\nworld\n',
-        b"\xff\xfe\n",
-    ],
+    "content", [b"hello\n", b'{"op_code": 0, "worker_id": "a"}\nhello\nworld\n', b"\xff\xfe\n"]
 )
 def test_a_damaged_file_is_refused_in_one_line(tmp_path, content):
     path = tmp_path / "s.journal"
@@ -164,29 +128,6 @@ def test_a_damaged_file_is_refused_in_one_line(tmp_path, content):
         open_(path, resume=True)
     assert "\n" not in str(caught.value)
     assert path.read_bytes() == content
-
-
-def test_a_folder_that_is_not_there_is_one_line(tmp_path):
-    with pytest.raises(SfiError, match="cannot be written: No such file or directory"):
-        open_(tmp_path / "none" / "s.journal")
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [({"path": "s.db"}, "study must end in")],
-)
-def test_unknown_names_are_refused(tmp_path, options, message):
-    path = tmp_path / options.pop("path", "s.journal")
-    with pytest.raises(ConfigError, match=message):
-        open_(path, **options)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_without_optuna_the_extra_is_named(monkeypatch):
-    monkeypatch.setattr(storage_module, "find_spec", lambda name: None)
-    with pytest.raises(SfiError, match=r"pip install 'sfi-toolkit\[tune\]'") as caught:
-        check_optuna()
-    assert caught.value.exit_code == 4
 
 
 def searched(path: Path, own: Tuning, trials: int = 40, **options) -> Found:
@@ -253,21 +194,6 @@ def test_a_study_of_other_traces_or_objectives_is_refused(tmp_path, trace):
         with pytest.raises(InputError, match=message):
             own.open(path, resume=True)
     assert not tuning(trace).open(path, resume=True).created
-
-
-def test_traces_of_different_models_are_refused(tmp_path, trace):
-    other = Trace.open(make_trace(tmp_path / "other", model={**MODEL, "query_heads": 8}))
-    with pytest.raises(InputError, match="traces must be of one model, got another query_heads"):
-        tuning(trace, other)
-
-
-def test_several_traces_are_searched_as_one(tmp_path, trace):
-    other = Trace.open(make_trace(tmp_path / "other", seed=9, config={**CONFIG, "t_max": 8}))
-    own = tuning(trace, other)
-    assert len(own.evaluate.recorded) == 3
-    data = searched(tmp_path / "s.journal", own, 3).document()
-    assert (data["requests"], data["steps"]) == (3, 180)
-    assert data["recorded"]["t_max"] == 16  # the first trace's
 
 
 def test_a_budget_beyond_the_audit_s_is_cut_to_it_and_the_table_says_so(tmp_path):

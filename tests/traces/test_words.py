@@ -9,7 +9,7 @@ from sfi_traces.views.passage_edges import GAP, LONG, LONGEST
 from sfi_traces.views.view import View
 from sfi_traces.views.words import Passage, step_words
 from tests.traces.made import PROMPT, WORDS, make_trace
-from tests.traces.small import change_manifest, redact
+from tests.traces.small import redact
 from tests.traces.test_stability import rewrite
 
 SINK, RECENT = 4, 16
@@ -104,26 +104,6 @@ def test_a_selection_for_the_next_step_is_read_then(tmp_path):
     ) or [row]
     expected = row["step"] + (corrected["reason"] == "correction")
     assert found.refreshed == [expected]
-
-
-def test_a_slow_step_read_everything(tmp_path):
-    view = opened(make_trace(tmp_path / "t", steps=20, policy="sfi", audit=None))
-    (everything,) = step_words(view, 10).passages
-    assert (everything.part, everything.first, everything.last) == ("all", 0, PROMPT + 9)
-    audited = step_words(opened(make_trace(tmp_path / "a", steps=20)), 10)
-    assert {one.part for one in audited.passages} == {"all"}
-    assert audited.passages[0].mass == max(one.mass or 0 for one in audited.passages)
-    assert audited.missed == []
-
-
-def test_layers_left_dense_read_everything_and_a_note_says_so(tmp_path):
-    folder = make_trace(tmp_path / "t", steps=20, policy="sfi")
-    view = opened(folder)
-    config = view.trace.manifest["config"] | {"dense_layers": [0]}
-    view = opened(change_manifest(folder, config=config))
-    found = step_words(view, 15)
-    assert found.notes == ["layers left dense read everything: 0"]
-    assert {layer for one in found.missed for layer, _ in one.places} == {1}
 
 
 def test_what_a_trace_lacks_is_said_in_one_line(tmp_path):

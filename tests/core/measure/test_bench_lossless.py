@@ -167,21 +167,3 @@ def test_a_batch_over_sliding_windows_is_refused_before_anything_runs(monkeypatc
         ConfigError, match="batch must be 1 in lossless runs of a model with sliding"
     ):
         run_bench(tiny("gemma-2"), settings())
-
-
-def test_the_rest_of_a_benchmark_is_as_without_lossless_runs(tiny_model):
-    """Plain rows read and generate what they did: the last two tokens decide steps that they do not take."""
-    with_, without = settings(), settings(lossless=False, acceptance=None)
-    tokens, plain = stream(with_, 2, 96), stream(without, 2, 96)
-    assert tokens.token_SB[:23] == plain.token_SB[:-2]
-    sizes = [one.capacity(128) for one in (with_, without)]
-    assert sizes == [128 + 2 * (24 + 17) - 1, 128 + 24]
-
-
-def test_a_lossless_run_takes_no_switch_that_it_cannot_run_under():
-    """Graphs and a device budget stay with the variants that have them; what was switched off stays off."""
-    for graphs, expected in ((True, None), (False, False), (None, None)):
-        asked = EngineOptions(graphs=graphs, kv_device_budget="20%", overlap=False)
-        plain, exact, _ = settings(engine=asked).variants()
-        assert (plain.engine.graphs, plain.engine.kv_device_budget) == (graphs, "20%")
-        assert exact.engine == EngineOptions(lossless=True, graphs=expected, overlap=False)

@@ -65,25 +65,9 @@ def listed(_paths) -> list[dict]:
     pytest.importorskip("triton")
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     ran = subprocess.run(
-        [sys.executable, "-c", SOME],
-        check=True,
-        env=environment,
-        stdout=subprocess.PIPE,
-        text=True,
+        [sys.executable, "-c", SOME], check=True, env=environment, stdout=subprocess.PIPE, text=True
     )
     return [json.loads(line) for line in ran.stdout.splitlines()]
-
-
-@pytest.fixture(scope="module")
-def some(listed) -> list[dict]:
-    return [row for row in listed if "arch" in row]
-
-
-@pytest.fixture(scope="module", params=[case(arch) for arch in ARCHS])
-def compiled(request, _paths) -> list[dict]:
-    """Compile everything for an architecture; a minute on two cores."""
-    pytest.importorskip("triton")
-    return compile_kernels([request.param])
 
 
 def names(rows: list[dict]) -> set[str]:
@@ -109,30 +93,24 @@ def assert_pipelined(rows: list[dict], floor: int) -> None:
     assert [row for row in attention if row["async_buffers"] < 2] == []
 
 
-def test_no_kernel_spills_or_needs_more_shared_memory_than_there_is(some):
+def test_every_kernel_compiles_clean_and_attention_in_16_bits_is_pipelined(listed):
+    some = [row for row in listed if "arch" in row]
     assert [row for row in some if not is_clean(row)] == []
-
-
-def test_every_kernel_is_compiled(some, listed):
     assert_every_kernel(some)
     assert_every_kernel(listed)
     assert len(listed) >= FLOOR
-
-
-def test_attention_in_16_bits_copies_the_next_tile_while_it_computes(some):
     assert_pipelined(some, 2)
 
 
-def test_no_specialization_spills_or_needs_more_shared_memory_than_there_is(compiled):
+@pytest.mark.parametrize("arch", [case(arch) for arch in ARCHS])
+@pytest.mark.usefixtures("_paths")
+def test_every_specialization_does_so_for_every_architecture(arch):
+    """Compile everything; a minute on two cores."""
+    pytest.importorskip("triton")
+    compiled = compile_kernels([arch])
     assert [row for row in compiled if not is_clean(row)] == []
-
-
-def test_every_kernel_is_compiled_for_every_architecture(compiled):
     assert_every_kernel(compiled)
     assert len(compiled) >= FLOOR
-
-
-def test_every_attention_in_16_bits_copies_the_next_tile_while_it_computes(compiled):
     assert_pipelined(compiled, 30)
 
 
@@ -186,18 +164,6 @@ def test_a_compiler_that_dies_without_a_word_is_an_error(child):
     message = r"^Triton kernels do not compile for sm_80, sm_100: no message$"
     with pytest.raises(BackendError, match=message):
         compile_kernels(["sm_80", "sm_100"])
-
-
-def test_one_part_that_fails_late_is_enough(child):
-    child(PRINT_ROWS + "sys.exit('killed' if part == '2/3' else 0)", parts=3)
-    with pytest.raises(BackendError, match=r"killed$"):
-        compile_kernels(["sm_90"])
-
-
-def test_warnings_of_a_compiler_that_succeeds_are_no_error(child):
-    """More of them than a pipe holds."""
-    child("sys.stderr.write('warning\\n' * 100_000)\n" + PRINT_ROWS)
-    assert len(compile_kernels(["sm_90"])) == 2
 
 
 def test_the_parts_come_together_in_the_order_of_architectures_and_names(child):

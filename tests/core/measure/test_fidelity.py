@@ -5,7 +5,6 @@ import math
 
 import pytest
 import torch
-from tokenizers import processors
 from transformers import AutoTokenizer
 
 from sfi_core import SfiConfig
@@ -69,18 +68,6 @@ def test_forced_logits_under_full_attention_are_the_plain_models(tiny_model, win
     torch.testing.assert_close(found, plain, atol=1e-4, rtol=1e-4)
 
 
-def test_the_given_tokens_are_read_whatever_the_model_says(tiny_model, window):
-    _, report = forced(tiny_model, window, policy="full-kv")
-    assert report.requests[0].token_ids == list(window.ids[PROMPT:])
-    assert report.requests[0].prompt_tokens == PROMPT
-
-
-def test_a_stop_token_in_the_text_does_not_end_it(tiny_model, window, monkeypatch):
-    monkeypatch.setattr(tiny_model.generation_config, "eos_token_id", window.ids[PROMPT + 2])
-    found, _ = forced(tiny_model, window)
-    assert len(found) == NEW
-
-
 def test_a_shared_prompt_is_not_read_again_and_changes_nothing(tiny_model, window):
     shared = read_prompt(tiny_model, None, [window.ids[:PROMPT]], capacity=PROMPT + NEW)
     alone, report = forced(tiny_model, window)
@@ -93,12 +80,6 @@ def test_a_shared_prompt_is_not_read_again_and_changes_nothing(tiny_model, windo
     assert again.requests == report.requests
     assert passes.count(1) == NEW - 1
     assert PROMPT not in passes
-
-
-def test_a_shared_prompt_of_another_text_is_refused(tiny_model, window):
-    shared = read_prompt(tiny_model, None, [[9] * PROMPT], capacity=PROMPT + NEW)
-    with pytest.raises(ConfigError, match="shared must be of the same prompts"):
-        forced(tiny_model, window, shared=shared)
 
 
 def test_the_model_is_itself_again_after_broken_logits(tiny_model, window):
@@ -120,13 +101,6 @@ def test_a_text_longer_than_the_models_positions_is_refused(tiny_model):
         teacher_force(tiny_model, None, [7] * 1026, 4, print, SMALL)
 
 
-def test_the_last_token_takes_no_position(tiny_model):
-    steps = []
-    ids = [7] * 1025
-    teacher_force(tiny_model, None, ids, 1022, lambda step, _: steps.append(step), SMALL)
-    assert steps == [0, 1, 2]
-
-
 def test_full_attention_is_exactly_as_far_from_itself_as_nothing(tiny_model, full):
     (found,) = fidelity(tiny_model, None, full, SMALL, policy="full-kv")
     assert found.kl == [0.0] * NEW
@@ -143,22 +117,6 @@ def test_a_policy_whose_every_step_is_slow_is_full_attention(tiny_model, full):
     assert found.kl == pytest.approx([0.0] * NEW, abs=1e-6)
     assert found.agrees == [True] * NEW
     assert all(found.slow)
-
-
-def test_a_small_budget_moves_every_step_but_the_first(tiny_model, full):
-    (found,) = fidelity(tiny_model, None, full, SMALL, policy="streaming-llm")
-    assert found.kl[0] == 0
-    assert min(found.kl[1:]) > 0
-    assert found.summary()["read_ratio"] < 0.3
-
-
-def test_slow_steps_are_full_attentions_only_where_history_does_not_tell(tiny_model, full):
-    """A slow step reads every key, but those of earlier fast steps were made from their layer's output."""
-    (found,) = fidelity(tiny_model, None, full, SMALL)
-    report = found.reports[0]
-    assert [step for step, slow in enumerate(found.slow) if slow] == report.slow_at
-    assert 1 < len(report.slow_at) < NEW
-    assert len(found.kl) == len(found.step) == len(found.in_sentence) == NEW
 
 
 def test_divergence_and_likelihood_are_those_of_the_logits(tiny_model, window, full):
@@ -250,12 +208,6 @@ def test_windows_are_spread_over_the_whole_text():
     assert windows(range(15), 10, 5, 1)[0].ids == tuple(range(15))
 
 
-def test_every_window_starts_as_the_tokenizer_starts_a_text():
-    first, second = windows(range(10, 22), 6, 4, 2, prefix=[1])
-    assert first.ids == (1, *range(10, 19))
-    assert second.ids == (1, *range(13, 22))
-
-
 def test_a_text_that_is_too_short_is_refused_with_what_it_needs():
     with pytest.raises(InputError, match=r"at least 18 tokens for 4 windows .* got 17"):
         windows(range(17), 10, 5, 4)
@@ -268,13 +220,6 @@ def test_the_start_token_is_told_from_the_text(tiny_tokenizer):
     own, prefix = text_ids(tiny_tokenizer, "Belora hid it. Tamvex")
     assert prefix == [tiny_tokenizer.bos_token_id]
     assert [*prefix, *own] == tiny_tokenizer("Belora hid it. Tamvex")["input_ids"]
-
-
-def test_a_start_token_that_the_tokenizer_does_not_write_is_not_made_up(tiny_tokenizer):
-    bare = copy.deepcopy(tiny_tokenizer)
-    bare.backend_tokenizer.post_processor = processors.Sequence([])
-    assert bare.bos_token_id is not None
-    assert text_ids(bare, "Belora hid it.") == (bare("Belora hid it.")["input_ids"], [])
 
 
 def test_sentences_end_at_the_settings_triggers_whatever_the_policy_does(tiny_model):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from sfi_core.errors import BackendError, ConfigError, InputError
+from sfi_core.errors import BackendError, ConfigError
 from sfi_core.measure.heads import clustering, model_supports
 from sfi_core.measure.heads.agreement import mean_agreement, pair_agreement
 from sfi_core.measure.heads.clustering import cluster, distance
@@ -60,11 +60,6 @@ def test_similarity_is_the_mean_over_steps_and_texts():
     assert whole.steps == N + 8
     for i, j in product(range(H), range(H)):
         assert whole.mean_HH[i, j] == pytest.approx(similarity(first + second, i, j))
-
-
-def test_an_empty_set_shares_nothing():
-    index = torch.tensor([[[3, -1], [-1, -1]]])
-    assert overlap(index).tolist() == [[[1.0, 0.0], [0.0, 0.0]]]
 
 
 def blocks(seed: int, labels: list[int]) -> np.ndarray:
@@ -130,20 +125,6 @@ def test_the_representative_is_the_head_nearest_to_its_centroid(seed: int):
         far = {h: sum((a - c) ** 2 for a, c in zip(D[h], centroid, strict=True)) for h in members}
         nearest = [head for head in members if far[head] <= min(far.values()) + 1e-9]
         assert chosen == nearest[0]
-
-
-def test_two_blocks_of_heads_are_two_clusters_numbered_by_their_lowest_heads():
-    S = np.full((6, 6), 0.1)
-    for block in ([1, 2, 4], [0, 3, 5]):
-        S[np.ix_(block, block)] = 0.8
-    np.fill_diagonal(S, 1.0)
-    assert cluster(S, 2) == ((0, 1, 1, 0, 1, 0), (0, 1))
-
-
-def test_heads_that_are_all_alike_still_fill_every_cluster():
-    cluster_of, representatives = cluster(np.ones((4, 4)), 3)
-    assert sorted(set(cluster_of)) == [0, 1, 2]
-    assert [cluster_of[head] for head in representatives] == [0, 1, 2]
 
 
 def test_more_representatives_than_heads_are_refused():
@@ -226,15 +207,3 @@ def test_a_learned_sink_takes_its_share_before_heads_are_pooled():
     joint = torch.cat([logits, sink[:, :, None, None].expand(2, 3, 4, 1)], -1).softmax(-1)
     expected = joint[..., :-1].amax(1).transpose(0, 1)
     torch.testing.assert_close(model_supports.pooled_weight(logits, sink).exp(), expected)
-
-
-class Words:
-    def __call__(self, text: str) -> dict[str, list[int]]:
-        return {"input_ids": [len(word) for word in text.split()]}
-
-
-def test_a_long_text_is_cut_and_a_short_one_is_refused():
-    pieces = model_supports.cut_texts(Words(), ["a bb ccc d ee fff g", "aa b c"], 3, 2)
-    assert pieces == [[1, 2, 3], [1, 2, 3], [2, 1, 1]]
-    with pytest.raises(InputError, match=r"texts must have more than 3 tokens, .* got 3 in text 0"):
-        model_supports.cut_texts(Words(), ["a b c"], 3, 3)

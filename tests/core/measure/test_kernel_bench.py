@@ -2,12 +2,9 @@
 
 import pytest
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
 
 from sfi_core.errors import BackendError, ConfigError, MemoryForecastError
 from sfi_core.measure.kernel_bench import (
-    TABLE_1,
     KernelSettings,
     WrongResultError,
     bench,
@@ -18,15 +15,8 @@ from sfi_core.measure.kernel_bench import (
     variant,
     variants,
 )
-from sfi_core.measure.kernel_bench.data import (
-    layer_data,
-    select,
-)
-from sfi_core.measure.kernel_bench.rivals import sdpa_backend
-from sfi_core.measure.kernel_bench.timing import CpuClock, KernelTimes
 from sfi_core.measure.kernel_bench.variant import KernelVariant
 from sfi_core.measure.kernel_bench.variants import KernelVariants
-from sfi_kernels.pack import pack
 from sfi_kernels.sparse_attention import sparse_attention
 from tests.core.measure.tiny_kernels import CPU, tiny
 
@@ -73,27 +63,6 @@ def clock(monkeypatch) -> FakeClock:
 # --- settings ---
 
 
-def test_the_defaults_are_a_layer_of_qwen3_4b_under_table_1():
-    settings = KernelSettings()
-    assert (settings.heads, settings.kv_heads, settings.head_dim) == (32, 8, 128)
-    assert (settings.context, settings.batch) == (16384, 16)
-    assert settings.torch_dtype == torch.bfloat16
-
-
-def test_the_smallest_retention_of_table_1_is_262_tokens():
-    """1.6 % of 16,384: 256 recent, 4 sink, 2 selected."""
-    settings = KernelSettings(retentions=(0.016,))
-    assert (settings.attended(0.016), settings.budget(0.016)) == (262, 2)
-    assert settings.attended(0.984) == 16122  # to the nearest token
-
-
-def test_the_sweep_is_table_1s_row():
-    sweep = KernelSettings.for_sweep("retention", None)
-    assert sweep.retentions == tuple(TABLE_1)
-    assert sweep.ops == ("fast", "dense")
-    assert (TABLE_1[0.016], TABLE_1[0.125], TABLE_1[1.0]) == (10.67, 7.15, 1.0)
-
-
 def test_a_sweep_of_a_short_context_leaves_out_what_cannot_be():
     sweep = KernelSettings.for_sweep("retention", ("fast",), context=1024)
     assert sweep.retentions == (0.375, 0.5, 0.75, 0.984, 1.0)
@@ -136,14 +105,6 @@ def test_the_backend_follows_the_device():
 # --- bytes ---
 
 
-def test_the_dense_bytes_of_table_1_are_those_of_the_performance_notes():
-    """A layer's 1.074 GB of keys and values; the fast step's 151 MB at 2,308 tokens."""
-    settings = KernelSettings()
-    queries = 2 * 16 * 32 * 128 * 2
-    assert bytes_moved.attention_bytes(settings, 16384) == 1_073_741_824 + queries
-    assert bytes_moved.attention_bytes(settings, 2308) == 151_257_088 + queries
-
-
 def test_bytes_by_op():
     """By hand: B 2, H 2, G 2, D 16, float32, T 150."""
     settings = tiny()
@@ -175,15 +136,6 @@ def test_bytes_by_op():
     assert bytes_moved.recall_bytes(settings, 13, 5) == packed + 2 * 2 * (9 + 5) * 4
 
 
-def test_the_forecast_covers_the_tensors_that_are_made():
-    settings = tiny(retentions=(0.5, 1.0))
-    made = KernelVariants(settings, "torch", CPU)
-    kept = [made.data.key_BHTD, made.data.value_BHTD]
-    for selected in made.selected.values():
-        kept += [selected.key_BHSD, selected.value_BHSD]
-    assert sum(tensor.nbytes for tensor in kept) <= bytes_moved.forecast_bytes(settings, "torch")
-
-
 def test_a_run_that_does_not_fit_is_refused_before_anything_is_made(monkeypatch):
     monkeypatch.setattr(bench, "free_bytes", lambda _: 1000)
     monkeypatch.setattr(bench, "KernelVariants", None)
@@ -192,33 +144,6 @@ def test_a_run_that_does_not_fit_is_refused_before_anything_is_made(monkeypatch)
 
 
 # --- inputs ---
-
-
-def test_inputs_are_random_and_repeat_with_the_seed():
-    one, same, other = (layer_data(tiny(seed=s), CPU, one_page=True) for s in (1, 1, 2))
-    assert torch.equal(one.key_BHTD, same.key_BHTD)
-    assert not torch.equal(one.key_BHTD, other.key_BHTD)
-    assert one.value_BHTD.std() > 0.9
-
-
-def test_pages_hold_the_contiguous_rows():
-    settings = tiny()
-    data = layer_data(settings, CPU, one_page=False)
-    assert data.pages.key_PHND.shape[2] == 64
-    for row in range(2):
-        pages = data.block_table_BP[row].long()
-        stored = data.pages.key_PHND[pages].transpose(0, 1).reshape(2, -1, 16)[:, :150]
-        assert torch.equal(stored, data.key_BHTD[row])
-    assert data.block_table_BP.flatten().tolist() != sorted(data.block_table_BP.flatten().tolist())
-
-
-def test_the_selection_is_ascending_distinct_and_inside_the_allowed_set():
-    settings = tiny()
-    index = select(settings, layer_data(settings, CPU, one_page=True), 0.5).index_BHK
-    assert index.shape == (2, 2, settings.budget(0.5))
-    assert (index.diff(dim=-1) > 0).all()
-    assert (index.min(), index.max()) >= (settings.sink, 0)
-    assert index.max() < settings.context - settings.recent
 
 
 # --- runs ---
@@ -278,16 +203,6 @@ def test_rows_are_arithmetic_on_medians(clock):
     assert fast["gb_per_s"] == pytest.approx(fast["bytes"] / 108e-6 / 1e9)
     assert fast["bandwidth_share"] == pytest.approx(fast["gb_per_s"] / 10)
     assert fast["speedup_over_flashinfer"] is None
-
-
-def test_the_faster_form_of_sdpa_counts(clock):
-    settings = tiny(ops=("dense",), repeats=1)
-    clock.times = lambda number: {0: 9.0, 1: 5.0, 2: 7.0}[number]
-    rows = run_bench(settings, "torch", CPU).rows()
-    assert [(row["op"], row["form"], row["median_us"]) for row in rows] == [
-        ("dense", None, 9.0),
-        ("dense.sdpa", "enable_gqa", 5.0),
-    ]
 
 
 class Short:
@@ -369,38 +284,6 @@ def test_a_device_that_is_lost_keeps_the_times_so_far(clock, monkeypatch):
         result.check()
 
 
-def test_a_call_that_cannot_be_captured_is_named(clock, monkeypatch):
-    monkeypatch.setattr(
-        KernelVariants, "build", lambda _: [fake(name, lambda: 0.0) for name in ("a", "b")]
-    )
-    prepared = clock.prepare
-
-    def prepare(call):
-        if prepare.calls:
-            return prepared(call)
-        prepare.calls += 1
-        raise RuntimeError("operation not permitted when stream is capturing")
-
-    prepare.calls = 0
-    clock.prepare = prepare
-    result = run_bench(tiny(repeats=1), "torch", CPU)
-    assert [(row["op"], row["repeats"]) for row in result.rows()] == [("b", 1), ("a", 0)]
-    assert result.failures == ["a (RuntimeError: operation not permitted when stream is capturing)"]
-
-
-def test_a_wrong_pack_makes_no_other_op_wrong(clock, monkeypatch):
-    class Nothing:
-        reference = staticmethod(pack.reference)
-
-        @staticmethod
-        def on(_):
-            return lambda *_: None
-
-    monkeypatch.setattr(variants, "pack", Nothing)
-    failures = run_bench(tiny(ops=("fast", "pack"), repeats=1), "torch", CPU).failures
-    assert [name.split(" ")[0] for name in failures] == ["pack"]
-
-
 def test_ctrl_c_keeps_the_times_so_far(clock):
     settings = tiny(ops=("fast", "dense"))
     clock.stop_at = 4 + 2
@@ -423,39 +306,6 @@ def test_the_document_says_what_was_measured_and_what_was_not():
     took = "dense.sdpa (enable_gqa) ran as flash_attention_for_cpu"
     for missing in ("not the Triton kernels", "paper_like", "flashinfer", "flash_attn", took):
         assert missing in notes
-
-
-def test_the_backend_that_sdpa_took_is_named():
-    query = torch.randn(1, 2, 1, 16)
-
-    def call():
-        return scaled_dot_product_attention(query, query, query)
-
-    for backend, name in (
-        ("MATH", "attention_math"),
-        ("FLASH_ATTENTION", "flash_attention_for_cpu"),
-    ):
-        with sdpa_kernel(getattr(SDPBackend, backend)):
-            assert sdpa_backend(call) == name
-    assert sdpa_backend(query.sum) is None
-
-
-def test_the_wall_clock_measures_the_call_and_not_the_flush(monkeypatch):
-    monkeypatch.setattr(timing, "FLUSH_BYTES", 1 << 26)
-    clock = CpuClock()
-    times = [*clock.time([lambda: None] * 5)]
-    assert len(times) == 5
-    assert min(times) < 100
-
-
-def test_percentiles_are_taken_from_the_samples():
-    samples = KernelTimes([float(number) for number in range(100, 0, -1)])
-    assert (samples.percentile_us(10), samples.median_us, samples.percentile_us(90)) == (
-        11,
-        50.5,
-        91,
-    )
-    assert KernelTimes([3.0]).percentile_us(90) == 3
 
 
 # --- the kernels, under the interpreter where there is no GPU ---

@@ -28,21 +28,11 @@ from sfi_kernels.key_codes import encode_keys, scan_codes
 from sfi_kernels.selector import selector
 from sfi_kernels.top_k import top_k
 from tests.core.measure.tiny_kernels import CPU, tiny
-from tests.fakes import plain_attention
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_the_textbook_equals_float64_far_within_the_bound(dtype):
-    settings = tiny(dtype=dtype)
-    data = layer_data(settings, CPU, one_page=True)
-    expected = gates.textbook(data.query_BHGD, data.key_BHTD, data.value_BHTD, settings.scale)
-    query = data.query_BHGD[:, :, :, None]
-    out, _ = plain_attention(query, data.key_BHTD, data.value_BHTD, settings.scale)
-    assert expected.error(out[:, :, :, 0]) < 0.1
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("missing", ["last", "sink", "selected"])
+@pytest.mark.parametrize(
+    ("dtype", "missing"), [("float32", "last"), ("float16", "sink"), ("bfloat16", "selected")]
+)
 def test_attention_that_misses_a_token_is_red(dtype, missing):
     """In bfloat16, where rounding hides one token in a hundred, four of them."""
     n = 4 if dtype == "bfloat16" else 1
@@ -59,15 +49,6 @@ def test_attention_that_misses_a_token_is_red(dtype, missing):
     wrong = gates.textbook(data.query_BHGD, data.key_BHTD, data.value_BHTD, settings.scale, part)
     right = expected.out_BHGD.to(settings.torch_dtype)
     assert expected.error(right) <= 1 < expected.error(wrong.out_BHGD)
-
-
-def test_one_number_that_is_nan_is_red():
-    settings = tiny()
-    data = layer_data(settings, CPU, one_page=True)
-    expected = gates.textbook(data.query_BHGD, data.key_BHTD, data.value_BHTD, settings.scale)
-    out = expected.out_BHGD.float()
-    out[1, 1, 1, 3] = torch.nan
-    assert expected.error(out) == float("inf")
 
 
 def test_a_tie_that_the_higher_position_wins_is_red():

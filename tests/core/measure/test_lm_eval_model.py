@@ -130,16 +130,6 @@ def test_full_attention_scores_continuations_as_the_harness_does(loaded):
     assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
 
 
-def test_a_continuation_is_greedy_only_as_a_whole(loaded):
-    context = loaded[2](STORY)["input_ids"]
-    ids = torch.tensor([context])
-    greedy = loaded[1].generate(ids, max_new_tokens=3, do_sample=False)[0, len(context) :].tolist()
-    asked = [(None, context, greedy), (None, context, [*greedy[:2], greedy[2] + 1])]
-    for lm in (policied(loaded, "full-kv"), plain(loaded)):
-        found = lm._loglikelihood_tokens(asked)  # noqa: SLF001
-        assert [is_greedy for _, is_greedy in found] == [True, False]
-
-
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_full_attention_generates_what_the_harness_does(loaded, batch_size):
     """A batch is ragged, padded on the left."""
@@ -163,13 +153,6 @@ def test_a_policy_decodes_a_continuation_but_not_its_first_token(loaded):
     assert abs(longer[0] - full[0][0]) > 1e-3
     assert word == full[1]
     assert told(lm)["read_ratio"] == told(lm)["stored_ratio"] < 0.5  # streaming-llm evicts
-
-
-def test_a_policy_acts_on_generated_text(loaded):
-    found = policied(loaded, "streaming-llm").generate_until(
-        requests_of("generate_until", GENERATED)
-    )
-    assert found != plain(loaded).generate_until(requests_of("generate_until", GENERATED))
 
 
 def test_a_whole_text_is_scored_as_the_harness_does_beyond_the_models_positions(loaded):
@@ -238,21 +221,6 @@ def test_a_run_that_was_cut_goes_on_with_the_answers_of_its_cache(loaded, tmp_pa
         CachingLM(policied(loaded, "sfi"), str(tmp_path / "cache.db")).loglikelihood(asked) == whole
     )
     assert len(scored) == len(SCORED) - 3
-
-
-def test_the_model_is_itself_again(loaded):
-    lm = policied(loaded, "sfi")
-    lm.loglikelihood(requests_of("loglikelihood", SCORED))
-    lm.generate_until(requests_of("generate_until", GENERATED))
-    assert not any("sfi_seam" in module.__dict__ for module in lm.model.modules())
-    assert "generate" not in lm.model.__dict__
-
-
-def test_answers_of_one_token_are_marked_as_beyond_the_policys_reach(loaded, caplog):
-    policied(loaded, "sfi").loglikelihood(requests_of("loglikelihood", [(STORY, " map")]))
-    assert (
-        "no decoding step: prompts are read densely, so any policy scores the same" in caplog.text
-    )
 
 
 def test_settings_of_a_table_and_of_lm_eval_reach_the_run():

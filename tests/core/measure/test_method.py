@@ -2,22 +2,9 @@
 
 import pytest
 
-from sfi_core.errors import ConfigError, InputError
+from sfi_core.errors import ConfigError
 from sfi_core.measure.evaluation.method import Method, Size, at_share
-from sfi_core.policies import POLICIES
 from sfi_core.settings.config import SfiConfig
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_every_policy_is_a_method(policy):
-    method = Method.parse(policy)
-    assert (method.label, method.policy, method.preset) == (policy, policy, "default")
-    assert method.config == SfiConfig()
-
-
-@pytest.mark.parametrize("preset", ["paper", "released"])
-def test_a_preset_follows_an_at_sign(preset):
-    assert Method.parse(f"sfi@{preset}").config == SfiConfig.preset(preset)
 
 
 @pytest.mark.parametrize(
@@ -42,12 +29,6 @@ def test_settings_follow_a_colon(text, changes):
     method = Method.parse(text)
     assert method.label == text
     assert method.config == SfiConfig().replace(**changes)
-
-
-def test_settings_lie_over_the_preset():
-    method = Method.parse("wide=sfi@released:span=10")
-    assert method.label == "wide"
-    assert method.config == SfiConfig.preset("released").replace(span=10)
 
 
 def test_settings_of_a_table_keep_the_preset_s_others():
@@ -88,11 +69,6 @@ def test_mistakes_are_named(text, message):
     assert str(caught.value).startswith(message)
 
 
-def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(InputError, match=r"nothing\.toml cannot be read"):
-        Method.parse(f"sfi@{tmp_path}/nothing.toml")
-
-
 @pytest.mark.parametrize(
     ("share", "context", "sizes"),
     [(0.1, 4096, (4, 277, 128)), (0.05, 1024, (4, 22, 25)), (1.0, 4096, (4, 3964, 128))],
@@ -117,12 +93,6 @@ def test_a_method_may_have_a_recent_window_of_its_own():
     assert (own.config(1024).recent, other.config(1024).recent) == (40, 60)
 
 
-def test_a_budget_is_taken_as_it_is():
-    (variant,) = Method.parse("sfi@paper").variants([Size(budget=99, recent=33)])
-    assert variant.key == ("sfi@paper", "K 99")
-    assert (variant.config(10**6).budget, variant.config(10**6).recent) == (99, 33)
-
-
 @pytest.mark.parametrize(("text", "size"), [("full-kv", "all"), ("sfi:budget=7", "own")])
 def test_what_no_share_changes_runs_once(text, size):
     (variant,) = Method.parse(text).variants([Size(share=0.1), Size(share=0.2)])
@@ -130,23 +100,12 @@ def test_what_no_share_changes_runs_once(text, size):
     assert variant.config(1000) == Method.parse(text).config
 
 
-def test_a_share_that_selects_nothing_is_refused():
-    with pytest.raises(ConfigError, match=r"share must leave .* got 0\.01 of 500 tokens"):
-        at_share(SfiConfig(), 500, 0.01)
-
-
 @pytest.mark.parametrize(
-    "sizes",
-    [{"share": 0.0}, {"share": 1.5}, {"budget": 0}, {"share": 0.1, "recent": 0}, {}],
+    "sizes", [{"share": 0.0}, {"share": 1.5}, {"budget": 0}, {"share": 0.1, "recent": 0}, {}]
 )
 def test_sizes_that_are_none_are_refused(sizes):
     with pytest.raises(ConfigError):
         Size(**sizes)
-
-
-@pytest.mark.parametrize(("share", "label"), [(0.05, "5%"), (0.125, "12.5%"), (0.07, "7%")])
-def test_a_share_is_called_by_its_percent(share, label):
-    assert Size(share=share).label == label
 
 
 def test_columns_are_plain():

@@ -4,17 +4,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import sfi_core
-from sfi_core.errors import ConfigError, InputError, MemoryForecastError, NumericsError
+from sfi_core.errors import ConfigError, InputError, NumericsError
 from sfi_core.measure.evaluation import runner
 from sfi_core.measure.evaluation.method import Method, Size
 from sfi_core.measure.evaluation.runner import TaskGrid
 from sfi_core.measure.evaluation.tasks import find_task
 from sfi_core.policies import POLICIES
-from tests.architectures import BY_LABEL
 from tests.core.conftest import TINY
 
 TASK, LENGTH = "bundled-recall-1", 160
@@ -37,14 +35,6 @@ def grid_of(*methods, shares=(0.2, 0.4), tasks=(TASK,), lengths=(LENGTH,), seeds
 
 def timeless(rows):
     return [{name: row[name] for name in row if name not in CLOCKS} for row in rows]
-
-
-def test_rows_come_in_the_order_of_their_keys(loaded):
-    grid = grid_of("full-kv", "sfi", lengths=(LENGTH, 200))
-    rows = list(grid.run(*loaded))
-    assert [grid.key(row) for row in rows] == grid.keys
-    assert len(rows) == 2 * 2 * (1 + 2)  # seeds, lengths; full attention once, sfi at both shares
-    assert [grid.weight(key) for key in grid.keys[:4]] == [LENGTH, LENGTH, LENGTH, 200]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -82,30 +72,6 @@ def test_what_is_done_is_not_done_again(loaded, monkeypatch):
     assert timeless(grid.run(*loaded, set(grid.keys[:4]))) == whole[4:]
     assert len(read) == 1  # the first prompt had all its rows
     assert list(grid.run(*loaded, set(grid.keys))) == []
-
-
-def test_a_method_that_runs_out_of_memory_does_not_stop_the_others(loaded, monkeypatch):
-    decode = runner.generate
-
-    def generate(*args, policy, **options):
-        if policy == "quest":
-            raise MemoryForecastError("the run must fit")
-        return decode(*args, policy=policy, **options)
-
-    monkeypatch.setattr(runner, "generate", generate)
-    grid = grid_of("quest", "streaming-llm", shares=(0.2,), seeds=(0,))
-    failed, other = grid.run(*loaded)
-    assert (failed["error"], failed["score"]) == ("the run must fit", None)
-    assert other["error"] is None
-    assert list(failed) == list(other)
-
-
-def test_broken_logits_are_an_error_of_the_row(loaded, monkeypatch):
-    decode = runner.generate
-    problem = NumericsError("logits must be finite\nmore")
-    monkeypatch.setattr(runner, "generate", lambda *a, **k: replace(decode(*a, **k), error=problem))
-    (row,) = grid_of("streaming-llm", shares=(0.2,), seeds=(0,)).run(*loaded)
-    assert (row["error"], row["score"]) == ("logits must be finite", None)
 
 
 def by_key(grid, rows):
@@ -166,28 +132,6 @@ def test_a_batch_that_fails_is_decoded_one_by_one(loaded, monkeypatch):
             assert row == expected[key]
 
 
-def test_a_batch_of_prompts_that_does_not_fit_is_read_one_by_one(loaded, monkeypatch):
-    grid = replace(grid_of("full-kv", "sfi", seeds=(0, 1)), sizes=(Size(budget=24, recent=16),))
-    expected, read = by_key(grid, grid.run(*loaded)), runner.read_prompt
-
-    def scarce(model, tokenizer, prompts, **options):
-        if len(prompts) > 1:
-            raise MemoryForecastError("the run must fit")
-        return read(model, tokenizer, prompts, **options)
-
-    monkeypatch.setattr(runner, "read_prompt", scarce)
-    assert by_key(grid, grid.run(*loaded, batch_size=2)) == expected
-
-
-def test_a_prompt_that_does_not_fit_fails_all_its_rows(loaded, monkeypatch):
-    def refuse(*_, **__):
-        raise torch.OutOfMemoryError("no memory")
-
-    monkeypatch.setattr(runner, "read_prompt", refuse)
-    rows = list(grid_of("full-kv", "sfi").run(*loaded))
-    assert [row["error"] for row in rows] == ["no memory"] * 6
-
-
 def test_ctrl_c_ends_the_run_between_rows(loaded, monkeypatch):
     decode = runner.generate
     monkeypatch.setattr(
@@ -195,24 +139,6 @@ def test_ctrl_c_ends_the_run_between_rows(loaded, monkeypatch):
     )
     with pytest.raises(KeyboardInterrupt):
         list(grid_of("full-kv").run(*loaded))
-
-
-def test_only_the_queries_that_the_methods_look_at_are_kept(loaded, monkeypatch):
-    windows = []
-    read_prompt = runner.read_prompt
-
-    def read(*args, window, **options):
-        windows.append(window)
-        return read_prompt(*args, window=window, **options)
-
-    monkeypatch.setattr(runner, "read_prompt", read)
-    for methods in (
-        ["full-kv", "sfi"],
-        ["sfi:window_prefill=5", "freekv"],
-        ["sfi", "codescan"],
-    ):
-        assert all(row["error"] is None for row in grid_of(*methods, seeds=(0,)).run(*loaded))
-    assert windows == [16, 5, 256]
 
 
 @pytest.mark.parametrize(
@@ -231,11 +157,6 @@ def test_a_context_beyond_the_model_is_refused_at_once(loaded, length, message):
         grid_of("sfi", lengths=(500, length), tasks=("niah-single",)).check(*loaded)
 
 
-def test_a_share_that_selects_nothing_is_refused_at_once(loaded):
-    with pytest.raises(ConfigError, match=r"share must leave .* got 0\.03 of \d+ tokens"):
-        grid_of("full-kv", "sfi", shares=(0.5, 0.03)).check(*loaded)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -250,24 +171,3 @@ def test_a_share_that_selects_nothing_is_refused_at_once(loaded):
 def test_grids_that_make_no_sense_are_refused(change, message):
     with pytest.raises(ConfigError, match=message):
         replace(grid_of("sfi"), **change)
-
-
-@pytest.mark.parametrize("label", ["llama", "gemma-3"])
-def test_another_architecture_runs_a_task_in_its_own_tokens(label):
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    inner = Tokenizer(models.BPE(vocab={piece: i for i, piece in enumerate(alphabet)}, merges=[]))
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner)
-    made = BY_LABEL[label]
-    settings = {**made.settings, "max_position_embeddings": 2048}
-    model = replace(made, settings=settings).build()
-    grid = grid_of(
-        "full-kv", "sfi", shares=(0.2,), tasks=("niah-single",), lengths=(900,), seeds=(0,)
-    )
-    grid.check(model, tokenizer)
-    full, sparse = grid.run(model, tokenizer)
-    assert full["read_ratio"] == full["stored_ratio"] == 1.0
-    assert 0.15 < sparse["read_ratio"] < 0.6
-    assert (full["error"], sparse["error"]) == (None, None)
-    assert 0 <= sparse["score"] <= 1

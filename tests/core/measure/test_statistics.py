@@ -40,27 +40,6 @@ def test_wilson_interval_is_the_published_one(right, n, low, high):
     assert (found.low, found.high) == (pytest.approx(low, abs=5e-5), pytest.approx(high, abs=5e-5))
 
 
-@pytest.mark.parametrize("scores", [[1.0], [0.0, 1.0, 1.0], [0.25, 0.5, 1.0, 0.1]])
-def test_wilson_ends_are_where_the_normal_test_just_fails(scores):
-    """|mean - p| = z sqrt(p (1 - p) / n) at both ends, which is how Wilson defines them."""
-    found = wilson(scores)
-    for end in (found.low, found.high):
-        if 0 < end < 1:
-            distance = Z * math.sqrt(end * (1 - end) / found.n)
-            assert abs(found.mean - end) == pytest.approx(distance, rel=1e-9)
-
-
-def test_a_certain_score_keeps_its_end():
-    assert wilson([1.0] * 7).high == 1.0
-    assert wilson([0.0] * 7).low == 0.0
-
-
-@pytest.mark.parametrize("scores", [[], [1.2], [-0.1, 0.5]])
-def test_wilson_refuses_what_is_no_score(scores):
-    with pytest.raises(ValueError, match=r"scores must be in \[0, 1\]"):
-        wilson(scores)
-
-
 def test_paired_difference_cancels_what_is_hard_for_both():
     hard = [0.0, 1.0] * 10
     found = paired_difference(hard, hard)
@@ -71,21 +50,6 @@ def test_paired_interval_of_two_samples_is_their_range():
     """Of the four equally likely resamples one is all of either, so 2.5 % lies within it."""
     found = paired_difference([1.0, 0.5], [0.0, 0.5])
     assert (found.mean, found.low, found.high) == (0.5, 0.0, 1.0)
-
-
-def test_paired_interval_narrows_as_the_normal_one_does():
-    scores = [1.0, 0.0, 0.0, 1.0] * 100
-    found = paired_difference(scores, [0.5] * 400)
-    half = Z * 0.5 / math.sqrt(400)
-    assert found.mean == 0.0
-    assert found.low == pytest.approx(-half, rel=0.1)
-    assert found.high == pytest.approx(half, rel=0.1)
-
-
-def test_paired_interval_follows_from_its_seed():
-    scores, others = [0.1, 0.9, 0.4, 1.0, 0.3], [0.3, 0.2, 0.9, 0.8, 0.0]
-    assert paired_difference(scores, others) == paired_difference(scores, others)
-    assert paired_difference(scores, others) != paired_difference(scores, others, seed=1)
 
 
 def test_paired_difference_refuses_what_is_not_paired():
@@ -143,12 +107,6 @@ def test_samples_are_drawn_with_what_belongs_to_them(monkeypatch, scipy):
 RIGHT, HALF = [1.0] * 20, [1.0, 0.0] * 5
 
 
-def test_one_group_has_wilsons_interval():
-    found, alone = mean_of_groups([HALF]), wilson(HALF)
-    assert (found.mean, found.n) == (0.5, 10)
-    assert (found.low, found.high) == (pytest.approx(alone.low), pytest.approx(alone.high))
-
-
 def test_the_ends_of_groups_are_movers():
     """L = m - sqrt(sum (w_i (m_i - l_i))^2), U likewise (Zou and Donner 2008), by hand."""
     one, other = wilson(RIGHT), wilson(HALF)
@@ -158,12 +116,10 @@ def test_the_ends_of_groups_are_movers():
     assert found.high == pytest.approx(0.75 + 0.5 * math.hypot(one.high - 1, other.high - 0.5))
 
 
-@pytest.mark.parametrize("chances", [(0.5, 0.5), (0.95, 0.6), (0.99, 0.9)])
-def test_the_interval_of_groups_covers_the_mean_chance(chances):
+def test_the_interval_of_groups_covers_the_mean_chance():
     """Groups of 20 and 8 samples: at least 92 of 100 times for an interval of 95."""
-    rng = np.random.default_rng(1)
-    hits = 0
-    for _ in range(1000):
+    rng, chances, hits = np.random.default_rng(1), (0.95, 0.6), 0
+    for _ in range(300):
         found = mean_of_groups(
             [
                 (rng.random(n) < chance).astype(float).tolist()
@@ -171,7 +127,7 @@ def test_the_interval_of_groups_covers_the_mean_chance(chances):
             ]
         )
         hits += found.low <= sum(chances) / 2 <= found.high
-    assert hits >= 920
+    assert hits >= 276
 
 
 def test_a_difference_is_resampled_within_its_groups():
@@ -182,10 +138,3 @@ def test_a_difference_is_resampled_within_its_groups():
     drawn = np.random.default_rng(2).integers(2, size=(100_000, 16)).mean(1) - 1
     low, high = np.quantile(0.5 + 0.5 * drawn, (0.025, 0.975))
     assert (mixed.low, mixed.high) == (pytest.approx(low, abs=0.02), pytest.approx(high, abs=0.02))
-
-
-@pytest.mark.parametrize("groups", [[], [HALF, []]])
-def test_groups_without_samples_are_refused(groups):
-    for average in (mean_of_groups, difference_of_groups):
-        with pytest.raises(ValueError, match="groups must have samples"):
-            average(groups)

@@ -2,8 +2,6 @@
 
 import random
 import re
-import subprocess
-import sys
 from collections import Counter
 
 import pytest
@@ -12,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 import sfi_core
 from sfi_core.bundled.train import HELD_OUT, draw
-from sfi_core.errors import ConfigError, InputError
+from sfi_core.errors import InputError
 from sfi_core.measure.evaluation.tasks import TASKS, find_task
 from sfi_core.measure.evaluation.tasks.base import depths, fit
 from sfi_core.measure.evaluation.tasks.by_sentence import by_sentence
@@ -49,24 +47,9 @@ def tokenizer():
     return load_tokenizer()
 
 
-class Counting:
-    """A tokenizer that counts the texts it is given."""
-
-    def __init__(self, tokenizer):
-        self.inner, self.calls = tokenizer, 0
-
-    def __getattr__(self, name):
-        return getattr(self.inner, name)
-
-    def __call__(self, *args, **kwargs):
-        self.calls += 1
-        return self.inner(*args, **kwargs)
-
-
-@pytest.mark.parametrize("length", [1024, 4096])
 @pytest.mark.parametrize("name", TASKS)
-def test_a_prompt_is_as_near_below_the_length_as_its_units_allow(tokenizer, name, length):
-    for seed in range(8):
+def test_a_prompt_is_as_near_below_the_length_as_its_units_allow(tokenizer, name):
+    for seed, length in enumerate((1024, 1024, 4096)):
         sample = find_task(name).sample(tokenizer, length, seed)
         assert length - SLACK.get(name, 25) <= len(sample.prompt_ids) <= length
         assert sample.prompt_ids == tuple(tokenizer(sample.prompt)["input_ids"])
@@ -105,13 +88,6 @@ def test_a_sample_is_drawn_from_its_name_length_and_seed_alone(tokenizer, name):
 
 
 @pytest.mark.parametrize("name", RULER)
-def test_the_length_is_found_in_a_few_tokenizations(tokenizer, name):
-    counting = Counting(tokenizer)
-    find_task(name).sample(counting, 8192, 1)
-    assert counting.calls <= 12
-
-
-@pytest.mark.parametrize("name", RULER)
 def test_the_score_is_the_share_of_the_answers_that_the_text_holds(tokenizer, name):
     task = find_task(name)
     sample = task.sample(tokenizer, 2048, 0)
@@ -132,15 +108,6 @@ def test_the_answers_stand_in_the_document_and_not_in_the_question(tokenizer, na
     assert len(set(sample.answers)) == len(sample.answers)
 
 
-@pytest.mark.parametrize("name", RULER)
-def test_an_answer_has_room_in_the_new_tokens(tokenizer, name):
-    sample = find_task(name).sample(tokenizer, 2048, 0)
-    for text in (" ".join(sample.answers), ", ".join(sample.answers)):
-        needed = len(tokenizer(text, add_special_tokens=False)["input_ids"])
-        assert needed < sample.max_new_tokens
-    assert sample.max_new_tokens < 3 * needed + 20
-
-
 def test_needles_lie_at_all_depths_over_the_seeds(tokenizer):
     places = [
         sample.prompt.index(sample.answers[0]) / len(sample.prompt)
@@ -149,27 +116,6 @@ def test_needles_lie_at_all_depths_over_the_seeds(tokenizer):
     quarters = Counter(int(4 * place) for place in places)
     assert all(8 <= quarters[quarter] <= 12 for quarter in range(4)), quarters
     assert max(depths(3, 4)) - min(depths(3, 4)) == pytest.approx(0.75)
-
-
-def test_decoys_tell_other_numbers_of_other_people(tokenizer):
-    sample = find_task("niah-multi-key").sample(tokenizer, 4096, 1)
-    told = re.findall(r"The secret number of (\S+ \S+) is (\d{7})\.", sample.prompt)
-    names = [name for name, _ in told]
-    asked = re.search(r"What is the secret number of (\S+ \S+),", sample.prompt)[1]
-    assert len(told) > 50
-    assert dict(told)[asked] == sample.answers[0]
-    assert names.count(asked) == 1
-
-
-@pytest.mark.parametrize(
-    ("name", "keys", "told"), [("niah-multi-value", 1, 4), ("niah-multi-query", 4, 4)]
-)
-def test_several_needles_are_told_each_once(tokenizer, name, keys, told):
-    sample = find_task(name).sample(tokenizer, 2048, 1)
-    found = re.findall(r"The secret number of (\S+ \S+) is (\d{7})\.", sample.prompt)
-    assert len(found) == told
-    assert len({person for person, _ in found}) == keys
-    assert {number for _, number in found} == set(sample.answers)
 
 
 def test_a_chain_of_variables_leads_to_its_value(tokenizer):
@@ -201,27 +147,11 @@ def test_a_recalled_sentence_counts_only_word_for_word(tokenizer):
     assert task.score(sample, [], wrong, tokenizer) == {"score": 7 / 8, "exact": 0.0}
 
 
-def test_matching_ignores_case(tokenizer):
-    task = find_task("variable-tracking")
-    sample = task.sample(tokenizer, 1024, 0)
-    assert task.score(sample, [], " ".join(sample.answers).lower(), tokenizer)["score"] == 1
-
-
 def test_the_bundled_task_is_the_one_that_the_checkpoint_is_evaluated_with(tokenizer):
     for seed in range(3):
         drawn = draw(random.Random(HELD_OUT + seed), 2048, find_task("bundled-recall").asked)
         sample = find_task("bundled-recall").sample(tokenizer, 2048, seed)
         assert (sample.prompt, sample.answers) == (drawn.prompt, (drawn.answer,))
-
-
-def test_a_bundled_document_a_little_too_long_loses_a_sentence_only(tokenizer):
-    task, cut = find_task("bundled-recall-1"), 0
-    for seed in range(40):
-        drawn = draw(random.Random(HELD_OUT + seed), 1024, 1)
-        found = len(task.sample(tokenizer, 1024, seed).prompt_ids)
-        cut += len(tokenizer(drawn.prompt)["input_ids"]) > 1024
-        assert 1024 - SLACK["bundled-recall-1"] <= found <= 1024
-    assert cut > 0
 
 
 def test_the_bundled_task_is_right_when_every_token_is(tokenizer):
@@ -252,46 +182,10 @@ def test_a_length_too_short_for_the_task_is_refused_with_the_shortest(tokenizer,
         find_task(name).sample(tokenizer, 20, 0)
 
 
-def test_the_shortest_length_named_is_one_that_works(tokenizer):
-    for name in RULER:
-        with pytest.raises(InputError) as caught:
-            find_task(name).sample(tokenizer, 20, 0)
-        least = int(re.search(r"at least (\d+)", str(caught.value))[1])
-        assert len(find_task(name).sample(tokenizer, least + 20, 0).prompt_ids) <= least + 20
-
-
-def test_a_bundled_document_cannot_have_more_than_its_people(tokenizer):
-    with pytest.raises(InputError, match=r"length must be at most 10600 .* got 12000"):
-        find_task("bundled-recall").sample(tokenizer, 12_000, 0)
-
-
 @pytest.mark.parametrize("name", TASKS)
 def test_a_task_without_a_tokenizer_is_refused(name):
     with pytest.raises(InputError, match="must have a tokenizer, got none"):
         find_task(name).sample(None, 1024, 0)
-
-
-def test_a_tokenizer_that_drops_every_word_is_refused():
-    bare = Tokenizer(models.BPE(vocab={"\u2603": 0}, merges=[]))  # a snowman and nothing else
-    with pytest.raises(InputError, match="must have tokens for the words of task 'niah-single'"):
-        find_task("niah-single").sample(PreTrainedTokenizerFast(tokenizer_object=bare), 1024, 0)
-
-
-def test_an_unknown_task_is_refused_with_the_known_ones():
-    with pytest.raises(
-        ConfigError, match=r"unknown task 'niah'; expected one of \('niah-single', "
-    ):
-        find_task("niah")
-
-
-def test_a_task_knows_its_own_name():
-    assert {name: task.name for name, task in TASKS.items()} == {name: name for name in TASKS}
-    assert [name for name, task in TASKS.items() if task.bundled] == list(SLACK)
-
-
-def test_tasks_are_listed_without_torch():
-    script = "import sys, sfi_core.measure.evaluation.tasks; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
 
 
 def test_the_checkpoint_answers_its_task_under_full_attention():
@@ -330,9 +224,3 @@ def test_an_answer_is_scored_sentence_by_sentence_with_its_places(tokenizer, nam
     assert by_sentence(sample, said, tokenizer)[1] == [1.0, 0.0, *scores[2:]]
     cut = "".join(sample.sentences[:4])[:-3]
     assert by_sentence(sample, cut, tokenizer)[1] == [1.0] * 3 + [0.0] * (len(scores) - 3)
-
-
-@pytest.mark.parametrize("name", ["bundled-recall-1", "niah-multi-value"])
-def test_an_answer_without_several_sentences_has_none(tokenizer, name):
-    sample = find_task(name).sample(tokenizer, 1024, 1)
-    assert by_sentence(sample, "anything", tokenizer) == (None, None)

@@ -8,7 +8,7 @@ from sfi_core.errors import ConfigError, InputError, NumericsError
 from sfi_core.measure.evaluation import text_grid
 from sfi_core.measure.evaluation.fidelity import Fidelity, fidelity, reference
 from sfi_core.measure.evaluation.method import Method, Size
-from sfi_core.measure.evaluation.text_grid import TextGrid, from_rows, read_text
+from sfi_core.measure.evaluation.text_grid import TextGrid, from_rows
 from tests.core.conftest import TINY
 
 TEXT = (
@@ -88,15 +88,6 @@ def test_windows_that_fail_together_are_done_one_by_one(loaded, monkeypatch):
         assert row["steps"]["kl"] == pytest.approx(alone[key]["steps"]["kl"], abs=1e-4)
 
 
-def test_windows_that_are_done_are_not_done_again(loaded):
-    grid = text_grid_of("sfi", lengths=(40,))
-    whole, rest = list(grid.run(*loaded)), list(grid.run(*loaded, set(grid.keys[:3])))
-    for row in (*whole, *rest):  # times differ
-        row["report"] = {k: v for k, v in row["report"].items() if not k.endswith("_seconds")}
-    assert rest == whole[3:]
-    assert list(grid.run(*loaded, set(grid.keys))) == []
-
-
 def test_a_method_that_fails_on_a_window_does_not_stop_the_others(loaded, monkeypatch):
     compare = text_grid.fidelity
 
@@ -129,10 +120,3 @@ def test_what_cannot_be_compared_is_refused_at_once(loaded, changes, error, mess
     methods = changes.pop("methods", ("sfi",))
     with pytest.raises(error, match=message):
         text_grid_of(*methods, **changes).check(*loaded)
-
-
-def test_a_text_that_is_none_is_named(tmp_path):
-    file = tmp_path / "text.txt"
-    file.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(InputError, match=r"text\.txt is not UTF-8"):
-        read_text(file)

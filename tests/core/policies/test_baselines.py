@@ -132,20 +132,6 @@ def test_quest_looks_at_a_full_page_once():
     assert asked == [(0, 24), (24, 30), (24, 31), (24, 32), (32, 33)]
 
 
-def test_quest_and_the_oracle_say_what_choosing_reads(tiny_model: Any):
-    """A page bound is two vectors, as a token's key and value; the oracle reads every key."""
-    for policy, share in (("quest", 1 / 16), ("oracle-top-k", 1 / 2), ("sfi", 0)):
-        request = run(tiny_model, policy).requests[0]
-        assert request.selection_ratio == pytest.approx(share)
-        assert request.stored_ratio == 1
-
-
-def test_a_method_that_evicts_stores_what_it_reads(tiny_model: Any):
-    for policy in ("snapkv", "streaming-llm"):
-        request = run(tiny_model, policy).requests[0]
-        assert request.stored_ratio == request.read_ratio < 0.5
-
-
 def run(model: Any, policy: str, config: SfiConfig = CONFIG, **options: Any) -> Any:
     return sfi_core.generate(
         model, None, [list(range(PROMPT))], config, policy=policy, max_new_tokens=12,

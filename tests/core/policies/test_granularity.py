@@ -1,6 +1,5 @@
 """`sfi` that selects whole pages: the rule by hand, and what holds for tokens holds for pages."""
 
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -88,11 +87,6 @@ def test_a_run_spends_the_budget_on_whole_pages_within_j():
     assert cuts == {0, 1}
 
 
-def test_pages_of_one_token_select_what_tokens_do():
-    pages, tokens = complete(page_size=1), complete(granularity="token")
-    assert indices(pages[1]) == indices(tokens[1]) != indices(complete()[1])
-
-
 def indices(observer: RecordingObserver) -> list[Any]:
     return [event.index_HK.tolist() for event in observer.selections]
 
@@ -115,16 +109,3 @@ def test_a_budget_of_all_candidates_is_full_attention(page_size: int):
     for ours, dense in zip(pages.requests, full.requests, strict=True):
         assert ours.token_ids == dense.token_ids
         assert ours.fast_steps > 0
-
-
-def test_other_policies_select_tokens_as_before():
-    config = replace(CONFIG, granularity="token")
-    for policy in ("oracle-top-k", "quest"):
-        runs = [
-            sfi_core.generate(
-                tiny_qwen3(), None, PROMPTS[:1], one, policy=policy, max_new_tokens=6,
-                stop_token_ids=(),
-            ).report.requests[0].token_ids
-            for one in (config, CONFIG)
-        ]  # fmt: skip
-        assert runs[0] == runs[1]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from sfi_core.errors import ConfigError, InputError
+from sfi_core.errors import ConfigError
 from sfi_core.policies.head_clusters import HeadClusters
 from sfi_core.policies.synckv import SyncKV
 from sfi_core.settings.config import SfiConfig
@@ -195,17 +195,3 @@ def test_without_a_head_file_it_says_how_to_make_one():
         ConfigError, match=r"^synckv.heads must be .*, got none; .*`sfi tune heads`"
     ):
         make(None)
-
-
-def test_more_representatives_than_heads_are_refused():
-    config = CONFIG.replace(synckv={"heads": "even", "representatives": 5})
-    with pytest.raises(ConfigError) as caught:
-        watched([prompt_of(20)], config, "synckv", 3)
-    assert str(caught.value) == f"representatives must be at most the layer's {H} KV heads, got 5"
-
-
-def test_a_damaged_head_file_is_named(tmp_path: Path):
-    path = tmp_path / "heads.json"
-    path.write_text(CLUSTERS.text()[:50], encoding="utf-8")
-    with pytest.raises(InputError, match=rf"^head file {path} is damaged: "):
-        make(str(path))

@@ -11,7 +11,6 @@ import pytest
 
 from sfi_core.errors import ConfigError, InputError
 from sfi_core.settings.config import PRESETS, TRIGGER_POLICIES, SfiConfig
-from sfi_core.settings.parts import SelectorConfig
 
 # what the paper leaves open is the released code's value in every preset
 OPEN = {"alpha": 0.5, "gamma": 0.5, "power": 1.8, "eta": 0.4, "radius": 16, "temperature": 2.0}
@@ -41,11 +40,7 @@ PAPER = {
 }
 
 # what triggers other than the paper's look at
-ALTERNATIVES = {
-    "stride",
-    "random_rate",
-    "trigger_seed",
-}
+ALTERNATIVES = {"stride", "random_rate", "trigger_seed"}
 
 
 def mistake(error: type[Exception], message: str):
@@ -80,12 +75,7 @@ METHODS = {"codescan", "draft", "freekv", "synckv"}
         (
             "released",
             PAPER
-            | {
-                "budget": 1568,
-                "min_gap": 16,
-                "trigger_delay": 1,
-                "triggers": (".", "?", "!"),
-            },
+            | {"budget": 1568, "min_gap": 16, "trigger_delay": 1, "triggers": (".", "?", "!")},
             OPEN
             | {
                 "lambda_clip": 0.25,
@@ -120,16 +110,13 @@ def test_freekv_s_scenarios_have_a_budget_of_2048_tokens(preset: str, kept: int,
     assert (config.freekv.tau, config.freekv.page, config.budget % 32) == (tau, 32, 0)
 
 
-def test_the_default_preset_is_the_default():
-    assert SfiConfig.preset("default") == SfiConfig()
-
-
 @pytest.mark.parametrize("preset", PRESETS)
-def test_a_config_survives_toml(preset: str, tmp_path: Path):
+def test_a_config_survives_toml_and_json(preset: str, tmp_path: Path):
     path = tmp_path / "settings.toml"
     config = SfiConfig.preset(preset)
     path.write_text(config.to_toml(), encoding="utf-8")
     assert SfiConfig().merge_toml(path) == config
+    assert SfiConfig().replace(**json.loads(json.dumps(config.to_dict()))) == config
 
 
 @pytest.mark.parametrize(
@@ -151,32 +138,9 @@ def test_a_file_changes_only_what_it_names(tmp_path: Path):
     assert merged.selector.lambda_clip == 0.25
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-def test_a_config_survives_json(preset: str):
-    config = SfiConfig.preset(preset)
-    values = json.loads(json.dumps(config.to_dict()))
-    assert SfiConfig().replace(**values) == config
-
-
 def test_replacing_part_of_the_selector_keeps_the_rest():
     config = SfiConfig.preset("released").replace(selector={"alpha": 0.25})
     assert config.selector == dataclasses.replace(SfiConfig.preset("released").selector, alpha=0.25)
-
-
-def test_a_whole_selector_may_be_given():
-    selector = SelectorConfig(alpha=0.25)
-    assert SfiConfig().replace(selector=selector).selector is selector
-
-
-def test_replacing_leaves_the_original_alone():
-    config = SfiConfig()
-    config.replace(budget=1, selector={"alpha": 1.0})
-    assert config == SfiConfig()
-
-
-def test_a_config_cannot_be_changed_in_place():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        SfiConfig().budget = 3
 
 
 def test_lists_become_tuples_so_that_a_config_can_be_hashed():
@@ -185,12 +149,6 @@ def test_lists_become_tuples_so_that_a_config_can_be_hashed():
     assert hash(config) == hash(
         SfiConfig(triggers=(".",), trigger_token_ids=(1, 2), dense_layers=(0,))
     )
-
-
-@pytest.mark.parametrize("name", ["lambda_clip", "gamma"])
-def test_a_whole_number_is_fine_for_a_fraction(name: str):
-    value = getattr(SfiConfig().replace(selector={name: 1}).selector, name)
-    assert (value, type(value)) == (1.0, float)
 
 
 @pytest.mark.parametrize("name", ["bugdet", "self", "alpha"])
@@ -208,19 +166,9 @@ def test_an_unknown_selector_setting_is_named_with_the_selector_s():
         SfiConfig().replace(selector={"sink": 3})
 
 
-NAMES = "('default', 'paper', 'released', 'freekv-long-input', 'freekv-long-generation')"
-
-
-@pytest.mark.parametrize(
-    ("preset", "message"),
-    [
-        ("papr", f"unknown preset 'papr'; expected one of {NAMES}"),
-        ("", f"unknown preset ''; expected one of {NAMES}"),
-    ],
-)
-def test_an_unknown_preset_is_named_with_the_known_ones(preset: str, message: str):
-    with mistake(ConfigError, message):
-        SfiConfig.preset(preset)
+def test_an_unknown_preset_is_named_with_the_known_ones():
+    with mistake(ConfigError, f"unknown preset 'papr'; expected one of {tuple(PRESETS)}"):
+        SfiConfig.preset("papr")
 
 
 WRONG = [
@@ -262,30 +210,24 @@ WRONG = [
     ("random_rate", -0.1, "random_rate must be in [0, 1], got -0.1"),
     ("random_rate", math.nan, "random_rate must be in [0, 1], got nan"),
 ]
-WRONG_BASELINE = [
-    ("page", 0, "page must be at least 1, got 0"),
-    ("page", 2.0, "page must be int, got 2.0"),
-    ("kernel", 3, "unknown setting 'kernel'; expected one of ('page',)"),
-]
-WRONG_SELECTOR = [
-    ("alpha", 0.0, "alpha must be in (0, 1], got 0.0"),
-    ("alpha", 1.1, "alpha must be in (0, 1], got 1.1"),
-    ("alpha", math.nan, "alpha must be in (0, 1], got nan"),
-    ("alpha", True, "alpha must be float, got True"),
-    ("alpha", "1", "alpha must be float, got '1'"),
-    ("gamma", -0.1, "gamma must be at least 0, got -0.1"),
-    ("beta", math.inf, "beta must be at least 0 and finite, got inf"),
-    ("power", 0.9, "power must be at least 1, got 0.9"),
-    ("eta", -1.0, "eta must be at least 0, got -1.0"),
-    ("alpha_soft", -1.0, "alpha_soft must be at least 0, got -1.0"),
-    ("alpha_cross", math.nan, "alpha_cross must be at least 0 and finite, got nan"),
-    ("radius", -1, "radius must be at least 0, got -1"),
-    ("radius", 1.0, "radius must be int, got 1.0"),
-    ("temperature", 0.0, "temperature must be positive, got 0.0"),
-    ("temperature", math.inf, "temperature must be positive and finite, got inf"),
-    ("lambda_clip", 1.5, "lambda_clip must be in [0, 1], got 1.5"),
-    ("lambda_clip", math.nan, "lambda_clip must be in [0, 1], got nan"),
-    ("lambda_clip", None, "lambda_clip must be float, got None"),
+WRONG_IN_TABLES = [
+    ("baseline", "page", 0, "page must be at least 1, got 0"),
+    ("baseline", "kernel", 3, "unknown setting 'kernel'; expected one of ('page',)"),
+    ("selector", "alpha", 0.0, "alpha must be in (0, 1], got 0.0"),
+    ("selector", "alpha", 1.1, "alpha must be in (0, 1], got 1.1"),
+    ("selector", "alpha", math.nan, "alpha must be in (0, 1], got nan"),
+    ("selector", "alpha", "1", "alpha must be float, got '1'"),
+    ("selector", "gamma", -0.1, "gamma must be at least 0, got -0.1"),
+    ("selector", "beta", math.inf, "beta must be at least 0 and finite, got inf"),
+    ("selector", "power", 0.9, "power must be at least 1, got 0.9"),
+    ("selector", "eta", -1.0, "eta must be at least 0, got -1.0"),
+    ("selector", "alpha_soft", -1.0, "alpha_soft must be at least 0, got -1.0"),
+    ("selector", "alpha_cross", math.nan, "alpha_cross must be at least 0 and finite, got nan"),
+    ("selector", "radius", -1, "radius must be at least 0, got -1"),
+    ("selector", "radius", 1.0, "radius must be int, got 1.0"),
+    ("selector", "temperature", 0.0, "temperature must be positive, got 0.0"),
+    ("selector", "lambda_clip", 1.5, "lambda_clip must be in [0, 1], got 1.5"),
+    ("selector", "lambda_clip", None, "lambda_clip must be float, got None"),
 ]
 
 
@@ -297,20 +239,10 @@ def test_a_wrong_setting_is_refused_however_it_comes(name: str, value: object, m
         SfiConfig(**{name: value})
 
 
-@pytest.mark.parametrize(("name", "value", "message"), WRONG_SELECTOR)
-def test_a_wrong_selector_setting_is_refused_however_it_comes(
-    name: str, value: object, message: str
-):
+@pytest.mark.parametrize(("table", "name", "value", "message"), WRONG_IN_TABLES)
+def test_a_wrong_setting_of_a_table_is_refused(table: str, name: str, value: object, message: str):
     with mistake(ConfigError, message):
-        SfiConfig().replace(selector={name: value})
-    with mistake(ConfigError, message):
-        SelectorConfig(**{name: value})
-
-
-@pytest.mark.parametrize(("name", "value", "message"), WRONG_BASELINE)
-def test_a_wrong_setting_of_a_baseline_is_refused(name: str, value: object, message: str):
-    with mistake(ConfigError, message):
-        SfiConfig().replace(baseline={name: value})
+        SfiConfig().replace(**{table: {name: value}})
 
 
 def test_a_wrong_setting_in_a_file_is_named_with_the_file(tmp_path: Path):
@@ -330,24 +262,6 @@ def test_malformed_toml_is_named_with_file_and_line(text: str, line: int, tmp_pa
         SfiConfig().merge_toml(path)
     assert str(caught.value).startswith(f"config {path} is not valid TOML: ")
     assert f"(at line {line}, " in str(caught.value)
-
-
-def test_a_missing_file_is_named(tmp_path: Path):
-    path = tmp_path / "absent.toml"
-    with mistake(InputError, f"config {path} cannot be read: No such file or directory"):
-        SfiConfig().merge_toml(path)
-
-
-def test_a_folder_is_no_file(tmp_path: Path):
-    with mistake(InputError, f"config {tmp_path} cannot be read: Is a directory"):
-        SfiConfig().merge_toml(tmp_path)
-
-
-def test_a_file_that_is_no_text_is_refused(tmp_path: Path):
-    path = tmp_path / "settings.toml"
-    path.write_bytes(b"triggers = ['\xff']\n")
-    with pytest.raises(InputError, match=r"cannot be read: 'utf-8' codec can't decode byte 0xff"):
-        SfiConfig().merge_toml(path)
 
 
 def test_a_config_error_is_a_usage_error():

@@ -36,8 +36,7 @@ def test_a_share_is_exact_and_rounds_down():
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["x", "", "0%", "101%", "-5%", "2 gigabytes", "0GiB", "1.5", "2Gi", "1e9", "nan%", "%"],
+    "text", ["x", "", "0%", "101%", "-5%", "2 gigabytes", "0GiB", "1.5", "2Gi", "1e9", "nan%", "%"]
 )
 def test_anything_else_is_refused_in_one_line(text: str):
     with pytest.raises(ConfigError) as caught:

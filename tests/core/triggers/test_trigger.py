@@ -45,10 +45,6 @@ def test_the_first_generated_token_counts():
     assert slow_steps(text(5, 0)) == {1: "trigger"}
 
 
-def test_boundary_tokens_in_a_row_each_make_a_step_slow():
-    assert slow_steps(text(6, 2, 3)) == {3: "trigger", 4: "trigger"}
-
-
 @pytest.mark.parametrize("delay", [0, 1, 2])
 def test_a_delay_puts_the_slow_step_off_by_that_many_steps(delay: int):
     assert list(slow_steps(text(12, 3, 7), trigger_delay=delay)) == [4 + delay, 8 + delay]
@@ -69,10 +65,6 @@ def test_t_max_is_the_largest_number_of_consecutive_fast_steps(t_max: int):
     slow = slow_steps(text(30), t_max=t_max)
     assert list(slow) == list(range(t_max + 1, 31, t_max + 1))
     assert set(slow.values()) == {"t_max"}
-
-
-def test_a_trigger_restarts_the_count_of_fast_steps():
-    assert slow_steps(text(12, 2), t_max=4) == {3: "trigger", 8: "t_max"}
 
 
 def test_a_trigger_is_named_when_both_are_due():
@@ -126,10 +118,6 @@ def test_the_first_steps_are_slow_under_every_policy_if_asked(trigger_policy: st
     assert slow_steps(text(8), **settings) == {1: "first", 2: "first"}
 
 
-def test_one_slow_start_is_the_paper_s_step_0_alone():
-    assert slow_steps(text(8), slow_start=1) == {}
-
-
 def drawn(settings: dict[str, Any], **fields: Any) -> str:
     config = PAPER.replace(trigger_policy="random", **settings)
     state = RequestState(
@@ -147,9 +135,9 @@ def test_gap_and_t_max_hold_for_chance():
 
 def test_chance_follows_rate_and_seed():
     def steps(**settings: Any) -> list[int]:
-        return [i for i in range(2000) if drawn(settings, step=i)]
+        return [i for i in range(500) if drawn(settings, step=i)]
 
-    assert len(steps(random_rate=0.25)) == pytest.approx(500, abs=80)
+    assert len(steps(random_rate=0.25)) == pytest.approx(125, abs=40)
     assert steps(random_rate=0.25) == steps(random_rate=0.25)
     assert steps(random_rate=0.25) != steps(random_rate=0.25, trigger_seed=1)
     assert set(steps(random_rate=0.1)) < set(steps(random_rate=0.25))
