@@ -1,4 +1,4 @@
-"""What looks at every layer of a run."""
+"""The interface of objects that look at every layer of a run."""
 
 from typing import Any, Protocol
 
@@ -6,10 +6,10 @@ import torch
 
 
 class Watcher(Protocol):
-    """Looks at what every layer attended, and keeps a memory of its own."""
+    """Sees the queries and outputs of every layer, and may keep data of its own."""
 
     def see(self, layer: Any, query_BHGTD: torch.Tensor, out_BHGTE: torch.Tensor) -> None:
-        """Look at a layer, an `engine.layer.Layer`, that has attended with the pass's queries."""
+        """Look at the pass's queries and outputs of an `engine.layer.Layer`."""
 
     def forget(self, request: int) -> None:
-        """Drop what is kept of a request that has left."""
+        """Drop the data of a request that has left."""

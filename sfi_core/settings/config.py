@@ -62,7 +62,7 @@ class SfiConfig(Table):
     t_max: int = setting(64, "Most fast steps in a row; 0 makes every step slow.", least=0)
     min_gap: int = setting(
         4,
-        "Ignore triggers until this many decoding steps after a slow step; 0 is the paper. Lists and code end "
+        "Ignore triggers for this many decoding steps after a slow step; 0 is the paper. Lists and code end "
         "lines often (docs/evidence.md has what that costs and is worth).",
         least=0,
     )
@@ -204,7 +204,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "budget": 1568,
         "min_gap": 16,
         "triggers": (".", "?", "!"),
-        # Paper gap: the released code bounds lambda by 0.25 where it averages several rows of evidence, and by
+        # Paper gap: the released code bounds lambda by 0.25 if it averages several rows of evidence, and by
         # 0.35 for a single row (a decoding step with one query head per KV head). It raises Eq. 11 to the
         # power 0.7, so its beta and eta are 0.7 times the paper's.
         "selector": {

@@ -16,8 +16,8 @@ class EngineOptions:
 
     overlap: bool = setting(
         True,
-        "Run a layer's Selector and pack on a second CUDA stream, beside the next layers (Sec. 4.1). On a CPU "
-        "they always run in order.",
+        "Run a layer's Selector and pack on a second CUDA stream, beside the next layers (Sec. 4.1). A CPU "
+        "always runs them in order.",
     )
     graphs: bool | None = setting(
         None,
@@ -29,8 +29,8 @@ class EngineOptions:
     )
     fused: bool | None = setting(
         None,
-        "Run each of a model's norms, rotations and gates as one Triton kernel. Modules whose source sfi does "
-        "not know stay as they are. None does so on a CUDA device.",
+        "Run each of a model's norms, rotations and gates as one Triton kernel. Modules whose source is not "
+        "known stay as they are. None does so on a CUDA device.",
     )
     kv_device_budget: str | None = setting(
         None,
