@@ -11,7 +11,7 @@ from sfi_core.engine.layer import Layer
 
 
 def is_first_piece(layer: Layer, prompts: tuple[int, ...], query_BHGTD: torch.Tensor) -> bool:
-    """Say whether these rows read first pieces that PyTorch can attend: without soft cap and learned sinks."""
+    """Say whether these rows read first pieces that PyTorch can attend: no soft cap, no learned sinks."""
     begin = not any(layer.forward.start[row] for row in prompts)
     plain = layer.options["soft_cap"] is None and layer.options["sink_HG"] is None
     return begin and plain and layer.new is not None and has_fused(query_BHGTD, *layer.new)

@@ -72,7 +72,7 @@ def note_selection(
     *,
     heard: bool,
 ) -> None:
-    """Note a layer's packed tokens in the state of a request, row `place` of the selection; tell observers."""
+    """Note what a layer packed for a request, row `place` of the selection; tell the observer if `heard`."""
     state = run.requests[row]
     ahead = reason == "speculative"
     state.note_packed(run.policy.config.sink, selection.index_BHK.shape[2], ahead=ahead)

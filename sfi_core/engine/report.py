@@ -155,8 +155,8 @@ class TierReport:
         recalled_bytes: Selected rows copied back in decoding steps.
         recalled_bytes_per_step: The same, the mean over decoding steps.
         streamed_bytes: Copied to the device for dense reads.
-        recall_seconds: Time that decoding steps waited on the host for recalled rows; 0 on a CUDA device,
-            where recalls run beside the steps.
+        recall_seconds: Time that decoding steps waited on the host for recalled rows; 0 if recalls run on a
+            CUDA stream of their own.
     """
 
     device_bytes: int

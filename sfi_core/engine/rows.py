@@ -78,7 +78,7 @@ class Rows:
 
     @classmethod
     def of_slow(cls, sink: int, step: StepDescriptor, table_BP: torch.Tensor) -> Self:
-        """Make the rows of the descriptor's slow requests, from the device and bounds only: fit for a graph."""
+        """Make the rows of the descriptor's slow requests without host data, for a CUDA graph."""
         request_R, sink_R, length_R, start_R = step.slow_R
         return cls(
             requests=(),

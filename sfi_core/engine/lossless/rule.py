@@ -9,7 +9,7 @@ from sfi_core.state.request import RequestState
 # the cost of a fast step as a share of a verification's, from the cached tokens and those a fast step reads
 Cost = Callable[[float, float], float]
 
-# added to a request's tested and accepted drafts: until it has tested some, drafts count as accepted
+# added to a request's counts of tested and accepted drafts, so that its acceptance rate starts at 0.995
 TRIED, KEPT = 20.0, 19.9
 
 
