@@ -11,7 +11,7 @@ class RequestState:
 
     Attributes:
         request: Index of the request in the run.
-        prompt_tokens: Tokens of the prompt without padding; 0 until it has been read.
+        prompt_tokens: Tokens of the prompt without padding; known once it has been read.
         length: Tokens in the cache, those of the pass under way included.
         step: Decoding step t; 0 is the prefill's last position, -1 comes before.
         slow: g_t.

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Tally:
-    """The counts and times of one request; those without a comment here are those of its report.
+    """The counts and times of one request; fields that are not listed here are those of `RequestReport`.
 
     Attributes:
         attended: Tokens read by the decoding steps from step 1 on, per KV head and full-attention layer.
