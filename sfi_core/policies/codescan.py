@@ -1,7 +1,7 @@
 """CodeScan, a method of ours: every step scores all keys by 32-bit codes and reads the best keys exactly.
 
 At the end of the prompt each KV head learns the directions in which the prompt's last queries tell its keys
-apart (`code_basis`). Every key is coded in that basis, in one word (`sfi_kernels.key_codes`). A step estimates
+apart (`code_basis`). Each key is coded in that basis, in one word (`sfi_kernels.key_codes`). A step estimates
 the logits of all keys from the codes and reads the keys with the highest probability, the mean over the
 queries of the KV head. A pseudo token with the mean value stands for the unread keys; its weight is
 `codescan.rest` of their estimated weight.

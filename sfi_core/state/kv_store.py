@@ -91,7 +91,7 @@ class KVStore(Protocol):
         """Read the first `length` tokens of a request's row block by block, of one KV head or all.
 
         Yields:
-            The first position of a block, its keys [1, H, N, D] and values [1, H, N, E]; valid until the next.
+            The first position of a block, its keys [1, H, N, D] and values [1, H, N, E]; overwritten later.
         """
 
     def keys(self, layer: int, row: int, start: int, stop: int) -> torch.Tensor:
