@@ -59,10 +59,11 @@ class Audit:
         self, layer: Layer, row: int, query_1HGD: torch.Tensor, out_HGE: torch.Tensor
     ) -> None:
         state = layer.run.requests[row]
-        mass_HGT = _mass(layer, row, query_1HGD)
+        mass_HGT = layer.logits((row,), query_1HGD[:, :, :, None])[0, :, :, 0].softmax(-1)
         mass_HT = mass_HGT.mean(1)
         H = mass_HT.shape[0]
         index_HK = top_k.on(layer.backend)(mass_HT[None], self.config.top)[0]
+        place_HK = index_HK.clamp_min(0).long()
         mixed = row in layer.dense_heads
         read_HT = torch.ones_like(mass_HT, dtype=torch.bool)
         retained_HG, error_H = mass_HGT.new_ones(mass_HGT.shape[:2]), mass_HT.new_zeros(H)
@@ -82,11 +83,11 @@ class Audit:
                 slow=state.slow,
                 heads=tuple(range(H)),
                 index_HK=index_HK,
-                mass_HK=_at(mass_HT, index_HK),
+                mass_HK=mass_HT.gather(1, place_HK) * (index_HK >= 0),
                 retained_H=retained_HG.mean(1),
                 query_cosine_H=cosine_H,
                 output_error_H=error_H,
-                read_HK=read_HT.gather(1, index_HK.clamp_min(0).long()),
+                read_HK=read_HT.gather(1, place_HK),
                 top_1_read_H=read_HT.gather(1, mass_HGT.argmax(-1)).float().mean(1),
                 retained_min_H=retained_HG.amin(1),
             )
@@ -99,16 +100,6 @@ def check_audit(config: AuditConfig, shapes: Sequence[LayerShape]) -> None:
     odd = sorted(set(config.layers or ()) - set(managed))
     if odd:
         raise ConfigError(f"audit.layers must be among {managed}, got {odd}")
-
-
-def _mass(layer: Layer, row: int, query_1HGD: torch.Tensor) -> torch.Tensor:
-    logits = layer.logits((row,), query_1HGD[:, :, :, None])
-    mass_HGT: torch.Tensor = logits[0, :, :, 0].softmax(-1)
-    return mass_HGT
-
-
-def _at(mass_HT: torch.Tensor, index_HK: torch.Tensor) -> torch.Tensor:
-    return mass_HT.gather(1, index_HK.clamp_min(0).long()) * (index_HK >= 0)
 
 
 def _read(layer: Layer, row: int, all_HT: torch.Tensor) -> torch.Tensor:

@@ -77,10 +77,6 @@ class Meter:
         self.replayed = False
         self.began = time.perf_counter()
 
-    def begin_with_the_last(self) -> None:
-        """Start the clock at the end of the last step, when the device began a step launched ahead."""
-        self.began = self.ended
-
     def lap(self, *, prefill: bool) -> float:
         """End the step and return its seconds."""
         self.ended = time.perf_counter()

@@ -1,11 +1,21 @@
-"""The last queries of prompts that are read in pieces, by layer."""
+"""Watchers of a run's layers, and the one that keeps the last queries of the prompts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.nn.functional import pad
+
+
+class Watcher(Protocol):
+    """Sees the queries and outputs of every layer, and may keep data of its own."""
+
+    def see(self, layer: Any, query_BHGTD: torch.Tensor, out_BHGTE: torch.Tensor) -> None:
+        """Look at the pass's queries and outputs of an `engine.layer.Layer`."""
+
+    def forget(self, request: int) -> None:
+        """Drop the data of a request that has left."""
 
 
 @dataclass(frozen=True, slots=True)

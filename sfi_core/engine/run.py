@@ -22,10 +22,9 @@ from sfi_core.engine.forward import (
 )
 from sfi_core.engine.maintenance import Maintenance
 from sfi_core.engine.meter import WHOLE_STEP, Meter
-from sfi_core.engine.prompt_queries import PromptQueries
+from sfi_core.engine.prompt_queries import PromptQueries, Watcher
 from sfi_core.engine.rows import Rows
 from sfi_core.engine.telling import Shape, step_event, step_shape, tell_beginning
-from sfi_core.engine.watcher import Watcher
 from sfi_core.observers.observer import Observer
 from sfi_core.policies.base import EvidencePolicy, Policy
 from sfi_core.policies.context import Notes
@@ -150,7 +149,7 @@ class Run:
             self._enter(one, state)
         self.describe(passes, start)
         if self.descriptors.launched:
-            self.meter.begin_with_the_last()
+            self.meter.began = self.meter.ended  # the device has worked on this step since then
         tell_beginning(self)
 
     def describe(self, passes: Sequence[RequestPass], start: Sequence[int]) -> None:

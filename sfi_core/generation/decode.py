@@ -20,7 +20,7 @@ class Model(Protocol):
         """Note the tokens x_t."""
 
     def admit(self, token_B: list[int]) -> list[int]:
-        """Begin waiting requests in free rows; return all rows' tokens, or [] once all requests have ended."""
+        """Begin waiting requests in free rows; return all rows' tokens, [] once all requests have ended."""
 
 
 def decode(

@@ -200,8 +200,22 @@ def generate(
         except KeyboardInterrupt:
             interrupted = True
         report = _report(session, scheduler, error, interrupted=interrupted)
-        result = _result(report, session, tokenizer, plan, error, interrupted=interrupted)
-        return replace(result, seed=seed if sampling.do_sample else None)
+        texts = [
+            tokenizer.decode(one.token_ids, skip_special_tokens=True) if tokenizer else ""
+            for one in report.requests
+        ]
+        return Result(
+            report=report,
+            texts=texts,
+            trigger_token_ids=session.trigger_token_ids,
+            forecast=plan.forecast,
+            slots=plan.slots,
+            byte_limit=ByteLimit.of(session, report, plan.slots),
+            peak_memory_bytes=peak_bytes(model.device),
+            error=error,
+            interrupted=interrupted,
+            seed=seed if sampling.do_sample else None,
+        )
 
 
 def _report(
@@ -222,29 +236,3 @@ def _report(
         reason = "interrupted" if interrupted or state.request in scheduler.waiting else "error"
         requests.append(request if state.finished else replace(request, finish_reason=reason))
     return replace(report, requests=requests)
-
-
-def _result(
-    report: RunReport,
-    session: Session,
-    tokenizer: Any,
-    plan: BatchPlan,
-    error: SfiError | None,
-    *,
-    interrupted: bool,
-) -> Result:
-    texts = [
-        tokenizer.decode(r.token_ids, skip_special_tokens=True) if tokenizer else ""
-        for r in report.requests
-    ]
-    return Result(
-        report=report,
-        texts=texts,
-        trigger_token_ids=session.trigger_token_ids,
-        forecast=plan.forecast,
-        slots=plan.slots,
-        byte_limit=ByteLimit.of(session, report, plan.slots),
-        peak_memory_bytes=peak_bytes(session.model.device),
-        error=error,
-        interrupted=interrupted,
-    )

@@ -40,9 +40,9 @@ def verify(
     `verify` outside `slow_fast`. A token must be the arg max of the processed logits; under sampling, of
     their sum with the noise of seed, request and index.
 
-    A token that differs by at most `bound_ulp` units in the last place (ulp) of the logits is within rounding.
-    Paper gap: the bound is ours. A run multiplies one or several rows of activations at once, this check many,
-    so that sums are rounded in another order. bfloat16 and float16 products are summed in float32 and each
+    A token that differs by at most `bound_ulp` units in the last place (ulp) of the logits is rounding.
+    Paper gap: the bound is ours. A run multiplies one or few rows of activations at once, this check many, so
+    that sums are rounded in another order. bfloat16 and float16 products are summed in float32 and each
     activation is rounded once: 4 ulp for each of the two scores, 8 in all. float32 rounds partial sums, an
     error that grows as the square root of the number of terms: 8 sqrt(hidden size). The distance of
     SmolLM2-135M's two best logits changed by at most 2 ulp in bfloat16, and 16 in float32, between passes of

@@ -82,8 +82,9 @@ class FreeKV(Policy):
         page, budget = self.config.freekv.page, self.config.budget
         chosen = []
         for note, state in zip(context.notes, context.states, strict=True):
-            allowed = state.sink(self.config.sink), next_recent_start(state, self.config, ahead)
-            chosen.append(best_pages(note["score"], page, allowed, budget))
+            sink = state.sink(self.config.sink)
+            recent_start = max(sink, state.length + ahead - self.config.recent)
+            chosen.append(best_pages(note["score"], page, (sink, recent_start), budget))
         return Selection(stacked(chosen))
 
 
@@ -98,8 +99,3 @@ def group_scores(bound_HGP: torch.Tensor, scale: float) -> torch.Tensor:
 def pooled_cosine(query_BHGD: torch.Tensor, last_BHGD: torch.Tensor) -> torch.Tensor:
     """Return C_i, the cosine of this step's query with the last one's, the mean over G, [B, H] (Sec. 3.3)."""
     return torch.cosine_similarity(query_BHGD.float(), last_BHGD.float(), -1).mean(-1)
-
-
-def next_recent_start(state: RequestState, config: SfiConfig, ahead: int) -> int:
-    """Return the first position of the sliding recent segment `ahead` steps from now."""
-    return max(state.sink(config.sink), state.length + ahead - config.recent)

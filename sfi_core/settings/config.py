@@ -155,13 +155,10 @@ class SfiConfig(Table):
             raise ConfigError(f"{path}: {error}") from error
 
 
-PARTS: dict[str, Any] = {  # tables of a TOML file
-    "selector": SelectorConfig,
-    "baseline": BaselineConfig,
-    "freekv": FreeKVConfig,
-    "synckv": SyncKVConfig,
-    "codescan": CodeScanConfig,
-    "draft": DraftConfig,
+PARTS: dict[str, Any] = {  # the nested tables, which are those of a TOML file too
+    one.name: one.default_factory
+    for one in dataclasses.fields(SfiConfig)
+    if one.default_factory is not dataclasses.MISSING
 }
 
 

@@ -83,7 +83,10 @@ class Setting:
         if self.choices:
             expected = f"expected one of {self.choices}"
             require(value in self.choices, f"unknown {self.name} {value!r}; {expected}")
-        require(self._has(value), f"{self.name} must be {self._rule(value)}, got {value}")
+        rule = self.range
+        if self.most is None and not (isinstance(value, str) or math.isfinite(value)):
+            rule = f"{rule} and finite" if rule else "finite"
+        require(self._has(value), f"{self.name} must be {rule}, got {value}")
         return value
 
     def _has(self, value: Any) -> bool:
@@ -95,11 +98,6 @@ class Setting:
             and (self.above is None or value > self.above)
             and (self.most is None or value <= self.most)
         )
-
-    def _rule(self, value: Any) -> str:
-        if self.most is None and isinstance(value, float) and not math.isfinite(value):
-            return f"{self.range} and finite" if self.range else "finite"
-        return self.range
 
 
 class Table:

@@ -7,6 +7,8 @@ FreeKV's layout (page, head, 2, page size, d) (Sec. 4.2). Pages on the device ar
 page is copied as it is.
 """
 
+import copy
+
 import torch
 
 
@@ -61,7 +63,6 @@ class HostTier:
 
     def over(self, host_PHX: torch.Tensor) -> "HostTier":
         """Return a tier of the same layout over other pages."""
-        other = object.__new__(HostTier)
-        other.__dict__.update(self.__dict__)
+        other = copy.copy(self)
         other.host_PHX = host_PHX
         return other
