@@ -50,7 +50,7 @@ class RequestState:
 
     @property
     def fast_tokens(self) -> int:
-        """Tokens that a fast step reads per KV head: sink, selected and recent (as Eq. 1)."""
+        """Tokens that a fast step reads per KV head: sink, selected and recent (Eqs. 1 and 25)."""
         return self.packed_tokens + self.length - self.recent_start
 
     def read(self, *, dense: bool) -> int:
