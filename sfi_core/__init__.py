@@ -35,7 +35,7 @@ __all__ = [
     "read_prompt",
     "slow_fast",
 ]
-# these import torch or transformers, which `sfi --help` must not
+# imported on first use: these modules import torch or transformers, which would slow `sfi --help` down
 _LAZY = {
     "NullObserver": "observers.observer",
     "Result": "generation.generate",
@@ -49,7 +49,7 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import the heavy names on first use."""
+    """Import a name of `_LAZY` on first use."""
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(f"sfi_core.{_LAZY[name]}"), name)

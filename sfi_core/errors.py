@@ -1,15 +1,4 @@
-"""Mistakes a user can make and fix. Anything else is a bug and keeps its traceback.
-
-* SfiError            exit code 1
-  x ConfigError       exit code 2; a setting is out of range or two settings contradict
-  x InputError        exit code 3; a file, a model folder or a prompt cannot be read
-    x TraceError      exit code 3; a trace is missing, truncated or of another schema version
-  x BackendError      exit code 4; this machine cannot run what was asked for
-    x UnsupportedModelError  exit code 4; this architecture cannot run under SFI
-    x MemoryForecastError    exit code 4; the run would not fit
-  x NumericsError     exit code 1; the model produced NaN or infinite logits
-  x RankLostError     exit code 1; another process of a tensor-parallel run died or hangs
-"""
+"""Errors that a user can fix. Any other exception is a bug and keeps its traceback."""
 
 
 class SfiError(Exception):
@@ -31,7 +20,7 @@ class InputError(SfiError):
 
 
 class TraceError(InputError):
-    """A trace cannot be read."""
+    """A trace is missing, damaged or of another schema version."""
 
 
 class BackendError(SfiError):

@@ -6,18 +6,8 @@ from sfi_core.hosts.vllm.options import ServeTable
 from sfi_core.settings.audit import AuditConfig
 from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.engine import BACKENDS, EngineOptions
-from sfi_core.settings.fields import Setting, check, setting, settings_of
+from sfi_core.settings.fields import Setting, Table, setting, settings_of
 from sfi_core.settings.sampling import Sampling
-
-
-class Table:
-    """A table of settings; each field says what it does."""
-
-    __slots__ = ()
-
-    def __post_init__(self) -> None:
-        """Reject values of another type or out of range."""
-        check(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

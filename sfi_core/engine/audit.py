@@ -1,4 +1,4 @@
-"""The audit: what dense attention would have read, beside what a step read; the run stays as it is."""
+"""The audit compares a step's sparse attention with dense attention; it does not change the run."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +19,6 @@ class Audit:
     """The audit of one run; a `Watcher`.
 
     Attributes:
-        config: What to audit.
         queries: The last step's query by request and layer, [1, H, G, D].
     """
 
@@ -27,13 +26,7 @@ class Audit:
     queries: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
 
     def see(self, layer: Layer, query_BHGTD: torch.Tensor, out_BHGTE: torch.Tensor) -> None:
-        """Look at every request of a layer that has just attended, but for prompts that go on.
-
-        Args:
-            layer: The layer.
-            query_BHGTD: Its queries; the last of T is looked at.
-            out_BHGTE: What they read.
-        """
+        """Audit the last query of every request that gets a token from this pass and whose step is due."""
         forward, run = layer.forward, layer.run
         unaudited = self.config.layers is not None and layer.index not in self.config.layers
         if unaudited or not forward.generates:
@@ -50,7 +43,7 @@ class Audit:
     def take_queries(
         self, states: Sequence[RequestState], query_BHGD: Mapping[int, torch.Tensor]
     ) -> None:
-        """Take the queries of a step that this has not seen, by layer; a request's step 0 it has seen."""
+        """Take the queries, by layer, of a decoding step for which `see` was not called."""
         for row, state in enumerate(states):
             if state.step > 0 and not state.finished:
                 for layer, query in query_BHGD.items():
@@ -66,10 +59,11 @@ class Audit:
         self, layer: Layer, row: int, query_1HGD: torch.Tensor, out_HGE: torch.Tensor
     ) -> None:
         state = layer.run.requests[row]
-        mass_HGT = _mass(layer, row, query_1HGD)
+        mass_HGT = layer.logits((row,), query_1HGD[:, :, :, None])[0, :, :, 0].softmax(-1)
         mass_HT = mass_HGT.mean(1)
         H = mass_HT.shape[0]
         index_HK = top_k.on(layer.backend)(mass_HT[None], self.config.top)[0]
+        place_HK = index_HK.clamp_min(0).long()
         mixed = row in layer.dense_heads
         read_HT = torch.ones_like(mass_HT, dtype=torch.bool)
         retained_HG, error_H = mass_HGT.new_ones(mass_HGT.shape[:2]), mass_HT.new_zeros(H)
@@ -89,11 +83,11 @@ class Audit:
                 slow=state.slow,
                 heads=tuple(range(H)),
                 index_HK=index_HK,
-                mass_HK=_at(mass_HT, index_HK),
+                mass_HK=mass_HT.gather(1, place_HK) * (index_HK >= 0),
                 retained_H=retained_HG.mean(1),
                 query_cosine_H=cosine_H,
                 output_error_H=error_H,
-                read_HK=read_HT.gather(1, index_HK.clamp_min(0).long()),
+                read_HK=read_HT.gather(1, place_HK),
                 top_1_read_H=read_HT.gather(1, mass_HGT.argmax(-1)).float().mean(1),
                 retained_min_H=retained_HG.amin(1),
             )
@@ -101,29 +95,15 @@ class Audit:
 
 
 def check_audit(config: AuditConfig, shapes: Sequence[LayerShape]) -> None:
-    """Refuse layers that the model does not have.
-
-    Raises:
-        ConfigError: With those that it has.
-    """
+    """Raise `ConfigError` for audited layers that are no full-attention layers of the model."""
     managed = [layer for layer, shape in enumerate(shapes) if shape.window is None]
     odd = sorted(set(config.layers or ()) - set(managed))
     if odd:
         raise ConfigError(f"audit.layers must be among {managed}, got {odd}")
 
 
-def _mass(layer: Layer, row: int, query_1HGD: torch.Tensor) -> torch.Tensor:
-    logits = layer.logits((row,), query_1HGD[:, :, :, None])
-    mass_HGT: torch.Tensor = logits[0, :, :, 0].softmax(-1)
-    return mass_HGT
-
-
-def _at(mass_HT: torch.Tensor, index_HK: torch.Tensor) -> torch.Tensor:
-    return mass_HT.gather(1, index_HK.clamp_min(0).long()) * (index_HK >= 0)
-
-
 def _read(layer: Layer, row: int, all_HT: torch.Tensor) -> torch.Tensor:
-    # the packed segment (sinks and selected), which is padded with -1, and the recent segment
+    # the packed segment (sinks and selected), padded with -1, and the recent segment
     H, T = all_HT.shape
     position_HS = layer.run.segments[layer.index].position_BHS[row].long()
     read_HT = all_HT.new_zeros(H, T + 1).scatter(1, position_HS.where(position_HS >= 0, T), 1)

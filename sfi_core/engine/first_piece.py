@@ -1,6 +1,5 @@
-"""The first piece of a prompt attends to itself alone: PyTorch's fused attention reads its new keys.
+"""The first piece of a prompt, by PyTorch's fused attention over its new keys; later pieces read pages.
 
-Later pieces read pages, which the prompt's kernel does.
 Paper gap: the paper does not say how a prompt is read.
 """
 
@@ -12,17 +11,14 @@ from sfi_core.engine.layer import Layer
 
 
 def is_first_piece(layer: Layer, prompts: tuple[int, ...], query_BHGTD: torch.Tensor) -> bool:
-    """Say whether some rows read first pieces that PyTorch's attention computes as the kernel would.
-
-    Not with a soft cap or learned sinks, which PyTorch's attention does not know.
-    """
+    """Say whether these rows read first pieces that PyTorch can attend: no soft cap, no learned sinks."""
     begin = not any(layer.forward.start[row] for row in prompts)
     plain = layer.options["soft_cap"] is None and layer.options["sink_HG"] is None
     return begin and plain and layer.new is not None and has_fused(query_BHGTD, *layer.new)
 
 
 def has_fused(query_BHGTD: torch.Tensor, key_BHTD: torch.Tensor, value_BHTE: torch.Tensor) -> bool:
-    """Say whether the device's flash attention takes these; any other would hold all T x T logits."""
+    """Say whether flash attention takes these tensors; PyTorch's others hold all T x T logits."""
     if query_BHGTD.device.type != "cuda":
         return False
     operands = query_BHGTD.flatten(1, 2), key_BHTD, value_BHTE
@@ -32,17 +28,12 @@ def has_fused(query_BHGTD: torch.Tensor, key_BHTD: torch.Tensor, value_BHTE: tor
 def attend_to_itself(
     layer: Layer, prompts: tuple[int, ...], query_BHGTD: torch.Tensor
 ) -> torch.Tensor:
-    """Attend causally with first pieces; a request's tokens are the last `count` of T.
-
-    Args:
-        layer: The layer, which has the piece's keys and values at hand.
-        prompts: The rows; the queries of others are not read.
-        query_BHGTD: Queries grouped by KV head.
+    """Attend causally with the first pieces in some rows; a request's tokens are the last `count` of T.
 
     Returns:
         out, [B, H, G, T, E]; zeros where a request has no token.
     """
-    assert layer.new is not None, "the first piece's keys are at hand"
+    assert layer.new is not None, "the host has handed over the piece's keys"
     key, value = layer.new
     B, T, count = len(query_BHGTD), query_BHGTD.shape[3], layer.forward.count
     if len(prompts) == B and all(own == T for own in count):

@@ -1,4 +1,4 @@
-"""The forward pass under way: what each request does in it, and what the pass hands to its layers."""
+"""The forward pass under way: what each request does in it, and what all layers share."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -28,8 +28,8 @@ class RequestPass:
     """What one request does in a forward pass; a batch may mix all kinds.
 
     Attributes:
-        kind: IDLE (rests), PROMPT (reads a piece of its prompt), FAST or SLOW (decodes).
-        count: Its new tokens; 0 for a request that rests.
+        kind: IDLE, PROMPT (reads a piece of its prompt), FAST or SLOW (decodes).
+        count: New tokens; 0 if idle.
         reason: Why it is slow.
         ends_prompt: Whether the piece is the prompt's last: step 0, which is slow (g_0 = 1).
     """
@@ -46,7 +46,7 @@ class RequestPass:
 
     @classmethod
     def prompt(cls, count: int, *, ends: bool) -> Self:
-        """Read `count` tokens of the prompt; a request without any rests."""
+        """Read `count` tokens of the prompt; idle if there are none."""
         return cls(PROMPT, count, "first", ends) if count else cls()
 
     @classmethod
@@ -57,22 +57,19 @@ class RequestPass:
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """The forward pass under way; made new for each pass, then only read.
+    """One forward pass; made new for each pass and then only read.
 
     Attributes:
-        passes: What each request does.
-        start: Cached tokens of each request before it.
-        descriptor: What the layers read of the requests.
-        dense_descriptor: The same with every decoding request slow, for the layers left dense; None without
-            such.
-        count: New tokens of each request; 0 for one that rests.
-        longest: The most cached tokens of a request after it.
+        start: Cached tokens of each request before the pass.
+        descriptor: The requests as the kernels read them.
+        dense_descriptor: The same with every decoding request slow, for `dense_layers`; None without those.
+        count: New tokens of each request; 0 if idle.
+        longest: The most cached tokens of a request after the pass.
         prompts: Rows that read a piece of their prompt.
-        ended: Rows whose prompt ends with it.
-        decodes: Whether any request decodes.
+        ended: Rows whose prompt ends with the pass.
         slow: Rows that decode with g_t = 1.
-        fast: The other rows that decode.
-        chosen: `Rows` that layers have asked for, by their rows in the batch: made once for all layers.
+        fast: Rows that decode with g_t = 0.
+        chosen: The `Rows` made so far, by their rows in the batch; all layers share them.
     """
 
     passes: tuple[RequestPass, ...]
@@ -96,7 +93,7 @@ class Forward:
         descriptor: StepDescriptor,
         dense_descriptor: StepDescriptor | None,
     ) -> Self:
-        """Derive what layers ask for, once."""
+        """Derive the fields from the passes."""
         return cls(
             passes=tuple(passes),
             start=tuple(start),
@@ -117,7 +114,7 @@ class Forward:
         return self.decodes or bool(self.ended)
 
 
-# what a descriptor has to say of the requests of a pass; `dense=True` makes every decoding request slow
+# returns the requests of a pass as a descriptor lists them; `dense=True` makes every decoding request slow
 Requests = Callable[..., list[StepRequest]]
 
 
@@ -125,18 +122,18 @@ class Descriptors(Protocol):
     """Writes the descriptors of a pass.
 
     Attributes:
-        launched: Whether the device has begun the pass under way before it was described.
+        launched: Whether the device began the pass under way before the host described it.
     """
 
     launched: bool
 
     def describe(self, known: Requests) -> tuple[StepDescriptor, StepDescriptor | None]:
-        """Return a pass's descriptor, and the one for the layers left dense, if any."""
+        """Return a pass's descriptor, and the one for `dense_layers`, if there are any."""
 
 
 @dataclass(slots=True)
 class FreshDescriptors:
-    """Writes each pass's descriptors into new buffers; on the triton backend their work is planned too."""
+    """Writes each pass's descriptors into new buffers, and plans the triton backend's work."""
 
     policy: Policy
     store: KVStore
@@ -146,8 +143,8 @@ class FreshDescriptors:
     def describe(self, known: Requests) -> tuple[StepDescriptor, StepDescriptor | None]:
         """See `Descriptors`."""
         descriptor = self._describe(known(dense=False))
-        leaves_dense = bool(self.policy.config.dense_layers)
-        return descriptor, self._describe(known(dense=True)) if leaves_dense else None
+        dense_layers = self.policy.config.dense_layers
+        return descriptor, self._describe(known(dense=True)) if dense_layers else None
 
     def _describe(self, requests: Sequence[StepRequest]) -> StepDescriptor:
         decodes = any(request.mode in (FAST, SLOW) for request in requests)
@@ -160,19 +157,19 @@ class FreshDescriptors:
 
 
 def work_room(store: KVStore, device: torch.device) -> int:
-    """Return the most work items of a step."""
+    """Return the most work items that a step can have."""
     return work_items(store.batch, store.heads, resident_programs(device))
 
 
 def plan(descriptor: StepDescriptor, store: KVStore, device: torch.device) -> None:
-    """Split a step's keys over the processors."""
+    """Split a step's keys over the device's processors."""
     split_plan.triton(descriptor, store.heads, resident_programs(device))
 
 
 def known_requests(
     passes: Sequence[RequestPass], states: Sequence[RequestState], policy: Policy
 ) -> Requests:
-    """Return what descriptors say of the requests of a pass that has begun."""
+    """Return the function that lists the requests of a pass for its descriptors."""
 
     def requests(*, dense: bool) -> list[StepRequest]:
         pairs = zip(passes, states, strict=True)
@@ -185,7 +182,7 @@ def _step_request(
     one: RequestPass, state: RequestState, policy: Policy, *, dense: bool
 ) -> StepRequest:
     sink, packed = state.sink(policy.config.sink), state.packed_tokens
-    if policy.selects_before:  # this step's selection may be larger than the last one's
+    if policy.selects_before:  # the step's own selection may be larger than the last one
         packed = sink + min(policy.config.budget, max(0, state.recent_start - sink))
     mixed = policy.mixes_heads and not dense
     return StepRequest(

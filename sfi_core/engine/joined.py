@@ -1,7 +1,7 @@
-"""One selection for several layers: a slow request's evidence waits for that of its next layers.
+"""One call of the Selector for several layers of a slow request, each a row of the Selector's batch.
 
-Each layer is a row of the Selector's batch, so that every one gets what it gets alone. Packed segments are
-read at the next step only; `Session.after_forward` works off what still waits.
+The results are those of one call per layer. The evidence of a layer may wait, since its packed segment is
+read at the next step only; `Session.after_forward` works off the rest.
 """
 
 from functools import partial
@@ -19,10 +19,10 @@ Handed = tuple[Layer, torch.Tensor]  # a layer and its evidence, [1, H, G, 1, T]
 
 
 def joins(layer: Layer, row: int) -> bool:
-    """Say whether a layer's selection for a slow request may wait for the next layers'.
+    """Say whether a layer's selection for a slow request may wait for those of the next layers.
 
-    Not where a policy looks at more than the evidence, where rows come from the host's tier (the sooner the
-    better), where an observer times each layer, or where there is nothing to select from.
+    It may not if the policy needs more than the evidence, if rows come from the host (the sooner the better),
+    if an observer times each layer, or if there is nothing to select from.
     """
     run = layer.run
     policy, state = run.policy, run.requests[row]
@@ -36,23 +36,17 @@ def joins(layer: Layer, row: int) -> bool:
 
 
 def refresh_later(layer: Layer, row: int, logits_1HG1T: torch.Tensor) -> None:
-    """Select anew for a request, once the evidence of enough layers is there.
-
-    Args:
-        layer: The layer, which has attended.
-        row: The request's row.
-        logits_1HG1T: Its logits.
-    """
+    """Select anew for a request, once enough layers have handed over their evidence, the logits."""
     alike = (row, *logits_1HG1T.shape)
     work = partial(refresh_all, row)
     layer.run.maintenance.collect(alike, (layer, logits_1HG1T), logits_1HG1T.numel(), work)
 
 
 def refresh_all(row: int, handed: list[Handed]) -> None:
-    """Select anew for a request in all layers whose evidence has been handed over."""
+    """Select anew for a request in all layers that have handed over their evidence."""
     layers = [layer for layer, _ in handed]
     run, policy, L = layers[0].run, layers[0].run.policy, len(layers)
-    assert isinstance(policy, EvidencePolicy), "no other one joins layers"
+    assert isinstance(policy, EvidencePolicy), "`joins` admits no other policy"
     chosen, state = run.rows((row,)), run.requests[row]
     norms = [run.store.norms(layer.index, (row,), chosen.longest) for layer in layers]
     selection = policy.select_after(

@@ -1,4 +1,4 @@
-"""How often each Triton kernel was launched, in no more room after many steps than after one."""
+"""Launch counts of the Triton kernels, in memory that does not grow with the steps."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -9,20 +9,14 @@ ByLayer = Counter[tuple[str, int]]  # by a kernel's name and the layer
 
 @dataclass(slots=True)
 class Recorded:
-    """The launches of a step that is replayed.
-
-    Attributes:
-        launches: Of one replay.
-        names: Its kernels.
-        times: How often it was replayed.
-    """
+    """The launches of one replay of a recorded step, and how many `times` it was replayed."""
 
     launches: ByLayer
     names: frozenset[str] = field(init=False)
     times: int = 0
 
     def __post_init__(self) -> None:
-        """List the names once."""
+        """List the kernels' names once."""
         self.names = frozenset(name for name, _ in self.launches)
 
 
@@ -31,9 +25,9 @@ class Launches:
     """The launches of a run, whose steps come in order.
 
     Attributes:
-        counted: By name and layer, where kernels were launched one after the other.
-        recorded: The steps that are replayed.
-        steps: In how many steps each kernel ran.
+        counted: Launches outside replays, by name and layer.
+        recorded: The recorded steps.
+        steps: Number of steps in which each kernel ran.
     """
 
     counted: ByLayer = field(default_factory=Counter)
@@ -42,7 +36,7 @@ class Launches:
     _last: dict[str, int] = field(default_factory=dict)
 
     def add(self, launched: Mapping[str, int], step: int, layer: int) -> None:
-        """Count kernels by name that a step has launched in a layer."""
+        """Count a step's launches in a layer, by kernel."""
         for name, count in launched.items():
             self.counted[name, layer] += count
             self._ran(name, step)
@@ -54,7 +48,7 @@ class Launches:
             self._ran(name, step)
 
     def add_replay(self, recorded: Recorded, step: int) -> None:
-        """Count a replay of a recorded step, which `recorded` lists."""
+        """Count a replay of one of the `recorded` steps."""
         recorded.times += 1
         for name in recorded.names:
             self._ran(name, step)

@@ -1,7 +1,4 @@
-"""One layer of the forward pass under way, as backends, policies and watchers see it.
-
-It reads a request's whole history in one way, wherever the run's store keeps that.
-"""
+"""One layer of the forward pass under way, as backends, policies and watchers see it."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,21 +18,18 @@ from sfi_kernels.streamed_attention import (
 
 
 class Layer:
-    """A view of a run's layer; it owns nothing.
+    """A view of one layer of a run.
 
     Attributes:
-        run: The run; its store holds the layer's new keys and values already.
+        run: The run; its store already holds the layer's new keys and values.
         index: Index of the transformer layer.
-        forward: The pass under way.
-        backend: Whose ops run: "torch" or "triton".
-        pages: The layer's keys and values.
-        left_dense: Whether the layer is dense at every step.
+        left_dense: Whether the layer is one of `dense_layers`.
         logit_options: Scale and soft cap of the logits, as the ops take them.
         options: The same, and the learned sink logits.
-        dense_heads: The KV heads that read everything, by row, where a policy mixes heads in a step.
-        new: The keys and values that the pass brings, [B, H, T, D] and [B, H, T, E], a request's own last;
-            None where a host does not hand them over.
-        later: What is selected once all that watch have seen what the layer attended.
+        dense_heads: By row, the KV heads that read everything, if the policy mixes heads in a step.
+        new: The pass's keys [B, H, T, D] and values [B, H, T, E], a request's own last; None if the host does
+            not hand them over.
+        later: Selections to run after the watchers.
     """
 
     def __init__(
@@ -48,16 +42,6 @@ class Layer:
         sink_HG: torch.Tensor | None = None,
         new: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
-        """Look at a layer of a run.
-
-        Args:
-            run: The run, within a forward pass.
-            index: Index of the transformer layer.
-            scale: Factor on the logits.
-            soft_cap: Soft cap of the logits; None for none.
-            sink_HG: Learned sink logits; None for none.
-            new: The keys and values that the pass brings.
-        """
         self.run, self.index, self.forward = run, index, run.forward
         self.backend = run.store.backend
         self.pages = run.store.pages(index)
@@ -69,18 +53,18 @@ class Layer:
         self.later: list[Callable[[], None]] = []
 
     def finish(self, query_BHGTD: torch.Tensor, out_BHGTE: torch.Tensor) -> None:
-        """Show all that watch what the layer attended, then select what comes after it."""
+        """Call the watchers, then run the selections that wait in `later`."""
         self.run.tell(self, query_BHGTD, out_BHGTE)
         for select in self.later:
             select()
 
     def moved_bytes(self, rows: Sequence[int], *, dense: bool) -> int:
-        """Return the bytes of keys and values that some requests' attention reads."""
+        """Return the bytes of keys and values that the attention of some requests reads."""
         tokens = sum(self.run.requests[row].read(dense=dense) for row in rows)
         return tokens * self.pages.row_bytes
 
     def dense(self, row: int, query_1HGWD: torch.Tensor) -> torch.Tensor:
-        """Attend with a request's last W queries to everything before them, [1, H, G, W, E]."""
+        """Attend causally with a request's last W queries to its whole history, [1, H, G, W, E]."""
         store, length = self.run.store, self.run.requests[row].length
         if not store.whole_on_device:
             blocks = store.blocks(self.index, row, length)
@@ -93,11 +77,9 @@ class Layer:
     def dense_with_logits(
         self, row: int, query_1HGWD: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attend as `dense` does, and hand out the last query's logits, [1, H, G, 1, T]: the evidence.
+        """Attend as `dense` does; also return the last query's logits, [1, H, G, 1, T]: the evidence.
 
-        Args:
-            row: The request.
-            query_1HGWD: Its last W queries; one where its pages are in two tiers.
+        W must be 1 over a store of two tiers.
         """
         store = self.run.store
         if not store.whole_on_device:
@@ -111,17 +93,11 @@ class Layer:
     def heads(
         self, row: int, query_1HG1D: torch.Tensor, heads: Sequence[int], *, evidence: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attend to everything with some KV heads only; one by one, so that no head is copied.
-
-        Args:
-            row: The request.
-            query_1HG1D: Its query.
-            heads: The KV heads.
-            evidence: Whether their logits are handed out.
+        """Attend densely with some KV heads of a request, one by one, so that no head is copied.
 
         Returns:
-            out, [1, R, G, 1, E], and the logits of all heads, [1, H, G, 1, T], -inf where none was asked for;
-            None without evidence.
+            out of these heads, [1, R, G, 1, E], and with `evidence` the logits of all heads, [1, H, G, 1, T],
+            -inf for heads not asked for.
         """
         store, length = self.run.store, self.run.requests[row].length
         sink_HG, logits, outs = self.options["sink_HG"], None, []

@@ -1,4 +1,4 @@
-"""Prompts of different lengths as one batch."""
+"""Left padding: prompts of different lengths as one batch."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ def left_pad(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Pad on the left; return ids and mask, [B, T].
 
-    Padding repeats a row's first token, so that a repetition penalty sees none that the row has not.
+    Padding repeats a row's first token, so that a repetition penalty sees no token that the row lacks.
     """
     width = max(map(len, rows))
     ids = torch.tensor([[row[0]] * (width - len(row)) + list(row) for row in rows], device=device)

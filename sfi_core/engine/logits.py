@@ -1,4 +1,4 @@
-"""How far next-token distributions are from each other."""
+"""Comparison of next-token distributions."""
 
 import torch
 

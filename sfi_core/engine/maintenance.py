@@ -1,12 +1,11 @@
-"""Maintenance beside the next layers: Selector, Top-K and pack of a slow step on a second stream (Sec. 4.1).
+"""Maintenance of slow steps beside the next layers: Selector, Top-K and pack on a second stream (Sec. 4.1).
 
-A layer hands its evidence over in one of a ring of places. Two rules make that safe: the side reads a place
-only once the main stream has written it, and the main stream writes a place again only once the side has read
-it. At the end of the pass the main stream waits for all jobs.
+A layer writes its evidence to a place of a ring of buffers. The side stream reads a place after the main
+stream has written it; the main stream writes it again after the side stream has read it. At the end of the
+pass the main stream waits for all jobs.
 
-Where there is no second stream, what a layer hands over may wait for what the next layers hand over, so that
-one call serves several: the Selector's sixty operations cost as much for ten layers of a short context as for
-one.
+Without a second stream the evidence of several layers may be collected for one call of the Selector: for
+short contexts its sixty operations cost the same for ten layers as for one.
 """
 
 from collections.abc import Callable, Hashable, Iterator
@@ -19,9 +18,9 @@ import torch
 from sfi_core.state.side import Job, Side, has_side_stream
 from sfi_core.state.streams import stream_of
 
-# float32 numbers that are worked off together: a layer then costs the Selector half of what it costs alone
+# float32 numbers of evidence that are worked off together: halves the Selector's time per layer
 ENOUGH = 1 << 19
-# float32 logits of the prompts whose first selections share their launches: those of a long one take 0.1 GB
+# float32 logits of prompts whose first selections share their launches, 0.1 GB
 TOGETHER = 1 << 25
 
 
@@ -30,8 +29,9 @@ class RingPlace:
     """A place of the ring.
 
     Attributes:
-        buffer: Evidence logits, float32, flat; grows to what layers ask for.
-        job: What reads it, kept with all its tensors: PyTorch's allocator knows no reader on another stream.
+        buffer: Evidence logits, float32, flat; grows on demand.
+        job: The job that reads the buffer. Kept because PyTorch's allocator would reuse tensors that only
+            another stream still reads.
     """
 
     buffer: torch.Tensor | None = None
@@ -40,13 +40,7 @@ class RingPlace:
 
 @dataclass(slots=True)
 class Waiting:
-    """What layers have handed over to be worked off together.
-
-    Attributes:
-        work: Takes all of it.
-        items: What was handed over, in order.
-        numbers: How many numbers that is.
-    """
+    """Items that wait to be worked off by one call of `work`; `numbers` is their size."""
 
     work: Callable[[list[Any]], None]
     items: list[Any] = field(default_factory=list)
@@ -54,11 +48,7 @@ class Waiting:
 
 
 class Maintenance:
-    """The ring of places, the side that works through it, and what waits to be worked off together.
-
-    Attributes:
-        side: Runs the jobs.
-    """
+    """The ring of buffers, the side stream that reads them, and the items that wait for each other."""
 
     def __init__(self, side: Side) -> None:
         self.side = side
@@ -67,7 +57,7 @@ class Maintenance:
         self._waiting: dict[Hashable, Waiting] = {}
 
     def room(self, numbers: int, device: torch.device) -> torch.Tensor:
-        """Return a buffer of at least `numbers` float32, for the main stream to fill for the next job."""
+        """Return a buffer of at least `numbers` float32 for the next job's evidence."""
         place = self._ring[self._next]
         self.side.wait(self._next)
         place.job = None
@@ -76,7 +66,7 @@ class Maintenance:
         return place.buffer
 
     def submit(self, job: Job) -> None:
-        """Let the side run a job, which reads the buffer that `room` returned last."""
+        """Run a job, which reads the last buffer of `room`, on the side stream."""
         place, self._next = self._next, (self._next + 1) % len(self._ring)
         self._ring[place].job = job
         self.side.run(place, job)
@@ -84,13 +74,13 @@ class Maintenance:
     def collect(
         self, alike: Hashable, item: Any, numbers: int, work: Callable[[list[Any]], None]
     ) -> None:
-        """Let an item wait for others, and work them off together: once they are enough, or at `join`.
+        """Collect items with equal `alike`, to work them off together once they are enough, or at `join`.
 
         Args:
-            alike: What items that go together have in common.
+            alike: The group that the item belongs to.
             item: The item.
-            numbers: How many numbers it holds.
-            work: Takes the items, in order; the first item's is called for all.
+            numbers: Its size.
+            work: Takes the group's items, in order; the first item's `work` is called for all.
         """
         waiting = self._waiting.setdefault(alike, Waiting(work))
         waiting.items.append(item)
@@ -99,11 +89,11 @@ class Maintenance:
             self._work_off(alike)
 
     def again(self) -> "Maintenance":
-        """Return an empty one like it."""
+        """Return an empty maintenance on the same stream."""
         return Maintenance(self.side.again())
 
     def join(self) -> None:
-        """Work off what waits, and let the main stream wait for all jobs."""
+        """Work off all waiting items, and let the main stream wait for all jobs."""
         for alike in list(self._waiting):
             self._work_off(alike)
         self.side.join()
@@ -111,7 +101,7 @@ class Maintenance:
             place.job = None
 
     def drop(self) -> None:
-        """Let the main stream wait for all jobs of a step that broke off; what waits is not worked off."""
+        """Discard the waiting items of a step that broke off, and let the main stream wait for all jobs."""
         self._waiting.clear()
         self.join()
 
@@ -121,20 +111,20 @@ class Maintenance:
 
 
 def first_together(numbers: int) -> int:
-    """Return how many first selections share their launches, where the logits of each are so many numbers."""
+    """Return how many first selections share their launches, if each has `numbers` logits."""
     return max(1, TOGETHER // numbers)
 
 
 def worked_off_together(numbers: int, layers: int) -> int:
-    """Return of how many layers evidence waits, where a layer's holds so many numbers."""
+    """Return how many layers' evidence is held at once, if each layer's has `numbers` logits."""
     return min(layers, -(-ENOUGH // numbers))
 
 
 @contextmanager
 def main_stream(device: torch.device, *, overlap: bool) -> Iterator[None]:
-    """Run what is inside on a stream of higher priority than the side's, after what came before.
+    """Run the body on a stream of higher priority than the side stream.
 
-    The default stream's priority is the lowest there is, so that nothing could give way to it.
+    The default stream has the lowest priority, so that the side stream could not give way to it.
     """
     if not has_side_stream(device, overlap=overlap):
         yield

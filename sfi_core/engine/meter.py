@@ -1,4 +1,4 @@
-"""What really ran in a run, how often, and how long it took."""
+"""Counters and clock of a run."""
 
 import time
 from collections import Counter
@@ -12,28 +12,27 @@ from sfi_core.engine.launches import Launches
 from sfi_core.state.kv_store import Recall
 from sfi_kernels.launch import counting
 
-WHOLE_STEP = -1  # the layer of what a step does once for all layers
+WHOLE_STEP = -1  # in place of a layer, for work that a step does once for all layers
 
 
 @dataclass(slots=True)
 class Meter:
-    """The counts and the clock of one run.
+    """The counters and the clock of one run; times are of `time.perf_counter`.
 
     Attributes:
-        paths: Attention and maintenance calls by what really ran: requests x layers x steps.
-        kernels: Triton kernels launched; `WHOLE_STEP` is no layer.
+        paths: Attention and maintenance calls by code path: requests x layers x steps.
+        kernels: Launches of Triton kernels, by layer or under `WHOLE_STEP`.
         prefill_seconds: Wall time of reading prompts, step 0 of every request.
         decode_seconds: Wall time of the other steps.
-        not_replayed: Why steps ran one kernel after the other on a device that has CUDA graphs, where nobody
-            asked for that; empty for none.
+        not_replayed: See `RunReport`.
         replayed: Whether the step under way was replayed as a CUDA graph.
-        row_bytes: Of a token's keys and values, counted once: in how many layers, in those left dense, in the
-            others.
-        recalled: Rows that recalls brought from the host's tier, by the bytes of a row, int64, on the device.
-        recall_seconds: Time that steps waited for them, where they do not come beside the steps.
-        born: When the run was made, by the clock of `time.perf_counter`.
-        began: When the step under way began, by the same clock.
-        ended: When the last step was over.
+        row_bytes: Number of layers counted, and a token's bytes of keys and values: in those layers that are
+            always dense, and in the others.
+        recalled: Rows recalled from the host, by the bytes of a row, int64, on the device.
+        recall_seconds: Time that steps waited on the host for recalled rows.
+        born: When the run was made.
+        began: When the step under way began.
+        ended: When the last step ended.
     """
 
     paths: Counter[str] = field(default_factory=Counter)
@@ -54,7 +53,7 @@ class Meter:
         self.paths[path] += times
 
     def count_recall(self, step: int, brought: Recall) -> None:
-        """Count what a recall of a decoding step brought; the prompt's belongs to reading the prompt."""
+        """Count a recall of a decoding step; those of step 0 belong to reading the prompt."""
         if step > 0:
             rows, size = brought.rows_RH.sum(), brought.row_bytes
             self.recalled[size] = self.recalled[size] + rows if size in self.recalled else rows
@@ -62,7 +61,7 @@ class Meter:
 
     @property
     def recalled_bytes(self) -> int:
-        """Bytes that recalls brought; waits for the device."""
+        """Recalled bytes; waits for the device."""
         return sum(size * int(rows) for size, rows in self.recalled.items())
 
     @contextmanager
@@ -74,16 +73,12 @@ class Meter:
         self.kernels.add(launched, step, layer)
 
     def begin(self) -> None:
-        """Start the clock of a step, which is not replayed as far as is known."""
+        """Start the clock of a step."""
         self.replayed = False
         self.began = time.perf_counter()
 
-    def begin_with_the_last(self) -> None:
-        """Let the step count from the end of the one before it: the device has worked on it since then."""
-        self.began = self.ended
-
     def lap(self, *, prefill: bool) -> float:
-        """End the step, and return its seconds."""
+        """End the step and return its seconds."""
         self.ended = time.perf_counter()
         if prefill:
             self.prefill_seconds += self.lasted
@@ -93,5 +88,5 @@ class Meter:
 
     @property
     def lasted(self) -> float:
-        """The seconds of the last step that is over."""
+        """The seconds of the last step that has ended."""
         return self.ended - self.began

@@ -1,4 +1,4 @@
-"""What was selected goes into the packed segments; the request notes that, and the observer is told."""
+"""Packs a selection into the packed segments, updates the request's state and tells the observer."""
 
 from collections.abc import Sequence
 
@@ -14,13 +14,9 @@ from sfi_kernels.pack import pack_layers
 def apply(
     layer: Layer, rows: tuple[int, ...], selection: Selection | None, reason: str = ""
 ) -> None:
-    """Pack what was selected for some requests, and tell the observer; None keeps the memory as it is.
+    """Pack a layer's selection for some requests and tell the observer; None keeps the memory as it is.
 
-    Args:
-        layer: The layer.
-        rows: The requests.
-        selection: What was selected.
-        reason: Why, as `SelectionEvent` has it; "speculative" is for the next step.
+    `reason` is that of `SelectionEvent`; "speculative" means a selection for the next step.
     """
     if selection is None:
         return
@@ -44,12 +40,9 @@ def apply(
 
 
 def apply_layers(layers: Sequence[Layer], row: int, selection: Selection) -> None:
-    """Pack what several layers have selected for a request, and tell the observer.
+    """Pack the selections of several layers for one request and tell the observer.
 
-    Args:
-        layers: The layers, whose pages hold every token.
-        row: The request.
-        selection: What was selected; its batch is the layers.
+    The pages of the layers must hold every token; the batch dimension of `selection` is the layers.
     """
     run, chosen = layers[0].run, layers[0].run.rows((row,))
     segments = [run.segment(layer.index) for layer in layers]
@@ -79,11 +72,11 @@ def note_selection(
     *,
     heard: bool,
 ) -> None:
-    """Note what a layer packed for a request, the `place`-th of a selection, and tell who hears it."""
+    """Note what a layer packed for a request, row `place` of the selection; tell the observer if `heard`."""
     state = run.requests[row]
     ahead = reason == "speculative"
     state.note_packed(run.policy.config.sink, selection.index_BHK.shape[2], ahead=ahead)
-    if not heard:  # an event and its views cost ten times the note
+    if not heard:  # making an event takes ten times as long as the note
         return
     run.observer.on(
         SelectionEvent(

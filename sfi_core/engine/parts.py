@@ -1,4 +1,4 @@
-"""Runs over a part of another run's memory: one row alone, and the dense twin of a step."""
+"""Runs over the memory of another run: one row alone, and the dense twin of a step."""
 
 import time
 from dataclasses import replace
@@ -11,10 +11,10 @@ from sfi_kernels.step_descriptor import FAST, SLOW
 
 
 def open_row(run: Run, row: int, state: RequestState) -> Run:
-    """Give the row of a request that has ended to another one.
+    """Give the row of an ended request to another one.
 
     Returns:
-        A run of that one alone, over the row's part of the memory, for reading its prompt.
+        A run of the new request alone, over the row's memory, to read its prompt.
     """
     run.left.append(forget(run, row))
     state.tally.queued_seconds = time.perf_counter() - run.meter.born
@@ -38,7 +38,7 @@ def open_row(run: Run, row: int, state: RequestState) -> Run:
 
 
 def forget(run: Run, row: int) -> RequestState:
-    """Forget what policy and watchers keep of a row's request; return its state."""
+    """Drop the notes of policy and watchers on a row's request; return the request's state."""
     ended = run.requests[row]
     for key in [key for key in run.notes if key[0] == ended.request]:
         del run.notes[key]
@@ -48,9 +48,9 @@ def forget(run: Run, row: int) -> RequestState:
 
 
 def dense_twin(run: Run) -> Run:
-    """Return a run over the same store whose every request is slow, for the pass under way.
+    """Return a run over the same store in which every request is slow, for the pass under way.
 
-    A forward pass under it writes what the pass itself will overwrite, and nothing else of the run.
+    Its forward pass writes only what the pass under way overwrites.
     """
     policy = Policy(run.policy.config, run.policy.trigger)
     twin = Run(policy, NullObserver(), run.store, device=run.device)

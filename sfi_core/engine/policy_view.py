@@ -1,4 +1,4 @@
-"""What a layer shows its policy: logits, keys, norms and the policy's own notes, made when asked for."""
+"""The `LayerContext` of a layer: logits, keys, norms and the policy's notes, computed when asked for."""
 
 from collections.abc import Callable
 from functools import partial
@@ -18,24 +18,15 @@ def layer_context(
     logits: Callable[[], torch.Tensor] | None = None,
     log_sum_RHGW: torch.Tensor | None = None,
 ) -> LayerContext:
-    """Gather what a policy may look at in one layer, for some requests.
-
-    Args:
-        layer: The layer.
-        rows: The requests.
-        query_RHGWD: The queries that select.
-        logits: Returns their logits, where the attention has made them already.
-        log_sum_RHGW: The log-sum-exp of those over J.
-    """
+    """Make the context of a layer for some requests; the arguments are those of `refresh`."""
     run, index = layer.run, layer.index
     chosen, requests = run.rows(rows), run.requests_of(rows)
-    make_logits = partial(layer.logits, rows, query_RHGWD)
     return LayerContext(
         layer=index,
         backend=layer.backend,
         allowed_BT=chosen.allowed_RT,
         key_norm_BHT=run.store.norms(index, rows, chosen.longest),
-        logits=logits or make_logits,
+        logits=logits or partial(layer.logits, rows, query_RHGWD),
         log_sum_BHGW=log_sum_RHGW,
         interval=_interval(layer, rows),
         span=partial(run.observer.span, layer=index),

@@ -1,21 +1,26 @@
-"""The last queries of prompts that are read in pieces, by layer."""
+"""Watchers of a run's layers, and the one that keeps the last queries of the prompts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.nn.functional import pad
 
 
+class Watcher(Protocol):
+    """Sees the queries and outputs of every layer, and may keep data of its own."""
+
+    def see(self, layer: Any, query_BHGTD: torch.Tensor, out_BHGTE: torch.Tensor) -> None:
+        """Look at the pass's queries and outputs of an `engine.layer.Layer`."""
+
+    def forget(self, request: int) -> None:
+        """Drop the data of a request that has left."""
+
+
 @dataclass(frozen=True, slots=True)
 class PromptLayer:
-    """What a full-attention layer's first selection needs.
-
-    Attributes:
-        options: The attention's scale, soft cap and sinks.
-        query_BHGTD: The prompt's queries, or the last of them.
-    """
+    """The input of a layer's first selection: the prompt's last queries, and scale, soft cap and sinks."""
 
     options: dict[str, Any]
     query_BHGTD: torch.Tensor
@@ -23,14 +28,9 @@ class PromptLayer:
 
 @dataclass(slots=True)
 class PromptQueries:
-    """Keeps the last `window` queries of the pieces of a prompt.
+    """Keeps the last `window` queries of each prompt, by layer; None keeps all.
 
     Every run has one for its first selection; `read_prompt` adds another as a `Watcher`.
-
-    Attributes:
-        window: Queries kept, from the end; None for all, which take as much memory as the keys of as many
-            heads.
-        layers: What has been kept, by layer.
     """
 
     window: int | None
@@ -42,21 +42,21 @@ class PromptQueries:
         self.layers[layer.index] = PromptLayer(layer.options, kept.clone())
 
     def with_kept(self, layer: Any, query_BHGTD: torch.Tensor) -> torch.Tensor:
-        """Return the last queries of the prompts, a piece's own included; a request's own stand last."""
+        """Return the prompts' last queries, those of the new piece included, padded on the left."""
         known, query = self.layers.get(layer.index), query_BHGTD
         if known is not None:
             query = _joined(known.query_BHGTD, query, layer.forward.count)
         return query if self.window is None else query[:, :, :, -self.window :]
 
     def forget(self, request: int) -> None:
-        """Keep nothing by request: a run reads its prompts once."""
+        """Do nothing: queries are not kept by request."""
 
 
 def _joined(old_BHGTD: torch.Tensor, new_BHGTD: torch.Tensor, count: Sequence[int]) -> torch.Tensor:
     T = new_BHGTD.shape[3]
     if all(own == T for own in count):
         return torch.cat([old_BHGTD, new_BHGTD], 3)
-    # the padding before a request's new queries must not come between them and its old ones
+    # drop the padding between a request's old and new queries
     rows = [
         torch.cat([old, new[:, :, T - own :]], 2)
         for old, new, own in zip(old_BHGTD, new_BHGTD, count, strict=True)

@@ -1,4 +1,4 @@
-"""The refresh of a layer's selected memory: the policy selects, and `packing` takes what it selects."""
+"""The refresh of a layer's selected memory: the policy selects, `packing` packs the selection."""
 
 from collections.abc import Callable, Iterator
 from itertools import takewhile
@@ -15,9 +15,7 @@ from sfi_core.policies.base import Selection
 def end_prompt(layer: Layer, query_BHGTD: torch.Tensor) -> None:
     """Make the first selection of the requests whose prompt ends with the pass.
 
-    Args:
-        layer: The layer; it has attended.
-        query_BHGTD: The piece's queries; the last `window_prefill` of the prompt select.
+    `query_BHGTD` are the last piece's queries; the last `window_prefill` of the prompt's select.
     """
     run, ended = layer.run, layer.forward.ended
     if layer.left_dense or not ended:
@@ -32,8 +30,8 @@ def end_prompt(layer: Layer, query_BHGTD: torch.Tensor) -> None:
 
 
 def _together(layer: Layer, heads: int) -> Iterator[tuple[tuple[int, ...], int]]:
-    # neighbors whose first selections share their launches, and the window of their queries; a prompt shorter
-    # than window or budget is on its own, since its selection is smaller
+    # yields neighbors whose first selections share their launches, and their number of queries; a prompt
+    # shorter than window or budget is alone, since its selection is smaller
     config, waiting = layer.run.policy.config, layer.forward.ended
     least = max(config.window_prefill, config.budget)
     while waiting:
@@ -61,13 +59,13 @@ def refresh(
         layer: The layer.
         rows: The requests.
         query_RHGWD: The queries that make the selection.
-        logits: Returns their logits, where the attention has made them already.
-        log_sum_RHGW: The log-sum-exp of those over J.
+        logits: Returns their logits, if the attention has computed them.
+        log_sum_RHGW: The log-sum-exp of the logits over J, likewise.
     """
     run = layer.run
     sink = run.policy.config.sink
     empty = [
-        # what is selected for the next step may be what leaves the recent segment then
+        # a selection for the next step may take the token that leaves the recent segment then
         run.requests[row].recent_start == run.requests[row].sink(sink)
         and not run.policy.selects_next
         for row in rows
@@ -87,7 +85,7 @@ def refresh(
 
 
 def select_next(layer: Layer, rows: tuple[int, ...], query_RHG1D: torch.Tensor) -> None:
-    """Let the policy select for the next step of fast requests, once the layer has attended."""
+    """Let the policy select the next step's memory of fast requests, after the layer has attended."""
     with layer.run.observer.span("select_next", layer.index):
         selection = layer.run.policy.select_next(layer_context(layer, rows, query_RHG1D))
         apply(layer, rows, selection, "speculative")

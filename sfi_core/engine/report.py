@@ -1,4 +1,4 @@
-"""What a run did, in numbers."""
+"""The report of a run: counts, ratios, times and bytes."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -15,14 +15,14 @@ from sfi_core.state.two_tier import TwoTierStore
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LosslessReport:
-    """What one request drafted and verified.
+    """The drafts of one request of a lossless run.
 
     Attributes:
         verifications: Dense passes after the prompt's; each gave the accepted drafts and one token more.
-        drafted: Tokens that they were given to test.
-        tested: Those whose every predecessor was kept.
-        accepted: Those that were kept.
-        passes_per_token: Forward passes after the prompt's, fast steps and verifications, for each token.
+        drafted: Drafted tokens.
+        tested: Drafted tokens whose predecessors in the draft were all accepted.
+        accepted: Drafted tokens that were accepted.
+        passes_per_token: Forward passes after the prompt's, fast steps and verifications, per token.
     """
 
     verifications: int
@@ -33,7 +33,7 @@ class LosslessReport:
 
     @classmethod
     def of(cls, state: RequestState) -> Self | None:
-        """Sum a request up; None of one that verified nothing."""
+        """Sum a request up; None if it verified nothing."""
         tally = state.tally
         if not tally.verifications:
             return None
@@ -52,26 +52,24 @@ class RequestReport:
     """One request.
 
     Attributes:
-        prompt_tokens: Tokens of the prompt.
         token_ids: Generated tokens, a stop token included.
         finish_reason: "stop", "length", "interrupted" or "error".
-        slow_steps: Steps with g_t = 1, step 0 included.
-        fast_steps: All others.
+        slow_steps: Steps with g_t = 1, step 0 included; in a lossless run the verifications and step 0.
+        fast_steps: All others; in a lossless run the accepted drafts.
         slow_at: The slow steps.
         reasons: Slow steps by reason.
-        mean_attended_tokens: Tokens read per decoding step, KV head and full-attention layer; step 0, the
-            prefill's last position, is not counted here. 0 when nothing was decoded.
-        read_ratio: Share of the cached tokens that attention read, over the same steps; 1 when nothing was
+        mean_attended_tokens: Tokens read per decoding step, KV head and full-attention layer, without step 0;
+            0 if nothing was decoded.
+        read_ratio: Share of the cached tokens that attention read, over the same steps; 1 if nothing was
             decoded.
-        selection_ratio: What choosing them read on fast steps, in tokens' worth of keys and values, over the
-            same: a page bound is a token, a key half of one. What a slow step reads is in `read_ratio`.
-        stored_ratio: Share of the tokens that the method has to keep: what it reads, if it evicts the rest.
-            Our cache keeps all of them under every method.
-        lossless: Of a lossless run: what was drafted and verified. `slow_steps` are then the verifications
-            and step 0, and `fast_steps` the tokens kept of drafts.
-        queued_seconds: Wall time from the run's beginning until its prompt began to be read.
-        prefill_seconds: From then to its first token.
-        decode_seconds: From its first token to its last; other requests' prompts may be read in between.
+        selection_ratio: Reads of the selection on fast steps, over the cached tokens: a page bound counts as
+            a token, a key as half of one. The selection of a slow step adds no read.
+        stored_ratio: Share of the tokens that the method needs to keep: `read_ratio` if it evicts the rest,
+            else 1. Our cache keeps all tokens under every method.
+        lossless: The drafts of a lossless run; None otherwise.
+        queued_seconds: Wall time from the run's beginning until the prompt began to be read.
+        prefill_seconds: From then to the first token.
+        decode_seconds: From the first token to the last, prompts of other requests read meanwhile included.
     """
 
     prompt_tokens: int
@@ -86,14 +84,14 @@ class RequestReport:
     selection_ratio: float
     stored_ratio: float
     lossless: LosslessReport | None = None
-    # two requests that did the same are equal, however long it took
+    # times do not count when two reports are compared
     queued_seconds: float = field(default=0.0, compare=False)
     prefill_seconds: float = field(default=0.0, compare=False)
     decode_seconds: float = field(default=0.0, compare=False)
 
     @classmethod
     def of(cls, state: RequestState, stop_ids: frozenset[int], *, evicts: bool) -> Self:
-        """Sum a request up; `evicts` says what its policy does."""
+        """Sum a request up; `evicts` is its policy's."""
         tally, decoded = state.tally, max(1, len(state.tokens) - 1)
         read_ratio = tally.attended / tally.context if tally.context else 1.0
         return cls(
@@ -117,13 +115,11 @@ class RequestReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelReport:
-    """One Triton kernel, counted where it was launched.
+    """The launches of one Triton kernel.
 
     Attributes:
-        name: The kernel.
-        launches: How often.
-        steps: Decoding steps, the prefill's step 0 included, in which it ran.
-        layers: Layers in which it ran; 0 for what a step does once for all of them.
+        steps: Number of decoding steps in which it ran, step 0 included.
+        layers: Number of layers in which it ran; 0 if a step runs it once for all layers.
     """
 
     name: str
@@ -149,18 +145,18 @@ class KernelReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierReport:
-    """Where a run under a device budget kept its keys and values, and what came back.
+    """The bytes of a run under a device budget.
 
     Attributes:
         device_bytes: On the device: recent pages, norms, resident heads, buffers, packed segments, summaries.
-        allowed_bytes: What the device budget allows there.
-        host_bytes: In host memory: everything.
-        offloaded_bytes: What went to the host.
-        recalled_bytes: Selected rows that came back in decoding steps.
-        recalled_bytes_per_step: The mean over decoding steps.
-        streamed_bytes: What dense reads copied to the device.
-        recall_seconds: Time that decoding steps waited for recalled rows, on the host's clock; where recalls
-            run beside the steps, the waits are the device's and are not in here.
+        allowed_bytes: The device budget.
+        host_bytes: In host memory: all keys and values.
+        offloaded_bytes: Copied to the host.
+        recalled_bytes: Selected rows copied back in decoding steps.
+        recalled_bytes_per_step: The same, the mean over decoding steps.
+        streamed_bytes: Copied to the device for dense reads.
+        recall_seconds: Time that decoding steps waited on the host for recalled rows; 0 if recalls run on a
+            CUDA stream of their own.
     """
 
     device_bytes: int
@@ -174,7 +170,7 @@ class TierReport:
 
     @classmethod
     def of(cls, run: Run) -> Self | None:
-        """Sum a run up; None where everything lay on the device."""
+        """Sum a run up; None without a device budget."""
         store, meter, budget = run.store, run.meter, run.engine.kv_device_budget
         if not isinstance(store, TwoTierStore) or budget is None:
             return None
@@ -204,18 +200,17 @@ class RunReport:
     """One run.
 
     Attributes:
-        backend: What ran: "torch" or "triton".
-        requests: A report for each request.
+        backend: "torch" or "triton".
         prefill_seconds: Wall time of reading prompts, up to their first tokens.
-        decode_seconds: Wall time of the steps from 1 on; no prompt is read in it.
-        decode_tokens_per_second: Tokens of those steps over that time, all requests together.
-        paths: Attention and maintenance calls by what really ran, counted per request, layer and step.
+        decode_seconds: Wall time of the steps from 1 on, without prompts.
+        decode_tokens_per_second: Tokens of all requests in those steps, over that time.
+        paths: Attention and maintenance calls by code path, counted per request, layer and step.
         kernels: The Triton kernels launched; empty on the torch backend.
-        fused: The model's modules that ran as kernels of ours, by their class.
-        left_alone: Norms, MLPs, attentions and decoder layers that ran as they are where others were fused.
-        kv_tiers: Where keys and values lay under a device budget; None without one.
-        not_replayed: Why decoding steps ran one kernel after the other on a device that has CUDA graphs,
-            where nobody asked for that; empty for none.
+        kv_tiers: The bytes under a device budget; None without one.
+        not_replayed: Why a device that has CUDA graphs ran decoding steps without them, unless the user asked
+            for that; empty otherwise.
+        fused: Number of the model's modules that ran as our fused kernels, by class.
+        left_alone: Number of norms, MLPs, attentions and decoder layers that were not fused, by class.
     """
 
     backend: str
@@ -251,5 +246,5 @@ class RunReport:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values for JSON."""
         return asdict(self)

@@ -1,4 +1,4 @@
-"""Some requests of a batch as the refresh of a layer needs them, on the device."""
+"""The requests to refresh, as tensors on the device."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,15 +13,15 @@ from sfi_kernels.step_descriptor import StepDescriptor, sent
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Some requests of the batch whose selected memory is refreshed, on the cache's device.
+    """Requests of the batch whose selected memory is refreshed; tensors are int32 if not said otherwise.
 
     Attributes:
-        requests: Their rows in the batch; empty where only the device knows them.
-        request_R: The same, int32; -1 for a row of no request.
-        sink_R: Their sink tokens, int32.
-        length_R: Their cached tokens, int32.
-        table_RP: Their page numbers, int32.
-        allowed_RT: Their candidate sets J.
+        requests: Their rows in the batch; empty if only the device knows them.
+        request_R: The same; -1 for padding.
+        sink_R: Sink tokens.
+        length_R: Cached tokens.
+        table_RP: Page numbers.
+        allowed_RT: Candidate sets J, bool.
         longest: The most cached tokens, T, or a bound on them.
         most_sink: The most sink tokens, or a bound on them.
     """
@@ -37,9 +37,9 @@ class Rows:
     _head_pages: dict[int, torch.Tensor] = field(default_factory=dict, repr=False)
 
     def head_pages(self, heads: int) -> torch.Tensor:
-        """Return the requests' pages of each of `heads` KV heads, as `KVStore.norms_of` takes them.
+        """Return the pages of each of `heads` KV heads, as `KVStore.norms_of` takes them.
 
-        Made once for all layers of as many heads; all who ask are on one stream.
+        Cached for all layers with as many heads; call on one stream only.
         """
         if heads not in self._head_pages:
             head_H1 = torch.arange(heads, dtype=torch.int32, device=self.table_RP.device)[:, None]
@@ -55,7 +55,7 @@ class Rows:
         step: StepDescriptor,
         table_BP: torch.Tensor,
     ) -> Self:
-        """Gather the rows of some requests; those of the slow ones lie in the descriptor already."""
+        """Make the rows of some requests; the descriptor already holds those of all slow ones."""
         chosen = [states[row] for row in requests]
         sinks = [state.sink(sink) for state in chosen]
         longest = max(state.length for state in chosen)
@@ -78,10 +78,7 @@ class Rows:
 
     @classmethod
     def of_slow(cls, sink: int, step: StepDescriptor, table_BP: torch.Tensor) -> Self:
-        """Gather the rows of the slow requests' lists, however many requests these hold.
-
-        Asks the host for nothing but bounds, so that a CUDA graph may hold it.
-        """
+        """Make the rows of the descriptor's slow requests without host data, for a CUDA graph."""
         request_R, sink_R, length_R, start_R = step.slow_R
         return cls(
             requests=(),

@@ -1,7 +1,7 @@
-"""One run of the slow-fast decoder: its store, its requests' states and what happens at each step.
+"""One run of the slow-fast decoder over a batch: the KV store, the requests' states, and each step.
 
-Knows nothing of the library that runs the model. The host says when a forward pass begins, hands over each
-layer's keys, values and queries, and tells which tokens were sampled.
+Independent of the library that runs the model. The host announces each forward pass, hands over every layer's
+keys, values and queries, and reports the sampled tokens.
 """
 
 from collections import defaultdict
@@ -22,10 +22,9 @@ from sfi_core.engine.forward import (
 )
 from sfi_core.engine.maintenance import Maintenance
 from sfi_core.engine.meter import WHOLE_STEP, Meter
-from sfi_core.engine.prompt_queries import PromptQueries
+from sfi_core.engine.prompt_queries import PromptQueries, Watcher
 from sfi_core.engine.rows import Rows
 from sfi_core.engine.telling import Shape, step_event, step_shape, tell_beginning
-from sfi_core.engine.watcher import Watcher
 from sfi_core.observers.observer import Observer
 from sfi_core.policies.base import EvidencePolicy, Policy
 from sfi_core.policies.context import Notes
@@ -46,26 +45,20 @@ class Run:
     """State of one run over a batch of requests.
 
     Attributes:
-        policy: Decides what is slow and what is selected; owns the settings.
-        observer: Told of every step, refresh and span.
-        store: The keys and values.
-        stop_ids: Tokens that end a request.
-        device: Where the store is.
-        engine: How steps are run.
+        policy: Decides which steps are slow and what is selected; owns the settings.
         ranks: The processes among which the model's heads are split.
         audit: Which steps are audited; None without an audit.
-        watchers: Look at every layer, in this order, after `prompt_queries`.
-        meter: What ran, how often, and how long it took.
-        attend: How layers attend, where `StepGraphs` has set it; None attends on the store's backend.
+        watchers: Called for every layer, in this order, after `prompt_queries`.
+        attend: Attention in place of the backend's, set by `StepGraphs`; None for the backend's.
         requests: The state of each row's request.
-        left: Those of the requests that have ended and left their row to another one.
+        left: The states of ended requests whose row another request has taken.
         step: The batch's step; -1 before step 0.
         segments: The packed segment by layer.
-        layers: Full-attention layers seen.
-        notes: What the policy keeps, by request (not row) and layer.
-        prompt_queries: The last queries of pieces of the prompt, for the first selection.
-        maintenance: Selects and packs on slow steps, beside the next layers where it can.
-        descriptors: Writes the descriptors of each pass.
+        layers: Full-attention layers that have run so far.
+        notes: The policy's own notes, by request (not row) and layer.
+        prompt_queries: The last queries of the prompts, for the first selection.
+        maintenance: Selects and packs on slow steps, beside the next layers if the device allows it.
+        descriptors: Writes the step descriptors of each pass.
         recorded: Whether the tokens of the last step have been noted.
     """
 
@@ -114,22 +107,19 @@ class Run:
 
     @property
     def states(self) -> list[RequestState]:
-        """The states of all requests that have begun, in order."""
+        """The states of all requests that have begun, by request."""
         return sorted([*self.left, *self.requests], key=lambda state: state.request)
 
     def requests_of(self, rows: Iterable[int]) -> tuple[int, ...]:
-        """Return which requests are in some rows."""
+        """Return the requests in some rows."""
         return tuple(self.requests[row].request for row in rows)
 
     def begin_prefill(self, count: Sequence[int], *, final: bool) -> None:
-        """Enter a forward pass over `count` prompt tokens of each request.
-
-        The last one is step 0: dense by nature, and slow (g_0 = 1).
-        """
+        """Enter a pass over `count` prompt tokens of each request; the final pass is step 0 (g_0 = 1)."""
         self.begin([RequestPass.prompt(new, ends=final) for new in count])
 
     def begin_decode(self) -> None:
-        """Enter the step whose input is x_{t-1}, noted by `record`."""
+        """Enter the step whose input are the tokens last given to `record`, x_{t-1}."""
         assert self.recorded, "the last step's tokens have been noted"
         self.begin(
             [
@@ -141,17 +131,17 @@ class Run:
         )
 
     def plan(self) -> list[str]:
-        """Ask the policy why each request is slow at the next step, "" for fast; most ask their trigger."""
+        """Ask the policy why each request is slow at the next step; "" for a fast one."""
         return self.policy.plan(self.requests)
 
     def begin(self, passes: Sequence[RequestPass]) -> None:
-        """Enter a forward pass in which every request does its own."""
-        # the pieces of one prompt are one step: the last one where no step has begun, else the first
+        """Enter a forward pass; `passes` says what each request does in it."""
+        # all pieces of a prompt are one step, which the last piece counts before step 0, else the first piece
         generates = any(one.generates for one in passes)
         reads_on = self._forward is not None and not self._forward.generates
         if generates if self.step < 0 else not reads_on:
             self.step += 1
-        if self.recorded:  # otherwise an earlier piece of the prompt is still being timed
+        if self.recorded:  # otherwise the clock runs since an earlier piece of the prompt
             self.meter.begin()
         self.recorded = False
         start = [state.length for state in self.requests]
@@ -159,18 +149,18 @@ class Run:
             self._enter(one, state)
         self.describe(passes, start)
         if self.descriptors.launched:
-            self.meter.begin_with_the_last()
+            self.meter.began = self.meter.ended  # the device has worked on this step since then
         tell_beginning(self)
 
     def describe(self, passes: Sequence[RequestPass], start: Sequence[int]) -> None:
-        """Write down a pass that the requests have entered; `start` has their cached tokens before it."""
+        """Describe the pass that the requests have entered; `start` has their cached tokens before it."""
         with self.launches(WHOLE_STEP):
             known = known_requests(passes, self.requests, self.policy)
             described = self.descriptors.describe(known)
         self._forward = Forward.of(passes, start, *described)
 
     def append(self, layer: int, key_BHTD: torch.Tensor, value_BHTE: torch.Tensor) -> LayerPages:
-        """Put the pass's new keys and values of a layer into the store."""
+        """Write the pass's new keys and values of a layer to the store."""
         longest, step = self.forward.longest, self.forward.descriptor
         self.store.grow(longest)
         self.layers.add(layer)
@@ -186,7 +176,7 @@ class Run:
             )
 
     def tell(self, layer: Any, query_BHGTD: torch.Tensor, out_BHGTE: torch.Tensor) -> None:
-        """Show all that watch what a layer, an `engine.layer.Layer`, has attended."""
+        """Show the watchers the queries and outputs of an `engine.layer.Layer`."""
         forward = self.forward
         if forward.prompts != forward.ended and self.policy.selects_after:
             self.prompt_queries.see(layer, query_BHGTD, out_BHGTE)
@@ -194,7 +184,7 @@ class Run:
             watcher.see(layer, query_BHGTD, out_BHGTE)
 
     def record(self, token_B: Sequence[int]) -> None:
-        """Note the tokens x_t, one a row, of the requests that the pass gave one; tell the observer."""
+        """Note each row's new token x_t, if the pass gave the row one, and tell the observer."""
         self.meter.lap(prefill=not self.forward.decodes)
         shape = step_shape(self)
         rows = zip(self.requests, self.forward.passes, token_B, strict=True)
@@ -204,7 +194,7 @@ class Run:
         self.recorded = True
 
     def end_pass(self) -> None:
-        """End a pass whose tokens are noted elsewhere, by whoever planned it."""
+        """End a pass whose tokens the host notes itself."""
         self.maintenance.join()
         self.meter.lap(prefill=not self.forward.decodes)
         self.recorded = True
@@ -216,11 +206,11 @@ class Run:
         rows = config.sink + (min(config.budget, self.store.capacity) if selects else 0)
         if layer not in self.segments:
             self.segments[layer] = PackedSegment(self.store.batch, rows, self.store.pages(layer))
-        self.segments[layer].reserve(rows)  # the store may have grown
+        self.segments[layer].reserve(rows)  # more rows once the store has grown
         return self.segments[layer]
 
     def attended(self, state: RequestState) -> float:
-        """Return the tokens that a request's step reads for each KV head; see `RequestState.attended`."""
+        """Return the tokens that a request's step reads per KV head, the mean over layers."""
         others = self.layers.difference(self.policy.config.dense_layers)
         dense = len(self.layers) - len(others)
         if not (self.policy.mixes_heads and state.step > 0):
@@ -232,7 +222,7 @@ class Run:
         return state.attended(len(self.layers), dense, shares)
 
     def rows(self, rows: tuple[int, ...]) -> Rows:
-        """Return what the layers need to refresh some requests; made once for all layers of the pass."""
+        """Return the tensors to refresh some requests with; all layers of the pass share them."""
         chosen = self.forward.chosen
         if rows not in chosen:
             table, step = self.store.block_table_BP, self.forward.descriptor
@@ -240,13 +230,13 @@ class Run:
         return chosen[rows]
 
     def launches(self, layer: int = WHOLE_STEP) -> AbstractContextManager[None]:
-        """Count the Triton kernels launched inside under the step, and a layer if one is meant."""
+        """Count the Triton kernels launched inside, for this step and a layer or the whole step."""
         if self.store.backend != "triton":
             return nullcontext()
         return self.meter.launches(self.step, layer)
 
     def move_recent(self, state: RequestState) -> None:
-        """Place a request's recent segment for the step it has entered."""
+        """Move a request's recent segment for the step it has entered."""
         config = self.policy.config
         state.move_recent(config.sink, config.recent, sliding=config.recent_mode == "sliding")
 

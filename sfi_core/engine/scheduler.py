@@ -1,4 +1,4 @@
-"""Continuous batching: requests that wait take the rows of a batch whose requests have ended."""
+"""Continuous batching: when a request ends, a waiting one takes its row of the batch."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -15,13 +15,13 @@ from sfi_core.state.request import RequestState
 
 
 class Host(Protocol):
-    """A model with a batch of prompts, as the scheduler drives it."""
+    """A model with a batch of prompts, as the scheduler needs it."""
 
     ids_BT: torch.Tensor
 
     @property
     def run(self) -> Run:
-        """Its run, once the prompts are being read."""
+        """The run; there is none before `prefill`."""
 
     def prefill(self) -> torch.Tensor:
         """See `decode.Model`."""
@@ -30,27 +30,26 @@ class Host(Protocol):
         """See `decode.Model`."""
 
     def alone(self, ids_1T: torch.Tensor, mask_1T: torch.Tensor, run: Run) -> Self:
-        """Return one more prompt's host, whose run has a row of this one's memory."""
+        """Return a host for one more prompt; its run has a row of this host's memory."""
 
     def seat(self, row: int, other: Self) -> None:
-        """Let a prompt that was read alone take a row."""
+        """Put a prompt that was read alone into a row."""
 
 
 @dataclass(slots=True)
 class Scheduler:
-    """A model with more prompts than rows, as `decode` drives it.
+    """Runs more prompts than the batch has rows, as the `Model` of `decode`.
 
     The first prompts are read together. When a request ends, the next prompt is read into its row, alone and
     whole, while the others wait; then all go on together.
 
     Attributes:
         decoder: The model with the first prompts.
-        prompts: The token ids of all.
-        limits: The most new tokens of each.
-        sampler: Picks the tokens.
-        pad_id: Stands for a request that has no new token.
-        on_token: Told the new tokens, by request.
-        nothing: What it is told of a request that has none; in a plain run, one that has ended has padding.
+        prompts: The token ids of all prompts.
+        limits: The most new tokens of each prompt.
+        pad_id: The input token of a row whose request has ended.
+        on_token: Called with the new tokens, by prompt.
+        nothing: The value passed to `on_token` for a prompt without a new token.
         waiting: The requests that have not begun.
     """
 
@@ -64,7 +63,7 @@ class Scheduler:
     waiting: deque[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        """Queue what has no row, in order."""
+        """Queue the prompts that have no row."""
         self.waiting = deque(range(len(self.decoder.ids_BT), len(self.prompts)))
 
     def prefill(self) -> torch.Tensor:
@@ -84,7 +83,7 @@ class Scheduler:
         self._record(self.decoder.run, token_B)
 
     def admit(self, token_B: list[int]) -> list[int]:
-        """See `decode.Model`; a request may end with its first token and leave the row to yet another."""
+        """See `decode.Model`; a request that ends with its first token gives its row to the next."""
         run, token_B = self.decoder.run, list(token_B)
         for row in range(len(token_B)):
             while self.waiting and run.requests[row].finished:
@@ -92,7 +91,7 @@ class Scheduler:
         return [] if run.done else token_B
 
     def take(self, given: Sequence[Sequence[int]]) -> None:
-        """Note what a pass of a lossless run has given each row, one to several tokens or none."""
+        """Note each row's new tokens of a lossless run's pass: any number, or none."""
         self.sampler.advance(given)
         states = self.decoder.run.requests
         for place in range(max(map(len, given))):

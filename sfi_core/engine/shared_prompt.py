@@ -1,8 +1,8 @@
-"""A prompt that is read once and decoded from under many settings: its keys, values and queries.
+"""A prompt that is read once and decoded under many settings: its keys, values and queries.
 
-Evaluation compares methods on one prompt, which every method reads densely. `read_prompt` does that once; a
-run that begins with it makes its own first selection, and says what a run says that read the prompt itself.
-Benchmarks make such a prompt by chance.
+Every method reads a prompt densely, so evaluation reads it once by `read_prompt`. A run that begins with the
+shared prompt makes its own first selection and tells its observers the same events as a run that read the
+prompt. Benchmarks fill such a prompt with random numbers.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,16 +27,16 @@ class SharedPrompt:
 
     Attributes:
         count: Tokens of each prompt.
-        capacity: Tokens that a run from here may reach.
+        capacity: Tokens that a request of a run may reach, its prompt included.
         store: The keys and values of the full-attention layers.
-        layers: What their first selections need.
+        layers: By full-attention layer, the input of the first selection.
         others: The host's own layers, of sliding windows.
         logits_BV: The logits of the next token.
-        ids_BT: The left-padded prompts; None where they were made by chance.
-        window: Queries kept, from the end; None for all.
-        seconds: What the pass took.
-        copied: Whether each run gets a copy of the store. Without one, a run overwrites what the run before
-            it decoded, and nothing of the prompts.
+        ids_BT: The left-padded prompts; None for random keys and values.
+        window: How many of the prompt's last queries were kept; None for all.
+        seconds: Duration of the pass.
+        copied: Whether each run gets a copy of the store. Without a copy, a run overwrites the decoded tokens
+            of the run before it, and nothing of the prompts.
     """
 
     count: Sequence[int]
@@ -51,11 +51,7 @@ class SharedPrompt:
     copied: bool = True
 
     def check(self, ids_BT: torch.Tensor, mask_BT: torch.Tensor, capacity: int) -> None:
-        """Refuse other prompts and longer runs.
-
-        Raises:
-            ConfigError: They are.
-        """
+        """Raise `ConfigError` for other prompts, or for more tokens than `capacity`."""
         own_BT, count = self.ids_BT, mask_BT.sum(1).tolist()
         same = own_BT is not None and ids_BT.shape == own_BT.shape and count == list(self.count)
         if own_BT is None or not same or not torch.equal(ids_BT * mask_BT, own_BT * mask_BT):
@@ -66,23 +62,21 @@ class SharedPrompt:
             )
 
     def check_run(self, policy: Policy, backend: str, page_size: int | None) -> None:
-        """Refuse a run that cannot begin with the prompts.
+        """Refuse a run that cannot begin with these prompts.
 
         Args:
             policy: The run's policy.
             backend: Its backend.
-            page_size: Tokens of its pages; None for one page a request.
+            page_size: Tokens of its pages; None for one page per request.
 
         Raises:
-            ConfigError: The policy looks at queries that were not kept, or the pages are another backend's.
+            ConfigError: The policy needs queries that were not kept, or backend or page size differ.
         """
         needed = policy.config.window_prefill
         if self.window is not None and needed > self.window:
             raise ConfigError(f"window must keep {needed} queries of the prompt, got {self.window}")
-        ours, theirs = (
-            (self.store.backend, self.store.page_size),
-            (backend, page_size or self.capacity),
-        )
+        ours = self.store.backend, self.store.page_size
+        theirs = backend, page_size or self.capacity
         if ours != theirs:
             raise ConfigError(
                 f"shared must be read with backend {theirs[0]} and pages of {theirs[1]} tokens, "
@@ -90,11 +84,11 @@ class SharedPrompt:
             )
 
     def store_for_a_run(self) -> KVStore:
-        """Return the store that a run begins with."""
+        """Return the store for a run to begin with."""
         return self.store.copy() if self.copied else self.store
 
     def begin(self, run: Run) -> None:
-        """Let a run over `store_for_a_run`, which has not begun, start where the prompts end."""
+        """Start a run over `store_for_a_run` at the end of the prompts."""
         run.meter.prefill_seconds = self.seconds
         for state in run.requests:
             state.tally.prefill_seconds = self.seconds

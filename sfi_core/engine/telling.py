@@ -1,4 +1,4 @@
-"""What an `engine.run.Run` tells its observer: the beginning and end of steps, and recalls."""
+"""The events that an `engine.run.Run` sends its observer: beginning and end of steps, and recalls."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,13 +14,13 @@ Shape = Mapping[str, Any]
 def step_event(
     state: RequestState, batch_step: int, attended: float, seconds: float, **more: Any
 ) -> StepEvent:
-    """Describe the step that a request has finished.
+    """Make the event of the step that a request has finished.
 
     Args:
         state: The request.
         batch_step: The batch's step.
-        attended: Tokens read for each KV head.
-        seconds: What the batch's step took.
+        attended: Tokens read per KV head.
+        seconds: Duration of the batch's step.
         more: Other fields of the event.
     """
     return StepEvent(
@@ -40,7 +40,7 @@ def step_event(
 
 
 def tell_recall(run: Any, layer: int, rows: Sequence[int], brought: Recall) -> None:
-    """Count what a layer's selection brings from the host, and tell the observer, once it is there."""
+    """Count a layer's recall, and tell the observer, once the rows have arrived from the host."""
     states, batch_step, observer = [run.requests[row] for row in rows], run.step, run.observer
     steps = [(state.request, state.step) for state in states]
 
@@ -62,7 +62,7 @@ def tell_recall(run: Any, layer: int, rows: Sequence[int], brought: Recall) -> N
 
 
 def tell_beginning(run: Any) -> None:
-    """Tell an `engine.run.Run`'s observer of the step that its requests have entered."""
+    """Tell the observer of an `engine.run.Run` which step its requests have entered."""
     if not wants(run.observer, BeginStepEvent):
         return
     forward = run.forward
@@ -80,11 +80,7 @@ def tell_beginning(run: Any) -> None:
 def step_shape(run: Any) -> Shape:
     """Return the fields of `StepEvent` that all requests of the pass under way share.
 
-    Args:
-        run: The `engine.run.Run`; its requests have not ended their step.
-
-    Returns:
-        Nothing where nobody would hear it.
+    Call before the requests of the `engine.run.Run` finish their step. Empty if no observer wants the event.
     """
     if not wants(run.observer, StepEvent):
         return {}

@@ -1,4 +1,4 @@
-"""How many requests a run decodes together, decided from its forecast and the free memory."""
+"""Decides how many requests a run decodes together, from its memory forecast and the free memory."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,8 +10,9 @@ from sfi_core.machine.memory import free_bytes, give_back
 from sfi_core.models.forecast import Forecast, check_fits, largest_batch
 from sfi_core.models.two_tier_forecast import TwoTierBytes
 
-# of the free memory that a run may fill where no batch is asked for: a forecast is no promise
-SHARE = 0.9
+SHARE = (
+    0.9  # of the free memory that a run without `max_batch` may fill, as a margin for the forecast
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,12 +20,12 @@ class BatchPlan:
     """The batch of a run over a list of prompts.
 
     Attributes:
-        requests: Prompts in all.
-        slots: Requests that are decoded together; each other one waits until a request has ended.
+        requests: Number of prompts.
+        slots: Requests decoded together; each other one waits until a request has ended.
         capacity: Tokens that a request may reach.
         forecast: The memory that the run will need.
-        free_bytes: Free memory before it; None where the system does not tell.
-        tiers: The bytes of the cache on the device and in host memory; None without a device budget.
+        free_bytes: Free memory before the run; None if unknown.
+        tiers: Bytes of the cache on the device and in host memory; None without a device budget.
     """
 
     requests: int
@@ -53,13 +54,12 @@ def plan_batch(
         limits: The most new tokens of each.
         max_batch: The most requests to decode together; None for as many as fit.
         prefill_chunk: Prompt tokens of one forward pass; 0 for all at once.
-        shared: The prompts as already read; they are then all decoded together.
-        graphs: Whether steps will be replayed as CUDA graphs, which hold memory.
+        shared: The prompts after their dense pass; all of them are decoded together.
+        graphs: Whether steps will be replayed as CUDA graphs, which take memory.
 
     Raises:
-        ConfigError: `max_batch` is not positive, or splits prompts that were read together.
-        MemoryForecastError: `max_batch` requests do not fit, and the message says how many do; or not even
-            one request fits.
+        ConfigError: `max_batch` is not positive, or less than the shared prompts.
+        MemoryForecastError: One request, or `max_batch`, does not fit; the message says how many do.
     """
     total, device = len(prompts), session.model.device
     if max_batch is not None and max_batch < 1:
@@ -85,7 +85,7 @@ def plan_batch(
     fits = session.ranks.least(fitting(1.0))
     slots = wanted
     if shared is None and not fits:
-        slots = 1  # the message on one request says the most
+        slots = 1  # `check_fits` below then reports on one request
     elif shared is None and max_batch is None and fits < wanted:
         slots = max(1, session.ranks.least(fitting(SHARE)))
     expected = expect(slots)

@@ -1,4 +1,4 @@
-"""What a run read beside full attention, in bytes: where it cannot have been faster, on any machine."""
+"""The bytes that a run read compared with full attention: a bound on its speedup on any machine."""
 
 from dataclasses import dataclass
 from typing import Self
@@ -11,16 +11,16 @@ from sfi_core.models.describe import describe_model
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ByteLimit:
-    """The bytes of a decoded token, and what they allow.
+    """The bytes read per decoded token, and the largest possible speedup.
 
     Attributes:
-        bytes_per_token: Bytes that the run had to read for a token: weights, shared by the requests decoded
-            together, keys, values and scores.
-        full_attention_bytes_per_token: Bytes that full attention would have had to.
-        speedup: The second over the first, which no implementation exceeds where memory is the bottleneck.
-        break_even_context: Cached tokens from which a run with these settings and this share of slow steps
-            reads less than full attention; None where it never does, selects at fast steps, or lets KV heads
-            of one step read differently.
+        bytes_per_token: Bytes that the run must read per token: keys, values, scores, and the weights, which
+            the requests decoded together share.
+        full_attention_bytes_per_token: The same for full attention.
+        speedup: The second over the first: an upper bound if memory bandwidth is the bottleneck.
+        break_even_context: Cached tokens above which a run with these settings and this share of slow steps
+            reads less than full attention; None if there are none, or if the policy selects on fast steps or
+            mixes heads.
     """
 
     bytes_per_token: float
@@ -30,7 +30,7 @@ class ByteLimit:
 
     @classmethod
     def of(cls, session: Session, report: RunReport, slots: int) -> Self | None:
-        """Sum a run up; None of full attention, or where nothing was decoded after the first tokens."""
+        """Sum a run up; None for full attention, or if nothing was decoded after the first tokens."""
         policy = session.policy
         decoded = sum(len(one.token_ids) - 1 for one in report.requests if one.token_ids)
         if not (decoded and (policy.selects_after or policy.selects_before)):
@@ -62,13 +62,7 @@ class ByteLimit:
         )
 
     def advice(self, policy: str) -> str | None:
-        """Say in one line that full attention should be faster; None where the policy read less.
-
-        A policy that reads as much cannot be faster where memory is the bottleneck, whatever the kernels.
-
-        Args:
-            policy: The run's policy, for the line.
-        """
+        """Say in one line that full attention should be faster; None if the policy read less."""
         if self.speedup > 1:
             return None
         if self.break_even_context is None:

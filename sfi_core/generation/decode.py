@@ -1,4 +1,4 @@
-"""Algorithm 1: the slow-fast decoding loop over a batch of requests."""
+"""The slow-fast decoding loop over a batch of requests, Algorithm 1."""
 
 from collections.abc import Callable, Iterator
 from itertools import count
@@ -8,19 +8,19 @@ import torch
 
 
 class Model(Protocol):
-    """A model under SFI, with a prompt of its own."""
+    """A model under SFI with its prompts."""
 
     def prefill(self) -> torch.Tensor:
-        """Read the prompt, step 0, which is slow (g_0 = 1); return the next token's logits, [B, V]."""
+        """Read the prompts: step 0, which is slow (g_0 = 1). Return the next tokens' logits, [B, V]."""
 
     def step(self, token_B: list[int]) -> torch.Tensor:
-        """Decode x_{t-1} under the policy's plan: dense and refresh, or fast; return logits, [B, V]."""
+        """Decode x_{t-1} in a slow or a fast step, as the policy plans; return logits, [B, V]."""
 
     def record(self, token_B: list[int]) -> None:
         """Note the tokens x_t."""
 
     def admit(self, token_B: list[int]) -> list[int]:
-        """Let requests that wait begin where others ended; return the tokens with theirs, none at the end."""
+        """Begin waiting requests in free rows; return all rows' tokens, [] once all requests have ended."""
 
 
 def decode(
@@ -31,9 +31,9 @@ def decode(
     """Yield the tokens of each step, alternating fast and slow steps (Algorithm 1).
 
     Args:
-        model: Plans each step (Eq. 5, T_max) and attends accordingly.
-        sample: Picks a token for every request from logits `[B, V]`.
-        max_new_tokens: Upper bound on the steps; None goes on until every request is done.
+        model: Plans each step (Eq. 5, T_max) and runs it.
+        sample: Picks a token for every row from logits `[B, V]`.
+        max_new_tokens: The most steps; None goes on until every request has ended.
     """
     logits_BV = model.prefill()
     for step in count(1):

@@ -1,4 +1,4 @@
-"""`sfi_core.generate(...)`: our own loop around a transformers model."""
+"""`sfi_core.generate(...)`: completes prompts with a transformers model and slow-fast decoding."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -40,19 +40,19 @@ from sfi_core.state.request import RequestState
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What a run gave.
+    """The result of a run.
 
     Attributes:
-        report: Counts, reasons, ratios, times and paths; token ids by request, in the prompts' order.
+        report: Token ids and statistics of each request, in the order of the prompts.
         texts: The completions; empty strings without a tokenizer.
-        trigger_token_ids: T_trig as used.
-        forecast: What the run was expected to need.
+        trigger_token_ids: T_trig.
+        forecast: The memory that the run was expected to need.
         slots: How many requests were decoded together.
-        byte_limit: What it read in bytes, beside full attention; None under full attention.
+        byte_limit: The bytes read, compared with full attention; None under full attention.
         peak_memory_bytes: Peak memory of the process (CPU) or of the allocator (GPU) during the run.
-        error: Why the run stopped early; None when it did not.
-        interrupted: Whether Ctrl-C stopped it.
-        seed: What the tokens were drawn with, for `verify`; None where none were drawn.
+        error: The error that stopped the run early; None for none.
+        interrupted: Whether Ctrl-C stopped the run.
+        seed: The seed of the sampling, for `verify`; None for greedy decoding.
     """
 
     report: RunReport
@@ -93,43 +93,43 @@ def generate(
 ) -> Result:
     """Complete prompts with slow-fast decoding.
 
-    Where the memory or `max_batch` does not allow all prompts together, the others wait, in order: when a
-    request ends, the next prompt is read in its place.
+    If memory or `max_batch` does not allow all prompts at once, the rest waits: when a request ends, the next
+    prompt is read in its place.
 
     Args:
         model: A decoder-only model of transformers.
         tokenizer: Its tokenizer; may be None when prompts are token ids and triggers are token ids.
         prompts: Texts or token ids; they may differ in length.
         config: The settings; None is the `default` preset.
-        policy: A name from `sfi_core.policies.POLICIES`.
-        max_new_tokens: Upper bound on the generated tokens, of all prompts or of each.
-        max_batch: The most requests decoded together; None for as many as fit into the memory.
+        policy: A name from `sfi_core.policies.POLICIES`, or of another package's policy.
+        max_new_tokens: The most generated tokens, one number for all prompts or one for each.
+        max_batch: The most requests decoded together; None for as many as fit into memory.
         sampling: How tokens are picked; None is greedy.
-        seed: Of the sampling; with a prompt's index it gives its tokens, whatever is decoded beside it. None
-            draws one from torch.
+        seed: Seed of the sampling: a prompt's tokens depend on it and the prompt's index, not on the rest of
+            the batch. None draws one from torch.
         stop_token_ids: Tokens that end a request; None takes the model's.
         prefill_chunk: Prompt tokens of one forward pass; 0 for all at once.
-        observers: Told of every step, refresh and span.
+        observers: Receive the run's events and spans.
         backend: "auto", "torch" or "triton".
-        page_size: Tokens of a cache page; None is one page a request under torch, 64 tokens under triton.
+        page_size: Tokens of a cache page; None is one page per request under torch, 64 tokens under triton.
         audit: What to compare with dense attention, for the observers; the tokens stay the same.
-        shared: The prompts as `read_prompt` read them, to begin with; they are not read again.
-        engine: How steps are run; None is `EngineOptions()`.
-        lossless: Generate full attention's own tokens: the policy's fast steps draft, dense passes verify. So
-            does `engine.lossless`; either is enough.
-        on_plan: Called before the run with how many requests are decoded together, and what that needs.
-        on_token: Called with the tokens of each step, by prompt; padding for one that has ended or waits.
-            A lossless run gives several tokens at once: one call each, with None for a prompt that has fewer.
-        on_prefill: Called with the prompt tokens read so far and in all, of the prompts that are read first.
+        shared: The same prompts, already read by `read_prompt`.
+        engine: The engine's switches; None is `EngineOptions()`.
+        lossless: Generate full attention's own tokens: the policy's fast steps draft, dense passes verify.
+            The same as `engine.lossless`.
+        on_plan: Called before the run with the batch and its memory forecast.
+        on_token: Called with the new tokens of each step, by prompt: padding for a prompt that has ended or
+            waits. A lossless run calls it for each of its new tokens, with None for a prompt that has fewer.
+        on_prefill: Called while the first prompts are read, with their tokens read so far and in all.
 
     Returns:
-        The result; a Ctrl-C or broken logits end it early with what was generated, and say so.
+        The result. After a Ctrl-C or non-finite logits it has the tokens generated so far.
 
     Raises:
-        ConfigError: A setting is out of range, or `shared` is of other prompts or too small.
+        ConfigError: A setting is out of range, or `shared` is of other prompts or of less capacity.
         InputError: A prompt is empty or longer than the model's positions.
         UnsupportedModelError: The architecture cannot run under SFI.
-        MemoryForecastError: The run would not fit; says how many requests would.
+        MemoryForecastError: The run would not fit into memory.
     """
     if prefill_chunk < 0:
         raise ConfigError(f"prefill_chunk must be at least 0, got {prefill_chunk}")
@@ -200,14 +200,28 @@ def generate(
         except KeyboardInterrupt:
             interrupted = True
         report = _report(session, scheduler, error, interrupted=interrupted)
-        result = _result(report, session, tokenizer, plan, error, interrupted=interrupted)
-        return replace(result, seed=seed if sampling.do_sample else None)
+        texts = [
+            tokenizer.decode(one.token_ids, skip_special_tokens=True) if tokenizer else ""
+            for one in report.requests
+        ]
+        return Result(
+            report=report,
+            texts=texts,
+            trigger_token_ids=session.trigger_token_ids,
+            forecast=plan.forecast,
+            slots=plan.slots,
+            byte_limit=ByteLimit.of(session, report, plan.slots),
+            peak_memory_bytes=peak_bytes(model.device),
+            error=error,
+            interrupted=interrupted,
+            seed=seed if sampling.do_sample else None,
+        )
 
 
 def _report(
     session: Session, scheduler: Scheduler, error: SfiError | None, *, interrupted: bool
 ) -> RunReport:
-    # of a run that broke off: what had ended stays as it is, what had not begun has no tokens
+    # after an early end the report also has requests that had not begun, and other finish reasons
     if session.report is None:
         raise KeyboardInterrupt
     session.run.left += [
@@ -222,29 +236,3 @@ def _report(
         reason = "interrupted" if interrupted or state.request in scheduler.waiting else "error"
         requests.append(request if state.finished else replace(request, finish_reason=reason))
     return replace(report, requests=requests)
-
-
-def _result(
-    report: RunReport,
-    session: Session,
-    tokenizer: Any,
-    plan: BatchPlan,
-    error: SfiError | None,
-    *,
-    interrupted: bool,
-) -> Result:
-    texts = [
-        tokenizer.decode(r.token_ids, skip_special_tokens=True) if tokenizer else ""
-        for r in report.requests
-    ]
-    return Result(
-        report=report,
-        texts=texts,
-        trigger_token_ids=session.trigger_token_ids,
-        forecast=plan.forecast,
-        slots=plan.slots,
-        byte_limit=ByteLimit.of(session, report, plan.slots),
-        peak_memory_bytes=peak_bytes(session.model.device),
-        error=error,
-        interrupted=interrupted,
-    )

@@ -1,4 +1,4 @@
-"""transformers' own processors of logits, of our settings."""
+"""transformers' logits processors for our settings."""
 
 from transformers import (
     LogitsProcessorList,
@@ -13,7 +13,7 @@ from sfi_core.settings.sampling import Sampling
 
 
 def processors(sampling: Sampling) -> LogitsProcessorList:
-    """Build transformers' processors, in the order `model.generate` applies them."""
+    """Build the processors in the order of `model.generate`."""
     chosen = LogitsProcessorList()
     if sampling.repetition_penalty != 1:
         chosen.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))

@@ -1,4 +1,4 @@
-"""From prompts to a padded batch of token ids."""
+"""Prompts as token ids, and their limits."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,8 +10,8 @@ def encode(tokenizer: Any, prompts: Sequence[str] | Sequence[Sequence[int]]) -> 
     """Turn prompts into token ids.
 
     Raises:
-        InputError: There is no prompt, or one has no token.
-        ConfigError: Texts without a tokenizer.
+        InputError: There is no prompt, or one without a token.
+        ConfigError: A text needs a tokenizer.
     """
     if not prompts:
         raise InputError("prompts must not be empty, got none")
@@ -30,11 +30,7 @@ def encode(tokenizer: Any, prompts: Sequence[str] | Sequence[Sequence[int]]) -> 
 
 
 def token_limits(max_new_tokens: int | Sequence[int], prompts: int) -> list[int]:
-    """Return the most new tokens of each prompt.
-
-    Raises:
-        ConfigError: One is not positive, or there are not as many as prompts.
-    """
+    """Return the most new tokens of each prompt; raises `ConfigError` unless each has a positive one."""
     limits = [max_new_tokens] * prompts if isinstance(max_new_tokens, int) else list(max_new_tokens)
     if len(limits) != prompts:
         raise ConfigError(
@@ -48,11 +44,7 @@ def token_limits(max_new_tokens: int | Sequence[int], prompts: int) -> list[int]
 def check_lengths(
     model: Any, rows: Sequence[Sequence[int]], max_new_tokens: int | Sequence[int]
 ) -> None:
-    """Refuse prompts that the model's positions cannot hold.
-
-    Raises:
-        InputError: With the prompt, its length and the limit.
-    """
+    """Raise `InputError` for a prompt that exceeds the model's positions together with its new tokens."""
     limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     most = [max_new_tokens] * len(rows) if isinstance(max_new_tokens, int) else max_new_tokens
     for number, (row, new) in enumerate(zip(rows, most, strict=True)):
@@ -64,12 +56,12 @@ def check_lengths(
 
 
 def model_stop_ids(model: Any) -> tuple[int, ...]:
-    """Return the tokens that end the model's texts, from its generation config."""
+    """Return the stop tokens of the model's generation config."""
     eos = model.generation_config.eos_token_id
     return () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
 
 
 def padding_id(model: Any, tokenizer: Any) -> int:
-    """Return the token that stands for a finished request; which one does not matter."""
+    """Return the input token for rows whose request has ended; it affects no result."""
     candidates = (getattr(tokenizer, "pad_token_id", None), model.generation_config.pad_token_id)
     return next((token for token in (*candidates, *model_stop_ids(model)) if token is not None), 0)

@@ -1,4 +1,4 @@
-"""`read_prompt(...)`: the dense pass over a prompt, once for many runs."""
+"""`read_prompt(...)`: reads prompts once, for many runs."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -35,17 +35,17 @@ def read_prompt(
         model: A decoder-only model of transformers.
         tokenizer: Its tokenizer; may be None when prompts are token ids.
         prompts: Texts or token ids; they may differ in length.
-        capacity: Tokens that a request may reach in a run from here, its prompt included.
-        window: Queries of the prompt to keep, from its end; None keeps all.
+        capacity: Tokens that a request of a run may reach, its prompt included.
+        window: How many of each prompt's last queries to keep; None keeps all.
         prefill_chunk: Prompt tokens of one forward pass; 0 for all at once.
-        backend: "auto", "torch" or "triton"; the runs' own.
-        page_size: Tokens of a cache page; the runs' own.
-        on_prefill: Called with the prompt tokens read so far and in all.
+        backend: "auto", "torch" or "triton", as in the runs.
+        page_size: Tokens of a cache page, as in the runs.
+        on_prefill: Called with the number of prompt tokens read so far, and of all.
 
     Raises:
         InputError: A prompt is empty or longer than the model's positions.
         UnsupportedModelError: The architecture cannot run under SFI.
-        MemoryForecastError: It would not fit.
+        MemoryForecastError: The pass would not fit.
     """
     rows = encode(tokenizer, prompts)
     check_lengths(model, rows, capacity - max(map(len, rows), default=0))

@@ -1,4 +1,4 @@
-"""Picking tokens by our own settings: scores by transformers' processors, draws by index-keyed noise."""
+"""Picks tokens by our settings: scores by transformers' processors, samples by index-keyed noise."""
 
 from collections.abc import Callable, Sequence
 
@@ -12,10 +12,10 @@ from sfi_core.settings.sampling import Sampling
 
 
 class Sampler(Picker):
-    """A picker whose processors look at no more than the set of a request's tokens.
+    """A picker with transformers' processors, which depend on the set of a request's tokens at most.
 
     Attributes:
-        tokens: Those so far, padded prompts included; None where no processor looks at them.
+        tokens: The tokens so far, padded prompts included; None if no processor needs them.
     """
 
     def __init__(

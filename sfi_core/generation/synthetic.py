@@ -1,4 +1,4 @@
-"""Prompts that nobody read: a cache full of random keys and values, to decode from at any context."""
+"""A cache filled with random keys and values, for benchmarks of decoding at any context length."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,17 +12,16 @@ from sfi_core.state.kv_store import KVStore
 from sfi_core.state.layer_shape import LayerShape
 from sfi_core.state.two_tier import TwoTierStore
 
-BLOCK = 1024  # tokens that are drawn; a longer context repeats them
+BLOCK = 1024  # random tokens; a longer context repeats them
 
 
 class SyntheticPrompt:
-    """A batch of prompts made by chance, which `shared` hands out as if they had been read.
+    """A batch of random prompts, for timing only; `shared` returns it like prompts that were read.
 
-    Keys, values and the queries that make the first selection are standard normal. For timing only: the
-    tokens that follow mean nothing. Pages on the device are filled for the first run and serve every further
-    one, which overwrites nothing but what the run before it decoded. A store of two tiers is filled for each
-    run: in its ring the tokens that a run decodes take the places of the prompt's last ones, and policies
-    divide the cache each in its own way.
+    Keys, values and the queries of the first selection are standard normal. Pages on the device are filled
+    once for all runs: a run overwrites only the decoded tokens of the run before it. A store of two tiers is
+    filled for each run, because decoded tokens overwrite prompt tokens in its ring, and each policy divides
+    the cache in its own way.
 
     Attributes:
         contexts: Tokens of each request.
@@ -38,7 +37,7 @@ class SyntheticPrompt:
         seed: int = 0,
         rows: Sequence[int] | None = None,
     ) -> None:
-        """Plan the prompts; `rows` are the numbers that their contents are drawn by, besides the seed."""
+        """Plan the prompts; `rows` number them for the random generator, by default from 0."""
         self.contexts, self.capacity = list(contexts), capacity
         self.store: KVStore | None = None
         self._layers: list[int] = []  # of the store
@@ -49,7 +48,7 @@ class SyntheticPrompt:
         """Return the prompts for a run of a session; the first call fills the pages."""
         shapes, model = session.shapes(), session.model
         if self.store is None or session.tiers is not None or not self.store.whole_on_device:
-            self.drop()  # before the next one is made: both may not fit
+            self.drop()  # first, since two stores may not fit
             self.store = self._filled(session, shapes)
         layers, others = {}, {}
         hosted = session.cache().layers
@@ -84,20 +83,18 @@ class SyntheticPrompt:
         return sum(tensor.nbytes for one in pages for tensor in one.tensors)
 
     def drop(self) -> None:
-        """Give the store back; the next run fills a new one with the same numbers."""
+        """Free the store; the next run fills a new one with the same numbers."""
         self.store = None
 
     def block(self, model: Any, layer: int, shape: LayerShape) -> tuple[torch.Tensor, torch.Tensor]:
-        """Draw keys and values that a layer's cache repeats, [B, H, BLOCK, D] and [B, H, BLOCK, E]."""
+        """Draw the keys [B, H, BLOCK, D] and values [B, H, BLOCK, E] that a layer's cache repeats."""
         key = self._drawn(model, layer, (shape.heads, BLOCK, shape.key_width), "key")
         return key, self._drawn(model, layer, (shape.heads, BLOCK, shape.value_width), "value")
 
     def _filled(self, session: Session, shapes: Sequence[LayerShape]) -> KVStore:
         generated = self.capacity - max(self.contexts)
-        store, device = (
-            session.store(len(self.contexts), self.capacity, generated),
-            session.model.device,
-        )
+        store = session.store(len(self.contexts), self.capacity, generated)
+        device = session.model.device
         self._layers = [index for index, shape in enumerate(shapes) if shape.window is None]
         for index, shape in enumerate(shapes):
             if shape.window is not None:
@@ -108,8 +105,9 @@ class SyntheticPrompt:
                 begin = [min(start, length) for length in self.contexts]
                 begin_B, count_B = torch.tensor([begin, count], dtype=torch.int32, device=device)
                 piece = key, value
-                if min(count) < BLOCK:
-                    # `append` takes the last of them, and a prompt ends with the first
+                if (
+                    min(count) < BLOCK
+                ):  # `append` takes a piece's last tokens; roll the first ones there
                     piece = _rolled(key, count), _rolled(value, count)
                 store.append(index, *piece, begin_B, count_B, begin, count)
         return store
@@ -121,7 +119,7 @@ class SyntheticPrompt:
         return self._drawn(session.model, layer, size, "query")
 
     def _drawn(self, model: Any, layer: int, size: tuple[int, ...], what: str) -> torch.Tensor:
-        # a request's numbers depend on its own row, not on the batch around it
+        # a request's numbers do not depend on the rest of the batch
         drawn = []
         for row in self._rows:
             generator = torch.Generator(model.device)
@@ -139,7 +137,7 @@ def _rolled(block: torch.Tensor, count: Sequence[int]) -> torch.Tensor:
 
 
 def repeated(block: torch.Tensor, length: int) -> torch.Tensor:
-    """Repeat a block [B, H, BLOCK, D] along its tokens until there are `length`."""
+    """Repeat a block [B, H, BLOCK, D] up to `length` tokens."""
     B, H, T, D = block.shape
     out = block.new_empty(B, H, length, D)
     for start in range(0, length, T):
@@ -148,7 +146,7 @@ def repeated(block: torch.Tensor, length: int) -> torch.Tensor:
 
 
 def fill_sliding(layer: Any, key: torch.Tensor, value: torch.Tensor, context: int) -> None:
-    """Make transformers' layer of a sliding window look as if it had read `context` tokens."""
+    """Fill transformers' cache layer of a sliding window as if it had read `context` tokens."""
     held = min(layer.sliding_window, context)
     layer.cumulative_length = context - held
     layer.update(repeated(key, held), repeated(value, held))

@@ -1,4 +1,4 @@
-"""Turning tokens into text as they come."""
+"""Decodes tokens to text one by one."""
 
 from typing import Any, Protocol
 
@@ -6,24 +6,24 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-INVALID_PREFIX = "Invalid prefix"  # how tokenizers' error begins, which has no type of its own
+INVALID_PREFIX = "Invalid prefix"  # beginning of the message of an untyped error of `tokenizers`
 
 
 class TextStream(Protocol):
-    """Decodes one request's tokens; a character split over tokens waits until it is whole."""
+    """Decodes one request's tokens; a character split over tokens comes with its last token."""
 
     def push(self, token_id: int) -> str:
         """Return the text that a token adds."""
 
 
 def text_stream(tokenizer: Any) -> TextStream:
-    """Make the stream that suits a tokenizer of transformers."""
+    """Make the stream for a tokenizer of transformers."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     return FastTextStream(backend) if isinstance(backend, Tokenizer) else SlowTextStream(tokenizer)
 
 
 class FastTextStream:
-    """The text of a tokenizer of the tokenizers package, decoded a few tokens at a time."""
+    """Decodes with a tokenizer of the `tokenizers` package."""
 
     def __init__(self, backend: Tokenizer) -> None:
         self._backend = backend
@@ -38,8 +38,8 @@ class FastTextStream:
         except Exception as error:
             if not str(error).startswith(INVALID_PREFIX):
                 raise
-            # A byte that is no character after all takes back the bytes before it, which are out already: the
-            # tokens that wait start a text of their own.
+            # invalid UTF-8: the decoder would change text that has been returned, so the waiting tokens start
+            # a new text
             self._stream = DecodeStream(skip_special_tokens=True)
             piece = self._stream.step(self._backend, self._waiting)
         if piece is None:
@@ -50,7 +50,7 @@ class FastTextStream:
 
 
 class SlowTextStream:
-    """The text of a tokenizer written in Python, decoded a line at a time."""
+    """Decodes with a tokenizer written in Python, the whole current line for each token."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer

@@ -1,4 +1,4 @@
-"""`verify(...)`: whether generated tokens are full attention's, by teacher forcing."""
+"""`verify(...)`: checks by teacher forcing that generated tokens are full attention's."""
 
 import inspect
 import math
@@ -19,7 +19,7 @@ from sfi_core.models.rotation import pass_rotation
 from sfi_core.settings.sampling import Sampling
 
 NEAR_ULP = 4.0
-PIECE = 2**21  # most logits that are looked at together; as float64 they take 16 MiB
+PIECE = 2**21  # most logits compared at once, 16 MiB as float64
 HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -34,34 +34,33 @@ def verify(
     seed: int | None = None,
     chunk: int = 2048,
 ) -> VerifyReport:
-    """Check each generated token: is it full attention's own, over the prompt and the tokens before it?
+    """Check that each generated token is full attention's, given the prompt and the tokens before it.
 
     The plain model reads prompt and output once, request by request, with its own attention and cache. Call
-    `verify` outside `slow_fast`. A token has to be the arg max of the processed logits, or under sampling of
+    `verify` outside `slow_fast`. A token must be the arg max of the processed logits; under sampling, of
     their sum with the noise of seed, request and index.
 
-    A token that differs is within rounding up to `bound_ulp` units in the last place (ulp) of the logits.
-    Paper gap: the bound is ours. A run multiplies one row of activations or several, this check many, so
-    that sums are rounded in another order. bfloat16 has 8 bits and float16 11; products are summed in
-    float32, and each activation is rounded once: 4 ulp for each of the two scores, 8 in all. In float32 the
-    partial sums themselves are rounded, which grows as the square root of a product's terms, of which there
-    are as many as the hidden size: 8 sqrt(hidden). SmolLM2-135M's two best logits moved against each other by
-    at most 2 ulp in bfloat16, and 16 in float32, between passes of one row and of 48.
-    Temperature and repetition penalty stretch the ulp as they stretch the logits. A token that `top_k`,
-    `top_p` or `min_p` drops counts as kept where its score is within the bound of the lowest kept one.
+    A token that differs by at most `bound_ulp` units in the last place (ulp) of the logits is rounding.
+    Paper gap: the bound is ours. A run multiplies one or few rows of activations at once, this check many, so
+    that sums are rounded in another order. bfloat16 and float16 products are summed in float32 and each
+    activation is rounded once: 4 ulp for each of the two scores, 8 in all. float32 rounds partial sums, an
+    error that grows as the square root of the number of terms: 8 sqrt(hidden size). The distance of
+    SmolLM2-135M's two best logits changed by at most 2 ulp in bfloat16, and 16 in float32, between passes of
+    1 row and of 48. Temperature and repetition penalty stretch the ulp as they stretch the logits. A token
+    dropped by `top_k`, `top_p` or `min_p` counts as kept if its score is within the bound of the lowest kept.
 
     Args:
         model: A decoder-only model of transformers.
         prompts: Texts or token ids.
-        outputs: The generated tokens of each, a stop token included; none is allowed.
+        outputs: The generated tokens of each prompt, a stop token included; may be empty.
         tokenizer: Its tokenizer; may be None when prompts are token ids.
         sampling: How the tokens were picked; None is greedy.
-        seed: What they were drawn with, by the prompts' indices; not needed for greedy decoding.
+        seed: The seed of the run; not needed for greedy decoding.
         chunk: Prompt tokens of one forward pass.
 
     Raises:
-        ConfigError: Not one output for each prompt, sampling without its seed, a chunk below 1, or a model
-            whose RoPE (`longrope`, `dynamic`) depends on the pieces that a text is read in.
+        ConfigError: There is not one output per prompt, sampling lacks its seed, the chunk is below 1, or the
+            model's RoPE (`longrope`, `dynamic`) depends on the pieces in which a text is read.
         InputError: A prompt is empty, or longer with its output than the model's positions.
         NumericsError: The model's logits hold NaN or infinity.
     """
@@ -92,13 +91,13 @@ def verify(
 
 
 class Found(NamedTuple):
-    """What full attention says of one generated token.
+    """Full attention's view of one generated token.
 
     Attributes:
-        expected: Its own token.
-        gap_ulp: How far its second best score is behind.
-        behind_ulp: How far the given token's is.
-        fine: Whether its logits are finite, 1 or 0.
+        expected: Full attention's token.
+        gap_ulp: The distance of its two best scores.
+        behind_ulp: The distance of the given token's score to the best.
+        fine: 1 if the logits are finite, else 0.
     """
 
     expected: float
@@ -108,14 +107,10 @@ class Found(NamedTuple):
 
 
 class Judge:
-    """Compares the tokens of requests with full attention's.
-
-    Attributes:
-        bound_ulp: How far behind a token may be by rounding; see `verify`.
-    """
+    """Compares generated tokens with full attention's; `bound_ulp` is that of `VerifyReport`."""
 
     def __init__(self, model: Any, sampling: Sampling, seed: int) -> None:
-        """Take over the settings of the run."""
+        """Take the model and the settings of the run."""
         self.bound_ulp = 2 * NEAR_ULP
         if model.dtype not in HALVES:
             self.bound_ulp *= math.sqrt(model.config.get_text_config(decoder=True).hidden_size)
@@ -156,7 +151,7 @@ class Judge:
     def _compare(
         self, request: int, index: int, ids_1T: torch.Tensor, prompt: int, logits_PV: torch.Tensor
     ) -> list[Found]:
-        # of the tokens from an index on, whose prefixes these logits continue
+        # the logits are those of the tokens from `index` on
         P, V = logits_PV.shape
         logits_PV = logits_PV.float()
         ends = range(prompt + index, prompt + index + P)
@@ -192,7 +187,7 @@ class Judge:
         given_P1: torch.Tensor,
         bound_P: torch.Tensor,
     ) -> torch.Tensor:
-        # what the given token lacks to win against all that rounding cannot drop, and to be kept itself
+        # the distance to the best token that the filters surely keep, or to being kept itself
         kept_PV = scores_PV > -torch.inf
         edge_P1 = all_PV.masked_fill(~kept_PV, torch.inf).amin(-1, keepdim=True)
         filters_P1 = (~kept_PV & (all_PV > -torch.inf)).any(-1, keepdim=True)
@@ -207,12 +202,12 @@ class Judge:
 def forced_logits(
     model: Any, ids_1T: torch.Tensor, prompt: int, chunk: int
 ) -> Iterator[torch.Tensor]:
-    """Read a text once with the plain model; yield the logits of its output's tokens by pieces, [P, V].
+    """Read a text with the plain model; yield the logits of its output tokens in pieces, [P, V].
 
     Args:
         model: The model.
         ids_1T: The prompt and its output.
-        prompt: How many of them are the prompt.
+        prompt: Number of prompt tokens.
         chunk: Prompt tokens of one pass.
     """
     first, last = prompt - 1, ids_1T.shape[1] - 1
@@ -233,7 +228,7 @@ def forced_logits(
 
 
 def ulp(size_P: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the spacing of a dtype's numbers at some sizes."""
+    """Return the distance of neighboring numbers of a dtype at the given sizes."""
     limits = torch.finfo(dtype)
     exponent_P = torch.frexp(size_P.clamp_min(limits.tiny))[1] - 1
     return torch.ldexp(torch.full_like(size_P, limits.eps), exponent_P)

@@ -1,4 +1,4 @@
-"""What the check of a lossless run has found."""
+"""The report of `verify`."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -7,13 +7,13 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Differing:
-    """A generated token that is not the one that full attention has over the same prefix.
+    """A generated token that differs from full attention's over the same prefix.
 
     Attributes:
-        index: Its number among the generated tokens, from 0.
+        index: Its index among the generated tokens.
         token_id: The token.
-        expected_id: Full attention's.
-        behind_ulp: How far its score is behind full attention's best, in units in the last place of the
+        expected_id: Full attention's token.
+        behind_ulp: The distance of its score to full attention's best, in units in the last place of the
             logits; infinite for a token that a processor forbids.
     """
 
@@ -28,10 +28,10 @@ class RequestCheck:
     """The check of one request.
 
     Attributes:
-        tokens: Generated tokens that were checked.
-        near_ties: Indices of those at which full attention's two best scores are closer than
-            `VerifyReport.near_ulp`; either of the two is right, and what follows depends on which it is.
-        differing: Those that are not full attention's.
+        tokens: Number of generated tokens checked.
+        near_ties: Indices at which full attention's two best scores are closer than `VerifyReport.near_ulp`:
+            either token is right there, and later tokens depend on the choice.
+        differing: Tokens that are not full attention's.
     """
 
     tokens: int
@@ -40,19 +40,19 @@ class RequestCheck:
 
     @property
     def first_doubtful(self) -> int | None:
-        """The first index that is a near tie or differs; None for none."""
+        """The first index that is a near tie or differs, if there is one."""
         return min((*self.near_ties, *(one.index for one in self.differing)), default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyReport:
-    """What teacher forcing has found; see `verify`.
+    """The result of `verify`.
 
     Attributes:
-        dtype: Of the logits.
-        near_ulp: What counts as a near tie, in units in the last place.
-        bound_ulp: How far a token's score may be behind by rounding alone.
-        requests: The check of each request, in the prompts' order.
+        dtype: The dtype of the logits.
+        near_ulp: The distance of two scores below which they are a near tie, in units in the last place.
+        bound_ulp: The distance to full attention's best score that rounding alone explains.
+        requests: In the order of the prompts.
     """
 
     dtype: str
@@ -62,7 +62,7 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        """Whether every token is full attention's, or behind it by no more than rounding."""
+        """Whether every token is full attention's, up to rounding."""
         return all(
             one.behind_ulp <= self.bound_ulp
             for request in self.requests
@@ -71,21 +71,21 @@ class VerifyReport:
 
     @property
     def tokens(self) -> int:
-        """Tokens that were checked."""
+        """Number of tokens checked."""
         return sum(request.tokens for request in self.requests)
 
     @property
     def near_ties(self) -> int:
-        """Near ties of all requests."""
+        """Number of near ties."""
         return sum(len(request.near_ties) for request in self.requests)
 
     @property
     def differing(self) -> int:
-        """Differing tokens of all requests."""
+        """Number of differing tokens."""
         return sum(len(request.differing) for request in self.requests)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON, with what the properties say; an infinite distance is None."""
+        """Return plain values for JSON, properties included; an infinite distance becomes None."""
         requests = []
         for request in self.requests:
             row = asdict(request) | {"first_doubtful": request.first_doubtful}

@@ -1,4 +1,4 @@
-"""Decoding policies: which past tokens each KV head reads, and when that is decided anew."""
+"""Decoding policies: which past tokens each KV head reads, and when it selects them anew."""
 
 from sfi_core.errors import ConfigError
 from sfi_core.policies.base import EvidencePolicy, Policy, Selection
@@ -33,15 +33,15 @@ POLICIES: dict[str, type[Policy]] = {
 
 
 def policy_class(name: str) -> type[Policy]:
-    """Look a policy up, ours or an installed package's.
+    """Look a policy up, ours or another package's.
 
     Raises:
-        ConfigError: No such policy, two of that name, or one that cannot be imported.
+        ConfigError: There is no such policy, or two, or it cannot be imported.
     """
     points = [point for point in installed() if point.name == name]
     owners = ["sfi"] if name in POLICIES else []
     owners += [f"package {package_of(point)}" for point in points]
-    if len(owners) > 1:  # which one would run must not depend on an installation's order
+    if len(owners) > 1:
         raise ConfigError(
             f"policy {name!r} is defined twice, by {' and by '.join(owners)}; remove one"
         )

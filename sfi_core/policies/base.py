@@ -1,4 +1,4 @@
-"""The one interface every decoding policy implements."""
+"""The interface of decoding policies."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,9 +19,9 @@ class Selection:
 
     Attributes:
         index_BHK: Positions in J by KV head, int32, ascending, padded with -1.
-        diagnostics: Tensors worth tracing, such as the Selector's `lambda_star`.
-        heads_BH: The KV heads whose memory this is, bool; the others keep theirs. None for all.
-        pseudo: Of `select_before`: what stands in this step for all that is not read. None for nothing.
+        diagnostics: Tensors for traces, such as the Selector's `lambda_star`.
+        heads_BH: The KV heads that are selected anew, bool; the others keep their memory. None for all.
+        pseudo: From `select_before`: a token that stands for all unread tokens in this step; None for none.
     """
 
     index_BHK: torch.Tensor
@@ -31,29 +31,29 @@ class Selection:
 
 
 class Rule(Protocol):
-    """Says when a slow step is due: `triggers.trigger.Trigger`, for any policy."""
+    """Decides when a slow step is due; `triggers.trigger.Trigger` is the one of a run."""
 
     def reason(self, state: RequestState) -> str:
-        """Say why the next step must be slow; empty if it may be fast."""
+        """Return why the next step is slow, or "" if it is fast."""
 
 
 class Policy:
-    """Base of the policies. Override what differs; by default nothing is ever selected.
+    """Base of the policies. By default every step is fast and nothing is selected.
 
-    Sink and recent tokens are always attended and never reach a policy (Eq. 1). A hook returns the new
-    selected memory, or None to keep the one it has (Eq. 3).
+    Sink and recent tokens are always attended; a policy does not see them (Eq. 1). A hook returns the new
+    selected memory, or None to keep the old one (Eq. 3).
 
     Attributes:
         config: The run's settings; budgets are tokens per KV head.
-        trigger: Says when a slow step is due.
-        selects_before: Whether `select_before` is to be called on fast steps.
-        selects_after: Whether `select_after` is to be called on slow steps.
-        prompt_only: Whether `select_after` is for the prompt's end only, not for slow decoding steps.
-        selects_next: Whether `select_next` is to be called on fast steps.
-        mixes_heads: Whether `dense_heads` is to be called in decoding steps.
-        evicts: Whether what is not attended is gone for good; such methods also store less.
-        drafts: Whether its fast steps can be taken back, as a lossless run does with rejected tokens.
-        offloads: Whether it can run over a store that keeps most keys and values in host memory.
+        trigger: Decides when a slow step is due.
+        selects_before: Call `select_before` on fast steps.
+        selects_after: Call `select_after` on slow steps.
+        prompt_only: Call `select_after` at the end of the prompt only.
+        selects_next: Call `select_next` on fast steps.
+        mixes_heads: Call `dense_heads` in decoding steps.
+        evicts: The method drops unselected tokens for good, so that it needs less memory.
+        drafts: Fast steps can be taken back, as a lossless run does with rejected tokens.
+        offloads: Runs over a store with most keys and values in host memory.
     """
 
     selects_before = False
@@ -66,22 +66,22 @@ class Policy:
     offloads = False
 
     def __init__(self, config: SfiConfig, trigger: Rule, layers: Sequence[int] = ()) -> None:
-        """Take the settings; `layers`, the model's full-attention ones, are for policies that choose some."""
+        """Take the settings; `layers` are the model's full-attention layers."""
         self.config = self.adapt(config)
         self.trigger = trigger
 
     @classmethod
     def adapt(cls, config: SfiConfig) -> SfiConfig:
-        """Return the settings the method really runs with."""
+        """Return the settings that the method runs with."""
         return config
 
     def plan(self, requests: Sequence[RequestState]) -> list[str]:
-        """Say why each request is slow in the step to come, t >= 1; "" for a fast one."""
+        """Return why each request is slow in the next step, t >= 1, or "" if it is fast."""
         return [""] * len(requests)
 
     @classmethod
     def refreshes(cls) -> bool:
-        """Say whether slow decoding steps call `select_after`, in the layers that are not left dense."""
+        """Say whether slow decoding steps call `select_after`, in layers outside `dense_layers`."""
         return cls.selects_after and not cls.prompt_only
 
     def select_before(self, context: LayerContext) -> Selection | None:
@@ -97,35 +97,34 @@ class Policy:
         return None
 
     def dense_heads(self, state: RequestState, layer: int, heads: int) -> Sequence[int]:
-        """Return which of a layer's KV heads read the request's whole history in a decoding step (SyncKV)."""
+        """Return the KV heads of a layer that attend densely in a decoding step (SyncKV)."""
         return ()
 
     def rewind(self, note: Notes, length: int) -> None:
-        """Forget what the notes of a request and layer hold of positions from `length` on, if it `drafts`."""
+        """Drop all that the notes of a request and layer hold on positions >= `length`, if it `drafts`."""
 
     @property
     def most_fast_steps(self) -> int | None:
-        """The most fast steps in a row, through which an anchored recent segment grows; None for no limit."""
+        """The most fast steps in a row, while an anchored recent segment grows; None for no limit."""
         return None
 
     def summary_bytes(self, layer: LayerShape, capacity: int) -> int:
-        """Return the bytes that the policy keeps of the keys of a layer and request of `capacity` tokens."""
+        """Return the bytes of a policy's key summaries, for a layer and a request of `capacity` tokens."""
         return 0
 
     def resident_heads(self, layer: int, heads: int) -> Sequence[int]:
-        """Return the KV heads of a layer, of `heads`, that are better never offloaded, if there is room."""
+        """Return the KV heads of a layer, of `heads`, to keep on the device if there is room."""
         return range(heads) if layer in self.config.dense_layers else ()
 
     def selection_tokens(self, state: RequestState) -> float:
-        """Return what selecting reads in one fast step, in tokens' worth of keys and values of a KV head."""
+        """Return the reads of the selection in a fast step, in tokens (key and value) per KV head."""
         return 0.0
 
 
 class EvidencePolicy(Policy):
-    """A policy whose `select_after` needs the evidence and nothing else of a layer.
+    """A policy whose `select_after` needs only the `Evidence` of a layer.
 
-    Its selection can run beside the next layers, and inside a CUDA graph. The type of the argument is the
-    promise: mypy refuses a look at the rest of a `LayerContext`.
+    Its selection can run beside the next layers, and inside a CUDA graph.
     """
 
     selects_after = True

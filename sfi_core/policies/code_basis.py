@@ -1,24 +1,24 @@
-"""The basis of key codes: the directions in which queries tell a layer's keys apart (`codescan`)."""
+"""The basis of the key codes of `codescan`: the directions in which queries tell keys apart."""
 
 import torch
 
 from sfi_kernels.key_codes import BITS, CHANNELS, CodeBasis
 
-# of a channel's standard deviation: the uniform quantizer with the least squared error for a normal variable
+# by bits: the step, in standard deviations, of the best uniform quantizer of a normal variable
 STEP = {1: 1.596, 2: 0.9957, 4: 0.3352}
-RIDGE = 1e-2  # of the queries' mean variance, for directions in which the prompt had no query
+RIDGE = 1e-2  # share of the queries' mean variance that is added in all directions
 
 
 def learn_basis(key_HTD: torch.Tensor, query_HND: torch.Tensor) -> CodeBasis:
     """Find the basis that keeps most of the variance of q . k in the fewest channels.
 
     With the second moment of the queries Cq and the covariance of the keys Ck, the channels are the leading
-    eigenvectors of Cq^1/2 Ck Cq^1/2: keys are projected by Cq^1/2 U, and queries by Cq^-1/2 U, so that the
-    products add up to q . k over all channels. Keys are assumed normal in each.
+    eigenvectors U of Cq^1/2 Ck Cq^1/2: keys are projected by Cq^1/2 U and queries by Cq^-1/2 U, so that the
+    products over all channels add up to q . k. Quantization assumes normal keys in each channel.
 
     Args:
         key_HTD: Keys of a layer, without the sinks.
-        query_HND: Queries of the KV heads' groups; after rotary position embedding, as the keys.
+        query_HND: Queries of each KV head's group. Both are after rotary position embedding.
     """
     key_HTD, query_HND = key_HTD.float(), query_HND.float()
     D = key_HTD.shape[-1]

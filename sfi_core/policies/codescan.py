@@ -1,17 +1,16 @@
-"""CodeScan: every step scores all keys by codes of 32 bits, and reads the best ones exactly. Ours.
+"""CodeScan, a method of ours: every step scores all keys by 32-bit codes and reads the best keys exactly.
 
-At the prompt's end each KV head learns in which directions the prompt's last queries tell its keys apart
-(`code_basis`). Every key is coded there, in one word (`sfi_kernels.key_codes`). A step estimates its logits
-of all keys from the codes and reads those with the highest probability, the mean over the KV head's queries.
-A pseudo token stands for the others: with the mean value, and a logit of `codescan.rest` of their estimated
-weight.
+At the end of the prompt each KV head learns the directions in which the prompt's last queries tell its keys
+apart (`code_basis`). Each key is coded in that basis, in one word (`sfi_kernels.key_codes`). A step estimates
+the logits of all keys from the codes and reads the keys with the highest probability, the mean over the
+queries of the KV head. A pseudo token with the mean value stands for the unread keys; its weight is
+`codescan.rest` of their estimated weight.
 
-Related methods choose by the largest dimensions of the current query (SparQ, Ribar et al., 2024), by keys in
+Related methods select by the largest dimensions of the current query (SparQ, Ribar et al., 2024), by keys in
 a low-rank basis of the keys alone (Loki, Singhania et al., 2024), by product-quantized keys (PQCache, Zhang
 et al., 2024), by learned hash bits (HATA, Gong et al., 2025), or by channels chosen offline (Double Sparsity,
-Yang et al., 2024). Ours differs in the basis, which weighs directions by the queries and is learned from the
-prompt, without training, and in the bits of its channels. SparQ too lets the mean value stand for what is
-unread, with all of its estimated weight.
+Yang et al., 2024). Ours learns its basis from the prompt, without training, weighs directions by the queries,
+and gives channels different numbers of bits. SparQ has a pseudo token too, with all of the estimated weight.
 """
 
 import torch
@@ -27,27 +26,27 @@ from sfi_kernels.key_codes import CHANNELS, CodeBasis, encode_keys, scan_codes
 from sfi_kernels.pseudo_token import PseudoToken
 from sfi_kernels.top_k import top_k
 
-SPARE = 64  # tokens for which there is room when the codes' buffer grows
-QUERIES = 256  # of the prompt's end, from which a basis is learned
+SPARE = 64  # additional tokens when the buffer of codes grows
+QUERIES = 256  # the last queries of the prompt, which the basis is learned from
 
 
 class CodeScan(Policy):
-    """Every step selects anew from codes of all keys; nothing is forgotten."""
+    """Every step selects anew by the codes of all keys."""
 
     selects_before = True
     selects_after = True
-    prompt_only = True  # the basis is of the prompt, also in a lossless run
+    prompt_only = True  # a lossless run keeps the prompt's basis too
     drafts = True
     offloads = True
     _width = 0
 
     @classmethod
     def adapt(cls, config: SfiConfig) -> SfiConfig:
-        """Slide the recent window: every step selects."""
+        """Slide the recent window, since every step selects."""
         return config.replace(recent_mode="sliding", window_prefill=QUERIES)
 
     def select_after(self, context: LayerContext) -> None:
-        """Learn the basis at the prompt's end; the first fast step selects."""
+        """Learn the basis at the end of the prompt; select nothing yet."""
         for place, note in enumerate(context.notes):
             self._learn(context, place, note)
 
@@ -61,22 +60,22 @@ class CodeScan(Policy):
         return Selection(stacked(index), pseudo=pseudo)
 
     def rewind(self, note: Notes, length: int) -> None:
-        """Forget the codes from `length` on, and the sum of the values if it has one of these."""
+        """Drop the codes of positions >= `length`, and the sum of values if it includes such a position."""
         note["coded"] = min(note.get("coded", 0), length)
         if note.get("summed", 0) > length:
             del note["sum"], note["summed"]
 
     def selection_tokens(self, state: RequestState) -> float:
-        """A word a token, where keys and values of 16 bits are as many words as a head is wide.
+        """Count a word per token, the projections of query and new key, and the pseudo token's value.
 
-        And the projections of the query and of the new key, and the pseudo token's value.
+        A token of 16-bit keys and values has as many words as a head is wide.
         """
         if not self._width or self._room(state) <= self.config.budget:
             return 0.0
         return state.length / self._width + CHANNELS + bool(self.config.codescan.rest)
 
     def summary_bytes(self, layer: LayerShape, capacity: int) -> int:
-        """The codes, a byte a channel at most, the basis, and the sum of the values."""
+        """Count the codes (at most a byte per channel), the basis and the sum of values."""
         basis = layer.key_width * (2 * CHANNELS + 1) + layer.value_width
         return layer.heads * ((capacity + SPARE) * CHANNELS + basis * torch.float32.itemsize)
 
@@ -92,7 +91,7 @@ class CodeScan(Policy):
     def _select(
         self, context: LayerContext, place: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        # the positions [H, K], and the pseudo token's logit [H, G] and value [H, E]
+        # returns positions [H, K], and the pseudo token's logit [H, G] and value [H, E]
         state, note = context.states[place], context.notes[place]
         query_HGD = context.query_BHGWD[place, :, :, -1]
         H, G, self._width = query_HGD.shape
@@ -115,9 +114,9 @@ class CodeScan(Policy):
         return index_HK + first, log_sum_HG + unread_HG.log(), mean_HE
 
     def _codes(self, context: LayerContext, place: int) -> torch.Tensor:
-        # of all cached keys, [H, T, ...]; those that are new are coded now
+        # the codes of all cached keys, [H, T, ...]; new keys are coded now
         state, note = context.states[place], context.notes[place]
-        if "basis" not in note:  # the prompt had nothing to select from
+        if "basis" not in note:  # the prompt had no candidates
             self._learn(context, place, note)
         known, length = note.get("coded", 0), state.length
         basis: CodeBasis = note["basis"]
@@ -130,7 +129,7 @@ class CodeScan(Policy):
         return codes[:, :length]
 
     def _mean_value(self, context: LayerContext, place: int) -> torch.Tensor:
-        # of J, float32: a running sum, to which a value is added as its token leaves the recent window
+        # the mean value of J, float32, from a running sum
         state, note = context.states[place], context.notes[place]
         first, stop = state.sink(self.config.sink), state.recent_start
         known = note.get("summed", first)
@@ -142,7 +141,7 @@ class CodeScan(Policy):
 
 
 def _larger(old: torch.Tensor | None, new: torch.Tensor, length: int) -> torch.Tensor:
-    # room for codes such as `new` of `length` tokens and more, with the old ones
+    # a buffer for codes such as `new`, of `length` tokens and some more, with the old codes
     H, width = new.shape[0], new.shape[2:]
     codes = new.new_empty(H, *width, length + SPARE)
     codes = codes.mT if width else codes  # tokens follow each other in memory

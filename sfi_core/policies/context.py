@@ -1,4 +1,4 @@
-"""What a policy may look at inside a layer."""
+"""The input of a policy in a layer."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -14,27 +14,27 @@ Notes = dict[str, Any]
 
 
 def no_span(_: str) -> AbstractContextManager[None]:
-    """Bracket nothing."""
+    """Record no span."""
     return nullcontext()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """What the Selector needs of one layer, for some requests of the batch.
+    """The evidence of one layer, for some requests of the batch: the Selector's input.
 
     Attributes:
         layer: Index of the transformer layer.
-        backend: Whose ops to use: `op.on(backend)`.
+        backend: The backend of ops: `op.on(backend)`.
         allowed_BT: The candidate set J, True where a position may be selected (Eq. 2).
         key_norm_BHT: L2 norms of the cached keys, float32.
         logits: Computes the window's attention logits, [B, H, G, W, T] (Eq. 4). In `select_before` the
             window is the current query.
-        log_sum_BHGW: Their log-sum-exp over J, where the attention has made it already.
-        interval: J as its first position and one past its last, where the evidence is of one request of the
-            torch backend: without other requests no masks are needed.
-        span: Brackets a phase of the selection, for the observers.
-        wants_diagnostics: Whether an observer looks at a selection's diagnostics.
-        ranks: The processes among which the layer's KV heads are split, for what looks across heads.
+        log_sum_BHGW: Their log-sum-exp over J, if the attention has computed it.
+        interval: J as its first position and one past its last, for one request of the torch backend, which
+            needs no masks then; None otherwise.
+        span: Opens a span of the selection, for observers.
+        wants_diagnostics: Whether an observer wants the selection's diagnostics.
+        ranks: The processes among which the layer's KV heads are split.
     """
 
     layer: int
@@ -51,17 +51,15 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerContext(Evidence):
-    """What a policy may look at inside one layer, besides the evidence.
+    """The evidence, and all else that a policy may use in one layer.
 
     Attributes:
-        states: What the run knows of each request, in plain numbers; the torch backend asks for one request
-            at a time.
+        states: The requests' states; the torch backend passes one request at a time.
         query_BHGWD: The window's queries.
         scale: Factor on the logits.
-        keys: Returns the cached keys of one request, by its place here, from a position to before another,
-            [1, H, T, D].
-        values: The same for the cached values.
-        notes: What the policy keeps in this layer from step to step, by request.
+        keys: Returns cached keys, [1, H, T, D], given a request's place here, a start and a stop position.
+        values: The same for cached values.
+        notes: The policy's own data on each request in this layer, kept from step to step.
     """
 
     states: tuple[RequestState, ...]

@@ -1,13 +1,11 @@
-"""FreeKV: pages chosen by the query of the step before, corrected by this step's (Liu et al., 2025).
+"""FreeKV: pages selected by the query of the last step, corrected by this step's (Liu et al., 2025).
 
-Step i attends to what step i - 1's query selected, so that selection and recall stay off the critical path
-(Sec. 3.2). A KV head whose query has moved selects with its own query before it attends (Sec. 3.3).
+Step i attends to the pages that the query of step i - 1 selected, so that selection and recall are off the
+critical path (Sec. 3.2). A KV head whose query has changed much selects anew before it attends (Sec. 3.3).
 
-Differs from the paper in two ways. A page may be cut short where the budget ends, so that methods compare at
-equal tokens read. And the pages are scored before the layer attends, at every step: which heads to correct is
-known on the device alone, and scoring after the layer would read the summaries twice on steps with a
-correction. That puts a read of two vectors a page before the attention, where the paper has it only on steps
-with a correction; the selection for the next step still comes after it.
+Two differences from the paper. The budget may cut the last page short, so that all methods read as many
+tokens. And every step scores the pages before it attends, the paper only steps with a correction: only the
+device knows which heads to correct, and scoring later would read the summaries twice on such steps.
 """
 
 from collections.abc import Sequence
@@ -24,7 +22,7 @@ from sfi_core.state.request import RequestState
 
 
 class FreeKV(Policy):
-    """Every step reads the last step's pages; heads whose query moved read their own."""
+    """Every step reads the last step's selection; heads whose query changed much select anew first."""
 
     selects_before = True
     selects_after = True
@@ -32,7 +30,7 @@ class FreeKV(Policy):
     offloads = True
 
     def __init__(self, config: SfiConfig, trigger: Rule, layers: Sequence[int] = ()) -> None:
-        """See `Policy`; the first of `layers` may be left dense."""
+        """See `Policy`; the first of `layers` may become one of `dense_layers`."""
         if config.freekv.first_layer_dense and layers:
             dense = {*config.dense_layers, min(layers)}
             config = config.replace(dense_layers=tuple(sorted(dense)))
@@ -40,16 +38,16 @@ class FreeKV(Policy):
 
     @classmethod
     def adapt(cls, config: SfiConfig) -> SfiConfig:
-        """Slide the recent window: every step selects. The prompt's last query selects first."""
+        """Slide the recent window, since every step selects; the prompt's last query selects first."""
         return config.replace(recent_mode="sliding", window_prefill=1)
 
     def select_after(self, context: LayerContext) -> Selection:
-        """Select with the prompt's last query; it is the only slow step."""
+        """Select with the prompt's last query: step 0 is the only slow step."""
         self._score(context)
         return self._best(context, ahead=1)
 
     def select_before(self, context: LayerContext) -> Selection:
-        """Correct the heads whose pooled query cosine is under tau."""
+        """Select anew for the heads whose pooled query cosine is below tau (correction)."""
         query_BHGD = context.query_BHGWD[:, :, :, -1]
         last = [note.get("query", own) for note, own in zip(context.notes, query_BHGD, strict=True)]
         cosine_BH = pooled_cosine(query_BHGD, torch.stack(last))
@@ -67,11 +65,11 @@ class FreeKV(Policy):
         return extremes_bytes(layer, capacity, self.config.freekv.page)
 
     def selection_tokens(self, state: RequestState) -> float:
-        """Two vectors a page, as large as a token's key and value."""
+        """Count a page's two extremes as one token."""
         return state.length / self.config.freekv.page
 
     def _score(self, context: LayerContext) -> None:
-        # note this step's query, and its score of each page
+        # keeps the step's query and page scores in the notes
         page = self.config.freekv.page
         for place, note in enumerate(context.notes):
             query_HGD = context.query_BHGWD[place, :, :, -1]
@@ -80,19 +78,20 @@ class FreeKV(Policy):
             note["score"] = group_scores(bound_HGP, context.scale)
 
     def _best(self, context: LayerContext, ahead: int = 0) -> Selection:
-        # the best pages within J as it is `ahead` steps from now, when as many tokens have left the window
+        # the best pages within the J of `ahead` steps from now
         page, budget = self.config.freekv.page, self.config.budget
         chosen = []
         for note, state in zip(context.notes, context.states, strict=True):
-            allowed = state.sink(self.config.sink), next_recent_start(state, self.config, ahead)
-            chosen.append(best_pages(note["score"], page, allowed, budget))
+            sink = state.sink(self.config.sink)
+            recent_start = max(sink, state.length + ahead - self.config.recent)
+            chosen.append(best_pages(note["score"], page, (sink, recent_start), budget))
         return Selection(stacked(chosen))
 
 
 def group_scores(bound_HGP: torch.Tensor, scale: float) -> torch.Tensor:
     """Return the group-consistent page scores, the mean over G of softmax(P^h), [H, P] (Sec. 3.2).
 
-    Paper gap: the pages of sink and recent tokens take part in the softmax, and are not selected.
+    Paper gap: the softmax includes the pages of sink and recent tokens, which are not selected.
     """
     return (bound_HGP * scale).softmax(-1).mean(1)
 
@@ -100,8 +99,3 @@ def group_scores(bound_HGP: torch.Tensor, scale: float) -> torch.Tensor:
 def pooled_cosine(query_BHGD: torch.Tensor, last_BHGD: torch.Tensor) -> torch.Tensor:
     """Return C_i, the cosine of this step's query with the last one's, the mean over G, [B, H] (Sec. 3.3)."""
     return torch.cosine_similarity(query_BHGD.float(), last_BHGD.float(), -1).mean(-1)
-
-
-def next_recent_start(state: RequestState, config: SfiConfig, ahead: int) -> int:
-    """Return the first position of the sliding recent segment `ahead` steps from now."""
-    return max(state.sink(config.sink), state.length + ahead - config.recent)

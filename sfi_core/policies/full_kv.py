@@ -7,8 +7,8 @@ from sfi_core.state.request import RequestState
 
 
 class FullKV(Policy):
-    """Every step is slow and nothing is ever selected."""
+    """Every step is slow and nothing is selected."""
 
     def plan(self, requests: Sequence[RequestState]) -> list[str]:
-        """Always attend densely."""
+        """Make every step slow."""
         return ["full-kv"] * len(requests)

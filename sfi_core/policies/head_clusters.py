@@ -1,7 +1,4 @@
-"""Clusters of KV heads that attend alike, each with a representative, and their file (SyncKV, Section 4.1).
-
-`sfi tune heads` makes the file; a policy reads it.
-"""
+"""Clusters of KV heads that attend alike, each with a representative (SyncKV, Sec. 4.1), and their file."""
 
 import json
 import os
@@ -18,14 +15,14 @@ SHOWN = 12  # characters of a digest in a message
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadClusters:
-    """Which KV heads of each layer share the positions of one representative head.
+    """The clusters of KV heads of each layer.
 
     Attributes:
-        model_digest: The checkpoint's digest, or its commit on the hub; "" where it is not known.
-        cluster_of: By layer, the number of each KV head's cluster.
-        representatives: By layer, the KV head that represents each cluster.
-        model: The model as the user called it, for messages.
-        made_from: What the similarity was measured on, plain values.
+        model_digest: The checkpoint's digest, or its commit on the hub; "" if unknown.
+        cluster_of: By layer, the cluster of each KV head.
+        representatives: By layer, the representative KV head of each cluster.
+        model: The model as the user named it, for messages.
+        made_from: How the similarity was measured, in plain values.
     """
 
     model_digest: str
@@ -35,11 +32,7 @@ class HeadClusters:
     made_from: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Reject clusters whose numbers contradict each other.
-
-        Raises:
-            ConfigError: With the layer and the rule.
-        """
+        """Raise `ConfigError` for numbers that contradict each other."""
         if self.cluster_of.keys() != self.representatives.keys():
             raise ConfigError(
                 f"representatives must be of the layers {sorted(self.cluster_of)}, "
@@ -52,11 +45,7 @@ class HeadClusters:
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Read a head file.
-
-        Raises:
-            InputError: The file cannot be read, is damaged, or has a format of a later version.
-        """
+        """Read a head file; raises `InputError` if it cannot be read, is damaged or of another format."""
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
@@ -88,7 +77,7 @@ class HeadClusters:
         )
 
     def text(self) -> str:
-        """Write the file's text: JSON, a line for each list of heads."""
+        """Return the file's text: JSON with a line for each list of heads."""
         layers = ",\n".join(
             f'    "{layer}": {{\n'
             f'      "cluster_of": {json.dumps(self.cluster_of[layer])},\n'
@@ -105,11 +94,7 @@ class HeadClusters:
         )
 
     def save(self, path: Path) -> None:
-        """Write the file, whole or not at all.
-
-        Raises:
-            SfiError: The disk is full, say; the old file stays.
-        """
+        """Write the file; on an error the old file stays, and `SfiError` is raised."""
         temporary = path.with_name(f".{path.name}.tmp")
         try:
             with temporary.open("w", encoding="utf-8") as file:
@@ -122,22 +107,19 @@ class HeadClusters:
             raise SfiError(f"head file {path} cannot be written: {error.strerror}") from error
 
     def leader_of(self, layer: int) -> tuple[int, ...]:
-        """Return the representative of each KV head of a layer; a representative is its own."""
+        """Return the representative of each KV head of a layer; a representative's is itself."""
         representatives = self.representatives[layer]
         return tuple(representatives[cluster] for cluster in self.cluster_of[layer])
 
     def check(self, heads_by_layer: Mapping[int, int], model_digest: str) -> None:
-        """Refuse a model that the clusters are not of.
-
-        Layers and heads have to agree in any case. Digests are compared where both are known: a model with
-        random weights and a trace have none.
+        """Refuse a model other than that of the clusters.
 
         Args:
             heads_by_layer: KV heads of each full-attention layer.
-            model_digest: The running model's digest; "" where it is not known.
+            model_digest: The running model's digest, which must agree if both are known; "" if unknown.
 
         Raises:
-            ConfigError: Another checkpoint, other layers, or other KV heads.
+            ConfigError: The model has another checkpoint, other layers, or other KV heads.
         """
         whose = f"head clusters of {self.model or 'a model without a name'}"
         if self.model_digest and model_digest and self.model_digest != model_digest:

@@ -1,4 +1,4 @@
-"""Control: at every step, the K positions with the most attention of this very step."""
+"""Control: every step reads the K positions that get the most attention in this step."""
 
 from sfi_core.policies.base import Policy, Selection
 from sfi_core.policies.context import LayerContext
@@ -9,14 +9,14 @@ from sfi_kernels.selector import attention_probability
 
 
 class OracleTopK(Policy):
-    """An upper bound on what K tokens per KV head can hold; reads every key, so it is never fast."""
+    """An upper bound for K tokens per KV head; it reads every key, so it saves no time."""
 
     selects_before = True
     drafts = True
 
     @classmethod
     def adapt(cls, config: SfiConfig) -> SfiConfig:
-        """Slide the recent window: nothing needs an anchor when every step selects."""
+        """Slide the recent window, since every step selects."""
         return config.replace(recent_mode="sliding")
 
     def select_before(self, context: LayerContext) -> Selection:
@@ -25,5 +25,5 @@ class OracleTopK(Policy):
         return best(context, probability.mean(dim=(2, 3)), self.config.budget)
 
     def selection_tokens(self, state: RequestState) -> float:
-        """Every key, which is half of what a token has."""
+        """Count every key as half a token."""
         return state.length / 2

@@ -1,6 +1,6 @@
 """Policies of other packages, found by their entry points in the group `sfi.policies`.
 
-An entry point's name is the policy's name, its value a subclass of `Policy`; docs/your_policy.md shows one.
+The entry point's name is the policy's name, its value a subclass of `Policy`. Example: docs/your_policy.md.
 """
 
 from functools import cache
@@ -14,7 +14,7 @@ GROUP = "sfi.policies"
 
 @cache
 def installed() -> tuple[EntryPoint, ...]:
-    """Return the entry points of this process' environment; nothing of them is imported."""
+    """List the installed entry points without importing them."""
     return tuple(entry_points(group=GROUP))
 
 
@@ -24,15 +24,11 @@ def package_of(point: EntryPoint) -> str:
 
 
 def import_policy(point: EntryPoint) -> type[Policy]:
-    """Import the policy of an entry point.
-
-    Raises:
-        ConfigError: It does not import, or it is no policy.
-    """
+    """Import the policy of an entry point; raises `ConfigError` if that fails or it is no policy."""
     where = f"policy {point.name!r} of package {package_of(point)}"
     try:
         found = point.load()
-    except Exception as error:  # whatever another package raises at import
+    except Exception as error:  # another package may raise anything at import
         reason = " ".join(str(error).split()) or "no reason given"
         raise ConfigError(
             f"{where} cannot be imported: {type(error).__name__}: {reason}"

@@ -1,4 +1,4 @@
-"""Page summaries: the element-wise extremes of a page's keys bound a query's logits (Quest, FreeKV)."""
+"""Page summaries: the element-wise extremes of a page's keys bound the logits of a query (Quest, FreeKV)."""
 
 import torch
 
@@ -7,9 +7,9 @@ from sfi_core.state.layer_shape import LayerShape
 
 
 def extremes(context: LayerContext, place: int, page: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the lowest and highest of each channel by page of a request's keys, each [H, P, D] float32.
+    """Return the minimum and maximum of each channel, by page of a request's keys: [H, P, D] float32 each.
 
-    A full page is looked at once and kept in the notes; the last page may be a part of one.
+    Those of full pages are kept in the notes; the last page may be incomplete.
     """
     note, length = context.notes[place], context.states[place].length
     known = note["low"].shape[1] * page if "low" in note else 0
@@ -28,20 +28,20 @@ def extremes(context: LayerContext, place: int, page: int) -> tuple[torch.Tensor
 
 
 def forget(note: Notes, length: int, page: int) -> None:
-    """Drop the extremes of the pages that hold positions from `length` on."""
+    """Drop the extremes of pages with positions >= `length`."""
     for name in ("low", "high"):
         if name in note:
             note[name] = note[name][:, : length // page]
 
 
 def extremes_bytes(layer: LayerShape, capacity: int, page: int) -> int:
-    """Return the bytes of the extremes and scores of `capacity` tokens' pages, float32."""
+    """Return the bytes of the extremes and scores of the pages of `capacity` tokens, float32."""
     numbers = 2 * layer.key_width + 1
     return -(-capacity // page) * layer.heads * numbers * torch.float32.itemsize
 
 
 def bounds(query_HGD: torch.Tensor, low_HPD: torch.Tensor, high_HPD: torch.Tensor) -> torch.Tensor:
-    """Return the upper bound of each query's product with the keys of each page, [H, G, P] float32."""
+    """Return upper bounds of the products of queries with the keys of each page, [H, G, P] float32."""
     query = query_HGD.float()
     return query.clamp_min(0) @ high_HPD.mT + query.clamp_max(0) @ low_HPD.mT
 
@@ -51,14 +51,13 @@ def best_pages(
 ) -> torch.Tensor:
     """Return the positions of the pages with the highest scores; the lower page wins a tie.
 
-    The same as Top-K over the positions, each with its page's score, by a sort of the pages alone. Nothing
-    here waits for a device.
+    Equals Top-K over positions with the scores of their pages, but sorts only the pages. Without a sync.
 
     Args:
         score_HP: Scores of a request's pages.
         page: Tokens of a page.
         allowed: The candidate set J: its first position, and one past its last.
-        budget: Positions to return; the last page is cut short where it ends.
+        budget: Positions to return; the last page taken may be cut short.
 
     Returns:
         Ascending positions, [H, min(budget, |J|)] int32.
@@ -73,7 +72,7 @@ def best_pages(
     ahead_HP = size_HP.gather(1, order_HP).cumsum(1)
     before_HP = torch.empty_like(ahead_HP).scatter_(1, order_HP, ahead_HP) - size_HP
     taken_X = torch.minimum((K - before_HP).clamp_min(0), size_HP).flatten()
-    # each page's start, as often as the page has taken positions, and the place among these
+    # repeat each page's start as often as it has taken positions, and count up from it
     end_X = taken_X.cumsum(0)
     shift_X = start_P.repeat(H) - (end_X - taken_X)
     position_X = torch.repeat_interleave(shift_X, taken_X, output_size=H * K)

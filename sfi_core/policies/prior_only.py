@@ -1,4 +1,4 @@
-"""Control: SFI without evidence, lambda = 1 in Eq. 14: key norms and positions alone choose."""
+"""Control: SFI without evidence, lambda = 1 in Eq. 14: only key norms and positions select."""
 
 from sfi_core.policies.base import EvidencePolicy, Selection
 from sfi_core.policies.context import Evidence
@@ -7,10 +7,10 @@ from sfi_kernels.selector import key_norm_factor, normalized_position, position_
 
 
 class PriorOnly(EvidencePolicy, Triggered):
-    """What the prior is worth by itself. The other end, lambda = 0, is sfi with `lambda_clip` 0."""
+    """Shows the worth of the prior alone; sfi with `lambda_clip` 0 is the opposite, lambda = 0."""
 
     def select_after(self, context: Evidence) -> Selection:
-        """Take the K positions that the prior prefers."""
+        """Take the K positions with the highest prior."""
         settings = self.config.selector
         u_BT = normalized_position(context.allowed_BT)
         position_BT = position_factor(u_BT, settings.beta, settings.power, settings.eta)

@@ -1,8 +1,8 @@
 """Quest: pages by an upper bound of the current query's logits (Tang et al., 2024, arXiv:2406.10774).
 
-Differs from the authors' code in that the query heads of a KV head share a choice, by their largest bound,
-and that layers 0 and 1 are not left dense unless `dense_layers` says so, so that methods compare at equal
-tokens read. A page may be cut short where the budget ends.
+Unlike in the authors' code, the query heads of a KV head share a selection, by their largest bound; layers 0
+and 1 are dense only if they are in `dense_layers`; and the budget may cut the last page short. So all methods
+read as many tokens.
 """
 
 from sfi_core.policies.base import Policy, Selection
@@ -15,7 +15,7 @@ from sfi_core.state.request import RequestState
 
 
 class Quest(Policy):
-    """Every step selects anew from the element-wise extremes of each page's keys; nothing is forgotten."""
+    """Every step selects anew by the element-wise extremes of each page's keys."""
 
     selects_before = True
     drafts = True
@@ -23,7 +23,7 @@ class Quest(Policy):
 
     @classmethod
     def adapt(cls, config: SfiConfig) -> SfiConfig:
-        """Slide the recent window: nothing needs an anchor when every step selects."""
+        """Slide the recent window, since every step selects."""
         return config.replace(recent_mode="sliding")
 
     def select_before(self, context: LayerContext) -> Selection:

@@ -1,4 +1,4 @@
-"""Control: at every slow step, K positions by chance."""
+"""Control: every slow step selects K random positions."""
 
 import random
 
@@ -10,10 +10,10 @@ from sfi_core.policies.shared import Triggered, best
 
 
 class RandomK(Triggered):
-    """What the trigger and the sink and recent tokens are worth without a selector."""
+    """Shows the worth of the trigger and of sink and recent tokens without a selector."""
 
     def select_after(self, context: LayerContext) -> Selection:
-        """Draw by `trigger_seed`, request, step and layer, whatever the request's place in the batch."""
+        """Draw by `trigger_seed`, request, step and layer, independent of the rest of the batch."""
         _, H, T = context.key_norm_BHT.shape
         score_BHT = torch.stack(
             [self._draw(context, place, H, T) for place in range(len(context.states))]
@@ -25,7 +25,7 @@ class RandomK(Triggered):
         seed = f"{self.config.trigger_seed} {state.prompt_tokens} {state.step} {context.layer}"
         generator = torch.Generator().manual_seed(random.Random(seed).getrandbits(63))  # noqa: S311 - no secret
         ranks = context.ranks
-        # a longer neighbor changes no draw, nor do heads on other ranks
+        # drawn token by token and for the heads of all ranks, so that length and ranks change no draw
         score_TH = torch.rand(longest, heads * ranks.size, generator=generator)
         ours_TH = score_TH[:, heads * ranks.number : heads * (ranks.number + 1)]
         return ours_TH.T.to(context.key_norm_BHT.device)

@@ -14,7 +14,7 @@ from sfi_kernels.top_k import top_k
 
 
 class SFI(EvidencePolicy, Triggered):
-    """Slow at a boundary or after `t_max` fast steps; the Selector refreshes the memory then."""
+    """Slow at a boundary or after `t_max` fast steps; the Selector then selects anew."""
 
     def __init__(self, config: SfiConfig, trigger: Rule, layers: Sequence[int] = ()) -> None:
         """See `Policy`."""
@@ -22,7 +22,7 @@ class SFI(EvidencePolicy, Triggered):
         self._settings = dataclasses.asdict(self.config.selector)
 
     def select_after(self, context: Evidence) -> Selection:
-        """Run the Selector and keep its best positions (Algorithm 2)."""
+        """Run the Selector and take the positions with the highest scores (Algorithm 2)."""
         diagnostics: dict[str, torch.Tensor] = {}
         with context.span("selector"):
             score, diagnostics["lambda_star"] = selector.on(context.backend)(
@@ -37,11 +37,7 @@ class SFI(EvidencePolicy, Triggered):
                 **self._settings,
             )
             if self.config.granularity == "page":
-                score = self.pooled(score)
+                score = pool_by_page(score, self.config.page_size)
         with context.span("top_k"):
             index = top_k.on(context.backend)(score, self.config.budget)
         return Selection(index, diagnostics)
-
-    def pooled(self, score_BHT: torch.Tensor) -> torch.Tensor:
-        """Score whole pages, where the run selects pages."""
-        return pool_by_page(score_BHT, self.config.page_size)

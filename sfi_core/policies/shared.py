@@ -1,4 +1,4 @@
-"""What several policies share."""
+"""Shared by several policies."""
 
 from collections.abc import Sequence
 
@@ -19,7 +19,7 @@ def best(context: Evidence, score_BHT: torch.Tensor, budget: int) -> Selection:
 
 
 class Triggered(Policy):
-    """Base of the policies whose slow steps are the trigger's: any trigger with any selector."""
+    """Base of the policies whose slow steps the trigger decides."""
 
     selects_after = True
     drafts = True
@@ -32,12 +32,12 @@ class Triggered(Policy):
         return longest.get(self.config.trigger_policy, self.config.t_max)
 
     def plan(self, requests: Sequence[RequestState]) -> list[str]:
-        """Apply the trigger to every request."""
+        """Ask the trigger about every request."""
         return [self.trigger.reason(state) for state in requests]
 
 
 def stacked(index: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the positions of several requests, [H, K] each, padded with -1 to one width, [B, H, K] int32."""
+    """Stack the positions of requests, [H, K] each, padded with -1 to one width: [B, H, K] int32."""
     widest = max(index_HK.shape[1] for index_HK in index)
     padded = [pad(index_HK, (0, widest - index_HK.shape[1]), value=-1) for index_HK in index]
     return torch.stack(padded).int()

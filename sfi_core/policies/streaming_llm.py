@@ -1,6 +1,6 @@
 """StreamingLLM: sink and recent tokens only (Xiao et al., 2024, arXiv:2309.17453).
 
-Differs from the paper in that keys keep the positions they had, instead of cache-relative ones.
+Unlike in the paper, keys keep their positions in the text in place of those in the cache.
 """
 
 from sfi_core.policies.base import Policy
@@ -8,7 +8,7 @@ from sfi_core.settings.config import SfiConfig
 
 
 class StreamingLLM(Policy):
-    """Every step is fast; the budget that others select with goes to a longer recent window."""
+    """Every step is fast and nothing is selected."""
 
     evicts = True
     drafts = True
@@ -16,5 +16,5 @@ class StreamingLLM(Policy):
 
     @classmethod
     def adapt(cls, config: SfiConfig) -> SfiConfig:
-        """Slide a window of `recent + budget` tokens, so that methods compare at equal tokens read."""
+        """Slide a window of `recent + budget` tokens, so that all methods read as many tokens."""
         return config.replace(recent_mode="sliding", recent=config.recent + config.budget)

@@ -1,12 +1,12 @@
-"""SyncKV: representative heads look for all the heads of their cluster.
+"""SyncKV: a representative head selects for all heads of its cluster.
 
-Every `stride` steps the representatives (R-heads) attend to everything and choose the dynamic set of their
-cluster (anticipation); between these steps the other heads (NR-heads) read what was chosen (suspension).
-Heads are KV heads; a KV head's attention is the maximum over its query heads (Appendix B.1).
+Every `stride` steps the representatives (R-heads) attend densely and select the dynamic set of their cluster
+(anticipation); between these steps the other heads (NR-heads) read that set (suspension). Heads are KV heads;
+a KV head's attention is the maximum over its query heads (Appendix B.1).
 
 Paper gap: NR-heads read the sets of their own cluster (Sec. 4.4); Algorithm 1, line 23, unites all clusters'.
-Paper gap: the dynamic set is chosen outside the static one, so that both together have `budget` positions.
-Paper gap: where the prompt has fewer candidates than the static share, the dynamic set gets the rest.
+Paper gap: the dynamic set excludes the static set, so that both together have `budget` positions.
+Paper gap: if the prompt has fewer candidates than the static share, the dynamic set gets the rest.
 Paper gap: sink and recent tokens are kept as in every policy here; the paper does not say how tokens that
 were generated since the last anticipation are read.
 """
@@ -27,16 +27,16 @@ from sfi_kernels.constants import MASKED_SCORE
 from sfi_kernels.step_descriptor import sent
 from sfi_kernels.top_k import top_k
 
-EVEN = "even"  # in place of a file: each layer's heads in groups of neighbors
+EVEN = "even"  # `synckv.heads` without a file: each layer's heads in groups of neighbors
 LAST = torch.iinfo(torch.int32).max
 
 
 class SyncKV(Policy):
-    """Slow for the representatives every `stride` steps; the others read static and dynamic set.
+    """Every `stride` steps representatives select; the other heads read the static and the dynamic set.
 
     Attributes:
-        clusters: What the file of head clusters says; None where each layer's heads are split evenly.
-        dynamic: Positions of the dynamic set.
+        clusters: The head clusters of the file; None under `EVEN`.
+        dynamic: Number of positions in the dynamic set.
     """
 
     selects_after = True
@@ -58,13 +58,13 @@ class SyncKV(Policy):
                 f"set synckv.heads={EVEN}"
             )
         self.clusters = None if own.heads == EVEN else HeadClusters.load(Path(own.heads))
-        # as written: in floating point 1 - 0.9 is less than 0.1
+        # a Fraction, because 1 - 0.9 < 0.1 in floating point
         share = 1 - Fraction(str(own.static))
         self.dynamic = int(share * self.config.budget)  # k_dyn of Eq. 6
 
     @classmethod
     def adapt(cls, config: SfiConfig) -> SfiConfig:
-        """Select with the prompt's last query (SyncKV, Eq. 3); keep what came since an anticipation."""
+        """Select with the prompt's last query (SyncKV, Eq. 3); anchor the recent window."""
         return config.replace(recent_mode="anchored", window_prefill=1)
 
     def plan(self, requests: Sequence[RequestState]) -> list[str]:
@@ -73,13 +73,13 @@ class SyncKV(Policy):
         return ["" if (state.step + 1) % stride else "anticipation" for state in requests]
 
     def dense_heads(self, state: RequestState, layer: int, heads: int) -> Sequence[int]:
-        """Name the representatives (SyncKV, Algorithm 1, line 22), or nobody between two anticipations."""
+        """Return the representatives (SyncKV, Algorithm 1, line 22); none while suspended and `sparse`."""
         if state.slow or self.config.synckv.suspension == "dense":
             return self._representatives(layer, heads)
         return ()
 
     def leaders(self, layer: int, heads: int) -> tuple[int, ...]:
-        """Return the representative of each of a layer's KV heads; a representative is its own.
+        """Return the representative of each KV head of a layer; a representative's is itself.
 
         Raises:
             ConfigError: More representatives than heads.
@@ -103,10 +103,10 @@ class SyncKV(Policy):
         return super().resident_heads(layer, heads) or self._representatives(layer, heads)
 
     def select_after(self, context: LayerContext) -> Selection:
-        """Choose the dynamic set by the representatives (SyncKV, Eq. 6); at step 0 both sets."""
+        """Select the dynamic set by the representatives (SyncKV, Eq. 6); at step 0 both sets."""
         leaders = self.leaders(context.layer, context.key_norm_BHT.shape[1])
         chosen = sorted(set(leaders))
-        # Eq. 5; only the representatives' logits are there
+        # Eq. 5; only the representatives' logits are valid
         logits = _written(context, _columns(context.logits(), chosen))
         score_BRT = logits.softmax(-1).amax(dim=(2, 3))
         score_BRT = score_BRT.masked_fill(~context.allowed_BT[:, None], MASKED_SCORE)
@@ -134,19 +134,19 @@ class SyncKV(Policy):
         if left <= 0:
             return static_RK.int()
         T = score_RT.shape[1]
-        spare_RT = torch.nn.functional.pad(score_RT, (0, 1))  # -1 lands behind the last
+        spare_RT = torch.nn.functional.pad(score_RT, (0, 1))  # index -1 lands in the added column
         spare_RT = spare_RT.scatter(1, static_RK.to(spare_RT.device) % (T + 1), MASKED_SCORE)
         dynamic_RK = best(spare_RT[None, :, :T].contiguous(), left)[0]
         return _united(static_RK.to(dynamic_RK), dynamic_RK)
 
 
 def _columns(value_BHX: torch.Tensor, heads: list[int]) -> torch.Tensor:
-    # some heads, one by one: a list as an index would wait for the device
+    # heads one by one: a list as an index would wait for the device
     return torch.stack([value_BHX[:, head] for head in heads], 1)
 
 
 def _written(context: LayerContext, logits_BRGWT: torch.Tensor) -> torch.Tensor:
-    # behind a shorter request's last token stands what the memory held before
+    # masks the undefined logits behind the last token of shorter requests
     T, lengths = logits_BRGWT.shape[-1], [state.length for state in context.states]
     if min(lengths) >= T:
         return logits_BRGWT
@@ -156,7 +156,7 @@ def _written(context: LayerContext, logits_BRGWT: torch.Tensor) -> torch.Tensor:
 
 
 def _united(first_RK: torch.Tensor, second_RK: torch.Tensor) -> torch.Tensor:
-    # ascending, padded with -1 at the end; the two do not overlap
+    # joins two disjoint sets: ascending, padded with -1 at the end
     both_RK = torch.cat([first_RK, second_RK], 1)
     both_RK = both_RK.masked_fill(both_RK < 0, LAST).sort(1).values
     return both_RK.masked_fill(both_RK == LAST, -1)

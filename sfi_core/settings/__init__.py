@@ -1,1 +1,1 @@
-"""What is asked: the settings of a run, and the only home of their defaults. No torch."""
+"""The settings of a run and their defaults. No torch."""

@@ -1,35 +1,33 @@
-"""Settings of the audit; the command line reads its defaults here, so no torch."""
+"""Settings of the audit. No torch: the command line imports this."""
 
 import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from sfi_core.settings.fields import check, setting
+from sfi_core.settings.fields import Table, setting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AuditConfig:
-    """What to audit; each field says what it does."""
+class AuditConfig(Table):
+    """Which steps and layers to compare with dense attention, and on how many positions."""
 
     every: int = setting(
         1,
         "Compare every N-th step with dense attention. The tokens stay the same. Slow steps are always "
-        "audited: what follows is compared with them.",
+        "audited: later steps are compared with them.",
         above=0,
     )
-    top: int = setting(1024, "Positions of an audited support, K.", above=0)
-    layers: tuple[int, ...] | None = setting(
-        None, "Only these layers; none is all that sfi manages.", least=0
+    top: int = setting(
+        1024, "Positions of an audited support, K: those with the most attention.", above=0
     )
-
-    def __post_init__(self) -> None:
-        """Reject what cannot be audited."""
-        check(self)
+    layers: tuple[int, ...] | None = setting(
+        None, "Audit only these layers; none audits all that sfi manages.", least=0
+    )
 
     def due(self, step: int, *, slow: bool) -> bool:
         """Say whether a request's step is audited."""
         return slow or step % self.every == 0
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return the settings as plain values for JSON."""
         return dataclasses.asdict(self)

@@ -1,7 +1,7 @@
-"""Settings and presets. A default stands here or in another file of this room, nowhere else.
+"""`SfiConfig`, the settings of a run, and its presets.
 
-The defaults are the `default` preset: the paper's values (Sec. 5.1), `anchored` recents, and our own choice
-where the paper is silent (`Paper gap:`).
+The defaults are the `default` preset: the paper's values (Sec. 5.1), `recent_mode` anchored, and our own
+choice where the paper is silent (`Paper gap:`). Defaults stand in this folder only.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from sfi_core.errors import ConfigError, InputError
-from sfi_core.settings.fields import check, check_names, setting
+from sfi_core.settings.fields import Table, check_names, setting
 from sfi_core.settings.parts import (
     BaselineConfig,
     CodeScanConfig,
@@ -25,41 +25,25 @@ from sfi_core.settings.parts import (
 )
 
 RECENT_MODES = ("anchored", "sliding")
-TRIGGER_POLICIES = (
-    "boundary",
-    "t-max",
-    "stride",
-    "random",
-    "never",
-    "always",
-)
+TRIGGER_POLICIES = ("boundary", "t-max", "stride", "random", "never", "always")
 POLICIES = (  # sfi_core.policies has their classes
-    "full-kv",
-    "sfi",
-    "streaming-llm",
-    "snapkv",
-    "quest",
-    "codescan",
-    "freekv",
-    "synckv",
-    "oracle-top-k",
-    "random-k",
-    "prior-only",
-)
+    "full-kv", "sfi", "streaming-llm", "snapkv", "quest", "codescan", "freekv", "synckv", "oracle-top-k",
+    "random-k", "prior-only",
+)  # fmt: skip
 GRANULARITIES = ("token", "page")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SfiConfig:
-    """Settings of a run; each field says what it does, `sfi config list` shows them all."""
+class SfiConfig(Table):
+    """The settings of a run; `sfi config list` shows them all."""
 
     sink: int = setting(4, "Anchor tokens kept from the start of the prompt.", least=0)
     recent: int = setting(256, "Tokens of the recent window at a slow step.", above=0)
     recent_mode: str = setting(
         "anchored",
-        "How the recent window moves. anchored freezes its start at the last slow step, so that no token "
-        "is ever unranked and unread; sliding is the paper's. Paper gap: with sliding, what leaves the "
-        "window between two slow steps is in no set.",
+        "How the recent window moves. anchored keeps its start from one slow step to the next, so that every "
+        "token is read or could have been selected; sliding is the paper's. Paper gap: with sliding, a token "
+        "that leaves the window between two slow steps is neither.",
         choices=RECENT_MODES,
     )
     budget: int = setting(2048, "Selected tokens per KV head, the paper's K.", above=0)
@@ -78,20 +62,20 @@ class SfiConfig:
     t_max: int = setting(64, "Most fast steps in a row; 0 makes every step slow.", least=0)
     min_gap: int = setting(
         4,
-        "Decoding steps from a slow step before which a trigger does not count; 0 is the paper. Lists and "
-        "code end lines often (docs/evidence.md has what that costs and is worth).",
+        "Ignore triggers for this many decoding steps after a slow step; 0 is the paper. Lists and code end "
+        "lines often (docs/evidence.md has what that costs and is worth).",
         least=0,
     )
     trigger_delay: int = setting(
         1,
-        "Steps from the step that Eq. 5 makes slow to the slow step. 0 is Eq. 5 (the boundary token is the "
-        "query); 1 makes the first token after the boundary the query.",
+        "Steps by which a triggered slow step is put off. 0 is Eq. 5: the boundary token is the query. With "
+        "1 the first token after the boundary is.",
         least=0,
     )
     slow_start: int = setting(
         2,
-        "Steps from step 0 on that are slow. 1 is the paper (g_0 = 1); 2 lets the first generated token, "
-        "not only the prompt's last queries, make the selection that the first sentence reads "
+        "How many steps are slow at the start. 1 is the paper (g_0 = 1). With 2 the first generated token, "
+        "not only the prompt's last queries, selects what the first sentence reads "
         "(docs/evidence/evaluation.md has what that is worth, as for span and trigger_delay).",
         least=1,
     )
@@ -100,24 +84,26 @@ class SfiConfig:
     )
     trigger_policy: str = setting(
         "boundary",
-        "What makes a step slow; boundary is Eq. 5 and T_max. t_max holds for all but stride, never and "
-        "always; min_gap for those that look at the text or at chance.",
+        "What makes a step slow; boundary is Eq. 5 and T_max. t_max applies to boundary, t-max and random, "
+        "min_gap to boundary and random.",
         choices=TRIGGER_POLICIES,
     )
     stride: int = setting(16, "Steps from one slow step to the next under stride.", least=1)
-    random_rate: float = setting(0.05, "Under random: a step's chance to be slow.", least=0, most=1)
-    trigger_seed: int = setting(0, "Seed of the chance under random.")
+    random_rate: float = setting(
+        0.05, "Probability of a step to be slow under random.", least=0, most=1
+    )
+    trigger_seed: int = setting(0, "Seed of the trigger random and of the policy random-k.")
     triggers: tuple[str, ...] = setting(
         (".", "?", "!", ";", "\n"),
         "Strings that end a sentence. The tokenizer turns them into token ids.",
     )
     trigger_token_ids: tuple[int, ...] | None = setting(
-        None, "Token ids that end a sentence; they win over triggers.", least=0
+        None, "Token ids that end a sentence, in place of triggers.", least=0
     )
     window_prefill: int = setting(
-        16, "Last queries of the prompt that make the first selection, W.", least=1
+        16, "How many of the prompt's last queries make the first selection, W.", least=1
     )
-    dense_layers: tuple[int, ...] = setting((), "Layers left dense.", least=0)
+    dense_layers: tuple[int, ...] = setting((), "Layers that always attend densely.", least=0)
     selector: SelectorConfig = field(default_factory=SelectorConfig)
     baseline: BaselineConfig = field(default_factory=BaselineConfig)
     freekv: FreeKVConfig = field(default_factory=FreeKVConfig)
@@ -125,28 +111,18 @@ class SfiConfig:
     codescan: CodeScanConfig = field(default_factory=CodeScanConfig)
     draft: DraftConfig = field(default_factory=DraftConfig)
 
-    def __post_init__(self) -> None:
-        """Reject settings that cannot run."""
-        check(self)
-
     @classmethod
     def preset(cls, name: str) -> Self:
-        """Return a named preset of `PRESETS`: "default" is ours, "paper" SFI's, "released" its code's.
-
-        "freekv-long-input" and "freekv-long-generation" are FreeKV's two scenarios (Sec. 5.1).
-
-        Raises:
-            ConfigError: No such preset.
-        """
+        """Return a preset of `PRESETS`; raises `ConfigError` for a name that is none."""
         if name not in PRESETS:
             raise ConfigError(f"unknown preset {name!r}; expected one of {tuple(PRESETS)}")
         return cls().replace(**PRESETS[name])
 
     def replace(self, /, **changes: Any) -> Self:
-        """Copy with other values; tables such as `selector` take a mapping of the fields to change.
+        """Copy with other values; a table such as `selector` takes a mapping of the fields to change.
 
         Raises:
-            ConfigError: An unknown key, a value of the wrong type or out of range.
+            ConfigError: An unknown name, or a value of the wrong type or out of range.
         """
         check_names(SfiConfig, changes)
         for name, kind in PARTS.items():
@@ -156,11 +132,11 @@ class SfiConfig:
         return dataclasses.replace(self, **changes)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return the settings as plain values for JSON."""
         return dataclasses.asdict(self)
 
     def to_toml(self) -> str:
-        """Write every setting, for `--config`."""
+        """Return every setting as a TOML text, for `--config`."""
         values = self.to_dict()
         tables = {name: values.pop(name) for name in PARTS}
         return _toml(values) + "".join(f"\n[{n}]\n{_toml(part)}" for n, part in tables.items())
@@ -169,8 +145,8 @@ class SfiConfig:
         """Copy with the settings of a TOML file.
 
         Raises:
-            InputError: The file cannot be read or is no TOML; with file and line.
-            ConfigError: As `replace`, with the file.
+            InputError: The file cannot be read or is no TOML.
+            ConfigError: The file has an unknown name or a value that `replace` rejects.
         """
         changes = read_toml(path)
         try:
@@ -179,38 +155,32 @@ class SfiConfig:
             raise ConfigError(f"{path}: {error}") from error
 
 
-PARTS: dict[str, Any] = {  # tables of a TOML file
-    "selector": SelectorConfig,
-    "baseline": BaselineConfig,
-    "freekv": FreeKVConfig,
-    "synckv": SyncKVConfig,
-    "codescan": CodeScanConfig,
-    "draft": DraftConfig,
+PARTS: dict[str, Any] = {  # the nested tables, which are those of a TOML file too
+    one.name: one.default_factory
+    for one in dataclasses.fields(SfiConfig)
+    if one.default_factory is not dataclasses.MISSING
 }
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Read a file of settings, without what it says of its origin.
+    """Read the settings of a TOML file, without its `provenance` table.
 
     Raises:
-        InputError: The file cannot be read or is no TOML; with file and line.
+        InputError: The file cannot be read or is no TOML.
     """
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"config {path} cannot be read: {_reason(error)}") from error
+        reason = getattr(error, "strerror", None) or str(error)
+        raise InputError(f"config {path} cannot be read: {reason}") from error
     except tomllib.TOMLDecodeError as error:
         raise InputError(f"config {path} is not valid TOML: {error}") from error
     values.pop("provenance", None)
     return values
 
 
-def _reason(error: Exception) -> str:
-    return getattr(error, "strerror", None) or str(error)
-
-
 def _toml(values: Mapping[str, Any]) -> str:
-    # JSON's strings, numbers, booleans and arrays are TOML too, but for escaped surrogates and a bare DEL
+    # JSON's strings, numbers, booleans and arrays are TOML, except for escaped surrogates and a bare DEL
     texts = {n: json.dumps(v, ensure_ascii=False) for n, v in values.items() if v is not None}
     return "".join(f"{n} = {text}\n".replace("\x7f", "\\u007f") for n, text in texts.items())
 
@@ -224,16 +194,16 @@ PRESETS: dict[str, dict[str, Any]] = {
         "slow_start": 1,
         "span": 0,
     },
-    "released": {
+    "released": {  # SFI's released code
         "recent_mode": "sliding",
         "slow_start": 1,
         "span": 0,
         "budget": 1568,
         "min_gap": 16,
         "triggers": (".", "?", "!"),
-        # Paper gap: the released code bounds lambda by 0.25 where it averages several rows of evidence (by
-        # 0.35 of a single row, which only a model with one query head a KV head has, in decoding steps). It
-        # raises Eq. 11 to 0.7: its beta and eta are 0.7 times the paper's.
+        # Paper gap: the released code bounds lambda by 0.25 if it averages several rows of evidence, and by
+        # 0.35 for a single row (a decoding step with one query head per KV head). It raises Eq. 11 to the
+        # power 0.7, so its beta and eta are 0.7 times the paper's.
         "selector": {
             "lambda_clip": 0.25,
             "alpha_soft": 1.0,
@@ -242,7 +212,7 @@ PRESETS: dict[str, dict[str, Any]] = {
             "eta": 0.7 * 0.4,
         },
     },
-    # B = 2048 holds the sink and recent tokens too (FreeKV, Sec. 2.1), and the whole pages of the rest
+    # FreeKV's two scenarios (Sec. 5.1); its budget of 2048 includes sink and recent tokens (Sec. 2.1)
     "freekv-long-input": {"sink": 128, "recent": 128, "budget": 1792},
     "freekv-long-generation": {
         "sink": 512,

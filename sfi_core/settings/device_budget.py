@@ -1,4 +1,4 @@
-"""How much of the device's memory the KV cache may take: a share of the cache, or a size."""
+"""The device budget of the KV cache: a share of the full cache, or a size in bytes."""
 
 import re
 from dataclasses import dataclass
@@ -17,12 +17,9 @@ UNITS = {
 
 @dataclass(frozen=True, slots=True)
 class DeviceBudget:
-    """The bytes of device memory that a KV cache may take, as a user wrote them.
+    """The device memory that a KV cache may take: `share` of the full cache in (0, 1], or `size` bytes.
 
-    Attributes:
-        text: What was written; `str` gives it back.
-        share: Share of the full cache's bytes, in (0, 1]; None for a size.
-        size: Bytes; None for a share.
+    `text` is what the user wrote, for messages.
     """
 
     text: str
@@ -31,12 +28,12 @@ class DeviceBudget:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read a share such as `20%`, or a size: `2GiB`, `500MB`, `0.5GiB`, or bytes without a unit.
+        """Parse a share such as `20%`, or a size such as `2GiB`, `500MB` or plain bytes.
 
         Units are KiB, MiB, GiB, TiB (powers of 1024) and kB, MB, GB, TB (powers of 1000), in any case.
 
         Raises:
-            ConfigError: The text is neither, the share is not in (0, 100%], or the size is under a byte.
+            ConfigError: The text is neither, the share is not in (0, 100%], or the size is no whole byte.
         """
         wrong = ConfigError(
             f"kv_device_budget must be a share such as 20% or a size such as 2GiB, got {text!r}"
@@ -55,12 +52,12 @@ class DeviceBudget:
         return cls(text.strip(), size=int(size))
 
     def bytes_of(self, cache_bytes: int) -> int:
-        """Return the bytes of the budget, for a full cache of `cache_bytes`; rounded down."""
+        """Return the budget in bytes, rounded down, for a full cache of `cache_bytes`."""
         if self.size is not None:
             return self.size
         assert self.share is not None, "a budget is a share or a size"
         return int(self.share * cache_bytes)
 
     def __str__(self) -> str:
-        """Return what was written."""
+        """Return what the user wrote."""
         return self.text

@@ -1,4 +1,4 @@
-"""How the engine runs a step."""
+"""Settings of the engine."""
 
 from dataclasses import dataclass, replace
 
@@ -12,15 +12,16 @@ PAGE_SIZE = 64  # tokens of a page under the triton backend: one tile
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
-    """The engine's switches; each field says what it does."""
+    """The engine's switches."""
 
     overlap: bool = setting(
         True,
-        "Run the Selector and the pack of a layer beside the next layers, on a second stream (Sec. 4.1). "
-        "On a CPU they run in order either way.",
+        "Run a layer's Selector and pack on a second CUDA stream, beside the next layers (Sec. 4.1). A CPU "
+        "always runs them in order.",
     )
     graphs: bool | None = setting(
-        None, "Replay whole decoding steps as CUDA graphs; none does so where the run allows it."
+        None,
+        "Replay whole decoding steps as CUDA graphs; none does so where the run's options allow it.",
     )
     lossless: bool = setting(
         False,
@@ -28,29 +29,29 @@ class EngineOptions:
     )
     fused: bool | None = setting(
         None,
-        "Run a model's norms, rotations and gates as one Triton kernel each, in place of transformers' many. "
-        "Modules whose source is not known keep their own. None does so on a CUDA device.",
+        "Run each of a model's norms, rotations and gates as one Triton kernel. Modules whose source is not "
+        "known stay as they are. None does so on a CUDA device.",
     )
     kv_device_budget: str | None = setting(
         None,
         "Keep all keys and values in host memory, and at most this much on the device: a share of the cache "
         "such as 20%, or a size such as 2GiB. None keeps everything on the device.",
     )
-    kv_page: int = setting(32, "Tokens of a page that goes to the host's memory.", least=1)
+    kv_page: int = setting(
+        32, "Under a device budget: tokens of a page, which goes to host memory whole.", least=1
+    )
 
     def __post_init__(self) -> None:
-        """Reject values of another type, and a device budget that is none."""
+        """Check the values and the device budget; raises `ConfigError`."""
         check(self)
         if self.kv_device_budget is not None:
             DeviceBudget.parse(self.kv_device_budget)
 
     def on_several_ranks(self) -> "EngineOptions":
-        """Return what a tensor-parallel run takes: its ranks call each other in the order of the layers.
-
-        Its steps are not replayed either; `Decoder` says so.
+        """Return the options without overlap: ranks must call each other in the order of the layers.
 
         Raises:
-            ConfigError: Graphs are asked for.
+            ConfigError: `graphs` is True, which tensor parallelism excludes.
         """
         if self.graphs:
             raise ConfigError("graphs must be off under tensor parallelism, got graphs=True")

@@ -1,4 +1,4 @@
-"""What a setting is. Its field says everything once: type, default, range and meaning."""
+"""Settings as fields of dataclasses: a field declares type, default, range and meaning, once."""
 
 import dataclasses
 import math
@@ -10,9 +10,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from sfi_core.errors import ConfigError
 
-WORDS: dict[type, str] = {
-    bool: "true or false"
-}  # what an error calls a type; others by their names
+WORDS: dict[type, str] = {bool: "true or false"}  # in errors; other types go by their own names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,16 +18,14 @@ class Setting:
     """A setting, as its field declares it.
 
     Attributes:
-        name: With its table, such as `selector.alpha`; without it in the errors of the table itself.
-        kind: bool, int, float or str; the items' type, for a list.
-        is_list: Whether it is a list.
-        optional: Whether none is a value.
-        default: What it is when nothing is said.
-        meaning: What it does; the first sentence can stand alone.
-        least: Smallest value.
-        above: Bound that the value must exceed.
-        most: Largest value.
-        choices: All values there are; empty where there are others.
+        name: The full name, such as `selector.alpha`; a table's own errors name the field alone.
+        kind: bool, int, float or str; for a list, the type of its items.
+        optional: Whether None is allowed.
+        meaning: The help text; its first sentence can stand alone.
+        least: Smallest value, itself allowed.
+        above: Lower bound, itself not allowed.
+        most: Largest value, itself allowed.
+        choices: All allowed values; empty for a setting without a fixed list.
     """
 
     name: str
@@ -51,11 +47,9 @@ class Setting:
 
     @property
     def range(self) -> str:
-        """The values that it may take, in words; empty for all of its type."""
+        """The allowed values in words; empty where every value of the type is allowed."""
         if self.choices:
             return ", ".join(self.choices)
-        if self.most is not None and self.least == self.most:
-            return str(self.most)
         if self.most is not None:
             ends = f"[{self.least}" if self.above is None else f"({self.above}"
             return f"in {ends}, {self.most}]"
@@ -69,10 +63,10 @@ class Setting:
         return self.meaning.partition(". ")[0].removesuffix(".") + "."
 
     def checked(self, value: Any) -> Any:
-        """Return a value as the field holds it: a float for an int, a tuple for a list.
+        """Return a valid value as the field stores it: an int as a float, a list as a tuple.
 
         Raises:
-            ConfigError: Another type, or out of range.
+            ConfigError: The value has another type or is out of range.
         """
         if value is None and self.optional:
             return None
@@ -89,7 +83,10 @@ class Setting:
         if self.choices:
             expected = f"expected one of {self.choices}"
             require(value in self.choices, f"unknown {self.name} {value!r}; {expected}")
-        require(self._has(value), f"{self.name} must be {self._rule(value)}, got {value}")
+        rule = self.range
+        if self.most is None and not (isinstance(value, str) or math.isfinite(value)):
+            rule = f"{rule} and finite" if rule else "finite"
+        require(self._has(value), f"{self.name} must be {rule}, got {value}")
         return value
 
     def _has(self, value: Any) -> bool:
@@ -102,10 +99,15 @@ class Setting:
             and (self.most is None or value <= self.most)
         )
 
-    def _rule(self, value: Any) -> str:
-        if self.most is None and isinstance(value, float) and not math.isfinite(value):
-            return f"{self.range} and finite" if self.range else "finite"
-        return self.range
+
+class Table:
+    """Base of settings dataclasses: checks the values of every new instance."""
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        """Check the values; raises `ConfigError`."""
+        check(self)
 
 
 def setting(
@@ -117,13 +119,13 @@ def setting(
     most: float | None = None,
     choices: tuple[str, ...] = (),
 ) -> Any:
-    """Declare a field of a settings dataclass; see `Setting`."""
+    """Declare a field of a settings dataclass; `Setting` explains the arguments."""
     limits = {"least": least, "above": above, "most": most, "choices": choices}
     return dataclasses.field(default=default, metadata={"meaning": meaning, **limits})
 
 
 def settings_of(cls: type, table: str = "") -> dict[str, Setting]:
-    """List the settings of a dataclass, and of the tables in it, by their full names."""
+    """Map full names to the settings of a dataclass and of its nested tables."""
     found: dict[str, Setting] = {}
     for name, declared in _declared(cls).items():
         full = f"{table}.{name}" if table else name
@@ -135,10 +137,10 @@ def settings_of(cls: type, table: str = "") -> dict[str, Setting]:
 
 
 def check(config: object) -> None:
-    """Give every field its type, or reject its value; for `__post_init__`.
+    """Check every field of a settings dataclass and store it in its declared type.
 
     Raises:
-        ConfigError: A value of another type, or out of range.
+        ConfigError: A value has another type or is out of range.
     """
     cls: type = type(config)
     for name, declared in _declared(cls).items():
@@ -150,21 +152,20 @@ def check(config: object) -> None:
 
 
 def check_names(cls: type, changes: Mapping[str, Any]) -> None:
-    """Reject names that are no fields."""
+    """Raise `ConfigError` for a name that is no field of `cls`."""
     known = tuple(_declared(cls))
     for name in changes:
         require(name in known, f"unknown setting {name!r}; expected one of {known}")
 
 
 def require(ok: bool, message: str) -> None:
-    """Raise ConfigError unless `ok`."""
+    """Raise `ConfigError` unless `ok`."""
     if not ok:
         raise ConfigError(message)
 
 
 @cache
 def _declared(cls: type) -> dict[str, Setting | type]:
-    # a setting, or the dataclass of a table
     hints = get_type_hints(cls)
     return {
         field.name: hints[field.name]

@@ -1,14 +1,14 @@
-"""The tables of a config: the Selector's hyperparameters, and the other methods' settings."""
+"""The nested tables of `SfiConfig`: the Selector, the other methods, and drafting."""
 
 import math
 from dataclasses import dataclass
 
-from sfi_core.settings.fields import check, setting
+from sfi_core.settings.fields import Table, setting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SelectorConfig:
-    """Hyperparameters of the Selector (Algorithm 2); each field says what it does."""
+class SelectorConfig(Table):
+    """Hyperparameters of the Selector (Algorithm 2)."""
 
     alpha: float = setting(
         0.5,
@@ -44,31 +44,26 @@ class SelectorConfig:
         2.0, "Temperature T of Eq. 22. Paper gap: the released code's.", above=0
     )
 
-    def __post_init__(self) -> None:
-        """Reject values of another type or outside the paper's ranges."""
-        check(self)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BaselineConfig(Table):
+    """Settings of Quest."""
+
+    page: int = setting(16, "Tokens of a page under quest.", least=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BaselineConfig:
-    """Settings of the other methods, `sfi` looks at none of them; each field says what it does."""
+class FreeKVConfig(Table):
+    """Settings of FreeKV (Liu et al., 2025)."""
 
-    page: int = setting(16, "Tokens of a page of Quest's.", least=1)
-
-    def __post_init__(self) -> None:
-        """Reject values of another type or out of range."""
-        check(self)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FreeKVConfig:
-    """Settings of FreeKV (Liu et al., 2025); each field says what it does."""
-
-    page: int = setting(32, "Tokens of a page, which is selected and recalled whole.", least=1)
+    page: int = setting(
+        32, "Tokens of a page under freekv, which selects and recalls whole pages.", least=1
+    )
     tau: float = setting(
         0.8,
-        "A KV head whose pooled query cosine is below this selects before it attends; -1 never, and 1 always "
-        "but for equal queries. The paper takes 0.8 for long inputs and 0.9 for long generations.",
+        "A KV head selects before it attends if the pooled cosine of its query with the last step's is below "
+        "this: with -1 never, with 1 whenever the query has changed. The paper takes 0.8 for long inputs and "
+        "0.9 for long generations.",
         least=-1,
         most=1,
     )
@@ -76,27 +71,23 @@ class FreeKVConfig:
         True, "Leave the first full-attention layer dense, as the paper does."
     )
 
-    def __post_init__(self) -> None:
-        """Reject values of another type or out of range."""
-        check(self)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SyncKVConfig:
-    """Settings of SyncKV; each field says what it does."""
+class SyncKVConfig(Table):
+    """Settings of SyncKV."""
 
     heads: str | None = setting(
         None,
         "File of head clusters, from `sfi tune heads`; none is heads.json in the model's folder. even splits "
-        "each layer's KV heads into `representatives` groups of neighbors, for models without meaning.",
+        "each layer's KV heads into `representatives` groups of neighbors, for random weights.",
     )
     representatives: int = setting(
-        2, "Representative heads of a layer, N_r, where heads is even.", least=1
+        2, "Representative heads of a layer, N_r, under synckv.heads=even.", least=1
     )
     stride: int = setting(5, "Steps from one anticipation to the next, the paper's m.", least=1)
     static: float = setting(
         0.5,
-        "Share of the budget that keeps the prompt's selection, the paper's rho.",
+        "Share of the budget for positions of the prompt that stay selected, the paper's rho.",
         least=0,
         most=1,
     )
@@ -107,39 +98,27 @@ class SyncKVConfig:
         choices=("dense", "sparse"),
     )
 
-    def __post_init__(self) -> None:
-        """Reject values of another type or out of range."""
-        check(self)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CodeScanConfig:
-    """Settings of `codescan`; each field says what it does."""
+class CodeScanConfig(Table):
+    """Settings of `codescan`."""
 
     rest: float = setting(
         0.2,
-        "Share of the estimated weight of what is not read that the pseudo token gets, with the mean value; "
-        "0 for no pseudo token.",
+        "A pseudo token with the mean value stands for all that is not read. This is its share of the "
+        "estimated attention on that; 0 for no pseudo token.",
         least=0,
         most=1,
     )
 
-    def __post_init__(self) -> None:
-        """Reject values of another type or out of range."""
-        check(self)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DraftConfig:
-    """How a lossless run drafts and verifies; each field says what it does."""
+class DraftConfig(Table):
+    """How many tokens a lossless run drafts."""
 
     max_tokens: int = setting(16, "Most tokens drafted before a verification.", least=1)
     adaptive: bool = setting(
         True,
-        "Draft no more tokens than pay by the request's running acceptance and the bytes that a fast step "
-        "and a verification read.",
+        "Draft as many tokens as give the most tokens per byte, by the share of the request's drafts that "
+        "were accepted so far and the bytes that a fast step and a verification read.",
     )
-
-    def __post_init__(self) -> None:
-        """Reject values of another type or out of range."""
-        check(self)

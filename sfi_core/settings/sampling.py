@@ -1,13 +1,13 @@
-"""How tokens are picked; the command line reads the ranges here, so no torch."""
+"""Settings of sampling. No torch: the command line imports this."""
 
 from dataclasses import dataclass
 
-from sfi_core.settings.fields import check, setting
+from sfi_core.settings.fields import Table, setting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sampling:
-    """How tokens are picked; names and meanings are those of transformers' generation config."""
+class Sampling(Table):
+    """How the next token is picked; names and meanings are those of transformers' generation config."""
 
     do_sample: bool = setting(False, "Sample instead of taking the most likely token.")
     temperature: float = setting(1.0, "Divides the logits.", above=0)
@@ -21,7 +21,3 @@ class Sampling:
     repetition_penalty: float = setting(
         1.0, "Above 1 makes repeated tokens less likely; 1 does nothing.", above=0
     )
-
-    def __post_init__(self) -> None:
-        """Reject values of another type or out of range."""
-        check(self)

@@ -1,6 +1,6 @@
-"""The link between the tiers: complete pages to the host, and blocks of pages back for dense reads.
+"""Copies between the tiers: complete pages to the host, and blocks of pages back for dense reads.
 
-A block is copied to the device while the one before is read.
+A block is copied to the device while the block before it is read.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,26 +11,25 @@ from sfi_core.state.host_tier import HostTier
 from sfi_core.state.side import Side
 
 BLOCK = 1024  # most tokens of a block
-SHARE = 16  # of the capacity that a block has at most
+SHARE = 16  # a block is at most 1/16 of the capacity
 BUFFERS = 2
-PLACES = (-1, -2)  # of the side, one a buffer
+PLACES = (-1, -2)  # of the side, one for each buffer
 
 
 def block_tokens(capacity: int, page: int) -> int:
-    """Return the tokens of a block, whole pages: a small share of what a request may reach."""
+    """Return the tokens of a block: whole pages, at most BLOCK tokens and 1 / SHARE of the capacity."""
     return max(1, min(BLOCK, capacity // SHARE) // page) * page
 
 
 class HostStream:
-    """Two buffers on the device that blocks of all layers pass through, and the pages on their way out.
+    """Two buffers on the device for the blocks of all layers, and the pages on their way to the host.
 
     Attributes:
         block: Tokens of a block.
-        side: Copies.
-        device: Where the buffers are.
-        buffers: The buffers; empty before the first block.
-        copied_bytes: Bytes that went through the buffers.
-        offloaded_bytes: Bytes that went to the host.
+        side: Runs the copies.
+        buffers: Empty before the first block.
+        copied_bytes: Bytes copied to the device.
+        offloaded_bytes: Bytes copied to the host.
     """
 
     def __init__(self, side: Side, block: int, device: torch.device | None = None) -> None:
@@ -46,8 +45,8 @@ class HostStream:
         """Copy pages to the host.
 
         Args:
-            place: Of the side; the pages are kept until the next ones of this place.
-            host: The layer's pages.
+            place: A place of the side; the source pages are kept until its next offload.
+            host: The layer's host tier.
             complete: First host page, and the pages from there on in the host's layout.
         """
 
@@ -63,13 +62,7 @@ class HostStream:
     def blocks(
         self, host: HostTier, first: int, pages: int, head: int | None = None
     ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        """Copy consecutive pages of a request.
-
-        Args:
-            host: The layer's pages.
-            first: The request's first page.
-            pages: Pages to read from there on.
-            head: A KV head alone; None for all.
+        """Copy `pages` consecutive host pages from a request's `first` on, of one KV head or all.
 
         Yields:
             Position of a block's first token, its keys [1, H, N, D] and values [1, H, N, E].
@@ -92,7 +85,7 @@ class HostStream:
         stage = self._buffer(at, size * source[0].numel(), source.dtype)[: pages.numel()]
         stage = stage.view(pages.shape)
         self.side.wait(place)
-        # strided pages one by one: PyTorch would gather them in host memory now, before earlier jobs are done
+        # strided pages one by one: PyTorch would gather them in host memory now, before earlier jobs have run
         whole = pages.is_contiguous()
         parts = [(stage, pages)] if whole else list(zip(stage, pages, strict=True))
 
@@ -106,7 +99,7 @@ class HostStream:
 
     def _buffer(self, at: int, numbers: int, dtype: torch.dtype) -> torch.Tensor:
         if not self.buffers or self.buffers[0].numel() < numbers:
-            self.side.join()  # what is under way reads the small ones
+            self.side.join()  # copies under way still use the small buffers
             self.buffers = [
                 torch.empty(numbers, dtype=dtype, device=self.device) for _ in range(BUFFERS)
             ]

@@ -1,8 +1,7 @@
-"""The paged KV cache of a run, which owns its pages; `PagedView` has their layout.
+"""The paged KV cache of a run; `PagedView` describes the layout.
 
-With one page per request (the default on a CPU) the pages are a plain contiguous [B, H, T, D] tensor. A
-request keeps its own tokens only: left padding is dropped on the way in, so position j is the j-th token of
-the prompt for every request of a ragged batch.
+With one page per request (the default on a CPU) the pages are a contiguous [B, H, T, D] tensor. Left padding
+is not stored: position j is the j-th token of the prompt for every request of a ragged batch.
 """
 
 import copy
@@ -14,14 +13,14 @@ from sfi_core.state.layer_pages import LayerPages
 from sfi_core.state.paged_view import PagedView
 from sfi_kernels.append import append
 
-GROWTH = 256  # spare tokens when nobody said how long the run will be
+GROWTH = 256  # spare tokens for runs of unknown length
 
 
 class KVCache(PagedView):
-    """Owns the pages of every layer; a layer's are allocated when its first keys tell their shape.
+    """Owns the pages of every layer, allocated at the layer's first `append`.
 
     Attributes:
-        pages_per_request: Pages of each request, one after the other.
+        pages_per_request: Pages of each request; their numbers are consecutive.
     """
 
     def __init__(
@@ -32,8 +31,8 @@ class KVCache(PagedView):
         Args:
             batch: Requests.
             capacity: Tokens of a request.
-            page_size: Tokens of a page; None is one page for each request, however large.
-            backend: What appends: "torch" or "triton".
+            page_size: Tokens of a page; None for one page per request.
+            backend: "torch" or "triton".
         """
         self._one_page = page_size is None
         page_size = page_size or capacity
@@ -52,11 +51,7 @@ class KVCache(PagedView):
         start: Sequence[int],
         count: Sequence[int],
     ) -> LayerPages:
-        """See `KVStore`.
-
-        Raises:
-            ValueError: More tokens than the cache has room for.
-        """
+        """See `KVStore`; raises `ValueError` beyond the capacity."""
         longest = max(map(sum, zip(start, count, strict=True)))
         if longest > self.capacity:
             raise ValueError(f"cache holds {self.capacity} tokens a request, got {longest}")
@@ -76,7 +71,7 @@ class KVCache(PagedView):
         return pages
 
     def copy(self) -> "KVCache":
-        """Return a cache of its own with the same tokens."""
+        """See `KVStore`."""
         other = copy.copy(self)
         other.layers = {
             layer: LayerPages(*(tensor.clone() for tensor in pages.tensors))
@@ -88,7 +83,10 @@ class KVCache(PagedView):
         """See `KVStore`: a cache of batch 1 over the same pages."""
         first, count = row * self.pages_per_request, self.pages_per_request
         one = copy.copy(self)
-        one.batch, one.block_table_BP = 1, self.block_table_BP[:1]  # its pages follow each other
+        one.batch, one.block_table_BP = (
+            1,
+            self.block_table_BP[:1],
+        )  # `one.layers` begin with its pages
         one.layers = {
             layer: LayerPages(*(tensor[first : first + count] for tensor in pages.tensors))
             for layer, pages in self.layers.items()
@@ -96,10 +94,9 @@ class KVCache(PagedView):
         return one
 
     def grow(self, capacity: int) -> None:
-        """Make room for `capacity` tokens a request by copying; only for runs of unknown length.
+        """Grow to at least `capacity` tokens per request by copying, for runs of unknown length.
 
-        A request's one page gets larger. Pages of a given size keep their numbers, and every request gets new
-        ones behind its own.
+        One page per request gets larger; pages of a given size keep their numbers, and requests get more.
         """
         if capacity <= self.capacity:
             return
@@ -122,10 +119,7 @@ class KVCache(PagedView):
                 setattr(pages, name, large)
 
     def norms(self, layer: int, rows: Sequence[int], length: int) -> torch.Tensor:
-        """See `KVStore`.
-
-        A view where every request has one page and the rows follow each other.
-        """
+        """See `KVStore`; a view if every request has one page and the rows are consecutive."""
         if not self._one_page:
             return super().norms(layer, rows, length)
         norm_BHT = self.layers[layer].norm_PHN[:, :, :length]

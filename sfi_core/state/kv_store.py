@@ -1,4 +1,4 @@
-"""What the engine asks of a KV store, wherever its keys and values lie."""
+"""The interface of KV stores."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,14 +13,14 @@ from sfi_core.state.side import Job
 
 @dataclass(slots=True)
 class Recall:
-    """What a recall brought to the device.
+    """A recall of selected rows from the host.
 
     Attributes:
-        rows_RH: Rows that came from the host, by refreshed request and KV head, int32, on the device; counted
-            once the rows are there.
-        row_bytes: Bytes of one, key and value.
-        waited: Seconds that the step waited for the rows; 0 where they come beside it.
-        then: Runs a job once the rows are there, where they come: beside the step or in it.
+        rows_RH: Number of rows by refreshed request and KV head, int32, on the device; valid once the rows
+            have arrived.
+        row_bytes: Bytes of one row, key and value.
+        waited: Seconds that the step waited on the host; 0 if the recall runs beside the step.
+        then: Runs a job after the rows have arrived, on the recall's stream.
     """
 
     rows_RH: torch.Tensor
@@ -32,17 +32,15 @@ class Recall:
 class KVStore(Protocol):
     """The keys, values and key norms of a batch of requests, by layer.
 
-    Lengths are not the store's: `RequestState.length` says how many tokens of a request count, and what lies
-    behind them is never read.
+    A request's number of tokens is `RequestState.length`; the store does not know it.
 
     Attributes:
         batch: Requests.
-        backend: Whose ops run: "torch" or "triton".
+        backend: "torch" or "triton".
         page_size: Tokens of a page.
         block_table_BP: Page numbers of each request, int32.
-        heads: KV heads of a layer; 1 while no layer is known.
-        whole_on_device: Whether `pages` hold every token; otherwise only the recent ones, and the whole
-            is read by `blocks`.
+        whole_on_device: Whether `pages` hold every token. If not, they hold the recent ones; `blocks` reads
+            all.
     """
 
     batch: int
@@ -53,14 +51,14 @@ class KVStore(Protocol):
 
     @property
     def capacity(self) -> int:
-        """Tokens that fit per request."""
+        """Tokens that fit, per request."""
 
     @property
     def heads(self) -> int:
-        """KV heads of a layer."""
+        """KV heads of a layer; 1 while no layer is known."""
 
     def grow(self, capacity: int) -> None:
-        """Make room for `capacity` tokens a request, if there is less."""
+        """Grow to at least `capacity` tokens per request."""
 
     def append(
         self,
@@ -76,12 +74,12 @@ class KVStore(Protocol):
 
         Args:
             layer: Index of the layer.
-            key_BHTD: New keys; whatever precedes a request's own is padding.
+            key_BHTD: New keys, padded on the left.
             value_BHTE: New values.
             start_B: Cached tokens of each request, int32.
             count_B: New tokens of each request, int32.
-            start: The same as `start_B`, so that the device is not asked.
-            count: The same as `count_B`.
+            start: `start_B` on the host.
+            count: `count_B` on the host.
         """
 
     def pages(self, layer: int) -> LayerPages:
@@ -90,33 +88,27 @@ class KVStore(Protocol):
     def blocks(
         self, layer: int, row: int, length: int, head: int | None = None
     ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        """Return a request's keys and values of positions 0 to `length`, block by block.
-
-        Args:
-            layer: Index of the layer.
-            row: The request's row in the batch.
-            length: Tokens to read.
-            head: A KV head alone; None for all.
+        """Read the first `length` tokens of a request's row block by block, of one KV head or all.
 
         Yields:
-            The first position of a block, its keys [1, H, N, D] and values [1, H, N, E]; good until the next.
+            The first position of a block, its keys [1, H, N, D] and values [1, H, N, E]; overwritten later.
         """
 
     def keys(self, layer: int, row: int, start: int, stop: int) -> torch.Tensor:
-        """Return a request's keys from `start` to before `stop`, [1, H, T, D], without asking the device."""
+        """Return a request's keys of positions `start` to `stop` - 1, [1, H, T, D], without a sync."""
 
     def values(self, layer: int, row: int, start: int, stop: int) -> torch.Tensor:
         """Return a request's values likewise, [1, H, T, E]."""
 
     def norms(self, layer: int, rows: Sequence[int], length: int) -> torch.Tensor:
-        """Return requests' key norms, [len(rows), H, length] float32; undefined beyond a request's tokens."""
+        """Return key norms, [len(rows), H, length] float32; undefined beyond a request's tokens."""
 
     def norms_of(self, layer: int, page_RHP: torch.Tensor) -> torch.Tensor:
         """Return the key norms of requests by their pages, in one copy.
 
         Args:
             layer: Index of the layer.
-            page_RHP: The requests' pages by KV head, int32: the page's number times H, plus the head.
+            page_RHP: Each request's page numbers times H, plus the KV head, int32.
 
         Returns:
             norm_RHT, [R, H, capacity] float32; undefined beyond a request's tokens.
@@ -132,26 +124,26 @@ class KVStore(Protocol):
         most_sink: int,
         heads_RH: torch.Tensor | None = None,
     ) -> Recall | None:
-        """Bring the sinks and the selected positions of some requests into a layer's packed segment.
+        """Copy the sinks and the selected positions of some requests into a layer's packed segment.
 
         Args:
-            segment: The layer's segment; it grows where it has less room.
+            segment: The layer's segment; it grows if it is too small.
             layer: Index of the layer.
-            request_R: The refreshed requests, int32, each once; -1 where a row is of none.
+            request_R: The refreshed requests, int32, each once; -1 for padding.
             sink_R: Their sink tokens, int32.
             index_RHK: Their selected positions, int32, ascending, padded with -1 at the end.
-            most_sink: The largest of `sink_R`, so that the device is not asked.
-            heads_RH: Which KV heads' rows change, bool; None for all.
+            most_sink: The largest of `sink_R`, on the host.
+            heads_RH: The KV heads whose rows change, bool; None for all.
 
         Returns:
-            What came from the host's tier; None for a store without one.
+            The recall from the host; None for a store without a host tier.
         """
 
     def ready(self, layer: int) -> None:
-        """Wait, on the device, until what was packed for a layer is there."""
+        """Let the main stream wait for the rows that `pack_into` brings to a layer."""
 
     def copy(self) -> "KVStore":
-        """Return a store of its own with the same tokens."""
+        """Return an independent copy."""
 
     def row(self, row: int) -> "KVStore":
-        """Return one request's part as a store of batch 1 over the same memory; it must not grow."""
+        """Return one request's part as a store of batch 1 over the same memory, which must not grow."""

@@ -21,7 +21,7 @@ class LayerPages:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one token's key and value over all heads."""
+        """Bytes of one token's keys and values of all heads."""
         _, H, _, D = self.key_PHND.shape
         return H * (D + self.value_PHNE.shape[3]) * self.key_PHND.itemsize
 
@@ -29,7 +29,7 @@ class LayerPages:
 def tokens_of(
     page_PHNX: torch.Tensor, table_P: torch.Tensor, start: int, stop: int
 ) -> torch.Tensor:
-    """Copy a request's rows from `start` to `stop` out of pages, [1, H, T, X], without asking the device."""
+    """Copy a request's rows `start` to `stop` - 1 out of its pages, [1, H, T, X], without a sync."""
     N = page_PHNX.shape[2]
     first = start // N
     page_P = table_P[first : -(-stop // N)].long()
@@ -40,7 +40,7 @@ def tokens_of(
 def join_blocks(
     blocks: Iterable[tuple[int, torch.Tensor]], rows_1HTX: torch.Tensor, start: int
 ) -> torch.Tensor:
-    """Fill in a request's rows from `start` on out of blocks, each with its first position."""
+    """Fill a request's rows from position `start` on with blocks, each given with its first position."""
     for first, block_1HNX in blocks:
         own = block_1HNX[:, :, max(0, start - first) :]
         end = first + block_1HNX.shape[2] - start

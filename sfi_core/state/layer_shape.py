@@ -1,14 +1,11 @@
-"""What a layer keeps of a token: heads, widths, bytes and the window."""
+"""The shape of a layer's keys and values."""
 
 from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerShape:
-    """One layer's keys and values: heads, widths, bytes of a number, and the window if it slides.
-
-    `query_heads` counts the query heads of all KV heads; 0 where nobody asks for them.
-    """
+    """One layer's keys and values; `window` is None for full attention, `query_heads` 0 if not needed."""
 
     heads: int
     key_width: int
@@ -19,5 +16,5 @@ class LayerShape:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one token's key and value over all heads."""
+        """Bytes of one token's keys and values of all heads."""
         return self.heads * (self.key_width + self.value_width) * self.itemsize

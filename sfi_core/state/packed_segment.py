@@ -10,15 +10,7 @@ from sfi_core.state.layer_pages import LayerPages
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SegmentShape:
-    """What a layer's packed rows are, where it has no pages yet.
-
-    Attributes:
-        heads: KV heads.
-        key_width: Numbers of a key.
-        value_width: Numbers of a value.
-        dtype: Their type.
-        device: Where they are.
-    """
+    """The shape of a layer's packed rows, for a layer without pages."""
 
     heads: int
     key_width: int
@@ -28,7 +20,7 @@ class SegmentShape:
 
     @classmethod
     def of(cls, pages: LayerPages) -> "SegmentShape":
-        """Read it of a layer's pages."""
+        """Read the shape of a layer's pages."""
         key, value = pages.key_PHND, pages.value_PHNE
         return cls(
             heads=key.shape[1],
@@ -40,7 +32,7 @@ class SegmentShape:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row over all heads, its position (int32) included."""
+        """Bytes of one row of all heads, its int32 position included."""
         return self.heads * ((self.key_width + self.value_width) * self.dtype.itemsize + 4)
 
 
@@ -48,14 +40,14 @@ class PackedSegment:
     """One layer's packed rows, for every request.
 
     Attributes:
-        key_BHSD: Keys; the first `length_BH` rows count: the sinks, then the selected in ascending order.
-        value_BHSE: Values.
+        key_BHSD: Keys; only the first `length_BH` rows are read: the sinks, then the selected, ascending.
+        value_BHSE: Their values.
         position_BHS: Their positions, int32, padded with -1.
-        length_BH: Rows that count, int32.
+        length_BH: int32.
     """
 
     def __init__(self, batch: int, rows: int, like: "LayerPages | SegmentShape") -> None:
-        """Allocate `rows` rows for every request of a batch, as wide as a layer's pages, or as told."""
+        """Allocate `rows` rows for every request of a batch, of the shape of `like`."""
         shape = like if isinstance(like, SegmentShape) else SegmentShape.of(like)
         H, device = shape.heads, shape.device
         self.key_BHSD, self.value_BHSE = (
@@ -76,7 +68,7 @@ class PackedSegment:
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def row(self, row: int) -> "PackedSegment":
-        """Return one request's part, emptied, as a segment of batch 1 over the same rows."""
+        """Empty one request's rows and return them as a segment of batch 1 over the same memory."""
         one = copy.copy(self)
         for name in ("key_BHSD", "value_BHSE", "position_BHS", "length_BH"):
             setattr(one, name, getattr(self, name)[row : row + 1])
@@ -85,7 +77,7 @@ class PackedSegment:
         return one
 
     def reserve(self, rows: int) -> None:
-        """Make room for `rows` rows of every request, by copying where there is less."""
+        """Grow to at least `rows` rows for every request, by copying."""
         B, H, old, _ = self.key_BHSD.shape
         if rows <= old:
             return

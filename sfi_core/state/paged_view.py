@@ -1,13 +1,12 @@
-"""A view of paged keys and values, whoever owns the pages.
+"""A view of paged keys and values. `KVCache` or vLLM (`hosts/vllm/borrowed.py`) owns and writes the pages.
 
-Per layer, K and V apart, heads before tokens, and the key norms beside them:
+Each layer has heads before tokens:
 
     key_PHND    [pages, KV heads, tokens of a page, head dimension]
     value_PHNE  the same, with the values' width
-    norm_PHN    [pages, KV heads, tokens of a page] float32, written at append
+    norm_PHN    [pages, KV heads, tokens of a page] float32, the norms of the keys
 
-A request's pages stand in its row of the block table. Position j is the j-th token of the request. The owner
-allocates and appends: `KVCache`, or the engine that serves the model (`hosts/vllm/borrowed.py`).
+A request's row of the block table lists its pages. Position j is the j-th token of the request.
 """
 
 import copy
@@ -23,12 +22,9 @@ from sfi_kernels.pages import read_pages
 
 
 class PagedView:
-    """Reads the pages of every layer by the block table they share: all of a `KVStore` but its growth.
+    """Reads the pages of every layer by one block table: a `KVStore` without `append` and `grow`.
 
     Attributes:
-        batch: Requests.
-        backend: Whose ops run: "torch" or "triton".
-        page_size: Tokens of a page.
         block_table_BP: Page numbers, `[B, pages of a request]` int32.
         layers: Pages by layer.
     """
@@ -36,14 +32,14 @@ class PagedView:
     whole_on_device = True
 
     def __init__(self, backend: str, page_size: int, block_table_BP: torch.Tensor) -> None:
-        """View the pages that a block table names."""
+        """View the pages of a block table."""
         self.batch, self.backend = len(block_table_BP), backend
         self.page_size, self.block_table_BP = page_size, block_table_BP
         self.layers: dict[int, LayerPages] = {}
 
     @property
     def capacity(self) -> int:
-        """Tokens that fit per request."""
+        """See `KVStore`."""
         return self.block_table_BP.shape[1] * self.page_size
 
     def pages(self, layer: int) -> LayerPages:
@@ -83,12 +79,12 @@ class PagedView:
         )
 
     def ready(self, layer: int) -> None:
-        """See `KVStore`: the device orders it by itself."""
+        """See `KVStore`: `pack_into` runs on the main stream, so there is no wait."""
 
     def blocks(
         self, layer: int, row: int, length: int, head: int | None = None
     ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        """See `KVStore`: one block, a view where one page holds the request."""
+        """See `KVStore`: one block, a view if one page holds the request."""
         own = slice(None) if head is None else slice(head, head + 1)
         pages, table_P = self.layers[layer], self.block_table_BP[row]
         key, value = (x[:, own] for x in (pages.key_PHND, pages.value_PHNE))
@@ -104,7 +100,7 @@ class PagedView:
 
     def norms(self, layer: int, rows: Sequence[int], length: int) -> torch.Tensor:
         """See `KVStore`."""
-        # rows taken one by one: a list as an index would wait for the device
+        # rows one by one: a list as an index would wait for the device
         used = -(-length // self.page_size)
         page_RP = torch.stack([self.block_table_BP[row, :used] for row in rows])
         norm_RHPN = self.layers[layer].norm_PHN[page_RP.long()].transpose(1, 2)

@@ -1,4 +1,4 @@
-"""The candidate set of the managed sparse state: what may be selected."""
+"""The candidate set of a selection."""
 
 import torch
 
@@ -10,11 +10,11 @@ def allowed_positions(
 
     Args:
         longest: Tokens of the longest request, T.
-        sink_B: Sink tokens.
+        sink_B: Number of sink tokens.
         recent_start_B: First position of the recent segment.
 
     Returns:
-        `[B, T]` bool; all False where sink and recent cover everything.
+        `[B, T]` bool.
     """
     position = torch.arange(longest, device=sink_B.device)
     return (position >= sink_B[:, None]) & (position < recent_start_B[:, None])

@@ -1,4 +1,4 @@
-"""Where recalled rows arrive before they become a part of the packed segment: one buffer for all layers."""
+"""A buffer for recalled rows before they are copied to the packed segment; all layers share it."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from sfi_core.state.side import Side
 
 
 class RecallScratch:
-    """Memory for one recall at a time; recalls come one after the other."""
+    """Memory for one recall at a time: recalls run one after the other."""
 
     def __init__(self, side: Side) -> None:
         self._side = side
@@ -20,7 +20,7 @@ class RecallScratch:
         return sum(tensor.nbytes for tensor in self._flat)
 
     def like(self, segment: Sequence[torch.Tensor], rows: int) -> list[torch.Tensor]:
-        """Return room for `rows` requests, for each of a segment's tensors, [B, ...]."""
+        """Return a buffer of `rows` requests for each of a segment's tensors, [B, ...]."""
         for at, tensor in enumerate(segment):
             size = rows * tensor[0].numel()
             if at == len(self._flat):

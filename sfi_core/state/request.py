@@ -1,4 +1,4 @@
-"""The managed sparse state of a request: the plain numbers that decide what its next step does; no torch."""
+"""The managed sparse state of a request, in plain numbers. No torch, so that planning needs no sync."""
 
 from dataclasses import dataclass, field
 
@@ -7,27 +7,27 @@ from sfi_core.state.tally import Tally
 
 @dataclass(slots=True)
 class RequestState:
-    """What decides about one request; plain numbers, so that deciding costs no device sync.
+    """The state of one request.
 
     Attributes:
-        request: Which request of the run this is.
-        prompt_tokens: Tokens of the prompt, padding excluded; known once it is read.
-        length: Tokens in the cache; within a pass, the pass's own included.
-        step: Decoding step t; 0 is the prefill's last position; -1 before it.
-        slow: Whether step t is slow, g_t.
-        reason: Why it is slow.
+        request: Index of the request in the run.
+        prompt_tokens: Tokens of the prompt without padding; known once it has been read.
+        length: Tokens in the cache, those of the pass under way included.
+        step: Decoding step t; 0 is the prefill's last position, -1 comes before.
+        slow: g_t.
+        reason: Why the step is slow.
         steps_since_slow: Fast steps since the last slow step.
         recent_start: First position of the recent segment.
-        read_start: First token after the packed ones that a KV head reads in step t if it reads sparsely:
-            `recent_start`, but on an anchored slow step, where the packed memory is still the last one.
+        read_start: First recent position that a sparse KV head reads in this step: `recent_start`, except on
+            an anchored slow step, which still reads the last selection and all tokens since.
         packed_tokens: Sink and selected tokens per KV head.
-        sparse_tokens: What such a head reads on a slow step.
-        next_packed: `packed_tokens` from the next step on, where it was selected ahead; None otherwise.
+        sparse_tokens: Tokens that a sparse KV head reads on a slow step.
+        next_packed: `packed_tokens` from the next step on, if its selection was made ahead; else None.
         tokens: Generated ids x_0, x_1, ...
-        drafted: How many of the last tokens of a lossless run are drafts, which no dense pass has verified.
-        fresh: Whether the selected memory fits what comes next; False in a lossless run after a rejection.
-        finished: Whether the request has ended: with a stop token, or with as many tokens as it may have.
-        tally: What is counted and decides nothing.
+        drafted: How many of the last tokens are unverified drafts of a lossless run.
+        fresh: False in a lossless run after a rejected token, which makes the selection stale.
+        finished: Whether the request has ended, with a stop token or at its limit.
+        tally: Counts and times for the report.
     """
 
     request: int = 0
@@ -50,19 +50,19 @@ class RequestState:
 
     @property
     def fast_tokens(self) -> int:
-        """Tokens that a fast step reads per KV head: sink, selected and recent (as Eq. 1)."""
+        """Tokens that a fast step reads per KV head: sink, selected and recent (Eqs. 1 and 25)."""
         return self.packed_tokens + self.length - self.recent_start
 
     def read(self, *, dense: bool) -> int:
-        """Return the tokens that a layer reads per KV head, if all its heads read densely or none does."""
+        """Return the tokens that a layer reads per KV head, if all its heads are dense or all are sparse."""
         return self.length if dense else self.fast_tokens
 
     def sink(self, sink: int) -> int:
-        """Return how many of `sink` anchor tokens the request has: those of its prompt, all run long."""
+        """Return the request's number of sink tokens: at most those of its prompt."""
         return min(sink, self.prompt_tokens)
 
     def begin(self, *, slow: bool, reason: str, new_tokens: int, steps: int = 1) -> None:
-        """Enter the next step with `new_tokens` more tokens in the cache; several steps, if it verifies."""
+        """Enter the next step with `new_tokens` more tokens in the cache; a verification enters several."""
         self.step += steps
         self.length += new_tokens
         self.steps_since_slow = 0 if slow else self.steps_since_slow + 1
@@ -71,22 +71,22 @@ class RequestState:
             self.packed_tokens, self.next_packed = self.next_packed, None
 
     def take_back(self, tokens: int) -> None:
-        """Leave out the last `tokens` tokens with their steps: those of a draft."""
+        """Remove the last `tokens` tokens, drafts, and their steps."""
         self.step -= tokens
         self.length -= tokens
         del self.tokens[len(self.tokens) - tokens :]
 
     def finish_step(self, token_id: int) -> None:
-        """Note the token x_t that the step generated; a step that broke off is not counted."""
+        """Note the token x_t of the step, and count the step if it is slow."""
         self.tokens.append(token_id)
         if self.slow:
             self.tally.count_slow(self.step, self.reason)
 
     def move_recent(self, sink: int, recent: int, *, sliding: bool) -> None:
-        """Place the recent segment; a fast step keeps the selected memory as it is (Eq. 3).
+        """Move the recent segment; a fast step keeps the selected memory as it is (Eq. 3).
 
-        The segment is the last `recent` tokens at a slow step. On a fast step it slides with them, or stays
-        where it starts and grows (`anchored`).
+        On a slow step the segment is the last `recent` tokens. On a fast step it slides, or its start stays
+        and it grows (`anchored`).
         """
         last = max(self.sink(sink), self.length - recent)
         self.read_start = last if sliding else self.recent_start
@@ -95,10 +95,9 @@ class RequestState:
             self.recent_start = last
 
     def note_packed(self, sink: int, selected: int, *, ahead: bool = False) -> None:
-        """Note that a layer packed the sinks and up to `selected` positions of J.
+        """Note that a layer packed the sinks and the smaller of `selected` and |J| positions.
 
-        Top-K pads only where J has fewer positions, so that the count needs no look at the device. `ahead`
-        says that the next step reads it, when one more token has left the recent segment.
+        `ahead` is for a selection that the next step reads, when one more token has left the recent segment.
         """
         sink = self.sink(sink)
         if ahead:
@@ -110,9 +109,9 @@ class RequestState:
         """Return the tokens that the step reads per KV head, the mean over the full-attention layers.
 
         Args:
-            layers: Full-attention layers.
-            dense_layers: Those of them that are dense at every step.
-            mixed: Where only some heads of the other layers read everything: how many layers' worth.
+            layers: Number of full-attention layers.
+            dense_layers: Number of those that are dense at every step.
+            mixed: If only some heads of the other layers are dense: the sum over layers of their share.
         """
         if self.slow and mixed is None:
             return self.length

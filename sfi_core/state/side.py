@@ -1,7 +1,7 @@
-"""Work beside the main stream: jobs that run in order, and two rules that make them safe.
+"""Work beside the main stream, in order of submission.
 
-A job sees what the main stream was asked to do before the job was handed over; the main stream waits for a
-job where it needs what the job does.
+A job starts after all work that the main stream had been given before the job was submitted. The main stream
+waits for a job only by `wait` and `join`.
 """
 
 from collections.abc import Callable
@@ -11,34 +11,30 @@ import torch
 
 from sfi_core.state.streams import stream_of
 
-RING_PLACES = 4  # layers that maintenance may lag behind
+RING_PLACES = 4  # how many layers maintenance may lag behind
 Job = Callable[[], None]
 
 
 class Side(Protocol):
-    """Runs jobs, one after the other.
-
-    Attributes:
-        places: Jobs that may be under way.
-    """
+    """Runs jobs in order; `places` is how many may be under way."""
 
     places: int
 
     def run(self, place: int, job: Job) -> None:
-        """Run a job once the main stream has done what it was asked to so far."""
+        """Run a job after all work that the main stream has been given so far."""
 
     def wait(self, place: int) -> None:
-        """Hold the main stream until the last job of a place is done."""
+        """Let the main stream wait for the last job of a place."""
 
     def join(self) -> None:
-        """Hold the main stream until all jobs are done."""
+        """Let the main stream wait for all jobs."""
 
     def again(self) -> "Side":
-        """Return one like it, with events of its own, for a graph to hold."""
+        """Return a side on the same stream with its own events, for a CUDA graph."""
 
 
 class InOrder:
-    """Runs a job at once, on the main stream."""
+    """Runs each job at once, on the main stream."""
 
     places = 1
 
@@ -47,10 +43,10 @@ class InOrder:
         job()
 
     def wait(self, place: int) -> None:
-        """See `Side`: it is done."""
+        """See `Side`; there is nothing to wait for."""
 
     def join(self) -> None:
-        """See `Side`: they are done."""
+        """See `Side`; there is nothing to wait for."""
 
     def again(self) -> "InOrder":
         """See `Side`."""
@@ -60,7 +56,7 @@ class InOrder:
 class SecondStream:
     """Runs jobs on a CUDA stream of the lowest priority.
 
-    Every event is recorded once. One that is part of a captured graph lives as long as this.
+    Each event is recorded once. Events of a captured graph are kept as long as this object.
     """
 
     places = RING_PLACES
@@ -102,17 +98,17 @@ class SecondStream:
 
 
 def side_of(device: torch.device, *, overlap: bool, role: str = "maintenance") -> Side:
-    """Return a second stream where there is one and it is wanted; `role` as `stream_of` has it."""
+    """Return a second stream if `overlap` and the device has one; `role` is that of `stream_of`."""
     if not has_side_stream(device, overlap=overlap):
         return InOrder()
     return SecondStream(stream_of(device, role))
 
 
 def ring_places(device: torch.device, *, overlap: bool) -> int:
-    """Return the places of `side_of`'s side, without making one."""
+    """Return the `places` of what `side_of` would return."""
     return (SecondStream if has_side_stream(device, overlap=overlap) else InOrder).places
 
 
 def has_side_stream(device: torch.device, *, overlap: bool) -> bool:
-    """Say whether maintenance runs on a stream of its own."""
+    """Say whether `side_of` returns a second stream."""
     return overlap and device.type == "cuda"

@@ -1,4 +1,4 @@
-"""CUDA streams that runs share, one after the other."""
+"""CUDA streams that successive runs share."""
 
 import threading
 
@@ -8,15 +8,10 @@ _made = threading.local()
 
 
 def stream_of(device: torch.device, role: str, priority: int = 0) -> torch.cuda.Stream:
-    """Return the stream of a role on a device: made once in each thread, and used by every run of it.
+    """Return the stream of a role on a CUDA device, one per thread; a lower `priority` goes first.
 
-    PyTorch's allocator gives a stream's freed memory to that stream alone, and cuBLAS keeps a workspace for
-    each stream. So a stream of its own for every run would take both anew in each run.
-
-    Args:
-        device: A CUDA device.
-        role: What the stream is for; two roles never share a stream.
-        priority: Of its kernels; a lower number goes first.
+    Runs share it because PyTorch's allocator reuses freed memory only on the same stream, and cuBLAS keeps a
+    workspace for each stream: new streams in every run would take new memory.
     """
     streams: dict[tuple[str, str], torch.cuda.Stream] = _made.__dict__.setdefault("streams", {})
     key = (str(device), role)

@@ -1,4 +1,4 @@
-"""What is counted of a request and decides nothing; no torch."""
+"""Counts and times of a request, for its report. No torch."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -6,22 +6,13 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Tally:
-    """The counts and times of one request; only `Run` changes them.
+    """The counts and times of one request; fields that are not listed here are those of `RequestReport`.
 
     Attributes:
-        slow_at: Steps with g_t = 1.
-        reasons: Slow steps by reason.
         attended: Tokens read by the decoding steps from step 1 on, per KV head and full-attention layer.
-        selecting: What selecting read on the fast ones of these steps, in tokens' worth of keys and values.
-        context: Tokens that full attention would have read.
-        verifications: Of a lossless run: dense passes after the prompt's.
-        drafted: Tokens that its fast steps drafted.
-        tested: Those whose every predecessor was kept.
-        accepted: Those that were kept.
-        queued_seconds: From the run's beginning until the prompt began to be read.
-        prefill_seconds: From then to the first token.
-        decode_seconds: From the first token to the last.
-        last_token_at: When the last token was there, by the clock of `time.perf_counter`.
+        selecting: Reads of the selection on the fast ones of these steps, in tokens' worth.
+        context: Tokens that full attention would have read in these steps.
+        last_token_at: When the last token came, by `time.perf_counter`.
     """
 
     slow_at: list[int] = field(default_factory=list)
@@ -44,20 +35,20 @@ class Tally:
         self.reasons[reason] += 1
 
     def count_reads(self, attended: float, context: int, selecting: float) -> None:
-        """Count what one decoding step read, what full attention reads, and what selecting read."""
+        """Count the reads of a decoding step, of full attention in its place, and of the selection."""
         self.attended += attended
         self.context += context
         self.selecting += selecting
 
     def count_verification(self, drafted: int, accepted: int) -> None:
-        """Count a verification of so many drafted tokens, of which the first were accepted."""
+        """Count a verification that accepted the first `accepted` of `drafted` tokens."""
         self.verifications += 1
         self.drafted += drafted
         self.accepted += accepted
         self.tested += min(drafted, accepted + 1)
 
     def time_step(self, step: int, began: float, now: float) -> None:
-        """Note that the step that began then is over; a decoding step counts from the token before it."""
+        """Add the time of a step that has ended; a decoding step counts from the last token."""
         if step > 0:
             self.decode_seconds += now - self.last_token_at
         else:

@@ -1,4 +1,4 @@
-"""One layer of a two-tier KV store: what lies on the device, and the host's pages."""
+"""One layer of a two-tier KV store: the device's tensors and the host's pages."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,12 +15,12 @@ class Tiers:
     """One layer's two tiers.
 
     Attributes:
-        ring: Pages of the recent tokens.
-        host: Pages of all tokens, the last page of a request once it is complete.
-        norm_BHT: Norms of all keys, float32.
+        ring: Pages of the recent tokens, on the device.
+        host: All complete pages.
+        norm_BHT: Norms of all keys, float32, on the device.
         resident: KV heads that are never offloaded.
-        key_BRTD: Their keys.
-        value_BRTE: Their values.
+        key_BRTD: The resident heads' keys.
+        value_BRTE: The resident heads' values.
     """
 
     ring: LayerPages
@@ -42,16 +42,9 @@ class Tiers:
         batch: int,
         resident: Sequence[int],
     ) -> Self:
-        """Allocate a layer for keys and values such as these, [B, H, T, D] and [B, H, T, E].
+        """Allocate a layer for keys [B, H, T, D] and values [B, H, T, E] such as these.
 
-        Args:
-            key: Some keys.
-            value: Some values.
-            page_size: Tokens of a page.
-            ring: Pages on the device.
-            host: Pages in host memory.
-            batch: Requests.
-            resident: KV heads that stay on the device.
+        `ring` and `host` are numbers of pages, for all requests of the batch.
         """
         H, capacity = key.shape[1], host // batch * page_size
         shape = (ring, H, page_size)
@@ -70,7 +63,7 @@ class Tiers:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """What lies on the device."""
+        """The tensors on the device."""
         return (*self.ring.tensors, self.norm_BHT, self.key_BRTD, self.value_BRTE)
 
     def keep(
@@ -81,7 +74,7 @@ class Tiers:
         value_HTE: torch.Tensor,
         norm_HT: torch.Tensor,
     ) -> None:
-        """Keep what never leaves the device of a request's new tokens: norms, and the resident heads."""
+        """Write a request's new norms and resident heads, which never leave the device."""
         new = slice(start, start + norm_HT.shape[1])
         self.norm_BHT[row, :, new] = norm_HT
         for place, head in enumerate(self.resident):
@@ -94,8 +87,8 @@ class Tiers:
         """Return the pages that new tokens complete, in the host's layout.
 
         Args:
-            ring_page: The ring page that holds the first page's tokens before `start`, not yet written to.
-            start: Position of the first new token.
+            ring_page: The ring page with the tokens of the same page before `start`.
+            start: Position of the first new token, not yet written to the ring.
             key_HTD: The new keys.
             value_HTE: The new values.
         """
@@ -108,14 +101,14 @@ class Tiers:
         return self.host.joined(key_HTD[:, :whole], value_HTE[:, :whole])
 
     def unfinished(self, ring_page: int) -> torch.Tensor:
-        """Return a page that is being written, in the host's layout."""
+        """Return an incomplete ring page in the host's layout."""
         key_HND, value_HNE = (pages[ring_page] for pages in self.ring.tensors[:2])
         return self.host.joined(key_HND, value_HNE)
 
     def kept(
         self, row: int, length: int, head: int | None
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return a request's keys and values of one head, or all, if those never leave the device."""
+        """Return a request's keys and values of one head, or all, if these heads are resident."""
         heads = tuple(range(self.norm_BHT.shape[1])) if head is None else (head,)
         if not set(heads) <= set(self.resident):
             return None
@@ -124,7 +117,7 @@ class Tiers:
         return self.key_BRTD[one, own, :length], self.value_BRTE[one, own, :length]
 
     def copy(self) -> "Tiers":
-        """Return tiers of their own with the same tokens."""
+        """Return a copy of both tiers."""
         return replace(
             self,
             ring=LayerPages(*(tensor.clone() for tensor in self.ring.tensors)),
@@ -135,7 +128,7 @@ class Tiers:
         )
 
     def row(self, row: int, ring_pages: int, host_pages: int) -> "Tiers":
-        """Return one request's part over the same memory; a request has so many pages in each tier."""
+        """Return one request's part over the same memory, given the pages per request in each tier."""
         ring = slice(row * ring_pages, (row + 1) * ring_pages)
         host = slice(row * host_pages, (row + 1) * host_pages)
         one = slice(row, row + 1)

@@ -1,14 +1,13 @@
-"""The two-tier KV store: every key and value in host memory, on the device what steps read.
+"""The two-tier KV store: all keys and values in host memory, on the device those that steps read.
 
-A layer's device tier is a ring of pages with the recent tokens, the norms of all keys, and the KV heads that
-are never offloaded (`resident`); the packed segment and page summaries are the engine's and the policy's.
-Logical page p of a request lies in ring page p mod R, so that the block table never changes, and kernels read
-the recent tokens as they read any pages.
+On the device a layer has a ring of pages with the recent tokens, the norms of all keys, and the KV heads that
+are never offloaded (`resident`). Page p of a request is ring page p mod R, so that the block table never
+changes and kernels read the recent tokens like any pages. Packed segment and page summaries belong to the
+engine and the policy.
 
-A page goes to the host when its last token comes. Selected rows come back by `recall` (FreeKV, Sec. 4.2;
-SyncKV, Eq. 7), on a stream of their own: the fast step that reads them waits for them, and nothing else does.
-A dense read streams the host's pages through two buffers. Without CUDA both tiers are host memory, and the
-same code copies.
+A page is copied to the host when it is complete. `recall` copies selected rows back (FreeKV, Sec. 4.2;
+SyncKV, Eq. 7) on a stream of its own; only the fast step that reads them waits for them. A dense read streams
+the host's pages through two buffers. Without CUDA both tiers are host memory and the same code runs.
 """
 
 import copy
@@ -35,13 +34,12 @@ class TwoTierStore:
     """A `KVStore` with two tiers.
 
     Attributes:
-        page_size: Tokens of a page.
         ring_pages: Pages of a request's ring, R.
-        block_table_BP: Ring pages of each request's logical pages, int32.
+        block_table_BP: Ring pages of each request's pages, int32.
         host_table_BP: Host pages of the same, int32.
-        side: Runs offloads and recalls; a layer's offloads have an even place, its recalls an odd one.
+        side: Runs offloads and recalls; offloads of layer i have place 2 i, recalls 2 i + 1.
         layers: Tiers by layer.
-        stream: Takes pages to the host, and brings blocks of them for dense reads.
+        stream: Copies pages to the host, and blocks of them back for dense reads.
     """
 
     whole_on_device = False
@@ -63,10 +61,10 @@ class TwoTierStore:
             batch: Requests.
             capacity: Tokens of a request.
             page_size: Tokens of a page.
-            ring_pages: Pages on the device of each request; they must hold the recent tokens.
-            backend: What appends and recalls: "torch" or "triton".
+            ring_pages: Pages of each request on the device; they must hold the recent tokens.
+            backend: "torch" or "triton", for `append` and `recall`.
             side: Runs offloads and recalls; None runs them in order.
-            resident: Says which KV heads of a layer, of so many, stay on the device; None for none.
+            resident: Returns the resident KV heads, given a layer and its number of heads; None for none.
         """
         self.batch, self.backend, self.page_size = batch, backend, page_size
         self.pages_per_request = -(-capacity // page_size)
@@ -78,7 +76,7 @@ class TwoTierStore:
         self.side = side or InOrder()
         self.layers: dict[int, Tiers] = {}
         self._resident = resident
-        # recalls under way, for their tensors: PyTorch's allocator knows no reader on another stream
+        # kept because PyTorch's allocator would reuse tensors that only another stream still reads
         self._recalling: dict[int, Job] = {}
         self._scratch = RecallScratch(self.side)
         self.stream = HostStream(self.side, block_tokens(self.capacity, page_size))
@@ -91,13 +89,13 @@ class TwoTierStore:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes on the device; packed segments and page summaries are not the store's."""
+        """Bytes on the device, without packed segments and page summaries."""
         own = [tensor for tiers in self.layers.values() for tensor in tiers.tensors]
         return self._scratch.nbytes + sum(x.nbytes for x in [*own, *self.stream.buffers])
 
     @property
     def offloaded_bytes(self) -> int:
-        """Bytes that went to the host."""
+        """Bytes copied to the host."""
         return self.stream.offloaded_bytes
 
     @property
@@ -106,11 +104,7 @@ class TwoTierStore:
         return sum(tiers.host.host_PHX.nbytes for tiers in self.layers.values())
 
     def grow(self, capacity: int) -> None:
-        """See `KVStore`.
-
-        Raises:
-            ConfigError: The run is longer than planned: a device budget needs to know its length.
-        """
+        """See `KVStore`; raises `ConfigError`, since a device budget needs the run's length beforehand."""
         if capacity > self.capacity:
             raise ConfigError(
                 f"a run under kv_device_budget must state its length, got {capacity} tokens after room for "
@@ -143,7 +137,7 @@ class TwoTierStore:
                 complete.append((row * self.pages_per_request + begin // N, pages))
             self._end[row] = begin + new
         room = self.ring_pages * self.page_size
-        if max(count) > room:  # of a long piece only the last tokens stay in the ring
+        if max(count) > room:  # the ring keeps the last tokens of a long piece
             kept = [min(new, room) for new in count]
             begins = [b + n - k for b, n, k in zip(start, count, kept, strict=True)]
             start_B, count_B = sent(torch.tensor([begins, kept], dtype=torch.int32), start_B.device)
@@ -159,7 +153,7 @@ class TwoTierStore:
         return self.layers[layer].ring
 
     def keys(self, layer: int, row: int, start: int, stop: int) -> torch.Tensor:
-        """See `KVStore`: from the ring where the ring has them, else from the host."""
+        """See `KVStore`: from the ring if it has all of them, else from the host."""
         return self._tokens(layer, row, start, stop, 0)
 
     def values(self, layer: int, row: int, start: int, stop: int) -> torch.Tensor:
@@ -215,7 +209,7 @@ class TwoTierStore:
         most_sink: int,
         heads_RH: torch.Tensor | None = None,
     ) -> Recall:
-        """See `KVStore`: bring what the device lacks from the host, beside the main stream."""
+        """See `KVStore`: recall rows that the segment lacks from the host, beside the main stream."""
         tiers, place = self.layers[layer], 2 * layer + 1
         self.ready(layer)
         segment.reserve(most_sink + index_RHK.shape[2])
@@ -266,7 +260,7 @@ class TwoTierStore:
         return other
 
     def row(self, row: int) -> "TwoTierStore":
-        """See `KVStore`; what is under way for the row's last request ends first."""
+        """See `KVStore`; copies under way end first."""
         self.side.join()
         one = copy.copy(self)
         one.batch = 1
@@ -289,7 +283,7 @@ class TwoTierStore:
         )
 
     def _offload_sinks(self, layer: int, tiers: Tiers, most_sink: int) -> None:
-        # requests so short that sinks lie in the page that is being written
+        # for requests so short that sinks are in an incomplete page
         N, unfinished = self.page_size, []
         for row, end in enumerate(self._end):
             page = end // N

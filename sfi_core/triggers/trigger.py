@@ -1,4 +1,4 @@
-"""When a slow step is due: Eq. 5, T_max and the alternatives."""
+"""The trigger: decides which steps are slow, by Eq. 5 and T_max or by one of the other rules."""
 
 import random
 from dataclasses import dataclass
@@ -9,22 +9,17 @@ from sfi_core.state.request import RequestState
 
 @dataclass(frozen=True, slots=True)
 class Trigger:
-    """The trigger set T_trig as token ids, and the rules around it.
-
-    Attributes:
-        token_ids: T_trig.
-        config: Gives `trigger_policy` and what it looks at.
-    """
+    """The trigger set T_trig, as token ids, under the `trigger_policy` of the settings."""
 
     token_ids: frozenset[int]
     config: SfiConfig
 
     def reason(self, state: RequestState) -> str:
-        """Say why the step after `state.step` must be slow; empty if it may be fast (Eq. 5).
+        """Return why the step after `state.step` is slow, or "" if it is fast (Eq. 5).
 
+        Step 0 is the prefill's last position and always slow (g_0 = 1): ask for later steps only.
         Paper gap: a trigger within `min_gap` steps of the last slow step is dropped, not put off; with
         `trigger_delay` d the boundary token x_{t-1-d} makes step t slow; tokens of the prompt never trigger.
-        Step 0 is not asked: it is the prefill's last position, slow by nature (g_0 = 1).
         """
         config, policy = self.config, self.config.trigger_policy
         if state.step + 1 < config.slow_start:
@@ -44,7 +39,7 @@ class Trigger:
         if policy == "boundary":
             boundary = state.step - config.trigger_delay  # x_{t-1-d}, for the step t to come
             return 0 <= boundary < len(state.tokens) and state.tokens[boundary] in self.token_ids
-        if policy == "random":  # by request, not by its place in the batch
+        if policy == "random":  # the seed holds nothing that depends on the batch
             draw = random.Random(f"{config.trigger_seed} {state.prompt_tokens} {state.step + 1}")  # noqa: S311 - no secret
             return draw.random() < config.random_rate
         return False

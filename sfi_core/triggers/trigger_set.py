@@ -1,17 +1,17 @@
-r"""T_trig of Eq. 5: which token ids of a tokenizer end a sentence, found once, before decoding.
+r"""T_trig of Eq. 5: the token ids of a tokenizer that end a sentence, found once, before decoding.
 
-Works with any tokenizer (byte-level BPE, SentencePiece, WordPiece, Unigram): what counts is a
-token's decoded text. A trigger string stands for the tokens
+Any tokenizer will do (byte-level BPE, SentencePiece, WordPiece, Unigram): only the decoded text of a
+token counts. A trigger string selects tokens by one of three rules:
 
-* whose text ends with it or its CJK form, closing quotes, brackets, emphasis and whitespace apart,
-  if it is a punctuation mark: `.` takes `...`, `."`, `.\n`, `?.`; `!` takes `?!` but not `!=`;
-* whose text has it in the whitespace at its end, if it is whitespace: `\n` takes ` \n`, `\n\n` and
-  `\n  `, and also `)\n` and `:\n`, which other tokenizers write as two tokens;
-* whose text is the string, a space before it or not, if it is neither: `</think>`, `###`, `Mr.`.
+* A punctuation mark: the text ends with the mark or its CJK form, ignoring closing quotes, brackets,
+  emphasis and whitespace. `.` selects `...`, `."`, `.\n`, `?.`; `!` selects `?!` but not `!=`.
+* Whitespace: the string is in the whitespace at the end of the text. `\n` selects ` \n`, `\n\n`,
+  `\n  `, and also `)\n` and `:\n`, which other tokenizers write as two tokens.
+* Anything else: the text is the string, with or without a space before it: `</think>`, `###`, `Mr.`.
 
 Tokens with a letter or digit (`3.`, `Mr.`), special tokens and tokens that hold part of a character
-follow the third rule only. Eq. 5 sees ids: the dot of `3.14` is a trigger where the tokenizer keeps
-it as a separate `.`. That costs a slow step, not quality. Paper gap: which merged tokens count.
+follow the third rule only. The dot of `3.14` is a trigger if the tokenizer has it as a separate token:
+that costs a slow step, not quality. Paper gap: which merged tokens count.
 """
 
 import re
@@ -34,7 +34,7 @@ Tokens = Sequence[tuple[int, str]]
 
 
 class Tokenizer(Protocol):
-    """What the builder asks of a tokenizer; those of transformers have it."""
+    """The part of a transformers tokenizer that `build_trigger_set` needs."""
 
     @property
     def all_special_ids(self) -> list[int]:
@@ -52,12 +52,12 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TriggerSet:
-    """T_trig, and where each of its ids comes from.
+    """T_trig, and the trigger that each of its ids comes from.
 
     Attributes:
-        token_ids: The ids that make a step slow.
-        chosen: For each trigger that has tokens: their ids, ascending, and decoded texts.
-        reasons: For each trigger that has none: why.
+        token_ids: T_trig.
+        chosen: By trigger that has tokens: their ids, ascending, and decoded texts.
+        reasons: By trigger without a token: why it has none.
     """
 
     token_ids: frozenset[int]
@@ -71,11 +71,11 @@ class TriggerSet:
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """The triggers that have no token."""
+        """The triggers without a token."""
         return tuple(self.reasons)
 
     def describe(self) -> list[tuple[str, int, str]]:
-        """Return a row per trigger: its repr, its number of tokens, examples or the reason."""
+        """Return a row for each trigger: its repr, its number of tokens, and examples or the reason."""
         found = [
             (repr(trigger), len(tokens), " ".join(repr(text) for _, text in tokens[:4]))
             for trigger, tokens in self.chosen.items()
@@ -84,16 +84,12 @@ class TriggerSet:
 
 
 def build_trigger_set(tokenizer: Tokenizer, triggers: Sequence[str]) -> TriggerSet:
-    """Find the tokens that each trigger stands for, by this module's rules.
-
-    Args:
-        tokenizer: Any object with the members of `Tokenizer`.
-        triggers: Trigger strings. Empty gives an empty set: only T_max makes steps slow then.
+    """Find the tokens of each trigger, by this module's rules; no triggers give an empty set.
 
     Raises:
         ConfigError: A trigger is empty, or none of the triggers has a token.
     """
-    if "" in triggers:  # as it is in any bare string
+    if "" in triggers:  # also True for a bare string in place of a list
         raise ConfigError(f"triggers must be a list of non-empty strings, got {triggers!r}")
     vocab = tokenizer.get_vocab()
     wordless = _wordless_tokens(tokenizer, vocab)
@@ -111,7 +107,7 @@ def build_trigger_set(tokenizer: Tokenizer, triggers: Sequence[str]) -> TriggerS
 
 
 def _wordless_tokens(tokenizer: Tokenizer, vocab: Mapping[str, int]) -> Tokens:
-    """List the tokens without letters and digits; ASCII ones are never decoded, for speed."""
+    """List the tokens without letters and digits; for speed, pieces with ASCII ones are not decoded."""
     special = set(tokenizer.all_special_ids)
     with suppress(NotImplementedError):  # Mistral's own tokenizer lists all of them above
         added = getattr(tokenizer, "added_tokens_decoder", {})
@@ -140,7 +136,7 @@ def _decode(tokenizer: Tokenizer, ids: Sequence[int]) -> Tokens:
 
 
 def _has_word(text: str) -> bool:
-    """Whether the text has a letter, mark or digit, or part of a character, which may be one."""
+    """Say whether a text has a letter, mark, digit, or part of a character, which may be one of these."""
     return any(char == "\ufffd" or unicodedata.category(char)[0] in "LMN" for char in text)
 
 
@@ -155,7 +151,7 @@ def resolve_triggers(tokenizer: Any, config: SfiConfig) -> tuple[int, ...]:
     """Return T_trig as token ids, ascending.
 
     Raises:
-        ConfigError: Trigger strings are needed and there is no tokenizer, or none of them is a token.
+        ConfigError: Trigger strings are needed and there is no tokenizer, or none of them has a token.
     """
     if config.trigger_token_ids is not None:
         return tuple(sorted(config.trigger_token_ids))

@@ -1,4 +1,4 @@
-"""The backends: which there are, what one cannot take, and the attention of a layer on a run's own."""
+"""The backends: their attention, and the checks of what they can run."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -20,10 +20,10 @@ ATTEND = {"torch": torch_backend.attend, "triton": triton_backend.attend}
 
 
 def attend(run: Run, index: int, query_BHGTD: torch.Tensor, **options: Any) -> torch.Tensor:
-    """Let a layer attend, on the run's backend or as the run's graphs do.
+    """Attend in a layer, on the run's backend or by the run's CUDA graphs.
 
     Args:
-        run: The run; its store holds the layer's new keys and values already.
+        run: The run; its store already holds the layer's new keys and values.
         index: Index of the transformer layer.
         query_BHGTD: Queries grouped by KV head; a request's own are the last `count` of T.
         options: `scale`, `soft_cap`, `sink_HG` and `new` of `Layer`.
@@ -38,14 +38,9 @@ def attend(run: Run, index: int, query_BHGTD: torch.Tensor, **options: Any) -> t
 def end_prompts(
     run: Run, index: int, query_BHGTD: torch.Tensor, out_BHGTE: torch.Tensor, **options: Any
 ) -> None:
-    """Go on with a layer whose prompts a host has attended itself: select, and tell all that watch.
+    """Select and call the watchers in a layer whose prompts the host has attended itself.
 
-    Args:
-        run: The run, in a pass that only reads prompts; its store holds the layer's new keys and values.
-        index: Index of the transformer layer.
-        query_BHGTD: Queries grouped by KV head; a request's own are the last `count` of T.
-        out_BHGTE: What they attended.
-        options: `scale`, `soft_cap` and `sink_HG` of `Layer`.
+    For a pass that only reads prompts; the arguments are those of `attend`, and its result `out_BHGTE`.
     """
     layer = Layer(run, index, **options)
     run.meter.count("host.prefill_attention", len(layer.forward.prompts))
@@ -55,18 +50,13 @@ def end_prompts(
 
 
 def _tiered(layer: Layer, query_BHGTD: torch.Tensor) -> torch.Tensor:
-    # what lies in host memory comes block by block, one request after the other; the ops are the backend's
+    # tokens in host memory come block by block, request by request; the ops are still the backend's
     with layer.run.launches(layer.index):
         return torch_backend.attend(layer, query_BHGTD)
 
 
 def check_backend(backend: str, device: torch.device) -> None:
-    """Refuse a backend that is unknown or cannot run on a device at all.
-
-    Raises:
-        ConfigError: Unknown.
-        BackendError: Known, but not runnable there.
-    """
+    """Refuse a backend that is unknown (`ConfigError`) or cannot run on a device (`BackendError`)."""
     if backend not in BACKENDS:
         raise ConfigError(f"unknown backend {backend!r}; expected one of {BACKENDS}")
     if backend == "triton":
@@ -79,11 +69,7 @@ def check_backend(backend: str, device: torch.device) -> None:
 def check_shapes(
     shapes: Sequence[LayerShape], page_size: int | None, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Refuse layers that the Triton kernels cannot take.
-
-    Raises:
-        KernelLimitError: With the limit.
-    """
+    """Raise `KernelLimitError` for layers that the Triton kernels cannot take."""
     for shape in shapes:
         if shape.window is None:
             check_limits(shape.key_width, shape.value_width, page_size or PAGE_SIZE, dtype, device)

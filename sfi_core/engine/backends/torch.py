@@ -1,7 +1,6 @@
-"""How a layer attends in PyTorch: the reference backend.
+"""Attention of a layer in PyTorch: the reference backend.
 
-Requests are taken one by one, but for neighbors that decode fast: those share their calls, and each still
-computes what it computes alone.
+Requests run one by one; neighbors that decode fast share calls, without a change to their results.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,7 +23,7 @@ R = TypeVar("R")
 
 
 def attend(layer: Layer, query_BHGTD: torch.Tensor) -> torch.Tensor:
-    """Attend with the pass's queries, and refresh the memory of the requests that are slow.
+    """Attend with the pass's queries, and refresh the selected memory of slow requests.
 
     Args:
         layer: The layer.
@@ -64,7 +63,7 @@ def _attend(layer: Layer, rows: slice, query: torch.Tensor) -> torch.Tensor:
 
 
 def _alike(layer: Layer) -> Iterator[slice]:
-    # requests on their own, but for neighbors that only attend sparsely: those share their calls
+    # yields single rows, and ranges of neighbors that only attend sparsely
     policy = layer.run.policy
     own = policy.selects_before or policy.selects_next
     shares = not (layer.left_dense or own or policy.mixes_heads)
@@ -83,10 +82,10 @@ def _alike(layer: Layer) -> Iterator[slice]:
 
 
 def _dense_and_refresh(layer: Layer, rows: slice, query: torch.Tensor) -> torch.Tensor:
-    # of a slow request, or of any request in a layer left dense, which selects nothing
+    # for slow requests, and for all requests in `dense_layers`, which select nothing
     if layer.left_dense or not layer.run.policy.refreshes():
         return _dense(layer, rows, query)
-    # the evidence's logits come with it: a pass over the keys less
+    # the attention also returns the evidence's logits, which saves a pass over the keys
     out, own = _whole(layer, rows, query, layer.dense_with_logits)
     if joins(layer, rows.start):
         refresh_later(layer, rows.start, own)
@@ -114,8 +113,8 @@ def _whole(
 
 
 def _mixed(layer: Layer, rows: slice, query: torch.Tensor) -> torch.Tensor:
-    # some KV heads read everything, the others the packed memory and the recent tokens; on a slow step the
-    # memory is selected anew afterwards
+    # some KV heads read everything, the others the packed memory and the recent tokens; a slow step then
+    # selects anew
     run, row = layer.run, rows.start
     state, logits = run.requests[row], None
     heads = run.policy.dense_heads(state, layer.index, query.shape[1])
@@ -155,7 +154,9 @@ def _sparse(
     run, which = layer.run, range(rows.start, rows.stop)
     segment, step = run.segments[layer.index], layer.forward.descriptor
     start_B = step.recent_start_B[rows]
-    if run.policy.mixes_heads:  # on a slow step the memory is still that of the last one
+    if (
+        run.policy.mixes_heads
+    ):  # a slow step still reads the last selection, and all tokens since then
         starts = torch.tensor([run.requests[row].read_start for row in which], dtype=torch.int32)
         start_B = sent(starts, query.device)
     run.meter.count(f"{layer.backend}.{path}", len(which))

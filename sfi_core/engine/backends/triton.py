@@ -1,4 +1,4 @@
-"""How a layer attends with Triton kernels: the decoding requests of a batch share each launch."""
+"""Attention of a layer with Triton kernels; the decoding requests of a batch share each launch."""
 
 from functools import partial
 
@@ -17,7 +17,7 @@ from sfi_kernels.step_descriptor import StepDescriptor, sent
 
 
 def attend(layer: Layer, query_BHGTD: torch.Tensor) -> torch.Tensor:
-    """See `backends.torch.attend`; the tokens of a request that decodes are the last of T."""
+    """See `backends.torch.attend`; a decoding request's tokens are the last of T."""
     run, forward = layer.run, layer.forward
     with run.launches(layer.index):
         if not forward.prompts:
@@ -34,7 +34,7 @@ def attend(layer: Layer, query_BHGTD: torch.Tensor) -> torch.Tensor:
 def evidence_room(
     layer: Layer, step: StepDescriptor, query_BHGTD: torch.Tensor
 ) -> torch.Tensor | None:
-    """Return where the slow requests' evidence goes; None where the layer selects nothing."""
+    """Return the buffer for the slow requests' evidence; None if the layer selects nothing."""
     if layer.left_dense or not (layer.run.policy.refreshes() and step.slow_rows):
         return None
     _, H, G, _, _ = query_BHGTD.shape
@@ -50,10 +50,10 @@ def decode(
     dense_BH: torch.Tensor | None = None,
     pseudo: PseudoToken | None = None,
 ) -> DecodeAttention:
-    """Attend with the decoding requests, and put the slow ones' evidence `into` a buffer.
+    """Attend with the decoding requests, and write the evidence of slow ones `into` a buffer.
 
-    A request's tokens are the last of T; a verified one has several, and the last one's logits are the
-    evidence. `dense_BH` says which KV heads read everything, int32, where the policy mixes them.
+    A request's tokens are the last of T: several if it verifies, and the last one's logits are the evidence.
+    `dense_BH`, int32, marks the KV heads that read everything, if the policy mixes heads.
     """
     segment = layer.run.segment(layer.index)
     return decode_attention.triton(
@@ -74,7 +74,7 @@ def decode(
 
 
 def descriptor_of(layer: Layer) -> StepDescriptor:
-    """Return the pass's descriptor as the layer reads it: a layer left dense has one of its own."""
+    """Return the pass's descriptor for this layer; `dense_layers` have their own."""
     forward = layer.forward
     step = forward.dense_descriptor if layer.left_dense else forward.descriptor
     assert step is not None, "the pass has been described"
@@ -82,14 +82,14 @@ def descriptor_of(layer: Layer) -> StepDescriptor:
 
 
 def count_attention(run: Run, step: StepDescriptor) -> None:
-    """Count a layer's attention."""
+    """Count a layer's attention calls."""
     run.meter.count("triton.dense_attention", len(step.slow))
     run.meter.count("triton.sparse_attention", len(step.fast))
 
 
 def _decode(layer: Layer, query_BHGTD: torch.Tensor) -> torch.Tensor:
     run, policy, step = layer.run, layer.run.policy, descriptor_of(layer)
-    last_BHG1D = query_BHGTD[:, :, :, -1:]  # all that a fast request has
+    last_BHG1D = query_BHGTD[:, :, :, -1:]  # a fast request has no other
     if policy.mixes_heads and not layer.left_dense:
         return _mixed_heads(layer, step, last_BHG1D)
     pseudo = None
@@ -117,7 +117,7 @@ def _decode(layer: Layer, query_BHGTD: torch.Tensor) -> torch.Tensor:
 def _spread(
     layer: Layer, rows: tuple[int, ...], query_BHG1D: torch.Tensor, pseudo: PseudoToken | None
 ) -> PseudoToken | None:
-    # the pseudo tokens of some requests, over the whole batch
+    # pseudo tokens of some rows, spread to the whole batch
     B, H, G, _, _ = query_BHG1D.shape
     if pseudo is None or len(rows) == B:
         return pseudo
@@ -175,8 +175,7 @@ def _prefill(
 
 
 def _mixed(layer: Layer, query_BHGTD: torch.Tensor) -> torch.Tensor:
-    # for hosts that mix prompts and decoding in a pass, which our own does not: a launch for each prompt, and
-    # those of a decoding pass for all that decode
+    # prompts and decoding in one pass, as vLLM mixes them: a launch for each prompt, one for all that decode
     own = descriptor_of(layer).queries
     B, H, G, T, _ = query_BHGTD.shape
     out = query_BHGTD.new_zeros(B, H, G, T, layer.pages.value_PHNE.shape[3])

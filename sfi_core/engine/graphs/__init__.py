@@ -1,1 +1,1 @@
-"""Whole decoding steps recorded once and replayed, as CUDA graphs."""
+"""Decoding steps as CUDA graphs: recorded once, then replayed."""

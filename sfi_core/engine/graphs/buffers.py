@@ -1,4 +1,4 @@
-"""What the decoding steps of a run share when they run as CUDA graphs: buffers that stay where they are."""
+"""The buffers at fixed addresses that a run's CUDA graphs read and write."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -15,21 +15,18 @@ from sfi_kernels.step_descriptor import IDLE, SLOW, StepDescriptor, StepRequest,
 
 @dataclass(slots=True)
 class StepBuffers:
-    """Descriptors whose buffers every step writes anew, and what the step's layers leave.
+    """Step descriptors in buffers that every step overwrites, and the results of the step's layers.
 
     Takes the place of `FreshDescriptors` in a run.
 
     Attributes:
-        store: The run's store; its pages are allocated for all the run.
-        policy: The run's policy.
-        device: Where they are.
-        descriptor: The last step.
-        dense: The same for layers left dense; None without such.
+        store: The run's store; its pages are allocated for the whole run.
+        descriptor: The last step's descriptor.
+        dense: The same for `dense_layers`; None without those.
         launched: Whether the step under way was launched before it began.
-        rows: The slow requests, as the layers read them; None for a step that refreshes nothing.
-        selections: What the layers selected, by layer.
-        queries: The last step's query of each layer, [B, H, G, D], where an audit compares it with the next
-            one's; None for no audit.
+        rows: The slow requests; None for a step that refreshes nothing.
+        selections: By layer.
+        queries: The last step's query of each layer, [B, H, G, D], for the audit; None without one.
     """
 
     store: KVStore
@@ -57,23 +54,23 @@ class StepBuffers:
 
     @property
     def refreshes(self) -> int:
-        """Rows that the step's layers refresh, padding included."""
+        """Rows that the step refreshes, padding included."""
         return self.descriptor.slow_rows if self.policy.selects_after else 0
 
     @property
     def places(self) -> dict[int, int]:
-        """The slow requests' places in what the step's layers leave, by their rows in the batch."""
+        """By row in the batch, the slow requests' rows in `selections`."""
         return {request: place for place, request in enumerate(self.descriptor.slow)}
 
     def key(self, requests: list[StepRequest]) -> int:
-        """Return the `refreshes` of a step of these requests."""
+        """Return `refreshes` for a step of these requests."""
         slow = sum(request.mode == SLOW for request in requests)
         return bucket(slow, self.descriptor.batch) if self.policy.selects_after else 0
 
     def describe(self, known: Requests) -> tuple[StepDescriptor, StepDescriptor | None]:
-        """Describe the step that begins, unless it was described ahead, as it turned out to be.
+        """Describe the step that begins, unless `write` described the same step ahead.
 
-        A request that stopped after the step was launched is computed once more; its result is discarded.
+        A request that has stopped since the step was launched is still computed; its result is discarded.
         """
         requests = known(dense=False)
         self.launched = self._ahead and all(
@@ -86,26 +83,28 @@ class StepBuffers:
         return _narrowed(self.descriptor, requests), dense
 
     def write(self, known: Requests, *, ahead: bool = False) -> None:
-        """Describe a step, which may not have begun."""
+        """Describe a step; `ahead` if it has not begun."""
         self._written, self._ahead = known(dense=False), ahead
         self.descriptor = describe_again(self._written, self.descriptor)
         if self.dense is not None:
             self.dense = describe_again(known(dense=True), self.dense)
 
     def forget(self) -> None:
-        """Forget a step that was described ahead: the one that begins is not done in these buffers."""
+        """Forget a step described ahead, since the next step does not use these buffers."""
         self._ahead = False
 
     def keep(self, layer: int, query_BHGD: torch.Tensor) -> None:
-        """Keep a layer's query of the step, in a place that all graphs write."""
+        """Keep a layer's query for the audit, in a buffer that all graphs write."""
         if self.queries is None:
             return
-        if layer not in self.queries:  # before anything is recorded: a recorder does the work first
+        if (
+            layer not in self.queries
+        ):  # not inside a capture: a recorder first runs the work unrecorded
             self.queries[layer] = torch.empty_like(query_BHGD)
         self.queries[layer].copy_(query_BHGD)
 
     def begin(self) -> None:
-        """Do on the device what a step does once for all layers."""
+        """Do the device's work that a step does once for all layers."""
         self.selections = {}
         for step in (self.descriptor, self.dense):
             if step is not None:
@@ -117,9 +116,9 @@ class StepBuffers:
 
 
 def describe_again(requests: Sequence[StepRequest], known: StepDescriptor) -> StepDescriptor:
-    """Write a decoding step's descriptor over another one's buffer, for a step that fits all; not planned.
+    """Write a decoding step's descriptor over the buffer of `known`, without a plan.
 
-    The slow lists have room for a power of two of requests, or all, and T is `known`'s.
+    The slow lists are padded to a power of two, or the batch; T is that of `known`.
     """
     step = describe_step(requests, known.work_XI.shape[0], known.buffer.device, known.buffer)
     padding = bucket(len(step.slow), step.batch) - len(step.slow)
@@ -127,12 +126,12 @@ def describe_again(requests: Sequence[StepRequest], known: StepDescriptor) -> St
 
 
 def bucket(slow: int, batch: int) -> int:
-    """Return the least power of two that `slow` requests fit in, at most the batch."""
+    """Round `slow` up to a power of two, at most the batch."""
     return min(batch, 1 << (slow - 1).bit_length()) if slow else 0
 
 
 def _narrowed(step: StepDescriptor, requests: list[StepRequest]) -> StepDescriptor:
-    # without the requests that have stopped since the step was described
+    # leave out the requests that have stopped since the step was described
     slow, fast = (
         tuple(row for row in rows if requests[row].mode != IDLE) for rows in (step.slow, step.fast)
     )

@@ -1,4 +1,4 @@
-"""One layer of a decoding step as a CUDA graph may hold it: the device's work, for any requests."""
+"""One layer of a decoding step inside a CUDA graph: the device's work, whatever the requests."""
 
 from functools import partial
 
@@ -17,10 +17,9 @@ from sfi_kernels.decode_attention import DecodeAttention
 
 
 def attend_replayed(buffers: StepBuffers, layer: Layer, query_BHGTD: torch.Tensor) -> torch.Tensor:
-    """Attend as `backends.triton.attend` does in a decoding step, but ask the host for nothing that changes.
+    """Attend as `backends.triton.attend` does in a decoding step, without host data that changes by step.
 
-    What changes from step to step lies in the buffers, and nobody is told of the step: `note_step` does that
-    once it has been replayed.
+    Such data are in the buffers. `note_step` tells the observer once the step has been replayed.
     """
     run = layer.run
     step = buffers.dense if layer.left_dense else buffers.descriptor
@@ -63,12 +62,12 @@ def _select(buffers: StepBuffers, layer: Layer, result: DecodeAttention) -> None
 
 
 def note_step(run: Run, selections: dict[int, Selection], places: dict[int, int]) -> None:
-    """Note on the host what a replayed step did, as its layers would have.
+    """Update the host's counts and states after a replayed step, and tell the observer.
 
     Args:
-        run: The run; its step is described.
-        selections: What the layers selected, by layer.
-        places: The slow requests' rows there.
+        run: The run, whose step has been described.
+        selections: By layer.
+        places: By row in the batch, the slow requests' rows in the selections.
     """
     forward, slow = run.forward, run.forward.descriptor.slow
     for layer in run.layers:
@@ -79,12 +78,12 @@ def note_step(run: Run, selections: dict[int, Selection], places: dict[int, int]
     if not (selections and slow):
         return
     states = [run.requests[row] for row in slow]
-    # nothing to select from
+    # True for a request without candidates
     empty = [state.recent_start == state.sink(run.policy.config.sink) for state in states]
     run.meter.count("triton.pack", len(selections) * len(slow))
     run.meter.count("triton.selector", len(selections) * empty.count(False))
     heard, layers = wants(run.observer, SelectionEvent), sorted(selections)
-    for layer in layers if heard else layers[-1:]:  # every layer packs as many
+    for layer in layers if heard else layers[-1:]:  # every layer packs the same number of tokens
         selection = selections[layer]
         nothing = Selection(selection.index_BHK[:, :, :0]) if any(empty) else selection
         for row, bare in zip(slow, empty, strict=True):

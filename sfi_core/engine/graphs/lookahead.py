@@ -1,4 +1,4 @@
-"""The step after the one under way, as far as it can be known before that one's tokens are read."""
+"""Foresees the next step before the host has read the tokens of the step under way."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -8,11 +8,11 @@ from sfi_core.engine.run import Run
 
 
 def foresee(run: Run) -> Requests | None:
-    """Say what the next step's descriptor will say, if no request stops and no other takes its place.
+    """Foresee the next step, assuming that no request stops and none joins.
 
     Returns:
-        What `StepBuffers.write` takes; None where the tokens decide, the step is audited, or the store is
-        full.
+        The argument of `StepBuffers.write`; None if the step depends on its tokens, is audited, or would not
+        fit the store.
     """
     if tokens_decide(run):
         return None
@@ -35,7 +35,7 @@ def foresee(run: Run) -> Requests | None:
 
 
 def audits_next(run: Run) -> bool:
-    """Say whether a request's next step is audited, which takes a step that is not replayed."""
+    """Say whether the next step is audited for any request: such a step is not replayed."""
     return run.audit is not None and _audited(run, run.plan())
 
 
@@ -49,6 +49,6 @@ def _audited(run: Run, reasons: Sequence[str]) -> bool:
 
 
 def tokens_decide(run: Run) -> bool:
-    """Say whether a step may be slow or fast by the tokens that it decodes."""
+    """Say whether a step's input tokens decide if it is slow."""
     config = run.policy.config
     return config.trigger_policy == "boundary" and config.trigger_delay == 0

@@ -1,4 +1,4 @@
-"""How a piece of work is recorded as a CUDA graph, and which devices can."""
+"""Records work on the device as a CUDA graph."""
 
 import traceback
 import warnings
@@ -19,22 +19,22 @@ ADVICE = "use --set engine.graphs=false"
 
 
 class Recorder(Protocol):
-    """Records what some work asks of the device."""
+    """Records a function's work on the device."""
 
     def __call__(self, work: Work) -> Work:
-        """Do the work, at least once, and return what does the device's part of it again.
+        """Do the work, at least once, and return a function that repeats the device's part of it.
 
         Raises:
-            BackendError: It waits for the device, or CUDA refuses the capture; the work has been done.
+            BackendError: The work waits for the device, or CUDA refuses the capture; it has been done once.
         """
 
 
 class CudaRecorder:
-    """Records CUDA graphs, all of one run in one memory pool: they run one after the other."""
+    """Records CUDA graphs; those of one run share a memory pool, since they never run at the same time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # what gives way to this one's kernels is on the side's stream, of the lowest priority
+        # of higher priority than the side stream
         self._stream = stream_of(device, "record", priority=-1)
         self._pool = torch.cuda.graph_pool_handle()
 
@@ -43,12 +43,12 @@ class CudaRecorder:
         outer = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(outer)
         with torch.cuda.stream(self._stream):
-            work()  # compiles every kernel, and makes what libraries keep for later
+            work()  # compiles kernels and lets libraries allocate their workspaces
             with refuse_waiting():
                 work()
         outer.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        # other threads, an observer's, may wait for their own events meanwhile
+        # thread_local: an observer's thread may wait for its own events meanwhile
         held = torch.cuda.graph(
             graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
         )
@@ -65,14 +65,14 @@ class CudaRecorder:
 
 @contextmanager
 def refuse_waiting() -> Iterator[None]:
-    """Refuse what waits for the device inside, which no graph can hold.
+    """Refuse operations in the body that wait for the device: a graph cannot hold them.
 
     Raises:
-        BackendError: Something does; the message names the operation, and the module that asks for it.
+        BackendError: There is one; the message names it and the module that calls it.
     """
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that the mode is a prototype
+        warnings.simplefilter("ignore")  # the warning that the mode is a prototype
         torch.cuda.set_sync_debug_mode("error")
     last = LastOperation()
     try:
@@ -100,10 +100,10 @@ def asked_by(error: BaseException) -> str:
 
 
 def make_recorder(device: torch.device) -> Recorder:
-    """Return a recorder for a device."""
+    """Make a recorder for a device."""
     return CudaRecorder(device)
 
 
 def can_record(device: torch.device) -> bool:
-    """Say whether a device has graphs."""
+    """Say whether a device has CUDA graphs."""
     return device.type == "cuda"

@@ -1,4 +1,4 @@
-"""Decoding steps that are replayed: the device's work as a CUDA graph, the host's bookkeeping beside it."""
+"""Replayed decoding steps: the device's work as a CUDA graph, the host's bookkeeping beside it."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,14 +29,13 @@ ForwardPass = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class StepGraph:
-    """A step that was recorded, or that ran one kernel after the other.
+    """A step that was recorded, or that ran kernel by kernel.
 
     Attributes:
-        logits_BV: Where it leaves the logits.
-        selections: Where it leaves what the layers selected, by layer.
-        launches: Kernels that it launches.
-        side: Holds the events that order its two streams.
-        replay: Does the device's work again; None for a step that was not recorded.
+        logits_BV: The buffer of its logits.
+        selections: The buffers of its selections, by layer.
+        side: Kept because it holds the events that order the graph's two streams.
+        replay: Repeats the device's work; None for a step that was not recorded.
     """
 
     logits_BV: torch.Tensor
@@ -49,12 +48,11 @@ class StepGraph:
 class StepGraphs:
     """The decoding steps of one run, recorded once for each number of slow requests, rounded up.
 
-    A step has two parts. The device's reads and writes buffers that stay where they are, the same kernels in
-    the same order every time; it is recorded. The host's plans the step, describes it in those buffers, and
-    notes what it did.
+    The device's part of a step launches the same kernels on the same buffers every time; it is recorded. The
+    host's part plans the step, describes it in those buffers, and afterwards updates counts and states.
 
     Attributes:
-        given_up: Why steps cannot be recorded, as the first attempt told: use this no more; empty until then.
+        given_up: Why recording failed, after which this object must not be used; "" otherwise.
     """
 
     def __init__(
@@ -73,8 +71,8 @@ class StepGraphs:
             forward: The host's forward pass.
             recorder: Records the device's work.
             required: Whether a model that waits for the device is an error.
-            patient: Whether the first step of each number of slow requests, but none, runs unrecorded: to
-                record it costs three steps, which pay only where a second one comes.
+            patient: Whether to record a number of slow requests above 0 only when it comes for the second
+                time: recording takes as long as three steps.
         """
         self._run, self._forward, self._recorder, self._required = run, forward, recorder, required
         self.given_up = ""
@@ -115,7 +113,7 @@ class StepGraphs:
 
     @contextmanager
     def eager_step(self) -> Iterator[None]:
-        """Let the run's next step, inside, be one that the layers' watchers see: an audited one."""
+        """Run the step in the body without graphs, so that the watchers see its layers: an audited step."""
         run, options = self._run, self._run.engine
         self._buffers.forget()
         self._hand_back()
@@ -140,11 +138,11 @@ class StepGraphs:
         self._keeps = False
 
     def ahead(self, token_B: torch.Tensor) -> None:
-        """Launch the next step before its tokens are read, as far as it can be foreseen.
+        """Launch the next step, if it can be foreseen, before the host reads its tokens.
 
-        Where it turns out to be another one, its row given to a new request, `step` does it again. That
-        writes all that this wrote: the same keys at the same places. Only slow requests write their segments,
-        and a request that was slow ahead either is slow in the step itself, or has left.
+        If the step turns out differently (a new request took a row), `step` runs it again and overwrites all
+        that this launch wrote: keys go to the same places, and a request whose segment this launch wrote, a
+        slow one, is slow in the step itself too or has left.
 
         Args:
             token_B: The tokens, still on the device.
@@ -193,7 +191,7 @@ class StepGraphs:
 
     @contextmanager
     def _apart(self) -> Iterator[None]:
-        # a graph counts its launches at each replay, has a ring and events of its own, and nothing to time
+        # the work uses counters, a ring and events of its own, and no spans
         run = self._run
         kernels, maintenance, observer = run.meter.kernels, run.maintenance, run.observer
         run.observer = Observers([observer], spans=False)
@@ -207,7 +205,7 @@ class StepGraphs:
         return StepGraph(self._logits_BV, selections, Recorded(self._launches), side)
 
     def _work(self) -> None:
-        # the step is planned and described: what is captured is the device's part of it
+        # the device's part of a step that the host has described
         run, buffers = self._run, self._buffers
         run.meter.kernels, run.maintenance = Launches(), run.maintenance.again()
         with run.launches(WHOLE_STEP):
@@ -229,7 +227,7 @@ class StepGraphs:
 
 
 def _kept(selection: Selection, *, copy: bool) -> Selection:
-    # an observer may look at it when the next step has begun
+    # copied for observers, which may look at the selection when the next step has begun
     if not copy:
         return selection
     diagnostics = {name: value.clone() for name, value in selection.diagnostics.items()}

@@ -1,4 +1,4 @@
-"""The drafts of a run's requests: begun, verified, accepted or taken back."""
+"""The drafts of a lossless run: begun, verified, and accepted or taken back."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,18 +16,18 @@ from sfi_core.observers.held import HeldSelections
 from sfi_core.observers.observer import wants
 from sfi_core.state.request import RequestState
 
-# decides how many of a request's drafted tokens a verification keeps, given those that full attention picks
+# returns how many drafted tokens of a request a verification accepts, given the draft and the verified tokens
 Outcome = Callable[[RequestState, Sequence[int], Sequence[int]], int]
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """The tokens that a request brings to a pass.
+    """The input tokens of a request in a pass.
 
     Attributes:
-        tokens: Its last verified token and the draft, or the last of these alone where the pass drafts.
-        drafted: How many tokens of the draft the pass knows: those after the last verified one.
-        reason: Why it verifies; empty where it drafts.
+        tokens: To verify: the last verified token and the draft. To draft: the last of these alone.
+        drafted: The draft so far.
+        reason: Why the request verifies; "" if it drafts.
     """
 
     tokens: tuple[int, ...]
@@ -40,8 +40,8 @@ class Drafted:
     """A drafting step, kept until its token is verified.
 
     Attributes:
-        event: What the observer will be told, if the token is kept.
-        logits_V: What the token was picked from; None where no observer compares it.
+        event: Sent to the observer if the token is accepted.
+        logits_V: The logits that the token was picked from; None if no observer compares them.
     """
 
     event: StepEvent
@@ -54,11 +54,10 @@ class Drafts:
 
     Attributes:
         run: The run, after its prompts.
-        rule: When a draft is verified.
         limits: The most new tokens of each request.
-        outcome: Decides what is kept, whatever was drafted: for benchmarks, whose tokens mean nothing. None
-            keeps what full attention picks as well.
-        blocks: What each row brings to the pass under way; None for a row that rests.
+        outcome: Decides how many drafts are accepted, for benchmarks with random weights; None accepts the
+            drafts that full attention picks too.
+        blocks: Each row's input of the pass under way; None for an idle row.
     """
 
     run: Run
@@ -72,14 +71,14 @@ class Drafts:
     _shape: Shape = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Hold the run's selections from now on."""
+        """Hold back the run's selection events until their tokens are verified."""
         self._compares = wants(self.run.observer, LogitsEvent)
         self.run.observer = self._observer = HeldSelections(self.run.observer)
 
     def begin(self) -> list[Block | None]:
-        """Enter a pass: each request drafts one more token, or verifies its draft, or rests.
+        """Enter a pass in which each request drafts one more token, verifies its draft, or is idle.
 
-        What a verification reads anew, it writes anew too: it starts where the verified tokens end.
+        A verification starts at the last verified token and overwrites the draft's keys and values.
         """
         run = self.run
         rows = zip(run.requests, run.plan(), strict=True)
@@ -102,14 +101,10 @@ class Drafts:
         return self.blocks
 
     def record(self, token_X: Sequence[int], logits_XV: torch.Tensor) -> list[list[int]]:
-        """Take what was picked at every position of the pass, request after request.
-
-        Args:
-            token_X: The tokens.
-            logits_XV: What they were picked from.
+        """Note the tokens picked at every position of the pass, request after request.
 
         Returns:
-            The tokens that each row has now generated: none where it drafts, at least one where it verified.
+            The new tokens of each row: none if it drafted, at least one if it verified.
         """
         run, place = self.run, 0
         given: list[list[int]] = []
@@ -129,7 +124,7 @@ class Drafts:
         return given
 
     def drop(self) -> None:
-        """Take every draft back: the run ends, and what is not verified is not generated."""
+        """Take every draft back at the end of the run: unverified tokens are not generated."""
         for state in self.run.requests:
             self._take_back(state)
             self._observer.drop(state.request)
@@ -182,7 +177,7 @@ class Drafts:
         kept, read = len(given) - 1, state.length
         state.length -= drafted - kept
         state.step -= drafted - kept
-        # the last query's selection falls with a rejected token
+        # a rejected token makes the selection of the last query stale
         state.fresh = kept == drafted or not run.policy.refreshes()
         state.tokens += given[:-1]
         state.finish_step(given[-1])
@@ -204,11 +199,11 @@ class Drafts:
         logits_WV: torch.Tensor,
         seconds: float,
     ) -> None:
-        # in the order of the steps: what the verification did, then its tokens
+        # the verification first, then its tokens in the order of the steps
         run, drafted = self.run, len(block.drafted)
         steps = self._steps.pop(state.request, [])
         selects = run.policy.refreshes() and state.fresh
-        if run.policy.selects_before:  # each fast step has selected for itself
+        if run.policy.selects_before:  # each fast step made its own selection
             self._observer.keep(state.request, state.step)
         elif state.fresh:
             self._observer.settle(state.request, state.step)
@@ -250,12 +245,12 @@ class Drafts:
 
 
 def matching(draft: Sequence[int], token_W: Sequence[int]) -> int:
-    """Return how many tokens of a draft are full attention's own, up to the first that is not."""
+    """Return how many tokens of a draft agree with full attention's, up to the first that does not."""
     same = (one == other for one, other in zip(draft, token_W, strict=False))
     return sum(1 for _ in takewhile(bool, same))
 
 
 def until_stop(tokens: Sequence[int], stop_ids: frozenset[int]) -> list[int]:
-    """Return some tokens up to the first stop token, that one included."""
+    """Cut tokens after the first stop token."""
     before = list(takewhile(lambda token: token not in stop_ids, tokens))
     return [*tokens[: len(before) + 1]]

@@ -6,23 +6,20 @@ from dataclasses import dataclass
 from sfi_core.settings.parts import DraftConfig
 from sfi_core.state.request import RequestState
 
-# the fast steps of one verification cost this share of it, by the tokens cached and those a fast step reads
+# the cost of a fast step as a share of a verification's, from the cached tokens and those a fast step reads
 Cost = Callable[[float, float], float]
 
-# what a request is taken to have tested and kept before it has tested anything: a first rejection shortens
-# drafts where they hardly pay, and little where they do
+# added to a request's counts of tested and accepted drafts, so that its acceptance rate starts at 0.995
 TRIED, KEPT = 20.0, 19.9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftRule:
-    """Says of each request whether its next pass drafts one more token or verifies.
+    """Decides for each request whether its next pass drafts one more token or verifies.
 
     Attributes:
-        config: The settings.
-        stop_ids: Tokens that end a request.
-        cost: What a fast step costs beside a verification, in (0, 1]; None where nobody knows.
-        selecting: What a fast step of a request reads besides, to choose; `Policy.selection_tokens`.
+        cost: The cost of a fast step relative to a verification, in (0, 1]; None if unknown.
+        selecting: Tokens' worth that a fast step reads to select; `Policy.selection_tokens`.
     """
 
     config: DraftConfig
@@ -31,12 +28,12 @@ class DraftRule:
     selecting: Callable[[RequestState], float] = lambda _: 0.0
 
     def reason(self, state: RequestState, room: int, planned: str) -> str:
-        """Say why a request verifies now; empty where it drafts.
+        """Return why a request verifies now, or "" if it drafts.
 
         Args:
             state: The request; its last tokens are the draft.
             room: Tokens that it may still generate, the drafted ones included.
-            planned: Why its policy's plan makes the next step slow; empty where it does not.
+            planned: The policy's reason for a slow step; "" for a fast one.
         """
         drafted = state.drafted
         if not state.fresh:
@@ -50,7 +47,7 @@ class DraftRule:
         return "limit" if drafted >= self.limit(state) else ""
 
     def limit(self, state: RequestState) -> int:
-        """Return the most tokens that a request drafts before a verification."""
+        """Return how many tokens a request drafts at most before a verification."""
         most = self.config.max_tokens
         if not self.config.adaptive or self.cost is None:
             return most
@@ -61,16 +58,11 @@ class DraftRule:
 
 
 def best_length(rate: float, cost: float, most: int) -> int:
-    """Return how many tokens are best drafted before each verification, 1 to `most`.
+    """Return the draft length, 1 to `most`, with the most tokens per cost.
 
-    With k drafts, each kept at `rate` if all before it are, a cycle gives (1 - rate^(k + 1)) / (1 - rate)
-    tokens, and costs k fast steps and a verification (Leviathan et al., 2023, arXiv:2211.17192, Eq. 1 and
-    Theorem 3.8).
-
-    Args:
-        rate: Share of the tested tokens that are kept.
-        cost: Of a fast step, beside a verification's.
-        most: The most.
+    k drafts, each accepted at `rate` if all before it are, give (1 - rate^(k + 1)) / (1 - rate) tokens. They
+    cost k fast steps, each `cost` of a verification, and one verification (Leviathan et al., 2023,
+    arXiv:2211.17192, Eq. 1 and Theorem 3.8).
     """
 
     def speed(k: int) -> float:

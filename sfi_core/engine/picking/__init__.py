@@ -1,1 +1,1 @@
-"""Picking the next tokens: scores, and draws by index-keyed noise."""
+"""Picking the next tokens from logits."""

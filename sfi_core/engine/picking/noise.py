@@ -1,9 +1,9 @@
 """Gumbel noise for sampling: a function of seed, request, token index and token id, without a state.
 
-A token's key is a hash of seed, request and index. Token id v takes output v of the generator SplitMix64
-(Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", 2014), begun at the key: a counter
-goes through a 64-bit mixer, so that every output is computed by itself. SplitMix64 passes BigCrush. The
-integers are the same on every device; two devices' logarithms may differ in the last bit of a float64.
+Seed, request and index are hashed to a key. Token id v takes output v of the generator SplitMix64 seeded with
+the key (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", 2014), which computes each
+output by itself and passes BigCrush. The integers are the same on every device; logarithms may differ in the
+last bit of a float64.
 """
 
 from hashlib import blake2b
@@ -11,7 +11,7 @@ from hashlib import blake2b
 import torch
 
 BITS = 64
-KEPT = 52  # of 64 bits: half of 2**-52 more is still exact, and below 1
+KEPT = 52  # of the 64 bits: adding half of 2**-52 is exact and stays below 1
 
 
 def _signed(number: int) -> int:
@@ -23,7 +23,7 @@ MIXER = ((30, _signed(0xBF58476D1CE4E5B9)), (27, _signed(0x94D049BB133111EB)), (
 
 
 def noise_key(seed: int, request: int, index: int) -> int:
-    """Return the key of a request's generated token number `index`: 64 bits, signed."""
+    """Return the key of generated token `index` of a request: 64 bits, signed."""
     name = f"{seed} {request} {index}".encode()
     return int.from_bytes(blake2b(name, digest_size=8).digest(), "little", signed=True)
 
@@ -41,7 +41,7 @@ def random_bits(key_X: torch.Tensor, size: int) -> torch.Tensor:
 def gumbel(key_X: torch.Tensor, size: int) -> torch.Tensor:
     """Return -log(-log(u)), u uniform in (0, 1), for each key and token id: [X, size], float64, finite.
 
-    The token with the largest sum of log probability and noise is a draw by probability (Gumbel, 1954).
+    The arg max of log probability plus noise is a sample by probability (Gumbel, 1954).
     """
     bits_XV = random_bits(key_X, size) >> (BITS - KEPT)
     uniform_XV = bits_XV.bitwise_and_(2**KEPT - 1).double().add_(0.5).mul_(2.0**-KEPT)

@@ -1,4 +1,4 @@
-"""Picking tokens from scores: the best one, or a draw by noise of the token's index."""
+"""Picks tokens from scores: the best one, or a sample by the noise of the token's index."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -12,19 +12,14 @@ from sfi_core.engine.picking.noise import gumbel, noise_key
 from sfi_core.errors import NumericsError
 from sfi_kernels.step_descriptor import sent
 
-# most logits, or ids, that are processed at once: a CPU's caches hold them; elsewhere, 32 MiB as float64
+# most logits, or ids, that are processed at once: fit for a CPU's caches; on other devices 32 MiB as float64
 CPU_PIECE, PIECE = 2**19, 2**22
-TOKEN, FINE = range(2)  # rows of what the device tells
+TOKEN, FINE = range(2)  # rows of `told_2X`: the token, and whether its logits are finite
 
 
 @dataclass(slots=True)
 class Row:
-    """One request of a picker.
-
-    Attributes:
-        request: Its index.
-        step: The index of its next token, among those that it generates.
-    """
+    """One request of a picker; `step` is the index of its next token among those that it generates."""
 
     request: int
     step: int = 0
@@ -33,13 +28,12 @@ class Row:
 class Picker(ABC):
     """Turns logits into tokens.
 
-    A sampled token has the largest sum of processed score and Gumbel noise. The noise depends on the seed, on
-    the request's index and on the token's index. What is decoded beside the request, and how many tokens a
-    pass gives, change nothing.
+    A sampled token has the largest sum of processed score and Gumbel noise. The noise depends on the seed,
+    the request's index and the token's index only, not on the rest of the batch or the tokens per pass.
 
     Attributes:
         rows: The request of each row.
-        ahead: Called with a step's tokens while they are still on the device, before the host waits for them.
+        ahead: Called with a step's tokens, still on the device, before the host waits for them.
     """
 
     def __init__(
@@ -50,7 +44,7 @@ class Picker(ABC):
         seed: int | None,
         ahead: Callable[[torch.Tensor], None] | None = None,
     ) -> None:
-        """Start with the first token of some requests; no seed takes the best one."""
+        """Start with the first token of some requests; without a seed, take the best token."""
         self.rows = [Row(request) for request in requests]
         self.ahead = ahead
         self._ranks, self._seed = ranks, seed
@@ -63,22 +57,22 @@ class Picker(ABC):
     def scores(
         self, logits_PV: torch.Tensor, row_P: Sequence[int], tail: Sequence[Sequence[int]]
     ) -> torch.Tensor:
-        """Process logits, float32; arguments are some positions of `pick`'s."""
+        """Process the float32 logits of some of `pick`'s positions."""
 
     def note(self, tokens: Sequence[Sequence[int]]) -> None:
-        """Keep each row's new tokens, where `scores` looks at them; it looks at none unless overridden."""
+        """Keep each row's new tokens if `scores` needs them; by default it does not."""
         del tokens
 
     def widest(self, vocabulary: int) -> int:
-        """Return how many numbers `scores` holds for a position."""
+        """Return how many numbers `scores` holds per position."""
         return vocabulary
 
     def seat(self, row: int, other: Self) -> None:
-        """Let a request that was sampled alone take a row."""
+        """Put a request that was sampled alone into a row."""
         (self.rows[row],) = other.rows
 
     def __call__(self, logits_BV: torch.Tensor, finished_B: list[bool], pad_id: int) -> list[int]:
-        """Pick the next token of every request and note it; a finished request gets the padding token.
+        """Pick and note the next token of every request; a finished request gets `pad_id`.
 
         Raises:
             NumericsError: A running request's logits hold NaN or +inf, or nothing finite.
@@ -99,15 +93,15 @@ class Picker(ABC):
         offset_X: Sequence[int],
         tail: Sequence[Sequence[int]],
     ) -> list[int]:
-        """Pick tokens for X positions of a pass, of any rows, and note none; `ahead` is not called.
+        """Pick tokens for X positions of a pass without noting them or calling `ahead`.
 
-        The same row, index, context and logits give the token that a step gives.
+        With the same row, index, context and logits the token is that of a step.
 
         Args:
-            logits_XV: Of each position's next token.
-            row_X: The row that each position belongs to.
-            offset_X: How many tokens lie between the row's next one and the position's; 0 is the next one.
-            tail: What precedes each position, behind the tokens that the row is known to have.
+            logits_XV: The logits of each position's next token.
+            row_X: The row of each position.
+            offset_X: The distance from the row's next token to the position's; 0 for the next token itself.
+            tail: For each position, the tokens before it that follow the row's noted tokens.
 
         Raises:
             NumericsError: A position's logits hold NaN or +inf, or nothing finite.
@@ -120,7 +114,7 @@ class Picker(ABC):
         return token_X
 
     def advance(self, tokens: Sequence[Sequence[int]]) -> None:
-        """Note each row's new tokens: any number, none for some rows."""
+        """Note each row's new tokens, any number of them."""
         for row, new in zip(self.rows, tokens, strict=True):
             row.step += len(new)
         self.note(tokens)
@@ -132,7 +126,7 @@ class Picker(ABC):
         index_X: Sequence[int],
         tail: Sequence[Sequence[int]],
     ) -> torch.Tensor:
-        # what `_read` reads, settled between the ranks: [2, X], int64
+        # the input of `_read`, [2, X] int64, the same on all ranks
         X, V = logits_XV.shape
         told_2X = torch.empty(2, X, dtype=torch.int64, device=logits_XV.device)
         key_X = self._keys(row_X, index_X, logits_XV.device)
@@ -170,7 +164,7 @@ class Picker(ABC):
 def _read(
     told_2X: torch.Tensor, ahead: Callable[[torch.Tensor], None] | None = None
 ) -> tuple[list[int], list[int]]:
-    # tokens and checks, copied to the host at once, before what `ahead` asks of the device: no wait for that
+    # the copy to the host goes before the work of `ahead`, so that the host does not wait for that
     host, done = told_2X, None
     if told_2X.is_cuda:
         host = torch.empty(told_2X.shape, dtype=told_2X.dtype, pin_memory=True)

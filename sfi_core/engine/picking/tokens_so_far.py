@@ -1,4 +1,4 @@
-"""The tokens of a batch so far, for what looks back at them."""
+"""The tokens of a batch so far, for processors such as the repetition penalty."""
 
 from collections.abc import Sequence
 
@@ -11,12 +11,12 @@ MISSING = -1
 
 
 class TokensSoFar:
-    """Token ids of every row, whose room doubles when it is full: a token is written and nothing is copied.
+    """Token ids of every row, in a buffer that doubles when it is full.
 
-    Rows may have different numbers of tokens. A row with fewer repeats its first one behind them.
+    Shorter rows repeat their first token at the end.
 
     Attributes:
-        length_B: Tokens of each row, with the padding of the prompts that the row was read with.
+        length_B: Tokens of each row, the left padding of its prompt included.
     """
 
     def __init__(self, ids_BT: torch.Tensor) -> None:
@@ -27,11 +27,11 @@ class TokensSoFar:
 
     @property
     def ids_BT(self) -> torch.Tensor:
-        """The ids; a view that the next call of `add` leaves as it is."""
+        """The ids; a view that the next `add` does not change."""
         return self._room_BT[:, : max(self.length_B)]
 
     def add(self, tokens: Sequence[Sequence[int]]) -> None:
-        """Write each row's new tokens: any number, none for some."""
+        """Write each row's new tokens, any number of them."""
         written = [
             (row, self.length_B[row] + place, token)
             for row, new in enumerate(tokens)
@@ -48,9 +48,9 @@ class TokensSoFar:
         self._room_BT[row_N, place_N] = token_N
 
     def before(self, row_X: Sequence[int], tail: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Return the tokens of rows, each followed by a tail of its own: [X, T], a view where it can be one.
+        """Return the tokens of rows, each followed by its own tail: [X, T], a view if possible.
 
-        A position with fewer tokens than another repeats its row's first one.
+        Shorter ones repeat their row's first token at the end.
         """
         if list(row_X) == list(range(row_X[0], row_X[0] + len(row_X))):
             ids_XT = self.ids_BT[row_X[0] : row_X[0] + len(row_X)]
@@ -64,7 +64,7 @@ class TokensSoFar:
         return torch.cat([ids_XT, torch.where(tail_XT == MISSING, ids_XT[:, :1], tail_XT)], 1)
 
     def seat(self, row: int, other: "TokensSoFar") -> None:
-        """Give a row the tokens of another batch of one."""
+        """Put the tokens of a batch of one into a row."""
         (self.length_B[row],) = other.length_B
         self._make_room()
         self._room_BT[row] = other.ids_BT[0, 0]

@@ -11,9 +11,9 @@ import torch
 from sfi_core.engine.graphs import recorder
 from sfi_core.engine.graphs.lookahead import audits_next
 from sfi_core.engine.graphs.steps import StepGraphs
+from sfi_core.engine.prompt_queries import Watcher
 from sfi_core.engine.run import Run
 from sfi_core.engine.shared_prompt import SharedPrompt
-from sfi_core.engine.watcher import Watcher
 from sfi_core.hosts.transformers.cache import SfiCache
 from sfi_core.hosts.transformers.replays import records_steps, refusal
 from sfi_core.hosts.transformers.session import Session

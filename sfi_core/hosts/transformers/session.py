@@ -8,9 +8,9 @@ import torch
 
 from sfi_core.distributed.ranks import ranks_of
 from sfi_core.engine.audit import Audit, check_audit
+from sfi_core.engine.prompt_queries import Watcher
 from sfi_core.engine.report import RunReport
 from sfi_core.engine.run import Run
-from sfi_core.engine.watcher import Watcher
 from sfi_core.errors import ConfigError
 from sfi_core.hosts.transformers.cache import Seam, SfiCache
 from sfi_core.hosts.transformers.checks import (

@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 
-from sfi_core.settings.fields import check, setting
+from sfi_core.settings.fields import Table, setting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServeTable:
+class ServeTable(Table):
     """A server's settings for sfi."""
 
     slots_memory: float = setting(
@@ -20,7 +20,3 @@ class ServeTable:
         True,
         "Keep prefix caches of different settings apart. Keys and values of generated tokens depend on them.",
     )
-
-    def __post_init__(self) -> None:
-        """Reject values of another type."""
-        check(self)
