@@ -37,7 +37,11 @@ class SFI(EvidencePolicy, Triggered):
                 **self._settings,
             )
             if self.config.granularity == "page":
-                score = pool_by_page(score, self.config.page_size)
+                score = self.pooled(score)
         with context.span("top_k"):
             index = top_k.on(context.backend)(score, self.config.budget)
         return Selection(index, diagnostics)
+
+    def pooled(self, score_BHT: torch.Tensor) -> torch.Tensor:
+        """Score whole pages, for `granularity="page"`; benchmarks/study compares other ways."""
+        return pool_by_page(score_BHT, self.config.page_size)

@@ -250,7 +250,7 @@ def test_a_window_is_that_of_the_longest_prompt():
 def test_a_request_that_leaves_takes_its_notes_along(runs):
     """A file of any length needs the memory of its slots."""
     watch = Watch(lambda: {request for request, _ in runs[0].notes})
-    run("qwen3", ROWS, LIMITS, max_batch=2, policy="quest", observers=[watch])
+    run("qwen3", ROWS, LIMITS, max_batch=2, policy="codescan", observers=[watch])
     assert max(map(len, watch.seen)) == 2
     assert set().union(*watch.seen) == set(range(7))
 

@@ -105,9 +105,7 @@ def test_measured_acceptance_is_that_of_the_model_on_the_text(tiny_model):
 def test_prompts_of_a_text_are_its_windows_from_the_end_to_the_start(tiny_model):
     prompts = Prompts.of(measured(batches=(3,)), Point(100, 3), 96, tiny_model.device)
     assert prompts.ids_BT.tolist() == [list(TEXT[at : at + 100]) for at in (300, 150, 0)]
-    with pytest.raises(
-        ConfigError, match="text must have at least a prompt's 500 tokens, got 400"
-    ):
+    with pytest.raises(ConfigError, match="text must have at least a prompt's 500 tokens, got 400"):
         Prompts.of(measured(), Point(500, 1), 96, tiny_model.device)
 
 
