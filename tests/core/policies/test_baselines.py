@@ -182,3 +182,17 @@ def test_prior_only_ranks_by_key_norm_and_position():
             decay = math.exp(-s.beta * u**s.power) * (1 - u + 1e-12) ** s.eta
             score.append(norm**-s.gamma * decay)
         assert got[head] == best_of(score, range(first, last + 1))
+
+
+def test_quest_and_the_oracle_say_what_choosing_reads(tiny_model: Any):
+    """A page bound is two vectors, as a token's key and value; the oracle reads every key."""
+    for policy, share in (("quest", 1 / 16), ("oracle-top-k", 1 / 2), ("sfi", 0)):
+        request = run(tiny_model, policy).requests[0]
+        assert request.selection_ratio == pytest.approx(share)
+        assert request.stored_ratio == 1
+
+
+def test_a_method_that_evicts_stores_what_it_reads(tiny_model: Any):
+    for policy in ("snapkv", "streaming-llm"):
+        request = run(tiny_model, policy).requests[0]
+        assert request.stored_ratio == request.read_ratio < 0.5
