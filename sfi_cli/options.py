@@ -34,7 +34,7 @@ def _one_of(names: Iterable[str]) -> Callable[[str], list[str]]:
 
 def sets(command: str, panel: str = METHOD, **more: Any) -> Any:
     """Declare `--set` of a command."""
-    help_text = "Another setting of sfi config list; repeat for more."
+    help_text = "A setting of sfi config list; may repeat."
     shown = {"metavar": "NAME=VALUE", "help": help_text, **more}
     complete = completer(settings_for(command))
     return typer.Option("--set", autocompletion=complete, rich_help_panel=panel, **shown)
@@ -89,9 +89,7 @@ Recent = Annotated[int | None, _setting("recent")]
 TMax = Annotated[int | None, _setting("t_max")]
 Lossless = Annotated[
     bool,
-    typer.Option(
-        "--lossless", help="Full attention's own tokens; fast steps draft.", rich_help_panel=METHOD
-    ),
+    typer.Option("--lossless", help="Full attention's own tokens.", rich_help_panel=METHOD),
 ]
 DraftMax = Annotated[int | None, _setting("draft.max_tokens", "--draft-max")]
 Triggers = Annotated[

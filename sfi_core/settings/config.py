@@ -59,7 +59,7 @@ class SfiConfig(Table):
         "smallest page of its FlashInfer backend. On a CPU vLLM has 128.",
         least=1,
     )
-    t_max: int = setting(64, "Most fast steps in a row; 0 makes every step slow.", least=0)
+    t_max: int = setting(64, "Most fast steps in a row; 0: all slow.", least=0)
     min_gap: int = setting(
         4,
         "Ignore triggers for this many decoding steps after a slow step; 0 is the paper. Lists and code end "

@@ -45,7 +45,7 @@ def generate(
         bool | None,
         typer.Option(
             "--compare/--no-compare",
-            help="Run full-kv too, for comparison.",
+            help="Also run full-kv.",
             show_default="only for the bundled example",
         ),
     ] = None,

@@ -19,6 +19,7 @@ if INSTALLED:
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
+    from sfi_core.measure.evaluation import lm_eval_model
     from sfi_core.measure.evaluation.lm_eval_model import SfiLM
 
 SMALL = {
@@ -194,8 +195,12 @@ def test_a_task_gives_the_figures_of_lm_evals_own_model(loaded, folder):
 
 
 def test_the_choices_of_a_question_share_a_prefill(loaded, monkeypatch):
-    seen, read = [], SfiLM._read  # noqa: SLF001
-    monkeypatch.setattr(SfiLM, "_read", lambda *args: seen.append(1) or read(*args))
+    seen, read = [], lm_eval_model.read_prompt
+    monkeypatch.setattr(
+        lm_eval_model,
+        "read_prompt",
+        lambda *args, **options: seen.append(1) or read(*args, **options),
+    )
     policied(loaded, "sfi").loglikelihood(requests_of("loglikelihood", SCORED))
     assert len(seen) == len(QUESTIONS)
 
